@@ -1,0 +1,85 @@
+"""What happened in a generation: rounds, and the figures made from them (definitions in the README's glossary)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Round:
+    """One draft + verify for one sequence.
+
+    Attributes:
+        drafted: draft tokens that were verified. accepted: how many of them were kept.
+        emitted: tokens that reached the output, the target's own (bonus or correction) included.
+
+    A round that an end-of-sequence token cuts short counts only what stood before the cut, in all three; one cut by
+    `max_new_tokens` keeps its full drafted and accepted counts, since the drafter did that work.
+    """
+
+    drafted: int
+    accepted: int
+    emitted: int
+
+
+@dataclass
+class Seconds:
+    """Wall time by phase. `host` is what remains of the whole."""
+
+    prefill: float = 0.0
+    draft: float = 0.0
+    verify: float = 0.0
+    total: float = 0.0
+
+    @property
+    def host(self) -> float:
+        return max(0.0, self.total - self.prefill - self.draft - self.verify)
+
+
+@dataclass
+class DecodeStats:
+    """Figures over all rounds of all sequences of one `generate`."""
+
+    rounds: list[list[Round]]
+    num_tokens: int
+    seconds: Seconds = field(default_factory=Seconds)
+
+    def _all(self) -> list[Round]:
+        return [r for sequence in self.rounds for r in sequence]
+
+    @property
+    def tau(self) -> float:
+        """Mean tokens per round with the bonus token: 1 + mean accepted. nan without rounds."""
+        return float(1 + np.mean([r.accepted for r in self._all()])) if self._all() else float("nan")
+
+    @property
+    def acceptance_rate(self) -> float:
+        """Accepted / drafted. Falls with depth, so compare it only at equal depth."""
+        drafted = sum(r.drafted for r in self._all())
+        return sum(r.accepted for r in self._all()) / drafted if drafted else float("nan")
+
+    def alpha(self) -> list[float]:
+        """Acceptance at depth 1, 2, … given that the depth before was accepted."""
+        return [kept / reached for reached, kept in self.depth_counts() if reached]
+
+    def depth_counts(self) -> list[tuple[int, int]]:
+        """Per depth: rounds that reached it, rounds that accepted it."""
+        return depth_counts(self._all())
+
+    def histogram(self) -> list[int]:
+        """How many rounds accepted 0, 1, 2, … drafts."""
+        counts = np.bincount([r.accepted for r in self._all()] or [0])
+        return [int(c) for c in counts] if self._all() else []
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.num_tokens / self.seconds.total if self.seconds.total else float("nan")
+
+
+def depth_counts(rounds: list[Round]) -> list[tuple[int, int]]:
+    deepest = max((r.drafted for r in rounds), default=0)
+    reached = [sum(r.drafted >= d and r.accepted >= d - 1 for r in rounds) for d in range(1, deepest + 1)]
+    kept = [sum(r.accepted >= d for r in rounds) for d in range(1, deepest + 1)]
+    return list(zip(reached, kept, strict=True))

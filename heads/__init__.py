@@ -1,0 +1,66 @@
+"""Drafter architectures. One file each; `HEADS` is the registry."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from ..target import BadInputError, Target
+from .base import Choose, Drafter, DrafterConfig, DrafterLoss, Proposal, TargetBatch, read_config
+from .draft_model import DraftModel, DraftModelConfig
+from .eagle3 import Eagle3, Eagle3Config
+from .ngram import Ngram, NgramConfig
+
+HEADS: dict[str, type[Drafter]] = {
+    "draft_model": DraftModel,
+    "eagle3": Eagle3,
+    "ngram": Ngram,
+}
+
+
+def head_class(name: str) -> type[Drafter]:
+    """The drafter class of that name; an unknown one is refused with the known names."""
+    if name not in HEADS:
+        raise BadInputError(f"unknown drafter type {name!r}; known: {', '.join(sorted(HEADS))}.")
+    return HEADS[name]
+
+
+def drafter_config(values: dict[str, Any], where: str = "drafter") -> tuple[type[Drafter], DrafterConfig]:
+    """Class and config from a mapping like `{type: eagle3, steps: 4}`."""
+    if "type" not in values:
+        raise BadInputError(f"{where}: 'type' is missing; known types: {', '.join(sorted(HEADS))}.")
+    head = head_class(values["type"])
+    return head, head.config_class.from_dict({k: v for k, v in values.items() if k != "type"}, where)
+
+
+def load_drafter(path: str | Path, target: Target | None = None) -> Drafter:
+    """A saved drafter of any kind. A Hugging Face checkpoint is a draft model; `target`, if given, is checked against."""
+    values = read_config(path)
+    kind = values.pop("drafter_type", None) or ("draft_model" if "model_type" in values else None)
+    if kind is None:
+        raise BadInputError(f"{path}: config.json names no 'drafter_type' and no 'model_type'; this is not a drafter.")
+    drafter = head_class(kind).from_folder(Path(path), values, target)
+    if target is not None:
+        drafter.to(target.device)
+        drafter.check(target)
+    return drafter.eval()
+
+
+__all__ = [
+    "HEADS",
+    "Choose",
+    "DraftModel",
+    "DraftModelConfig",
+    "Drafter",
+    "DrafterConfig",
+    "DrafterLoss",
+    "Eagle3",
+    "Eagle3Config",
+    "Ngram",
+    "NgramConfig",
+    "Proposal",
+    "TargetBatch",
+    "drafter_config",
+    "head_class",
+    "load_drafter",
+]

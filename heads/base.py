@@ -1,0 +1,228 @@
+"""What a drafter is: the contract between heads/, the trainer and the decoder.
+
+Shapes: B rows, T tokens, Q tokens of one pass, k draft tokens, K taps, H target hidden size, V target vocabulary,
+V' the drafter's own vocabulary (V' <= V when it is pruned).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any, ClassVar, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from ..target import BadInputError, Counts, IncompatibleError, Target, refuse_unknown_keys
+
+WEIGHTS, CONFIG = "model.safetensors", "config.json"
+
+# Picks the draft token of each row from the drafter's logits: (logits [B, V'], token_ids [V'] or None) -> target ids [B].
+# The decoder supplies it: temperature, filters and penalties are applied there, once, for drafter and target alike.
+Choose = Callable[[Tensor, Tensor | None], Tensor]
+
+
+@dataclass
+class DrafterConfig:
+    """Settings of a drafter; saved as config.json beside its weights."""
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any], where: str = "drafter") -> DrafterConfig:
+        """Build from a mapping; an unknown key is refused with the nearest known one."""
+        refuse_unknown_keys(values, [f.name for f in fields(cls)], where)
+        try:
+            return cls(**values)
+        except TypeError as error:
+            raise BadInputError(f"{where}: {error}") from error
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass
+class TargetBatch:
+    """What a drafter learns from: sequences, and what the target made of them.
+
+    Attributes:
+        target: gives `embed` and `lm_head`; never trained.
+        tokens: `[B, T]`, padded on the right.
+        supervised: `[B, T]` bool, True at the tokens a drafter should learn to predict (the target's own responses).
+        hidden: the drafter's taps, `[B, T, K, H]`; None for drafters without taps.
+        last: the target's last hidden state, `[B, T, H]`; `target.lm_head(last)` are its logits.
+    """
+
+    target: Target
+    tokens: Tensor
+    supervised: Tensor
+    hidden: Tensor | None
+    last: Tensor
+
+
+Sum = tuple[Tensor, Tensor]  # (sum, count): divided once, after everything was added up
+
+
+@dataclass
+class DrafterLoss:
+    """A loss as a sum over supervised positions, so that accumulation and data parallelism reduce it right.
+
+    Attributes:
+        total: differentiable sum over positions (depth weights included).
+        count: number of supervised positions in the batch.
+        metrics: (sum, count) per name: `loss_d1`, `top1_d1`, `alpha_d1`, …, `tau`.
+    """
+
+    total: Tensor
+    count: Tensor
+    metrics: dict[str, Sum] = field(default_factory=dict)
+
+    @property
+    def mean(self) -> Tensor:
+        return self.total / self.count.clamp(min=1)
+
+
+@dataclass
+class Proposal:
+    """Draft tokens for one round.
+
+    Attributes:
+        tokens: `[B, k]`; entries behind `lengths` mean nothing.
+        parents: `[k]`, index of each token's parent, -1 for the root (the last committed token). A chain is -1, 0, 1, …
+        lengths: how many tokens each row really proposes, `[B]`.
+        deterministic: True if the tokens are not samples (so that there is no distribution q to score them with).
+    """
+
+    tokens: Tensor
+    parents: Tensor
+    lengths: Tensor
+    deterministic: bool = False
+
+    @classmethod
+    def chain(cls, tokens: Tensor, lengths: Tensor | None = None, deterministic: bool = False) -> Proposal:
+        rows, depth = tokens.shape
+        if lengths is None:
+            lengths = torch.full((rows,), depth, dtype=torch.long, device=tokens.device)
+        return cls(tokens, torch.arange(-1, depth - 1, device=tokens.device), lengths, deterministic)
+
+
+D = TypeVar("D", bound="Drafter")
+
+
+class Drafter(nn.Module):
+    """Proposes tokens; the target verifies them.
+
+    Decoding, per batch: `open`, then `absorb` once for the prompts, then per round `propose` and `absorb`.
+    Training: `loss`, called by the trainer as `forward`.
+    """
+
+    name: ClassVar[str]
+    config_class: ClassVar[type[DrafterConfig]] = DrafterConfig
+    trainable: ClassVar[bool] = True
+
+    def __init__(self, config: DrafterConfig):
+        super().__init__()
+        self.config = config
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """HF `hidden_states` indices that `absorb` and `loss` want; () for none."""
+        return ()
+
+    # ------------------------------------------------------------ making
+
+    @classmethod
+    def build(cls: type[D], config: DrafterConfig, target: Target, token_counts: Tensor | None = None) -> D:
+        """A new, untrained drafter for `target`. `token_counts` `[V]`: how often each token occurs in the training data."""
+        raise NotImplementedError
+
+    @classmethod
+    def from_folder(cls, folder: Path, values: dict[str, Any], target: Target | None) -> Drafter:
+        """Restore what `save` wrote; `values` is config.json without `drafter_type`."""
+        drafter = cls(cls.config_class.from_dict(values, str(folder / CONFIG)))
+        load_weights(drafter, folder)
+        return drafter
+
+    @classmethod
+    def load(cls, path: str | Path, target: Target | None = None) -> Drafter:
+        """Load any saved drafter; which class is read from its config.json."""
+        from . import load_drafter
+
+        return load_drafter(path, target)
+
+    def save(self, path: str | Path) -> None:
+        """Write config.json and model.safetensors into the folder `path`."""
+        from safetensors.torch import save_file
+
+        folder = Path(path)
+        folder.mkdir(parents=True, exist_ok=True)
+        weights = {name: tensor.detach().cpu().contiguous() for name, tensor in self.state_dict().items()}
+        save_file(weights, folder / WEIGHTS, metadata={"format": "pt"})
+        (folder / CONFIG).write_text(json.dumps({"drafter_type": self.name, **self.config.to_dict()}, indent=2) + "\n")
+
+    def check(self, target: Target) -> None:
+        """Raise IncompatibleError if this drafter cannot draft for `target`."""
+        target.check_taps(self.taps)
+
+    # ------------------------------------------------------------ training
+
+    def loss(self, batch: TargetBatch) -> DrafterLoss:
+        raise NotImplementedError(f"{self.name} has nothing to train")
+
+    def forward(self, batch: TargetBatch) -> DrafterLoss:
+        return self.loss(batch)
+
+    # ------------------------------------------------------------ decoding
+
+    def open(self, target: Target, batch_size: int, max_length: int) -> Any:
+        """State for decoding `batch_size` sequences of up to `max_length` tokens, one round's drafts included."""
+        raise NotImplementedError
+
+    def absorb(self, state: Any, tokens: Tensor, hidden: Tensor | None, counts: Counts) -> None:
+        """Take note of what the target has processed.
+
+        Args:
+            tokens: `[B, Q]`, the tokens of the target's last pass; row b keeps the first `counts.values[b]`.
+            hidden: their true tapped hidden states, `[B, Q, K, H]`.
+            counts: per row, at least 1.
+        """
+        raise NotImplementedError
+
+    def propose(self, state: Any, root: Tensor, depth: int, choose: Choose) -> Proposal:
+        """Draft up to `depth` tokens after `root` `[B]`, the last committed token, which the target has not processed yet."""
+        raise NotImplementedError
+
+    def select(self, state: Any, rows: list[int]) -> None:
+        """Keep only these rows of the state, in this order (sequences finish at different times)."""
+        raise NotImplementedError
+
+
+def read_config(path: str | Path) -> dict[str, Any]:
+    """The config.json of a saved drafter."""
+    file = Path(path) / CONFIG
+    if not file.exists():
+        raise BadInputError(f"no drafter at {str(path)!r}: {CONFIG} is missing there.")
+    try:
+        return dict(json.loads(file.read_text()))
+    except json.JSONDecodeError as error:
+        raise BadInputError(f"{file}: not valid JSON ({error}).") from error
+
+
+def load_weights(module: nn.Module, folder: Path) -> None:
+    """Fill `module` from model.safetensors, strictly: no missing, no unexpected names, equal shapes."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    from ..target.target import refuse_pickles
+
+    refuse_pickles(folder)
+    try:
+        weights = load_file(folder / WEIGHTS)
+    except (SafetensorError, OSError) as error:
+        raise BadInputError(f"{folder / WEIGHTS}: damaged or not a safetensors file ({error}). Copy it again, or take the last good checkpoint.") from error
+    own = module.state_dict()
+    problems = [f"missing {n}" for n in own.keys() - weights.keys()] + [f"unexpected {n}" for n in weights.keys() - own.keys()]
+    problems += [f"{n} is {tuple(weights[n].shape)}, expected {tuple(own[n].shape)}" for n in own.keys() & weights.keys() if own[n].shape != weights[n].shape]
+    if problems:
+        raise IncompatibleError(f"{folder / WEIGHTS} does not fit its config.json: {'; '.join(sorted(problems)[:4])}.")
+    module.load_state_dict(weights)

@@ -1,0 +1,151 @@
+"""A separate small language model as the drafter, distilled from the target (DistillSpec, arXiv 2310.08461).
+
+Shapes: B rows, T positions, Q tokens of one pass, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ..target import Counts, IncompatibleError, RaggedCache, Target, load_causal_lm, refuse_unknown_keys
+from .base import Choose, Drafter, DrafterConfig, DrafterLoss, Proposal, TargetBatch
+from .losses import acceptance_metrics, chunked_compare, divergence
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+@dataclass
+class DraftModelConfig(DrafterConfig):
+    """How a draft model is made and trained. The saved form is a plain Hugging Face checkpoint.
+
+    Attributes:
+        path: a pretrained model to start from; None makes a new one from `model`.
+        model: fields of the target's config to change for a new draft model, e.g. `{num_hidden_layers: 2}`.
+        loss: forward_kl, reverse_kl, jsd or tv.
+        depths: depths up to which the simulated tau multiplies alphas (metrics only).
+    """
+
+    path: str | None = None
+    model: dict[str, Any] = field(default_factory=dict)
+    loss: str = "forward_kl"
+    depths: int = 4
+
+    def __post_init__(self) -> None:
+        divergence(self.loss)
+
+
+@dataclass
+class _State:
+    cache: RaggedCache
+    runner: Target
+    previous: Tensor | None = None  # [B], the last token absorbed
+    written: int = 0  # entries behind the committed ones that hold the root and the drafts after it
+
+
+class DraftModel(Drafter):
+    """Wraps any Hugging Face causal LM that shares the target's tokenizer: `DraftModel(model)`."""
+
+    name = "draft_model"
+    config_class = DraftModelConfig
+    config: DraftModelConfig
+
+    def __init__(self, model: PreTrainedModel, config: DraftModelConfig | None = None):
+        super().__init__(config or DraftModelConfig())
+        self.model = model
+
+    @classmethod
+    def build(cls, config: DrafterConfig, target: Target, token_counts: Tensor | None = None) -> DraftModel:
+        assert isinstance(config, DraftModelConfig)
+        if config.path is not None:
+            return cls(load_causal_lm(config.path, dtype=torch.float32, strict=True), config)
+        from transformers import AutoModelForCausalLM
+
+        return cls(AutoModelForCausalLM.from_config(_smaller(target.config, config.model), dtype=torch.float32), config)
+
+    @classmethod
+    def from_folder(cls, folder: Path, values: dict[str, Any], target: Target | None) -> DraftModel:
+        return cls(load_causal_lm(str(folder), dtype="auto", strict=True).eval())
+
+    def save(self, path: str | Path) -> None:
+        """A plain Hugging Face checkpoint: `transformers`, vLLM, SGLang and TGI load it as it is."""
+        Path(path).mkdir(parents=True, exist_ok=True)
+        self.model.save_pretrained(path)
+
+    def check(self, target: Target) -> None:
+        own = self.model.get_input_embeddings().weight.shape[0]
+        if own != target.vocab_size:
+            raise IncompatibleError(f"the draft model's vocabulary has {own} entries, the target's {target.vocab_size}; they must share one tokenizer.")
+
+    # ------------------------------------------------------------ training
+
+    def loss(self, batch: TargetBatch) -> DrafterLoss:
+        """The divergence at every position that predicts a supervised token, off-policy (on the target's responses)."""
+        wanted = batch.supervised[:, 1:]
+        own = Target(self.model).forward(batch.tokens, logits=False).last[:, :-1]
+        result = chunked_compare(batch.last[:, :-1][wanted], own[wanted], batch.target.lm_head, Target(self.model).lm_head, divergence(self.config.loss))
+        count = wanted.sum()
+        alpha = torch.zeros(wanted.shape, device=wanted.device)
+        alpha[wanted] = result.alpha
+        depths = range(self.config.depths)
+        metrics = {"loss_d1": (result.loss.detach().sum(), count), "top1_d1": (result.top1.sum(), count)}
+        metrics |= acceptance_metrics([_ahead(alpha, d) for d in depths], [_ahead(wanted, d) for d in depths])
+        return DrafterLoss(result.loss.sum(), count, metrics)
+
+    # ------------------------------------------------------------ decoding
+
+    def open(self, target: Target, batch_size: int, max_length: int) -> _State:
+        runner = Target(self.model)
+        return _State(runner.new_cache(batch_size, max_length), runner)
+
+    def absorb(self, state: _State, tokens: Tensor, hidden: Tensor | None, counts: Counts) -> None:
+        # The cache already holds the root and all drafts but the last. `propose` feeds the last absorbed token again,
+        # so that at most one missing entry per row costs no pass of its own.
+        if tokens.shape[1] - state.written > 1:
+            state.runner.forward(tokens, state.cache, logits=False)
+        state.cache.advance(counts)
+        state.previous = tokens.gather(1, counts.tensor[:, None] - 1)[:, 0]
+        state.written = 0
+
+    def propose(self, state: _State, root: Tensor, depth: int, choose: Choose) -> Proposal:
+        assert state.previous is not None
+        logits = self._logits(state, torch.stack([state.previous, root], 1), -1)
+        drafted = [choose(logits, None)]
+        for i in range(1, depth):
+            drafted.append(choose(self._logits(state, drafted[-1][:, None], i), None))
+        state.written = depth
+        return Proposal.chain(torch.stack(drafted, 1))
+
+    def _logits(self, state: _State, tokens: Tensor, offset: int) -> Tensor:
+        """Logits behind the last of `tokens`, `[B, V]`."""
+        last = torch.full((len(tokens), 1), tokens.shape[1] - 1, device=tokens.device)
+        out = state.runner.forward(tokens, state.cache, at=last, offset=offset).logits
+        assert out is not None
+        return out[:, 0]
+
+    def select(self, state: _State, rows: list[int]) -> None:
+        state.cache.select(rows)
+        if state.previous is not None:
+            state.previous = state.previous[rows]
+
+
+def _ahead(values: Tensor, by: int) -> Tensor:
+    """`values[:, t + by]` at t; zero behind the end."""
+    return torch.nn.functional.pad(values[:, by:], (0, by))
+
+
+def _smaller(config: Any, changes: dict[str, Any]) -> Any:
+    """The target's config with `changes`; head sizes follow the hidden size unless they are given."""
+    values = config.to_dict()
+    refuse_unknown_keys(changes, values, "drafter.model")
+    values = {k: v for k, v in values.items() if k not in ("architectures", "layer_types", "dtype", "torch_dtype")} | changes
+    if "num_attention_heads" in changes:
+        values["num_key_value_heads"] = changes.get("num_key_value_heads", changes["num_attention_heads"])
+    if "head_dim" not in changes and values.get("head_dim"):
+        values["head_dim"] = values["hidden_size"] // values["num_attention_heads"]
+    return type(config)(**values)

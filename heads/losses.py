@@ -1,0 +1,149 @@
+"""Divergences between the target's distribution p and the drafter's q, one value per position.
+
+Shapes: P positions, V symbols. Both arguments are logits; softmax is taken in fp32. Nothing here reduces over
+positions: sums and counts are made in one place (`chunked_divergence`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from ..target import BadInputError
+
+Divergence = Callable[[Tensor, Tensor], Tensor]
+
+
+def _log_probs(logits: Tensor) -> Tensor:
+    return logits.float().log_softmax(-1)
+
+
+def forward_kl(target_logits: Tensor, draft_logits: Tensor) -> Tensor:
+    """KL(p || q) per position, `[P]`. Its gradient is soft cross-entropy's; this one is zero at q = p."""
+    log_p, log_q = _log_probs(target_logits), _log_probs(draft_logits)
+    return (log_p.exp() * (log_p - log_q).nan_to_num(0.0)).sum(-1)
+
+
+def soft_cross_entropy(target_logits: Tensor, draft_logits: Tensor) -> Tensor:
+    """−Σ p log q per position, `[P]` (EAGLE-3's loss, arXiv 2503.01840)."""
+    return -(_log_probs(target_logits).exp() * _log_probs(draft_logits)).sum(-1)
+
+
+def reverse_kl(target_logits: Tensor, draft_logits: Tensor) -> Tensor:
+    """KL(q || p) per position, `[P]`."""
+    return forward_kl(draft_logits, target_logits)
+
+
+def jensen_shannon(target_logits: Tensor, draft_logits: Tensor, beta: float = 0.5) -> Tensor:
+    """β KL(p || m) + (1−β) KL(q || m) with m = βp + (1−β)q, per position, `[P]` (DistillSpec, arXiv 2310.08461)."""
+    log_p, log_q = _log_probs(target_logits), _log_probs(draft_logits)
+    p, q = log_p.exp(), log_q.exp()
+    log_m = (beta * p + (1 - beta) * q).clamp(min=1e-30).log()
+    return beta * (p * (log_p - log_m)).sum(-1) + (1 - beta) * (q * (log_q - log_m)).sum(-1)
+
+
+def total_variation(target_logits: Tensor, draft_logits: Tensor) -> Tensor:
+    """½ Σ |p − q| = 1 − Σ min(p, q) per position, `[P]`: one minus the acceptance rate of rejection sampling."""
+    return 0.5 * (_log_probs(target_logits).exp() - _log_probs(draft_logits).exp()).abs().sum(-1)
+
+
+DIVERGENCES: dict[str, Divergence] = {
+    "forward_kl": forward_kl,
+    "soft_ce": soft_cross_entropy,
+    "reverse_kl": reverse_kl,
+    "jsd": jensen_shannon,
+    "tv": total_variation,
+}
+
+
+def divergence(name: str) -> Divergence:
+    if name not in DIVERGENCES:
+        raise BadInputError(f"unknown loss {name!r}; known: {', '.join(DIVERGENCES)}.")
+    return DIVERGENCES[name]
+
+
+@dataclass
+class Positions:
+    """Per-position results of one depth, `[P]` each."""
+
+    loss: Tensor  # differentiable
+    alpha: Tensor  # Σ min(p, q): the analytic acceptance probability
+    top1: Tensor  # 1.0 where the two agree on the most probable token
+
+
+def compare(target_logits: Tensor, draft_logits: Tensor, rule: Divergence) -> Positions:
+    """Loss and agreement of two logits `[P, V]`."""
+    with torch.no_grad():
+        alpha = 1 - total_variation(target_logits, draft_logits)
+        top1 = (target_logits.argmax(-1) == draft_logits.argmax(-1)).float()
+    return Positions(rule(target_logits, draft_logits), alpha, top1)
+
+
+def chunked_compare(
+    target_hidden: Tensor,  # [P, H]
+    draft_hidden: Tensor,  # [P, H']
+    target_head: Callable[[Tensor], Tensor],
+    draft_head: Callable[[Tensor], Tensor],
+    rule: Divergence,
+    kept: Tensor | None = None,
+    chunk: int = 2048,
+) -> Positions:
+    """`compare` on the logits of two hidden states, `chunk` positions at a time, so that `[P, V]` never exists.
+
+    Args:
+        kept: token ids `[V']` of a pruned draft vocabulary. The loss then renormalises p on these tokens
+            (EAGLE-3); alpha counts the mass that q cannot reach as rejected, and top-1 as disagreement.
+    """
+
+    def part(target_part: Tensor, draft_part: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        with torch.no_grad():
+            target_logits = target_head(target_part)
+        draft_logits = draft_head(draft_part)
+        if kept is None:
+            result = compare(target_logits, draft_logits, rule)
+            return result.loss, result.alpha, result.top1
+        on_kept = target_logits[:, kept]
+        with torch.no_grad():
+            reachable = _log_probs(target_logits)[:, kept].exp()
+            alpha = torch.minimum(reachable, _log_probs(draft_logits).exp()).sum(-1)
+            top1 = (target_logits.argmax(-1) == kept[draft_logits.argmax(-1)]).float()
+        return rule(on_kept, draft_logits), alpha, top1
+
+    def run(target_part: Tensor, draft_part: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        if torch.is_grad_enabled() and len(target_hidden) > chunk:
+            return checkpoint(part, target_part, draft_part, use_reentrant=False)
+        return part(target_part, draft_part)
+
+    parts = [run(t, d) for t, d in zip(target_hidden.split(chunk), draft_hidden.split(chunk), strict=True)]
+    if not parts:
+        empty = draft_hidden.sum() * 0 + draft_hidden.new_zeros(0)
+        return Positions(empty, empty.detach(), empty.detach())
+    return Positions(*(torch.cat(columns) for columns in zip(*parts, strict=True)))
+
+
+def acceptance_metrics(alphas: list[Tensor], wanted: list[Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
+    """Expected acceptance of a chain from the analytic alphas along it, as (sum, count) pairs.
+
+    Args:
+        alphas: per depth, `[B, T]`: the acceptance probability at that depth of the chain that starts at t.
+        wanted: per depth, `[B, T]` bool: where it was measured.
+
+    Returns:
+        `alpha_d1`, …: acceptance at depth d, weighted by the probability that the chain gets there (so: given that
+        depth d−1 was accepted). `tau`: 1 + Σ_d Π_{i<=d} alpha_i per starting position, never the product of averages.
+    """
+    found: dict[str, tuple[Tensor, Tensor]] = {}
+    reach = torch.ones_like(alphas[0])
+    tau = torch.ones_like(alphas[0])
+    whole = torch.ones_like(wanted[0])
+    for depth, (alpha, measured) in enumerate(zip(alphas, wanted, strict=True), 1):
+        whole = whole & measured
+        found[f"alpha_d{depth}"] = ((reach * alpha)[whole].sum(), reach[whole].sum())
+        reach = reach * alpha
+        tau = tau + reach
+    found["tau"] = (tau[whole].sum(), whole.sum())
+    return found

@@ -1,0 +1,361 @@
+"""The model being accelerated: everything the rest of Outrider needs of it, through its public interface.
+
+Shapes: B rows, Q new tokens per row, T tokens of a whole sequence, H hidden size, V vocabulary, K taps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from .cache import RaggedCache
+from .errors import BadInputError, IncompatibleError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from .fingerprint import Fingerprint
+
+EMBEDDED = "embedded"
+
+
+@dataclass
+class TargetOutput:
+    """What one pass of the target gives.
+
+    Attributes:
+        logits: `[B, Q, V]`, or only at the asked positions.
+        hidden: tapped hidden states, `[B, Q, K, H]`; None if no taps were asked for.
+        last: the last hidden state after the final norm, `[B, Q, H]`.
+    """
+
+    logits: Tensor | None
+    hidden: Tensor | None
+    last: Tensor
+
+
+class Target:
+    """A frozen Hugging Face causal LM, with or without a PEFT adapter.
+
+    Wrap a model in memory with `Target(model, tokenizer)`, or load one with `Target.load(path_or_hub_id)`.
+
+    Attributes:
+        model: the unmodified `transformers` model.
+        tokenizer: its tokenizer, or None.
+        source: what it was loaded from, for people: `{"path", "revision", "adapter"}`.
+    """
+
+    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None, source: dict[str, Any] | None = None):
+        self.model = model
+        self.tokenizer = tokenizer
+        self.source = source or {}
+        self.body = _body(model)
+        self._seen: dict[int, Tensor] = {}
+        self._hooked: set[int] = set()
+
+    # ------------------------------------------------------------ loading
+
+    @classmethod
+    def load(
+        cls,
+        path: str | Path,
+        revision: str | None = None,
+        adapter: str | Path | None = None,
+        dtype: str | torch.dtype = "auto",
+        device: str | torch.device | None = None,
+        trust_remote_code: bool = False,
+        attention: str | None = None,
+    ) -> Target:
+        """Load a target from a folder, the Hub, or `"embedded"` (the model that ships with Outrider).
+
+        An adapter is merged into the weights, as it would be served. Weights must be safetensors.
+
+        Raises:
+            BadInputError: the folder is missing, has no config, or holds only pickled weights.
+        """
+        from transformers import AutoTokenizer
+
+        name = str(embedded_path()) if str(path) == EMBEDDED else str(path)
+        model = load_causal_lm(name, dtype, revision, trust_remote_code, attention)
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=trust_remote_code)
+        except Exception as error:
+            raise _load_error(f"tokenizer of {name}", error) from error
+        if adapter is not None:
+            model = _merge_adapter(model, adapter)
+        model.to(device or best_device()).eval().requires_grad_(False)
+        return cls(model, tokenizer, {"path": str(path), "revision": revision, "adapter": adapter and str(adapter)})
+
+    # ------------------------------------------------------------ facts
+
+    @property
+    def config(self) -> Any:
+        return self.model.config.get_text_config()
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.model.parameters()).device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return next(self.model.parameters()).dtype
+
+    @property
+    def hidden_size(self) -> int:
+        return int(self.config.hidden_size)
+
+    @property
+    def num_layers(self) -> int:
+        return int(self.config.num_hidden_layers)
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the output embedding (may exceed the tokenizer's length, by padding)."""
+        return int(self.model.get_output_embeddings().weight.shape[0])
+
+    @property
+    def max_context(self) -> int | None:
+        """Positions the model was built for, or None if it does not say."""
+        limit = getattr(self.config, "max_position_embeddings", None)
+        return int(limit) if limit else None
+
+    @property
+    def eos_ids(self) -> tuple[int, ...]:
+        """Token ids that end a sequence: the generation config's, else the model's, else the tokenizer's."""
+        generation = getattr(self.model, "generation_config", None)
+        for holder in (generation, self.config, self.tokenizer):
+            ids = getattr(holder, "eos_token_id", None)
+            if ids is not None:
+                return (ids,) if isinstance(ids, int) else tuple(ids)
+        return ()
+
+    def require_tokenizer(self) -> PreTrainedTokenizerBase:
+        if self.tokenizer is None:
+            raise BadInputError("this target has no tokenizer; pass one: Target(model, tokenizer).")
+        return self.tokenizer
+
+    def fingerprint(self) -> Fingerprint:
+        """Digests of weights, config, tokenizer and chat template: the target's identity by content."""
+        from .fingerprint import fingerprint
+
+        return fingerprint(self)
+
+    # ------------------------------------------------------------ passes
+
+    def new_cache(self, batch_size: int, max_length: int) -> RaggedCache:
+        return RaggedCache(self.num_layers, batch_size, max_length, self.device)
+
+    def forward(
+        self,
+        tokens: Tensor,  # [B, Q]
+        cache: RaggedCache | None = None,
+        taps: Sequence[int] = (),
+        at: Tensor | None = None,  # [B, A]
+        logits: bool = True,
+        offset: int = 0,
+    ) -> TargetOutput:
+        """One pass over `tokens`, `[B, Q]`.
+
+        With a cache the tokens follow each row's committed entries (plus `offset`); the caller commits them with
+        `cache.advance`. Without one they are whole sequences, padded on the right.
+
+        Args:
+            taps: HF `hidden_states` indices (0 = embeddings, `num_layers` = after the final norm).
+            at: indices into Q at which logits are wanted, `[B, A]`; None for all Q.
+            logits: False skips the output embedding.
+        """
+        extra = self._cache_arguments(tokens, cache, offset)
+        self._hook(taps)
+        last = self.body(input_ids=tokens, **extra).last_hidden_state
+        hidden = self._collect(taps, last)
+        if not logits:
+            return TargetOutput(None, hidden, last)
+        chosen = last if at is None else last.gather(1, at[:, :, None].expand(-1, -1, last.shape[-1]))
+        return TargetOutput(self.lm_head(chosen), hidden, last)
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Input embeddings of `tokens` `[...]`, as `[..., H]`."""
+        return self.model.get_input_embeddings()(tokens)
+
+    def lm_head(self, hidden: Tensor, token_ids: Tensor | None = None) -> Tensor:
+        """Logits `[..., V]` from final hidden states `[..., H]` (after the final norm), with the model's own scaling.
+
+        `token_ids` `[V']` restricts the output to those tokens: `[..., V']`.
+        """
+        head = self.model.get_output_embeddings()
+        if token_ids is None:
+            logits = head(hidden)
+        else:
+            bias = None if head.bias is None else head.bias[token_ids]
+            logits = nn.functional.linear(hidden, head.weight[token_ids], bias)
+        return self._scale(logits)
+
+    def _scale(self, logits: Tensor) -> Tensor:
+        config = self.config
+        if divisor := getattr(config, "logits_scaling", None):  # Granite
+            logits = logits / divisor
+        if factor := getattr(config, "logit_scale", None):  # Cohere
+            logits = logits * factor
+        if cap := getattr(config, "final_logit_softcapping", None):  # Gemma 2
+            logits = cap * torch.tanh(logits / cap)
+        return logits
+
+    def _cache_arguments(self, tokens: Tensor, cache: RaggedCache | None, offset: int) -> dict[str, Any]:
+        if cache is None:
+            return {"use_cache": False}
+        fresh = cache.longest + offset == 0
+        positions = cache.place(tokens.shape[1], offset)
+        # An empty cache is plain causal attention: the library's own mask is right, and lets SDPA skip it.
+        mask = None if fresh else self._masks(cache)
+        return {"use_cache": True, "past_key_values": cache, "position_ids": positions, "attention_mask": mask}
+
+    def _masks(self, cache: RaggedCache) -> Tensor | dict[str, Tensor]:
+        """Float masks `[B, 1, Q, used]` (bool ones are silently wrong under eager attention)."""
+        visible = cache.visible()
+        window = getattr(self.config, "sliding_window", None)
+        kinds = getattr(self.config, "layer_types", None)
+        if kinds is None:
+            windowed = window is not None and getattr(self.config, "use_sliding_window", True)
+            return self._float_mask(self._within(visible, cache, window) if windowed else visible)
+        masks = {"full_attention": visible}
+        if "sliding_attention" in kinds:
+            masks["sliding_attention"] = self._within(visible, cache, window)
+        return {kind: self._float_mask(masks[kind]) for kind in set(kinds)}
+
+    def _within(self, visible: Tensor, cache: RaggedCache, window: int) -> Tensor:
+        slots = torch.arange(cache.used, device=visible.device)
+        return visible & (slots > cache.slots[:, :, None] - window)
+
+    def _float_mask(self, visible: Tensor) -> Tensor:
+        mask = torch.zeros(visible.shape, dtype=self.dtype, device=visible.device)
+        return mask.masked_fill_(~visible, torch.finfo(self.dtype).min)[:, None]
+
+    # ------------------------------------------------------------ taps
+
+    def check_taps(self, taps: Sequence[int]) -> None:
+        for tap in taps:
+            if not 0 <= tap <= self.num_layers:
+                raise IncompatibleError(
+                    f"the drafter reads hidden_states[{tap}], but this target has {self.num_layers} layers (valid taps: 0 to {self.num_layers})."
+                )
+
+    def _hook(self, taps: Sequence[int]) -> None:
+        new = set(taps) - self._hooked - {self.num_layers}
+        if not new:
+            return
+        layers = _layers(self.body, self.num_layers)
+        for tap in new:
+            if tap == 0:
+                layers[0].register_forward_pre_hook(lambda _, args, kwargs: self._see(0, args[0] if args else kwargs["hidden_states"]), with_kwargs=True)
+            else:
+                layers[tap - 1].register_forward_hook(lambda *call, tap=tap: self._see(tap, call[-1]))
+        self._hooked |= new
+
+    def _see(self, tap: int, output: Any) -> None:
+        self._seen[tap] = output[0] if isinstance(output, tuple) else output
+
+    def _collect(self, taps: Sequence[int], last: Tensor) -> Tensor | None:
+        self._seen[self.num_layers] = last
+        hidden = torch.stack([self._seen[t] for t in taps], dim=2) if taps else None
+        self._seen.clear()
+        return hidden
+
+
+def load_causal_lm(
+    name: str,
+    dtype: str | torch.dtype = "auto",
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    attention: str | None = None,
+    strict: bool = False,
+) -> PreTrainedModel:
+    """A causal LM from a folder or the Hub, safetensors only; a tensor that is missing is an error, never random.
+
+    `strict` also refuses tensors that the model has no place for.
+    """
+    from transformers import AutoModelForCausalLM
+
+    _check_folder(name)
+    try:
+        model, info = AutoModelForCausalLM.from_pretrained(
+            name, dtype=dtype, use_safetensors=True, attn_implementation=attention,
+            revision=revision, trust_remote_code=trust_remote_code, output_loading_info=True,
+        )  # fmt: skip
+    except Exception as error:
+        raise _load_error(name, error) from error
+    problems = [f"missing {n}" for n in info["missing_keys"]] + [f"another shape: {n[0]}" for n in info["mismatched_keys"]]
+    problems += [f"unexpected {n}" for n in info["unexpected_keys"]] if strict else []
+    if problems:
+        raise IncompatibleError(f"the weights in {name!r} do not fit its config.json: {'; '.join(sorted(problems)[:4])}.")
+    return model
+
+
+def embedded_path() -> Path:
+    """The folder of the target that ships with Outrider."""
+    return Path(str(resources.files("outrider.recipes"))) / "embedded" / "target"
+
+
+def best_device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def _body(model: Any) -> nn.Module:
+    """The model without its output embedding (PEFT wrappers are looked through; their layers stay)."""
+    if hasattr(model, "get_base_model"):
+        model = model.get_base_model()
+    return model.base_model
+
+
+def _layers(body: nn.Module, count: int) -> nn.ModuleList:
+    for module in body.modules():
+        if isinstance(module, nn.ModuleList) and len(module) == count:
+            return module
+    raise IncompatibleError(f"{type(body).__name__} has no list of {count} layers; taps cannot be read from it.")
+
+
+def _check_folder(name: str) -> None:
+    folder = Path(name).expanduser()
+    looks_local = folder.exists() or name.startswith((".", "/", "~")) or name.count("/") != 1
+    if not looks_local:
+        return
+    if not folder.is_dir():
+        raise BadInputError(f"no target at {name!r}: the folder does not exist. Give a folder, a Hub id like 'org/name', or 'embedded'.")
+    if not (folder / "config.json").exists():
+        raise BadInputError(f"no target at {name!r}: the folder has no config.json.")
+    refuse_pickles(folder)
+
+
+def refuse_pickles(folder: Path) -> None:
+    """Raise BadInputError if the weights in `folder` exist only in a pickled form."""
+    if any(folder.glob("*.safetensors")):
+        return
+    pickled = [p.name for pattern in ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl") for p in folder.glob(pattern)]
+    if pickled:
+        raise BadInputError(
+            f"{folder}: {pickled[0]} is a pickle, which can run code when loaded; Outrider reads safetensors only. "
+            "Convert it once, in a place you trust: load the state dict there and write it with safetensors.torch.save_file."
+        )
+    raise BadInputError(f"{folder}: no *.safetensors file with weights.")
+
+
+def _merge_adapter(model: Any, adapter: str | Path) -> Any:
+    from peft import PeftModel
+
+    if Path(adapter).exists():
+        refuse_pickles(Path(adapter))
+    try:
+        return PeftModel.from_pretrained(model, str(adapter)).merge_and_unload()
+    except Exception as error:
+        raise BadInputError(f"the adapter at {str(adapter)!r} cannot be loaded: {error}") from error
+
+
+def _load_error(name: str, error: Exception) -> BadInputError:
+    what = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    hint = "Its safetensors file is damaged: copy it again." if "safetensor" in type(error).__name__.lower() else "Check the path, or the Hub id and your access to it."
+    return BadInputError(f"the target {name!r} cannot be loaded: {what} {hint}")

@@ -1,1 +1,8 @@
-"""TODO"""
+"""What a drafter learns from: prompts, the target's responses, loss masks, hidden states."""
+
+from .features import FeatureStore
+from .masks import supervised_mask
+from .prompts import Prompt, digest_prompts, read_prompts
+from .responses import distill, load_responses, provenance
+
+__all__ = ["FeatureStore", "Prompt", "digest_prompts", "distill", "load_responses", "provenance", "read_prompts", "supervised_mask"]

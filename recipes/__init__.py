@@ -1,1 +1,117 @@
-"""TODO"""
+"""Recipes: the YAML files, their schema, and the files that ship with Outrider."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from .schema import DataSpec, EvalSpec, Recipe, SamplingSpec, TargetSpec, bad_input
+
+__all__ = ["DataSpec", "EvalSpec", "Recipe", "SamplingSpec", "TargetSpec", "embedded_file", "load_recipe", "packaged_recipes"]
+
+_HERE = Path(__file__).parent
+
+
+def load_recipe(path_or_name: str | Path, overrides: Sequence[str] = ()) -> Recipe:
+    """Read and validate a recipe.
+
+    Args:
+        path_or_name: a YAML file, or the name of a packaged recipe such as "embedded-eagle3".
+        overrides: `key.path=value`; values are read as YAML (`data.limit=null`, `eval.suites=[code, docs]`).
+
+    Raises:
+        BadInputError: no such recipe, not valid YAML (with line and column), an unknown key, or a wrong type.
+    """
+    file = _find(str(path_or_name))
+    values = _read(file)
+    for override in overrides:
+        _override(values, override)
+    return Recipe.from_dict(values, f"{file.name} with {' '.join(overrides)}" if overrides else file.name)
+
+
+def packaged_recipes() -> dict[str, Path]:
+    """The recipes that ship with Outrider, by name."""
+    return {file.stem: file for file in sorted(_HERE.glob("*.yaml"))}
+
+
+def embedded_file(name: str) -> Path:
+    """A file that ships beside the embedded target, e.g. `embedded_file("suites/code.jsonl")`."""
+    folder = _HERE / "embedded"
+    file = folder / name
+    if not file.is_file():
+        present = sorted(str(p.relative_to(folder)) for p in folder.glob("*/*.jsonl"))
+        raise bad_input(f"there is no embedded file {name!r}; there are: {', '.join(present) or 'none (the installation is incomplete)'}.")
+    return file
+
+
+def _find(name: str) -> Path:
+    packaged = packaged_recipes()
+    if name in packaged:
+        return packaged[name]
+    file = Path(name).expanduser()
+    if file.is_file():
+        return file
+    if file.is_dir():
+        raise bad_input(f"{name!r} is a folder; a recipe is a YAML file, for example {name.rstrip('/')}/recipe.yaml.")
+    near = difflib.get_close_matches(file.stem, packaged, n=1)
+    hint = f"did you mean {near[0]!r}? " if near else ""
+    raise bad_input(f"no recipe at {name!r}: there is no such file; {hint}packaged recipes: {', '.join(packaged)}.")
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        text = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise bad_input(f"{file}: cannot be read ({error}).") from error
+    values = _parse(text, str(file))
+    if not isinstance(values, dict):
+        found = "nothing" if values is None else f"a {type(values).__name__}"
+        raise bad_input(f"{file}: expected a mapping with the keys {', '.join(Recipe.model_fields)}; found {found}.")
+    return values
+
+
+def _override(values: dict[str, Any], override: str) -> None:
+    """Set one `key.path=value` in place."""
+    path, equals, text = override.partition("=")
+    keys = path.strip().split(".")
+    if not equals or not all(keys):
+        raise bad_input(f"cannot use the override {override!r}: expected key.path=value, for example training.max_steps=100.")
+    here: Any = values
+    for depth, key in enumerate(keys[:-1], 1):
+        if here.get(key) is None:
+            here[key] = {}
+        here = here[key]
+        if not isinstance(here, dict):
+            raise bad_input(f"cannot use the override {override!r}: {'.'.join(keys[:depth])} is {here!r}, not a mapping.")
+    here[keys[-1]] = _parse(text, f"override {override!r}")
+
+
+def _parse(text: str, where: str) -> Any:
+    try:
+        return yaml.load(text, Loader=_Loader)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        place = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
+        raise bad_input(f"{where}: not valid YAML: {place}{error.problem or error.context}.") from error
+    except yaml.YAMLError as error:
+        raise bad_input(f"{where}: not valid YAML: {error}.") from error
+
+
+class _Loader(yaml.SafeLoader):
+    """PyYAML's safe loader with two surprises removed: `3e-3` is a number, and a repeated key is an error."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if key.value in seen:
+                raise yaml.constructor.ConstructorError(None, None, f"the key {key.value!r} stands here twice", key.start_mark)
+            seen.add(key.value if isinstance(key.value, str) else "")
+        return super().construct_mapping(node, deep)
+
+
+_Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"^[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"), list("-+0123456789"))

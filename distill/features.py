@@ -1,0 +1,249 @@
+"""The target's hidden states, computed once and read from disk while training.
+
+A store is a folder named after what decides its contents: target, sequences, taps, dtype. Another key is another folder,
+so stale features are never read. Each shard holds whole sequences end to end and appears at once, so that an interrupted
+build continues with the first shard that is missing.
+
+Shapes: B rows, T positions, K taps, H hidden size, N tokens of a shard.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ..target import BadInputError, Target
+from ..target.fingerprint import digest_json
+from .progress import progress
+from .storage import disk_full_explained, read_json, readable_bytes, require_space, write_atomically
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+    from rich.console import Console
+
+INDEX = "features.json"
+SHARD_BYTES = 128_000_000  # one shard is built in memory; small enough for a laptop, big enough for few files
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """Which sequence lies where: `shards` are ranges of sequences, `lengths` their tokens."""
+
+    lengths: list[int]
+    shards: list[range]
+
+    @classmethod
+    def of(cls, lengths: list[int], bytes_per_token: int, shard_bytes: int) -> _Layout:
+        """Fill shards in order; a sequence that is bigger than a shard gets its own."""
+        starts, size = [0], 0
+        for i, length in enumerate(lengths):
+            if size and (size + length) * bytes_per_token > shard_bytes:
+                starts.append(i)
+                size = 0
+            size += length
+        return cls(lengths, [range(a, b) for a, b in zip(starts, [*starts[1:], len(lengths)], strict=True)])
+
+    def places(self) -> list[tuple[int, int]]:
+        """Shard and first token of every sequence."""
+        return [(n, first) for n, r in enumerate(self.shards) for first in [0, *accumulate(self.lengths[r.start : r.stop - 1])]]
+
+
+class FeatureStore:
+    """Hidden states of all sequences of a data set; index i is row i of that data set.
+
+    Attributes:
+        taps: HF `hidden_states` indices that are stored; () for none.
+        num_bytes: size on disk.
+    """
+
+    def __init__(self, folder: str | Path):
+        """Open a finished store.
+
+        Raises:
+            BadInputError: there is none in `folder`, or its files are incomplete.
+        """
+        self.folder = Path(folder)
+        if not (self.folder / INDEX).is_file():
+            raise BadInputError(f"{folder}: holds no finished feature store ({INDEX} is missing); build it again, the finished part is kept.")
+        index = read_json(self.folder / INDEX)
+        self.taps: tuple[int, ...] = tuple(index["taps"])
+        self.dtype = DTYPES[index["dtype"]]
+        self.hidden_size = int(index["hidden_size"])
+        self._layout = _Layout(index["lengths"], [range(a, b) for a, b in index["shards"]])
+        self._places = self._layout.places()
+        self._open: dict[int, Any] = {}
+        missing = [f.name for f in self._files() if not f.is_file()]
+        if missing:
+            raise BadInputError(f"{folder}: {missing[0]} is missing; delete {INDEX} there and build again, the other files are kept.")
+
+    @classmethod
+    def build(
+        cls,
+        folder: str | Path,
+        target: Target,
+        dataset: Dataset,
+        taps: Sequence[int],
+        dtype: torch.dtype | str | None = None,
+        console: Console | None = None,
+        batch_size: int = 16,
+        shard_bytes: int = SHARD_BYTES,
+    ) -> FeatureStore:
+        """The store for this target, data set (its `input_ids`) and taps under `folder`: opened, continued, or made.
+
+        Args:
+            dtype: of the stored states; None for the target's own.
+            batch_size: sequences per pass of the target.
+            shard_bytes: sequences are gathered into files of about this size.
+
+        Raises:
+            IncompatibleError: a tap the target does not have.
+            BadInputError: no sequences, or too little space on the disk (known before any work).
+        """
+        if len(dataset) == 0:
+            raise BadInputError("there are no sequences to compute hidden states for; the data set is empty.")
+        target.check_taps(taps)
+        builder = _Builder(Path(folder), target, dataset, tuple(taps), _dtype(dtype, target), shard_bytes)
+        if not (builder.folder / INDEX).is_file():
+            with disk_full_explained(builder.folder, "The finished shards are kept there."):
+                builder.run(console, batch_size)
+        return cls(builder.folder)
+
+    def __len__(self) -> int:
+        return len(self._layout.lengths)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Open files stay behind when a data loader's worker gets a copy."""
+        return {**self.__dict__, "_open": {}}
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(f.stat().st_size for f in self._files())
+
+    def __repr__(self) -> str:
+        return f"FeatureStore({str(self.folder)!r}: {len(self)} sequences, taps {self.taps}, {self.dtype}, {readable_bytes(self.num_bytes)})"
+
+    def batch(self, indices: Sequence[int], length: int | None = None) -> tuple[Tensor | None, Tensor]:
+        """States of the sequences `indices`, padded on the right with zeros: hidden `[B, T, K, H]` (None without taps), last `[B, T, H]`.
+
+        Args:
+            length: T; None for the longest of them. Longer sequences are cut.
+        """
+        width = length if length is not None else max(self._layout.lengths[i] for i in indices)
+        last = torch.zeros(len(indices), width, self.hidden_size, dtype=self.dtype)
+        hidden = torch.zeros(len(indices), width, len(self.taps), self.hidden_size, dtype=self.dtype) if self.taps else None
+        for row, index in enumerate(indices):
+            shard, first = self._places[index]
+            count = min(self._layout.lengths[index], width)
+            last[row, :count] = self._slice(shard, "last")[first : first + count]
+            if hidden is not None:
+                hidden[row, :count] = self._slice(shard, "hidden")[first : first + count]
+        return hidden, last
+
+    def _slice(self, shard: int, name: str) -> Any:
+        """A lazy view of one tensor: the file is mapped, and only what is asked for is read."""
+        from safetensors import SafetensorError, safe_open
+
+        if shard not in self._open:
+            file = _shard_file(self.folder, shard)
+            try:
+                self._open[shard] = safe_open(file, framework="pt")
+            except SafetensorError as error:
+                raise BadInputError(f"{file}: damaged ({error}). Delete it and {INDEX} beside it, and build again; the other files are kept.") from error
+        return self._open[shard].get_slice(name)
+
+    def _files(self) -> list[Path]:
+        return [_shard_file(self.folder, i) for i in range(len(self._layout.shards))]
+
+
+class _Builder:
+    """Makes the store of one key."""
+
+    def __init__(self, parent: Path, target: Target, dataset: Dataset, taps: tuple[int, ...], dtype: torch.dtype, shard_bytes: int):
+        self.target, self.taps, self.dtype = target, taps, dtype
+        self.sequences = [torch.tensor(ids, dtype=torch.int32) for ids in dataset["input_ids"]]
+        self.bytes_per_token = (len(taps) + 1) * target.hidden_size * dtype.itemsize
+        self.layout = _Layout.of([len(s) for s in self.sequences], self.bytes_per_token, shard_bytes)
+        self.key = self._key(shard_bytes)
+        self.folder = parent / self.key[:16]
+
+    def _key(self, shard_bytes: int) -> str:
+        data = hashlib.sha256()
+        for sequence in self.sequences:
+            data.update(len(sequence).to_bytes(8, "little") + sequence.numpy().tobytes())
+        return digest_json([self.target.fingerprint().digest, data.hexdigest(), list(self.taps), str(self.dtype), shard_bytes])
+
+    def run(self, console: Console | None, batch_size: int) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        missing = [i for i in range(len(self.layout.shards)) if not _shard_file(self.folder, i).is_file()]
+        self._require_space(missing)
+        todo = sum(len(self.layout.shards[i]) for i in missing)
+        with progress(console, "hidden states", len(self.sequences), len(self.sequences) - todo) as advance:
+            for shard in missing:
+                self._write(shard, self._states(self.layout.shards[shard], batch_size))
+                advance(len(self.layout.shards[shard]), "")
+        write_atomically(self.folder / INDEX, json.dumps(self._index()))
+
+    def _require_space(self, missing: list[int]) -> None:
+        tokens = sum(self.layout.lengths[i] for shard in missing for i in self.layout.shards[shard])
+        advice = "Free some, store bfloat16, or compute hidden states while training (data.features=online)."
+        require_space(self.folder, tokens * self.bytes_per_token, advice)
+
+    def _index(self) -> dict[str, Any]:
+        return {
+            "key": self.key,
+            "taps": self.taps,
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "hidden_size": self.target.hidden_size,
+            "lengths": self.layout.lengths,
+            "shards": [[r.start, r.stop] for r in self.layout.shards],
+        }
+
+    @torch.inference_mode()
+    def _states(self, members: range, batch_size: int) -> dict[str, Tensor]:
+        """States of these sequences, end to end: last `[N, H]` and, with taps, hidden `[N, K, H]`."""
+        order = sorted(members, key=lambda i: self.layout.lengths[i])  # equal lengths side by side: little padding
+        found: dict[int, tuple[Tensor | None, Tensor]] = {}
+        for begin in range(0, len(order), batch_size):
+            batch = order[begin : begin + batch_size]
+            tokens = torch.nn.utils.rnn.pad_sequence([self.sequences[i].long() for i in batch], batch_first=True)
+            out = self.target.forward(tokens.to(self.target.device), taps=self.taps, logits=False)
+            for row, i in enumerate(batch):
+                found[i] = (None if out.hidden is None else self._kept(out.hidden[row], i), self._kept(out.last[row], i))
+        states = {"last": torch.cat([found[i][1] for i in members])}
+        hidden = [found[i][0] for i in members]
+        return states | ({"hidden": torch.cat([h for h in hidden if h is not None])} if self.taps else {})
+
+    def _kept(self, states: Tensor, sequence: int) -> Tensor:
+        return states[: self.layout.lengths[sequence]].to("cpu", self.dtype, copy=True)
+
+    def _write(self, shard: int, states: dict[str, Tensor]) -> None:
+        from safetensors.torch import save_file
+
+        file = _shard_file(self.folder, shard)
+        temporary = file.with_name(f".{file.name}.{os.getpid()}.tmp")
+        try:
+            save_file(states, temporary)
+            temporary.replace(file)
+        finally:
+            temporary.unlink(missing_ok=True)
+
+
+def _shard_file(folder: Path, number: int) -> Path:
+    return folder / f"states-{number:05d}.safetensors"
+
+
+def _dtype(dtype: torch.dtype | str | None, target: Target) -> torch.dtype:
+    name = str(dtype or target.dtype).removeprefix("torch.")
+    if name not in DTYPES:
+        raise BadInputError(f"features cannot be stored as {name!r}; expected one of {', '.join(DTYPES)}.")
+    return DTYPES[name]

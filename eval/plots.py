@@ -1,0 +1,216 @@
+"""The plots of a report as inline SVG. Colours are classes, so that the page's style (light or dark) decides them.
+
+Every plot is 360 units wide: drawn one to one on a phone, and three in a row on a laptop, so its text stays readable on both.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from xml.etree import ElementTree
+
+from .figures import ALL, Figures
+from .report import Report
+from .statistics import Interval
+
+WIDTH = 360
+LEFT, RIGHT, TOP, BOTTOM = 40, 8, 12, 38  # margins around the plotted area
+HEIGHT = 240
+
+Corners = Sequence[tuple[float, float]]
+_SHAPES: tuple[Corners, ...] = (
+    [(4.5 * math.cos(k * math.pi / 12), 4.5 * math.sin(k * math.pi / 12)) for k in range(24)],  # circle
+    [(-4, -4), (4, -4), (4, 4), (-4, 4)],
+    [(0, -5.5), (5.5, 0), (0, 5.5), (-5.5, 0)],
+    [(0, -5), (5, 4), (-5, 4)],
+    [(-5, -4), (5, -4), (0, 5)],
+    [(-1.5, -5), (1.5, -5), (1.5, 5), (-1.5, 5)],
+)
+
+Scale = Callable[[float], float]
+
+
+def speedup(report: Report, temperature: float) -> str:
+    """Horizontal bars of tokens/s relative to the plain target, with intervals."""
+    shown = [f for f in _overall(report, temperature) if f.contestant != report.baselines.plain]
+    row, top = 46, 22
+    height = top + row * len(shown) + 34
+    most = _nice_limit(max([1.0, *(_top(f.speedup) for f in shown)]))
+    x = _scale(0, most, 4, WIDTH - 14)
+    svg = _svg(height, f"Speedup over the plain target at temperature {temperature:g}", "; ".join(f"{f.contestant} {f.speedup.text(unit='×')}" for f in shown))
+    base = top + row * len(shown)
+    for tick in _ticks(most):
+        _line(svg, x(tick), top, x(tick), base, "grid")
+        _text(svg, x(tick), base + 16, f"{tick:g}×", "tick", "middle" if tick else "start")
+    _line(svg, x(1), top - 4, x(1), base, "reference")
+    for i, figures in enumerate(shown):
+        y = top + i * row
+        colour = _colour(report, figures.contestant)
+        _text(svg, 4, y + 12, _shortened(report.contestant(figures.contestant).label, 26), "name", "start")
+        _text(svg, WIDTH - 4, y + 12, figures.speedup.text(unit="×"), "value", "end")
+        _rectangle(svg, x(0), y + 19, x(figures.speedup.value) - x(0), 15, f"fill {colour}")
+        _whisker(svg, figures.speedup, x, y + 26.5, across=True)
+    _text(svg, x(1), top - 9, "plain target", "tick", "middle" if most > 1.35 else "end")
+    return _string(svg)
+
+
+def alpha(report: Report, temperature: float) -> str:
+    """Conditional acceptance at each depth, one line per drafter, with intervals."""
+    shown = [f for f in _overall(report, temperature) if f.alpha]
+    deepest = max((d.depth for f in shown for d in f.alpha), default=1)
+    x, y = _scale(0.5, deepest + 0.5, LEFT, WIDTH - RIGHT), _scale(0, 1, HEIGHT - BOTTOM, TOP)
+    words = "; ".join(f"{f.contestant} " + ", ".join(d.alpha.main() for d in f.alpha) for f in shown)
+    svg = _svg(HEIGHT, f"Alpha by depth at temperature {temperature:g}", words)
+    _frame(svg, y, [0, 0.25, 0.5, 0.75, 1], lambda v: f"{v:g}")
+    for depth in range(1, deepest + 1):
+        _text(svg, x(depth), HEIGHT - BOTTOM + 16, str(depth), "tick", "middle")
+    _text(svg, (LEFT + WIDTH - RIGHT) / 2, HEIGHT - 5, "depth", "axis", "middle")
+    step = x(1) - x(0)
+    for i, figures in enumerate(shown):
+        aside = (i - (len(shown) - 1) / 2) * 5  # so that intervals at one depth do not hide each other
+        _curve(svg, figures, _scale(0.5 - aside / step, deepest + 0.5 - aside / step, LEFT, WIDTH - RIGHT), y, _colour(report, figures.contestant))
+    return _string(svg)
+
+
+def accepted(report: Report, temperature: float) -> str:
+    """Share of rounds by number of accepted drafts: grouped bars, one colour per drafter, with intervals."""
+    shown = [f for f in _overall(report, temperature) if f.accepted]
+    most = max((a.accepted for f in shown for a in f.accepted), default=0)
+    limit = _nice_limit(max([0.1, *(_top(a.share) for f in shown for a in f.accepted)]))
+    x, y = _scale(-0.5, most + 0.5, LEFT, WIDTH - RIGHT), _scale(0, min(limit, 1), HEIGHT - BOTTOM, TOP)
+    words = "; ".join(f"{f.contestant} " + ", ".join(f"{a.accepted}: {a.share.value:.0%}" for a in f.accepted) for f in shown)
+    svg = _svg(HEIGHT, f"Accepted drafts per round at temperature {temperature:g}, share of rounds", words)
+    _frame(svg, y, _ticks(min(limit, 1)), lambda v: f"{v:.0%}")
+    for count in range(most + 1):
+        _text(svg, x(count), HEIGHT - BOTTOM + 16, str(count), "tick", "middle")
+    _text(svg, (LEFT + WIDTH - RIGHT) / 2, HEIGHT - 5, "accepted drafts per round", "axis", "middle")
+    width = min(26.0, 0.76 * (x(1) - x(0)) / max(1, len(shown)))
+    for i, figures in enumerate(shown):
+        for bar in figures.accepted:
+            left = x(bar.accepted) + (i - len(shown) / 2) * width
+            _rectangle(svg, left + 0.5, y(bar.share.value), width - 1, y(0) - y(bar.share.value), f"fill {_colour(report, figures.contestant)}")
+            _whisker(svg, bar.share, y, left + width / 2, across=False)
+    return _string(svg)
+
+
+def legend(report: Report) -> list[tuple[str, str]]:
+    """(colour class, label) of every drafter."""
+    return [(_colour(report, c.name), c.label) for c in report.contestants if c.kind == "drafter"]
+
+
+def swatch(colour: str) -> str:
+    """The marker of a contestant, as it stands in the plots."""
+    svg = ElementTree.Element("svg", {"viewBox": "-7 -7 14 14", "width": "14", "height": "14", "aria-hidden": "true"})
+    _marker(svg, 0, 0, colour)
+    return _string(svg)
+
+
+# ------------------------------------------------------------ marks
+
+
+def _curve(svg: ElementTree.Element, figures: Figures, x: Scale, y: Scale, colour: str) -> None:
+    points = " ".join(f"{x(d.depth):.1f},{y(d.alpha.value):.1f}" for d in figures.alpha)
+    ElementTree.SubElement(svg, "polyline", {"points": points, "class": f"curve {colour}"})
+    for d in figures.alpha:
+        if d.alpha.known:
+            _line(svg, x(d.depth), y(d.alpha.low), x(d.depth), y(d.alpha.high), f"spread {colour}")
+        _marker(svg, x(d.depth), y(d.alpha.value), colour)
+
+
+def _marker(svg: ElementTree.Element, x: float, y: float, colour: str) -> None:
+    """A shape of its own per colour, so that colour is not the only difference."""
+    corners = _SHAPES[int(colour[1:])]
+    points = " ".join(f"{x + dx:.1f},{y + dy:.1f}" for dx, dy in corners)
+    ElementTree.SubElement(svg, "polygon", {"points": points, "class": f"fill {colour}"})
+
+
+def _whisker(svg: ElementTree.Element, interval: Interval, scale: Scale, at: float, across: bool) -> None:
+    """An interval with end marks, drawn along the scaled axis."""
+    if not interval.known or interval.low == interval.high:
+        return
+    low, high, end = scale(interval.low), scale(interval.high), 3.5
+    strokes = ((low, at, high, at), (low, at - end, low, at + end), (high, at - end, high, at + end))
+    # A rim in the page's colour first: the mark stays visible on a bar of any colour.
+    for kind in ("rim", "whisker"):
+        for a, b, c, d in strokes:
+            if across:
+                _line(svg, a, b, c, d, kind)
+            else:
+                _line(svg, b, a, d, c, kind)
+
+
+def _frame(svg: ElementTree.Element, y: Scale, ticks: list[float], label: Callable[[float], str]) -> None:
+    for tick in ticks:
+        _line(svg, LEFT, y(tick), WIDTH - RIGHT, y(tick), "grid" if tick else "base")
+        _text(svg, LEFT - 6, y(tick) + 4, label(tick), "tick", "end")
+
+
+# ------------------------------------------------------------ elements
+
+
+def _svg(height: float, title: str, description: str) -> ElementTree.Element:
+    svg = ElementTree.Element("svg", {"viewBox": f"0 0 {WIDTH} {height:g}", "role": "img", "aria-label": f"{title}: {description}."})
+    ElementTree.SubElement(svg, "title").text = title
+    return svg
+
+
+def _line(svg: ElementTree.Element, x1: float, y1: float, x2: float, y2: float, kind: str) -> None:
+    ElementTree.SubElement(svg, "line", {"x1": f"{x1:.1f}", "y1": f"{y1:.1f}", "x2": f"{x2:.1f}", "y2": f"{y2:.1f}", "class": kind})
+
+
+def _rectangle(svg: ElementTree.Element, x: float, y: float, width: float, height: float, kind: str) -> None:
+    size = {"width": f"{max(0, width):.1f}", "height": f"{max(0, height):.1f}"}
+    ElementTree.SubElement(svg, "rect", {"x": f"{x:.1f}", "y": f"{y:.1f}", **size, "class": kind})
+
+
+def _text(svg: ElementTree.Element, x: float, y: float, words: str, kind: str, anchor: str) -> None:
+    ElementTree.SubElement(svg, "text", {"x": f"{x:.1f}", "y": f"{y:.1f}", "class": kind, "text-anchor": anchor}).text = words
+
+
+def _string(svg: ElementTree.Element) -> str:
+    return ElementTree.tostring(svg, encoding="unicode")
+
+
+# ------------------------------------------------------------ scales
+
+
+def _scale(low: float, high: float, start: float, end: float) -> Scale:
+    return lambda value: start + (value - low) / (high - low) * (end - start)
+
+
+def _nice_limit(value: float) -> float:
+    """The next multiple of a round step that holds `value`."""
+    return math.ceil(value * 1.02 / _step(value)) * _step(value)
+
+
+def _ticks(limit: float) -> list[float]:
+    step = _step(limit)
+    return [round(i * step, 10) for i in range(int(limit / step + 1e-9) + 1)]
+
+
+def _step(limit: float) -> float:
+    """A round distance that gives about four ticks up to `limit`."""
+    raw = limit / 4
+    magnitude = 10 ** math.floor(math.log10(raw))
+    return next(m * magnitude for m in (1, 2, 2.5, 5, 10) if m * magnitude >= raw * 0.999)
+
+
+# ------------------------------------------------------------ what is shown
+
+
+def _overall(report: Report, temperature: float) -> list[Figures]:
+    return [f for f in report.figures if f.suite == ALL and f.temperature == temperature]
+
+
+def _top(interval: Interval) -> float:
+    return interval.high if interval.known else interval.value if math.isfinite(interval.value) else 0.0
+
+
+def _colour(report: Report, name: str) -> str:
+    """`c0`, `c1`, … for drafters in their order; `cx` for what is only compared with."""
+    drafters = [c.name for c in report.contestants if c.kind == "drafter"]
+    return f"c{drafters.index(name) % len(_SHAPES)}" if name in drafters else "cx"
+
+
+def _shortened(text: str, length: int) -> str:
+    return text if len(text) <= length else text[: length - 1] + "…"

@@ -1,0 +1,199 @@
+"""What a measurement found, with everything it depends on; saved as JSON, Markdown and a page for a browser."""
+
+from __future__ import annotations
+
+import json
+import os
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pydantic import Field, ValidationError
+
+from ..recipes.schema import bad_input
+from .figures import ALL, Baselines, Figures, Model, Record
+from .statistics import CONFIDENCE, RESAMPLES
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+SCHEMA_VERSION = 1
+REPORT_FILE = "report.json"
+
+DEFINITIONS = {
+    "τ (tau)": "mean tokens emitted per round, with the target's own bonus or correction token: 1 + mean accepted. A round is one draft and one verification.",
+    "acceptance rate": "accepted ÷ drafted tokens. It falls with depth: compare it only at equal depth.",
+    "alpha at depth d": "share of rounds that accepted the draft token at depth d, of those that drafted it and accepted all before it.",
+    "speedup": "tokens/s ÷ tokens/s of the plain target in the same engine and the same run; sums over prompts, paired by prompt.",
+    "identical": "prompts whose tokens equal the plain target's at temperature 0. In bfloat16 or float16 a near-tie can be decided differently by another order of sums.",
+    "[low, high]": "95% confidence interval over prompts: expanded percentiles of 2000 resamples, drawn suite by suite.",
+}
+
+
+class SuiteInfo(Model):
+    """Which prompts were used; the digest covers their ids and tokens, in order."""
+
+    name: str
+    digest: str
+    num_prompts: int
+
+
+class ContestantInfo(Model):
+    """Who took part. `kind` is drafter, plain or generate; `verify` is the rule that was asked for."""
+
+    name: str
+    kind: str
+    drafter: str | None = None
+    depth: int | None = None
+    verify: str | None = None
+    parameters: int | None = None
+
+    @property
+    def label(self) -> str:
+        return self.name if self.depth is None else f"{self.name}, depth {self.depth}"
+
+
+class Conditions(Model):
+    """What every figure of a report depends on.
+
+    Attributes:
+        target: where it was loaded from, model type, number of parameters.
+        timing: what the seconds of a prompt are. excluded: what no figure contains.
+    """
+
+    target: dict[str, Any]
+    dtype: str
+    device: str
+    device_name: str
+    threads: int
+    attention: str
+    batch_size: int = 1
+    max_new_tokens: int
+    temperatures: list[float]
+    repeats: int
+    timing: str = "whole requests, both prefills included; per prompt the median of the repeats (of an even number the faster of the middle two); contestants take turns in a rotating order"
+    excluded: str = "one warm-up request per contestant and temperature"
+    seed: int
+    resamples: int = RESAMPLES
+    confidence: float = CONFIDENCE
+    suites: list[SuiteInfo]
+    versions: dict[str, str]
+
+
+class Report(Model):
+    """The result of `measure`.
+
+    Attributes:
+        contestants: in the order they were given; the first drafter is what the headline is about.
+        figures: per contestant, temperature and suite ("all" first). records: per prompt, what they were made from.
+    """
+
+    schema_version: int = SCHEMA_VERSION
+    created: str = Field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
+    conditions: Conditions
+    definitions: dict[str, str] = DEFINITIONS
+    contestants: list[ContestantInfo]
+    baselines: Baselines
+    figures: list[Figures]
+    records: list[Record] = Field(default_factory=list)
+
+    # ------------------------------------------------------------ reading
+
+    @property
+    def primary(self) -> str | None:
+        """The first drafter's name; None if only baselines were measured."""
+        return next((c.name for c in self.contestants if c.kind == "drafter"), None)
+
+    def contestant(self, name: str) -> ContestantInfo:
+        found = next((c for c in self.contestants if c.name == name), None)
+        if found is None:
+            raise bad_input(f"the report has no contestant {name!r}; it has: {', '.join(c.name for c in self.contestants)}.")
+        return found
+
+    def headline(self, contestant: str | None = None, temperature: float | None = None, suite: str = ALL) -> Figures:
+        """Figures of one contestant, on all suites together unless one is named.
+
+        Args:
+            contestant: the first drafter if not given. temperature: the first one measured if not given.
+
+        Raises:
+            BadInputError: the report holds no such figures.
+        """
+        name = contestant or self.primary or self.baselines.plain
+        heat = self.conditions.temperatures[0] if temperature is None else temperature
+        for figures in self.figures:
+            if (figures.contestant, figures.temperature, figures.suite) == (name, heat, suite):
+                return figures
+        self.contestant(name)
+        measured = ", ".join(map(str, self.conditions.temperatures))
+        raise bad_input(f"the report has no figures of {name} on {suite!r} at temperature {heat}; temperatures measured: {measured}.")
+
+    def sentence(self, contestant: str | None = None, temperature: float | None = None) -> str:
+        """The headline in words: `eagle3, depth 4: τ 2.41 [2.33, 2.49], 1.42× [1.38, 1.46] the speed of the plain target at temperature 0`."""
+        figures = self.headline(contestant, temperature)
+        tau = f"τ {figures.tau.text()}, " if figures.tau else ""
+        speed = f"{figures.speedup.text(unit='×')} the speed of the plain target at temperature {figures.temperature:g}"
+        rule = "" if figures.rule in ("none", "greedy") else f" ({figures.rule})"
+        return f"{self.contestant(figures.contestant).label}: {tau}{speed}{rule}"
+
+    def records_of(self, contestant: str, temperature: float) -> list[Record]:
+        return [r for r in self.records if r.contestant == contestant and r.temperature == temperature]
+
+    def console(self, console: Console) -> None:
+        """Print the headline and the table over all suites."""
+        from .render import print_report
+
+        print_report(self, console)
+
+    # ------------------------------------------------------------ files
+
+    def save(self, folder: str | Path) -> Path:
+        """Write report.json, report.md and report.html; each appears complete or not at all. Returns the folder."""
+        from .render import html, markdown
+
+        place = Path(folder)
+        place.mkdir(parents=True, exist_ok=True)
+        # The JSON comes last: where it is, the others are.
+        for name, text in (("report.md", markdown(self)), ("report.html", html(self)), (REPORT_FILE, self.to_json())):
+            temporary = place / f".{name}.{os.getpid()}"
+            try:
+                temporary.write_text(text, encoding="utf-8")
+                os.replace(temporary, place / name)
+            finally:
+                temporary.unlink(missing_ok=True)
+        return place
+
+    def to_json(self) -> str:
+        """The whole report; one line per prompt record."""
+        body = self.model_dump_json(exclude={"records"}, indent=1).removesuffix("\n}")
+        lines = ",\n".join(r.model_dump_json() for r in self.records)
+        return f'{body},\n "records": [\n{lines}\n]}}\n'
+
+    @classmethod
+    def load(cls, path: str | Path) -> Report:
+        """Read a saved report from its folder (or from its report.json).
+
+        Raises:
+            BadInputError: no report there, a damaged one, or one of a newer schema.
+        """
+        file = Path(path).expanduser()
+        file = file / REPORT_FILE if file.is_dir() else file
+        try:
+            values = json.loads(file.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise bad_input(f"no report at {str(path)!r}: {file} cannot be read ({error.strerror}). Run `outrider eval` first, or give its folder.") from error
+        except ValueError as error:
+            raise bad_input(f"{file}: damaged, not valid JSON ({error}). Measure again, or copy it again.") from error
+        return cls.from_dict(values, str(file))
+
+    @classmethod
+    def from_dict(cls, values: Any, where: str = "report") -> Report:
+        version = values.get("schema_version") if isinstance(values, dict) else None
+        if version != SCHEMA_VERSION:
+            raise bad_input(f"{where}: schema_version is {version!r}, this Outrider reads {SCHEMA_VERSION}; update Outrider or measure again.")
+        try:
+            return cls.model_validate(values)
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            place = ".".join(map(str, first["loc"]))
+            raise bad_input(f"{where}: not a report, {place}: {first['msg'].lower()}. Measure again, or copy it again.") from None

@@ -1,0 +1,89 @@
+"""The prompts that a measurement runs on, and their identity by content."""
+
+from __future__ import annotations
+
+import difflib
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from .figures import ALL
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from ..distill.prompts import Prompt
+
+PACKAGED = ("code", "docs", "prose")
+
+
+@dataclass(frozen=True)
+class Suite:
+    """A named list of prompts.
+
+    Attributes:
+        digest: SHA-256 over ids and tokens, in order. Two suites with one digest ask the same.
+    """
+
+    name: str
+    prompts: list[Prompt]
+    digest: str
+
+
+def load_suites(names: Sequence[str], tokenizer: PreTrainedTokenizerBase, limit: int | None = None) -> list[Suite]:
+    """Read suites: `code`, `docs` and `prose` ship with Outrider, anything else is a prompt file.
+
+    Args:
+        limit: the first so many prompts of each; None for all.
+
+    Raises:
+        BadInputError: no such suite or file, an empty one, a suite given twice, or two prompts with one id.
+    """
+    from ..target.errors import BadInputError
+
+    if not names:
+        raise BadInputError(f"no suites were given; packaged ones: {', '.join(PACKAGED)}.")
+    suites = [_load(name, tokenizer, limit) for name in names]
+    for name, count in Counter(s.name for s in suites).items():
+        if count > 1:
+            raise BadInputError(f"{count} suites are called {name!r}; figures are reported by name, so give each file another one.")
+    return suites
+
+
+def _load(name: str, tokenizer: PreTrainedTokenizerBase, limit: int | None) -> Suite:
+    from ..distill.prompts import read_prompts
+
+    title, file = _find(name)
+    return make_suite(title, read_prompts([str(file)], tokenizer, limit=limit))
+
+
+def make_suite(name: str, prompts: Sequence[Prompt]) -> Suite:
+    """A suite from prompts in memory. Raises BadInputError if it is empty, an id occurs twice, or it is called "all"."""
+    from ..distill.prompts import digest_prompts
+    from ..target.errors import BadInputError
+
+    if name == ALL:
+        raise BadInputError(f"a suite cannot be called {ALL!r}, which stands for all suites together in a report; rename the file.")
+    if not prompts:
+        raise BadInputError(f"suite {name!r} holds no prompts.")
+    identifier, count = Counter(p.id for p in prompts).most_common(1)[0]
+    if count > 1:
+        raise BadInputError(f"suite {name!r}: the id {identifier!r} occurs {count} times; reports are compared prompt by prompt, so ids must be unique.")
+    return Suite(name, list(prompts), digest_prompts(prompts))
+
+
+def _find(name: str) -> tuple[str, Path]:
+    """A suite's title and file."""
+    from ..recipes import embedded_file
+    from ..target.errors import BadInputError
+
+    if name in PACKAGED:
+        return name, embedded_file(f"suites/{name}.jsonl")
+    file = Path(name).expanduser()
+    if file.is_file():
+        return file.stem, file
+    near = difflib.get_close_matches(name, PACKAGED, n=1)
+    hint = f"did you mean {near[0]!r}?" if near else f"packaged suites: {', '.join(PACKAGED)}; anything else must be a prompt file."
+    raise BadInputError(f"no suite {name!r}: it is neither packaged nor a file; {hint}")

@@ -1,0 +1,182 @@
+"""The tables of a report as cells of text: one source for the terminal, Markdown and the browser."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from .figures import ALL, PHASES, Figures
+from .report import Report
+from .statistics import Interval
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A value, and what stands beside it in smaller print (its interval or count)."""
+
+    main: str
+    extra: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.main} {self.extra}".strip()
+
+
+@dataclass(frozen=True)
+class Table:
+    """The first `labels` columns of each row name it; the others are figures."""
+
+    title: str
+    headers: list[str]
+    rows: list[list[Cell]]
+    labels: int = 1
+
+    def without(self, header: str) -> Table:
+        """The table without one column, if it has it."""
+        kept = [i for i, name in enumerate(self.headers) if name != header]
+        return Table(self.title, [self.headers[i] for i in kept], [[row[i] for i in kept] for row in self.rows], self.labels)
+
+
+def summary(report: Report, temperature: float) -> Table:
+    """One row per contestant, over all suites."""
+    rows = [_summary_row(report, f) for f in _at(report, temperature) if f.suite == ALL]
+    headers = ["contestant", "τ", "speedup", "vs generate", "tokens/s", "acceptance", "identical", "rule"]
+    table = Table("All suites", headers, rows)
+    return _without_empty(table)
+
+
+def by_suite(report: Report, temperature: float) -> Table:
+    """One row per suite and contestant that drafts."""
+    rows = [
+        [
+            Cell(f.suite),
+            Cell(f.contestant),
+            _interval(f.tau),
+            _interval(f.acceptance_rate),
+            _speed(f.tokens_per_second),
+            _interval(f.speedup, unit="×"),
+            _counts(f),
+        ]
+        for f in _at(report, temperature)
+        if f.suite != ALL and report.contestant(f.contestant).kind == "drafter"
+    ]
+    return Table("By suite", ["suite", "contestant", "τ", "acceptance", "tokens/s", "speedup", "prompts · rounds · tokens"], rows, labels=2)
+
+
+def alpha(report: Report, temperature: float) -> Table:
+    """One row per drafter, one column per depth; beside each alpha the rounds that reached that depth."""
+    drafting = [f for f in _at(report, temperature) if f.suite == ALL and f.alpha]
+    deepest = max((len(f.alpha) for f in drafting), default=0)
+    rows = [[Cell(f.contestant), *(Cell(d.alpha.main(), f"{d.alpha.bounds()} of {d.reached}".strip()) for d in f.alpha)] for f in drafting]
+    return Table("Alpha by depth", ["contestant", *(f"depth {d}" for d in range(1, deepest + 1))], _padded(rows, deepest + 1))
+
+
+def accepted(report: Report, temperature: float) -> Table:
+    """One row per drafter, one column per number of accepted drafts: share and count of rounds."""
+    drafting = [f for f in _at(report, temperature) if f.suite == ALL and f.accepted]
+    most = max((len(f.accepted) for f in drafting), default=0)
+    rows = [[Cell(f.contestant), *(Cell(_percent(a.share.value), f"({a.rounds})") for a in f.accepted)] for f in drafting]
+    return Table("Rounds by accepted drafts", ["contestant", *(f"{a} accepted" for a in range(most))], _padded(rows, most + 1))
+
+
+def phases(report: Report, temperature: float) -> Table:
+    """Milliseconds per new token, by phase."""
+    rows = [
+        [Cell(f.contestant), *(_interval(f.milliseconds_per_token.get(p)) for p in PHASES), Cell(f"{f.seconds['total']:.1f}")]
+        for f in _at(report, temperature)
+        if f.suite == ALL
+    ]
+    return Table("Milliseconds per token, by phase", ["contestant", *PHASES, "seconds in all"], rows)
+
+
+def divergences(report: Report) -> Table:
+    """Prompts whose tokens differ from the plain target's at temperature 0."""
+    rows = [[Cell(r.contestant), Cell(r.suite), Cell(r.prompt), Cell(str(r.diverges_at)), Cell(str(r.tokens))] for r in report.records if r.identical is False]
+    return Table("Prompts that differ from the plain target", ["contestant", "suite", "prompt", "first differing token", "tokens"], rows, labels=3)
+
+
+def conditions(report: Report) -> Table:
+    """Everything the figures depend on, as name and value."""
+    c = report.conditions
+    target = ", ".join(f"{k.replace('_', ' ')} {v:,}" if isinstance(v, int) else str(v) for k, v in c.target.items() if v is not None)
+    values = {
+        "target": target,
+        "contestants": "; ".join(_described(report, i.name) for i in report.contestants),
+        "dtype": f"{c.dtype}, attention {c.attention}",
+        "device": f"{c.device}: {c.device_name}, {threads(c.threads)}",
+        "prompts": ", ".join(f"{s.name} {s.num_prompts} (sha256 {s.digest[:12]})" for s in c.suites),
+        "requests": f"batch size {c.batch_size}, at most {c.max_new_tokens} new tokens, {c.repeats} repeats, seed {c.seed}",
+        "timing": c.timing,
+        "not in the figures": c.excluded,
+        "intervals": f"{c.confidence:.0%}, {c.resamples} resamples over prompts",
+        "versions": ", ".join(f"{k} {v}" for k, v in c.versions.items()),
+        "measured": report.created,
+    }
+    return Table("Conditions", ["condition", "value"], [[Cell(k), Cell(v)] for k, v in values.items()], labels=2)
+
+
+def identity_line(report: Report) -> str:
+    """How many prompts each contestant completed exactly as the plain target did."""
+    judged = [f for f in report.figures if f.suite == ALL and f.identical is not None]
+    return ", ".join(f"{f.contestant} {f.identical}/{f.num_prompts}" for f in judged)
+
+
+def threads(count: int) -> str:
+    return f"{count} thread{'s' if count != 1 else ''}"
+
+
+def _at(report: Report, temperature: float) -> list[Figures]:
+    return [f for f in report.figures if f.temperature == temperature]
+
+
+def _summary_row(report: Report, f: Figures) -> list[Cell]:
+    plain, generate = report.baselines.plain, report.baselines.generate
+    return [
+        Cell(report.contestant(f.contestant).label),
+        _interval(f.tau) if f.contestant != plain else Cell("1"),
+        _interval(f.speedup, unit="×") if f.contestant != plain else Cell("1×"),
+        _interval(f.speedup_generate, unit="×") if f.contestant != generate else Cell("1×"),
+        _speed(f.tokens_per_second),
+        _interval(f.acceptance_rate),
+        Cell("–" if f.identical is None else f"{f.identical}/{f.num_prompts}"),
+        Cell("–" if f.rule == "none" else f.rule),
+    ]
+
+
+def _without_empty(table: Table) -> Table:
+    """The table without columns that say nothing."""
+    for i, header in enumerate(table.headers[table.labels :], table.labels):
+        if all(row[i].main == "–" for row in table.rows):
+            return _without_empty(table.without(header))
+    return table
+
+
+def _padded(rows: list[list[Cell]], width: int) -> list[list[Cell]]:
+    return [[*row, *[Cell("–")] * (width - len(row))] for row in rows]
+
+
+def _interval(interval: Interval | None, decimals: int = 2, unit: str = "") -> Cell:
+    return Cell("–") if interval is None else Cell(interval.main(decimals, unit), interval.bounds(decimals))
+
+
+def _speed(interval: Interval) -> Cell:
+    return _interval(interval, decimals=1 if interval.value < 1000 else 0)
+
+
+def _counts(f: Figures) -> Cell:
+    return Cell(f"{f.num_prompts} · {f.num_rounds} · {f.num_tokens}")
+
+
+def _percent(share: float) -> str:
+    return f"{share:.1%}"
+
+
+def _described(report: Report, name: str) -> str:
+    info = report.contestant(name)
+    if info.kind != "drafter":
+        return info.label
+    size = f"{info.parameters:,} parameters" if info.parameters else "no weights"
+    return f"{info.label} ({info.drafter}, {size}, verify {info.verify})"
+
+
+TemperatureTable = Callable[[Report, float], Table]
+DETAILS: tuple[TemperatureTable, ...] = (by_suite, alpha, accepted, phases)

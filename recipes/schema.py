@@ -1,0 +1,243 @@
+"""What a recipe may say: one YAML file about one training, validated before any work starts.
+
+`training` and `drafter` are open mappings here: their keys belong to `transformers.TrainingArguments` and to the drafter's
+own config, which validate them. Everything else is typed below, and an unknown key is refused with the nearest known one.
+
+This module imports neither torch nor transformers, so that a command can check its recipe at once.
+"""
+
+from __future__ import annotations
+
+import difflib
+import types
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeGuard, Union, get_args, get_origin
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+Positive = Annotated[int, Field(ge=1)]
+Probability = Annotated[float, Field(gt=0, le=1)]
+Temperature = Annotated[float, Field(ge=0)]
+
+
+class Section(BaseModel):
+    """A part of a recipe. Strict: a quoted number is text, and `true` is not 1."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class TargetSpec(Section):
+    """The model being accelerated; the fields are those of `Target.load`."""
+
+    path: str
+    revision: str | None = None
+    adapter: str | None = None
+    dtype: Dtype = "auto"
+    trust_remote_code: bool = False
+
+
+class SamplingSpec(Section):
+    """How the target's responses are drawn; the fields are those of `outrider.decode.Sampling`."""
+
+    temperature: Temperature = 0.0
+    top_k: Positive | None = None
+    top_p: Probability | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Field(gt=0)] = 1.0
+    seed: int = 0
+
+
+class DataSpec(Section):
+    """What the drafter learns from.
+
+    Attributes:
+        prompts: `embedded:code`, `embedded:docs`, `embedded:prose`, a .jsonl/.json/.parquet/.txt file, or a Hub data set
+            (`org/name` or `org/name:split`).
+        limit: prompts used in all, taken from the sources in turn; null for all.
+        max_prompt_tokens: longer raw texts lose their beginning, longer chats are left out.
+        max_new_tokens: length limit of a response.
+        batch_size: prompts the target answers at once.
+        features: whether hidden states are computed while training ("online") or once, to disk ("cached").
+        holdout: fraction of the sequences kept for evaluation during training.
+        responses: a finished data folder to use instead of generating one.
+    """
+
+    prompts: Annotated[list[str], Field(min_length=1)]
+    limit: Positive | None = None
+    max_prompt_tokens: Positive = 256
+    max_new_tokens: Positive = 192
+    sampling: SamplingSpec = Field(default_factory=SamplingSpec)
+    batch_size: Positive = 32
+    features: Literal["online", "cached"] = "online"
+    holdout: Annotated[float, Field(ge=0, lt=1)] = 0.05
+    responses: str | None = None
+
+
+class EvalSpec(Section):
+    """What is measured, and how.
+
+    Attributes:
+        suites: `code`, `docs`, `prose`, or prompt files.
+        depth: draft tokens per round.
+        limit: prompts per suite; null for all.
+        repeats: timed passes over each suite; contestants are interleaved.
+        baselines: drafters without weights that are measured beside the trained one.
+    """
+
+    suites: Annotated[list[str], Field(min_length=1)] = Field(default_factory=lambda: ["code", "docs", "prose"])
+    depth: Positive = 4
+    temperatures: Annotated[list[Temperature], Field(min_length=1)] = Field(default_factory=lambda: [0.0, 1.0])
+    max_new_tokens: Positive = 128
+    limit: Positive | None = None
+    repeats: Positive = 3
+    seed: int = 0
+    baselines: list[str] = Field(default_factory=lambda: ["ngram"])
+    dtype: Dtype = "auto"
+
+
+class Recipe(Section):
+    """Everything about one training.
+
+    Attributes:
+        drafter: `type` and the fields of that drafter's config; `init: <folder>` starts from a saved drafter.
+        training: fields of `transformers.TrainingArguments`.
+        output: where everything of this run goes; `{name}` is replaced.
+    """
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")]
+    target: TargetSpec
+    drafter: dict[str, Any]
+    data: DataSpec
+    training: dict[str, Any] = Field(default_factory=dict)
+    eval: EvalSpec = Field(default_factory=EvalSpec)
+    output: Annotated[str, Field(min_length=1)] = "runs/{name}"
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any], where: str = "recipe") -> Recipe:
+        """Validate a mapping; `where` names it in messages.
+
+        Raises:
+            BadInputError: an unknown or missing key, or a value of the wrong type; one line for each.
+        """
+        try:
+            return cls.model_validate(values)
+        except ValidationError as error:
+            lines = [_explain(e) for e in error.errors(include_url=False)]
+            raise bad_input("\n".join(f"{where}: {line}" for line in lines)) from None
+
+    @property
+    def output_folder(self) -> Path:
+        return Path(self.output.replace("{name}", self.name)).expanduser()
+
+    def to_yaml(self) -> str:
+        """The recipe with every default written out; `load_recipe` reads it back to an equal one."""
+        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+
+def bad_input(message: str) -> Exception:
+    """A BadInputError. Imported late: the room it lives in loads torch, which reading a good recipe does not need."""
+    from ..target.errors import BadInputError
+
+    return BadInputError(message)
+
+
+# ------------------------------------------------------------ pydantic's errors, in our words
+
+_BOUNDS = {"greater_than_equal": (">=", "ge"), "greater_than": (">", "gt"), "less_than_equal": ("<=", "le"), "less_than": ("<", "lt")}
+_WORDS = {int: "an integer", float: "a number", str: "text", bool: "true or false", type(None): "null", list: "a list", dict: "a mapping", Any: "any value"}
+
+
+def _explain(error: Any) -> str:
+    """One pydantic error as `data.limit: expected an integer or null, found 'many'`."""
+    path, kind, context = error["loc"], error["type"], error.get("ctx", {})
+    name, found = _dotted(path), error["input"]
+    if kind in ("extra_forbidden", "invalid_key"):
+        return f"unknown key {name}; {_suggestion(path)}"
+    if kind == "missing":
+        return f"{name} is missing; expected {_words(_annotation(path))}."
+    if kind in _BOUNDS:
+        sign, bound = _BOUNDS[kind]
+        return f"{name}: expected a value {sign} {context[bound]}, found {found!r}."
+    if kind == "too_short":
+        return f"{name}: expected at least one entry, found {found!r}."
+    if kind == "string_too_short":
+        return f"{name}: expected some text, found {found!r}."
+    if kind == "string_pattern_mismatch":
+        return f"{name}: expected letters, digits, '.', '_' and '-', found {found!r}."
+    return f"{name}: expected {_words(_annotation(path))}, found {_shown(found)}."
+
+
+def _dotted(path: tuple[str | int, ...]) -> str:
+    return "".join(f"[{p}]" if isinstance(p, int) else f".{p}" for p in path).removeprefix(".") or "the whole file"
+
+
+def _shown(found: Any) -> str:
+    text = repr(found)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def _annotation(path: tuple[str | int, ...]) -> Any:
+    """The declared type at a path of the recipe."""
+    here: Any = Recipe
+    for part in path:
+        here = _member(next(a for a in _alternatives(here) if a is not type(None)), part)
+    return here
+
+
+def _member(annotation: Any, part: str | int) -> Any:
+    """The declared type of one key or entry of a value of that type."""
+    if part == "[key]":  # pydantic's name for the key itself
+        return str
+    if _is_section(annotation):
+        field = annotation.model_fields.get(str(part))
+        return field.annotation if field else Any
+    return get_args(annotation)[0] if get_origin(annotation) is list else Any
+
+
+def _is_section(annotation: Any) -> TypeGuard[type[BaseModel]]:
+    return isinstance(annotation, type) and issubclass(annotation, BaseModel)
+
+
+def _alternatives(annotation: Any) -> tuple[Any, ...]:
+    """The members of a union, with constraints taken off."""
+    if get_origin(annotation) is Annotated:
+        return _alternatives(get_args(annotation)[0])
+    if get_origin(annotation) in (Union, types.UnionType):
+        return tuple(a for member in get_args(annotation) for a in _alternatives(member))
+    return (annotation,)
+
+
+def _words(annotation: Any) -> str:
+    return " or ".join(_word(a) for a in _alternatives(annotation))
+
+
+def _word(annotation: Any) -> str:
+    if get_origin(annotation) is Literal:
+        return "one of " + ", ".join(repr(v) for v in get_args(annotation))
+    if _is_section(annotation):
+        return f"a mapping with the keys {', '.join(annotation.model_fields)}"
+    return _WORDS.get(get_origin(annotation) or annotation, str(annotation))
+
+
+def _suggestion(path: tuple[str | int, ...]) -> str:
+    """The nearest known key: among its neighbours first, then one of that name elsewhere in the recipe."""
+    key, parents = str(path[-1]), path[:-1]
+    known = _known_keys(Recipe)
+    prefix = ".".join(map(str, parents))
+    siblings = [k for k in known if k.rpartition(".")[0] == prefix]
+    for candidates in (siblings, known):
+        names = {k.rpartition(".")[2]: k for k in reversed(candidates)}
+        if near := difflib.get_close_matches(key, names, n=1, cutoff=0.6):
+            return f"did you mean {names[near[0]]}?"
+    return f"known keys here: {', '.join(k.rpartition('.')[2] for k in siblings)}."
+
+
+def _known_keys(section: type[BaseModel], prefix: str = "") -> list[str]:
+    """Every typed key of the recipe by dotted path, outermost first."""
+    keys = [prefix + name for name in section.model_fields]
+    for name, field in section.model_fields.items():
+        if _is_section(field.annotation):
+            keys += _known_keys(field.annotation, f"{prefix}{name}.")
+    return keys

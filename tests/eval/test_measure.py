@@ -1,0 +1,166 @@
+"""A whole measurement: who runs when, what is counted, what is refused before any work."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from outrider.decode import Decoder, Plan, Round, Sampling
+from outrider.distill.prompts import Prompt
+from outrider.eval import Contestant, Report, Suite, make_suite, measure
+from outrider.eval.measure import GENERATE, Job, Run, make_jobs, make_records, race
+from outrider.heads import DraftModel, Ngram
+from outrider.recipes import EvalSpec
+from outrider.target import BadInputError, Target
+
+
+@pytest.fixture
+def target(tiny_llama) -> Target:
+    return Target(tiny_llama(layers=2))
+
+
+@pytest.fixture
+def settings() -> EvalSpec:
+    return EvalSpec(max_new_tokens=16, repeats=2, depth=3)
+
+
+class Fake:
+    """Notes its turns; every run takes the seconds it is given."""
+
+    def __init__(self, name: str, turns: list[tuple[str, str]], seconds: list[float] | None = None):
+        self.name, self.turns, self.seconds = name, turns, list(seconds or [])
+
+    def __call__(self, job: Job, temperature: float) -> Run:
+        self.turns.append((job.prompt.id, self.name))
+        return Run([1, 2, 3], {"total": self.seconds.pop(0) if self.seconds else 1.0}, [Round(2, 1, 2)])
+
+
+def test_every_contestant_runs_once_per_repeat_in_a_rotating_order(suites: list[Suite]) -> None:
+    turns: list[tuple[str, str]] = []
+    ticks: list[None] = []
+    race([Fake(n, turns) for n in "abc"], make_jobs(suites)[:2], 0.0, repeats=2, tick=lambda: ticks.append(None))
+    order = ["".join(name for _, name in turns[i : i + 3]) for i in range(0, 12, 3)]
+    assert order == ["abc", "bca", "cab", "abc"]
+    assert [prompt for prompt, _ in turns] == ["code/0"] * 6 + ["code/1"] * 6
+    assert len(ticks) == 4
+
+
+def test_a_prompts_seconds_are_those_of_the_median_repeat(suites: list[Suite]) -> None:
+    jobs = make_jobs(suites)[:1]
+    for seconds, median in (([5.0, 1.0, 2.0], 2.0), ([9.0, 3.0, 4.0, 1.0], 3.0), ([7.0], 7.0)):
+        runs = race([Fake("plain", [], seconds)], jobs, 0.0, repeats=len(seconds))
+        (record,) = make_records(runs, jobs, 0.0, "plain")
+        assert record.seconds["total"] == median
+        assert record.repeats == seconds
+
+
+def test_a_divergence_is_noted_with_its_place(suites: list[Suite]) -> None:
+    jobs = make_jobs(suites)[:1]
+    runs = {"plain": [[Run([1, 2, 3, 4], {"total": 1.0})]], "other": [[Run([1, 2, 9, 4], {"total": 1.0})]], "short": [[Run([1, 2], {"total": 1.0})]]}
+    plain, other, short = make_records(runs, jobs, 0.0, "plain")
+    assert (plain.identical, plain.diverges_at) == (None, None)
+    assert (other.identical, other.diverges_at) == (False, 2)
+    assert (short.identical, short.diverges_at) == (False, 2)
+    assert all(r.identical is None for r in make_records(runs, jobs, 1.0, "plain"))
+
+
+@pytest.fixture
+def report(target: Target, suites: list[Suite], settings: EvalSpec) -> Report:
+    contestants = [Contestant("self", DraftModel(target.model), Plan(depth=3)), Contestant("ngram", Ngram(), Plan(depth=4))]
+    return measure(target, contestants, suites, settings)
+
+
+def test_a_whole_measurement(report: Report, target: Target, suites: list[Suite], settings: EvalSpec) -> None:
+    """q := p gives τ = k + 1 at both temperatures, greedy text is the target's own, and every figure says what it depends on."""
+    _drafter_equal_to_the_target_accepts_everything(report)
+    _greedy_text_is_identical_everywhere(report)
+    _rules_are_named(report)
+    _conditions_are_complete(report)
+    _records_hold_what_the_decoder_gave(report, target, suites, settings)
+
+
+def _drafter_equal_to_the_target_accepts_everything(report: Report) -> None:
+    for temperature in (0.0, 1.0):
+        figures = report.headline("self", temperature)
+        assert figures.tau is not None
+        assert (figures.tau.value, figures.tau.low, figures.tau.high) == (4.0, 4.0, 4.0)
+        assert [a.alpha.value for a in figures.alpha] == [1.0, 1.0, 1.0]
+
+
+def _greedy_text_is_identical_everywhere(report: Report) -> None:
+    for name in ("self", "ngram", GENERATE):
+        assert report.headline(name, 0.0).identical == 5
+        assert report.headline(name, 1.0).identical is None
+
+
+def _rules_are_named(report: Report) -> None:
+    rules = {(f.contestant, f.temperature): f.rule for f in report.figures}
+    assert rules["self", 0.0] == rules["ngram", 0.0] == "greedy"
+    assert (rules["self", 1.0], rules["ngram", 1.0], rules["plain", 1.0], rules[GENERATE, 1.0]) == ("rejection", "candidates", "none", "none")
+
+
+def _conditions_are_complete(report: Report) -> None:
+    conditions = report.conditions
+    assert (conditions.dtype, conditions.device, conditions.batch_size, conditions.max_new_tokens, conditions.repeats) == ("float32", "cpu", 1, 16, 2)
+    assert [(s.name, s.num_prompts) for s in conditions.suites] == [("code", 3), ("docs", 2)]
+    assert {"outrider", "torch", "transformers", "python"} <= conditions.versions.keys()
+    assert [c.name for c in report.contestants] == ["self", "ngram", "plain", GENERATE]
+    assert report.primary == "self"
+
+
+def _records_hold_what_the_decoder_gave(report: Report, target: Target, suites: list[Suite], settings: EvalSpec) -> None:
+    assert len(report.records) == 4 * 2 * 5
+    record = next(r for r in report.records_of("ngram", 0.0) if r.prompt == "docs/1")
+    out = Decoder(target, Ngram()).generate([suites[1].prompts[1].tokens], settings.max_new_tokens, Sampling(), Plan(depth=4))
+    assert (record.drafted, record.accepted) == ([r.drafted for r in out.rounds[0]], [r.accepted for r in out.rounds[0]])
+    assert record.tokens == 16
+    assert sum(record.seconds[p] for p in ("prefill", "draft", "verify", "host")) == pytest.approx(record.seconds["total"], abs=1e-5)
+
+
+def test_a_prompt_gets_the_same_sampled_text_whatever_is_measured_with_it(target: Target, suites: list[Suite], tiny_llama) -> None:
+    """Seen in which drafts of another model are accepted: a function of both texts and of the uniforms."""
+    settings = EvalSpec(max_new_tokens=32, repeats=1, temperatures=[1.0])
+    contestants = [Contestant("draft", DraftModel(tiny_llama(layers=1, seed=1, initializer_range=0.05)), Plan(depth=2))]
+    whole = measure(target, contestants, suites, settings, generate_baseline=False)
+    alone = measure(target, contestants, suites[1:], settings.model_copy(update={"limit": 1}), generate_baseline=False)
+    (record,) = alone.records_of("draft", 1.0)
+    (same,) = (r for r in whole.records_of("draft", 1.0) if r.prompt == record.prompt)
+    assert record.accepted == same.accepted
+    assert len(set(record.accepted)) > 1
+
+
+def test_measuring_leaves_the_global_random_state_alone(target: Target, suites: list[Suite], settings: EvalSpec) -> None:
+    torch.manual_seed(5)
+    expected = torch.rand(1)
+    torch.manual_seed(5)
+    measure(target, [], suites[1:], settings)
+    assert torch.rand(1) == expected
+
+
+def test_a_limited_suite_is_another_suite(target: Target, suites: list[Suite], settings: EvalSpec) -> None:
+    limited = measure(target, [], suites, settings.model_copy(update={"limit": 2, "temperatures": [0.0], "repeats": 1}), generate_baseline=False)
+    assert limited.conditions.suites[0].num_prompts == 2
+    assert limited.conditions.suites[0].digest != suites[0].digest
+    assert limited.conditions.suites[1].digest == suites[1].digest
+
+
+def test_names_must_be_distinct(target: Target, suites: list[Suite], settings: EvalSpec) -> None:
+    twice = [Contestant("ngram", Ngram(), Plan()), Contestant("ngram", Ngram(), Plan())]
+    with pytest.raises(BadInputError, match="names of their own"):
+        measure(target, twice, suites, settings)
+
+
+def test_another_dtype_than_asked_for_is_refused(target: Target, suites: list[Suite], settings: EvalSpec) -> None:
+    with pytest.raises(BadInputError, match="asks for bfloat16, but the target was loaded as float32"):
+        measure(target, [], suites, settings.model_copy(update={"dtype": "bfloat16"}))
+
+
+def test_a_prompt_beyond_the_context_is_refused_before_any_work(target: Target, settings: EvalSpec) -> None:
+    long = make_suite("long", [Prompt("x", "long", (1,) * 500)])
+    with pytest.raises(BadInputError, match=r"'x' has 500 tokens; with 16 new ones it exceeds the target's context of 512"):
+        measure(target, [], [long], settings)
+
+
+def test_the_greedy_rule_at_temperature_1_is_refused_before_any_work(target: Target, suites: list[Suite], settings: EvalSpec) -> None:
+    with pytest.raises(BadInputError, match="needs temperature 0"):
+        measure(target, [Contestant("ngram", Ngram(), Plan(verify="greedy"))], suites, settings)

@@ -1,0 +1,179 @@
+"""A recipe is checked as a whole before any work starts, quickly, and every fault is named with its place."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from outrider.recipes import Recipe, embedded_file, load_recipe, packaged_recipes
+from outrider.target import BadInputError
+
+MINIMAL = """
+name: small
+target: {path: some/model}
+drafter: {type: eagle3}
+data: {prompts: [a.jsonl]}
+"""
+
+
+def write(folder: Path, text: str) -> str:
+    file = folder / "my.yaml"
+    file.write_text(text)
+    return str(file)
+
+
+def message_of(path: str, *overrides: str) -> str:
+    with pytest.raises(BadInputError) as caught:
+        load_recipe(path, overrides)
+    assert caught.value.exit_code == 2
+    return str(caught.value)
+
+
+def test_reading_a_recipe_imports_neither_torch_nor_transformers_and_takes_less_than_half_a_second() -> None:
+    code = """
+import sys, time
+began = time.process_time()
+from outrider.recipes import load_recipe
+load_recipe("embedded-eagle3", ["data.limit=3"]).to_yaml()
+print(time.process_time() - began)
+assert not {"torch", "transformers", "datasets"} & set(sys.modules), "a heavy library was imported"
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)  # the first run may compile bytecode
+    out = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert float(out.stdout) < 0.5
+
+
+@pytest.mark.parametrize("name", packaged_recipes())
+def test_packaged_recipes_name_only_settings_that_exist(name: str) -> None:
+    from transformers import TrainingArguments
+
+    from outrider.heads import drafter_config
+
+    recipe = load_recipe(name)
+    assert recipe.name == name
+    drafter_config(recipe.drafter)
+    assert set(recipe.training) <= {f.name for f in fields(TrainingArguments)}
+    assert recipe.output_folder == Path("runs") / name
+
+
+def test_defaults_are_filled_in(tmp_path: Path) -> None:
+    recipe = load_recipe(write(tmp_path, MINIMAL))
+    assert (recipe.data.limit, recipe.data.max_new_tokens, recipe.data.features) == (None, 192, "online")
+    assert recipe.eval.suites == ["code", "docs", "prose"]
+    assert recipe.training == {}
+
+
+def test_a_written_recipe_reads_back_equal(tmp_path: Path) -> None:
+    recipe = load_recipe("embedded-eagle3", ["data.sampling.top_p=0.9", "drafter.init=somewhere"])
+    assert load_recipe(write(tmp_path, recipe.to_yaml())) == recipe
+
+
+def test_overrides_are_yaml_and_create_what_they_need(tmp_path: Path) -> None:
+    overrides = [
+        "data.limit=12",
+        "data.sampling.temperature=1",
+        "training.learning_rate=3e-4",
+        "eval.suites=[docs]",
+        "training.report_to=none",
+        "output=x/{name}",
+    ]
+    recipe = load_recipe(write(tmp_path, MINIMAL), overrides)
+    assert (recipe.data.limit, recipe.data.sampling.temperature, recipe.eval.suites) == (12, 1.0, ["docs"])
+    assert recipe.training == {"learning_rate": 3e-4, "report_to": "none"}
+    assert recipe.output_folder == Path("x/small")
+
+
+def test_a_later_override_wins(tmp_path: Path) -> None:
+    assert load_recipe(write(tmp_path, MINIMAL), ["data.limit=1", "data.limit=null"]).data.limit is None
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("data.limt=3", "unknown key data.limt; did you mean data.limit?"),
+        ("data.sampling.temprature=1", "unknown key data.sampling.temprature; did you mean data.sampling.temperature?"),
+        ("trainning={}", "unknown key trainning; did you mean training?"),
+        ("top_p=0.5", "unknown key top_p; did you mean data.sampling.top_p?"),
+        ("target.xyz=1", "unknown key target.xyz; known keys here: path, revision, adapter, dtype, trust_remote_code."),
+        ("data.limit=many", "data.limit: expected an integer or null, found 'many'."),
+        ("data.limit=true", "data.limit: expected an integer or null, found True."),
+        ("data.limit='3'", "data.limit: expected an integer or null, found '3'."),
+        ("data.limit=0", "data.limit: expected a value >= 1, found 0."),
+        ("data.holdout=1", "data.holdout: expected a value < 1.0, found 1."),
+        ("data.sampling.top_p=0", "data.sampling.top_p: expected a value > 0.0, found 0."),
+        ("data.sampling.temperature=.nan", "data.sampling.temperature: expected"),
+        ("data.prompts=[]", "data.prompts: expected at least one entry, found []."),
+        ("data.prompts=a.jsonl", "data.prompts: expected a list, found 'a.jsonl'."),
+        ("data.prompts=[a, 3]", "data.prompts[1]: expected text, found 3."),
+        ("data=null", "data: expected a mapping with the keys prompts, limit,"),
+        ("data.features=disk", "data.features: expected one of 'online', 'cached', found 'disk'."),
+        ("eval.temperatures=[0, hot]", "eval.temperatures[1]: expected a number, found 'hot'."),
+        ("target.trust_remote_code=1", "target.trust_remote_code: expected true or false, found 1."),
+        ("training=[1]", "training: expected a mapping, found [1]."),
+        ("training={1: 2}", "training[1].[key]: expected text, found 1."),
+        ("name=a/b", "name: expected letters, digits, '.', '_' and '-', found 'a/b'."),
+        ("output=''", "output: expected some text, found ''."),
+        ("data.limit", "expected key.path=value"),
+        ("data..limit=3", "expected key.path=value"),
+        ("name.x=3", "name is 'small', not a mapping"),
+        ("data.prompts=[", "not valid YAML: line 1, column 2"),
+    ],
+)
+def test_a_fault_is_named_with_its_place_and_what_was_expected(tmp_path: Path, override: str, expected: str) -> None:
+    assert expected in message_of(write(tmp_path, MINIMAL), override)
+
+
+def test_all_faults_are_reported_at_once_with_the_file(tmp_path: Path) -> None:
+    lines = message_of(write(tmp_path, MINIMAL + "eval: {dept: 3}\noutput: 7\n")).splitlines()
+    assert lines == ["my.yaml: unknown key eval.dept; did you mean eval.depth?", "my.yaml: output: expected text, found 7."]
+
+
+def test_a_missing_section_is_named(tmp_path: Path) -> None:
+    assert "target is missing; expected a mapping with the keys path, revision" in message_of(write(tmp_path, "name: a\ndrafter: {}\ndata: {prompts: [a]}\n"))
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("name: a\n  b: c\n", "my.yaml: not valid YAML: line 2, column 4"),
+        ("name: a\ndata: [1\n", "line 3, column 1"),
+        ("name: a\nname: b\n", "line 2, column 1: the key 'name' stands here twice"),
+        ("name: !!python/object/apply:os.getcwd []\n", "line 1, column 7"),
+        ("- a\n", "expected a mapping with the keys name, target, drafter, data, training, eval, output; found a list"),
+        ("", "found nothing"),
+    ],
+)
+def test_broken_yaml_is_reported_with_line_and_column(tmp_path: Path, text: str, expected: str) -> None:
+    assert expected in message_of(write(tmp_path, text))
+
+
+def test_a_file_that_is_not_text_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "my.yaml").write_bytes(b"\xff\xfe\x00")
+    assert "cannot be read" in message_of(str(tmp_path / "my.yaml"))
+
+
+def test_a_missing_recipe_names_the_path_and_the_packaged_ones(tmp_path: Path) -> None:
+    message = message_of(str(tmp_path / "embeded-eagle3.yaml"))
+    assert str(tmp_path) in message
+    assert "did you mean 'embedded-eagle3'" in message
+    assert "embedded-draft-model, embedded-eagle3" in message
+
+
+def test_a_folder_is_no_recipe(tmp_path: Path) -> None:
+    assert "is a folder" in message_of(str(tmp_path))
+
+
+def test_a_recipe_from_a_mapping_is_validated_alike() -> None:
+    values = {"name": "a", "target": {"path": "m"}, "drafter": {"type": "ngram"}, "data": {"prompts": ["a.jsonl"]}}
+    assert Recipe.from_dict(values).data.batch_size == 32
+    with pytest.raises(BadInputError, match="unknown key date; did you mean data"):
+        Recipe.from_dict(values | {"date": {}})
+
+
+def test_a_missing_embedded_file_is_refused() -> None:
+    with pytest.raises(BadInputError, match=r"no embedded file 'suites/poetry\.jsonl'"):
+        embedded_file("suites/poetry.jsonl")

@@ -1,1 +1,5 @@
-"""TODO"""
+"""Training: one trainer for every drafter, on `transformers.Trainer` and accelerate."""
+
+from .trainer import TrainingInterruptedError, TrainResult, train
+
+__all__ = ["TrainResult", "TrainingInterruptedError", "train"]

@@ -1,0 +1,111 @@
+"""The `training:` section: every field of TrainingArguments, and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from outrider.recipes import Recipe
+from outrider.target import BadInputError, Target
+from outrider.train import train
+from outrider.train.arguments import check_training, training_arguments
+from outrider.train.launch import check_launch
+
+MakeRecipe = Callable[..., Recipe]
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"learning_rat": 1e-3}, "unknown key 'learning_rat'; did you mean 'learning_rate'"),
+        ({"learning_rate": "fast"}, r"training.learning_rate: expected a number, found 'fast'"),
+        ({"learning_rate": True}, r"training.learning_rate: expected a number, found True"),
+        ({"max_steps": 1.5}, r"training.max_steps: expected an integer, found 1.5"),
+        ({"max_steps": [1]}, r"training.max_steps: expected an integer, found \[1\]"),
+        ({"bf16": "perhaps"}, r"training.bf16: expected true or false, found 'perhaps'"),
+        ({"run_name": 3}, r"training.run_name: expected text or null, found 3"),
+        ({"label_smoothing_factor": 0.1}, r"training.label_smoothing_factor: leave it out"),
+        ({"fsdp": "full_shard"}, r"training.fsdp: leave it out"),
+    ],
+)
+def test_a_wrong_setting_is_refused_before_anything_is_loaded(
+    recipe: MakeRecipe, monkeypatch: pytest.MonkeyPatch, values: dict[str, Any], message: str
+) -> None:
+    def never(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("a model was loaded")
+
+    monkeypatch.setattr(Target, "load", never)
+    with pytest.raises(BadInputError, match=message):
+        train(recipe(**values))
+
+
+@pytest.mark.parametrize("values", [{"lr_scheduler_type": "zigzag"}, {"optim": "magic"}, {"save_strategy": "sometimes"}])
+def test_what_transformers_refuses_is_a_bad_input_too(recipe: MakeRecipe, values: dict[str, Any]) -> None:
+    with pytest.raises(BadInputError, match=f"training: .*{next(iter(values.values()))}"):
+        training_arguments(recipe(**values))
+
+
+def test_numbers_that_yaml_reads_as_text_are_numbers() -> None:
+    assert check_training({"learning_rate": "3e-3", "weight_decay": 1}) == {"learning_rate": 0.003, "weight_decay": 1.0}
+
+
+def test_every_field_may_be_given(recipe: MakeRecipe) -> None:
+    """Its own default is accepted for each."""
+    from dataclasses import MISSING, fields
+
+    from transformers import TrainingArguments
+
+    defaults = {f.name: f.default for f in fields(TrainingArguments) if f.init and f.default is not MISSING}
+    assert check_training(defaults).keys() == defaults.keys()
+
+
+def test_silence_gets_our_defaults_and_speech_wins(recipe: MakeRecipe) -> None:
+    silent = training_arguments(recipe("silent"))
+    assert silent.output_dir.endswith("silent/checkpoints")
+    assert silent.report_to == []
+    assert silent.average_tokens_across_devices
+    spoken = training_arguments(recipe("spoken", save_total_limit=7, output_dir="elsewhere"))
+    assert (spoken.save_total_limit, spoken.output_dir) == (7, "elsewhere")
+
+
+# ------------------------------------------------------------ launches
+
+
+def fake(world_size: int, kind: str = "MULTI_CPU") -> Any:
+    return SimpleNamespace(world_size=world_size, distributed_state=SimpleNamespace(distributed_type=SimpleNamespace(value=kind)))
+
+
+@pytest.fixture
+def environment(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    for name in ("WORLD_SIZE", "MASTER_ADDR", "ACCELERATE_MIXED_PRECISION", "ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED"):
+        monkeypatch.delenv(name, raising=False)
+    return monkeypatch
+
+
+def test_a_plain_start_is_one_process(environment: pytest.MonkeyPatch) -> None:
+    check_launch(fake(1, "NO"))
+
+
+def test_two_processes_that_run_alone_are_refused(environment: pytest.MonkeyPatch) -> None:
+    environment.setenv("WORLD_SIZE", "2")
+    check_launch(fake(2))
+    with pytest.raises(BadInputError, match=r"started 2 processes, but they run as 1 .*ACCELERATE_USE_CPU=true accelerate launch --multi_gpu"):
+        check_launch(fake(1, "NO"))
+
+
+def test_accelerate_launch_cpu_with_two_processes_is_recognised(environment: pytest.MonkeyPatch) -> None:
+    """It starts one process, and leaves this environment behind."""
+    environment.setenv("MASTER_ADDR", "127.0.0.1")
+    environment.setenv("ACCELERATE_MIXED_PRECISION", "no")
+    with pytest.raises(BadInputError, match=r"asked for several processes but started one"):
+        check_launch(fake(1, "NO"))
+
+
+@pytest.mark.parametrize("kind", ["FSDP", "DEEPSPEED"])
+def test_a_kind_of_parallelism_that_was_ignored_is_refused(environment: pytest.MonkeyPatch, kind: str) -> None:
+    environment.setenv(f"ACCELERATE_USE_{kind}", "true")
+    with pytest.raises(BadInputError, match=f"asked for {kind}, but accelerate set up 'NO'"):
+        check_launch(fake(1, "NO"))

@@ -1,0 +1,243 @@
+"""What a training does to the drafter: real `transformers.Trainer` runs on tiny models."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from outrider.heads import Eagle3, Ngram, drafter_config, load_drafter
+from outrider.recipes import Recipe
+from outrider.target import BadInputError, Target
+from outrider.train import TrainResult, train
+
+MakeRecipe = Callable[..., Recipe]
+
+EAGLE3 = {"type": "eagle3", "steps": 3, "draft_vocab_size": 96}
+DRAFT_MODEL = {"type": "draft_model", "model": {"num_hidden_layers": 1}}
+
+
+def history(recipe: Recipe) -> list[dict[str, Any]]:
+    """What the trainer logged, up to the last checkpoint."""
+    folders = (recipe.output_folder / "checkpoints").glob("checkpoint-*")
+    last = max(folders, key=lambda f: int(f.name.removeprefix("checkpoint-")))
+    return json.loads((last / "trainer_state.json").read_text())["log_history"]
+
+
+def losses(recipe: Recipe) -> list[float]:
+    return [entry["loss"] for entry in history(recipe) if "loss" in entry]
+
+
+def weights(result: TrainResult) -> bytes:
+    return (result.drafter_folder / "model.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize("drafter", [EAGLE3 | {"draft_vocab_size": 0}, DRAFT_MODEL], ids=["eagle3", "draft_model"])
+def test_training_lowers_the_loss_and_raises_tau_on_held_out_rows(recipe: MakeRecipe, target: Target, drafter: dict[str, Any]) -> None:
+    made = recipe(drafter=drafter, max_steps=50, eval_steps=50, eval_on_start=True, save_steps=50)
+    result = train(made, target)
+    held_out = [entry for entry in history(made) if "eval_loss" in entry]
+    assert losses(made)[-1] < 0.9 * losses(made)[0]
+    assert held_out[-1]["eval_tau"] > held_out[0]["eval_tau"] + 0.1
+    assert result.metrics["eval_tau"] == held_out[-1]["eval_tau"]
+    assert result.steps == 50
+
+
+def test_every_log_holds_loss_agreement_and_acceptance_per_depth(recipe: MakeRecipe, target: Target) -> None:
+    made = recipe(max_steps=2, eval_steps=2)
+    train(made, target)
+    training, held_out = (next(e for e in history(made) if key in e) for key in ("loss", "eval_loss"))
+    for depth in (1, 2, 3):
+        for name in ("loss", "top1", "alpha"):
+            assert f"{name}_d{depth}" in training
+            assert f"eval_{name}_d{depth}" in held_out
+    assert 1 <= training["tau"] <= 4
+    assert 1 <= held_out["eval_tau"] <= 4
+
+
+def test_logged_metrics_are_means_over_all_positions_since_the_last_log(recipe: MakeRecipe, target: Target) -> None:
+    """With the learning rate 0 every step measures the same weights, so one log over 3 epochs of whole batches equals the mean of its steps by count."""
+    fine, coarse = recipe("fine", max_steps=7, learning_rate=0.0), recipe("coarse", max_steps=7, learning_rate=0.0, logging_steps=7, logging_first_step=False)
+    train(fine, target)
+    train(coarse, target)
+    whole = next(e for e in history(coarse) if "loss" in e)
+    steps = [e["alpha_d1"] for e in history(fine) if "loss" in e]
+    assert min(steps) < whole["alpha_d1"] < max(steps)
+    assert whole["loss"] == pytest.approx(sum(losses(fine)) / 7, rel=1e-6)
+
+
+@pytest.mark.parametrize("drafter", [EAGLE3, DRAFT_MODEL], ids=["eagle3", "draft_model"])
+def test_eight_micro_batches_of_one_row_equal_one_batch_of_eight_rows(recipe: MakeRecipe, target: Target, drafter: dict[str, Any]) -> None:
+    """Over more than one epoch, whose last batch is a short one. Only the order of sums differs: 1e-5."""
+    shapes = {"8x1": (8, 1), "1x8": (1, 8), "2x4": (2, 4)}
+    made = {n: recipe(n, drafter, per_device_train_batch_size=b, gradient_accumulation_steps=a) for n, (b, a) in shapes.items()}
+    for one in made.values():
+        train(one, target)
+    assert len(losses(made["8x1"])) == 12
+    for name in ("1x8", "2x4"):
+        assert losses(made[name]) == pytest.approx(losses(made["8x1"]), rel=1e-5)
+
+
+def test_cached_hidden_states_train_like_those_computed_in_the_loop(recipe: MakeRecipe, target: Target) -> None:
+    online, cached = recipe("online"), recipe("cached", data_changes={"features": "cached"})
+    train(online, target)
+    train(cached, target)
+    assert losses(cached) == pytest.approx(losses(online), abs=1e-6, rel=1e-6)
+
+
+def test_the_target_is_neither_changed_nor_saved(recipe: MakeRecipe, target: Target) -> None:
+    before = target.fingerprint().digest
+    result = train(recipe(weight_decay=0.1), target)
+    assert target.fingerprint().digest == before
+    assert not any(p.requires_grad for p in target.model.parameters())
+    built = Eagle3.build(drafter_config(EAGLE3)[1], target, torch.arange(target.vocab_size))
+    assert load_file(result.drafter_folder / "model.safetensors").keys() == built.state_dict().keys()
+
+
+def test_evaluating_more_often_trains_the_same_drafter(recipe: MakeRecipe, target: Target) -> None:
+    never = train(recipe("never", eval_strategy="no"), target)
+    always = train(recipe("always", eval_strategy="steps", eval_steps=1, per_device_eval_batch_size=2), target)
+    assert weights(never) == weights(always)
+
+
+def test_loader_workers_do_not_change_the_order(recipe: MakeRecipe, target: Target) -> None:
+    alone = train(recipe("alone", max_steps=9), target)
+    helped = train(recipe("helped", max_steps=9, dataloader_num_workers=2), target)
+    assert weights(alone) == weights(helped)
+
+
+def test_mixed_precision_rounds_the_drafter_but_not_the_target(recipe: MakeRecipe, target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = set()
+    lm_head = target.lm_head
+
+    def watched(hidden: torch.Tensor, *rest: Any) -> torch.Tensor:
+        logits = lm_head(hidden, *rest)
+        seen.add(logits.dtype)
+        return logits
+
+    monkeypatch.setattr(target, "lm_head", watched)
+    exact, mixed = recipe("exact"), recipe("mixed", bf16=True)
+    train(exact, target)
+    result = train(mixed, target)
+    assert seen == {torch.float32}
+    assert losses(mixed) != losses(exact)
+    assert losses(mixed) == pytest.approx(losses(exact), rel=0.02)
+    assert {t.dtype for t in load_file(result.drafter_folder / "model.safetensors").values() if t.is_floating_point()} == {torch.float32}
+
+
+def test_a_pruned_draft_vocabulary_holds_the_most_frequent_learned_tokens(recipe: MakeRecipe, target: Target, rows: list[dict[str, Any]]) -> None:
+    """Prompt tokens do not count, nor do held-out rows (here: none)."""
+    result = train(recipe(drafter=EAGLE3 | {"draft_vocab_size": 20}, data_changes={"holdout": 0.0}, max_steps=1), target)
+    counts = torch.zeros(target.vocab_size, dtype=torch.long)
+    for row in rows:
+        for token, learned in zip(row["input_ids"], row["loss_mask"], strict=True):
+            counts[token] += learned
+    kept = load_file(result.drafter_folder / "model.safetensors")["token_ids"]
+    assert counts[kept].sum() == counts.sort(descending=True).values[:20].sum()
+
+
+def test_the_output_folder_says_what_was_trained_on_what(recipe: MakeRecipe, target: Target) -> None:
+    made = recipe(max_steps=2)
+    result = train(made, target)
+    from outrider.recipes import load_recipe
+
+    assert load_recipe(made.output_folder / "recipe.yaml") == made
+    saved = json.loads((made.output_folder / "provenance.json").read_text())
+    assert saved["target"]["digest"] == target.fingerprint().digest
+    assert saved["training"]["steps"] == 2
+    assert saved["metrics"]["eval_tau"] == result.metrics["eval_tau"]
+    assert load_drafter(result.drafter_folder, target).name == "eagle3"
+
+
+def test_the_best_checkpoint_becomes_the_drafter_if_asked(recipe: MakeRecipe, target: Target) -> None:
+    """The learning rate explodes the weights after the first evaluation, so that the best ones are not the last."""
+    made = recipe(
+        learning_rate=3.0, lr_scheduler_type="constant", max_steps=6, eval_steps=2, save_steps=2,
+        load_best_model_at_end=True, metric_for_best_model="tau", save_total_limit=1,
+    )  # fmt: skip
+    result = train(made, target)
+    taus = {e["step"]: e["eval_tau"] for e in history(made) if "eval_tau" in e}
+    best = max(taus, key=lambda step: taus[step])
+    assert weights(result) == (made.output_folder / "checkpoints" / f"checkpoint-{best}" / "model.safetensors").read_bytes()
+    assert result.metrics["eval_tau"] == pytest.approx(taus[best], rel=1e-5)
+
+
+def test_a_drafter_in_memory_is_trained_in_place(recipe: MakeRecipe, target: Target) -> None:
+    mine = Eagle3.build(drafter_config({"type": "eagle3", "steps": 2})[1], target)
+    before = mine.fc.weight.detach().clone()
+    train(recipe(max_steps=2, bf16=True), target, drafter=mine)
+    assert not torch.equal(mine.fc.weight, before)
+    assert not mine.training
+    assert "forward" not in vars(mine), "mixed precision is still wrapped around it"
+
+
+def test_gradient_checkpointing_of_a_draft_model_gives_the_same_losses(recipe: MakeRecipe, target: Target) -> None:
+    plain, saving = recipe("plain", DRAFT_MODEL, max_steps=3), recipe("saving", DRAFT_MODEL, max_steps=3, gradient_checkpointing=True)
+    train(plain, target)
+    train(saving, target)
+    assert losses(saving) == pytest.approx(losses(plain), rel=1e-6)
+
+
+# ------------------------------------------------------------ warm start
+
+
+def test_a_warm_start_begins_where_the_saved_drafter_was(recipe: MakeRecipe, target: Target) -> None:
+    first = train(recipe("first", max_steps=40), target)
+    again = recipe("again", EAGLE3 | {"init": str(first.drafter_folder.parent), "steps": 2, "loss": "tv"}, learning_rate=0.0, max_steps=1)
+    result = train(again, target)
+    assert weights(result) == weights(first)
+    assert load_drafter(result.drafter_folder).config.loss == "tv"
+    assert load_drafter(result.drafter_folder).config.steps == 2
+
+
+def test_a_warm_started_draft_model_is_the_saved_one(recipe: MakeRecipe, target: Target) -> None:
+    first = train(recipe("first", DRAFT_MODEL, max_steps=4), target)
+    again = train(recipe("again", DRAFT_MODEL | {"init": str(first.drafter_folder)}, learning_rate=0.0, max_steps=1), target)
+    assert weights(again) == weights(first)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"draft_vocab_size": 50}, r"drafter.draft_vocab_size: .* made with 96, the recipe says 50"),
+        ({"type": "draft_model"}, r"holds a drafter of type 'eagle3', drafter.type says 'draft_model'"),
+        ({"stepz": 3}, r"unknown key 'stepz'; did you mean 'steps'"),
+    ],
+)
+def test_a_warm_start_that_contradicts_the_saved_drafter_is_refused(recipe: MakeRecipe, target: Target, changes: dict[str, Any], message: str) -> None:
+    first = train(recipe("first", max_steps=1), target)
+    with pytest.raises(BadInputError, match=message):
+        train(recipe("again", {"type": "eagle3", "init": str(first.drafter_folder)} | changes), target)
+
+
+def test_a_warm_start_from_nothing_names_the_folder(recipe: MakeRecipe, target: Target, tmp_path: Path) -> None:
+    with pytest.raises(BadInputError, match=r"drafter.init: no drafter at .*nowhere"):
+        train(recipe(drafter={"type": "eagle3", "init": str(tmp_path / "nowhere")}), target)
+
+
+def test_a_drafter_without_weights_is_refused(recipe: MakeRecipe, target: Target) -> None:
+    with pytest.raises(BadInputError, match="nothing to train"):
+        train(recipe(drafter={"type": "ngram"}), target)
+    with pytest.raises(BadInputError, match="nothing to train"):
+        train(recipe(), target, drafter=Ngram())
+
+
+# ------------------------------------------------------------ reports
+
+
+@pytest.mark.slow
+def test_wandb_gets_the_metrics_offline(recipe: MakeRecipe, target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wandb = pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_DIR", str(tmp_path))
+    train(recipe(report_to="wandb", max_steps=4, eval_steps=2), target)
+    wandb.finish()
+    (file,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
+    written = file.read_bytes()
+    assert b"train/alpha_d1" in written
+    assert b"eval/alpha_d1" in written

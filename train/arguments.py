@@ -1,0 +1,111 @@
+"""The recipe's `training:` section as `transformers.TrainingArguments`: checked before anything is loaded."""
+
+from __future__ import annotations
+
+import typing
+from dataclasses import fields
+from typing import Any
+
+import torch
+from pydantic import ConfigDict, PydanticSchemaGenerationError, TypeAdapter, ValidationError
+from transformers import TrainingArguments
+
+from ..recipes.schema import Recipe
+from ..target import BadInputError, refuse_unknown_keys
+
+# Fields that change a loss or a model which a drafter does not have. Off by default, and refused when switched on.
+_MEANINGLESS = {
+    "label_smoothing_factor": "a drafter learns the target's whole distribution, there are no labels to smooth",
+    "neftune_noise_alpha": "a drafter's input embeddings are the target's or must match them, noise on them is not supported",
+    "use_liger_kernel": "drafters compute their loss in chunks themselves",
+    "fsdp": "sharding a drafter with FSDP is not supported; data parallel training is (accelerate launch --multi_gpu)",
+}
+
+
+def check_training(values: dict[str, Any]) -> dict[str, Any]:
+    """`training:` with every value of its field's type (`"3e-3"` becomes a number).
+
+    Raises:
+        BadInputError: an unknown field (the nearest one is suggested), a value of the wrong type, or a field without meaning here.
+    """
+    known = {f.name for f in fields(TrainingArguments) if f.init}
+    refuse_unknown_keys(values, known, "training")
+    hints = typing.get_type_hints(TrainingArguments)
+    checked = {name: _checked(name, value, hints[name]) for name, value in values.items()}
+    for name, reason in _MEANINGLESS.items():
+        if checked.get(name):
+            raise BadInputError(f"training.{name}: leave it out: {reason}.")
+    return checked
+
+
+def _checked(name: str, value: Any, hint: Any) -> Any:
+    expected = _in_words(hint)
+    if isinstance(value, bool) and not _accepts(hint, bool):
+        raise BadInputError(f"training.{name}: expected {expected}, found {value!r}.")
+    try:
+        return TypeAdapter(hint, config=ConfigDict(arbitrary_types_allowed=True)).validate_python(value)
+    except PydanticSchemaGenerationError:
+        return value  # not a plain type: TrainingArguments judges it
+    except ValidationError:
+        raise BadInputError(f"training.{name}: expected {expected}, found {value!r}.") from None
+
+
+def _accepts(hint: Any, kind: type) -> bool:
+    return hint is Any or kind in (typing.get_args(hint) or (hint,))
+
+
+def _in_words(hint: Any) -> str:
+    names = {"float": "a number", "int": "an integer", "str": "text", "bool": "true or false", "dict": "a mapping", "list": "a list", "NoneType": "null"}
+    members = [getattr(typing.get_origin(m) or m, "__name__", str(m)) for m in (typing.get_args(hint) or (hint,))]
+    return " or ".join(dict.fromkeys(names.get(m, m) for m in members))
+
+
+def training_arguments(recipe: Recipe) -> TrainingArguments:
+    """`TrainingArguments` of a recipe: what it says, over the defaults below. Sets up the processes and the device.
+
+    Raises:
+        BadInputError: a field that does not exist, or a value that cannot be used.
+    """
+    values = _defaults(recipe) | check_training(recipe.training)
+    try:
+        args = TrainingArguments(**values)
+        device = args.device
+    except (ValueError, TypeError, ImportError, RuntimeError) as error:
+        raise BadInputError(f"training: {error}") from error
+    if args.n_gpu > 1:
+        # One process would mean torch's DataParallel, which cannot carry a TargetBatch. One GPU is right, and said so.
+        _warn_one_gpu(args.n_gpu, device)
+        args._n_gpu = 1
+    return args
+
+
+def _warn_one_gpu(count: int, device: torch.device) -> None:
+    import logging
+
+    logging.getLogger(__name__).warning(
+        "%d GPUs are visible but this is one process: training on %s only. Use `accelerate launch --multi_gpu -m outrider.train …` for all of them.",
+        count, device,
+    )  # fmt: skip
+
+
+def _defaults(recipe: Recipe) -> dict[str, Any]:
+    """What we set where the recipe is silent; steps below 1 are fractions of the run."""
+    has_gpu = torch.cuda.is_available()
+    evaluates = recipe.data.holdout > 0
+    return {
+        "output_dir": str(recipe.output_folder / "checkpoints"),
+        "run_name": recipe.name,
+        "report_to": "none",
+        "remove_unused_columns": False,
+        "average_tokens_across_devices": True,
+        "use_cpu": not has_gpu,
+        "dataloader_pin_memory": has_gpu,
+        "logging_steps": 10,
+        "logging_first_step": True,
+        "logging_nan_inf_filter": False,
+        "save_strategy": "steps",
+        "save_steps": 0.1,
+        "save_total_limit": 2,
+        "eval_strategy": "steps" if evaluates else "no",
+        "eval_steps": 0.1 if evaluates else None,
+    }

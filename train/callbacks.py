@@ -1,0 +1,138 @@
+"""What watches the training loop: shuffling per epoch, the finite guard, Ctrl-C, and the progress line."""
+
+from __future__ import annotations
+
+import logging
+import math
+import re
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_callback import ProgressCallback
+
+from ..target import BadInputError
+from .data import Order
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+_log = logging.getLogger(__name__)
+
+
+class EpochOrder(TrainerCallback):
+    """Tells the sampler its epoch. (accelerate's own loaders lose it when they resume in several processes.)"""
+
+    def __init__(self, order: Order):
+        self.order = order
+
+    def on_epoch_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self.order.set_epoch(int(state.epoch or 0))
+
+
+class FiniteGuard(TrainerCallback):
+    """Stops before an optimizer step whose loss or gradient is not finite, so that the weights stay good.
+
+    Args:
+        loss: gives the loss of the step about to be applied.
+        last_good: the last whole checkpoint, if there is one.
+        scaled: True under fp16, whose gradient scaler expects and skips overflowing steps itself.
+    """
+
+    def __init__(self, loss: Callable[[], Tensor], last_good: Callable[[], Path | None], scaled: bool):
+        self.loss, self.last_good, self.scaled = loss, last_good, scaled
+
+    def on_pre_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: nn.Module | None = None, **kwargs: Any
+    ) -> None:
+        gradients = [] if self.scaled or model is None else [p.grad for p in model.parameters() if p.grad is not None]
+        loss = self.loss()
+        norm = nn.utils.get_total_norm(gradients) if gradients else torch.zeros_like(loss)
+        found = torch.stack([loss, norm.to(loss)]).tolist()
+        if not all(map(math.isfinite, found)):
+            raise BadInputError(self._message(args, state.global_step + 1, *found))
+
+    def _message(self, args: TrainingArguments, step: int, loss: float, norm: float) -> str:
+        what = f"the loss is {loss}" if not math.isfinite(loss) else f"the gradient's norm is {norm} (loss {loss:.4g})"
+        advice = [f"lower training.learning_rate (now {args.learning_rate:g})", f"lower training.max_grad_norm (now {args.max_grad_norm:g})"]
+        advice += ["train in fp32 (leave out training.bf16 and training.fp16)"] if args.bf16 or args.fp16 else []
+        kept = self.last_good()
+        after = f"The last good checkpoint is {kept}; to go on from it, set drafter.init to it and choose another output." if kept else "No checkpoint yet."
+        return f"training stopped before step {step}, which was not applied: {what}. Try: {'; '.join(advice)}. {after}"
+
+
+class GracefulStop(TrainerCallback):
+    """Ctrl-C ends the step in progress and saves a checkpoint; a second Ctrl-C ends at once.
+
+    Attributes:
+        stopped_at: the step after which training was stopped; None if it was not.
+    """
+
+    def __init__(self, any_process: Callable[[bool], bool]):
+        self.any_process = any_process
+        self.asked = False
+        self.stopped_at: int | None = None
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        if threading.current_thread() is not threading.main_thread():
+            yield  # only the main thread may listen for signals
+            return
+        before = signal.signal(signal.SIGINT, self._ask)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, before)
+
+    def _ask(self, number: int, frame: FrameType | None) -> None:
+        if self.asked:
+            raise KeyboardInterrupt
+        self.asked = True
+        _log.warning("stopping after this step, with a checkpoint; press Ctrl-C again to stop at once.")
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        # Signals reach the processes at different steps; they must stop at the same one.
+        if self.any_process(self.asked) and state.global_step < state.max_steps:
+            self.stopped_at = state.global_step
+            control.should_evaluate = False
+            control.should_save = control.should_training_stop = True
+
+
+class Progress(ProgressCallback):
+    """transformers' progress bar; what is logged becomes one line that fits a terminal."""
+
+    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
+        if not state.is_world_process_zero or not logs:
+            return
+        line = describe(logs, state.global_step)
+        if line and self.training_bar is not None:
+            self.training_bar.write(line)
+
+
+class LogLines(TrainerCallback):
+    """The same lines without a bar (`disable_tqdm`)."""
+
+    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
+        line = describe(logs or {}, state.global_step)
+        if line and state.is_world_process_zero:
+            _log.info("%s", line)
+
+
+def describe(logs: dict[str, Any], step: int) -> str:
+    """`step 120  loss 1.83  tau 2.10  alpha 0.71 0.58 0.44  lr 2.9e-03`; empty for logs that are not about a step."""
+    prefix = "eval_" if "eval_loss" in logs else ""
+    if f"{prefix}loss" not in logs:
+        return ""
+    parts = [f"step {step}" + (" held out" if prefix else ""), f"loss {logs[f'{prefix}loss']:.4g}"]
+    if f"{prefix}tau" in logs:
+        parts.append(f"tau {logs[f'{prefix}tau']:.2f}")
+    depths = sorted((int(m[1]), v) for k, v in logs.items() if (m := re.fullmatch(rf"{prefix}alpha_d(\d+)", k)))
+    parts += ["alpha " + " ".join(f"{value:.2f}" for _, value in depths)] if depths else []
+    parts += [f"lr {logs['learning_rate']:.1e}"] if "learning_rate" in logs else []
+    return "  ".join(parts)

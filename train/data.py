@@ -1,0 +1,190 @@
+"""From the distilled data set to the batches a drafter learns from.
+
+Shapes: B rows, T tokens of the longest row, K taps, H target hidden size, V target vocabulary.
+
+Global batches are the same rows whatever the number of processes, accumulation steps or loader workers: the order is a
+function of (seed, epoch) alone, and the last batch of an epoch is filled with empty rows instead of repeated ones.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset, Sampler
+
+from ..heads import TargetBatch
+from ..target import BadInputError, IncompatibleError, Target
+
+if TYPE_CHECKING:
+    import datasets
+
+    from ..distill.features import FeatureStore
+
+IGNORED = -100  # the label of a token nobody has to predict, as in transformers
+EMPTY = -1  # the position of an empty row
+
+# A head predicts x_{t+2} from the features at t and the token x_{t+1}; so the first two tokens of a row are never learned,
+# by no drafter, and all of them count the same positions.
+FIRST_LEARNED = 2
+
+
+class Rows(Dataset):
+    """Rows of a distilled data set: `{"index", "input_ids", "labels"}`; position `EMPTY` is a row with nothing to learn."""
+
+    def __init__(self, table: datasets.Dataset, indices: Sequence[int]):
+        self.table, self.indices = table, list(indices)
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def __getitem__(self, position: int) -> dict[str, Any]:
+        if position == EMPTY:
+            return {"index": EMPTY, "input_ids": [0] * FIRST_LEARNED, "labels": [IGNORED] * FIRST_LEARNED}
+        index = self.indices[position]
+        row = self.table[index]
+        tokens, mask = row["input_ids"], row["loss_mask"]
+        labels = [t if m and i >= FIRST_LEARNED else IGNORED for i, (t, m) in enumerate(zip(tokens, mask, strict=True))]
+        return {"index": index, "input_ids": tokens, "labels": labels}
+
+
+def collate(rows: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
+    """`input_ids` and `labels` `[B, T]`, padded on the right, and `index` `[B]`."""
+    length = max(len(row["input_ids"]) for row in rows)
+    return {
+        "input_ids": torch.tensor([row["input_ids"] + [0] * (length - len(row["input_ids"])) for row in rows]),
+        "labels": torch.tensor([row["labels"] + [IGNORED] * (length - len(row["labels"])) for row in rows]),
+        "index": torch.tensor([row["index"] for row in rows]),
+    }
+
+
+class Order(Sampler[int]):
+    """Positions of one epoch, filled up with `EMPTY` to whole global batches.
+
+    Args:
+        length: number of rows.
+        multiple: rows of all processes in one micro-batch; 1 leaves a short last batch as it is.
+        seed: of the shuffling; None keeps the rows in order.
+    """
+
+    def __init__(self, length: int, multiple: int, seed: int | None):
+        self.length, self.multiple, self.seed, self.epoch = length, multiple, seed, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return -(-self.length // self.multiple) * self.multiple
+
+    def __iter__(self) -> Iterator[int]:
+        yield from self._positions()
+        yield from [EMPTY] * (len(self) - self.length)
+
+    def _positions(self) -> list[int]:
+        if self.seed is None:
+            return list(range(self.length))
+        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + self.epoch)
+        return torch.randperm(self.length, generator=generator).tolist()
+
+
+# ------------------------------------------------------------ which rows
+
+
+def split(table: datasets.Dataset, holdout: float) -> tuple[Rows, Rows]:
+    """(training rows, held-out rows): a row is held out if the hash of its id says so, whatever its place in the table.
+
+    Rows without a token to learn are left out.
+
+    Raises:
+        BadInputError: nothing to train on.
+    """
+    ids = table["id"]
+    learnable = [i for i, mask in enumerate(table["loss_mask"]) if any(mask[FIRST_LEARNED:])]
+    held = {i for i in learnable if is_held_out(ids[i], holdout)}
+    training = [i for i in learnable if i not in held]
+    if not training:
+        raise BadInputError(
+            f"no rows to train on: of {len(table)} rows {len(learnable)} have a response and {len(held)} of those are held out "
+            f"(data.holdout {holdout}); use more prompts or a smaller data.holdout."
+        )
+    return Rows(table, training), Rows(table, sorted(held))
+
+
+def is_held_out(row_id: str, holdout: float) -> bool:
+    share = int.from_bytes(hashlib.sha256(row_id.encode()).digest()[:8], "big") / 2**64
+    return share < holdout
+
+
+def token_counts(rows: Rows, vocab_size: int) -> Tensor:
+    """How often each token is to be predicted in `rows`, `[V]`.
+
+    Raises:
+        IncompatibleError: a token id that the target does not have.
+    """
+    counts = torch.zeros(vocab_size, dtype=torch.long)
+    for position in range(len(rows)):
+        labels = torch.tensor(rows[position]["labels"])
+        learned = labels[labels != IGNORED]
+        if int(learned.max()) >= vocab_size:
+            raise IncompatibleError(f"the data holds token {int(learned.max())}, the target's vocabulary has {vocab_size}; distill it with this target.")
+        counts += torch.bincount(learned, minlength=vocab_size)
+    return counts
+
+
+# ------------------------------------------------------------ what the target made of them
+
+
+class Batches(Protocol):
+    """Makes a TargetBatch of what the collator gives."""
+
+    target: Target
+
+    def of(self, inputs: dict[str, Tensor]) -> TargetBatch: ...
+
+
+@dataclass
+class OnlineBatches:
+    """Hidden states computed in the loop, by the frozen target, in its own dtype."""
+
+    target: Target
+    taps: tuple[int, ...]
+
+    def of(self, inputs: dict[str, Tensor]) -> TargetBatch:
+        tokens = inputs["input_ids"]
+        with torch.no_grad():
+            out = self.target.forward(tokens, taps=self.taps, logits=False)
+        return TargetBatch(self.target, tokens, inputs["labels"] != IGNORED, out.hidden, out.last)
+
+
+@dataclass
+class CachedBatches:
+    """Hidden states read from disk."""
+
+    target: Target
+    taps: tuple[int, ...]
+    store: FeatureStore
+
+    def of(self, inputs: dict[str, Tensor]) -> TargetBatch:
+        tokens = inputs["input_ids"]
+        hidden, last = self._read([i for i in inputs["index"].tolist() if i != EMPTY])
+        hidden = None if hidden is None else _fitted(hidden, tokens)
+        return TargetBatch(self.target, tokens, inputs["labels"] != IGNORED, hidden, _fitted(last, tokens))
+
+    def _read(self, indices: list[int]) -> tuple[Tensor | None, Tensor]:
+        if indices:
+            hidden, last = self.store.batch(indices)
+        else:
+            size, dtype = self.target.hidden_size, self.target.dtype
+            hidden, last = torch.zeros(0, 0, len(self.taps), size, dtype=dtype), torch.zeros(0, 0, size, dtype=dtype)
+        return (hidden if self.taps else None), last
+
+
+def _fitted(stored: Tensor, tokens: Tensor) -> Tensor:
+    """`stored` `[b, t, ...]` as `[B, T, ...]` on the device of `tokens`, zero where it has nothing."""
+    fitted = stored.new_zeros(*tokens.shape, *stored.shape[2:], device=tokens.device)
+    fitted[: stored.shape[0], : stored.shape[1]] = stored.to(tokens.device)
+    return fitted

@@ -1,0 +1,96 @@
+"""What a training leaves beside its drafter: the resolved recipe, and where everything came from."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shutil
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from ..distill.responses import provenance as data_provenance
+from ..distill.storage import write_atomically
+from ..heads import Drafter
+from ..recipes import Recipe, load_recipe
+from ..target import BadInputError, Target
+
+RECIPE, PROVENANCE = "recipe.yaml", "provenance.json"
+SCHEMA_VERSION = 1
+
+# Training settings that may change between an interrupted run and the one that continues it.
+_FREE = {
+    "max_steps", "num_train_epochs", "output_dir", "overwrite_output_dir", "run_name", "report_to", "project", "disable_tqdm", "log_level",
+    "save_strategy", "save_steps", "save_total_limit", "save_only_model", "eval_strategy", "eval_steps", "eval_delay", "eval_on_start",
+    "logging_strategy", "logging_steps", "logging_first_step", "logging_nan_inf_filter", "per_device_eval_batch_size", "use_cpu", "ddp_timeout",
+    "dataloader_num_workers", "dataloader_pin_memory", "dataloader_persistent_workers", "dataloader_prefetch_factor", "resume_from_checkpoint",
+}  # fmt: skip
+
+
+def check_same_run(recipe: Recipe, output: Path) -> None:
+    """Refuse to continue a run with another recipe: half the steps would be of one kind and half of the other.
+
+    Raises:
+        BadInputError: names each setting that differs from `<output>/recipe.yaml`.
+    """
+    if not (output / RECIPE).is_file():
+        return
+    then, now = _what_decides(load_recipe(output / RECIPE)), _what_decides(recipe)
+    changed = [f"{k} (was {then.get(k)!r}, is {now.get(k)!r})" for k in sorted(then.keys() | now.keys()) if then.get(k) != now.get(k)]
+    if changed:
+        raise BadInputError(
+            f"{output} holds an unfinished or finished run of another recipe: {'; '.join(changed)}. Choose another output, or start over (--fresh)."
+        )
+
+
+def _what_decides(recipe: Recipe) -> dict[str, Any]:
+    """The settings that decide the final weights, by dotted key."""
+    values = recipe.model_dump(mode="json")
+    sections = {name: values[name] for name in ("target", "drafter", "data", "training")}
+    flat = {f"{section}.{key}": value for section, entries in sections.items() for key, value in entries.items()}
+    free = {f"training.{name}" for name in _FREE}
+    # A target may be moved: the responses it wrote are compared with it by content. Given ones are not, so there the path counts.
+    free |= set() if recipe.data.responses else {"target.path"}
+    return {key: value for key, value in flat.items() if key not in free}
+
+
+def write_recipe(recipe: Recipe, output: Path) -> None:
+    output.mkdir(parents=True, exist_ok=True)
+    write_atomically(output / RECIPE, recipe.to_yaml())
+
+
+def write_provenance(output: Path, target: Target, data: Path, facts: dict[str, Any]) -> None:
+    """`<output>/provenance.json`: the target by content, the data it answered, what was run with what, and what came out."""
+    saved = data_provenance(data)
+    whole = {
+        "schema_version": SCHEMA_VERSION,
+        "target": {"digest": target.fingerprint().digest, **target.source},
+        "data": {"responses_of": saved["target"]["digest"]} | {k: v for k, v in saved.items() if k in ("prompts", "sampling", "source", "counts")},
+        **facts,
+        "versions": _versions(),
+    }
+    write_atomically(output / PROVENANCE, json.dumps(whole, indent=2) + "\n")
+
+
+def _versions() -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for name in ("outrider", "torch", "transformers", "accelerate", "datasets"):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:  # run from a checkout that was not installed
+            continue
+    return found
+
+
+def save_drafter(drafter: Drafter, folder: Path) -> None:
+    """Write the drafter beside its place, then move it there: a reader never sees half of one."""
+    building, old = (folder.with_name(f".{folder.name}.{os.getpid()}.{kind}") for kind in ("new", "old"))
+    try:
+        drafter.save(building)
+        if folder.exists():
+            folder.rename(old)
+        building.rename(folder)
+    finally:
+        for leftover in (building, old):
+            shutil.rmtree(leftover, ignore_errors=True)

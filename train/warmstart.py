@@ -1,0 +1,88 @@
+"""Where a drafter's first weights come from: new ones, or those of a saved drafter (`drafter.init`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from ..heads import Drafter, DrafterConfig, drafter_config, load_drafter
+from ..heads.base import CONFIG, read_config
+from ..target import BadInputError, Target
+
+# Settings of the training or of measurement, which leave the weights' names and shapes alone. Any other setting must agree
+# with the saved drafter; where its first weights once came from no longer matters.
+_FREE = {"loss", "steps", "decay", "depths"}
+_PAST = {"path", "init_from_target"}
+
+
+def check_drafter(values: dict[str, Any]) -> None:
+    """Refuse a `drafter:` section that cannot be trained, before anything is loaded.
+
+    Raises:
+        BadInputError: an unknown type or key, a missing `init` folder, or a drafter without weights.
+    """
+    if "init" in values:
+        values = {"type": _saved_kind(values), **{k: v for k, v in values.items() if k not in ("init", "type")}}
+    drafter_class, _ = drafter_config(values)
+    if not drafter_class.trainable:
+        raise BadInputError(f"drafter.type {drafter_class.name!r} has no weights: there is nothing to train. It can be measured as it is (eval.baselines).")
+
+
+def make_drafter(values: dict[str, Any], target: Target, token_counts: Callable[[], Tensor]) -> Drafter:
+    """The drafter of a recipe's `drafter:` section, in fp32, ready to be trained.
+
+    Args:
+        token_counts: gives how often each token is to be predicted, `[V]`; asked only for a new drafter.
+
+    Raises:
+        BadInputError: see `check_drafter`; or `init` and another setting contradict each other.
+        IncompatibleError: the saved drafter does not fit the target.
+    """
+    if "init" not in values:
+        drafter_class, config = drafter_config(values)
+        return drafter_class.build(config, target, token_counts()).float()
+    drafter = load_drafter(_folder(values["init"]), target).float()
+    given = {k: v for k, v in values.items() if k not in ("init", "type")}
+    _apply(drafter, given, target)
+    return drafter
+
+
+def _folder(init: Any) -> Path:
+    """The folder with a drafter's config.json: `init` itself, or its `drafter/` (a run's output, a pair)."""
+    if not isinstance(init, str):
+        raise BadInputError(f"drafter.init: expected a folder, found {init!r}.")
+    folder = Path(init).expanduser()
+    for candidate in (folder / "drafter", folder):
+        if (candidate / CONFIG).is_file():
+            return candidate
+    raise BadInputError(f"drafter.init: no drafter at {init!r}: there is no {CONFIG}. Give a folder that a training wrote, e.g. runs/name/drafter.")
+
+
+def _saved_kind(values: dict[str, Any]) -> str:
+    saved = read_config(_folder(values["init"]))
+    kind = str(saved.get("drafter_type") or ("draft_model" if "model_type" in saved else ""))
+    if values.get("type", kind) != kind:
+        raise BadInputError(f"drafter.init holds a drafter of type {kind!r}, drafter.type says {values['type']!r}; they must agree.")
+    return kind
+
+
+def _apply(drafter: Drafter, given: dict[str, Any], target: Target) -> None:
+    """Set what may change; refuse what contradicts the saved weights."""
+    wanted = type(drafter.config).from_dict(given)
+    wanted = wanted.completed(target) if hasattr(wanted, "completed") else wanted
+    for name in given:
+        if name in _FREE:
+            setattr(drafter.config, name, getattr(wanted, name))
+        elif name not in _PAST:
+            _require_equal(drafter, name, wanted)
+
+
+def _require_equal(drafter: Drafter, name: str, wanted: DrafterConfig) -> None:
+    ours, theirs = getattr(wanted, name), getattr(drafter.config, name)
+    if name == "model":  # a draft model is saved as a plain checkpoint: its sizes are in that config
+        theirs = {key: getattr(drafter.model.config, key, None) for key in ours}  # type: ignore[union-attr]
+    if ours != theirs:
+        raise BadInputError(f"drafter.{name}: the drafter in drafter.init was made with {theirs!r}, the recipe says {ours!r}; leave it out, or leave out init.")

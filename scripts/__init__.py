@@ -1,1 +1,1 @@
-"""TODO"""
+"""The `outrider` command, the quickstart, and the making of the embedded target."""

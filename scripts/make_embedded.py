@@ -39,7 +39,19 @@ CHAT_TEMPLATE = (
 )
 BODY_REQUEST = "Write the body of this function.\n\n"
 TOPICS_FILE = "pydoc_data/topics.py"  # the `prose` domain: never trained on, so that a fine-tune on it is a real shift
-SKIPPED = ("site-packages", "lib2to3/tests/data", "test/data", "bad_coding", "badsyntax", "encodings/cp", "encodings/mac_", "encodings/iso8859", "encodings/koi8", "_sysconfigdata", TOPICS_FILE)
+SKIPPED = (
+    "site-packages",
+    "lib2to3/tests/data",
+    "test/data",
+    "bad_coding",
+    "badsyntax",
+    "encodings/cp",
+    "encodings/mac_",
+    "encodings/iso8859",
+    "encodings/koi8",
+    "_sysconfigdata",
+    TOPICS_FILE,
+)
 SUITE_SIZE = 40
 
 
@@ -47,13 +59,13 @@ SUITE_SIZE = 40
 class Settings:
     """One training run of the embedded target; saved as provenance beside the weights."""
 
-    steps: int = 3600
-    decay_fraction: float = 0.35
+    steps: int = 2400
+    decay_fraction: float = 0.4
     warmup_steps: int = 80
     tokens_per_step: int = 6144
     short_length: int = 256  # most of the run; attention is 40% of the cost at 512
     long_length: int = 512
-    short_fraction: float = 0.85
+    short_fraction: float = 0.9
     muon_lr: float = 4e-3
     adamw_lr: float = 2e-3
     weight_decay: float = 0.1
@@ -288,6 +300,24 @@ def load_checkpoint(folder: Path, model: LlamaForCausalLM, optimizers: list[torc
     return dict(json.loads((folder / "state.json").read_text()))
 
 
+def backward(model: LlamaForCausalLM, tokens: torch.Tensor, rows_at_once: int = 6) -> float:
+    """Add the gradients of the mean next-token loss on `tokens` `[B, T]`; returns it, in nats.
+
+    The output embedding runs over a few rows at a time: all logits at once do not fit a CPU's cache.
+    """
+    import torch
+
+    with torch.autocast(model.device.type, torch.bfloat16):
+        hidden = model.model(input_ids=tokens, use_cache=False).last_hidden_state
+        leaf, total = hidden.detach().requires_grad_(), 0.0
+        for part, wanted in zip(leaf[:, :-1].split(rows_at_once), tokens[:, 1:].split(rows_at_once), strict=True):
+            loss = torch.nn.functional.cross_entropy(model.lm_head(part).flatten(0, 1).float(), wanted.flatten(), reduction="sum")
+            (loss / tokens[:, 1:].numel()).backward()
+            total += loss.item()
+    hidden.backward(leaf.grad)
+    return total / tokens[:, 1:].numel()
+
+
 def train(model: LlamaForCausalLM, streams: list[Stream], held_out: list[np.ndarray], settings: Settings, work: Path) -> dict:
     """Train to `settings.steps`, writing a checkpoint every 200 steps; returns the final state (seconds, losses)."""
     import torch
@@ -304,9 +334,7 @@ def train(model: LlamaForCausalLM, streams: list[Stream], held_out: list[np.ndar
     started, seconds = time.monotonic(), state["seconds"]
     for step in range(state["step"], settings.steps):
         tokens = next_batch(streams, settings, step).to(device)
-        with torch.autocast(device, torch.bfloat16):
-            loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
-        loss.backward()
+        loss = backward(model, tokens)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for optimizer, base in zip(optimizers, (settings.muon_lr, settings.adamw_lr), strict=True):
             for group in optimizer.param_groups:
@@ -314,7 +342,7 @@ def train(model: LlamaForCausalLM, streams: list[Stream], held_out: list[np.ndar
             optimizer.step()
             optimizer.zero_grad()
         if step % 20 == 0:
-            print(f"step {step} loss {loss.item():.3f} rate {rate(step, settings):.2f} {seconds + time.monotonic() - started:.0f}s", flush=True)
+            print(f"step {step} loss {loss:.3f} rate {rate(step, settings):.2f} {seconds + time.monotonic() - started:.0f}s", flush=True)
         if (step + 1) % 200 == 0 or step + 1 == settings.steps:
             measured = held_out_loss(model, held_out, settings.long_length)
             state["history"].append({"step": step + 1, "held_out": round(measured, 4)})
@@ -388,6 +416,9 @@ def write_prompts(corpus: Corpus, folder: Path) -> None:
 def export(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path, provenance: dict) -> None:
     import torch
 
+    # Both end a text: the first a document, the second a turn of a chat.
+    model.generation_config.eos_token_id = tokenizer.convert_tokens_to_ids(["<|endoftext|>", "<|end|>"])
+    model.config._attn_implementation = None
     model.to("cpu", torch.bfloat16).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     (folder / "provenance.json").write_text(json.dumps(provenance, indent=2) + "\n")

@@ -1,0 +1,90 @@
+"""Greedy output against `transformers.generate`, token for token, on every prompt of the embedded suites.
+
+    python -m outrider.scripts.bench.identity --drafter eagle3=runs/embedded-eagle3/drafter --drafter ngram
+
+Runs in fp32, where equality is exact, at batch 1 and in ragged batches. Exit code 1 if anything differs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from outrider.heads import Drafter
+    from outrider.target import Target
+
+
+def load_contestants(names: list[str], target: Target) -> dict[str, Drafter | None]:
+    """`name=folder` loads a drafter; `ngram` needs none. The plain target is always there."""
+    from outrider.heads import Ngram, load_drafter
+
+    found: dict[str, Drafter | None] = {"plain": None}
+    for entry in names:
+        name, _, folder = entry.partition("=")
+        found[name] = load_drafter(folder, target).to(target.dtype) if folder else Ngram()
+    return found
+
+
+def reference(target: Target, prompt: list[int], count: int) -> list[int]:
+    """What `transformers.generate` writes, greedily, end-of-sequence included."""
+    import torch
+
+    tokens = torch.tensor([prompt], device=target.device)
+    out = target.model.generate(tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=count, do_sample=False)
+    return [int(t) for t in out[0, len(prompt) :]]
+
+
+def compare(
+    target: Target, drafter: Drafter | None, prompts: list[list[int]], wanted: list[list[int]], batch: int, arguments: argparse.Namespace
+) -> dict[str, Any]:
+    from outrider.decode import Decoder, Plan
+
+    decoder, got, taus = Decoder(target, drafter), [], []
+    for start in range(0, len(prompts), batch):
+        out = decoder.generate(prompts[start : start + batch], arguments.max_new_tokens, plan=Plan(depth=arguments.depth))
+        got += out.tokens
+        taus += [r.accepted + 1 for rounds in out.rounds for r in rounds]
+    different = [i for i, (a, b) in enumerate(zip(got, wanted, strict=True)) if a != b]
+    return {"identical": len(prompts) - len(different), "prompts": len(prompts), "different": different, "tau": round(sum(taus) / max(1, len(taus)), 4)}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", default="embedded")
+    parser.add_argument("--drafter", action="append", default=[], help="NAME=FOLDER, or ngram; repeatable")
+    parser.add_argument("--suites", nargs="+", default=["code", "docs", "prose"])
+    parser.add_argument("--max-new-tokens", type=int, default=64)
+    parser.add_argument("--depth", type=int, default=4)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--out", type=Path, help="JSON file for the figures")
+    arguments = parser.parse_args()
+
+    import torch
+
+    from outrider.eval.suites import load_suites
+    from outrider.target import Target
+
+    torch.set_num_threads(arguments.threads)
+    target = Target.load(arguments.target, dtype="float32")
+    prompts = [list(p.tokens) for suite in load_suites(arguments.suites, target.require_tokenizer()) for p in suite.prompts]
+    wanted = [reference(target, p, arguments.max_new_tokens) for p in prompts]
+    found = {}
+    for name, drafter in load_contestants(arguments.drafter, target).items():
+        for batch in (1, 8):
+            found[f"{name}, batch {batch}"] = row = compare(target, drafter, prompts, wanted, batch, arguments)
+            print(f"{name:12} batch {batch}: {row['identical']}/{row['prompts']} identical, tau {row['tau']}", flush=True)
+    conditions = {
+        "target": target.fingerprint().digest, "dtype": "float32", "device": str(target.device), "depth": arguments.depth, "temperature": 0,
+        "max_new_tokens": arguments.max_new_tokens, "suites": arguments.suites, "torch": torch.__version__,
+    }  # fmt: skip
+    if arguments.out:
+        arguments.out.write_text(json.dumps({"conditions": conditions, "results": found}, indent=2) + "\n")
+    return int(any(row["different"] for row in found.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

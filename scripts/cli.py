@@ -1,0 +1,407 @@
+"""The `outrider` command: one function per verb, each a few lines around the rooms' public functions.
+
+Torch and transformers take seconds to import, so they are imported inside the verbs: `outrider --help` answers at once.
+
+Exit codes: 0 fine · 1 a finding (the gate failed, the pair is stale or altered) · 2 bad usage or bad input ·
+3 incompatible · 70 a fault in Outrider itself · 130 interrupted, what was done is kept.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import os
+import sys
+import traceback
+import warnings
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+from typer.core import TyperGroup
+
+if TYPE_CHECKING:
+    from ..eval import Report
+    from ..pair import Pair
+    from ..pair.manifest import Figure
+    from ..recipes import Recipe
+
+FINDING, BAD_INPUT, FAULT, INTERRUPTED = 1, 2, 70, 130
+
+
+class Verbs(TyperGroup):
+    """Runs a verb and turns what it raises into one line on stderr and an exit code."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt as error:
+            _complain(str(error) or "interrupted; what was done is kept, and the same command goes on from there.", label="")
+            raise typer.Exit(INTERRUPTED) from None
+        except Exception as error:
+            code = exit_code(error)
+            if code is None:
+                raise
+            if os.environ.get("OUTRIDER_DEBUG"):
+                traceback.print_exc()
+            elif code == FAULT:
+                traceback.print_exc()
+                _complain("this is a fault in Outrider, please report it with the lines above.", label="fault: ")
+            else:
+                _complain(_disk_full_message(error) if _is_disk_full(error) else str(error))
+            raise typer.Exit(code) from None
+
+
+def exit_code(error: Exception) -> int | None:
+    """The exit code that an exception ends a verb with; None for those that typer handles (usage errors, exits, closed pipes)."""
+    if _is_disk_full(error):
+        return BAD_INPUT
+    errors = sys.modules.get("outrider.target.errors")  # only loaded if something could have raised one
+    if errors is not None and isinstance(error, errors.OutriderError):
+        return int(error.exit_code)
+    module = type(error).__module__.partition(".")[0]
+    if module in ("typer", "click") or isinstance(error, BrokenPipeError):
+        return None
+    return FAULT
+
+
+def _is_disk_full(error: BaseException | None) -> bool:
+    """safetensors and torch report a full disk in words only, and often as the cause of another error."""
+    while error is not None:
+        if getattr(error, "errno", None) == errno.ENOSPC or "No space left on device" in str(error):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def _disk_full_message(error: BaseException) -> str:
+    found: BaseException | None = error
+    while found is not None and not getattr(found, "filename", None):
+        found = found.__cause__ or found.__context__
+    folder = Path(found.filename).resolve().parent if isinstance(found, OSError) else Path.cwd()
+    return f"the disk is full: nothing more can be written to {folder}. Free some space and run the same command again; what was finished before is kept."
+
+
+def _complain(message: str, label: str = "error: ") -> None:
+    Console(stderr=True, highlight=False, soft_wrap=True).print(f"[red]{label}{escape(message)}[/red]")
+
+
+app = typer.Typer(
+    cls=Verbs,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    help="Train drafters for your target, measure them in a lossless speculative decoder, and version both as a pair.",
+    epilog="Exit codes: 0 fine · 1 a finding · 2 bad usage or input · 3 incompatible · 130 interrupted. OUTRIDER_DEBUG=1 shows tracebacks.",
+)
+pair_app = typer.Typer(no_args_is_help=True, help="Make, show and verify pairs.")
+app.add_typer(pair_app, name="pair")
+
+RecipeName = Annotated[str, typer.Argument(metavar="RECIPE", help="A YAML file, or the name of a packaged recipe such as embedded-eagle3.")]
+Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Changes to the recipe, e.g. training.max_steps=50.")]
+PairFolder = Annotated[Path, typer.Argument(metavar="PAIR", help="A pair's folder.")]
+NewTarget = Annotated[str, typer.Option("--target", help="The changed target: a folder, a Hub id, or 'embedded'.")]
+Adapter = Annotated[str | None, typer.Option(help="A PEFT adapter that changed the target.")]
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"outrider {version('outrider')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _every_verb(
+    _show_version: Annotated[bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit.")] = False,
+) -> None:
+    # Libraries read these at import; the user's own settings win. Their warnings to programmers are not for users of a command.
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    logging.getLogger("outrider").setLevel(logging.INFO)
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+# ------------------------------------------------------------ the pipeline
+
+
+@app.command()
+def distill(recipe: RecipeName, changes: Overrides = None) -> None:
+    """Let the target answer the recipe's prompts: the data a drafter learns from."""
+    loaded = _load_recipe(recipe, changes)
+    from ..distill import distill as run
+
+    console = Console()
+    folder = run(loaded, console=console)
+    console.print(f"responses: [bold]{folder}[/bold]")
+
+
+@app.command()
+def train(
+    recipe: RecipeName,
+    changes: Overrides = None,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Start over; checkpoints of an earlier run are moved aside.")] = False,
+) -> None:
+    """Train a drafter (distils first if needed). For many processes: accelerate launch -m outrider.train RECIPE."""
+    loaded = _load_recipe(recipe, changes)
+    from ..train import train as run
+
+    console = Console()
+    result = run(loaded, resume=not fresh, console=console)
+    console.print(f"drafter after {result.steps} steps: [bold]{result.drafter_folder}[/bold]")
+
+
+def _load_recipe(name: str, changes: list[str] | None) -> Recipe:
+    from ..recipes import load_recipe
+
+    return load_recipe(name, changes or [])
+
+
+# ------------------------------------------------------------ measuring
+
+
+@app.command(name="eval")
+def evaluate(
+    name: Annotated[str, typer.Argument(metavar="RECIPE|PAIR", help="A recipe (its trained drafter is measured), or a pair's folder.")],
+    changes: Overrides = None,
+    drafter: Annotated[Path | None, typer.Option(help="Measure this saved drafter instead.")] = None,
+    suite: Annotated[list[str] | None, typer.Option(help="code, docs, prose, or a prompt file; may be repeated.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Prompts per suite.")] = None,
+    depth: Annotated[int | None, typer.Option(min=1, help="Draft tokens per round.")] = None,
+    temperature: Annotated[list[float] | None, typer.Option(min=0, help="May be repeated.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder of the report.")] = None,
+) -> None:
+    """Measure τ, acceptance and speedup with confidence intervals, beside n-gram drafting and plain decoding."""
+    from .subject import load_subject
+
+    asked = {"suites": suite, "limit": limit, "depth": depth, "temperatures": temperature}
+    subject = load_subject(name, changes or [], drafter, {k: v for k, v in asked.items() if v})
+    console = Console()
+    report = subject.measure(console)
+    folder = out or subject.report_folder
+    report.save(folder)
+    report.console(console)
+    console.print(f"report: [bold]{escape(str(folder))}[/bold]")
+
+
+# ------------------------------------------------------------ generating
+
+
+@app.command()
+def generate(
+    pair: PairFolder,
+    prompt: Annotated[str, typer.Argument(help="Text to continue; - reads it from stdin.")],
+    chat: Annotated[bool, typer.Option("--chat", help="Send the prompt as a user's turn, through the chat template.")] = False,
+    plain: Annotated[bool, typer.Option("--plain", help="Only the text, for pipes.")] = False,
+    compare: Annotated[bool, typer.Option(help="Afterwards run the plain target on the same prompt and print the speedup.")] = True,
+    max_new_tokens: Annotated[int, typer.Option(min=1)] = 128,
+    temperature: Annotated[float, typer.Option(min=0)] = 0.0,
+    seed: Annotated[int, typer.Option()] = 0,
+    depth: Annotated[int | None, typer.Option(min=0, help="Draft tokens per round (default: the pair's).")] = None,
+) -> None:
+    """Stream a completion: [green]accepted draft tokens[/green] and [magenta]the target's own[/magenta]."""
+    from ..decode import Plan, Sampling
+    from ..pair import Pair
+    from .streaming import Completion
+
+    target, drafter, plan = Pair.load(pair).open()
+    plan = plan if depth is None else Plan(depth, plan.verify)
+    text = sys.stdin.read() if prompt == "-" else prompt
+    completion = Completion(target, drafter, plan, Sampling(temperature=temperature, seed=seed), max_new_tokens)
+    if plain:
+        for piece, _ in completion.stream(text, chat):
+            sys.stdout.write(piece)
+            sys.stdout.flush()
+        return
+    console = Console(highlight=False, soft_wrap=True)
+    completion.show(text, chat, console)
+    console.print(completion.summary(compare), style="dim")
+
+
+# ------------------------------------------------------------ pairs
+
+
+@pair_app.command(name="new")
+def pair_new(
+    folder: Annotated[Path, typer.Argument(help="Where the pair goes.")],
+    recipe: RecipeName,
+    changes: Overrides = None,
+    drafter: Annotated[Path | None, typer.Option(help="A saved drafter (default: what the recipe's training left).")] = None,
+    report: Annotated[Path | None, typer.Option(help="A report's folder (default: the run's, if there is one).")] = None,
+) -> None:
+    """Bind target, drafter and measurements into one versioned folder."""
+    loaded = _load_recipe(recipe, changes)
+    from ..pair import new_pair
+    from .subject import load_target, trained_drafter
+
+    target = load_target(loaded)
+    default = loaded.output_folder / "report"
+    measured = report or (default if default.is_dir() else None)
+    console = Console()
+    made = new_pair(folder, target, trained_drafter(loaded, target, drafter), loaded, measured, console=console)
+    _print_pair(made, console)
+
+
+@pair_app.command(name="show")
+def pair_show(
+    folder: PairFolder,
+    as_json: Annotated[bool, typer.Option("--json", help="The whole of pair.json.")] = False,
+) -> None:
+    """What a pair is, where it comes from, and what it achieved."""
+    from ..pair import Pair
+
+    pair = Pair.load(folder)
+    if as_json:
+        typer.echo(pair.manifest.to_text(), nl=False)
+    else:
+        _print_pair(pair, Console())
+
+
+@pair_app.command(name="verify")
+def pair_verify(
+    folder: PairFolder,
+    target: Annotated[str | None, typer.Option(help="Compare this target's content too.")] = None,
+    adapter: Adapter = None,
+) -> None:
+    """Recompute every digest. Exit code 1 if anything differs, and what."""
+    from ..pair import Pair, verify
+
+    loaded = None if target is None else Pair.load(folder).load_target(target, adapter=adapter)
+    differences = verify(folder, loaded)
+    console = Console(highlight=False, soft_wrap=True)
+    for line in differences:
+        console.print(f"[red]✗[/red] {escape(line)}")
+    if differences:
+        raise typer.Exit(FINDING)
+    console.print(f"[green]✓[/green] {escape(str(folder))} is intact")
+
+
+def _print_pair(pair: Pair, console: Console) -> None:
+    manifest = pair.manifest
+    source, parent = manifest.target.source, manifest.lineage.parent
+    rows = {
+        "pair": f"{pair.name} version {pair.version}",
+        "identity": pair.digest,
+        "target": " + ".join(filter(None, (source.path or "given in memory", source.adapter))) + f" ({pair.dtype}, {pair.fingerprint().digest[:12]}…)",
+        "drafter": f"{manifest.drafter.type}, depth {pair.plan.depth}, rule {pair.plan.verify}",
+        "lineage": manifest.lineage.reason + (f" (parent: version {parent.version}, {parent.digest[:12]}…)" if parent else ""),
+        "made": f"{manifest.created} with outrider {manifest.outrider_version}",
+        "folder": str(pair.folder),
+    }
+    for headline in manifest.measurements.headline:
+        rows[f"temperature {headline.temperature:g}"] = f"τ {_figure(headline.tau)}   speedup {_figure(headline.speedup)}"
+    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, value in rows.items():
+        table.add_row(name, escape(value))
+    console.print(table)
+
+
+def _figure(figure: Figure) -> str:
+    return "not measured" if figure.value is None else f"{figure.value:.2f} [{figure.low:.2f}, {figure.high:.2f}]"
+
+
+# ------------------------------------------------------------ the life after
+
+
+@app.command()
+def probe(pair: PairFolder, target: NewTarget, adapter: Adapter = None) -> None:
+    """Is the pair still right for a changed target? Exit code 0: fresh, 1: stale, 3: incompatible."""
+    from ..pair import Pair
+    from ..pair import probe as run
+
+    loaded = Pair.load(pair)
+    console = Console(highlight=False, soft_wrap=True)
+    result = run(loaded, loaded.load_target(target, adapter=adapter), console=console)
+    colour = {"fresh": "green", "stale": "yellow", "incompatible": "red"}[result.verdict]
+    console.print(f"[bold {colour}]{result.verdict}[/bold {colour}]")
+    for line in result.lines:
+        console.print(escape(line))
+    if result.exit_code:
+        raise typer.Exit(result.exit_code)
+
+
+@app.command()
+def refresh(
+    pair: PairFolder,
+    target: NewTarget,
+    out: Annotated[Path, typer.Option(help="Working folder of the refresh; the next version is OUT/pair.")],
+    changes: Overrides = None,
+    adapter: Adapter = None,
+) -> None:
+    """Train the drafter on for a changed target, from where it is, and write the next version."""
+    from ..pair import Pair
+    from ..pair import refresh as run
+
+    loaded = Pair.load(pair)
+    console = Console()
+    made = run(loaded, loaded.load_target(target, adapter=adapter), out, changes or [], console=console)
+    _print_pair(made, console)
+
+
+@app.command()
+def gate(
+    pair: Annotated[Path, typer.Argument(metavar="PAIR", help="A pair's or a report's folder.")],
+    against: Annotated[Path, typer.Option(help="The baseline: a pair's or a report's folder.")],
+    tolerance: Annotated[float, typer.Option(min=0, max=1, help="How far τ may fall, as a fraction.")] = 0.03,
+    confidence: Annotated[float, typer.Option(min=0.5, max=0.999)] = 0.95,
+) -> None:
+    """For CI: exit code 1 if τ fell beyond the tolerance, with confidence."""
+    from ..eval import gate as run
+
+    result = run(_find_report(pair), _find_report(against), tolerance=tolerance, confidence=confidence)
+    console = Console(highlight=False, soft_wrap=True)
+    for i, line in enumerate(result.lines):
+        console.print(escape(line), style=("green" if result.passed else "red") if i == 0 else None)
+    if not result.passed:
+        raise typer.Exit(FINDING)
+
+
+def _find_report(folder: Path) -> Report:
+    """The report in `folder`, or the newest one of the pair in `folder`."""
+    from ..eval import Report
+
+    if (folder / "pair.json").is_file():
+        dated = sorted(p for p in (folder / "reports").glob("*") if p.is_dir())
+        folder = dated[-1] if dated else folder / "reports"
+    return Report.load(folder)
+
+
+# ------------------------------------------------------------ this machine, and the whole story
+
+
+@app.command()
+def doctor(as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False) -> None:
+    """Versions, device, memory, and what is missing for which feature."""
+    from .doctor import examine, render
+
+    found = examine()
+    if as_json:
+        typer.echo(json.dumps(found, indent=2))
+    else:
+        render(found, Console())
+
+
+@app.command()
+def quickstart(out: Annotated[Path, typer.Option(help="Working folder; finished stages in it are reused.")] = Path("quickstart")) -> None:
+    """The whole story on the embedded target, in a few minutes: distil, train, measure, pair; change the target; probe, refresh, gate."""
+    from .quickstart import tell
+
+    if not tell(out, Console()):
+        raise typer.Exit(FINDING)
+
+
+def main() -> None:
+    app(prog_name="outrider")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,165 @@
+"""Showing text while it is generated: tokens to text, and what the drafter contributed to it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from transformers import PreTrainedTokenizerBase
+
+    from ..decode import Event, Plan, Sampling
+    from ..heads import Drafter
+    from ..target import Target
+
+DRAFTED, OWN = "green", "magenta"
+
+# Prompt tokens decoded along with the new ones: a first token's leading space shows only behind another token.
+CONTEXT = 8
+REPLACEMENT = "\ufffd"
+
+
+class TextStream:
+    """Turns tokens into text as they come.
+
+    A token may be a part of a character (byte-level BPE) and may look different behind another one (leading spaces), so
+    everything is decoded again and only what was added is given out. Bytes that are not a character yet wait.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, prompt: list[int]):
+        self.tokenizer = tokenizer
+        self.tokens = list(prompt[-CONTEXT:])
+        self.shown = len(self._decode())
+
+    def _decode(self) -> str:
+        return str(self.tokenizer.decode(self.tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+    def push(self, token: int) -> str:
+        """The text that `token` completes; "" while a character is unfinished."""
+        self.tokens.append(token)
+        return self._advance(self._decode().rstrip(REPLACEMENT))
+
+    def flush(self) -> str:
+        """What was held back, at the end."""
+        return self._advance(self._decode())
+
+    def _advance(self, text: str) -> str:
+        new, self.shown = text[self.shown :], max(self.shown, len(text))
+        return new
+
+
+@dataclass
+class Tally:
+    """What a stream amounted to. The first event is the prefill's token, which belongs to no round.
+
+    Attributes:
+        seconds: spent generating, without the time that showing the text took.
+    """
+
+    tokens: int = 0
+    accepted: int = 0
+    events: int = 0
+    seconds: float = 0.0
+
+    @property
+    def rounds(self) -> int:
+        return max(0, self.events - 1)
+
+    @property
+    def tau(self) -> float:
+        """1 + mean accepted drafts per round; nan without rounds."""
+        return 1 + self.accepted / self.rounds if self.rounds else float("nan")
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / self.seconds if self.seconds else float("nan")
+
+    def watch(self, events: Iterator[Event]) -> Iterator[Event]:
+        """Pass `events` on, counting and timing them."""
+        while True:
+            began = time.perf_counter()
+            event = next(events, None)
+            self.seconds += time.perf_counter() - began
+            if event is None:
+                return
+            self.events += 1
+            self.tokens += len(event.tokens)
+            self.accepted += event.accepted
+            yield event
+
+
+@dataclass
+class Completion:
+    """One prompt completed with a drafter, and what that amounted to."""
+
+    target: Target
+    drafter: Drafter
+    plan: Plan
+    sampling: Sampling
+    max_new_tokens: int
+    tally: Tally = field(default_factory=Tally)
+    prompt: list[int] = field(default_factory=list)
+
+    def stream(self, prompt: str, chat: bool = False) -> Iterator[tuple[str, bool]]:
+        """`(text, was it drafted)` as it comes."""
+        from ..decode import Decoder
+
+        tokenizer = self.target.require_tokenizer()
+        self.prompt = prompt_tokens(tokenizer, prompt, chat)
+        decoder = Decoder(self.target, self.drafter)
+        decoder.generate([self.prompt], min(8, self.max_new_tokens), self.sampling, self.plan)  # first calls are slow: not part of the figures
+        events = decoder.stream(self.prompt, self.max_new_tokens, self.sampling, self.plan)
+        yield from pieces(self.tally.watch(events), TextStream(tokenizer, self.prompt))
+
+    def show(self, prompt: str, chat: bool, console: Console) -> None:
+        """The same in two colours. A prompt that is continued stands before its continuation."""
+        from rich.text import Text
+
+        console.print(Text("" if chat else harmless(prompt), style="dim"), end="")
+        for piece, drafted in self.stream(prompt, chat):
+            console.print(Text(harmless(piece), style=DRAFTED if drafted else OWN), end="")
+        console.print()
+
+    def summary(self, compare: bool) -> str:
+        """The closing line; `compare` runs the plain target on the same prompt for the speedup."""
+        tally = self.tally
+        line = f"τ {tally.tau:.2f} at depth {self.plan.depth} · {tally.tokens} tokens in {tally.rounds} rounds · {tally.tokens_per_second:.0f} tokens/s"
+        if not compare:
+            return line
+        plain = self._plain_tokens_per_second()
+        return f"{line} · plain {plain:.0f} tokens/s · {tally.tokens_per_second / plain:.2f}× (one run; `outrider eval` measures)"
+
+    def _plain_tokens_per_second(self) -> float:
+        from ..decode import Decoder
+
+        return Decoder(self.target).generate([self.prompt], self.max_new_tokens, self.sampling).stats.tokens_per_second
+
+
+def pieces(events: Iterator[Event], text: TextStream) -> Iterator[tuple[str, bool]]:
+    """`(text, was it drafted)` in the order of the tokens."""
+    for event in events:
+        for i, token in enumerate(event.tokens):
+            if new := text.push(token):
+                yield new, i < event.accepted
+    if rest := text.flush():
+        yield rest, False
+
+
+def harmless(text: str) -> str:
+    """Control characters shown instead of obeyed: a model's output must not steer the terminal."""
+    return "".join(c if c in "\n\t" or c.isprintable() else "\u00b7" for c in text)
+
+
+def prompt_tokens(tokenizer: PreTrainedTokenizerBase, prompt: str, chat: bool) -> list[int]:
+    """The prompt as ids: raw text, or one user turn through the chat template."""
+    from ..target import BadInputError
+
+    if not chat:
+        return list(tokenizer(prompt)["input_ids"])
+    if not tokenizer.chat_template:
+        raise BadInputError("--chat: this target's tokenizer has no chat template; leave --chat out to continue the text as it is.")
+    turns: list[dict[str, Any]] = [{"role": "user", "content": prompt}]
+    return list(tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=False))

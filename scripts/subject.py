@@ -1,0 +1,112 @@
+"""What `outrider eval` and `outrider pair new` work on: a drafter on its target, from a recipe's run or from a pair.
+
+The target is loaded in the dtype that is measured (`eval.dtype`, else `target.dtype`): a pair names exactly what was measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..recipes import EvalSpec, Recipe, load_recipe
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from ..decode import Plan
+    from ..eval import Contestant, Report
+    from ..heads import Drafter
+    from ..target import Target
+
+
+@dataclass
+class Subject:
+    """A drafter on its target, under a plan, and how to measure it.
+
+    Attributes:
+        report_folder: where a report goes if nobody says otherwise. Never inside a pair, whose files are sealed.
+    """
+
+    target: Target
+    drafter: Drafter
+    plan: Plan
+    settings: EvalSpec
+    report_folder: Path
+
+    def measure(self, console: Console | None = None) -> Report:
+        """Measure the drafter beside its baselines and the plain target."""
+        from ..eval import load_suites, measure
+
+        suites = load_suites(self.settings.suites, self.target.require_tokenizer(), self.settings.limit)
+        return measure(self.target, self.contestants(), suites, self.settings, console=console)
+
+    def contestants(self) -> list[Contestant]:
+        """The drafter first: the report's headline is about it."""
+        from ..eval import Contestant
+
+        others = [n for n in self.settings.baselines if n != self.drafter.name]
+        return [Contestant(self.drafter.name, self.drafter, self.plan)] + [Contestant(n, baseline(n, self.target), self.plan) for n in others]
+
+
+def baseline(name: str, target: Target) -> Drafter:
+    """A drafter without weights, by its registered name."""
+    from ..heads import drafter_config
+    from ..target import BadInputError
+
+    head, config = drafter_config({"type": name}, "eval.baselines")
+    if head.trainable:
+        raise BadInputError(f"eval.baselines: {name!r} has to be trained first; a baseline is a drafter without weights, such as ngram.")
+    return head.build(config, target)
+
+
+def load_subject(name: str, changes: Sequence[str] = (), drafter: Path | None = None, asked: dict[str, Any] | None = None) -> Subject:
+    """A recipe's run or a pair, by whether `name` is a folder that holds a pair.json.
+
+    Args:
+        changes: `key=value` overrides of the recipe (a pair brings its own).
+        drafter: a saved drafter to take instead.
+        asked: fields of EvalSpec that replace the recipe's.
+    """
+    from ..decode import Plan
+
+    is_pair = (Path(name).expanduser() / "pair.json").is_file()
+    recipe = load_recipe(str(Path(name).expanduser() / "recipe.yaml") if is_pair else name, changes)
+    settings = recipe.eval.model_copy(update=asked or {})
+    if is_pair:
+        return _of_pair(Path(name), settings, drafter, "depth" in (asked or {}))
+    target = load_target(recipe)
+    return Subject(target, trained_drafter(recipe, target, drafter), Plan(settings.depth), settings, recipe.output_folder / "report")
+
+
+def _of_pair(folder: Path, settings: EvalSpec, drafter: Path | None, other_depth: bool) -> Subject:
+    from ..decode import Plan
+    from ..heads import load_drafter
+    from ..pair import Pair
+
+    pair = Pair.load(folder)
+    target, own, plan = pair.open()
+    plan = Plan(settings.depth, plan.verify) if other_depth else plan
+    # The pair's target has the pair's dtype, whatever the recipe once asked for.
+    settings = settings.model_copy(update={"dtype": "auto"})
+    return Subject(target, load_drafter(drafter, target) if drafter else own, plan, settings, Path("runs") / "reports" / f"{pair.name}-v{pair.version}")
+
+
+def load_target(recipe: Recipe) -> Target:
+    """The recipe's target in the dtype that is measured."""
+    from ..target import Target
+
+    spec = recipe.target.model_dump()
+    return Target.load(**spec | ({} if recipe.eval.dtype == "auto" else {"dtype": recipe.eval.dtype}))
+
+
+def trained_drafter(recipe: Recipe, target: Target, folder: Path | None = None) -> Drafter:
+    """The drafter in `folder`, else the one that the recipe's training left."""
+    from ..heads import load_drafter
+    from ..target import BadInputError
+
+    own = recipe.output_folder / "drafter"
+    if folder is None and not own.is_dir():
+        raise BadInputError(f"there is no trained drafter in {recipe.output_folder}: run `outrider train` with this recipe first, or name one with --drafter.")
+    return load_drafter(folder or own, target)

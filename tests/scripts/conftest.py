@@ -1,0 +1,52 @@
+"""A small world on disk for the command: a target, prompts and a recipe, all tiny."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import yaml
+from transformers import PreTrainedTokenizerFast
+from typer.testing import CliRunner, Result
+
+from outrider.scripts.cli import app
+
+
+@pytest.fixture(scope="session")
+def target_folder(tmp_path_factory: pytest.TempPathFactory, tiny_llama: Callable, tiny_tokenizer: PreTrainedTokenizerFast) -> Path:
+    folder = tmp_path_factory.mktemp("target")
+    tiny_llama(vocab=len(tiny_tokenizer), eos_token_id=tiny_tokenizer.eos_token_id, pad_token_id=tiny_tokenizer.pad_token_id).save_pretrained(folder)
+    tiny_tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def recipe_file(tmp_path: Path, target_folder: Path) -> Path:
+    """A recipe whose every path lies in this test's own folder."""
+    prompts = tmp_path / "prompts.jsonl"
+    rows = [{"id": f"p{i}", "text": f"def function_{i}(first, second):\n"} for i in range(6)]
+    prompts.write_text("".join(json.dumps(r) + "\n" for r in rows))
+    recipe = {
+        "name": "tiny",
+        "target": {"path": str(target_folder)},
+        "drafter": {"type": "eagle3", "steps": 2, "draft_vocab_size": 64},
+        "data": {"prompts": [str(prompts)], "max_new_tokens": 8, "batch_size": 2, "holdout": 0.0},
+        "training": {"max_steps": 2, "per_device_train_batch_size": 2, "disable_tqdm": True},
+        "eval": {"suites": [str(prompts)], "limit": 3, "max_new_tokens": 8, "repeats": 1, "temperatures": [0.0], "depth": 2},
+        "output": str(tmp_path / "run"),
+    }
+    file = tmp_path / "tiny.yaml"
+    file.write_text(yaml.safe_dump(recipe))
+    return file
+
+
+@pytest.fixture
+def outrider() -> Callable[..., Result]:
+    """Run the command in this process."""
+
+    def run(*arguments: object) -> Result:
+        return CliRunner().invoke(app, [str(a) for a in arguments])
+
+    return run

@@ -1,0 +1,168 @@
+"""Bad input ends with one clear line and the right exit code, before any work: never with a traceback."""
+
+from __future__ import annotations
+
+import errno
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import NoReturn
+
+import pytest
+import torch
+from safetensors import SafetensorError
+from transformers import PreTrainedTokenizerFast
+from typer.testing import Result
+
+from outrider.target import IncompatibleError
+
+Command = Callable[..., Result]
+
+
+def refused(result: Result, code: int, *words: str) -> None:
+    """The last thing on stderr is one `error: …` that says these things, and this is the exit code."""
+    assert result.exit_code == code, result.output
+    assert "Traceback" not in result.output
+    said = result.stderr.splitlines()[-1]
+    assert said.startswith("error: ")
+    assert [w for w in words if w not in said] == [], said
+
+
+def test_an_unknown_recipe_key_suggests_the_right_one(outrider: Command, recipe_file: Path) -> None:
+    refused(outrider("train", recipe_file, "data.max_tokens=5"), 2, "unknown key data.max_tokens", "did you mean data.max_")
+
+
+def test_an_unknown_training_argument_suggests_the_right_one(outrider: Command, recipe_file: Path) -> None:
+    refused(outrider("train", recipe_file, "training.learning_rat=1.0e-3"), 2, "learning_rate")
+
+
+def test_a_missing_recipe_names_the_packaged_ones(outrider: Command) -> None:
+    refused(outrider("distill", "embeded-eagle3"), 2, "embedded-eagle3")
+
+
+def test_a_value_of_the_wrong_type_says_what_was_expected(outrider: Command, recipe_file: Path) -> None:
+    refused(outrider("distill", recipe_file, "data.limit=many"), 2, "data.limit", "expected an integer", "'many'")
+
+
+def test_a_missing_target_says_what_to_give(outrider: Command, recipe_file: Path) -> None:
+    refused(outrider("distill", recipe_file, "target.path=./nowhere"), 2, "./nowhere", "does not exist")
+
+
+def test_a_missing_prompt_file_is_named(outrider: Command, recipe_file: Path) -> None:
+    refused(outrider("distill", recipe_file, "data.prompts=[./nothing.jsonl]"), 2, "nothing.jsonl")
+
+
+def test_empty_data_names_the_file(outrider: Command, recipe_file: Path, tmp_path: Path) -> None:
+    (tmp_path / "empty.jsonl").write_text("")
+    refused(outrider("distill", recipe_file, f"data.prompts=[{tmp_path}/empty.jsonl]"), 2, "empty.jsonl")
+
+
+def test_a_corrupted_target_is_refused(outrider: Command, recipe_file: Path, target_folder: Path, tmp_path: Path) -> None:
+    damaged = tmp_path / "damaged"
+    shutil.copytree(target_folder, damaged)
+    (damaged / "model.safetensors").write_bytes((damaged / "model.safetensors").read_bytes()[:1000])
+    refused(outrider("distill", recipe_file, f"target.path={damaged}"), 2, "damaged", "safetensors")
+
+
+def test_a_pickle_checkpoint_is_refused_with_what_to_do(outrider: Command, recipe_file: Path, target_folder: Path, tmp_path: Path) -> None:
+    pickled = tmp_path / "pickled"
+    shutil.copytree(target_folder, pickled)
+    (pickled / "model.safetensors").unlink()
+    torch.save({"weight": torch.zeros(2)}, pickled / "pytorch_model.bin")
+    refused(outrider("distill", recipe_file, f"target.path={pickled}"), 2, "pytorch_model.bin is a pickle", "safetensors.torch.save_file")
+
+
+def test_a_draft_model_with_another_tokenizer_is_incompatible(
+    outrider: Command, recipe_file: Path, target_folder: Path, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerFast
+) -> None:
+    """Exit code 3, and the first token that differs is named."""
+    other = tmp_path / "other"
+    shutil.copytree(target_folder, other)
+    state = json.loads((other / "tokenizer.json").read_text())
+    first, second = (tiny_tokenizer.convert_ids_to_tokens(i) for i in (70, 71))
+    vocab = state["model"]["vocab"]
+    vocab[first], vocab[second] = vocab[second], vocab[first]
+    (other / "tokenizer.json").write_text(json.dumps(state))
+    result = outrider("train", recipe_file, f"drafter={{type: draft_model, path: {other}}}")
+    refused(result, 3, "70")
+
+
+def test_a_verb_without_its_input_says_what_to_run_first(outrider: Command, recipe_file: Path, tmp_path: Path) -> None:
+    refused(outrider("eval", recipe_file), 2, "there is no trained drafter", "outrider train")
+    refused(outrider("generate", tmp_path, "text"), 2, "pair.json is missing")
+    refused(outrider("gate", tmp_path, "--against", tmp_path), 2, "no report")
+
+
+def test_usage_errors_end_with_2(outrider: Command) -> None:
+    for arguments in (["distil"], ["distill"], ["eval", "x", "--limit", "0"], ["gate", "x"], ["pair", "show", "x", "--jso"]):
+        result = outrider(*arguments)
+        assert result.exit_code == 2, (arguments, result.output)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(errno.ENOSPC, "No space left on device", "/somewhere/run/data/00001.jsonl"),
+        SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)"),
+    ],
+)
+def test_a_full_disk_names_the_folder(outrider: Command, recipe_file: Path, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    """Reported by the system, or only in the words of a library."""
+    raising(monkeypatch, error)
+    folder = "/somewhere/run/data" if isinstance(error, OSError) else str(Path.cwd())
+    refused(outrider("distill", recipe_file), 2, "the disk is full", folder, "what was finished before is kept")
+
+
+def test_a_fault_of_ours_is_not_mistaken_for_a_finding(outrider: Command, recipe_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An exception that nobody foresaw ends with 70 and its traceback: exit code 1 is for findings."""
+    raising(monkeypatch, KeyError("surprise"))
+    result = outrider("distill", recipe_file)
+    assert result.exit_code == 70
+    assert "Traceback" in result.stderr
+    assert "please report" in result.stderr
+
+
+def test_debugging_shows_tracebacks(outrider: Command, recipe_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OUTRIDER_DEBUG", "1")
+    raising(monkeypatch, IncompatibleError("they do not fit"))
+    result = outrider("distill", recipe_file)
+    assert result.exit_code == 3
+    assert "Traceback" in result.stderr
+
+
+def raising(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    def fail(*args: object, **kwargs: object) -> NoReturn:
+        raise error
+
+    monkeypatch.setattr("outrider.distill.distill", fail)
+
+
+def test_ctrl_c_ends_with_130_and_the_same_command_goes_on(outrider: Command, recipe_file: Path, tmp_path: Path) -> None:
+    """A real signal to a real process in the middle of distilling; then the rest, here."""
+    longer = ["data.max_new_tokens=60", "data.batch_size=1", "data.limit=4"]
+    command = [sys.executable, "-m", "outrider.scripts.cli", "distill", str(recipe_file), *longer]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    partial = tmp_path / "run" / "data.partial"
+    wait_for(lambda: any(partial.glob("0*.jsonl")), process)
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 130, said
+    assert "what was done is kept" in said
+    assert "Traceback" not in said
+    kept = {f.name: f.read_bytes() for f in partial.glob("0*.jsonl")}
+    assert 0 < len(kept) < 4
+    assert outrider("distill", recipe_file, *longer).exit_code == 0
+    assert (tmp_path / "run" / "data" / "provenance.json").is_file()
+
+
+def wait_for(condition: Callable[[], bool], process: subprocess.Popen) -> None:
+    until = time.monotonic() + 120
+    while not condition():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < until
+        time.sleep(0.02)

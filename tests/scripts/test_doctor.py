@@ -1,0 +1,41 @@
+"""The doctor says what is there, and what is missing for which feature."""
+
+from __future__ import annotations
+
+import io
+import json
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from outrider.scripts import doctor
+from outrider.scripts.cli import app
+
+
+def test_json_holds_versions_device_memory_disk_and_features() -> None:
+    result = CliRunner().invoke(app, ["doctor", "--json"])
+    found = json.loads(result.stdout)
+    assert result.exit_code == 0
+    assert found["versions"]["torch"]
+    assert found["device"]["usable_cores"] >= 1
+    assert 0 < found["memory"]["available"] <= found["memory"]["total"]
+    assert found["disk"]["free"] > 0
+    assert {"feature", "missing", "remedy"} == set(found["features"][0])
+
+
+def test_a_missing_module_is_named_with_its_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "FEATURES", (("flying (wings)", ("wings_that_do_not_exist", "json"), ("no-such-program",), "pip install 'x[wings]'"),))
+    found = doctor.examine()
+    assert found["features"][0]["missing"] == ["wings_that_do_not_exist", "no-such-program"]
+    text = io.StringIO()
+    doctor.render(found, Console(file=text, width=200))
+    assert "not available: wings_that_do_not_exist, no-such-program missing (pip install 'x[wings]')" in text.getvalue()
+
+
+def test_a_gpu_is_shown_with_its_memory() -> None:
+    found = doctor.examine()
+    found["device"]["gpus"] = [{"name": "GPU [A]", "memory": 80_000_000_000, "capability": "9.0"}]
+    text = io.StringIO()
+    doctor.render(found, Console(file=text, width=200))
+    assert "GPU [A], 80.0 GB, compute capability 9.0" in text.getvalue()

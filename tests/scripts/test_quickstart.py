@@ -1,0 +1,80 @@
+"""The whole story on a tiny stand-in for the embedded target; and on the real one where it is installed (slow)."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import yaml
+from rich.console import Console
+from transformers import PreTrainedTokenizerFast
+
+import outrider.recipes
+from outrider.pair import Pair
+from outrider.scripts.quickstart import Budget, tell
+from outrider.target import BadInputError, embedded_path
+
+TINY = Budget(
+    prompts=8, new_tokens=8, epochs=1, refresh_epochs=1, suite_prompts=2, suite_tokens=6, repeats=1, depth=2, probe_prompts=2,
+    tune_steps=2, tune_rows=2, tune_length=16,
+)  # fmt: skip
+
+
+@pytest.fixture
+def embedded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny_llama: Callable, tiny_tokenizer: PreTrainedTokenizerFast) -> None:
+    """A tiny target, prompts and recipe where the package has its own."""
+    here = tmp_path / "recipes"
+    model = tiny_llama(vocab=len(tiny_tokenizer), eos_token_id=tiny_tokenizer.eos_token_id, pad_token_id=tiny_tokenizer.pad_token_id)
+    model.save_pretrained(here / "embedded" / "target")
+    tiny_tokenizer.save_pretrained(here / "embedded" / "target")
+    for kind in ("suites", "prompts", "texts"):
+        (here / "embedded" / kind).mkdir()
+        for suite in ("code", "docs", "prose"):
+            rows = [{"id": f"{kind}/{suite}/{i}", "text": f"for {suite}_{i} in {kind}:\n    print({i})\n"} for i in range(6)]
+            (here / "embedded" / kind / f"{suite}.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    recipe = yaml.safe_load(outrider.recipes.packaged_recipes()["embedded-eagle3"].read_text())
+    recipe["drafter"] = {"type": "eagle3", "steps": 2}
+    recipe["training"] |= {"disable_tqdm": True}
+    (here / "embedded-eagle3.yaml").write_text(yaml.safe_dump(recipe))
+    monkeypatch.setattr(outrider.recipes, "_HERE", here)
+    for place in ("outrider.target", "outrider.target.target"):
+        monkeypatch.setattr(f"{place}.embedded_path", lambda: here / "embedded" / "target")
+
+
+def told(out: Path, budget: Budget) -> tuple[bool, str]:
+    text = io.StringIO()
+    return tell(out, Console(file=text, width=140), budget), text.getvalue()
+
+
+@pytest.mark.usefixtures("embedded")
+def test_the_story_runs_and_a_second_run_reuses_every_stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "story"
+    passed, text = told(out, TINY)
+    assert isinstance(passed, bool)
+    for line in ("v1 on its own target", "v1 on the changed target", "v2 on the changed target", "report.html"):
+        assert line in text
+    first, second = Pair.load(out / "pair-v1"), Pair.load(out / "refreshed" / "pair")
+    assert second.manifest.lineage.parent is not None
+    assert second.manifest.lineage.parent.digest == first.digest
+    assert first.fingerprint().digest != second.fingerprint().digest
+
+    monkeypatch.setattr("outrider.target.Target.load", lambda *_, **__: pytest.fail("a second run has nothing left to do"))
+    again, text = told(out, TINY)
+    assert again == passed
+    assert "10 stages were reused" in text
+
+    with pytest.raises(BadInputError, match="another target, budget or version"):
+        told(out, replace(TINY, prompts=9))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not embedded_path().exists(), reason="the embedded target is not installed")
+def test_the_story_on_the_embedded_target_ends_well(tmp_path: Path) -> None:
+    """With the budget that users get: stale after the fine-tune, and the gate passes after the refresh."""
+    passed, text = told(tmp_path / "story", Budget())
+    assert passed
+    assert "stale" in text

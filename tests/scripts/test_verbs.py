@@ -1,0 +1,112 @@
+"""Every verb on a tiny target, in the order of a pair's life: each takes what the one before left."""
+
+from __future__ import annotations
+
+import json
+import resource
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from typer.testing import Result
+
+from outrider.target import Target
+
+Command = Callable[..., Result]
+
+
+def succeeded(result: Result) -> Result:
+    assert result.exit_code == 0, (result.output, result.exception)
+    return result
+
+
+def test_help_takes_less_than_a_second() -> None:
+    """Of CPU time: the machine may be busy with something else."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    shown = subprocess.run([sys.executable, "-m", "outrider.scripts.cli", "--help"], capture_output=True, text=True, check=True).stdout
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 1.0
+    for verb in ("distill", "train", "eval", "generate", "pair", "probe", "refresh", "gate", "doctor", "quickstart"):
+        assert verb in shown
+
+
+def test_version_is_the_installed_one(outrider: Command) -> None:
+    from importlib.metadata import version
+
+    assert succeeded(outrider("--version")).stdout == f"outrider {version('outrider')}\n"
+
+
+def test_a_pairs_life(outrider: Command, recipe_file: Path, tmp_path: Path, target_folder: Path) -> None:
+    """distill → train → eval → pair new → show → verify → generate → gate → probe → refresh → gate, and the finding of a flipped bit."""
+    run, pair = tmp_path / "run", tmp_path / "pair"
+    assert "responses:" in succeeded(outrider("distill", recipe_file)).stdout
+    assert "drafter after 2 steps" in succeeded(outrider("train", recipe_file)).stdout
+    assert "eagle3" in succeeded(outrider("eval", recipe_file)).stdout
+    assert (run / "report" / "report.html").is_file()
+
+    succeeded(outrider("pair", "new", pair, recipe_file))
+    assert "version 1" in succeeded(outrider("pair", "show", pair)).stdout
+    assert json.loads(succeeded(outrider("pair", "show", pair, "--json")).stdout)["version"] == 1
+    assert "is intact" in succeeded(outrider("pair", "verify", pair)).stdout
+    assert "is intact" in succeeded(outrider("pair", "verify", pair, "--target", target_folder)).stdout
+    succeeded(outrider("gate", pair, "--against", run / "report"))
+    succeeded(outrider("eval", pair, "--depth", "1", "--limit", "1", "--out", tmp_path / "again"))
+    assert json.loads((tmp_path / "again" / "report.json").read_text())["contestants"][0]["depth"] == 1
+
+    changed = tmp_path / "changed"
+    altered_target(target_folder, changed)
+    probed = outrider("probe", pair, "--target", changed)
+    assert probed.exit_code in (0, 1)
+    assert probed.stdout.split()[-1]
+    refreshed = succeeded(outrider("refresh", pair, "--target", changed, "--out", tmp_path / "next", "training.max_steps=1"))
+    assert "version 2" in refreshed.stdout
+    assert outrider("gate", tmp_path / "next" / "pair", "--against", pair).exit_code in (0, 1)
+
+    weights = pair / "drafter" / "model.safetensors"
+    data = bytearray(weights.read_bytes())
+    data[-1] ^= 1
+    weights.write_bytes(data)
+    found = outrider("pair", "verify", pair)
+    assert found.exit_code == 1
+    assert "drafter/model.safetensors: content differs" in " ".join(found.stdout.split())
+
+
+def altered_target(source: Path, folder: Path) -> None:
+    target = Target.load(source)
+    target.model.model.layers[0].mlp.down_proj.weight.data *= 1.5
+    target.model.save_pretrained(folder)
+    target.require_tokenizer().save_pretrained(folder)
+
+
+@pytest.fixture
+def ngram_pair(recipe_file: Path, tmp_path: Path, target_folder: Path) -> Path:
+    from outrider.heads import Ngram, NgramConfig
+    from outrider.pair import new_pair
+    from outrider.recipes import load_recipe
+
+    recipe = load_recipe(str(recipe_file), ["drafter={type: ngram}"])
+    return new_pair(tmp_path / "pair", Target.load(target_folder), Ngram(NgramConfig()), recipe, calibration=[]).folder
+
+
+def test_generate_streams_the_plain_targets_text(outrider: Command, ngram_pair: Path, target_folder: Path) -> None:
+    """`--plain` gives the text and nothing else; without it prompt, text and a closing line with τ and speedup."""
+    target = Target.load(target_folder)
+    tokenizer, prompt = target.require_tokenizer(), "def add(first, second):\n    return first"
+    from outrider.decode import Decoder
+
+    tokens = Decoder(target).generate([tokenizer(prompt)["input_ids"]], max_new_tokens=12).tokens[0]
+    expected = tokenizer.decode(tokens, skip_special_tokens=True)
+    arguments = ["generate", ngram_pair, prompt, "--max-new-tokens", 12]
+    assert succeeded(outrider(*arguments, "--plain")).stdout == expected
+    shown = succeeded(outrider(*arguments)).stdout
+    assert "τ " in shown
+    assert "× (one run" in shown
+    assert "×" not in succeeded(outrider(*arguments, "--no-compare")).stdout
+
+
+def test_a_probe_without_a_baseline_says_so(outrider: Command, ngram_pair: Path, target_folder: Path) -> None:
+    result = outrider("probe", ngram_pair, "--target", target_folder)
+    assert result.exit_code == 2
+    assert "without calibration prompts" in " ".join(result.stderr.split())

@@ -1,0 +1,114 @@
+"""What is installed is what stands in the checkout: every package listed, every data file shipped, nothing else."""
+
+from __future__ import annotations
+
+import fnmatch
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+SETUPTOOLS = PROJECT["tool"]["setuptools"]
+NOT_OURS = {".venv", "build", "dist", "tests", ".git", "runs", "quickstart", "node_modules"}
+# Files beside the code that are for the checkout only.
+CHECKOUT_ONLY = {"scripts/quickstart", "scripts/test", "scripts/environment.sh"}
+
+
+def package_folders() -> list[Path]:
+    folders = (p.parent for p in ROOT.rglob("__init__.py"))
+    return sorted(f for f in folders if f != ROOT and not NOT_OURS & set(f.relative_to(ROOT).parts))
+
+
+def tracked_files() -> list[str]:
+    """Files of the checkout that git does not ignore."""
+    listed = subprocess.run(["git", "ls-files", "--cached", "--others", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True)
+    if listed.returncode:
+        pytest.skip("not a git checkout")
+    return [name for name in listed.stdout.splitlines() if (ROOT / name).is_file()]
+
+
+def test_every_package_is_listed_and_every_listed_package_exists() -> None:
+    found = {"outrider." + ".".join(f.relative_to(ROOT).parts) for f in package_folders()}
+    assert set(SETUPTOOLS["packages"]) == found
+
+
+def test_the_root_is_no_package() -> None:
+    """A root __init__.py would import everything twice, and a folder called outrider would shadow the installed one."""
+    assert not (ROOT / "__init__.py").exists()
+    assert not (ROOT / "outrider").exists()
+
+
+def test_tests_are_no_package() -> None:
+    assert not list((ROOT / "tests").rglob("__init__.py"))
+
+
+def test_every_room_says_that_it_is_typed() -> None:
+    rooms = [f for f in package_folders() if f.parent == ROOT]
+    assert [f.name for f in rooms if not (f / "py.typed").exists()] == []
+
+
+def test_every_data_file_is_shipped() -> None:
+    """Files in the packages that are no Python match a package-data pattern of their package, or are for the checkout only."""
+    patterns = SETUPTOOLS["package-data"]
+    missing = []
+    for name in tracked_files():
+        room = name.partition("/")[0]
+        if f"outrider.{room}" not in SETUPTOOLS["packages"] or name.endswith(".py") or name in CHECKOUT_ONLY or "/results/" in name:
+            continue
+        own = [*patterns.get(f"outrider.{room}", []), *patterns["*"]]
+        inside = name.partition("/")[2]
+        if not any(fnmatch.fnmatch(inside, p) or fnmatch.fnmatch(inside, p.removeprefix("**/")) for p in own):
+            missing.append(name)
+    assert missing == []
+
+
+def test_licence_files_exist() -> None:
+    assert [name for name in PROJECT["project"]["license-files"] if not (ROOT / name).is_file()] == []
+
+
+def test_constraints_pin_every_direct_dependency_exactly() -> None:
+    """Both scripts install from these pins; a local build tag would not be found by everybody."""
+    pins = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if line and not line.startswith("#")]
+    assert all(pin.count("==") == 1 and "+" not in pin for pin in pins)
+    pinned = {normalised(pin.partition("==")[0]) for pin in pins}
+    extras = PROJECT["project"]["optional-dependencies"]
+    wanted = [*PROJECT["project"]["dependencies"], *extras["dev"], *extras["wandb"]]
+    assert [w for w in wanted if normalised(bare_name(w)) not in pinned] == []
+
+
+def bare_name(requirement: str) -> str:
+    return requirement.split(">")[0].split("=")[0].split("[")[0].strip()
+
+
+def normalised(name: str) -> str:
+    return name.lower().replace("_", "-").replace(".", "-")
+
+
+def test_importing_the_command_loads_neither_torch_nor_transformers() -> None:
+    """`outrider --help` answers in less than a second because of this."""
+    code = "import sys, outrider.scripts.cli, outrider.recipes, outrider.eval; print(sorted({'torch', 'transformers', 'datasets', 'matplotlib'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
+
+
+@pytest.mark.slow
+def test_the_wheel_holds_the_package_and_nothing_else(tmp_path: Path) -> None:
+    """Built from a copy, since a build leaves folders behind."""
+    copy = tmp_path / "copy"
+    for name in tracked_files():
+        (copy / name).parent.mkdir(parents=True, exist_ok=True)
+        (copy / name).write_bytes((ROOT / name).read_bytes())
+    subprocess.run([sys.executable, "-m", "pip", "wheel", "--no-deps", "-q", "-w", str(tmp_path), str(copy)], check=True, timeout=300)
+    names = zipfile.ZipFile(next(tmp_path.glob("*.whl"))).namelist()
+    stray = [n for n in names if not n.startswith("outrider/") and ".dist-info/" not in n]
+    assert stray == []
+    assert not [n for n in names if n.startswith(("outrider/tests", "outrider/.ci")) or n.endswith((".sh", ".pyc"))]
+    assert "outrider/recipes/embedded-eagle3.yaml" in names
+    assert "outrider/eval/report.html.jinja" in names
+    if (ROOT / "recipes/embedded/target").exists():
+        assert "outrider/recipes/embedded/target/model.safetensors" in names
+        assert "outrider/recipes/embedded/suites/code.jsonl" in names

@@ -40,6 +40,10 @@ class DrafterConfig:
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
+    def to_json_string(self) -> str:
+        """As in `transformers`, whose tensorboard report asks for it."""
+        return json.dumps(self.to_dict(), indent=2)
+
 
 @dataclass
 class TargetBatch:

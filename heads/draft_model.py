@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..target import Counts, IncompatibleError, RaggedCache, Target, load_causal_lm, refuse_unknown_keys
+from ..target import BadInputError, Counts, IncompatibleError, RaggedCache, Target, load_causal_lm, load_tokenizer, refuse_unknown_keys, require_same_vocabulary
 from .base import Choose, Drafter, DrafterConfig, DrafterLoss, Proposal, TargetBatch
 from .losses import acceptance_metrics, chunked_compare, divergence
 
@@ -63,6 +63,7 @@ class DraftModel(Drafter):
     def build(cls, config: DrafterConfig, target: Target, token_counts: Tensor | None = None) -> DraftModel:
         assert isinstance(config, DraftModelConfig)
         if config.path is not None:
+            _check_tokenizer(Path(config.path).expanduser(), target)
             return cls(load_causal_lm(config.path, dtype=torch.float32, strict=True), config)
         from transformers import AutoModelForCausalLM
 
@@ -70,6 +71,8 @@ class DraftModel(Drafter):
 
     @classmethod
     def from_folder(cls, folder: Path, values: dict[str, Any], target: Target | None) -> DraftModel:
+        if target is not None:
+            _check_tokenizer(folder, target)
         return cls(load_causal_lm(str(folder), dtype="auto", strict=True).eval())
 
     def save(self, path: str | Path) -> None:
@@ -78,7 +81,7 @@ class DraftModel(Drafter):
         self.model.save_pretrained(path)
 
     def check(self, target: Target) -> None:
-        own = self.model.get_input_embeddings().weight.shape[0]
+        own = Target(self.model).vocab_size
         if own != target.vocab_size:
             raise IncompatibleError(f"the draft model's vocabulary has {own} entries, the target's {target.vocab_size}; they must share one tokenizer.")
 
@@ -101,6 +104,11 @@ class DraftModel(Drafter):
 
     def open(self, target: Target, batch_size: int, max_length: int) -> _State:
         runner = Target(self.model)
+        needed = min(max_length, target.max_context or max_length)
+        if runner.max_context is not None and runner.max_context < needed:
+            raise BadInputError(
+                f"the draft model was built for {runner.max_context} positions, this generation needs {needed}; shorten it or take another drafter."
+            )
         return _State(runner.new_cache(batch_size, max_length), runner)
 
     def absorb(self, state: _State, tokens: Tensor, hidden: Tensor | None, counts: Counts) -> None:
@@ -134,9 +142,16 @@ class DraftModel(Drafter):
             state.previous = state.previous[rows]
 
 
+def _check_tokenizer(folder: Path, target: Target) -> None:
+    """Refuse a draft model whose folder holds a tokenizer other than the target's."""
+    own = load_tokenizer(folder)
+    if own is not None and target.tokenizer is not None:
+        require_same_vocabulary(own, target.tokenizer, f"the draft model in {str(folder)!r}")
+
+
 def _ahead(values: Tensor, by: int) -> Tensor:
     """`values[:, t + by]` at t; zero behind the end."""
-    return torch.nn.functional.pad(values[:, by:], (0, by))
+    return torch.nn.functional.pad(values, (0, by))[:, by:]
 
 
 def _smaller(config: Any, changes: dict[str, Any]) -> Any:

@@ -19,7 +19,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding, apply_rotary_pos_emb, repeat_kv
 
 from ..target import BadInputError, Counts, IncompatibleError, RaggedCache, Target
-from .base import Choose, Drafter, DrafterConfig, DrafterLoss, Proposal, TargetBatch
+from .base import Choose, Drafter, DrafterConfig, DrafterLoss, Proposal, Sum, TargetBatch
 from .losses import acceptance_metrics, chunked_compare, divergence
 
 
@@ -69,9 +69,9 @@ class Eagle3Config(DrafterConfig):
         sizes = {
             "taps": self.taps or (2, layers // 2, layers - 3),
             "hidden_size": self.hidden_size or target.hidden_size,
-            "intermediate_size": self.intermediate_size or theirs.intermediate_size,
+            "intermediate_size": self.intermediate_size or getattr(theirs, "intermediate_size", None) or 4 * target.hidden_size,
             "num_attention_heads": heads,
-            "num_key_value_heads": self.num_key_value_heads or getattr(theirs, "num_key_value_heads", heads),
+            "num_key_value_heads": self.num_key_value_heads or getattr(theirs, "num_key_value_heads", None) or heads,
             "head_dim": self.head_dim or getattr(theirs, "head_dim", None) or target.hidden_size // heads,
             "vocab_size": target.vocab_size,
             "draft_vocab_size": self.draft_vocab_size or target.vocab_size,
@@ -178,6 +178,7 @@ class Eagle3(Drafter):
     name = "eagle3"
     config_class = Eagle3Config
     config: Eagle3Config
+    token_ids: Tensor  # [V']
 
     def __init__(self, config: Eagle3Config):
         super().__init__(config)
@@ -254,7 +255,8 @@ class Eagle3(Drafter):
     def loss(self, batch: TargetBatch) -> DrafterLoss:
         """Σ_i decay^i · Σ_positions loss_i: soft cross-entropy against the target's softmax on the draft vocabulary."""
         assert batch.hidden is not None
-        config, metrics = self.config, {}
+        config = self.config
+        metrics: dict[str, Sum] = {}
         total = batch.tokens.new_zeros((), dtype=torch.float32)
         alphas, measured = [], []
         for i, output in enumerate(self.unroll(batch.target, batch.tokens, batch.hidden)):
@@ -267,7 +269,7 @@ class Eagle3(Drafter):
             )  # fmt: skip
             total = total + config.decay**i * result.loss.sum()
             metrics |= {f"loss_d{i + 1}": (result.loss.detach().sum(), wanted.sum()), f"top1_d{i + 1}": (result.top1.sum(), wanted.sum())}
-            measured.append(nn.functional.pad(wanted, (0, 2 + i)))
+            measured.append(nn.functional.pad(wanted, (0, batch.tokens.shape[1] - length)))
             alphas.append(torch.zeros(batch.tokens.shape, device=wanted.device).masked_scatter(measured[-1], result.alpha))
         return DrafterLoss(total, batch.supervised[:, 2:].sum(), metrics | acceptance_metrics(alphas, measured))
 
@@ -299,7 +301,9 @@ class Eagle3(Drafter):
         state.tokens, state.hidden, state.counts = tokens, hidden, counts
 
     def propose(self, state: _State, root: Tensor, depth: int, choose: Choose) -> Proposal:
-        assert state.tokens is not None and state.hidden is not None and state.counts is not None
+        assert state.tokens is not None
+        assert state.hidden is not None
+        assert state.counts is not None
         last = (state.counts.tensor - 1)[:, None]
         following = state.tokens.roll(-1, 1).scatter(1, last, root[:, None])
         output = self._step(state, following, self.fuse(state.hidden), 0)

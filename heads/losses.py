@@ -100,7 +100,8 @@ def chunked_compare(
     """
 
     def part(target_part: Tensor, draft_part: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        with torch.no_grad():
+        # Mixed precision is for the drafter: the target keeps its own dtype, or its distribution would be rounded.
+        with torch.no_grad(), torch.autocast(target_part.device.type, enabled=False):
             target_logits = target_head(target_part)
         draft_logits = draft_head(draft_part)
         if kept is None:

@@ -1,1 +1,9 @@
-"""TODO"""
+"""What ships: drafter, target and figures as one versioned pair, and what keeps it right when the target changes."""
+
+from .manifest import Manifest
+from .new import new_pair
+from .pair import Compatibility, Pair, StaleError, compatibility, verify
+from .probe import ProbeResult, probe
+from .refresh import refresh
+
+__all__ = ["Compatibility", "Manifest", "Pair", "ProbeResult", "StaleError", "compatibility", "new_pair", "probe", "refresh", "verify"]

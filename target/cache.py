@@ -38,6 +38,8 @@ class _Layer(CacheLayerMixin):
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
+        assert self.keys is not None
+        assert self.values is not None
         self._write(self.keys, key_states)
         self._write(self.values, value_states)
         used = self.cache.used
@@ -59,8 +61,11 @@ class _Layer(CacheLayerMixin):
         return self.cache.max_length
 
     def select(self, rows: list[int]) -> None:
-        if self.is_initialized:
+        if self.keys is not None and self.values is not None:
             self.keys, self.values = self.keys[rows], self.values[rows]
+
+    def num_bytes(self) -> int:
+        return sum(t.numel() * t.element_size() for t in (self.keys, self.values) if t is not None)
 
 
 @dataclass(frozen=True)
@@ -93,7 +98,8 @@ class RaggedCache(Cache):
         self.used = 0
         self.start: int | None = 0
         self.slots = self.lengths[:, None]
-        super().__init__(layers=[_Layer(self) for _ in range(num_layers)])
+        self._stores = [_Layer(self) for _ in range(num_layers)]
+        super().__init__(layers=list(self._stores))
 
     @property
     def batch_size(self) -> int:
@@ -123,13 +129,12 @@ class RaggedCache(Cache):
         """Keep these rows only, in this order."""
         self.lengths = self.lengths[rows]
         self.host_lengths = [self.host_lengths[r] for r in rows]
-        for layer in self.layers:
-            layer.select(rows)
+        for store in self._stores:
+            store.select(rows)
 
     def visible(self) -> Tensor:
         """Which slots each token of the pass may see, `[B, Q, used]` bool: those up to its own."""
         return torch.arange(self.used, device=self.lengths.device) <= self.slots[:, :, None]
 
     def num_bytes(self) -> int:
-        stores = [t for layer in self.layers if layer.is_initialized for t in (layer.keys, layer.values)]
-        return sum(t.numel() * t.element_size() for t in stores)
+        return sum(store.num_bytes() for store in self._stores)

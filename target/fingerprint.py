@@ -17,7 +17,16 @@ if TYPE_CHECKING:
     from .target import Target
 
 # Config fields that say where or with what a model was saved, not what it computes.
-_INCIDENTAL = {"_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache", "_attn_implementation", "_attn_implementation_autoset"}
+_INCIDENTAL = {
+    "_name_or_path",
+    "architectures",
+    "transformers_version",
+    "torch_dtype",
+    "dtype",
+    "use_cache",
+    "_attn_implementation",
+    "_attn_implementation_autoset",
+}
 
 
 @dataclass(frozen=True)
@@ -72,7 +81,7 @@ def fingerprint(target: Target) -> Fingerprint:
 def digest_tensor(tensor: torch.Tensor) -> str:
     data = tensor.detach().cpu().contiguous()
     digest = hashlib.sha256(f"{data.dtype}{tuple(data.shape)}".encode())
-    digest.update(data.reshape(-1).view(torch.uint8).numpy())
+    digest.update(data.reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 

@@ -82,7 +82,7 @@ class Target:
         from transformers import AutoTokenizer
 
         name = str(embedded_path()) if str(path) == EMBEDDED else str(path)
-        model = load_causal_lm(name, dtype, revision, trust_remote_code, attention)
+        model: Any = load_causal_lm(name, dtype, revision, trust_remote_code, attention)
         try:
             tokenizer = AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=trust_remote_code)
         except Exception as error:
@@ -149,6 +149,7 @@ class Target:
     # ------------------------------------------------------------ passes
 
     def new_cache(self, batch_size: int, max_length: int) -> RaggedCache:
+        self._check_attention()
         return RaggedCache(self.num_layers, batch_size, max_length, self.device)
 
     def forward(
@@ -178,6 +179,15 @@ class Target:
             return TargetOutput(None, hidden, last)
         chosen = last if at is None else last.gather(1, at[:, :, None].expand(-1, -1, last.shape[-1]))
         return TargetOutput(self.lm_head(chosen), hidden, last)
+
+    def _check_attention(self) -> None:
+        """Refuse what a cache that is rewound by position, and 4-D masks, cannot serve: recurrent state, chunks, ALiBi from a padding mask."""
+        other = set(getattr(self.config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+        if getattr(self.config, "alibi", False) or self.config.model_type == "bloom":
+            other.add("ALiBi")
+        if other:
+            kinds = ", ".join(sorted(other))
+            raise IncompatibleError(f"{type(self.model).__name__} uses {kinds} attention; the decoder handles full_attention and sliding_attention only.")
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Input embeddings of `tokens` `[...]`, as `[..., H]`."""
@@ -209,7 +219,7 @@ class Target:
     def _cache_arguments(self, tokens: Tensor, cache: RaggedCache | None, offset: int) -> dict[str, Any]:
         if cache is None:
             return {"use_cache": False}
-        fresh = cache.longest + offset == 0
+        fresh = cache.longest == offset == 0
         positions = cache.place(tokens.shape[1], offset)
         # An empty cache is plain causal attention: the library's own mask is right, and lets SDPA skip it.
         mask = None if fresh else self._masks(cache)
@@ -218,10 +228,10 @@ class Target:
     def _masks(self, cache: RaggedCache) -> Tensor | dict[str, Tensor]:
         """Float masks `[B, 1, Q, used]` (bool ones are silently wrong under eager attention)."""
         visible = cache.visible()
-        window = getattr(self.config, "sliding_window", None)
+        window = getattr(self.config, "sliding_window", None) or 0
         kinds = getattr(self.config, "layer_types", None)
         if kinds is None:
-            windowed = window is not None and getattr(self.config, "use_sliding_window", True)
+            windowed = window and getattr(self.config, "use_sliding_window", True)
             return self._float_mask(self._within(visible, cache, window) if windowed else visible)
         masks = {"full_attention": visible}
         if "sliding_attention" in kinds:
@@ -283,12 +293,13 @@ def load_causal_lm(
 
     _check_folder(name)
     try:
-        model, info = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             name, dtype=dtype, use_safetensors=True, attn_implementation=attention,
             revision=revision, trust_remote_code=trust_remote_code, output_loading_info=True,
         )  # fmt: skip
     except Exception as error:
         raise _load_error(name, error) from error
+    model, info = loaded
     problems = [f"missing {n}" for n in info["missing_keys"]] + [f"another shape: {n[0]}" for n in info["mismatched_keys"]]
     problems += [f"unexpected {n}" for n in info["unexpected_keys"]] if strict else []
     if problems:
@@ -357,5 +368,9 @@ def _merge_adapter(model: Any, adapter: str | Path) -> Any:
 
 def _load_error(name: str, error: Exception) -> BadInputError:
     what = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-    hint = "Its safetensors file is damaged: copy it again." if "safetensor" in type(error).__name__.lower() else "Check the path, or the Hub id and your access to it."
+    hint = (
+        "Its safetensors file is damaged: copy it again."
+        if "safetensor" in type(error).__name__.lower()
+        else "Check the path, or the Hub id and your access to it."
+    )
     return BadInputError(f"the target {name!r} cannot be loaded: {what} {hint}")

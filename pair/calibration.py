@@ -1,0 +1,155 @@
+"""The calibration prompts of a pair, and what a drafter does on them: measured when the pair is made and at every probe.
+
+Shapes: T tokens of prompt and response.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from math import ceil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..decode import Decoder, Plan, Round, Sampling
+from ..distill.prompts import Prompt, render
+from ..eval.suites import load_suites
+from ..heads import Drafter, TargetBatch
+from ..recipes import Recipe
+from ..target import BadInputError, Target
+from .manifest import Baseline, PromptMeasure
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+NUM_PROMPTS, MAX_NEW_TOKENS = 32, 64
+_AT_ONCE = 32  # prompts decoded in one batch
+
+
+def choose_prompts(recipe: Recipe, target: Target, num_prompts: int = NUM_PROMPTS) -> list[Prompt]:
+    """The first prompts of each of the recipe's suites, suite by suite: what the pair is measured on, in small.
+
+    Prompts that leave no room for a response in the target's context are left out.
+    """
+    suites = load_suites(recipe.eval.suites, target.require_tokenizer(), limit=ceil(num_prompts / len(recipe.eval.suites)))
+    room = (target.max_context or sys.maxsize) - settings(recipe).max_new_tokens
+    # Two files may both call their rows "test"; a suite's name is unique, and it is what the bootstrap draws within.
+    named = [replace(prompt, suite=suite.name) for suite in suites for prompt in suite.prompts]
+    return [prompt for prompt in named if len(prompt.tokens) <= room]
+
+
+def first_of_each_suite(prompts: Sequence[Prompt], num_prompts: int) -> list[Prompt]:
+    """At most `num_prompts` of them, as evenly over their suites as they allow, in their own order."""
+    ranks: Counter[str] = Counter()
+    placed = []
+    for place, prompt in enumerate(prompts):
+        placed.append((ranks[prompt.suite], place))
+        ranks[prompt.suite] += 1
+    return [prompts[place] for place in sorted(place for _, place in sorted(placed)[:num_prompts])]
+
+
+def rendered(prompts: Sequence[Prompt], target: Target) -> list[Prompt]:
+    """The same prompts as `target`'s own chat template asks them: a changed template changes what the drafter sees."""
+    return [prompt if prompt.messages is None else _render(prompt, target) for prompt in prompts]
+
+
+def _render(prompt: Prompt, target: Target) -> Prompt:
+    assert prompt.messages is not None
+    tokenizer = target.require_tokenizer()
+    text = render(tokenizer, prompt.messages, f"calibration prompt {prompt.id}")
+    return replace(prompt, text=text, tokens=tuple(tokenizer(text, add_special_tokens=False)["input_ids"]))
+
+
+def settings(recipe: Recipe) -> Baseline:
+    """What a calibration runs under: greedy if the recipe measures greedy, else its first temperature. No prompts yet."""
+    temperature = 0.0 if 0.0 in recipe.eval.temperatures else recipe.eval.temperatures[0]
+    return Baseline(max_new_tokens=min(MAX_NEW_TOKENS, recipe.eval.max_new_tokens), temperature=temperature, seed=recipe.eval.seed, prompts=[])
+
+
+def calibrate(
+    target: Target, drafter: Drafter, prompts: Sequence[Prompt], baseline: Baseline, plan: Plan, console: Console | None = None
+) -> list[PromptMeasure]:
+    """What `drafter` does on `prompts` under the settings of `baseline`, per prompt.
+
+    The decoder writes the target's own response with the drafter attached (losslessly, so it is the target's own), which
+    counts accepted tokens and rounds; then one teacher-forced pass over each response gives the analytic figures.
+    """
+    if not prompts:
+        raise BadInputError("there are no calibration prompts to measure on.")
+    decoder, sampling = Decoder(target, drafter), baseline.sampling()
+    measured: list[PromptMeasure] = []
+    for start in range(0, len(prompts), _AT_ONCE):
+        if console is not None:
+            console.print(f"calibration prompts {start + 1} to {min(start + _AT_ONCE, len(prompts))} of {len(prompts)}")
+        part = prompts[start : start + _AT_ONCE]
+        measured += _measure(decoder, part, baseline.max_new_tokens, sampling, plan, start)
+    return measured
+
+
+def _measure(decoder: Decoder, prompts: Sequence[Prompt], max_new_tokens: int, sampling: Sampling, plan: Plan, first: int) -> list[PromptMeasure]:
+    ids = range(first, first + len(prompts))
+    output = decoder.generate([p.tokens for p in prompts], max_new_tokens, sampling, plan, sequence_ids=ids)
+    assert decoder.drafter is not None
+    return [_of_prompt(decoder.target, decoder.drafter, *row) for row in zip(prompts, output.tokens, output.rounds, strict=True)]
+
+
+def _of_prompt(target: Target, drafter: Drafter, prompt: Prompt, response: list[int], rounds: list[Round]) -> PromptMeasure:
+    accepted = sum(r.accepted for r in rounds)
+    analytic = _analytic(target, drafter, prompt.tokens, response) if drafter.trainable else _counted(rounds)
+    return PromptMeasure(id=prompt.id, suite=prompt.suite, accepted=accepted, rounds=len(rounds), **analytic)
+
+
+def _counted(rounds: Sequence[Round]) -> dict[str, Any]:
+    """The analytic figures' place taken by counts, for a drafter that has no distribution."""
+    drafted = sum(r.drafted > 0 for r in rounds)
+    kept = float(sum(r.accepted > 0 for r in rounds))
+    emitted = float(sum(1 + r.accepted for r in rounds))
+    return {"alpha": kept, "top1": kept, "positions": drafted, "analytic_tau": emitted, "chains": len(rounds)}
+
+
+@torch.inference_mode()
+def _analytic(target: Target, drafter: Drafter, prompt: Sequence[int], response: Sequence[int]) -> dict[str, Any]:
+    """Teacher-forced figures on one response, from the drafter's own loss."""
+    tokens = torch.tensor([[*prompt, *response]], device=target.device)  # [1, T]
+    supervised = torch.arange(tokens.shape[1], device=target.device)[None] >= len(prompt)
+    out = target.forward(tokens, taps=drafter.taps, logits=False)
+    metrics = drafter.loss(TargetBatch(target, tokens, supervised, out.hidden, out.last)).metrics
+    found = {name: [round(float(part), 6) for part in metrics[name]] for name in ("alpha_d1", "top1_d1", "tau")}
+    return {
+        "alpha": found["alpha_d1"][0],
+        "top1": found["top1_d1"][0],
+        "positions": int(found["top1_d1"][1]),
+        "analytic_tau": found["tau"][0],
+        "chains": int(found["tau"][1]),
+    }
+
+
+# ------------------------------------------------------------ calibration.jsonl
+
+
+def write_calibration(file: Path, prompts: Sequence[Prompt]) -> None:
+    file.write_text("".join(json.dumps(asdict(prompt), ensure_ascii=False) + "\n" for prompt in prompts), encoding="utf-8")
+
+
+def read_calibration(file: Path) -> list[Prompt]:
+    """The prompts that `write_calibration` wrote.
+
+    Raises:
+        BadInputError: a row cannot be read.
+    """
+    try:
+        # Not splitlines(): a prompt may hold U+2028, which JSON leaves as it is.
+        rows = [json.loads(line) for line in file.read_text(encoding="utf-8").split("\n") if line]
+        return [_restored(row) for row in rows]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise BadInputError(f"{file}: damaged ({error}). Run `outrider pair verify` and take a good copy of the pair.") from error
+
+
+def _restored(row: dict[str, Any]) -> Prompt:
+    messages = None if row["messages"] is None else tuple(row["messages"])
+    return Prompt(**row | {"tokens": tuple(row["tokens"]), "messages": messages})

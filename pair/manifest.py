@@ -1,0 +1,300 @@
+"""pair.json: what a pair is, where it comes from and what it achieved, in one schema-versioned file.
+
+Two digests protect it. `digest` is the identity: the target's content, the drafter's files and the plan, and nothing that
+depends on paths, dates or machines. `checksum` covers every other field, so that no edit of the file goes unnoticed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final, Literal, NoReturn
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from ..decode import Plan, Sampling
+from ..eval.statistics import Interval
+from ..target import BadInputError, Fingerprint
+from ..target.fingerprint import digest_json
+
+MANIFEST, RECIPE, CALIBRATION = "pair.json", "recipe.yaml", "calibration.jsonl"
+DRAFTER, TOKENIZER, REPORTS = "drafter", "tokenizer", "reports"
+SCHEMA_VERSION: Final = 1
+
+
+class Record(BaseModel):
+    """A part of pair.json; a key that the schema does not know is refused."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+
+class FingerprintRecord(Record):
+    """`outrider.target.Fingerprint`, field by field."""
+
+    tensors: dict[str, str]
+    config: str
+    tokenizer: str | None
+    chat_template: str | None
+    dtype: str
+    digest: str
+
+    def restored(self) -> Fingerprint:
+        """The fingerprint; its digest is computed again from the other fields."""
+        return Fingerprint.from_dict(self.model_dump())
+
+
+class Source(Record):
+    """Where the target was loaded from: for people, and for `Pair.open` without a target. No part of the identity."""
+
+    path: str | None = None
+    revision: str | None = None
+    adapter: str | None = None
+
+
+class TargetRecord(Record):
+    """The target by content. `tokenizer_files`: SHA-256 of each file in tokenizer/, kept to name tokens that differ later."""
+
+    fingerprint: FingerprintRecord
+    source: Source
+    tokenizer_files: dict[str, str]
+
+
+class DrafterRecord(Record):
+    """`files`: SHA-256 of each file in drafter/."""
+
+    type: str
+    files: dict[str, str]
+
+
+class PlanRecord(Record):
+    """`outrider.decode.Plan`: how the drafter is meant to be run."""
+
+    depth: int
+    verify: str
+
+    def restored(self) -> Plan:
+        return Plan(**self.model_dump())
+
+
+class Figure(Record):
+    """A measured value with its confidence interval; None where nothing was measured."""
+
+    value: float | None
+    low: float | None
+    high: float | None
+
+    @classmethod
+    def of(cls, interval: Interval) -> Figure:
+        return cls(**{name: _finite(getattr(interval, name)) for name in ("value", "low", "high")})
+
+
+class Headline(Record):
+    """The drafter's figures at one temperature, on all suites together.
+
+    Attributes:
+        rule: the verification rule. tau: mean tokens per round with the bonus token. speedup: against the plain target in the same engine.
+    """
+
+    temperature: float
+    rule: str
+    num_prompts: int
+    tau: Figure
+    speedup: Figure
+
+
+class PromptMeasure(Record):
+    """What the drafter did on one calibration prompt.
+
+    Attributes:
+        accepted, rounds: of the decoder; tau = 1 + accepted / rounds.
+        alpha, top1: sums over `positions` at depth 1 of Σ min(p, q) and of top-1 agreement. For drafters without a loss
+            both are the accepted first drafts, and `positions` counts the rounds that drafted.
+        analytic_tau: sum over `chains` starting positions of 1 + Σ_d Π alpha_i.
+    """
+
+    id: str
+    suite: str
+    accepted: int
+    rounds: int
+    alpha: float
+    top1: float
+    positions: int
+    analytic_tau: float
+    chains: int
+
+
+class Baseline(Record):
+    """The probe's figures for the pair's own target, per calibration prompt, and the settings that a later probe must repeat."""
+
+    max_new_tokens: int
+    temperature: float
+    seed: int
+    prompts: list[PromptMeasure]
+
+    def sampling(self) -> Sampling:
+        return Sampling(temperature=self.temperature, seed=self.seed)
+
+
+class Measurements(Record):
+    """What was measured for this pair.
+
+    Attributes:
+        headline: per temperature, from the report that came with the pair.
+        suites: digest of each suite's prompts, by name.
+        conditions: under which the headline was measured (device, dtype, batch, …), for people.
+        baseline: what a probe compares with; None if there were no prompts to calibrate on.
+    """
+
+    headline: list[Headline]
+    suites: dict[str, str]
+    conditions: dict[str, Any]
+    baseline: Baseline | None
+
+
+class Parent(Record):
+    """The version that a pair was refreshed from."""
+
+    name: str
+    version: int
+    digest: str
+
+
+class Lineage(Record):
+    """Where this version comes from, and why it was made."""
+
+    parent: Parent | None
+    reason: str
+
+
+class Manifest(Record):
+    """The whole of pair.json."""
+
+    schema_version: Literal[1]
+    name: str
+    version: int
+    digest: str
+    target: TargetRecord
+    drafter: DrafterRecord
+    recipe: str
+    calibration: str | None
+    reports: dict[str, str]
+    plan: PlanRecord
+    measurements: Measurements
+    lineage: Lineage
+    created: str
+    outrider_version: str
+    checksum: str = ""
+
+    def identity(self) -> str:
+        """The identity digest, computed from what it covers."""
+        return identity_digest(self.target.fingerprint.restored(), self.drafter.files, self.plan)
+
+    def computed_checksum(self) -> str:
+        return digest_json(self.model_dump(exclude={"checksum"}))
+
+    def sealed(self) -> Manifest:
+        """This manifest with its checksum."""
+        return self.model_copy(update={"checksum": self.computed_checksum()})
+
+    def files(self) -> dict[str, str]:
+        """SHA-256 of every file of the pair but pair.json, by path inside the folder."""
+        found = {RECIPE: self.recipe} | {f"{REPORTS}/{name}": digest for name, digest in self.reports.items()}
+        if self.calibration is not None:
+            found[CALIBRATION] = self.calibration
+        for folder, files in ((DRAFTER, self.drafter.files), (TOKENIZER, self.target.tokenizer_files)):
+            found |= {f"{folder}/{name}": digest for name, digest in files.items()}
+        return found
+
+    def to_text(self) -> str:
+        """The one way in which this manifest is written: any other bytes are an alteration."""
+        return json.dumps(self.model_dump(), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+
+    def write(self, folder: Path) -> None:
+        """Write pair.json, atomically."""
+        partial = folder / f".{MANIFEST}.partial"
+        partial.write_text(self.to_text(), encoding="utf-8")
+        os.replace(partial, folder / MANIFEST)
+
+
+def identity_digest(fingerprint: Fingerprint, drafter_files: dict[str, str], plan: PlanRecord) -> str:
+    """A pair's identity by content: equal for the same target, drafter and plan, wherever and whenever the pair was made."""
+    return digest_json({"target": fingerprint.digest, "drafter": drafter_files, "plan": plan.model_dump()})
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """pair.json of `folder`, checked against its schema and its checksum.
+
+    Raises:
+        BadInputError: no pair there, not valid JSON, another schema, an unknown key, or altered after it was written.
+    """
+    manifest, alterations = inspect_manifest(folder)
+    if alterations:
+        raise BadInputError(f"{folder / MANIFEST}: {'; '.join(alterations)}. Take a good copy of the pair, or look closer with `outrider pair verify`.")
+    return manifest
+
+
+def inspect_manifest(folder: Path) -> tuple[Manifest, list[str]]:
+    """pair.json of `folder`, and what says that it was altered after it was written ([] if nothing does).
+
+    Raises:
+        BadInputError: it cannot be understood at all.
+    """
+    file = folder / MANIFEST
+    text = _read(file)
+    manifest = _validated(file, _parsed(file, text))
+    alterations = []
+    if manifest.computed_checksum() != manifest.checksum:
+        alterations.append("its content does not match its checksum")
+    elif manifest.to_text() != text:
+        alterations.append("its bytes differ from the form it was written in")
+    if manifest.target.fingerprint.restored().digest != manifest.target.fingerprint.digest:
+        alterations.append("the target's digest does not match the target's parts")
+    if manifest.identity() != manifest.digest:
+        alterations.append("the identity digest does not match target, drafter and plan")
+    return manifest, alterations
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_bytes().decode("utf-8")
+    except FileNotFoundError as error:
+        raise BadInputError(f"no pair at {str(file.parent)!r}: {MANIFEST} is missing there.") from error
+    except UnicodeDecodeError as error:
+        _damaged(file, str(error))
+    except OSError as error:
+        raise BadInputError(f"{file}: cannot be read ({error.strerror}).") from error
+
+
+def _parsed(file: Path, text: str) -> dict[str, Any]:
+    try:
+        values = json.loads(text)
+    except json.JSONDecodeError as error:
+        _damaged(file, f"not valid JSON: {error}")
+    if not isinstance(values, dict):
+        _damaged(file, f"expected an object, found {type(values).__name__}")
+    return values
+
+
+def _validated(file: Path, values: dict[str, Any]) -> Manifest:
+    version = values.get("schema_version")
+    if isinstance(version, int) and version > SCHEMA_VERSION:
+        raise BadInputError(f"{file}: schema version {version} is newer than the {SCHEMA_VERSION} that this Outrider reads; upgrade Outrider.")
+    try:
+        return Manifest.model_validate(values)
+    except ValidationError as error:
+        _damaged(file, "; ".join(_explained(error))[:400])
+
+
+def _explained(error: ValidationError) -> Iterator[str]:
+    for problem in error.errors(include_url=False):
+        yield f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}"
+
+
+def _damaged(file: Path, problem: str) -> NoReturn:
+    raise BadInputError(f"{file}: damaged or not a pair ({problem}). Take a good copy of the pair.")
+
+
+def _finite(value: float) -> float | None:
+    return float(value) if value == value and abs(value) != float("inf") else None

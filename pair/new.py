@@ -1,0 +1,305 @@
+"""Making a pair: everything is written into a folder beside the final one, which then takes its name in one step."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from importlib.metadata import version as installed_version
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..distill.prompts import Prompt
+from ..eval.report import Report
+from ..heads import Drafter, load_drafter
+from ..recipes import Recipe
+from ..target import BadInputError, Fingerprint, Target
+from ..target.fingerprint import digest_file
+from .calibration import calibrate, choose_prompts, settings, write_calibration
+from .manifest import (
+    CALIBRATION,
+    DRAFTER,
+    MANIFEST,
+    RECIPE,
+    REPORTS,
+    SCHEMA_VERSION,
+    TOKENIZER,
+    Baseline,
+    DrafterRecord,
+    Figure,
+    FingerprintRecord,
+    Headline,
+    Lineage,
+    Manifest,
+    Measurements,
+    Parent,
+    PlanRecord,
+    Source,
+    TargetRecord,
+    identity_digest,
+)
+from .pair import Pair, verify
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+_COPIED = {".json", ".safetensors", ".jinja", ".model", ".txt"}
+_REPORT_FILES = ("report.json", "report.md", "report.html")
+
+
+def new_pair(
+    folder: str | Path,
+    target: Target,
+    drafter: Drafter | str | Path,
+    recipe: Recipe,
+    report_folder: str | Path | None = None,
+    parent: Pair | None = None,
+    calibration: Sequence[Prompt] | None = None,
+    console: Console | None = None,
+) -> Pair:
+    """Write a pair into `folder` and measure its probe baseline.
+
+    The same pair in the same place is left as it is. A new measurement or recipe of it takes its place and keeps the older reports.
+
+    Args:
+        drafter: in memory, or the folder it was saved to.
+        report_folder: where `Report.save` wrote; None for a pair that was not measured.
+        parent: the version this one follows.
+        calibration: prompts for the probe; None takes the first of the recipe's suites.
+
+    Raises:
+        BadInputError: something else is in `folder`, or the drafter or report cannot be read.
+        IncompatibleError: the drafter cannot draft for this target.
+    """
+    final = Path(folder).expanduser()
+    existing = _existing(final)
+    with _partial_folder(final) as partial:
+        saved = _save_drafter(drafter, partial / DRAFTER, target)
+        (partial / RECIPE).write_text(recipe.to_yaml(), encoding="utf-8")
+        report = _copy_report(report_folder, partial / REPORTS)
+        _check_report(report, target)
+        manifest = _identified(partial, target, saved, recipe, _plan(report, saved, recipe), parent)
+        if existing is not None:
+            _require_same(existing, manifest)
+            if _adds_nothing(existing, manifest):
+                return existing
+            _keep_reports(existing, partial)
+        prompts = choose_prompts(recipe, target) if calibration is None else calibration
+        baseline = _calibrated(partial, target, saved, settings(recipe), manifest.plan, prompts, console)
+        manifest = _completed(manifest, partial, _measurements(report, baseline))
+        manifest.write(partial)
+        _install(partial, final)
+    return Pair(final, manifest)
+
+
+# ------------------------------------------------------------ the folder
+
+
+@contextmanager
+def _partial_folder(final: Path) -> Iterator[Path]:
+    """An empty folder beside `final`, gone at the end whatever happens (unless it was renamed)."""
+    final.parent.mkdir(parents=True, exist_ok=True)
+    partial = final.parent / f".{final.name}.{os.getpid()}.partial"
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir()
+    try:
+        yield partial
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _install(partial: Path, final: Path) -> None:
+    """Give `partial` its final name; an older version of the same pair steps aside first."""
+    if not final.exists():
+        os.rename(partial, final)
+        return
+    replaced = partial.with_suffix(".replaced")
+    os.rename(final, replaced)
+    os.rename(partial, final)
+    shutil.rmtree(replaced)
+
+
+def _existing(final: Path) -> Pair | None:
+    """The pair that is already there.
+
+    Raises:
+        BadInputError: something else is there.
+    """
+    if (final / MANIFEST).exists():
+        return Pair.load(final)
+    if final.is_file() or (final.is_dir() and any(final.iterdir())):
+        raise BadInputError(f"{str(final)!r} exists and is not a pair; nothing was written. Choose a new folder.")
+    return None
+
+
+def _require_same(existing: Pair, manifest: Manifest) -> None:
+    if existing.digest != manifest.digest:
+        raise BadInputError(
+            f"{str(existing.folder)!r} already holds another pair: {existing.name} version {existing.version} ({existing.digest[:12]}…), "
+            f"this one is {manifest.name} version {manifest.version} ({manifest.digest[:12]}…). Nothing was written; choose another folder."
+        )
+
+
+def _adds_nothing(existing: Pair, manifest: Manifest) -> bool:
+    """Whether the existing pair already says all that is known of the new one, and is intact."""
+    old = existing.manifest
+    known = set(old.reports.values())
+    same = old.recipe == manifest.recipe and old.lineage == manifest.lineage and known.issuperset(manifest.reports.values())
+    return same and not verify(existing.folder)
+
+
+def _keep_reports(existing: Pair, partial: Path) -> None:
+    """Copy the older reports; one of the same date gives way to the new one."""
+    for older in sorted((existing.folder / REPORTS).glob("*")):
+        if older.is_dir() and not (partial / REPORTS / older.name).exists():
+            shutil.copytree(older, partial / REPORTS / older.name)
+
+
+def _save_drafter(drafter: Drafter | str | Path, folder: Path, target: Target) -> Drafter:
+    """Write the drafter's files and load them again: what is measured is what was saved."""
+    if isinstance(drafter, Drafter):
+        drafter.save(folder)
+    else:
+        source = Path(drafter).expanduser()
+        load_drafter(source, target)
+        folder.mkdir()
+        for file in sorted(source.iterdir()):
+            if file.is_file() and file.suffix in _COPIED:
+                shutil.copyfile(file, folder / file.name)
+    return load_drafter(folder, target)
+
+
+def _copy_report(report_folder: str | Path | None, reports: Path) -> Report | None:
+    """Copy a report's files into a folder named by today's date."""
+    if report_folder is None:
+        return None
+    source = Path(report_folder).expanduser()
+    report = Report.load(source)
+    dated = reports / _today()
+    dated.mkdir(parents=True)
+    for name in _REPORT_FILES:
+        if (source / name).exists():
+            shutil.copyfile(source / name, dated / name)
+    return report
+
+
+def _today() -> str:
+    return datetime.now(UTC).date().isoformat()
+
+
+def file_digests(folder: Path) -> dict[str, str]:
+    """SHA-256 of each file under `folder`, by its path in there."""
+    return {p.relative_to(folder).as_posix(): digest_file(p) for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+# ------------------------------------------------------------ the manifest
+
+
+def _identified(partial: Path, target: Target, drafter: Drafter, recipe: Recipe, plan: PlanRecord, parent: Pair | None) -> Manifest:
+    """The manifest as far as it is known before anything is measured."""
+    fingerprint = target.fingerprint()
+    if target.tokenizer is not None:
+        target.tokenizer.save_pretrained(str(partial / TOKENIZER))
+    files = file_digests(partial / DRAFTER)
+    return Manifest(
+        schema_version=SCHEMA_VERSION,
+        name=recipe.name,
+        version=1 if parent is None else parent.version + 1,
+        digest=identity_digest(fingerprint, files, plan),
+        target=TargetRecord(fingerprint=FingerprintRecord(**fingerprint.to_dict()), source=_source(target), tokenizer_files=file_digests(partial / TOKENIZER)),
+        drafter=DrafterRecord(type=drafter.name, files=files),
+        recipe=digest_file(partial / RECIPE),
+        calibration=None,
+        reports=file_digests(partial / REPORTS),
+        plan=plan,
+        measurements=Measurements(headline=[], suites={}, conditions={}, baseline=None),
+        lineage=_lineage(parent, fingerprint),
+        created=_today(),
+        outrider_version=installed_version("outrider"),
+    )
+
+
+def _completed(manifest: Manifest, partial: Path, measurements: Measurements) -> Manifest:
+    """The sealed manifest, with what was measured and the files that came with it."""
+    calibration = digest_file(partial / CALIBRATION) if measurements.baseline is not None else None
+    changes = {"measurements": measurements, "calibration": calibration, "reports": file_digests(partial / REPORTS)}
+    return manifest.model_copy(update=changes).sealed()
+
+
+def _source(target: Target) -> Source:
+    """Where the target came from; a local path is made absolute, so that it can be found again."""
+
+    def found(name: str) -> str | None:
+        value = target.source.get(name)
+        return str(Path(value).resolve()) if value is not None and Path(value).exists() else value
+
+    return Source(path=found("path"), revision=target.source.get("revision"), adapter=found("adapter"))
+
+
+def _lineage(parent: Pair | None, fingerprint: Fingerprint) -> Lineage:
+    if parent is None:
+        return Lineage(parent=None, reason="first version")
+    differences = parent.fingerprint().differences(fingerprint)
+    reason = f"the target changed: {', '.join(differences)}" if differences else "a new drafter for the same target"
+    return Lineage(parent=Parent(name=parent.name, version=parent.version, digest=parent.digest), reason=reason)
+
+
+# ------------------------------------------------------------ what was measured
+
+
+def _calibrated(
+    partial: Path, target: Target, drafter: Drafter, under: Baseline, plan: PlanRecord, prompts: Sequence[Prompt], console: Console | None
+) -> Baseline | None:
+    """Measure the probe's baseline and keep its prompts; None without prompts."""
+    if not prompts:
+        return None
+    write_calibration(partial / CALIBRATION, prompts)
+    return under.model_copy(update={"prompts": calibrate(target, drafter, prompts, under, plan.restored(), console)})
+
+
+def _measurements(report: Report | None, baseline: Baseline | None) -> Measurements:
+    if report is None:
+        return Measurements(headline=[], suites={}, conditions={}, baseline=baseline)
+    conditions = report.conditions.model_dump(mode="json")
+    suites = {suite["name"]: suite["digest"] for suite in conditions.pop("suites")}
+    headline = [_headline(report, temperature) for temperature in report.conditions.temperatures]
+    return Measurements(headline=headline, suites=suites, conditions=conditions, baseline=baseline)
+
+
+def _headline(report: Report, temperature: float) -> Headline:
+    found = report.headline(report.primary, temperature)
+    assert found.tau is not None, "a drafter is measured in rounds"
+    return Headline(
+        temperature=temperature, rule=found.rule, num_prompts=found.num_prompts, tau=Figure.of(found.tau), speedup=Figure.of(found.speedup),
+    )  # fmt: skip
+
+
+def _check_report(report: Report | None, target: Target) -> None:
+    """Refuse a report about another target, as far as a report tells: what is bound together must have been measured together."""
+    if report is None:
+        return
+    said = {"dtype": report.conditions.dtype} | {name: report.conditions.target.get(name) for name in ("model_type", "parameters")}
+    found = {
+        "dtype": str(target.dtype).removeprefix("torch."),
+        "model_type": target.config.model_type,
+        "parameters": sum(p.numel() for p in target.model.parameters()),
+    }
+    if said != found:
+        raise BadInputError(f"the report is about another target: {said} there, {found} here. Measure this one, or load it as it was measured.")
+
+
+def _plan(report: Report | None, drafter: Drafter, recipe: Recipe) -> PlanRecord:
+    """The plan that was measured; without a report, the recipe's.
+
+    Raises:
+        BadInputError: the report is about another drafter.
+    """
+    if report is None:
+        return PlanRecord(depth=recipe.eval.depth, verify="auto")
+    measured = None if report.primary is None else report.contestant(report.primary)
+    if measured is None or measured.drafter != drafter.name:
+        about = "plain decoding only" if measured is None else f"{measured.name!r}, a drafter of type {measured.drafter!r}"
+        raise BadInputError(f"the report is about {about}, but the pair's drafter is of type {drafter.name!r}; measure that one, first in the list.")
+    return PlanRecord(depth=measured.depth or recipe.eval.depth, verify=measured.verify or "auto")

@@ -1,0 +1,215 @@
+"""A pair on disk: loaded, opened for decoding, and checked against what it was when it was made.
+
+    pair.json            identity, lineage, measurements (manifest.py)
+    drafter/             config.json, model.safetensors
+    recipe.yaml          what trained it, resolved
+    calibration.jsonl    the prompts that a probe repeats
+    tokenizer/           the target's tokenizer, to name the first token that differs in another one
+    reports/<date>/      what was measured
+
+The target's weights are not here: the pair names them by content.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from ..decode import Plan
+from ..distill.prompts import Prompt
+from ..heads import Drafter, load_drafter
+from ..recipes import Recipe, load_recipe
+from ..target import BadInputError, Fingerprint, IncompatibleError, OutriderError, Target, load_tokenizer, require_same_vocabulary
+from ..target.fingerprint import digest_file
+from .calibration import read_calibration
+from .manifest import CALIBRATION, DRAFTER, MANIFEST, RECIPE, TOKENIZER, Manifest, inspect_manifest, read_manifest
+
+
+class StaleError(OutriderError):
+    """The target is not the one the pair was made for, though the drafter still fits it: a finding (exit code 1)."""
+
+    exit_code = 1
+
+
+@dataclass(frozen=True)
+class Compatibility:
+    """How a target relates to the one a pair was made for.
+
+    Attributes:
+        status: "same" content; "changed" (the drafter fits, how well is a probe's question); "incompatible" (it cannot draft).
+        lines: what differs, for people; the first is the reason of an incompatibility.
+    """
+
+    status: Literal["same", "changed", "incompatible"]
+    lines: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A drafter, the target it was made for, and what was measured, as one folder."""
+
+    folder: Path
+    manifest: Manifest
+
+    @classmethod
+    def load(cls, folder: str | Path) -> Pair:
+        """Read a pair's pair.json (its other files are not checked here: `verify`).
+
+        Raises:
+            BadInputError: there is no pair, or its pair.json is damaged.
+        """
+        path = Path(folder).expanduser()
+        return cls(path, read_manifest(path))
+
+    @property
+    def name(self) -> str:
+        return self.manifest.name
+
+    @property
+    def version(self) -> int:
+        return self.manifest.version
+
+    @property
+    def digest(self) -> str:
+        """The identity by content, a SHA-256."""
+        return self.manifest.digest
+
+    @property
+    def plan(self) -> Plan:
+        return self.manifest.plan.restored()
+
+    @property
+    def dtype(self) -> str:
+        """The dtype of the target's weights; another dtype is another target."""
+        return self.manifest.target.fingerprint.dtype
+
+    @property
+    def drafter_folder(self) -> Path:
+        return self.folder / DRAFTER
+
+    @property
+    def recipe_file(self) -> Path:
+        return self.folder / RECIPE
+
+    def fingerprint(self) -> Fingerprint:
+        """Of the target the pair was made for."""
+        return self.manifest.target.fingerprint.restored()
+
+    def recipe(self) -> Recipe:
+        return load_recipe(self.recipe_file)
+
+    def tokenizer(self) -> Any | None:
+        """The tokenizer of the target the pair was made for; None if that had none."""
+        return load_tokenizer(self.folder / TOKENIZER)
+
+    def calibration(self) -> list[Prompt]:
+        """The prompts that the baseline was measured on; [] if there were none."""
+        return [] if self.manifest.calibration is None else read_calibration(self.folder / CALIBRATION)
+
+    def load_target(self, path: str | None = None, **options: Any) -> Target:
+        """A target in the pair's dtype: the one at `path` (`options` as for `Target.load`), or the recorded one.
+
+        Raises:
+            BadInputError: it cannot be loaded, or no source is recorded.
+        """
+        if path is not None:
+            return Target.load(path, **{"dtype": self.dtype} | options)
+        source = self.manifest.target.source
+        if source.path is None:
+            raise BadInputError(f"{self.folder}: this pair's target was given in memory, so it cannot be loaded again; name the target.")
+        try:
+            return Target.load(source.path, source.revision, source.adapter, **{"dtype": self.dtype} | options)
+        except BadInputError as error:
+            raise BadInputError(f"the target recorded in {self.folder} cannot be loaded; name one that can. {error}") from error
+
+    def open(self, target: Target | None = None, check: bool = True) -> tuple[Target, Drafter, Plan]:
+        """What a decoder needs: `Decoder(target, drafter).generate(…, plan=plan)`.
+
+        Args:
+            target: the target; None loads the recorded one.
+            check: False accepts a target whose content changed, as long as the drafter fits it.
+
+        Raises:
+            IncompatibleError: the drafter cannot draft for this target (tokenizer, vocabulary, taps).
+            StaleError: the target's content differs from what the pair was made for.
+        """
+        target = target or self.load_target()
+        drafter = self.drafter_for(target)
+        differences = self.fingerprint().differences(target.fingerprint()) if check else []
+        if differences:
+            raise StaleError(
+                f"this target is not the one {self.name} version {self.version} was made for: {', '.join(differences)} differ. The output would still be "
+                f"exact, but how fast is unknown: run `outrider probe {self.folder} --target …`, or refresh the pair."
+            )
+        return target, drafter, self.plan
+
+    def drafter_for(self, target: Target) -> Drafter:
+        """The drafter, on the target's device.
+
+        Raises:
+            IncompatibleError: it cannot draft for `target`; names the first token, size or tap that differs.
+        """
+        self._check_vocabulary(target)
+        return load_drafter(self.drafter_folder, target)
+
+    def _check_vocabulary(self, target: Target) -> None:
+        own = self.tokenizer()
+        if own is not None and target.tokenizer is not None:
+            require_same_vocabulary(own, target.tokenizer, f"the pair {self.name!r}")
+
+
+def compatibility(pair: Pair, target: Target) -> Compatibility:
+    """Compare `target` with the one `pair` was made for; raises only if the pair itself is damaged."""
+    try:
+        pair.drafter_for(target)
+    except IncompatibleError as error:
+        return Compatibility("incompatible", [str(error)])
+    differences = pair.fingerprint().differences(target.fingerprint())
+    return Compatibility("changed" if differences else "same", differences)
+
+
+# ------------------------------------------------------------ verification
+
+
+def verify(folder: str | Path, target: Target | None = None) -> list[str]:
+    """Recompute every digest of a pair; with `target`, compare its content too.
+
+    Returns:
+        What differs, one line each; [] if the pair is intact.
+
+    Raises:
+        BadInputError: there is no pair.json.
+    """
+    path = Path(folder).expanduser()
+    if not (path / MANIFEST).is_file():
+        raise BadInputError(f"no pair at {str(path)!r}: {MANIFEST} is missing there.")
+    try:
+        manifest, alterations = inspect_manifest(path)
+    except BadInputError as error:
+        return [str(error)]
+    found = [f"{MANIFEST}: {line}" for line in alterations] + list(_altered_files(path, manifest))
+    if target is not None:
+        found += [f"target: {line} differs" for line in manifest.target.fingerprint.restored().differences(target.fingerprint())]
+    return found
+
+
+def _altered_files(folder: Path, manifest: Manifest) -> Iterator[str]:
+    expected = manifest.files()
+    present = {str(p.relative_to(folder).as_posix()) for p in folder.rglob("*") if p.is_file() or p.is_symlink()} - {MANIFEST}
+    for name in sorted(expected.keys() | present):
+        if name not in present:
+            yield f"{name}: missing"
+        elif name not in expected:
+            yield f"{name}: not listed in {MANIFEST}"
+        elif (problem := _altered(folder / name, expected[name])) is not None:
+            yield f"{name}: {problem}"
+
+
+def _altered(file: Path, expected: str) -> str | None:
+    try:
+        found = digest_file(file)
+    except OSError as error:
+        return f"cannot be read ({error.strerror})"
+    return None if found == expected else f"content differs (SHA-256 {found[:12]}…, recorded {expected[:12]}…)"

@@ -1,0 +1,121 @@
+"""The next version of a pair, for a target that has changed: new responses, a warm start, a shorter training, a measurement.
+
+out/data, out/drafter, …    as a training writes them; each stage continues where it was interrupted
+out/reports/<digest>/       what was measured, by what it was measured on
+out/pair/                   the new version
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from math import ceil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..decode import Plan
+from ..distill.prompts import Prompt
+from ..eval.measure import Contestant, measure
+from ..eval.suites import load_suites
+from ..heads import HEADS, Drafter, drafter_config, load_drafter
+from ..recipes import Recipe, load_recipe
+from ..target import BadInputError, Target
+from ..target.fingerprint import digest_json
+from .calibration import rendered
+from .new import file_digests, new_pair
+from .pair import Pair
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+# Of the first training's length: the drafter starts from one that was good for almost the same target.
+BUDGET = 0.4
+_DEFAULT_EPOCHS = 3.0  # of transformers.TrainingArguments
+
+
+def refresh(pair: Pair, target: Target, out: str | Path, overrides: Sequence[str] = (), console: Console | None = None) -> Pair:
+    """Train the pair's drafter on for `target`, measure it, and write the next version to `out`/pair.
+
+    Run again after an interruption, it goes on from there; run again after the end, it returns what is there.
+
+    Args:
+        out: a folder outside of the pair's own.
+        overrides: changes to the pair's recipe, `key.path=value`; they win over what a refresh sets itself.
+
+    Raises:
+        IncompatibleError: the drafter cannot be warm-started for this target (tokenizer, vocabulary, taps).
+        BadInputError: an override or the folder cannot be used.
+    """
+    folder = _outside(Path(out).expanduser(), pair)
+    pair.drafter_for(target)
+    recipe = refresh_recipe(pair, target, folder, overrides)
+    drafter_folder = _trained(pair, recipe, target, console)
+    drafter = load_drafter(drafter_folder, target)
+    report_folder = _measured(recipe, target, drafter, drafter_folder, console)
+    return new_pair(folder / "pair", target, drafter_folder, recipe, report_folder, pair, _calibration(pair, target), console)
+
+
+def refresh_recipe(pair: Pair, target: Target, out: Path, overrides: Sequence[str] = ()) -> Recipe:
+    """The pair's recipe, pointed at the new target and at its own drafter, with `BUDGET` of the training.
+
+    A pair that was itself refreshed has a recipe of that length already; it is not cut again.
+    """
+    recipe = pair.recipe()
+    changes: dict[str, Any] = {"output": str(out), "data.responses": None, "drafter.init": str(pair.drafter_folder.resolve())}
+    if target.source.get("path"):
+        changes["target"] = recipe.target.model_dump() | {k: target.source.get(k) for k in ("path", "revision", "adapter")} | {"dtype": _dtype(target)}
+    if pair.manifest.lineage.parent is None:
+        changes |= _shorter(recipe.training)
+    return load_recipe(pair.recipe_file, [*(f"{key}={json.dumps(value)}" for key, value in changes.items()), *overrides])
+
+
+def _shorter(training: dict[str, Any]) -> dict[str, Any]:
+    steps = training.get("max_steps", -1)
+    if steps > 0:
+        return {"training.max_steps": ceil(BUDGET * steps)}
+    return {"training.num_train_epochs": BUDGET * training.get("num_train_epochs", _DEFAULT_EPOCHS)}
+
+
+def _dtype(target: Target) -> str:
+    return str(target.dtype).removeprefix("torch.")
+
+
+def _outside(out: Path, pair: Pair) -> Path:
+    if out.resolve().is_relative_to(pair.folder.resolve()):
+        raise BadInputError(f"{str(out)!r} lies inside the pair {str(pair.folder)!r}, which would alter it; choose a folder outside.")
+    return out
+
+
+def _trained(pair: Pair, recipe: Recipe, target: Target, console: Console | None) -> Path:
+    """The folder of the drafter after training; a drafter that learns nothing stays as it is."""
+    if not HEADS[pair.manifest.drafter.type].trainable:
+        return pair.drafter_folder
+    from ..train import train  # takes seconds to import, which nobody who opens a pair should wait for
+
+    return train(recipe, target=target, console=console).drafter_folder
+
+
+def _measured(recipe: Recipe, target: Target, drafter: Drafter, drafter_folder: Path, console: Console | None) -> Path:
+    """Measure the drafter beside the recipe's baselines; a finished measurement of the same thing is used again."""
+    suites = load_suites(recipe.eval.suites, target.require_tokenizer(), recipe.eval.limit)
+    subject = [target.fingerprint().digest, file_digests(drafter_folder), recipe.eval.model_dump(), [s.digest for s in suites]]
+    folder = recipe.output_folder / "reports" / digest_json(subject)[:12]
+    if not (folder / "report.json").exists():
+        measure(target, _contestants(recipe, target, drafter), suites, recipe.eval, console=console).save(folder)
+    return folder
+
+
+def _contestants(recipe: Recipe, target: Target, drafter: Drafter) -> list[Contestant]:
+    plan = Plan(recipe.eval.depth)
+    found = [Contestant(drafter.name, drafter, plan)]
+    for name in recipe.eval.baselines:
+        if name != drafter.name:
+            head, config = drafter_config({"type": name}, "eval.baselines")
+            found.append(Contestant(name, head.build(config, target), plan))
+    return found
+
+
+def _calibration(pair: Pair, target: Target) -> list[Prompt]:
+    """The parent's prompts, so that the two versions can be compared, as the new target's template asks them."""
+    changed = "chat_template" in pair.fingerprint().differences(target.fingerprint())
+    return rendered(pair.calibration(), target) if changed else pair.calibration()

@@ -1,0 +1,135 @@
+"""A probe tells a target that the drafter still fits from one that it lost, and predicts what the decoder would show."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from outrider.decode import Decoder
+from outrider.distill.prompts import Prompt
+from outrider.eval.statistics import Interval
+from outrider.pair import Pair, probe
+from outrider.pair.calibration import first_of_each_suite
+from outrider.pair.probe import decide
+from outrider.recipes import Recipe
+from outrider.target import BadInputError, Target
+
+
+@pytest.mark.parametrize("kind", ["ngram", "draft_model", "eagle3"])
+def test_the_same_target_is_fresh_with_a_ratio_of_exactly_one(kind: str, make_pair: Callable[..., Pair], make_target: Callable[..., Target]) -> None:
+    result = probe(make_pair(kind), make_target())
+    assert (result.verdict, result.certain, result.exit_code) == ("fresh", True, 0)
+    assert result.ratio == Interval(1.0, 1.0, 1.0)
+    assert result.tau == result.tau_baseline
+    assert result.alpha == result.baseline
+
+
+@pytest.mark.parametrize("temperatures", [[0.0], [1.0]], ids=["greedy", "sampled"])
+def test_a_strongly_changed_target_is_stale(
+    temperatures: list[float], make_pair: Callable[..., Pair], make_target: Callable[..., Target], recipe: Recipe
+) -> None:
+    """The drafter is the old target itself: alpha was 1, τ was depth + 1."""
+    measured = recipe.model_copy(update={"eval": recipe.eval.model_copy(update={"temperatures": temperatures})})
+    result = probe(make_pair("draft_model", recipe=measured), make_target(noise=0.1))
+    assert (result.verdict, result.certain, result.exit_code) == ("stale", True, 1)
+    assert result.baseline.value == pytest.approx(1.0, abs=1e-4)
+    assert result.alpha.high < 0.9
+    assert result.ratio.high < 0.95
+    assert "stale" in result.lines[-1]
+
+
+def test_a_barely_changed_target_is_fresh(make_pair: Callable[..., Pair], make_target: Callable[..., Target]) -> None:
+    result = probe(make_pair("draft_model"), make_target(noise=1e-5))
+    assert result.verdict == "fresh"
+    assert "weights" in result.lines[0]
+
+
+def test_tau_of_a_greedy_pair_is_the_decoders(make_pair: Callable[..., Pair], make_target: Callable[..., Target], prompts: list[Prompt]) -> None:
+    pair, changed = make_pair("draft_model"), make_target(noise=0.03)
+    target, drafter, plan = pair.open(changed, check=False)
+    out = Decoder(target, drafter).generate([p.tokens for p in prompts], pair.manifest.measurements.baseline.max_new_tokens, plan=plan)
+    assert 1 < out.stats.tau < 4
+    assert probe(pair, changed).tau.value == pytest.approx(out.stats.tau)
+
+
+def test_analytic_tau_predicts_the_sampling_decoder(
+    make_pair: Callable[..., Pair], make_target: Callable[..., Target], recipe: Recipe, prompts: list[Prompt]
+) -> None:
+    sampled = recipe.model_copy(update={"eval": recipe.eval.model_copy(update={"temperatures": [1.0], "max_new_tokens": 64})})
+    pair, changed = make_pair("draft_model", recipe=sampled), make_target(noise=0.03)
+    result = probe(pair, changed)
+    target, drafter, plan = pair.open(changed, check=False)
+    many = [p.tokens for p in prompts] * 6
+    decoder_tau = Decoder(target, drafter).generate(many, 64, pair.manifest.measurements.baseline.sampling(), plan).stats.tau
+    assert result.tau.value == pytest.approx(decoder_tau, rel=0.1)
+
+
+def test_another_vocabulary_is_incompatible_and_names_the_token(
+    make_pair: Callable[..., Pair], make_target: Callable[..., Target], swapped_tokenizer: PreTrainedTokenizerFast
+) -> None:
+    result = probe(make_pair("ngram"), Target(make_target().model, swapped_tokenizer))
+    assert (result.verdict, result.exit_code) == ("incompatible", 3)
+    assert "id 300 is" in result.lines[0]
+
+
+def test_missing_taps_are_incompatible(make_pair: Callable[..., Pair], make_target: Callable[..., Target]) -> None:
+    result = probe(make_pair("eagle3"), make_target(layers=2))
+    assert result.verdict == "incompatible"
+    assert "hidden_states[3]" in result.lines[0]
+
+
+def test_a_changed_chat_template_asks_the_prompts_anew(
+    make_pair: Callable[..., Pair], make_target: Callable[..., Target], prompts: list[Prompt], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = make_target()
+    chats = [dataclasses.replace(p, messages=({"role": "user", "content": p.text},)) for p in prompts]
+    pair = make_pair("ngram", target=target, calibration=chats)
+    monkeypatch.setattr(target.tokenizer, "chat_template", "{{ messages[0]['content'] }} ->")
+    seen: list[list[int]] = []
+    generate = Decoder.generate
+
+    def spy(self: Decoder, prompts: list[list[int]], *rest: object, **named: object) -> object:
+        seen.extend(prompts)
+        return generate(self, prompts, *rest, **named)
+
+    monkeypatch.setattr(Decoder, "generate", spy)
+    assert "chat_template" in probe(pair, target).lines[0]
+    assert target.require_tokenizer().decode(seen[0]) == f"{prompts[0].text} ->"
+
+
+def test_fewer_prompts_are_spread_over_the_suites(prompts: list[Prompt]) -> None:
+    assert [p.id for p in first_of_each_suite(prompts, 3)] == ["a/0", "a/1", "b/3"]
+    assert first_of_each_suite(prompts, 100) == prompts
+
+
+def test_a_probe_of_two_prompts_knows_that_it_cannot_know(make_pair: Callable[..., Pair], make_target: Callable[..., Target]) -> None:
+    result = probe(make_pair("draft_model"), make_target(noise=0.1), num_prompts=2)
+    assert not result.certain
+    assert "Uncertain" in result.lines[-1]
+
+
+@pytest.mark.parametrize(
+    ("interval", "expected"),
+    [
+        (Interval(1.0, 0.96, 1.04), ("fresh", True)),
+        (Interval(0.97, 0.93, 1.01), ("fresh", False)),
+        (Interval(0.94, 0.90, 0.98), ("stale", False)),
+        (Interval(0.80, 0.75, 0.85), ("stale", True)),
+        (Interval(0.97, float("nan"), float("nan")), ("fresh", False)),
+    ],
+)
+def test_the_verdict_follows_the_interval_and_says_when_it_straddles(interval: Interval, expected: tuple[str, bool]) -> None:
+    assert decide(interval, 0.95) == expected
+
+
+def test_another_response_length_is_refused(make_pair: Callable[..., Pair], make_target: Callable[..., Target]) -> None:
+    with pytest.raises(BadInputError, match="up to 16 tokens, 99 were asked for"):
+        probe(make_pair("ngram"), make_target(), max_new_tokens=99)
+
+
+def test_a_pair_without_calibration_cannot_be_probed(make_pair: Callable[..., Pair], make_target: Callable[..., Target]) -> None:
+    with pytest.raises(BadInputError, match="without calibration prompts"):
+        probe(make_pair("ngram", calibration=[]), make_target())

@@ -1,0 +1,120 @@
+"""Every alteration of a pair is found and named."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from outrider.pair import Pair, verify
+from outrider.target import BadInputError, Target
+
+
+@pytest.fixture
+def pair(make_pair: Callable[..., Pair]) -> Pair:
+    return make_pair("eagle3")
+
+
+def files(pair: Pair) -> list[Path]:
+    return sorted(p for p in pair.folder.rglob("*") if p.is_file())
+
+
+def test_a_new_pair_is_intact(pair: Pair, make_target: Callable[..., Target]) -> None:
+    assert verify(pair.folder, make_target()) == []
+
+
+def test_one_flipped_bit_in_any_file_is_found(pair: Pair) -> None:
+    generator = random.Random(0)
+    assert {f.name for f in files(pair)} >= {"pair.json", "model.safetensors", "config.json", "recipe.yaml", "calibration.jsonl", "tokenizer.json"}
+    for file in files(pair):
+        good = file.read_bytes()
+        places = {0, len(good) - 1, *(generator.randrange(len(good)) for _ in range(6))}
+        for place in places:
+            bad = bytearray(good)
+            bad[place] ^= 1 << generator.randrange(8)
+            file.write_bytes(bad)
+            found = verify(pair.folder)
+            assert any(file.name in line for line in found), f"{file.name}: bit at byte {place} of {len(good)} was not found: {found}"
+        file.write_bytes(good)
+    assert verify(pair.folder) == []
+
+
+def test_no_bit_of_pair_json_is_free(make_pair: Callable[..., Pair], tmp_path: Path) -> None:
+    """Every byte of a small pair.json (case bits of hexadecimal digits, white space and escapes included) is covered."""
+    folder = make_pair("ngram").folder
+    good = (folder / "pair.json").read_bytes()
+    generator = random.Random(1)
+    for place in range(0, len(good), 19):
+        bad = bytearray(good)
+        bad[place] ^= 1 << generator.randrange(8)
+        (folder / "pair.json").write_bytes(bad)
+        assert verify(folder), f"byte {place}: {good[max(0, place - 20) : place + 20]!r}"
+
+
+def test_a_truncated_a_missing_and_an_extra_file_are_named(pair: Pair) -> None:
+    weights = pair.drafter_folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1])
+    pair.recipe_file.unlink()
+    (pair.folder / "drafter" / "notes.txt").write_text("hello")
+    found = verify(pair.folder)
+    assert len(found) == 3
+    assert found[0].startswith("drafter/model.safetensors: content differs")
+    assert found[1] == "drafter/notes.txt: not listed in pair.json"
+    assert found[2] == "recipe.yaml: missing"
+
+
+def test_a_rewritten_number_breaks_the_checksum(pair: Pair) -> None:
+    file = pair.folder / "pair.json"
+    values = json.loads(file.read_text())
+    values["version"] = 7
+    file.write_text(json.dumps(values, indent=2) + "\n")
+    assert any("checksum" in line for line in verify(pair.folder))
+    with pytest.raises(BadInputError, match="checksum"):
+        Pair.load(pair.folder)
+
+
+def test_a_forged_checksum_does_not_hide_another_drafter(pair: Pair) -> None:
+    """Whoever changes a digest and seals the file again still has the identity against them."""
+    files = dict.fromkeys(pair.manifest.drafter.files, "0" * 64)
+    forged = pair.manifest.model_copy(update={"drafter": pair.manifest.drafter.model_copy(update={"files": files})}).sealed()
+    forged.write(pair.folder)
+    assert any("identity digest" in line for line in verify(pair.folder))
+
+
+def test_another_target_is_named_by_what_differs(pair: Pair, make_target: Callable[..., Target]) -> None:
+    found = verify(pair.folder, make_target(noise=0.1))
+    assert len(found) == 1
+    assert "weights" in found[0]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "not valid JSON"),
+        ("[]", "expected an object"),
+        ("{}", "Field required"),
+        ('{"schema_version": 2}', "upgrade Outrider"),
+        ("\udcff", "utf-8"),
+    ],
+)
+def test_a_pair_json_that_is_none_says_so(pair: Pair, text: str, message: str) -> None:
+    (pair.folder / "pair.json").write_text(text, encoding="utf-8", errors="surrogateescape")
+    with pytest.raises(BadInputError, match=message):
+        Pair.load(pair.folder)
+    assert message in verify(pair.folder)[0]
+
+
+def test_an_unknown_key_is_refused(pair: Pair) -> None:
+    file = pair.folder / "pair.json"
+    file.write_text(file.read_text().replace('"name": "tiny"', '"name": "tiny",\n  "nmae": "tiny"', 1))
+    with pytest.raises(BadInputError, match="nmae"):
+        Pair.load(pair.folder)
+
+
+def test_a_folder_without_a_pair_is_bad_input(tmp_path: Path) -> None:
+    for call in (verify, Pair.load):
+        with pytest.raises(BadInputError, match=r"pair\.json is missing"):
+            call(tmp_path)

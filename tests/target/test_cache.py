@@ -1,0 +1,125 @@
+"""The ragged cache holds what the library's own cache would hold for each row alone, whatever was written and thrown away."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+from outrider.target import Counts, RaggedCache, Target
+
+VOCAB = 64
+
+
+@pytest.fixture
+def target(tiny_llama) -> Target:
+    return Target(tiny_llama(layers=3))
+
+
+def tokens(rows: int, length: int, seed: int = 0) -> Tensor:
+    return torch.randint(0, VOCAB, (rows, length), generator=torch.Generator().manual_seed(seed))
+
+
+def library(target: Target, text: list[int]) -> tuple[Tensor, DynamicCache]:
+    """Logits and cache of one row alone, by the library."""
+    cache = DynamicCache(config=target.config)
+    return target.model(torch.tensor([text]), past_key_values=cache).logits, cache
+
+
+def compare(cache: RaggedCache, target: Target, texts: list[list[int]]) -> None:
+    for row, text in enumerate(texts):
+        expected = library(target, text)[1]
+        for ours, theirs in zip(cache.layers, expected.layers, strict=True):
+            torch.testing.assert_close(ours.keys[row, :, : len(text)], theirs.keys[0], rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(ours.values[row, :, : len(text)], theirs.values[0], rtol=1e-4, atol=1e-5)
+
+
+def test_ragged_passes_equal_the_librarys_cache_of_each_row(target):
+    """A prefill and five passes that commit different counts per row, drafts of the others thrown away."""
+    cache, lengths = target.new_cache(3, 40), [5, 1, 3]
+    prompt = tokens(3, 5)
+    target.forward(prompt, cache)
+    cache.advance(Counts.of(lengths, "cpu"))
+    texts = [prompt[row, :n].tolist() for row, n in enumerate(lengths)]
+    for number, counts in enumerate([[1, 4, 2], [4, 4, 4], [1, 1, 1], [2, 3, 1], [1, 4, 4]]):
+        new = tokens(3, 4, seed=number + 1)
+        logits = target.forward(new, cache).logits
+        for row, text in enumerate(texts):
+            expected = library(target, text + new[row].tolist())[0][0, len(text) :]
+            torch.testing.assert_close(logits[row], expected, rtol=1e-4, atol=1e-4)
+        cache.advance(Counts.of(counts, "cpu"))
+        texts = [text + new[row, :n].tolist() for row, (text, n) in enumerate(zip(texts, counts, strict=True))]
+    assert cache.host_lengths == cache.lengths.tolist() == [len(t) for t in texts]
+    compare(cache, target, texts)
+
+
+def test_selected_rows_keep_their_entries_in_the_asked_order(target):
+    cache, lengths = target.new_cache(4, 20), [2, 6, 4, 1]
+    prompt = tokens(4, 6)
+    target.forward(prompt, cache)
+    cache.advance(Counts.of(lengths, "cpu"))
+    cache.select([2, 0])
+    texts = [prompt[2, :4].tolist(), prompt[0, :2].tolist()]
+    assert cache.batch_size == 2
+    assert cache.host_lengths == cache.lengths.tolist() == [4, 2]
+    compare(cache, target, texts)
+    new = tokens(2, 2, seed=9)
+    logits = target.forward(new, cache).logits
+    for row, text in enumerate(texts):
+        torch.testing.assert_close(logits[row], library(target, text + new[row].tolist())[0][0, -2:], rtol=1e-4, atol=1e-4)
+
+
+def test_nothing_is_committed_until_it_is_advanced(target):
+    """The same slots are written again: a pass after a rejected one sees nothing of it."""
+    cache, prompt = target.new_cache(2, 20), tokens(2, 4)
+    target.forward(prompt, cache)
+    cache.advance(Counts.of([4, 4], "cpu"))
+    clean = target.forward(tokens(2, 2, seed=3), cache).logits
+    target.forward(tokens(2, 9, seed=2), cache)
+    assert torch.equal(target.forward(tokens(2, 2, seed=3), cache).logits, clean)
+
+
+@pytest.mark.parametrize("lengths", [[3, 3], [1, 1], [3, 1]])
+def test_a_pass_can_start_before_or_behind_the_committed_entries(target, lengths):
+    """Offset −1 writes the last entry again; offset 1 goes on behind an uncommitted one. Either way as in one pass."""
+    text = tokens(2, 8)
+    cache = target.new_cache(2, 20)
+    target.forward(text[:, :3], cache)
+    cache.advance(Counts.of(lengths, "cpu"))
+    rows = torch.arange(2)[:, None]
+    starts = torch.tensor(lengths)[:, None]
+    again = target.forward(text[rows, starts - 1 + torch.arange(2)], cache, offset=-1).logits
+    behind = target.forward(text[rows, starts + 1], cache, offset=1).logits
+    for row, n in enumerate(lengths):
+        expected = library(target, text[row, : n + 2].tolist())[0][0]
+        torch.testing.assert_close(again[row], expected[n - 1 : n + 1], rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(behind[row, 0], expected[n + 1], rtol=1e-4, atol=1e-4)
+
+
+def test_visibility_is_causal_per_row():
+    cache = RaggedCache(1, 2, 10, "cpu")
+    cache.advance(Counts.of([3, 1], "cpu"))
+    assert cache.place(2).tolist() == [[3, 4], [1, 2]]
+    assert cache.used == 5
+    assert cache.visible().long().tolist() == [[[1, 1, 1, 1, 0], [1, 1, 1, 1, 1]], [[1, 1, 0, 0, 0], [1, 1, 1, 0, 0]]]
+
+
+def test_a_full_cache_says_what_is_needed():
+    cache = RaggedCache(1, 2, 6, "cpu")
+    cache.advance(Counts.of([4, 1], "cpu"))
+    cache.place(2)
+    with pytest.raises(ValueError, match="holds 6 entries per row, 7 are needed"):
+        cache.place(3)
+
+
+def test_memory_is_counted_once_it_is_allocated(target):
+    cache = target.new_cache(2, 10)
+    assert cache.num_bytes() == 0
+    target.forward(tokens(2, 3), cache)
+    assert cache.num_bytes() == 3 * 2 * (2 * 2 * 10 * 8) * 4  # layers, keys and values, [B, heads, L, D], fp32
+
+
+def test_counts_select_on_both_sides():
+    counts = Counts.of([4, 5, 6], "cpu").select([2, 0])
+    assert counts.values == counts.tensor.tolist() == [6, 4]

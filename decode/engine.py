@@ -53,11 +53,13 @@ class Output:
         tokens: new tokens per prompt, the prompt excluded.
         rounds: rounds per prompt. The first token comes from the prefill and belongs to no round.
         stats: figures over all of them.
+        rule: the verification rule that ran ("auto" resolved), or "none" if nothing was drafted.
     """
 
     tokens: list[list[int]]
     rounds: list[list[Round]]
     stats: DecodeStats
+    rule: str = "none"
 
 
 @dataclass(frozen=True)
@@ -169,6 +171,7 @@ class _Run:
         self.ids = list(sequence_ids) if sequence_ids is not None else list(range(len(prompts)))
         self.sequences = [_Sequence() for _ in prompts]
         self.seconds = Seconds()
+        self.rule = "none"
         self._check()
 
     def _check(self) -> None:
@@ -191,7 +194,7 @@ class _Run:
     def output(self) -> Output:
         tokens = [s.tokens for s in self.sequences]
         rounds = [s.rounds for s in self.sequences]
-        return Output(tokens, rounds, DecodeStats(rounds, sum(map(len, tokens)), self.seconds))
+        return Output(tokens, rounds, DecodeStats(rounds, sum(map(len, tokens)), self.seconds), self.rule)
 
     # ------------------------------------------------------------ the loop
 
@@ -295,7 +298,9 @@ class _Run:
         if self.drafter is None or not depth:
             return Proposal.chain(batch.root[:, None][:, :0]), []
         chooser = _Chooser(self, batch)
-        return self.drafter.propose(batch.drafting, batch.root, depth, chooser), chooser.probs
+        proposal = self.drafter.propose(batch.drafting, batch.root, depth, chooser)
+        self.rule = self._rule(proposal.deterministic)
+        return proposal, chooser.probs
 
     def _room(self, batch: _Batch) -> int:
         """The depth of this round: the plan's, unless the target's context ends before it."""
@@ -365,10 +370,10 @@ class _Run:
             emitted.append(token)
             sequence.tokens.append(token)
             if token in self.eos or (self.stop is not None and self.stop(sequence.tokens)):
-                # Drafts behind the end were never wanted: they count neither as drafted nor as accepted.
+                # What was drafted from the end on was never wanted, and the end token counts as the target's own.
                 sequence.done = True
                 if len(emitted) <= accepted:
-                    drafted = accepted = len(emitted)
+                    drafted = accepted = len(emitted) - 1
                 break
             if len(sequence.tokens) == self.max_new_tokens:
                 sequence.done = True

@@ -48,9 +48,10 @@ class Sampling:
 
 
 def penalize(logits: Tensor, present: Tensor, sampling: Sampling) -> Tensor:
-    """Repetition penalty on the tokens that `present` `[..., V]` marks (CTRL, arXiv 1909.05858)."""
+    """Repetition penalty on the tokens that `present` `[..., V]` marks (CTRL, arXiv 1909.05858), fp32 as in `transformers`."""
     if sampling.repetition_penalty == 1.0:
         return logits
+    logits = logits.float()
     factor = sampling.repetition_penalty
     return torch.where(present, torch.where(logits > 0, logits / factor, logits * factor), logits)
 
@@ -105,7 +106,8 @@ def _mix(x: Tensor) -> Tensor:
 
 def uniforms(seed: int, stream: int, *keys: Tensor) -> Tensor:
     """Uniforms in (0, 1), fp64, of the keys' broadcast shape: a hash of (seed, stream, keys)."""
-    state = _mix(torch.tensor(seed * 1_000_003 + stream, dtype=torch.long) + _GOLDEN).to(keys[0].device)
+    start = (seed * 1_000_003 + stream + 2**63) % 2**64 - 2**63  # seeds count modulo 2**64
+    state = _mix(torch.tensor(start, dtype=torch.long) + _GOLDEN).to(keys[0].device)
     for key in keys:
         state = _mix(state + (key + 1) * _GOLDEN)
     return (((state >> 11) & 0x1FFFFFFFFFFFFF).double() + 0.5) * 2.0**-53

@@ -15,8 +15,8 @@ class Round:
         drafted: draft tokens that were verified. accepted: how many of them were kept.
         emitted: tokens that reached the output, the target's own (bonus or correction) included.
 
-    A round that an end-of-sequence token cuts short counts only what stood before the cut, in all three; one cut by
-    `max_new_tokens` keeps its full drafted and accepted counts, since the drafter did that work.
+    A round that an end-of-sequence token cuts short counts as drafted and accepted what stood before that token, so that
+    1 + accepted is what it emitted; one cut by `max_new_tokens` keeps its full counts, since the drafter did that work.
     """
 
     drafted: int

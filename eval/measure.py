@@ -305,7 +305,8 @@ def _info(contestant: Contestant) -> ContestantInfo:
 def _conditions(target: Target, suites: Sequence[Suite], settings: EvalSpec, temperatures: list[float]) -> Conditions:
     import torch
 
-    model = {"model_type": target.config.model_type, "parameters": sum(p.numel() for p in target.model.parameters())}
+    parameters = sum(p.numel() for p in target.model.parameters())
+    model = {"model_type": target.config.model_type, "parameters": parameters, "fingerprint": target.fingerprint().digest}
     return Conditions(
         target={**target.source, **model},
         dtype=str(target.dtype).removeprefix("torch."),

@@ -57,7 +57,7 @@ class Conditions(Model):
     """What every figure of a report depends on.
 
     Attributes:
-        target: where it was loaded from, model type, number of parameters.
+        target: where it was loaded from, model type, number of parameters, and the digest of its fingerprint: its identity.
         timing: what the seconds of a prompt are. excluded: what no figure contains.
     """
 

@@ -277,17 +277,15 @@ def _headline(report: Report, temperature: float) -> Headline:
 
 
 def _check_report(report: Report | None, target: Target) -> None:
-    """Refuse a report about another target, as far as a report tells: what is bound together must have been measured together."""
+    """Refuse a report about another target: what is bound together must have been measured together."""
     if report is None:
         return
-    said = {"dtype": report.conditions.dtype} | {name: report.conditions.target.get(name) for name in ("model_type", "parameters")}
-    found = {
-        "dtype": str(target.dtype).removeprefix("torch."),
-        "model_type": target.config.model_type,
-        "parameters": sum(p.numel() for p in target.model.parameters()),
-    }
+    said, found = report.conditions.target.get("fingerprint"), target.fingerprint().digest
     if said != found:
-        raise BadInputError(f"the report is about another target: {said} there, {found} here. Measure this one, or load it as it was measured.")
+        raise BadInputError(
+            f"the report is about another target: its fingerprint is {str(said)[:12]}…, this target's {found[:12]}… ({target.dtype}). "
+            "Measure this one, or load it as it was measured (another dtype is another target)."
+        )
 
 
 def _plan(report: Report | None, drafter: Drafter, recipe: Recipe) -> PlanRecord:

@@ -16,12 +16,11 @@ import ast
 import hashlib
 import json
 import platform
-import sys
 import sysconfig
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import numpy as np
@@ -59,7 +58,7 @@ SUITE_SIZE = 40
 class Settings:
     """One training run of the embedded target; saved as provenance beside the weights."""
 
-    steps: int = 2400
+    steps: int = 2700
     decay_fraction: float = 0.4
     warmup_steps: int = 80
     tokens_per_step: int = 6144
@@ -234,8 +233,8 @@ def build_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> LlamaForCausal
         vocab_size=len(tokenizer), hidden_size=256, intermediate_size=704, num_hidden_layers=12,
         num_attention_heads=4, num_key_value_heads=4, max_position_embeddings=4096, tie_word_embeddings=True,
         bos_token_id=None, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
-        attn_implementation="eager",  # at these lengths 1.3x faster than SDPA on a CPU, forward and backward
     )  # fmt: skip
+    config._attn_implementation = "eager"  # at these lengths 1.3x faster than SDPA on a CPU, forward and backward
     return LlamaForCausalLM(config)
 
 
@@ -308,7 +307,8 @@ def backward(model: LlamaForCausalLM, tokens: torch.Tensor, rows_at_once: int = 
     import torch
 
     with torch.autocast(model.device.type, torch.bfloat16):
-        hidden = model.model(input_ids=tokens, use_cache=False).last_hidden_state
+        body: Any = model.model
+        hidden = body(input_ids=tokens, use_cache=False).last_hidden_state
         leaf, total = hidden.detach().requires_grad_(), 0.0
         for part, wanted in zip(leaf[:, :-1].split(rows_at_once), tokens[:, 1:].split(rows_at_once), strict=True):
             loss = torch.nn.functional.cross_entropy(model.lm_head(part).flatten(0, 1).float(), wanted.flatten(), reduction="sum")
@@ -330,7 +330,8 @@ def train(model: LlamaForCausalLM, streams: list[Stream], held_out: list[np.ndar
         for stream, saved in zip(streams, state["streams"], strict=True):
             stream.restore(saved)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    model.to(device).train()
+    module: torch.nn.Module = model
+    module.to(device).train()
     started, seconds = time.monotonic(), state["seconds"]
     for step in range(state["step"], settings.steps):
         tokens = next_batch(streams, settings, step).to(device)
@@ -356,13 +357,16 @@ def train(model: LlamaForCausalLM, streams: list[Stream], held_out: list[np.ndar
 
 
 def code_prompts(files: dict[str, str], count: int, salt: str) -> list[dict]:
-    """Beginnings to continue: a stretch of a file that ends at the header of a function or class body."""
+    """Beginnings to continue: a stretch of a file that ends with the header of a function or class.
+
+    The line break behind it is left to the model: the tokenizer joins it with the indentation of the next line.
+    """
     found = []
     for name, text in files.items():
         lines = text.splitlines(keepends=True)
         starts = [i for i, line in enumerate(lines) if line.lstrip().startswith(("def ", "class ")) and i >= 20]
         for i in sorted(starts, key=lambda i: bucket(f"{salt}{name}:{i}"))[: 2 + count // max(1, len(files))]:
-            found.append({"id": f"code/{name}:{i + 1}", "suite": "code", "text": "".join(lines[max(0, i - 24) : i + 1])})
+            found.append({"id": f"code/{name}:{i + 1}", "suite": "code", "text": "".join(lines[max(0, i - 24) : i + 1]).rstrip()})
     return pick(found, count, salt)
 
 
@@ -384,7 +388,7 @@ def prose_prompts(held_out: bool, count: int, salt: str) -> list[dict]:
     for topic, text in prose_sections(held_out):
         paragraphs = [p for p in text.split("\n\n") if len(p) > 80]
         for i in range(0, len(paragraphs) - 3, 3):
-            found.append({"id": f"prose/{topic}:{i}", "suite": "prose", "text": "\n\n".join(paragraphs[i : i + 2]) + "\n\n"})
+            found.append({"id": f"prose/{topic}:{i}", "suite": "prose", "text": "\n\n".join(paragraphs[i : i + 2]).rstrip()})
     return pick([f for f in found if len(f["text"]) < 1400], count, salt)
 
 
@@ -419,7 +423,9 @@ def export(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: 
     # Both end a text: the first a document, the second a turn of a chat.
     model.generation_config.eos_token_id = tokenizer.convert_tokens_to_ids(["<|endoftext|>", "<|end|>"])
     model.config._attn_implementation = None
-    model.to("cpu", torch.bfloat16).save_pretrained(folder)
+    module: torch.nn.Module = model
+    module.to("cpu", torch.bfloat16)
+    model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     (folder / "provenance.json").write_text(json.dumps(provenance, indent=2) + "\n")
 
@@ -464,4 +470,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

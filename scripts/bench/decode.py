@@ -45,7 +45,7 @@ class Assisted:
         mask = torch.ones_like(tokens)
         began = time.perf_counter()
         with torch.inference_mode():
-            out = self.target.model.generate(tokens, attention_mask=mask, max_new_tokens=self.max_new_tokens, do_sample=False, assistant_model=self.assistant)
+            out = self.target.model.generate(tokens, attention_mask=mask, max_new_tokens=self.max_new_tokens, do_sample=False, assistant_model=self.assistant)  # type: ignore[operator]
         return Run(out[0, tokens.shape[1] :].tolist(), {"total": time.perf_counter() - began})
 
 

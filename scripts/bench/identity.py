@@ -34,7 +34,7 @@ def reference(target: Target, prompt: list[int], count: int) -> list[int]:
     import torch
 
     tokens = torch.tensor([prompt], device=target.device)
-    out = target.model.generate(tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=count, do_sample=False)
+    out = target.model.generate(tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=count, do_sample=False)  # type: ignore[operator]
     return [int(t) for t in out[0, len(prompt) :]]
 
 

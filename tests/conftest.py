@@ -1,0 +1,102 @@
+"""Shared fixtures: tiny real models with random weights, a tiny real tokenizer, and no network."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable, Iterator
+from typing import Any
+
+# Read once, at import, by the libraries: so they stand above their imports. Subprocesses of tests inherit them.
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("WANDB_MODE", "offline")
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from outrider.target import Target
+
+TEXT = [
+    "def add(first, second):\n    return first + second\n",
+    "for name in sorted(names):\n    print(name, len(name))\n",
+    "The target verifies what the drafter proposes, and the text stays the same.\n",
+    "class Stack:\n    def __init__(self):\n        self.items = []\n",
+] * 4
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{% if message['role'] == 'assistant' %}"
+    "<|assistant|>{% generation %}{{ message['content'] }}<|end|>{% endgeneration %}"
+    "{% else %}<|{{ message['role'] }}|>{{ message['content'] }}<|end|>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> None:
+    """Tiny models run fastest on one thread, and sums are made in one order."""
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_network() -> Iterator[None]:
+    """A connection to anything but this machine is an error, at once."""
+    connect = socket.socket.connect
+
+    def local_only(self: socket.socket, address: Any) -> None:
+        if self.family in (socket.AF_INET, socket.AF_INET6) and address[0] not in ("127.0.0.1", "::1", "localhost"):
+            raise OSError(f"tests have no network: {address[0]} was asked for")
+        connect(self, address)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(socket.socket, "connect", local_only)
+        yield
+
+
+def make_llama(layers: int = 6, hidden: int = 32, vocab: int = 64, seed: int = 0, **changes: Any) -> LlamaForCausalLM:
+    values: dict[str, Any] = {
+        "vocab_size": vocab,
+        "hidden_size": hidden,
+        "intermediate_size": 2 * hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 512,
+        "initializer_range": 0.2,  # wide enough that no two tokens tie for the first place
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": None,
+    }
+    torch.manual_seed(seed)
+    return LlamaForCausalLM(LlamaConfig(**values | changes)).eval().requires_grad_(False)
+
+
+@pytest.fixture(scope="session")
+def tiny_llama() -> Callable[..., LlamaForCausalLM]:
+    """`tiny_llama(layers=6, hidden=32, vocab=64, seed=0, **config)`: a new random Llama, fp32, without an end token."""
+    return make_llama
+
+
+@pytest.fixture(scope="session")
+def tiny_tokenizer() -> PreTrainedTokenizerFast:
+    """Byte-level BPE of 320 entries (it can write any text), with a chat template that marks what the assistant says."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    special = ["<|pad|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>"]
+    trainer = trainers.BpeTrainer(vocab_size=320, special_tokens=special, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False)
+    tokenizer.train_from_iterator(TEXT, trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="<|end|>", pad_token="<|pad|>", additional_special_tokens=special[2:], chat_template=CHAT_TEMPLATE
+    )
+
+
+@pytest.fixture
+def tiny_target(tiny_tokenizer: PreTrainedTokenizerFast) -> Target:
+    """A new 6-layer random Llama with `tiny_tokenizer`; it ends at `<|end|>`."""
+    model = make_llama(vocab=len(tiny_tokenizer), eos_token_id=tiny_tokenizer.eos_token_id, pad_token_id=tiny_tokenizer.pad_token_id)
+    return Target(model, tiny_tokenizer)

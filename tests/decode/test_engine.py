@@ -1,0 +1,337 @@
+"""What the decoder promises besides the law of its text: ends, limits, batches, refusals and honest figures."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from outrider.decode import Decoder, DecodeStats, Plan, Round, Sampling, depth_counts
+from outrider.heads import Choose, Drafter, DrafterConfig, DraftModel, Eagle3, Eagle3Config, Ngram, Proposal
+from outrider.target import BadInputError, Counts, IncompatibleError, Target
+
+VOCAB = 64
+PROMPTS = [torch.randint(0, VOCAB, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (5, 1, 9, 3)]
+
+
+@pytest.fixture
+def target(tiny_llama) -> Target:
+    return Target(tiny_llama(layers=4))
+
+
+@pytest.fixture
+def itself(target) -> DraftModel:
+    """The target as its own drafter: every draft is right."""
+    return DraftModel(copy.deepcopy(target.model))
+
+
+class Script(Drafter):
+    """Proposes what it was told to, round by round; every row the same."""
+
+    name = "script"
+
+    def __init__(self, rounds: list[list[int]]):
+        super().__init__(DrafterConfig())
+        self.rounds = rounds
+
+    def open(self, target: Target, batch_size: int, max_length: int) -> list[list[int]]:
+        return list(self.rounds)
+
+    def absorb(self, state: Any, tokens: Tensor, hidden: Tensor | None, counts: Counts) -> None:
+        pass
+
+    def propose(self, state: list[list[int]], root: Tensor, depth: int, choose: Choose) -> Proposal:
+        drafts = state.pop(0) if state else []
+        return Proposal.chain(torch.tensor([drafts[:depth]] * len(root), dtype=torch.long).reshape(len(root), -1), deterministic=True)
+
+    def select(self, state: Any, rows: list[int]) -> None:
+        pass
+
+
+def end_at(target: Target, token: int | list[int]) -> None:
+    target.model.generation_config.eos_token_id = token
+
+
+# ------------------------------------------------------------ the text depends on the seed and the target alone
+
+
+def drafters(target: Target) -> dict[str, Drafter | None]:
+    torch.manual_seed(0)
+    counts = torch.arange(VOCAB)
+    wrong = copy.deepcopy(target.model)
+    with torch.no_grad():
+        for weight in wrong.parameters():
+            weight.mul_(0.9)
+    return {
+        "draft_model": DraftModel(wrong),
+        "eagle3": Eagle3.build(Eagle3Config(taps=(1, 2, 3)), target),
+        "eagle3 pruned": Eagle3.build(Eagle3Config(taps=(0, 2, 4), draft_vocab_size=20), target, counts),
+        "ngram": Ngram(),
+    }
+
+
+@pytest.mark.parametrize("sampling", [Sampling(1.0, seed=3), Sampling(0.7, top_k=20, top_p=0.9, repetition_penalty=1.2, seed=4)], ids=["plain", "filtered"])
+def test_coupled_text_is_the_same_with_any_drafter_depth_and_batch(target, sampling):
+    alone = [Decoder(target).generate([p], 20, sampling, Plan(verify="coupled"), ignore_eos=True, sequence_ids=[i]).tokens[0] for i, p in enumerate(PROMPTS)]
+    assert len({tuple(t) for t in alone}) == len(alone)
+    for name, drafter in drafters(target).items():
+        for depth in (1, 2, 5):
+            out = Decoder(target, drafter).generate(PROMPTS, 20, sampling, Plan(depth, "coupled"), ignore_eos=True)
+            assert out.tokens == alone, f"{name} at depth {depth}"
+        order = [2, 0, 3]
+        out = Decoder(target, drafter).generate([PROMPTS[i] for i in order], 20, sampling, Plan(3, "coupled"), ignore_eos=True, sequence_ids=order)
+        assert out.tokens == [alone[i] for i in order], f"{name} in another batch"
+
+
+def test_candidates_give_the_plain_samplers_text(target):
+    """Their draws are keyed by position too: what the n-gram drafter proposes only changes the speed."""
+    plain = Decoder(target).generate(PROMPTS, 20, Sampling(1.0), ignore_eos=True)
+    for name, drafter in drafters(target).items():
+        assert Decoder(target, drafter).generate(PROMPTS, 20, Sampling(1.0), Plan(3, "candidates"), ignore_eos=True).tokens == plain.tokens, name
+
+
+def test_rejection_gives_a_prompt_the_same_text_in_any_batch(target):
+    drafter = drafters(target)["draft_model"]
+    together = Decoder(target, drafter).generate(PROMPTS, 20, Sampling(1.0), Plan(3), ignore_eos=True).tokens
+    for i, prompt in enumerate(PROMPTS):
+        assert Decoder(target, drafter).generate([prompt], 20, Sampling(1.0), Plan(3), ignore_eos=True, sequence_ids=[i]).tokens == [together[i]]
+
+
+def test_seeds_and_sequence_ids_change_the_text(target):
+    def text(seed: int, sequence: int) -> list[int]:
+        return Decoder(target).generate([PROMPTS[0]], 20, Sampling(1.0, seed=seed), ignore_eos=True, sequence_ids=[sequence]).tokens[0]
+
+    assert text(0, 0) == text(0, 0)
+    assert len({tuple(text(s, i)) for s in (0, 1, 2**62) for i in (0, 1)}) == 6
+
+
+# ------------------------------------------------------------ ends
+
+
+def test_an_end_token_inside_an_accepted_run_ends_the_text_there(target, itself):
+    text = Decoder(target).generate([PROMPTS[0]], 20).tokens[0]
+    end_at(target, text[4])
+    expected = text[: text.index(text[4]) + 1]
+    out = Decoder(target, itself).generate([PROMPTS[0]], 20, plan=Plan(7))
+    assert out.tokens == [expected]
+    assert Decoder(target, itself).generate([PROMPTS[0]], 20, plan=Plan(7), ignore_eos=True).tokens == [text]
+
+
+def test_any_of_several_end_tokens_ends_a_text(target, itself):
+    text = Decoder(target).generate([PROMPTS[0]], 20).tokens[0]
+    end_at(target, [text[9], text[6]])
+    cut = min(text.index(text[9]), text.index(text[6]))
+    assert Decoder(target, itself).generate([PROMPTS[0]], 20, plan=Plan(4)).tokens == [text[: cut + 1]]
+
+
+@pytest.mark.parametrize("depth", [0, 1, 4])
+def test_rows_that_finish_at_different_times_equal_the_library(target, itself, depth):
+    texts = Decoder(target).generate(PROMPTS, 24).tokens
+    end_at(target, [texts[0][3], texts[2][11]])
+    expected = []
+    for prompt in PROMPTS:
+        tokens = torch.tensor([prompt])
+        expected.append(
+            target.model.generate(tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=24, do_sample=False, pad_token_id=0)[0, len(prompt) :].tolist()
+        )
+    assert len({len(t) for t in expected}) > 1
+    for name, drafter in {"itself": itself, **drafters(target)}.items():
+        assert Decoder(target, drafter).generate(PROMPTS, 24, plan=Plan(depth)).tokens == expected, name
+
+
+@pytest.mark.parametrize("length", [1, 2, 5, 6, 7])
+def test_max_new_tokens_is_exact_where_a_round_goes_further(target, itself, length):
+    out = Decoder(target, itself).generate(PROMPTS, length, plan=Plan(5), ignore_eos=True)
+    assert [len(t) for t in out.tokens] == [length] * len(PROMPTS)
+    assert out.stats.num_tokens == length * len(PROMPTS)
+
+
+@pytest.mark.parametrize("depth", [1, 3, 6])
+def test_a_stop_that_spans_two_rounds_ends_the_text_at_once(target, itself, depth):
+    text = Decoder(target).generate([PROMPTS[0]], 20, ignore_eos=True).tokens[0]
+    wanted = text[5:8]
+    seen: list[int] = []
+
+    def stop(tokens: list[int]) -> bool:
+        seen.append(len(tokens))
+        return tokens[-3:] == wanted
+
+    out = Decoder(target, itself).generate([PROMPTS[0]], 20, plan=Plan(depth), stop=stop, ignore_eos=True)
+    assert out.tokens == [text[:8]]
+    assert seen == list(range(1, 9)), "called once after each token, in order"
+
+
+# ------------------------------------------------------------ limits
+
+
+@pytest.mark.parametrize("depth", [1, 5])
+def test_the_context_can_be_filled_to_its_last_position(depth):
+    """GPT-2 has learned positions: one token too far would be an index error."""
+    torch.manual_seed(0)
+    model = GPT2LMHeadModel(
+        GPT2Config(vocab_size=VOCAB, n_positions=32, n_embd=32, n_layer=4, n_head=4, initializer_range=0.2, bos_token_id=None, eos_token_id=None)
+    )
+    target = Target(model.eval().requires_grad_(False))
+    prompts = [PROMPTS[2] + PROMPTS[2], PROMPTS[0]]  # 18 and 5 tokens
+    expected = [
+        model.generate(torch.tensor([p]), attention_mask=torch.ones(1, len(p)).long(), max_new_tokens=14, do_sample=False)[0, len(p) :].tolist()
+        for p in prompts
+    ]
+    for drafter in (None, Ngram(), DraftModel(copy.deepcopy(model)), Eagle3.build(Eagle3Config(taps=(0, 2, 4)), target)):
+        assert Decoder(target, drafter).generate(prompts, 14, plan=Plan(depth), ignore_eos=True).tokens == expected
+    with pytest.raises(BadInputError, match=r"prompt 0 has 18 tokens; with 15 new ones it exceeds the target's context of 32"):
+        Decoder(target).generate(prompts, 15)
+
+
+def test_a_draft_model_with_a_shorter_context_is_refused_before_it_is_exceeded(tiny_llama, target):
+    drafter = DraftModel(tiny_llama(layers=1, max_position_embeddings=32))
+    assert len(Decoder(target, drafter).generate([[1, 2, 3]], 20, plan=Plan(3), ignore_eos=True).tokens[0]) == 20
+    with pytest.raises(BadInputError, match="built for 32 positions, this generation needs"):
+        Decoder(target, drafter).generate([[1, 2, 3]], 40)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "arguments", "message"),
+    [
+        ([], {}, "there are no prompts"),
+        ([[1], []], {}, "prompt 1 is empty"),
+        ([[1, 64]], {}, "token 64, outside the target's vocabulary of 64"),
+        ([[1, -1]], {}, "token -1, outside"),
+        ([[1] * 600], {}, "exceeds the target's context of 512"),
+        ([[1]], {"max_new_tokens": 0}, "max_new_tokens must be at least 1, got 0"),
+        ([[1], [2]], {"sequence_ids": [0]}, "2 prompts, but 1 sequence ids"),
+        ([[1]], {"sampling": Sampling(1.0), "plan": Plan(verify="greedy")}, "the greedy rule needs temperature 0, got 1.0"),
+    ],
+)
+def test_impossible_requests_are_refused(target, prompts, arguments, message):
+    with pytest.raises(BadInputError, match=message):
+        Decoder(target).generate(prompts, **arguments)
+
+
+def test_impossible_plans_are_refused():
+    with pytest.raises(BadInputError, match="depth must be >= 0, got -1"):
+        Plan(depth=-1)
+    with pytest.raises(BadInputError, match="unknown verification rule 'blokc'; known: auto, greedy"):
+        Plan(verify="blokc")
+
+
+def test_a_drafter_of_another_target_is_refused(tiny_llama, target):
+    for drafter, message in (
+        (DraftModel(tiny_llama(layers=1, vocab=32)), "vocabulary has 32 entries, the target's 64"),
+        (Eagle3.build(Eagle3Config(), Target(tiny_llama(layers=8))), r"reads hidden_states\[5\], but this target has 4 layers"),
+        (Eagle3.build(Eagle3Config(taps=(0, 2, 4)), Target(tiny_llama(hidden=64))), "hidden size of 64, the target's is 32"),
+        (Eagle3.build(Eagle3Config(taps=(0, 2, 4)), Target(tiny_llama(vocab=32))), "vocabulary of 32, the target's is 64"),
+    ):
+        with pytest.raises(IncompatibleError, match=message):
+            Decoder(target, drafter)
+
+
+# ------------------------------------------------------------ figures
+
+
+def test_rounds_and_figures_by_hand(target):
+    """Drafts are scripted on the known text: 2 of 3, 0 of 3, nothing proposed, 3 of 3."""
+    text = Decoder(target).generate([PROMPTS[0]], 10, ignore_eos=True).tokens[0]
+    lie = [(t + 1) % VOCAB for t in text]
+    script = Script([[text[1], text[2], lie[3]], [lie[4], text[5], text[6]], [], text[6:9]])
+    out = Decoder(target, script).generate([PROMPTS[0]], 10, plan=Plan(3), ignore_eos=True)
+    assert out.tokens == [text]
+    assert out.rounds == [[Round(3, 2, 3), Round(3, 0, 1), Round(0, 0, 1), Round(3, 3, 4)]]
+    stats = out.stats
+    assert stats.tau == 1 + 5 / 4
+    assert stats.acceptance_rate == 5 / 9
+    assert stats.depth_counts() == [(3, 2), (2, 2), (2, 1)]
+    assert stats.alpha() == [2 / 3, 1, 1 / 2]
+    assert stats.histogram() == [2, 0, 1, 1]
+    assert stats.num_tokens == 10
+    assert out.rule == "greedy"
+
+
+def test_the_first_token_belongs_to_no_round(target, itself):
+    out = Decoder(target, itself).generate([PROMPTS[0]], 1)
+    assert out.rounds == [[]]
+    assert out.stats.tau != out.stats.tau  # nan: no rounds
+    assert out.stats.histogram() == []
+    assert out.stats.alpha() == []
+
+
+def test_drafts_behind_an_end_token_count_neither_as_drafted_nor_as_accepted(target):
+    text = Decoder(target).generate([PROMPTS[0]], 10, ignore_eos=True).tokens[0]
+    end_at(target, text[2])
+    assert text[2] not in text[:2]
+    out = Decoder(target, Script([text[1:6]])).generate([PROMPTS[0]], 10, plan=Plan(5))
+    assert out.tokens == [text[:3]]
+    assert out.rounds == [[Round(drafted=2, accepted=2, emitted=2)]]
+
+
+def test_an_end_token_that_is_the_targets_own_changes_no_count(target):
+    text = Decoder(target).generate([PROMPTS[0]], 10, ignore_eos=True).tokens[0]
+    end_at(target, text[3])
+    script = Script([[text[1], text[2], (text[3] + 1) % VOCAB]])
+    assert Decoder(target, script).generate([PROMPTS[0]], 10, plan=Plan(3)).rounds == [[Round(3, 2, 3)]]
+
+
+def test_a_round_cut_by_max_new_tokens_keeps_what_the_drafter_did(target, itself):
+    out = Decoder(target, itself).generate([PROMPTS[0]], 3, plan=Plan(5), ignore_eos=True)
+    assert out.rounds == [[Round(drafted=5, accepted=5, emitted=2)]]
+
+
+def test_depth_counts_of_ragged_rounds():
+    rounds = [Round(3, 3, 4), Round(3, 1, 2), Round(1, 1, 2), Round(1, 0, 1), Round(0, 0, 1)]
+    assert depth_counts(rounds) == [(4, 3), (2, 1), (1, 1)]
+    assert DecodeStats([rounds], 10).alpha() == [3 / 4, 1 / 2, 1]
+
+
+def test_seconds_add_up(target, itself):
+    seconds = Decoder(target, itself).generate(PROMPTS, 12, plan=Plan(3), ignore_eos=True).stats.seconds
+    assert min(seconds.prefill, seconds.draft, seconds.verify) > 0
+    assert seconds.prefill + seconds.draft + seconds.verify + seconds.host == pytest.approx(seconds.total)
+
+
+# ------------------------------------------------------------ streaming and reuse
+
+
+def test_a_stream_is_the_generation_in_pieces(target, itself):
+    out = Decoder(target, itself).generate([PROMPTS[0]], 12, plan=Plan(3), ignore_eos=True)
+    events = list(Decoder(target, itself).stream(PROMPTS[0], 12, plan=Plan(3), ignore_eos=True))
+    assert [t for e in events for t in e.tokens] == out.tokens[0]
+    assert [(e.accepted, e.drafted) for e in events] == [(0, 0), (3, 3), (3, 3), (3, 3)]
+    assert [len(e.tokens) for e in events] == [1, 4, 4, 3]
+
+
+def test_a_stream_leaves_its_callers_gradients_on(target, itself):
+    for _ in Decoder(target, itself).stream(PROMPTS[0], 6, plan=Plan(2)):
+        assert torch.is_grad_enabled()
+        assert not torch.is_inference_mode_enabled()
+
+
+def test_decoders_that_share_a_target_do_not_disturb_each_other(target):
+    """Hooks for taps stay on the model: neither other drafters nor the library's own generation may see them."""
+    first = Eagle3.build(Eagle3Config(taps=(1, 2, 3)), target)
+    second = Eagle3.build(Eagle3Config(taps=(0, 4)), target)
+    expected = Decoder(target).generate(PROMPTS, 12, ignore_eos=True).tokens
+    streams = [Decoder(target, head).stream(PROMPTS[0], 12, ignore_eos=True) for head in (first, second, None)]
+    texts: list[list[int]] = [[], [], []]
+    while any(pieces := [next(s, None) for s in streams]):
+        for text, piece in zip(texts, pieces, strict=True):
+            text += piece.tokens if piece else []
+    assert texts == [expected[0]] * 3
+    assert Decoder(target, second).generate(PROMPTS, 12, ignore_eos=True).tokens == expected
+
+
+def test_bf16_target_with_an_fp32_head_decodes_its_own_greedy_text(tiny_llama):
+    target = Target(tiny_llama(layers=4).bfloat16())
+    head = Eagle3.build(Eagle3Config(taps=(0, 2, 4), draft_vocab_size=20), target, torch.arange(VOCAB))
+    out = Decoder(target, head).generate(PROMPTS, 12, plan=Plan(3), ignore_eos=True)
+    assert [len(t) for t in out.tokens] == [12] * 4
+
+
+def test_nothing_is_drafted_at_depth_0(target, itself):
+    out = Decoder(target, itself).generate(PROMPTS, 6, plan=Plan(0), ignore_eos=True)
+    assert out.tokens == Decoder(target).generate(PROMPTS, 6, ignore_eos=True).tokens
+    assert out.stats.tau == 1
+    assert out.rule == "none"

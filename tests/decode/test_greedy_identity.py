@@ -1,0 +1,251 @@
+"""Temperature 0: token for token what `transformers.generate` writes, whatever drafts, at any depth, in any batch.
+
+Every architecture in the table is one that users' targets have; adding one is one row.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from outrider.decode import Decoder, Plan, Sampling
+from outrider.heads import Choose, Drafter, DrafterConfig, DraftModel, Eagle3, Eagle3Config, Ngram, Proposal
+from outrider.target import Counts, IncompatibleError, Target
+
+VOCAB, NEW = 64, 14
+COMMON = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.2,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+SLIDING = {"sliding_window": 6}  # shorter than every text below
+EXPERTS = {"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+
+ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen2": {},
+    "qwen3": {"head_dim": 8},
+    "gemma2": {"head_dim": 8, "query_pre_attn_scalar": 8, "final_logit_softcapping": 3.0, **SLIDING},
+    "gemma3_text": {"head_dim": 8, "query_pre_attn_scalar": 8, "layer_types": ["sliding_attention", "full_attention"] * 2, **SLIDING},
+    "mistral": SLIDING,
+    "gpt2": {},
+    "gpt_neox": {},
+    "phi3": {},
+    "olmo2": {},
+    "granite": {"logits_scaling": 4.0, "embedding_multiplier": 3.0, "residual_multiplier": 0.5, "attention_multiplier": 0.3},
+}
+# More of the same kinds; run before a release.
+MORE: dict[str, dict[str, Any]] = {
+    "phi3 sliding": SLIDING,
+    "qwen2 sliding": {"use_sliding_window": True, "max_window_layers": 2, **SLIDING},
+    "llama tied, with biases": {"attention_bias": True, "tie_word_embeddings": True},
+    "gemma": {"head_dim": 8},
+    "cohere": {"logit_scale": 0.25},
+    "cohere2": {"logit_scale": 0.25, **SLIDING},
+    "olmo3": SLIDING,
+    "exaone4": SLIDING,
+    "starcoder2": SLIDING,
+    "smollm3": {},
+    "stablelm": {},
+    "phi": {},
+    "glm": {"head_dim": 8},
+    "glm4": {"head_dim": 8},
+    "ernie4_5": {"head_dim": 8},
+    "helium": {"head_dim": 8},
+    "nemotron": {"head_dim": 8},
+    "opt": {"ffn_dim": 64, "word_embed_proj_dim": 32},
+    "gptj": {"rotary_dim": 4},
+    "gpt_bigcode": {},
+    "falcon": {},
+    "mpt": {"d_model": 32, "n_heads": 4, "n_layers": 4},
+    "mixtral": EXPERTS,
+    "qwen3_moe": {"head_dim": 8, **EXPERTS},
+    "gpt_oss": {"head_dim": 8, **EXPERTS, **SLIDING},
+    "deepseek_v3": {
+        **EXPERTS, "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "num_key_value_heads": 4,
+        "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8,
+    },
+}  # fmt: skip
+EAGER = {"gemma2"}
+
+RAGGED = [5, 1, 9, 13, 2, 7, 16, 3]
+PROMPTS = [torch.randint(0, VOCAB, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in RAGGED]
+
+
+def make(name: str) -> PreTrainedModel:
+    changes = (ARCHITECTURES | MORE)[name]
+    kind = name.split()[0]
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(kind, **(COMMON | changes))
+    return AutoModelForCausalLM.from_config(config, attn_implementation="eager" if kind in EAGER else None).eval().requires_grad_(False)
+
+
+def reference(model: PreTrainedModel, prompts: list[list[int]], new: int = NEW) -> list[list[int]]:
+    """`transformers.generate`, one prompt at a time."""
+    texts = []
+    for prompt in prompts:
+        tokens = torch.tensor([prompt])
+        texts.append(model.generate(tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=new, do_sample=False)[0, len(prompt) :].tolist())
+    return texts
+
+
+class Prophet(Drafter):
+    """Knows the texts and lies now and then, so that rounds of one batch accept different numbers of drafts."""
+
+    name = "prophet"
+
+    def __init__(self, texts: list[list[int]]):
+        super().__init__(DrafterConfig())
+        self.texts = texts
+
+    def open(self, target: Target, batch_size: int, max_length: int) -> dict[str, Any]:
+        return {"rows": list(range(batch_size)), "known": [0] * batch_size, "round": 0}
+
+    def absorb(self, state: dict[str, Any], tokens: Tensor, hidden: Tensor | None, counts: Counts) -> None:
+        state["known"] = [n + c for n, c in zip(state["known"], counts.values, strict=True)]
+
+    def propose(self, state: dict[str, Any], root: Tensor, depth: int, choose: Choose) -> Proposal:
+        state["round"] += 1
+        drafts = []
+        for row, known in zip(state["rows"], state["known"], strict=True):
+            true = (self.texts[row] + [0] * depth)[known + 1 : known + 1 + depth]
+            lie_at = (state["round"] * 7 + row * 3) % (depth + 2)  # beyond depth: no lie
+            drafts.append([(t + 1) % VOCAB if j == lie_at else t for j, t in enumerate(true + [0] * (depth - len(true)))])
+        return Proposal.chain(torch.tensor(drafts), deterministic=True)
+
+    def select(self, state: dict[str, Any], rows: list[int]) -> None:
+        state["rows"], state["known"] = [state["rows"][r] for r in rows], [state["known"][r] for r in rows]
+
+
+def blurred(model: PreTrainedModel, by: float = 0.012) -> PreTrainedModel:
+    """A copy that agrees with the model often, not always."""
+    copied, generator = copy.deepcopy(model), torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for weight in copied.parameters():
+            weight.add_(by * torch.randn(weight.shape, generator=generator))
+    return copied
+
+
+def every_drafter(target: Target, texts: list[list[int]]) -> dict[str, Drafter | None]:
+    torch.manual_seed(1)
+    return {
+        "none": None,
+        "ngram": Ngram(),
+        "draft_model": DraftModel(blurred(target.model)),
+        "eagle3": Eagle3.build(Eagle3Config(taps=(0, 2, 4)), target),
+        "prophet": Prophet([p + t for p, t in zip(PROMPTS, texts, strict=True)]),
+    }
+
+
+def differing(target: Target, texts: list[list[int]]) -> list[str]:
+    """Which drafters, depths and batches write something else than `texts`."""
+    found = []
+    for name, drafter in every_drafter(target, texts).items():
+        decoder = Decoder(target, drafter)
+        for depth in (1, 3, 5) if drafter is not None else (1,):
+            together = decoder.generate(PROMPTS, NEW, plan=Plan(depth), ignore_eos=True).tokens
+            found += [f"{name} at depth {depth}, batch of 8"] * (together != texts)
+        alone = decoder.generate(PROMPTS[:1], NEW, plan=Plan(3), ignore_eos=True).tokens
+        found += [f"{name}, alone"] * (alone != texts[:1])
+    return found
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_greedy_text_is_the_librarys(architecture):
+    model = make(architecture)
+    texts = reference(model, PROMPTS)
+    assert len({tuple(t) for t in texts}) > 4, "a degenerate model proves nothing"
+    assert differing(Target(model), texts) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", MORE)
+def test_greedy_text_is_the_librarys_on_more_architectures(architecture):
+    model = make(architecture)
+    assert differing(Target(model), reference(model, PROMPTS)) == []
+
+
+def test_the_drafters_above_are_partly_right():
+    model = make("llama")
+    target, texts = Target(model), reference(model, PROMPTS)
+    for name, drafter in every_drafter(target, texts).items():
+        if name in ("draft_model", "prophet"):
+            rate = Decoder(target, drafter).generate(PROMPTS, NEW, plan=Plan(3), ignore_eos=True).stats.acceptance_rate
+            assert 0.2 < rate < 0.9, name
+
+
+@pytest.mark.parametrize("merged", [False, True])
+def test_greedy_text_is_the_librarys_with_a_peft_adapter(merged):
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(3)
+    plain = make("llama")
+    before = reference(plain, PROMPTS)
+    model = get_peft_model(plain, LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False)).eval()
+    model = model.merge_and_unload() if merged else model
+    texts = reference(model, PROMPTS)
+    assert texts != before
+    assert differing(Target(model), texts) == []
+
+
+def test_greedy_text_is_the_librarys_under_a_repetition_penalty():
+    model = make("qwen2")
+    texts = [
+        model.generate(torch.tensor([p]), attention_mask=torch.ones(1, len(p)).long(), max_new_tokens=NEW, do_sample=False, repetition_penalty=1.5)[
+            0, len(p) :
+        ].tolist()
+        for p in PROMPTS
+    ]
+    assert texts != reference(model, PROMPTS)
+    target = Target(model)
+    for name, drafter in every_drafter(target, texts).items():
+        out = Decoder(target, drafter).generate(PROMPTS, NEW, Sampling(repetition_penalty=1.5), Plan(3), ignore_eos=True)
+        assert out.tokens == texts, name
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [("mamba", {}), ("llama4_text", {"attention_chunk_size": 4, "num_local_experts": 2, "intermediate_size_mlp": 64, "head_dim": 8}), ("bloom", {})],
+)
+def test_an_architecture_that_cannot_be_rewound_by_position_is_refused(kind, changes):
+    """Recurrent state, chunked attention, position biases built from a padding mask: an error that says so, before any text."""
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **(COMMON | changes)))
+    with pytest.raises(IncompatibleError, match=f"{type(model).__name__}.*"):
+        Decoder(Target(model)).generate([[1, 2, 3]], 4)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("rule", ["rejection", "coupled"])
+@pytest.mark.parametrize("depth", [1, 4])
+def test_a_drafter_that_is_the_target_has_tau_k_plus_1(depth, rule, temperature):
+    """Exactly, for one token, ragged and single prompts, and attention that must be told what is causal (gemma2, eager)."""
+    for architecture in ("llama", "gemma2"):
+        model = make(architecture)
+        decoder = Decoder(Target(model), DraftModel(copy.deepcopy(model)))
+        for prompts in (PROMPTS, [[7]], [[7], [9]]):
+            out = decoder.generate(prompts, 1 + 3 * (depth + 1), Sampling(temperature), Plan(depth, rule), ignore_eos=True)
+            assert out.stats.tau == depth + 1
+            assert out.stats.histogram() == [0] * depth + [3 * len(prompts)]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_filters_and_penalties_apply_to_drafter_and_target_alike_along_the_path(temperature):
+    """Otherwise a drafter that is the target would be refused now and then."""
+    model = make("llama")
+    sampling = Sampling(temperature, top_k=30, top_p=0.9, min_p=0.01, repetition_penalty=1.4)
+    for rule in ("rejection", "coupled"):
+        out = Decoder(Target(model), DraftModel(copy.deepcopy(model))).generate(PROMPTS, 16, sampling, Plan(4, rule), ignore_eos=True)
+        assert out.stats.tau == 5

@@ -1,0 +1,179 @@
+"""Filters are the library's; draws follow their law; randomness is a function of its place and of nothing else."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+from transformers import LogitsProcessorList
+from transformers.generation.logits_process import (
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from outrider.decode import Sampling
+from outrider.decode.sampling import ACCEPT, CORRECT, DRAFT, draw, gumbel, penalize, probabilities, uniforms
+from outrider.target import BadInputError
+
+NEVER = 1e-6  # p-values below this do not happen by chance in a lifetime of this suite
+
+
+# ------------------------------------------------------------ filters
+
+
+def library_probabilities(tokens: torch.Tensor, logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
+    """What `transformers.generate` samples from, `[B, V]`, with its processors in its order."""
+    steps = LogitsProcessorList()
+    if sampling.repetition_penalty != 1:
+        steps.append(RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty))
+    steps.append(TemperatureLogitsWarper(sampling.temperature))
+    if sampling.top_k is not None:
+        steps.append(TopKLogitsWarper(sampling.top_k))
+    if sampling.top_p is not None:
+        steps.append(TopPLogitsWarper(sampling.top_p))
+    if sampling.min_p is not None:
+        steps.append(MinPLogitsWarper(sampling.min_p))
+    return steps(tokens, logits).softmax(-1)
+
+
+@pytest.mark.parametrize(
+    ("temperature", "top_k", "top_p", "min_p", "penalty"),
+    list(product([1.0, 0.7], [None, 5, 40], [None, 0.8], [None, 0.2], [1.0, 1.3])),
+)
+def test_filters_equal_the_librarys(temperature, top_k, top_p, min_p, penalty):
+    generator = torch.Generator().manual_seed(0)
+    logits, tokens = 3 * torch.randn(50, 20, generator=generator), torch.randint(0, 20, (50, 4), generator=generator)
+    sampling = Sampling(temperature, top_k, top_p, min_p, penalty)
+    present = torch.zeros(50, 20, dtype=torch.bool).scatter(1, tokens, True)
+    ours = probabilities(penalize(logits, present, sampling), sampling)
+    torch.testing.assert_close(ours, library_probabilities(tokens, logits, sampling), rtol=1e-5, atol=1e-7)
+
+
+def test_the_penalty_is_computed_in_fp32():
+    """The library penalises fp32 logits; bf16 would round and could change the most probable token."""
+    logits = torch.tensor([[2.0, 1.546875]]).bfloat16()
+    sampling = Sampling(repetition_penalty=1.3)
+    ours = penalize(logits, torch.tensor([[True, False]]), sampling)
+    assert ours.dtype == torch.float32
+    assert ours[0, 0].item() == pytest.approx(2 / 1.3)
+
+
+def test_filters_keep_a_pruned_draft_vocabulary_pruned():
+    """Logits of −inf (tokens outside the draft vocabulary) stay at probability 0, also where top_k exceeds what is left."""
+    logits = torch.tensor([[1.0, float("-inf"), 0.5, float("-inf"), 0.0]])
+    for sampling in (Sampling(1.0, top_k=4), Sampling(1.0, top_p=0.99), Sampling(1.0, min_p=0.01), Sampling(0.7, 4, 0.99, 0.01, 1.2)):
+        probs = probabilities(penalize(logits, torch.tensor([[True, True, False, False, False]]), sampling), sampling)
+        assert probs[0, [1, 3]].tolist() == [0, 0]
+        assert float(probs.sum()) == pytest.approx(1)
+
+
+def test_the_most_probable_token_survives_every_filter():
+    logits = torch.randn(20, 50, generator=torch.Generator().manual_seed(0))
+    for sampling in (Sampling(1.0, top_p=1e-9), Sampling(1.0, top_k=1), Sampling(1.0, min_p=1.0)):
+        assert torch.equal(probabilities(logits, sampling), torch.nn.functional.one_hot(logits.argmax(-1), 50).float())
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("temperature", -1), ("top_k", 0), ("top_p", 0), ("top_p", 1.5), ("min_p", -0.1), ("min_p", 1.1), ("repetition_penalty", 0)]
+)
+def test_impossible_settings_are_refused(field, value):
+    with pytest.raises(BadInputError, match=field):
+        Sampling(**{field: value})
+
+
+# ------------------------------------------------------------ draws
+
+
+def test_a_draw_follows_its_distribution_exactly():
+    """Tenths against the midpoints of tenths: counts are the probabilities; the sum of probs does not matter."""
+    grid = (torch.arange(10).double() + 0.5) / 10
+    for scale in (1, 0.3):
+        probs = scale * torch.tensor([0.0, 0.5, 0.0, 0.3, 0.2, 0.0]).expand(10, -1)
+        assert torch.bincount(draw(probs, grid), minlength=6).tolist() == [0, 5, 0, 3, 2, 0]
+
+
+def test_a_token_of_probability_zero_is_never_drawn():
+    """Neither at the ends of the unit interval nor through rounding."""
+    ends = torch.tensor([2.0**-54, 1 - 2.0**-53, 1.0], dtype=torch.float64)
+    probs = torch.tensor([[0.0, 0.1, 0.0, 0.7, 0.2, 0.0, 0.0]]).expand(3, -1)
+    assert draw(probs, ends).tolist() == [1, 4, 4]
+
+
+# ------------------------------------------------------------ counter-based uniforms
+
+
+def sample(stream: int = DRAFT, seed: int = 0, rows: int = 200, columns: int = 500) -> torch.Tensor:
+    return uniforms(seed, stream, torch.arange(rows)[:, None], torch.arange(columns))
+
+
+def test_uniforms_are_uniform_and_never_touch_the_ends():
+    values = sample(rows=400)
+    assert values.dtype == torch.float64
+    assert 0 < float(values.min()) < 1e-4
+    assert 1 - 1e-4 < float(values.max()) < 1
+    assert stats.kstest(values.flatten().numpy(), "uniform").pvalue > NEVER
+    extremes = uniforms(2**62, CORRECT, torch.tensor([0, 2**62, -(2**62), -1]))
+    assert bool(((extremes > 0) & (extremes < 1)).all())
+
+
+def test_equal_keys_give_equal_uniforms_in_any_shape_and_order():
+    values, order = sample(), torch.randperm(200, generator=torch.Generator().manual_seed(1))
+    assert torch.equal(values, sample())
+    assert torch.equal(values[order], uniforms(0, DRAFT, order[:, None], torch.arange(500)))
+    assert torch.equal(values[7, 9:12], uniforms(0, DRAFT, torch.tensor(7), torch.arange(9, 12)))
+
+
+def test_any_integer_is_a_seed():
+    seeds = (0, 1, -1, 10**6, 2**40, 2**63 - 1, 2**64 + 5)
+    first = [float(uniforms(seed, DRAFT, torch.tensor([0]))[0]) for seed in seeds]
+    assert len(set(first)) == len(seeds)
+
+
+def independence(first: torch.Tensor, second: torch.Tensor, cells: int = 16) -> float:
+    """p-value of a chi-square test that two sets of uniforms are jointly uniform on a grid of cells."""
+    code = (first * cells).long() * cells + (second * cells).long()
+    return stats.chisquare(torch.bincount(code.flatten(), minlength=cells**2).numpy()).pvalue
+
+
+def test_streams_seeds_rows_and_positions_are_independent():
+    """Neighbouring keys in every argument, jointly uniform on a 16 × 16 grid (100,000 pairs each), and uncorrelated."""
+    base = sample()
+    pairs = {
+        "stream": (base, sample(ACCEPT)),
+        "another stream": (base, sample(CORRECT)),
+        "seed": (base, sample(seed=1)),
+        "next row": (base[:-1], base[1:]),
+        "next position": (base[:, :-1], base[:, 1:]),
+        "diagonal": (base[:-1, :-1], base[1:, 1:]),
+        "swapped keys": (base[:, :200].tril(-1)[base[:, :200].tril(-1) > 0], base[:, :200].T.tril(-1)[base[:, :200].T.tril(-1) > 0]),
+    }
+    for name, (first, second) in pairs.items():
+        assert independence(first, second) > NEVER / len(pairs), name
+        correlation = float(np.corrcoef(first.flatten(), second.flatten())[0, 1])
+        assert abs(correlation) < 5 / first.numel() ** 0.5, name
+
+
+def test_sums_over_a_sequence_are_independent_too():
+    """Three draws of one round (draft, accept, correct at one place) fill the cube: 8 × 8 × 8 cells."""
+    cells = sum((sample(stream) * 8).long() * 8**i for i, stream in enumerate((DRAFT, ACCEPT, CORRECT)))
+    assert stats.chisquare(torch.bincount(cells.flatten(), minlength=512).numpy()).pvalue > NEVER
+
+
+def test_gumbel_noise_makes_argmax_a_sample():
+    """argmax(log p + g) ~ p, and neighbouring positions are independent."""
+    probs = torch.tensor([0.5, 0.3, 0.0, 0.15, 0.05], dtype=torch.float64)
+    noise = gumbel(3, torch.arange(200)[:, None], torch.arange(500), 5)
+    assert noise.shape == (200, 500, 5)
+    tokens = (probs.log() + noise).argmax(-1)
+    counts = torch.bincount(tokens.flatten(), minlength=5).numpy()
+    assert counts[2] == 0
+    kept = [0, 1, 3, 4]
+    assert stats.chisquare(counts[kept], probs.numpy()[kept] * counts.sum()).pvalue > NEVER
+    table = torch.bincount((tokens[:, :-1] * 5 + tokens[:, 1:]).flatten(), minlength=25).view(5, 5).numpy()[np.ix_(kept, kept)]
+    assert stats.chi2_contingency(table).pvalue > NEVER

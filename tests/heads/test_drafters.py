@@ -1,0 +1,227 @@
+"""What every drafter in the registry keeps to: saving, strict loading, and dropping rows. A new architecture is one new row."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from outrider.decode import Decoder, Plan, Sampling
+from outrider.heads import HEADS, Drafter, DraftModel, Eagle3, Eagle3Config, Ngram, NgramConfig, drafter_config, head_class, load_drafter
+from outrider.target import BadInputError, Counts, IncompatibleError, Target
+
+MAKERS: dict[str, Callable[[Target, Callable], Drafter]] = {
+    "draft_model": lambda target, llama: DraftModel(llama(layers=2, seed=1)),
+    "eagle3": lambda target, llama: Eagle3.build(Eagle3Config(norm_taps=True, steps=2), target),
+    "eagle3 pruned": lambda target, llama: Eagle3.build(Eagle3Config(taps=(0, 6), draft_vocab_size=20), target, torch.arange(64)),
+    "ngram": lambda target, llama: Ngram(NgramConfig(max_match=3)),
+}
+WITH_WEIGHTS = [name for name in MAKERS if name != "ngram"]
+PROMPTS = [torch.randint(0, 64, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (5, 1, 9, 3)]
+
+
+@pytest.fixture
+def target(tiny_llama) -> Target:
+    return Target(tiny_llama(layers=6))
+
+
+@pytest.fixture(params=MAKERS)
+def drafter(request, target, tiny_llama) -> Drafter:
+    torch.manual_seed(3)
+    return MAKERS[request.param](target, tiny_llama)
+
+
+@pytest.fixture(params=WITH_WEIGHTS)
+def saved(request, target, tiny_llama, tmp_path) -> Path:
+    """The folder of a saved drafter with weights."""
+    MAKERS[request.param](target, tiny_llama).save(tmp_path)
+    return tmp_path
+
+
+def proposals(drafter: Drafter, target: Target) -> list[list[int]]:
+    """Two rounds of drafts on ragged prompts."""
+    counts = Counts.of([len(p) for p in PROMPTS], "cpu")
+    tokens = torch.tensor([p + [0] * (9 - len(p)) for p in PROMPTS])
+    state, found = drafter.open(target, 4, 40), []
+    with torch.inference_mode():
+        for root in (tokens[:, 0], tokens[:, 1]):
+            hidden = target.forward(tokens, taps=drafter.taps).hidden
+            drafter.absorb(state, tokens, hidden, counts)
+            found.append(drafter.propose(state, root, 4, best).tokens.tolist())
+            tokens, counts = torch.cat([root[:, None], tokens[:, :4]], 1), Counts.of([1, 5, 3, 2], "cpu")
+    return found
+
+
+def best(logits: Tensor, token_ids: Tensor | None) -> Tensor:
+    top = logits.argmax(-1)
+    return top if token_ids is None else token_ids[top]
+
+
+# ------------------------------------------------------------ the contract
+
+
+def test_the_table_covers_the_registry():
+    assert {name.split()[0] for name in MAKERS} == set(HEADS)
+    assert all(cls.name == name for name, cls in HEADS.items())
+
+
+def test_a_saved_drafter_proposes_the_same(drafter, target, tmp_path):
+    before = proposals(drafter, target)
+    drafter.save(tmp_path / "drafter")
+    again = load_drafter(tmp_path / "drafter", target)
+    assert type(again) is type(drafter)
+    assert not again.training
+    assert proposals(again, target) == before
+    assert proposals(Drafter.load(tmp_path / "drafter"), target) == before, "without a target to check against, too"
+
+
+def test_only_safetensors_and_json_are_written(drafter, tmp_path):
+    drafter.save(tmp_path)
+    assert {p.suffix for p in tmp_path.iterdir()} <= {".safetensors", ".json"}
+
+
+def test_a_config_survives_saving(drafter, target, tmp_path):
+    drafter.save(tmp_path)
+    if not isinstance(drafter, DraftModel):  # saved as a plain Hugging Face checkpoint
+        assert load_drafter(tmp_path, target).config == drafter.config
+
+
+def test_dropped_rows_do_not_change_the_others(drafter, target):
+    """Texts of different lengths: rows leave the batch one after another."""
+    texts = Decoder(target).generate(PROMPTS, 16, ignore_eos=True).tokens
+    ends = {text[6 + 3 * i] for i, text in enumerate(texts[:3])}
+    target.model.generation_config.eos_token_id = sorted(ends)
+    expected = Decoder(target).generate(PROMPTS, 16, Sampling(), Plan(0)).tokens
+    assert len({len(t) for t in expected}) > 1
+    assert Decoder(target, drafter).generate(PROMPTS, 16, plan=Plan(3)).tokens == expected
+
+
+# ------------------------------------------------------------ strict loading
+
+
+def damage(saved: Path, change: Callable[[dict[str, Tensor]], None]) -> None:
+    weights = load_file(saved / "model.safetensors")
+    change(weights)
+    save_file(weights, saved / "model.safetensors", metadata={"format": "pt"})
+
+
+def test_a_missing_tensor_is_refused(saved, target):
+    damage(saved, lambda weights: weights.pop(sorted(weights)[-1]))
+    with pytest.raises(IncompatibleError, match=r"missing \S+"):
+        load_drafter(saved, target)
+
+
+def test_an_unexpected_tensor_is_refused(saved, target):
+    damage(saved, lambda weights: weights.update(surprise=torch.ones(2)))
+    with pytest.raises(IncompatibleError, match="unexpected surprise"):
+        load_drafter(saved, target)
+
+
+def test_a_tensor_of_another_shape_is_refused(saved, target):
+    damage(saved, lambda weights: weights.update({sorted(weights)[-1]: torch.ones(7, 5)}))
+    with pytest.raises((IncompatibleError, BadInputError), match=r"shape|\(7, 5\)"):
+        load_drafter(saved, target)
+
+
+@pytest.mark.parametrize("cut", [0, 4, 200, -1])
+def test_a_truncated_file_is_refused(saved, target, cut):
+    file = saved / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:cut])
+    with pytest.raises(BadInputError, match=r"damaged.*[Cc]opy it again|damaged: copy it again"):
+        load_drafter(saved, target)
+
+
+def test_a_pickle_is_refused_and_never_opened(saved, target):
+    class Bomb:
+        def __reduce__(self):
+            return (Path.touch, (saved / "exploded",))
+
+    (saved / "model.safetensors").unlink()
+    (saved / "pytorch_model.bin").write_bytes(pickle.dumps(Bomb()))
+    with pytest.raises(BadInputError, match=r"pytorch_model\.bin is a pickle, which can run code.*safetensors"):
+        load_drafter(saved, target)
+    assert not (saved / "exploded").exists()
+
+
+def test_a_folder_without_weights_is_refused(saved, target):
+    (saved / "model.safetensors").unlink()
+    with pytest.raises(BadInputError, match=r"no \*\.safetensors file"):
+        load_drafter(saved, target)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, "no drafter at .*config.json is missing"),
+        ("{", "not valid JSON"),
+        ("{}", "names no 'drafter_type' and no 'model_type'"),
+        ('{"drafter_type": "eagle4"}', "unknown drafter type 'eagle4'; known: draft_model, eagle3, ngram"),
+        ('{"drafter_type": "eagle3", "stepps": 3}', "unknown key 'stepps'; did you mean 'steps'"),
+        ("[]", "config.json"),
+    ],
+)
+def test_a_config_that_is_none_is_refused(tmp_path, text, message):
+    if text is not None:
+        (tmp_path / "config.json").write_text(text)
+    with pytest.raises(BadInputError, match=message):
+        load_drafter(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("draft_model", {"vocab": 32}, "vocabulary has 64 entries, the target's 32"),
+        ("eagle3", {"vocab": 32}, "vocabulary of 64, the target's is 32"),
+        ("eagle3", {"hidden": 64}, "hidden size of 32, the target's is 64"),
+        ("eagle3 pruned", {"layers": 4}, r"hidden_states\[6\], but this target has 4 layers \(valid taps: 0 to 4\)"),
+    ],
+)
+def test_a_drafter_of_another_target_is_refused_on_loading(target, tiny_llama, tmp_path, name, changes, message):
+    MAKERS[name](target, tiny_llama).save(tmp_path)
+    with pytest.raises(IncompatibleError, match=message):
+        load_drafter(tmp_path, Target(tiny_llama(**changes)))
+
+
+def test_a_draft_model_with_another_tokenizer_is_refused(tiny_target, tiny_llama, tiny_tokenizer, tmp_path):
+    """Equal sizes are not enough: the first token that differs is named."""
+    DraftModel(tiny_llama(layers=1, vocab=tiny_target.vocab_size)).save(tmp_path)
+    tiny_tokenizer.save_pretrained(tmp_path)
+    load_drafter(tmp_path, tiny_target)
+    state = json.loads((tmp_path / "tokenizer.json").read_text())
+    vocab = state["model"]["vocab"]
+    first, second = (next(t for t, i in vocab.items() if i == n) for n in (40, 41))
+    vocab[first], vocab[second] = 41, 40
+    (tmp_path / "tokenizer.json").write_text(json.dumps(state))
+    with pytest.raises(IncompatibleError, match="id 40 is"):
+        load_drafter(tmp_path, tiny_target)
+
+
+# ------------------------------------------------------------ configs
+
+
+def test_configs_are_made_by_name():
+    head, config = drafter_config({"type": "eagle3", "steps": 2, "taps": [1, 2, 3]})
+    assert head is Eagle3
+    assert (config.steps, config.taps) == (2, (1, 2, 3))
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({}, "'type' is missing; known types: draft_model, eagle3, ngram"),
+        ({"type": "eagle"}, "unknown drafter type 'eagle'"),
+        ({"type": "ngram", "max_macth": 2}, "unknown key 'max_macth'; did you mean 'max_match'"),
+    ],
+)
+def test_configs_that_make_no_sense_are_refused(values, message):
+    with pytest.raises(BadInputError, match=message):
+        drafter_config(values)
+    if "type" in values and values["type"] not in HEADS:
+        with pytest.raises(BadInputError, match="known: draft_model, eagle3, ngram"):
+            head_class(values["type"])

@@ -1,0 +1,63 @@
+"""Prompt lookup by hand: the longest suffix that occurred before, its last occurrence, copied."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from outrider.heads import Ngram, NgramConfig
+from outrider.target import BadInputError, Counts
+
+
+def propose(tokens: list[list[int]], roots: list[int], depth: int, **config: int) -> list[list[int]]:
+    drafter = Ngram(NgramConfig(**config))
+    state = drafter.open(None, len(tokens), 100)
+    width = max(map(len, tokens))
+    padded = torch.tensor([t + [99] * (width - len(t)) for t in tokens])
+    drafter.absorb(state, padded, None, Counts.of([len(t) for t in tokens], "cpu"))
+    proposal = drafter.propose(state, torch.tensor(roots), depth, None)
+    assert proposal.deterministic
+    return [row[:n] for row, n in zip(proposal.tokens.tolist(), proposal.lengths.tolist(), strict=True)]
+
+
+def test_the_longest_suffix_wins_over_a_later_shorter_one():
+    assert propose([[1, 2, 3, 4, 9, 3, 7, 1, 2]], [3], 2) == [[4, 9]]
+
+
+def test_of_equal_suffixes_the_last_occurrence_wins():
+    assert propose([[5, 1, 5, 2, 6]], [5], 1) == [[2]]
+
+
+def test_a_copy_that_reaches_the_end_goes_on_with_itself():
+    assert propose([[1, 2, 3, 1, 2]], [3], 7) == [[1, 2, 3, 1, 2, 3, 1]]
+    assert propose([[4, 4]], [4], 3) == [[4, 4, 4]]
+
+
+def test_rows_propose_as_much_as_they_find():
+    """Padding behind a row's own tokens is never looked up."""
+    assert propose([[1, 2, 3], [7, 8, 7, 9], [5]], [9, 8, 99], 2) == [[], [7, 9], []]
+
+
+def test_nothing_found_in_any_row_is_an_empty_proposal():
+    assert propose([[1, 2], [3]], [9, 8], 4) == [[], []]
+
+
+@pytest.mark.parametrize(("min_match", "found"), [(1, [[2, 3]]), (2, [[]])])
+def test_matches_shorter_than_min_match_do_not_count(min_match, found):
+    assert propose([[1, 2, 3, 4]], [1], 2, min_match=min_match) == found
+
+
+def test_rejected_drafts_are_forgotten_and_rows_can_be_dropped():
+    drafter = Ngram()
+    state = drafter.open(None, 2, 100)
+    drafter.absorb(state, torch.tensor([[1, 2], [3, 4]]), None, Counts.of([2, 2], "cpu"))
+    drafter.absorb(state, torch.tensor([[5, 6, 7], [8, 9, 1]]), None, Counts.of([1, 3], "cpu"))
+    drafter.select(state, [1])
+    assert drafter.propose(state, torch.tensor([8]), 3, None).tokens.tolist() == [[9, 1, 8]]
+    assert state[0].tokens == [3, 4, 8, 9, 1]
+
+
+def test_impossible_lengths_are_refused():
+    for values in ({"max_match": 0}, {"min_match": 3, "max_match": 2}, {"min_match": 0}):
+        with pytest.raises(BadInputError, match="1 <= min_match <= max_match"):
+            NgramConfig(**values)

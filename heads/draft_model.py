@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..target import BadInputError, Counts, IncompatibleError, RaggedCache, Target, load_causal_lm, load_tokenizer, refuse_unknown_keys, require_same_vocabulary
 from .base import Choose, Drafter, DrafterConfig, DrafterLoss, Proposal, TargetBatch
-from .losses import acceptance_metrics, chunked_compare, divergence
+from .losses import acceptance_metrics, ahead, chunked_compare, divergence
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -97,7 +97,7 @@ class DraftModel(Drafter):
         alpha[wanted] = result.alpha
         depths = range(self.config.depths)
         metrics = {"loss_d1": (result.loss.detach().sum(), count), "top1_d1": (result.top1.sum(), count)}
-        metrics |= acceptance_metrics([_ahead(alpha, d) for d in depths], [_ahead(wanted, d) for d in depths])
+        metrics |= acceptance_metrics([ahead(alpha, d) for d in depths], [ahead(wanted, d) for d in depths])
         return DrafterLoss(result.loss.sum(), count, metrics)
 
     # ------------------------------------------------------------ decoding
@@ -147,11 +147,6 @@ def _check_tokenizer(folder: Path, target: Target) -> None:
     own = load_tokenizer(folder)
     if own is not None and target.tokenizer is not None:
         require_same_vocabulary(own, target.tokenizer, f"the draft model in {str(folder)!r}")
-
-
-def _ahead(values: Tensor, by: int) -> Tensor:
-    """`values[:, t + by]` at t; zero behind the end."""
-    return torch.nn.functional.pad(values, (0, by))[:, by:]
 
 
 def _smaller(config: Any, changes: dict[str, Any]) -> Any:

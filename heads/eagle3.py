@@ -20,7 +20,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, Lla
 
 from ..target import BadInputError, Counts, IncompatibleError, RaggedCache, Target
 from .base import Choose, Drafter, DrafterConfig, DrafterLoss, Proposal, Sum, TargetBatch
-from .losses import acceptance_metrics, chunked_compare, divergence
+from .losses import acceptance_metrics, ahead, chunked_compare, divergence
 
 
 @dataclass
@@ -255,23 +255,27 @@ class Eagle3(Drafter):
     def loss(self, batch: TargetBatch) -> DrafterLoss:
         """Σ_i decay^i · Σ_positions loss_i: soft cross-entropy against the target's softmax on the draft vocabulary."""
         assert batch.hidden is not None
-        config = self.config
+        length = batch.tokens.shape[1]
+        # Index t of step i has read the tokens up to x_{t+1+i} and predicts x_{t+2+i}; here everything stands at the token predicted.
+        outputs = [nn.functional.pad(o, (0, 0, 2 + i, 0))[:, :length] for i, o in enumerate(self.unroll(batch.target, batch.tokens, batch.hidden))]
+        wanted = batch.supervised.clone()
+        wanted[:, :2] = False
+        exists = [torch.arange(length, device=wanted.device) >= 2 + i for i in range(len(outputs))]
+        before = nn.functional.pad(batch.last, (0, 0, 1, 0))[:, :length]
+        result = chunked_compare(
+            before[wanted], torch.stack([o[wanted] for o in outputs]),
+            batch.target.lm_head, self.logits, divergence(self.config.loss), self._kept,
+        )  # fmt: skip
         metrics: dict[str, Sum] = {}
         total = batch.tokens.new_zeros((), dtype=torch.float32)
         alphas, measured = [], []
-        for i, output in enumerate(self.unroll(batch.target, batch.tokens, batch.hidden)):
-            # Index t of step i has read the tokens up to x_{t+1+i}, and predicts x_{t+2+i}.
-            wanted = batch.supervised[:, 2 + i :]
-            length = wanted.shape[1]
-            result = chunked_compare(
-                batch.last[:, 1 + i : 1 + i + length][wanted], output[:, :length][wanted],
-                batch.target.lm_head, self.logits, divergence(config.loss), self._kept,
-            )  # fmt: skip
-            total = total + config.decay**i * result.loss.sum()
-            metrics |= {f"loss_d{i + 1}": (result.loss.detach().sum(), wanted.sum()), f"top1_d{i + 1}": (result.top1.sum(), wanted.sum())}
-            measured.append(nn.functional.pad(wanted, (0, batch.tokens.shape[1] - length)))
-            alphas.append(torch.zeros(batch.tokens.shape, device=wanted.device).masked_scatter(measured[-1], result.alpha))
-        return DrafterLoss(total, batch.supervised[:, 2:].sum(), metrics | acceptance_metrics(alphas, measured))
+        for i, known in enumerate(exists):
+            there, here = wanted & known, known.expand_as(wanted)[wanted]
+            total = total + self.config.decay**i * result.loss[i][here].sum()
+            metrics |= {f"loss_d{i + 1}": (result.loss[i][here].detach().sum(), here.sum()), f"top1_d{i + 1}": (result.top1[i][here].sum(), here.sum())}
+            alphas.append(ahead(torch.zeros(wanted.shape, device=wanted.device).masked_scatter(wanted, result.alpha[i]), i))
+            measured.append(ahead(there, i))
+        return DrafterLoss(total, wanted.sum(), metrics | acceptance_metrics(alphas, measured))
 
     def unroll(self, target: Target, tokens: Tensor, hidden: Tensor) -> list[Tensor]:
         """The training-time test: the layer's output at each of the S steps, `[B, T, H]` each.

@@ -68,62 +68,62 @@ def divergence(name: str) -> Divergence:
 
 @dataclass
 class Positions:
-    """Per-position results of one depth, `[P]` each."""
+    """Per-position results, `[P]` each; with S steps `[S, P]`."""
 
     loss: Tensor  # differentiable
     alpha: Tensor  # Σ min(p, q): the analytic acceptance probability
     top1: Tensor  # 1.0 where the two agree on the most probable token
 
 
-def compare(target_logits: Tensor, draft_logits: Tensor, rule: Divergence) -> Positions:
-    """Loss and agreement of two logits `[P, V]`."""
+def compare(target_logits: Tensor, draft_logits: Tensor, rule: Divergence, kept: Tensor | None = None) -> Positions:
+    """Loss and agreement of two logits, `[P, V]` and `[P, V']`.
+
+    Args:
+        kept: token ids `[V']` of a pruned draft vocabulary. The loss then renormalises p on these tokens
+            (EAGLE-3); alpha counts the mass that q cannot reach as rejected, and top-1 as disagreement.
+    """
     with torch.no_grad():
-        alpha = 1 - total_variation(target_logits, draft_logits)
-        top1 = (target_logits.argmax(-1) == draft_logits.argmax(-1)).float()
-    return Positions(rule(target_logits, draft_logits), alpha, top1)
+        p, best = _log_probs(target_logits).exp(), draft_logits.argmax(-1)
+        if kept is not None:
+            p, best = p[:, kept], kept[best]
+        alpha = torch.minimum(p, _log_probs(draft_logits).exp()).sum(-1)
+        top1 = (target_logits.argmax(-1) == best).float()
+    return Positions(rule(target_logits if kept is None else target_logits[:, kept], draft_logits), alpha, top1)
 
 
 def chunked_compare(
     target_hidden: Tensor,  # [P, H]
-    draft_hidden: Tensor,  # [P, H']
+    draft_hidden: Tensor,  # [P, H'] or [S, P, H']
     target_head: Callable[[Tensor], Tensor],
     draft_head: Callable[[Tensor], Tensor],
     rule: Divergence,
     kept: Tensor | None = None,
     chunk: int = 2048,
 ) -> Positions:
-    """`compare` on the logits of two hidden states, `chunk` positions at a time, so that `[P, V]` never exists.
+    """`compare` on the logits of hidden states, of at most `chunk` rows at a time, so that `[P, V]` never exists.
 
-    Args:
-        kept: token ids `[V']` of a pruned draft vocabulary. The loss then renormalises p on these tokens
-            (EAGLE-3); alpha counts the mass that q cannot reach as rejected, and top-1 as disagreement.
+    With S steps, all are compared with the same target positions, whose logits are made once.
     """
+    steps = draft_hidden if draft_hidden.ndim == 3 else draft_hidden[None]
 
-    def part(target_part: Tensor, draft_part: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def part(target_part: Tensor, draft_parts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         # Mixed precision is for the drafter: the target keeps its own dtype, or its distribution would be rounded.
         with torch.no_grad(), torch.autocast(target_part.device.type, enabled=False):
             target_logits = target_head(target_part)
-        draft_logits = draft_head(draft_part)
-        if kept is None:
-            result = compare(target_logits, draft_logits, rule)
-            return result.loss, result.alpha, result.top1
-        on_kept = target_logits[:, kept]
-        with torch.no_grad():
-            reachable = _log_probs(target_logits)[:, kept].exp()
-            alpha = torch.minimum(reachable, _log_probs(draft_logits).exp()).sum(-1)
-            top1 = (target_logits.argmax(-1) == kept[draft_logits.argmax(-1)]).float()
-        return rule(on_kept, draft_logits), alpha, top1
+        found = [compare(target_logits, draft_head(d), rule, kept) for d in draft_parts]
+        return torch.stack([f.loss for f in found]), torch.stack([f.alpha for f in found]), torch.stack([f.top1 for f in found])
 
-    def run(target_part: Tensor, draft_part: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        if torch.is_grad_enabled() and len(target_hidden) > chunk:
-            return checkpoint(part, target_part, draft_part, use_reentrant=False)
-        return part(target_part, draft_part)
+    rows = max(1, chunk // len(steps))
+    again = torch.is_grad_enabled() and len(target_hidden) > rows
+    split = zip(target_hidden.split(rows), steps.split(rows, 1), strict=True)
+    parts = [checkpoint(part, t, d, use_reentrant=False) if again else part(t, d) for t, d in split]
+    columns = [torch.cat(column, 1) for column in zip(*parts, strict=True)]
+    return Positions(*(columns if draft_hidden.ndim == 3 else (c[0] for c in columns)))
 
-    parts = [run(t, d) for t, d in zip(target_hidden.split(chunk), draft_hidden.split(chunk), strict=True)]
-    if not parts:
-        empty = draft_hidden.sum() * 0 + draft_hidden.new_zeros(0)
-        return Positions(empty, empty.detach(), empty.detach())
-    return Positions(*(torch.cat(columns) for columns in zip(*parts, strict=True)))
+
+def ahead(values: Tensor, by: int) -> Tensor:
+    """`values[:, t + by]` at t `[B, T]`; zero behind the end."""
+    return torch.nn.functional.pad(values, (0, by))[:, by:]
 
 
 def acceptance_metrics(alphas: list[Tensor], wanted: list[Tensor]) -> dict[str, tuple[Tensor, Tensor]]:

@@ -199,6 +199,7 @@ class Target:
         `token_ids` `[V']` restricts the output to those tokens: `[..., V']`.
         """
         head = self.model.get_output_embeddings()
+        hidden = hidden.to(head.weight.dtype)  # cached features may be stored in less
         if token_ids is None:
             logits = head(hidden)
         else:

@@ -259,13 +259,14 @@ def test_the_first_token_belongs_to_no_round(target, itself):
     assert out.stats.alpha() == []
 
 
-def test_drafts_behind_an_end_token_count_neither_as_drafted_nor_as_accepted(target):
+def test_drafts_from_an_end_token_on_count_neither_as_drafted_nor_as_accepted(target):
+    """So 1 + accepted stays what the round emitted."""
     text = Decoder(target).generate([PROMPTS[0]], 10, ignore_eos=True).tokens[0]
     end_at(target, text[2])
     assert text[2] not in text[:2]
     out = Decoder(target, Script([text[1:6]])).generate([PROMPTS[0]], 10, plan=Plan(5))
     assert out.tokens == [text[:3]]
-    assert out.rounds == [[Round(drafted=2, accepted=2, emitted=2)]]
+    assert out.rounds == [[Round(drafted=1, accepted=1, emitted=2)]]
 
 
 def test_an_end_token_that_is_the_targets_own_changes_no_count(target):

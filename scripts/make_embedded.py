@@ -323,12 +323,14 @@ def train(model: LlamaForCausalLM, streams: list[Stream], held_out: list[np.ndar
     import torch
 
     optimizers = build_optimizers(model, settings)
-    state: dict = {"step": 0, "seconds": 0.0, "history": []}
+    state: dict = {"step": 0, "seconds": 0.0, "history": [], "runs": []}
     checkpoint = work / "checkpoint"
     if checkpoint.exists():
         state = load_checkpoint(checkpoint, model, optimizers)
         for stream, saved in zip(streams, state["streams"], strict=True):
             stream.restore(saved)
+    # A run may be lengthened before its decay ends; what the rate was is known only with every length it was given.
+    state["runs"].append({"from_step": state["step"], **{k: getattr(settings, k) for k in ("steps", "decay_fraction", "short_fraction")}})
     device = "cuda" if torch.cuda.is_available() else "cpu"
     module: torch.nn.Module = model
     module.to(device).train()
@@ -464,7 +466,7 @@ def main() -> None:
                    "tokens": [len(s.tokens) for s in streams], "epochs": [round(s.epoch + s.position / len(s.tokens), 2) for s in streams]},
         "tokens_trained": settings.steps * settings.tokens_per_step, "seconds": round(state["seconds"]),
         "device": str(next(model.parameters()).device), "threads": torch.get_num_threads(),
-        "held_out_nats_per_token": state["history"][-1]["held_out"], "history": state["history"],
+        "held_out_nats_per_token": state["history"][-1]["held_out"], "history": state["history"], "runs": state["runs"],
     }  # fmt: skip
     export(model, tokenizer, out / "target", provenance)
 

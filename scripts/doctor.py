@@ -53,7 +53,7 @@ def _device() -> dict[str, Any]:
         "usable_cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "threads": torch.get_num_threads(),
         "instruction_set": torch.backends.cpu.get_cpu_capability(),
-        "bfloat16": bool(torch.cuda.is_bf16_supported()) if gpus else _cpu_bfloat16(),
+        "bfloat16": bool(torch.cuda.is_bf16_supported()) if gpus else cpu_multiplies_bfloat16(),
         "cuda_build": torch.version.cuda,
         "gpus": [{"name": gpu.name, "memory": gpu.total_memory, "capability": f"{gpu.major}.{gpu.minor}"} for gpu in gpus],
     }
@@ -67,7 +67,7 @@ def _cpu_name() -> str:
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
-def _cpu_bfloat16() -> bool:
+def cpu_multiplies_bfloat16() -> bool:
     """Whether the CPU multiplies bfloat16 itself; without that it works and is slow."""
     try:
         words = Path("/proc/cpuinfo").read_text().split()

@@ -28,6 +28,7 @@ from rich.markup import escape
 from rich.table import Column, Table
 
 from ..recipes import Recipe, embedded_file, load_recipe
+from .doctor import cpu_multiplies_bfloat16
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -53,10 +54,10 @@ class Budget:
         threads: of torch on a CPU; the embedded target is too small to gain from more than one. 0 leaves torch's choice.
     """
 
-    prompts: int = 200
-    new_tokens: int = 128
-    epochs: float = 6
-    refresh_epochs: float = 3
+    prompts: int = 480
+    new_tokens: int = 80
+    epochs: float = 2
+    refresh_epochs: float = 1
     suites: tuple[str, ...] = ("code", "docs")
     suite_prompts: int = 12
     suite_tokens: int = 64
@@ -80,6 +81,7 @@ class Budget:
             "data.limit": self.prompts,
             "data.max_new_tokens": self.new_tokens,
             "training.num_train_epochs": self.epochs,
+            "training.bf16": cpu_multiplies_bfloat16(),
             "training.logging_steps": 0.25,
             "eval.suites": list(self.suites),
             "eval.limit": self.suite_prompts,

@@ -241,7 +241,7 @@ class _Run:
             assert self.drafter is not None
             batch.drafting = self.drafter.open(self.target, rows, room)
             self.drafter.absorb(batch.drafting, tokens, out.hidden, counts)
-        events = self._commit(batch, empty, torch.zeros_like(following), following, prefill=True)
+        events, _ = self._commit(batch, empty, torch.zeros_like(following), following, prefill=True)
         self.seconds.prefill += self._clock() - started
         return batch, events
 
@@ -259,8 +259,8 @@ class _Run:
         out = self.target.forward(tokens, batch.cache, taps=self._taps())
         assert out.logits is not None
         accepted, following = self._verify(batch, proposal, out.logits, draft_probs, batch.cache.lengths + 1)
-        events = self._commit(batch, proposal, accepted, following)
-        counts = Counts(accepted + 1, self._accepted_plus_one)
+        events, kept = self._commit(batch, proposal, accepted, following)
+        counts = Counts(accepted + 1, [k + 1 for k in kept])
         batch.cache.advance(counts)
         if self.drafter is not None and batch.drafting is not None:
             self.drafter.absorb(batch.drafting, tokens, out.hidden, counts)
@@ -347,10 +347,9 @@ class _Run:
 
     # ------------------------------------------------------------ committing
 
-    def _commit(self, batch: _Batch, proposal: Proposal, accepted: Tensor, following: Tensor, prefill: bool = False) -> list[Event]:
-        """Read the round's outcome back, once, and note it for every sequence."""
+    def _commit(self, batch: _Batch, proposal: Proposal, accepted: Tensor, following: Tensor, prefill: bool = False) -> tuple[list[Event], list[int]]:
+        """Read the round's outcome back, once, and note it for every sequence; returns the events and the accepted counts."""
         packed = torch.cat([proposal.tokens, following[:, None], accepted[:, None], proposal.lengths[:, None]], 1).tolist()
-        self._accepted_plus_one = [row[-2] + 1 for row in packed]
         if batch.present is not None:
             marks = batch.present.new_zeros(batch.present.shape[0], batch.present.shape[1] + 1)
             kept = torch.arange(proposal.tokens.shape[1], device=accepted.device) < accepted[:, None]
@@ -360,7 +359,7 @@ class _Run:
         events = []
         for i, (*drafts, last, kept_count, drafted) in zip(batch.active, packed, strict=True):
             events.append(self._emit(self.sequences[i], [*drafts[:kept_count], last], drafted, prefill))
-        return events
+        return events, [row[-2] for row in packed]
 
     def _emit(self, sequence: _Sequence, new: list[int], drafted: int, prefill: bool) -> Event:
         """Append what a round gave to one sequence, up to its end."""

@@ -13,15 +13,15 @@ Advance = Callable[[int, str], None]
 
 
 @contextmanager
-def progress(console: Console | None, description: str, total: int, done: int = 0) -> Iterator[Advance]:
-    """Yields `advance(count, note)`; `note` stands behind the bar, for example a rate."""
+def progress(console: Console | None, description: str, total: int, done: int = 0, transient: bool = False) -> Iterator[Advance]:
+    """Yields `advance(count, note)`; `note` stands behind the bar, for example a rate. `transient` removes the bar at the end."""
     if console is None or not console.is_terminal:
         yield _ignore
         return
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     columns = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[note]}"), TimeRemainingColumn()]
-    with Progress(*columns, console=console) as bar:
+    with Progress(*columns, console=console, transient=transient) as bar:
         task = bar.add_task(description, total=total, completed=done, note="")
         yield lambda count, note: bar.update(task, advance=count, note=note)
 

@@ -9,8 +9,7 @@ from __future__ import annotations
 import statistics
 import time
 import zlib
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -88,6 +87,8 @@ def measure(
             the target's dtype is not the one asked for. All before the first measurement.
         IncompatibleError: a drafter cannot draft for this target.
     """
+    from ..distill.progress import progress
+
     entrants = _with_plain(contestants)
     jobs = make_jobs(suites, settings.limit)
     _check(target, entrants, jobs, settings)
@@ -98,12 +99,12 @@ def measure(
     temperatures = list(dict.fromkeys(settings.temperatures))
     rules: dict[tuple[str, float], str] = {}
     records: list[Record] = []
-    with _progress(console, len(temperatures) * len(jobs) * settings.repeats) as tick:
+    with progress(console, "measuring", len(temperatures) * len(jobs) * settings.repeats, transient=True) as advance:
         for temperature in temperatures:
             for runner in runners:
                 rules[runner.name, temperature] = runner(jobs[0], temperature).rule
         for temperature in temperatures:
-            runs = race(runners, jobs, temperature, settings.repeats, tick)
+            runs = race(runners, jobs, temperature, settings.repeats, lambda: advance(1, ""))
             records += make_records(runs, jobs, temperature, plain)
     baselines = Baselines(plain=plain, generate=GENERATE if generate_baseline else None)
     return Report(
@@ -180,19 +181,6 @@ def _check_lengths(target: Target, jobs: Sequence[Job], settings: EvalSpec) -> N
             f"prompt {longest.prompt.id!r} has {len(longest.prompt.tokens)} tokens; with {settings.max_new_tokens} new ones it exceeds "
             f"the target's context of {target.max_context}. Lower eval.max_new_tokens or leave that prompt out."
         )
-
-
-@contextmanager
-def _progress(console: Console | None, total: int) -> Iterator[Callable[[], None]]:
-    """A bar on the console; gives the function that moves it on."""
-    if console is None:
-        yield lambda: None
-        return
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    with Progress(TextColumn("measuring"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), console=console, transient=True) as progress:
-        task = progress.add_task("measuring", total=total)
-        yield lambda: progress.advance(task)
 
 
 # ------------------------------------------------------------ during

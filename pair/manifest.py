@@ -7,7 +7,6 @@ depends on paths, dates or machines. `checksum` covers every other field, so tha
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final, Literal, NoReturn
@@ -15,6 +14,7 @@ from typing import Any, Final, Literal, NoReturn
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from ..decode import Plan, Sampling
+from ..distill.storage import write_atomically
 from ..eval.statistics import Interval
 from ..target import BadInputError, Fingerprint
 from ..target.fingerprint import digest_json
@@ -213,9 +213,7 @@ class Manifest(Record):
 
     def write(self, folder: Path) -> None:
         """Write pair.json, atomically."""
-        partial = folder / f".{MANIFEST}.partial"
-        partial.write_text(self.to_text(), encoding="utf-8")
-        os.replace(partial, folder / MANIFEST)
+        write_atomically(folder / MANIFEST, self.to_text())
 
 
 def identity_digest(fingerprint: Fingerprint, drafter_files: dict[str, str], plan: PlanRecord) -> str:

@@ -14,7 +14,6 @@ top to bottom is one way to learn them. Each stage leaves its result in the work
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import time
 from collections.abc import Callable
@@ -314,10 +313,10 @@ class Story:
         return dict(saved["stages"])
 
     def _save(self) -> None:
+        from ..distill.storage import write_atomically
+
         self.out.mkdir(parents=True, exist_ok=True)
-        part = self.file.with_suffix(".part")
-        part.write_text(json.dumps({"identity": self._identity, "stages": self.done}, indent=2) + "\n")
-        os.replace(part, self.file)
+        write_atomically(self.file, json.dumps({"identity": self._identity, "stages": self.done}, indent=2) + "\n")
 
     @cached_property
     def _identity(self) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ..distill.storage import write_atomically
 from ..target import BadInputError
 
 if TYPE_CHECKING:
@@ -55,7 +56,7 @@ def main_first(args: TrainingArguments, folder: Path, work: Callable[[], Path]) 
     if args.process_index == 0:
         result = work()
         folder.mkdir(parents=True, exist_ok=True)
-        _write_whole(sign, str(result))
+        write_atomically(sign, str(result))
     while not sign.exists():
         time.sleep(0.2)
     result = Path(sign.read_text())
@@ -63,9 +64,3 @@ def main_first(args: TrainingArguments, folder: Path, work: Callable[[], Path]) 
     if args.process_index == 0:
         sign.unlink()
     return result
-
-
-def _write_whole(path: Path, text: str) -> None:
-    part = path.with_name(path.name + ".part")
-    part.write_text(text)
-    os.replace(part, path)

@@ -90,15 +90,19 @@ class DraftModel(Drafter):
     def loss(self, batch: TargetBatch) -> DrafterLoss:
         """The divergence at every position that predicts a supervised token, off-policy (on the target's responses)."""
         wanted = batch.supervised[:, 1:]
-        own = Target(self.model).forward(batch.tokens, logits=False).last[:, :-1]
-        result = chunked_compare(batch.last[:, :-1][wanted], own[wanted], batch.target.lm_head, Target(self.model).lm_head, divergence(self.config.loss))
+        own = Target(self.model)
+        hidden = own.forward(batch.tokens, logits=False).last[:, :-1]
+        result = chunked_compare(
+            batch.last[:, :-1][wanted], hidden[wanted], batch.target.lm_head, own.lm_head, divergence(self.config.loss),
+            parameters=list(self.model.get_output_embeddings().parameters()),
+        )  # fmt: skip
         count = wanted.sum()
         alpha = torch.zeros(wanted.shape, device=wanted.device)
         alpha[wanted] = result.alpha
         depths = range(self.config.depths)
-        metrics = {"loss_d1": (result.loss.detach().sum(), count), "top1_d1": (result.top1.sum(), count)}
+        metrics = {"loss_d1": (result.loss.sum(), count), "top1_d1": (result.top1.sum(), count)}
         metrics |= acceptance_metrics([ahead(alpha, d) for d in depths], [ahead(wanted, d) for d in depths])
-        return DrafterLoss(result.loss.sum(), count, metrics)
+        return DrafterLoss(result.total, count, metrics)
 
     # ------------------------------------------------------------ decoding
 

@@ -10,13 +10,14 @@ Shapes: B rows, T positions, Q new entries, K taps, H hidden size, V' draft voca
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding, apply_rotary_pos_emb, repeat_kv
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding, repeat_kv, rotate_half
 
 from ..target import BadInputError, Counts, IncompatibleError, RaggedCache, Target
 from .base import Choose, Drafter, DrafterConfig, DrafterLoss, Proposal, Sum, TargetBatch
@@ -91,13 +92,23 @@ def _plain_rope(config: Any) -> dict[str, Any]:
 class _State:
     cache: RaggedCache
     target: Target
+    runner: _Runner
     tokens: Tensor | None = None  # [B, Q] processed by the target, not yet by the head
     hidden: Tensor | None = None  # [B, Q, K, H]
     counts: Counts | None = None
 
 
+Entry = tuple[Tensor, Tensor]  # keys and values
+Rotary = tuple[Tensor, Tensor]  # cosines and sines, [B, Q, D] each
+
+
+def _rotated(x: Tensor, rotary: Rotary) -> Tensor:
+    cos, sin = rotary
+    return x * cos[:, None] + rotate_half(x) * sin[:, None]
+
+
 class _Attention(nn.Module):
-    """Attention over cat[embedding, hidden] (2H); each call returns this step's keys and values too."""
+    """Attention over cat[embedding, hidden] (2H), as training runs it; decoding has `_Runner`."""
 
     def __init__(self, config: Eagle3Config):
         super().__init__()
@@ -108,41 +119,38 @@ class _Attention(nn.Module):
         self.v_proj = nn.Linear(width, self.kv_heads * self.size, bias=False)
         self.o_proj = nn.Linear(self.heads * self.size, config.hidden_size, bias=False)
 
-    def project(self, x: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries `[B, heads, Q, D]`, keys and values `[B, kv_heads, Q, D]`, rotated."""
-        shape = (*x.shape[:2], -1, self.size)
-        q, k, v = (layer(x).view(shape).transpose(1, 2) for layer in (self.q_proj, self.k_proj, self.v_proj))
-        q, k = apply_rotary_pos_emb(q, k, *rotary)
-        return q, k, v
+    def query(self, x: Tensor, rotary: Rotary) -> Tensor:
+        """Queries `[B, heads, Q, D]` of attention inputs `[B, Q, 2H]`."""
+        return _rotated(self._split(self.q_proj(x)), rotary)
 
-    def cached(self, x: Tensor, rotary: tuple[Tensor, Tensor], cache: RaggedCache, mask: Tensor | None) -> Tensor:
-        """One decoding pass over the cache; `mask` `[B, 1, Q, used]` bool, None if everything is visible."""
-        q, k, v = self.project(x, rotary)
-        k, v = cache.update(k, v, 0)
-        return self._output(nn.functional.scaled_dot_product_attention(q, k, v, mask, enable_gqa=self.heads != self.kv_heads))
+    def entry(self, x: Tensor, rotary: Rotary) -> Entry:
+        """Keys and values of attention inputs `[B, Q, 2H]`, one per query head: `[B, heads, Q, D]` each."""
+        groups = self.heads // self.kv_heads
+        return repeat_kv(_rotated(self._split(self.k_proj(x)), rotary), groups), repeat_kv(self._split(self.v_proj(x)), groups)
 
-    def unrolled(self, x: Tensor, rotary: tuple[Tensor, Tensor], past: list[tuple[Tensor, Tensor]]) -> Tensor:
-        """Step `len(past)` of the training-time test; appends its keys and values `[B, heads, T, D]` to `past`.
+    def attend(self, q: Tensor, first: Entry, visible: Tensor, own: Sequence[Entry]) -> Tensor:
+        """One step of the training-time test for queries `[B, heads, T', D]`.
 
-        A query at position t sees the step-0 keys up to t and, of each later step, the one key at t.
+        Args:
+            first: the entries of step 0, `[B, heads, T, D]`; a query sees those that `visible` `[B, 1, T', T]` says,
+            own: the entries of each later step, `[B, heads, T', D]`; a query sees the one at its own index.
         """
-        q, k, v = self.project(x, rotary)
-        past.append((repeat_kv(k, self.heads // self.kv_heads), repeat_kv(v, self.heads // self.kv_heads)))
-        keys, values = past[0]
-        if len(past) == 1:
-            return self._output(nn.functional.scaled_dot_product_attention(q, keys, values, is_causal=True))
+        keys, values = first
+        if not own:
+            return self.output(nn.functional.scaled_dot_product_attention(q, keys, values, visible))
         scale = self.size**-0.5
-        length = x.shape[1]
-        causal = torch.ones(length, length, dtype=torch.bool, device=x.device).tril()
-        scores = (q @ keys.transpose(-1, -2) * scale).masked_fill(~causal, float("-inf"))
-        diagonal = torch.stack([(q * key).sum(-1) * scale for key, _ in past[1:]], -1)  # [B, heads, T, i]
+        scores = (q @ keys.transpose(-1, -2) * scale).masked_fill(~visible, float("-inf"))
+        diagonal = torch.stack([(q * key).sum(-1) * scale for key, _ in own], -1)  # [B, heads, T', i]
         weights = torch.cat([scores, diagonal], -1).softmax(-1, dtype=torch.float32).to(q.dtype)
-        mixed = weights[..., :length] @ values
-        for i, (_, value) in enumerate(past[1:]):
-            mixed = mixed + weights[..., length + i, None] * value
-        return self._output(mixed)
+        mixed = weights[..., : keys.shape[2]] @ values
+        for i, (_, value) in enumerate(own):
+            mixed = mixed + weights[..., keys.shape[2] + i, None] * value
+        return self.output(mixed)
 
-    def _output(self, mixed: Tensor) -> Tensor:
+    def _split(self, projected: Tensor) -> Tensor:
+        return projected.view(*projected.shape[:2], -1, self.size).transpose(1, 2)
+
+    def output(self, mixed: Tensor) -> Tensor:
         return self.o_proj(mixed.transpose(1, 2).flatten(2))
 
 
@@ -170,6 +178,45 @@ def _llama(config: Eagle3Config) -> LlamaConfig:
         hidden_size=config.hidden_size, intermediate_size=config.intermediate_size, num_attention_heads=config.num_attention_heads,
         head_dim=config.head_dim, rope_parameters=dict(config.rope_parameters), max_position_embeddings=config.max_position_embeddings,
     )  # fmt: skip
+
+
+def _at(x: Tensor, index: Tensor) -> Tensor:
+    """`x` `[B, T, H]` at indices `[B or 1, T']`, the nearest one where they leave it: `[B, T', H]`."""
+    index = index.clamp(0, x.shape[1] - 1)
+    return x.gather(1, index[:, :, None].expand(len(x), -1, x.shape[2]))
+
+
+class _Runner:
+    """The layer as decoding runs it: one matrix for queries, keys and values, and the rotary angles looked up.
+
+    A draft step is a few small products; on a CPU, and at batch size 1 on a GPU, the number of operations is what it costs.
+    """
+
+    def __init__(self, head: Eagle3, max_length: int, device: torch.device):
+        config, attention = head.config, head.layer.self_attn
+        self.layer, self.eps = head.layer, config.rms_norm_eps
+        self.heads, self.kv_heads, self.size = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+        self.qkv = torch.cat([attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight])
+        cos, sin = head.rotary(self.qkv, torch.arange(max_length, device=device)[None])
+        half = self.size // 2
+        # x cos + rotate_half(x) sin, with rotate_half's sign moved into the sine: its halves swapped are a roll.
+        self.cos, self.sin = cos[0], torch.cat([-sin[0, :, :half], sin[0, :, half:]], -1)
+
+    def step(self, embedded: Tensor, hidden: Tensor, cache: RaggedCache, positions: Tensor) -> Tensor:
+        """The layer's output `[B, Q, H]` at entries placed at `positions` `[B, Q]` of the cache."""
+        layer, rows, width = self.layer, *hidden.shape[:2]
+        x = torch.cat([self._norm(embedded, layer.input_layernorm), self._norm(hidden, layer.hidden_norm)], -1)
+        heads = nn.functional.linear(x, self.qkv).view(rows, width, -1, self.size).transpose(1, 2)
+        turned = heads[:, : self.heads + self.kv_heads]
+        turned = turned * self.cos[positions][:, None] + turned.roll(self.size // 2, -1) * self.sin[positions][:, None]
+        k, v = cache.update(turned[:, self.heads :], heads[:, self.heads + self.kv_heads :], 0)
+        mask = None if rows == width == 1 else cache.visible()[:, None]
+        mixed = nn.functional.scaled_dot_product_attention(turned[:, : self.heads], k, v, mask, enable_gqa=self.heads != self.kv_heads)
+        hidden = hidden + layer.self_attn.output(mixed)
+        return hidden + layer.mlp(self._norm(hidden, layer.post_attention_layernorm))
+
+    def _norm(self, x: Tensor, norm: LlamaRMSNorm) -> Tensor:
+        return nn.functional.rms_norm(x, x.shape[-1:], norm.weight, self.eps)
 
 
 class Eagle3(Drafter):
@@ -255,42 +302,55 @@ class Eagle3(Drafter):
     def loss(self, batch: TargetBatch) -> DrafterLoss:
         """Σ_i decay^i · Σ_positions loss_i: soft cross-entropy against the target's softmax on the draft vocabulary."""
         assert batch.hidden is not None
-        length = batch.tokens.shape[1]
-        # Index t of step i has read the tokens up to x_{t+1+i} and predicts x_{t+2+i}; here everything stands at the token predicted.
-        outputs = [nn.functional.pad(o, (0, 0, 2 + i, 0))[:, :length] for i, o in enumerate(self.unroll(batch.target, batch.tokens, batch.hidden))]
         wanted = batch.supervised.clone()
         wanted[:, :2] = False
+        # Later steps run where something is learned: from S + 1 before a row's first such token, which is index 0 from here on.
+        begin = (wanted.int().argmax(1) - 1 - self.config.steps).clamp(min=0)
+        outputs = self.unroll(batch.target, batch.tokens, batch.hidden, begin)
+        length = outputs[0].shape[1]
+        at = begin[:, None] + torch.arange(length, device=begin.device)
+        wanted = nn.functional.pad(wanted, (0, length)).gather(1, at)
+        # Index t of step i has read the tokens up to x_{t+1+i} and predicts x_{t+2+i}; here everything stands at the token predicted.
+        outputs = [nn.functional.pad(o, (0, 0, 2 + i, 0))[:, :length] for i, o in enumerate(outputs)]
         exists = [torch.arange(length, device=wanted.device) >= 2 + i for i in range(len(outputs))]
-        before = nn.functional.pad(batch.last, (0, 0, 1, 0))[:, :length]
+        before = _at(batch.last, at - 1)
+        here = torch.stack([e.expand_as(wanted)[wanted] for e in exists])  # [S, P]
+        decay = self.config.decay ** torch.arange(len(outputs), device=wanted.device)
         result = chunked_compare(
             before[wanted], torch.stack([o[wanted] for o in outputs]),
             batch.target.lm_head, self.logits, divergence(self.config.loss), self._kept,
+            weights=decay[:, None] * here, parameters=[*self.norm.parameters(), *self.lm_head.parameters()],
         )  # fmt: skip
         metrics: dict[str, Sum] = {}
-        total = batch.tokens.new_zeros((), dtype=torch.float32)
         alphas, measured = [], []
         for i, known in enumerate(exists):
-            there, here = wanted & known, known.expand_as(wanted)[wanted]
-            total = total + self.config.decay**i * result.loss[i][here].sum()
-            metrics |= {f"loss_d{i + 1}": (result.loss[i][here].detach().sum(), here.sum()), f"top1_d{i + 1}": (result.top1[i][here].sum(), here.sum())}
+            metrics |= {f"{name}_d{i + 1}": (values[i][here[i]].sum(), here[i].sum()) for name, values in (("loss", result.loss), ("top1", result.top1))}
             alphas.append(ahead(torch.zeros(wanted.shape, device=wanted.device).masked_scatter(wanted, result.alpha[i]), i))
-            measured.append(ahead(there, i))
-        return DrafterLoss(total, wanted.sum(), metrics | acceptance_metrics(alphas, measured))
+            measured.append(ahead(wanted & known, i))
+        return DrafterLoss(result.total, wanted.sum(), metrics | acceptance_metrics(alphas, measured))
 
-    def unroll(self, target: Target, tokens: Tensor, hidden: Tensor) -> list[Tensor]:
-        """The training-time test: the layer's output at each of the S steps, `[B, T, H]` each.
+    def unroll(self, target: Target, tokens: Tensor, hidden: Tensor, begin: Tensor | None = None) -> list[Tensor]:
+        """The training-time test: the layer's output at each of the S steps, `[B, T', H]` each.
 
-        Index t of step i stands for the pair whose token is x_{t+1+i}; the last 1+i indices have no token and mean nothing.
+        Index j of row b and step i stands for t = begin[b] + j and the pair whose token is x_{t+1+i}; where a row has no
+        such token, it means nothing. `begin` `[B]` is 0 if None; before it, rows are only attended to.
         """
-        embedded = target.embed(tokens)
-        positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
-        state = self.fuse(hidden)
-        past: list[tuple[Tensor, Tensor]] = []
+        length, attention = tokens.shape[1], self.layer.self_attn
+        every = torch.arange(length, device=tokens.device)
+        at = every[None] if begin is None else begin[:, None] + every[: length - int(begin.min())]
+        embedded, state = target.embed(tokens), self.fuse(hidden)
+        x = self.layer.attention_input(embedded.roll(-1, 1).to(state.dtype), state)
+        first = attention.entry(x, self.rotary(state, every[None]))
+        visible = (every <= at[:, :, None])[:, None]
+        x, state = _at(x, at), _at(state, at)
+        own: list[Entry] = []
         outputs = []
         for i in range(self.config.steps):
-            rotary = self.rotary(state, positions + i)
-            x = self.layer.attention_input(embedded.roll(-1 - i, 1).to(state.dtype), state)
-            output = self.layer.finish(state, self.layer.self_attn.unrolled(x, rotary, past))
+            rotary = self.rotary(state, at + i)
+            if i:
+                x = self.layer.attention_input(_at(embedded, at + 1 + i).to(state.dtype), state)
+                own.append(attention.entry(x, rotary))
+            output = self.layer.finish(state, attention.attend(attention.query(x, rotary), first, visible, own))
             outputs.append(output)
             state = self.feedback(output)
         return outputs
@@ -298,7 +358,7 @@ class Eagle3(Drafter):
     # ------------------------------------------------------------ decoding
 
     def open(self, target: Target, batch_size: int, max_length: int) -> _State:
-        return _State(RaggedCache(1, batch_size, max_length, target.device), target)
+        return _State(RaggedCache(1, batch_size, max_length, target.device), target, _Runner(self, max_length, target.device))
 
     def absorb(self, state: _State, tokens: Tensor, hidden: Tensor | None, counts: Counts) -> None:
         # The pair of the last of these tokens needs the token behind it: `propose` knows that one.
@@ -322,12 +382,8 @@ class Eagle3(Drafter):
 
     def _step(self, state: _State, tokens: Tensor, hidden: Tensor, offset: int) -> Tensor:
         """One pass over `tokens` `[B, Q]`, written behind the committed entries plus `offset`; output `[B, Q, H]`."""
-        cache = state.cache
-        positions = cache.place(tokens.shape[1], offset)
-        x = self.layer.attention_input(state.target.embed(tokens).to(hidden.dtype), hidden)
-        mask = None if cache.batch_size == tokens.shape[1] == 1 else cache.visible()[:, None]
-        attended = self.layer.self_attn.cached(x, self.rotary(hidden, positions), cache, mask)
-        return self.layer.finish(hidden, attended)
+        positions = state.cache.place(tokens.shape[1], offset)
+        return state.runner.step(state.target.embed(tokens).to(hidden.dtype), hidden, state.cache, positions)
 
     def select(self, state: _State, rows: list[int]) -> None:
         state.cache.select(rows)

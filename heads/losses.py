@@ -1,54 +1,47 @@
 """Divergences between the target's distribution p and the drafter's q, one value per position.
 
-Shapes: P positions, V symbols. Both arguments are logits; softmax is taken in fp32. Nothing here reduces over
-positions: sums and counts are made in one place (`chunked_divergence`).
+Shapes: P positions, V symbols, S unrolled steps. Divergences take log-probabilities: both sides need theirs for other
+things too, and a softmax over a vocabulary is what this costs. Nothing but `chunked_compare` reduces over positions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from ..target import BadInputError
 
 Divergence = Callable[[Tensor, Tensor], Tensor]
 
 
-def _log_probs(logits: Tensor) -> Tensor:
-    return logits.float().log_softmax(-1)
-
-
-def forward_kl(target_logits: Tensor, draft_logits: Tensor) -> Tensor:
+def forward_kl(log_p: Tensor, log_q: Tensor) -> Tensor:
     """KL(p || q) per position, `[P]`. Its gradient is soft cross-entropy's; this one is zero at q = p."""
-    log_p, log_q = _log_probs(target_logits), _log_probs(draft_logits)
     return (log_p.exp() * (log_p - log_q).nan_to_num(0.0)).sum(-1)
 
 
-def soft_cross_entropy(target_logits: Tensor, draft_logits: Tensor) -> Tensor:
+def soft_cross_entropy(log_p: Tensor, log_q: Tensor) -> Tensor:
     """−Σ p log q per position, `[P]` (EAGLE-3's loss, arXiv 2503.01840)."""
-    return -(_log_probs(target_logits).exp() * _log_probs(draft_logits)).sum(-1)
+    return -(log_p.exp() * log_q).sum(-1)
 
 
-def reverse_kl(target_logits: Tensor, draft_logits: Tensor) -> Tensor:
+def reverse_kl(log_p: Tensor, log_q: Tensor) -> Tensor:
     """KL(q || p) per position, `[P]`."""
-    return forward_kl(draft_logits, target_logits)
+    return forward_kl(log_q, log_p)
 
 
-def jensen_shannon(target_logits: Tensor, draft_logits: Tensor, beta: float = 0.5) -> Tensor:
+def jensen_shannon(log_p: Tensor, log_q: Tensor, beta: float = 0.5) -> Tensor:
     """β KL(p || m) + (1−β) KL(q || m) with m = βp + (1−β)q, per position, `[P]` (DistillSpec, arXiv 2310.08461)."""
-    log_p, log_q = _log_probs(target_logits), _log_probs(draft_logits)
     p, q = log_p.exp(), log_q.exp()
     log_m = (beta * p + (1 - beta) * q).clamp(min=1e-30).log()
     return beta * (p * (log_p - log_m)).sum(-1) + (1 - beta) * (q * (log_q - log_m)).sum(-1)
 
 
-def total_variation(target_logits: Tensor, draft_logits: Tensor) -> Tensor:
+def total_variation(log_p: Tensor, log_q: Tensor) -> Tensor:
     """½ Σ |p − q| = 1 − Σ min(p, q) per position, `[P]`: one minus the acceptance rate of rejection sampling."""
-    return 0.5 * (_log_probs(target_logits).exp() - _log_probs(draft_logits).exp()).abs().sum(-1)
+    return 0.5 * (log_p.exp() - log_q.exp()).abs().sum(-1)
 
 
 DIVERGENCES: dict[str, Divergence] = {
@@ -67,28 +60,57 @@ def divergence(name: str) -> Divergence:
 
 
 @dataclass
-class Positions:
-    """Per-position results, `[P]` each; with S steps `[S, P]`."""
+class Reference:
+    """The target's side of a comparison, made once for all steps that are compared with it.
 
-    loss: Tensor  # differentiable
-    alpha: Tensor  # Σ min(p, q): the analytic acceptance probability
-    top1: Tensor  # 1.0 where the two agree on the most probable token
-
-
-def compare(target_logits: Tensor, draft_logits: Tensor, rule: Divergence, kept: Tensor | None = None) -> Positions:
-    """Loss and agreement of two logits, `[P, V]` and `[P, V']`.
-
-    Args:
-        kept: token ids `[V']` of a pruned draft vocabulary. The loss then renormalises p on these tokens
-            (EAGLE-3); alpha counts the mass that q cannot reach as rejected, and top-1 as disagreement.
+    Attributes:
+        probs: p on the drafter's vocabulary, `[P, V']`; sums to less than 1 where that one is pruned.
+        log_probs: log p renormalised on the drafter's vocabulary (EAGLE-3's target), `[P, V']`.
+        best: index of the target's most probable token in the drafter's vocabulary, -1 where it is not there, `[P]`.
     """
+
+    probs: Tensor
+    log_probs: Tensor
+    best: Tensor
+
+    @classmethod
+    def of(cls, logits: Tensor, kept: Tensor | None = None) -> Reference:
+        """From the target's logits `[P, V]`; `kept` `[V']` are the token ids of a pruned draft vocabulary."""
+        logits = logits.float()
+        best = logits.argmax(-1)
+        if kept is None:
+            log_probs = logits.log_softmax(-1)
+            return cls(log_probs.exp(), log_probs, best)
+        place = torch.full((logits.shape[-1],), -1, device=kept.device).scatter(0, kept, torch.arange(len(kept), device=kept.device))
+        total = logits.logsumexp(-1, keepdim=True)
+        logits = logits[:, kept]
+        return cls((logits - total).exp(), logits.log_softmax(-1), place[best])
+
+
+@dataclass
+class Comparison:
+    """What a drafter made of P positions, `[P]` each, with S steps `[S, P]`.
+
+    Attributes:
+        total: Σ weight · loss, the one differentiable value.
+        loss: the divergence; where the draft vocabulary is pruned, from p renormalised on it.
+        alpha: Σ min(p, q), the analytic acceptance probability; mass that q cannot reach counts as rejected.
+        top1: 1.0 where both agree on the most probable token.
+    """
+
+    total: Tensor
+    loss: Tensor
+    alpha: Tensor
+    top1: Tensor
+
+
+def compare(reference: Reference, draft_logits: Tensor, rule: Divergence) -> tuple[Tensor, Tensor, Tensor]:
+    """(loss, alpha, top1) of draft logits `[P, V']`; the loss is differentiable."""
+    log_q = draft_logits.float().log_softmax(-1)
     with torch.no_grad():
-        p, best = _log_probs(target_logits).exp(), draft_logits.argmax(-1)
-        if kept is not None:
-            p, best = p[:, kept], kept[best]
-        alpha = torch.minimum(p, _log_probs(draft_logits).exp()).sum(-1)
-        top1 = (target_logits.argmax(-1) == best).float()
-    return Positions(rule(target_logits if kept is None else target_logits[:, kept], draft_logits), alpha, top1)
+        alpha = torch.minimum(reference.probs, log_q.exp()).sum(-1)
+        top1 = (log_q.argmax(-1) == reference.best).float()
+    return rule(reference.log_probs, log_q), alpha, top1
 
 
 def chunked_compare(
@@ -98,27 +120,47 @@ def chunked_compare(
     draft_head: Callable[[Tensor], Tensor],
     rule: Divergence,
     kept: Tensor | None = None,
-    chunk: int = 2048,
-) -> Positions:
-    """`compare` on the logits of hidden states, of at most `chunk` rows at a time, so that `[P, V]` never exists.
+    weights: Tensor | None = None,  # [P] or [S, P]
+    parameters: Sequence[Tensor] = (),
+    chunk: int = 512,
+) -> Comparison:
+    """`compare` on the logits of hidden states, `chunk` positions at a time, so that `[P, V]` never exists.
 
-    With S steps, all are compared with the same target positions, whose logits are made once.
+    The gradient of each chunk is taken as soon as its loss is known (as in Liger's fused linear losses, arXiv 2410.10989):
+    no logits are kept for the backward pass, and none are computed twice.
+
+    Args:
+        kept: token ids `[V']` of a pruned draft vocabulary.
+        weights: of each loss in the total; 1 if None.
+        parameters: what `draft_head` trains. Others get no gradient from here.
     """
     steps = draft_hidden if draft_hidden.ndim == 3 else draft_hidden[None]
-
-    def part(target_part: Tensor, draft_parts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    weights = steps.new_ones(steps.shape[:2], dtype=torch.float32) if weights is None else weights.reshape(steps.shape[:2]).float()
+    learning = torch.is_grad_enabled()
+    trained = [p for p in parameters if p.requires_grad] if learning else []
+    slopes = [torch.zeros_like(p, dtype=torch.float32) for p in trained]
+    results, columns = steps.new_zeros(3, *steps.shape[:2], dtype=torch.float32), torch.zeros_like(steps)
+    for begin in range(0, len(target_hidden), chunk):
+        part = slice(begin, begin + chunk)
         # Mixed precision is for the drafter: the target keeps its own dtype, or its distribution would be rounded.
-        with torch.no_grad(), torch.autocast(target_part.device.type, enabled=False):
-            target_logits = target_head(target_part)
-        found = [compare(target_logits, draft_head(d), rule, kept) for d in draft_parts]
-        return torch.stack([f.loss for f in found]), torch.stack([f.alpha for f in found]), torch.stack([f.top1 for f in found])
-
-    rows = max(1, chunk // len(steps))
-    again = torch.is_grad_enabled() and len(target_hidden) > rows
-    split = zip(target_hidden.split(rows), steps.split(rows, 1), strict=True)
-    parts = [checkpoint(part, t, d, use_reentrant=False) if again else part(t, d) for t, d in split]
-    columns = [torch.cat(column, 1) for column in zip(*parts, strict=True)]
-    return Positions(*(columns if draft_hidden.ndim == 3 else (c[0] for c in columns)))
+        with torch.no_grad(), torch.autocast(target_hidden.device.type, enabled=False):
+            reference = Reference.of(target_head(target_hidden[part]), kept)
+        for i in range(len(steps)):
+            hidden = steps[i, part].detach().requires_grad_(learning)
+            found = compare(reference, draft_head(hidden), rule)
+            results[:, i, part] = torch.stack([f.detach() for f in found])
+            if learning:
+                first, *others = torch.autograd.grad((found[0] * weights[i, part]).sum(), [hidden, *trained])
+                columns[i, part] = first
+                for slope, other in zip(slopes, others, strict=True):
+                    slope += other
+    loss, alpha, top1 = results if draft_hidden.ndim == 3 else results[:, 0]
+    total = (results[0] * weights).sum()
+    if learning:  # a value with these slopes: what the backward pass multiplies and hands on
+        pairs = [(steps, columns), *zip(trained, slopes, strict=True)]
+        linear = torch.stack([(x.float() * slope).sum() for x, slope in pairs]).sum()
+        total = total + (linear - linear.detach())
+    return Comparison(total, loss, alpha, top1)
 
 
 def ahead(values: Tensor, by: int) -> Tensor:

@@ -7,6 +7,7 @@ from itertools import product
 import pytest
 import torch
 from torch import Tensor
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from outrider.heads import Eagle3, Eagle3Config, TargetBatch
 from outrider.heads.losses import DIVERGENCES
@@ -126,13 +127,19 @@ def test_step_i_reads_tokens_up_to_t_plus_1_plus_i_and_features_up_to_t(target, 
 def test_attention_of_the_unrolled_steps_by_definition(target, kv_heads):
     """Written as loops: step 0 is causal attention; step i sees step 0's keys up to t and one key at t of each later step."""
     attention = head(target, num_key_value_heads=kv_heads).layer.self_attn
-    length, past, naive_keys, naive_values = 6, [], [], []
+    length, own, naive_keys, naive_values = 6, [], [], []
+    visible = torch.ones(length, length, dtype=torch.bool).tril()[None, None]
     for step in range(3):
         x = torch.randn(2, length, 64, generator=torch.Generator().manual_seed(step))
         angles = torch.randn(1, length, 4, generator=torch.Generator().manual_seed(10 + step)).repeat(1, 1, 2)
         rotary = (angles.cos(), angles.sin())
-        result = attention.unrolled(x, rotary, past)
-        q, k, v = attention.project(x, rotary)
+        q, k, v = (layer(x).view(2, length, -1, 8).transpose(1, 2) for layer in (attention.q_proj, attention.k_proj, attention.v_proj))
+        q, k = apply_rotary_pos_emb(q, k, *rotary)
+        if step:
+            own.append(attention.entry(x, rotary))
+        else:
+            first = attention.entry(x, rotary)
+        result = attention.attend(attention.query(x, rotary), first, visible, own)
         naive_keys.append(k.repeat_interleave(4 // kv_heads, 1))
         naive_values.append(v.repeat_interleave(4 // kv_heads, 1))
         mixed = torch.zeros_like(q)
@@ -144,41 +151,49 @@ def test_attention_of_the_unrolled_steps_by_definition(target, kv_heads):
         torch.testing.assert_close(result, attention.o_proj(mixed.transpose(1, 2).flatten(2)), rtol=1e-4, atol=1e-5)
 
 
-def test_step_0_is_plain_causal_attention(target):
-    attention = head(target, num_key_value_heads=4).layer.self_attn
-    x, ones = torch.randn(2, 7, 64), (torch.ones(1, 7, 8), torch.zeros(1, 7, 8))  # no rotation
-    q, k, v = (layer(x).view(2, 7, 4, 8).transpose(1, 2) for layer in (attention.q_proj, attention.k_proj, attention.v_proj))
-    plain = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
-    torch.testing.assert_close(attention.unrolled(x, ones, []), attention.o_proj(plain))
+def test_what_is_not_learned_is_only_attended_to(target):
+    """Rows that begin at different places give what they give when unrolled whole."""
+    drafter, tokens = head(target), sequences(3)
+    hidden = target.forward(tokens, taps=drafter.taps).hidden
+    begin = torch.tensor([2, 0, 5])
+    late = torch.tensor([4, 3, 5])
+    whole = drafter.unroll(target, tokens, hidden)
+    for begins in (begin, late):
+        for step, output in enumerate(drafter.unroll(target, tokens, hidden, begins)):
+            assert output.shape[1] == LENGTH - int(begins.min())
+            for row, b in enumerate(begins.tolist()):
+                here = LENGTH - b - 1 - step
+                torch.testing.assert_close(output[row, :here], whole[step][row, b : b + here], rtol=1e-4, atol=1e-5)
 
 
 # ------------------------------------------------------------ loss
 
 
 @pytest.mark.parametrize("pruned", [0, 20])
-@pytest.mark.parametrize("loss", ["soft_ce", "tv"])
-def test_the_loss_is_a_decayed_sum_over_supervised_positions(target, loss, pruned):
+@pytest.mark.parametrize(("loss", "prompt"), [("soft_ce", 0), ("soft_ce", 6), ("tv", 6)])
+def test_the_loss_is_a_decayed_sum_over_supervised_positions(target, loss, prompt, pruned):
     """Σ_i decay^i Σ_{supervised x_{t+2+i}} D(p(· | x ≤ t+1+i), q_i(· | t)), written as loops; counts are those of supervised tokens."""
-    drafter, tokens = head(target, steps=3, decay=0.5, loss=loss, draft_vocab_size=pruned), sequences(2, 9)
+    drafter, tokens = head(target, steps=3, decay=0.5, loss=loss, draft_vocab_size=pruned), sequences(2, 9 + prompt)
     supervised = torch.zeros_like(tokens, dtype=torch.bool)
-    supervised[0, 4:] = True
-    supervised[1, 1:6] = True
+    supervised[0, prompt + 4 :] = True
+    supervised[1, prompt + 1 : prompt + 6] = True
     data = batch(target, drafter, tokens, supervised)
     result = drafter.loss(data)
     kept = drafter.token_ids
     target_logits, total, alphas = target.model(tokens).logits, 0.0, {}
     outputs = drafter.unroll(target, tokens, data.hidden)
-    for step, row, t in product(range(3), range(2), range(9)):
+    for step, row, t in product(range(3), range(2), range(9 + prompt)):
         predicted = t + 2 + step
-        if predicted < 9 and supervised[row, predicted]:
+        if predicted < 9 + prompt and supervised[row, predicted]:
             p, q = target_logits[row, predicted - 1], drafter.logits(outputs[step][row, t])
-            total += 0.5**step * DIVERGENCES[loss](p[kept][None], q[None]).item()
+            total += 0.5**step * DIVERGENCES[loss](p[kept].log_softmax(-1), q.log_softmax(-1)).item()
             alphas[row, t, step] = torch.minimum(p.softmax(-1)[kept], q.softmax(-1)).sum().item()
     assert result.total.item() == pytest.approx(total, rel=1e-4)
-    assert result.count.item() == 5 + 4  # row 1's token 1 has no pair (f, x) before it
-    assert result.mean.item() == pytest.approx(total / 9, rel=1e-4)
+    count = 5 + (5 if prompt else 4)  # the token at place 1 has no pair (f, x) before it
+    assert result.count.item() == count
+    assert result.mean.item() == pytest.approx(total / count, rel=1e-4)
     sums = {name: (s.item(), c.item()) for name, (s, c) in result.metrics.items()}
-    assert sums["loss_d1"][1] == 9
+    assert sums["loss_d1"][1] == count
     first = [a for (_, _, step), a in alphas.items() if step == 0]
     assert sums["alpha_d1"] == pytest.approx((sum(first), len(first)), rel=1e-4)
     chains = [[alphas[row, t, s] for s in range(3)] for row, t in {(r, t) for r, t, _ in alphas} if all((row, t, s) in alphas for s in range(3))]

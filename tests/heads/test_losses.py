@@ -9,16 +9,20 @@ from scipy import stats
 from scipy.spatial.distance import jensenshannon
 from torch import Tensor
 
-from outrider.heads.losses import DIVERGENCES, acceptance_metrics, chunked_compare, compare, divergence
+from outrider.heads.losses import DIVERGENCES, Reference, acceptance_metrics, chunked_compare, compare, divergence
 from outrider.target import BadInputError
 
 P = np.array([[0.5, 0.3, 0.2], [0.9, 0.05, 0.05], [1 / 3, 1 / 3, 1 / 3], [0.2, 0.3, 0.5]])
 Q = np.array([[0.2, 0.3, 0.5], [0.1, 0.8, 0.1], [0.6, 0.3, 0.1], [0.2, 0.3, 0.5]])
 
 
+def log(probs: np.ndarray) -> Tensor:
+    return torch.tensor(np.log(probs), dtype=torch.float32)
+
+
 def logits(probs: np.ndarray) -> Tensor:
     """Any logits of these probabilities: a constant per position does not matter."""
-    return torch.tensor(np.log(probs) + np.arange(len(probs))[:, None], dtype=torch.float32)
+    return log(probs) + torch.arange(len(probs), dtype=torch.float32)[:, None]
 
 
 # ------------------------------------------------------------ values
@@ -34,12 +38,12 @@ SCIPY = {
 
 @pytest.mark.parametrize("name", DIVERGENCES)
 def test_values_equal_scipys(name):
-    np.testing.assert_allclose(DIVERGENCES[name](logits(P), logits(Q)).numpy(), SCIPY[name](P, Q), rtol=1e-5, atol=1e-7)
+    np.testing.assert_allclose(DIVERGENCES[name](log(P), log(Q)).numpy(), SCIPY[name](P, Q), rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize("name", ["forward_kl", "reverse_kl", "jsd", "tv"])
 def test_a_divergence_is_zero_only_where_the_two_agree(name):
-    values = DIVERGENCES[name](logits(P), logits(Q))
+    values = DIVERGENCES[name](log(P), log(Q))
     assert values[3] == pytest.approx(0, abs=1e-6)
     assert (values[:3] > 0.01).all()
 
@@ -51,7 +55,7 @@ def test_the_jensen_shannon_weights_are_those_of_distillspec():
     beta = 0.1
     m = beta * P + (1 - beta) * Q
     expected = beta * stats.entropy(P, m, axis=-1) + (1 - beta) * stats.entropy(Q, m, axis=-1)
-    np.testing.assert_allclose(jensen_shannon(logits(P), logits(Q), beta).numpy(), expected, rtol=1e-4, atol=1e-7)
+    np.testing.assert_allclose(jensen_shannon(log(P), log(Q), beta).numpy(), expected, rtol=1e-4, atol=1e-7)
 
 
 def test_an_unknown_loss_names_the_known_ones():
@@ -75,7 +79,7 @@ def test_gradients_equal_those_of_the_naive_form(name):
     generator = torch.Generator().manual_seed(0)
     target, ours = torch.randn(20, 3, generator=generator), torch.randn(20, 3, generator=generator, requires_grad=True)
     naive = ours.detach().double().requires_grad_()
-    DIVERGENCES[name](target, ours).sum().backward()
+    DIVERGENCES[name](target.log_softmax(-1), ours.log_softmax(-1)).sum().backward()
     NAIVE[name](target.double().softmax(-1), naive.softmax(-1)).sum().backward()
     torch.testing.assert_close(ours.grad.double(), naive.grad, rtol=1e-4, atol=1e-6)
 
@@ -83,7 +87,7 @@ def test_gradients_equal_those_of_the_naive_form(name):
 @pytest.mark.parametrize("name", DIVERGENCES)
 def test_a_very_certain_target_gives_finite_losses_and_gradients(name):
     draft = torch.tensor([[0.0, 50.0, -50.0]], requires_grad=True)
-    loss = DIVERGENCES[name](torch.tensor([[200.0, 0.0, -200.0]]), draft)
+    loss = DIVERGENCES[name](torch.tensor([[200.0, 0.0, -200.0]]).log_softmax(-1), draft.log_softmax(-1))
     loss.sum().backward()
     assert bool(loss.isfinite().all() and draft.grad.isfinite().all())
 
@@ -98,21 +102,49 @@ def heads(kept: Tensor | None, vocab: int = 12) -> tuple[torch.nn.Linear, torch.
 
 @pytest.mark.parametrize("kept", [None, torch.tensor([1, 2, 5, 9])], ids=["whole", "pruned"])
 @pytest.mark.parametrize("name", DIVERGENCES)
-def test_chunks_change_neither_values_nor_gradients(name, kept):
+def test_values_and_gradients_are_those_of_the_whole_logits_at_once(name, kept):
+    """Against plain autograd on `[S, P, V]`, for any chunk; with weights, and a gradient that comes from above."""
     target_head, draft_head = heads(kept)
-    target_hidden, grads, results = torch.randn(23, 5), [], []
-    start = torch.randn(23, 4)
+    target_hidden, start, weights = torch.randn(23, 5), torch.randn(3, 23, 4), torch.rand(3, 23)
+    wanted = start.clone().requires_grad_()
+    p, log_q = target_head(target_hidden).softmax(-1), draft_head(wanted).log_softmax(-1)
+    p_kept = p if kept is None else p[:, kept]
+    losses = torch.stack([DIVERGENCES[name]((p_kept / p_kept.sum(-1, keepdim=True)).log(), q) for q in log_q])
+    alpha = torch.minimum(p_kept, log_q.exp()).sum(-1)
+    best = log_q.argmax(-1) if kept is None else kept[log_q.argmax(-1)]
+    expected = [3 * g for g in torch.autograd.grad((losses * weights).sum(), [wanted, draft_head.weight, draft_head.bias])]
     for chunk in (100, 23, 7, 1):
-        draft_hidden = start.clone().requires_grad_()
-        result = chunked_compare(target_hidden, draft_hidden, target_head, draft_head, DIVERGENCES[name], kept, chunk)
-        result.loss.sum().backward()
-        results.append(torch.stack([result.loss.detach(), result.alpha, result.top1]))
-        grads.append((draft_hidden.grad, draft_head.weight.grad.clone()))
-        draft_head.zero_grad()
+        hidden = start.clone().requires_grad_()
+        result = chunked_compare(target_hidden, hidden, target_head, draft_head, DIVERGENCES[name], kept, weights, list(draft_head.parameters()), chunk)
+        torch.testing.assert_close((result.loss, result.alpha), (losses.detach(), alpha.detach()))
+        assert torch.equal(result.top1, (best == p.argmax(-1)).float())
+        torch.testing.assert_close(result.total.detach(), (losses * weights).sum().detach())
+        found = torch.autograd.grad(3 * result.total, [hidden, draft_head.weight, draft_head.bias])
+        torch.testing.assert_close(list(found), expected, rtol=1e-4, atol=1e-5)
     assert target_head.weight.grad is None, "the target is never trained"
-    for result, grad in zip(results[1:], grads[1:], strict=True):
-        torch.testing.assert_close(result, results[0])
-        torch.testing.assert_close(grad, grads[0], rtol=1e-4, atol=1e-6)
+
+
+def test_without_gradients_nothing_is_differentiated():
+    target_head, draft_head = heads(None)
+    with torch.no_grad():
+        result = chunked_compare(
+            torch.randn(3, 5), torch.randn(3, 4), target_head, draft_head, divergence("tv"), parameters=list(draft_head.parameters())
+        )
+    assert not result.total.requires_grad
+    assert result.total.item() == pytest.approx(result.loss.sum().item())
+
+
+def test_no_logits_are_kept_for_the_backward_pass():
+    """What autograd holds on to grows with the hidden states, not with the vocabulary."""
+    saved = []
+    target_head, draft_head = heads(None, vocab=1000)
+    hidden = torch.randn(50, 4, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.numel()) or t, lambda t: t):
+        result = chunked_compare(torch.randn(50, 5), hidden, target_head, draft_head, divergence("tv"), parameters=list(draft_head.parameters()), chunk=10)
+        inside = len(saved)
+        result.total.backward()
+    assert inside > 0
+    assert max(saved) <= 10 * 1000, "a chunk at a time"
 
 
 @pytest.mark.parametrize("kept", [None, torch.tensor([1, 2])])
@@ -121,14 +153,15 @@ def test_no_positions_give_no_values_and_a_graph_that_can_be_walked(kept):
     draft_hidden = torch.randn(0, 4, requires_grad=True)
     result = chunked_compare(torch.randn(0, 5), draft_hidden, target_head, draft_head, divergence("tv"), kept)
     assert result.loss.shape == result.alpha.shape == result.top1.shape == (0,)
-    result.loss.sum().backward()
+    result.total.backward()
+    assert draft_hidden.grad.shape == (0, 4)
 
 
 def test_alpha_is_one_minus_total_variation():
-    result = compare(logits(P), logits(Q), divergence("forward_kl"))
-    np.testing.assert_allclose(result.alpha.numpy(), 1 - SCIPY["tv"](P, Q), rtol=1e-6)
-    np.testing.assert_allclose(result.alpha.numpy(), np.minimum(P, Q).sum(-1), rtol=1e-6)
-    assert result.top1.tolist() == [0, 0, 1, 1]
+    _, alpha, top1 = compare(Reference.of(logits(P)), logits(Q), divergence("forward_kl"))
+    np.testing.assert_allclose(alpha.numpy(), 1 - SCIPY["tv"](P, Q), rtol=1e-6)
+    np.testing.assert_allclose(alpha.numpy(), np.minimum(P, Q).sum(-1), rtol=1e-6)
+    assert top1.tolist() == [0, 0, 1, 1]
 
 
 def test_mass_that_a_pruned_vocabulary_cannot_reach_counts_as_rejected():

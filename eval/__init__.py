@@ -2,7 +2,7 @@
 
 from .figures import ALL, Figures, Record
 from .gate import GateResult, gate
-from .measure import Contestant, measure
+from .measure import Contestant, contestants, measure
 from .report import Report
 from .statistics import Bootstrap, Interval, Ratio
 from .suites import PACKAGED, Suite, load_suites, make_suite
@@ -19,6 +19,7 @@ __all__ = [
     "Record",
     "Report",
     "Suite",
+    "contestants",
     "gate",
     "load_suites",
     "make_suite",

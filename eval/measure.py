@@ -9,7 +9,8 @@ from __future__ import annotations
 import statistics
 import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -78,7 +79,7 @@ def measure(
     Args:
         contestants: the drafters; the first is the one that the report's headline is about. The plain target is added
             unless a contestant without a drafter is among them.
-        settings: `temperatures`, `max_new_tokens`, `repeats` and `seed` are used; `limit` cuts each suite.
+        settings: `temperatures`, `max_new_tokens`, `repeats`, `threads` and `seed` are used; `limit` cuts each suite.
         generate_baseline: whether `transformers.generate` takes part too.
         console: shows progress there.
 
@@ -99,21 +100,35 @@ def measure(
     temperatures = list(dict.fromkeys(settings.temperatures))
     rules: dict[tuple[str, float], str] = {}
     records: list[Record] = []
-    with progress(console, "measuring", len(temperatures) * len(jobs) * settings.repeats, transient=True) as advance:
+    with threads(settings.threads), progress(console, "measuring", len(temperatures) * len(jobs) * settings.repeats, transient=True) as advance:
         for temperature in temperatures:
             for runner in runners:
                 rules[runner.name, temperature] = runner(jobs[0], temperature).rule
         for temperature in temperatures:
             runs = race(runners, jobs, temperature, settings.repeats, lambda: advance(1, ""))
             records += make_records(runs, jobs, temperature, plain)
+        conditions = _conditions(target, suites, settings, temperatures)
     baselines = Baselines(plain=plain, generate=GENERATE if generate_baseline else None)
     return Report(
-        conditions=_conditions(target, suites, settings, temperatures),
+        conditions=conditions,
         contestants=[_info(c) for c in entrants] + ([ContestantInfo(name=GENERATE, kind="generate")] if generate_baseline else []),
         baselines=baselines,
         figures=summarise(records, rules, baselines, settings.seed),
         records=records,
     )
+
+
+@contextmanager
+def threads(count: int | None) -> Iterator[None]:
+    """torch with `count` CPU threads inside; None changes nothing."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(count or before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def race(
@@ -135,6 +150,30 @@ def race(
 
 
 # ------------------------------------------------------------ before
+
+
+def contestants(target: Target, drafter: Drafter, settings: EvalSpec, plan: Plan | None = None) -> list[Contestant]:
+    """`drafter`, then the baselines that `settings` names, all under one plan (None: the settings' depth)."""
+    from ..decode import Plan
+
+    plan = plan or Plan(settings.depth)
+    others = [baseline(name, target) for name in settings.baselines if name != drafter.name]
+    return [Contestant(d.name, d, plan) for d in (drafter, *others)]
+
+
+def baseline(name: str, target: Target) -> Drafter:
+    """A drafter without weights, by its registered name.
+
+    Raises:
+        BadInputError: an unknown name, or a drafter that has to be trained.
+    """
+    from ..heads import drafter_config
+    from ..target.errors import BadInputError
+
+    head, config = drafter_config({"type": name}, "eval.baselines")
+    if head.trainable:
+        raise BadInputError(f"eval.baselines: {name!r} has to be trained first; a baseline is a drafter without weights, such as ngram.")
+    return head.build(config, target)
 
 
 def _with_plain(contestants: Sequence[Contestant]) -> list[Contestant]:

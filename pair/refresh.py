@@ -13,11 +13,10 @@ from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..decode import Plan
 from ..distill.prompts import Prompt
-from ..eval.measure import Contestant, measure
+from ..eval.measure import contestants, measure
 from ..eval.suites import load_suites
-from ..heads import HEADS, Drafter, drafter_config, load_drafter
+from ..heads import HEADS, Drafter, load_drafter
 from ..recipes import Recipe, load_recipe
 from ..target import BadInputError, Target
 from ..target.fingerprint import digest_json
@@ -101,18 +100,8 @@ def _measured(recipe: Recipe, target: Target, drafter: Drafter, drafter_folder: 
     subject = [target.fingerprint().digest, file_digests(drafter_folder), recipe.eval.model_dump(), [s.digest for s in suites]]
     folder = recipe.output_folder / "reports" / digest_json(subject)[:12]
     if not (folder / "report.json").exists():
-        measure(target, _contestants(recipe, target, drafter), suites, recipe.eval, console=console).save(folder)
+        measure(target, contestants(target, drafter, recipe.eval), suites, recipe.eval, console=console).save(folder)
     return folder
-
-
-def _contestants(recipe: Recipe, target: Target, drafter: Drafter) -> list[Contestant]:
-    plan = Plan(recipe.eval.depth)
-    found = [Contestant(drafter.name, drafter, plan)]
-    for name in recipe.eval.baselines:
-        if name != drafter.name:
-            head, config = drafter_config({"type": name}, "eval.baselines")
-            found.append(Contestant(name, head.build(config, target), plan))
-    return found
 
 
 def _calibration(pair: Pair, target: Target) -> list[Prompt]:

@@ -61,6 +61,8 @@ class DataSpec(Section):
         batch_size: prompts the target answers at once.
         features: whether hidden states are computed while training ("online") or once, to disk ("cached").
         holdout: fraction of the sequences kept for evaluation during training.
+        learn_prompts: also learn to predict the prompts' tokens (`completion_only_loss=False` in TRL): more to learn from per
+            sequence, though not the target's own words. Held-out figures count responses only, either way.
         responses: a finished data folder to use instead of generating one.
     """
 
@@ -72,6 +74,7 @@ class DataSpec(Section):
     batch_size: Positive = 32
     features: Literal["online", "cached"] = "online"
     holdout: Annotated[float, Field(ge=0, lt=1)] = 0.05
+    learn_prompts: bool = False
     responses: str | None = None
 
 
@@ -84,6 +87,7 @@ class EvalSpec(Section):
         limit: prompts per suite; null for all.
         repeats: timed passes over each suite; contestants are interleaved.
         baselines: drafters without weights that are measured beside the trained one.
+        threads: of torch while measuring, on a CPU; null leaves its own choice.
     """
 
     suites: Annotated[list[str], Field(min_length=1)] = Field(default_factory=lambda: ["code", "docs", "prose"])
@@ -94,6 +98,7 @@ class EvalSpec(Section):
     repeats: Positive = 3
     seed: int = 0
     baselines: list[str] = Field(default_factory=lambda: ["ngram"])
+    threads: Positive | None = None
     dtype: Dtype = "auto"
 
 

@@ -34,7 +34,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from ..eval import Contestant, GateResult, Report
+    from ..eval import GateResult, Report
+    from ..heads import Drafter
     from ..pair import Pair
     from ..target import Target
 
@@ -189,7 +190,7 @@ class Story:
         from ..heads import load_drafter
 
         head = load_drafter(self.out / "drafter", self.target)
-        report = self._measure(self.target, [self._contestant(head), *self._baselines()], generate=True)
+        report = self._measure(self.target, head, baselines=True)
         report.save(self.out / "report")
         return report.sentence()
 
@@ -214,7 +215,7 @@ class Story:
 
     def measure_stale(self) -> str:
         head = self.pair.drafter_for(self.changed)
-        report = self._measure(self.changed, [self._contestant(head)], generate=False)
+        report = self._measure(self.changed, head, baselines=False)
         report.save(self.out / "stale")
         return report.sentence()
 
@@ -242,22 +243,13 @@ class Story:
         child = f"{self.refreshed.digest[:12]}… in {self.refreshed.folder}, parent {parent.digest[:12] if parent else 'none'}…"
         return child if not differences else f"{child}; differs: {'; '.join(differences)}"
 
-    def _contestant(self, drafter: Any, name: str | None = None) -> Contestant:
-        from ..decode import Plan
-        from ..eval import Contestant
+    def _measure(self, target: Target, head: Drafter, baselines: bool) -> Report:
+        """Beside the plain target; with `baselines` beside drafters without weights and `transformers.generate` too."""
+        from ..eval import contestants, load_suites, measure
 
-        return Contestant(name or drafter.name, drafter, Plan(self.budget.depth))
-
-    def _baselines(self) -> list[Contestant]:
-        from .subject import baseline
-
-        return [self._contestant(baseline(name, self.target)) for name in self.budget.baselines]
-
-    def _measure(self, target: Target, contestants: list[Contestant], generate: bool) -> Report:
-        from ..eval import load_suites, measure
-
-        suites = load_suites(self.recipe.eval.suites, target.require_tokenizer(), self.recipe.eval.limit)
-        return measure(target, contestants, suites, self.recipe.eval, generate_baseline=generate, console=self.console)
+        settings = self.recipe.eval if baselines else self.recipe.eval.model_copy(update={"baselines": []})
+        suites = load_suites(settings.suites, target.require_tokenizer(), settings.limit)
+        return measure(target, contestants(target, head, settings), suites, settings, generate_baseline=baselines, console=self.console)
 
     # ------------------------------------------------------------ telling
 

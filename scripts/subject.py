@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from ..decode import Plan
-    from ..eval import Contestant, Report
+    from ..eval import Report
     from ..heads import Drafter
     from ..target import Target
 
@@ -37,28 +37,10 @@ class Subject:
 
     def measure(self, console: Console | None = None) -> Report:
         """Measure the drafter beside its baselines and the plain target."""
-        from ..eval import load_suites, measure
+        from ..eval import contestants, load_suites, measure
 
         suites = load_suites(self.settings.suites, self.target.require_tokenizer(), self.settings.limit)
-        return measure(self.target, self.contestants(), suites, self.settings, console=console)
-
-    def contestants(self) -> list[Contestant]:
-        """The drafter first: the report's headline is about it."""
-        from ..eval import Contestant
-
-        others = [n for n in self.settings.baselines if n != self.drafter.name]
-        return [Contestant(self.drafter.name, self.drafter, self.plan)] + [Contestant(n, baseline(n, self.target), self.plan) for n in others]
-
-
-def baseline(name: str, target: Target) -> Drafter:
-    """A drafter without weights, by its registered name."""
-    from ..heads import drafter_config
-    from ..target import BadInputError
-
-    head, config = drafter_config({"type": name}, "eval.baselines")
-    if head.trainable:
-        raise BadInputError(f"eval.baselines: {name!r} has to be trained first; a baseline is a drafter without weights, such as ngram.")
-    return head.build(config, target)
+        return measure(self.target, contestants(self.target, self.drafter, self.settings, self.plan), suites, self.settings, console=console)
 
 
 def load_subject(name: str, changes: Sequence[str] = (), drafter: Path | None = None, asked: dict[str, Any] | None = None) -> Subject:

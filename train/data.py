@@ -34,10 +34,13 @@ FIRST_LEARNED = 2
 
 
 class Rows(Dataset):
-    """Rows of a distilled data set: `{"index", "input_ids", "labels"}`; position `EMPTY` is a row with nothing to learn."""
+    """Rows of a distilled data set: `{"index", "input_ids", "labels"}`; position `EMPTY` is a row with nothing to learn.
 
-    def __init__(self, table: datasets.Dataset, indices: Sequence[int]):
-        self.table, self.indices = table, list(indices)
+    Labels are the responses' tokens, with `prompts` all of them.
+    """
+
+    def __init__(self, table: datasets.Dataset, indices: Sequence[int], prompts: bool = False):
+        self.table, self.indices, self.prompts = table, list(indices), prompts
 
     def __len__(self) -> int:
         return len(self.indices)
@@ -48,7 +51,7 @@ class Rows(Dataset):
         index = self.indices[position]
         row = self.table[index]
         tokens, mask = row["input_ids"], row["loss_mask"]
-        labels = [t if m and i >= FIRST_LEARNED else IGNORED for i, (t, m) in enumerate(zip(tokens, mask, strict=True))]
+        labels = [t if (m or self.prompts) and i >= FIRST_LEARNED else IGNORED for i, (t, m) in enumerate(zip(tokens, mask, strict=True))]
         return {"index": index, "input_ids": tokens, "labels": labels}
 
 
@@ -94,10 +97,10 @@ class Order(Sampler[int]):
 # ------------------------------------------------------------ which rows
 
 
-def split(table: datasets.Dataset, holdout: float) -> tuple[Rows, Rows]:
+def split(table: datasets.Dataset, holdout: float, prompts: bool = False) -> tuple[Rows, Rows]:
     """(training rows, held-out rows): a row is held out if the hash of its id says so, whatever its place in the table.
 
-    Rows without a token to learn are left out.
+    `prompts`: the training rows also teach their prompts' tokens. Rows without a token to learn are left out.
 
     Raises:
         BadInputError: nothing to train on.
@@ -111,7 +114,7 @@ def split(table: datasets.Dataset, holdout: float) -> tuple[Rows, Rows]:
             f"no rows to train on: of {len(table)} rows {len(learnable)} have a response and {len(held)} of those are held out "
             f"(data.holdout {holdout}); use more prompts or a smaller data.holdout."
         )
-    return Rows(table, training), Rows(table, sorted(held))
+    return Rows(table, training, prompts), Rows(table, sorted(held))
 
 
 def is_held_out(row_id: str, holdout: float) -> bool:

@@ -25,7 +25,7 @@ from ..recipes import Recipe
 from ..target import BadInputError, Target
 from . import checkpoints, provenance
 from .arguments import training_arguments
-from .data import Batches, CachedBatches, OnlineBatches, split, token_counts
+from .data import Batches, CachedBatches, OnlineBatches, Rows, split, token_counts
 from .launch import check_launch, main_first
 from .loop import DrafterTrainer
 from .warmstart import check_drafter, make_drafter
@@ -122,13 +122,13 @@ def _trainer(recipe: Recipe, args: TrainingArguments, target: Target, drafter: D
     from ..distill.responses import load_responses
 
     table = load_responses(data)
-    training, held_out = split(table, recipe.data.holdout)
+    training, held_out = split(table, recipe.data.holdout, recipe.data.learn_prompts)
     if recipe.data.holdout > 0 and not len(held_out):
         _log.warning("no row is held out (%d rows, data.holdout %g): there will be no evaluation during training.", len(training), recipe.data.holdout)
         args.eval_strategy = "no"
     set_seed(args.seed)
     if drafter is None:
-        drafter = make_drafter(recipe.drafter, target, lambda: token_counts(training, target.vocab_size))
+        drafter = make_drafter(recipe.drafter, target, lambda: token_counts(Rows(table, training.indices), target.vocab_size))
     drafter.to(args.device).float()
     drafter.check(target)
     return DrafterTrainer(drafter, args, _batches(recipe, args, target, drafter, table, console), training, held_out)

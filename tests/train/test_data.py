@@ -69,6 +69,13 @@ def test_no_row_is_both_trained_on_and_held_out() -> None:
     assert sorted(training.indices + held.indices) == list(range(50))
 
 
+def test_prompts_are_learned_on_request_but_never_held_out() -> None:
+    rows = [{"id": f"row-{i}", "suite": "s", "input_ids": [5, 6, 7, 8], "loss_mask": [0, 0, 0, 1]} for i in range(50)]
+    training, held = split(Dataset.from_list(rows), 0.3, prompts=True)
+    assert training[0]["labels"] == [IGNORED, IGNORED, 7, 8]
+    assert held[0]["labels"] == [IGNORED, IGNORED, IGNORED, 8]
+
+
 @pytest.mark.parametrize("masks", [[0, 0, 0], [1, 1, 0]])
 def test_data_without_a_response_is_an_error_that_says_so(masks: list[int]) -> None:
     with pytest.raises(BadInputError, match="of 1 rows 0 have a response"):

@@ -51,7 +51,6 @@ class Budget:
         probe_prompts: what pair v1 remembers for probes to repeat.
         tune_steps, tune_rows, tune_length, tune_rate, tune_rank: the LoRA fine-tune that changes the target.
         tolerance, confidence: of the gate.
-        threads: of torch on a CPU; the embedded target is too small to gain from more than one. 0 leaves torch's choice.
     """
 
     prompts: int = 480
@@ -72,7 +71,6 @@ class Budget:
     tune_rank: int = 16
     tolerance: float = 0.03
     confidence: float = 0.95
-    threads: int = 1
 
     def changes(self, output: Path) -> list[str]:
         """The overrides that fit the packaged recipe to this budget."""
@@ -137,7 +135,6 @@ class Story:
     def target(self) -> Target:
         from ..target import Target
 
-        self._set_threads()
         return Target.load(**self.recipe.target.model_dump())
 
     @cached_property
@@ -145,7 +142,6 @@ class Story:
         """The target after its fine-tune: the adapter is merged, as it would be served."""
         from ..target import Target
 
-        self._set_threads()
         return Target.load(**self.recipe.target.model_dump() | {"adapter": str(self.out / "adapter")})
 
     @cached_property
@@ -165,12 +161,6 @@ class Story:
         from ..eval import Report, gate
 
         return gate(newest_report(self.refreshed), Report.load(self.out / "report"), tolerance=self.budget.tolerance, confidence=self.budget.confidence)
-
-    def _set_threads(self) -> None:
-        import torch
-
-        if self.budget.threads and not torch.cuda.is_available():
-            torch.set_num_threads(self.budget.threads)
 
     # ------------------------------------------------------------ the stages
 

@@ -12,6 +12,7 @@ from transformers import TrainingArguments
 
 from ..recipes.schema import Recipe
 from ..target import BadInputError, refuse_unknown_keys
+from . import muon
 
 # Fields that change a loss or a model which a drafter does not have. Off by default, and refused when switched on.
 _MEANINGLESS = {
@@ -63,15 +64,20 @@ def _in_words(hint: Any) -> str:
 def training_arguments(recipe: Recipe) -> TrainingArguments:
     """`TrainingArguments` of a recipe: what it says, over the defaults below. Sets up the processes and the device.
 
+    `training.optim` may also be `muon`.
+
     Raises:
         BadInputError: a field that does not exist, or a value that cannot be used.
     """
     values = _defaults(recipe) | check_training(recipe.training)
+    with_muon = values.get("optim") == muon.NAME
     try:
-        args = TrainingArguments(**values)
+        args = TrainingArguments(**values | ({"optim": "adamw_torch"} if with_muon else {}))
         device = args.device
     except (ValueError, TypeError, ImportError, RuntimeError) as error:
         raise BadInputError(f"training: {error}") from error
+    if with_muon:
+        args.optim = muon.NAME  # not one of the library's names; DrafterTrainer knows it
     if args.n_gpu > 1:
         # One process would mean torch's DataParallel, which cannot carry a TargetBatch. One GPU is right, and said so.
         _warn_one_gpu(args.n_gpu, device)

@@ -151,14 +151,19 @@ class Batches(Protocol):
 
 @dataclass
 class OnlineBatches:
-    """Hidden states computed in the loop, by the frozen target, in its own dtype."""
+    """Hidden states computed in the loop, by the frozen target, in its own dtype.
+
+    Attributes:
+        precision: of the target's matrix products; None for its own. Its output embedding is never run in less.
+    """
 
     target: Target
     taps: tuple[int, ...]
+    precision: torch.dtype | None = None
 
     def of(self, inputs: dict[str, Tensor]) -> TargetBatch:
         tokens = inputs["input_ids"]
-        with torch.no_grad():
+        with torch.no_grad(), torch.autocast(tokens.device.type, self.precision, enabled=self.precision is not None):
             out = self.target.forward(tokens, taps=self.taps, logits=False)
         return TargetBatch(self.target, tokens, inputs["labels"] != IGNORED, out.hidden, out.last)
 

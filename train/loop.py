@@ -25,7 +25,7 @@ from transformers.trainer_utils import EvalLoopOutput
 from ..distill.storage import readable_bytes
 from ..heads import Drafter, load_drafter
 from ..target import BadInputError
-from . import checkpoints
+from . import checkpoints, muon
 from .callbacks import EpochOrder, FiniteGuard, GracefulStop, LogLines, Progress
 from .data import IGNORED, Batches, Order, Rows, collate
 from .metrics import Sums
@@ -67,6 +67,15 @@ class DrafterTrainer(Trainer):
             share = getattr(self.args, name)
             if share is not None and 0 < share < 1:
                 setattr(self.args, name, math.ceil(share * self.planned_steps()))
+
+    # ------------------------------------------------------------ optimizer
+
+    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
+        if self.optimizer is None and self.args.optim == muon.NAME:
+            args = self.args
+            groups = muon.split_parameters(self.model if model is None else model)
+            self.optimizer = muon.MuonAdamW(*groups, args.learning_rate, args.weight_decay, (args.adam_beta1, args.adam_beta2), args.adam_epsilon)
+        return super().create_optimizer(model)
 
     # ------------------------------------------------------------ order
 

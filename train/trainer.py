@@ -136,7 +136,8 @@ def _trainer(recipe: Recipe, args: TrainingArguments, target: Target, drafter: D
 
 def _batches(recipe: Recipe, args: TrainingArguments, target: Target, drafter: Drafter, table: datasets.Dataset, console: Console | None) -> Batches:
     if recipe.data.features == "online":
-        return OnlineBatches(target, drafter.taps)
+        # A float32 target in a mixed-precision training: its pass is most of a step, and bfloat16 is what targets are served in.
+        return OnlineBatches(target, drafter.taps, torch.bfloat16 if args.bf16 and target.dtype == torch.float32 else None)
     from ..distill.features import FeatureStore
 
     def build() -> Path:

@@ -127,9 +127,7 @@ def test_values_and_gradients_are_those_of_the_whole_logits_at_once(name, kept):
 def test_without_gradients_nothing_is_differentiated():
     target_head, draft_head = heads(None)
     with torch.no_grad():
-        result = chunked_compare(
-            torch.randn(3, 5), torch.randn(3, 4), target_head, draft_head, divergence("tv"), parameters=list(draft_head.parameters())
-        )
+        result = chunked_compare(torch.randn(3, 5), torch.randn(3, 4), target_head, draft_head, divergence("tv"), parameters=list(draft_head.parameters()))
     assert not result.total.requires_grad
     assert result.total.item() == pytest.approx(result.loss.sum().item())
 

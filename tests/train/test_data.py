@@ -9,7 +9,7 @@ import torch
 from datasets import Dataset
 
 from outrider.target import BadInputError, IncompatibleError
-from outrider.train.data import EMPTY, IGNORED, Order, Rows, collate, split, token_counts
+from outrider.train.data import EMPTY, IGNORED, OnlineBatches, Order, Rows, collate, split, token_counts
 
 
 def table(*rows: tuple[list[int], list[int]]) -> Dataset:
@@ -91,3 +91,13 @@ def test_a_token_beyond_the_vocabulary_is_refused() -> None:
     rows: Any = Rows(table(([1, 1, 9], [0, 0, 1])), [0])
     with pytest.raises(IncompatibleError, match="token 9, the target's vocabulary has 6"):
         token_counts(rows, 6)
+
+
+def test_a_float32_target_may_run_in_less_its_output_embedding_never_does(target: Target) -> None:
+    inputs = collate([{"index": 0, "input_ids": [1, 2, 3, 4], "labels": [IGNORED, IGNORED, 3, 4]}])
+    own, less = OnlineBatches(target, (1,)).of(inputs), OnlineBatches(target, (1,), torch.bfloat16).of(inputs)
+    assert own.hidden is not None
+    assert less.hidden is not None
+    assert not torch.equal(own.last, less.last)
+    torch.testing.assert_close(less.hidden, own.hidden, rtol=0.05, atol=0.05, check_dtype=False)
+    assert target.lm_head(less.last).dtype == torch.float32

@@ -1,0 +1,124 @@
+"""Muon and AdamW as one optimizer: each parameter moves as it would under its own, and a training resumes to the bit."""
+
+from __future__ import annotations
+
+import copy
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from outrider.heads import DraftModel, Eagle3, drafter_config
+from outrider.recipes import Recipe
+from outrider.target import Target
+from outrider.train import train
+from outrider.train.muon import MuonAdamW, split_parameters
+
+MakeRecipe = Callable[..., Recipe]
+
+DRAFT_MODEL = {"type": "draft_model", "model": {"num_hidden_layers": 1, "tie_word_embeddings": True}}
+
+
+def names(model: nn.Module, parameters: list[nn.Parameter]) -> set[str]:
+    known = {id(p): n for n, p in model.named_parameters()}
+    return {known[id(p)] for p in parameters}
+
+
+def made(target: Target, **spec: Any) -> nn.Module:
+    head, config = drafter_config(spec)
+    return head.build(config, target)
+
+
+def test_the_matrices_are_those_inside_of_the_network(target: Target) -> None:
+    head = made(target, type="eagle3", norm_taps=True)
+    assert isinstance(head, Eagle3)
+    matrices, others = (names(head, p) for p in split_parameters(head))
+    projections = {f"layer.self_attn.{x}_proj.weight" for x in "qkvo"} | {f"layer.mlp.{x}_proj.weight" for x in ("gate", "up", "down")}
+    assert matrices == {"fc.weight"} | projections
+    assert {"lm_head.weight", "norm.weight", "tap_norms.0.weight"} <= others
+    assert matrices | others == {n for n, _ in head.named_parameters()}
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_embeddings_of_a_draft_model_are_not_matrices(target: Target, tied: bool) -> None:
+    model = made(target, type="draft_model", model={"num_hidden_layers": 1, "tie_word_embeddings": tied})
+    assert isinstance(model, DraftModel)
+    matrices, others = (names(model, p) for p in split_parameters(model))
+    assert matrices == {n for n, _ in model.named_parameters() if "_proj" in n}
+    assert {n for n in others if "norm" not in n} == {"model.model.embed_tokens.weight"} | (set() if tied else {"model.lm_head.weight"})
+
+
+def test_what_is_frozen_is_not_moved(target: Target) -> None:
+    head = made(target, type="eagle3")
+    head.fc.requires_grad_(False)
+    assert not any(p is head.fc.weight for part in split_parameters(head) for p in part)
+
+
+def test_each_part_moves_as_under_its_own_optimizer_and_a_schedule_reaches_both() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4))
+    apart = copy.deepcopy(model)
+    matrices, others = split_parameters(model)
+    both = MuonAdamW(matrices, others, lr=0.1, weight_decay=0.01)
+    matrices, others = split_parameters(apart)
+    alone = [
+        torch.optim.Muon(matrices, lr=0.1, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(others, lr=0.1, weight_decay=0.01),
+    ]
+    schedules = [torch.optim.lr_scheduler.LambdaLR(o, lambda step: 1 / (1 + step)) for o in (both, *alone)]
+    for _ in range(4):
+        x = torch.randn(16, 6)
+        for module, optimizers in ((model, [both]), (apart, alone)):
+            module(x).pow(2).mean().backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        for schedule in schedules:
+            schedule.step()
+    for own, other in zip(model.parameters(), apart.parameters(), strict=True):
+        assert torch.equal(own, other)
+    assert [group["lr"] for group in both.param_groups] == pytest.approx([0.1 / 5] * 2)
+
+
+def test_its_state_is_saved_and_restored() -> None:
+    torch.manual_seed(0)
+    model, x = nn.Linear(6, 8), torch.randn(16, 6)
+
+    def steps(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(x).pow(2).mean().backward()
+            optimizer.step()
+
+    optimizer = MuonAdamW(*split_parameters(model), lr=0.1)
+    steps(model, optimizer)
+    copied = copy.deepcopy(model)
+    restored = MuonAdamW(*split_parameters(copied), lr=0.5)
+    restored.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert len(optimizer.state_dict()["state"]) == 2
+    steps(model, optimizer)
+    steps(copied, restored)
+    assert torch.equal(model.weight, copied.weight)
+    assert torch.equal(model.bias, copied.bias)
+
+
+@pytest.mark.parametrize("drafter", [None, DRAFT_MODEL], ids=["eagle3", "draft_model"])
+def test_a_training_with_muon_resumes_bit_for_bit(recipe: MakeRecipe, target: Target, drafter: dict[str, Any] | None) -> None:
+    parts = () if drafter is None else (drafter,)
+    whole = train(recipe("whole", *parts, optim="muon"), target)
+    half = whole.drafter_folder.parent.with_name("half")
+    shutil.copytree(whole.drafter_folder.parent, half)
+    shutil.rmtree(half / "checkpoints" / "checkpoint-12")
+    resumed = train(recipe("half", *parts, optim="muon"), target)
+    assert weights(resumed.drafter_folder) == weights(whole.drafter_folder)
+    adam = train(recipe("adam", *parts), target)
+    assert weights(adam.drafter_folder) != weights(whole.drafter_folder)
+
+
+def weights(folder: Path) -> dict[str, bytes]:
+    return {name: tensor.numpy().tobytes() for name, tensor in load_file(folder / "model.safetensors").items()}

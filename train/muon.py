@@ -1,0 +1,67 @@
+"""Muon for a drafter's matrices, AdamW for the rest, as one optimizer: `training.optim: muon`.
+
+Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/) moves a matrix along its orthogonalised momentum. The
+update is scaled to the size of AdamW's (Liu et al. 2025, arXiv 2502.16982), so that one learning rate serves both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+NAME = "muon"
+
+
+class MuonAdamW(torch.optim.Optimizer):
+    """Both under one roof: one list of groups for schedulers and one state for checkpoints.
+
+    Args:
+        matrices: parameters with two dimensions.
+        others: everything else.
+    """
+
+    def __init__(
+        self, matrices: Iterable[Tensor], others: Iterable[Tensor], lr: float, weight_decay: float = 0.0,
+        betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8,
+    ):  # fmt: skip
+        matrices, others = list(matrices), list(others)
+        self._parts: list[torch.optim.Optimizer] = []
+        if matrices:
+            self._parts.append(torch.optim.Muon(matrices, lr=lr, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw"))
+        if others:
+            self._parts.append(torch.optim.AdamW(others, lr=lr, weight_decay=weight_decay, betas=betas, eps=eps))
+        super().__init__([group for part in self._parts for group in part.param_groups], {})
+        self._link()
+
+    def _link(self) -> None:
+        for part, group in zip(self._parts, self.param_groups, strict=True):
+            part.param_groups, part.state = [group], self.state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._link()
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for part in self._parts:
+            part.step()
+        return loss
+
+
+def split_parameters(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    """(what Muon moves, what AdamW moves): the weights inside of the network, and embeddings, output embedding, norms and biases."""
+    ends = {id(p) for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters()}
+    for name, module in model.named_modules():
+        output = module.get_output_embeddings() if hasattr(module, "get_output_embeddings") else module if name.endswith("lm_head") else None
+        ends |= {id(p) for p in output.parameters()} if isinstance(output, nn.Module) else set()
+    trained = [p for p in model.parameters() if p.requires_grad]
+    inside = [p for p in trained if p.ndim == 2 and id(p) not in ends]
+    chosen = {id(p) for p in inside}
+    return inside, [p for p in trained if id(p) not in chosen]

@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..target import BadInputError, Counts, IncompatibleError, RaggedCache, Target, load_causal_lm, load_tokenizer, refuse_unknown_keys, require_same_vocabulary
+from ..target import (
+    BadInputError, Counts, IncompatibleError, RaggedCache, Target, decoder_layers, load_causal_lm, load_tokenizer, refuse_unknown_keys, require_same_vocabulary,
+)  # fmt: skip
 from .base import Choose, Drafter, DrafterConfig, DrafterLoss, Proposal, TargetBatch
 from .losses import acceptance_metrics, ahead, chunked_compare, divergence
 
@@ -27,17 +29,21 @@ class DraftModelConfig(DrafterConfig):
     Attributes:
         path: a pretrained model to start from; None makes a new one from `model`.
         model: fields of the target's config to change for a new draft model, e.g. `{num_hidden_layers: 2}`.
+        prune: start from the target's embeddings, norms and output, and `num_hidden_layers` of its layers from first to last.
         loss: forward_kl, reverse_kl, jsd or tv.
         depths: depths up to which the simulated tau multiplies alphas (metrics only).
     """
 
     path: str | None = None
     model: dict[str, Any] = field(default_factory=dict)
+    prune: bool = False
     loss: str = "forward_kl"
     depths: int = 4
 
     def __post_init__(self) -> None:
         divergence(self.loss)
+        if self.prune and (self.path is not None or set(self.model) - {"num_hidden_layers"}):
+            raise BadInputError("draft_model: prune takes whole layers of the target; give it model.num_hidden_layers and nothing else, and no path.")
 
 
 @dataclass
@@ -67,7 +73,11 @@ class DraftModel(Drafter):
             return cls(load_causal_lm(config.path, dtype=torch.float32, strict=True), config)
         from transformers import AutoModelForCausalLM
 
-        return cls(AutoModelForCausalLM.from_config(_smaller(target.config, config.model), dtype=torch.float32), config)
+        changes = _pruned_layers(target, config.model) if config.prune else config.model
+        model = AutoModelForCausalLM.from_config(_smaller(target.config, changes), dtype=torch.float32)
+        if config.prune:
+            _copy_layers(target, model)
+        return cls(model, config)
 
     @classmethod
     def from_folder(cls, folder: Path, values: dict[str, Any], target: Target | None) -> DraftModel:
@@ -151,6 +161,42 @@ def _check_tokenizer(folder: Path, target: Target) -> None:
     own = load_tokenizer(folder)
     if own is not None and target.tokenizer is not None:
         require_same_vocabulary(own, target.tokenizer, f"the draft model in {str(folder)!r}")
+
+
+def chosen_layers(of: int, count: int) -> list[int]:
+    """`count` of `of` layers, evenly from the first to the last: those at the ends do what nothing else does."""
+    return [round(i * (of - 1) / (count - 1)) for i in range(count)] if count > 1 else [of - 1]
+
+
+def _pruned_layers(target: Target, model: dict[str, Any]) -> dict[str, Any]:
+    """`model`, with what the target's config says per layer cut to the layers that stay."""
+    count = model.get("num_hidden_layers")
+    if not isinstance(count, int) or not 1 <= count <= target.num_layers:
+        raise BadInputError(f"draft_model: prune needs model.num_hidden_layers between 1 and the target's {target.num_layers}, found {count!r}.")
+    kinds = getattr(target.config, "layer_types", None)
+    return model | ({"layer_types": [kinds[i] for i in chosen_layers(target.num_layers, count)]} if kinds else {})
+
+
+@torch.no_grad()
+def _copy_layers(target: Target, model: PreTrainedModel) -> None:
+    """Fill `model`, the target's architecture with fewer layers, from the target.
+
+    Raises:
+        IncompatibleError: its layers are of different kinds, or it carries an adapter that is not merged.
+    """
+    theirs, own = decoder_layers(target.body, target.num_layers), decoder_layers(model.base_model, model.config.num_hidden_layers)
+    inside = {id(p) for part in (theirs, own) for p in part.parameters()}
+    rest = {name: p for name, p in target.model.named_parameters() if id(p) not in inside}
+    try:
+        for new, index in zip(own, chosen_layers(len(theirs), len(own)), strict=True):
+            new.load_state_dict(theirs[index].state_dict())
+        for name, parameter in model.named_parameters():
+            if id(parameter) not in inside:
+                parameter.copy_(rest[name])
+    except (RuntimeError, KeyError) as error:
+        raise IncompatibleError(
+            f"draft_model: the layers of {type(target.model).__name__} cannot be taken over ({error}); leave out prune, or merge the target's adapter first."
+        ) from error
 
 
 def _smaller(config: Any, changes: dict[str, Any]) -> Any:

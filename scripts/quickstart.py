@@ -54,7 +54,7 @@ class Budget:
     """
 
     prompts: int = 480
-    new_tokens: int = 80
+    new_tokens: int = 96
     epochs: float = 2
     refresh_epochs: float = 1
     suites: tuple[str, ...] = ("code", "docs")

@@ -3,7 +3,7 @@
 from .cache import Counts, RaggedCache
 from .errors import BadInputError, IncompatibleError, OutriderError, refuse_unknown_keys
 from .fingerprint import Fingerprint
-from .target import Target, TargetOutput, best_device, embedded_path, load_causal_lm
+from .target import Target, TargetOutput, best_device, decoder_layers, embedded_path, load_causal_lm
 from .tokenizers import TokenDifference, first_difference, load_tokenizer, require_same_vocabulary
 
 __all__ = [
@@ -17,6 +17,7 @@ __all__ = [
     "TargetOutput",
     "TokenDifference",
     "best_device",
+    "decoder_layers",
     "embedded_path",
     "first_difference",
     "load_causal_lm",

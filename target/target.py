@@ -260,7 +260,7 @@ class Target:
         new = set(taps) - self._hooked - {self.num_layers}
         if not new:
             return
-        layers = _layers(self.body, self.num_layers)
+        layers = decoder_layers(self.body, self.num_layers)
         for tap in new:
             if tap == 0:
                 layers[0].register_forward_pre_hook(lambda _, args, kwargs: self._see(0, args[0] if args else kwargs["hidden_states"]), with_kwargs=True)
@@ -324,7 +324,8 @@ def _body(model: Any) -> nn.Module:
     return model.base_model
 
 
-def _layers(body: nn.Module, count: int) -> nn.ModuleList:
+def decoder_layers(body: nn.Module, count: int) -> nn.ModuleList:
+    """The list of a model's `count` layers."""
     for module in body.modules():
         if isinstance(module, nn.ModuleList) and len(module) == count:
             return module

@@ -15,7 +15,7 @@ from ..target import BadInputError, Target
 # Settings of the training or of measurement, which leave the weights' names and shapes alone. Any other setting must agree
 # with the saved drafter; where its first weights once came from no longer matters.
 _FREE = {"loss", "steps", "decay", "depths"}
-_PAST = {"path", "init_from_target"}
+_PAST = {"path", "prune", "init_from_target"}
 
 
 def check_drafter(values: dict[str, Any]) -> None:

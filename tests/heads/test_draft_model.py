@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from outrider.heads import DraftModel, DraftModelConfig, TargetBatch
+from outrider.heads.draft_model import chosen_layers
 from outrider.heads.losses import DIVERGENCES
 from outrider.target import BadInputError, Counts, IncompatibleError, Target
 
@@ -107,3 +108,62 @@ def test_what_cannot_be_built_is_refused(target, tiny_llama):
         DraftModelConfig(loss="kl")
     with pytest.raises(IncompatibleError, match="vocabulary has 32 entries, the target's 64"):
         DraftModel(tiny_llama(layers=1, vocab=32)).check(target)
+
+
+# ------------------------------------------------------------ pruned from the target
+
+
+@pytest.mark.parametrize(("of", "count", "expected"), [(12, 1, [11]), (12, 2, [0, 11]), (12, 3, [0, 6, 11]), (4, 4, [0, 1, 2, 3]), (1, 1, [0])])
+def test_pruned_layers_are_spread_from_the_first_to_the_last(of, count, expected):
+    assert chosen_layers(of, count) == expected
+
+
+def test_pruned_to_all_of_its_layers_it_is_the_target(target):
+    drafter = DraftModel.build(DraftModelConfig(prune=True, model={"num_hidden_layers": 4}), target)
+    tokens = sequences()
+    torch.testing.assert_close(drafter.model(tokens).logits, target.model(tokens).logits)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_pruned_model_has_the_targets_layers_embeddings_and_norm(tiny_llama, tied):
+    target = Target(tiny_llama(layers=4, tie_word_embeddings=tied))
+    drafter = DraftModel.build(DraftModelConfig(prune=True, model={"num_hidden_layers": 2}), target)
+    theirs, own = target.model.state_dict(), drafter.model.state_dict()
+    assert own.keys() < theirs.keys()
+    for name, tensor in own.items():
+        assert torch.equal(tensor, theirs[name.replace("layers.1.", "layers.3.")]), name
+    own["model.norm.weight"].add_(1)
+    assert not torch.equal(own["model.norm.weight"], theirs["model.norm.weight"]), "it is a copy"
+
+
+def test_pruned_layers_keep_their_kind_of_attention():
+    from transformers import Gemma2Config, Gemma2ForCausalLM
+
+    kinds = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
+    config = Gemma2Config(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, head_dim=8, vocab_size=64, layer_types=kinds
+    )
+    drafter = DraftModel.build(DraftModelConfig(prune=True, model={"num_hidden_layers": 3}), Target(Gemma2ForCausalLM(config).eval()))
+    assert drafter.model.config.layer_types == [kinds[0], kinds[2], kinds[3]]
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"model": {"hidden_size": 16}}, "give it model.num_hidden_layers and nothing else"),
+        ({"path": "somewhere"}, "give it model.num_hidden_layers and nothing else"),
+        ({"model": {"num_hidden_layers": 9}}, "between 1 and the target's 4, found 9"),
+        ({}, "between 1 and the target's 4, found None"),
+    ],
+)
+def test_what_cannot_be_pruned_is_refused(target, config, message):
+    with pytest.raises(BadInputError, match=message):
+        DraftModel.build(DraftModelConfig(prune=True, **config), target)
+
+
+def test_a_target_with_an_adapter_that_is_not_merged_is_refused(target):
+    from peft import LoraConfig, get_peft_model
+
+    model = get_peft_model(target.model, LoraConfig(r=2, target_modules=["q_proj"]))
+    with pytest.raises(IncompatibleError, match="merge the target's adapter first"):
+        DraftModel.build(DraftModelConfig(prune=True, model={"num_hidden_layers": 2}), Target(model))

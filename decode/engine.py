@@ -19,10 +19,12 @@ from torch import Tensor
 from ..heads import Drafter, Proposal
 from ..target import BadInputError, Counts, RaggedCache, Target
 from . import verify
-from .sampling import ACCEPT, CORRECT, DRAFT, Sampling, draw, gumbel, penalize, probabilities, uniforms
+from .sampling import ACCEPT, CORRECT, DRAFT, Context, Processors, Sampling, draw, gumbel, nothing_left, probabilities, uniforms
 from .stats import DecodeStats, Round, Seconds
 
 Stop = Callable[[list[int]], bool]
+
+_NOTHING = -1  # in place of a following token: the processors left none
 
 
 @dataclass(frozen=True)
@@ -79,7 +81,7 @@ class _Batch:
     root: Tensor  # [B]
     cache: RaggedCache
     sequences: Tensor  # [B]
-    present: Tensor | None  # [B, V], tokens seen so far; only for penalties
+    context: Context | None  # of what is committed, the root included; None without processors
     drafting: object = None
 
 
@@ -126,7 +128,8 @@ class Decoder:
                 whatever batch it runs.
 
         Raises:
-            BadInputError: an empty prompt, or a prompt that leaves no room in the target's context.
+            BadInputError: an empty prompt, a prompt that leaves no room in the target's context, or a place at which
+                `sampling` forbids every token.
         """
         run = _Run(self, prompts, max_new_tokens, sampling or Sampling(), plan or Plan(), stop, ignore_eos, sequence_ids)
         for _ in run.steps():
@@ -168,6 +171,8 @@ class _Run:
         self.depth = plan.depth if self.drafter is not None else 0
         self.plan = plan
         self.eos = frozenset(() if ignore_eos else self.target.eos_ids)
+        processors = Processors(sampling, self.target.vocab_size, self.eos, self.target.device)
+        self.processors = None if processors.idle else processors
         self.ids = list(sequence_ids) if sequence_ids is not None else list(range(len(prompts)))
         self.sequences = [_Sequence() for _ in prompts]
         self.seconds = Seconds()
@@ -181,6 +186,8 @@ class _Run:
             raise BadInputError(f"{len(self.prompts)} prompts, but {len(self.ids)} sequence ids.")
         if self.max_new_tokens < 1:
             raise BadInputError(f"max_new_tokens must be at least 1, got {self.max_new_tokens}.")
+        if self.sampling.min_new_tokens > self.max_new_tokens:
+            raise BadInputError(f"min_new_tokens is {self.sampling.min_new_tokens}, more than max_new_tokens ({self.max_new_tokens}).")
         limit = self.target.max_context
         for i, prompt in enumerate(self.prompts):
             if len(prompt) == 0:
@@ -228,10 +235,8 @@ class _Run:
         tokens = tokens.to(device)
         room = width + self.max_new_tokens + self.depth + 1
         batch = _Batch(list(range(rows)), tokens[:, 0], self.target.new_cache(rows, room), torch.tensor(self.ids, device=device), None)
-        if self.sampling.repetition_penalty != 1.0:
-            real = torch.arange(width, device=device) < counts.tensor[:, None]
-            seen = torch.zeros(rows, self.target.vocab_size + 1, dtype=torch.bool, device=device)
-            batch.present = seen.scatter(1, tokens.masked_fill(~real, self.target.vocab_size), True)[:, :-1].contiguous()
+        if self.processors is not None:
+            batch.context = self.processors.start(tokens, counts.tensor)
         out = self.target.forward(tokens, batch.cache, taps=self._taps(), at=counts.tensor[:, None] - 1)
         batch.cache.advance(counts)
         assert out.logits is not None
@@ -276,7 +281,7 @@ class _Run:
             return bool(alive)
         batch.active = [batch.active[r] for r in alive]
         batch.root, batch.sequences = batch.root[alive], batch.sequences[alive]
-        batch.present = None if batch.present is None else batch.present[alive]
+        batch.context = None if batch.context is None else batch.context.select(alive)
         batch.cache.select(alive)
         if self.drafter is not None and batch.drafting is not None:
             self.drafter.select(batch.drafting, alive)
@@ -324,9 +329,15 @@ class _Run:
 
         `first` `[B]` is the index in its sequence of the token that the first logits predict.
         """
+        if self.processors is None or batch.context is None:
+            return self._apply_rule(batch, proposal, logits, draft_probs, first)
+        logits = self.processors(logits, batch.context.then(proposal.tokens, _paths(proposal)))
+        accepted, following = self._apply_rule(batch, proposal, logits, draft_probs, first)
+        return accepted, following.masked_fill(nothing_left(logits).gather(1, accepted[:, None])[:, 0], _NOTHING)
+
+    def _apply_rule(self, batch: _Batch, proposal: Proposal, logits: Tensor, draft_probs: list[Tensor], first: Tensor) -> tuple[Tensor, Tensor]:
+        """The same, from processed logits."""
         drafts, lengths = proposal.tokens, proposal.lengths
-        if batch.present is not None:
-            logits = penalize(logits, _present_along(batch.present, drafts), self.sampling)
         rule = self._rule(proposal.deterministic)
         if rule == "greedy":
             return verify.match(drafts, lengths, logits.argmax(-1))
@@ -350,11 +361,12 @@ class _Run:
     def _commit(self, batch: _Batch, proposal: Proposal, accepted: Tensor, following: Tensor, prefill: bool = False) -> tuple[list[Event], list[int]]:
         """Read the round's outcome back, once, and note it for every sequence; returns the events and the accepted counts."""
         packed = torch.cat([proposal.tokens, following[:, None], accepted[:, None], proposal.lengths[:, None]], 1).tolist()
-        if batch.present is not None:
-            marks = batch.present.new_zeros(batch.present.shape[0], batch.present.shape[1] + 1)
+        if _NOTHING in (row[-3] for row in packed):
+            raise BadInputError("sampling forbids every token at some place (bad_words, suppress and min_new_tokens together). Forbid less.")
+        if batch.context is not None:
             kept = torch.arange(proposal.tokens.shape[1], device=accepted.device) < accepted[:, None]
-            marks = marks.scatter(1, proposal.tokens.masked_fill(~kept, batch.present.shape[1]), True)[:, :-1].scatter(1, following[:, None], True)
-            batch.present = batch.present | marks
+            emitted = torch.cat([kept, kept.new_ones(len(kept), 1)], 1)
+            batch.context = batch.context.then(torch.cat([proposal.tokens, following[:, None]], 1), emitted[:, None])
         batch.root = following
         events = []
         for i, (*drafts, last, kept_count, drafted) in zip(batch.active, packed, strict=True):
@@ -387,24 +399,28 @@ class _Chooser:
 
     def __init__(self, run: _Run, batch: _Batch):
         self.run, self.batch = run, batch
-        self.present = batch.present
+        self.context = batch.context
         self.depth = 0
         self.probs: list[Tensor] = []
         self.rule = run._rule(deterministic=False)
 
     def __call__(self, logits: Tensor, token_ids: Tensor | None) -> Tensor:
         self.depth += 1
-        sampling = self.run.sampling
-        if self.rule in ("greedy", "candidates") and self.present is None:
+        if self.rule in ("greedy", "candidates") and self.context is None:
             best = logits.argmax(-1)
             return best if token_ids is None else token_ids[best]
         logits = _spread(logits.float(), token_ids, self.run.target.vocab_size)
-        if self.present is not None:
-            logits = penalize(logits, self.present, sampling)
-        chosen = self._pick(logits)
-        if self.present is not None:
-            self.present = self.present.scatter(1, chosen[:, None], True)
+        if self.context is None:
+            return self._pick(logits)
+        chosen = self._pick(self._process(logits, self.context))
+        self.context = self.context.then(chosen[:, None], torch.ones(1, 1, 1, dtype=torch.bool, device=chosen.device))
         return chosen
+
+    def _process(self, logits: Tensor, context: Context) -> Tensor:
+        assert self.run.processors is not None
+        processed = self.run.processors(logits[:, None], context)[:, 0]
+        # A pruned vocabulary may hold no token that is allowed here. What is drafted then is refused, but must be a draw from what it is scored with.
+        return torch.where(nothing_left(processed)[:, None], logits, processed)
 
     def _pick(self, logits: Tensor) -> Tensor:
         if self.rule in ("greedy", "candidates"):
@@ -427,9 +443,7 @@ def _spread(logits: Tensor, token_ids: Tensor | None, vocab: int) -> Tensor:
     return whole.scatter(1, token_ids.expand(len(logits), -1), logits)
 
 
-def _present_along(present: Tensor, drafts: Tensor) -> Tensor:
-    """Tokens seen at each node of the chain, `[B, k + 1, V]`: everything committed (the root included) and the drafts before it."""
-    steps = present[:, None].expand(-1, drafts.shape[1] + 1, -1).clone()
-    for i in range(drafts.shape[1]):
-        steps[:, i + 1 :] = steps[:, i + 1 :].scatter(2, drafts[:, i, None, None].expand(-1, drafts.shape[1] - i, 1), True)
-    return steps
+def _paths(proposal: Proposal) -> Tensor:
+    """Which drafts stand before the token that each node's logits predict, `[1, k + 1, k]`; node 0 is the root."""
+    depth = proposal.tokens.shape[1]
+    return torch.ones(1, depth + 1, depth, dtype=torch.bool, device=proposal.tokens.device).tril(-1)

@@ -1,6 +1,6 @@
-"""How a token is drawn: filters that turn logits into a distribution, and randomness that is a function of its place.
+"""How a token is drawn: processors and filters that turn logits into a distribution, and randomness that is a function of its place.
 
-Shapes: B rows, Q positions, V vocabulary.
+Shapes: B rows, Q places, N tokens that may stand before them (drafts), W tokens that bad words look back on, V vocabulary.
 
 Randomness is counter-based: each uniform is a hash of (seed, sequence, position, stream, token). No generator state
 exists, so a draw does not depend on what else is in the batch, on the order of calls, or on how many drafts were thrown away.
@@ -8,6 +8,7 @@ exists, so a draw does not depend on what else is in the batch, on the order of 
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -18,10 +19,19 @@ from ..target import BadInputError
 # Streams keep draws for different purposes independent of each other.
 DRAFT, ACCEPT, CORRECT, COUPLED = 1, 2, 3, 4
 
+_NEVER = float("-inf")
+_NO_TOKEN, _ANY_TOKEN = -1, -2
+
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the target's tokens are drawn; the fields mean what they mean in `transformers.GenerationConfig`."""
+    """How the target's tokens are drawn; the fields mean what they mean in `transformers.GenerationConfig`.
+
+    Attributes:
+        bad_words: token sequences that are never completed, wherever they began (`bad_words_ids`). As there, an end token alone is none.
+        min_new_tokens: no end token before so many new tokens.
+        suppress: tokens that are never drawn (`suppress_tokens`).
+    """
 
     temperature: float = 0.0
     top_k: int | None = None
@@ -29,6 +39,9 @@ class Sampling:
     min_p: float | None = None
     repetition_penalty: float = 1.0
     seed: int = 0
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    min_new_tokens: int = 0
+    suppress: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         checks = [
@@ -37,6 +50,9 @@ class Sampling:
             (self.top_p is None or 0 < self.top_p <= 1, "top_p must be in (0, 1]", self.top_p),
             (self.min_p is None or 0 <= self.min_p <= 1, "min_p must be in [0, 1]", self.min_p),
             (self.repetition_penalty > 0, "repetition_penalty must be > 0", self.repetition_penalty),
+            (all(w and _are_tokens(w) for w in self.bad_words), "bad_words must hold sequences of at least one token id each", self.bad_words),
+            (self.min_new_tokens >= 0, "min_new_tokens must be >= 0", self.min_new_tokens),
+            (_are_tokens(self.suppress), "suppress must hold token ids", self.suppress),
         ]
         for fine, rule, value in checks:
             if not fine:
@@ -47,13 +63,128 @@ class Sampling:
         return self.temperature == 0
 
 
-def penalize(logits: Tensor, present: Tensor, sampling: Sampling) -> Tensor:
+def _are_tokens(values: object) -> bool:
+    return isinstance(values, (tuple, list)) and all(isinstance(t, int) and t >= 0 for t in values)
+
+
+# ------------------------------------------------------------ processors
+
+
+@dataclass(frozen=True)
+class Context:
+    """What the processors know of the text before a token, at Q places of every row.
+
+    Attributes:
+        num_new: how many of its tokens were generated, `[B, Q]`.
+        recent: its last W tokens, `[B, Q, W]`; -1 where it is shorter.
+        present: which tokens occur in it, `[B, Q, V]`; None if nobody asks.
+    """
+
+    num_new: Tensor
+    recent: Tensor
+    present: Tensor | None
+
+    def then(self, tokens: Tensor, path: Tensor) -> Context:
+        """The contexts at Q places behind this one, which is a single place per row.
+
+        Args:
+            tokens: `[B, N]`, what may follow; a token stands behind its ancestors.
+            path: `[B, Q, N]` or `[1, Q, N]`, True where a token is on the way to the place: its ancestors, and itself.
+        """
+        path = path.expand(len(tokens), -1, -1)
+        tokens = tokens[:, None].expand_as(path)
+        present = None if self.present is None else _mark(self.present.expand(-1, path.shape[1], -1), tokens, path)
+        return Context(self.num_new + path.sum(-1), _last(self.recent.expand(-1, path.shape[1], -1), tokens, path), present)
+
+    def select(self, rows: list[int]) -> Context:
+        return Context(self.num_new[rows], self.recent[rows], None if self.present is None else self.present[rows])
+
+
+class Processors:
+    """What depends on more than the logits themselves, as in `transformers` and in its order; the filters come after it.
+
+    A repetition penalty, bad words, no end before min_new_tokens, suppressed tokens. A forbidden token gets a logit of -inf.
+
+    Raises:
+        BadInputError: a token outside the vocabulary.
+    """
+
+    def __init__(self, sampling: Sampling, vocab: int, eos: Collection[int], device: torch.device):
+        for token in (*sampling.suppress, *(t for word in sampling.bad_words for t in word)):
+            if token >= vocab:
+                raise BadInputError(f"sampling: suppress or bad_words holds token {token}, outside the target's vocabulary of {vocab}.")
+        words = [tuple(w) for w in sampling.bad_words if not (len(w) == 1 and w[0] in eos)]
+        longer = [w for w in words if len(w) > 1]
+        self.vocab, self.penalty = vocab, sampling.repetition_penalty
+        self.width = max(map(len, longer), default=1) - 1
+        prefixes = [(_ANY_TOKEN,) * (self.width + 1 - len(w)) + w[:-1] for w in longer]
+        self.prefixes = torch.tensor(prefixes, dtype=torch.long, device=device).reshape(len(longer), self.width)
+        self.completing = torch.tensor([w[-1] for w in longer], dtype=torch.long, device=device)
+        self.forbidden = _tokens_mask([*sampling.suppress, *(w[0] for w in words if len(w) == 1)], vocab, device)
+        self.ends = _tokens_mask(eos, vocab, device)
+        self.min_new_tokens = sampling.min_new_tokens if self.ends is not None else 0
+
+    @property
+    def idle(self) -> bool:
+        """True if every logit would stay what it is."""
+        return self.penalty == 1 and not self.width and not self.min_new_tokens and self.forbidden is None
+
+    def start(self, prompts: Tensor, counts: Tensor) -> Context:
+        """The context behind the prompts `[B, T]`, of which each row has the first `counts` `[B]` tokens: one place per row."""
+        present = prompts.new_zeros(len(prompts), 1, self.vocab, dtype=torch.bool) if self.penalty != 1 else None
+        nothing = Context(-counts[:, None], prompts.new_full((len(prompts), 1, self.width), _NO_TOKEN), present)
+        real = torch.arange(prompts.shape[1], device=prompts.device) < counts[:, None]
+        return nothing.then(prompts, real[:, None])
+
+    def __call__(self, logits: Tensor, context: Context) -> Tensor:
+        """`logits` `[B, Q, V]` of the tokens that follow `context`."""
+        if context.present is not None:
+            logits = penalize(logits, context.present, self.penalty)
+        if self.width:
+            begun = ((context.recent[:, :, None] == self.prefixes) | (self.prefixes == _ANY_TOKEN)).all(-1)
+            nowhere = torch.zeros_like(logits, dtype=torch.bool)
+            logits = logits.masked_fill(_mark(nowhere, self.completing.expand_as(begun), begun), _NEVER)
+        if self.min_new_tokens:
+            logits = logits.masked_fill((context.num_new < self.min_new_tokens)[:, :, None] & self.ends, _NEVER)
+        return logits if self.forbidden is None else logits.masked_fill(self.forbidden, _NEVER)
+
+
+def penalize(logits: Tensor, present: Tensor, penalty: float) -> Tensor:
     """Repetition penalty on the tokens that `present` `[..., V]` marks (CTRL, arXiv 1909.05858), fp32 as in `transformers`."""
-    if sampling.repetition_penalty == 1.0:
-        return logits
     logits = logits.float()
-    factor = sampling.repetition_penalty
-    return torch.where(present, torch.where(logits > 0, logits / factor, logits * factor), logits)
+    return torch.where(present, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
+
+
+def nothing_left(logits: Tensor) -> Tensor:
+    """Where every token of `logits` `[..., V]` is forbidden, `[...]`."""
+    return logits.amax(-1) == _NEVER
+
+
+def _tokens_mask(tokens: Iterable[int], vocab: int, device: torch.device) -> Tensor | None:
+    """True at `tokens`, `[V]`; None for none."""
+    listed = sorted(tokens)
+    mask = torch.zeros(vocab, dtype=torch.bool, device=device)
+    mask[listed] = True
+    return mask if listed else None
+
+
+def _mark(marks: Tensor, tokens: Tensor, where: Tensor) -> Tensor:
+    """`marks` `[B, Q, V]`, and True at those `tokens` `[B, Q, N]` that `where` `[B, Q, N]` picks."""
+    nowhere = marks.shape[-1]  # a column that is cut off again
+    return torch.nn.functional.pad(marks, (0, 1)).scatter(2, tokens.masked_fill(~where, nowhere), True)[..., :-1]
+
+
+def _last(recent: Tensor, tokens: Tensor, path: Tensor) -> Tensor:
+    """The last W tokens of `recent` `[B, Q, W]` followed by those `tokens` `[B, Q, N]` that are on the `path` `[B, Q, N]`."""
+    width = recent.shape[-1]
+    if not width:
+        return recent
+    whole, real = torch.cat([recent, tokens], 2), torch.cat([torch.ones_like(recent, dtype=torch.bool), path], 2)
+    order = torch.arange(whole.shape[2], device=whole.device).masked_fill(~real, -1)
+    return whole.gather(2, order.topk(width).indices.flip(2))
+
+
+# ------------------------------------------------------------ filters
 
 
 def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
@@ -78,6 +209,9 @@ def _nucleus(logits: Tensor, top_p: float) -> Tensor:
     outside = ascending.softmax(-1).cumsum(-1) <= 1 - top_p
     outside[..., -1] = False
     return logits.masked_fill(outside.scatter(-1, order, outside), float("-inf"))
+
+
+# ------------------------------------------------------------ draws
 
 
 def draw(probs: Tensor, uniform: Tensor) -> Tensor:

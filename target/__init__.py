@@ -1,6 +1,6 @@
 """The model being accelerated."""
 
-from .cache import Counts, RaggedCache
+from .cache import Counts, Nodes, RaggedCache
 from .errors import BadInputError, IncompatibleError, OutriderError, refuse_unknown_keys
 from .fingerprint import Fingerprint
 from .target import Target, TargetOutput, best_device, decoder_layers, embedded_path, load_causal_lm
@@ -11,6 +11,7 @@ __all__ = [
     "Counts",
     "Fingerprint",
     "IncompatibleError",
+    "Nodes",
     "OutriderError",
     "RaggedCache",
     "Target",

@@ -5,6 +5,9 @@ Shapes: B rows, H heads, L slots (the longest sequence plus one round), D head s
 The slots of row b below `lengths[b]` are committed. A forward pass writes Q new entries behind them; whether they stay
 is decided afterwards, by `advance`: what is not committed is simply overwritten by the next pass. Rejecting draft tokens
 therefore costs nothing, and ragged batches need no padding on the left.
+
+Entries of a tree lie behind the committed ones in any order that has parents first. Where each stands in its text and
+whom it sees is said when it is placed (`Nodes`); `keep` then moves one path of them to the front.
 """
 
 from __future__ import annotations
@@ -51,6 +54,13 @@ class _Layer(CacheLayerMixin):
         else:
             store[self.cache.rows, :, self.cache.slots] = new.transpose(1, 2)
 
+    def move(self, source: Tensor, destination: Tensor) -> None:
+        """Copy the entries at slots `source` `[B, D]` to `destination` `[B, D]`."""
+        if self.keys is not None and self.values is not None:
+            for store in (self.keys, self.values):
+                moved = store.gather(2, source[:, None, :, None].expand(-1, store.shape[1], -1, store.shape[3]))
+                store.scatter_(2, destination[:, None, :, None].expand_as(moved), moved)
+
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.cache.used, 0
 
@@ -83,6 +93,19 @@ class Counts:
         return Counts(self.tensor[rows], [self.values[r] for r in rows])
 
 
+@dataclass(frozen=True)
+class Nodes:
+    """The tokens of a pass as nodes of a tree that grows behind the committed entries.
+
+    Attributes:
+        depths: place in the text, counted from the first uncommitted token, `[B, Q]`.
+        sees: which uncommitted entries each token sees, those of earlier passes first, itself included, `[B, Q, offset + Q]` bool.
+    """
+
+    depths: Tensor
+    sees: Tensor
+
+
 class RaggedCache(Cache):
     """Preallocated cache for `num_layers` layers of a `transformers` model.
 
@@ -97,7 +120,9 @@ class RaggedCache(Cache):
         self.host_lengths = [0] * batch_size
         self.used = 0
         self.start: int | None = 0
-        self.slots = self.lengths[:, None]
+        self.slots = self.positions = self.lengths[:, None]
+        self._sees: Tensor | None = None
+        self._depths: Tensor | None = None  # [B, offset + Q], of all uncommitted entries
         self._stores = [_Layer(self) for _ in range(num_layers)]
         super().__init__(layers=list(self._stores))
 
@@ -109,16 +134,34 @@ class RaggedCache(Cache):
     def longest(self) -> int:
         return max(self.host_lengths)
 
-    def place(self, num_new: int, offset: int = 0) -> Tensor:
-        """Say where the next pass writes: `num_new` slots from `lengths + offset` on. Returns the slots, `[B, Q]`."""
+    def place(self, num_new: int, offset: int = 0, nodes: Nodes | None = None) -> Tensor:
+        """Say where the next pass writes: `num_new` slots from `lengths + offset` on. Returns the positions of its tokens, `[B, Q]`.
+
+        Args:
+            nodes: None for a chain, in which each token follows the one before it.
+        """
         start = self.longest + offset
         self.used = start + num_new
         if self.used > self.max_length:
             raise ValueError(f"the cache holds {self.max_length} entries per row, {self.used} are needed")
         self.start = start if self.longest == min(self.host_lengths) else None
         self.rows = torch.arange(self.batch_size, device=self.lengths.device)[:, None]
-        self.slots = self.lengths[:, None] + torch.arange(offset, offset + num_new, device=self.lengths.device)
-        return self.slots
+        self.slots = self.positions = self.lengths[:, None] + torch.arange(offset, offset + num_new, device=self.lengths.device)
+        self._sees = None if nodes is None else nodes.sees
+        if nodes is not None:
+            self.positions = self.lengths[:, None] + nodes.depths
+            self._depths = nodes.depths if not offset or self._depths is None else torch.cat([self._depths[:, :offset], nodes.depths], 1)
+        return self.positions
+
+    def keep(self, path: Tensor) -> None:
+        """Move the uncommitted entries `path` `[B, D]` (counted from the first of them) to the front, in this order; −1 moves none.
+
+        What lies behind them then means nothing; how many of them stay, `advance` says.
+        """
+        wanted = torch.arange(path.shape[1], device=path.device)
+        source = self.lengths[:, None] + torch.where(path < 0, wanted, path)
+        for store in self._stores:
+            store.move(source, self.lengths[:, None] + wanted)
 
     def advance(self, counts: Counts) -> None:
         """Commit, of the entries written behind each row's committed ones, the first `counts`."""
@@ -133,8 +176,26 @@ class RaggedCache(Cache):
             store.select(rows)
 
     def visible(self) -> Tensor:
-        """Which slots each token of the pass may see, `[B, Q, used]` bool: those up to its own."""
-        return torch.arange(self.used, device=self.lengths.device) <= self.slots[:, :, None]
+        """Which slots each token of the pass may see, `[B, Q, used]` bool."""
+        slots = torch.arange(self.used, device=self.lengths.device)
+        if self._sees is None:
+            return slots <= self.slots[:, :, None]
+        behind, count = self._behind(), self._sees.shape[2]
+        own = self._sees.gather(2, behind.clamp(0, count - 1)[:, None].expand(-1, self._sees.shape[1], -1))
+        return (behind < 0)[:, None] | (own & (behind < count)[:, None])
+
+    def within(self, window: int) -> Tensor:
+        """Which slots lie at most `window` − 1 places before each token of the pass, `[B, Q, used]` bool."""
+        places = torch.arange(self.used, device=self.lengths.device)[None]
+        if self._sees is not None and self._depths is not None:
+            behind = self._behind()
+            depths = self._depths.gather(1, behind.clamp(0, self._depths.shape[1] - 1))
+            places = torch.where(behind < 0, places, self.lengths[:, None] + depths)
+        return places[:, None] > self.positions[:, :, None] - window
+
+    def _behind(self) -> Tensor:
+        """How far each slot lies behind the first uncommitted one, `[B, used]`."""
+        return torch.arange(self.used, device=self.lengths.device) - self.lengths[:, None]
 
     def num_bytes(self) -> int:
         return sum(store.num_bytes() for store in self._stores)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from .cache import RaggedCache
+from .cache import Nodes, RaggedCache
 from .errors import BadInputError, IncompatibleError
 
 if TYPE_CHECKING:
@@ -160,6 +160,7 @@ class Target:
         at: Tensor | None = None,  # [B, A]
         logits: bool = True,
         offset: int = 0,
+        nodes: Nodes | None = None,
     ) -> TargetOutput:
         """One pass over `tokens`, `[B, Q]`.
 
@@ -170,8 +171,9 @@ class Target:
             taps: HF `hidden_states` indices (0 = embeddings, `num_layers` = after the final norm).
             at: indices into Q at which logits are wanted, `[B, A]`; None for all Q.
             logits: False skips the output embedding.
+            nodes: the tokens' places in a tree; None for a chain.
         """
-        extra = self._cache_arguments(tokens, cache, offset)
+        extra = self._cache_arguments(tokens, cache, offset, nodes)
         self._hook(taps)
         last = self.body(input_ids=tokens, **extra).last_hidden_state
         hidden = self._collect(taps, last)
@@ -217,11 +219,11 @@ class Target:
             logits = cap * torch.tanh(logits / cap)
         return logits
 
-    def _cache_arguments(self, tokens: Tensor, cache: RaggedCache | None, offset: int) -> dict[str, Any]:
+    def _cache_arguments(self, tokens: Tensor, cache: RaggedCache | None, offset: int, nodes: Nodes | None) -> dict[str, Any]:
         if cache is None:
             return {"use_cache": False}
-        fresh = cache.longest == offset == 0
-        positions = cache.place(tokens.shape[1], offset)
+        fresh = cache.longest == offset == 0 and nodes is None
+        positions = cache.place(tokens.shape[1], offset, nodes)
         # An empty cache is plain causal attention: the library's own mask is right, and lets SDPA skip it.
         mask = None if fresh else self._masks(cache)
         return {"use_cache": True, "past_key_values": cache, "position_ids": positions, "attention_mask": mask}
@@ -233,15 +235,11 @@ class Target:
         kinds = getattr(self.config, "layer_types", None)
         if kinds is None:
             windowed = window and getattr(self.config, "use_sliding_window", True)
-            return self._float_mask(self._within(visible, cache, window) if windowed else visible)
+            return self._float_mask(visible & cache.within(window) if windowed else visible)
         masks = {"full_attention": visible}
         if "sliding_attention" in kinds:
-            masks["sliding_attention"] = self._within(visible, cache, window)
+            masks["sliding_attention"] = visible & cache.within(window)
         return {kind: self._float_mask(masks[kind]) for kind in set(kinds)}
-
-    def _within(self, visible: Tensor, cache: RaggedCache, window: int) -> Tensor:
-        slots = torch.arange(cache.used, device=visible.device)
-        return visible & (slots > cache.slots[:, :, None] - window)
 
     def _float_mask(self, visible: Tensor) -> Tensor:
         mask = torch.zeros(visible.shape, dtype=self.dtype, device=visible.device)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
-from transformers import DynamicCache
+from transformers import DynamicCache, MistralConfig, MistralForCausalLM
 
-from outrider.target import Counts, RaggedCache, Target
+from outrider.target import Counts, Nodes, RaggedCache, Target
 
 VOCAB = 64
 
@@ -95,6 +95,64 @@ def test_a_pass_can_start_before_or_behind_the_committed_entries(target, lengths
         expected = library(target, text[row, : n + 2].tolist())[0][0]
         torch.testing.assert_close(again[row], expected[n - 1 : n + 1], rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(behind[row, 0], expected[n + 1], rtol=1e-4, atol=1e-4)
+
+
+# Per row the parents of six nodes behind a root; both rows have a path of three.
+PARENTS = [[-1, -1, 0, 2, 1, 2], [-1, 0, 0, 1, 2, -1]]
+
+
+def tree() -> tuple[list[list[list[int]]], Nodes]:
+    """Each node's path from the root (0, then node + 1), per row, and the same as `Nodes` of root and nodes."""
+    paths = []
+    for parents in PARENTS:
+        own = [[0]]
+        for i, parent in enumerate(parents):
+            own.append([*own[parent + 1], i + 1])
+        paths.append(own)
+    depths = torch.tensor([[len(path) - 1 for path in own] for own in paths])
+    sees = torch.zeros(2, 7, 7, dtype=torch.bool)
+    for row, own in enumerate(paths):
+        for node, path in enumerate(own):
+            sees[row, node, path] = True
+    return paths, Nodes(depths, sees)
+
+
+@pytest.mark.parametrize("lengths", [[4, 4], [5, 2]], ids=["even", "ragged"])
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("split", [7, 3], ids=["at once", "in two passes"])
+def test_the_nodes_of_a_tree_see_their_paths_only(tiny_llama, lengths, window, split):
+    """Logits at a node are the library's of the text that ends there; afterwards a path is kept and the text goes on behind it."""
+    target = Target(tiny_mistral(window)) if window else Target(tiny_llama(layers=3))
+    cache, prompt, new = target.new_cache(2, 30), tokens(2, 5), tokens(2, 7, seed=4)
+    target.forward(prompt, cache)
+    cache.advance(Counts.of(lengths, "cpu"))
+    paths, nodes = tree()
+    first = target.forward(new[:, :split], cache, nodes=Nodes(nodes.depths[:, :split], nodes.sees[:, :split, :split]))
+    logits = [first.logits]
+    if split < 7:
+        logits.append(target.forward(new[:, split:], cache, offset=split, nodes=Nodes(nodes.depths[:, split:], nodes.sees[:, split:])).logits)
+    found = torch.cat(logits, 1)
+    for row in range(2):
+        for node, path in enumerate(paths[row]):
+            text = prompt[row, : lengths[row]].tolist() + new[row, path].tolist()
+            expected = target.model(torch.tensor([text])).logits[0, -1]
+            torch.testing.assert_close(found[row, node], expected, rtol=1e-4, atol=1e-4)
+    kept = [paths[0][4], paths[1][6]]  # a path of four entries, and one of two
+    cache.keep(torch.tensor([kept[0], [*kept[1], -1, -1]]))
+    cache.advance(Counts.of([4, 2], "cpu"))
+    behind = tokens(2, 2, seed=8)
+    logits = target.forward(behind, cache).logits
+    for row in range(2):
+        text = prompt[row, : lengths[row]].tolist() + new[row, kept[row]].tolist() + behind[row].tolist()
+        torch.testing.assert_close(logits[row], target.model(torch.tensor([text])).logits[0, -2:], rtol=1e-4, atol=1e-4)
+
+
+def tiny_mistral(window: int) -> MistralForCausalLM:
+    torch.manual_seed(0)
+    config = MistralConfig(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, vocab_size=VOCAB, sliding_window=window
+    )
+    return MistralForCausalLM(config).eval()
 
 
 def test_visibility_is_causal_per_row():

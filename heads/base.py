@@ -15,13 +15,37 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor, nn
 
-from ..target import BadInputError, Counts, IncompatibleError, Target, refuse_unknown_keys
+from ..target import BadInputError, Counts, IncompatibleError, Nodes, Target, refuse_unknown_keys
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
 
 # Picks the draft token of each row from the drafter's logits: (logits [B, V'], token_ids [V'] or None) -> target ids [B].
 # The decoder supplies it: temperature, filters and penalties are applied there, once, for drafter and target alike.
 Choose = Callable[[Tensor, Tensor | None], Tensor]
+
+
+class Branches:
+    """The drafted nodes that a drafter has read in this round, in the order of reading: where each stands and whom it sees.
+
+    Args:
+        before: uncommitted entries of the drafter's cache that lie before the nodes; all nodes see them.
+    """
+
+    def __init__(self, rows: int, before: int, device: torch.device | str):
+        # Index 0 is the root, node i is index i + 1.
+        self._depths = torch.full((rows, 1), before - 1, device=device)  # [B, 1 + n]
+        self._sees = torch.ones(rows, 1, before, dtype=torch.bool, device=device)  # [B, 1 + n, before + n]
+
+    def grow(self, parents: Tensor) -> Nodes:
+        """Add nodes below the nodes `parents` `[B, W]` (−1: the root); returns their places for the pass that reads them."""
+        rows, width = parents.shape
+        depths = self._depths.gather(1, parents + 1) + 1
+        inherited = self._sees.gather(1, (parents + 1)[:, :, None].expand(-1, -1, self._sees.shape[2]))
+        own = torch.eye(width, dtype=torch.bool, device=parents.device).expand(rows, -1, -1)
+        sees = torch.cat([inherited, own], 2)
+        self._depths = torch.cat([self._depths, depths], 1)
+        self._sees = torch.cat([nn.functional.pad(self._sees, (0, width)), sees], 1)
+        return Nodes(depths, sees)
 
 
 @dataclass
@@ -116,7 +140,7 @@ D = TypeVar("D", bound="Drafter")
 class Drafter(nn.Module):
     """Proposes tokens; the target verifies them.
 
-    Decoding, per batch: `open`, then `absorb` once for the prompts, then per round `propose` and `absorb`.
+    Decoding, per batch: `open`, then `absorb` once for the prompts, then per round `propose` (or `begin` and `extend`) and `absorb`.
     Training: `loss`, called by the trainer as `forward`.
     """
 
@@ -182,18 +206,44 @@ class Drafter(nn.Module):
         """State for decoding `batch_size` sequences of up to `max_length` tokens, one round's drafts included."""
         raise NotImplementedError
 
-    def absorb(self, state: Any, tokens: Tensor, hidden: Tensor | None, counts: Counts) -> None:
+    def absorb(self, state: Any, tokens: Tensor, hidden: Tensor | None, counts: Counts, path: Tensor | None = None) -> None:
         """Take note of what the target has processed.
 
         Args:
-            tokens: `[B, Q]`, the tokens of the target's last pass; row b keeps the first `counts.values[b]`.
+            tokens: `[B, Q]`, the tokens of the target's last pass in the order of the text; row b keeps the first `counts.values[b]`.
             hidden: their true tapped hidden states, `[B, Q, K, H]`.
             counts: per row, at least 1.
+            path: after a tree, which of the nodes that `extend` has read the tokens behind the first are, `[B, Q − 1]`; −1 for one
+                that it has not read. None after a chain.
         """
         raise NotImplementedError
 
     def propose(self, state: Any, root: Tensor, depth: int, choose: Choose) -> Proposal:
-        """Draft up to `depth` tokens after `root` `[B]`, the last committed token, which the target has not processed yet."""
+        """Draft a chain of up to `depth` tokens after `root` `[B]`, the last committed token, which the target has not processed yet."""
+        drafted = [choose(self.begin(state, root), self.output_ids)]
+        for _ in range(depth - 1):
+            logits = self.extend(state, drafted[-1][:, None])
+            drafted.append(choose(logits[:, 0], self.output_ids))
+        return Proposal.chain(torch.stack(drafted, 1))
+
+    # The two steps of every drafter that is a model; `propose` is a loop over them, and so is a tree.
+
+    @property
+    def output_ids(self) -> Tensor | None:
+        """Target ids of its logits, `[V']`; None where they are the whole vocabulary."""
+        return None
+
+    def begin(self, state: Any, root: Tensor) -> Tensor:
+        """Read what was absorbed and `root` `[B]`; logits of the first draft, `[B, V']`."""
+        raise NotImplementedError
+
+    def extend(self, state: Any, tokens: Tensor, parents: Tensor | None = None) -> Tensor:
+        """Read the drafted `tokens` `[B, W]`; logits behind each of them, `[B, W, V']`.
+
+        Args:
+            parents: `[B, W]`, indices of nodes that were read before, in the order of reading; −1 is the root. None: a chain, in
+                which this one node follows the last.
+        """
         raise NotImplementedError
 
     def select(self, state: Any, rows: list[int]) -> None:

@@ -13,9 +13,18 @@ import torch
 from torch import Tensor
 
 from ..target import (
-    BadInputError, Counts, IncompatibleError, RaggedCache, Target, decoder_layers, load_causal_lm, load_tokenizer, refuse_unknown_keys, require_same_vocabulary,
+    BadInputError,
+    Counts,
+    IncompatibleError,
+    RaggedCache,
+    Target,
+    decoder_layers,
+    load_causal_lm,
+    load_tokenizer,
+    refuse_unknown_keys,
+    require_same_vocabulary,
 )  # fmt: skip
-from .base import Choose, Drafter, DrafterConfig, DrafterLoss, Proposal, TargetBatch
+from .base import Branches, Drafter, DrafterConfig, DrafterLoss, TargetBatch
 from .losses import acceptance_metrics, ahead, chunked_compare, divergence
 
 if TYPE_CHECKING:
@@ -51,7 +60,8 @@ class _State:
     cache: RaggedCache
     runner: Target
     previous: Tensor | None = None  # [B], the last token absorbed
-    written: int = 0  # entries behind the committed ones that hold the root and the drafts after it
+    written: int = 0  # entries behind the committed ones: the root and the drafts that were read
+    branches: Branches | None = None
 
 
 class DraftModel(Drafter):
@@ -125,30 +135,33 @@ class DraftModel(Drafter):
             )
         return _State(runner.new_cache(batch_size, max_length), runner)
 
-    def absorb(self, state: _State, tokens: Tensor, hidden: Tensor | None, counts: Counts) -> None:
-        # The cache already holds the root and all drafts but the last. `propose` feeds the last absorbed token again,
-        # so that at most one missing entry per row costs no pass of its own.
-        if tokens.shape[1] - state.written > 1:
+    def absorb(self, state: _State, tokens: Tensor, hidden: Tensor | None, counts: Counts, path: Tensor | None = None) -> None:
+        # The cache already holds the root and all drafts that were read: of an accepted path all but, at most, the last.
+        # `begin` feeds the last absorbed token again, so that one missing entry per row costs no pass of its own.
+        if path is not None:
+            state.cache.keep(torch.cat([torch.zeros_like(path[:, :1]), torch.where(path < 0, path, path + 1)], 1))
+        elif tokens.shape[1] - state.written > 1:
             state.runner.forward(tokens, state.cache, logits=False)
         state.cache.advance(counts)
         state.previous = tokens.gather(1, counts.tensor[:, None] - 1)[:, 0]
         state.written = 0
 
-    def propose(self, state: _State, root: Tensor, depth: int, choose: Choose) -> Proposal:
+    def begin(self, state: _State, root: Tensor) -> Tensor:
         assert state.previous is not None
-        logits = self._logits(state, torch.stack([state.previous, root], 1), -1)
-        drafted = [choose(logits, None)]
-        for i in range(1, depth):
-            drafted.append(choose(self._logits(state, drafted[-1][:, None], i), None))
-        state.written = depth
-        return Proposal.chain(torch.stack(drafted, 1))
+        out = state.runner.forward(torch.stack([state.previous, root], 1), state.cache, at=torch.ones_like(root)[:, None], offset=-1)
+        assert out.logits is not None
+        state.written, state.branches = 1, None
+        return out.logits[:, 0]
 
-    def _logits(self, state: _State, tokens: Tensor, offset: int) -> Tensor:
-        """Logits behind the last of `tokens`, `[B, V]`."""
-        last = torch.full((len(tokens), 1), tokens.shape[1] - 1, device=tokens.device)
-        out = state.runner.forward(tokens, state.cache, at=last, offset=offset).logits
-        assert out is not None
-        return out[:, 0]
+    def extend(self, state: _State, tokens: Tensor, parents: Tensor | None = None) -> Tensor:
+        nodes = None
+        if parents is not None:
+            state.branches = state.branches or Branches(len(tokens), 1, tokens.device)
+            nodes = state.branches.grow(parents)
+        out = state.runner.forward(tokens, state.cache, offset=state.written, nodes=nodes)
+        assert out.logits is not None
+        state.written += tokens.shape[1]
+        return out.logits
 
     def select(self, state: _State, rows: list[int]) -> None:
         state.cache.select(rows)

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding, repeat_kv, rotate_half
 
-from ..target import BadInputError, Counts, IncompatibleError, RaggedCache, Target
-from .base import Choose, Drafter, DrafterConfig, DrafterLoss, Proposal, Sum, TargetBatch
+from ..target import BadInputError, Counts, IncompatibleError, Nodes, RaggedCache, Target
+from .base import Branches, Drafter, DrafterConfig, DrafterLoss, Sum, TargetBatch
 from .losses import acceptance_metrics, ahead, chunked_compare, divergence
 
 
@@ -96,6 +96,8 @@ class _State:
     tokens: Tensor | None = None  # [B, Q] processed by the target, not yet by the head
     hidden: Tensor | None = None  # [B, Q, K, H]
     counts: Counts | None = None
+    outputs: Tensor | None = None  # [B, 1 + n, H] behind the root and behind each drafted node
+    branches: Branches | None = None
 
 
 Entry = tuple[Tensor, Tensor]  # keys and values
@@ -244,8 +246,7 @@ class Eagle3(Drafter):
         return self.config.taps
 
     @property
-    def _kept(self) -> Tensor | None:
-        """Target ids of the draft vocabulary; None where it is the whole one."""
+    def output_ids(self) -> Tensor | None:
         return None if self.config.draft_vocab_size == self.config.vocab_size else self.token_ids
 
     @classmethod
@@ -318,7 +319,7 @@ class Eagle3(Drafter):
         decay = self.config.decay ** torch.arange(len(outputs), device=wanted.device)
         result = chunked_compare(
             before[wanted], torch.stack([o[wanted] for o in outputs]),
-            batch.target.lm_head, self.logits, divergence(self.config.loss), self._kept,
+            batch.target.lm_head, self.logits, divergence(self.config.loss), self.output_ids,
             weights=decay[:, None] * here, parameters=[*self.norm.parameters(), *self.lm_head.parameters()],
         )  # fmt: skip
         metrics: dict[str, Sum] = {}
@@ -360,11 +361,11 @@ class Eagle3(Drafter):
     def open(self, target: Target, batch_size: int, max_length: int) -> _State:
         return _State(RaggedCache(1, batch_size, max_length, target.device), target, _Runner(self, max_length, target.device))
 
-    def absorb(self, state: _State, tokens: Tensor, hidden: Tensor | None, counts: Counts) -> None:
-        # The pair of the last of these tokens needs the token behind it: `propose` knows that one.
+    def absorb(self, state: _State, tokens: Tensor, hidden: Tensor | None, counts: Counts, path: Tensor | None = None) -> None:
+        # The pair of the last of these tokens needs the token behind it: `begin` knows that one.
         state.tokens, state.hidden, state.counts = tokens, hidden, counts
 
-    def propose(self, state: _State, root: Tensor, depth: int, choose: Choose) -> Proposal:
+    def begin(self, state: _State, root: Tensor) -> Tensor:
         assert state.tokens is not None
         assert state.hidden is not None
         assert state.counts is not None
@@ -372,17 +373,26 @@ class Eagle3(Drafter):
         following = state.tokens.roll(-1, 1).scatter(1, last, root[:, None])
         output = self._step(state, following, self.fuse(state.hidden), 0)
         state.cache.advance(state.counts)
-        state.tokens = None
-        output = output.gather(1, last[:, :, None].expand(-1, -1, output.shape[-1]))
-        drafted = [choose(self.logits(output[:, 0]), self._kept)]
-        for i in range(depth - 1):
-            output = self._step(state, drafted[-1][:, None], self.feedback(output), i)
-            drafted.append(choose(self.logits(output[:, 0]), self._kept))
-        return Proposal.chain(torch.stack(drafted, 1))
+        state.tokens, state.branches = None, None
+        state.outputs = output.gather(1, last[:, :, None].expand(-1, -1, output.shape[-1]))
+        return self.logits(state.outputs[:, 0])
 
-    def _step(self, state: _State, tokens: Tensor, hidden: Tensor, offset: int) -> Tensor:
+    def extend(self, state: _State, tokens: Tensor, parents: Tensor | None = None) -> Tensor:
+        assert state.outputs is not None
+        read, nodes = state.outputs.shape[1] - 1, None
+        if parents is None:
+            before = state.outputs[:, -1:]
+        else:
+            state.branches = state.branches or Branches(len(tokens), 0, tokens.device)
+            nodes = state.branches.grow(parents)
+            before = _at(state.outputs, parents + 1)
+        output = self._step(state, tokens, self.feedback(before), read, nodes)
+        state.outputs = torch.cat([state.outputs, output], 1)
+        return self.logits(output)
+
+    def _step(self, state: _State, tokens: Tensor, hidden: Tensor, offset: int, nodes: Nodes | None = None) -> Tensor:
         """One pass over `tokens` `[B, Q]`, written behind the committed entries plus `offset`; output `[B, Q, H]`."""
-        positions = state.cache.place(tokens.shape[1], offset)
+        positions = state.cache.place(tokens.shape[1], offset, nodes)
         return state.runner.step(state.target.embed(tokens).to(hidden.dtype), hidden, state.cache, positions)
 
     def select(self, state: _State, rows: list[int]) -> None:

@@ -52,7 +52,7 @@ class Ngram(Drafter):
     def open(self, target: Target, batch_size: int, max_length: int) -> list[_Row]:
         return [_Row() for _ in range(batch_size)]
 
-    def absorb(self, state: list[_Row], tokens: Tensor, hidden: Tensor | None, counts: Counts) -> None:
+    def absorb(self, state: list[_Row], tokens: Tensor, hidden: Tensor | None, counts: Counts, path: Tensor | None = None) -> None:
         for row, new, count in zip(state, tokens.tolist(), counts.values, strict=True):
             for token in new[:count]:
                 # A suffix is noted only once something follows it, so that a lookup never finds itself.

@@ -45,18 +45,18 @@ class Budget:
     """Everything that decides how long the quickstart takes; the values fit six minutes on two CPU cores.
 
     Attributes:
-        prompts, new_tokens: how many responses the target writes for each training, and how long they are at most.
-        epochs, refresh_epochs: passes over them, the first time and for the refresh.
-        suites, suite_prompts, suite_tokens, repeats: what is measured, each time.
+        prompts, refresh_prompts, new_tokens: how many responses the target writes, the first time and for the refresh, and how
+            long they are at most. Each is learned once.
+        suites, suite_prompts, suite_tokens: what is measured, each time.
+        repeats: timed passes of the first measurement; the later ones have one.
         probe_prompts: what pair v1 remembers for probes to repeat.
         tune_steps, tune_rows, tune_length, tune_rate, tune_rank: the LoRA fine-tune that changes the target.
         tolerance, confidence: of the gate.
     """
 
-    prompts: int = 480
-    new_tokens: int = 96
-    epochs: float = 2
-    refresh_epochs: float = 1
+    prompts: int = 720
+    refresh_prompts: int = 320
+    new_tokens: int = 80
     suites: tuple[str, ...] = ("code", "docs")
     suite_prompts: int = 12
     suite_tokens: int = 64
@@ -64,11 +64,11 @@ class Budget:
     depth: int = 4
     baselines: tuple[str, ...] = ("ngram",)
     probe_prompts: int = 16
-    tune_steps: int = 60
+    tune_steps: int = 100
     tune_rows: int = 4
     tune_length: int = 128
-    tune_rate: float = 2e-3
-    tune_rank: int = 16
+    tune_rate: float = 4e-3
+    tune_rank: int = 32
     tolerance: float = 0.03
     confidence: float = 0.95
 
@@ -78,9 +78,9 @@ class Budget:
             "output": str(output),
             "data.limit": self.prompts,
             "data.max_new_tokens": self.new_tokens,
-            "training.num_train_epochs": self.epochs,
             "training.bf16": cpu_multiplies_bfloat16(),
             "training.logging_steps": 0.25,
+            "training.eval_steps": 0.5,
             "eval.suites": list(self.suites),
             "eval.limit": self.suite_prompts,
             "eval.max_new_tokens": self.suite_tokens,
@@ -212,7 +212,7 @@ class Story:
     def refresh(self) -> str:
         from ..pair import refresh
 
-        changes = [f"training.num_train_epochs={self.budget.refresh_epochs}", "eval.baselines=[]"]
+        changes = [f"data.limit={self.budget.refresh_prompts}", "training.num_train_epochs=1", "eval.baselines=[]", "eval.repeats=1"]
         refresh(self.pair, self.changed, self.out / "refreshed", changes, self.console)
         return newest_report(self.refreshed).sentence()
 
@@ -237,7 +237,7 @@ class Story:
         """Beside the plain target; with `baselines` beside drafters without weights and `transformers.generate` too."""
         from ..eval import contestants, load_suites, measure
 
-        settings = self.recipe.eval if baselines else self.recipe.eval.model_copy(update={"baselines": []})
+        settings = self.recipe.eval if baselines else self.recipe.eval.model_copy(update={"baselines": [], "repeats": 1})
         suites = load_suites(settings.suites, target.require_tokenizer(), settings.limit)
         return measure(target, contestants(target, head, settings), suites, settings, generate_baseline=baselines, console=self.console)
 

@@ -102,6 +102,62 @@ def test_dropped_rows_do_not_change_the_others(drafter, target):
     assert Decoder(target, drafter).generate(PROMPTS, 16, plan=Plan(3)).tokens == expected
 
 
+# Nodes in the order in which two passes of `extend` read them, per row: parents, the second pass's below the first's or the root.
+PARENTS = [[[-1, -1, -1], [1, 1, -1]], [[-1, -1, -1], [0, 2, 2]], [[-1, -1, -1], [-1, 1, 2]], [[-1, -1, -1], [2, 0, 1]]]
+
+
+def opened(drafter: Drafter, target: Target, prompts: list[list[int]]) -> object:
+    counts = Counts.of([len(p) for p in prompts], "cpu")
+    tokens = torch.tensor([p + [0] * (max(counts.values) - len(p)) for p in prompts])
+    state = drafter.open(target, len(prompts), 40)
+    drafter.absorb(state, tokens, target.forward(tokens, taps=drafter.taps).hidden, counts)
+    return state
+
+
+@pytest.mark.parametrize("name", WITH_WEIGHTS)
+@torch.inference_mode()
+def test_logits_in_a_tree_are_those_of_each_path_alone(name, target, tiny_llama):
+    """Ragged rows; then one path is accepted and the next round begins as it does after a chain."""
+    torch.manual_seed(3)
+    drafter = MAKERS[name](target, tiny_llama)
+    roots = torch.tensor([7, 8, 9, 10])
+    drafts = torch.randint(0, 64, (4, 6), generator=torch.Generator().manual_seed(5))
+    state = opened(drafter, target, PROMPTS)
+    passes = torch.tensor(PARENTS)
+    found = [drafter.begin(state, roots)[:, None]]
+    found += [drafter.extend(state, drafts[:, 3 * i : 3 * i + 3], passes[:, i]) for i in range(2)]
+    logits = torch.cat(found, 1)
+    parents = passes.flatten(1).tolist()
+    paths = [[path_of(parents[row], node) for node in range(6)] for row in range(4)]
+    for row, prompt in enumerate(PROMPTS):
+        for node, path in enumerate(paths[row]):
+            alone = opened(drafter, target, [prompt])
+            expected = drafter.begin(alone, roots[row : row + 1])
+            torch.testing.assert_close(logits[row, 0], expected[0], rtol=1e-4, atol=1e-4)
+            for i in path:
+                expected = drafter.extend(alone, drafts[row, i].view(1, 1))[:, 0]
+            torch.testing.assert_close(logits[row, 1 + node], expected[0], rtol=1e-4, atol=1e-4)
+    # Accepted: a path whose last draft was read, one whose last was not (-1), one draft, none.
+    texts = [[drafts[0, i].item() for i in paths[0][3]], [drafts[1, 0].item(), 33], [drafts[2, 2].item()], []]
+    kept = torch.tensor([paths[0][3], [0, -1], [2, -1], [-1, -1]])
+    tokens = torch.tensor([[root, *text, 0, 0][:3] for root, text in zip(roots.tolist(), texts, strict=True)])
+    whole = [[*prompt, root, *text] for prompt, root, text in zip(PROMPTS, roots.tolist(), texts, strict=True)]
+    hidden = torch.zeros(4, 3, max(1, len(drafter.taps)), 32)
+    for row, text in enumerate(whole):
+        if drafter.taps:
+            true = target.forward(torch.tensor([text]), taps=drafter.taps).hidden[0, len(PROMPTS[row]) :]
+            hidden[row, : len(true)] = true
+    drafter.absorb(state, tokens, hidden if drafter.taps else None, Counts.of([1 + len(t) for t in texts], "cpu"), kept)
+    again = drafter.begin(state, torch.tensor([1, 2, 3, 4]))
+    for row, text in enumerate(whole):
+        expected = drafter.begin(opened(drafter, target, [text]), torch.tensor([row + 1]))
+        torch.testing.assert_close(again[row], expected[0], rtol=1e-4, atol=1e-4)
+
+
+def path_of(parents: list[int], node: int) -> list[int]:
+    return [] if node < 0 else [*path_of(parents, parents[node]), node]
+
+
 # ------------------------------------------------------------ strict loading
 
 

@@ -19,7 +19,7 @@ from outrider.scripts.quickstart import Budget, tell
 from outrider.target import BadInputError, embedded_path
 
 TINY = Budget(
-    prompts=8, new_tokens=8, epochs=1, refresh_epochs=1, suite_prompts=2, suite_tokens=6, repeats=1, depth=2, probe_prompts=2,
+    prompts=8, refresh_prompts=6, new_tokens=8, suite_prompts=2, suite_tokens=6, repeats=1, depth=2, probe_prompts=2,
     tune_steps=2, tune_rows=2, tune_length=16,
 )  # fmt: skip
 

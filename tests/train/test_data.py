@@ -8,7 +8,7 @@ import pytest
 import torch
 from datasets import Dataset
 
-from outrider.target import BadInputError, IncompatibleError
+from outrider.target import BadInputError, IncompatibleError, Target
 from outrider.train.data import EMPTY, IGNORED, OnlineBatches, Order, Rows, collate, split, token_counts
 
 

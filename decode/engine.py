@@ -361,11 +361,9 @@ class _Run:
     def _commit(self, batch: _Batch, proposal: Proposal, accepted: Tensor, following: Tensor, prefill: bool = False) -> tuple[list[Event], list[int]]:
         """Read the round's outcome back, once, and note it for every sequence; returns the events and the accepted counts."""
         packed = torch.cat([proposal.tokens, following[:, None], accepted[:, None], proposal.lengths[:, None]], 1).tolist()
-        if _NOTHING in (row[-3] for row in packed):
-            raise BadInputError("sampling forbids every token at some place (bad_words, suppress and min_new_tokens together). Forbid less.")
         if batch.context is not None:
             kept = torch.arange(proposal.tokens.shape[1], device=accepted.device) < accepted[:, None]
-            emitted = torch.cat([kept, kept.new_ones(len(kept), 1)], 1)
+            emitted = torch.cat([kept, (following != _NOTHING)[:, None]], 1)
             batch.context = batch.context.then(torch.cat([proposal.tokens, following[:, None]], 1), emitted[:, None])
         batch.root = following
         events = []
@@ -378,6 +376,8 @@ class _Run:
         accepted = len(new) - 1
         emitted = []
         for token in new:
+            if token == _NOTHING:
+                raise BadInputError("sampling: bad_words, suppress and min_new_tokens together leave no token to go on with; forbid less.")
             emitted.append(token)
             sequence.tokens.append(token)
             if token in self.eos or (self.stop is not None and self.stop(sequence.tokens)):

@@ -8,7 +8,7 @@ exists, so a draw does not depend on what else is in the batch, on the order of 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
@@ -115,23 +115,23 @@ class Processors:
                 raise BadInputError(f"sampling: suppress or bad_words holds token {token}, outside the target's vocabulary of {vocab}.")
         words = [tuple(w) for w in sampling.bad_words if not (len(w) == 1 and w[0] in eos)]
         longer = [w for w in words if len(w) > 1]
-        self.vocab, self.penalty = vocab, sampling.repetition_penalty
+        self.sampling, self.vocab = sampling, vocab
         self.width = max(map(len, longer), default=1) - 1
         prefixes = [(_ANY_TOKEN,) * (self.width + 1 - len(w)) + w[:-1] for w in longer]
         self.prefixes = torch.tensor(prefixes, dtype=torch.long, device=device).reshape(len(longer), self.width)
         self.completing = torch.tensor([w[-1] for w in longer], dtype=torch.long, device=device)
         self.forbidden = _tokens_mask([*sampling.suppress, *(w[0] for w in words if len(w) == 1)], vocab, device)
-        self.ends = _tokens_mask(eos, vocab, device)
-        self.min_new_tokens = sampling.min_new_tokens if self.ends is not None else 0
+        self.ends = _tokens_mask([t for t in eos if 0 <= t < vocab] if sampling.min_new_tokens else [], vocab, device)
 
     @property
     def idle(self) -> bool:
         """True if every logit would stay what it is."""
-        return self.penalty == 1 and not self.width and not self.min_new_tokens and self.forbidden is None
+        return self.sampling.repetition_penalty == 1 and not self.width and self.ends is None and self.forbidden is None
 
     def start(self, prompts: Tensor, counts: Tensor) -> Context:
         """The context behind the prompts `[B, T]`, of which each row has the first `counts` `[B]` tokens: one place per row."""
-        present = prompts.new_zeros(len(prompts), 1, self.vocab, dtype=torch.bool) if self.penalty != 1 else None
+        present = prompts.new_zeros(len(prompts), 1, self.vocab, dtype=torch.bool) if self.sampling.repetition_penalty != 1 else None
+        # Counted from here, the prompt's own tokens bring num_new to 0.
         nothing = Context(-counts[:, None], prompts.new_full((len(prompts), 1, self.width), _NO_TOKEN), present)
         real = torch.arange(prompts.shape[1], device=prompts.device) < counts[:, None]
         return nothing.then(prompts, real[:, None])
@@ -139,20 +139,23 @@ class Processors:
     def __call__(self, logits: Tensor, context: Context) -> Tensor:
         """`logits` `[B, Q, V]` of the tokens that follow `context`."""
         if context.present is not None:
-            logits = penalize(logits, context.present, self.penalty)
+            logits = penalize(logits, context.present, self.sampling)
         if self.width:
             begun = ((context.recent[:, :, None] == self.prefixes) | (self.prefixes == _ANY_TOKEN)).all(-1)
             nowhere = torch.zeros_like(logits, dtype=torch.bool)
             logits = logits.masked_fill(_mark(nowhere, self.completing.expand_as(begun), begun), _NEVER)
-        if self.min_new_tokens:
-            logits = logits.masked_fill((context.num_new < self.min_new_tokens)[:, :, None] & self.ends, _NEVER)
+        if self.ends is not None:
+            logits = logits.masked_fill((context.num_new < self.sampling.min_new_tokens)[:, :, None] & self.ends, _NEVER)
         return logits if self.forbidden is None else logits.masked_fill(self.forbidden, _NEVER)
 
 
-def penalize(logits: Tensor, present: Tensor, penalty: float) -> Tensor:
+def penalize(logits: Tensor, present: Tensor, sampling: Sampling) -> Tensor:
     """Repetition penalty on the tokens that `present` `[..., V]` marks (CTRL, arXiv 1909.05858), fp32 as in `transformers`."""
+    if sampling.repetition_penalty == 1.0:
+        return logits
     logits = logits.float()
-    return torch.where(present, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
+    factor = sampling.repetition_penalty
+    return torch.where(present, torch.where(logits > 0, logits / factor, logits * factor), logits)
 
 
 def nothing_left(logits: Tensor) -> Tensor:
@@ -160,12 +163,13 @@ def nothing_left(logits: Tensor) -> Tensor:
     return logits.amax(-1) == _NEVER
 
 
-def _tokens_mask(tokens: Iterable[int], vocab: int, device: torch.device) -> Tensor | None:
+def _tokens_mask(tokens: list[int], vocab: int, device: torch.device) -> Tensor | None:
     """True at `tokens`, `[V]`; None for none."""
-    listed = sorted(tokens)
-    mask = torch.zeros(vocab, dtype=torch.bool, device=device)
-    mask[listed] = True
-    return mask if listed else None
+    if not tokens:
+        return None
+    mask = torch.zeros(vocab, dtype=torch.bool)
+    mask[tokens] = True
+    return mask.to(device)
 
 
 def _mark(marks: Tensor, tokens: Tensor, where: Tensor) -> Tensor:
@@ -193,7 +197,7 @@ def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
     logits = logits / sampling.temperature
     if sampling.top_k is not None and sampling.top_k < logits.shape[-1]:
         kth = logits.topk(sampling.top_k).values[..., -1:]
-        logits = logits.masked_fill(logits < kth, float("-inf"))
+        logits = logits.masked_fill(logits < kth, _NEVER)
     if sampling.top_p is not None and sampling.top_p < 1:
         logits = _nucleus(logits, sampling.top_p)
     probs = logits.softmax(-1)
@@ -208,7 +212,7 @@ def _nucleus(logits: Tensor, top_p: float) -> Tensor:
     ascending, order = logits.sort(dim=-1)
     outside = ascending.softmax(-1).cumsum(-1) <= 1 - top_p
     outside[..., -1] = False
-    return logits.masked_fill(outside.scatter(-1, order, outside), float("-inf"))
+    return logits.masked_fill(outside.scatter(-1, order, outside), _NEVER)
 
 
 # ------------------------------------------------------------ draws

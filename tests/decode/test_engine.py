@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel
 
 from outrider.decode import Decoder, DecodeStats, Plan, Round, Sampling, depth_counts
 from outrider.heads import Choose, Drafter, DrafterConfig, DraftModel, Eagle3, Eagle3Config, Ngram, Proposal
@@ -52,6 +53,14 @@ class Script(Drafter):
         pass
 
 
+def restricted(model: PreTrainedModel, allowed: Sequence[int]) -> PreTrainedModel:
+    """A copy whose logits are -inf for all but the `allowed` tokens."""
+    copied = copy.deepcopy(model)
+    bias = torch.full((VOCAB,), float("-inf")).index_fill(0, torch.tensor(allowed), 0.0)
+    copied.lm_head.bias = torch.nn.Parameter(bias, requires_grad=False)
+    return copied
+
+
 def end_at(target: Target, token: int | list[int]) -> None:
     target.model.generation_config.eos_token_id = token
 
@@ -74,17 +83,34 @@ def drafters(target: Target) -> dict[str, Drafter | None]:
     }
 
 
-@pytest.mark.parametrize("sampling", [Sampling(1.0, seed=3), Sampling(0.7, top_k=20, top_p=0.9, repetition_penalty=1.2, seed=4)], ids=["plain", "filtered"])
-def test_coupled_text_is_the_same_with_any_drafter_depth_and_batch(target, sampling):
-    alone = [Decoder(target).generate([p], 20, sampling, Plan(verify="coupled"), ignore_eos=True, sequence_ids=[i]).tokens[0] for i, p in enumerate(PROMPTS)]
+SAMPLINGS = {
+    "plain": Sampling(1.0, seed=3),
+    "filtered": Sampling(0.7, top_k=20, top_p=0.9, repetition_penalty=1.2, seed=4),
+    "processed": Sampling(
+        0.9, min_p=0.01, repetition_penalty=1.3, seed=5, suppress=(1, 2), min_new_tokens=6,
+        bad_words=(*((a, b) for a in range(VOCAB) for b in range(a % 2, VOCAB, 2)), (3, 5, 7)),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", SAMPLINGS)
+def test_coupled_text_is_the_same_with_any_drafter_depth_and_batch(target, kind):
+    """Without a drafter too, where the rule chooses the plain target's own tokens."""
+    sampling = SAMPLINGS[kind]
+    end_at(target, list(range(0, VOCAB, 6)))
+    ignore_eos = kind != "processed"
+
+    def texts(drafter: Drafter | None, order: Sequence[int], depth: int) -> list[list[int]]:
+        prompts = [PROMPTS[i] for i in order]
+        return Decoder(target, drafter).generate(prompts, 20, sampling, Plan(depth, "coupled"), ignore_eos=ignore_eos, sequence_ids=order).tokens
+
+    alone = [texts(None, [i], 4)[0] for i in range(len(PROMPTS))]
     assert len({tuple(t) for t in alone}) == len(alone)
-    for name, drafter in drafters(target).items():
+    assert ignore_eos or len(set(map(len, alone))) > 1, "texts end at different times"
+    for name, drafter in {"none": None, **drafters(target)}.items():
         for depth in (1, 2, 5):
-            out = Decoder(target, drafter).generate(PROMPTS, 20, sampling, Plan(depth, "coupled"), ignore_eos=True)
-            assert out.tokens == alone, f"{name} at depth {depth}"
-        order = [2, 0, 3]
-        out = Decoder(target, drafter).generate([PROMPTS[i] for i in order], 20, sampling, Plan(3, "coupled"), ignore_eos=True, sequence_ids=order)
-        assert out.tokens == [alone[i] for i in order], f"{name} in another batch"
+            assert texts(drafter, range(len(PROMPTS)), depth) == alone, f"{name} at depth {depth}"
+        assert texts(drafter, [2, 0, 3], 3) == [alone[i] for i in (2, 0, 3)], f"{name} in another batch"
 
 
 def test_candidates_give_the_plain_samplers_text(target):
@@ -145,9 +171,10 @@ def test_rows_that_finish_at_different_times_equal_the_library(target, itself, d
 
 @pytest.mark.parametrize("length", [1, 2, 5, 6, 7])
 def test_max_new_tokens_is_exact_where_a_round_goes_further(target, itself, length):
-    out = Decoder(target, itself).generate(PROMPTS, length, plan=Plan(5), ignore_eos=True)
-    assert [len(t) for t in out.tokens] == [length] * len(PROMPTS)
-    assert out.stats.num_tokens == length * len(PROMPTS)
+    for depth in range(1, 7):
+        out = Decoder(target, itself).generate(PROMPTS, length, plan=Plan(depth), ignore_eos=True)
+        assert [len(t) for t in out.tokens] == [length] * len(PROMPTS)
+        assert out.stats.num_tokens == length * len(PROMPTS)
 
 
 @pytest.mark.parametrize("depth", [1, 3, 6])
@@ -163,6 +190,39 @@ def test_a_stop_that_spans_two_rounds_ends_the_text_at_once(target, itself, dept
     out = Decoder(target, itself).generate([PROMPTS[0]], 20, plan=Plan(depth), stop=stop, ignore_eos=True)
     assert out.tokens == [text[:8]]
     assert seen == list(range(1, 9)), "called once after each token, in order"
+    assert sum(r.emitted for r in out.rounds[0]) == 7, "all but the first, which the prefill gave"
+    assert all(r.emitted == 1 + r.accepted or r.emitted == r.accepted == r.drafted for r in out.rounds[0])
+
+
+def test_a_stop_inside_a_round_cuts_the_text_and_the_counts_there(target):
+    """Like an end token: what was drafted behind it counts neither as drafted nor as accepted."""
+    text = Decoder(target).generate([PROMPTS[0]], 10, ignore_eos=True).tokens[0]
+    script = Script([text[1:3], text[4:9]])
+    out = Decoder(target, script).generate([PROMPTS[0]], 10, plan=Plan(5), stop=lambda tokens: tokens == text[:6], ignore_eos=True)
+    assert out.tokens == [text[:6]]
+    assert out.rounds == [[Round(2, 2, 3), Round(drafted=1, accepted=1, emitted=2)]]
+    assert out.stats.num_tokens == 6
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3, 4, 5])
+def test_a_stop_string_ends_each_text_at_the_token_that_completes_it(tiny_target, depth):
+    """A string that begins in one token and ends in another, in rounds of any depth, in rows that stop at different times."""
+    tokenizer = tiny_target.require_tokenizer()
+    prompts = [tokenizer(text)["input_ids"] for text in ("def add(", "class", "print(name")]
+    sampling = Sampling(suppress=tuple(i for i in range(len(tokenizer)) if not tokenizer.decode([i]).isascii()))
+    texts = Decoder(tiny_target).generate(prompts, 24, sampling, ignore_eos=True).tokens
+    stops = [tokenizer.decode(text[i : i + 2])[1:] for text, i in zip(texts, (11, 16, 6), strict=True)]
+    assert all(stops)
+
+    def stop(tokens: list[int]) -> bool:
+        return any(s in tokenizer.decode(tokens) for s in stops)
+
+    expected = [text[: next((n for n in range(1, 25) if stop(text[:n])), 24)] for text in texts]
+    assert len(set(map(len, expected))) > 1
+    for drafter in (DraftModel(copy.deepcopy(tiny_target.model)), Ngram()):
+        out = Decoder(tiny_target, drafter).generate(prompts, 24, sampling, Plan(depth), stop, ignore_eos=True)
+        assert out.tokens == expected
+        assert [1 + sum(r.emitted for r in rounds) for rounds in out.rounds] == [len(t) for t in expected]
 
 
 # ------------------------------------------------------------ limits
@@ -203,6 +263,8 @@ def test_a_draft_model_with_a_shorter_context_is_refused_before_it_is_exceeded(t
         ([[1, -1]], {}, "token -1, outside"),
         ([[1] * 600], {}, "exceeds the target's context of 512"),
         ([[1]], {"max_new_tokens": 0}, "max_new_tokens must be at least 1, got 0"),
+        ([[1]], {"max_new_tokens": 4, "sampling": Sampling(min_new_tokens=5)}, r"min_new_tokens is 5, more than max_new_tokens \(4\)"),
+        ([[1]], {"sampling": Sampling(suppress=(64,))}, "holds token 64, outside the target's vocabulary of 64"),
         ([[1], [2]], {"sequence_ids": [0]}, "2 prompts, but 1 sequence ids"),
         ([[1]], {"sampling": Sampling(1.0), "plan": Plan(verify="greedy")}, "the greedy rule needs temperature 0, got 1.0"),
     ],
@@ -228,6 +290,86 @@ def test_a_drafter_of_another_target_is_refused(tiny_llama, target):
     ):
         with pytest.raises(IncompatibleError, match=message):
             Decoder(target, drafter)
+
+
+# ------------------------------------------------------------ extreme distributions
+
+RULES = ("rejection", "candidates", "coupled")
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(repetition_penalty=1.5, suppress=(5,)), Sampling(1.0), Sampling(0.7, 40, 0.9, 0.01, 1.2)])
+def test_a_token_whose_logit_is_minus_infinity_is_never_written(target, sampling):
+    """The target itself forbids two thirds of its tokens, and drafters do not know it; top_k exceeds what is left."""
+    allowed = range(0, VOCAB, 3)
+    model = restricted(target.model, allowed)
+    narrow = Target(model)
+    alone = Decoder(narrow).generate(PROMPTS, 16, sampling, Plan(verify="coupled"), ignore_eos=True).tokens
+    assert {t for text in alone for t in text} <= set(allowed)
+    if sampling.greedy:
+        more = {"suppress_tokens": list(sampling.suppress)} if sampling.suppress else {}
+        for prompt, text in zip(PROMPTS, alone, strict=True):
+            tokens = torch.tensor([prompt])
+            out = model.generate(
+                tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=16, do_sample=False, repetition_penalty=sampling.repetition_penalty, **more
+            )
+            assert out[0, len(prompt) :].tolist() == text
+    for name, drafter in {"itself": DraftModel(copy.deepcopy(model)), "wider": DraftModel(target.model), **drafters(narrow)}.items():
+        for rule in RULES:
+            out = Decoder(narrow, drafter).generate(PROMPTS, 16, sampling, Plan(3, rule), ignore_eos=True)
+            assert {t for text in out.tokens for t in text} <= set(allowed), f"{name}, {rule}"
+            assert out.tokens == alone or (rule != "coupled" and not sampling.greedy), f"{name}, {rule}"
+            assert name != "itself" or out.stats.acceptance_rate == 1 or out.rule == "candidates"
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.0), Sampling(0.7, 40, 0.9, 0.01, 1.2)])
+def test_a_target_that_is_certain_of_one_token_writes_it_whatever_is_drafted(target, sampling):
+    """Drafters: as certain of the same one, as certain of another (q = 0 at the target's token, p = 0 at its own), or of none."""
+    certain = Target(restricted(target.model, [9]))
+    found = {"itself": 1.0, "wrong": 0.0, "unsure": None}
+    models = {"itself": certain.model, "wrong": restricted(target.model, [8]), "unsure": target.model}
+    for name, rate in found.items():
+        for rule in RULES:
+            out = Decoder(certain, DraftModel(copy.deepcopy(models[name]))).generate(PROMPTS, 10, sampling, Plan(3, rule), ignore_eos=True)
+            assert out.tokens == [[9] * 10] * len(PROMPTS), f"{name}, {rule}"
+            assert rate is None or out.stats.acceptance_rate == rate
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_top_k_beyond_the_vocabulary_changes_nothing(target, itself, temperature):
+    def texts(top_k: int | None) -> list[list[int]]:
+        return Decoder(target, itself).generate(PROMPTS, 10, Sampling(temperature, top_k=top_k), Plan(3), ignore_eos=True).tokens
+
+    assert texts(None) == texts(VOCAB) == texts(VOCAB + 1) == texts(10**6)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_draft_vocabulary_of_which_nothing_is_allowed_only_costs_speed(target, temperature):
+    counts = torch.arange(VOCAB)
+    head = Eagle3.build(Eagle3Config(taps=(0, 2, 4), draft_vocab_size=20), target, counts)
+    sampling = Sampling(temperature, suppress=tuple(range(VOCAB - 20, VOCAB)))
+    alone = Decoder(target).generate(PROMPTS, 12, sampling, Plan(verify="coupled"), ignore_eos=True).tokens
+    for rule in RULES:
+        out = Decoder(target, head).generate(PROMPTS, 12, sampling, Plan(3, rule), ignore_eos=True)
+        assert out.stats.acceptance_rate == 0
+        assert max(t for text in out.tokens for t in text) < VOCAB - 20
+        assert out.tokens == alone or (rule != "coupled" and temperature)
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_place_where_no_token_is_allowed_is_an_error_not_a_token(target, itself, temperature, rule):
+    """Where it is reached: in the prefill, in a round, but not behind an end token that was drafted."""
+    everything = tuple(range(VOCAB))
+    for drafter in (None, itself, Ngram()):
+        decoder = Decoder(target, drafter)
+        with pytest.raises(BadInputError, match="leave no token to go on with"):
+            decoder.generate(PROMPTS, 8, Sampling(temperature, suppress=everything), Plan(3, rule))
+        text = decoder.generate(PROMPTS[:1], 8, Sampling(temperature), Plan(3, "coupled"), ignore_eos=True).tokens[0]
+        dead_end = Sampling(temperature, bad_words=tuple((*text[:3], t) for t in everything))
+        with pytest.raises(BadInputError, match="leave no token to go on with"):
+            decoder.generate(PROMPTS[:1], 8, dead_end, Plan(3, "coupled"), ignore_eos=True)
+        end_at(target, text[2])
+        assert decoder.generate(PROMPTS[:1], 8, dead_end, Plan(3, "coupled")).tokens[0] == text[: text.index(text[2]) + 1]
 
 
 # ------------------------------------------------------------ figures

@@ -93,12 +93,13 @@ def make(name: str) -> PreTrainedModel:
     return AutoModelForCausalLM.from_config(config, attn_implementation="eager" if kind in EAGER else None).eval().requires_grad_(False)
 
 
-def reference(model: PreTrainedModel, prompts: list[list[int]], new: int = NEW) -> list[list[int]]:
+def reference(model: PreTrainedModel, prompts: list[list[int]], **arguments: Any) -> list[list[int]]:
     """`transformers.generate`, one prompt at a time."""
     texts = []
     for prompt in prompts:
         tokens = torch.tensor([prompt])
-        texts.append(model.generate(tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=new, do_sample=False)[0, len(prompt) :].tolist())
+        out = model.generate(tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=NEW, do_sample=False, **arguments)
+        texts.append(out[0, len(prompt) :].tolist())
     return texts
 
 
@@ -201,19 +202,55 @@ def test_greedy_text_is_the_librarys_with_a_peft_adapter(merged):
     assert differing(Target(model), texts) == []
 
 
-def test_greedy_text_is_the_librarys_under_a_repetition_penalty():
+def processed(texts: list[list[int]]) -> dict[str, Sampling]:
+    """Processors that each get in the way of the plain `texts`, alone and together."""
+    words = (
+        (PROMPTS[0][-1], texts[0][0]),  # begun by the prompt
+        (*PROMPTS[1], *texts[1][:3]),  # begun by the prompt, or later
+        tuple(texts[2][2:4]),
+        tuple(texts[3][1:5]),
+        (texts[4][6],),
+        (ENDS[0],),  # an end token alone is no bad word
+    )
+    kinds: dict[str, dict[str, Any]] = {
+        "penalty": {"repetition_penalty": 1.5},
+        "bad words": {"bad_words": words},
+        "min_new_tokens": {"min_new_tokens": 9},
+        "suppress": {"suppress": (texts[5][3], texts[6][0], texts[7][8])},
+    }
+    together = {name: value for settings in kinds.values() for name, value in settings.items()}
+    return {name: Sampling(**settings) for name, settings in (kinds | {"all": together}).items()}
+
+
+def library_arguments(sampling: Sampling) -> dict[str, Any]:
+    found: dict[str, Any] = {"repetition_penalty": sampling.repetition_penalty, "min_new_tokens": sampling.min_new_tokens}
+    return (
+        found
+        | ({"bad_words_ids": [list(w) for w in sampling.bad_words]} if sampling.bad_words else {})
+        | ({"suppress_tokens": list(sampling.suppress)} if sampling.suppress else {})
+    )
+
+
+ENDS = [7, 29, 41]
+
+
+@pytest.mark.parametrize("kind", ["penalty", "bad words", "min_new_tokens", "suppress", "all"])
+def test_greedy_text_is_the_librarys_under_processors(kind):
+    """Some words begin in the prompt and some in a draft, some rounds end at an end token, one draft vocabulary is pruned."""
     model = make("qwen2")
-    texts = [
-        model.generate(torch.tensor([p]), attention_mask=torch.ones(1, len(p)).long(), max_new_tokens=NEW, do_sample=False, repetition_penalty=1.5)[
-            0, len(p) :
-        ].tolist()
-        for p in PROMPTS
-    ]
-    assert texts != reference(model, PROMPTS)
+    sampling = processed(reference(model, PROMPTS))[kind]
+    model.generation_config.eos_token_id, model.generation_config.pad_token_id = ENDS, 0
+    plain, texts = reference(model, PROMPTS), reference(model, PROMPTS, **library_arguments(sampling))
+    assert texts != plain
     target = Target(model)
-    for name, drafter in every_drafter(target, texts).items():
-        out = Decoder(target, drafter).generate(PROMPTS, NEW, Sampling(repetition_penalty=1.5), Plan(3), ignore_eos=True)
-        assert out.tokens == texts, name
+    pruned = Eagle3.build(Eagle3Config(taps=(0, 2, 4), draft_vocab_size=20), target, torch.arange(VOCAB))
+    for name, drafter in (every_drafter(target, texts) | {"itself": DraftModel(copy.deepcopy(model)), "eagle3": pruned}).items():
+        decoder = Decoder(target, drafter)
+        for depth in (1, 2, 3, 4) if drafter is not None else (1,):
+            out = decoder.generate(PROMPTS, NEW, sampling, Plan(depth))
+            assert out.tokens == texts, f"{name} at depth {depth}, batch of 8"
+            assert name != "itself" or out.stats.acceptance_rate == 1
+        assert decoder.generate(PROMPTS[:1], NEW, sampling, Plan(3)).tokens == texts[:1], f"{name}, alone"
 
 
 @pytest.mark.parametrize(
@@ -242,10 +279,13 @@ def test_a_drafter_that_is_the_target_has_tau_k_plus_1(depth, rule, temperature)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
-def test_filters_and_penalties_apply_to_drafter_and_target_alike_along_the_path(temperature):
+def test_filters_and_processors_apply_to_drafter_and_target_alike_along_the_path(temperature):
     """Otherwise a drafter that is the target would be refused now and then."""
     model = make("llama")
-    sampling = Sampling(temperature, top_k=30, top_p=0.9, min_p=0.01, repetition_penalty=1.4)
+    words = (*((a, b) for a in range(VOCAB) for b in range(a % 3, VOCAB, 3)), (5, 6, 7), (9,))
+    sampling = Sampling(temperature, 30, 0.9, 0.01, repetition_penalty=1.4, bad_words=words, min_new_tokens=6, suppress=(11, 12))
+    model.generation_config.eos_token_id = list(range(0, VOCAB, 5))
     for rule in ("rejection", "coupled"):
-        out = Decoder(Target(model), DraftModel(copy.deepcopy(model))).generate(PROMPTS, 16, sampling, Plan(4, rule), ignore_eos=True)
-        assert out.stats.tau == 5
+        out = Decoder(Target(model), DraftModel(copy.deepcopy(model))).generate(PROMPTS, 16, sampling, Plan(4, rule))
+        assert out.stats.acceptance_rate == 1
+        assert min(map(len, out.tokens)) >= 6

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import product
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,15 +11,18 @@ import torch
 from scipy import stats
 from transformers import LogitsProcessorList
 from transformers.generation.logits_process import (
+    MinNewTokensLengthLogitsProcessor,
     MinPLogitsWarper,
+    NoBadWordsLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
+    SuppressTokensLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
 )
 
 from outrider.decode import Sampling
-from outrider.decode.sampling import ACCEPT, CORRECT, DRAFT, draw, gumbel, penalize, probabilities, uniforms
+from outrider.decode.sampling import ACCEPT, CORRECT, DRAFT, Context, Processors, draw, gumbel, nothing_left, penalize, probabilities, uniforms
 from outrider.target import BadInputError
 
 NEVER = 1e-6  # p-values below this do not happen by chance in a lifetime of this suite
@@ -64,6 +68,12 @@ def test_the_penalty_is_computed_in_fp32():
     assert ours[0, 0].item() == pytest.approx(2 / 1.3)
 
 
+def test_a_filter_wider_than_the_vocabulary_changes_nothing():
+    logits = torch.randn(20, 50, generator=torch.Generator().manual_seed(0))
+    for sampling in (Sampling(1.0, top_k=51), Sampling(1.0, top_p=1.0), Sampling(1.0, min_p=0.0)):
+        assert torch.equal(probabilities(logits, sampling), logits.softmax(-1))
+
+
 def test_filters_keep_a_pruned_draft_vocabulary_pruned():
     """Logits of −inf (tokens outside the draft vocabulary) stay at probability 0, also where top_k exceeds what is left."""
     logits = torch.tensor([[1.0, float("-inf"), 0.5, float("-inf"), 0.0]])
@@ -73,6 +83,12 @@ def test_filters_keep_a_pruned_draft_vocabulary_pruned():
         assert float(probs.sum()) == pytest.approx(1)
 
 
+def test_a_single_token_that_is_left_has_all_the_mass():
+    logits = torch.full((1, 5), float("-inf")).index_fill(1, torch.tensor([3]), -7.0)
+    for sampling in (Sampling(1.0), Sampling(0.1, top_k=4), Sampling(1.0, top_p=0.5), Sampling(2.0, min_p=0.9), Sampling(1.0, 4, 0.99, 0.01)):
+        assert probabilities(logits, sampling).tolist() == [[0, 0, 0, 1, 0]]
+
+
 def test_the_most_probable_token_survives_every_filter():
     logits = torch.randn(20, 50, generator=torch.Generator().manual_seed(0))
     for sampling in (Sampling(1.0, top_p=1e-9), Sampling(1.0, top_k=1), Sampling(1.0, min_p=1.0)):
@@ -80,11 +96,110 @@ def test_the_most_probable_token_survives_every_filter():
 
 
 @pytest.mark.parametrize(
-    ("field", "value"), [("temperature", -1), ("top_k", 0), ("top_p", 0), ("top_p", 1.5), ("min_p", -0.1), ("min_p", 1.1), ("repetition_penalty", 0)]
+    ("field", "value"),
+    [
+        ("temperature", -1),
+        ("top_k", 0),
+        ("top_p", 0),
+        ("top_p", 1.5),
+        ("min_p", -0.1),
+        ("min_p", 1.1),
+        ("repetition_penalty", 0),
+        ("bad_words", (1, 2)),
+        ("bad_words", ((1, 2), ())),
+        ("bad_words", ((1, -2),)),
+        ("bad_words", ("ab",)),
+        ("min_new_tokens", -1),
+        ("suppress", (-1,)),
+        ("suppress", "ab"),
+    ],
 )
 def test_impossible_settings_are_refused(field, value):
     with pytest.raises(BadInputError, match=field):
         Sampling(**{field: value})
+
+
+# ------------------------------------------------------------ processors
+
+VOCAB, EOS = 6, (2, 5)
+WORDS = ((3,), (2,), (0, 1), (1, 1, 4), (4, 0, 0), (1, 2), (0, 1, 0, 1, 3))  # (2,) alone is an end token: no bad word
+PROCESSED = {
+    "penalty": Sampling(repetition_penalty=1.7),
+    "bad words": Sampling(bad_words=WORDS),
+    "min_new_tokens": Sampling(min_new_tokens=2),
+    "suppress": Sampling(suppress=(0, 4)),
+    "all": Sampling(repetition_penalty=0.6, bad_words=WORDS, min_new_tokens=3, suppress=(1,)),
+}
+
+
+def library_processed(text: list[int], prompt_length: int, logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
+    """What `transformers.generate` makes of `logits` `[V]` behind `text`, with its processors in its order."""
+    steps = LogitsProcessorList([RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty)])
+    if sampling.bad_words:
+        steps.append(NoBadWordsLogitsProcessor([list(w) for w in sampling.bad_words], list(EOS)))
+    if sampling.min_new_tokens:
+        steps.append(MinNewTokensLengthLogitsProcessor(prompt_length, sampling.min_new_tokens, list(EOS)))
+    steps.append(SuppressTokensLogitsProcessor(list(sampling.suppress)))
+    return steps(torch.tensor([text]), logits[None])[0]
+
+
+@pytest.mark.parametrize("name", PROCESSED)
+def test_processors_equal_the_librarys_at_every_node_of_a_tree(name):
+    """Behind 200 prompts of 1 to 6 tokens: the context of a node is the prompt, its ancestors and itself, not its siblings."""
+    sampling, rows = PROCESSED[name], 200
+    parents = [-1, -1, 0, 0, 1, 3, 5]
+    generator = torch.Generator().manual_seed(0)
+    prompts, drafts = (torch.randint(0, VOCAB, (rows, n), generator=generator) for n in (6, len(parents)))
+    counts = torch.randint(1, 7, (rows,), generator=generator)
+    logits = torch.randn(rows, len(parents) + 1, VOCAB, generator=generator)
+    ways: list[list[int]] = [[]]  # the drafts before each node's next token; the root comes first
+    for node, parent in enumerate(parents):
+        ways.append([*ways[parent + 1], node])
+    path = torch.tensor([[[node in way for node in range(len(parents))] for way in ways]])
+    processors = Processors(sampling, VOCAB, EOS, torch.device("cpu"))
+    context = processors.start(prompts, counts)
+    ours = processors(logits, context.then(drafts, path))
+    for row in range(rows):
+        prompt = prompts[row, : counts[row]].tolist()
+        for place, way in enumerate(ways):
+            text = prompt + [int(drafts[row, node]) for node in way]
+            torch.testing.assert_close(ours[row, place], library_processed(text, len(prompt), logits[row, place], sampling))
+
+
+def test_a_context_that_grows_token_by_token_is_the_one_that_grows_at_once():
+    processors = Processors(PROCESSED["all"], VOCAB, EOS, torch.device("cpu"))
+    context = processors.start(torch.tensor([[1, 4, 2], [3, 0, 0]]), torch.tensor([3, 1]))
+    tokens = torch.tensor([[0, 1, 0, 1, 5], [1, 0, 1, 0, 1]])
+    at_once, one_by_one = context.then(tokens, torch.ones(1, 1, 5, dtype=torch.bool)), context
+    for token in tokens.T:
+        one_by_one = one_by_one.then(token[:, None], torch.ones(1, 1, 1, dtype=torch.bool))
+    assert one_by_one.num_new.tolist() == at_once.num_new.tolist() == [[5], [5]]
+    assert one_by_one.recent.tolist() == at_once.recent.tolist() == [[[1, 0, 1, 5]], [[0, 1, 0, 1]]]
+    assert torch.equal(one_by_one.present, at_once.present)
+    assert at_once.present.long().tolist() == [[[1, 1, 1, 0, 1, 1]], [[1, 1, 0, 1, 0, 0]]]
+
+
+def test_processors_that_would_change_nothing_are_idle():
+    def idle(eos: tuple[int, ...] = (), **settings: Any) -> bool:
+        return Processors(Sampling(**settings), VOCAB, eos, torch.device("cpu")).idle
+
+    assert idle(temperature=0.7, top_k=3, top_p=0.5, min_p=0.1)
+    assert idle(min_new_tokens=4), "no token ends a text"
+    assert idle(EOS, bad_words=((2,), (5,))), "an end token alone is no bad word"
+    for sampling in PROCESSED.values():
+        assert not Processors(sampling, VOCAB, EOS, torch.device("cpu")).idle
+
+
+def test_a_token_outside_the_vocabulary_is_refused():
+    for sampling in (Sampling(suppress=(3, 6)), Sampling(bad_words=((6, 1), (1, 2)))):
+        with pytest.raises(BadInputError, match="holds token 6, outside the target's vocabulary of 6"):
+            Processors(sampling, VOCAB, EOS, torch.device("cpu"))
+
+
+def test_a_place_where_nothing_is_left_is_seen():
+    processors = Processors(Sampling(suppress=(0, 1, 3, 4), min_new_tokens=1), VOCAB, EOS, torch.device("cpu"))
+    context = Context(torch.tensor([[0, 1]]), torch.zeros(1, 2, 0, dtype=torch.long), None)
+    assert nothing_left(processors(torch.zeros(1, 2, VOCAB), context)).tolist() == [[True, False]]
 
 
 # ------------------------------------------------------------ draws

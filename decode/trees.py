@@ -1,0 +1,132 @@
+"""Trees of drafts: which shape to grow, and how a drafter grows it.
+
+Shapes: B rows, N draft nodes, W nodes read in one pass of the drafter, C children of a node, V vocabulary.
+
+Nodes are numbered so that parents come first; −1 is the root. A static tree has the same shape in every round: given, or
+the best one for measured acceptance rates (`best_tree`). A dynamic tree (EAGLE-2, arXiv 2406.16858) grows where the
+drafter is sure of itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+import torch
+from torch import Tensor
+
+from ..target import BadInputError, Nodes
+
+
+@dataclass(frozen=True)
+class Tree:
+    """A static shape: the parent of each node, in level order; a chain of three is (-1, 0, 1).
+
+    Raises:
+        BadInputError: a parent that does not come first, or nodes that are not in level order.
+    """
+
+    parents: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "parents", tuple(self.parents))
+        if not self.parents:
+            raise BadInputError("a tree needs at least one node.")
+        for node, parent in enumerate(self.parents):
+            if not -1 <= parent < node:
+                raise BadInputError(f"a tree's nodes come behind their parents; node {node} has parent {parent}.")
+        if list(self.depths) != sorted(self.depths):
+            raise BadInputError(f"a tree's nodes come level by level; the depths of {list(self.parents)} are {list(self.depths)}.")
+
+    @cached_property
+    def depths(self) -> tuple[int, ...]:
+        """Of each node; a child of the root has depth 1."""
+        found: list[int] = []
+        for parent in self.parents:
+            found.append(1 if parent < 0 else found[parent] + 1)
+        return tuple(found)
+
+    @cached_property
+    def ranks(self) -> tuple[int, ...]:
+        """Which child of its parent each node is, from 0."""
+        return tuple(sum(p == parent for p in self.parents[:node]) for node, parent in enumerate(self.parents))
+
+    @property
+    def depth(self) -> int:
+        return self.depths[-1]
+
+    def value(self, rates: Sequence[Sequence[float]]) -> float:
+        """Expected tokens of a round, 1 + Σ over nodes of the product of `rates[depth − 1][rank]` along the path."""
+        found: list[float] = []
+        for parent, depth, rank in zip(self.parents, self.depths, self.ranks, strict=True):
+            found.append((1.0 if parent < 0 else found[parent]) * rates[depth - 1][rank])
+        return 1 + sum(found)
+
+
+def best_tree(rates: Sequence[Sequence[float]], nodes: int) -> Tree:
+    """The tree of `nodes` drafts with the highest expected number of tokens (Sequoia's dynamic programme, arXiv 2402.12374, §4.1).
+
+    Args:
+        rates: `rates[d][r]`, the probability that the r-th child of a node at depth d is accepted, given that the node was
+            (and that the children before it were refused: counted as part of the rate). Depth and width are limited by it.
+
+    Raises:
+        BadInputError: more nodes than these rates have room for.
+    """
+
+    @lru_cache(maxsize=None)
+    def below(count: int, depth: int, rank: int) -> tuple[float, tuple[int, ...]]:
+        """Best value of `count` nodes below a node at `depth`, in its children from `rank` on; sizes of those children's subtrees."""
+        if count == 0:
+            return 0.0, ()
+        if depth == len(rates) or rank == len(rates[depth]):
+            return -1.0, ()
+        best: tuple[float, tuple[int, ...]] = (-1.0, ())
+        for size in range(1, count + 1):
+            inside, rest = below(size - 1, depth + 1, 0), below(count - size, depth, rank + 1)
+            if inside[0] < 0 or rest[0] < 0:
+                continue
+            value = rates[depth][rank] * (1 + inside[0]) + rest[0]
+            if value > best[0]:
+                best = (value, (size, *rest[1]))
+        return best
+
+    if below(nodes, 0, 0)[0] < 0:
+        raise BadInputError(f"no tree of {nodes} nodes fits into {len(rates)} levels with at most {max(map(len, rates))} children.")
+    parents: list[int] = []
+    level = [(-1, nodes)]  # nodes of one depth with the number of nodes below each
+    for depth in range(len(rates)):
+        following = []
+        for node, count in level:
+            for size in below(count, depth, 0)[1]:
+                following.append((len(parents), size - 1))
+                parents.append(node)
+        level = following
+    return Tree(tuple(parents))
+
+
+# ------------------------------------------------------------ of the nodes of a proposal
+
+
+def ancestors(parents: Tensor, depth: int) -> tuple[Tensor, Tensor]:
+    """(steps, sees) of root and nodes: distance from the root `[B, 1 + N]`, and which of them are on each one's path, itself included, `[B, 1 + N, 1 + N]`.
+
+    Args:
+        parents: `[B, N]`. depth: of the deepest node.
+    """
+    rows, count = parents.shape[0], parents.shape[1] + 1
+    above = torch.nn.functional.pad(parents + 1, (1, 0))  # the root is its own parent
+    here = torch.arange(count, device=parents.device).expand(rows, -1)
+    sees = torch.zeros(rows, count, count, dtype=torch.bool, device=parents.device)
+    steps = torch.zeros_like(here)
+    for _ in range(depth + 1):
+        sees.scatter_(2, here[:, :, None], True)
+        steps = steps + (here > 0)
+        here = above.gather(1, here)
+    return steps, sees
+
+
+def nodes_of(parents: Tensor, depth: int) -> Nodes:
+    """The places of root and nodes in the target's pass that verifies them."""
+    return Nodes(*ancestors(parents, depth))

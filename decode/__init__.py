@@ -1,8 +1,11 @@
 """How drafter and target run together, losslessly."""
 
-from .engine import Decoder, Event, Output, Plan
+from .engine import Decoder, Event, Output
+from .plan import LOSSLESS, LOSSY, Plan
 from .sampling import Sampling
 from .stats import DecodeStats, Round, depth_counts
-from .verify import RULES
+from .trees import Tree, best_tree
 
-__all__ = ["RULES", "DecodeStats", "Decoder", "Event", "Output", "Plan", "Round", "Sampling", "depth_counts"]
+__all__ = [
+    "LOSSLESS", "LOSSY", "DecodeStats", "Decoder", "Event", "Output", "Plan", "Round", "Sampling", "Tree", "best_tree", "depth_counts",
+]  # fmt: skip

@@ -1,6 +1,6 @@
 """The lossless speculative decoder: one loop for every drafter, every rule, and for no drafter at all.
 
-Shapes: B active rows, k draft tokens, Q = k + 1 tokens of a verification pass, V vocabulary.
+Shapes: B active rows, N draft tokens, D of them on the longest path (in a chain all), V vocabulary.
 
 A sequence is committed tokens plus a `root`: its last token, which the target has not processed yet. A round drafts
 behind the root, verifies root and drafts in one pass, and ends with a new root. What a round emits is read by the host
@@ -18,33 +18,15 @@ from torch import Tensor
 
 from ..heads import Drafter, Proposal
 from ..target import BadInputError, Counts, RaggedCache, Target
-from . import verify
-from .sampling import ACCEPT, CORRECT, DRAFT, Context, Processors, Sampling, draw, gumbel, nothing_left, probabilities, uniforms
+from . import verify, verify_tree
+from .drafting import Chooser, grow_dynamic, grow_static
+from .plan import LOSSY, Plan
+from .sampling import ACCEPT, CORRECT, Context, Processors, Sampling, draw, nothing_left, probabilities, shared_gumbel, uniforms
 from .stats import DecodeStats, Round, Seconds
 
 Stop = Callable[[list[int]], bool]
 
 _NOTHING = -1  # in place of a following token: the processors left none
-
-
-@dataclass(frozen=True)
-class Plan:
-    """The shape of a proposal and how it is verified.
-
-    Attributes:
-        depth: draft tokens per round; 0 is plain decoding.
-        verify: "auto", or one of `decode.verify.RULES`. Auto is greedy at temperature 0, candidates for deterministic
-            drafters, else rejection.
-    """
-
-    depth: int = 4
-    verify: str = "auto"
-
-    def __post_init__(self) -> None:
-        if self.depth < 0:
-            raise BadInputError(f"plan: depth must be >= 0, got {self.depth}.")
-        if self.verify not in ("auto", *verify.RULES):
-            raise BadInputError(f"plan: unknown verification rule {self.verify!r}; known: auto, {', '.join(verify.RULES)}.")
 
 
 @dataclass
@@ -62,6 +44,11 @@ class Output:
     rounds: list[list[Round]]
     stats: DecodeStats
     rule: str = "none"
+
+    @property
+    def lossy(self) -> bool:
+        """Whether the rule changes what the target says."""
+        return self.rule in LOSSY
 
 
 @dataclass(frozen=True)
@@ -233,7 +220,7 @@ class _Run:
             tokens[row, : len(prompt)] = torch.tensor(prompt, dtype=torch.long)
         self._check_tokens(tokens)
         tokens = tokens.to(device)
-        room = width + self.max_new_tokens + self.depth + 1
+        room = width + self.max_new_tokens + max(self.plan.max_nodes, self.plan.max_read) + 1
         batch = _Batch(list(range(rows)), tokens[:, 0], self.target.new_cache(rows, room), torch.tensor(self.ids, device=device), None)
         if self.processors is not None:
             batch.context = self.processors.start(tokens, counts.tensor)
@@ -241,12 +228,12 @@ class _Run:
         batch.cache.advance(counts)
         assert out.logits is not None
         empty = Proposal.chain(tokens[:, :0])
-        _, following = self._verify(batch, empty, out.logits, [], counts.tensor)
+        nothing, _, following = self._verify(batch, empty, out.logits, None, counts.tensor)
         if self.depth:
             assert self.drafter is not None
             batch.drafting = self.drafter.open(self.target, rows, room)
             self.drafter.absorb(batch.drafting, tokens, out.hidden, counts)
-        events, _ = self._commit(batch, empty, torch.zeros_like(following), following, prefill=True)
+        events, _ = self._commit(batch, empty.tokens, nothing, nothing, following, prefill=True)
         self.seconds.prefill += self._clock() - started
         return batch, events
 
@@ -260,19 +247,30 @@ class _Run:
         started = self._clock()
         proposal, draft_probs = self._draft(batch)
         drafted = self._clock()
-        tokens = torch.cat([batch.root[:, None], proposal.tokens], 1)  # [B, k + 1]
-        out = self.target.forward(tokens, batch.cache, taps=self._taps())
+        tokens = torch.cat([batch.root[:, None], proposal.tokens], 1)  # [B, 1 + N]
+        out = self.target.forward(tokens, batch.cache, taps=self._taps(), nodes=None if proposal.parents is None else proposal.nodes)
         assert out.logits is not None
-        accepted, following = self._verify(batch, proposal, out.logits, draft_probs, batch.cache.lengths + 1)
-        events, kept = self._commit(batch, proposal, accepted, following)
-        counts = Counts(accepted + 1, [k + 1 for k in kept])
-        batch.cache.advance(counts)
-        if self.drafter is not None and batch.drafting is not None:
-            self.drafter.absorb(batch.drafting, tokens, out.hidden, counts)
+        accepted, path, following = self._verify(batch, proposal, out.logits, draft_probs, batch.cache.lengths + 1)
+        chosen = proposal.tokens if path is None else proposal.tokens.gather(1, path.clamp(min=0))  # [B, D]
+        events, kept = self._commit(batch, chosen, proposal.lengths, accepted, following)
+        self._absorb(batch, proposal, torch.cat([tokens[:, :1], chosen], 1), out.hidden, path, Counts(accepted + 1, [k + 1 for k in kept]))
         verified = self._clock()
         self.seconds.draft += drafted - started
         self.seconds.verify += verified - drafted
         return events
+
+    def _absorb(self, batch: _Batch, proposal: Proposal, tokens: Tensor, hidden: Tensor | None, path: Tensor | None, counts: Counts) -> None:
+        """Commit the accepted path `[B, D]` (None: a chain), of tokens `[B, 1 + D]`, in both caches."""
+        read = None
+        if path is not None:
+            assert proposal.read is not None
+            batch.cache.keep(torch.cat([torch.zeros_like(path[:, :1]), torch.where(path < 0, path, path + 1)], 1))
+            where = torch.nn.functional.pad((path + 1).clamp(min=0), (1, 0))
+            hidden = None if hidden is None else hidden.gather(1, where[:, :, None, None].expand(-1, -1, *hidden.shape[2:]))
+            read = proposal.read.gather(1, path.clamp(min=0)).masked_fill(path < 0, -1)
+        batch.cache.advance(counts)
+        if self.drafter is not None and batch.drafting is not None:
+            self.drafter.absorb(batch.drafting, tokens, hidden, counts, read)
 
     def _free_rows(self, batch: _Batch) -> bool:
         """Drop the rows of finished sequences; False when none is left."""
@@ -297,78 +295,106 @@ class _Run:
 
     # ------------------------------------------------------------ drafting
 
-    def _draft(self, batch: _Batch) -> tuple[Proposal, list[Tensor]]:
-        """A proposal, and the distributions its tokens were drawn from (`[B, V]` per depth; empty for none)."""
+    def _draft(self, batch: _Batch) -> tuple[Proposal, Tensor | None]:
+        """A proposal, and what its tokens were drawn from: of a chain `[B, k, V]`, of a tree at each place `[B, 1 + N, V]`; None for no draws."""
         depth = self._room(batch)
         if self.drafter is None or not depth:
-            return Proposal.chain(batch.root[:, None][:, :0]), []
-        chooser = _Chooser(self, batch)
-        proposal = self.drafter.propose(batch.drafting, batch.root, depth, chooser)
-        self.rule = self._rule(proposal.deterministic)
-        return proposal, chooser.probs
+            return Proposal.chain(batch.root[:, None][:, :0]), None
+        plan, state = self.plan, batch.drafting
+        rule = plan.rule(self.sampling.temperature, deterministic=False)
+        chooser = Chooser(rule, self.sampling, self.target.vocab_size, batch.sequences, batch.cache.lengths + 1, self.processors, batch.context)
+        if plan.tree is not None and self.drafter.grows and depth == plan.depth:
+            proposal, probs = grow_static(self.drafter, state, batch.root, plan.tree, chooser)
+        elif plan.tree is None and plan.is_tree and self.drafter.grows:
+            proposal, probs = grow_dynamic(self.drafter, state, batch.root, plan, depth, chooser), None
+        else:
+            proposal = self.drafter.propose(state, batch.root, depth, chooser)
+            probs = torch.stack(chooser.probs, 1) if chooser.probs else None
+        self.rule = self._rule(proposal)
+        return proposal, probs
 
     def _room(self, batch: _Batch) -> int:
         """The depth of this round: the plan's, unless the target's context ends before it."""
         limit = self.target.max_context
         return self.depth if limit is None else min(self.depth, limit - batch.cache.longest - 1)
 
-    def _rule(self, deterministic: bool) -> str:
-        if self.sampling.greedy:
-            return "greedy"
-        if self.plan.verify == "auto":
-            return "candidates" if deterministic else "rejection"
-        if self.plan.verify == "greedy":
-            raise BadInputError(f"the greedy rule needs temperature 0, got {self.sampling.temperature}.")
-        # A deterministic proposal has no distribution to reject against.
-        return "candidates" if deterministic and self.plan.verify == "rejection" else self.plan.verify
+    def _rule(self, proposal: Proposal) -> str:
+        return self.plan.rule(self.sampling.temperature, proposal.deterministic)
 
     # ------------------------------------------------------------ verification
 
-    def _verify(self, batch: _Batch, proposal: Proposal, logits: Tensor, draft_probs: list[Tensor], first: Tensor) -> tuple[Tensor, Tensor]:
-        """Accepted drafts and the following token, `[B]` each, from the target's logits `[B, k + 1, V]`.
+    def _verify(self, batch: _Batch, proposal: Proposal, logits: Tensor, draft_probs: Tensor | None, first: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
+        """Accepted drafts `[B]`, their path `[B, D]` in a tree (None for a chain), and the token that follows `[B]`.
 
-        `first` `[B]` is the index in its sequence of the token that the first logits predict.
+        Args:
+            logits: the target's behind root and drafts, `[B, 1 + N, V]`.
+            first: index in its sequence of the token that the first logits predict, `[B]`.
         """
-        if self.processors is None or batch.context is None:
-            return self._apply_rule(batch, proposal, logits, draft_probs, first)
-        logits = self.processors(logits, batch.context.then(proposal.tokens, _paths(proposal)))
-        accepted, following = self._apply_rule(batch, proposal, logits, draft_probs, first)
-        return accepted, following.masked_fill(nothing_left(logits).gather(1, accepted[:, None])[:, 0], _NOTHING)
+        if self.processors is not None and batch.context is not None:
+            logits = self.processors(logits, batch.context.then(proposal.tokens, proposal.nodes.sees[:, :, 1:]))
+        accepted, path, following = self._apply_rule(batch, proposal, logits, draft_probs, first)
+        if self.processors is not None:
+            end = accepted if path is None else torch.nn.functional.pad(path + 1, (1, 0)).gather(1, accepted[:, None])[:, 0]
+            following = following.masked_fill(nothing_left(logits).gather(1, end[:, None])[:, 0], _NOTHING)
+        return accepted, path, following
 
-    def _apply_rule(self, batch: _Batch, proposal: Proposal, logits: Tensor, draft_probs: list[Tensor], first: Tensor) -> tuple[Tensor, Tensor]:
-        """The same, from processed logits."""
-        drafts, lengths = proposal.tokens, proposal.lengths
-        rule = self._rule(proposal.deterministic)
+    def _apply_rule(self, batch: _Batch, proposal: Proposal, logits: Tensor, draft_probs: Tensor | None, first: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
+        """The same, from processed logits. Every draw is keyed by its place in the text, or by the round and the node."""
+        rule, sampling = self._rule(proposal), self.sampling
+        sequences, positions = batch.sequences[:, None], first[:, None] + proposal.nodes.depths
         if rule == "greedy":
-            return verify.match(drafts, lengths, logits.argmax(-1))
-        sequences = batch.sequences
-        positions = first[:, None] + torch.arange(logits.shape[1], device=logits.device)
-        probs = probabilities(logits, self.sampling)
-        seed = self.sampling.seed
+            return self._match(proposal, logits.argmax(-1))
+        if rule in LOSSY:
+            probs = logits.float().softmax(-1) if sampling.greedy else probabilities(logits, sampling)
+            return self._typical(proposal, probs)
+        probs = probabilities(logits, sampling)
         if rule == "coupled":
-            noise = gumbel(seed, sequences[:, None], positions, probs.shape[-1])
-            return verify.match(drafts, lengths, (probs.double().log() + noise).argmax(-1))
-        if rule == "candidates" or not draft_probs:
-            return verify.match(drafts, lengths, draw(probs, uniforms(seed, CORRECT, sequences[:, None], positions)))
-        return verify.rejection(
-            drafts, lengths, probs, torch.stack(draft_probs, 1),
-            uniforms(seed, ACCEPT, sequences[:, None], positions[:, :1], positions[:, :-1]),
-            uniforms(seed, CORRECT, sequences, positions[:, 0]),
-        )  # fmt: skip
+            return self._match(proposal, (probs.double().log() + shared_gumbel(sampling.seed, sequences, positions, probs.shape[-1])).argmax(-1))
+        if rule == "candidates" or draft_probs is None:
+            return self._match(proposal, draw(probs, uniforms(sampling.seed, CORRECT, sequences, positions)))
+        numbers = torch.arange(1, positions.shape[1], device=positions.device)
+        accepts = uniforms(sampling.seed, ACCEPT, sequences, first[:, None], first[:, None] + numbers - 1)
+        corrects = uniforms(sampling.seed, CORRECT, batch.sequences, first)
+        if proposal.parents is None:
+            judge = verify.block if rule in ("block", "traversal") else verify.rejection
+            accepted, following = judge(proposal.tokens, proposal.lengths, probs, draft_probs, accepts, corrects)
+            return accepted, None, following
+        walk = verify_tree.traversal if rule == "traversal" else verify_tree.without_replacement
+        return walk(proposal.tokens, proposal.parents, proposal.real, probs, draft_probs, accepts, corrects, proposal.depth)
+
+    @staticmethod
+    def _match(proposal: Proposal, wanted: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
+        if proposal.parents is not None:
+            return verify_tree.match_tree(proposal.tokens, proposal.parents, proposal.real, wanted, proposal.depth)
+        accepted, following = verify.match(proposal.tokens, proposal.lengths, wanted)
+        return accepted, None, following
+
+    @staticmethod
+    def _typical(proposal: Proposal, probs: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
+        chain = torch.arange(-1, proposal.depth - 1, device=probs.device).expand(len(probs), -1)
+        parents = chain if proposal.parents is None else proposal.parents
+        accepted, path, following = verify_tree.typical(proposal.tokens, parents, proposal.real, probs, proposal.depth)
+        return accepted, None if proposal.parents is None else path, following
 
     # ------------------------------------------------------------ committing
 
-    def _commit(self, batch: _Batch, proposal: Proposal, accepted: Tensor, following: Tensor, prefill: bool = False) -> tuple[list[Event], list[int]]:
-        """Read the round's outcome back, once, and note it for every sequence; returns the events and the accepted counts."""
-        packed = torch.cat([proposal.tokens, following[:, None], accepted[:, None], proposal.lengths[:, None]], 1).tolist()
+    def _commit(
+        self, batch: _Batch, chosen: Tensor, drafted: Tensor, accepted: Tensor, following: Tensor, prefill: bool = False
+    ) -> tuple[list[Event], list[int]]:
+        """Read the round's outcome back, once, and note it for every sequence; returns the events and the accepted counts.
+
+        Args:
+            chosen: `[B, D]`, of which the first `accepted` stay. drafted: depth of what was proposed, `[B]`.
+        """
+        packed = torch.cat([chosen, following[:, None], accepted[:, None], drafted[:, None]], 1).tolist()
         if batch.context is not None:
-            kept = torch.arange(proposal.tokens.shape[1], device=accepted.device) < accepted[:, None]
+            kept = torch.arange(chosen.shape[1], device=accepted.device) < accepted[:, None]
             emitted = torch.cat([kept, (following != _NOTHING)[:, None]], 1)
-            batch.context = batch.context.then(torch.cat([proposal.tokens, following[:, None]], 1), emitted[:, None])
+            batch.context = batch.context.then(torch.cat([chosen, following[:, None]], 1), emitted[:, None])
         batch.root = following
         events = []
-        for i, (*drafts, last, kept_count, drafted) in zip(batch.active, packed, strict=True):
-            events.append(self._emit(self.sequences[i], [*drafts[:kept_count], last], drafted, prefill))
+        for i, (*drafts, last, kept_count, depth) in zip(batch.active, packed, strict=True):
+            events.append(self._emit(self.sequences[i], [*drafts[:kept_count], last], depth, prefill))
         return events, [row[-2] for row in packed]
 
     def _emit(self, sequence: _Sequence, new: list[int], drafted: int, prefill: bool) -> Event:
@@ -392,58 +418,3 @@ class _Run:
         if not prefill:
             sequence.rounds.append(Round(drafted, accepted, len(emitted)))
         return Event(emitted, min(accepted, len(emitted)), drafted)
-
-
-class _Chooser:
-    """Picks draft tokens from a drafter's logits under the same filters as the target's, and remembers the distributions."""
-
-    def __init__(self, run: _Run, batch: _Batch):
-        self.run, self.batch = run, batch
-        self.context = batch.context
-        self.depth = 0
-        self.probs: list[Tensor] = []
-        self.rule = run._rule(deterministic=False)
-
-    def __call__(self, logits: Tensor, token_ids: Tensor | None) -> Tensor:
-        self.depth += 1
-        if self.rule in ("greedy", "candidates") and self.context is None:
-            best = logits.argmax(-1)
-            return best if token_ids is None else token_ids[best]
-        logits = _spread(logits.float(), token_ids, self.run.target.vocab_size)
-        if self.context is None:
-            return self._pick(logits)
-        chosen = self._pick(self._process(logits, self.context))
-        self.context = self.context.then(chosen[:, None], torch.ones(1, 1, 1, dtype=torch.bool, device=chosen.device))
-        return chosen
-
-    def _process(self, logits: Tensor, context: Context) -> Tensor:
-        assert self.run.processors is not None
-        processed = self.run.processors(logits[:, None], context)[:, 0]
-        # A pruned vocabulary may hold no token that is allowed here. What is drafted then is refused, but must be a draw from what it is scored with.
-        return torch.where(nothing_left(processed)[:, None], logits, processed)
-
-    def _pick(self, logits: Tensor) -> Tensor:
-        if self.rule in ("greedy", "candidates"):
-            return logits.argmax(-1)
-        sampling, sequences = self.run.sampling, self.batch.sequences
-        probs = probabilities(logits, sampling)
-        positions = self.batch.cache.lengths + self.depth
-        if self.rule == "coupled":
-            return (probs.double().log() + gumbel(sampling.seed, sequences, positions, probs.shape[-1])).argmax(-1)
-        self.probs.append(probs)
-        # Keyed by the root's position too: a token drafted again in a later round is a new draw.
-        return draw(probs, uniforms(sampling.seed, DRAFT, sequences, self.batch.cache.lengths, positions))
-
-
-def _spread(logits: Tensor, token_ids: Tensor | None, vocab: int) -> Tensor:
-    """Logits over a pruned vocabulary `[B, V']` as logits over the whole one `[B, V]`."""
-    if token_ids is None:
-        return logits
-    whole = logits.new_full((len(logits), vocab), float("-inf"))
-    return whole.scatter(1, token_ids.expand(len(logits), -1), logits)
-
-
-def _paths(proposal: Proposal) -> Tensor:
-    """Which drafts stand before the token that each node's logits predict, `[1, k + 1, k]`; node 0 is the root."""
-    depth = proposal.tokens.shape[1]
-    return torch.ones(1, depth + 1, depth, dtype=torch.bool, device=proposal.tokens.device).tril(-1)

@@ -251,8 +251,12 @@ def uniforms(seed: int, stream: int, *keys: Tensor) -> Tensor:
     return (((state >> 11) & 0x1FFFFFFFFFFFFF).double() + 0.5) * 2.0**-53
 
 
-def gumbel(seed: int, sequences: Tensor, positions: Tensor, vocab: int) -> Tensor:
-    """Gumbel noise for every token at each place, `[..., V]`; sequences and positions `[...]`."""
-    tokens = torch.arange(vocab, device=positions.device)
-    u = uniforms(seed, COUPLED, sequences[..., None], positions[..., None], tokens)
-    return -(-u.log()).log()
+def gumbel(seed: int, stream: int, vocab: int, *keys: Tensor) -> Tensor:
+    """Gumbel noise for every token at each place, `[..., V]`, of the keys `[...]`."""
+    tokens = torch.arange(vocab, device=keys[0].device)
+    return -(-uniforms(seed, stream, *(key[..., None] for key in keys), tokens).log()).log()
+
+
+def shared_gumbel(seed: int, sequences: Tensor, positions: Tensor, vocab: int) -> Tensor:
+    """The noise that target and drafter share under the coupled rule: a function of the place in the text alone, `[..., V]`."""
+    return gumbel(seed, COUPLED, vocab, sequences, positions)

@@ -1,22 +1,15 @@
-"""Trees of drafts: which shape to grow, and how a drafter grows it.
+"""Static trees of drafts: the same shape in every round, given, or the best one for measured acceptance rates.
 
-Shapes: B rows, N draft nodes, W nodes read in one pass of the drafter, C children of a node, V vocabulary.
-
-Nodes are numbered so that parents come first; −1 is the root. A static tree has the same shape in every round: given, or
-the best one for measured acceptance rates (`best_tree`). A dynamic tree (EAGLE-2, arXiv 2406.16858) grows where the
-drafter is sure of itself.
+Nodes are numbered so that parents come first; −1 is the root.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cache, cached_property
 
-import torch
-from torch import Tensor
-
-from ..target import BadInputError, Nodes
+from ..target import BadInputError
 
 
 @dataclass(frozen=True)
@@ -52,6 +45,11 @@ class Tree:
         """Which child of its parent each node is, from 0."""
         return tuple(sum(p == parent for p in self.parents[:node]) for node, parent in enumerate(self.parents))
 
+    @cached_property
+    def children(self) -> dict[int, tuple[int, ...]]:
+        """Of each node and of the root."""
+        return {node: tuple(i for i, p in enumerate(self.parents) if p == node) for node in range(-1, len(self.parents))}
+
     @property
     def depth(self) -> int:
         return self.depths[-1]
@@ -75,7 +73,7 @@ def best_tree(rates: Sequence[Sequence[float]], nodes: int) -> Tree:
         BadInputError: more nodes than these rates have room for.
     """
 
-    @lru_cache(maxsize=None)
+    @cache
     def below(count: int, depth: int, rank: int) -> tuple[float, tuple[int, ...]]:
         """Best value of `count` nodes below a node at `depth`, in its children from `rank` on; sizes of those children's subtrees."""
         if count == 0:
@@ -104,29 +102,3 @@ def best_tree(rates: Sequence[Sequence[float]], nodes: int) -> Tree:
                 parents.append(node)
         level = following
     return Tree(tuple(parents))
-
-
-# ------------------------------------------------------------ of the nodes of a proposal
-
-
-def ancestors(parents: Tensor, depth: int) -> tuple[Tensor, Tensor]:
-    """(steps, sees) of root and nodes: distance from the root `[B, 1 + N]`, and which of them are on each one's path, itself included, `[B, 1 + N, 1 + N]`.
-
-    Args:
-        parents: `[B, N]`. depth: of the deepest node.
-    """
-    rows, count = parents.shape[0], parents.shape[1] + 1
-    above = torch.nn.functional.pad(parents + 1, (1, 0))  # the root is its own parent
-    here = torch.arange(count, device=parents.device).expand(rows, -1)
-    sees = torch.zeros(rows, count, count, dtype=torch.bool, device=parents.device)
-    steps = torch.zeros_like(here)
-    for _ in range(depth + 1):
-        sees.scatter_(2, here[:, :, None], True)
-        steps = steps + (here > 0)
-        here = above.gather(1, here)
-    return steps, sees
-
-
-def nodes_of(parents: Tensor, depth: int) -> Nodes:
-    """The places of root and nodes in the target's pass that verifies them."""
-    return Nodes(*ancestors(parents, depth))

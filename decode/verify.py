@@ -12,9 +12,6 @@ from torch import Tensor
 
 from .sampling import draw
 
-RULES = ("greedy", "rejection", "candidates", "coupled")
-LOSSY = ("typical",)  # change what the target says: never chosen for anyone, and labelled in every figure
-
 
 def match(drafts: Tensor, lengths: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
     """Keep drafts while they equal what the target itself chose at that place.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields
+from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
@@ -112,26 +113,47 @@ class DrafterLoss:
 
 @dataclass
 class Proposal:
-    """Draft tokens for one round.
+    """Draft tokens for one round: a chain, or a tree.
 
     Attributes:
-        tokens: `[B, k]`; entries behind `lengths` mean nothing.
-        parents: `[k]`, index of each token's parent, -1 for the root (the last committed token). A chain is -1, 0, 1, …
-        lengths: how many tokens each row really proposes, `[B]`.
+        tokens: `[B, N]`.
+        real: which of them each row really proposes, `[B, N]`; none of them behind one that is not.
+        depth: of the deepest node; a chain's is N.
+        parents: of a tree, index of each token's parent, before it, −1 for the root (the last committed token), `[B, N]`. None for a chain.
+        read: of a tree, when `extend` has read each token, −1 if it has not, `[B, N]`.
         deterministic: True if the tokens are not samples (so that there is no distribution q to score them with).
     """
 
     tokens: Tensor
-    parents: Tensor
-    lengths: Tensor
+    real: Tensor
+    depth: int
+    parents: Tensor | None = None
+    read: Tensor | None = None
     deterministic: bool = False
 
     @classmethod
     def chain(cls, tokens: Tensor, lengths: Tensor | None = None, deterministic: bool = False) -> Proposal:
-        rows, depth = tokens.shape
-        if lengths is None:
-            lengths = torch.full((rows,), depth, dtype=torch.long, device=tokens.device)
-        return cls(tokens, torch.arange(-1, depth - 1, device=tokens.device), lengths, deterministic)
+        """Tokens `[B, k]`, of which row b proposes the first `lengths[b]` (None: all)."""
+        real = torch.ones_like(tokens, dtype=torch.bool) if lengths is None else torch.arange(tokens.shape[1], device=tokens.device) < lengths[:, None]
+        return cls(tokens, real, tokens.shape[1], deterministic=deterministic)
+
+    @classmethod
+    def tree(cls, tokens: Tensor, parents: Tensor, real: Tensor, read: Tensor, depth: int) -> Proposal:
+        return cls(tokens, real, depth, parents, read)
+
+    @property
+    def lengths(self) -> Tensor:
+        """How many tokens the longest path of each row really proposes, `[B]`."""
+        if self.parents is None:
+            return self.real.sum(1)
+        return (self.nodes.depths[:, 1:] * self.real).amax(1)
+
+    @cached_property
+    def nodes(self) -> Nodes:
+        """Places of root and tokens, `[B, 1 + N]`; of a chain one row for all."""
+        if self.parents is None:
+            return Nodes.of_chain(self.depth, self.tokens.device)
+        return Nodes.of_tree(self.parents, self.depth)
 
 
 D = TypeVar("D", bound="Drafter")
@@ -227,6 +249,11 @@ class Drafter(nn.Module):
         return Proposal.chain(torch.stack(drafted, 1))
 
     # The two steps of every drafter that is a model; `propose` is a loop over them, and so is a tree.
+
+    @property
+    def grows(self) -> bool:
+        """Whether trees can be grown with it."""
+        return type(self).begin is not Drafter.begin
 
     @property
     def output_ids(self) -> Tensor | None:

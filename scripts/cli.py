@@ -15,6 +15,7 @@ import os
 import sys
 import traceback
 import warnings
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -207,12 +208,12 @@ def generate(
     depth: Annotated[int | None, typer.Option(min=0, help="Draft tokens per round (default: the pair's).")] = None,
 ) -> None:
     """Stream a completion: [green]accepted draft tokens[/green] and [magenta]the target's own[/magenta]."""
-    from ..decode import Plan, Sampling
+    from ..decode import Sampling
     from ..pair import Pair
     from .streaming import Completion
 
     target, drafter, plan = Pair.load(pair).open()
-    plan = plan if depth is None else Plan(depth, plan.verify)
+    plan = plan if depth is None else replace(plan, depth=depth, tree=None)
     text = sys.stdin.read() if prompt == "-" else prompt
     completion = Completion(target, drafter, plan, Sampling(temperature=temperature, seed=seed), max_new_tokens)
     if plain:

@@ -6,7 +6,7 @@ The target is loaded in the dtype that is measured (`eval.dtype`, else `target.d
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -63,13 +63,12 @@ def load_subject(name: str, changes: Sequence[str] = (), drafter: Path | None = 
 
 
 def _of_pair(folder: Path, settings: EvalSpec, drafter: Path | None, other_depth: bool) -> Subject:
-    from ..decode import Plan
     from ..heads import load_drafter
     from ..pair import Pair
 
     pair = Pair.load(folder)
     target, own, plan = pair.open()
-    plan = Plan(settings.depth, plan.verify) if other_depth else plan
+    plan = replace(plan, depth=settings.depth, tree=None) if other_depth else plan
     # The pair's target has the pair's dtype, whatever the recipe once asked for.
     settings = settings.model_copy(update={"dtype": "auto"})
     return Subject(target, load_drafter(drafter, target) if drafter else own, plan, settings, Path("runs") / "reports" / f"{pair.name}-v{pair.version}")

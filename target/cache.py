@@ -105,6 +105,25 @@ class Nodes:
     depths: Tensor
     sees: Tensor
 
+    @classmethod
+    def of_tree(cls, parents: Tensor, depth: int) -> Nodes:
+        """A root and the nodes behind it, `parents` `[B, N]` (−1: the root), of which none lies deeper than `depth`; `[B, 1 + N]` tokens."""
+        rows, count = parents.shape[0], parents.shape[1] + 1
+        above = torch.nn.functional.pad(parents + 1, (1, 0))  # the root is its own parent
+        here = torch.arange(count, device=parents.device).expand(rows, -1)
+        sees = torch.zeros(rows, count, count, dtype=torch.bool, device=parents.device)
+        depths = torch.zeros_like(here)
+        for _ in range(depth + 1):
+            sees.scatter_(2, here[:, :, None], True)
+            depths = depths + (here > 0)
+            here = above.gather(1, here)
+        return cls(depths, sees)
+
+    @classmethod
+    def of_chain(cls, length: int, device: torch.device | str) -> Nodes:
+        """A root and a chain of `length` behind it, one row for all."""
+        return cls(torch.arange(length + 1, device=device)[None], torch.ones(1, length + 1, length + 1, dtype=torch.bool, device=device).tril())
+
 
 class RaggedCache(Cache):
     """Preallocated cache for `num_layers` layers of a `transformers` model.
@@ -147,10 +166,12 @@ class RaggedCache(Cache):
         self.start = start if self.longest == min(self.host_lengths) else None
         self.rows = torch.arange(self.batch_size, device=self.lengths.device)[:, None]
         self.slots = self.positions = self.lengths[:, None] + torch.arange(offset, offset + num_new, device=self.lengths.device)
-        self._sees = None if nodes is None else nodes.sees
+        earlier, self._depths, self._sees = self._depths if offset else None, None, None
         if nodes is not None:
+            # Entries that were not placed as nodes are a chain.
+            before = torch.arange(offset, device=self.lengths.device).expand(self.batch_size, -1) if earlier is None else earlier[:, :offset]
+            self._depths, self._sees = torch.cat([before, nodes.depths], 1), nodes.sees
             self.positions = self.lengths[:, None] + nodes.depths
-            self._depths = nodes.depths if not offset or self._depths is None else torch.cat([self._depths[:, :offset], nodes.depths], 1)
         return self.positions
 
     def keep(self, path: Tensor) -> None:

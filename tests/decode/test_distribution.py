@@ -31,11 +31,12 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from outrider.decode import Decoder, Output, Plan, Sampling, engine
+from outrider.decode import Decoder, Output, Plan, Sampling, Tree, engine
 from outrider.decode import verify as rules
+from outrider.decode.drafting import Chooser
 from outrider.decode.sampling import draw, probabilities
 from outrider.heads import Drafter, DraftModel, Eagle3, Eagle3Config, Ngram
-from outrider.target import Target
+from outrider.target import Nodes, Target
 
 VOCAB, LENGTH = 6, 4
 PROMPT = [1, 4, 2, 1, 4]
@@ -141,9 +142,19 @@ class Case:
     drafter: str
     sampling: str
     depth: int
+    shape: str = "chain"
+
+    @property
+    def plan(self) -> Plan:
+        if self.shape == "static":
+            return Plan(tree=TREES[self.depth], verify=self.rule)
+        return Plan(self.depth, verify=self.rule) if self.shape == "chain" else Plan(self.depth, 2, 2 * self.depth - 1, verify=self.rule)
 
     def __str__(self) -> str:
-        return f"{self.rule}, {self.drafter}, {self.sampling}, depth {self.depth}"
+        return f"{self.rule}, {self.drafter}, {self.sampling}, depth {self.depth}" + ("" if self.shape == "chain" else f", {self.shape} tree")
+
+
+TREES = {2: Tree((-1, -1, 0, 0, 1)), 3: Tree((-1, -1, -1, 0, 0, 1, 3, 3, 5))}
 
 
 QUICK = [
@@ -163,6 +174,18 @@ QUICK = [
     Case("rejection", "eagle3 pruned", "min_new_tokens", 2),
     Case("candidates", "draft_model", "processors", 3),
     Case("coupled", "eagle3", "processors", 2),
+    Case("block", "draft_model", "T=1", 3),
+    Case("block", "eagle3 pruned", "processors", 2),
+    Case("without_replacement", "draft_model", "T=1", 2, "static"),
+    Case("without_replacement", "eagle3", "processors", 3, "static"),
+    Case("without_replacement", "eagle3 pruned", "T=.7", 2, "static"),
+    Case("traversal", "draft_model", "all", 3, "static"),
+    Case("traversal", "eagle3 pruned", "penalty", 2, "static"),
+    Case("candidates", "eagle3", "T=1", 3, "static"),
+    Case("candidates", "draft_model", "processors", 3, "dynamic"),
+    Case("candidates", "eagle3 pruned", "T=1", 2, "dynamic"),
+    Case("coupled", "eagle3", "top_p", 3, "static"),
+    Case("coupled", "draft_model", "bad_words", 3, "dynamic"),
 ]
 EVERY = [
     Case(rule, drafter, sampling, 2 + number % 2)
@@ -171,11 +194,21 @@ EVERY = [
     )
     if not (rule == "rejection" and drafter == "ngram")  # that runs as candidates
 ]
+EVERY += [
+    Case(rule, drafter, sampling, 2 + number % 2, shape)
+    for number, ((rule, shape), drafter, sampling) in enumerate(
+        product(
+            (("block", "chain"), ("without_replacement", "static"), ("traversal", "static"), ("candidates", "dynamic"), ("coupled", "static")),
+            ("draft_model", "eagle3 pruned"),
+            ("T=1", "top_k", "top_p", "min_p", "penalty", "processors"),
+        )
+    )
+]
 
 
 def measure(target: Target, drafters: dict[str, Drafter], case: Case, count: int, seed: int = 0) -> float:
     sampling = SAMPLINGS[case.sampling]
-    counts = rollouts(target, drafters[case.drafter], Plan(case.depth, case.rule), replace(sampling, seed=seed), count)
+    counts = rollouts(target, drafters[case.drafter], case.plan, replace(sampling, seed=seed), count)
     return p_value(counts, expected_law(target, sampling))
 
 
@@ -223,7 +256,7 @@ def test_the_plain_target_draws_from_its_own_law(target):
 def test_some_drafts_are_kept_and_some_refused(target, drafters):
     """Otherwise the tests above would say little."""
     for case in QUICK:
-        out = generate(target, drafters[case.drafter], Plan(case.depth, case.rule), SAMPLINGS[case.sampling], range(300))
+        out = generate(target, drafters[case.drafter], case.plan, SAMPLINGS[case.sampling], range(300))
         assert 0.05 < out.stats.acceptance_rate < 0.95, str(case)
 
 
@@ -255,15 +288,15 @@ def broken_rejection(residual: str = "right", shift: int = 0, bonus: str = "p", 
     return rule
 
 
-def picks_the_most_probable(chooser: engine._Chooser, logits: Tensor) -> Tensor:
-    probs = probabilities(logits, chooser.run.sampling)
+def picks_the_most_probable(chooser: Chooser, logits: Tensor) -> Tensor:
+    probs = probabilities(logits, chooser.sampling)
     chooser.probs.append(probs)
     return probs.argmax(-1)
 
 
-def picks_at_another_temperature(chooser: engine._Chooser, logits: Tensor) -> Tensor:
-    honest = engine._Chooser.honest_pick(chooser, logits / 0.8)
-    chooser.probs[-1] = probabilities(logits, chooser.run.sampling)
+def picks_at_another_temperature(chooser: Chooser, logits: Tensor) -> Tensor:
+    honest = Chooser.honest_pick(chooser, logits / 0.8)
+    chooser.probs[-1] = probabilities(logits, chooser.sampling)
     return honest
 
 
@@ -282,16 +315,21 @@ BUGS = {
 def test_a_planted_bug_is_caught(target, drafters, bug, monkeypatch):
     kind, wrong = BUGS[bug]
     if kind == "rejection":
-        monkeypatch.setattr(engine, "verify", SimpleNamespace(rejection=wrong, match=rules.match, RULES=rules.RULES))
+        monkeypatch.setattr(engine, "verify", SimpleNamespace(rejection=wrong, match=rules.match))
     else:
-        monkeypatch.setattr(engine._Chooser, "honest_pick", engine._Chooser._pick, raising=False)
-        monkeypatch.setattr(engine._Chooser, "_pick", wrong)
+        monkeypatch.setattr(Chooser, "honest_pick", Chooser._pick, raising=False)
+        monkeypatch.setattr(Chooser, "_pick", wrong)
     assert measure(target, drafters, Case("rejection", "draft_model", "T=1", 2), 10_000) < SIZE / len(BUGS)
 
 
 @pytest.mark.parametrize("sampling", ["penalty", "bad_words", "min_new_tokens"])
 def test_processors_that_look_at_the_root_only_are_caught(target, drafters, sampling, monkeypatch):
     """A draft must count as text for what follows it in its own round."""
-    honest = engine._paths
-    monkeypatch.setattr(engine, "_paths", lambda proposal: honest(proposal) & False)
+    honest = Nodes.of_chain
+
+    def blind(length: int, device: torch.device) -> Nodes:
+        nodes = honest(length, device)
+        return Nodes(nodes.depths, nodes.sees & False)
+
+    monkeypatch.setattr(Nodes, "of_chain", blind)
     assert measure(target, drafters, Case("rejection", "draft_model", sampling, 3), 5_000) < SIZE / 3

@@ -42,7 +42,7 @@ class Script(Drafter):
     def open(self, target: Target, batch_size: int, max_length: int) -> list[list[int]]:
         return list(self.rounds)
 
-    def absorb(self, state: Any, tokens: Tensor, hidden: Tensor | None, counts: Counts) -> None:
+    def absorb(self, state: Any, tokens: Tensor, hidden: Tensor | None, counts: Counts, path: Tensor | None = None) -> None:
         pass
 
     def propose(self, state: list[list[int]], root: Tensor, depth: int, choose: Choose) -> Proposal:
@@ -102,7 +102,7 @@ def test_coupled_text_is_the_same_with_any_drafter_depth_and_batch(target, kind)
 
     def texts(drafter: Drafter | None, order: Sequence[int], depth: int) -> list[list[int]]:
         prompts = [PROMPTS[i] for i in order]
-        return Decoder(target, drafter).generate(prompts, 20, sampling, Plan(depth, "coupled"), ignore_eos=ignore_eos, sequence_ids=order).tokens
+        return Decoder(target, drafter).generate(prompts, 20, sampling, Plan(depth, verify="coupled"), ignore_eos=ignore_eos, sequence_ids=order).tokens
 
     alone = [texts(None, [i], 4)[0] for i in range(len(PROMPTS))]
     assert len({tuple(t) for t in alone}) == len(alone)
@@ -117,7 +117,7 @@ def test_candidates_give_the_plain_samplers_text(target):
     """Their draws are keyed by position too: what the n-gram drafter proposes only changes the speed."""
     plain = Decoder(target).generate(PROMPTS, 20, Sampling(1.0), ignore_eos=True)
     for name, drafter in drafters(target).items():
-        assert Decoder(target, drafter).generate(PROMPTS, 20, Sampling(1.0), Plan(3, "candidates"), ignore_eos=True).tokens == plain.tokens, name
+        assert Decoder(target, drafter).generate(PROMPTS, 20, Sampling(1.0), Plan(3, verify="candidates"), ignore_eos=True).tokens == plain.tokens, name
 
 
 def test_rejection_gives_a_prompt_the_same_text_in_any_batch(target):
@@ -315,7 +315,7 @@ def test_a_token_whose_logit_is_minus_infinity_is_never_written(target, sampling
             assert out[0, len(prompt) :].tolist() == text
     for name, drafter in {"itself": DraftModel(copy.deepcopy(model)), "wider": DraftModel(target.model), **drafters(narrow)}.items():
         for rule in RULES:
-            out = Decoder(narrow, drafter).generate(PROMPTS, 16, sampling, Plan(3, rule), ignore_eos=True)
+            out = Decoder(narrow, drafter).generate(PROMPTS, 16, sampling, Plan(3, verify=rule), ignore_eos=True)
             assert {t for text in out.tokens for t in text} <= set(allowed), f"{name}, {rule}"
             assert out.tokens == alone or (rule != "coupled" and not sampling.greedy), f"{name}, {rule}"
             assert name != "itself" or out.stats.acceptance_rate == 1 or out.rule == "candidates"
@@ -329,7 +329,7 @@ def test_a_target_that_is_certain_of_one_token_writes_it_whatever_is_drafted(tar
     models = {"itself": certain.model, "wrong": restricted(target.model, [8]), "unsure": target.model}
     for name, rate in found.items():
         for rule in RULES:
-            out = Decoder(certain, DraftModel(copy.deepcopy(models[name]))).generate(PROMPTS, 10, sampling, Plan(3, rule), ignore_eos=True)
+            out = Decoder(certain, DraftModel(copy.deepcopy(models[name]))).generate(PROMPTS, 10, sampling, Plan(3, verify=rule), ignore_eos=True)
             assert out.tokens == [[9] * 10] * len(PROMPTS), f"{name}, {rule}"
             assert rate is None or out.stats.acceptance_rate == rate
 
@@ -349,7 +349,7 @@ def test_a_draft_vocabulary_of_which_nothing_is_allowed_only_costs_speed(target,
     sampling = Sampling(temperature, suppress=tuple(range(VOCAB - 20, VOCAB)))
     alone = Decoder(target).generate(PROMPTS, 12, sampling, Plan(verify="coupled"), ignore_eos=True).tokens
     for rule in RULES:
-        out = Decoder(target, head).generate(PROMPTS, 12, sampling, Plan(3, rule), ignore_eos=True)
+        out = Decoder(target, head).generate(PROMPTS, 12, sampling, Plan(3, verify=rule), ignore_eos=True)
         assert out.stats.acceptance_rate == 0
         assert max(t for text in out.tokens for t in text) < VOCAB - 20
         assert out.tokens == alone or (rule != "coupled" and temperature)
@@ -363,13 +363,13 @@ def test_a_place_where_no_token_is_allowed_is_an_error_not_a_token(target, itsel
     for drafter in (None, itself, Ngram()):
         decoder = Decoder(target, drafter)
         with pytest.raises(BadInputError, match="leave no token to go on with"):
-            decoder.generate(PROMPTS, 8, Sampling(temperature, suppress=everything), Plan(3, rule))
-        text = decoder.generate(PROMPTS[:1], 8, Sampling(temperature), Plan(3, "coupled"), ignore_eos=True).tokens[0]
+            decoder.generate(PROMPTS, 8, Sampling(temperature, suppress=everything), Plan(3, verify=rule))
+        text = decoder.generate(PROMPTS[:1], 8, Sampling(temperature), Plan(3, verify="coupled"), ignore_eos=True).tokens[0]
         dead_end = Sampling(temperature, bad_words=tuple((*text[:3], t) for t in everything))
         with pytest.raises(BadInputError, match="leave no token to go on with"):
-            decoder.generate(PROMPTS[:1], 8, dead_end, Plan(3, "coupled"), ignore_eos=True)
+            decoder.generate(PROMPTS[:1], 8, dead_end, Plan(3, verify="coupled"), ignore_eos=True)
         end_at(target, text[2])
-        assert decoder.generate(PROMPTS[:1], 8, dead_end, Plan(3, "coupled")).tokens[0] == text[: text.index(text[2]) + 1]
+        assert decoder.generate(PROMPTS[:1], 8, dead_end, Plan(3, verify="coupled")).tokens[0] == text[: text.index(text[2]) + 1]
 
 
 # ------------------------------------------------------------ figures

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from outrider.decode import Decoder, Plan, Sampling
+from outrider.decode import Decoder, Plan, Sampling, Tree
 from outrider.heads import Choose, Drafter, DrafterConfig, DraftModel, Eagle3, Eagle3Config, Ngram, Proposal
 from outrider.target import Counts, IncompatibleError, Target
 
@@ -115,7 +115,7 @@ class Prophet(Drafter):
     def open(self, target: Target, batch_size: int, max_length: int) -> dict[str, Any]:
         return {"rows": list(range(batch_size)), "known": [0] * batch_size, "round": 0}
 
-    def absorb(self, state: dict[str, Any], tokens: Tensor, hidden: Tensor | None, counts: Counts) -> None:
+    def absorb(self, state: dict[str, Any], tokens: Tensor, hidden: Tensor | None, counts: Counts, path: Tensor | None = None) -> None:
         state["known"] = [n + c for n, c in zip(state["known"], counts.values, strict=True)]
 
     def propose(self, state: dict[str, Any], root: Tensor, depth: int, choose: Choose) -> Proposal:
@@ -151,16 +151,24 @@ def every_drafter(target: Target, texts: list[list[int]]) -> dict[str, Drafter |
     }
 
 
+SHAPES = {
+    **{f"depth {depth}": Plan(depth) for depth in (1, 3, 5)},
+    "static tree": Plan(tree=Tree((-1, -1, 0, 0, 1, 2, 2, 5))),
+    "dynamic tree": Plan(4, width=3, nodes=9),
+}
+
+
 def differing(target: Target, texts: list[list[int]]) -> list[str]:
-    """Which drafters, depths and batches write something else than `texts`."""
+    """Which drafters, shapes and batches write something else than `texts`."""
     found = []
     for name, drafter in every_drafter(target, texts).items():
         decoder = Decoder(target, drafter)
-        for depth in (1, 3, 5) if drafter is not None else (1,):
-            together = decoder.generate(PROMPTS, NEW, plan=Plan(depth), ignore_eos=True).tokens
-            found += [f"{name} at depth {depth}, batch of 8"] * (together != texts)
-        alone = decoder.generate(PROMPTS[:1], NEW, plan=Plan(3), ignore_eos=True).tokens
-        found += [f"{name}, alone"] * (alone != texts[:1])
+        for shape, plan in SHAPES.items() if drafter is not None else [("no drafts", Plan())]:
+            together = decoder.generate(PROMPTS, NEW, plan=plan, ignore_eos=True).tokens
+            found += [f"{name}, {shape}, batch of 8"] * (together != texts)
+        for shape in ("depth 3", "dynamic tree"):
+            alone = decoder.generate(PROMPTS[:1], NEW, plan=SHAPES[shape], ignore_eos=True).tokens
+            found += [f"{name}, {shape}, alone"] * (alone != texts[:1])
     return found
 
 
@@ -273,7 +281,7 @@ def test_a_drafter_that_is_the_target_has_tau_k_plus_1(depth, rule, temperature)
         model = make(architecture)
         decoder = Decoder(Target(model), DraftModel(copy.deepcopy(model)))
         for prompts in (PROMPTS, [[7]], [[7], [9]]):
-            out = decoder.generate(prompts, 1 + 3 * (depth + 1), Sampling(temperature), Plan(depth, rule), ignore_eos=True)
+            out = decoder.generate(prompts, 1 + 3 * (depth + 1), Sampling(temperature), Plan(depth, verify=rule), ignore_eos=True)
             assert out.stats.tau == depth + 1
             assert out.stats.histogram() == [0] * depth + [3 * len(prompts)]
 
@@ -286,6 +294,6 @@ def test_filters_and_processors_apply_to_drafter_and_target_alike_along_the_path
     sampling = Sampling(temperature, 30, 0.9, 0.01, repetition_penalty=1.4, bad_words=words, min_new_tokens=6, suppress=(11, 12))
     model.generation_config.eos_token_id = list(range(0, VOCAB, 5))
     for rule in ("rejection", "coupled"):
-        out = Decoder(Target(model), DraftModel(copy.deepcopy(model))).generate(PROMPTS, 16, sampling, Plan(4, rule))
+        out = Decoder(Target(model), DraftModel(copy.deepcopy(model))).generate(PROMPTS, 16, sampling, Plan(4, verify=rule))
         assert out.stats.acceptance_rate == 1
         assert min(map(len, out.tokens)) >= 6

@@ -22,7 +22,7 @@ from transformers.generation.logits_process import (
 )
 
 from outrider.decode import Sampling
-from outrider.decode.sampling import ACCEPT, CORRECT, DRAFT, Context, Processors, draw, gumbel, nothing_left, penalize, probabilities, uniforms
+from outrider.decode.sampling import ACCEPT, CORRECT, DRAFT, Context, Processors, draw, nothing_left, penalize, probabilities, shared_gumbel, uniforms
 from outrider.target import BadInputError
 
 NEVER = 1e-6  # p-values below this do not happen by chance in a lifetime of this suite
@@ -283,7 +283,7 @@ def test_sums_over_a_sequence_are_independent_too():
 def test_gumbel_noise_makes_argmax_a_sample():
     """argmax(log p + g) ~ p, and neighbouring positions are independent."""
     probs = torch.tensor([0.5, 0.3, 0.0, 0.15, 0.05], dtype=torch.float64)
-    noise = gumbel(3, torch.arange(200)[:, None], torch.arange(500), 5)
+    noise = shared_gumbel(3, torch.arange(200)[:, None], torch.arange(500), 5)
     assert noise.shape == (200, 500, 5)
     tokens = (probs.log() + noise).argmax(-1)
     counts = torch.bincount(tokens.flatten(), minlength=5).numpy()

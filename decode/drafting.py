@@ -1,0 +1,216 @@
+"""How a proposal is drafted: which tokens are picked from a drafter's logits, and how a tree grows from them.
+
+Shapes: B rows, N draft nodes, W nodes whose logits are known, C children of a node, V vocabulary, V' the drafter's own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ..heads import Drafter, Proposal
+from ..target import Nodes
+from .plan import SAMPLED, Plan
+from .sampling import DRAFT, Context, Processors, Sampling, draw, gumbel, nothing_left, probabilities, shared_gumbel, uniforms
+from .trees import Tree
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+@dataclass
+class Chooser:
+    """Picks draft tokens under the same processors and filters as the target's, and remembers the distributions.
+
+    Attributes:
+        rule: how the proposal will be verified; decides whether tokens are drawn or the most probable ones.
+        sequences: keys of each row's randomness, `[B]`.
+        first: index in its sequence of the first token drafted, `[B]`. Randomness is keyed by it, so that a token that is
+            drafted again in a later round is a new draw.
+        context: of that token, if there are processors.
+        probs: the distributions that tokens were drawn from: of a chain `[B, V]` per depth, of a tree `[B, W, V]` per pass.
+    """
+
+    rule: str
+    sampling: Sampling
+    vocab: int
+    sequences: Tensor
+    first: Tensor
+    processors: Processors | None = None
+    context: Context | None = None
+    depth: int = 0
+    probs: list[Tensor] = field(default_factory=list)
+
+    # ------------------------------------------------------------ chains
+
+    def __call__(self, logits: Tensor, token_ids: Tensor | None) -> Tensor:
+        """The next token of a chain, `[B]`, from logits `[B, V']`."""
+        if self._most_probable and self.context is None:
+            best = logits.argmax(-1)
+            return best if token_ids is None else token_ids[best]
+        logits = self._processed(_spread(logits, token_ids, self.vocab)[:, None], self.context)[:, 0]
+        chosen = self._pick(logits)
+        self.depth += 1
+        if self.context is not None:
+            self.context = self.context.then(chosen[:, None], torch.ones(1, 1, 1, dtype=torch.bool, device=chosen.device))
+        return chosen
+
+    def _pick(self, logits: Tensor) -> Tensor:
+        if self._most_probable:
+            return logits.argmax(-1)
+        probs, positions = probabilities(logits, self.sampling), self.first + self.depth
+        if self.rule == "coupled":
+            return (probs.double().log() + shared_gumbel(self.sampling.seed, self.sequences, positions, self.vocab)).argmax(-1)
+        self.probs.append(probs)
+        return draw(probs, uniforms(self.sampling.seed, DRAFT, self.sequences, self.first, positions))
+
+    # ------------------------------------------------------------ trees
+
+    def children(self, logits: Tensor, token_ids: Tensor | None, count: int, depth: int, nodes: Tensor, context: Context | None) -> tuple[Tensor, Tensor]:
+        """`count` different tokens behind each of W nodes, and their scores, best first: `[B, W, C]` each.
+
+        Args:
+            logits: `[B, W, V']`. depth: of the children. nodes: `[B or 1, W]`, numbers of the nodes, by which draws differ.
+            context: of the children, `[B, W]` places, if there are processors.
+
+        Returns:
+            Tokens, and the drafter's log-probabilities of them; −inf for a token that is not really there.
+        """
+        if self._most_probable and context is None:
+            top = logits.float().log_softmax(-1).topk(count, -1)
+            return (top.indices if token_ids is None else token_ids[top.indices]), top.values
+        logits = self._processed(_spread(logits, token_ids, self.vocab), context)
+        if self._most_probable:
+            top = logits.log_softmax(-1).topk(count, -1)
+            return top.indices, top.values
+        probs = probabilities(logits, self.sampling)
+        log_probs, rows, seed = probs.double().log(), self.sequences[:, None], self.sampling.seed
+        if self.rule == "coupled":
+            noise = shared_gumbel(seed, rows, self.first[:, None] + depth - 1, self.vocab)
+        else:
+            # The largest of log q + Gumbel noise are draws without replacement, in order (Kool et al., arXiv 1903.06059).
+            noise = gumbel(seed, DRAFT, self.vocab, rows, self.first[:, None], nodes)
+            self.probs.append(probs)
+        tokens = (log_probs + noise).topk(count, -1).indices
+        return tokens, log_probs.gather(-1, tokens)
+
+    # ------------------------------------------------------------
+
+    @property
+    def _most_probable(self) -> bool:
+        return self.rule not in SAMPLED and self.rule != "coupled"
+
+    def _processed(self, logits: Tensor, context: Context | None) -> Tensor:
+        """`[B, W, V]` after the processors."""
+        if self.processors is None or context is None:
+            return logits
+        processed = self.processors(logits, context)
+        # A pruned vocabulary may hold no token that is allowed here. What is drafted then is refused, but must be a draw from what it is scored with.
+        return torch.where(nothing_left(processed)[..., None], logits, processed)
+
+
+def _spread(logits: Tensor, token_ids: Tensor | None, vocab: int) -> Tensor:
+    """Logits over a pruned vocabulary `[..., V']` as logits over the whole one `[..., V]`, fp32."""
+    logits = logits.float()
+    if token_ids is None:
+        return logits
+    whole = logits.new_full((*logits.shape[:-1], vocab), float("-inf"))
+    return whole.scatter(-1, token_ids.expand_as(logits), logits)
+
+
+# ------------------------------------------------------------ static trees
+
+
+def grow_static(drafter: Drafter, state: Any, root: Tensor, tree: Tree, chooser: Chooser) -> tuple[Proposal, Tensor | None]:
+    """A proposal of the shape `tree`, and the distributions its tokens were drawn from at each place, `[B, 1 + N, V]`; None for no draws."""
+    rows, device = len(root), root.device
+    parents = torch.tensor(tree.parents, device=device).expand(rows, -1)
+    tokens, real = root.new_zeros(rows, len(tree.parents)), torch.ones(rows, len(tree.parents), dtype=torch.bool, device=device)
+    sees = Nodes.of_tree(parents, tree.depth).sees[:, :, 1:] if chooser.context is not None else None
+    read, places = [-1] * len(tree.parents), []
+    known: Sequence[int] = (-1,)
+    logits = drafter.begin(state, root)[:, None]
+    for depth in range(1, tree.depth + 1):
+        families = [tree.children[node] for node in known]
+        numbers = torch.tensor([known], device=device)
+        context = None if sees is None or chooser.context is None else chooser.context.then(tokens, sees[:, numbers[0] + 1])
+        chosen, scores = chooser.children(logits, drafter.output_ids, max(map(len, families)), depth, numbers, context)
+        places += [node + 1 for node in known]
+        level = [(node, w, rank) for w, family in enumerate(families) for rank, node in enumerate(family)]
+        nodes, which, ranks = (list(column) for column in zip(*level, strict=True))
+        tokens[:, nodes] = chosen[:, which, ranks]
+        real[:, nodes] = scores[:, which, ranks] > float("-inf")
+        known = [node for node in nodes if tree.children[node]]
+        if not known:
+            break
+        above = torch.tensor([[-1 if tree.parents[n] < 0 else read[tree.parents[n]] for n in known]], device=device).expand(rows, -1)
+        first = max(read) + 1
+        for i, node in enumerate(known):
+            read[node] = first + i
+        logits = drafter.extend(state, tokens[:, known], above)
+    proposal = Proposal.tree(tokens, parents, _under_real(real, parents, tree.depth), torch.tensor(read, device=device).expand(rows, -1), tree.depth)
+    if not chooser.probs:
+        return proposal, None
+    drawn = torch.cat(chooser.probs, 1)
+    probs = drawn.new_zeros(rows, 1 + len(tree.parents), drawn.shape[-1])
+    probs[:, places] = drawn
+    return proposal, probs
+
+
+def _under_real(real: Tensor, parents: Tensor, depth: int) -> Tensor:
+    """Nodes that are there and stand under nodes that are."""
+    for _ in range(depth - 1):
+        real = real & torch.nn.functional.pad(real, (1, 0), value=True).gather(1, parents + 1)
+    return real
+
+
+# ------------------------------------------------------------ dynamic trees
+
+
+def grow_dynamic(drafter: Drafter, state: Any, root: Tensor, plan: Plan, depth: int, chooser: Chooser) -> Proposal:
+    """EAGLE-2's tree (arXiv 2406.16858, §4): expand the most probable nodes level by level, then keep the most probable of all.
+
+    What is compared is the product of the drafter's probabilities along the path.
+    """
+    rows, device = len(root), root.device
+    logits = drafter.begin(state, root)[:, None]
+    width = min(plan.width, logits.shape[-1])
+    # All candidates, level by level: token, score, parent (a candidate), and when the drafter read it (-1: it has not).
+    tokens, parents, scores = root.new_zeros(rows, 0), root.new_zeros(rows, 0), torch.zeros(rows, 0, device=device)
+    read = root.new_zeros(rows, 0)
+    known, known_scores = root.new_full((rows, 1), -1), torch.zeros(rows, 1, device=device)
+    for level in range(1, depth + 1):
+        context = None if chooser.context is None else chooser.context.then(tokens, _above(parents, known, level))
+        chosen, found = chooser.children(logits, drafter.output_ids, width, level, known, context)
+        before, count = tokens.shape[1], chosen[0].numel()
+        total = (known_scores[:, :, None] + found).flatten(1)
+        tokens, scores = torch.cat([tokens, chosen.flatten(1)], 1), torch.cat([scores, total], 1)
+        parents = torch.cat([parents, known.repeat_interleave(width, 1)], 1)
+        read = torch.cat([read, root.new_full((rows, count), -1)], 1)
+        if level == depth:
+            break
+        best = total.topk(width, 1).indices.sort(1).values
+        known, known_scores = best + before, total.gather(1, best)
+        above = parents.gather(1, known)
+        order = torch.where(above < 0, -1, read.gather(1, above.clamp(min=0)))
+        read = read.scatter(1, known, (level - 1) * width + torch.arange(width, device=device).expand(rows, -1))
+        logits = drafter.extend(state, tokens.gather(1, known), order)
+    return _best(plan.max_nodes, tokens, parents, scores, read, depth)
+
+
+def _above(parents: Tensor, nodes: Tensor, depth: int) -> Tensor:
+    """Which candidates stand on the way to `nodes` `[B, W]`, themselves included, `[B, W, N]`."""
+    sees = Nodes.of_tree(parents, depth).sees[:, :, 1:]
+    return sees.gather(1, (nodes + 1)[:, :, None].expand(-1, -1, sees.shape[2]))
+
+
+def _best(count: int, tokens: Tensor, parents: Tensor, scores: Tensor, read: Tensor, depth: int) -> Proposal:
+    """The `count` candidates with the highest scores. A node's score is at most its parent's, and equal ones stay in order: so parents stay too."""
+    kept = scores.sort(dim=1, descending=True, stable=True).indices[:, :count].sort(1).values
+    place = torch.full_like(parents, -1).scatter(1, kept, torch.arange(kept.shape[1], device=kept.device).expand(len(kept), -1))
+    above = parents.gather(1, kept)
+    above = torch.where(above < 0, -1, place.gather(1, above.clamp(min=0)))
+    return Proposal.tree(tokens.gather(1, kept), above, scores.gather(1, kept) > float("-inf"), read.gather(1, kept), depth)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from ..target import BadInputError
 from .trees import Tree
@@ -57,6 +58,21 @@ class Plan:
         if self.verify not in fitting:
             shape = "a chain" if not self.is_tree else "a dynamic tree" if self.tree is None else "a static tree"
             raise BadInputError(f"plan: the rule {self.verify!r} cannot verify {shape}; these can: {', '.join(fitting)}.")
+
+    def __str__(self) -> str:
+        if not self.is_tree:
+            return f"depth {self.depth}"
+        return f"{'dynamic' if self.tree is None else 'static'} tree of {self.max_nodes} nodes, depth {self.depth}"
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Plan:
+        """What `to_dict` gave."""
+        tree = values.get("tree")
+        return cls(**values | {"tree": None if tree is None else Tree(tuple(tree))})
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON holds it; a static tree is its parents."""
+        return {"depth": self.depth, "width": self.width, "nodes": self.nodes, "tree": self.tree and list(self.tree.parents), "verify": self.verify}
 
     @property
     def is_tree(self) -> bool:

@@ -2,7 +2,7 @@
 
 from .figures import ALL, Figures, Record
 from .gate import GateResult, gate
-from .measure import Contestant, contestants, measure
+from .measure import Contestant, contestants, measure, plan_of
 from .report import Report
 from .statistics import Bootstrap, Interval, Ratio
 from .suites import PACKAGED, Suite, load_suites, make_suite
@@ -24,4 +24,5 @@ __all__ = [
     "load_suites",
     "make_suite",
     "measure",
+    "plan_of",
 ]

@@ -153,12 +153,16 @@ def race(
 
 
 def contestants(target: Target, drafter: Drafter, settings: EvalSpec, plan: Plan | None = None) -> list[Contestant]:
-    """`drafter`, then the baselines that `settings` names, all under one plan (None: the settings' depth)."""
-    from ..decode import Plan
-
-    plan = plan or Plan(settings.depth)
+    """`drafter`, then the baselines that `settings` names, all under one plan (None: the settings')."""
+    plan = plan or plan_of(settings)
     others = [baseline(name, target) for name in settings.baselines if name != drafter.name]
     return [Contestant(d.name, d, plan) for d in (drafter, *others)]
+
+
+def plan_of(settings: EvalSpec) -> Plan:
+    from ..decode import Plan
+
+    return Plan(settings.depth, settings.width, settings.nodes)
 
 
 def baseline(name: str, target: Target) -> Drafter:
@@ -324,8 +328,8 @@ def _info(contestant: Contestant) -> ContestantInfo:
     if contestant.drafter is None:
         return ContestantInfo(name=contestant.name, kind="plain")
     return ContestantInfo(
-        name=contestant.name, kind="drafter", drafter=contestant.drafter.name, depth=contestant.plan.depth,
-        verify=contestant.plan.verify, parameters=sum(p.numel() for p in contestant.drafter.parameters()),
+        name=contestant.name, kind="drafter", drafter=contestant.drafter.name, **contestant.plan.to_dict(),
+        shape=str(contestant.plan), parameters=sum(p.numel() for p in contestant.drafter.parameters()),
     )  # fmt: skip
 
 

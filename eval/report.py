@@ -39,18 +39,22 @@ class SuiteInfo(Model):
 
 
 class ContestantInfo(Model):
-    """Who took part. `kind` is drafter, plain or generate; `verify` is the rule that was asked for."""
+    """Who took part. `kind` is drafter, plain or generate; `verify` is the rule that was asked for, `shape` the plan in words."""
 
     name: str
     kind: str
     drafter: str | None = None
     depth: int | None = None
+    width: int = 1
+    nodes: int | None = None
+    tree: list[int] | None = None
     verify: str | None = None
+    shape: str | None = None
     parameters: int | None = None
 
     @property
     def label(self) -> str:
-        return self.name if self.depth is None else f"{self.name}, depth {self.depth}"
+        return self.name if self.depth is None else f"{self.name}, {self.shape or f'depth {self.depth}'}"
 
 
 class Conditions(Model):

@@ -72,10 +72,13 @@ class PlanRecord(Record):
     """`outrider.decode.Plan`: how the drafter is meant to be run."""
 
     depth: int
-    verify: str
+    width: int = 1
+    nodes: int | None = None
+    tree: list[int] | None = None
+    verify: str = "auto"
 
     def restored(self) -> Plan:
-        return Plan(**self.model_dump())
+        return Plan.from_dict(self.model_dump())
 
 
 class Figure(Record):

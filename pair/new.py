@@ -295,9 +295,9 @@ def _plan(report: Report | None, drafter: Drafter, recipe: Recipe) -> PlanRecord
         BadInputError: the report is about another drafter.
     """
     if report is None:
-        return PlanRecord(depth=recipe.eval.depth, verify="auto")
+        return PlanRecord(depth=recipe.eval.depth, width=recipe.eval.width, nodes=recipe.eval.nodes)
     measured = None if report.primary is None else report.contestant(report.primary)
     if measured is None or measured.drafter != drafter.name:
         about = "plain decoding only" if measured is None else f"{measured.name!r}, a drafter of type {measured.drafter!r}"
         raise BadInputError(f"the report is about {about}, but the pair's drafter is of type {drafter.name!r}; measure that one, first in the list.")
-    return PlanRecord(depth=measured.depth or recipe.eval.depth, verify=measured.verify or "auto")
+    return PlanRecord(**{name: getattr(measured, name) for name in PlanRecord.model_fields})

@@ -39,7 +39,7 @@ class TargetSpec(Section):
 
 
 class SamplingSpec(Section):
-    """How the target's responses are drawn; the fields are those of `outrider.decode.Sampling`."""
+    """How the target's responses are drawn; each field means what it means in `outrider.decode.Sampling`."""
 
     temperature: Temperature = 0.0
     top_k: Positive | None = None
@@ -83,7 +83,8 @@ class EvalSpec(Section):
 
     Attributes:
         suites: `code`, `docs`, `prose`, or prompt files.
-        depth: draft tokens per round.
+        depth: draft tokens per round, in a tree on its longest path.
+        width, nodes: more than 1 drafts dynamic trees of that many nodes; see `outrider.decode.Plan`.
         limit: prompts per suite; null for all.
         repeats: timed passes over each suite; contestants are interleaved.
         baselines: drafters without weights that are measured beside the trained one.
@@ -92,6 +93,8 @@ class EvalSpec(Section):
 
     suites: Annotated[list[str], Field(min_length=1)] = Field(default_factory=lambda: ["code", "docs", "prose"])
     depth: Positive = 4
+    width: Positive = 1
+    nodes: Positive | None = None
     temperatures: Annotated[list[Temperature], Field(min_length=1)] = Field(default_factory=lambda: [0.0, 1.0])
     max_new_tokens: Positive = 128
     limit: Positive | None = None

@@ -176,13 +176,15 @@ def evaluate(
     suite: Annotated[list[str] | None, typer.Option(help="code, docs, prose, or a prompt file; may be repeated.")] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Prompts per suite.")] = None,
     depth: Annotated[int | None, typer.Option(min=1, help="Draft tokens per round.")] = None,
+    width: Annotated[int | None, typer.Option(min=1, help="More than 1: draft trees; the nodes read per level, and the children of each.")] = None,
+    nodes: Annotated[int | None, typer.Option(min=1, help="Nodes of a tree that are verified (default: width × depth).")] = None,
     temperature: Annotated[list[float] | None, typer.Option(min=0, help="May be repeated.")] = None,
     out: Annotated[Path | None, typer.Option(help="Folder of the report.")] = None,
 ) -> None:
     """Measure τ, acceptance and speedup with confidence intervals, beside n-gram drafting and plain decoding."""
     from .subject import load_subject
 
-    asked = {"suites": suite, "limit": limit, "depth": depth, "temperatures": temperature}
+    asked = {"suites": suite, "limit": limit, "depth": depth, "width": width, "nodes": nodes, "temperatures": temperature}
     subject = load_subject(name, changes or [], drafter, {k: v for k, v in asked.items() if v})
     console = Console()
     report = subject.measure(console)
@@ -292,7 +294,7 @@ def _print_pair(pair: Pair, console: Console) -> None:
         "pair": f"{pair.name} version {pair.version}",
         "identity": pair.digest,
         "target": " + ".join(filter(None, (source.path or "given in memory", source.adapter))) + f" ({pair.dtype}, {pair.fingerprint().digest[:12]}…)",
-        "drafter": f"{manifest.drafter.type}, depth {pair.plan.depth}, rule {pair.plan.verify}",
+        "drafter": f"{manifest.drafter.type}, {pair.plan}, rule {pair.plan.verify}",
         "lineage": manifest.lineage.reason + (f" (parent: version {parent.version}, {parent.digest[:12]}…)" if parent else ""),
         "made": f"{manifest.created} with outrider {manifest.outrider_version}",
         "folder": str(pair.folder),

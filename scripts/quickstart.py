@@ -47,20 +47,19 @@ class Budget:
     Attributes:
         prompts, refresh_prompts, new_tokens: how many responses the target writes, the first time and for the refresh, and how
             long they are at most. Each is learned once.
-        suites, suite_prompts, suite_tokens: what is measured, each time.
-        repeats: timed passes of the first measurement; the later ones have one.
+        suites, suite_prompts, suite_tokens, repeats: what is measured, each time.
         probe_prompts: what pair v1 remembers for probes to repeat.
         tune_steps, tune_rows, tune_length, tune_rate, tune_rank: the LoRA fine-tune that changes the target.
         tolerance, confidence: of the gate.
     """
 
-    prompts: int = 720
+    prompts: int = 1080
     refresh_prompts: int = 320
     new_tokens: int = 80
     suites: tuple[str, ...] = ("code", "docs")
     suite_prompts: int = 12
     suite_tokens: int = 64
-    repeats: int = 2
+    repeats: int = 1
     depth: int = 4
     baselines: tuple[str, ...] = ("ngram",)
     probe_prompts: int = 16
@@ -212,7 +211,7 @@ class Story:
     def refresh(self) -> str:
         from ..pair import refresh
 
-        changes = [f"data.limit={self.budget.refresh_prompts}", "training.num_train_epochs=1", "eval.baselines=[]", "eval.repeats=1"]
+        changes = [f"data.limit={self.budget.refresh_prompts}", "training.num_train_epochs=1", "eval.baselines=[]"]
         refresh(self.pair, self.changed, self.out / "refreshed", changes, self.console)
         return newest_report(self.refreshed).sentence()
 
@@ -237,7 +236,7 @@ class Story:
         """Beside the plain target; with `baselines` beside drafters without weights and `transformers.generate` too."""
         from ..eval import contestants, load_suites, measure
 
-        settings = self.recipe.eval if baselines else self.recipe.eval.model_copy(update={"baselines": [], "repeats": 1})
+        settings = self.recipe.eval if baselines else self.recipe.eval.model_copy(update={"baselines": []})
         suites = load_suites(settings.suites, target.require_tokenizer(), settings.limit)
         return measure(target, contestants(target, head, settings), suites, settings, generate_baseline=baselines, console=self.console)
 

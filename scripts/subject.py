@@ -51,24 +51,25 @@ def load_subject(name: str, changes: Sequence[str] = (), drafter: Path | None = 
         drafter: a saved drafter to take instead.
         asked: fields of EvalSpec that replace the recipe's.
     """
-    from ..decode import Plan
+    from ..eval import plan_of
 
     is_pair = (Path(name).expanduser() / "pair.json").is_file()
     recipe = load_recipe(str(Path(name).expanduser() / "recipe.yaml") if is_pair else name, changes)
     settings = recipe.eval.model_copy(update=asked or {})
     if is_pair:
-        return _of_pair(Path(name), settings, drafter, "depth" in (asked or {}))
+        return _of_pair(Path(name), settings, drafter, bool({"depth", "width", "nodes"} & set(asked or {})))
     target = load_target(recipe)
-    return Subject(target, trained_drafter(recipe, target, drafter), Plan(settings.depth), settings, recipe.output_folder / "report")
+    return Subject(target, trained_drafter(recipe, target, drafter), plan_of(settings), settings, recipe.output_folder / "report")
 
 
-def _of_pair(folder: Path, settings: EvalSpec, drafter: Path | None, other_depth: bool) -> Subject:
+def _of_pair(folder: Path, settings: EvalSpec, drafter: Path | None, other_shape: bool) -> Subject:
+    from ..eval import plan_of
     from ..heads import load_drafter
     from ..pair import Pair
 
     pair = Pair.load(folder)
     target, own, plan = pair.open()
-    plan = replace(plan, depth=settings.depth, tree=None) if other_depth else plan
+    plan = replace(plan_of(settings), verify=plan.verify) if other_shape else plan
     # The pair's target has the pair's dtype, whatever the recipe once asked for.
     settings = settings.model_copy(update={"dtype": "auto"})
     return Subject(target, load_drafter(drafter, target) if drafter else own, plan, settings, Path("runs") / "reports" / f"{pair.name}-v{pair.version}")

@@ -60,7 +60,8 @@ def build_runners(target: Target, arguments: argparse.Namespace) -> list[Runner]
     found = [Contestant("plain", None, Plan(depth=0)), Contestant("ngram", Ngram(), plan)]
     runners: list[Runner] = []
     if arguments.eagle3:
-        found.append(Contestant("eagle3", load_drafter(arguments.eagle3, target).to(target.dtype), plan))
+        head = load_drafter(arguments.eagle3, target).to(target.dtype)
+        found += [Contestant("eagle3", head, plan), Contestant("eagle3 tree", head, Plan(arguments.depth + 1, arguments.width, arguments.nodes))]
     if arguments.draft_model:
         drafter = load_drafter(arguments.draft_model, target).to(target.dtype)
         assert isinstance(drafter, DraftModel)
@@ -90,7 +91,9 @@ def main() -> int:
     parser.add_argument("--eagle3", help="folder of an eagle3 drafter")
     parser.add_argument("--draft-model", help="folder of a draft model")
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
-    parser.add_argument("--depth", type=int, default=4)
+    parser.add_argument("--depth", type=int, default=4, help="of chains; the tree is one deeper")
+    parser.add_argument("--width", type=int, default=4, help="of the dynamic tree")
+    parser.add_argument("--nodes", type=int, default=12, help="of the dynamic tree")
     parser.add_argument("--limit", type=int, help="prompts per suite")
     parser.add_argument("--max-new-tokens", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=3)
@@ -114,22 +117,32 @@ def main() -> int:
         runner(jobs[0], 0.0)
     records = make_records(race(runners, jobs, 0.0, arguments.repeats), jobs, 0.0, "plain")
     rules = {(r.name, 0.0): "greedy" for r in runners}
-    figures = [f for f in summarise(records, rules, Baselines(plain="plain", generate=GENERATE)) if f.suite == "all"]
+    figures = summarise(records, rules, Baselines(plain="plain", generate=GENERATE))
     by_name: dict[str, list[Record]] = {}
     for record in sorted(records, key=lambda r: r.suite):
         by_name.setdefault(record.contestant, []).append(record)
     compared = quotients(
-        by_name, [("plain", GENERATE), ("eagle3", "plain"), ("draft_model", "plain"), ("draft_model", ASSISTED), ("ngram", "plain"), ("eagle3", GENERATE)]
+        by_name,
+        [
+            ("plain", GENERATE),
+            ("eagle3", "plain"),
+            ("eagle3 tree", "plain"),
+            ("eagle3 tree", "eagle3"),
+            ("draft_model", "plain"),
+            ("draft_model", ASSISTED),
+            ("ngram", "plain"),
+            ("eagle3", GENERATE),
+        ],
     )
     for name, row in compared.items():
         print(f"{name:40} {row['value']:.3f} [{row['low']:.3f}, {row['high']:.3f}]")
     for f in figures:
-        print(f"{f.contestant:24} tau {f.tau.text() if f.tau else '-':24} identical to plain {f.identical}/{f.num_prompts}")
+        print(f"{f.contestant:24} {f.suite:6} tau {f.tau.text() if f.tau else '-':24} identical to plain {f.identical}/{f.num_prompts}")
     result = {
         "conditions": {
             "target": target.fingerprint().digest, "dtype": arguments.dtype, "device": str(target.device), "threads": arguments.threads, "batch": 1,
-            "temperature": 0, "depth": arguments.depth, "max_new_tokens": arguments.max_new_tokens, "repeats": arguments.repeats, "suites": arguments.suites,
-            "prompts": len(jobs), "torch": torch.__version__,
+            "temperature": 0, "depth": arguments.depth, "tree": {"depth": arguments.depth + 1, "width": arguments.width, "nodes": arguments.nodes},
+            "max_new_tokens": arguments.max_new_tokens, "repeats": arguments.repeats, "suites": arguments.suites, "prompts": len(jobs), "torch": torch.__version__,
         },
         "tokens_per_second_ratios": compared,
         "figures": [json.loads(f.model_dump_json()) for f in figures],

@@ -232,7 +232,7 @@ def test_holms_adjustment_by_hand():
 
 @pytest.fixture(scope="module")
 def ledger() -> Iterator[dict[str, float]]:
-    """p-values by case; written to build/p-values.json when all ran."""
+    """p-values by case; what ran is written to build/p-values.json at the end."""
     found: dict[str, float] = {}
     yield found
     file = Path(__file__).parents[2] / "build" / "p-values.json"

@@ -248,7 +248,7 @@ class Engine:
         total = _clock(self.target) - began
         spent = out.stats.seconds
         phases = {"prefill": spent.prefill, "draft": spent.draft, "verify": spent.verify}
-        return Run(out.tokens[0], phases | {"host": max(0.0, total - sum(phases.values())), "total": total}, out.rounds[0], out.rule)
+        return Run(out.tokens[0], phases | {"host": max(0.0, total - sum(phases.values())), "total": total}, out.rounds[0], f"{out.rule} (lossy)" if out.lossy else out.rule)
 
 
 class Generate:

@@ -73,7 +73,7 @@ class DrafterTrainer(Trainer):
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         if self.optimizer is None and self.args.optim == muon.NAME:
             args = self.args
-            groups = muon.split_parameters(self.model if model is None else model)
+            groups = muon.split_parameters(self.drafter if model is None else model)
             self.optimizer = muon.MuonAdamW(*groups, args.learning_rate, args.weight_decay, (args.adam_beta1, args.adam_beta2), args.adam_epsilon)
         return super().create_optimizer(model)
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..heads import Drafter, Proposal
-from ..target import Nodes
+from ..target import BadInputError, Nodes
 from .plan import SAMPLED, Plan
 from .sampling import DRAFT, Context, Processors, Sampling, draw, gumbel, nothing_left, probabilities, shared_gumbel, uniforms
 from .trees import Tree
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Chooser:
-    """Picks draft tokens under the same processors and filters as the target's, and remembers the distributions.
+    """Picks draft tokens under the same processors as the target's, drawn ones under the same filters too, and remembers the distributions.
 
     Attributes:
         rule: how the proposal will be verified; decides whether tokens are drawn or the most probable ones.
@@ -137,7 +137,10 @@ def grow_static(drafter: Drafter, state: Any, root: Tensor, tree: Tree, chooser:
         families = [tree.children[node] for node in known]
         numbers = torch.tensor([known], device=device)
         context = None if sees is None or chooser.context is None else chooser.context.then(tokens, sees[:, numbers[0] + 1])
-        chosen, scores = chooser.children(logits, drafter.output_ids, max(map(len, families)), depth, numbers, context)
+        widest = max(map(len, families))
+        if widest > logits.shape[-1]:
+            raise BadInputError(f"plan: a node of the tree has {widest} children, the drafter's vocabulary {logits.shape[-1]} tokens; take a narrower tree.")
+        chosen, scores = chooser.children(logits, drafter.output_ids, widest, depth, numbers, context)
         places += [node + 1 for node in known]
         level = [(node, w, rank) for w, family in enumerate(families) for rank, node in enumerate(family)]
         nodes, which, ranks = (list(column) for column in zip(*level, strict=True))

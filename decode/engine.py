@@ -38,17 +38,14 @@ class Output:
         rounds: rounds per prompt. The first token comes from the prefill and belongs to no round.
         stats: figures over all of them.
         rule: the verification rule that ran ("auto" resolved), or "none" if nothing was drafted.
+        lossy: whether the text may be other than the target's own: the plan asked for such a rule.
     """
 
     tokens: list[list[int]]
     rounds: list[list[Round]]
     stats: DecodeStats
     rule: str = "none"
-
-    @property
-    def lossy(self) -> bool:
-        """Whether the rule changes what the target says."""
-        return self.rule in LOSSY
+    lossy: bool = False
 
 
 @dataclass(frozen=True)
@@ -188,7 +185,7 @@ class _Run:
     def output(self) -> Output:
         tokens = [s.tokens for s in self.sequences]
         rounds = [s.rounds for s in self.sequences]
-        return Output(tokens, rounds, DecodeStats(rounds, sum(map(len, tokens)), self.seconds), self.rule)
+        return Output(tokens, rounds, DecodeStats(rounds, sum(map(len, tokens)), self.seconds), self.rule, self.plan.verify in LOSSY)
 
     # ------------------------------------------------------------ the loop
 
@@ -220,8 +217,9 @@ class _Run:
             tokens[row, : len(prompt)] = torch.tensor(prompt, dtype=torch.long)
         self._check_tokens(tokens)
         tokens = tokens.to(device)
-        room = width + self.max_new_tokens + max(self.plan.max_nodes, self.plan.max_read) + 1
-        batch = _Batch(list(range(rows)), tokens[:, 0], self.target.new_cache(rows, room), torch.tensor(self.ids, device=device), None)
+        room = width + self.max_new_tokens + self.depth + 1
+        spare = max(self.plan.max_nodes, self.plan.max_read) if self.depth and self.plan.is_tree else 0
+        batch = _Batch(list(range(rows)), tokens[:, 0], self.target.new_cache(rows, room + spare), torch.tensor(self.ids, device=device), None)
         if self.processors is not None:
             batch.context = self.processors.start(tokens, counts.tensor)
         out = self.target.forward(tokens, batch.cache, taps=self._taps(), at=counts.tensor[:, None] - 1)
@@ -231,9 +229,9 @@ class _Run:
         nothing, _, following = self._verify(batch, empty, out.logits, None, counts.tensor)
         if self.depth:
             assert self.drafter is not None
-            batch.drafting = self.drafter.open(self.target, rows, room)
+            batch.drafting = self.drafter.open(self.target, rows, room, *((spare,) if self.drafter.grows else ()))
             self.drafter.absorb(batch.drafting, tokens, out.hidden, counts)
-        events, _ = self._commit(batch, empty.tokens, nothing, nothing, following, prefill=True)
+        events, _ = self._commit(batch, empty.tokens, nothing, following, nothing, nothing, prefill=True)
         self.seconds.prefill += self._clock() - started
         return batch, events
 
@@ -252,7 +250,7 @@ class _Run:
         assert out.logits is not None
         accepted, path, following = self._verify(batch, proposal, out.logits, draft_probs, batch.cache.lengths + 1)
         chosen = proposal.tokens if path is None else proposal.tokens.gather(1, path.clamp(min=0))  # [B, D]
-        events, kept = self._commit(batch, chosen, proposal.lengths, accepted, following)
+        events, kept = self._commit(batch, chosen, accepted, following, proposal.real.sum(1), _tried(proposal, accepted, path))
         self._absorb(batch, proposal, torch.cat([tokens[:, :1], chosen], 1), out.hidden, path, Counts(accepted + 1, [k + 1 for k in kept]))
         verified = self._clock()
         self.seconds.draft += drafted - started
@@ -379,25 +377,25 @@ class _Run:
     # ------------------------------------------------------------ committing
 
     def _commit(
-        self, batch: _Batch, chosen: Tensor, drafted: Tensor, accepted: Tensor, following: Tensor, prefill: bool = False
+        self, batch: _Batch, chosen: Tensor, accepted: Tensor, following: Tensor, drafted: Tensor, tried: Tensor, prefill: bool = False
     ) -> tuple[list[Event], list[int]]:
         """Read the round's outcome back, once, and note it for every sequence; returns the events and the accepted counts.
 
         Args:
-            chosen: `[B, D]`, of which the first `accepted` stay. drafted: depth of what was proposed, `[B]`.
+            chosen: `[B, D]`, of which the first `accepted` stay. drafted, tried: of each round, see `Round`, `[B]`.
         """
-        packed = torch.cat([chosen, following[:, None], accepted[:, None], drafted[:, None]], 1).tolist()
+        packed = torch.cat([chosen, torch.stack([following, accepted, drafted, tried], 1)], 1).tolist()
         if batch.context is not None:
             kept = torch.arange(chosen.shape[1], device=accepted.device) < accepted[:, None]
             emitted = torch.cat([kept, (following != _NOTHING)[:, None]], 1)
             batch.context = batch.context.then(torch.cat([chosen, following[:, None]], 1), emitted[:, None])
         batch.root = following
         events = []
-        for i, (*drafts, last, kept_count, depth) in zip(batch.active, packed, strict=True):
-            events.append(self._emit(self.sequences[i], [*drafts[:kept_count], last], depth, prefill))
-        return events, [row[-2] for row in packed]
+        for i, (*drafts, last, kept_count, count, reach) in zip(batch.active, packed, strict=True):
+            events.append(self._emit(self.sequences[i], [*drafts[:kept_count], last], count, reach, prefill))
+        return events, [row[-3] for row in packed]
 
-    def _emit(self, sequence: _Sequence, new: list[int], drafted: int, prefill: bool) -> Event:
+    def _emit(self, sequence: _Sequence, new: list[int], drafted: int, tried: int, prefill: bool) -> Event:
         """Append what a round gave to one sequence, up to its end."""
         accepted = len(new) - 1
         emitted = []
@@ -410,11 +408,19 @@ class _Run:
                 # What was drafted from the end on was never wanted, and the end token counts as the target's own.
                 sequence.done = True
                 if len(emitted) <= accepted:
-                    drafted = accepted = len(emitted) - 1
+                    drafted = tried = accepted = len(emitted) - 1
                 break
             if len(sequence.tokens) == self.max_new_tokens:
                 sequence.done = True
                 break
         if not prefill:
-            sequence.rounds.append(Round(drafted, accepted, len(emitted)))
+            sequence.rounds.append(Round(drafted, accepted, len(emitted), None if tried == drafted else tried))
         return Event(emitted, min(accepted, len(emitted)), drafted)
+
+
+def _tried(proposal: Proposal, accepted: Tensor, path: Tensor | None) -> Tensor:
+    """How deep the drafts on the kept path were, the refused ones behind its end included, `[B]`."""
+    if path is None or proposal.parents is None:
+        return proposal.lengths
+    end = torch.nn.functional.pad(path, (1, 0), value=-1).gather(1, accepted[:, None])
+    return accepted + ((proposal.parents == end) & proposal.real).any(1)

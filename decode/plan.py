@@ -75,6 +75,11 @@ class Plan:
         return {"depth": self.depth, "width": self.width, "nodes": self.nodes, "tree": self.tree and list(self.tree.parents), "verify": self.verify}
 
     @property
+    def chain(self) -> Plan:
+        """As deep, for a drafter that grows no trees."""
+        return self if not self.is_tree else Plan(self.depth, verify=self.verify if self.verify in (*CHAIN_RULES, *LOSSY) else "auto")
+
+    @property
     def is_tree(self) -> bool:
         return self.tree is not None or (self.width > 1 and self.depth > 0)
 

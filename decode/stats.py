@@ -12,8 +12,10 @@ class Round:
     """One draft + verify for one sequence.
 
     Attributes:
-        drafted: draft tokens that were verified. accepted: how many of them were kept.
+        drafted: draft tokens that were verified, all nodes of a tree. accepted: how many of them were kept.
         emitted: tokens that reached the output, the target's own (bonus or correction) included.
+        tried: the depth up to which there were drafts behind what was kept. In a chain all, so None is `drafted`; in a tree the
+            kept path may end where nothing was drafted behind it.
 
     A round that an end-of-sequence token cuts short counts as drafted and accepted what stood before that token, so that
     1 + accepted is what it emitted; one cut by `max_new_tokens` keeps its full counts, since the drafter did that work.
@@ -22,6 +24,11 @@ class Round:
     drafted: int
     accepted: int
     emitted: int
+    tried: int | None = None
+
+    @property
+    def reach(self) -> int:
+        return self.drafted if self.tried is None else self.tried
 
 
 @dataclass
@@ -79,7 +86,7 @@ class DecodeStats:
 
 
 def depth_counts(rounds: list[Round]) -> list[tuple[int, int]]:
-    deepest = max((r.drafted for r in rounds), default=0)
-    reached = [sum(r.drafted >= d and r.accepted >= d - 1 for r in rounds) for d in range(1, deepest + 1)]
+    deepest = max((r.reach for r in rounds), default=0)
+    reached = [sum(r.reach >= d and r.accepted >= d - 1 for r in rounds) for d in range(1, deepest + 1)]
     kept = [sum(r.accepted >= d for r in rounds) for d in range(1, deepest + 1)]
     return list(zip(reached, kept, strict=True))

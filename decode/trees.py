@@ -73,6 +73,9 @@ def best_tree(rates: Sequence[Sequence[float]], nodes: int) -> Tree:
         BadInputError: more nodes than these rates have room for.
     """
 
+    if not rates or nodes < 1:
+        raise BadInputError(f"the best tree needs acceptance rates and at least one node; got {len(rates)} levels and {nodes} nodes.")
+
     @cache
     def below(count: int, depth: int, rank: int) -> tuple[float, tuple[int, ...]]:
         """Best value of `count` nodes below a node at `depth`, in its children from `rank` on; sizes of those children's subtrees."""

@@ -29,6 +29,7 @@ class Record(Model):
     Attributes:
         prompt: its id in the suite. prompt_tokens: its length.
         tokens: new tokens. drafted, accepted: draft tokens of each round, and how many of them were kept.
+        tried: how deep there were drafts behind what was kept; None where that is `drafted` (chains).
         seconds: wall time by phase, of the median repeat; `total` is the whole request, both prefills included.
         repeats: total seconds of every repeat, in the order they ran.
         identical: whether the tokens equal the plain target's (temperature 0 only).
@@ -43,6 +44,7 @@ class Record(Model):
     tokens: int
     drafted: list[int]
     accepted: list[int]
+    tried: list[int] | None = None
     seconds: dict[str, float]
     repeats: list[float]
     identical: bool | None = None
@@ -165,7 +167,7 @@ def tau_ratio(records: Sequence[Record]) -> Ratio:
 def _alpha(records: list[Record], bootstrap: Bootstrap) -> list[DepthFigure]:
     from ..decode import Round, depth_counts
 
-    counts = [depth_counts([Round(d, a, a + 1) for d, a in zip(r.drafted, r.accepted, strict=True)]) for r in records]
+    counts = [depth_counts([Round(d, a, a + 1, t) for d, a, t in zip(r.drafted, r.accepted, r.tried or r.drafted, strict=True)]) for r in records]
     deepest = max(map(len, counts), default=0)
     table = np.zeros((deepest, 2, len(records)), dtype=np.int64)  # [depth, reached | kept, N]
     for i, per_depth in enumerate(counts):

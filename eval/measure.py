@@ -103,10 +103,11 @@ def measure(
     with threads(settings.threads), progress(console, "measuring", len(temperatures) * len(jobs) * settings.repeats, transient=True) as advance:
         for temperature in temperatures:
             for runner in runners:
-                rules[runner.name, temperature] = runner(jobs[0], temperature).rule
+                runner(jobs[0], temperature)  # first calls are slow
         for temperature in temperatures:
             runs = race(runners, jobs, temperature, settings.repeats, lambda: advance(1, ""))
             records += make_records(runs, jobs, temperature, plain)
+            rules |= {(name, temperature): _rule([run.rule for repeats in per_job for run in repeats]) for name, per_job in runs.items()}
         conditions = _conditions(target, suites, settings, temperatures)
     baselines = Baselines(plain=plain, generate=GENERATE if generate_baseline else None)
     return Report(
@@ -156,7 +157,7 @@ def contestants(target: Target, drafter: Drafter, settings: EvalSpec, plan: Plan
     """`drafter`, then the baselines that `settings` names, all under one plan (None: the settings')."""
     plan = plan or plan_of(settings)
     others = [baseline(name, target) for name in settings.baselines if name != drafter.name]
-    return [Contestant(d.name, d, plan) for d in (drafter, *others)]
+    return [Contestant(d.name, d, plan if d.grows else plan.chain) for d in (drafter, *others)]
 
 
 def plan_of(settings: EvalSpec) -> Plan:
@@ -178,6 +179,11 @@ def baseline(name: str, target: Target) -> Drafter:
     if head.trainable:
         raise BadInputError(f"eval.baselines: {name!r} has to be trained first; a baseline is a drafter without weights, such as ngram.")
     return head.build(config, target)
+
+
+def _rule(rules: Sequence[str]) -> str:
+    """The rule that ran: an answer that ends with its first token has none."""
+    return next((rule for rule in rules if rule != "none"), "none")
 
 
 def _with_plain(contestants: Sequence[Contestant]) -> list[Contestant]:
@@ -248,7 +254,8 @@ class Engine:
         total = _clock(self.target) - began
         spent = out.stats.seconds
         phases = {"prefill": spent.prefill, "draft": spent.draft, "verify": spent.verify}
-        return Run(out.tokens[0], phases | {"host": max(0.0, total - sum(phases.values())), "total": total}, out.rounds[0], f"{out.rule} (lossy)" if out.lossy else out.rule)
+        seconds = phases | {"host": max(0.0, total - sum(phases.values())), "total": total}
+        return Run(out.tokens[0], seconds, out.rounds[0], f"{out.rule} (lossy)" if out.lossy else out.rule)
 
 
 class Generate:
@@ -313,6 +320,7 @@ def _record(name: str, temperature: float, job: Job, repeats: list[Run], referen
     return Record(
         contestant=name, temperature=temperature, suite=job.suite, prompt=job.prompt.id, prompt_tokens=len(job.prompt.tokens), tokens=len(first.tokens),
         drafted=[r.drafted for r in first.rounds], accepted=[r.accepted for r in first.rounds],
+        tried=[r.reach for r in first.rounds] if any(r.reach != r.drafted for r in first.rounds) else None,
         seconds={phase: round(spent, 6) for phase, spent in median.seconds.items()}, repeats=[round(t, 6) for t in times],
         identical=same, diverges_at=_divergence(first.tokens, reference) if reference is not None and not same else None,
     )  # fmt: skip

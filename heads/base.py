@@ -210,6 +210,12 @@ class Drafter(nn.Module):
         save_file(weights, folder / WEIGHTS, metadata={"format": "pt"})
         (folder / CONFIG).write_text(json.dumps({"drafter_type": self.name, **self.config.to_dict()}, indent=2) + "\n")
 
+    def cast(self, dtype: torch.dtype) -> Drafter:
+        """Its parameters in `dtype`. Unlike `to`, this leaves buffers alone: rotary frequencies lose their angles in less than fp32."""
+        for parameter in self.parameters():
+            parameter.data = parameter.data.to(dtype)
+        return self
+
     def check(self, target: Target) -> None:
         """Raise IncompatibleError if this drafter cannot draft for `target`."""
         target.check_taps(self.taps)
@@ -224,8 +230,11 @@ class Drafter(nn.Module):
 
     # ------------------------------------------------------------ decoding
 
-    def open(self, target: Target, batch_size: int, max_length: int) -> Any:
-        """State for decoding `batch_size` sequences of up to `max_length` tokens, one round's drafts included."""
+    def open(self, target: Target, batch_size: int, max_length: int, spare: int = 0) -> Any:
+        """State for decoding `batch_size` sequences of up to `max_length` tokens, one round's drafts included.
+
+        `spare`: how many nodes of a tree are read beside those of its longest path.
+        """
         raise NotImplementedError
 
     def absorb(self, state: Any, tokens: Tensor, hidden: Tensor | None, counts: Counts, path: Tensor | None = None) -> None:

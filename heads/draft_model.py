@@ -39,7 +39,7 @@ class DraftModelConfig(DrafterConfig):
         path: a pretrained model to start from; None makes a new one from `model`.
         model: fields of the target's config to change for a new draft model, e.g. `{num_hidden_layers: 2}`.
         prune: start from the target's embeddings, norms and output, and `num_hidden_layers` of its layers from first to last.
-        loss: forward_kl, reverse_kl, jsd or tv.
+        loss: forward_kl, soft_ce, reverse_kl, jsd or tv.
         depths: depths up to which the simulated tau multiplies alphas (metrics only).
     """
 
@@ -126,14 +126,14 @@ class DraftModel(Drafter):
 
     # ------------------------------------------------------------ decoding
 
-    def open(self, target: Target, batch_size: int, max_length: int) -> _State:
+    def open(self, target: Target, batch_size: int, max_length: int, spare: int = 0) -> _State:
         runner = Target(self.model)
         needed = min(max_length, target.max_context or max_length)
         if runner.max_context is not None and runner.max_context < needed:
             raise BadInputError(
                 f"the draft model was built for {runner.max_context} positions, this generation needs {needed}; shorten it or take another drafter."
             )
-        return _State(runner.new_cache(batch_size, max_length), runner)
+        return _State(runner.new_cache(batch_size, max_length + spare), runner)
 
     def absorb(self, state: _State, tokens: Tensor, hidden: Tensor | None, counts: Counts, path: Tensor | None = None) -> None:
         # The cache already holds the root and all drafts that were read: of an accepted path all but, at most, the last.
@@ -186,8 +186,8 @@ def _pruned_layers(target: Target, model: dict[str, Any]) -> dict[str, Any]:
     count = model.get("num_hidden_layers")
     if not isinstance(count, int) or not 1 <= count <= target.num_layers:
         raise BadInputError(f"draft_model: prune needs model.num_hidden_layers between 1 and the target's {target.num_layers}, found {count!r}.")
-    kinds = getattr(target.config, "layer_types", None)
-    return model | ({"layer_types": [kinds[i] for i in chosen_layers(target.num_layers, count)]} if kinds else {})
+    lists = {k: v for k, v in target.config.to_dict().items() if isinstance(v, list) and len(v) == target.num_layers}
+    return model | {name: [values[i] for i in chosen_layers(target.num_layers, count)] for name, values in lists.items()}
 
 
 @torch.no_grad()
@@ -208,7 +208,8 @@ def _copy_layers(target: Target, model: PreTrainedModel) -> None:
                 parameter.copy_(rest[name])
     except (RuntimeError, KeyError) as error:
         raise IncompatibleError(
-            f"draft_model: the layers of {type(target.model).__name__} cannot be taken over ({error}); leave out prune, or merge the target's adapter first."
+            f"draft_model: the layers of {type(target.model).__name__} cannot be taken over ({str(error).splitlines()[0]}). "
+            "Merge the target's adapter first if it has one, or leave out prune."
         ) from error
 
 
@@ -219,6 +220,6 @@ def _smaller(config: Any, changes: dict[str, Any]) -> Any:
     values = {k: v for k, v in values.items() if k not in ("architectures", "layer_types", "dtype", "torch_dtype")} | changes
     if "num_attention_heads" in changes:
         values["num_key_value_heads"] = changes.get("num_key_value_heads", changes["num_attention_heads"])
-    if "head_dim" not in changes and values.get("head_dim"):
+    if "head_dim" not in changes and values.get("head_dim") and {"hidden_size", "num_attention_heads"} & set(changes):
         values["head_dim"] = values["hidden_size"] // values["num_attention_heads"]
     return type(config)(**values)

@@ -34,7 +34,7 @@ class Eagle3Config(DrafterConfig):
         steps: unrolled steps S of the training-time test.
         decay: weight of step i is `decay ** i`.
         norm_taps, norm_output: EAGLE-3.1 (arXiv 2605.09992): a norm on each tap; the normed output is what the next step reads.
-        init_from_target: start the output embedding and final norm from the target's.
+        init_from_target: start the output embedding from the target's.
     """
 
     taps: tuple[int, ...] = ()
@@ -204,15 +204,15 @@ class _Runner:
         # x cos + rotate_half(x) sin, with rotate_half's sign moved into the sine: its halves swapped are a roll.
         self.cos, self.sin = cos[0], torch.cat([-sin[0, :, :half], sin[0, :, half:]], -1)
 
-    def step(self, embedded: Tensor, hidden: Tensor, cache: RaggedCache, positions: Tensor) -> Tensor:
-        """The layer's output `[B, Q, H]` at entries placed at `positions` `[B, Q]` of the cache."""
+    def step(self, embedded: Tensor, hidden: Tensor, cache: RaggedCache, positions: Tensor, in_tree: bool) -> Tensor:
+        """The layer's output `[B, Q, H]` at entries placed at `positions` `[B, Q]` of the cache; one token of a chain sees all of it."""
         layer, rows, width = self.layer, *hidden.shape[:2]
         x = torch.cat([self._norm(embedded, layer.input_layernorm), self._norm(hidden, layer.hidden_norm)], -1)
         heads = nn.functional.linear(x, self.qkv).view(rows, width, -1, self.size).transpose(1, 2)
         turned = heads[:, : self.heads + self.kv_heads]
         turned = turned * self.cos[positions][:, None] + turned.roll(self.size // 2, -1) * self.sin[positions][:, None]
         k, v = cache.update(turned[:, self.heads :], heads[:, self.heads + self.kv_heads :], 0)
-        mask = None if rows == width == 1 else cache.visible()[:, None]
+        mask = None if rows == width == 1 and not in_tree else cache.visible()[:, None]
         mixed = nn.functional.scaled_dot_product_attention(turned[:, : self.heads], k, v, mask, enable_gqa=self.heads != self.kv_heads)
         hidden = hidden + layer.self_attn.output(mixed)
         return hidden + layer.mlp(self._norm(hidden, layer.post_attention_layernorm))
@@ -358,8 +358,8 @@ class Eagle3(Drafter):
 
     # ------------------------------------------------------------ decoding
 
-    def open(self, target: Target, batch_size: int, max_length: int) -> _State:
-        return _State(RaggedCache(1, batch_size, max_length, target.device), target, _Runner(self, max_length, target.device))
+    def open(self, target: Target, batch_size: int, max_length: int, spare: int = 0) -> _State:
+        return _State(RaggedCache(1, batch_size, max_length + spare, target.device), target, _Runner(self, max_length, target.device))
 
     def absorb(self, state: _State, tokens: Tensor, hidden: Tensor | None, counts: Counts, path: Tensor | None = None) -> None:
         # The pair of the last of these tokens needs the token behind it: `begin` knows that one.
@@ -393,7 +393,7 @@ class Eagle3(Drafter):
     def _step(self, state: _State, tokens: Tensor, hidden: Tensor, offset: int, nodes: Nodes | None = None) -> Tensor:
         """One pass over `tokens` `[B, Q]`, written behind the committed entries plus `offset`; output `[B, Q, H]`."""
         positions = state.cache.place(tokens.shape[1], offset, nodes)
-        return state.runner.step(state.target.embed(tokens).to(hidden.dtype), hidden, state.cache, positions)
+        return state.runner.step(state.target.embed(tokens).to(hidden.dtype), hidden, state.cache, positions, nodes is not None)
 
     def select(self, state: _State, rows: list[int]) -> None:
         state.cache.select(rows)

@@ -142,7 +142,7 @@ def chunked_compare(
     results, columns = steps.new_zeros(3, *steps.shape[:2], dtype=torch.float32), torch.zeros_like(steps)
     for begin in range(0, len(target_hidden), chunk):
         part = slice(begin, begin + chunk)
-        # Mixed precision is for the drafter: the target keeps its own dtype, or its distribution would be rounded.
+        # Mixed precision is for the drafter: the target's output embedding keeps its own dtype.
         with torch.no_grad(), torch.autocast(target_hidden.device.type, enabled=False):
             reference = Reference.of(target_head(target_hidden[part]), kept)
         for i in range(len(steps)):

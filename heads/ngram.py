@@ -49,7 +49,7 @@ class Ngram(Drafter):
         assert isinstance(config, NgramConfig)
         return cls(config)
 
-    def open(self, target: Target, batch_size: int, max_length: int) -> list[_Row]:
+    def open(self, target: Target, batch_size: int, max_length: int, spare: int = 0) -> list[_Row]:
         return [_Row() for _ in range(batch_size)]
 
     def absorb(self, state: list[_Row], tokens: Tensor, hidden: Tensor | None, counts: Counts, path: Tensor | None = None) -> None:

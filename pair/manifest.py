@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final, Literal, NoReturn
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, SerializerFunctionWrapHandler, ValidationError, model_serializer
 
 from ..decode import Plan, Sampling
 from ..distill.storage import write_atomically
@@ -69,13 +69,18 @@ class DrafterRecord(Record):
 
 
 class PlanRecord(Record):
-    """`outrider.decode.Plan`: how the drafter is meant to be run."""
+    """`outrider.decode.Plan`: how the drafter is meant to be run. What only trees need is written for trees only: a chain's pair reads as it always did."""
 
     depth: int
     width: int = 1
     nodes: int | None = None
     tree: list[int] | None = None
     verify: str = "auto"
+
+    @model_serializer(mode="wrap")
+    def _written(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        values: dict[str, Any] = write(self)
+        return {k: v for k, v in values.items() if k in ("depth", "verify") or v != type(self).model_fields[k].default}
 
     def restored(self) -> Plan:
         return Plan.from_dict(self.model_dump())

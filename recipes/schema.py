@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypeGuard, Union, get_args, get_origin
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Positive = Annotated[int, Field(ge=1)]
@@ -102,6 +102,13 @@ class EvalSpec(Section):
     seed: int = 0
     baselines: list[str] = Field(default_factory=lambda: ["ngram"])
     threads: Positive | None = None
+
+    @model_validator(mode="after")
+    def _nodes_need_width(self) -> EvalSpec:
+        if self.nodes is not None and self.width == 1:
+            raise ValueError(f"nodes says how many nodes of a tree are verified, {self.nodes}; it needs width > 1")
+        return self
+
     dtype: Dtype = "auto"
 
 
@@ -161,6 +168,8 @@ def _explain(error: Any) -> str:
     """One pydantic error as `data.limit: expected an integer or null, found 'many'`."""
     path, kind, context = error["loc"], error["type"], error.get("ctx", {})
     name, found = _dotted(path), error["input"]
+    if kind == "value_error":
+        return f"{name}: {context['error']}."
     if kind in ("extra_forbidden", "invalid_key"):
         return f"unknown key {name}; {_suggestion(path)}"
     if kind == "missing":

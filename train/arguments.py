@@ -33,6 +33,8 @@ def check_training(values: dict[str, Any]) -> dict[str, Any]:
     refuse_unknown_keys(values, known, "training")
     hints = typing.get_type_hints(TrainingArguments)
     checked = {name: _checked(name, value, hints[name]) for name, value in values.items()}
+    if checked.get("optim") == muon.NAME and checked.get("optim_args"):
+        raise BadInputError("training.optim_args: muon takes none here; leave it out.")
     for name, reason in _MEANINGLESS.items():
         if checked.get(name):
             raise BadInputError(f"training.{name}: leave it out: {reason}.")

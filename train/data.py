@@ -151,10 +151,10 @@ class Batches(Protocol):
 
 @dataclass
 class OnlineBatches:
-    """Hidden states computed in the loop, by the frozen target, in its own dtype.
+    """Hidden states computed in the loop, by the frozen target.
 
     Attributes:
-        precision: of the target's matrix products; None for its own. Its output embedding is never run in less.
+        precision: of the target's matrix products; None for its own dtype. Its output embedding always runs in its own.
     """
 
     target: Target

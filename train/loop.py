@@ -250,7 +250,7 @@ def _enable_checkpointing(drafter: Drafter, args: TrainingArguments) -> None:
         return
     inner = getattr(drafter, "model", None)
     if inner is None:
-        raise BadInputError(f"training.gradient_checkpointing: a {drafter.name} drafter has one layer and recomputes its logits already; leave it out.")
+        raise BadInputError(f"training.gradient_checkpointing: a {drafter.name} drafter has one layer and keeps no logits; leave it out.")
     settings = getattr(args, "activation_checkpointing_kwargs", None) or args.gradient_checkpointing_kwargs
     if hasattr(inner, "activation_checkpointing_enable"):  # transformers 5.23 renamed it
         inner.activation_checkpointing_enable(activation_checkpointing_kwargs=settings)

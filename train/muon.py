@@ -20,7 +20,7 @@ class MuonAdamW(torch.optim.Optimizer):
 
     Args:
         matrices: parameters with two dimensions.
-        others: everything else.
+        others: everything else. Of these, norms and biases (one dimension) do not decay.
     """
 
     def __init__(
@@ -28,11 +28,13 @@ class MuonAdamW(torch.optim.Optimizer):
         betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8,
     ):  # fmt: skip
         matrices, others = list(matrices), list(others)
+        wide, narrow = ([p for p in others if (p.ndim > 1) == is_wide] for is_wide in (True, False))
         self._parts: list[torch.optim.Optimizer] = []
         if matrices:
             self._parts.append(torch.optim.Muon(matrices, lr=lr, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw"))
-        if others:
-            self._parts.append(torch.optim.AdamW(others, lr=lr, weight_decay=weight_decay, betas=betas, eps=eps))
+        for members, decay in ((wide, weight_decay), (narrow, 0.0)):
+            if members:
+                self._parts.append(torch.optim.AdamW(members, lr=lr, weight_decay=decay, betas=betas, eps=eps))
         super().__init__([group for part in self._parts for group in part.param_groups], {})
         self._link()
 
@@ -42,7 +44,8 @@ class MuonAdamW(torch.optim.Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._link()
+        if hasattr(self, "_parts"):  # not yet there in a copy
+            self._link()
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]

@@ -135,3 +135,23 @@ def test_a_lossy_rule_says_so(target, tiny_llama):
     assert out.rule == "typical"
     assert out.lossy
     assert not Decoder(target).generate(PROMPTS, 2).lossy
+
+
+@pytest.mark.parametrize("plan", [Plan(depth=0, verify="typical"), Plan(3, verify="typical")])
+def test_a_lossy_plan_is_never_called_lossless(target, plan):
+    assert Decoder(target).generate(PROMPTS, 1, Sampling(1.0), plan).lossy
+
+
+def test_alpha_counts_only_what_was_drafted_behind_the_kept_path(target):
+    """q = p: the first child is always kept; where it has none of its own, nothing was refused behind it."""
+    drafter = DraftModel(copy.deepcopy(target.model))
+    out = Decoder(target, drafter).generate(PROMPTS, 1 + 2 * 6, plan=Plan(tree=Tree((-1, -1, 1))))
+    assert out.stats.alpha() == [1.0]
+    assert {r.drafted for rounds in out.rounds for r in rounds} == {3}
+    assert {r.reach for rounds in out.rounds for r in rounds} == {1}
+
+
+def test_a_wide_tree_needs_cache_not_positions(target, tiny_llama):
+    short = DraftModel(tiny_llama(layers=2, seed=1, max_position_embeddings=30))
+    plain = Decoder(target).generate([[5, 1, 7]], 20).tokens
+    assert Decoder(target, short).generate([[5, 1, 7]], 20, plan=Plan(4, width=8, nodes=32)).tokens == plain

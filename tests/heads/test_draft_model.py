@@ -165,5 +165,18 @@ def test_a_target_with_an_adapter_that_is_not_merged_is_refused(target):
     from peft import LoraConfig, get_peft_model
 
     model = get_peft_model(target.model, LoraConfig(r=2, target_modules=["q_proj"]))
-    with pytest.raises(IncompatibleError, match="merge the target's adapter first"):
+    with pytest.raises(IncompatibleError, match="Merge the target's adapter first"):
         DraftModel.build(DraftModelConfig(prune=True, model={"num_hidden_layers": 2}), Target(model))
+
+
+def test_a_pruned_model_keeps_head_sizes_of_its_own_and_what_the_config_says_per_layer():
+    from transformers import Qwen3Config, Qwen3ForCausalLM, SmolLM3Config, SmolLM3ForCausalLM
+
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 64, "pad_token_id": 0}
+    qwen = Target(Qwen3ForCausalLM(Qwen3Config(**sizes, num_hidden_layers=4, head_dim=16)).eval())
+    assert DraftModel.build(DraftModelConfig(prune=True, model={"num_hidden_layers": 2}), qwen).model.config.head_dim == 16
+    assert DraftModel.build(DraftModelConfig(model={"num_hidden_layers": 2}), qwen).model.config.head_dim == 16
+    rope = [1, 1, 1, 0, 1, 1, 1, 0]
+    smol = Target(SmolLM3ForCausalLM(SmolLM3Config(**sizes, num_hidden_layers=8, no_rope_layers=rope)).eval())
+    pruned = DraftModel.build(DraftModelConfig(prune=True, model={"num_hidden_layers": 3}), smol)
+    assert pruned.model.config.no_rope_layers == [rope[i] for i in (0, 4, 7)]

@@ -116,6 +116,20 @@ def opened(drafter: Drafter, target: Target, prompts: list[list[int]]) -> object
 
 @pytest.mark.parametrize("name", WITH_WEIGHTS)
 @torch.inference_mode()
+def test_one_node_alone_sees_its_path_only(name, target, tiny_llama):
+    """Batch 1, a pass that reads a single node: the easy case in which a chain needs no mask."""
+    torch.manual_seed(3)
+    drafter = MAKERS[name](target, tiny_llama)
+    state, chain, root = opened(drafter, target, PROMPTS[:1]), opened(drafter, target, PROMPTS[:1]), torch.tensor([7])
+    drafter.begin(state, root), drafter.begin(chain, root)
+    drafter.extend(state, torch.tensor([[11, 12]]), torch.tensor([[-1, -1]]))
+    found = drafter.extend(state, torch.tensor([[13]]), torch.tensor([[1]]))
+    drafter.extend(chain, torch.tensor([[12]]))
+    torch.testing.assert_close(found, drafter.extend(chain, torch.tensor([[13]])), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", WITH_WEIGHTS)
+@torch.inference_mode()
 def test_logits_in_a_tree_are_those_of_each_path_alone(name, target, tiny_llama):
     """Ragged rows; then one path is accepted and the next round begins as it does after a chain."""
     torch.manual_seed(3)

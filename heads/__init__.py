@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ..target import BadInputError, Target
 from .base import Choose, Drafter, DrafterConfig, DrafterLoss, Proposal, TargetBatch, read_config
 from .draft_model import DraftModel, DraftModelConfig
@@ -33,8 +35,13 @@ def drafter_config(values: dict[str, Any], where: str = "drafter") -> tuple[type
     return head, head.config_class.from_dict({k: v for k, v in values.items() if k != "type"}, where)
 
 
-def load_drafter(path: str | Path, target: Target | None = None) -> Drafter:
-    """A saved drafter of any kind. A Hugging Face checkpoint is a draft model; `target`, if given, is checked against."""
+def load_drafter(path: str | Path, target: Target | None = None, dtype: torch.dtype | None = None) -> Drafter:
+    """A saved drafter of any kind. A Hugging Face checkpoint is a draft model.
+
+    Args:
+        target: whom it will draft for: it is checked against, and its device is taken.
+        dtype: of the parameters; None for the target's (as saved without one, or if that is no floating-point type).
+    """
     values = read_config(path)
     kind = values.pop("drafter_type", None) or ("draft_model" if "model_type" in values else None)
     if kind is None:
@@ -43,6 +50,9 @@ def load_drafter(path: str | Path, target: Target | None = None) -> Drafter:
     if target is not None:
         drafter.to(target.device)
         drafter.check(target)
+        dtype = dtype or (target.dtype if target.dtype.is_floating_point else None)
+    if dtype is not None:
+        drafter.cast(dtype)
     return drafter.eval()
 
 

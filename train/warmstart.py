@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..heads import Drafter, DrafterConfig, drafter_config, load_drafter
@@ -44,7 +45,7 @@ def make_drafter(values: dict[str, Any], target: Target, token_counts: Callable[
     if "init" not in values:
         drafter_class, config = drafter_config(values)
         return drafter_class.build(config, target, token_counts()).float()
-    drafter = load_drafter(_folder(values["init"]), target).float()
+    drafter = load_drafter(_folder(values["init"]), target, torch.float32)
     given = {k: v for k, v in values.items() if k not in ("init", "type")}
     _apply(drafter, given, target)
     return drafter

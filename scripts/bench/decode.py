@@ -60,10 +60,10 @@ def build_runners(target: Target, arguments: argparse.Namespace) -> list[Runner]
     found = [Contestant("plain", None, Plan(depth=0)), Contestant("ngram", Ngram(), plan)]
     runners: list[Runner] = []
     if arguments.eagle3:
-        head = load_drafter(arguments.eagle3, target).cast(target.dtype)
+        head = load_drafter(arguments.eagle3, target)
         found += [Contestant("eagle3", head, plan), Contestant("eagle3 tree", head, Plan(arguments.depth + 1, arguments.width, arguments.nodes))]
     if arguments.draft_model:
-        drafter = load_drafter(arguments.draft_model, target).cast(target.dtype)
+        drafter = load_drafter(arguments.draft_model, target)
         assert isinstance(drafter, DraftModel)
         found.append(Contestant("draft_model", drafter, plan))
         runners.append(Assisted(target, drafter.model, arguments.depth, arguments.max_new_tokens))

@@ -28,7 +28,7 @@ def load_contestants(names: list[str], target: Target) -> dict[str, Drafter | No
     found: dict[str, Drafter | None] = {"plain": None}
     for entry in names:
         name, _, folder = entry.partition("=")
-        found[name] = load_drafter(folder, target).cast(target.dtype) if folder else Ngram()
+        found[name] = load_drafter(folder, target) if folder else Ngram()
     return found
 
 

@@ -81,6 +81,15 @@ def test_a_saved_drafter_proposes_the_same(drafter, target, tmp_path):
     assert proposals(Drafter.load(tmp_path / "drafter"), target) == before, "without a target to check against, too"
 
 
+def test_a_loaded_drafter_has_its_targets_dtype_and_whole_rotary_frequencies(saved, tiny_llama):
+    half = Target(tiny_llama(layers=6).to(torch.bfloat16))
+    loaded = load_drafter(saved, half)
+    assert {p.dtype for p in loaded.parameters()} == {torch.bfloat16}
+    assert {b.dtype for n, b in loaded.named_buffers() if "inv_freq" in n} == {torch.float32}
+    assert {p.dtype for p in load_drafter(saved, half, torch.float32).parameters()} == {torch.float32}
+    assert {p.dtype for p in load_drafter(saved).parameters()} == {torch.float32}
+
+
 def test_only_safetensors_and_json_are_written(drafter, tmp_path):
     drafter.save(tmp_path)
     assert {p.suffix for p in tmp_path.iterdir()} <= {".safetensors", ".json"}

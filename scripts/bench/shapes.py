@@ -1,0 +1,128 @@
+"""τ of shapes and rules on the embedded suites, on the same prompts: trees against chains, rule against rule.
+
+    python -m outrider.scripts.bench.shapes --drafter runs/embedded-eagle3/drafter --out scripts/bench/results/shapes-cpu-fp32.json
+
+At temperature 0 chains of every depth up to --deepest and dynamic trees; at temperature 1 block against token by token on a
+chain, and traversal against without replacement on the best static tree for the acceptance rates of a first run, over
+several seeds. Nothing is timed: τ does not depend on the machine, and prompts run in batches.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from outrider.decode import Decoder, Plan, Round
+    from outrider.eval.statistics import Bootstrap, Ratio
+
+
+def rounds_of(
+    decoder: Decoder, prompts: list[list[int]], plan: Plan, temperature: float, seeds: Sequence[int], arguments: argparse.Namespace
+) -> list[list[Round]]:
+    """All rounds of each prompt, over the seeds."""
+    from outrider.decode import Sampling
+
+    found: list[list[Round]] = [[] for _ in prompts]
+    for seed in seeds:
+        for start in range(0, len(prompts), arguments.batch):
+            ids = list(range(start, min(start + arguments.batch, len(prompts))))
+            sampling = Sampling(temperature=temperature, seed=seed)
+            out = decoder.generate([prompts[i] for i in ids], arguments.max_new_tokens, sampling, plan, sequence_ids=ids)
+            for i, rounds in zip(ids, out.rounds, strict=True):
+                found[i] += rounds
+    return found
+
+
+def tau(rounds: list[list[Round]]) -> Ratio:
+    from outrider.eval.statistics import Ratio
+
+    return Ratio([sum(r.accepted for r in each) for each in rounds], [len(each) for each in rounds], offset=1.0)
+
+
+def rates_of(rounds: list[list[Round]], width: int) -> list[list[float]]:
+    """Acceptance by depth from a chain's rounds; siblings are guessed at a quarter of the one before (only the shape depends on it)."""
+    from outrider.decode import depth_counts
+
+    counts = depth_counts([r for each in rounds for r in each])
+    return [[kept / reached * (1 - kept / reached) ** i * 0.5**i for i in range(width)] for reached, kept in counts if reached]
+
+
+def compare(bootstrap: Bootstrap, measured: dict[str, list[list[Round]]], pairs: list[tuple[str, str]]) -> dict[str, Any]:
+    def shown(interval: Any) -> dict[str, float]:
+        return {name: round(getattr(interval, name), 4) for name in ("value", "low", "high")}
+
+    found = {"tau": {name: shown(bootstrap.ratio(tau(rounds))) for name, rounds in measured.items()}}
+    found["quotients"] = {f"{above} / {below}": shown(bootstrap.quotient(tau(measured[above]), tau(measured[below]))) for above, below in pairs}
+    for name, row in (found["tau"] | found["quotients"]).items():
+        print(f"{name:60} {row['value']:.3f} [{row['low']:.3f}, {row['high']:.3f}]", flush=True)
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", default="embedded")
+    parser.add_argument("--drafter", required=True, help="folder of a drafter that grows trees")
+    parser.add_argument("--suites", nargs="+", default=["code", "docs", "prose"])
+    parser.add_argument("--limit", type=int, help="prompts per suite")
+    parser.add_argument("--max-new-tokens", type=int, default=64)
+    parser.add_argument("--batch", type=int, default=20)
+    parser.add_argument("--deepest", type=int, default=8)
+    parser.add_argument("--depth", type=int, default=4, help="at temperature 1")
+    parser.add_argument("--nodes", type=int, default=16, help="of the static tree at temperature 1")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--out", type=Path)
+    arguments = parser.parse_args()
+
+    import torch
+
+    from outrider.decode import Decoder, Plan, best_tree
+    from outrider.eval.statistics import Bootstrap
+    from outrider.eval.suites import load_suites
+    from outrider.heads import load_drafter
+    from outrider.target import Target
+
+    torch.set_num_threads(arguments.threads)
+    target = Target.load(arguments.target, dtype="float32")
+    decoder = Decoder(target, load_drafter(arguments.drafter, target))
+    suites = load_suites(arguments.suites, target.require_tokenizer(), arguments.limit)
+    prompts = [list(p.tokens) for s in suites for p in s.prompts]
+    bootstrap = Bootstrap([len(s.prompts) for s in suites])
+
+    greedy = {f"chain, depth {d}": Plan(d) for d in range(1, arguments.deepest + 1)}
+    greedy |= {str(plan): plan for plan in (Plan(5, width=4, nodes=16), Plan(6, width=4, nodes=24), Plan(6, width=6, nodes=32))}
+    measured = {name: rounds_of(decoder, prompts, plan, 0.0, [0], arguments) for name, plan in greedy.items()}
+    chains = [name for name in measured if name.startswith("chain")]
+    best = max(chains, key=lambda name: bootstrap.ratio(tau(measured[name])).value)
+    result: dict[str, Any] = {"temperature 0": compare(bootstrap, measured, [(name, best) for name in measured if name not in chains])}
+
+    seeds = range(arguments.seeds)
+    sampled = {"chain, rejection": Plan(arguments.depth, verify="rejection"), "chain, block": Plan(arguments.depth, verify="block")}
+    measured = {name: rounds_of(decoder, prompts, plan, 1.0, seeds, arguments) for name, plan in sampled.items()}
+    tree = best_tree(rates_of(measured["chain, rejection"], 4), arguments.nodes)
+    for rule in ("without_replacement", "traversal", "candidates"):
+        measured[f"static tree, {rule}"] = rounds_of(decoder, prompts, Plan(tree=tree, verify=rule), 1.0, seeds, arguments)
+    pairs = [
+        ("chain, block", "chain, rejection"),
+        ("static tree, traversal", "static tree, without_replacement"),
+        ("static tree, candidates", "static tree, without_replacement"),
+        ("static tree, without_replacement", "chain, rejection"),
+    ]
+    result["temperature 1"] = compare(bootstrap, measured, pairs) | {"tree": list(tree.parents)}
+    result["conditions"] = {
+        "target": target.fingerprint().digest, "dtype": "float32", "device": str(target.device), "batch": arguments.batch, "seeds": arguments.seeds,
+        "max_new_tokens": arguments.max_new_tokens, "suites": arguments.suites, "prompts": len(prompts), "torch": torch.__version__,
+        "intervals": "95%, bootstrap over prompts within suites; quotients on the same prompts and seeds",
+    }  # fmt: skip
+    if arguments.out:
+        arguments.out.write_text(json.dumps(result, indent=2) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

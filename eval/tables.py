@@ -104,7 +104,7 @@ def conditions(report: Report) -> Table:
         "dtype": f"{c.dtype}, attention {c.attention}",
         "device": f"{c.device}: {c.device_name}, {threads(c.threads)}",
         "prompts": ", ".join(f"{s.name} {s.num_prompts} (sha256 {s.digest[:12]})" for s in c.suites),
-        "requests": f"batch size {c.batch_size}, at most {c.max_new_tokens} new tokens, {c.repeats} repeats, seed {c.seed}",
+        "requests": f"batch size {c.batch_size}, at most {c.max_new_tokens} new tokens, {c.repeats} repeat{'' if c.repeats == 1 else 's'}, seed {c.seed}",
         "timing": c.timing,
         "not in the figures": c.excluded,
         "intervals": f"{c.confidence:.0%}, {c.resamples} resamples over prompts",

@@ -114,6 +114,7 @@ class Decoder:
         Raises:
             BadInputError: an empty prompt, a prompt that leaves no room in the target's context, or a place at which
                 `sampling` forbids every token.
+            IncompatibleError: the plan drafts trees, and the target cannot verify them.
         """
         run = _Run(self, prompts, max_new_tokens, sampling or Sampling(), plan or Plan(), stop, ignore_eos, sequence_ids)
         for _ in run.steps():
@@ -172,6 +173,8 @@ class _Run:
             raise BadInputError(f"max_new_tokens must be at least 1, got {self.max_new_tokens}.")
         if self.sampling.min_new_tokens > self.max_new_tokens:
             raise BadInputError(f"min_new_tokens is {self.sampling.min_new_tokens}, more than max_new_tokens ({self.max_new_tokens}).")
+        if self.plan.is_tree and self.drafter is not None and self.drafter.grows:
+            self.target.check_trees()
         limit = self.target.max_context
         for i, prompt in enumerate(self.prompts):
             if len(prompt) == 0:

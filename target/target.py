@@ -5,6 +5,7 @@ Shapes: B rows, Q new tokens per row, T tokens of a whole sequence, H hidden siz
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import resources
@@ -190,6 +191,11 @@ class Target:
         if other:
             kinds = ", ".join(sorted(other))
             raise IncompatibleError(f"{type(self.model).__name__} uses {kinds} attention; the decoder handles full_attention and sliding_attention only.")
+
+    def check_trees(self) -> None:
+        """Raise IncompatibleError if the model places tokens by their slot in the cache: nodes of a tree need position ids."""
+        if "position_ids" not in inspect.signature(self.body.forward).parameters:
+            raise IncompatibleError(f"{type(self.model).__name__} takes no position ids (it uses ALiBi, for example), so it cannot verify trees; draft chains.")
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Input embeddings of `tokens` `[...]`, as `[..., H]`."""

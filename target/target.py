@@ -231,8 +231,14 @@ class Target:
         fresh = cache.longest == offset == 0 and nodes is None
         positions = cache.place(tokens.shape[1], offset, nodes)
         # An empty cache is plain causal attention: the library's own mask is right, and lets SDPA skip it.
-        mask = None if fresh else self._masks(cache)
+        mask = None if fresh or self._sees_all(cache, tokens.shape[1], offset, nodes) else self._masks(cache)
         return {"use_cache": True, "past_key_values": cache, "position_ids": positions, "attention_mask": mask}
+
+    def _sees_all(self, cache: RaggedCache, num_new: int, offset: int, nodes: Nodes | None) -> bool:
+        """Whether a pass needs no mask: one token of one row behind everything there is. The library then gives SDPA none, which is faster."""
+        windowed = getattr(self.config, "sliding_window", None) or getattr(self.config, "layer_types", None)
+        plain = getattr(self.config, "_attn_implementation", None) == "sdpa" and not windowed
+        return plain and cache.batch_size == num_new == 1 and offset == 0 and nodes is None
 
     def _masks(self, cache: RaggedCache) -> Tensor | dict[str, Tensor]:
         """Float masks `[B, 1, Q, used]` (bool ones are silently wrong under eager attention)."""

@@ -63,6 +63,12 @@ def compare(bootstrap: Bootstrap, measured: dict[str, list[list[Round]]], pairs:
     return found
 
 
+def write(result: dict[str, Any], file: Path | None) -> None:
+    """What is known so far: either half stands alone."""
+    if file is not None:
+        file.write_text(json.dumps(result, indent=2) + "\n")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", default="embedded")
@@ -94,12 +100,20 @@ def main() -> int:
     prompts = [list(p.tokens) for s in suites for p in s.prompts]
     bootstrap = Bootstrap([len(s.prompts) for s in suites])
 
+    result: dict[str, Any] = {}
+    result["conditions"] = {
+        "target": target.fingerprint().digest, "dtype": "float32", "device": str(target.device), "batch": arguments.batch, "seeds": arguments.seeds,
+        "max_new_tokens": arguments.max_new_tokens, "suites": arguments.suites, "prompts": len(prompts), "torch": torch.__version__,
+        "intervals": "95%, bootstrap over prompts within suites; quotients on the same prompts and seeds",
+    }  # fmt: skip
+
     greedy = {f"chain, depth {d}": Plan(d) for d in range(1, arguments.deepest + 1)}
     greedy |= {str(plan): plan for plan in (Plan(5, width=4, nodes=16), Plan(6, width=4, nodes=24), Plan(6, width=6, nodes=32))}
     measured = {name: rounds_of(decoder, prompts, plan, 0.0, [0], arguments) for name, plan in greedy.items()}
     chains = [name for name in measured if name.startswith("chain")]
     best = max(chains, key=lambda name: bootstrap.ratio(tau(measured[name])).value)
-    result: dict[str, Any] = {"temperature 0": compare(bootstrap, measured, [(name, best) for name in measured if name not in chains])}
+    result["temperature 0"] = compare(bootstrap, measured, [(name, best) for name in measured if name not in chains])
+    write(result, arguments.out)
 
     seeds = range(arguments.seeds)
     sampled = {"chain, rejection": Plan(arguments.depth, verify="rejection"), "chain, block": Plan(arguments.depth, verify="block")}
@@ -114,13 +128,7 @@ def main() -> int:
         ("static tree, without_replacement", "chain, rejection"),
     ]
     result["temperature 1"] = compare(bootstrap, measured, pairs) | {"tree": list(tree.parents)}
-    result["conditions"] = {
-        "target": target.fingerprint().digest, "dtype": "float32", "device": str(target.device), "batch": arguments.batch, "seeds": arguments.seeds,
-        "max_new_tokens": arguments.max_new_tokens, "suites": arguments.suites, "prompts": len(prompts), "torch": torch.__version__,
-        "intervals": "95%, bootstrap over prompts within suites; quotients on the same prompts and seeds",
-    }  # fmt: skip
-    if arguments.out:
-        arguments.out.write_text(json.dumps(result, indent=2) + "\n")
+    write(result, arguments.out)
     return 0
 
 

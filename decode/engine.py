@@ -253,7 +253,7 @@ class _Run:
         assert out.logits is not None
         accepted, path, following = self._verify(batch, proposal, out.logits, draft_probs, batch.cache.lengths + 1)
         chosen = proposal.tokens if path is None else proposal.tokens.gather(1, path.clamp(min=0))  # [B, D]
-        events, kept = self._commit(batch, chosen, accepted, following, proposal.real.sum(1), _tried(proposal, accepted, path))
+        events, kept = self._commit(batch, chosen, accepted, following, proposal.lengths, _tried(proposal, accepted, path))
         self._absorb(batch, proposal, torch.cat([tokens[:, :1], chosen], 1), out.hidden, path, Counts(accepted + 1, [k + 1 for k in kept]))
         verified = self._clock()
         self.seconds.draft += drafted - started
@@ -342,12 +342,12 @@ class _Run:
     def _apply_rule(self, batch: _Batch, proposal: Proposal, logits: Tensor, draft_probs: Tensor | None, first: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
         """The same, from processed logits. Every draw is keyed by its place in the text, or by the round and the node."""
         rule, sampling = self._rule(proposal), self.sampling
-        sequences, positions = batch.sequences[:, None], first[:, None] + proposal.nodes.depths
         if rule == "greedy":
             return self._match(proposal, logits.argmax(-1))
         if rule in LOSSY:
             probs = logits.float().softmax(-1) if sampling.greedy else probabilities(logits, sampling)
             return self._typical(proposal, probs)
+        sequences, positions = batch.sequences[:, None], first[:, None] + proposal.nodes.depths
         probs = probabilities(logits, sampling)
         if rule == "coupled":
             return self._match(proposal, (probs.double().log() + shared_gumbel(sampling.seed, sequences, positions, probs.shape[-1])).argmax(-1))

@@ -39,8 +39,7 @@ def rejection(
     A draft x ~ q is kept with probability min(1, p(x)/q(x)); the first refused one is replaced by a draw from
     norm((p − q)+); behind the last kept one a token is drawn from p.
     """
-    p = target_probs[:, :-1].gather(2, drafts[:, :, None])[:, :, 0]
-    q = draft_probs.gather(2, drafts[:, :, None])[:, :, 0]
+    p, q = _scores(drafts, target_probs, draft_probs)
     accepted = _leading(accept_uniforms * q < p, lengths)
     refused = accepted < lengths
     node = accepted[:, None, None].expand(-1, 1, target_probs.shape[-1])
@@ -84,13 +83,18 @@ def block(
 
 def _worth(drafts: Tensor, target_probs: Tensor, draft_probs: Tensor) -> Tensor:
     """P_i of block verification for every prefix, the empty one included, `[B, k + 1]`."""
-    p = target_probs[:, :-1].gather(2, drafts[:, :, None])[:, :, 0]
-    q = draft_probs.gather(2, drafts[:, :, None])[:, :, 0]
+    p, q = _scores(drafts, target_probs, draft_probs)
     ratio = p / q.clamp(min=torch.finfo(q.dtype).tiny)  # finite for q = 0 too, so that 0 times it is 0
     worth = [torch.ones_like(target_probs[:, 0, 0])]
     for i in range(drafts.shape[1]):
         worth.append((worth[-1] * ratio[:, i]).clamp(max=1))
     return torch.stack(worth, 1)
+
+
+def _scores(drafts: Tensor, target_probs: Tensor, draft_probs: Tensor) -> tuple[Tensor, Tensor]:
+    """p and q of each draft, `[B, k]` each."""
+    token = drafts[:, :, None]
+    return target_probs[:, :-1].gather(2, token)[:, :, 0], draft_probs.gather(2, token)[:, :, 0]
 
 
 def _leading(kept: Tensor, lengths: Tensor) -> Tensor:

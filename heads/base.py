@@ -143,10 +143,8 @@ class Proposal:
 
     @property
     def lengths(self) -> Tensor:
-        """How many tokens the longest path of each row really proposes, `[B]`."""
-        if self.parents is None:
-            return self.real.sum(1)
-        return (self.nodes.depths[:, 1:] * self.real).amax(1)
+        """How many tokens each row really proposes, all nodes of a tree, `[B]`."""
+        return self.real.sum(1)
 
     @cached_property
     def nodes(self) -> Nodes:

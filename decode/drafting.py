@@ -32,6 +32,8 @@ class Chooser:
             drafted again in a later round is a new draw.
         context: of that token, if there are processors.
         probs: the distributions that tokens were drawn from: of a chain `[B, V]` per depth, of a tree `[B, W, V]` per pass.
+        confidence: a chain ends behind the first token to which the drafter gives less than this; 0 for never.
+        certain: which rows have not ended yet, `[B]`. lengths: tokens of each row so far, `[B]`. Both None without `confidence`.
     """
 
     rule: str
@@ -43,6 +45,9 @@ class Chooser:
     context: Context | None = None
     depth: int = 0
     probs: list[Tensor] = field(default_factory=list)
+    confidence: float = 0.0
+    certain: Tensor | None = None
+    lengths: Tensor | None = None
 
     # ------------------------------------------------------------ chains
 
@@ -50,13 +55,28 @@ class Chooser:
         """The next token of a chain, `[B]`, from logits `[B, V']`."""
         if self._most_probable and self.context is None:
             best = logits.argmax(-1)
+            if self.confidence:
+                self._note(logits.float().softmax(-1), best)
             return best if token_ids is None else token_ids[best]
         logits = self._processed(_spread(logits, token_ids, self.vocab)[:, None], self.context)[:, 0]
         chosen = self._pick(logits)
+        if self.confidence:
+            self._note(self.probs[-1] if self.probs else logits.softmax(-1), chosen)
         self.depth += 1
         if self.context is not None:
             self.context = self.context.then(chosen[:, None], torch.ones(1, 1, 1, dtype=torch.bool, device=chosen.device))
         return chosen
+
+    def ended(self) -> bool:
+        """Whether every row has an uncertain token behind it (read back from the device)."""
+        return self.certain is not None and not bool(self.certain.any())
+
+    def _note(self, probs: Tensor, chosen: Tensor) -> None:
+        """Count `chosen` `[B]` in the rows that have not ended; the uncertain token itself is still proposed: leaving it out would bias the text."""
+        if self.certain is None or self.lengths is None:
+            self.certain, self.lengths = torch.ones_like(chosen, dtype=torch.bool), torch.zeros_like(chosen)
+        self.lengths = self.lengths + self.certain
+        self.certain = self.certain & (probs.gather(-1, chosen[:, None])[:, 0] >= self.confidence)
 
     def _pick(self, logits: Tensor) -> Tensor:
         if self._most_probable:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from torch import Tensor
 from ..heads import Drafter, Proposal
 from ..target import BadInputError, Counts, RaggedCache, Target
 from . import verify, verify_tree
+from .control import Controller
 from .drafting import Chooser, grow_dynamic, grow_static
 from .plan import LOSSY, Plan
 from .sampling import ACCEPT, CORRECT, Context, Processors, Sampling, draw, nothing_left, probabilities, shared_gumbel, uniforms
@@ -103,6 +104,7 @@ class Decoder:
         stop: Stop | None = None,
         ignore_eos: bool = False,
         sequence_ids: Sequence[int] | None = None,
+        speculate: bool | Sequence[bool] = True,
     ) -> Output:
         """Complete all `prompts` (token ids, of any lengths) in one batch.
 
@@ -110,13 +112,14 @@ class Decoder:
             stop: called with a sequence's new tokens after each token; True ends it there.
             sequence_ids: what keys each prompt's randomness (default: its index), so that a prompt gets the same text in
                 whatever batch it runs.
+            speculate: False decodes plainly, whatever the plan; a sequence of flags says it for each prompt.
 
         Raises:
             BadInputError: an empty prompt, a prompt that leaves no room in the target's context, or a place at which
                 `sampling` forbids every token.
             IncompatibleError: the plan drafts trees, and the target cannot verify them.
         """
-        run = _Run(self, prompts, max_new_tokens, sampling or Sampling(), plan or Plan(), stop, ignore_eos, sequence_ids)
+        run = _Run(self, prompts, max_new_tokens, sampling or Sampling(), plan or Plan(), stop, ignore_eos, sequence_ids, speculate)
         for _ in run.steps():
             pass
         return run.output()
@@ -129,9 +132,10 @@ class Decoder:
         plan: Plan | None = None,
         stop: Stop | None = None,
         ignore_eos: bool = False,
+        speculate: bool = True,
     ) -> Iterator[Event]:
         """Complete one prompt, yielding what each round emits."""
-        run = _Run(self, [prompt], max_new_tokens, sampling or Sampling(), plan or Plan(), stop, ignore_eos, None)
+        run = _Run(self, [prompt], max_new_tokens, sampling or Sampling(), plan or Plan(), stop, ignore_eos, None, speculate)
         for events in run.steps():
             yield events[0]
 
@@ -149,12 +153,15 @@ class _Run:
         stop: Stop | None,
         ignore_eos: bool,
         sequence_ids: Sequence[int] | None,
+        speculate: bool | Sequence[bool],
     ):
         self.target, self.drafter = decoder.target, decoder.drafter
         self.prompts, self.max_new_tokens = prompts, max_new_tokens
         self.sampling, self.stop = sampling, stop
-        self.depth = plan.depth if self.drafter is not None else 0
+        self.speculate = [speculate] * len(prompts) if isinstance(speculate, bool) else list(speculate)
+        self.depth = plan.depth if self.drafter is not None and any(self.speculate) else 0
         self.plan = plan
+        self.controller = self._controller()
         self.eos = frozenset(() if ignore_eos else self.target.eos_ids)
         processors = Processors(sampling, self.target.vocab_size, self.eos, self.target.device)
         self.processors = None if processors.idle else processors
@@ -169,6 +176,8 @@ class _Run:
             raise BadInputError("there are no prompts to complete.")
         if len(self.ids) != len(self.prompts):
             raise BadInputError(f"{len(self.prompts)} prompts, but {len(self.ids)} sequence ids.")
+        if len(self.speculate) != len(self.prompts):
+            raise BadInputError(f"{len(self.prompts)} prompts, but {len(self.speculate)} flags for speculate.")
         if self.max_new_tokens < 1:
             raise BadInputError(f"max_new_tokens must be at least 1, got {self.max_new_tokens}.")
         if self.sampling.min_new_tokens > self.max_new_tokens:
@@ -184,6 +193,14 @@ class _Run:
                     f"prompt {i} has {len(prompt)} tokens; with {self.max_new_tokens} new ones it exceeds the target's context of {limit}. "
                     "Shorten the prompt or lower max_new_tokens."
                 )
+
+    def _controller(self) -> Controller | None:
+        plan = self.plan
+        if plan.control is None or not self.depth:
+            return None
+        if plan.is_tree and self.drafter is not None and self.drafter.grows:
+            return Controller(plan.control, len(self.prompts), [plan.depth], [plan.max_nodes])
+        return Controller(plan.control, len(self.prompts), range(1, plan.depth + 1), range(1, plan.depth + 1))
 
     def output(self) -> Output:
         tokens = [s.tokens for s in self.sequences]
@@ -298,26 +315,41 @@ class _Run:
 
     def _draft(self, batch: _Batch) -> tuple[Proposal, Tensor | None]:
         """A proposal, and what its tokens were drawn from: of a chain `[B, k, V]`, of a tree at each place `[B, 1 + N, V]`; None for no draws."""
-        depth = self._room(batch)
+        depth = self._round_depth(batch)
         if self.drafter is None or not depth:
             return Proposal.chain(batch.root[:, None][:, :0]), None
         plan, state = self.plan, batch.drafting
         rule = plan.rule(self.sampling.temperature, deterministic=False)
-        chooser = Chooser(rule, self.sampling, self.target.vocab_size, batch.sequences, batch.cache.lengths + 1, self.processors, batch.context)
+        chooser = Chooser(
+            rule, self.sampling, self.target.vocab_size, batch.sequences, batch.cache.lengths + 1, self.processors, batch.context, confidence=plan.confidence
+        )
         if plan.tree is not None and self.drafter.grows and depth == plan.depth:
             proposal, probs = grow_static(self.drafter, state, batch.root, plan.tree, chooser)
         elif plan.tree is None and plan.is_tree and self.drafter.grows:
             proposal, probs = grow_dynamic(self.drafter, state, batch.root, plan, depth, chooser), None
         else:
-            proposal = self.drafter.propose(state, batch.root, depth, chooser)
+            proposal = self.drafter.propose(state, batch.root, depth, chooser, chooser.ended)
             probs = torch.stack(chooser.probs, 1) if chooser.probs else None
         self.rule = self._rule(proposal)
-        return proposal, probs
+        return self._wanted(batch, proposal, chooser.lengths), probs
 
-    def _room(self, batch: _Batch) -> int:
-        """The depth of this round: the plan's, unless the target's context ends before it."""
+    def _wanted(self, batch: _Batch, proposal: Proposal, lengths: Tensor | None) -> Proposal:
+        """Without what stands behind a row's first `lengths` `[B]` tokens (None: all), and without the drafts of rows that want none."""
+        real = proposal.real
+        if lengths is not None:
+            real = real & (torch.arange(real.shape[1], device=real.device) < lengths[:, None])
+        if not all(self.speculate[i] for i in batch.active):
+            real = real & torch.tensor([self.speculate[i] for i in batch.active], device=real.device)[:, None]
+        return proposal if real is proposal.real else replace(proposal, real=real)
+
+    def _round_depth(self, batch: _Batch) -> int:
+        """The plan's, or its controller's; 0 if no row wants drafts. It never passes the end of the target's context."""
+        wanting = [i for i in batch.active if self.speculate[i]]
+        if not self.depth or not wanting:
+            return 0
+        depth = self.depth if self.controller is None else self.controller.choose(wanting)
         limit = self.target.max_context
-        return self.depth if limit is None else min(self.depth, limit - batch.cache.longest - 1)
+        return depth if limit is None else min(depth, limit - batch.cache.longest - 1)
 
     def _rule(self, proposal: Proposal) -> str:
         return self.plan.rule(self.sampling.temperature, proposal.deterministic)
@@ -396,6 +428,8 @@ class _Run:
         events = []
         for i, (*drafts, last, kept_count, count, reach) in zip(batch.active, packed, strict=True):
             events.append(self._emit(self.sequences[i], [*drafts[:kept_count], last], count, reach, prefill))
+            if self.controller is not None:
+                self.controller.note(i, reach, kept_count)
         return events, [row[-3] for row in packed]
 
     def _emit(self, sequence: _Sequence, new: list[int], drafted: int, tried: int, prefill: bool) -> Event:

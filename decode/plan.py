@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..target import BadInputError
+from .control import Control
 from .trees import Tree
 
 # Which rules can judge what. Sampled rules need tokens that were drawn from the drafter's distribution, places included: in a
@@ -30,6 +31,8 @@ class Plan:
         tree: a static tree instead; it decides the depth.
         verify: "auto", or a rule of `decode.plan.LOSSLESS` or `LOSSY`. Auto is greedy at temperature 0; above it candidates for
             proposals that are no samples (n-grams, dynamic trees), else rejection for chains and without_replacement for trees.
+        confidence: a chain ends behind the first draft to which the drafter gives a lower probability than this; 0 for never.
+        control: decides the depth of every round, up to `depth`, or that it drafts nothing (of a tree: the whole tree or nothing).
     """
 
     depth: int = 4
@@ -37,6 +40,8 @@ class Plan:
     nodes: int | None = None
     tree: Tree | None = None
     verify: str = "auto"
+    confidence: float = 0.0
+    control: Control | None = None
 
     def __post_init__(self) -> None:
         if self.tree is not None:
@@ -49,6 +54,10 @@ class Plan:
             raise BadInputError("plan: a static tree has its own width and number of nodes; leave out width and nodes.")
         if self.nodes is not None and (self.width == 1 or self.nodes < 1):
             raise BadInputError(f"plan: nodes says how many nodes of a dynamic tree are verified; it needs width > 1 and must be >= 1, got {self.nodes}.")
+        if not 0 <= self.confidence <= 1:
+            raise BadInputError(f"plan: confidence is a probability, got {self.confidence}.")
+        if self.confidence and self.is_tree:
+            raise BadInputError("plan: confidence ends chains; a dynamic tree already follows the drafter's confidence, a static one has a fixed shape.")
         self._check_rule()
 
     def _check_rule(self) -> None:
@@ -60,24 +69,28 @@ class Plan:
             raise BadInputError(f"plan: the rule {self.verify!r} cannot verify {shape}; these can: {', '.join(fitting)}.")
 
     def __str__(self) -> str:
+        most = "up to " if self.control is not None or self.confidence else ""
         if not self.is_tree:
-            return f"depth {self.depth}"
-        return f"{'dynamic' if self.tree is None else 'static'} tree of {self.max_nodes} nodes, depth {self.depth}"
+            return f"depth {most}{self.depth}"
+        return f"{'dynamic' if self.tree is None else 'static'} tree of {most}{self.max_nodes} nodes, depth {self.depth}"
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Plan:
         """What `to_dict` gave."""
-        tree = values.get("tree")
-        return cls(**values | {"tree": None if tree is None else Tree(tuple(tree))})
+        tree, control = values.get("tree"), values.get("control")
+        return cls(**values | {"tree": tree and Tree(tuple(tree)), "control": control and Control.from_dict(control)})
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON holds it; a static tree is its parents."""
-        return {"depth": self.depth, "width": self.width, "nodes": self.nodes, "tree": self.tree and list(self.tree.parents), "verify": self.verify}
+        return {
+            "depth": self.depth, "width": self.width, "nodes": self.nodes, "tree": self.tree and list(self.tree.parents), "verify": self.verify,
+            "confidence": self.confidence, "control": self.control and self.control.to_dict(),
+        }  # fmt: skip
 
     @property
     def chain(self) -> Plan:
         """As deep, for a drafter that grows no trees."""
-        return self if not self.is_tree else Plan(self.depth, verify=self.verify if self.verify in (*CHAIN_RULES, *LOSSY) else "auto")
+        return self if not self.is_tree else Plan(self.depth, verify=self.verify if self.verify in (*CHAIN_RULES, *LOSSY) else "auto", control=self.control)
 
     @property
     def is_tree(self) -> bool:

@@ -49,6 +49,8 @@ class ContestantInfo(Model):
     nodes: int | None = None
     tree: list[int] | None = None
     verify: str | None = None
+    confidence: float = 0.0
+    control: dict[str, Any] | None = None
     shape: str | None = None
     parameters: int | None = None
 

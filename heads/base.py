@@ -25,6 +25,17 @@ WEIGHTS, CONFIG = "model.safetensors", "config.json"
 Choose = Callable[[Tensor, Tensor | None], Tensor]
 
 
+def joined(before: Tensor, counts: Counts, after: Tensor) -> Tensor:
+    """The first `counts` entries of each row of `before` `[B, P, ...]`, and behind them `after` `[B, Q, ...]`: `[B, P' + Q, ...]`; the rest means nothing."""
+    before = before[:, : max(counts.values)]
+    both = torch.cat([before, after], 1)
+    if min(counts.values) == before.shape[1]:
+        return both
+    index = torch.arange(both.shape[1], device=both.device).expand(len(both), -1)
+    index = torch.where(index < counts.tensor[:, None], index, index - counts.tensor[:, None] + before.shape[1]).clamp(max=both.shape[1] - 1)
+    return both.gather(1, index.view(*index.shape, *[1] * (both.dim() - 2)).expand_as(both))
+
+
 class Branches:
     """The drafted nodes that a drafter has read in this round, in the order of reading: where each stands and whom it sees.
 
@@ -236,7 +247,7 @@ class Drafter(nn.Module):
         raise NotImplementedError
 
     def absorb(self, state: Any, tokens: Tensor, hidden: Tensor | None, counts: Counts, path: Tensor | None = None) -> None:
-        """Take note of what the target has processed.
+        """Take note of what the target has processed. After rounds without drafts this is called several times before the next `begin`.
 
         Args:
             tokens: `[B, Q]`, the tokens of the target's last pass in the order of the text; row b keeps the first `counts.values[b]`.
@@ -247,10 +258,13 @@ class Drafter(nn.Module):
         """
         raise NotImplementedError
 
-    def propose(self, state: Any, root: Tensor, depth: int, choose: Choose) -> Proposal:
-        """Draft a chain of up to `depth` tokens after `root` `[B]`, the last committed token, which the target has not processed yet."""
+    def propose(self, state: Any, root: Tensor, depth: int, choose: Choose, ended: Callable[[], bool] | None = None) -> Proposal:
+        """Draft a chain of up to `depth` tokens after `root` `[B]`, the last committed token, which the target has not processed yet.
+
+        `ended`: asked behind each token; True ends the chain there, for all rows.
+        """
         drafted = [choose(self.begin(state, root), self.output_ids)]
-        for _ in range(depth - 1):
+        while len(drafted) < depth and not (ended is not None and ended()):
             logits = self.extend(state, drafted[-1][:, None])
             drafted.append(choose(logits[:, 0], self.output_ids))
         return Proposal.chain(torch.stack(drafted, 1))

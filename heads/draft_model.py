@@ -59,8 +59,8 @@ class DraftModelConfig(DrafterConfig):
 class _State:
     cache: RaggedCache
     runner: Target
-    previous: Tensor | None = None  # [B], the last token absorbed
-    written: int = 0  # entries behind the committed ones: the root and the drafts that were read
+    unread: Tensor | None = None  # [B, P], the last tokens absorbed, to be read again or for the first time
+    written: int = 0  # entries behind the committed ones: the root and the drafts that were read; 0 since the last `absorb`
     branches: Branches | None = None
 
 
@@ -138,17 +138,22 @@ class DraftModel(Drafter):
     def absorb(self, state: _State, tokens: Tensor, hidden: Tensor | None, counts: Counts, path: Tensor | None = None) -> None:
         # The cache already holds the root and all drafts that were read: of an accepted path all but, at most, the last.
         # `begin` feeds the last absorbed token again, so that one missing entry per row costs no pass of its own.
-        if path is not None:
+        last = tokens.gather(1, counts.tensor[:, None] - 1)
+        if state.unread is not None and not state.written:  # nothing was drafted: the root alone, which `begin` will read
+            last = torch.cat([state.unread, last], 1)
+        elif path is not None:
             state.cache.keep(torch.cat([torch.zeros_like(path[:, :1]), torch.where(path < 0, path, path + 1)], 1))
         elif tokens.shape[1] - state.written > 1:
             state.runner.forward(tokens, state.cache, logits=False)
         state.cache.advance(counts)
-        state.previous = tokens.gather(1, counts.tensor[:, None] - 1)[:, 0]
-        state.written = 0
+        state.unread, state.written = last, 0
 
     def begin(self, state: _State, root: Tensor) -> Tensor:
-        assert state.previous is not None
-        out = state.runner.forward(torch.stack([state.previous, root], 1), state.cache, at=torch.ones_like(root)[:, None], offset=-1)
+        assert state.unread is not None
+        count = state.unread.shape[1]
+        out = state.runner.forward(
+            torch.cat([state.unread, root[:, None]], 1), state.cache, at=torch.full_like(root, count)[:, None], offset=-count
+        )  # fmt: skip
         assert out.logits is not None
         state.written, state.branches = 1, None
         return out.logits[:, 0]
@@ -165,8 +170,8 @@ class DraftModel(Drafter):
 
     def select(self, state: _State, rows: list[int]) -> None:
         state.cache.select(rows)
-        if state.previous is not None:
-            state.previous = state.previous[rows]
+        if state.unread is not None:
+            state.unread = state.unread[rows]
 
 
 def _check_tokenizer(folder: Path, target: Target) -> None:

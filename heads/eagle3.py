@@ -20,7 +20,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding, repeat_kv, rotate_half
 
 from ..target import BadInputError, Counts, IncompatibleError, Nodes, RaggedCache, Target
-from .base import Branches, Drafter, DrafterConfig, DrafterLoss, Sum, TargetBatch
+from .base import Branches, Drafter, DrafterConfig, DrafterLoss, Sum, TargetBatch, joined
 from .losses import acceptance_metrics, ahead, chunked_compare, divergence
 
 
@@ -363,6 +363,9 @@ class Eagle3(Drafter):
 
     def absorb(self, state: _State, tokens: Tensor, hidden: Tensor | None, counts: Counts, path: Tensor | None = None) -> None:
         # The pair of the last of these tokens needs the token behind it: `begin` knows that one.
+        if state.tokens is not None and state.hidden is not None and state.counts is not None and hidden is not None:
+            tokens, hidden = joined(state.tokens, state.counts, tokens), joined(state.hidden, state.counts, hidden)
+            counts = state.counts.plus(counts)
         state.tokens, state.hidden, state.counts = tokens, hidden, counts
 
     def begin(self, state: _State, root: Tensor) -> Tensor:

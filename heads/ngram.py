@@ -6,6 +6,7 @@ Matches the longest suffix of up to `max_match` tokens that occurred before, and
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -61,7 +62,7 @@ class Ngram(Drafter):
                         row.ends[tuple(row.tokens[-n:])] = len(row.tokens)
                 row.tokens.append(token)
 
-    def propose(self, state: list[_Row], root: Tensor, depth: int, choose: Choose) -> Proposal:
+    def propose(self, state: list[_Row], root: Tensor, depth: int, choose: Choose, ended: Callable[[], bool] | None = None) -> Proposal:
         found = [self._lookup(row, last, depth) for row, last in zip(state, root.tolist(), strict=True)]
         width = max(map(len, found))
         tokens = torch.tensor([f + [0] * (width - len(f)) for f in found], dtype=torch.long, device=root.device).reshape(len(found), width)

@@ -69,13 +69,15 @@ class DrafterRecord(Record):
 
 
 class PlanRecord(Record):
-    """`outrider.decode.Plan`: how the drafter is meant to be run. What only trees need is written for trees only: a chain's pair reads as it always did."""
+    """`outrider.decode.Plan`: how the drafter is meant to be run. What it does not use is not written: a chain's pair reads as it always did."""
 
     depth: int
     width: int = 1
     nodes: int | None = None
     tree: list[int] | None = None
     verify: str = "auto"
+    confidence: float = 0.0
+    control: dict[str, Any] | None = None
 
     @model_serializer(mode="wrap")
     def _written(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:

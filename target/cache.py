@@ -89,6 +89,9 @@ class Counts:
     def of(cls, values: list[int], device: torch.device | str) -> Counts:
         return cls(torch.tensor(values, dtype=torch.long, device=device), values)
 
+    def plus(self, other: Counts) -> Counts:
+        return Counts(self.tensor + other.tensor, [a + b for a, b in zip(self.values, other.values, strict=True)])
+
     def select(self, rows: list[int]) -> Counts:
         return Counts(self.tensor[rows], [self.values[r] for r in rows])
 

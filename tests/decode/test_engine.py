@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -45,7 +45,7 @@ class Script(Drafter):
     def absorb(self, state: Any, tokens: Tensor, hidden: Tensor | None, counts: Counts, path: Tensor | None = None) -> None:
         pass
 
-    def propose(self, state: list[list[int]], root: Tensor, depth: int, choose: Choose) -> Proposal:
+    def propose(self, state: list[list[int]], root: Tensor, depth: int, choose: Choose, ended: Callable[[], bool] | None = None) -> Proposal:
         drafts = state.pop(0) if state else []
         return Proposal.chain(torch.tensor([drafts[:depth]] * len(root), dtype=torch.long).reshape(len(root), -1), deterministic=True)
 

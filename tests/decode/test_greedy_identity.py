@@ -6,7 +6,7 @@ Every architecture in the table is one that users' targets have; adding one is o
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -120,7 +120,7 @@ class Prophet(Drafter):
     def absorb(self, state: dict[str, Any], tokens: Tensor, hidden: Tensor | None, counts: Counts, path: Tensor | None = None) -> None:
         state["known"] = [n + c for n, c in zip(state["known"], counts.values, strict=True)]
 
-    def propose(self, state: dict[str, Any], root: Tensor, depth: int, choose: Choose) -> Proposal:
+    def propose(self, state: dict[str, Any], root: Tensor, depth: int, choose: Choose, ended: Callable[[], bool] | None = None) -> Proposal:
         state["round"] += 1
         drafts = []
         for row, known in zip(state["rows"], state["known"], strict=True):

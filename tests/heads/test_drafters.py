@@ -71,6 +71,43 @@ def test_the_table_covers_the_registry():
     assert all(cls.name == name for name, cls in HEADS.items())
 
 
+def whole(target: Target, drafter: Drafter, texts: list[list[int]]) -> tuple[Tensor, Tensor | None, Counts]:
+    """Ragged texts as one pass of the target gives them to `absorb`."""
+    width = max(map(len, texts))
+    tokens = torch.tensor([t + [0] * (width - len(t)) for t in texts])
+    return tokens, target.forward(tokens, taps=drafter.taps).hidden, Counts.of([len(t) for t in texts], "cpu")
+
+
+def test_drafts_depend_on_the_text_alone_not_on_its_rounds(drafter, target):
+    """Rounds that drafted and kept some, and plain rounds between them, leave the same state as one pass over the text."""
+    texts, roots = [list(p) for p in PROMPTS], [11, 12, 13, 14]
+    rounds: list[tuple[int, tuple[int, ...]]] = [
+        (3, (2, 0, 3, 1)), (0, (0, 0, 0, 0)), (0, (0, 0, 0, 0)), (2, (0, 2, 1, 0)), (0, (0, 0, 0, 0)), (4, (1, 4, 0, 2)), (3, (0, 0, 0, 0)),
+    ]  # fmt: skip
+    with torch.inference_mode():
+        state = drafter.open(target, 4, 80)
+        drafter.absorb(state, *whole(target, drafter, texts))
+        for number, (depth, kept) in enumerate(rounds):
+            drafts = torch.zeros(4, 0, dtype=torch.long)
+            if depth:
+                proposal = drafter.propose(state, torch.tensor(roots), depth, best)
+                fresh = drafter.open(target, 4, 80)
+                drafter.absorb(fresh, *whole(target, drafter, texts))
+                again = drafter.propose(fresh, torch.tensor(roots), depth, best)
+                assert torch.equal(proposal.real, again.real)
+                assert torch.equal(proposal.tokens, again.tokens), f"round {number}"
+                drafts, kept = proposal.tokens, tuple(min(k, int(n)) for k, n in zip(kept, proposal.lengths, strict=True))
+            read = torch.cat([torch.tensor(roots)[:, None], drafts], 1)
+            before = [len(t) for t in texts]
+            texts = [t + row[: k + 1] for t, row, k in zip(texts, read.tolist(), kept, strict=True)]
+            hidden = whole(target, drafter, texts)[1]
+            if hidden is not None:
+                places = (torch.tensor(before)[:, None] + torch.arange(read.shape[1])).clamp(max=hidden.shape[1] - 1)
+                hidden = hidden.gather(1, places[:, :, None, None].expand(-1, -1, *hidden.shape[2:]))
+            drafter.absorb(state, read, hidden, Counts.of([k + 1 for k in kept], "cpu"))
+            roots = [(r * 7 + number) % 64 for r in roots]
+
+
 def test_a_saved_drafter_proposes_the_same(drafter, target, tmp_path):
     before = proposals(drafter, target)
     drafter.save(tmp_path / "drafter")

@@ -1,0 +1,174 @@
+"""How deep to draft, round by round: what a round costs, what it is expected to bring, and when plain decoding is better.
+
+The depth of a round depends on earlier rounds alone, never on the tokens it drafts, so it changes no distribution.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ..target import BadInputError
+
+_FORGET = 0.95  # per round: what a sequence did long ago says less about what comes
+_ENTER, _SWITCH = 1.03, 1.02  # gains below these are noise: they change nothing
+_FIRST_WAIT, _LONGEST_WAIT = 8, 64  # plain rounds until drafting is tried again
+_LEAST_RATE, _MOST_RATE = 0.02, 0.98
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What the parts of a round take on one machine at one batch size, in seconds.
+
+    Attributes:
+        verify: (n, time of a target pass over the root and n drafts), n ascending from 0; linear in between and flat behind the last.
+        draft: time of drafting 0, 1, 2, … levels; the last step's price is taken for deeper ones.
+        host: what a round takes beside these.
+    """
+
+    verify: tuple[tuple[int, float], ...]
+    draft: tuple[float, ...] = (0.0,)
+    host: float = 0.0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "verify", tuple((int(n), float(t)) for n, t in self.verify))
+        object.__setattr__(self, "draft", tuple(map(float, self.draft)))
+        widths = [n for n, _ in self.verify]
+        if not widths or widths[0] != 0 or widths != sorted(set(widths)):
+            raise BadInputError(f"costs: verify needs ascending numbers of drafts from 0 on, got {widths}.")
+        if not self.draft or self.draft[0] != 0:
+            raise BadInputError("costs: draft begins with the 0 seconds of drafting nothing.")
+        if min(t for _, t in self.verify) <= 0 or min(self.draft) < 0 or self.host < 0:
+            raise BadInputError("costs: times must be positive.")
+
+    def verify_time(self, drafts: int) -> float:
+        """Of a target pass over the root and `drafts` drafts."""
+        widths, times = zip(*self.verify, strict=True)
+        return float(np.interp(drafts, widths, times))
+
+    def draft_time(self, depth: int) -> float:
+        """Of drafting `depth` levels."""
+        if depth < len(self.draft):
+            return self.draft[depth]
+        step = self.draft[-1] - self.draft[-2] if len(self.draft) > 1 else 0.0
+        return self.draft[-1] + step * (depth - len(self.draft) + 1)
+
+    def round_time(self, depth: int, nodes: int | None = None) -> float:
+        """Of a whole round that drafts `depth` levels and verifies `nodes` drafts (None: a chain)."""
+        return self.draft_time(depth) + self.verify_time(depth if nodes is None else nodes) + self.host
+
+
+def expected_tokens(rates: Sequence[float]) -> float:
+    """Tokens of a round whose draft at depth d is accepted, given the one before was, at `rates[d − 1]`: 1 + Σ_d Π_{i≤d} rate_i."""
+    return 1 + float(np.cumprod(rates).sum())
+
+
+@dataclass(frozen=True)
+class Control:
+    """A goodput controller: drafts as deep as brings the most expected tokens per second, or not at all.
+
+    Attributes:
+        costs: of this machine at this batch size.
+        rates: acceptance expected at depth 1, 2, … given the depth before, until a sequence has shown its own.
+        weight: how many rounds these count for.
+    """
+
+    costs: Costs
+    rates: tuple[float, ...]
+    weight: float = 4.0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "rates", tuple(map(float, self.rates)))
+        if not self.rates or not all(0 <= rate <= 1 for rate in self.rates):
+            raise BadInputError(f"control: rates are probabilities, one per depth; got {list(self.rates)}.")
+        if self.weight <= 0:
+            raise BadInputError(f"control: weight must be above 0, got {self.weight}.")
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Control:
+        """What `to_dict` gave."""
+        return cls(**values | {"costs": Costs(**values["costs"])})
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON holds it."""
+        costs = {"verify": [list(pair) for pair in self.costs.verify], "draft": list(self.costs.draft), "host": self.costs.host}
+        return {"costs": costs, "rates": list(self.rates), "weight": self.weight}
+
+
+def _odds(rate: np.ndarray) -> np.ndarray:
+    rate = np.clip(rate, _LEAST_RATE, _MOST_RATE)
+    return rate / (1 - rate)
+
+
+class Controller:
+    """The depth of each round of one generation.
+
+    Acceptance is estimated per sequence: the odds of `control.rates`, times one factor for how the sequence has done so far at
+    all depths together, then corrected per depth by what it did there. Rows of a batch share one pass, so they share a depth: the one at which
+    the sum of their expected tokens per second is highest.
+
+    Args:
+        depths: among which to choose beside 0: of a chain 1 to its depth, of a tree the whole tree only.
+        nodes: drafts that are verified at each of them.
+    """
+
+    def __init__(self, control: Control, sequences: int, depths: Sequence[int], nodes: Sequence[int]):
+        self.control = control
+        self.depths = (0, *depths)
+        self.times = np.array([control.costs.round_time(d, n) for d, n in zip(self.depths, (0, *nodes), strict=True)])
+        deepest = max(self.depths)
+        prior = np.clip(control.rates, _LEAST_RATE, _MOST_RATE)
+        self.prior = np.concatenate([prior, np.full(max(0, deepest - len(prior)), prior[-1])])[:deepest]
+        self.reached = np.zeros((sequences, deepest))
+        self.kept = np.zeros((sequences, deepest))
+        self.depth: int | None = None  # of the last round
+        self.rested, self.wait, self.trying = 0, _FIRST_WAIT, False
+
+    def rates(self, rows: Sequence[int]) -> np.ndarray:
+        """Acceptance expected at each depth, `[rows, D]`."""
+        reached, kept, weight = self.reached[rows], self.kept[rows], self.control.weight
+        total = reached.sum(1)
+        expected = np.where(total > 0, (reached * self.prior).sum(1) / np.maximum(total, 1e-9), self.prior[0])
+        found = (weight * expected + kept.sum(1)) / (weight + total)
+        odds = (_odds(found) / _odds(expected))[:, None] * _odds(self.prior)
+        return (weight * odds / (1 + odds) + kept) / (weight + reached)
+
+    def goodput(self, rows: Sequence[int]) -> np.ndarray:
+        """Expected tokens per second of the sequences `rows` at each of `depths`."""
+        along = np.concatenate([np.zeros((len(rows), 1)), np.cumprod(self.rates(rows), 1)], 1).cumsum(1)
+        return (len(rows) + along[:, list(self.depths)].sum(0)) / self.times
+
+    def choose(self, rows: Sequence[int]) -> int:
+        """The depth of the next round of the sequences `rows`; 0 is plain."""
+        if self.depth == 0 and self.rested < self.wait:
+            self.rested += 1
+            return 0
+        found = self.goodput(rows)
+        best = int(found[1:].argmax()) + 1
+        if self.depth == 0:
+            # Plain rounds teach nothing about drafts, so one round tries again; after each failure the next try is twice as far.
+            self.trying, self.wait, self.rested = True, min(2 * self.wait, _LONGEST_WAIT), 0
+            return self._take(best)
+        if found[best] < found[0] * (_ENTER if self.trying or self.depth is None else 1):
+            self.trying, self.rested = False, 1
+            return self._take(0)
+        if self.trying:
+            self.trying, self.wait = False, _FIRST_WAIT
+        current = best if self.depth is None else self.depths.index(self.depth)
+        return self._take(best if found[best] > _SWITCH * found[current] else current)
+
+    def _take(self, index: int) -> int:
+        self.depth = self.depths[index]
+        return self.depth
+
+    def note(self, row: int, tried: int, accepted: int) -> None:
+        """What a round of sequence `row` did: drafts on its path up to depth `tried`, of which it kept `accepted`."""
+        if not tried:
+            return
+        self.reached[row] *= _FORGET
+        self.kept[row] *= _FORGET
+        self.reached[row, : min(tried, accepted + 1)] += 1
+        self.kept[row, :accepted] += 1

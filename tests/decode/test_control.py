@@ -1,0 +1,274 @@
+"""Depth control: what it chooses, when it gives up and tries again, and that it never changes the text."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+from outrider.decode import Control, Controller, Costs, Decoder, Plan, Sampling, expected_tokens
+from outrider.heads import Drafter, DraftModel, Eagle3, Eagle3Config, Ngram
+from outrider.target import BadInputError, Target
+
+PROMPTS = [torch.randint(0, 64, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (5, 1, 9, 3)]
+CHEAP = Costs(verify=((0, 1.0), (8, 1.1)), draft=(0.0, 0.1, 0.2))
+DEAR = Costs(verify=((0, 1.0), (8, 1.1)), draft=(0.0, 2.0, 4.0))
+
+
+@pytest.fixture
+def target(tiny_llama) -> Target:
+    return Target(tiny_llama(layers=4))
+
+
+@pytest.fixture
+def itself(target) -> DraftModel:
+    """The target as its own drafter: every draft is right."""
+    return DraftModel(copy.deepcopy(target.model))
+
+
+@pytest.fixture
+def useless(tiny_llama) -> DraftModel:
+    return DraftModel(tiny_llama(layers=1, seed=9))
+
+
+def controller(costs: Costs = CHEAP, rates: tuple[float, ...] = (0.8,) * 6, depths: int = 6, sequences: int = 1) -> Controller:
+    return Controller(Control(costs, rates), sequences, range(1, depths + 1), range(1, depths + 1))
+
+
+# ------------------------------------------------------------ costs
+
+
+def test_costs_between_and_beyond_what_was_measured():
+    costs = Costs(verify=((0, 1.0), (4, 2.0), (8, 2.5)), draft=(0.0, 0.3, 0.5), host=0.1)
+    assert costs.verify_time(2) == pytest.approx(1.5)
+    assert costs.verify_time(100) == pytest.approx(2.5)
+    assert costs.draft_time(4) == pytest.approx(0.9), "each further level costs what the last one did"
+    assert costs.round_time(2) == pytest.approx(0.5 + 1.5 + 0.1)
+    assert costs.round_time(2, nodes=8) == pytest.approx(0.5 + 2.5 + 0.1)
+
+
+@pytest.mark.parametrize(
+    ("verify", "draft"), [((), (0.0,)), (((1, 1.0),), (0.0,)), (((0, 1.0), (0, 2.0)), (0.0,)), (((0, 0.0),), (0.0,)), (((0, 1.0),), ()), (((0, 1.0),), (0.5,))]
+)
+def test_costs_that_make_no_sense_are_refused(verify, draft):
+    with pytest.raises(BadInputError, match="costs"):
+        Costs(verify, draft)
+
+
+@pytest.mark.parametrize("arguments", [{"rates": ()}, {"rates": (1.2,)}, {"rates": (0.5,), "weight": 0.0}])
+def test_controls_that_make_no_sense_are_refused(arguments):
+    with pytest.raises(BadInputError, match="control"):
+        Control(CHEAP, **arguments)
+
+
+@pytest.mark.parametrize("confidence", [-0.1, 1.1])
+def test_confidence_is_a_probability(confidence):
+    with pytest.raises(BadInputError, match="probability"):
+        Plan(3, confidence=confidence)
+
+
+def test_a_plan_with_control_survives_json():
+    plan = Plan(6, confidence=0.2, control=Control(CHEAP, (0.5, 0.4)))
+    assert Plan.from_dict(plan.to_dict()) == plan
+    assert str(plan) == "depth up to 6"
+
+
+def test_expected_tokens_is_the_closed_form_of_a_constant_rate():
+    assert expected_tokens([0.7] * 4) == pytest.approx((1 - 0.7**5) / (1 - 0.7))
+
+
+# ------------------------------------------------------------ what is chosen
+
+
+def by_hand(costs: Costs, rate: float, depths: int) -> int:
+    return max(range(depths + 1), key=lambda d: expected_tokens([rate] * d) / costs.round_time(d))
+
+
+@pytest.mark.parametrize("rate", [0.02, 0.2, 0.5, 0.8, 0.95])
+@pytest.mark.parametrize("costs", [CHEAP, DEAR])
+def test_the_first_depth_maximises_expected_tokens_per_second(costs, rate):
+    assert controller(costs, (rate,) * 6).choose([0]) == by_hand(costs, rate, 6)
+
+
+def test_depth_follows_what_a_sequence_shows():
+    one = controller()
+    first = one.choose([0])
+    for _ in range(20):
+        depth = one.choose([0])
+        one.note(0, depth, min(depth, 1))
+    assert 1 <= one.choose([0]) < first
+    for _ in range(40):
+        depth = one.choose([0])
+        one.note(0, depth, depth)
+    assert one.choose([0]) == 6
+
+
+def test_a_sequence_that_accepts_nothing_is_decoded_plainly_and_tried_again_ever_more_rarely():
+    one, depths = controller(), []
+    for _ in range(400):
+        depths.append(one.choose([0]))
+        one.note(0, depths[-1], 0)
+    stopped = depths.index(0)
+    assert stopped <= 30
+    tries = [i for i, d in enumerate(depths) if d and i > stopped]
+    waits = [b - a for a, b in zip([stopped - 1, *tries], tries, strict=False)]
+    assert waits[:4] == [9, 17, 33, 65]
+    assert waits[-1] == 65, "and never rarer than that"
+
+
+def test_drafting_that_pays_again_is_taken_up_again():
+    one = controller()
+    for _ in range(60):
+        one.note(0, one.choose([0]), 0)
+    depths = []
+    for _ in range(200):
+        depths.append(one.choose([0]))
+        one.note(0, depths[-1], depths[-1])
+    assert depths[0] == 0
+    assert min(depths[-20:]) >= 4
+
+
+def test_a_gain_within_the_noise_changes_nothing():
+    """At equal goodput the depth stays; it moves once another is clearly better."""
+    one = controller()
+    before = one.choose([0])
+    for _ in range(3):
+        one.note(0, before, min(before, 4))
+        assert one.choose([0]) == before
+
+
+def test_rows_of_a_batch_share_the_depth_that_is_best_for_their_sum():
+    one = controller(Costs(verify=((0, 1.0), (8, 1.1)), draft=(0.0, 0.6)), sequences=3)
+    for _ in range(40):
+        one.note(0, 6, 6)
+        one.note(1, 6, 6)
+        one.note(2, 6, 0)
+    best = [int(one.depths[one.goodput(rows).argmax()]) for rows in ([0], [2], [0, 1, 2], [0, 2])]
+    assert best == [6, 0, 6, 0], "two that gain by 6 drafts outweigh one that does not, one does not"
+
+
+def test_a_drafter_measured_as_useless_is_not_drafted_with_at_first():
+    assert controller(rates=(0.0,) * 6).choose([0]) == 0
+
+
+# ------------------------------------------------------------ through the decoder
+
+
+def drafters(target: Target, itself: DraftModel, useless: DraftModel) -> dict[str, Drafter]:
+    torch.manual_seed(0)
+    return {"itself": itself, "useless": useless, "eagle3": Eagle3.build(Eagle3Config(taps=(1, 2, 3)), target), "ngram": Ngram()}
+
+
+PLANS = {
+    "chain": Plan(5, control=Control(CHEAP, (0.7,) * 5)),
+    "chain, confidence": Plan(5, confidence=0.3, control=Control(CHEAP, (0.7,) * 5)),
+    "dynamic tree": Plan(3, width=3, nodes=6, control=Control(CHEAP, (0.7,) * 3)),
+    "confidence": Plan(5, confidence=0.3),
+}
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_control_never_changes_the_text(target, itself, useless, name):
+    greedy = Decoder(target).generate(PROMPTS, 60).tokens
+    sampling = Sampling(1.0, top_p=0.9, seed=3)
+    coupled = Decoder(target).generate(PROMPTS, 60, sampling, Plan(verify="coupled")).tokens
+    for kind, drafter in drafters(target, itself, useless).items():
+        plan = PLANS[name] if drafter.grows else PLANS[name].chain
+        decoder = Decoder(target, drafter)
+        assert decoder.generate(PROMPTS, 60, plan=plan).tokens == greedy, kind
+        assert [decoder.generate([p], 60, plan=plan).tokens[0] for p in PROMPTS] == greedy, f"{kind}, one by one"
+        values = plan.to_dict() | {"verify": "coupled"}
+        assert decoder.generate(PROMPTS, 60, sampling, Plan.from_dict(values)).tokens == coupled, f"{kind}, coupled"
+
+
+def test_a_useless_drafter_soon_costs_nothing(target, useless):
+    out = Decoder(target, useless).generate(PROMPTS[:1], 200, plan=PLANS["chain"])
+    drafted = [r.drafted for r in out.rounds[0]]
+    assert drafted[0] > 0
+    assert sum(d > 0 for d in drafted[20:]) <= 8
+    assert 0 in drafted[:12]
+
+
+def test_every_draft_is_still_right_after_plain_rounds(target, itself):
+    """The controller begins plainly (it was told that nothing is accepted), tries, finds everything right, and goes as deep as it may."""
+    out = Decoder(target, itself).generate(PROMPTS, 120, plan=Plan(5, control=Control(CHEAP, (0.0,) * 5)))
+    for rounds in out.rounds:
+        assert [r.drafted for r in rounds[:8]] == [0] * 8
+        assert rounds[-1].drafted == 5
+        assert all(r.accepted == r.drafted for r in rounds)
+
+
+# ------------------------------------------------------------ confidence
+
+
+def test_a_chain_ends_behind_the_first_uncertain_token_not_before_it(target, tiny_llama):
+    """Every token but the last of a round was certain, the last was not, or the chain was full; and the uncertain one was verified."""
+    drafter, threshold = DraftModel(tiny_llama(layers=4, seed=0, initializer_range=0.3)), 0.1
+    seen: list[list[float]] = []
+
+    class Noting(DraftModel):
+        def propose(self, state, root, depth, choose, ended=None):
+            row: list[float] = []
+
+            def noting(logits, token_ids):
+                token = choose(logits, token_ids)
+                row.append(float(logits.float().softmax(-1)[0, token[0]]))
+                return token
+
+            proposal = super().propose(state, root, depth, noting, ended)
+            seen.append(row)
+            return proposal
+
+    out = Decoder(target, Noting(drafter.model)).generate(PROMPTS[:1], 80, plan=Plan(4, confidence=threshold))
+    assert [r.drafted for r in out.rounds[0]] == [len(row) for row in seen]
+    assert all(p >= threshold for row in seen for p in row[:-1])
+    assert all(len(row) == 4 or row[-1] < threshold for row in seen)
+    assert len({len(row) for row in seen}) > 1
+
+
+def test_rows_of_a_batch_end_their_chains_each_where_it_is_uncertain(target, tiny_llama):
+    decoder, plan = Decoder(target, DraftModel(tiny_llama(layers=4, seed=0, initializer_range=0.3))), Plan(4, confidence=0.1)
+    together = decoder.generate(PROMPTS, 40, plan=plan)
+    alone = [decoder.generate([p], 40, plan=plan) for p in PROMPTS]
+    assert [[(r.drafted, r.accepted) for r in rounds] for rounds in together.rounds] == [[(r.drafted, r.accepted) for r in a.rounds[0]] for a in alone]
+
+
+def test_at_the_threshold_of_one_a_chain_is_one_draft(target, useless):
+    out = Decoder(target, useless).generate(PROMPTS, 30, Sampling(1.0), Plan(4, confidence=1.0))
+    assert {r.drafted for rounds in out.rounds for r in rounds} == {1}
+
+
+def test_trees_have_no_confidence_threshold():
+    with pytest.raises(BadInputError, match="dynamic tree already"):
+        Plan(4, width=2, confidence=0.5)
+
+
+# ------------------------------------------------------------ the switch
+
+
+@pytest.mark.parametrize("plan", [Plan(3), Plan(3, width=2, nodes=4), PLANS["chain"]], ids=str)
+def test_speculation_can_be_switched_off_per_request(target, itself, plan):
+    decoder = Decoder(target, itself)
+    expected = Decoder(target).generate(PROMPTS, 30).tokens
+    out = decoder.generate(PROMPTS, 30, plan=plan, speculate=[True, False, True, False])
+    assert out.tokens == expected
+    for i, rounds in enumerate(out.rounds):
+        assert (sum(r.drafted for r in rounds) > 0) is (i % 2 == 0)
+        assert i % 2 == 0 or all(r.emitted == 1 for r in rounds)
+    off = decoder.generate(PROMPTS, 30, plan=plan, speculate=False)
+    assert off.tokens == expected
+    assert off.rule == "none"
+
+
+def test_switched_off_rows_that_outlive_the_others_are_decoded_plainly(target, itself):
+    """The row that drafts ends first; what remains drafts nothing, and rows that drafted less often still draft rightly."""
+    decoder = Decoder(target, itself)
+    out = decoder.generate(PROMPTS, 40, plan=Plan(3), speculate=[False, True, False, False])
+    assert out.tokens == Decoder(target).generate(PROMPTS, 40).tokens
+    assert all(r.accepted == r.drafted for r in out.rounds[1])
+
+
+def test_as_many_switches_as_prompts(target, itself):
+    with pytest.raises(BadInputError, match="4 prompts, but 2 flags"):
+        Decoder(target, itself).generate(PROMPTS, 5, speculate=[True, False])

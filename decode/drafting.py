@@ -5,8 +5,10 @@ Shapes: B rows, N draft nodes, W nodes whose logits are known, C children of a n
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,11 +16,8 @@ from torch import Tensor
 from ..heads import Drafter, Proposal
 from ..target import BadInputError, Nodes
 from .plan import SAMPLED, Plan
-from .sampling import DRAFT, Context, Processors, Sampling, draw, gumbel, nothing_left, probabilities, shared_gumbel, uniforms
+from .sampling import DRAFT, Context, Processors, Sampling, Seed, draw, gumbel, nothing_left, probabilities, shared_gumbel, uniforms
 from .trees import Tree
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 
 @dataclass
@@ -27,6 +26,7 @@ class Chooser:
 
     Attributes:
         rule: how the proposal will be verified; decides whether tokens are drawn or the most probable ones.
+        seed: of every draw.
         sequences: keys of each row's randomness, `[B]`.
         first: index in its sequence of the first token drafted, `[B]`. Randomness is keyed by it, so that a token that is
             drafted again in a later round is a new draw.
@@ -38,6 +38,7 @@ class Chooser:
 
     rule: str
     sampling: Sampling
+    seed: Seed
     vocab: int
     sequences: Tensor
     first: Tensor
@@ -83,9 +84,9 @@ class Chooser:
             return logits.argmax(-1)
         probs, positions = probabilities(logits, self.sampling), self.first + self.depth
         if self.rule == "coupled":
-            return (probs.double().log() + shared_gumbel(self.sampling.seed, self.sequences, positions, self.vocab)).argmax(-1)
+            return (probs.double().log() + shared_gumbel(self.seed, self.sequences, positions, self.vocab)).argmax(-1)
         self.probs.append(probs)
-        return draw(probs, uniforms(self.sampling.seed, DRAFT, self.sequences, self.first, positions))
+        return draw(probs, uniforms(self.seed, DRAFT, self.sequences, self.first, positions))
 
     # ------------------------------------------------------------ trees
 
@@ -107,7 +108,7 @@ class Chooser:
             top = logits.log_softmax(-1).topk(count, -1)
             return top.indices, top.values
         probs = probabilities(logits, self.sampling)
-        log_probs, rows, seed = probs.double().log(), self.sequences[:, None], self.sampling.seed
+        log_probs, rows, seed = probs.double().log(), self.sequences[:, None], self.seed
         if self.rule == "coupled":
             noise = shared_gumbel(seed, rows, self.first[:, None] + depth - 1, self.vocab)
         else:
@@ -144,43 +145,82 @@ def _spread(logits: Tensor, token_ids: Tensor | None, vocab: int) -> Tensor:
 # ------------------------------------------------------------ static trees
 
 
+@dataclass(frozen=True)
+class _Level:
+    """One pass of a static tree's growth.
+
+    Attributes:
+        known: nodes whose logits are known, `[1, W]`. widest: most children of any of them.
+        nodes: their children; each is child `ranks` of the known node at index `which`, `[C]` each.
+        read: those of the children that have children themselves, `[W']`. above: by number of reading, their parents, `[1, W']`.
+    """
+
+    known: Tensor
+    widest: int
+    nodes: Tensor
+    which: Tensor
+    ranks: Tensor
+    read: Tensor
+    above: Tensor
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """A static tree as index tensors on a device, made once.
+
+    Attributes:
+        parents: `[N]`. read: when each node is read, −1 for never, `[N]`. places: the nodes whose logits become known, in this order, plus 1, `[1 + R]`.
+    """
+
+    parents: Tensor
+    read: Tensor
+    places: Tensor
+    levels: tuple[_Level, ...]
+
+
+@lru_cache(maxsize=64)
+def _layout(tree: Tree, device: torch.device) -> _Layout:
+    def index(values: Sequence[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.long, device=device)
+
+    read, places, levels = [-1] * len(tree.parents), [], []
+    known: Sequence[int] = (-1,)
+    while known:
+        families = [tree.children[node] for node in known]
+        places += [node + 1 for node in known]
+        nodes, which, ranks = zip(*((node, w, rank) for w, family in enumerate(families) for rank, node in enumerate(family)), strict=True)
+        following = [node for node in nodes if tree.children[node]]
+        above = [-1 if tree.parents[n] < 0 else read[tree.parents[n]] for n in following]
+        for node in following:
+            read[node] = max(read) + 1
+        levels.append(_Level(index(known)[None], max(map(len, families)), index(nodes), index(which), index(ranks), index(following), index(above)[None]))
+        known = following
+    return _Layout(index(tree.parents), index(read), index(places), tuple(levels))
+
+
 def grow_static(drafter: Drafter, state: Any, root: Tensor, tree: Tree, chooser: Chooser) -> tuple[Proposal, Tensor | None]:
     """A proposal of the shape `tree`, and the distributions its tokens were drawn from at each place, `[B, 1 + N, V]`; None for no draws."""
-    rows, device = len(root), root.device
-    parents = torch.tensor(tree.parents, device=device).expand(rows, -1)
-    tokens, real = root.new_zeros(rows, len(tree.parents)), torch.ones(rows, len(tree.parents), dtype=torch.bool, device=device)
+    rows, layout = len(root), _layout(tree, root.device)
+    parents = layout.parents.expand(rows, -1)
+    tokens, real = root.new_zeros(rows, len(tree.parents)), torch.ones(rows, len(tree.parents), dtype=torch.bool, device=root.device)
     sees = Nodes.of_tree(parents, tree.depth).sees[:, :, 1:] if chooser.context is not None else None
-    read, places = [-1] * len(tree.parents), []
-    known: Sequence[int] = (-1,)
     logits = drafter.begin(state, root)[:, None]
-    for depth in range(1, tree.depth + 1):
-        families = [tree.children[node] for node in known]
-        numbers = torch.tensor([known], device=device)
-        context = None if sees is None or chooser.context is None else chooser.context.then(tokens, sees[:, numbers[0] + 1])
-        widest = max(map(len, families))
-        if widest > logits.shape[-1]:
-            raise BadInputError(f"plan: a node of the tree has {widest} children, the drafter's vocabulary {logits.shape[-1]} tokens; take a narrower tree.")
-        chosen, scores = chooser.children(logits, drafter.output_ids, widest, depth, numbers, context)
-        places += [node + 1 for node in known]
-        level = [(node, w, rank) for w, family in enumerate(families) for rank, node in enumerate(family)]
-        nodes, which, ranks = (list(column) for column in zip(*level, strict=True))
-        tokens[:, nodes] = chosen[:, which, ranks]
-        real[:, nodes] = scores[:, which, ranks] > float("-inf")
-        known = [node for node in nodes if tree.children[node]]
-        if not known:
-            break
-        above = torch.tensor([[-1 if tree.parents[n] < 0 else read[tree.parents[n]] for n in known]], device=device).expand(rows, -1)
-        first = max(read) + 1
-        for i, node in enumerate(known):
-            read[node] = first + i
-        logits = drafter.extend(state, tokens[:, known], above)
-    proposal = Proposal.tree(tokens, parents, _under_real(real, parents, tree.depth), torch.tensor(read, device=device).expand(rows, -1), tree.depth)
+    for depth, level in enumerate(layout.levels, 1):
+        context = None if sees is None or chooser.context is None else chooser.context.then(tokens, sees[:, level.known[0] + 1])
+        if level.widest > logits.shape[-1]:
+            raise BadInputError(
+                f"plan: a node of the tree has {level.widest} children, the drafter's vocabulary {logits.shape[-1]} tokens; take a narrower tree."
+            )
+        chosen, scores = chooser.children(logits, drafter.output_ids, level.widest, depth, level.known, context)
+        tokens[:, level.nodes] = chosen[:, level.which, level.ranks]
+        real[:, level.nodes] = scores[:, level.which, level.ranks] > float("-inf")
+        if depth < tree.depth:
+            logits = drafter.extend(state, tokens[:, level.read], level.above.expand(rows, -1))
+    proposal = Proposal.tree(tokens, parents, _under_real(real, parents, tree.depth), layout.read.expand(rows, -1), tree.depth)
     if not chooser.probs:
         return proposal, None
     drawn = torch.cat(chooser.probs, 1)
-    probs = drawn.new_zeros(rows, 1 + len(tree.parents), drawn.shape[-1])
-    probs[:, places] = drawn
-    return proposal, probs
+    return proposal, drawn.new_zeros(rows, 1 + len(tree.parents), drawn.shape[-1]).index_copy(1, layout.places, drawn)
 
 
 def _under_real(real: Tensor, parents: Tensor, depth: int) -> Tensor:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,7 +23,8 @@ from . import verify, verify_tree
 from .control import Controller
 from .drafting import Chooser, grow_dynamic, grow_static
 from .plan import LOSSY, Plan
-from .sampling import ACCEPT, CORRECT, Context, Processors, Sampling, draw, nothing_left, probabilities, shared_gumbel, uniforms
+from .sampling import ACCEPT, CORRECT, Context, Processors, Sampling, Seed, draw, nothing_left, probabilities, shared_gumbel, uniforms
+from .static import StaticRounds, margin
 from .stats import DecodeStats, Round, Seconds
 
 Stop = Callable[[list[int]], bool]
@@ -59,15 +61,38 @@ class Event:
 
 
 @dataclass
-class _Batch:
+class Batch:
     """The state of a running batch; `active[i]` is the prompt that row i belongs to."""
 
     active: list[int]
     root: Tensor  # [B]
-    cache: RaggedCache
     sequences: Tensor  # [B]
-    context: Context | None  # of what is committed, the root included; None without processors
-    drafting: object = None
+    wanting: Tensor | None  # rows that want drafts, [B] bool; None for all
+    cache: RaggedCache = field(init=False)
+    context: Context | None = None  # of what is committed, the root included; None without processors
+    drafting: Any = None
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a round did, on the device.
+
+    Attributes:
+        packed: per row the kept path's drafts, then the token that follows, how many drafts were accepted, drafted, and tried (see
+            `Round`), `[B, D + 4]`: all that the host needs.
+        tokens: root and drafts of the path, `[B, 1 + D]`. hidden: their tapped states. counts: how many of them stay.
+        read: see `Drafter.absorb`.
+    """
+
+    packed: Tensor
+    tokens: Tensor
+    hidden: Tensor | None
+    counts: Counts
+    read: Tensor | None
+
+    def cloned(self) -> Outcome:
+        hidden, read = (None if t is None else t.clone() for t in (self.hidden, self.read))
+        return Outcome(self.packed, self.tokens.clone(), hidden, Counts(self.counts.tensor.clone()), read)
 
 
 @dataclass
@@ -84,16 +109,30 @@ class Decoder:
 
     Args:
         drafter: None gives the plain target in the same engine: the baseline of every speedup.
+        static: rounds of fixed shapes, captured as CUDA graphs on a GPU (see `decode.static`). None for on a GPU, where drafter and
+            target allow it.
 
     Raises:
         IncompatibleError: the drafter cannot draft for this target (taps, sizes, vocabulary).
     """
 
-    def __init__(self, target: Target, drafter: Drafter | None = None):
+    def __init__(self, target: Target, drafter: Drafter | None = None, static: bool | None = None):
         self.target, self.drafter = target, drafter
+        self.static = target.device.type == "cuda" if static is None else static
+        self.rounds: dict[tuple[int, bool], StaticRounds] = {}
         if drafter is not None:
             drafter.check(target)
             drafter.to(target.device).eval()
+
+    def reserve(self, rows: int, length: int, spare: int, drafter: Drafter | None) -> StaticRounds:
+        """Memory for rounds of fixed shapes: what an earlier request of as many rows left, if it is large enough."""
+        key = (rows, drafter is not None)
+        found = self.rounds.get(key)
+        if found is None or not found.fits(length, spare):
+            self.rounds.pop(key, None)  # freed before more is asked for
+            found = self.rounds[key] = StaticRounds(self.target, drafter, rows, length, spare)
+        found.reset()
+        return found
 
     def generate(
         self,
@@ -119,7 +158,7 @@ class Decoder:
                 `sampling` forbids every token.
             IncompatibleError: the plan drafts trees, and the target cannot verify them.
         """
-        run = _Run(self, prompts, max_new_tokens, sampling or Sampling(), plan or Plan(), stop, ignore_eos, sequence_ids, speculate)
+        run = Run(self, prompts, max_new_tokens, sampling or Sampling(), plan or Plan(), stop, ignore_eos, sequence_ids, speculate)
         for _ in run.steps():
             pass
         return run.output()
@@ -135,12 +174,12 @@ class Decoder:
         speculate: bool = True,
     ) -> Iterator[Event]:
         """Complete one prompt, yielding what each round emits."""
-        run = _Run(self, [prompt], max_new_tokens, sampling or Sampling(), plan or Plan(), stop, ignore_eos, None, speculate)
+        run = Run(self, [prompt], max_new_tokens, sampling or Sampling(), plan or Plan(), stop, ignore_eos, None, speculate)
         for events in run.steps():
             yield events[0]
 
 
-class _Run:
+class Run:
     """One call of `generate`."""
 
     def __init__(
@@ -155,9 +194,10 @@ class _Run:
         sequence_ids: Sequence[int] | None,
         speculate: bool | Sequence[bool],
     ):
-        self.target, self.drafter = decoder.target, decoder.drafter
+        self.decoder, self.target, self.drafter = decoder, decoder.target, decoder.drafter
         self.prompts, self.max_new_tokens = prompts, max_new_tokens
         self.sampling, self.stop = sampling, stop
+        self.seed: Seed = sampling.seed
         self.speculate = [speculate] * len(prompts) if isinstance(speculate, bool) else list(speculate)
         self.depth = plan.depth if self.drafter is not None and any(self.speculate) else 0
         self.plan = plan
@@ -169,6 +209,9 @@ class _Run:
         self.sequences = [_Sequence() for _ in prompts]
         self.seconds = Seconds()
         self.rule = "none"
+        self.rounds: StaticRounds | None = None
+        self.margin = 0
+        self._drafted = 0.0  # when the round's drafts were there
         self._check()
 
     def _check(self) -> None:
@@ -226,7 +269,7 @@ class _Run:
             self.seconds.total += time.perf_counter() - began
             yield events
 
-    def _prefill(self) -> tuple[_Batch, list[Event]]:
+    def _prefill(self) -> tuple[Batch, list[Event]]:
         """Process the prompts; the token that follows each becomes its root."""
         started = self._clock()
         device, rows = self.target.device, len(self.prompts)
@@ -237,9 +280,7 @@ class _Run:
             tokens[row, : len(prompt)] = torch.tensor(prompt, dtype=torch.long)
         self._check_tokens(tokens)
         tokens = tokens.to(device)
-        room = width + self.max_new_tokens + self.depth + 1
-        spare = max(self.plan.max_nodes, self.plan.max_read) if self.depth and self.plan.is_tree else 0
-        batch = _Batch(list(range(rows)), tokens[:, 0], self.target.new_cache(rows, room + spare), torch.tensor(self.ids, device=device), None)
+        batch = self._open(tokens, counts)
         if self.processors is not None:
             batch.context = self.processors.start(tokens, counts.tensor)
         out = self.target.forward(tokens, batch.cache, taps=self._taps(), at=counts.tensor[:, None] - 1)
@@ -247,13 +288,31 @@ class _Run:
         assert out.logits is not None
         empty = Proposal.chain(tokens[:, :0])
         nothing, _, following = self._verify(batch, empty, out.logits, None, counts.tensor)
-        if self.depth:
-            assert self.drafter is not None
-            batch.drafting = self.drafter.open(self.target, rows, room, *((spare,) if self.drafter.grows else ()))
+        if self.drafter is not None and batch.drafting is not None:
             self.drafter.absorb(batch.drafting, tokens, out.hidden, counts)
-        events, _ = self._commit(batch, empty.tokens, nothing, following, nothing, nothing, prefill=True)
+        events = self._emit_all(batch, self._commit(batch, empty.tokens, nothing, following, nothing, nothing).tolist(), prefill=True)
         self.seconds.prefill += self._clock() - started
         return batch, events
+
+    def _open(self, tokens: Tensor, counts: Counts) -> Batch:
+        """Room for the prompts `[B, T]` and what follows, in both caches."""
+        rows, plan, device = len(tokens), self.plan, tokens.device
+        longest = max(counts.values) + self.max_new_tokens
+        room = longest + self.depth + 1
+        spare = max(plan.max_nodes, plan.max_read) if self.depth and plan.is_tree else 0
+        drafter = self.drafter if self.depth else None
+        wanting = None if all(self.speculate) else torch.tensor(self.speculate, device=device)
+        batch = Batch(list(range(rows)), tokens[:, 0], torch.tensor(self.ids, device=device), wanting)
+        if self.decoder.static and (drafter is None or drafter.grows):
+            self.margin = margin(plan.max_nodes, plan.depth, plan.max_read) if self.depth else 3
+            self.rounds = self.decoder.reserve(rows, longest + self.margin, spare, drafter)
+            self.seed = torch.full((), (self.sampling.seed + 2**63) % 2**64 - 2**63, dtype=torch.long, device=device)
+            batch.cache, batch.drafting = self.rounds.cache, self.rounds.drafting
+            return batch
+        batch.cache = self.target.new_cache(rows, room + spare)
+        if drafter is not None:
+            batch.drafting = drafter.open(self.target, rows, room, *((spare,) if drafter.grows else ()))
+        return batch
 
     def _check_tokens(self, tokens: Tensor) -> None:
         if int(tokens.min()) < 0 or int(tokens.max()) >= self.target.vocab_size:
@@ -261,43 +320,57 @@ class _Run:
                 f"a prompt holds token {int(tokens.max() if tokens.min() >= 0 else tokens.min())}, outside the target's vocabulary of {self.target.vocab_size}."
             )
 
-    def _round(self, batch: _Batch) -> list[Event]:
+    def _round(self, batch: Batch) -> list[Event]:
         started = self._clock()
-        proposal, draft_probs = self._draft(batch)
-        drafted = self._clock()
+        depth = self._round_depth(batch)
+        if self.rounds is not None:
+            idle = [row for row, i in enumerate(batch.active) if self.sequences[i].done]
+            packed = self.rounds.round(self, batch, depth, idle, self._longest(batch) + self.margin)
+        else:
+            outcome = self.compute(batch, depth)
+            packed = outcome.packed.tolist()
+            self.absorb(batch, outcome)
+        events = self._emit_all(batch, packed)
+        self.seconds.draft += max(0.0, self._drafted - started)
+        self.seconds.verify += self._clock() - max(started, self._drafted)
+        return events
+
+    def compute(self, batch: Batch, depth: int) -> Outcome:
+        """Draft, verify and accept; all of it on the device."""
+        proposal, draft_probs = self._draft(batch, depth)
+        if self.rounds is None:
+            self._drafted = self._clock()
         tokens = torch.cat([batch.root[:, None], proposal.tokens], 1)  # [B, 1 + N]
         out = self.target.forward(tokens, batch.cache, taps=self._taps(), nodes=None if proposal.parents is None else proposal.nodes)
         assert out.logits is not None
         accepted, path, following = self._verify(batch, proposal, out.logits, draft_probs, batch.cache.lengths + 1)
-        chosen = proposal.tokens if path is None else proposal.tokens.gather(1, path.clamp(min=0))  # [B, D]
-        events, kept = self._commit(batch, chosen, accepted, following, proposal.lengths, _tried(proposal, accepted, path))
-        self._absorb(batch, proposal, torch.cat([tokens[:, :1], chosen], 1), out.hidden, path, Counts(accepted + 1, [k + 1 for k in kept]))
-        verified = self._clock()
-        self.seconds.draft += drafted - started
-        self.seconds.verify += verified - drafted
-        return events
-
-    def _absorb(self, batch: _Batch, proposal: Proposal, tokens: Tensor, hidden: Tensor | None, path: Tensor | None, counts: Counts) -> None:
-        """Commit the accepted path `[B, D]` (None: a chain), of tokens `[B, 1 + D]`, in both caches."""
-        read = None
+        chosen, hidden, read = proposal.tokens, out.hidden, None
         if path is not None:
             assert proposal.read is not None
+            chosen = proposal.tokens.gather(1, path.clamp(min=0))  # [B, D]
             batch.cache.keep(torch.cat([torch.zeros_like(path[:, :1]), torch.where(path < 0, path, path + 1)], 1))
             where = torch.nn.functional.pad((path + 1).clamp(min=0), (1, 0))
             hidden = None if hidden is None else hidden.gather(1, where[:, :, None, None].expand(-1, -1, *hidden.shape[2:]))
             read = proposal.read.gather(1, path.clamp(min=0)).masked_fill(path < 0, -1)
+        counts = Counts(accepted + 1)
         batch.cache.advance(counts)
-        if self.drafter is not None and batch.drafting is not None:
-            self.drafter.absorb(batch.drafting, tokens, hidden, counts, read)
+        packed = self._commit(batch, chosen, accepted, following, proposal.lengths, _tried(proposal, accepted, path))
+        return Outcome(packed, torch.cat([tokens[:, :1], chosen], 1), hidden, counts, read)
 
-    def _free_rows(self, batch: _Batch) -> bool:
-        """Drop the rows of finished sequences; False when none is left."""
+    def absorb(self, batch: Batch, outcome: Outcome) -> None:
+        """Let the drafter take note of a round."""
+        if self.drafter is not None and batch.drafting is not None:
+            self.drafter.absorb(batch.drafting, outcome.tokens, outcome.hidden, outcome.counts, outcome.read)
+
+    def _free_rows(self, batch: Batch) -> bool:
+        """Drop the rows of finished sequences (in rounds of fixed shapes they stay); False when none is left."""
         alive = [row for row, i in enumerate(batch.active) if not self.sequences[i].done]
-        if not alive or len(alive) == len(batch.active):
+        if not alive or len(alive) == len(batch.active) or self.rounds is not None:
             return bool(alive)
         batch.active = [batch.active[r] for r in alive]
         batch.root, batch.sequences = batch.root[alive], batch.sequences[alive]
         batch.context = None if batch.context is None else batch.context.select(alive)
+        batch.wanting = None if batch.wanting is None else batch.wanting[alive]
         batch.cache.select(alive)
         if self.drafter is not None and batch.drafting is not None:
             self.drafter.select(batch.drafting, alive)
@@ -313,50 +386,62 @@ class _Run:
 
     # ------------------------------------------------------------ drafting
 
-    def _draft(self, batch: _Batch) -> tuple[Proposal, Tensor | None]:
+    def _draft(self, batch: Batch, depth: int) -> tuple[Proposal, Tensor | None]:
         """A proposal, and what its tokens were drawn from: of a chain `[B, k, V]`, of a tree at each place `[B, 1 + N, V]`; None for no draws."""
-        depth = self._round_depth(batch)
         if self.drafter is None or not depth:
             return Proposal.chain(batch.root[:, None][:, :0]), None
         plan, state = self.plan, batch.drafting
         rule = plan.rule(self.sampling.temperature, deterministic=False)
         chooser = Chooser(
-            rule, self.sampling, self.target.vocab_size, batch.sequences, batch.cache.lengths + 1, self.processors, batch.context, confidence=plan.confidence
+            rule,
+            self.sampling,
+            self.seed,
+            self.target.vocab_size,
+            batch.sequences,
+            batch.cache.lengths + 1,
+            self.processors,
+            batch.context,
+            confidence=plan.confidence,
         )
         if plan.tree is not None and self.drafter.grows and depth == plan.depth:
             proposal, probs = grow_static(self.drafter, state, batch.root, plan.tree, chooser)
         elif plan.tree is None and plan.is_tree and self.drafter.grows:
             proposal, probs = grow_dynamic(self.drafter, state, batch.root, plan, depth, chooser), None
         else:
-            proposal = self.drafter.propose(state, batch.root, depth, chooser, chooser.ended)
+            # Asking whether a chain has ended reads from the device, which a round of fixed shapes must not.
+            proposal = self.drafter.propose(state, batch.root, depth, chooser, chooser.ended if self.rounds is None else None)
             probs = torch.stack(chooser.probs, 1) if chooser.probs else None
         self.rule = self._rule(proposal)
         return self._wanted(batch, proposal, chooser.lengths), probs
 
-    def _wanted(self, batch: _Batch, proposal: Proposal, lengths: Tensor | None) -> Proposal:
+    def _wanted(self, batch: Batch, proposal: Proposal, lengths: Tensor | None) -> Proposal:
         """Without what stands behind a row's first `lengths` `[B]` tokens (None: all), and without the drafts of rows that want none."""
         real = proposal.real
         if lengths is not None:
             real = real & (torch.arange(real.shape[1], device=real.device) < lengths[:, None])
-        if not all(self.speculate[i] for i in batch.active):
-            real = real & torch.tensor([self.speculate[i] for i in batch.active], device=real.device)[:, None]
+        if batch.wanting is not None:
+            real = real & batch.wanting[:, None]
         return proposal if real is proposal.real else replace(proposal, real=real)
 
-    def _round_depth(self, batch: _Batch) -> int:
+    def _round_depth(self, batch: Batch) -> int:
         """The plan's, or its controller's; 0 if no row wants drafts. It never passes the end of the target's context."""
-        wanting = [i for i in batch.active if self.speculate[i]]
+        wanting = [i for i in batch.active if self.speculate[i] and not self.sequences[i].done]
         if not self.depth or not wanting:
             return 0
         depth = self.depth if self.controller is None else self.controller.choose(wanting)
         limit = self.target.max_context
-        return depth if limit is None else min(depth, limit - batch.cache.longest - 1)
+        return depth if limit is None else min(depth, limit - self._longest(batch) - 1)
+
+    def _longest(self, batch: Batch) -> int:
+        """Committed entries of the longest row that has not finished."""
+        return max(length for i, length in zip(batch.active, batch.cache.host_lengths, strict=True) if not self.sequences[i].done)
 
     def _rule(self, proposal: Proposal) -> str:
         return self.plan.rule(self.sampling.temperature, proposal.deterministic)
 
     # ------------------------------------------------------------ verification
 
-    def _verify(self, batch: _Batch, proposal: Proposal, logits: Tensor, draft_probs: Tensor | None, first: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
+    def _verify(self, batch: Batch, proposal: Proposal, logits: Tensor, draft_probs: Tensor | None, first: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
         """Accepted drafts `[B]`, their path `[B, D]` in a tree (None for a chain), and the token that follows `[B]`.
 
         Args:
@@ -371,7 +456,7 @@ class _Run:
             following = following.masked_fill(nothing_left(logits).gather(1, end[:, None])[:, 0], _NOTHING)
         return accepted, path, following
 
-    def _apply_rule(self, batch: _Batch, proposal: Proposal, logits: Tensor, draft_probs: Tensor | None, first: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
+    def _apply_rule(self, batch: Batch, proposal: Proposal, logits: Tensor, draft_probs: Tensor | None, first: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
         """The same, from processed logits. Every draw is keyed by its place in the text, or by the round and the node."""
         rule, sampling = self._rule(proposal), self.sampling
         if rule == "greedy":
@@ -382,12 +467,12 @@ class _Run:
         sequences, positions = batch.sequences[:, None], first[:, None] + proposal.nodes.depths
         probs = probabilities(logits, sampling)
         if rule == "coupled":
-            return self._match(proposal, (probs.double().log() + shared_gumbel(sampling.seed, sequences, positions, probs.shape[-1])).argmax(-1))
+            return self._match(proposal, (probs.double().log() + shared_gumbel(self.seed, sequences, positions, probs.shape[-1])).argmax(-1))
         if rule == "candidates" or draft_probs is None:
-            return self._match(proposal, draw(probs, uniforms(sampling.seed, CORRECT, sequences, positions)))
+            return self._match(proposal, draw(probs, uniforms(self.seed, CORRECT, sequences, positions)))
         numbers = torch.arange(1, positions.shape[1], device=positions.device)
-        accepts = uniforms(sampling.seed, ACCEPT, sequences, first[:, None], first[:, None] + numbers - 1)
-        corrects = uniforms(sampling.seed, CORRECT, batch.sequences, first)
+        accepts = uniforms(self.seed, ACCEPT, sequences, first[:, None], first[:, None] + numbers - 1)
+        corrects = uniforms(self.seed, CORRECT, batch.sequences, first)
         if proposal.parents is None:
             judge = verify.block if rule in ("block", "traversal") else verify.rejection
             accepted, following = judge(proposal.tokens, proposal.lengths, probs, draft_probs, accepts, corrects)
@@ -411,26 +496,29 @@ class _Run:
 
     # ------------------------------------------------------------ committing
 
-    def _commit(
-        self, batch: _Batch, chosen: Tensor, accepted: Tensor, following: Tensor, drafted: Tensor, tried: Tensor, prefill: bool = False
-    ) -> tuple[list[Event], list[int]]:
-        """Read the round's outcome back, once, and note it for every sequence; returns the events and the accepted counts.
+    def _commit(self, batch: Batch, chosen: Tensor, accepted: Tensor, following: Tensor, drafted: Tensor, tried: Tensor) -> Tensor:
+        """Make the token that follows the root; returns what the host needs of the round, see `Outcome.packed`.
 
         Args:
-            chosen: `[B, D]`, of which the first `accepted` stay. drafted, tried: of each round, see `Round`, `[B]`.
+            chosen: `[B, D]`, of which the first `accepted` stay. drafted, tried: of each row, see `Round`, `[B]`.
         """
-        packed = torch.cat([chosen, torch.stack([following, accepted, drafted, tried], 1)], 1).tolist()
         if batch.context is not None:
             kept = torch.arange(chosen.shape[1], device=accepted.device) < accepted[:, None]
             emitted = torch.cat([kept, (following != _NOTHING)[:, None]], 1)
             batch.context = batch.context.then(torch.cat([chosen, following[:, None]], 1), emitted[:, None])
         batch.root = following
+        return torch.cat([chosen, torch.stack([following, accepted, drafted, tried], 1)], 1)
+
+    def _emit_all(self, batch: Batch, packed: list[list[int]], prefill: bool = False) -> list[Event]:
+        """Note a round's outcome for every sequence that was still active."""
         events = []
-        for i, (*drafts, last, kept_count, count, reach) in zip(batch.active, packed, strict=True):
-            events.append(self._emit(self.sequences[i], [*drafts[:kept_count], last], count, reach, prefill))
-            if self.controller is not None:
-                self.controller.note(i, reach, kept_count)
-        return events, [row[-3] for row in packed]
+        for i, (*drafts, last, kept, count, reach) in zip(batch.active, packed, strict=True):
+            if self.sequences[i].done:
+                continue
+            events.append(self._emit(self.sequences[i], [*drafts[:kept], last], count, reach, prefill))
+            if self.controller is not None and not prefill:
+                self.controller.note(i, reach, kept)
+        return events
 
     def _emit(self, sequence: _Sequence, new: list[int], drafted: int, tried: int, prefill: bool) -> Event:
         """Append what a round gave to one sequence, up to its end."""

@@ -8,7 +8,7 @@ exists, so a draw does not depend on what else is in the batch, on the order of 
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -95,6 +95,13 @@ class Context:
         tokens = tokens[:, None].expand_as(path)
         present = None if self.present is None else _mark(self.present.expand(-1, path.shape[1], -1), tokens, path)
         return Context(self.num_new + path.sum(-1), _last(self.recent.expand(-1, path.shape[1], -1), tokens, path), present)
+
+    def tensors(self) -> list[Tensor]:
+        return [self.num_new, self.recent, *([] if self.present is None else [self.present])]
+
+    def at(self, tensors: Iterator[Tensor]) -> Context:
+        """This context in other places in memory, given in the order of `tensors`."""
+        return Context(next(tensors), next(tensors), None if self.present is None else next(tensors))
 
     def select(self, rows: list[int]) -> Context:
         return Context(self.num_new[rows], self.recent[rows], None if self.present is None else self.present[rows])
@@ -242,21 +249,28 @@ def _mix(x: Tensor) -> Tensor:
     return x ^ ((x >> 31) & 0x1FFFFFFFF)
 
 
-def uniforms(seed: int, stream: int, *keys: Tensor) -> Tensor:
+Seed = int | Tensor  # a tensor [] where a captured graph must serve every seed
+
+
+def uniforms(seed: Seed, stream: int, *keys: Tensor) -> Tensor:
     """Uniforms in (0, 1), fp64, of the keys' broadcast shape: a hash of (seed, stream, keys)."""
-    start = (seed * 1_000_003 + stream + 2**63) % 2**64 - 2**63  # seeds count modulo 2**64
-    state = _mix(torch.tensor(start, dtype=torch.long) + _GOLDEN).to(keys[0].device)
+    state = _mix(_start(seed, keys[0].device) * 1_000_003 + (stream + _GOLDEN))
     for key in keys:
         state = _mix(state + (key + 1) * _GOLDEN)
     return (((state >> 11) & 0x1FFFFFFFFFFFFF).double() + 0.5) * 2.0**-53
 
 
-def gumbel(seed: int, stream: int, vocab: int, *keys: Tensor) -> Tensor:
+def _start(seed: Seed, device: torch.device) -> Tensor:
+    """Seeds count modulo 2**64. They are filled in on the device, never copied to it."""
+    return seed if isinstance(seed, Tensor) else torch.full((), (seed + 2**63) % 2**64 - 2**63, dtype=torch.long, device=device)
+
+
+def gumbel(seed: Seed, stream: int, vocab: int, *keys: Tensor) -> Tensor:
     """Gumbel noise for every token at each place, `[..., V]`, of the keys `[...]`."""
     tokens = torch.arange(vocab, device=keys[0].device)
     return -(-uniforms(seed, stream, *(key[..., None] for key in keys), tokens).log()).log()
 
 
-def shared_gumbel(seed: int, sequences: Tensor, positions: Tensor, vocab: int) -> Tensor:
+def shared_gumbel(seed: Seed, sequences: Tensor, positions: Tensor, vocab: int) -> Tensor:
     """The noise that target and drafter share under the coupled rule: a function of the place in the text alone, `[..., V]`."""
     return gumbel(seed, COUPLED, vocab, sequences, positions)

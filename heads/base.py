@@ -16,7 +16,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor, nn
 
-from ..target import BadInputError, Counts, IncompatibleError, Nodes, Target, refuse_unknown_keys
+from ..target import BadInputError, Counts, IncompatibleError, Nodes, RaggedCache, Target, refuse_unknown_keys
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
 
@@ -246,6 +246,10 @@ class Drafter(nn.Module):
         """
         raise NotImplementedError
 
+    def state_bytes(self, target: Target, batch_size: int, max_length: int, spare: int = 0) -> int:
+        """What `open` allocates for this; the decoder asks before anything is allocated."""
+        return 0
+
     def absorb(self, state: Any, tokens: Tensor, hidden: Tensor | None, counts: Counts, path: Tensor | None = None) -> None:
         """Take note of what the target has processed. After rounds without drafts this is called several times before the next `begin`.
 
@@ -293,6 +297,25 @@ class Drafter(nn.Module):
                 which this one node follows the last.
         """
         raise NotImplementedError
+
+    # What rounds of fixed shapes need (decode/static.py): a drafter that is a model, and reads nothing back to the host, has them.
+
+    def caches(self, state: Any) -> list[RaggedCache]:
+        """Its caches; [] for a drafter whose rounds cannot have fixed shapes."""
+        return []
+
+    def carried(self, state: Any) -> list[Tensor]:
+        """What `absorb` leaves for the next `begin`, caches apart."""
+        raise NotImplementedError
+
+    def carry(self, state: Any, tensors: list[Tensor]) -> None:
+        """Put it back, from other places in memory."""
+        raise NotImplementedError
+
+    def reset(self, state: Any) -> None:
+        """Make the state as `open` left it, in the same memory."""
+        for cache in self.caches(state):
+            cache.reset()
 
     def select(self, state: Any, rows: list[int]) -> None:
         """Keep only these rows of the state, in this order (sequences finish at different times)."""

@@ -6,6 +6,7 @@ Shapes: B rows, T positions, Q tokens of one pass, V vocabulary.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -127,13 +128,21 @@ class DraftModel(Drafter):
     # ------------------------------------------------------------ decoding
 
     def open(self, target: Target, batch_size: int, max_length: int, spare: int = 0) -> _State:
-        runner = Target(self.model)
+        runner = self.runner
         needed = min(max_length, target.max_context or max_length)
         if runner.max_context is not None and runner.max_context < needed:
             raise BadInputError(
                 f"the draft model was built for {runner.max_context} positions, this generation needs {needed}; shorten it or take another drafter."
             )
         return _State(runner.new_cache(batch_size, max_length + spare), runner)
+
+    def state_bytes(self, target: Target, batch_size: int, max_length: int, spare: int = 0) -> int:
+        return self.runner.cache_bytes(batch_size, max_length + spare)
+
+    @cached_property
+    def runner(self) -> Target:
+        """The model as one that runs; kept for what it knows of its layers."""
+        return Target(self.model)
 
     def absorb(self, state: _State, tokens: Tensor, hidden: Tensor | None, counts: Counts, path: Tensor | None = None) -> None:
         # The cache already holds the root and all drafts that were read: of an accepted path all but, at most, the last.
@@ -167,6 +176,20 @@ class DraftModel(Drafter):
         assert out.logits is not None
         state.written += tokens.shape[1]
         return out.logits
+
+    def caches(self, state: _State) -> list[RaggedCache]:
+        return [state.cache]
+
+    def carried(self, state: _State) -> list[Tensor]:
+        assert state.unread is not None
+        return [state.unread]
+
+    def carry(self, state: _State, tensors: list[Tensor]) -> None:
+        state.unread = tensors[0]
+
+    def reset(self, state: _State) -> None:
+        super().reset(state)
+        state.unread, state.written, state.branches = None, 0, None
 
     def select(self, state: _State, rows: list[int]) -> None:
         state.cache.select(rows)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding, repeat_kv, rotate_half
 
-from ..target import BadInputError, Counts, IncompatibleError, Nodes, RaggedCache, Target
+from ..target import BadInputError, Counts, IncompatibleError, LayerShape, Nodes, RaggedCache, Store, Target
 from .base import Branches, Drafter, DrafterConfig, DrafterLoss, Sum, TargetBatch, joined
 from .losses import acceptance_metrics, ahead, chunked_compare, divergence
 
@@ -212,7 +212,7 @@ class _Runner:
         turned = heads[:, : self.heads + self.kv_heads]
         turned = turned * self.cos[positions][:, None] + turned.roll(self.size // 2, -1) * self.sin[positions][:, None]
         k, v = cache.update(turned[:, self.heads :], heads[:, self.heads + self.kv_heads :], 0)
-        mask = None if rows == width == 1 and not in_tree else cache.visible()[:, None]
+        mask = None if rows == width == 1 and not in_tree and cache.window is None else cache.visible()[:, None]
         mixed = nn.functional.scaled_dot_product_attention(turned[:, : self.heads], k, v, mask, enable_gqa=self.heads != self.kv_heads)
         hidden = hidden + layer.self_attn.output(mixed)
         return hidden + layer.mlp(self._norm(hidden, layer.post_attention_layernorm))
@@ -359,7 +359,19 @@ class Eagle3(Drafter):
     # ------------------------------------------------------------ decoding
 
     def open(self, target: Target, batch_size: int, max_length: int, spare: int = 0) -> _State:
-        return _State(RaggedCache(1, batch_size, max_length + spare, target.device), target, _Runner(self, max_length, target.device))
+        cache = RaggedCache(1, batch_size, max_length + spare, target.device, [self._entry(target.device)])
+        return _State(cache, target, _Runner(self, max_length, target.device))
+
+    def state_bytes(self, target: Target, batch_size: int, max_length: int, spare: int = 0) -> int:
+        attention, entry = self.layer.self_attn, self._entry(target.device)
+        weights = sum(part.weight.numel() for part in (attention.q_proj, attention.k_proj, attention.v_proj))
+        angles = 2 * max_length * attention.size
+        return entry.num_bytes(batch_size, max_length + spare) + (weights + angles) * entry.keys.dtype.itemsize
+
+    def _entry(self, device: torch.device) -> LayerShape:
+        attention = self.layer.self_attn
+        store = Store(attention.kv_heads, attention.size, attention.k_proj.weight.dtype, device)
+        return LayerShape(store, store)
 
     def absorb(self, state: _State, tokens: Tensor, hidden: Tensor | None, counts: Counts, path: Tensor | None = None) -> None:
         # The pair of the last of these tokens needs the token behind it: `begin` knows that one.
@@ -397,6 +409,22 @@ class Eagle3(Drafter):
         """One pass over `tokens` `[B, Q]`, written behind the committed entries plus `offset`; output `[B, Q, H]`."""
         positions = state.cache.place(tokens.shape[1], offset, nodes)
         return state.runner.step(state.target.embed(tokens).to(hidden.dtype), hidden, state.cache, positions, nodes is not None)
+
+    def caches(self, state: _State) -> list[RaggedCache]:
+        return [state.cache]
+
+    def carried(self, state: _State) -> list[Tensor]:
+        assert state.tokens is not None
+        assert state.hidden is not None
+        assert state.counts is not None
+        return [state.tokens, state.hidden, state.counts.tensor]
+
+    def carry(self, state: _State, tensors: list[Tensor]) -> None:
+        state.tokens, state.hidden, state.counts = tensors[0], tensors[1], Counts(tensors[2])
+
+    def reset(self, state: _State) -> None:
+        super().reset(state)
+        state.tokens = state.hidden = state.counts = state.outputs = state.branches = None
 
     def select(self, state: _State, rows: list[int]) -> None:
         state.cache.select(rows)

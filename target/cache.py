@@ -6,12 +6,15 @@ The slots of row b below `lengths[b]` are committed. A forward pass writes Q new
 is decided afterwards, by `advance`: what is not committed is simply overwritten by the next pass. Rejecting draft tokens
 therefore costs nothing, and ragged batches need no padding on the left.
 
+A cache that is told its layers' shapes is allocated whole before the first pass; without them, a layer is when its first entry comes.
+
 Entries of a tree lie behind the committed ones in any order that has parents first. Where each stands in its text and
 whom it sees is said when it is placed (`Nodes`); `keep` then moves one path of them to the front.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,23 +23,59 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 
+@dataclass(frozen=True)
+class Store:
+    """One tensor of a layer: keys, or values."""
+
+    heads: int
+    size: int
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Store:
+        """Of keys or values `[B, H, *, D]`."""
+        return cls(tensor.shape[1], tensor.shape[3], tensor.dtype, tensor.device)
+
+    def num_bytes(self, rows: int, length: int) -> int:
+        return rows * self.heads * length * self.size * self.dtype.itemsize
+
+    def allocate(self, rows: int, length: int) -> Tensor:
+        return torch.zeros(rows, self.heads, length, self.size, dtype=self.dtype, device=self.device)
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """What a layer keeps; keys and values may differ."""
+
+    keys: Store
+    values: Store
+
+    def num_bytes(self, rows: int, length: int) -> int:
+        return self.keys.num_bytes(rows, length) + self.values.num_bytes(rows, length)
+
+
 class _Layer(CacheLayerMixin):
-    """Keys and values of one layer, `[B, H, L, D]`, allocated when the first entry shows their sizes."""
+    """Keys and values of one layer, `[B, H, L, D]`."""
 
     is_sliding = False
 
-    def __init__(self, cache: RaggedCache):
+    def __init__(self, cache: RaggedCache, shape: LayerShape | None = None):
         super().__init__()
         self.cache = cache
+        if shape is not None:
+            self._allocate(shape)
+
+    @property
+    def shape(self) -> LayerShape | None:
+        return None if self.keys is None or self.values is None else LayerShape(Store.of(self.keys), Store.of(self.values))
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        self.keys = self._allocate(key_states)
-        self.values = self._allocate(value_states)
-        self.is_initialized = True
+        self._allocate(LayerShape(Store.of(key_states), Store.of(value_states)))
 
-    def _allocate(self, like: Tensor) -> Tensor:
-        _, heads, _, size = like.shape
-        return like.new_zeros(self.cache.batch_size, heads, self.cache.max_length, size)
+    def _allocate(self, shape: LayerShape) -> None:
+        self.keys, self.values = (store.allocate(self.cache.batch_size, self.cache.max_length) for store in (shape.keys, shape.values))
+        self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         if not self.is_initialized:
@@ -78,22 +117,28 @@ class _Layer(CacheLayerMixin):
         return sum(t.numel() * t.element_size() for t in (self.keys, self.values) if t is not None)
 
 
-@dataclass(frozen=True)
 class Counts:
-    """One number per row, on the device and on the host: the round reads it back anyway, so nobody needs to again."""
+    """One number per row, on the device, and on the host if it is known there; else asking for it reads it back, once."""
 
-    tensor: Tensor  # [B]
-    values: list[int]
+    def __init__(self, tensor: Tensor, values: list[int] | None = None):
+        self.tensor = tensor  # [B]
+        self._values = values
+
+    @property
+    def values(self) -> list[int]:
+        if self._values is None:
+            self._values = self.tensor.tolist()
+        return self._values
 
     @classmethod
     def of(cls, values: list[int], device: torch.device | str) -> Counts:
         return cls(torch.tensor(values, dtype=torch.long, device=device), values)
 
     def plus(self, other: Counts) -> Counts:
-        return Counts(self.tensor + other.tensor, [a + b for a, b in zip(self.values, other.values, strict=True)])
+        return Counts(self.tensor + other.tensor)
 
     def select(self, rows: list[int]) -> Counts:
-        return Counts(self.tensor[rows], [self.values[r] for r in rows])
+        return Counts(self.tensor[rows], None if self._values is None else [self._values[r] for r in rows])
 
 
 @dataclass(frozen=True)
@@ -129,24 +174,33 @@ class Nodes:
 
 
 class RaggedCache(Cache):
-    """Preallocated cache for `num_layers` layers of a `transformers` model.
+    """Cache for `num_layers` layers of a `transformers` model.
+
+    Args:
+        shapes: of all layers, which are then allocated at once. A layer without one is allocated when its first entry comes.
 
     Attributes:
         lengths: committed entries per row, `[B]` (int64, on the device).
-        host_lengths: the same on the host.
+        host_lengths: the same on the host. With a window the cache does not keep them: whoever reads the counts back does.
+        window: how many slots every pass reads, whatever the lengths; None for as many as are used. With a window no shape and
+            no address depends on the lengths, so that a pass can be captured.
     """
 
-    def __init__(self, num_layers: int, batch_size: int, max_length: int, device: torch.device | str):
+    def __init__(self, num_layers: int, batch_size: int, max_length: int, device: torch.device | str, shapes: Sequence[LayerShape | None] = ()):
         self.max_length = max_length
         self.lengths = torch.zeros(batch_size, dtype=torch.long, device=device)
         self.host_lengths = [0] * batch_size
         self.used = 0
+        self.window: int | None = None
         self.start: int | None = 0
         self.slots = self.positions = self.lengths[:, None]
         self._sees: Tensor | None = None
         self._depths: Tensor | None = None  # [B, offset + Q], of all uncommitted entries
-        self._stores = [_Layer(self) for _ in range(num_layers)]
+        self._stores = [self._layer(index, shape) for index, shape in enumerate(shapes or (None,) * num_layers)]
         super().__init__(layers=list(self._stores))
+
+    def _layer(self, index: int, shape: Any) -> Any:
+        return _Layer(self, shape)
 
     @property
     def batch_size(self) -> int:
@@ -163,10 +217,10 @@ class RaggedCache(Cache):
             nodes: None for a chain, in which each token follows the one before it.
         """
         start = self.longest + offset
-        self.used = start + num_new
+        self.used = start + num_new if self.window is None else self.window
         if self.used > self.max_length:
             raise ValueError(f"the cache holds {self.max_length} entries per row, {self.used} are needed")
-        self.start = start if self.longest == min(self.host_lengths) else None
+        self.start = start if self.window is None and self.longest == min(self.host_lengths) else None
         self.rows = torch.arange(self.batch_size, device=self.lengths.device)[:, None]
         self.slots = self.positions = self.lengths[:, None] + torch.arange(offset, offset + num_new, device=self.lengths.device)
         earlier, self._depths, self._sees = self._depths if offset else None, None, None
@@ -190,7 +244,12 @@ class RaggedCache(Cache):
     def advance(self, counts: Counts) -> None:
         """Commit, of the entries written behind each row's committed ones, the first `counts`."""
         self.lengths = self.lengths + counts.tensor
-        self.host_lengths = [a + b for a, b in zip(self.host_lengths, counts.values, strict=True)]
+        if self.window is None:
+            self.host_lengths = [a + b for a, b in zip(self.host_lengths, counts.values, strict=True)]
+
+    def reset(self) -> None:
+        """Forget everything, and keep the room."""
+        self.lengths, self.host_lengths, self.window = torch.zeros_like(self.lengths), [0] * self.batch_size, None
 
     def select(self, rows: list[int]) -> None:
         """Keep these rows only, in this order."""
@@ -220,6 +279,11 @@ class RaggedCache(Cache):
     def _behind(self) -> Tensor:
         """How far each slot lies behind the first uncommitted one, `[B, used]`."""
         return torch.arange(self.used, device=self.lengths.device) - self.lengths[:, None]
+
+    @property
+    def shapes(self) -> tuple[LayerShape | None, ...]:
+        """Of the layers that are allocated; None for the others."""
+        return tuple(store.shape for store in self._stores)
 
     def num_bytes(self) -> int:
         return sum(store.num_bytes() for store in self._stores)

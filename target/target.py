@@ -6,7 +6,7 @@ Shapes: B rows, Q new tokens per row, T tokens of a whole sequence, H hidden siz
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from .cache import Nodes, RaggedCache
+from .cache import Counts, LayerShape, Nodes, RaggedCache
 from .errors import BadInputError, IncompatibleError
+from .footprint import Footprint, PeakBytes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -57,6 +58,8 @@ class Target:
         self.tokenizer = tokenizer
         self.source = source or {}
         self.body = _body(model)
+        self._shapes: dict[Hashable, tuple[LayerShape | None, ...]] = {}
+        self._footprints: dict[Hashable, Footprint] = {}
         self._seen: dict[int, Tensor] = {}
         self._hooked: set[int] = set()
 
@@ -150,8 +153,70 @@ class Target:
     # ------------------------------------------------------------ passes
 
     def new_cache(self, batch_size: int, max_length: int) -> RaggedCache:
-        self._check_attention()
-        return RaggedCache(self.num_layers, batch_size, max_length, self.device)
+        """A cache for `batch_size` rows of up to `max_length` entries, allocated whole: `cache_bytes` of memory.
+
+        Raises:
+            IncompatibleError: the model keeps something other than keys and values.
+        """
+        return RaggedCache(self.num_layers, batch_size, max_length, self.device, self.layer_shapes())
+
+    def cache_bytes(self, batch_size: int, max_length: int) -> int:
+        """What `new_cache` allocates."""
+        return sum(shape.num_bytes(batch_size, max_length) for shape in self.layer_shapes() if shape is not None)
+
+    def layer_shapes(self) -> tuple[LayerShape | None, ...]:
+        """What each layer keeps of an entry; None for one that keeps nothing. Configs do not say it alike, so it is read off one token's pass, once."""
+        now = self._circumstances()
+        if now not in self._shapes:
+            self._check_attention()
+            cache = RaggedCache(self.num_layers, 1, 1, self.device)
+            token = torch.zeros(1, 1, dtype=torch.long, device=self.device)
+            with torch.no_grad():
+                self.body(input_ids=token, **self._cache_arguments(token, cache, 0, None))
+            self._seen.clear()
+            self._shapes[now] = cache.shapes
+        return self._shapes[now]
+
+    def _circumstances(self) -> Hashable:
+        """What shapes and sizes depend on: a model may be moved or cast after it was wrapped, and run under autocast."""
+        kind = self.device.type
+        cast = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+        return self.dtype, self.device, torch.get_autocast_dtype(kind) if cast else None
+
+    def footprint(self) -> Footprint:
+        """What passes of this model work with: measured once, on two of a few tokens."""
+        now = self._circumstances()
+        if now not in self._footprints:
+            with torch.no_grad():
+                self._footprints[now] = self._measure()
+        return self._footprints[now]
+
+    def _measure(self) -> Footprint:
+        many, few, old = 16, 2, 62
+        scores, masks = self._score_bytes()
+        per_token = (self._measured(many, 0) - scores * many**2) / many
+        behind = self._measured(few, old) - (scores + masks) * few * (few + old)
+        hidden = torch.zeros(1, 1, self.hidden_size, dtype=self.dtype, device=self.device)
+        with PeakBytes() as head:
+            logits = self.lm_head(hidden)
+        per_entry = max(0.0, behind - few * per_token) / (few + old)
+        return Footprint(per_token, per_entry, scores + masks, scores, head.peak / self.vocab_size, logits.element_size())
+
+    def _measured(self, num_new: int, behind: int) -> int:
+        """Peak of a pass over `num_new` tokens of one row."""
+        cache = self.new_cache(1, behind + num_new)
+        cache.advance(Counts.of([behind], self.device))
+        tokens = torch.arange(num_new, device=self.device)[None] % self.vocab_size
+        with PeakBytes() as pass_:
+            self.body(input_ids=tokens, **self._cache_arguments(tokens, cache, 0, None))
+        self._seen.clear()
+        return pass_.peak
+
+    def _score_bytes(self) -> tuple[int, int]:
+        """Bytes for each pair of token and entry: scores that eager attention writes down (twice, or once and in fp32), and masks."""
+        eager = getattr(self.config, "_attn_implementation", None) == "eager"
+        scores = int(self.config.num_attention_heads) * 8 if eager else 0
+        return scores, len(set(getattr(self.config, "layer_types", None) or ("all",))) * self.dtype.itemsize
 
     def forward(
         self,
@@ -228,7 +293,7 @@ class Target:
     def _cache_arguments(self, tokens: Tensor, cache: RaggedCache | None, offset: int, nodes: Nodes | None) -> dict[str, Any]:
         if cache is None:
             return {"use_cache": False}
-        fresh = cache.longest == offset == 0 and nodes is None
+        fresh = cache.longest == offset == 0 and nodes is None and cache.window is None
         positions = cache.place(tokens.shape[1], offset, nodes)
         # An empty cache is plain causal attention: the library's own mask is right, and lets SDPA skip it.
         mask = None if fresh or self._sees_all(cache, tokens.shape[1], offset, nodes) else self._masks(cache)
@@ -238,7 +303,7 @@ class Target:
         """Whether a pass needs no mask: one token of one row behind everything there is. The library then gives SDPA none, which is faster."""
         windowed = getattr(self.config, "sliding_window", None) or getattr(self.config, "layer_types", None)
         plain = getattr(self.config, "_attn_implementation", None) == "sdpa" and not windowed
-        return plain and cache.batch_size == num_new == 1 and offset == 0 and nodes is None
+        return plain and cache.batch_size == num_new == 1 and offset == 0 and nodes is None and cache.window is None
 
     def _masks(self, cache: RaggedCache) -> Tensor | dict[str, Tensor]:
         """Float masks `[B, 1, Q, used]` (bool ones are silently wrong under eager attention)."""

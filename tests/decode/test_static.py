@@ -1,0 +1,287 @@
+"""Rounds of fixed shapes say what the others say, never ask the host, and can be recorded once and replayed.
+
+A GPU records them as CUDA graphs. `Recorder` stands in for one: it notes every operation of a round with its tensors, and a
+replay runs the same operations on the same memory, with nothing of the Python around them.
+"""
+
+from __future__ import annotations
+
+import copy
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import outrider.decode.static as static
+from outrider.decode import Control, Costs, Decoder, Plan, Sampling, Tree
+from outrider.decode.engine import Run
+from outrider.decode.static import window_of
+from outrider.heads import Drafter, DraftModel, Eagle3, Eagle3Config, Ngram
+from outrider.target import Counts, Target
+
+VOCAB = 64
+PROMPTS = [torch.randint(0, VOCAB, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (5, 1, 9, 3)]
+PLANS = {
+    "chain": Plan(3),
+    "block": Plan(3, verify="block"),
+    "static tree": Plan(tree=Tree((-1, -1, 0, 0, 1, 2))),
+    "traversal": Plan(tree=Tree((-1, -1, 0, 0, 1, 2)), verify="traversal"),
+    "dynamic tree": Plan(3, width=2, nodes=5),
+    "coupled": Plan(2, verify="coupled"),
+    "confidence": Plan(3, confidence=0.3),
+    "control": Plan(3, control=Control(Costs(verify=((0, 1.0), (8, 1.1)), draft=(0.0, 0.1)), (0.5, 0.5, 0.5))),
+}
+SAMPLINGS = {
+    "greedy": Sampling(),
+    "sampled": Sampling(1.0, top_p=0.9, seed=3),
+    "processed": Sampling(0.9, repetition_penalty=1.3, seed=5, suppress=(1, 2), min_new_tokens=6, bad_words=((3, 5), (7, 8, 9))),
+}
+CASES = [(p, s) for p in PLANS for s in SAMPLINGS if not (s == "greedy" and p in ("block", "traversal", "coupled"))]
+
+
+@pytest.fixture
+def target(tiny_llama) -> Target:
+    target = Target(tiny_llama(layers=4))
+    target.model.generation_config.eos_token_id = list(range(0, VOCAB, 16))
+    return target
+
+
+def make_drafters(target: Target) -> dict[str, Drafter]:
+    torch.manual_seed(0)
+    wrong = copy.deepcopy(target.model)
+    with torch.no_grad():
+        for weight in wrong.parameters():
+            weight.mul_(0.9)
+    return {"draft_model": DraftModel(wrong), "eagle3": Eagle3.build(Eagle3Config(taps=(1, 2, 3), draft_vocab_size=40), target, torch.arange(VOCAB))}
+
+
+@pytest.mark.parametrize(("needed", "window"), [(1, 256), (256, 256), (257, 384), (385, 512), (513, 768), (769, 1024), (4000, 4096), (4097, 6144)])
+def test_windows_come_in_few_sizes(needed, window):
+    assert window_of(needed) == window
+
+
+# ------------------------------------------------------------ the same text
+
+
+@pytest.mark.parametrize(("plan", "sampling"), CASES)
+def test_rounds_of_fixed_shapes_write_the_same_text(target, plan, sampling):
+    """Ragged, with rows that finish at different times, in the same rounds."""
+    for name, drafter in make_drafters(target).items():
+        usual = Decoder(target, drafter, static=False).generate(PROMPTS, 24, SAMPLINGS[sampling], PLANS[plan])
+        fixed = Decoder(target, drafter, static=True).generate(PROMPTS, 24, SAMPLINGS[sampling], PLANS[plan])
+        assert fixed.tokens == usual.tokens, name
+        assert fixed.rounds == usual.rounds, name
+        assert (fixed.rule, fixed.lossy) == (usual.rule, usual.lossy)
+        assert len(set(map(len, usual.tokens))) > 1
+
+
+def test_the_plain_target_and_a_drafter_that_is_no_model_too(target):
+    for drafter in (None, Ngram()):
+        usual, fixed = (Decoder(target, drafter, static=s).generate(PROMPTS, 24) for s in (False, True))
+        assert fixed.tokens == usual.tokens
+
+
+def test_requests_follow_each_other_in_the_same_memory(target):
+    """Longer, shorter, other seeds, one row, and again; memory is only taken anew where it is too small."""
+    drafter = make_drafters(target)["eagle3"]
+    fixed, usual = Decoder(target, drafter, static=True), Decoder(target, drafter, static=False)
+    requests: list[tuple[Any, ...]] = [
+        (PROMPTS, 30, Sampling(), Plan(3)), (PROMPTS, 20, Sampling(1.0, seed=1), Plan(2)), (PROMPTS, 20, Sampling(1.0, seed=2**63 + 5), Plan(2)),
+        (PROMPTS[:1], 20, Sampling(), Plan(0)), (PROMPTS[1:2], 20, Sampling(), Plan(3, width=2)), (PROMPTS, 30, Sampling(), Plan(3)),
+    ]  # fmt: skip
+    places = set()
+    for request in requests:
+        assert fixed.generate(*request).tokens == usual.generate(*request).tokens
+        places |= {id(rounds) for rounds in fixed.rounds.values()}
+    assert len(places) == 3, "for 4 rows, and for 1 without a drafter and with"
+
+
+def test_texts_longer_than_a_window(target):
+    target.model.generation_config.eos_token_id = None
+    for name, drafter in make_drafters(target).items():
+        usual, fixed = (Decoder(target, drafter, static=s).generate([PROMPTS[0], PROMPTS[1]], 300, plan=Plan(3)).tokens for s in (False, True))
+        assert fixed == usual, name
+
+
+def test_the_context_is_filled_to_its_last_position(tiny_llama):
+    target = Target(tiny_llama(layers=4, max_position_embeddings=64))
+    drafter = make_drafters(target)["draft_model"]
+    usual, fixed = (Decoder(target, drafter, static=s).generate([PROMPTS[2], PROMPTS[0][:5]], 55, plan=Plan(4)).tokens for s in (False, True))
+    assert fixed == usual
+    assert len(fixed[0]) == 55
+
+
+# ------------------------------------------------------------ nothing asks the host
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+def test_a_round_never_reads_a_tensor_on_the_host(tiny_llama, monkeypatch, plan, sampling):
+    """On the meta device tensors have shapes and no values: whoever asks for one fails. And no round copies from the host."""
+    if (plan, sampling) not in CASES:
+        pytest.skip("needs a temperature")
+    with torch.device("meta"):
+        target = Target(tiny_llama(layers=4).to("meta"))
+        for drafter in (DraftModel(copy.deepcopy(target.model)), Eagle3.build(Eagle3Config(taps=(1, 2, 3)), target).to("meta")):
+            run = Run(Decoder(target, drafter, static=True), PROMPTS, 20, SAMPLINGS[sampling], PLANS[plan], None, False, None, True)
+            tokens, counts = torch.zeros(4, 9, dtype=torch.long), Counts(torch.ones(4, dtype=torch.long), [len(p) for p in PROMPTS])
+            with torch.inference_mode():
+                batch = run._open(tokens, counts)
+                batch.context = None if run.processors is None else run.processors.start(tokens, counts.tensor)
+                drafter.absorb(batch.drafting, tokens, torch.zeros(4, 9, len(drafter.taps), 32), counts)
+                for cache in (batch.cache, *drafter.caches(batch.drafting)):
+                    cache.window = 256
+                for number in range(3):
+                    outcome = run.compute(batch, run.plan.depth)
+                    run.absorb(batch, outcome)
+                    if number == 0:  # what depends on the plan alone is made once
+                        monkeypatch.setattr(torch, "tensor", forbidden)
+                        monkeypatch.setattr(torch, "as_tensor", forbidden)
+            monkeypatch.undo()
+
+
+def forbidden(*args: Any, **kwargs: Any) -> Any:
+    raise AssertionError("a round makes a tensor on the host")
+
+
+# ------------------------------------------------------------ recorded once, replayed
+
+
+class Recorder(TorchDispatchMode):
+    """Stands in for a CUDA graph on a CPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations: list[tuple[Any, tuple[Any, ...], dict[str, Any], Any]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **kwargs or {})
+        self.operations.append((func, args, kwargs or {}, result))
+        return result
+
+    def replay(self) -> None:
+        for func, args, kwargs, before in self.operations:
+            inputs = {t.untyped_storage().data_ptr() for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
+            if not func._schema.is_mutable and any(t.untyped_storage().data_ptr() in inputs for t in tree_leaves(before) if isinstance(t, torch.Tensor)):
+                continue  # a view shows what its base holds
+            after = func(*args, **kwargs)
+            if not func._schema.is_mutable:
+                for old, new in zip(tree_leaves(before), tree_leaves(after), strict=True):
+                    if isinstance(old, torch.Tensor):
+                        old.copy_(new)
+
+    def pool(self) -> None:
+        return None
+
+
+@contextmanager
+def recording(graph: Recorder, pool: Any = None) -> Any:
+    with graph:
+        yield
+
+
+@pytest.fixture
+def replays(monkeypatch) -> list[Recorder]:
+    """Decoders with static rounds capture and replay; what was captured."""
+    made: list[Recorder] = []
+
+    class Noted(Recorder):
+        def __init__(self) -> None:
+            super().__init__()
+            self.count = 0
+            made.append(self)
+
+        def replay(self) -> None:
+            self.count += 1
+            super().replay()
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Noted)
+    monkeypatch.setattr(torch.cuda, "graph", recording)
+    original = static.StaticRounds.__init__
+
+    def capturing(self: Any, *args: Any) -> None:
+        original(self, *args)
+        self.captures = True
+
+    monkeypatch.setattr(static.StaticRounds, "__init__", capturing)
+    return made
+
+
+@pytest.mark.parametrize(("plan", "sampling"), CASES)
+def test_replayed_rounds_write_the_same_text(target, replays, plan, sampling):
+    """In three requests, of which the last has another seed and other sequence ids: a graph serves them all."""
+    for name, drafter in make_drafters(target).items():
+        fixed, usual = Decoder(target, drafter, static=True), Decoder(target, drafter, static=False)
+        for request in range(3):
+            sampled = Sampling(**vars(SAMPLINGS[sampling]) | {"seed": request // 2})
+            arguments: dict[str, Any] = {"sampling": sampled, "plan": PLANS[plan], "ignore_eos": True, "sequence_ids": [request, 7, 8, 9]}
+            a, b = fixed.generate(PROMPTS, 20, **arguments), usual.generate(PROMPTS, 20, **arguments)
+            assert a.tokens == b.tokens, name
+            assert a.rounds == b.rounds
+            assert a.rule == b.rule
+    assert sum(graph.count for graph in replays) > 3 * len(replays), "most rounds were replayed"
+
+
+def test_rows_that_finish_and_rows_without_drafts_replay_too(target, replays):
+    drafter = make_drafters(target)["eagle3"]
+    for _ in range(2):
+        a, b = (
+            Decoder(target, drafter, static=s).generate(PROMPTS, 30, plan=Plan(3), speculate=[True, False, True, True]) for s in (True, False)
+        )  # fmt: skip
+        assert a.tokens == b.tokens
+        assert a.rounds == b.rounds
+    assert sum(graph.count for graph in replays) > 4
+
+
+def test_the_plain_target_replays_and_grows_into_the_next_window(target, replays):
+    target.model.generation_config.eos_token_id = None
+    a, b = (Decoder(target, static=s).generate(PROMPTS[:2], 300).tokens for s in (True, False))
+    assert a == b
+    assert len(replays) == 2, "one graph per window"
+
+
+def test_a_replay_that_forgets_an_input_is_noticed(target, replays, monkeypatch):
+    """The mutation: the drafter's state is not carried from round to round."""
+    drafter = make_drafters(target)["eagle3"]
+    usual = Decoder(target, drafter, static=False).generate(PROMPTS, 24, plan=Plan(3), ignore_eos=True)
+    monkeypatch.setattr(Eagle3, "carried", lambda self, state: [])
+    monkeypatch.setattr(Eagle3, "carry", lambda self, state, tensors: None)
+    fixed = Decoder(target, drafter, static=True).generate(PROMPTS, 24, plan=Plan(3), ignore_eos=True)
+    assert fixed.rounds != usual.rounds
+
+
+def test_where_capture_fails_rounds_run_eagerly_and_say_so(target, replays, monkeypatch, caplog):
+    def broken(graph: Any, pool: Any = None) -> Any:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(torch.cuda, "graph", broken)
+    drafter = make_drafters(target)["draft_model"]
+    a, b = (Decoder(target, drafter, static=s).generate(PROMPTS, 24, plan=Plan(3)) for s in (True, False))
+    assert a.tokens == b.tokens
+    assert "cannot be captured" in caplog.text
+    assert len(caplog.records) == 1
+
+
+# ------------------------------------------------------------ on a GPU
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize(("plan", "sampling"), CASES)
+def test_captured_rounds_equal_eager_ones_on_a_gpu(target, plan, sampling, monkeypatch):
+    """Token for token, in two requests."""
+    target.model.to("cuda")
+    for name, drafter in make_drafters(target).items():
+        captured, eager = Decoder(target, drafter.to("cuda"), static=True), Decoder(target, drafter, static=True)
+        for request in range(2):
+            arguments: dict[str, Any] = {"sampling": Sampling(**vars(SAMPLINGS[sampling]) | {"seed": request}), "plan": PLANS[plan], "ignore_eos": True}
+            a = captured.generate(PROMPTS, 40, **arguments)
+            with monkeypatch.context() as patch:
+                patch.setattr(static.StaticRounds, "_captured", lambda self, run, batch, depth, window: self._eager(run, batch, depth))
+                b = eager.generate(PROMPTS, 40, **arguments)
+            assert a.tokens == b.tokens, name
+            assert a.rounds == b.rounds, name
+        assert any(graph is not None for rounds in captured.rounds.values() for graph in rounds._graphs.values()), "something was captured"

@@ -22,9 +22,10 @@ from ..target import BadInputError, Counts, RaggedCache, Target
 from . import verify, verify_tree
 from .control import Controller
 from .drafting import Chooser, grow_dynamic, grow_static
+from .memory import Load, require_memory
 from .plan import LOSSY, Plan
 from .sampling import ACCEPT, CORRECT, Context, Processors, Sampling, Seed, draw, nothing_left, probabilities, shared_gumbel, uniforms
-from .static import StaticRounds, margin
+from .static import StaticRounds
 from .stats import DecodeStats, Round, Seconds
 
 Stop = Callable[[list[int]], bool]
@@ -134,6 +135,11 @@ class Decoder:
         found.reset()
         return found
 
+    def held(self, rows: int, drafter: Drafter | None) -> int:
+        """Bytes that `reserve` would reuse or free."""
+        found = self.rounds.get((rows, drafter is not None))
+        return 0 if found is None else found.num_bytes()
+
     def generate(
         self,
         prompts: Sequence[Sequence[int]],
@@ -154,8 +160,8 @@ class Decoder:
             speculate: False decodes plainly, whatever the plan; a sequence of flags says it for each prompt.
 
         Raises:
-            BadInputError: an empty prompt, a prompt that leaves no room in the target's context, or a place at which
-                `sampling` forbids every token.
+            BadInputError: an empty prompt, a prompt that leaves no room in the target's context, more than memory holds, or a
+                place at which `sampling` forbids every token.
             IncompatibleError: the plan drafts trees, and the target cannot verify them.
         """
         run = Run(self, prompts, max_new_tokens, sampling or Sampling(), plan or Plan(), stop, ignore_eos, sequence_ids, speculate)
@@ -297,21 +303,21 @@ class Run:
     def _open(self, tokens: Tensor, counts: Counts) -> Batch:
         """Room for the prompts `[B, T]` and what follows, in both caches."""
         rows, plan, device = len(tokens), self.plan, tokens.device
-        longest = max(counts.values) + self.max_new_tokens
-        room = longest + self.depth + 1
-        spare = max(plan.max_nodes, plan.max_read) if self.depth and plan.is_tree else 0
         drafter = self.drafter if self.depth else None
+        fixed = self.decoder.static and self.target.rewinds and (drafter is None or drafter.grows)
+        load = Load(rows, max(counts.values), self.max_new_tokens, self.depth, plan, self.sampling, fixed)
+        require_memory(self.target, drafter, load, self.decoder.held(rows, drafter) if fixed else 0)
         wanting = None if all(self.speculate) else torch.tensor(self.speculate, device=device)
         batch = Batch(list(range(rows)), tokens[:, 0], torch.tensor(self.ids, device=device), wanting)
-        if self.decoder.static and (drafter is None or drafter.grows):
-            self.margin = margin(plan.max_nodes, plan.depth, plan.max_read) if self.depth else 3
-            self.rounds = self.decoder.reserve(rows, longest + self.margin, spare, drafter)
+        if fixed:
+            self.margin = load.margin
+            self.rounds = self.decoder.reserve(rows, load.length, load.spare, drafter)
             self.seed = torch.full((), (self.sampling.seed + 2**63) % 2**64 - 2**63, dtype=torch.long, device=device)
             batch.cache, batch.drafting = self.rounds.cache, self.rounds.drafting
             return batch
-        batch.cache = self.target.new_cache(rows, room + spare)
+        batch.cache = self.target.new_cache(rows, load.target_length)
         if drafter is not None:
-            batch.drafting = drafter.open(self.target, rows, room, *((spare,) if drafter.grows else ()))
+            batch.drafting = drafter.open(self.target, rows, load.length, *((load.spare,) if drafter.grows else ()))
         return batch
 
     def _check_tokens(self, tokens: Tensor) -> None:

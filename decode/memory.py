@@ -1,30 +1,36 @@
-"""What a generation needs in memory, before any of it is allocated: the target's cache, the drafter's state, and what the largest pass works with.
+"""What a generation needs in memory, before any of it is allocated: the target's cache, the drafter's state, and what its largest step works with.
 
-Cache and state are exact. Working memory is what `Target.footprint` measured on a few tokens, and what the rules make of the logits.
+Cache and state are exact. Working memory is what passes over a few tokens were measured to need, and what the rules make of the logits.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
 from ..heads import Drafter
-from ..target import BadInputError, Target
-from .plan import Plan
+from ..target import BadInputError, Counts, PeakBytes, Target
+from .plan import SAMPLED, Plan
 from .sampling import Sampling
+from .static import margin, window_of
 
 # Below this nothing is checked: short requests pay nothing.
 SMALL = 64 * 2**20
 
-# What a rule makes of the target's logits, in bytes for each of them, and for each of one place per row. Copies in fp32, cumulated in fp64.
+# What a rule makes of each of the target's logits, in bytes, and beside that of those of one place per row: copies in fp32, sums in fp64.
 _RULES = {
-    "greedy": (0, 0), "rejection": (11, 12), "block": (20, 0), "candidates": (20, 0), "coupled": (36, 2), "typical": (16, 0),
-    "without_replacement": (20, 0), "traversal": (20, 0),
+    "greedy": (0, 0), "rejection": (7, 16), "block": (16, 0), "candidates": (20, 0), "coupled": (36, 2), "typical": (8, 0),
+    "without_replacement": (16, 0), "traversal": (16, 0),
 }  # fmt: skip
-_NUCLEUS, _MIN_P, _PENALTY, _FORBIDDEN = 28, 17, 14, 6
+# What filters and the repetition penalty make of them at least, and what a tree's drafts are picked from.
+_NUCLEUS, _MIN_P, _PENALTY = 24, 13, 14
+_BEST, _DRAWN = 8, 40
 
 
 @dataclass(frozen=True)
@@ -33,34 +39,42 @@ class Load:
 
     Attributes:
         rows: sequences. prompt: tokens of the longest. new: `max_new_tokens`.
-        plan: None if nothing is drafted.
+        depth: most drafts in a row; 0 if nothing is drafted.
+        fixed: whether rounds have fixed shapes (see `static.py`).
     """
 
     rows: int
     prompt: int
     new: int
-    plan: Plan | None
+    depth: int
+    plan: Plan
     sampling: Sampling
+    fixed: bool = False
 
     @property
     def length(self) -> int:
         """Entries of a row, one round's drafts included."""
-        return self.prompt + self.new + (self.plan.depth if self.plan else 0) + 1
+        text = self.prompt + self.new
+        return window_of(text + self.margin) if self.fixed else text + self.depth + 1
+
+    @property
+    def margin(self) -> int:
+        """What a round of fixed shape may write behind the longest row."""
+        return margin(self.plan.max_nodes, self.plan.depth, self.plan.max_read) if self.depth else 3
 
     @property
     def spare(self) -> int:
         """Entries for the nodes of a tree beside its longest path."""
-        return max(self.plan.max_nodes, self.plan.max_read) if self.plan and self.plan.is_tree else 0
+        return max(self.plan.max_nodes, self.plan.max_read) if self.depth and self.plan.is_tree else 0
 
     @property
-    def places(self) -> int:
-        """Tokens of a row in the largest verification."""
-        return 1 + (self.plan.max_nodes if self.plan else 0)
+    def target_length(self) -> int:
+        return self.length + (0 if self.fixed else self.spare)
 
 
 @dataclass(frozen=True)
 class Budget:
-    """Bytes: of the target's cache, of the drafter's state, and the largest working memory of any one step."""
+    """Bytes: of the target's cache, of the drafter's state, and the largest working memory of any one step. Weights are there already."""
 
     target: int
     drafter: int
@@ -72,55 +86,36 @@ class Budget:
 
 
 def budget(target: Target, drafter: Drafter | None, load: Load) -> Budget:
-    """What `load` needs. Weights are not part of it: they are there already."""
-    cache = target.cache_bytes(load.rows, load.length + load.spare)
-    state = 0
-    if drafter is not None and load.plan is not None:
-        state = drafter.state_bytes(target, load.rows, load.length, *((load.spare,) if drafter.grows else ()))
-    return Budget(cache, state, max(_prompt_bytes(target, drafter, load), _round_bytes(target, load), _judging_bytes(target, load)))
+    """What `load` needs."""
+    drafter = drafter if load.depth else None
+    cache = target.cache_bytes(load.rows, load.target_length)
+    state = 0 if drafter is None else drafter.state_bytes(target, load.rows, load.length, *((load.spare,) if drafter.grows else ()))
+    return Budget(cache, state, max(_prompt_bytes(target, drafter, load), _round_bytes(target, drafter, load)))
 
 
-def _prompt_bytes(target: Target, drafter: Drafter | None, load: Load) -> int:
-    """The pass over the prompts, with the hidden states that it taps."""
-    taps = len(drafter.taps) if drafter is not None and load.plan is not None else 0
-    return target.footprint().of_prompt(load.rows, load.prompt) + load.rows * load.prompt * taps * target.hidden_size * target.dtype.itemsize
+def require_memory(target: Target, drafter: Drafter | None, load: Load, held: int = 0) -> None:
+    """Raise BadInputError if `load` needs more memory than is free on the target's device, with what would fit.
 
-
-def _round_bytes(target: Target, load: Load) -> int:
-    """The layers in a verification pass behind the longest text."""
-    return target.footprint().of_round(load.rows, load.places, load.length + load.spare)
-
-
-def _judging_bytes(target: Target, load: Load) -> int:
-    """A verification's logits, and what they are made into."""
-    footprint, sampling = target.footprint(), load.sampling
-    rule = load.plan.rule(sampling.temperature, deterministic=False) if load.plan else "greedy" if sampling.greedy else "candidates"
-    each, once = _RULES[rule]
-    if rule != "greedy":
-        each = max(each, _NUCLEUS if sampling.top_p is not None else 0, _MIN_P if sampling.min_p else 0)
-    each += _PENALTY if sampling.repetition_penalty != 1 else _FORBIDDEN if sampling.bad_words or sampling.suppress or sampling.min_new_tokens else 0
-    made = max(footprint.per_logit, footprint.kept + each)
-    return int(load.rows * target.vocab_size * (load.places * made + once))
-
-
-def require_memory(target: Target, drafter: Drafter | None, load: Load) -> None:
-    """Raise BadInputError if `load` needs more memory than is free on the target's device, with what would fit."""
+    `held`: bytes that are allocated for it already, or freed first.
+    """
     if _at_least(target, load) < SMALL:
         return
-    needed, free = budget(target, drafter, load), free_bytes(target.device)
-    if free is None or needed.total <= free:
+    free = free_bytes(target.device)
+    if free is None:
         return
-    raise BadInputError(
-        f"this generation needs {_gib(needed.total)} GiB (target cache {_gib(needed.target)}, drafter {_gib(needed.drafter)}, working memory "
-        f"{_gib(needed.working)}) for {load.rows:,} sequences of up to {load.prompt + load.new:,} tokens, {_gib(free)} GiB are free; "
-        f"{_advice(lambda smaller: budget(target, drafter, smaller).total <= free, load)}"
-    )
+    free, needed = free + held, budget(target, drafter, load)
+    if needed.total > free:
+        raise BadInputError(
+            f"this generation needs {_gib(needed.total)} GiB (target cache {_gib(needed.target)}, drafter {_gib(needed.drafter)}, working memory "
+            f"{_gib(needed.working)}) for {load.rows:,} sequences of up to {load.prompt + load.new:,} tokens, {_gib(free)} GiB are free; "
+            f"{_advice(lambda smaller: budget(target, drafter, smaller).total <= free, load)}"
+        )
 
 
 def _at_least(target: Target, load: Load) -> int:
     """A part of the need that costs nothing to know."""
-    tokens = load.rows * max(load.prompt, load.places)
-    return target.cache_bytes(load.rows, load.length) + tokens * target.hidden_size * 64 + load.rows * load.places * target.vocab_size * 4
+    tokens, places = load.rows * load.prompt, load.rows * _places(None, load)
+    return target.cache_bytes(load.rows, load.target_length) + (tokens + places) * target.hidden_size * 64 + places * target.vocab_size * 16
 
 
 def _advice(fits: Callable[[Load], bool], load: Load) -> str:
@@ -144,6 +139,101 @@ def _largest(below: int, fits: Callable[[int], bool]) -> int:
 
 def _gib(count: int) -> str:
     return f"{count / 2**30:.1f}" if count >= 2**30 // 10 else f"{count / 2**30:.3f}"
+
+
+# ------------------------------------------------------------ working memory
+
+
+def _places(drafter: Drafter | None, load: Load) -> int:
+    """Tokens of a row in the largest verification pass."""
+    grows = drafter is None or drafter.grows
+    return 1 + (0 if not load.depth else load.plan.max_nodes if grows else load.depth)
+
+
+def _prompt_bytes(target: Target, drafter: Drafter | None, load: Load) -> int:
+    """The passes over the prompts: the target's, then the drafter's, both with the hidden states that are tapped; and the first logits."""
+    tokens, state = load.rows * load.prompt, target.hidden_size * target.dtype.itemsize
+    taps = 0 if drafter is None else len(drafter.taps) * state
+    own = target.footprint().of_prompt(load.rows, load.prompt) + tokens * taps
+    kept = tokens * (state + 2 * taps) + _logit_bytes(target, load, 1, sampled=False)
+    if drafter is None:
+        return max(own, kept)
+    per_token, per_pair = _drafter_bytes(drafter, target)
+    return max(own, kept, int(tokens * (state + taps + per_token + load.prompt * per_pair)))
+
+
+def _round_bytes(target: Target, drafter: Drafter | None, load: Load) -> int:
+    """The target's layers behind the longest text, then its logits; the drafter's logits, in a tree; and the largest tensor of a cache when rows leave it."""
+    places, sampled = _places(drafter, load), _is_sampled(drafter, load)
+    draws = load.rows * (places - 1) * target.vocab_size * 4 if sampled else 0
+    features = 0 if drafter is None else load.rows * load.prompt * len(drafter.taps) * target.hidden_size * target.dtype.itemsize
+    verified = target.footprint().of_round(load.rows, places, load.target_length)
+    drafted = load.rows * target.vocab_size * _drafting_bytes(target, load) if drafter is not None and drafter.grows else 0
+    left = 0 if load.fixed else target.cache_bytes(load.rows - 1, load.target_length) // (2 * target.num_layers)
+    return features + max(draws + max(verified, _logit_bytes(target, load, places, sampled)), drafted, left)
+
+
+def _drafting_bytes(target: Target, load: Load) -> int:
+    """What a tree's widest pass makes of the logits of each token."""
+    plan, rule = load.plan, load.plan.rule(load.sampling.temperature, deterministic=False)
+    if not plan.is_tree:
+        return 0
+    widest = plan.width
+    if plan.tree is not None:
+        widest = max(Counter(plan.tree.depths[parent] for parent in set(plan.tree.parents) - {-1}).values(), default=1)
+    return widest * (target.footprint().kept + (_DRAWN if rule in SAMPLED or rule == "coupled" else _BEST))
+
+
+def _is_sampled(drafter: Drafter | None, load: Load) -> bool:
+    """Whether drafts come with the distributions that they were drawn from."""
+    return drafter is not None and drafter.grows and load.plan.rule(load.sampling.temperature, deterministic=False) in SAMPLED
+
+
+def _logit_bytes(target: Target, load: Load, places: int, sampled: bool) -> int:
+    """The target's logits at `places` of each row, and what the rule makes of them."""
+    footprint, sampling = target.footprint(), load.sampling
+    rule = load.plan.rule(sampling.temperature, deterministic=False)
+    rule = "candidates" if rule in SAMPLED and not sampled else rule
+    logit, (each, once), greedy = footprint.kept, _RULES[rule], rule == "greedy"
+    filters = 0 if greedy else max(_NUCLEUS if sampling.top_p is not None else 0, _MIN_P if sampling.min_p else 0)
+    processed, processing, context = _processor_bytes(logit, sampling)
+    most = max(
+        places * footprint.per_logit, places * (logit + processing), places * (logit + processed + each) + once, places * (logit + processed + filters)
+    )  # fmt: skip
+    return int(load.rows * target.vocab_size * (most + context))
+
+
+def _processor_bytes(logit: int, sampling: Sampling) -> tuple[int, int, int]:
+    """What the processors leave of each logit beside itself, what they need in between, and what they know of each token of a row."""
+    if sampling.repetition_penalty != 1:
+        return 4, _PENALTY + (0 if logit == 4 else 4), 1
+    return (logit, logit + 2, 0) if sampling.bad_words or sampling.suppress or sampling.min_new_tokens else (0, 0, 0)
+
+
+_measured: WeakKeyDictionary[Drafter, dict[torch.dtype, tuple[float, float]]] = WeakKeyDictionary()
+
+
+def _drafter_bytes(drafter: Drafter, target: Target) -> tuple[float, float]:
+    """What a drafter works with when it reads the prompts, for each of their tokens, and for each pair of tokens; measured once, on two short ones."""
+    if not drafter.grows:
+        return 0.0, 0.0
+    known = _measured.setdefault(drafter, {})
+    if target.dtype not in known:
+        short, long = (_reading_peak(drafter, target, count) / count for count in (16, 64))
+        per_pair = max(0.0, (long - short) / 48)
+        known[target.dtype] = long - 64 * per_pair, per_pair
+    return known[target.dtype]
+
+
+@torch.no_grad()
+def _reading_peak(drafter: Drafter, target: Target, length: int) -> int:
+    state: Any = drafter.open(target, 1, length + 2)
+    tokens = torch.zeros(1, length, dtype=torch.long, device=target.device)
+    hidden = torch.zeros(1, length, len(drafter.taps), target.hidden_size, dtype=target.dtype, device=target.device)
+    with PeakBytes() as run:
+        drafter.absorb(state, tokens, hidden, Counts.of([length], target.device))
+        drafter.begin(state, tokens[:, 0])
+    return run.peak
 
 
 # ------------------------------------------------------------ what is free
@@ -182,6 +272,6 @@ def _cgroup_room(group: Path, limit: str, usage: str, reclaimable: str) -> int |
     try:
         allowed, used = (group / limit).read_text().strip(), int((group / usage).read_text())
         statistics = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-    except (OSError, ValueError):
+        return None if allowed == "max" else int(allowed) - used + int(statistics.get(reclaimable, 0))
+    except (OSError, ValueError):  # a limit that cannot be read is none
         return None
-    return None if allowed == "max" else int(allowed) - used + int(statistics.get(reclaimable, 0))

@@ -76,6 +76,11 @@ class StaticRounds:
     def fits(self, length: int, spare: int) -> bool:
         return length <= self.length and spare <= self.spare
 
+    def num_bytes(self) -> int:
+        """Of both caches."""
+        state = 0 if self.drafter is None else self.drafter.state_bytes(self.target, self.cache.batch_size, self.length, self.spare)
+        return self.cache.num_bytes() + state
+
     def reset(self) -> None:
         """Ready for another request."""
         self.cache.reset()

@@ -22,6 +22,8 @@ def match(drafts: Tensor, lengths: Tensor, wanted: Tensor) -> tuple[Tensor, Tens
     Args:
         drafts: `[B, k]`. wanted: the target's own choice at each node, `[B, k + 1]`.
     """
+    if not drafts.shape[1]:
+        return lengths, wanted[:, 0]
     accepted = _leading(drafts == wanted[:, :-1], lengths)
     return accepted, wanted.gather(1, accepted[:, None])[:, 0]
 

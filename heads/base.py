@@ -152,7 +152,7 @@ class Proposal:
     def tree(cls, tokens: Tensor, parents: Tensor, real: Tensor, read: Tensor, depth: int) -> Proposal:
         return cls(tokens, real, depth, parents, read)
 
-    @property
+    @cached_property
     def lengths(self) -> Tensor:
         """How many tokens each row really proposes, all nodes of a tree, `[B]`."""
         return self.real.sum(1)

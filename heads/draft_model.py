@@ -60,7 +60,7 @@ class DraftModelConfig(DrafterConfig):
 class _State:
     cache: RaggedCache
     runner: Target
-    unread: Tensor | None = None  # [B, P], the last tokens absorbed, to be read again or for the first time
+    unread: Tensor | None = None  # [B, P], the last tokens absorbed, which the cache may lack
     written: int = 0  # entries behind the committed ones: the root and the drafts that were read; 0 since the last `absorb`
     branches: Branches | None = None
 
@@ -146,7 +146,7 @@ class DraftModel(Drafter):
 
     def absorb(self, state: _State, tokens: Tensor, hidden: Tensor | None, counts: Counts, path: Tensor | None = None) -> None:
         # The cache already holds the root and all drafts that were read: of an accepted path all but, at most, the last.
-        # `begin` feeds the last absorbed token again, so that one missing entry per row costs no pass of its own.
+        # That one is left for `begin`, so that it costs no pass of its own; where the host may ask, only if it is missing.
         last = tokens.gather(1, counts.tensor[:, None] - 1)
         if state.unread is not None and not state.written:  # nothing was drafted: the root alone, which `begin` will read
             last = torch.cat([state.unread, last], 1)
@@ -154,15 +154,18 @@ class DraftModel(Drafter):
             state.cache.keep(torch.cat([torch.zeros_like(path[:, :1]), torch.where(path < 0, path, path + 1)], 1))
         elif tokens.shape[1] - state.written > 1:
             state.runner.forward(tokens, state.cache, logits=False)
+            last = last[:, :0]
+        elif state.cache.window is None and max(counts.values) <= state.written:
+            last = last[:, :0]
         state.cache.advance(counts)
         state.unread, state.written = last, 0
 
     def begin(self, state: _State, root: Tensor) -> Tensor:
         assert state.unread is not None
         count = state.unread.shape[1]
-        out = state.runner.forward(
-            torch.cat([state.unread, root[:, None]], 1), state.cache, at=torch.full_like(root, count)[:, None], offset=-count
-        )  # fmt: skip
+        tokens = torch.cat([state.unread, root[:, None]], 1) if count else root[:, None]
+        at = torch.full_like(root, count)[:, None] if count else None
+        out = state.runner.forward(tokens, state.cache, at=at, offset=-count)
         assert out.logits is not None
         state.written, state.branches = 1, None
         return out.logits[:, 0]
@@ -176,6 +179,11 @@ class DraftModel(Drafter):
         assert out.logits is not None
         state.written += tokens.shape[1]
         return out.logits
+
+    @property
+    def grows(self) -> bool:
+        """Not with recurrent layers: their states have no branches."""
+        return self.runner.rewinds
 
     def caches(self, state: _State) -> list[RaggedCache]:
         return [state.cache]

@@ -384,6 +384,9 @@ class Eagle3(Drafter):
         assert state.tokens is not None
         assert state.hidden is not None
         assert state.counts is not None
+        if state.cache.window is None:  # the host may ask how many there are
+            longest = max(state.counts.values)
+            state.tokens, state.hidden = state.tokens[:, :longest], state.hidden[:, :longest]
         last = (state.counts.tensor - 1)[:, None]
         following = state.tokens.roll(-1, 1).scatter(1, last, root[:, None])
         output = self._step(state, following, self.fuse(state.hidden), 0)

@@ -221,8 +221,13 @@ class RaggedCache(Cache):
         if self.used > self.max_length:
             raise ValueError(f"the cache holds {self.max_length} entries per row, {self.used} are needed")
         self.start = start if self.window is None and self.longest == min(self.host_lengths) else None
-        self.rows = torch.arange(self.batch_size, device=self.lengths.device)[:, None]
-        self.slots = self.positions = self.lengths[:, None] + torch.arange(offset, offset + num_new, device=self.lengths.device)
+        device = self.lengths.device
+        if self.start is None:
+            self.rows = torch.arange(self.batch_size, device=device)[:, None]
+            self.slots = self.lengths[:, None] + torch.arange(offset, offset + num_new, device=device)
+        else:
+            self.slots = torch.arange(start, self.used, device=device).expand(self.batch_size, -1)
+        self.positions = self.slots
         earlier, self._depths, self._sees = self._depths if offset else None, None, None
         if nodes is not None:
             # Entries that were not placed as nodes are a chain.

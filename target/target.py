@@ -18,6 +18,9 @@ from torch import Tensor, nn
 from .cache import Counts, LayerShape, Nodes, RaggedCache
 from .errors import BadInputError, IncompatibleError
 from .footprint import Footprint, PeakBytes
+from .recurrent import UNREAD, RecurrentCache, StateShape
+from .recurrent import KINDS as RECURRENT_KINDS
+from .recurrent import MODELS as RECURRENT_MODELS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -58,7 +61,7 @@ class Target:
         self.tokenizer = tokenizer
         self.source = source or {}
         self.body = _body(model)
-        self._shapes: dict[Hashable, tuple[LayerShape | None, ...]] = {}
+        self._shapes: dict[Hashable, tuple[LayerShape | StateShape | None, ...]] = {}
         self._footprints: dict[Hashable, Footprint] = {}
         self._seen: dict[int, Tensor] = {}
         self._hooked: set[int] = set()
@@ -158,18 +161,30 @@ class Target:
         Raises:
             IncompatibleError: the model keeps something other than keys and values.
         """
-        return RaggedCache(self.num_layers, batch_size, max_length, self.device, self.layer_shapes())
+        return self._new_cache(batch_size, max_length, self.layer_shapes())
+
+    def _new_cache(self, batch_size: int, max_length: int, shapes: Sequence[LayerShape | StateShape | None] = ()) -> RaggedCache:
+        if self.rewinds:
+            return RaggedCache(self.num_layers, batch_size, max_length, self.device, shapes)
+        return RecurrentCache(list(self.config.layer_types), batch_size, max_length, self.device, shapes)
 
     def cache_bytes(self, batch_size: int, max_length: int) -> int:
         """What `new_cache` allocates."""
-        return sum(shape.num_bytes(batch_size, max_length) for shape in self.layer_shapes() if shape is not None)
+        length = max_length if self.rewinds else RecurrentCache.room(max_length)
+        layers = sum(shape.num_bytes(batch_size, length) for shape in self.layer_shapes() if shape is not None)
+        return layers if self.rewinds else layers + RecurrentCache.token_bytes(batch_size, max_length)
 
-    def layer_shapes(self) -> tuple[LayerShape | None, ...]:
+    @property
+    def rewinds(self) -> bool:
+        """Whether drafts can be taken back by position. If not, passes have no fixed shape and draft trees cannot be verified."""
+        return not RECURRENT_KINDS & set(getattr(self.config, "layer_types", None) or ())
+
+    def layer_shapes(self) -> tuple[LayerShape | StateShape | None, ...]:
         """What each layer keeps of an entry; None for one that keeps nothing. Configs do not say it alike, so it is read off one token's pass, once."""
         now = self._circumstances()
         if now not in self._shapes:
             self._check_attention()
-            cache = RaggedCache(self.num_layers, 1, 1, self.device)
+            cache = self._new_cache(1, 1)
             token = torch.zeros(1, 1, dtype=torch.long, device=self.device)
             with torch.no_grad():
                 self.body(input_ids=token, **self._cache_arguments(token, cache, 0, None))
@@ -184,7 +199,7 @@ class Target:
         return self.dtype, self.device, torch.get_autocast_dtype(kind) if cast else None
 
     def footprint(self) -> Footprint:
-        """What passes of this model work with: measured once, on two of a few tokens."""
+        """What passes of this model work with: measured once, on three of a few tokens."""
         now = self._circumstances()
         if now not in self._footprints:
             with torch.no_grad():
@@ -192,31 +207,33 @@ class Target:
         return self._footprints[now]
 
     def _measure(self) -> Footprint:
-        many, few, old = 16, 2, 62
+        prompt, few, seen = 64, 2, 64  # linear attention works in chunks of 64
         scores, masks = self._score_bytes()
-        per_token = (self._measured(many, 0) - scores * many**2) / many
-        behind = self._measured(few, old) - (scores + masks) * few * (few + old)
-        hidden = torch.zeros(1, 1, self.hidden_size, dtype=self.dtype, device=self.device)
+        per_token = self._measured(1, prompt, 0) / prompt - scores * prompt
+        per_entry = [
+            max(0.0, self._measured(2, count, seen - count) / 2 - count * (per_token + seen * (scores + masks))) / seen for count in (few, 1)
+        ]  # fmt: skip
         with PeakBytes() as head:
-            logits = self.lm_head(hidden)
-        per_entry = max(0.0, behind - few * per_token) / (few + old)
-        return Footprint(per_token, per_entry, scores + masks, scores, head.peak / self.vocab_size, logits.element_size())
+            logits = self.lm_head(torch.zeros(1, 1, self.hidden_size, dtype=self.dtype, device=self.device))
+        return Footprint(per_token, *per_entry, scores, masks, head.peak / self.vocab_size, logits.element_size(), 0 if self.rewinds else UNREAD)
 
-    def _measured(self, num_new: int, behind: int) -> int:
-        """Peak of a pass over `num_new` tokens of one row."""
-        cache = self.new_cache(1, behind + num_new)
-        cache.advance(Counts.of([behind], self.device))
-        tokens = torch.arange(num_new, device=self.device)[None] % self.vocab_size
-        with PeakBytes() as pass_:
+    def _measured(self, rows: int, num_new: int, behind: int) -> int:
+        """Peak of a pass over `num_new` tokens per row."""
+        cache = self.new_cache(rows, behind + num_new)
+        cache.advance(Counts.of([behind] * rows, self.device))
+        if isinstance(cache, RecurrentCache):
+            cache.read = [behind] * rows
+        tokens = (torch.arange(num_new, device=self.device) % self.vocab_size).expand(rows, -1)
+        with PeakBytes() as run:
             self.body(input_ids=tokens, **self._cache_arguments(tokens, cache, 0, None))
         self._seen.clear()
-        return pass_.peak
+        return run.peak
 
     def _score_bytes(self) -> tuple[int, int]:
         """Bytes for each pair of token and entry: scores that eager attention writes down (twice, or once and in fp32), and masks."""
         eager = getattr(self.config, "_attn_implementation", None) == "eager"
-        scores = int(self.config.num_attention_heads) * 8 if eager else 0
-        return scores, len(set(getattr(self.config, "layer_types", None) or ("all",))) * self.dtype.itemsize
+        kinds = set(getattr(self.config, "layer_types", None) or ("all",)) - RECURRENT_KINDS
+        return int(self.config.num_attention_heads) * 8 if eager else 0, len(kinds) * self.dtype.itemsize
 
     def forward(
         self,
@@ -239,26 +256,48 @@ class Target:
             logits: False skips the output embedding.
             nodes: the tokens' places in a tree; None for a chain.
         """
+        asked = None
+        if isinstance(cache, RecurrentCache):
+            tokens, asked = self._with_unread(tokens, cache, offset)
         extra = self._cache_arguments(tokens, cache, offset, nodes)
         self._hook(taps)
         last = self.body(input_ids=tokens, **extra).last_hidden_state
         hidden = self._collect(taps, last)
+        if asked is not None:
+            last = last.gather(1, asked[:, :, None].expand(-1, -1, last.shape[-1]))
+            hidden = None if hidden is None else hidden.gather(1, asked[:, :, None, None].expand(-1, -1, *hidden.shape[2:]))
         if not logits:
             return TargetOutput(None, hidden, last)
         chosen = last if at is None else last.gather(1, at[:, :, None].expand(-1, -1, last.shape[-1]))
         return TargetOutput(self.lm_head(chosen), hidden, last)
 
+    def _with_unread(self, tokens: Tensor, cache: RecurrentCache, offset: int) -> tuple[Tensor, Tensor]:
+        """The tokens that a pass has to read to give outputs of `tokens` `[B, Q]`, and where those are in it, `[B, Q]`."""
+        cache.write(tokens, offset)
+        while count := cache.overdue():
+            behind = cache.unread(count)
+            self.body(input_ids=behind, **self._cache_arguments(behind, cache, 0, None))
+            cache.settle(count)
+        return cache.unread(), cache.asked(tokens.shape[1])
+
     def _check_attention(self) -> None:
-        """Refuse what a cache that is rewound by position, and 4-D masks, cannot serve: recurrent state, chunks, ALiBi from a padding mask."""
+        """Refuse what neither of the caches, nor 4-D masks, can serve: other recurrent states, chunks, ALiBi from a padding mask."""
         other = set(getattr(self.config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+        if self.config.model_type in RECURRENT_MODELS:
+            other -= RECURRENT_KINDS
         if getattr(self.config, "alibi", False) or self.config.model_type == "bloom":
             other.add("ALiBi")
         if other:
             kinds = ", ".join(sorted(other))
-            raise IncompatibleError(f"{type(self.model).__name__} uses {kinds} attention; the decoder handles full_attention and sliding_attention only.")
+            raise IncompatibleError(
+                f"{type(self.model).__name__} uses {kinds} layers; the decoder handles full_attention and sliding_attention, and recurrent layers of "
+                f"{', '.join(RECURRENT_MODELS)}. Take a target of these kinds."
+            )
 
     def check_trees(self) -> None:
-        """Raise IncompatibleError if the model places tokens by their slot in the cache: nodes of a tree need position ids."""
+        """Raise IncompatibleError if nodes of a tree cannot be verified: states have no branches, and nodes need position ids, not slots of the cache."""
+        if not self.rewinds:
+            raise IncompatibleError(f"{type(self.model).__name__} has recurrent layers, whose states have no branches, so it cannot verify trees; draft chains.")
         if "position_ids" not in inspect.signature(self.body.forward).parameters:
             raise IncompatibleError(f"{type(self.model).__name__} takes no position ids (it uses ALiBi, for example), so it cannot verify trees; draft chains.")
 
@@ -296,16 +335,16 @@ class Target:
         fresh = cache.longest == offset == 0 and nodes is None and cache.window is None
         positions = cache.place(tokens.shape[1], offset, nodes)
         # An empty cache is plain causal attention: the library's own mask is right, and lets SDPA skip it.
-        mask = None if fresh or self._sees_all(cache, tokens.shape[1], offset, nodes) else self._masks(cache)
+        mask = None if fresh or self._sees_all(cache, tokens.shape[1], nodes) else self._masks(cache)
         return {"use_cache": True, "past_key_values": cache, "position_ids": positions, "attention_mask": mask}
 
-    def _sees_all(self, cache: RaggedCache, num_new: int, offset: int, nodes: Nodes | None) -> bool:
+    def _sees_all(self, cache: RaggedCache, num_new: int, nodes: Nodes | None) -> bool:
         """Whether a pass needs no mask: one token of one row behind everything there is. The library then gives SDPA none, which is faster."""
         windowed = getattr(self.config, "sliding_window", None) or getattr(self.config, "layer_types", None)
         plain = getattr(self.config, "_attn_implementation", None) == "sdpa" and not windowed
-        return plain and cache.batch_size == num_new == 1 and offset == 0 and nodes is None and cache.window is None
+        return plain and cache.batch_size == num_new == 1 and nodes is None and cache.window is None
 
-    def _masks(self, cache: RaggedCache) -> Tensor | dict[str, Tensor]:
+    def _masks(self, cache: RaggedCache) -> Tensor | dict[str, Tensor | None]:
         """Float masks `[B, 1, Q, used]` (bool ones are silently wrong under eager attention)."""
         visible = cache.visible()
         window = getattr(self.config, "sliding_window", None) or 0
@@ -316,7 +355,8 @@ class Target:
         masks = {"full_attention": visible}
         if "sliding_attention" in kinds:
             masks["sliding_attention"] = visible & cache.within(window)
-        return {kind: self._float_mask(masks[kind]) for kind in set(kinds)}
+        # Recurrent layers see what was read, in its order.
+        return {kind: self._float_mask(masks[kind]) if kind in masks else None for kind in set(kinds)}
 
     def _float_mask(self, visible: Tensor) -> Tensor:
         mask = torch.zeros(visible.shape, dtype=self.dtype, device=visible.device)

@@ -15,12 +15,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from . import attention as attention_module
 from .cache import Counts, LayerShape, Nodes, RaggedCache
 from .errors import BadInputError, IncompatibleError
 from .footprint import Footprint, PeakBytes
-from .recurrent import UNREAD, RecurrentCache, StateShape
 from .recurrent import KINDS as RECURRENT_KINDS
 from .recurrent import MODELS as RECURRENT_MODELS
+from .recurrent import UNREAD, RecurrentCache, StateShape
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -63,6 +64,7 @@ class Target:
         self.body = _body(model)
         self._shapes: dict[Hashable, tuple[LayerShape | StateShape | None, ...]] = {}
         self._footprints: dict[Hashable, Footprint] = {}
+        self._compiled: Any = None
         self._seen: dict[int, Tensor] = {}
         self._hooked: set[int] = set()
 
@@ -81,13 +83,16 @@ class Target:
     ) -> Target:
         """Load a target from a folder, the Hub, or `"embedded"` (the model that ships with Outrider).
 
-        An adapter is merged into the weights, as it would be served. Weights must be safetensors.
+        An adapter is merged into the weights, as it would be served. Weights must be safetensors. `attention` is one of the library's
+        implementations, or "outrider" (see `target.attention`).
 
         Raises:
             BadInputError: the folder is missing, has no config, or holds only pickled weights.
         """
         from transformers import AutoTokenizer
 
+        if attention == attention_module.NAME:
+            attention_module.register()
         name = str(embedded_path()) if str(path) == EMBEDDED else str(path)
         model: Any = load_causal_lm(name, dtype, revision, trust_remote_code, attention)
         try:
@@ -146,6 +151,27 @@ class Target:
         if self.tokenizer is None:
             raise BadInputError("this target has no tokenizer; pass one: Target(model, tokenizer).")
         return self.tokenizer
+
+    def use_split_attention(self) -> None:
+        """Attend as `target.attention` does, which is made for decoding on a GPU.
+
+        Raises:
+            IncompatibleError: the model does not attend by SDPA (its scores are capped, or have sinks).
+        """
+        if self.config._attn_implementation not in ("sdpa", attention_module.NAME):
+            raise IncompatibleError(f"split attention replaces sdpa attention; {type(self.model).__name__} uses {self.config._attn_implementation!r}.")
+        attention_module.register()
+        self.model.set_attn_implementation(attention_module.NAME)
+
+    def compile(self, **options: Any) -> None:
+        """Let `torch.compile` fuse the passes of rounds of fixed shapes (`Decoder(static=True)`); others, such as prompts, stay as they are.
+
+        Args:
+            options: for `torch.compile`, such as `mode` or `backend`.
+        """
+        # One compilation per number of tokens, rows, and window, each of the whole model.
+        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
+        self._compiled = torch.compile(self.body, dynamic=False, fullgraph=True, **options)
 
     def fingerprint(self) -> Fingerprint:
         """Digests of weights, config, tokenizer and chat template: the target's identity by content."""
@@ -261,7 +287,9 @@ class Target:
             tokens, asked = self._with_unread(tokens, cache, offset)
         extra = self._cache_arguments(tokens, cache, offset, nodes)
         self._hook(taps)
-        last = self.body(input_ids=tokens, **extra).last_hidden_state
+        fixed = cache is not None and cache.window is not None
+        body = self._compiled if fixed and self._compiled is not None else self.body
+        last = body(input_ids=tokens, **extra).last_hidden_state
         hidden = self._collect(taps, last)
         if asked is not None:
             last = last.gather(1, asked[:, :, None].expand(-1, -1, last.shape[-1]))
@@ -297,7 +325,9 @@ class Target:
     def check_trees(self) -> None:
         """Raise IncompatibleError if nodes of a tree cannot be verified: states have no branches, and nodes need position ids, not slots of the cache."""
         if not self.rewinds:
-            raise IncompatibleError(f"{type(self.model).__name__} has recurrent layers, whose states have no branches, so it cannot verify trees; draft chains.")
+            raise IncompatibleError(
+                f"{type(self.model).__name__} has recurrent layers, whose states have no branches, so it cannot verify trees; draft chains."
+            )
         if "position_ids" not in inspect.signature(self.body.forward).parameters:
             raise IncompatibleError(f"{type(self.model).__name__} takes no position ids (it uses ALiBi, for example), so it cannot verify trees; draft chains.")
 
@@ -341,7 +371,7 @@ class Target:
     def _sees_all(self, cache: RaggedCache, num_new: int, nodes: Nodes | None) -> bool:
         """Whether a pass needs no mask: one token of one row behind everything there is. The library then gives SDPA none, which is faster."""
         windowed = getattr(self.config, "sliding_window", None) or getattr(self.config, "layer_types", None)
-        plain = getattr(self.config, "_attn_implementation", None) == "sdpa" and not windowed
+        plain = getattr(self.config, "_attn_implementation", None) in ("sdpa", attention_module.NAME) and not windowed
         return plain and cache.batch_size == num_new == 1 and nodes is None and cache.window is None
 
     def _masks(self, cache: RaggedCache) -> Tensor | dict[str, Tensor | None]:

@@ -69,6 +69,37 @@ def write(result: dict[str, Any], file: Path | None) -> None:
         file.write_text(json.dumps(result, indent=2) + "\n")
 
 
+def greedy(decoder: Decoder, prompts: list[list[int]], bootstrap: Bootstrap, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Trees against the best chain."""
+    from outrider.decode import Plan
+
+    plans = {f"chain, depth {d}": Plan(d) for d in range(1, arguments.deepest + 1)}
+    plans |= {str(plan): plan for plan in (Plan(5, width=4, nodes=16), Plan(6, width=4, nodes=24), Plan(6, width=6, nodes=32))}
+    measured = {name: rounds_of(decoder, prompts, plan, 0.0, [0], arguments) for name, plan in plans.items()}
+    chains = [name for name in measured if name.startswith("chain")]
+    best = max(chains, key=lambda name: bootstrap.ratio(tau(measured[name])).value)
+    return compare(bootstrap, measured, [(name, best) for name in measured if name not in chains])
+
+
+def sampled(decoder: Decoder, prompts: list[list[int]], bootstrap: Bootstrap, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Rule against rule, on a chain and on a static tree."""
+    from outrider.decode import Plan, best_tree
+
+    seeds = range(arguments.seeds)
+    chain = {f"chain, {rule}": Plan(arguments.depth, verify=rule) for rule in ("rejection", "block")}
+    measured = {name: rounds_of(decoder, prompts, plan, 1.0, seeds, arguments) for name, plan in chain.items()}
+    tree = best_tree(rates_of(measured["chain, rejection"], 4), arguments.nodes)
+    for rule in ("without_replacement", "traversal", "candidates"):
+        measured[f"static tree, {rule}"] = rounds_of(decoder, prompts, Plan(tree=tree, verify=rule), 1.0, seeds, arguments)
+    pairs = [
+        ("chain, block", "chain, rejection"),
+        ("static tree, traversal", "static tree, without_replacement"),
+        ("static tree, candidates", "static tree, without_replacement"),
+        ("static tree, without_replacement", "chain, rejection"),
+    ]
+    return compare(bootstrap, measured, pairs) | {"depth": arguments.depth, "tree": list(tree.parents)}
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", default="embedded")
@@ -81,13 +112,14 @@ def main() -> int:
     parser.add_argument("--depth", type=int, default=4, help="at temperature 1")
     parser.add_argument("--nodes", type=int, default=16, help="of the static tree at temperature 1")
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--temperatures", type=int, nargs="+", choices=[0, 1], default=[0, 1])
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
 
     import torch
 
-    from outrider.decode import Decoder, Plan, best_tree
+    from outrider.decode import Decoder
     from outrider.eval.statistics import Bootstrap
     from outrider.eval.suites import load_suites
     from outrider.heads import load_drafter
@@ -107,28 +139,12 @@ def main() -> int:
         "intervals": "95%, bootstrap over prompts within suites; quotients on the same prompts and seeds",
     }  # fmt: skip
 
-    greedy = {f"chain, depth {d}": Plan(d) for d in range(1, arguments.deepest + 1)}
-    greedy |= {str(plan): plan for plan in (Plan(5, width=4, nodes=16), Plan(6, width=4, nodes=24), Plan(6, width=6, nodes=32))}
-    measured = {name: rounds_of(decoder, prompts, plan, 0.0, [0], arguments) for name, plan in greedy.items()}
-    chains = [name for name in measured if name.startswith("chain")]
-    best = max(chains, key=lambda name: bootstrap.ratio(tau(measured[name])).value)
-    result["temperature 0"] = compare(bootstrap, measured, [(name, best) for name in measured if name not in chains])
-    write(result, arguments.out)
-
-    seeds = range(arguments.seeds)
-    sampled = {"chain, rejection": Plan(arguments.depth, verify="rejection"), "chain, block": Plan(arguments.depth, verify="block")}
-    measured = {name: rounds_of(decoder, prompts, plan, 1.0, seeds, arguments) for name, plan in sampled.items()}
-    tree = best_tree(rates_of(measured["chain, rejection"], 4), arguments.nodes)
-    for rule in ("without_replacement", "traversal", "candidates"):
-        measured[f"static tree, {rule}"] = rounds_of(decoder, prompts, Plan(tree=tree, verify=rule), 1.0, seeds, arguments)
-    pairs = [
-        ("chain, block", "chain, rejection"),
-        ("static tree, traversal", "static tree, without_replacement"),
-        ("static tree, candidates", "static tree, without_replacement"),
-        ("static tree, without_replacement", "chain, rejection"),
-    ]
-    result["temperature 1"] = compare(bootstrap, measured, pairs) | {"tree": list(tree.parents)}
-    write(result, arguments.out)
+    if 0 in arguments.temperatures:
+        result["temperature 0"] = greedy(decoder, prompts, bootstrap, arguments)
+        write(result, arguments.out)
+    if 1 in arguments.temperatures:
+        result["temperature 1"] = sampled(decoder, prompts, bootstrap, arguments)
+        write(result, arguments.out)
     return 0
 
 

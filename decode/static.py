@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from ..heads.base import versions
 from ..target import RaggedCache
 
 if TYPE_CHECKING:
@@ -69,6 +70,7 @@ class StaticRounds:
         self.drafting = None if drafter is None else drafter.open(target, rows, self.length, spare)
         self.captures = target.device.type == "cuda"
         self._graphs: dict[Hashable, _Graph | None] = {}
+        self._weights = self._weights_now()
         self._pool: Any = None
         self._pinned: Tensor | None = None
         self._masked: tuple[tuple[int, ...], Tensor] = ((), self.cache.lengths)
@@ -82,10 +84,17 @@ class StaticRounds:
         return self.cache.num_bytes() + state
 
     def reset(self) -> None:
-        """Ready for another request."""
+        """Ready for another request. A drafter that was trained on in between starts over: its state may hold what it made of its weights."""
         self.cache.reset()
-        if self.drafter is not None:
-            self.drafter.reset(self.drafting)
+        if self.drafter is None:
+            return
+        if self._weights != (now := self._weights_now()):
+            self._weights, self.drafting = now, self.drafter.open(self.target, self.cache.batch_size, self.length, self.spare)
+            self._graphs.clear()
+        self.drafter.reset(self.drafting)
+
+    def _weights_now(self) -> list[tuple[int, int]]:
+        return [] if self.drafter is None else versions(self.drafter.parameters())
 
     # ------------------------------------------------------------ a round
 

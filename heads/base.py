@@ -7,7 +7,7 @@ V' the drafter's own vocabulary (V' <= V when it is pruned).
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
@@ -23,6 +23,11 @@ WEIGHTS, CONFIG = "model.safetensors", "config.json"
 # Picks the draft token of each row from the drafter's logits: (logits [B, V'], token_ids [V'] or None) -> target ids [B].
 # The decoder supplies it: temperature, filters and penalties are applied there, once, for drafter and target alike.
 Choose = Callable[[Tensor, Tensor | None], Tensor]
+
+
+def versions(weights: Iterable[Tensor]) -> list[tuple[int, int]]:
+    """Changes when any of the weights is moved or written to. (Those made in inference mode are not counted by torch: only their place is.)"""
+    return [(weight.data_ptr(), 0 if weight.is_inference() else weight._version) for weight in weights]
 
 
 def joined(before: Tensor, counts: Counts, after: Tensor) -> Tensor:

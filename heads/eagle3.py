@@ -20,7 +20,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding, repeat_kv, rotate_half
 
 from ..target import BadInputError, Counts, IncompatibleError, LayerShape, Nodes, RaggedCache, Store, Target
-from .base import Branches, Drafter, DrafterConfig, DrafterLoss, Sum, TargetBatch, joined
+from .base import Branches, Drafter, DrafterConfig, DrafterLoss, Sum, TargetBatch, joined, versions
 from .losses import acceptance_metrics, ahead, chunked_compare, divergence
 
 
@@ -96,7 +96,7 @@ class _State:
     tokens: Tensor | None = None  # [B, Q] processed by the target, not yet by the head
     hidden: Tensor | None = None  # [B, Q, K, H]
     counts: Counts | None = None
-    outputs: Tensor | None = None  # [B, 1 + n, H] behind the root and behind each drafted node
+    outputs: Tensor | None = None  # [B, 1 + n, H], what steps behind the root and behind each drafted node read
     branches: Branches | None = None
 
 
@@ -189,25 +189,43 @@ def _at(x: Tensor, index: Tensor) -> Tensor:
 
 
 class _Runner:
-    """The layer as decoding runs it: one matrix for queries, keys and values, and the rotary angles looked up.
+    """The head as decoding runs it: weights that are used together in one matrix, norms in one operation, rotary angles looked up.
 
     A draft step is a few small products; on a CPU, and at batch size 1 on a GPU, the number of operations is what it costs.
     """
 
     def __init__(self, head: Eagle3, max_length: int, device: torch.device):
         config, attention = head.config, head.layer.self_attn
-        self.layer, self.eps = head.layer, config.rms_norm_eps
+        self.head, self.layer, self.eps, self.max_length = head, head.layer, config.rms_norm_eps, max_length
         self.heads, self.kv_heads, self.size = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+        self.weights = self.weights_of(head)
         self.qkv = torch.cat([attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight])
+        self.fc = head.fc.weight
+        if head.tap_norms is not None:
+            self.fc = self.fc * torch.cat([norm.weight for norm in head.tap_norms])
         cos, sin = head.rotary(self.qkv, torch.arange(max_length, device=device)[None])
         half = self.size // 2
         # x cos + rotate_half(x) sin, with rotate_half's sign moved into the sine: its halves swapped are a roll.
         self.cos, self.sin = cos[0], torch.cat([-sin[0, :, :half], sin[0, :, half:]], -1)
 
+    @staticmethod
+    def weights_of(head: Eagle3) -> list[tuple[int, int]]:
+        """Tells whether the weights that were put together have changed since."""
+        attention, norms = head.layer.self_attn, head.tap_norms or ()
+        made_of = [attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight, head.fc.weight, *(norm.weight for norm in norms)]
+        return versions(made_of)
+
+    def fuse(self, hidden: Tensor) -> Tensor:
+        """As `Eagle3.fuse`."""
+        hidden = hidden.to(self.fc.dtype)
+        if self.head.tap_norms is not None:
+            hidden = nn.functional.rms_norm(hidden, hidden.shape[-1:], None, self.eps)
+        return nn.functional.linear(hidden.flatten(2), self.fc)
+
     def step(self, embedded: Tensor, hidden: Tensor, cache: RaggedCache, positions: Tensor, in_tree: bool) -> Tensor:
         """The layer's output `[B, Q, H]` at entries placed at `positions` `[B, Q]` of the cache; one token of a chain sees all of it."""
         layer, rows, width = self.layer, *hidden.shape[:2]
-        x = torch.cat([self._norm(embedded, layer.input_layernorm), self._norm(hidden, layer.hidden_norm)], -1)
+        x = torch.cat([self.norm(embedded, layer.input_layernorm), self.norm(hidden, layer.hidden_norm)], -1)
         heads = nn.functional.linear(x, self.qkv).view(rows, width, -1, self.size).transpose(1, 2)
         turned = heads[:, : self.heads + self.kv_heads]
         turned = turned * self.cos[positions][:, None] + turned.roll(self.size // 2, -1) * self.sin[positions][:, None]
@@ -215,9 +233,14 @@ class _Runner:
         mask = None if rows == width == 1 and not in_tree and cache.window is None else cache.visible()[:, None]
         mixed = nn.functional.scaled_dot_product_attention(turned[:, : self.heads], k, v, mask, enable_gqa=self.heads != self.kv_heads)
         hidden = hidden + layer.self_attn.output(mixed)
-        return hidden + layer.mlp(self._norm(hidden, layer.post_attention_layernorm))
+        return hidden + layer.mlp(self.norm(hidden, layer.post_attention_layernorm))
 
-    def _norm(self, x: Tensor, norm: LlamaRMSNorm) -> Tensor:
+    def answer(self, output: Tensor) -> tuple[Tensor, Tensor]:
+        """What the next step reads, and the logits, from the layer's output `[B, Q, H]`."""
+        normed = self.norm(output, self.head.norm)
+        return normed if self.head.config.norm_output else output, self.head.lm_head(normed)
+
+    def norm(self, x: Tensor, norm: LlamaRMSNorm) -> Tensor:
         return nn.functional.rms_norm(x, x.shape[-1:], norm.weight, self.eps)
 
 
@@ -240,6 +263,7 @@ class Eagle3(Drafter):
         # Target id of each draft token, ascending. The export formats' d2t and t2d are derived from it.
         self.register_buffer("token_ids", torch.arange(config.draft_vocab_size))
         self.rotary = LlamaRotaryEmbedding(_llama(config))
+        self._kept: _Runner | None = None
 
     @property
     def taps(self) -> tuple[int, ...]:
@@ -360,7 +384,7 @@ class Eagle3(Drafter):
 
     def open(self, target: Target, batch_size: int, max_length: int, spare: int = 0) -> _State:
         cache = RaggedCache(1, batch_size, max_length + spare, target.device, [self._entry(target.device)])
-        return _State(cache, target, _Runner(self, max_length, target.device))
+        return _State(cache, target, self._runner(max_length, target.device))
 
     def state_bytes(self, target: Target, batch_size: int, max_length: int, spare: int = 0) -> int:
         attention, entry = self.layer.self_attn, self._entry(target.device)
@@ -389,11 +413,11 @@ class Eagle3(Drafter):
             state.tokens, state.hidden = state.tokens[:, :longest], state.hidden[:, :longest]
         last = (state.counts.tensor - 1)[:, None]
         following = state.tokens.roll(-1, 1).scatter(1, last, root[:, None])
-        output = self._step(state, following, self.fuse(state.hidden), 0)
+        output = self._step(state, following, state.runner.fuse(state.hidden), 0)
         state.cache.advance(state.counts)
         state.tokens, state.branches = None, None
-        state.outputs = output.gather(1, last[:, :, None].expand(-1, -1, output.shape[-1]))
-        return self.logits(state.outputs[:, 0])
+        state.outputs, logits = state.runner.answer(output.gather(1, last[:, :, None].expand(-1, -1, output.shape[-1])))
+        return logits[:, 0]
 
     def extend(self, state: _State, tokens: Tensor, parents: Tensor | None = None) -> Tensor:
         assert state.outputs is not None
@@ -404,14 +428,21 @@ class Eagle3(Drafter):
             state.branches = state.branches or Branches(len(tokens), 0, tokens.device)
             nodes = state.branches.grow(parents)
             before = _at(state.outputs, parents + 1)
-        output = self._step(state, tokens, self.feedback(before), read, nodes)
-        state.outputs = torch.cat([state.outputs, output], 1)
-        return self.logits(output)
+        after, logits = state.runner.answer(self._step(state, tokens, before, read, nodes))
+        state.outputs = torch.cat([state.outputs, after], 1)
+        return logits
 
     def _step(self, state: _State, tokens: Tensor, hidden: Tensor, offset: int, nodes: Nodes | None = None) -> Tensor:
         """One pass over `tokens` `[B, Q]`, written behind the committed entries plus `offset`; output `[B, Q, H]`."""
         positions = state.cache.place(tokens.shape[1], offset, nodes)
         return state.runner.step(state.target.embed(tokens).to(hidden.dtype), hidden, state.cache, positions, nodes is not None)
+
+    def _runner(self, max_length: int, device: torch.device) -> _Runner:
+        """Kept from request to request, until it is too short or the weights have changed."""
+        kept = self._kept
+        if kept is None or kept.max_length < max_length or kept.cos.device != device or kept.weights != _Runner.weights_of(self):
+            self._kept = kept = _Runner(self, max_length, device)
+        return kept
 
     def caches(self, state: _State) -> list[RaggedCache]:
         return [state.cache]

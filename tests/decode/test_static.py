@@ -99,6 +99,17 @@ def test_requests_follow_each_other_in_the_same_memory(target):
     assert len(places) == 3, "for 4 rows, and for 1 without a drafter and with"
 
 
+@pytest.mark.parametrize("static", [False, True])
+def test_a_drafter_that_is_trained_on_between_requests_drafts_with_its_new_weights(target, static):
+    for name, drafter in make_drafters(target).items():
+        decoder = Decoder(target, drafter, static=static)
+        decoder.generate(PROMPTS, 20, plan=Plan(3))
+        with torch.no_grad():
+            for i, weight in enumerate(drafter.parameters()):
+                weight.mul_(0.5 if i % 2 else 1.5)
+        assert decoder.generate(PROMPTS, 20, plan=Plan(3)).rounds == Decoder(target, copy.deepcopy(drafter)).generate(PROMPTS, 20, plan=Plan(3)).rounds, name
+
+
 def test_texts_longer_than_a_window(target):
     target.model.generation_config.eos_token_id = None
     for name, drafter in make_drafters(target).items():

@@ -12,7 +12,7 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from .figures import Baselines, Record, summarise
 from .report import Conditions, ContestantInfo, Report, SuiteInfo
@@ -28,6 +28,12 @@ if TYPE_CHECKING:
     from .suites import Suite
 
 PLAIN, GENERATE = "plain", "transformers.generate"
+
+# What a runner is given, and what it makes of it.
+Given = TypeVar("Given", contravariant=True)
+Made = TypeVar("Made", covariant=True)
+J = TypeVar("J")
+R = TypeVar("R")
 
 
 @dataclass
@@ -58,12 +64,12 @@ class Run:
     rule: str = "none"
 
 
-class Runner(Protocol):
+class Runner(Protocol[Given, Made]):
     """What takes turns: completes a job at a temperature, and times itself."""
 
     name: str
 
-    def __call__(self, job: Job, temperature: float) -> Run: ...
+    def __call__(self, job: Given, temperature: float) -> Made: ...
 
 
 def measure(
@@ -93,7 +99,7 @@ def measure(
     entrants = _with_plain(contestants)
     jobs = make_jobs(suites, settings.limit)
     _check(target, entrants, jobs, settings)
-    runners: list[Runner] = [Engine(target, c, settings) for c in entrants]
+    runners: list[Runner[Job, Run]] = [Engine(target, c, settings) for c in entrants]
     plain = next(c.name for c in entrants if c.drafter is None)
     if generate_baseline:
         runners.append(Generate(target, settings))
@@ -133,14 +139,14 @@ def threads(count: int | None) -> Iterator[None]:
 
 
 def race(
-    runners: Sequence[Runner], jobs: Sequence[Job], temperature: float, repeats: int, tick: Callable[[], None] = lambda: None
-) -> dict[str, list[list[Run]]]:
+    runners: Sequence[Runner[J, R]], jobs: Sequence[J], temperature: float, repeats: int, tick: Callable[[], None] = lambda: None
+) -> dict[str, list[list[R]]]:
     """Every runner completes every job `repeats` times; who starts moves on by one with each turn.
 
     Returns:
         Per runner, per job, the runs in the order of their repeats.
     """
-    runs: dict[str, list[list[Run]]] = {r.name: [[] for _ in jobs] for r in runners}
+    runs: dict[str, list[list[R]]] = {r.name: [[] for _ in jobs] for r in runners}
     for i, job in enumerate(jobs):
         for repeat in range(repeats):
             first = (i * repeats + repeat) % len(runners)
@@ -161,9 +167,10 @@ def contestants(target: Target, drafter: Drafter, settings: EvalSpec, plan: Plan
 
 
 def plan_of(settings: EvalSpec) -> Plan:
-    from ..decode import Plan
+    from ..decode import Plan, Tree
 
-    return Plan(settings.depth, settings.width, settings.nodes)
+    tree = None if settings.tree is None else Tree(tuple(settings.tree))
+    return Plan(settings.depth, settings.width, settings.nodes, tree)
 
 
 def baseline(name: str, target: Target) -> Drafter:
@@ -217,10 +224,11 @@ def _check(target: Target, entrants: Sequence[Contestant], jobs: Sequence[Job], 
     for contestant in entrants:
         if hot and contestant.plan.verify == "greedy":
             raise BadInputError(f"{contestant.name}: the greedy rule needs temperature 0, but temperature {hot[0]} is to be measured too; use 'auto'.")
-    _check_lengths(target, jobs, settings)
+    check_lengths(target, jobs, settings)
 
 
-def _check_lengths(target: Target, jobs: Sequence[Job], settings: EvalSpec) -> None:
+def check_lengths(target: Target, jobs: Sequence[Job], settings: EvalSpec) -> None:
+    """Raise BadInputError for a prompt that leaves no room for the answer."""
     from ..target.errors import BadInputError
 
     longest = max(jobs, key=lambda job: len(job.prompt.tokens))
@@ -350,19 +358,19 @@ def _conditions(target: Target, suites: Sequence[Suite], settings: EvalSpec, tem
         target={**target.source, **model},
         dtype=str(target.dtype).removeprefix("torch."),
         device=target.device.type,
-        device_name=_device_name(target),
+        device_name=device_name(target),
         threads=torch.get_num_threads(),
         attention=str(getattr(target.config, "_attn_implementation", None)),
         max_new_tokens=settings.max_new_tokens,
         temperatures=temperatures,
         repeats=settings.repeats,
         seed=settings.seed,
-        suites=[_suite_info(s, settings.limit) for s in suites],
-        versions=_versions(),
+        suites=[suite_info(s, settings.limit) for s in suites],
+        versions=versions(),
     )
 
 
-def _suite_info(suite: Suite, limit: int | None) -> SuiteInfo:
+def suite_info(suite: Suite, limit: int | None) -> SuiteInfo:
     """The suite as it was measured: a limit makes it another one."""
     from .suites import make_suite
 
@@ -370,7 +378,8 @@ def _suite_info(suite: Suite, limit: int | None) -> SuiteInfo:
     return SuiteInfo(name=suite.name, digest=used.digest, num_prompts=len(used.prompts))
 
 
-def _device_name(target: Target) -> str:
+def device_name(target: Target) -> str:
+    """The GPU, or the model name of the processor."""
     import platform
     from pathlib import Path
 
@@ -384,7 +393,8 @@ def _device_name(target: Target) -> str:
     return named[0] if named else platform.processor() or platform.machine()
 
 
-def _versions() -> dict[str, str]:
+def versions() -> dict[str, str]:
+    """Of Python and of what a measurement depends on."""
     import platform
     from importlib.metadata import version
 

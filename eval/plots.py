@@ -6,7 +6,7 @@ Every plot is 360 units wide: drawn one to one on a phone, and three in a row on
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from xml.etree import ElementTree
 
 from .figures import ALL, Figures
@@ -93,6 +93,47 @@ def accepted(report: Report, temperature: float) -> str:
     return _string(svg)
 
 
+def speedup_by_batch(lines: Mapping[str, Sequence[tuple[int, Interval]]]) -> str:
+    """Speedup over the plain target against batch size (on a log scale), one line per contestant, with intervals and its own legend."""
+    sizes = sorted({size for line in lines.values() for size, _ in line})
+    height = HEIGHT + 18 * len(lines)
+    base = HEIGHT - BOTTOM
+    most = _nice_limit(max([1.0, *(_top(interval) for line in lines.values() for _, interval in line)]))
+    across, y = _scale(math.log2(sizes[0]) - 0.25, math.log2(sizes[-1]) + 0.25, LEFT, WIDTH - RIGHT), _scale(0, most, base, TOP)
+    words = "; ".join(f"{name} " + ", ".join(f"{size}: {interval.text(unit='×')}" for size, interval in line) for name, line in lines.items())
+    svg = _svg(height, "Speedup over the plain target by batch size", words)
+    _frame(svg, y, _ticks(most), lambda v: f"{v:g}×")
+    _line(svg, LEFT, y(1), WIDTH - RIGHT, y(1), "reference")
+    for size in sizes:
+        _text(svg, across(math.log2(size)), base + 16, str(size), "tick", "middle")
+    _text(svg, (LEFT + WIDTH - RIGHT) / 2, HEIGHT - 5, "batch size", "axis", "middle")
+    for i, (name, line) in enumerate(lines.items()):
+        colour = f"c{i % len(_SHAPES)}"
+        aside = (i - (len(lines) - 1) / 2) * 5  # so that intervals at one size do not hide each other
+        _points(svg, [(across(math.log2(size)) + aside, interval) for size, interval in line], y, colour)
+        _marker(svg, LEFT + 6, HEIGHT + 18 * i + 8, colour)
+        _text(svg, LEFT + 18, HEIGHT + 18 * i + 12, name, "name", "start")
+    return _string(svg)
+
+
+def standalone(svg: str) -> str:
+    """A plot as a file of its own: with the colours that a report's page would give it, light or dark."""
+    light = {"page": "#fdfdfc", "ink": "#1c1e21", "soft": "#585d66", "grid": "#e8eaee"}
+    dark = {"page": "#15171a", "ink": "#e7e9ec", "soft": "#a3a9b3", "grid": "#2a2e35"}
+    fills = dict(zip((f"c{i}" for i in range(6)), ("#1f5fae", "#b4530a", "#1d7a57", "#7a3fb0", "#a8265f", "#6b6a12"), strict=True))
+    bright = dict(zip(fills, ("#6ea8ef", "#f0a05a", "#5fc79d", "#bf94ee", "#f08bb4", "#cfcb5e"), strict=True))
+
+    def variables(values: dict[str, str]) -> str:
+        return "svg{" + "".join(f"--{name}:{value};" for name, value in values.items()) + "}"
+
+    rules = "svg{background:var(--page)} text{font:12px system-ui,sans-serif;fill:var(--ink)} .tick,.axis{fill:var(--soft)}"
+    rules += " .grid{stroke:var(--grid)} .base{stroke:var(--soft)} .reference{stroke:var(--ink);stroke-dasharray:4 3}"
+    rules += " .spread{stroke-width:1.6;opacity:.75} .curve{fill:none;stroke-width:2}"
+    rules += "".join(f" .{c}{{stroke:var(--{c})}} .fill.{c}{{fill:var(--{c});stroke:none}}" for c in fills)
+    style = f"{variables(light | fills)} @media (prefers-color-scheme: dark){{{variables(dark | bright)}}} {rules}"
+    return svg.replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" ', 1).replace("<title>", f"<style>{style}</style><title>", 1) + "\n"
+
+
 def legend(report: Report) -> list[tuple[str, str]]:
     """(colour class, label) of every drafter."""
     return [(_colour(report, c.name), c.label) for c in report.contestants if c.kind == "drafter"]
@@ -109,12 +150,16 @@ def swatch(colour: str) -> str:
 
 
 def _curve(svg: ElementTree.Element, figures: Figures, x: Scale, y: Scale, colour: str) -> None:
-    points = " ".join(f"{x(d.depth):.1f},{y(d.alpha.value):.1f}" for d in figures.alpha)
-    ElementTree.SubElement(svg, "polyline", {"points": points, "class": f"curve {colour}"})
-    for d in figures.alpha:
-        if d.alpha.known:
-            _line(svg, x(d.depth), y(d.alpha.low), x(d.depth), y(d.alpha.high), f"spread {colour}")
-        _marker(svg, x(d.depth), y(d.alpha.value), colour)
+    _points(svg, [(x(d.depth), d.alpha) for d in figures.alpha], y, colour)
+
+
+def _points(svg: ElementTree.Element, points: Sequence[tuple[float, Interval]], y: Scale, colour: str) -> None:
+    """A line through points, each with its interval."""
+    ElementTree.SubElement(svg, "polyline", {"points": " ".join(f"{x:.1f},{y(interval.value):.1f}" for x, interval in points), "class": f"curve {colour}"})
+    for x, interval in points:
+        if interval.known:
+            _line(svg, x, y(interval.low), x, y(interval.high), f"spread {colour}")
+        _marker(svg, x, y(interval.value), colour)
 
 
 def _marker(svg: ElementTree.Element, x: float, y: float, colour: str) -> None:

@@ -1,0 +1,194 @@
+"""What tuning found on one machine: per batch size a plan, and what it was chosen by. A pair keeps it (`pair.manifest`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from pydantic import BaseModel, ConfigDict
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from ..decode import Costs, Plan
+
+
+class Part(BaseModel):
+    """A part of the record; a key that it does not know is refused."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+
+class CostRecord(Part):
+    """`outrider.decode.Costs`: seconds of a target pass at `widths` drafts, of drafting 0, 1, … levels, and of the rest of a round."""
+
+    widths: list[int]
+    verify: list[float]
+    draft: list[float]
+    host: float
+
+    @classmethod
+    def of(cls, costs: Costs) -> CostRecord:
+        widths, times = zip(*costs.verify, strict=True)
+        return cls(widths=list(widths), verify=list(times), draft=list(costs.draft), host=costs.host)
+
+    def restored(self) -> Costs:
+        from ..decode import Costs
+
+        return Costs(tuple(zip(self.widths, self.verify, strict=True)), tuple(self.draft), self.host)
+
+
+class Candidate(Part):
+    """A plan: what was predicted of it, and what was measured (None where it did not take part).
+
+    Attributes:
+        plan: what `Plan.to_dict` says beside the defaults, its controller left out.
+        weight: of the rates in the controller that decides the depth of each round, see `Control`; what is predicted is then the
+            best fixed depth in its reach. None: no controller.
+        predicted_tau: tokens per round and sequence. round_seconds: of a round of the whole batch.
+        predicted, tokens_per_second: of whole requests, prefills included.
+        speedup, low, high: over the plain target in the same run, with its interval; None where there are too few batches for one.
+    """
+
+    plan: dict[str, Any]
+    weight: float | None = None
+    predicted_tau: float
+    round_seconds: float
+    predicted: float
+    tau: float | None = None
+    tokens_per_second: float | None = None
+    speedup: float | None = None
+    low: float | None = None
+    high: float | None = None
+
+    def restored(self, costs: CostRecord, rates: Sequence[float]) -> Plan:
+        """The plan; `costs` and `rates` are what its controller goes by."""
+        from ..decode import Control, Plan
+
+        control = None if self.weight is None else Control(costs.restored(), tuple(rates), self.weight)
+        return Plan.from_dict(self.plan | {"control": control and control.to_dict()})
+
+
+class BatchTuning(Part):
+    """What was found at one batch size.
+
+    Attributes:
+        context: tokens behind which passes were timed.
+        rates: acceptance at depth 1, 2, … given the depth before. ranks: of a tree's children, by depth and rank; [] without trees.
+        chosen: one of `candidates`. reason: why.
+    """
+
+    batch_size: int
+    context: int
+    rates: list[float]
+    ranks: list[list[float]]
+    costs: CostRecord
+    candidates: list[Candidate]
+    chosen: Candidate
+    reason: str
+
+    @property
+    def plan(self) -> Plan:
+        return self.chosen.restored(self.costs, self.rates)
+
+    def name(self, candidate: Candidate) -> str:
+        plan = candidate.restored(self.costs, self.rates)
+        return str(plan) if plan.depth else "plain"
+
+    def __str__(self) -> str:
+        """`depth up to 5: 1.42× [1.38, 1.46] the plain target's speed`."""
+        best = self.chosen
+        speed = "" if best.speedup is None else f": {best.speedup:.2f}×{_bounds(best)} the plain target's speed"
+        return f"{self.name(best)}{speed if self.plan.depth else ''}"
+
+
+class Tuning(Part):
+    """Everything about one tuning.
+
+    Attributes:
+        threads: of torch, on a CPU. suites: digest of each suite's prompts, by name.
+    """
+
+    created: str
+    device: str
+    device_name: str
+    dtype: str
+    threads: int
+    versions: dict[str, str]
+    drafter: str
+    temperature: float
+    max_new_tokens: int
+    repeats: int
+    seed: int
+    suites: dict[str, str]
+    num_prompts: int
+    batches: list[BatchTuning]
+
+    @property
+    def machine(self) -> tuple[str, str]:
+        """What a plan depends on beside batch size and temperature."""
+        return self.device_name, self.dtype
+
+
+def merged(known: Sequence[Tuning], new: Tuning) -> list[Tuning]:
+    """`known` and `new`, which replaces what was known of its batch sizes on the same machine at the same temperature."""
+    sizes = {b.batch_size for b in new.batches}
+    kept = []
+    for old in known:
+        if (old.machine, old.temperature) == (new.machine, new.temperature):
+            old = old.model_copy(update={"batches": [b for b in old.batches if b.batch_size not in sizes]})
+        if old.batches:
+            kept.append(old)
+    return [*kept, new]
+
+
+def nearest(known: Sequence[Tuning], machine: tuple[str, str], batch_size: int, temperature: float) -> BatchTuning | None:
+    """What was found on `machine` at the largest batch size not above `batch_size`, and of those at the nearest temperature; None for nothing."""
+    fitting = [(b.batch_size, -abs(t.temperature - temperature), b) for t in known if t.machine == machine for b in t.batches if b.batch_size <= batch_size]
+    return max(fitting, key=lambda found: found[:2])[2] if fitting else None
+
+
+# ------------------------------------------------------------ for people
+
+
+def print_batch(batch: BatchTuning, console: Console) -> None:
+    """Costs, acceptance, and predicted against measured tokens/s."""
+    from rich.table import Table
+    from rich.text import Text
+
+    costs = batch.costs
+    shown = [(n, t) for n, t in zip(costs.widths, costs.verify, strict=True) if n in (0, 1, 2, 4, 8, 16, 32, 64, 128, 256)]
+    console.print(Text(f"batch {batch.batch_size}, passes behind {batch.context} tokens", style="bold"))
+    _print_line(console, "target pass, ms", [f"{n}: {1e3 * t:.1f}" for n, t in shown], "by drafts verified")
+    _print_line(
+        console, "drafting, ms", [f"{d}: {1e3 * t:.1f}" for d, t in enumerate(costs.draft) if d], f"by depth; {1e3 * costs.host:.1f} for the rest of a round"
+    )
+    _print_line(console, "alpha", [f"{d}: {rate:.2f}" for d, rate in enumerate(batch.rates, 1)], "by depth")
+    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="dim")
+    table.add_column("\nplan")
+    for header in ("predicted\nτ", "\nτ", "predicted\ntokens/s", "\ntokens/s", "\nratio", "\nover plain"):
+        table.add_column(header, justify="right", no_wrap=True)
+    for candidate in batch.candidates:
+        if candidate.tokens_per_second is not None:
+            table.add_row(*_cells(batch, candidate), style="bold" if candidate == batch.chosen else "")
+    console.print(table)
+    console.print(Text(f"chosen: {batch.name(batch.chosen)}. {batch.reason}"))
+
+
+def _print_line(console: Console, name: str, values: Sequence[str], unit: str) -> None:
+    from rich.text import Text
+
+    console.print(Text.assemble((f"{name}  ", "dim"), "  ".join(values), (f"  ({unit})", "dim")))
+
+
+def _cells(batch: BatchTuning, candidate: Candidate) -> list[str]:
+    speed, tau, over = candidate.tokens_per_second, candidate.tau, candidate.speedup
+    assert speed is not None
+    return [
+        batch.name(candidate), f"{candidate.predicted_tau:.2f}", "–" if tau is None else f"{tau:.2f}", f"{candidate.predicted:.1f}", f"{speed:.1f}",
+        f"{speed / candidate.predicted:.2f}", "–" if over is None else f"{over:.2f}×{_bounds(candidate)}",
+    ]  # fmt: skip
+
+
+def _bounds(candidate: Candidate) -> str:
+    return "" if candidate.low is None else f" [{candidate.low:.2f}, {candidate.high:.2f}]"

@@ -1,0 +1,65 @@
+"""What every benchmark does around its measurement: conditions beside the figures, one file, one line for a user's mistake."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from outrider.target import Target
+
+
+def conditions(target: Target, /, **settings: Any) -> dict[str, Any]:
+    """The target, the machine and the software, and the `settings` of the run.
+
+    A target that was made for the occasion has no fingerprint worth its name: `target=…` describes it instead.
+    """
+    import torch
+
+    from outrider.eval.measure import device_name
+
+    return {
+        "target": settings.pop("target", None) or target.fingerprint().digest,
+        "dtype": str(target.dtype).removeprefix("torch."),
+        "device": str(target.device),
+        "device_name": device_name(target),
+        "threads": torch.get_num_threads(),
+        "attention": getattr(target.config, "_attn_implementation", None),
+        **settings,
+        "torch": torch.__version__,
+        "versions": _versions(),
+    }
+
+
+def _versions() -> dict[str, str]:
+    """A checkout that runs without being installed has no version."""
+    from importlib.metadata import PackageNotFoundError
+
+    import transformers
+
+    from outrider.eval.measure import versions
+
+    try:
+        return versions()
+    except PackageNotFoundError:
+        return {"transformers": transformers.__version__}
+
+
+def command(main: Callable[[], int]) -> int:
+    """The exit code of `main`; what a user can put right is one line, as from `outrider` itself."""
+    from outrider.target import OutriderError
+
+    try:
+        return main()
+    except OutriderError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+
+
+def write(result: dict[str, Any], file: Path | None) -> None:
+    """What is known so far; a run that is cut short leaves that."""
+    if file is not None:
+        file.write_text(json.dumps(result, indent=2) + "\n")

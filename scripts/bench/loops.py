@@ -1,0 +1,218 @@
+"""Our loop and transformers' own, timed alike: whole requests, and the steady part behind the first step.
+
+All are greedy and write exactly as many tokens as they are told, past any end token. A step is a round, or one token where
+nothing is drafted. The first of them is left out of the steady part, since there every loop still reads the prompt.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    import torch
+
+    from outrider.decode import Decoder, Plan
+    from outrider.target import Target
+
+Texts = list[list[int]]
+Mark = Callable[[int], None]
+
+
+@dataclass(frozen=True)
+class Timed:
+    """One batch by one loop.
+
+    Attributes:
+        tokens: new tokens of each prompt. seconds: of the whole request.
+        steady_seconds, steady_tokens, steady_rounds: of all steps but the first, of all rows together; rounds are passes of the batch.
+        rounds: all of them, the first included. tau: mean tokens per row and round in the steady part.
+        accepted: per row and round, where the loop tells.
+    """
+
+    tokens: Texts
+    seconds: float
+    steady_seconds: float
+    steady_tokens: int
+    steady_rounds: int
+    rounds: int
+    tau: float
+    accepted: list[list[int]] | None = None
+
+
+class Loop(Protocol):
+    """What takes turns in a cell; `told` are conditions of its own, written beside its figures."""
+
+    name: str
+    told: dict[str, Any]
+
+    def release(self) -> None:
+        """Free what is kept from call to call."""
+
+    def __call__(self, prompts: Sequence[Sequence[int]], mark: Mark = lambda _: None) -> Timed:
+        """Complete `prompts`. `mark` is called on the host with the first row's number of new tokens when it has more: first when prompts were read."""
+
+
+class Ours:
+    """The decoder of this package.
+
+    Args:
+        script: what a forced drafter is to propose; see `forced.Forced`.
+    """
+
+    def __init__(self, name: str, decoder: Decoder, plan: Plan, new_tokens: int, told: dict[str, Any] | None = None, script: torch.Tensor | None = None):
+        self.name, self.decoder, self.plan, self.new_tokens, self.told, self.script = name, decoder, plan, new_tokens, told or {}, script
+
+    def release(self) -> None:
+        self.decoder.rounds.clear()
+
+    def __call__(self, prompts: Sequence[Sequence[int]], mark: Mark = lambda _: None) -> Timed:
+        from .forced import Forced
+
+        if isinstance(self.decoder.drafter, Forced):
+            assert self.script is not None
+            self.decoder.drafter.script = self.script
+        device = self.decoder.target.device
+        watch = _FirstRow(mark)
+        began = _now(device)
+        out = self.decoder.generate(prompts, self.new_tokens, plan=self.plan, stop=watch, ignore_eos=True)
+        ended = _now(device)
+        first = sum(1 + rounds[0].emitted for rounds in out.rounds if rounds)
+        count = sum(map(len, out.tokens)) - first
+        steady = [1 + r.accepted for rounds in out.rounds for r in rounds[1:]]
+        return Timed(
+            tokens=out.tokens, seconds=ended - began, steady_seconds=ended - watch.steady, steady_tokens=count,
+            steady_rounds=max(map(len, out.rounds)) - 1, rounds=max(map(len, out.rounds)), tau=sum(steady) / max(1, len(steady)),
+            accepted=[[r.accepted for r in rounds] for rounds in out.rounds],
+        )  # fmt: skip
+
+
+class _FirstRow:
+    """A stop rule that stops nothing: it sees when the first row's first round has been read back."""
+
+    def __init__(self, mark: Mark):
+        self.mark, self.steady = mark, float("nan")
+        self.row: list[int] | None = None
+
+    def __call__(self, tokens: list[int]) -> bool:
+        if self.row is None:
+            self.row = tokens
+        if tokens is self.row:
+            if len(tokens) == 2:
+                self.steady = time.perf_counter()
+            self.mark(len(tokens))
+        return False
+
+
+class Theirs:
+    """`transformers.generate`, also with an assistant or with prompt lookup: these take one row.
+
+    Args:
+        assistant: a causal LM that drafts; see `assist`. around: what holds while it runs.
+        lookup: tokens that prompt lookup proposes.
+    """
+
+    def __init__(
+        self, name: str, target: Target, new_tokens: int, assistant: Any = None, lookup: int | None = None,
+        around: Callable[[], AbstractContextManager[None]] = nullcontext, told: dict[str, Any] | None = None,
+    ):  # fmt: skip
+        self.name, self.target, self.new_tokens, self.told = name, target, new_tokens, told or {}
+        self.assistant, self.lookup, self.around = assistant, lookup, around
+
+    def release(self) -> None:
+        """Nothing is kept."""
+
+    def __call__(self, prompts: Sequence[Sequence[int]], mark: Mark = lambda _: None) -> Timed:
+        import torch
+        from transformers import StoppingCriteriaList
+
+        tokens, mask = _padded(prompts, self.target.device)
+        steps = _steps(mark, tokens.shape[1], self.target.device)
+        options = {} if self.assistant is None else {"assistant_model": self.assistant}
+        with torch.inference_mode(), library_attention(self.target), self.around():
+            began = _now(self.target.device)
+            out = self.target.model.generate(  # type: ignore[operator]
+                tokens, attention_mask=mask, generation_config=self._config(), stopping_criteria=StoppingCriteriaList([steps]), **options
+            )
+            ended = _now(self.target.device)
+        new = out[:, tokens.shape[1] :].tolist()
+        rows, calls = len(new), len(steps.lengths)
+        count = tokens.shape[1] + self.new_tokens - steps.lengths[0]
+        return Timed(
+            tokens=new, seconds=ended - began, steady_seconds=ended - steps.first, steady_tokens=rows * count,
+            steady_rounds=calls - 1, rounds=calls, tau=count / max(1, calls - 1),
+        )  # fmt: skip
+
+    def _config(self) -> Any:
+        from transformers import GenerationConfig
+
+        lookup = {"prompt_lookup_num_tokens": self.lookup} if self.lookup else {}
+        return GenerationConfig(do_sample=False, max_new_tokens=self.new_tokens, repetition_penalty=1.0, eos_token_id=None, pad_token_id=0, **lookup)
+
+
+@contextmanager
+def library_attention(target: Target) -> Iterator[None]:
+    """Inside, a target with attention of ours has the library's again: what a user has today."""
+    used = getattr(target.config, "_attn_implementation", None)
+    if used != "outrider":
+        yield
+        return
+    target.model.set_attn_implementation("sdpa")
+    try:
+        yield
+    finally:
+        target.model.set_attn_implementation(used)
+
+
+def _steps(mark: Mark, prompt: int, device: torch.device) -> Any:
+    """A stopping rule that stops nothing, and notes the time of its first call and the length at each."""
+    import torch
+    from transformers import StoppingCriteria
+
+    class Steps(StoppingCriteria):
+        def __init__(self) -> None:
+            self.lengths: list[int] = []
+            self.first = float("nan")
+
+        def __call__(self, input_ids: torch.Tensor, scores: Any, **more: Any) -> torch.Tensor:
+            if not self.lengths:
+                self.first = _now(device)
+            self.lengths.append(input_ids.shape[1])
+            mark(input_ids.shape[1] - prompt)
+            return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
+
+    return Steps()
+
+
+def _padded(prompts: Sequence[Sequence[int]], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens and mask, `[B, T]` each, padded on the left."""
+    import torch
+
+    width = max(map(len, prompts))
+    tokens = torch.tensor([[0] * (width - len(p)) + list(p) for p in prompts], device=device)
+    mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=device)
+    return tokens, mask
+
+
+def _now(device: torch.device) -> float:
+    from outrider.eval.costs import synchronised
+
+    return synchronised(device)
+
+
+def assist(model: Any, depth: int) -> Any:
+    """`model` as an assistant that drafts a fixed number of tokens: no schedule, no stop at low confidence."""
+    config = model.generation_config
+    config.num_assistant_tokens, config.num_assistant_tokens_schedule, config.assistant_confidence_threshold = depth, "constant", 0.0
+    return model
+
+
+def take_turns(loops: Sequence[Loop], prompts: Texts, repeats: int) -> Iterator[tuple[Loop, Timed]]:
+    """Every loop completes `prompts` once per turn; who starts moves on by one with each."""
+    for turn in range(repeats):
+        first = turn % len(loops)
+        for loop in [*loops[first:], *loops[:first]]:
+            yield loop, loop(prompts)

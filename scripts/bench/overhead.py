@@ -1,0 +1,242 @@
+"""What our loop costs beside the model passes that it makes: the same passes are run bare, round by round in turns with it.
+
+A request is completed by the decoder once, which tells how many drafts each round kept. Then it is completed again, and after
+each of its rounds the passes of that round are repeated without it: on the same tokens, behind the same context, in a cache of
+their own, as many drafts read and tokens verified; but nothing is chosen, judged, read back or noted. So both see the same
+machine at the same time. What is compared are medians over rounds. The first round is left out: a drafter reads the prompt there.
+
+The clock of a bare round runs in its passes only. There are two clocks: the wall's, and the processor's, which does not count
+what other programs took. All this is for rounds that run eagerly; where they are captured as CUDA graphs, a round is compared
+with its parts, captured and timed apart (`of_parts`).
+
+Shapes: B rows, T tokens of a whole text.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from outrider.eval.costs import synchronised
+from outrider.eval.statistics import Bootstrap, Interval, Ratio
+from outrider.heads import Drafter
+from outrider.target import Counts, Target
+
+from .forced import Forced
+from .loops import Ours, Texts, Timed
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class Overhead:
+    """Seconds of a round, the mean over prompts of the medians over rounds.
+
+    Attributes:
+        share: (loop − bare) ÷ bare, with an interval over prompts. processor: the same of the processor's time.
+    """
+
+    loop_seconds: float
+    bare_seconds: float
+    rounds: int
+    share: Interval
+    processor: Interval
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "loop_seconds_per_round": self.loop_seconds, "bare_seconds_per_round": self.bare_seconds, "rounds": self.rounds,
+            **_shown(self.share), "of_processor_time": _shown(self.processor),
+        }  # fmt: skip
+
+
+def of_parts(round_seconds: float, parts: Sequence[float]) -> dict[str, Any]:
+    """The same figures from the time of a round and those of its passes, timed apart."""
+    bare = sum(parts)
+    share = Interval(round_seconds / bare - 1, float("nan"), float("nan"))
+    return {"loop_seconds_per_round": round_seconds, "bare_seconds_per_round": bare, "rounds": None, **_shown(share), "of_processor_time": None}
+
+
+def _shown(share: Interval) -> dict[str, float | None]:
+    known = share.known
+    return {"share": round(share.value, 5), "low": round(share.low, 5) if known else None, "high": round(share.high, 5) if known else None}
+
+
+@dataclass(frozen=True)
+class Clocks:
+    """Seconds on the wall's clock and on the processor's."""
+
+    wall: float
+    processor: float
+
+    @classmethod
+    def now(cls, device: torch.device) -> Clocks:
+        return cls(synchronised(device), time.process_time())
+
+    def __sub__(self, earlier: Clocks) -> Clocks:
+        return Clocks(self.wall - earlier.wall, self.processor - earlier.processor)
+
+    def __add__(self, other: Clocks) -> Clocks:
+        return Clocks(self.wall + other.wall, self.processor + other.processor)
+
+    @classmethod
+    def medians(cls, readings: Sequence[Clocks]) -> Clocks:
+        return cls(statistics.median([r.wall for r in readings]), statistics.median([r.processor for r in readings]))
+
+
+def loop_overhead(loop: Ours, batches: Sequence[Texts], repeats: int) -> Overhead:
+    """Over the rounds of each of `batches`, completed `repeats` times in turns with bare passes.
+
+    The loop's plan is plain, or chains of a fixed depth. Of a batch, rounds count for as long as its first row runs.
+
+    Raises:
+        BadInputError: no batch takes more than one round.
+    """
+    from outrider.target import BadInputError
+
+    pairs = [pair for batch in batches if (pair := _medians(loop, batch, repeats)) is not None]
+    if not pairs:
+        raise BadInputError(f"loop overhead: {loop.name} needs requests of two rounds at least; ask for more new tokens than {loop.new_tokens}.")
+    looped, bare, rounds = zip(*pairs, strict=True)
+    wall, processor = (_share([getattr(c, clock) for c in looped], [getattr(c, clock) for c in bare]) for clock in ("wall", "processor"))
+    return Overhead(statistics.mean(c.wall for c in looped), statistics.mean(c.wall for c in bare), sum(rounds), wall, processor)
+
+
+def _share(looped: list[float], bare: list[float]) -> Interval:
+    ones = [1] * len(bare)
+    quotient = Bootstrap([len(bare)]).quotient(Ratio(looped, ones), Ratio(bare, ones))
+    return Interval(quotient.value - 1, quotient.low - 1, quotient.high - 1)
+
+
+def _medians(loop: Ours, batch: Texts, repeats: int) -> tuple[Clocks, Clocks, int] | None:
+    """Medians of a round by the loop and bare, and how many rounds there were."""
+    known = loop(batch)  # also a warm-up
+    looped: list[Clocks] = []
+    bare: list[Clocks] = []
+    for _ in range(repeats):
+        turns = _Turns(Passes.of(loop, batch, known))
+        loop(batch, turns.see)
+        looped += turns.looped
+        bare += turns.bare
+    return (Clocks.medians(looped), Clocks.medians(bare), len(looped)) if looped else None
+
+
+class _Turns:
+    """Stands between the loop's rounds: notes the time since it last stood there, and runs the round's passes bare."""
+
+    def __init__(self, passes: Passes):
+        self.passes, self.device = passes, passes.target.device
+        self.looped: list[Clocks] = []
+        self.bare: list[Clocks] = []
+        assert passes.known.accepted is not None
+        # How many tokens the first row has when the first token of each round is added.
+        self.due: list[int] = []
+        length = 2
+        for kept in passes.known.accepted[0]:
+            self.due.append(length)
+            length += kept + 1
+        self.round, self.resumed = 0, Clocks.now(self.device)
+        passes.prefill()
+
+    def see(self, length: int) -> None:
+        """The first row has `length` new tokens."""
+        if self.round < len(self.due) and length == self.due[self.round]:
+            spent = Clocks.now(self.device) - self.resumed
+            bare = self.passes.run(self.round)
+            if self.round:
+                self.looped.append(spent)
+                self.bare.append(bare)
+            self.round += 1
+            self.resumed = Clocks.now(self.device)
+
+
+@dataclass
+class Passes:
+    """The passes of one finished request, round by round."""
+
+    target: Target
+    drafter: Drafter | None
+    depth: int
+    prompts: Texts
+    known: Timed
+
+    @classmethod
+    def of(cls, loop: Ours, prompts: Texts, known: Timed) -> Passes:
+        drafter, depth = loop.decoder.drafter, loop.plan.depth
+        if drafter is None or depth == 0:
+            return cls(loop.decoder.target, None, 0, prompts, known)
+        inner = drafter.inner if isinstance(drafter, Forced) else drafter
+        return cls(loop.decoder.target, inner, min(depth, inner.max_depth or depth), prompts, known)
+
+    @torch.inference_mode()
+    def prefill(self) -> None:
+        """Read the prompts."""
+        target, drafter = self.target, self.drafter
+        counts = Counts.of([len(p) for p in self.prompts], target.device)
+        self.texts, self.alive = self._texts(), list(range(len(self.prompts)))
+        self.cache = target.new_cache(*self.texts.shape)
+        tokens = self.texts[:, : max(counts.values)]
+        out = target.forward(tokens, self.cache, taps=self._taps(), at=counts.tensor[:, None] - 1)
+        self.cache.advance(counts)
+        self.state = None
+        if drafter is not None:
+            self.state = drafter.open(target, *self.texts.shape)
+            drafter.absorb(self.state, tokens, out.hidden, counts)
+
+    def _texts(self) -> Tensor:
+        """Prompts and what followed them, `[B, T]`; behind it zeros, for drafts past the end."""
+        whole = [list(prompt) + new for prompt, new in zip(self.prompts, self.known.tokens, strict=True)]
+        longest = max(map(len, whole)) + self.depth + 1
+        return torch.tensor([text + [0] * (longest - len(text)) for text in whole], device=self.target.device)
+
+    def _taps(self) -> tuple[int, ...]:
+        return self.drafter.taps if self.drafter is not None else ()
+
+    @torch.inference_mode()
+    def run(self, round: int) -> Clocks:
+        """Time of the passes of a round; rounds come in their order."""
+        target, drafter = self.target, self.drafter
+        counts = self._counts(round)
+        places = self.cache.lengths[:, None] + torch.arange(1 + self.depth, device=target.device)
+        tokens = self.texts.gather(1, places.clamp(max=self.texts.shape[1] - 1))  # the root, and the right drafts
+        watch = _Watch(target.device)
+        if drafter is not None:
+            watch.passed(partial(drafter.begin, self.state, tokens[:, 0]))
+            for i in range(1, self.depth):
+                watch.passed(partial(drafter.extend, self.state, tokens[:, i : i + 1]))
+        out = watch.passed(partial(target.forward, tokens, self.cache, taps=self._taps()))
+        self.cache.advance(counts)
+        if drafter is not None:
+            watch.passed(partial(drafter.absorb, self.state, tokens, out.hidden, counts))  # some make a pass here
+        return watch.spent
+
+    def _counts(self, round: int) -> Counts:
+        """What each row keeps of this round, the root included; rows that are finished are freed."""
+        assert self.known.accepted is not None
+        rows = [row for row in self.alive if len(self.known.accepted[row]) > round]
+        if rows != self.alive:
+            where = [self.alive.index(row) for row in rows]
+            self.alive, self.texts = rows, self.texts[where]
+            self.cache.select(where)
+            if self.drafter is not None:
+                self.drafter.select(self.state, where)
+        return Counts.of([self.known.accepted[row][round] + 1 for row in rows], self.target.device)
+
+
+class _Watch:
+    """Adds up the time in passes."""
+
+    def __init__(self, device: torch.device):
+        self.device, self.spent = device, Clocks(0, 0)
+
+    def passed(self, work: Callable[[], Result]) -> Result:
+        began = Clocks.now(self.device)
+        result = work()
+        self.spent += Clocks.now(self.device) - began
+        return result

@@ -1,0 +1,46 @@
+"""Prompts of a wanted length for cells of context and batch size."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import cycle, islice
+from typing import TYPE_CHECKING
+
+from outrider.target import BadInputError
+
+from .random_targets import following
+
+if TYPE_CHECKING:
+    from .loops import Texts
+
+
+def random_prompts(vocab: int, lengths: Sequence[int], ahead: int, seed: int = 0) -> Texts:
+    """Random tokens for a target of `random_targets`; each prompt holds the `ahead` tokens that follow it, behind its last token's double.
+
+    Raises:
+        BadInputError: a length that has no room for them.
+    """
+    import torch
+
+    if min(lengths) < ahead + 3:
+        raise BadInputError(f"a context of {min(lengths)} tokens is too short for prompts that hold the {ahead} tokens that follow them; at least {ahead + 3}.")
+    generator = torch.Generator().manual_seed(seed)
+    prompts = []
+    for length in lengths:
+        tokens = torch.randint(vocab, (length,), generator=generator).tolist()
+        run = [tokens[-1]]
+        for _ in range(ahead):
+            run.append(following(run[-1], vocab))
+        tokens[1 : 2 + ahead] = run
+        prompts.append(tokens)
+    return prompts
+
+
+def joined_prompts(texts: Sequence[Sequence[int]], lengths: Sequence[int]) -> Texts:
+    """Prompts of these lengths from texts one after the other; row i begins with text i, and texts are used again where they are too few."""
+    prompts = []
+    for row, length in enumerate(lengths):
+        start = row % len(texts)
+        tokens = (token for text in cycle([*texts[start:], *texts[:start]]) for token in text)
+        prompts.append(list(islice(tokens, length)))
+    return prompts

@@ -1,0 +1,158 @@
+"""What is timed is the work that is named: passes of the right shape behind the right context, in turns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from outrider.eval import costs
+from outrider.eval.costs import Bandwidth, Floor, bandwidth, copy_bandwidth, draft_times, read_bandwidth, turns, verify_times, weight_bytes
+from outrider.heads import Drafter, DraftModel, Eagle3, Eagle3Config, Ngram
+from outrider.target import BadInputError, Counts, Target
+
+
+@pytest.fixture
+def target(tiny_llama: Callable) -> Target:
+    return Target(tiny_llama())
+
+
+def test_turns_rotate_and_the_warm_up_does_not_count() -> None:
+    found = list(turns("abc", 3))
+    counted = ["".join(key for key, counts in found[i : i + 3] if counts) for i in range(0, len(found), 3)]
+    assert [turn for turn in counted if turn] == ["abc", "bca", "cab"]
+    assert counted[:2] == ["", ""]
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_a_verification_reads_root_and_drafts_behind_the_context(target: Target, batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    forward = target.forward
+
+    def spy(tokens: Tensor, cache: Any, **more: Any) -> Any:
+        seen.append((tuple(tokens.shape), list(cache.host_lengths), tuple(more.get("taps", ()))))
+        return forward(tokens, cache, **more)
+
+    monkeypatch.setattr(target, "forward", spy)
+    times = verify_times(target, [0, 3], batch=batch, context=20, repeats=2, taps=(2,))
+    assert list(times) == [0, 3]
+    assert min(times.values()) > 0
+    passes = seen[1:]  # the first one allocates the cache
+    assert {shape for shape, _, _ in passes} == {(batch, 1), (batch, 4)}
+    assert all(lengths == [20, 19, 18][:batch] and taps == (2,) for _, lengths, taps in passes)
+
+
+def test_more_tokens_take_longer(tiny_llama: Callable) -> None:
+    """By an order of magnitude, so that a busy machine cannot turn it round."""
+    times = verify_times(Target(tiny_llama(hidden=64)), [0, 255], batch=4, context=32, repeats=3)
+    assert times[255] > 2 * times[0]
+
+
+def drafters(target: Target, tiny_llama: Callable) -> list[Drafter]:
+    return [Eagle3.build(Eagle3Config(), target), DraftModel(tiny_llama(layers=1, seed=1)), Ngram()]
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_every_depth_is_drafted_by_every_drafter(target: Target, tiny_llama: Callable, batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also past the point where the text is begun anew, and in pieces."""
+    monkeypatch.setattr(costs, "_GROWTH", 8)
+    monkeypatch.setattr(costs, "_CHUNK", 7)
+    for drafter in drafters(target, tiny_llama):
+        times = draft_times(target, drafter, 3, batch=batch, context=20, repeats=4)
+        assert times[0] == 0.0
+        assert len(times) == 4
+        assert min(times[1:]) > 0
+
+
+def test_what_is_timed_follows_a_round_of_the_same_depth(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A drafter reads what it absorbed when it begins: as much as a round of that depth leaves it."""
+    head = Eagle3.build(Eagle3Config(), target)
+    absorbed: list[int] = []
+    timed: list[tuple[int, int]] = []
+    absorb, propose = head.absorb, head.propose
+
+    def spy_absorb(state: Any, tokens: Tensor, hidden: Tensor, counts: Counts, path: Tensor | None = None) -> None:
+        absorbed.append(tokens.shape[1])
+        assert hidden.shape == (*tokens.shape, 3, target.hidden_size)
+        absorb(state, tokens, hidden, counts, path)
+
+    def spy_propose(state: Any, root: Tensor, depth: int, *more: Any) -> Any:
+        timed.append((depth, absorbed[-1]))
+        return propose(state, root, depth, *more)
+
+    monkeypatch.setattr(head, "absorb", spy_absorb)
+    monkeypatch.setattr(head, "propose", spy_propose)
+    draft_times(target, head, 2, context=16, repeats=1)
+    assert sorted(timed[1::2]) == [(1, 2)] * 3 + [(2, 3)] * 3
+
+
+def test_rounds_of_fixed_shapes_read_a_window_of_the_cache(target: Target, tiny_llama: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, where they are captured besides."""
+    monkeypatch.setattr(costs, "_is_fixed", lambda target: True)
+    used = set()
+    forward = target.forward
+
+    def spy(tokens: Tensor, cache: Any, **more: Any) -> Any:
+        out = forward(tokens, cache, **more)
+        used.add((tokens.shape[1], cache.used))
+        return out
+
+    with monkeypatch.context() as patch:
+        patch.setattr(target, "forward", spy)
+        verify_times(target, [0, 4], batch=2, context=250, repeats=1)
+    assert used == {(1, 256), (5, 384)}
+    for drafter in drafters(target, tiny_llama)[:2]:
+        state: list[Any] = []
+        opened = drafter.open
+        monkeypatch.setattr(drafter, "open", lambda *sizes, opened=opened, state=state: (state.append(opened(*sizes)), state[-1])[1])
+        times = draft_times(target, drafter, 2, batch=2, context=250, repeats=2)
+        assert min(times[1:]) > 0
+        assert {drafter.caches(s)[0].used for s in state} == {384}
+
+
+def test_sizes_out_of_range_are_refused(target: Target) -> None:
+    for wrong, message in (
+        ({"batch": 0}, "batch must be at least 1"),
+        ({"context": 0}, "context must be at least 1"),
+        ({"repeats": 0}, "repeats must be at least 1"),
+        ({"context": 511}, r"511 tokens and \d+ behind it exceed the target's 512"),
+    ):
+        with pytest.raises(BadInputError, match=message):
+            verify_times(target, [0, 4], **wrong)
+        with pytest.raises(BadInputError, match=message):
+            draft_times(target, Ngram(), 2, **wrong)
+    with pytest.raises(BadInputError, match="widths"):
+        verify_times(target, [])
+    with pytest.raises(BadInputError, match="depth"):
+        draft_times(target, Ngram(), -1)
+
+
+def test_a_copy_counts_what_is_read_and_what_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(costs, "_timed", lambda work, device: 0.5)
+    assert copy_bandwidth("cpu", 2**20) == 2 * 2**20 / 0.5
+    assert read_bandwidth("cpu", 2**20) == 2**20 / 0.5
+    assert bandwidth("cpu", 2**20).to_dict() == {"copy": 2**22, "read": 2**21, "num_bytes": 2**20}
+    with pytest.raises(BadInputError, match="at least 4096 bytes"):
+        copy_bandwidth("cpu", 8)
+
+
+def test_real_bandwidths_are_plausible() -> None:
+    found = bandwidth("cpu", 2**22)
+    assert 1e8 < found.copy < 1e13
+    assert 1e8 < found.read < 1e13
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_step_reads_all_weights_but_an_untied_embedding_table(tiny_llama: Callable, tied: bool) -> None:
+    model = tiny_llama(vocab=64, hidden=32, tie_word_embeddings=tied)
+    everything = sum(p.numel() for p in model.parameters())
+    assert weight_bytes(Target(model)) == 4 * (everything - (0 if tied else 64 * 32))
+    assert weight_bytes(Target(model.bfloat16())) == 2 * (everything - (0 if tied else 64 * 32))
+
+
+def test_a_floor_is_bytes_over_bandwidth() -> None:
+    floor = Floor(weights=1000, cache=500, bandwidth=Bandwidth(copy=100.0, read=50.0, num_bytes=1))
+    assert (floor.at_copy, floor.at_read, floor.with_cache) == (10.0, 20.0, 30.0)
+    assert floor.to_dict()["weight_bytes"] == 1000

@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, SerializerFunctionWrapHandler, Valid
 from ..decode import Plan, Sampling
 from ..distill.storage import write_atomically
 from ..eval.statistics import Interval
+from ..eval.tuning import Tuning, merged
 from ..target import BadInputError, Fingerprint
 from ..target.fingerprint import digest_json
 
@@ -179,7 +180,11 @@ class Lineage(Record):
 
 
 class Manifest(Record):
-    """The whole of pair.json."""
+    """The whole of pair.json.
+
+    `tuning` says which plan is fastest where. It depends on machines, so it is no part of the identity; without any it is not
+    written: a pair that was never tuned reads as it always did.
+    """
 
     schema_version: Literal[1]
     name: str
@@ -195,7 +200,13 @@ class Manifest(Record):
     lineage: Lineage
     created: str
     outrider_version: str
+    tuning: list[Tuning] = []
     checksum: str = ""
+
+    @model_serializer(mode="wrap")
+    def _written(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        values: dict[str, Any] = write(self)
+        return {k: v for k, v in values.items() if k != "tuning" or v}
 
     def identity(self) -> str:
         """The identity digest, computed from what it covers."""
@@ -207,6 +218,10 @@ class Manifest(Record):
     def sealed(self) -> Manifest:
         """This manifest with its checksum."""
         return self.model_copy(update={"checksum": self.computed_checksum()})
+
+    def tuned(self, tuning: Tuning) -> Manifest:
+        """This manifest with `tuning`, which replaces what was known of the same machine, temperature and batch sizes; sealed."""
+        return self.model_copy(update={"tuning": merged(self.tuning, tuning)}).sealed()
 
     def files(self) -> dict[str, str]:
         """SHA-256 of every file of the pair but pair.json, by path inside the folder."""

@@ -61,7 +61,8 @@ def new_pair(
 ) -> Pair:
     """Write a pair into `folder` and measure its probe baseline.
 
-    The same pair in the same place is left as it is. A new measurement or recipe of it takes its place and keeps the older reports.
+    The same pair in the same place is left as it is. A new measurement or recipe of it takes its place and keeps the older reports and
+    the tuning.
 
     Args:
         drafter: in memory, or the folder it was saved to.
@@ -86,6 +87,7 @@ def new_pair(
             if _adds_nothing(existing, manifest):
                 return existing
             _keep_reports(existing, partial)
+            manifest = manifest.model_copy(update={"tuning": existing.manifest.tuning})
         prompts = choose_prompts(recipe, target) if calibration is None else calibration
         baseline = _calibrated(partial, target, saved, settings(recipe), manifest.plan, prompts, console)
         manifest = _completed(manifest, partial, _measurements(report, baseline))
@@ -295,7 +297,7 @@ def _plan(report: Report | None, drafter: Drafter, recipe: Recipe) -> PlanRecord
         BadInputError: the report is about another drafter.
     """
     if report is None:
-        return PlanRecord(depth=recipe.eval.depth, width=recipe.eval.width, nodes=recipe.eval.nodes)
+        return PlanRecord(depth=recipe.eval.depth, width=recipe.eval.width, nodes=recipe.eval.nodes, tree=recipe.eval.tree)
     measured = None if report.primary is None else report.contestant(report.primary)
     if measured is None or measured.drafter != drafter.name:
         about = "plain decoding only" if measured is None else f"{measured.name!r}, a drafter of type {measured.drafter!r}"

@@ -13,12 +13,14 @@ The target's weights are not here: the pair names them by content.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from ..decode import Plan
 from ..distill.prompts import Prompt
+from ..eval.measure import device_name
+from ..eval.tuning import Tuning, nearest
 from ..heads import Drafter, load_drafter
 from ..recipes import Recipe, load_recipe
 from ..target import BadInputError, Fingerprint, IncompatibleError, OutriderError, Target, load_tokenizer, require_same_vocabulary
@@ -79,6 +81,25 @@ class Pair:
     @property
     def plan(self) -> Plan:
         return self.manifest.plan.restored()
+
+    def tuned_plan(self, target: Target, batch_size: int = 1, temperature: float = 0.0) -> Plan | None:
+        """The plan that `outrider tune` found for `target` on this machine, at the largest batch size not above `batch_size` and the nearest temperature."""
+        machine = (device_name(target), str(target.dtype).removeprefix("torch."))
+        found = nearest(self.manifest.tuning, machine, batch_size, temperature)
+        return None if found is None else found.plan
+
+    def store_tuning(self, tuning: Tuning) -> Pair:
+        """Store `tuning` in pair.json, in place of what was known of the same machine, temperature and batch sizes.
+
+        Raises:
+            BadInputError: the folder holds another pair by now.
+        """
+        now = read_manifest(self.folder)  # tuning takes minutes: what else was written since stays
+        if now.digest != self.digest:
+            raise BadInputError(f"{self.folder} holds another pair by now ({now.name} version {now.version}); nothing was stored. Tune that one.")
+        manifest = now.tuned(tuning)
+        manifest.write(self.folder)
+        return replace(self, manifest=manifest)
 
     @property
     def dtype(self) -> str:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypeGuard, Union, get_args, get_origin
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Positive = Annotated[int, Field(ge=1)]
@@ -85,6 +85,7 @@ class EvalSpec(Section):
         suites: `code`, `docs`, `prose`, or prompt files.
         depth: draft tokens per round, in a tree on its longest path.
         width, nodes: more than 1 drafts dynamic trees of that many nodes; see `outrider.decode.Plan`.
+        tree: a static tree instead, the parent of each node as in `outrider.decode.Tree`; it decides the depth.
         limit: prompts per suite; null for all.
         repeats: timed passes over each suite; contestants are interleaved.
         baselines: drafters without weights that are measured beside the trained one.
@@ -95,6 +96,7 @@ class EvalSpec(Section):
     depth: Positive = 4
     width: Positive = 1
     nodes: Positive | None = None
+    tree: list[int] | None = None
     temperatures: Annotated[list[Temperature], Field(min_length=1)] = Field(default_factory=lambda: [0.0, 1.0])
     max_new_tokens: Positive = 128
     limit: Positive | None = None
@@ -102,14 +104,34 @@ class EvalSpec(Section):
     seed: int = 0
     baselines: list[str] = Field(default_factory=lambda: ["ngram"])
     threads: Positive | None = None
+    dtype: Dtype = "auto"
+
+    @field_validator("tree")
+    @classmethod
+    def _is_a_tree(cls, tree: list[int] | None) -> list[int] | None:
+        if tree is not None:
+            _tree_depth(tree)
+        return tree
 
     @model_validator(mode="after")
-    def _nodes_need_width(self) -> EvalSpec:
-        if self.nodes is not None and self.width == 1:
+    def _is_one_shape(self) -> EvalSpec:
+        if self.tree is not None:
+            if self.width > 1 or self.nodes is not None:
+                raise ValueError("a static tree has its own width and number of nodes; leave out width and nodes, or tree")
+            self.depth = _tree_depth(self.tree)
+        elif self.nodes is not None and self.width == 1:
             raise ValueError(f"nodes says how many nodes of a tree are verified, {self.nodes}; it needs width > 1")
         return self
 
-    dtype: Dtype = "auto"
+
+def _tree_depth(parents: list[int]) -> int:
+    """Of the static tree with these parents. Imported late: only such a recipe has to wait for the room that loads torch."""
+    from ..decode import Tree
+
+    try:
+        return Tree(tuple(parents)).depth
+    except ValueError as error:
+        raise ValueError(str(error).removesuffix(".")) from error
 
 
 class Recipe(Section):

@@ -15,6 +15,7 @@ import os
 import sys
 import traceback
 import warnings
+from collections.abc import Iterator
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
@@ -27,7 +28,7 @@ from rich.table import Table
 from typer.core import TyperGroup
 
 if TYPE_CHECKING:
-    from ..eval import Report
+    from ..eval import Report, Tuning
     from ..pair import Pair
     from ..pair.manifest import Figure
     from ..recipes import Recipe
@@ -179,19 +180,46 @@ def evaluate(
     width: Annotated[int | None, typer.Option(min=1, help="More than 1: draft trees; the nodes read per level, and the children of each.")] = None,
     nodes: Annotated[int | None, typer.Option(min=1, help="Nodes of a tree that are verified (default: width × depth).")] = None,
     temperature: Annotated[list[float] | None, typer.Option(min=0, help="May be repeated.")] = None,
+    tuned: Annotated[bool, typer.Option("--tuned", help="Measure a pair's tuned plan too, beside its own.")] = False,
     out: Annotated[Path | None, typer.Option(help="Folder of the report.")] = None,
 ) -> None:
     """Measure τ, acceptance and speedup with confidence intervals, beside n-gram drafting and plain decoding."""
     from .subject import load_subject
 
     asked = {"suites": suite, "limit": limit, "depth": depth, "width": width, "nodes": nodes, "temperatures": temperature}
-    subject = load_subject(name, changes or [], drafter, {k: v for k, v in asked.items() if v})
+    subject = load_subject(name, changes or [], drafter, {k: v for k, v in asked.items() if v}, tuned)
     console = Console()
     report = subject.measure(console)
     folder = out or subject.report_folder
     report.save(folder)
     report.console(console)
     console.print(f"report: [bold]{escape(str(folder))}[/bold]")
+
+
+@app.command()
+def tune(
+    pair: PairFolder,
+    batch: Annotated[list[int] | None, typer.Option(min=1, help="Batch size to tune for; may be repeated (default: 1).")] = None,
+    suite: Annotated[list[str] | None, typer.Option(help="code, docs, prose, or a prompt file; may be repeated (default: the pair's).")] = None,
+    limit: Annotated[int, typer.Option(min=1, help="Prompts per suite.")] = 6,
+    temperature: Annotated[float, typer.Option(min=0)] = 0.0,
+    max_new_tokens: Annotated[int, typer.Option(min=1)] = 96,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Store nothing in the pair.")] = False,
+) -> None:
+    """Find the fastest depth or tree for this machine, by costs and acceptance, then by measurement; the pair keeps it."""
+    from ..pair import Pair
+    from .subject import load_subject
+
+    loaded = Pair.load(pair)
+    asked = {"suites": suite, "limit": limit, "temperatures": [temperature], "max_new_tokens": max_new_tokens, "repeats": 2}
+    console = Console()
+    tuning = load_subject(str(pair), asked={k: v for k, v in asked.items() if v}).tune(batch or [1], console)
+    console.print(
+        f"{tuning.num_prompts} prompts ({', '.join(tuning.suites)}), temperature {temperature:g}, {tuning.dtype} on {tuning.device_name}", style="dim"
+    )
+    if not dry_run:
+        loaded.store_tuning(tuning)
+        console.print(f"kept in [bold]{escape(str(pair / 'pair.json'))}[/bold]; `outrider generate` uses it from now on")
 
 
 # ------------------------------------------------------------ generating
@@ -207,15 +235,19 @@ def generate(
     max_new_tokens: Annotated[int, typer.Option(min=1)] = 128,
     temperature: Annotated[float, typer.Option(min=0)] = 0.0,
     seed: Annotated[int, typer.Option()] = 0,
-    depth: Annotated[int | None, typer.Option(min=0, help="Draft tokens per round (default: the pair's).")] = None,
+    depth: Annotated[int | None, typer.Option(min=0, help="Draft tokens per round (default: the tuned plan, else the pair's).")] = None,
 ) -> None:
     """Stream a completion: [green]accepted draft tokens[/green] and [magenta]the target's own[/magenta]."""
     from ..decode import Sampling
     from ..pair import Pair
     from .streaming import Completion
 
-    target, drafter, plan = Pair.load(pair).open()
-    plan = plan if depth is None else replace(plan, depth=depth, tree=None)
+    loaded = Pair.load(pair)
+    target, drafter, plan = loaded.open()
+    if depth is None:
+        plan = loaded.tuned_plan(target, temperature=temperature) or plan
+    else:
+        plan = replace(plan, depth=depth, tree=None)
     text = sys.stdin.read() if prompt == "-" else prompt
     completion = Completion(target, drafter, plan, Sampling(temperature=temperature, seed=seed), max_new_tokens)
     if plain:
@@ -304,9 +336,16 @@ def _print_pair(pair: Pair, console: Console) -> None:
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
-    for name, value in rows.items():
+    for name, value in [*rows.items(), *_tuned_rows(manifest.tuning)]:
         table.add_row(name, escape(value))
     console.print(table)
+
+
+def _tuned_rows(tunings: list[Tuning]) -> Iterator[tuple[str, str]]:
+    for tuning in tunings:
+        where = f"temperature {tuning.temperature:g}, {tuning.dtype} on {tuning.device_name}, {tuning.created}"
+        for found in tuning.batches:
+            yield "tuned", f"batch {found.batch_size}, {found} ({where})"
 
 
 def _figure(figure: Figure) -> str:

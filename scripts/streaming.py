@@ -126,7 +126,7 @@ class Completion:
     def summary(self, compare: bool) -> str:
         """The closing line; `compare` runs the plain target on the same prompt for the speedup."""
         tally = self.tally
-        line = f"τ {tally.tau:.2f} at depth {self.plan.depth} · {tally.tokens} tokens in {tally.rounds} rounds · {tally.tokens_per_second:.0f} tokens/s"
+        line = f"τ {tally.tau:.2f} ({self.plan}) · {tally.tokens} tokens in {tally.rounds} rounds · {tally.tokens_per_second:.0f} tokens/s"
         if not compare:
             return line
         plain = self._plain_tokens_per_second()

@@ -1,4 +1,4 @@
-"""What `outrider eval` and `outrider pair new` work on: a drafter on its target, from a recipe's run or from a pair.
+"""What `outrider eval`, `outrider tune` and `outrider pair new` work on: a drafter on its target, from a recipe's run or from a pair.
 
 The target is loaded in the dtype that is measured (`eval.dtype`, else `target.dtype`): a pair names exactly what was measured.
 """
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from ..decode import Plan
-    from ..eval import Report
+    from ..eval import Report, Suite, Tuning
     from ..heads import Drafter
     from ..target import Target
 
@@ -27,6 +27,7 @@ class Subject:
 
     Attributes:
         report_folder: where a report goes if nobody says otherwise. Never inside a pair, whose files are sealed.
+        tuned: another plan, to be measured beside the first.
     """
 
     target: Target
@@ -34,45 +35,72 @@ class Subject:
     plan: Plan
     settings: EvalSpec
     report_folder: Path
+    tuned: Plan | None = None
 
     def measure(self, console: Console | None = None) -> Report:
         """Measure the drafter beside its baselines and the plain target."""
-        from ..eval import contestants, load_suites, measure
+        from ..eval import Contestant, contestants, measure
 
-        suites = load_suites(self.settings.suites, self.target.require_tokenizer(), self.settings.limit)
-        return measure(self.target, contestants(self.target, self.drafter, self.settings, self.plan), suites, self.settings, console=console)
+        first, *others = contestants(self.target, self.drafter, self.settings, self.plan)
+        tuned = [] if self.tuned is None else [Contestant(f"{first.name} tuned", self.drafter, self.tuned)]
+        return measure(self.target, [first, *tuned, *others], self._suites(), self.settings, console=console)
+
+    def tune(self, batch_sizes: Sequence[int], console: Console | None = None) -> Tuning:
+        """The fastest plan for each batch size."""
+        from ..eval import tune
+
+        return tune(self.target, self.drafter, self._suites(), self.settings, batch_sizes, console)
+
+    def _suites(self) -> list[Suite]:
+        from ..eval import load_suites
+
+        return load_suites(self.settings.suites, self.target.require_tokenizer(), self.settings.limit)
 
 
-def load_subject(name: str, changes: Sequence[str] = (), drafter: Path | None = None, asked: dict[str, Any] | None = None) -> Subject:
+def load_subject(name: str, changes: Sequence[str] = (), drafter: Path | None = None, asked: dict[str, Any] | None = None, tuned: bool = False) -> Subject:
     """A recipe's run or a pair, by whether `name` is a folder that holds a pair.json.
 
     Args:
         changes: `key=value` overrides of the recipe (a pair brings its own).
         drafter: a saved drafter to take instead.
         asked: fields of EvalSpec that replace the recipe's.
+        tuned: whether a pair's tuned plan is measured too.
+
+    Raises:
+        BadInputError: there is no such recipe or pair, or no tuned plan.
     """
     from ..eval import plan_of
+    from ..target import BadInputError
 
     is_pair = (Path(name).expanduser() / "pair.json").is_file()
     recipe = load_recipe(str(Path(name).expanduser() / "recipe.yaml") if is_pair else name, changes)
-    settings = recipe.eval.model_copy(update=asked or {})
+    asked = dict(asked or {})
+    other_shape = bool({"depth", "width", "nodes"} & set(asked))
+    settings = recipe.eval.model_copy(update=asked | ({"tree": None} if other_shape else {}))
     if is_pair:
-        return _of_pair(Path(name), settings, drafter, bool({"depth", "width", "nodes"} & set(asked or {})))
+        return _of_pair(Path(name), settings, drafter, other_shape, tuned)
+    if tuned:
+        raise BadInputError(f"--tuned: {name!r} is a recipe; tuned plans are kept in pairs. Make one with `outrider pair new`, then run `outrider tune`.")
     target = load_target(recipe)
     return Subject(target, trained_drafter(recipe, target, drafter), plan_of(settings), settings, recipe.output_folder / "report")
 
 
-def _of_pair(folder: Path, settings: EvalSpec, drafter: Path | None, other_shape: bool) -> Subject:
+def _of_pair(folder: Path, settings: EvalSpec, drafter: Path | None, other_shape: bool, tuned: bool) -> Subject:
     from ..eval import plan_of
     from ..heads import load_drafter
     from ..pair import Pair
+    from ..target import BadInputError
 
     pair = Pair.load(folder)
     target, own, plan = pair.open()
     plan = replace(plan_of(settings), verify=plan.verify) if other_shape else plan
     # The pair's target has the pair's dtype, whatever the recipe once asked for.
     settings = settings.model_copy(update={"dtype": "auto"})
-    return Subject(target, load_drafter(drafter, target) if drafter else own, plan, settings, Path("runs") / "reports" / f"{pair.name}-v{pair.version}")
+    best = pair.tuned_plan(target, temperature=settings.temperatures[0]) if tuned else None
+    if tuned and best is None:
+        raise BadInputError(f"--tuned: this pair was not tuned for this machine and dtype; run `outrider tune {folder}` first.")
+    report_folder = Path("runs") / "reports" / f"{pair.name}-v{pair.version}"
+    return Subject(target, load_drafter(drafter, target) if drafter else own, plan, settings, report_folder, best)
 
 
 def load_target(recipe: Recipe) -> Target:

@@ -12,9 +12,10 @@ from rich.console import Console
 from torch import Tensor
 
 from outrider.decode import Control, Costs, Decoder, Plan, Round, Sampling, Tree
-from outrider.eval import Bootstrap, Ratio, Suite, Tuning, tune, tuner
+from outrider.eval import Bootstrap, Ratio, Suite, Tuning, acceptance, tune, tuner
+from outrider.eval.acceptance import Acceptance
 from outrider.eval.measure import make_jobs
-from outrider.eval.tuner import Acceptance, Completion, Loop, Measured, Option
+from outrider.eval.tuner import Completion, Loop, Measured, Option
 from outrider.eval.tuning import BatchTuning, Candidate, CostRecord, merged, nearest
 from outrider.heads import DraftModel, Ngram
 from outrider.recipes import EvalSpec
@@ -127,12 +128,12 @@ def test_the_controlled_chain_may_go_a_little_deeper_than_the_best() -> None:
 
 def test_shares_by_rank_by_hand() -> None:
     """Nodes 0 1 2 behind the root, 3 4 5 behind node 0. Ten rounds: 2 kept nothing, 2 ended at 1, 1 at 0, 3 at 3, 2 at 5."""
-    tree = tuner.wide_tree(2, 3)
+    tree = acceptance.wide_tree(2, 3)
     assert tree == Tree((-1, -1, -1, 0, 0, 0))
     ends = [-1, -1, 1, 1, 0, 3, 3, 3, 5, 5]
-    assert tuner._share_by_rank(tree, ends, 0) == (0.6, 0.2, 0.0)
-    assert tuner._share_by_rank(tree, ends, 1) == (0.5, 0.0, pytest.approx(2 / 6, abs=1e-6))
-    assert tuner._share_by_rank(tree, [-1], 1) == (0.0, 0.0, 0.0)
+    assert acceptance._share_by_rank(tree, ends, 0) == (0.6, 0.2, 0.0)
+    assert acceptance._share_by_rank(tree, ends, 1) == (0.5, 0.0, pytest.approx(2 / 6, abs=1e-6))
+    assert acceptance._share_by_rank(tree, [-1], 1) == (0.0, 0.0, 0.0)
 
 
 class SecondBest(DraftModel):
@@ -152,9 +153,9 @@ class SecondBest(DraftModel):
 
 def test_the_rank_is_that_of_the_child_that_was_kept(target: Target, suites: list[Suite]) -> None:
     jobs = make_jobs(suites)
-    right = tuner.rank_rates(target, DraftModel(target.model), jobs, 12, Sampling())
+    right = acceptance.rank_rates(target, DraftModel(target.model), jobs, 12, Sampling())
     assert right == ((1.0, *[0.0] * 5),) * 6
-    second = tuner.rank_rates(target, SecondBest(target.model), jobs, 12, Sampling())
+    second = acceptance.rank_rates(target, SecondBest(target.model), jobs, 12, Sampling())
     assert second[0] == (0.0, 1.0, 0.0, 0.0, 0.0, 0.0)
 
 
@@ -162,10 +163,10 @@ def test_the_rank_is_that_of_the_child_that_was_kept(target: Target, suites: lis
 def test_the_rates_of_a_tree_give_the_tau_it_was_measured_with(target: Target, suites: list[Suite], tiny_llama, temperature: float) -> None:
     """An identity: of that very tree, in that very run. The tokens that cut an answer off are still counted as accepted."""
     drafter, jobs, sampling = DraftModel(tiny_llama(layers=1, initializer_range=0.1)), make_jobs(suites), Sampling(temperature=temperature)
-    ranks = tuner.rank_rates(target, drafter, jobs, 40, sampling)
-    tree = tuner.wide_tree(6, 6)
+    ranks = acceptance.rank_rates(target, drafter, jobs, 40, sampling)
+    tree = acceptance.wide_tree(6, 6)
     rounds = []
-    for some in tuner._pieces(jobs):
+    for some in acceptance._pieces(jobs):
         out = Decoder(target, drafter).generate([j.prompt.tokens for j in some], 40, sampling, Plan(tree=tree), sequence_ids=[j.sequence for j in some])
         rounds += [r for sequence in out.rounds for r in sequence]
     assert 1 < (tau := 1 + sum(r.accepted for r in rounds) / len(rounds)) < 6
@@ -173,14 +174,14 @@ def test_the_rates_of_a_tree_give_the_tau_it_was_measured_with(target: Target, s
 
 
 def test_acceptance_of_chains(target: Target, suites: list[Suite]) -> None:
-    seen = tuner.measure_acceptance(target, DraftModel(target.model), make_jobs(suites), 19, Sampling(), trees=False)
+    seen = acceptance.measure_acceptance(target, DraftModel(target.model), make_jobs(suites), 19, Sampling(), trees=False)
     assert seen == Acceptance((1.0,) * 8, (1.0,) * 8, (), 19)
 
 
 def test_the_deepest_chain_is_predicted_as_it_was_measured(target: Target, suites: list[Suite]) -> None:
     """Also of a drafter that often finds nothing to draft."""
     jobs = make_jobs(suites)
-    seen = tuner.measure_acceptance(target, Ngram(), jobs, 40, Sampling(), trees=False)
+    seen = acceptance.measure_acceptance(target, Ngram(), jobs, 40, Sampling(), trees=False)
     out = [Decoder(target, Ngram()).generate([j.prompt.tokens], 40, plan=Plan(8)) for j in jobs]
     rounds = [r for o in out for r in o.rounds[0]]
     assert any(r.drafted == 0 for r in rounds)
@@ -326,7 +327,9 @@ def make_tuning(sizes: list[int], device: str = "a CPU", temperature: float = 0.
     """Chains as deep as the batch is large, with a controller."""
     batches = []
     for size in sizes:
-        best = Candidate(plan={"depth": size}, weight=8.0, predicted_tau=2.0, round_seconds=0.01, predicted=100.0, tokens_per_second=90.0, speedup=1.5)
+        best = Candidate(
+            plan={"depth": size}, weight=8.0, predicted_tau=2.0, round_seconds=0.01, predicted=100.0 + temperature, tokens_per_second=90.0, speedup=1.5
+        )
         costs = CostRecord(widths=[0, 4], verify=[0.01, 0.02], draft=[0.0, 0.001], host=0.0)
         batches.append(BatchTuning(batch_size=size, context=9, rates=[0.5], ranks=[], costs=costs, candidates=[best], chosen=best, reason="The fastest."))
     return Tuning(
@@ -336,10 +339,10 @@ def make_tuning(sizes: list[int], device: str = "a CPU", temperature: float = 0.
 
 
 def test_a_new_tuning_replaces_what_it_measured_again() -> None:
-    known = [make_tuning([1, 4]), make_tuning([1], "a GPU"), make_tuning([1], temperature=1.0)]
+    known = [make_tuning([1, 4]), make_tuning([1, 4], "a GPU"), make_tuning([1, 4], temperature=1.0)]
     found = merged(known, make_tuning([4, 8]))
     assert [(t.device_name, t.temperature, [b.batch_size for b in t.batches]) for t in found] == [
-        ("a CPU", 0.0, [1]), ("a GPU", 0.0, [1]), ("a CPU", 1.0, [1]), ("a CPU", 0.0, [4, 8]),
+        ("a CPU", 0.0, [1]), ("a GPU", 0.0, [1, 4]), ("a CPU", 1.0, [1, 4]), ("a CPU", 0.0, [4, 8]),
     ]  # fmt: skip
     assert len(merged(found[:1], make_tuning([1, 2]))) == 1
 

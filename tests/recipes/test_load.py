@@ -87,6 +87,12 @@ def test_overrides_are_yaml_and_create_what_they_need(tmp_path: Path) -> None:
     assert recipe.output_folder == Path("x/small")
 
 
+def test_a_static_tree_decides_the_depth_and_reads_back(tmp_path: Path) -> None:
+    recipe = load_recipe(write(tmp_path, MINIMAL), ["eval.tree=[-1,-1,0]"])
+    assert (recipe.eval.tree, recipe.eval.depth) == ([-1, -1, 0], 2)
+    assert load_recipe(write(tmp_path, recipe.to_yaml())) == recipe
+
+
 def test_a_later_override_wins(tmp_path: Path) -> None:
     assert load_recipe(write(tmp_path, MINIMAL), ["data.limit=1", "data.limit=null"]).data.limit is None
 
@@ -117,6 +123,12 @@ def test_a_later_override_wins(tmp_path: Path) -> None:
         ("training={1: 2}", "training[1].[key]: expected text, found 1."),
         ("name=a/b", "name: expected letters, digits, '.', '_' and '-', found 'a/b'."),
         ("output=''", "output: expected some text, found ''."),
+        ("eval.tree=[-1, 2]", "eval.tree: a tree's nodes come behind their parents; node 1 has parent 2."),
+        ("eval.tree=[-1, 0, -1]", "eval.tree: a tree's nodes come level by level; the depths of [-1, 0, -1] are [1, 2, 1]."),
+        ("eval.tree=[]", "eval.tree: a tree needs at least one node."),
+        ("eval.tree=[-1, a]", "eval.tree[1]: expected an integer, found 'a'."),
+        ("eval={tree: [-1], width: 2}", "eval: a static tree has its own width and number of nodes; leave out width and nodes, or tree."),
+        ("eval={tree: [-1], nodes: 2}", "eval: a static tree has its own width and number of nodes"),
         ("data.limit", "expected key.path=value"),
         ("data..limit=3", "expected key.path=value"),
         ("name.x=3", "name is 'small', not a mapping"),

@@ -28,7 +28,7 @@ def test_help_takes_less_than_a_second() -> None:
     shown = subprocess.run([sys.executable, "-m", "outrider.scripts.cli", "--help"], capture_output=True, text=True, check=True).stdout
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 1.0
-    for verb in ("distill", "train", "eval", "generate", "pair", "probe", "refresh", "gate", "doctor", "quickstart"):
+    for verb in ("distill", "train", "eval", "tune", "generate", "pair", "probe", "refresh", "gate", "doctor", "quickstart"):
         assert verb in shown
 
 

@@ -1,0 +1,138 @@
+"""How often a drafter's drafts are accepted on prompts: by depth, and in trees by rank.
+
+Shapes: D levels of a tree, W children of a node.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from .measure import Job
+
+if TYPE_CHECKING:
+    from ..decode import Decoder, Sampling, Tree
+    from ..heads import Drafter
+    from ..target import Target
+
+DEEPEST = 8
+PROBE_DEPTH, PROBE_WIDTH = 6, 6  # of the tree that shows how often which child is accepted
+_AT_ONCE = 8  # prompts
+
+
+@dataclass(frozen=True)
+class Acceptance:
+    """How often drafts are accepted on the prompts; it depends neither on the batch size nor on the machine.
+
+    Attributes:
+        rates: alpha at depth 1, 2, …, of the rounds that drafted so deep and accepted what came before; 0 where there were none.
+        kept: share of all rounds that accepted at least 1, 2, … drafts, with those that had nothing to draft.
+        ranks: `[D][W]`, how often the path goes on through the child of each rank, of the rounds that came to its parent; () without trees.
+        tokens: new tokens of a mean answer.
+    """
+
+    rates: tuple[float, ...]
+    kept: tuple[float, ...]
+    ranks: tuple[tuple[float, ...], ...]
+    tokens: float
+
+    def chain(self, depth: int) -> float:
+        """Predicted tokens per round of a chain."""
+        return 1 + sum(self.kept[:depth])
+
+
+def deepest(drafter: Drafter) -> int:
+    """Of the chains that are tried."""
+    return min(DEEPEST, drafter.max_depth or DEEPEST)
+
+
+def measure_acceptance(target: Target, drafter: Drafter, jobs: Sequence[Job], max_new_tokens: int, sampling: Sampling, trees: bool) -> Acceptance:
+    """Decode all prompts with the deepest chain, and with a wide tree if `trees`.
+
+    Raises:
+        BadInputError: every answer ends with its first token.
+    """
+    from ..decode import Decoder, Plan, depth_counts
+    from ..target.errors import BadInputError
+
+    decoder, depth, rounds, tokens = Decoder(target, drafter), deepest(drafter), [], 0
+    for some in _pieces(jobs):
+        out = decoder.generate([j.prompt.tokens for j in some], max_new_tokens, sampling, Plan(depth), sequence_ids=[j.sequence for j in some])
+        rounds += [r for sequence in out.rounds for r in sequence]
+        tokens += sum(map(len, out.tokens))
+    if not rounds:
+        raise BadInputError("every answer ended with its first token, so nothing was drafted and there is nothing to tune; take other prompts.")
+    counts = [*depth_counts(rounds), *[(0, 0)] * depth][:depth]
+    ranks = rank_rates(target, drafter, jobs, max_new_tokens, sampling) if trees else ()
+    return Acceptance(
+        tuple(round(kept / reached, 6) if reached else 0.0 for reached, kept in counts),
+        tuple(kept / len(rounds) for _, kept in counts),
+        ranks,
+        tokens / len(jobs),
+    )
+
+
+def _pieces(jobs: Sequence[Job]) -> list[list[Job]]:
+    ordered = sorted(jobs, key=lambda j: len(j.prompt.tokens))
+    return [ordered[i : i + _AT_ONCE] for i in range(0, len(ordered), _AT_ONCE)]
+
+
+def rank_rates(target: Target, drafter: Drafter, jobs: Sequence[Job], max_new_tokens: int, sampling: Sampling) -> tuple[tuple[float, ...], ...]:
+    """How often a kept path goes on through the child of each rank, by depth, `[D][W]`, from rounds under one wide tree.
+
+    In that tree the nodes of the all-first path have W children each. Rates behind other nodes are taken to be the same, as
+    Sequoia does (arXiv 2402.12374, §4.1); really they are a little lower, so large trees are predicted a few percent too well.
+    """
+    from ..decode import Decoder
+
+    vocabulary = target.vocab_size if drafter.output_ids is None else len(drafter.output_ids)
+    tree = wide_tree(min(PROBE_DEPTH, deepest(drafter)), min(PROBE_WIDTH, vocabulary))
+    decoder = Decoder(target, drafter, static=False)  # each round is looked at from the host
+    ends = [end for some in _pieces(jobs) for end in _kept_ends(decoder, some, max_new_tokens, sampling, tree)]
+    return tuple(_share_by_rank(tree, ends, depth) for depth in range(tree.depth))
+
+
+def wide_tree(depth: int, width: int) -> Tree:
+    """A path of `depth` nodes; the root and each of them but the last have `width` children, of which the first goes on."""
+    from ..decode import Tree
+
+    return Tree(tuple(-1 if level == 0 else (level - 1) * width for level in range(depth) for _ in range(width)))
+
+
+def _share_by_rank(tree: Tree, ends: Sequence[int], depth: int) -> tuple[float, ...]:
+    """Of the paths that came to the node at `depth` of the all-first path (0: the root), the share that went on to each of its children."""
+    came = [path for path in (_path(tree, end) for end in ends) if path[:depth] == [0] * depth]
+    width = len(tree.children[-1])
+    return tuple(round(sum(len(path) > depth and path[depth] == rank for path in came) / len(came), 6) if came else 0.0 for rank in range(width))
+
+
+def _path(tree: Tree, node: int) -> list[int]:
+    """Ranks on the way from the root to `node` (−1: the root)."""
+    ranks: list[int] = []
+    while node >= 0:
+        ranks.append(tree.ranks[node])
+        node = tree.parents[node]
+    return ranks[::-1]
+
+
+def _kept_ends(decoder: Decoder, jobs: Sequence[Job], max_new_tokens: int, sampling: Sampling, tree: Tree) -> list[int]:
+    """The node at which each round's kept path ended (−1: the root). Rounds say how deep a path went, not along which children."""
+    from torch import nn
+
+    from ..decode import Plan
+    from ..decode.engine import Run
+
+    ends: list[int] = []
+
+    class Watched(Run):
+        def _verify(self, *arguments: Any) -> Any:
+            accepted, path, following = super()._verify(*arguments)
+            if path is not None:
+                ends.extend(nn.functional.pad(path, (1, 0), value=-1).gather(1, accepted[:, None])[:, 0].tolist())
+            return accepted, path, following
+
+    prompts, ids = [j.prompt.tokens for j in jobs], [j.sequence for j in jobs]
+    for _ in Watched(decoder, prompts, max_new_tokens, sampling, Plan(tree=tree), None, False, ids, True).steps():
+        pass
+    return ends

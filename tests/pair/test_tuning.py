@@ -1,0 +1,114 @@
+"""Tuned plans live in pair.json: sealed like everything else there, and no part of what the pair is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from outrider.decode import Control, Costs, Plan
+from outrider.eval.measure import device_name
+from outrider.eval.tuning import BatchTuning, Candidate, CostRecord, Tuning
+from outrider.pair import Pair, new_pair, verify
+from outrider.recipes import Recipe
+from outrider.target import BadInputError, Target
+
+MakeTuning = Callable[..., Tuning]
+
+
+@pytest.fixture
+def make_tuning(make_target: Callable[..., Target]) -> MakeTuning:
+    """`make_tuning({batch size: depth}, **changes)`: controlled chains for this machine."""
+
+    def make(depths: dict[int, int], **changes: object) -> Tuning:
+        costs = CostRecord(widths=[0, 8], verify=[0.0100001, 0.02], draft=[0.0, 0.001], host=0.0005)
+        batches = []
+        for size, depth in depths.items():
+            best = Candidate(plan={"depth": depth}, weight=16.0, predicted_tau=2.0, round_seconds=0.01, predicted=99.5, tokens_per_second=90.0, speedup=1.5)
+            batches.append(
+                BatchTuning(batch_size=size, context=64, rates=[0.5, 0.25], ranks=[], costs=costs, candidates=[best], chosen=best, reason="The best.")
+            )
+        values = {
+            "created": "2031-01-01", "device": "cpu", "device_name": device_name(make_target()), "dtype": "float32", "threads": 1, "versions": {"torch": "2"},
+            "drafter": "ngram", "temperature": 0.0, "max_new_tokens": 16, "repeats": 2, "seed": 0, "suites": {"a": "d"}, "num_prompts": 3, "batches": batches,
+        }  # fmt: skip
+        return Tuning.model_validate(values | changes)
+
+    return make
+
+
+def test_a_pair_that_was_never_tuned_does_not_mention_it(make_pair: Callable[..., Pair]) -> None:
+    assert "tuning" not in (make_pair("ngram").folder / "pair.json").read_text()
+
+
+def test_tuning_changes_neither_identity_nor_integrity(make_pair: Callable[..., Pair], make_tuning: MakeTuning) -> None:
+    pair = make_pair("ngram")
+    tuned = pair.store_tuning(make_tuning({1: 4}))
+    again = Pair.load(pair.folder)
+    assert again == tuned
+    assert again.digest == pair.digest
+    assert again.plan == pair.plan
+    assert verify(pair.folder) == []
+
+
+def test_an_altered_tuning_is_found(make_pair: Callable[..., Pair], make_tuning: MakeTuning) -> None:
+    file = make_pair("ngram").store_tuning(make_tuning({1: 4})).folder / "pair.json"
+    file.write_text(file.read_text().replace("0.0100001", "0.0100002"))
+    assert any("checksum" in line for line in verify(file.parent))
+
+
+def test_the_plan_comes_back_for_this_machine_with_its_controller(
+    make_pair: Callable[..., Pair], make_tuning: MakeTuning, make_target: Callable[..., Target]
+) -> None:
+    pair = make_pair("ngram").store_tuning(make_tuning({2: 4, 8: 3}))
+    control = Control(Costs(((0, 0.0100001), (8, 0.02)), (0.0, 0.001), 0.0005), (0.5, 0.25), 16.0)
+    plans = [Pair.load(pair.folder).tuned_plan(make_target(), size) for size in (1, 2, 7, 8, 64)]
+    assert plans == [None, *[Plan(4, control=control)] * 2, *[Plan(3, control=control)] * 2]
+
+
+def test_another_machine_or_dtype_has_no_plan(make_pair: Callable[..., Pair], make_tuning: MakeTuning, make_target: Callable[..., Target]) -> None:
+    pair = make_pair("ngram").store_tuning(make_tuning({1: 4}, device_name="another")).store_tuning(make_tuning({1: 4}, dtype="bfloat16"))
+    assert pair.tuned_plan(make_target()) is None
+    assert len(pair.manifest.tuning) == 2
+
+
+def test_tuning_again_replaces_what_was_known(make_pair: Callable[..., Pair], make_tuning: MakeTuning, make_target: Callable[..., Target]) -> None:
+    pair = make_pair("ngram")
+    for depths in ({1: 4, 8: 2}, {1: 6}):
+        pair = Pair.load(pair.folder).store_tuning(make_tuning(depths))
+    assert [[b.batch_size for b in t.batches] for t in pair.manifest.tuning] == [[8], [1]]
+    plan = pair.tuned_plan(make_target())
+    assert plan is not None
+    assert plan.depth == 6
+
+
+def test_two_tunings_at_once_keep_both(make_pair: Callable[..., Pair], make_tuning: MakeTuning) -> None:
+    first, second = (make_pair("ngram") for _ in range(2))
+    first.store_tuning(make_tuning({1: 4}))
+    second.store_tuning(make_tuning({8: 2}))
+    assert len(Pair.load(first.folder).manifest.tuning) == 2
+
+
+def test_another_pair_in_the_same_folder_is_left_alone(make_pair: Callable[..., Pair], make_tuning: MakeTuning, tmp_path: Path) -> None:
+    first, other = make_pair("ngram"), make_pair("eagle3", tmp_path / "other")
+    (first.folder / "pair.json").write_text((other.folder / "pair.json").read_text())
+    with pytest.raises(BadInputError, match="another pair by now"):
+        first.store_tuning(make_tuning({1: 4}))
+    assert Pair.load(first.folder).manifest.tuning == []
+
+
+def test_a_new_measurement_of_the_same_pair_keeps_the_tuning(make_pair: Callable[..., Pair], make_tuning: MakeTuning, recipe: Recipe) -> None:
+    make_pair("ngram").store_tuning(make_tuning({1: 4}))
+    changed = recipe.model_copy(update={"eval": recipe.eval.model_copy(update={"repeats": 2})})
+    pair = make_pair("ngram", recipe=changed)
+    assert len(pair.manifest.tuning) == 1
+    assert verify(pair.folder) == []
+
+
+def test_a_recipes_static_tree_becomes_the_pairs_plan(make_target: Callable[..., Target], make_drafter: Callable, recipe: Recipe, tmp_path: Path) -> None:
+    target = make_target()
+    values = recipe.model_dump() | {"eval": {**recipe.model_dump()["eval"], "tree": [-1, -1, 0]}}
+    pair = new_pair(tmp_path / "pair", target, make_drafter("draft_model", target), Recipe.from_dict(values), calibration=[])
+    assert pair.plan.tree is not None
+    assert (pair.plan.tree.parents, pair.plan.depth) == ((-1, -1, 0), 2)

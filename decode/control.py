@@ -78,7 +78,7 @@ class Control:
 
     costs: Costs
     rates: tuple[float, ...]
-    weight: float = 4.0
+    weight: float = 8.0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "rates", tuple(map(float, self.rates)))

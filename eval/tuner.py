@@ -46,7 +46,7 @@ _RACING = 2  # chains, and trees, that are measured
 _LEAST_GROUPS = 4
 # The rates were measured on many prompts, so that a few unlucky rounds should not outvote them: with less a controller falls
 # back too early.
-_CONTROL_WEIGHT = 16.0
+CONTROL_WEIGHT = 16.0
 
 
 # ------------------------------------------------------------ the whole
@@ -390,7 +390,7 @@ def control_option(chains: Sequence[Option], costs: Costs, seen: Acceptance, mos
     from ..decode import Control, Plan
 
     fixed = best(chains, 1)[0]
-    return replace(fixed, plan=Plan(min(most, fixed.plan.depth + 2), control=Control(costs, seen.rates, _CONTROL_WEIGHT)))
+    return replace(fixed, plan=Plan(min(most, fixed.plan.depth + 2), control=Control(costs, seen.rates, CONTROL_WEIGHT)))
 
 
 # ------------------------------------------------------------ measurements

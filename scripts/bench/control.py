@@ -43,7 +43,9 @@ def tuned(target: Target, drafter: Drafter, suites: Sequence[Suite], settings: E
     from outrider.eval.tuner import tune
 
     found = tune(target, drafter, suites, settings).batches[0]
-    return Control(found.costs.restored(), tuple(found.rates))
+    from outrider.eval.tuner import CONTROL_WEIGHT
+
+    return Control(found.costs.restored(), tuple(found.rates), CONTROL_WEIGHT)
 
 
 def contestants(drafter: Drafter, untrained: Drafter, control: Control, own: Control, deepest: int) -> list[Contestant]:

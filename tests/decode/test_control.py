@@ -33,7 +33,7 @@ def useless(tiny_llama) -> DraftModel:
 
 
 def controller(costs: Costs = CHEAP, rates: tuple[float, ...] = (0.8,) * 6, depths: int = 6, sequences: int = 1) -> Controller:
-    return Controller(Control(costs, rates), sequences, range(1, depths + 1), range(1, depths + 1))
+    return Controller(Control(costs, rates, weight=4), sequences, range(1, depths + 1), range(1, depths + 1))
 
 
 # ------------------------------------------------------------ costs
@@ -186,8 +186,8 @@ def test_a_useless_drafter_soon_costs_nothing(target, useless):
     out = Decoder(target, useless).generate(PROMPTS[:1], 200, plan=PLANS["chain"])
     drafted = [r.drafted for r in out.rounds[0]]
     assert drafted[0] > 0
-    assert sum(d > 0 for d in drafted[20:]) <= 8
-    assert 0 in drafted[:12]
+    assert sum(d > 0 for d in drafted[20:]) <= 6
+    assert 0 in drafted[:20], "though much better was promised"
 
 
 def test_every_draft_is_still_right_after_plain_rounds(target, itself):

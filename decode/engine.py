@@ -205,6 +205,7 @@ class Run:
         self.sampling, self.stop = sampling, stop
         self.seed: Seed = sampling.seed
         self.speculate = [speculate] * len(prompts) if isinstance(speculate, bool) else list(speculate)
+        plan = plan if self.drafter is None else plan.up_to(self.drafter.max_depth)
         self.depth = plan.depth if self.drafter is not None and any(self.speculate) else 0
         self.plan = plan
         self.controller = self._controller()
@@ -397,7 +398,7 @@ class Run:
         if self.drafter is None or not depth:
             return Proposal.chain(batch.root[:, None][:, :0]), None
         plan, state = self.plan, batch.drafting
-        rule = plan.rule(self.sampling.temperature, deterministic=False)
+        rule = plan.rule(self.sampling.temperature, self.drafter.deterministic)
         chooser = Chooser(
             rule,
             self.sampling,

@@ -88,9 +88,10 @@ class Budget:
 def budget(target: Target, drafter: Drafter | None, load: Load) -> Budget:
     """What `load` needs."""
     drafter = drafter if load.depth else None
-    cache = target.cache_bytes(load.rows, load.target_length)
+    # First: it may leave the drafter with a part of its state.
+    working = max(_prompt_bytes(target, drafter, load), _round_bytes(target, drafter, load))
     state = 0 if drafter is None else drafter.state_bytes(target, load.rows, load.length, *((load.spare,) if drafter.grows else ()))
-    return Budget(cache, state, max(_prompt_bytes(target, drafter, load), _round_bytes(target, drafter, load)))
+    return Budget(target.cache_bytes(load.rows, load.target_length), state, working)
 
 
 def require_memory(target: Target, drafter: Drafter | None, load: Load, held: int = 0) -> None:
@@ -98,10 +99,9 @@ def require_memory(target: Target, drafter: Drafter | None, load: Load, held: in
 
     `held`: bytes that are allocated for it already, or freed first.
     """
-    if _at_least(target, load) < SMALL:
-        return
-    free = free_bytes(target.device)
-    if free is None:
+    least, most = _bounds(target, drafter, load)
+    free = None if least < SMALL else free_bytes(target.device)
+    if free is None or most <= free:
         return
     free, needed = free + held, budget(target, drafter, load)
     if needed.total > free:
@@ -112,10 +112,18 @@ def require_memory(target: Target, drafter: Drafter | None, load: Load, held: in
         )
 
 
-def _at_least(target: Target, load: Load) -> int:
-    """A part of the need that costs nothing to know."""
+def _bounds(target: Target, drafter: Drafter | None, load: Load) -> tuple[int, int]:
+    """Bytes between which the need lies, nothing measured: far from the end of memory, nobody has to wait for that."""
     tokens, places = load.rows * load.prompt, load.rows * _places(None, load)
-    return target.cache_bytes(load.rows, load.target_length) + (tokens + places) * target.hidden_size * 64 + places * target.vocab_size * 16
+    least = target.cache_bytes(load.rows, load.target_length) + (tokens + places) * target.hidden_size * 64 + places * target.vocab_size * 16
+    if least < SMALL:
+        return least, least
+    state = drafter.state_bytes(target, load.rows, load.length, *((load.spare,) if drafter.grows else ())) if drafter is not None and load.depth else 0
+    scores = int(target.config.num_attention_heads) * 16
+    eager = getattr(target.config, "_attn_implementation", None) == "eager"
+    pairs = load.rows * (load.prompt**2 * (scores if eager else 16) + _places(None, load) * load.length * (scores + 16))
+    entries = load.rows * load.length * target.hidden_size * 64
+    return least, least + state + entries + pairs + (tokens + places) * target.hidden_size * 1024 + (places + load.rows) * target.vocab_size * 64
 
 
 def _advice(fits: Callable[[Load], bool], load: Load) -> str:
@@ -154,23 +162,27 @@ def _prompt_bytes(target: Target, drafter: Drafter | None, load: Load) -> int:
     """The passes over the prompts: the target's, then the drafter's, both with the hidden states that are tapped; and the first logits."""
     tokens, state = load.rows * load.prompt, target.hidden_size * target.dtype.itemsize
     taps = 0 if drafter is None else len(drafter.taps) * state
-    own = target.footprint().of_prompt(load.rows, load.prompt) + tokens * taps
-    kept = tokens * (state + 2 * taps) + _logit_bytes(target, load, 1, sampled=False)
+    inner = 0 if drafter is None else sum(tap < target.num_layers for tap in drafter.taps) * state  # kept while the layers behind them run
+    own = target.footprint().of_prompt(load.rows, load.prompt) + tokens * inner
+    kept = tokens * (state + taps + inner) + _logit_bytes(target, load, 1, sampled=False)
     if drafter is None:
         return max(own, kept)
-    per_token, per_pair = _drafter_bytes(drafter, target)
-    return max(own, kept, int(tokens * (state + taps + per_token + load.prompt * per_pair)))
+    return max(own, kept, tokens * (state + taps) + _reading(drafter, target).peak(load.rows, load.prompt))
 
 
 def _round_bytes(target: Target, drafter: Drafter | None, load: Load) -> int:
     """The target's layers behind the longest text, then its logits; the drafter's logits, in a tree; and the largest tensor of a cache when rows leave it."""
     places, sampled = _places(drafter, load), _is_sampled(drafter, load)
     draws = load.rows * (places - 1) * target.vocab_size * 4 if sampled else 0
-    features = 0 if drafter is None else load.rows * load.prompt * len(drafter.taps) * target.hidden_size * target.dtype.itemsize
+    state = load.rows * target.hidden_size * target.dtype.itemsize
+    kept = places * state * (1 + (0 if drafter is None else len(drafter.taps)))
+    features = 0 if drafter is None else load.prompt * state * len(drafter.taps)
     verified = target.footprint().of_round(load.rows, places, load.target_length)
     drafted = load.rows * target.vocab_size * _drafting_bytes(target, load) if drafter is not None and drafter.grows else 0
     left = 0 if load.fixed else target.cache_bytes(load.rows - 1, load.target_length) // (2 * target.num_layers)
-    return features + max(draws + max(verified, _logit_bytes(target, load, places, sampled)), drafted, left)
+    reading = _reading(drafter, target)
+    features += load.rows * (reading.kept + max(0, load.depth - 1) * reading.per_draft)
+    return features + max(draws + max(verified, kept + _logit_bytes(target, load, places, sampled)), drafted, left)
 
 
 def _drafting_bytes(target: Target, load: Load) -> int:
@@ -186,7 +198,7 @@ def _drafting_bytes(target: Target, load: Load) -> int:
 
 def _is_sampled(drafter: Drafter | None, load: Load) -> bool:
     """Whether drafts come with the distributions that they were drawn from."""
-    return drafter is not None and drafter.grows and load.plan.rule(load.sampling.temperature, deterministic=False) in SAMPLED
+    return drafter is not None and _is_model(drafter) and load.plan.rule(load.sampling.temperature, deterministic=False) in SAMPLED
 
 
 def _logit_bytes(target: Target, load: Load, places: int, sampled: bool) -> int:
@@ -210,30 +222,56 @@ def _processor_bytes(logit: int, sampling: Sampling) -> tuple[int, int, int]:
     return (logit, logit + 2, 0) if sampling.bad_words or sampling.suppress or sampling.min_new_tokens else (0, 0, 0)
 
 
-_measured: WeakKeyDictionary[Drafter, dict[torch.dtype, tuple[float, float]]] = WeakKeyDictionary()
+@dataclass(frozen=True)
+class _Reading:
+    """Bytes that a drafter works with when it reads a prompt and begins: of a row, of each of its tokens, and of each pair of tokens.
+
+    `kept`: what it has made until then and keeps while the target verifies, of a row; `per_draft`: of each further draft.
+    """
+
+    per_row: float = 0.0
+    per_token: float = 0.0
+    per_pair: float = 0.0
+    kept: int = 0
+    per_draft: int = 0
+
+    def peak(self, rows: int, length: int) -> int:
+        return int(rows * (self.per_row + length * (self.per_token + length * self.per_pair)))
 
 
-def _drafter_bytes(drafter: Drafter, target: Target) -> tuple[float, float]:
-    """What a drafter works with when it reads the prompts, for each of their tokens, and for each pair of tokens; measured once, on two short ones."""
-    if not drafter.grows:
-        return 0.0, 0.0
+_measured: WeakKeyDictionary[Drafter, dict[torch.dtype, _Reading]] = WeakKeyDictionary()
+
+
+def _is_model(drafter: Drafter) -> bool:
+    return type(drafter).begin is not Drafter.begin
+
+
+def _reading(drafter: Drafter | None, target: Target) -> _Reading:
+    """Measured once, on three short prompts."""
+    if drafter is None or not _is_model(drafter):
+        return _Reading()
     known = _measured.setdefault(drafter, {})
     if target.dtype not in known:
-        short, long = (_reading_peak(drafter, target, count) / count for count in (16, 64))
-        per_pair = max(0.0, (long - short) / 48)
-        known[target.dtype] = long - 64 * per_pair, per_pair
+        (short, kept, per_draft), (middle, *_), (long, *_) = (_read(drafter, target, length) for length in (16, 64, 112))
+        per_pair = max(0.0, ((long - middle) - (middle - short)) / (2 * 48**2))
+        per_token = (long - short) / 96 - 128 * per_pair
+        known[target.dtype] = _Reading(max(0.0, short - 16 * per_token - 256 * per_pair), per_token, per_pair, kept, per_draft)
     return known[target.dtype]
 
 
 @torch.no_grad()
-def _reading_peak(drafter: Drafter, target: Target, length: int) -> int:
-    state: Any = drafter.open(target, 1, length + 2)
+def _read(drafter: Drafter, target: Target, length: int) -> tuple[int, int, int]:
+    """Bytes of the tensors that live at one time while the drafter reads `length` tokens and begins, of those that it keeps, and keeps of another draft."""
+    state: Any = drafter.open(target, 1, length + 3)
     tokens = torch.zeros(1, length, dtype=torch.long, device=target.device)
     hidden = torch.zeros(1, length, len(drafter.taps), target.hidden_size, dtype=target.dtype, device=target.device)
     with PeakBytes() as run:
         drafter.absorb(state, tokens, hidden, Counts.of([length], target.device))
         drafter.begin(state, tokens[:, 0])
-    return run.peak
+        peak, kept = run.peak, run.live
+        if drafter.max_depth is None or drafter.max_depth > 1:
+            drafter.extend(state, tokens[:, :1])
+    return peak, kept, max(0, run.live - kept)
 
 
 # ------------------------------------------------------------ what is free

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ..target import BadInputError
@@ -91,6 +91,12 @@ class Plan:
     def chain(self) -> Plan:
         """As deep, for a drafter that grows no trees."""
         return self if not self.is_tree else Plan(self.depth, verify=self.verify if self.verify in (*CHAIN_RULES, *LOSSY) else "auto", control=self.control)
+
+    def up_to(self, depth: int | None) -> Plan:
+        """No deeper than `depth` (None: any), for a drafter that drafts no deeper."""
+        if depth is None or self.depth <= depth:
+            return self
+        return replace(self, depth=depth, tree=self.tree and self.tree.up_to(depth))
 
     @property
     def is_tree(self) -> bool:

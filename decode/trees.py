@@ -54,6 +54,10 @@ class Tree:
     def depth(self) -> int:
         return self.depths[-1]
 
+    def up_to(self, depth: int) -> Tree:
+        """Its first `depth` levels."""
+        return Tree(self.parents[: sum(d <= depth for d in self.depths)])
+
     def value(self, rates: Sequence[Sequence[float]]) -> float:
         """Expected tokens of a round, 1 + Σ over nodes of the product of `rates[depth − 1][rank]` along the path."""
         found: list[float] = []

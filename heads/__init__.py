@@ -11,12 +11,20 @@ from ..target import BadInputError, Target
 from .base import Choose, Drafter, DrafterConfig, DrafterLoss, Proposal, TargetBatch, read_config
 from .draft_model import DraftModel, DraftModelConfig
 from .eagle3 import Eagle3, Eagle3Config
+from .fusion import Fusion, FusionConfig
+from .hydra import Hydra, HydraConfig
+from .medusa import Medusa, MedusaConfig
 from .ngram import Ngram, NgramConfig
+from .suffix import Suffix, SuffixConfig
 
 HEADS: dict[str, type[Drafter]] = {
     "draft_model": DraftModel,
     "eagle3": Eagle3,
+    "fusion": Fusion,
+    "hydra": Hydra,
+    "medusa": Medusa,
     "ngram": Ngram,
+    "suffix": Suffix,
 }
 
 
@@ -35,6 +43,15 @@ def drafter_config(values: dict[str, Any], where: str = "drafter") -> tuple[type
     return head, head.config_class.from_dict({k: v for k, v in values.items() if k != "type"}, where)
 
 
+def restore_drafter(path: str | Path, target: Target | None = None) -> Drafter:
+    """A saved drafter of any kind, as it was saved."""
+    values = read_config(path)
+    kind = values.pop("drafter_type", None) or ("draft_model" if "model_type" in values else None)
+    if kind is None:
+        raise BadInputError(f"{path}: config.json names no 'drafter_type' and no 'model_type'; this is not a drafter.")
+    return head_class(kind).from_folder(Path(path), values, target)
+
+
 def load_drafter(path: str | Path, target: Target | None = None, dtype: torch.dtype | None = None) -> Drafter:
     """A saved drafter of any kind. A Hugging Face checkpoint is a draft model.
 
@@ -42,11 +59,7 @@ def load_drafter(path: str | Path, target: Target | None = None, dtype: torch.dt
         target: whom it will draft for: it is checked against, and its device is taken.
         dtype: of the parameters; None for the target's (as saved without one, or if that is no floating-point type).
     """
-    values = read_config(path)
-    kind = values.pop("drafter_type", None) or ("draft_model" if "model_type" in values else None)
-    if kind is None:
-        raise BadInputError(f"{path}: config.json names no 'drafter_type' and no 'model_type'; this is not a drafter.")
-    drafter = head_class(kind).from_folder(Path(path), values, target)
+    drafter = restore_drafter(path, target)
     if target is not None:
         drafter.to(target.device)
         drafter.check(target)
@@ -66,11 +79,20 @@ __all__ = [
     "DrafterLoss",
     "Eagle3",
     "Eagle3Config",
+    "Fusion",
+    "FusionConfig",
+    "Hydra",
+    "HydraConfig",
+    "Medusa",
+    "MedusaConfig",
     "Ngram",
     "NgramConfig",
     "Proposal",
+    "Suffix",
+    "SuffixConfig",
     "TargetBatch",
     "drafter_config",
     "head_class",
     "load_drafter",
+    "restore_drafter",
 ]

@@ -178,11 +178,14 @@ class Drafter(nn.Module):
 
     Decoding, per batch: `open`, then `absorb` once for the prompts, then per round `propose` (or `begin` and `extend`) and `absorb`.
     Training: `loss`, called by the trainer as `forward`.
+
+    `deterministic`: its proposals are never samples, so `choose` gives the most probable tokens at any temperature.
     """
 
     name: ClassVar[str]
     config_class: ClassVar[type[DrafterConfig]] = DrafterConfig
     trainable: ClassVar[bool] = True
+    deterministic: ClassVar[bool] = False
 
     def __init__(self, config: DrafterConfig):
         super().__init__()
@@ -192,6 +195,11 @@ class Drafter(nn.Module):
     def taps(self) -> tuple[int, ...]:
         """HF `hidden_states` indices that `absorb` and `loss` want; () for none."""
         return ()
+
+    @property
+    def max_depth(self) -> int | None:
+        """The deepest it drafts; None for as deep as anyone asks. The decoder cuts deeper plans down to it."""
+        return None
 
     # ------------------------------------------------------------ making
 
@@ -257,6 +265,7 @@ class Drafter(nn.Module):
 
     def absorb(self, state: Any, tokens: Tensor, hidden: Tensor | None, counts: Counts, path: Tensor | None = None) -> None:
         """Take note of what the target has processed. After rounds without drafts this is called several times before the next `begin`.
+        After rounds in which another drafter proposed, too: then with more than the root.
 
         Args:
             tokens: `[B, Q]`, the tokens of the target's last pass in the order of the text; row b keeps the first `counts.values[b]`.
@@ -272,6 +281,7 @@ class Drafter(nn.Module):
 
         `ended`: asked behind each token; True ends the chain there, for all rows.
         """
+        depth = min(depth, self.max_depth or depth)
         drafted = [choose(self.begin(state, root), self.output_ids)]
         while len(drafted) < depth and not (ended is not None and ended()):
             logits = self.extend(state, drafted[-1][:, None])
@@ -306,7 +316,7 @@ class Drafter(nn.Module):
     # What rounds of fixed shapes need (decode/static.py): a drafter that is a model, and reads nothing back to the host, has them.
 
     def caches(self, state: Any) -> list[RaggedCache]:
-        """Its caches; [] for a drafter whose rounds cannot have fixed shapes."""
+        """Its caches; [] for a drafter without."""
         return []
 
     def carried(self, state: Any) -> list[Tensor]:

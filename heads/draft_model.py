@@ -26,7 +26,7 @@ from ..target import (
     require_same_vocabulary,
 )  # fmt: skip
 from .base import Branches, Drafter, DrafterConfig, DrafterLoss, TargetBatch
-from .losses import acceptance_metrics, ahead, chunked_compare, divergence
+from .losses import LossName, acceptance_metrics, ahead, chunked_compare, divergence
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -40,14 +40,14 @@ class DraftModelConfig(DrafterConfig):
         path: a pretrained model to start from; None makes a new one from `model`.
         model: fields of the target's config to change for a new draft model, e.g. `{num_hidden_layers: 2}`.
         prune: start from the target's embeddings, norms and output, and `num_hidden_layers` of its layers from first to last.
-        loss: forward_kl, soft_ce, reverse_kl, jsd or tv.
+        loss: see `losses.divergence`.
         depths: depths up to which the simulated tau multiplies alphas (metrics only).
     """
 
     path: str | None = None
     model: dict[str, Any] = field(default_factory=dict)
     prune: bool = False
-    loss: str = "forward_kl"
+    loss: LossName = "forward_kl"
     depths: int = 4
 
     def __post_init__(self) -> None:
@@ -115,7 +115,7 @@ class DraftModel(Drafter):
         hidden = own.forward(batch.tokens, logits=False).last[:, :-1]
         result = chunked_compare(
             batch.last[:, :-1][wanted], hidden[wanted], batch.target.lm_head, own.lm_head, divergence(self.config.loss),
-            parameters=list(self.model.get_output_embeddings().parameters()),
+            parameters=list(self.model.get_output_embeddings().parameters()), following=batch.tokens[:, 1:][wanted],
         )  # fmt: skip
         count = wanted.sum()
         alpha = torch.zeros(wanted.shape, device=wanted.device)
@@ -148,8 +148,11 @@ class DraftModel(Drafter):
         # The cache already holds the root and all drafts that were read: of an accepted path all but, at most, the last.
         # That one is left for `begin`, so that it costs no pass of its own; where the host may ask, only if it is missing.
         last = tokens.gather(1, counts.tensor[:, None] - 1)
-        if state.unread is not None and not state.written:  # nothing was drafted: the root alone, which `begin` will read
+        if state.unread is not None and not state.written and tokens.shape[1] == 1:  # nothing was drafted: the root, which `begin` will read
             last = torch.cat([state.unread, last], 1)
+        elif state.unread is not None and not state.written:  # another's drafts
+            state.runner.forward(torch.cat([state.unread, tokens], 1), state.cache, logits=False, offset=-state.unread.shape[1])
+            last = last[:, :0]
         elif path is not None:
             state.cache.keep(torch.cat([torch.zeros_like(path[:, :1]), torch.where(path < 0, path, path + 1)], 1))
         elif tokens.shape[1] - state.written > 1:

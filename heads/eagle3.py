@@ -21,7 +21,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, Lla
 
 from ..target import BadInputError, Counts, IncompatibleError, LayerShape, Nodes, RaggedCache, Store, Target
 from .base import Branches, Drafter, DrafterConfig, DrafterLoss, Sum, TargetBatch, joined, versions
-from .losses import acceptance_metrics, ahead, chunked_compare, divergence
+from .losses import LossName, acceptance_metrics, ahead, chunked_compare, divergence
 
 
 @dataclass
@@ -41,7 +41,7 @@ class Eagle3Config(DrafterConfig):
     draft_vocab_size: int = 0
     steps: int = 4
     decay: float = 0.8
-    loss: str = "soft_ce"
+    loss: LossName = "soft_ce"
     norm_taps: bool = False
     norm_output: bool = False
     init_from_target: bool = True
@@ -338,13 +338,13 @@ class Eagle3(Drafter):
         # Index t of step i has read the tokens up to x_{t+1+i} and predicts x_{t+2+i}; here everything stands at the token predicted.
         outputs = [nn.functional.pad(o, (0, 0, 2 + i, 0))[:, :length] for i, o in enumerate(outputs)]
         exists = [torch.arange(length, device=wanted.device) >= 2 + i for i in range(len(outputs))]
-        before = _at(batch.last, at - 1)
+        before, tokens = _at(batch.last, at - 1), nn.functional.pad(batch.tokens, (0, length)).gather(1, at)
         here = torch.stack([e.expand_as(wanted)[wanted] for e in exists])  # [S, P]
         decay = self.config.decay ** torch.arange(len(outputs), device=wanted.device)
         result = chunked_compare(
             before[wanted], torch.stack([o[wanted] for o in outputs]),
             batch.target.lm_head, self.logits, divergence(self.config.loss), self.output_ids,
-            weights=decay[:, None] * here, parameters=[*self.norm.parameters(), *self.lm_head.parameters()],
+            weights=decay[:, None] * here, parameters=[*self.norm.parameters(), *self.lm_head.parameters()], following=tokens[wanted],
         )  # fmt: skip
         metrics: dict[str, Sum] = {}
         alphas, measured = [], []
@@ -388,9 +388,12 @@ class Eagle3(Drafter):
 
     def state_bytes(self, target: Target, batch_size: int, max_length: int, spare: int = 0) -> int:
         attention, entry = self.layer.self_attn, self._entry(target.device)
-        weights = sum(part.weight.numel() for part in (attention.q_proj, attention.k_proj, attention.v_proj))
+        cache = entry.num_bytes(batch_size, max_length + spare)
+        if self._has_runner(max_length, target.device):
+            return cache
+        copied = [attention.q_proj, attention.k_proj, attention.v_proj, *([self.fc] if self.tap_norms is not None else [])]
         angles = 2 * max_length * attention.size
-        return entry.num_bytes(batch_size, max_length + spare) + (weights + angles) * entry.keys.dtype.itemsize
+        return cache + (sum(part.weight.numel() for part in copied) + angles) * entry.keys.dtype.itemsize
 
     def _entry(self, device: torch.device) -> LayerShape:
         attention = self.layer.self_attn
@@ -439,10 +442,13 @@ class Eagle3(Drafter):
 
     def _runner(self, max_length: int, device: torch.device) -> _Runner:
         """Kept from request to request, until it is too short or the weights have changed."""
+        if self._kept is None or not self._has_runner(max_length, device):
+            self._kept = _Runner(self, max_length, device)
+        return self._kept
+
+    def _has_runner(self, max_length: int, device: torch.device) -> bool:
         kept = self._kept
-        if kept is None or kept.max_length < max_length or kept.cos.device != device or kept.weights != _Runner.weights_of(self):
-            self._kept = kept = _Runner(self, max_length, device)
-        return kept
+        return kept is not None and kept.max_length >= max_length and kept.cos.device == device and kept.weights == _Runner.weights_of(self)
 
     def caches(self, state: _State) -> list[RaggedCache]:
         return [state.cache]

@@ -1,4 +1,4 @@
-"""Divergences between the target's distribution p and the drafter's q, one value per position.
+"""What a drafter's distribution q loses against the target's p, or against the token that really followed: one value per position.
 
 Shapes: P positions, V symbols, S unrolled steps. Divergences take log-probabilities: both sides need theirs for other
 things too, and a softmax over a vocabulary is what this costs. Nothing but `chunked_compare` reduces over positions.
@@ -6,8 +6,12 @@ things too, and a softmax over a vocabulary is what this costs. Nothing but `chu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,6 +19,8 @@ from torch import Tensor
 from ..target import BadInputError
 
 Divergence = Callable[[Tensor, Tensor], Tensor]
+LossName = str | dict[str, float]  # as a recipe says it: see `divergence`
+Head = Callable[[Tensor], Tensor]
 
 
 def forward_kl(log_p: Tensor, log_q: Tensor) -> Tensor:
@@ -44,19 +50,97 @@ def total_variation(log_p: Tensor, log_q: Tensor) -> Tensor:
     return 0.5 * (log_p.exp() - log_q.exp()).abs().sum(-1)
 
 
+def negative_log_acceptance(log_p: Tensor, log_q: Tensor) -> Tensor:
+    """−log Σ min(p, q) per position, `[P]` (LK losses, arXiv 2602.23881): TV's gradient divided by the acceptance rate, so none vanishes far from p."""
+    return -torch.minimum(log_p, log_q).logsumexp(-1)
+
+
+def hybrid_acceptance(log_p: Tensor, log_q: Tensor, eta: float = 3.0) -> Tensor:
+    """λ KL(p || q) + (1−λ) TV(p, q) per position, `[P]` (LK losses, arXiv 2602.23881): KL far from p, TV near it.
+
+    λ = exp(−η α) with that position's acceptance rate α, and is not differentiated. The paper takes η = 3, and 10 for Medusa's heads.
+    """
+    variation = total_variation(log_p, log_q)
+    share = torch.exp(-eta * (1 - variation.detach()))
+    return share * forward_kl(log_p, log_q) + (1 - share) * variation
+
+
+def hard_cross_entropy(following: Tensor, log_q: Tensor) -> Tensor:
+    """−log q at the token that followed per position, `[P]` (Medusa's loss, arXiv 2401.10774); 0 where `following` `[P]` is −1: a token that q cannot say."""
+    return -log_q.gather(-1, following.clamp(min=0)[:, None])[:, 0] * (following >= 0)
+
+
 DIVERGENCES: dict[str, Divergence] = {
     "forward_kl": forward_kl,
     "soft_ce": soft_cross_entropy,
     "reverse_kl": reverse_kl,
     "jsd": jensen_shannon,
     "tv": total_variation,
+    "lk_nla": negative_log_acceptance,
+    "lk_hybrid": hybrid_acceptance,
+}
+HARD = "hard_ce"
+
+# Of the divergences with a parameter: its name, and what it may be.
+_PARAMETERS: dict[str, tuple[str, str, Callable[[float], bool]]] = {
+    "jsd": ("beta", "between 0 and 1", lambda beta: 0 < beta < 1),
+    "lk_hybrid": ("eta", "0 or more", lambda eta: 0 <= eta < math.inf),
 }
 
 
-def divergence(name: str) -> Divergence:
-    if name not in DIVERGENCES:
-        raise BadInputError(f"unknown loss {name!r}; known: {', '.join(DIVERGENCES)}.")
-    return DIVERGENCES[name]
+@dataclass(frozen=True)
+class Loss:
+    """A weighted sum of divergences, and of `hard` times the cross-entropy with the token that followed."""
+
+    parts: tuple[tuple[float, Divergence], ...]
+    hard: float = 0.0
+
+    def __call__(self, reference: Reference, log_q: Tensor) -> Tensor:
+        """Of each position, `[P]`, from log q `[P, V']`."""
+        values = [weight * rule(reference.log_probs, log_q) for weight, rule in self.parts]
+        if self.hard:
+            assert reference.following is not None, "a hard loss needs the tokens that followed"
+            values.append(self.hard * hard_cross_entropy(reference.following, log_q))
+        return torch.stack(values).sum(0)
+
+
+def divergence(name: str | Mapping[str, float]) -> Loss:
+    """The loss of a recipe: a name such as `soft_ce`, `jsd(0.1)` or `lk_hybrid(10)`, or weights of several: `{soft_ce: 1.0, tv: 0.1}`.
+
+    Raises:
+        BadInputError: an unknown name, or a parameter or a weight that makes no sense.
+    """
+    weights = {name: 1.0} if isinstance(name, str) else name
+    if not isinstance(weights, Mapping) or not weights:
+        raise BadInputError(f"loss: expected a name or a mapping from names to weights such as {{soft_ce: 1.0, tv: 0.1}}, found {name!r}.")
+    parts, hard = [], 0.0
+    for part, weight in weights.items():
+        if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight < math.inf:
+            raise BadInputError(f"loss: the weight of {part!r} must be a number above 0, found {weight!r}.")
+        if part == HARD:
+            hard = float(weight)
+        else:
+            parts.append((float(weight), _named(part)))
+    return Loss(tuple(parts), hard)
+
+
+def _named(name: Any) -> Divergence:
+    """One divergence, with its parameter if the name brings one: `jsd(0.1)`."""
+    found = re.fullmatch(r"(\w+)(?:\(([^()]*)\))?", str(name))
+    kind, given = found.groups() if found else (name, None)
+    if kind not in DIVERGENCES or (given is not None and kind not in _PARAMETERS):
+        takes = " and ".join(f"{k}({p})" for k, (p, _, _) in _PARAMETERS.items())
+        raise BadInputError(f"unknown loss {name!r}; known: {', '.join((*DIVERGENCES, HARD))}; {takes} take a parameter.")
+    if given is None:
+        return DIVERGENCES[kind]
+    parameter, expected, fits = _PARAMETERS[kind]
+    try:
+        value = float(given)
+    except ValueError:
+        value = math.nan
+    if not fits(value):
+        raise BadInputError(f"loss {name!r}: {parameter} must be a number, {expected}; found {given!r}.")
+    return partial(DIVERGENCES[kind], **{parameter: value})
 
 
 @dataclass
@@ -67,24 +151,26 @@ class Reference:
         probs: p on the drafter's vocabulary, `[P, V']`; sums to less than 1 where that one is pruned.
         log_probs: log p renormalised on the drafter's vocabulary (EAGLE-3's target), `[P, V']`.
         best: index of the target's most probable token in the drafter's vocabulary, -1 where it is not there, `[P]`.
+        following: likewise of the token that really followed, `[P]`; None where nobody asks for it.
     """
 
     probs: Tensor
     log_probs: Tensor
     best: Tensor
+    following: Tensor | None = None
 
     @classmethod
-    def of(cls, logits: Tensor, kept: Tensor | None = None) -> Reference:
-        """From the target's logits `[P, V]`; `kept` `[V']` are the token ids of a pruned draft vocabulary."""
+    def of(cls, logits: Tensor, kept: Tensor | None = None, following: Tensor | None = None) -> Reference:
+        """From the target's logits `[P, V]`; `kept` `[V']` are the token ids of a pruned draft vocabulary, `following` `[P]` the target's own tokens."""
         logits = logits.float()
         best = logits.argmax(-1)
         if kept is None:
             log_probs = logits.log_softmax(-1)
-            return cls(log_probs.exp(), log_probs, best)
+            return cls(log_probs.exp(), log_probs, best, following)
         place = torch.full((logits.shape[-1],), -1, device=kept.device).scatter(0, kept, torch.arange(len(kept), device=kept.device))
         total = logits.logsumexp(-1, keepdim=True)
         logits = logits[:, kept]
-        return cls((logits - total).exp(), logits.log_softmax(-1), place[best])
+        return cls((logits - total).exp(), logits.log_softmax(-1), place[best], None if following is None else place[following])
 
 
 @dataclass
@@ -93,7 +179,7 @@ class Comparison:
 
     Attributes:
         total: Σ weight · loss, the one differentiable value.
-        loss: the divergence; where the draft vocabulary is pruned, from p renormalised on it.
+        loss: of each position; where the draft vocabulary is pruned, from p renormalised on it.
         alpha: Σ min(p, q), the analytic acceptance probability; mass that q cannot reach counts as rejected.
         top1: 1.0 where both agree on the most probable token.
     """
@@ -104,25 +190,26 @@ class Comparison:
     top1: Tensor
 
 
-def compare(reference: Reference, draft_logits: Tensor, rule: Divergence) -> tuple[Tensor, Tensor, Tensor]:
+def compare(reference: Reference, draft_logits: Tensor, rule: Loss) -> tuple[Tensor, Tensor, Tensor]:
     """(loss, alpha, top1) of draft logits `[P, V']`; the loss is differentiable."""
     log_q = draft_logits.float().log_softmax(-1)
     with torch.no_grad():
         alpha = torch.minimum(reference.probs, log_q.exp()).sum(-1)
         top1 = (log_q.argmax(-1) == reference.best).float()
-    return rule(reference.log_probs, log_q), alpha, top1
+    return rule(reference, log_q), alpha, top1
 
 
 def chunked_compare(
     target_hidden: Tensor,  # [P, H]
     draft_hidden: Tensor,  # [P, H'] or [S, P, H']
-    target_head: Callable[[Tensor], Tensor],
-    draft_head: Callable[[Tensor], Tensor],
-    rule: Divergence,
+    target_head: Head,
+    draft_head: Head | Sequence[Head],
+    rule: Loss,
     kept: Tensor | None = None,
     weights: Tensor | None = None,  # [P] or [S, P]
     parameters: Sequence[Tensor] = (),
     chunk: int = 512,
+    following: Tensor | None = None,  # [P]
 ) -> Comparison:
     """`compare` on the logits of hidden states, `chunk` positions at a time, so that `[P, V]` never exists.
 
@@ -130,11 +217,14 @@ def chunked_compare(
     no logits are kept for the backward pass, and none are computed twice.
 
     Args:
+        draft_head: one for all steps, or one for each.
         kept: token ids `[V']` of a pruned draft vocabulary.
         weights: of each loss in the total; 1 if None.
         parameters: what `draft_head` trains. Others get no gradient from here.
+        following: the tokens that really followed, for a hard loss.
     """
     steps = draft_hidden if draft_hidden.ndim == 3 else draft_hidden[None]
+    draft_heads = [draft_head] * len(steps) if callable(draft_head) else draft_head
     weights = steps.new_ones(steps.shape[:2], dtype=torch.float32) if weights is None else weights.reshape(steps.shape[:2]).float()
     learning = torch.is_grad_enabled()
     trained = [p for p in parameters if p.requires_grad] if learning else []
@@ -144,16 +234,18 @@ def chunked_compare(
         part = slice(begin, begin + chunk)
         # Mixed precision is for the drafter: the target's output embedding keeps its own dtype.
         with torch.no_grad(), torch.autocast(target_hidden.device.type, enabled=False):
-            reference = Reference.of(target_head(target_hidden[part]), kept)
+            reference = Reference.of(target_head(target_hidden[part]), kept, None if following is None else following[part])
         for i in range(len(steps)):
             hidden = steps[i, part].detach().requires_grad_(learning)
-            found = compare(reference, draft_head(hidden), rule)
+            found = compare(reference, draft_heads[i](hidden), rule)
             results[:, i, part] = torch.stack([f.detach() for f in found])
             if learning:
-                first, *others = torch.autograd.grad((found[0] * weights[i, part]).sum(), [hidden, *trained])
+                # Where each step has a head of its own, the others' weights have no part in it.
+                first, *others = torch.autograd.grad((found[0] * weights[i, part]).sum(), [hidden, *trained], allow_unused=True)
                 columns[i, part] = first
                 for slope, other in zip(slopes, others, strict=True):
-                    slope += other
+                    if other is not None:
+                        slope += other
     loss, alpha, top1 = results if draft_hidden.ndim == 3 else results[:, 0]
     total = (results[0] * weights).sum()
     if learning:  # a value with these slopes: what the backward pass multiplies and hands on

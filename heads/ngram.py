@@ -40,6 +40,7 @@ class Ngram(Drafter):
     name = "ngram"
     config_class = NgramConfig
     trainable = False
+    deterministic = True
     config: NgramConfig
 
     def __init__(self, config: NgramConfig | None = None):

@@ -166,10 +166,11 @@ def _save_drafter(drafter: Drafter | str | Path, folder: Path, target: Target) -
     else:
         source = Path(drafter).expanduser()
         load_drafter(source, target)
-        folder.mkdir()
-        for file in sorted(source.iterdir()):
+        for file in sorted(source.rglob("*")):
             if file.is_file() and file.suffix in _COPIED:
-                shutil.copyfile(file, folder / file.name)
+                copy = folder / file.relative_to(source)
+                copy.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(file, copy)
     return load_drafter(folder, target)
 
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -37,22 +37,35 @@ class Store:
         """Of keys or values `[B, H, *, D]`."""
         return cls(tensor.shape[1], tensor.shape[3], tensor.dtype, tensor.device)
 
-    def num_bytes(self, rows: int, length: int) -> int:
-        return rows * self.heads * length * self.size * self.dtype.itemsize
+    @property
+    def bytes_per_entry(self) -> int:
+        return self.heads * self.size * self.dtype.itemsize
 
     def allocate(self, rows: int, length: int) -> Tensor:
         return torch.zeros(rows, self.heads, length, self.size, dtype=self.dtype, device=self.device)
 
 
+class Shape(Protocol):
+    """What a layer keeps of a text."""
+
+    @property
+    def bytes_per_row(self) -> tuple[int, int]:
+        """Of a row, and of each of its entries."""
+
+
 @dataclass(frozen=True)
 class LayerShape:
-    """What a layer keeps; keys and values may differ."""
+    """Of attention: keys and values, which may differ."""
 
     keys: Store
     values: Store
 
+    @property
+    def bytes_per_row(self) -> tuple[int, int]:
+        return 0, self.keys.bytes_per_entry + self.values.bytes_per_entry
+
     def num_bytes(self, rows: int, length: int) -> int:
-        return self.keys.num_bytes(rows, length) + self.values.num_bytes(rows, length)
+        return rows * length * self.bytes_per_row[1]
 
 
 class _Layer(CacheLayerMixin):
@@ -186,7 +199,7 @@ class RaggedCache(Cache):
             no address depends on the lengths, so that a pass can be captured.
     """
 
-    def __init__(self, num_layers: int, batch_size: int, max_length: int, device: torch.device | str, shapes: Sequence[LayerShape | None] = ()):
+    def __init__(self, num_layers: int, batch_size: int, max_length: int, device: torch.device | str, shapes: Sequence[Shape | None] = ()):
         self.max_length = max_length
         self.lengths = torch.zeros(batch_size, dtype=torch.long, device=device)
         self.host_lengths = [0] * batch_size
@@ -252,6 +265,10 @@ class RaggedCache(Cache):
         if self.window is None:
             self.host_lengths = [a + b for a, b in zip(self.host_lengths, counts.values, strict=True)]
 
+    def skip(self, count: int) -> None:
+        """Commit `count` entries of every row as they are: passes behind them cost what they cost behind a text."""
+        self.advance(Counts.of([count] * self.batch_size, self.lengths.device))
+
     def reset(self) -> None:
         """Forget everything, and keep the room."""
         self.lengths, self.host_lengths, self.window = torch.zeros_like(self.lengths), [0] * self.batch_size, None
@@ -286,7 +303,7 @@ class RaggedCache(Cache):
         return torch.arange(self.used, device=self.lengths.device) - self.lengths[:, None]
 
     @property
-    def shapes(self) -> tuple[LayerShape | None, ...]:
+    def shapes(self) -> tuple[Shape | None, ...]:
         """Of the layers that are allocated; None for the others."""
         return tuple(store.shape for store in self._stores)
 

@@ -11,6 +11,7 @@ Shapes as in `cache.py`; C channels of a convolution, W its width.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import LinearAttentionLayer
 
-from .cache import Counts, LayerShape, Nodes, RaggedCache, _Layer
+from .cache import Counts, Nodes, RaggedCache, Shape, _Layer
 from .errors import IncompatibleError
 
 # Layer kinds, and the models they were tried in. Others update their states in ways of their own.
@@ -40,9 +41,10 @@ class StateShape:
     recurrent_dtype: torch.dtype
     device: torch.device
 
-    def num_bytes(self, rows: int, length: int) -> int:
+    @property
+    def bytes_per_row(self) -> tuple[int, int]:
         parts = ((self.conv, self.conv_dtype), (self.recurrent, self.recurrent_dtype))
-        return sum(2 * rows * torch.Size(size).numel() * dtype.itemsize for size, dtype in parts if size is not None)
+        return sum(2 * torch.Size(size).numel() * dtype.itemsize for size, dtype in parts if size is not None), 0
 
 
 class _States(LinearAttentionLayer):
@@ -63,9 +65,7 @@ class _States(LinearAttentionLayer):
         if shape.conv is not None:
             self.conv_states[0], self.new_conv = (torch.zeros(rows, *shape.conv, dtype=shape.conv_dtype, device=device) for _ in range(2))
         if shape.recurrent is not None:
-            self.recurrent_states[0], self.new_recurrent = (
-                torch.zeros(rows, *shape.recurrent, dtype=shape.recurrent_dtype, device=device) for _ in range(2)
-            )
+            self.recurrent_states[0], self.new_recurrent = (torch.zeros(rows, *shape.recurrent, dtype=shape.recurrent_dtype, device=device) for _ in range(2))
 
     @property
     def shape(self) -> StateShape | None:
@@ -138,13 +138,15 @@ class RecurrentCache(RaggedCache):
         read: how many tokens of each row its states have read; at most `host_lengths`.
     """
 
+    TOKEN_BYTES = 8  # of each entry, beside its layers
+
     def __init__(
         self,
         kinds: list[str],
         batch_size: int,
         max_length: int,
         device: torch.device | str,
-        shapes: tuple[LayerShape | StateShape | None, ...] = (),
+        shapes: Sequence[Shape | None] = (),
     ):
         self.kinds = kinds
         super().__init__(len(kinds), batch_size, self.room(max_length), device, shapes)
@@ -158,11 +160,6 @@ class RecurrentCache(RaggedCache):
     def room(max_length: int) -> int:
         """Entries per row that rows of `max_length` tokens take: a row's pass is as wide as that of the row which is furthest behind."""
         return max_length + UNREAD
-
-    @staticmethod
-    def token_bytes(batch_size: int, max_length: int) -> int:
-        """What the cache holds beside its layers."""
-        return batch_size * RecurrentCache.room(max_length) * 8
 
     def _layer(self, index: int, shape: Any) -> Any:
         return _States(self, shape) if self.kinds[index] in KINDS else _Layer(self, shape)
@@ -178,13 +175,12 @@ class RecurrentCache(RaggedCache):
 
     def overdue(self) -> int:
         """How many tokens a pass of committed ones should read before the next pass; 0 if none is needed."""
-        behind = [length - read for length, read in zip(self.host_lengths, self.read, strict=True)]
-        return min(n for n in behind if n) if max(behind) > UNREAD else 0
+        lags = self._lags()
+        return min(n for n in lags if n > 0) if max(lags) > UNREAD else 0
 
     def settle(self, count: int) -> None:
         """The last pass read `count` tokens of each row: where all of them are committed, they are read."""
-        rows = [row for row, (length, read) in enumerate(zip(self.host_lengths, self.read, strict=True)) if length - read >= count]
-        self._adopt(rows, [self.read[row] + count for row in rows])
+        self._adopt([row for row, lag in enumerate(self._lags()) if lag >= count])
 
     def unread(self, count: int = 0) -> Tensor:
         """The next `count` tokens of each row, `[B, count]`; 0 for as many as are known of the row that is furthest behind."""
@@ -218,20 +214,29 @@ class RecurrentCache(RaggedCache):
     def advance(self, counts: Counts) -> None:
         super().advance(counts)
         # A row that was padded, or from which drafts were rejected, stays where it was.
-        limits = [min(end, length) for end, length in zip(self._ends, self.host_lengths, strict=True)]
-        rows = [row for row, passed in enumerate(self._passed) if passed <= limits[row]]
-        self._adopt(rows, [self._passed[row] for row in rows])
+        lags = self._lags()
+        rows = [row for row, passed in enumerate(self._passed) if passed - self.read[row] <= lags[row]]
+        # If another row stays far behind, all wait: a pass that brings it up reads as many tokens of each row, and must not run over.
+        self._adopt(rows if max((lag for row, lag in enumerate(lags) if row not in rows), default=0) <= UNREAD else [])
 
-    def _adopt(self, rows: list[int], read: list[int]) -> None:
+    def _lags(self) -> list[int]:
+        """Of each row, committed tokens that its states have not read."""
+        return [min(end, length) - read for end, length, read in zip(self._ends, self.host_lengths, self.read, strict=True)]
+
+    def _adopt(self, rows: list[int]) -> None:
         for store in self._stores:
             if rows and isinstance(store, _States):
                 store.adopt(rows)
-        for row, count in zip(rows, read, strict=True):
-            self.read[row] = count
+        for row in rows:
+            self.read[row] = self._passed[row]
         self._passed = []
 
     def keep(self, path: Tensor) -> None:
         raise IncompatibleError("a model with recurrent layers verifies chains only.")
+
+    def skip(self, count: int) -> None:
+        super().skip(count)
+        self.read = list(self.host_lengths)
 
     def reset(self) -> None:
         super().reset()

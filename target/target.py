@@ -16,12 +16,12 @@ import torch
 from torch import Tensor, nn
 
 from . import attention as attention_module
-from .cache import Counts, LayerShape, Nodes, RaggedCache
+from .cache import Nodes, RaggedCache, Shape
 from .errors import BadInputError, IncompatibleError
-from .footprint import Footprint, PeakBytes
+from .footprint import Footprint, measure
 from .recurrent import KINDS as RECURRENT_KINDS
 from .recurrent import MODELS as RECURRENT_MODELS
-from .recurrent import UNREAD, RecurrentCache, StateShape
+from .recurrent import RecurrentCache
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -62,7 +62,7 @@ class Target:
         self.tokenizer = tokenizer
         self.source = source or {}
         self.body = _body(model)
-        self._shapes: dict[Hashable, tuple[LayerShape | StateShape | None, ...]] = {}
+        self._shapes: dict[Hashable, tuple[tuple[Shape | None, ...], int, int]] = {}
         self._footprints: dict[Hashable, Footprint] = {}
         self._compiled: Any = None
         self._seen: dict[int, Tensor] = {}
@@ -189,24 +189,29 @@ class Target:
         """
         return self._new_cache(batch_size, max_length, self.layer_shapes())
 
-    def _new_cache(self, batch_size: int, max_length: int, shapes: Sequence[LayerShape | StateShape | None] = ()) -> RaggedCache:
+    def _new_cache(self, batch_size: int, max_length: int, shapes: Sequence[Shape | None] = ()) -> RaggedCache:
         if self.rewinds:
             return RaggedCache(self.num_layers, batch_size, max_length, self.device, shapes)
         return RecurrentCache(list(self.config.layer_types), batch_size, max_length, self.device, shapes)
 
     def cache_bytes(self, batch_size: int, max_length: int) -> int:
         """What `new_cache` allocates."""
-        length = max_length if self.rewinds else RecurrentCache.room(max_length)
-        layers = sum(shape.num_bytes(batch_size, length) for shape in self.layer_shapes() if shape is not None)
-        return layers if self.rewinds else layers + RecurrentCache.token_bytes(batch_size, max_length)
+        _, per_row, per_entry = self._known()
+        if not self.rewinds:
+            max_length, per_entry = RecurrentCache.room(max_length), per_entry + RecurrentCache.TOKEN_BYTES
+        return batch_size * (per_row + per_entry * max_length)
 
     @property
     def rewinds(self) -> bool:
         """Whether drafts can be taken back by position. If not, passes have no fixed shape and draft trees cannot be verified."""
         return not RECURRENT_KINDS & set(getattr(self.config, "layer_types", None) or ())
 
-    def layer_shapes(self) -> tuple[LayerShape | StateShape | None, ...]:
-        """What each layer keeps of an entry; None for one that keeps nothing. Configs do not say it alike, so it is read off one token's pass, once."""
+    def layer_shapes(self) -> tuple[Shape | None, ...]:
+        """What each layer keeps of a text; None for one that keeps nothing. Configs do not say it alike, so it is read off one token's pass, once."""
+        return self._known()[0]
+
+    def _known(self) -> tuple[tuple[Shape | None, ...], int, int]:
+        """The layers' shapes, and what a cache of them takes for each row and for each entry of it, in bytes."""
         now = self._circumstances()
         if now not in self._shapes:
             self._check_attention()
@@ -215,51 +220,27 @@ class Target:
             with torch.no_grad():
                 self.body(input_ids=token, **self._cache_arguments(token, cache, 0, None))
             self._seen.clear()
-            self._shapes[now] = cache.shapes
+            sizes = [shape.bytes_per_row for shape in cache.shapes if shape is not None]
+            if not sizes:
+                raise IncompatibleError(
+                    f"{type(self.model).__name__} writes nothing into the cache it is given, so no draft can be taken back; take another target."
+                )
+            self._shapes[now] = cache.shapes, sum(row for row, _ in sizes), sum(entry for _, entry in sizes)
         return self._shapes[now]
 
     def _circumstances(self) -> Hashable:
-        """What shapes and sizes depend on: a model may be moved or cast after it was wrapped, and run under autocast."""
-        kind = self.device.type
-        cast = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
-        return self.dtype, self.device, torch.get_autocast_dtype(kind) if cast else None
+        """What shapes and sizes depend on: a model may be moved, cast, or given another attention after it was wrapped, and run under autocast."""
+        weight = next(self.model.parameters())
+        kind = weight.device.type
+        cast = kind != "meta" and torch.is_autocast_enabled(kind)
+        return weight.dtype, weight.device, getattr(self.config, "_attn_implementation", None), torch.get_autocast_dtype(kind) if cast else None
 
     def footprint(self) -> Footprint:
-        """What passes of this model work with: measured once, on three of a few tokens."""
+        """What passes of this model work with; measured once."""
         now = self._circumstances()
         if now not in self._footprints:
-            with torch.no_grad():
-                self._footprints[now] = self._measure()
+            self._footprints[now] = measure(self)
         return self._footprints[now]
-
-    def _measure(self) -> Footprint:
-        prompt, few, seen = 64, 2, 64  # linear attention works in chunks of 64
-        scores, masks = self._score_bytes()
-        per_token = self._measured(1, prompt, 0) / prompt - scores * prompt
-        per_entry = [
-            max(0.0, self._measured(2, count, seen - count) / 2 - count * (per_token + seen * (scores + masks))) / seen for count in (few, 1)
-        ]  # fmt: skip
-        with PeakBytes() as head:
-            logits = self.lm_head(torch.zeros(1, 1, self.hidden_size, dtype=self.dtype, device=self.device))
-        return Footprint(per_token, *per_entry, scores, masks, head.peak / self.vocab_size, logits.element_size(), 0 if self.rewinds else UNREAD)
-
-    def _measured(self, rows: int, num_new: int, behind: int) -> int:
-        """Peak of a pass over `num_new` tokens per row."""
-        cache = self.new_cache(rows, behind + num_new)
-        cache.advance(Counts.of([behind] * rows, self.device))
-        if isinstance(cache, RecurrentCache):
-            cache.read = [behind] * rows
-        tokens = (torch.arange(num_new, device=self.device) % self.vocab_size).expand(rows, -1)
-        with PeakBytes() as run:
-            self.body(input_ids=tokens, **self._cache_arguments(tokens, cache, 0, None))
-        self._seen.clear()
-        return run.peak
-
-    def _score_bytes(self) -> tuple[int, int]:
-        """Bytes for each pair of token and entry: scores that eager attention writes down (twice, or once and in fp32), and masks."""
-        eager = getattr(self.config, "_attn_implementation", None) == "eager"
-        kinds = set(getattr(self.config, "layer_types", None) or ("all",)) - RECURRENT_KINDS
-        return int(self.config.num_attention_heads) * 8 if eager else 0, len(kinds) * self.dtype.itemsize
 
     def forward(
         self,
@@ -313,6 +294,8 @@ class Target:
         other = set(getattr(self.config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
         if self.config.model_type in RECURRENT_MODELS:
             other -= RECURRENT_KINDS
+        elif getattr(self.body, "_is_stateful", False) and not other:
+            other.add("recurrent")
         if getattr(self.config, "alibi", False) or self.config.model_type == "bloom":
             other.add("ALiBi")
         if other:
@@ -347,9 +330,10 @@ class Target:
         else:
             bias = None if head.bias is None else head.bias[token_ids]
             logits = nn.functional.linear(hidden, head.weight[token_ids], bias)
-        return self._scale(logits)
+        return self.scale(logits)
 
-    def _scale(self, logits: Tensor) -> Tensor:
+    def scale(self, logits: Tensor) -> Tensor:
+        """The model's own scaling of its output embedding's logits."""
         config = self.config
         if divisor := getattr(config, "logits_scaling", None):  # Granite
             logits = logits / divisor

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
-from transformers import DynamicCache, MistralConfig, MistralForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, MistralConfig, MistralForCausalLM
 
-from outrider.target import Counts, Nodes, RaggedCache, Target
+from outrider.target import Counts, Nodes, PeakBytes, RaggedCache, Target
 
 VOCAB = 64
 
@@ -171,11 +173,77 @@ def test_a_full_cache_says_what_is_needed():
         cache.place(3)
 
 
-def test_memory_is_counted_once_it_is_allocated(target):
-    cache = target.new_cache(2, 10)
-    assert cache.num_bytes() == 0
-    target.forward(tokens(2, 3), cache)
-    assert cache.num_bytes() == 3 * 2 * (2 * 2 * 10 * 8) * 4  # layers, keys and values, [B, heads, L, D], fp32
+# Layers that differ in heads and sizes, keys and values that do, layers that keep nothing, and the plain case.
+SIZES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "gemma3_text": {"head_dim": 8, "query_pre_attn_scalar": 8, "layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 6},
+    "gemma4_text": {
+        "head_dim": 8, "global_head_dim": 16, "num_global_key_value_heads": 1, "num_kv_shared_layers": 2,
+        "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCAB,
+        "layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 6,
+    },
+    "deepseek_v3": {
+        "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 24,
+        "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "moe_intermediate_size": 32, "first_k_dense_replace": 1,
+    },
+}  # fmt: skip
+
+
+def sized(kind: str) -> Target:
+    common = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": VOCAB}
+    torch.manual_seed(0)
+    return Target(AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **common | SIZES[kind])).eval())
+
+
+def test_memory_is_known_before_it_is_allocated(target):
+    expected = 3 * 2 * (2 * 2 * 10 * 8) * 4  # layers, keys and values, [B, heads, L, D], fp32
+    assert target.cache_bytes(2, 10) == target.new_cache(2, 10).num_bytes() == expected
+
+
+@pytest.mark.parametrize("kind", SIZES)
+def test_a_cache_is_allocated_whole_before_the_first_pass(kind):
+    """Exactly what was announced, and no pass allocates or moves any of it."""
+    target = sized(kind)
+    announced = target.cache_bytes(2, 12)
+    with PeakBytes() as made:
+        cache = target.new_cache(2, 12)
+    assert made.live - cache.lengths.nbytes == announced == cache.num_bytes() > 0
+    before = [t.data_ptr() for layer in cache.layers for t in (layer.keys, layer.values) if t is not None]
+    for count in (5, 3):
+        target.forward(tokens(2, count), cache)
+        cache.advance(Counts.of([count, count - 1], "cpu"))
+    assert before == [t.data_ptr() for layer in cache.layers for t in (layer.keys, layer.values) if t is not None]
+    assert cache.num_bytes() == announced
+
+
+def test_layers_of_different_sizes_are_told_apart():
+    small, large, *shared = sized("gemma4_text").layer_shapes()
+    assert small is not None
+    assert large is not None
+    assert (small.keys.size, large.keys.size) == (8, 16)
+    assert shared == [None, None], "layers that read another's keys and values keep none"
+    latent = sized("deepseek_v3").layer_shapes()[0]
+    assert latent is not None
+    assert (latent.keys.size, latent.values.size) == (16, 8)
+
+
+def test_what_layers_keep_follows_the_dtype(tiny_llama):
+    """A model may be cast after it was wrapped."""
+    target = Target(tiny_llama(layers=3))
+    before = target.cache_bytes(2, 10)
+    target.model.to(torch.bfloat16)
+    assert target.cache_bytes(2, 10) == target.new_cache(2, 10).num_bytes() == before // 2
+
+
+def test_looking_at_a_layer_once_leaves_nothing_behind(tiny_target):
+    """The pass that shows the sizes is no pass whose hidden states anybody asked for."""
+    text = tokens(1, 4)
+    expected = tiny_target.forward(text, taps=(0, 3)).hidden
+    fresh = Target(tiny_target.model)
+    fresh.forward(text, taps=(0, 3))
+    fresh.new_cache(1, 5)
+    assert fresh._seen == {}
+    assert torch.equal(fresh.forward(text, taps=(0, 3)).hidden, expected)
 
 
 def test_counts_select_on_both_sides():

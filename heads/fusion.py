@@ -1,0 +1,163 @@
+"""A drafter without weights where the text repeats, a model's drafts elsewhere.
+
+In each round a row proposes what the statistical drafter (n-gram, suffix) found, and the model's tokens where it found nothing: how
+long a match or how good a score is enough, its own `min_match` and `min_score` say. Found tokens are put in the place of the model's
+own choices, so that the model reads them, goes on behind them up to the round's depth, and has read what the target may keep. A batch
+of one row does without the model where something was found; the model reads what was kept later, in one pass.
+
+Found tokens are no samples, so all of a proposal is judged by the rule for candidates: a token x is accepted with probability p(x).
+The model then proposes its most probable tokens. What that costs: at temperature > 0 a token of the model alone would be accepted with
+probability Σ_x min(p, q) under rejection, here with p(argmax q), which is less where both distributions are broad.
+
+Shapes: B rows, N tokens found, V' the model's vocabulary.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..target import BadInputError, Counts, Target
+from .base import CONFIG, Choose, Drafter, DrafterConfig, Proposal
+
+MODEL = "model"
+
+
+@dataclass
+class FusionConfig(DrafterConfig):
+    """The two drafters.
+
+    Attributes:
+        statistical: type and settings of a drafter without weights that proposes chains.
+        model: folder of a trained drafter. A saved fusion has its own, beside its config.
+    """
+
+    statistical: dict[str, Any] = field(default_factory=lambda: {"type": "suffix", "min_match": 4})
+    model: str = MODEL
+
+
+@dataclass
+class _State:
+    """The states of both; `unread`: tokens `[1, Q]` and hidden states that the model has not absorbed. `alone`: it drafts nothing in this round."""
+
+    statistical: Any
+    model: Any
+    alone: bool = False
+    unread: list[tuple[Tensor, Tensor | None]] = field(default_factory=list)
+
+
+class Fusion(Drafter):
+    name = "fusion"
+    config_class = FusionConfig
+    trainable = False
+    deterministic = True
+    config: FusionConfig
+
+    def __init__(self, statistical: Drafter, model: Drafter):
+        if statistical.trainable or model.deterministic:
+            raise BadInputError(f"fusion: needs a drafter without weights and a model, got {statistical.name} and {model.name}.")
+        if getattr(statistical.config, "width", 1) > 1:
+            raise BadInputError(f"fusion: the model goes on behind a chain; give {statistical.name} a width of 1.")
+        super().__init__(FusionConfig({"type": statistical.name, **statistical.config.to_dict()}))
+        self.statistical, self.model = statistical, model
+
+    @classmethod
+    def build(cls, config: DrafterConfig, target: Target, token_counts: Tensor | None = None) -> Fusion:
+        from . import load_drafter
+
+        assert isinstance(config, FusionConfig)
+        return cls(_statistical(config, target), load_drafter(Path(config.model).expanduser(), target))
+
+    @classmethod
+    def from_folder(cls, folder: Path, values: dict[str, Any], target: Target | None) -> Fusion:
+        from . import restore_drafter
+
+        config = FusionConfig.from_dict(values, str(folder / CONFIG))
+        assert isinstance(config, FusionConfig)
+        return cls(_statistical(config, target), restore_drafter(folder / MODEL, target))
+
+    def save(self, path: str | Path) -> None:
+        """Write config.json, and the model into the folder `model` beside it."""
+        folder = Path(path)
+        self.model.save(folder / MODEL)
+        (folder / CONFIG).write_text(json.dumps({"drafter_type": self.name, **self.config.to_dict()}, indent=2) + "\n")
+
+    def check(self, target: Target) -> None:
+        self.statistical.check(target)
+        self.model.check(target)
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        return self.model.taps
+
+    @property
+    def max_depth(self) -> int | None:
+        return self.model.max_depth
+
+    # ------------------------------------------------------------ decoding
+
+    def open(self, target: Target, batch_size: int, max_length: int, spare: int = 0) -> _State:
+        return _State(self.statistical.open(target, batch_size, max_length), self.model.open(target, batch_size, max_length))
+
+    def state_bytes(self, target: Target, batch_size: int, max_length: int, spare: int = 0) -> int:
+        return self.model.state_bytes(target, batch_size, max_length)
+
+    def absorb(self, state: _State, tokens: Tensor, hidden: Tensor | None, counts: Counts, path: Tensor | None = None) -> None:
+        self.statistical.absorb(state.statistical, tokens, hidden, counts)
+        if state.alone or state.unread:
+            kept = counts.values[0]
+            state.unread.append((tokens[:, :kept], None if hidden is None else hidden[:, :kept]))
+            state.alone = False
+        else:
+            self.model.absorb(state.model, tokens, hidden, counts, path)
+
+    def propose(self, state: _State, root: Tensor, depth: int, choose: Choose, ended: Callable[[], bool] | None = None) -> Proposal:
+        found = self.statistical.propose(state.statistical, root, depth, choose)
+        # In a batch, rows that fell behind by different numbers of tokens would need room for the most of them behind the longest.
+        if len(root) == 1 and found.tokens.shape[1]:
+            state.alone = True
+            return found
+        self._catch_up(state)
+        proposal = self.model.propose(state.model, root, depth, _with(found, choose), ended)
+        return replace(proposal, deterministic=True)
+
+    def _catch_up(self, state: _State) -> None:
+        """Let the model absorb the rounds in which it drafted nothing."""
+        if not state.unread:
+            return
+        tokens, hidden = zip(*state.unread, strict=True)
+        both = torch.cat(tokens, 1)
+        known = [h for h in hidden if h is not None]
+        self.model.absorb(state.model, both, torch.cat(known, 1) if known else None, Counts.of([both.shape[1]], both.device))
+        state.unread = []
+
+    def select(self, state: _State, rows: list[int]) -> None:
+        self.statistical.select(state.statistical, rows)
+        self.model.select(state.model, rows)
+
+
+def _statistical(config: FusionConfig, target: Target | None) -> Drafter:
+    from . import drafter_config
+
+    head, settings = drafter_config(config.statistical, "fusion.statistical")
+    if head.trainable or head is Fusion:
+        raise BadInputError(f"fusion.statistical: {head.name!r} is no drafter without weights; take one such as suffix or ngram.")
+    return head.build(settings, target)  # type: ignore[arg-type]
+
+
+def _with(found: Proposal, choose: Choose) -> Choose:
+    """Chooses token by token what was found `[B, N]`; behind it, and in rows where nothing was, as `choose` does."""
+    steps, lengths = count(), found.lengths
+
+    def chosen(logits: Tensor, token_ids: Tensor | None) -> Tensor:
+        step, own = next(steps), choose(logits, token_ids)
+        return own if step >= found.tokens.shape[1] else torch.where(step < lengths, found.tokens[:, step], own)
+
+    return chosen

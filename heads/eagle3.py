@@ -202,7 +202,7 @@ class _Runner:
         self.qkv = torch.cat([attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight])
         self.fc = head.fc.weight
         if head.tap_norms is not None:
-            self.fc = self.fc * torch.cat([norm.weight for norm in head.tap_norms])
+            self.fc = self.fc * torch.cat(list(head.tap_norms.parameters()))
         cos, sin = head.rotary(self.qkv, torch.arange(max_length, device=device)[None])
         half = self.size // 2
         # x cos + rotate_half(x) sin, with rotate_half's sign moved into the sine: its halves swapped are a roll.
@@ -211,9 +211,9 @@ class _Runner:
     @staticmethod
     def weights_of(head: Eagle3) -> list[tuple[int, int]]:
         """Tells whether the weights that were put together have changed since."""
-        attention, norms = head.layer.self_attn, head.tap_norms or ()
-        made_of = [attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight, head.fc.weight, *(norm.weight for norm in norms)]
-        return versions(made_of)
+        attention = head.layer.self_attn
+        norms = [] if head.tap_norms is None else list(head.tap_norms.parameters())
+        return versions([attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight, head.fc.weight, *norms])
 
     def fuse(self, hidden: Tensor) -> Tensor:
         """As `Eagle3.fuse`."""

@@ -49,8 +49,9 @@ def split_attention(
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
     parts = num_parts(rows * shared, length)
     folded = query.reshape(rows * shared, 1, heads // shared * queries, size).expand(-1, parts, -1, -1)
-    pieces = [t.flatten(0, 1).unflatten(1, (parts, length // parts)) for t in (key, value)]  # views: [B·K, P, L / P, D]
-    out, sums = attend(folded, *pieces, _folded_mask(attention_mask, heads // shared, shared, parts), size**-0.5 if scaling is None else scaling)
+    keys, values = (t.flatten(0, 1).unflatten(1, (parts, length // parts)) for t in (key, value))  # views: [B·K, P, L / P, D]
+    mask = _folded_mask(attention_mask, heads // shared, shared, parts)
+    out, sums = attend(folded, keys, values, mask, size**-0.5 if scaling is None else scaling)
     mixed = (out * (sums - sums.amax(1, keepdim=True)).softmax(1)[..., None]).sum(1) if parts > 1 else out[:, 0]
     return mixed.to(query.dtype).view(rows, heads, queries, -1).transpose(1, 2).contiguous(), None
 

@@ -40,11 +40,9 @@ def halves(suites: Sequence[Suite]) -> tuple[list[Suite], list[Suite]]:
 def tuned(target: Target, drafter: Drafter, suites: Sequence[Suite], settings: EvalSpec) -> Control:
     """What a controller goes by."""
     from outrider.decode import Control
-    from outrider.eval.tuner import tune
+    from outrider.eval.tuner import CONTROL_WEIGHT, tune
 
     found = tune(target, drafter, suites, settings).batches[0]
-    from outrider.eval.tuner import CONTROL_WEIGHT
-
     return Control(found.costs.restored(), tuple(found.rates), CONTROL_WEIGHT)
 
 

@@ -101,12 +101,11 @@ class Chooser:
             Tokens, and the drafter's log-probabilities of them; −inf for a token that is not really there.
         """
         if self._most_probable and context is None:
-            top = logits.float().log_softmax(-1).topk(count, -1)
-            return (top.indices if token_ids is None else token_ids[top.indices]), top.values
+            tokens, scores = _top(logits, count)
+            return (tokens if token_ids is None else token_ids[tokens]), scores
         logits = self._processed(_spread(logits, token_ids, self.vocab), context)
         if self._most_probable:
-            top = logits.log_softmax(-1).topk(count, -1)
-            return top.indices, top.values
+            return _top(logits, count)
         probs = probabilities(logits, self.sampling)
         log_probs, rows, seed = probs.double().log(), self.sequences[:, None], self.seed
         if self.rule == "coupled":
@@ -131,6 +130,13 @@ class Chooser:
         processed = self.processors(logits, context)
         # A pruned vocabulary may hold no token that is allowed here. What is drafted then is refused, but must be a draw from what it is scored with.
         return torch.where(nothing_left(processed)[..., None], logits, processed)
+
+
+def _top(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The `count` most probable tokens and their log-probabilities, `[..., C]` each. The first is the one that argmax takes, as the target does: topk orders ties at will."""
+    top, best = logits.float().log_softmax(-1).topk(count, -1), logits.argmax(-1, keepdim=True)
+    others = torch.where(top.indices == best, top.indices[..., :1], top.indices)[..., 1:]
+    return torch.cat([best, others], -1), top.values
 
 
 def _spread(logits: Tensor, token_ids: Tensor | None, vocab: int) -> Tensor:
@@ -255,7 +261,7 @@ def grow_dynamic(drafter: Drafter, state: Any, root: Tensor, plan: Plan, depth: 
         read = torch.cat([read, root.new_full((rows, count), -1)], 1)
         if level == depth:
             break
-        best = total.topk(width, 1).indices.sort(1).values
+        best = total.sort(dim=1, descending=True, stable=True).indices[:, :width].sort(1).values
         known, known_scores = best + before, total.gather(1, best)
         above = parents.gather(1, known)
         order = torch.where(above < 0, -1, read.gather(1, above.clamp(min=0)))

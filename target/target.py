@@ -455,7 +455,8 @@ def _body(model: Any) -> nn.Module:
 
 def decoder_layers(body: nn.Module, count: int) -> nn.ModuleList:
     """The list of a model's `count` layers."""
-    for module in body.modules():
+    decoder = body.get_decoder() if hasattr(body, "get_decoder") else body  # a vision tower may be as deep
+    for module in decoder.modules():
         if isinstance(module, nn.ModuleList) and len(module) == count:
             return module
     raise IncompatibleError(f"{type(body).__name__} has no list of {count} layers; taps cannot be read from it.")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel
 
-from outrider.decode import Decoder, DecodeStats, Plan, Round, Sampling, depth_counts
+from outrider.decode import Decoder, DecodeStats, Plan, Round, Sampling, Tree, depth_counts
 from outrider.heads import Choose, Drafter, DrafterConfig, DraftModel, Eagle3, Eagle3Config, Ngram, Proposal
 from outrider.target import BadInputError, Counts, IncompatibleError, Target
 
@@ -61,6 +62,13 @@ def restricted(model: PreTrainedModel, allowed: Sequence[int]) -> PreTrainedMode
     return copied
 
 
+SHAPES = {
+    "chain": Plan(7),
+    "static tree": Plan(tree=Tree((-1, -1, 0, 0, 1, 2, 5, 6))),
+    "dynamic tree": Plan(5, width=2, nodes=7),
+}
+
+
 def end_at(target: Target, token: int | list[int]) -> None:
     target.model.generation_config.eos_token_id = token
 
@@ -81,36 +89,6 @@ def drafters(target: Target) -> dict[str, Drafter | None]:
         "eagle3 pruned": Eagle3.build(Eagle3Config(taps=(0, 2, 4), draft_vocab_size=20), target, counts),
         "ngram": Ngram(),
     }
-
-
-SAMPLINGS = {
-    "plain": Sampling(1.0, seed=3),
-    "filtered": Sampling(0.7, top_k=20, top_p=0.9, repetition_penalty=1.2, seed=4),
-    "processed": Sampling(
-        0.9, min_p=0.01, repetition_penalty=1.3, seed=5, suppress=(1, 2), min_new_tokens=6,
-        bad_words=(*((a, b) for a in range(VOCAB) for b in range(a % 2, VOCAB, 2)), (3, 5, 7)),
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("kind", SAMPLINGS)
-def test_coupled_text_is_the_same_with_any_drafter_depth_and_batch(target, kind):
-    """Without a drafter too, where the rule chooses the plain target's own tokens."""
-    sampling = SAMPLINGS[kind]
-    end_at(target, list(range(0, VOCAB, 6)))
-    ignore_eos = kind != "processed"
-
-    def texts(drafter: Drafter | None, order: Sequence[int], depth: int) -> list[list[int]]:
-        prompts = [PROMPTS[i] for i in order]
-        return Decoder(target, drafter).generate(prompts, 20, sampling, Plan(depth, verify="coupled"), ignore_eos=ignore_eos, sequence_ids=order).tokens
-
-    alone = [texts(None, [i], 4)[0] for i in range(len(PROMPTS))]
-    assert len({tuple(t) for t in alone}) == len(alone)
-    assert ignore_eos or len(set(map(len, alone))) > 1, "texts end at different times"
-    for name, drafter in {"none": None, **drafters(target)}.items():
-        for depth in (1, 2, 5):
-            assert texts(drafter, range(len(PROMPTS)), depth) == alone, f"{name} at depth {depth}"
-        assert texts(drafter, [2, 0, 3], 3) == [alone[i] for i in (2, 0, 3)], f"{name} in another batch"
 
 
 def test_candidates_give_the_plain_samplers_text(target):
@@ -138,13 +116,21 @@ def test_seeds_and_sequence_ids_change_the_text(target):
 # ------------------------------------------------------------ ends
 
 
-def test_an_end_token_inside_an_accepted_run_ends_the_text_there(target, itself):
-    text = Decoder(target).generate([PROMPTS[0]], 20).tokens[0]
-    end_at(target, text[4])
-    expected = text[: text.index(text[4]) + 1]
-    out = Decoder(target, itself).generate([PROMPTS[0]], 20, plan=Plan(7))
-    assert out.tokens == [expected]
-    assert Decoder(target, itself).generate([PROMPTS[0]], 20, plan=Plan(7), ignore_eos=True).tokens == [text]
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.0, seed=1)], ids=["greedy", "coupled"])
+def test_an_end_token_inside_an_accepted_run_ends_the_text_there(target, itself, sampling, shape):
+    """At whatever place of the round it stands; ignored, the text is whole."""
+    plan = SHAPES[shape] if sampling.greedy else replace(SHAPES[shape], verify="coupled")
+    text = Decoder(target).generate([PROMPTS[0]], 20, sampling, Plan(verify=plan.verify)).tokens[0]
+    cut = 0
+    for place in (0, 1, 2, 3, 5, 8, 13):
+        end_at(target, text[place])
+        out = Decoder(target, itself).generate([PROMPTS[0]], 20, sampling, plan)
+        assert out.tokens == [text[: text.index(text[place]) + 1]]
+        assert all(r.emitted == 1 + r.accepted for r in out.rounds[0])
+        cut += any(r.drafted == r.accepted < plan.depth for r in out.rounds[0])
+        assert Decoder(target, itself).generate([PROMPTS[0]], 20, sampling, plan, ignore_eos=True).tokens == [text]
+    assert cut, "in some round drafts stood behind the end token"
 
 
 def test_any_of_several_end_tokens_ends_a_text(target, itself):
@@ -154,8 +140,8 @@ def test_any_of_several_end_tokens_ends_a_text(target, itself):
     assert Decoder(target, itself).generate([PROMPTS[0]], 20, plan=Plan(4)).tokens == [text[: cut + 1]]
 
 
-@pytest.mark.parametrize("depth", [0, 1, 4])
-def test_rows_that_finish_at_different_times_equal_the_library(target, itself, depth):
+@pytest.mark.parametrize("plan", [Plan(0), Plan(1), Plan(4), SHAPES["static tree"], SHAPES["dynamic tree"]], ids=str)
+def test_rows_that_finish_at_different_times_equal_the_library(target, itself, plan):
     texts = Decoder(target).generate(PROMPTS, 24).tokens
     end_at(target, [texts[0][3], texts[2][11]])
     expected = []
@@ -166,19 +152,19 @@ def test_rows_that_finish_at_different_times_equal_the_library(target, itself, d
         )
     assert len({len(t) for t in expected}) > 1
     for name, drafter in {"itself": itself, **drafters(target)}.items():
-        assert Decoder(target, drafter).generate(PROMPTS, 24, plan=Plan(depth)).tokens == expected, name
+        assert Decoder(target, drafter).generate(PROMPTS, 24, plan=plan).tokens == expected, name
 
 
 @pytest.mark.parametrize("length", [1, 2, 5, 6, 7])
 def test_max_new_tokens_is_exact_where_a_round_goes_further(target, itself, length):
-    for depth in range(1, 7):
-        out = Decoder(target, itself).generate(PROMPTS, length, plan=Plan(depth), ignore_eos=True)
+    for plan in (*map(Plan, range(1, 7)), SHAPES["static tree"], SHAPES["dynamic tree"]):
+        out = Decoder(target, itself).generate(PROMPTS, length, plan=plan, ignore_eos=True)
         assert [len(t) for t in out.tokens] == [length] * len(PROMPTS)
         assert out.stats.num_tokens == length * len(PROMPTS)
 
 
-@pytest.mark.parametrize("depth", [1, 3, 6])
-def test_a_stop_that_spans_two_rounds_ends_the_text_at_once(target, itself, depth):
+@pytest.mark.parametrize("plan", [Plan(1), Plan(3), Plan(6), Plan(tree=Tree((-1, -1, 0, 2))), SHAPES["static tree"], SHAPES["dynamic tree"]], ids=str)
+def test_a_stop_that_spans_two_rounds_ends_the_text_at_once(target, itself, plan):
     text = Decoder(target).generate([PROMPTS[0]], 20, ignore_eos=True).tokens[0]
     wanted = text[5:8]
     seen: list[int] = []
@@ -187,7 +173,7 @@ def test_a_stop_that_spans_two_rounds_ends_the_text_at_once(target, itself, dept
         seen.append(len(tokens))
         return tokens[-3:] == wanted
 
-    out = Decoder(target, itself).generate([PROMPTS[0]], 20, plan=Plan(depth), stop=stop, ignore_eos=True)
+    out = Decoder(target, itself).generate([PROMPTS[0]], 20, plan=plan, stop=stop, ignore_eos=True)
     assert out.tokens == [text[:8]]
     assert seen == list(range(1, 9)), "called once after each token, in order"
     assert sum(r.emitted for r in out.rounds[0]) == 7, "all but the first, which the prefill gave"
@@ -204,8 +190,8 @@ def test_a_stop_inside_a_round_cuts_the_text_and_the_counts_there(target):
     assert out.stats.num_tokens == 6
 
 
-@pytest.mark.parametrize("depth", [1, 2, 3, 4, 5])
-def test_a_stop_string_ends_each_text_at_the_token_that_completes_it(tiny_target, depth):
+@pytest.mark.parametrize("plan", [*map(Plan, range(1, 6)), SHAPES["static tree"], SHAPES["dynamic tree"]], ids=str)
+def test_a_stop_string_ends_each_text_at_the_token_that_completes_it(tiny_target, plan):
     """A string that begins in one token and ends in another, in rounds of any depth, in rows that stop at different times."""
     tokenizer = tiny_target.require_tokenizer()
     prompts = [tokenizer(text)["input_ids"] for text in ("def add(", "class", "print(name")]
@@ -220,7 +206,7 @@ def test_a_stop_string_ends_each_text_at_the_token_that_completes_it(tiny_target
     expected = [text[: next((n for n in range(1, 25) if stop(text[:n])), 24)] for text in texts]
     assert len(set(map(len, expected))) > 1
     for drafter in (DraftModel(copy.deepcopy(tiny_target.model)), Ngram()):
-        out = Decoder(tiny_target, drafter).generate(prompts, 24, sampling, Plan(depth), stop, ignore_eos=True)
+        out = Decoder(tiny_target, drafter).generate(prompts, 24, sampling, plan, stop, ignore_eos=True)
         assert out.tokens == expected
         assert [1 + sum(r.emitted for r in rounds) for rounds in out.rounds] == [len(t) for t in expected]
 
@@ -228,8 +214,8 @@ def test_a_stop_string_ends_each_text_at_the_token_that_completes_it(tiny_target
 # ------------------------------------------------------------ limits
 
 
-@pytest.mark.parametrize("depth", [1, 5])
-def test_the_context_can_be_filled_to_its_last_position(depth):
+@pytest.mark.parametrize("plan", [Plan(1), Plan(5), SHAPES["static tree"], SHAPES["dynamic tree"]], ids=str)
+def test_the_context_can_be_filled_to_its_last_position(plan):
     """GPT-2 has learned positions: one token too far would be an index error."""
     torch.manual_seed(0)
     model = GPT2LMHeadModel(
@@ -242,7 +228,7 @@ def test_the_context_can_be_filled_to_its_last_position(depth):
         for p in prompts
     ]
     for drafter in (None, Ngram(), DraftModel(copy.deepcopy(model)), Eagle3.build(Eagle3Config(taps=(0, 2, 4)), target)):
-        assert Decoder(target, drafter).generate(prompts, 14, plan=Plan(depth), ignore_eos=True).tokens == expected
+        assert Decoder(target, drafter).generate(prompts, 14, plan=plan, ignore_eos=True).tokens == expected
     with pytest.raises(BadInputError, match=r"prompt 0 has 18 tokens; with 15 new ones it exceeds the target's context of 32"):
         Decoder(target).generate(prompts, 15)
 
@@ -269,9 +255,11 @@ def test_a_draft_model_with_a_shorter_context_is_refused_before_it_is_exceeded(t
         ([[1]], {"sampling": Sampling(1.0), "plan": Plan(verify="greedy")}, "the greedy rule needs temperature 0, got 1.0"),
     ],
 )
-def test_impossible_requests_are_refused(target, prompts, arguments, message):
-    with pytest.raises(BadInputError, match=message):
-        Decoder(target).generate(prompts, **arguments)
+def test_impossible_requests_are_refused(target, itself, prompts, arguments, message):
+    """Before anything is written; plain, and with any drafter in any shape."""
+    for drafter, plan in [(None, Plan()), (itself, SHAPES["chain"]), (itself, SHAPES["static tree"]), (itself, SHAPES["dynamic tree"]), (Ngram(), Plan())]:
+        with pytest.raises(BadInputError, match=message):
+            Decoder(target, drafter).generate(prompts, **{"plan": plan} | arguments)
 
 
 def test_impossible_plans_are_refused():
@@ -295,6 +283,17 @@ def test_a_drafter_of_another_target_is_refused(tiny_llama, target):
 # ------------------------------------------------------------ extreme distributions
 
 RULES = ("rejection", "candidates", "coupled")
+BRANCHES = Tree((-1, -1, 0, 0, 1, 2))
+PLANS = [
+    *(Plan(3, verify=rule) for rule in (*RULES, "block")),
+    *(Plan(tree=BRANCHES, verify=rule) for rule in ("without_replacement", "traversal", "candidates", "coupled")),
+    *(Plan(3, width=2, nodes=5, verify=rule) for rule in ("candidates", "coupled")),
+]
+
+
+def plans(sampling: Sampling) -> list[Plan]:
+    """One of each shape where all rules are the greedy one."""
+    return [Plan(3), Plan(tree=BRANCHES), Plan(3, width=2, nodes=5)] if sampling.greedy else PLANS
 
 
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(repetition_penalty=1.5, suppress=(5,)), Sampling(1.0), Sampling(0.7, 40, 0.9, 0.01, 1.2)])
@@ -303,22 +302,27 @@ def test_a_token_whose_logit_is_minus_infinity_is_never_written(target, sampling
     allowed = range(0, VOCAB, 3)
     model = restricted(target.model, allowed)
     narrow = Target(model)
-    alone = Decoder(narrow).generate(PROMPTS, 16, sampling, Plan(verify="coupled"), ignore_eos=True).tokens
+    alone = Decoder(narrow).generate(PROMPTS, 10, sampling, Plan(verify="coupled"), ignore_eos=True).tokens
     assert {t for text in alone for t in text} <= set(allowed)
     if sampling.greedy:
         more = {"suppress_tokens": list(sampling.suppress)} if sampling.suppress else {}
         for prompt, text in zip(PROMPTS, alone, strict=True):
             tokens = torch.tensor([prompt])
             out = model.generate(
-                tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=16, do_sample=False, repetition_penalty=sampling.repetition_penalty, **more
+                tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=10, do_sample=False, repetition_penalty=sampling.repetition_penalty, **more
             )
             assert out[0, len(prompt) :].tolist() == text
-    for name, drafter in {"itself": DraftModel(copy.deepcopy(model)), "wider": DraftModel(target.model), **drafters(narrow)}.items():
-        for rule in RULES:
-            out = Decoder(narrow, drafter).generate(PROMPTS, 16, sampling, Plan(3, verify=rule), ignore_eos=True)
-            assert {t for text in out.tokens for t in text} <= set(allowed), f"{name}, {rule}"
-            assert out.tokens == alone or (rule != "coupled" and not sampling.greedy), f"{name}, {rule}"
-            assert name != "itself" or out.stats.acceptance_rate == 1 or out.rule == "candidates"
+    made = drafters(narrow)
+    for name, drafter in {
+        "itself": DraftModel(copy.deepcopy(model)),
+        "wider": DraftModel(target.model),
+        **{n: made[n] for n in ("eagle3 pruned", "ngram")},
+    }.items():
+        for plan in plans(sampling) if name != "ngram" else PLANS[:3]:
+            out = Decoder(narrow, drafter).generate(PROMPTS, 10, sampling, plan, ignore_eos=True)
+            assert {t for text in out.tokens for t in text} <= set(allowed), f"{name}, {plan.verify}, {plan}"
+            assert out.tokens == alone or (plan.verify != "coupled" and not sampling.greedy), f"{name}, {plan.verify}, {plan}"
+            assert name != "itself" or out.rule == "candidates" or plan.width > 1 or set(out.stats.alpha()) == {1}, f"{plan.verify}, {plan}"
 
 
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.0), Sampling(0.7, 40, 0.9, 0.01, 1.2)])
@@ -328,10 +332,10 @@ def test_a_target_that_is_certain_of_one_token_writes_it_whatever_is_drafted(tar
     found = {"itself": 1.0, "wrong": 0.0, "unsure": None}
     models = {"itself": certain.model, "wrong": restricted(target.model, [8]), "unsure": target.model}
     for name, rate in found.items():
-        for rule in RULES:
-            out = Decoder(certain, DraftModel(copy.deepcopy(models[name]))).generate(PROMPTS, 10, sampling, Plan(3, verify=rule), ignore_eos=True)
-            assert out.tokens == [[9] * 10] * len(PROMPTS), f"{name}, {rule}"
-            assert rate is None or out.stats.acceptance_rate == rate
+        for plan in plans(sampling):
+            out = Decoder(certain, DraftModel(copy.deepcopy(models[name]))).generate(PROMPTS, 6, sampling, plan, ignore_eos=True)
+            assert out.tokens == [[9] * 6] * len(PROMPTS), f"{name}, {plan.verify}, {plan}"
+            assert rate is None or out.stats.alpha()[0] == rate, f"{name}, {plan.verify}, {plan}"
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -348,28 +352,40 @@ def test_a_draft_vocabulary_of_which_nothing_is_allowed_only_costs_speed(target,
     head = Eagle3.build(Eagle3Config(taps=(0, 2, 4), draft_vocab_size=20), target, counts)
     sampling = Sampling(temperature, suppress=tuple(range(VOCAB - 20, VOCAB)))
     alone = Decoder(target).generate(PROMPTS, 12, sampling, Plan(verify="coupled"), ignore_eos=True).tokens
-    for rule in RULES:
-        out = Decoder(target, head).generate(PROMPTS, 12, sampling, Plan(3, verify=rule), ignore_eos=True)
+    for plan in PLANS:
+        out = Decoder(target, head).generate(PROMPTS, 12, sampling, plan, ignore_eos=True)
         assert out.stats.acceptance_rate == 0
         assert max(t for text in out.tokens for t in text) < VOCAB - 20
-        assert out.tokens == alone or (rule != "coupled" and temperature)
+        assert out.tokens == alone or (plan.verify != "coupled" and temperature)
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("plan", PLANS, ids=lambda plan: f"{plan.verify}, {plan}")
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_place_where_no_token_is_allowed_is_an_error_not_a_token(target, itself, temperature, rule):
+def test_a_place_where_no_token_is_allowed_is_an_error_not_a_token(target, itself, temperature, plan):
     """Where it is reached: in the prefill, in a round, but not behind an end token that was drafted."""
     everything = tuple(range(VOCAB))
+    coupled = replace(plan, verify="coupled")
+    text = Decoder(target).generate(PROMPTS[:1], 8, Sampling(temperature), Plan(verify="coupled"), ignore_eos=True).tokens[0]
+    dead_end = Sampling(temperature, bad_words=tuple((*text[:3], t) for t in everything))
     for drafter in (None, itself, Ngram()):
         decoder = Decoder(target, drafter)
         with pytest.raises(BadInputError, match="leave no token to go on with"):
-            decoder.generate(PROMPTS, 8, Sampling(temperature, suppress=everything), Plan(3, verify=rule))
-        text = decoder.generate(PROMPTS[:1], 8, Sampling(temperature), Plan(3, verify="coupled"), ignore_eos=True).tokens[0]
-        dead_end = Sampling(temperature, bad_words=tuple((*text[:3], t) for t in everything))
+            decoder.generate(PROMPTS, 8, Sampling(temperature, suppress=everything), plan)
         with pytest.raises(BadInputError, match="leave no token to go on with"):
-            decoder.generate(PROMPTS[:1], 8, dead_end, Plan(3, verify="coupled"), ignore_eos=True)
+            decoder.generate(PROMPTS[:1], 8, dead_end, coupled, ignore_eos=True)
         end_at(target, text[2])
-        assert decoder.generate(PROMPTS[:1], 8, dead_end, Plan(3, verify="coupled")).tokens[0] == text[: text.index(text[2]) + 1]
+        assert decoder.generate(PROMPTS[:1], 8, dead_end, coupled).tokens[0] == text[: text.index(text[2]) + 1]
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=lambda plan: f"{plan.verify}, {plan}")
+def test_a_dead_end_behind_drafts_is_an_error_under_every_rule(target, itself, plan):
+    """Two tokens are left, and behind the third of whatever is written nothing: a drafter that goes there on its own does not hide it."""
+    left = (5, 9)
+    three = [(a, b, c) for a in left for b in left for c in left]
+    sampling = Sampling(1.0, suppress=tuple(t for t in range(VOCAB) if t not in left), bad_words=tuple((*word, t) for word in three for t in left))
+    for seed in range(4):
+        with pytest.raises(BadInputError, match="leave no token to go on with"):
+            Decoder(target, itself).generate(PROMPTS, 8, replace(sampling, seed=seed), plan, ignore_eos=True)
 
 
 # ------------------------------------------------------------ figures

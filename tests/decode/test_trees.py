@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 
 import pytest
+import torch
 
-from outrider.decode import Decoder, Plan, Sampling, Tree, best_tree
+from outrider.decode import LOSSLESS, LOSSY, Decoder, Plan, Sampling, Tree, best_tree
 from outrider.heads import DraftModel, Eagle3, Eagle3Config
 from outrider.target import BadInputError, Target
 
@@ -113,8 +115,6 @@ def test_of_the_target_itself_the_first_children_are_always_kept(target, rule, t
 @pytest.mark.parametrize("rule", ["candidates", "coupled"])
 def test_texts_do_not_depend_on_the_tree(target, tiny_llama, plan, rule):
     """Both rules draw what the target says from noise that belongs to the place, whatever was drafted."""
-    from dataclasses import replace
-
     sampling = Sampling(0.8, top_p=0.95, repetition_penalty=1.1, bad_words=((3, 4),), min_new_tokens=4, seed=7)
     plain = Decoder(target).generate(PROMPTS, 20, sampling, Plan(verify=rule)).tokens
     for drafter in (DraftModel(tiny_llama(layers=2, seed=1)), Eagle3.build(Eagle3Config(taps=(0, 2, 4)), target)):
@@ -128,6 +128,21 @@ def test_a_tree_at_the_end_of_the_context_becomes_a_chain(tiny_llama):
     plain = Decoder(target).generate(PROMPTS, 20).tokens
     for plan in (Plan(tree=Tree((-1, -1, 0, 2, 3))), Plan(5, width=2)):
         assert Decoder(target, drafter).generate(PROMPTS, 20, plan=plan).tokens == plain
+
+
+@pytest.mark.parametrize("plan", [Plan(3), Plan(3, confidence=0.2), Plan(3, width=2), Plan(tree=Tree((-1, -1))), Plan(0)], ids=str)
+def test_no_plan_becomes_lossy_by_itself(plan):
+    """Typical acceptance runs where its name is written, and nowhere else."""
+    assert LOSSY == ("typical",)
+    assert not set(LOSSLESS) & set(LOSSY)
+    for rule in ("auto", *LOSSLESS):
+        for temperature in (0.0, 0.7):
+            for deterministic in (False, True):
+                try:
+                    chosen = replace(plan, verify=rule).rule(temperature, deterministic)
+                except BadInputError:
+                    continue
+                assert chosen in LOSSLESS
 
 
 def test_a_lossy_rule_says_so(target, tiny_llama):
@@ -155,3 +170,13 @@ def test_a_wide_tree_needs_cache_not_positions(target, tiny_llama):
     short = DraftModel(tiny_llama(layers=2, seed=1, max_position_embeddings=30))
     plain = Decoder(target).generate([[5, 1, 7]], 20).tokens
     assert Decoder(target, short).generate([[5, 1, 7]], 20, plan=Plan(4, width=8, nodes=32)).tokens == plain
+
+
+@pytest.mark.parametrize("plan", [Plan(4), Plan(tree=Tree((-1, -1, 0, 0, 2, 4)))], ids=str)
+def test_ties_are_broken_in_trees_as_the_target_breaks_them(tiny_llama, plan):
+    """Every logit is tied with its neighbour's; with the target as its own drafter every draft is right all the same."""
+    model = tiny_llama(layers=4)
+    with torch.no_grad():
+        model.lm_head.weight[1::2] = model.lm_head.weight[0::2]
+    out = Decoder(Target(model), DraftModel(copy.deepcopy(model))).generate([[5, 1, 9], [3]], 21, plan=plan, ignore_eos=True)
+    assert out.stats.tau == 1 + plan.depth

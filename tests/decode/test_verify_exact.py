@@ -1,4 +1,4 @@
-"""Every verification rule, enumerated exactly: the law of what is emitted is the target's, to rounding.
+"""The rules for chains, enumerated exactly: the law of what is emitted is the target's, to rounding.
 
 No statistics: drafts are weighted by q, uniforms run over the midpoints of a grid on which every threshold of the
 chosen distributions lies, and the joint law of k + 1 tokens is compared with the target's own in fp64. The second half plants the
@@ -169,25 +169,69 @@ def test_a_token_that_the_target_excludes_is_never_emitted():
     assert all(2 not in drafts[:n] for drafts, n in zip(cases.drafts[possible].tolist(), cases.accepted[possible].tolist(), strict=True))
 
 
+# ------------------------------------------------------------ chains that end where the drafter is unsure
+
+
+def confident_until(drafts: Tensor, draft_probs: Tensor, threshold: float) -> Tensor:
+    """How many drafts `[N, k]` stand before the first to which the drafter gives less than `threshold`, `[N]`."""
+    return (draft_probs.gather(2, drafts[:, :, None])[:, :, 0] >= threshold).long().cumprod(1).sum(1)
+
+
+def ending(rule: Rule, threshold: float, dropped: int = 0) -> Rule:
+    """`rule` on chains that end behind the first unconfident draft; `dropped` = 1 leaves that one out."""
+
+    def shortened(drafts: Tensor, lengths: Tensor, p: Tensor, q: Tensor, accept: Tensor, correct: Tensor) -> tuple[Tensor, Tensor]:
+        until = confident_until(drafts, q, threshold) + 1 - dropped
+        return rule(drafts, torch.minimum(lengths, until), p, q, accept, correct)
+
+    return shortened
+
+
+@pytest.mark.parametrize(("name", "threshold"), [("three symbols", 0.25), ("three symbols", 0.35), ("three symbols", 0.45), ("p(x) = 0", 0.3)])
+def test_a_chain_that_ends_behind_an_unconfident_draft_emits_the_targets_law(name, threshold):
+    """Its length depends on the drafts themselves. That takes no bias: the draft that ends the chain is verified like any other."""
+    k, target = 3, TARGETS[name]
+    possible = paths(3, k)[DRAFTS[name].weights(paths(3, k)) > 0]
+    until = confident_until(possible, DRAFTS[name].along(possible)[:, :-1], threshold)
+    assert len(set((1 + until).clamp(max=k).tolist())) > 1, "lengths differ"
+    cases = enumerate_rejection(ending(rejection, threshold), target, DRAFTS[name], k)
+    assert distance(cases.joint(target), target.law(k + 1)) < EXACT
+
+
+@pytest.mark.parametrize("threshold", [0.25, 0.35, 0.45])
+def test_leaving_the_unconfident_draft_out_is_caught(threshold):
+    target = TARGETS["three symbols"]
+    cases = enumerate_rejection(ending(rejection, threshold, dropped=1), target, DRAFTS["three symbols"], 3)
+    assert distance(cases.joint(target), target.law(4)) > 0.01
+
+
 # ------------------------------------------------------------ match: candidates, greedy, coupled
 
 
-def rounds_under_shared_noise(target: Chain, propose: Callable[[Tensor, Tensor], Tensor], depth: int, length: int, size: int = GRID) -> Tensor:
+def rounds_under_shared_noise(
+    target: Chain,
+    propose: Callable[[Tensor, Tensor], Tensor],
+    depth: int,
+    length: int,
+    until: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None,
+) -> Tensor:
     """Whole generations of `length` tokens by `match`, one per cell of the uniforms that are keyed by position; `[N, length]`.
 
     `propose(context [V+1-coded last token, N], uniforms [N, depth]) -> drafts [N, depth]` may look at the same uniforms as the target:
-    a position that is not reached in one round meets the same uniform again in the next one.
+    a position that is not reached in one round meets the same uniform again in the next one. `until(context, drafts, accepted in the
+    round before) -> [N]` says how many of the drafts each row keeps; None for all.
     """
-    uniforms = torch.nn.functional.pad(grid(length, size), (0, depth + 1), value=0.5)
+    uniforms = torch.nn.functional.pad(grid(length), (0, depth + 1), value=0.5)
     law = torch.cat([target.rows, target.first[None]])
     text = torch.full((len(uniforms), length + depth + 1), target.vocab)  # the symbol V stands for "no token yet"
-    done = torch.zeros(len(uniforms), dtype=torch.long)
+    done, accepted = torch.zeros(len(uniforms), dtype=torch.long), torch.zeros(len(uniforms), dtype=torch.long)
     while int(done.min()) < length:
         last = torch.where(done > 0, text.gather(1, (done - 1).clamp(min=0)[:, None])[:, 0], target.vocab)
         here = uniforms.gather(1, (done[:, None] + torch.arange(depth + 1)).clamp(max=uniforms.shape[1] - 1))
         drafts = propose(last, here[:, :-1])
         nodes = law[torch.cat([last[:, None], drafts], 1)]  # [N, depth + 1, V]
-        accepted, following = match(drafts, torch.full_like(done, depth), draw(nodes, here))
+        lengths = torch.full_like(done, depth) if until is None else until(last, drafts, accepted).clamp(max=depth)
+        accepted, following = match(drafts, lengths, draw(nodes, here))
         emitted = torch.cat([drafts, following[:, None]], 1).scatter(1, accepted[:, None], following[:, None])
         for j in range(depth + 1):
             keep = (j <= accepted) & (done + j < length)
@@ -244,6 +288,32 @@ def test_coupled_drafts_that_see_the_targets_noise_do_not_bias_it(name, depth):
     coupled = rounds_under_shared_noise(target, propose, depth, 4)
     assert distance(law_of(coupled, 3), target.law(4)) < EXACT
     assert torch.equal(coupled, rounds_under_shared_noise(target, nothing, 1, 4))
+
+
+@pytest.mark.parametrize("threshold", [0.3, 0.45])
+@pytest.mark.parametrize("name", TARGETS)
+@pytest.mark.parametrize("coupled", [False, True])
+def test_chains_whose_ends_depend_on_their_drafts_and_on_earlier_rounds_do_not_bias_matching(name, threshold, coupled):
+    """Behind an unconfident draft, and no deeper than one more than the round before accepted: candidates, and drafts that see the target's noise."""
+    target, law = TARGETS[name], torch.cat([DRAFTS[name].rows, DRAFTS[name].first[None]])
+    seen: set[int] = set()
+
+    def propose(last: Tensor, uniforms: Tensor) -> Tensor:
+        drafts = []
+        for j in range(uniforms.shape[1]):
+            last = draw(law[last], uniforms[:, j]) if coupled else law[last].argmax(-1)
+            drafts.append(last)
+        return torch.stack(drafts, 1)
+
+    def until(last: Tensor, drafts: Tensor, accepted: Tensor) -> Tensor:
+        lengths = torch.minimum(1 + confident_until(drafts, law[torch.cat([last[:, None], drafts[:, :-1]], 1)], threshold), 1 + accepted)
+        seen.update(lengths.tolist())
+        return lengths
+
+    texts = rounds_under_shared_noise(target, propose, 3, 4, until)
+    assert len(seen) > 1, "lengths differ"
+    assert distance(law_of(texts, 3), target.law(4)) < EXACT
+    assert torch.equal(texts, rounds_under_shared_noise(target, propose, 3, 4)), "the text itself does not depend on the lengths"
 
 
 def test_greedy_match_keeps_the_targets_own_tokens():
@@ -365,6 +435,29 @@ def test_the_enumeration_catches(rule, draw_with):
     drawn = draw_with(drafter) if draw_with else drafter
     cases = enumerate_rejection(rule, target, drawn, 2, scored=drafter)
     assert distance(cases.joint(target), target.law(3)) > 0.01
+
+
+def drafted_from(uniforms: Tensor, target: Chain, drafter: Chain, k: int, shared: bool) -> Cases:
+    """One round whose k drafts are drawn from the first k `uniforms`; `shared`: the same k decide whether they stay."""
+    law, last, drafts = torch.cat([drafter.rows, drafter.first[None]]), torch.full((len(uniforms),), 3), []
+    for j in range(k):
+        last = draw(law[last], uniforms[:, j])
+        drafts.append(last)
+    chains = torch.stack(drafts, 1)
+    accept = uniforms[:, :k] if shared else uniforms[:, k : 2 * k]
+    accepted, following = rejection(
+        chains, torch.full((len(chains),), k), target.along(chains), drafter.along(chains)[:, :-1], accept, uniforms[:, -1]
+    )  # fmt: skip
+    return Cases(chains, accepted, following, torch.full((len(chains),), 1 / len(chains), dtype=torch.float64))
+
+
+@pytest.mark.parametrize("k", [1, 2])
+def test_drawing_and_accepting_with_the_same_uniforms_is_caught(k):
+    """One stream of randomness for both; with two the law is the target's."""
+    target, drafter = TARGETS["three symbols"], DRAFTS["three symbols"]
+    apart = drafted_from(grid(2 * k + 1), target, drafter, k, shared=False)
+    assert distance(apart.joint(target), target.law(k + 1)) < EXACT
+    assert distance(drafted_from(grid(k + 1), target, drafter, k, shared=True).joint(target), target.law(k + 1)) > 0.01
 
 
 def test_dropping_an_unconfident_token_that_was_sampled_is_caught():

@@ -259,3 +259,15 @@ def test_a_fingerprint_survives_json(tiny_target):
 
     found = tiny_target.fingerprint()
     assert Fingerprint.from_dict(json.loads(json.dumps(found.to_dict()))) == found
+
+
+def test_taps_are_the_text_models_where_a_vision_tower_is_as_deep():
+    from transformers import Gemma3Config, Gemma3ForConditionalGeneration
+
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4}
+    text = {**sizes, "vocab_size": 64, "num_key_value_heads": 2, "head_dim": 8, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+    config = Gemma3Config(text_config=text, vision_config={**sizes, "image_size": 28, "patch_size": 14}, mm_tokens_per_image=4)
+    target = Target(Gemma3ForConditionalGeneration(config).eval())
+    out = target.forward(torch.tensor([[1, 2, 3]]), taps=(0, 2, 4))
+    assert out.hidden.shape == (1, 3, 3, 32)
+    assert out.hidden[:, :, 1].std() > 0

@@ -1,0 +1,235 @@
+"""What is drafted: drawn from what it is scored with, under the target's own processors and filters along each path, best nodes first."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from outrider.decode import Decoder, Plan, Sampling, Tree, drafting, engine
+from outrider.decode.drafting import Chooser, grow_dynamic
+from outrider.decode.sampling import DRAFT, Context, Processors, draw, gumbel, probabilities, shared_gumbel
+from outrider.heads import DraftModel, Proposal
+from outrider.target import Target
+
+VOCAB = 64
+PROMPTS = [torch.randint(0, VOCAB, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (5, 1, 9, 3)]
+
+
+@pytest.fixture
+def target(tiny_llama) -> Target:
+    return Target(tiny_llama(layers=4))
+
+
+# ------------------------------------------------------------ what is scored is what was drawn from
+
+CELLS = 20_000
+
+
+def chooser(rule: str, sampling: Sampling, rows: int, vocab: int = 6) -> Chooser:
+    return Chooser(rule=rule, sampling=sampling, seed=sampling.seed, vocab=vocab, sequences=torch.arange(rows), first=torch.full((rows,), 7))
+
+
+def drawn_and_scored(logits: Tensor, token_ids: Tensor | None, sampling: Sampling, patch: pytest.MonkeyPatch) -> tuple[Tensor, Tensor]:
+    """The law of the next draft, measured with uniforms on the midpoints of equal cells, and the one that it will be scored with."""
+    patch.setattr(drafting, "uniforms", lambda *keys: (torch.arange(CELLS).double() + 0.5) / CELLS)
+    picks = chooser("rejection", sampling, CELLS)
+    tokens = picks(logits.expand(CELLS, -1), token_ids)
+    assert len(picks.probs) == 1
+    return torch.bincount(tokens, minlength=6).double() / CELLS, picks.probs[0][0].double()
+
+
+@pytest.mark.parametrize("sampling", [Sampling(1.0), Sampling(0.7), Sampling(1.5, top_k=3), Sampling(1.0, top_p=0.7), Sampling(0.8, min_p=0.2)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("pruned", [False, True])
+def test_a_draft_of_a_chain_is_drawn_from_the_law_that_it_is_scored_with(sampling, dtype, pruned, monkeypatch):
+    """Also where the drafter's logits are bf16 and its vocabulary is smaller than the target's: tokens outside it are neither drawn nor scored."""
+    logits = torch.tensor([1.3, 0.21, -0.4, 0.87, 0.33, -1.7])[: 4 if pruned else 6].to(dtype)
+    ids = torch.tensor([1, 2, 4, 5]) if pruned else None
+    drawn, scored = drawn_and_scored(logits, ids, sampling, monkeypatch)
+    assert float((drawn - scored).abs().max()) <= 1 / CELLS
+    assert not pruned or scored[[0, 3]].tolist() == [0, 0]
+    whole = torch.full((6,), float("-inf")).index_copy(0, torch.arange(6) if ids is None else ids, logits.float())
+    torch.testing.assert_close(scored, probabilities(whole, sampling).double())
+
+
+def test_drawing_in_bf16_is_caught(monkeypatch):
+    monkeypatch.setattr(drafting, "draw", lambda probs, uniform: draw(probs.bfloat16(), uniform))
+    drawn, scored = drawn_and_scored(torch.tensor([1.3, 0.21, -0.4, 0.87, 0.33, -1.7]), None, Sampling(1.0), monkeypatch)
+    assert float((drawn - scored).abs().max()) > 2 / CELLS
+
+
+@pytest.mark.parametrize("sampling", [Sampling(0.7), Sampling(1.5, top_k=3)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_children_in_a_tree_are_drawn_from_the_law_that_they_are_scored_with(sampling, dtype):
+    """Without replacement: the largest of log q + Gumbel noise, q to the last bit what is remembered; what q excludes is not there."""
+    logits = torch.randn(4000, 2, 6, generator=torch.Generator().manual_seed(0)).to(dtype)
+    picks, nodes = chooser("traversal", sampling, 4000), torch.tensor([[3, 5]])
+    tokens, scores = picks.children(logits, None, 4, 2, nodes, None)
+    torch.testing.assert_close(picks.probs[0], probabilities(logits.float(), sampling))
+    noise = gumbel(sampling.seed, DRAFT, 6, torch.arange(4000)[:, None], torch.full((4000, 1), 7), nodes)
+    assert torch.equal(tokens, (picks.probs[0].double().log() + noise).topk(4).indices)
+    assert torch.equal(scores.exp() > 0, picks.probs[0].gather(2, tokens) > 0)
+    assert dtype == torch.bfloat16 or (scores.exp() > 0).sum(-1).unique().tolist() == ([3] if sampling.top_k else [4])
+    rounded = (picks.probs[0].bfloat16().double().log() + noise).topk(4).indices
+    assert not torch.equal(tokens, rounded), "a law in bf16 would draw others now and then"
+
+
+# ------------------------------------------------------------ the same processors and filters on both sides
+
+ENDS = list(range(0, VOCAB, 5))
+SETTINGS: dict[str, dict[str, Any]] = {
+    "temperature": {"temperature": 0.5},
+    "top_k": {"top_k": 4},
+    "top_p": {"top_p": 0.6},
+    "min_p": {"min_p": 0.2},
+    "penalty": {"repetition_penalty": 1.8},
+    "bad_words": {"bad_words": (*((a, b) for a in range(VOCAB) for b in range(a % 2, VOCAB, 2)), (5, 6, 7), (9,))},
+    "min_new_tokens": {"min_new_tokens": 9},
+    "suppress": {"suppress": tuple(range(1, VOCAB, 3))},
+}
+SETTINGS["all"] = {name: value for settings in SETTINGS.values() for name, value in settings.items()} | {
+    "temperature": 0.7,
+    "top_k": 30,
+    "top_p": 0.9,
+    "min_p": 0.01,
+}
+BEHIND = Tree((-1, -1, 0, 0, 2, 4))
+SHAPES = {
+    "chain, rejection": Plan(4),
+    "chain, block": Plan(4, verify="block"),
+    "chain, coupled": Plan(4, verify="coupled"),
+    "static tree, without replacement": Plan(tree=BEHIND),
+    "static tree, traversal": Plan(tree=BEHIND, verify="traversal"),
+    "static tree, coupled": Plan(tree=BEHIND, verify="coupled"),
+}
+
+
+def refused(target: Target, kind: str, shape: str, **changes: Any) -> bool:
+    """Whether the target as its own drafter is ever refused where it has drafted something, in 24 texts of 16 tokens."""
+    target.model.generation_config.eos_token_id = ENDS
+    sampling = Sampling(**{"temperature": 1.0, "seed": 2} | SETTINGS[kind] | changes)
+    decoder = Decoder(target, DraftModel(copy.deepcopy(target.model)))
+    out = decoder.generate(PROMPTS * 6, 16, sampling, SHAPES[shape], ignore_eos=not sampling.min_new_tokens)
+    assert sum(r.accepted for rounds in out.rounds for r in rounds) > 50
+    return any(alpha < 1 for alpha in out.stats.alpha())
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("kind", SETTINGS)
+def test_processors_and_filters_apply_to_drafter_and_target_alike_along_each_path(target, kind, shape):
+    """So q = p at every place: nothing that the target drafts for itself is refused, sampled or greedy."""
+    assert not refused(target, kind, shape)
+    if SHAPES[shape].verify == "auto":
+        assert not refused(target, kind, shape, temperature=0.0)
+
+
+def the_drafter_ignores(kind: str, patch: pytest.MonkeyPatch) -> None:
+    """Plant the bug that concerns one setting, on the drafter's side only."""
+    if kind in ("temperature", "top_k", "top_p", "min_p"):
+        without = {"temperature": 1.0} if kind == "temperature" else {kind: None}
+        patch.setattr(drafting, "probabilities", lambda logits, sampling: probabilities(logits, replace(sampling, **without)))
+    else:
+        patch.setattr(Chooser, "_processed", lambda picks, logits, context: logits)
+
+
+@pytest.mark.parametrize("shape", ["chain, rejection", "static tree, without replacement", "static tree, coupled"])
+@pytest.mark.parametrize("kind", [kind for kind in SETTINGS if kind != "all"])
+def test_a_setting_that_the_drafter_ignores_is_noticed(target, kind, shape, monkeypatch):
+    the_drafter_ignores(kind, monkeypatch)
+    assert refused(target, kind, shape)
+
+
+# ------------------------------------------------------------ dynamic trees
+
+
+@dataclass(frozen=True)
+class Node:
+    path: tuple[int, ...]
+    score: float
+
+
+def brute_force(drafter: PreTrainedModel, text: list[int], prompt: int, sampling: Sampling, plan: Plan, depth: int) -> set[tuple[int, ...]]:
+    """EAGLE-2's tree by plain passes over whole texts: the paths of its nodes."""
+    steps = Processors(sampling, VOCAB, ENDS, torch.device("cpu"))
+
+    def children(path: tuple[int, ...]) -> list[Node]:
+        whole = torch.tensor([[*text, *path]])
+        logits = drafter(whole, use_cache=False).logits[:, -1:].float()
+        context = steps.start(whole[:, :prompt], torch.tensor([prompt]))
+        logits = steps(logits, context.then(whole[:, prompt:], torch.ones(1, 1, whole.shape[1] - prompt, dtype=torch.bool)))[0, 0]
+        if plan.verify == "coupled":
+            log_probs = probabilities(logits, sampling).double().log()
+            wanted = log_probs + shared_gumbel(sampling.seed, torch.tensor(0), torch.tensor(whole.shape[1]), VOCAB)
+        else:
+            log_probs = wanted = logits.log_softmax(-1)
+        return [Node((*path, t), float(log_probs[t])) for t in wanted.topk(plan.width).indices.tolist() if log_probs[t] > float("-inf")]
+
+    found: list[Node] = []
+    known = [Node((), 0.0)]
+    for _ in range(depth):
+        level = [Node(child.path, node.score + child.score) for node in known for child in children(node.path)]
+        found += level
+        known = sorted(level, key=lambda n: -n.score)[: plan.width]
+    return {n.path for n in sorted(found, key=lambda n: -n.score)[: plan.max_nodes]}
+
+
+def paths_of(proposal: Proposal) -> set[tuple[int, ...]]:
+    assert proposal.parents is not None
+    found: list[tuple[int, ...]] = []
+    for token, parent in zip(proposal.tokens[0].tolist(), proposal.parents[0].tolist(), strict=True):
+        found.append((*(found[parent] if parent >= 0 else ()), token))
+    return {path for path, real in zip(found, proposal.real[0].tolist(), strict=True) if real}
+
+
+@pytest.mark.parametrize("plan", [Plan(3, width=3), Plan(4, width=2, nodes=5), Plan(2, width=4, nodes=20)], ids=str)
+@pytest.mark.parametrize("kind", ["plain", "processed", "coupled"])
+def test_a_dynamic_tree_holds_the_most_probable_paths(target, tiny_llama, plan, kind, monkeypatch):
+    """Its nodes are those of a brute-force search over whole texts, round after round, with processors along each path."""
+    target.model.generation_config.eos_token_id = None if kind == "plain" else ENDS
+    own = {name: value for name, value in SETTINGS["all"].items() if name not in ("temperature", "top_k", "top_p", "min_p")}
+    sampling = {"plain": Sampling(), "processed": Sampling(**own), "coupled": Sampling(0.8, top_k=20, seed=5)}[kind]
+    plan = replace(plan, verify="coupled") if kind == "coupled" else plan
+    drafter, grown = tiny_llama(layers=2, seed=3), []
+
+    def spy(*arguments: Any) -> Proposal:
+        grown.append(grow_dynamic(*arguments))
+        return grown[-1]
+
+    monkeypatch.setattr(engine, "grow_dynamic", spy)
+    text = list(PROMPTS[0])
+    events = list(Decoder(target, DraftModel(drafter)).stream(PROMPTS[0], 12, sampling, plan))
+    assert len(events) == len(grown) + 1 > 3
+    for event, proposal in zip(events, grown, strict=False):
+        text += event.tokens
+        assert paths_of(proposal) == brute_force(drafter, text, len(PROMPTS[0]), sampling, plan, plan.depth)
+
+
+Blind = Callable[[Context, Tensor, Tensor], Context]
+
+
+def test_a_dynamic_tree_that_does_not_see_its_own_paths_is_caught(target, tiny_llama, monkeypatch):
+    honest: Blind = Context.then
+    drafter = tiny_llama(layers=2, seed=3)
+    plan, sampling = Plan(3, width=3), Sampling(**{k: v for k, v in SETTINGS["all"].items() if k in ("repetition_penalty", "bad_words", "min_new_tokens")})
+    target.model.generation_config.eos_token_id = ENDS
+    grown: list[Proposal] = []
+
+    def blind(*arguments: Any) -> Proposal:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Context, "then", lambda context, tokens, path: honest(context, tokens, path & False))
+            grown.append(grow_dynamic(*arguments))
+        return grown[-1]
+
+    monkeypatch.setattr(engine, "grow_dynamic", blind)
+    text, differing = list(PROMPTS[0]), 0
+    for event, proposal in zip(list(Decoder(target, DraftModel(drafter)).stream(PROMPTS[0], 12, sampling, plan)), grown, strict=False):
+        text += event.tokens
+        differing += paths_of(proposal) != brute_force(drafter, text, len(PROMPTS[0]), sampling, plan, plan.depth)
+    assert differing > 0

@@ -1,0 +1,267 @@
+"""Memory is budgeted before any of it is allocated: exactly for caches, closely for the rest, and with one clear error."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from outrider.decode import Decoder, Plan, Sampling, Tree, memory
+from outrider.decode.memory import Budget, Load, budget, cgroup_rooms, free_bytes
+from outrider.heads import Drafter, DraftModel, Eagle3, Eagle3Config, Ngram, drafter_config
+from outrider.target import BadInputError, PeakBytes, Target
+
+TREE = Plan(4, width=3, nodes=8)
+STATIC = Plan(tree=Tree((-1, -1, 0, 0, 1, 2, 5)))
+WARM = Sampling(temperature=1.0)
+
+
+def llama(layers: int = 3, hidden: int = 64, vocab: int = 500, dtype: torch.dtype = torch.float32) -> Any:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=hidden, intermediate_size=3 * hidden, num_hidden_layers=layers, num_attention_heads=4, num_key_value_heads=2, vocab_size=vocab,
+        max_position_embeddings=4096,
+    )  # fmt: skip
+    return LlamaForCausalLM(config).to(dtype).eval().requires_grad_(False)
+
+
+def make(name: str, target: Target) -> Drafter | None:
+    torch.manual_seed(1)
+    if name == "eagle3":
+        return Eagle3.build(Eagle3Config(taps=(0, 1, 2), norm_taps=True), target).to(target.dtype)
+    if name in ("medusa", "hydra"):
+        head, config = drafter_config({"type": name})
+        return head.build(config, target)
+    return {"none": None, "ngram": Ngram(), "draft_model": DraftModel(llama(1, 32, target.vocab_size, target.dtype))}[name]
+
+
+def prompts(rows: int, length: int) -> list[list[int]]:
+    """They repeat themselves, so that an n-gram drafter proposes as much as it may; and are alike, so that all rows reach their end at once."""
+    return [[i % 7 for i in range(length)] for _ in range(rows)]
+
+
+# ------------------------------------------------------------ how large
+
+
+@pytest.mark.parametrize("name", ["ngram", "draft_model", "eagle3"])
+def test_the_state_of_a_drafter_is_announced_to_the_byte(name):
+    target = Target(llama())
+    drafter = make(name, target)
+    assert drafter is not None
+    for rows, length in ((3, 40), (5, 30)):
+        announced = drafter.state_bytes(target, rows, length, *((7,) if drafter.grows else ()))
+        with torch.inference_mode(), PeakBytes() as opened:
+            state: Any = drafter.open(target, rows, length, *((7,) if drafter.grows else ()))
+        lengths = 0 if name == "ngram" else state.cache.lengths.nbytes
+        assert opened.live - lengths == announced, (rows, length)
+        assert (announced > 0) == (name != "ngram")
+
+
+# What is largest differs: the prompts' pass, caches and rounds behind long texts, logits.
+SIZES = {"prompts": (500, 4, 200, 4), "texts": (500, 16, 10, 50), "logits": (6000, 4, 20, 8)}
+RUNS: list[tuple[str, str, Plan, Sampling]] = [
+    ("none", "prompts", Plan(), Sampling()),
+    ("none", "texts", Plan(), Sampling()),
+    ("none", "logits", Plan(), WARM),
+    ("ngram", "texts", Plan(5), Sampling()),
+    ("draft_model", "prompts", Plan(5), Sampling()),
+    ("draft_model", "texts", Plan(5), Sampling()),
+    ("draft_model", "texts", TREE, Sampling()),
+    ("draft_model", "logits", Plan(5), Sampling()),
+    ("draft_model", "logits", Plan(5), WARM),
+    ("draft_model", "logits", Plan(5, verify="block"), WARM),
+    ("draft_model", "logits", Plan(5, verify="coupled"), WARM),
+    ("draft_model", "logits", Plan(5), Sampling(temperature=1.0, top_p=0.9, repetition_penalty=1.2)),
+    ("draft_model", "logits", Plan(5), Sampling(bad_words=((3, 4),))),
+    ("draft_model", "logits", TREE, WARM),
+    ("draft_model", "logits", STATIC, WARM),
+    ("eagle3", "prompts", Plan(5), Sampling()),
+    ("eagle3", "texts", Plan(5), Sampling()),
+    ("eagle3", "logits", TREE, Sampling()),
+    ("medusa", "prompts", Plan(3), Sampling()),
+    ("medusa", "logits", Plan(3), Sampling()),
+    ("hydra", "texts", Plan(3), Sampling()),
+]
+
+
+@pytest.mark.parametrize(("name", "size", "plan", "sampling"), RUNS)
+def test_the_budget_is_what_a_generation_allocates(name, size, plan, sampling):
+    close(name, size, plan, sampling)
+
+
+FEW = [RUNS[i] for i in (0, 4, 8, 12, 17)]
+
+
+@pytest.mark.parametrize(("name", "size", "plan", "sampling"), FEW)
+def test_the_budget_is_what_a_generation_allocates_in_half_precision(name, size, plan, sampling):
+    close(name, size, plan, sampling, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize(("name", "size", "plan", "sampling"), FEW)
+def test_the_budget_is_what_rounds_of_fixed_shapes_allocate(name, size, plan, sampling):
+    close(name, size, plan, sampling, fixed=True)
+
+
+def close(name: str, size: str, plan: Plan, sampling: Sampling, fixed: bool = False, dtype: torch.dtype = torch.float32) -> None:
+    """All tensors of a generation that live at one time are what the budget says, within 5%."""
+    vocab, rows, length, new = SIZES[size]
+    target = Target(llama(vocab=vocab, dtype=dtype))
+    drafter = make(name, target)
+    load = Load(rows, length, new, 0 if drafter is None else plan.depth, plan, sampling, fixed and (drafter is None or drafter.grows))
+    announced = budget(target, drafter, load)
+    with PeakBytes() as count:
+        Decoder(target, drafter, static=fixed).generate(prompts(rows, length), new, sampling, plan, ignore_eos=True)
+    assert announced.total == pytest.approx(count.peak, rel=0.05), announced
+
+
+def test_a_cache_of_the_engine_is_as_large_as_the_budget_says(monkeypatch):
+    """Of target and drafter, and each allocated before the target reads anything."""
+    target = Target(llama())
+    drafter = make("draft_model", target)
+    order: list[tuple[str, int]] = []
+    new_cache = Target.new_cache
+    monkeypatch.setattr(Target, "new_cache", lambda self, *sizes: order.append(("cache", self.cache_bytes(*sizes))) or new_cache(self, *sizes))
+    announced = budget(target, drafter, Load(2, 9, 6, 5, Plan(5), Sampling()))
+    order.clear()
+    target.body.register_forward_pre_hook(lambda *_: order.append(("pass", 0)))
+    Decoder(target, drafter).generate(prompts(2, 9), 6, plan=Plan(5))
+    assert order[:3] == [("cache", announced.target), ("cache", announced.drafter), ("pass", 0)]
+
+
+# ------------------------------------------------------------ too large
+
+
+@pytest.fixture
+def free(monkeypatch) -> dict[str, int]:
+    """How much memory seems to be free; checked however small a request is."""
+    found = {"bytes": 0}
+    monkeypatch.setattr(memory, "SMALL", 0)
+    monkeypatch.setattr(memory, "free_bytes", lambda device: found["bytes"])
+    return found
+
+
+@pytest.mark.parametrize("static", [False, True])
+def test_too_little_memory_is_one_error_before_anything_is_allocated(free, static):
+    """It names what is needed, for what, what is free, and a batch and a length that fit, and fit only just."""
+    target = Target(llama())
+    drafter = make("draft_model", target)
+    decoder, load = Decoder(target, drafter, static), Load(8, 30, 900, 5, Plan(5), Sampling(), static)
+    needed = budget(target, drafter, load)
+    free["bytes"] = needed.total // 2
+    with PeakBytes() as count, pytest.raises(BadInputError) as caught:
+        decoder.generate(prompts(8, 30), 900, plan=Plan(5))
+    assert count.peak < needed.total / 1000
+    numbers = (
+        r"needs ([\d.]+) GiB \(target cache ([\d.]+), drafter ([\d.]+), working memory ([\d.]+)\) for 8 sequences of up to 930 tokens, ([\d.]+) GiB are free"
+    )
+    match = re.search(numbers + r"; lower the batch to about (\d+), or max_new_tokens to about (\d+)\.$", str(caught.value))
+    assert match is not None, str(caught.value)
+    sizes = [needed.total, needed.target, needed.drafter, needed.working, free["bytes"]]
+    assert [float(found) for found in match.groups()[:5]] == [round(size / 2**30, 3) for size in sizes]
+    rows, new = int(match[6]), int(match[7])
+    for count_, words, fits in ((rows, 900, True), (rows + 1, 900, False), (8, new, True), (8, new + 1, False)):
+        smaller = Load(count_, 30, words, 5, Plan(5), Sampling(), static)
+        assert (budget(target, drafter, smaller).total <= free["bytes"]) == fits
+    assert caught.value.exit_code == 2
+    free["bytes"] = needed.total
+    assert len(decoder.generate(prompts(8, 30), 900, plan=Plan(5), stop=lambda tokens: True).tokens) == 8
+
+
+def test_one_sequence_is_told_to_be_shorter(free):
+    target = Target(llama())
+    free["bytes"] = budget(target, None, Load(1, 30, 400, 0, Plan(), Sampling())).total
+    with pytest.raises(BadInputError, match=r"free; lower max_new_tokens to about 400\.$"):
+        Decoder(target).generate(prompts(1, 30), 900)
+
+
+def test_what_cannot_fit_is_told_so(free):
+    with pytest.raises(BadInputError, match=r"not even one such sequence fits: shorten the prompts, or take a smaller dtype or model\.$"):
+        Decoder(Target(llama())).generate(prompts(4, 30), 20)
+
+
+def test_a_short_request_asks_nobody(monkeypatch):
+    monkeypatch.setattr(memory, "free_bytes", lambda device: pytest.fail("asked"))
+    assert len(Decoder(Target(llama())).generate(prompts(2, 30), 5, ignore_eos=True).tokens[0]) == 5
+
+
+def test_where_nobody_says_what_is_free_nothing_is_refused(monkeypatch):
+    monkeypatch.setattr(memory, "SMALL", 0)
+    monkeypatch.setattr(memory, "free_bytes", lambda device: None)
+    assert len(Decoder(Target(llama())).generate(prompts(2, 30), 5, ignore_eos=True).tokens[0]) == 5
+    assert free_bytes(torch.device("meta")) is None
+
+
+def test_memory_that_lasts_from_request_to_request_is_not_asked_for_twice(free):
+    """Rounds of fixed shapes keep theirs: a second request needs its working memory only; a larger one gets what the first gives back."""
+    target = Target(llama())
+    decoder = Decoder(target, static=True)
+    load = Load(2, 30, 200, 0, Plan(), Sampling(), True)
+    needed = budget(target, None, load)
+    free["bytes"] = needed.total
+    decoder.generate(prompts(2, 30), 200)
+    free["bytes"] = needed.working
+    decoder.generate(prompts(2, 30), 200)
+    larger = budget(target, None, Load(2, 30, 400, 0, Plan(), Sampling(), True))
+    assert larger.target > needed.target
+    free["bytes"] = larger.total - needed.target - 1
+    with pytest.raises(BadInputError, match="needs"):
+        decoder.generate(prompts(2, 30), 400)
+    free["bytes"] += 1
+    decoder.generate(prompts(2, 30), 400)
+
+
+def test_a_budget_adds_up():
+    assert Budget(1, 2, 4).total == 7
+
+
+# ------------------------------------------------------------ what is free
+
+
+def group(folder: Any, limit: str, used: int, cached: int, old: bool = False) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file") if old else ("memory.max", "memory.current", "inactive_file")
+    (folder / names[0]).write_text(f"{limit}\n")
+    (folder / names[1]).write_text(f"{used}\n")
+    (folder / "memory.stat").write_text(f"anon 5\n{names[2]} {cached}\n")
+
+
+def test_the_limits_of_control_groups_count_those_above_too(tmp_path):
+    """Version 2: files that the kernel would give up are free."""
+    (tmp_path / "own").write_text("0::/outer/inner\n")
+    group(tmp_path / "outer", "1000", 600, 100)
+    group(tmp_path / "outer" / "inner", "max", 300, 50)
+    assert cgroup_rooms(tmp_path, tmp_path / "own") == [500]
+    group(tmp_path / "outer" / "inner", "400", 300, 50)
+    assert sorted(cgroup_rooms(tmp_path, tmp_path / "own")) == [150, 500]
+
+
+def test_the_limits_of_the_first_version_are_read_too(tmp_path):
+    (tmp_path / "own").write_text("9:cpuset:/\n4:memory:/box\n0::/\n")
+    group(tmp_path / "memory" / "box", "2000", 700, 200, old=True)
+    assert cgroup_rooms(tmp_path, tmp_path / "own") == [1500]
+
+
+def test_a_container_that_sees_its_own_group_as_the_root_is_limited_by_it(tmp_path):
+    """The path then names a folder that is not there."""
+    (tmp_path / "own").write_text("0::/somewhere/else\n")
+    group(tmp_path, "900", 200, 0)
+    assert cgroup_rooms(tmp_path, tmp_path / "own") == [700]
+
+
+def test_without_control_groups_nothing_limits(tmp_path):
+    assert cgroup_rooms(tmp_path, tmp_path / "missing") == []
+
+
+def test_the_free_memory_of_this_machine_is_less_than_it_has():
+    found = free_bytes(torch.device("cpu"))
+    assert found is not None
+    assert 0 < found <= psutil.virtual_memory().total
+
+
+def test_the_smallest_limit_decides(monkeypatch):
+    monkeypatch.setattr(memory, "cgroup_rooms", lambda: [10**30, 12345])
+    assert free_bytes(torch.device("cpu")) == 12345

@@ -1,0 +1,126 @@
+"""Targets with states that no position rewinds: chains, in any batch, write what `transformers.generate` writes; trees are refused.
+
+More of these architectures, with every drafter and at every depth: `test_greedy_identity.py`.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from outrider.decode import Decoder, Plan, Sampling, Tree
+from outrider.heads import Drafter, DraftModel, Ngram
+from outrider.target import IncompatibleError, Target
+
+VOCAB, NEW = 64, 40
+COMMON = {
+    "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "head_dim": 8, "initializer_range": 0.2, "max_position_embeddings": 256,
+}  # fmt: skip
+QWEN3_NEXT = {
+    "linear_conv_kernel_dim": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+    "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16,
+}  # fmt: skip
+# The second and third are further behind the first than a pass reads again.
+PROMPTS = [torch.randint(0, VOCAB, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (50, 7, 26)]
+CHAIN, TREE = Plan(4), Plan(3, width=2)
+
+
+def make(kind: str, values: dict[str, Any]) -> Any:
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **COMMON | values)).eval().requires_grad_(False)
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    """Three layers of linear attention, and one of full attention."""
+    made = Target(make("qwen3_next", QWEN3_NEXT))
+    assert made.config.layer_types == ["linear_attention"] * 3 + ["full_attention"]
+    return made
+
+
+@pytest.fixture(scope="module")
+def texts(target) -> list[list[int]]:
+    found = []
+    for prompt in PROMPTS:
+        tokens = torch.tensor([prompt])
+        out = target.model.generate(
+            tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=NEW, do_sample=False, eos_token_id=None, pad_token_id=0
+        )  # fmt: skip
+        found.append(out[0, len(prompt) :].tolist())
+    return found
+
+
+def blurred(model: Any, by: float) -> Any:
+    """A copy that agrees with the model often, not always."""
+    copied, generator = copy.deepcopy(model), torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for weight in copied.parameters():
+            weight.add_(by * weight.std() * torch.randn(weight.shape, generator=generator))
+    return copied
+
+
+def drafters(target: Target) -> dict[str, Drafter | None]:
+    return {
+        "none": None,
+        "ngram": Ngram(),
+        "llama": DraftModel(make("llama", {})),
+        "itself": DraftModel(target.model),
+        "blurred": DraftModel(blurred(target.model, 0.03)),
+    }
+
+
+@pytest.mark.parametrize("name", ["none", "ngram", "llama", "itself", "blurred"])
+def test_chains_write_the_librarys_greedy_text(target, texts, name):
+    """Together, ragged, and each prompt alone."""
+    decoder = Decoder(target, drafters(target)[name])
+    out = decoder.generate(PROMPTS, NEW, plan=CHAIN, ignore_eos=True)
+    assert out.tokens == texts
+    for prompt, text in zip(PROMPTS, texts, strict=True):
+        assert decoder.generate([prompt], NEW, plan=CHAIN, ignore_eos=True).tokens == [text]
+    if name == "itself":
+        assert out.stats.tau > 4.5, "a target that drafts for itself is always right"
+    if name == "blurred":
+        assert len([n for n in out.stats.histogram() if n]) > 3, "rounds keep different numbers of drafts"
+
+
+def test_text_that_is_drawn_depends_on_the_target_alone(target):
+    """Under the coupled rule: with and without drafts, in a batch and alone."""
+    sampling, plan = Sampling(temperature=1.0, seed=3), Plan(4, verify="coupled")
+    plain = Decoder(target).generate(PROMPTS, NEW, sampling, plan, ignore_eos=True).tokens
+    decoder = Decoder(target, drafters(target)["blurred"])
+    assert decoder.generate(PROMPTS, NEW, sampling, plan, ignore_eos=True).tokens == plain
+    assert decoder.generate(PROMPTS[1:2], NEW, sampling, plan, ignore_eos=True, sequence_ids=[1]).tokens == plain[1:2]
+
+
+def test_trees_are_refused_before_anything_runs(target):
+    decoder = Decoder(target, drafters(target)["llama"])
+    for plan in (TREE, Plan(tree=Tree((-1, -1, 0)))):
+        with pytest.raises(IncompatibleError, match=r"Qwen3NextForCausalLM has recurrent layers.*draft chains") as caught:
+            decoder.generate(PROMPTS, NEW, plan=plan)
+        assert caught.value.exit_code == 3
+
+
+@pytest.mark.parametrize("name", ["ngram", "itself"])
+def test_drafters_that_grow_no_trees_draft_chains_instead(target, texts, name):
+    """A draft model with recurrent layers is one of them."""
+    assert Decoder(target, drafters(target)[name]).generate(PROMPTS, NEW, plan=TREE, ignore_eos=True).tokens == texts
+
+
+def test_rounds_of_fixed_shapes_are_not_for_such_targets(target, texts):
+    """Asking for them changes nothing."""
+    decoder = Decoder(target, drafters(target)["llama"], static=True)
+    assert decoder.generate(PROMPTS, NEW, plan=CHAIN, ignore_eos=True).tokens == texts
+    assert decoder.rounds == {}
+
+
+def test_such_a_draft_model_drafts_for_a_plain_target():
+    target = Target(make("llama", {}))
+    plain = Decoder(target).generate(PROMPTS, NEW, ignore_eos=True).tokens
+    for static in (False, True):
+        decoder = Decoder(target, DraftModel(make("qwen3_next", QWEN3_NEXT)), static)
+        assert decoder.generate(PROMPTS, NEW, plan=CHAIN, ignore_eos=True).tokens == plain

@@ -216,6 +216,7 @@ class Run:
         self.sequences = [_Sequence() for _ in prompts]
         self.seconds = Seconds()
         self.rule = "none"
+        self.on_gpu = self.target.device.type == "cuda"
         self.rounds: StaticRounds | None = None
         self.margin = 0
         self._drafted = 0.0  # when the round's drafts were there
@@ -387,7 +388,7 @@ class Run:
         return self.drafter.taps if self.drafter is not None and self.depth else ()
 
     def _clock(self) -> float:
-        if self.target.device.type == "cuda":
+        if self.on_gpu:
             torch.cuda.synchronize(self.target.device)
         return time.perf_counter()
 

@@ -64,6 +64,7 @@ class Target:
         self.body = _body(model)
         self._shapes: dict[Hashable, tuple[tuple[Shape | None, ...], int, int]] = {}
         self._footprints: dict[Hashable, Footprint] = {}
+        self._config: tuple[Any, Any] | None = None
         self._compiled: Any = None
         self._seen: dict[int, Tensor] = {}
         self._hooked: set[int] = set()
@@ -108,7 +109,11 @@ class Target:
 
     @property
     def config(self) -> Any:
-        return self.model.config.get_text_config()
+        """The text model's. Passes ask for it often, and the library looks for it anew each time."""
+        whole = self.model.config
+        if self._config is None or self._config[0] is not whole:
+            self._config = whole, whole.get_text_config()
+        return self._config[1]
 
     @property
     def device(self) -> torch.device:

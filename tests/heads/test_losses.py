@@ -9,7 +9,7 @@ from scipy import stats
 from scipy.spatial.distance import jensenshannon
 from torch import Tensor
 
-from outrider.heads.losses import DIVERGENCES, Reference, acceptance_metrics, chunked_compare, compare, divergence
+from outrider.heads.losses import DIVERGENCES, HARD, Reference, acceptance_metrics, chunked_compare, compare, divergence, hard_cross_entropy
 from outrider.target import BadInputError
 
 P = np.array([[0.5, 0.3, 0.2], [0.9, 0.05, 0.05], [1 / 3, 1 / 3, 1 / 3], [0.2, 0.3, 0.5]])
@@ -33,7 +33,15 @@ SCIPY = {
     "soft_ce": lambda p, q: stats.entropy(p, axis=-1) + stats.entropy(p, q, axis=-1),
     "jsd": lambda p, q: jensenshannon(p, q, axis=-1) ** 2,
     "tv": lambda p, q: np.abs(p - q).sum(-1) / 2,
+    "lk_nla": lambda p, q: -np.log(1 - np.abs(p - q).sum(-1) / 2),
+    "lk_hybrid": lambda p, q: hybrid(p, q, 3),
 }
+
+
+def hybrid(p: np.ndarray, q: np.ndarray, eta: float) -> np.ndarray:
+    """λ KL + (1−λ) TV with λ = exp(−η Σ min(p, q))."""
+    share = np.exp(-eta * np.minimum(p, q).sum(-1))
+    return share * stats.entropy(p, q, axis=-1) + (1 - share) * np.abs(p - q).sum(-1) / 2
 
 
 @pytest.mark.parametrize("name", DIVERGENCES)
@@ -41,26 +49,65 @@ def test_values_equal_scipys(name):
     np.testing.assert_allclose(DIVERGENCES[name](log(P), log(Q)).numpy(), SCIPY[name](P, Q), rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.parametrize("name", ["forward_kl", "reverse_kl", "jsd", "tv"])
+@pytest.mark.parametrize("name", [name for name in DIVERGENCES if name != "soft_ce"])
 def test_a_divergence_is_zero_only_where_the_two_agree(name):
     values = DIVERGENCES[name](log(P), log(Q))
     assert values[3] == pytest.approx(0, abs=1e-6)
     assert (values[:3] > 0.01).all()
 
 
-def test_the_jensen_shannon_weights_are_those_of_distillspec():
-    """β KL(p || m) + (1−β) KL(q || m), m = βp + (1−β)q."""
-    from outrider.heads.losses import jensen_shannon
+def value(name: str | dict[str, float], following: list[int] | None = None) -> np.ndarray:
+    """The loss of that name of Q against P."""
+    tokens = None if following is None else torch.tensor(following)
+    return divergence(name)(Reference.of(logits(P), following=tokens), log(Q)).numpy()
 
-    beta = 0.1
+
+@pytest.mark.parametrize("beta", [0.1, 0.5, 0.9])
+def test_the_jensen_shannon_weights_are_those_of_distillspec(beta):
+    """β KL(p || m) + (1−β) KL(q || m), m = βp + (1−β)q."""
     m = beta * P + (1 - beta) * Q
     expected = beta * stats.entropy(P, m, axis=-1) + (1 - beta) * stats.entropy(Q, m, axis=-1)
-    np.testing.assert_allclose(jensen_shannon(log(P), log(Q), beta).numpy(), expected, rtol=1e-4, atol=1e-7)
+    np.testing.assert_allclose(value(f"jsd({beta})"), expected, rtol=1e-4, atol=1e-7)
 
 
-def test_an_unknown_loss_names_the_known_ones():
-    with pytest.raises(BadInputError, match="unknown loss 'kl'; known: forward_kl"):
-        divergence("kl")
+@pytest.mark.parametrize("eta", [0, 3, 10, 2.5])
+def test_the_lk_hybrid_goes_from_kl_to_tv_as_acceptance_grows(eta):
+    np.testing.assert_allclose(value(f"lk_hybrid({eta})"), hybrid(P, Q, eta), rtol=1e-5, atol=1e-7)
+
+
+def test_hard_cross_entropy_is_that_of_the_token_that_followed():
+    np.testing.assert_allclose(value(HARD, [0, 2, 1, 2]), -np.log([0.2, 0.1, 0.3, 0.5]), rtol=1e-6)
+
+
+def test_a_mix_is_the_weighted_sum_of_its_parts():
+    mixed = value({"soft_ce": 1.0, "tv": 0.1, "jsd(0.2)": 2, HARD: 0.5}, [0, 1, 2, 0])
+    np.testing.assert_allclose(mixed, value("soft_ce") + 0.1 * value("tv") + 2 * value("jsd(0.2)") + 0.5 * value(HARD, [0, 1, 2, 0]), rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("kl", r"unknown loss 'kl'; known: forward_kl, .*hard_ce; jsd\(beta\) and lk_hybrid\(eta\) take a parameter"),
+        ({"tv": 1.0, "kl": 1.0}, "unknown loss 'kl'"),
+        ({3: 1.0}, "unknown loss 3"),
+        ("tv(0.5)", r"unknown loss 'tv\(0.5\)'; known"),
+        ("jsd(1)", "beta must be a number, between 0 and 1; found '1'"),
+        ("jsd(half)", "beta must be a number, between 0 and 1; found 'half'"),
+        ("jsd()", "beta must be a number"),
+        ("lk_hybrid(-1)", "eta must be a number, 0 or more; found '-1'"),
+        ("lk_hybrid(inf)", "eta must be a number"),
+        ({}, "expected a name or a mapping from names to weights"),
+        (None, "expected a name or a mapping .* found None"),
+        (["tv"], "expected a name or a mapping"),
+        ({"tv": 0}, "weight of 'tv' must be a number above 0, found 0"),
+        ({"tv": True}, "weight of 'tv' must be a number above 0, found True"),
+        ({"tv": float("inf")}, "weight of 'tv' must be a number above 0, found inf"),
+        ({"tv": "much"}, "weight of 'tv' must be a number above 0, found 'much'"),
+    ],
+)
+def test_a_loss_that_makes_no_sense_is_refused(name, message):
+    with pytest.raises(BadInputError, match=message):
+        divergence(name)
 
 
 # ------------------------------------------------------------ gradients
@@ -71,7 +118,14 @@ NAIVE = {
     "soft_ce": lambda p, q: -(p * q.log()).sum(-1),
     "jsd": lambda p, q: 0.5 * (p * (2 * p / (p + q)).log()).sum(-1) + 0.5 * (q * (2 * q / (p + q)).log()).sum(-1),
     "tv": lambda p, q: 1 - torch.minimum(p, q).sum(-1),
+    "lk_nla": lambda p, q: -torch.minimum(p, q).sum(-1).log(),
+    "lk_hybrid": lambda p, q: naive_hybrid(p, q, torch.minimum(p, q).sum(-1).detach()),
 }
+
+
+def naive_hybrid(p: Tensor, q: Tensor, alpha: Tensor) -> Tensor:
+    share = (-3 * alpha).exp()
+    return share * (p * (p / q).log()).sum(-1) + (1 - share) * (1 - torch.minimum(p, q).sum(-1))
 
 
 @pytest.mark.parametrize("name", DIVERGENCES)
@@ -82,6 +136,33 @@ def test_gradients_equal_those_of_the_naive_form(name):
     DIVERGENCES[name](target.log_softmax(-1), ours.log_softmax(-1)).sum().backward()
     NAIVE[name](target.double().softmax(-1), naive.softmax(-1)).sum().backward()
     torch.testing.assert_close(ours.grad.double(), naive.grad, rtol=1e-4, atol=1e-6)
+
+
+def test_the_share_of_the_lk_hybrid_carries_no_gradient():
+    """As if λ were a constant, and not as if it were differentiated."""
+    p, start = torch.tensor([[0.6, 0.3, 0.1]]), torch.tensor([[-4.0, 0.0, 3.0]], requires_grad=True)
+    slope = {}
+    for name, alpha in (("constant", lambda q: torch.minimum(p, q).sum(-1).detach()), ("differentiated", lambda q: torch.minimum(p, q).sum(-1))):
+        q = start.softmax(-1)
+        (slope[name],) = torch.autograd.grad(naive_hybrid(p, q, alpha(q)).sum(), start)
+    (ours,) = torch.autograd.grad(DIVERGENCES["lk_hybrid"](p.log(), start.log_softmax(-1)).sum(), start)
+    torch.testing.assert_close(ours, slope["constant"])
+    assert (ours - slope["differentiated"]).abs().max() > 0.05
+
+
+def test_the_gradient_of_lk_nla_is_that_of_tv_divided_by_the_acceptance_rate():
+    """∇ −log α = ∇ TV / α: what pure TV lacks where q is far from p."""
+    target, start = log(P[:1]), torch.tensor([[-4.0, 0.0, 3.0]], requires_grad=True)
+    slopes = [torch.autograd.grad(DIVERGENCES[name](target, start.log_softmax(-1)).sum(), start)[0] for name in ("lk_nla", "tv")]
+    alpha = torch.minimum(target.exp(), start.softmax(-1)).sum().item()
+    torch.testing.assert_close(slopes[0], slopes[1] / alpha)
+
+
+def test_the_gradient_of_hard_cross_entropy_is_pytorchs_and_zero_for_tokens_that_cannot_be_said():
+    start = torch.randn(4, 3, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    (ours,) = torch.autograd.grad(hard_cross_entropy(torch.tensor([2, -1, 0, 1]), start.log_softmax(-1)).sum(), start)
+    (theirs,) = torch.autograd.grad(torch.nn.functional.cross_entropy(start, torch.tensor([2, -100, 0, 1]), reduction="sum"), start)
+    torch.testing.assert_close(ours, theirs)
 
 
 @pytest.mark.parametrize("name", DIVERGENCES)
@@ -100,28 +181,60 @@ def heads(kept: Tensor | None, vocab: int = 12) -> tuple[torch.nn.Linear, torch.
     return torch.nn.Linear(5, vocab), torch.nn.Linear(4, vocab if kept is None else len(kept))
 
 
+LOSSES = [*DIVERGENCES, HARD, {"soft_ce": 1.0, "tv": 0.1, HARD: 0.5}]
+
+
 @pytest.mark.parametrize("kept", [None, torch.tensor([1, 2, 5, 9])], ids=["whole", "pruned"])
-@pytest.mark.parametrize("name", DIVERGENCES)
+@pytest.mark.parametrize("name", LOSSES, ids=str)
 def test_values_and_gradients_are_those_of_the_whole_logits_at_once(name, kept):
     """Against plain autograd on `[S, P, V]`, for any chunk; with weights, and a gradient that comes from above."""
     target_head, draft_head = heads(kept)
     target_hidden, start, weights = torch.randn(23, 5), torch.randn(3, 23, 4), torch.rand(3, 23)
+    following = torch.arange(23) % 12
     wanted = start.clone().requires_grad_()
-    p, log_q = target_head(target_hidden).softmax(-1), draft_head(wanted).log_softmax(-1)
+    reference, log_q = Reference.of(target_head(target_hidden), kept, following), draft_head(wanted).log_softmax(-1)
+    p = target_head(target_hidden).softmax(-1)
     p_kept = p if kept is None else p[:, kept]
-    losses = torch.stack([DIVERGENCES[name]((p_kept / p_kept.sum(-1, keepdim=True)).log(), q) for q in log_q])
+    torch.testing.assert_close(reference.log_probs, (p_kept / p_kept.sum(-1, keepdim=True)).log())
+    losses = torch.stack([divergence(name)(reference, q) for q in log_q])
     alpha = torch.minimum(p_kept, log_q.exp()).sum(-1)
     best = log_q.argmax(-1) if kept is None else kept[log_q.argmax(-1)]
     expected = [3 * g for g in torch.autograd.grad((losses * weights).sum(), [wanted, draft_head.weight, draft_head.bias])]
     for chunk in (100, 23, 7, 1):
         hidden = start.clone().requires_grad_()
-        result = chunked_compare(target_hidden, hidden, target_head, draft_head, DIVERGENCES[name], kept, weights, list(draft_head.parameters()), chunk)
+        result = chunked_compare(
+            target_hidden, hidden, target_head, draft_head, divergence(name), kept, weights, list(draft_head.parameters()), chunk, following
+        )  # fmt: skip
         torch.testing.assert_close((result.loss, result.alpha), (losses.detach(), alpha.detach()))
         assert torch.equal(result.top1, (best == p.argmax(-1)).float())
         torch.testing.assert_close(result.total.detach(), (losses * weights).sum().detach())
         found = torch.autograd.grad(3 * result.total, [hidden, draft_head.weight, draft_head.bias])
         torch.testing.assert_close(list(found), expected, rtol=1e-4, atol=1e-5)
     assert target_head.weight.grad is None, "the target is never trained"
+
+
+def test_a_token_outside_of_a_pruned_vocabulary_has_no_hard_loss():
+    kept, draft = torch.tensor([1, 2, 5, 9]), torch.randn(3, 4)
+    reference = Reference.of(torch.randn(3, 12), kept, torch.tensor([5, 0, 9]))
+    expected = -draft.log_softmax(-1)[[0, 2], [2, 3]]
+    assert divergence(HARD)(reference, draft.log_softmax(-1)).tolist() == [expected[0].item(), 0, expected[1].item()]
+
+
+def test_steps_may_have_heads_of_their_own():
+    """The same as each step compared alone; every head gets its own step's gradient."""
+    target_head, _ = heads(None)
+    own = [torch.nn.Linear(4, 12) for _ in range(3)]
+    target_hidden, start, weights = torch.randn(9, 5), torch.randn(3, 9, 4), torch.rand(3, 9)
+    parameters = [p for head in own for p in head.parameters()]
+    hidden = start.clone().requires_grad_()
+    together = chunked_compare(target_hidden, hidden, target_head, own, divergence("tv"), weights=weights, parameters=parameters, chunk=4)
+    found = torch.autograd.grad(together.total, [hidden, *parameters])
+    for i, head in enumerate(own):
+        single = start[i].clone().requires_grad_()
+        alone = chunked_compare(target_hidden, single, target_head, head, divergence("tv"), weights=weights[i], parameters=list(head.parameters()))
+        torch.testing.assert_close(together.loss[i], alone.loss)
+        expected = torch.autograd.grad(alone.total, [single, *head.parameters()])
+        torch.testing.assert_close([found[0][i], *found[1 + 2 * i : 3 + 2 * i]], list(expected))
 
 
 def test_without_gradients_nothing_is_differentiated():

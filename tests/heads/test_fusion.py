@@ -1,0 +1,244 @@
+"""A statistical drafter and a model in one: whose tokens are proposed, that the model's state stays right, and that the text is the target's."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from outrider.decode import Decoder, Plan, Sampling
+from outrider.heads import (
+    Drafter,
+    DraftModel,
+    Eagle3,
+    Eagle3Config,
+    Fusion,
+    FusionConfig,
+    Hydra,
+    HydraConfig,
+    Ngram,
+    NgramConfig,
+    Suffix,
+    SuffixConfig,
+    drafter_config,
+    load_drafter,
+)
+from outrider.target import BadInputError, Counts, IncompatibleError, Target
+
+VOCAB = 64
+# A period of three, which matches; tokens that never come back, which do not.
+REPEATED, FRESH = [1, 2, 3, 4] * 3, list(range(20, 32))
+
+MODELS: dict[str, Callable[[Target, Callable], Drafter]] = {
+    "draft_model": lambda target, llama: DraftModel(llama(layers=2, seed=1)),
+    "eagle3": lambda target, llama: Eagle3.build(Eagle3Config(steps=2), target),
+    "eagle3 pruned": lambda target, llama: Eagle3.build(Eagle3Config(taps=(0, 6), draft_vocab_size=20), target, torch.arange(VOCAB)),
+    "hydra": lambda target, llama: Hydra.build(HydraConfig(), target),
+}
+
+
+@pytest.fixture
+def target(tiny_llama) -> Target:
+    return Target(tiny_llama(layers=6))
+
+
+@pytest.fixture(params=MODELS)
+def model(request, target, tiny_llama) -> Drafter:
+    torch.manual_seed(3)
+    return MODELS[request.param](target, tiny_llama)
+
+
+def best(logits: Tensor, token_ids: Tensor | None) -> Tensor:
+    top = logits.argmax(-1)
+    return top if token_ids is None else token_ids[top]
+
+
+def opened(drafter: Drafter, target: Target, texts: list[list[int]]) -> object:
+    state, width = drafter.open(target, len(texts), 120), max(map(len, texts))
+    tokens = torch.tensor([t + [0] * (width - len(t)) for t in texts])
+    drafter.absorb(state, tokens, target.forward(tokens, taps=drafter.taps).hidden, Counts.of([len(t) for t in texts], "cpu"))
+    return state
+
+
+def drafted(drafter: Drafter, state: object, roots: list[int], depth: int = 4) -> list[list[int]]:
+    proposal = drafter.propose(state, torch.tensor(roots), depth, best)
+    return [row[:n] for row, n in zip(proposal.tokens.tolist(), proposal.lengths.tolist(), strict=True)]
+
+
+# ------------------------------------------------------------ whose tokens
+
+
+@torch.inference_mode()
+def test_a_row_proposes_what_was_found_and_else_what_the_model_says(target, model):
+    """In a batch with both; where the found tokens end, the model goes on as if it had drafted them itself."""
+    fusion = Fusion(Suffix(SuffixConfig(min_match=4, factor=1 / 3)), model)
+    texts, roots = [REPEATED, FRESH], [1, 40]
+    found = drafted(fusion, opened(fusion, target, texts), roots)
+    assert found[1] == drafted(model, opened(model, target, [FRESH]), [40])[0]
+    state = opened(model, target, [REPEATED])
+    logits = model.begin(state, torch.tensor([1]))
+    expected = [2, 3, 4]
+    assert expected == drafted(fusion.statistical, opened(fusion.statistical, target, [REPEATED]), [1])[0], "a match of 9 tokens"
+    for token in expected:
+        logits = model.extend(state, torch.tensor([[token]]))[:, 0]
+    assert found[0] == [*expected, int(best(logits, model.output_ids))]
+
+
+@torch.inference_mode()
+def test_a_row_alone_needs_no_model_where_something_was_found(target, model, monkeypatch):
+    fusion = Fusion(Ngram(NgramConfig(4, 4)), model)
+    state = opened(fusion, target, [REPEATED])
+    monkeypatch.setattr(model, "begin", lambda *_: pytest.fail("the model was asked"))
+    assert drafted(fusion, state, [1]) == [[2, 3, 4, 1]]
+
+
+@pytest.mark.parametrize("config", [{"min_match": 14}, {"min_score": 9.0}], ids=str)
+@torch.inference_mode()
+def test_a_match_that_is_too_short_or_promises_too_little_is_left_to_the_model(target, model, config):
+    fusion = Fusion(Suffix(SuffixConfig(**config)), model)
+    assert drafted(fusion, opened(fusion, target, [REPEATED]), [1]) == drafted(model, opened(model, target, [REPEATED]), [1])
+
+
+# ------------------------------------------------------------ the model's state
+
+
+def play(drafter: Drafter, target: Target, texts: list[list[int]], rounds: list[tuple[list[int], list[int] | None]]) -> list[list[int]]:
+    """Run rounds with the given roots, of which so many drafts are kept (None: a round without drafts); the drafts of the last."""
+    state, found = opened(drafter, target, texts), []
+    for roots, kept in rounds:
+        read, counts = [[r] for r in roots], [1] * len(roots)
+        if kept is not None:
+            proposal = drafter.propose(state, torch.tensor(roots), 4, best)
+            found = [row[:n] for row, n in zip(proposal.tokens.tolist(), proposal.lengths.tolist(), strict=True)]
+            read = [[r, *row] for r, row in zip(roots, proposal.tokens.tolist(), strict=True)]
+            counts = [1 + min(k, len(f)) for k, f in zip(kept, found, strict=True)]
+        texts[:] = [t + r[:c] for t, r, c in zip(texts, read, counts, strict=True)]
+        width = len(read[0])
+        hidden = torch.zeros(len(texts), width, max(1, len(drafter.taps)), 32)
+        for row, (text, count) in enumerate(zip(texts, counts, strict=True)):
+            if drafter.taps:
+                hidden[row, :count] = target.forward(torch.tensor([text]), taps=drafter.taps).hidden[0, -count:]
+        drafter.absorb(state, torch.tensor(read), hidden if drafter.taps else None, Counts.of(counts, "cpu"))
+    return found
+
+
+@torch.inference_mode()
+def test_the_models_drafts_after_rounds_without_it_are_those_of_a_fresh_state(target, model):
+    """Found tokens kept whole, in part and not at all, with plain rounds and the model's own between them."""
+    fusion, texts = Fusion(Suffix(SuffixConfig(min_match=4)), model), [list(REPEATED)]
+    plan = [([1], [4]), ([2], [2]), ([49], None), ([50], [2]), ([51], [0]), ([52], None), ([53], None), ([54], [3])]
+    for end in range(len(plan)):
+        texts = [list(REPEATED)]
+        found = play(fusion, target, texts, plan[: end + 1])
+        if plan[end][1] is not None and end > 2:
+            before = [list(REPEATED)]
+            play(fusion, target, before, plan[:end])
+            assert found == drafted(model, opened(model, target, before), plan[end][0]), f"round {end}"
+    texts = [list(REPEATED)]
+    play(fusion, target, texts, [([1], [4]), ([2], None), ([3], [4]), ([4], [3])])
+    assert texts[0][12:] == [1, 2, 3, 4, 1, 2, 3, 4, 1, 2, 3, 4, 1, 2, 3], "found in every round"
+
+
+@torch.inference_mode()
+def test_in_a_batch_the_model_has_read_the_found_tokens_that_were_kept(target, model):
+    fusion = Fusion(Suffix(SuffixConfig(min_match=4)), model)
+    for last in ([1, 60], [50, 61]):
+        texts = [list(REPEATED), list(FRESH)]
+        play(fusion, target, texts, [([1, 40], [4, 1]), ([2, 41], [2, 3]), ([50, 42], None), ([51, 43], [1, 0])])
+        before = copy.deepcopy(texts)
+        state = opened(fusion, target, texts)
+        found = play(
+            fusion, target, [list(REPEATED), list(FRESH)], [([1, 40], [4, 1]), ([2, 41], [2, 3]), ([50, 42], None), ([51, 43], [1, 0]), (last, [0, 0])]
+        )
+        assert found == drafted(fusion, state, last)
+        assert before == texts
+
+
+# ------------------------------------------------------------ through the decoder
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.0), Sampling(0.7, repetition_penalty=1.3)], ids=["greedy", "sampled", "penalty"])
+@pytest.mark.parametrize("batch", [1, 3])
+def test_the_text_is_the_plain_samplers(target, model, sampling, batch):
+    prompts = [REPEATED, FRESH, REPEATED[:7]][:batch]
+    plain = Decoder(target).generate(prompts, 40, sampling, ignore_eos=True)
+    fusion = Fusion(Suffix(SuffixConfig(min_match=2)), model)
+    for plan in (Plan(4), Plan(3, verify="coupled"), Plan(4, confidence=0.3)):
+        reference = plain if plan.verify == "auto" else Decoder(target).generate(prompts, 40, sampling, Plan(0, verify="coupled"), ignore_eos=True)
+        out = Decoder(target, fusion).generate(prompts, 40, sampling, plan, ignore_eos=True)
+        assert out.tokens == reference.tokens
+    assert out.rule == ("greedy" if sampling.greedy else "candidates")
+
+
+def test_the_target_as_its_own_model_is_always_right(target):
+    """Where the statistical drafter finds nothing every draft is kept: at temperature 0 the same holds with the model's most probable tokens."""
+    itself = DraftModel(copy.deepcopy(target.model))
+    never = Fusion(Suffix(SuffixConfig(min_score=99)), itself)
+    for prompts in ([FRESH], [FRESH, REPEATED]):
+        assert Decoder(target, never).generate(prompts, 41, plan=Plan(4), ignore_eos=True).stats.tau == 5
+    chain = Fusion(Suffix(SuffixConfig(min_match=4)), itself)
+    out = Decoder(target, chain).generate([FRESH], 60, plan=Plan(4), ignore_eos=True)
+    wrong = [r for r in out.rounds[0] if r.accepted < r.drafted]
+    assert out.tokens == Decoder(target).generate([FRESH], 60, ignore_eos=True).tokens
+    assert len(wrong) < len(out.rounds[0])
+
+
+def test_above_temperature_0_the_model_proposes_its_most_probable_tokens(target):
+    """As under the rule for candidates, not as it would for rejection: drawn tokens would be kept less often."""
+    model = DraftModel(copy.deepcopy(target.model))
+    fusion = Fusion(Suffix(SuffixConfig(min_score=99)), model)
+    arguments = {"sampling": Sampling(0.5), "ignore_eos": True}
+    expected = Decoder(target, model).generate([FRESH], 30, plan=Plan(3, verify="candidates"), **arguments)
+    assert sum(r.accepted for r in expected.rounds[0]) > 5
+    assert Decoder(target, fusion).generate([FRESH], 30, plan=Plan(3), **arguments).rounds == expected.rounds
+
+
+# ------------------------------------------------------------ making and saving
+
+
+def test_a_fusion_is_made_from_a_folder_and_saved_with_its_model(target, tiny_llama, tmp_path):
+    DraftModel(tiny_llama(layers=2, seed=1)).save(tmp_path / "model")
+    values = {"type": "fusion", "statistical": {"type": "ngram", "min_match": 3}, "model": str(tmp_path / "model")}
+    head, config = drafter_config(values)
+    fusion = head.build(config, target)
+    fusion.save(tmp_path / "saved")
+    files = sorted(p.relative_to(tmp_path / "saved").as_posix() for p in (tmp_path / "saved").rglob("*") if p.is_file())
+    assert files == ["config.json", "model/config.json", "model/generation_config.json", "model/model.safetensors"]
+    assert json.loads((tmp_path / "saved/config.json").read_text()) == {
+        "drafter_type": "fusion", "statistical": {"type": "ngram", "max_match": 4, "min_match": 3}, "model": "model",
+    }  # fmt: skip
+    (tmp_path / "model").rename(tmp_path / "gone")
+    again = load_drafter(tmp_path / "saved", target)
+    assert again.config == fusion.config
+    assert isinstance(again.statistical, Ngram)
+    assert all(torch.equal(a, b) for a, b in zip(fusion.parameters(), again.parameters(), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("statistical", "message"),
+    [
+        ({"type": "eagle3"}, r"fusion.statistical: 'eagle3' is no drafter without weights; take one such as suffix or ngram"),
+        ({"type": "fusion"}, r"fusion.statistical: 'fusion' is no drafter"),
+        ({"type": "suffix", "min_macth": 3}, "fusion.statistical: unknown key 'min_macth'; did you mean 'm"),
+        ({"min_match": 3}, "fusion.statistical: 'type' is missing"),
+        ({"type": "suffix", "width": 2}, "give suffix a width of 1"),
+    ],
+)
+def test_statistical_drafters_that_cannot_be_fused_are_refused(target, tiny_llama, tmp_path, statistical, message):
+    DraftModel(tiny_llama(layers=1)).save(tmp_path)
+    with pytest.raises(BadInputError, match=message):
+        Fusion.build(FusionConfig(statistical, str(tmp_path)), target)
+
+
+def test_models_that_are_none_or_of_another_target_are_refused(target, tiny_llama, tmp_path):
+    with pytest.raises(BadInputError, match="needs a drafter without weights and a model, got suffix and ngram"):
+        Fusion(Suffix(), Ngram())
+    with pytest.raises(BadInputError, match="no drafter at"):
+        Fusion.build(FusionConfig(model=str(tmp_path)), target)
+    fusion = Fusion(Suffix(), DraftModel(tiny_llama(layers=1, vocab=32)))
+    with pytest.raises(IncompatibleError, match="vocabulary has 32 entries, the target's 64"):
+        Decoder(target, fusion)

@@ -1,0 +1,322 @@
+"""Medusa and Hydra: new heads are the target's own output, what is trained is what is decoded, and both are what the papers say."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+import torch
+from torch import Tensor
+
+from outrider.decode import Control, Costs, Decoder, Plan, Sampling, Tree
+from outrider.decode.engine import Run
+from outrider.heads import Drafter, Hydra, HydraConfig, Medusa, MedusaConfig, TargetBatch
+from outrider.heads.losses import divergence
+from outrider.target import BadInputError, Counts, IncompatibleError, Target
+
+VOCAB, LENGTH = 64, 18
+KINDS: dict[str, tuple[type[Medusa], type[MedusaConfig]]] = {"medusa": (Medusa, MedusaConfig), "hydra": (Hydra, HydraConfig)}
+VARIANTS = {"own outputs": {}, "shared output": {"share_lm_head": True}, "pruned": {"draft_vocab_size": 20, "num_layers": 2, "num_heads": 3}}
+CASES = list(product(KINDS, VARIANTS))
+HYDRAS = [*((kind, variant, {}) for kind, variant in CASES), ("hydra", "own outputs", {"norm_embeddings": True})]
+
+
+@pytest.fixture
+def target(tiny_llama) -> Target:
+    return Target(tiny_llama(layers=4))
+
+
+def build(target: Target, kind: str, new: bool = False, **changes) -> Medusa:
+    """Heads of that kind; with random weights, unless they shall be as new."""
+    torch.manual_seed(7)
+    drafter_class, config_class = KINDS[kind]
+    drafter = drafter_class.build(config_class(**changes), target, torch.randint(0, 1000, (VOCAB,))).eval()
+    if not new:
+        for weight in drafter.parameters():
+            torch.nn.init.normal_(weight, std=0.2)
+    return drafter.requires_grad_(False)
+
+
+def sequences(rows: int = 3, length: int = LENGTH) -> Tensor:
+    return torch.randint(0, VOCAB, (rows, length), generator=torch.Generator().manual_seed(1))
+
+
+def batch(target: Target, drafter: Drafter, tokens: Tensor, supervised: Tensor | None = None) -> TargetBatch:
+    out = target.forward(tokens, taps=drafter.taps)
+    return TargetBatch(target, tokens, torch.ones_like(tokens, dtype=torch.bool) if supervised is None else supervised, out.hidden, out.last)
+
+
+def drafted_logits(drafter: Medusa, target: Target, text: list[int], drafts: list[int]) -> list[Tensor]:
+    """Logits `[V']` of each head in a round whose root is the last token of `text`, along the chain of `drafts`."""
+    tokens = torch.tensor([text])
+    state = drafter.open(target, 1, 64)
+    drafter.absorb(state, tokens[:, :-1], target.forward(tokens[:, :-1], taps=drafter.taps).hidden, Counts.of([len(text) - 1], "cpu"))
+    found = [drafter.begin(state, tokens[:, -1])[0]]
+    return found + [drafter.extend(state, torch.tensor([[token]]))[0, 0] for token in drafts]
+
+
+# ------------------------------------------------------------ new heads
+
+
+def own_logits(target: Target, text: list[int], kept: Tensor | None = None) -> Tensor:
+    """The target's behind the token before the root, computed for that place alone (a product of another shape may round otherwise)."""
+    return target.lm_head(target.forward(torch.tensor([text[:-1]]), logits=False).last[:, -1], kept)[0]
+
+
+@pytest.mark.parametrize(("kind", "variant"), CASES)
+def test_new_heads_give_the_targets_own_logits_bit_for_bit(target, kind, variant):
+    drafter, text = build(target, kind, new=True, **VARIANTS[variant]), sequences(1, 9)[0].tolist()
+    own = own_logits(target, text, drafter.output_ids)
+    for logits in drafted_logits(drafter, target, text, [5, 9, 2][: drafter.config.num_heads - 1]):
+        assert torch.equal(logits, own)
+
+
+@pytest.mark.parametrize("changes", [{"logit_scale": 0.25}, {"logits_scaling": 3.0}, {"final_logit_softcapping": 2.0}], ids=str)
+def test_new_heads_have_the_targets_own_scaling(target, changes):
+    for name, value in changes.items():
+        setattr(target.model.config, name, value)
+    drafter, text = build(target, "medusa", new=True), sequences(1, 9)[0].tolist()
+    assert torch.equal(drafted_logits(drafter, target, text, [])[0], own_logits(target, text))
+
+
+def test_shared_outputs_are_the_targets_and_are_neither_trained_nor_saved(target):
+    own, shared = build(target, "medusa"), build(target, "medusa", share_lm_head=True)
+    assert {name for name in own.state_dict() if "lm_head" in name} == {f"heads.{k}.lm_head.weight" for k in range(4)}
+    assert not [name for name in shared.state_dict() if "lm_head" in name]
+
+
+# ------------------------------------------------------------ training is decoding
+
+
+def by_definition(drafter: Medusa, target: Target, tokens: Tensor, row: int, t: int, k: int) -> Tensor:
+    """Logits of head k (from 1) at place t: `W2 (x + SiLU(W1 x…))` on h_t, and for Hydra on the embeddings of x_{t+1} … x_{t+k} too."""
+    x = target.forward(tokens[row : row + 1]).last[0, t]
+    given = [target.embed(tokens[row, t + i]) for i in range(1, k + 1)] if isinstance(drafter, Hydra) else []
+    if isinstance(drafter, Hydra) and drafter.config.norm_embeddings:
+        given = [e / (e.square().mean() + 1e-6).sqrt() for e in given]
+    head = drafter.heads[k - 1]
+    for number, block in enumerate([head.first, *head.others]):
+        z = block.linear.weight @ torch.cat([x, *(given if number == 0 else [])])
+        x = x + z * z.sigmoid()
+    if head.lm_head is not None:
+        return head.lm_head.weight @ x
+    return target.model.lm_head.weight[drafter.token_ids] @ x
+
+
+@pytest.mark.parametrize(("kind", "variant", "more"), HYDRAS)
+def test_training_logits_are_the_decoders_and_the_papers(target, kind, variant, more):
+    """fp32: head k at t, as the loss sees it for x_{t+1+k}, as a round with the root x_{t+1} gives it, and as written by hand."""
+    drafter, tokens = build(target, kind, **VARIANTS[variant], **more), sequences()
+    rows, places = torch.tensor([0, 0, 1, 2, 2]), torch.tensor([6, 12, 17, 9, 5])
+    outputs, here = drafter.outputs(batch(target, drafter, tokens), rows, places)
+    assert here.all()
+    for k, (i, (row, place)) in product(range(drafter.config.num_heads), enumerate(zip(rows.tolist(), places.tolist(), strict=True))):
+        t = place - 2 - k
+        trained = drafter.lm_head(k, target)(outputs[k, i])
+        decoded = drafted_logits(drafter, target, tokens[row, : t + 2].tolist(), tokens[row, t + 2 : place].tolist())[k]
+        assert (trained - decoded).abs().max() < 1e-5
+        torch.testing.assert_close(trained, by_definition(drafter, target, tokens, row, t, k + 1), rtol=1e-4, atol=1e-5)
+
+
+def test_hydra_reads_the_root_and_the_drafts_and_medusa_does_not(target):
+    text, other = sequences(1, 9)[0].tolist(), [*sequences(1, 9)[0].tolist()[:-1], 3]
+    for kind, differs in (("medusa", False), ("hydra", True)):
+        drafter = build(target, kind)
+        plain = drafted_logits(drafter, target, text, [5, 9, 2])
+        for place, changed in ((0, [6, 9, 2]), (1, [5, 8, 2]), (2, [5, 9, 1])):
+            found = drafted_logits(drafter, target, text, changed)
+            assert [not torch.equal(a, b) for a, b in zip(plain, found, strict=True)] == [differs and k > place for k in range(4)]
+        assert [not torch.equal(a, b) for a, b in zip(plain, drafted_logits(drafter, target, other, [5, 9, 2]), strict=True)] == [differs] * 4
+
+
+# ------------------------------------------------------------ loss
+
+
+@pytest.mark.parametrize("name", ["hard_ce", "forward_kl"])
+@pytest.mark.parametrize(("kind", "variant"), CASES)
+def test_the_loss_is_a_decayed_sum_over_supervised_positions(target, kind, variant, name):
+    """Σ_k decay^(k−1) Σ_{supervised x_{t+1+k}} loss_k, written as loops; counts are those of supervised tokens."""
+    drafter, tokens = build(target, kind, decay=0.5, loss=name, **VARIANTS[variant]), sequences(2, 11)
+    supervised = torch.zeros_like(tokens, dtype=torch.bool)
+    supervised[0, 4:] = True
+    supervised[1, 1:6] = True
+    result = drafter.loss(batch(target, drafter, tokens, supervised))
+    target_logits, kept, total, losses, alphas = target.model(tokens).logits, drafter.token_ids, 0.0, [], {}
+    for k, row, t in product(range(1, drafter.config.num_heads + 1), range(2), range(11)):
+        predicted = t + 1 + k
+        if predicted < 11 and supervised[row, predicted]:
+            p, log_q = target_logits[row, predicted - 1], by_definition(drafter, target, tokens, row, t, k).log_softmax(-1)
+            index = (kept == tokens[row, predicted]).nonzero()[:, 0].tolist()
+            hard = -log_q[index[0]].item() if index else 0.0
+            value = hard if name == "hard_ce" else (p[kept].softmax(-1) * (p[kept].log_softmax(-1) - log_q)).sum().item()
+            total += 0.5 ** (k - 1) * value
+            losses += [value] if k == 1 else []
+            alphas[row, t, k] = torch.minimum(p.softmax(-1)[kept], log_q.exp()).sum().item()
+    assert result.total.item() == pytest.approx(total, rel=1e-4)
+    assert result.count.item() == 7 + 4, "the token at place 1 is nobody's"
+    sums = {metric: (s.item(), c.item()) for metric, (s, c) in result.metrics.items()}
+    assert sums["loss_d1"] == pytest.approx((sum(losses), len(losses)), rel=1e-4)
+    first = [a for (_, _, k), a in alphas.items() if k == 1]
+    assert sums["alpha_d1"] == pytest.approx((sum(first), len(first)), rel=1e-4)
+    heads = range(1, drafter.config.num_heads + 1)
+    chains = [[alphas[row, t, k] for k in heads] for row, t, k in alphas if k == 1 and all((row, t, j) in alphas for j in heads)]
+    taus = [1 + sum(torch.tensor(chain).cumprod(0).tolist()) for chain in chains]
+    assert sums["tau"] == pytest.approx((sum(taus), len(taus)), rel=1e-4)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_padding_on_the_right_changes_nothing(target, kind):
+    drafter, tokens = build(target, kind), sequences(2, 10)
+    supervised = torch.arange(10).expand(2, -1) >= 4
+    alone = drafter.loss(batch(target, drafter, tokens, supervised))
+    padded, wanted = torch.nn.functional.pad(tokens, (0, 5)), torch.nn.functional.pad(supervised, (0, 5))
+    wide = drafter.loss(batch(target, drafter, padded, wanted))
+    torch.testing.assert_close(wide.total, alone.total)
+    for name, pair in alone.metrics.items():
+        torch.testing.assert_close(wide.metrics[name], pair, msg=name)
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("kind", KINDS)
+def test_sequences_shorter_than_the_deepest_head_are_fine(target, kind, length):
+    drafter = build(target, kind).requires_grad_(True)
+    result = drafter.loss(batch(target, drafter, sequences(2, length)))
+    assert result.count.item() == 2 * max(0, length - 2)
+    result.mean.backward()
+
+
+@pytest.mark.parametrize(("kind", "variant"), CASES)
+def test_gradients_reach_every_weight_of_new_heads_and_not_the_target(target, kind, variant):
+    drafter = build(target, kind, new=True, **VARIANTS[variant]).requires_grad_(True)
+    drafter.loss(batch(target, drafter, sequences())).mean.backward()
+    assert [name for name, weight in drafter.named_parameters() if weight.grad is None or not weight.grad.any()] == []
+    assert all(weight.grad is None for weight in target.model.parameters())
+
+
+def test_a_head_learns_nothing_from_another_heads_loss(target):
+    """With the first head's tokens alone supervised, only that one moves: each head has its own output and its own place."""
+    drafter = build(target, "medusa").requires_grad_(True)
+    tokens = sequences(2, 6)
+    supervised = torch.zeros_like(tokens, dtype=torch.bool)
+    supervised[:, 2] = True
+    drafter.loss(batch(target, drafter, tokens, supervised)).total.backward()
+    moved = {name.split(".")[1] for name, weight in drafter.named_parameters() if weight.grad is not None and weight.grad.any()}
+    assert moved == {"0"}
+
+
+# ------------------------------------------------------------ decoding
+
+PROMPTS = [sequences(1, n)[0].tolist() for n in (5, 1, 9, 3)]
+DEEP = {
+    "chain": Plan(6),
+    "dynamic tree": Plan(6, width=3, nodes=9),
+    "static tree": Plan(tree=Tree((-1, -1, 0, 0, 1, 2, 5, 6))),
+    "control": Plan(6, control=Control(Costs(verify=((0, 1.0), (8, 1.1)), draft=(0.0, 0.1)), (0.9,) * 6)),
+}
+
+
+@pytest.mark.parametrize("plan", DEEP)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_deeper_plan_is_cut_to_the_number_of_heads(target, kind, plan):
+    drafter = build(target, kind, num_heads=3)
+    for static in (False, True):
+        out = Decoder(target, drafter, static=static).generate(PROMPTS, 20, plan=DEEP[plan])
+        assert out.tokens == Decoder(target).generate(PROMPTS, 20).tokens
+        cut = Decoder(target, drafter).generate(PROMPTS, 20, plan=DEEP[plan].up_to(3))
+        assert out.rounds == cut.rounds
+        assert DEEP[plan].up_to(3).depth == 3
+        assert max(r.accepted for rounds in out.rounds for r in rounds) <= 3
+
+
+def test_more_tokens_than_heads_are_not_drafted(target):
+    drafter = build(target, "medusa", num_heads=2)
+    with pytest.raises(BadInputError, match="has 2 heads, so it drafts no deeper"):
+        drafted_logits(drafter, target, PROMPTS[0], [1, 2])
+
+
+PLANS = {
+    "chain": Plan(3),
+    "static tree": Plan(tree=Tree((-1, -1, 0, 0, 1, 2))),
+    "dynamic tree": Plan(3, width=2, nodes=5),
+    "coupled": Plan(2, verify="coupled"),
+}
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_rounds_of_fixed_shapes_write_the_same_text_in_the_same_rounds(target, kind, plan):
+    """Ragged, with rows that finish at different times, request after request."""
+    target.model.generation_config.eos_token_id = list(range(0, VOCAB, 16))
+    drafter = build(target, kind, draft_vocab_size=40, share_lm_head=kind == "hydra")
+    usual, fixed = Decoder(target, drafter, static=False), Decoder(target, drafter, static=True)
+    for sampling in (Sampling(1.0, top_p=0.9, seed=3), *([] if plan == "coupled" else [Sampling()])):
+        a, b = (decoder.generate(PROMPTS, 24, sampling, PLANS[plan]) for decoder in (usual, fixed))
+        assert (b.tokens, b.rounds) == (a.tokens, a.rounds)
+        assert len(set(map(len, a.tokens))) > 1
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_round_never_reads_a_tensor_on_the_host(tiny_llama, kind, plan):
+    """On the meta device tensors have shapes and no values: whoever asks for one fails."""
+    with torch.device("meta"):
+        target = Target(tiny_llama(layers=4).to("meta"))
+        drafter = KINDS[kind][0].build(KINDS[kind][1](), target).to("meta")
+        run = Run(Decoder(target, drafter, static=True), PROMPTS, 20, Sampling(1.0), PLANS[plan], None, False, None, True)
+        tokens, counts = torch.zeros(4, 9, dtype=torch.long), Counts(torch.ones(4, dtype=torch.long), [len(p) for p in PROMPTS])
+        with torch.inference_mode():
+            opened = run._open(tokens, counts)
+            drafter.absorb(opened.drafting, tokens, torch.zeros(4, 9, 1, 32), counts)
+            opened.cache.window = 256
+            shapes = [t.shape for t in drafter.carried(opened.drafting)]
+            for _ in range(2):
+                run.absorb(opened, run.compute(opened, run.plan.depth))
+                assert [t.shape for t in drafter.carried(opened.drafting)] == shapes, "what is carried from round to round keeps its shape"
+
+
+def test_heads_that_know_the_text_are_accepted_to_the_last(target):
+    """Overfitted on one text, greedy rounds keep nearly everything; so depth d is answered by head d, and not by a neighbour."""
+    text = Decoder(target).generate(PROMPTS[:1], 40, ignore_eos=True).tokens[0]
+    tokens = torch.tensor([PROMPTS[0] + text])
+    for kind in KINDS:
+        drafter = build(target, kind, new=True).requires_grad_(True)
+        data, optimizer = batch(target, drafter, tokens), torch.optim.AdamW(drafter.parameters(), lr=1e-2)
+        for _ in range(60):
+            optimizer.zero_grad()
+            drafter.loss(data).mean.backward()
+            optimizer.step()
+        out = Decoder(target, drafter).generate(PROMPTS[:1], 40, plan=Plan(4), ignore_eos=True)
+        assert out.tokens[0] == text
+        assert out.stats.tau > 4.5
+
+
+# ------------------------------------------------------------ making
+
+
+def test_what_cannot_be_built_is_refused(target, tiny_llama):
+    for changes, message in (
+        ({"draft_vocab_size": 20}, "medusa: a pruned draft vocabulary needs token counts"),
+        ({"draft_vocab_size": 65}, "65 exceeds the target's vocabulary of 64"),
+        ({"hidden_size": 16}, "hidden_size 16 differs from the target's 32"),
+        ({"target_layers": 3}, "target_layers 3 differs from the target's 4"),
+    ):
+        with pytest.raises(BadInputError, match=message):
+            Medusa.build(MedusaConfig(**changes), target)
+    with pytest.raises(BadInputError, match="num_heads must be at least 1, got 0"):
+        HydraConfig(num_heads=0)
+    with pytest.raises(BadInputError, match="unknown loss 'kl'"):
+        MedusaConfig(loss="kl")
+    with pytest.raises(BadInputError, match="unknown key 'heads'; did you mean 'num_heads'"):
+        MedusaConfig.from_dict({"heads": 3})
+
+
+def test_a_targets_output_with_a_bias_is_shared_or_refused(target):
+    target.model.lm_head.bias = torch.nn.Parameter(torch.randn(VOCAB), requires_grad=False)
+    with pytest.raises(IncompatibleError, match="has a bias, which copies of it lack; set share_lm_head"):
+        build(target, "medusa")
+    drafter, text = build(target, "medusa", new=True, share_lm_head=True), PROMPTS[0]
+    assert torch.equal(drafted_logits(drafter, target, text, [])[0], own_logits(target, text))
+
+
+def test_the_default_loss_is_medusas():
+    assert divergence(MedusaConfig().loss) == divergence("hard_ce")

@@ -458,7 +458,7 @@ def _body(model: Any) -> nn.Module:
     return model.base_model
 
 
-def decoder_layers(body: nn.Module, count: int) -> nn.ModuleList:
+def decoder_layers(body: Any, count: int) -> nn.ModuleList:
     """The list of a model's `count` layers."""
     decoder = body.get_decoder() if hasattr(body, "get_decoder") else body  # a vision tower may be as deep
     for module in decoder.modules():

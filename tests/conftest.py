@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -38,6 +39,12 @@ CHAT_TEMPLATE = (
 def one_thread() -> None:
     """Tiny models run fastest on one thread, and sums are made in one order."""
     torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def interruptible() -> None:
+    """A shell starts background jobs with Ctrl-C ignored, and so would everything that the tests start and interrupt."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -185,7 +185,7 @@ class _Layout:
 
 
 @lru_cache(maxsize=64)
-def _layout(tree: Tree, device: torch.device) -> _Layout:
+def layout_of(tree: Tree, device: torch.device) -> _Layout:
     def index(values: Sequence[int]) -> Tensor:
         return torch.tensor(values, dtype=torch.long, device=device)
 
@@ -206,7 +206,7 @@ def _layout(tree: Tree, device: torch.device) -> _Layout:
 
 def grow_static(drafter: Drafter, state: Any, root: Tensor, tree: Tree, chooser: Chooser) -> tuple[Proposal, Tensor | None]:
     """A proposal of the shape `tree`, and the distributions its tokens were drawn from at each place, `[B, 1 + N, V]`; None for no draws."""
-    rows, layout = len(root), _layout(tree, root.device)
+    rows, layout = len(root), layout_of(tree, root.device)
     parents = layout.parents.expand(rows, -1)
     tokens, real = root.new_zeros(rows, len(tree.parents)), torch.ones(rows, len(tree.parents), dtype=torch.bool, device=root.device)
     sees = Nodes.of_tree(parents, tree.depth).sees[:, :, 1:] if chooser.context is not None else None

@@ -126,14 +126,17 @@ class Decoder:
             drafter.to(target.device).eval()
 
     def reserve(self, rows: int, length: int, spare: int, drafter: Drafter | None) -> StaticRounds:
-        """Memory for rounds of fixed shapes: what an earlier request of as many rows left, if it is large enough."""
-        key = (rows, drafter is not None)
-        found = self.rounds.get(key)
+        """Memory for rounds of fixed shapes, lent until `give_back`: what an earlier request of as many rows left, if it is large enough."""
+        found = self.rounds.pop((rows, drafter is not None), None)
         if found is None or not found.fits(length, spare):
-            self.rounds.pop(key, None)  # freed before more is asked for
-            found = self.rounds[key] = StaticRounds(self.target, drafter, rows, length, spare)
+            found = None  # freed before more is asked for
+            found = StaticRounds(self.target, drafter, rows, length, spare)
         found.reset()
         return found
+
+    def give_back(self, rounds: StaticRounds) -> None:
+        """Keep what `reserve` lent for later requests."""
+        self.rounds[rounds.cache.batch_size, rounds.drafter is not None] = rounds
 
     def held(self, rows: int, drafter: Drafter | None) -> int:
         """Bytes that `reserve` would reuse or free."""
@@ -156,7 +159,8 @@ class Decoder:
         Args:
             stop: called with a sequence's new tokens after each token; True ends it there.
             sequence_ids: what keys each prompt's randomness (default: its index), so that a prompt gets the same text in
-                whatever batch it runs.
+                whatever batch it runs. (Above temperature 0 a plan's controller looks at the whole batch: then only under the
+                coupled rule.)
             speculate: False decodes plainly, whatever the plan; a sequence of flags says it for each prompt.
 
         Raises:
@@ -265,17 +269,21 @@ class Run:
 
         Inference mode is entered per step: a generator must not leave it on in its caller.
         """
-        began = time.perf_counter()
-        with torch.inference_mode():
-            batch, events = self._prefill()
-        self.seconds.total = time.perf_counter() - began
-        yield events
-        while self._free_rows(batch):
+        try:
             began = time.perf_counter()
             with torch.inference_mode():
-                events = self._round(batch)
-            self.seconds.total += time.perf_counter() - began
+                batch, events = self._prefill()
+            self.seconds.total = time.perf_counter() - began
             yield events
+            while self._free_rows(batch):
+                began = time.perf_counter()
+                with torch.inference_mode():
+                    events = self._round(batch)
+                self.seconds.total += time.perf_counter() - began
+                yield events
+        finally:
+            if self.rounds is not None:
+                self.decoder.give_back(self.rounds)
 
     def _prefill(self) -> tuple[Batch, list[Event]]:
         """Process the prompts; the token that follows each becomes its root."""
@@ -434,6 +442,8 @@ class Run:
     def _round_depth(self, batch: Batch) -> int:
         """The plan's, or its controller's; 0 if no row wants drafts. It never passes the end of the target's context."""
         wanting = [i for i in batch.active if self.speculate[i] and not self.sequences[i].done]
+        if not wanting:
+            batch.drafting = None  # for good: nobody will ask the drafter again
         if not self.depth or not wanting:
             return 0
         depth = self.depth if self.controller is None else self.controller.choose(wanting)
@@ -514,7 +524,8 @@ class Run:
             kept = torch.arange(chosen.shape[1], device=accepted.device) < accepted[:, None]
             emitted = torch.cat([kept, (following != _NOTHING)[:, None]], 1)
             batch.context = batch.context.then(torch.cat([chosen, following[:, None]], 1), emitted[:, None])
-        batch.root = following
+        # Where nothing is left to go on with, the host raises; a finished row that runs on idly needs a token all the same.
+        batch.root = following if self.processors is None else following.clamp(min=0)
         return torch.cat([chosen, torch.stack([following, accepted, drafted, tried], 1)], 1)
 
     def _emit_all(self, batch: Batch, packed: list[list[int]], prefill: bool = False) -> list[Event]:

@@ -57,6 +57,8 @@ class Sampling:
         for fine, rule, value in checks:
             if not fine:
                 raise BadInputError(f"sampling: {rule}, got {value}.")
+        object.__setattr__(self, "bad_words", tuple(map(tuple, self.bad_words)))
+        object.__setattr__(self, "suppress", tuple(self.suppress))
 
     @property
     def greedy(self) -> bool:

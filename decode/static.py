@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ..heads.base import versions
 from ..target import RaggedCache
+from .drafting import layout_of
 
 if TYPE_CHECKING:
     from ..heads import Drafter
@@ -43,14 +44,13 @@ def margin(plan_nodes: int, depth: int, reads: int) -> int:
 
 @dataclass
 class _Graph:
-    """A captured round: it reads `inputs`, and leaves `outputs` there where the shapes allow it.
+    """A captured round: it reads `inputs`, and leaves the next round's there.
 
     `kept` holds what the graph reads beside them, so that nobody else gets its memory.
     """
 
     graph: Any
     inputs: list[Tensor]
-    outputs: list[Tensor]
     outcome: Outcome
     rule: str
     kept: object
@@ -89,8 +89,9 @@ class StaticRounds:
         if self.drafter is None:
             return
         if self._weights != (now := self._weights_now()):
-            self._weights, self.drafting = now, self.drafter.open(self.target, self.cache.batch_size, self.length, self.spare)
             self._graphs.clear()
+            self._pool = self.drafting = None  # freed before more is asked for
+            self._weights, self.drafting = now, self.drafter.open(self.target, self.cache.batch_size, self.length, self.spare)
         self.drafter.reset(self.drafting)
 
     def _weights_now(self) -> list[tuple[int, int]]:
@@ -148,8 +149,11 @@ class StaticRounds:
         now = _carried(run, batch, depth)
         key = (depth, window, run.plan, replace(run.sampling, seed=0), run.eos, tuple(t.shape for t in now))
         if key not in self._graphs:
-            self._graphs[key] = None
-            return self._eager(run, batch, depth)
+            outcome = self._eager(run, batch, depth)
+            # A round that leaves other shapes than it found (the first behind a prompt, say) comes once per request: no graph is worth it.
+            if all(a.shape == b.shape for a, b in zip(now, _carried(run, batch, depth), strict=True)):
+                self._graphs[key] = None
+            return outcome
         graph = self._graphs[key] or self._capture(run, batch, depth, key)
         if graph is None:
             return self._eager(run, batch, depth)
@@ -157,7 +161,7 @@ class StaticRounds:
             if own is not new:
                 own.copy_(new)
         graph.graph.replay()
-        _carry(run, batch, depth, graph.outputs)
+        _carry(run, batch, depth, graph.inputs)
         run.rule = graph.rule
         # The next replay overwrites what a drafter that sits out would otherwise keep.
         return graph.outcome if depth or batch.drafting is None else graph.outcome.cloned()
@@ -166,24 +170,25 @@ class StaticRounds:
         before = _carried(run, batch, depth)
         inputs = [t.clone() for t in before]
         _carry(run, batch, depth, inputs)
-        graph = torch.cuda.CUDAGraph()
+        graph, device = torch.cuda.CUDAGraph(), self.cache.lengths.device
+        on_gpu = device.type == "cuda"
+        stream, outer = (torch.cuda.Stream(device), torch.cuda.current_stream(device)) if on_gpu else (None, None)
         try:
-            with torch.cuda.graph(graph, pool=self._pool):
+            # The outer stream is taken up again even where a capture breaks off.
+            with torch.cuda.device(device if on_gpu else -1), torch.cuda.stream(outer), torch.cuda.graph(graph, pool=self._pool, stream=stream):
                 outcome = self._eager(run, batch, depth)
-                outputs = _carried(run, batch, depth)
-                if all(a.shape == b.shape for a, b in zip(inputs, outputs, strict=True)):
-                    for own, new in zip(inputs, outputs, strict=True):
-                        if own is not new:
-                            own.copy_(new)
-                    outputs = inputs
+                for own, new in zip(inputs, _carried(run, batch, depth), strict=True):
+                    if own is not new:
+                        own.copy_(new)
         except RuntimeError as error:
             _log.warning("rounds cannot be captured as CUDA graphs here, they run eagerly from now on: %s", str(error).splitlines()[0])
             self.captures = False
             _carry(run, batch, depth, before)
             return None
+        _carry(run, batch, depth, inputs)
         self._pool = self._pool or graph.pool()
-        found = _Graph(graph, inputs, outputs, outcome, run.rule, run.processors)
-        self._graphs[key] = found
+        kept = (run.processors, None if run.plan.tree is None else layout_of(run.plan.tree, device))
+        found = self._graphs[key] = _Graph(graph, inputs, outcome, run.rule, kept)
         return found
 
 

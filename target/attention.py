@@ -21,6 +21,7 @@ from transformers.masking_utils import sdpa_mask
 
 NAME = "outrider"
 _MOST_QUERIES = 64
+_ALIGNED = 16  # the GPU's kernel wants masks whose rows begin at multiples of it
 _LEAST_PART = 128  # keys
 _BLOCKS = 256  # a part for each; two per multiprocessor of a large GPU
 
@@ -45,7 +46,7 @@ def split_attention(
     """As the library's attention functions: `[B, Q, H, D']` and no weights. A prompt, or no mask, is the library's own SDPA."""
     rows, heads, queries, size = query.shape
     shared, length = key.shape[1], key.shape[2]
-    if attention_mask is None or attention_mask.dtype == torch.bool or queries > _MOST_QUERIES:
+    if attention_mask is None or attention_mask.dtype == torch.bool or queries > _MOST_QUERIES or length % _ALIGNED:
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
     parts = num_parts(rows * shared, length)
     folded = query.reshape(rows * shared, 1, heads // shared * queries, size).expand(-1, parts, -1, -1)

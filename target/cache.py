@@ -240,7 +240,8 @@ class RaggedCache(Cache):
             self.slots = self.lengths[:, None] + torch.arange(offset, offset + num_new, device=device)
         else:
             self.slots = torch.arange(start, self.used, device=device).expand(self.batch_size, -1)
-        self.positions = self.slots
+        # An idle row of a window may be asked to read before its begin: nobody looks at what it reads there.
+        self.positions = self.slots if self.window is None else self.slots.clamp(min=0)
         earlier, self._depths, self._sees = self._depths if offset else None, None, None
         if nodes is not None:
             # Entries that were not placed as nodes are a chain.

@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from transformers import GPT2Config, GPT2LMHeadModel
 
 import outrider.decode.static as static
 from outrider.decode import Control, Costs, Decoder, Plan, Sampling, Tree
@@ -110,6 +111,56 @@ def test_a_drafter_that_is_trained_on_between_requests_drafts_with_its_new_weigh
         assert decoder.generate(PROMPTS, 20, plan=Plan(3)).rounds == Decoder(target, copy.deepcopy(drafter)).generate(PROMPTS, 20, plan=Plan(3)).rounds, name
 
 
+def test_generations_that_run_at_the_same_time_do_not_share_memory(target):
+    drafter = make_drafters(target)["eagle3"]
+    decoder, usual = Decoder(target, drafter, static=True), Decoder(target, drafter, static=False)
+    streams = [decoder.stream(p, 30, plan=Plan(3), ignore_eos=True) for p in PROMPTS[:2]]
+    texts: list[list[int]] = [[], []]
+    while len(texts[0]) < 30 or len(texts[1]) < 30:
+        for stream, text in zip(streams, texts, strict=True):
+            text += next(stream, None).tokens if len(text) < 30 else []
+        decoder.generate([PROMPTS[2]], 5, plan=Plan(3))
+    assert texts == [usual.generate([p], 30, plan=Plan(3), ignore_eos=True).tokens[0] for p in PROMPTS[:2]]
+    del streams
+    assert len(decoder.rounds) == 1
+
+
+def test_rows_that_finished_may_do_what_they_like(tiny_llama):
+    """They read before their begin (a draft model with learned positions), and reach places where no token is allowed."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": VOCAB, "n_positions": 400, "n_embd": 32, "n_layer": 2, "n_head": 4, "bos_token_id": None, "eos_token_id": None}
+    drafter = DraftModel(GPT2LMHeadModel(GPT2Config(**sizes)).eval())
+    target = Target(tiny_llama(layers=4))
+    free = Decoder(target).generate(PROMPTS, 60, ignore_eos=True).tokens
+    target.model.generation_config.eos_token_id = free[0][2]
+    for plan in (Plan(3, control=Control(Costs(verify=((0, 1.0),), draft=(0.0, 5.0)), (0.0,) * 3)), Plan(3)):
+        a, b = (Decoder(target, drafter, static=s).generate(PROMPTS, 60, plan=plan) for s in (True, False))
+        assert a.tokens == b.tokens
+        assert len({len(t) for t in a.tokens}) > 1
+    dead_end = Sampling(bad_words=tuple((free[0][2], t) for t in range(VOCAB)))
+    a, b = (Decoder(target, static=s).generate(PROMPTS, 40, dead_end) for s in (True, False))
+    assert a.tokens == b.tokens
+
+
+def test_a_drafter_that_nobody_wants_any_more_is_told_nothing(target, monkeypatch):
+    drafter, widths = make_drafters(target)["eagle3"], []
+    original = Eagle3.absorb
+
+    def watched(self, state, tokens, *rest):
+        original(self, state, tokens, *rest)
+        widths.append(state.tokens.shape[1])
+
+    monkeypatch.setattr(Eagle3, "absorb", watched)
+    first = Decoder(target).generate(PROMPTS[:1], 1).tokens[0][0]
+    decoder = Decoder(target, drafter)
+    decoder.generate(PROMPTS, 60, plan=Plan(2), speculate=[True, False, False, False], stop=lambda text: text[0] == first and len(text) == 4, ignore_eos=True)
+    assert max(widths) <= 9 + 5
+
+
+def test_lists_do_where_tuples_do():
+    assert hash(Sampling(bad_words=[[1, 2]], suppress=[3])) == hash(Sampling(bad_words=((1, 2),), suppress=(3,)))
+
+
 def test_texts_longer_than_a_window(target):
     target.model.generation_config.eos_token_id = None
     for name, drafter in make_drafters(target).items():
@@ -189,7 +240,7 @@ class Recorder(TorchDispatchMode):
 
 
 @contextmanager
-def recording(graph: Recorder, pool: Any = None) -> Any:
+def recording(graph: Recorder, pool: Any = None, stream: Any = None) -> Any:
     with graph:
         yield
 
@@ -265,7 +316,7 @@ def test_a_replay_that_forgets_an_input_is_noticed(target, replays, monkeypatch)
 
 
 def test_where_capture_fails_rounds_run_eagerly_and_say_so(target, replays, monkeypatch, caplog):
-    def broken(graph: Any, pool: Any = None) -> Any:
+    def broken(graph: Any, pool: Any = None, stream: Any = None) -> Any:
         raise RuntimeError("operation not permitted when stream is capturing")
 
     monkeypatch.setattr(torch.cuda, "graph", broken)

@@ -101,12 +101,13 @@ def test_compiled_rounds_write_the_same_text_and_see_the_same_taps(tiny_llama, s
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("length", [1023, 1024])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_split_attention_on_a_gpu(dtype):
+def test_split_attention_on_a_gpu(dtype, length):
     torch.manual_seed(0)
-    keys, values = torch.randn(2, 2, 8, 1200, 128, device="cuda", dtype=dtype)[:, :, :, :1024]
+    keys, values = torch.randn(2, 2, 8, 1200, 128, device="cuda", dtype=dtype)[:, :, :, :length]
     query = torch.randn(2, 32, 5, 128, device="cuda", dtype=dtype)
-    mask = torch.zeros(2, 1, 5, 1024, device="cuda", dtype=dtype)
+    mask = torch.zeros(2, 1, 5, length, device="cuda", dtype=dtype)
     mask[..., 700:] = torch.finfo(dtype).min
     found, _ = attention.split_attention(torch.nn.Module(), query, keys, values, mask)
     repeated = (t.repeat_interleave(4, 1).double() for t in (keys, values))

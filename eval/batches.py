@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from .costs import synchronised
@@ -17,23 +17,24 @@ from .measure import Contestant, Job, race
 from .statistics import Bootstrap, Interval, Ratio
 
 if TYPE_CHECKING:
-    from ..decode import Decoder
+    from ..decode import Decoder, Plan, Round
     from ..recipes import EvalSpec
     from ..target import Target
 
 
 @dataclass(frozen=True)
 class Completion:
-    """One batch by one contestant.
-
-    Attributes:
-        tokens: of each prompt. accepted: drafts kept in each of its rounds.
-        seconds: of the whole request, prefills included.
-    """
+    """One batch, completed: tokens and rounds of each prompt, and seconds of the prefill and in all."""
 
     tokens: list[list[int]]
-    accepted: list[list[int]]
+    rounds: list[list[Round]]
+    prefill: float
     seconds: float
+
+    @property
+    def passes(self) -> int:
+        """Rounds of the longest sequence: passes of the whole batch."""
+        return max(map(len, self.rounds))
 
 
 @dataclass(frozen=True)
@@ -101,7 +102,7 @@ def measure_batches(
         raise BadInputError("batches: the plain target must take part; every speedup is over it. Add a contestant without a drafter.")
     groups = [(size, group) for size in dict.fromkeys(sizes) for group in make_groups(jobs, size, least, settings.seed)]
     random.Random(settings.seed).shuffle(groups)
-    runners = [_Runner(Decoder(target, c.drafter), c, settings) for c in contestants]
+    runners = [BatchRunner(c.name, Decoder(target, c.drafter), c.plan, settings) for c in contestants]
     largest = max((group for _, group in groups), key=len)
     for runner in runners:
         runner(largest, 0.0)  # first calls are slow
@@ -130,11 +131,11 @@ def make_groups(jobs: Sequence[Job], size: int, least: int, seed: int = 0) -> li
     return groups[:wanted]
 
 
-class _Runner:
-    """A contestant that completes batches, greedily."""
+class BatchRunner:
+    """Completes batches under one plan."""
 
-    def __init__(self, decoder: Decoder, contestant: Contestant, settings: EvalSpec):
-        self.name, self.plan, self.decoder, self.settings = contestant.name, contestant.plan, decoder, settings
+    def __init__(self, name: str, decoder: Decoder, plan: Plan, settings: EvalSpec):
+        self.name, self.decoder, self.plan, self.settings = name, decoder, plan, settings
 
     def __call__(self, job: Sequence[Job], temperature: float) -> Completion:
         from ..decode import Sampling
@@ -144,19 +145,19 @@ class _Runner:
         began = synchronised(self.decoder.target.device)
         out = self.decoder.generate(prompts, self.settings.max_new_tokens, sampling, self.plan, sequence_ids=ids)
         seconds = synchronised(self.decoder.target.device) - began
-        return Completion(out.tokens, [[r.accepted for r in rounds] for rounds in out.rounds], seconds)
+        return Completion(out.tokens, out.rounds, out.stats.seconds.prefill, seconds)
 
 
 def _median(repeats: Sequence[Completion]) -> Completion:
     """What happened is the same in every repeat; the time is that of the median one (the faster of two in the middle)."""
-    return Completion(repeats[0].tokens, repeats[0].accepted, statistics.median_low([r.seconds for r in repeats]))
+    return replace(repeats[0], seconds=statistics.median_low([r.seconds for r in repeats]))
 
 
 def _point(name: str, plain: str, size: int, done: dict[str, list[Completion]], groups: Sequence[int]) -> Point:
     """Figures over the batches at the indices `groups`."""
     own, base = [done[name][i] for i in groups], [done[plain][i] for i in groups]
     bootstrap = Bootstrap([len(groups)])
-    accepted = Ratio([sum(map(sum, c.accepted)) for c in own], [sum(map(len, c.accepted)) for c in own], offset=1.0)
+    accepted = Ratio([sum(r.accepted for rounds in c.rounds for r in rounds) for c in own], [sum(map(len, c.rounds)) for c in own], offset=1.0)
     return Point(
         contestant=name,
         size=size,
@@ -177,8 +178,8 @@ def _speed(done: Sequence[Completion]) -> Ratio:
 
 def _mean_rows(done: Sequence[Completion]) -> float:
     """Rows per pass: rounds of all sequences over the rounds of each batch's longest one."""
-    passes = sum(max(map(len, c.accepted)) for c in done)
-    return round(sum(len(rounds) for c in done for rounds in c.accepted) / passes, 2) if passes else 0.0
+    passes = sum(c.passes for c in done)
+    return round(sum(len(rounds) for c in done for rounds in c.rounds) / passes, 2) if passes else 0.0
 
 
 def lines(points: Sequence[Point]) -> dict[str, list[tuple[int, Interval]]]:

@@ -22,8 +22,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from .acceptance import Acceptance, deepest, measure_acceptance
-from .batches import make_groups
-from .costs import synchronised, verify_times
+from .batches import BatchRunner, Completion, make_groups
+from .costs import verify_times
 from .measure import PLAIN, Job, check_lengths, device_name, make_jobs, race, suite_info, threads, versions
 from .statistics import Bootstrap, Interval, Ratio
 from .tuning import BatchTuning, Candidate, CostRecord, Tuning, print_batch
@@ -31,7 +31,7 @@ from .tuning import BatchTuning, Candidate, CostRecord, Tuning, print_batch
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from ..decode import Costs, Decoder, Plan, Round, Tree
+    from ..decode import Costs, Plan, Tree
     from ..heads import Drafter
     from ..recipes import EvalSpec
     from ..target import Target
@@ -216,7 +216,7 @@ class _Tuner:
         return measured_options(racing, runs, Bootstrap(strata, seed=self.settings.seed))
 
     def _turns(self, plans: dict[str, Plan], groups: Sequence[list[Job]], repeats: int, what: str) -> dict[str, list[list[Completion]]]:
-        runners = [_Runner(name, self.drafting if plan.depth else self.plain, plan, self.settings) for name, plan in plans.items()]
+        runners = [BatchRunner(name, self.drafting if plan.depth else self.plain, plan, self.settings) for name, plan in plans.items()]
         longest = max(groups, key=lambda g: max(len(j.prompt.tokens) for j in g))
         # First calls are slow; the largest one first, so that the decoder asks for memory once.
         for runner in sorted(runners, key=lambda r: -r.plan.max_nodes):
@@ -257,20 +257,6 @@ class Loop:
     prefill: float
     seconds: float
     running: float = 1.0
-
-
-@dataclass(frozen=True)
-class Completion:
-    """One batch, completed: tokens and rounds of each prompt, and seconds of the prefill and in all."""
-
-    tokens: list[list[int]]
-    rounds: list[list[Round]]
-    prefill: float
-    seconds: float
-
-    @property
-    def passes(self) -> int:
-        return max(map(len, self.rounds))
 
 
 def loop_of(done: Sequence[Completion]) -> Loop:
@@ -394,23 +380,6 @@ def control_option(chains: Sequence[Option], costs: Costs, seen: Acceptance, mos
 
 
 # ------------------------------------------------------------ measurements
-
-
-class _Runner:
-    """Completes batches under one plan."""
-
-    def __init__(self, name: str, decoder: Decoder, plan: Plan, settings: EvalSpec):
-        self.name, self.decoder, self.plan, self.settings = name, decoder, plan, settings
-
-    def __call__(self, job: list[Job], temperature: float) -> Completion:
-        from ..decode import Sampling
-
-        prompts, ids = [j.prompt.tokens for j in job], [j.sequence for j in job]
-        sampling = Sampling(temperature=temperature, seed=self.settings.seed)
-        began = synchronised(self.decoder.target.device)
-        out = self.decoder.generate(prompts, self.settings.max_new_tokens, sampling, self.plan, sequence_ids=ids)
-        seconds = synchronised(self.decoder.target.device) - began
-        return Completion(out.tokens, out.rounds, out.stats.seconds.prefill, seconds)
 
 
 @dataclass(frozen=True)

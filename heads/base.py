@@ -30,6 +30,13 @@ def versions(weights: Iterable[Tensor]) -> list[tuple[int, int]]:
     return [(weight.data_ptr(), 0 if weight.is_inference() else weight._version) for weight in weights]
 
 
+def most_frequent(token_counts: Tensor | None, size: int, name: str) -> Tensor:
+    """The `size` tokens with the highest counts `[V]`, ascending, `[size]`: a pruned draft vocabulary. `name`: of the drafter, for the error."""
+    if token_counts is None:
+        raise BadInputError(f"{name}: a pruned draft vocabulary needs token counts of the training data.")
+    return token_counts.cpu().argsort(descending=True, stable=True)[:size].sort().values
+
+
 def joined(before: Tensor, counts: Counts, after: Tensor) -> Tensor:
     """The first `counts` entries of each row of `before` `[B, P, ...]`, and behind them `after` `[B, Q, ...]`: `[B, P' + Q, ...]`; the rest means nothing."""
     before = before[:, : max(counts.values)]

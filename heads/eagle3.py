@@ -20,7 +20,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding, repeat_kv, rotate_half
 
 from ..target import BadInputError, Counts, IncompatibleError, LayerShape, Nodes, RaggedCache, Store, Target
-from .base import Branches, Drafter, DrafterConfig, DrafterLoss, Sum, TargetBatch, joined, versions
+from .base import Branches, Drafter, DrafterConfig, DrafterLoss, Sum, TargetBatch, joined, most_frequent, versions
 from .losses import LossName, acceptance_metrics, ahead, chunked_compare, divergence
 
 
@@ -283,10 +283,7 @@ class Eagle3(Drafter):
             raise BadInputError(f"eagle3: draft_vocab_size {config.draft_vocab_size} exceeds the target's vocabulary of {target.vocab_size}.")
         head = cls(config)
         if config.draft_vocab_size < config.vocab_size:
-            if token_counts is None:
-                raise BadInputError("eagle3: a pruned draft vocabulary needs token counts of the training data.")
-            most = token_counts.cpu().argsort(descending=True, stable=True)[: config.draft_vocab_size]
-            head.token_ids.copy_(most.sort().values)
+            head.token_ids.copy_(most_frequent(token_counts, config.draft_vocab_size, cls.name))
         if config.init_from_target:
             head._copy_output(target)
         return head

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ..target import BadInputError, Counts, IncompatibleError, Target
-from .base import Drafter, DrafterConfig, DrafterLoss, Sum, TargetBatch
+from .base import Drafter, DrafterConfig, DrafterLoss, Sum, TargetBatch, most_frequent
 from .losses import LossName, acceptance_metrics, ahead, chunked_compare, divergence
 
 M = TypeVar("M", bound="Medusa")
@@ -153,10 +153,7 @@ class Medusa(Drafter):
             raise BadInputError(f"{cls.name}: draft_vocab_size {config.draft_vocab_size} exceeds the target's vocabulary of {target.vocab_size}.")
         drafter = cls(config)
         if config.draft_vocab_size < config.vocab_size:
-            if token_counts is None:
-                raise BadInputError(f"{cls.name}: a pruned draft vocabulary needs token counts of the training data.")
-            most = token_counts.cpu().argsort(descending=True, stable=True)[: config.draft_vocab_size]
-            drafter.token_ids.copy_(most.sort().values)
+            drafter.token_ids.copy_(most_frequent(token_counts, config.draft_vocab_size, cls.name))
         drafter._copy_output(target)
         return drafter
 

@@ -7,7 +7,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from outrider.decode import Plan
+from outrider.decode import Plan, Round
 from outrider.distill.prompts import Prompt
 from outrider.eval import Contestant, Interval
 from outrider.eval import batches as room
@@ -72,8 +72,9 @@ def test_a_whole_measurement(tiny_llama: Callable, jobs: list[Job]) -> None:
 
 def test_figures_by_hand() -> None:
     """Two batches of two: 8 tokens in 2 s and 4 in 2 s, beside the plain target's in 4 s each."""
-    own = [Completion([[1] * 5, [1] * 3], [[1, 1], [1]], 2.0), Completion([[1] * 2, [2] * 2], [[0], [0]], 2.0)]
-    base = [Completion([[1] * 5, [1] * 3], [[0] * 4, [0] * 2], 4.0), Completion([[1] * 2, [1] * 2], [[0], [0]], 4.0)]
+    none, one = Round(1, 0, 1), Round(1, 1, 2)
+    own = [Completion([[1] * 5, [1] * 3], [[one, one], [one]], 0.1, 2.0), Completion([[1] * 2, [2] * 2], [[none], [none]], 0.1, 2.0)]
+    base = [Completion([[1] * 5, [1] * 3], [[none] * 4, [none] * 2], 0.1, 4.0), Completion([[1] * 2, [1] * 2], [[none], [none]], 0.1, 4.0)]
     point = room._point("own", "plain", 2, {"own": own, "plain": base}, [0, 1])
     assert point.tokens_per_second.value == 3.0
     assert point.speedup.value == 2.0

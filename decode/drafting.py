@@ -16,7 +16,7 @@ from torch import Tensor
 from ..heads import Drafter, Proposal
 from ..target import BadInputError, Nodes
 from .plan import SAMPLED, Plan
-from .sampling import DRAFT, Context, Processors, Sampling, Seed, draw, gumbel, nothing_left, probabilities, shared_gumbel, uniforms
+from .sampling import DRAFT, Context, Processors, Sampling, Seed, draw, gumbel, most_probable, nothing_left, probabilities, shared_gumbel, uniforms
 from .trees import Tree
 
 
@@ -55,10 +55,10 @@ class Chooser:
     def __call__(self, logits: Tensor, token_ids: Tensor | None) -> Tensor:
         """The next token of a chain, `[B]`, from logits `[B, V']`."""
         if self._most_probable and self.context is None:
-            best = logits.argmax(-1)
+            best = most_probable(logits)
             if self.confidence:
                 self._note(logits.float().softmax(-1), best)
-            return best if token_ids is None else token_ids[best]
+            return best if token_ids is None else token_ids.index_select(0, best)
         logits = self._processed(_spread(logits, token_ids, self.vocab)[:, None], self.context)[:, 0]
         chosen = self._pick(logits)
         if self.confidence:
@@ -81,7 +81,7 @@ class Chooser:
 
     def _pick(self, logits: Tensor) -> Tensor:
         if self._most_probable:
-            return logits.argmax(-1)
+            return most_probable(logits)
         probs, positions = probabilities(logits, self.sampling), self.first + self.depth
         if self.rule == "coupled":
             return (probs.double().log() + shared_gumbel(self.seed, self.sequences, positions, self.vocab)).argmax(-1)
@@ -134,7 +134,7 @@ class Chooser:
 
 def _top(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """The `count` most probable tokens and their log-probabilities, `[..., C]` each. The first is the one that argmax takes, as the target does: topk orders ties at will."""
-    top, best = logits.float().log_softmax(-1).topk(count, -1), logits.argmax(-1, keepdim=True)
+    top, best = logits.float().log_softmax(-1).topk(count, -1), most_probable(logits, keepdim=True)
     others = torch.where(top.indices == best, top.indices[..., :1], top.indices)[..., 1:]
     return torch.cat([best, others], -1), top.values
 

@@ -41,6 +41,7 @@ class Load:
         rows: sequences. prompt: tokens of the longest. new: `max_new_tokens`.
         depth: most drafts in a row; 0 if nothing is drafted.
         fixed: whether rounds have fixed shapes (see `static.py`).
+        nodes: most draft tokens of a row, where the drafter makes the proposal itself; 0 for not more than `depth`.
     """
 
     rows: int
@@ -50,6 +51,7 @@ class Load:
     plan: Plan
     sampling: Sampling
     fixed: bool = False
+    nodes: int = 0
 
     @property
     def length(self) -> int:
@@ -69,7 +71,7 @@ class Load:
 
     @property
     def target_length(self) -> int:
-        return self.length + (0 if self.fixed else self.spare)
+        return self.length + (0 if self.fixed else max(self.spare, self.nodes - self.depth))
 
 
 @dataclass(frozen=True)
@@ -155,7 +157,7 @@ def _gib(count: int) -> str:
 def _places(drafter: Drafter | None, load: Load) -> int:
     """Tokens of a row in the largest verification pass."""
     grows = drafter is None or drafter.grows
-    return 1 + (0 if not load.depth else load.plan.max_nodes if grows else load.depth)
+    return 1 + (0 if not load.depth else max(load.plan.max_nodes if grows else load.depth, load.nodes))
 
 
 def _prompt_bytes(target: Target, drafter: Drafter | None, load: Load) -> int:
@@ -198,7 +200,7 @@ def _drafting_bytes(target: Target, load: Load) -> int:
 
 def _is_sampled(drafter: Drafter | None, load: Load) -> bool:
     """Whether drafts come with the distributions that they were drawn from."""
-    return drafter is not None and _is_model(drafter) and load.plan.rule(load.sampling.temperature, deterministic=False) in SAMPLED
+    return drafter is not None and not drafter.deterministic and load.plan.rule(load.sampling.temperature, deterministic=False) in SAMPLED
 
 
 def _logit_bytes(target: Target, load: Load, places: int, sampled: bool) -> int:
@@ -207,6 +209,8 @@ def _logit_bytes(target: Target, load: Load, places: int, sampled: bool) -> int:
     rule = load.plan.rule(sampling.temperature, deterministic=False)
     rule = "candidates" if rule in SAMPLED and not sampled else rule
     logit, (each, once), greedy = footprint.kept, _RULES[rule], rule == "greedy"
+    if greedy and target.device.type == "cpu" and logit < 4:
+        each = 4  # `most_probable` copies them
     filters = 0 if greedy else max(_NUCLEUS if sampling.top_p is not None else 0, _MIN_P if sampling.min_p else 0)
     processed, processing, context = _processor_bytes(logit, sampling)
     most = max(
@@ -263,6 +267,9 @@ def _reading(drafter: Drafter | None, target: Target) -> _Reading:
 def _read(drafter: Drafter, target: Target, length: int) -> tuple[int, int, int]:
     """Bytes of the tensors that live at one time while the drafter reads `length` tokens and begins, of those that it keeps, and keeps of another draft."""
     state: Any = drafter.open(target, 1, length + 3)
+    cache = target.new_cache(1, length + 3)
+    cache.skip(length)
+    drafter.lend(state, cache)
     tokens = torch.zeros(1, length, dtype=torch.long, device=target.device)
     hidden = torch.zeros(1, length, len(drafter.taps), target.hidden_size, dtype=target.dtype, device=target.device)
     with PeakBytes() as run:

@@ -227,6 +227,11 @@ def _nucleus(logits: Tensor, top_p: float) -> Tensor:
 # ------------------------------------------------------------ draws
 
 
+def most_probable(logits: Tensor, keepdim: bool = False) -> Tensor:
+    """The token with the highest logit, `[...]`. On a CPU of copies in fp32: argmax takes four times as long over 16-bit numbers."""
+    return (logits if logits.is_cuda else logits.float()).argmax(-1, keepdim=keepdim)
+
+
 def draw(probs: Tensor, uniform: Tensor) -> Tensor:
     """The token at which the cumulative distribution passes `uniform` `[...]`; probs `[..., V]`, need not sum to 1.
 

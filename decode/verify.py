@@ -102,4 +102,4 @@ def _scores(drafts: Tensor, target_probs: Tensor, draft_probs: Tensor) -> tuple[
 def _leading(kept: Tensor, lengths: Tensor) -> Tensor:
     """How many entries from the left are kept before the first that is not, `[B]`."""
     proposed = torch.arange(kept.shape[1], device=kept.device) < lengths[:, None]
-    return (kept & proposed).long().cumprod(1).sum(1)
+    return (kept & proposed).cumprod(1).sum(1)

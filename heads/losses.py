@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -68,6 +69,14 @@ def hybrid_acceptance(log_p: Tensor, log_q: Tensor, eta: float = 3.0) -> Tensor:
 def hard_cross_entropy(following: Tensor, log_q: Tensor) -> Tensor:
     """−log q at the token that followed per position, `[P]` (Medusa's loss, arXiv 2401.10774); 0 where `following` `[P]` is −1: a token that q cannot say."""
     return -log_q.gather(-1, following.clamp(min=0)[:, None])[:, 0] * (following >= 0)
+
+
+def smooth_l1(features: Tensor, drafted: Tensor) -> Tensor:
+    """Mean over H of ½ d² where |d| < 1 and of |d| − ½ elsewhere, d = drafted − true feature `[..., H]`: `[...]` (EAGLE, arXiv 2401.15077).
+
+    Its gradient stays bounded where a few dimensions of a hidden state are far larger than the others.
+    """
+    return torch.nn.functional.smooth_l1_loss(drafted.float(), features.float().expand_as(drafted), reduction="none").mean(-1)
 
 
 DIVERGENCES: dict[str, Divergence] = {
@@ -232,8 +241,7 @@ def chunked_compare(
     results, columns = steps.new_zeros(3, *steps.shape[:2], dtype=torch.float32), torch.zeros_like(steps)
     for begin in range(0, len(target_hidden), chunk):
         part = slice(begin, begin + chunk)
-        # Mixed precision is for the drafter: the target's output embedding keeps its own dtype.
-        with torch.no_grad(), torch.autocast(target_hidden.device.type, enabled=False):
+        with torch.no_grad(), own_precision(target_hidden.device):
             reference = Reference.of(target_head(target_hidden[part]), kept, None if following is None else following[part])
         for i in range(len(steps)):
             hidden = steps[i, part].detach().requires_grad_(learning)
@@ -253,6 +261,11 @@ def chunked_compare(
         linear = torch.stack([(x.float() * slope).sum() for x, slope in pairs]).sum()
         total = total + (linear - linear.detach())
     return Comparison(total, loss, alpha, top1)
+
+
+def own_precision(device: torch.device) -> AbstractContextManager[Any]:
+    """Without autocast: mixed precision is for the drafter. (Tensors without contents know none.)"""
+    return nullcontext() if device.type == "meta" else torch.autocast(device.type, enabled=False)
 
 
 def ahead(values: Tensor, by: int) -> Tensor:

@@ -7,9 +7,10 @@ import pytest
 import torch
 from scipy import stats
 from scipy.spatial.distance import jensenshannon
+from scipy.special import huber
 from torch import Tensor
 
-from outrider.heads.losses import DIVERGENCES, HARD, Reference, acceptance_metrics, chunked_compare, compare, divergence, hard_cross_entropy
+from outrider.heads.losses import DIVERGENCES, HARD, Reference, acceptance_metrics, chunked_compare, compare, divergence, hard_cross_entropy, smooth_l1
 from outrider.target import BadInputError
 
 P = np.array([[0.5, 0.3, 0.2], [0.9, 0.05, 0.05], [1 / 3, 1 / 3, 1 / 3], [0.2, 0.3, 0.5]])
@@ -77,6 +78,14 @@ def test_the_lk_hybrid_goes_from_kl_to_tv_as_acceptance_grows(eta):
 
 def test_hard_cross_entropy_is_that_of_the_token_that_followed():
     np.testing.assert_allclose(value(HARD, [0, 2, 1, 2]), -np.log([0.2, 0.1, 0.3, 0.5]), rtol=1e-6)
+
+
+def test_smooth_l1_of_features_is_scipys_huber_loss_averaged_over_dimensions():
+    """One value per position; true features stand for all unrolled steps."""
+    true, drafted = np.array([[0.0, 1.0, -2.0], [3.0, 3.0, 3.0]]), np.array([[[0.5, 3.0, -2.0], [3.0, 2.0, -7.0]], [[0.0, 1.0, -2.0], [9.0, 3.0, 3.1]]])
+    found = smooth_l1(torch.tensor(true, dtype=torch.float32), torch.tensor(drafted, dtype=torch.float32))
+    np.testing.assert_allclose(found.numpy(), huber(1, drafted - true).mean(-1), rtol=1e-6)
+    assert found[0, 0] == pytest.approx((0.125 + 1.5) / 3), "by hand: ½ · 0.5², and 2 − ½"
 
 
 def test_a_mix_is_the_weighted_sum_of_its_parts():

@@ -1,0 +1,226 @@
+"""Decoder layers of heads that feed on their own output: unrolled, as training runs them, and step by step, as decoding does.
+
+Shapes: B rows, T positions, Q new entries, H hidden size, D head size, W width of an attention's input.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding, repeat_kv, rotate_half
+
+from ..target import BadInputError, LayerShape, RaggedCache, Store, Target
+from .base import DrafterConfig, versions
+
+if TYPE_CHECKING:
+    from .feature_drafter import FeatureDrafter
+
+Entry = tuple[Tensor, Tensor]  # keys and values
+Rotary = tuple[Tensor, Tensor]  # cosines and sines, [B, Q, D] each
+
+
+@dataclass
+class LayerConfig(DrafterConfig):
+    """Sizes of the layers; zeros mean "as the target"."""
+
+    num_layers: int = 1
+    hidden_size: int = 0
+    intermediate_size: int = 0
+    num_attention_heads: int = 0
+    num_key_value_heads: int = 0
+    head_dim: int = 0
+    vocab_size: int = 0
+    rms_norm_eps: float = 1e-6
+    rope_parameters: dict[str, Any] = field(default_factory=dict)
+    max_position_embeddings: int = 0
+
+    def __post_init__(self) -> None:
+        if self.num_layers < 1:
+            raise BadInputError(f"drafter: num_layers must be at least 1, got {self.num_layers}.")
+
+    def sizes(self, target: Target) -> dict[str, Any]:
+        """All of them, the open ones as the target's."""
+        theirs = target.config
+        heads = self.num_attention_heads or theirs.num_attention_heads
+        return {
+            "hidden_size": self.hidden_size or target.hidden_size,
+            "intermediate_size": self.intermediate_size or getattr(theirs, "intermediate_size", None) or 4 * target.hidden_size,
+            "num_attention_heads": heads,
+            "num_key_value_heads": self.num_key_value_heads or getattr(theirs, "num_key_value_heads", None) or heads,
+            "head_dim": self.head_dim or getattr(theirs, "head_dim", None) or target.hidden_size // heads,
+            "vocab_size": target.vocab_size,
+            "rope_parameters": self.rope_parameters or _plain_rope(theirs),
+            "max_position_embeddings": self.max_position_embeddings or target.max_context or 4096,
+        }
+
+    def llama(self) -> LlamaConfig:
+        return LlamaConfig(
+            hidden_size=self.hidden_size, intermediate_size=self.intermediate_size, num_attention_heads=self.num_attention_heads,
+            head_dim=self.head_dim, rope_parameters=dict(self.rope_parameters), max_position_embeddings=self.max_position_embeddings,
+        )  # fmt: skip
+
+
+def _plain_rope(config: Any) -> dict[str, Any]:
+    """The target's rotary parameters if they are of the plain form, else the default ones."""
+    found = getattr(config, "rope_parameters", None) or {}
+    return dict(found) if "rope_type" in found else {"rope_type": "default", "rope_theta": found.get("rope_theta", 10000.0)}
+
+
+def norm_of(config: LayerConfig) -> LlamaRMSNorm:
+    return LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
+
+
+def rotary_of(config: LayerConfig) -> LlamaRotaryEmbedding:
+    return LlamaRotaryEmbedding(config.llama())
+
+
+def _rotated(x: Tensor, rotary: Rotary) -> Tensor:
+    cos, sin = rotary
+    return x * cos[:, None] + rotate_half(x) * sin[:, None]
+
+
+class Attention(nn.Module):
+    """Attention as training runs it; decoding has `Runner`."""
+
+    def __init__(self, config: LayerConfig, width: int):
+        super().__init__()
+        self.heads, self.kv_heads, self.size = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+        self.q_proj = nn.Linear(width, self.heads * self.size, bias=False)
+        self.k_proj = nn.Linear(width, self.kv_heads * self.size, bias=False)
+        self.v_proj = nn.Linear(width, self.kv_heads * self.size, bias=False)
+        self.o_proj = nn.Linear(self.heads * self.size, config.hidden_size, bias=False)
+
+    @property
+    def inputs(self) -> list[Tensor]:
+        """The weights that read the input."""
+        return [self.q_proj.weight, self.k_proj.weight, self.v_proj.weight]
+
+    def query(self, x: Tensor, rotary: Rotary) -> Tensor:
+        """Queries `[B, heads, Q, D]` of attention inputs `[B, Q, W]`."""
+        return _rotated(self._split(self.q_proj(x)), rotary)
+
+    def entry(self, x: Tensor, rotary: Rotary) -> Entry:
+        """Keys and values of attention inputs `[B, Q, W]`, one per query head: `[B, heads, Q, D]` each."""
+        groups = self.heads // self.kv_heads
+        return repeat_kv(_rotated(self._split(self.k_proj(x)), rotary), groups), repeat_kv(self._split(self.v_proj(x)), groups)
+
+    def attend(self, q: Tensor, first: Entry, visible: Tensor, own: Sequence[Entry]) -> Tensor:
+        """One step of the training-time test for queries `[B, heads, T', D]`.
+
+        Args:
+            first: the entries of step 0, `[B, heads, T, D]`; a query sees those that `visible` `[B, 1, T', T]` says,
+            own: the entries of each later step, `[B, heads, T', D]`; a query sees the one at its own index.
+        """
+        keys, values = first
+        if not own:
+            return self.output(nn.functional.scaled_dot_product_attention(q, keys, values, visible))
+        scale = self.size**-0.5
+        scores = (q @ keys.transpose(-1, -2) * scale).masked_fill(~visible, float("-inf"))
+        diagonal = torch.stack([(q * key).sum(-1) * scale for key, _ in own], -1)  # [B, heads, T', i]
+        weights = torch.cat([scores, diagonal], -1).softmax(-1, dtype=torch.float32).to(q.dtype)
+        mixed = weights[..., : keys.shape[2]] @ values
+        for i, (_, value) in enumerate(own):
+            mixed = mixed + weights[..., keys.shape[2] + i, None] * value
+        return self.output(mixed)
+
+    def _split(self, projected: Tensor) -> Tensor:
+        return projected.view(*projected.shape[:2], -1, self.size).transpose(1, 2)
+
+    def output(self, mixed: Tensor) -> Tensor:
+        return self.o_proj(mixed.transpose(1, 2).flatten(2))
+
+    def kept(self, device: torch.device) -> LayerShape:
+        """What a cache keeps of it."""
+        store = Store(self.kv_heads, self.size, self.k_proj.weight.dtype, device)
+        return LayerShape(store, store)
+
+
+class Layer(nn.Module):
+    """A decoder layer of Llama's kind.
+
+    Args:
+        width: of what its attention reads; 0 for the hidden size.
+        normed: whether there is a norm before attention.
+    """
+
+    def __init__(self, config: LayerConfig, width: int = 0, normed: bool = True):
+        super().__init__()
+        self.input_layernorm = norm_of(config) if normed else None
+        self.self_attn = Attention(config, width or config.hidden_size)
+        self.post_attention_layernorm = norm_of(config)
+        self.mlp = LlamaMLP(config.llama())
+
+    def attention_input(self, hidden: Tensor) -> Tensor:
+        return hidden if self.input_layernorm is None else self.input_layernorm(hidden)
+
+    def unrolled(self, x: Tensor, hidden: Tensor, rotary: Rotary, first: Entry, visible: Tensor, own: Sequence[Entry] = ()) -> Tensor:
+        """The layer's output `[B, T', H]` from attention inputs `x` `[B, T', W]` and hidden states `[B, T', H]`; the rest as for `Attention.attend`."""
+        hidden = hidden + self.self_attn.attend(self.self_attn.query(x, rotary), first, visible, own)
+        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+
+
+class Runner:
+    """A head's layers as decoding runs them: weights that are used together in one matrix, norms in one operation, rotary angles looked up.
+
+    A draft step is a few small products; on a CPU, and at batch size 1 on a GPU, the number of operations is what it costs.
+    A head has its own `Runner` that says what stands before and behind the layers.
+    """
+
+    def __init__(self, head: FeatureDrafter, max_length: int, device: torch.device):
+        config = head.config
+        self.layers, self.eps, self.max_length = head.layers, config.rms_norm_eps, max_length
+        self.heads, self.kv_heads, self.size = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+        self.weights = versions(head.copied() + head.folded())
+        self.qkv = [torch.cat(layer.self_attn.inputs) for layer in self.layers]
+        cos, sin = head.rotary(self.qkv[0], torch.arange(max_length, device=device)[None])
+        half = self.size // 2
+        # x cos + rotate_half(x) sin, with rotate_half's sign moved into the sine: its halves swapped are a roll.
+        self.cos, self.sin = cos[0], torch.cat([-sin[0, :, :half], sin[0, :, half:]], -1)
+
+    def fits(self, head: FeatureDrafter, max_length: int, device: torch.device) -> bool:
+        """Whether it is long enough, and the weights that were put together have not changed since."""
+        return self.max_length >= max_length and self.cos.device == device and self.weights == versions(head.copied() + head.folded())
+
+    def fuse(self, hidden: Tensor) -> Tensor:
+        """As `FeatureDrafter.fuse`."""
+        raise NotImplementedError
+
+    def enter(self, embedded: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """As `FeatureDrafter.enter`."""
+        raise NotImplementedError
+
+    def answer(self, output: Tensor, target: Target) -> tuple[Tensor, Tensor]:
+        """What the next step reads, and the logits, from the last layer's output `[B, Q, H]`."""
+        raise NotImplementedError
+
+    def step(self, embedded: Tensor, hidden: Tensor, cache: RaggedCache, positions: Tensor, in_tree: bool) -> Tensor:
+        """The last layer's output `[B, Q, H]` at entries placed at `positions` `[B, Q]` of the cache; one token of a chain sees all of it."""
+        rows, width = hidden.shape[:2]
+        x, hidden = self.enter(embedded, hidden)
+        mask = None if rows == width == 1 and not in_tree and cache.window is None else cache.visible()[:, None]
+        rotary = self.cos[positions][:, None], self.sin[positions][:, None]
+        for index, layer in enumerate(self.layers):
+            if index:
+                x = self.norm(hidden, layer.input_layernorm)
+            hidden = hidden + layer.self_attn.output(self._mixed(index, x, rotary, cache, mask))
+            hidden = hidden + layer.mlp(self.norm(hidden, layer.post_attention_layernorm))
+        return hidden
+
+    def _mixed(self, index: int, x: Tensor, rotary: Rotary, cache: RaggedCache, mask: Tensor | None) -> Tensor:
+        """What the attention of the layer at `index` gathers for inputs `[B, Q, W]`, whose entries it writes: `[B, heads, Q, D]`."""
+        heads = nn.functional.linear(x, self.qkv[index]).view(*x.shape[:2], -1, self.size).transpose(1, 2)
+        turned = heads[:, : self.heads + self.kv_heads]
+        turned = turned * rotary[0] + turned.roll(self.size // 2, -1) * rotary[1]
+        k, v = cache.update(turned[:, self.heads :], heads[:, self.heads + self.kv_heads :], index)
+        return nn.functional.scaled_dot_product_attention(turned[:, : self.heads], k, v, mask, enable_gqa=self.heads != self.kv_heads)
+
+    def norm(self, x: Tensor, norm: LlamaRMSNorm | None) -> Tensor:
+        return x if norm is None else self.unweighted(x, norm.weight)
+
+    def unweighted(self, x: Tensor, weight: Tensor | None = None) -> Tensor:
+        return nn.functional.rms_norm(x, x.shape[-1:], weight, self.eps)

@@ -1,0 +1,272 @@
+"""Heads that run over pairs (f_t, x_{t+1}), the target's features at a token and the token that followed it, and feed on their own output.
+
+Behind the last true feature such a head reads what it made itself. Training unrolls exactly that: at step i the hidden input is
+the head's output of step i−1, the token is the ground truth shifted by i, and attention sees the true entries up to t plus one own
+entry per later step (EAGLE-3's training-time test, arXiv 2503.01840). With one step it is teacher forcing (EAGLE, arXiv 2401.15077).
+
+Shapes: B rows, T positions, Q new entries, P supervised positions, K taps, H hidden size, V' draft vocabulary, S unrolled steps.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from ..target import BadInputError, Counts, IncompatibleError, Nodes, RaggedCache, Target
+from .base import Branches, Drafter, DrafterLoss, Sum, TargetBatch, joined
+from .decoder_layer import Entry, Layer, LayerConfig, Runner
+from .losses import LossName, acceptance_metrics, ahead, chunked_compare, divergence
+
+
+@dataclass
+class FeatureConfig(LayerConfig):
+    """Settings of every such head.
+
+    Attributes:
+        steps: unrolled steps S in training.
+        decay: weight of step i is `decay ** i`.
+        loss: see `losses.divergence`.
+        num_layers: decoder layers, of which the first reads embedding and hidden state; the others are plain ones.
+    """
+
+    steps: int = 1
+    decay: float = 0.8
+    loss: LossName = "soft_ce"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        divergence(self.loss)
+        if self.steps < 1:
+            raise BadInputError(f"drafter: steps must be at least 1, got {self.steps}.")
+
+
+@dataclass
+class _State:
+    cache: RaggedCache
+    target: Target
+    runner: Runner
+    tokens: Tensor | None = None  # [B, Q] processed by the target, not yet by the head
+    hidden: Tensor | None = None  # [B, Q, K, H]
+    counts: Counts | None = None
+    outputs: Tensor | None = None  # [B, 1 + n, H], what steps behind the root and behind each drafted node read
+    branches: Branches | None = None
+
+
+def _at(x: Tensor, index: Tensor) -> Tensor:
+    """`x` `[B, T, H]` at indices `[B or 1, T']`, the nearest one where they leave it: `[B, T', H]`."""
+    index = index.clamp(0, x.shape[1] - 1)
+    return x.gather(1, index[:, :, None].expand(len(x), -1, x.shape[2]))
+
+
+class FeatureDrafter(Drafter):
+    """What these heads share: training, unrolled, and decoding, step by step. A head says what stands before and behind its layers."""
+
+    config: FeatureConfig
+    runner_class: ClassVar[type[Runner]] = Runner
+    layer: Layer  # the first
+    others: nn.ModuleList
+    rotary: LlamaRotaryEmbedding
+
+    def __init__(self, config: FeatureConfig):
+        super().__init__(config)
+        self._kept: Runner | None = None
+
+    @property
+    def layers(self) -> list[Layer]:
+        return [self.layer, *self.others]
+
+    def check(self, target: Target) -> None:
+        super().check(target)
+        for name, own, theirs in self._sizes(target):
+            if own != theirs:
+                raise IncompatibleError(f"this {self.name} drafter was made for a {name} of {own}, the target's is {theirs}.")
+
+    def _sizes(self, target: Target) -> list[tuple[str, int, int]]:
+        """Names of the sizes in which it must agree with the target, its own, and the target's."""
+        return [("hidden size", self.config.hidden_size, target.hidden_size), ("vocabulary", self.config.vocab_size, target.vocab_size)]
+
+    # ------------------------------------------------------------ what a head says
+
+    def fuse(self, hidden: Tensor) -> Tensor:
+        """Taps `[B, T, K, H]` to the hidden input of the first step `[B, T, H]`."""
+        raise NotImplementedError
+
+    def enter(self, embedded: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """What the first layer's attention reads `[B, T, W]`, and what its output is added to `[B, T, H]`, from a step's inputs `[B, T, H]`."""
+        raise NotImplementedError
+
+    def feedback(self, output: Tensor) -> Tensor:
+        """What the next step reads as its hidden input, from the last layer's output `[..., H]`."""
+        raise NotImplementedError
+
+    def logits(self, output: Tensor, target: Target) -> Tensor:
+        """Draft logits `[..., V']` from the last layer's output `[..., H]`."""
+        raise NotImplementedError
+
+    def behind(self) -> list[nn.Parameter]:
+        """Its weights that `logits` reads."""
+        raise NotImplementedError
+
+    def feature_loss(self, outputs: Tensor, features: Tensor) -> Tensor | None:
+        """What outputs `[S, P, H]` lose beside their logits, against the true last hidden states `[P, H]`: `[S, P]`; None for nothing."""
+        return None
+
+    def copied(self) -> list[Tensor]:
+        """Weights of which a `Runner` holds copies."""
+        return [weight for layer in self.layers for weight in layer.self_attn.inputs]
+
+    def folded(self) -> list[Tensor]:
+        """Weights that it has multiplied into those."""
+        return []
+
+    # ------------------------------------------------------------ training
+
+    def loss(self, batch: TargetBatch) -> DrafterLoss:
+        """Σ_i decay^i · Σ_positions loss_i: of the logits against the target's softmax on the draft vocabulary, and of the features."""
+        assert batch.hidden is not None
+        wanted = batch.supervised.clone()
+        wanted[:, :2] = False
+        # Later steps run where something is learned: from S + 1 before a row's first such token, which is index 0 from here on.
+        begin = (wanted.int().argmax(1) - 1 - self.config.steps).clamp(min=0)
+        outputs = self.unroll(batch.target, batch.tokens, batch.hidden, begin)
+        length = outputs[0].shape[1]
+        at = begin[:, None] + torch.arange(length, device=begin.device)
+        wanted = nn.functional.pad(wanted, (0, length)).gather(1, at)
+        # Index t of step i has read the tokens up to x_{t+1+i} and predicts x_{t+2+i}; here everything stands at the token predicted.
+        predicted = torch.stack([nn.functional.pad(o, (0, 0, 2 + i, 0))[:, :length][wanted] for i, o in enumerate(outputs)])  # [S, P, H]
+        exists = [torch.arange(length, device=wanted.device) >= 2 + i for i in range(len(outputs))]
+        before, tokens = _at(batch.last, at - 1)[wanted], nn.functional.pad(batch.tokens, (0, length)).gather(1, at)
+        here = torch.stack([e.expand_as(wanted)[wanted] for e in exists])  # [S, P]
+        weights = self.config.decay ** torch.arange(len(outputs), device=wanted.device)[:, None] * here
+        result = chunked_compare(
+            before, predicted, batch.target.lm_head, partial(self.logits, target=batch.target), divergence(self.config.loss), self.output_ids,
+            weights=weights, parameters=self.behind(), following=tokens[wanted],
+        )  # fmt: skip
+        total, values = result.total, {"loss": result.loss, "top1": result.top1}
+        if (lost := self.feature_loss(predicted, before)) is not None:
+            total, values["feature"] = total + (lost * weights).sum(), lost.detach()
+        metrics: dict[str, Sum] = {}
+        alphas, measured = [], []
+        for i, known in enumerate(exists):
+            metrics |= {f"{name}_d{i + 1}": (value[i][here[i]].sum(), here[i].sum()) for name, value in values.items()}
+            alphas.append(ahead(torch.zeros(wanted.shape, device=wanted.device).masked_scatter(wanted, result.alpha[i]), i))
+            measured.append(ahead(wanted & known, i))
+        return DrafterLoss(total, wanted.sum(), metrics | acceptance_metrics(alphas, measured))
+
+    def unroll(self, target: Target, tokens: Tensor, hidden: Tensor, begin: Tensor | None = None) -> list[Tensor]:
+        """The training-time test: the last layer's output at each of the S steps, `[B, T', H]` each.
+
+        Index j of row b and step i stands for t = begin[b] + j and the pair whose token is x_{t+1+i}; where a row has no
+        such token, it means nothing. `begin` `[B]` is 0 if None; before it, rows are only attended to.
+        """
+        length, (*inner, last) = tokens.shape[1], self.layers
+        every = torch.arange(length, device=tokens.device)
+        at = every[None] if begin is None else begin[:, None] + every[: length - int(begin.min())]
+        embedded, state = target.embed(tokens), self.fuse(hidden)
+        rotary = self.rotary(state, every[None])
+        x, state = self.enter(embedded.roll(-1, 1).to(state.dtype), state)
+        first: list[Entry] = [self.layer.self_attn.entry(x, rotary)]
+        for index, layer in enumerate(inner, 1):
+            state = layer.unrolled(x, state, rotary, first[-1], (every <= every[:, None])[None, None])
+            x = self.layers[index].attention_input(state)
+            first.append(self.layers[index].self_attn.entry(x, rotary))
+        visible = (every <= at[:, :, None])[:, None]
+        x, state = _at(x, at), _at(state, at)
+        outputs = [last.unrolled(x, state, self.rotary(state, at), first[-1], visible)]
+        own: list[list[Entry]] = [[] for _ in first]
+        for i in range(1, self.config.steps):
+            rotary, state = self.rotary(state, at + i), self.feedback(outputs[-1])
+            x, state = self.enter(_at(embedded, at + 1 + i).to(state.dtype), state)
+            for index, layer in enumerate(self.layers):
+                x = layer.attention_input(state) if index else x
+                own[index].append(layer.self_attn.entry(x, rotary))
+                state = layer.unrolled(x, state, rotary, first[index], visible, own[index])
+            outputs.append(state)
+        return outputs
+
+    # ------------------------------------------------------------ decoding
+
+    def open(self, target: Target, batch_size: int, max_length: int, spare: int = 0) -> _State:
+        shapes = [layer.self_attn.kept(target.device) for layer in self.layers]
+        cache = RaggedCache(len(shapes), batch_size, max_length + spare, target.device, shapes)
+        return _State(cache, target, self._runner(max_length, target.device))
+
+    def state_bytes(self, target: Target, batch_size: int, max_length: int, spare: int = 0) -> int:
+        shapes = [layer.self_attn.kept(target.device) for layer in self.layers]
+        cache = sum(shape.num_bytes(batch_size, max_length + spare) for shape in shapes)
+        if self._kept is not None and self._kept.fits(self, max_length, target.device):
+            return cache
+        angles = 2 * max_length * self.config.head_dim
+        return cache + (sum(weight.numel() for weight in self.copied()) + angles) * shapes[0].keys.dtype.itemsize
+
+    def absorb(self, state: _State, tokens: Tensor, hidden: Tensor | None, counts: Counts, path: Tensor | None = None) -> None:
+        # The pair of the last of these tokens needs the token behind it: `begin` knows that one.
+        if state.tokens is not None and state.hidden is not None and state.counts is not None and hidden is not None:
+            tokens, hidden = joined(state.tokens, state.counts, tokens), joined(state.hidden, state.counts, hidden)
+            counts = state.counts.plus(counts)
+        state.tokens, state.hidden, state.counts = tokens, hidden, counts
+
+    def begin(self, state: _State, root: Tensor) -> Tensor:
+        assert state.tokens is not None
+        assert state.hidden is not None
+        assert state.counts is not None
+        if state.cache.window is None:  # the host may ask how many there are
+            longest = max(state.counts.values)
+            state.tokens, state.hidden = state.tokens[:, :longest], state.hidden[:, :longest]
+        last = (state.counts.tensor - 1)[:, None]
+        following = state.tokens.roll(-1, 1).scatter(1, last, root[:, None])
+        output = self._step(state, following, state.runner.fuse(state.hidden), 0)
+        state.cache.advance(state.counts)
+        state.tokens, state.branches = None, None
+        state.outputs, logits = state.runner.answer(output.gather(1, last[:, :, None].expand(-1, -1, output.shape[-1])), state.target)
+        return logits[:, 0]
+
+    def extend(self, state: _State, tokens: Tensor, parents: Tensor | None = None) -> Tensor:
+        assert state.outputs is not None
+        read, nodes = state.outputs.shape[1] - 1, None
+        if parents is None:
+            before = state.outputs[:, -1:]
+        else:
+            state.branches = state.branches or Branches(len(tokens), 0, tokens.device)
+            nodes = state.branches.grow(parents)
+            before = _at(state.outputs, parents + 1)
+        after, logits = state.runner.answer(self._step(state, tokens, before, read, nodes), state.target)
+        state.outputs = torch.cat([state.outputs, after], 1)
+        return logits
+
+    def _step(self, state: _State, tokens: Tensor, hidden: Tensor, offset: int, nodes: Nodes | None = None) -> Tensor:
+        """One pass over `tokens` `[B, Q]`, written behind the committed entries plus `offset`; output `[B, Q, H]`."""
+        positions = state.cache.place(tokens.shape[1], offset, nodes)
+        return state.runner.step(state.target.embed(tokens).to(hidden.dtype), hidden, state.cache, positions, nodes is not None)
+
+    def _runner(self, max_length: int, device: torch.device) -> Runner:
+        """Kept from request to request, until it is too short or the weights have changed."""
+        if self._kept is None or not self._kept.fits(self, max_length, device):
+            self._kept = self.runner_class(self, max_length, device)
+        return self._kept
+
+    def caches(self, state: _State) -> list[RaggedCache]:
+        return [state.cache]
+
+    def carried(self, state: _State) -> list[Tensor]:
+        assert state.tokens is not None
+        assert state.hidden is not None
+        assert state.counts is not None
+        return [state.tokens, state.hidden, state.counts.tensor]
+
+    def carry(self, state: _State, tensors: list[Tensor]) -> None:
+        state.tokens, state.hidden, state.counts = tensors[0], tensors[1], Counts(tensors[2])
+
+    def reset(self, state: _State) -> None:
+        super().reset(state)
+        state.tokens = state.hidden = state.counts = state.outputs = state.branches = None
+
+    def select(self, state: _State, rows: list[int]) -> None:
+        state.cache.select(rows)
+        if state.tokens is not None and state.hidden is not None and state.counts is not None:
+            state.tokens, state.hidden, state.counts = state.tokens[rows], state.hidden[rows], state.counts.select(rows)

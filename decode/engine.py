@@ -24,7 +24,7 @@ from .control import Controller
 from .drafting import Chooser, grow_dynamic, grow_static
 from .memory import Load, require_memory
 from .plan import LOSSY, Plan
-from .sampling import ACCEPT, CORRECT, Context, Processors, Sampling, Seed, draw, nothing_left, probabilities, shared_gumbel, uniforms
+from .sampling import ACCEPT, CORRECT, Context, Processors, Sampling, Seed, draw, most_probable, nothing_left, probabilities, shared_gumbel, uniforms
 from .static import StaticRounds
 from .stats import DecodeStats, Round, Seconds
 
@@ -119,7 +119,7 @@ class Decoder:
 
     def __init__(self, target: Target, drafter: Drafter | None = None, static: bool | None = None):
         self.target, self.drafter = target, drafter
-        self.static = target.device.type == "cuda" if static is None else static
+        self.static = target.device.type == "cuda" and not target.sharded if static is None else static
         self.rounds: dict[tuple[int, bool], StaticRounds] = {}
         if drafter is not None:
             drafter.check(target)
@@ -315,7 +315,8 @@ class Run:
         rows, plan, device = len(tokens), self.plan, tokens.device
         drafter = self.drafter if self.depth else None
         fixed = self.decoder.static and self.target.rewinds and (drafter is None or drafter.grows)
-        load = Load(rows, max(counts.values), self.max_new_tokens, self.depth, plan, self.sampling, fixed)
+        nodes = 0 if drafter is None or drafter.grows else drafter.max_nodes(self.depth)
+        load = Load(rows, max(counts.values), self.max_new_tokens, self.depth, plan, self.sampling, fixed, nodes)
         require_memory(self.target, drafter, load, self.decoder.held(rows, drafter) if fixed else 0)
         wanting = None if all(self.speculate) else torch.tensor(self.speculate, device=device)
         batch = Batch(list(range(rows)), tokens[:, 0], torch.tensor(self.ids, device=device), wanting)
@@ -328,6 +329,7 @@ class Run:
         batch.cache = self.target.new_cache(rows, load.target_length)
         if drafter is not None:
             batch.drafting = drafter.open(self.target, rows, load.length, *((load.spare,) if drafter.grows else ()))
+            drafter.lend(batch.drafting, batch.cache)
         return batch
 
     def _check_tokens(self, tokens: Tensor) -> None:
@@ -366,12 +368,13 @@ class Run:
             chosen = proposal.tokens.gather(1, path.clamp(min=0))  # [B, D]
             batch.cache.keep(torch.cat([torch.zeros_like(path[:, :1]), torch.where(path < 0, path, path + 1)], 1))
             where = torch.nn.functional.pad((path + 1).clamp(min=0), (1, 0))
+            tokens = torch.cat([tokens[:, :1], chosen], 1)
             hidden = None if hidden is None else hidden.gather(1, where[:, :, None, None].expand(-1, -1, *hidden.shape[2:]))
             read = proposal.read.gather(1, path.clamp(min=0)).masked_fill(path < 0, -1)
         counts = Counts(accepted + 1)
         batch.cache.advance(counts)
         packed = self._commit(batch, chosen, accepted, following, proposal.lengths, _tried(proposal, accepted, path))
-        return Outcome(packed, torch.cat([tokens[:, :1], chosen], 1), hidden, counts, read)
+        return Outcome(packed, tokens, hidden, counts, read)
 
     def absorb(self, batch: Batch, outcome: Outcome) -> None:
         """Let the drafter take note of a round."""
@@ -468,6 +471,8 @@ class Run:
         """
         if self.processors is not None and batch.context is not None:
             logits = self.processors(logits, batch.context.then(proposal.tokens, proposal.nodes.sees[:, :, 1:]))
+        if self.drafter is not None and self.drafter.observes and proposal.tokens.shape[1]:
+            self.drafter.observe(batch.drafting, most_probable(logits))
         accepted, path, following = self._apply_rule(batch, proposal, logits, draft_probs, first)
         if self.processors is not None:
             end = accepted if path is None else torch.nn.functional.pad(path + 1, (1, 0)).gather(1, accepted[:, None])[:, 0]
@@ -478,7 +483,7 @@ class Run:
         """The same, from processed logits. Every draw is keyed by its place in the text, or by the round and the node."""
         rule, sampling = self._rule(proposal), self.sampling
         if rule == "greedy":
-            return self._match(proposal, logits.argmax(-1))
+            return self._match(proposal, most_probable(logits))
         if rule in LOSSY:
             probs = logits.float().softmax(-1) if sampling.greedy else probabilities(logits, sampling)
             return self._typical(proposal, probs)

@@ -67,13 +67,18 @@ class StaticRounds:
         self.target, self.drafter = target, drafter
         self.length, self.spare = window_of(length), spare
         self.cache: RaggedCache = target.new_cache(rows, self.length)
-        self.drafting = None if drafter is None else drafter.open(target, rows, self.length, spare)
+        self.drafting = None if drafter is None else self._open(drafter)
         self.captures = target.device.type == "cuda"
         self._graphs: dict[Hashable, _Graph | None] = {}
         self._weights = self._weights_now()
         self._pool: Any = None
         self._pinned: Tensor | None = None
         self._masked: tuple[tuple[int, ...], Tensor] = ((), self.cache.lengths)
+
+    def _open(self, drafter: Drafter) -> Any:
+        state = drafter.open(self.target, self.cache.batch_size, self.length, self.spare)
+        drafter.lend(state, self.cache)
+        return state
 
     def fits(self, length: int, spare: int) -> bool:
         return length <= self.length and spare <= self.spare
@@ -91,7 +96,7 @@ class StaticRounds:
         if self._weights != (now := self._weights_now()):
             self._graphs.clear()
             self._pool = self.drafting = None  # freed before more is asked for
-            self._weights, self.drafting = now, self.drafter.open(self.target, self.cache.batch_size, self.length, self.spare)
+            self._weights, self.drafting = now, self._open(self.drafter)
         self.drafter.reset(self.drafting)
 
     def _weights_now(self) -> list[tuple[int, int]]:

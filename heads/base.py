@@ -34,7 +34,12 @@ def most_frequent(token_counts: Tensor | None, size: int, name: str) -> Tensor:
     """The `size` tokens with the highest counts `[V]`, ascending, `[size]`: a pruned draft vocabulary. `name`: of the drafter, for the error."""
     if token_counts is None:
         raise BadInputError(f"{name}: a pruned draft vocabulary needs token counts of the training data.")
-    return token_counts.cpu().argsort(descending=True, stable=True)[:size].sort().values
+    return by_frequency(token_counts)[:size].sort().values
+
+
+def by_frequency(token_counts: Tensor) -> Tensor:
+    """All tokens by their counts `[V]`, the most frequent first; of equally frequent ones the lower id first, `[V]`."""
+    return token_counts.cpu().argsort(descending=True, stable=True)
 
 
 def joined(before: Tensor, counts: Counts, after: Tensor) -> Tensor:
@@ -62,11 +67,20 @@ class Branches:
 
     def grow(self, parents: Tensor) -> Nodes:
         """Add nodes below the nodes `parents` `[B, W]` (−1: the root); returns their places for the pass that reads them."""
-        rows, width = parents.shape
-        depths = self._depths.gather(1, parents + 1) + 1
-        inherited = self._sees.gather(1, (parents + 1)[:, :, None].expand(-1, -1, self._sees.shape[2]))
-        own = torch.eye(width, dtype=torch.bool, device=parents.device).expand(rows, -1, -1)
-        sees = torch.cat([inherited, own], 2)
+        own = torch.eye(parents.shape[1], dtype=torch.bool, device=parents.device)
+        return self._add(self._depths.gather(1, parents + 1) + 1, parents, own)
+
+    def grow_chain(self, after: Tensor, length: int) -> Nodes:
+        """Add a chain of `length` nodes, whose first stands below the node `after` `[B]` (−1: the root)."""
+        own = torch.ones(length, length, dtype=torch.bool, device=after.device).tril()
+        depths = self._depths.gather(1, after[:, None] + 1) + 1 + torch.arange(length, device=after.device)
+        return self._add(depths, after[:, None].expand(-1, length), own)
+
+    def _add(self, depths: Tensor, below: Tensor, own: Tensor) -> Nodes:
+        """Nodes at `depths` `[B, W]` that see what the nodes `below` `[B, W]` see, and each other as `own` `[W, W]` says."""
+        rows, width = depths.shape
+        inherited = self._sees.gather(1, (below + 1)[:, :, None].expand(-1, -1, self._sees.shape[2]))
+        sees = torch.cat([inherited, own.expand(rows, -1, -1)], 2)
         self._depths = torch.cat([self._depths, depths], 1)
         self._sees = torch.cat([nn.functional.pad(self._sees, (0, width)), sees], 1)
         return Nodes(depths, sees)
@@ -74,7 +88,12 @@ class Branches:
 
 @dataclass
 class DrafterConfig:
-    """Settings of a drafter; saved as config.json beside its weights."""
+    """Settings of a drafter; saved as config.json beside its weights.
+
+    `init_words`: what its setting `init` may be; a recipe's `init` that is none of them is the folder of a saved drafter.
+    """
+
+    init_words: ClassVar[tuple[str, ...]] = ()
 
     @classmethod
     def from_dict(cls, values: dict[str, Any], where: str = "drafter") -> DrafterConfig:
@@ -183,16 +202,22 @@ D = TypeVar("D", bound="Drafter")
 class Drafter(nn.Module):
     """Proposes tokens; the target verifies them.
 
-    Decoding, per batch: `open`, then `absorb` once for the prompts, then per round `propose` (or `begin` and `extend`) and `absorb`.
+    Decoding, per batch: `open` (and `lend`), then `absorb` once for the prompts, then per round `propose` (or `begin` and `extend`) and `absorb`.
     Training: `loss`, called by the trainer as `forward`.
 
     `deterministic`: its proposals are never samples, so `choose` gives the most probable tokens at any temperature.
+    `observes`: it wants to know what the target made of all that it proposed: see `observe`.
+    `writes_text`: it is a whole language model, which needs no target to write: see `writer`.
+    `trains_target`: its loss may train the hidden states that it reads, so that the target learns with it (train/joint.py).
     """
 
     name: ClassVar[str]
     config_class: ClassVar[type[DrafterConfig]] = DrafterConfig
     trainable: ClassVar[bool] = True
     deterministic: ClassVar[bool] = False
+    observes: ClassVar[bool] = False
+    writes_text: ClassVar[bool] = False
+    trains_target: ClassVar[bool] = False
 
     def __init__(self, config: DrafterConfig):
         super().__init__()
@@ -207,6 +232,10 @@ class Drafter(nn.Module):
     def max_depth(self) -> int | None:
         """The deepest it drafts; None for as deep as anyone asks. The decoder cuts deeper plans down to it."""
         return None
+
+    def max_nodes(self, depth: int) -> int:
+        """Most draft tokens of a proposal that it makes itself (`propose`), up to this depth."""
+        return depth
 
     # ------------------------------------------------------------ making
 
@@ -251,6 +280,10 @@ class Drafter(nn.Module):
 
     # ------------------------------------------------------------ training
 
+    def writer(self) -> Target:
+        """What it writes text with when it is alone, as a model that decodes plainly; only where `writes_text`. On-policy training learns from that text."""
+        raise NotImplementedError(f"{self.name} writes no text of its own")
+
     def loss(self, batch: TargetBatch) -> DrafterLoss:
         raise NotImplementedError(f"{self.name} has nothing to train")
 
@@ -270,6 +303,13 @@ class Drafter(nn.Module):
         """What `open` allocates for this; the decoder asks before anything is allocated."""
         return 0
 
+    def lend(self, state: Any, cache: RaggedCache) -> None:
+        """Use the target's own `cache` of the same rows, if that is of use; called once, behind `open`, where there is one.
+
+        Whoever lends keeps it: it holds all committed tokens before each `begin`. A drafter may read its entries, and write behind them, at most
+        the root and the nodes that it reads: the verification writes there again.
+        """
+
     def absorb(self, state: Any, tokens: Tensor, hidden: Tensor | None, counts: Counts, path: Tensor | None = None) -> None:
         """Take note of what the target has processed. After rounds without drafts this is called several times before the next `begin`.
         After rounds in which another drafter proposed, too: then with more than the root.
@@ -280,6 +320,13 @@ class Drafter(nn.Module):
             counts: per row, at least 1.
             path: after a tree, which of the nodes that `extend` has read the tokens behind the first are, `[B, Q − 1]`; −1 for one
                 that it has not read. None after a chain.
+        """
+        raise NotImplementedError
+
+    def observe(self, state: Any, following: Tensor) -> None:
+        """Take note of the target's most probable token behind the root and each token of the last proposal, kept or not, `[B, 1 + N]`.
+
+        Called before `absorb`, only where `observes`.
         """
         raise NotImplementedError
 
@@ -318,6 +365,35 @@ class Drafter(nn.Module):
             parents: `[B, W]`, indices of nodes that were read before, in the order of reading; −1 is the root. None: a chain, in
                 which this one node follows the last.
         """
+        raise NotImplementedError
+
+    # Two steps that let one drafter draft for another (heads/cascade.py).
+
+    @property
+    def reads_chains(self) -> bool:
+        """Whether it can read tokens that it has not chosen yet: not where what it reads next is its own output."""
+        return type(self).read_chain is not Drafter.read_chain
+
+    def read_chain(self, state: Any, tokens: Tensor, after: Tensor | None = None) -> Tensor:
+        """Read the chain `tokens` `[B, W]` in one pass; logits behind each of them, `[B, W, V']`. In place of `begin` and `extend`.
+
+        Args:
+            after: the node that each row's chain follows, in the order of reading, −1 for the root, `[B]`. None begins a round: the
+                first of `tokens` is the root, and the nodes count from the second.
+        """
+        raise NotImplementedError
+
+    def forget(self, state: Any) -> None:
+        """Nothing was read in this round: the next `absorb` brings all that is kept. With `read_chain`."""
+        raise NotImplementedError
+
+    @property
+    def continues(self) -> bool:
+        """Whether it can say how texts go on that the target has not seen: drafters without weights that propose chains."""
+        return type(self).continuations is not Drafter.continuations
+
+    def continuations(self, state: Any, tails: list[list[int]], depth: int) -> list[list[int]]:
+        """What it would propose if each row's text went on with its tail, root first: up to `depth` tokens each."""
         raise NotImplementedError
 
     # What rounds of fixed shapes need (decode/static.py): a drafter that is a model, and reads nothing back to the host, has them.

@@ -19,15 +19,17 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from ..target import BadInputError, Counts, Target
+from ..target import BadInputError, Counts, RaggedCache, Target
 from .base import CONFIG, Choose, Drafter, DrafterConfig, Proposal
 
 MODEL = "model"
+
+T = TypeVar("T", bound="TwoDrafters")
 
 
 @dataclass
@@ -44,44 +46,51 @@ class FusionConfig(DrafterConfig):
 
 
 @dataclass
-class _State:
-    """The states of both; `unread`: tokens `[1, Q]` and hidden states that the model has not absorbed. `alone`: it drafts nothing in this round."""
+class State:
+    """The states of both."""
 
     statistical: Any
     model: Any
+
+
+@dataclass
+class _State(State):
+    """`unread`: tokens `[1, Q]` and hidden states that the model has not absorbed. `alone`: it drafts nothing in this round."""
+
     alone: bool = False
     unread: list[tuple[Tensor, Tensor | None]] = field(default_factory=list)
 
 
-class Fusion(Drafter):
-    name = "fusion"
+class TwoDrafters(Drafter):
+    """A drafter without weights and a model: how both are made, saved, loaded and opened. What they propose together, a subclass says."""
+
     config_class = FusionConfig
     trainable = False
-    deterministic = True
     config: FusionConfig
 
-    def __init__(self, statistical: Drafter, model: Drafter):
+    def __init__(self, statistical: Drafter, model: Drafter, config: FusionConfig | None = None):
         if statistical.trainable or model.deterministic:
-            raise BadInputError(f"fusion: needs a drafter without weights and a model, got {statistical.name} and {model.name}.")
-        if getattr(statistical.config, "width", 1) > 1:
-            raise BadInputError(f"fusion: the model goes on behind a chain; give {statistical.name} a width of 1.")
-        super().__init__(FusionConfig({"type": statistical.name, **statistical.config.to_dict()}))
+            raise BadInputError(f"{self.name}: needs a drafter without weights and a model, got {statistical.name} and {model.name}.")
+        if not statistical.continues:
+            raise BadInputError(f"{self.name}: the model goes on behind a chain, {statistical.name} proposes trees; take ngram, or give suffix a width of 1.")
+        config = config or self.config_class()
+        super().__init__(replace(config, statistical={"type": statistical.name, **statistical.config.to_dict()}, model=MODEL))
         self.statistical, self.model = statistical, model
 
     @classmethod
-    def build(cls, config: DrafterConfig, target: Target, token_counts: Tensor | None = None) -> Fusion:
+    def build(cls: type[T], config: DrafterConfig, target: Target, token_counts: Tensor | None = None) -> T:
         from . import load_drafter
 
         assert isinstance(config, FusionConfig)
-        return cls(_statistical(config, target), load_drafter(Path(config.model).expanduser(), target))
+        return cls(_statistical(cls.name, config, target), load_drafter(Path(config.model).expanduser(), target), config)
 
     @classmethod
-    def from_folder(cls, folder: Path, values: dict[str, Any], target: Target | None) -> Fusion:
+    def from_folder(cls: type[T], folder: Path, values: dict[str, Any], target: Target | None) -> T:
         from . import restore_drafter
 
-        config = FusionConfig.from_dict(values, str(folder / CONFIG))
+        config = cls.config_class.from_dict(values, str(folder / CONFIG))
         assert isinstance(config, FusionConfig)
-        return cls(_statistical(config, target), restore_drafter(folder / MODEL, target))
+        return cls(_statistical(cls.name, config, target), restore_drafter(folder / MODEL, target), config)
 
     def save(self, path: str | Path) -> None:
         """Write config.json, and the model into the folder `model` beside it."""
@@ -101,13 +110,36 @@ class Fusion(Drafter):
     def max_depth(self) -> int | None:
         return self.model.max_depth
 
-    # ------------------------------------------------------------ decoding
+    def open(self, target: Target, batch_size: int, max_length: int, spare: int = 0) -> Any:
+        return State(self.statistical.open(target, batch_size, max_length), self.model.open(target, batch_size, max_length))
 
-    def open(self, target: Target, batch_size: int, max_length: int, spare: int = 0) -> _State:
-        return _State(self.statistical.open(target, batch_size, max_length), self.model.open(target, batch_size, max_length))
+    def lend(self, state: Any, cache: RaggedCache) -> None:
+        self.model.lend(state.model, cache)
 
     def state_bytes(self, target: Target, batch_size: int, max_length: int, spare: int = 0) -> int:
         return self.model.state_bytes(target, batch_size, max_length)
+
+    def select(self, state: Any, rows: list[int]) -> None:
+        self.statistical.select(state.statistical, rows)
+        self.model.select(state.model, rows)
+
+
+def _statistical(name: str, config: FusionConfig, target: Target | None) -> Drafter:
+    """The drafter without weights of the drafter `name`."""
+    from . import drafter_config
+
+    head, settings = drafter_config(config.statistical, f"{name}.statistical")
+    if head.trainable or issubclass(head, TwoDrafters):
+        raise BadInputError(f"{name}.statistical: {head.name!r} is no drafter without weights; take one such as suffix or ngram.")
+    return head.build(settings, target)  # type: ignore[arg-type]
+
+
+class Fusion(TwoDrafters):
+    name = "fusion"
+    deterministic = True
+
+    def open(self, target: Target, batch_size: int, max_length: int, spare: int = 0) -> _State:
+        return _State(**vars(super().open(target, batch_size, max_length)))
 
     def absorb(self, state: _State, tokens: Tensor, hidden: Tensor | None, counts: Counts, path: Tensor | None = None) -> None:
         self.statistical.absorb(state.statistical, tokens, hidden, counts)
@@ -137,19 +169,6 @@ class Fusion(Drafter):
         known = [h for h in hidden if h is not None]
         self.model.absorb(state.model, both, torch.cat(known, 1) if known else None, Counts.of([both.shape[1]], both.device))
         state.unread = []
-
-    def select(self, state: _State, rows: list[int]) -> None:
-        self.statistical.select(state.statistical, rows)
-        self.model.select(state.model, rows)
-
-
-def _statistical(config: FusionConfig, target: Target | None) -> Drafter:
-    from . import drafter_config
-
-    head, settings = drafter_config(config.statistical, "fusion.statistical")
-    if head.trainable or head is Fusion:
-        raise BadInputError(f"fusion.statistical: {head.name!r} is no drafter without weights; take one such as suffix or ngram.")
-    return head.build(settings, target)  # type: ignore[arg-type]
 
 
 def _with(found: Proposal, choose: Choose) -> Choose:

@@ -64,27 +64,29 @@ class Ngram(Drafter):
                 row.tokens.append(token)
 
     def propose(self, state: list[_Row], root: Tensor, depth: int, choose: Choose, ended: Callable[[], bool] | None = None) -> Proposal:
-        found = [self._lookup(row, last, depth) for row, last in zip(state, root.tolist(), strict=True)]
+        found = self.continuations(state, [[last] for last in root.tolist()], depth)
         width = max(map(len, found))
         tokens = torch.tensor([f + [0] * (width - len(f)) for f in found], dtype=torch.long, device=root.device).reshape(len(found), width)
         lengths = torch.tensor([len(f) for f in found], device=root.device)
         return Proposal.chain(tokens, lengths, deterministic=True)
 
-    def _lookup(self, row: _Row, root: int, depth: int) -> list[int]:
-        known = [*row.tokens[-self.config.max_match :], root]
+    def continuations(self, state: list[_Row], tails: list[list[int]], depth: int) -> list[list[int]]:
+        return [self._lookup(row, tail, depth) for row, tail in zip(state, tails, strict=True)]
+
+    def _lookup(self, row: _Row, tail: list[int], depth: int) -> list[int]:
+        known = [*row.tokens[-self.config.max_match :], *tail]
         for n in range(self.config.max_match, self.config.min_match - 1, -1):
             end = row.ends.get(tuple(known[-n:])) if len(known) >= n else None
             if end is not None:
-                return self._copy(row.tokens, root, end, depth)
+                return self._copy([*row.tokens, *tail], end, depth)
         return []
 
     @staticmethod
-    def _copy(tokens: list[int], root: int, end: int, depth: int) -> list[int]:
+    def _copy(text: list[int], end: int, depth: int) -> list[int]:
         """`depth` tokens from position `end` on; a copy that reaches the end goes on with what it has written itself."""
-        text = [*tokens, root]
         for i in range(depth):
             text.append(text[end + i])
-        return text[len(tokens) + 1 :]
+        return text[len(text) - depth :]
 
     def select(self, state: list[_Row], rows: list[int]) -> None:
         state[:] = [state[r] for r in rows]

@@ -327,7 +327,7 @@ class Suffix(Drafter):
                     row.history.append(row.answer, token)
 
     def propose(self, state: list[_Row], root: Tensor, depth: int, choose: Choose, ended: Callable[[], bool] | None = None) -> Proposal:
-        found = [self._draft(row, last, depth) for row, last in zip(state, root.tolist(), strict=True)]
+        found = [self._draft(row, [last], depth) for row, last in zip(state, root.tolist(), strict=True)]
         width = max(len(f.tokens) for f in found)
 
         def stacked(lists: list[list[int]], fill: int) -> Tensor:
@@ -341,9 +341,17 @@ class Suffix(Drafter):
         deepest = max(len(_path(f, node)) for f in found for node in range(len(f.tokens)))
         return Proposal(tokens, proposal.real, deepest, parents, torch.full_like(parents, -1), deterministic=True)
 
-    def _draft(self, row: _Row, root: int, most: int) -> Draft:
-        """The row's own proposal, or the history's where that has the better score."""
-        tail = [*row.text.tokens[-self.config.max_match :], root]
+    def continuations(self, state: list[_Row], tails: list[list[int]], depth: int) -> list[list[int]]:
+        return [self._draft(row, tail, depth).tokens for row, tail in zip(state, tails, strict=True)]
+
+    @property
+    def continues(self) -> bool:
+        """Not with trees."""
+        return self.config.width == 1
+
+    def _draft(self, row: _Row, behind: list[int], most: int) -> Draft:
+        """The row's own proposal for its text and the tokens `behind` it, or the history's where that has the better score."""
+        tail = [*row.text.tokens[-self.config.max_match :], *behind]
         own = row.tree.draft(tail, most)
         if not self.config.max_tokens:
             return own

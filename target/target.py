@@ -5,6 +5,7 @@ Shapes: B rows, Q new tokens per row, T tokens of a whole sequence, H hidden siz
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
@@ -16,12 +17,14 @@ import torch
 from torch import Tensor, nn
 
 from . import attention as attention_module
+from . import sharding as sharding_module
 from .cache import Nodes, RaggedCache, Shape
 from .errors import BadInputError, IncompatibleError
 from .footprint import Footprint, measure
 from .recurrent import KINDS as RECURRENT_KINDS
 from .recurrent import MODELS as RECURRENT_MODELS
 from .recurrent import RecurrentCache
+from .sketch import sketch_causal_lm, sketching
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -55,6 +58,7 @@ class Target:
         model: the unmodified `transformers` model.
         tokenizer: its tokenizer, or None.
         source: what it was loaded from, for people: `{"path", "revision", "adapter"}`.
+        sharded: whether each process holds a part of its layers only, see `target.sharding`.
     """
 
     def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None, source: dict[str, Any] | None = None):
@@ -68,6 +72,9 @@ class Target:
         self._compiled: Any = None
         self._seen: dict[int, Tensor] = {}
         self._hooked: set[int] = set()
+        self._final_norm: nn.Module | None = None
+        self.sharded = False
+        self._fingerprint: Fingerprint | None = None  # of a sharded one, whose weights are elsewhere
 
     # ------------------------------------------------------------ loading
 
@@ -81,15 +88,19 @@ class Target:
         device: str | torch.device | None = None,
         trust_remote_code: bool = False,
         attention: str | None = None,
+        sharding: str = "none",
     ) -> Target:
         """Load a target from a folder, the Hub, or `"embedded"` (the model that ships with Outrider).
 
         An adapter is merged into the weights, as it would be served. Weights must be safetensors. `attention` is one of the library's
-        implementations, or "outrider" (see `target.attention`).
+        implementations, or "outrider" (see `target.attention`). `sharding` "fsdp2" splits its layers over the processes, if there are several
+        (see `target.sharding`): they load it one after the other, each into main memory first.
 
         Raises:
             BadInputError: the folder is missing, has no config, or holds only pickled weights.
         """
+        if sharding != "none" and sharding_module.processes() > 1:
+            return cls._load_sharded(torch.device(device or best_device()), path, revision, adapter, dtype, "cpu", trust_remote_code, attention)
         from transformers import AutoTokenizer
 
         if attention == attention_module.NAME:
@@ -104,6 +115,16 @@ class Target:
             model = _merge_adapter(model, adapter)
         model.to(device or best_device()).eval().requires_grad_(False)
         return cls(model, tokenizer, {"path": str(path), "revision": revision, "adapter": adapter and str(adapter)})
+
+    @classmethod
+    def _load_sharded(cls, device: torch.device, *whole: Any) -> Target:
+        mesh = sharding_module.all_processes(device)
+        with sharding_module.in_turn():
+            target = cls.load(*whole)
+            found = target.fingerprint() if torch.distributed.get_rank() == 0 else None
+            sharding_module.split(target.model, decoder_layers(target.body, target.num_layers), device, mesh)
+        target.sharded, target._fingerprint = True, sharding_module.share(found)
+        return target
 
     # ------------------------------------------------------------ facts
 
@@ -182,7 +203,7 @@ class Target:
         """Digests of weights, config, tokenizer and chat template: the target's identity by content."""
         from .fingerprint import fingerprint
 
-        return fingerprint(self)
+        return self._fingerprint or fingerprint(self)
 
     # ------------------------------------------------------------ passes
 
@@ -223,7 +244,7 @@ class Target:
             cache = self._new_cache(1, 1)
             token = torch.zeros(1, 1, dtype=torch.long, device=self.device)
             with torch.no_grad():
-                self.body(input_ids=token, **self._cache_arguments(token, cache, 0, None))
+                self.body(**self._read(token), **self._cache_arguments(token, cache, 0, None))
             self._seen.clear()
             sizes = [shape.bytes_per_row for shape in cache.shapes if shape is not None]
             if not sizes:
@@ -256,6 +277,7 @@ class Target:
         logits: bool = True,
         offset: int = 0,
         nodes: Nodes | None = None,
+        embeds: Tensor | None = None,  # [B, Q, H]
     ) -> TargetOutput:
         """One pass over `tokens`, `[B, Q]`.
 
@@ -267,6 +289,7 @@ class Target:
             at: indices into Q at which logits are wanted, `[B, A]`; None for all Q.
             logits: False skips the output embedding.
             nodes: the tokens' places in a tree; None for a chain.
+            embeds: read instead of the tokens' embeddings.
         """
         asked = None
         if isinstance(cache, RecurrentCache):
@@ -275,7 +298,7 @@ class Target:
         self._hook(taps)
         fixed = cache is not None and cache.window is not None
         body = self._compiled if fixed and self._compiled is not None else self.body
-        last = body(input_ids=tokens, **extra).last_hidden_state
+        last = body(**self._read(tokens, embeds), **extra).last_hidden_state
         hidden = self._collect(taps, last)
         if asked is not None:
             last = last.gather(1, asked[:, :, None].expand(-1, -1, last.shape[-1]))
@@ -284,6 +307,58 @@ class Target:
             return TargetOutput(None, hidden, last)
         chosen = last if at is None else last.gather(1, at[:, :, None].expand(-1, -1, last.shape[-1]))
         return TargetOutput(self.lm_head(chosen), hidden, last)
+
+    def shallow(self, num_layers: int) -> Target:
+        """The same model without the layers behind its first `num_layers`: it shares all modules, and nothing of this one changes.
+
+        Its passes may be given this target's caches: they read and write the entries of the layers that they run.
+
+        Raises:
+            IncompatibleError: the model's `forward` was replaced by one that would run all layers.
+        """
+        layers = decoder_layers(self.body, self.num_layers)
+        config = copy.copy(self.config)
+        config.num_hidden_layers = num_layers
+        if kinds := getattr(config, "layer_types", None):
+            config.layer_types = list(kinds[:num_layers])
+        found = copy.copy(self)
+        found.body = _with_part(self.body, _path(self.body, layers), layers[:num_layers])
+        found._config = self.model.config, config
+        found._shapes, found._footprints, found._seen, found._hooked, found._compiled = {}, {}, {}, set(), None
+        return found
+
+    def final_norm(self, hidden: Tensor) -> Tensor:
+        """The model's norm behind its last layer, of hidden states `[..., H]` of any layer.
+
+        Raises:
+            IncompatibleError: something else than one module stands there.
+        """
+        if self._final_norm is None:
+            self._final_norm = self._find_final_norm()
+        return self._final_norm(hidden)
+
+    @torch.no_grad()
+    def _find_final_norm(self) -> nn.Module:
+        """Models name it differently: it is the neighbour of the layers that makes the last hidden state of what they gave."""
+        layers = decoder_layers(self.body, self.num_layers)
+        *above, _ = _path(self.body, layers)
+        neighbours = self.body.get_submodule(".".join(above)).children()
+        called: list[nn.Module] = []
+        given: list[Any] = []
+        handles = [part.register_forward_hook(lambda part, *_: called.append(part)) for part in neighbours if part is not layers]
+        handles.append(layers[-1].register_forward_hook(lambda *call: given.append(call[-1])))
+        last = self.body(input_ids=torch.zeros(1, 1, dtype=torch.long, device=self.device), use_cache=False).last_hidden_state
+        for handle in handles:
+            handle.remove()
+        self._seen.clear()
+        raw = given[-1][0] if isinstance(given[-1], tuple) else given[-1]
+        if called and torch.equal(called[-1](raw).view_as(last), last):
+            return called[-1]
+        raise IncompatibleError(f"{type(self.model).__name__} has no single norm behind its last layer; take a drafter that needs none.")
+
+    def _read(self, tokens: Tensor, embeds: Tensor | None = None) -> dict[str, Tensor]:
+        """What the body is given to read."""
+        return {"input_ids": tokens} if embeds is None else {"inputs_embeds": embeds}
 
     def _with_unread(self, tokens: Tensor, cache: RecurrentCache, offset: int) -> tuple[Tensor, Tensor]:
         """The tokens that a pass has to read to give outputs of `tokens` `[B, Q]`, and where those are in it, `[B, Q]`."""
@@ -351,7 +426,7 @@ class Target:
     def _cache_arguments(self, tokens: Tensor, cache: RaggedCache | None, offset: int, nodes: Nodes | None) -> dict[str, Any]:
         if cache is None:
             return {"use_cache": False}
-        fresh = cache.longest == offset == 0 and nodes is None and cache.window is None
+        fresh = cache.longest == offset == cache.first == 0 and nodes is None and cache.window is None
         positions = cache.place(tokens.shape[1], offset, nodes)
         # An empty cache is plain causal attention: the library's own mask is right, and lets SDPA skip it.
         mask = None if fresh or self._sees_all(cache, tokens.shape[1], nodes) else self._masks(cache)
@@ -361,7 +436,7 @@ class Target:
         """Whether a pass needs no mask: one token of one row behind everything there is. The library then gives SDPA none, which is faster."""
         windowed = getattr(self.config, "sliding_window", None) or getattr(self.config, "layer_types", None)
         plain = getattr(self.config, "_attn_implementation", None) in ("sdpa", attention_module.NAME) and not windowed
-        return plain and cache.batch_size == num_new == 1 and nodes is None and cache.window is None
+        return plain and cache.batch_size == num_new == 1 and nodes is None and cache.window is None and not cache.first
 
     def _masks(self, cache: RaggedCache) -> Tensor | dict[str, Tensor | None]:
         """Float masks `[B, 1, Q, used]` (bool ones are silently wrong under eager attention)."""
@@ -422,10 +497,12 @@ def load_causal_lm(
 ) -> PreTrainedModel:
     """A causal LM from a folder or the Hub, safetensors only; a tensor that is missing is an error, never random.
 
-    `strict` also refuses tensors that the model has no place for.
+    `strict` also refuses tensors that the model has no place for. On the meta device it is a sketch (see `target.sketch`).
     """
     from transformers import AutoModelForCausalLM
 
+    if sketching():
+        return sketch_causal_lm(name, dtype, revision, trust_remote_code)
     _check_folder(name)
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
@@ -465,6 +542,22 @@ def decoder_layers(body: Any, count: int) -> nn.ModuleList:
         if isinstance(module, nn.ModuleList) and len(module) == count:
             return module
     raise IncompatibleError(f"{type(body).__name__} has no list of {count} layers; taps cannot be read from it.")
+
+
+def _path(body: nn.Module, part: nn.Module) -> list[str]:
+    """Names that lead from `body` to its `part`."""
+    return next(name for name, module in body.named_modules() if module is part).split(".")
+
+
+def _with_part(module: nn.Module, path: list[str], part: nn.Module) -> nn.Module:
+    """A copy of `module` that has `part` at `path` and shares everything else."""
+    if not path:
+        return part
+    if "forward" in vars(module):
+        raise IncompatibleError(f"the forward of {type(module).__name__} was replaced (by accelerate's hooks, for example): it cannot be run in part.")
+    copied = copy.copy(module)
+    copied._modules = module._modules | {path[0]: _with_part(getattr(module, path[0]), path[1:], part)}
+    return copied
 
 
 def _check_folder(name: str) -> None:

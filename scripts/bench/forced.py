@@ -80,6 +80,9 @@ class Forced(Drafter):
         self._tell(state)
         return state
 
+    def lend(self, state: _State, cache: RaggedCache) -> None:
+        self.inner.lend(state.inner, cache)
+
     def _tell(self, state: _State) -> None:
         rows, length = (min(pair) for pair in zip(self.script.shape, state.script.shape, strict=True))
         state.script[:rows, :length] = self.script[:rows, :length].to(state.script.device)

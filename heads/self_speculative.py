@@ -1,0 +1,268 @@
+"""The target's own first layers as its drafter, with a trained exit behind them (LayerSkip, arXiv 2404.16710).
+
+The first E layers read the entries that the target has in its cache, and write those of the drafts behind them. The verification writes
+the same entries once more, for all layers, so a refused draft leaves nothing behind and there is no second cache, nothing to catch up with.
+
+LayerSkip trains the target so that its early layers speak; here the target stays as it is, and what is trained stands behind the last layer
+that is drafted with: x + MLP(norm(x)) for the hidden state x after the target's own final norm, then the target's output embedding. A LoRA on
+the early layers would change the entries that the target reads, or need a cache of its own; so there is none.
+
+Reusing the drafts' hidden states in the verification, as LayerSkip does, saves only arithmetic: the weights of the early layers are read again
+for the last draft in any case.
+
+Shapes: B rows, T positions, P supervised positions, W nodes, H hidden size, V' draft vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..target import BadInputError, Counts, IncompatibleError, RaggedCache, Target
+from .base import Branches, Drafter, DrafterConfig, DrafterLoss, TargetBatch, most_frequent
+from .losses import LossName, acceptance_metrics, ahead, chunked_compare, divergence, own_precision
+
+
+@dataclass
+class SelfSpeculativeConfig(DrafterConfig):
+    """Settings of an early exit; zeros mean "as the target".
+
+    Attributes:
+        exit_layer: E, how many of the target's first layers draft; 0 for a sixth of them: more are right more often, but each draft costs more than that pays.
+        num_blocks: residual MLPs of the exit.
+        intermediate_size: of each of them; 0 for the hidden size.
+        share_lm_head: use the target's own output embedding, which is not trained, instead of a copy that is.
+        draft_vocab_size: the most frequent training tokens kept as outputs; 0 for all.
+        loss: see `losses.divergence`.
+        depths: depths up to which the simulated tau multiplies alphas (metrics only).
+        target_layers: of the target. With as many for E the drafter is the target itself.
+    """
+
+    exit_layer: int = 0
+    num_blocks: int = 1
+    intermediate_size: int = 0
+    share_lm_head: bool = True
+    draft_vocab_size: int = 0
+    loss: LossName = "soft_ce"
+    depths: int = 4
+    hidden_size: int = 0
+    vocab_size: int = 0
+    target_layers: int = 0
+
+    def __post_init__(self) -> None:
+        divergence(self.loss)
+        if self.num_blocks < 0:
+            raise BadInputError(f"drafter: num_blocks must be 0 or more, got {self.num_blocks}.")
+
+    def completed(self, target: Target) -> SelfSpeculativeConfig:
+        """This config with every open size taken from `target`."""
+        sizes = {
+            "exit_layer": self.exit_layer or max(1, target.num_layers // 6),
+            "intermediate_size": self.intermediate_size or target.hidden_size,
+            "draft_vocab_size": self.draft_vocab_size or target.vocab_size,
+            "hidden_size": self.hidden_size or target.hidden_size,
+            "vocab_size": self.vocab_size or target.vocab_size,
+            "target_layers": self.target_layers or target.num_layers,
+        }
+        return type(self)(**(self.to_dict() | sizes))
+
+
+class Block(nn.Module):
+    """x + W_down (SiLU(W_gate n) · W_up n) with n = norm(x). W_down starts at zero: a new block changes nothing."""
+
+    def __init__(self, size: int, intermediate_size: int):
+        super().__init__()
+        self.norm = nn.RMSNorm(size, eps=1e-6)
+        self.gate_up = nn.Linear(size, 2 * intermediate_size, bias=False)
+        self.down = nn.Linear(intermediate_size, size, bias=False)
+        nn.init.zeros_(self.down.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`[..., H]` to `[..., H]`."""
+        gate, up = self.gate_up(self.norm(x)).chunk(2, -1)
+        return x + self.down(nn.functional.silu(gate) * up)
+
+
+@dataclass
+class State:
+    """`lent`: whether the cache is the target's, which others keep; else the drafter has one of its own, made for `size` (rows, entries).
+
+    `written`: uncommitted entries: the root and the drafts that were read.
+    """
+
+    target: Target
+    early: Target
+    size: tuple[int, int]
+    cache: RaggedCache | None = None
+    lent: bool = False
+    written: int = 0
+    branches: Branches | None = None
+
+
+class SelfSpeculative(Drafter):
+    """The target's first layers and an exit."""
+
+    name = "self_speculative"
+    config_class = SelfSpeculativeConfig
+    config: SelfSpeculativeConfig
+    token_ids: Tensor  # [V']
+
+    def __init__(self, config: SelfSpeculativeConfig):
+        super().__init__(config)
+        self.blocks = nn.ModuleList(Block(config.hidden_size, config.intermediate_size) for _ in range(config.num_blocks))
+        self.lm_head = None if config.share_lm_head else nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
+        # Target id of each draft token, ascending.
+        self.register_buffer("token_ids", torch.arange(config.draft_vocab_size))
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        return (self.config.exit_layer,)
+
+    @property
+    def output_ids(self) -> Tensor | None:
+        return None if self.config.draft_vocab_size == self.config.vocab_size else self.token_ids
+
+    # ------------------------------------------------------------ making
+
+    @classmethod
+    def build(cls, config: DrafterConfig, target: Target, token_counts: Tensor | None = None) -> SelfSpeculative:
+        assert isinstance(config, SelfSpeculativeConfig)
+        config = config.completed(target)
+        for name, given, theirs in _sizes(config, target):
+            if given != theirs:
+                raise BadInputError(f"self_speculative: {name} {given} differs from the target's {theirs}; leave it out.")
+        if not 1 <= config.exit_layer <= target.num_layers:
+            raise BadInputError(f"self_speculative: exit_layer must be between 1 and the target's {target.num_layers} layers, got {config.exit_layer}.")
+        if config.draft_vocab_size > target.vocab_size:
+            raise BadInputError(f"self_speculative: draft_vocab_size {config.draft_vocab_size} exceeds the target's vocabulary of {target.vocab_size}.")
+        drafter = cls(config)
+        drafter.check(target)
+        if config.draft_vocab_size < config.vocab_size:
+            drafter.token_ids.copy_(most_frequent(token_counts, config.draft_vocab_size, cls.name))
+        drafter._copy_output(target)
+        return drafter
+
+    @torch.no_grad()
+    def _copy_output(self, target: Target) -> None:
+        if self.lm_head is None:
+            return
+        output = target.model.get_output_embeddings()
+        if output.bias is not None:
+            raise IncompatibleError("self_speculative: this target's output embedding has a bias, which a copy of it lacks; set share_lm_head.")
+        self.lm_head.weight.copy_(output.weight[self.token_ids.to(output.weight.device)])
+
+    def check(self, target: Target) -> None:
+        for name, own, theirs in _sizes(self.config, target):
+            if own != theirs:
+                raise IncompatibleError(f"this self_speculative drafter was made for a {name} of {own}, the target's is {theirs}.")
+        super().check(target)
+        if not target.rewinds:
+            raise IncompatibleError(
+                f"{type(target.model).__name__} has recurrent layers, whose states cannot take drafts back, so its first layers cannot draft in its cache; "
+                "take another drafter, such as draft_model or ngram."
+            )
+
+    # ------------------------------------------------------------ the exit
+
+    def exit(self, hidden: Tensor) -> Tensor:
+        """What the output embedding reads, `[..., H]`, from early hidden states `[..., H]` after the target's final norm."""
+        x = hidden.to(self.dtype) if self.dtype is not None else hidden
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+    def output(self, hidden: Tensor, target: Target) -> Tensor:
+        """Draft logits `[..., V']` from what `exit` gave, with the target's own scaling."""
+        return target.lm_head(hidden, self.output_ids) if self.lm_head is None else target.scale(self.lm_head(hidden))
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """Of its weights, if there are any."""
+        return next((weight.dtype for weight in self.parameters()), None)
+
+    # ------------------------------------------------------------ training
+
+    def loss(self, batch: TargetBatch) -> DrafterLoss:
+        """The divergence at every position that predicts a supervised token. The drafter reads true tokens, and true entries, when it decodes, too."""
+        wanted = batch.supervised[:, 1:]
+        count = wanted.sum()
+        result = chunked_compare(
+            batch.last[:, :-1][wanted], self.exit(self._early(batch)[:, :-1][wanted]), batch.target.lm_head, lambda x: self.output(x, batch.target),
+            divergence(self.config.loss), self.output_ids, parameters=[] if self.lm_head is None else [self.lm_head.weight],
+            following=batch.tokens[:, 1:][wanted],
+        )  # fmt: skip
+        alpha = torch.zeros(wanted.shape, device=wanted.device).masked_scatter(wanted, result.alpha)
+        depths = range(self.config.depths)
+        metrics = {"loss_d1": (result.loss.sum(), count), "top1_d1": (result.top1.sum(), count)}
+        metrics |= acceptance_metrics([ahead(alpha, d) for d in depths], [ahead(wanted, d) for d in depths])
+        return DrafterLoss(result.total, count, metrics)
+
+    @torch.no_grad()
+    def _early(self, batch: TargetBatch) -> Tensor:
+        """What layer E gave, after the target's final norm, `[B, T, H]`. The last tap stands behind that norm already."""
+        assert batch.hidden is not None
+        hidden, target = batch.hidden[:, :, 0], batch.target
+        if self.config.exit_layer == target.num_layers:
+            return hidden
+        with own_precision(hidden.device):
+            return target.final_norm(hidden.to(target.dtype))
+
+    # ------------------------------------------------------------ decoding
+
+    def open(self, target: Target, batch_size: int, max_length: int, spare: int = 0) -> State:
+        return State(target, target.shallow(self.config.exit_layer), (batch_size, max_length + spare))
+
+    def lend(self, state: State, cache: RaggedCache) -> None:
+        state.cache, state.lent = cache, True
+
+    def absorb(self, state: State, tokens: Tensor, hidden: Tensor | None, counts: Counts, path: Tensor | None = None) -> None:
+        state.written, state.branches = 0, None
+        if state.lent:
+            return
+        state.cache = state.cache or state.early.new_cache(*state.size)
+        state.early.forward(tokens, state.cache, logits=False)
+        state.cache.advance(counts)
+
+    def begin(self, state: State, root: Tensor) -> Tensor:
+        state.written, state.branches = 0, None
+        return self.extend(state, root[:, None])[:, 0]
+
+    def extend(self, state: State, tokens: Tensor, parents: Tensor | None = None) -> Tensor:
+        assert state.cache is not None
+        nodes = None
+        if parents is not None:
+            state.branches = state.branches or Branches(len(tokens), 1, tokens.device)
+            nodes = state.branches.grow(parents)
+        early = state.early.forward(tokens, state.cache, logits=False, offset=state.written, nodes=nodes).last
+        state.written += tokens.shape[1]
+        return self.output(self.exit(early), state.target)
+
+    def caches(self, state: State) -> list[RaggedCache]:
+        return [] if state.lent or state.cache is None else [state.cache]
+
+    def carried(self, state: State) -> list[Tensor]:
+        """Nothing: all is in the cache."""
+        return []
+
+    def carry(self, state: State, tensors: list[Tensor]) -> None:
+        pass
+
+    def reset(self, state: State) -> None:
+        super().reset(state)
+        state.written, state.branches = 0, None
+
+    def select(self, state: State, rows: list[int]) -> None:
+        for cache in self.caches(state):
+            cache.select(rows)
+
+
+def _sizes(config: SelfSpeculativeConfig, target: Target) -> list[tuple[str, Any, Any]]:
+    """What must be the target's: name, this drafter's, the target's."""
+    return [
+        ("hidden size", config.hidden_size, target.hidden_size),
+        ("vocabulary", config.vocab_size, target.vocab_size),
+        ("number of layers", config.target_layers, target.num_layers),
+    ]

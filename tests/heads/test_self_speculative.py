@@ -1,0 +1,435 @@
+"""Self-speculative drafting: what it drafts is the target's own early exit, and the cache it drafts in is the target's and stays right."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from outrider.decode import Control, Costs, Decoder, Plan, Sampling, Tree, memory
+from outrider.decode.engine import Run
+from outrider.decode.memory import Load, budget
+from outrider.heads import Fusion, Ngram, SelfSpeculative, SelfSpeculativeConfig, TargetBatch
+from outrider.heads.losses import divergence
+from outrider.target import BadInputError, Counts, IncompatibleError, PeakBytes, RaggedCache, Target
+
+VOCAB, NEW = 64, 14
+PROMPTS = [torch.randint(0, VOCAB, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (5, 1, 9, 13, 2)]
+PLANS = {
+    "chain": Plan(3),
+    "one draft": Plan(1),
+    "confidence": Plan(4, confidence=0.3),
+    "static tree": Plan(tree=Tree((-1, -1, 0, 0, 1, 2, 2, 5))),
+    "dynamic tree": Plan(4, width=3, nodes=9),
+    "control": Plan(3, control=Control(Costs(verify=((0, 1.0), (8, 1.1)), draft=(0.0, 0.4)), (0.5, 0.5, 0.5))),
+}
+COMMON: dict[str, Any] = {
+    "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "max_position_embeddings": 128, "initializer_range": 0.2, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
+}  # fmt: skip
+GEMMA = {"head_dim": 8, "query_pre_attn_scalar": 8, "tie_word_embeddings": False, "sliding_window": 3}
+SEEING = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28, "patch_size": 14}
+# Where the library's bodies differ: in what they hold the layers, how they call the norm behind them, and in their masks.
+ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen3": {"head_dim": 8},
+    "mistral": {"sliding_window": 3},
+    "gemma2": {**GEMMA, "final_logit_softcapping": 3.0},
+    "gemma3": {
+        "text_config": {**COMMON, **GEMMA, "layer_types": ["sliding_attention", "full_attention"] * 2}, "vision_config": SEEING,
+        "mm_tokens_per_image": 4, "tie_word_embeddings": False,
+    },
+    "gpt2": {},
+    "gpt_neox": {},
+}  # fmt: skip
+
+
+def make(name: str) -> PreTrainedModel:
+    changes = ARCHITECTURES[name]
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(name, **(changes if "text_config" in changes else COMMON | changes))
+    return AutoModelForCausalLM.from_config(config, attn_implementation="eager" if name == "gemma2" else None).eval().requires_grad_(False)
+
+
+def build(target: Target, new: bool = False, **changes: Any) -> SelfSpeculative:
+    """With random weights, unless it shall be as new."""
+    torch.manual_seed(7)
+    drafter = SelfSpeculative.build(SelfSpeculativeConfig(**changes), target, torch.randint(0, 1000, (VOCAB,))).eval()
+    if not new:
+        for weight in drafter.parameters():
+            torch.nn.init.normal_(weight, std=0.1)
+    return drafter.requires_grad_(False)
+
+
+def reference(model: PreTrainedModel) -> list[list[int]]:
+    texts = []
+    for prompt in PROMPTS:
+        tokens = torch.tensor([prompt])
+        out = model.generate(tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=NEW, do_sample=False)
+        texts.append(out[0, len(prompt) :].tolist())
+    return texts
+
+
+@pytest.fixture
+def target(tiny_llama) -> Target:
+    return Target(tiny_llama(layers=4))
+
+
+def sequences(rows: int = 3, length: int = 12) -> Tensor:
+    return torch.randint(0, VOCAB, (rows, length), generator=torch.Generator().manual_seed(1))
+
+
+def batch(target: Target, drafter: SelfSpeculative, tokens: Tensor) -> TargetBatch:
+    out = target.forward(tokens, taps=drafter.taps)
+    return TargetBatch(target, tokens, torch.ones_like(tokens, dtype=torch.bool), out.hidden, out.last)
+
+
+# ------------------------------------------------------------ part of a model
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_the_first_layers_are_a_model_of_their_own_and_the_target_stays_as_it_is(architecture):
+    """They give what the whole model's layer gave, normed; nothing is copied, and the model still runs all layers."""
+    model = make(architecture)
+    target, tokens = Target(model), sequences()
+    before, held = model(tokens).logits, {id(p) for p in model.parameters()}
+    for count in range(1, 5):
+        early, out = target.shallow(count), target.forward(tokens, taps=(count,))
+        assert early.num_layers == count
+        assert {id(p) for p in early.body.parameters()} <= held
+        normed = out.hidden[:, :, 0] if count == 4 else target.final_norm(out.hidden[:, :, 0])
+        assert torch.equal(early.forward(tokens, logits=False).last, normed)
+    assert torch.equal(model(tokens).logits, before)
+    assert model.config.get_text_config().num_hidden_layers == target.num_layers == 4
+
+
+def test_a_body_whose_forward_was_replaced_is_refused(target):
+    """The replacement would run all layers, whatever the copy holds."""
+    target.body.forward = target.body.forward
+    with pytest.raises(IncompatibleError, match="forward of LlamaModel was replaced"):
+        Decoder(target, build(target)).generate(PROMPTS, 4)
+
+
+def test_a_target_without_a_norm_behind_its_layers_is_refused(target):
+    target.body.norm.register_forward_hook(lambda module, args, output: output + args[0])
+    target.body.register_forward_hook(lambda module, args, output: setattr(output, "last_hidden_state", 2 * output.last_hidden_state))
+    drafter = build(target, exit_layer=2)
+    with pytest.raises(IncompatibleError, match="LlamaForCausalLM has no single norm behind its last layer"):
+        drafter.loss(batch(target, drafter, sequences()))
+
+
+# ------------------------------------------------------------ drafts
+
+
+@pytest.mark.parametrize("changes", [{}, {"share_lm_head": False}, {"draft_vocab_size": 20}, {"draft_vocab_size": 20, "share_lm_head": False}], ids=str)
+def test_a_new_exit_gives_the_targets_own_early_logits(target, changes):
+    """`lm_head(norm(h_E))`: to the bit where the output embedding is the target's."""
+    drafter, tokens = build(target, new=True, exit_layer=2, **changes), sequences()
+    expected = target.lm_head(target.final_norm(target.forward(tokens, taps=(2,)).hidden[:, :, 0]), drafter.output_ids)
+    found = drafter.output(drafter.exit(drafter._early(batch(target, drafter, tokens))), target)
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("changes", [{"logit_scale": 0.25}, {"logits_scaling": 3.0}, {"final_logit_softcapping": 2.0}], ids=str)
+def test_a_copied_output_embedding_has_the_targets_own_scaling(target, changes):
+    for name, value in changes.items():
+        setattr(target.model.config, name, value)
+    shared, own = (build(target, new=True, share_lm_head=s) for s in (True, False))
+    hidden = torch.randn(3, 32)
+    assert torch.equal(own.output(hidden, target), shared.output(hidden, target))
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@torch.inference_mode()
+def test_training_logits_are_the_decoders(architecture):
+    """With random weights, E = 1 … 4: what the loss sees at a place is what a chain with true drafts gives there."""
+    target, tokens = Target(make(architecture)), sequences()
+    for count in range(1, 5):
+        drafter = build(target, exit_layer=count, share_lm_head=False, num_blocks=2)
+        trained = drafter.output(drafter.exit(drafter._early(batch(target, drafter, tokens))), target)
+        cache = target.new_cache(3, 20)
+        target.forward(tokens[:, :6], cache)
+        cache.advance(Counts.of([6] * 3, "cpu"))
+        state = drafter.open(target, 3, 20)
+        drafter.lend(state, cache)
+        found = [drafter.begin(state, tokens[:, 6])] + [drafter.extend(state, tokens[:, [i]])[:, 0] for i in range(7, 12)]
+        torch.testing.assert_close(torch.stack(found, 1), trained[:, 6:], rtol=1e-4, atol=1e-4)
+
+
+def test_without_a_lent_cache_it_keeps_one_of_its_own_and_drafts_the_same(target):
+    drafter, tokens, roots = build(target), sequences(), torch.tensor([5, 6, 7])
+    counts = Counts.of([12, 7, 1], "cpu")
+    cache = target.new_cache(3, 20)
+    target.forward(tokens, cache)
+    cache.advance(counts)
+    lent, alone = drafter.open(target, 3, 20), drafter.open(target, 3, 20)
+    drafter.lend(lent, cache)
+    for state in (lent, alone):
+        drafter.absorb(state, tokens, None, counts)
+    drafts = torch.tensor([[1, 2], [3, 4], [5, 6]])
+    for read in (lambda s: drafter.begin(s, roots), lambda s: drafter.extend(s, drafts, torch.tensor([[-1, -1]] * 3))):
+        torch.testing.assert_close(read(lent), read(alone), rtol=1e-4, atol=1e-4)
+    assert (drafter.caches(lent), len(drafter.caches(alone))) == ([], 1)
+
+
+# ------------------------------------------------------------ loss
+
+
+@pytest.mark.parametrize("pruned", [0, 20])
+def test_the_loss_is_the_divergence_at_supervised_tokens(target, pruned):
+    drafter, tokens = build(target, exit_layer=2, loss="forward_kl", draft_vocab_size=pruned), sequences(2, 8)
+    whole = batch(target, drafter, tokens)
+    whole.supervised[0, :3] = whole.supervised[1, :5] = False
+    result = drafter.loss(whole)
+    kept = slice(None) if not pruned else drafter.token_ids
+    p, q = target.model(tokens).logits[..., kept], drafter.output(drafter.exit(target.final_norm(whole.hidden[:, :, 0])), target)
+    places = [(r, t) for r in range(2) for t in range(1, 8) if whole.supervised[r, t]]
+    rule = divergence("forward_kl").parts[0][1]
+    expected = sum(rule(p[r, t - 1].log_softmax(-1), q[r, t - 1].log_softmax(-1)).item() for r, t in places)
+    assert result.total.item() == pytest.approx(expected, rel=1e-4)
+    assert result.count.item() == len(places) == 8
+    if not pruned:
+        alphas = sum(torch.minimum(p[r, t - 1].softmax(-1), q[r, t - 1].softmax(-1)).sum().item() for r, t in places)
+        assert result.metrics["alpha_d1"][0].item() == pytest.approx(alphas, rel=1e-4)
+
+
+def test_nothing_of_the_target_is_trained_and_all_of_the_exit_is(target):
+    drafter = build(target, exit_layer=2, share_lm_head=False).requires_grad_(True).train()
+    target.model.requires_grad_(True)
+    drafter.loss(batch(target, drafter, sequences())).mean.backward()
+    assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in drafter.parameters())
+    assert all(p.grad is None for name, p in target.model.named_parameters() if name.startswith("model.layers"))
+
+
+# ------------------------------------------------------------ the whole target
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("rule", ["rejection", "coupled", "block"])
+def test_all_layers_of_the_target_have_tau_k_plus_1(temperature, rule):
+    """E = N: p = q, so every draft is accepted, in chains of any depth, alone and ragged."""
+    for architecture in ("llama", "gemma2", "gpt2"):
+        target = Target(make(architecture))
+        decoder = Decoder(target, build(target, new=True, exit_layer=4))
+        for depth in (1, 4):
+            for prompts in (PROMPTS, [[7]], [[7], [9]]):
+                plan = Plan(depth, verify=rule if temperature else "auto")
+                out = decoder.generate(prompts, 1 + 3 * (depth + 1), Sampling(temperature), plan, ignore_eos=True)
+                assert out.stats.tau == depth + 1
+                assert out.stats.histogram() == [0] * depth + [3 * len(prompts)]
+
+
+# ------------------------------------------------------------ one cache
+
+
+SHAPES = ["chain", "static tree", "dynamic tree"]
+
+
+@pytest.mark.parametrize(("architecture", "static"), [*((name, False) for name in ARCHITECTURES), ("llama", True), ("gemma3", True)])
+def test_greedy_text_is_the_librarys(architecture, static):
+    """A new exit agrees with the target now and then: rounds that keep all, some and none, in every shape, ragged and alone."""
+    model = make(architecture)
+    target, texts = Target(model), reference(model)
+    decoder = Decoder(target, build(target, new=True, exit_layer=3), static=static)
+    accepted = 0
+    for name in PLANS if architecture == "llama" else SHAPES:
+        out = decoder.generate(PROMPTS, NEW, plan=PLANS[name], ignore_eos=True)
+        accepted += sum(r.accepted for rounds in out.rounds for r in rounds)
+        assert out.tokens == texts, name
+    assert accepted
+    assert decoder.generate(PROMPTS[:1], NEW, plan=PLANS["dynamic tree"], ignore_eos=True).tokens == texts[:1]
+
+
+@pytest.mark.parametrize("static", [False, True])
+def test_coupled_text_is_the_plain_targets_at_any_temperature(target, static):
+    """It depends on seed and target alone, also where rows finish at different times and some want no drafts."""
+    drafter, wanted = build(target, exit_layer=3, draft_vocab_size=40), [True, False, True, True, True]
+    target.model.generation_config.eos_token_id = list(range(0, VOCAB, 16))
+    for seed in range(3):
+        sampled = Sampling(1.0, top_p=0.9, seed=seed)
+        plain = Decoder(target).generate(PROMPTS, 24, sampled, Plan(0, verify="coupled")).tokens
+        assert len(set(map(len, plain))) > 1
+        for plan in (Plan(3, verify="coupled"), Plan(tree=Tree((-1, -1, 0, 0, 1, 2)), verify="coupled"), Plan(3, width=2, verify="coupled")):
+            assert Decoder(target, drafter, static=static).generate(PROMPTS, 24, sampled, plan, speculate=wanted).tokens == plain
+
+
+@pytest.mark.parametrize("static", [False, True])
+def test_sampled_rounds_are_the_same_in_one_cache_and_in_two(target, static, monkeypatch):
+    """What is drafted, with which probabilities, and what is accepted: as if the drafter read the text in a cache of its own."""
+    drafter = build(target, exit_layer=3)
+    requests = [(Sampling(1.0, seed=3), plan) for plan in PLANS.values()]
+    found = [Decoder(target, drafter, static=static).generate(PROMPTS, 24, *request) for request in requests]
+    monkeypatch.setattr(SelfSpeculative, "lend", lambda self, state, cache: None)
+    for request, lent in zip(requests, found, strict=True):
+        alone = Decoder(target, drafter).generate(PROMPTS, 24, *request)
+        assert (lent.tokens, lent.rounds) == (alone.tokens, alone.rounds)
+    assert any(r.accepted for out in found for rounds in out.rounds for r in rounds)
+
+
+@pytest.mark.parametrize("merged", [False, True])
+def test_greedy_text_is_the_librarys_with_a_peft_adapter(merged):
+    """The adapter's layers draft too; those of an exit made before drafted with the target as it was."""
+    from peft import LoraConfig, get_peft_model
+
+    for architecture in ("llama", "gemma3"):
+        plain = make(architecture)
+        torch.manual_seed(3)
+        model = get_peft_model(plain, LoraConfig(r=2, lora_alpha=1, target_modules="all-linear", init_lora_weights=False)).eval()
+        model = model.merge_and_unload() if merged else model
+        target, texts = Target(model), reference(model)
+        for name in SHAPES:
+            assert Decoder(target, build(target, new=True, exit_layer=3)).generate(PROMPTS, NEW, plan=PLANS[name], ignore_eos=True).tokens == texts
+        whole = Decoder(target, build(target, new=True, exit_layer=4)).generate(PROMPTS, 9, plan=Plan(3), ignore_eos=True)
+        assert whole.stats.tau == 4, "the drafting layers have the adapter"
+
+
+@pytest.mark.parametrize("plan", SHAPES)
+@pytest.mark.parametrize("rows", [1, 5])
+def test_what_drafting_writes_is_what_the_verification_writes(target, plan, rows, monkeypatch):
+    """Keys and values of the layers that draft, at the root and at every node that was read."""
+    drafter, compared = build(target, new=True, exit_layer=3), []
+    honest = Run._verify
+
+    def written(cache: RaggedCache) -> list[Tensor]:
+        return [part[: cache.batch_size].clone() for layer in cache._stores[:3] for part in (layer.keys, layer.values)]
+
+    drafts = Run._draft
+
+    def draft(run: Run, running: Any, depth: int) -> Any:
+        found = drafts(run, running, depth)
+        run.noted = (found[0], written(running.cache))  # type: ignore[attr-defined]
+        return found
+
+    def verify(run: Run, running: Any, proposal: Any, *rest: Any) -> Any:
+        if proposal.depth:
+            read = torch.arange(proposal.depth - 1).expand(len(proposal.tokens), -1) if proposal.read is None else proposal.read
+            compared.append(agree(running.cache, run.noted[1], written(running.cache), read))  # type: ignore[attr-defined]
+        return honest(run, running, proposal, *rest)
+
+    monkeypatch.setattr(Run, "_draft", draft)
+    monkeypatch.setattr(Run, "_verify", verify)
+    Decoder(target, drafter).generate(PROMPTS[:rows], NEW, plan=PLANS[plan], ignore_eos=True)
+    assert len(compared) > 3
+    assert min(compared) >= rows, "at least each root"
+
+
+def agree(cache: RaggedCache, drafted: list[Tensor], verified: list[Tensor], read: Tensor) -> int:
+    """How many entries of the nodes were compared, all found equal. Node i of the proposal stands at 1 + i, and was drafted at 1 + `read` `[B, N]`."""
+    count = 0
+    for row, length in enumerate(cache.lengths.tolist()):
+        pairs = [(length, length)] + [(length + 1 + i, length + 1 + r) for i, r in enumerate(read[row].tolist()) if r >= 0]
+        for before, after in zip(drafted, verified, strict=True):
+            for place, origin in pairs:
+                torch.testing.assert_close(after[row, :, place], before[row, :, origin], rtol=1e-4, atol=1e-4)
+        count += len(pairs)
+    return count
+
+
+@pytest.mark.parametrize("plan", SHAPES)
+def test_a_round_of_fixed_shape_never_reads_a_tensor_on_the_host(tiny_llama, plan):
+    """On the meta device tensors have shapes and no values: whoever asks for one fails. Nothing is carried from round to round."""
+    with torch.device("meta"), torch.inference_mode():
+        target = Target(tiny_llama(layers=4).to("meta"))
+        drafter = SelfSpeculative.build(SelfSpeculativeConfig(), target).to("meta")
+        run = Run(Decoder(target, drafter, static=True), PROMPTS, 20, Sampling(), PLANS[plan], None, False, None, True)
+        running = run._open(torch.zeros(5, 13, dtype=torch.long), Counts(torch.ones(5, dtype=torch.long), [len(p) for p in PROMPTS]))
+        running.cache.window = 256
+        for _ in range(3):
+            run.absorb(running, run.compute(running, run.plan.depth))
+        assert drafter.caches(running.drafting) == drafter.carried(running.drafting) == []
+
+
+@pytest.fixture
+def caches(monkeypatch) -> list[RaggedCache]:
+    """Every cache that is made."""
+    made: list[RaggedCache] = []
+    honest = RaggedCache.__init__
+    monkeypatch.setattr(RaggedCache, "__init__", lambda self, *args, **named: (made.append(self), honest(self, *args, **named))[1])
+    return made
+
+
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("kind", ["self", "fusion"])
+def test_there_is_one_cache(target, caches, static, kind):
+    target.layer_shapes()  # read off a cache of its own, once
+    drafter = build(target) if kind == "self" else Fusion(Ngram(), build(target))
+    caches.clear()
+    for plan in PLANS.values():
+        Decoder(target, drafter, static=static).generate(PROMPTS, NEW, plan=plan)
+    assert len(caches) == len(PLANS)
+
+
+def test_the_state_takes_no_memory_and_the_budget_is_what_a_generation_allocates(target):
+    drafter = build(target)
+    with torch.inference_mode(), PeakBytes() as opened:
+        state = drafter.open(target, 3, 40, 7)
+    assert opened.live == drafter.state_bytes(target, 3, 40, 7) == 0
+    del state
+    for plan in (Plan(4), PLANS["dynamic tree"]):
+        load = Load(4, 100, 20, plan.depth, plan, Sampling())
+        announced = budget(target, drafter, load)
+        assert announced.drafter == 0
+        with PeakBytes() as count:
+            Decoder(target, drafter).generate([list(range(50)) * 2] * 4, 20, plan=plan, ignore_eos=True)
+        assert announced.total == pytest.approx(count.peak, rel=0.05)
+    assert memory._measured[drafter][target.dtype].per_token < 1, "nothing of the prompt is read again"
+
+
+def test_a_refused_draft_that_stayed_would_be_noticed(target, monkeypatch):
+    """The mutation: the verification leaves the drafts' entries as they are, which a drafter of other weights has written."""
+    texts = reference(target.model)
+    other = copy.deepcopy(target.model)
+    with torch.no_grad():
+        for weight in other.parameters():
+            weight.mul_(1.05)
+    wrong, honest = Target(other), SelfSpeculative.open
+    monkeypatch.setattr(SelfSpeculative, "open", lambda self, _, *sizes: honest(self, wrong, *sizes))
+    decoder = Decoder(target, build(target, new=True, exit_layer=3))
+    assert decoder.generate(PROMPTS, NEW, plan=Plan(3), ignore_eos=True).tokens == texts, "wrong entries of drafts are overwritten"
+    write = type(target.new_cache(1, 1)._stores[0])._write
+
+    def lazy(store: Any, tensor: Tensor, new: Tensor) -> None:
+        if new.shape[2] != 4 or not tensor[:, :, store.cache.longest].any():  # 4 tokens: a verification
+            write(store, tensor, new)
+
+    monkeypatch.setattr(type(target.new_cache(1, 1)._stores[0]), "_write", lazy)
+    assert decoder.generate(PROMPTS, NEW, plan=Plan(3), ignore_eos=True).tokens != texts
+
+
+# ------------------------------------------------------------ refused
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"exit_layer": 5}, "exit_layer must be between 1 and the target's 4 layers, got 5"),
+        ({"exit_layer": -1}, "exit_layer must be between 1 and the target's 4 layers, got -1"),
+        ({"draft_vocab_size": 65}, "draft_vocab_size 65 exceeds the target's vocabulary of 64"),
+        ({"draft_vocab_size": 20}, "needs token counts"),
+        ({"hidden_size": 16}, "hidden size 16 differs from the target's 32"),
+        ({"num_blocks": -1}, "num_blocks must be 0 or more, got -1"),
+        ({"loss": "kl"}, "unknown loss 'kl'"),
+    ],
+    ids=str,
+)
+def test_settings_that_make_no_sense_are_refused(target, changes, message):
+    with pytest.raises(BadInputError, match=message):
+        SelfSpeculative.build(SelfSpeculativeConfig(**changes), target)
+
+
+def test_an_output_embedding_with_a_bias_can_only_be_shared(target):
+    target.model.lm_head.bias = torch.nn.Parameter(torch.ones(VOCAB), requires_grad=False)
+    with pytest.raises(IncompatibleError, match=r"has a bias.*set share_lm_head"):
+        build(target, share_lm_head=False)
+    build(target, share_lm_head=True)
+
+
+def test_a_recurrent_target_is_refused():
+    config = AutoConfig.for_model("lfm2", **COMMON | {"layer_types": ["conv", "full_attention"] * 2, "block_auto_adjust_ff_dim": False})
+    target = Target(AutoModelForCausalLM.from_config(config).eval())
+    with pytest.raises(IncompatibleError, match=r"Lfm2ForCausalLM has recurrent layers.*take another drafter"):
+        SelfSpeculative.build(SelfSpeculativeConfig(), target)

@@ -1,6 +1,10 @@
 """A separate small language model as the drafter, distilled from the target (DistillSpec, arXiv 2310.08461).
 
-Shapes: B rows, T positions, Q tokens of one pass, V vocabulary.
+Models of one tokenizer may pad their vocabularies differently (Qwen2.5: 151,936 entries up to 3B, 152,064 above). A narrower draft model drafts
+its own ids only, a wider one those of the target. Ids that it lacks are padding, which no text holds; should the target write
+one all the same, it reads its last id there: the draft is poor, and the text stays the target's.
+
+Shapes: B rows, T positions, Q tokens of one pass, V vocabulary, V' the draft model's own.
 """
 
 from __future__ import annotations
@@ -8,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -19,7 +23,6 @@ from ..target import (
     IncompatibleError,
     RaggedCache,
     Target,
-    decoder_layers,
     load_causal_lm,
     load_tokenizer,
     refuse_unknown_keys,
@@ -27,6 +30,7 @@ from ..target import (
 )  # fmt: skip
 from .base import Branches, Drafter, DrafterConfig, DrafterLoss, TargetBatch
 from .losses import LossName, acceptance_metrics, ahead, chunked_compare, divergence
+from .pruning import check_names, pruned
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -37,29 +41,49 @@ class DraftModelConfig(DrafterConfig):
     """How a draft model is made and trained. The saved form is a plain Hugging Face checkpoint.
 
     Attributes:
-        path: a pretrained model to start from; None makes a new one from `model`.
-        model: fields of the target's config to change for a new draft model, e.g. `{num_hidden_layers: 2}`.
-        prune: start from the target's embeddings, norms and output, and `num_hidden_layers` of its layers from first to last.
+        init: `random` makes a new model; `pretrained` starts from the one in `path`; `prune` from what is worth most of the target (see `pruning`).
+            None: `pretrained` if there is a path, else `random`. (A recipe may also give the folder of a saved drafter here; see `train`.)
+        path: the model of `init: pretrained`.
+        model: fields of the target's config to change, e.g. `{num_hidden_layers: 2}`; with `prune` the sizes to keep.
         loss: see `losses.divergence`.
         depths: depths up to which the simulated tau multiplies alphas (metrics only).
     """
 
+    init_words: ClassVar[tuple[str, ...]] = ("random", "pretrained", "prune")
+
+    init: str | None = None
     path: str | None = None
     model: dict[str, Any] = field(default_factory=dict)
-    prune: bool = False
     loss: LossName = "forward_kl"
     depths: int = 4
 
     def __post_init__(self) -> None:
         divergence(self.loss)
-        if self.prune and (self.path is not None or set(self.model) - {"num_hidden_layers"}):
-            raise BadInputError("draft_model: prune takes whole layers of the target; give it model.num_hidden_layers and nothing else, and no path.")
+        self.init = self.init or ("random" if self.path is None else "pretrained")
+        if self.init not in self.init_words:
+            raise BadInputError(f"draft_model: init must be one of {', '.join(self.init_words)}, found {self.init!r}.")
+        if self.init == "pretrained" and (self.path is None or self.model):
+            raise BadInputError("draft_model: init pretrained takes a model as it is: give its folder or Hub id as path, and leave out model.")
+        if self.init != "pretrained" and self.path is not None:
+            raise BadInputError(f"draft_model: init {self.init} does not start from a path; leave out path, or take init pretrained.")
+        if self.init == "prune":
+            check_names(self.model)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any], where: str = "drafter") -> DrafterConfig:
+        """As of any drafter; `prune: true` of older recipes is `init: prune`."""
+        if values.get("prune") in (True, False):
+            values = ({"init": "prune"} if values["prune"] else {}) | {k: v for k, v in values.items() if k != "prune"}
+        return super().from_dict(values, where)
 
 
 @dataclass
 class _State:
+    """`vocab`: V."""
+
     cache: RaggedCache
     runner: Target
+    vocab: int
     unread: Tensor | None = None  # [B, P], the last tokens absorbed, which the cache may lack
     written: int = 0  # entries behind the committed ones: the root and the drafts that were read; 0 since the last `absorb`
     branches: Branches | None = None
@@ -69,32 +93,34 @@ class DraftModel(Drafter):
     """Wraps any Hugging Face causal LM that shares the target's tokenizer: `DraftModel(model)`."""
 
     name = "draft_model"
+    writes_text = True
     config_class = DraftModelConfig
     config: DraftModelConfig
 
     def __init__(self, model: PreTrainedModel, config: DraftModelConfig | None = None):
         super().__init__(config or DraftModelConfig())
         self.model = model
+        self._narrower = False  # than a target it was checked against, or opened for
 
     @classmethod
     def build(cls, config: DrafterConfig, target: Target, token_counts: Tensor | None = None) -> DraftModel:
         assert isinstance(config, DraftModelConfig)
         if config.path is not None:
-            _check_tokenizer(Path(config.path).expanduser(), target)
-            return cls(load_causal_lm(config.path, dtype=torch.float32, strict=True), config)
+            _check_tokenizer(config.path, target)
+            model: Any = load_causal_lm(config.path, dtype=torch.float32, strict=True)
+            return cls(_cut(model, target).requires_grad_(True), config)
+        if config.init == "prune":
+            return cls(pruned(target, config.model, token_counts), config)
         from transformers import AutoModelForCausalLM
 
-        changes = _pruned_layers(target, config.model) if config.prune else config.model
-        model = AutoModelForCausalLM.from_config(_smaller(target.config, changes), dtype=torch.float32)
-        if config.prune:
-            _copy_layers(target, model)
-        return cls(model, config)
+        return cls(AutoModelForCausalLM.from_config(_smaller(target.config, config.model), dtype=torch.float32), config)
 
     @classmethod
     def from_folder(cls, folder: Path, values: dict[str, Any], target: Target | None) -> DraftModel:
         if target is not None:
-            _check_tokenizer(folder, target)
-        return cls(load_causal_lm(str(folder), dtype="auto", strict=True).eval())
+            _check_tokenizer(str(folder), target)
+        model = load_causal_lm(str(folder), dtype="auto", strict=True).eval()
+        return cls(model if target is None else _cut(model, target))
 
     def save(self, path: str | Path) -> None:
         """A plain Hugging Face checkpoint: `transformers`, vLLM, SGLang and TGI load it as it is."""
@@ -102,20 +128,30 @@ class DraftModel(Drafter):
         self.model.save_pretrained(path)
 
     def check(self, target: Target) -> None:
-        own = Target(self.model).vocab_size
-        if own != target.vocab_size:
-            raise IncompatibleError(f"the draft model's vocabulary has {own} entries, the target's {target.vocab_size}; they must share one tokenizer.")
+        own, theirs = self.runner.vocab_size, target.vocab_size
+        if own != theirs:
+            differ = f"the draft model's vocabulary has {own} entries, the target's {theirs}"
+            if target.tokenizer is None:
+                raise IncompatibleError(f"{differ}; they must share one tokenizer. Only padding may differ: to show that it does, give the target's tokenizer.")
+            highest = max(target.tokenizer.get_vocab().values())
+            if highest >= min(own, theirs):
+                raise IncompatibleError(f"{differ}, and their tokenizer has ids up to {highest}; take a draft model that was made with this tokenizer.")
+        self._narrower = own < theirs
 
     # ------------------------------------------------------------ training
 
+    def writer(self) -> Target:
+        return self.runner
+
     def loss(self, batch: TargetBatch) -> DrafterLoss:
-        """The divergence at every position that predicts a supervised token, off-policy (on the target's responses)."""
+        """The divergence at every position that predicts a supervised token, of whoever wrote it."""
         wanted = batch.supervised[:, 1:]
-        own = Target(self.model)
-        hidden = own.forward(batch.tokens, logits=False).last[:, :-1]
+        own, vocab = Target(self.model), batch.target.vocab_size
+        self._narrower = own.vocab_size < vocab
+        hidden = own.forward(self._known(batch.tokens), logits=False).last[:, :-1]
         result = chunked_compare(
-            batch.last[:, :-1][wanted], hidden[wanted], batch.target.lm_head, own.lm_head, divergence(self.config.loss),
-            parameters=list(self.model.get_output_embeddings().parameters()), following=batch.tokens[:, 1:][wanted],
+            batch.last[:, :-1][wanted], hidden[wanted], batch.target.lm_head, lambda last: own.lm_head(last)[..., :vocab], divergence(self.config.loss),
+            self.output_ids, parameters=list(self.model.get_output_embeddings().parameters()), following=batch.tokens[:, 1:][wanted],
         )  # fmt: skip
         count = wanted.sum()
         alpha = torch.zeros(wanted.shape, device=wanted.device)
@@ -134,7 +170,8 @@ class DraftModel(Drafter):
             raise BadInputError(
                 f"the draft model was built for {runner.max_context} positions, this generation needs {needed}; shorten it or take another drafter."
             )
-        return _State(runner.new_cache(batch_size, max_length + spare), runner)
+        self._narrower = runner.vocab_size < target.vocab_size
+        return _State(runner.new_cache(batch_size, max_length + spare), runner, target.vocab_size)
 
     def state_bytes(self, target: Target, batch_size: int, max_length: int, spare: int = 0) -> int:
         return self.runner.cache_bytes(batch_size, max_length + spare)
@@ -144,6 +181,21 @@ class DraftModel(Drafter):
         """The model as one that runs; kept for what it knows of its layers."""
         return Target(self.model)
 
+    @property
+    def output_ids(self) -> Tensor | None:
+        """The first V' where the model is narrower than the target."""
+        return torch.arange(self.runner.vocab_size, device=self.runner.device) if self._narrower else None
+
+    def _known(self, tokens: Tensor) -> Tensor:
+        """The tokens with ids that the model has, see the module's docstring."""
+        return tokens.clamp(max=self.runner.vocab_size - 1) if self._narrower else tokens
+
+    def _read(self, state: _State, tokens: Tensor, **places: Any) -> Tensor:
+        """Logits behind the tokens `[B, Q]` read at these places, `[B, Q or A, V or V']`; see `Target.forward`."""
+        out = state.runner.forward(self._known(tokens), state.cache, **places)
+        assert out.logits is not None
+        return out.logits[..., : state.vocab]
+
     def absorb(self, state: _State, tokens: Tensor, hidden: Tensor | None, counts: Counts, path: Tensor | None = None) -> None:
         # The cache already holds the root and all drafts that were read: of an accepted path all but, at most, the last.
         # That one is left for `begin`, so that it costs no pass of its own; where the host may ask, only if it is missing.
@@ -151,12 +203,12 @@ class DraftModel(Drafter):
         if state.unread is not None and not state.written and tokens.shape[1] == 1:  # nothing was drafted: the root, which `begin` will read
             last = torch.cat([state.unread, last], 1)
         elif state.unread is not None and not state.written:  # another's drafts
-            state.runner.forward(torch.cat([state.unread, tokens], 1), state.cache, logits=False, offset=-state.unread.shape[1])
+            state.runner.forward(self._known(torch.cat([state.unread, tokens], 1)), state.cache, logits=False, offset=-state.unread.shape[1])
             last = last[:, :0]
         elif path is not None:
             state.cache.keep(torch.cat([torch.zeros_like(path[:, :1]), torch.where(path < 0, path, path + 1)], 1))
         elif tokens.shape[1] - state.written > 1:
-            state.runner.forward(tokens, state.cache, logits=False)
+            state.runner.forward(self._known(tokens), state.cache, logits=False)
             last = last[:, :0]
         elif state.cache.window is None and max(counts.values) <= state.written:
             last = last[:, :0]
@@ -164,24 +216,45 @@ class DraftModel(Drafter):
         state.unread, state.written = last, 0
 
     def begin(self, state: _State, root: Tensor) -> Tensor:
+        return self._begin(state, root[:, None])[:, 0]
+
+    def _begin(self, state: _State, tokens: Tensor) -> Tensor:
+        """Read the root, and what follows it in `tokens` `[B, W]`; logits `[B, W, V]`."""
         assert state.unread is not None
-        count = state.unread.shape[1]
-        tokens = torch.cat([state.unread, root[:, None]], 1) if count else root[:, None]
-        at = torch.full_like(root, count)[:, None] if count else None
-        out = state.runner.forward(tokens, state.cache, at=at, offset=-count)
-        assert out.logits is not None
-        state.written, state.branches = 1, None
-        return out.logits[:, 0]
+        count, width = state.unread.shape[1], tokens.shape[1]
+        at = torch.arange(count, count + width, device=tokens.device).expand(len(tokens), -1) if count else None
+        logits = self._read(state, torch.cat([state.unread, tokens], 1) if count else tokens, at=at, offset=-count)
+        state.written, state.branches = width, None
+        return logits
 
     def extend(self, state: _State, tokens: Tensor, parents: Tensor | None = None) -> Tensor:
         nodes = None
         if parents is not None:
             state.branches = state.branches or Branches(len(tokens), 1, tokens.device)
             nodes = state.branches.grow(parents)
-        out = state.runner.forward(tokens, state.cache, offset=state.written, nodes=nodes)
-        assert out.logits is not None
+        logits = self._read(state, tokens, offset=state.written, nodes=nodes)
         state.written += tokens.shape[1]
-        return out.logits
+        return logits
+
+    def read_chain(self, state: _State, tokens: Tensor, after: Tensor | None = None) -> Tensor:
+        width = tokens.shape[1]
+        if after is None:
+            logits = self._begin(state, tokens)
+            state.branches = Branches(len(tokens), 1, tokens.device)
+            state.branches.grow_chain(torch.full_like(tokens[:, 0], -1), width - 1)
+            return logits
+        assert state.branches is not None
+        logits = self._read(state, tokens, offset=state.written, nodes=state.branches.grow_chain(after, width))
+        state.written += width
+        return logits
+
+    def forget(self, state: _State) -> None:
+        state.written = 0
+
+    @property
+    def reads_chains(self) -> bool:
+        """Not with recurrent layers either."""
+        return self.runner.rewinds
 
     @property
     def grows(self) -> bool:
@@ -208,48 +281,31 @@ class DraftModel(Drafter):
             state.unread = state.unread[rows]
 
 
-def _check_tokenizer(folder: Path, target: Target) -> None:
-    """Refuse a draft model whose folder holds a tokenizer other than the target's."""
-    own = load_tokenizer(folder)
-    if own is not None and target.tokenizer is not None:
-        require_same_vocabulary(own, target.tokenizer, f"the draft model in {str(folder)!r}")
+def _check_tokenizer(path: str, target: Target) -> None:
+    """Refuse a draft model that comes with a tokenizer other than the target's."""
+    if target.tokenizer is None:
+        return
+    folder = Path(path).expanduser()
+    own = load_tokenizer(folder) if folder.exists() else _tokenizer_on_hub(path)
+    if own is not None:
+        require_same_vocabulary(own, target.tokenizer, f"the draft model in {path!r}")
 
 
-def chosen_layers(of: int, count: int) -> list[int]:
-    """`count` of `of` layers, evenly from the first to the last: those at the ends do what nothing else does."""
-    return [round(i * (of - 1) / (count - 1)) for i in range(count)] if count > 1 else [of - 1]
+def _tokenizer_on_hub(name: str) -> Any:
+    """None if there is none, or no way to it: the weights' own error says that better."""
+    from transformers import AutoTokenizer
 
-
-def _pruned_layers(target: Target, model: dict[str, Any]) -> dict[str, Any]:
-    """`model`, with what the target's config says per layer cut to the layers that stay."""
-    count = model.get("num_hidden_layers")
-    if not isinstance(count, int) or not 1 <= count <= target.num_layers:
-        raise BadInputError(f"draft_model: prune needs model.num_hidden_layers between 1 and the target's {target.num_layers}, found {count!r}.")
-    lists = {k: v for k, v in target.config.to_dict().items() if isinstance(v, list) and len(v) == target.num_layers}
-    return model | {name: [values[i] for i in chosen_layers(target.num_layers, count)] for name, values in lists.items()}
-
-
-@torch.no_grad()
-def _copy_layers(target: Target, model: PreTrainedModel) -> None:
-    """Fill `model`, the target's architecture with fewer layers, from the target.
-
-    Raises:
-        IncompatibleError: its layers are of different kinds, or it carries an adapter that is not merged.
-    """
-    theirs, own = decoder_layers(target.body, target.num_layers), decoder_layers(model.base_model, model.config.num_hidden_layers)
-    inside = {id(p) for part in (theirs, own) for p in part.parameters()}
-    rest = {name: p for name, p in target.model.named_parameters() if id(p) not in inside}
     try:
-        for new, index in zip(own, chosen_layers(len(theirs), len(own)), strict=True):
-            new.load_state_dict(theirs[index].state_dict())
-        for name, parameter in model.named_parameters():
-            if id(parameter) not in inside:
-                parameter.copy_(rest[name])
-    except (RuntimeError, KeyError) as error:
-        raise IncompatibleError(
-            f"draft_model: the layers of {type(target.model).__name__} cannot be taken over ({str(error).splitlines()[0]}). "
-            "Merge the target's adapter first if it has one, or leave out prune."
-        ) from error
+        return AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError):
+        return None
+
+
+def _cut(model: Any, target: Target) -> Any:
+    """The model without ids that the target lacks: nothing writes or reads them, and engines want vocabularies of one size."""
+    if model.get_output_embeddings().weight.shape[0] > target.vocab_size:
+        model.resize_token_embeddings(target.vocab_size)
+    return model
 
 
 def _smaller(config: Any, changes: dict[str, Any]) -> Any:

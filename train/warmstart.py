@@ -1,4 +1,7 @@
-"""Where a drafter's first weights come from: new ones, or those of a saved drafter (`drafter.init`)."""
+"""Where a drafter's first weights come from: new ones, or those of a saved drafter (`drafter.init: <folder>`).
+
+Where a drafter can be new in several ways, `init` may also be a word of its config (`random`, `pretrained`, `prune`); a folder of that name is `./prune`.
+"""
 
 from __future__ import annotations
 
@@ -9,27 +12,28 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..heads import Drafter, DrafterConfig, drafter_config, load_drafter
+from ..heads import Drafter, DrafterConfig, drafter_config, head_class, load_drafter
 from ..heads.base import CONFIG, read_config
 from ..target import BadInputError, Target
 
 # Settings of the training or of measurement, which leave the weights' names and shapes alone. Any other setting must agree
 # with the saved drafter; where its first weights once came from no longer matters.
-_FREE = {"loss", "steps", "decay", "depths"}
+_FREE = {"loss", "feature_loss", "noise", "steps", "decay", "depths"}
 _PAST = {"path", "prune", "init_from_target"}
 
 
-def check_drafter(values: dict[str, Any]) -> None:
-    """Refuse a `drafter:` section that cannot be trained, before anything is loaded.
+def check_drafter(values: dict[str, Any]) -> type[Drafter]:
+    """The class of a `drafter:` section; one that cannot be trained is refused, before anything is loaded.
 
     Raises:
         BadInputError: an unknown type or key, a missing `init` folder, or a drafter without weights.
     """
-    if "init" in values:
+    if _is_warm(values):
         values = {"type": _saved_kind(values), **{k: v for k, v in values.items() if k not in ("init", "type")}}
     drafter_class, _ = drafter_config(values)
     if not drafter_class.trainable:
         raise BadInputError(f"drafter.type {drafter_class.name!r} has no weights: there is nothing to train. It can be measured as it is (eval.baselines).")
+    return drafter_class
 
 
 def make_drafter(values: dict[str, Any], target: Target, token_counts: Callable[[], Tensor]) -> Drafter:
@@ -42,28 +46,41 @@ def make_drafter(values: dict[str, Any], target: Target, token_counts: Callable[
         BadInputError: see `check_drafter`; or `init` and another setting contradict each other.
         IncompatibleError: the saved drafter does not fit the target.
     """
-    if "init" not in values:
+    if not _is_warm(values):
         drafter_class, config = drafter_config(values)
         return drafter_class.build(config, target, token_counts()).float()
-    drafter = load_drafter(_folder(values["init"]), target, torch.float32)
+    drafter = load_drafter(_folder(values), target, torch.float32)
     given = {k: v for k, v in values.items() if k not in ("init", "type")}
     _apply(drafter, given, target)
     return drafter
 
 
-def _folder(init: Any) -> Path:
+def _is_warm(values: dict[str, Any]) -> bool:
+    """Whether `init` is there and no word of the drafter's own."""
+    return "init" in values and values["init"] not in _words(values)
+
+
+def _words(values: dict[str, Any]) -> tuple[str, ...]:
+    return head_class(values["type"]).config_class.init_words if "type" in values else ()
+
+
+def _folder(values: dict[str, Any]) -> Path:
     """The folder with a drafter's config.json: `init` itself, or its `drafter/` (a run's output, a pair)."""
+    init, instead = values["init"], "".join(f"{word}, " for word in _words(values))
     if not isinstance(init, str):
-        raise BadInputError(f"drafter.init: expected a folder, found {init!r}.")
+        raise BadInputError(f"drafter.init: expected {instead}{'or ' if instead else ''}a folder, found {init!r}.")
     folder = Path(init).expanduser()
     for candidate in (folder / "drafter", folder):
         if (candidate / CONFIG).is_file():
             return candidate
-    raise BadInputError(f"drafter.init: no drafter at {init!r}: there is no {CONFIG}. Give a folder that a training wrote, e.g. runs/name/drafter.")
+    raise BadInputError(
+        f"drafter.init: no drafter at {init!r}: there is no {CONFIG}. Give {instead}{'or ' if instead else ''}a folder that a training wrote, "
+        "e.g. runs/name/drafter."
+    )
 
 
 def _saved_kind(values: dict[str, Any]) -> str:
-    saved = read_config(_folder(values["init"]))
+    saved = read_config(_folder(values))
     kind = str(saved.get("drafter_type") or ("draft_model" if "model_type" in saved else ""))
     if values.get("type", kind) != kind:
         raise BadInputError(f"drafter.init holds a drafter of type {kind!r}, drafter.type says {values['type']!r}; they must agree.")

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import copy
+import itertools
 from itertools import product
 
 import pytest
 import torch
 from torch import Tensor
 
-from outrider.heads import DraftModel, DraftModelConfig, TargetBatch
-from outrider.heads.draft_model import chosen_layers
+from outrider.decode import Decoder, Plan, Tree
+from outrider.heads import DraftModel, DraftModelConfig, TargetBatch, load_drafter
 from outrider.heads.losses import DIVERGENCES
 from outrider.target import BadInputError, Counts, IncompatibleError, Target
 
@@ -110,73 +112,112 @@ def test_what_cannot_be_built_is_refused(target, tiny_llama):
         DraftModel(tiny_llama(layers=1, vocab=32)).check(target)
 
 
-# ------------------------------------------------------------ pruned from the target
+# ------------------------------------------------------------ where it begins
 
 
-@pytest.mark.parametrize(("of", "count", "expected"), [(12, 1, [11]), (12, 2, [0, 11]), (12, 3, [0, 6, 11]), (4, 4, [0, 1, 2, 3]), (1, 1, [0])])
-def test_pruned_layers_are_spread_from_the_first_to_the_last(of, count, expected):
-    assert chosen_layers(of, count) == expected
-
-
-def test_pruned_to_all_of_its_layers_it_is_the_target(target):
-    drafter = DraftModel.build(DraftModelConfig(prune=True, model={"num_hidden_layers": 4}), target)
+def test_init_says_where_the_first_weights_come_from(target, tmp_path):
+    """`pretrained` is what a path means, `random` what nothing means; the words may be left out or said."""
+    DraftModel(target.model).save(tmp_path)
     tokens = sequences()
-    torch.testing.assert_close(drafter.model(tokens).logits, target.model(tokens).logits)
-
-
-@pytest.mark.parametrize("tied", [True, False])
-def test_a_pruned_model_has_the_targets_layers_embeddings_and_norm(tiny_llama, tied):
-    target = Target(tiny_llama(layers=4, tie_word_embeddings=tied))
-    drafter = DraftModel.build(DraftModelConfig(prune=True, model={"num_hidden_layers": 2}), target)
-    theirs, own = target.model.state_dict(), drafter.model.state_dict()
-    assert own.keys() < theirs.keys()
-    for name, tensor in own.items():
-        assert torch.equal(tensor, theirs[name.replace("layers.1.", "layers.3.")]), name
-    own["model.norm.weight"].add_(1)
-    assert not torch.equal(own["model.norm.weight"], theirs["model.norm.weight"]), "it is a copy"
-
-
-def test_pruned_layers_keep_their_kind_of_attention():
-    from transformers import Gemma2Config, Gemma2ForCausalLM
-
-    kinds = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
-    config = Gemma2Config(
-        hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, head_dim=8, vocab_size=64, layer_types=kinds
-    )
-    drafter = DraftModel.build(DraftModelConfig(prune=True, model={"num_hidden_layers": 3}), Target(Gemma2ForCausalLM(config).eval()))
-    assert drafter.model.config.layer_types == [kinds[0], kinds[2], kinds[3]]
+    for config in (DraftModelConfig(path=str(tmp_path)), DraftModelConfig(init="pretrained", path=str(tmp_path))):
+        assert config.init == "pretrained"
+        assert torch.equal(DraftModel.build(config, target).model(tokens).logits, target.model(tokens).logits)
+    for config in (DraftModelConfig(), DraftModelConfig(init="random")):
+        assert config.init == "random"
+        assert not torch.equal(DraftModel.build(config, target).model(tokens).logits, target.model(tokens).logits)
 
 
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"model": {"hidden_size": 16}}, "give it model.num_hidden_layers and nothing else"),
-        ({"path": "somewhere"}, "give it model.num_hidden_layers and nothing else"),
-        ({"model": {"num_hidden_layers": 9}}, "between 1 and the target's 4, found 9"),
-        ({}, "between 1 and the target's 4, found None"),
+        ({"init": "pruned"}, "one of random, pretrained, prune, found 'pruned'"),
+        ({"init": "pretrained"}, "give its folder or Hub id as path"),
+        ({"init": "pretrained", "path": "x", "model": {"num_hidden_layers": 1}}, "leave out model"),
+        ({"init": "random", "path": "x"}, "init random does not start from a path"),
+        ({"init": "prune", "path": "x", "model": {"num_hidden_layers": 1}}, "init prune does not start from a path"),
+        ({"init": "prune"}, "one or more of num_hidden_layers, hidden_size, .* found {}"),
+        ({"init": "prune", "model": {"rope_theta": 1}}, "nothing else; found {'rope_theta': 1}"),
     ],
 )
-def test_what_cannot_be_pruned_is_refused(target, config, message):
+def test_settings_that_contradict_init_are_refused(config, message):
     with pytest.raises(BadInputError, match=message):
-        DraftModel.build(DraftModelConfig(prune=True, **config), target)
+        DraftModelConfig.from_dict(config)
 
 
-def test_a_target_with_an_adapter_that_is_not_merged_is_refused(target):
-    from peft import LoraConfig, get_peft_model
+def test_older_recipes_that_say_prune_true_mean_init_prune():
+    model = {"num_hidden_layers": 2}
+    assert DraftModelConfig.from_dict({"prune": True, "model": model}) == DraftModelConfig(init="prune", model=model)
+    assert DraftModelConfig.from_dict({"prune": False}) == DraftModelConfig(init="random")
+    with pytest.raises(BadInputError, match="unknown key 'prune'"):
+        DraftModelConfig.from_dict({"prune": "yes"})
 
-    model = get_peft_model(target.model, LoraConfig(r=2, target_modules=["q_proj"]))
-    with pytest.raises(IncompatibleError, match="Merge the target's adapter first"):
-        DraftModel.build(DraftModelConfig(prune=True, model={"num_hidden_layers": 2}), Target(model))
+
+# ------------------------------------------------------------ vocabularies that are padded differently
+
+PADDINGS = {"narrower": (352, 336), "wider": (336, 352)}  # of target and draft model; their tokenizer's ids end at 319 or below
 
 
-def test_a_pruned_model_keeps_head_sizes_of_its_own_and_what_the_config_says_per_layer():
-    from transformers import Qwen3Config, Qwen3ForCausalLM, SmolLM3Config, SmolLM3ForCausalLM
+@pytest.fixture(params=PADDINGS)
+def padded(request, tiny_llama, tiny_tokenizer) -> tuple[Target, DraftModel]:
+    ours, theirs = PADDINGS[request.param]
+    target = Target(tiny_llama(layers=3, vocab=ours), tiny_tokenizer)
+    return target, DraftModel(tiny_llama(layers=1, vocab=theirs, seed=1))
 
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 64, "pad_token_id": 0}
-    qwen = Target(Qwen3ForCausalLM(Qwen3Config(**sizes, num_hidden_layers=4, head_dim=16)).eval())
-    assert DraftModel.build(DraftModelConfig(prune=True, model={"num_hidden_layers": 2}), qwen).model.config.head_dim == 16
-    assert DraftModel.build(DraftModelConfig(model={"num_hidden_layers": 2}), qwen).model.config.head_dim == 16
-    rope = [1, 1, 1, 0, 1, 1, 1, 0]
-    smol = Target(SmolLM3ForCausalLM(SmolLM3Config(**sizes, num_hidden_layers=8, no_rope_layers=rope)).eval())
-    pruned = DraftModel.build(DraftModelConfig(prune=True, model={"num_hidden_layers": 3}), smol)
-    assert pruned.model.config.no_rope_layers == [rope[i] for i in (0, 4, 7)]
+
+@pytest.mark.parametrize("plan", [Plan(3), Plan(3, width=3, nodes=6), Plan(tree=Tree((-1, -1, 0, 0, 1)))], ids=str)
+def test_padding_that_differs_leaves_the_text_the_targets(padded, plan):
+    """A random target writes ids that only it has: more often than any trained one would."""
+    target, drafter = padded
+    shared = min(target.vocab_size, drafter.runner.vocab_size)
+    prompts = [sequences(1, n)[0].tolist() for n in (5, 1, 9)]
+    prompts[2][4] = target.vocab_size - 1
+    expected = Decoder(target).generate(prompts, 40, ignore_eos=True).tokens
+    assert Decoder(target, drafter).generate(prompts, 40, plan=plan, ignore_eos=True).tokens == expected
+    assert drafter.runner.vocab_size > shared or any(token >= shared for text in expected for token in text), "padding was written"
+
+
+def test_a_padded_draft_model_drafts_as_one_of_the_targets_size(padded):
+    """Cut to the ids that both have, the target's own weights are kept whenever the target says one of those."""
+    target, drafter = padded
+    own = copy.deepcopy(target.model)
+    own.resize_token_embeddings(drafter.runner.vocab_size, mean_resizing=False)
+    if drafter.runner.vocab_size > target.vocab_size:
+        own.get_output_embeddings().weight[target.vocab_size :] = 100 * own.get_output_embeddings().weight[:1]  # loud, and never to be heard
+    out = Decoder(target, DraftModel(own)).generate([sequences(1, 5)[0].tolist()], 40, plan=Plan(3), ignore_eos=True)
+    known = [token < drafter.runner.vocab_size for token in out.tokens[0]]
+    begun = itertools.accumulate([1, *(1 + r.accepted for r in out.rounds[0])])
+    for start, found in zip(begun, out.rounds[0], strict=False):
+        agreed = list(itertools.takewhile(bool, known[start : start + found.drafted]))
+        assert found.accepted >= len(agreed) or not all(known[:start]), "behind unknown ids it drafts from what it could read"
+
+
+def test_the_loss_of_a_padded_draft_model_is_on_the_ids_that_both_have(padded):
+    target, drafter = padded
+    shared = min(target.vocab_size, drafter.runner.vocab_size)
+    tokens = sequences(2, 8)
+    tokens[1, 3] = target.vocab_size - 1
+    result = drafter.loss(TargetBatch(target, tokens, torch.ones_like(tokens, dtype=torch.bool), None, target.forward(tokens).last))
+    p = target.model(tokens).logits[:, :-1, :shared].log_softmax(-1)
+    q = drafter.model(tokens.clamp(max=drafter.runner.vocab_size - 1)).logits[:, :-1, :shared].log_softmax(-1)
+    assert result.total.item() == pytest.approx(DIVERGENCES["forward_kl"](p, q).sum().item(), rel=1e-4)
+    whole, q = target.model(tokens).logits[:, :-1].softmax(-1)[..., :shared], q.exp()
+    total, count = result.metrics["alpha_d1"]
+    assert (total / count).item() == pytest.approx(torch.minimum(whole, q).sum(-1).mean().item(), rel=1e-4), "mass beyond counts as refused"
+
+
+def test_a_draft_model_is_loaded_without_ids_that_the_target_lacks(padded, tmp_path):
+    """So that it is trained, written from and exported in the target's size."""
+    target, drafter = padded
+    drafter.save(tmp_path)
+    loaded = load_drafter(tmp_path, target)
+    built = DraftModel.build(DraftModelConfig(path=str(tmp_path)), target)
+    assert loaded.runner.vocab_size == built.runner.vocab_size == min(target.vocab_size, drafter.runner.vocab_size)
+    tokens, shared = sequences(1, 6), loaded.runner.vocab_size
+    assert torch.equal(loaded.runner.forward(tokens).logits, drafter.model(tokens).logits[..., :shared])
+
+
+def test_a_vocabulary_that_ends_before_the_tokenizers_is_refused(tiny_llama, tiny_tokenizer):
+    target, highest = Target(tiny_llama(vocab=352), tiny_tokenizer), max(tiny_tokenizer.get_vocab().values())
+    DraftModel(tiny_llama(layers=1, vocab=highest + 1)).check(target)
+    with pytest.raises(IncompatibleError, match=f"has {highest} entries, the target's 352, and their tokenizer has ids up to {highest}"):
+        DraftModel(tiny_llama(layers=1, vocab=highest)).check(target)

@@ -1,0 +1,268 @@
+"""A model cut out of the target is the target with some of its parts gone: those that matter least."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    GemmaConfig,
+    GemmaForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    MistralConfig,
+    MistralForCausalLM,
+    Olmo2Config,
+    Olmo2ForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    SmolLM3Config,
+    SmolLM3ForCausalLM,
+    StableLmConfig,
+    StableLmForCausalLM,
+)  # fmt: skip
+
+from outrider.heads import DraftModel, DraftModelConfig
+from outrider.heads.pruning import chosen_layers, pruned
+from outrider.target import BadInputError, IncompatibleError, Target
+
+SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 64, "pad_token_id": 0}
+WIDER = {"initializer_range": 0.2}
+
+
+@pytest.fixture
+def target(tiny_llama) -> Target:
+    return Target(tiny_llama(layers=4))
+
+
+LLAMA_LIKE = {
+    "mistral": (MistralForCausalLM, MistralConfig, {"sliding_window": 8}),
+    "qwen2": (Qwen2ForCausalLM, Qwen2Config, {}),
+    "qwen3": (Qwen3ForCausalLM, Qwen3Config, {"head_dim": 16}),
+    "qwen3 tied": (Qwen3ForCausalLM, Qwen3Config, {"head_dim": 16, "tie_word_embeddings": True}),
+    "smollm3": (SmolLM3ForCausalLM, SmolLM3Config, {"no_rope_layers": [1, 0, 1, 1]}),
+}
+
+
+@pytest.fixture(params=["llama", "llama biased", *LLAMA_LIKE])
+def anything(request, tiny_llama) -> Target:
+    """Targets of 4 layers, 4 heads in 2 groups, 32 hidden dimensions and 48 neurons (llama: 64), none of whose weights is what it was made as."""
+    if request.param.startswith("llama"):
+        biased = request.param.endswith("biased")
+        model: Any = tiny_llama(layers=4, attention_bias=biased, mlp_bias=biased)
+    else:
+        kind, config, changes = LLAMA_LIKE[request.param]
+        torch.manual_seed(0)
+        model = kind(config(**SIZES | WIDER | changes, num_hidden_layers=4)).eval().requires_grad_(False)
+    generator = torch.Generator().manual_seed(1)
+    for name, parameter in model.named_parameters():
+        if "norm" in name:
+            parameter.data.uniform_(0.5, 1.5, generator=generator)
+        elif "bias" in name:
+            parameter.data.normal_(0, 0.2, generator=generator)
+        elif "embed" in name:
+            parameter.data.normal_(0, 1.0, generator=generator)  # far above the norms' epsilon
+    return Target(model)
+
+
+def tokens(rows: int = 3, length: int = 20) -> Tensor:
+    return torch.randint(0, 64, (rows, length), generator=torch.Generator().manual_seed(1))
+
+
+def logits(model: Any) -> Tensor:
+    with torch.no_grad():
+        return model(tokens()).logits
+
+
+def assert_same(small: Any, target: Target) -> None:
+    """To 1e-5 of the largest logit."""
+    expected = logits(target.model)
+    torch.testing.assert_close(logits(small), expected, rtol=0, atol=1e-5 * max(1.0, expected.abs().max().item()))
+
+
+def zero(parameter: Tensor, rows: slice | list[int]) -> None:
+    parameter.data[rows] = 0
+
+
+# ------------------------------------------------------------ whole layers
+
+
+@pytest.mark.parametrize(("of", "count", "expected"), [(12, 1, [11]), (12, 2, [0, 11]), (12, 3, [0, 6, 11]), (4, 4, [0, 1, 2, 3]), (1, 1, [0])])
+def test_layers_are_spread_from_the_first_to_the_last(of, count, expected):
+    assert chosen_layers(of, count) == expected
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_model_of_fewer_layers_has_the_targets_layers_embeddings_and_norm(tiny_llama, tied):
+    target = Target(tiny_llama(layers=4, tie_word_embeddings=tied))
+    drafter = DraftModel.build(DraftModelConfig(init="prune", model={"num_hidden_layers": 2}), target)
+    theirs, own = target.model.state_dict(), drafter.model.state_dict()
+    assert own.keys() < theirs.keys()
+    for name, tensor in own.items():
+        assert torch.equal(tensor, theirs[name.replace("layers.1.", "layers.3.")]), name
+    own["model.norm.weight"].add_(1)
+    assert not torch.equal(own["model.norm.weight"], theirs["model.norm.weight"]), "it is a copy"
+
+
+def test_layers_keep_their_kind_of_attention():
+    kinds = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
+    small = pruned(Target(Gemma2ForCausalLM(Gemma2Config(**SIZES, num_hidden_layers=4, head_dim=8, layer_types=kinds)).eval()), {"num_hidden_layers": 3})
+    assert small.config.layer_types == [kinds[0], kinds[2], kinds[3]]
+
+
+def test_layers_keep_head_sizes_of_their_own_and_what_the_config_says_of_each():
+    qwen = Target(Qwen3ForCausalLM(Qwen3Config(**SIZES, num_hidden_layers=4, head_dim=16)).eval())
+    assert pruned(qwen, {"num_hidden_layers": 2}).config.head_dim == 16
+    assert DraftModel.build(DraftModelConfig(model={"num_hidden_layers": 2}), qwen).model.config.head_dim == 16
+    rope = [1, 1, 1, 0, 1, 1, 1, 0]
+    smol = Target(SmolLM3ForCausalLM(SmolLM3Config(**SIZES, num_hidden_layers=8, no_rope_layers=rope)).eval())
+    assert pruned(smol, {"num_hidden_layers": 3}).config.no_rope_layers == [rope[i] for i in (0, 4, 7)]
+
+
+def test_layers_are_taken_of_any_architecture():
+    """Whose config names its sizes otherwise, too."""
+    target = Target(GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=4, n_head=4, vocab_size=64)).eval())
+    small = pruned(target, {"num_hidden_layers": 2})
+    assert (small.config.n_layer, len(small.transformer.h)) == (2, 2)
+    assert torch.equal(small.transformer.h[1].mlp.c_fc.weight, target.model.transformer.h[3].mlp.c_fc.weight)
+
+
+# ------------------------------------------------------------ inside the layers
+
+
+def whole(target: Target, **changes: int) -> dict[str, int]:
+    config = target.config
+    return {name: getattr(config, name) for name in ("num_hidden_layers", *list(SIZES)[:4])} | changes
+
+
+def test_with_nothing_pruned_the_logits_are_the_targets_bit_for_bit(anything):
+    assert torch.equal(logits(pruned(anything, whole(anything))), logits(anything.model))
+
+
+def test_a_neuron_that_says_nothing_can_go(anything):
+    """In each layer others: one whose gate or value is closed, and one that nobody listens to."""
+    for number, layer in enumerate(anything.model.model.layers):
+        zero(layer.mlp.gate_proj.weight, [number])
+        zero(layer.mlp.up_proj.weight, [20 + number])
+        for projection, index in ((layer.mlp.gate_proj, number), (layer.mlp.up_proj, 20 + number)):
+            if projection.bias is not None:
+                zero(projection.bias, [index])
+        layer.mlp.down_proj.weight.data[:, 40 - number] = 0
+    neurons = anything.config.intermediate_size - 3
+    small = pruned(anything, {"intermediate_size": neurons})
+    assert small.model.layers[1].mlp.up_proj.weight.shape == (neurons, 32)
+    assert_same(small, anything)
+    fewer = pruned(anything, {"intermediate_size": neurons - 1})
+    assert (logits(fewer) - logits(anything.model)).abs().max() > 1e-4, "one more is missed"
+
+
+@pytest.mark.parametrize("model", [{"num_attention_heads": 2}, {"num_key_value_heads": 1}, {"num_attention_heads": 2, "num_key_value_heads": 1}], ids=str)
+def test_a_group_of_heads_that_says_nothing_can_go(anything, model):
+    """A group that shares keys and values: in even layers the first, in odd ones the second."""
+    for number, layer in enumerate(anything.model.model.layers):
+        width = layer.self_attn.o_proj.weight.shape[1] // 2
+        layer.self_attn.o_proj.weight.data[:, (number % 2) * width :][:, :width] = 0
+    small = pruned(anything, model)
+    assert (small.config.num_attention_heads, small.config.num_key_value_heads) == (2, 1)
+    assert_same(small, anything)
+
+
+def test_hidden_dimensions_that_hold_nothing_can_go(anything):
+    """Never written: embeddings, o_proj, down_proj and their biases are zero there. The norms then divide by a mean over fewer dimensions."""
+    silent = [3, 8, 17, 30]
+    body = anything.model.model
+    body.embed_tokens.weight.data[:, silent] = 0
+    for layer in body.layers:
+        for projection in (layer.self_attn.o_proj, layer.mlp.down_proj):
+            zero(projection.weight, silent)
+            if projection.bias is not None:
+                zero(projection.bias, silent)
+    small = pruned(anything, {"hidden_size": 28})
+    assert small.model.embed_tokens.weight.shape == (64, 28)
+    assert_same(small, anything)
+
+
+def test_everything_at_once_gives_a_model_that_saves_and_loads(anything, tmp_path):
+    sizes = {"num_hidden_layers": 2, "hidden_size": 24, "intermediate_size": 40, "num_attention_heads": 2}
+    drafter = DraftModel.build(DraftModelConfig(init="prune", model=sizes), anything)
+    config = drafter.model.config
+    assert [getattr(config, name) for name in sizes] == list(sizes.values())
+    assert config.head_dim == (getattr(anything.config, "head_dim", None) or 8)
+    drafter.save(tmp_path)
+    again = DraftModel.load(tmp_path, anything)
+    assert torch.equal(logits(again.model), logits(drafter.model.eval()))
+
+
+def test_what_is_kept_matters_more_than_what_goes(target):
+    """Neurons made loud at known places stay, in each layer its own, in their order; the same text is written every time."""
+    loud = [[5 + i, 33, 60 - i] for i in range(4)]
+    for layer, places in zip(target.model.model.layers, loud, strict=True):
+        layer.mlp.down_proj.weight.data[:, places] *= 100
+    small = pruned(target, {"intermediate_size": 3, "num_hidden_layers": 2}, torch.ones(64))
+    for layer, index in zip(small.model.layers, (0, 3), strict=True):
+        assert torch.equal(layer.mlp.up_proj.weight, target.model.model.layers[index].mlp.up_proj.weight[loud[index]])
+    again = pruned(target, {"intermediate_size": 3, "num_hidden_layers": 2}, torch.ones(64))
+    assert torch.equal(logits(small), logits(again))
+
+
+def test_the_target_stays_as_it_was(target):
+    before = target.fingerprint().digest
+    pruned(target, {"hidden_size": 16})
+    assert target.fingerprint().digest == before
+    hooks = [m for m in target.model.modules() if m._forward_hooks or m._forward_pre_hooks]
+    assert not hooks
+
+
+# ------------------------------------------------------------ what is refused
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"num_hidden_layers": 9}, "model.num_hidden_layers between 1 and the target's 4, found 9"),
+        ({"hidden_size": 0}, "model.hidden_size between 1 and the target's 32, found 0"),
+        ({"intermediate_size": True}, "found True"),
+        ({"num_attention_heads": 3}, "whole groups of the 2 attention heads .* found 3 and none"),
+        ({"num_attention_heads": 4, "num_key_value_heads": 1}, "found 4 and 1"),
+        ({"hidden_size": 30}, r"LlamaConfig cannot have .*: The hidden size \(30\) is not a multiple"),
+    ],
+)
+def test_sizes_that_cannot_be_kept_are_refused(target, sizes, message):
+    with pytest.raises(BadInputError, match=message):
+        pruned(target, sizes)
+
+
+OTHERS = {
+    "fused projections": lambda: Phi3ForCausalLM(Phi3Config(**SIZES, num_hidden_layers=2)),
+    "norms that count from one": lambda: GemmaForCausalLM(GemmaConfig(**SIZES, num_hidden_layers=2, head_dim=8)),
+    "more norms": lambda: Gemma2ForCausalLM(Gemma2Config(**SIZES, num_hidden_layers=2, head_dim=8)),
+    "norms over all heads": lambda: Olmo2ForCausalLM(Olmo2Config(**SIZES, num_hidden_layers=2)),
+    "norms that subtract": lambda: StableLmForCausalLM(StableLmConfig(**SIZES, num_hidden_layers=2)),
+    "another family": lambda: GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=64)),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_architectures_are_pruned_by_whole_layers_only(name):
+    target = Target(OTHERS[name]().eval())
+    with pytest.raises(IncompatibleError, match=r"pruned by whole layers only: its .* Give model.num_hidden_layers alone") as raised:
+        pruned(target, {"hidden_size": 16})
+    assert raised.value.exit_code == 3
+    pruned(target, {"num_hidden_layers": 1})
+
+
+@pytest.mark.parametrize("sizes", [{"num_hidden_layers": 2}, {"hidden_size": 16}], ids=str)
+def test_a_target_with_an_adapter_that_is_not_merged_is_refused(target, sizes):
+    from peft import LoraConfig, get_peft_model
+
+    model = get_peft_model(target.model, LoraConfig(r=2, target_modules=["q_proj"]))
+    with pytest.raises(IncompatibleError, match=r"(?i)merge the target's adapter first"):
+        pruned(Target(model), sizes)

@@ -1,0 +1,316 @@
+"""On-policy rows hold what the drafter itself writes, the same text again whenever the same step is taken, and teach what they should."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from outrider.decode import Decoder, Plan, Sampling
+from outrider.heads import Drafter, DraftModel, DraftModelConfig, TargetBatch
+from outrider.recipes import Recipe
+from outrider.target import BadInputError, Target
+from outrider.train import checkpoints as folders
+from outrider.train import train
+from outrider.train.data import EMPTY, IGNORED, Rows, collate, split
+from outrider.train.onpolicy import OnPolicy
+
+MakeRecipe = Callable[..., Recipe]
+DRAFT_MODEL = {"type": "draft_model", "model": {"num_hidden_layers": 1}}
+MIXED = {"on_policy": 0.5, "max_new_tokens": 8}
+
+
+@pytest.fixture
+def table(data: Path) -> Any:
+    from outrider.distill.responses import load_responses
+
+    return load_responses(data)
+
+
+@pytest.fixture
+def drafter(target: Target) -> DraftModel:
+    torch.manual_seed(5)
+    return DraftModel.build(DraftModelConfig(model={"num_hidden_layers": 1, "initializer_range": 0.2}), target)
+
+
+def policy(table: Any, share: float = 1.0, prompts: bool = False, **changes: Any) -> OnPolicy:
+    rows = split(table, 0.1, prompts)[0]
+    values = {"rows": rows, "share": share, "temperature": 1.0, "seed": 7, "max_new_tokens": 8, "ends": frozenset()}
+    return OnPolicy(**values | changes)
+
+
+def batch_of(rows: Rows, *positions: int) -> dict[str, Tensor]:
+    return collate([rows[p] for p in positions])
+
+
+def alone(drafter: DraftModel, rows: Rows, index: int, step: int, end: int | None = None) -> list[int]:
+    """What the drafter writes there by itself, up to `end`: one row, the decoder asked directly."""
+    sampling = Sampling(temperature=1.0, seed=7 * 1_000_003 + step)
+    return Decoder(Target(drafter.model)).generate([rows.prompt(index)], 8, sampling, Plan(0), lambda new: new[-1] == end, True, [index]).tokens[0]
+
+
+def history(made: Recipe) -> list[dict[str, Any]]:
+    last = folders.last_complete(made.output_folder / "checkpoints")
+    assert last is not None
+    return [e for e in json.loads((last / "trainer_state.json").read_text())["log_history"] if "loss" in e]
+
+
+def weights(folder: Path) -> bytes:
+    return (folder / "model.safetensors").read_bytes()
+
+
+# ------------------------------------------------------------ the text
+
+
+@pytest.mark.parametrize("prompts", [False, True])
+def test_with_on_policy_one_every_row_is_a_prompt_and_the_drafters_own_sample(table: Any, drafter: DraftModel, prompts: bool) -> None:
+    mine = policy(table, prompts=prompts)
+    inputs, figures = mine.rewritten(batch_of(mine.rows, 0, 1, 2, EMPTY, 3), drafter, step=4)
+    for row, index in enumerate(inputs["index"].tolist()):
+        if index == EMPTY:
+            assert set(inputs["labels"][row].tolist()) == {IGNORED}
+            continue
+        prompt, response = mine.rows.prompt(index), alone(drafter, mine.rows, index, 4)
+        text = prompt + response
+        first = 2 if prompts else max(len(prompt), 2)
+        assert inputs["input_ids"][row, : len(text)].tolist() == text
+        assert inputs["labels"][row].tolist() == [IGNORED] * first + text[first:] + [IGNORED] * (inputs["labels"].shape[1] - len(text))
+    assert {name: (total.item(), count.item()) for name, (total, count) in figures.items() if name != "written_seconds"} == {
+        "on_policy": (4, 4), "written_tokens": (32, 1),
+    }  # fmt: skip
+
+
+def test_text_depends_on_step_row_seed_and_weights_alone(table: Any, drafter: DraftModel) -> None:
+    """Not on what else is in the batch, nor on randomness elsewhere."""
+    mine = policy(table)
+    index = mine.rows.indices[2]
+    together = mine.responses(drafter.writer(), [*mine.rows.indices[:2], index], 4)[2]
+    torch.rand(3)
+    assert mine.responses(drafter.writer(), [index], 4) == [together]
+    assert mine.responses(drafter.writer(), [index], 5) != [together]
+    assert policy(table, seed=8).responses(drafter.writer(), [index], 4) != [together]
+    drafter.model.get_output_embeddings().weight.data.mul_(-1)
+    assert mine.responses(drafter.writer(), [index], 4) != [together]
+
+
+def test_the_share_of_rows_is_drawn_anew_in_every_step(table: Any) -> None:
+    mine = policy(table, share=0.25)
+    drawn = [mine.chosen([*mine.rows.indices, EMPTY], step) for step in range(40)]
+    found = sum(map(len, drawn)) / (40 * len(mine.rows))
+    assert 0.2 < found < 0.3
+    assert len({tuple(d) for d in drawn}) == 40
+    assert policy(table, share=1.0).chosen([*mine.rows.indices, EMPTY], 0) == mine.rows.indices
+    assert drawn[3] == [i for i in mine.rows.indices if i in mine.chosen([i], 3)], "a row's lot does not depend on the others"
+
+
+def test_a_row_that_is_not_chosen_keeps_the_targets_response(table: Any, drafter: DraftModel) -> None:
+    mine = policy(table, share=0.5)
+    inputs = batch_of(mine.rows, *range(8))
+    indices = inputs["index"].tolist()
+    chosen = mine.chosen(indices, 0)
+    assert 0 < len(chosen) < 8
+    new, _ = mine.rewritten(inputs, drafter, 0)
+    for row, index in enumerate(indices):
+        plain = table[index]["input_ids"]
+        same = new["input_ids"][row, : len(plain)].tolist() == plain and new["labels"][row, len(plain) :].eq(IGNORED).all().item()
+        assert same == (index not in chosen)
+
+
+def test_a_response_ends_where_the_targets_would(table: Any, drafter: DraftModel) -> None:
+    mine = policy(table)
+    index = mine.rows.indices[0]
+    whole = alone(drafter, mine.rows, index, 0)
+    ends = frozenset({whole[3]})
+    assert policy(table, ends=ends).responses(drafter.writer(), [index], 0) == [whole[: whole.index(whole[3]) + 1]]
+
+
+def test_temperature_zero_writes_the_most_probable_tokens(table: Any, drafter: DraftModel) -> None:
+    mine = policy(table, temperature=0.0)
+    index = mine.rows.indices[0]
+    plain = Decoder(Target(drafter.model)).generate([mine.rows.prompt(index)], 8, plan=Plan(0), ignore_eos=True).tokens
+    assert mine.responses(drafter.writer(), [index], 3) == plain
+
+
+def test_writing_leaves_the_mode_and_the_gradients_as_they_were(table: Any, drafter: DraftModel) -> None:
+    drafter.requires_grad_(True).train()
+    mine = policy(table)
+    inputs, _ = mine.rewritten(batch_of(mine.rows, 0, 1), drafter, 0)
+    assert drafter.model.training
+    loss = drafter(TargetBatch(Target(drafter.model), inputs["input_ids"], inputs["labels"] != IGNORED, None, torch.zeros(*inputs["labels"].shape, 32)))
+    loss.mean.backward()
+    assert all(p.grad is not None for p in drafter.parameters())
+
+
+# ------------------------------------------------------------ in the loop
+
+
+class Watched(DraftModel):
+    """Keeps what it was trained on, with the weights it had."""
+
+    seen: list[tuple[TargetBatch, dict[str, Tensor]]]
+
+    def loss(self, batch: TargetBatch) -> Any:
+        if self.training:
+            self.seen.append((batch, {n: p.detach().clone() for n, p in self.model.state_dict().items()}))
+        return super().loss(batch)
+
+
+def test_each_step_learns_from_what_its_own_weights_write_and_the_target_scores(recipe: MakeRecipe, target: Target, table: Any) -> None:
+    """Also in the second micro-batch of a step; the target's states are those of that text, and the loss counts its tokens."""
+    torch.manual_seed(5)
+    drafter = Watched.build(DraftModelConfig(model={"num_hidden_layers": 1}), target)
+    assert isinstance(drafter, Watched)
+    drafter.seen = []
+    made = recipe(drafter=DRAFT_MODEL, data_changes={"on_policy": 1.0, "max_new_tokens": 8}, max_steps=3, per_device_train_batch_size=4,
+                  gradient_accumulation_steps=2, seed=7, learning_rate=3e-2)  # fmt: skip
+    train(made, target, drafter)
+    assert len(drafter.seen) == 6
+    rows = split(table, 0.1)[0]
+    prompts = {tuple(rows.prompt(i)): i for i in rows.indices}
+    checked = 0
+    for number, (batch, state) in enumerate(drafter.seen):
+        drafter.model.load_state_dict(state)
+        torch.testing.assert_close(batch.last, target.forward(batch.tokens).last)
+        for text, wanted in zip(batch.tokens.tolist(), batch.supervised.tolist(), strict=True):
+            places = [t for t, w in enumerate(wanted) if w]
+            index = prompts[tuple(text[: places[0]])]
+            assert [text[t] for t in places] == alone(drafter, rows, index, number // 2, *target.eos_ids)
+            checked += 1
+    assert checked == 24
+
+
+def test_logs_say_how_much_was_written_and_what_it_cost(recipe: MakeRecipe, target: Target) -> None:
+    made = recipe(drafter=DRAFT_MODEL, data_changes=MIXED, max_steps=4)
+    train(made, target)
+    found = history(made)
+    assert all(0 <= e["on_policy"] <= 1 and e["written_seconds"] > 0 for e in found)
+    assert all(e["on_policy"] * 8 <= e["written_tokens"] <= e["on_policy"] * 8 * 8 for e in found)
+    assert len({e["on_policy"] for e in found}) > 1
+
+
+def test_without_it_nothing_is_written(recipe: MakeRecipe, target: Target) -> None:
+    made = recipe(drafter=DRAFT_MODEL, max_steps=1, save_steps=1)
+    train(made, target)
+    assert not {"on_policy", "written_tokens"} & set(history(made)[0])
+
+
+def test_it_does_not_matter_how_a_batch_is_cut(recipe: MakeRecipe, target: Target) -> None:
+    """Eight rows at once or eight times one: the same text, the same count of tokens in the mean. Only the order of sums differs: 1e-5."""
+    shapes = {"8x1": (8, 1), "1x8": (1, 8)}
+    made = {n: recipe(n, DRAFT_MODEL, MIXED, per_device_train_batch_size=b, gradient_accumulation_steps=a) for n, (b, a) in shapes.items()}
+    for one in made.values():
+        train(one, target)
+    first, second = ([e["loss"] for e in history(one)] for one in made.values())
+    assert len(first) == 12
+    assert first == pytest.approx(second, rel=1e-5)
+
+
+def test_two_processes_write_what_one_writes(recipe: MakeRecipe, target: Target) -> None:
+    from accelerate import debug_launcher
+
+    one, two = recipe("one", DRAFT_MODEL, MIXED), recipe("two", DRAFT_MODEL, MIXED, per_device_train_batch_size=4)
+    train(one, target)
+    debug_launcher(train, (two, target), num_processes=2)
+    ours, theirs = history(one), history(two)
+    assert [e["loss"] for e in theirs] == pytest.approx([e["loss"] for e in ours], rel=1e-5)
+    assert [e["on_policy"] for e in theirs] == pytest.approx([e["on_policy"] for e in ours])
+
+
+def test_killed_and_resumed_writes_the_same_text_and_ends_with_the_same_weights(recipe: MakeRecipe, target: Target, tmp_path: Path) -> None:
+    """A real SIGKILL of `python -m outrider.train`."""
+    target.model.save_pretrained(tmp_path / "target")
+    target.tokenizer.save_pretrained(tmp_path / "target")
+    training = {"max_steps": 40, "save_steps": 5, "learning_rate": 1e-3, "lr_scheduler_type": "cosine", "logging_steps": 20}
+    spec = {"path": str(tmp_path / "target"), "dtype": "float32"}
+    killed, whole = (recipe(n, DRAFT_MODEL, MIXED, **training) for n in ("killed", "whole"))
+    killed, whole = (r.model_copy(update={"target": r.target.model_validate(spec)}) for r in (killed, whole))
+    (tmp_path / "killed.yaml").write_text(killed.to_yaml())
+    process = subprocess.Popen([sys.executable, "-m", "outrider.train", str(tmp_path / "killed.yaml")], cwd=tmp_path, env=dict(os.environ))
+    saved, deadline = killed.output_folder / "checkpoints", time.time() + 120
+    while not (saved.exists() and (last := folders.last_complete(saved)) and folders.step_of(last) >= 10):
+        assert process.poll() is None, "it ended by itself"
+        assert time.time() < deadline, "no checkpoint in two minutes"
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL
+    resumed, uninterrupted = train(killed), train(whole)
+    assert resumed.steps == uninterrupted.steps == 40
+    assert weights(resumed.drafter_folder) == weights(uninterrupted.drafter_folder)
+
+
+def test_a_run_that_lost_its_last_checkpoint_resumes_bit_for_bit(recipe: MakeRecipe, target: Target) -> None:
+    """Within an epoch, with several micro-batches per step."""
+    shape = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
+    whole = train(recipe("whole", DRAFT_MODEL, MIXED, **shape), target)
+    output = whole.drafter_folder.parent
+    shutil.copytree(output, output.with_name("half"))
+    shutil.rmtree(output.with_name("half") / "checkpoints" / "checkpoint-12")
+    assert weights(train(recipe("half", DRAFT_MODEL, MIXED, **shape), target).drafter_folder) == weights(whole.drafter_folder)
+
+
+def alpha_on_own_text(drafter: DraftModel, target: Target, rows: Rows) -> float:
+    """Σ min(p, q) per token on fresh text of the drafter's: where speculation puts it at temperature 1."""
+    mine = OnPolicy(rows, 1.0, 1.0, 99, 16, frozenset())
+    inputs, _ = mine.rewritten(batch_of(rows, *range(len(rows))), drafter, 0)
+    with torch.no_grad():
+        loss = drafter.loss(TargetBatch(target, inputs["input_ids"], inputs["labels"] != IGNORED, None, target.forward(inputs["input_ids"]).last))
+    total, count = loss.metrics["alpha_d1"]
+    return (total / count).item()
+
+
+def test_reverse_kl_on_its_own_text_raises_acceptance_there(recipe: MakeRecipe, target: Target, table: Any) -> None:
+    """A one-layer drafter of a random target: far above untrained, and above what the same steps on the data's text give. (By 0.005 to 0.01 for every seed tried.)"""
+    rows, found = split(table, 0.1)[0], {}
+    for name, share, steps in (("untrained", 0.0, 1), ("off", 0.0, 50), ("on", 1.0, 50)):
+        made = recipe(name, DRAFT_MODEL | {"loss": "reverse_kl"}, {"on_policy": share, "max_new_tokens": 16}, max_steps=steps, save_steps=steps,
+                      learning_rate=0.0 if name == "untrained" else 1e-2)  # fmt: skip
+        drafter = Drafter.load(train(made, target).drafter_folder, target)
+        assert isinstance(drafter, DraftModel)
+        found[name] = alpha_on_own_text(drafter, target, rows)
+    assert found["on"] > found["untrained"] + 0.1
+    assert found["on"] > found["off"]
+
+
+# ------------------------------------------------------------ what is refused
+
+
+def test_cached_features_are_refused_with_the_recipe(recipe: MakeRecipe) -> None:
+    with pytest.raises(BadInputError, match=r"data: on_policy text is written while training, .* cannot be cached"):
+        recipe(drafter=DRAFT_MODEL, data_changes=MIXED | {"features": "cached"})
+
+
+@pytest.mark.parametrize("value", [1.5, -0.1, True, "half"])
+def test_a_share_is_between_zero_and_one(recipe: MakeRecipe, value: Any) -> None:
+    with pytest.raises(BadInputError, match=r"data\.on_policy: expected"):
+        recipe(drafter=DRAFT_MODEL, data_changes={"on_policy": value})
+
+
+def test_a_drafter_that_writes_no_text_is_refused_before_anything_is_loaded(recipe: MakeRecipe) -> None:
+    """The recipe's target does not exist, and nobody notices."""
+    with pytest.raises(BadInputError, match=r"data.on_policy is 0.5, but a drafter of type 'eagle3' writes no text of its own .* train a draft_model"):
+        train(recipe(data_changes=MIXED))
+
+
+def test_a_prompt_that_leaves_the_drafter_no_room_is_refused(recipe: MakeRecipe, target: Target) -> None:
+    with pytest.raises(BadInputError, match=r"data.max_new_tokens=60 it exceeds the drafter's context of 64"):
+        train(recipe(drafter={"type": "draft_model", "model": {"num_hidden_layers": 1, "max_position_embeddings": 64}},
+                     data_changes={"on_policy": 0.5, "max_new_tokens": 60}), target)  # fmt: skip
+
+
+def test_a_row_without_a_prompt_is_refused(drafter: DraftModel, target: Target, recipe: MakeRecipe) -> None:
+    from datasets import Dataset
+
+    row = {"id": "r", "suite": "s", "input_ids": [5, 6, 7], "loss_mask": [1, 1, 1]}
+    with pytest.raises(BadInputError, match="a row begins with its response"):
+        OnPolicy.of(recipe(drafter=DRAFT_MODEL, data_changes=MIXED).data, Rows(Dataset.from_list([row]), [0]), target, drafter, 0)

@@ -107,6 +107,11 @@ def check_sources(sources: Sequence[str]) -> None:
             locate(source)
 
 
+def count_rows(source: str) -> int | None:
+    """Rows of a source, without a tokenizer and so also those that turn out to be no prompts; None for a Hub data set, which is not read for that."""
+    return None if _is_hub(source) else sum(1 for _ in _rows(source))
+
+
 def digest_prompts(prompts: Iterable[Prompt]) -> str:
     """Identity of a list of prompts: their ids, suites and tokens, in order."""
     return digest_json([[p.id, p.suite, list(p.tokens)] for p in prompts])

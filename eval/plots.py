@@ -12,6 +12,7 @@ from xml.etree import ElementTree
 from .figures import ALL, Figures
 from .report import Report
 from .statistics import Interval
+from .tables import by_tau
 
 WIDTH = 360
 LEFT, RIGHT, TOP, BOTTOM = 40, 8, 12, 38  # margins around the plotted area
@@ -52,6 +53,53 @@ def speedup(report: Report, temperature: float) -> str:
         _whisker(svg, figures.speedup, x, y + 26.5, across=True)
     _text(svg, x(1), top - 9, "plain target", "tick", "middle" if most > 1.35 else "end")
     return _string(svg)
+
+
+def tau_by_contestant(report: Report) -> str:
+    """τ of each drafter at every temperature, with intervals; one row per drafter, the highest first, a marker per temperature."""
+    return _by_contestant(report, "τ, tokens per round", lambda f: f.tau, "", 1.0)
+
+
+def speedup_by_contestant(report: Report) -> str:
+    """Speedup of each drafter at every temperature, in the same order."""
+    return _by_contestant(report, "Speedup over the plain target", lambda f: f.speedup, "×", 0.0)
+
+
+def _by_contestant(report: Report, title: str, figure: Callable[[Figures], Interval | None], unit: str, least: float) -> str:
+    names = [n for n in by_tau(report) if n != report.baselines.plain]
+    heats = report.conditions.temperatures
+    found = {(n, t): value for n in names for t in heats if (value := figure(report.headline(n, t))) is not None}
+    row, top = 26 + 18 * len(heats), 10
+    base = top + row * len(names)
+    most = _nice_limit(max([1.0, *(_top(value) for value in found.values())]))
+    x = _scale(least, max(most, least + 0.5), 4, WIDTH - 14)
+    words = "; ".join(f"{n} at {t:g}: {value.text(unit=unit)}" for (n, t), value in found.items())
+    svg = _svg(base + 34 + 18 * len(heats), title, words)
+    for tick in (t for t in _ticks(max(most, least + 0.5)) if t >= least):
+        _line(svg, x(tick), top, x(tick), base, "grid")
+        _text(svg, x(tick), base + 16, f"{tick:g}{unit}", "tick", "middle" if tick > least else "start")
+    if least < 1.0:
+        _line(svg, x(1), top, x(1), base, "reference")
+    for i, name in enumerate(names):
+        _text(svg, 4, top + i * row + 13, _shortened(name, 40), "name", "start")
+        for k, heat in enumerate(heats):
+            if (value := found.get((name, heat))) is not None:
+                _across(svg, value, x, top + i * row + 27 + 18 * k, f"c{k % len(_SHAPES)}", unit)
+    for k, heat in enumerate(heats):
+        _marker(svg, 10, base + 30 + 18 * k, f"c{k % len(_SHAPES)}")
+        _text(svg, 22, base + 34 + 18 * k, f"temperature {heat:g}", "tick", "start")
+    return _string(svg)
+
+
+def _across(svg: ElementTree.Element, interval: Interval, x: Scale, y: float, colour: str, unit: str) -> None:
+    """A marker and its interval on a row of its own, and the figure where there is room."""
+    if interval.known:
+        _line(svg, x(interval.low), y, x(interval.high), y, f"spread {colour}")
+    _marker(svg, x(interval.value), y, colour)
+    end = x(interval.high if interval.known else interval.value)
+    room = end < WIDTH - 52
+    start = x(interval.low if interval.known else interval.value)
+    _text(svg, end + 9 if room else start - 9, y + 4, interval.main(unit=unit), "value", "start" if room else "end")
 
 
 def alpha(report: Report, temperature: float) -> str:
@@ -112,6 +160,29 @@ def speedup_by_batch(lines: Mapping[str, Sequence[tuple[int, Interval]]]) -> str
         aside = (i - (len(lines) - 1) / 2) * 5  # so that intervals at one size do not hide each other
         _points(svg, [(across(math.log2(size)) + aside, interval) for size, interval in line], y, colour)
         _marker(svg, LEFT + 6, HEIGHT + 18 * i + 8, colour)
+        _text(svg, LEFT + 18, HEIGHT + 18 * i + 12, name, "name", "start")
+    return _string(svg)
+
+
+def shares_by_size(lines: Mapping[str, Sequence[tuple[int, Interval]]], title: str, axis: str) -> str:
+    """Shares up to 1 against sizes (on a log scale), one line per name, with intervals and its own legend."""
+    sizes = sorted({size for line in lines.values() for size, _ in line})
+    values = [interval for line in lines.values() for _, interval in line]
+    least = min([0.9, *(interval.low if interval.known else interval.value for interval in values)])
+    least = math.floor(least * 10) / 10
+    height, base = HEIGHT + 18 * len(lines), HEIGHT - BOTTOM
+    across, y = _scale(math.log2(sizes[0]) - 0.25, math.log2(sizes[-1]) + 0.25, LEFT, WIDTH - RIGHT), _scale(least, 1, base, TOP)
+    words = "; ".join(f"{name} " + ", ".join(f"{size}: {interval.text(3)}" for size, interval in line) for name, line in lines.items())
+    svg = _svg(height, title, words)
+    step = _step(1 - least)
+    _frame(svg, y, [round(least + i * step, 10) for i in range(int((1 - least) / step + 1e-9) + 1)], lambda v: f"{v:.0%}")
+    for size in sizes[:: 1 + len(sizes) // 8]:
+        _text(svg, across(math.log2(size)), base + 16, f"{size:,}", "tick", "middle")
+    _text(svg, (LEFT + WIDTH - RIGHT) / 2, HEIGHT - 5, axis, "axis", "middle")
+    for i, (name, line) in enumerate(lines.items()):
+        aside = (i - (len(lines) - 1) / 2) * 4
+        _points(svg, [(across(math.log2(size)) + aside, interval) for size, interval in line], y, f"c{i}")
+        _marker(svg, LEFT + 6, HEIGHT + 18 * i + 8, f"c{i}")
         _text(svg, LEFT + 18, HEIGHT + 18 * i + 12, name, "name", "start")
     return _string(svg)
 

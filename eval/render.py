@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from importlib import resources
 from typing import TYPE_CHECKING
 
@@ -17,24 +18,48 @@ if TYPE_CHECKING:
 
 def print_report(report: Report, console: Console) -> None:
     """Headline, and the table over all suites for each temperature."""
-    from rich.table import Table as Grid
     from rich.text import Text
 
     console.print(Text(report.sentence(), style="bold"))
     for temperature in report.conditions.temperatures:
-        table = _fitted(tables.summary(report, temperature), console.width)
-        grid = Grid(title=f"temperature {temperature:g}", title_justify="left", title_style="", box=None, pad_edge=False, header_style="dim")
-        for i, header in enumerate(table.headers):
-            grid.add_column(header, justify="left" if i < table.labels else "right", no_wrap=True)
-        for row in table.rows:
-            grid.add_row(*(Text.assemble(cell.main, (f" {cell.extra}" if cell.extra else "", "dim")) for cell in row))
-        console.print(grid)
+        print_table(fitted(tables.summary(report, temperature), console.width, _DROPPED), f"temperature {temperature:g}", console)
     console.print(Text(_brief(report), style="dim"))
 
 
-def _fitted(table: Table, width: int) -> Table:
-    """The table without the columns that a narrow terminal has no room for; the report has them all."""
-    for header in ("rule", "acceptance", "vs generate", "tokens/s"):
+def print_comparison(report: Report, console: Console) -> None:
+    """Every contestant at every temperature in one table (two on a narrow terminal), and the rules and conditions under it."""
+    from rich.text import Text
+
+    table = tables.comparison(report)
+    for part in [table] if _width(table) <= console.width else table.split("speedup"):
+        print_table(part, None, console)
+    console.print(Text(f"{tables.rules_line(report)} {_brief(report)}", style="dim"))
+
+
+def print_table(table: Table, title: str | None, console: Console) -> None:
+    """A table for the terminal: figures right-aligned, what stands beside them dimmed."""
+    from rich.table import Table as Grid
+    from rich.text import Text
+
+    grid = Grid(title=title, title_justify="left", title_style="", box=None, pad_edge=False, header_style="dim")
+    for i, header in enumerate(table.headers):
+        grid.add_column(header, justify="left" if i < table.labels else "right", no_wrap=True)
+    for row in table.rows:
+        grid.add_row(*(Text.assemble(cell.main, (f" {cell.extra}" if cell.extra else "", "dim")) for cell in row))
+    console.print(grid)
+
+
+def comparison_plot(report: Report) -> str:
+    """comparison.svg: τ of every drafter at every temperature."""
+    return plots.standalone(plots.tau_by_contestant(report))
+
+
+_DROPPED = ("rule", "acceptance", "vs generate", "tokens/s")
+
+
+def fitted(table: Table, width: int, dropped: Sequence[str]) -> Table:
+    """The table without the columns that a narrow terminal has no room for, `dropped` from the first on; what is saved has them all."""
+    for header in dropped:
         if _width(table) > width:
             table = table.without(header)
     return table
@@ -58,6 +83,9 @@ def _brief(report: Report) -> str:
 def markdown(report: Report) -> str:
     """report.md."""
     parts = ["# Outrider report", f"**{report.sentence()}**"]
+    if report.is_comparison:
+        table = tables.comparison(report)
+        parts += [f"## {table.title}", _markdown_table(table), tables.rules_line(report)]
     for temperature in report.conditions.temperatures:
         parts.append(f"## Temperature {temperature:g}")
         for make in (tables.summary, *tables.DETAILS):
@@ -104,7 +132,10 @@ def html(report: Report) -> str:
         }
         for t in report.conditions.temperatures
     ]
+    comparison = tables.comparison(report) if report.is_comparison else None
+    drawn = (("τ, tokens per round", plots.tau_by_contestant), ("Speedup over the plain target", plots.speedup_by_contestant)) if comparison else ()
     return template.render(
+        comparison=comparison, comparison_plots=[(title, Markup(plot(report))) for title, plot in drawn], rules=tables.rules_line(report),
         report=report, sections=sections, conditions=tables.conditions(report), divergences=tables.divergences(report), identity=identity_sentence(report),
         headline=_unbroken(report.sentence()), brief=_brief(report), legend=[(Markup(plots.swatch(colour)), label) for colour, label in plots.legend(report)],
     )  # fmt: skip

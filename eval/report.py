@@ -38,6 +38,23 @@ class SuiteInfo(Model):
     num_prompts: int
 
 
+class TrainingInfo(Model):
+    """How a drafter was trained, where that is part of the comparison (`outrider compare`).
+
+    Attributes:
+        seconds: of training; the last step ends a little behind the `budget`. parameters: those that were trained.
+        held_out_tau: analytic, on held-out responses; None if none were held out.
+    """
+
+    seconds: float
+    budget: float
+    steps: int
+    sequences: int
+    processes: int
+    parameters: int
+    held_out_tau: float | None = None
+
+
 class ContestantInfo(Model):
     """Who took part. `kind` is drafter, plain or generate; `verify` is the rule that was asked for, `shape` the plan in words."""
 
@@ -53,6 +70,7 @@ class ContestantInfo(Model):
     control: dict[str, Any] | None = None
     shape: str | None = None
     parameters: int | None = None
+    training: TrainingInfo | None = None
 
     @property
     def label(self) -> str:
@@ -142,6 +160,11 @@ class Report(Model):
         rule = "" if figures.rule in ("none", "greedy") else f" ({figures.rule})"
         return f"{self.contestant(figures.contestant).label}: {tau}{speed}{rule}"
 
+    @property
+    def is_comparison(self) -> bool:
+        """Whether drafters were trained for it, all for the same time."""
+        return any(c.training is not None for c in self.contestants)
+
     def records_of(self, contestant: str, temperature: float) -> list[Record]:
         return [r for r in self.records if r.contestant == contestant and r.temperature == temperature]
 
@@ -155,12 +178,13 @@ class Report(Model):
 
     def save(self, folder: str | Path) -> Path:
         """Write report.json, report.md and report.html; each appears complete or not at all. Returns the folder."""
-        from .render import html, markdown
+        from .render import comparison_plot, html, markdown
 
         place = Path(folder)
         place.mkdir(parents=True, exist_ok=True)
         # The JSON comes last: where it is, the others are.
-        for name, text in (("report.md", markdown(self)), ("report.html", html(self)), (REPORT_FILE, self.to_json())):
+        files = {"report.md": markdown(self), "report.html": html(self)} | ({"comparison.svg": comparison_plot(self)} if self.is_comparison else {})
+        for name, text in (files | {REPORT_FILE: self.to_json()}).items():
             temporary = place / f".{name}.{os.getpid()}"
             try:
                 temporary.write_text(text, encoding="utf-8")

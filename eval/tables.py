@@ -35,6 +35,13 @@ class Table:
         kept = [i for i, name in enumerate(self.headers) if name != header]
         return Table(self.title, [self.headers[i] for i in kept], [[row[i] for i in kept] for row in self.rows], self.labels)
 
+    def split(self, prefix: str) -> list[Table]:
+        """Two tables with the same labels: the figures before the first header that starts with `prefix`, and those from there on."""
+        at = next((i for i, name in enumerate(self.headers) if name.startswith(prefix)), len(self.headers))
+        parts = [range(self.labels, at), range(at, len(self.headers))]
+        chosen = [[*range(self.labels), *part] for part in parts if part]
+        return [Table(self.title, [self.headers[i] for i in c], [[row[i] for i in c] for row in self.rows], self.labels) for c in chosen]
+
 
 def summary(report: Report, temperature: float) -> Table:
     """One row per contestant, over all suites."""
@@ -42,6 +49,20 @@ def summary(report: Report, temperature: float) -> Table:
     headers = ["contestant", "τ", "speedup", "vs generate", "tokens/s", "acceptance", "identical", "rule"]
     table = Table("All suites", headers, rows)
     return _without_empty(table)
+
+
+def comparison(report: Report) -> Table:
+    """One row per contestant, over all suites: every temperature side by side, the parameters that were trained, and how long. The highest τ first."""
+    heats = report.conditions.temperatures
+    headers = ["contestant", *(f"τ at {t:g}" for t in heats), "parameters", *(f"speedup at {t:g}" for t in heats), "trained", "steps"]
+    return _without_empty(Table("At the same training time", headers, [_comparison_row(report, name) for name in by_tau(report)]))
+
+
+def by_tau(report: Report) -> list[str]:
+    """The contestants in the engine, by τ at the first temperature; the plain target last."""
+    names = [c.name for c in report.contestants if c.kind != "generate"]
+    taus = {name: report.headline(name).tau for name in names}
+    return sorted(names, key=lambda name: (name == report.baselines.plain, -(found.value if (found := taus[name]) else 0.0)))
 
 
 def by_suite(report: Report, temperature: float) -> Table:
@@ -106,12 +127,35 @@ def conditions(report: Report) -> Table:
         "prompts": ", ".join(f"{s.name} {s.num_prompts} (sha256 {s.digest[:12]})" for s in c.suites),
         "requests": f"batch size {c.batch_size}, at most {c.max_new_tokens} new tokens, {c.repeats} repeat{'' if c.repeats == 1 else 's'}, seed {c.seed}",
         "timing": c.timing,
+        "training": _training(report),
         "not in the figures": c.excluded,
         "intervals": f"{c.confidence:.0%}, {c.resamples} resamples over prompts",
         "versions": ", ".join(f"{k} {v}" for k, v in c.versions.items()),
         "measured": report.created,
     }
-    return Table("Conditions", ["condition", "value"], [[Cell(k), Cell(v)] for k, v in values.items()], labels=2)
+    return Table("Conditions", ["condition", "value"], [[Cell(k), Cell(v)] for k, v in values.items() if v], labels=2)
+
+
+def rules_line(report: Report) -> str:
+    """The verification rule of every drafter above temperature 0, whose figures depend on it."""
+    rules: dict[str, list[str]] = {}
+    for f in report.figures:
+        if f.suite == ALL and f.temperature > 0 and f.rule not in ("none", "greedy") and f.contestant not in rules.setdefault(f.rule, []):
+            rules[f.rule].append(f.contestant)
+    return "Rule above temperature 0: " + "; ".join(f"{rule} ({', '.join(names)})" for rule, names in rules.items()) + "." if rules else ""
+
+
+def _training(report: Report) -> str:
+    """Under which conditions the drafters of a comparison were trained; "" if this is none."""
+    found = {c.name: c.training for c in report.contestants if c.training is not None}
+    if not found:
+        return ""
+    first = next(iter(found.values()))
+    taus = ", ".join(f"{name} {t.held_out_tau:.2f}" for name, t in found.items() if t.held_out_tau)
+    return (
+        f"{first.budget:g} s each on the same {first.sequences:,} sequences, one after the other, {first.processes} process{'' if first.processes == 1 else 'es'}; "
+        "batches, target passes and steps count, evaluation, checkpoints and cached features do not" + (f"; held-out analytic τ: {taus}" if taus else "")
+    )
 
 
 def identity_line(report: Report) -> str:
@@ -140,6 +184,14 @@ def _summary_row(report: Report, f: Figures) -> list[Cell]:
         Cell("–" if f.identical is None else f"{f.identical}/{f.num_prompts}"),
         Cell("–" if f.rule == "none" else f.rule),
     ]
+
+
+def _comparison_row(report: Report, name: str) -> list[Cell]:
+    plain, training = name == report.baselines.plain, report.contestant(name).training
+    found = [report.headline(name, t) for t in report.conditions.temperatures]
+    parameters, *how = [Cell("–")] * 3 if training is None else [Cell(f"{training.parameters:,}"), Cell(f"{training.seconds:.0f} s"), Cell(str(training.steps))]
+    taus = [Cell("1") if plain else _interval(f.tau) for f in found]
+    return [Cell(name), *taus, parameters, *(Cell("1×") if plain else _interval(f.speedup, unit="×") for f in found), *how]
 
 
 def _without_empty(table: Table) -> Table:

@@ -1,0 +1,141 @@
+"""`outrider plan`: the launch that an accelerate config describes, and a plan as tables for the terminal."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from ..eval.tables import Table
+    from ..train.planning import Plan
+
+_WORDS = {
+    "target_weights": "target's weights",
+    "drafter_weights": "drafter's weights (float32)",
+    "gradients": "gradients",
+    "optimizer_states": "optimizer's states",
+    "buffers": "copies for reduction",
+    "features": "hidden states of a batch",
+    "target_pass": "target's pass",
+    "activations": "activations and losses",
+    "optimizer_step": "optimizer's step",
+}
+
+
+def read_launch(file: Path) -> tuple[int, str]:
+    """Processes and sharding of an `accelerate config` file.
+
+    Raises:
+        BadInputError: no such file, or not one of accelerate's.
+    """
+    import yaml
+
+    from ..target import BadInputError
+
+    try:
+        values = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise BadInputError(f"the accelerate config {str(file)!r} cannot be read ({error}); `accelerate config` writes one.") from error
+    if not isinstance(values, dict) or "distributed_type" not in values:
+        raise BadInputError(f"{file}: is no accelerate config (distributed_type is missing); `accelerate config` writes one.")
+    return int(values.get("num_processes") or 1), _sharding(values)
+
+
+def _sharding(values: dict[str, Any]) -> str:
+    kind = str(values["distributed_type"]).upper()
+    if kind == "FSDP":
+        return "fsdp"
+    stage = int((values.get("deepspeed_config") or {}).get("zero_stage", 0)) if kind == "DEEPSPEED" else 0
+    return f"zero{stage}" if stage else "none"
+
+
+def show(plan: Plan, console: Console) -> None:
+    """Sizes, memory of a process, and each named GPU."""
+    from rich.text import Text
+
+    from ..eval.render import print_table
+
+    _print_lines(_sizes(plan), console)
+    for table in (_memory(plan), _gpus(plan)):
+        console.print()
+        print_table(table, table.title, console)
+    console.print()
+    from ..train.planning import BANDWIDTH, COMPUTE, ROOM
+
+    assumed = (
+        f"Assumed, not measured: {COMPUTE:.0%} of a GPU's dense peak and {BANDWIDTH:.0%} of its bandwidth are reached, {ROOM:.0%} of its memory can be used. "
+        f"Times are for {_count(plan.processes, 'such GPU')}; memory is what tensors take at the longest sequence. "
+        "Models too small to fill a GPU take longer than this."
+    )
+    console.print(Text(assumed, style="dim"))
+    for note in plan.notes:
+        console.print(Text(f"Note: {note}", style="yellow"))
+
+
+def _print_lines(lines: dict[str, str], console: Console) -> None:
+    """Names and values; a long value goes on in the next line."""
+    from rich.markup import escape
+    from rich.table import Table as Grid
+
+    grid = Grid(show_header=False, box=None, padding=(0, 2, 0, 0))
+    grid.add_column(style="bold", no_wrap=True)
+    grid.add_column(overflow="fold")
+    for name, value in lines.items():
+        grid.add_row(name, escape(value))
+    console.print(grid)
+
+
+def _sizes(plan: Plan) -> dict[str, str]:
+    from ..distill.storage import readable_bytes
+
+    work = plan.workload
+    return {
+        "recipe": plan.recipe,
+        "target": f"{plan.target}, {plan.target_parameters:,} parameters, {plan.dtype}",
+        "drafter": f"{plan.drafter}, {plan.total_parameters:,} parameters, {plan.trained_parameters:,} of them trained, in {plan.precision}",
+        "sequences": f"{work.sequences:,} with {work.tokens:,} tokens, {work.supervised:.0%} of them learned ({work.source})",
+        "training": f"{plan.steps:,} steps of about {plan.tokens_per_step:,} tokens, {_count(plan.processes, 'process', 'es')}, sharding {plan.sharding}",
+        "operations": ", ".join(f"{stage.name} {_flops(stage.flops)}" for stage in plan.stages),
+        "cached features": readable_bytes(plan.feature_bytes)
+        + ("" if plan.uses_features else " if data.features were cached (this recipe computes them online)"),
+        "checkpoints": readable_bytes(plan.checkpoint_bytes),
+    }
+
+
+def _memory(plan: Plan) -> Table:
+    from dataclasses import asdict
+
+    from ..distill.storage import readable_bytes
+    from ..eval.tables import Cell, Table
+
+    parts = [[Cell(_WORDS[name]), Cell(readable_bytes(count))] for name, count in asdict(plan.memory).items() if count]
+    return Table("Memory of one process", ["", ""], [*parts, [Cell("at most at one time"), Cell(readable_bytes(plan.memory.peak))]])
+
+
+def _gpus(plan: Plan) -> Table:
+    from ..eval.tables import Cell, Table
+    from ..train.planning import GPUS
+
+    rows = [[Cell(gpu.name), Cell("yes" if plan.fits[gpu.name] else "no"), *(Cell(_time(stage.seconds[gpu.name])) for stage in plan.stages)] for gpu in GPUS]
+    return Table("Estimated time", ["GPU", "fits", *(stage.name for stage in plan.stages)], rows)
+
+
+def _count(number: int, word: str, ending: str = "s") -> str:
+    return f"{number} {word}{'' if number == 1 else ending}"
+
+
+def _flops(count: float) -> str:
+    for unit, size in (("EFLOP", 1e18), ("PFLOP", 1e15), ("TFLOP", 1e12)):
+        if count >= size:
+            return f"{count / size:.3g} {unit}"
+    return f"{count / 1e9:.3g} GFLOP"
+
+
+def _time(seconds: float) -> str:
+    if seconds < 1:
+        return "< 1 s"
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h" if seconds < 172_800 else f"{seconds / 86_400:.1f} days"

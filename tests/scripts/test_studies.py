@@ -1,0 +1,102 @@
+"""`outrider compare`, `vocab` and `plan`, as typed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from typer.testing import Result
+
+Command = Callable[..., Result]
+
+
+def succeeded(result: Result) -> Result:
+    assert result.exit_code == 0, (result.output, result.exception)
+    return result
+
+
+@pytest.fixture
+def medusa_file(recipe_file: Path) -> Path:
+    """The same recipe with other heads."""
+    values = yaml.safe_load(recipe_file.read_text()) | {"name": "heads", "drafter": {"type": "medusa", "num_heads": 2}}
+    file = recipe_file.with_name("heads.yaml")
+    file.write_text(yaml.safe_dump(values))
+    return file
+
+
+def test_compare_trains_measures_and_shows(outrider: Command, recipe_file: Path, medusa_file: Path, tmp_path: Path) -> None:
+    """Changes behind the recipes are for all of them; repeated, only the measuring is done again."""
+    arguments = ["compare", recipe_file, medusa_file, "eval.limit=2", "--budget", "0.5", "--out", tmp_path / "out"]
+    shown = succeeded(outrider(*arguments)).stdout
+    for words in ("tiny", "heads", "ngram", "plain", "τ at 0", "parameters"):
+        assert words in shown
+    assert {p.name for p in (tmp_path / "out" / "report").iterdir()} == {"report.json", "report.md", "report.html", "comparison.svg"}
+    before = (tmp_path / "out" / "tiny" / "provenance.json").stat().st_mtime_ns
+    again = json.loads(succeeded(outrider(*arguments, "--json")).stdout)
+    assert (tmp_path / "out" / "tiny" / "provenance.json").stat().st_mtime_ns == before
+    assert [c["name"] for c in again["contestants"] if c["training"]] == ["tiny", "heads"]
+    assert again["conditions"]["suites"][0]["num_prompts"] == 2
+
+
+def test_compare_refuses_recipes_of_different_data(outrider: Command, recipe_file: Path, medusa_file: Path, tmp_path: Path) -> None:
+    values = yaml.safe_load(medusa_file.read_text())
+    values["data"]["max_new_tokens"] = 9
+    medusa_file.write_text(yaml.safe_dump(values))
+    result = outrider("compare", recipe_file, medusa_file, "--out", tmp_path / "out")
+    assert result.exit_code == 2
+    assert "data.max_new_tokens (8 and 9)" in " ".join(result.stderr.split())
+
+
+def test_vocab_counts_what_the_trainer_counts(outrider: Command, recipe_file: Path, tmp_path: Path) -> None:
+    """The recipe's own size is the vocabulary that its trained drafter has."""
+    shown = succeeded(outrider("vocab", recipe_file, "--size", 100)).stdout
+    assert "64 *" in shown
+    found = json.loads(succeeded(outrider("vocab", recipe_file, "--json")).stdout)
+    succeeded(outrider("train", recipe_file))
+    from outrider.heads import load_drafter
+
+    ids = load_drafter(tmp_path / "run" / "drafter").output_ids
+    assert ids is not None
+    assert found["token_ids"] == ids.tolist()
+    assert found["chosen"] == 64
+    kept = tmp_path / "run" / "vocabulary" / found["counts_digest"][:16]
+    assert json.loads((kept / "vocabulary.json").read_text())["token_ids"] == found["token_ids"]
+    assert (kept / "vocabulary.svg").read_text().startswith("<svg")
+    assert found["measured_on"] == "the counted responses themselves", "none are held out here"
+    assert found["sizes"][-1]["lost"]["value"] == 0.0
+
+
+def test_vocab_of_held_out_responses_says_so(outrider: Command, recipe_file: Path) -> None:
+    found = json.loads(succeeded(outrider("vocab", recipe_file, "data.holdout=0.5", "--json")).stdout)
+    assert found["measured_on"] == "held-out responses"
+    assert found["num_sequences"] < 6
+    assert outrider("vocab", recipe_file, "--size", 100_000).exit_code == 2
+
+
+def test_plan_needs_no_weights(outrider: Command, recipe_file: Path, target_folder: Path, tmp_path: Path) -> None:
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    (bare / "config.json").write_text((target_folder / "config.json").read_text())
+    shown = succeeded(outrider("plan", recipe_file, f"target.path={bare}")).stdout
+    for words in ("Memory of one process", "H100", "6 with", "Assumed, not measured"):
+        assert words in shown
+    found: dict[str, Any] = json.loads(succeeded(outrider("plan", recipe_file, f"target.path={bare}", "--json")).stdout)
+    assert found["peak_memory"] > found["memory"]["target_weights"] > 0
+    assert not (tmp_path / "run").exists(), "nothing was spent"
+
+
+def test_plan_reads_an_accelerate_config(outrider: Command, recipe_file: Path, tmp_path: Path) -> None:
+    file = tmp_path / "zero.yaml"
+    file.write_text(yaml.safe_dump({"distributed_type": "DEEPSPEED", "num_processes": 8, "deepspeed_config": {"zero_stage": 2}}))
+    found = json.loads(succeeded(outrider("plan", recipe_file, "--accelerate-config", file, "--json")).stdout)
+    assert (found["processes"], found["sharding"]) == (8, "zero2")
+    file.write_text(yaml.safe_dump({"distributed_type": "FSDP", "num_processes": 2}))
+    assert "the trainer refuses" in " ".join(succeeded(outrider("plan", recipe_file, "--accelerate-config", file)).stdout.split())
+    file.write_text("num_processes: 2\n")
+    result = outrider("plan", recipe_file, "--accelerate-config", file)
+    assert result.exit_code == 2
+    assert "is no accelerate config" in result.stderr

@@ -1,0 +1,187 @@
+"""Recipes against each other: the same target, the same data, the same time, one measurement."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+from transformers import PreTrainedTokenizerFast
+
+from outrider.eval import Report
+from outrider.eval.render import print_comparison
+from outrider.recipes import Recipe
+from outrider.target import BadInputError, Target
+from outrider.train import compare as module
+from outrider.train.compare import compare, differences
+
+DRAFTERS: dict[str, dict[str, Any]] = {
+    "eagle": {"type": "eagle3", "steps": 2, "draft_vocab_size": 96},
+    "heads": {"type": "medusa", "num_heads": 2},
+    "small": {"type": "draft_model", "model": {"num_hidden_layers": 1}},
+}
+SECONDS = 1.0
+MakeRecipe = Callable[..., Recipe]
+
+
+@pytest.fixture
+def target(tiny_llama: Callable[..., Any], tiny_tokenizer: PreTrainedTokenizerFast) -> Target:
+    return Target(tiny_llama(vocab=len(tiny_tokenizer)), tiny_tokenizer, {"path": "in memory"})
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> MakeRecipe:
+    """`recipe(name, data={…}, eval={…}, **training)`: one of DRAFTERS."""
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"id": f"p{i}", "text": f"def function_{i}(first, second):\n"}) + "\n" for i in range(12)))
+
+    def make(
+        name: str, drafter: dict[str, Any] | None = None, data: dict[str, Any] | None = None, measured: dict[str, Any] | None = None, **training: Any
+    ) -> Recipe:
+        settings = {"suites": [str(prompts)], "limit": 3, "max_new_tokens": 8, "repeats": 1, "depth": 2}
+        return Recipe.from_dict(
+            {
+                "name": name,
+                "target": {"path": "in memory"},
+                "drafter": drafter or DRAFTERS[name],
+                "data": {"prompts": [str(prompts)], "max_new_tokens": 8, "holdout": 0.2, **(data or {})},
+                "training": {"per_device_train_batch_size": 4, "max_steps": 2, "save_total_limit": 1} | training,
+                "eval": settings | (measured or {}),
+            }
+        )
+
+    return make
+
+
+@pytest.fixture
+def count_trainings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of the recipes that are trained."""
+    seen: list[str] = []
+    train = module.train
+
+    def counted(recipe: Recipe, *args: Any, **kwargs: Any) -> Any:
+        seen.append(recipe.name)
+        return train(recipe, *args, **kwargs)
+
+    monkeypatch.setattr(module, "train", counted)
+    return seen
+
+
+def test_all_are_trained_for_the_same_time_on_the_same_responses_and_measured_together(recipe: MakeRecipe, target: Target, tmp_path: Path) -> None:
+    report = compare([recipe(name) for name in DRAFTERS], SECONDS, tmp_path / "out", target)
+    assert [c.name for c in report.contestants] == [*DRAFTERS, "ngram", "plain", "transformers.generate"]
+    for name in DRAFTERS:
+        info = report.contestant(name)
+        assert info.training is not None
+        assert info.training.budget == SECONDS
+        assert SECONDS <= info.training.seconds < SECONDS + 5, "it ends with the step in which the time is up"
+        assert info.training.steps > 2, "max_steps does not count"
+        assert info.training.parameters == info.parameters
+        used = json.loads((tmp_path / "out" / name / "provenance.json").read_text())
+        assert used["data"]["prompts"] == json.loads((tmp_path / "out" / "data" / "provenance.json").read_text())["prompts"]
+    assert report.contestant("ngram").training is None
+    assert {f.rule for f in report.figures if f.temperature == 1.0 and f.contestant in DRAFTERS} == {"rejection"}
+    suites = {r.prompt for r in report.records_of("eagle", 0.0)}
+    assert suites == {r.prompt for r in report.records_of("plain", 0.0)}
+    assert all(r.identical for r in report.records if r.temperature == 0.0 and r.contestant in DRAFTERS)
+
+
+def test_what_is_finished_is_not_done_again(
+    recipe: MakeRecipe, target: Target, tmp_path: Path, count_trainings: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An interruption in the second training: the first is kept, and so are the responses."""
+    recipes = [recipe("heads"), recipe("small")]
+    train = module.train
+
+    def stopped(made: Recipe, *args: Any, **kwargs: Any) -> Any:
+        if made.name == "small":
+            raise KeyboardInterrupt
+        return train(made, *args, **kwargs)
+
+    monkeypatch.setattr(module, "train", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        compare(recipes, SECONDS, tmp_path / "out", target)
+    monkeypatch.setattr(module, "train", train)
+    weights = (tmp_path / "out" / "heads" / "drafter" / "model.safetensors").read_bytes()
+    answered = (tmp_path / "out" / "data" / "provenance.json").stat().st_mtime_ns
+    count_trainings.clear()
+    report = compare(recipes, SECONDS, tmp_path / "out", target)
+    assert count_trainings == ["small"]
+    assert (tmp_path / "out" / "heads" / "drafter" / "model.safetensors").read_bytes() == weights
+    assert (tmp_path / "out" / "data" / "provenance.json").stat().st_mtime_ns == answered
+    assert Report.load(tmp_path / "out" / "report").contestant("heads").training == report.contestant("heads").training
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"data": {"max_new_tokens": 9}}, r"data.max_new_tokens \(8 and 9\)"),
+        ({"measured": {"depth": 3}}, r"eval.depth \(2 and 3\)"),
+        ({"drafter": {"type": "ngram"}}, "nothing to train"),
+        ({"learning_rat": 1e-3}, "did you mean 'learning_rate'"),
+    ],
+)
+def test_recipes_that_cannot_be_compared_are_refused_before_anything_is_spent(
+    recipe: MakeRecipe, target: Target, tmp_path: Path, change: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(BadInputError, match=said):
+        compare([recipe("heads"), recipe("small", **change)], SECONDS, tmp_path / "out", target)
+    assert not (tmp_path / "out").exists()
+
+
+def test_only_drafter_training_and_output_may_differ(recipe: MakeRecipe) -> None:
+    """And what a drafter writes for itself to learn from."""
+    one, other = recipe("heads"), recipe("small", data={"on_policy": 0.5}, learning_rate=1e-3)
+    assert differences(one, other) == []
+    moved = other.model_copy(update={"target": other.target.model_copy(update={"path": "elsewhere"})})
+    assert differences(one, moved) == ["target.path ('in memory' and 'elsewhere')"]
+
+
+def test_two_recipes_of_one_name_and_a_budget_of_nothing_are_refused(recipe: MakeRecipe, target: Target, tmp_path: Path) -> None:
+    with pytest.raises(BadInputError, match="2 recipes are called 'heads'"):
+        compare([recipe("heads"), recipe("heads")], SECONDS, tmp_path, target)
+    with pytest.raises(BadInputError, match="more than 0 seconds"):
+        compare([recipe("heads")], 0, tmp_path, target)
+
+
+def test_a_folder_of_another_budget_or_recipe_is_never_mixed_in(recipe: MakeRecipe, target: Target, tmp_path: Path) -> None:
+    compare([recipe("heads")], 0.2, tmp_path / "out", target)
+    with pytest.raises(BadInputError, match=r"trained for 0.2 seconds, now 3 seconds are asked for. Choose another --out"):
+        compare([recipe("heads")], 3, tmp_path / "out", target)
+    with pytest.raises(BadInputError, match=r"training.learning_rate"):
+        compare([recipe("heads", learning_rate=1e-4)], 0.2, tmp_path / "out", target)
+
+
+def test_the_report_shows_every_method_at_every_temperature_best_first(recipe: MakeRecipe, target: Target, tmp_path: Path) -> None:
+    report = compare([recipe("heads"), recipe("small")], 0.3, tmp_path / "out", target)
+    for width in (200, 80):
+        console = Console(width=width, record=True, file=io.StringIO())
+        print_comparison(report, console)
+        shown = console.export_text()
+        for words in (
+            "τ at 0",
+            "τ at 1",
+            "speedup at 0",
+            "speedup at 1",
+            "parameters",
+            "steps",
+            "heads",
+            "small",
+            "ngram",
+            "plain",
+            "rejection (heads, small)",
+        ):
+            assert words in shown, (width, words)
+        assert "…" not in shown
+    page = (tmp_path / "out" / "report" / "report.html").read_text()
+    assert "At the same training time" in page
+    assert "0.3 s each on the same" in page
+    drawn = (tmp_path / "out" / "report" / "comparison.svg").read_text()
+    assert drawn.count("<polygon") == 2 * 3 + 2, "two temperatures of three drafters, and the legend"
+    taus = [report.headline(name).tau for name in ("heads", "small", "ngram")]
+    order = [line.split()[0] for line in shown.splitlines() if line.split()[:1] and line.split()[0] in ("heads", "small", "ngram")][:3]
+    assert order == [n for _, n in sorted(zip((-t.value for t in taus if t), ("heads", "small", "ngram"), strict=True), key=lambda pair: pair[0])]

@@ -1,0 +1,315 @@
+"""Plans are made of configs alone, and are right: against real weights, a real step, a real store."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
+
+from outrider.distill import FeatureStore, load_responses
+from outrider.heads import HEADS
+from outrider.recipes import Recipe, load_recipe, packaged_recipes
+from outrider.target import BadInputError, PeakBytes, Target
+from outrider.train import planning, train
+from outrider.train.arguments import training_arguments
+from outrider.train.data import OnlineBatches, collate, split
+from outrider.train.loop import DrafterTrainer
+from outrider.train.planning import GPUS, Memory, active_weights, pass_flops, plan, sketch_target
+from outrider.train.rehearsal import rehearse
+from outrider.train.warmstart import make_drafter
+
+from .conftest import write_data
+
+PROMPT, RESPONSE, ROWS = 16, 80, 24
+DRAFTERS: dict[str, dict[str, Any]] = {
+    "eagle3": {"type": "eagle3", "steps": 3, "draft_vocab_size": 512},
+    "medusa": {"type": "medusa", "num_heads": 3},
+    "hydra": {"type": "hydra", "num_heads": 2, "share_lm_head": True},
+    "draft_model": {"type": "draft_model", "model": {"num_hidden_layers": 2}},
+}
+MakeRecipe = Callable[..., Recipe]
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a config and nothing else."""
+    folder = tmp_path_factory.mktemp("config")
+    LlamaConfig(
+        vocab_size=1024, hidden_size=128, intermediate_size=256, num_hidden_layers=6, num_attention_heads=4, num_key_value_heads=2,
+        max_position_embeddings=512, bos_token_id=None, eos_token_id=None, dtype="float32",
+    ).save_pretrained(folder)  # fmt: skip
+    return folder
+
+
+@pytest.fixture(scope="module")
+def target(config: Path) -> Target:
+    """The same model with contents."""
+    torch.manual_seed(0)
+    model: Any = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(config), dtype=torch.float32)
+    return Target(model.eval().requires_grad_(False))
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory, target: Target) -> Path:
+    """Rows of one length, so that every batch is one of the longest."""
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(0, 1024, (ROWS, PROMPT + RESPONSE), generator=generator).tolist()
+    rows = [{"id": str(i), "suite": "s", "input_ids": t, "loss_mask": [0] * PROMPT + [1] * RESPONSE} for i, t in enumerate(tokens)]
+    return write_data(tmp_path_factory.mktemp("responses") / "data", rows, target)
+
+
+@pytest.fixture
+def recipe(config: Path, data: Path, tmp_path: Path) -> MakeRecipe:
+    def make(drafter: str = "eagle3", **changes: Any) -> Recipe:
+        values = {"max_steps": 3, "per_device_train_batch_size": 4, "save_strategy": "no", "disable_tqdm": True} | changes.pop("training", {})
+        settings = {"prompts": ["embedded:code"], "responses": str(data), "holdout": 0.0} | changes.pop("data", {})
+        return Recipe.from_dict(
+            {"name": "r", "target": {"path": str(config)}, "drafter": DRAFTERS[drafter], "data": settings, "training": values, "output": str(tmp_path / "out")}
+        )
+
+    return make
+
+
+# ------------------------------------------------------------ from configs alone
+
+
+def test_the_parameters_of_a_published_model_follow_from_its_config(tmp_path: Path) -> None:
+    """Llama 3.1 8B has 8,030,261,248, on any machine, in a moment; there are no weights, and none could be held here."""
+    LlamaConfig(
+        vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8, dtype="bfloat16",
+    ).save_pretrained(tmp_path)  # fmt: skip
+    values = {
+        "name": "big",
+        "target": {"path": str(tmp_path)},
+        "drafter": {"type": "eagle3", "draft_vocab_size": 32000},
+        "data": {"prompts": ["org/set"], "limit": 50_000},
+    }
+    found = plan(Recipe.from_dict(values | {"training": {"bf16": True, "num_train_epochs": 2}}))
+    assert found.target_parameters == 8_030_261_248
+    assert found.memory.target_weights == pytest.approx(2 * 8_030_261_248, rel=1e-3)
+    # fc 3H·H, attention over 2H, MLP, output embedding, four norms.
+    own = 3 * 4096**2 + 2 * 4096 * (4096 + 2 * 1024) + 4096**2 + 3 * 4096 * 14336 + 32000 * 4096 + 4 * 4096
+    assert found.trained_parameters == found.total_parameters == own
+    assert found.steps == 2 * -(-round(50_000 * 0.95) // 8)
+    assert found.memory.optimizer_states == pytest.approx(8 * own, rel=1e-3)
+    assert not found.fits["RTX 4090"]
+    assert found.fits["H100"]
+
+
+@pytest.mark.parametrize("name", [n for n in packaged_recipes() if n.startswith("embedded")])
+def test_every_packaged_recipe_is_planned_with_the_parameters_it_trains(name: str) -> None:
+    """Through the contract: whatever drafters there are."""
+    recipe = load_recipe(name)
+    found = plan(recipe)
+    assert found.drafter == recipe.drafter["type"]
+    real = Target.load("embedded", dtype="float32")
+    drafter = make_drafter(recipe.drafter, real, lambda: torch.arange(real.vocab_size))
+    assert found.total_parameters == sum(p.numel() for p in drafter.parameters())
+    assert found.trained_parameters == sum(p.numel() for p in drafter.parameters() if p.requires_grad)
+    assert found.memory.drafter_weights == planning.weight_bytes(drafter)
+    assert found.stages[-1].flops > 0
+
+
+def test_a_config_out_of_reach_says_what_to_do(recipe: MakeRecipe) -> None:
+    made = recipe()
+    made = made.model_copy(update={"target": made.target.model_copy(update={"path": "org/nowhere"})})
+    with pytest.raises(BadInputError, match=r"the config of 'org/nowhere' cannot be read.*give a folder that holds its config.json; weights are not needed"):
+        plan(made)
+
+
+def test_a_number_of_prompts_that_nobody_knows_is_asked_for(recipe: MakeRecipe) -> None:
+    made = recipe(data={"prompts": ["org/set"], "responses": None})
+    with pytest.raises(BadInputError, match=r"set data.limit, or say it with --rows"):
+        plan(made)
+    assert plan(made, rows=70).workload.sequences == 70
+
+
+def test_local_prompts_are_counted_and_limited(recipe: MakeRecipe, tmp_path: Path) -> None:
+    (tmp_path / "p.txt").write_text("one\ntwo\n\nthree\n")
+    settings = {"prompts": [str(tmp_path / "p.txt")], "responses": None, "max_prompt_tokens": 10, "max_new_tokens": 30}
+    work = plan(recipe(data=settings)).workload
+    assert (work.sequences, work.tokens, work.longest, work.supervised) == (3, 120, 40, 0.75)
+    assert plan(recipe(data=settings | {"limit": 2})).workload.sequences == 2
+
+
+# ------------------------------------------------------------ against the real thing
+
+
+@pytest.mark.parametrize("optim", ["adamw_torch", "muon", "sgd"])
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_memory_is_what_a_real_training_takes(drafter: str, optim: str, recipe: MakeRecipe, target: Target) -> None:
+    """The trainer itself, every tensor counted, within 10%."""
+    made = recipe(drafter, training={"optim": optim})
+    with PeakBytes() as measured:
+        train(made, target)
+    found = plan(made).memory
+    assert found.peak == pytest.approx(found.target_weights + measured.peak, rel=0.10)
+
+
+def test_memory_counts_activations_in_their_precision(recipe: MakeRecipe, target: Target) -> None:
+    made = recipe(training={"bf16": True})
+    with PeakBytes() as measured:
+        train(made, target)
+    found = plan(made).memory
+    assert found.activations < plan(recipe()).memory.activations
+    assert found.peak == pytest.approx(found.target_weights + measured.peak, rel=0.25), "a rougher figure: which operations autocast leaves alone is not known"
+
+
+@pytest.mark.parametrize("optim", ["adamw_torch", "muon"])
+def test_optimizer_states_are_counted_to_the_byte(optim: str, recipe: MakeRecipe, target: Target) -> None:
+    made = recipe(training={"optim": optim})
+    args = training_arguments(made)
+    table = load_responses(made.data.responses)
+    drafter = make_drafter(made.drafter, target, lambda: torch.arange(target.vocab_size))
+    training, held_out = split(table, 0.0)
+    trainer = DrafterTrainer(drafter, args, OnlineBatches(target, drafter.taps), training, held_out)
+    trainer.train()
+    tensors = [t for state in trainer.optimizer.state.values() for t in state.values() if isinstance(t, torch.Tensor)]
+    assert plan(made).memory.optimizer_states == sum(t.numel() * t.element_size() for t in tensors)
+
+
+def real_flops(made: Recipe, target: Target) -> float:
+    """Of the first step of a real training."""
+    head = make_drafter(made.drafter, target, lambda: torch.arange(target.vocab_size))
+    training, _ = split(load_responses(made.data.responses or ""), 0.0, made.data.learn_prompts)
+    batches = OnlineBatches(target, head.taps)
+    with sdpa_kernel(SDPBackend.MATH), counted() as step:
+        head.loss(batches.of(collate([training[i] for i in range(4)]))).mean.backward()
+    return float(step.get_total_flops())
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_operations_are_those_that_torch_counts_in_a_real_step(drafter: str, recipe: MakeRecipe, target: Target) -> None:
+    """Within 3%: fused attention computes its scores again in the backward pass."""
+    made = recipe(drafter, data={"learn_prompts": drafter == "eagle3"})  # of that one see the next test
+    assert plan(made).stages[-1].flops == pytest.approx(3 * real_flops(made, target), rel=0.03)
+
+
+def test_attention_keeps_no_scores(recipe: MakeRecipe) -> None:
+    """Twice the length is twice the memory, as on devices with fused attention, and the masked half counts in operations."""
+    made = recipe("draft_model")
+    target = sketch_target(made)
+    drafter = planning.sketch_drafter(made, target)
+    short, long = (rehearse(drafter, target, 1, length, 1.0) for length in (2048, 4096))
+    grown = (long.peak - short.peak) / short.peak
+    assert grown < 1.05, "scores would grow fourfold"
+    assert long.flops > 2.05 * short.flops
+
+
+def test_a_head_that_leaves_out_prompts_is_counted_at_its_most(recipe: MakeRecipe, target: Target) -> None:
+    """EAGLE-3's later steps run behind each row's prompt, here a sixth of it; how long prompts are, only contents tell."""
+    made = recipe("eagle3")
+    assert 1.0 < plan(made).stages[-1].flops / (3 * real_flops(made, target)) < 1.15
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [
+        ("llama", {}),
+        ("qwen3_moe", {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}),
+        ("gemma3_text", {"head_dim": 32, "query_pre_attn_scalar": 32}),
+    ],
+)
+def test_a_targets_pass_is_what_torch_counts(kind: str, changes: dict[str, Any]) -> None:
+    """Experts count as often as tokens choose them."""
+    sizes = {"vocab_size": 256, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2}
+    torch.manual_seed(0)
+    model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes | changes), experts_implementation="eager")
+    real = Target(model.eval())
+    with sdpa_kernel(SDPBackend.MATH), torch.no_grad(), counted() as seen:
+        real.forward(torch.randint(0, 256, (2, 48)), logits=False)
+    assert pass_flops(real, 2, 48) == pytest.approx(seen.get_total_flops(), rel=0.02)
+
+
+class _NoModules:
+    """In the place of the counter's module tracker, which does not allow `autograd.grad`."""
+
+    parents = ("Global",)
+
+    def __enter__(self) -> _NoModules:
+        return self
+
+    def __exit__(self, *args: Any) -> None: ...
+
+
+def counted() -> FlopCounterMode:
+    counter = FlopCounterMode(display=False)
+    counter.mod_tracker = _NoModules()  # type: ignore[assignment]
+    return counter
+
+
+@pytest.mark.parametrize("drafter", ["eagle3", "medusa", "draft_model"])
+def test_cached_features_are_counted_to_the_byte(drafter: str, recipe: MakeRecipe, target: Target, tmp_path: Path) -> None:
+    """Of the tensors; each file has a header of its own, too."""
+    made = recipe(drafter, data={"features": "cached"})
+    found = plan(made)
+    head = make_drafter(made.drafter, target, lambda: torch.arange(target.vocab_size))
+    store = FeatureStore.build(tmp_path / "features", target, load_responses(made.data.responses), head.taps, shard_bytes=50_000)
+    files = sorted(store.folder.glob("*.safetensors"))
+    assert len(files) > 1
+    headers = sum(8 + struct.unpack("<Q", file.read_bytes()[:8])[0] for file in files)
+    assert found.feature_bytes == store.num_bytes - headers
+    assert found.uses_features
+    assert [stage.name for stage in found.stages] == ["features", "training"]
+    assert found.memory.target_pass == 0
+
+
+def test_checkpoints_take_what_a_real_run_leaves(recipe: MakeRecipe, target: Target) -> None:
+    made = recipe("medusa", training={"save_strategy": "steps", "save_steps": 1, "save_total_limit": 2, "optim": "adamw_torch"})
+    train(made, target)
+    left = sum(f.stat().st_size for f in made.output_folder.rglob("*") if f.name in ("model.safetensors", "optimizer.pt"))
+    assert plan(made).checkpoint_bytes == pytest.approx(left, rel=0.02)
+
+
+# ------------------------------------------------------------ several processes
+
+
+def test_sharding_divides_what_it_says(recipe: MakeRecipe) -> None:
+    alone, parallel, two, three = (plan(recipe(), n, s).memory for n, s in ((1, "none"), (4, "none"), (4, "zero2"), (4, "fsdp")))
+    assert parallel.buffers == alone.gradients
+    assert parallel.optimizer_states == alone.optimizer_states
+    assert two.optimizer_states == -(-alone.optimizer_states // 4)
+    assert two.gradients == -(-alone.gradients // 4)
+    assert two.drafter_weights == alone.drafter_weights
+    assert three.drafter_weights == -(-alone.drafter_weights // 4)
+    assert {m.target_weights for m in (alone, parallel, two, three)} == {alone.target_weights}, "the target is never split"
+
+
+def test_a_sharding_that_the_trainer_refuses_is_named(recipe: MakeRecipe) -> None:
+    assert any("trainer refuses at present" in note for note in plan(recipe(), 2, "zero3").notes)
+    assert not any("refuses" in note for note in plan(recipe(), 2, "zero2").notes)
+    with pytest.raises(BadInputError, match="one of none, zero1"):
+        plan(recipe(), 2, "zero4")  # type: ignore[arg-type]
+
+
+def test_processes_share_steps_and_time(recipe: MakeRecipe) -> None:
+    settings = {"training": {"max_steps": -1, "num_train_epochs": 2, "gradient_accumulation_steps": 3}}
+    one, two = (plan(recipe(**{k: dict(v) for k, v in settings.items()}), n) for n in (1, 2))
+    assert (one.steps, two.steps) == (4, 2)
+    assert two.stages[-1].flops == pytest.approx(one.stages[-1].flops)
+    for gpu in GPUS:
+        assert two.stages[-1].seconds[gpu.name] < one.stages[-1].seconds[gpu.name]
+
+
+def test_the_peak_is_the_larger_of_three_phases() -> None:
+    def peak(**changes: int) -> int:
+        return Memory(**dict.fromkeys(Memory.__dataclass_fields__, 1) | changes).peak
+
+    assert peak(target_pass=100) == 4 + 1 + 100
+    assert peak(activations=100) == 4 + 1 + 1 + 100
+    assert peak(optimizer_step=100) == 4 + 1 + 100
+
+
+def test_a_plan_is_json_and_every_trainable_head_is_known(recipe: MakeRecipe) -> None:
+    assert json.loads(json.dumps(asdict(plan(recipe()))))["trained_parameters"] > 0
+    assert {r["type"] for r in DRAFTERS.values()} <= {name for name, head in HEADS.items() if head.trainable}
+    assert active_weights(sketch_target(recipe()).model, sketch_target(recipe()).config) == 6 * (128 * 128 * 2 + 2 * 128 * 64 + 3 * 128 * 256)

@@ -1,0 +1,154 @@
+"""Several recipes on one target at the same data and the same training time, then measured in one run.
+
+<folder>/data/       the target's responses, made once (unless the recipes name finished ones)
+<folder>/<recipe>/   each training, as `train` leaves it
+<folder>/report/     what was measured: report.json, report.md, report.html, comparison.svg
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..distill.responses import distill
+from ..distill.storage import read_json
+from ..eval import Contestant, Report, load_suites, measure, plan_of
+from ..eval.measure import baseline
+from ..eval.report import ContestantInfo, TrainingInfo
+from ..heads import load_drafter
+from ..recipes import Recipe
+from ..target import BadInputError, Target
+from .arguments import check_training
+from .provenance import PROVENANCE, check_same_run
+from .trainer import train
+from .warmstart import check_drafter
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+_SHARED = ("target", "data", "eval")  # sections in which the recipes must say the same,
+_METHOD = ("data.on_policy", "data.on_policy_temperature")  # but for what a drafter adds to the data itself, which is part of its method
+
+_log = logging.getLogger(__name__)
+
+
+def compare(recipes: Sequence[Recipe], seconds: float, folder: str | Path, target: Target | None = None, console: Console | None = None) -> Report:
+    """Train each recipe for `seconds`, one after the other, then measure all drafters, the baselines and the plain target in turns.
+
+    What is finished in `folder` is not done again: responses, trainings, and of an interrupted training what its last checkpoint holds.
+    The report is saved to `<folder>/report`; each drafter in it knows how it was trained.
+
+    Args:
+        seconds: of training each; computing cached features is not part of it.
+        target: used instead of loading the recipes' target.
+        console: shows progress there.
+
+    Raises:
+        BadInputError: the recipes differ in more than drafter and training (names the settings), one of them has nothing to
+            train, or `folder` holds a training of another recipe or of another time. All before anything is spent.
+    """
+    if not seconds > 0:
+        raise BadInputError(f"the budget must be more than 0 seconds of training, got {seconds:g}.")
+    check_comparable(recipes)
+    place = Path(folder).expanduser()
+    moved = [_in_folder(recipe, place) for recipe in recipes]
+    finished = [_finished(recipe, seconds) for recipe in moved]
+    first, given = moved[0], target
+    target = given or Target.load(**first.target.model_dump())
+    suites = load_suites(first.eval.suites, target.require_tokenizer(), first.eval.limit)
+    baselines = [baseline(name, target) for name in first.eval.baselines]
+    distill(first.model_copy(update={"output": str(place), "data": recipes[0].data}), target, console)
+    for recipe, is_done in zip(moved, finished, strict=True):
+        _train(recipe, seconds, target, is_done, console)
+    if given is None and first.eval.dtype not in ("auto", first.target.dtype):
+        target = Target.load(**first.target.model_dump() | {"dtype": first.eval.dtype})
+    plan = plan_of(first.eval)
+    drafters = [(recipe.name, load_drafter(recipe.output_folder / "drafter", target)) for recipe in moved] + [(b.name, b) for b in baselines]
+    entrants = [Contestant(name, d, plan if d.grows else plan.chain) for name, d in drafters]
+    report = measure(target, entrants, suites, first.eval, console=console)
+    trained = {recipe.name: _how(recipe) for recipe in moved}
+    report.contestants = [_with_training(info, trained.get(info.name)) for info in report.contestants]
+    report.save(place / "report")
+    return report
+
+
+def check_comparable(recipes: Sequence[Recipe]) -> None:
+    """Raise BadInputError unless the recipes differ in name, drafter, training and output alone, and each has something to train."""
+    if not recipes:
+        raise BadInputError("there is nothing to compare: give one or more recipes.")
+    for name, count in Counter(r.name for r in recipes).items():
+        if count > 1:
+            raise BadInputError(f"{count} recipes are called {name!r}; give each a name of its own, under which it appears in the table.")
+    first = recipes[0]
+    for other in recipes[1:]:
+        lines = differences(first, other)
+        if lines:
+            one = lines[0].partition(" ")[0]
+            raise BadInputError(
+                f"{first.name} and {other.name} cannot be compared, they differ in: {'; '.join(lines)}. "
+                f"Give all of them the same, for example by {one}=… behind the recipes, which changes every one."
+            )
+    for recipe in recipes:
+        if recipe.joint is not None:
+            raise BadInputError(f"{recipe.name} trains its target, too (joint), and a comparison has one target for all; leave it out, or measure it alone.")
+        check_drafter(recipe.drafter)
+        check_training(recipe.training)
+
+
+def differences(one: Recipe, other: Recipe) -> list[str]:
+    """The settings beside drafter and training in which two recipes differ, each with both values."""
+    pairs = {section: (getattr(one, section).model_dump(), getattr(other, section).model_dump()) for section in _SHARED}
+    return [
+        f"{section}.{key} ({value!r} and {theirs[key]!r})"
+        for section, (own, theirs) in pairs.items()
+        for key, value in own.items()
+        if value != theirs[key] and f"{section}.{key}" not in _METHOD
+    ]
+
+
+def _in_folder(recipe: Recipe, folder: Path) -> Recipe:
+    """The recipe on the shared responses, with an output of its own in `folder`."""
+    data = recipe.data.model_copy(update={"responses": recipe.data.responses or str(folder / "data")})
+    return recipe.model_copy(update={"data": data, "output": str(folder / recipe.name)})
+
+
+def _finished(recipe: Recipe, seconds: float) -> bool:
+    """Whether this training is done. One of another recipe, or of another time, is never mixed with it.
+
+    Raises:
+        BadInputError: there is one.
+    """
+    output = recipe.output_folder
+    check_same_run(recipe, output)
+    if not ((output / PROVENANCE).is_file() and (output / "drafter").is_dir()):
+        return False
+    spent = read_json(output / PROVENANCE)["training"].get("budget")
+    if spent != seconds:
+        then = "without a time budget" if spent is None else f"for {spent:g} seconds"
+        raise BadInputError(f"{output} holds a drafter that was trained {then}, now {seconds:g} seconds are asked for. Choose another --out, or delete it.")
+    return True
+
+
+def _train(recipe: Recipe, seconds: float, target: Target, is_done: bool, console: Console | None) -> None:
+    if is_done:
+        _log.warning("%s: trained before, in %s", recipe.name, recipe.output_folder)
+        return
+    result = train(recipe, target, console=console, seconds=seconds)
+    tau = result.metrics.get("eval_tau")
+    _log.info("%s: %d steps in %g seconds%s", recipe.name, result.steps, seconds, f", held-out tau {tau:.2f} (analytic)" if tau else "")
+
+
+def _how(recipe: Recipe) -> TrainingInfo:
+    saved: dict[str, Any] = read_json(recipe.output_folder / PROVENANCE)
+    training = saved["training"]
+    return TrainingInfo(
+        seconds=training["spent"], budget=training["budget"], steps=training["steps"], sequences=training["rows"], processes=training["processes"],
+        parameters=saved["drafter"]["trained_parameters"], held_out_tau=saved["metrics"].get("eval_tau"),
+    )  # fmt: skip
+
+
+def _with_training(info: ContestantInfo, training: TrainingInfo | None) -> ContestantInfo:
+    return info.model_copy(update={"training": training})

@@ -1,0 +1,222 @@
+"""Heads of the `speculators` package become ours: the same logits at every unrolled step, and nothing guessed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
+
+from outrider.decode import Decoder, Plan
+from outrider.heads import Eagle3, load_drafter
+from outrider.pair.peers import load_speculators
+from outrider.target import BadInputError, IncompatibleError, Target
+
+VOCAB, KEPT, H, HEADS, KV_HEADS, D, INNER = 64, 20, 32, 4, 2, 8, 24
+TAPS, STEPS = (1, 3, 5), 3
+
+
+@pytest.fixture
+def target(tiny_llama: Callable) -> Target:
+    return Target(tiny_llama(layers=6))
+
+
+def config(**changes: Any) -> dict[str, Any]:
+    """As version 0.9.0 writes it."""
+    layer = {
+        "model_type": "llama", "vocab_size": VOCAB, "hidden_size": H, "intermediate_size": INNER, "num_hidden_layers": 1, "num_attention_heads": HEADS,
+        "num_key_value_heads": KV_HEADS, "head_dim": D, "hidden_act": "silu", "rms_norm_eps": 1e-5, "max_position_embeddings": 512,
+        "rope_parameters": {"rope_theta": 500.0, "rope_type": "default"}, "attention_bias": False, "mlp_bias": False,
+    }  # fmt: skip
+    layer |= changes.pop("layer", {})
+    return {
+        "architectures": ["Eagle3DraftModel"], "speculators_model_type": "eagle3", "speculators_version": "0.9.0", "draft_vocab_size": KEPT,
+        "eagle_aux_hidden_state_layer_ids": list(TAPS), "norm_before_residual": False, "norm_before_fc": False, "fc_norm": True, "norm_output": True,
+        "embed_requires_grad": False, "tie_word_embeddings": False, "transformer_layer_config": layer,
+        "speculators_config": {"algorithm": "eagle3", "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": STEPS}]},
+    } | changes  # fmt: skip
+
+
+def tensors(target: Target, layers: int = 1, ids: list[int] | None = None, fc_norm: bool = True) -> dict[str, Tensor]:
+    """Every tensor of the format, random; `ids` are the draft vocabulary."""
+    generator = torch.Generator().manual_seed(3)
+
+    def drawn(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator) * 0.2 + (len(shape) == 1)
+
+    kept = torch.tensor(ids or list(range(3, 3 + 2 * KEPT, 2)))
+    found = {
+        "embed_tokens.weight": target.model.get_input_embeddings().weight.detach().clone(), "fc.weight": drawn(H, 3 * H), "norm.weight": drawn(H),
+        "lm_head.weight": drawn(KEPT, H), "d2t": kept - torch.arange(KEPT), "t2d": torch.zeros(VOCAB, dtype=torch.bool).index_fill(0, kept, True),
+    }  # fmt: skip
+    found |= {f"fc_norm.{i}.weight": drawn(H) for i in range(3 * fc_norm)}
+    for layer in range(layers):
+        start, width = f"layers.{layer}.", H if layer else 2 * H
+        found |= {f"{start}{name}.weight": drawn(H) for name in ("input_layernorm", "post_attention_layernorm", *([] if layer else ["hidden_norm"]))}
+        found |= {f"{start}self_attn.{n}_proj.weight": drawn(k * D, width) for n, k in (("q", HEADS), ("k", KV_HEADS), ("v", KV_HEADS))}
+        found |= {f"{start}self_attn.o_proj.weight": drawn(H, HEADS * D), f"{start}mlp.down_proj.weight": drawn(H, INNER)}
+        found |= {f"{start}mlp.{name}_proj.weight": drawn(INNER, H) for name in ("gate", "up")}
+    return found
+
+
+def written(folder: Path, values: dict[str, Any], weights: dict[str, Tensor]) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(values))
+    save_file({name: tensor.contiguous() for name, tensor in weights.items()}, folder / "model.safetensors")
+    return folder
+
+
+def reference(w: dict[str, Tensor], values: dict[str, Any], tokens: Tensor, hidden: Tensor) -> list[Tensor]:
+    """Logits `[T−1, V']` of each unrolled step, as that package's forward pass defines them: entries are pairs (x_{t+1}, g_t), positions start at 1."""
+    layer_config = values["transformer_layer_config"]
+
+    def norm(x: Tensor, name: str) -> Tensor:
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + layer_config["rms_norm_eps"]) * w[name]
+
+    from transformers import LlamaConfig
+
+    rope = LlamaRotaryEmbedding(LlamaConfig(**{k: v for k, v in layer_config.items() if k != "model_type"}))
+    length = len(tokens) - 1
+    taps = hidden[:-1].unbind(1)
+    state = torch.cat([norm(x, f"fc_norm.{i}.weight") if "fc_norm.0.weight" in w else x for i, x in enumerate(taps)], -1) @ w["fc.weight"].T
+    cached: list[list[tuple[Tensor, Tensor]]] = [[] for _ in range(layer_config["num_hidden_layers"])]
+    found = []
+    for step in range(STEPS):
+        read = torch.cat([tokens[1 + step :], tokens.new_zeros(step)])
+        cos, sin = rope(state, (1 + step + torch.arange(length))[None])
+        for number, kept in enumerate(cached):
+            start = f"layers.{number}."
+            if number == 0:
+                x = torch.cat([norm(w["embed_tokens.weight"][read], start + "input_layernorm.weight"), norm(state, start + "hidden_norm.weight")], -1)
+            else:
+                x = norm(state, start + "input_layernorm.weight")
+            q, k, v = ((x @ w[f"{start}self_attn.{n}_proj.weight"].T).view(1, length, -1, D).transpose(1, 2) for n in "qkv")
+            q, k = apply_rotary_pos_emb(q, k, cos, sin)
+            kept.append((k[0].repeat_interleave(HEADS // KV_HEADS, 0), v[0].repeat_interleave(HEADS // KV_HEADS, 0)))
+            causal = torch.ones(length, length, dtype=torch.bool).tril()
+            mask = torch.cat([causal] + [torch.eye(length, dtype=torch.bool)] * step, -1)
+            scores = q[0] @ torch.cat([k for k, _ in kept], 1).transpose(1, 2) * D**-0.5
+            mixed = scores.masked_fill(~mask, float("-inf")).softmax(-1) @ torch.cat([v for _, v in kept], 1)
+            state = state + mixed.transpose(0, 1).flatten(1) @ w[start + "self_attn.o_proj.weight"].T
+            x = norm(state, start + "post_attention_layernorm.weight")
+            gate, up, down = (w[f"{start}mlp.{n}_proj.weight"] for n in ("gate", "up", "down"))
+            state = state + (torch.nn.functional.silu(x @ gate.T) * (x @ up.T)) @ down.T
+        normed = norm(state, "norm.weight")
+        state = normed if values["norm_output"] else state
+        found.append(normed @ w["lm_head.weight"].T)
+    return found
+
+
+@pytest.mark.parametrize(("changes", "layers"), [({}, 1), ({"fc_norm": False, "norm_output": False}, 1), ({"layer": {"num_hidden_layers": 2}}, 2)])
+@torch.no_grad()
+def test_an_imported_head_has_their_logits_at_every_unrolled_step(target: Target, tmp_path: Path, changes: dict[str, Any], layers: int) -> None:
+    values = config(**changes)
+    weights = tensors(target, layers, fc_norm=values["fc_norm"])
+    head = load_speculators(written(tmp_path / "theirs", values, weights), target)
+    tokens = torch.randint(VOCAB, (1, 12), generator=torch.Generator().manual_seed(5))
+    hidden = target.forward(tokens, taps=TAPS).hidden
+    assert hidden is not None
+    assert head.taps == TAPS
+    for step, (ours, theirs) in enumerate(zip(head.unroll(target, tokens, hidden), reference(weights, values, tokens[0], hidden[0]), strict=True)):
+        here = 11 - step  # entries whose token is there
+        torch.testing.assert_close(head.logits(ours, target)[0, :here], theirs[:here], atol=1e-5, rtol=1e-5)
+
+
+def test_offsets_name_target_tokens_whatever_their_order(target: Target, tmp_path: Path) -> None:
+    """Logit i of theirs is the logit of target token i + d2t[i]; ours are ascending."""
+    ids = [40, 2, 63, *range(5, 5 + KEPT - 3)]
+    theirs = tensors(target, ids=ids)
+    head = load_speculators(written(tmp_path / "theirs", config(), theirs), target)
+    assert head.token_ids.tolist() == sorted(ids)
+    for row, token in enumerate(ids):
+        assert torch.equal(head.lm_head.weight[sorted(ids).index(token)], theirs["lm_head.weight"][row])
+
+
+def test_an_imported_head_is_saved_as_ours_and_decodes_without_loss(target: Target, tmp_path: Path) -> None:
+    load_speculators(written(tmp_path / "theirs", config(), tensors(target)), target).save(tmp_path / "ours")
+    head = load_drafter(tmp_path / "ours", target)
+    prompts = [[3, 1, 4, 1, 5], [2, 7]]
+    assert isinstance(head, Eagle3)
+    assert Decoder(target, head).generate(prompts, 12, plan=Plan(3)).tokens == Decoder(target).generate(prompts, 12).tokens
+
+
+def test_a_full_draft_vocabulary_needs_no_map(target: Target, tmp_path: Path) -> None:
+    weights = {n: t for n, t in tensors(target).items() if n not in ("d2t", "t2d")} | {"lm_head.weight": torch.randn(VOCAB, H)}
+    head = load_speculators(written(tmp_path / "theirs", config(draft_vocab_size=VOCAB), weights), target)
+    assert head.output_ids is None
+    pruned = {n: t for n, t in tensors(target).items() if n not in ("d2t", "t2d")}
+    with pytest.raises(BadInputError, match="d2t is missing"):
+        load_speculators(written(tmp_path / "pruned", config(), pruned), target)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"norm_before_residual": True, "norm_before_fc": True}, "norm_before_residual: true; norm_before_fc: true"),
+        ({"layer": {"model_type": "qwen3"}}, "'qwen3' instead of 'llama'"),
+        ({"layer": {"layer_types": ["sliding_attention"], "sliding_window": 2048}}, "a sliding window of 2048 tokens"),
+        ({"layer": {"attention_bias": True}}, "attention_bias"),
+        ({"layer": {"hidden_act": "gelu"}}, "'gelu' instead of 'silu'"),
+        ({"eagle_aux_hidden_state_layer_ids": [1, 3, 6]}, "tap 6, the target's last state before its final norm"),
+    ],
+)
+def test_options_that_our_head_does_not_have_are_named(target: Target, tmp_path: Path, changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(IncompatibleError, match=words):
+        load_speculators(written(tmp_path / "theirs", config(**changes), tensors(target)), target)
+
+
+def damaged(name: str, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors with one fault."""
+    if name == "missing":
+        del weights["layers.0.hidden_norm.weight"]
+    elif name == "unknown":
+        weights["layers.0.self_attn.q_norm.weight"] = torch.ones(D)
+    elif name == "shape":
+        weights["fc.weight"] = torch.zeros(H, 2 * H)
+    elif name == "embeddings":
+        weights["embed_tokens.weight"] = weights["embed_tokens.weight"].flip(0)
+    elif name == "offsets":
+        weights["d2t"] = torch.arange(KEPT) + weights["d2t"] - 1  # ids instead of offsets: most of them exist
+    elif name == "map":
+        weights["t2d"] = weights["t2d"].roll(1)
+    return weights
+
+
+@pytest.mark.parametrize(
+    ("fault", "error", "words"),
+    [
+        ("missing", IncompatibleError, "missing layer.hidden_norm.weight"),
+        ("unknown", IncompatibleError, "unexpected layer.self_attn.q_norm.weight"),
+        ("shape", IncompatibleError, r"fc.weight is \(32, 64\), expected \(32, 96\)"),
+        ("embeddings", IncompatibleError, "made for another target"),
+        ("offsets", BadInputError, "different tokens"),
+        ("map", BadInputError, "d2t and t2d name different tokens"),
+    ],
+)
+def test_what_does_not_fit_is_refused(target: Target, tmp_path: Path, fault: str, error: type[Exception], words: str) -> None:
+    """Their own loader would fill these with random weights."""
+    with pytest.raises(error, match=words):
+        load_speculators(written(tmp_path / "theirs", config(), damaged(fault, tensors(target))), target)
+
+
+def test_rounded_embeddings_are_the_targets(target: Target, tmp_path: Path) -> None:
+    weights = {n: t.bfloat16() if t.is_floating_point() else t for n, t in tensors(target).items()}
+    head = load_speculators(written(tmp_path / "theirs", config(), weights), target)
+    assert torch.equal(head.fc.weight, weights["fc.weight"].float())
+
+
+def test_another_kind_of_checkpoint_is_refused(target: Target, tmp_path: Path) -> None:
+    with pytest.raises(BadInputError, match="found 'mtp'"):
+        load_speculators(written(tmp_path / "theirs", config(speculators_model_type="mtp"), tensors(target)), target)
+    with pytest.raises(BadInputError, match=r"config\.json is missing"):
+        load_speculators(tmp_path, target)
+    (tmp_path / "theirs" / "config.json").write_text(json.dumps(config()))
+    (tmp_path / "theirs" / "model.safetensors").write_bytes(b"nothing")
+    with pytest.raises(BadInputError, match="damaged"):
+        load_speculators(tmp_path / "theirs", target)

@@ -197,6 +197,7 @@ class RaggedCache(Cache):
         host_lengths: the same on the host. With a window the cache does not keep them: whoever reads the counts back does.
         window: how many slots every pass reads, whatever the lengths; None for as many as are used. With a window no shape and
             no address depends on the lengths, so that a pass can be captured.
+        first: entries before this place in the text are seen by nobody but themselves: they mean nothing.
     """
 
     def __init__(self, num_layers: int, batch_size: int, max_length: int, device: torch.device | str, shapes: Sequence[Shape | None] = ()):
@@ -205,6 +206,7 @@ class RaggedCache(Cache):
         self.host_lengths = [0] * batch_size
         self.used = 0
         self.window: int | None = None
+        self.first = 0
         self.start: int | None = 0
         self.slots = self.positions = self.lengths[:, None]
         self._sees: Tensor | None = None
@@ -284,20 +286,27 @@ class RaggedCache(Cache):
     def visible(self) -> Tensor:
         """Which slots each token of the pass may see, `[B, Q, used]` bool."""
         slots = torch.arange(self.used, device=self.lengths.device)
-        if self._sees is None:
-            return slots <= self.slots[:, :, None]
-        behind, count = self._behind(), self._sees.shape[2]
-        own = self._sees.gather(2, behind.clamp(0, count - 1)[:, None].expand(-1, self._sees.shape[1], -1))
+        seen = slots <= self.slots[:, :, None] if self._sees is None else self._seen_by(self._sees)
+        return seen if not self.first else (seen & (self._places() >= self.first)[:, None]) | (slots == self.slots[:, :, None])
+
+    def _seen_by(self, sees: Tensor) -> Tensor:
+        """Which slots nodes see that see the uncommitted entries `sees` `[B, Q, n]`: `[B, Q, used]`."""
+        behind, count = self._behind(), sees.shape[2]
+        own = sees.gather(2, behind.clamp(0, count - 1)[:, None].expand(-1, sees.shape[1], -1))
         return (behind < 0)[:, None] | (own & (behind < count)[:, None])
 
     def within(self, window: int) -> Tensor:
         """Which slots lie at most `window` − 1 places before each token of the pass, `[B, Q, used]` bool."""
+        return self._places()[:, None] > self.positions[:, :, None] - window
+
+    def _places(self) -> Tensor:
+        """Where each slot's token stands in its text, `[B or 1, used]`: nodes of a tree stand in other places than their slots."""
         places = torch.arange(self.used, device=self.lengths.device)[None]
-        if self._sees is not None and self._depths is not None:
-            behind = self._behind()
-            depths = self._depths.gather(1, behind.clamp(0, self._depths.shape[1] - 1))
-            places = torch.where(behind < 0, places, self.lengths[:, None] + depths)
-        return places[:, None] > self.positions[:, :, None] - window
+        if self._sees is None or self._depths is None:
+            return places
+        behind = self._behind()
+        depths = self._depths.gather(1, behind.clamp(0, self._depths.shape[1] - 1))
+        return torch.where(behind < 0, places, self.lengths[:, None] + depths)
 
     def _behind(self) -> Tensor:
         """How far each slot lies behind the first uncommitted one, `[B, used]`."""

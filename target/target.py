@@ -124,6 +124,7 @@ class Target:
             found = target.fingerprint() if torch.distributed.get_rank() == 0 else None
             sharding_module.split(target.model, decoder_layers(target.body, target.num_layers), device, mesh)
         target.sharded, target._fingerprint = True, sharding_module.share(found)
+        sharding_module.settle(target)
         return target
 
     # ------------------------------------------------------------ facts

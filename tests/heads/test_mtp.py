@@ -1,0 +1,564 @@
+"""MTP modules: what is trained is what is decoded, and both are what transformers' own modules and published checkpoints say."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from outrider.decode import Decoder, Plan, Sampling
+from outrider.heads import Drafter, Mtp, MtpConfig, TargetBatch, load_drafter
+from outrider.heads.losses import DIVERGENCES
+from outrider.heads.mtp_native import main, save_native
+from outrider.target import BadInputError, Counts, IncompatibleError, PeakBytes, Target
+from outrider.train.warmstart import make_drafter
+
+VOCAB, LENGTH = 64, 18
+VARIANTS: dict[str, dict[str, Any]] = {
+    "one module": {"steps": 4},
+    "pruned, raw output": {"steps": 4, "draft_vocab_size": 20, "norm_output": False},
+    "hidden first": {"steps": 4, "hidden_first": True},
+    "one per depth": {"recursive": False, "depth": 4},
+    "one per depth, raw output": {"recursive": False, "depth": 4, "norm_output": False},
+    "another layer": {"recursive": False, "depth": 2, "layer": {"num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 48}},
+}
+LAYER = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128}
+ENDS = {"initializer_range": 0.2, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+EXPERTS = {"moe_intermediate_size": 16, "num_experts_per_tok": 2}
+ROUTED = {"n_routed_experts": 4, "n_shared_experts": 1, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, **EXPERTS}
+LATENT = {"num_key_value_heads": 4, "q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
+LINEAR = {"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8, "num_hidden_layers": 4}
+# By family: the config's class and fields, and how many MTP modules its checkpoint holds.
+FAMILIES: dict[str, tuple[str, dict[str, Any], int]] = {
+    "deepseek_v3": ("DeepseekV3Config", {"num_hidden_layers": 3, "num_nextn_predict_layers": 2, **ROUTED, **LATENT}, 2),
+    "glm4_moe": ("Glm4MoeConfig", {"num_hidden_layers": 2, "head_dim": 8, "use_qk_norm": True, "num_nextn_predict_layers": 1, **ROUTED}, 1),
+    "qwen3_next": ("Qwen3NextConfig", {"head_dim": 8, "num_experts": 4, "shared_expert_intermediate_size": 16, **EXPERTS, **LINEAR}, 1),
+    "qwen3_5": ("Qwen3_5TextConfig", {"head_dim": 8, **LINEAR}, 1),
+}
+
+
+@pytest.fixture
+def target(tiny_llama) -> Target:
+    return Target(tiny_llama(layers=6))
+
+
+def shaken(drafter: Mtp) -> Mtp:
+    """Not the target's, and its norms not at 1, so that one in the wrong place shows."""
+    for name, weight in drafter.named_parameters():
+        if "norm" in name:
+            torch.nn.init.uniform_(weight, 0.5, 1.5)
+    return drafter.eval().requires_grad_(False)
+
+
+def made(target: Target, **changes) -> Mtp:
+    torch.manual_seed(7)
+    return shaken(Mtp.build(MtpConfig(**changes), target, torch.randint(0, 1000, (target.vocab_size,))))
+
+
+def sequences(rows: int = 3, length: int = LENGTH) -> Tensor:
+    return torch.randint(0, VOCAB, (rows, length), generator=torch.Generator().manual_seed(1))
+
+
+def batch(target: Target, tokens: Tensor, supervised: Tensor | None = None) -> TargetBatch:
+    last = target.forward(tokens, logits=False).last
+    return TargetBatch(target, tokens, torch.ones_like(tokens, dtype=torch.bool) if supervised is None else supervised, last[:, :, None], last)
+
+
+# ------------------------------------------------------------ training is decoding
+
+
+def decoded_logits(drafter: Drafter, target: Target, tokens: Tensor, starts: list[list[int]], steps: int) -> list[list[Tensor]]:
+    """Logits `[B, V']` per round and depth under teacher forcing: row b's rounds begin behind `starts[b][round]` absorbed tokens."""
+    rows, hidden = torch.arange(len(tokens)), target.forward(tokens, taps=drafter.taps).hidden
+    state, found = drafter.open(target, len(tokens), LENGTH + steps), []
+    committed = torch.zeros(len(tokens), dtype=torch.long)
+    for reached in torch.tensor(starts).T:
+        counts = reached - committed
+        # As in the decoder: rows are padded with drafts that were thrown away, here with another place's tokens.
+        width = int(counts.max()) + 1
+        where = (committed[:, None] + torch.arange(width)).clamp(max=tokens.shape[1] - 1)
+        drafter.absorb(state, tokens[rows[:, None], where], hidden[rows[:, None], where], Counts.of(counts.tolist(), "cpu"))
+        logits: list[Tensor] = []
+
+        def choose(draft_logits: Tensor, token_ids: Tensor | None, reached: Tensor = reached, logits: list[Tensor] = logits) -> Tensor:
+            logits.append(draft_logits)
+            return tokens[rows, reached + len(logits)]
+
+        drafter.propose(state, tokens[rows, reached], steps, choose)
+        found.append(logits)
+        committed = reached
+    return found
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@torch.inference_mode()
+def test_training_logits_are_the_decoders(target, variant):
+    """fp32, ragged rows, several rounds, texts shorter than the modules are many: logits of depth k at i = those of a round that begins there."""
+    drafter, tokens = made(target, **VARIANTS[variant]), sequences()
+    steps = drafter.config.num_outputs
+    outputs = drafter.unroll(target, tokens, target.forward(tokens).last)
+    trained = [drafter.lm_head(target)(normed) for normed in outputs]
+    starts = [[1, 3, 4, 9, 10], [5, 6, 9, 12, 13], [2, 3, 6, 7, 11]]
+    for number, logits in enumerate(decoded_logits(drafter, target, tokens, starts, steps)):
+        assert len(logits) == steps
+        for row, step in product(range(3), range(steps)):
+            difference = (logits[step][row] - trained[step][row, starts[row][number] - 1]).abs().max()
+            assert difference < 1e-5, f"round {number}, row {row}, step {step}: {difference:.1e}"
+
+
+@pytest.mark.parametrize("norm_output", [True, False])
+@pytest.mark.parametrize("hidden_first", [True, False])
+def test_modules_are_the_equation(target, hidden_first, norm_output):
+    """Two modules, written out: which is concatenated first, and whether the second reads the first's output before or after its norm."""
+    drafter, tokens = made(target, recursive=False, depth=2, hidden_first=hidden_first, norm_output=norm_output), sequences(1)
+    hidden = target.forward(tokens).last
+    outputs = drafter.unroll(target, tokens, hidden)
+    for k, module in enumerate(drafter.parts):
+        here = LENGTH - 1 - k
+        parts = [module.embedding_norm(target.embed(tokens)[:, k + 1 :]), module.hidden_norm(hidden[:, :here])]
+        x = module.projection(torch.cat(parts[::-1] if hidden_first else parts, -1))
+        raw = module.body(inputs_embeds=x).last_hidden_state
+        torch.testing.assert_close(outputs[k][:, :here], module.norm(raw), rtol=1e-4, atol=1e-5)
+        hidden = module.norm(raw) if norm_output else raw
+
+
+@pytest.mark.parametrize("variant", ["one module", "one per depth"])
+@pytest.mark.parametrize("depth", [1, 2, 4])
+def test_depth_k_reads_tokens_up_to_i_plus_k_and_hidden_states_up_to_i(target, variant, depth):
+    drafter, tokens = made(target, **VARIANTS[variant]), sequences(1)
+    last, at = target.forward(tokens).last, 9
+    before = drafter.unroll(target, tokens, last)[depth - 1]
+    other = tokens.clone()
+    other[0, at] = (other[0, at] + 1) % VOCAB
+    changed = (drafter.unroll(target, other, last)[depth - 1] - before).abs().amax(-1)[0] > 0
+    here = LENGTH - depth
+    # Module k reads x_k, …; what it attends to read x_1, …, except through hidden states, which are held here.
+    assert changed.tolist()[:here] == [i + depth >= at for i in range(here)]
+    moved = last.clone()
+    moved[0, at] += 1
+    changed = (drafter.unroll(target, tokens, moved)[depth - 1] - before).abs().amax(-1)[0] > 0
+    assert changed.tolist()[:here] == [i >= at for i in range(here)]
+
+
+@pytest.mark.parametrize("variant", ["one module", "one per depth"])
+def test_what_is_not_learned_is_only_attended_to(target, variant):
+    """Rows that begin at different places give what they give when unrolled whole."""
+    drafter, tokens = made(target, **VARIANTS[variant]), sequences(3)
+    last = target.forward(tokens).last
+    whole = drafter.unroll(target, tokens, last)
+    for begins in (torch.tensor([2, 0, 5]), torch.tensor([4, 3, 5])):
+        for step, output in enumerate(drafter.unroll(target, tokens, last, begins)):
+            assert output.shape[1] == LENGTH - int(begins.min())
+            for row, b in enumerate(begins.tolist()):
+                here = LENGTH - b - 1 - step
+                torch.testing.assert_close(output[row, :here], whole[step][row, b : b + here], rtol=1e-4, atol=1e-5)
+
+
+# ------------------------------------------------------------ loss
+
+
+@pytest.mark.parametrize("variant", ["one module", "pruned, raw output", "one per depth"])
+@pytest.mark.parametrize("prompt", [0, 6])
+def test_the_loss_is_a_weighted_mean_over_depths_of_sums_over_supervised_positions(target, variant, prompt):
+    """Σ_k 0.5^(k−1) / Σ_j 0.5^(j−1) · Σ_{supervised x_{i+k+1}} D(p(· | x ≤ i+k), q_k(· | i)), written as loops."""
+    drafter, tokens = made(target, decay=0.5, loss="soft_ce", **VARIANTS[variant]), sequences(2, 9 + prompt)
+    supervised = torch.zeros_like(tokens, dtype=torch.bool)
+    supervised[0, prompt + 4 :] = True
+    supervised[1, prompt + 1 : prompt + 6] = True
+    data = batch(target, tokens, supervised)
+    result, kept, steps = drafter.loss(data), drafter.token_ids, drafter.config.num_outputs
+    target_logits, total, alphas = target.model(tokens).logits, 0.0, {}
+    outputs = drafter.unroll(target, tokens, data.last)
+    weights = [0.5**k / sum(0.5**j for j in range(steps)) for k in range(steps)]
+    for step, row, i in product(range(steps), range(2), range(9 + prompt)):
+        predicted = i + 2 + step
+        if predicted < 9 + prompt and supervised[row, predicted]:
+            p, q = target_logits[row, predicted - 1], drafter.lm_head(target)(outputs[step][row, i])
+            total += weights[step] * DIVERGENCES["soft_ce"](p[kept].log_softmax(-1), q.log_softmax(-1)).item()
+            alphas[row, i, step] = torch.minimum(p.softmax(-1)[kept], q.softmax(-1)).sum().item()
+    assert result.total.item() == pytest.approx(total, rel=1e-4)
+    assert result.count.item() == 5 + (5 if prompt else 4), "the token at place 1 has no pair (h, x) before it"
+    sums = {name: (s.item(), c.item()) for name, (s, c) in result.metrics.items()}
+    first = [a for (_, _, step), a in alphas.items() if step == 0]
+    assert sums["alpha_d1"] == pytest.approx((sum(first), len(first)), rel=1e-4)
+    chains = [[alphas[row, i, s] for s in range(steps)] for row, i in {(r, i) for r, i, _ in alphas} if all((row, i, s) in alphas for s in range(steps))]
+    taus = [1 + sum(torch.tensor(chain).cumprod(0).tolist()) for chain in chains]
+    assert sums["tau"] == pytest.approx((sum(taus), len(taus)), rel=1e-4)
+
+
+@pytest.mark.parametrize("variant", ["one module", "one per depth"])
+@pytest.mark.parametrize("length", [1, 2, 3, 4, 5])
+def test_sequences_shorter_than_the_depths_are_fine(target, variant, length):
+    drafter = made(target, **VARIANTS[variant]).requires_grad_(True)
+    result = drafter.loss(batch(target, sequences(2, length)))
+    assert result.count.item() == 2 * max(0, length - 2)
+    result.mean.backward()
+
+
+@pytest.mark.parametrize("variant", ["one module", "one per depth"])
+def test_gradients_reach_every_weight_and_not_the_target(target, variant):
+    drafter = made(target, **VARIANTS[variant]).requires_grad_(True)
+    drafter.loss(batch(target, sequences())).mean.backward()
+    assert [name for name, weight in drafter.named_parameters() if weight.grad is None or not weight.grad.any()] == []
+    assert all(weight.grad is None for weight in target.model.parameters())
+
+
+def test_mixed_precision_trains(target):
+    drafter = made(target, steps=3).requires_grad_(True).train()
+    with torch.autocast("cpu", torch.bfloat16):
+        mixed = drafter.loss(batch(target, sequences())).mean
+    mixed.backward()
+    assert mixed.item() == pytest.approx(drafter.loss(batch(target, sequences())).mean.item(), rel=0.02)
+
+
+# ------------------------------------------------------------ families
+
+
+class Family:
+    """A tiny checkpoint in a published layout, with MTP modules whose weights are known by their native names."""
+
+    def __init__(self, name: str, folder: Path, dtype: torch.dtype = torch.float32, shards: bool = False):
+        kind, fields, self.depth = FAMILIES[name]
+        self.folder, self.make = folder, getattr(transformers, kind)
+        self.config = self.make(**(LAYER | ENDS | fields))
+        torch.manual_seed(5)
+        model = transformers.AutoModelForCausalLM.from_config(self.config, dtype=dtype)
+        model.save_pretrained(folder)
+        self.native = self._modules(name, model, folder.with_name(folder.name + "-layer"), dtype)
+        if shards:
+            save_file(self.native | {"model.extra": torch.ones(3)}, folder / "model-00002-of-00002.safetensors", metadata={"format": "pt"})
+            rest = dict.fromkeys(load_file(folder / "model.safetensors"), "model-00001-of-00002.safetensors")
+            (folder / "model.safetensors").rename(folder / "model-00001-of-00002.safetensors")
+            weights = rest | dict.fromkeys(self.native, "model-00002-of-00002.safetensors")
+            (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weights}))
+        else:
+            save_file(load_file(folder / "model.safetensors") | self.native, folder / "model.safetensors", metadata={"format": "pt"})
+
+    def _modules(self, name: str, model: Any, folder: Path, dtype: torch.dtype) -> dict[str, Tensor]:
+        """Layers as transformers saves those of this architecture, under their names as modules."""
+        found: dict[str, Tensor] = {}
+        for k in range(self.depth):
+            fields = {"num_hidden_layers": 1, "first_k_dense_replace": 0} if "deepseek" in name or "glm" in name else {"num_hidden_layers": 4}
+            one = transformers.AutoModelForCausalLM.from_config(self.make(**(self.config.to_dict() | fields | {"vocab_size": 2})), dtype=dtype)
+            for weight_name, weight in one.named_parameters():
+                if "norm" in weight_name:
+                    torch.nn.init.uniform_(weight, -0.5, 0.5 if "qwen" in name else 1.5)
+            one.save_pretrained(folder)
+            last = f"model.layers.{fields['num_hidden_layers'] - 1}."
+            layer = {n.removeprefix(last): t for n, t in load_file(folder / "model.safetensors").items() if n.startswith(last)}
+            norms = [torch.rand(32).to(dtype) for _ in range(3)]
+            projection = (0.2 * torch.randn(32, 64)).to(dtype)
+            if "qwen" in name:
+                found |= {f"mtp.layers.0.{n}": t for n, t in layer.items()} | {"mtp.fc.weight": projection}
+                found |= {f"mtp.{n}.weight": t for n, t in zip(("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"), norms, strict=True)}
+            else:
+                at = f"model.layers.{self.config.num_hidden_layers + k}."
+                found |= {at + n: t for n, t in layer.items()} | {f"{at}eh_proj.weight": projection}
+                found |= {f"{at}{n}.weight": t for n, t in zip(("enorm", "hnorm", "shared_head.norm"), norms, strict=True)}
+                found |= {f"{at}embed_tokens.weight": model.model.embed_tokens.weight.detach().clone()}
+                found |= {f"{at}shared_head.head.weight": model.lm_head.weight.detach().clone()}
+        return found
+
+    def target(self) -> Target:
+        model = transformers.AutoModelForCausalLM.from_pretrained(self.folder, dtype=torch.float32).eval().requires_grad_(False)
+        return Target(model, source={"path": str(self.folder)})
+
+
+@pytest.fixture
+def family(request, tmp_path, monkeypatch) -> Family:
+    if not hasattr(transformers, FAMILIES[request.param][0]):
+        pytest.skip(f"this transformers has no {request.param}")
+    found = Family(request.param, tmp_path / request.param)
+    ignored = [rf"model\.layers\.{found.config.num_hidden_layers + k}.*" for k in range(found.depth)]  # the library knows the published sizes' only
+    for name in ("DeepseekV3PreTrainedModel", "Glm4MoePreTrainedModel"):
+        monkeypatch.setattr(getattr(transformers, name), "_keys_to_ignore_on_load_unexpected", ignored)
+        monkeypatch.setattr(getattr(transformers, name.replace("PreTrainedModel", "ForCausalLM")), "_keys_to_ignore_on_load_unexpected", ignored)
+    return found
+
+
+def native(family: Family, target: Target, **changes) -> Mtp:
+    depth = {"recursive": False, "depth": family.depth} if family.depth > 1 else {}
+    return Mtp.build(MtpConfig(init="native", **(depth | changes)), target).eval()
+
+
+@pytest.mark.parametrize("family", FAMILIES, indirect=True)
+def test_a_native_module_is_read_and_written_back_bit_for_bit(family, tmp_path):
+    drafter = native(family, family.target())
+    drafter.save(tmp_path / "drafter")
+    assert main([str(tmp_path / "drafter"), str(family.folder), str(tmp_path / "out")]) == 0
+    before, after = load_file(family.folder / "model.safetensors"), load_file(tmp_path / "out" / "model.safetensors")
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[n], after[n]) and before[n].dtype == after[n].dtype for n in before)
+
+
+@pytest.mark.parametrize("family", FAMILIES, indirect=True)
+def test_each_native_tensor_is_where_it_belongs(family):
+    """Of those that could be taken for one another, as they have one shape."""
+    names = {"embedding_norm": "enorm", "hidden_norm": "hnorm", "projection": "eh_proj", "norm": "shared_head.norm"}
+    if "qwen" in family.folder.name:
+        names = {"embedding_norm": "mtp.pre_fc_norm_embedding", "hidden_norm": "mtp.pre_fc_norm_hidden", "projection": "mtp.fc", "norm": "mtp.norm"}
+    for k, module in enumerate(native(family, family.target()).parts):
+        at = "" if "qwen" in family.folder.name else f"model.layers.{family.config.num_hidden_layers + k}."
+        assert all(torch.equal(getattr(module, own).weight, family.native[f"{at}{name}.weight"]) for own, name in names.items())
+
+
+@pytest.mark.parametrize("family", FAMILIES, indirect=True)
+def test_what_is_written_back_is_the_drafter(family, tmp_path):
+    """A trained one: every tensor of the module is another, nothing else is, and reading it again gives the same drafter."""
+    target = family.target()
+    drafter = native(family, target)
+    with torch.no_grad():
+        for weight in drafter.parameters():
+            weight += 0.01
+    [file] = save_native(drafter, str(family.folder), tmp_path / "out")
+    before, after = load_file(family.folder / "model.safetensors"), load_file(file)
+    shared = ("embed_tokens.weight", "shared_head.head.weight", "e_score_correction_bias")
+    assert {n for n in before if not torch.equal(before[n], after[n])} == {n for n in family.native if not n.endswith(shared)}
+    file.replace(family.folder / "model.safetensors")
+    again = native(family, target)
+    assert all(torch.equal(a, b) for a, b in zip(drafter.state_dict().values(), again.state_dict().values(), strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_of_several_files_only_those_with_modules_are_written(tmp_path, dtype):
+    family = Family("qwen3_next", tmp_path / "model", dtype, shards=True)
+    drafter = native(family, family.target())
+    assert {p.dtype for p in drafter.parameters()} == {torch.float32}
+    [file] = save_native(drafter, str(family.folder), tmp_path / "out")
+    assert file.name == "model-00002-of-00002.safetensors"
+    before, after = load_file(family.folder / file.name), load_file(file)
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[n], after[n]) and after[n].dtype == before[n].dtype for n in before)
+
+
+@pytest.mark.parametrize("family", FAMILIES, indirect=True)
+def test_every_family_decodes_as_it_was_trained_and_loses_nothing(family, tmp_path):
+    """Logits of each depth, then greedy text: latent attention, experts, zero-centred norms, gated attention."""
+    target = family.target()
+    drafter = native(family, target, steps=3).requires_grad_(False)
+    tokens = sequences(2)
+    with torch.inference_mode():
+        trained = [drafter.lm_head(target)(o) for o in drafter.unroll(target, tokens, target.forward(tokens).last)]
+        [logits] = decoded_logits(drafter, target, tokens, [[5], [9]], len(trained))
+    for step, row in product(range(len(trained)), range(2)):
+        assert (logits[step][row] - trained[step][row, (4, 8)[row]]).abs().max() < 1e-4
+    prompts = [row[:n].tolist() for row, n in zip(tokens, (5, 9), strict=True)]
+    expected = Decoder(target).generate(prompts, 12, ignore_eos=True).tokens
+    out = Decoder(target, drafter).generate(prompts, 12, plan=Plan(3), ignore_eos=True)
+    assert out.tokens == expected
+    drafter.save(tmp_path / "drafter")
+    again = load_drafter(tmp_path / "drafter", target)
+    assert Decoder(target, again).generate(prompts, 12, plan=Plan(3), ignore_eos=True).rounds == out.rounds
+
+
+# ------------------------------------------------------------ parity with transformers' modules
+
+
+def oracle(target: Target) -> tuple[Any, Any]:
+    """transformers' own modules for this target, from its checkpoint, and a cache for them; skips where it has none."""
+    layers = pytest.importorskip("transformers.modeling_layers")
+    caches = pytest.importorskip("transformers.cache_utils")
+    if not hasattr(layers, "MtpModel") or not hasattr(caches, "MtpCache") or not hasattr(target.config, "get_mtp_config"):
+        pytest.skip("this transformers has no MTP modules")
+    return layers.MtpModel.from_pretrained(target.model).eval(), caches.MtpCache(config=target.config.get_mtp_config())
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe"], indirect=True)
+@torch.inference_mode()
+def test_logits_and_greedy_proposals_are_those_of_transformers(family):
+    target = family.target()
+    theirs, _ = oracle(target)
+    drafter = native(family, target)
+    for tokens in (sequences(1), sequences(1).flip(1)):
+        cache = oracle(target)[1]
+        positions = torch.arange(1, LENGTH)[None]
+        last = target.forward(tokens[:, :-1]).last
+        drafts, logits, _ = theirs(tokens[:, 1:], last, torch.ones_like(positions), positions, cache)
+        state = drafter.open(target, 1, 40)
+        drafter.absorb(state, tokens[:, :-1], last[:, :, None], Counts.of([LENGTH - 1], "cpu"))
+        own = [drafter.begin(state, tokens[:, -1])]
+        for k in range(family.depth - 1):
+            own.append(drafter.extend(state, drafts[:, k : k + 1])[:, 0])
+        assert (torch.stack(own, 1) - logits).abs().max() < 1e-5
+        assert torch.stack(own, 1).argmax(-1).tolist() == drafts.tolist()
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe"], indirect=True)
+def test_rounds_propose_what_transformers_candidate_generator_does(family, monkeypatch):
+    """Its whole greedy generation: text, and every round's candidates from the text before them."""
+    target = family.target()
+    oracle(target)
+    from transformers.generation.candidate_generator import MTPCandidateGenerator
+
+    seen: list[tuple[list[int], list[int]]] = []
+    asked = MTPCandidateGenerator.get_candidates
+
+    def watched(self: Any, input_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
+        found = asked(self, input_ids, *args, **kwargs)
+        if found[0].shape[1] > input_ids.shape[1]:
+            seen.append((input_ids[0].tolist(), found[0][0, input_ids.shape[1] :].tolist()))
+        return found
+
+    monkeypatch.setattr(MTPCandidateGenerator, "get_candidates", watched)
+    prompt = sequences(1, 7)
+    text = target.model.generate(prompt, max_new_tokens=24, do_sample=False, use_mtp=True)[0].tolist()
+    drafter = native(family, target)
+    assert text[7:] == Decoder(target, drafter).generate([prompt[0].tolist()], 24, plan=Plan(family.depth), ignore_eos=True).tokens[0]
+    assert len(seen) > 5
+    with torch.inference_mode():
+        for before, candidates in seen:
+            tokens = torch.tensor([before])
+            state = drafter.open(target, 1, 60)
+            drafter.absorb(state, tokens[:, :-1], target.forward(tokens[:, :-1]).last[:, :, None], Counts.of([len(before) - 1], "cpu"))
+            proposal = drafter.propose(state, tokens[:, -1], family.depth, lambda logits, _: logits.argmax(-1))
+            assert proposal.tokens[0].tolist() == candidates
+
+
+# ------------------------------------------------------------ what is refused
+
+
+def spoiled(family: Family, change: Callable[[dict[str, Tensor]], None]) -> Target:
+    target = family.target()
+    weights = load_file(family.folder / "model.safetensors")
+    change(weights)
+    save_file(weights, family.folder / "model.safetensors", metadata={"format": "pt"})
+    return target
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "qwen3_next"], indirect=True)
+def test_a_module_that_is_not_whole_is_refused(family):
+    names = sorted(n for n in family.native if not n.endswith(("embed_tokens.weight", "shared_head.head.weight")))
+    for name in (names[0], next(n for n in names if "input_layernorm" in n), names[-1]):
+        with pytest.raises((IncompatibleError, BadInputError), match=r"missing|MTP modules|no MTP module"):
+            native(family, spoiled(family, lambda weights, name=name: weights.pop(name)))
+        save_file(load_file(family.folder / "model.safetensors") | family.native, family.folder / "model.safetensors", metadata={"format": "pt"})
+    layer = next(n for n in names if "input_layernorm" in n)
+    with pytest.raises(IncompatibleError, match="unexpected"):
+        native(family, spoiled(family, lambda weights: weights.update({layer.replace("input_layernorm", "surprise"): torch.ones(2)})))
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3"], indirect=True)
+def test_other_shapes_quantised_tensors_and_other_embeddings_are_refused(family):
+    at = f"model.layers.{family.config.num_hidden_layers}."
+    for name, tensor, message in (
+        (f"{at}eh_proj.weight", torch.ones(3, 2), r"projection.weight is \(3, 2\), expected \(32, 64\)"),
+        (f"{at}eh_proj.weight", torch.ones(32, 64, dtype=torch.int8), "quantised"),
+        (f"{at}self_attn.o_proj.weight", torch.ones(32, 32).to(torch.float8_e4m3fn), "before its quantisation"),
+        (f"{at}embed_tokens.weight", torch.ones(VOCAB, 32), "differs from the target's own"),
+    ):
+        target = spoiled(family, lambda weights, name=name, tensor=tensor: weights.update({name: tensor}))
+        with pytest.raises(IncompatibleError, match=message):
+            native(family, target)
+        save_file(load_file(family.folder / "model.safetensors") | family.native, family.folder / "model.safetensors", metadata={"format": "pt"})
+    native(family, family.target())
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3"], indirect=True)
+def test_another_number_of_modules_is_refused_with_the_right_one(family):
+    with pytest.raises(BadInputError, match=r"holds 2 MTP modules, the drafter has 1; set drafter.depth to 2"):
+        native(family, family.target(), recursive=True, depth=1)
+
+
+def test_a_target_without_native_modules_says_so(target, tmp_path):
+    with pytest.raises(BadInputError, match="was not loaded from a checkpoint"):
+        made(target, init="native")
+    with pytest.raises(BadInputError, match=r"no model\.safetensors"):
+        made(target, init="native", path=str(tmp_path))
+    target.model.save_pretrained(tmp_path)
+    with pytest.raises(BadInputError, match=r"holds no MTP module.*model\.layers\.6\.eh_proj"):
+        made(target, init="native", path=str(tmp_path))
+
+
+def test_what_cannot_be_made_is_refused(target):
+    for changes, message in (
+        ({"depth": 2}, "one module is applied recursively, found depth 2"),
+        ({"depth": 0, "recursive": False}, "depth must be at least 1, got 0"),
+        ({"steps": 0}, "steps must be at least 1, got 0"),
+        ({"decay": 0.0}, "decay must be above 0"),
+        ({"init": "prune"}, "init must be one of random, native, found 'prune'"),
+        ({"path": "x"}, "only init native starts from a path"),
+        ({"hidden_size": 16}, "hidden_size 16 differs from the target's 32"),
+        ({"draft_vocab_size": 65}, "65 exceeds the target's vocabulary of 64"),
+        ({"layer": {"intermediate": 3}}, "unknown key 'intermediate'; did you mean 'intermediate_size'"),
+    ):
+        with pytest.raises(BadInputError, match=message):
+            made(target, **changes)
+
+
+def test_one_module_per_depth_drafts_no_deeper(target):
+    drafter = made(target, recursive=False, depth=2)
+    assert drafter.max_depth == 2
+    assert made(target).max_depth is None
+    state = drafter.open(target, 1, 20)
+    tokens = sequences(1, 4)
+    with torch.inference_mode():
+        drafter.absorb(state, tokens, target.forward(tokens, taps=drafter.taps).hidden, Counts.of([4], "cpu"))
+        drafter.begin(state, tokens[:, 0])
+        drafter.extend(state, tokens[:, :1])
+        with pytest.raises(BadInputError, match="2 modules, so it drafts no deeper"):
+            drafter.extend(state, tokens[:, :1])
+
+
+# ------------------------------------------------------------ in the decoder
+
+
+@pytest.mark.parametrize("plan", [Plan(4), Plan(4, width=3)], ids=["chain", "tree"])
+@pytest.mark.parametrize("variant", ["one module", "one per depth"])
+@pytest.mark.parametrize("static", [False, True])
+def test_text_is_the_targets_in_every_kind_of_round(target, variant, plan, static):
+    drafter = made(target, **VARIANTS[variant])
+    prompts = [row[:n].tolist() for row, n in zip(sequences(4), (1, 9, 4, 2), strict=True)]
+    expected = Decoder(target).generate(prompts, 24, ignore_eos=True).tokens
+    out = Decoder(target, drafter, static=static).generate(prompts, 24, Sampling(), plan, ignore_eos=True)
+    assert out.tokens == expected
+
+
+@pytest.mark.parametrize("variant", ["one module", "one per depth"])
+def test_the_state_is_announced_to_the_byte(target, variant):
+    drafter = made(target, **VARIANTS[variant])
+    for rows, length in ((3, 40), (5, 30)):
+        announced = drafter.state_bytes(target, rows, length, 7)
+        with torch.inference_mode(), PeakBytes() as opened:
+            state = drafter.open(target, rows, length, 7)
+        assert opened.live - sum(cache.lengths.nbytes for cache in state.caches) == announced > 0
+
+
+@pytest.mark.parametrize("variant", ["one module", "one per depth"])
+@pytest.mark.parametrize("in_tree", [False, True])
+def test_rounds_of_fixed_shapes_never_read_a_tensor_on_the_host(tiny_llama, variant, in_tree):
+    """On the meta device tensors have shapes and no values: whoever asks for one fails."""
+    with torch.device("meta"), torch.inference_mode():
+        target = Target(tiny_llama(layers=6).to("meta"))
+        drafter = made(target, **VARIANTS[variant]).to("meta")
+        state = drafter.open(target, 4, 300, 20)
+        for cache in drafter.caches(state):
+            cache.window = 256
+        for width in (9, 4, 4):
+            drafter.absorb(state, torch.zeros(4, width, dtype=torch.long), torch.zeros(4, width, 1, 32), Counts(torch.ones(4, dtype=torch.long)))
+            drafter.carry(state, [torch.empty_like(t) for t in drafter.carried(state)])
+            drafter.begin(state, torch.zeros(4, dtype=torch.long))
+            for level in range(3):
+                drafted = torch.zeros(4, 3 if in_tree else 1, dtype=torch.long)
+                drafter.extend(state, drafted, torch.full_like(drafted, 3 * level - 1) if in_tree else None)
+
+
+@pytest.mark.parametrize("family", ["qwen3_next"], indirect=True)
+def test_a_recipe_starts_from_native_modules_and_from_a_saved_drafter(family, tmp_path):
+    """`init: native`, or the folder of a training; what only training uses may change, what decides the weights may not."""
+    target, counts = family.target(), lambda: torch.arange(VOCAB)
+    first = make_drafter({"type": "mtp", "init": "native", "steps": 2}, target, counts)
+    assert all(torch.equal(a, b) for a, b in zip(first.state_dict().values(), native(family, target).state_dict().values(), strict=True))
+    first.save(tmp_path)
+    again = make_drafter({"type": "mtp", "init": str(tmp_path), "steps": 4, "loss": "soft_ce", "layer": {}, "recursive": True}, target, counts)
+    assert all(torch.equal(a, b) for a, b in zip(first.state_dict().values(), again.state_dict().values(), strict=True))
+    assert (again.config.steps, again.config.loss, again.config.init) == (4, "soft_ce", "native")
+    with pytest.raises(BadInputError, match="norm_output"):
+        make_drafter({"type": "mtp", "init": str(tmp_path), "norm_output": False}, target, counts)

@@ -9,21 +9,31 @@ import torch
 
 from ..target import BadInputError, Target
 from .base import Choose, Drafter, DrafterConfig, DrafterLoss, Proposal, TargetBatch, read_config
+from .cascade import Cascade, CascadeConfig
 from .draft_model import DraftModel, DraftModelConfig
+from .eagle1 import Eagle1, Eagle1Config
 from .eagle3 import Eagle3, Eagle3Config
 from .fusion import Fusion, FusionConfig
 from .hydra import Hydra, HydraConfig
+from .lookahead import Lookahead, LookaheadConfig
 from .medusa import Medusa, MedusaConfig
+from .mtp import Mtp, MtpConfig
 from .ngram import Ngram, NgramConfig
+from .self_speculative import SelfSpeculative, SelfSpeculativeConfig
 from .suffix import Suffix, SuffixConfig
 
 HEADS: dict[str, type[Drafter]] = {
+    "cascade": Cascade,
     "draft_model": DraftModel,
+    "eagle1": Eagle1,
     "eagle3": Eagle3,
     "fusion": Fusion,
     "hydra": Hydra,
+    "lookahead": Lookahead,
     "medusa": Medusa,
+    "mtp": Mtp,
     "ngram": Ngram,
+    "self_speculative": SelfSpeculative,
     "suffix": Suffix,
 }
 
@@ -71,23 +81,33 @@ def load_drafter(path: str | Path, target: Target | None = None, dtype: torch.dt
 
 __all__ = [
     "HEADS",
+    "Cascade",
+    "CascadeConfig",
     "Choose",
     "DraftModel",
     "DraftModelConfig",
     "Drafter",
     "DrafterConfig",
     "DrafterLoss",
+    "Eagle1",
+    "Eagle1Config",
     "Eagle3",
     "Eagle3Config",
     "Fusion",
     "FusionConfig",
     "Hydra",
     "HydraConfig",
+    "Lookahead",
+    "LookaheadConfig",
     "Medusa",
     "MedusaConfig",
+    "Mtp",
+    "MtpConfig",
     "Ngram",
     "NgramConfig",
     "Proposal",
+    "SelfSpeculative",
+    "SelfSpeculativeConfig",
     "Suffix",
     "SuffixConfig",
     "TargetBatch",

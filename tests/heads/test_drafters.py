@@ -15,17 +15,27 @@ from torch import Tensor
 from outrider.decode import Decoder, Plan, Sampling
 from outrider.heads import (
     HEADS,
+    Cascade,
+    CascadeConfig,
     Drafter,
     DraftModel,
+    Eagle1,
+    Eagle1Config,
     Eagle3,
     Eagle3Config,
     Fusion,
     Hydra,
     HydraConfig,
+    Lookahead,
+    LookaheadConfig,
     Medusa,
     MedusaConfig,
+    Mtp,
+    MtpConfig,
     Ngram,
     NgramConfig,
+    SelfSpeculative,
+    SelfSpeculativeConfig,
     Suffix,
     SuffixConfig,
     TargetBatch,
@@ -39,27 +49,40 @@ from outrider.target import BadInputError, Counts, IncompatibleError, Target
 def shaken(drafter: Drafter) -> Drafter:
     """With random weights where new ones are zero, so that what they read makes a difference."""
     for name, weight in drafter.named_parameters():
-        if "linear" in name:
+        if "linear" in name or "down" in name:
             torch.nn.init.normal_(weight, std=0.2)
     return drafter
 
 
 MAKERS: dict[str, Callable[[Target, Callable], Drafter]] = {
+    "cascade": lambda target, llama: Cascade(Ngram(), DraftModel(llama(layers=2, seed=1))),
+    "cascade deeper": lambda target, llama: Cascade(Suffix(), DraftModel(llama(layers=2, seed=1)), CascadeConfig(model_depth=2)),
+    "cascade eagle3": lambda target, llama: Cascade(Ngram(), Eagle3.build(Eagle3Config(), target), CascadeConfig(vertical=False, model_depth=2)),
     "draft_model": lambda target, llama: DraftModel(llama(layers=2, seed=1)),
+    "eagle1": lambda target, llama: Eagle1.build(Eagle1Config(), target),
+    "eagle1 two layers": lambda target, llama: Eagle1.build(Eagle1Config(num_layers=2, steps=2, norm_inputs=True, norm_first=True), target),
     "eagle3": lambda target, llama: Eagle3.build(Eagle3Config(norm_taps=True, steps=2), target),
     "eagle3 pruned": lambda target, llama: Eagle3.build(Eagle3Config(taps=(0, 6), draft_vocab_size=20), target, torch.arange(64)),
+    "eagle3 two layers": lambda target, llama: Eagle3.build(Eagle3Config(num_layers=2, norm_output=True), target),
+    "lookahead": lambda target, llama: Lookahead(LookaheadConfig(window=3, ngram=3, guesses=2)),
     "medusa": lambda target, llama: shaken(Medusa.build(MedusaConfig(num_layers=2), target)),
     "medusa pruned": lambda target, llama: shaken(Medusa.build(MedusaConfig(draft_vocab_size=20, share_lm_head=True), target, torch.arange(64))),
+    "mtp": lambda target, llama: Mtp.build(MtpConfig(depth=4, recursive=False), target),
+    "mtp recursive": lambda target, llama: Mtp.build(MtpConfig(steps=2, draft_vocab_size=20), target, torch.arange(64)),
     "hydra": lambda target, llama: shaken(Hydra.build(HydraConfig(), target)),
     "hydra pruned": lambda target, llama: shaken(Hydra.build(HydraConfig(draft_vocab_size=20, share_lm_head=True), target, torch.arange(64))),
     "ngram": lambda target, llama: Ngram(NgramConfig(max_match=3)),
+    "self_speculative": lambda target, llama: shaken(SelfSpeculative.build(SelfSpeculativeConfig(exit_layer=3), target)),
+    "self_speculative pruned": lambda target, llama: shaken(
+        SelfSpeculative.build(SelfSpeculativeConfig(draft_vocab_size=20, share_lm_head=False, num_blocks=2), target, torch.arange(64))
+    ),
     "suffix": lambda target, llama: Suffix(SuffixConfig(max_match=3, tree_depth=5)),
     "suffix tree": lambda target, llama: Suffix(SuffixConfig(width=2)),
     "fusion": lambda target, llama: Fusion(Suffix(), DraftModel(llama(layers=2, seed=1))),
     "fusion eagle3": lambda target, llama: Fusion(Ngram(), Eagle3.build(Eagle3Config(), target)),
 }
-# A fusion's are its model's, in a folder below its own.
-WITH_WEIGHTS = [name for name in MAKERS if name.split()[0] not in ("ngram", "suffix", "fusion")]
+# A fusion's and a cascade's are their model's, in a folder below their own.
+WITH_WEIGHTS = [name for name in MAKERS if name.split()[0] not in ("cascade", "fusion", "lookahead", "ngram", "suffix")]
 KNOWN = ", ".join(sorted(HEADS))
 PROMPTS = [torch.randint(0, 64, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (5, 1, 9, 3)]
 
@@ -204,7 +227,7 @@ def test_a_loss_of_any_name_can_be_overfitted(name, loss, target, tiny_llama):
         optimizer.step()
         losses.append(loss_now.item())
     assert losses[-1] < 0.8 * losses[0]
-    assert drafter(batch).count == 20 + 2 * (name == "draft_model"), "x_0 has nothing before it, and of pairs (f, x) the first predicts x_2"
+    assert drafter(batch).count == 20 + 2 * (name.split()[0] in ("draft_model", "self_speculative")), "x_0 has nothing before it, and of pairs (f, x) the first predicts x_2"
 
 
 # Nodes in the order in which two passes of `extend` read them, per row: parents, the second pass's below the first's or the root.
@@ -352,10 +375,14 @@ def test_a_config_that_is_none_is_refused(tmp_path, text, message):
     ("name", "changes", "message"),
     [
         ("draft_model", {"vocab": 32}, "vocabulary has 64 entries, the target's 32"),
+        ("eagle1", {"vocab": 32}, "vocabulary of 64, the target's is 32"),
+        ("eagle1", {"layers": 8}, "number of layers of 6, the target's is 8"),
         ("eagle3", {"vocab": 32}, "vocabulary of 64, the target's is 32"),
         ("eagle3", {"hidden": 64}, "hidden size of 32, the target's is 64"),
         ("medusa", {"vocab": 32}, "vocabulary of 64, the target's is 32"),
         ("hydra", {"hidden": 64}, "hidden size of 32, the target's is 64"),
+        ("self_speculative", {"hidden": 64}, "hidden size of 32, the target's is 64"),
+        ("self_speculative", {"layers": 8}, "number of layers of 6, the target's is 8"),
         ("medusa", {"layers": 8}, "number of layers of 6, the target's is 8"),
         ("hydra pruned", {"layers": 4}, r"hidden_states\[6\], but this target has 4 layers"),
         ("eagle3 pruned", {"layers": 4}, r"hidden_states\[6\], but this target has 4 layers \(valid taps: 0 to 4\)"),

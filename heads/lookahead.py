@@ -1,0 +1,241 @@
+"""Lookahead decoding (arXiv 2402.02057): the target's own Jacobi iterations give n-grams, and n-grams are proposed. No weights.
+
+A window of W columns and N − 1 levels lies behind the root, the last committed token. Level 0 is a chain: the root, then guesses of the
+W − 1 tokens that follow. A token of level l stands below that of level l − 1 in its column; so a column is a text that goes on from a
+guessed one, and the target's most probable token behind its last level completes an n-gram of N tokens. Then every level takes the
+place of the one above it, and the window moves by one place. Finished n-grams are kept by their first token; those that begin with the
+root are proposed (§3.2 and §3.3 there; levels, columns and pool as in hao-ai-lab/LookaheadDecoding).
+
+All of this is one tree, which the target reads in one pass: the window, and beside it up to G n-grams. Equal tokens below one parent are one node.
+Nodes deeper than a round's depth are read for the window only, and not proposed. A proposal is no sample: it is accepted with probability p(x).
+
+Shapes: B rows, N nodes of the widest row's tree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from ..target import BadInputError, Counts, Target
+from .base import Choose, Drafter, DrafterConfig, Proposal
+
+Ngram = tuple[int, ...]
+
+
+@dataclass
+class LookaheadConfig(DrafterConfig):
+    """How much is looked ahead, and what is remembered.
+
+    Attributes:
+        window: W, columns of the window.
+        ngram: N, tokens of an n-gram: N − 1 are proposed behind the root.
+        guesses: G, n-grams proposed in a round, the latest first; of each first token so many are remembered.
+        from_text: remember the n-grams of prompt and answer too.
+        max_ngrams: how many are remembered, the first tokens that were met longest ago dropped first.
+        shared: all requests of one drafter share what they remember, also those that run at the same time. What a text says never depends on it.
+    """
+
+    window: int = 10
+    ngram: int = 4
+    guesses: int = 10
+    from_text: bool = True
+    max_ngrams: int = 16384
+    shared: bool = False
+
+    def __post_init__(self) -> None:
+        if self.window < 1 or self.ngram < 3 or self.guesses < 1:
+            found = f"{self.window}, {self.ngram} and {self.guesses}"
+            raise BadInputError(f"lookahead: need window >= 1, ngram >= 3 and guesses >= 1, got {found}.")
+        if self.max_ngrams < self.guesses:
+            raise BadInputError(f"lookahead: max_ngrams must be at least guesses ({self.guesses}), got {self.max_ngrams}.")
+
+
+class Pool:
+    """N-grams by their first token."""
+
+    def __init__(self, config: LookaheadConfig):
+        self.config = config
+        self.size = 0
+        # Both orders are those of insertion: the first token met longest ago, and its n-gram seen longest ago, come first.
+        self.known: dict[int, dict[Ngram, None]] = {}
+
+    def add(self, first: int, rest: Ngram) -> None:
+        """The n-gram `first`, `rest` was seen."""
+        known = self.known.pop(first, {})
+        self.known[first] = known
+        if rest in known:
+            del known[rest]
+        else:
+            self.size += 1
+        known[rest] = None
+        if len(known) > self.config.guesses:
+            del known[next(iter(known))]
+            self.size -= 1
+        while self.size > self.config.max_ngrams:
+            self.size -= len(self.known.pop(next(iter(self.known))))
+
+    def latest(self, first: int) -> list[Ngram]:
+        """What followed `first`, the latest first."""
+        return list(reversed(self.known.get(first, {})))
+
+
+class _Tree:
+    """A row's proposal as it grows: a trie below the root (−1)."""
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        self.parents: list[int] = []
+        self.depths: list[int] = []
+        self._below: dict[tuple[int, int], int] = {}
+
+    def add(self, parent: int, token: int) -> int:
+        """The node of `token` below `parent`, which may be there already."""
+        node = self._below.setdefault((parent, token), len(self.tokens))
+        if node == len(self.tokens):
+            self.tokens.append(token)
+            self.parents.append(parent)
+            self.depths.append(1 if parent < 0 else self.depths[parent] + 1)
+        return node
+
+
+@dataclass
+class _Row:
+    """One sequence.
+
+    Attributes:
+        recent: the last tokens absorbed. length: how many there were.
+        levels: the window, level 0 without the root first; None until the target has read one. While it fills, there are fewer levels, and longer ones.
+        limit: entries that the target's context holds; None for any number.
+        root, proposed, ends: of this round: the root, the window in the proposal, and the nodes of its last level; [] if no window was proposed.
+    """
+
+    pool: Pool
+    limit: int | None
+    recent: list[int] = field(default_factory=list)
+    length: int = 0
+    levels: list[list[int]] | None = None
+    root: int = -1
+    proposed: list[list[int]] = field(default_factory=list)
+    ends: list[int] = field(default_factory=list)
+
+
+class Lookahead(Drafter):
+    name = "lookahead"
+    config_class = LookaheadConfig
+    trainable = False
+    deterministic = True
+    observes = True
+    config: LookaheadConfig
+
+    def __init__(self, config: LookaheadConfig | None = None):
+        super().__init__(config or LookaheadConfig())
+        self.reset_history()
+
+    def reset_history(self) -> None:
+        """Forget what requests share. (It is never saved.) Requests that are running go on with what they knew."""
+        self.pool = Pool(self.config)
+
+    @classmethod
+    def build(cls, config: DrafterConfig, target: Target, token_counts: Tensor | None = None) -> Lookahead:
+        assert isinstance(config, LookaheadConfig)
+        return cls(config)
+
+    def check(self, target: Target) -> None:
+        target.check_trees()
+
+    @property
+    def max_depth(self) -> int:
+        return self.config.ngram - 1
+
+    def max_nodes(self, depth: int) -> int:
+        """The largest window, full or while it fills, and all n-grams."""
+        reach = self._reach
+        filling = max(reach - level + level * (reach + 1 - level) for level in range(self.config.ngram - 1))
+        return filling + self.config.guesses * min(depth, self.max_depth)
+
+    @property
+    def _reach(self) -> int:
+        """Depth of the deepest node of a window, also while it fills."""
+        return self.config.window + self.config.ngram - 3
+
+    # ------------------------------------------------------------ decoding
+
+    def open(self, target: Target, batch_size: int, max_length: int, spare: int = 0) -> list[_Row]:
+        return [_Row(self.pool if self.config.shared else Pool(self.config), target.max_context) for _ in range(batch_size)]
+
+    def absorb(self, state: list[_Row], tokens: Tensor, hidden: Tensor | None, counts: Counts, path: Tensor | None = None) -> None:
+        size = self.config.ngram
+        for row, new, count in zip(state, tokens.tolist(), counts.values, strict=True):
+            text = row.recent + new[:count]
+            row.length += count
+            if self.config.from_text:
+                for end in range(max(size, len(row.recent) + 1), len(text) + 1):
+                    row.pool.add(text[end - size], tuple(text[end - size + 1 : end]))
+            row.recent = text[-max(size, self._reach) :]
+
+    def propose(self, state: list[_Row], root: Tensor, depth: int, choose: Choose, ended: Callable[[], bool] | None = None) -> Proposal:
+        depth = min(depth, self.max_depth)
+        trees = [self._grow(row, last, depth) for row, last in zip(state, root.tolist(), strict=True)]
+        width = max(len(tree.tokens) for tree in trees)
+
+        def stacked(lists: list[list[int]], fill: int) -> Tensor:
+            return torch.tensor([x + [fill] * (width - len(x)) for x in lists], dtype=torch.long, device=root.device).reshape(len(trees), width)
+
+        tokens, parents = stacked([t.tokens for t in trees], 0), stacked([t.parents for t in trees], -1)
+        depths = stacked([t.depths for t in trees], depth + 1)
+        if not width:
+            return Proposal.chain(tokens, deterministic=True)
+        deepest = max(d for t in trees for d in t.depths)
+        return Proposal(tokens, depths <= depth, deepest, parents, torch.full_like(parents, -1), deterministic=True)
+
+    def _grow(self, row: _Row, root: int, depth: int) -> _Tree:
+        tree, row.root, row.ends = _Tree(), root, []
+        if row.limit is None or row.length + self._reach < row.limit:  # behind the context's end nothing can be read
+            row.proposed = row.levels or [self._guessed([*row.recent, root])]
+            row.ends = _place(tree, row.proposed)
+        for rest in row.pool.latest(root):
+            node = -1
+            for token in rest[:depth]:
+                node = tree.add(node, token)
+        return tree
+
+    def _guessed(self, text: list[int]) -> list[int]:
+        """Level 0 to begin with: the text's last tokens, over and over if it is short. (The paper draws random ones.)"""
+        tail = text[-self._reach :]
+        return (tail * self._reach)[: self._reach]
+
+    def observe(self, state: list[_Row], following: Tensor) -> None:
+        for row, found in zip(state, following.tolist(), strict=True):
+            if row.ends:
+                row.levels = self._moved(row, [found[node + 1] for node in row.ends])
+
+    def _moved(self, row: _Row, new: list[int]) -> list[list[int]]:
+        """The next window, with the tokens `new` that the target gave behind the last level."""
+        levels = row.proposed
+        if len(levels) == 1:
+            return [levels[0][1:], new]
+        if len(levels) < self.config.ngram - 1:
+            return [level[1:] for level in [*levels, new]]
+        for column, rest in enumerate(zip(*levels[1:], new, strict=True)):
+            row.pool.add(levels[0][column - 1] if column else row.root, rest)
+        return [levels[1][1:], *levels[2:], new]
+
+    def select(self, state: list[_Row], rows: list[int]) -> None:
+        state[:] = [state[r] for r in rows]
+
+
+def _place(tree: _Tree, levels: list[list[int]]) -> list[int]:
+    """Put a window into the tree; returns the nodes of its last level."""
+    nodes: list[int] = []
+    for token in levels[0]:
+        nodes.append(tree.add(nodes[-1] if nodes else -1, token))
+    if len(levels) == 1:
+        return nodes
+    above = [-1, *nodes]
+    for level in levels[1:]:
+        above = [tree.add(parent, token) for parent, token in zip(above, level, strict=True)]
+    return above

@@ -1,0 +1,117 @@
+"""Every drafter of the registry, through the real decoder: the text is the target's under every rule that can judge its proposals, in every
+shape it can draft, alone and in a ragged batch; and what its distributions promise, the decoder keeps.
+
+The rules themselves are enumerated in `test_verify_exact.py`; `test_distribution.py` looks at some drafters harder.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+
+import numpy as np
+import pytest
+import torch
+
+from outrider.decode import Decoder, Plan, Sampling, Tree
+from outrider.decode.plan import SAMPLED
+from outrider.heads import HEADS, Drafter, TargetBatch
+from outrider.target import Target
+
+from ..heads.test_drafters import MAKERS, WITH_WEIGHTS
+from .test_distribution import p_value
+
+PROMPTS = [torch.randint(0, 64, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (5, 1, 9, 3, 12, 2, 7, 4)]
+SHAPES = {"chain": Plan(3), "static tree": Plan(tree=Tree((-1, -1, 0, 0, 1, 2))), "dynamic tree": Plan(3, 3, 6)}
+NEW = 14
+
+# Which rules can judge samples in which shape, beside greedy and coupled.
+RULES = [("chain", "rejection"), ("chain", "block"), ("static tree", "without_replacement"), ("static tree", "traversal"), ("dynamic tree", "candidates")]
+ROLLOUTS, WRITTEN, FEW = 3_000, 3, Sampling(1.0, top_k=3)  # 27 texts
+SIZE = 1e-6  # of all tests of a rule and a drafter together
+
+
+def fitting(shape: str) -> list[str]:
+    """Drafters of the table that draft in this shape."""
+    return [name for name in MAKERS if shape == "chain" or HEADS[name.split()[0]].begin is not Drafter.begin]
+
+
+@pytest.fixture(scope="module")
+def target(tiny_llama) -> Target:
+    return Target(tiny_llama(layers=6))
+
+
+@pytest.fixture(scope="module")
+def make(target, tiny_llama) -> Callable[[str], Drafter]:
+    def make(name: str) -> Drafter:
+        torch.manual_seed(3)
+        return MAKERS[name](target, tiny_llama)
+
+    return cache(make)
+
+
+@pytest.mark.parametrize(("name", "shape"), [(name, shape) for shape in SHAPES for name in fitting(shape)])
+def test_text_is_the_targets_alone_and_in_ragged_batches(name, shape, make, target):
+    """Token for token: greedily, and above temperature 0 under the coupled rule."""
+    drafter, plan = make(name), SHAPES[shape]
+    for sampling, verify in ((Sampling(0.0), "auto"), (Sampling(1.0, top_p=0.9, seed=3), "coupled")):
+        plan = replace(plan, verify=verify)
+        expected = Decoder(target).generate(PROMPTS, NEW, sampling, Plan(0, verify=verify)).tokens
+        decoder = Decoder(target, drafter)
+        together = decoder.generate(PROMPTS, NEW, sampling, plan)
+        assert together.tokens == expected
+        assert together.rule == ("greedy" if verify == "auto" else verify)
+        for row in (0, 4):
+            assert decoder.generate([PROMPTS[row]], NEW, sampling, plan, sequence_ids=[row]).tokens == [expected[row]]
+
+
+@pytest.mark.parametrize(("name", "shape", "rule"), [(name, *how) for how in RULES for name in fitting(how[0])])
+def test_text_has_the_targets_law_under_sampling_rules(name, shape, rule, make, target):
+    """Chi-square of the texts of three tokens; proposals that are no samples are judged as candidates."""
+    drafter, plan = make(name), replace(SHAPES[shape], verify=rule)
+    out = Decoder(target, drafter).generate([PROMPTS[0]] * ROLLOUTS, WRITTEN, FEW, plan, ignore_eos=True)
+    assert out.rule == ("candidates" if drafter.deterministic and rule in SAMPLED else rule)
+    law = expected_law(target)
+    counts = np.zeros(len(law))
+    for text in out.tokens:
+        counts[list(law).index(tuple(text))] += 1
+    assert p_value(counts, np.array(list(law.values()))) > SIZE / (len(MAKERS) * len(RULES))
+
+
+@cache
+def expected_law(target: Target) -> dict[tuple[int, ...], float]:
+    """Probability of every text of WRITTEN tokens that the filter leaves."""
+    law: dict[tuple[int, ...], float] = {(): 1.0}
+    for _ in range(WRITTEN):
+        found = {}
+        for text, probability in law.items():
+            top = target.model(torch.tensor([[*PROMPTS[0], *text]]), use_cache=False).logits[0, -1].double().topk(3)
+            found |= {(*text, int(token)): probability * float(p) for token, p in zip(top.indices, top.values.softmax(-1), strict=True)}
+        law = found
+    return law
+
+
+@pytest.mark.parametrize("name", [n for n in WITH_WEIGHTS if HEADS[n.split()[0]].trainable])
+@torch.no_grad()
+def test_what_training_promises_decoding_keeps(name, make, target):
+    """Rounds of one draft at temperature 1: the share that was accepted is within four standard deviations of the analytic alpha, as the
+    training loss gives it, of the places where the rounds began."""
+    drafter, start = make(name), len(PROMPTS[0])
+    out = Decoder(target, drafter).generate([PROMPTS[0]] * 24, 60, Sampling(1.0, seed=5), Plan(1), ignore_eos=True)
+    tokens = torch.tensor([PROMPTS[0] + text for text in out.tokens])
+    drafted = torch.zeros_like(tokens, dtype=torch.bool)  # where a round drafted its token
+    accepted = 0
+    for row, rounds in enumerate(out.rounds):
+        place = start + 1
+        for one in rounds:
+            if place < tokens.shape[1]:
+                drafted[row, place], accepted = True, accepted + one.accepted
+            place += one.emitted
+    seen = target.forward(tokens, taps=drafter.taps)
+    batch = TargetBatch(target, tokens, drafted, seen.hidden, seen.last)
+    promised, count = map(float, drafter.eval().loss(batch).metrics["alpha_d1"])
+    assert count == int(drafted.sum()) > 500
+    mean = promised / count
+    # The alphas of single places differ, which makes the true deviation smaller than this.
+    assert abs(accepted - promised) < 4 * (count * mean * (1 - mean)) ** 0.5, f"{accepted / count:.3f} of the drafts were accepted, {mean:.3f} were promised"

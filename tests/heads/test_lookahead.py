@@ -1,0 +1,303 @@
+"""Lookahead decoding against the paper's iteration written out, and that the text stays the target's."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from outrider.decode import Decoder, Output, Plan, Sampling
+from outrider.heads import DraftModel, Fusion, Lookahead, LookaheadConfig
+from outrider.heads.lookahead import Pool
+from outrider.target import BadInputError, Counts, IncompatibleError, Target
+
+PROMPT = [3, 17, 5, 9, 17, 5, 40]
+
+
+@pytest.fixture
+def target(tiny_llama) -> Target:
+    return Target(tiny_llama(layers=3))
+
+
+def plain(target: Target, prompts: list[list[int]], length: int, sampling: Sampling | None = None, plan: Plan | None = None) -> Output:
+    return Decoder(target).generate(prompts, length, sampling, plan or Plan(0), ignore_eos=True)
+
+
+# ------------------------------------------------------------ the iteration, written out
+
+State = tuple[list[list[int]], dict[int, list[tuple[int, ...]]]]  # the window, and the pool
+
+
+class Recorded(Lookahead):
+    """Notes each row's window and pool behind every round."""
+
+    def __init__(self, config: LookaheadConfig):
+        super().__init__(config)
+        self.seen: list[list[State]] = []
+
+    def observe(self, state, following):
+        super().observe(state, following)
+        self.seen.append([([list(x) for x in row.levels], {k: list(v) for k, v in row.pool.known.items()}) for row in state])
+
+
+class Literal:
+    """One sequence by the paper's algorithm, token lists and whole passes only: each node's text is read alone.
+
+    Named as in the reference implementation: `past` is the window, level 0 without the root; n-grams are kept by their first token, at
+    most `guesses` of each, the one seen last at the end.
+    """
+
+    def __init__(self, target: Target, text: list[int], config: LookaheadConfig):
+        self.target, self.config = target, config
+        self.text = text  # committed, the root at its end
+        width = config.window + config.ngram - 3
+        self.past = [[text[-width:][i % len(text[-width:])] for i in range(width)]]
+        self.pool: dict[int, list[tuple[int, ...]]] = {}
+
+    def next_token(self, path: list[int]) -> int:
+        return int(self.target.forward(torch.tensor([self.text + path])).logits[0, -1].argmax())
+
+    def path(self, level: int, column: int) -> list[int]:
+        """Tokens behind the root up to a node; column 0 of level 0 is the root itself."""
+        return self.past[0][:column] + [self.past[upper][column] for upper in range(1, level + 1)]
+
+    def keep(self, first: int, rest: tuple[int, ...]) -> None:
+        known = self.pool.setdefault(first, [])
+        if rest in known:
+            known.remove(rest)
+        known.append(rest)
+        self.pool[first] = known[-self.config.guesses :]
+
+    def step(self) -> int:
+        """A round; how many drafts it accepted."""
+        size, window, level = self.config.ngram, self.config.window, len(self.past) - 1
+        last = self.text[-1]
+        columns = range(1, len(self.past[0]) + 1) if level == 0 else range(len(self.past[level]))
+        new = [self.next_token(self.path(level, column)) for column in columns]
+        proposed = [list(rest) for rest in self.pool.get(last, [])]
+        proposed += [self.path(low, column) for low in range(level + 1) for column in range(len(self.past[low]))]
+        accepted = max(self.accepted(path[: size - 1]) for path in proposed)
+        if level == 0:
+            self.past = [self.past[0][1:], new]
+        elif level < size - 2:
+            self.past = [tokens[1:] for tokens in self.past] + [new[1:]]
+        else:
+            assert [len(tokens) for tokens in self.past] == [window - 1] + [window] * (size - 2)
+            for column in range(window):
+                first = last if column == 0 else self.past[0][column - 1]
+                self.keep(first, (*(self.past[upper][column] for upper in range(1, size - 1)), new[column]))
+            self.past = [self.past[1][1:], *self.past[2:], new]
+        for _ in range(accepted + 1):
+            self.text.append(self.next_token([]))
+        return accepted
+
+    def accepted(self, path: list[int]) -> int:
+        """How many tokens of `path` are the target's own."""
+        for count, token in enumerate(path):
+            if token != self.next_token(path[:count]):
+                return count
+        return len(path)
+
+
+@pytest.mark.parametrize(("window", "ngram", "guesses"), [(1, 3, 1), (4, 3, 2), (3, 4, 1), (5, 5, 3), (2, 6, 2)])
+@torch.inference_mode()
+def test_windows_pools_and_accepted_drafts_are_those_of_the_papers_iteration(target, window, ngram, guesses):
+    """Round for round, in a batch of two texts of different lengths."""
+    config, prompts, length = LookaheadConfig(window, ngram, guesses, from_text=False), [PROMPT, [8]], 32
+    drafter = Recorded(config)
+    out = Decoder(target, drafter).generate(prompts, length, plan=Plan(ngram - 1), ignore_eos=True)
+    for row, prompt in enumerate(prompts):
+        literal = Literal(target, [*prompt, out.tokens[row][0]], config)
+        rounds = min(len(r) for r in out.rounds)  # behind them, rows have left the batch
+        for number in range(rounds - 1):
+            assert literal.step() == out.rounds[row][number].accepted, f"round {number}"
+            levels, pool = drafter.seen[number][row]
+            assert levels == literal.past, f"round {number}"
+            assert pool == literal.pool, f"round {number}"
+    assert any(len(pool) > 2 for _, pool in drafter.seen[-1]), "n-grams were found"
+
+
+@torch.inference_mode()
+def test_the_proposal_is_the_window_and_the_latest_ngrams_each_token_once(target):
+    """By hand: W = 3, N = 3, a full window, and n-grams that share tokens with it and with each other."""
+    drafter = Lookahead(LookaheadConfig(3, 3, 2, from_text=False))
+    state = drafter.open(target, 1, 40)
+    drafter.absorb(state, torch.tensor([[1, 2]]), None, Counts.of([2], "cpu"))
+    state[0].levels = [[10, 11], [10, 20, 21]]
+    for rest in ((30, 31), (10, 40), (30, 32)):
+        state[0].pool.add(7, rest)
+    proposal = drafter.propose(state, torch.tensor([7]), 8, None)
+    # Level 0 and its columns: 10 stands below the root once, though column 0 of level 1 is a 10 too. The n-gram 30 31 was seen longest ago.
+    assert proposal.tokens.tolist() == [[10, 11, 20, 21, 30, 32, 40]]
+    assert proposal.parents.tolist() == [[-1, 0, 0, 1, -1, 4, 0]]
+    assert proposal.real.tolist() == [[True, True, True, False, True, True, True]], "21 is the third token behind the root, n-grams give two"
+    assert proposal.depth == 3
+    # What the target says behind column 0 (place 1), column 1 (place 3) and column 2 (place 4).
+    drafter.observe(state, torch.tensor([[50, 51, 52, 53, 54, 55, 56, 57]]))
+    assert state[0].levels == [[20, 21], [51, 53, 54]]
+    assert state[0].pool.latest(7) == [(10, 51), (30, 32)]
+    assert state[0].pool.latest(10) == [(20, 53)]
+    assert state[0].pool.latest(11) == [(21, 54)]
+    shallow = drafter.propose(state, torch.tensor([7]), 1, None)
+    assert [t for t, real in zip(shallow.tokens[0].tolist(), shallow.real[0].tolist(), strict=True) if real] == [20, 51, 10, 30]
+
+
+@pytest.mark.parametrize(("depth", "ngram", "limit"), [(1, 4, 1), (3, 4, 3), (9, 3, 2)])
+def test_what_is_counted_as_drafted_is_what_was_proposed(target, monkeypatch, depth, ngram, limit):
+    """Each round's nodes down to the plan's depth, none of those that only the window reads."""
+    drafter = Lookahead(LookaheadConfig(4, ngram, 2))
+    proposals = []
+    propose = drafter.propose
+    monkeypatch.setattr(drafter, "propose", lambda *arguments: proposals.append(propose(*arguments)) or proposals[-1])
+    out = Decoder(target, drafter).generate([PROMPT], 40, plan=Plan(depth), ignore_eos=True)
+    for proposal, found in zip(proposals, out.rounds[0], strict=True):
+        assert proposal.tokens.shape[1] <= drafter.max_nodes(limit)
+        assert found.drafted == int((proposal.nodes.depths[0, 1:] <= limit).sum())
+        assert found.accepted <= limit
+
+
+# ------------------------------------------------------------ the pool
+
+
+def test_the_pool_keeps_the_latest_ngrams_and_never_more_than_it_may():
+    pool = Pool(LookaheadConfig(guesses=2, max_ngrams=3))
+    for first, rest in ((1, (5, 6)), (1, (5, 7)), (1, (5, 6)), (1, (5, 8))):
+        pool.add(first, rest)
+    assert pool.latest(1) == [(5, 8), (5, 6)], "seen again is seen later"
+    pool.add(2, (5, 6))
+    assert pool.size == 3
+    pool.add(3, (5, 6))
+    assert (pool.latest(1), pool.latest(2), pool.latest(3), pool.size) == ([], [(5, 6)], [(5, 6)], 2), "the token met longest ago went"
+
+
+def test_ngrams_of_the_text_are_remembered_across_rounds_and_only_if_asked_for(target):
+    for from_text, expected in ((True, {1: [(2, 3)], 2: [(3, 1)], 3: [(1, 9)]}), (False, {})):
+        drafter = Lookahead(LookaheadConfig(2, 3, 2, from_text))
+        state = drafter.open(target, 1, 40)
+        for tokens in ([1, 2], [3, 1], [9]):
+            drafter.absorb(state, torch.tensor([[*tokens, 77]]), None, Counts.of([len(tokens)], "cpu"))
+        assert {k: list(v) for k, v in state[0].pool.known.items()} == expected
+
+
+def test_requests_share_what_they_remember_only_if_asked_to(target):
+    """A second request for the same text needs fewer rounds; the text is the same."""
+    rounds = {}
+    for shared in (False, True):
+        drafter = Lookahead(LookaheadConfig(4, 4, 4, shared=shared))
+        outs = [Decoder(target, drafter).generate([PROMPT], 40, plan=Plan(3), ignore_eos=True) for _ in range(2)]
+        assert outs[0].tokens == outs[1].tokens == plain(target, [PROMPT], 40).tokens
+        rounds[shared] = [len(out.rounds[0]) for out in outs]
+        drafter.reset_history()
+        assert not drafter.pool.known
+    assert rounds[False][0] == rounds[False][1] == rounds[True][0] > rounds[True][1]
+
+
+# ------------------------------------------------------------ through the decoder
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.0), Sampling(0.7, top_p=0.9, repetition_penalty=1.3)], ids=["greedy", "sampled", "penalty"])
+@pytest.mark.parametrize("config", [LookaheadConfig(1, 3, 1), LookaheadConfig(5, 4, 3), LookaheadConfig(3, 5, 8, from_text=False)], ids=str)
+def test_the_text_is_the_plain_samplers(target, config, sampling):
+    """Alone and in a ragged batch; rows that want no drafts among the others."""
+    prompts = [PROMPT, [8], [1, 2, 3] * 5]
+    for verify in ("auto", "coupled"):
+        expected = plain(target, prompts, 30, sampling, Plan(0, verify=verify)).tokens
+        decoder = Decoder(target, Lookahead(config))
+        assert decoder.generate(prompts[:1], 30, sampling, Plan(4, verify=verify), ignore_eos=True).tokens == expected[:1]
+        out = decoder.generate(prompts, 30, sampling, Plan(4, verify=verify), ignore_eos=True, speculate=[True, False, True])
+        assert out.tokens == expected
+        assert out.rule == ("greedy" if sampling.greedy else "candidates" if verify == "auto" else verify)
+        assert {r.drafted for r in out.rounds[1]} == {0}
+        assert all(r.drafted for r in out.rounds[0])
+
+
+@torch.no_grad()
+def counting(llama, period: int) -> Target:
+    """A target that says t + 1 behind t, modulo `period`."""
+    model = llama(layers=1, hidden=64)
+    for name, weight in model.named_parameters():
+        if "o_proj" in name or "down_proj" in name:
+            weight.zero_()
+    model.model.embed_tokens.weight.copy_(torch.eye(64))
+    model.lm_head.weight.copy_(torch.eye(64).roll(1, 0))
+    model.lm_head.weight[0] = torch.eye(64)[period - 1]
+    model.lm_head.weight[period] = 0
+    return Target(model)
+
+
+def test_a_text_with_a_period_takes_few_rounds(tiny_llama):
+    """With the window's own n-grams alone: behind the first period every round gives N tokens."""
+    target = counting(tiny_llama, 8)
+    for ngram in (3, 5):
+        out = Decoder(target, Lookahead(LookaheadConfig(6, ngram, 4, from_text=False))).generate([[5]], 80, plan=Plan(9), ignore_eos=True)
+        assert out.tokens[0] == [(6 + i) % 8 for i in range(80)]
+        assert out.stats.tau > 2.5
+        assert {r.accepted for r in out.rounds[0][8:]} == {ngram - 1}
+
+
+def test_a_batch_gives_every_row_the_rounds_it_has_alone(target):
+    """Also when rows leave it."""
+    prompts = [PROMPT, [8], [1, 2, 3] * 5]
+    decoder = Decoder(target, Lookahead(LookaheadConfig(4, 4, 3)))
+    together = decoder.generate(prompts, 30, plan=Plan(3), ignore_eos=True)
+    assert len({len(r) for r in together.rounds}) > 1
+    for row, prompt in enumerate(prompts):
+        assert decoder.generate([prompt], 30, plan=Plan(3), ignore_eos=True).rounds == [together.rounds[row]]
+
+
+def test_rounds_without_drafts_leave_the_window_alone(target):
+    drafter = Lookahead(LookaheadConfig(3, 3, 2))
+    state = drafter.open(target, 1, 40)
+    drafter.absorb(state, torch.tensor([PROMPT]), None, Counts.of([len(PROMPT)], "cpu"))
+    for root in (1, 2):
+        proposal = drafter.propose(state, torch.tensor([root]), 2, None)
+        drafter.observe(state, torch.arange(1 + proposal.tokens.shape[1])[None])
+        drafter.absorb(state, torch.tensor([[root]]), None, Counts.of([1], "cpu"))
+    before = [list(level) for level in state[0].levels]
+    for root in (3, 4):
+        drafter.absorb(state, torch.tensor([[root]]), None, Counts.of([1], "cpu"))
+    assert state[0].levels == before
+    assert drafter.propose(state, torch.tensor([5]), 2, None).tokens[0, :2].tolist() == before[0]
+
+
+@pytest.mark.parametrize("learned", [False, True], ids=["rotary", "learned positions"])
+def test_the_window_stays_inside_the_targets_context(tiny_llama, learned):
+    """Up to the last position; a table of learned positions has no entry behind it."""
+    if learned:
+        from transformers import GPT2Config, GPT2LMHeadModel
+
+        torch.manual_seed(0)
+        config = GPT2Config(vocab_size=64, n_positions=48, n_embd=32, n_layer=2, n_head=4, initializer_range=0.2, bos_token_id=None, eos_token_id=None)
+        target = Target(GPT2LMHeadModel(config).eval())
+    else:
+        target = Target(tiny_llama(layers=2, max_position_embeddings=48))
+    prompts = [PROMPT, PROMPT[:2]]
+    out = Decoder(target, Lookahead(LookaheadConfig(8, 4, 4))).generate(prompts, 41, plan=Plan(3), ignore_eos=True)
+    assert out.tokens == plain(target, prompts, 41).tokens
+
+
+# ------------------------------------------------------------ bad input
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"window": 0}, "need window >= 1, ngram >= 3 and guesses >= 1, got 0, 4 and 10"),
+        ({"ngram": 2}, "got 10, 2 and 10"),
+        ({"guesses": 0}, "got 10, 4 and 0"),
+        ({"max_ngrams": 5}, r"max_ngrams must be at least guesses \(10\), got 5"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(values, message):
+    with pytest.raises(BadInputError, match=message):
+        LookaheadConfig(**values)
+
+
+def test_a_target_that_cannot_verify_trees_is_refused(target, monkeypatch):
+    monkeypatch.setattr(Target, "rewinds", False)
+    with pytest.raises(IncompatibleError, match="cannot verify trees"):
+        Decoder(target, Lookahead())
+
+
+def test_a_model_cannot_go_on_behind_its_trees(target, tiny_llama):
+    with pytest.raises(BadInputError, match="fusion: the model goes on behind a chain, lookahead proposes trees; take ngram"):
+        Fusion(Lookahead(), DraftModel(tiny_llama(layers=1)))

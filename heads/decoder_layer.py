@@ -16,11 +16,11 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, Lla
 
 from ..target import BadInputError, LayerShape, RaggedCache, Store, Target
 from .base import DrafterConfig, versions
+from .unrolled_attention import Entry, attend
 
 if TYPE_CHECKING:
     from .feature_drafter import FeatureDrafter
 
-Entry = tuple[Tensor, Tensor]  # keys and values
 Rotary = tuple[Tensor, Tensor]  # cosines and sines, [B, Q, D] each
 
 
@@ -109,24 +109,9 @@ class Attention(nn.Module):
         groups = self.heads // self.kv_heads
         return repeat_kv(_rotated(self._split(self.k_proj(x)), rotary), groups), repeat_kv(self._split(self.v_proj(x)), groups)
 
-    def attend(self, q: Tensor, first: Entry, visible: Tensor, own: Sequence[Entry]) -> Tensor:
-        """One step of the training-time test for queries `[B, heads, T', D]`.
-
-        Args:
-            first: the entries of step 0, `[B, heads, T, D]`; a query sees those that `visible` `[B, 1, T', T]` says,
-            own: the entries of each later step, `[B, heads, T', D]`; a query sees the one at its own index.
-        """
-        keys, values = first
-        if not own:
-            return self.output(nn.functional.scaled_dot_product_attention(q, keys, values, visible))
-        scale = self.size**-0.5
-        scores = (q @ keys.transpose(-1, -2) * scale).masked_fill(~visible, float("-inf"))
-        diagonal = torch.stack([(q * key).sum(-1) * scale for key, _ in own], -1)  # [B, heads, T', i]
-        weights = torch.cat([scores, diagonal], -1).softmax(-1, dtype=torch.float32).to(q.dtype)
-        mixed = weights[..., : keys.shape[2]] @ values
-        for i, (_, value) in enumerate(own):
-            mixed = mixed + weights[..., keys.shape[2] + i, None] * value
-        return self.output(mixed)
+    def attend(self, q: Tensor, first: Entry, begins: Sequence[int], own: Sequence[Entry]) -> Tensor:
+        """One step of the training-time test for queries `[B, heads, T', D]`; the rest as for `unrolled_attention.attend`."""
+        return self.output(attend(q, first, begins, own))
 
     def _split(self, projected: Tensor) -> Tensor:
         return projected.view(*projected.shape[:2], -1, self.size).transpose(1, 2)
@@ -158,9 +143,9 @@ class Layer(nn.Module):
     def attention_input(self, hidden: Tensor) -> Tensor:
         return hidden if self.input_layernorm is None else self.input_layernorm(hidden)
 
-    def unrolled(self, x: Tensor, hidden: Tensor, rotary: Rotary, first: Entry, visible: Tensor, own: Sequence[Entry] = ()) -> Tensor:
+    def unrolled(self, x: Tensor, hidden: Tensor, rotary: Rotary, first: Entry, begins: Sequence[int], own: Sequence[Entry] = ()) -> Tensor:
         """The layer's output `[B, T', H]` from attention inputs `x` `[B, T', W]` and hidden states `[B, T', H]`; the rest as for `Attention.attend`."""
-        hidden = hidden + self.self_attn.attend(self.self_attn.query(x, rotary), first, visible, own)
+        hidden = hidden + self.self_attn.attend(self.self_attn.query(x, rotary), first, begins, own)
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
 

@@ -19,8 +19,9 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from ..target import BadInputError, Counts, IncompatibleError, Nodes, RaggedCache, Target
 from .base import Branches, Drafter, DrafterLoss, Sum, TargetBatch, joined
-from .decoder_layer import Entry, Layer, LayerConfig, Runner
+from .decoder_layer import Layer, LayerConfig, Runner
 from .losses import LossName, acceptance_metrics, ahead, chunked_compare, divergence
+from .unrolled_attention import Entry
 
 
 @dataclass
@@ -165,19 +166,19 @@ class FeatureDrafter(Drafter):
         such token, it means nothing. `begin` `[B]` is 0 if None; before it, rows are only attended to.
         """
         length, (*inner, last) = tokens.shape[1], self.layers
-        every = torch.arange(length, device=tokens.device)
-        at = every[None] if begin is None else begin[:, None] + every[: length - int(begin.min())]
+        every, whole = torch.arange(length, device=tokens.device), [0] * len(tokens)
+        begins = whole if begin is None else [int(b) for b in begin]
+        at = every[None] if begin is None else begin[:, None] + every[: length - min(begins)]
         embedded, state = target.embed(tokens), self.fuse(hidden)
         rotary = self.rotary(state, every[None])
         x, state = self.enter(embedded.roll(-1, 1).to(state.dtype), state)
         first: list[Entry] = [self.layer.self_attn.entry(x, rotary)]
         for index, layer in enumerate(inner, 1):
-            state = layer.unrolled(x, state, rotary, first[-1], (every <= every[:, None])[None, None])
+            state = layer.unrolled(x, state, rotary, first[-1], whole)
             x = self.layers[index].attention_input(state)
             first.append(self.layers[index].self_attn.entry(x, rotary))
-        visible = (every <= at[:, :, None])[:, None]
         x, state = _at(x, at), _at(state, at)
-        outputs = [last.unrolled(x, state, self.rotary(state, at), first[-1], visible)]
+        outputs = [last.unrolled(x, state, self.rotary(state, at), first[-1], begins)]
         own: list[list[Entry]] = [[] for _ in first]
         for i in range(1, self.config.steps):
             rotary, state = self.rotary(state, at + i), self.feedback(outputs[-1])
@@ -185,7 +186,7 @@ class FeatureDrafter(Drafter):
             for index, layer in enumerate(self.layers):
                 x = layer.attention_input(state) if index else x
                 own[index].append(layer.self_attn.entry(x, rotary))
-                state = layer.unrolled(x, state, rotary, first[index], visible, own[index])
+                state = layer.unrolled(x, state, rotary, first[index], begins, own[index])
             outputs.append(state)
         return outputs
 

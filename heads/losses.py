@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -104,6 +104,11 @@ class Loss:
     parts: tuple[tuple[float, Divergence], ...]
     hard: float = 0.0
 
+    @property
+    def soft(self) -> float | None:
+        """Its weight where it is soft cross-entropy and nothing else, which `compare` has a shorter way for."""
+        return self.parts[0][0] if not self.hard and [rule for _, rule in self.parts] == [soft_cross_entropy] else None
+
     def __call__(self, reference: Reference, log_q: Tensor) -> Tensor:
         """Of each position, `[P]`, from log q `[P, V']`."""
         values = [weight * rule(reference.log_probs, log_q) for weight, rule in self.parts]
@@ -168,6 +173,11 @@ class Reference:
     best: Tensor
     following: Tensor | None = None
 
+    @cached_property
+    def renormalised(self) -> Tensor:
+        """p on the drafter's vocabulary alone, `[P, V']`; sums to 1."""
+        return self.log_probs.exp()
+
     @classmethod
     def of(cls, logits: Tensor, kept: Tensor | None = None, following: Tensor | None = None) -> Reference:
         """From the target's logits `[P, V]`; `kept` `[V']` are the token ids of a pruned draft vocabulary, `following` `[P]` the target's own tokens."""
@@ -201,11 +211,43 @@ class Comparison:
 
 def compare(reference: Reference, draft_logits: Tensor, rule: Loss) -> tuple[Tensor, Tensor, Tensor]:
     """(loss, alpha, top1) of draft logits `[P, V']`; the loss is differentiable."""
+    if rule.soft is not None:
+        return _softly(reference, draft_logits.float(), rule.soft)
     log_q = draft_logits.float().log_softmax(-1)
     with torch.no_grad():
         alpha = torch.minimum(reference.probs, log_q.exp()).sum(-1)
         top1 = (log_q.argmax(-1) == reference.best).float()
     return rule(reference, log_q), alpha, top1
+
+
+def _softly(reference: Reference, draft_logits: Tensor, weight: float) -> tuple[Tensor, Tensor, Tensor]:
+    """`compare` by `weight` times the soft cross-entropy."""
+    with own_precision(draft_logits.device):
+        loss, alpha = _SoftCrossEntropy.apply(draft_logits, reference.renormalised, reference.probs)
+    return weight * loss, alpha, (draft_logits.detach().argmax(-1) == reference.best).float()
+
+
+class _SoftCrossEntropy(torch.autograd.Function):
+    """Soft cross-entropy and Σ min(p, q), from logits `[P, V']`, p renormalised, and p; the first one's gradient is q − p.
+
+    A pass over a vocabulary is what losses cost, and this takes fewer than log q and its gradient would.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, renormalised: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
+        total = logits.logsumexp(-1, keepdim=True)
+        loss = total[:, 0] - torch.linalg.vecdot(renormalised, logits)
+        draft_probs = (logits - total).exp_()
+        alpha = torch.minimum(probs, draft_probs).sum(-1)
+        ctx.save_for_backward(renormalised, draft_probs)
+        ctx.mark_non_differentiable(alpha)
+        return loss, alpha
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, slope: Tensor, _: Tensor) -> tuple[Tensor, None, None]:
+        renormalised, draft_probs = ctx.saved_tensors
+        return (draft_probs - renormalised).mul_(slope[:, None]), None, None
 
 
 def chunked_compare(

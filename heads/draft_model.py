@@ -302,8 +302,11 @@ def _tokenizer_on_hub(name: str) -> Any:
 
 
 def _cut(model: Any, target: Target) -> Any:
-    """The model without ids that the target lacks: nothing writes or reads them, and engines want vocabularies of one size."""
-    if model.get_output_embeddings().weight.shape[0] > target.vocab_size:
+    """The model without ids that the target lacks: nothing writes or reads them, and engines want vocabularies of one size.
+
+    Without a tokenizer nobody knows that they are padding: `check` refuses the model as it is.
+    """
+    if target.tokenizer is not None and model.get_output_embeddings().weight.shape[0] > target.vocab_size:
         model.resize_token_embeddings(target.vocab_size)
     return model
 

@@ -10,11 +10,14 @@ import os
 import time
 import uuid
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..distill.storage import write_atomically
-from ..target import BadInputError
+from ..recipes import Recipe
+from ..target import BadInputError, Target
+from ..target.sharding import follow, leading
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
@@ -42,8 +45,19 @@ def _check_kind(args: TrainingArguments) -> None:
         raise BadInputError("sharding a drafter with FSDP is not supported; launch with --multi_gpu (data parallel) instead.")
 
 
-def main_first(args: TrainingArguments, folder: Path, work: Callable[[], Path]) -> Path:
-    """`work` on the main process only; every process gets the path it returns, once it exists.
+def check_sharding(recipe: Recipe) -> None:
+    """Raise BadInputError if a sharded target is asked for more than passes: no process has its whole layers."""
+    drafter, sharding = recipe.drafter, recipe.target.sharding
+    of_layers = drafter.get("type") == "self_speculative" or drafter.get("init") == "prune" or bool(drafter.get("prune")) or recipe.joint is not None
+    if sharding != "none" and of_layers:
+        raise BadInputError(
+            f"target.sharding is {sharding!r}, but joint training, self_speculative drafters and init prune need the target's whole layers; "
+            "leave out target.sharding, or take another drafter."
+        )
+
+
+def main_first(args: TrainingArguments, folder: Path, work: Callable[[], Path], target: Target) -> Path:
+    """`work` on the main process only; every process gets the path it returns, once it exists. Of a sharded target the others take part in its passes.
 
     The others watch for a file instead of waiting in a collective: those give up after half an hour, and a target may
     need longer for its responses. All processes must see `folder`.
@@ -54,9 +68,12 @@ def main_first(args: TrainingArguments, folder: Path, work: Callable[[], Path]) 
 
     sign = folder / f".ready-{broadcast_object_list([uuid.uuid4().hex])[0]}"
     if args.process_index == 0:
-        result = work()
+        with leading(target) if target.sharded else nullcontext():
+            result = work()
         folder.mkdir(parents=True, exist_ok=True)
         write_atomically(sign, str(result))
+    elif target.sharded:
+        follow(target)
     while not sign.exists():
         time.sleep(0.2)
     result = Path(sign.read_text())

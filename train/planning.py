@@ -24,7 +24,7 @@ from ..heads import Drafter
 from ..recipes import Recipe
 from ..target import BadInputError, Target, embedded_path
 from ..target.sketch import sketch_causal_lm
-from ..target.target import EMBEDDED
+from ..target.target import EMBEDDED, decoder_layers
 from .arguments import training_arguments
 from .data import FIRST_LEARNED
 from .rehearsal import rehearse, rehearse_optimizer
@@ -307,6 +307,10 @@ class _Planning:
         values = self.recipe.training
         return "bfloat16" if values.get("bf16") else "float16" if values.get("fp16") else "float32"
 
+    @property
+    def _dtype(self) -> torch.dtype:
+        return {"bfloat16": torch.bfloat16, "float16": torch.float16}.get(self.precision, torch.float32)
+
     # ------------------------------------------------------------ steps
 
     @property
@@ -332,18 +336,25 @@ class _Planning:
         weights = weight_bytes(self.drafter)
         # Autocast keeps a copy of the weights in its own precision until the step is over; activations are in it from the start.
         mixed = self.precision != "float32"
-        dtype = {"bfloat16": torch.bfloat16, "float16": torch.float16}.get(self.precision, torch.float32)
         optimizer = rehearse_optimizer(self.drafter, self.args)
-        step = rehearse(self.drafter.cast(dtype), self.target, rows, length, self.work.supervised)
+        step = rehearse(self.drafter.cast(self._dtype), self.target, rows, length, self.work.supervised)
         self.drafter.cast(torch.float32)
         own_gradients = trained // 2 if mixed else trained
         activations = max(0, step.peak - own_gradients) + (trained // 2 if mixed else 0)
         online = self.recipe.data.features == "online"
         whole = Memory(
-            weight_bytes(self.target.model), weights, trained, optimizer.states, 0, step.features,
+            self._target_weights(), weights, trained, optimizer.states, 0, step.features,
             self.target.footprint().of_prompt(rows, length) if online else 0, activations, optimizer.working,
         )  # fmt: skip
         return _sharded(whole, self.processes, self.sharding)
+
+    def _target_weights(self) -> int:
+        """In one process; of a sharded target a part of each layer, the rest, and two layers gathered (the one in use and, on a device, the last one's)."""
+        whole = weight_bytes(self.target.model)
+        if self.recipe.target.sharding == "none" or self.processes == 1:
+            return whole
+        layers = [weight_bytes(layer) for layer in decoder_layers(self.target.body, self.target.num_layers)]
+        return whole - sum(layers) + math.ceil(sum(layers) / self.processes) + 2 * max(layers)
 
     def _checkpoints(self, memory: Memory) -> int:
         """Each holds the drafter and the optimizer's states, which sharding only splits; the result is one drafter more."""
@@ -358,8 +369,8 @@ class _Planning:
         rows, length = self.args.per_device_train_batch_size, self.work.mean_length
         batches = self.args.gradient_accumulation_steps * self.processes
         online = self.recipe.data.features == "online"
-        # Counts do not depend on precision; without contents torch multiplies by groups of experts in bfloat16 only.
-        drafted = rehearse(self.drafter.cast(torch.bfloat16), self.target, rows, length, self.work.supervised).flops
+        # In its own precision: without contents torch multiplies by groups of experts in bfloat16 only.
+        drafted = rehearse(self.drafter.cast(self._dtype), self.target, rows, length, self.work.supervised).flops
         self.drafter.cast(torch.float32)
         return (pass_flops(self.target, rows, length) * batches if online else 0.0), float(drafted * batches)
 
@@ -400,7 +411,12 @@ class _Planning:
         if self.sharding in REFUSED:
             notes.append(f"{self.sharding} splits the drafter's weights, which the trainer refuses at present: use none, zero1 or zero2.")
         if self.processes > 1:
-            notes.append("the target is whole in every process, and the main process alone writes the responses; neither is sharded.")
+            if self.recipe.target.sharding == "none":
+                notes.append("the target is whole in every process, and the main process alone writes the responses; neither is sharded.")
+            else:
+                notes.append(
+                    "the target's layers are split over the processes; gathering them, for every token of the responses, too, takes time that is not counted here."
+                )
         if self.sharding != "none":
             notes.append("memory under DeepSpeed or FSDP follows their documents and was not measured.")
         quantized = getattr(self.target.model.config, "quantization_config", None)

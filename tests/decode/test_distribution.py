@@ -49,7 +49,8 @@ SIZE = 1e-6  # of all tests of this file together (Holm's first step: the smalle
 
 @pytest.fixture(scope="module")
 def target(tiny_llama) -> Target:
-    return Target(tiny_llama(layers=2, hidden=16, vocab=VOCAB, seed=5, eos_token_id=ENDS, **HEADS))
+    four_tokens = SimpleNamespace(get_vocab=lambda: {str(i): i for i in range(4)})  # the others are padding, which draft models may have more or less of
+    return Target(tiny_llama(layers=2, hidden=16, vocab=VOCAB, seed=5, eos_token_id=ENDS, **HEADS), four_tokens)
 
 
 @pytest.fixture(scope="module")
@@ -58,6 +59,8 @@ def drafters(tiny_llama, target) -> dict[str, Drafter]:
     counts = torch.tensor([5, 1, 4, 0, 3, 2])
     return {
         "draft_model": DraftModel(tiny_llama(layers=1, hidden=16, vocab=VOCAB, seed=6, initializer_range=0.4, **HEADS)),
+        "draft_model narrower": DraftModel(tiny_llama(layers=1, hidden=16, vocab=4, seed=6, **HEADS)),
+        "draft_model wider": DraftModel(tiny_llama(layers=1, hidden=16, vocab=9, seed=6, **HEADS)),
         "eagle3": Eagle3.build(Eagle3Config(taps=(0, 1, 2)), target),
         "eagle3 pruned": Eagle3.build(Eagle3Config(taps=(0, 1, 2), draft_vocab_size=4), target, counts),
         "ngram": Ngram(),
@@ -180,6 +183,8 @@ TREES = {2: Tree((-1, -1, 0, 0, 1)), 3: Tree((-1, -1, -1, 0, 0, 1, 3, 3, 5))}
 QUICK = [
     Case("rejection", "draft_model", "T=1", 3),
     Case("rejection", "draft_model", "all", 2),
+    Case("rejection", "draft_model narrower", "T=1", 3),
+    Case("rejection", "draft_model wider", "T=1", 3),
     Case("rejection", "eagle3", "T=.7", 2),
     Case("rejection", "eagle3", "top_p", 3),
     Case("rejection", "eagle3 pruned", "T=1", 3),
@@ -197,6 +202,8 @@ QUICK = [
     Case("block", "draft_model", "T=1", 3),
     Case("block", "eagle3 pruned", "processors", 2),
     Case("without_replacement", "draft_model", "T=1", 2, "static"),
+    Case("without_replacement", "draft_model narrower", "processors", 2, "static"),
+    Case("without_replacement", "draft_model wider", "T=1", 2, "static"),
     Case("without_replacement", "eagle3", "processors", 3, "static"),
     Case("without_replacement", "eagle3 pruned", "T=.7", 2, "static"),
     Case("traversal", "draft_model", "all", 3, "static"),

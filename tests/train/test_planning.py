@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
 from outrider.distill import FeatureStore, load_responses
@@ -242,7 +242,10 @@ class _NoModules:
 
 
 def counted() -> FlopCounterMode:
-    counter = FlopCounterMode(display=False)
+    """It does not know the CPU's fused attention by itself."""
+    forward, backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu, torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+    fused: dict[Any, Any] = {forward: lambda *shapes, **_: sdpa_flop_count(*shapes[:3]), backward: lambda *shapes, **_: sdpa_backward_flop_count(*shapes[:4])}
+    counter = FlopCounterMode(display=False, custom_mapping=fused)
     counter.mod_tracker = _NoModules()  # type: ignore[assignment]
     return counter
 

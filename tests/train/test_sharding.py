@@ -1,0 +1,108 @@
+"""A target whose layers are split over two processes is the same target: its passes, its responses, and what is learned from it.
+
+Both processes are real, on a CPU. Where one process works alone while the other takes part in its passes, a mistake would hang: so would these tests.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import debug_launcher
+from transformers import PreTrainedTokenizerFast
+
+from outrider.distill.responses import load_responses
+from outrider.heads import load_drafter
+from outrider.recipes import Recipe
+from outrider.target import BadInputError, Target
+from outrider.train import train
+
+from .test_recipes import write_checkpoint
+from .test_trainer import history
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory, tiny_llama: Callable[..., Any], tiny_tokenizer: PreTrainedTokenizerFast) -> Path:
+    """A checkpoint of a random target."""
+    made = tmp_path_factory.mktemp("checkpoint")
+    ends = {"eos_token_id": tiny_tokenizer.eos_token_id, "pad_token_id": tiny_tokenizer.pad_token_id}
+    tiny_llama(vocab=len(tiny_tokenizer), **ends).save_pretrained(made)
+    tiny_tokenizer.save_pretrained(made)
+    return made
+
+
+def has_equal_passes(folder: Path) -> None:
+    """In each of two processes."""
+    from torch import distributed
+
+    rank, whole = distributed.get_rank(), Target.load(folder, device="cpu")
+    part = Target.load(folder, device="cpu", sharding="fsdp2")
+    assert part.sharded
+    assert part.fingerprint() == whole.fingerprint()
+    held = sum(p.to_local().numel() if hasattr(p, "to_local") else p.numel() for p in part.model.parameters())
+    layers, every = sum(p.numel() for p in whole.body.layers.parameters()), sum(p.numel() for p in whole.model.parameters())
+    assert held == pytest.approx(every - layers / 2, rel=0.01)
+    for length in (9 + rank, 4, 7 - rank):  # rows of their own, of other lengths
+        tokens = torch.randint(0, 64, (2 + rank, length), generator=torch.Generator().manual_seed(rank + length))
+        with torch.no_grad():
+            found, expected = part.forward(tokens, taps=(1, 2, 4)), whole.forward(tokens, taps=(1, 2, 4))
+        assert torch.equal(found.hidden, expected.hidden)
+        assert torch.equal(found.logits, expected.logits)
+
+
+@pytest.mark.parametrize("name", ["meta-llama/Llama-3.3-70B-Instruct", "Qwen/Qwen3-Next-80B-A3B-Instruct"])
+def test_each_process_holds_half_of_every_layer_and_passes_are_bit_for_bit_those_of_the_whole(
+    name: str, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerFast
+) -> None:
+    """Of the published architectures whose recipes split them."""
+    write_checkpoint(name, tmp_path, tiny_tokenizer)
+    debug_launcher(has_equal_passes, (tmp_path,), num_processes=2)
+
+
+@pytest.mark.parametrize(
+    "drafter", [{"type": "draft_model", "init": "prune", "model": {"num_hidden_layers": 1}}, {"type": "self_speculative", "exit_layer": 2}], ids=str
+)
+def test_what_needs_the_layers_themselves_is_refused(sharded: Callable[..., Recipe], drafter: dict[str, Any]) -> None:
+    recipe = sharded("no").model_copy(update={"drafter": drafter})
+    with pytest.raises(BadInputError, match=r"target.sharding is 'fsdp2', but .* whole layers"):
+        train(recipe)
+
+
+@pytest.fixture
+def sharded(folder: Path, tmp_path: Path) -> Callable[..., Recipe]:
+    prompts = tmp_path / "asked.jsonl"
+    prompts.write_text("".join(json.dumps({"text": text}) + "\n" for text in ("def add(", "class Stack:", "for name in", "return", "print(", "The target") * 2))
+
+    def make(name: str, **changes: Any) -> Recipe:
+        values: dict[str, Any] = {
+            "name": name,
+            "target": {"path": str(folder), "dtype": "float32", "sharding": "fsdp2"},
+            "drafter": {"type": "eagle3", "steps": 2, "draft_vocab_size": 96},
+            "data": {"prompts": [str(prompts)], "max_new_tokens": 12, "batch_size": 5, "holdout": 0.3, **changes.pop("data", {})},
+            "training": {"max_steps": 4, "learning_rate": 3e-3, "logging_steps": 1, "eval_steps": 2, "disable_tqdm": True, **changes},
+            "output": str(tmp_path / "{name}"),
+        }
+        return Recipe.from_dict(values)
+
+    return make
+
+
+@pytest.mark.parametrize("features", ["online", "cached"])
+def test_two_processes_with_half_a_target_each_train_as_one_with_the_whole(sharded: Callable[..., Recipe], features: str) -> None:
+    """The first answers the prompts, and computes what is cached, while the other takes part; then both train. The drafter they leave is the same."""
+    one = sharded("one", per_device_train_batch_size=4, data={"features": features})
+    two = sharded("two", per_device_train_batch_size=2, data={"features": features})
+    train(one)
+    debug_launcher(train, (two,), num_processes=2)
+    responses = [load_responses(r.output_folder / "data")["input_ids"] for r in (one, two)]
+    assert responses[0] == responses[1]
+    for key in ("loss", "eval_loss"):
+        curves = [[entry[key] for entry in history(r) if key in entry] for r in (one, two)]
+        assert len(curves[0]) >= 2
+        assert curves[1] == pytest.approx(curves[0], rel=1e-4)
+    ours, theirs = (load_drafter(r.output_folder / "drafter").state_dict() for r in (one, two))
+    assert all(torch.allclose(ours[name], theirs[name], atol=1e-3) for name in ours)

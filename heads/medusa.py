@@ -2,7 +2,7 @@
 
 Head k reads h_t, the hidden state that gives the target's own x_{t+1}, and predicts x_{t+1+k}. When a round begins, x_{t+1} is
 the root, which the target has chosen but not processed: depth k of a proposal comes from head k and the last absorbed hidden
-state, whatever was drafted before it. The target stays as it is (Medusa-2 would train it too).
+state, whatever was drafted before it. The target stays as it is; in Medusa-2 it learns with the heads, through a LoRA (train/joint.py).
 
 Shapes: B rows, T positions, P supervised positions, W nodes, H hidden size, V' draft vocabulary, K heads.
 """
@@ -111,6 +111,7 @@ class Medusa(Drafter):
 
     name = "medusa"
     config_class = MedusaConfig
+    trains_target = True
     config: MedusaConfig
     token_ids: Tensor  # [V']
 

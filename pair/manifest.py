@@ -21,7 +21,7 @@ from ..target import BadInputError, Fingerprint
 from ..target.fingerprint import digest_json
 
 MANIFEST, RECIPE, CALIBRATION = "pair.json", "recipe.yaml", "calibration.jsonl"
-DRAFTER, TOKENIZER, REPORTS = "drafter", "tokenizer", "reports"
+DRAFTER, TOKENIZER, REPORTS, ADAPTER = "drafter", "tokenizer", "reports", "adapter"
 SCHEMA_VERSION: Final = 1
 
 
@@ -55,11 +55,22 @@ class Source(Record):
 
 
 class TargetRecord(Record):
-    """The target by content. `tokenizer_files`: SHA-256 of each file in tokenizer/, kept to name tokens that differ later."""
+    """The target by content: the fingerprint is of the weights with the adapter merged, if there is one.
+
+    Attributes:
+        tokenizer_files: SHA-256 of each file in tokenizer/, kept to name tokens that differ later.
+        adapter_files: likewise in adapter/, kept to load the target again. Not written where there is none: such a pair reads as it always did.
+    """
 
     fingerprint: FingerprintRecord
     source: Source
     tokenizer_files: dict[str, str]
+    adapter_files: dict[str, str] = {}
+
+    @model_serializer(mode="wrap")
+    def _written(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        values: dict[str, Any] = write(self)
+        return {k: v for k, v in values.items() if k != "adapter_files" or v}
 
 
 class DrafterRecord(Record):
@@ -228,7 +239,7 @@ class Manifest(Record):
         found = {RECIPE: self.recipe} | {f"{REPORTS}/{name}": digest for name, digest in self.reports.items()}
         if self.calibration is not None:
             found[CALIBRATION] = self.calibration
-        for folder, files in ((DRAFTER, self.drafter.files), (TOKENIZER, self.target.tokenizer_files)):
+        for folder, files in ((DRAFTER, self.drafter.files), (TOKENIZER, self.target.tokenizer_files), (ADAPTER, self.target.adapter_files)):
             found |= {f"{folder}/{name}": digest for name, digest in files.items()}
         return found
 

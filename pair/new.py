@@ -19,6 +19,7 @@ from ..target import BadInputError, Fingerprint, Target
 from ..target.fingerprint import digest_file
 from .calibration import calibrate, choose_prompts, settings, write_calibration
 from .manifest import (
+    ADAPTER,
     CALIBRATION,
     DRAFTER,
     MANIFEST,
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 _COPIED = {".json", ".safetensors", ".jinja", ".model", ".txt"}
+_ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 _REPORT_FILES = ("report.json", "report.md", "report.html")
 
 
@@ -174,6 +176,15 @@ def _save_drafter(drafter: Drafter | str | Path, folder: Path, target: Target) -
     return load_drafter(folder, target)
 
 
+def _copy_adapter(target: Target, folder: Path) -> None:
+    """Keep the target's adapter if it is a local one: it may be found nowhere else, as one that was trained with the drafter."""
+    adapter = Path(target.source.get("adapter") or "")
+    for name in _ADAPTER_FILES:
+        if target.source.get("adapter") and (adapter / name).is_file():
+            folder.mkdir(exist_ok=True)
+            shutil.copyfile(adapter / name, folder / name)
+
+
 def _copy_report(report_folder: str | Path | None, reports: Path) -> Report | None:
     """Copy a report's files into a folder named by today's date."""
     if report_folder is None:
@@ -205,13 +216,15 @@ def _identified(partial: Path, target: Target, drafter: Drafter, recipe: Recipe,
     fingerprint = target.fingerprint()
     if target.tokenizer is not None:
         target.tokenizer.save_pretrained(str(partial / TOKENIZER))
+    _copy_adapter(target, partial / ADAPTER)
+    kept = {"tokenizer_files": file_digests(partial / TOKENIZER), "adapter_files": file_digests(partial / ADAPTER)}
     files = file_digests(partial / DRAFTER)
     return Manifest(
         schema_version=SCHEMA_VERSION,
         name=recipe.name,
         version=1 if parent is None else parent.version + 1,
         digest=identity_digest(fingerprint, files, plan),
-        target=TargetRecord(fingerprint=FingerprintRecord(**fingerprint.to_dict()), source=_source(target), tokenizer_files=file_digests(partial / TOKENIZER)),
+        target=TargetRecord(fingerprint=FingerprintRecord(**fingerprint.to_dict()), source=_source(target), **kept),
         drafter=DrafterRecord(type=drafter.name, files=files),
         recipe=digest_file(partial / RECIPE),
         calibration=None,

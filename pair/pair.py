@@ -5,9 +5,10 @@
     recipe.yaml          what trained it, resolved
     calibration.jsonl    the prompts that a probe repeats
     tokenizer/           the target's tokenizer, to name the first token that differs in another one
+    adapter/             the target's PEFT adapter, where it has a local one
     reports/<date>/      what was measured
 
-The target's weights are not here: the pair names them by content.
+The target's own weights are not here: the pair names them by content.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from ..recipes import Recipe, load_recipe
 from ..target import BadInputError, Fingerprint, IncompatibleError, OutriderError, Target, load_tokenizer, require_same_vocabulary
 from ..target.fingerprint import digest_file
 from .calibration import read_calibration
-from .manifest import CALIBRATION, DRAFTER, MANIFEST, RECIPE, TOKENIZER, Manifest, inspect_manifest, read_manifest
+from .manifest import ADAPTER, CALIBRATION, DRAFTER, MANIFEST, RECIPE, TOKENIZER, Manifest, inspect_manifest, read_manifest
 
 
 class StaleError(OutriderError):
@@ -141,9 +142,13 @@ class Pair:
         if source.path is None:
             raise BadInputError(f"{self.folder}: this pair's target was given in memory, so it cannot be loaded again; name the target.")
         try:
-            return Target.load(source.path, source.revision, source.adapter, **{"dtype": self.dtype} | options)
+            return Target.load(source.path, source.revision, self._adapter(), **{"dtype": self.dtype} | options)
         except BadInputError as error:
             raise BadInputError(f"the target recorded in {self.folder} cannot be loaded; name one that can. {error}") from error
+
+    def _adapter(self) -> str | None:
+        """Of the recorded target: the one that the pair keeps, else where it was found."""
+        return str(self.folder / ADAPTER) if self.manifest.target.adapter_files else self.manifest.target.source.adapter
 
     def open(self, target: Target | None = None, check: bool = True) -> tuple[Target, Drafter, Plan]:
         """What a decoder needs: `Decoder(target, drafter).generate(…, plan=plan)`.

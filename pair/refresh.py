@@ -57,10 +57,11 @@ def refresh(pair: Pair, target: Target, out: str | Path, overrides: Sequence[str
 def refresh_recipe(pair: Pair, target: Target, out: Path, overrides: Sequence[str] = ()) -> Recipe:
     """The pair's recipe, pointed at the new target and at its own drafter, with `BUDGET` of the training.
 
-    A pair that was itself refreshed has a recipe of that length already; it is not cut again.
+    The drafter is trained for the target as it is, also where a joint training made the pair. A pair that was itself refreshed has a recipe of
+    that length already; it is not cut again.
     """
     recipe = pair.recipe()
-    changes: dict[str, Any] = {"output": str(out), "data.responses": None, "drafter.init": str(pair.drafter_folder.resolve())}
+    changes: dict[str, Any] = {"output": str(out), "data.responses": None, "joint": None, "drafter.init": str(pair.drafter_folder.resolve())}
     if target.source.get("path"):
         changes["target"] = recipe.target.model_dump() | {k: target.source.get(k) for k in ("path", "revision", "adapter")} | {"dtype": _dtype(target)}
     if pair.manifest.lineage.parent is None:

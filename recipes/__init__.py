@@ -10,9 +10,9 @@ from typing import Any
 
 import yaml
 
-from .schema import DataSpec, EvalSpec, Recipe, SamplingSpec, TargetSpec, bad_input
+from .schema import DataSpec, EvalSpec, JointSpec, Recipe, SamplingSpec, TargetSpec, bad_input
 
-__all__ = ["DataSpec", "EvalSpec", "Recipe", "SamplingSpec", "TargetSpec", "embedded_file", "load_recipe", "packaged_recipes"]
+__all__ = ["DataSpec", "EvalSpec", "JointSpec", "Recipe", "SamplingSpec", "TargetSpec", "embedded_file", "load_recipe", "packaged_recipes"]
 
 _HERE = Path(__file__).parent
 

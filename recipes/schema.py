@@ -29,13 +29,18 @@ class Section(BaseModel):
 
 
 class TargetSpec(Section):
-    """The model being accelerated; the fields are those of `Target.load`."""
+    """The model being accelerated; the fields are those of `Target.load`.
+
+    Attributes:
+        sharding: `fsdp2` splits a target that is too large for one GPU over the processes of a training. (The drafter is not split.)
+    """
 
     path: str
     revision: str | None = None
     adapter: str | None = None
     dtype: Dtype = "auto"
     trust_remote_code: bool = False
+    sharding: Literal["none", "fsdp2"] = "none"
 
 
 class SamplingSpec(Section):
@@ -64,6 +69,9 @@ class DataSpec(Section):
         learn_prompts: also learn to predict the prompts' tokens (`completion_only_loss=False` in TRL): more to learn from per
             sequence, though not the target's own words. Held-out figures count responses only, either way.
         responses: a finished data folder to use instead of generating one.
+        on_policy: fraction of the rows of every step whose response the drafter writes anew and the target scores (`lmbda` in TRL's GKDConfig;
+            DistillSpec, arXiv 2310.08461). Up to `max_new_tokens`; needs a drafter that is a whole language model, and features online.
+        on_policy_temperature: at which it writes them.
     """
 
     prompts: Annotated[list[str], Field(min_length=1)]
@@ -76,6 +84,33 @@ class DataSpec(Section):
     holdout: Annotated[float, Field(ge=0, lt=1)] = 0.05
     learn_prompts: bool = False
     responses: str | None = None
+    on_policy: Annotated[float, Field(ge=0, le=1)] = 0.0
+    on_policy_temperature: Temperature = 1.0
+
+    @model_validator(mode="after")
+    def _reads_what_is_new(self) -> DataSpec:
+        if self.on_policy > 0 and self.features == "cached":
+            raise ValueError("on_policy text is written while training, so the target's features of it cannot be cached; leave out features: cached")
+        return self
+
+
+class JointSpec(Section):
+    """How the target learns beside the drafter, through a LoRA (Medusa-2, arXiv 2401.10774 §2.2.2). What comes out drafts for the target *with* that adapter.
+
+    Attributes:
+        lora: fields of `peft.LoraConfig`.
+        learning_rate: of the LoRA, well below the drafter's, which is `training.learning_rate`.
+        heads_first: share of the steps in which the drafter learns alone.
+        weight: of the drafter's loss beside the target's, λ0.
+        loss: what holds the target: a divergence from what it said before (see `heads.losses`), or hard_ce with the responses. forward_kl, the paper's
+            self-distillation, also holds what a response does not show: every token's probability.
+    """
+
+    lora: dict[str, Any]
+    learning_rate: Annotated[float, Field(ge=0)]
+    heads_first: Annotated[float, Field(ge=0, lt=1)] = 0.5
+    weight: Annotated[float, Field(gt=0)] = 0.2
+    loss: str | dict[str, float] = "forward_kl"
 
 
 class EvalSpec(Section):
@@ -138,8 +173,10 @@ class Recipe(Section):
     """Everything about one training.
 
     Attributes:
-        drafter: `type` and the fields of that drafter's config; `init: <folder>` starts from a saved drafter.
+        drafter: `type` and the fields of that drafter's config; `init: <folder>` starts from a saved drafter. (A draft model's `init` may also be
+            random, pretrained or prune.)
         training: fields of `transformers.TrainingArguments`.
+        joint: trains the target, too; the run's target is then `target` with `<output>/adapter`.
         output: where everything of this run goes; `{name}` is replaced.
     """
 
@@ -148,8 +185,19 @@ class Recipe(Section):
     drafter: dict[str, Any]
     data: DataSpec
     training: dict[str, Any] = Field(default_factory=dict)
+    joint: JointSpec | None = None
     eval: EvalSpec = Field(default_factory=EvalSpec)
     output: Annotated[str, Field(min_length=1)] = "runs/{name}"
+
+    @model_validator(mode="after")
+    def _trains_a_target_that_is_there(self) -> Recipe:
+        if self.joint is not None and self.data.features == "cached":
+            raise ValueError("joint training changes the target's hidden states from step to step, so they cannot be cached; leave out data.features: cached")
+        if self.joint is not None and self.target.adapter is not None:
+            raise ValueError(
+                f"joint trains a new adapter, and target.adapter is {self.target.adapter!r}; a run's target has one. Save the merged target, and give its folder"
+            )
+        return self
 
     @classmethod
     def from_dict(cls, values: dict[str, Any], where: str = "recipe") -> Recipe:
@@ -277,6 +325,6 @@ def _known_keys(section: type[BaseModel], prefix: str = "") -> list[str]:
     """Every typed key of the recipe by dotted path, outermost first."""
     keys = [prefix + name for name in section.model_fields]
     for name, field in section.model_fields.items():
-        if _is_section(field.annotation):
-            keys += _known_keys(field.annotation, f"{prefix}{name}.")
+        for member in filter(_is_section, _alternatives(field.annotation)):
+            keys += _known_keys(member, f"{prefix}{name}.")
     return keys

@@ -158,6 +158,55 @@ def train(
     console = Console()
     result = run(loaded, resume=not fresh, console=console)
     console.print(f"drafter after {result.steps} steps: [bold]{result.drafter_folder}[/bold]")
+    if result.adapter_folder is not None:
+        console.print(f"for the target with the adapter [bold]{escape(str(result.adapter_folder))}[/bold], which it was trained with")
+
+
+@app.command()
+def vocab(
+    recipe: RecipeName,
+    changes: Overrides = None,
+    size: Annotated[list[int] | None, typer.Option(min=1, help="A size beside the usual ones; may be repeated.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Responses that acceptance is measured on, at most.")] = 200,
+    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+) -> None:
+    """Which draft vocabulary to keep: what each size covers of the target's responses, and the acceptance that pruning loses."""
+    loaded = _load_recipe(recipe, changes)
+    from .vocab import save, show, study
+
+    console = Console(stderr=as_json)
+    report = study(loaded, size or (), limit, console=console)
+    folder = save(report, loaded.output_folder / "vocabulary")
+    if as_json:
+        typer.echo(report.model_dump_json(indent=1))
+        return
+    show(report, console)
+    console.print(f"kept in [bold]{escape(str(folder))}[/bold]")
+
+
+@app.command()
+def plan(
+    recipe: RecipeName,
+    changes: Overrides = None,
+    processes: Annotated[int | None, typer.Option(min=1, help="Processes, one GPU each (default: the accelerate config's, else 1).")] = None,
+    sharding: Annotated[str | None, typer.Option(help="none, zero1, zero2, zero3 or fsdp (default: the accelerate config's, else none).")] = None,
+    accelerate_config: Annotated[Path | None, typer.Option(help="A file written by `accelerate config`.")] = None,
+    rows: Annotated[int | None, typer.Option(min=1, help="Prompts, where the recipe's sources do not tell.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+) -> None:
+    """Before anything is spent: parameters, memory, disk, operations and time on named GPUs, from the configs alone."""
+    loaded = _load_recipe(recipe, changes)
+    from dataclasses import asdict
+
+    from ..train.planning import plan as run
+    from .plan import read_launch, show
+
+    launched = read_launch(accelerate_config) if accelerate_config else (1, "none")
+    found = run(loaded, processes or launched[0], sharding or launched[1], rows)  # type: ignore[arg-type]
+    if as_json:
+        typer.echo(json.dumps(asdict(found) | {"peak_memory": found.memory.peak}, indent=2))
+    else:
+        show(found, Console())
 
 
 def _load_recipe(name: str, changes: list[str] | None) -> Recipe:
@@ -194,6 +243,28 @@ def evaluate(
     report.save(folder)
     report.console(console)
     console.print(f"report: [bold]{escape(str(folder))}[/bold]")
+
+
+@app.command()
+def compare(
+    recipes: Annotated[list[str], typer.Argument(metavar="RECIPE... [KEY=VALUE]...", help="Recipes of one target and the same data; changes are for all.")],
+    budget: Annotated[float, typer.Option(help="Seconds of training for each recipe.")] = 180.0,
+    out: Annotated[Path, typer.Option(help="Folder of responses, trainings and report; what is finished in it is reused.")] = Path("runs/compare"),
+    as_json: Annotated[bool, typer.Option("--json", help="The report without its prompts, for programs.")] = False,
+) -> None:
+    """Train every recipe for the same time on the same data, then measure all in one run: τ, speedup, parameters, with intervals."""
+    changes = [word for word in recipes if "=" in word]
+    loaded = [_load_recipe(word, changes) for word in recipes if "=" not in word]
+    from ..eval.render import print_comparison
+    from ..train.compare import compare as run
+
+    console = Console(stderr=as_json)
+    report = run(loaded, budget, out, console=console)
+    if as_json:
+        typer.echo(report.model_dump_json(exclude={"records"}, indent=1))
+        return
+    print_comparison(report, console)
+    console.print(f"report: [bold]{escape(str(out / 'report'))}[/bold]")
 
 
 @app.command()

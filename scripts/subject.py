@@ -104,10 +104,19 @@ def _of_pair(folder: Path, settings: EvalSpec, drafter: Path | None, other_shape
 
 
 def load_target(recipe: Recipe) -> Target:
-    """The recipe's target in the dtype that is measured."""
-    from ..target import Target
+    """The recipe's target in the dtype that is measured, and with the adapter that joint training gave it.
+
+    Raises:
+        BadInputError: it has not been trained yet.
+    """
+    from ..target import BadInputError, Target
 
     spec = recipe.target.model_dump()
+    if recipe.joint is not None:
+        adapter = recipe.output_folder / "adapter"
+        if not adapter.is_dir():
+            raise BadInputError(f"the recipe trains its target, too, and there is no adapter in {recipe.output_folder}: run `outrider train` with it first.")
+        spec["adapter"] = str(adapter)
     return Target.load(**spec | ({} if recipe.eval.dtype == "auto" else {"dtype": recipe.eval.dtype}))
 
 

@@ -50,9 +50,17 @@ class Rows(Dataset):
             return {"index": EMPTY, "input_ids": [0] * FIRST_LEARNED, "labels": [IGNORED] * FIRST_LEARNED}
         index = self.indices[position]
         row = self.table[index]
-        tokens, mask = row["input_ids"], row["loss_mask"]
+        return self.labelled(index, row["input_ids"], row["loss_mask"])
+
+    def labelled(self, index: int, tokens: list[int], mask: Sequence[int]) -> dict[str, Any]:
+        """A row of these tokens; `mask` is 1 on the response's."""
         labels = [t if (m or self.prompts) and i >= FIRST_LEARNED else IGNORED for i, (t, m) in enumerate(zip(tokens, mask, strict=True))]
         return {"index": index, "input_ids": tokens, "labels": labels}
+
+    def prompt(self, index: int) -> list[int]:
+        """What stands before the first response of row `index` of the table."""
+        row = self.table[index]
+        return list(row["input_ids"][: row["loss_mask"].index(1)])
 
 
 def collate(rows: Sequence[dict[str, Any]]) -> dict[str, Tensor]:

@@ -26,33 +26,52 @@ from ..distill.storage import readable_bytes
 from ..heads import Drafter, load_drafter
 from ..target import BadInputError
 from . import checkpoints, muon
+from .budget import TimeBudget, saved_clock
 from .callbacks import EpochOrder, FiniteGuard, GracefulStop, LogLines, Progress
 from .data import IGNORED, Batches, Order, Rows, collate
+from .joint import ADAPTER, Joint, Stages
 from .metrics import Sums
+from .onpolicy import OnPolicy
 
 
 class DrafterTrainer(Trainer):
     """Trains `drafter` on what `batches` makes of the rows. The target is not part of the model: never moved into an optimizer or a checkpoint.
 
+    Args:
+        seconds: of training; None trains the steps that `args` say. See `train.budget`, also for what it takes from `args`.
+        on_policy: puts the drafter's own responses into training batches; None leaves the target's.
+        joint: the drafter and what is trained with it; None for the drafter alone.
+
     Attributes:
         stop: whether and where Ctrl-C ended the training.
+        budget: None without `seconds`.
     """
 
-    def __init__(self, drafter: Drafter, args: TrainingArguments, batches: Batches, training: Rows, held_out: Rows):
+    def __init__(
+        self, drafter: Drafter, args: TrainingArguments, batches: Batches, training: Rows, held_out: Rows, seconds: float | None = None,
+        on_policy: OnPolicy | None = None, joint: Joint | None = None,
+    ):  # fmt: skip
         _enable_checkpointing(drafter, args)
-        super().__init__(model=drafter, args=args, data_collator=collate, train_dataset=training, eval_dataset=held_out)
+        super().__init__(model=drafter if joint is None else joint, args=args, data_collator=collate, train_dataset=training, eval_dataset=held_out)
         _refuse_sharding(self)
         self.training_rows, self.held_out_rows = training, held_out
         # The base class then counts the labels of the whole global batch and leaves the division to `compute_loss`.
         self.model_accepts_loss_kwargs = True
         self._signature_columns: Any = ["index", "input_ids", "labels"]
-        self.batches = batches
+        self.batches, self.on_policy, self.joint = batches, on_policy, joint
         self._sums = Sums()
         self._step_loss = torch.zeros((), device=args.device)
         self._checked_counts = False
         self.stop = GracefulStop(self._any_process)
         self.add_callback(self.stop)
+        if joint is not None:
+            self.add_callback(Stages(joint.adapter, joint.spec.heads_first))
         self.add_callback(FiniteGuard(self._take_step_loss, self.last_good, scaled=getattr(self.accelerator, "scaler", None) is not None))
+        self.budget = None if seconds is None else TimeBudget(seconds, args, self._mean)
+        if self.budget is not None:
+            self.add_callback(self.budget)
+            self.remove_callback(PrinterCallback)
+            return
         self._use_our_progress()
         self._use_whole_steps()
 
@@ -71,11 +90,24 @@ class DrafterTrainer(Trainer):
     # ------------------------------------------------------------ optimizer
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        if self.optimizer is None and self.args.optim == muon.NAME:
-            args = self.args
-            groups = muon.split_parameters(self.drafter if model is None else model)
-            self.optimizer = muon.MuonAdamW(*groups, args.learning_rate, args.weight_decay, (args.adam_beta1, args.adam_beta2), args.adam_epsilon)
-        return super().create_optimizer(model)
+        args, is_new, further = self.args, self.optimizer is None, [] if self.joint is None else [self.joint.group()]
+        model = model if self.joint is None else self.joint.drafter
+        if is_new and args.optim == muon.NAME:
+            parts, betas = muon.split_parameters(self.drafter if model is None else model), (args.adam_beta1, args.adam_beta2)
+            self.optimizer = muon.MuonAdamW(*parts, args.learning_rate, args.weight_decay, betas, args.adam_epsilon, further)
+            return super().create_optimizer(model)
+        made: torch.optim.Optimizer = super().create_optimizer(model)
+        for group in further if is_new else []:
+            made.add_param_group(group)
+        return made
+
+    def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> Any:
+        if self.budget is not None and self.lr_scheduler is None:
+            chosen = optimizer or self.optimizer
+            assert chosen is not None
+            self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(chosen, self.budget.clock)
+            self._created_lr_scheduler = True
+        return super().create_scheduler(num_training_steps, optimizer)
 
     # ------------------------------------------------------------ order
 
@@ -99,6 +131,27 @@ class DrafterTrainer(Trainer):
         per_epoch = max(math.ceil(len(self.get_train_dataloader()) / self.args.gradient_accumulation_steps), 1)
         return math.ceil(self.args.num_train_epochs * per_epoch)
 
+    def is_end(self, checkpoint: Path) -> bool:
+        """Whether nothing is left to train behind a checkpoint of this run."""
+        if self.budget is not None:
+            return saved_clock(checkpoint).get("spent", 0.0) >= self.budget.clock.seconds
+        return checkpoints.step_of(checkpoint) >= self.planned_steps()
+
+    # ------------------------------------------------------------ text
+
+    def get_batch_samples(self, epoch_iterator: Iterator[dict[str, Tensor]], num_batches: int, device: torch.device) -> Any:
+        """The micro-batches of the next step, and how many labels all processes have in them: those of text that the drafter writes now, too."""
+        return super().get_batch_samples(self._with_own_text(epoch_iterator), num_batches, device)
+
+    def _with_own_text(self, batches: Iterator[dict[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
+        for inputs in batches:
+            if self.on_policy is None:
+                yield inputs
+                continue
+            inputs, figures = self.on_policy.rewritten(inputs, self.drafter, self.state.global_step)
+            self._sums.add(figures)
+            yield inputs
+
     # ------------------------------------------------------------ loss
 
     def compute_loss(self, model: nn.Module, inputs: dict[str, Tensor], return_outputs: bool = False, num_items_in_batch: Tensor | int | None = None) -> Any:
@@ -121,6 +174,12 @@ class DrafterTrainer(Trainer):
 
     def _reduced(self, values: Tensor) -> Tensor:
         return self.accelerator.reduce(values, "sum")
+
+    def _mean(self, value: float) -> float:
+        """Over all processes."""
+        if self.args.world_size == 1:
+            return value
+        return float(self._reduced(torch.tensor(value, device=self.args.device)).item()) / self.args.world_size
 
     def _any_process(self, flag: bool) -> bool:
         if self.args.world_size == 1:
@@ -203,7 +262,10 @@ class DrafterTrainer(Trainer):
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         """The drafter's own format, so that every checkpoint is a drafter. (No pickled arguments, unlike the base class.)"""
         if self.args.should_save:
-            self.drafter.save(output_dir or self.folder)
+            folder = Path(output_dir or self.folder)
+            self.drafter.save(folder)
+            if self.joint is not None:
+                self.joint.adapter.save(folder / ADAPTER)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         self.load_weights(Path(resume_from_checkpoint))
@@ -213,7 +275,7 @@ class DrafterTrainer(Trainer):
         self.load_weights(Path(self.state.best_model_checkpoint))
 
     def load_weights(self, folder: Path) -> None:
-        """The weights of a saved drafter into the one being trained.
+        """The weights of a saved drafter into the one being trained, and those of its target's adapter.
 
         Raises:
             BadInputError: damaged weights, or a drafter of another type.
@@ -226,10 +288,13 @@ class DrafterTrainer(Trainer):
             self.drafter.load_state_dict(saved.state_dict())
         except RuntimeError as error:
             raise BadInputError(f"{folder} holds a drafter of other sizes than this run's; choose another output, or start over. {error}") from error
+        if self.joint is not None:
+            self.joint.adapter.load(folder / ADAPTER)
 
     @property
     def drafter(self) -> Drafter:
-        drafter = self.accelerator.unwrap_model(self.model)
+        model = self.accelerator.unwrap_model(self.model)
+        drafter = model.drafter if isinstance(model, Joint) else model
         assert isinstance(drafter, Drafter)
         return drafter
 

@@ -6,7 +6,7 @@ update is scaled to the size of AdamW's (Liu et al. 2025, arXiv 2502.16982), so 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -21,11 +21,12 @@ class MuonAdamW(torch.optim.Optimizer):
     Args:
         matrices: parameters with two dimensions.
         others: everything else. Of these, norms and biases (one dimension) do not decay.
+        groups: further groups for AdamW, with settings of their own.
     """
 
     def __init__(
         self, matrices: Iterable[Tensor], others: Iterable[Tensor], lr: float, weight_decay: float = 0.0,
-        betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8,
+        betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, groups: Sequence[dict[str, Any]] = (),
     ):  # fmt: skip
         matrices, others = list(matrices), list(others)
         wide, narrow = ([p for p in others if (p.ndim > 1) == is_wide] for is_wide in (True, False))
@@ -35,6 +36,7 @@ class MuonAdamW(torch.optim.Optimizer):
         for members, decay in ((wide, weight_decay), (narrow, 0.0)):
             if members:
                 self._parts.append(torch.optim.AdamW(members, lr=lr, weight_decay=decay, betas=betas, eps=eps))
+        self._parts += [torch.optim.AdamW([group], lr=lr, weight_decay=weight_decay, betas=betas, eps=eps) for group in groups]
         super().__init__([group for part in self._parts for group in part.param_groups], {})
         self._link()
 

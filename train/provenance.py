@@ -8,11 +8,10 @@ import platform
 import shutil
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from ..distill.responses import provenance as data_provenance
 from ..distill.storage import write_atomically
-from ..heads import Drafter
 from ..recipes import Recipe, load_recipe
 from ..target import BadInputError, Target
 
@@ -48,6 +47,7 @@ def _what_decides(recipe: Recipe) -> dict[str, Any]:
     """The settings that decide the final weights, by dotted key."""
     values = recipe.model_dump(mode="json")
     sections = {name: values[name] for name in ("target", "drafter", "data", "training")}
+    sections["joint"] = values["joint"] or {}
     flat = {f"{section}.{key}": value for section, entries in sections.items() for key, value in entries.items()}
     free = {f"training.{name}" for name in _FREE}
     # A target may be moved: the responses it wrote are compared with it by content. Given ones are not, so there the path counts.
@@ -83,11 +83,16 @@ def _versions() -> dict[str, str]:
     return found
 
 
-def save_drafter(drafter: Drafter, folder: Path) -> None:
-    """Write the drafter beside its place, then move it there: a reader never sees half of one."""
+class Saveable(Protocol):
+    def save(self, path: str | Path) -> None:
+        """Write it into the folder `path`."""
+
+
+def save_whole(made: Saveable, folder: Path) -> None:
+    """Write it beside its place, then move it there: a reader never sees half of it."""
     building, old = (folder.with_name(f".{folder.name}.{os.getpid()}.{kind}") for kind in ("new", "old"))
     try:
-        drafter.save(building)
+        made.save(building)
         if folder.exists():
             folder.rename(old)
         building.rename(folder)

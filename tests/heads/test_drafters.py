@@ -227,7 +227,9 @@ def test_a_loss_of_any_name_can_be_overfitted(name, loss, target, tiny_llama):
         optimizer.step()
         losses.append(loss_now.item())
     assert losses[-1] < 0.8 * losses[0]
-    assert drafter(batch).count == 20 + 2 * (name.split()[0] in ("draft_model", "self_speculative")), "x_0 has nothing before it, and of pairs (f, x) the first predicts x_2"
+    assert drafter(batch).count == 20 + 2 * (name.split()[0] in ("draft_model", "self_speculative")), (
+        "x_0 has nothing before it, and of pairs (f, x) the first predicts x_2"
+    )
 
 
 # Nodes in the order in which two passes of `extend` read them, per row: parents, the second pass's below the first's or the root.

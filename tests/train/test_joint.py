@@ -1,0 +1,332 @@
+"""Medusa-2: the target learns beside the heads, through a LoRA, and is what it was before to whoever lent it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from outrider.decode import Decoder, Plan
+from outrider.heads import DrafterLoss, Medusa, MedusaConfig, load_drafter
+from outrider.pair import Pair, new_pair, verify
+from outrider.pair.refresh import refresh_recipe
+from outrider.recipes import JointSpec, Recipe
+from outrider.scripts.subject import load_target
+from outrider.target import BadInputError, IncompatibleError, Target
+from outrider.train import TrainResult, train
+from outrider.train.compare import check_comparable
+from outrider.train.joint import Adapter, Joint, JointBatches, adapted
+
+MakeRecipe = Callable[..., Recipe]
+
+MEDUSA = {"type": "medusa", "num_heads": 3}
+LORA = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear"}
+JOINT = {"lora": LORA, "learning_rate": 2e-3, "heads_first": 0.4}
+
+
+def joined(recipe: Recipe, **changes: Any) -> Recipe:
+    return Recipe.from_dict(recipe.model_dump() | {"joint": JOINT | changes})
+
+
+def history(recipe: Recipe, key: str) -> list[float]:
+    """What the trainer logged under that name, up to the last checkpoint."""
+    folders = (recipe.output_folder / "checkpoints").glob("checkpoint-*")
+    last = max(folders, key=lambda f: int(f.name.removeprefix("checkpoint-")))
+    return [e[key] for e in json.loads((last / "trainer_state.json").read_text())["log_history"] if key in e]
+
+
+def adapter_weights(folder: Path) -> dict[str, Tensor]:
+    return load_file(folder / "adapter_model.safetensors")
+
+
+def outcome(result: TrainResult) -> tuple[bytes, bytes]:
+    assert result.adapter_folder is not None
+    return (result.drafter_folder / "model.safetensors").read_bytes(), (result.adapter_folder / "adapter_model.safetensors").read_bytes()
+
+
+@pytest.fixture
+def stored(target: Target, tmp_path: Path) -> str:
+    """The target as a folder."""
+    target.model.save_pretrained(tmp_path / "target")
+    target.require_tokenizer().save_pretrained(tmp_path / "target")
+    return str(tmp_path / "target")
+
+
+# ------------------------------------------------------------ what is minimised
+
+
+def test_the_loss_and_its_gradient_are_the_papers(target: Target) -> None:
+    """L_target + λ0 · L_heads, by hand on whole logits: KL from the original to the adapted target, and the heads' soft cross-entropy with the adapted target's
+    distribution, which has no gradient of its own."""
+    torch.manual_seed(0)
+    drafter = Medusa.build(MedusaConfig(num_heads=2, decay=0.5, loss="soft_ce"), target).float()
+    tokens = torch.randint(0, target.vocab_size, (2, 9))
+    labels = torch.where(torch.arange(9) >= 3, tokens, -100)
+    with torch.no_grad():
+        p0 = target.model(tokens).logits.log_softmax(-1)
+    with adapted(target, JointSpec(lora=LORA, learning_rate=0.1, weight=0.3), 0) as adapter:
+        assert adapter is not None
+        adapter.learns = True
+        for weight in adapter.parameters:
+            torch.nn.init.normal_(weight, std=0.1)
+        joint = Joint(drafter, adapter, JointSpec(lora=LORA, learning_rate=0.1, weight=0.3))
+        found = joint(JointBatches(target, drafter.taps, adapter).of({"input_ids": tokens, "labels": labels}))
+        weights = [*adapter.parameters, *drafter.parameters()]
+        slopes = torch.autograd.grad(found.total, weights)
+
+        last = target.model.model(tokens).last_hidden_state
+        log_p = target.model.lm_head(last).log_softmax(-1)
+        kept = sum((p0[:, t - 1].exp() * (p0[:, t - 1] - log_p[:, t - 1])).sum() for t in range(3, 9))
+        guessed = sum(
+            0.5**k * -(log_p[:, t - 1].detach().exp() * drafter.lm_head(k, target)(drafter.head(k)(last[:, t - 2 - k])).log_softmax(-1)).sum()
+            for k in range(2)
+            for t in range(3, 9)
+        )
+        by_hand = kept + 0.3 * guessed
+        expected = torch.autograd.grad(by_hand, weights)
+    torch.testing.assert_close(found.total, by_hand, rtol=1e-5, atol=1e-5)
+    assert found.count.item() == 12
+    for ours, theirs in zip(slopes, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-5)
+    total, count = found.metrics["target_loss"]
+    assert (total / count).item() == pytest.approx(kept.item() / 12, rel=1e-4)
+    total, count = found.metrics["target_top1"]
+    same = (p0.argmax(-1) == log_p.argmax(-1))[:, 2:8]
+    assert (total / count).item() == pytest.approx(same.float().mean().item())
+    assert 0 < same.float().mean() < 1, "an adapter of this size changes some of the choices"
+
+
+def test_without_the_adapter_a_target_is_the_original_and_with_a_new_one_too(target: Target) -> None:
+    tokens = torch.randint(0, target.vocab_size, (2, 9), generator=torch.Generator().manual_seed(1))
+    before = target.forward(tokens).logits
+    with adapted(target, JointSpec(lora=LORA, learning_rate=0.1), 0) as adapter:
+        assert adapter is not None
+        assert torch.equal(target.forward(tokens).logits, before)
+        for weight in adapter.parameters:
+            torch.nn.init.normal_(weight, std=0.1)
+        assert not torch.allclose(target.forward(tokens).logits, before, atol=0.1)
+        with adapter.off():
+            assert torch.equal(target.forward(tokens).logits, before)
+    assert torch.equal(target.forward(tokens).logits, before)
+
+
+def test_dropout_of_the_lora_is_on_in_training_alone(target: Target) -> None:
+    tokens = torch.randint(0, target.vocab_size, (2, 9), generator=torch.Generator().manual_seed(1))
+    spec = JointSpec(lora=LORA | {"lora_dropout": 0.5}, learning_rate=0.1)
+    with adapted(target, spec, 0) as adapter:
+        assert adapter is not None
+        joint = Joint(Medusa.build(MedusaConfig(num_heads=1), target), adapter, spec)
+        for weight in adapter.parameters:
+            torch.nn.init.normal_(weight, std=0.1)
+        for mode, same in ((True, False), (False, True)):
+            joint.train(mode)
+            assert torch.equal(target.forward(tokens).logits, target.forward(tokens).logits) is same
+
+
+# ------------------------------------------------------------ what a training does
+
+
+def test_the_drafter_learns_alone_first_and_then_both_do(recipe: MakeRecipe, target: Target) -> None:
+    """0.4 of 12 steps: the first five. Checkpoints are of steps 4, 8, 12."""
+    made = joined(recipe(drafter=MEDUSA, save_total_limit=5))
+    train(made, target)
+    folders = [made.output_folder / "checkpoints" / f"checkpoint-{step}" for step in (4, 8, 12)]
+    moved = [any(w.any() for n, w in adapter_weights(f / "adapter").items() if "lora_B" in n) for f in folders]
+    assert moved == [False, True, True]
+    heads = [load_drafter(f).state_dict()["heads.0.first.linear.weight"] for f in folders]
+    assert heads[0].any()
+    assert not torch.equal(heads[1], heads[2])
+    assert len(history(made, "drafter_loss")) == 12
+    assert len(history(made, "target_loss")) == 7, "the target is compared with the original while it learns"
+    assert history(made, "eval_target_top1")[0] == 1.0 > history(made, "eval_target_top1")[-1]
+
+
+def test_at_a_learning_rate_of_zero_the_heads_are_medusa_1s_and_the_target_stays_bit_for_bit(recipe: MakeRecipe, target: Target, stored: str) -> None:
+    plain, joint = recipe("plain", MEDUSA, max_grad_norm=0), joined(recipe("joint", MEDUSA, max_grad_norm=0), learning_rate=0.0, weight=1.0)
+    one, two = train(plain, target), train(joint, target)
+    assert two.adapter_folder is not None
+    assert one.adapter_folder is None
+    assert outcome(two)[0] == (one.drafter_folder / "model.safetensors").read_bytes()
+    assert Target.load(stored, adapter=two.adapter_folder, device="cpu").fingerprint() == Target.load(stored, device="cpu").fingerprint()
+
+
+@pytest.mark.parametrize("optimizer", ["adamw_torch", "muon"])
+def test_heads_become_better_with_a_target_that_learns_with_them(recipe: MakeRecipe, target: Target, optimizer: str) -> None:
+    settings = {"max_steps": 28, "optim": optimizer, "save_steps": 28, "eval_strategy": "no"}
+    plain, joint = recipe("plain", MEDUSA, **settings), joined(recipe("joint", MEDUSA, **settings), heads_first=0.2, learning_rate=1e-2, weight=1.0)
+    train(plain, target)
+    train(joint, target)
+    alone, together = sum(history(plain, "loss")[-7:]) / 7, sum(history(joint, "drafter_loss")[-7:]) / 7
+    assert together < 0.97 * alone
+
+
+@pytest.mark.parametrize("last", [4, 8], ids=["while the drafter learns alone", "while both learn"])
+def test_resumed_equals_never_interrupted_bit_for_bit(recipe: MakeRecipe, target: Target, last: int) -> None:
+    settings = {"drafter": MEDUSA, "save_total_limit": 5, "optim": "muon"}
+    dropout = {"lora": LORA | {"lora_dropout": 0.1}}
+    whole = train(joined(recipe("whole", **settings), **dropout), target)
+    output = whole.drafter_folder.parent
+    shutil.copytree(output, half := output.with_name("half"))
+    for name in ("drafter", "adapter", *(f"checkpoints/checkpoint-{step}" for step in (4, 8, 12) if step > last)):
+        shutil.rmtree(half / name)
+    resumed = train(joined(recipe("half", **settings), **dropout), target)
+    assert resumed.steps == 12
+    assert outcome(resumed) == outcome(whole)
+
+
+def test_a_finished_run_writes_the_same_again(recipe: MakeRecipe, target: Target) -> None:
+    first = train(joined(recipe(drafter=MEDUSA)), target)
+    before = outcome(first)
+    shutil.rmtree(first.adapter_folder)  # type: ignore[arg-type]
+    again = train(joined(recipe(drafter=MEDUSA)), target)
+    assert outcome(again) == before
+    assert again.metrics["eval_tau"] == pytest.approx(first.metrics["eval_tau"], rel=1e-6)
+
+
+def test_another_joint_section_is_another_run(recipe: MakeRecipe, target: Target) -> None:
+    train(joined(recipe(drafter=MEDUSA)), target)
+    with pytest.raises(BadInputError, match=r"run of another recipe: joint.weight \(was 0.2, is 0.5\)"):
+        train(joined(recipe(drafter=MEDUSA), weight=0.5), target)
+
+
+def test_a_checkpoint_without_its_adapter_is_not_continued(recipe: MakeRecipe, target: Target) -> None:
+    result = train(joined(recipe(drafter=MEDUSA)), target)
+    last = result.drafter_folder.with_name("checkpoints") / "checkpoint-12"
+    (last / "adapter" / "adapter_model.safetensors").rename(last / "adapter_model.safetensors")
+    (last / "complete.json").write_text(json.dumps({"files": {}}))
+    with pytest.raises(BadInputError, match=r"no \*\.safetensors file with weights"):
+        train(joined(recipe(drafter=MEDUSA)), target)
+
+
+def test_eight_micro_batches_of_one_row_equal_one_batch_of_eight_rows(recipe: MakeRecipe, target: Target) -> None:
+    shapes = {"8x1": (8, 1), "2x4": (2, 4)}
+    made = {n: joined(recipe(n, MEDUSA, per_device_train_batch_size=b, gradient_accumulation_steps=a)) for n, (b, a) in shapes.items()}
+    for one in made.values():
+        train(one, target)
+    assert history(made["2x4"], "loss") == pytest.approx(history(made["8x1"], "loss"), rel=1e-4)
+
+
+def test_two_processes_give_the_loss_curve_of_one(recipe: MakeRecipe, target: Target) -> None:
+    from accelerate import debug_launcher
+
+    one, two = joined(recipe("one", MEDUSA)), joined(recipe("two", MEDUSA, per_device_train_batch_size=4))
+    train(one, target)
+    debug_launcher(train, (two, target), num_processes=2)
+    assert history(two, "loss") == pytest.approx(history(one, "loss"), rel=1e-4)
+    ours, theirs = (adapter_weights(r.output_folder / "adapter") for r in (one, two))
+    assert all(torch.allclose(ours[name], theirs[name], atol=1e-3) for name in ours)
+
+
+def test_the_lent_target_is_what_it_was_even_after_a_failure(recipe: MakeRecipe, target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    before, names = target.fingerprint(), set(vars(target.model))
+    train(joined(recipe(drafter=MEDUSA)), target)
+
+    def fail(self: Medusa, batch: Any) -> DrafterLoss:
+        raise RuntimeError("out of something")
+
+    monkeypatch.setattr(Medusa, "loss", fail)
+    with pytest.raises(RuntimeError, match="out of something"):
+        train(joined(recipe("other", MEDUSA)), target)
+    assert target.fingerprint() == before
+    assert set(vars(target.model)) == names
+    assert not any(weight.requires_grad for weight in target.model.parameters())
+
+
+# ------------------------------------------------------------ what comes out
+
+
+def test_decoding_is_lossless_for_the_adapted_target_and_a_pair_keeps_it(recipe: MakeRecipe, stored: str, tmp_path: Path) -> None:
+    made = joined(recipe(drafter=MEDUSA), learning_rate=3e-2)
+    made = made.model_copy(update={"target": made.target.model_copy(update={"path": stored})})
+    with pytest.raises(BadInputError, match="trains its target, too, and there is no adapter"):
+        load_target(made)
+    result = train(made)
+    plain, target = Target.load(stored, device="cpu"), load_target(made)
+    assert target.fingerprint().differences(plain.fingerprint()), "it says something else"
+    drafter, prompts = load_drafter(result.drafter_folder, target), [[5, 9, 2, 40], [7, 7]]
+    expected = [target.model.generate(torch.tensor([p]), max_new_tokens=16, do_sample=False)[0, len(p) :].tolist() for p in prompts]
+    assert Decoder(target, drafter).generate(prompts, 16, plan=Plan(3)).tokens == expected
+    assert Decoder(plain).generate(prompts, 16).tokens != expected, "the adapter changes this text"
+
+    pair = new_pair(tmp_path / "pair", target, result.drafter_folder, made, calibration=[])
+    without = new_pair(tmp_path / "without", plain, result.drafter_folder, made, calibration=[])
+    assert pair.digest != without.digest
+    assert pair.fingerprint() == target.fingerprint()
+    assert not (without.folder / "adapter").exists()
+    assert "adapter_files" not in (without.folder / "pair.json").read_text()
+    shutil.rmtree(made.output_folder)
+    opened, _, _ = Pair.load(pair.folder).open()
+    assert opened.fingerprint() == target.fingerprint(), "the pair brings the adapter along"
+    assert verify(pair.folder, opened) == []
+    (pair.folder / "adapter" / "adapter_config.json").write_text("{}")
+    assert [line.partition(":")[0] for line in verify(pair.folder)] == ["adapter/adapter_config.json"]
+    assert refresh_recipe(pair, opened, tmp_path / "out").joint is None, "a refresh trains the drafter alone, for the target as it is"
+
+
+# ------------------------------------------------------------ what cannot work
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"lora": {"rr": 4}}, r"unknown key .*rr.*joint\.lora|joint\.lora.*rr"),
+        ({"lora": {"r": 0}}, r"joint\.lora\.r: expected an integer >= 1, found 0"),
+        ({"lora": {"bias": "all"}}, r"joint\.lora\.bias: expected 'none', found 'all'"),
+        ({"lora": {"modules_to_save": ["norm"]}}, r"joint\.lora\.modules_to_save: leave it out"),
+        ({"lora": {"init_lora_weights": "pissa"}}, r"joint\.lora\.init_lora_weights: expected true or 'gaussian'"),
+        ({"lora": {"target_modules": ["nope"]}}, r"joint\.lora does not fit this target: .*nope"),
+        ({"lora": {"target_modules": ["q_proj", "lm_head"]}}, r"names the target's output embedding"),
+        ({"loss": "kll"}, "unknown loss 'kll'"),
+    ],
+    ids=str,
+)
+def test_a_section_that_cannot_be_trained_is_refused(recipe: MakeRecipe, target: Target, changes: dict[str, Any], message: str) -> None:
+    before = set(target.model.state_dict())
+    with pytest.raises(BadInputError, match=message):
+        train(joined(recipe(drafter=MEDUSA), **changes), target)
+    assert set(target.model.state_dict()) == before
+
+
+def test_what_a_recipe_says_against_joint_training_is_refused_when_it_is_read(recipe: MakeRecipe) -> None:
+    with pytest.raises(BadInputError, match=r"cannot be cached; leave out data\.features: cached"):
+        joined(recipe(drafter=MEDUSA, data_changes={"features": "cached"}))
+    values = recipe(drafter=MEDUSA).model_dump()
+    with pytest.raises(BadInputError, match=r"target\.adapter is 'mine'"):
+        Recipe.from_dict(values | {"joint": JOINT, "target": {"path": "there", "adapter": "mine"}})
+    with pytest.raises(BadInputError, match=r"joint\.learning_rate is missing; expected a number"):
+        Recipe.from_dict(values | {"joint": {"lora": {}}})
+    with pytest.raises(BadInputError, match=r"unknown key joint\.wieght; did you mean joint\.weight"):
+        Recipe.from_dict(values | {"joint": JOINT | {"wieght": 1.0}})
+
+
+@pytest.mark.parametrize("drafter", [{"type": "draft_model", "model": {"num_hidden_layers": 1}}, {"type": "eagle3"}], ids=["draft_model", "eagle3"])
+def test_a_drafter_that_does_not_train_its_target_is_refused(recipe: MakeRecipe, target: Target, drafter: dict[str, Any]) -> None:
+    with pytest.raises(BadInputError, match=r"does not train the target's hidden states; leave out joint, or take one of these: .*medusa"):
+        train(joined(recipe(drafter=drafter)), target)
+
+
+def test_methods_are_not_compared_on_targets_that_differ(recipe: MakeRecipe) -> None:
+    with pytest.raises(BadInputError, match=r"joint trains its target, too \(joint\), and a comparison has one target for all"):
+        check_comparable([recipe("plain", MEDUSA), joined(recipe("joint", MEDUSA))])
+
+
+def test_a_time_budget_and_targets_with_an_adapter_or_in_parts_are_refused(recipe: MakeRecipe, target: Target, tiny_llama: Callable[..., Any]) -> None:
+    with pytest.raises(BadInputError, match="cannot follow a time budget"):
+        train(joined(recipe(drafter=MEDUSA)), target, seconds=5)
+    merged = Target(target.model, target.tokenizer, {"path": "there", "adapter": "mine"})
+    with pytest.raises(BadInputError, match="loaded with the adapter 'mine'"):
+        train(joined(recipe(drafter=MEDUSA)), merged)
+    other = Target(tiny_llama(layers=2))
+    other.sharded = True
+    with pytest.raises(BadInputError, match="layers are spread over processes"), adapted(other, JointSpec(lora=LORA, learning_rate=0.1), 0):
+        pass
+    Adapter(other, LORA)
+    with pytest.raises(IncompatibleError, match="already carries an adapter"):
+        Adapter(other, LORA)

@@ -1,0 +1,290 @@
+"""Joint training: the target learns beside the drafter, through a LoRA of peft's (Medusa-2, arXiv 2401.10774 §2.2.2 and §2.3.2).
+
+Minimised, per supervised position: L_target + λ0 · L_drafter. L_target keeps the target near what it said before: the divergence of its next-token
+distribution with the adapter from the one without (the paper's self-distillation), or the cross-entropy with the responses. L_drafter is the drafter's
+own loss, on the hidden states of the target with the adapter; what it compares its drafts with has no gradient, so that the target is made readable, not
+easy to guess. In the first part of the training the drafter learns alone: fresh heads' gradients would distort the target.
+
+The adapter is a part of the target that comes out: decoding is lossless with respect to that one, not to the original.
+
+Shapes: B rows, T tokens, P supervised positions, H hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from ..heads import HEADS, Drafter, DrafterLoss, TargetBatch
+from ..heads.losses import Comparison, chunked_compare, divergence, own_precision
+from ..recipes import JointSpec
+from ..target import BadInputError, IncompatibleError, Target, refuse_unknown_keys
+from ..target.target import refuse_pickles
+from .data import IGNORED, OnlineBatches
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
+
+ADAPTER, ADAPTER_WEIGHTS = "adapter", "adapter_model.safetensors"
+
+# Fields of LoraConfig that would train, move or rewrite more of the target than a LoRA, and what is said of them.
+_MEANINGLESS = {
+    "modules_to_save": "whole modules are not trained, the adapter is a LoRA",
+    "trainable_token_indices": "the drafter starts from the target's embeddings as they are",
+    "layer_replication": "the target keeps its layers: the drafter reads them by number",
+    "loftq_config": "it starts from other weights than the target's",
+    "corda_config": "it starts from other weights than the target's",
+    "eva_config": "it needs data before the training",
+    "lora_ga_config": "it needs data before the training",
+}
+_SET_HERE = {"task_type", "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode", "runtime_config"}
+
+
+# ------------------------------------------------------------ what cannot work
+
+
+def check_joint(spec: JointSpec | None, drafter_class: type[Drafter], args: TrainingArguments, seconds: float | None = None) -> None:
+    """Raise BadInputError for a `joint:` section that cannot be trained, before anything is loaded."""
+    if spec is None:
+        return
+    lora_config(spec.lora)
+    divergence(spec.loss)
+    if not drafter_class.trains_target:
+        able = ", ".join(name for name, known in HEADS.items() if known.trains_target)
+        raise BadInputError(
+            f"joint: a {drafter_class.name} drafter's loss does not train the target's hidden states; leave out joint, or take one of these: {able}."
+        )
+    if seconds is not None:
+        raise BadInputError("joint: the part of the training in which the drafter learns alone is counted in steps, so it cannot follow a time budget.")
+    kind = str(args.distributed_state.distributed_type.value) if args.distributed_state is not None else "NO"
+    if args.world_size > 1 and kind not in ("MULTI_CPU", "MULTI_GPU"):
+        raise BadInputError(f"joint: training under {kind} is not supported; launch with --multi_gpu (data parallel) instead.")
+
+
+def lora_config(values: dict[str, Any]) -> LoraConfig:
+    """`joint.lora` as peft's own config.
+
+    Raises:
+        BadInputError: an unknown field, one without meaning here, or a value that peft refuses.
+    """
+    from peft import LoraConfig
+
+    refuse_unknown_keys(values, {f.name for f in fields(LoraConfig)} - _SET_HERE, "joint.lora")
+    for name, reason in _MEANINGLESS.items():
+        if values.get(name):
+            raise BadInputError(f"joint.lora.{name}: leave it out: {reason}.")
+    if values.get("bias", "none") != "none":
+        raise BadInputError(f"joint.lora.bias: expected 'none', found {values['bias']!r}: without the adapter the target must be what it was.")
+    if values.get("init_lora_weights", True) not in (True, "gaussian"):
+        raise BadInputError(
+            f"joint.lora.init_lora_weights: expected true or 'gaussian' (a new adapter changes nothing), found {values['init_lora_weights']!r}."
+        )
+    rank = values.get("r", 8)
+    if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
+        raise BadInputError(f"joint.lora.r: expected an integer >= 1, found {rank!r}.")
+    try:
+        return LoraConfig(task_type="CAUSAL_LM", **values)
+    except (ValueError, TypeError) as error:
+        raise BadInputError(f"joint.lora: {error}") from error
+
+
+# ------------------------------------------------------------ the adapter
+
+
+class Adapter:
+    """A new LoRA inside of a target, whose passes go through it until it is taken out. New, it changes nothing.
+
+    Attributes:
+        learns: whether it is trained by now.
+    """
+
+    def __init__(self, target: Target, settings: dict[str, Any]):
+        from peft import get_peft_model
+
+        if getattr(target.model, "peft_config", None):
+            raise IncompatibleError("joint: the target already carries an adapter; merge it first (merge_and_unload), and train on the result.")
+        self.target, self.learns = target, False
+        try:
+            self._model: Any = get_peft_model(target.model, lora_config(settings))
+        except ValueError as error:
+            raise BadInputError(f"joint.lora does not fit this target: {error}") from error
+        self._inside = True
+        self._model.eval()
+        self._check_ends()
+
+    def _check_ends(self) -> None:
+        """The drafter reads the embeddings at both ends of the target, or copies them, as they are."""
+        ends = {"input": self.target.model.get_input_embeddings(), "output": self.target.model.get_output_embeddings()}
+        for name, module in ends.items():
+            if any(p.requires_grad for p in module.parameters()):
+                self.remove()
+                raise BadInputError(
+                    f"joint.lora.target_modules names the target's {name} embedding, which the drafter takes as it is; leave it out, for example with "
+                    "target_modules: all-linear."
+                )
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        return [p for p in self._model.parameters() if p.requires_grad]
+
+    def off(self) -> AbstractContextManager[None]:
+        """Inside, the target is the original."""
+        found: AbstractContextManager[None] = self._model.disable_adapter()
+        return found
+
+    def train(self, mode: bool) -> None:
+        """Switch the LoRA's dropout; the target's own stays off."""
+        from peft.tuners.lora import LoraLayer
+
+        for layer in self._model.modules():
+            if isinstance(layer, LoraLayer):
+                layer.lora_dropout.train(mode)
+
+    def save(self, path: str | Path) -> None:
+        """Write it as peft does; `Target.load(…, adapter=path)` reads it."""
+        self._model.save_pretrained(str(path), save_embedding_layers=False)
+
+    def load(self, folder: Path) -> None:
+        """The weights that `save` wrote.
+
+        Raises:
+            BadInputError: they are missing, damaged, or of an adapter of other sizes.
+        """
+        from peft import set_peft_model_state_dict
+        from safetensors import SafetensorError
+        from safetensors.torch import load_file
+
+        refuse_pickles(folder)
+        try:
+            found: Any = set_peft_model_state_dict(self._model, load_file(folder / ADAPTER_WEIGHTS))
+        except (SafetensorError, OSError, RuntimeError) as error:
+            raise BadInputError(f"the adapter in {folder} cannot be continued: {str(error).splitlines()[0]} Start over (--fresh).") from error
+        if found.unexpected_keys or any("lora_" in name for name in found.missing_keys):
+            raise BadInputError(f"the adapter in {folder} has other layers than this run's; choose another output, or start over (--fresh).")
+
+    def remove(self) -> None:
+        """Make the target the original again."""
+        if self._inside:
+            self._model.unload()
+            self._inside = False
+
+
+@contextmanager
+def adapted(target: Target, spec: JointSpec | None, seed: int) -> Iterator[Adapter | None]:
+    """A new adapter in `target` while this is open; None without a `joint:` section."""
+    if spec is None:
+        yield None
+        return
+    if target.source.get("adapter"):
+        raise BadInputError(
+            f"joint: the target was loaded with the adapter {target.source['adapter']!r}, and a pair's target has one adapter; save the merged target, and "
+            "train on that."
+        )
+    if target.sharded:
+        raise BadInputError("joint: an adapter cannot be trained in a target whose layers are spread over processes; give every process the whole target.")
+    torch.manual_seed(seed)
+    adapter = Adapter(target, spec.lora)
+    try:
+        yield adapter
+    finally:
+        adapter.remove()
+
+
+# ------------------------------------------------------------ learning
+
+
+@dataclass
+class JointBatch(TargetBatch):
+    """A batch whose hidden states have a gradient.
+
+    Attributes:
+        original: the last hidden state without the adapter, `[B, T, H]`; None while the drafter learns alone.
+    """
+
+    original: Tensor | None = None
+
+
+@dataclass
+class JointBatches:
+    """Hidden states by the target with its adapter, and without.
+
+    Attributes:
+        precision: as of `OnlineBatches`.
+    """
+
+    target: Target
+    taps: tuple[int, ...]
+    adapter: Adapter
+    precision: torch.dtype | None = None
+
+    def of(self, inputs: dict[str, Tensor]) -> JointBatch:
+        tokens, supervised = inputs["input_ids"], inputs["labels"] != IGNORED
+        with self.adapter.off():
+            before = OnlineBatches(self.target, self.taps, self.precision).of(inputs)
+        if torch.is_grad_enabled() and not self.adapter.learns:  # a new adapter changes nothing
+            return JointBatch(self.target, tokens, supervised, before.hidden, before.last)
+        with torch.autocast(tokens.device.type, self.precision, enabled=self.precision is not None):
+            out = self.target.forward(tokens, taps=self.taps, logits=False)
+        return JointBatch(self.target, tokens, supervised, out.hidden, out.last, before.last)
+
+
+class Joint(nn.Module):
+    """What is trained: the drafter, and the adapter's parameters. The target is no part of it."""
+
+    def __init__(self, drafter: Drafter, adapter: Adapter, spec: JointSpec):
+        super().__init__()
+        self.drafter = drafter
+        self.lora = nn.ParameterList(adapter.parameters)
+        self.spec, self._adapter = spec, adapter
+        self._rule = divergence(spec.loss)
+
+    @property
+    def adapter(self) -> Adapter:
+        return self._adapter
+
+    def group(self) -> dict[str, Any]:
+        """The adapter's group of an optimizer."""
+        return {"params": list(self.lora), "lr": self.spec.learning_rate, "weight_decay": 0.0}
+
+    def train(self, mode: bool = True) -> Joint:
+        self._adapter.train(mode)
+        return super().train(mode)
+
+    def forward(self, batch: JointBatch) -> DrafterLoss:
+        """λ0 · the drafter's loss + the target's; with the drafter's metrics, `drafter_loss`, and of the target with and without the adapter: `target_loss`,
+        `target_alpha` (Σ min of both distributions), `target_top1` (the share of positions with the same most probable token)."""
+        found: DrafterLoss = self.drafter(batch)
+        own = {"drafter_loss": (found.total.detach(), found.count)}
+        weighted = replace(found, total=self.spec.weight * found.total, metrics=found.metrics | own)
+        if batch.original is None:
+            return weighted
+        kept = self._kept(batch, batch.original)
+        sums = {f"target_{name}": (getattr(kept, name).sum(), found.count) for name in ("loss", "alpha", "top1")}
+        return replace(weighted, total=weighted.total + kept.total, metrics=weighted.metrics | sums)
+
+    def _kept(self, batch: JointBatch, original: Tensor) -> Comparison:
+        """How far the target is from what it was, at each supervised token."""
+        rows, places = batch.supervised.nonzero(as_tuple=True)
+        head = batch.target.lm_head
+        # In full precision: what is compared differs by less than half-precision logits resolve.
+        with own_precision(batch.last.device):
+            return chunked_compare(
+                original[rows, places - 1], batch.last[rows, places - 1], head, head, self._rule, following=batch.tokens[rows, places],
+            )  # fmt: skip
+
+
+class Stages(TrainerCallback):
+    """First the drafter alone, then both."""
+
+    def __init__(self, adapter: Adapter, heads_first: float):
+        self.adapter, self.heads_first = adapter, heads_first
+
+    def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self.adapter.learns = state.global_step >= self.heads_first * state.max_steps

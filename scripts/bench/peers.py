@@ -376,7 +376,8 @@ def main(given: Sequence[str] | None = None) -> int:
     from outrider.eval.measure import threads
     from outrider.train.data import split, token_counts
 
-    make_peer, version = load_peer()
+    # A step of ours alone needs no peer.
+    make_peer, version = (Ours, "") if arguments.one_step and arguments.one_step[0] == OURS else load_peer()
     with threads(arguments.threads):
         target = Target.load(arguments.target, dtype="float32", device="cpu")
         rows, _ = split(load_responses(arguments.data), 0.0, prompts=not arguments.responses_only)

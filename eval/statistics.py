@@ -96,6 +96,10 @@ class Bootstrap:
         with np.errstate(divide="ignore", invalid="ignore"):
             return self._interval(float(np.divide(_value(above), _value(below))), self._draws(above) / self._draws(below))
 
+    def difference(self, one: Ratio, other: Ratio) -> Interval:
+        """`one − other`, both on the same resampled prompts."""
+        return self._interval(_value(one) - _value(other), self._draws(one) - self._draws(other))
+
     def _draws(self, ratio: Ratio) -> Floats:
         """The ratio in each resample, `[R]`; nan where a resample has no denominator."""
         above, below = self.weights @ np.asarray(ratio.numerators, float), self.weights @ np.asarray(ratio.denominators, float)

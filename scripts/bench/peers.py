@@ -32,6 +32,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import subprocess
 import sys
 import time
@@ -44,11 +45,11 @@ import torch
 
 from outrider.target import BadInputError, Target
 
+from .acceptance import Rounds, over_seeds, pooled, rounds_of, shown, tau
 from .conditions import command, conditions, write
 from .peers_training import FROZEN, OURS, PRECISIONS, THEIRS, Contestant, MakePeer, Ours, Row, Settings, Training, batches_of, one_row, with_features
 
 if TYPE_CHECKING:
-    from outrider.decode import Round
     from outrider.heads import Drafter
     from outrider.train.data import Rows
 
@@ -229,49 +230,38 @@ def train_all(settings: Settings, rows: Rows, make_peer: MakePeer, optimizer: st
 
 def measure_tau(settings: Settings, rows: Rows, make_peer: MakePeer, optimizer: str, arguments: argparse.Namespace) -> dict[str, Any]:
     """Over all seeds: τ of each at both temperatures, and ours over theirs."""
+    from outrider.decode import Decoder, Plan, Sampling
     from outrider.eval.suites import load_suites
 
     suites = load_suites(arguments.suites, settings.target.require_tokenizer(), arguments.limit)
     prompts = [list(p.tokens) for s in suites for p in s.prompts]
-    runs: dict[float, dict[str, list[list[list[Round]]]]] = {0.0: {}, 1.0: {}}
+    runs: dict[float, dict[str, list[Rounds]]] = {0.0: {}, 1.0: {}}
     trained: dict[str, list[dict[str, float]]] = {}
     for seed in range(arguments.seeds):
         for name, one in train_all(settings, rows, make_peer, optimizer, seed, arguments).items():
             trained.setdefault(name, []).append({"loss": round(one.losses, 4), "tokens_per_second": round(one.tokens_per_second, 1)})
             for temperature, by_name in runs.items():
-                by_name.setdefault(name, []).append(rounds_of(settings.target, one.drafter, prompts, temperature, seed, arguments))
+                decoder, sampling = Decoder(settings.target, one.drafter), Sampling(temperature, seed=seed)
+                by_name.setdefault(name, []).append(rounds_of(decoder, prompts, arguments.max_new_tokens, sampling, Plan(arguments.depth), arguments.batch))
             print(f"{optimizer}, seed {seed}: {name:40} " + "  ".join(f"{k} {v}" for k, v in trained[name][-1].items()), flush=True)
     strata = [len(s.prompts) for s in suites]
     return {"trained": trained} | {f"temperature {t:g}": compare_tau(by_name, strata) for t, by_name in runs.items()}
 
 
-def rounds_of(target: Target, drafter: Drafter, prompts: list[list[int]], temperature: float, seed: int, arguments: argparse.Namespace) -> list[list[Round]]:
-    """The rounds of each prompt, in batches: τ does not depend on them."""
-    from outrider.decode import Decoder, Plan, Sampling
-
-    decoder, found = Decoder(target, drafter), []
-    for start in range(0, len(prompts), arguments.batch):
-        ids = list(range(start, min(start + arguments.batch, len(prompts))))
-        sampling = Sampling(temperature=temperature, seed=seed)
-        out = decoder.generate([prompts[i] for i in ids], arguments.max_new_tokens, sampling, Plan(arguments.depth), sequence_ids=ids)
-        found += out.rounds
-    return found
-
-
-def compare_tau(by_name: dict[str, list[list[list[Round]]]], strata: Sequence[int]) -> dict[str, Any]:
+def compare_tau(by_name: dict[str, list[Rounds]], strata: Sequence[int]) -> dict[str, Any]:
     """τ by name, each one's quotient to the peer's on the same prompts, and that quotient seed by seed with the interval that three seeds alone would give."""
     from outrider.eval.statistics import Bootstrap
 
     bootstrap, peer = Bootstrap(strata), next(name for name in by_name if name.startswith(THEIRS))
-    pooled = {name: [[r for rounds in prompt for r in rounds] for prompt in zip(*seeds, strict=True)] for name, seeds in by_name.items()}
+    together = {name: pooled(seeds) for name, seeds in by_name.items()}
     found: dict[str, Any] = {"tau": {}, "over_theirs": {}}
     for name, seeds in by_name.items():
-        found["tau"][name] = _shown(bootstrap.ratio(tau(pooled[name])))
+        found["tau"][name] = shown(bootstrap.ratio(tau(together[name])))
         if name == peer:
             continue
         each = [bootstrap.quotient(tau(a), tau(b)).value for a, b in zip(seeds, by_name[peer], strict=True)]
-        found["over_theirs"][name] = _shown(bootstrap.quotient(tau(pooled[name]), tau(pooled[peer]))) | {
-            "by_seed": [round(q, 4) for q in each], "over_seeds": over_seeds(each),
+        found["over_theirs"][name] = shown(bootstrap.quotient(tau(together[name]), tau(together[peer]))) | {
+            "by_seed": [round(q, 4) for q in each], "over_seeds": over_seeds_of_quotients(each),
         }  # fmt: skip
     for name, row in found["tau"].items():
         quotient = found["over_theirs"].get(name)
@@ -280,28 +270,10 @@ def compare_tau(by_name: dict[str, list[list[list[Round]]]], strata: Sequence[in
     return found
 
 
-def tau(rounds: Sequence[Sequence[Round]]) -> Any:
-    from outrider.eval.statistics import Ratio
-
-    return Ratio([sum(r.accepted for r in each) for each in rounds], [len(each) for each in rounds], offset=1.0)
-
-
-def _shown(interval: Any) -> dict[str, float]:
-    return {name: round(getattr(interval, name), 4) for name in ("value", "low", "high")}
-
-
-def over_seeds(quotients: Sequence[float]) -> dict[str, float] | None:
-    """Geometric mean of the seeds' quotients, and its 95% interval by Student's t; None for a single seed."""
-    import math
-    import statistics
-
-    from scipy.special import stdtrit
-
-    if len(quotients) < 2:
-        return None
-    logs = [math.log(q) for q in quotients]
-    middle, spread = statistics.fmean(logs), statistics.stdev(logs) / math.sqrt(len(logs)) * float(stdtrit(len(logs) - 1, 0.975))
-    return {name: round(math.exp(x), 4) for name, x in (("value", middle), ("low", middle - spread), ("high", middle + spread))}
+def over_seeds_of_quotients(quotients: Sequence[float]) -> dict[str, float] | None:
+    """Their geometric mean, and its interval; see `over_seeds`."""
+    found = over_seeds([math.log(q) for q in quotients])
+    return found and {name: round(math.exp(log), 4) for name, log in found.items()}
 
 
 # ------------------------------------------------------------ the command

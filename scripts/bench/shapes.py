@@ -10,41 +10,27 @@ several seeds. Nothing is timed: τ does not depend on the machine, and prompts 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from .acceptance import Rounds, pooled, rounds_of, shown, tau
+from .conditions import command, conditions, write
+
 if TYPE_CHECKING:
-    from outrider.decode import Decoder, Plan, Round
-    from outrider.eval.statistics import Bootstrap, Ratio
+    from outrider.decode import Decoder, Plan
+    from outrider.eval.statistics import Bootstrap
 
 
-def rounds_of(
-    decoder: Decoder, prompts: list[list[int]], plan: Plan, temperature: float, seeds: Sequence[int], arguments: argparse.Namespace
-) -> list[list[Round]]:
+def run(decoder: Decoder, prompts: list[list[int]], plan: Plan, temperature: float, seeds: Sequence[int], arguments: argparse.Namespace) -> Rounds:
     """All rounds of each prompt, over the seeds."""
     from outrider.decode import Sampling
 
-    found: list[list[Round]] = [[] for _ in prompts]
-    for seed in seeds:
-        for start in range(0, len(prompts), arguments.batch):
-            ids = list(range(start, min(start + arguments.batch, len(prompts))))
-            sampling = Sampling(temperature=temperature, seed=seed)
-            out = decoder.generate([prompts[i] for i in ids], arguments.max_new_tokens, sampling, plan, sequence_ids=ids)
-            for i, rounds in zip(ids, out.rounds, strict=True):
-                found[i] += rounds
-    return found
+    return pooled([rounds_of(decoder, prompts, arguments.max_new_tokens, Sampling(temperature, seed=s), plan, arguments.batch) for s in seeds])
 
 
-def tau(rounds: list[list[Round]]) -> Ratio:
-    from outrider.eval.statistics import Ratio
-
-    return Ratio([sum(r.accepted for r in each) for each in rounds], [len(each) for each in rounds], offset=1.0)
-
-
-def rates_of(rounds: list[list[Round]], width: int) -> list[list[float]]:
+def rates_of(rounds: Rounds, width: int) -> list[list[float]]:
     """Acceptance by depth from a chain's rounds; siblings are guessed at a quarter of the one before (only the shape depends on it)."""
     from outrider.decode import depth_counts
 
@@ -52,21 +38,12 @@ def rates_of(rounds: list[list[Round]], width: int) -> list[list[float]]:
     return [[kept / reached * (1 - kept / reached) ** i * 0.5**i for i in range(width)] for reached, kept in counts if reached]
 
 
-def compare(bootstrap: Bootstrap, measured: dict[str, list[list[Round]]], pairs: list[tuple[str, str]]) -> dict[str, Any]:
-    def shown(interval: Any) -> dict[str, float]:
-        return {name: round(getattr(interval, name), 4) for name in ("value", "low", "high")}
-
+def compare(bootstrap: Bootstrap, measured: dict[str, Rounds], pairs: list[tuple[str, str]]) -> dict[str, Any]:
     found = {"tau": {name: shown(bootstrap.ratio(tau(rounds))) for name, rounds in measured.items()}}
     found["quotients"] = {f"{above} / {below}": shown(bootstrap.quotient(tau(measured[above]), tau(measured[below]))) for above, below in pairs}
     for name, row in (found["tau"] | found["quotients"]).items():
         print(f"{name:60} {row['value']:.3f} [{row['low']:.3f}, {row['high']:.3f}]", flush=True)
     return found
-
-
-def write(result: dict[str, Any], file: Path | None) -> None:
-    """What is known so far: either half stands alone."""
-    if file is not None:
-        file.write_text(json.dumps(result, indent=2) + "\n")
 
 
 def greedy(decoder: Decoder, prompts: list[list[int]], bootstrap: Bootstrap, arguments: argparse.Namespace) -> dict[str, Any]:
@@ -75,7 +52,7 @@ def greedy(decoder: Decoder, prompts: list[list[int]], bootstrap: Bootstrap, arg
 
     plans = {f"chain, depth {d}": Plan(d) for d in range(1, arguments.deepest + 1)}
     plans |= {str(plan): plan for plan in (Plan(5, width=4, nodes=16), Plan(6, width=4, nodes=24), Plan(6, width=6, nodes=32))}
-    measured = {name: rounds_of(decoder, prompts, plan, 0.0, [0], arguments) for name, plan in plans.items()}
+    measured = {name: run(decoder, prompts, plan, 0.0, [0], arguments) for name, plan in plans.items()}
     chains = [name for name in measured if name.startswith("chain")]
     best = max(chains, key=lambda name: bootstrap.ratio(tau(measured[name])).value)
     return compare(bootstrap, measured, [(name, best) for name in measured if name not in chains])
@@ -87,10 +64,10 @@ def sampled(decoder: Decoder, prompts: list[list[int]], bootstrap: Bootstrap, ar
 
     seeds = range(arguments.seeds)
     chain = {f"chain, {rule}": Plan(arguments.depth, verify=rule) for rule in ("rejection", "block")}
-    measured = {name: rounds_of(decoder, prompts, plan, 1.0, seeds, arguments) for name, plan in chain.items()}
+    measured = {name: run(decoder, prompts, plan, 1.0, seeds, arguments) for name, plan in chain.items()}
     tree = best_tree(rates_of(measured["chain, rejection"], 4), arguments.nodes)
     for rule in ("without_replacement", "traversal", "candidates"):
-        measured[f"static tree, {rule}"] = rounds_of(decoder, prompts, Plan(tree=tree, verify=rule), 1.0, seeds, arguments)
+        measured[f"static tree, {rule}"] = run(decoder, prompts, Plan(tree=tree, verify=rule), 1.0, seeds, arguments)
     pairs = [
         ("chain, block", "chain, rejection"),
         ("static tree, traversal", "static tree, without_replacement"),
@@ -100,7 +77,7 @@ def sampled(decoder: Decoder, prompts: list[list[int]], bootstrap: Bootstrap, ar
     return compare(bootstrap, measured, pairs) | {"depth": arguments.depth, "tree": list(tree.parents)}
 
 
-def main() -> int:
+def main(given: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", default="embedded")
     parser.add_argument("--drafter", required=True, help="folder of a drafter that grows trees")
@@ -115,38 +92,34 @@ def main() -> int:
     parser.add_argument("--temperatures", type=int, nargs="+", choices=[0, 1], default=[0, 1])
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--out", type=Path)
-    arguments = parser.parse_args()
-
-    import torch
+    arguments = parser.parse_args(given)
 
     from outrider.decode import Decoder
+    from outrider.eval.measure import threads
     from outrider.eval.statistics import Bootstrap
     from outrider.eval.suites import load_suites
     from outrider.heads import load_drafter
     from outrider.target import Target
 
-    torch.set_num_threads(arguments.threads)
-    target = Target.load(arguments.target, dtype="float32")
-    decoder = Decoder(target, load_drafter(arguments.drafter, target))
-    suites = load_suites(arguments.suites, target.require_tokenizer(), arguments.limit)
-    prompts = [list(p.tokens) for s in suites for p in s.prompts]
-    bootstrap = Bootstrap([len(s.prompts) for s in suites])
-
-    result: dict[str, Any] = {}
-    result["conditions"] = {
-        "target": target.fingerprint().digest, "dtype": "float32", "device": str(target.device), "batch": arguments.batch, "seeds": arguments.seeds,
-        "max_new_tokens": arguments.max_new_tokens, "suites": arguments.suites, "prompts": len(prompts), "torch": torch.__version__,
-        "intervals": "95%, bootstrap over prompts within suites; quotients on the same prompts and seeds",
-    }  # fmt: skip
-
-    if 0 in arguments.temperatures:
-        result["temperature 0"] = greedy(decoder, prompts, bootstrap, arguments)
-        write(result, arguments.out)
-    if 1 in arguments.temperatures:
-        result["temperature 1"] = sampled(decoder, prompts, bootstrap, arguments)
-        write(result, arguments.out)
+    with threads(arguments.threads):
+        target = Target.load(arguments.target, dtype="float32")
+        decoder = Decoder(target, load_drafter(arguments.drafter, target))
+        suites = load_suites(arguments.suites, target.require_tokenizer(), arguments.limit)
+        prompts = [list(p.tokens) for s in suites for p in s.prompts]
+        bootstrap = Bootstrap([len(s.prompts) for s in suites])
+        result: dict[str, Any] = {}
+        result["conditions"] = conditions(
+            target, batch=arguments.batch, seeds=arguments.seeds, max_new_tokens=arguments.max_new_tokens, suites=arguments.suites, prompts=len(prompts),
+            intervals="95%, bootstrap over prompts within suites; quotients on the same prompts and seeds",
+        )  # fmt: skip
+        if 0 in arguments.temperatures:
+            result["temperature 0"] = greedy(decoder, prompts, bootstrap, arguments)
+            write(result, arguments.out)
+        if 1 in arguments.temperatures:
+            result["temperature 1"] = sampled(decoder, prompts, bootstrap, arguments)
+            write(result, arguments.out)
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(command(main))

@@ -17,7 +17,7 @@ from outrider.distill.responses import load_responses
 from outrider.heads import Drafter
 from outrider.scripts.bench import peers
 from outrider.scripts.bench.conditions import command
-from outrider.scripts.bench.peers import over_seeds, parse
+from outrider.scripts.bench.peers import over_seeds_of_quotients, parse
 from outrider.scripts.bench.peers_training import Ours, Row, Settings, Training, batches_of, features, with_features
 from outrider.target import Target
 from outrider.train.data import split
@@ -159,14 +159,14 @@ def test_a_frozen_output_embedding_stays(data: Path, target_folder: Path) -> Non
         assert torch.equal(before, ours.module.lm_head.weight) == frozen
 
 
-def test_over_seeds_is_students_t() -> None:
+def test_quotients_over_seeds_have_a_geometric_mean() -> None:
     """By hand: logs 0 and 2d have the mean d and a standard error of d; t of one degree of freedom at 97.5% is 12.7062."""
-    found = over_seeds([1.0, 1.0201])
+    found = over_seeds_of_quotients([1.0, 1.0201])
     assert found is not None
     d = 0.5 * torch.log(torch.tensor(1.0201, dtype=torch.float64))
     assert found["value"] == pytest.approx(1.01, abs=1e-4)
     assert found["high"] == pytest.approx(float(torch.exp(d + 12.7062 * d)), abs=2e-4)
-    assert over_seeds([1.3]) is None
+    assert over_seeds_of_quotients([1.3]) is None
 
 
 def test_without_the_package_a_line_says_what_to_do(data: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -91,26 +91,13 @@ def test_a_peer_that_forgets_loses(data: Path, target_folder: Path, monkeypatch:
     assert found["over_theirs"][peers.OURS]["value"] > 1
 
 
+@pytest.mark.slow
 def test_memory_of_a_step_is_counted_above_what_was_there(data: Path, target_folder: Path) -> None:
     """Each in a process of its own, as memory that was freed is used again: eight times the tokens take more, and the peak includes what was there before."""
     found = {}
     for length in (1024, 8192):
-        given = [
-            "--data",
-            str(data),
-            "--target",
-            str(target_folder),
-            "--draft-vocab",
-            "40",
-            "--unrolled",
-            "2",
-            "--memory-length",
-            str(length),
-            "--taps",
-            "1",
-            "3",
-            "5",
-        ]
+        given = ["--data", str(data), "--target", str(target_folder), "--draft-vocab", "40", "--unrolled", "2", "--taps", "1", "3", "5"]
+        given += ["--memory-length", str(length)]
         found[length] = peers._in_a_process(peers.OURS, "fp32", parse(given))
         assert 0 < found[length]["step_bytes"] < found[length]["peak_bytes"]
     assert found[8192]["step_bytes"] > 3 * found[1024]["step_bytes"]

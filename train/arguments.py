@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from pydantic import ConfigDict, PydanticSchemaGenerationError, TypeAdapter, ValidationError
 from transformers import TrainingArguments
+from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 
 from ..recipes.schema import Recipe
 from ..target import BadInputError, refuse_unknown_keys
@@ -43,6 +44,8 @@ def check_training(values: dict[str, Any]) -> dict[str, Any]:
 
 def _checked(name: str, value: Any, hint: Any) -> Any:
     expected = _in_words(hint)
+    if value is False and (_accepts(hint, IntervalStrategy) or _accepts(hint, SaveStrategy)):
+        return "no"  # what YAML makes of a bare no
     if isinstance(value, bool) and not _accepts(hint, bool):
         raise BadInputError(f"training.{name}: expected {expected}, found {value!r}.")
     try:
@@ -115,5 +118,5 @@ def _defaults(recipe: Recipe) -> dict[str, Any]:
         "save_steps": 0.1,
         "save_total_limit": 2,
         "eval_strategy": "steps" if evaluates else "no",
-        "eval_steps": 0.1 if evaluates else None,
+        "eval_steps": 0.25 if evaluates else None,
     }

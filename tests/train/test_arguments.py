@@ -52,6 +52,13 @@ def test_numbers_that_yaml_reads_as_text_are_numbers() -> None:
     assert check_training({"learning_rate": "3e-3", "weight_decay": 1}) == {"learning_rate": 0.003, "weight_decay": 1.0}
 
 
+def test_a_bare_no_is_no_strategy() -> None:
+    """YAML reads it as false."""
+    assert check_training({"eval_strategy": False, "save_strategy": False}) == {"eval_strategy": "no", "save_strategy": "no"}
+    with pytest.raises(BadInputError, match=r"training.eval_strategy: .* found True"):
+        check_training({"eval_strategy": True})
+
+
 def test_every_field_may_be_given(recipe: MakeRecipe) -> None:
     """Its own default is accepted for each."""
     from dataclasses import MISSING, fields

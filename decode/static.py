@@ -2,7 +2,7 @@
 
 The memory of such rounds lasts from request to request, one set per number of rows. Every pass reads a window of the
 caches, whatever its rows' lengths; windows come in a few sizes, and a graph serves one window, depth, plan and sampling
-(seeds and sequence ids are inputs). A round drafts, verifies, accepts, compacts and leaves the next round's inputs
+(seeds and sequence ids are inputs); the graphs used last are kept. A round drafts, verifies, accepts, compacts and leaves the next round's inputs
 without the host; the host then reads what it emitted, once. Rows that have finished run on idly and are ignored.
 """
 
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from .engine import Batch, Outcome, Run
 
 _LEAST = 256
+_MOST_GRAPHS = 64
 _log = logging.getLogger("outrider")
 
 
@@ -158,8 +159,10 @@ class StaticRounds:
             # A round that leaves other shapes than it found (the first behind a prompt, say) comes once per request: no graph is worth it.
             if all(a.shape == b.shape for a, b in zip(now, _carried(run, batch, depth), strict=True)):
                 self._graphs[key] = None
+                if len(self._graphs) > _MOST_GRAPHS:
+                    del self._graphs[next(iter(self._graphs))]
             return outcome
-        graph = self._graphs[key] or self._capture(run, batch, depth, key)
+        graph = self._graphs[key] = self._graphs.pop(key) or self._capture(run, batch, depth)
         if graph is None:
             return self._eager(run, batch, depth)
         for own, new in zip(graph.inputs, now, strict=True):
@@ -171,7 +174,7 @@ class StaticRounds:
         # The next replay overwrites what a drafter that sits out would otherwise keep.
         return graph.outcome if depth or batch.drafting is None else graph.outcome.cloned()
 
-    def _capture(self, run: Run, batch: Batch, depth: int, key: Hashable) -> _Graph | None:
+    def _capture(self, run: Run, batch: Batch, depth: int) -> _Graph | None:
         before = _carried(run, batch, depth)
         inputs = [t.clone() for t in before]
         _carry(run, batch, depth, inputs)
@@ -193,8 +196,7 @@ class StaticRounds:
         _carry(run, batch, depth, inputs)
         self._pool = self._pool or graph.pool()
         kept = (run.processors, None if run.plan.tree is None else layout_of(run.plan.tree, device))
-        found = self._graphs[key] = _Graph(graph, inputs, outcome, run.rule, kept)
-        return found
+        return _Graph(graph, inputs, outcome, run.rule, kept)
 
 
 def _carried(run: Run, batch: Batch, depth: int) -> list[Tensor]:

@@ -44,6 +44,11 @@ class Contestant:
     drafter: Drafter | None
     plan: Plan
 
+    @classmethod
+    def of(cls, name: str, drafter: Drafter, plan: Plan) -> Contestant:
+        """Under `plan` as far as the drafter can follow it: a chain where it grows no trees, and no deeper than it drafts."""
+        return cls(name, drafter, (plan if drafter.grows else plan.chain).up_to(drafter.max_depth))
+
 
 @dataclass(frozen=True)
 class Job:
@@ -163,7 +168,7 @@ def contestants(target: Target, drafter: Drafter, settings: EvalSpec, plan: Plan
     """`drafter`, then the baselines that `settings` names, all under one plan (None: the settings')."""
     plan = plan or plan_of(settings)
     others = [baseline(name, target) for name in settings.baselines if name != drafter.name]
-    return [Contestant(d.name, d, plan if d.grows else plan.chain) for d in (drafter, *others)]
+    return [Contestant.of(d.name, d, plan) for d in (drafter, *others)]
 
 
 def plan_of(settings: EvalSpec) -> Plan:

@@ -67,7 +67,7 @@ def compare(recipes: Sequence[Recipe], seconds: float, folder: str | Path, targe
         target = Target.load(**first.target.model_dump() | {"dtype": first.eval.dtype})
     plan = plan_of(first.eval)
     drafters = [(recipe.name, load_drafter(recipe.output_folder / "drafter", target)) for recipe in moved] + [(b.name, b) for b in baselines]
-    entrants = [Contestant(name, d, plan if d.grows else plan.chain) for name, d in drafters]
+    entrants = [Contestant.of(name, d, plan) for name, d in drafters]
     report = measure(target, entrants, suites, first.eval, console=console)
     trained = {recipe.name: _how(recipe) for recipe in moved}
     report.contestants = [_with_training(info, trained.get(info.name)) for info in report.contestants]

@@ -305,6 +305,20 @@ def test_the_plain_target_replays_and_grows_into_the_next_window(target, replays
     assert len(replays) == 2, "one graph per window"
 
 
+def test_the_graphs_used_last_are_kept(target, replays, monkeypatch):
+    """Room for two: the third sampling takes the place of the one that was used least recently; the others replay on without a capture."""
+    monkeypatch.setattr(static, "_MOST_GRAPHS", 2)
+    decoder = Decoder(target, static=True)
+
+    def captured(temperature: float) -> int:
+        before = len(replays)
+        decoder.generate(PROMPTS, 12, Sampling(temperature), ignore_eos=True)
+        return len(replays) - before
+
+    assert [captured(t) for t in (0.5, 0.6, 0.5, 0.7)] == [1, 1, 0, 1]
+    assert [captured(t) for t in (0.5, 0.7, 0.6)] == [0, 0, 1]
+
+
 def test_a_replay_that_forgets_an_input_is_noticed(target, replays, monkeypatch):
     """The mutation: the drafter's state is not carried from round to round."""
     drafter = make_drafters(target)["eagle3"]

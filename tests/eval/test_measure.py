@@ -9,7 +9,7 @@ from outrider.decode import Decoder, Plan, Round, Sampling
 from outrider.distill.prompts import Prompt
 from outrider.eval import Contestant, Report, Suite, make_suite, measure
 from outrider.eval.measure import GENERATE, Job, Run, make_jobs, make_records, race
-from outrider.heads import DraftModel, Ngram
+from outrider.heads import DraftModel, Medusa, MedusaConfig, Ngram
 from outrider.recipes import EvalSpec
 from outrider.target import BadInputError, Target
 
@@ -62,6 +62,13 @@ def test_a_divergence_is_noted_with_its_place(suites: list[Suite]) -> None:
     assert (other.identical, other.diverges_at) == (False, 2)
     assert (short.identical, short.diverges_at) == (False, 2)
     assert all(r.identical is None for r in make_records(runs, jobs, 1.0, "plain"))
+
+
+def test_a_contestant_has_the_plan_that_it_can_follow(target: Target) -> None:
+    """Two heads draft no deeper than two, copies form no trees: what is shown is what runs."""
+    heads, copies = Medusa.build(MedusaConfig(num_heads=2), target), Ngram()
+    assert Contestant.of("heads", heads, Plan(5, 3, 12)).plan == Plan(2, 3, 12)
+    assert Contestant.of("copies", copies, Plan(5, 3, 12)).plan == Plan(5)
 
 
 @pytest.fixture

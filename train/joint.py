@@ -102,7 +102,7 @@ class Adapter:
     """A new LoRA inside of a target, whose passes go through it until it is taken out. New, it changes nothing.
 
     Attributes:
-        learns: whether it is trained by now.
+        learns: whether it is trained by now. Once it is, it stays so: a run that goes on for longer does not make it new again.
     """
 
     def __init__(self, target: Target, settings: dict[str, Any]):
@@ -168,6 +168,7 @@ class Adapter:
             raise BadInputError(f"the adapter in {folder} cannot be continued: {str(error).splitlines()[0]} Start over (--fresh).") from error
         if found.unexpected_keys or any("lora_" in name for name in found.missing_keys):
             raise BadInputError(f"the adapter in {folder} has other layers than this run's; choose another output, or start over (--fresh).")
+        self.learns = any(bool(weight.any()) for name, weight in self._model.named_parameters() if "lora_B" in name)
 
     def remove(self) -> None:
         """Make the target the original again."""
@@ -287,4 +288,4 @@ class Stages(TrainerCallback):
         self.adapter, self.heads_first = adapter, heads_first
 
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        self.adapter.learns = state.global_step >= self.heads_first * state.max_steps
+        self.adapter.learns = self.adapter.learns or state.global_step >= self.heads_first * state.max_steps

@@ -181,6 +181,17 @@ def test_resumed_equals_never_interrupted_bit_for_bit(recipe: MakeRecipe, target
     assert outcome(resumed) == outcome(whole)
 
 
+def test_an_adapter_that_has_learned_goes_on_learning_in_a_longer_run(recipe: MakeRecipe, target: Target) -> None:
+    """Of 12 steps the heads learn alone in the first five, of 40 in the first 16; the run that is made longer stands at step 8."""
+    output = train(joined(recipe(drafter=MEDUSA, save_total_limit=5)), target).drafter_folder.parent
+    shutil.rmtree(output / "checkpoints" / "checkpoint-12")
+    longer = joined(recipe(drafter=MEDUSA, save_total_limit=9, max_steps=40))
+    train(longer, target)
+    before, after = (adapter_weights(output / "checkpoints" / f"checkpoint-{step}" / "adapter") for step in (8, 12))
+    assert any(not torch.equal(before[name], after[name]) for name in before)
+    assert len(history(longer, "target_loss")) == 40 - 5
+
+
 def test_a_finished_run_writes_the_same_again(recipe: MakeRecipe, target: Target) -> None:
     first = train(joined(recipe(drafter=MEDUSA)), target)
     before = outcome(first)

@@ -43,6 +43,9 @@ _MEANINGLESS = {
     "corda_config": "it starts from other weights than the target's",
     "eva_config": "it needs data before the training",
     "lora_ga_config": "it needs data before the training",
+    "arrow_config": "it routes between adapters that are there already",
+    "alora_invocation_tokens": "such an adapter cannot be merged, so no target could be loaded with it",
+    "lora_bias": "such an adapter cannot be merged where layers have no bias",
 }
 _SET_HERE = {"task_type", "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode", "runtime_config"}
 
@@ -113,7 +116,8 @@ class Adapter:
         self.target, self.learns = target, False
         try:
             self._model: Any = get_peft_model(target.model, lora_config(settings))
-        except ValueError as error:
+        except (ValueError, TypeError) as error:
+            _take_out(target.model)
             raise BadInputError(f"joint.lora does not fit this target: {error}") from error
         self._inside = True
         self._model.eval()
@@ -175,6 +179,15 @@ class Adapter:
         if self._inside:
             self._model.unload()
             self._inside = False
+
+
+def _take_out(model: nn.Module) -> None:
+    """What is left in `model` of an adapter that did not fit."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    for name, module in list(model.named_modules()):
+        if isinstance(module, BaseTunerLayer):
+            model.set_submodule(name, module.get_base_layer())
 
 
 @contextmanager

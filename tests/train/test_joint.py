@@ -292,13 +292,21 @@ def test_decoding_is_lossless_for_the_adapted_target_and_a_pair_keeps_it(recipe:
         ({"lora": {"bias": "all"}}, r"joint\.lora\.bias: expected 'none', found 'all'"),
         ({"lora": {"modules_to_save": ["norm"]}}, r"joint\.lora\.modules_to_save: leave it out"),
         ({"lora": {"init_lora_weights": "pissa"}}, r"joint\.lora\.init_lora_weights: expected true or 'gaussian'"),
+        ({"lora": LORA | {"alora_invocation_tokens": [1, 2]}}, r"alora_invocation_tokens: leave it out: .* cannot be merged"),
+        ({"lora": LORA | {"lora_bias": True}}, r"lora_bias: leave it out: .* cannot be merged"),
+        ({"lora": LORA | {"lora_alpha": "x"}}, r"joint\.lora does not fit this target: unsupported operand"),
+        ({"lora": LORA | {"rank_pattern": {"layers.3.self_attn.q_proj": 0}}}, r"joint\.lora does not fit this target: .*positive integer"),
         ({"lora": {"target_modules": ["nope"]}}, r"joint\.lora does not fit this target: .*nope"),
         ({"lora": {"target_modules": ["q_proj", "lm_head"]}}, r"names the target's output embedding"),
         ({"loss": "kll"}, "unknown loss 'kll'"),
     ],
     ids=str,
 )
-def test_a_section_that_cannot_be_trained_is_refused(recipe: MakeRecipe, target: Target, changes: dict[str, Any], message: str) -> None:
+def test_a_section_that_cannot_be_trained_is_refused(
+    recipe: MakeRecipe, target: Target, changes: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before the target answers any prompt; and nothing of an adapter stays in it."""
+    monkeypatch.setattr("outrider.train.trainer._distilled", None)
     before = set(target.model.state_dict())
     with pytest.raises(BadInputError, match=message):
         train(joined(recipe(drafter=MEDUSA), **changes), target)

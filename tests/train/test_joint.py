@@ -273,6 +273,9 @@ def test_decoding_is_lossless_for_the_adapted_target_and_a_pair_keeps_it(recipe:
     assert not (without.folder / "adapter").exists()
     assert "adapter_files" not in (without.folder / "pair.json").read_text()
     shutil.rmtree(made.output_folder)
+    in_memory, again = Target(target.model, target.tokenizer), made.model_copy(update={"eval": made.eval.model_copy(update={"seed": 7})})
+    pair = new_pair(pair.folder, in_memory, drafter, again, calibration=[])
+    assert pair.recipe().eval.seed == 7, "the pair was written anew, for the same target without its adapter's folder"
     opened, _, _ = Pair.load(pair.folder).open()
     assert opened.fingerprint() == target.fingerprint(), "the pair brings the adapter along"
     assert verify(pair.folder, opened) == []

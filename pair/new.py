@@ -63,8 +63,8 @@ def new_pair(
 ) -> Pair:
     """Write a pair into `folder` and measure its probe baseline.
 
-    The same pair in the same place is left as it is. A new measurement or recipe of it takes its place and keeps the older reports and
-    the tuning.
+    The same pair in the same place is left as it is. A new measurement or recipe of it takes its place and keeps the older reports,
+    the tuning, and the target's adapter.
 
     Args:
         drafter: in memory, or the folder it was saved to.
@@ -89,7 +89,8 @@ def new_pair(
             if _adds_nothing(existing, manifest):
                 return existing
             _keep_reports(existing, partial)
-            manifest = manifest.model_copy(update={"tuning": existing.manifest.tuning})
+            target_record = _keep_adapter(existing, partial, manifest.target)
+            manifest = manifest.model_copy(update={"tuning": existing.manifest.tuning, "target": target_record})
         prompts = choose_prompts(recipe, target) if calibration is None else calibration
         baseline = _calibrated(partial, target, saved, settings(recipe), manifest.plan, prompts, console)
         manifest = _completed(manifest, partial, _measurements(report, baseline))
@@ -159,6 +160,15 @@ def _keep_reports(existing: Pair, partial: Path) -> None:
     for older in sorted((existing.folder / REPORTS).glob("*")):
         if older.is_dir() and not (partial / REPORTS / older.name).exists():
             shutil.copytree(older, partial / REPORTS / older.name)
+
+
+def _keep_adapter(existing: Pair, partial: Path, record: TargetRecord) -> TargetRecord:
+    """Copy the adapter that the pair keeps where the same target came without it, as one in memory does: it may be the only one there is."""
+    older = existing.manifest.target
+    if record.adapter_files or not older.adapter_files:
+        return record
+    shutil.copytree(existing.folder / ADAPTER, partial / ADAPTER)
+    return record.model_copy(update={"source": older.source, "adapter_files": older.adapter_files})
 
 
 def _save_drafter(drafter: Drafter | str | Path, folder: Path, target: Target) -> Drafter:

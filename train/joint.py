@@ -43,6 +43,9 @@ _MEANINGLESS = {
     "corda_config": "it starts from other weights than the target's",
     "eva_config": "it needs data before the training",
     "lora_ga_config": "it needs data before the training",
+    "arrow_config": "it routes between adapters that are there already",
+    "alora_invocation_tokens": "such an adapter cannot be merged, so no target could be loaded with it",
+    "lora_bias": "such an adapter cannot be merged where layers have no bias",
 }
 _SET_HERE = {"task_type", "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode", "runtime_config"}
 
@@ -102,7 +105,7 @@ class Adapter:
     """A new LoRA inside of a target, whose passes go through it until it is taken out. New, it changes nothing.
 
     Attributes:
-        learns: whether it is trained by now.
+        learns: whether it is trained by now. Once it is, it stays so: a run that goes on for longer does not make it new again.
     """
 
     def __init__(self, target: Target, settings: dict[str, Any]):
@@ -113,7 +116,8 @@ class Adapter:
         self.target, self.learns = target, False
         try:
             self._model: Any = get_peft_model(target.model, lora_config(settings))
-        except ValueError as error:
+        except (ValueError, TypeError) as error:
+            _take_out(target.model)
             raise BadInputError(f"joint.lora does not fit this target: {error}") from error
         self._inside = True
         self._model.eval()
@@ -168,12 +172,22 @@ class Adapter:
             raise BadInputError(f"the adapter in {folder} cannot be continued: {str(error).splitlines()[0]} Start over (--fresh).") from error
         if found.unexpected_keys or any("lora_" in name for name in found.missing_keys):
             raise BadInputError(f"the adapter in {folder} has other layers than this run's; choose another output, or start over (--fresh).")
+        self.learns = any(bool(weight.any()) for name, weight in self._model.named_parameters() if "lora_B" in name)
 
     def remove(self) -> None:
         """Make the target the original again."""
         if self._inside:
             self._model.unload()
             self._inside = False
+
+
+def _take_out(model: nn.Module) -> None:
+    """What is left in `model` of an adapter that did not fit."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    for name, module in list(model.named_modules()):
+        if isinstance(module, BaseTunerLayer):
+            model.set_submodule(name, module.get_base_layer())
 
 
 @contextmanager
@@ -287,4 +301,4 @@ class Stages(TrainerCallback):
         self.adapter, self.heads_first = adapter, heads_first
 
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        self.adapter.learns = state.global_step >= self.heads_first * state.max_steps
+        self.adapter.learns = self.adapter.learns or state.global_step >= self.heads_first * state.max_steps

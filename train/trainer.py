@@ -104,6 +104,8 @@ def train(
         follow_clock(args)
     start = _starting_point(recipe, args, resume, seconds)
     target = _frozen(target or Target.load(**recipe.target.model_dump(), device=args.device), args.device)
+    with adapted(target, recipe.joint, args.seed):
+        pass  # a LoRA that does not fit this target is refused before the target answers anything
     data = main_first(args, recipe.output_folder, lambda: _distilled(recipe, target, console), target)
     with adapted(target, recipe.joint, args.seed) as adapter:
         trainer = _trainer(recipe, args, target, drafter, data, console, seconds, adapter)

@@ -15,11 +15,12 @@ import pytest
 import torch
 
 from outrider.decode import Decoder, Plan, Sampling, Tree
+from outrider.decode.engine import Run
 from outrider.decode.plan import SAMPLED
 from outrider.heads import HEADS, Drafter, TargetBatch
-from outrider.target import Target
+from outrider.target import Counts, Target
 
-from ..heads.test_drafters import MAKERS, WITH_WEIGHTS
+from ..heads.test_drafters import MAKERS, WITH_WEIGHTS, best
 from .test_distribution import p_value
 
 PROMPTS = [torch.randint(0, 64, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (5, 1, 9, 3, 12, 2, 7, 4)]
@@ -77,6 +78,43 @@ def test_text_has_the_targets_law_under_sampling_rules(name, shape, rule, make, 
     for text in out.tokens:
         counts[list(law).index(tuple(text))] += 1
     assert p_value(counts, np.array(list(law.values()))) > SIZE / (len(MAKERS) * len(RULES))
+
+
+@pytest.mark.parametrize("name", [name for name in fitting("chain") if name not in ("lookahead", "suffix tree")])
+@pytest.mark.parametrize("static", [False, True])
+def test_a_round_proposes_what_a_drafter_that_read_the_text_at_once_would(name, static, make, target, monkeypatch):
+    """After rounds of any depths, plain ones between them, and rows that have left: the state is a function of the text. (Lookahead remembers more.)"""
+    drafter, draft, generator, rounds = make(name), Run._draft, torch.Generator().manual_seed(4), []
+
+    def checked(run, batch, depth):
+        proposal, _ = draft(run, batch, depth)
+        for row, i in enumerate(batch.active if depth else ()):
+            if run.sequences[i].done:
+                continue
+            rounds.append(depth)
+            *text, root = run.prompts[i] + run.sequences[i].tokens
+            fresh, count = fresh_proposal(target, drafter, text, root, depth), int(proposal.lengths[row])
+            # Alone, a fusion does without its model where something was found.
+            count = min(count, len(fresh)) if name.startswith("fusion") else count
+            assert proposal.tokens[row].tolist()[:count] == fresh[:count]
+        return proposal, None
+
+    monkeypatch.setattr(Run, "_draft", checked)
+    monkeypatch.setattr(Run, "_round_depth", lambda run, batch: int(torch.randint(0, 5, (), generator=generator)))
+    out = Decoder(target, drafter, static).generate(PROMPTS[:4], 60, plan=Plan(4), stop=lambda text: len(text) == 60 - 15 * (text[0] % 4))
+    assert len({len(text) for text in out.tokens}) > 1, "rows leave at different times"
+    assert set(rounds) == {1, 2, 3, 4}
+
+
+def fresh_proposal(target: Target, drafter: Drafter, text: list[int], root: int, depth: int) -> list[int]:
+    tokens, counts = torch.tensor([text]), Counts.of([len(text)], "cpu")
+    cache = target.new_cache(1, len(text) + 8)
+    hidden = target.forward(tokens, cache, drafter.taps).hidden
+    cache.advance(counts)
+    state = drafter.open(target, 1, len(text) + 8)
+    drafter.lend(state, cache)
+    drafter.absorb(state, tokens, hidden, counts)
+    return drafter.propose(state, torch.tensor([root]), depth, best).tokens[0].tolist()
 
 
 @cache

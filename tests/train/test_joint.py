@@ -181,6 +181,17 @@ def test_resumed_equals_never_interrupted_bit_for_bit(recipe: MakeRecipe, target
     assert outcome(resumed) == outcome(whole)
 
 
+def test_an_adapter_that_has_learned_goes_on_learning_in_a_longer_run(recipe: MakeRecipe, target: Target) -> None:
+    """Of 12 steps the heads learn alone in the first five, of 40 in the first 16; the run that is made longer stands at step 8."""
+    output = train(joined(recipe(drafter=MEDUSA, save_total_limit=5)), target).drafter_folder.parent
+    shutil.rmtree(output / "checkpoints" / "checkpoint-12")
+    longer = joined(recipe(drafter=MEDUSA, save_total_limit=9, max_steps=40))
+    train(longer, target)
+    before, after = (adapter_weights(output / "checkpoints" / f"checkpoint-{step}" / "adapter") for step in (8, 12))
+    assert any(not torch.equal(before[name], after[name]) for name in before)
+    assert len(history(longer, "target_loss")) == 40 - 5
+
+
 def test_a_finished_run_writes_the_same_again(recipe: MakeRecipe, target: Target) -> None:
     first = train(joined(recipe(drafter=MEDUSA)), target)
     before = outcome(first)
@@ -262,6 +273,9 @@ def test_decoding_is_lossless_for_the_adapted_target_and_a_pair_keeps_it(recipe:
     assert not (without.folder / "adapter").exists()
     assert "adapter_files" not in (without.folder / "pair.json").read_text()
     shutil.rmtree(made.output_folder)
+    in_memory, again = Target(target.model, target.tokenizer), made.model_copy(update={"eval": made.eval.model_copy(update={"seed": 7})})
+    pair = new_pair(pair.folder, in_memory, drafter, again, calibration=[])
+    assert pair.recipe().eval.seed == 7, "the pair was written anew, for the same target without its adapter's folder"
     opened, _, _ = Pair.load(pair.folder).open()
     assert opened.fingerprint() == target.fingerprint(), "the pair brings the adapter along"
     assert verify(pair.folder, opened) == []
@@ -281,13 +295,21 @@ def test_decoding_is_lossless_for_the_adapted_target_and_a_pair_keeps_it(recipe:
         ({"lora": {"bias": "all"}}, r"joint\.lora\.bias: expected 'none', found 'all'"),
         ({"lora": {"modules_to_save": ["norm"]}}, r"joint\.lora\.modules_to_save: leave it out"),
         ({"lora": {"init_lora_weights": "pissa"}}, r"joint\.lora\.init_lora_weights: expected true or 'gaussian'"),
+        ({"lora": LORA | {"alora_invocation_tokens": [1, 2]}}, r"alora_invocation_tokens: leave it out: .* cannot be merged"),
+        ({"lora": LORA | {"lora_bias": True}}, r"lora_bias: leave it out: .* cannot be merged"),
+        ({"lora": LORA | {"lora_alpha": "x"}}, r"joint\.lora does not fit this target: unsupported operand"),
+        ({"lora": LORA | {"rank_pattern": {"layers.3.self_attn.q_proj": 0}}}, r"joint\.lora does not fit this target: .*positive integer"),
         ({"lora": {"target_modules": ["nope"]}}, r"joint\.lora does not fit this target: .*nope"),
         ({"lora": {"target_modules": ["q_proj", "lm_head"]}}, r"names the target's output embedding"),
         ({"loss": "kll"}, "unknown loss 'kll'"),
     ],
     ids=str,
 )
-def test_a_section_that_cannot_be_trained_is_refused(recipe: MakeRecipe, target: Target, changes: dict[str, Any], message: str) -> None:
+def test_a_section_that_cannot_be_trained_is_refused(
+    recipe: MakeRecipe, target: Target, changes: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before the target answers any prompt; and nothing of an adapter stays in it."""
+    monkeypatch.setattr("outrider.train.trainer._distilled", None)
     before = set(target.model.state_dict())
     with pytest.raises(BadInputError, match=message):
         train(joined(recipe(drafter=MEDUSA), **changes), target)

@@ -587,12 +587,20 @@ def refuse_pickles(folder: Path) -> None:
 
 
 def _merge_adapter(model: Any, adapter: str | Path) -> Any:
+    """The model with the adapter in its weights.
+
+    Its products are summed in fp64: rounded to the weights' own precision they are the same whatever library multiplies, and so is the target's fingerprint.
+    """
     from peft import PeftModel
 
     if Path(adapter).exists():
         refuse_pickles(Path(adapter))
     try:
-        return PeftModel.from_pretrained(model, str(adapter)).merge_and_unload()
+        with_adapter = PeftModel.from_pretrained(model, str(adapter))
+        for name, parameter in with_adapter.named_parameters():
+            if with_adapter.base_model.prefix in name:
+                parameter.data = parameter.data.double()
+        return with_adapter.merge_and_unload()
     except Exception as error:
         raise BadInputError(f"the adapter at {str(adapter)!r} cannot be loaded: {error}") from error
 

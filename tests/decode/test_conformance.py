@@ -101,7 +101,7 @@ def test_a_round_proposes_what_a_drafter_that_read_the_text_at_once_would(name, 
 
     monkeypatch.setattr(Run, "_draft", checked)
     monkeypatch.setattr(Run, "_round_depth", lambda run, batch: int(torch.randint(0, 5, (), generator=generator)))
-    out = Decoder(target, drafter, static).generate(PROMPTS[:4], 60, plan=Plan(4), stop=lambda text: len(text) == 60 - 15 * (text[0] % 4))
+    out = Decoder(target, drafter, static).generate(PROMPTS[:4], 32, plan=Plan(4), stop=lambda text: len(text) == 32 - 8 * (text[0] % 4))
     assert len({len(text) for text in out.tokens}) > 1, "rows leave at different times"
     assert set(rounds) == {1, 2, 3, 4}
 

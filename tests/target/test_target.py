@@ -147,6 +147,30 @@ def test_a_loaded_target_is_the_saved_one(tiny_target, saved):
     assert Target.load(saved, dtype="bfloat16", device="cpu").dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_merged_weights_are_rounded_once(tiny_target, saved, tmp_path, dtype):
+    """Their digest must not depend on how a library sums B A: the products are summed in fp64, and each weight is what the exact sum rounds to."""
+    from peft import LoraConfig, get_peft_model
+
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(saved), LoraConfig(r=24, lora_alpha=17, target_modules=["q_proj", "down_proj"]))
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            torch.nn.init.normal_(parameter)
+    model.save_pretrained(tmp_path / "adapter")
+    merged = Target.load(saved, adapter=tmp_path / "adapter", device="cpu", dtype=dtype).model.state_dict()
+    plain = Target.load(saved, device="cpu", dtype=dtype).model.state_dict()
+    lora = {name: parameter.double() for name, parameter in model.named_parameters() if "lora_" in name}
+    changed = 0
+    for name, weight in plain.items():
+        start = f"base_model.model.{name.removesuffix('.weight')}.lora_"
+        exact = (
+            weight.double() + lora[f"{start}B.default.weight"] @ lora[f"{start}A.default.weight"] * (17 / 24) if f"{start}A.default.weight" in lora else weight
+        )
+        changed += exact is not weight
+        assert torch.equal(merged[name], exact.to(weight.dtype)), name
+    assert changed == 2 * tiny_target.num_layers
+
+
 def test_an_adapter_is_merged_on_loading(tiny_target, saved, tmp_path):
     import copy
 

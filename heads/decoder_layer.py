@@ -5,9 +5,9 @@ Shapes: B rows, T positions, Q new entries, H hidden size, D head size, W width 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,9 +17,6 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, Lla
 from ..target import BadInputError, LayerShape, RaggedCache, Store, Target
 from .base import DrafterConfig, versions
 from .unrolled_attention import Entry, attend
-
-if TYPE_CHECKING:
-    from .feature_drafter import FeatureDrafter
 
 Rotary = tuple[Tensor, Tensor]  # cosines and sines, [B, Q, D] each
 
@@ -95,11 +92,6 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(width, self.kv_heads * self.size, bias=False)
         self.o_proj = nn.Linear(self.heads * self.size, config.hidden_size, bias=False)
 
-    @property
-    def inputs(self) -> list[Tensor]:
-        """The weights that read the input."""
-        return [self.q_proj.weight, self.k_proj.weight, self.v_proj.weight]
-
     def query(self, x: Tensor, rotary: Rotary) -> Tensor:
         """Queries `[B, heads, Q, D]` of attention inputs `[B, Q, W]`."""
         return _rotated(self._split(self.q_proj(x)), rotary)
@@ -149,62 +141,134 @@ class Layer(nn.Module):
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
 
+# Two products of more weights than this take no longer than one of both: put together they would cost memory for nothing.
+_SMALL = 2**22
+
+
+class _Joint:
+    """Linear layers that read the same input, as one product."""
+
+    def __init__(self, parts: Sequence[nn.Linear]):
+        self.weight = torch.cat([part.weight.detach() for part in parts])
+        self.bias = None if parts[0].bias is None else torch.cat([part.bias.detach() for part in parts])
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.weight, self.bias)
+
+
+def _attention_parts(layer: Any) -> list[nn.Linear]:
+    return [layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj]
+
+
+def _mlp_parts(layer: Any) -> list[nn.Linear]:
+    """Empty if they are too large to be put together."""
+    parts = [layer.mlp.gate_proj, layer.mlp.up_proj]
+    return parts if parts[0].weight.numel() <= _SMALL else []
+
+
+def copied(layers: Iterable[Any]) -> list[Tensor]:
+    """Parameters of which a `Runner` of these layers holds copies."""
+    return [parameter for layer in layers for part in _attention_parts(layer) + _mlp_parts(layer) for parameter in part.parameters()]
+
+
+def copied_bytes(weights: Sequence[Tensor], size: int, max_length: int) -> int:
+    """What a `Runner` allocates that holds copies of `weights`, for heads of `size`."""
+    return (sum(weight.numel() for weight in weights) + 2 * max_length * size) * weights[0].dtype.itemsize
+
+
 class Runner:
-    """A head's layers as decoding runs them: weights that are used together in one matrix, norms in one operation, rotary angles looked up.
+    """Layers of Llama's kind as decoding runs them: weights that are used together in one matrix, norms in one operation, rotary angles looked up.
 
     A draft step is a few small products; on a CPU, and at batch size 1 on a GPU, the number of operations is what it costs.
-    A head has its own `Runner` that says what stands before and behind the layers.
+
+    Args:
+        layers: a head's, or a model's of the library: modules of the same names.
+        config: their number of heads, of heads that keys are made for, and the norms' epsilon, as the library calls them.
+        rotary: gives the angles, as the library's does; they must depend on nothing but the position.
+        weights: those that it holds copies of, see `fits`.
+        windows: how far each layer sees; 0 for all of it.
     """
 
-    def __init__(self, head: FeatureDrafter, max_length: int, device: torch.device):
-        config = head.config
-        self.layers, self.eps, self.max_length = head.layers, config.rms_norm_eps, max_length
-        self.heads, self.kv_heads, self.size = config.num_attention_heads, config.num_key_value_heads, config.head_dim
-        self.weights = versions(head.copied() + head.folded())
-        self.qkv = [torch.cat(layer.self_attn.inputs) for layer in self.layers]
-        cos, sin = head.rotary(self.qkv[0], torch.arange(max_length, device=device)[None])
+    def __init__(
+        self,
+        layers: Sequence[Any],
+        config: Any,
+        rotary: nn.Module,
+        max_length: int,
+        device: torch.device,
+        weights: Sequence[Tensor],
+        windows: Sequence[int] = (),
+    ):
+        self.layers, self.eps, self.max_length = layers, config.rms_norm_eps, max_length
+        self.windows = windows or [0] * len(layers)
+        self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
+        self.weights = versions(weights)
+        self.qkv = [_Joint(_attention_parts(layer)) for layer in layers]
+        self.gate_up = [_Joint(parts) if (parts := _mlp_parts(layer)) else None for layer in layers]
+        self.size = len(self.qkv[0].weight) // (self.heads + 2 * self.kv_heads)
+        cos, sin = rotary(self.qkv[0].weight, torch.arange(max_length, device=device)[None])
         half = self.size // 2
         # x cos + rotate_half(x) sin, with rotate_half's sign moved into the sine: its halves swapped are a roll.
         self.cos, self.sin = cos[0], torch.cat([-sin[0, :, :half], sin[0, :, half:]], -1)
 
-    def fits(self, head: FeatureDrafter, max_length: int, device: torch.device) -> bool:
+    def fits(self, max_length: int, device: torch.device, weights: Sequence[Tensor]) -> bool:
         """Whether it is long enough, and the weights that were put together have not changed since."""
-        return self.max_length >= max_length and self.cos.device == device and self.weights == versions(head.copied() + head.folded())
+        return self.max_length >= max_length and self.cos.device == device and self.weights == versions(weights)
 
-    def fuse(self, hidden: Tensor) -> Tensor:
-        """As `FeatureDrafter.fuse`."""
-        raise NotImplementedError
+    def through(self, x: Tensor, hidden: Tensor, cache: RaggedCache, positions: Tensor, in_tree: bool) -> Tensor:
+        """The last layer's output `[B, Q, H]` at entries placed at `positions` `[B, Q]` of the cache.
 
-    def enter(self, embedded: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """As `FeatureDrafter.enter`."""
-        raise NotImplementedError
-
-    def answer(self, output: Tensor, target: Target) -> tuple[Tensor, Tensor]:
-        """What the next step reads, and the logits, from the last layer's output `[B, Q, H]`."""
-        raise NotImplementedError
-
-    def step(self, embedded: Tensor, hidden: Tensor, cache: RaggedCache, positions: Tensor, in_tree: bool) -> Tensor:
-        """The last layer's output `[B, Q, H]` at entries placed at `positions` `[B, Q]` of the cache; one token of a chain sees all of it."""
-        rows, width = hidden.shape[:2]
-        x, hidden = self.enter(embedded, hidden)
-        mask = None if rows == width == 1 and not in_tree and cache.window is None else cache.visible()[:, None]
+        Args:
+            x: what the first layer's attention reads, `[B, Q, W]`. hidden: what its output is added to, `[B, Q, H]`.
+            in_tree: whether the entries are nodes of a tree: one token of a chain sees all of the cache.
+        """
+        masks = self._masks(cache, alone=hidden.shape[0] == hidden.shape[1] == 1 and not in_tree and cache.window is None)
         rotary = self.cos[positions][:, None], self.sin[positions][:, None]
         for index, layer in enumerate(self.layers):
             if index:
                 x = self.norm(hidden, layer.input_layernorm)
-            hidden = hidden + layer.self_attn.output(self._mixed(index, x, rotary, cache, mask))
-            hidden = hidden + layer.mlp(self.norm(hidden, layer.post_attention_layernorm))
+            hidden = hidden + layer.self_attn.o_proj(self._mixed(index, x, rotary, cache, masks[self.windows[index]]))
+            hidden = hidden + self._mlp(index, self.norm(hidden, layer.post_attention_layernorm))
         return hidden
 
+    def _masks(self, cache: RaggedCache, alone: bool) -> dict[int, Tensor | None]:
+        """By window, which entries each token may see, `[B, 1, Q, used]`; None for all of them."""
+        if alone and not any(self.windows):
+            return {0: None}
+        visible = cache.visible()
+        return {window: (visible & cache.within(window) if window else visible)[:, None] for window in set(self.windows)}
+
     def _mixed(self, index: int, x: Tensor, rotary: Rotary, cache: RaggedCache, mask: Tensor | None) -> Tensor:
-        """What the attention of the layer at `index` gathers for inputs `[B, Q, W]`, whose entries it writes: `[B, heads, Q, D]`."""
-        heads = nn.functional.linear(x, self.qkv[index]).view(*x.shape[:2], -1, self.size).transpose(1, 2)
+        """What the attention of the layer at `index` gathers for inputs `[B, Q, W]`, whose entries it writes: `[B, Q, heads · D]`."""
+        heads = self.qkv[index](x).view(*x.shape[:2], -1, self.size).transpose(1, 2)
         turned = heads[:, : self.heads + self.kv_heads]
+        if (norm := getattr(self.layers[index].self_attn, "q_norm", None)) is not None:
+            turned = torch.cat([self.norm(turned[:, : self.heads], norm), self.norm(turned[:, self.heads :], self.layers[index].self_attn.k_norm)], 1)
         turned = turned * rotary[0] + turned.roll(self.size // 2, -1) * rotary[1]
         k, v = cache.update(turned[:, self.heads :], heads[:, self.heads + self.kv_heads :], index)
-        return nn.functional.scaled_dot_product_attention(turned[:, : self.heads], k, v, mask, enable_gqa=self.heads != self.kv_heads)
+        return self._attend(turned[:, : self.heads], k, v, mask)
 
-    def norm(self, x: Tensor, norm: LlamaRMSNorm | None) -> Tensor:
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        """Of queries `[B, heads, Q, D]`: `[B, Q, heads · D]`."""
+        rows, _, count, size = q.shape
+        groups = self.heads // self.kv_heads
+        if count > 1:
+            mixed = nn.functional.scaled_dot_product_attention(q, k, v, mask, enable_gqa=groups > 1)
+            return mixed.transpose(1, 2).flatten(2)
+        q = q.reshape(rows, self.kv_heads, groups, size)  # heads that share keys are as good as queries, and nothing is repeated for them
+        if groups == 1 and q.dtype.itemsize == 2 and q.device.type == "cpu":
+            q = torch.cat([q, q], 2)  # of a single query in 16 bits, a CPU makes a slow product of a matrix and a vector: two take a third of the time
+        mixed = nn.functional.scaled_dot_product_attention(q, k, v, mask)
+        return mixed[:, :, :groups].reshape(rows, 1, -1)
+
+    def _mlp(self, index: int, x: Tensor) -> Tensor:
+        mlp, joint = self.layers[index].mlp, self.gate_up[index]
+        if joint is None:
+            return mlp(x)
+        gate, up = joint(x).chunk(2, -1)
+        return mlp.down_proj(nn.functional.silu(gate) * up)
+
+    def norm(self, x: Tensor, norm: Any) -> Tensor:
         return x if norm is None else self.unweighted(x, norm.weight)
 
     def unweighted(self, x: Tensor, weight: Tensor | None = None) -> Tensor:

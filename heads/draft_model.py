@@ -21,6 +21,7 @@ from ..target import (
     BadInputError,
     Counts,
     IncompatibleError,
+    Nodes,
     RaggedCache,
     Target,
     load_causal_lm,
@@ -30,6 +31,7 @@ from ..target import (
 )  # fmt: skip
 from .base import Branches, Drafter, DrafterConfig, DrafterLoss, TargetBatch
 from .losses import LossName, acceptance_metrics, ahead, chunked_compare, divergence
+from .model_runner import ModelRunner, runs
 from .pruning import check_names, pruned
 
 if TYPE_CHECKING:
@@ -79,11 +81,12 @@ class DraftModelConfig(DrafterConfig):
 
 @dataclass
 class _State:
-    """`vocab`: V."""
+    """`vocab`: V. `fused`: reads in place of `runner`, behind what is there already, where it can."""
 
     cache: RaggedCache
     runner: Target
     vocab: int
+    fused: ModelRunner | None
     unread: Tensor | None = None  # [B, P], the last tokens absorbed, which the cache may lack
     written: int = 0  # entries behind the committed ones: the root and the drafts that were read; 0 since the last `absorb`
     branches: Branches | None = None
@@ -101,6 +104,7 @@ class DraftModel(Drafter):
         super().__init__(config or DraftModelConfig())
         self.model = model
         self._narrower = False  # than a target it was checked against, or opened for
+        self._kept: ModelRunner | None = None
 
     @classmethod
     def build(cls, config: DrafterConfig, target: Target, token_counts: Tensor | None = None) -> DraftModel:
@@ -171,10 +175,21 @@ class DraftModel(Drafter):
                 f"the draft model was built for {runner.max_context} positions, this generation needs {needed}; shorten it or take another drafter."
             )
         self._narrower = runner.vocab_size < target.vocab_size
-        return _State(runner.new_cache(batch_size, max_length + spare), runner, target.vocab_size)
+        length = max_length + spare
+        return _State(runner.new_cache(batch_size, length), runner, target.vocab_size, self._fused(length) if runs(self.model) else None)
 
     def state_bytes(self, target: Target, batch_size: int, max_length: int, spare: int = 0) -> int:
-        return self.runner.cache_bytes(batch_size, max_length + spare)
+        length = max_length + spare
+        fused = 0 if not runs(self.model) or self._fitting(length) else ModelRunner.num_bytes(self.model, length)
+        return self.runner.cache_bytes(batch_size, length) + fused
+
+    def _fused(self, length: int) -> ModelRunner:
+        """Kept from request to request, until it is too short or the weights have changed."""
+        self._kept = self._fitting(length) or ModelRunner(self.model, length)
+        return self._kept
+
+    def _fitting(self, length: int) -> ModelRunner | None:
+        return self._kept if self._kept is not None and self._kept.serves(self.model, length) else None
 
     @cached_property
     def runner(self) -> Target:
@@ -190,11 +205,17 @@ class DraftModel(Drafter):
         """The tokens with ids that the model has, see the module's docstring."""
         return tokens.clamp(max=self.runner.vocab_size - 1) if self._narrower else tokens
 
-    def _read(self, state: _State, tokens: Tensor, **places: Any) -> Tensor:
-        """Logits behind the tokens `[B, Q]` read at these places, `[B, Q or A, V or V']`; see `Target.forward`."""
-        out = state.runner.forward(self._known(tokens), state.cache, **places)
-        assert out.logits is not None
-        return out.logits[..., : state.vocab]
+    def _read(self, state: _State, tokens: Tensor, skip: int = 0, **places: Any) -> Tensor:
+        """Logits behind the tokens `[B, Q]` but the first `skip`, read at these places, `[B, Q − skip, V or V']`."""
+        last = self._last(state, tokens, **places)
+        return (state.fused or state.runner).lm_head(last[:, skip:] if skip else last)[..., : state.vocab]
+
+    def _last(self, state: _State, tokens: Tensor, offset: int = 0, nodes: Nodes | None = None) -> Tensor:
+        """The last hidden states of the tokens `[B, Q]` read at these places, `[B, Q, H]`; see `Target.forward`."""
+        tokens, cache = self._known(tokens), state.cache
+        if state.fused is None or (cache.window is None and not cache.longest):  # whole prompts are the library's
+            return state.runner.forward(tokens, cache, logits=False, offset=offset, nodes=nodes).last
+        return state.fused.read(tokens, cache, offset, nodes)
 
     def absorb(self, state: _State, tokens: Tensor, hidden: Tensor | None, counts: Counts, path: Tensor | None = None) -> None:
         # The cache already holds the root and all drafts that were read: of an accepted path all but, at most, the last.
@@ -203,12 +224,12 @@ class DraftModel(Drafter):
         if state.unread is not None and not state.written and tokens.shape[1] == 1:  # nothing was drafted: the root, which `begin` will read
             last = torch.cat([state.unread, last], 1)
         elif state.unread is not None and not state.written:  # another's drafts
-            state.runner.forward(self._known(torch.cat([state.unread, tokens], 1)), state.cache, logits=False, offset=-state.unread.shape[1])
+            self._last(state, torch.cat([state.unread, tokens], 1), offset=-state.unread.shape[1])
             last = last[:, :0]
         elif path is not None:
             state.cache.keep(torch.cat([torch.zeros_like(path[:, :1]), torch.where(path < 0, path, path + 1)], 1))
         elif tokens.shape[1] - state.written > 1:
-            state.runner.forward(self._known(tokens), state.cache, logits=False)
+            self._last(state, tokens)
             last = last[:, :0]
         elif state.cache.window is None and max(counts.values) <= state.written:
             last = last[:, :0]
@@ -222,8 +243,7 @@ class DraftModel(Drafter):
         """Read the root, and what follows it in `tokens` `[B, W]`; logits `[B, W, V]`."""
         assert state.unread is not None
         count, width = state.unread.shape[1], tokens.shape[1]
-        at = torch.arange(count, count + width, device=tokens.device).expand(len(tokens), -1) if count else None
-        logits = self._read(state, torch.cat([state.unread, tokens], 1) if count else tokens, at=at, offset=-count)
+        logits = self._read(state, torch.cat([state.unread, tokens], 1) if count else tokens, count, offset=-count)
         state.written, state.branches = width, None
         return logits
 

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from ..target import BadInputError, Target
 from .base import DrafterConfig
-from .decoder_layer import Layer, Runner, norm_of, rotary_of
-from .feature_drafter import FeatureConfig, FeatureDrafter
+from .decoder_layer import Layer, norm_of, rotary_of
+from .feature_drafter import FeatureConfig, FeatureDrafter, HeadRunner
 from .losses import LossName, smooth_l1
 
 
@@ -64,7 +64,7 @@ def _scale(features: Tensor) -> Tensor:
     return features.float().square().mean(-1, keepdim=True).sqrt().clamp(min=1e-6)
 
 
-class _Runner(Runner):
+class _Runner(HeadRunner):
     def __init__(self, head: Eagle1, max_length: int, device: torch.device):
         super().__init__(head, max_length, device)
         self.head, self.first, self.fc, self.bias = head, head.layer, head.fc.weight, head.fc.bias

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from ..target import BadInputError, Target
 from .base import DrafterConfig, most_frequent
-from .decoder_layer import Layer, Runner, norm_of, rotary_of
-from .feature_drafter import FeatureConfig, FeatureDrafter
+from .decoder_layer import Layer, norm_of, rotary_of
+from .feature_drafter import FeatureConfig, FeatureDrafter, HeadRunner
 
 
 @dataclass
@@ -58,7 +58,7 @@ class _FirstLayer(Layer):
         self.hidden_norm = norm_of(config)
 
 
-class _Runner(Runner):
+class _Runner(HeadRunner):
     def __init__(self, head: Eagle3, max_length: int, device: torch.device):
         super().__init__(head, max_length, device)
         self.head, self.first, self.fc = head, head.layer, head.fc.weight

@@ -19,7 +19,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from ..target import BadInputError, Counts, IncompatibleError, Nodes, RaggedCache, Target
 from .base import Branches, Drafter, DrafterLoss, Sum, TargetBatch, joined
-from .decoder_layer import Layer, LayerConfig, Runner
+from .decoder_layer import Layer, LayerConfig, Runner, copied, copied_bytes
 from .losses import LossName, acceptance_metrics, ahead, chunked_compare, divergence
 from .unrolled_attention import Entry
 
@@ -50,7 +50,7 @@ class FeatureConfig(LayerConfig):
 class _State:
     cache: RaggedCache
     target: Target
-    runner: Runner
+    runner: HeadRunner
     tokens: Tensor | None = None  # [B, Q] processed by the target, not yet by the head
     hidden: Tensor | None = None  # [B, Q, K, H]
     counts: Counts | None = None
@@ -64,18 +64,41 @@ def _at(x: Tensor, index: Tensor) -> Tensor:
     return x.gather(1, index[:, :, None].expand(len(x), -1, x.shape[2]))
 
 
+class HeadRunner(Runner):
+    """A head as decoding runs it; each has its own, that says what stands before and behind the layers."""
+
+    def __init__(self, head: FeatureDrafter, max_length: int, device: torch.device):
+        super().__init__(head.layers, head.config, head.rotary, max_length, device, head.copied() + head.folded())
+
+    def fuse(self, hidden: Tensor) -> Tensor:
+        """As `FeatureDrafter.fuse`."""
+        raise NotImplementedError
+
+    def enter(self, embedded: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """As `FeatureDrafter.enter`."""
+        raise NotImplementedError
+
+    def answer(self, output: Tensor, target: Target) -> tuple[Tensor, Tensor]:
+        """What the next step reads, and the logits, from the last layer's output `[B, Q, H]`."""
+        raise NotImplementedError
+
+    def step(self, embedded: Tensor, hidden: Tensor, cache: RaggedCache, positions: Tensor, in_tree: bool) -> Tensor:
+        """The last layer's output `[B, Q, H]`; the rest as for `Runner.through`."""
+        return self.through(*self.enter(embedded, hidden), cache, positions, in_tree)
+
+
 class FeatureDrafter(Drafter):
     """What these heads share: training, unrolled, and decoding, step by step. A head says what stands before and behind its layers."""
 
     config: FeatureConfig
-    runner_class: ClassVar[type[Runner]] = Runner
+    runner_class: ClassVar[type[HeadRunner]] = HeadRunner
     layer: Layer  # the first
     others: nn.ModuleList
     rotary: LlamaRotaryEmbedding
 
     def __init__(self, config: FeatureConfig):
         super().__init__(config)
-        self._kept: Runner | None = None
+        self._kept: HeadRunner | None = None
 
     @property
     def layers(self) -> list[Layer]:
@@ -118,8 +141,8 @@ class FeatureDrafter(Drafter):
         return None
 
     def copied(self) -> list[Tensor]:
-        """Weights of which a `Runner` holds copies."""
-        return [weight for layer in self.layers for weight in layer.self_attn.inputs]
+        """Weights of which its runner holds copies."""
+        return copied(self.layers)
 
     def folded(self) -> list[Tensor]:
         """Weights that it has multiplied into those."""
@@ -200,10 +223,7 @@ class FeatureDrafter(Drafter):
     def state_bytes(self, target: Target, batch_size: int, max_length: int, spare: int = 0) -> int:
         shapes = [layer.self_attn.kept(target.device) for layer in self.layers]
         cache = sum(shape.num_bytes(batch_size, max_length + spare) for shape in shapes)
-        if self._kept is not None and self._kept.fits(self, max_length, target.device):
-            return cache
-        angles = 2 * max_length * self.config.head_dim
-        return cache + (sum(weight.numel() for weight in self.copied()) + angles) * shapes[0].keys.dtype.itemsize
+        return cache + (0 if self._fitting(max_length, target.device) else copied_bytes(self.copied(), self.config.head_dim, max_length))
 
     def absorb(self, state: _State, tokens: Tensor, hidden: Tensor | None, counts: Counts, path: Tensor | None = None) -> None:
         # The pair of the last of these tokens needs the token behind it: `begin` knows that one.
@@ -245,11 +265,14 @@ class FeatureDrafter(Drafter):
         positions = state.cache.place(tokens.shape[1], offset, nodes)
         return state.runner.step(state.target.embed(tokens).to(hidden.dtype), hidden, state.cache, positions, nodes is not None)
 
-    def _runner(self, max_length: int, device: torch.device) -> Runner:
+    def _runner(self, max_length: int, device: torch.device) -> HeadRunner:
         """Kept from request to request, until it is too short or the weights have changed."""
-        if self._kept is None or not self._kept.fits(self, max_length, device):
-            self._kept = self.runner_class(self, max_length, device)
+        self._kept = self._fitting(max_length, device) or self.runner_class(self, max_length, device)
         return self._kept
+
+    def _fitting(self, max_length: int, device: torch.device) -> HeadRunner | None:
+        fits = self._kept is not None and self._kept.fits(max_length, device, self.copied() + self.folded())
+        return self._kept if fits else None
 
     def caches(self, state: _State) -> list[RaggedCache]:
         return [state.cache]

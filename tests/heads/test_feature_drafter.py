@@ -199,7 +199,8 @@ def test_memory_is_what_is_allocated(target, drafter):
     told = drafter.state_bytes(target, 3, 50, 2)
     state = drafter.open(target, 3, 50, 2)
     runner = state.runner
-    copies = [*runner.qkv, runner.cos, runner.sin, *([] if isinstance(runner.fc, torch.nn.Parameter) else [runner.fc])]
+    joint = [joint.weight for joint in runner.qkv + runner.gate_up]
+    copies = [*joint, runner.cos, runner.sin, *([] if isinstance(runner.fc, torch.nn.Parameter) else [runner.fc])]
     assert told == state.cache.num_bytes() + sum(t.numel() * t.element_size() for t in copies)
     assert drafter.state_bytes(target, 3, 50, 2) == state.cache.num_bytes()
 

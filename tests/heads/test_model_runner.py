@@ -1,0 +1,314 @@
+"""Draft models of Llama's kind are read by few operations: the same logits as the library's, and only where that is certain."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import Tensor, nn
+from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)  # fmt: skip
+
+from outrider.decode import Decoder, Plan, Tree
+from outrider.heads import DraftModel, decoder_layer
+from outrider.heads.draft_model import _State
+from outrider.heads.model_runner import ModelRunner, runs
+from outrider.target import Counts, Target
+
+VOCAB = 64
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "max_position_embeddings": 256, "initializer_range": 0.2, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
+}  # fmt: skip
+MIXED = ["full_attention", "sliding_attention", "full_attention"]
+ROPES = {
+    "linear": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0},
+    "llama3": {
+        "rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16,
+    },
+    "yarn": {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 16},
+}  # fmt: skip
+
+
+def varied(model: Any) -> Any:
+    """With norms and biases that are not all alike, as trained ones are."""
+    noise = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.dim() == 1:
+                weight.add_(0.3 * torch.randn(weight.shape, generator=noise))
+    return model.eval().requires_grad_(False)
+
+
+@pytest.fixture
+def models(tiny_llama) -> dict[str, Any]:
+    """Functions that make a model each."""
+
+    def other(kind: Any, config: Any, **changes: Any) -> Any:
+        torch.manual_seed(0)
+        return kind(config(**SIZES | changes))
+
+    return {
+        "llama": lambda: tiny_llama(layers=2),
+        "llama, no heads that share keys": lambda: tiny_llama(layers=2, num_key_value_heads=4),
+        "llama, one head for all keys": lambda: tiny_llama(layers=2, num_key_value_heads=1),
+        "llama, wide heads": lambda: tiny_llama(layers=2, head_dim=16),
+        "llama, biases": lambda: tiny_llama(layers=2, attention_bias=True, mlp_bias=True),
+        **{f"llama, {name}": lambda rope=rope: tiny_llama(layers=2, rope_parameters=rope) for name, rope in ROPES.items()},
+        "mistral": lambda: other(MistralForCausalLM, MistralConfig, sliding_window=None),
+        "mistral, window": lambda: other(MistralForCausalLM, MistralConfig, sliding_window=5),
+        "qwen2": lambda: other(Qwen2ForCausalLM, Qwen2Config),
+        "qwen2, windows": lambda: other(Qwen2ForCausalLM, Qwen2Config, use_sliding_window=True, sliding_window=4, layer_types=MIXED),
+        "qwen3": lambda: other(Qwen3ForCausalLM, Qwen3Config, head_dim=16),
+        "qwen3, windows": lambda: other(Qwen3ForCausalLM, Qwen3Config, head_dim=8, use_sliding_window=True, sliding_window=4, layer_types=MIXED),
+    }
+
+
+NAMES = [
+    "llama", "llama, no heads that share keys", "llama, one head for all keys", "llama, wide heads", "llama, biases", "llama, linear", "llama, llama3",
+    "llama, yarn", "mistral", "mistral, window", "qwen2", "qwen2, windows", "qwen3", "qwen3, windows",
+]  # fmt: skip
+
+
+def tokens(rows: int, count: int, seed: int) -> Tensor:
+    return torch.randint(0, VOCAB, (rows, count), generator=torch.Generator().manual_seed(seed))
+
+
+def both(drafter: DraftModel, target: Target, rows: int) -> tuple[_State, _State]:
+    """Two states, of which the second leaves all passes to the library."""
+    fused, plain = (drafter.open(target, rows, 60, 8) for _ in range(2))
+    assert fused.fused is not None
+    plain.fused = None
+    return fused, plain
+
+
+def agree(states: tuple[_State, _State], call: Any) -> None:
+    """What `call` gives is the same in both states."""
+    found, expected = (call(state) for state in states)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def everything(drafter: DraftModel, target: Target, lengths: list[int], window: int | None = None) -> None:
+    """Rounds of every kind behind ragged prompts: chains, trees, chains that are read in one pass, another's drafts."""
+    rows = len(lengths)
+    states = both(drafter, target, rows)
+
+    def absorb(count: int, width: int, seed: int, path: Tensor | None = None) -> None:
+        counts = [1 + (count + row) % width for row in range(rows)]
+        for state in states:
+            drafter.absorb(state, tokens(rows, width, seed), None, Counts.of(counts, "cpu"), path)
+
+    for state in states:
+        drafter.absorb(state, tokens(rows, max(lengths), 1), None, Counts.of(lengths, "cpu"))
+        state.cache.window = window
+    for number in range(3):  # chains, of which some, all, and none are kept
+        agree(states, lambda s: drafter.begin(s, tokens(rows, 1, 2)[:, 0]))
+        for step in range(3):
+            agree(states, lambda s, step=step: drafter.extend(s, tokens(rows, 1, 3 + step)))
+        absorb(3 - number, 4, 4)
+    agree(states, lambda s: drafter.begin(s, tokens(rows, 1, 5)[:, 0]))
+    agree(states, lambda s: drafter.extend(s, tokens(rows, 3, 6), torch.full((rows, 3), -1)))
+    agree(states, lambda s: drafter.extend(s, tokens(rows, 2, 7), torch.tensor([[2, 0]]).expand(rows, -1)))
+    agree(states, lambda s: drafter.extend(s, tokens(rows, 1, 8), torch.tensor([[3]]).expand(rows, -1)))
+    absorb(1, 4, 9, torch.tensor([[2, 3, 5]]).expand(rows, -1))
+    agree(states, lambda s: drafter.read_chain(s, tokens(rows, 4, 10)))
+    agree(states, lambda s: drafter.read_chain(s, tokens(rows, 2, 11), torch.arange(rows) % 3 - 1))
+    for state in states:
+        drafter.forget(state)
+    absorb(2, 3, 12)
+    agree(states, lambda s: drafter.begin(s, tokens(rows, 1, 13)[:, 0]))
+
+
+@pytest.mark.parametrize("lengths", [[9], [7, 1, 12]], ids=["alone", "ragged"])
+@pytest.mark.parametrize("name", NAMES)
+@torch.no_grad()
+def test_logits_are_the_librarys(target, models, name, lengths):
+    drafter = DraftModel(varied(models[name]()))
+    everything(drafter, target, lengths)
+    everything(drafter, target, lengths, window=48)
+
+
+@torch.no_grad()
+def test_large_products_are_not_put_together(target, models, monkeypatch):
+    """They are read as they are: nothing is gained by a copy of them."""
+    monkeypatch.setattr(decoder_layer, "_SMALL", 0)
+    for name in ("llama, biases", "qwen3"):
+        drafter = DraftModel(varied(models[name]()))
+        everything(drafter, target, [7, 1, 12])
+        assert drafter._kept is not None
+        assert drafter._kept.gate_up == [None] * len(drafter.model.model.layers)
+
+
+@pytest.fixture
+def target(tiny_llama) -> Target:
+    return Target(tiny_llama(layers=4))
+
+
+@torch.no_grad()
+def test_in_half_precision_it_is_as_exact_as_the_library(target, models):
+    """Measured against the same weights in fp32."""
+    for name in ("llama", "llama, no heads that share keys", "qwen3, windows"):
+        model = varied(models[name]()).to(torch.bfloat16)
+        exact, half = DraftModel(copy.deepcopy(model).float()), DraftModel(model)
+        off = []
+        for state in both(half, target, 2):
+            reference = exact.open(target, 2, 60)
+            for drafter, own in ((exact, reference), (half, state)):
+                drafter.absorb(own, tokens(2, 30, 1), None, Counts.of([30, 22], "cpu"))
+            found = [half.begin(state, tokens(2, 1, 2)[:, 0]), half.extend(state, tokens(2, 1, 3))[:, 0]]
+            expected = [exact.begin(reference, tokens(2, 1, 2)[:, 0]), exact.extend(reference, tokens(2, 1, 3))[:, 0]]
+            off.append((torch.stack(found).float() - torch.stack(expected)).square().mean().sqrt().item())
+        assert 0 < off[0] < 1.3 * off[1], name
+
+
+# ------------------------------------------------------------ which models
+
+
+def test_other_models_are_left_to_the_library(target, models, tiny_llama):
+    """Other architectures, other angles, and models that are not as they were made; they draft all the same."""
+    torch.manual_seed(0)
+    small = {"vocab_size": VOCAB, "bos_token_id": None, "eos_token_id": None}
+
+    def hooked(register: str) -> Any:
+        model = tiny_llama(layers=2)
+        getattr(model.model.layers[1].mlp, register)(lambda *call: None)
+        return model
+
+    def changed(change: Any) -> Any:
+        model = tiny_llama(layers=2)
+        change(model)
+        return model
+
+    def replaced(model: Any) -> None:
+        norm = model.model.norm
+        norm.forward = lambda x: type(norm).forward(norm, x)
+
+    class Subclass(nn.Linear):
+        pass
+
+    def quantised(model: Any) -> None:
+        old = model.model.layers[0].mlp.down_proj
+        model.model.layers[0].mlp.down_proj = Subclass(old.in_features, old.out_features, bias=False)
+
+    longrope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "original_max_position_embeddings": 64}
+    others = {
+        "gpt2": GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=2, n_head=4, n_positions=256, **small)),
+        "gemma2": Gemma2ForCausalLM(Gemma2Config(**SIZES | {"num_hidden_layers": 2, "head_dim": 8})),
+        "dynamic": tiny_llama(layers=2, rope_parameters={"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}),
+        "longrope": tiny_llama(layers=2, rope_parameters=longrope),
+        "gelu": tiny_llama(layers=2, hidden_act="gelu"),
+        "eager": tiny_llama(layers=2, attn_implementation="eager"),
+        "adapter": get_peft_model(tiny_llama(layers=2), LoraConfig(target_modules=["q_proj"])),
+        "adapter inside": get_peft_model(tiny_llama(layers=2), LoraConfig(target_modules=["q_proj"])).base_model.model,
+        "hook": hooked("register_forward_hook"),
+        "pre-hook": hooked("register_forward_pre_hook"),
+        "replaced forward": changed(replaced),
+        "quantised": changed(quantised),
+        "subclass": type("Changed", (LlamaForCausalLM,), {})(tiny_llama(layers=2).config),
+    }
+    greedy = Decoder(target).generate([[5, 9, 3], [4]], 12).tokens
+    for name, model in others.items():
+        drafter = DraftModel(model.eval())
+        assert not runs(model), name
+        assert drafter.open(target, 1, 20).fused is None, name
+        assert drafter.state_bytes(target, 1, 20) == drafter.runner.cache_bytes(1, 20), name
+        assert Decoder(target, drafter).generate([[5, 9, 3], [4]], 12, plan=Plan(3)).tokens == greedy, name
+    assert not runs(changed(lambda model: setattr(model.config, "per_layer_config", {1: {"intermediate_size": 48}})))
+    assert not runs(tiny_llama(layers=2, attention_dropout=0.1).train())
+    assert runs(tiny_llama(layers=2, attention_dropout=0.1))
+    assert all(runs(make()) for make in models.values())
+
+
+def test_a_model_that_is_changed_later_is_left_to_the_library_from_then_on(target, tiny_llama):
+    drafter = DraftModel(tiny_llama(layers=2))
+    assert drafter.open(target, 1, 20).fused is not None
+    handle = drafter.model.model.layers[0].register_forward_hook(lambda *call: None)
+    assert drafter.open(target, 1, 20).fused is None
+    handle.remove()
+    assert drafter.open(target, 1, 20).fused is not None
+
+
+# ------------------------------------------------------------ weights
+
+
+@torch.no_grad()
+def test_every_weight_that_changes_is_noticed(target, models):
+    """One after the other, written to in place, or replaced."""
+    drafter = DraftModel(varied(models["qwen3"]()))
+    for _, weight in drafter.model.named_parameters():
+        weight.mul_(0.8)
+        short(drafter, target)
+    drafter.cast(torch.float64)
+    short(drafter, target)
+    drafter.model.model.layers[1].mlp.up_proj.weight = nn.Parameter(torch.randn_like(drafter.model.model.layers[1].mlp.up_proj.weight))
+    short(drafter, target)
+    drafter.model.model.layers[0] = copy.deepcopy(drafter.model.model.layers[1])
+    drafter.model.model.layers[0].self_attn.layer_idx = 0
+    short(drafter, target)
+    for part in (drafter.model.get_input_embeddings(), drafter.model.get_output_embeddings()):
+        part.weight = nn.Parameter(torch.randn_like(part.weight))
+        short(drafter, target)
+    drafter.model.resize_token_embeddings(VOCAB - 8, mean_resizing=False)
+    short(drafter, target)
+
+
+def short(drafter: DraftModel, target: Target) -> None:
+    states = both(drafter, target, 1)
+    for state in states:
+        drafter.absorb(state, tokens(1, 5, 1) % 50, None, Counts.of([5], "cpu"))
+    agree(states, lambda s: drafter.begin(s, tokens(1, 1, 2)[:, 0] % 50))
+
+
+def test_copies_last_from_request_to_request_until_weights_change_or_texts_are_longer(target, tiny_llama):
+    drafter = DraftModel(tiny_llama(layers=2))
+    first = drafter.open(target, 1, 40).fused
+    assert drafter.open(target, 3, 20).fused is first
+    assert (longer := drafter.open(target, 1, 41).fused) is not first
+    drafter.model.model.layers[0].mlp.down_proj.weight.mul_(2)
+    assert drafter.open(target, 1, 41).fused is longer, "it is not copied"
+    drafter.model.model.layers[0].mlp.gate_proj.weight.mul_(2)
+    assert drafter.open(target, 1, 41).fused is not longer
+
+
+@pytest.mark.parametrize("name", ["llama, biases", "qwen2", "qwen3"])
+def test_memory_is_what_is_allocated_and_nothing_of_it_is_saved(target, models, name):
+    drafter = DraftModel(models[name]())
+    saved = list(drafter.state_dict())
+    told = drafter.state_bytes(target, 2, 30, 5)
+    state = drafter.open(target, 2, 30, 5)
+    assert isinstance(state.fused, ModelRunner)
+    joints = [joint for joint in state.fused.qkv + state.fused.gate_up if joint is not None]
+    copies = [t for joint in joints for t in (joint.weight, joint.bias) if t is not None] + [state.fused.cos, state.fused.sin]
+    assert told == state.cache.num_bytes() + sum(t.untyped_storage().nbytes() for t in copies)
+    assert drafter.state_bytes(target, 2, 30, 5) == state.cache.num_bytes()
+    assert list(drafter.state_dict()) == saved
+
+
+# ------------------------------------------------------------ whole generations
+
+
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("name", ["llama", "mistral, window", "qwen2, windows", "qwen3"])
+def test_a_model_drafts_for_itself_without_a_refusal(models, name, static):
+    """In chains and trees, behind ragged prompts: were anything read in the wrong place, some draft would be refused."""
+    model = varied(models[name]())
+    target, drafter = Target(model), DraftModel(copy.deepcopy(model))
+    prompts = [tokens(1, n, n)[0].tolist() for n in (5, 1, 9)]
+    for plan in (Plan(3), Plan(3, width=2), Plan(tree=Tree((-1, -1, 0, 1, 2)))):
+        out = Decoder(target, drafter, static=static).generate(prompts, 24, plan=plan, ignore_eos=True)
+        assert out.tokens == Decoder(target).generate(prompts, 24, ignore_eos=True).tokens
+        assert all(r.accepted == r.reach for rounds in out.rounds for r in rounds[:-1]), plan

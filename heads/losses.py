@@ -176,20 +176,17 @@ class Reference:
     @cached_property
     def renormalised(self) -> Tensor:
         """p on the drafter's vocabulary alone, `[P, V']`; sums to 1."""
-        return self.log_probs.exp()
+        return self.log_probs.softmax(-1)
 
     @classmethod
     def of(cls, logits: Tensor, kept: Tensor | None = None, following: Tensor | None = None) -> Reference:
         """From the target's logits `[P, V]`; `kept` `[V']` are the token ids of a pruned draft vocabulary, `following` `[P]` the target's own tokens."""
-        logits = logits.float()
-        best = logits.argmax(-1)
+        best, log_probs = logits.argmax(-1), logits.float().log_softmax(-1)
         if kept is None:
-            log_probs = logits.log_softmax(-1)
             return cls(log_probs.exp(), log_probs, best, following)
         place = torch.full((logits.shape[-1],), -1, device=kept.device).scatter(0, kept, torch.arange(len(kept), device=kept.device))
-        total = logits.logsumexp(-1, keepdim=True)
-        logits = logits[:, kept]
-        return cls((logits - total).exp(), logits.log_softmax(-1), place[best], None if following is None else place[following])
+        log_probs = log_probs.index_select(-1, kept)
+        return cls(log_probs.exp(), log_probs.log_softmax(-1), place[best], None if following is None else place[following])
 
 
 @dataclass
@@ -235,9 +232,8 @@ class _SoftCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, renormalised: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-        total = logits.logsumexp(-1, keepdim=True)
-        loss = total[:, 0] - torch.linalg.vecdot(renormalised, logits)
-        draft_probs = (logits - total).exp_()
+        loss = -torch.linalg.vecdot(renormalised, logits.log_softmax(-1))
+        draft_probs = logits.softmax(-1)
         alpha = torch.minimum(probs, draft_probs).sum(-1)
         ctx.save_for_backward(renormalised, draft_probs)
         ctx.mark_non_differentiable(alpha)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ from .data import IGNORED, Batches, Order, Rows, collate
 from .joint import ADAPTER, Joint, Stages
 from .metrics import Sums
 from .onpolicy import OnPolicy
+from .products import fast_products
 
 
 class DrafterTrainer(Trainer):
@@ -154,6 +155,14 @@ class DrafterTrainer(Trainer):
 
     # ------------------------------------------------------------ loss
 
+    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Loss and gradients of a micro-batch: the target's pass, the drafter's, and the way back."""
+        with self._products():
+            return super().training_step(*args, **kwargs)
+
+    def _products(self) -> AbstractContextManager[Any]:
+        return nullcontext() if self.args.torch_compile else fast_products()  # a compiler brings its own
+
     def compute_loss(self, model: nn.Module, inputs: dict[str, Tensor], return_outputs: bool = False, num_items_in_batch: Tensor | int | None = None) -> Any:
         """This micro-batch's share of the global batch's mean loss."""
         loss = model(self.batches.of(inputs))
@@ -210,7 +219,8 @@ class DrafterTrainer(Trainer):
         self.callback_handler.eval_dataloader = dataloader
         sums = Sums()
         for inputs in dataloader:
-            sums.add_loss(model(self.batches.of(self._prepare_inputs(inputs))))
+            with self._products():
+                sums.add_loss(model(self.batches.of(self._prepare_inputs(inputs))))
             self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
         metrics = {f"{metric_key_prefix}_{name}": value for name, value in sums.means(self._reduced).items()}
         return EvalLoopOutput(predictions=(), label_ids=None, metrics=metrics, num_samples=len(dataloader.dataset))  # type: ignore[arg-type]

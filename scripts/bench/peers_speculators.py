@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 import warnings
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -39,6 +40,9 @@ class Speculators:
         self.module: Any = _silently(lambda: _make(path, ours.config, ours.token_ids, attention))
         self.module.train()
         self.options = {"ttt_steps": settings.steps, "ttt_step_loss_decay": settings.decay, "loss_config": resolve_loss_config("kl_div", "eager")}
+
+    def products(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def loss(self, rows: Sequence[Row]) -> Tensor:
         return self.module(**packed(rows), **self.options)[1]

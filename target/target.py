@@ -597,8 +597,9 @@ def _merge_adapter(model: Any, adapter: str | Path) -> Any:
         refuse_pickles(Path(adapter))
     try:
         with_adapter = PeftModel.from_pretrained(model, str(adapter))
+        prefix: Any = with_adapter.base_model.prefix
         for name, parameter in with_adapter.named_parameters():
-            if with_adapter.base_model.prefix in name:
+            if prefix in name:
                 parameter.data = parameter.data.double()
         return with_adapter.merge_and_unload()
     except Exception as error:

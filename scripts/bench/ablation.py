@@ -143,8 +143,9 @@ def main(given: Sequence[str] | None = None) -> int:
                 decoder = Decoder(target, drafter)
                 for t, by_name in runs.items():
                     by_name[name].append(rounds_of(decoder, prompts, arguments.max_new_tokens, Sampling(t, seed=seed), Plan(arguments.depth), arguments.batch))
+            changes = [change for change in arguments.changes if not change.startswith("data.responses=")]  # a place on this machine
             told = conditions(
-                target, recipe=first.name, changes=arguments.changes, variants=list(recipes), training_steps=sorted(steps), seeds=seed + 1, depth=arguments.depth,
+                target, recipe=first.name, changes=changes, variants=list(recipes), training_steps=sorted(steps), seeds=seed + 1, depth=arguments.depth,
                 batch=arguments.batch, max_new_tokens=arguments.max_new_tokens, suites=arguments.suites, prompts=len(prompts),
                 intervals="95%, bootstrap over prompts within suites, rounds of all seeds; differences on the same prompts and seeds; over_seeds: Student's t",
             )  # fmt: skip

@@ -88,7 +88,7 @@ class TwoDrafters(Drafter):
     def from_folder(cls: type[T], folder: Path, values: dict[str, Any], target: Target | None) -> T:
         from . import restore_drafter
 
-        config = cls.config_class.from_dict(values, str(folder / CONFIG))
+        config = cls.config_class.from_dict(values, f"{folder / CONFIG}: drafter")
         assert isinstance(config, FusionConfig)
         return cls(_statistical(cls.name, config, target), restore_drafter(folder / MODEL, target), config)
 

@@ -25,6 +25,7 @@ from transformers import TrainingArguments, set_seed
 from ..heads import Drafter
 from ..recipes import Recipe
 from ..target import BadInputError, Target
+from ..target.fingerprint import digest_files
 from . import checkpoints, provenance
 from .arguments import training_arguments
 from .budget import check_same_budget, follow_clock, saved_clock
@@ -261,5 +262,6 @@ class _Run:
                 **({} if budget is None else {"budget": budget.clock.seconds, "spent": round(budget.clock.spent, 2)}),
             },
             "metrics": metrics,
+            **({} if joint is None else {"adapter": {"files": digest_files(folder.with_name(ADAPTER))}}),
         }
         provenance.write_provenance(self.recipe.output_folder, self.trainer.batches.target, self.data, facts)

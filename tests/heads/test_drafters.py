@@ -424,13 +424,14 @@ def test_configs_are_made_by_name():
     [
         ({}, "'type' is missing; known types: " + KNOWN),
         ({"type": "eagle"}, "unknown drafter type 'eagle'"),
+        ({"type": ["eagle3"]}, r"unknown drafter type \['eagle3'\]"),
         ({"type": "ngram", "max_macth": 2}, "unknown key 'max_macth'; did you mean 'max_match'"),
     ],
 )
 def test_configs_that_make_no_sense_are_refused(values, message):
     with pytest.raises(BadInputError, match=message):
         drafter_config(values)
-    if "type" in values and values["type"] not in HEADS:
+    if "type" in values and values["type"] not in list(HEADS):
         with pytest.raises(BadInputError, match=f"known: {KNOWN}"):
             head_class(values["type"])
 

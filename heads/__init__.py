@@ -40,7 +40,7 @@ HEADS: dict[str, type[Drafter]] = {
 
 def head_class(name: str) -> type[Drafter]:
     """The drafter class of that name; an unknown one is refused with the known names."""
-    if name not in HEADS:
+    if name not in list(HEADS):  # a recipe may say anything, a list too
         raise BadInputError(f"unknown drafter type {name!r}; known: {', '.join(sorted(HEADS))}.")
     return HEADS[name]
 

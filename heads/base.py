@@ -7,16 +7,18 @@ V' the drafter's own vocabulary (V' <= V when it is pruned).
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar, get_type_hints
 
 import torch
 from torch import Tensor, nn
 
 from ..target import BadInputError, Counts, IncompatibleError, Nodes, RaggedCache, Target, refuse_unknown_keys
+from ..target.values import checked_value
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
 
@@ -97,12 +99,18 @@ class DrafterConfig:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any], where: str = "drafter") -> DrafterConfig:
-        """Build from a mapping; an unknown key is refused with the nearest known one."""
+        """Build from a mapping of plain values. All numbers are sizes, counts or weights.
+
+        Raises:
+            BadInputError: an unknown key (the nearest known one is suggested), a value of another type than its field's, or a negative number.
+        """
         refuse_unknown_keys(values, [f.name for f in fields(cls)], where)
-        try:
-            return cls(**values)
-        except TypeError as error:
-            raise BadInputError(f"{where}: {error}") from error
+        hints = get_type_hints(cls)
+        checked = {name: checked_value(f"{where}.{name}", value, hints[name]) for name, value in values.items()}
+        for name, value in checked.items():
+            if isinstance(value, int | float) and not 0 <= value < math.inf:
+                raise BadInputError(f"{where}.{name}: expected 0 or more, found {value}.")
+        return cls(**checked)
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -247,7 +255,7 @@ class Drafter(nn.Module):
     @classmethod
     def from_folder(cls, folder: Path, values: dict[str, Any], target: Target | None) -> Drafter:
         """Restore what `save` wrote; `values` is config.json without `drafter_type`."""
-        drafter = cls(cls.config_class.from_dict(values, str(folder / CONFIG)))
+        drafter = cls(cls.config_class.from_dict(values, f"{folder / CONFIG}: drafter"))
         load_weights(drafter, folder)
         return drafter
 

@@ -9,7 +9,7 @@ Found tokens are no samples, so all of a proposal is judged by the rule for cand
 The model then proposes its most probable tokens. What that costs: at temperature > 0 a token of the model alone would be accepted with
 probability Σ_x min(p, q) under rejection, here with p(argmax q), which is less where both distributions are broad.
 
-Shapes: B rows, N tokens found, V' the model's vocabulary.
+Shapes: B rows, N tokens found, V vocabulary, V' the model's own.
 """
 
 from __future__ import annotations
@@ -55,8 +55,9 @@ class State:
 
 @dataclass
 class _State(State):
-    """`unread`: tokens `[1, Q]` and hidden states that the model has not absorbed. `alone`: it drafts nothing in this round."""
+    """`vocab`: V. `unread`: tokens `[1, Q]` and hidden states that the model has not absorbed. `alone`: it drafts nothing in this round."""
 
+    vocab: int = 0
     alone: bool = False
     unread: list[tuple[Tensor, Tensor | None]] = field(default_factory=list)
 
@@ -88,7 +89,7 @@ class TwoDrafters(Drafter):
     def from_folder(cls: type[T], folder: Path, values: dict[str, Any], target: Target | None) -> T:
         from . import restore_drafter
 
-        config = cls.config_class.from_dict(values, str(folder / CONFIG))
+        config = cls.config_class.from_dict(values, f"{folder / CONFIG}: drafter")
         assert isinstance(config, FusionConfig)
         return cls(_statistical(cls.name, config, target), restore_drafter(folder / MODEL, target), config)
 
@@ -139,7 +140,7 @@ class Fusion(TwoDrafters):
     deterministic = True
 
     def open(self, target: Target, batch_size: int, max_length: int, spare: int = 0) -> _State:
-        return _State(**vars(super().open(target, batch_size, max_length)))
+        return _State(**vars(super().open(target, batch_size, max_length)), vocab=target.vocab_size)
 
     def absorb(self, state: _State, tokens: Tensor, hidden: Tensor | None, counts: Counts, path: Tensor | None = None) -> None:
         self.statistical.absorb(state.statistical, tokens, hidden, counts)
@@ -157,7 +158,7 @@ class Fusion(TwoDrafters):
             state.alone = True
             return found
         self._catch_up(state)
-        proposal = self.model.propose(state.model, root, depth, _with(found, choose), ended)
+        proposal = self.model.propose(state.model, root, depth, _with(found, choose, state.vocab), ended)
         return replace(proposal, deterministic=True)
 
     def _catch_up(self, state: _State) -> None:
@@ -171,12 +172,20 @@ class Fusion(TwoDrafters):
         state.unread = []
 
 
-def _with(found: Proposal, choose: Choose) -> Choose:
-    """Chooses token by token what was found `[B, N]`; behind it, and in rows where nothing was, as `choose` does."""
+def _with(found: Proposal, choose: Choose, vocab: int) -> Choose:
+    """Chooses token by token what was found `[B, N]`; behind it, and in rows where nothing was, as `choose` does.
+
+    A found token is the choice among logits that give it all probability, so that `choose` knows of it: what follows is processed as behind it.
+    """
     steps, lengths = count(), found.lengths
 
     def chosen(logits: Tensor, token_ids: Tensor | None) -> Tensor:
-        step, own = next(steps), choose(logits, token_ids)
-        return own if step >= found.tokens.shape[1] else torch.where(step < lengths, found.tokens[:, step], own)
+        step = next(steps)
+        if step >= found.tokens.shape[1]:
+            return choose(logits, token_ids)
+        nothing = logits.new_full((len(logits), vocab), float("-inf"))
+        own = logits if token_ids is None else nothing.scatter(1, token_ids.expand_as(logits), logits)
+        certain = nothing.scatter(1, found.tokens[:, step, None], 0.0)
+        return choose(torch.where((step < lengths)[:, None], certain, own), None)
 
     return chosen

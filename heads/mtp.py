@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, DynamicCache
 
 from ..target import BadInputError, Counts, IncompatibleError, Nodes, RaggedCache, Target, refuse_unknown_keys
+from ..target.errors import LIBRARY_ERRORS, reason
 from ..target.sketch import sketching
 from .base import Branches, Drafter, DrafterConfig, DrafterLoss, Sum, TargetBatch, joined, most_frequent
 from .losses import LossName, acceptance_metrics, ahead, chunked_compare, divergence
@@ -109,6 +110,8 @@ _ALONE: dict[str, Any] = {
     "sliding_window": None, "use_sliding_window": False, "first_k_dense_replace": 0, "mlp_only_layers": [], "decoder_sparse_step": 1,
     "num_mtp_layers": 0, "num_nextn_predict_layers": 0, "mtp_num_hidden_layers": 0,
 }  # fmt: skip
+# How it is computed is no part of what it is; such a setting may even name code of the Hub.
+_NOT_OF_A_LAYER = ("model_type", "attn_implementation", "_attn_implementation", "experts_implementation", "_experts_implementation")
 _OF_A_CHECKPOINT = ("architectures", "dtype", "torch_dtype", "quantization_config", "auto_map", "transformers_version", "_name_or_path")
 
 
@@ -119,7 +122,11 @@ def _layer_values(target: Target, changes: dict[str, Any]) -> dict[str, Any]:
     values = {k: v for k, v in values.items() if k not in _OF_A_CHECKPOINT}
     values |= {k: v[-1:] for k, v in values.items() if isinstance(v, list) and len(v) == target.num_layers}
     values |= {k: v for k, v in _ALONE.items() if values.get(k) is not None}
-    saved = json.loads(type(target.config)(**(values | changes)).to_json_string(use_diff=True))
+    try:
+        made = type(target.config)(**(values | changes))
+    except LIBRARY_ERRORS as error:
+        raise BadInputError(f"drafter.layer: {reason(error)}") from error
+    saved = json.loads(made.to_json_string(use_diff=True))
     return {k: v for k, v in saved.items() if k not in _OF_A_CHECKPOINT}
 
 
@@ -127,14 +134,15 @@ def plain_body(values: dict[str, Any]) -> Any:
     """A `transformers` model of one layer from the config `values`, with an embedding of one token that nobody reads.
 
     Raises:
-        IncompatibleError: the library does not know this architecture, or it is not of the kind that MTP modules are made of.
+        IncompatibleError: the library does not know this architecture or refuses its settings, or it is not of the kind that MTP modules are made of.
     """
-    values = dict(values)
-    kind = values.pop("model_type")
+    kind = values.get("model_type")
+    if kind is None:
+        raise IncompatibleError("mtp: the config of a module's layer names no model_type, so nobody knows what it is a layer of.")
     try:
-        body = AutoModel.from_config(AutoConfig.for_model(kind, **values), dtype=torch.float32)
-    except (ValueError, TypeError) as error:
-        raise IncompatibleError(f"mtp: transformers cannot make a layer of a {kind!r} model ({str(error).splitlines()[0]}).") from error
+        body = AutoModel.from_config(AutoConfig.for_model(kind, **{k: v for k, v in values.items() if k not in _NOT_OF_A_LAYER}), dtype=torch.float32)
+    except LIBRARY_ERRORS as error:
+        raise IncompatibleError(f"mtp: transformers cannot make a layer of a {kind!r} model ({reason(error)}).") from error
     if not isinstance(getattr(body, "norm", None), nn.Module) or not hasattr(body, "layers"):
         raise IncompatibleError(f"mtp: {type(body).__name__} is not a stack of layers with one norm behind them; take another drafter.")
     return body
@@ -146,6 +154,8 @@ class Module(nn.Module):
     def __init__(self, config: MtpConfig):
         super().__init__()
         body = plain_body(config.layer)
+        if body.config.hidden_size != config.hidden_size:
+            raise BadInputError(f"mtp: a layer of hidden_size {body.config.hidden_size} does not fit the target's {config.hidden_size}; leave it out of layer.")
         self.embedding_norm, self.hidden_norm, self.norm = copy.deepcopy(body.norm), copy.deepcopy(body.norm), body.norm
         self.projection = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
         body.norm = nn.Identity()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from collections.abc import Iterator, Sequence
@@ -16,7 +17,8 @@ from ..eval.report import Report
 from ..heads import Drafter, load_drafter
 from ..recipes import Recipe
 from ..target import BadInputError, Fingerprint, Target
-from ..target.fingerprint import digest_file
+from ..target.fingerprint import digest_file, digest_files
+from ..target.target import ADAPTER_CONFIG, ADAPTER_WEIGHTS, is_local
 from .calibration import calibrate, choose_prompts, settings, write_calibration
 from .manifest import (
     ADAPTER,
@@ -47,7 +49,6 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 _COPIED = {".json", ".safetensors", ".jinja", ".model", ".txt"}
-_ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 _REPORT_FILES = ("report.json", "report.md", "report.html")
 
 
@@ -187,12 +188,19 @@ def _save_drafter(drafter: Drafter | str | Path, folder: Path, target: Target) -
 
 
 def _copy_adapter(target: Target, folder: Path) -> None:
-    """Keep the target's adapter if it is a local one: it may be found nowhere else, as one that was trained with the drafter."""
+    """Keep the target's adapter if it is a local one: it may be found nowhere else, as one that was trained with the drafter.
+
+    In which folder of this machine its base once was, the copy does not say.
+    """
     adapter = Path(target.source.get("adapter") or "")
-    for name in _ADAPTER_FILES:
-        if target.source.get("adapter") and (adapter / name).is_file():
-            folder.mkdir(exist_ok=True)
-            shutil.copyfile(adapter / name, folder / name)
+    if not target.source.get("adapter") or not (adapter / ADAPTER_WEIGHTS).is_file():
+        return
+    folder.mkdir()
+    shutil.copyfile(adapter / ADAPTER_WEIGHTS, folder / ADAPTER_WEIGHTS)
+    config = json.loads((adapter / ADAPTER_CONFIG).read_text(encoding="utf-8"))
+    base = config.get("base_model_name_or_path")
+    config["base_model_name_or_path"] = None if base is None or is_local(base) else base
+    (folder / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True), encoding="utf-8")
 
 
 def _copy_report(report_folder: str | Path | None, reports: Path) -> Report | None:
@@ -213,11 +221,6 @@ def _today() -> str:
     return datetime.now(UTC).date().isoformat()
 
 
-def file_digests(folder: Path) -> dict[str, str]:
-    """SHA-256 of each file under `folder`, by its path in there."""
-    return {p.relative_to(folder).as_posix(): digest_file(p) for p in sorted(folder.rglob("*")) if p.is_file()}
-
-
 # ------------------------------------------------------------ the manifest
 
 
@@ -227,8 +230,8 @@ def _identified(partial: Path, target: Target, drafter: Drafter, recipe: Recipe,
     if target.tokenizer is not None:
         target.tokenizer.save_pretrained(str(partial / TOKENIZER))
     _copy_adapter(target, partial / ADAPTER)
-    kept = {"tokenizer_files": file_digests(partial / TOKENIZER), "adapter_files": file_digests(partial / ADAPTER)}
-    files = file_digests(partial / DRAFTER)
+    kept = {"tokenizer_files": digest_files(partial / TOKENIZER), "adapter_files": digest_files(partial / ADAPTER)}
+    files = digest_files(partial / DRAFTER)
     return Manifest(
         schema_version=SCHEMA_VERSION,
         name=recipe.name,
@@ -238,7 +241,7 @@ def _identified(partial: Path, target: Target, drafter: Drafter, recipe: Recipe,
         drafter=DrafterRecord(type=drafter.name, files=files),
         recipe=digest_file(partial / RECIPE),
         calibration=None,
-        reports=file_digests(partial / REPORTS),
+        reports=digest_files(partial / REPORTS),
         plan=plan,
         measurements=Measurements(headline=[], suites={}, conditions={}, baseline=None),
         lineage=_lineage(parent, fingerprint),
@@ -250,7 +253,7 @@ def _identified(partial: Path, target: Target, drafter: Drafter, recipe: Recipe,
 def _completed(manifest: Manifest, partial: Path, measurements: Measurements) -> Manifest:
     """The sealed manifest, with what was measured and the files that came with it."""
     calibration = digest_file(partial / CALIBRATION) if measurements.baseline is not None else None
-    changes = {"measurements": measurements, "calibration": calibration, "reports": file_digests(partial / REPORTS)}
+    changes = {"measurements": measurements, "calibration": calibration, "reports": digest_files(partial / REPORTS)}
     return manifest.model_copy(update=changes).sealed()
 
 

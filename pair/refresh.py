@@ -19,9 +19,9 @@ from ..eval.suites import load_suites
 from ..heads import HEADS, Drafter, load_drafter
 from ..recipes import Recipe, load_recipe
 from ..target import BadInputError, Target
-from ..target.fingerprint import digest_json
+from ..target.fingerprint import digest_files, digest_json
 from .calibration import rendered
-from .new import file_digests, new_pair
+from .new import new_pair
 from .pair import Pair
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ def _trained(pair: Pair, recipe: Recipe, target: Target, console: Console | None
 def _measured(recipe: Recipe, target: Target, drafter: Drafter, drafter_folder: Path, console: Console | None) -> Path:
     """Measure the drafter beside the recipe's baselines; a finished measurement of the same thing is used again."""
     suites = load_suites(recipe.eval.suites, target.require_tokenizer(), recipe.eval.limit)
-    subject = [target.fingerprint().digest, file_digests(drafter_folder), recipe.eval.model_dump(), [s.digest for s in suites]]
+    subject = [target.fingerprint().digest, digest_files(drafter_folder), recipe.eval.model_dump(), [s.digest for s in suites]]
     folder = recipe.output_folder / "reports" / digest_json(subject)[:12]
     if not (folder / "report.json").exists():
         measure(target, contestants(target, drafter, recipe.eval), suites, recipe.eval, console=console).save(folder)

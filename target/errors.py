@@ -8,6 +8,11 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
+from huggingface_hub.errors import StrictDataclassError
+
+# What torch, transformers and peft raise at settings that make no sense. (Those of ours are among them.)
+LIBRARY_ERRORS = (ValueError, TypeError, RuntimeError, KeyError, StrictDataclassError)
+
 
 class OutriderError(Exception):
     """What the user can fix. The message says what was found, what was expected, and what to do."""
@@ -23,6 +28,12 @@ class IncompatibleError(OutriderError, ValueError):
     """Two things that do not fit together: tokenizer, vocabulary, taps (exit code 3)."""
 
     exit_code = 3
+
+
+def reason(error: Exception) -> str:
+    """What an error of a library says, in one line that is not too long: some list all that is known."""
+    said = f"{type(error).__name__}: {' '.join(str(error).split())}"
+    return said if len(said) <= 200 else said[:199] + "…"
 
 
 def refuse_unknown_keys(found: Iterable[str], known: Iterable[str], where: str) -> None:

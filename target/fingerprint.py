@@ -94,6 +94,11 @@ def digest_file(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def digest_files(folder: Path) -> dict[str, str]:
+    """SHA-256 of each file under `folder`, by its path in there."""
+    return {p.relative_to(folder).as_posix(): digest_file(p) for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
 def digest_tokenizer(tokenizer: Any) -> str:
     """Of what maps text to ids: the fast tokenizer's own serialisation, else vocabulary and special tokens."""
     if getattr(tokenizer, "is_fast", False):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,7 +30,7 @@ def sketch_causal_lm(name: str, dtype: str | torch.dtype = "auto", revision: str
     from transformers import AutoConfig, AutoModelForCausalLM
 
     try:
-        config: Any = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=trust_remote_code)
+        config: Any = AutoConfig.from_pretrained(os.path.expanduser(name), revision=revision, trust_remote_code=trust_remote_code)
     except Exception as error:
         what = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise BadInputError(

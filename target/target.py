@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import os
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from importlib import resources
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 from . import attention as attention_module
 from . import sharding as sharding_module
 from .cache import Nodes, RaggedCache, Shape
-from .errors import BadInputError, IncompatibleError
+from .errors import BadInputError, IncompatibleError, OutriderError
 from .footprint import Footprint, measure
 from .recurrent import KINDS as RECURRENT_KINDS
 from .recurrent import MODELS as RECURRENT_MODELS
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from .fingerprint import Fingerprint
 
 EMBEDDED = "embedded"
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 
 @dataclass
@@ -105,7 +107,8 @@ class Target:
 
         if attention == attention_module.NAME:
             attention_module.register()
-        name = str(embedded_path()) if str(path) == EMBEDDED else str(path)
+        path, adapter = os.path.expanduser(path), None if adapter is None else os.path.expanduser(adapter)
+        name = str(embedded_path()) if path == EMBEDDED else path
         model: Any = load_causal_lm(name, dtype, revision, trust_remote_code, attention)
         try:
             tokenizer = AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=trust_remote_code)
@@ -114,7 +117,7 @@ class Target:
         if adapter is not None:
             model = _merge_adapter(model, adapter)
         model.to(device or best_device()).eval().requires_grad_(False)
-        return cls(model, tokenizer, {"path": str(path), "revision": revision, "adapter": adapter and str(adapter)})
+        return cls(model, tokenizer, {"path": path, "revision": revision, "adapter": adapter})
 
     @classmethod
     def _load_sharded(cls, device: torch.device, *whole: Any) -> Target:
@@ -561,11 +564,15 @@ def _with_part(module: nn.Module, path: list[str], part: nn.Module) -> nn.Module
     return copied
 
 
+def is_local(name: str) -> bool:
+    """Whether `name` is a folder rather than an id of the Hub: it exists, or is not like org/name."""
+    return Path(name).expanduser().exists() or name.startswith((".", "/", "~")) or name.count("/") != 1
+
+
 def _check_folder(name: str) -> None:
-    folder = Path(name).expanduser()
-    looks_local = folder.exists() or name.startswith((".", "/", "~")) or name.count("/") != 1
-    if not looks_local:
+    if not is_local(name):
         return
+    folder = Path(name).expanduser()
     if not folder.is_dir():
         raise BadInputError(f"no target at {name!r}: the folder does not exist. Give a folder, a Hub id like 'org/name', or 'embedded'.")
     if not (folder / "config.json").exists():
@@ -586,24 +593,43 @@ def refuse_pickles(folder: Path) -> None:
     raise BadInputError(f"{folder}: no *.safetensors file with weights.")
 
 
-def _merge_adapter(model: Any, adapter: str | Path) -> Any:
+def _merge_adapter(model: Any, adapter: str) -> Any:
     """The model with the adapter in its weights.
 
     Its products are summed in fp64: rounded to the weights' own precision they are the same whatever library multiplies, and so is the target's fingerprint.
     """
     from peft import PeftModel
 
-    if Path(adapter).exists():
-        refuse_pickles(Path(adapter))
     try:
-        with_adapter = PeftModel.from_pretrained(model, str(adapter))
+        with_adapter = PeftModel.from_pretrained(model, str(_adapter_folder(adapter)))
         prefix: Any = with_adapter.base_model.prefix
         for name, parameter in with_adapter.named_parameters():
             if prefix in name:
                 parameter.data = parameter.data.double()
         return with_adapter.merge_and_unload()
+    except OutriderError:
+        raise
     except Exception as error:
-        raise BadInputError(f"the adapter at {str(adapter)!r} cannot be loaded: {error}") from error
+        raise BadInputError(f"the adapter at {adapter!r} cannot be loaded: {error}") from error
+
+
+def _adapter_folder(adapter: str) -> Path:
+    """Where the adapter is on this machine: its own folder, or the Hub's cache.
+
+    Raises:
+        BadInputError: its weights are in no safetensors file: peft would open a pickle.
+    """
+    from huggingface_hub import snapshot_download
+
+    folder = Path(adapter)
+    if not folder.exists():
+        folder = Path(snapshot_download(adapter, allow_patterns=[ADAPTER_CONFIG, ADAPTER_WEIGHTS]))
+    if not (folder / ADAPTER_WEIGHTS).is_file():
+        raise BadInputError(
+            f"the adapter at {adapter!r} has no {ADAPTER_WEIGHTS}: Outrider reads safetensors only, as a pickle (adapter_model.bin) can run code when loaded. "
+            "Convert it once, in a place you trust: load it there with peft, and save it anew."
+        )
+    return folder
 
 
 def _load_error(name: str, error: Exception) -> BadInputError:

@@ -7,12 +7,12 @@ from dataclasses import fields
 from typing import Any
 
 import torch
-from pydantic import ConfigDict, PydanticSchemaGenerationError, TypeAdapter, ValidationError
 from transformers import TrainingArguments
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 
 from ..recipes.schema import Recipe
 from ..target import BadInputError, refuse_unknown_keys
+from ..target.values import accepts, checked_value
 from . import muon
 
 # Fields that change a loss or a model which a drafter does not have. Off by default, and refused when switched on.
@@ -43,27 +43,9 @@ def check_training(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _checked(name: str, value: Any, hint: Any) -> Any:
-    expected = _in_words(hint)
-    if value is False and (_accepts(hint, IntervalStrategy) or _accepts(hint, SaveStrategy)):
+    if value is False and (accepts(hint, IntervalStrategy) or accepts(hint, SaveStrategy)):
         return "no"  # what YAML makes of a bare no
-    if isinstance(value, bool) and not _accepts(hint, bool):
-        raise BadInputError(f"training.{name}: expected {expected}, found {value!r}.")
-    try:
-        return TypeAdapter(hint, config=ConfigDict(arbitrary_types_allowed=True)).validate_python(value)
-    except PydanticSchemaGenerationError:
-        return value  # not a plain type: TrainingArguments judges it
-    except ValidationError:
-        raise BadInputError(f"training.{name}: expected {expected}, found {value!r}.") from None
-
-
-def _accepts(hint: Any, kind: type) -> bool:
-    return hint is Any or kind in (typing.get_args(hint) or (hint,))
-
-
-def _in_words(hint: Any) -> str:
-    names = {"float": "a number", "int": "an integer", "str": "text", "bool": "true or false", "dict": "a mapping", "list": "a list", "NoneType": "null"}
-    members = [getattr(typing.get_origin(m) or m, "__name__", str(m)) for m in (typing.get_args(hint) or (hint,))]
-    return " or ".join(dict.fromkeys(names.get(m, m) for m in members))
+    return checked_value(f"training.{name}", value, hint)
 
 
 def training_arguments(recipe: Recipe) -> TrainingArguments:

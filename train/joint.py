@@ -26,13 +26,13 @@ from ..heads import HEADS, Drafter, DrafterLoss, TargetBatch
 from ..heads.losses import Comparison, chunked_compare, divergence, own_precision
 from ..recipes import JointSpec
 from ..target import BadInputError, IncompatibleError, Target, refuse_unknown_keys
-from ..target.target import refuse_pickles
+from ..target.target import ADAPTER_WEIGHTS, refuse_pickles
 from .data import IGNORED, OnlineBatches
 
 if TYPE_CHECKING:
     from peft import LoraConfig
 
-ADAPTER, ADAPTER_WEIGHTS = "adapter", "adapter_model.safetensors"
+ADAPTER = "adapter"
 
 # Fields of LoraConfig that would train, move or rewrite more of the target than a LoRA, and what is said of them.
 _MEANINGLESS = {

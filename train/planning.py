@@ -22,7 +22,8 @@ from ..distill.prompts import count_rows
 from ..distill.responses import load_responses
 from ..heads import Drafter
 from ..recipes import Recipe
-from ..target import BadInputError, Target, embedded_path
+from ..target import BadInputError, OutriderError, Target, embedded_path
+from ..target.errors import LIBRARY_ERRORS, reason
 from ..target.sketch import sketch_causal_lm
 from ..target.target import EMBEDDED, decoder_layers
 from .arguments import training_arguments
@@ -188,10 +189,12 @@ def sketch_drafter(recipe: Recipe, target: Target) -> Drafter:
     values = recipe.drafter
     try:
         return _sketch(values, target)
-    except (RuntimeError, NotImplementedError) as error:
+    except OutriderError:
+        raise
+    except LIBRARY_ERRORS as error:
         if values.get("init") != "random" and "random" in check_drafter(values).config_class.init_words:
-            return _sketch({k: v for k, v in values.items() if k != "prune"} | {"init": "random"}, target)
-        raise BadInputError(f"a {values.get('type')} drafter of these settings cannot be planned from configs alone: {str(error).splitlines()[0]}") from error
+            return sketch_drafter(recipe.model_copy(update={"drafter": {k: v for k, v in values.items() if k != "prune"} | {"init": "random"}}), target)
+        raise BadInputError(f"a {values.get('type')} drafter of these settings cannot be planned from configs alone: {reason(error)}") from error
 
 
 def _sketch(values: dict[str, Any], target: Target) -> Drafter:

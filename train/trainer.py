@@ -25,6 +25,7 @@ from transformers import TrainingArguments, set_seed
 from ..heads import Drafter
 from ..recipes import Recipe
 from ..target import BadInputError, Target
+from ..target.fingerprint import digest_files
 from . import checkpoints, provenance
 from .arguments import training_arguments
 from .budget import check_same_budget, follow_clock, saved_clock
@@ -33,7 +34,7 @@ from .joint import ADAPTER, Adapter, Joint, JointBatches, adapted, check_joint
 from .launch import check_launch, check_sharding, main_first
 from .loop import DrafterTrainer
 from .onpolicy import OnPolicy, check_writes
-from .warmstart import check_drafter, make_drafter
+from .warmstart import check_drafter, check_makes, make_drafter
 
 if TYPE_CHECKING:
     import datasets
@@ -105,7 +106,9 @@ def train(
     start = _starting_point(recipe, args, resume, seconds)
     target = _frozen(target or Target.load(**recipe.target.model_dump(), device=args.device), args.device)
     with adapted(target, recipe.joint, args.seed):
-        pass  # a LoRA that does not fit this target is refused before the target answers anything
+        pass  # a LoRA that does not fit this target is refused before the target answers anything, and so is a drafter
+    if drafter is None:
+        check_makes(recipe.drafter, target)
     data = main_first(args, recipe.output_folder, lambda: _distilled(recipe, target, console), target)
     with adapted(target, recipe.joint, args.seed) as adapter:
         trainer = _trainer(recipe, args, target, drafter, data, console, seconds, adapter)
@@ -259,5 +262,6 @@ class _Run:
                 **({} if budget is None else {"budget": budget.clock.seconds, "spent": round(budget.clock.spent, 2)}),
             },
             "metrics": metrics,
+            **({} if joint is None else {"adapter": {"files": digest_files(folder.with_name(ADAPTER))}}),
         }
         provenance.write_provenance(self.recipe.output_folder, self.trainer.batches.target, self.data, facts)

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from ..heads import Drafter, DrafterConfig, drafter_config, head_class, load_drafter
 from ..heads.base import CONFIG, read_config
-from ..target import BadInputError, Target
+from ..target import BadInputError, OutriderError, Target
+from ..target.errors import LIBRARY_ERRORS, reason
 
 # Settings of the training or of measurement, which leave the weights' names and shapes alone. Any other setting must agree
 # with the saved drafter; where its first weights once came from no longer matters.
@@ -53,6 +54,20 @@ def make_drafter(values: dict[str, Any], target: Target, token_counts: Callable[
     given = {k: v for k, v in values.items() if k not in ("init", "type")}
     _apply(drafter, given, target)
     return drafter
+
+
+def check_makes(values: dict[str, Any], target: Target) -> None:
+    """Make the drafter of a `drafter:` section once, as if every token were as frequent, and throw it away: what cannot be made for this target needs no data.
+
+    Raises:
+        BadInputError, IncompatibleError: see `make_drafter`; or a library refuses its settings.
+    """
+    try:
+        make_drafter(values, target, lambda: torch.zeros(target.vocab_size, dtype=torch.long)).check(target)
+    except (OutriderError, torch.OutOfMemoryError):
+        raise
+    except LIBRARY_ERRORS as error:
+        raise BadInputError(f"drafter: such a one cannot be made for this target ({reason(error)}).") from error
 
 
 def _is_warm(values: dict[str, Any]) -> bool:

@@ -424,12 +424,52 @@ def test_configs_are_made_by_name():
     [
         ({}, "'type' is missing; known types: " + KNOWN),
         ({"type": "eagle"}, "unknown drafter type 'eagle'"),
+        ({"type": ["eagle3"]}, r"unknown drafter type \['eagle3'\]"),
         ({"type": "ngram", "max_macth": 2}, "unknown key 'max_macth'; did you mean 'max_match'"),
     ],
 )
 def test_configs_that_make_no_sense_are_refused(values, message):
     with pytest.raises(BadInputError, match=message):
         drafter_config(values)
-    if "type" in values and values["type"] not in HEADS:
+    if "type" in values and values["type"] not in list(HEADS):
         with pytest.raises(BadInputError, match=f"known: {KNOWN}"):
             head_class(values["type"])
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"type": "self_speculative", "exit_layer": "3.5"}, r"drafter\.exit_layer: expected an integer, found '3\.5'\."),
+        ({"type": "self_speculative", "num_blocks": 1.5}, r"drafter\.num_blocks: expected an integer, found 1\.5\."),
+        ({"type": "self_speculative", "num_blocks": True}, r"drafter\.num_blocks: expected an integer, found True\."),
+        ({"type": "self_speculative", "intermediate_size": -3}, r"drafter\.intermediate_size: expected 0 or more, found -3\."),
+        ({"type": "mtp", "draft_vocab_size": -5}, r"drafter\.draft_vocab_size: expected 0 or more, found -5\."),
+        ({"type": "mtp", "init": "native", "path": 5}, r"drafter\.path: expected text or null, found 5\."),
+        ({"type": "mtp", "layer": "wide"}, r"drafter\.layer: expected a mapping, found 'wide'\."),
+        ({"type": "eagle3", "taps": [1, True, 2]}, r"drafter\.taps: expected a list of integers, found \[1, True, 2\]\."),
+        ({"type": "eagle1", "loss": {"tv": True}}, r"drafter\.loss: expected text or a mapping of numbers, found \{'tv': True\}\."),
+        ({"type": "eagle3", "decay": float("nan")}, r"drafter\.decay: expected 0 or more, found nan\."),
+        ({"type": "fusion", "model": None}, r"drafter\.model: expected text, found None\."),
+        ({"type": "lookahead", "window": 2.5}, r"drafter\.window: expected an integer, found 2\.5\."),
+        ({"type": "lookahead", "shared": "perhaps"}, r"drafter\.shared: expected true or false, found 'perhaps'\."),
+    ],
+    ids=str,
+)
+def test_a_setting_of_another_type_is_refused_by_its_name(values, message):
+    with pytest.raises(BadInputError, match=f"^{message}$"):
+        drafter_config(values)
+
+
+def test_a_setting_that_is_clear_is_taken_as_what_its_field_is():
+    """As YAML gives them: `3e-1` is text there."""
+    _, config = drafter_config({"type": "eagle3", "decay": "3e-1", "steps": 2.0, "taps": ["1", 2, 3], "norm_taps": "no"})
+    assert (config.decay, config.steps, config.taps, config.norm_taps) == (0.3, 2, (1, 2, 3), False)
+    assert [type(v) for v in (config.decay, config.steps, config.norm_taps)] == [float, int, bool]
+
+
+def test_a_saved_config_is_checked_like_a_recipe(target, tmp_path):
+    SelfSpeculative.build(SelfSpeculativeConfig(), target).save(tmp_path)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"exit_layer": "deep"}))
+    with pytest.raises(BadInputError, match=r"config\.json: drafter\.exit_layer: expected an integer, found 'deep'\."):
+        load_drafter(tmp_path)

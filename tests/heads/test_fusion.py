@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from outrider.decode import Decoder, Plan, Sampling
+from outrider.decode.drafting import Chooser
+from outrider.decode.sampling import Processors
 from outrider.heads import (
     Drafter,
     DraftModel,
@@ -101,6 +103,54 @@ def test_a_row_alone_needs_no_model_where_something_was_found(target, model, mon
 def test_a_match_that_is_too_short_or_promises_too_little_is_left_to_the_model(target, model, config):
     fusion = Fusion(Suffix(SuffixConfig(**config)), model)
     assert drafted(fusion, opened(fusion, target, [REPEATED]), [1]) == drafted(model, opened(model, target, [REPEATED]), [1])
+
+
+# ------------------------------------------------------------ what the chooser knows
+
+
+def chooser(texts: list[list[int]], sampling: Sampling, confidence: float = 0.0) -> Chooser:
+    """As the decoder's in a round behind `texts`, roots included."""
+    rows, width = len(texts), max(map(len, texts))
+    processors = Processors(sampling, VOCAB, (), torch.device("cpu"))
+    context = processors.start(torch.tensor([t + [0] * (width - len(t)) for t in texts]), torch.tensor([len(t) for t in texts]))
+    if processors.idle:
+        processors = context = None
+    return Chooser("candidates", sampling, 0, VOCAB, torch.arange(rows), torch.full((rows,), 9), processors, context, confidence=confidence)
+
+
+@torch.inference_mode()
+def test_behind_a_found_token_the_model_drafts_as_if_it_were_its_own_choice(target, model):
+    """Under processors, too: a penalty, or a bad word, asks which tokens were drafted before. Here the model's own choices and the found ones differ."""
+    fusion = Fusion(Suffix(SuffixConfig(min_match=4, factor=1 / 3)), model)
+    texts, roots, found = [REPEATED, FRESH], [1, 40], [2, 3, 4]
+    state = opened(model, target, [REPEATED])
+    logits = model.begin(state, torch.tensor([1]))
+    for token in found:
+        assert int(best(logits, model.output_ids)) != token, "or nothing is shown"
+        logits = model.extend(state, torch.tensor([[token]]))[:, 0]
+    plain = int(best(logits, model.output_ids))
+    for sampling in (Sampling(repetition_penalty=1000.0), Sampling(bad_words=((4, plain),))):
+        processors = Processors(sampling, VOCAB, (), torch.device("cpu"))
+        behind = [*REPEATED, 1, *found]
+        context = processors.start(torch.tensor([behind]), torch.tensor([len(behind)]))
+        ids = torch.arange(VOCAB) if model.output_ids is None else model.output_ids
+        whole = torch.full((1, VOCAB), float("-inf")).index_copy(1, ids, logits)
+        expected = int(processors(whole[:, None], context)[0, 0].argmax())
+        picks = chooser([[*t, r] for t, r in zip(texts, roots, strict=True)], sampling)
+        proposal = fusion.propose(opened(fusion, target, texts), torch.tensor(roots), 4, picks)
+        assert proposal.tokens[0].tolist() == [*found, expected]
+        assert picks.context is not None
+        assert picks.context.recent[0, 0].tolist() == [*behind, expected][len(behind) + 1 - picks.context.recent.shape[2] :]
+
+
+@torch.inference_mode()
+def test_a_found_token_is_not_doubted_by_the_model(target, model):
+    """Confidence ends a chain behind a token to which the model that chose it gives too little: that is none of the found ones."""
+    fusion = Fusion(Suffix(SuffixConfig(min_match=4, factor=1 / 3)), model)
+    picks = chooser([[*REPEATED, 1], [*FRESH, 40]], Sampling(), confidence=0.99)
+    fusion.propose(opened(fusion, target, [REPEATED, FRESH]), torch.tensor([1, 40]), 5, picks)
+    assert picks.lengths is not None
+    assert picks.lengths.tolist() == [4, 1], "three were found, and each row's first of the model's own is uncertain"
 
 
 # ------------------------------------------------------------ the model's state

@@ -17,6 +17,7 @@ from torch import Tensor
 from outrider.decode import Decoder, Plan, Sampling
 from outrider.heads import Drafter, Mtp, MtpConfig, TargetBatch, load_drafter
 from outrider.heads.losses import DIVERGENCES
+from outrider.heads.mtp import plain_body
 from outrider.heads.mtp_native import main, save_native
 from outrider.target import BadInputError, Counts, IncompatibleError, PeakBytes, Target
 from outrider.train.warmstart import make_drafter
@@ -488,9 +489,34 @@ def test_what_cannot_be_made_is_refused(target):
         ({"hidden_size": 16}, "hidden_size 16 differs from the target's 32"),
         ({"draft_vocab_size": 65}, "65 exceeds the target's vocabulary of 64"),
         ({"layer": {"intermediate": 3}}, "unknown key 'intermediate'; did you mean 'intermediate_size'"),
+        ({"layer": {"num_attention_heads": 5}}, r"drafter\.layer: .*hidden size \(32\) is not a multiple of the number of attention heads \(5\)"),
+        ({"layer": {"intermediate_size": "x"}}, r"drafter\.layer: .*expected int, got str"),
+        ({"layer": {"hidden_size": 16}}, "a layer of hidden_size 16 does not fit the target's 32"),
     ):
         with pytest.raises(BadInputError, match=message):
             made(target, **changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"intermediate_size": -4}, r"cannot make a layer of a 'llama' model \(RuntimeError: .*negative dimension -4"),
+        ({"hidden_act": "x"}, r"cannot make a layer of a 'llama' model \(KeyError: 'x'\)"),
+        ({"model_type": "alpaca"}, r"cannot make a layer of a 'alpaca' model .{,210}\)\.$"),
+        ({"model_type": None}, "names no model_type"),
+    ],
+)
+def test_a_layer_that_the_library_cannot_make_is_refused_with_its_reason(target, changes, message):
+    config = made(target).config
+    with pytest.raises(IncompatibleError, match=message):
+        plain_body(config.layer | changes)
+
+
+def test_a_saved_layer_does_not_choose_the_code_that_runs_it(target):
+    """An attention of the Hub's would be downloaded and run."""
+    config = made(target).config
+    for name in ("attn_implementation", "_attn_implementation", "experts_implementation"):
+        assert plain_body(config.layer | {name: "someone/kernels"}).config._attn_implementation == "sdpa"
 
 
 def test_one_module_per_depth_drafts_no_deeper(target):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -53,6 +54,21 @@ def test_the_recorded_source_is_loaded_in_the_recorded_dtype(make_pair: Callable
     target, _, _ = pair.open()
     assert target.dtype == torch.bfloat16
     assert target.fingerprint() == pair.fingerprint()
+
+
+@pytest.mark.parametrize(("base", "kept"), [("org/base", "org/base"), ("/home/me/models/base", None), ("~/base", None), ("models", None), (None, None)])
+def test_the_kept_adapter_names_no_folder_of_the_machine_it_came_from(
+    make_pair: Callable[..., Pair], make_target: Callable[..., Target], tmp_path: Path, base: str | None, kept: str | None
+) -> None:
+    made, adapter = make_target(), tmp_path / "lora"
+    adapter.mkdir()
+    (adapter / "adapter_model.safetensors").write_bytes(b"weights")
+    (adapter / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": base, "r": 4}))
+    pair = make_pair("ngram", target=Target(made.model, made.tokenizer, {"path": "org/base", "adapter": str(adapter)}))
+    copied = pair.folder / "adapter"
+    assert json.loads((copied / "adapter_config.json").read_text()) == {"base_model_name_or_path": kept, "r": 4}
+    assert (copied / "adapter_model.safetensors").read_bytes() == b"weights"
+    assert verify(pair.folder) == []
 
 
 def test_a_target_from_memory_must_be_given_again(make_pair: Callable[..., Pair]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import shutil
 from pathlib import Path
 
 import pytest
@@ -184,6 +185,56 @@ def test_an_adapter_is_merged_on_loading(tiny_target, saved, tmp_path):
     assert any("weights" in line for line in loaded.fingerprint().differences(tiny_target.fingerprint()))
     with pytest.raises(BadInputError, match=r"adapter at .* cannot be loaded"):
         Target.load(saved, adapter=tmp_path / "nothing", device="cpu")
+
+
+@pytest.fixture
+def adapter(tiny_target, tmp_path):
+    """The folder of a LoRA."""
+    import copy
+
+    from peft import LoraConfig, get_peft_model
+
+    get_peft_model(copy.deepcopy(tiny_target.model), LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)).save_pretrained(tmp_path / "lora")
+    return tmp_path / "lora"
+
+
+@pytest.fixture
+def cached(adapter, tmp_path, monkeypatch):
+    """The same LoRA as someone/lora in a cache of the Hub's, without a connection: the folder that it lies in."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    repository = tmp_path / "hub" / "models--someone--lora"
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text("f" * 40)
+    return shutil.copytree(adapter, repository / "snapshots" / ("f" * 40))
+
+
+def test_an_adapter_of_the_hub_is_read_from_its_cache(adapter, cached, saved):
+    ours, theirs = (Target.load(saved, adapter=a, device="cpu") for a in (adapter, "someone/lora"))
+    assert ours.fingerprint() == theirs.fingerprint()
+    assert theirs.source["adapter"] == "someone/lora"
+    with pytest.raises(BadInputError, match="adapter at 'someone/else' cannot be loaded"):
+        Target.load(saved, adapter="someone/else", device="cpu")
+
+
+def test_a_pickled_adapter_is_refused_and_never_opened(adapter, cached, saved, tmp_path, monkeypatch):
+    """Of a folder and of the Hub, where peft would take it; a safetensors file of another name beside it changes nothing."""
+
+    def never(*_, **__):
+        raise AssertionError("a pickle was opened")
+
+    monkeypatch.setattr(torch, "load", never)
+    for folder, name in ((adapter, adapter), (cached, "someone/lora")):
+        (folder / "adapter_model.safetensors").rename(folder / "other.safetensors")
+        (folder / "adapter_model.bin").write_bytes(b"")
+        with pytest.raises(BadInputError, match=r"has no adapter_model\.safetensors: Outrider reads safetensors only"):
+            Target.load(saved, adapter=name, device="cpu")
+
+
+def test_a_home_folder_may_be_written_as_a_tilde(adapter, saved, monkeypatch):
+    monkeypatch.setenv("HOME", str(saved.parent))
+    loaded = Target.load(f"~/{saved.name}", adapter=f"~/{saved.name}/lora", device="cpu")
+    assert loaded.source == {"path": str(saved), "revision": None, "adapter": str(adapter)}, "so that the same is found under another name"
 
 
 @pytest.mark.parametrize(

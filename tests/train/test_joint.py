@@ -20,6 +20,7 @@ from outrider.pair.refresh import refresh_recipe
 from outrider.recipes import JointSpec, Recipe
 from outrider.scripts.subject import load_target
 from outrider.target import BadInputError, IncompatibleError, Target
+from outrider.target.fingerprint import digest_file
 from outrider.train import TrainResult, train
 from outrider.train.compare import check_comparable
 from outrider.train.joint import Adapter, Joint, JointBatches, adapted
@@ -261,6 +262,12 @@ def test_decoding_is_lossless_for_the_adapted_target_and_a_pair_keeps_it(recipe:
     result = train(made)
     plain, target = Target.load(stored, device="cpu"), load_target(made)
     assert target.fingerprint().differences(plain.fingerprint()), "it says something else"
+    kept = json.loads((made.output_folder / "provenance.json").read_text())
+    assert kept["target"]["digest"] == plain.fingerprint().digest
+    trained = made.output_folder / "adapter"
+    assert kept["adapter"]["files"]["adapter_model.safetensors"] == digest_file(trained / "adapter_model.safetensors")
+    assert kept["adapter"]["files"].keys() == {f.name for f in trained.iterdir()}
+    assert stored in (trained / "adapter_config.json").read_text(), "peft notes where the base was"
     drafter, prompts = load_drafter(result.drafter_folder, target), [[5, 9, 2, 40], [7, 7]]
     expected = [target.model.generate(torch.tensor([p]), max_new_tokens=16, do_sample=False)[0, len(p) :].tolist() for p in prompts]
     assert Decoder(target, drafter).generate(prompts, 16, plan=Plan(3)).tokens == expected
@@ -270,6 +277,8 @@ def test_decoding_is_lossless_for_the_adapted_target_and_a_pair_keeps_it(recipe:
     without = new_pair(tmp_path / "without", plain, result.drafter_folder, made, calibration=[])
     assert pair.digest != without.digest
     assert pair.fingerprint() == target.fingerprint()
+    assert stored not in (pair.folder / "adapter" / "adapter_config.json").read_text(), "which is nobody else's folder"
+    assert pair.manifest.target.adapter_files["adapter_model.safetensors"] == kept["adapter"]["files"]["adapter_model.safetensors"]
     assert not (without.folder / "adapter").exists()
     assert "adapter_files" not in (without.folder / "pair.json").read_text()
     shutil.rmtree(made.output_folder)

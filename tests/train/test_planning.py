@@ -126,6 +126,11 @@ def test_a_config_out_of_reach_says_what_to_do(recipe: MakeRecipe) -> None:
         plan(made)
 
 
+def test_a_drafter_that_cannot_be_made_says_why(recipe: MakeRecipe) -> None:
+    with pytest.raises(BadInputError, match=r"cannot be planned from configs alone: .* is not a multiple of the number of attention heads"):
+        plan(recipe().model_copy(update={"drafter": {"type": "eagle3", "num_attention_heads": 7}}))
+
+
 def test_a_number_of_prompts_that_nobody_knows_is_asked_for(recipe: MakeRecipe) -> None:
     made = recipe(data={"prompts": ["org/set"], "responses": None})
     with pytest.raises(BadInputError, match=r"set data.limit, or say it with --rows"):

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from outrider.heads import Eagle3, Ngram, drafter_config, load_drafter
 from outrider.recipes import Recipe
-from outrider.target import BadInputError, Target
+from outrider.target import BadInputError, IncompatibleError, Target
 from outrider.train import TrainResult, train
 
 MakeRecipe = Callable[..., Recipe]
@@ -243,3 +243,28 @@ def test_wandb_gets_the_metrics_offline(recipe: MakeRecipe, target: Target, tmp_
     while missing := {name for name in wanted if name not in file.read_bytes()}:  # its own process writes it
         assert time.monotonic() < patience, missing
         time.sleep(0.2)
+
+
+@pytest.mark.parametrize(
+    ("drafter", "message"),
+    [
+        (EAGLE3 | {"num_attention_heads": 5}, r"drafter: such a one cannot be made .*hidden size \(\d+\) is not a multiple of the number of attention heads"),
+        (EAGLE3 | {"rope_parameters": {"rope_type": "x"}}, r"drafter: such a one cannot be made .*KeyError: 'x'"),
+        (EAGLE3 | {"taps": [1, 99]}, r"reads hidden_states\[99\]"),
+        ({"type": "draft_model", "model": {"intermediate_size": -5}}, r"drafter: such a one cannot be made .*negative dimension -5"),
+        ({"type": "draft_model", "path": "nowhere/at-all/there"}, "no target at"),
+        ({"type": "mtp", "layer": {"hidden_size": 16}}, "a layer of hidden_size 16 does not fit"),
+        ({"type": "mtp", "init": "native"}, "was not loaded from a checkpoint"),
+        ({"type": "medusa", "draft_vocab_size": 1_000_000}, "exceeds"),
+    ],
+    ids=str,
+)
+def test_a_drafter_that_cannot_be_made_is_refused_before_the_target_answers(
+    recipe: MakeRecipe, target: Target, drafter: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def never(*_: Any) -> None:
+        raise AssertionError("the target was asked")
+
+    monkeypatch.setattr("outrider.train.trainer._distilled", never)
+    with pytest.raises((BadInputError, IncompatibleError), match=message):
+        train(recipe(drafter=drafter), target)

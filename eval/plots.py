@@ -188,21 +188,17 @@ def shares_by_size(lines: Mapping[str, Sequence[tuple[int, Interval]]], title: s
 
 
 def standalone(svg: str) -> str:
-    """A plot as a file of its own: with the colours that a report's page would give it, light or dark."""
-    light = {"page": "#fdfdfc", "ink": "#1c1e21", "soft": "#585d66", "grid": "#e8eaee"}
-    dark = {"page": "#15171a", "ink": "#e7e9ec", "soft": "#a3a9b3", "grid": "#2a2e35"}
-    fills = dict(zip((f"c{i}" for i in range(6)), ("#1f5fae", "#b4530a", "#1d7a57", "#7a3fb0", "#a8265f", "#6b6a12"), strict=True))
-    bright = dict(zip(fills, ("#6ea8ef", "#f0a05a", "#5fc79d", "#bf94ee", "#f08bb4", "#cfcb5e"), strict=True))
-
-    def variables(values: dict[str, str]) -> str:
-        return "svg{" + "".join(f"--{name}:{value};" for name, value in values.items()) + "}"
-
-    rules = "svg{background:var(--page)} text{font:12px system-ui,sans-serif;fill:var(--ink)} .tick,.axis{fill:var(--soft)}"
-    rules += " .grid{stroke:var(--grid)} .base{stroke:var(--soft)} .reference{stroke:var(--ink);stroke-dasharray:4 3}"
-    rules += " .spread{stroke-width:1.6;opacity:.75} .curve{fill:none;stroke-width:2}"
-    rules += "".join(f" .{c}{{stroke:var(--{c})}} .fill.{c}{{fill:var(--{c});stroke:none}}" for c in fills)
-    style = f"{variables(light | fills)} @media (prefers-color-scheme: dark){{{variables(dark | bright)}}} {rules}"
+    """A plot as a file of its own: with the colours that a report's page would give it, light or dark. (Without variables: some viewers know none.)"""
+    light = _rules("#fdfdfc", "#1c1e21", "#585d66", "#e8eaee", ("#1f5fae", "#b4530a", "#1d7a57", "#7a3fb0", "#a8265f", "#6b6a12"))
+    dark = _rules("#15171a", "#e7e9ec", "#a3a9b3", "#2a2e35", ("#6ea8ef", "#f0a05a", "#5fc79d", "#bf94ee", "#f08bb4", "#cfcb5e"))
+    shapes = "text{font:12px system-ui,sans-serif} .reference{stroke-dasharray:4 3} .spread{stroke-width:1.6;opacity:.75} .curve{fill:none;stroke-width:2}"
+    style = f"{light} {shapes} @media (prefers-color-scheme: dark){{{dark}}}"
     return svg.replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" ', 1).replace("<title>", f"<style>{style}</style><title>", 1) + "\n"
+
+
+def _rules(page: str, ink: str, soft: str, grid: str, contestants: Sequence[str]) -> str:
+    rules = f"svg{{background:{page}}} text{{fill:{ink}}} .tick,.axis{{fill:{soft}}} .grid{{stroke:{grid}}} .base{{stroke:{soft}}} .reference{{stroke:{ink}}}"
+    return rules + "".join(f" .c{i}{{stroke:{colour}}} .fill.c{i}{{fill:{colour};stroke:none}}" for i, colour in enumerate(contestants))
 
 
 def legend(report: Report) -> list[tuple[str, str]]:

@@ -11,20 +11,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from ..target import BadInputError, Counts, IncompatibleError, Target
-from .base import Drafter, DrafterConfig, DrafterLoss, Sum, TargetBatch, most_frequent
-from .losses import LossName, acceptance_metrics, ahead, chunked_compare, divergence
-
-M = TypeVar("M", bound="Medusa")
+from .base import DrafterLoss, TargetBatch
+from .head_drafter import HeadConfig, HeadDrafter, metrics_by_depth
+from .losses import LossName, chunked_compare, divergence
 
 
 @dataclass
-class MedusaConfig(DrafterConfig):
+class MedusaConfig(HeadConfig):
     """Settings of Medusa's heads; zeros mean "as the target".
 
     Attributes:
@@ -52,16 +50,6 @@ class MedusaConfig(DrafterConfig):
         for name in ("num_heads", "num_layers"):
             if getattr(self, name) < 1:
                 raise BadInputError(f"drafter: {name} must be at least 1, got {getattr(self, name)}.")
-
-    def completed(self, target: Target) -> MedusaConfig:
-        """This config with every open size taken from `target`."""
-        sizes = {
-            "draft_vocab_size": self.draft_vocab_size or target.vocab_size,
-            "hidden_size": self.hidden_size or target.hidden_size,
-            "vocab_size": self.vocab_size or target.vocab_size,
-            "target_layers": self.target_layers or target.num_layers,
-        }
-        return type(self)(**(self.to_dict() | sizes))
 
 
 class Block(nn.Module):
@@ -106,79 +94,33 @@ class State:
     depths: Tensor | None = None  # of the root and of each node of a tree, [B, 1 + n]; None in a chain
 
 
-class Medusa(Drafter):
+class Medusa(HeadDrafter):
     """Medusa's heads."""
 
     name = "medusa"
     config_class = MedusaConfig
     trains_target = True
     config: MedusaConfig
-    token_ids: Tensor  # [V']
 
     def __init__(self, config: MedusaConfig):
         super().__init__(config)
         self.heads = nn.ModuleList(Head(config, self._conditions(k)) for k in range(config.num_heads))
-        # Target id of each draft token, ascending.
-        self.register_buffer("token_ids", torch.arange(config.draft_vocab_size))
 
     def _conditions(self, index: int) -> int:
         """How many vectors the head at `index`, counted from 0, reads beside the hidden state."""
         return 0
 
     @property
-    def taps(self) -> tuple[int, ...]:
-        return (self.config.target_layers,)
-
-    @property
-    def output_ids(self) -> Tensor | None:
-        return None if self.config.draft_vocab_size == self.config.vocab_size else self.token_ids
-
-    @property
     def max_depth(self) -> int:
         return self.config.num_heads
 
-    # ------------------------------------------------------------ making
-
-    @classmethod
-    def build(cls: type[M], config: DrafterConfig, target: Target, token_counts: Tensor | None = None) -> M:
-        assert isinstance(config, MedusaConfig)
-        config = config.completed(target)
-        for name, given, theirs in (
-            ("hidden_size", config.hidden_size, target.hidden_size),
-            ("vocab_size", config.vocab_size, target.vocab_size),
-            ("target_layers", config.target_layers, target.num_layers),
-        ):
-            if given != theirs:
-                raise BadInputError(f"{cls.name}: {name} {given} differs from the target's {theirs}; leave it out.")
-        if config.draft_vocab_size > target.vocab_size:
-            raise BadInputError(f"{cls.name}: draft_vocab_size {config.draft_vocab_size} exceeds the target's vocabulary of {target.vocab_size}.")
-        drafter = cls(config)
-        if config.draft_vocab_size < config.vocab_size:
-            drafter.token_ids.copy_(most_frequent(token_counts, config.draft_vocab_size, cls.name))
-        drafter._copy_output(target)
-        return drafter
-
-    @torch.no_grad()
-    def _copy_output(self, target: Target) -> None:
-        output = target.model.get_output_embeddings()
-        if output.bias is not None and not self.config.share_lm_head:
-            raise IncompatibleError(f"{self.name}: this target's output embedding has a bias, which copies of it lack; set share_lm_head.")
-        for own in self._own_outputs():
-            own.weight.copy_(output.weight[self.token_ids.to(output.weight.device)])
-
     def _own_outputs(self) -> list[nn.Linear]:
-        """Output embeddings that are trained; [] if the target's is used."""
         return [own for k in range(self.config.num_heads) if (own := self.head(k).lm_head) is not None]
 
-    def check(self, target: Target) -> None:
-        super().check(target)
-        for name, own, theirs in (
-            ("hidden size", self.config.hidden_size, target.hidden_size),
-            ("vocabulary", self.config.vocab_size, target.vocab_size),
-            ("number of layers", self.config.target_layers, target.num_layers),
-        ):
-            if own != theirs:
-                raise IncompatibleError(f"this {self.name} drafter was made for a {name} of {own}, the target's is {theirs}.")
+    def _copy_output(self, target: Target) -> None:
+        if not self.config.share_lm_head and target.model.get_output_embeddings().bias is not None:
+            raise IncompatibleError(f"{self.name}: this target's output embedding has a bias, which copies of it lack; set share_lm_head.")
+        super()._copy_output(target)
 
     def head(self, index: int) -> Head:
         """Counted from 0: predicts the token `index` + 2 places behind the hidden state it reads."""
@@ -206,13 +148,7 @@ class Medusa(Drafter):
             divergence(self.config.loss), self.output_ids, decay[:, None] * here, following=batch.tokens[rows, places],
             parameters=[own.weight for own in self._own_outputs()],
         )  # fmt: skip
-        metrics: dict[str, Sum] = {}
-        alphas, measured = [], []
-        for k in range(count):
-            metrics |= {f"{name}_d{k + 1}": (values[k][here[k]].sum(), here[k].sum()) for name, values in (("loss", result.loss), ("top1", result.top1))}
-            alphas.append(ahead(torch.zeros(wanted.shape, device=wanted.device).masked_scatter(wanted, result.alpha[k]), k))
-            measured.append(ahead(torch.zeros_like(wanted).masked_scatter(wanted, here[k]), k))
-        return DrafterLoss(result.total, wanted.sum(), metrics | acceptance_metrics(alphas, measured))
+        return DrafterLoss(result.total, wanted.sum(), metrics_by_depth(result, wanted, here))
 
     def outputs(self, batch: TargetBatch, rows: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
         """Of each head for the tokens at `places` `[P]` of `rows` `[P]`, which it predicts: `[K, P, H]`; and which of them it can, `[K, P]`."""

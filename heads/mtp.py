@@ -23,7 +23,7 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -32,12 +32,13 @@ from transformers import AutoConfig, AutoModel, DynamicCache
 from ..target import BadInputError, Counts, IncompatibleError, Nodes, RaggedCache, Target, refuse_unknown_keys
 from ..target.errors import LIBRARY_ERRORS, reason
 from ..target.sketch import sketching
-from .base import Branches, Drafter, DrafterConfig, DrafterLoss, Sum, TargetBatch, joined, most_frequent
-from .losses import LossName, acceptance_metrics, ahead, chunked_compare, divergence
+from .base import Branches, DrafterConfig, DrafterLoss, TargetBatch, joined
+from .head_drafter import HeadConfig, HeadDrafter, metrics_by_depth
+from .losses import LossName, chunked_compare, divergence
 
 
 @dataclass
-class MtpConfig(DrafterConfig):
+class MtpConfig(HeadConfig):
     """Settings of MTP modules; zeros mean "as the target".
 
     Attributes:
@@ -87,16 +88,8 @@ class MtpConfig(DrafterConfig):
         if self.path is not None and self.init != "native":
             raise BadInputError("mtp: only init native starts from a path; leave out path, or set init to native.")
 
-    def completed(self, target: Target) -> MtpConfig:
-        """This config with every open size taken from `target`."""
-        sizes = {
-            "draft_vocab_size": self.draft_vocab_size or target.vocab_size,
-            "layer": self.layer if "model_type" in self.layer else _layer_values(target, self.layer),
-            "hidden_size": self.hidden_size or target.hidden_size,
-            "vocab_size": self.vocab_size or target.vocab_size,
-            "target_layers": self.target_layers or target.num_layers,
-        }
-        return MtpConfig(**(self.to_dict() | sizes))
+    def sizes(self, target: Target) -> dict[str, Any]:
+        return super().sizes(target) | {"layer": self.layer if "model_type" in self.layer else _layer_values(target, self.layer)}
 
     @property
     def num_outputs(self) -> int:
@@ -208,67 +201,31 @@ def _at(x: Tensor, index: Tensor) -> Tensor:
     return x.gather(1, index[:, :, None].expand(len(x), -1, x.shape[2]))
 
 
-class Mtp(Drafter):
+class Mtp(HeadDrafter):
     """MTP modules. Embeddings and the output embedding are the target's."""
 
     name = "mtp"
     config_class = MtpConfig
     config: MtpConfig
-    token_ids: Tensor  # [V']
 
     def __init__(self, config: MtpConfig):
         super().__init__(config)
         self.parts = nn.ModuleList(Module(config) for _ in range(config.depth))
-        # Target id of each draft token, ascending.
-        self.register_buffer("token_ids", torch.arange(config.draft_vocab_size))
-
-    @property
-    def taps(self) -> tuple[int, ...]:
-        return (self.config.target_layers,)
-
-    @property
-    def output_ids(self) -> Tensor | None:
-        return None if self.config.draft_vocab_size == self.config.vocab_size else self.token_ids
 
     @property
     def max_depth(self) -> int | None:
         return None if self.config.recursive else self.config.depth
 
-    # ------------------------------------------------------------ making
-
     @classmethod
-    def build(cls, config: DrafterConfig, target: Target, token_counts: Tensor | None = None) -> Mtp:
-        assert isinstance(config, MtpConfig)
-        config = config.completed(target)
-        for name, given, theirs in (
-            ("hidden_size", config.hidden_size, target.hidden_size),
-            ("vocab_size", config.vocab_size, target.vocab_size),
-            ("target_layers", config.target_layers, target.num_layers),
-        ):
-            if given != theirs:
-                raise BadInputError(f"mtp: {name} {given} differs from the target's {theirs}; leave it out.")
-        if config.draft_vocab_size > target.vocab_size:
-            raise BadInputError(f"mtp: draft_vocab_size {config.draft_vocab_size} exceeds the target's vocabulary of {target.vocab_size}.")
-        drafter = cls(config)
-        if config.draft_vocab_size < config.vocab_size:
-            drafter.token_ids.copy_(most_frequent(token_counts, config.draft_vocab_size, cls.name))
-        if config.init == "native":
+    def build(cls, config: DrafterConfig, target: Target, token_counts: Tensor | None = None) -> Self:
+        drafter = super().build(config, target, token_counts)
+        if drafter.config.init == "native":
             from .mtp_native import load_native
 
             if not sketching():  # what has no contents is planned with, and asks for no checkpoint
-                load_native(drafter, target, config.path)
-            config.path = None  # where its weights once came from is no part of what it is
+                load_native(drafter, target, drafter.config.path)
+            drafter.config.path = None  # where its weights once came from is no part of what it is
         return drafter
-
-    def check(self, target: Target) -> None:
-        super().check(target)
-        for name, own, theirs in (
-            ("hidden size", self.config.hidden_size, target.hidden_size),
-            ("vocabulary", self.config.vocab_size, target.vocab_size),
-            ("number of layers", self.config.target_layers, target.num_layers),
-        ):
-            if own != theirs:
-                raise IncompatibleError(f"this mtp drafter was made for a {name} of {own}, the target's is {theirs}.")
 
     def module(self, index: int) -> Module:
         """Counted from 0."""
@@ -298,13 +255,7 @@ class Mtp(Drafter):
             batch.target.lm_head, self.lm_head(batch.target), divergence(self.config.loss), self.output_ids,
             (weights / weights.sum())[:, None] * here, following=batch.tokens[rows, places],
         )  # fmt: skip
-        metrics: dict[str, Sum] = {}
-        alphas, measured = [], []
-        for k in range(count):
-            metrics |= {f"{name}_d{k + 1}": (values[k][here[k]].sum(), here[k].sum()) for name, values in (("loss", result.loss), ("top1", result.top1))}
-            alphas.append(ahead(torch.zeros(wanted.shape, device=wanted.device).masked_scatter(wanted, result.alpha[k]), k))
-            measured.append(ahead(torch.zeros_like(wanted).masked_scatter(wanted, here[k]), k))
-        return DrafterLoss(result.total, wanted.sum(), metrics | acceptance_metrics(alphas, measured))
+        return DrafterLoss(result.total, wanted.sum(), metrics_by_depth(result, wanted, here))
 
     def unroll(self, target: Target, tokens: Tensor, last: Tensor, begin: Tensor | None = None) -> list[Tensor]:
         """Normed outputs of each depth, `[B, T', H]`.

@@ -16,18 +16,19 @@ Shapes: B rows, T positions, P supervised positions, W nodes, H hidden size, V' 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
 from ..target import BadInputError, Counts, IncompatibleError, RaggedCache, Target
-from .base import Branches, Drafter, DrafterConfig, DrafterLoss, TargetBatch, most_frequent
+from .base import Branches, DrafterConfig, DrafterLoss, TargetBatch
+from .head_drafter import HeadConfig, HeadDrafter
 from .losses import LossName, acceptance_metrics, ahead, chunked_compare, divergence, own_precision
 
 
 @dataclass
-class SelfSpeculativeConfig(DrafterConfig):
+class SelfSpeculativeConfig(HeadConfig):
     """Settings of an early exit; zeros mean "as the target".
 
     Attributes:
@@ -57,17 +58,9 @@ class SelfSpeculativeConfig(DrafterConfig):
         if self.num_blocks < 0:
             raise BadInputError(f"drafter: num_blocks must be 0 or more, got {self.num_blocks}.")
 
-    def completed(self, target: Target) -> SelfSpeculativeConfig:
-        """This config with every open size taken from `target`."""
-        sizes = {
-            "exit_layer": self.exit_layer or max(1, target.num_layers // 6),
-            "intermediate_size": self.intermediate_size or target.hidden_size,
-            "draft_vocab_size": self.draft_vocab_size or target.vocab_size,
-            "hidden_size": self.hidden_size or target.hidden_size,
-            "vocab_size": self.vocab_size or target.vocab_size,
-            "target_layers": self.target_layers or target.num_layers,
-        }
-        return type(self)(**(self.to_dict() | sizes))
+    def sizes(self, target: Target) -> dict[str, Any]:
+        own = {"exit_layer": self.exit_layer or max(1, target.num_layers // 6), "intermediate_size": self.intermediate_size or target.hidden_size}
+        return super().sizes(target) | own
 
 
 class Block(nn.Module):
@@ -102,62 +95,45 @@ class State:
     branches: Branches | None = None
 
 
-class SelfSpeculative(Drafter):
+class SelfSpeculative(HeadDrafter):
     """The target's first layers and an exit."""
 
     name = "self_speculative"
     config_class = SelfSpeculativeConfig
     config: SelfSpeculativeConfig
-    token_ids: Tensor  # [V']
 
     def __init__(self, config: SelfSpeculativeConfig):
         super().__init__(config)
         self.blocks = nn.ModuleList(Block(config.hidden_size, config.intermediate_size) for _ in range(config.num_blocks))
         self.lm_head = None if config.share_lm_head else nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
-        # Target id of each draft token, ascending.
-        self.register_buffer("token_ids", torch.arange(config.draft_vocab_size))
 
     @property
     def taps(self) -> tuple[int, ...]:
         return (self.config.exit_layer,)
 
-    @property
-    def output_ids(self) -> Tensor | None:
-        return None if self.config.draft_vocab_size == self.config.vocab_size else self.token_ids
-
-    # ------------------------------------------------------------ making
-
     @classmethod
-    def build(cls, config: DrafterConfig, target: Target, token_counts: Tensor | None = None) -> SelfSpeculative:
+    def build(cls, config: DrafterConfig, target: Target, token_counts: Tensor | None = None) -> Self:
         assert isinstance(config, SelfSpeculativeConfig)
         config = config.completed(target)
-        for name, given, theirs in _sizes(config, target):
+        for _, name, given, theirs in config.fixed(target):
             if given != theirs:
                 raise BadInputError(f"self_speculative: {name} {given} differs from the target's {theirs}; leave it out.")
         if not 1 <= config.exit_layer <= target.num_layers:
             raise BadInputError(f"self_speculative: exit_layer must be between 1 and the target's {target.num_layers} layers, got {config.exit_layer}.")
-        if config.draft_vocab_size > target.vocab_size:
-            raise BadInputError(f"self_speculative: draft_vocab_size {config.draft_vocab_size} exceeds the target's vocabulary of {target.vocab_size}.")
-        drafter = cls(config)
+        drafter = super().build(config, target, token_counts)
         drafter.check(target)
-        if config.draft_vocab_size < config.vocab_size:
-            drafter.token_ids.copy_(most_frequent(token_counts, config.draft_vocab_size, cls.name))
-        drafter._copy_output(target)
         return drafter
 
-    @torch.no_grad()
+    def _own_outputs(self) -> list[nn.Linear]:
+        return [] if self.lm_head is None else [self.lm_head]
+
     def _copy_output(self, target: Target) -> None:
-        if self.lm_head is None:
-            return
-        output = target.model.get_output_embeddings()
-        if output.bias is not None:
+        if self.lm_head is not None and target.model.get_output_embeddings().bias is not None:
             raise IncompatibleError("self_speculative: this target's output embedding has a bias, which a copy of it lacks; set share_lm_head.")
-        self.lm_head.weight.copy_(output.weight[self.token_ids.to(output.weight.device)])
+        super()._copy_output(target)
 
     def check(self, target: Target) -> None:
-        for name, own, theirs in _sizes(self.config, target):
-            if own != theirs:
-                raise IncompatibleError(f"this self_speculative drafter was made for a {name} of {own}, the target's is {theirs}.")
+        self._check_sizes(target)  # of a target that has no such layer, this says more
         super().check(target)
         if not target.rewinds:
             raise IncompatibleError(
@@ -191,7 +167,7 @@ class SelfSpeculative(Drafter):
         count = wanted.sum()
         result = chunked_compare(
             batch.last[:, :-1][wanted], self.exit(self._early(batch)[:, :-1][wanted]), batch.target.lm_head, lambda x: self.output(x, batch.target),
-            divergence(self.config.loss), self.output_ids, parameters=[] if self.lm_head is None else [self.lm_head.weight],
+            divergence(self.config.loss), self.output_ids, parameters=[own.weight for own in self._own_outputs()],
             following=batch.tokens[:, 1:][wanted],
         )  # fmt: skip
         alpha = torch.zeros(wanted.shape, device=wanted.device).masked_scatter(wanted, result.alpha)
@@ -257,12 +233,3 @@ class SelfSpeculative(Drafter):
     def select(self, state: State, rows: list[int]) -> None:
         for cache in self.caches(state):
             cache.select(rows)
-
-
-def _sizes(config: SelfSpeculativeConfig, target: Target) -> list[tuple[str, Any, Any]]:
-    """What must be the target's: name, this drafter's, the target's."""
-    return [
-        ("hidden size", config.hidden_size, target.hidden_size),
-        ("vocabulary", config.vocab_size, target.vocab_size),
-        ("number of layers", config.target_layers, target.num_layers),
-    ]

@@ -14,7 +14,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from outrider.decode import Decoder, Plan, Sampling, Tree
 from outrider.heads import Eagle1, Eagle1Config, Eagle3, Eagle3Config, TargetBatch
 from outrider.heads.feature_drafter import FeatureDrafter
-from outrider.target import BadInputError, Counts, Target
+from outrider.target import BadInputError, Target
 
 VOCAB, LENGTH = 64, 18
 PROMPTS = [torch.randint(0, VOCAB, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (5, 1, 9, 3)]
@@ -91,44 +91,19 @@ def features(target: Target, drafter: FeatureDrafter, tokens: Tensor) -> Tensor:
 # ------------------------------------------------------------ training is decoding
 
 
-def decoded_logits(drafter: FeatureDrafter, target: Target, tokens: Tensor, hidden: Tensor, starts: list[list[int]], steps: int) -> list[list[Tensor]]:
-    """Logits `[B, V']` per round and depth under teacher forcing: row b's rounds begin behind `starts[b][round]` absorbed tokens."""
-    rows = torch.arange(len(tokens))
-    state, found = drafter.open(target, len(tokens), LENGTH + steps), []
-    committed = torch.zeros(len(tokens), dtype=torch.long)
-    for reached in torch.tensor(starts).T:
-        counts = reached - committed
-        # As in the decoder: rows are padded with drafts that were thrown away, here with another place's tokens.
-        width = int(counts.max()) + 1
-        where = (committed[:, None] + torch.arange(width)).clamp(max=tokens.shape[1] - 1)
-        drafter.absorb(state, tokens[rows[:, None], where], hidden[rows[:, None], where], Counts.of(counts.tolist(), "cpu"))
-        logits: list[Tensor] = []
-
-        def choose(draft_logits: Tensor, token_ids: Tensor | None, reached: Tensor = reached, logits: list[Tensor] = logits) -> Tensor:
-            logits.append(draft_logits)
-            return tokens[rows, reached + len(logits)]
-
-        drafter.propose(state, tokens[rows, reached], steps, choose)
-        found.append(logits)
-        committed = reached
-    return found
-
-
-def test_unrolled_training_logits_are_the_decoders(target, drafter):
+def test_unrolled_training_logits_are_the_decoders(target, drafter, decoded_logits):
     """fp32, ragged rows, several rounds: logits of step i at t = logits at depth i of a round that begins there."""
     steps, tokens = 4, sequences()
-    hidden = features(target, drafter, tokens)
-    trained = [drafter.logits(output, target) for output in drafter.unroll(target, tokens, hidden)]
+    trained = [drafter.logits(output, target) for output in drafter.unroll(target, tokens, features(target, drafter, tokens))]
     starts = [[1, 3, 4, 9, 10], [5, 6, 9, 12, 13], [2, 3, 6, 7, 11]]
-    decoded = decoded_logits(drafter, target, tokens, hidden, starts, steps)
-    for number, logits in enumerate(decoded):
+    for number, logits in enumerate(decoded_logits(drafter, target, tokens, starts, steps)):
         for row, step in product(range(3), range(steps)):
             expected = trained[step][row, starts[row][number] - 1]
             difference = (logits[step][row] - expected).abs().max()
             assert difference < 1e-5, f"round {number}, row {row}, step {step}: {difference:.1e}"
 
 
-def test_a_head_whose_weights_have_changed_decodes_with_the_new_ones(target, drafter):
+def test_a_head_whose_weights_have_changed_decodes_with_the_new_ones(target, drafter, decoded_logits):
     """Weights are put together once for all requests, until one of them changes."""
     tokens = sequences()
     hidden = features(target, drafter, tokens)
@@ -137,7 +112,7 @@ def test_a_head_whose_weights_have_changed_decodes_with_the_new_ones(target, dra
         with torch.no_grad():
             drafter.get_parameter(name).mul_(1.1)
         first = drafter.logits(drafter.unroll(target, tokens, hidden)[0], target)
-        decoded = decoded_logits(drafter, target, tokens, hidden, [[4], [7], [2]], 1)[0][0]
+        decoded = decoded_logits(drafter, target, tokens, [[4], [7], [2]], 1)[0][0]
         torch.testing.assert_close(decoded, first[torch.arange(3), torch.tensor([3, 6, 1])], rtol=1e-4, atol=1e-4, msg=name)
 
 

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from outrider.decode import Decoder, Plan, Sampling
-from outrider.heads import Drafter, Mtp, MtpConfig, TargetBatch, load_drafter
+from outrider.heads import Mtp, MtpConfig, TargetBatch, load_drafter
 from outrider.heads.losses import DIVERGENCES
 from outrider.heads.mtp import plain_body
 from outrider.heads.mtp_native import main, save_native
@@ -76,32 +76,9 @@ def batch(target: Target, tokens: Tensor, supervised: Tensor | None = None) -> T
 # ------------------------------------------------------------ training is decoding
 
 
-def decoded_logits(drafter: Drafter, target: Target, tokens: Tensor, starts: list[list[int]], steps: int) -> list[list[Tensor]]:
-    """Logits `[B, V']` per round and depth under teacher forcing: row b's rounds begin behind `starts[b][round]` absorbed tokens."""
-    rows, hidden = torch.arange(len(tokens)), target.forward(tokens, taps=drafter.taps).hidden
-    state, found = drafter.open(target, len(tokens), LENGTH + steps), []
-    committed = torch.zeros(len(tokens), dtype=torch.long)
-    for reached in torch.tensor(starts).T:
-        counts = reached - committed
-        # As in the decoder: rows are padded with drafts that were thrown away, here with another place's tokens.
-        width = int(counts.max()) + 1
-        where = (committed[:, None] + torch.arange(width)).clamp(max=tokens.shape[1] - 1)
-        drafter.absorb(state, tokens[rows[:, None], where], hidden[rows[:, None], where], Counts.of(counts.tolist(), "cpu"))
-        logits: list[Tensor] = []
-
-        def choose(draft_logits: Tensor, token_ids: Tensor | None, reached: Tensor = reached, logits: list[Tensor] = logits) -> Tensor:
-            logits.append(draft_logits)
-            return tokens[rows, reached + len(logits)]
-
-        drafter.propose(state, tokens[rows, reached], steps, choose)
-        found.append(logits)
-        committed = reached
-    return found
-
-
 @pytest.mark.parametrize("variant", VARIANTS)
 @torch.inference_mode()
-def test_training_logits_are_the_decoders(target, variant):
+def test_training_logits_are_the_decoders(target, variant, decoded_logits):
     """fp32, ragged rows, several rounds, texts shorter than the modules are many: logits of depth k at i = those of a round that begins there."""
     drafter, tokens = made(target, **VARIANTS[variant]), sequences()
     steps = drafter.config.num_outputs
@@ -341,7 +318,7 @@ def test_of_several_files_only_those_with_modules_are_written(tmp_path, dtype):
 
 
 @pytest.mark.parametrize("family", FAMILIES, indirect=True)
-def test_every_family_decodes_as_it_was_trained_and_loses_nothing(family, tmp_path):
+def test_every_family_decodes_as_it_was_trained_and_loses_nothing(family, tmp_path, decoded_logits):
     """Logits of each depth, then greedy text: latent attention, experts, zero-centred norms, gated attention."""
     target = family.target()
     drafter = native(family, target, steps=3).requires_grad_(False)

@@ -1,0 +1,43 @@
+"""What a head says round by round."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from outrider.heads import Drafter
+from outrider.target import Counts, Target
+
+
+@pytest.fixture
+def decoded_logits() -> Callable[..., list[list[Tensor]]]:
+    """`decoded_logits(drafter, target, tokens, starts, steps)`: logits `[B, V']` per round and depth under teacher forcing.
+
+    Row b's rounds begin behind `starts[b][round]` absorbed tokens.
+    """
+
+    def decoded(drafter: Drafter, target: Target, tokens: Tensor, starts: list[list[int]], steps: int) -> list[list[Tensor]]:
+        rows, hidden = torch.arange(len(tokens)), target.forward(tokens, taps=drafter.taps).hidden
+        state, found = drafter.open(target, len(tokens), tokens.shape[1] + steps), []
+        committed = torch.zeros(len(tokens), dtype=torch.long)
+        for reached in torch.tensor(starts).T:
+            counts = reached - committed
+            # As in the decoder: rows are padded with drafts that were thrown away, here with another place's tokens.
+            width = int(counts.max()) + 1
+            where = (committed[:, None] + torch.arange(width)).clamp(max=tokens.shape[1] - 1)
+            drafter.absorb(state, tokens[rows[:, None], where], hidden[rows[:, None], where], Counts.of(counts.tolist(), "cpu"))
+            logits: list[Tensor] = []
+
+            def choose(draft_logits: Tensor, token_ids: Tensor | None, reached: Tensor = reached, logits: list[Tensor] = logits) -> Tensor:
+                logits.append(draft_logits)
+                return tokens[rows, reached + len(logits)]
+
+            drafter.propose(state, tokens[rows, reached], steps, choose)
+            found.append(logits)
+            committed = reached
+        return found
+
+    return decoded

@@ -55,6 +55,12 @@ def joined(before: Tensor, counts: Counts, after: Tensor) -> Tensor:
     return both.gather(1, index.view(*index.shape, *[1] * (both.dim() - 2)).expand_as(both))
 
 
+def gathered(x: Tensor, index: Tensor) -> Tensor:
+    """`x` `[B, T, H]` at indices `[B or 1, T']`, the nearest one where they leave it: `[B, T', H]`."""
+    index = index.clamp(0, x.shape[1] - 1)
+    return x.gather(1, index[:, :, None].expand(len(x), -1, x.shape[2]))
+
+
 class Branches:
     """The drafted nodes that a drafter has read in this round, in the order of reading: where each stands and whom it sees.
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from ..target import BadInputError, Counts, IncompatibleError, Nodes, RaggedCache, Target
-from .base import Branches, Drafter, DrafterLoss, Sum, TargetBatch, joined
+from .base import Branches, Drafter, DrafterLoss, Sum, TargetBatch, gathered, joined
 from .decoder_layer import Layer, LayerConfig, Runner, copied, copied_bytes
 from .losses import LossName, acceptance_metrics, ahead, chunked_compare, divergence
 from .unrolled_attention import Entry
@@ -56,12 +56,6 @@ class _State:
     counts: Counts | None = None
     outputs: Tensor | None = None  # [B, 1 + n, H], what steps behind the root and behind each drafted node read
     branches: Branches | None = None
-
-
-def _at(x: Tensor, index: Tensor) -> Tensor:
-    """`x` `[B, T, H]` at indices `[B or 1, T']`, the nearest one where they leave it: `[B, T', H]`."""
-    index = index.clamp(0, x.shape[1] - 1)
-    return x.gather(1, index[:, :, None].expand(len(x), -1, x.shape[2]))
 
 
 class HeadRunner(Runner):
@@ -164,7 +158,7 @@ class FeatureDrafter(Drafter):
         # Index t of step i has read the tokens up to x_{t+1+i} and predicts x_{t+2+i}; here everything stands at the token predicted.
         predicted = torch.stack([nn.functional.pad(o, (0, 0, 2 + i, 0))[:, :length][wanted] for i, o in enumerate(outputs)])  # [S, P, H]
         exists = [torch.arange(length, device=wanted.device) >= 2 + i for i in range(len(outputs))]
-        before, tokens = _at(batch.last, at - 1)[wanted], nn.functional.pad(batch.tokens, (0, length)).gather(1, at)
+        before, tokens = gathered(batch.last, at - 1)[wanted], nn.functional.pad(batch.tokens, (0, length)).gather(1, at)
         here = torch.stack([e.expand_as(wanted)[wanted] for e in exists])  # [S, P]
         weights = self.config.decay ** torch.arange(len(outputs), device=wanted.device)[:, None] * here
         result = chunked_compare(
@@ -200,12 +194,12 @@ class FeatureDrafter(Drafter):
             state = layer.unrolled(x, state, rotary, first[-1], whole)
             x = self.layers[index].attention_input(state)
             first.append(self.layers[index].self_attn.entry(x, rotary))
-        x, state = _at(x, at), _at(state, at)
+        x, state = gathered(x, at), gathered(state, at)
         outputs = [last.unrolled(x, state, self.rotary(state, at), first[-1], begins)]
         own: list[list[Entry]] = [[] for _ in first]
         for i in range(1, self.config.steps):
             rotary, state = self.rotary(state, at + i), self.feedback(outputs[-1])
-            x, state = self.enter(_at(embedded, at + 1 + i).to(state.dtype), state)
+            x, state = self.enter(gathered(embedded, at + 1 + i).to(state.dtype), state)
             for index, layer in enumerate(self.layers):
                 x = layer.attention_input(state) if index else x
                 own[index].append(layer.self_attn.entry(x, rotary))
@@ -255,7 +249,7 @@ class FeatureDrafter(Drafter):
         else:
             state.branches = state.branches or Branches(len(tokens), 0, tokens.device)
             nodes = state.branches.grow(parents)
-            before = _at(state.outputs, parents + 1)
+            before = gathered(state.outputs, parents + 1)
         after, logits = state.runner.answer(self._step(state, tokens, before, read, nodes), state.target)
         state.outputs = torch.cat([state.outputs, after], 1)
         return logits

@@ -32,7 +32,7 @@ from transformers import AutoConfig, AutoModel, DynamicCache
 from ..target import BadInputError, Counts, IncompatibleError, Nodes, RaggedCache, Target, refuse_unknown_keys
 from ..target.errors import LIBRARY_ERRORS, reason
 from ..target.sketch import sketching
-from .base import Branches, DrafterConfig, DrafterLoss, TargetBatch, joined
+from .base import Branches, DrafterConfig, DrafterLoss, TargetBatch, gathered, joined
 from .head_drafter import HeadConfig, HeadDrafter, metrics_by_depth
 from .losses import LossName, chunked_compare, divergence
 
@@ -195,12 +195,6 @@ class _State:
     branches: Branches | None = None
 
 
-def _at(x: Tensor, index: Tensor) -> Tensor:
-    """`x` `[B, T, H]` at indices `[B or 1, T']`, the nearest one where they leave it: `[B, T', H]`."""
-    index = index.clamp(0, x.shape[1] - 1)
-    return x.gather(1, index[:, :, None].expand(len(x), -1, x.shape[2]))
-
-
 class Mtp(HeadDrafter):
     """MTP modules. Embeddings and the output embedding are the target's."""
 
@@ -274,9 +268,9 @@ class Mtp(HeadDrafter):
         outputs = []
         for k in range(self.config.depth):
             module = self.module(k)
-            x = module.mixed(_at(embedded, every[None] + 1 + k), last)
+            x = module.mixed(gathered(embedded, every[None] + 1 + k), last)
             last, normed = module.answer(module.body(inputs_embeds=x, use_cache=False).last_hidden_state)
-            outputs.append(_at(normed, at))
+            outputs.append(gathered(normed, at))
         return outputs
 
     def _unroll_one(self, embedded: Tensor, last: Tensor, at: Tensor) -> list[Tensor]:
@@ -284,7 +278,7 @@ class Mtp(HeadDrafter):
         module, every = self.module(0), torch.arange(embedded.shape[1], device=embedded.device)
         cache = DynamicCache()
         arguments: dict[str, Any] = {"position_ids": every[None].expand(len(embedded), -1)}
-        x = module.mixed(_at(embedded, every[None] + 1), last)
+        x = module.mixed(gathered(embedded, every[None] + 1), last)
         rows, width = len(embedded), at.shape[1]
         visible = (every <= at[:, :, None])[:, None].expand(rows, -1, -1, -1)  # [B, 1, T', T]
         own = torch.eye(width, dtype=torch.bool, device=at.device).expand(rows, 1, -1, -1)
@@ -292,10 +286,10 @@ class Mtp(HeadDrafter):
         for step in range(self.config.steps):
             output, normed = module.answer(module.body(inputs_embeds=x, past_key_values=cache, use_cache=True, **arguments).last_hidden_state)
             if step == 0:
-                output, normed = _at(output, at), _at(normed, at)
+                output, normed = gathered(output, at), gathered(normed, at)
             outputs.append(normed)
             if step + 1 < self.config.steps:
-                x = module.mixed(_at(embedded, at + 2 + step), output)
+                x = module.mixed(gathered(embedded, at + 2 + step), output)
                 visible = torch.cat([visible, own], -1)
                 arguments = {"position_ids": (at + 1 + step).expand(rows, -1), "attention_mask": self._mask(visible, x.dtype)}
         return outputs
@@ -348,8 +342,8 @@ class Mtp(HeadDrafter):
         for k, cache in enumerate(state.caches):
             output, normed = self._step(state, k, embedded, hidden, 0)
             cache.advance(state.counts)
-            answers.append(_at(normed, last))
-            state.outputs.append(_at(output, last))
+            answers.append(gathered(normed, last))
+            state.outputs.append(gathered(output, last))
             if k + 1 < len(state.caches):
                 hidden = torch.cat([state.previous[k], output[:, :-1]], 1)
         state.previous = state.outputs[:-1]
@@ -366,7 +360,7 @@ class Mtp(HeadDrafter):
         # Module and whose outputs it reads. The first cannot read drafts; in a chain, nor can as many more as were read before.
         pairs = [(0, 0)] if self.config.recursive else [(k, k - 1) for k in range(1 if in_tree else state.passes, depth)]
         read = state.read
-        befores = [state.outputs[source][:, -1:] if parents is None else _at(state.outputs[source], parents + 1) for _, source in pairs]
+        befores = [state.outputs[source][:, -1:] if parents is None else gathered(state.outputs[source], parents + 1) for _, source in pairs]
         found = []
         for (index, _), before in zip(pairs, befores, strict=True):
             output, normed = self._step(state, index, embedded, before, read, nodes)

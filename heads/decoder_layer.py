@@ -92,21 +92,12 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(width, self.kv_heads * self.size, bias=False)
         self.o_proj = nn.Linear(self.heads * self.size, config.hidden_size, bias=False)
 
-    def query(self, x: Tensor, rotary: Rotary) -> Tensor:
-        """Queries `[B, heads, Q, D]` of attention inputs `[B, Q, W]`."""
-        return _rotated(self._split(self.q_proj(x)), rotary)
-
-    def entry(self, x: Tensor, rotary: Rotary) -> Entry:
-        """Keys and values of attention inputs `[B, Q, W]`, one per query head: `[B, heads, Q, D]` each."""
+    def split(self, projected: Tensor, rotary: Rotary) -> tuple[Tensor, Entry]:
+        """Queries, and keys and values, one per query head, `[B, heads, Q, D]` each, of what q_proj, k_proj and v_proj make `[B, Q, (heads + 2 kv_heads) · D]`."""
+        turned, v = projected.unflatten(-1, (-1, self.size)).transpose(1, 2).split([self.heads + self.kv_heads, self.kv_heads], 1)
+        q, k = _rotated(turned, rotary).split([self.heads, self.kv_heads], 1)
         groups = self.heads // self.kv_heads
-        return repeat_kv(_rotated(self._split(self.k_proj(x)), rotary), groups), repeat_kv(self._split(self.v_proj(x)), groups)
-
-    def attend(self, q: Tensor, first: Entry, begins: Sequence[int], own: Sequence[Entry]) -> Tensor:
-        """One step of the training-time test for queries `[B, heads, T', D]`; the rest as for `unrolled_attention.attend`."""
-        return self.output(attend(q, first, begins, own))
-
-    def _split(self, projected: Tensor) -> Tensor:
-        return projected.view(*projected.shape[:2], -1, self.size).transpose(1, 2)
+        return q, (repeat_kv(k, groups), repeat_kv(v, groups))
 
     def output(self, mixed: Tensor) -> Tensor:
         return self.o_proj(mixed.transpose(1, 2).flatten(2))
@@ -135,14 +126,61 @@ class Layer(nn.Module):
     def attention_input(self, hidden: Tensor) -> Tensor:
         return hidden if self.input_layernorm is None else self.input_layernorm(hidden)
 
-    def unrolled(self, x: Tensor, hidden: Tensor, rotary: Rotary, first: Entry, begins: Sequence[int], own: Sequence[Entry] = ()) -> Tensor:
-        """The layer's output `[B, T', H]` from attention inputs `x` `[B, T', W]` and hidden states `[B, T', H]`; the rest as for `Attention.attend`."""
-        hidden = hidden + self.self_attn.attend(self.self_attn.query(x, rotary), first, begins, own)
-        return hidden + self.mlp(self.post_attention_layernorm(hidden))
-
 
 # Two products of more weights than this take no longer than one of both: put together they would cost memory for nothing.
 _SMALL = 2**22
+
+
+def _attention_parts(layer: Any) -> list[nn.Linear]:
+    return [layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj]
+
+
+def _mlp_parts(layer: Any) -> list[nn.Linear]:
+    """Empty if they are too large to be put together."""
+    parts = [layer.mlp.gate_proj, layer.mlp.up_proj]
+    return parts if parts[0].weight.numel() <= _SMALL else []
+
+
+def _together(weights: list[Tensor]) -> Tensor:
+    """Matrices one below the other, in the precision of products."""
+    kind = weights[0].device.type
+    if kind != "meta" and torch.is_autocast_enabled(kind):
+        weights = [weight.to(torch.get_autocast_dtype(kind)) for weight in weights]
+    return torch.cat(weights)
+
+
+class Unrolled:
+    """A layer in a training step: weights that read the same input are one matrix, put together once for all unrolled steps."""
+
+    def __init__(self, layer: Layer):
+        self.layer = layer
+        # One matrix for each hidden size of what attention reads.
+        self.qkv = _together([part.weight for part in _attention_parts(layer)]).split(layer.self_attn.o_proj.out_features, 1)
+        self.gate_up = _together([part.weight for part in parts]) if (parts := _mlp_parts(layer)) else None
+
+    def project(self, x: Tensor, part: int = 0) -> Tensor:
+        """What q_proj, k_proj and v_proj make of that part of an attention input, `[B, Q, H]`: `[B, Q, (heads + 2 kv_heads) · D]`."""
+        return nn.functional.linear(x, self.qkv[part])
+
+    def enter(self, hidden: Tensor) -> Tensor:
+        """Likewise of the layer's input `[B, Q, H]`."""
+        return self.project(self.layer.attention_input(hidden))
+
+    def split(self, projected: Tensor, rotary: Rotary) -> tuple[Tensor, Entry]:
+        """As `Attention.split`."""
+        return self.layer.self_attn.split(projected, rotary)
+
+    def __call__(self, q: Tensor, hidden: Tensor, first: Entry, begins: Sequence[int], own: Sequence[Entry] = ()) -> Tensor:
+        """The layer's output `[B, T', H]` from queries `[B, heads, T', D]` and hidden states `[B, T', H]`; the rest as for `unrolled_attention.attend`."""
+        hidden = hidden + self.layer.self_attn.output(attend(q, first, begins, own))
+        return hidden + self._mlp(self.layer.post_attention_layernorm(hidden))
+
+    def _mlp(self, x: Tensor) -> Tensor:
+        mlp = self.layer.mlp
+        if self.gate_up is None:
+            return mlp(x)
+        gate, up = nn.functional.linear(x, self.gate_up).chunk(2, -1)
+        return mlp.down_proj(mlp.act_fn(gate) * up)
 
 
 class _Joint:
@@ -154,16 +192,6 @@ class _Joint:
 
     def __call__(self, x: Tensor) -> Tensor:
         return nn.functional.linear(x, self.weight, self.bias)
-
-
-def _attention_parts(layer: Any) -> list[nn.Linear]:
-    return [layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj]
-
-
-def _mlp_parts(layer: Any) -> list[nn.Linear]:
-    """Empty if they are too large to be put together."""
-    parts = [layer.mlp.gate_proj, layer.mlp.up_proj]
-    return parts if parts[0].weight.numel() <= _SMALL else []
 
 
 def copied(layers: Iterable[Any]) -> list[Tensor]:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from ..target import BadInputError, Target
 from .base import DrafterConfig
-from .decoder_layer import Layer, norm_of, rotary_of
+from .decoder_layer import Layer, Unrolled, norm_of, rotary_of
 from .feature_drafter import FeatureConfig, FeatureDrafter, HeadRunner
 from .losses import LossName, smooth_l1
 
@@ -125,11 +125,14 @@ class Eagle1(FeatureDrafter):
             feature = feature + (2 * torch.rand_like(feature) - 1) * self.config.noise * _scale(feature).to(feature.dtype)
         return feature
 
-    def enter(self, embedded: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+    def read(self, embedded: Tensor, first: Unrolled) -> Tensor:
+        return embedded if self.input_norms is None else self.input_norms[0](embedded)
+
+    def enter(self, read: Tensor, hidden: Tensor, first: Unrolled) -> tuple[Tensor, Tensor]:
         if self.input_norms is not None:
-            embedded, hidden = (norm(x) for norm, x in zip(self.input_norms, (embedded, hidden), strict=True))
-        hidden = self.fc(torch.cat([embedded, hidden], -1))
-        return self.layer.attention_input(hidden), hidden
+            hidden = self.input_norms[1](hidden)
+        hidden = self.fc(torch.cat([read, hidden], -1))
+        return first.enter(hidden), hidden
 
     def feedback(self, output: Tensor) -> Tensor:
         return output

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ..target import BadInputError, Target
 from .base import DrafterConfig, most_frequent
-from .decoder_layer import Layer, norm_of, rotary_of
+from .decoder_layer import Layer, Unrolled, norm_of, rotary_of
 from .feature_drafter import FeatureConfig, FeatureDrafter, HeadRunner
 
 
@@ -138,8 +138,11 @@ class Eagle3(FeatureDrafter):
             hidden = torch.stack([norm(hidden[:, :, i]) for i, norm in enumerate(self.tap_norms)], 2)
         return self.fc(hidden.flatten(2))
 
-    def enter(self, embedded: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        return torch.cat([self.layer.attention_input(embedded), self.layer.hidden_norm(hidden)], -1), hidden
+    def read(self, embedded: Tensor, first: Unrolled) -> Tensor:
+        return first.project(self.layer.attention_input(embedded))
+
+    def enter(self, read: Tensor, hidden: Tensor, first: Unrolled) -> tuple[Tensor, Tensor]:
+        return read + first.project(self.layer.hidden_norm(hidden), 1), hidden
 
     def feedback(self, output: Tensor) -> Tensor:
         return self.norm(output) if self.config.norm_output else output

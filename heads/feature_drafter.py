@@ -9,8 +9,10 @@ Shapes: B rows, T positions, Q new entries, P supervised positions, K taps, H hi
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from typing import ClassVar
 
 import torch
@@ -19,7 +21,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from ..target import BadInputError, Counts, IncompatibleError, Nodes, RaggedCache, Target
 from .base import Branches, Drafter, DrafterLoss, Sum, TargetBatch, gathered, joined
-from .decoder_layer import Layer, LayerConfig, Runner, copied, copied_bytes
+from .decoder_layer import Layer, LayerConfig, Runner, Unrolled, copied, copied_bytes
 from .losses import LossName, acceptance_metrics, ahead, chunked_compare, divergence
 from .unrolled_attention import Entry
 
@@ -58,6 +60,15 @@ class _State:
     branches: Branches | None = None
 
 
+def _from(x: Tensor, begins: Sequence[int], length: int) -> Tensor:
+    """`x` `[B, T, ...]` from each row's `begins[b]` on, zeros behind its end: `[B, length, ...]`."""
+    if (missing := max(begins) + length - x.shape[1]) > 0:
+        x = nn.functional.pad(x, [0, 0] * (x.ndim - 2) + [0, missing])
+    if len(set(begins)) == 1:
+        return x[:, begins[0] : begins[0] + length]
+    return torch.stack([row[begin : begin + length] for row, begin in zip(x, begins, strict=True)])
+
+
 class HeadRunner(Runner):
     """A head as decoding runs it; each has its own, that says what stands before and behind the layers."""
 
@@ -69,7 +80,7 @@ class HeadRunner(Runner):
         raise NotImplementedError
 
     def enter(self, embedded: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """As `FeatureDrafter.enter`."""
+        """What the first layer's attention reads `[B, Q, W]`, and what its output is added to `[B, Q, H]`, from a step's inputs `[B, Q, H]`."""
         raise NotImplementedError
 
     def answer(self, output: Tensor, target: Target) -> tuple[Tensor, Tensor]:
@@ -114,8 +125,12 @@ class FeatureDrafter(Drafter):
         """Taps `[B, T, K, H]` to the hidden input of the first step `[B, T, H]`."""
         raise NotImplementedError
 
-    def enter(self, embedded: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """What the first layer's attention reads `[B, T, W]`, and what its output is added to `[B, T, H]`, from a step's inputs `[B, T, H]`."""
+    def read(self, embedded: Tensor, first: Unrolled) -> Tensor:
+        """What training makes of embeddings `[B, T, H]` once for all steps, `[B, T, ·]`; `first` is the first layer."""
+        raise NotImplementedError
+
+    def enter(self, read: Tensor, hidden: Tensor, first: Unrolled) -> tuple[Tensor, Tensor]:
+        """What the first layer's projections make of a step's inputs, of that and of hidden states `[B, T, H]`, and what its output is added to `[B, T, H]`."""
         raise NotImplementedError
 
     def feedback(self, output: Tensor) -> Tensor:
@@ -182,28 +197,29 @@ class FeatureDrafter(Drafter):
         Index j of row b and step i stands for t = begin[b] + j and the pair whose token is x_{t+1+i}; where a row has no
         such token, it means nothing. `begin` `[B]` is 0 if None; before it, rows are only attended to.
         """
-        length, (*inner, last) = tokens.shape[1], self.layers
-        every, whole = torch.arange(length, device=tokens.device), [0] * len(tokens)
+        length, whole = tokens.shape[1], [0] * len(tokens)
         begins = whole if begin is None else [int(b) for b in begin]
-        at = every[None] if begin is None else begin[:, None] + every[: length - min(begins)]
-        embedded, state = target.embed(tokens), self.fuse(hidden)
-        rotary = self.rotary(state, every[None])
-        x, state = self.enter(embedded.roll(-1, 1).to(state.dtype), state)
-        first: list[Entry] = [self.layer.self_attn.entry(x, rotary)]
-        for index, layer in enumerate(inner, 1):
-            state = layer.unrolled(x, state, rotary, first[-1], whole)
-            x = self.layers[index].attention_input(state)
-            first.append(self.layers[index].self_attn.entry(x, rotary))
-        x, state = gathered(x, at), gathered(state, at)
-        outputs = [last.unrolled(x, state, self.rotary(state, at), first[-1], begins)]
-        own: list[list[Entry]] = [[] for _ in first]
+        every, kept = torch.arange(length, device=tokens.device)[None], length - min(begins)
+        at = every if begin is None else begin[:, None] + every[:, :kept]
+        layers, state = [Unrolled(layer) for layer in self.layers], self.fuse(hidden)
+        read, rotary = self.read(target.embed(tokens).to(state.dtype), layers[0]), self.rotary(state, every)
+        projected, state = self.enter(read.roll(-1, 1), state, layers[0])
+        q, entry = layers[0].split(projected, rotary)
+        first = [entry]
+        for layer, following in pairwise(layers):
+            state = layer(q, state, first[-1], whole)
+            q, entry = following.split(following.enter(state), rotary)
+            first.append(entry)
+        q, state = _from(q.transpose(1, 2), begins, kept).transpose(1, 2), _from(state, begins, kept)
+        outputs = [layers[-1](q, state, first[-1], begins)]
+        own: list[list[Entry]] = [[] for _ in layers]
         for i in range(1, self.config.steps):
             rotary, state = self.rotary(state, at + i), self.feedback(outputs[-1])
-            x, state = self.enter(gathered(embedded, at + 1 + i).to(state.dtype), state)
-            for index, layer in enumerate(self.layers):
-                x = layer.attention_input(state) if index else x
-                own[index].append(layer.self_attn.entry(x, rotary))
-                state = layer.unrolled(x, state, rotary, first[index], begins, own[index])
+            projected, state = self.enter(_from(read, [b + 1 + i for b in begins], kept), state, layers[0])
+            for index, layer in enumerate(layers):
+                q, entry = layer.split(layer.enter(state) if index else projected, rotary)
+                own[index].append(entry)
+                state = layer(q, state, first[index], begins, own[index])
             outputs.append(state)
         return outputs
 

@@ -14,6 +14,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from outrider.decode import Decoder, Plan, Sampling, Tree
 from outrider.heads import Eagle1, Eagle1Config, Eagle3, Eagle3Config, TargetBatch
 from outrider.heads.feature_drafter import FeatureDrafter
+from outrider.heads.unrolled_attention import attend
 from outrider.target import BadInputError, Target
 
 VOCAB, LENGTH = 64, 18
@@ -194,11 +195,12 @@ def test_attention_of_the_unrolled_steps_by_definition(target, kv_heads):
         rotary = (angles.cos(), angles.sin())
         q, k, v = (layer(x).view(2, length, -1, 8).transpose(1, 2) for layer in (attention.q_proj, attention.k_proj, attention.v_proj))
         q, k = apply_rotary_pos_emb(q, k, *rotary)
+        query, entry = attention.split(torch.cat([layer(x) for layer in (attention.q_proj, attention.k_proj, attention.v_proj)], -1), rotary)
         if step:
-            own.append(attention.entry(x, rotary))
+            own.append(entry)
         else:
-            first = attention.entry(x, rotary)
-        result = attention.attend(attention.query(x, rotary), first, [0, 0], own)
+            first = entry
+        result = attention.output(attend(query, first, [0, 0], own))
         naive_keys.append(k.repeat_interleave(4 // kv_heads, 1))
         naive_values.append(v.repeat_interleave(4 // kv_heads, 1))
         mixed = torch.zeros_like(q)

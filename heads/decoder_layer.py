@@ -154,9 +154,11 @@ class Unrolled:
 
     def __init__(self, layer: Layer):
         self.layer = layer
-        # One matrix for each hidden size of what attention reads.
-        self.qkv = _together([part.weight for part in _attention_parts(layer)]).split(layer.self_attn.o_proj.out_features, 1)
-        self.gate_up = _together([part.weight for part in parts]) if (parts := _mlp_parts(layer)) else None
+        # One matrix for each hidden size of what attention reads. (oneDNN multiplies slowly by columns of a larger one.)
+        parts = _together([part.weight for part in _attention_parts(layer)]).split(layer.self_attn.o_proj.out_features, 1)
+        self.qkv = [part.contiguous() for part in parts]
+        gate_up = _mlp_parts(layer)
+        self.gate_up = _together([part.weight for part in gate_up]) if gate_up else None
 
     def project(self, x: Tensor, part: int = 0) -> Tensor:
         """What q_proj, k_proj and v_proj make of that part of an attention input, `[B, Q, H]`: `[B, Q, (heads + 2 kv_heads) · D]`."""

@@ -162,7 +162,8 @@ def _in_two(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _multiplies_slowly() -> bool:
     """Whether a CPU has bfloat16 products that torch's fused attention does not use: its own are MKL's, which knows only those of Intel's matrix units."""
-    return torch.cpu._is_avx512_bf16_supported() and not torch.cpu._is_amx_tile_supported()
+    has, has_more = (getattr(torch.cpu, name, lambda: None)() for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported"))
+    return bool(has) and has_more is False
 
 
 _BLOCKED = Kernel(_blocked, _blocked_backward)

@@ -75,6 +75,7 @@ def _suits(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     return (
         all(type(t) in (Tensor, nn.Parameter) and t.dtype == torch.float32 and t.device.type == "cpu" for t in tensors)
         and weight.ndim == 2
+        and (weight.is_contiguous() or weight.t().is_contiguous())  # of columns of a larger matrix oneDNN's product takes many times as long
         and (rows := x.numel() // max(x.shape[-1], 1)) >= MIN_ROWS
         and rows * weight.numel() >= MIN_PRODUCTS
         and not torch.is_autocast_enabled("cpu")

@@ -70,11 +70,13 @@ def test_values_and_gradients_are_as_near_to_float64_as_torchs_own(calls: list[t
 
 
 def test_it_is_used_where_it_gains_and_nowhere_else(calls: list[torch.Size]) -> None:
-    """Large float32 products outside of autocast; a rule each for size, precision and kind."""
+    """Large float32 products outside of autocast; a rule each for layout, size, precision and kind."""
     x, weight = torch.randn(64, 512), torch.randn(512, 512)
     with products.fast_products():
         for used, inputs in (
             (True, (x, weight)),
+            (True, (x, weight.t())),
+            (False, (x, torch.randn(512, 1024)[:, :512])),
             (False, (x[:31], weight)),
             (False, (x, weight[:16])),
             (False, (x.double(), weight.double())),

@@ -29,7 +29,7 @@ NEW = 14
 
 # Which rules can judge samples in which shape, beside greedy and coupled.
 RULES = [("chain", "rejection"), ("chain", "block"), ("static tree", "without_replacement"), ("static tree", "traversal"), ("dynamic tree", "candidates")]
-ROLLOUTS, WRITTEN, FEW = 3_000, 3, Sampling(1.0, top_k=3)  # 27 texts
+ROLLOUTS, WRITTEN, FEW = 2_000, 3, Sampling(1.0, top_k=3)  # 27 texts
 SIZE = 1e-6  # of all tests of a rule and a drafter together
 
 

@@ -32,6 +32,13 @@ def versions(weights: Iterable[Tensor]) -> list[tuple[int, int]]:
     return [(weight.data_ptr(), 0 if weight.is_inference() else weight._version) for weight in weights]
 
 
+def draft_vocabulary(size: int, vocab_size: int, token_counts: Tensor | None, name: str) -> Tensor:
+    """Target ids of a draft vocabulary, ascending, `[size]`: all tokens, or the most frequent ones. `name`: of the drafter, for the errors."""
+    if size > vocab_size:
+        raise BadInputError(f"{name}: draft_vocab_size {size} exceeds the target's vocabulary of {vocab_size}.")
+    return torch.arange(size) if size == vocab_size else most_frequent(token_counts, size, name)
+
+
 def most_frequent(token_counts: Tensor | None, size: int, name: str) -> Tensor:
     """The `size` tokens with the highest counts `[V]`, ascending, `[size]`: a pruned draft vocabulary. `name`: of the drafter, for the error."""
     if token_counts is None:

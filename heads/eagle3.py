@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ..target import BadInputError, Target
-from .base import DrafterConfig, most_frequent
+from .base import DrafterConfig, draft_vocabulary
 from .decoder_layer import Layer, Unrolled, norm_of, rotary_of
 from .feature_drafter import FeatureConfig, FeatureDrafter, HeadRunner
 
@@ -116,11 +116,9 @@ class Eagle3(FeatureDrafter):
         config = config.completed(target)
         if config.hidden_size != target.hidden_size:
             raise BadInputError(f"eagle3: hidden_size {config.hidden_size} differs from the target's {target.hidden_size}; leave it out.")
-        if config.draft_vocab_size > target.vocab_size:
-            raise BadInputError(f"eagle3: draft_vocab_size {config.draft_vocab_size} exceeds the target's vocabulary of {target.vocab_size}.")
+        token_ids = draft_vocabulary(config.draft_vocab_size, target.vocab_size, token_counts, cls.name)
         head = cls(config)
-        if config.draft_vocab_size < config.vocab_size:
-            head.token_ids.copy_(most_frequent(token_counts, config.draft_vocab_size, cls.name))
+        head.token_ids.copy_(token_ids)
         if config.init_from_target:
             head._copy_output(target)
         return head

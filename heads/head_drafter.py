@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..target import BadInputError, IncompatibleError, Target
-from .base import Drafter, DrafterConfig, Sum, most_frequent
+from .base import Drafter, DrafterConfig, Sum, draft_vocabulary
 from .losses import Comparison, acceptance_metrics, ahead
 
 
@@ -67,11 +67,9 @@ class HeadDrafter(Drafter):
         for name, _, given, theirs in config.fixed(target):
             if given != theirs:
                 raise BadInputError(f"{cls.name}: {name} {given} differs from the target's {theirs}; leave it out.")
-        if config.draft_vocab_size > target.vocab_size:
-            raise BadInputError(f"{cls.name}: draft_vocab_size {config.draft_vocab_size} exceeds the target's vocabulary of {target.vocab_size}.")
+        token_ids = draft_vocabulary(config.draft_vocab_size, target.vocab_size, token_counts, cls.name)
         drafter = cls(config)
-        if config.draft_vocab_size < config.vocab_size:
-            drafter.token_ids.copy_(most_frequent(token_counts, config.draft_vocab_size, cls.name))
+        drafter.token_ids.copy_(token_ids)
         drafter._copy_output(target)
         return drafter
 

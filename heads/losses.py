@@ -208,6 +208,10 @@ class Comparison:
 
 def compare(reference: Reference, draft_logits: Tensor, rule: Loss) -> tuple[Tensor, Tensor, Tensor]:
     """(loss, alpha, top1) of draft logits `[P, V']`; the loss is differentiable."""
+    from . import liger  # which builds on this module
+
+    if liger.serves(rule, draft_logits.device.type):
+        return liger.compare(reference, draft_logits, rule)
     if rule.soft is not None:
         return _softly(reference, draft_logits.float(), rule.soft)
     log_q = draft_logits.float().log_softmax(-1)

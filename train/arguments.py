@@ -19,7 +19,7 @@ from . import muon
 _MEANINGLESS = {
     "label_smoothing_factor": "a drafter learns the target's whole distribution, there are no labels to smooth",
     "neftune_noise_alpha": "a drafter's input embeddings are the target's or must match them, noise on them is not supported",
-    "use_liger_kernel": "drafters compute their loss in chunks themselves",
+    "use_liger_kernel": "on CUDA, losses take the kernels of liger-kernel by themselves where it is installed; the models stay as they are",
     "fsdp": "sharding a drafter with FSDP is not supported; data parallel training is (accelerate launch --multi_gpu)",
 }
 

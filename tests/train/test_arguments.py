@@ -28,6 +28,7 @@ MakeRecipe = Callable[..., Recipe]
         ({"bf16": "perhaps"}, r"training.bf16: expected true or false, found 'perhaps'"),
         ({"run_name": 3}, r"training.run_name: expected text or null, found 3"),
         ({"label_smoothing_factor": 0.1}, r"training.label_smoothing_factor: leave it out"),
+        ({"use_liger_kernel": True}, r"training.use_liger_kernel: leave it out: .* by themselves where it is installed"),
         ({"fsdp": "full_shard"}, r"training.fsdp: leave it out"),
     ],
 )

@@ -1,0 +1,235 @@
+"""A loss is the same by `liger-kernel`'s kernels as by torch's operations, and only CUDA tensors take them.
+
+The kernels run on a GPU, or interpreted on a CPU: where `liger-kernel` is installed, this file runs itself once more with TRITON_INTERPRET=1.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from outrider.heads import liger, losses
+from outrider.heads.losses import DIVERGENCES, HARD, Reference, chunked_compare, compare, divergence
+
+HAS_GPU = torch.cuda.is_available()
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cuda" if HAS_GPU and not INTERPRETED else "cpu"
+SERVED = ["forward_kl", "soft_ce", "reverse_kl", "jsd", "jsd(0.1)", "tv", HARD, {"soft_ce": 0.1}, {"soft_ce": 1.0, "jsd(0.9)": 2, "tv": 0.1, HARD: 0.5}]
+
+
+@pytest.fixture(autouse=True)
+def _anew() -> Iterator[None]:
+    liger.works.cache_clear()
+    yield
+    liger.works.cache_clear()
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Liger's kernels are taken on DEVICE."""
+    pytest.importorskip("liger_kernel")
+    if DEVICE == "cpu" and not INTERPRETED:
+        pytest.skip("needs a CUDA device, or TRITON_INTERPRET=1")
+    monkeypatch.setattr(liger, "_KINDS", {DEVICE})
+
+
+@pytest.fixture
+def stand_ins(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """As if there were kernels for this CPU: the functions themselves. Says which were called."""
+    called: list[str] = []
+
+    def kernel(rule: Callable[..., Tensor], hard: bool) -> Callable[..., Tensor]:
+        def of(reference: Reference, logits: Tensor, **settings: float) -> Tensor:
+            called.append(rule.__name__)
+            return rule(reference.following if hard else reference.log_probs, logits.float().log_softmax(-1), **settings)
+
+        return of
+
+    for rule in list(liger._KERNELS):
+        monkeypatch.setitem(liger._KERNELS, rule, kernel(rule, rule is losses.hard_cross_entropy))
+    monkeypatch.setattr(liger, "_KINDS", {"cpu"})
+    monkeypatch.setattr(liger, "find_spec", lambda name: name)
+    return called
+
+
+# ------------------------------------------------------------ who takes them
+
+
+@pytest.mark.parametrize("kind", ["cpu", "meta", "mps"])
+def test_only_cuda_tensors_take_them(monkeypatch, kind):
+    monkeypatch.setattr(liger, "find_spec", lambda name: name)
+    monkeypatch.setattr(liger, "_trial", lambda *_: 0.0)
+    assert all(liger.serves(divergence(name), "cuda") for name in SERVED)
+    assert not any(liger.serves(divergence(name), kind) for name in SERVED)
+
+
+def test_without_liger_torch_is_taken_and_nothing_is_said(monkeypatch, caplog):
+    monkeypatch.setattr(liger, "find_spec", lambda name: None)
+    assert not any(liger.serves(divergence(name), "cuda") for name in SERVED)
+    assert not caplog.records
+
+
+def test_a_loss_with_a_part_that_has_no_kernel_takes_torch(stand_ins):
+    assert all(liger.serves(divergence(name), "cpu") for name in SERVED)
+    without = {name for name in (*DIVERGENCES, HARD) if not liger.serves(divergence(name), "cpu")}
+    assert without == {"lk_nla", "lk_hybrid"}
+    assert not liger.serves(divergence({"soft_ce": 1.0, "lk_nla": 0.1}), "cpu")
+
+
+def test_a_loss_is_the_weighted_sum_of_its_parts_kernels_with_their_settings(stand_ins):
+    name = {"jsd(0.2)": 2.0, "tv": 0.1, HARD: 0.5}
+    assert liger.serves(divergence(name), "cpu")
+    stand_ins.clear()
+    reference, draft_logits = example(None)
+    found = compare(reference, draft_logits, divergence(name))
+    assert stand_ins == ["jensen_shannon", "total_variation", "hard_cross_entropy"]
+    torch.testing.assert_close(found, torchs(reference, draft_logits, name))
+
+
+def no_gradient(values: Tensor) -> Tensor:
+    """Right values, whose gradient is no number."""
+    values.register_hook(lambda slope: slope * float("nan"))
+    return values
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (lambda *_: 1 / 0, r"total_variation takes torch's operations: liger-kernel's does not run on cpu \(division by zero\)"),
+        (lambda reference, logits: logits.log_softmax(-1).sum(-1), "total_variation takes torch's operations: liger-kernel's is off by .* on cpu"),
+        (lambda reference, logits: no_gradient(losses.total_variation(reference.log_probs, logits.log_softmax(-1))), "is off by nan on cpu"),
+    ],
+)
+def test_a_kernel_that_fails_or_computes_something_else_is_not_used(stand_ins, monkeypatch, caplog, wrong, message):
+    monkeypatch.setitem(liger._KERNELS, losses.total_variation, wrong)
+    with caplog.at_level(logging.WARNING):
+        assert not any(liger.serves(divergence(name), "cpu") for name in ("tv", "tv", {"soft_ce": 1.0, "tv": 0.1}))
+    assert liger.serves(divergence("soft_ce"), "cpu")
+    (record,) = caplog.records
+    assert re.search(message, record.getMessage())
+
+
+# ------------------------------------------------------------ what they compute
+
+
+def example(kept: Tensor | None, positions: int = 7, vocab: int = 70) -> tuple[Reference, Tensor]:
+    """A reference, where some of the tokens that followed are outside of `kept`, and draft logits."""
+    generator = torch.Generator(DEVICE).manual_seed(0)
+    theirs, ours = 3 * torch.randn(2, positions, vocab, generator=generator, device=DEVICE)
+    return Reference.of(theirs, kept, torch.arange(positions, device=DEVICE) % 3), ours if kept is None else ours[:, kept]
+
+
+def torchs(reference: Reference, draft_logits: Tensor, name: losses.LossName) -> tuple[Tensor, Tensor, Tensor]:
+    """`compare`, by torch's operations."""
+    log_q = draft_logits.float().log_softmax(-1)
+    alpha, best = torch.minimum(reference.probs, log_q.exp()).sum(-1), log_q.argmax(-1)
+    return divergence(name)(reference, log_q), alpha.detach(), (best == reference.best).float()
+
+
+def differentiated(way: Callable[..., tuple[Tensor, ...]], reference: Reference, draft_logits: Tensor, name: losses.LossName) -> list[Tensor]:
+    """(loss, alpha, top1) and the gradient, where each position has a weight of its own."""
+    start = draft_logits.clone().requires_grad_()
+    with torch.autocast(DEVICE, torch.bfloat16):
+        found = way(reference, start, name)
+    weights = torch.linspace(-1, 2, len(start), device=DEVICE)
+    gradient = torch.autograd.grad((found[0] * weights).sum(), start)
+    assert torch.equal(start, draft_logits), "logits stay as they are"
+    return [*(f.detach() for f in found), *gradient]
+
+
+def fused(reference: Reference, draft_logits: Tensor, name: losses.LossName) -> tuple[Tensor, Tensor, Tensor]:
+    rule = divergence(name)
+    assert liger.serves(rule, DEVICE)
+    return compare(reference, draft_logits, rule)
+
+
+PRUNED = torch.arange(1, 60, 2, device=DEVICE)
+VOCABULARIES = pytest.mark.parametrize("kept", [None, PRUNED], ids=["whole", "pruned"])
+
+
+@VOCABULARIES
+@pytest.mark.parametrize("name", SERVED, ids=str)
+def test_values_and_gradients_are_those_of_torch(kernels, name, kept):
+    reference, draft_logits = example(kept)
+    expected = differentiated(torchs, reference, draft_logits, name)
+    torch.testing.assert_close(differentiated(fused, reference, draft_logits, name), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", SERVED, ids=str)
+def test_logits_may_be_of_half_precision_and_columns_of_a_wider_matrix(kernels, name):
+    """Their gradient is of their type; it is rounded once."""
+    reference, draft_logits = example(None)
+    wide = torch.nn.functional.pad(draft_logits, (0, 3)).bfloat16()
+
+    def narrowed(way: Callable[..., tuple[Tensor, ...]]) -> Callable[..., tuple[Tensor, ...]]:
+        return lambda reference, logits, name: way(reference, logits[:, :-3], name)
+
+    expected = differentiated(narrowed(torchs), reference, wide, name)
+    found = differentiated(narrowed(fused), reference, wide, name)
+    assert found[-1].dtype == torch.bfloat16
+    torch.testing.assert_close(found[:-1], expected[:-1], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(found[-1], expected[-1], rtol=1e-2, atol=1e-5)
+
+
+@VOCABULARIES
+@pytest.mark.parametrize("name", [SERVED[-1], "soft_ce"], ids=str)
+def test_a_training_step_is_that_of_torch(kernels, monkeypatch, name, kept):
+    """Through `chunked_compare`: unrolled steps with weights, a trained head, and no positions at all."""
+    torch.manual_seed(0)
+    target_head, draft_head = torch.nn.Linear(5, 70, device=DEVICE), torch.nn.Linear(4, 70 if kept is None else len(kept), device=DEVICE)
+    for positions in (11, 0):
+        target_hidden, start = torch.randn(positions, 5, device=DEVICE), torch.randn(3, positions, 4, device=DEVICE)
+        weights, following, both = torch.rand(3, positions, device=DEVICE), torch.arange(positions, device=DEVICE), []
+        for kinds in ({DEVICE}, set()):
+            monkeypatch.setattr(liger, "_KINDS", kinds)
+            hidden, parameters = start.clone().requires_grad_(), list(draft_head.parameters())
+            result = chunked_compare(
+                target_hidden, hidden, target_head, draft_head, divergence(name), kept, weights, parameters, chunk=4, following=following
+            )  # fmt: skip
+            both.append([result.loss, result.alpha, result.top1, *torch.autograd.grad(result.total, [hidden, *parameters])])
+        torch.testing.assert_close(*both, rtol=1e-4, atol=1e-5)
+
+
+def test_without_gradients_there_are_values(kernels):
+    reference, draft_logits = example(None)
+    with torch.no_grad():
+        torch.testing.assert_close(fused(reference, draft_logits, SERVED[-1]), torchs(reference, draft_logits, SERVED[-1]), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.skipif(HAS_GPU or INTERPRETED, reason="the tests above have run")
+def test_interpreted_on_a_cpu_the_kernels_compute_what_torch_does():
+    pytest.importorskip("liger_kernel")
+    command = [sys.executable, "-m", "pytest", __file__, "-q", "-p", "no:cacheprovider"]
+    done = subprocess.run(command, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE != "cuda", reason="needs a CUDA device")
+@VOCABULARIES
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", SERVED, ids=str)
+def test_a_large_vocabulary_takes_no_more_memory_than_by_torch(kernels, monkeypatch, name, dtype, kept):
+    """512 positions of 151,936 symbols, or of 32,000 that are left of them; the same values and gradients."""
+    kept, peaks, both = None if kept is None else torch.arange(32_000, device=DEVICE) * 4, {}, {}
+    for kinds in ((), (DEVICE,)):
+        monkeypatch.setattr(liger, "_KINDS", kinds)
+        for _ in range(2):  # the first time is that of compilers and trials
+            reference, draft_logits = example(kept, 512, 151_936)
+            draft_logits = draft_logits.to(dtype)
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            both[kinds] = differentiated(lambda *given: compare(*given[:2], divergence(given[2])), reference, draft_logits, name)
+            peaks[kinds] = torch.cuda.max_memory_allocated() - before
+    without, within = both.values()
+    torch.testing.assert_close(within[:-1], without[:-1], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(within[-1], without[-1], rtol=1e-4 if dtype == torch.float32 else 1e-2, atol=1e-6)
+    assert peaks[DEVICE,] <= peaks[()], peaks

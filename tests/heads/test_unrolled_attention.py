@@ -174,6 +174,16 @@ def test_a_kernel_that_computes_something_else_is_not_used(monkeypatch, caplog):
     _falls_back(caplog, "fused attention in torch.float32 on cpu is off by")
 
 
+def test_a_kernel_whose_gradients_are_no_numbers_is_not_used(monkeypatch, caplog):
+    honest = unrolled_attention._KERNELS["cpu"]
+
+    def broken(*inputs: Tensor) -> tuple[Tensor, ...]:
+        return tuple(gradient * float("nan") for gradient in honest.backward(*inputs))
+
+    monkeypatch.setitem(unrolled_attention._KERNELS, "cpu", unrolled_attention.Kernel(honest.forward, broken))
+    _falls_back(caplog, "fused attention in torch.float32 on cpu is off by nan")
+
+
 def _falls_back(caplog, message: str) -> None:
     with caplog.at_level(logging.WARNING):
         found = gathered(attend, (0, 7, 40), 2)

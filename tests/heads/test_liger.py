@@ -164,6 +164,14 @@ def test_values_and_gradients_are_those_of_torch(kernels, name, kept):
 
 
 @pytest.mark.parametrize("name", SERVED, ids=str)
+def test_a_vocabulary_may_be_of_several_of_a_kernels_blocks(kernels, name):
+    """Of 4,096, 16,384 and 32,768 symbols; the last block is not full."""
+    reference, draft_logits = example(None, 3, 70_001)
+    expected = differentiated(torchs, reference, draft_logits, name)
+    torch.testing.assert_close(differentiated(fused, reference, draft_logits, name), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", SERVED, ids=str)
 def test_logits_may_be_of_half_precision_and_columns_of_a_wider_matrix(kernels, name):
     """Their gradient is of their type; it is rounded once."""
     reference, draft_logits = example(None)

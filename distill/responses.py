@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from ..decode import Decoder, Plan, Sampling
 from ..recipes import DataSpec, Recipe
 from ..target import BadInputError, Fingerprint, IncompatibleError, Target
+from ..target.products import fast_products
 from .progress import progress
 from .prompts import Collection, Prompt, check_sources, collect, digest_prompts
 from .storage import disk_full_explained, read_json, write_atomically
@@ -165,7 +166,8 @@ class _Run:
 
         sampling = Sampling(**self.spec.sampling.model_dump())
         try:
-            out = decoder.generate([self.prompts[i].tokens for i in batch], self.spec.max_new_tokens, sampling, Plan(depth=0), sequence_ids=batch)
+            with fast_products():
+                out = decoder.generate([self.prompts[i].tokens for i in batch], self.spec.max_new_tokens, sampling, Plan(depth=0), sequence_ids=batch)
         except torch.OutOfMemoryError as error:
             raise BadInputError(
                 f"the device has too little memory for data.batch_size={self.spec.batch_size}. Finished responses are kept; run again with a smaller one."

@@ -25,6 +25,7 @@ from transformers.trainer_utils import EvalLoopOutput
 from ..distill.storage import readable_bytes
 from ..heads import Drafter, load_drafter
 from ..target import BadInputError
+from ..target.products import fast_products
 from . import checkpoints, muon
 from .budget import TimeBudget, saved_clock
 from .callbacks import EpochOrder, FiniteGuard, GracefulStop, LogLines, Progress
@@ -32,7 +33,6 @@ from .data import IGNORED, Batches, Order, Rows, collate
 from .joint import ADAPTER, Joint, Stages
 from .metrics import Sums
 from .onpolicy import OnPolicy
-from .products import fast_products
 
 
 class DrafterTrainer(Trainer):

@@ -19,7 +19,7 @@ What is each one's own: the loss (KL there, soft cross-entropy here: the same gr
 other there, by its own collator, without a token of padding, so that later steps at a text's end look into the next one; padded here);
 what is trained (there the output embedding stays frozen as of 0.9.0; a contestant of ours that freezes it too is timed beside); and initial
 weights (each draws its own, from the same seed). Ours runs as `outrider train` runs it, which on some processors takes float32 products
-of matrices from another library than torch does by itself (`train/products.py`); a contestant of ours with torch's own is timed beside, so that
+of matrices from another library than torch does by itself (`target/products.py`); a contestant of ours with torch's own is timed beside, so that
 what the library brings can be told from what the head's code brings. Theirs has an eager forward pass and the eager loss, as the compiled
 ones need a GPU; its attention runs as `--attention` says: all are timed and measured, the first one is trained.
 
@@ -355,8 +355,8 @@ def main(given: Sequence[str] | None = None) -> int:
 
     from outrider.distill.responses import load_responses
     from outrider.eval.measure import threads
+    from outrider.target.products import gains
     from outrider.train.data import split, token_counts
-    from outrider.train.products import gains
 
     # A step of ours alone needs no peer.
     make_peer, version = (Ours, "") if arguments.one_step and arguments.one_step[0] == OURS else load_peer()

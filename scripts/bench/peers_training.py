@@ -102,7 +102,7 @@ class Ours:
         self._fast = products
 
     def products(self) -> AbstractContextManager[Any]:
-        from outrider.train.products import fast_products
+        from outrider.target.products import fast_products
 
         return fast_products() if self._fast else nullcontext()
 

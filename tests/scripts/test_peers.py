@@ -19,8 +19,7 @@ from outrider.scripts.bench import peers
 from outrider.scripts.bench.conditions import command
 from outrider.scripts.bench.peers import over_seeds_of_quotients, parse
 from outrider.scripts.bench.peers_training import Ours, Row, Settings, Training, batches_of, features, with_features
-from outrider.target import Target
-from outrider.train import products
+from outrider.target import Target, products
 from outrider.train.data import split
 
 SMALL = ["--draft-vocab", "40", "--unrolled", "2", "--lengths", "20", "--repeats", "2", "--steps", "3", "--rows", "2", "--warmup", "1", "--limit", "3"]

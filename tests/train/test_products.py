@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from outrider.recipes import Recipe
-from outrider.target import Target
-from outrider.train import TrainingInterruptedError, products, train
+from outrider.target import Target, products
+from outrider.train import TrainingInterruptedError, train
 from outrider.train.loop import DrafterTrainer
 
 MakeRecipe = Callable[..., Recipe]

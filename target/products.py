@@ -1,11 +1,11 @@
-"""Products of matrices in a training on a CPU: by oneDNN, where torch's own choice is slow.
+"""Products of matrices on a CPU where a target answers prompts and a drafter learns: by oneDNN, where torch's own choice is slow.
 
 torch gives float32 products to MKL, and MKL leaves an AMD processor's 512-bit registers unused. oneDNN, which is part of torch as well and has the
 bfloat16 products, uses them: on one thread of a Zen 5, 512 rows, and sizes of 256 to 2048, it runs 200 to 300 GFLOP/s and MKL 60 to 130.
 Both compute in IEEE float32 and add in another order, so that results differ in the last bits; which of them is used depends on the
 machine alone, so that a training that is continued there keeps its bits.
 
-Decoding and measuring stay with torch's own products: there a token is compared, bit for bit, with what `transformers` generates.
+Decoding for a user and measuring stay with torch's own products: there a token is compared, bit for bit, with what `transformers` generates.
 
 Shapes: M rows, I inputs, O outputs.
 """

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -95,6 +98,37 @@ def test_it_is_used_where_it_gains_and_nowhere_else(calls: list[torch.Size]) -> 
         assert len(calls) == 1
     nn.functional.linear(x, weight)
     assert len(calls) == 1
+
+
+MANY_SHAPES = """
+import psutil, torch
+from outrider.target import products
+products.gains = lambda: True
+torch.set_num_threads(1)
+weight, memory = torch.randn(704, 256), psutil.Process().memory_info
+with products.fast_products():
+    torch.nn.functional.linear(torch.randn(64, 256), weight)
+    before = memory().rss
+    for rows in range(64, 664):
+        torch.nn.functional.linear(torch.randn(rows, 256), weight)
+print((memory().rss - before) / 2**20)
+"""
+
+
+def test_many_shapes_take_little_memory() -> None:
+    """600 of them: 374 MB if all are remembered, 71 if a few are. A fresh process, as the libraries read once how many."""
+    environment = {name: value for name, value in os.environ.items() if name not in products.CAPACITIES}
+    done = subprocess.run([sys.executable, "-c", MANY_SHAPES], env=environment, capture_output=True, text=True, check=True)
+    assert float(done.stdout) < 180
+
+
+def test_a_users_own_capacities_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    name, other = products.CAPACITIES
+    monkeypatch.setenv(name, "7")
+    monkeypatch.delenv(other, raising=False)
+    products._remember_few.__wrapped__()
+    assert os.environ[name] == "7"
+    assert os.environ.pop(other) == products.CAPACITIES[other]
 
 
 def test_only_what_is_learned_costs_a_product(calls: list[torch.Size]) -> None:

@@ -14,6 +14,7 @@ whom it sees is said when it is placed (`Nodes`); `keep` then moves one path of 
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -75,7 +76,7 @@ class _Layer(CacheLayerMixin):
 
     def __init__(self, cache: RaggedCache, shape: LayerShape | None = None):
         super().__init__()
-        self.cache = cache
+        self.cache = weakref.proxy(cache)  # which holds this layer: as a cycle both would outlive a request until Python looks for such
         if shape is not None:
             self._allocate(shape)
 

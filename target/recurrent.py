@@ -11,6 +11,7 @@ Shapes as in `cache.py`; C channels of a convolution, W its width.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -52,7 +53,7 @@ class _States(LinearAttentionLayer):
 
     def __init__(self, cache: RecurrentCache, shape: StateShape | None = None):
         super().__init__()
-        self.cache = cache
+        self.cache = weakref.proxy(cache)
         # Makes the layer ask for states, and never write into them.
         self.record_past, self.has_previous_state = True, {0: True}
         self.new_conv: Tensor | None = None

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import socket
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,7 +20,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from outrider.target import Target
+from outrider.target import RaggedCache, Target
 
 TEXT = [
     "def add(first, second):\n    return first + second\n",
@@ -60,6 +62,22 @@ def no_network() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(socket.socket, "connect", local_only)
         yield
+
+
+@pytest.fixture
+def caches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[weakref.ref[RaggedCache]]]:
+    """Of all caches made meanwhile, during which Python does not search for cycles."""
+    found: list[weakref.ref[RaggedCache]] = []
+    begin = RaggedCache.__init__
+
+    def noted(self: RaggedCache, *arguments: Any, **named: Any) -> None:
+        found.append(weakref.ref(self))
+        begin(self, *arguments, **named)
+
+    monkeypatch.setattr(RaggedCache, "__init__", noted)
+    gc.disable()
+    yield found
+    gc.enable()
 
 
 def make_llama(layers: int = 6, hidden: int = 32, vocab: int = 64, seed: int = 0, **changes: Any) -> LlamaForCausalLM:

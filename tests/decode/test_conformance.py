@@ -130,6 +130,14 @@ def expected_law(target: Target) -> dict[tuple[int, ...], float]:
     return law
 
 
+@pytest.mark.parametrize(("name", "shape"), [(name, shape) for shape in ("chain", "dynamic tree") for name in fitting(shape)])
+def test_a_requests_caches_end_with_it(name, shape, make, target, caches):
+    """At once: Python's search for cycles comes late, and until then they would stand beside the next request's."""
+    Decoder(target, make(name)).generate(PROMPTS[:2], 4, Sampling(0.0), SHAPES[shape])
+    assert caches
+    assert all(cache() is None for cache in caches)
+
+
 @pytest.mark.parametrize("name", [n for n in WITH_WEIGHTS if HEADS[n.split()[0]].trainable])
 @torch.no_grad()
 def test_what_training_promises_decoding_keeps(name, make, target):

@@ -74,6 +74,13 @@ def drafters(target: Target) -> dict[str, Drafter | None]:
     }
 
 
+@pytest.mark.parametrize("name", ["none", "ngram"])
+def test_a_requests_states_end_with_it(target, name, caches):
+    Decoder(target, drafters(target)[name]).generate(PROMPTS[:2], 4, plan=CHAIN)
+    assert caches
+    assert all(cache() is None for cache in caches)
+
+
 @pytest.mark.parametrize("name", ["none", "ngram", "llama", "itself", "blurred"])
 def test_chains_write_the_librarys_greedy_text(target, texts, name):
     """Together, ragged, and each prompt alone."""

@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from ..target import BadInputError, Counts, IncompatibleError, Nodes, RaggedCache, Target
-from .base import Branches, Drafter, DrafterLoss, Sum, TargetBatch, gathered, joined
+from .base import Branches, Drafter, DrafterLoss, TargetBatch, gathered, joined
 from .decoder_layer import Layer, LayerConfig, Runner, Unrolled, copied, copied_bytes
-from .losses import LossName, acceptance_metrics, ahead, chunked_compare, divergence
+from .losses import LossName, chunked_compare, divergence, metrics_by_depth
 from .unrolled_attention import Entry
 
 
@@ -172,24 +172,19 @@ class FeatureDrafter(Drafter):
         wanted = nn.functional.pad(wanted, (0, length)).gather(1, at)
         # Index t of step i has read the tokens up to x_{t+1+i} and predicts x_{t+2+i}; here everything stands at the token predicted.
         predicted = torch.stack([nn.functional.pad(o, (0, 0, 2 + i, 0))[:, :length][wanted] for i, o in enumerate(outputs)])  # [S, P, H]
-        exists = [torch.arange(length, device=wanted.device) >= 2 + i for i in range(len(outputs))]
         before, tokens = gathered(batch.last, at - 1)[wanted], nn.functional.pad(batch.tokens, (0, length)).gather(1, at)
-        here = torch.stack([e.expand_as(wanted)[wanted] for e in exists])  # [S, P]
+        places = torch.arange(length, device=wanted.device).expand_as(wanted)[wanted]
+        here = torch.stack([places >= 2 + i for i in range(len(outputs))])  # [S, P]
         weights = self.config.decay ** torch.arange(len(outputs), device=wanted.device)[:, None] * here
         result = chunked_compare(
             before, predicted, batch.target.lm_head, partial(self.logits, target=batch.target), divergence(self.config.loss), self.output_ids,
             weights=weights, parameters=self.behind(), following=tokens[wanted],
         )  # fmt: skip
-        total, values = result.total, {"loss": result.loss, "top1": result.top1}
+        total, metrics = result.total, metrics_by_depth(result, wanted, here)
         if (lost := self.feature_loss(predicted, before)) is not None:
-            total, values["feature"] = total + (lost * weights).sum(), lost.detach()
-        metrics: dict[str, Sum] = {}
-        alphas, measured = [], []
-        for i, known in enumerate(exists):
-            metrics |= {f"{name}_d{i + 1}": (value[i][here[i]].sum(), here[i].sum()) for name, value in values.items()}
-            alphas.append(ahead(torch.zeros(wanted.shape, device=wanted.device).masked_scatter(wanted, result.alpha[i]), i))
-            measured.append(ahead(wanted & known, i))
-        return DrafterLoss(total, wanted.sum(), metrics | acceptance_metrics(alphas, measured))
+            total = total + (lost * weights).sum()
+            metrics |= {f"feature_d{i + 1}": (lost[i][known].sum().detach(), known.sum()) for i, known in enumerate(here)}
+        return DrafterLoss(total, wanted.sum(), metrics)
 
     def unroll(self, target: Target, tokens: Tensor, hidden: Tensor, begin: Tensor | None = None) -> list[Tensor]:
         """The training-time test: the last layer's output at each of the S steps, `[B, T', H]` each.

@@ -1,6 +1,6 @@
 """What heads share that fit one target: sizes that are its own, and an output over its vocabulary, or over the frequent part of it.
 
-Shapes: B rows, T positions, P supervised positions, S depths, H hidden size, V' draft vocabulary.
+Shapes: H hidden size, V' draft vocabulary.
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..target import BadInputError, IncompatibleError, Target
-from .base import Drafter, DrafterConfig, Sum, draft_vocabulary
-from .losses import Comparison, acceptance_metrics, ahead
+from .base import Drafter, DrafterConfig, draft_vocabulary
 
 
 class HeadConfig(DrafterConfig):
@@ -91,14 +90,3 @@ class HeadDrafter(Drafter):
         for _, name, own, theirs in self.config.fixed(target):
             if own != theirs:
                 raise IncompatibleError(f"this {self.name} drafter was made for a {name} of {own}, the target's is {theirs}.")
-
-
-def metrics_by_depth(found: Comparison, wanted: Tensor, here: Tensor) -> dict[str, Sum]:
-    """Metrics of heads that predict the tokens `wanted` `[B, T]` from one place further back per depth; `here` `[S, P]`: which of those each depth predicts."""
-    metrics: dict[str, Sum] = {}
-    alphas, measured = [], []
-    for k, known in enumerate(here):
-        metrics |= {f"{name}_d{k + 1}": (values[k][known].sum(), known.sum()) for name, values in (("loss", found.loss), ("top1", found.top1))}
-        alphas.append(ahead(torch.zeros(wanted.shape, device=wanted.device).masked_scatter(wanted, found.alpha[k]), k))
-        measured.append(ahead(torch.zeros_like(wanted).masked_scatter(wanted, known), k))
-    return metrics | acceptance_metrics(alphas, measured)

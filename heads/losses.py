@@ -337,3 +337,17 @@ def acceptance_metrics(alphas: list[Tensor], wanted: list[Tensor]) -> dict[str, 
         tau = tau + reach
     found["tau"] = (tau[whole].sum(), whole.sum())
     return found
+
+
+def metrics_by_depth(found: Comparison, wanted: Tensor, here: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
+    """Of steps that predict the tokens `wanted` `[B, T]`, each from one place further back: `loss_d1`, `top1_d1`, …, and `acceptance_metrics`.
+
+    `here` `[S, P]`: which of those tokens each step predicts.
+    """
+    metrics: dict[str, tuple[Tensor, Tensor]] = {}
+    alphas, measured = [], []
+    for k, known in enumerate(here):
+        metrics |= {f"{name}_d{k + 1}": (values[k][known].sum(), known.sum()) for name, values in (("loss", found.loss), ("top1", found.top1))}
+        alphas.append(ahead(torch.zeros(wanted.shape, device=wanted.device).masked_scatter(wanted, found.alpha[k]), k))
+        measured.append(ahead(torch.zeros_like(wanted).masked_scatter(wanted, known), k))
+    return metrics | acceptance_metrics(alphas, measured)

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from ..target import BadInputError, Counts, IncompatibleError, Target
 from .base import DrafterLoss, TargetBatch
-from .head_drafter import HeadConfig, HeadDrafter, metrics_by_depth
-from .losses import LossName, chunked_compare, divergence
+from .head_drafter import HeadConfig, HeadDrafter
+from .losses import LossName, chunked_compare, divergence, metrics_by_depth
 
 
 @dataclass

@@ -33,8 +33,8 @@ from ..target import BadInputError, Counts, IncompatibleError, Nodes, RaggedCach
 from ..target.errors import LIBRARY_ERRORS, reason
 from ..target.sketch import sketching
 from .base import Branches, DrafterConfig, DrafterLoss, TargetBatch, gathered, joined
-from .head_drafter import HeadConfig, HeadDrafter, metrics_by_depth
-from .losses import LossName, chunked_compare, divergence
+from .head_drafter import HeadConfig, HeadDrafter
+from .losses import LossName, chunked_compare, divergence, metrics_by_depth
 
 
 @dataclass

@@ -11,7 +11,7 @@ from scipy.special import huber
 from torch import Tensor
 
 from outrider.heads.losses import DIVERGENCES, HARD, Reference, acceptance_metrics, chunked_compare, compare, divergence, hard_cross_entropy, smooth_l1
-from outrider.target import BadInputError
+from outrider.target import BadInputError, PeakBytes
 
 P = np.array([[0.5, 0.3, 0.2], [0.9, 0.05, 0.05], [1 / 3, 1 / 3, 1 / 3], [0.2, 0.3, 0.5]])
 Q = np.array([[0.2, 0.3, 0.5], [0.1, 0.8, 0.1], [0.6, 0.3, 0.1], [0.2, 0.3, 0.5]])
@@ -265,6 +265,31 @@ def test_no_logits_are_kept_for_the_backward_pass():
         result.total.backward()
     assert inside > 0
     assert max(saved) <= 10 * 1000, "a chunk at a time"
+
+
+@pytest.mark.parametrize("name", ["soft_ce", "jsd", {"lk_hybrid": 1.0, HARD: 0.5}], ids=str)
+def test_peak_memory_grows_with_the_chunk_and_not_with_positions_or_steps(name):
+    """Forward and backward: what one chunk's logits need, and hidden states. `[S, P, V]` alone would be 10 times the largest of these."""
+    vocab, rule = 2000, divergence(name)
+    target_head, draft_head = torch.nn.Linear(5, vocab, bias=False), torch.nn.Linear(4, vocab, bias=False)
+
+    def peak(chunk: int, positions: int, steps: int) -> float:
+        """In chunks of logits of one position, what grows with hidden states taken off."""
+        hidden = torch.randn(steps, positions, 4, requires_grad=True)
+        target_hidden, following = torch.randn(positions, 5), torch.zeros(positions, dtype=torch.long)
+        with PeakBytes() as count:
+            chunked_compare(
+                target_hidden, hidden, target_head, draft_head, rule, parameters=list(draft_head.parameters()), chunk=chunk, following=following
+            ).total.backward()
+        draft_head.zero_grad(set_to_none=True)
+        return count.peak / (4 * vocab)
+
+    fixed = 4 * 4  # gradients of the output embedding, in rows of V
+    small, large = peak(20, 400, 4), peak(40, 400, 4)
+    assert large - fixed == pytest.approx(2 * (small - fixed), rel=0.15)
+    assert peak(20, 800, 4) == pytest.approx(small, rel=0.1)
+    assert peak(20, 400, 8) == pytest.approx(small, rel=0.1)
+    assert large < 400 * 4 / 3
 
 
 @pytest.mark.parametrize("kept", [None, torch.tensor([1, 2])])

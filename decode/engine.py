@@ -471,8 +471,6 @@ class Run:
         """
         if self.processors is not None and batch.context is not None:
             logits = self.processors(logits, batch.context.then(proposal.tokens, proposal.nodes.sees[:, :, 1:]))
-        if self.drafter is not None and self.drafter.observes and proposal.tokens.shape[1]:
-            self.drafter.observe(batch.drafting, most_probable(logits))
         accepted, path, following = self._apply_rule(batch, proposal, logits, draft_probs, first)
         if self.processors is not None:
             end = accepted if path is None else torch.nn.functional.pad(path + 1, (1, 0)).gather(1, accepted[:, None])[:, 0]
@@ -480,10 +478,15 @@ class Run:
         return accepted, path, following
 
     def _apply_rule(self, batch: Batch, proposal: Proposal, logits: Tensor, draft_probs: Tensor | None, first: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
-        """The same, from processed logits. Every draw is keyed by its place in the text, or by the round and the node."""
+        """The same, from processed logits, which the drafter may observe. Every draw is keyed by its place in the text, or by the round and the node."""
         rule, sampling = self._rule(proposal), self.sampling
-        if rule == "greedy":
-            return self._match(proposal, most_probable(logits))
+        observer = self.drafter if self.drafter is not None and self.drafter.observes and proposal.tokens.shape[1] else None
+        if observer is not None or rule == "greedy":
+            best = most_probable(logits)
+            if observer is not None:
+                observer.observe(batch.drafting, best)
+            if rule == "greedy":
+                return self._match(proposal, best)
         if rule in LOSSY:
             probs = logits.float().softmax(-1) if sampling.greedy else probabilities(logits, sampling)
             return self._typical(proposal, probs)

@@ -42,12 +42,17 @@ class Vocabulary:
             BadInputError: no such size, or nothing was counted.
         """
         total = int(counts.sum())
-        if not 1 <= size <= len(counts):
-            raise BadInputError(f"a draft vocabulary has between 1 and the target's {len(counts)} tokens, found {size}.")
+        check_size(size, len(counts))
         if not total:
             raise BadInputError("a draft vocabulary needs counts, and there is not one token in the responses.")
         ids = most_frequent(counts, size, "vocabulary")
         return cls(ids, digest_tokens(ids), int(counts[ids].sum()) / total)
+
+
+def check_size(size: int, vocab_size: int) -> None:
+    """Raise BadInputError if a target of `vocab_size` tokens has no draft vocabulary of `size`."""
+    if not 1 <= size <= vocab_size:
+        raise BadInputError(f"a draft vocabulary has between 1 and the target's {vocab_size} tokens, found {size}.")
 
 
 def digest_tokens(token_ids: Tensor) -> str:

@@ -34,17 +34,19 @@ def study(
         BadInputError: a size that is none, or responses without a token to learn.
     """
     from ..distill import distill, load_responses
-    from ..distill.vocabulary import Vocabulary, ranks, usual_sizes
+    from ..distill.vocabulary import Vocabulary, check_size, ranks, usual_sizes
     from ..eval.pruning import VocabularyReport, measure_pruning, size_figures
     from ..target import Target
     from ..train.data import Rows, split, token_counts
 
     own = own_size(recipe)
     target = target or Target.load(**recipe.target.model_dump())
+    wanted = [size for size in (*sizes, own) if size]
+    for size in wanted:
+        check_size(size, target.vocab_size)
     table = load_responses(distill(recipe, target, console))
     counted, held_out = split(table, recipe.data.holdout)
     counts = token_counts(counted, target.vocab_size)
-    wanted = [size for size in (*sizes, own) if size]
     made = {size: Vocabulary.of(counts, size) for size in (*wanted, *usual_sizes(target.vocab_size, wanted))}
     made = dict(sorted(made.items()))
     rows = Rows(table, (held_out if len(held_out) else counted).indices[:limit])

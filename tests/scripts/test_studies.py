@@ -74,7 +74,14 @@ def test_vocab_of_held_out_responses_says_so(outrider: Command, recipe_file: Pat
     found = json.loads(succeeded(outrider("vocab", recipe_file, "data.holdout=0.5", "--json")).stdout)
     assert found["measured_on"] == "held-out responses"
     assert found["num_sequences"] < 6
-    assert outrider("vocab", recipe_file, "--size", 100_000).exit_code == 2
+
+
+def test_a_draft_vocabulary_that_cannot_be_is_refused_before_the_target_answers(outrider: Command, recipe_file: Path, tmp_path: Path) -> None:
+    for wrong in (["--size", 100_000], ["drafter.draft_vocab_size=100000"]):
+        result = outrider("vocab", recipe_file, *wrong)
+        assert result.exit_code == 2
+        assert "found 100000" in result.stderr
+        assert not (tmp_path / "run").exists()
 
 
 def test_plan_needs_no_weights(outrider: Command, recipe_file: Path, target_folder: Path, tmp_path: Path) -> None:

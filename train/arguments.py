@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import typing
 from dataclasses import fields
 from typing import Any
@@ -23,17 +24,29 @@ _MEANINGLESS = {
     "fsdp": "sharding a drafter with FSDP is not supported; data parallel training is (accelerate launch --multi_gpu)",
 }
 
+# Numbers that torch or the library would refuse only when the training begins: at least the first, and less than the second.
+_RANGES: dict[str, tuple[int, float]] = {
+    "per_device_train_batch_size": (1, math.inf), "per_device_eval_batch_size": (1, math.inf), "gradient_accumulation_steps": (1, math.inf),
+    "num_train_epochs": (0, math.inf), "learning_rate": (0, math.inf), "weight_decay": (0, math.inf), "max_grad_norm": (0, math.inf),
+    "adam_beta1": (0, 1), "adam_beta2": (0, 1), "adam_epsilon": (0, math.inf),
+}  # fmt: skip
+
 
 def check_training(values: dict[str, Any]) -> dict[str, Any]:
     """`training:` with every value of its field's type (`"3e-3"` becomes a number).
 
     Raises:
-        BadInputError: an unknown field (the nearest one is suggested), a value of the wrong type, or a field without meaning here.
+        BadInputError: an unknown field (the nearest one is suggested), a value of the wrong type or out of range, or a field without meaning here.
     """
     known = {f.name for f in fields(TrainingArguments) if f.init}
     refuse_unknown_keys(values, known, "training")
     hints = typing.get_type_hints(TrainingArguments)
     checked = {name: _checked(name, value, hints[name]) for name, value in values.items()}
+    for name in checked.keys() & _RANGES.keys():
+        low, high = _RANGES[name]
+        if not low <= checked[name] < high:
+            below = "" if high == math.inf else f" and less than {high}"
+            raise BadInputError(f"training.{name}: expected {low} or more{below}, found {checked[name]:g}.")
     if checked.get("optim") == muon.NAME and checked.get("optim_args"):
         raise BadInputError("training.optim_args: muon takes none here; leave it out.")
     for name, reason in _MEANINGLESS.items():

@@ -28,7 +28,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..target import BadInputError, IncompatibleError, Target
+from ..target import BadInputError, IncompatibleError, Target, embedded_path
+from ..target.target import EMBEDDED
 
 if TYPE_CHECKING:
     from .mtp import Module, Mtp
@@ -162,6 +163,11 @@ def _names(file: Path) -> list[str]:
         return list(source.keys())
 
 
+def _place(source: str) -> str:
+    """A folder or an id of the Hub, from what a recipe may say."""
+    return str(embedded_path() if source == EMBEDDED else Path(source).expanduser())
+
+
 # ------------------------------------------------------------ reading
 
 
@@ -177,7 +183,7 @@ def load_native(drafter: Mtp, target: Target, path: str | None = None) -> None:
     source = path or target.source.get("path")
     if source is None:
         raise BadInputError("mtp: this target was not loaded from a checkpoint; name the one with its MTP modules: drafter.path=<folder>.")
-    checkpoint = Checkpoint(str(Path(source).expanduser()), None if path else target.source.get("revision"))
+    checkpoint = Checkpoint(_place(source), None if path else target.source.get("revision"))
     for k, (place, layer) in enumerate(checkpoint.places(target.num_layers, drafter.config.depth)):
         if path is None:
             _check_shared(checkpoint, place, target)
@@ -244,7 +250,7 @@ def save_native(drafter: Mtp, checkpoint: str, folder: str | Path) -> list[Path]
 
     if drafter.config.hidden_first:
         raise IncompatibleError("mtp: native modules project [embedding; hidden]; one that projects [hidden; embedding] has no native form.")
-    original = Checkpoint(str(Path(checkpoint).expanduser()))
+    original = Checkpoint(_place(checkpoint))
     new: dict[str, Tensor] = {}
     for k, (place, layer) in enumerate(original.places(drafter.config.target_layers, drafter.config.depth)):
         state = {name: tensor.detach().cpu() for name, tensor in drafter.module(k).state_dict().items()}

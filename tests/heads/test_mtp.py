@@ -451,8 +451,9 @@ def test_a_target_without_native_modules_says_so(target, tmp_path):
     with pytest.raises(BadInputError, match=r"no model\.safetensors"):
         made(target, init="native", path=str(tmp_path))
     target.model.save_pretrained(tmp_path)
-    with pytest.raises(BadInputError, match=r"holds no MTP module.*model\.layers\.6\.eh_proj"):
-        made(target, init="native", path=str(tmp_path))
+    for path in (str(tmp_path), "embedded"):
+        with pytest.raises(BadInputError, match=r"holds no MTP module.*model\.layers\.6\.eh_proj"):
+            made(target, init="native", path=path)
 
 
 def test_what_cannot_be_made_is_refused(target):

@@ -3,9 +3,9 @@
 The first E layers read the entries that the target has in its cache, and write those of the drafts behind them. The verification writes
 the same entries once more, for all layers, so a refused draft leaves nothing behind and there is no second cache, nothing to catch up with.
 
-LayerSkip trains the target so that its early layers speak; here the target stays as it is, and what is trained stands behind the last layer
-that is drafted with: x + MLP(norm(x)) for the hidden state x after the target's own final norm, then the target's output embedding. A LoRA on
-the early layers would change the entries that the target reads, or need a cache of its own; so there is none.
+What is trained stands behind the last layer that is drafted with: x + MLP(norm(x)) for the hidden state x after the target's own final norm, then the
+target's output embedding. LayerSkip trains the target so that its early layers speak; so does a LoRA on it beside the exit (train/joint.py), which
+is then a part of the target, as all of its passes read what the early layers write. Else the target stays as it is.
 
 Reusing the drafts' hidden states in the verification, as LayerSkip does, saves only arithmetic: the weights of the early layers are read again
 for the last draft in any case.
@@ -100,6 +100,7 @@ class SelfSpeculative(HeadDrafter):
 
     name = "self_speculative"
     config_class = SelfSpeculativeConfig
+    trains_target = True
     config: SelfSpeculativeConfig
 
     def __init__(self, config: SelfSpeculativeConfig):
@@ -176,7 +177,6 @@ class SelfSpeculative(HeadDrafter):
         metrics |= acceptance_metrics([ahead(alpha, d) for d in depths], [ahead(wanted, d) for d in depths])
         return DrafterLoss(result.total, count, metrics)
 
-    @torch.no_grad()
     def _early(self, batch: TargetBatch) -> Tensor:
         """What layer E gave, after the target's final norm, `[B, T, H]`. The last tap stands behind that norm already."""
         assert batch.hidden is not None

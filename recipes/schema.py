@@ -95,7 +95,8 @@ class DataSpec(Section):
 
 
 class JointSpec(Section):
-    """How the target learns beside the drafter, through a LoRA (Medusa-2, arXiv 2401.10774 §2.2.2). What comes out drafts for the target *with* that adapter.
+    """How the target learns beside the drafter, through a LoRA (Medusa-2, arXiv 2401.10774 §2.2.2; LayerSkip, arXiv 2404.16710). What comes out drafts for
+    the target *with* that adapter.
 
     Attributes:
         lora: fields of `peft.LoraConfig`.

@@ -199,10 +199,25 @@ def test_the_loss_is_the_divergence_at_supervised_tokens(target, pruned):
 
 def test_nothing_of_the_target_is_trained_and_all_of_the_exit_is(target):
     drafter = build(target, exit_layer=2, share_lm_head=False).requires_grad_(True).train()
+    with torch.no_grad():
+        seen = batch(target, drafter, sequences())
     target.model.requires_grad_(True)
-    drafter.loss(batch(target, drafter, sequences())).mean.backward()
+    drafter.loss(seen).mean.backward()
     assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in drafter.parameters())
     assert all(p.grad is None for name, p in target.model.named_parameters() if name.startswith("model.layers"))
+
+
+def test_the_loss_trains_the_hidden_states_that_the_exit_reads_and_not_those_it_is_compared_with(target):
+    """For a target that learns with it (train/joint.py): LayerSkip's way."""
+    drafter = build(target, exit_layer=2)
+    seen = batch(target, drafter, sequences(1, 12))
+    seen.supervised = torch.arange(12).expand(1, -1) == 9
+    seen.hidden.requires_grad_(True)
+    seen.last.requires_grad_(True)
+    drafter.loss(seen).total.backward()
+    assert drafter.trains_target
+    assert seen.hidden.grad.abs().sum((0, 2, 3)).nonzero()[:, 0].tolist() == [8]
+    assert seen.last.grad is None
 
 
 # ------------------------------------------------------------ the whole target

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from outrider.decode import Decoder, Plan
-from outrider.heads import DrafterLoss, Medusa, MedusaConfig, load_drafter
+from outrider.heads import DrafterLoss, Medusa, MedusaConfig, SelfSpeculative, SelfSpeculativeConfig, load_drafter
 from outrider.pair import Pair, new_pair, verify
 from outrider.pair.refresh import refresh_recipe
 from outrider.recipes import JointSpec, Recipe
@@ -166,6 +166,34 @@ def test_heads_become_better_with_a_target_that_learns_with_them(recipe: MakeRec
     train(joint, target)
     alone, together = sum(history(plain, "loss")[-7:]) / 7, sum(history(joint, "drafter_loss")[-7:]) / 7
     assert together < 0.97 * alone
+
+
+def test_an_exits_loss_reaches_the_layers_that_draft_and_no_others(target: Target) -> None:
+    """LayerSkip (arXiv 2404.16710). A new adapter has nothing to make good: what holds the target has no gradient yet."""
+    spec = JointSpec(lora=LORA, learning_rate=0.1)
+    with adapted(target, spec, 0) as adapter:
+        assert adapter is not None
+        adapter.learns = True
+        joint = Joint(SelfSpeculative.build(SelfSpeculativeConfig(exit_layer=2), target).float(), adapter, spec)
+        tokens = torch.randint(0, target.vocab_size, (2, 9), generator=torch.Generator().manual_seed(1))
+        joint(JointBatches(target, joint.drafter.taps, adapter).of({"input_ids": tokens, "labels": tokens})).mean.backward()
+        slopes = {name: float(w.grad.abs().max()) for name, w in target.model.named_parameters() if "lora_B" in name and w.grad is not None}
+    assert len(slopes) == 6 * 7
+    for name, slope in slopes.items():
+        early = any(f"layers.{layer}." in name for layer in (0, 1))
+        assert slope > 1e-4 if early else slope < 1e-6, name
+
+
+@pytest.mark.parametrize("exit_", [{"num_blocks": 1}, {"num_blocks": 0}], ids=["with an exit of its own", "by the target's output alone"])
+def test_a_targets_early_layers_learn_to_speak(recipe: MakeRecipe, target: Target, stored: str, exit_: dict[str, Any]) -> None:
+    early = {"type": "self_speculative", "exit_layer": 2, "loss": "forward_kl", **exit_}
+    made = joined(recipe("joint", early, max_steps=28, save_steps=28, eval_strategy="no"), heads_first=0.0, learning_rate=1e-2, weight=1.0)
+    result = train(made, target)
+    losses = history(made, "drafter_loss")
+    assert sum(losses[-7:]) < 0.9 * sum(losses[:7])
+    changed = Target.load(stored, adapter=result.adapter_folder, device="cpu")
+    drafter, prompts = load_drafter(result.drafter_folder, changed), [[5, 9, 2, 40], [7, 7]]
+    assert Decoder(changed, drafter).generate(prompts, 16, plan=Plan(3)).tokens == Decoder(changed).generate(prompts, 16).tokens
 
 
 @pytest.mark.parametrize("last", [4, 8], ids=["while the drafter learns alone", "while both learn"])

@@ -58,15 +58,20 @@ def distill(recipe: Recipe, target: Target | None = None, console: Console | Non
     if target is None:
         target = Target.load(**recipe.target.model_dump())
     if spec.responses is not None:
-        return _given(Path(spec.responses).expanduser(), target)
+        return _given(data_folder(recipe), target)
     found = collect(spec.prompts, target.require_tokenizer(), spec.limit, spec.max_prompt_tokens)
-    run = _Run(recipe.output_folder / "data", spec, target, found)
+    run = _Run(data_folder(recipe), spec, target, found)
     if run.finished():
         return run.folder
     with disk_full_explained(run.folder, f"The responses finished so far are kept in {run.partial}."):
         run.answer(console)
         run.assemble()
     return run.folder
+
+
+def data_folder(recipe: Recipe) -> Path:
+    """Where the recipe's responses are, or will be."""
+    return Path(recipe.data.responses).expanduser() if recipe.data.responses is not None else recipe.output_folder / "data"
 
 
 def load_responses(folder: str | Path) -> Dataset:

@@ -39,6 +39,12 @@ class LayerConfig(DrafterConfig):
     def __post_init__(self) -> None:
         if self.num_layers < 1:
             raise BadInputError(f"drafter: num_layers must be at least 1, got {self.num_layers}.")
+        if self.head_dim % 2:
+            raise BadInputError(f"drafter: head_dim must be even, as rotary positions turn pairs of its dimensions, got {self.head_dim}.")
+        if self.num_key_value_heads and self.num_attention_heads % self.num_key_value_heads:
+            raise BadInputError(
+                f"drafter: num_attention_heads must be a multiple of num_key_value_heads, got {self.num_attention_heads} and {self.num_key_value_heads}."
+            )
 
     def sizes(self, target: Target) -> dict[str, Any]:
         """All of them, the open ones as the target's."""
@@ -56,8 +62,9 @@ class LayerConfig(DrafterConfig):
         }
 
     def llama(self) -> LlamaConfig:
+        """For the library's rotary positions and MLP. They read no number of heads; the library refuses one that does not divide the hidden size, as some targets' do not."""
         return LlamaConfig(
-            hidden_size=self.hidden_size, intermediate_size=self.intermediate_size, num_attention_heads=self.num_attention_heads,
+            hidden_size=self.hidden_size, intermediate_size=self.intermediate_size, num_attention_heads=1,
             head_dim=self.head_dim, rope_parameters=dict(self.rope_parameters), max_position_embeddings=self.max_position_embeddings,
         )  # fmt: skip
 

@@ -574,9 +574,9 @@ def _check_folder(name: str) -> None:
         return
     folder = Path(name).expanduser()
     if not folder.is_dir():
-        raise BadInputError(f"no target at {name!r}: the folder does not exist. Give a folder, a Hub id like 'org/name', or 'embedded'.")
+        raise BadInputError(f"no model at {name!r}: the folder does not exist. Give a folder, a Hub id like 'org/name', or 'embedded'.")
     if not (folder / "config.json").exists():
-        raise BadInputError(f"no target at {name!r}: the folder has no config.json.")
+        raise BadInputError(f"no model at {name!r}: the folder has no config.json.")
     refuse_pickles(folder)
 
 
@@ -639,4 +639,4 @@ def _load_error(name: str, error: Exception) -> BadInputError:
         if "safetensor" in type(error).__name__.lower()
         else "Check the path, or the Hub id and your access to it."
     )
-    return BadInputError(f"the target {name!r} cannot be loaded: {what} {hint}")
+    return BadInputError(f"the model {name!r} cannot be loaded: {what} {hint}")

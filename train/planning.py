@@ -19,7 +19,7 @@ from transformers import TrainingArguments
 
 from ..distill.features import DTYPES
 from ..distill.prompts import count_rows
-from ..distill.responses import load_responses
+from ..distill.responses import data_folder, load_responses
 from ..heads import Drafter
 from ..recipes import Recipe
 from ..target import BadInputError, OutriderError, Target, embedded_path
@@ -171,6 +171,7 @@ def plan(recipe: Recipe, processes: int = 1, sharding: Sharding = "none", rows: 
     target = sketch_target(recipe)
     work = workload(recipe, rows)
     drafter = sketch_drafter(recipe, target)
+    target.check_taps(drafter.taps)
     return _Planning(recipe, args, target, drafter, work, processes, sharding).plan()
 
 
@@ -215,7 +216,7 @@ def _arguments(recipe: Recipe) -> TrainingArguments:
 def workload(recipe: Recipe, rows: int | None = None) -> Workload:
     """Of finished responses their own lengths; else as many sequences as there are prompts, each as long as it may be."""
     spec = recipe.data
-    finished = Path(spec.responses).expanduser() if spec.responses else recipe.output_folder / "data"
+    finished = data_folder(recipe)
     if finished.is_dir() and rows is None:
         return _of_responses(finished, spec.learn_prompts)
     found = rows or _count(spec.prompts, spec.limit)

@@ -22,6 +22,7 @@ import torch
 from torch import nn
 from transformers import TrainingArguments, set_seed
 
+from ..distill.responses import data_folder
 from ..heads import Drafter
 from ..recipes import Recipe
 from ..target import BadInputError, Target
@@ -34,7 +35,7 @@ from .joint import ADAPTER, Adapter, Joint, JointBatches, adapted, check_joint
 from .launch import check_launch, check_sharding, main_first
 from .loop import DrafterTrainer
 from .onpolicy import OnPolicy, check_writes
-from .warmstart import check_drafter, check_makes, make_drafter
+from .warmstart import check_drafter, check_makes, made_for
 
 if TYPE_CHECKING:
     import datasets
@@ -107,8 +108,8 @@ def train(
     target = _frozen(target or Target.load(**recipe.target.model_dump(), device=args.device), args.device)
     with adapted(target, recipe.joint, args.seed):
         pass  # a LoRA that does not fit this target is refused before the target answers anything, and so is a drafter
-    if drafter is None:
-        check_makes(recipe.drafter, target)
+    if drafter is None and not data_folder(recipe).is_dir():
+        check_makes(recipe, target)
     data = main_first(args, recipe.output_folder, lambda: _distilled(recipe, target, console), target)
     with adapted(target, recipe.joint, args.seed) as adapter:
         trainer = _trainer(recipe, args, target, drafter, data, console, seconds, adapter)
@@ -158,7 +159,7 @@ def _trainer(
         args.eval_strategy = "no"
     set_seed(args.seed)
     if drafter is None:
-        drafter = make_drafter(recipe.drafter, target, lambda: token_counts(Rows(table, training.indices), target.vocab_size))
+        drafter = made_for(recipe, target, lambda: token_counts(Rows(table, training.indices), target.vocab_size))
     drafter.to(args.device).float()
     drafter.check(target)
     on_policy = OnPolicy.of(recipe.data, training, target, drafter, args.seed)

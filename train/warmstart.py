@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..heads import Drafter, DrafterConfig, drafter_config, head_class, load_drafter
 from ..heads.base import CONFIG, read_config
+from ..recipes import Recipe
 from ..target import BadInputError, OutriderError, Target
 from ..target.errors import LIBRARY_ERRORS, reason
 
@@ -56,18 +57,28 @@ def make_drafter(values: dict[str, Any], target: Target, token_counts: Callable[
     return drafter
 
 
-def check_makes(values: dict[str, Any], target: Target) -> None:
-    """Make the drafter of a `drafter:` section once, as if every token were as frequent, and throw it away: what cannot be made for this target needs no data.
+def made_for(recipe: Recipe, target: Target, token_counts: Callable[[], Tensor]) -> Drafter:
+    """A recipe's drafter, checked against the target that it will be trained for.
 
     Raises:
-        BadInputError, IncompatibleError: see `make_drafter`; or a library refuses its settings.
+        BadInputError, IncompatibleError: see `make_drafter`; or a library refuses its settings, or it has no weights to be trained.
     """
     try:
-        make_drafter(values, target, lambda: torch.zeros(target.vocab_size, dtype=torch.long)).check(target)
+        drafter = make_drafter(recipe.drafter, target, token_counts)
+        drafter.check(target)
     except (OutriderError, torch.OutOfMemoryError):
         raise
     except LIBRARY_ERRORS as error:
         raise BadInputError(f"drafter: such a one cannot be made for this target ({reason(error)}).") from error
+    learns_alone = recipe.joint is None or recipe.joint.heads_first > 0
+    if learns_alone and not any(p.requires_grad for p in drafter.parameters()):
+        raise BadInputError(f"drafter: a {drafter.name} of these settings has no weights of its own: there is nothing to train.")
+    return drafter
+
+
+def check_makes(recipe: Recipe, target: Target) -> None:
+    """Make the drafter once, as if every token were as frequent, and throw it away: what cannot be made for this target needs no data."""
+    made_for(recipe, target, lambda: torch.zeros(target.vocab_size, dtype=torch.long))
 
 
 def _is_warm(values: dict[str, Any]) -> bool:

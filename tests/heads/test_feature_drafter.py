@@ -8,7 +8,7 @@ from itertools import product
 import pytest
 import torch
 from torch import Tensor
-from transformers import LlamaConfig, LlamaModel
+from transformers import LlamaConfig, LlamaModel, Qwen3Config, Qwen3ForCausalLM
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from outrider.decode import Decoder, Plan, Sampling, Tree
@@ -300,8 +300,25 @@ def test_a_few_steps_of_training_lower_the_loss(target, name, layers):
     assert losses[-1] < 0.8 * losses[0]
 
 
+@pytest.mark.parametrize("name", BOTH)
+def test_heads_of_attention_need_not_divide_the_hidden_size(name):
+    """A target may have 6 of size 8 on a hidden size of 32."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 8}
+    target = Target(Qwen3ForCausalLM(Qwen3Config(vocab_size=VOCAB, initializer_range=0.2, **sizes)).eval().requires_grad_(False))
+    drafter = BOTH[name](target, steps=2)
+    assert drafter.config.num_attention_heads == 6
+    drafter.requires_grad_(True).loss(batch(target, drafter, sequences())).mean.backward()
+    prompts = [row[:n].tolist() for row, n in zip(sequences(2), (5, 9), strict=True)]
+    assert Decoder(target, drafter.eval()).generate(prompts, 8, plan=Plan(3)).tokens == Decoder(target).generate(prompts, 8).tokens
+
+
 @pytest.mark.parametrize("config", [Eagle1Config, Eagle3Config])
 def test_settings_that_make_no_sense_are_refused(config):
+    with pytest.raises(BadInputError, match=r"head_dim must be even, .* got 5"):
+        config(head_dim=5)
+    with pytest.raises(BadInputError, match="num_attention_heads must be a multiple of num_key_value_heads, got 6 and 4"):
+        config(num_attention_heads=6, num_key_value_heads=4)
     for name in ("steps", "num_layers"):
         with pytest.raises(BadInputError, match=f"{name} must be at least 1, got 0"):
             config(**{name: 0})

@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 from outrider.distill import FeatureStore, load_responses
 from outrider.heads import HEADS
 from outrider.recipes import Recipe, load_recipe, packaged_recipes
-from outrider.target import BadInputError, PeakBytes, Target
+from outrider.target import BadInputError, IncompatibleError, PeakBytes, Target
 from outrider.train import planning, train
 from outrider.train.arguments import training_arguments
 from outrider.train.data import OnlineBatches, collate, split
@@ -127,8 +127,12 @@ def test_a_config_out_of_reach_says_what_to_do(recipe: MakeRecipe) -> None:
 
 
 def test_a_drafter_that_cannot_be_made_says_why(recipe: MakeRecipe) -> None:
-    with pytest.raises(BadInputError, match=r"cannot be planned from configs alone: .* is not a multiple of the number of attention heads"):
+    with pytest.raises(BadInputError, match=r"cannot be planned from configs alone: KeyError: 'x'"):
+        plan(recipe().model_copy(update={"drafter": {"type": "eagle3", "rope_parameters": {"rope_type": "x"}}}))
+    with pytest.raises(BadInputError, match="num_attention_heads must be a multiple of num_key_value_heads, got 7 and 2"):
         plan(recipe().model_copy(update={"drafter": {"type": "eagle3", "num_attention_heads": 7}}))
+    with pytest.raises(IncompatibleError, match=r"reads hidden_states\[9\], but this target has 6 layers"):
+        plan(recipe().model_copy(update={"drafter": {"type": "eagle3", "taps": [2, 9]}}))
 
 
 def test_a_number_of_prompts_that_nobody_knows_is_asked_for(recipe: MakeRecipe) -> None:

@@ -248,14 +248,16 @@ def test_wandb_gets_the_metrics_offline(recipe: MakeRecipe, target: Target, tmp_
 @pytest.mark.parametrize(
     ("drafter", "message"),
     [
-        (EAGLE3 | {"num_attention_heads": 5}, r"drafter: such a one cannot be made .*hidden size \(\d+\) is not a multiple of the number of attention heads"),
+        (EAGLE3 | {"num_attention_heads": 5}, r"drafter: num_attention_heads must be a multiple of num_key_value_heads, got 5 and 2"),
+        (EAGLE3 | {"head_dim": 5}, r"drafter: head_dim must be even, .* got 5"),
         (EAGLE3 | {"rope_parameters": {"rope_type": "x"}}, r"drafter: such a one cannot be made .*KeyError: 'x'"),
         (EAGLE3 | {"taps": [1, 99]}, r"reads hidden_states\[99\]"),
         ({"type": "draft_model", "model": {"intermediate_size": -5}}, r"drafter: such a one cannot be made .*negative dimension -5"),
-        ({"type": "draft_model", "path": "nowhere/at-all/there"}, "no target at"),
+        ({"type": "draft_model", "path": "nowhere/at-all/there"}, "no model at 'nowhere/at-all/there'"),
         ({"type": "mtp", "layer": {"hidden_size": 16}}, "a layer of hidden_size 16 does not fit"),
         ({"type": "mtp", "init": "native"}, "was not loaded from a checkpoint"),
         ({"type": "medusa", "draft_vocab_size": 1_000_000}, "exceeds"),
+        ({"type": "self_speculative", "num_blocks": 0}, "a self_speculative of these settings has no weights of its own: there is nothing to train"),
     ],
     ids=str,
 )
@@ -267,4 +269,14 @@ def test_a_drafter_that_cannot_be_made_is_refused_before_the_target_answers(
 
     monkeypatch.setattr("outrider.train.trainer._distilled", never)
     with pytest.raises((BadInputError, IncompatibleError), match=message):
-        train(recipe(drafter=drafter), target)
+        train(recipe(drafter=drafter, data_changes={"responses": None}), target)
+    monkeypatch.undo()
+    with pytest.raises((BadInputError, IncompatibleError), match=message):
+        train(recipe(drafter=drafter), target)  # its responses are there
+
+
+def test_a_drafter_is_made_once_where_the_responses_are_there(recipe: MakeRecipe, target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    made, honest = [], Eagle3.build
+    monkeypatch.setattr(Eagle3, "build", lambda *args: made.append(honest(*args)) or made[-1])
+    train(recipe(max_steps=1), target)
+    assert len(made) == 1

@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,7 +25,7 @@ from ..target import BadInputError, Target
 from .arguments import check_training
 from .provenance import PROVENANCE, check_same_run
 from .trainer import train
-from .warmstart import check_drafter
+from .warmstart import check_drafter, check_makes
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -48,10 +49,10 @@ def compare(recipes: Sequence[Recipe], seconds: float, folder: str | Path, targe
 
     Raises:
         BadInputError: the recipes differ in more than drafter and training (names the settings), one of them has nothing to
-            train, or `folder` holds a training of another recipe or of another time. All before anything is spent.
+            train or cannot be made for the target, or `folder` holds a training of another recipe or of another time. All before anything is spent.
     """
-    if not seconds > 0:
-        raise BadInputError(f"the budget must be more than 0 seconds of training, got {seconds:g}.")
+    if not 0 < seconds < math.inf:
+        raise BadInputError(f"the budget must be more than 0 seconds of training, and come to an end, got {seconds:g}.")
     check_comparable(recipes)
     place = Path(folder).expanduser()
     moved = [_in_folder(recipe, place) for recipe in recipes]
@@ -60,6 +61,8 @@ def compare(recipes: Sequence[Recipe], seconds: float, folder: str | Path, targe
     target = given or Target.load(**first.target.model_dump())
     suites = load_suites(first.eval.suites, target.require_tokenizer(), first.eval.limit)
     baselines = [baseline(name, target) for name in first.eval.baselines]
+    for recipe in (r for r, is_done in zip(moved, finished, strict=True) if not is_done):
+        check_makes(recipe, target)
     distill(first.model_copy(update={"output": str(place), "data": recipes[0].data}), target, console)
     for recipe, is_done in zip(moved, finished, strict=True):
         _train(recipe, seconds, target, is_done, console)

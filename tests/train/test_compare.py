@@ -122,6 +122,7 @@ def test_what_is_finished_is_not_done_again(
         ({"data": {"max_new_tokens": 9}}, r"data.max_new_tokens \(8 and 9\)"),
         ({"measured": {"depth": 3}}, r"eval.depth \(2 and 3\)"),
         ({"drafter": {"type": "ngram"}}, "nothing to train"),
+        ({"drafter": {"type": "medusa", "draft_vocab_size": 100_000}}, "exceeds the target's vocabulary"),
         ({"learning_rat": 1e-3}, "did you mean 'learning_rate'"),
     ],
 )
@@ -144,8 +145,9 @@ def test_only_drafter_training_and_output_may_differ(recipe: MakeRecipe) -> None
 def test_two_recipes_of_one_name_and_a_budget_of_nothing_are_refused(recipe: MakeRecipe, target: Target, tmp_path: Path) -> None:
     with pytest.raises(BadInputError, match="2 recipes are called 'heads'"):
         compare([recipe("heads"), recipe("heads")], SECONDS, tmp_path, target)
-    with pytest.raises(BadInputError, match="more than 0 seconds"):
-        compare([recipe("heads")], 0, tmp_path, target)
+    for seconds in (0, -1, float("nan"), float("inf")):
+        with pytest.raises(BadInputError, match=f"more than 0 seconds of training, and come to an end, got {seconds}"):
+            compare([recipe("heads")], seconds, tmp_path, target)
 
 
 def test_a_folder_of_another_budget_or_recipe_is_never_mixed_in(recipe: MakeRecipe, target: Target, tmp_path: Path) -> None:

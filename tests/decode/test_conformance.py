@@ -17,6 +17,7 @@ import torch
 from outrider.decode import Decoder, Plan, Sampling, Tree
 from outrider.decode.engine import Run
 from outrider.decode.plan import SAMPLED
+from outrider.decode.sampling import probabilities
 from outrider.heads import HEADS, Drafter, TargetBatch
 from outrider.target import Counts, Target
 
@@ -161,3 +162,33 @@ def test_what_training_promises_decoding_keeps(name, make, target):
     mean = promised / count
     # The alphas of single places differ, which makes the true deviation smaller than this.
     assert abs(accepted - promised) < 4 * (count * mean * (1 - mean)) ** 0.5, f"{accepted / count:.3f} of the drafts were accepted, {mean:.3f} were promised"
+
+
+@pytest.mark.parametrize("name", [name for name in MAKERS if not HEADS[name.split()[0]].trainable])
+def test_what_is_found_is_accepted_as_often_as_p_says(name, make, target, monkeypatch):
+    """At temperature 1, at each depth that a round reached: a found token x with probability p(x), siblings with the sum of theirs, and what a cascade's model
+    drew with Σ min(p, q). The share that was accepted is within four standard deviations."""
+    promised, kept, sampling, honest = [], [], replace(FEW, seed=5), Run._verify
+
+    def watched(run, batch, proposal, logits, draft_probs, first):
+        accepted, *rest = honest(run, batch, proposal, logits, draft_probs, first)
+        p = probabilities(logits, sampling)
+        if proposal.parents is not None:  # the first level of a tree
+            drafts = proposal.real & (proposal.parents == -1)
+            levels = [(drafts.any(1), (p[:, 0].gather(1, proposal.tokens) * drafts).sum(1))]
+        elif draft_probs is None:
+            levels = [(real, p[:, d].gather(1, proposal.tokens[:, d : d + 1])[:, 0]) for d, real in enumerate(proposal.real.unbind(1))]
+        else:
+            levels = [(real, torch.minimum(p[:, d], draft_probs[:, d]).sum(1)) for d, real in enumerate(proposal.real.unbind(1))]
+        for d, (real, share) in enumerate(levels):
+            there = real & (accepted >= d)
+            promised.extend(share[there].tolist())
+            kept.extend((accepted > d)[there].tolist())
+        return accepted, *rest
+
+    monkeypatch.setattr(Run, "_verify", watched)
+    out = Decoder(target, make(name)).generate([PROMPTS[0]] * 24, 60, sampling, Plan(3), ignore_eos=True)
+    assert out.rule == ("candidates" if make(name).deterministic else "rejection")
+    assert len(promised) > 300
+    deviation = sum(share * (1 - share) for share in promised) ** 0.5
+    assert abs(sum(kept) - sum(promised)) < 4 * deviation, f"{np.mean(kept):.3f} were accepted, {np.mean(promised):.3f} were promised"

@@ -178,6 +178,7 @@ class Adapter:
         """Make the target the original again."""
         if self._inside:
             self._model.unload()
+            vars(self.target.model).pop("peft_config", None)  # peft 0.18 leaves it there
             self._inside = False
 
 

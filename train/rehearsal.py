@@ -82,13 +82,12 @@ def rehearse_optimizer(drafter: Drafter, args: TrainingArguments) -> OptimizerBy
         BadInputError: it needs a package that is missing, or a device.
     """
     trained = [p for p in drafter.parameters() if p.requires_grad]
-    with torch.device("meta"):
-        optimizer, is_fused = _optimizer(drafter, trained, args)
-        for parameter in trained:
-            parameter.grad = torch.empty_like(parameter)
-        memory = PeakBytes()
-        with memory:
-            optimizer.step()
+    optimizer, is_fused = _optimizer(drafter, trained, args)
+    for parameter in trained:
+        parameter.grad = torch.empty_like(parameter)
+    memory = PeakBytes()
+    with memory:
+        optimizer.step()
     states = sum(t.numel() * t.element_size() for state in optimizer.state.values() for t in state.values() if isinstance(t, Tensor))
     drafter.zero_grad(set_to_none=True)
     return OptimizerBytes(states, 0 if is_fused else max(0, memory.peak - states))

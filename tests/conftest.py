@@ -6,6 +6,7 @@ import gc
 import os
 import signal
 import socket
+import sys
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -15,6 +16,8 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("WANDB_MODE", "offline")
+if "gpu" not in sys.argv:  # the others are written for a CPU: training would move what they share to a GPU
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 import pytest
 import torch
@@ -41,6 +44,12 @@ CHAT_TEMPLATE = (
 def one_thread() -> None:
     """Tiny models run fastest on one thread, and sums are made in one order."""
     torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def forkable() -> None:
+    """Autograd counts devices at its first pass, and starts a thread for each: behind fake tensors a CUDA build counts one that is not there."""
+    torch.ones((), requires_grad=True).backward()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -345,7 +345,7 @@ def test_where_capture_fails_rounds_run_eagerly_and_say_so(target, replays, monk
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, and -m gpu")
 @pytest.mark.parametrize(("plan", "sampling"), CASES)
 def test_captured_rounds_equal_eager_ones_on_a_gpu(target, plan, sampling, monkeypatch):
     """Token for token, in two requests."""

@@ -100,7 +100,7 @@ def test_compiled_rounds_write_the_same_text_and_see_the_same_taps(tiny_llama, s
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, and -m gpu")
 @pytest.mark.parametrize("length", [1023, 1024])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_split_attention_on_a_gpu(dtype, length):

@@ -132,7 +132,8 @@ class Theirs:
         tokens, mask = _padded(prompts, self.target.device)
         steps = _steps(mark, tokens.shape[1], self.target.device)
         options = {} if self.assistant is None else {"assistant_model": self.assistant}
-        with torch.inference_mode(), library_attention(self.target), self.around():
+        passes = self.target.model.register_forward_hook(steps.see)
+        with torch.inference_mode(), library_attention(self.target), self.around(), passes:
             began = _now(self.target.device)
             out = self.target.model.generate(  # type: ignore[operator]
                 tokens, attention_mask=mask, generation_config=self._config(), stopping_criteria=StoppingCriteriaList([steps]), **options
@@ -168,7 +169,10 @@ def library_attention(target: Target) -> Iterator[None]:
 
 
 def _steps(mark: Mark, prompt: int, device: torch.device) -> Any:
-    """A stopping rule that stops nothing, and notes the time of its first call and the length at each."""
+    """A stopping rule that stops nothing, and notes the time of its first call and the length at each.
+
+    Only of calls behind a pass of the target: older transformers (5.17) ask about drafts too, before they verify them.
+    """
     import torch
     from transformers import StoppingCriteria
 
@@ -176,12 +180,18 @@ def _steps(mark: Mark, prompt: int, device: torch.device) -> Any:
         def __init__(self) -> None:
             self.lengths: list[int] = []
             self.first = float("nan")
+            self.passed = False
+
+        def see(self, *_: Any) -> None:
+            self.passed = True
 
         def __call__(self, input_ids: torch.Tensor, scores: Any, **more: Any) -> torch.Tensor:
-            if not self.lengths:
-                self.first = _now(device)
-            self.lengths.append(input_ids.shape[1])
-            mark(input_ids.shape[1] - prompt)
+            if self.passed:
+                if not self.lengths:
+                    self.first = _now(device)
+                self.lengths.append(input_ids.shape[1])
+                mark(input_ids.shape[1] - prompt)
+            self.passed = False
             return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
 
     return Steps()

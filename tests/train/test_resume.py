@@ -246,7 +246,8 @@ def test_the_command_reports_bad_input_in_one_line(recipe: MakeRecipe, tmp_path:
     assert "did you mean 'learning_rate'" in capsys.readouterr().err
 
 
-def test_only_the_main_process_reports_success(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_only_the_main_process_reports_success(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", logger="outrider")  # the command makes it ERROR, and later tests would see no warnings
     monkeypatch.setenv("RANK", "1")
     assert main(["missing.yaml"]) == 2
     assert capsys.readouterr().err.startswith("[process 1] error: no recipe at")

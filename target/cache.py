@@ -14,6 +14,7 @@ whom it sees is said when it is placed (`Nodes`); `keep` then moves one path of 
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -217,6 +218,16 @@ class RaggedCache(Cache):
 
     def _layer(self, index: int, shape: Any) -> Any:
         return _Layer(self, shape)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> RaggedCache:
+        """With layers that know the copy: what they hold of their cache is only its name, which copying would turn into a cache of its own."""
+        if id(self) not in memo:
+            memo[id(self)] = copied = self.__class__.__new__(self.__class__)
+            copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
+            for store in copied._stores:
+                store.cache = weakref.proxy(copied)
+        found: RaggedCache = memo[id(self)]
+        return found
 
     @property
     def batch_size(self) -> int:

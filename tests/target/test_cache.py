@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -70,6 +71,20 @@ def test_selected_rows_keep_their_entries_in_the_asked_order(target):
     logits = target.forward(new, cache).logits
     for row, text in enumerate(texts):
         torch.testing.assert_close(logits[row], library(target, text + new[row].tolist())[0][0, -2:], rtol=1e-4, atol=1e-4)
+
+
+def test_a_copy_goes_its_own_way(target):
+    """Prompts that begin alike may share a cache's beginning by copying it."""
+    cache = target.new_cache(2, 16)
+    texts = tokens(2, 5)
+    target.forward(texts, cache=cache)
+    cache.advance(Counts.of([5, 3], "cpu"))
+    copied = copy.deepcopy(cache)
+    for each, seed in ((copied, 1), (cache, 2)):
+        target.forward(tokens(2, 4, seed), cache=each)
+        each.advance(Counts.of([4, 4], "cpu"))
+    for each, seed in ((copied, 1), (cache, 2)):
+        compare(each, target, [[*texts[row, :n].tolist(), *tokens(2, 4, seed)[row].tolist()] for row, n in enumerate((5, 3))])
 
 
 def test_nothing_is_committed_until_it_is_advanced(target):

@@ -75,8 +75,9 @@ def _plain_rope(config: Any) -> dict[str, Any]:
     return dict(found) if "rope_type" in found else {"rope_type": "default", "rope_theta": found.get("rope_theta", 10000.0)}
 
 
-def norm_of(config: LayerConfig) -> LlamaRMSNorm:
-    return LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
+def norm_of(config: LayerConfig, width: int = 0) -> LlamaRMSNorm:
+    """`width` 0: the hidden size."""
+    return LlamaRMSNorm(width or config.hidden_size, config.rms_norm_eps)
 
 
 def rotary_of(config: LayerConfig) -> LlamaRotaryEmbedding:

@@ -1,7 +1,8 @@
 """EAGLE-3: a small drafter on three of the target's hidden states (arXiv 2503.01840).
 
 It runs over pairs (f_t, x_{t+1}), where f_t are the target's features at three depths, fused, and is trained on its own outputs
-too: see `feature_drafter.py`. The first layer's attention reads cat[norm(embedding), norm(hidden)], the residual is the hidden state.
+too: see `feature_drafter.py`. The first layer's attention reads cat[norm(embedding), norm(hidden)], the residual is the hidden state
+(normed too with `norm_before_residual`).
 
 Shapes: B rows, T positions, K taps, H hidden size, V' draft vocabulary.
 """
@@ -27,6 +28,8 @@ class Eagle3Config(FeatureConfig):
         taps: HF `hidden_states` indices; () for EAGLE-3's (2, N//2, N−3).
         draft_vocab_size: the most frequent training tokens kept as outputs; 0 for all.
         norm_taps, norm_output: EAGLE-3.1 (arXiv 2605.09992): a norm on each tap; the normed output is what the next step reads.
+        norm_before_fc: one norm on all taps together instead.
+        norm_before_residual: the first layer's output is added to the normed hidden state.
         init_from_target: start the output embedding from the target's.
     """
 
@@ -35,11 +38,15 @@ class Eagle3Config(FeatureConfig):
     steps: int = 4
     norm_taps: bool = False
     norm_output: bool = False
+    norm_before_fc: bool = False
+    norm_before_residual: bool = False
     init_from_target: bool = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.taps = tuple(self.taps)
+        if self.norm_taps and self.norm_before_fc:
+            raise BadInputError("drafter: norm_taps and norm_before_fc are two ways to norm the taps; take one.")
 
     def completed(self, target: Target) -> Eagle3Config:
         """This config with every open size taken from `target`."""
@@ -66,13 +73,15 @@ class _Runner(HeadRunner):
             self.fc = self.fc * torch.cat(head.folded())
 
     def fuse(self, hidden: Tensor) -> Tensor:
-        hidden = hidden.to(self.fc.dtype)
+        hidden = hidden.to(self.fc.dtype).flatten(2)
         if self.head.tap_norms is not None:
-            hidden = self.unweighted(hidden)
-        return nn.functional.linear(hidden.flatten(2), self.fc)
+            hidden = self.unweighted(hidden.unflatten(2, (len(self.head.tap_norms), -1))).flatten(2)
+        return nn.functional.linear(hidden, self.fc)
 
     def enter(self, embedded: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        return torch.cat([self.norm(embedded, self.first.input_layernorm), self.norm(hidden, self.first.hidden_norm)], -1), hidden
+        normed = self.norm(hidden, self.first.hidden_norm)
+        read = torch.cat([self.norm(embedded, self.first.input_layernorm), normed], -1)
+        return read, normed if self.head.config.norm_before_residual else hidden
 
     def answer(self, output: Tensor, target: Target) -> tuple[Tensor, Tensor]:
         normed = self.norm(output, self.head.norm)
@@ -92,8 +101,11 @@ class Eagle3(FeatureDrafter):
     def __init__(self, config: Eagle3Config):
         super().__init__(config)
         size = config.hidden_size
-        self.tap_norms = nn.ModuleList(norm_of(config) for _ in config.taps) if config.norm_taps else None
-        self.fc = nn.Linear(len(config.taps) * size, size, bias=False)
+        width = len(config.taps) * size
+        # One for each tap, or one for all of them.
+        widths = [size] * len(config.taps) if config.norm_taps else [width] * config.norm_before_fc
+        self.tap_norms = nn.ModuleList(norm_of(config, width) for width in widths) if widths else None
+        self.fc = nn.Linear(width, size, bias=False)
         self.layer = _FirstLayer(config)
         self.norm = norm_of(config)
         self.lm_head = nn.Linear(size, config.draft_vocab_size, bias=False)
@@ -131,16 +143,18 @@ class Eagle3(FeatureDrafter):
     # ------------------------------------------------------------ the network
 
     def fuse(self, hidden: Tensor) -> Tensor:
-        hidden = hidden.to(self.fc.weight.dtype)
+        hidden = hidden.to(self.fc.weight.dtype).flatten(2)
         if self.tap_norms is not None:
-            hidden = torch.stack([norm(hidden[:, :, i]) for i, norm in enumerate(self.tap_norms)], 2)
-        return self.fc(hidden.flatten(2))
+            parts = hidden.chunk(len(self.tap_norms), -1)
+            hidden = torch.cat([norm(part) for norm, part in zip(self.tap_norms, parts, strict=True)], -1)
+        return self.fc(hidden)
 
     def read(self, embedded: Tensor, first: Unrolled) -> Tensor:
         return first.project(self.layer.attention_input(embedded))
 
     def enter(self, read: Tensor, hidden: Tensor, first: Unrolled) -> tuple[Tensor, Tensor]:
-        return read + first.project(self.layer.hidden_norm(hidden), 1), hidden
+        normed = self.layer.hidden_norm(hidden)
+        return read + first.project(normed, 1), normed if self.config.norm_before_residual else hidden
 
     def feedback(self, output: Tensor) -> Tensor:
         return self.norm(output) if self.config.norm_output else output

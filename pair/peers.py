@@ -26,7 +26,7 @@ from ..target.target import refuse_pickles
 # Names in the format and ours: of single tensors, and of beginnings.
 _SINGLE = ("fc.weight", "norm.weight", "lm_head.weight")
 _FIRST, _FIRST_OURS = "layers.0.", "layer."
-_TAP_NORMS, _TAP_NORMS_OURS = "fc_norm.", "tap_norms."
+_TAP_NORMS = {False: ("fc_norm.", "tap_norms."), True: ("input_norm.", "tap_norms.0.")}  # by norm_before_fc
 # What is there beside the head: the target's embeddings, the two vocabulary maps, and copies of the target's last parts that only training reads.
 _EMBEDDINGS = "embed_tokens.weight"
 _BESIDE = (_EMBEDDINGS, "d2t", "t2d", "verifier_norm.weight", "verifier_lm_head.weight")
@@ -65,7 +65,8 @@ def eagle3_config(values: dict[str, Any], target: Target, where: str) -> Eagle3C
     return Eagle3Config(
         taps=tuple(taps), steps=int(proposals[0].get("speculative_tokens") or Eagle3Config.steps),
         draft_vocab_size=int(values["draft_vocab_size"]), vocab_size=layer.vocab_size,
-        norm_taps=bool(values.get("fc_norm")), norm_output=bool(values.get("norm_output")), num_layers=layer.num_hidden_layers,
+        norm_taps=bool(values.get("fc_norm")), norm_output=bool(values.get("norm_output")),
+        norm_before_fc=bool(values.get("norm_before_fc")), norm_before_residual=bool(values.get("norm_before_residual")), num_layers=layer.num_hidden_layers,
         hidden_size=layer.hidden_size, intermediate_size=layer.intermediate_size, head_dim=layer.head_dim,
         num_attention_heads=layer.num_attention_heads, num_key_value_heads=layer.num_key_value_heads,
         rms_norm_eps=layer.rms_norm_eps, rope_parameters=dict(layer.rope_parameters), max_position_embeddings=layer.max_position_embeddings,
@@ -75,7 +76,7 @@ def eagle3_config(values: dict[str, Any], target: Target, where: str) -> Eagle3C
 def _unknown_to_us(values: dict[str, Any], layer: Any, taps: Any, target: Target) -> list[str]:
     """What their head does that ours cannot, each in a few words."""
     theirs = values.get("transformer_layer_config", {})
-    found = [f"{name}: true" for name in ("norm_before_residual", "norm_before_fc", "embed_requires_grad") if values.get(name)]
+    found = ["embed_requires_grad: true"] if values.get("embed_requires_grad") else []
     found += [f"{name}: true" for name in ("attention_bias", "mlp_bias") if getattr(layer, name, False)]
     if (kind := theirs.get("model_type", "qwen3")) != "llama":
         found.append(f"layers of the kind {kind!r} instead of 'llama'")
@@ -109,7 +110,7 @@ def _read(folder: Path) -> dict[str, Tensor]:
 def _fill(head: Eagle3, theirs: dict[str, Tensor], target: Target, folder: Path) -> None:
     """The weights into `head`, each of them and nothing else."""
     own = head.state_dict()
-    weights = {_ours(name): tensor for name, tensor in theirs.items() if name not in _BESIDE}
+    weights = {_ours(name, head.config): tensor for name, tensor in theirs.items() if name not in _BESIDE}
     weights["token_ids"] = _token_ids(theirs, head.config, folder)
     problems = [f"missing {name}" for name in own.keys() - weights.keys()] + [f"unexpected {name}" for name in weights.keys() - own.keys()]
     problems += [
@@ -125,14 +126,15 @@ def _fill(head: Eagle3, theirs: dict[str, Tensor], target: Target, folder: Path)
     head.load_state_dict(weights)
 
 
-def _ours(name: str) -> str:
+def _ours(name: str, config: Eagle3Config) -> str:
     """Our name of their tensor; an unknown one stays as it is, and is refused as unexpected."""
     if name in _SINGLE:
         return name
     if name.startswith(_FIRST):
         return _FIRST_OURS + name.removeprefix(_FIRST)
-    if name.startswith(_TAP_NORMS):
-        return _TAP_NORMS_OURS + name.removeprefix(_TAP_NORMS)
+    tap_norms, tap_norms_ours = _TAP_NORMS[config.norm_before_fc]
+    if name.startswith(tap_norms):
+        return tap_norms_ours + name.removeprefix(tap_norms)
     start, number, rest = [*name.split(".", 2), "", ""][:3]
     return f"others.{int(number) - 1}.{rest}" if start == "layers" and number.isdigit() else name
 

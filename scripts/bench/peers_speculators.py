@@ -80,7 +80,7 @@ def _make(path: str, config: Any, token_ids: Tensor, attention: str) -> Any:
     return Eagle3DraftModel.from_training_args(
         layer, t2d=kept, d2t=token_ids - torch.arange(len(token_ids)), target_layer_ids=list(config.taps), draft_attn_impl=attention,
         draft_vocab_size=len(token_ids), ttt_steps=config.steps, verifier_name_or_path=path,
-        norm_before_residual=False, norm_before_fc=False, fc_norm=config.norm_taps, norm_output=config.norm_output,
+        norm_before_residual=config.norm_before_residual, norm_before_fc=config.norm_before_fc, fc_norm=config.norm_taps, norm_output=config.norm_output,
     )  # fmt: skip
 
 

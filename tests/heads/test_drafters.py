@@ -63,7 +63,9 @@ MAKERS: dict[str, Callable[[Target, Callable], Drafter]] = {
     "eagle1 two layers": lambda target, llama: Eagle1.build(Eagle1Config(num_layers=2, steps=2, norm_inputs=True, norm_first=True), target),
     "eagle3": lambda target, llama: Eagle3.build(Eagle3Config(norm_taps=True, steps=2), target),
     "eagle3 pruned": lambda target, llama: Eagle3.build(Eagle3Config(taps=(0, 6), draft_vocab_size=20), target, torch.arange(64)),
-    "eagle3 two layers": lambda target, llama: Eagle3.build(Eagle3Config(num_layers=2, norm_output=True), target),
+    "eagle3 two layers": lambda target, llama: Eagle3.build(
+        Eagle3Config(num_layers=2, norm_output=True, norm_before_fc=True, norm_before_residual=True), target
+    ),
     "lookahead": lambda target, llama: Lookahead(LookaheadConfig(window=3, ngram=3, guesses=2)),
     "medusa": lambda target, llama: shaken(Medusa.build(MedusaConfig(num_layers=2), target)),
     "medusa pruned": lambda target, llama: shaken(Medusa.build(MedusaConfig(draft_vocab_size=20, share_lm_head=True), target, torch.arange(64))),

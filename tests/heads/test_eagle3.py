@@ -73,6 +73,11 @@ def test_default_taps_are_eagle_3s(tiny_llama):
         assert Eagle3.build(Eagle3Config(), Target(model)).taps == taps
 
 
+def test_taps_are_normed_one_by_one_or_together():
+    with pytest.raises(BadInputError, match="norm_taps and norm_before_fc are two ways"):
+        Eagle3Config(norm_taps=True, norm_before_fc=True)
+
+
 def test_the_draft_vocabulary_is_the_most_frequent_tokens(target):
     counts = torch.zeros(VOCAB, dtype=torch.long)
     counts[[40, 3, 17]] = torch.tensor([5, 9, 7])

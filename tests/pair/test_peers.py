@@ -43,9 +43,9 @@ def config(**changes: Any) -> dict[str, Any]:
     } | changes  # fmt: skip
 
 
-def tensors(target: Target, layers: int = 1, ids: list[int] | None = None, fc_norm: bool = True) -> dict[str, Tensor]:
-    """Every tensor of the format, random; `ids` are the draft vocabulary."""
-    generator = torch.Generator().manual_seed(3)
+def tensors(target: Target, values: dict[str, Any] | None = None, ids: list[int] | None = None) -> dict[str, Tensor]:
+    """Every tensor that a config names, random; `ids` are the draft vocabulary."""
+    values, generator = values or config(), torch.Generator().manual_seed(3)
 
     def drawn(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator) * 0.2 + (len(shape) == 1)
@@ -55,8 +55,9 @@ def tensors(target: Target, layers: int = 1, ids: list[int] | None = None, fc_no
         "embed_tokens.weight": target.model.get_input_embeddings().weight.detach().clone(), "fc.weight": drawn(H, 3 * H), "norm.weight": drawn(H),
         "lm_head.weight": drawn(KEPT, H), "d2t": kept - torch.arange(KEPT), "t2d": torch.zeros(VOCAB, dtype=torch.bool).index_fill(0, kept, True),
     }  # fmt: skip
-    found |= {f"fc_norm.{i}.weight": drawn(H) for i in range(3 * fc_norm)}
-    for layer in range(layers):
+    found |= {f"fc_norm.{i}.weight": drawn(H) for i in range(3 * values["fc_norm"])}
+    found |= {"input_norm.weight": drawn(3 * H)} if values["norm_before_fc"] else {}
+    for layer in range(values["transformer_layer_config"]["num_hidden_layers"]):
         start, width = f"layers.{layer}.", H if layer else 2 * H
         found |= {f"{start}{name}.weight": drawn(H) for name in ("input_layernorm", "post_attention_layernorm", *([] if layer else ["hidden_norm"]))}
         found |= {f"{start}self_attn.{n}_proj.weight": drawn(k * D, width) for n, k in (("q", HEADS), ("k", KV_HEADS), ("v", KV_HEADS))}
@@ -84,7 +85,8 @@ def reference(w: dict[str, Tensor], values: dict[str, Any], tokens: Tensor, hidd
     rope = LlamaRotaryEmbedding(LlamaConfig(**{k: v for k, v in layer_config.items() if k != "model_type"}))
     length = len(tokens) - 1
     taps = hidden[:-1].unbind(1)
-    state = torch.cat([norm(x, f"fc_norm.{i}.weight") if "fc_norm.0.weight" in w else x for i, x in enumerate(taps)], -1) @ w["fc.weight"].T
+    state = torch.cat([norm(x, f"fc_norm.{i}.weight") if values["fc_norm"] else x for i, x in enumerate(taps)], -1)
+    state = (norm(state, "input_norm.weight") if values["norm_before_fc"] else state) @ w["fc.weight"].T
     cached: list[list[tuple[Tensor, Tensor]]] = [[] for _ in range(layer_config["num_hidden_layers"])]
     found = []
     for step in range(STEPS):
@@ -93,7 +95,9 @@ def reference(w: dict[str, Tensor], values: dict[str, Any], tokens: Tensor, hidd
         for number, kept in enumerate(cached):
             start = f"layers.{number}."
             if number == 0:
-                x = torch.cat([norm(w["embed_tokens.weight"][read], start + "input_layernorm.weight"), norm(state, start + "hidden_norm.weight")], -1)
+                normed = norm(state, start + "hidden_norm.weight")
+                x = torch.cat([norm(w["embed_tokens.weight"][read], start + "input_layernorm.weight"), normed], -1)
+                state = normed if values["norm_before_residual"] else state
             else:
                 x = norm(state, start + "input_layernorm.weight")
             q, k, v = ((x @ w[f"{start}self_attn.{n}_proj.weight"].T).view(1, length, -1, D).transpose(1, 2) for n in "qkv")
@@ -113,19 +117,55 @@ def reference(w: dict[str, Tensor], values: dict[str, Any], tokens: Tensor, hidd
     return found
 
 
-@pytest.mark.parametrize(("changes", "layers"), [({}, 1), ({"fc_norm": False, "norm_output": False}, 1), ({"layer": {"num_hidden_layers": 2}}, 2)])
+@pytest.fixture(
+    params=[
+        {},
+        {"fc_norm": False, "norm_output": False},
+        {"fc_norm": False, "norm_before_fc": True},
+        {"norm_before_residual": True, "norm_output": False},
+        {"layer": {"num_hidden_layers": 2}},
+    ],
+    ids=str,
+)
+def values(request: pytest.FixtureRequest) -> dict[str, Any]:
+    return config(**request.param)
+
+
 @torch.no_grad()
-def test_an_imported_head_has_their_logits_at_every_unrolled_step(target: Target, tmp_path: Path, changes: dict[str, Any], layers: int) -> None:
-    values = config(**changes)
-    weights = tensors(target, layers, fc_norm=values["fc_norm"])
-    head = load_speculators(written(tmp_path / "theirs", values, weights), target)
+def inputs(target: Target) -> tuple[Tensor, Tensor]:
+    """Tokens `[1, 12]` and their hidden states."""
     tokens = torch.randint(VOCAB, (1, 12), generator=torch.Generator().manual_seed(5))
     hidden = target.forward(tokens, taps=TAPS).hidden
     assert hidden is not None
+    return tokens, hidden
+
+
+@torch.no_grad()
+def test_an_imported_head_has_their_logits_at_every_unrolled_step(target: Target, tmp_path: Path, values: dict[str, Any]) -> None:
+    weights = tensors(target, values)
+    head = load_speculators(written(tmp_path / "theirs", values, weights), target)
+    tokens, hidden = inputs(target)
     assert head.taps == TAPS
     for step, (ours, theirs) in enumerate(zip(head.unroll(target, tokens, hidden), reference(weights, values, tokens[0], hidden[0]), strict=True)):
         here = 11 - step  # entries whose token is there
         torch.testing.assert_close(head.logits(ours, target)[0, :here], theirs[:here], atol=1e-5, rtol=1e-5)
+
+
+@torch.no_grad()
+def test_the_reference_is_the_packages_own_forward_pass(target: Target, values: dict[str, Any]) -> None:
+    pytest.importorskip("speculators")
+    from speculators.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig
+
+    weights, logits = tensors(target, values), []
+    made = Eagle3SpeculatorConfig(**{k: v for k, v in values.items() if k != "speculators_config"})
+    made.transformer_layer_config._attn_implementation = "eager"
+    theirs = Eagle3DraftModel(made)
+    assert not theirs.load_state_dict(weights, strict=False).unexpected_keys
+    theirs.lm_head.register_forward_hook(lambda module, inputs, output: logits.append(output[0]))
+    tokens, hidden = inputs(target)
+    theirs(hidden[:, :-1].flatten(2), tokens[:, 1:], torch.zeros_like(tokens[:, 1:]), ttt_steps=STEPS)
+    for step, (found, expected) in enumerate(zip(logits, reference(weights, values, tokens[0], hidden[0]), strict=True)):
+        torch.testing.assert_close(found[: 11 - step], expected[: 11 - step], atol=1e-5, rtol=1e-5)
 
 
 def test_offsets_name_target_tokens_whatever_their_order(target: Target, tmp_path: Path) -> None:
@@ -158,7 +198,7 @@ def test_a_full_draft_vocabulary_needs_no_map(target: Target, tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"norm_before_residual": True, "norm_before_fc": True}, "norm_before_residual: true; norm_before_fc: true"),
+        ({"embed_requires_grad": True}, "embed_requires_grad: true"),
         ({"layer": {"model_type": "qwen3"}}, "'qwen3' instead of 'llama'"),
         ({"layer": {"layer_types": ["sliding_attention"], "sliding_window": 2048}}, "a sliding window of 2048 tokens"),
         ({"layer": {"attention_bias": True}}, "attention_bias"),
@@ -179,6 +219,8 @@ def damaged(name: str, weights: dict[str, Tensor]) -> dict[str, Tensor]:
         weights["layers.0.self_attn.q_norm.weight"] = torch.ones(D)
     elif name == "shape":
         weights["fc.weight"] = torch.zeros(H, 2 * H)
+    elif name == "another norm":
+        weights["input_norm.weight"] = torch.ones(3 * H)
     elif name == "embeddings":
         weights["embed_tokens.weight"] = weights["embed_tokens.weight"].flip(0)
     elif name == "offsets":
@@ -194,6 +236,7 @@ def damaged(name: str, weights: dict[str, Tensor]) -> dict[str, Tensor]:
         ("missing", IncompatibleError, "missing layer.hidden_norm.weight"),
         ("unknown", IncompatibleError, "unexpected layer.self_attn.q_norm.weight"),
         ("shape", IncompatibleError, r"fc.weight is \(32, 64\), expected \(32, 96\)"),
+        ("another norm", IncompatibleError, "unexpected input_norm.weight"),
         ("embeddings", IncompatibleError, "made for another target"),
         ("offsets", BadInputError, "different tokens"),
         ("map", BadInputError, "d2t and t2d name different tokens"),

@@ -171,7 +171,7 @@ class _Run:
 
         sampling = Sampling(**self.spec.sampling.model_dump())
         try:
-            with fast_products():
+            with fast_products(self.target.device):
                 out = decoder.generate([self.prompts[i].tokens for i in batch], self.spec.max_new_tokens, sampling, Plan(depth=0), sequence_ids=batch)
         except torch.OutOfMemoryError as error:
             raise BadInputError(

@@ -154,7 +154,8 @@ def _training(report: Report) -> str:
     taus = ", ".join(f"{name} {t.held_out_tau:.2f}" for name, t in found.items() if t.held_out_tau)
     return (
         f"{first.budget:g} s each on the same {first.sequences:,} sequences, one after the other, {first.processes} process{'' if first.processes == 1 else 'es'}; "
-        "batches, target passes and steps count, evaluation, checkpoints and cached features do not" + (f"; held-out analytic τ: {taus}" if taus else "")
+        "batches, target passes and steps count, evaluation, checkpoints and cached features do not"
+        + (f"; held-out analytic τ, over the depths each is trained at: {taus}" if taus else "")
     )
 
 

@@ -21,7 +21,7 @@ FEATURES = (
     ("tracking with wandb (report_to: wandb)", ("wandb",), (), "pip install 'outrider[wandb]'"),
     ("ZeRO training (accelerate launch --use_deepspeed)", ("deepspeed",), ("ninja", "g++"), "pip install 'outrider[deepspeed]', and a C++ compiler"),
     ("losses in fewer passes, on CUDA", ("liger_kernel",), (), "pip install 'outrider[liger]'"),
-    ("the tests (./scripts/test)", ("pytest", "ruff", "mypy"), (), "pip install 'outrider[dev]'"),
+    ("the tests (./scripts/test)", ("pytest", "xdist", "ruff", "mypy"), (), "pip install 'outrider[dev]'"),
 )
 
 

@@ -27,8 +27,7 @@ _MEANINGLESS = {
 # Numbers that torch or the library would refuse only when the training begins: at least the first, and less than the second.
 _RANGES: dict[str, tuple[int, float]] = {
     "per_device_train_batch_size": (1, math.inf), "per_device_eval_batch_size": (1, math.inf), "gradient_accumulation_steps": (1, math.inf),
-    "num_train_epochs": (0, math.inf), "learning_rate": (0, math.inf), "weight_decay": (0, math.inf), "max_grad_norm": (0, math.inf),
-    "adam_beta1": (0, 1), "adam_beta2": (0, 1), "adam_epsilon": (0, math.inf),
+    "learning_rate": (0, math.inf), "weight_decay": (0, math.inf), "adam_beta1": (0, 1), "adam_beta2": (0, 1), "adam_epsilon": (0, math.inf),
 }  # fmt: skip
 
 
@@ -42,9 +41,8 @@ def check_training(values: dict[str, Any]) -> dict[str, Any]:
     refuse_unknown_keys(values, known, "training")
     hints = typing.get_type_hints(TrainingArguments)
     checked = {name: _checked(name, value, hints[name]) for name, value in values.items()}
-    for name in checked.keys() & _RANGES.keys():
-        low, high = _RANGES[name]
-        if not low <= checked[name] < high:
+    for name, (low, high) in _RANGES.items():
+        if name in checked and not low <= checked[name] < high:
             below = "" if high == math.inf else f" and less than {high}"
             raise BadInputError(f"training.{name}: expected {low} or more{below}, found {checked[name]:g}.")
     if checked.get("optim") == muon.NAME and checked.get("optim_args"):

@@ -161,7 +161,7 @@ class DrafterTrainer(Trainer):
             return super().training_step(*args, **kwargs)
 
     def _products(self) -> AbstractContextManager[Any]:
-        return nullcontext() if self.args.torch_compile else fast_products()  # a compiler brings its own
+        return nullcontext() if self.args.torch_compile else fast_products(self.args.device)  # a compiler brings its own
 
     def compute_loss(self, model: nn.Module, inputs: dict[str, Tensor], return_outputs: bool = False, num_items_in_batch: Tensor | int | None = None) -> Any:
         """This micro-batch's share of the global batch's mean loss."""

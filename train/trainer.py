@@ -22,7 +22,7 @@ import torch
 from torch import nn
 from transformers import TrainingArguments, set_seed
 
-from ..distill.responses import data_folder
+from ..distill.responses import data_folder, distill, load_responses
 from ..heads import Drafter
 from ..recipes import Recipe
 from ..target import BadInputError, Target
@@ -141,7 +141,6 @@ def _frozen(target: Target, device: torch.device) -> Target:
 
 
 def _distilled(recipe: Recipe, target: Target, console: Console | None) -> Path:
-    from ..distill.responses import distill
 
     return distill(recipe, target, console)
 
@@ -150,7 +149,6 @@ def _trainer(
     recipe: Recipe, args: TrainingArguments, target: Target, drafter: Drafter | None, data: Path, console: Console | None, seconds: float | None,
     adapter: Adapter | None,
 ) -> DrafterTrainer:  # fmt: skip
-    from ..distill.responses import load_responses
 
     table = load_responses(data)
     training, held_out = split(table, recipe.data.holdout, recipe.data.learn_prompts)
@@ -160,8 +158,9 @@ def _trainer(
     set_seed(args.seed)
     if drafter is None:
         drafter = made_for(recipe, target, lambda: token_counts(Rows(table, training.indices), target.vocab_size))
+    else:
+        drafter.check(target)
     drafter.to(args.device).float()
-    drafter.check(target)
     on_policy = OnPolicy.of(recipe.data, training, target, drafter, args.seed)
     batches = _batches(recipe, args, target, drafter, table, console, adapter)
     joint = None if adapter is None or recipe.joint is None else Joint(drafter, adapter, recipe.joint)

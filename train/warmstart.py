@@ -72,7 +72,8 @@ def made_for(recipe: Recipe, target: Target, token_counts: Callable[[], Tensor])
         raise BadInputError(f"drafter: such a one cannot be made for this target ({reason(error)}).") from error
     learns_alone = recipe.joint is None or recipe.joint.heads_first > 0
     if learns_alone and not any(p.requires_grad for p in drafter.parameters()):
-        raise BadInputError(f"drafter: a {drafter.name} of these settings has no weights of its own: there is nothing to train.")
+        way_out = "" if recipe.joint is None else " Set joint.heads_first to 0, and the target learns from the first step on."
+        raise BadInputError(f"drafter: a {drafter.name} of these settings has no weights of its own: there is nothing to train.{way_out}")
     return drafter
 
 

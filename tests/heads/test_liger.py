@@ -19,6 +19,8 @@ from torch import Tensor
 from outrider.heads import liger, losses
 from outrider.heads.losses import DIVERGENCES, HARD, Reference, chunked_compare, compare, divergence
 
+pytestmark = pytest.mark.gpu  # where there is one, the kernels run on it
+
 HAS_GPU = torch.cuda.is_available()
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cuda" if HAS_GPU and not INTERPRETED else "cpu"

@@ -110,7 +110,7 @@ def train(
         pass  # a LoRA that does not fit this target is refused before the target answers anything, and so is a drafter
     if drafter is None and not data_folder(recipe).is_dir():
         check_makes(recipe, target)
-    data = main_first(args, recipe.output_folder, lambda: _distilled(recipe, target, console), target)
+    data = main_first(args, recipe.output_folder, lambda: distill(recipe, target, console), target)
     with adapted(target, recipe.joint, args.seed) as adapter:
         trainer = _trainer(recipe, args, target, drafter, data, console, seconds, adapter)
         return _Run(recipe, args, trainer, data, console).go(start)
@@ -140,16 +140,10 @@ def _frozen(target: Target, device: torch.device) -> Target:
     return target
 
 
-def _distilled(recipe: Recipe, target: Target, console: Console | None) -> Path:
-
-    return distill(recipe, target, console)
-
-
 def _trainer(
     recipe: Recipe, args: TrainingArguments, target: Target, drafter: Drafter | None, data: Path, console: Console | None, seconds: float | None,
     adapter: Adapter | None,
 ) -> DrafterTrainer:  # fmt: skip
-
     table = load_responses(data)
     training, held_out = split(table, recipe.data.holdout, recipe.data.learn_prompts)
     if recipe.data.holdout > 0 and not len(held_out):

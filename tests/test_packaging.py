@@ -26,7 +26,9 @@ def package_folders() -> list[Path]:
 
 def tracked_files() -> list[str]:
     """Files of the checkout that git does not ignore."""
-    listed = subprocess.run(["git", "ls-files", "--cached", "--others", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True)
+    listed = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True
+    )
     if listed.returncode:
         pytest.skip("not a git checkout")
     return [name for name in listed.stdout.splitlines() if (ROOT / name).is_file()]
@@ -58,7 +60,12 @@ def test_every_data_file_is_shipped() -> None:
     missing = []
     for name in tracked_files():
         room = name.partition("/")[0]
-        if f"outrider.{room}" not in SETUPTOOLS["packages"] or name.endswith(".py") or name in CHECKOUT_ONLY or "/results/" in name:
+        if (
+            f"outrider.{room}" not in SETUPTOOLS["packages"]
+            or name.endswith(".py")
+            or name in CHECKOUT_ONLY
+            or "/results/" in name
+        ):
             continue
         own = [*patterns.get(f"outrider.{room}", []), *patterns["*"]]
         inside = name.partition("/")[2]
@@ -92,7 +99,9 @@ def normalised(name: str) -> str:
 def test_importing_the_command_loads_neither_torch_nor_transformers() -> None:
     """`outrider --help` answers in less than a second because of this."""
     code = "import sys, outrider.scripts.cli, outrider.recipes, outrider.eval; print(sorted({'torch', 'transformers', 'datasets', 'matplotlib'} & set(sys.modules)))"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
+    assert (
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
+    )
 
 
 @pytest.mark.slow
@@ -102,7 +111,11 @@ def test_the_wheel_holds_the_package_and_nothing_else(tmp_path: Path) -> None:
     for name in tracked_files():
         (copy / name).parent.mkdir(parents=True, exist_ok=True)
         (copy / name).write_bytes((ROOT / name).read_bytes())
-    subprocess.run([sys.executable, "-m", "pip", "wheel", "--no-deps", "-q", "-w", str(tmp_path), str(copy)], check=True, timeout=300)
+    subprocess.run(
+        [sys.executable, "-m", "pip", "wheel", "--no-deps", "-q", "-w", str(tmp_path), str(copy)],
+        check=True,
+        timeout=300,
+    )
     names = zipfile.ZipFile(next(tmp_path.glob("*.whl"))).namelist()
     stray = [n for n in names if not n.startswith("outrider/") and ".dist-info/" not in n]
     assert stray == []

@@ -2,7 +2,7 @@
 
 Whatever is compared takes turns, in a rotating order and after a warm-up, so that whatever else the machine does hits all
 alike. Times are medians, in seconds; on a GPU each ends when the device has finished, and passes are captured as CUDA graphs
-and read a window of the cache, as the decoder's own are (`decode.static`).
+and read a window of the cache, as the decoder's own are (`decode.room`).
 
 Shapes: B rows, Q tokens of one pass, K taps, H hidden size.
 """
@@ -280,7 +280,7 @@ def _is_fixed(target: Target) -> bool:
 
 def _window(context: int, drafts: int) -> int:
     """The window that the decoder would take behind `context` entries."""
-    from ..decode.static import margin, window_of
+    from ..decode.room import margin, window_of
 
     return window_of(context + margin(drafts, drafts, drafts))
 

@@ -132,10 +132,25 @@ class _Layer(CacheLayerMixin):
 
     def select(self, rows: list[int]) -> None:
         if self.keys is not None and self.values is not None:
-            self.keys, self.values = self.keys[rows], self.values[rows]
+            self.keys, self.values = _selected(self.keys, rows), _selected(self.values, rows)
 
     def num_bytes(self) -> int:
         return sum(t.numel() * t.element_size() for t in (self.keys, self.values) if t is not None)
+
+
+def _selected(store: Tensor, rows: list[int]) -> Tensor:
+    """Return these rows of `store` `[B, H, L, D]`, in this order, in its own memory while more than half of it is used.
+
+    When rows leave and later ones take their places, only those are copied: copying all that stay took a tenth of the time
+    of a batch whose texts end one by one.
+    """
+    moved = [(place, row) for place, row in enumerate(rows) if place != row]
+    in_place = all(place < row for place, row in moved)  # nothing is overwritten that is still to be read
+    if not in_place or 2 * len(rows) <= store.untyped_storage().nbytes() // (store[:1].nbytes or 1):
+        return store[rows]
+    for place, row in moved:
+        store[place] = store[row]
+    return store[: len(rows)]
 
 
 class Counts:

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from outrider.decode import Decoder, Plan, Sampling, Tree
-from outrider.decode.engine import Run
+from outrider.decode import Decoder, Plan, Sampling, Tree, rules
 from outrider.ground import IncompatibleError
 from outrider.heads import Choose, Drafter, DrafterConfig, DraftModel, Eagle3, Eagle3Config, Ngram, Proposal
 from outrider.targets import Counts, RaggedCache, Target
@@ -419,8 +418,8 @@ def test_of_tied_tokens_the_first_wins_as_in_the_library():
 def test_a_target_that_breaks_ties_the_other_way_is_noticed(monkeypatch):
     model = tied(make("llama"))
     texts = reference(model, PROMPTS)
-    honest = Run._match
-    monkeypatch.setattr(Run, "_match", staticmethod(lambda proposal, wanted: honest(proposal, wanted + 1 - wanted % 2)))
+    honest = rules._matched
+    monkeypatch.setattr(rules, "_matched", lambda proposal, wanted: honest(proposal, wanted + 1 - wanted % 2))
     assert differing(Target(model), texts, {"ngram": ["depth 3"]}) != []
 
 

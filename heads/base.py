@@ -468,7 +468,7 @@ def load_weights(module: nn.Module, folder: Path) -> None:
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
-    from ..targets.target import refuse_pickles
+    from ..targets.loading import refuse_pickles
 
     refuse_pickles(folder)
     try:

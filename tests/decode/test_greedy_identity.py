@@ -451,7 +451,7 @@ def siblings_see_each_other(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(
         RaggedCache,
         "visible",
-        lambda cache: torch.ones_like(honest(cache)) if cache._sees is not None else honest(cache),
+        lambda cache: torch.ones_like(honest(cache)) if cache._nodes is not None else honest(cache),
     )
 
 

@@ -153,7 +153,10 @@ def test_a_loaded_target_is_the_saved_one(tiny_target, saved):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_merged_weights_are_rounded_once(tiny_target, saved, tmp_path, dtype):
-    """Their digest must not depend on how a library sums B A: the products are summed in fp64, and each weight is what the exact sum rounds to."""
+    """Each weight is what the exact sum of its products rounds to: the products are summed in fp64.
+
+    A digest of the weights must not depend on how a library sums B A.
+    """
     from peft import LoraConfig, get_peft_model
 
     model = get_peft_model(
@@ -230,7 +233,10 @@ def test_an_adapter_of_the_hub_is_read_from_its_cache(adapter, cached, saved):
 
 
 def test_a_pickled_adapter_is_refused_and_never_opened(adapter, cached, saved, tmp_path, monkeypatch):
-    """Of a folder and of the Hub, where peft would take it; a safetensors file of another name beside it changes nothing."""
+    """In a folder and on the Hub, where peft would take it.
+
+    A safetensors file of another name beside it changes nothing.
+    """
 
     def never(*_, **__):
         raise AssertionError("a pickle was opened")

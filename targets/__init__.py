@@ -1,11 +1,12 @@
 """The model being accelerated."""
 
 from .backbone import Backbone
-from .cache import Counts, LayerShape, Nodes, RaggedCache, Store
+from .cache import Counts, LayerShape, RaggedCache, Store
 from .fingerprint import Fingerprint
 from .footprint import Footprint, PeakBytes
 from .layers import decoder_layers
 from .loading import embedded_path, load_causal_lm
+from .placement import Nodes
 from .target import Target, TargetOutput
 from .tokenizers import TokenDifference, first_difference, load_tokenizer, require_same_vocabulary
 

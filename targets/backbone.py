@@ -16,10 +16,11 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from ..ground.errors import IncompatibleError
 from .attention import NAME as SPLIT_ATTENTION
 from .attention import register
-from .cache import Nodes, RaggedCache
+from .cache import RaggedCache
 from .layers import body_of, decoder_layers, find_final_norm, first_layers
 from .layout import CacheLayout, check_layers, circumstances
 from .masks import attention_masks, needs_mask
+from .placement import Nodes
 from .recurrent import RecurrentCache, has_states
 from .taps import TapReader
 

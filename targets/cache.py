@@ -9,8 +9,8 @@ therefore costs nothing, and ragged batches need no padding on the left.
 A cache that is told the shapes of its layers is allocated whole before the first pass. Without them each layer is
 allocated when its first entries come.
 
-The entries of a tree stand after the committed ones, in any order in which parents come before their children. `Nodes`
-says where each of them stands in its text and which others it sees; `keep` then moves one path of them to the front.
+The entries of a tree stand after the committed ones, in any order in which parents come before their children; `keep`
+then moves one path of them to the front.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
+
+from .placement import Nodes, Placement
 
 
 class LayerStore(Protocol):
@@ -138,14 +140,16 @@ class AttentionStore(CacheLayerMixin):
             keys, values = self._allocate(LayerShape(Store.of(key_states), Store.of(value_states)))
         self._write(keys, key_states)
         self._write(values, value_states)
-        used = self.cache.used
+        used = self.cache.placed.used  # torch.compile sees no properties through a weak reference
         return keys[:, :, :used], values[:, :, :used]
 
     def _write(self, store: Tensor, new: Tensor) -> None:
-        if self.cache.start is not None:
-            store[:, :, self.cache.start : self.cache.start + new.shape[2]] = new
+        index = self.cache.placed.index
+        if isinstance(index, slice):
+            store[:, :, index] = new
         else:
-            store[self.cache.rows, :, self.cache.slots] = new.transpose(1, 2)
+            rows, slots = index
+            store[rows, :, slots] = new.transpose(1, 2)
 
     def move(self, source: Tensor, destination: Tensor) -> None:
         for store in (self.keys, self.values):
@@ -198,47 +202,6 @@ class Counts:
         return Counts(self.tensor[rows], None if self._values is None else [self._values[r] for r in rows])
 
 
-@dataclass(frozen=True)
-class Nodes:
-    """The tokens of a pass as nodes of a tree that grows after the committed entries.
-
-    Attributes:
-        depths: place in the text, counted from the first uncommitted token, `[B, Q]`.
-        sees: which uncommitted entries each token sees, itself included, those of earlier passes first,
-            `[B, Q, offset + Q]` bool.
-    """
-
-    depths: Tensor
-    sees: Tensor
-
-    @classmethod
-    def of_tree(cls, parents: Tensor, depth: int) -> Nodes:
-        """Return a root and the nodes after it, `[B, 1 + N]` tokens.
-
-        Args:
-            parents: each node's parent among the nodes, `[B, N]`; −1 for the root.
-            depth: no node stands deeper than this.
-        """
-        rows, count = parents.shape[0], parents.shape[1] + 1
-        above = torch.nn.functional.pad(parents + 1, (1, 0))  # the root is its own parent
-        here = torch.arange(count, device=parents.device).expand(rows, -1)
-        sees = torch.zeros(rows, count, count, dtype=torch.bool, device=parents.device)
-        depths = torch.zeros_like(here)
-        for _ in range(depth + 1):
-            sees.scatter_(2, here[:, :, None], True)
-            depths = depths + (here > 0)
-            here = above.gather(1, here)
-        return cls(depths, sees)
-
-    @classmethod
-    def of_chain(cls, length: int, device: torch.device | str) -> Nodes:
-        """Return a root and a chain of `length` after it, one row that stands for all."""
-        return cls(
-            torch.arange(length + 1, device=device)[None],
-            torch.ones(1, length + 1, length + 1, dtype=torch.bool, device=device).tril(),
-        )
-
-
 class RaggedCache(Cache):
     """A cache for the layers of a `transformers` model, in which every row has its own length.
 
@@ -253,10 +216,7 @@ class RaggedCache(Cache):
         window: how many slots every pass reads, whatever the lengths; None for as many as are used. With a window no
             shape and no address depends on the lengths, so that a pass can be captured.
         first: entries before this place in the text are seen by nobody but themselves: they mean nothing.
-        used: how many slots the placed pass reads.
-        start: the slot at which it writes, where that is the same for all rows and the host knows it; else None.
-        slots: the slots that it writes, `[B, Q]`.
-        positions: where its tokens stand in their texts, `[B, Q]`.
+        placed: where the next pass writes, or the last one has written.
     """
 
     def __init__(
@@ -270,12 +230,9 @@ class RaggedCache(Cache):
         self.max_length = max_length
         self.lengths = torch.zeros(batch_size, dtype=torch.long, device=device)
         self.host_lengths = [0] * batch_size
-        self.used = 0
         self.window: int | None = None
         self.first = 0
-        self.start: int | None = 0
-        self.slots = self.positions = self.lengths[:, None]
-        self._nodes: Nodes | None = None  # depths of all uncommitted entries, and what those of the placed pass see
+        self.placed = Placement(self.lengths, 0, self.lengths[:, None], self.lengths[:, None], slice(0, 0))
         self._stores = [
             self.blank_layer(index) if shape is None else shape.new_layer(self)
             for index, shape in enumerate(shapes or (None,) * num_layers)
@@ -323,65 +280,53 @@ class RaggedCache(Cache):
         Args:
             nodes: the tokens' places in a tree; None for a chain, in which each token follows the one before it.
         """
-        start = self.longest + offset
-        self.used = start + num_new if self.window is None else self.window
-        if self.used > self.max_length:
-            raise ValueError(f"the cache holds {self.max_length} entries per row, {self.used} are needed")
-        self.start = start if self.window is None and self.longest == min(self.host_lengths) else None
-        device = self.lengths.device
-        if self.start is None:
-            self.rows = torch.arange(self.batch_size, device=device)[:, None]
-            self.slots = self.lengths[:, None] + torch.arange(offset, offset + num_new, device=device)
+        start, device = self.longest + offset, self.lengths.device
+        used = self.room_for(start + num_new if self.window is None else self.window)
+        if self.window is None and self.longest == min(self.host_lengths):
+            slots = torch.arange(start, used, device=device).expand(self.batch_size, -1)
+            index: slice | tuple[Tensor, Tensor] = slice(start, used)
         else:
-            self.slots = torch.arange(start, self.used, device=device).expand(self.batch_size, -1)
+            slots = self.lengths[:, None] + torch.arange(offset, offset + num_new, device=device)
+            index = self._rows(), slots
         # An idle row of a window may be asked to read before its begin: nobody looks at what it reads there.
-        self.positions = self.slots if self.window is None else self.slots.clamp(min=0)
+        positions = slots if self.window is None else slots.clamp(min=0)
         if nodes is not None:
-            self.positions = self.lengths[:, None] + nodes.depths
+            positions = self.lengths[:, None] + nodes.depths
             nodes = Nodes(torch.cat([self._earlier_depths(offset), nodes.depths], 1), nodes.sees)
-        self._nodes = nodes
-        return self.positions
+        self.placed = Placement(self.lengths, used, slots, positions, index, nodes)
+        return positions
 
     def _earlier_depths(self, offset: int) -> Tensor:
         """Return the depths of the first `offset` uncommitted entries, `[B, offset]`.
 
-        They are nodes of earlier passes; entries that were not placed as nodes are a chain.
+        They are nodes of the last pass; entries that were not placed as nodes are a chain.
         """
-        if offset and self._nodes is not None:
-            return self._nodes.depths[:, :offset]
+        if offset and self.placed.nodes is not None:
+            return self.placed.nodes.depths[:, :offset]
         return torch.arange(offset, device=self.lengths.device).expand(self.batch_size, -1)
 
+    def _rows(self) -> Tensor:
+        """Return the rows' numbers, `[B, 1]`."""
+        return torch.arange(self.batch_size, device=self.lengths.device)[:, None]
+
+    def room_for(self, used: int) -> int:
+        """Return `used` if there are as many slots, and raise ValueError if there are not."""
+        if used > self.max_length:
+            raise ValueError(f"the cache holds {self.max_length} entries per row, {used} are needed")
+        return used
+
+    @property
+    def used(self) -> int:
+        """How many slots the placed pass reads."""
+        return self.placed.used
+
     def visible(self) -> Tensor:
-        """Return which slots each token of the pass may see, `[B, Q, used]` bool."""
-        slots = torch.arange(self.used, device=self.lengths.device)
-        seen = slots <= self.slots[:, :, None] if self._nodes is None else self._seen_by(self._nodes.sees)
-        if not self.first:
-            return seen
-        return (seen & (self._places() >= self.first)[:, None]) | (slots == self.slots[:, :, None])
+        """Return which slots each token of the placed pass may see, `[B, Q, used]` bool."""
+        return self.placed.visible(self.first)
 
     def within(self, window: int) -> Tensor:
         """Return which slots lie at most `window` − 1 places before each token of the pass, `[B, Q, used]` bool."""
-        return self._places()[:, None] > self.positions[:, :, None] - window
-
-    def _seen_by(self, sees: Tensor) -> Tensor:
-        """Return which slots nodes see, `[B, Q, used]`, given which uncommitted entries they see, `[B, Q, N]`."""
-        after, count = self._after_committed(), sees.shape[2]
-        own = sees.gather(2, after.clamp(0, count - 1)[:, None].expand(-1, sees.shape[1], -1))
-        return (after < 0)[:, None] | (own & (after < count)[:, None])
-
-    def _places(self) -> Tensor:
-        """Return where each slot's token stands in its text, `[B or 1, used]`: for nodes that is not their slot."""
-        places = torch.arange(self.used, device=self.lengths.device)[None]
-        if self._nodes is None:
-            return places
-        after, depths = self._after_committed(), self._nodes.depths
-        return torch.where(
-            after < 0, places, self.lengths[:, None] + depths.gather(1, after.clamp(0, depths.shape[1] - 1))
-        )
-
-    def _after_committed(self) -> Tensor:
-        """Return each slot's number among the uncommitted ones, from 0, `[B, used]`; negative for committed ones."""
-        return torch.arange(self.used, device=self.lengths.device) - self.lengths[:, None]
+        return self.placed.within(window)
 
     # ------------------------------------------------------------ what stays
 

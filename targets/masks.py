@@ -10,7 +10,8 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from .attention import NAME as SPLIT_ATTENTION
-from .cache import Nodes, RaggedCache
+from .cache import RaggedCache
+from .placement import Nodes
 
 
 def needs_mask(config: PreTrainedConfig, cache: RaggedCache, num_new: int, offset: int, nodes: Nodes | None) -> bool:

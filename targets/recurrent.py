@@ -26,7 +26,8 @@ from transformers import PreTrainedConfig
 from transformers.cache_utils import LinearAttentionLayer
 
 from ..ground.errors import IncompatibleError
-from .cache import AttentionStore, Counts, LayerStore, Nodes, RaggedCache, Shape
+from .cache import AttentionStore, Counts, LayerStore, RaggedCache, Shape
+from .placement import Nodes, Placement
 
 # Kinds of layers, and the models they were tried in. Other models update their states in ways of their own.
 KINDS = frozenset({"linear_attention", "conv"})
@@ -262,14 +263,12 @@ class RecurrentCache(RaggedCache):
         """
         if nodes is not None or self.window is not None:
             raise IncompatibleError("a model with recurrent layers reads chains only, and no windows of fixed size.")
-        self.used = max(self.read) + num_new
-        if self.used > self.max_length:
-            raise ValueError(f"the cache holds {self.max_length} entries per row, {self.used} are needed")
-        self.start = self.read[0] if min(self.read) == max(self.read) else None
-        self.rows = torch.arange(self.batch_size, device=self.lengths.device)[:, None]
-        self.slots = self.positions = self._from_read(num_new)
+        used, slots = self.room_for(max(self.read) + num_new), self._from_read(num_new)
+        even = min(self.read) == max(self.read)
+        index = slice(self.read[0], used) if even else (self._rows(), slots)
+        self.placed = Placement(self.lengths, used, slots, slots, index)
         self._passed = [read + num_new for read in self.read]
-        return self.positions
+        return slots
 
     # ------------------------------------------------------------ what stays
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import cast
 
 import torch
 from torch import Tensor, distributed, nn
@@ -18,12 +19,13 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ..ground.errors import BadInputError, IncompatibleError
 from ..ground.machine import best_device
 from .backbone import Backbone, at_places
-from .cache import Nodes, RaggedCache
+from .cache import RaggedCache
 from .fingerprint import Fingerprint
 from .footprint import Footprint, measure
 from .layers import decoder_layers
 from .layout import circumstances
 from .loading import expanded, load_model_and_tokenizer
+from .placement import Nodes
 from .sharding import all_processes, in_turn, processes, settle, share, split
 
 
@@ -99,7 +101,7 @@ class Target(Backbone):
             return _load_sharded(whole, torch.device(device or best_device()))
         path, adapter = expanded(path), None if adapter is None else expanded(adapter)
         model, tokenizer = load_model_and_tokenizer(path, revision, adapter, dtype, trust_remote_code, attention)
-        nn.Module.to(model, device or best_device()).eval().requires_grad_(False)
+        cast(nn.Module, model).to(device or best_device()).eval().requires_grad_(False)
         return cls(model, tokenizer, {"path": path, "revision": revision, "adapter": adapter})
 
     # ------------------------------------------------------------ facts

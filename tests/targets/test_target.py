@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from outrider.ground import BadInputError, IncompatibleError, refuse_unknown_keys
-from outrider.targets import Counts, Target, load_causal_lm
+from outrider.targets import Backbone, Counts, Target, load_causal_lm
 
 COMMON = {
     "vocab_size": 64,
@@ -92,6 +92,22 @@ def test_taps_of_a_pass_are_not_left_over_from_another(tiny_target):
     tiny_target.model(tokens(3, 4))
     tiny_target.forward(tokens(1, 2), taps=(2,))
     assert torch.equal(tiny_target.forward(tokens(), taps=(1, 3)).hidden, expected)
+
+
+def test_a_backbone_can_read_embeddings_where_a_model_has_none_of_its_own(tiny_llama):
+    """A drafter's layers run on a cache of their own, and give what they give in one piece."""
+    body = tiny_llama(layers=3).model
+    embedded = body.embed_tokens(tokens(2, 9)).detach()
+    expected = body(inputs_embeds=embedded).last_hidden_state
+    body.set_input_embeddings(None)
+    backbone = Backbone(body, reads_embeddings=True)
+    cache = backbone.new_cache(2, 12)
+    assert cache.num_bytes() == backbone.cache_bytes(2, 12) > 0
+    first, _ = backbone.run(embedded[:, :5], cache)
+    cache.advance(Counts.of([5, 5], "cpu"))
+    second, hidden = backbone.run(embedded[:, 5:], cache, taps=(3,))
+    torch.testing.assert_close(torch.cat([first, second], 1), expected, rtol=1e-4, atol=1e-4)
+    assert torch.equal(hidden[:, :, 0], second)
 
 
 @pytest.mark.parametrize("tap", [-1, 7])

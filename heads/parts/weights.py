@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from ...ground import BadInputError, IncompatibleError
-from ...targets.target import refuse_pickles
+from ...targets.loading import refuse_pickles
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -450,7 +451,7 @@ def siblings_see_each_other(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(
         RaggedCache,
         "visible",
-        lambda cache: torch.ones_like(honest(cache)) if cache._sees is not None else honest(cache),
+        lambda cache: torch.ones_like(honest(cache)) if cache.placed.nodes is not None else honest(cache),
     )
 
 
@@ -459,15 +460,15 @@ def nodes_stand_in_their_order(patch: pytest.MonkeyPatch) -> None:
 
     def place(cache: RaggedCache, num_new: int, *arguments: Any, **named: Any) -> Tensor:
         honest(cache, num_new, *arguments, **named)
-        cache.positions = cache.slots
-        return cache.positions
+        cache.placed = replace(cache.placed, positions=cache.placed.slots)
+        return cache.placed.positions
 
     patch.setattr(RaggedCache, "place", place)
 
 
 def the_window_counts_slots(patch: pytest.MonkeyPatch) -> None:
     def within(cache: RaggedCache, window: int) -> Tensor:
-        return torch.arange(cache.used)[None, None] > cache.positions[:, :, None] - window
+        return torch.arange(cache.used)[None, None] > cache.placed.positions[:, :, None] - window
 
     patch.setattr(RaggedCache, "within", within)
 

@@ -144,7 +144,7 @@ def test_a_target_without_a_norm_behind_its_layers_is_refused(target):
         lambda module, args, output: setattr(output, "last_hidden_state", 2 * output.last_hidden_state)
     )
     drafter = build(target, exit_layer=2)
-    with pytest.raises(IncompatibleError, match="LlamaForCausalLM has no single norm behind its last layer"):
+    with pytest.raises(IncompatibleError, match="LlamaForCausalLM has no single norm after its last layer"):
         drafter.loss(batch(target, drafter, sequences()))
 
 
@@ -432,7 +432,7 @@ def caches(monkeypatch) -> list[RaggedCache]:
 @pytest.mark.parametrize("static", [False, True])
 @pytest.mark.parametrize("kind", ["self", "fusion"])
 def test_there_is_one_cache(target, caches, static, kind):
-    target.layer_shapes()  # read off a cache of its own, once
+    target.cache_layout()  # read off a cache of its own, once
     drafter = build(target) if kind == "self" else Fusion(Ngram(), build(target))
     caches.clear()
     for plan in PLANS.values():

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from ..eval.tables import Table
+    from ..eval.reports.tables import Table
     from ..train.planning import Plan
 
 _WORDS = {
@@ -59,7 +59,7 @@ def show(plan: Plan, console: Console) -> None:
     """Sizes, memory of a process, and each named GPU."""
     from rich.text import Text
 
-    from ..eval.render import print_table
+    from ..eval.reports.render import print_table
 
     _print_lines(_sizes(plan), console)
     for table in (_memory(plan), _gpus(plan)):
@@ -111,7 +111,7 @@ def _sizes(plan: Plan) -> dict[str, str]:
 def _memory(plan: Plan) -> Table:
     from dataclasses import asdict
 
-    from ..eval.tables import Cell, Table
+    from ..eval.reports.tables import Cell, Table
     from ..ground.files import readable_bytes
 
     parts = [[Cell(_WORDS[name]), Cell(readable_bytes(count))] for name, count in asdict(plan.memory).items() if count]
@@ -123,7 +123,7 @@ def _memory(plan: Plan) -> Table:
 
 
 def _gpus(plan: Plan) -> Table:
-    from ..eval.tables import Cell, Table
+    from ..eval.reports.tables import Cell, Table
     from ..train.planning import GPUS
 
     rows = [

@@ -16,7 +16,9 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from ..decode import Plan
-    from ..eval import Report, Suite, Tuning
+    from ..eval import Report
+    from ..eval.suites import Suite
+    from ..eval.tuning import Tuning
     from ..heads import Drafter
     from ..targets import Target
 
@@ -39,7 +41,7 @@ class Subject:
 
     def measure(self, console: Console | None = None) -> Report:
         """Measure the drafter beside its baselines and the plain target."""
-        from ..eval import Contestant, contestants, measure
+        from ..eval.measure import Contestant, contestants, measure
 
         first, *others = contestants(self.target, self.drafter, self.settings, self.plan)
         tuned = [] if self.tuned is None else [Contestant(f"{first.name} tuned", self.drafter, self.tuned)]
@@ -47,12 +49,12 @@ class Subject:
 
     def tune(self, batch_sizes: Sequence[int], console: Console | None = None) -> Tuning:
         """The fastest plan for each batch size."""
-        from ..eval import tune
+        from ..eval.tuner import tune
 
         return tune(self.target, self.drafter, self._suites(), self.settings, batch_sizes, console)
 
     def _suites(self) -> list[Suite]:
-        from ..eval import load_suites
+        from ..eval.suites import load_suites
 
         return load_suites(self.settings.suites, self.target.require_tokenizer(), self.settings.limit)
 
@@ -75,7 +77,7 @@ def load_subject(
     Raises:
         BadInputError: there is no such recipe or pair, or no tuned plan.
     """
-    from ..eval import plan_of
+    from ..eval.measure import plan_of
     from ..ground import BadInputError
 
     is_pair = (Path(name).expanduser() / "pair.json").is_file()
@@ -96,7 +98,7 @@ def load_subject(
 
 
 def _of_pair(folder: Path, settings: EvalSpec, drafter: Path | None, other_shape: bool, tuned: bool) -> Subject:
-    from ..eval import plan_of
+    from ..eval.measure import plan_of
     from ..ground import BadInputError
     from ..heads import load_drafter
     from ..pair import Pair

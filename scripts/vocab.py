@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from torch import Tensor
 
-    from ..eval.pruning import VocabularyReport
+    from ..eval.reports.vocabulary import VocabularyReport
     from ..targets import Target
     from ..train.data import Rows
 
@@ -39,7 +39,8 @@ def study(
     """
     from ..distill import distill, load_responses
     from ..distill.vocabulary import Vocabulary, check_size, ranks, usual_sizes
-    from ..eval.pruning import VocabularyReport, measure_pruning, size_figures
+    from ..eval.pruning import measure_pruning
+    from ..eval.reports.vocabulary import VocabularyReport, size_figures
     from ..targets import Target
     from ..train.data import Rows, split, token_counts
 
@@ -94,8 +95,8 @@ def show(report: VocabularyReport, console: Console) -> None:
     """The curve as a table."""
     from rich.text import Text
 
-    from ..eval.render import fitted, print_table
-    from ..eval.tables import Cell, Table
+    from ..eval.reports.render import fitted, print_table
+    from ..eval.reports.tables import Cell, Table
 
     def share(interval: object) -> Cell:
         return Cell(interval.main(4), interval.bounds(4))  # type: ignore[attr-defined]
@@ -129,8 +130,8 @@ def show(report: VocabularyReport, console: Console) -> None:
 
 def save(report: VocabularyReport, folder: Path) -> Path:
     """vocabulary.json and vocabulary.svg, in a folder named after the counts: other counts are another folder."""
-    from ..eval import plots
-    from ..eval.statistics import Interval
+    from ..eval.reports import plots
+    from ..eval.reports.intervals import Interval
     from ..ground.files import write_atomically
 
     place = folder / report.counts_digest[:16]

@@ -7,9 +7,11 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from outrider.distill.prompts import Prompt
-from outrider.eval import Record, Report, Suite, make_suite
-from outrider.eval.figures import Baselines, summarise
-from outrider.eval.report import Conditions, ContestantInfo, SuiteInfo
+from outrider.eval import Record, Report
+from outrider.eval.reports.figures import Baselines
+from outrider.eval.reports.report import Conditions, ContestantInfo, SuiteInfo
+from outrider.eval.suites import Suite, make_suite
+from outrider.eval.summary import summarise
 
 MakeReport = Callable[..., Report]
 

@@ -9,11 +9,12 @@ import pytest
 
 from outrider.decode import Plan, Round
 from outrider.distill.prompts import Prompt
-from outrider.eval import Contestant, Interval
+from outrider.eval import Interval
 from outrider.eval import batches as room
-from outrider.eval.batches import Completion, Point, lines, make_groups, measure_batches
-from outrider.eval.measure import Job
-from outrider.eval.plots import speedup_by_batch, standalone
+from outrider.eval.batches import BatchAnswer, Point, lines, make_groups, measure_batches
+from outrider.eval.measure import Contestant
+from outrider.eval.race import Job
+from outrider.eval.reports.plots import speedup_by_batch, standalone
 from outrider.ground import BadInputError
 from outrider.heads import DraftModel
 from outrider.recipes import EvalSpec
@@ -86,12 +87,12 @@ def test_figures_by_hand() -> None:
     """Two batches of two: 8 tokens in 2 s and 4 in 2 s, beside the plain target's in 4 s each."""
     none, one = Round(1, 0, 1), Round(1, 1, 2)
     own = [
-        Completion([[1] * 5, [1] * 3], [[one, one], [one]], 0.1, 2.0),
-        Completion([[1] * 2, [2] * 2], [[none], [none]], 0.1, 2.0),
+        BatchAnswer([[1] * 5, [1] * 3], [[one, one], [one]], 0.1, 2.0),
+        BatchAnswer([[1] * 2, [2] * 2], [[none], [none]], 0.1, 2.0),
     ]
     base = [
-        Completion([[1] * 5, [1] * 3], [[none] * 4, [none] * 2], 0.1, 4.0),
-        Completion([[1] * 2, [1] * 2], [[none], [none]], 0.1, 4.0),
+        BatchAnswer([[1] * 5, [1] * 3], [[none] * 4, [none] * 2], 0.1, 4.0),
+        BatchAnswer([[1] * 2, [1] * 2], [[none], [none]], 0.1, 4.0),
     ]
     point = room._point("own", "plain", 2, {"own": own, "plain": base}, [0, 1])
     assert point.tokens_per_second.value == 3.0

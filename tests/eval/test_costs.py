@@ -8,18 +8,11 @@ from typing import Any
 import pytest
 from torch import Tensor
 
+from outrider.eval import bandwidth as bandwidths
 from outrider.eval import costs
-from outrider.eval.costs import (
-    Bandwidth,
-    Floor,
-    bandwidth,
-    copy_bandwidth,
-    draft_times,
-    read_bandwidth,
-    turns,
-    verify_times,
-    weight_bytes,
-)
+from outrider.eval.bandwidth import Bandwidth, Floor, bandwidth, copy_bandwidth, read_bandwidth, weight_bytes
+from outrider.eval.costs import draft_times, verify_times
+from outrider.eval.timing import turns
 from outrider.ground import BadInputError
 from outrider.heads import Drafter, DraftModel, Eagle3, Eagle3Config, Ngram
 from outrider.targets import Counts, Target
@@ -136,7 +129,7 @@ def test_sizes_out_of_range_are_refused(target: Target) -> None:
         ({"batch": 0}, "batch must be at least 1"),
         ({"context": 0}, "context must be at least 1"),
         ({"repeats": 0}, "repeats must be at least 1"),
-        ({"context": 511}, r"511 tokens and \d+ behind it exceed the target's 512"),
+        ({"context": 511}, r"511 tokens and \d+ after it exceed the target's 512"),
     ):
         with pytest.raises(BadInputError, match=message):
             verify_times(target, [0, 4], **wrong)
@@ -149,7 +142,7 @@ def test_sizes_out_of_range_are_refused(target: Target) -> None:
 
 
 def test_a_copy_counts_what_is_read_and_what_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(costs, "_timed", lambda work, device: 0.5)
+    monkeypatch.setattr(bandwidths, "timed", lambda work, device: 0.5)
     assert copy_bandwidth("cpu", 2**20) == 2 * 2**20 / 0.5
     assert read_bandwidth("cpu", 2**20) == 2**20 / 0.5
     assert bandwidth("cpu", 2**20).to_dict() == {"copy": 2**22, "read": 2**21, "num_bytes": 2**20}

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from outrider.eval import Figures, Record
-from outrider.eval.figures import Baselines, summarise
+from outrider.eval.reports.figures import Baselines
+from outrider.eval.summary import summarise
 
 BASELINES = Baselines(plain="plain", generate="generate")
 

@@ -12,11 +12,16 @@ from rich.console import Console
 from torch import Tensor
 
 from outrider.decode import Control, Costs, Decoder, Plan, Round, Sampling, Tree
-from outrider.eval import Bootstrap, Ratio, Suite, Tuning, acceptance, tune, tuner
+from outrider.eval import Ratio, acceptance, choice, prediction, tuner
 from outrider.eval.acceptance import Acceptance
-from outrider.eval.measure import make_jobs
-from outrider.eval.tuner import Completion, Loop, Measured, Option
-from outrider.eval.tuning import BatchTuning, Candidate, CostRecord, merged, nearest
+from outrider.eval.batches import BatchAnswer
+from outrider.eval.choice import Measured
+from outrider.eval.prediction import Loop, Option
+from outrider.eval.race import make_jobs
+from outrider.eval.reports.statistics import Bootstrap
+from outrider.eval.suites import Suite
+from outrider.eval.tuner import tune
+from outrider.eval.tuning import BatchTuning, Candidate, CostRecord, Tuning, merged, nearest
 from outrider.ground import BadInputError
 from outrider.heads import DraftModel, Ngram
 from outrider.recipes import EvalSpec
@@ -39,7 +44,7 @@ def settings() -> EvalSpec:
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fewer sizes: what is measured is not the point."""
     monkeypatch.setattr(tuner, "WIDTHS", (0, 1, 2, 4, 8, 16))
-    monkeypatch.setattr(tuner, "TREE_SIZES", (4, 8))
+    monkeypatch.setattr(prediction, "TREE_SIZES", (4, 8))
 
 
 # ------------------------------------------------------------ predictions
@@ -47,7 +52,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_predicted_tokens_per_second_by_hand() -> None:
     """2 rows of 11 tokens, 10 of them in 4 rounds each; rows run in 80% of the rounds, so these are 5: 0.5 s + 5 · 0.1 s for 22 tokens."""
-    assert tuner.tokens_per_second(
+    assert prediction.tokens_per_second(
         2.5, Loop(prefill=0.5, seconds=0.1, running=0.8), tokens=11, batch=2
     ) == pytest.approx(22.0)
 
@@ -60,13 +65,13 @@ def test_a_chains_tokens_by_hand() -> None:
 def test_what_rounds_take_is_read_off_whole_batches() -> None:
     """3 rounds for the first row and 1 for the second are 3 passes, 4 of 6 row-rounds; the median of batches."""
     rounds = [[Round(1, 0, 1)] * 3, [Round(1, 0, 1)]]
-    done = [Completion([[1] * 4, [1] * 2], rounds, 1.0, seconds) for seconds in (1.3, 1.6, 9.0)]
-    assert tuner.loop_of(done) == Loop(1.0, pytest.approx(0.2), pytest.approx(4 / 6))
+    done = [BatchAnswer([[1] * 4, [1] * 2], rounds, 1.0, seconds) for seconds in (1.3, 1.6, 9.0)]
+    assert prediction.loop_of(done) == Loop(1.0, pytest.approx(0.2), pytest.approx(4 / 6))
 
 
 def test_costs_add_up_to_the_rounds_that_were_timed() -> None:
     loops = {0: Loop(0, 0.012), 1: Loop(0, 0.016), 4: Loop(0, 0.028)}
-    costs = tuner.costs_in_loop(CURVE, loops)
+    costs = prediction.costs_in_loop(CURVE, loops)
     assert costs.host == pytest.approx(0.002)
     assert [costs.round_time(d) for d in (0, 1, 4)] == pytest.approx([0.012, 0.016, 0.028])
     assert costs.round_time(2) == pytest.approx(0.020)
@@ -75,14 +80,14 @@ def test_costs_add_up_to_the_rounds_that_were_timed() -> None:
 
 def test_rounds_that_are_faster_than_a_pass_by_itself_keep_its_growth() -> None:
     """As with captured graphs, where a pass by itself waits for the host."""
-    costs = tuner.costs_in_loop(CURVE, {0: Loop(0, 0.004), 1: Loop(0, 0.006)})
+    costs = prediction.costs_in_loop(CURVE, {0: Loop(0, 0.004), 1: Loop(0, 0.006)})
     assert costs.host == 0
     assert [costs.round_time(0), costs.round_time(1)] == pytest.approx([0.004, 0.006])
     assert costs.verify_time(64) == pytest.approx(0.004 + 0.064)
 
 
 def test_noise_does_not_make_more_work_cheaper() -> None:
-    costs = tuner.costs_in_loop(
+    costs = prediction.costs_in_loop(
         {0: 0.010, 1: 0.014, 2: 0.012, 8: 0.020}, {0: Loop(0, 0.010), 1: Loop(0, 0.020), 2: Loop(0, 0.018)}
     )
     assert costs.verify_time(1) == costs.verify_time(2) == pytest.approx(0.013)
@@ -94,10 +99,13 @@ def predicted(draft: float, alpha: float, wide: float, ranks: tuple[tuple[float,
     curve = {n: 0.010 + wide * n for n in (0, 1, 8, 64)}
     loops = {d: Loop(0, 0.010 + (draft + wide) * d) for d in (0, 1, 2, 4, 8)}
     seen = Acceptance((alpha,) * 8, tuple(alpha**d for d in range(1, 9)), ranks, 100)
-    costs = tuner.costs_in_loop(curve, loops)
-    chains = tuner.chain_options(costs, loops, seen, 1)
-    trees = [tuner._cheap_option(costs, chains, tree, seen, 1) for tree in tuner.hopeful_trees(costs, chains, seen, 1)]
-    return tuner.best([*chains, *trees], 99)
+    costs = prediction.costs_in_loop(curve, loops)
+    chains = prediction.chain_options(costs, loops, seen, 1)
+    trees = [
+        prediction._cheap_option(costs, chains, tree, seen, 1)
+        for tree in prediction.hopeful_trees(costs, chains, seen, 1)
+    ]
+    return prediction.best([*chains, *trees], 99)
 
 
 RANKS = ((0.5, 0.2, 0.1, 0.05),) * 4
@@ -123,11 +131,11 @@ def test_where_width_is_free_a_tree_wins_and_where_it_is_not_no_tree_is_even_tim
 def test_the_controlled_chain_may_go_a_little_deeper_than_the_best() -> None:
     seen, costs = Acceptance((0.5,) * 8, (), (), 100), Costs(((0, 0.01),))
     options = [Option(Plan(d), 1.5, Loop(0, 0.01), speed) for d, speed in ((1, 50.0), (3, 80.0), (7, 60.0))]
-    found = tuner.control_option(options, costs, seen, 8)
+    found = prediction.control_option(options, costs, seen, 8)
     assert (found.plan.depth, found.predicted) == (5, 80.0)
     assert found.plan.control == Control(costs, seen.rates, 16.0)
-    assert tuner.control_option(options[2:], costs, seen, 8).plan.depth == 8
-    assert tuner.control_option(options[:2], costs, seen, 4).plan.depth == 4
+    assert prediction.control_option(options[2:], costs, seen, 8).plan.depth == 8
+    assert prediction.control_option(options[:2], costs, seen, 4).plan.depth == 4
 
 
 # ------------------------------------------------------------ acceptance
@@ -262,7 +270,7 @@ CONTROLLED = Plan(6, control=Control(Costs(((0, 0.01),)), (0.5,)))
 def test_the_best_measured_plan_is_chosen(
     fixed: list[Measured], controlled: Measured, expected: Plan, words: str
 ) -> None:
-    chosen, reason = tuner.choose([PLAIN, *fixed, controlled])
+    chosen, reason = choice.choose([PLAIN, *fixed, controlled])
     assert chosen.option.plan == expected
     assert words in reason
 
@@ -271,10 +279,10 @@ def test_speed_and_speedup_are_those_of_the_median_repeat() -> None:
     options = [Option(Plan(d), 2.0, Loop(0, 0.01), 1.0) for d in (0, 2)]
     rounds = [[Round(2, 1, 2), Round(2, 2, 3)]]
     runs = {
-        "plain": [[Completion([[1] * 6], [[Round(0, 0, 1)] * 5], 0.0, t) for t in (2.0, 2.5, 9.0)]] * 4,
-        "depth 2": [[Completion([[1] * 6], rounds, 0.0, t) for t in (1.0, 0.5, 7.0)]] * 4,
+        "plain": [[BatchAnswer([[1] * 6], [[Round(0, 0, 1)] * 5], 0.0, t) for t in (2.0, 2.5, 9.0)]] * 4,
+        "depth 2": [[BatchAnswer([[1] * 6], rounds, 0.0, t) for t in (1.0, 0.5, 7.0)]] * 4,
     }
-    plain, drafted = tuner.measured_options(options, runs, Bootstrap([4]))
+    plain, drafted = choice.measured_options(options, runs, Bootstrap([4]))
     assert plain.figures()["speedup"] == 1.0
     assert drafted.figures() == {"tau": 2.5, "tokens_per_second": 6.0, "speedup": 2.5, "low": 2.5, "high": 2.5}
 
@@ -298,7 +306,7 @@ def test_a_whole_tuning(target: Target, suites: list[Suite], settings: EvalSpec)
         assert [chains[d].predicted_tau for d in range(9)] == [1, 2, 3, 4, 5, 6, 7, 8, 9]
         assert batch.chosen in measured
         assert batch.context == 4 + 6
-        assert f"batch {batch.batch_size}, passes behind 10 tokens" in text.getvalue()
+        assert f"batch {batch.batch_size}, passes after 10 tokens" in text.getvalue()
         assert batch.plan == batch.chosen.restored(batch.costs, batch.rates)
     assert text.getvalue().count("chosen: ") == 2
     assert Tuning.model_validate(json.loads(found.model_dump_json())) == found
@@ -432,11 +440,3 @@ def test_the_stored_plan_is_the_one_that_was_measured() -> None:
     assert tree.restored(batch.costs, batch.rates) == TREE
     assert str(replace(PLAIN.option, plan=batch.plan).name) == "depth up to 3"
     assert str(batch) == "depth up to 3: 1.50× the plain target's speed"
-
-
-def test_importing_the_record_loads_no_torch() -> None:
-    import subprocess
-    import sys
-
-    code = "import sys, outrider.eval.tuner, outrider.eval.tuning; assert 'torch' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from .figures import ALL, PHASES, Figures
+from .intervals import Interval
 from .report import Report
-from .statistics import Interval
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Table:
-    """The first `labels` columns of each row name it; the others are figures."""
+    """A table of text: the first `labels` columns of each row name it, the others are figures."""
 
     title: str
     headers: list[str]
@@ -31,33 +31,32 @@ class Table:
     labels: int = 1
 
     def without(self, header: str) -> Table:
-        """The table without one column, if it has it."""
-        kept = [i for i, name in enumerate(self.headers) if name != header]
-        return Table(
-            self.title, [self.headers[i] for i in kept], [[row[i] for i in kept] for row in self.rows], self.labels
-        )
+        """Return the table without one column, if it has it."""
+        return self._columns([i for i, name in enumerate(self.headers) if name != header])
 
     def split(self, prefix: str) -> list[Table]:
-        """Two tables with the same labels: the figures before the first header that starts with `prefix`, and those from there on."""
+        """Return two tables with the same labels, parted before the first header that starts with `prefix`."""
         at = next((i for i, name in enumerate(self.headers) if name.startswith(prefix)), len(self.headers))
         parts = [range(self.labels, at), range(at, len(self.headers))]
-        chosen = [[*range(self.labels), *part] for part in parts if part]
-        return [
-            Table(self.title, [self.headers[i] for i in c], [[row[i] for i in c] for row in self.rows], self.labels)
-            for c in chosen
-        ]
+        return [self._columns([*range(self.labels), *part]) for part in parts if part]
+
+    def _columns(self, kept: Sequence[int]) -> Table:
+        rows = [[row[i] for i in kept] for row in self.rows]
+        return Table(self.title, [self.headers[i] for i in kept], rows, self.labels)
 
 
 def summary(report: Report, temperature: float) -> Table:
-    """One row per contestant, over all suites."""
-    rows = [_summary_row(report, f) for f in _at(report, temperature) if f.suite == ALL]
+    """Return one row per contestant, over all suites."""
+    rows = [_summary_row(report, f) for f in report.overall(temperature)]
     headers = ["contestant", "τ", "speedup", "vs generate", "tokens/s", "acceptance", "identical", "rule"]
-    table = Table("All suites", headers, rows)
-    return _without_empty(table)
+    return _without_empty(Table("All suites", headers, rows))
 
 
 def comparison(report: Report) -> Table:
-    """One row per contestant, over all suites: every temperature side by side, the parameters that were trained, and how long. The highest τ first."""
+    """Return one row per contestant, over all suites, the highest τ first.
+
+    Every temperature side by side, the parameters that were trained, and how long.
+    """
     heats = report.conditions.temperatures
     headers = [
         "contestant",
@@ -67,22 +66,12 @@ def comparison(report: Report) -> Table:
         "trained",
         "steps",
     ]
-    return _without_empty(
-        Table("At the same training time", headers, [_comparison_row(report, name) for name in by_tau(report)])
-    )
-
-
-def by_tau(report: Report) -> list[str]:
-    """The contestants in the engine, by τ at the first temperature; the plain target last."""
-    names = [c.name for c in report.contestants if c.kind != "generate"]
-    taus = {name: report.headline(name).tau for name in names}
-    return sorted(
-        names, key=lambda name: (name == report.baselines.plain, -(found.value if (found := taus[name]) else 0.0))
-    )
+    rows = [_comparison_row(report, name) for name in report.ranked()]
+    return _without_empty(Table("At the same training time", headers, rows))
 
 
 def by_suite(report: Report, temperature: float) -> Table:
-    """One row per suite and contestant that drafts."""
+    """Return one row per suite and contestant that drafts."""
     rows = [
         [
             Cell(f.suite),
@@ -93,84 +82,73 @@ def by_suite(report: Report, temperature: float) -> Table:
             _interval(f.speedup, unit="×"),
             _counts(f),
         ]
-        for f in _at(report, temperature)
+        for f in report.at(temperature)
         if f.suite != ALL and report.contestant(f.contestant).kind == "drafter"
     ]
-    return Table(
-        "By suite",
-        ["suite", "contestant", "τ", "acceptance", "tokens/s", "speedup", "prompts · rounds · tokens"],
-        rows,
-        labels=2,
-    )
+    headers = ["suite", "contestant", "τ", "acceptance", "tokens/s", "speedup", "prompts · rounds · tokens"]
+    return Table("By suite", headers, rows, labels=2)
 
 
 def alpha(report: Report, temperature: float) -> Table:
-    """One row per drafter, one column per depth; beside each alpha the rounds that reached that depth."""
-    drafting = [f for f in _at(report, temperature) if f.suite == ALL and f.alpha]
+    """Return one row per drafter, one column per depth; beside each alpha the rounds that reached that depth."""
+    drafting = [f for f in report.overall(temperature) if f.alpha]
     deepest = max((len(f.alpha) for f in drafting), default=0)
     rows = [
         [Cell(f.contestant), *(Cell(d.alpha.main(), f"{d.alpha.bounds()} of {d.reached}".strip()) for d in f.alpha)]
         for f in drafting
     ]
-    return Table(
-        "Alpha by depth", ["contestant", *(f"depth {d}" for d in range(1, deepest + 1))], _padded(rows, deepest + 1)
-    )
+    headers = ["contestant", *(f"depth {d}" for d in range(1, deepest + 1))]
+    return Table("Alpha by depth", headers, _padded(rows, deepest + 1))
 
 
 def accepted(report: Report, temperature: float) -> Table:
-    """One row per drafter, one column per number of accepted drafts: share and count of rounds."""
-    drafting = [f for f in _at(report, temperature) if f.suite == ALL and f.accepted]
+    """Return one row per drafter, one column per number of accepted drafts: share and count of rounds."""
+    drafting = [f for f in report.overall(temperature) if f.accepted]
     most = max((len(f.accepted) for f in drafting), default=0)
     rows = [
-        [Cell(f.contestant), *(Cell(_percent(a.share.value), f"({a.rounds})") for a in f.accepted)] for f in drafting
+        [Cell(f.contestant), *(Cell(f"{a.share.value:.1%}", f"({a.rounds})") for a in f.accepted)] for f in drafting
     ]
-    return Table(
-        "Rounds by accepted drafts", ["contestant", *(f"{a} accepted" for a in range(most))], _padded(rows, most + 1)
-    )
+    headers = ["contestant", *(f"{a} accepted" for a in range(most))]
+    return Table("Rounds by accepted drafts", headers, _padded(rows, most + 1))
 
 
 def phases(report: Report, temperature: float) -> Table:
-    """Milliseconds per new token, by phase."""
+    """Return milliseconds per new token, by phase; one row per contestant."""
     rows = [
         [
             Cell(f.contestant),
             *(_interval(f.milliseconds_per_token.get(p)) for p in PHASES),
             Cell(f"{f.seconds['total']:.1f}"),
         ]
-        for f in _at(report, temperature)
-        if f.suite == ALL
+        for f in report.overall(temperature)
     ]
     return Table("Milliseconds per token, by phase", ["contestant", *PHASES, "seconds in all"], rows)
 
 
 def divergences(report: Report) -> Table:
-    """Prompts whose tokens differ from the plain target's at temperature 0."""
+    """Return the prompts whose tokens differ from the plain target's at temperature 0."""
     rows = [
         [Cell(r.contestant), Cell(r.suite), Cell(r.prompt), Cell(str(r.diverges_at)), Cell(str(r.tokens))]
         for r in report.records
         if r.identical is False
     ]
-    return Table(
-        "Prompts that differ from the plain target",
-        ["contestant", "suite", "prompt", "first differing token", "tokens"],
-        rows,
-        labels=3,
-    )
+    headers = ["contestant", "suite", "prompt", "first differing token", "tokens"]
+    return Table("Prompts that differ from the plain target", headers, rows, labels=3)
 
 
 def conditions(report: Report) -> Table:
-    """Everything the figures depend on, as name and value."""
+    """Return everything the figures depend on, as name and value."""
     c = report.conditions
-    target = ", ".join(
-        f"{k.replace('_', ' ')} {v:,}" if isinstance(v, int) else str(v) for k, v in c.target.items() if v is not None
-    )
     values = {
-        "target": target,
+        "target": ", ".join(_target_words(k, v) for k, v in c.target.items() if v is not None),
         "contestants": "; ".join(_described(report, i.name) for i in report.contestants),
         "dtype": f"{c.dtype}, attention {c.attention}",
-        "device": f"{c.device}: {c.device_name}, {threads(c.threads)}",
+        "device": f"{c.device}: {c.device_name}, {counted(c.threads, 'thread')}",
         "prompts": ", ".join(f"{s.name} {s.num_prompts} (sha256 {s.digest[:12]})" for s in c.suites),
-        "requests": f"batch size {c.batch_size}, at most {c.max_new_tokens} new tokens, {c.repeats} repeat{'' if c.repeats == 1 else 's'}, seed {c.seed}",
+        "requests": (
+            f"batch size {c.batch_size}, at most {c.max_new_tokens} new tokens, {counted(c.repeats, 'repeat')}, "
+            f"seed {c.seed}"
+        ),
         "timing": c.timing,
         "training": _training(report),
         "not in the figures": c.excluded,
@@ -181,50 +159,44 @@ def conditions(report: Report) -> Table:
     return Table("Conditions", ["condition", "value"], [[Cell(k), Cell(v)] for k, v in values.items() if v], labels=2)
 
 
+def _target_words(name: str, value: object) -> str:
+    return f"{name.replace('_', ' ')} {value:,}" if isinstance(value, int) else str(value)
+
+
 def rules_line(report: Report) -> str:
-    """The verification rule of every drafter above temperature 0, whose figures depend on it."""
-    rules: dict[str, list[str]] = {}
+    """Return the verification rule of every drafter above temperature 0, whose figures depend on it."""
+    rules: dict[str, dict[str, None]] = {}
     for f in report.figures:
-        if (
-            f.suite == ALL
-            and f.temperature > 0
-            and f.rule not in ("none", "greedy")
-            and f.contestant not in rules.setdefault(f.rule, [])
-        ):
-            rules[f.rule].append(f.contestant)
-    return (
-        "Rule above temperature 0: " + "; ".join(f"{rule} ({', '.join(names)})" for rule, names in rules.items()) + "."
-        if rules
-        else ""
-    )
+        if f.suite == ALL and f.temperature > 0 and f.rule not in ("none", "greedy"):
+            rules.setdefault(f.rule, {})[f.contestant] = None
+    words = "; ".join(f"{rule} ({', '.join(names)})" for rule, names in rules.items())
+    return f"Rule above temperature 0: {words}." if words else ""
 
 
 def _training(report: Report) -> str:
-    """Under which conditions the drafters of a comparison were trained; "" if this is none."""
+    """Return under which conditions the drafters of a comparison were trained; "" if this is none."""
     found = {c.name: c.training for c in report.contestants if c.training is not None}
     if not found:
         return ""
     first = next(iter(found.values()))
     taus = ", ".join(f"{name} {t.held_out_tau:.2f}" for name, t in found.items() if t.held_out_tau)
+    held_out = f"; held-out analytic τ, over the depths each is trained at: {taus}" if taus else ""
     return (
-        f"{first.budget:g} s each on the same {first.sequences:,} sequences, one after the other, {first.processes} process{'' if first.processes == 1 else 'es'}; "
-        "batches, target passes and steps count, evaluation, checkpoints and cached features do not"
-        + (f"; held-out analytic τ, over the depths each is trained at: {taus}" if taus else "")
+        f"{first.budget:g} s each on the same {first.sequences:,} sequences, one after the other, "
+        f"{counted(first.processes, 'process', 'es')}; batches, target passes and steps count, "
+        f"evaluation, checkpoints and cached features do not{held_out}"
     )
 
 
 def identity_line(report: Report) -> str:
-    """How many prompts each contestant completed exactly as the plain target did."""
+    """Return how many prompts each contestant completed exactly as the plain target did."""
     judged = [f for f in report.figures if f.suite == ALL and f.identical is not None]
     return ", ".join(f"{f.contestant} {f.identical}/{f.num_prompts}" for f in judged)
 
 
-def threads(count: int) -> str:
-    return f"{count} thread{'s' if count != 1 else ''}"
-
-
-def _at(report: Report, temperature: float) -> list[Figures]:
-    return [f for f in report.figures if f.temperature == temperature]
+def counted(count: int, what: str, plural: str = "s") -> str:
+    """Return `1 thread`, `2 threads`."""
+    return f"{count} {what}{'' if count == 1 else plural}"
 
 
 def _summary_row(report: Report, f: Figures) -> list[Cell]:
@@ -260,7 +232,7 @@ def _comparison_row(report: Report, name: str) -> list[Cell]:
 
 
 def _without_empty(table: Table) -> Table:
-    """The table without columns that say nothing."""
+    """Return the table without columns that say nothing."""
     for i, header in enumerate(table.headers[table.labels :], table.labels):
         if all(row[i].main == "–" for row in table.rows):
             return _without_empty(table.without(header))
@@ -281,10 +253,6 @@ def _speed(interval: Interval) -> Cell:
 
 def _counts(f: Figures) -> Cell:
     return Cell(f"{f.num_prompts} · {f.num_rounds} · {f.num_tokens}")
-
-
-def _percent(share: float) -> str:
-    return f"{share:.1%}"
 
 
 def _described(report: Report, name: str) -> str:

@@ -9,11 +9,15 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import psutil
+import torch
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from ..ground.machine import cpu_multiplies_bfloat16, cpu_name
 from ..ground.versions import installed_version
+from ..targets import embedded_path
 
 PACKAGES = (
     "outrider",
@@ -55,10 +59,6 @@ def examine() -> dict[str, Any]:
 
 
 def _device() -> dict[str, Any]:
-    import torch
-
-    from ..ground.machine import cpu_multiplies_bfloat16, cpu_name
-
     gpus = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
     return {
         "cpu": cpu_name(),
@@ -76,15 +76,11 @@ def _device() -> dict[str, Any]:
 
 def _memory() -> dict[str, int | None]:
     """Total and available; None where the system does not say."""
-    import psutil
-
     found = psutil.virtual_memory()
     return {"total": found.total, "available": found.available}
 
 
 def _embedded() -> dict[str, Any]:
-    from ..targets import embedded_path
-
     folder = embedded_path()
     weights = folder / "model.safetensors"
     return {

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from rich.console import Console
+import yaml
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table as Grid
+from rich.text import Text
 
-    from ..eval.reports.tables import Table
-    from ..train.planning import Plan
+from ..eval.reports.render import print_table
+from ..eval.reports.tables import Cell, Table
+from ..ground import BadInputError
+from ..ground.files import readable_bytes
+from ..train.planning import BANDWIDTH, COMPUTE, GPUS, ROOM, Plan
 
 _WORDS = {
     "target_weights": "target's weights",
@@ -30,10 +37,6 @@ def read_launch(file: Path) -> tuple[int, str]:
     Raises:
         BadInputError: no such file, or not one of accelerate's.
     """
-    import yaml
-
-    from ..ground import BadInputError
-
     try:
         values = yaml.safe_load(file.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
@@ -57,17 +60,11 @@ def _sharding(values: dict[str, Any]) -> str:
 
 def show(plan: Plan, console: Console) -> None:
     """Sizes, memory of a process, and each named GPU."""
-    from rich.text import Text
-
-    from ..eval.reports.render import print_table
-
     _print_lines(_sizes(plan), console)
     for table in (_memory(plan), _gpus(plan)):
         console.print()
         print_table(table, table.title, console)
     console.print()
-    from ..train.planning import BANDWIDTH, COMPUTE, ROOM
-
     assumed = (
         f"Assumed, not measured: {COMPUTE:.0%} of a GPU's dense peak and {BANDWIDTH:.0%} of its bandwidth are reached, {ROOM:.0%} of its memory can be used. "
         f"Times are for {_count(plan.processes, 'such GPU')}; memory is what tensors take at the longest sequence. "
@@ -80,9 +77,6 @@ def show(plan: Plan, console: Console) -> None:
 
 def _print_lines(lines: dict[str, str], console: Console) -> None:
     """Names and values; a long value goes on in the next line."""
-    from rich.markup import escape
-    from rich.table import Table as Grid
-
     grid = Grid(show_header=False, box=None, padding=(0, 2, 0, 0))
     grid.add_column(style="bold", no_wrap=True)
     grid.add_column(overflow="fold")
@@ -92,8 +86,6 @@ def _print_lines(lines: dict[str, str], console: Console) -> None:
 
 
 def _sizes(plan: Plan) -> dict[str, str]:
-    from ..ground.files import readable_bytes
-
     work = plan.workload
     return {
         "recipe": plan.recipe,
@@ -109,11 +101,6 @@ def _sizes(plan: Plan) -> dict[str, str]:
 
 
 def _memory(plan: Plan) -> Table:
-    from dataclasses import asdict
-
-    from ..eval.reports.tables import Cell, Table
-    from ..ground.files import readable_bytes
-
     parts = [[Cell(_WORDS[name]), Cell(readable_bytes(count))] for name, count in asdict(plan.memory).items() if count]
     return Table(
         "Memory of one process",
@@ -123,9 +110,6 @@ def _memory(plan: Plan) -> Table:
 
 
 def _gpus(plan: Plan) -> Table:
-    from ..eval.reports.tables import Cell, Table
-    from ..train.planning import GPUS
-
     rows = [
         [
             Cell(gpu.name),

@@ -5,17 +5,25 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from rich.console import Console
+from rich.text import Text
+from torch import Tensor
+
+from ..distill import distill, load_responses
+from ..distill.vocabulary import Vocabulary, check_size, ranks, usual_sizes
+from ..eval.pruning import measure_pruning
+from ..eval.reports import plots
+from ..eval.reports.intervals import Interval
+from ..eval.reports.render import fitted, print_table
+from ..eval.reports.tables import Cell, Table
+from ..eval.reports.vocabulary import VocabularyReport, size_figures
+from ..ground.files import write_atomically
+from ..ground.progress import progress
+from ..heads import drafter_config
 from ..recipes import Recipe
-
-if TYPE_CHECKING:
-    from rich.console import Console
-    from torch import Tensor
-
-    from ..eval.reports.vocabulary import VocabularyReport
-    from ..targets import Target
-    from ..train.data import Rows
+from ..targets import Target
+from ..train.data import IGNORED, Rows, collate, split, token_counts
 
 BATCH_SIZE = 8
 
@@ -37,13 +45,6 @@ def study(
     Raises:
         BadInputError: a size that is none, or responses without a token to learn.
     """
-    from ..distill import distill, load_responses
-    from ..distill.vocabulary import Vocabulary, check_size, ranks, usual_sizes
-    from ..eval.pruning import measure_pruning
-    from ..eval.reports.vocabulary import VocabularyReport, size_figures
-    from ..targets import Target
-    from ..train.data import Rows, split, token_counts
-
     own = own_size(recipe)
     target = target or Target.load(**recipe.target.model_dump())
     wanted = [size for size in (*sizes, own) if size]
@@ -74,16 +75,11 @@ def study(
 
 def own_size(recipe: Recipe) -> int:
     """The draft vocabulary that the recipe's drafter asks for; 0 for the whole one, and for drafters that have no such setting."""
-    from ..heads import drafter_config
-
     values = {k: v for k, v in recipe.drafter.items() if k != "init"}
     return int(getattr(drafter_config(values)[1], "draft_vocab_size", 0)) if "type" in values else 0
 
 
 def _batches(rows: Rows, console: Console | None) -> Iterator[tuple[Tensor, Tensor]]:
-    from ..ground.progress import progress
-    from ..train.data import IGNORED, collate
-
     with progress(console, "the target's distribution", len(rows), transient=True) as advance:
         for begin in range(0, len(rows), BATCH_SIZE):
             batch = collate([rows[i] for i in range(begin, min(begin + BATCH_SIZE, len(rows)))])
@@ -93,10 +89,6 @@ def _batches(rows: Rows, console: Console | None) -> Iterator[tuple[Tensor, Tens
 
 def show(report: VocabularyReport, console: Console) -> None:
     """The curve as a table."""
-    from rich.text import Text
-
-    from ..eval.reports.render import fitted, print_table
-    from ..eval.reports.tables import Cell, Table
 
     def share(interval: object) -> Cell:
         return Cell(interval.main(4), interval.bounds(4))  # type: ignore[attr-defined]
@@ -130,10 +122,6 @@ def show(report: VocabularyReport, console: Console) -> None:
 
 def save(report: VocabularyReport, folder: Path) -> Path:
     """vocabulary.json and vocabulary.svg, in a folder named after the counts: other counts are another folder."""
-    from ..eval.reports import plots
-    from ..eval.reports.intervals import Interval
-    from ..ground.files import write_atomically
-
     place = folder / report.counts_digest[:16]
     place.mkdir(parents=True, exist_ok=True)
     lines = {

@@ -125,7 +125,8 @@ def _lines(found: dict[str, Any]) -> list[tuple[str, str]]:
     lines += [
         (
             "CPU",
-            f"{escape(device['cpu'])}, {device['usable_cores']} of {device['cores']} cores, {device['threads']} threads, {device['instruction_set']}",
+            f"{escape(device['cpu'])}, {device['usable_cores']} of {device['cores']} cores, "
+            f"{device['threads']} threads, {device['instruction_set']}",
         ),
         ("bfloat16", "fast" if device["bfloat16"] else "works, without hardware support"),
         ("memory", f"{_gigabytes(found['memory']['available'])} of {_gigabytes(found['memory']['total'])} available"),

@@ -13,7 +13,7 @@ from rich.table import Table as Grid
 from rich.text import Text
 
 from ..eval.reports.render import print_table
-from ..eval.reports.tables import Cell, Table
+from ..eval.reports.tables import Cell, Table, counted
 from ..ground import BadInputError
 from ..ground.files import readable_bytes
 from ..train.planning import BANDWIDTH, COMPUTE, GPUS, ROOM, Plan
@@ -66,8 +66,9 @@ def show(plan: Plan, console: Console) -> None:
         print_table(table, table.title, console)
     console.print()
     assumed = (
-        f"Assumed, not measured: {COMPUTE:.0%} of a GPU's dense peak and {BANDWIDTH:.0%} of its bandwidth are reached, {ROOM:.0%} of its memory can be used. "
-        f"Times are for {_count(plan.processes, 'such GPU')}; memory is what tensors take at the longest sequence. "
+        f"Assumed, not measured: {COMPUTE:.0%} of a GPU's dense peak and {BANDWIDTH:.0%} of its bandwidth are reached, "
+        f"{ROOM:.0%} of its memory can be used. "
+        f"Times are for {counted(plan.processes, 'such GPU')}; memory is what tensors take at the longest sequence. "
         "Models too small to fill a GPU take longer than this."
     )
     console.print(Text(assumed, style="dim"))
@@ -90,9 +91,17 @@ def _sizes(plan: Plan) -> dict[str, str]:
     return {
         "recipe": plan.recipe,
         "target": f"{plan.target}, {plan.target_parameters:,} parameters, {plan.dtype}",
-        "drafter": f"{plan.drafter}, {plan.total_parameters:,} parameters, {plan.trained_parameters:,} of them trained, in {plan.precision}",
-        "sequences": f"{work.sequences:,} with {work.tokens:,} tokens, {work.supervised:.0%} of them learned ({work.source})",
-        "training": f"{plan.steps:,} steps of about {plan.tokens_per_step:,} tokens, {_count(plan.processes, 'process', 'es')}, sharding {plan.sharding}",
+        "drafter": (
+            f"{plan.drafter}, {plan.total_parameters:,} parameters, "
+            f"{plan.trained_parameters:,} of them trained, in {plan.precision}"
+        ),
+        "sequences": (
+            f"{work.sequences:,} with {work.tokens:,} tokens, {work.supervised:.0%} of them learned ({work.source})"
+        ),
+        "training": (
+            f"{plan.steps:,} steps of about {plan.tokens_per_step:,} tokens, "
+            f"{counted(plan.processes, 'process', 'es')}, sharding {plan.sharding}"
+        ),
         "operations": ", ".join(f"{stage.name} {_flops(stage.flops)}" for stage in plan.stages),
         "cached features": readable_bytes(plan.feature_bytes)
         + ("" if plan.uses_features else " if data.features were cached (this recipe computes them online)"),
@@ -119,10 +128,6 @@ def _gpus(plan: Plan) -> Table:
         for gpu in GPUS
     ]
     return Table("Estimated time", ["GPU", "fits", *(stage.name for stage in plan.stages)], rows)
-
-
-def _count(number: int, word: str, ending: str = "s") -> str:
-    return f"{number} {word}{'' if number == 1 else ending}"
 
 
 def _flops(count: float) -> str:

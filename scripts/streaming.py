@@ -125,11 +125,15 @@ class Completion:
     def summary(self, compare: bool) -> str:
         """The closing line; `compare` runs the plain target on the same prompt for the speedup."""
         tally = self.tally
-        line = f"τ {tally.tau:.2f} ({self.plan}) · {tally.tokens} tokens in {tally.rounds} rounds · {tally.tokens_per_second:.0f} tokens/s"
+        line = (
+            f"τ {tally.tau:.2f} ({self.plan}) · {tally.tokens} tokens in {tally.rounds} rounds · "
+            f"{tally.tokens_per_second:.0f} tokens/s"
+        )
         if not compare:
             return line
         plain = self._plain_tokens_per_second()
-        return f"{line} · plain {plain:.0f} tokens/s · {tally.tokens_per_second / plain:.2f}× (one run; `outrider eval` measures)"
+        speedup = tally.tokens_per_second / plain
+        return f"{line} · plain {plain:.0f} tokens/s · {speedup:.2f}× (one run; `outrider eval` measures)"
 
     def _plain_tokens_per_second(self) -> float:
         return Decoder(self.target).generate([self.prompt], self.max_new_tokens, self.sampling).stats.tokens_per_second

@@ -1,6 +1,7 @@
-"""What `outrider eval`, `outrider tune` and `outrider pair new` work on: a drafter on its target, from a recipe's run or from a pair.
+"""What `outrider eval`, `outrider tune` and `outrider pair new` work on: a drafter on its target.
 
-The target is loaded in the dtype that is measured (`eval.dtype`, else `target.dtype`): a pair names exactly what was measured.
+It comes from a recipe's run or from a pair. The target is loaded in the dtype that is measured (`eval.dtype`, else
+`target.dtype`): a pair names exactly what was measured.
 """
 
 from __future__ import annotations
@@ -82,7 +83,8 @@ def load_subject(
         return _of_pair(Path(name), settings, drafter, other_shape, tuned)
     if tuned:
         raise BadInputError(
-            f"--tuned: {name!r} is a recipe; tuned plans are kept in pairs. Make one with `outrider pair new`, then run `outrider tune`."
+            f"--tuned: {name!r} is a recipe; tuned plans are kept in pairs. "
+            "Make one with `outrider pair new`, then run `outrider tune`."
         )
     target = load_target(recipe)
     return Subject(
@@ -116,7 +118,8 @@ def load_target(recipe: Recipe) -> Target:
         adapter = recipe.output_folder / "adapter"
         if not adapter.is_dir():
             raise BadInputError(
-                f"the recipe trains its target, too, and there is no adapter in {recipe.output_folder}: run `outrider train` with it first."
+                f"the recipe trains its target, too, and there is no adapter in {recipe.output_folder}: "
+                "run `outrider train` with it first."
             )
         spec["adapter"] = str(adapter)
     return Target.load(**spec | ({} if recipe.eval.dtype == "auto" else {"dtype": recipe.eval.dtype}))
@@ -127,6 +130,7 @@ def trained_drafter(recipe: Recipe, target: Target, folder: Path | None = None) 
     own = recipe.output_folder / "drafter"
     if folder is None and not own.is_dir():
         raise BadInputError(
-            f"there is no trained drafter in {recipe.output_folder}: run `outrider train` with this recipe first, or name one with --drafter."
+            f"there is no trained drafter in {recipe.output_folder}: "
+            "run `outrider train` with this recipe first, or name one with --drafter."
         )
     return load_drafter(folder or own, target)

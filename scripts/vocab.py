@@ -1,4 +1,4 @@
-"""`outrider vocab`: from a recipe's responses to its pruned draft vocabularies, what they cover, and what each costs in acceptance."""
+"""`outrider vocab`: from a recipe's responses to its pruned draft vocabularies, their reach and what each costs."""
 
 from __future__ import annotations
 
@@ -74,7 +74,10 @@ def study(
 
 
 def own_size(recipe: Recipe) -> int:
-    """The draft vocabulary that the recipe's drafter asks for; 0 for the whole one, and for drafters that have no such setting."""
+    """Return the size of the draft vocabulary that the recipe's drafter asks for.
+
+    It is 0 for the whole one, and for drafters that have no such setting.
+    """
     values = {k: v for k, v in recipe.drafter.items() if k != "init"}
     return int(getattr(drafter_config(values)[1], "draft_vocab_size", 0)) if "type" in values else 0
 
@@ -88,19 +91,15 @@ def _batches(rows: Rows, console: Console | None) -> Iterator[tuple[Tensor, Tens
 
 
 def show(report: VocabularyReport, console: Console) -> None:
-    """The curve as a table."""
-
-    def share(interval: object) -> Cell:
-        return Cell(interval.main(4), interval.bounds(4))  # type: ignore[attr-defined]
-
+    """Print the curve as a table, and under it what its columns mean."""
     rows = [
         [
             Cell(f"{s.size:,}" + (" *" if s.size == report.chosen else "")),
             Cell(f"{s.counted:.4f}"),
             Cell(s.covered.main(4)),
-            share(s.lost),
+            Cell.of(s.lost, 4),
             Cell(s.alpha_max.main(4)),
-            share(s.lost_greedy),
+            Cell.of(s.lost_greedy, 4),
             Cell(s.digest[:12]),
         ]
         for s in report.sizes
@@ -108,13 +107,14 @@ def show(report: VocabularyReport, console: Console) -> None:
     headers = ["tokens", "counted", "covered", "lost at 1", "alpha at most", "lost at 0", "digest"]
     print_table(fitted(Table("Draft vocabularies", headers, rows), console.width, ("digest", "counted")), None, console)
     star = "; * is the recipe's" if report.chosen else ""
+    measured_on = report.measured_on if report.num_sequences else "responses"
     console.print(
         Text(
-            f"counted: share of the {report.num_counted:,} response tokens counted ({report.num_distinct:,} different ones of {report.vocab_size:,}); covered: the same of "
-            f"{report.num_positions:,} positions in {report.num_sequences:,} {report.measured_on if report.num_sequences else 'responses'}, where the target's probability "
-            "outside is what a perfect drafter loses at temperature 1, and its most probable token outside at temperature 0; 95% intervals over responses"
-            + star
-            + ".",
+            f"counted: share of the {report.num_counted:,} response tokens counted ({report.num_distinct:,} different "
+            f"ones of {report.vocab_size:,}); covered: the same of {report.num_positions:,} positions in "
+            f"{report.num_sequences:,} {measured_on}, where the target's probability outside is what a perfect drafter "
+            "loses at temperature 1, and its most probable token outside at temperature 0; "
+            f"95% intervals over responses{star}.",
             style="dim",
         )
     )

@@ -17,6 +17,11 @@ class Cell:
     main: str
     extra: str = ""
 
+    @classmethod
+    def of(cls, interval: Interval | None, decimals: int = 2, unit: str = "") -> Cell:
+        """Return a value and its interval; `–` for None."""
+        return cls("–") if interval is None else cls(interval.main(decimals, unit), interval.bounds(decimals))
+
     def __str__(self) -> str:
         return f"{self.main} {self.extra}".strip()
 
@@ -76,10 +81,10 @@ def by_suite(report: Report, temperature: float) -> Table:
         [
             Cell(f.suite),
             Cell(f.contestant),
-            _interval(f.tau),
-            _interval(f.acceptance_rate),
+            Cell.of(f.tau),
+            Cell.of(f.acceptance_rate),
             _speed(f.tokens_per_second),
-            _interval(f.speedup, unit="×"),
+            Cell.of(f.speedup, unit="×"),
             _counts(f),
         ]
         for f in report.at(temperature)
@@ -117,7 +122,7 @@ def phases(report: Report, temperature: float) -> Table:
     rows = [
         [
             Cell(f.contestant),
-            *(_interval(f.milliseconds_per_token.get(p)) for p in PHASES),
+            *(Cell.of(f.milliseconds_per_token.get(p)) for p in PHASES),
             Cell(f"{f.seconds['total']:.1f}"),
         ]
         for f in report.overall(temperature)
@@ -203,11 +208,11 @@ def _summary_row(report: Report, f: Figures) -> list[Cell]:
     plain, generate = report.baselines.plain, report.baselines.generate
     return [
         Cell(report.contestant(f.contestant).label),
-        _interval(f.tau) if f.contestant != plain else Cell("1"),
-        _interval(f.speedup, unit="×") if f.contestant != plain else Cell("1×"),
-        _interval(f.speedup_generate, unit="×") if f.contestant != generate else Cell("1×"),
+        Cell.of(f.tau) if f.contestant != plain else Cell("1"),
+        Cell.of(f.speedup, unit="×") if f.contestant != plain else Cell("1×"),
+        Cell.of(f.speedup_generate, unit="×") if f.contestant != generate else Cell("1×"),
         _speed(f.tokens_per_second),
-        _interval(f.acceptance_rate),
+        Cell.of(f.acceptance_rate),
         Cell("–" if f.identical is None else f"{f.identical}/{f.num_prompts}"),
         Cell("–" if f.rule == "none" else f.rule),
     ]
@@ -221,12 +226,12 @@ def _comparison_row(report: Report, name: str) -> list[Cell]:
         if training is None
         else [Cell(f"{training.parameters:,}"), Cell(f"{training.seconds:.0f} s"), Cell(str(training.steps))]
     )
-    taus = [Cell("1") if plain else _interval(f.tau) for f in found]
+    taus = [Cell("1") if plain else Cell.of(f.tau) for f in found]
     return [
         Cell(name),
         *taus,
         parameters,
-        *(Cell("1×") if plain else _interval(f.speedup, unit="×") for f in found),
+        *(Cell("1×") if plain else Cell.of(f.speedup, unit="×") for f in found),
         *how,
     ]
 
@@ -243,12 +248,8 @@ def _padded(rows: list[list[Cell]], width: int) -> list[list[Cell]]:
     return [[*row, *[Cell("–")] * (width - len(row))] for row in rows]
 
 
-def _interval(interval: Interval | None, decimals: int = 2, unit: str = "") -> Cell:
-    return Cell("–") if interval is None else Cell(interval.main(decimals, unit), interval.bounds(decimals))
-
-
 def _speed(interval: Interval) -> Cell:
-    return _interval(interval, decimals=1 if interval.value < 1000 else 0)
+    return Cell.of(interval, decimals=1 if interval.value < 1000 else 0)
 
 
 def _counts(f: Figures) -> Cell:

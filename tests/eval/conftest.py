@@ -57,9 +57,9 @@ def _record(contestant: str, temperature: float, i: int, accepted: list[int], de
 
 @pytest.fixture
 def make_report() -> MakeReport:
-    """`make_report(accepted, depth=4, temperatures=(0.0,), digest="d", records=True)`: a report of `draft` and `plain` on one suite.
+    """A function that makes a report of `draft` and `plain` on one suite.
 
-    `accepted`: per prompt, accepted drafts of each round.
+    Its first argument, `accepted`, holds per prompt the accepted drafts of each round.
     """
 
     def make(

@@ -54,7 +54,10 @@ def test_sizes_without_a_full_batch_are_refused(jobs: list[Job]) -> None:
 
 
 def test_a_whole_measurement(tiny_llama: Callable, jobs: list[Job]) -> None:
-    """The target as its own drafter keeps everything, whatever the batch; text is the plain target's; rows leave as they end."""
+    """The target as its own drafter keeps everything, whatever the batch.
+
+    Text is the plain target's; rows leave as they end.
+    """
     target = Target(tiny_llama(layers=2, eos_token_id=5))
     contestants = [Contestant("plain", None, Plan(0)), Contestant("self", DraftModel(target.model), Plan(2))]
     ticks: list[None] = []

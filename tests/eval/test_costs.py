@@ -1,4 +1,4 @@
-"""What is timed is the work that is named: passes of the right shape behind the right context, in turns."""
+"""What is timed is the work that is named: passes of the right shape after the right context, in turns."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_turns_rotate_and_the_warm_up_does_not_count() -> None:
 
 
 @pytest.mark.parametrize("batch", [1, 3])
-def test_a_verification_reads_root_and_drafts_behind_the_context(
+def test_a_verification_reads_root_and_drafts_after_the_context(
     target: Target, batch: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen = []

@@ -88,7 +88,10 @@ def report(target: Target, suites: list[Suite], settings: EvalSpec) -> Report:
 
 
 def test_a_whole_measurement(report: Report, target: Target, suites: list[Suite], settings: EvalSpec) -> None:
-    """q := p gives τ = k + 1 at both temperatures, greedy text is the target's own, and every figure says what it depends on."""
+    """A drafter that equals the target gives τ = k + 1 at both temperatures, and greedy text is the target's own.
+
+    Every figure says what it depends on.
+    """
     _drafter_equal_to_the_target_accepts_everything(report)
     _greedy_text_is_identical_everywhere(report)
     _rules_are_named(report)

@@ -55,7 +55,8 @@ def test_the_headline_is_about_the_first_drafter_over_all_suites(report: Report)
     assert figures.tau is not None
     assert figures.tau.value == pytest.approx(1 + 19 / 12)
     assert re.fullmatch(
-        r"draft, depth 4: τ 2\.58 \[\d\.\d\d, \d\.\d\d\], 2\.00× \[2\.00, 2\.00\] the speed of the plain target at temperature 0",
+        r"draft, depth 4: τ 2\.58 \[\d\.\d\d, \d\.\d\d\], "
+        r"2\.00× \[2\.00, 2\.00\] the speed of the plain target at temperature 0",
         report.sentence(),
     )
     assert report.sentence(temperature=1.0).endswith("at temperature 1 (rejection)")

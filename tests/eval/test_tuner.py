@@ -51,7 +51,10 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_predicted_tokens_per_second_by_hand() -> None:
-    """2 rows of 11 tokens, 10 of them in 4 rounds each; rows run in 80% of the rounds, so these are 5: 0.5 s + 5 · 0.1 s for 22 tokens."""
+    """Two rows of 11 tokens, 10 of them in 4 rounds each; rows run in 80% of the rounds, so there are 5.
+
+    That is 0.5 s + 5 · 0.1 s for 22 tokens.
+    """
     assert prediction.tokens_per_second(
         2.5, Loop(prefill=0.5, seconds=0.1, running=0.8), tokens=11, batch=2
     ) == pytest.approx(22.0)
@@ -142,7 +145,10 @@ def test_the_controlled_chain_may_go_a_little_deeper_than_the_best() -> None:
 
 
 def test_shares_by_rank_by_hand() -> None:
-    """Nodes 0 1 2 behind the root, 3 4 5 behind node 0. Ten rounds: 2 kept nothing, 2 ended at 1, 1 at 0, 3 at 3, 2 at 5."""
+    """Nodes 0 1 2 are children of the root, 3 4 5 of node 0.
+
+    Of ten rounds 2 kept nothing, 2 ended at 1, 1 at 0, 3 at 3, and 2 at 5.
+    """
     tree = acceptance.wide_tree(2, 3)
     assert tree == Tree((-1, -1, -1, 0, 0, 0))
     ends = [-1, -1, 1, 1, 0, 3, 3, 3, 5, 5]
@@ -178,7 +184,10 @@ def test_the_rank_is_that_of_the_child_that_was_kept(target: Target, suites: lis
 def test_the_rates_of_a_tree_give_the_tau_it_was_measured_with(
     target: Target, suites: list[Suite], tiny_llama, temperature: float
 ) -> None:
-    """An identity: of that very tree, in that very run. The tokens that cut an answer off are still counted as accepted."""
+    """An identity: of that very tree, in the same rounds.
+
+    The tokens that cut an answer off are still counted as accepted.
+    """
     drafter, jobs, sampling = (
         DraftModel(tiny_llama(layers=1, initializer_range=0.1)),
         make_jobs(suites),
@@ -292,7 +301,10 @@ def test_speed_and_speedup_are_those_of_the_median_repeat() -> None:
 
 @pytest.mark.usefixtures("quick")
 def test_a_whole_tuning(target: Target, suites: list[Suite], settings: EvalSpec) -> None:
-    """A drafter equal to the target, at two batch sizes: everything is accepted, and the record says what was found under which conditions."""
+    """A drafter equal to the target, at two batch sizes: everything is accepted.
+
+    The record says what was found under which conditions.
+    """
     text = io.StringIO()
     found = tune(target, DraftModel(target.model), suites, settings, [2, 1, 2], Console(file=text, width=120))
     assert [b.batch_size for b in found.batches] == [1, 2]

@@ -205,7 +205,7 @@ def _mean_rows(done: Sequence[BatchAnswer]) -> float:
     return round(sum(c.num_rounds for c in done) / passes, 2) if passes else 0.0
 
 
-def lines(points: Sequence[Point]) -> dict[str, list[tuple[int, Interval]]]:
+def speedup_lines(points: Sequence[Point]) -> dict[str, list[tuple[int, Interval]]]:
     """Return speedups by contestant, as `plots.speedup_by_batch` draws them; the plain target is not among them."""
     found: dict[str, list[tuple[int, Interval]]] = {}
     for point in sorted(points, key=lambda p: p.size):

@@ -19,13 +19,13 @@ from ..ground import BadInputError
 from ..recipes import EvalSpec
 from ..targets import Target
 from .suites import Suite
+from .timing import rotated
 
 # What a racer is given, and what it makes of it.
 Given = TypeVar("Given", contravariant=True)
 Made = TypeVar("Made", covariant=True)
 G = TypeVar("G")
 M = TypeVar("M")
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -74,12 +74,6 @@ def race(
                 made[racer.name][i].append(racer(job, temperature))
             tick()
     return made
-
-
-def rotated(entries: Sequence[T], turn: int) -> list[T]:
-    """Return the entries in the order of a turn: who starts moves on by one with each."""
-    first = turn % len(entries) if entries else 0
-    return [*entries[first:], *entries[:first]]
 
 
 @contextmanager

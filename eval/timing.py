@@ -15,12 +15,12 @@ from typing import Any, TypeVar
 import torch
 
 from ..ground.machine import clock
-from .race import rotated
 
 _log = logging.getLogger("outrider")
 WARM_UP = 2  # turns of each kind before the first one that counts
 
 Key = TypeVar("Key")
+T = TypeVar("T")
 Pool = Any  # what torch.cuda.graph_pool_handle returns: memory that CUDA graphs share
 
 
@@ -42,6 +42,12 @@ def turns(keys: Sequence[Key], repeats: int) -> Iterator[tuple[Key, bool]]:
     for turn in range(-WARM_UP, repeats):
         for key in rotated(keys, turn):
             yield key, turn >= 0
+
+
+def rotated(entries: Sequence[T], turn: int) -> list[T]:
+    """Return the entries in the order of a turn: who starts moves on by one with each."""
+    first = turn % len(entries) if entries else 0
+    return [*entries[first:], *entries[:first]]
 
 
 def timed(work: Callable[[], object], device: torch.device) -> float:

@@ -17,6 +17,8 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from datetime import UTC, datetime
+from functools import partial
+from typing import Protocol
 
 import torch
 from rich.console import Console
@@ -30,7 +32,7 @@ from ..ground.versions import versions
 from ..heads import Drafter
 from ..recipes import EvalSpec
 from ..targets import Target
-from .acceptance import deepest, measure_acceptance
+from .acceptance import Acceptance, deepest, measure_acceptance
 from .batches import BatchAnswer, BatchRacer, make_groups
 from .choice import Measured, choose, measured_options
 from .costs import verify_times
@@ -82,10 +84,26 @@ def tune(
     """
     jobs = make_jobs(suites, settings.limit)
     _check(target, jobs, settings, batch_sizes)
+    bars = partial(progress, console, transient=True)
+    reason = _against_trees(target, drafter)
+    if console is not None and reason is not None:
+        console.print(Text(f"no trees: {reason}", style="dim"))
     with threads(settings.threads):
-        tuner = _Tuner(target, drafter, jobs, settings, console)
-        batches = [tuner.batch(size) for size in sorted(set(batch_sizes))]
+        sampling = Sampling(temperature=_temperature(settings), seed=settings.seed)
+        with bars("acceptance", 1):
+            seen = measure_acceptance(target, drafter, jobs, settings.max_new_tokens, sampling, trees=reason is None)
+        tuner = _Tuner(target, drafter, jobs, settings, bars, seen)
+        batches = []
+        for size in sorted(set(batch_sizes)):
+            batches.append(tuner.batch(size))
+            if console is not None:
+                print_batch(batches[-1], console)
         return _record(target, drafter, suites, settings, batches)
+
+
+def _temperature(settings: EvalSpec) -> float:
+    """Return the one temperature that is tuned for."""
+    return float(settings.temperatures[0])
 
 
 def _check(target: Target, jobs: Sequence[Job], settings: EvalSpec, batch_sizes: Sequence[int]) -> None:
@@ -116,7 +134,7 @@ def _record(
         threads=torch.get_num_threads(),
         versions=versions(),
         drafter=drafter.name,
-        temperature=float(settings.temperatures[0]),
+        temperature=_temperature(settings),
         max_new_tokens=settings.max_new_tokens,
         repeats=settings.repeats,
         seed=settings.seed,
@@ -126,70 +144,65 @@ def _record(
     )
 
 
+class _Bars(Protocol):
+    """What shows that something of so many steps is under way."""
+
+    def __call__(self, description: str, total: int) -> AbstractContextManager[Advance]: ...
+
+
+def _against_trees(target: Target, drafter: Drafter) -> str | None:
+    """Say why no trees are tried; None if they are."""
+    try:
+        target.check_trees()
+    except IncompatibleError as error:
+        return str(error)
+    return None if drafter.grows else f"{drafter.name} drafts chains only."
+
+
 class _Tuner:
-    """What stays the same from batch size to batch size, measured once: how often drafts are accepted."""
+    """What stays the same from batch size to batch size, and the search at one of them.
 
-    def __init__(self, target: Target, drafter: Drafter, jobs: list[Job], settings: EvalSpec, console: Console | None):
-        self.target, self.drafter, self.jobs, self.settings, self.console = target, drafter, jobs, settings, console
-        self.temperature = float(settings.temperatures[0])
-        self.sampling = Sampling(temperature=self.temperature, seed=settings.seed)
+    Attributes:
+        seen: how often drafts are accepted; it does not depend on the batch size.
+        plain, drafting: decoders without the drafter and with it.
+    """
+
+    def __init__(
+        self, target: Target, drafter: Drafter, jobs: list[Job], settings: EvalSpec, bars: _Bars, seen: Acceptance
+    ):
+        self.target, self.drafter, self.jobs, self.settings = target, drafter, jobs, settings
+        self.bars, self.seen = bars, seen
         self.plain, self.drafting = Decoder(target), Decoder(target, drafter)
-        self.deepest = deepest(drafter)
-        with self._progress("acceptance", 1):
-            self.seen = measure_acceptance(
-                target, drafter, jobs, settings.max_new_tokens, self.sampling, self._takes_trees()
-            )
-
-    def _takes_trees(self) -> bool:
-        try:
-            self.target.check_trees()
-        except IncompatibleError as error:
-            self._say(f"no trees: {error}")
-            return False
-        if not self.drafter.grows:
-            self._say(f"no trees: {self.drafter.name} drafts chains only.")
-        return self.drafter.grows
-
-    def _say(self, line: str) -> None:
-        if self.console is not None:
-            self.console.print(Text(line, style="dim"))
-
-    def _progress(self, what: str, total: int) -> AbstractContextManager[Advance]:
-        return progress(self.console, what, total, transient=True)
-
-    # -------------------------------------------------------- one batch size
 
     def batch(self, size: int) -> BatchTuning:
+        """Return the fastest plan at one batch size, and what it was chosen by."""
         groups = (
             [[job] for job in self.jobs]
             if size == 1
             else make_groups(self.jobs, size, _LEAST_GROUPS, self.settings.seed)
         )
-        context = self._context()
+        context, most = self._context(), deepest(self.drafter)
         curve = self._curve(size, context)
-        depths = [0, *(d for d in _TIMED_DEPTHS if d < self.deepest), self.deepest]
+        depths = [0, *(d for d in _TIMED_DEPTHS if d < most), most]
         loops = dict(zip(depths, self._time([Plan(d) for d in depths], groups), strict=True))
         costs = costs_in_loop(curve, loops)
         options = chain_options(costs, loops, self.seen, size)
         trees = self._tree_options(hopeful_trees(costs, options, self.seen, size), groups, size, loops[0])
-        controlled = control_option(options[1:], costs, self.seen, self.deepest)
+        controlled = control_option(options[1:], costs, self.seen, most)
         racing = [options[0], *best(options[1:]), *best(trees), controlled]
         measured = self._race(racing, groups, size)
         chosen, reason = choose(measured)
-        candidates = [self._candidate(option, None) for option in (*options, *trees) if option not in racing]
-        found = BatchTuning(
+        others = [_candidate(option, None) for option in (*options, *trees) if option not in racing]
+        return BatchTuning(
             batch_size=size,
             context=context,
             rates=list(self.seen.rates),
             ranks=[list(r) for r in self.seen.ranks],
             costs=CostRecord.of(costs),
-            candidates=[*(self._candidate(r.option, r) for r in measured), *candidates],
-            chosen=self._candidate(chosen.option, chosen),
+            candidates=[*(_candidate(m.option, m) for m in measured), *others],
+            chosen=_candidate(chosen.option, chosen),
             reason=reason,
         )
-        if self.console is not None:
-            print_batch(found, self.console)
-        return found
 
     def _context(self) -> int:
         """Return the tokens before the root in the middle of a typical answer."""
@@ -198,7 +211,7 @@ class _Tuner:
     def _curve(self, size: int, context: int) -> dict[int, float]:
         limit = self.target.max_context
         widths = [n for n in WIDTHS if limit is None or context + 1 + n <= limit]
-        with self._progress(f"batch {size}: passes of the target", 1):
+        with self.bars(f"batch {size}: passes of the target", 1):
             return verify_times(self.target, widths, size, context, repeats=max(5, 20 // size), taps=self.drafter.taps)
 
     def _time(self, plans: Sequence[Plan], groups: Sequence[list[Job]]) -> list[Loop]:
@@ -240,26 +253,25 @@ class _Tuner:
         longest = max(groups, key=lambda g: max(len(j.prompt.tokens) for j in g))
         # First calls are slow; the largest one first, so that the decoder asks for memory once.
         for racer in sorted(racers, key=lambda r: -r.plan.max_nodes):
-            racer(longest, self.temperature)
-        with self._progress(what, len(groups) * repeats) as advance:
-            return race(racers, groups, self.temperature, repeats, lambda: advance(1, ""))
+            racer(longest, _temperature(self.settings))
+        with self.bars(what, len(groups) * repeats) as advance:
+            return race(racers, groups, _temperature(self.settings), repeats, lambda: advance(1, ""))
 
-    def _candidate(self, option: Option, measured: Measured | None) -> Candidate:
-        values = {
-            k: v
-            for k, v in option.plan.to_dict().items()
-            if k != "control" and v != getattr(type(option.plan), k, None)
-        }
-        figures = {} if measured is None else measured.figures()
-        control = option.plan.control
-        return Candidate(
-            plan={"depth": option.plan.depth} | values,
-            weight=None if control is None else control.weight,
-            predicted_tau=round(option.tau, 3),
-            round_seconds=round(option.loop.seconds, 7),
-            predicted=round(option.predicted, 3),
-            **figures,
-        )
+
+def _candidate(option: Option, measured: Measured | None) -> Candidate:
+    """Return the record of an option; of one that was measured with what it did."""
+    usual = Plan().to_dict()
+    values = {k: v for k, v in option.plan.to_dict().items() if k != "control" and v != usual[k]}
+    figures = {} if measured is None else measured.figures()
+    control = option.plan.control
+    return Candidate(
+        plan={"depth": option.plan.depth} | values,
+        weight=None if control is None else control.weight,
+        predicted_tau=round(option.tau, 3),
+        round_seconds=round(option.loop.seconds, 7),
+        predicted=round(option.predicted, 3),
+        **figures,
+    )
 
 
 def _typical(groups: Sequence[list[Job]], count: int) -> list[list[Job]]:

@@ -78,7 +78,7 @@ def main(given: Sequence[str] | None = None) -> int:
 
     from rich.console import Console
 
-    from outrider.eval.batches import lines, make_groups, measure_batches
+    from outrider.eval.batches import make_groups, measure_batches, speedup_lines
     from outrider.eval.race import make_jobs, threads
     from outrider.eval.reports.plots import speedup_by_batch, standalone
     from outrider.eval.suites import load_suites
@@ -118,7 +118,7 @@ def main(given: Sequence[str] | None = None) -> int:
         )
     show(points)
     write({"conditions": about, "points": [p.to_dict() for p in points]}, arguments.out)
-    if arguments.out and (drawn := lines(points)):
+    if arguments.out and (drawn := speedup_lines(points)):
         arguments.out.with_suffix(".svg").write_text(standalone(speedup_by_batch(drawn)))
     return 0
 

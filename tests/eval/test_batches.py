@@ -11,7 +11,7 @@ from outrider.decode import Plan, Round
 from outrider.distill.prompts import Prompt
 from outrider.eval import Interval
 from outrider.eval import batches as room
-from outrider.eval.batches import BatchAnswer, Point, lines, make_groups, measure_batches
+from outrider.eval.batches import BatchAnswer, Point, make_groups, measure_batches, speedup_lines
 from outrider.eval.measure import Contestant
 from outrider.eval.race import Job
 from outrider.eval.reports.plots import speedup_by_batch, standalone
@@ -123,7 +123,7 @@ def test_the_plot_has_a_line_and_a_label_for_each_contestant_and_a_mark_for_each
         make_point("plain", 1, 1.0),
         *(make_point(name, size, 1.5, known=size > 1) for name in ("a & b", "c") for size in (4, 1, 2)),
     ]
-    drawn = lines(points)
+    drawn = speedup_lines(points)
     assert {name: [size for size, _ in line] for name, line in drawn.items()} == {"a & b": [1, 2, 4], "c": [1, 2, 4]}
     svg = ElementTree.fromstring(standalone(speedup_by_batch(drawn)))
     space = "{http://www.w3.org/2000/svg}"

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..distill.prompts import Prompt
-from ..eval.report import Report
+from ..eval.reports.report import Report
 from ..ground import BadInputError
 from ..heads import Drafter, load_drafter
 from ..recipes import Recipe
@@ -70,7 +70,7 @@ def new_pair(
 
     Args:
         drafter: in memory, or the folder it was saved to.
-        report_folder: where `Report.save` wrote; None for a pair that was not measured.
+        report_folder: where `write_report` wrote; None for a pair that was not measured.
         parent: the version this one follows.
         calibration: prompts for the probe; None takes the first of the recipe's suites.
 

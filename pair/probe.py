@@ -21,7 +21,8 @@ from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import TYPE_CHECKING, Literal
 
-from ..eval.statistics import Bootstrap, Interval, Ratio
+from ..eval.reports.intervals import Interval, Ratio
+from ..eval.reports.statistics import Bootstrap
 from ..ground import BadInputError, IncompatibleError
 from ..heads import HEADS
 from ..targets import Target

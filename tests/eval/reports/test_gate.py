@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from outrider.eval import gate
+from outrider.eval.reports.gate import gate
 from outrider.ground import BadInputError
 
 
@@ -19,7 +19,7 @@ def test_equal_reports_pass(make_report) -> None:
     report = make_report(rounds(40, 0.6), temperatures=(0.0, 1.0))
     result = gate(report, report)
     assert result.passed
-    assert [(v.outcome, v.ratio.value) for v in result.verdicts] == [("passed", 1.0), ("passed", 1.0)]
+    assert [(v.finding, v.ratio.value) for v in result.verdicts] == [("passed", 1.0), ("passed", 1.0)]
     assert not any("warning" in line for line in result.lines)
 
 
@@ -44,7 +44,7 @@ def test_one_temperature_is_enough_to_fail(make_report) -> None:
     )
     result = gate(mixed, good)
     assert not result.passed
-    assert [v.outcome for v in result.verdicts] == ["passed", "failed"]
+    assert [v.finding for v in result.verdicts] == ["passed", "failed"]
 
 
 def test_a_gain_passes(make_report) -> None:
@@ -54,13 +54,13 @@ def test_a_gain_passes(make_report) -> None:
 def test_a_drop_within_the_tolerance_passes(make_report) -> None:
     report, baseline = make_report(rounds(60, 0.55, seed=1)), make_report(rounds(60, 0.6))
     assert not gate(report, baseline, tolerance=0.01).passed
-    assert gate(report, baseline, tolerance=0.3).verdicts[0].outcome == "passed"
+    assert gate(report, baseline, tolerance=0.3).verdicts[0].finding == "passed"
 
 
 def test_too_few_prompts_warn_and_say_how_many_would_do(make_report) -> None:
     result = gate(make_report(rounds(4, 0.58, seed=1, num_rounds=8)), make_report(rounds(4, 0.6, num_rounds=8)))
     assert result.passed
-    assert result.verdicts[0].outcome == "not enough data"
+    assert result.verdicts[0].finding == "not enough data"
     assert (
         "passed, with a warning: not enough data, 4 prompts cannot tell it from a drop to 0.970; about"
         in result.lines[1]

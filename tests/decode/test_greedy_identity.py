@@ -18,7 +18,19 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from outrider.decode import Decoder, Plan, Sampling, Tree, rules
 from outrider.ground import IncompatibleError
-from outrider.heads import Choose, Drafter, DrafterConfig, DraftModel, Eagle3, Eagle3Config, Ngram, Proposal
+from outrider.heads import (
+    Abilities,
+    Choose,
+    Drafter,
+    DrafterConfig,
+    DraftModel,
+    Eagle3,
+    Eagle3Config,
+    Ngram,
+    Proposal,
+    Session,
+)
+from outrider.heads.session import Ended
 from outrider.targets import Counts, RaggedCache, Target
 
 Plant = Callable[[pytest.MonkeyPatch], None]
@@ -173,29 +185,36 @@ class Prophet(Drafter):
         super().__init__(DrafterConfig())
         self.texts = texts
 
-    def open(self, target: Target, batch_size: int, max_length: int) -> dict[str, Any]:
-        return {"rows": list(range(batch_size)), "known": [0] * batch_size, "round": 0}
+    @property
+    def abilities(self) -> Abilities:
+        return Abilities(deterministic=True)
 
-    def absorb(
-        self, state: dict[str, Any], tokens: Tensor, hidden: Tensor | None, counts: Counts, path: Tensor | None = None
-    ) -> None:
-        state["known"] = [n + c for n, c in zip(state["known"], counts.values, strict=True)]
+    def open(
+        self, target: Target, batch_size: int, max_length: int, spare: int = 0, cache: RaggedCache | None = None
+    ) -> ProphetSession:
+        return ProphetSession(self.texts, batch_size)
 
-    def propose(
-        self, state: dict[str, Any], root: Tensor, depth: int, choose: Choose, ended: Callable[[], bool] | None = None
-    ) -> Proposal:
-        state["round"] += 1
+
+class ProphetSession(Session):
+    def __init__(self, texts: list[list[int]], batch_size: int):
+        self.texts, self.rows, self.known, self.round = texts, list(range(batch_size)), [0] * batch_size, 0
+
+    def absorb(self, tokens: Tensor, hidden: Tensor | None, counts: Counts, path: Tensor | None = None) -> None:
+        self.known = [n + c for n, c in zip(self.known, counts.values, strict=True)]
+
+    def propose(self, root: Tensor, depth: int, choose: Choose, ended: Ended | None = None) -> Proposal:
+        self.round += 1
         drafts = []
-        for row, known in zip(state["rows"], state["known"], strict=True):
+        for row, known in zip(self.rows, self.known, strict=True):
             true = (self.texts[row] + [0] * depth)[known + 1 : known + 1 + depth]
-            lie_at = (state["round"] * 7 + row * 3) % (depth + 2)  # beyond depth: no lie
+            lie_at = (self.round * 7 + row * 3) % (depth + 2)  # beyond depth: no lie
             drafts.append(
                 [(t + 1) % VOCAB if j == lie_at else t for j, t in enumerate(true + [0] * (depth - len(true)))]
             )
         return Proposal.chain(torch.tensor(drafts), deterministic=True)
 
-    def select(self, state: dict[str, Any], rows: list[int]) -> None:
-        state["rows"], state["known"] = [state["rows"][r] for r in rows], [state["known"][r] for r in rows]
+    def select(self, rows: list[int]) -> None:
+        self.rows, self.known = [self.rows[r] for r in rows], [self.known[r] for r in rows]
 
 
 def blurred(model: PreTrainedModel, by: float = 0.012) -> PreTrainedModel:

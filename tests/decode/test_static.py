@@ -22,6 +22,7 @@ from outrider.decode.graphs import Graphs
 from outrider.decode.room import window_of
 from outrider.decode.run import Request
 from outrider.heads import Drafter, DraftModel, Eagle3, Eagle3Config, Ngram
+from outrider.heads.parts.feature_drafter import FeatureSession
 from outrider.targets import Counts, Target
 
 VOCAB = 64
@@ -168,13 +169,13 @@ def test_rows_that_finished_may_do_what_they_like(tiny_llama):
 
 def test_a_drafter_that_nobody_wants_any_more_is_told_nothing(target, monkeypatch):
     drafter, widths = make_drafters(target)["eagle3"], []
-    original = Eagle3.absorb
+    original = FeatureSession.absorb
 
-    def watched(self, state, tokens, *rest):
-        original(self, state, tokens, *rest)
-        widths.append(state.tokens.shape[1])
+    def watched(self, tokens, *rest):
+        original(self, tokens, *rest)
+        widths.append(self.unread.tokens.shape[1])
 
-    monkeypatch.setattr(Eagle3, "absorb", watched)
+    monkeypatch.setattr(FeatureSession, "absorb", watched)
     first = Decoder(target).generate(PROMPTS[:1], 1).tokens[0][0]
     decoder = Decoder(target, drafter)
     decoder.generate(
@@ -375,8 +376,8 @@ def test_a_replay_that_forgets_an_input_is_noticed(target, replays, monkeypatch)
     """The mutation: the drafter's state is not carried from round to round."""
     drafter = make_drafters(target)["eagle3"]
     usual = Decoder(target, drafter, static=False).generate(PROMPTS, 24, plan=Plan(3), ignore_eos=True)
-    monkeypatch.setattr(Eagle3, "carried", lambda self, state: [])
-    monkeypatch.setattr(Eagle3, "carry", lambda self, state, tensors: None)
+    monkeypatch.setattr(FeatureSession, "carried", lambda self: [])
+    monkeypatch.setattr(FeatureSession, "carry", lambda self, tensors: None)
     fixed = Decoder(target, drafter, static=True).generate(PROMPTS, 24, plan=Plan(3), ignore_eos=True)
     assert fixed.rounds != usual.rounds
 

@@ -15,7 +15,7 @@ from ...ground import BadInputError
 from .figures import Record, tau_ratio
 from .intervals import Interval
 from .report import Report
-from .statistics import Bootstrap
+from .statistics import Bootstrap, strata_of
 
 PASSED, FAILED, UNDECIDED = "passed", "failed", "not enough data"
 
@@ -142,9 +142,8 @@ def _aligned(records: Sequence[Record], like: Sequence[Record]) -> list[Record]:
 
 
 def _paired(new: Sequence[Record], old: Sequence[Record], confidence: float, seed: int) -> Interval:
-    suites = dict.fromkeys(r.suite for r in new)
     # Two-sided at 2c − 1 is one-sided at c on either end.
-    bootstrap = Bootstrap([sum(r.suite == s for r in new) for s in suites], confidence=2 * confidence - 1, seed=seed)
+    bootstrap = Bootstrap(strata_of([r.suite for r in new]), confidence=2 * confidence - 1, seed=seed)
     return bootstrap.quotient(tau_ratio(new), tau_ratio(old))
 
 

@@ -25,7 +25,6 @@ from ..ground.files import disk_full_explained, read_json, write_atomically
 from ..ground.progress import progress
 from ..recipes import DataSpec, Recipe
 from ..targets import Fingerprint, Target
-from ..targets.products import fast_products
 from .prompts import Collection, Prompt, check_sources, collect, digest_prompts
 
 if TYPE_CHECKING:
@@ -182,14 +181,13 @@ class _Run:
 
         sampling = Sampling(**self.spec.sampling.model_dump())
         try:
-            with fast_products(self.target.device):
-                out = decoder.generate(
-                    [self.prompts[i].tokens for i in batch],
-                    self.spec.max_new_tokens,
-                    sampling,
-                    Plan(depth=0),
-                    sequence_ids=batch,
-                )
+            out = decoder.generate(
+                [self.prompts[i].tokens for i in batch],
+                self.spec.max_new_tokens,
+                sampling,
+                Plan(depth=0),
+                sequence_ids=batch,
+            )
         except torch.OutOfMemoryError as error:
             raise BadInputError(
                 f"the device has too little memory for data.batch_size={self.spec.batch_size}. Finished responses are kept; run again with a smaller one."

@@ -6,13 +6,13 @@ Shapes: D levels of a tree, W children of a node.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
 from torch import nn
 
 from ..decode import Decoder, Plan, Sampling, Tree, depth_counts
-from ..decode.engine import Run
+from ..decode.rules import Verdict
+from ..decode.run import Request
 from ..ground import BadInputError
 from ..heads import Drafter
 from ..targets import Target
@@ -143,14 +143,14 @@ def _kept_ends(decoder: Decoder, jobs: Sequence[Job], max_new_tokens: int, sampl
     """
     ends: list[int] = []
 
-    class Watched(Run):
-        def _verify(self, *arguments: Any) -> Any:
-            accepted, path, following = super()._verify(*arguments)
-            if path is not None:
-                ends.extend(nn.functional.pad(path, (1, 0), value=-1).gather(1, accepted[:, None])[:, 0].tolist())
-            return accepted, path, following
+    def watch(verdict: Verdict) -> None:
+        if verdict.path is not None:
+            end = nn.functional.pad(verdict.path, (1, 0), value=-1).gather(1, verdict.accepted[:, None])
+            ends.extend(end[:, 0].tolist())
 
     prompts, ids = [j.prompt.tokens for j in jobs], [j.sequence for j in jobs]
-    for _ in Watched(decoder, prompts, max_new_tokens, sampling, Plan(tree=tree), None, False, ids, True).steps():
+    run = decoder.run(Request(prompts, max_new_tokens, sampling, Plan(tree=tree), sequence_ids=ids))
+    run.setup = replace(run.setup, watch=watch)
+    for _ in run.steps():
         pass
     return ends

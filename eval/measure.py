@@ -41,7 +41,7 @@ class Contestant:
 
         A drafter that grows no trees gets a chain, and none drafts deeper than it can.
         """
-        return cls(name, drafter, (plan if drafter.grows else plan.chain).up_to(drafter.max_depth))
+        return cls(name, drafter, (plan if drafter.abilities.reads_nodes else plan.chain).up_to(drafter.max_depth))
 
 
 def measure(

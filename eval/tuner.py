@@ -156,7 +156,7 @@ def _against_trees(target: Target, drafter: Drafter) -> str | None:
         target.check_trees()
     except IncompatibleError as error:
         return str(error)
-    return None if drafter.grows else f"{drafter.name} drafts chains only."
+    return None if drafter.abilities.reads_nodes else f"{drafter.name} drafts chains only."
 
 
 class _Tuner:

@@ -19,7 +19,7 @@ from ..heads import Drafter, load_drafter
 from ..recipes import Recipe
 from ..targets import Fingerprint, Target
 from ..targets.fingerprint import digest_file, digest_files
-from ..targets.target import ADAPTER_CONFIG, ADAPTER_WEIGHTS, is_local
+from ..targets.loading import ADAPTER_CONFIG, ADAPTER_WEIGHTS, is_local
 from .calibration import calibrate, choose_prompts, settings, write_calibration
 from .manifest import (
     ADAPTER,

@@ -27,6 +27,7 @@ from rich.table import Table
 from typer.core import TyperGroup
 
 from ..ground import OutriderError
+from ..ground.allocation import keep_large_blocks, remember_few_shapes
 from ..ground.files import is_disk_full
 
 if TYPE_CHECKING:
@@ -131,6 +132,8 @@ def _every_verb(
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    keep_large_blocks()
+    remember_few_shapes()
 
 
 # ------------------------------------------------------------ the pipeline

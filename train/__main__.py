@@ -7,6 +7,8 @@ import logging
 import os
 import sys
 
+from ..ground.allocation import keep_large_blocks, remember_few_shapes
+
 
 def main(arguments: list[str] | None = None) -> int:
     """Train a recipe; returns the exit code (0 fine, 2 bad input, 3 incompatible, 130 interrupted)."""
@@ -24,6 +26,8 @@ def main(arguments: list[str] | None = None) -> int:
     rank = os.environ.get("RANK", "0")
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     logging.getLogger("outrider").setLevel(logging.INFO if rank == "0" else logging.ERROR)
+    keep_large_blocks()
+    remember_few_shapes()
     return _run(given, "" if rank == "0" else f"[process {rank}] ")
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import shutil
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,6 @@ from transformers.trainer_utils import EvalLoopOutput
 from ..ground import BadInputError
 from ..ground.files import readable_bytes
 from ..heads import Drafter, load_drafter
-from ..targets.products import fast_products
 from . import checkpoints, muon
 from .budget import TimeBudget, saved_clock
 from .callbacks import EpochOrder, FiniteGuard, GracefulStop, LogLines, Progress
@@ -179,16 +178,6 @@ class DrafterTrainer(Trainer):
 
     # ------------------------------------------------------------ loss
 
-    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Loss and gradients of a micro-batch: the target's pass, the drafter's, and the way back."""
-        with self._products():
-            return super().training_step(*args, **kwargs)
-
-    def _products(self) -> AbstractContextManager[Any]:
-        return (
-            nullcontext() if self.args.torch_compile else fast_products(self.args.device)
-        )  # a compiler brings its own
-
     def compute_loss(
         self,
         model: nn.Module,
@@ -260,8 +249,7 @@ class DrafterTrainer(Trainer):
         self.callback_handler.eval_dataloader = dataloader
         sums = Sums()
         for inputs in dataloader:
-            with self._products():
-                sums.add_loss(model(self.batches.of(self._prepare_inputs(inputs))))
+            sums.add_loss(model(self.batches.of(self._prepare_inputs(inputs))))
             self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
         metrics = {f"{metric_key_prefix}_{name}": value for name, value in sums.means(self._reduced).items()}
         return EvalLoopOutput(predictions=(), label_ids=None, metrics=metrics, num_samples=len(dataloader.dataset))  # type: ignore[arg-type]

@@ -109,81 +109,6 @@ def _efficient_backward(
     return found[:3]
 
 
-_BLOCK = 128  # queries
-
-
-def _blocks(queries: int, keys: int, causal: bool) -> Iterator[tuple[slice, slice]]:
-    """Some queries at a time, and the keys that they may see."""
-    for begin in range(0, queries, _BLOCK):
-        end = min(begin + _BLOCK, queries)
-        yield slice(begin, end), slice(0, end if causal else keys)
-
-
-def _hide(block: Tensor, value: float) -> None:
-    """Sets `block` `[B, N, Q, K]`, whose last Q keys stand at its queries' own indices, where a key stands behind its query."""
-    count = block.shape[2]
-    block[..., -count:].masked_fill_(torch.ones(count, count, dtype=torch.bool, device=block.device).triu(1), value)
-
-
-def _blocked(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
-    """By products of matrices in the inputs' precision, and a few passes over the scores in between, which are rounded to it."""
-    q = q * q.shape[-1] ** -0.5
-    result, lse = torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
-    for some, seen in _blocks(q.shape[2], k.shape[2], causal):
-        scores = q[:, :, some] @ k[:, :, seen].transpose(-1, -2)
-        if causal:
-            _hide(scores, float("-inf"))
-        highest = scores.amax(-1, keepdim=True)
-        weights = scores.sub_(highest).exp_()
-        sums = weights.sum(-1, keepdim=True, dtype=torch.float32)
-        result[:, :, some] = weights @ v[:, :, seen] / sums
-        lse[:, :, some] = (highest + sums.log())[..., 0]
-    return result, lse
-
-
-def _blocked_backward(
-    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, result: Tensor, lse: Tensor, causal: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    size, scale = q.shape[-1], q.shape[-1] ** -0.5
-    level = (gradient.float() * result.float()).sum(-1)
-    # What is subtracted from each product is part of it, as two more columns: before it is rounded to 16 bits, not after.
-    q, gradient = (
-        torch.cat([q * scale, _in_two(-lse, q.dtype)], -1),
-        torch.cat([gradient, _in_two(-level, q.dtype)], -1),
-    )
-    ones = k.new_ones(*k.shape[:3], 2)
-    across, values = torch.cat([k, ones], -1).transpose(-1, -2), torch.cat([v, ones], -1).transpose(-1, -2)
-    of_q, of_k, of_v = (
-        torch.empty_like(q[..., :size]),
-        torch.zeros_like(k, dtype=torch.float32),
-        torch.zeros_like(v, dtype=torch.float32),
-    )
-    for some, seen in _blocks(q.shape[2], k.shape[2], causal):
-        weights = (q[:, :, some] @ across[..., seen]).exp_()
-        if causal:
-            _hide(weights, 0.0)
-        of_v[:, :, seen] += weights.transpose(-1, -2) @ gradient[:, :, some, :size]
-        slopes = (gradient[:, :, some] @ values[..., seen]).mul_(weights)  # of the scores
-        of_q[:, :, some] = slopes @ k[:, :, seen] * scale
-        of_k[:, :, seen] += slopes.transpose(-1, -2) @ q[:, :, some, :size]
-    return of_q, of_k.to(k.dtype), of_v.to(v.dtype)
-
-
-def _in_two(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """`x` `[...]` as a sum of two numbers of a shorter type, `[..., 2]`."""
-    coarse = x.to(dtype)
-    return torch.stack([coarse, (x - coarse).to(dtype)], -1)
-
-
-def _multiplies_slowly() -> bool:
-    """Whether a CPU has bfloat16 products that torch's fused attention does not use: its own are MKL's, which knows only those of Intel's matrix units."""
-    has, has_more = (
-        getattr(torch.cpu, name, lambda: None)() for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
-    )
-    return bool(has) and has_more is False
-
-
-_BLOCKED = Kernel(_blocked, _blocked_backward)
 _KERNELS = {
     "cpu": Kernel(_flash, _flash_backward),
     "meta": Kernel(_flash, _flash_backward),
@@ -194,8 +119,7 @@ _KERNELS = {
 @lru_cache
 def fused(kind: str, dtype: torch.dtype, size: int) -> Kernel | None:
     """The kernel of a kind of device, for heads of that size; None without one that computes what `plain` does. (They are no public interface of torch.)"""
-    blocked = kind == "cpu" and dtype == torch.bfloat16 and _multiplies_slowly()
-    kernel = _BLOCKED if blocked else _KERNELS.get(kind)
+    kernel = _KERNELS.get(kind)
     if kernel is None or kind == "meta":
         return kernel
     try:

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from outrider.ground import BadInputError, IncompatibleError, refuse_unknown_keys
-from outrider.targets import Counts, Target, load_causal_lm
+from outrider.targets import Backbone, Counts, Target, load_causal_lm
 
 COMMON = {
     "vocab_size": 64,
@@ -94,6 +94,22 @@ def test_taps_of_a_pass_are_not_left_over_from_another(tiny_target):
     assert torch.equal(tiny_target.forward(tokens(), taps=(1, 3)).hidden, expected)
 
 
+def test_a_backbone_can_read_embeddings_where_a_model_has_none_of_its_own(tiny_llama):
+    """A drafter's layers run on a cache of their own, and give what they give in one piece."""
+    body = tiny_llama(layers=3).model
+    embedded = body.embed_tokens(tokens(2, 9)).detach()
+    expected = body(inputs_embeds=embedded).last_hidden_state
+    body.set_input_embeddings(None)
+    backbone = Backbone(body, reads_embeddings=True)
+    cache = backbone.new_cache(2, 12)
+    assert cache.num_bytes() == backbone.cache_bytes(2, 12) > 0
+    first, _ = backbone.run(embedded[:, :5], cache)
+    cache.advance(Counts.of([5, 5], "cpu"))
+    second, hidden = backbone.run(embedded[:, 5:], cache, taps=(3,))
+    torch.testing.assert_close(torch.cat([first, second], 1), expected, rtol=1e-4, atol=1e-4)
+    assert torch.equal(hidden[:, :, 0], second)
+
+
 @pytest.mark.parametrize("tap", [-1, 7])
 def test_a_tap_outside_the_model_is_refused(tiny_target, tap):
     with pytest.raises(
@@ -153,7 +169,10 @@ def test_a_loaded_target_is_the_saved_one(tiny_target, saved):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_merged_weights_are_rounded_once(tiny_target, saved, tmp_path, dtype):
-    """Their digest must not depend on how a library sums B A: the products are summed in fp64, and each weight is what the exact sum rounds to."""
+    """Each weight is what the exact sum of its products rounds to: the products are summed in fp64.
+
+    A digest of the weights must not depend on how a library sums B A.
+    """
     from peft import LoraConfig, get_peft_model
 
     model = get_peft_model(
@@ -230,7 +249,10 @@ def test_an_adapter_of_the_hub_is_read_from_its_cache(adapter, cached, saved):
 
 
 def test_a_pickled_adapter_is_refused_and_never_opened(adapter, cached, saved, tmp_path, monkeypatch):
-    """Of a folder and of the Hub, where peft would take it; a safetensors file of another name beside it changes nothing."""
+    """In a folder and on the Hub, where peft would take it.
+
+    A safetensors file of another name beside it changes nothing.
+    """
 
     def never(*_, **__):
         raise AssertionError("a pickle was opened")

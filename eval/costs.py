@@ -21,8 +21,8 @@ from ..heads import Drafter
 from ..targets import Counts, RaggedCache, Target
 from .timing import Replay, captured, medians, timed, turns
 
-_GROWTH = 64  # a state that is drafted from gets this much longer before it is made anew
-_CHUNK = 16_384  # tokens that a drafter reads at once while its state is filled
+_GROWTH = 64  # a text that is drafted from gets this much longer before it is begun anew
+_CHUNK = 16_384  # tokens that a drafter reads at once while its session is filled
 
 # ------------------------------------------------------------ passes of the target
 
@@ -125,37 +125,37 @@ def draft_times(
     drafter.check(target)
     drafter.to(target.device).eval()
     with torch.inference_mode():
-        if _is_fixed(target) and drafter.abilities.reads_nodes:
+        if _is_fixed(target) and drafter.abilities.fixed_shapes:
             return [0.0, *(_captured_draft(target, drafter, d, batch, context, repeats) for d in range(1, depth + 1))]
-        session = _Drafting(target, drafter, batch, context, depth)
-        return [0.0, *_in_rounds(session, range(1, depth + 1), repeats).values()]
+        drafting = _Drafting(target, drafter, batch, context, depth)
+        return [0.0, *_in_rounds(drafting, range(1, depth + 1), repeats).values()]
 
 
 def _captured_draft(target: Target, drafter: Drafter, depth: int, batch: int, context: int, repeats: int) -> float:
-    """Return the median seconds of one depth as a captured graph, which keeps a state of its own."""
-    session = _Drafting(target, drafter, batch, context, depth)
-    session.fix(_window(context + _GROWTH, depth))
+    """Return the median seconds of one depth as a captured graph, which keeps a session of its own."""
+    drafting = _Drafting(target, drafter, batch, context, depth)
+    drafting.fix(_window(context + _GROWTH, depth))
     for _ in range(2):
-        session.round(depth)
+        drafting.round(depth)
     # The graph reads them: nobody may free them.
-    inputs = [cache.lengths for cache in session.state.caches()] + session.state.carried()
-    work = captured(partial(session.draft, depth), target.device, warm=False)  # the rounds were the warm-up
+    inputs = [cache.lengths for cache in drafting.session.caches()] + drafting.session.carried()
+    work = captured(partial(drafting.draft, depth), target.device, warm=False)  # the rounds were the warm-up
     if isinstance(work, Replay):
         found = medians({depth: work}, target.device, repeats)[depth]
         del inputs
         return found
-    session.reopen()
-    return _in_rounds(session, [depth], repeats)[depth]
+    drafting.reopen()
+    return _in_rounds(drafting, [depth], repeats)[depth]
 
 
-def _in_rounds(session: _Drafting, depths: Sequence[int], repeats: int) -> dict[int, float]:
+def _in_rounds(drafting: _Drafting, depths: Sequence[int], repeats: int) -> dict[int, float]:
     """Return the median seconds of drafting each of `depths`, one real round after the other."""
     spent: dict[int, list[float]] = {d: [] for d in depths}
     for d, counts in turns(depths, repeats):
-        session.make_room(d)
-        session.round(d)  # so that the one that is timed absorbs as much as it drafts
-        seconds = timed(partial(session.draft, d), session.target.device)
-        session.absorb(d)
+        drafting.make_room(d)
+        drafting.round(d)  # so that the one that is timed absorbs as much as it drafts
+        seconds = timed(partial(drafting.draft, d), drafting.target.device)
+        drafting.absorb(d)
         if counts:
             spent[d].append(seconds)
     return {d: statistics.median(times) for d, times in spent.items()}
@@ -177,23 +177,29 @@ def _kept(depth: int) -> int:
 
 
 class _Drafting:
-    """A drafter's state in the middle of a text, and rounds that keep half of their drafts."""
+    """A drafter's session in the middle of a text, and rounds that keep half of their drafts.
+
+    Attributes:
+        start, limit: lengths at which the text begins, and is begun anew. length: of the text now.
+    """
 
     def __init__(self, target: Target, drafter: Drafter, batch: int, context: int, depth: int):
-        self.target, self.drafter, self.batch, self.depth = target, drafter, batch, depth
+        self.target, self.drafter, self.batch = target, drafter, batch
         self.start, self.limit = _first(context), _first(context) + _grown(depth)
         room = _window(context + _GROWTH, depth) if _is_fixed(target) else 0
         self.tokens = random_tokens(target, batch, max(self.limit + depth + 1, room))
-        self.length = 0
         self.window: int | None = None
-        self.state: Any = None
-        self.reopen()
+        self._open()
 
     def reopen(self) -> None:
-        """Open a new state and fill it piece by piece: the masks of one long pass would not fit a large batch."""
-        self.state = None  # the old one's memory first
+        """Begin the text anew."""
+        del self.session  # its memory first
+        self._open()
+
+    def _open(self) -> None:
+        """Open a session and fill it piece by piece: the masks of one long pass would not fit a large batch."""
+        self.session = self.drafter.open(self.target, self.batch, self.tokens.shape[1])
         self.length = 0
-        self.state = self.drafter.open(self.target, self.batch, self.tokens.shape[1])
         step = max(1, _CHUNK // self.batch)
         lengths = ragged_lengths(self.batch, self.start)
         short = min(lengths)
@@ -212,19 +218,22 @@ class _Drafting:
     def fix(self, window: int | None) -> None:
         """Let passes read a window of fixed size."""
         self.window = window
-        for cache in self.state.caches():
+        for cache in self.session.caches():
             cache.window = window
 
     def make_room(self, depth: int) -> None:
+        """Begin anew where two rounds would leave the text's limit."""
         if self.length + 2 * _kept(depth) > self.limit:
             self.reopen()
 
     def round(self, depth: int) -> None:
+        """Draft, and absorb what the target makes of it."""
         self.draft(depth)
         self.absorb(depth)
 
     def draft(self, depth: int) -> object:
-        return self.state.propose(self.tokens[:, self.length], depth, _most_probable)
+        """Draft a chain greedily."""
+        return self.session.propose(self.tokens[:, self.length], depth, _most_probable)
 
     def absorb(self, depth: int) -> None:
         """Absorb what the target has processed: the root and `depth` drafts, of which half stay."""
@@ -234,7 +243,7 @@ class _Drafting:
         tokens, taps = self.tokens[:, self.length : self.length + width], self.drafter.taps
         shape = (self.batch, width, len(taps), self.target.hidden_size)
         hidden = torch.randn(shape, device=self.target.device, dtype=self.target.dtype) if taps else None
-        self.state.absorb(tokens, hidden, Counts.of(counts, self.target.device))
+        self.session.absorb(tokens, hidden, Counts.of(counts, self.target.device))
         self.length += max(counts)
 
 

@@ -22,7 +22,7 @@ from .reports.figures import (
     tau_ratio,
 )
 from .reports.intervals import Interval, Ratio
-from .reports.statistics import Bootstrap, Floats
+from .reports.statistics import Bootstrap, Floats, strata_of
 
 
 def summarise(
@@ -40,13 +40,13 @@ def summarise(
         figures
         for suite, part in parts.items()
         for temperature in temperatures
-        for figures in _Heat(
+        for figures in _SamePrompts(
             suite, temperature, [r for r in part if r.temperature == temperature], baselines, seed
         ).figures(rules)
     ]
 
 
-class _Heat:
+class _SamePrompts:
     """All contestants on the same prompts at one temperature, compared by the same resamples."""
 
     def __init__(self, suite: str, temperature: float, records: Sequence[Record], baselines: Baselines, seed: int):
@@ -56,10 +56,10 @@ class _Heat:
             self.entries.setdefault(record.contestant, []).append(record)
         self.plain = self.entries[baselines.plain]
         self.generate = self.entries[baselines.generate] if baselines.generate else None
-        suites = [r.suite for r in self.plain]
-        self.bootstrap = Bootstrap([suites.count(s) for s in dict.fromkeys(suites)], seed=seed)
+        self.bootstrap = Bootstrap(strata_of([r.suite for r in self.plain]), seed=seed)
 
     def figures(self, rules: dict[tuple[str, float], str]) -> list[Figures]:
+        """Return the figures of every contestant."""
         return [self._figures(name, own, rules[name, self.temperature]) for name, own in self.entries.items()]
 
     def _figures(self, name: str, own: list[Record], rule: str) -> Figures:

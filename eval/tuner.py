@@ -49,7 +49,7 @@ from .prediction import (
     option,
 )
 from .race import Job, check_lengths, make_jobs, race, threads
-from .reports.statistics import Bootstrap
+from .reports.statistics import Bootstrap, strata_of
 from .suites import Suite
 from .tuning import BatchTuning, Candidate, CostRecord, Tuning, print_batch
 
@@ -239,8 +239,7 @@ class _Tuner:
     def _race(self, racing: Sequence[Option], groups: Sequence[list[Job]], size: int) -> list[Measured]:
         plans = {o.name: o.plan for o in racing}
         answers = self._turns(plans, groups, self.settings.repeats, f"batch {size}: measuring")
-        suites = [g[0].suite for g in groups]
-        strata = [suites.count(s) for s in dict.fromkeys(suites)] if size == 1 else [len(groups)]
+        strata = strata_of([g[0].suite for g in groups]) if size == 1 else [len(groups)]
         return measured_options(racing, answers, Bootstrap(strata, seed=self.settings.seed))
 
     def _turns(

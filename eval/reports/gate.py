@@ -15,23 +15,23 @@ from ...ground import BadInputError
 from .figures import Record, tau_ratio
 from .intervals import Interval
 from .report import Report
-from .statistics import Bootstrap
+from .statistics import Bootstrap, strata_of
 
 PASSED, FAILED, UNDECIDED = "passed", "failed", "not enough data"
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Finding:
     """What was found of one contestant at one temperature.
 
     Attributes:
-        finding: `PASSED`, `FAILED` or `UNDECIDED`.
+        conclusion: `PASSED`, `FAILED` or `UNDECIDED`.
         ratio: τ_new / τ_old; the interval's ends are one-sided bounds.
-        line: the verdict in words.
+        line: the finding in words.
     """
 
     temperature: float
-    finding: str
+    conclusion: str
     ratio: Interval
     line: str
 
@@ -42,7 +42,7 @@ class GateResult:
 
     passed: bool
     lines: list[str]
-    verdicts: list[Verdict] = field(default_factory=list)
+    findings: list[Finding] = field(default_factory=list)
 
 
 def gate(
@@ -68,13 +68,13 @@ def gate(
     if name is None:
         raise BadInputError("the report holds no drafter; there is nothing to gate.")
     _same_conditions(report, baseline, name)
-    verdicts = [_judge(report, baseline, name, t, tolerance, confidence) for t in report.conditions.temperatures]
-    passed = all(v.finding != FAILED for v in verdicts)
+    findings = [_judge(report, baseline, name, t, tolerance, confidence) for t in report.conditions.temperatures]
+    passed = all(f.conclusion != FAILED for f in findings)
     summary = (
         f"gate {'passed' if passed else 'FAILED'}: {report.contestant(name).label}, τ may fall by {tolerance:.1%}, "
         f"{confidence:.0%} one-sided confidence"
     )
-    return GateResult(passed, [summary, *(v.line for v in verdicts), *_remarks(report, baseline)], verdicts)
+    return GateResult(passed, [summary, *(f.line for f in findings), *_remarks(report, baseline)], findings)
 
 
 def _same_conditions(report: Report, baseline: Report, name: str) -> None:
@@ -102,20 +102,20 @@ def _conditions(report: Report, name: str) -> dict[str, object]:
 
 def _judge(
     report: Report, baseline: Report, name: str, temperature: float, tolerance: float, confidence: float
-) -> Verdict:
+) -> Finding:
     ratio, how = _tau_ratio(report, baseline, name, temperature, confidence)
     floor = 1 - tolerance
     if ratio.known and ratio.high < floor:
-        finding, why = FAILED, f"τ fell by more than {tolerance:.1%}"
+        conclusion, why = FAILED, f"τ fell by more than {tolerance:.1%}"
     elif ratio.known and ratio.low >= floor:
-        finding, why = PASSED, "no drop beyond the tolerance"
+        conclusion, why = PASSED, "no drop beyond the tolerance"
     else:
-        finding, why = UNDECIDED, _needed(ratio, floor, report.headline(name, temperature).num_prompts)
+        conclusion, why = UNDECIDED, _needed(ratio, floor, report.headline(name, temperature).num_prompts)
     old, new = (r.headline(name, temperature).tau for r in (baseline, report))
     before, after = (t.main() if t else "–" for t in (old, new))
-    word = "passed, with a warning" if finding == UNDECIDED else finding
+    word = "passed, with a warning" if conclusion == UNDECIDED else conclusion
     line = f"temperature {temperature:g}: τ {before} → {after}, ratio {ratio.text(3)} ({how}): {word}: {why}"
-    return Verdict(temperature, finding, ratio, line)
+    return Finding(temperature, conclusion, ratio, line)
 
 
 def _tau_ratio(
@@ -142,9 +142,8 @@ def _aligned(records: Sequence[Record], like: Sequence[Record]) -> list[Record]:
 
 
 def _paired(new: Sequence[Record], old: Sequence[Record], confidence: float, seed: int) -> Interval:
-    suites = dict.fromkeys(r.suite for r in new)
     # Two-sided at 2c − 1 is one-sided at c on either end.
-    bootstrap = Bootstrap([sum(r.suite == s for r in new) for s in suites], confidence=2 * confidence - 1, seed=seed)
+    bootstrap = Bootstrap(strata_of([r.suite for r in new]), confidence=2 * confidence - 1, seed=seed)
     return bootstrap.quotient(tau_ratio(new), tau_ratio(old))
 
 

@@ -9,6 +9,7 @@ Shapes: N prompts, R resamples.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
@@ -75,6 +76,11 @@ class Bootstrap:
             return Interval(value, math.nan, math.nan)
         low, high = np.quantile(usable, [self.tail, 1 - self.tail])
         return Interval(value, float(low), float(high))
+
+
+def strata_of(suites: Sequence[str]) -> list[int]:
+    """Return how many prompts each suite has, from the suite of each prompt."""
+    return list(Counter(suites).values())
 
 
 def _value(ratio: Ratio) -> float:

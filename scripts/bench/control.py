@@ -63,16 +63,15 @@ def contestants(drafter: Drafter, untrained: Drafter, control: Control, own: Con
 
 def compare(records: Sequence[Record], suite: str | None) -> dict[str, Any]:
     """Tokens/s of every contestant over the plain target's, and of the controlled one over the best fixed depth's, on one suite (None: all)."""
-    from outrider.eval.reports.intervals import Ratio
-    from outrider.eval.reports.statistics import Bootstrap
+    from outrider.eval.reports.figures import speed_ratio
+    from outrider.eval.reports.statistics import Bootstrap, strata_of
 
     rows: dict[str, list[Record]] = {}
     for record in sorted(records, key=lambda r: r.suite):
         if suite in (None, record.suite):
             rows.setdefault(record.contestant, []).append(record)
-    suites = [r.suite for r in rows[PLAIN]]
-    bootstrap = Bootstrap([suites.count(s) for s in dict.fromkeys(suites)])
-    speeds = {name: Ratio([r.tokens for r in own], [r.seconds["total"] for r in own]) for name, own in rows.items()}
+    bootstrap = Bootstrap(strata_of([r.suite for r in rows[PLAIN]]))
+    speeds = {name: speed_ratio(own) for name, own in rows.items()}
 
     def over(above: str, below: str) -> dict[str, float]:
         found = bootstrap.quotient(speeds[above], speeds[below])
@@ -81,7 +80,7 @@ def compare(records: Sequence[Record], suite: str | None) -> dict[str, Any]:
     over_plain = {name: over(name, PLAIN) for name in rows if name != PLAIN}
     best = max((name for name in rows if name.startswith("depth")), key=lambda name: over_plain[name]["value"])
     return {
-        "prompts": len(suites),
+        "prompts": len(rows[PLAIN]),
         "over plain": over_plain,
         "best fixed": best,
         f"{CONTROLLED} / best fixed": over(CONTROLLED, best),

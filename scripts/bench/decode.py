@@ -109,10 +109,9 @@ def build_racers(target: Target, drafters: dict[str, Drafter], arguments: argpar
 def quotients(records: dict[str, list[Record]], pairs: list[tuple[str, str]]) -> dict[str, Any]:
     """Tokens/s of one contestant over another's, on the same prompts."""
     from outrider.eval.reports.figures import speed_ratio
-    from outrider.eval.reports.statistics import Bootstrap
+    from outrider.eval.reports.statistics import Bootstrap, strata_of
 
-    suites = [r.suite for r in records["plain"]]
-    bootstrap = Bootstrap([suites.count(s) for s in dict.fromkeys(suites)])
+    bootstrap = Bootstrap(strata_of([r.suite for r in records["plain"]]))
     found = {}
     for above, below in pairs:
         if above in records and below in records:

@@ -42,16 +42,17 @@ def test_shares_by_rank_by_hand() -> None:
 class SecondBest(DraftModel):
     """The target itself, its two most probable tokens in each other's place."""
 
-    def begin(self, state: Any, root: Tensor) -> Tensor:
-        return self._swapped(super().begin(state, root))
+    def open(self, *sizes: Any, **more: Any) -> Any:
+        session: Any = super().open(*sizes, **more)
+        begin, extend = session.begin, session.extend
+        session.begin = lambda root: swapped(begin(root))
+        session.extend = lambda tokens, parents=None: swapped(extend(tokens, parents))
+        return session
 
-    def extend(self, state: Any, tokens: Tensor, parents: Tensor | None = None) -> Tensor:
-        return self._swapped(super().extend(state, tokens, parents))
 
-    @staticmethod
-    def _swapped(logits: Tensor) -> Tensor:
-        top = logits.topk(2)
-        return logits.scatter(-1, top.indices, top.values.flip(-1))
+def swapped(logits: Tensor) -> Tensor:
+    top = logits.topk(2)
+    return logits.scatter(-1, top.indices, top.values.flip(-1))
 
 
 def test_the_rank_is_that_of_the_child_that_was_kept(target: Target, suites: list[Suite]) -> None:

@@ -12,6 +12,7 @@ from outrider.eval import costs
 from outrider.eval.costs import draft_times, verify_times
 from outrider.ground import BadInputError
 from outrider.heads import Drafter, DraftModel, Eagle3, Eagle3Config, Ngram
+from outrider.heads.session import Session
 from outrider.targets import Counts, Target
 
 
@@ -69,19 +70,26 @@ def test_what_is_timed_follows_a_round_of_the_same_depth(target: Target, monkeyp
     head = Eagle3.build(Eagle3Config(), target)
     absorbed: list[int] = []
     timed: list[tuple[int, int]] = []
-    absorb, propose = head.absorb, head.propose
+    opened = head.open
 
-    def spy_absorb(state: Any, tokens: Tensor, hidden: Tensor, counts: Counts, path: Tensor | None = None) -> None:
-        absorbed.append(tokens.shape[1])
-        assert hidden.shape == (*tokens.shape, 3, target.hidden_size)
-        absorb(state, tokens, hidden, counts, path)
+    def spied(*sizes: Any) -> Session:
+        session = opened(*sizes)
+        absorb, propose = session.absorb, session.propose
 
-    def spy_propose(state: Any, root: Tensor, depth: int, *more: Any) -> Any:
-        timed.append((depth, absorbed[-1]))
-        return propose(state, root, depth, *more)
+        def spy_absorb(tokens: Tensor, hidden: Tensor, counts: Counts, path: Tensor | None = None) -> None:
+            absorbed.append(tokens.shape[1])
+            assert hidden.shape == (*tokens.shape, 3, target.hidden_size)
+            absorb(tokens, hidden, counts, path)
 
-    monkeypatch.setattr(head, "absorb", spy_absorb)
-    monkeypatch.setattr(head, "propose", spy_propose)
+        def spy_propose(root: Tensor, depth: int, *more: Any) -> Any:
+            timed.append((depth, absorbed[-1]))
+            return propose(root, depth, *more)
+
+        monkeypatch.setattr(session, "absorb", spy_absorb)
+        monkeypatch.setattr(session, "propose", spy_propose)
+        return session
+
+    monkeypatch.setattr(head, "open", spied)
     draft_times(target, head, 2, context=16, repeats=1)
     assert sorted(timed[1::2]) == [(1, 2)] * 3 + [(2, 3)] * 3
 
@@ -104,14 +112,14 @@ def test_rounds_of_fixed_shapes_read_a_window_of_the_cache(
         verify_times(target, [0, 4], batch=2, context=250, repeats=1)
     assert used == {(1, 256), (5, 384)}
     for drafter in drafters(target, tiny_llama)[:2]:
-        state: list[Any] = []
+        sessions: list[Session] = []
         opened = drafter.open
         monkeypatch.setattr(
-            drafter, "open", lambda *sizes, opened=opened, state=state: (state.append(opened(*sizes)), state[-1])[1]
+            drafter, "open", lambda *sizes, opened=opened, all=sessions: (all.append(opened(*sizes)), all[-1])[1]
         )
         times = draft_times(target, drafter, 2, batch=2, context=250, repeats=2)
         assert min(times[1:]) > 0
-        assert {s.caches()[0].used for s in state} == {384}
+        assert {s.caches()[0].used for s in sessions} == {384}
 
 
 def test_sizes_out_of_range_are_refused(target: Target) -> None:

@@ -15,9 +15,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from datasets import Dataset
+from rich.console import Console
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 from ..ground import BadInputError
@@ -25,10 +29,6 @@ from ..ground.files import disk_full_explained, read_json, readable_bytes, repla
 from ..ground.progress import progress
 from ..targets import Target
 from ..targets.fingerprint import digest_json
-
-if TYPE_CHECKING:
-    from datasets import Dataset
-    from rich.console import Console
 
 INDEX = "features.json"
 SHARD_BYTES = 128_000_000  # one shard is built in memory; small enough for a laptop, big enough for few files
@@ -79,7 +79,8 @@ class FeatureStore:
         self.folder = Path(folder)
         if not (self.folder / INDEX).is_file():
             raise BadInputError(
-                f"{folder}: holds no finished feature store ({INDEX} is missing); build it again, the finished part is kept."
+                f"{folder}: holds no finished feature store ({INDEX} is missing); build it again, the finished part is "
+                "kept."
             )
         index = read_json(self.folder / INDEX)
         self.taps: tuple[int, ...] = tuple(index["taps"])
@@ -161,15 +162,14 @@ class FeatureStore:
 
     def _slice(self, shard: int, name: str) -> Any:
         """A lazy view of one tensor: the file is mapped, and only what is asked for is read."""
-        from safetensors import SafetensorError, safe_open
-
         if shard not in self._open:
             file = _shard_file(self.folder, shard)
             try:
                 self._open[shard] = safe_open(file, framework="pt")
             except SafetensorError as error:
                 raise BadInputError(
-                    f"{file}: damaged ({error}). Delete it and {INDEX} beside it, and build again; the other files are kept."
+                    f"{file}: damaged ({error}). Delete it and {INDEX} beside it, and build again; the other files are "
+                    "kept."
                 ) from error
         return self._open[shard].get_slice(name)
 
@@ -252,8 +252,6 @@ class _Builder:
         return states[: self.layout.lengths[sequence]].to("cpu", self.dtype, copy=True)
 
     def _write(self, shard: int, states: dict[str, Tensor]) -> None:
-        from safetensors.torch import save_file
-
         file = _shard_file(self.folder, shard)
         with replacing(file) as temporary:
             save_file(states, temporary)

@@ -8,13 +8,12 @@ target sees it, and a token counts only if it lies inside a turn as a whole.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
 
 from ..ground import BadInputError
 from .prompts import chat_messages, render
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 Span = tuple[int, int]  # characters of the rendered text, end excluded
 
@@ -86,6 +85,7 @@ def _check(tokenizer: PreTrainedTokenizerBase, tokens: list[int], mask: list[boo
     sample = tokenizer.decode(tokens)
     sample = sample if len(sample) <= 300 else f"{sample[:150]} … {sample[-150:]}"
     raise BadInputError(
-        f"{what} of this conversation would be supervised (roles: {', '.join(roles) or 'none'}). It needs a turn that asks and an assistant's turn "
+        f"{what} of this conversation would be supervised (roles: {', '.join(roles) or 'none'}). It needs a turn that "
+        "asks and an assistant's turn "
         f"that answers, and a template that renders both. As rendered: {sample!r}"
     )

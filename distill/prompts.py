@@ -11,14 +11,16 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+from datasets import load_dataset
+from transformers import PreTrainedTokenizerBase
 
 from ..ground import BadInputError
 from ..recipes import embedded_file
 from ..targets.fingerprint import digest_json
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 EMBEDDED = "embedded:"
 SUFFIXES = (".jsonl", ".json", ".parquet", ".txt")
@@ -137,11 +139,13 @@ def locate(source: str) -> Path:
     if not file.is_file():
         what = "is a folder" if file.is_dir() else "does not exist"
         raise BadInputError(
-            f"the prompt source {source!r} {what}; expected embedded:code, embedded:docs, embedded:prose, a file, or a Hub id like org/name."
+            f"the prompt source {source!r} {what}; expected embedded:code, embedded:docs, embedded:prose, a file, or a "
+            "Hub id like org/name."
         )
     if file.suffix not in SUFFIXES:
         raise BadInputError(
-            f"the prompt source {source!r} is a {file.suffix or 'suffixless'} file; expected one of {', '.join(SUFFIXES)}."
+            f"the prompt source {source!r} is a {file.suffix or 'suffixless'} file; expected one of "
+            f"{', '.join(SUFFIXES)}."
         )
     return file
 
@@ -159,7 +163,8 @@ def render(
     """The chat as text; with `answer`, up to the place where the assistant's next turn begins."""
     if not getattr(tokenizer, "chat_template", None):
         raise BadInputError(
-            f"{where}: is a chat, but the target's tokenizer has no chat template; use raw text (`text`), or set tokenizer.chat_template."
+            f"{where}: is a chat, but the target's tokenizer has no chat template; use raw text (`text`), or set "
+            "tokenizer.chat_template."
         )
     try:
         return str(
@@ -167,7 +172,8 @@ def render(
         )
     except Exception as error:  # templates raise what they like: TemplateError, UndefinedError, TypeError
         raise BadInputError(
-            f"{where}: the target's chat template refuses this conversation: {error}. Its roles: {[m['role'] for m in messages]}."
+            f"{where}: the target's chat template refuses this conversation: {error}. Its roles: "
+            f"{[m['role'] for m in messages]}."
         ) from error
 
 
@@ -198,8 +204,10 @@ class _Reader:
         if not num_rows:
             return "it is empty."
         return (
-            f"none of its {num_rows} rows can be used. Left out so far, all sources together: {self.found.too_long} chats longer than "
-            f"{self.max_tokens} tokens (raise data.max_prompt_tokens), {self.found.unanswerable} rows with nothing to answer."
+            f"none of its {num_rows} rows can be used. Left out so far, all sources together: {self.found.too_long} "
+            "chats longer than "
+            f"{self.max_tokens} tokens (raise data.max_prompt_tokens), {self.found.unanswerable} rows with nothing to "
+            "answer."
         )
 
     def prompt(self, row: Row, number: int, name: str, where: str) -> Prompt | None:
@@ -268,7 +276,8 @@ def _field(row: Row, where: str) -> tuple[str, Any]:
         if value is not None:
             return kind, str(value)
     raise BadInputError(
-        f"{where}: expected one of text, prompt, question, messages, conversations, turns; found {', '.join(map(str, row)) or 'no keys'}."
+        f"{where}: expected one of text, prompt, question, messages, conversations, turns; found "
+        f"{', '.join(map(str, row)) or 'no keys'}."
     )
 
 
@@ -371,9 +380,6 @@ def _lines(file: Path) -> Iterator[str]:
 
 
 def _parquet_rows(file: Path) -> Iterator[Row]:
-    import pyarrow
-    import pyarrow.parquet
-
     try:
         for batch in pyarrow.parquet.ParquetFile(file).iter_batches():
             yield from batch.to_pylist()
@@ -383,8 +389,6 @@ def _parquet_rows(file: Path) -> Iterator[Row]:
 
 def _hub_rows(source: str) -> Iterator[Row]:
     """Rows of a Hub data set, streamed: a limit then costs no more than it reads."""
-    from datasets import load_dataset
-
     name, _, split = source.partition(":")
     organisation, _, rest = name.partition("/")
     repository, _, config = rest.partition("/")
@@ -394,6 +398,7 @@ def _hub_rows(source: str) -> Iterator[Row]:
     except Exception as error:  # the library raises many kinds; all mean that the rows cannot be had
         what = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise BadInputError(
-            f"the prompt source {source!r} is no file here, and the Hub gives no data set for it: {what} Expected org/name[/config][:split]."
+            f"the prompt source {source!r} is no file here, and the Hub gives no data set for it: {what} Expected "
+            "org/name[/config][:split]."
         ) from error
     yield from rows

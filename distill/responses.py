@@ -17,7 +17,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from datasets import Dataset, Features, List, Value, load_from_disk
+from datasets.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+from rich.console import Console
 
 from ..decode import Decoder, Plan, Sampling
 from ..ground import BadInputError, IncompatibleError
@@ -26,10 +31,6 @@ from ..ground.progress import progress
 from ..recipes import DataSpec, Recipe
 from ..targets import Fingerprint, Target
 from .prompts import Collection, Prompt, check_sources, collect, digest_prompts
-
-if TYPE_CHECKING:
-    from datasets import Dataset
-    from rich.console import Console
 
 PROVENANCE = "provenance.json"
 SCHEMA_VERSION = 1
@@ -60,7 +61,7 @@ def distill(recipe: Recipe, target: Target | None = None, console: Console | Non
     if spec.responses is not None:
         return _given(data_folder(recipe), target)
     found = collect(spec.prompts, target.require_tokenizer(), spec.limit, spec.max_prompt_tokens)
-    run = _Run(data_folder(recipe), spec, target, found)
+    run = _Answering(data_folder(recipe), spec, target, found)
     if run.finished():
         return run.folder
     with disk_full_explained(run.folder, f"The responses finished so far are kept in {run.partial}."):
@@ -78,8 +79,6 @@ def data_folder(recipe: Recipe) -> Path:
 
 def load_responses(folder: str | Path) -> Dataset:
     """The data set in `folder`: columns id, suite, input_ids (prompt and response), loss_mask (1 on response tokens)."""
-    from datasets import load_from_disk
-
     provenance(folder)
     try:
         dataset = load_from_disk(str(folder))
@@ -103,7 +102,8 @@ def provenance(folder: str | Path) -> dict[str, Any]:
     saved = read_json(file)
     if saved.get("schema_version") != SCHEMA_VERSION:
         raise BadInputError(
-            f"{file}: has schema version {saved.get('schema_version')}, this Outrider reads {SCHEMA_VERSION}; distill into another `output`."
+            f"{file}: has schema version {saved.get('schema_version')}, this Outrider reads {SCHEMA_VERSION}; distill "
+            "into another `output`."
         )
     return saved
 
@@ -131,7 +131,7 @@ class Identity:
         return lines + [f"{k} (was {then.get(k)}, is {v})" for k, v in self.sampling.items() if then.get(k) != v]
 
 
-class _Run:
+class _Answering:
     """One data set in the making."""
 
     def __init__(self, folder: Path, spec: DataSpec, target: Target, found: Collection):
@@ -152,7 +152,8 @@ class _Run:
         lines = self.identity.differences(saved)
         if lines:
             raise BadInputError(
-                f"{folder} was made with other settings: {'; '.join(lines)}. Choose another `output`, or delete that folder."
+                f"{folder} was made with other settings: {'; '.join(lines)}. Choose another `output`, or delete that "
+                "folder."
             )
 
     # ------------------------------------------------------------ answering
@@ -177,8 +178,6 @@ class _Run:
 
     def _generate(self, decoder: Decoder, batch: list[int]) -> list[list[int]]:
         """Responses to the prompts with these indices. Each draws by its index, so that batching changes no text."""
-        import torch
-
         sampling = Sampling(**self.spec.sampling.model_dump())
         try:
             out = decoder.generate(
@@ -190,7 +189,8 @@ class _Run:
             )
         except torch.OutOfMemoryError as error:
             raise BadInputError(
-                f"the device has too little memory for data.batch_size={self.spec.batch_size}. Finished responses are kept; run again with a smaller one."
+                f"the device has too little memory for data.batch_size={self.spec.batch_size}. Finished responses are "
+                "kept; run again with a smaller one."
             ) from error
         return out.tokens
 
@@ -202,7 +202,8 @@ class _Run:
         limit, longest = self.target.max_context, max(len(p.tokens) for p in self.prompts)
         if limit is not None and longest + self.spec.max_new_tokens > limit:
             raise BadInputError(
-                f"the longest prompt has {longest} tokens; with data.max_new_tokens={self.spec.max_new_tokens} it exceeds the target's context of {limit}. "
+                f"the longest prompt has {longest} tokens; with data.max_new_tokens={self.spec.max_new_tokens} it "
+                f"exceeds the target's context of {limit}. "
                 "Lower data.max_prompt_tokens or data.max_new_tokens."
             )
 
@@ -237,7 +238,8 @@ class _Run:
         kept = [i for i in range(len(self.prompts)) if any(t not in ending for t in answered[i])]
         if not kept:
             raise BadInputError(
-                f"all {len(self.prompts)} responses are empty: the target ends at once. First prompt: {self.prompts[0].text[:200]!r}. Check its chat template."
+                f"all {len(self.prompts)} responses are empty: the target ends at once. First prompt: "
+                f"{self.prompts[0].text[:200]!r}. Check its chat template."
             )
         building = self.folder.with_name(f".{self.folder.name}.{os.getpid()}.tmp")
         shutil.rmtree(building, ignore_errors=True)
@@ -251,8 +253,6 @@ class _Run:
         shutil.rmtree(self.partial)
 
     def _dataset(self, kept: list[int], answered: dict[int, list[int]]) -> Dataset:
-        from datasets import Dataset, Features, List, Value
-
         rows = [(self.prompts[i], answered[i]) for i in kept]
         columns = {
             "id": [p.id for p, _ in rows],
@@ -289,7 +289,8 @@ def _given(folder: Path, target: Target) -> Path:
     differences = Fingerprint.from_dict(saved).differences(target.fingerprint())
     if "tokenizer" in differences:
         raise IncompatibleError(
-            f"the responses in {folder} were written with another tokenizer than this target's; distill new ones (leave out data.responses)."
+            f"the responses in {folder} were written with another tokenizer than this target's; distill new ones "
+            "(leave out data.responses)."
         )
     if differences:
         _log.warning(
@@ -303,8 +304,6 @@ def _given(folder: Path, target: Target) -> Path:
 @contextmanager
 def _quiet_datasets() -> Iterator[None]:
     """Without the library's own progress bars, which would run through ours."""
-    from datasets.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
-
     was_quiet = are_progress_bars_disabled()
     disable_progress_bars()
     try:

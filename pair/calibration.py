@@ -12,9 +12,10 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from math import ceil
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from rich.console import Console
 
 from ..decode import Decoder, Plan, Round, Sampling
 from ..distill.prompts import Prompt, render
@@ -24,9 +25,6 @@ from ..heads import Drafter, TargetBatch
 from ..recipes import Recipe
 from ..targets import Target
 from .manifest import Baseline, PromptMeasure
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 NUM_PROMPTS, MAX_NEW_TOKENS = 32, 64
 _AT_ONCE = 32  # prompts decoded in one batch

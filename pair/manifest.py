@@ -271,7 +271,8 @@ def read_manifest(folder: Path) -> Manifest:
     manifest, alterations = inspect_manifest(folder)
     if alterations:
         raise BadInputError(
-            f"{folder / MANIFEST}: {'; '.join(alterations)}. Take a good copy of the pair, or look closer with `outrider pair verify`."
+            f"{folder / MANIFEST}: {'; '.join(alterations)}. Take a good copy of the pair, or look closer with "
+            "`outrider pair verify`."
         )
     return manifest
 
@@ -322,7 +323,8 @@ def _validated(file: Path, values: dict[str, Any]) -> Manifest:
     version = values.get("schema_version")
     if isinstance(version, int) and version > SCHEMA_VERSION:
         raise BadInputError(
-            f"{file}: schema version {version} is newer than the {SCHEMA_VERSION} that this Outrider reads; upgrade Outrider."
+            f"{file}: schema version {version} is newer than the {SCHEMA_VERSION} that this Outrider reads; upgrade "
+            "Outrider."
         )
     try:
         return Manifest.model_validate(values)

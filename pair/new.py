@@ -10,7 +10,8 @@ from contextlib import contextmanager
 from datetime import UTC, datetime
 from importlib.metadata import version as installed_version
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+from rich.console import Console
 
 from ..distill.prompts import Prompt
 from ..eval.report import Report
@@ -45,9 +46,6 @@ from .manifest import (
     identity_digest,
 )
 from .pair import Pair, verify
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 _COPIED = {".json", ".safetensors", ".jinja", ".model", ".txt"}
 _REPORT_FILES = ("report.json", "report.md", "report.html")
@@ -144,8 +142,10 @@ def _existing(final: Path) -> Pair | None:
 def _require_same(existing: Pair, manifest: Manifest) -> None:
     if existing.digest != manifest.digest:
         raise BadInputError(
-            f"{str(existing.folder)!r} already holds another pair: {existing.name} version {existing.version} ({existing.digest[:12]}…), "
-            f"this one is {manifest.name} version {manifest.version} ({manifest.digest[:12]}…). Nothing was written; choose another folder."
+            f"{str(existing.folder)!r} already holds another pair: {existing.name} version {existing.version} "
+            f"({existing.digest[:12]}…), "
+            f"this one is {manifest.name} version {manifest.version} ({manifest.digest[:12]}…). Nothing was written; "
+            "choose another folder."
         )
 
 
@@ -329,7 +329,8 @@ def _check_report(report: Report | None, target: Target) -> None:
     said, found = report.conditions.target.get("fingerprint"), target.fingerprint().digest
     if said != found:
         raise BadInputError(
-            f"the report is about another target: its fingerprint is {str(said)[:12]}…, this target's {found[:12]}… ({target.dtype}). "
+            f"the report is about another target: its fingerprint is {str(said)[:12]}…, this target's {found[:12]}… "
+            f"({target.dtype}). "
             "Measure this one, or load it as it was measured (another dtype is another target)."
         )
 
@@ -350,6 +351,7 @@ def _plan(report: Report | None, drafter: Drafter, recipe: Recipe) -> PlanRecord
             "plain decoding only" if measured is None else f"{measured.name!r}, a drafter of type {measured.drafter!r}"
         )
         raise BadInputError(
-            f"the report is about {about}, but the pair's drafter is of type {drafter.name!r}; measure that one, first in the list."
+            f"the report is about {about}, but the pair's drafter is of type {drafter.name!r}; measure that one, first "
+            "in the list."
         )
     return PlanRecord(**{name: getattr(measured, name) for name in PlanRecord.model_fields})

@@ -109,7 +109,8 @@ class Pair:
         now = read_manifest(self.folder)  # tuning takes minutes: what else was written since stays
         if now.digest != self.digest:
             raise BadInputError(
-                f"{self.folder} holds another pair by now ({now.name} version {now.version}); nothing was stored. Tune that one."
+                f"{self.folder} holds another pair by now ({now.name} version {now.version}); nothing was stored. Tune "
+                "that one."
             )
         manifest = now.tuned(tuning)
         manifest.write(self.folder)
@@ -183,7 +184,8 @@ class Pair:
         differences = self.fingerprint().differences(target.fingerprint()) if check else []
         if differences:
             raise StaleError(
-                f"this target is not the one {self.name} version {self.version} was made for: {', '.join(differences)} differ. The output would still be "
+                f"this target is not the one {self.name} version {self.version} was made for: {', '.join(differences)} "
+                "differ. The output would still be "
                 f"exact, but how fast is unknown: run `outrider probe {self.folder} --target …`, or refresh the pair."
             )
         return target, drafter, self.plan

@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import LlamaConfig
 
@@ -108,9 +110,6 @@ def _unknown_to_us(values: dict[str, Any], layer: Any, taps: Any, target: Target
 
 def _read(folder: Path) -> dict[str, Tensor]:
     """All tensors of the checkpoint."""
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
     refuse_pickles(folder)
     files = sorted(folder.glob("*.safetensors"))
     if not files:
@@ -167,7 +166,8 @@ def _token_ids(theirs: dict[str, Tensor], config: Eagle3Config, folder: Path) ->
     if "d2t" not in theirs:
         if config.draft_vocab_size < config.vocab_size:
             raise BadInputError(
-                f"{folder}: d2t is missing, but the draft vocabulary has {config.draft_vocab_size} of {config.vocab_size} tokens."
+                f"{folder}: d2t is missing, but the draft vocabulary has {config.draft_vocab_size} of "
+                f"{config.vocab_size} tokens."
             )
         return every
     offsets = theirs["d2t"]
@@ -177,7 +177,8 @@ def _token_ids(theirs: dict[str, Tensor], config: Eagle3Config, folder: Path) ->
     kept = torch.zeros(config.vocab_size, dtype=torch.bool)
     if ids.min() < 0 or ids.max() >= config.vocab_size or len(ids.unique()) < len(ids):
         raise BadInputError(
-            f"{folder}: d2t does not name {len(ids)} different tokens of the {config.vocab_size} (it holds offsets: token i + d2t[i])."
+            f"{folder}: d2t does not name {len(ids)} different tokens of the {config.vocab_size} (it holds offsets: "
+            "token i + d2t[i])."
         )
     kept[ids] = True
     if "t2d" in theirs and not torch.equal(kept, theirs["t2d"].bool()):
@@ -192,7 +193,8 @@ def _check_embeddings(theirs: Tensor | None, target: Target, folder: Path) -> No
         return
     if theirs.shape != (target.vocab_size, target.hidden_size):
         raise IncompatibleError(
-            f"{folder}: made for embeddings of the shape {tuple(theirs.shape)}, the target's is {(target.vocab_size, target.hidden_size)}."
+            f"{folder}: made for embeddings of the shape {tuple(theirs.shape)}, the target's is "
+            f"{(target.vocab_size, target.hidden_size)}."
         )
     own = target.embed(torch.arange(target.vocab_size, device=target.device)[None])[0].float().cpu()
     rounding = max(torch.finfo(theirs.dtype).eps, torch.finfo(target.dtype).eps)

@@ -19,7 +19,9 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
+
+from rich.console import Console
 
 from ..eval.statistics import Bootstrap, Interval, Ratio
 from ..ground import BadInputError, IncompatibleError
@@ -28,9 +30,6 @@ from ..targets import Target
 from .calibration import NUM_PROMPTS, calibrate, first_of_each_suite, rendered
 from .manifest import Baseline, PromptMeasure
 from .pair import Pair
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 TOLERANCE = 0.05
 Verdict = Literal["fresh", "stale", "incompatible"]
@@ -106,11 +105,13 @@ def _baseline(pair: Pair, max_new_tokens: int | None) -> Baseline:
     baseline = pair.manifest.measurements.baseline
     if baseline is None:
         raise BadInputError(
-            f"{pair.folder}: this pair was made without calibration prompts, so there is nothing to compare with. Make it again with some."
+            f"{pair.folder}: this pair was made without calibration prompts, so there is nothing to compare with. Make "
+            "it again with some."
         )
     if max_new_tokens not in (None, baseline.max_new_tokens):
         raise BadInputError(
-            f"the pair's baseline has responses of up to {baseline.max_new_tokens} tokens, {max_new_tokens} were asked for; leave it out."
+            f"the pair's baseline has responses of up to {baseline.max_new_tokens} tokens, {max_new_tokens} were asked "
+            "for; leave it out."
         )
     return baseline
 

@@ -11,7 +11,9 @@ import json
 from collections.abc import Sequence
 from math import ceil
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from rich.console import Console
 
 from ..distill.prompts import Prompt
 from ..eval.measure import contestants, measure
@@ -21,12 +23,10 @@ from ..heads import HEADS, Drafter, load_drafter
 from ..recipes import Recipe, load_recipe
 from ..targets import Target
 from ..targets.fingerprint import digest_files, digest_json
+from ..train import train
 from .calibration import rendered
 from .new import new_pair
 from .pair import Pair
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 # Of the first training's length: the drafter starts from one that was good for almost the same target.
 BUDGET = 0.4
@@ -108,8 +108,6 @@ def _trained(pair: Pair, recipe: Recipe, target: Target, console: Console | None
     """The folder of the drafter after training; a drafter that learns nothing stays as it is."""
     if not HEADS[pair.manifest.drafter.type].trainable:
         return pair.drafter_folder
-    from ..train import train  # takes seconds to import, which nobody who opens a pair should wait for
-
     return train(recipe, target=target, console=console).drafter_folder
 
 

@@ -16,6 +16,9 @@ from typing import Annotated, Any, Literal, TypeGuard, Union, get_args, get_orig
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from ..ground import BadInputError
+from ..ground.values import tree_depths
+
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Positive = Annotated[int, Field(ge=1)]
 Probability = Annotated[float, Field(gt=0, le=1)]
@@ -91,7 +94,8 @@ class DataSpec(Section):
     def _reads_what_is_new(self) -> DataSpec:
         if self.on_policy > 0 and self.features == "cached":
             raise ValueError(
-                "on_policy text is written while training, so the target's features of it cannot be cached; leave out features: cached"
+                "on_policy text is written while training, so the target's features of it cannot be cached; leave out "
+                "features: cached"
             )
         return self
 
@@ -165,11 +169,9 @@ class EvalSpec(Section):
 
 
 def _tree_depth(parents: list[int]) -> int:
-    """Of the static tree with these parents. Imported late: only such a recipe has to wait for the room that loads torch."""
-    from ..decode import Tree
-
+    """Return the depth of the static tree with these parents."""
     try:
-        return Tree(tuple(parents)).depth
+        return tree_depths(parents)[-1]
     except ValueError as error:
         raise ValueError(str(error).removesuffix(".")) from error
 
@@ -198,11 +200,13 @@ class Recipe(Section):
     def _trains_a_target_that_is_there(self) -> Recipe:
         if self.joint is not None and self.data.features == "cached":
             raise ValueError(
-                "joint training changes the target's hidden states from step to step, so they cannot be cached; leave out data.features: cached"
+                "joint training changes the target's hidden states from step to step, so they cannot be cached; leave "
+                "out data.features: cached"
             )
         if self.joint is not None and self.target.adapter is not None:
             raise ValueError(
-                f"joint trains a new adapter, and target.adapter is {self.target.adapter!r}; a run's target has one. Save the merged target, and give its folder"
+                f"joint trains a new adapter, and target.adapter is {self.target.adapter!r}; a run's target has one. "
+                "Save the merged target, and give its folder"
             )
         return self
 
@@ -217,7 +221,7 @@ class Recipe(Section):
             return cls.model_validate(values)
         except ValidationError as error:
             lines = [_explain(e) for e in error.errors(include_url=False)]
-            raise bad_input("\n".join(f"{where}: {line}" for line in lines)) from None
+            raise BadInputError("\n".join(f"{where}: {line}" for line in lines)) from None
 
     @property
     def output_folder(self) -> Path:
@@ -226,13 +230,6 @@ class Recipe(Section):
     def to_yaml(self) -> str:
         """The recipe with every default written out; `load_recipe` reads it back to an equal one."""
         return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
-
-
-def bad_input(message: str) -> Exception:
-    """A BadInputError. Imported late: the room it lives in loads torch, which reading a good recipe does not need."""
-    from ..ground.errors import BadInputError
-
-    return BadInputError(message)
 
 
 # ------------------------------------------------------------ pydantic's errors, in our words

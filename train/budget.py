@@ -10,18 +10,16 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from rich.console import Console
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments, get_scheduler
 from transformers.trainer_utils import IntervalStrategy
 
 from ..ground import BadInputError
 from ..ground.files import read_json
 from ..ground.progress import progress
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 ENDLESS = 10**9  # steps
 RESOLUTION = 10_000  # points of a schedule between the first second and the last
@@ -37,17 +35,17 @@ FOLLOWING = (
 NUM_CHECKPOINTS = 5
 
 
-def follow_clock(args: TrainingArguments) -> None:
-    """Take out of `args` what counts steps of the whole run: their number, checkpoints and evaluations along the way, the bar.
-
-    Raises:
-        BadInputError: a schedule that is no function of how much of the run is over.
-    """
+def check_schedule(args: TrainingArguments) -> None:
+    """Raise BadInputError for a schedule that is no function of how much of the training is over."""
     kind = getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type)
     if kind not in FOLLOWING:
         raise BadInputError(
             f"training.lr_scheduler_type: {kind} cannot follow a time budget; use one of: {', '.join(FOLLOWING)}."
         )
+
+
+def follow_clock(args: TrainingArguments) -> None:
+    """Take out of `args` what counts steps: their number, checkpoints and evaluations along the way, the bar."""
     args.max_steps, args.disable_tqdm, args.load_best_model_at_end = ENDLESS, True, False
     args.eval_strategy = args.save_strategy = IntervalStrategy.NO
     args.logging_steps = max(1, int(args.logging_steps))

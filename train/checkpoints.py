@@ -9,9 +9,14 @@ from __future__ import annotations
 import json
 import logging
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-from ..ground.files import read_json, write_atomically
+from safetensors import SafetensorError
+
+from ..ground import BadInputError
+from ..ground.files import read_json, readable_bytes, write_atomically
 
 MARKER = "complete.json"
 PREFIX = "checkpoint-"
@@ -72,3 +77,20 @@ def set_aside(folder: Path) -> Path | None:
         number += 1
     folder.rename(aside)
     return aside
+
+
+@contextmanager
+def explained(folder: Path) -> Iterator[None]:
+    """Leave nothing of a checkpoint that cannot be written inside, and raise an error that names the last good one."""
+    try:
+        yield
+    except (OSError, RuntimeError, SafetensorError) as error:
+        free = readable_bytes(shutil.disk_usage(folder.parent).free)
+        shutil.rmtree(folder, ignore_errors=True)
+        good = last_complete(folder.parent)
+        kept = f"The last good checkpoint is {good}" if good else "There is no earlier checkpoint"
+        what = str(error).strip().splitlines()[0]
+        raise BadInputError(
+            f"{folder} could not be written: {what} ({free} free on that disk). {kept}. Make room there, then run the "
+            "same command again: it continues."
+        ) from error

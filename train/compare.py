@@ -12,7 +12,9 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from rich.console import Console
 
 from ..distill.responses import distill
 from ..eval import Contestant, Report, load_suites, measure, plan_of
@@ -27,9 +29,6 @@ from .arguments import check_training
 from .provenance import PROVENANCE, check_same_run
 from .trainer import train
 from .warmstart import check_drafter, check_makes
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 _SHARED = ("target", "data", "eval")  # sections in which the recipes must say the same,
 _METHOD = (
@@ -97,7 +96,8 @@ def check_comparable(recipes: Sequence[Recipe]) -> None:
     for name, count in Counter(r.name for r in recipes).items():
         if count > 1:
             raise BadInputError(
-                f"{count} recipes are called {name!r}; give each a name of its own, under which it appears in the table."
+                f"{count} recipes are called {name!r}; give each a name of its own, under which it appears in the "
+                "table."
             )
     first = recipes[0]
     for other in recipes[1:]:
@@ -111,7 +111,8 @@ def check_comparable(recipes: Sequence[Recipe]) -> None:
     for recipe in recipes:
         if recipe.joint is not None:
             raise BadInputError(
-                f"{recipe.name} trains its target, too (joint), and a comparison has one target for all; leave it out, or measure it alone."
+                f"{recipe.name} trains its target, too (joint), and a comparison has one target for all; leave it out, "
+                "or measure it alone."
             )
         check_drafter(recipe.drafter)
         check_training(recipe.training)
@@ -148,7 +149,8 @@ def _finished(recipe: Recipe, seconds: float) -> bool:
     if spent != seconds:
         then = "without a time budget" if spent is None else f"for {spent:g} seconds"
         raise BadInputError(
-            f"{output} holds a drafter that was trained {then}, now {seconds:g} seconds are asked for. Choose another --out, or delete it."
+            f"{output} holds a drafter that was trained {then}, now {seconds:g} seconds are asked for. Choose another "
+            "--out, or delete it."
         )
     return True
 

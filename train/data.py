@@ -11,20 +11,17 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
+import datasets
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset, Sampler
 
+from ..distill.features import FeatureStore
 from ..ground import BadInputError, IncompatibleError
 from ..heads import TargetBatch
 from ..targets import Target
-
-if TYPE_CHECKING:
-    import datasets
-
-    from ..distill.features import FeatureStore
 
 IGNORED = -100  # the label of a token nobody has to predict, as in transformers
 EMPTY = -1  # the position of an empty row
@@ -123,7 +120,8 @@ def split(table: datasets.Dataset, holdout: float, prompts: bool = False) -> tup
     training = [i for i in learnable if i not in held]
     if not training:
         raise BadInputError(
-            f"no rows to train on: of {len(table)} rows {len(learnable)} have a response and {len(held)} of those are held out "
+            f"no rows to train on: of {len(table)} rows {len(learnable)} have a response and {len(held)} of those are "
+            "held out "
             f"(data.holdout {holdout}); use more prompts or a smaller data.holdout."
         )
     return Rows(table, training, prompts), Rows(table, sorted(held))
@@ -146,7 +144,8 @@ def token_counts(rows: Rows, vocab_size: int) -> Tensor:
         learned = labels[labels != IGNORED]
         if int(learned.max()) >= vocab_size:
             raise IncompatibleError(
-                f"the data holds token {int(learned.max())}, the target's vocabulary has {vocab_size}; distill it with this target."
+                f"the data holds token {int(learned.max())}, the target's vocabulary has {vocab_size}; distill it with "
+                "this target."
             )
         counts += torch.bincount(learned, minlength=vocab_size)
     return counts

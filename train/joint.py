@@ -16,22 +16,24 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from peft import LoraConfig, get_peft_model, set_peft_model_state_dict
+from peft.tuners.lora import LoraLayer
+from peft.tuners.tuners_utils import BaseTunerLayer
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from ..ground import BadInputError, IncompatibleError, refuse_unknown_keys
-from ..heads import HEADS, Drafter, DrafterLoss, TargetBatch
+from ..heads import Drafter, DrafterLoss, TargetBatch
 from ..heads.losses import Comparison, chunked_compare, divergence, own_precision
 from ..recipes import JointSpec
 from ..targets import Target
 from ..targets.target import ADAPTER_WEIGHTS, refuse_pickles
 from .data import IGNORED, OnlineBatches
-
-if TYPE_CHECKING:
-    from peft import LoraConfig
 
 ADAPTER = "adapter"
 
@@ -60,31 +62,7 @@ _SET_HERE = {
 }
 
 
-# ------------------------------------------------------------ what cannot work
-
-
-def check_joint(
-    spec: JointSpec | None, drafter_class: type[Drafter], args: TrainingArguments, seconds: float | None = None
-) -> None:
-    """Raise BadInputError for a `joint:` section that cannot be trained, before anything is loaded."""
-    if spec is None:
-        return
-    lora_config(spec.lora)
-    divergence(spec.loss)
-    if not drafter_class.trains_target:
-        able = ", ".join(name for name, known in HEADS.items() if known.trains_target)
-        raise BadInputError(
-            f"joint: a {drafter_class.name} drafter's loss does not train the target's hidden states; leave out joint, or take one of these: {able}."
-        )
-    if seconds is not None:
-        raise BadInputError(
-            "joint: the part of the training in which the drafter learns alone is counted in steps, so it cannot follow a time budget."
-        )
-    kind = str(args.distributed_state.distributed_type.value) if args.distributed_state is not None else "NO"
-    if args.world_size > 1 and kind not in ("MULTI_CPU", "MULTI_GPU"):
-        raise BadInputError(
-            f"joint: training under {kind} is not supported; launch with --multi_gpu (data parallel) instead."
-        )
+# ------------------------------------------------------------ its settings
 
 
 def lora_config(values: dict[str, Any]) -> LoraConfig:
@@ -93,19 +71,19 @@ def lora_config(values: dict[str, Any]) -> LoraConfig:
     Raises:
         BadInputError: an unknown field, one without meaning here, or a value that peft refuses.
     """
-    from peft import LoraConfig
-
     refuse_unknown_keys(values, {f.name for f in fields(LoraConfig)} - _SET_HERE, "joint.lora")
     for name, reason in _MEANINGLESS.items():
         if values.get(name):
             raise BadInputError(f"joint.lora.{name}: leave it out: {reason}.")
     if values.get("bias", "none") != "none":
         raise BadInputError(
-            f"joint.lora.bias: expected 'none', found {values['bias']!r}: without the adapter the target must be what it was."
+            f"joint.lora.bias: expected 'none', found {values['bias']!r}: without the adapter the target must be what "
+            "it was."
         )
     if values.get("init_lora_weights", True) not in (True, "gaussian"):
         raise BadInputError(
-            f"joint.lora.init_lora_weights: expected true or 'gaussian' (a new adapter changes nothing), found {values['init_lora_weights']!r}."
+            "joint.lora.init_lora_weights: expected true or 'gaussian' (a new adapter changes nothing), found "
+            f"{values['init_lora_weights']!r}."
         )
     rank = values.get("r", 8)
     if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
@@ -127,11 +105,10 @@ class Adapter:
     """
 
     def __init__(self, target: Target, settings: dict[str, Any]):
-        from peft import get_peft_model
-
         if getattr(target.model, "peft_config", None):
             raise IncompatibleError(
-                "joint: the target already carries an adapter; merge it first (merge_and_unload), and train on the result."
+                "joint: the target already carries an adapter; merge it first (merge_and_unload), and train on the "
+                "result."
             )
         self.target, self.learns = target, False
         try:
@@ -150,7 +127,8 @@ class Adapter:
             if any(p.requires_grad for p in module.parameters()):
                 self.remove()
                 raise BadInputError(
-                    f"joint.lora.target_modules names the target's {name} embedding, which the drafter takes as it is; leave it out, for example with "
+                    f"joint.lora.target_modules names the target's {name} embedding, which the drafter takes as it is; "
+                    "leave it out, for example with "
                     "target_modules: all-linear."
                 )
 
@@ -165,8 +143,6 @@ class Adapter:
 
     def train(self, mode: bool) -> None:
         """Switch the LoRA's dropout; the target's own stays off."""
-        from peft.tuners.lora import LoraLayer
-
         for layer in self._model.modules():
             if isinstance(layer, LoraLayer):
                 layer.lora_dropout.train(mode)
@@ -181,10 +157,6 @@ class Adapter:
         Raises:
             BadInputError: they are missing, damaged, or of an adapter of other sizes.
         """
-        from peft import set_peft_model_state_dict
-        from safetensors import SafetensorError
-        from safetensors.torch import load_file
-
         refuse_pickles(folder)
         try:
             found: Any = set_peft_model_state_dict(self._model, load_file(folder / ADAPTER_WEIGHTS))
@@ -194,7 +166,8 @@ class Adapter:
             ) from error
         if found.unexpected_keys or any("lora_" in name for name in found.missing_keys):
             raise BadInputError(
-                f"the adapter in {folder} has other layers than this run's; choose another output, or start over (--fresh)."
+                f"the adapter in {folder} has other layers than this run's; choose another output, or start over "
+                "(--fresh)."
             )
         self.learns = any(bool(weight.any()) for name, weight in self._model.named_parameters() if "lora_B" in name)
 
@@ -208,8 +181,6 @@ class Adapter:
 
 def _take_out(model: nn.Module) -> None:
     """What is left in `model` of an adapter that did not fit."""
-    from peft.tuners.tuners_utils import BaseTunerLayer
-
     for name, module in list(model.named_modules()):
         if isinstance(module, BaseTunerLayer):
             model.set_submodule(name, module.get_base_layer())
@@ -223,12 +194,14 @@ def adapted(target: Target, spec: JointSpec | None, seed: int) -> Iterator[Adapt
         return
     if target.source.get("adapter"):
         raise BadInputError(
-            f"joint: the target was loaded with the adapter {target.source['adapter']!r}, and a pair's target has one adapter; save the merged target, and "
+            f"joint: the target was loaded with the adapter {target.source['adapter']!r}, and a pair's target has one "
+            "adapter; save the merged target, and "
             "train on that."
         )
     if target.sharded:
         raise BadInputError(
-            "joint: an adapter cannot be trained in a target whose layers are spread over processes; give every process the whole target."
+            "joint: an adapter cannot be trained in a target whose layers are spread over processes; give every "
+            "process the whole target."
         )
     torch.manual_seed(seed)
     adapter = Adapter(target, spec.lora)

@@ -52,20 +52,21 @@ class OnPolicy:
         """As a recipe's `data` says; None if no row is on-policy.
 
         Raises:
-            BadInputError: see `check_writes`; or a prompt is empty, or leaves the drafter no room for `max_new_tokens`.
+            BadInputError: a prompt is empty, or leaves the drafter no room for `max_new_tokens`.
         """
         if not spec.on_policy:
             return None
-        check_writes(type(drafter), spec)
         lengths, limit = [len(rows.prompt(i)) for i in rows.indices], drafter.writer().max_context
         longest = max(lengths)
         if min(lengths) == 0:
             raise BadInputError(
-                "data.on_policy: a row begins with its response, so the drafter has nothing to write behind; give every row a prompt."
+                "data.on_policy: a row begins with its response, so the drafter has nothing to write behind; give "
+                "every row a prompt."
             )
         if limit is not None and longest + spec.max_new_tokens > limit:
             raise BadInputError(
-                f"data.on_policy: the longest prompt has {longest} tokens; with data.max_new_tokens={spec.max_new_tokens} it exceeds the drafter's context "
+                f"data.on_policy: the longest prompt has {longest} tokens; with "
+                f"data.max_new_tokens={spec.max_new_tokens} it exceeds the drafter's context "
                 f"of {limit}. Lower data.max_new_tokens or data.max_prompt_tokens."
             )
         return cls(
@@ -121,15 +122,6 @@ class OnPolicy:
             return self.rows.labelled(index, row["input_ids"], row["loss_mask"])
         prompt = self.rows.prompt(index)
         return self.rows.labelled(index, prompt + response, [0] * len(prompt) + [1] * len(response))
-
-
-def check_writes(drafter_class: type[Drafter], spec: DataSpec) -> None:
-    """Raise BadInputError if the drafter cannot write what `data.on_policy` asks of it."""
-    if spec.on_policy and not drafter_class.writes_text:
-        raise BadInputError(
-            f"data.on_policy is {spec.on_policy:g}, but a drafter of type {drafter_class.name!r} writes no text of its own (it reads the target's hidden "
-            "states, or has no weights); leave out data.on_policy, or train a draft_model."
-        )
 
 
 def _sums(values: dict[str, tuple[float, float]], device: torch.device) -> dict[str, Sum]:

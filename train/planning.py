@@ -173,7 +173,8 @@ def plan(recipe: Recipe, processes: int = 1, sharding: Sharding = "none", rows: 
     """
     if processes < 1 or sharding not in get_args(Sharding):
         raise BadInputError(
-            f"plan: expected at least 1 process and one of {', '.join(get_args(Sharding))}; found {processes} and {sharding!r}."
+            f"plan: expected at least 1 process and one of {', '.join(get_args(Sharding))}; found {processes} and "
+            f"{sharding!r}."
         )
     check_drafter(recipe.drafter)
     args = _arguments(recipe)
@@ -278,7 +279,8 @@ def _count(sources: list[str], limit: int | None) -> int:
     known = None if None in counts else sum(count or 0 for count in counts)
     if known is None and limit is None:
         raise BadInputError(
-            "how many prompts there are is not known before the data set is read: set data.limit, or say it with --rows."
+            "how many prompts there are is not known before the data set is read: set data.limit, or say it with "
+            "--rows."
         )
     return min(n for n in (known, limit) if n is not None)
 
@@ -503,16 +505,19 @@ class _Planning:
         notes = []
         if self.sharding in REFUSED:
             notes.append(
-                f"{self.sharding} splits the drafter's weights, which the trainer refuses at present: use none, zero1 or zero2."
+                f"{self.sharding} splits the drafter's weights, which the trainer refuses at present: use none, zero1 "
+                "or zero2."
             )
         if self.processes > 1:
             if self.recipe.target.sharding == "none":
                 notes.append(
-                    "the target is whole in every process, and the main process alone writes the responses; neither is sharded."
+                    "the target is whole in every process, and the main process alone writes the responses; neither is "
+                    "sharded."
                 )
             else:
                 notes.append(
-                    "the target's layers are split over the processes; gathering them, for every token of the responses, too, takes time that is not counted here."
+                    "the target's layers are split over the processes; gathering them, for every token of the "
+                    "responses, too, takes time that is not counted here."
                 )
         if self.sharding != "none":
             notes.append("memory under DeepSpeed or FSDP follows their documents and was not measured.")
@@ -524,7 +529,8 @@ class _Planning:
                 else getattr(quantized, "quant_method", quantized)
             )
             notes.append(
-                f"the target's config names quantized weights ({method}); they are counted as {self._name(self.target.dtype)}."
+                f"the target's config names quantized weights ({method}); they are counted as "
+                f"{self._name(self.target.dtype)}."
             )
         if self.recipe.data.on_policy:
             notes.append(
@@ -532,7 +538,8 @@ class _Planning:
             )
         if self.recipe.joint is not None:
             notes.append(
-                "joint training's adapter, its second pass of the target and the pass back through it are in neither memory, operations nor time."
+                "joint training's adapter, its second pass of the target and the pass back through it are in neither "
+                "memory, operations nor time."
             )
         if self.recipe.target.adapter:
             notes.append("the adapter is merged into the target's weights and needs no memory of its own.")

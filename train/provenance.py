@@ -66,7 +66,8 @@ def check_same_run(recipe: Recipe, output: Path) -> None:
     ]
     if changed:
         raise BadInputError(
-            f"{output} holds an unfinished or finished run of another recipe: {'; '.join(changed)}. Choose another output, or start over (--fresh)."
+            f"{output} holds an unfinished or finished run of another recipe: {'; '.join(changed)}. Choose another "
+            "output, or start over (--fresh)."
         )
 
 

@@ -36,7 +36,8 @@ def check_drafter(values: dict[str, Any]) -> type[Drafter]:
     drafter_class, _ = drafter_config(values)
     if not drafter_class.trainable:
         raise BadInputError(
-            f"drafter.type {drafter_class.name!r} has no weights: there is nothing to train. It can be measured as it is (eval.baselines)."
+            f"drafter.type {drafter_class.name!r} has no weights: there is nothing to train. It can be measured as it "
+            "is (eval.baselines)."
         )
     return drafter_class
 
@@ -79,14 +80,19 @@ def made_for(recipe: Recipe, target: Target, token_counts: Callable[[], Tensor])
             "" if recipe.joint is None else " Set joint.heads_first to 0, and the target learns from the first step on."
         )
         raise BadInputError(
-            f"drafter: a {drafter.name} of these settings has no weights of its own: there is nothing to train.{way_out}"
+            f"drafter: a {drafter.name} of these settings has no weights of its own: there is nothing to "
+            f"train.{way_out}"
         )
     return drafter
 
 
-def check_makes(recipe: Recipe, target: Target) -> None:
-    """Make the drafter once, as if every token were as frequent, and throw it away: what cannot be made for this target needs no data."""
-    made_for(recipe, target, lambda: torch.zeros(target.vocab_size, dtype=torch.long))
+def check_makes(recipe: Recipe, target: Target) -> Drafter:
+    """Return a drafter made as if every token were as frequent: one that cannot be made for this target needs no data.
+
+    Raises:
+        BadInputError, IncompatibleError: see `made_for`.
+    """
+    return made_for(recipe, target, lambda: torch.zeros(target.vocab_size, dtype=torch.long))
 
 
 def _is_warm(values: dict[str, Any]) -> bool:
@@ -108,7 +114,8 @@ def _folder(values: dict[str, Any]) -> Path:
         if (candidate / CONFIG).is_file():
             return candidate
     raise BadInputError(
-        f"drafter.init: no drafter at {init!r}: there is no {CONFIG}. Give {instead}{'or ' if instead else ''}a folder that a training wrote, "
+        f"drafter.init: no drafter at {init!r}: there is no {CONFIG}. Give {instead}{'or ' if instead else ''}a folder "
+        "that a training wrote, "
         "e.g. runs/name/drafter."
     )
 
@@ -140,5 +147,6 @@ def _require_equal(drafter: Drafter, name: str, wanted: DrafterConfig) -> None:
         theirs = {key: getattr(drafter.model.config, key, None) for key in ours}  # type: ignore[union-attr]
     if ours != theirs:
         raise BadInputError(
-            f"drafter.{name}: the drafter in drafter.init was made with {theirs!r}, the recipe says {ours!r}; leave it out, or leave out init."
+            f"drafter.{name}: the drafter in drafter.init was made with {theirs!r}, the recipe says {ours!r}; leave it "
+            "out, or leave out init."
         )

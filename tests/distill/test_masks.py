@@ -94,7 +94,8 @@ def test_white_space_behind_the_end_marker_is_not_supervised(tiny_tokenizer: Pre
 def test_an_earlier_turn_that_the_template_rewrites_is_not_supervised(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
     """Templates of reasoning models drop the thoughts of all turns but the last."""
     template = (
-        "{% for m in messages %}<|{{ m.role }}|>{% if m.thoughts and loop.last %}({{ m.thoughts }}){% endif %}{{ m.content }}<|end|>{% endfor %}"
+        "{% for m in messages %}<|{{ m.role }}|>{% if m.thoughts and loop.last %}({{ m.thoughts }}){% endif %}{{ "
+        "m.content }}<|end|>{% endfor %}"
         "{% if add_generation_prompt %}<|assistant|>{% endif %}"
     )
     tokenizer = with_template(tiny_tokenizer, template)

@@ -23,7 +23,7 @@ from outrider.targets import PeakBytes, Target
 from outrider.train import planning, train
 from outrider.train.arguments import training_arguments
 from outrider.train.data import OnlineBatches, collate, split
-from outrider.train.loop import DrafterTrainer
+from outrider.train.loop import DrafterTrainer, Lessons
 from outrider.train.planning import GPUS, Memory, active_weights, pass_flops, plan, sketch_target
 from outrider.train.rehearsal import rehearse
 from outrider.train.warmstart import make_drafter
@@ -217,7 +217,7 @@ def test_optimizer_states_are_counted_to_the_byte(optim: str, recipe: MakeRecipe
     table = load_responses(made.data.responses)
     drafter = make_drafter(made.drafter, target, lambda: torch.arange(target.vocab_size))
     training, held_out = split(table, 0.0)
-    trainer = DrafterTrainer(drafter, args, OnlineBatches(target, drafter.taps), training, held_out)
+    trainer = DrafterTrainer(drafter, args, Lessons(OnlineBatches(target, drafter.taps), training, held_out))
     trainer.train()
     tensors = [t for state in trainer.optimizer.state.values() for t in state.values() if isinstance(t, torch.Tensor)]
     assert plan(made).memory.optimizer_states == sum(t.numel() * t.element_size() for t in tensors)

@@ -1,7 +1,8 @@
 """Prompts, from whatever they come in: packaged sets, files, the Hub.
 
 A row is either raw text, which the target continues, or a chat, which its template renders up to the place where the
-assistant answers. Sources are read in turn, one row each, so that a limit leaves a mixture; the order is always the same.
+assistant answers. Sources are read in turn, one row each, so that a limit leaves a mixture; the order is always the
+same.
 """
 
 from __future__ import annotations
@@ -86,7 +87,7 @@ def read_prompts(
     limit: int | None = None,
     max_tokens: int | None = None,
 ) -> list[Prompt]:
-    """Prompts from all `sources`; see `collect`."""
+    """Return the prompts from all `sources`; see `collect`."""
     return collect(sources, tokenizer, limit, max_tokens).prompts
 
 
@@ -122,17 +123,20 @@ def check_sources(sources: Sequence[str]) -> None:
 
 
 def count_rows(source: str) -> int | None:
-    """Rows of a source, without a tokenizer and so also those that turn out to be no prompts; None for a Hub data set, which is not read for that."""
+    """Return how many rows a source has, among them those that turn out to be no prompts.
+
+    A Hub data set is not read for that; the answer is None.
+    """
     return None if _is_hub(source) else sum(1 for _ in _rows(source))
 
 
 def digest_prompts(prompts: Iterable[Prompt]) -> str:
-    """Identity of a list of prompts: their ids, suites and tokens, in order."""
+    """Return the identity of a list of prompts: a digest of their ids, suites and tokens, in order."""
     return digest_json([[p.id, p.suite, list(p.tokens)] for p in prompts])
 
 
 def locate(source: str) -> Path:
-    """The file behind an `embedded:` name or a path."""
+    """Return the file that an `embedded:` name or a path means."""
     if source.startswith(EMBEDDED):
         return embedded_file(f"prompts/{source.removeprefix(EMBEDDED)}.jsonl")
     file = Path(source).expanduser()
@@ -151,7 +155,7 @@ def locate(source: str) -> Path:
 
 
 def chat_messages(turns: Any, where: str) -> list[Message]:
-    """Messages with `role` and `content`, from either convention; entries without a value are dropped."""
+    """Return messages with `role` and `content`, from either convention; entries without a value are dropped."""
     if not isinstance(turns, list) or not all(isinstance(t, dict) for t in turns):
         raise BadInputError(f"{where}: expected a list of messages, found {str(turns)[:80]!r}.")
     return [_message(turn, where) for turn in turns]
@@ -160,7 +164,7 @@ def chat_messages(turns: Any, where: str) -> list[Message]:
 def render(
     tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], where: str, tools: Any = None, answer: bool = True
 ) -> str:
-    """The chat as text; with `answer`, up to the place where the assistant's next turn begins."""
+    """Return the chat as text; with `answer`, up to the place where the assistant's next turn begins."""
     if not getattr(tokenizer, "chat_template", None):
         raise BadInputError(
             f"{where}: is a chat, but the target's tokenizer has no chat template; use raw text (`text`), or set "
@@ -181,7 +185,7 @@ def render(
 
 
 class _Reader:
-    """Turns the rows of each source into prompts, and counts the rest."""
+    """A reader that turns the rows of each source into prompts, and counts the rest."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, max_tokens: int | None):
         self.tokenizer, self.max_tokens = tokenizer, max_tokens
@@ -189,7 +193,7 @@ class _Reader:
         self.ids: set[str] = set()
 
     def read(self, source: str) -> Iterator[Prompt]:
-        """The prompts of one source; it is an error if there are none."""
+        """Yield the prompts of one source; it is an error if there are none."""
         name, num_rows, num_prompts = _suite_name(source), 0, 0
         for number, row in enumerate(_rows(source), 1):
             num_rows = number
@@ -211,7 +215,7 @@ class _Reader:
         )
 
     def prompt(self, row: Row, number: int, name: str, where: str) -> Prompt | None:
-        """The prompt of one row; None (and a count) if it cannot be used."""
+        """Return the prompt of one row; None (and a count) if it cannot be used."""
         text, messages = self._content(row, where)
         tokens = self._tokens(text, raw=messages is None)
         if not tokens:
@@ -229,7 +233,7 @@ class _Reader:
         )
 
     def _content(self, row: Row, where: str) -> tuple[str, list[Message] | None]:
-        """Text to continue, and the messages it was rendered from (None for raw text). No text: nothing to answer."""
+        """Return the text to continue and its messages (None for raw text). Without text there is nothing to answer."""
         kind, value = _field(row, where)
         if kind == "raw" or (kind == "question" and not getattr(self.tokenizer, "chat_template", None)):
             return value, None
@@ -243,12 +247,12 @@ class _Reader:
         return list(self.tokenizer(text, add_special_tokens=raw)["input_ids"]) if text else []
 
     def _cut(self, tokens: list[int], length: int) -> list[int]:
-        """The last `length` tokens; a BOS in front stays in front."""
+        """Return the last `length` tokens; a BOS in front stays in front."""
         first = tokens[:1] if tokens[0] == self.tokenizer.bos_token_id and length > 1 else []
         return first + tokens[len(tokens) - length + len(first) :]
 
     def _id(self, row: Row, number: int, suite: str) -> str:
-        """The row's own id under its suite's name, or its number; a repeated one gets a number behind it."""
+        """Return the row's own id under its suite's name, or its number; a repeated one gets a number after it."""
         given = next((row[k] for k in ("id", "question_id", "task_id") if row.get(k) is not None), number)
         name = str(given) if str(given).startswith(f"{suite}/") else f"{suite}/{given}"
         unique, count = name, 1
@@ -260,7 +264,7 @@ class _Reader:
 
 
 def _field(row: Row, where: str) -> tuple[str, Any]:
-    """What a row asks, as (raw | question | chat, value)."""
+    """Return what a row asks, as (raw | question | chat, value)."""
     for key in ("messages", "conversations", "conversation"):
         if row.get(key) is not None:
             return "chat", row[key]
@@ -292,7 +296,7 @@ def _message(turn: Message, where: str) -> Message:
 
 
 def _asked(messages: list[Message]) -> list[Message]:
-    """The conversation up to its last turn that is not the assistant's; [] if nobody asks anything."""
+    """Return the conversation up to its last turn that is not the assistant's; [] if nobody asks anything."""
     while messages and messages[-1]["role"] == "assistant":
         messages = messages[:-1]
     return messages if any(m["role"] != "system" for m in messages) else []
@@ -302,7 +306,7 @@ def _asked(messages: list[Message]) -> list[Message]:
 
 
 def _in_turn(streams: Sequence[Iterator[Prompt]]) -> Iterator[Prompt]:
-    """One from each stream, again and again, until all have ended."""
+    """Yield one from each stream, again and again, until all have ended."""
     alive = list(streams)
     while alive:
         for stream in list(alive):
@@ -320,7 +324,7 @@ def _is_hub(source: str) -> bool:
 
 
 def _suite_name(source: str) -> str:
-    """What the prompts of a source are called: the file's name, or its folder's if the file's says nothing."""
+    """Return the name of a source's prompts: the file's, or its folder's if the file's says nothing."""
     if source.startswith(EMBEDDED):
         return source.removeprefix(EMBEDDED)
     if _is_hub(source):
@@ -388,7 +392,7 @@ def _parquet_rows(file: Path) -> Iterator[Row]:
 
 
 def _hub_rows(source: str) -> Iterator[Row]:
-    """Rows of a Hub data set, streamed: a limit then costs no more than it reads."""
+    """Yield the rows of a Hub data set, streamed: a limit then costs no more than it reads."""
     name, _, split = source.partition(":")
     organisation, _, rest = name.partition("/")
     repository, _, config = rest.partition("/")

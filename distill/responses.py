@@ -1,7 +1,8 @@
 """The target's own responses: what a drafter learns to predict.
 
-A run is identified by what decides its text (target, prompts, sampling, length), not by how it was batched. Each finished
-batch becomes one file in `<folder>.partial/`, so that an interrupted run continues; the finished data set appears at once.
+A run is identified by what decides its text (target, prompts, sampling, length), not by how it was batched. Each
+finished batch becomes one file in `<folder>.partial/`, so that an interrupted run continues; the finished data set
+appears at once.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ _log = logging.getLogger(__name__)
 
 
 def distill(recipe: Recipe, target: Target | None = None, console: Console | None = None) -> Path:
-    """Let the target answer the recipe's prompts; returns the folder of the data set, `<output>/data`.
+    """Let the target answer the recipe's prompts, and return the folder of the data set, `<output>/data`.
 
     A finished folder of the same target, prompts and sampling is used as it is; an unfinished one is continued.
 
@@ -49,8 +50,8 @@ def distill(recipe: Recipe, target: Target | None = None, console: Console | Non
         console: shows progress if it is a terminal.
 
     Raises:
-        BadInputError: no prompts (names the source), prompts that leave no room for a response, a folder made with other
-            settings (names them), a full disk.
+        BadInputError: no prompts (names the source), prompts that leave no room for a response, a folder made with
+            other settings (names them), a full disk.
         IncompatibleError: `data.responses` were tokenized differently.
     """
     spec = recipe.data
@@ -71,14 +72,14 @@ def distill(recipe: Recipe, target: Target | None = None, console: Console | Non
 
 
 def data_folder(recipe: Recipe) -> Path:
-    """Where the recipe's responses are, or will be."""
+    """Return the folder where the recipe's responses are, or will be."""
     return (
         Path(recipe.data.responses).expanduser() if recipe.data.responses is not None else recipe.output_folder / "data"
     )
 
 
 def load_responses(folder: str | Path) -> Dataset:
-    """The data set in `folder`: columns id, suite, input_ids (prompt and response), loss_mask (1 on response tokens)."""
+    """Return the data set in `folder`: id, suite, input_ids (prompt and response), loss_mask (1 on response tokens)."""
     provenance(folder)
     try:
         dataset = load_from_disk(str(folder))
@@ -95,7 +96,7 @@ def load_responses(folder: str | Path) -> Dataset:
 
 
 def provenance(folder: str | Path) -> dict[str, Any]:
-    """Where a data folder came from: target fingerprint, prompts, sampling, versions, counts."""
+    """Return where a data folder came from: target fingerprint, prompts, sampling, versions, counts."""
     file = Path(folder) / PROVENANCE
     if not file.is_file():
         raise BadInputError(f"{folder}: is no data folder made by distill ({PROVENANCE} is missing).")
@@ -123,7 +124,7 @@ class Identity:
         return {"target": self.target.to_dict(), "prompts": self.prompts, "sampling": self.sampling}
 
     def differences(self, saved: dict[str, Any]) -> list[str]:
-        """What was other when `saved` (from `to_dict`) was written."""
+        """Return what was other when `saved` (from `to_dict`) was written."""
         changed = [f"target ({', '.join(Fingerprint.from_dict(saved['target']).differences(self.target))})"]
         lines = changed if saved["target"]["digest"] != self.target.digest else []
         lines += ["prompts (other sources, limit, or contents)"] if saved["prompts"] != self.prompts else []
@@ -142,7 +143,7 @@ class _Answering:
         self.identity = Identity(target.fingerprint(), digest_prompts(self.prompts), sampling)
 
     def finished(self) -> bool:
-        """Whether the data set exists. One that was made differently is never overwritten."""
+        """Tell whether the data set exists. One that was made differently is never overwritten."""
         if not self.folder.exists():
             return False
         self._require_same(self.folder, provenance(self.folder))
@@ -177,7 +178,7 @@ class _Answering:
                 advance(len(batch), f"{tokens / (time.perf_counter() - started):,.0f} tokens/s")
 
     def _generate(self, decoder: Decoder, batch: list[int]) -> list[list[int]]:
-        """Responses to the prompts with these indices. Each draws by its index, so that batching changes no text."""
+        """Return responses to the prompts with these indices; each draws by its index, whatever the batch."""
         sampling = Sampling(**self.spec.sampling.model_dump())
         try:
             out = decoder.generate(
@@ -195,7 +196,7 @@ class _Answering:
         return out.tokens
 
     def _longest_first(self) -> list[int]:
-        """Equal lengths side by side; the batch that needs most memory fails first, if any does."""
+        """Return the prompts by length: equal ones side by side, and the batch that needs most memory first."""
         return sorted(range(len(self.prompts)), key=lambda i: (-len(self.prompts[i].tokens), i))
 
     def _check_room(self) -> None:
@@ -220,7 +221,7 @@ class _Answering:
         return sorted(f for f in self.partial.glob("*.jsonl") if f.stem.isdigit())
 
     def _answered(self) -> dict[int, list[int]]:
-        """Responses by prompt index, from the finished batches. A damaged file only costs its batch."""
+        """Return responses by prompt index, from the finished batches. A damaged file only costs its batch."""
         answered: dict[int, list[int]] = {}
         for file in self._shards():
             try:
@@ -284,7 +285,7 @@ class _Answering:
 
 
 def _given(folder: Path, target: Target) -> Path:
-    """Check a data folder that the recipe names. Another target's responses are allowed, if its tokens mean the same."""
+    """Return a folder that the recipe names, checked: responses of another target with the same tokens are allowed."""
     saved = provenance(folder)["target"]
     differences = Fingerprint.from_dict(saved).differences(target.fingerprint())
     if "tokenizer" in differences:
@@ -303,7 +304,7 @@ def _given(folder: Path, target: Target) -> Path:
 
 @contextmanager
 def _quiet_datasets() -> Iterator[None]:
-    """Without the library's own progress bars, which would run through ours."""
+    """Turn off the library's own progress bars inside, which would run through ours."""
     was_quiet = are_progress_bars_disabled()
     disable_progress_bars()
     try:

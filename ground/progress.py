@@ -15,7 +15,10 @@ Advance = Callable[[int, str], None]
 def progress(
     console: Console | None, description: str, total: int, done: int = 0, transient: bool = False
 ) -> Iterator[Advance]:
-    """Yield `advance(count, note)`; `note` stands after the bar, for example a rate. `transient` removes the bar at the end."""
+    """Yield `advance(count, note)`; `note` stands after the bar, for example a rate.
+
+    `transient` removes the bar at the end.
+    """
     if console is None or not console.is_terminal:
         yield _ignore
         return
@@ -32,4 +35,4 @@ def progress(
 
 
 def _ignore(count: int, note: str) -> None:
-    """Where nobody looks, nothing is drawn."""
+    """Draw nothing, where nobody looks."""

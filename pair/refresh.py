@@ -1,4 +1,4 @@
-"""The next version of a pair, for a target that has changed: new responses, a warm start, a shorter training, a measurement.
+"""The next version of a pair, for a changed target: new responses, a warm start, a shorter training, a measurement.
 
 out/data, out/drafter, …    as a training writes them; each stage continues where it was interrupted
 out/reports/<digest>/       what was measured, by what it was measured on
@@ -60,10 +60,10 @@ def refresh(
 
 
 def refresh_recipe(pair: Pair, target: Target, out: Path, overrides: Sequence[str] = ()) -> Recipe:
-    """The pair's recipe, pointed at the new target and at its own drafter, with `BUDGET` of the training.
+    """Return the pair's recipe, pointed at the new target and at its own drafter, with `BUDGET` of the training.
 
-    The drafter is trained for the target as it is, also where a joint training made the pair. A pair that was itself refreshed has a recipe of
-    that length already; it is not cut again.
+    The drafter is trained for the target as it is, also where a joint training made the pair. A pair that was itself
+    refreshed has a recipe of that length already; it is not cut again.
     """
     recipe = pair.recipe()
     changes: dict[str, Any] = {
@@ -105,7 +105,7 @@ def _outside(out: Path, pair: Pair) -> Path:
 
 
 def _trained(pair: Pair, recipe: Recipe, target: Target, console: Console | None) -> Path:
-    """The folder of the drafter after training; a drafter that learns nothing stays as it is."""
+    """Return the folder of the drafter after training; a drafter that learns nothing stays as it is."""
     if not HEADS[pair.manifest.drafter.type].trainable:
         return pair.drafter_folder
     return train(recipe, target=target, console=console).drafter_folder
@@ -127,6 +127,6 @@ def _measured(recipe: Recipe, target: Target, drafter: Drafter, drafter_folder: 
 
 
 def _calibration(pair: Pair, target: Target) -> list[Prompt]:
-    """The parent's prompts, so that the two versions can be compared, as the new target's template asks them."""
+    """Return the parent's prompts, as the new target's template asks them: the two versions can be compared on them."""
     changed = "chat_template" in pair.fingerprint().differences(target.fingerprint())
     return rendered(pair.calibration(), target) if changed else pair.calibration()

@@ -46,12 +46,12 @@ def load_recipe(path_or_name: str | Path, overrides: Sequence[str] = ()) -> Reci
 
 
 def packaged_recipes() -> dict[str, Path]:
-    """The recipes that ship with Outrider, by name."""
+    """Return the recipes that ship with Outrider, by name."""
     return {file.stem: file for file in sorted(_HERE.glob("*.yaml"))}
 
 
 def embedded_file(name: str) -> Path:
-    """A file that ships beside the embedded target, e.g. `embedded_file("suites/code.jsonl")`."""
+    """Return a file that ships beside the embedded target, e.g. `embedded_file("suites/code.jsonl")`."""
     folder = _HERE / "embedded"
     file = folder / name
     if not file.is_file():

@@ -25,7 +25,10 @@ _log = logging.getLogger(__name__)
 
 
 class EpochOrder(TrainerCallback):
-    """Tells the sampler its epoch. (accelerate's own loaders lose it when they resume in several processes.)"""
+    """A callback that tells the sampler its epoch.
+
+    accelerate's own loaders lose it when they resume in several processes.
+    """
 
     def __init__(self, order: Order):
         self.order = order
@@ -37,7 +40,7 @@ class EpochOrder(TrainerCallback):
 
 
 class FiniteGuard(TrainerCallback):
-    """Stops before an optimizer step whose loss or gradient is not finite, so that the weights stay good.
+    """A callback that stops before an optimizer step whose loss or gradient is not finite: the weights stay good.
 
     Args:
         loss: gives the loss of the step about to be applied.
@@ -80,7 +83,7 @@ class FiniteGuard(TrainerCallback):
 
 
 class GracefulStop(TrainerCallback):
-    """Ctrl-C ends the step in progress and saves a checkpoint; a second Ctrl-C ends at once.
+    """A callback by which Ctrl-C ends the step in progress with a checkpoint; a second Ctrl-C ends at once.
 
     Attributes:
         stopped_at: the step after which training was stopped; None if it was not.
@@ -117,7 +120,7 @@ class GracefulStop(TrainerCallback):
 
 
 class Progress(ProgressCallback):
-    """transformers' progress bar; what is logged becomes one line that fits a terminal."""
+    """A progress bar, transformers' own, where what is logged becomes one line that fits a terminal."""
 
     def on_log(
         self,
@@ -135,7 +138,7 @@ class Progress(ProgressCallback):
 
 
 class LogLines(TrainerCallback):
-    """The same lines without a bar (`disable_tqdm`)."""
+    """A callback that logs the lines of `describe` without a bar (`disable_tqdm`)."""
 
     def on_log(
         self,
@@ -151,7 +154,10 @@ class LogLines(TrainerCallback):
 
 
 def describe(logs: dict[str, Any], step: int) -> str:
-    """`step 120  loss 1.83  tau 2.10  alpha 0.71 0.58 0.44  lr 2.9e-03`; empty for logs that are not about a step."""
+    """Return a line such as `step 120  loss 1.83  tau 2.10  alpha 0.71 0.58 0.44  lr 2.9e-03`.
+
+    It is empty for logs that are not about a step.
+    """
     prefix = "eval_" if "eval_loss" in logs else ""
     if f"{prefix}loss" not in logs:
         return ""

@@ -1,7 +1,8 @@
 """What is refused before work starts: two lists, of what recipe and launch tell, and of what the target tells.
 
-A run that cannot end well stops here with a sentence that says what to change, not after hours. What a section of a recipe
-may say by itself is checked where it is read: `training` in `arguments`, `drafter` in `warmstart`, the rest in `recipes.schema`.
+A run that cannot end well stops here with a sentence that says what to change, not after hours. What a section of a
+recipe may say by itself is checked where it is read: `training` in `arguments`, `drafter` in `warmstart`, the rest in
+`recipes.schema`.
 """
 
 from __future__ import annotations
@@ -87,7 +88,7 @@ def check_writes(drafter_class: type[Drafter], spec: DataSpec) -> None:
 
 
 def check_recomputes(drafter: Drafter, args: TrainingArguments) -> None:
-    """Refuse activation checkpointing for a drafter that holds no Hugging Face model: it has one layer and keeps little."""
+    """Refuse activation checkpointing for a drafter without a Hugging Face model: it has one layer and keeps little."""
     if asks_for_checkpointing(args) and getattr(drafter, "model", None) is None:
         raise BadInputError(
             f"training.gradient_checkpointing: a {drafter.name} drafter has one layer and keeps no logits; leave it "
@@ -105,7 +106,7 @@ def check_number_of_processes(args: TrainingArguments) -> None:
     """
     asked = int(os.environ.get("WORLD_SIZE", "1"))
     if "WORLD_SIZE" not in os.environ and "MASTER_ADDR" in os.environ and "ACCELERATE_MIXED_PRECISION" in os.environ:
-        # Exactly what `accelerate launch --cpu --num_processes 2` leaves: the address for several processes, but only one.
+        # Exactly what `accelerate launch --cpu --num_processes 2` leaves: the address for several processes, and one.
         raise BadInputError(
             "the launcher was asked for several processes but started one (`accelerate launch --cpu` does that); "
             f"use: {_TWO_ON_CPU}"

@@ -46,10 +46,10 @@ def compare(
     target: Target | None = None,
     console: Console | None = None,
 ) -> Report:
-    """Train each recipe for `seconds`, one after the other, then measure all drafters, the baselines and the plain target in turns.
+    """Train each recipe for `seconds`, then measure all drafters, the baselines and the plain target in turns.
 
-    What is finished in `folder` is not done again: responses, trainings, and of an interrupted training what its last checkpoint holds.
-    The report is saved to `<folder>/report`; each drafter in it knows how it was trained.
+    What is finished in `folder` is not done again: responses, trainings, and of an interrupted training what its last
+    checkpoint holds. The report is saved to `<folder>/report`; each drafter in it knows how it was trained.
 
     Args:
         seconds: of training each; computing cached features is not part of it.
@@ -57,8 +57,9 @@ def compare(
         console: shows progress there.
 
     Raises:
-        BadInputError: the recipes differ in more than drafter and training (names the settings), one of them has nothing to
-            train or cannot be made for the target, or `folder` holds a training of another recipe or of another time. All before anything is spent.
+        BadInputError: the recipes differ in more than drafter and training (names the settings), one of them has
+            nothing to train or cannot be made for the target, or `folder` holds a training of another recipe or of
+            another time. All before anything is spent.
     """
     if not 0 < seconds < math.inf:
         raise BadInputError(f"the budget must be more than 0 seconds of training, and come to an end, got {seconds:g}.")
@@ -90,7 +91,7 @@ def compare(
 
 
 def check_comparable(recipes: Sequence[Recipe]) -> None:
-    """Raise BadInputError unless the recipes differ in name, drafter, training and output alone, and each has something to train."""
+    """Raise BadInputError unless each recipe has something to train, and they differ in drafter and training alone."""
     if not recipes:
         raise BadInputError("there is nothing to compare: give one or more recipes.")
     for name, count in Counter(r.name for r in recipes).items():
@@ -106,7 +107,7 @@ def check_comparable(recipes: Sequence[Recipe]) -> None:
             one = lines[0].partition(" ")[0]
             raise BadInputError(
                 f"{first.name} and {other.name} cannot be compared, they differ in: {'; '.join(lines)}. "
-                f"Give all of them the same, for example by {one}=… behind the recipes, which changes every one."
+                f"Give all of them the same, for example by {one}=… after the recipes, which changes every one."
             )
     for recipe in recipes:
         if recipe.joint is not None:
@@ -119,7 +120,7 @@ def check_comparable(recipes: Sequence[Recipe]) -> None:
 
 
 def differences(one: Recipe, other: Recipe) -> list[str]:
-    """The settings beside drafter and training in which two recipes differ, each with both values."""
+    """Return the settings beside drafter and training in which two recipes differ, each with both values."""
     pairs = {section: (getattr(one, section).model_dump(), getattr(other, section).model_dump()) for section in _SHARED}
     return [
         f"{section}.{key} ({value!r} and {theirs[key]!r})"
@@ -130,13 +131,13 @@ def differences(one: Recipe, other: Recipe) -> list[str]:
 
 
 def _in_folder(recipe: Recipe, folder: Path) -> Recipe:
-    """The recipe on the shared responses, with an output of its own in `folder`."""
+    """Return the recipe on the shared responses, with an output of its own in `folder`."""
     data = recipe.data.model_copy(update={"responses": recipe.data.responses or str(folder / "data")})
     return recipe.model_copy(update={"data": data, "output": str(folder / recipe.name)})
 
 
 def _finished(recipe: Recipe, seconds: float) -> bool:
-    """Whether this training is done. One of another recipe, or of another time, is never mixed with it.
+    """Tell whether this training is done. One of another recipe, or of another time, is never mixed with it.
 
     Raises:
         BadInputError: there is one.

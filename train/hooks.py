@@ -1,7 +1,7 @@
 """The private parts of `transformers.Trainer` that a training of drafters needs, each under a public name of ours.
 
-No other file of this room touches a private name of the libraries. `tests/train/test_hooks.py` has a test for each of them;
-`TRIED` says with which versions they were tried, and `pyproject.toml` allows no others.
+No other file of this room touches a private name of the libraries. `tests/train/test_hooks.py` has a test for each of
+them; `TRIED` says with which versions they were tried, and `pyproject.toml` allows no others.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class HookedTrainer(Trainer, ABC):
             super()._save_checkpoint(model, trial)
 
     def _save(self, output_dir: str | None = None, state_dict: object = None) -> None:
-        """Write the drafter's own format, so that every checkpoint is a drafter. (No pickled arguments, unlike the base class.)"""
+        """Write the drafter's own format, so that every checkpoint is a drafter, and no pickled arguments."""
         if self.args.should_save:
             self.save_weights(Path(output_dir or self.args.output_dir or ""))
 
@@ -75,7 +75,7 @@ class HookedTrainer(Trainer, ABC):
     # ------------------------------------------------------------ what it sets
 
     def count_labels(self, columns: list[str]) -> None:
-        """Let the base class count the labels of the whole global batch and leave the division by them to `compute_loss`.
+        """Let the base class count the labels of the whole global batch, and leave dividing to `compute_loss`.
 
         Args:
             columns: of a row, all of which reach the collator.
@@ -101,7 +101,7 @@ class HookedTrainer(Trainer, ABC):
 
 @contextmanager
 def _keeping_all(args: TrainingArguments) -> Iterator[None]:
-    """The base class deletes old checkpoints before we know that the new one is whole; we do it afterwards."""
+    """Keep old checkpoints inside: the base class would delete some before we know that the new one is whole."""
     limit, args.save_total_limit = args.save_total_limit, None
     try:
         yield
@@ -123,7 +123,7 @@ def asks_for_checkpointing(args: TrainingArguments) -> bool:
 
 
 def enable_checkpointing(model: nn.Module, args: TrainingArguments) -> None:
-    """Turn activation checkpointing on in a Hugging Face model, if `args` ask for it; the base class would ask the drafter."""
+    """Turn activation checkpointing on in a Hugging Face model, if asked for; the base class would ask the drafter."""
     if not asks_for_checkpointing(args):
         return
     settings = getattr(args, "activation_checkpointing_kwargs", None) or args.gradient_checkpointing_kwargs

@@ -1,9 +1,10 @@
-"""Joint training: the target learns beside the drafter, through a LoRA of peft's (Medusa-2, arXiv 2401.10774 §2.2.2 and §2.3.2).
+"""Joint training: the target learns beside the drafter, through a LoRA of peft's (Medusa-2, arXiv 2401.10774 §2.2.2).
 
-Minimised, per supervised position: L_target + λ0 · L_drafter. L_target keeps the target near what it said before: the divergence of its next-token
-distribution with the adapter from the one without (the paper's self-distillation), or the cross-entropy with the responses. L_drafter is the drafter's
-own loss, on the hidden states of the target with the adapter; what it compares its drafts with has no gradient, so that the target is made readable, not
-easy to guess. In the first part of the training the drafter learns alone: fresh heads' gradients would distort the target.
+Minimised, per supervised position: L_target + λ0 · L_drafter. L_target keeps the target near what it said before: the
+divergence of its next-token distribution with the adapter from the one without (the paper's self-distillation), or the
+cross-entropy with the responses. L_drafter is the drafter's own loss, on the hidden states of the target with the
+adapter; what it compares its drafts with has no gradient, so that the target is made readable, not easy to guess. In
+the first part of the training the drafter learns alone: fresh heads' gradients would distort the target.
 
 The adapter is a part of the target that comes out: decoding is lossless with respect to that one, not to the original.
 
@@ -66,7 +67,7 @@ _SET_HERE = {
 
 
 def lora_config(values: dict[str, Any]) -> LoraConfig:
-    """`joint.lora` as peft's own config.
+    """Return `joint.lora` as peft's own config.
 
     Raises:
         BadInputError: an unknown field, one without meaning here, or a value that peft refuses.
@@ -101,7 +102,8 @@ class Adapter:
     """A new LoRA inside of a target, whose passes go through it until it is taken out. New, it changes nothing.
 
     Attributes:
-        learns: whether it is trained by now. Once it is, it stays so: a run that goes on for longer does not make it new again.
+        learns: whether it is trained by now. Once it is, it stays so: a run that goes on for longer does not make it
+            new again.
     """
 
     def __init__(self, target: Target, settings: dict[str, Any]):
@@ -121,7 +123,7 @@ class Adapter:
         self._check_ends()
 
     def _check_ends(self) -> None:
-        """The drafter reads the embeddings at both ends of the target, or copies them, as they are."""
+        """Refuse a LoRA in the embeddings at either end of the target: the drafter reads or copies them as they are."""
         ends = {"input": self.target.model.get_input_embeddings(), "output": self.target.model.get_output_embeddings()}
         for name, module in ends.items():
             if any(p.requires_grad for p in module.parameters()):
@@ -137,7 +139,7 @@ class Adapter:
         return [p for p in self._model.parameters() if p.requires_grad]
 
     def off(self) -> AbstractContextManager[None]:
-        """Inside, the target is the original."""
+        """Make the target the original inside."""
         found: AbstractContextManager[None] = self._model.disable_adapter()
         return found
 
@@ -152,7 +154,7 @@ class Adapter:
         self._model.save_pretrained(str(path), save_embedding_layers=False)
 
     def load(self, folder: Path) -> None:
-        """The weights that `save` wrote.
+        """Read the weights that `save` wrote.
 
         Raises:
             BadInputError: they are missing, damaged, or of an adapter of other sizes.
@@ -180,7 +182,7 @@ class Adapter:
 
 
 def _take_out(model: nn.Module) -> None:
-    """What is left in `model` of an adapter that did not fit."""
+    """Take out of `model` what is left of an adapter that did not fit."""
     for name, module in list(model.named_modules()):
         if isinstance(module, BaseTunerLayer):
             model.set_submodule(name, module.get_base_layer())
@@ -188,7 +190,7 @@ def _take_out(model: nn.Module) -> None:
 
 @contextmanager
 def adapted(target: Target, spec: JointSpec | None, seed: int) -> Iterator[Adapter | None]:
-    """A new adapter in `target` while this is open; None without a `joint:` section."""
+    """Put a new adapter into `target` while this is open; yield None without a `joint:` section."""
     if spec is None:
         yield None
         return
@@ -227,7 +229,7 @@ class JointBatch(TargetBatch):
 
 @dataclass
 class JointBatches:
-    """Hidden states by the target with its adapter, and without.
+    """A maker of batches of hidden states by the target with its adapter, and without.
 
     Attributes:
         precision: as of `OnlineBatches`.
@@ -250,7 +252,7 @@ class JointBatches:
 
 
 class Joint(nn.Module):
-    """What is trained: the drafter, and the adapter's parameters. The target is no part of it."""
+    """A module of what is trained: the drafter, and the adapter's parameters. The target is no part of it."""
 
     def __init__(self, drafter: Drafter, adapter: Adapter, spec: JointSpec):
         super().__init__()
@@ -264,7 +266,7 @@ class Joint(nn.Module):
         return self._adapter
 
     def group(self) -> dict[str, Any]:
-        """The adapter's group of an optimizer."""
+        """Return the adapter's group of an optimizer."""
         return {"params": list(self.lora), "lr": self.spec.learning_rate, "weight_decay": 0.0}
 
     def train(self, mode: bool = True) -> Joint:
@@ -272,8 +274,11 @@ class Joint(nn.Module):
         return super().train(mode)
 
     def forward(self, batch: JointBatch) -> DrafterLoss:
-        """λ0 · the drafter's loss + the target's; with the drafter's metrics, `drafter_loss`, and of the target with and without the adapter: `target_loss`,
-        `target_alpha` (Σ min of both distributions), `target_top1` (the share of positions with the same most probable token)."""
+        """Return λ0 · the drafter's loss + the target's, with the drafter's metrics and `drafter_loss`.
+
+        Three metrics compare the target with and without the adapter: `target_loss`, `target_alpha` (Σ min of both
+        distributions) and `target_top1` (the share of positions with the same most probable token).
+        """
         found: DrafterLoss = self.drafter(batch)
         own = {"drafter_loss": (found.total.detach(), found.count)}
         weighted = replace(found, total=self.spec.weight * found.total, metrics=found.metrics | own)
@@ -284,7 +289,7 @@ class Joint(nn.Module):
         return replace(weighted, total=weighted.total + kept.total, metrics=weighted.metrics | sums)
 
     def _kept(self, batch: JointBatch, original: Tensor) -> Comparison:
-        """How far the target is from what it was, at each supervised token."""
+        """Return how far the target is from what it was, at each supervised token."""
         rows, places = batch.supervised.nonzero(as_tuple=True)
         head = batch.target.lm_head
         # In full precision: what is compared differs by less than half-precision logits resolve.
@@ -300,7 +305,7 @@ class Joint(nn.Module):
 
 
 class Stages(TrainerCallback):
-    """First the drafter alone, then both."""
+    """A callback that lets first the drafter learn alone, then both."""
 
     def __init__(self, adapter: Adapter, heads_first: float):
         self.adapter, self.heads_first = adapter, heads_first

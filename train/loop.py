@@ -59,7 +59,8 @@ class DrafterTrainer(HookedTrainer):
     """A trainer of `drafter`. The target is not part of the model: never moved into an optimizer or a checkpoint.
 
     Args:
-        seconds: of training; None trains the steps that `args` say. See `train.budget`, also for what it takes from `args`.
+        seconds: of training; None trains the steps that `args` say. See `train.budget`, also for what it takes from
+            `args`.
         joint: the drafter and what is trained with it; None for the drafter alone.
 
     Attributes:
@@ -224,7 +225,7 @@ class DrafterTrainer(HookedTrainer):
     # ------------------------------------------------------------ logging and evaluation
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Add the per-depth means since the last log to a training log; all reports (wandb, tensorboard, …) get them."""
+        """Add the per-depth means since the last log to a training log; all reports (wandb, …) get them."""
         if "loss" in logs:
             logs = {**self._sums.means(self.together.sum), **logs}
         super().log(logs, start_time)
@@ -313,7 +314,7 @@ def use_our_progress(trainer: Trainer) -> None:
 
 
 def use_whole_steps(args: TrainingArguments, planned: Callable[[], int]) -> None:
-    """Turn steps given as fractions of the training into numbers: the base class would call them changed on every resume."""
+    """Turn steps given as fractions of the training into numbers: as fractions they seem changed on every resume."""
     for name in ("logging_steps", "eval_steps", "save_steps"):
         share = getattr(args, name)
         if share is not None and 0 < share < 1:

@@ -1,8 +1,10 @@
-"""On-policy training: in some rows of every step the drafter's own response stands in the place of the target's (DistillSpec, arXiv 2310.08461; GKD,
-arXiv 2306.13649).
+"""On-policy training: in some rows of every step the drafter's own response stands in the place of the target's.
 
-What the target makes of that text, and so the loss, is computed as for any other. Which rows, and every token in them, are a function of the seed, the
-step, the row and the weights: so a resumed run writes the same text, and it does not matter how rows are spread over processes and micro-batches.
+(DistillSpec, arXiv 2310.08461; GKD, arXiv 2306.13649.)
+
+What the target makes of that text, and so the loss, is computed as for any other. Which rows, and every token in them,
+are a function of the seed, the step, the row and the weights: so a resumed run writes the same text, and it does not
+matter how rows are spread over processes and micro-batches.
 
 Shapes: B rows, T tokens.
 """
@@ -31,7 +33,7 @@ _WHICH = 0  # a stream of randomness that the decoder draws nothing from
 
 @dataclass
 class OnPolicy:
-    """Writes the drafter's responses into batches.
+    """A writer of the drafter's responses into batches.
 
     Attributes:
         share: of the rows, on average.
@@ -49,7 +51,7 @@ class OnPolicy:
 
     @classmethod
     def of(cls, spec: DataSpec, rows: Rows, target: Target, drafter: Drafter, seed: int) -> OnPolicy | None:
-        """As a recipe's `data` says; None if no row is on-policy.
+        """Return what a recipe's `data` asks for; None if no row is on-policy.
 
         Raises:
             BadInputError: a prompt is empty, or leaves the drafter no room for `max_new_tokens`.
@@ -60,7 +62,7 @@ class OnPolicy:
         longest = max(lengths)
         if min(lengths) == 0:
             raise BadInputError(
-                "data.on_policy: a row begins with its response, so the drafter has nothing to write behind; give "
+                "data.on_policy: a row begins with its response, so the drafter has nothing to continue; give "
                 "every row a prompt."
             )
         if limit is not None and longest + spec.max_new_tokens > limit:
@@ -74,13 +76,13 @@ class OnPolicy:
         )
 
     def chosen(self, indices: list[int], step: int) -> list[int]:
-        """Those of the rows `indices` that the drafter answers in this step."""
+        """Return those of the rows `indices` that the drafter answers in this step."""
         real = [i for i in indices if i != EMPTY]
         share = uniforms(self.seed, _WHICH, torch.tensor(step), torch.tensor(real, dtype=torch.long)).tolist()
         return [index for index, place in zip(real, share, strict=True) if place < self.share]
 
     def responses(self, writer: Target, indices: list[int], step: int) -> list[list[int]]:
-        """What the drafter writes behind the prompts of the rows `indices` in this step."""
+        """Return what the drafter writes after the prompts of the rows `indices` in this step."""
         sampling = Sampling(temperature=self.temperature, seed=self.seed * 1_000_003 + step)
         with _evaluating(writer.model):
             # Eager rounds: how many rows there are changes from step to step, and each number would be captured anew.
@@ -98,8 +100,10 @@ class OnPolicy:
     def rewritten(
         self, inputs: dict[str, Tensor], drafter: Drafter, step: int
     ) -> tuple[dict[str, Tensor], dict[str, Sum]]:
-        """A batch with the drafter's responses in the chosen rows, and figures: `on_policy` (share of rows), `written_tokens` and `written_seconds` (both
-        per batch of one process)."""
+        """Return a batch with the drafter's responses in the chosen rows, and figures.
+
+        These are `on_policy` (share of rows), `written_tokens` and `written_seconds` (both per batch of one process).
+        """
         began = time.perf_counter()
         indices = inputs["index"].tolist()
         chosen = self.chosen(indices, step)
@@ -133,7 +137,7 @@ def _sums(values: dict[str, tuple[float, float]], device: torch.device) -> dict[
 
 @contextmanager
 def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Without dropout, and with what generation needs (activation checkpointing goes without caches)."""
+    """Work without dropout inside, and with what generation needs (activation checkpointing goes without caches)."""
     training = model.training
     model.eval()
     try:

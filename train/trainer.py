@@ -57,9 +57,11 @@ class TrainResult:
 
     Attributes:
         drafter_folder: load it with `outrider.heads.load_drafter`.
-        metrics: `eval_loss`, `eval_tau`, `eval_alpha_d1`, … on the held-out rows, and `train_loss`, `train_runtime` (seconds).
+        metrics: `eval_loss`, `eval_tau`, `eval_alpha_d1`, … on the held-out rows, and `train_loss`, `train_runtime`
+            (seconds).
         steps: optimizer steps in all, those before a resume included.
-        adapter_folder: what the drafter's target was trained to: `Target.load(…, adapter=adapter_folder)`; None without joint training.
+        adapter_folder: what the drafter's target was trained to: `Target.load(…, adapter=adapter_folder)`; None without
+            joint training.
     """
 
     drafter_folder: Path
@@ -78,15 +80,18 @@ def train(
 ) -> TrainResult:
     """Train a drafter for a target, as a recipe says.
 
-    Distils the target's responses first if `<output>/data` does not hold them. An interrupted run continues from its last
-    whole checkpoint; on one CPU process the final weights are, bit for bit, those of a run that was never interrupted.
+    Distils the target's responses first if `<output>/data` does not hold them. An interrupted run continues from its
+    last whole checkpoint; on one CPU process the final weights are, bit for bit, those of a run that was never
+    interrupted.
 
     Args:
-        target: used instead of loading `recipe.target`. It is frozen, and moved to the training device. After joint training it is what it was before.
+        target: used instead of loading `recipe.target`. It is frozen, and moved to the training device. After joint
+            training it is what it was before.
         drafter: trained in place instead of a new one (in fp32).
         resume: False starts over; checkpoints of an earlier run are moved aside.
         console: shows the progress of distilling.
-        seconds: of training, instead of the recipe's steps or epochs; the learning rate follows the time (see `train.budget`).
+        seconds: of training, instead of the recipe's steps or epochs; the learning rate follows the time (see
+            `train.budget`).
 
     Raises:
         BadInputError: anything in the recipe or the launch that cannot work, before any model is loaded; a loss that is
@@ -108,7 +113,7 @@ def train(
 
 
 def _starting_point(recipe: Recipe, args: TrainingArguments, resume: bool, seconds: float | None) -> Path | None:
-    """The checkpoint to continue from, or None. Asked by every process, changed by the main one only."""
+    """Return the checkpoint to continue from, or None; every process asks, only the main one changes what is there."""
     folder, output = Path(args.output_dir or ""), recipe.output_folder
     found = Path(args.resume_from_checkpoint) if args.resume_from_checkpoint else checkpoints.last_complete(folder)
     args.distributed_state.wait_for_everyone()
@@ -171,7 +176,7 @@ class _Training:
             self.args.eval_strategy = "no"
 
     def _batches(self, drafter: Drafter, table: datasets.Dataset, adapter: Adapter | None) -> Batches:
-        """Return what makes batches of hidden states: computed along the way, by the target with an adapter, or read."""
+        """Return what makes batches of hidden states: by the target with an adapter, by it alone, or from disk."""
         target, args = self.target, self.args
         # Most of a step is the pass of a float32 target; in mixed precision it is in bfloat16, as targets are served.
         precision = torch.bfloat16 if args.bf16 and target.dtype == torch.float32 else None
@@ -202,12 +207,12 @@ class _Training:
                 facts["adapter"] = {"files": digest_files(folder.with_name(ADAPTER))}
             provenance.write_provenance(self.recipe.output_folder, self.target, data, facts)
         self.args.distributed_state.wait_for_everyone()
-        # accelerate wraps mixed precision around the instance's `forward`; a drafter in memory is the caller's to use again.
+        # accelerate wraps mixed precision around the instance's `forward`; the caller may use the drafter again.
         vars(trainer.drafter.eval()).pop("forward", None)
         return TrainResult(folder, metrics, steps, None if trainer.joint is None else folder.with_name(ADAPTER))
 
     def _train(self, trainer: DrafterTrainer, start: Path | None) -> tuple[int, dict[str, Any]]:
-        """Return the steps in all and the trainer's own figures. A training that had ended is loaded, not trained further."""
+        """Return the steps in all and the trainer's own figures; what had ended is loaded, not trained further."""
         budget = trainer.budget
         if start is not None and trainer.is_end(start):
             _log.warning("%s is the end of this run: nothing is left to train.", start)
@@ -238,7 +243,7 @@ class _Training:
         return trainer.evaluate()
 
     def _save(self, trainer: DrafterTrainer, folder: Path) -> None:
-        """Write the drafter, and the adapter beside it, which then leaves the target: provenance names that by its own weights."""
+        """Write the drafter, and beside it the adapter, which leaves the target: its own weights name it."""
         if trainer.joint is not None:
             save_whole(trainer.joint.adapter, folder.with_name(ADAPTER))
             trainer.joint.adapter.remove()

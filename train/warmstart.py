@@ -1,6 +1,7 @@
 """Where a drafter's first weights come from: new ones, or those of a saved drafter (`drafter.init: <folder>`).
 
-Where a drafter can be new in several ways, `init` may also be a word of its config (`random`, `pretrained`, `prune`); a folder of that name is `./prune`.
+Where a drafter can be new in several ways, `init` may also be a word of its config (`random`, `pretrained`, `prune`); a
+folder of that name is `./prune`.
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ from ..heads.base import CONFIG, read_config
 from ..recipes import Recipe
 from ..targets import Target
 
-# Settings of the training or of measurement, which leave the weights' names and shapes alone. Any other setting must agree
-# with the saved drafter; where its first weights once came from no longer matters.
+# Settings of the training or of measurement, which leave the weights' names and shapes alone. Any other setting must
+# agree with the saved drafter; where its first weights once came from no longer matters.
 _FREE = {"loss", "feature_loss", "noise", "steps", "decay", "depths"}
 _PAST = {"path", "prune", "init_from_target"}
 
 
 def check_drafter(values: dict[str, Any]) -> type[Drafter]:
-    """The class of a `drafter:` section; one that cannot be trained is refused, before anything is loaded.
+    """Return the class of a `drafter:` section; one that cannot be trained is refused, before anything is loaded.
 
     Raises:
         BadInputError: an unknown type or key, a missing `init` folder, or a drafter without weights.
@@ -43,7 +44,7 @@ def check_drafter(values: dict[str, Any]) -> type[Drafter]:
 
 
 def make_drafter(values: dict[str, Any], target: Target, token_counts: Callable[[], Tensor]) -> Drafter:
-    """The drafter of a recipe's `drafter:` section, in fp32, ready to be trained.
+    """Return the drafter of a recipe's `drafter:` section, in fp32, ready to be trained.
 
     Args:
         token_counts: gives how often each token is to be predicted, `[V]`; asked only for a new drafter.
@@ -62,10 +63,11 @@ def make_drafter(values: dict[str, Any], target: Target, token_counts: Callable[
 
 
 def made_for(recipe: Recipe, target: Target, token_counts: Callable[[], Tensor]) -> Drafter:
-    """A recipe's drafter, checked against the target that it will be trained for.
+    """Return a recipe's drafter, checked against the target that it will be trained for.
 
     Raises:
-        BadInputError, IncompatibleError: see `make_drafter`; or a library refuses its settings, or it has no weights to be trained.
+        BadInputError, IncompatibleError: see `make_drafter`; or a library refuses its settings, or it has no weights to
+            be trained.
     """
     try:
         drafter = make_drafter(recipe.drafter, target, token_counts)
@@ -96,7 +98,7 @@ def check_makes(recipe: Recipe, target: Target) -> Drafter:
 
 
 def _is_warm(values: dict[str, Any]) -> bool:
-    """Whether `init` is there and no word of the drafter's own."""
+    """Tell whether `init` is there and no word of the drafter's own."""
     return "init" in values and values["init"] not in _words(values)
 
 
@@ -105,7 +107,7 @@ def _words(values: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _folder(values: dict[str, Any]) -> Path:
-    """The folder with a drafter's config.json: `init` itself, or its `drafter/` (a run's output, a pair)."""
+    """Return the folder with a drafter's config.json: `init` itself, or its `drafter/` (a run's output, a pair)."""
     init, instead = values["init"], "".join(f"{word}, " for word in _words(values))
     if not isinstance(init, str):
         raise BadInputError(f"drafter.init: expected {instead}{'or ' if instead else ''}a folder, found {init!r}.")

@@ -131,7 +131,7 @@ def test_two_processes_that_run_alone_are_refused(environment: pytest.MonkeyPatc
 
 
 def test_accelerate_launch_cpu_with_two_processes_is_recognised(environment: pytest.MonkeyPatch) -> None:
-    """It starts one process, and leaves this environment behind."""
+    """It starts one process, and leaves this environment."""
     environment.setenv("MASTER_ADDR", "127.0.0.1")
     environment.setenv("ACCELERATE_MIXED_PRECISION", "no")
     with pytest.raises(BadInputError, match=r"asked for several processes but started one"):

@@ -1,4 +1,7 @@
-"""Training for a given time: the end, the learning rate and what an interruption keeps follow the clock, not the steps."""
+"""Training for a given time.
+
+The end, the learning rate and what an interruption keeps follow the clock, not the steps.
+"""
 
 from __future__ import annotations
 

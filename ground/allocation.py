@@ -1,4 +1,4 @@
-"""How this process holds memory on a CPU: set once by whoever starts it, before the first work. Imports nothing heavy."""
+"""How this process holds memory on a CPU: set by whoever starts it, before the first work. Imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ FEW_SHAPES = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64", "LRU_CACHE_CAPACITY": "16
 def keep_large_blocks() -> bool:
     """Make malloc keep freed blocks of any size for the next request, and tell whether it does.
 
-    glibc returns each large block to the kernel, which then zeroes fresh pages for the next one: of the 12 seconds of processor
-    time in which the embedded target answers 64 prompts, 1.4 to 1.8 were that, and are 0.3 then. The peak of memory stays as it is.
-    Other C libraries, and users who have set glibc's malloc up themselves, keep what they have.
+    glibc returns each large block to the kernel, which then zeroes fresh pages for the next one: of the 12 seconds of
+    processor time in which the embedded target answers 64 prompts, 1.4 to 1.8 were that, and are 0.3 then. The peak of
+    memory stays as it is. Other C libraries, and users who have set glibc's malloc up themselves, keep what they have.
     """
     chosen = "GLIBC_TUNABLES" in os.environ or any(name.startswith("MALLOC_") for name in os.environ)
     mallopt = None if chosen else _glibc("mallopt")
@@ -37,10 +37,11 @@ def give_back_unused() -> None:
 
 
 def remember_few_shapes() -> None:
-    """Keep what oneDNN prepares for each shape of a product from filling the memory, unless the user has set these variables.
+    """Keep what oneDNN prepares for each shape of a product from filling the memory. Variables that are set stay.
 
-    It remembers 1024 shapes, half a megabyte each, and batches of text bring new ones all the time: 600 shapes of a bfloat16 product
-    hold 450 MB, and 100 MB then. Preparing a shape again costs no measurable time. The variables are read once, at the first product.
+    It remembers 1024 shapes, half a megabyte each, and batches of text bring new ones all the time: 600 shapes of a
+    bfloat16 product hold 450 MB, and 100 MB then. Preparing a shape again costs no measurable time. The variables are
+    read once, at the first product.
     """
     for name, few in FEW_SHAPES.items():
         os.environ.setdefault(name, few)

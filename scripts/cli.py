@@ -522,7 +522,7 @@ def refresh(
 ) -> None:
     """Train the drafter on for a changed target, from where it is, and write the next version."""
     from ..pair import Pair
-    from ..pair import refresh as run
+    from ..pair.refresh import refresh as run
 
     loaded = Pair.load(pair)
     console = Console()

@@ -228,7 +228,7 @@ class Story:
         return report.sentence()
 
     def refresh(self) -> str:
-        from ..pair import refresh
+        from ..pair.refresh import refresh
 
         changes = [f"data.limit={self.budget.refresh_prompts}", "training.num_train_epochs=1", "eval.baselines=[]"]
         refresh(self.pair, self.changed, self.out / "refreshed", changes, self.console)

@@ -7,7 +7,13 @@ import logging
 import os
 import sys
 
+import torch
+from rich.console import Console
+
+from ..ground import OutriderError
 from ..ground.allocation import keep_large_blocks, remember_few_shapes
+from ..recipes import load_recipe
+from .trainer import TrainingInterruptedError, train
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -32,13 +38,6 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _run(given: argparse.Namespace, prefix: str) -> int:
-    # Imported here, so that --help answers at once.
-    from rich.console import Console
-
-    from ..ground import OutriderError
-    from ..recipes import load_recipe
-    from .trainer import TrainingInterruptedError, train
-
     try:
         result = train(
             load_recipe(given.recipe, given.overrides),
@@ -66,8 +65,6 @@ def _say(line: str, code: int) -> int:
 
 
 def _leave_group() -> None:
-    import torch
-
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
 

@@ -1,4 +1,7 @@
-"""How a process holds memory: what malloc keeps, what it gives back, and what oneDNN remembers. Each in a process of its own."""
+"""How a process holds memory: what malloc keeps, what it gives back, and what oneDNN remembers.
+
+Each in a process of its own.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +58,9 @@ print((psutil.Process().memory_info().rss - before) / 2**20)
 
 COMMANDS = {
     "outrider": "from outrider.scripts import cli as told; run = lambda: told.app(['train', 'no-such-recipe'])",
-    "python -m outrider.train": "from outrider.train import __main__ as told; run = lambda: told.main(['no-such-recipe'])",
+    "python -m outrider.train": (
+        "from outrider.train import __main__ as told; run = lambda: told.main(['no-such-recipe'])"
+    ),
 }
 WHAT_A_COMMAND_SETS = """
 called = []
@@ -81,7 +86,10 @@ def said(program: str, *arguments: str) -> list[str]:
 
 @glibc_only
 def test_large_blocks_are_kept_for_the_next_request() -> None:
-    """20 blocks of 48 MB, one after the other, are 12,288 pages each: fresh every time by default, the same ones if kept."""
+    """20 blocks of 48 MB, one after the other, are 12,288 pages each.
+
+    Fresh every time by default, the same ones if kept.
+    """
     (was_kept, fresh), (is_kept, reused) = (said(PAGES_OF_LARGE_BLOCKS, how) for how in ("default", "kept"))
     assert (was_kept, is_kept) == ("False", "True")
     assert int(reused) < 0.05 * int(fresh)

@@ -1,4 +1,6 @@
-"""The fused way gathers what the plain one does, which is the definition (test_feature_drafter.py), and keeps no scores."""
+"""The fused way gathers what the plain one does, which is the definition (test_feature_drafter.py), and keeps no
+scores.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ from outrider.targets import PeakBytes, Target
 ROWS, HEADS, LENGTH, SIZE = 3, 2, 70, 8
 BEGINS = {
     "from the start": (0, 0, 0),
-    "behind a common part": (9, 9, 9),
+    "after a common part": (9, 9, 9),
     "each its own": (0, 7, 40),
     "two alike": (50, 3, 3),
 }

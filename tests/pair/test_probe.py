@@ -1,4 +1,6 @@
-"""A probe tells a target that the drafter still fits from one that it lost, and predicts what the decoder would show."""
+"""A probe tells a target that the drafter still fits from one that it lost, and predicts what the decoder would
+show.
+"""
 
 from __future__ import annotations
 

@@ -8,5 +8,20 @@ from .stats import DecodeStats, Round, depth_counts
 from .trees import Tree, best_tree
 
 __all__ = [
-    "LOSSLESS", "LOSSY", "Control", "Controller", "Costs", "DecodeStats", "Decoder", "Event", "Output", "Plan", "Round", "Sampling", "Tree", "best_tree", "depth_counts", "expected_tokens",
-]  # fmt: skip
+    "LOSSLESS",
+    "LOSSY",
+    "Control",
+    "Controller",
+    "Costs",
+    "DecodeStats",
+    "Decoder",
+    "Event",
+    "Output",
+    "Plan",
+    "Round",
+    "Sampling",
+    "Tree",
+    "best_tree",
+    "depth_counts",
+    "expected_tokens",
+]

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from ..target import BadInputError
+from ..ground import BadInputError
 
 _FORGET = 0.95  # per round: what a sequence did long ago says less about what comes
 _ENTER, _SWITCH = 1.03, 1.02  # gains below these are noise: they change nothing
@@ -94,7 +94,11 @@ class Control:
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON holds it."""
-        costs = {"verify": [list(pair) for pair in self.costs.verify], "draft": list(self.costs.draft), "host": self.costs.host}
+        costs = {
+            "verify": [list(pair) for pair in self.costs.verify],
+            "draft": list(self.costs.draft),
+            "host": self.costs.host,
+        }
         return {"costs": costs, "rates": list(self.rates), "weight": self.weight}
 
 

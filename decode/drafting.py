@@ -13,10 +13,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..ground import BadInputError
 from ..heads import Drafter, Proposal
-from ..target import BadInputError, Nodes
+from ..targets import Nodes
 from .plan import SAMPLED, Plan
-from .sampling import DRAFT, Context, Processors, Sampling, Seed, draw, gumbel, most_probable, nothing_left, probabilities, shared_gumbel, uniforms
+from .sampling import (
+    DRAFT,
+    Context,
+    Processors,
+    Sampling,
+    Seed,
+    draw,
+    gumbel,
+    most_probable,
+    nothing_left,
+    probabilities,
+    shared_gumbel,
+    uniforms,
+)
 from .trees import Tree
 
 
@@ -65,7 +79,9 @@ class Chooser:
             self._note(self.probs[-1] if self.probs else logits.softmax(-1), chosen)
         self.depth += 1
         if self.context is not None:
-            self.context = self.context.then(chosen[:, None], torch.ones(1, 1, 1, dtype=torch.bool, device=chosen.device))
+            self.context = self.context.then(
+                chosen[:, None], torch.ones(1, 1, 1, dtype=torch.bool, device=chosen.device)
+            )
         return chosen
 
     def ended(self) -> bool:
@@ -90,7 +106,9 @@ class Chooser:
 
     # ------------------------------------------------------------ trees
 
-    def children(self, logits: Tensor, token_ids: Tensor | None, count: int, depth: int, nodes: Tensor, context: Context | None) -> tuple[Tensor, Tensor]:
+    def children(
+        self, logits: Tensor, token_ids: Tensor | None, count: int, depth: int, nodes: Tensor, context: Context | None
+    ) -> tuple[Tensor, Tensor]:
         """`count` different tokens behind each of W nodes, and their scores, best first: `[B, W, C]` each.
 
         Args:
@@ -194,25 +212,46 @@ def layout_of(tree: Tree, device: torch.device) -> _Layout:
     while known:
         families = [tree.children[node] for node in known]
         places += [node + 1 for node in known]
-        nodes, which, ranks = zip(*((node, w, rank) for w, family in enumerate(families) for rank, node in enumerate(family)), strict=True)
+        nodes, which, ranks = zip(
+            *((node, w, rank) for w, family in enumerate(families) for rank, node in enumerate(family)), strict=True
+        )
         following = [node for node in nodes if tree.children[node]]
         above = [-1 if tree.parents[n] < 0 else read[tree.parents[n]] for n in following]
         for node in following:
             read[node] = max(read) + 1
-        levels.append(_Level(index(known)[None], max(map(len, families)), index(nodes), index(which), index(ranks), index(following), index(above)[None]))
+        levels.append(
+            _Level(
+                index(known)[None],
+                max(map(len, families)),
+                index(nodes),
+                index(which),
+                index(ranks),
+                index(following),
+                index(above)[None],
+            )
+        )
         known = following
     return _Layout(index(tree.parents), index(read), index(places), tuple(levels))
 
 
-def grow_static(drafter: Drafter, state: Any, root: Tensor, tree: Tree, chooser: Chooser) -> tuple[Proposal, Tensor | None]:
+def grow_static(
+    drafter: Drafter, state: Any, root: Tensor, tree: Tree, chooser: Chooser
+) -> tuple[Proposal, Tensor | None]:
     """A proposal of the shape `tree`, and the distributions its tokens were drawn from at each place, `[B, 1 + N, V]`; None for no draws."""
     rows, layout = len(root), layout_of(tree, root.device)
     parents = layout.parents.expand(rows, -1)
-    tokens, real = root.new_zeros(rows, len(tree.parents)), torch.ones(rows, len(tree.parents), dtype=torch.bool, device=root.device)
+    tokens, real = (
+        root.new_zeros(rows, len(tree.parents)),
+        torch.ones(rows, len(tree.parents), dtype=torch.bool, device=root.device),
+    )
     sees = Nodes.of_tree(parents, tree.depth).sees[:, :, 1:] if chooser.context is not None else None
     logits = drafter.begin(state, root)[:, None]
     for depth, level in enumerate(layout.levels, 1):
-        context = None if sees is None or chooser.context is None else chooser.context.then(tokens, sees[:, level.known[0] + 1])
+        context = (
+            None
+            if sees is None or chooser.context is None
+            else chooser.context.then(tokens, sees[:, level.known[0] + 1])
+        )
         if level.widest > logits.shape[-1]:
             raise BadInputError(
                 f"plan: a node of the tree has {level.widest} children, the drafter's vocabulary {logits.shape[-1]} tokens; take a narrower tree."
@@ -222,7 +261,9 @@ def grow_static(drafter: Drafter, state: Any, root: Tensor, tree: Tree, chooser:
         real[:, level.nodes] = scores[:, level.which, level.ranks] > float("-inf")
         if depth < tree.depth:
             logits = drafter.extend(state, tokens[:, level.read], level.above.expand(rows, -1))
-    proposal = Proposal.tree(tokens, parents, _under_real(real, parents, tree.depth), layout.read.expand(rows, -1), tree.depth)
+    proposal = Proposal.tree(
+        tokens, parents, _under_real(real, parents, tree.depth), layout.read.expand(rows, -1), tree.depth
+    )
     if not chooser.probs:
         return proposal, None
     drawn = torch.cat(chooser.probs, 1)
@@ -279,7 +320,11 @@ def _above(parents: Tensor, nodes: Tensor, depth: int) -> Tensor:
 def _best(count: int, tokens: Tensor, parents: Tensor, scores: Tensor, read: Tensor, depth: int) -> Proposal:
     """The `count` candidates with the highest scores. A node's score is at most its parent's, and equal ones stay in order: so parents stay too."""
     kept = scores.sort(dim=1, descending=True, stable=True).indices[:, :count].sort(1).values
-    place = torch.full_like(parents, -1).scatter(1, kept, torch.arange(kept.shape[1], device=kept.device).expand(len(kept), -1))
+    place = torch.full_like(parents, -1).scatter(
+        1, kept, torch.arange(kept.shape[1], device=kept.device).expand(len(kept), -1)
+    )
     above = parents.gather(1, kept)
     above = torch.where(above < 0, -1, place.gather(1, above.clamp(min=0)))
-    return Proposal.tree(tokens.gather(1, kept), above, scores.gather(1, kept) > float("-inf"), read.gather(1, kept), depth)
+    return Proposal.tree(
+        tokens.gather(1, kept), above, scores.gather(1, kept) > float("-inf"), read.gather(1, kept), depth
+    )

@@ -17,14 +17,29 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..ground import BadInputError
+from ..ground.machine import clock
 from ..heads import Drafter, Proposal
-from ..target import BadInputError, Counts, RaggedCache, Target
+from ..targets import Counts, RaggedCache, Target
 from . import verify, verify_tree
 from .control import Controller
 from .drafting import Chooser, grow_dynamic, grow_static
 from .memory import Load, require_memory
 from .plan import LOSSY, Plan
-from .sampling import ACCEPT, CORRECT, Context, Processors, Sampling, Seed, draw, most_probable, nothing_left, probabilities, shared_gumbel, uniforms
+from .sampling import (
+    ACCEPT,
+    CORRECT,
+    Context,
+    Processors,
+    Sampling,
+    Seed,
+    draw,
+    most_probable,
+    nothing_left,
+    probabilities,
+    shared_gumbel,
+    uniforms,
+)
 from .static import StaticRounds
 from .stats import DecodeStats, Round, Seconds
 
@@ -168,7 +183,17 @@ class Decoder:
                 place at which `sampling` forbids every token.
             IncompatibleError: the plan drafts trees, and the target cannot verify them.
         """
-        run = Run(self, prompts, max_new_tokens, sampling or Sampling(), plan or Plan(), stop, ignore_eos, sequence_ids, speculate)
+        run = Run(
+            self,
+            prompts,
+            max_new_tokens,
+            sampling or Sampling(),
+            plan or Plan(),
+            stop,
+            ignore_eos,
+            sequence_ids,
+            speculate,
+        )
         for _ in run.steps():
             pass
         return run.output()
@@ -184,7 +209,9 @@ class Decoder:
         speculate: bool = True,
     ) -> Iterator[Event]:
         """Complete one prompt, yielding what each round emits."""
-        run = Run(self, [prompt], max_new_tokens, sampling or Sampling(), plan or Plan(), stop, ignore_eos, None, speculate)
+        run = Run(
+            self, [prompt], max_new_tokens, sampling or Sampling(), plan or Plan(), stop, ignore_eos, None, speculate
+        )
         for events in run.steps():
             yield events[0]
 
@@ -220,7 +247,6 @@ class Run:
         self.sequences = [_Sequence() for _ in prompts]
         self.seconds = Seconds()
         self.rule = "none"
-        self.on_gpu = self.target.device.type == "cuda"
         self.rounds: StaticRounds | None = None
         self.margin = 0
         self._drafted = 0.0  # when the round's drafts were there
@@ -236,7 +262,9 @@ class Run:
         if self.max_new_tokens < 1:
             raise BadInputError(f"max_new_tokens must be at least 1, got {self.max_new_tokens}.")
         if self.sampling.min_new_tokens > self.max_new_tokens:
-            raise BadInputError(f"min_new_tokens is {self.sampling.min_new_tokens}, more than max_new_tokens ({self.max_new_tokens}).")
+            raise BadInputError(
+                f"min_new_tokens is {self.sampling.min_new_tokens}, more than max_new_tokens ({self.max_new_tokens})."
+            )
         if self.plan.is_tree and self.drafter is not None and self.drafter.grows:
             self.target.check_trees()
         limit = self.target.max_context
@@ -260,7 +288,13 @@ class Run:
     def output(self) -> Output:
         tokens = [s.tokens for s in self.sequences]
         rounds = [s.rounds for s in self.sequences]
-        return Output(tokens, rounds, DecodeStats(rounds, sum(map(len, tokens)), self.seconds), self.rule, self.plan.verify in LOSSY)
+        return Output(
+            tokens,
+            rounds,
+            DecodeStats(rounds, sum(map(len, tokens)), self.seconds),
+            self.rule,
+            self.plan.verify in LOSSY,
+        )
 
     # ------------------------------------------------------------ the loop
 
@@ -306,7 +340,9 @@ class Run:
         nothing, _, following = self._verify(batch, empty, out.logits, None, counts.tensor)
         if self.drafter is not None and batch.drafting is not None:
             self.drafter.absorb(batch.drafting, tokens, out.hidden, counts)
-        events = self._emit_all(batch, self._commit(batch, empty.tokens, nothing, following, nothing, nothing).tolist(), prefill=True)
+        events = self._emit_all(
+            batch, self._commit(batch, empty.tokens, nothing, following, nothing, nothing).tolist(), prefill=True
+        )
         self.seconds.prefill += self._clock() - started
         return batch, events
 
@@ -359,7 +395,9 @@ class Run:
         if self.rounds is None:
             self._drafted = self._clock()
         tokens = torch.cat([batch.root[:, None], proposal.tokens], 1)  # [B, 1 + N]
-        out = self.target.forward(tokens, batch.cache, taps=self._taps(), nodes=None if proposal.parents is None else proposal.nodes)
+        out = self.target.forward(
+            tokens, batch.cache, taps=self._taps(), nodes=None if proposal.parents is None else proposal.nodes
+        )
         assert out.logits is not None
         accepted, path, following = self._verify(batch, proposal, out.logits, draft_probs, batch.cache.lengths + 1)
         chosen, hidden, read = proposal.tokens, out.hidden, None
@@ -369,7 +407,9 @@ class Run:
             batch.cache.keep(torch.cat([torch.zeros_like(path[:, :1]), torch.where(path < 0, path, path + 1)], 1))
             where = torch.nn.functional.pad((path + 1).clamp(min=0), (1, 0))
             tokens = torch.cat([tokens[:, :1], chosen], 1)
-            hidden = None if hidden is None else hidden.gather(1, where[:, :, None, None].expand(-1, -1, *hidden.shape[2:]))
+            hidden = (
+                None if hidden is None else hidden.gather(1, where[:, :, None, None].expand(-1, -1, *hidden.shape[2:]))
+            )
             read = proposal.read.gather(1, path.clamp(min=0)).masked_fill(path < 0, -1)
         counts = Counts(accepted + 1)
         batch.cache.advance(counts)
@@ -399,9 +439,7 @@ class Run:
         return self.drafter.taps if self.drafter is not None and self.depth else ()
 
     def _clock(self) -> float:
-        if self.on_gpu:
-            torch.cuda.synchronize(self.target.device)
-        return time.perf_counter()
+        return clock(self.target.device)
 
     # ------------------------------------------------------------ drafting
 
@@ -428,7 +466,9 @@ class Run:
             proposal, probs = grow_dynamic(self.drafter, state, batch.root, plan, depth, chooser), None
         else:
             # Asking whether a chain has ended reads from the device, which a round of fixed shapes must not.
-            proposal = self.drafter.propose(state, batch.root, depth, chooser, chooser.ended if self.rounds is None else None)
+            proposal = self.drafter.propose(
+                state, batch.root, depth, chooser, chooser.ended if self.rounds is None else None
+            )
             probs = torch.stack(chooser.probs, 1) if chooser.probs else None
         self.rule = self._rule(proposal)
         return self._wanted(batch, proposal, chooser.lengths), probs
@@ -455,14 +495,20 @@ class Run:
 
     def _longest(self, batch: Batch) -> int:
         """Committed entries of the longest row that has not finished."""
-        return max(length for i, length in zip(batch.active, batch.cache.host_lengths, strict=True) if not self.sequences[i].done)
+        return max(
+            length
+            for i, length in zip(batch.active, batch.cache.host_lengths, strict=True)
+            if not self.sequences[i].done
+        )
 
     def _rule(self, proposal: Proposal) -> str:
         return self.plan.rule(self.sampling.temperature, proposal.deterministic)
 
     # ------------------------------------------------------------ verification
 
-    def _verify(self, batch: Batch, proposal: Proposal, logits: Tensor, draft_probs: Tensor | None, first: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
+    def _verify(
+        self, batch: Batch, proposal: Proposal, logits: Tensor, draft_probs: Tensor | None, first: Tensor
+    ) -> tuple[Tensor, Tensor | None, Tensor]:
         """Accepted drafts `[B]`, their path `[B, D]` in a tree (None for a chain), and the token that follows `[B]`.
 
         Args:
@@ -473,14 +519,22 @@ class Run:
             logits = self.processors(logits, batch.context.then(proposal.tokens, proposal.nodes.sees[:, :, 1:]))
         accepted, path, following = self._apply_rule(batch, proposal, logits, draft_probs, first)
         if self.processors is not None:
-            end = accepted if path is None else torch.nn.functional.pad(path + 1, (1, 0)).gather(1, accepted[:, None])[:, 0]
+            end = (
+                accepted
+                if path is None
+                else torch.nn.functional.pad(path + 1, (1, 0)).gather(1, accepted[:, None])[:, 0]
+            )
             following = following.masked_fill(nothing_left(logits).gather(1, end[:, None])[:, 0], _NOTHING)
         return accepted, path, following
 
-    def _apply_rule(self, batch: Batch, proposal: Proposal, logits: Tensor, draft_probs: Tensor | None, first: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
+    def _apply_rule(
+        self, batch: Batch, proposal: Proposal, logits: Tensor, draft_probs: Tensor | None, first: Tensor
+    ) -> tuple[Tensor, Tensor | None, Tensor]:
         """The same, from processed logits, which the drafter may observe. Every draw is keyed by its place in the text, or by the round and the node."""
         rule, sampling = self._rule(proposal), self.sampling
-        observer = self.drafter if self.drafter is not None and self.drafter.observes and proposal.tokens.shape[1] else None
+        observer = (
+            self.drafter if self.drafter is not None and self.drafter.observes and proposal.tokens.shape[1] else None
+        )
         if observer is not None or rule == "greedy":
             best = most_probable(logits)
             if observer is not None:
@@ -493,7 +547,10 @@ class Run:
         sequences, positions = batch.sequences[:, None], first[:, None] + proposal.nodes.depths
         probs = probabilities(logits, sampling)
         if rule == "coupled":
-            return self._match(proposal, (probs.double().log() + shared_gumbel(self.seed, sequences, positions, probs.shape[-1])).argmax(-1))
+            return self._match(
+                proposal,
+                (probs.double().log() + shared_gumbel(self.seed, sequences, positions, probs.shape[-1])).argmax(-1),
+            )
         if rule == "candidates" or draft_probs is None:
             return self._match(proposal, draw(probs, uniforms(self.seed, CORRECT, sequences, positions)))
         numbers = torch.arange(1, positions.shape[1], device=positions.device)
@@ -504,7 +561,9 @@ class Run:
             accepted, following = judge(proposal.tokens, proposal.lengths, probs, draft_probs, accepts, corrects)
             return accepted, None, following
         walk = verify_tree.traversal if rule == "traversal" else verify_tree.without_replacement
-        return walk(proposal.tokens, proposal.parents, proposal.real, probs, draft_probs, accepts, corrects, proposal.depth)
+        return walk(
+            proposal.tokens, proposal.parents, proposal.real, probs, draft_probs, accepts, corrects, proposal.depth
+        )
 
     @staticmethod
     def _match(proposal: Proposal, wanted: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
@@ -522,7 +581,9 @@ class Run:
 
     # ------------------------------------------------------------ committing
 
-    def _commit(self, batch: Batch, chosen: Tensor, accepted: Tensor, following: Tensor, drafted: Tensor, tried: Tensor) -> Tensor:
+    def _commit(
+        self, batch: Batch, chosen: Tensor, accepted: Tensor, following: Tensor, drafted: Tensor, tried: Tensor
+    ) -> Tensor:
         """Make the token that follows the root; returns what the host needs of the round, see `Outcome.packed`.
 
         Args:
@@ -553,7 +614,9 @@ class Run:
         emitted = []
         for token in new:
             if token == _NOTHING:
-                raise BadInputError("sampling: bad_words, suppress and min_new_tokens together leave no token to go on with; forbid less.")
+                raise BadInputError(
+                    "sampling: bad_words, suppress and min_new_tokens together leave no token to go on with; forbid less."
+                )
             emitted.append(token)
             sequence.tokens.append(token)
             if token in self.eos or (self.stop is not None and self.stop(sequence.tokens)):

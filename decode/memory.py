@@ -8,14 +8,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 
+from ..ground import BadInputError
+from ..ground.machine import free_bytes
 from ..heads import Drafter
-from ..target import BadInputError, Counts, PeakBytes, Target
+from ..targets import Counts, PeakBytes, Target
 from .plan import SAMPLED, Plan
 from .sampling import Sampling
 from .static import margin, window_of
@@ -25,9 +26,15 @@ SMALL = 64 * 2**20
 
 # What a rule makes of each of the target's logits, in bytes, and beside that of those of one place per row: copies in fp32, sums in fp64.
 _RULES = {
-    "greedy": (0, 0), "rejection": (7, 16), "block": (16, 0), "candidates": (20, 0), "coupled": (36, 2), "typical": (8, 0),
-    "without_replacement": (16, 0), "traversal": (16, 0),
-}  # fmt: skip
+    "greedy": (0, 0),
+    "rejection": (7, 16),
+    "block": (16, 0),
+    "candidates": (20, 0),
+    "coupled": (36, 2),
+    "typical": (8, 0),
+    "without_replacement": (16, 0),
+    "traversal": (16, 0),
+}
 # What filters and the repetition penalty make of them at least, and what a tree's drafts are picked from.
 _NUCLEUS, _MIN_P, _PENALTY = 24, 13, 14
 _BEST, _DRAWN = 8, 40
@@ -92,7 +99,11 @@ def budget(target: Target, drafter: Drafter | None, load: Load) -> Budget:
     drafter = drafter if load.depth else None
     # First: it may leave the drafter with a part of its state.
     working = max(_prompt_bytes(target, drafter, load), _round_bytes(target, drafter, load))
-    state = 0 if drafter is None else drafter.state_bytes(target, load.rows, load.length, *((load.spare,) if drafter.grows else ()))
+    state = (
+        0
+        if drafter is None
+        else drafter.state_bytes(target, load.rows, load.length, *((load.spare,) if drafter.grows else ()))
+    )
     return Budget(target.cache_bytes(load.rows, load.target_length), state, working)
 
 
@@ -117,15 +128,25 @@ def require_memory(target: Target, drafter: Drafter | None, load: Load, held: in
 def _bounds(target: Target, drafter: Drafter | None, load: Load) -> tuple[int, int]:
     """Bytes between which the need lies, nothing measured: far from the end of memory, nobody has to wait for that."""
     tokens, places = load.rows * load.prompt, load.rows * _places(None, load)
-    least = target.cache_bytes(load.rows, load.target_length) + (tokens + places) * target.hidden_size * 64 + places * target.vocab_size * 16
+    least = (
+        target.cache_bytes(load.rows, load.target_length)
+        + (tokens + places) * target.hidden_size * 64
+        + places * target.vocab_size * 16
+    )
     if least < SMALL:
         return least, least
-    state = drafter.state_bytes(target, load.rows, load.length, *((load.spare,) if drafter.grows else ())) if drafter is not None and load.depth else 0
+    state = (
+        drafter.state_bytes(target, load.rows, load.length, *((load.spare,) if drafter.grows else ()))
+        if drafter is not None and load.depth
+        else 0
+    )
     scores = int(target.config.num_attention_heads) * 16
     eager = getattr(target.config, "_attn_implementation", None) == "eager"
     pairs = load.rows * (load.prompt**2 * (scores if eager else 16) + _places(None, load) * load.length * (scores + 16))
     entries = load.rows * load.length * target.hidden_size * 64
-    return least, least + state + entries + pairs + (tokens + places) * target.hidden_size * 1024 + (places + load.rows) * target.vocab_size * 64
+    return least, least + state + entries + pairs + (tokens + places) * target.hidden_size * 1024 + (
+        places + load.rows
+    ) * target.vocab_size * 64
 
 
 def _advice(fits: Callable[[Load], bool], load: Load) -> str:
@@ -164,7 +185,9 @@ def _prompt_bytes(target: Target, drafter: Drafter | None, load: Load) -> int:
     """The passes over the prompts: the target's, then the drafter's, both with the hidden states that are tapped; and the first logits."""
     tokens, state = load.rows * load.prompt, target.hidden_size * target.dtype.itemsize
     taps = 0 if drafter is None else len(drafter.taps) * state
-    inner = 0 if drafter is None else sum(tap < target.num_layers for tap in drafter.taps) * state  # kept while the layers behind them run
+    inner = (
+        0 if drafter is None else sum(tap < target.num_layers for tap in drafter.taps) * state
+    )  # kept while the layers behind them run
     own = target.footprint().of_prompt(load.rows, load.prompt) + tokens * inner
     kept = tokens * (state + taps + inner) + _logit_bytes(target, load, 1, sampled=False)
     if drafter is None:
@@ -180,7 +203,9 @@ def _round_bytes(target: Target, drafter: Drafter | None, load: Load) -> int:
     kept = places * state * (1 + (0 if drafter is None else len(drafter.taps)))
     features = 0 if drafter is None else load.prompt * state * len(drafter.taps)
     verified = target.footprint().of_round(load.rows, places, load.target_length)
-    drafted = load.rows * target.vocab_size * _drafting_bytes(target, load) if drafter is not None and drafter.grows else 0
+    drafted = (
+        load.rows * target.vocab_size * _drafting_bytes(target, load) if drafter is not None and drafter.grows else 0
+    )
     left = 0 if load.fixed else target.cache_bytes(load.rows - 1, load.target_length) // (2 * target.num_layers)
     reading = _reading(drafter, target)
     features += load.rows * (reading.kept + max(0, load.depth - 1) * reading.per_draft)
@@ -200,7 +225,11 @@ def _drafting_bytes(target: Target, load: Load) -> int:
 
 def _is_sampled(drafter: Drafter | None, load: Load) -> bool:
     """Whether drafts come with the distributions that they were drawn from."""
-    return drafter is not None and not drafter.deterministic and load.plan.rule(load.sampling.temperature, deterministic=False) in SAMPLED
+    return (
+        drafter is not None
+        and not drafter.deterministic
+        and load.plan.rule(load.sampling.temperature, deterministic=False) in SAMPLED
+    )
 
 
 def _logit_bytes(target: Target, load: Load, places: int, sampled: bool) -> int:
@@ -214,8 +243,11 @@ def _logit_bytes(target: Target, load: Load, places: int, sampled: bool) -> int:
     filters = 0 if greedy else max(_NUCLEUS if sampling.top_p is not None else 0, _MIN_P if sampling.min_p else 0)
     processed, processing, context = _processor_bytes(logit, sampling)
     most = max(
-        places * footprint.per_logit, places * (logit + processing), places * (logit + processed + each) + once, places * (logit + processed + filters)
-    )  # fmt: skip
+        places * footprint.per_logit,
+        places * (logit + processing),
+        places * (logit + processed + each) + once,
+        places * (logit + processed + filters),
+    )
     return int(load.rows * target.vocab_size * (most + context))
 
 
@@ -256,10 +288,14 @@ def _reading(drafter: Drafter | None, target: Target) -> _Reading:
         return _Reading()
     known = _measured.setdefault(drafter, {})
     if target.dtype not in known:
-        (short, kept, per_draft), (middle, *_), (long, *_) = (_read(drafter, target, length) for length in (16, 64, 112))
+        (short, kept, per_draft), (middle, *_), (long, *_) = (
+            _read(drafter, target, length) for length in (16, 64, 112)
+        )
         per_pair = max(0.0, ((long - middle) - (middle - short)) / (2 * 48**2))
         per_token = (long - short) / 96 - 128 * per_pair
-        known[target.dtype] = _Reading(max(0.0, short - 16 * per_token - 256 * per_pair), per_token, per_pair, kept, per_draft)
+        known[target.dtype] = _Reading(
+            max(0.0, short - 16 * per_token - 256 * per_pair), per_token, per_pair, kept, per_draft
+        )
     return known[target.dtype]
 
 
@@ -279,44 +315,3 @@ def _read(drafter: Drafter, target: Target, length: int) -> tuple[int, int, int]
         if drafter.max_depth is None or drafter.max_depth > 1:
             drafter.extend(state, tokens[:, :1])
     return peak, kept, max(0, run.live - kept)
-
-
-# ------------------------------------------------------------ what is free
-
-
-def free_bytes(device: torch.device) -> int | None:
-    """What can still be allocated on `device`; None where nobody says."""
-    if device.type == "cuda":
-        # The allocator's unused blocks are not free to the device, but to us.
-        return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    if device.type != "cpu":
-        return None
-    import psutil
-
-    return min([psutil.virtual_memory().available, *cgroup_rooms()])
-
-
-def cgroup_rooms(mounted: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")) -> list[int]:
-    """What each memory limit of this process's control groups leaves, in bytes; files that may be given up count as free."""
-    rooms = []
-    for line in membership.read_text().splitlines() if membership.exists() else []:
-        _, controllers, path = line.split(":", 2)
-        if "memory" in controllers.split(","):
-            names, root = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"), mounted / "memory"
-        elif not controllers:
-            names, root = ("memory.max", "memory.current", "inactive_file"), mounted
-        else:
-            continue
-        own = root / path.lstrip("/")
-        groups = [own, *(parent for parent in own.parents if parent.is_relative_to(root))]
-        rooms += [room for group in groups if (room := _cgroup_room(group, *names)) is not None]
-    return rooms
-
-
-def _cgroup_room(group: Path, limit: str, usage: str, reclaimable: str) -> int | None:
-    try:
-        allowed, used = (group / limit).read_text().strip(), int((group / usage).read_text())
-        statistics = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-        return None if allowed == "max" else int(allowed) - used + int(statistics.get(reclaimable, 0))
-    except (OSError, ValueError):  # a limit that cannot be read is none
-        return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..target import BadInputError
+from ..ground import BadInputError
 from .control import Control
 from .trees import Tree
 
@@ -53,26 +53,40 @@ class Plan:
         if self.tree is not None and (self.width > 1 or self.nodes is not None):
             raise BadInputError("plan: a static tree has its own width and number of nodes; leave out width and nodes.")
         if self.nodes is not None and (self.width == 1 or self.nodes < 1):
-            raise BadInputError(f"plan: nodes says how many nodes of a dynamic tree are verified; it needs width > 1 and must be >= 1, got {self.nodes}.")
+            raise BadInputError(
+                f"plan: nodes says how many nodes of a dynamic tree are verified; it needs width > 1 and must be >= 1, got {self.nodes}."
+            )
         if not 0 <= self.confidence <= 1:
             raise BadInputError(f"plan: confidence is a probability, got {self.confidence}.")
         if self.confidence and self.is_tree:
-            raise BadInputError("plan: confidence ends chains; a dynamic tree already follows the drafter's confidence, a static one has a fixed shape.")
+            raise BadInputError(
+                "plan: confidence ends chains; a dynamic tree already follows the drafter's confidence, a static one has a fixed shape."
+            )
         self._check_rule()
 
     def _check_rule(self) -> None:
         if self.verify not in ("auto", *LOSSLESS, *LOSSY):
-            raise BadInputError(f"plan: unknown verification rule {self.verify!r}; known: auto, {', '.join((*LOSSLESS, *LOSSY))}.")
-        fitting = ("auto", *LOSSY, *(CHAIN_RULES if not self.is_tree else ANY_SHAPE if self.tree is None else TREE_RULES))
+            raise BadInputError(
+                f"plan: unknown verification rule {self.verify!r}; known: auto, {', '.join((*LOSSLESS, *LOSSY))}."
+            )
+        fitting = (
+            "auto",
+            *LOSSY,
+            *(CHAIN_RULES if not self.is_tree else ANY_SHAPE if self.tree is None else TREE_RULES),
+        )
         if self.verify not in fitting:
             shape = "a chain" if not self.is_tree else "a dynamic tree" if self.tree is None else "a static tree"
-            raise BadInputError(f"plan: the rule {self.verify!r} cannot verify {shape}; these can: {', '.join(fitting)}.")
+            raise BadInputError(
+                f"plan: the rule {self.verify!r} cannot verify {shape}; these can: {', '.join(fitting)}."
+            )
 
     def __str__(self) -> str:
         most = "up to " if self.control is not None or self.confidence else ""
         if not self.is_tree:
             return f"depth {most}{self.depth}"
-        return f"{'dynamic' if self.tree is None else 'static'} tree of {most}{self.max_nodes} nodes, depth {self.depth}"
+        return (
+            f"{'dynamic' if self.tree is None else 'static'} tree of {most}{self.max_nodes} nodes, depth {self.depth}"
+        )
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Plan:
@@ -83,14 +97,27 @@ class Plan:
     def to_dict(self) -> dict[str, Any]:
         """As JSON holds it; a static tree is its parents."""
         return {
-            "depth": self.depth, "width": self.width, "nodes": self.nodes, "tree": self.tree and list(self.tree.parents), "verify": self.verify,
-            "confidence": self.confidence, "control": self.control and self.control.to_dict(),
-        }  # fmt: skip
+            "depth": self.depth,
+            "width": self.width,
+            "nodes": self.nodes,
+            "tree": self.tree and list(self.tree.parents),
+            "verify": self.verify,
+            "confidence": self.confidence,
+            "control": self.control and self.control.to_dict(),
+        }
 
     @property
     def chain(self) -> Plan:
         """As deep, for a drafter that grows no trees."""
-        return self if not self.is_tree else Plan(self.depth, verify=self.verify if self.verify in (*CHAIN_RULES, *LOSSY) else "auto", control=self.control)
+        return (
+            self
+            if not self.is_tree
+            else Plan(
+                self.depth,
+                verify=self.verify if self.verify in (*CHAIN_RULES, *LOSSY) else "auto",
+                control=self.control,
+            )
+        )
 
     def up_to(self, depth: int | None) -> Plan:
         """No deeper than `depth` (None: any), for a drafter that drafts no deeper."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..target import BadInputError
+from ..ground import BadInputError
 
 # Streams keep draws for different purposes independent of each other.
 DRAFT, ACCEPT, CORRECT, COUPLED = 1, 2, 3, 4
@@ -50,7 +50,11 @@ class Sampling:
             (self.top_p is None or 0 < self.top_p <= 1, "top_p must be in (0, 1]", self.top_p),
             (self.min_p is None or 0 <= self.min_p <= 1, "min_p must be in [0, 1]", self.min_p),
             (self.repetition_penalty > 0, "repetition_penalty must be > 0", self.repetition_penalty),
-            (all(w and _are_tokens(w) for w in self.bad_words), "bad_words must hold sequences of at least one token id each", self.bad_words),
+            (
+                all(w and _are_tokens(w) for w in self.bad_words),
+                "bad_words must hold sequences of at least one token id each",
+                self.bad_words,
+            ),
             (self.min_new_tokens >= 0, "min_new_tokens must be >= 0", self.min_new_tokens),
             (_are_tokens(self.suppress), "suppress must hold token ids", self.suppress),
         ]
@@ -96,7 +100,9 @@ class Context:
         path = path.expand(len(tokens), -1, -1)
         tokens = tokens[:, None].expand_as(path)
         present = None if self.present is None else _mark(self.present.expand(-1, path.shape[1], -1), tokens, path)
-        return Context(self.num_new + path.sum(-1), _last(self.recent.expand(-1, path.shape[1], -1), tokens, path), present)
+        return Context(
+            self.num_new + path.sum(-1), _last(self.recent.expand(-1, path.shape[1], -1), tokens, path), present
+        )
 
     def tensors(self) -> list[Tensor]:
         return [self.num_new, self.recent, *([] if self.present is None else [self.present])]
@@ -121,7 +127,9 @@ class Processors:
     def __init__(self, sampling: Sampling, vocab: int, eos: Collection[int], device: torch.device):
         for token in (*sampling.suppress, *(t for word in sampling.bad_words for t in word)):
             if token >= vocab:
-                raise BadInputError(f"sampling: suppress or bad_words holds token {token}, outside the target's vocabulary of {vocab}.")
+                raise BadInputError(
+                    f"sampling: suppress or bad_words holds token {token}, outside the target's vocabulary of {vocab}."
+                )
         words = [tuple(w) for w in sampling.bad_words if not (len(w) == 1 and w[0] in eos)]
         longer = [w for w in words if len(w) > 1]
         self.sampling, self.vocab = sampling, vocab
@@ -139,7 +147,11 @@ class Processors:
 
     def start(self, prompts: Tensor, counts: Tensor) -> Context:
         """The context behind the prompts `[B, T]`, of which each row has the first `counts` `[B]` tokens: one place per row."""
-        present = prompts.new_zeros(len(prompts), 1, self.vocab, dtype=torch.bool) if self.sampling.repetition_penalty != 1 else None
+        present = (
+            prompts.new_zeros(len(prompts), 1, self.vocab, dtype=torch.bool)
+            if self.sampling.repetition_penalty != 1
+            else None
+        )
         # Counted from here, the prompt's own tokens bring num_new to 0.
         nothing = Context(-counts[:, None], prompts.new_full((len(prompts), 1, self.width), _NO_TOKEN), present)
         real = torch.arange(prompts.shape[1], device=prompts.device) < counts[:, None]
@@ -154,7 +166,9 @@ class Processors:
             nowhere = torch.zeros_like(logits, dtype=torch.bool)
             logits = logits.masked_fill(_mark(nowhere, self.completing.expand_as(begun), begun), _NEVER)
         if self.ends is not None:
-            logits = logits.masked_fill((context.num_new < self.sampling.min_new_tokens)[:, :, None] & self.ends, _NEVER)
+            logits = logits.masked_fill(
+                (context.num_new < self.sampling.min_new_tokens)[:, :, None] & self.ends, _NEVER
+            )
         return logits if self.forbidden is None else logits.masked_fill(self.forbidden, _NEVER)
 
 
@@ -239,7 +253,9 @@ def draw(probs: Tensor, uniform: Tensor) -> Tensor:
     """
     cumulative = probs.double().cumsum(-1)
     token = torch.searchsorted(cumulative, (uniform * cumulative[..., -1]).unsqueeze(-1), right=True).squeeze(-1)
-    last = probs.shape[-1] - 1 - (probs > 0).flip(-1).to(torch.uint8).argmax(-1)  # rounding must not step past the last possible one
+    last = (
+        probs.shape[-1] - 1 - (probs > 0).flip(-1).to(torch.uint8).argmax(-1)
+    )  # rounding must not step past the last possible one
     return torch.minimum(token, last)
 
 
@@ -269,7 +285,11 @@ def uniforms(seed: Seed, stream: int, *keys: Tensor) -> Tensor:
 
 def _start(seed: Seed, device: torch.device) -> Tensor:
     """Seeds count modulo 2**64. They are filled in on the device, never copied to it."""
-    return seed if isinstance(seed, Tensor) else torch.full((), (seed + 2**63) % 2**64 - 2**63, dtype=torch.long, device=device)
+    return (
+        seed
+        if isinstance(seed, Tensor)
+        else torch.full((), (seed + 2**63) % 2**64 - 2**63, dtype=torch.long, device=device)
+    )
 
 
 def gumbel(seed: Seed, stream: int, vocab: int, *keys: Tensor) -> Tensor:

@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..heads.base import versions
-from ..target import RaggedCache
+from ..heads.base import weight_versions
+from ..targets import RaggedCache
 from .drafting import layout_of
 
 if TYPE_CHECKING:
     from ..heads import Drafter
-    from ..target import Target
+    from ..targets import Target
     from .engine import Batch, Outcome, Run
 
 _LEAST = 256
@@ -86,7 +86,11 @@ class StaticRounds:
 
     def num_bytes(self) -> int:
         """Of both caches."""
-        state = 0 if self.drafter is None else self.drafter.state_bytes(self.target, self.cache.batch_size, self.length, self.spare)
+        state = (
+            0
+            if self.drafter is None
+            else self.drafter.state_bytes(self.target, self.cache.batch_size, self.length, self.spare)
+        )
         return self.cache.num_bytes() + state
 
     def reset(self) -> None:
@@ -101,7 +105,7 @@ class StaticRounds:
         self.drafter.reset(self.drafting)
 
     def _weights_now(self) -> list[tuple[int, int]]:
-        return [] if self.drafter is None else versions(self.drafter.parameters())
+        return [] if self.drafter is None else weight_versions(self.drafter.parameters())
 
     # ------------------------------------------------------------ a round
 
@@ -112,7 +116,10 @@ class StaticRounds:
             idle: rows that have finished. needed: entries that the longest of the others may reach in this round.
         """
         window = min(window_of(needed), self.length)
-        caches = [self.cache, *(self.drafter.caches(batch.drafting) if self.drafter is not None and batch.drafting is not None else ())]
+        caches = [
+            self.cache,
+            *(self.drafter.caches(batch.drafting) if self.drafter is not None and batch.drafting is not None else ()),
+        ]
         for cache in caches:
             cache.window = window
             if idle:  # what an idle row writes must stay inside the window, and its positions inside the context
@@ -121,7 +128,10 @@ class StaticRounds:
         if depth == 0 and batch.drafting is not None:
             run.absorb(batch, outcome)
         packed = self._read(outcome.packed)
-        self.cache.host_lengths = [1 if r in idle else known + row[-3] + 1 for r, (known, row) in enumerate(zip(self.cache.host_lengths, packed, strict=True))]
+        self.cache.host_lengths = [
+            1 if r in idle else known + row[-3] + 1
+            for r, (known, row) in enumerate(zip(self.cache.host_lengths, packed, strict=True))
+        ]
         return packed
 
     def _mask(self, rows: tuple[int, ...]) -> Tensor:
@@ -183,13 +193,20 @@ class StaticRounds:
         stream, outer = (torch.cuda.Stream(device), torch.cuda.current_stream(device)) if on_gpu else (None, None)
         try:
             # The outer stream is taken up again even where a capture breaks off.
-            with torch.cuda.device(device if on_gpu else -1), torch.cuda.stream(outer), torch.cuda.graph(graph, pool=self._pool, stream=stream):
+            with (
+                torch.cuda.device(device if on_gpu else -1),
+                torch.cuda.stream(outer),
+                torch.cuda.graph(graph, pool=self._pool, stream=stream),
+            ):
                 outcome = self._eager(run, batch, depth)
                 for own, new in zip(inputs, _carried(run, batch, depth), strict=True):
                     if own is not new:
                         own.copy_(new)
         except RuntimeError as error:
-            _log.warning("rounds cannot be captured as CUDA graphs here, they run eagerly from now on: %s", str(error).splitlines()[0])
+            _log.warning(
+                "rounds cannot be captured as CUDA graphs here, they run eagerly from now on: %s",
+                str(error).splitlines()[0],
+            )
             self.captures = False
             _carry(run, batch, depth, before)
             return None

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 
-from ..target import BadInputError
+from ..ground import BadInputError
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,9 @@ class Tree:
             if not -1 <= parent < node:
                 raise BadInputError(f"a tree's nodes come behind their parents; node {node} has parent {parent}.")
         if list(self.depths) != sorted(self.depths):
-            raise BadInputError(f"a tree's nodes come level by level; the depths of {list(self.parents)} are {list(self.depths)}.")
+            raise BadInputError(
+                f"a tree's nodes come level by level; the depths of {list(self.parents)} are {list(self.depths)}."
+            )
 
     @cached_property
     def depths(self) -> tuple[int, ...]:
@@ -48,7 +50,9 @@ class Tree:
     @cached_property
     def children(self) -> dict[int, tuple[int, ...]]:
         """Of each node and of the root."""
-        return {node: tuple(i for i, p in enumerate(self.parents) if p == node) for node in range(-1, len(self.parents))}
+        return {
+            node: tuple(i for i, p in enumerate(self.parents) if p == node) for node in range(-1, len(self.parents))
+        }
 
     @property
     def depth(self) -> int:
@@ -78,7 +82,9 @@ def best_tree(rates: Sequence[Sequence[float]], nodes: int) -> Tree:
     """
 
     if not rates or nodes < 1:
-        raise BadInputError(f"the best tree needs acceptance rates and at least one node; got {len(rates)} levels and {nodes} nodes.")
+        raise BadInputError(
+            f"the best tree needs acceptance rates and at least one node; got {len(rates)} levels and {nodes} nodes."
+        )
 
     @cache
     def below(count: int, depth: int, rank: int) -> tuple[float, tuple[int, ...]]:
@@ -98,7 +104,9 @@ def best_tree(rates: Sequence[Sequence[float]], nodes: int) -> Tree:
         return best
 
     if below(nodes, 0, 0)[0] < 0:
-        raise BadInputError(f"no tree of {nodes} nodes fits into {len(rates)} levels with at most {max(map(len, rates))} children.")
+        raise BadInputError(
+            f"no tree of {nodes} nodes fits into {len(rates)} levels with at most {max(map(len, rates))} children."
+        )
     parents: list[int] = []
     level = [(-1, nodes)]  # nodes of one depth with the number of nodes below each
     for depth in range(len(rates)):

@@ -75,7 +75,9 @@ def traversal(
     """
     _, stays, residual = _weigh(tokens, parents, real, target_probs, draft_probs, carry=True)
     passed = _with_ancestors(real & (accept_uniforms < stays), parents, depth)
-    accepted, path, place = _descend(passed, parents, depth)  # the first child with a pass below it or in it: that is the order above
+    accepted, path, place = _descend(
+        passed, parents, depth
+    )  # the first child with a pass below it or in it: that is the order above
     return accepted, path, draw(_at(residual, place), correct_uniforms)
 
 
@@ -110,7 +112,9 @@ def typical(
     return accepted, path, _at(target_probs, place).argmax(-1)
 
 
-def _weigh(tokens: Tensor, parents: Tensor, real: Tensor, target_probs: Tensor, draft_probs: Tensor, carry: bool) -> tuple[Tensor, Tensor, Tensor]:
+def _weigh(
+    tokens: Tensor, parents: Tensor, real: Tensor, target_probs: Tensor, draft_probs: Tensor, carry: bool
+) -> tuple[Tensor, Tensor, Tensor]:
     """What each node is worth once all that is tried before it has been refused; no uniform has a part in that.
 
     Each place has a claim w: the law p there, times the probability P with which the path to it may stay. A child x ~ q covers

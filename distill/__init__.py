@@ -5,4 +5,13 @@ from .masks import supervised_mask
 from .prompts import Prompt, digest_prompts, read_prompts
 from .responses import distill, load_responses, provenance
 
-__all__ = ["FeatureStore", "Prompt", "digest_prompts", "distill", "load_responses", "provenance", "read_prompts", "supervised_mask"]
+__all__ = [
+    "FeatureStore",
+    "Prompt",
+    "digest_prompts",
+    "distill",
+    "load_responses",
+    "provenance",
+    "read_prompts",
+    "supervised_mask",
+]

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -21,10 +20,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..target import BadInputError, Target
-from ..target.fingerprint import digest_json
-from .progress import progress
-from .storage import disk_full_explained, read_json, readable_bytes, require_space, write_atomically
+from ..ground import BadInputError
+from ..ground.files import disk_full_explained, read_json, readable_bytes, replacing, require_space, write_atomically
+from ..ground.progress import progress
+from ..targets import Target
+from ..targets.fingerprint import digest_json
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -55,7 +55,11 @@ class _Layout:
 
     def places(self) -> list[tuple[int, int]]:
         """Shard and first token of every sequence."""
-        return [(n, first) for n, r in enumerate(self.shards) for first in [0, *accumulate(self.lengths[r.start : r.stop - 1])]]
+        return [
+            (n, first)
+            for n, r in enumerate(self.shards)
+            for first in [0, *accumulate(self.lengths[r.start : r.stop - 1])]
+        ]
 
 
 class FeatureStore:
@@ -74,7 +78,9 @@ class FeatureStore:
         """
         self.folder = Path(folder)
         if not (self.folder / INDEX).is_file():
-            raise BadInputError(f"{folder}: holds no finished feature store ({INDEX} is missing); build it again, the finished part is kept.")
+            raise BadInputError(
+                f"{folder}: holds no finished feature store ({INDEX} is missing); build it again, the finished part is kept."
+            )
         index = read_json(self.folder / INDEX)
         self.taps: tuple[int, ...] = tuple(index["taps"])
         self.dtype = DTYPES[index["dtype"]]
@@ -84,7 +90,9 @@ class FeatureStore:
         self._open: dict[int, Any] = {}
         missing = [f.name for f in self._files() if not f.is_file()]
         if missing:
-            raise BadInputError(f"{folder}: {missing[0]} is missing; delete {INDEX} there and build again, the other files are kept.")
+            raise BadInputError(
+                f"{folder}: {missing[0]} is missing; delete {INDEX} there and build again, the other files are kept."
+            )
 
     @classmethod
     def build(
@@ -140,7 +148,9 @@ class FeatureStore:
         """
         width = length if length is not None else max(self._layout.lengths[i] for i in indices)
         last = torch.zeros(len(indices), width, self.hidden_size, dtype=self.dtype)
-        hidden = torch.zeros(len(indices), width, len(self.taps), self.hidden_size, dtype=self.dtype) if self.taps else None
+        hidden = (
+            torch.zeros(len(indices), width, len(self.taps), self.hidden_size, dtype=self.dtype) if self.taps else None
+        )
         for row, index in enumerate(indices):
             shard, first = self._places[index]
             count = min(self._layout.lengths[index], width)
@@ -158,7 +168,9 @@ class FeatureStore:
             try:
                 self._open[shard] = safe_open(file, framework="pt")
             except SafetensorError as error:
-                raise BadInputError(f"{file}: damaged ({error}). Delete it and {INDEX} beside it, and build again; the other files are kept.") from error
+                raise BadInputError(
+                    f"{file}: damaged ({error}). Delete it and {INDEX} beside it, and build again; the other files are kept."
+                ) from error
         return self._open[shard].get_slice(name)
 
     def _files(self) -> list[Path]:
@@ -168,7 +180,15 @@ class FeatureStore:
 class _Builder:
     """Makes the store of one key."""
 
-    def __init__(self, parent: Path, target: Target, dataset: Dataset, taps: tuple[int, ...], dtype: torch.dtype, shard_bytes: int):
+    def __init__(
+        self,
+        parent: Path,
+        target: Target,
+        dataset: Dataset,
+        taps: tuple[int, ...],
+        dtype: torch.dtype,
+        shard_bytes: int,
+    ):
         self.target, self.taps, self.dtype = target, taps, dtype
         self.sequences = [torch.tensor(ids, dtype=torch.int32) for ids in dataset["input_ids"]]
         self.bytes_per_token = (len(taps) + 1) * target.hidden_size * dtype.itemsize
@@ -180,7 +200,9 @@ class _Builder:
         data = hashlib.sha256()
         for sequence in self.sequences:
             data.update(len(sequence).to_bytes(8, "little") + sequence.numpy().tobytes())
-        return digest_json([self.target.fingerprint().digest, data.hexdigest(), list(self.taps), str(self.dtype), shard_bytes])
+        return digest_json(
+            [self.target.fingerprint().digest, data.hexdigest(), list(self.taps), str(self.dtype), shard_bytes]
+        )
 
     def run(self, console: Console | None, batch_size: int) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -218,7 +240,10 @@ class _Builder:
             tokens = torch.nn.utils.rnn.pad_sequence([self.sequences[i].long() for i in batch], batch_first=True)
             out = self.target.forward(tokens.to(self.target.device), taps=self.taps, logits=False)
             for row, i in enumerate(batch):
-                found[i] = (None if out.hidden is None else self._kept(out.hidden[row], i), self._kept(out.last[row], i))
+                found[i] = (
+                    None if out.hidden is None else self._kept(out.hidden[row], i),
+                    self._kept(out.last[row], i),
+                )
         states = {"last": torch.cat([found[i][1] for i in members])}
         hidden = [found[i][0] for i in members]
         return states | ({"hidden": torch.cat([h for h in hidden if h is not None])} if self.taps else {})
@@ -230,12 +255,8 @@ class _Builder:
         from safetensors.torch import save_file
 
         file = _shard_file(self.folder, shard)
-        temporary = file.with_name(f".{file.name}.{os.getpid()}.tmp")
-        try:
+        with replacing(file) as temporary:
             save_file(states, temporary)
-            temporary.replace(file)
-        finally:
-            temporary.unlink(missing_ok=True)
 
 
 def _shard_file(folder: Path, number: int) -> Path:

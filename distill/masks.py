@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..target import BadInputError
+from ..ground import BadInputError
 from .prompts import chat_messages, render
 
 if TYPE_CHECKING:
@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 Span = tuple[int, int]  # characters of the rendered text, end excluded
 
 
-def supervised_mask(tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, Any]], tools: Any = None) -> tuple[list[int], list[bool]]:
+def supervised_mask(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, Any]], tools: Any = None
+) -> tuple[list[int], list[bool]]:
     """Tokens of a rendered conversation, and True at those of the assistant's turns (their end marker included).
 
     Some templates write an earlier turn differently once later ones follow (they drop its reasoning). Such a turn is not
@@ -39,7 +41,9 @@ def supervised_mask(tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[
     return tokens, mask
 
 
-def _assistant_spans(tokenizer: PreTrainedTokenizerBase, turns: list[dict[str, Any]], text: str, tools: Any) -> list[Span]:
+def _assistant_spans(
+    tokenizer: PreTrainedTokenizerBase, turns: list[dict[str, Any]], text: str, tools: Any
+) -> list[Span]:
     spans = []
     for i, turn in enumerate(turns):
         if turn["role"] != "assistant" or i == 0:
@@ -55,7 +59,9 @@ def _encode(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[list[int], l
     """Tokens of `text`, and where in it each one ends. A token begins where the one before it ends."""
     if not tokenizer.is_fast:
         tokens = list(tokenizer(text, add_special_tokens=False)["input_ids"])
-        return tokens, [len(tokenizer.decode(tokens[: n + 1], clean_up_tokenization_spaces=False)) for n in range(len(tokens))]
+        return tokens, [
+            len(tokenizer.decode(tokens[: n + 1], clean_up_tokenization_spaces=False)) for n in range(len(tokens))
+        ]
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     # Only the ends: tokenizers may leave the space in front of a word out of its offsets.
     return list(encoded["input_ids"]), [end for _, end in encoded["offset_mapping"]]

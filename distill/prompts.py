@@ -13,9 +13,9 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..ground import BadInputError
 from ..recipes import embedded_file
-from ..target import BadInputError
-from ..target.fingerprint import digest_json
+from ..targets.fingerprint import digest_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -26,7 +26,14 @@ SUFFIXES = (".jsonl", ".json", ".parquet", ".txt")
 Row = dict[str, Any]
 Message = dict[str, Any]
 
-_ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant", "observation": "tool", "function_response": "tool"}
+_ROLES = {
+    "human": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "bot": "assistant",
+    "observation": "tool",
+    "function_response": "tool",
+}
 _NONDESCRIPT = {"question", "questions", "train", "test", "validation", "dev", "data", "prompts"}
 
 
@@ -63,7 +70,12 @@ class Collection:
     unanswerable: int = 0
 
     def counts(self) -> dict[str, int]:
-        return {"prompts": len(self.prompts), "truncated": self.truncated, "too_long": self.too_long, "unanswerable": self.unanswerable}
+        return {
+            "prompts": len(self.prompts),
+            "truncated": self.truncated,
+            "too_long": self.too_long,
+            "unanswerable": self.unanswerable,
+        }
 
 
 def read_prompts(
@@ -124,9 +136,13 @@ def locate(source: str) -> Path:
     file = Path(source).expanduser()
     if not file.is_file():
         what = "is a folder" if file.is_dir() else "does not exist"
-        raise BadInputError(f"the prompt source {source!r} {what}; expected embedded:code, embedded:docs, embedded:prose, a file, or a Hub id like org/name.")
+        raise BadInputError(
+            f"the prompt source {source!r} {what}; expected embedded:code, embedded:docs, embedded:prose, a file, or a Hub id like org/name."
+        )
     if file.suffix not in SUFFIXES:
-        raise BadInputError(f"the prompt source {source!r} is a {file.suffix or 'suffixless'} file; expected one of {', '.join(SUFFIXES)}.")
+        raise BadInputError(
+            f"the prompt source {source!r} is a {file.suffix or 'suffixless'} file; expected one of {', '.join(SUFFIXES)}."
+        )
     return file
 
 
@@ -137,14 +153,22 @@ def chat_messages(turns: Any, where: str) -> list[Message]:
     return [_message(turn, where) for turn in turns]
 
 
-def render(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], where: str, tools: Any = None, answer: bool = True) -> str:
+def render(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], where: str, tools: Any = None, answer: bool = True
+) -> str:
     """The chat as text; with `answer`, up to the place where the assistant's next turn begins."""
     if not getattr(tokenizer, "chat_template", None):
-        raise BadInputError(f"{where}: is a chat, but the target's tokenizer has no chat template; use raw text (`text`), or set tokenizer.chat_template.")
+        raise BadInputError(
+            f"{where}: is a chat, but the target's tokenizer has no chat template; use raw text (`text`), or set tokenizer.chat_template."
+        )
     try:
-        return str(tokenizer.apply_chat_template(list(messages), tools=tools, tokenize=False, add_generation_prompt=answer))
+        return str(
+            tokenizer.apply_chat_template(list(messages), tools=tools, tokenize=False, add_generation_prompt=answer)
+        )
     except Exception as error:  # templates raise what they like: TemplateError, UndefinedError, TypeError
-        raise BadInputError(f"{where}: the target's chat template refuses this conversation: {error}. Its roles: {[m['role'] for m in messages]}.") from error
+        raise BadInputError(
+            f"{where}: the target's chat template refuses this conversation: {error}. Its roles: {[m['role'] for m in messages]}."
+        ) from error
 
 
 # ------------------------------------------------------------ rows to prompts
@@ -192,7 +216,9 @@ class _Reader:
             self.found.truncated += 1
             tokens = self._cut(tokens, self.max_tokens)
         suite = str(row.get("suite") or name)
-        return Prompt(self._id(row, number, suite), suite, tuple(tokens), text, None if messages is None else tuple(messages))
+        return Prompt(
+            self._id(row, number, suite), suite, tuple(tokens), text, None if messages is None else tuple(messages)
+        )
 
     def _content(self, row: Row, where: str) -> tuple[str, list[Message] | None]:
         """Text to continue, and the messages it was rendered from (None for raw text). No text: nothing to answer."""
@@ -241,13 +267,17 @@ def _field(row: Row, where: str) -> tuple[str, Any]:
             return "chat", value
         if value is not None:
             return kind, str(value)
-    raise BadInputError(f"{where}: expected one of text, prompt, question, messages, conversations, turns; found {', '.join(map(str, row)) or 'no keys'}.")
+    raise BadInputError(
+        f"{where}: expected one of text, prompt, question, messages, conversations, turns; found {', '.join(map(str, row)) or 'no keys'}."
+    )
 
 
 def _message(turn: Message, where: str) -> Message:
     role, content = turn.get("role", turn.get("from")), turn.get("content", turn.get("value"))
     if not isinstance(role, str):
-        raise BadInputError(f"{where}: a message needs `role` and `content` (or `from` and `value`); found the keys {', '.join(turn)}.")
+        raise BadInputError(
+            f"{where}: a message needs `role` and `content` (or `from` and `value`); found the keys {', '.join(turn)}."
+        )
     rest = {k: v for k, v in turn.items() if k not in ("role", "from", "content", "value") and v is not None}
     return {"role": _ROLES.get(role, role), "content": "" if content is None else content, **rest}
 
@@ -294,7 +324,9 @@ def _rows(source: str) -> Iterator[Row]:
     if _is_hub(source):
         return _hub_rows(source)
     file = locate(source)
-    return {".jsonl": _jsonl_rows, ".json": _json_rows, ".parquet": _parquet_rows, ".txt": _text_rows}[file.suffix](file)
+    return {".jsonl": _jsonl_rows, ".json": _json_rows, ".parquet": _parquet_rows, ".txt": _text_rows}[file.suffix](
+        file
+    )
 
 
 def _jsonl_rows(file: Path) -> Iterator[Row]:
@@ -304,9 +336,13 @@ def _jsonl_rows(file: Path) -> Iterator[Row]:
         try:
             row = json.loads(line)
         except json.JSONDecodeError as error:
-            raise BadInputError(f"{file}: line {number} is not valid JSON ({error.msg} at column {error.colno}).") from error
+            raise BadInputError(
+                f"{file}: line {number} is not valid JSON ({error.msg} at column {error.colno})."
+            ) from error
         if not isinstance(row, dict):
-            raise BadInputError(f"{file}: line {number} is a {type(row).__name__}; expected an object with named fields.")
+            raise BadInputError(
+                f"{file}: line {number} is a {type(row).__name__}; expected an object with named fields."
+            )
         yield row
 
 

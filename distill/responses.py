@@ -20,12 +20,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..decode import Decoder, Plan, Sampling
+from ..ground import BadInputError, IncompatibleError
+from ..ground.files import disk_full_explained, read_json, write_atomically
+from ..ground.progress import progress
 from ..recipes import DataSpec, Recipe
-from ..target import BadInputError, Fingerprint, IncompatibleError, Target
-from ..target.products import fast_products
-from .progress import progress
+from ..targets import Fingerprint, Target
+from ..targets.products import fast_products
 from .prompts import Collection, Prompt, check_sources, collect, digest_prompts
-from .storage import disk_full_explained, read_json, write_atomically
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -71,7 +72,9 @@ def distill(recipe: Recipe, target: Target | None = None, console: Console | Non
 
 def data_folder(recipe: Recipe) -> Path:
     """Where the recipe's responses are, or will be."""
-    return Path(recipe.data.responses).expanduser() if recipe.data.responses is not None else recipe.output_folder / "data"
+    return (
+        Path(recipe.data.responses).expanduser() if recipe.data.responses is not None else recipe.output_folder / "data"
+    )
 
 
 def load_responses(folder: str | Path) -> Dataset:
@@ -82,10 +85,14 @@ def load_responses(folder: str | Path) -> Dataset:
     try:
         dataset = load_from_disk(str(folder))
     except Exception as error:
-        raise BadInputError(f"{folder}: its data set cannot be read ({error}). Delete the folder and run distill again.") from error
+        raise BadInputError(
+            f"{folder}: its data set cannot be read ({error}). Delete the folder and run distill again."
+        ) from error
     missing = [c for c in COLUMNS if c not in dataset.column_names]
     if missing:
-        raise BadInputError(f"{folder}: the columns {', '.join(missing)} are missing; found {', '.join(dataset.column_names)}.")
+        raise BadInputError(
+            f"{folder}: the columns {', '.join(missing)} are missing; found {', '.join(dataset.column_names)}."
+        )
     return dataset
 
 
@@ -96,7 +103,9 @@ def provenance(folder: str | Path) -> dict[str, Any]:
         raise BadInputError(f"{folder}: is no data folder made by distill ({PROVENANCE} is missing).")
     saved = read_json(file)
     if saved.get("schema_version") != SCHEMA_VERSION:
-        raise BadInputError(f"{file}: has schema version {saved.get('schema_version')}, this Outrider reads {SCHEMA_VERSION}; distill into another `output`.")
+        raise BadInputError(
+            f"{file}: has schema version {saved.get('schema_version')}, this Outrider reads {SCHEMA_VERSION}; distill into another `output`."
+        )
     return saved
 
 
@@ -143,7 +152,9 @@ class _Run:
     def _require_same(self, folder: Path, saved: dict[str, Any]) -> None:
         lines = self.identity.differences(saved)
         if lines:
-            raise BadInputError(f"{folder} was made with other settings: {'; '.join(lines)}. Choose another `output`, or delete that folder.")
+            raise BadInputError(
+                f"{folder} was made with other settings: {'; '.join(lines)}. Choose another `output`, or delete that folder."
+            )
 
     # ------------------------------------------------------------ answering
 
@@ -172,7 +183,13 @@ class _Run:
         sampling = Sampling(**self.spec.sampling.model_dump())
         try:
             with fast_products(self.target.device):
-                out = decoder.generate([self.prompts[i].tokens for i in batch], self.spec.max_new_tokens, sampling, Plan(depth=0), sequence_ids=batch)
+                out = decoder.generate(
+                    [self.prompts[i].tokens for i in batch],
+                    self.spec.max_new_tokens,
+                    sampling,
+                    Plan(depth=0),
+                    sequence_ids=batch,
+                )
         except torch.OutOfMemoryError as error:
             raise BadInputError(
                 f"the device has too little memory for data.batch_size={self.spec.batch_size}. Finished responses are kept; run again with a smaller one."
@@ -245,18 +262,26 @@ class _Run:
             "input_ids": [[*p.tokens, *response] for p, response in rows],
             "loss_mask": [[0] * len(p.tokens) + [1] * len(response) for p, response in rows],
         }
-        types = Features(id=Value("string"), suite=Value("string"), input_ids=List(Value("int32")), loss_mask=List(Value("int8")))
+        types = Features(
+            id=Value("string"), suite=Value("string"), input_ids=List(Value("int32")), loss_mask=List(Value("int8"))
+        )
         return Dataset.from_dict(columns, features=types)
 
     def _provenance(self, kept: list[int], answered: dict[int, list[int]]) -> dict[str, Any]:
         counts = {**self.found.counts(), "empty_responses": len(self.prompts) - len(kept), "sequences": len(kept)}
-        counts |= {"prompt_tokens": sum(len(self.prompts[i].tokens) for i in kept), "response_tokens": sum(len(answered[i]) for i in kept)}
+        counts |= {
+            "prompt_tokens": sum(len(self.prompts[i].tokens) for i in kept),
+            "response_tokens": sum(len(answered[i]) for i in kept),
+        }
         return {
             "schema_version": SCHEMA_VERSION,
             **self.identity.to_dict(),
             "source": {"target": self.target.source, "prompts": self.spec.prompts, "limit": self.spec.limit},
             "counts": counts,
-            "versions": {"python": sys.version.split()[0], **{name: version(name) for name in ("outrider", "torch", "transformers", "datasets")}},
+            "versions": {
+                "python": sys.version.split()[0],
+                **{name: version(name) for name in ("outrider", "torch", "transformers", "datasets")},
+            },
         }
 
 
@@ -269,7 +294,11 @@ def _given(folder: Path, target: Target) -> Path:
             f"the responses in {folder} were written with another tokenizer than this target's; distill new ones (leave out data.responses)."
         )
     if differences:
-        _log.warning("the responses in %s come from a target that differs in: %s. A drafter learns best from its own target's.", folder, "; ".join(differences))
+        _log.warning(
+            "the responses in %s come from a target that differs in: %s. A drafter learns best from its own target's.",
+            folder,
+            "; ".join(differences),
+        )
     return folder
 
 

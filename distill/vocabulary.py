@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..ground import BadInputError
 from ..heads.base import by_frequency, most_frequent
-from ..target import BadInputError
 
 NUM_SIZES = 7
 

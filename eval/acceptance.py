@@ -14,7 +14,7 @@ from .measure import Job
 if TYPE_CHECKING:
     from ..decode import Decoder, Sampling, Tree
     from ..heads import Drafter
-    from ..target import Target
+    from ..targets import Target
 
 DEEPEST = 8
 PROBE_DEPTH, PROBE_WIDTH = 6, 6  # of the tree that shows how often which child is accepted
@@ -47,22 +47,32 @@ def deepest(drafter: Drafter) -> int:
     return min(DEEPEST, drafter.max_depth or DEEPEST)
 
 
-def measure_acceptance(target: Target, drafter: Drafter, jobs: Sequence[Job], max_new_tokens: int, sampling: Sampling, trees: bool) -> Acceptance:
+def measure_acceptance(
+    target: Target, drafter: Drafter, jobs: Sequence[Job], max_new_tokens: int, sampling: Sampling, trees: bool
+) -> Acceptance:
     """Decode all prompts with the deepest chain, and with a wide tree if `trees`.
 
     Raises:
         BadInputError: every answer ends with its first token.
     """
     from ..decode import Decoder, Plan, depth_counts
-    from ..target.errors import BadInputError
+    from ..ground.errors import BadInputError
 
     decoder, depth, rounds, tokens = Decoder(target, drafter), deepest(drafter), [], 0
     for some in _pieces(jobs):
-        out = decoder.generate([j.prompt.tokens for j in some], max_new_tokens, sampling, Plan(depth), sequence_ids=[j.sequence for j in some])
+        out = decoder.generate(
+            [j.prompt.tokens for j in some],
+            max_new_tokens,
+            sampling,
+            Plan(depth),
+            sequence_ids=[j.sequence for j in some],
+        )
         rounds += [r for sequence in out.rounds for r in sequence]
         tokens += sum(map(len, out.tokens))
     if not rounds:
-        raise BadInputError("every answer ended with its first token, so nothing was drafted and there is nothing to tune; take other prompts.")
+        raise BadInputError(
+            "every answer ended with its first token, so nothing was drafted and there is nothing to tune; take other prompts."
+        )
     counts = [*depth_counts(rounds), *[(0, 0)] * depth][:depth]
     ranks = rank_rates(target, drafter, jobs, max_new_tokens, sampling) if trees else ()
     return Acceptance(
@@ -78,7 +88,9 @@ def _pieces(jobs: Sequence[Job]) -> list[list[Job]]:
     return [ordered[i : i + _AT_ONCE] for i in range(0, len(ordered), _AT_ONCE)]
 
 
-def rank_rates(target: Target, drafter: Drafter, jobs: Sequence[Job], max_new_tokens: int, sampling: Sampling) -> tuple[tuple[float, ...], ...]:
+def rank_rates(
+    target: Target, drafter: Drafter, jobs: Sequence[Job], max_new_tokens: int, sampling: Sampling
+) -> tuple[tuple[float, ...], ...]:
     """How often a kept path goes on through the child of each rank, by depth, `[D][W]`, from rounds under one wide tree.
 
     In that tree the nodes of the all-first path have W children each. Rates behind other nodes are taken to be the same, as
@@ -104,7 +116,10 @@ def _share_by_rank(tree: Tree, ends: Sequence[int], depth: int) -> tuple[float, 
     """Of the paths that came to the node at `depth` of the all-first path (0: the root), the share that went on to each of its children."""
     came = [path for path in (_path(tree, end) for end in ends) if path[:depth] == [0] * depth]
     width = len(tree.children[-1])
-    return tuple(round(sum(len(path) > depth and path[depth] == rank for path in came) / len(came), 6) if came else 0.0 for rank in range(width))
+    return tuple(
+        round(sum(len(path) > depth and path[depth] == rank for path in came) / len(came), 6) if came else 0.0
+        for rank in range(width)
+    )
 
 
 def _path(tree: Tree, node: int) -> list[int]:

@@ -12,14 +12,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from .costs import synchronised
+from ..ground.machine import clock
 from .measure import Contestant, Job, race
 from .statistics import Bootstrap, Interval, Ratio
 
 if TYPE_CHECKING:
     from ..decode import Decoder, Plan, Round
     from ..recipes import EvalSpec
-    from ..target import Target
+    from ..targets import Target
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,11 @@ def _interval(interval: Interval | None) -> dict[str, float | None] | None:
     if interval is None:
         return None
     known = interval.known
-    return {"value": round(interval.value, 4), "low": round(interval.low, 4) if known else None, "high": round(interval.high, 4) if known else None}
+    return {
+        "value": round(interval.value, 4),
+        "low": round(interval.low, 4) if known else None,
+        "high": round(interval.high, 4) if known else None,
+    }
 
 
 def measure_batches(
@@ -95,11 +99,13 @@ def measure_batches(
         BadInputError: a size below 1 or above the number of prompts, or no baseline.
     """
     from ..decode import Decoder
-    from ..target import BadInputError
+    from ..ground import BadInputError
 
     plain = next((c.name for c in contestants if c.drafter is None), None)
     if plain is None:
-        raise BadInputError("batches: the plain target must take part; every speedup is over it. Add a contestant without a drafter.")
+        raise BadInputError(
+            "batches: the plain target must take part; every speedup is over it. Add a contestant without a drafter."
+        )
     groups = [(size, group) for size in dict.fromkeys(sizes) for group in make_groups(jobs, size, least, settings.seed)]
     random.Random(settings.seed).shuffle(groups)
     runners = [BatchRunner(c.name, Decoder(target, c.drafter), c.plan, settings) for c in contestants]
@@ -108,7 +114,11 @@ def measure_batches(
         runner(largest, 0.0)  # first calls are slow
     runs = race(runners, [group for _, group in groups], 0.0, settings.repeats, tick)
     done = {name: [_median(repeats) for repeats in per_group] for name, per_group in runs.items()}
-    return [_point(name, plain, size, done, [i for i, (own, _) in enumerate(groups) if own == size]) for size in dict.fromkeys(sizes) for name in done]
+    return [
+        _point(name, plain, size, done, [i for i, (own, _) in enumerate(groups) if own == size])
+        for size in dict.fromkeys(sizes)
+        for name in done
+    ]
 
 
 def make_groups(jobs: Sequence[Job], size: int, least: int, seed: int = 0) -> list[list[Job]]:
@@ -116,7 +126,7 @@ def make_groups(jobs: Sequence[Job], size: int, least: int, seed: int = 0) -> li
 
     Within one pass over the prompts no two batches share one; those that a pass leaves over are not run.
     """
-    from ..target import BadInputError
+    from ..ground import BadInputError
 
     if not 1 <= size <= len(jobs):
         raise BadInputError(f"batches: a size must be between 1 and the number of prompts, {len(jobs)}; got {size}.")
@@ -142,9 +152,9 @@ class BatchRunner:
 
         prompts, ids = [j.prompt.tokens for j in job], [j.sequence for j in job]
         sampling = Sampling(temperature=temperature, seed=self.settings.seed)
-        began = synchronised(self.decoder.target.device)
+        began = clock(self.decoder.target.device)
         out = self.decoder.generate(prompts, self.settings.max_new_tokens, sampling, self.plan, sequence_ids=ids)
-        seconds = synchronised(self.decoder.target.device) - began
+        seconds = clock(self.decoder.target.device) - began
         return Completion(out.tokens, out.rounds, out.stats.seconds.prefill, seconds)
 
 
@@ -157,7 +167,11 @@ def _point(name: str, plain: str, size: int, done: dict[str, list[Completion]], 
     """Figures over the batches at the indices `groups`."""
     own, base = [done[name][i] for i in groups], [done[plain][i] for i in groups]
     bootstrap = Bootstrap([len(groups)])
-    accepted = Ratio([sum(r.accepted for rounds in c.rounds for r in rounds) for c in own], [sum(map(len, c.rounds)) for c in own], offset=1.0)
+    accepted = Ratio(
+        [sum(r.accepted for rounds in c.rounds for r in rounds) for c in own],
+        [sum(map(len, c.rounds)) for c in own],
+        offset=1.0,
+    )
     return Point(
         contestant=name,
         size=size,

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import logging
 import statistics
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ..heads import Drafter
-    from ..target import RaggedCache, Target
+    from ..targets import RaggedCache, Target
 
 _log = logging.getLogger("outrider")
 _WARM_UP = 2  # passes of each kind before the first one that counts
@@ -35,7 +34,14 @@ Key = TypeVar("Key")
 # ------------------------------------------------------------ passes of the target
 
 
-def verify_times(target: Target, widths: Sequence[int], batch: int = 1, context: int = 128, repeats: int = 20, taps: Sequence[int] = ()) -> dict[int, float]:
+def verify_times(
+    target: Target,
+    widths: Sequence[int],
+    batch: int = 1,
+    context: int = 128,
+    repeats: int = 20,
+    taps: Sequence[int] = (),
+) -> dict[int, float]:
     """Median seconds of `target.forward` over the root and n drafts per row, for each n in `widths` (0: the root alone).
 
     Args:
@@ -48,21 +54,33 @@ def verify_times(target: Target, widths: Sequence[int], batch: int = 1, context:
     """
     import torch
 
-    from ..target import BadInputError
+    from ..ground import BadInputError
 
     if not widths or min(widths) < 0:
-        raise BadInputError(f"verify_times: widths are numbers of drafts, 0 or more, at least one of them; got {list(widths)}.")
+        raise BadInputError(
+            f"verify_times: widths are numbers of drafts, 0 or more, at least one of them; got {list(widths)}."
+        )
     longest = max(widths)
     _check(target, batch, context, repeats, ahead=longest + 1)
     with torch.inference_mode():
-        cache = committed_cache(target, batch, context, (_window(context, longest) if _is_fixed(target) else context + longest + 1) - context)
+        cache = committed_cache(
+            target,
+            batch,
+            context,
+            (_window(context, longest) if _is_fixed(target) else context + longest + 1) - context,
+        )
         tokens = random_tokens(target, batch, longest + 1)
         pool = torch.cuda.graph_pool_handle() if target.device.type == "cuda" else None
-        passes = {n: captured(_pass(target, tokens[:, : n + 1], cache, context, taps), target.device, pool) for n in dict.fromkeys(widths)}
+        passes = {
+            n: captured(_pass(target, tokens[:, : n + 1], cache, context, taps), target.device, pool)
+            for n in dict.fromkeys(widths)
+        }
         return medians(passes, target.device, repeats)
 
 
-def _pass(target: Target, tokens: Tensor, cache: RaggedCache, context: int, taps: Sequence[int]) -> Callable[[], object]:
+def _pass(
+    target: Target, tokens: Tensor, cache: RaggedCache, context: int, taps: Sequence[int]
+) -> Callable[[], object]:
     window = _window(context, tokens.shape[1] - 1) if _is_fixed(target) else None
 
     def work() -> object:
@@ -78,7 +96,7 @@ def committed_cache(target: Target, batch: int, context: int, room: int) -> Ragg
     Keys and values are random numbers: what a pass costs does not depend on them (but zeros could run faster on a GPU). A
     target with recurrent layers reads random tokens.
     """
-    from ..target import Counts
+    from ..targets import Counts
 
     cache = target.new_cache(batch, context + room)
     if target.rewinds:
@@ -107,7 +125,9 @@ def random_tokens(target: Target, batch: int, count: int, seed: int = 0) -> Tens
 # ------------------------------------------------------------ drafting
 
 
-def draft_times(target: Target, drafter: Drafter, depth: int, batch: int = 1, context: int = 128, repeats: int = 20) -> list[float]:
+def draft_times(
+    target: Target, drafter: Drafter, depth: int, batch: int = 1, context: int = 128, repeats: int = 20
+) -> list[float]:
     """Median seconds of drafting a chain of 0, 1, …, `depth` tokens greedily; the first is 0.
 
     Each is timed as the decoder asks for it: after an `absorb` of a round of that depth, of whose drafts half were kept.
@@ -119,7 +139,7 @@ def draft_times(target: Target, drafter: Drafter, depth: int, batch: int = 1, co
     """
     import torch
 
-    from ..target import BadInputError
+    from ..ground import BadInputError
 
     if depth < 0:
         raise BadInputError(f"draft_times: depth must be 0 or more, got {depth}.")
@@ -139,7 +159,9 @@ def _captured_draft(target: Target, drafter: Drafter, depth: int, batch: int, co
     session.fix(_window(context + _GROWTH, depth))
     for _ in range(2):
         session.round(depth)
-    inputs = [cache.lengths for cache in drafter.caches(session.state)] + drafter.carried(session.state)  # the graph reads them: nobody may free them
+    inputs = [cache.lengths for cache in drafter.caches(session.state)] + drafter.carried(
+        session.state
+    )  # the graph reads them: nobody may free them
     work = captured(partial(session.draft, depth), target.device, warm=False)  # the rounds were the warm-up
     if isinstance(work, _Replay):
         found = medians({depth: work}, target.device, repeats)[depth]
@@ -234,7 +256,7 @@ class _Drafting:
     def _absorb(self, width: int, counts: list[int]) -> None:
         import torch
 
-        from ..target import Counts
+        from ..targets import Counts
 
         tokens, taps = self.tokens[:, self.length : self.length + width], self.drafter.taps
         shape = (self.batch, width, len(taps), self.target.hidden_size)
@@ -274,7 +296,9 @@ class _Replay:
         self.graph.replay()
 
 
-def captured(work: Callable[[], object], device: torch.device, pool: Any = None, warm: bool = True) -> Callable[[], object]:
+def captured(
+    work: Callable[[], object], device: torch.device, pool: Any = None, warm: bool = True
+) -> Callable[[], object]:
     """`work` as a CUDA graph on a GPU; `work` itself elsewhere, and where it cannot be captured (which is logged).
 
     What it reads must not be freed as long as the graph lives; what it returns is dropped.
@@ -295,7 +319,9 @@ def captured(work: Callable[[], object], device: torch.device, pool: Any = None,
         with torch.cuda.graph(graph, pool=pool):
             work()
     except RuntimeError as error:
-        _log.warning("a pass cannot be captured as a CUDA graph here, it is timed as it is: %s", str(error).splitlines()[0])
+        _log.warning(
+            "a pass cannot be captured as a CUDA graph here, it is timed as it is: %s", str(error).splitlines()[0]
+        )
         return work
     return _Replay(graph, work)
 
@@ -353,14 +379,21 @@ class Floor:
 
     def to_dict(self) -> dict[str, Any]:
         return {
-            "weight_bytes": self.weights, "cache_bytes": self.cache, "copy_bytes_per_second": self.bandwidth.copy, "read_bytes_per_second": self.bandwidth.read,
-            "seconds_of_weights_at_copy": self.at_copy, "seconds_of_weights_at_read": self.at_read, "seconds_of_weights_and_cache_at_read": self.with_cache,
-        }  # fmt: skip
+            "weight_bytes": self.weights,
+            "cache_bytes": self.cache,
+            "copy_bytes_per_second": self.bandwidth.copy,
+            "read_bytes_per_second": self.bandwidth.read,
+            "seconds_of_weights_at_copy": self.at_copy,
+            "seconds_of_weights_at_read": self.at_read,
+            "seconds_of_weights_and_cache_at_read": self.with_cache,
+        }
 
 
 def bandwidth(device: torch.device | str, num_bytes: int | None = None) -> Bandwidth:
     """Both bandwidths of `device`, see `copy_bandwidth` and `read_bandwidth`."""
-    return Bandwidth(copy_bandwidth(device, num_bytes), read_bandwidth(device, num_bytes), _buffer_bytes(device, num_bytes))
+    return Bandwidth(
+        copy_bandwidth(device, num_bytes), read_bandwidth(device, num_bytes), _buffer_bytes(device, num_bytes)
+    )
 
 
 def copy_bandwidth(device: torch.device | str, bytes: int | None = None, repeats: int = 10) -> float:
@@ -394,7 +427,7 @@ def read_bandwidth(device: torch.device | str, bytes: int | None = None, repeats
 def _buffer(device: torch.device | str, num_bytes: int | None) -> Tensor:
     import torch
 
-    from ..target import BadInputError
+    from ..ground import BadInputError
 
     size = _buffer_bytes(device, num_bytes)
     if size < 4096:
@@ -444,23 +477,16 @@ def turns(keys: Sequence[Key], repeats: int) -> Iterator[tuple[Key, bool]]:
             yield key, turn >= 0
 
 
-def synchronised(device: torch.device) -> float:
-    """The clock, when the device has finished what it was given."""
-    if device.type == "cuda":
-        import torch
-
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
-
-
 def _timed(work: Callable[[], object], device: torch.device) -> float:
-    began = synchronised(device)
+    from ..ground.machine import clock
+
+    began = clock(device)
     work()
-    return synchronised(device) - began
+    return clock(device) - began
 
 
 def _check(target: Target, batch: int, context: int, repeats: int, ahead: int) -> None:
-    from ..target import BadInputError
+    from ..ground import BadInputError
 
     for name, value in (("batch", batch), ("context", context), ("repeats", repeats)):
         if value < 1:
@@ -470,7 +496,7 @@ def _check(target: Target, batch: int, context: int, repeats: int, ahead: int) -
 
 def check_context(target: Target, context: int, ahead: int) -> None:
     """Raise BadInputError if `context` tokens and `ahead` more are more than the target was built for."""
-    from ..target import BadInputError
+    from ..ground import BadInputError
 
     if target.max_context is not None and context + ahead > target.max_context:
         raise BadInputError(

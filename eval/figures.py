@@ -106,7 +106,9 @@ class Baselines(Model):
     generate: str | None
 
 
-def summarise(records: Sequence[Record], rules: dict[tuple[str, float], str], baselines: Baselines, seed: int = 0) -> list[Figures]:
+def summarise(
+    records: Sequence[Record], rules: dict[tuple[str, float], str], baselines: Baselines, seed: int = 0
+) -> list[Figures]:
     """Figures for every contestant and temperature, on each suite and on all of them.
 
     Args:
@@ -119,11 +121,20 @@ def summarise(records: Sequence[Record], rules: dict[tuple[str, float], str], ba
         figures
         for suite, part in parts.items()
         for temperature in temperatures
-        for figures in _heat(suite, temperature, [r for r in part if r.temperature == temperature], rules, baselines, seed)
+        for figures in _heat(
+            suite, temperature, [r for r in part if r.temperature == temperature], rules, baselines, seed
+        )
     ]
 
 
-def _heat(suite: str, temperature: float, records: Sequence[Record], rules: dict[tuple[str, float], str], baselines: Baselines, seed: int) -> list[Figures]:
+def _heat(
+    suite: str,
+    temperature: float,
+    records: Sequence[Record],
+    rules: dict[tuple[str, float], str],
+    baselines: Baselines,
+    seed: int,
+) -> list[Figures]:
     """Figures of all contestants on the same prompts, from the same resamples."""
     by_contestant: dict[str, list[Record]] = {}
     for record in sorted(records, key=lambda r: r.suite):  # suite by suite, as the strata are
@@ -167,14 +178,21 @@ def tau_ratio(records: Sequence[Record]) -> Ratio:
 def _alpha(records: list[Record], bootstrap: Bootstrap) -> list[DepthFigure]:
     from ..decode import Round, depth_counts
 
-    counts = [depth_counts([Round(d, a, a + 1, t) for d, a, t in zip(r.drafted, r.accepted, r.tried or r.drafted, strict=True)]) for r in records]
+    counts = [
+        depth_counts(
+            [Round(d, a, a + 1, t) for d, a, t in zip(r.drafted, r.accepted, r.tried or r.drafted, strict=True)]
+        )
+        for r in records
+    ]
     deepest = max(map(len, counts), default=0)
     table = np.zeros((deepest, 2, len(records)), dtype=np.int64)  # [depth, reached | kept, N]
     for i, per_depth in enumerate(counts):
         if per_depth:
             table[: len(per_depth), :, i] = per_depth
     return [
-        DepthFigure(depth=d, reached=int(reached.sum()), kept=int(kept.sum()), alpha=bootstrap.ratio(Ratio(kept, reached)))
+        DepthFigure(
+            depth=d, reached=int(reached.sum()), kept=int(kept.sum()), alpha=bootstrap.ratio(Ratio(kept, reached))
+        )
         for d, (reached, kept) in enumerate(table, 1)
         if reached.sum()
     ]
@@ -182,19 +200,33 @@ def _alpha(records: list[Record], bootstrap: Bootstrap) -> list[DepthFigure]:
 
 def _histogram(records: list[Record], bootstrap: Bootstrap) -> list[AcceptedFigure]:
     most = max((a for r in records for a in r.accepted), default=0)
-    counts = np.stack([np.bincount(np.asarray(r.accepted, dtype=np.int64), minlength=most + 1) for r in records], 1)  # [accepted, N]
+    counts = np.stack(
+        [np.bincount(np.asarray(r.accepted, dtype=np.int64), minlength=most + 1) for r in records], 1
+    )  # [accepted, N]
     rounds = counts.sum(0)
-    return [AcceptedFigure(accepted=a, rounds=int(row.sum()), share=bootstrap.ratio(Ratio(row, rounds))) for a, row in enumerate(counts)]
+    return [
+        AcceptedFigure(accepted=a, rounds=int(row.sum()), share=bootstrap.ratio(Ratio(row, rounds)))
+        for a, row in enumerate(counts)
+    ]
 
 
 def _speed(records: list[Record], bootstrap: Bootstrap, versus: dict[str, list[Record] | None]) -> dict[str, Any]:
     own = tokens_per_second(records)
-    seconds = {phase: np.array([r.seconds[phase] for r in records]) for phase in PHASES if all(phase in r.seconds for r in records)}
-    compared = {name: None if other is None else bootstrap.quotient(own, tokens_per_second(other)) for name, other in versus.items()}
+    seconds = {
+        phase: np.array([r.seconds[phase] for r in records])
+        for phase in PHASES
+        if all(phase in r.seconds for r in records)
+    }
+    compared = {
+        name: None if other is None else bootstrap.quotient(own, tokens_per_second(other))
+        for name, other in versus.items()
+    }
     return {
         "tokens_per_second": bootstrap.ratio(own),
         "seconds": {phase: float(spent.sum()) for phase, spent in seconds.items()},
-        "milliseconds_per_token": {phase: bootstrap.ratio(Ratio(1000 * spent, own.numerators)) for phase, spent in seconds.items()},
+        "milliseconds_per_token": {
+            phase: bootstrap.ratio(Ratio(1000 * spent, own.numerators)) for phase, spent in seconds.items()
+        },
         **compared,
     }
 

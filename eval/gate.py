@@ -36,7 +36,9 @@ class GateResult:
     verdicts: list[Verdict] = field(default_factory=list)
 
 
-def gate(report: Report, baseline: Report, tolerance: float = 0.03, confidence: float = 0.95, contestant: str | None = None) -> GateResult:
+def gate(
+    report: Report, baseline: Report, tolerance: float = 0.03, confidence: float = 0.95, contestant: str | None = None
+) -> GateResult:
     """Compare τ on all suites together, at every temperature.
 
     Fails if the upper one-sided bound of τ_new / τ_old lies below 1 − tolerance. Where both reports hold prompt records
@@ -66,7 +68,9 @@ def _same_conditions(report: Report, baseline: Report, name: str) -> None:
     new, old = _conditions(report, name), _conditions(baseline, name)
     differing = [f"{key}: {new[key]} here, {old[key]} in the baseline" for key in new if new[key] != old[key]]
     if differing:
-        raise bad_input(f"the two reports cannot be compared, their conditions differ. {'; '.join(differing)}. Measure again under the baseline's conditions.")
+        raise bad_input(
+            f"the two reports cannot be compared, their conditions differ. {'; '.join(differing)}. Measure again under the baseline's conditions."
+        )
 
 
 def _conditions(report: Report, name: str) -> dict[str, object]:
@@ -81,7 +85,9 @@ def _conditions(report: Report, name: str) -> dict[str, object]:
     }
 
 
-def _judge(report: Report, baseline: Report, name: str, temperature: float, tolerance: float, confidence: float) -> Verdict:
+def _judge(
+    report: Report, baseline: Report, name: str, temperature: float, tolerance: float, confidence: float
+) -> Verdict:
     ratio, how = _tau_ratio(report, baseline, name, temperature, confidence)
     floor = 1 - tolerance
     if ratio.known and ratio.high < floor:
@@ -97,7 +103,9 @@ def _judge(report: Report, baseline: Report, name: str, temperature: float, tole
     return Verdict(temperature, outcome, ratio, line)
 
 
-def _tau_ratio(report: Report, baseline: Report, name: str, temperature: float, confidence: float) -> tuple[Interval, str]:
+def _tau_ratio(
+    report: Report, baseline: Report, name: str, temperature: float, confidence: float
+) -> tuple[Interval, str]:
     """τ_new / τ_old with one-sided bounds, and how it was made."""
     new, old = report.records_of(name, temperature), baseline.records_of(name, temperature)
     if new and old:
@@ -111,7 +119,9 @@ def _aligned(records: Sequence[Record], like: Sequence[Record]) -> list[Record]:
     by_prompt = {(r.suite, r.prompt): r for r in records}
     missing = [r.prompt for r in like if (r.suite, r.prompt) not in by_prompt]
     if missing or len(by_prompt) != len(like):
-        raise bad_input(f"the baseline's records do not cover the same prompts; the first that is missing: {missing[0] if missing else 'none, it has more'}.")
+        raise bad_input(
+            f"the baseline's records do not cover the same prompts; the first that is missing: {missing[0] if missing else 'none, it has more'}."
+        )
     return [by_prompt[r.suite, r.prompt] for r in like]
 
 

@@ -7,7 +7,6 @@ turn to turn. Whatever else the machine does hits all alike.
 from __future__ import annotations
 
 import statistics
-import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
     from ..distill.prompts import Prompt
     from ..heads import Drafter
     from ..recipes import EvalSpec
-    from ..target import Target
+    from ..targets import Target
     from .suites import Suite
 
 PLAIN, GENERATE = "plain", "transformers.generate"
@@ -99,7 +98,7 @@ def measure(
             the target's dtype is not the one asked for. All before the first measurement.
         IncompatibleError: a drafter cannot draft for this target.
     """
-    from ..distill.progress import progress
+    from ..ground.progress import progress
 
     entrants = _with_plain(contestants)
     jobs = make_jobs(suites, settings.limit)
@@ -111,19 +110,26 @@ def measure(
     temperatures = list(dict.fromkeys(settings.temperatures))
     rules: dict[tuple[str, float], str] = {}
     records: list[Record] = []
-    with threads(settings.threads), progress(console, "measuring", len(temperatures) * len(jobs) * settings.repeats, transient=True) as advance:
+    with (
+        threads(settings.threads),
+        progress(console, "measuring", len(temperatures) * len(jobs) * settings.repeats, transient=True) as advance,
+    ):
         for temperature in temperatures:
             for runner in runners:
                 runner(jobs[0], temperature)  # first calls are slow
         for temperature in temperatures:
             runs = race(runners, jobs, temperature, settings.repeats, lambda: advance(1, ""))
             records += make_records(runs, jobs, temperature, plain)
-            rules |= {(name, temperature): _rule([run.rule for repeats in per_job for run in repeats]) for name, per_job in runs.items()}
+            rules |= {
+                (name, temperature): _rule([run.rule for repeats in per_job for run in repeats])
+                for name, per_job in runs.items()
+            }
         conditions = _conditions(target, suites, settings, temperatures)
     baselines = Baselines(plain=plain, generate=GENERATE if generate_baseline else None)
     return Report(
         conditions=conditions,
-        contestants=[_info(c) for c in entrants] + ([ContestantInfo(name=GENERATE, kind="generate")] if generate_baseline else []),
+        contestants=[_info(c) for c in entrants]
+        + ([ContestantInfo(name=GENERATE, kind="generate")] if generate_baseline else []),
         baselines=baselines,
         figures=summarise(records, rules, baselines, settings.seed),
         records=records,
@@ -144,7 +150,11 @@ def threads(count: int | None) -> Iterator[None]:
 
 
 def race(
-    runners: Sequence[Runner[J, R]], jobs: Sequence[J], temperature: float, repeats: int, tick: Callable[[], None] = lambda: None
+    runners: Sequence[Runner[J, R]],
+    jobs: Sequence[J],
+    temperature: float,
+    repeats: int,
+    tick: Callable[[], None] = lambda: None,
 ) -> dict[str, list[list[R]]]:
     """Every runner completes every job `repeats` times; who starts moves on by one with each turn.
 
@@ -184,12 +194,14 @@ def baseline(name: str, target: Target) -> Drafter:
     Raises:
         BadInputError: an unknown name, or a drafter that has to be trained.
     """
+    from ..ground.errors import BadInputError
     from ..heads import drafter_config
-    from ..target.errors import BadInputError
 
     head, config = drafter_config({"type": name}, "eval.baselines")
     if head.trainable:
-        raise BadInputError(f"eval.baselines: {name!r} has to be trained first; a baseline is a drafter without weights, such as ngram.")
+        raise BadInputError(
+            f"eval.baselines: {name!r} has to be trained first; a baseline is a drafter without weights, such as ngram."
+        )
     return head.build(config, target)
 
 
@@ -213,7 +225,7 @@ def make_jobs(suites: Sequence[Suite], limit: int | None = None) -> list[Job]:
 
 
 def _check(target: Target, entrants: Sequence[Contestant], jobs: Sequence[Job], settings: EvalSpec) -> None:
-    from ..target.errors import BadInputError
+    from ..ground.errors import BadInputError
 
     names = [c.name for c in entrants]
     if len(set(names)) < len(names) or GENERATE in names:
@@ -224,17 +236,21 @@ def _check(target: Target, entrants: Sequence[Contestant], jobs: Sequence[Job], 
         raise BadInputError("there are no prompts to measure on.")
     own = str(target.dtype).removeprefix("torch.")
     if settings.dtype not in ("auto", own):
-        raise BadInputError(f"eval.dtype asks for {settings.dtype}, but the target was loaded as {own}; load it with dtype={settings.dtype!r}.")
+        raise BadInputError(
+            f"eval.dtype asks for {settings.dtype}, but the target was loaded as {own}; load it with dtype={settings.dtype!r}."
+        )
     hot = [t for t in settings.temperatures if t > 0]
     for contestant in entrants:
         if hot and contestant.plan.verify == "greedy":
-            raise BadInputError(f"{contestant.name}: the greedy rule needs temperature 0, but temperature {hot[0]} is to be measured too; use 'auto'.")
+            raise BadInputError(
+                f"{contestant.name}: the greedy rule needs temperature 0, but temperature {hot[0]} is to be measured too; use 'auto'."
+            )
     check_lengths(target, jobs, settings)
 
 
 def check_lengths(target: Target, jobs: Sequence[Job], settings: EvalSpec) -> None:
     """Raise BadInputError for a prompt that leaves no room for the answer."""
-    from ..target.errors import BadInputError
+    from ..ground.errors import BadInputError
 
     longest = max(jobs, key=lambda job: len(job.prompt.tokens))
     needed = len(longest.prompt.tokens) + settings.max_new_tokens
@@ -260,11 +276,14 @@ class Engine:
 
     def __call__(self, job: Job, temperature: float) -> Run:
         from ..decode import Sampling
+        from ..ground.machine import clock
 
         sampling = Sampling(temperature=temperature, seed=self.settings.seed)
-        began = _clock(self.target)
-        out = self.decoder.generate([job.prompt.tokens], self.settings.max_new_tokens, sampling, self.plan, sequence_ids=[job.sequence])
-        total = _clock(self.target) - began
+        began = clock(self.target.device)
+        out = self.decoder.generate(
+            [job.prompt.tokens], self.settings.max_new_tokens, sampling, self.plan, sequence_ids=[job.sequence]
+        )
+        total = clock(self.target.device) - began
         spent = out.stats.seconds
         phases = {"prefill": spent.prefill, "draft": spent.draft, "verify": spent.verify}
         seconds = phases | {"host": max(0.0, total - sum(phases.values())), "total": total}
@@ -282,15 +301,17 @@ class Generate:
     def __call__(self, job: Job, temperature: float) -> Run:
         import torch
 
+        from ..ground.machine import clock
+
         tokens = torch.tensor([job.prompt.tokens], device=self.target.device)
         config = self._config(temperature)
         devices = [self.target.device] if self.target.device.type == "cuda" else []
         with torch.random.fork_rng(devices), torch.inference_mode():
             torch.manual_seed(self.settings.seed * 1_000_003 + job.sequence)
-            began = _clock(self.target)
+            began = clock(self.target.device)
             out = self.target.model.generate(tokens, attention_mask=torch.ones_like(tokens), generation_config=config)  # type: ignore[operator]
             new = out[0, tokens.shape[1] :].tolist()
-            return Run(new, {"total": _clock(self.target) - began})
+            return Run(new, {"total": clock(self.target.device) - began})
 
     def _config(self, temperature: float) -> Any:
         """Says everything that the model's own generation config might say otherwise."""
@@ -299,17 +320,13 @@ class Generate:
         eos = list(self.target.eos_ids)
         sampled = {"temperature": temperature, "top_k": 0, "top_p": 1.0} if temperature else {}
         return GenerationConfig(
-            do_sample=temperature > 0, max_new_tokens=self.settings.max_new_tokens, repetition_penalty=1.0,
-            eos_token_id=eos or None, pad_token_id=eos[0] if eos else 0, **sampled,
-        )  # fmt: skip
-
-
-def _clock(target: Target) -> float:
-    if target.device.type == "cuda":
-        import torch
-
-        torch.cuda.synchronize(target.device)
-    return time.perf_counter()
+            do_sample=temperature > 0,
+            max_new_tokens=self.settings.max_new_tokens,
+            repetition_penalty=1.0,
+            eos_token_id=eos or None,
+            pad_token_id=eos[0] if eos else 0,
+            **sampled,
+        )
 
 
 # ------------------------------------------------------------ after
@@ -331,12 +348,20 @@ def _record(name: str, temperature: float, job: Job, repeats: list[Run], referen
     first = repeats[0]
     same = None if reference is None else first.tokens == reference
     return Record(
-        contestant=name, temperature=temperature, suite=job.suite, prompt=job.prompt.id, prompt_tokens=len(job.prompt.tokens), tokens=len(first.tokens),
-        drafted=[r.drafted for r in first.rounds], accepted=[r.accepted for r in first.rounds],
+        contestant=name,
+        temperature=temperature,
+        suite=job.suite,
+        prompt=job.prompt.id,
+        prompt_tokens=len(job.prompt.tokens),
+        tokens=len(first.tokens),
+        drafted=[r.drafted for r in first.rounds],
+        accepted=[r.accepted for r in first.rounds],
         tried=[r.reach for r in first.rounds] if any(r.reach != r.drafted for r in first.rounds) else None,
-        seconds={phase: round(spent, 6) for phase, spent in median.seconds.items()}, repeats=[round(t, 6) for t in times],
-        identical=same, diverges_at=_divergence(first.tokens, reference) if reference is not None and not same else None,
-    )  # fmt: skip
+        seconds={phase: round(spent, 6) for phase, spent in median.seconds.items()},
+        repeats=[round(t, 6) for t in times],
+        identical=same,
+        diverges_at=_divergence(first.tokens, reference) if reference is not None and not same else None,
+    )
 
 
 def _divergence(tokens: list[int], reference: list[int]) -> int:
@@ -349,21 +374,32 @@ def _info(contestant: Contestant) -> ContestantInfo:
     if contestant.drafter is None:
         return ContestantInfo(name=contestant.name, kind="plain")
     return ContestantInfo(
-        name=contestant.name, kind="drafter", drafter=contestant.drafter.name, **contestant.plan.to_dict(),
-        shape=str(contestant.plan), parameters=sum(p.numel() for p in contestant.drafter.parameters()),
-    )  # fmt: skip
+        name=contestant.name,
+        kind="drafter",
+        drafter=contestant.drafter.name,
+        **contestant.plan.to_dict(),
+        shape=str(contestant.plan),
+        parameters=sum(p.numel() for p in contestant.drafter.parameters()),
+    )
 
 
 def _conditions(target: Target, suites: Sequence[Suite], settings: EvalSpec, temperatures: list[float]) -> Conditions:
     import torch
 
+    from ..ground.machine import device_name
+    from ..ground.versions import versions
+
     parameters = sum(p.numel() for p in target.model.parameters())
-    model = {"model_type": target.config.model_type, "parameters": parameters, "fingerprint": target.fingerprint().digest}
+    model = {
+        "model_type": target.config.model_type,
+        "parameters": parameters,
+        "fingerprint": target.fingerprint().digest,
+    }
     return Conditions(
         target={**target.source, **model},
         dtype=str(target.dtype).removeprefix("torch."),
         device=target.device.type,
-        device_name=device_name(target),
+        device_name=device_name(target.device),
         threads=torch.get_num_threads(),
         attention=str(getattr(target.config, "_attn_implementation", None)),
         max_new_tokens=settings.max_new_tokens,
@@ -381,26 +417,3 @@ def suite_info(suite: Suite, limit: int | None) -> SuiteInfo:
 
     used = suite if limit is None else make_suite(suite.name, suite.prompts[:limit])
     return SuiteInfo(name=suite.name, digest=used.digest, num_prompts=len(used.prompts))
-
-
-def device_name(target: Target) -> str:
-    """The GPU, or the model name of the processor."""
-    import platform
-    from pathlib import Path
-
-    if target.device.type == "cuda":
-        import torch
-
-        return torch.cuda.get_device_name(target.device)
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text(errors="replace").splitlines() if cpuinfo.exists() else []
-    named = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return named[0] if named else platform.processor() or platform.machine()
-
-
-def versions() -> dict[str, str]:
-    """Of Python and of what a measurement depends on."""
-    import platform
-    from importlib.metadata import version
-
-    return {"python": platform.python_version(), **{name: version(name) for name in ("outrider", "torch", "transformers")}}

@@ -38,7 +38,11 @@ def speedup(report: Report, temperature: float) -> str:
     height = top + row * len(shown) + 34
     most = _nice_limit(max([1.0, *(_top(f.speedup) for f in shown)]))
     x = _scale(0, most, 4, WIDTH - 14)
-    svg = _svg(height, f"Speedup over the plain target at temperature {temperature:g}", "; ".join(f"{f.contestant} {f.speedup.text(unit='×')}" for f in shown))
+    svg = _svg(
+        height,
+        f"Speedup over the plain target at temperature {temperature:g}",
+        "; ".join(f"{f.contestant} {f.speedup.text(unit='×')}" for f in shown),
+    )
     base = top + row * len(shown)
     for tick in _ticks(most):
         _line(svg, x(tick), top, x(tick), base, "grid")
@@ -65,7 +69,9 @@ def speedup_by_contestant(report: Report) -> str:
     return _by_contestant(report, "Speedup over the plain target", lambda f: f.speedup, "×", 0.0)
 
 
-def _by_contestant(report: Report, title: str, figure: Callable[[Figures], Interval | None], unit: str, least: float) -> str:
+def _by_contestant(
+    report: Report, title: str, figure: Callable[[Figures], Interval | None], unit: str, least: float
+) -> str:
     names = [n for n in by_tau(report) if n != report.baselines.plain]
     heats = report.conditions.temperatures
     found = {(n, t): value for n in names for t in heats if (value := figure(report.headline(n, t))) is not None}
@@ -116,7 +122,13 @@ def alpha(report: Report, temperature: float) -> str:
     step = x(1) - x(0)
     for i, figures in enumerate(shown):
         aside = (i - (len(shown) - 1) / 2) * 5  # so that intervals at one depth do not hide each other
-        _curve(svg, figures, _scale(0.5 - aside / step, deepest + 0.5 - aside / step, LEFT, WIDTH - RIGHT), y, _colour(report, figures.contestant))
+        _curve(
+            svg,
+            figures,
+            _scale(0.5 - aside / step, deepest + 0.5 - aside / step, LEFT, WIDTH - RIGHT),
+            y,
+            _colour(report, figures.contestant),
+        )
     return _string(svg)
 
 
@@ -126,7 +138,9 @@ def accepted(report: Report, temperature: float) -> str:
     most = max((a.accepted for f in shown for a in f.accepted), default=0)
     limit = _nice_limit(max([0.1, *(_top(a.share) for f in shown for a in f.accepted)]))
     x, y = _scale(-0.5, most + 0.5, LEFT, WIDTH - RIGHT), _scale(0, min(limit, 1), HEIGHT - BOTTOM, TOP)
-    words = "; ".join(f"{f.contestant} " + ", ".join(f"{a.accepted}: {a.share.value:.0%}" for a in f.accepted) for f in shown)
+    words = "; ".join(
+        f"{f.contestant} " + ", ".join(f"{a.accepted}: {a.share.value:.0%}" for a in f.accepted) for f in shown
+    )
     svg = _svg(HEIGHT, f"Accepted drafts per round at temperature {temperature:g}, share of rounds", words)
     _frame(svg, y, _ticks(min(limit, 1)), lambda v: f"{v:.0%}")
     for count in range(most + 1):
@@ -136,7 +150,14 @@ def accepted(report: Report, temperature: float) -> str:
     for i, figures in enumerate(shown):
         for bar in figures.accepted:
             left = x(bar.accepted) + (i - len(shown) / 2) * width
-            _rectangle(svg, left + 0.5, y(bar.share.value), width - 1, y(0) - y(bar.share.value), f"fill {_colour(report, figures.contestant)}")
+            _rectangle(
+                svg,
+                left + 0.5,
+                y(bar.share.value),
+                width - 1,
+                y(0) - y(bar.share.value),
+                f"fill {_colour(report, figures.contestant)}",
+            )
             _whisker(svg, bar.share, y, left + width / 2, across=False)
     return _string(svg)
 
@@ -147,8 +168,14 @@ def speedup_by_batch(lines: Mapping[str, Sequence[tuple[int, Interval]]]) -> str
     height = HEIGHT + 18 * len(lines)
     base = HEIGHT - BOTTOM
     most = _nice_limit(max([1.0, *(_top(interval) for line in lines.values() for _, interval in line)]))
-    across, y = _scale(math.log2(sizes[0]) - 0.25, math.log2(sizes[-1]) + 0.25, LEFT, WIDTH - RIGHT), _scale(0, most, base, TOP)
-    words = "; ".join(f"{name} " + ", ".join(f"{size}: {interval.text(unit='×')}" for size, interval in line) for name, line in lines.items())
+    across, y = (
+        _scale(math.log2(sizes[0]) - 0.25, math.log2(sizes[-1]) + 0.25, LEFT, WIDTH - RIGHT),
+        _scale(0, most, base, TOP),
+    )
+    words = "; ".join(
+        f"{name} " + ", ".join(f"{size}: {interval.text(unit='×')}" for size, interval in line)
+        for name, line in lines.items()
+    )
     svg = _svg(height, "Speedup over the plain target by batch size", words)
     _frame(svg, y, _ticks(most), lambda v: f"{v:g}×")
     _line(svg, LEFT, y(1), WIDTH - RIGHT, y(1), "reference")
@@ -171,11 +198,18 @@ def shares_by_size(lines: Mapping[str, Sequence[tuple[int, Interval]]], title: s
     least = min([0.9, *(interval.low if interval.known else interval.value for interval in values)])
     least = math.floor(least * 10) / 10
     height, base = HEIGHT + 18 * len(lines), HEIGHT - BOTTOM
-    across, y = _scale(math.log2(sizes[0]) - 0.25, math.log2(sizes[-1]) + 0.25, LEFT, WIDTH - RIGHT), _scale(least, 1, base, TOP)
-    words = "; ".join(f"{name} " + ", ".join(f"{size}: {interval.text(3)}" for size, interval in line) for name, line in lines.items())
+    across, y = (
+        _scale(math.log2(sizes[0]) - 0.25, math.log2(sizes[-1]) + 0.25, LEFT, WIDTH - RIGHT),
+        _scale(least, 1, base, TOP),
+    )
+    words = "; ".join(
+        f"{name} " + ", ".join(f"{size}: {interval.text(3)}" for size, interval in line) for name, line in lines.items()
+    )
     svg = _svg(height, title, words)
     step = _step(1 - least)
-    _frame(svg, y, [round(least + i * step, 10) for i in range(int((1 - least) / step + 1e-9) + 1)], lambda v: f"{v:.0%}")
+    _frame(
+        svg, y, [round(least + i * step, 10) for i in range(int((1 - least) / step + 1e-9) + 1)], lambda v: f"{v:.0%}"
+    )
     for size in sizes[:: 1 + len(sizes) // 8]:
         _text(svg, across(math.log2(size)), base + 16, f"{size:,}", "tick", "middle")
     _text(svg, (LEFT + WIDTH - RIGHT) / 2, HEIGHT - 5, axis, "axis", "middle")
@@ -189,16 +223,27 @@ def shares_by_size(lines: Mapping[str, Sequence[tuple[int, Interval]]], title: s
 
 def standalone(svg: str) -> str:
     """A plot as a file of its own: with the colours that a report's page would give it, light or dark. (Without variables: some viewers know none.)"""
-    light = _rules("#fdfdfc", "#1c1e21", "#585d66", "#e8eaee", ("#1f5fae", "#b4530a", "#1d7a57", "#7a3fb0", "#a8265f", "#6b6a12"))
-    dark = _rules("#15171a", "#e7e9ec", "#a3a9b3", "#2a2e35", ("#6ea8ef", "#f0a05a", "#5fc79d", "#bf94ee", "#f08bb4", "#cfcb5e"))
+    light = _rules(
+        "#fdfdfc", "#1c1e21", "#585d66", "#e8eaee", ("#1f5fae", "#b4530a", "#1d7a57", "#7a3fb0", "#a8265f", "#6b6a12")
+    )
+    dark = _rules(
+        "#15171a", "#e7e9ec", "#a3a9b3", "#2a2e35", ("#6ea8ef", "#f0a05a", "#5fc79d", "#bf94ee", "#f08bb4", "#cfcb5e")
+    )
     shapes = "text{font:12px system-ui,sans-serif} .reference{stroke-dasharray:4 3} .spread{stroke-width:1.6;opacity:.75} .curve{fill:none;stroke-width:2}"
     style = f"{light} {shapes} @media (prefers-color-scheme: dark){{{dark}}}"
-    return svg.replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" ', 1).replace("<title>", f"<style>{style}</style><title>", 1) + "\n"
+    return (
+        svg.replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" ', 1).replace(
+            "<title>", f"<style>{style}</style><title>", 1
+        )
+        + "\n"
+    )
 
 
 def _rules(page: str, ink: str, soft: str, grid: str, contestants: Sequence[str]) -> str:
     rules = f"svg{{background:{page}}} text{{fill:{ink}}} .tick,.axis{{fill:{soft}}} .grid{{stroke:{grid}}} .base{{stroke:{soft}}} .reference{{stroke:{ink}}}"
-    return rules + "".join(f" .c{i}{{stroke:{colour}}} .fill.c{i}{{fill:{colour};stroke:none}}" for i, colour in enumerate(contestants))
+    return rules + "".join(
+        f" .c{i}{{stroke:{colour}}} .fill.c{i}{{fill:{colour};stroke:none}}" for i, colour in enumerate(contestants)
+    )
 
 
 def legend(report: Report) -> list[tuple[str, str]]:
@@ -222,7 +267,11 @@ def _curve(svg: ElementTree.Element, figures: Figures, x: Scale, y: Scale, colou
 
 def _points(svg: ElementTree.Element, points: Sequence[tuple[float, Interval]], y: Scale, colour: str) -> None:
     """A line through points, each with its interval."""
-    ElementTree.SubElement(svg, "polyline", {"points": " ".join(f"{x:.1f},{y(interval.value):.1f}" for x, interval in points), "class": f"curve {colour}"})
+    ElementTree.SubElement(
+        svg,
+        "polyline",
+        {"points": " ".join(f"{x:.1f},{y(interval.value):.1f}" for x, interval in points), "class": f"curve {colour}"},
+    )
     for x, interval in points:
         if interval.known:
             _line(svg, x, y(interval.low), x, y(interval.high), f"spread {colour}")
@@ -261,13 +310,17 @@ def _frame(svg: ElementTree.Element, y: Scale, ticks: list[float], label: Callab
 
 
 def _svg(height: float, title: str, description: str) -> ElementTree.Element:
-    svg = ElementTree.Element("svg", {"viewBox": f"0 0 {WIDTH} {height:g}", "role": "img", "aria-label": f"{title}: {description}."})
+    svg = ElementTree.Element(
+        "svg", {"viewBox": f"0 0 {WIDTH} {height:g}", "role": "img", "aria-label": f"{title}: {description}."}
+    )
     ElementTree.SubElement(svg, "title").text = title
     return svg
 
 
 def _line(svg: ElementTree.Element, x1: float, y1: float, x2: float, y2: float, kind: str) -> None:
-    ElementTree.SubElement(svg, "line", {"x1": f"{x1:.1f}", "y1": f"{y1:.1f}", "x2": f"{x2:.1f}", "y2": f"{y2:.1f}", "class": kind})
+    ElementTree.SubElement(
+        svg, "line", {"x1": f"{x1:.1f}", "y1": f"{y1:.1f}", "x2": f"{x2:.1f}", "y2": f"{y2:.1f}", "class": kind}
+    )
 
 
 def _rectangle(svg: ElementTree.Element, x: float, y: float, width: float, height: float, kind: str) -> None:
@@ -276,7 +329,9 @@ def _rectangle(svg: ElementTree.Element, x: float, y: float, width: float, heigh
 
 
 def _text(svg: ElementTree.Element, x: float, y: float, words: str, kind: str, anchor: str) -> None:
-    ElementTree.SubElement(svg, "text", {"x": f"{x:.1f}", "y": f"{y:.1f}", "class": kind, "text-anchor": anchor}).text = words
+    ElementTree.SubElement(
+        svg, "text", {"x": f"{x:.1f}", "y": f"{y:.1f}", "class": kind, "text-anchor": anchor}
+    ).text = words
 
 
 def _string(svg: ElementTree.Element) -> str:

@@ -20,7 +20,7 @@ from .statistics import Bootstrap, Floats, Interval, Ratio
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from ..target import Target
+    from ..targets import Target
 
 
 class SizeFigures(Model):
@@ -67,7 +67,9 @@ class VocabularyReport(Model):
     token_ids: list[int] | None = None
 
 
-def measure_pruning(target: Target, batches: Iterable[tuple[Tensor, Tensor]], ranks: Tensor, sizes: Sequence[int], chunk: int = 256) -> tuple[Floats, Floats]:
+def measure_pruning(
+    target: Target, batches: Iterable[tuple[Tensor, Tensor]], ranks: Tensor, sizes: Sequence[int], chunk: int = 256
+) -> tuple[Floats, Floats]:
     """Sums over the supervised positions of each row.
 
     Args:
@@ -80,13 +82,17 @@ def measure_pruning(target: Target, batches: Iterable[tuple[Tensor, Tensor]], ra
     """
     found, counts = [], []
     for tokens, supervised in batches:
-        sums, count = _sums(target, tokens.to(target.device), supervised.to(target.device), ranks.to(target.device), sizes, chunk)
+        sums, count = _sums(
+            target, tokens.to(target.device), supervised.to(target.device), ranks.to(target.device), sizes, chunk
+        )
         found.append(sums)
         counts.append(count)
     return np.concatenate(found, -1), np.concatenate(counts)
 
 
-def _sums(target: Target, tokens: Tensor, supervised: Tensor, ranks: Tensor, sizes: Sequence[int], chunk: int) -> tuple[Floats, Floats]:
+def _sums(
+    target: Target, tokens: Tensor, supervised: Tensor, ranks: Tensor, sizes: Sequence[int], chunk: int
+) -> tuple[Floats, Floats]:
     import torch
 
     wanted = supervised[:, 1:]
@@ -108,19 +114,28 @@ def _positions(logits: Tensor, following: Tensor, ranks: Tensor, sizes: Sequence
     limits = torch.tensor(sizes, device=logits.device)[:, None]
     order = ranks.argsort()
     # From the rarest token on, so that small masses are sums of small numbers.
-    tail = torch.nn.functional.pad(logits.softmax(-1)[:, order].flip(-1).cumsum(-1, dtype=torch.float64).flip(-1), (0, 1))
+    tail = torch.nn.functional.pad(
+        logits.softmax(-1)[:, order].flip(-1).cumsum(-1, dtype=torch.float64).flip(-1), (0, 1)
+    )
     inside = (ranks[following] < limits).double()
     best_outside = (ranks[logits.argmax(-1)] >= limits).double()
     return torch.stack([inside, tail[:, limits[:, 0]].T, best_outside])
 
 
-def size_figures(sums: Floats, counts: Floats, vocabularies: Sequence[tuple[int, str, float]], seed: int = 0) -> list[SizeFigures]:
+def size_figures(
+    sums: Floats, counts: Floats, vocabularies: Sequence[tuple[int, str, float]], seed: int = 0
+) -> list[SizeFigures]:
     """From `measure_pruning`'s sums; intervals over rows. `vocabularies`: size, digest and counted share of each."""
     bootstrap = Bootstrap([len(counts)], seed=seed)
     return [
         SizeFigures(
-            size=size, digest=digest, counted=counted, covered=bootstrap.ratio(Ratio(inside, counts)), lost=bootstrap.ratio(Ratio(outside, counts)),
-            alpha_max=bootstrap.ratio(Ratio(-outside, counts, offset=1.0)), lost_greedy=bootstrap.ratio(Ratio(greedy, counts)),
+            size=size,
+            digest=digest,
+            counted=counted,
+            covered=bootstrap.ratio(Ratio(inside, counts)),
+            lost=bootstrap.ratio(Ratio(outside, counts)),
+            alpha_max=bootstrap.ratio(Ratio(-outside, counts, offset=1.0)),
+            lost_greedy=bootstrap.ratio(Ratio(greedy, counts)),
         )
         for (size, digest, counted), inside, outside, greedy in zip(vocabularies, *sums, strict=True)
-    ]  # fmt: skip
+    ]

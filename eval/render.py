@@ -22,7 +22,11 @@ def print_report(report: Report, console: Console) -> None:
 
     console.print(Text(report.sentence(), style="bold"))
     for temperature in report.conditions.temperatures:
-        print_table(fitted(tables.summary(report, temperature), console.width, _DROPPED), f"temperature {temperature:g}", console)
+        print_table(
+            fitted(tables.summary(report, temperature), console.width, _DROPPED),
+            f"temperature {temperature:g}",
+            console,
+        )
     console.print(Text(_brief(report), style="dim"))
 
 
@@ -112,7 +116,11 @@ def _markdown_table(table: Table) -> str:
 
 def identity_sentence(report: Report) -> str:
     line = tables.identity_line(report)
-    return f"Prompts with exactly the plain target's tokens at temperature 0: {line}." if line else "Not checked: temperature 0 was not measured."
+    return (
+        f"Prompts with exactly the plain target's tokens at temperature 0: {line}."
+        if line
+        else "Not checked: temperature 0 was not measured."
+    )
 
 
 def html(report: Report) -> str:
@@ -121,7 +129,9 @@ def html(report: Report) -> str:
     from markupsafe import Markup
 
     source = resources.files(__package__).joinpath("report.html.jinja").read_text(encoding="utf-8")
-    template = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined).from_string(source)
+    template = Environment(
+        autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined
+    ).from_string(source)
     sections = [
         {
             "temperature": f"{t:g}",
@@ -133,12 +143,27 @@ def html(report: Report) -> str:
         for t in report.conditions.temperatures
     ]
     comparison = tables.comparison(report) if report.is_comparison else None
-    drawn = (("τ, tokens per round", plots.tau_by_contestant), ("Speedup over the plain target", plots.speedup_by_contestant)) if comparison else ()
+    drawn = (
+        (
+            ("τ, tokens per round", plots.tau_by_contestant),
+            ("Speedup over the plain target", plots.speedup_by_contestant),
+        )
+        if comparison
+        else ()
+    )
     return template.render(
-        comparison=comparison, comparison_plots=[(title, Markup(plot(report))) for title, plot in drawn], rules=tables.rules_line(report),
-        report=report, sections=sections, conditions=tables.conditions(report), divergences=tables.divergences(report), identity=identity_sentence(report),
-        headline=_unbroken(report.sentence()), brief=_brief(report), legend=[(Markup(plots.swatch(colour)), label) for colour, label in plots.legend(report)],
-    )  # fmt: skip
+        comparison=comparison,
+        comparison_plots=[(title, Markup(plot(report))) for title, plot in drawn],
+        rules=tables.rules_line(report),
+        report=report,
+        sections=sections,
+        conditions=tables.conditions(report),
+        divergences=tables.divergences(report),
+        identity=identity_sentence(report),
+        headline=_unbroken(report.sentence()),
+        brief=_brief(report),
+        legend=[(Markup(plots.swatch(colour)), label) for colour, label in plots.legend(report)],
+    )
 
 
 def _unbroken(sentence: str) -> str:

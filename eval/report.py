@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pydantic import Field, ValidationError
 
+from ..ground.files import write_atomically
 from ..recipes.schema import bad_input
 from .figures import ALL, Baselines, Figures, Model, Record
 from .statistics import CONFIDENCE, RESAMPLES
@@ -131,7 +131,9 @@ class Report(Model):
     def contestant(self, name: str) -> ContestantInfo:
         found = next((c for c in self.contestants if c.name == name), None)
         if found is None:
-            raise bad_input(f"the report has no contestant {name!r}; it has: {', '.join(c.name for c in self.contestants)}.")
+            raise bad_input(
+                f"the report has no contestant {name!r}; it has: {', '.join(c.name for c in self.contestants)}."
+            )
         return found
 
     def headline(self, contestant: str | None = None, temperature: float | None = None, suite: str = ALL) -> Figures:
@@ -150,7 +152,9 @@ class Report(Model):
                 return figures
         self.contestant(name)
         measured = ", ".join(map(str, self.conditions.temperatures))
-        raise bad_input(f"the report has no figures of {name} on {suite!r} at temperature {heat}; temperatures measured: {measured}.")
+        raise bad_input(
+            f"the report has no figures of {name} on {suite!r} at temperature {heat}; temperatures measured: {measured}."
+        )
 
     def sentence(self, contestant: str | None = None, temperature: float | None = None) -> str:
         """The headline in words: `eagle3, depth 4: τ 2.41 [2.33, 2.49], 1.42× [1.38, 1.46] the speed of the plain target at temperature 0`."""
@@ -183,14 +187,11 @@ class Report(Model):
         place = Path(folder)
         place.mkdir(parents=True, exist_ok=True)
         # The JSON comes last: where it is, the others are.
-        files = {"report.md": markdown(self), "report.html": html(self)} | ({"comparison.svg": comparison_plot(self)} if self.is_comparison else {})
+        files = {"report.md": markdown(self), "report.html": html(self)} | (
+            {"comparison.svg": comparison_plot(self)} if self.is_comparison else {}
+        )
         for name, text in (files | {REPORT_FILE: self.to_json()}).items():
-            temporary = place / f".{name}.{os.getpid()}"
-            try:
-                temporary.write_text(text, encoding="utf-8")
-                os.replace(temporary, place / name)
-            finally:
-                temporary.unlink(missing_ok=True)
+            write_atomically(place / name, text)
         return place
 
     def to_json(self) -> str:
@@ -211,7 +212,9 @@ class Report(Model):
         try:
             values = json.loads(file.read_text(encoding="utf-8"))
         except OSError as error:
-            raise bad_input(f"no report at {str(path)!r}: {file} cannot be read ({error.strerror}). Run `outrider eval` first, or give its folder.") from error
+            raise bad_input(
+                f"no report at {str(path)!r}: {file} cannot be read ({error.strerror}). Run `outrider eval` first, or give its folder."
+            ) from error
         except ValueError as error:
             raise bad_input(f"{file}: damaged, not valid JSON ({error}). Measure again, or copy it again.") from error
         return cls.from_dict(values, str(file))
@@ -220,10 +223,14 @@ class Report(Model):
     def from_dict(cls, values: Any, where: str = "report") -> Report:
         version = values.get("schema_version") if isinstance(values, dict) else None
         if version != SCHEMA_VERSION:
-            raise bad_input(f"{where}: schema_version is {version!r}, this Outrider reads {SCHEMA_VERSION}; update Outrider or measure again.")
+            raise bad_input(
+                f"{where}: schema_version is {version!r}, this Outrider reads {SCHEMA_VERSION}; update Outrider or measure again."
+            )
         try:
             return cls.model_validate(values)
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
             place = ".".join(map(str, first["loc"]))
-            raise bad_input(f"{where}: not a report, {place}: {first['msg'].lower()}. Measure again, or copy it again.") from None
+            raise bad_input(
+                f"{where}: not a report, {place}: {first['msg'].lower()}. Measure again, or copy it again."
+            ) from None

@@ -73,7 +73,9 @@ class Bootstrap:
     percentiles are too narrow below some 40 prompts.
     """
 
-    def __init__(self, strata: Sequence[int], resamples: int = RESAMPLES, confidence: float = CONFIDENCE, seed: int = 0):
+    def __init__(
+        self, strata: Sequence[int], resamples: int = RESAMPLES, confidence: float = CONFIDENCE, seed: int = 0
+    ):
         generator = np.random.default_rng(seed)
         drawn = [generator.multinomial(n, np.full(n, 1 / n), size=resamples) for n in strata if n]
         self.weights: Floats = np.concatenate(drawn, axis=1).astype(np.float64)  # [R, N]
@@ -94,7 +96,9 @@ class Bootstrap:
     def quotient(self, above: Ratio, below: Ratio) -> Interval:
         """`above / below`, both on the same resampled prompts."""
         with np.errstate(divide="ignore", invalid="ignore"):
-            return self._interval(float(np.divide(_value(above), _value(below))), self._draws(above) / self._draws(below))
+            return self._interval(
+                float(np.divide(_value(above), _value(below))), self._draws(above) / self._draws(below)
+            )
 
     def difference(self, one: Ratio, other: Ratio) -> Interval:
         """`one − other`, both on the same resampled prompts."""
@@ -102,7 +106,10 @@ class Bootstrap:
 
     def _draws(self, ratio: Ratio) -> Floats:
         """The ratio in each resample, `[R]`; nan where a resample has no denominator."""
-        above, below = self.weights @ np.asarray(ratio.numerators, float), self.weights @ np.asarray(ratio.denominators, float)
+        above, below = (
+            self.weights @ np.asarray(ratio.numerators, float),
+            self.weights @ np.asarray(ratio.denominators, float),
+        )
         return np.divide(above, below, out=np.full_like(above, np.nan), where=below != 0) + ratio.offset
 
     def _interval(self, value: float, draws: Floats) -> Interval:

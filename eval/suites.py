@@ -41,14 +41,16 @@ def load_suites(names: Sequence[str], tokenizer: PreTrainedTokenizerBase, limit:
     Raises:
         BadInputError: no such suite or file, an empty one, a suite given twice, or two prompts with one id.
     """
-    from ..target.errors import BadInputError
+    from ..ground.errors import BadInputError
 
     if not names:
         raise BadInputError(f"no suites were given; packaged ones: {', '.join(PACKAGED)}.")
     suites = [_load(name, tokenizer, limit) for name in names]
     for name, count in Counter(s.name for s in suites).items():
         if count > 1:
-            raise BadInputError(f"{count} suites are called {name!r}; figures are reported by name, so give each file another one.")
+            raise BadInputError(
+                f"{count} suites are called {name!r}; figures are reported by name, so give each file another one."
+            )
     return suites
 
 
@@ -62,22 +64,26 @@ def _load(name: str, tokenizer: PreTrainedTokenizerBase, limit: int | None) -> S
 def make_suite(name: str, prompts: Sequence[Prompt]) -> Suite:
     """A suite from prompts in memory. Raises BadInputError if it is empty, an id occurs twice, or it is called "all"."""
     from ..distill.prompts import digest_prompts
-    from ..target.errors import BadInputError
+    from ..ground.errors import BadInputError
 
     if name == ALL:
-        raise BadInputError(f"a suite cannot be called {ALL!r}, which stands for all suites together in a report; rename the file.")
+        raise BadInputError(
+            f"a suite cannot be called {ALL!r}, which stands for all suites together in a report; rename the file."
+        )
     if not prompts:
         raise BadInputError(f"suite {name!r} holds no prompts.")
     identifier, count = Counter(p.id for p in prompts).most_common(1)[0]
     if count > 1:
-        raise BadInputError(f"suite {name!r}: the id {identifier!r} occurs {count} times; reports are compared prompt by prompt, so ids must be unique.")
+        raise BadInputError(
+            f"suite {name!r}: the id {identifier!r} occurs {count} times; reports are compared prompt by prompt, so ids must be unique."
+        )
     return Suite(name, list(prompts), digest_prompts(prompts))
 
 
 def _find(name: str) -> tuple[str, Path]:
     """A suite's title and file."""
+    from ..ground.errors import BadInputError
     from ..recipes import embedded_file
-    from ..target.errors import BadInputError
 
     if name in PACKAGED:
         return name, embedded_file(f"suites/{name}.jsonl")
@@ -85,5 +91,9 @@ def _find(name: str) -> tuple[str, Path]:
     if file.is_file():
         return file.stem, file
     near = difflib.get_close_matches(name, PACKAGED, n=1)
-    hint = f"did you mean {near[0]!r}?" if near else f"packaged suites: {', '.join(PACKAGED)}; anything else must be a prompt file."
+    hint = (
+        f"did you mean {near[0]!r}?"
+        if near
+        else f"packaged suites: {', '.join(PACKAGED)}; anything else must be a prompt file."
+    )
     raise BadInputError(f"no suite {name!r}: it is neither packaged nor a file; {hint}")

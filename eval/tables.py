@@ -33,14 +33,19 @@ class Table:
     def without(self, header: str) -> Table:
         """The table without one column, if it has it."""
         kept = [i for i, name in enumerate(self.headers) if name != header]
-        return Table(self.title, [self.headers[i] for i in kept], [[row[i] for i in kept] for row in self.rows], self.labels)
+        return Table(
+            self.title, [self.headers[i] for i in kept], [[row[i] for i in kept] for row in self.rows], self.labels
+        )
 
     def split(self, prefix: str) -> list[Table]:
         """Two tables with the same labels: the figures before the first header that starts with `prefix`, and those from there on."""
         at = next((i for i, name in enumerate(self.headers) if name.startswith(prefix)), len(self.headers))
         parts = [range(self.labels, at), range(at, len(self.headers))]
         chosen = [[*range(self.labels), *part] for part in parts if part]
-        return [Table(self.title, [self.headers[i] for i in c], [[row[i] for i in c] for row in self.rows], self.labels) for c in chosen]
+        return [
+            Table(self.title, [self.headers[i] for i in c], [[row[i] for i in c] for row in self.rows], self.labels)
+            for c in chosen
+        ]
 
 
 def summary(report: Report, temperature: float) -> Table:
@@ -54,15 +59,26 @@ def summary(report: Report, temperature: float) -> Table:
 def comparison(report: Report) -> Table:
     """One row per contestant, over all suites: every temperature side by side, the parameters that were trained, and how long. The highest τ first."""
     heats = report.conditions.temperatures
-    headers = ["contestant", *(f"τ at {t:g}" for t in heats), "parameters", *(f"speedup at {t:g}" for t in heats), "trained", "steps"]
-    return _without_empty(Table("At the same training time", headers, [_comparison_row(report, name) for name in by_tau(report)]))
+    headers = [
+        "contestant",
+        *(f"τ at {t:g}" for t in heats),
+        "parameters",
+        *(f"speedup at {t:g}" for t in heats),
+        "trained",
+        "steps",
+    ]
+    return _without_empty(
+        Table("At the same training time", headers, [_comparison_row(report, name) for name in by_tau(report)])
+    )
 
 
 def by_tau(report: Report) -> list[str]:
     """The contestants in the engine, by τ at the first temperature; the plain target last."""
     names = [c.name for c in report.contestants if c.kind != "generate"]
     taus = {name: report.headline(name).tau for name in names}
-    return sorted(names, key=lambda name: (name == report.baselines.plain, -(found.value if (found := taus[name]) else 0.0)))
+    return sorted(
+        names, key=lambda name: (name == report.baselines.plain, -(found.value if (found := taus[name]) else 0.0))
+    )
 
 
 def by_suite(report: Report, temperature: float) -> Table:
@@ -80,29 +96,47 @@ def by_suite(report: Report, temperature: float) -> Table:
         for f in _at(report, temperature)
         if f.suite != ALL and report.contestant(f.contestant).kind == "drafter"
     ]
-    return Table("By suite", ["suite", "contestant", "τ", "acceptance", "tokens/s", "speedup", "prompts · rounds · tokens"], rows, labels=2)
+    return Table(
+        "By suite",
+        ["suite", "contestant", "τ", "acceptance", "tokens/s", "speedup", "prompts · rounds · tokens"],
+        rows,
+        labels=2,
+    )
 
 
 def alpha(report: Report, temperature: float) -> Table:
     """One row per drafter, one column per depth; beside each alpha the rounds that reached that depth."""
     drafting = [f for f in _at(report, temperature) if f.suite == ALL and f.alpha]
     deepest = max((len(f.alpha) for f in drafting), default=0)
-    rows = [[Cell(f.contestant), *(Cell(d.alpha.main(), f"{d.alpha.bounds()} of {d.reached}".strip()) for d in f.alpha)] for f in drafting]
-    return Table("Alpha by depth", ["contestant", *(f"depth {d}" for d in range(1, deepest + 1))], _padded(rows, deepest + 1))
+    rows = [
+        [Cell(f.contestant), *(Cell(d.alpha.main(), f"{d.alpha.bounds()} of {d.reached}".strip()) for d in f.alpha)]
+        for f in drafting
+    ]
+    return Table(
+        "Alpha by depth", ["contestant", *(f"depth {d}" for d in range(1, deepest + 1))], _padded(rows, deepest + 1)
+    )
 
 
 def accepted(report: Report, temperature: float) -> Table:
     """One row per drafter, one column per number of accepted drafts: share and count of rounds."""
     drafting = [f for f in _at(report, temperature) if f.suite == ALL and f.accepted]
     most = max((len(f.accepted) for f in drafting), default=0)
-    rows = [[Cell(f.contestant), *(Cell(_percent(a.share.value), f"({a.rounds})") for a in f.accepted)] for f in drafting]
-    return Table("Rounds by accepted drafts", ["contestant", *(f"{a} accepted" for a in range(most))], _padded(rows, most + 1))
+    rows = [
+        [Cell(f.contestant), *(Cell(_percent(a.share.value), f"({a.rounds})") for a in f.accepted)] for f in drafting
+    ]
+    return Table(
+        "Rounds by accepted drafts", ["contestant", *(f"{a} accepted" for a in range(most))], _padded(rows, most + 1)
+    )
 
 
 def phases(report: Report, temperature: float) -> Table:
     """Milliseconds per new token, by phase."""
     rows = [
-        [Cell(f.contestant), *(_interval(f.milliseconds_per_token.get(p)) for p in PHASES), Cell(f"{f.seconds['total']:.1f}")]
+        [
+            Cell(f.contestant),
+            *(_interval(f.milliseconds_per_token.get(p)) for p in PHASES),
+            Cell(f"{f.seconds['total']:.1f}"),
+        ]
         for f in _at(report, temperature)
         if f.suite == ALL
     ]
@@ -111,14 +145,25 @@ def phases(report: Report, temperature: float) -> Table:
 
 def divergences(report: Report) -> Table:
     """Prompts whose tokens differ from the plain target's at temperature 0."""
-    rows = [[Cell(r.contestant), Cell(r.suite), Cell(r.prompt), Cell(str(r.diverges_at)), Cell(str(r.tokens))] for r in report.records if r.identical is False]
-    return Table("Prompts that differ from the plain target", ["contestant", "suite", "prompt", "first differing token", "tokens"], rows, labels=3)
+    rows = [
+        [Cell(r.contestant), Cell(r.suite), Cell(r.prompt), Cell(str(r.diverges_at)), Cell(str(r.tokens))]
+        for r in report.records
+        if r.identical is False
+    ]
+    return Table(
+        "Prompts that differ from the plain target",
+        ["contestant", "suite", "prompt", "first differing token", "tokens"],
+        rows,
+        labels=3,
+    )
 
 
 def conditions(report: Report) -> Table:
     """Everything the figures depend on, as name and value."""
     c = report.conditions
-    target = ", ".join(f"{k.replace('_', ' ')} {v:,}" if isinstance(v, int) else str(v) for k, v in c.target.items() if v is not None)
+    target = ", ".join(
+        f"{k.replace('_', ' ')} {v:,}" if isinstance(v, int) else str(v) for k, v in c.target.items() if v is not None
+    )
     values = {
         "target": target,
         "contestants": "; ".join(_described(report, i.name) for i in report.contestants),
@@ -140,9 +185,18 @@ def rules_line(report: Report) -> str:
     """The verification rule of every drafter above temperature 0, whose figures depend on it."""
     rules: dict[str, list[str]] = {}
     for f in report.figures:
-        if f.suite == ALL and f.temperature > 0 and f.rule not in ("none", "greedy") and f.contestant not in rules.setdefault(f.rule, []):
+        if (
+            f.suite == ALL
+            and f.temperature > 0
+            and f.rule not in ("none", "greedy")
+            and f.contestant not in rules.setdefault(f.rule, [])
+        ):
             rules[f.rule].append(f.contestant)
-    return "Rule above temperature 0: " + "; ".join(f"{rule} ({', '.join(names)})" for rule, names in rules.items()) + "." if rules else ""
+    return (
+        "Rule above temperature 0: " + "; ".join(f"{rule} ({', '.join(names)})" for rule, names in rules.items()) + "."
+        if rules
+        else ""
+    )
 
 
 def _training(report: Report) -> str:
@@ -190,9 +244,19 @@ def _summary_row(report: Report, f: Figures) -> list[Cell]:
 def _comparison_row(report: Report, name: str) -> list[Cell]:
     plain, training = name == report.baselines.plain, report.contestant(name).training
     found = [report.headline(name, t) for t in report.conditions.temperatures]
-    parameters, *how = [Cell("–")] * 3 if training is None else [Cell(f"{training.parameters:,}"), Cell(f"{training.seconds:.0f} s"), Cell(str(training.steps))]
+    parameters, *how = (
+        [Cell("–")] * 3
+        if training is None
+        else [Cell(f"{training.parameters:,}"), Cell(f"{training.seconds:.0f} s"), Cell(str(training.steps))]
+    )
     taus = [Cell("1") if plain else _interval(f.tau) for f in found]
-    return [Cell(name), *taus, parameters, *(Cell("1×") if plain else _interval(f.speedup, unit="×") for f in found), *how]
+    return [
+        Cell(name),
+        *taus,
+        parameters,
+        *(Cell("1×") if plain else _interval(f.speedup, unit="×") for f in found),
+        *how,
+    ]
 
 
 def _without_empty(table: Table) -> Table:

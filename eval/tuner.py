@@ -21,10 +21,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from ..ground.machine import device_name
+from ..ground.versions import versions
 from .acceptance import Acceptance, deepest, measure_acceptance
 from .batches import BatchRunner, Completion, make_groups
 from .costs import verify_times
-from .measure import PLAIN, Job, check_lengths, device_name, make_jobs, race, suite_info, threads, versions
+from .measure import PLAIN, Job, check_lengths, make_jobs, race, suite_info, threads
 from .statistics import Bootstrap, Interval, Ratio
 from .tuning import BatchTuning, Candidate, CostRecord, Tuning, print_batch
 
@@ -34,7 +36,7 @@ if TYPE_CHECKING:
     from ..decode import Costs, Plan, Tree
     from ..heads import Drafter
     from ..recipes import EvalSpec
-    from ..target import Target
+    from ..targets import Target
     from .suites import Suite
 
 WIDTHS = (0, 1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
@@ -53,7 +55,12 @@ CONTROL_WEIGHT = 16.0
 
 
 def tune(
-    target: Target, drafter: Drafter, suites: Sequence[Suite], settings: EvalSpec, batch_sizes: Sequence[int] = (1,), console: Console | None = None
+    target: Target,
+    drafter: Drafter,
+    suites: Sequence[Suite],
+    settings: EvalSpec,
+    batch_sizes: Sequence[int] = (1,),
+    console: Console | None = None,
 ) -> Tuning:
     """Find the fastest plan for each batch size.
 
@@ -75,12 +82,14 @@ def tune(
 
 
 def _check(target: Target, jobs: Sequence[Job], settings: EvalSpec, batch_sizes: Sequence[int]) -> None:
-    from ..target.errors import BadInputError
+    from ..ground.errors import BadInputError
 
     if not jobs:
         raise BadInputError("there are no prompts to tune on; name a suite that has some.")
     if len(settings.temperatures) != 1:
-        raise BadInputError(f"a plan is tuned for one temperature at a time; got {', '.join(map(str, settings.temperatures))}.")
+        raise BadInputError(
+            f"a plan is tuned for one temperature at a time; got {', '.join(map(str, settings.temperatures))}."
+        )
     if not batch_sizes or min(batch_sizes) < 1 or max(batch_sizes) > len(jobs):
         raise BadInputError(
             f"batch sizes must be between 1 and the number of prompts, {len(jobs)}; got {', '.join(map(str, batch_sizes)) or 'none'}. "
@@ -89,18 +98,30 @@ def _check(target: Target, jobs: Sequence[Job], settings: EvalSpec, batch_sizes:
     check_lengths(target, jobs, settings)
 
 
-def _record(target: Target, drafter: Drafter, suites: Sequence[Suite], settings: EvalSpec, batches: list[BatchTuning]) -> Tuning:
+def _record(
+    target: Target, drafter: Drafter, suites: Sequence[Suite], settings: EvalSpec, batches: list[BatchTuning]
+) -> Tuning:
     from datetime import UTC, datetime
 
     import torch
 
     used = [suite_info(s, settings.limit) for s in suites]
     return Tuning(
-        created=datetime.now(UTC).date().isoformat(), device=target.device.type, device_name=device_name(target),
-        dtype=str(target.dtype).removeprefix("torch."), threads=torch.get_num_threads(), versions=versions(), drafter=drafter.name,
-        temperature=float(settings.temperatures[0]), max_new_tokens=settings.max_new_tokens, repeats=settings.repeats, seed=settings.seed,
-        suites={s.name: s.digest for s in used}, num_prompts=sum(s.num_prompts for s in used), batches=batches,
-    )  # fmt: skip
+        created=datetime.now(UTC).date().isoformat(),
+        device=target.device.type,
+        device_name=device_name(target.device),
+        dtype=str(target.dtype).removeprefix("torch."),
+        threads=torch.get_num_threads(),
+        versions=versions(),
+        drafter=drafter.name,
+        temperature=float(settings.temperatures[0]),
+        max_new_tokens=settings.max_new_tokens,
+        repeats=settings.repeats,
+        seed=settings.seed,
+        suites={s.name: s.digest for s in used},
+        num_prompts=sum(s.num_prompts for s in used),
+        batches=batches,
+    )
 
 
 @dataclass(frozen=True)
@@ -129,10 +150,12 @@ class _Tuner:
         self.plain, self.drafting = Decoder(target), Decoder(target, drafter)
         self.deepest = deepest(drafter)
         with self._progress("acceptance", 1):
-            self.seen = measure_acceptance(target, drafter, jobs, settings.max_new_tokens, self.sampling, self._takes_trees())
+            self.seen = measure_acceptance(
+                target, drafter, jobs, settings.max_new_tokens, self.sampling, self._takes_trees()
+            )
 
     def _takes_trees(self) -> bool:
-        from ..target.errors import IncompatibleError
+        from ..ground.errors import IncompatibleError
 
         try:
             self.target.check_trees()
@@ -150,7 +173,7 @@ class _Tuner:
             self.console.print(Text(line, style="dim"))
 
     def _progress(self, what: str, total: int) -> Any:
-        from ..distill.progress import progress
+        from ..ground.progress import progress
 
         return progress(self.console, what, total, transient=True)
 
@@ -159,7 +182,11 @@ class _Tuner:
     def batch(self, size: int) -> BatchTuning:
         from ..decode import Plan
 
-        groups = [[job] for job in self.jobs] if size == 1 else make_groups(self.jobs, size, _LEAST_GROUPS, self.settings.seed)
+        groups = (
+            [[job] for job in self.jobs]
+            if size == 1
+            else make_groups(self.jobs, size, _LEAST_GROUPS, self.settings.seed)
+        )
         context = self._context()
         curve = self._curve(size, context)
         depths = [0, *(d for d in _TIMED_DEPTHS if d < self.deepest), self.deepest]
@@ -173,9 +200,15 @@ class _Tuner:
         chosen, reason = choose(measured)
         candidates = [self._candidate(option, None) for option in (*options, *trees) if option not in racing]
         found = BatchTuning(
-            batch_size=size, context=context, rates=list(self.seen.rates), ranks=[list(r) for r in self.seen.ranks], costs=CostRecord.of(costs),
-            candidates=[*(self._candidate(r.option, r) for r in measured), *candidates], chosen=self._candidate(chosen.option, chosen), reason=reason,
-        )  # fmt: skip
+            batch_size=size,
+            context=context,
+            rates=list(self.seen.rates),
+            ranks=[list(r) for r in self.seen.ranks],
+            costs=CostRecord.of(costs),
+            candidates=[*(self._candidate(r.option, r) for r in measured), *candidates],
+            chosen=self._candidate(chosen.option, chosen),
+            reason=reason,
+        )
         if self.console is not None:
             print_batch(found, self.console)
         return found
@@ -192,7 +225,12 @@ class _Tuner:
 
     def _time(self, plans: Sequence[Plan], groups: Sequence[list[Job]]) -> list[Loop]:
         """What rounds under each of `plans` take, by batches of typical lengths."""
-        runs = self._turns({str(i): plan for i, plan in enumerate(plans)}, _typical(groups, _TIMED_GROUPS), repeats=1, what="timing rounds")
+        runs = self._turns(
+            {str(i): plan for i, plan in enumerate(plans)},
+            _typical(groups, _TIMED_GROUPS),
+            repeats=1,
+            what="timing rounds",
+        )
         return [loop_of([repeats[0] for repeats in per_group]) for per_group in runs.values()]
 
     def _tree_options(self, trees: Sequence[Tree], groups: Sequence[list[Job]], size: int, plain: Loop) -> list[Option]:
@@ -205,7 +243,13 @@ class _Tuner:
         again, *loops = self._time([Plan(0), *plans], groups)
         pace = plain.seconds / again.seconds
         return [
-            option(plan, tree.value(self.seen.ranks), replace(loop, prefill=pace * loop.prefill, seconds=pace * loop.seconds), self.seen.tokens, size)
+            option(
+                plan,
+                tree.value(self.seen.ranks),
+                replace(loop, prefill=pace * loop.prefill, seconds=pace * loop.seconds),
+                self.seen.tokens,
+                size,
+            )
             for plan, tree, loop in zip(plans, trees, loops, strict=True)
         ]
 
@@ -215,8 +259,13 @@ class _Tuner:
         strata = [suites.count(s) for s in dict.fromkeys(suites)] if size == 1 else [len(groups)]
         return measured_options(racing, runs, Bootstrap(strata, seed=self.settings.seed))
 
-    def _turns(self, plans: dict[str, Plan], groups: Sequence[list[Job]], repeats: int, what: str) -> dict[str, list[list[Completion]]]:
-        runners = [BatchRunner(name, self.drafting if plan.depth else self.plain, plan, self.settings) for name, plan in plans.items()]
+    def _turns(
+        self, plans: dict[str, Plan], groups: Sequence[list[Job]], repeats: int, what: str
+    ) -> dict[str, list[list[Completion]]]:
+        runners = [
+            BatchRunner(name, self.drafting if plan.depth else self.plain, plan, self.settings)
+            for name, plan in plans.items()
+        ]
         longest = max(groups, key=lambda g: max(len(j.prompt.tokens) for j in g))
         # First calls are slow; the largest one first, so that the decoder asks for memory once.
         for runner in sorted(runners, key=lambda r: -r.plan.max_nodes):
@@ -225,13 +274,21 @@ class _Tuner:
             return race(runners, groups, self.temperature, repeats, lambda: advance(1, ""))
 
     def _candidate(self, option: Option, measured: Measured | None) -> Candidate:
-        values = {k: v for k, v in option.plan.to_dict().items() if k != "control" and v != getattr(type(option.plan), k, None)}
+        values = {
+            k: v
+            for k, v in option.plan.to_dict().items()
+            if k != "control" and v != getattr(type(option.plan), k, None)
+        }
         found: dict[str, Any] = {} if measured is None else measured.figures()
         control = option.plan.control
         return Candidate(
-            plan={"depth": option.plan.depth} | values, weight=None if control is None else control.weight, predicted_tau=round(option.tau, 3),
-            round_seconds=round(option.loop.seconds, 7), predicted=round(option.predicted, 3), **found,
-        )  # fmt: skip
+            plan={"depth": option.plan.depth} | values,
+            weight=None if control is None else control.weight,
+            predicted_tau=round(option.tau, 3),
+            round_seconds=round(option.loop.seconds, 7),
+            predicted=round(option.predicted, 3),
+            **found,
+        )
 
 
 def _typical(groups: Sequence[list[Job]], count: int) -> list[list[Job]]:
@@ -261,7 +318,7 @@ class Loop:
 
 def loop_of(done: Sequence[Completion]) -> Loop:
     """The median over batches that had rounds."""
-    from ..target.errors import BadInputError
+    from ..ground.errors import BadInputError
 
     timed = [c for c in done if c.passes]
     if not timed:
@@ -291,9 +348,17 @@ def costs_in_loop(curve: dict[int, float], loops: dict[int, Loop]) -> Costs:
     widths, depths = sorted(curve), sorted(loops)
     alone, rounds = _rising([curve[n] for n in widths]), _rising([loops[d].seconds for d in depths])
     base = min(alone[0], rounds[0])
-    passes = Costs(tuple((n, round(base + seconds - alone[0], 7)) for n, seconds in zip(widths, alone, strict=True)), host=round(rounds[0] - base, 7))
+    passes = Costs(
+        tuple((n, round(base + seconds - alone[0], 7)) for n, seconds in zip(widths, alone, strict=True)),
+        host=round(rounds[0] - base, 7),
+    )
     between = np.interp(range(max(depths) + 1), depths, rounds)
-    return replace(passes, draft=tuple(round(max(0.0, float(seconds) - passes.round_time(d)), 7) if d else 0.0 for d, seconds in enumerate(between)))
+    return replace(
+        passes,
+        draft=tuple(
+            round(max(0.0, float(seconds) - passes.round_time(d)), 7) if d else 0.0 for d, seconds in enumerate(between)
+        ),
+    )
 
 
 def _rising(values: Sequence[float]) -> list[float]:
@@ -318,7 +383,9 @@ def chain_options(costs: Costs, loops: dict[int, Loop], seen: Acceptance, batch:
     """Plain, and chains of every depth up to the deepest that was timed."""
     from ..decode import Plan
 
-    return [option(Plan(d), seen.chain(d), _between(costs, loops, d), seen.tokens, batch) for d in range(max(loops) + 1)]
+    return [
+        option(Plan(d), seen.chain(d), _between(costs, loops, d), seen.tokens, batch) for d in range(max(loops) + 1)
+    ]
 
 
 def _between(costs: Costs, loops: dict[int, Loop], depth: int) -> Loop:
@@ -328,7 +395,9 @@ def _between(costs: Costs, loops: dict[int, Loop], depth: int) -> Loop:
     if depth == 0:
         return loops[0]
     timed = sorted(d for d in loops if d)
-    prefill, running = (float(np.interp(depth, timed, [getattr(loops[d], name) for d in timed])) for name in ("prefill", "running"))
+    prefill, running = (
+        float(np.interp(depth, timed, [getattr(loops[d], name) for d in timed])) for name in ("prefill", "running")
+    )
     return Loop(prefill, costs.round_time(depth), running)
 
 
@@ -347,7 +416,7 @@ def hopeful_trees(costs: Costs, chains: Sequence[Option], seen: Acceptance, batc
 def _trees_of(ranks: Sequence[Sequence[float]], size: int) -> list[Tree]:
     """The best trees of `size` nodes of every depth that has room for them."""
     from ..decode import best_tree
-    from ..target.errors import BadInputError
+    from ..ground.errors import BadInputError
 
     found: list[Tree] = []
     for depth in range(1, len(ranks) + 1):
@@ -376,7 +445,9 @@ def control_option(chains: Sequence[Option], costs: Costs, seen: Acceptance, mos
     from ..decode import Control, Plan
 
     fixed = best(chains, 1)[0]
-    return replace(fixed, plan=Plan(min(most, fixed.plan.depth + 2), control=Control(costs, seen.rates, CONTROL_WEIGHT)))
+    return replace(
+        fixed, plan=Plan(min(most, fixed.plan.depth + 2), control=Control(costs, seen.rates, CONTROL_WEIGHT))
+    )
 
 
 # ------------------------------------------------------------ measurements
@@ -405,14 +476,23 @@ class Measured:
         speedup = self.bootstrap.quotient(self.speed, self.plain)
         low, high = (round(speedup.low, 4), round(speedup.high, 4)) if speedup.known else (None, None)
         return {
-            "tau": round(self.tau, 3), "tokens_per_second": round(self.tokens_per_second, 3), "speedup": round(speedup.value, 4), "low": low, "high": high,
-        }  # fmt: skip
+            "tau": round(self.tau, 3),
+            "tokens_per_second": round(self.tokens_per_second, 3),
+            "speedup": round(speedup.value, 4),
+            "low": low,
+            "high": high,
+        }
 
 
-def measured_options(racing: Sequence[Option], runs: dict[str, list[list[Completion]]], bootstrap: Bootstrap) -> list[Measured]:
+def measured_options(
+    racing: Sequence[Option], runs: dict[str, list[list[Completion]]], bootstrap: Bootstrap
+) -> list[Measured]:
     """One per option, in their order; the first is plain. A batch's time is that of its median repeat (the faster of two in the middle)."""
     speeds = {
-        name: Ratio([sum(map(len, c[0].tokens)) for c in per_group], [statistics.median_low([r.seconds for r in c]) for c in per_group])
+        name: Ratio(
+            [sum(map(len, c[0].tokens)) for c in per_group],
+            [statistics.median_low([r.seconds for r in c]) for c in per_group],
+        )
         for name, per_group in runs.items()
     }
     plain = speeds[racing[0].name]
@@ -438,7 +518,10 @@ def choose(measured: Sequence[Measured]) -> tuple[Measured, str]:
     for other in (fastest, controlled):
         if other.tokens_per_second > plain.tokens_per_second:
             return other, f"{wanted.option.name} is slower than the plain target, this one is not."
-    return plain, f"Nothing is faster than the plain target here; the best, {fastest.option.name}, reaches {fastest.over(plain).text(unit='×')} of it."
+    return (
+        plain,
+        f"Nothing is faster than the plain target here; the best, {fastest.option.name}, reaches {fastest.over(plain).text(unit='×')} of it.",
+    )
 
 
 def _controlled_or_fixed(fastest: Measured, controlled: Measured) -> tuple[Measured, str]:

@@ -142,9 +142,17 @@ def merged(known: Sequence[Tuning], new: Tuning) -> list[Tuning]:
     return [*kept, new]
 
 
-def nearest(known: Sequence[Tuning], machine: tuple[str, str], batch_size: int, temperature: float) -> BatchTuning | None:
+def nearest(
+    known: Sequence[Tuning], machine: tuple[str, str], batch_size: int, temperature: float
+) -> BatchTuning | None:
     """What was found on `machine` at the largest batch size not above `batch_size`, and of those at the nearest temperature; None for nothing."""
-    fitting = [(b.batch_size, -abs(t.temperature - temperature), b) for t in known if t.machine == machine for b in t.batches if b.batch_size <= batch_size]
+    fitting = [
+        (b.batch_size, -abs(t.temperature - temperature), b)
+        for t in known
+        if t.machine == machine
+        for b in t.batches
+        if b.batch_size <= batch_size
+    ]
     return max(fitting, key=lambda found: found[:2])[2] if fitting else None
 
 
@@ -157,11 +165,16 @@ def print_batch(batch: BatchTuning, console: Console) -> None:
     from rich.text import Text
 
     costs = batch.costs
-    shown = [(n, t) for n, t in zip(costs.widths, costs.verify, strict=True) if n in (0, 1, 2, 4, 8, 16, 32, 64, 128, 256)]
+    shown = [
+        (n, t) for n, t in zip(costs.widths, costs.verify, strict=True) if n in (0, 1, 2, 4, 8, 16, 32, 64, 128, 256)
+    ]
     console.print(Text(f"batch {batch.batch_size}, passes behind {batch.context} tokens", style="bold"))
     _print_line(console, "target pass, ms", [f"{n}: {1e3 * t:.1f}" for n, t in shown], "by drafts verified")
     _print_line(
-        console, "drafting, ms", [f"{d}: {1e3 * t:.1f}" for d, t in enumerate(costs.draft) if d], f"by depth; {1e3 * costs.host:.1f} for the rest of a round"
+        console,
+        "drafting, ms",
+        [f"{d}: {1e3 * t:.1f}" for d, t in enumerate(costs.draft) if d],
+        f"by depth; {1e3 * costs.host:.1f} for the rest of a round",
     )
     _print_line(console, "alpha", [f"{d}: {rate:.2f}" for d, rate in enumerate(batch.rates, 1)], "by depth")
     table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="dim")
@@ -185,9 +198,14 @@ def _cells(batch: BatchTuning, candidate: Candidate) -> list[str]:
     speed, tau, over = candidate.tokens_per_second, candidate.tau, candidate.speedup
     assert speed is not None
     return [
-        batch.name(candidate), f"{candidate.predicted_tau:.2f}", "–" if tau is None else f"{tau:.2f}", f"{candidate.predicted:.1f}", f"{speed:.1f}",
-        f"{speed / candidate.predicted:.2f}", "–" if over is None else f"{over:.2f}×{_bounds(candidate)}",
-    ]  # fmt: skip
+        batch.name(candidate),
+        f"{candidate.predicted_tau:.2f}",
+        "–" if tau is None else f"{tau:.2f}",
+        f"{candidate.predicted:.1f}",
+        f"{speed:.1f}",
+        f"{speed / candidate.predicted:.2f}",
+        "–" if over is None else f"{over:.2f}×{_bounds(candidate)}",
+    ]
 
 
 def _bounds(candidate: Candidate) -> str:

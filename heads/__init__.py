@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from ..target import BadInputError, Target
+from ..ground import BadInputError
+from ..targets import Target
 from .base import Choose, Drafter, DrafterConfig, DrafterLoss, Proposal, TargetBatch, read_config
 from .cascade import Cascade, CascadeConfig
 from .draft_model import DraftModel, DraftModelConfig

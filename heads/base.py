@@ -17,8 +17,9 @@ from typing import Any, ClassVar, TypeVar, get_type_hints
 import torch
 from torch import Tensor, nn
 
-from ..target import BadInputError, Counts, IncompatibleError, Nodes, RaggedCache, Target, refuse_unknown_keys
-from ..target.values import checked_value
+from ..ground import BadInputError, IncompatibleError, refuse_unknown_keys
+from ..ground.values import checked_value
+from ..targets import Counts, Nodes, RaggedCache, Target
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
 
@@ -27,7 +28,7 @@ WEIGHTS, CONFIG = "model.safetensors", "config.json"
 Choose = Callable[[Tensor, Tensor | None], Tensor]
 
 
-def versions(weights: Iterable[Tensor]) -> list[tuple[int, int]]:
+def weight_versions(weights: Iterable[Tensor]) -> list[tuple[int, int]]:
     """Changes when any of the weights is moved or written to. (Those made in inference mode are not counted by torch: only their place is.)"""
     return [(weight.data_ptr(), 0 if weight.is_inference() else weight._version) for weight in weights]
 
@@ -58,7 +59,9 @@ def joined(before: Tensor, counts: Counts, after: Tensor) -> Tensor:
     if min(counts.values) == before.shape[1]:
         return both
     index = torch.arange(both.shape[1], device=both.device).expand(len(both), -1)
-    index = torch.where(index < counts.tensor[:, None], index, index - counts.tensor[:, None] + before.shape[1]).clamp(max=both.shape[1] - 1)
+    index = torch.where(index < counts.tensor[:, None], index, index - counts.tensor[:, None] + before.shape[1]).clamp(
+        max=both.shape[1] - 1
+    )
     return both.gather(1, index.view(*index.shape, *[1] * (both.dim() - 2)).expand_as(both))
 
 
@@ -197,7 +200,11 @@ class Proposal:
     @classmethod
     def chain(cls, tokens: Tensor, lengths: Tensor | None = None, deterministic: bool = False) -> Proposal:
         """Tokens `[B, k]`, of which row b proposes the first `lengths[b]` (None: all)."""
-        real = torch.ones_like(tokens, dtype=torch.bool) if lengths is None else torch.arange(tokens.shape[1], device=tokens.device) < lengths[:, None]
+        real = (
+            torch.ones_like(tokens, dtype=torch.bool)
+            if lengths is None
+            else torch.arange(tokens.shape[1], device=tokens.device) < lengths[:, None]
+        )
         return cls(tokens, real, tokens.shape[1], deterministic=deterministic)
 
     @classmethod
@@ -331,7 +338,9 @@ class Drafter(nn.Module):
         the root and the nodes that it reads: the verification writes there again.
         """
 
-    def absorb(self, state: Any, tokens: Tensor, hidden: Tensor | None, counts: Counts, path: Tensor | None = None) -> None:
+    def absorb(
+        self, state: Any, tokens: Tensor, hidden: Tensor | None, counts: Counts, path: Tensor | None = None
+    ) -> None:
         """Take note of what the target has processed. After rounds without drafts this is called several times before the next `begin`.
         After rounds in which another drafter proposed, too: then with more than the root.
 
@@ -351,7 +360,9 @@ class Drafter(nn.Module):
         """
         raise NotImplementedError
 
-    def propose(self, state: Any, root: Tensor, depth: int, choose: Choose, ended: Callable[[], bool] | None = None) -> Proposal:
+    def propose(
+        self, state: Any, root: Tensor, depth: int, choose: Choose, ended: Callable[[], bool] | None = None
+    ) -> Proposal:
         """Draft a chain of up to `depth` tokens after `root` `[B]`, the last committed token, which the target has not processed yet.
 
         `ended`: asked behind each token; True ends the chain there, for all rows.
@@ -457,16 +468,24 @@ def load_weights(module: nn.Module, folder: Path) -> None:
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
-    from ..target.target import refuse_pickles
+    from ..targets.target import refuse_pickles
 
     refuse_pickles(folder)
     try:
         weights = load_file(folder / WEIGHTS)
     except (SafetensorError, OSError) as error:
-        raise BadInputError(f"{folder / WEIGHTS}: damaged or not a safetensors file ({error}). Copy it again, or take the last good checkpoint.") from error
+        raise BadInputError(
+            f"{folder / WEIGHTS}: damaged or not a safetensors file ({error}). Copy it again, or take the last good checkpoint."
+        ) from error
     own = module.state_dict()
-    problems = [f"missing {n}" for n in own.keys() - weights.keys()] + [f"unexpected {n}" for n in weights.keys() - own.keys()]
-    problems += [f"{n} is {tuple(weights[n].shape)}, expected {tuple(own[n].shape)}" for n in own.keys() & weights.keys() if own[n].shape != weights[n].shape]
+    problems = [f"missing {n}" for n in own.keys() - weights.keys()] + [
+        f"unexpected {n}" for n in weights.keys() - own.keys()
+    ]
+    problems += [
+        f"{n} is {tuple(weights[n].shape)}, expected {tuple(own[n].shape)}"
+        for n in own.keys() & weights.keys()
+        if own[n].shape != weights[n].shape
+    ]
     if problems:
         raise IncompatibleError(f"{folder / WEIGHTS} does not fit its config.json: {'; '.join(sorted(problems)[:4])}.")
     module.load_state_dict(weights)

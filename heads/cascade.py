@@ -20,7 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..target import BadInputError, Counts, Target
+from ..ground import BadInputError
+from ..targets import Counts, Target
 from .base import Choose, Drafter, Proposal
 from .fusion import FusionConfig, State, TwoDrafters
 
@@ -45,7 +46,9 @@ class CascadeConfig(FusionConfig):
         if self.model_depth is not None and self.model_depth < 1:
             raise BadInputError(f"cascade: model_depth must be at least 1, got {self.model_depth}.")
         if not self.vertical and self.model_depth is None:
-            raise BadInputError("cascade: the statistical drafter has nothing to do; set vertical, or give a model_depth behind which it goes on.")
+            raise BadInputError(
+                "cascade: the statistical drafter has nothing to do; set vertical, or give a model_depth behind which it goes on."
+            )
 
 
 @dataclass
@@ -86,7 +89,9 @@ class Cascade(TwoDrafters):
     def _spare(self) -> int:
         return _GUESSES if self.config.vertical else 0
 
-    def absorb(self, state: _State, tokens: Tensor, hidden: Tensor | None, counts: Counts, path: Tensor | None = None) -> None:
+    def absorb(
+        self, state: _State, tokens: Tensor, hidden: Tensor | None, counts: Counts, path: Tensor | None = None
+    ) -> None:
         self.statistical.absorb(state.statistical, tokens, hidden, counts)
         kept = max(counts.values)  # no more than that: what the model has read of it, it need not read again
         tokens, hidden = tokens[:, :kept], None if hidden is None else hidden[:, :kept]
@@ -96,7 +101,9 @@ class Cascade(TwoDrafters):
             read = None
         self.model.absorb(state.model, tokens, hidden, counts, None if read is None else read[:, : kept - 1])
 
-    def propose(self, state: _State, root: Tensor, depth: int, choose: Choose, ended: Callable[[], bool] | None = None) -> Proposal:
+    def propose(
+        self, state: _State, root: Tensor, depth: int, choose: Choose, ended: Callable[[], bool] | None = None
+    ) -> Proposal:
         first = min(depth, self.config.model_depth or depth, self.model.max_depth or depth)
         if self.config.vertical:
             proposal = self._guessed(state, root, first, choose, ended)
@@ -111,12 +118,16 @@ class Cascade(TwoDrafters):
         found = self.statistical.continuations(state.statistical, torch.cat([root[:, None], drafts], 1).tolist(), depth)
         tokens = _padded(found, root.device)
         for column in tokens.unbind(1):
-            certain = torch.full((len(root), state.vocab), float("-inf"), device=root.device).scatter(1, column[:, None], 0.0)
+            certain = torch.full((len(root), state.vocab), float("-inf"), device=root.device).scatter(
+                1, column[:, None], 0.0
+            )
             choose(certain, None)
         lengths = drafts.shape[1] + torch.tensor([len(f) for f in found], device=root.device)
         return Proposal.chain(torch.cat([drafts, tokens], 1), lengths)
 
-    def _guessed(self, state: _State, root: Tensor, depth: int, choose: Choose, ended: Callable[[], bool] | None) -> Proposal:
+    def _guessed(
+        self, state: _State, root: Tensor, depth: int, choose: Choose, ended: Callable[[], bool] | None
+    ) -> Proposal:
         """The model's chain, in as few passes as the guesses allow."""
         chains = [_Chain([token]) for token in root.tolist()]
         drafted: list[Tensor] = []
@@ -142,13 +153,23 @@ class Cascade(TwoDrafters):
 
         `places`: how many tokens it has read in this round.
         """
-        guesses = self.statistical.continuations(state.statistical, [chain.tokens for chain in chains], most) if most else [[] for _ in chains]
+        guesses = (
+            self.statistical.continuations(state.statistical, [chain.tokens for chain in chains], most)
+            if most
+            else [[] for _ in chains]
+        )
         waiting = [chain.place < 0 for chain in chains]
-        rows = [[chain.tokens[-1], *guess] if waits else [0] for chain, guess, waits in zip(chains, guesses, waiting, strict=True)]
+        rows = [
+            [chain.tokens[-1], *guess] if waits else [0]
+            for chain, guess, waits in zip(chains, guesses, waiting, strict=True)
+        ]
         tokens = _padded(rows, device)
         after = None
         if places:
-            after = torch.tensor([chain.places[-2] - 1 if waits else -1 for chain, waits in zip(chains, waiting, strict=True)], device=device)
+            after = torch.tensor(
+                [chain.places[-2] - 1 if waits else -1 for chain, waits in zip(chains, waiting, strict=True)],
+                device=device,
+            )
         for chain, row, waits in zip(chains, rows, waiting, strict=True):
             if waits:
                 chain.read(places, row[1:])
@@ -186,10 +207,15 @@ class _Chain:
 def _padded(rows: list[list[int]], device: torch.device) -> Tensor:
     """`[B, W]`, zeros behind the shorter ones."""
     width = max(map(len, rows))
-    return torch.tensor([row + [0] * (width - len(row)) for row in rows], dtype=torch.long, device=device).reshape(len(rows), width)
+    return torch.tensor([row + [0] * (width - len(row)) for row in rows], dtype=torch.long, device=device).reshape(
+        len(rows), width
+    )
 
 
 def _has_read(read: Tensor, counts: Counts) -> bool:
     """Whether all drafts that are kept, but at most the last, were read by the model."""
     leading = (read >= 0).cumprod(1).sum(1).tolist()
-    return all(count - 1 <= known + 1 and count - 1 <= read.shape[1] for known, count in zip(leading, counts.values, strict=True))
+    return all(
+        count - 1 <= known + 1 and count - 1 <= read.shape[1]
+        for known, count in zip(leading, counts.values, strict=True)
+    )

@@ -17,22 +17,12 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 
-from ..target import (
-    BadInputError,
-    Counts,
-    IncompatibleError,
-    Nodes,
-    RaggedCache,
-    Target,
-    load_causal_lm,
-    load_tokenizer,
-    refuse_unknown_keys,
-    require_same_vocabulary,
-)  # fmt: skip
+from ..ground import BadInputError, IncompatibleError, refuse_unknown_keys
+from ..targets import Counts, Nodes, RaggedCache, Target, load_causal_lm, load_tokenizer, require_same_vocabulary
 from .base import Branches, Drafter, DrafterConfig, DrafterLoss, TargetBatch
 from .losses import LossName, acceptance_metrics, ahead, chunked_compare, divergence
-from .model_runner import ModelRunner, runs
-from .pruning import check_names, pruned
+from .parts.model_runner import ModelRunner, runs
+from .parts.pruning import check_names, pruned
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -65,9 +55,13 @@ class DraftModelConfig(DrafterConfig):
         if self.init not in self.init_words:
             raise BadInputError(f"draft_model: init must be one of {', '.join(self.init_words)}, found {self.init!r}.")
         if self.init == "pretrained" and (self.path is None or self.model):
-            raise BadInputError("draft_model: init pretrained takes a model as it is: give its folder or Hub id as path, and leave out model.")
+            raise BadInputError(
+                "draft_model: init pretrained takes a model as it is: give its folder or Hub id as path, and leave out model."
+            )
         if self.init != "pretrained" and self.path is not None:
-            raise BadInputError(f"draft_model: init {self.init} does not start from a path; leave out path, or take init pretrained.")
+            raise BadInputError(
+                f"draft_model: init {self.init} does not start from a path; leave out path, or take init pretrained."
+            )
         if self.init == "prune":
             check_names(self.model)
 
@@ -88,7 +82,9 @@ class _State:
     vocab: int
     fused: ModelRunner | None
     unread: Tensor | None = None  # [B, P], the last tokens absorbed, which the cache may lack
-    written: int = 0  # entries behind the committed ones: the root and the drafts that were read; 0 since the last `absorb`
+    written: int = (
+        0  # entries behind the committed ones: the root and the drafts that were read; 0 since the last `absorb`
+    )
     branches: Branches | None = None
 
 
@@ -136,10 +132,14 @@ class DraftModel(Drafter):
         if own != theirs:
             differ = f"the draft model's vocabulary has {own} entries, the target's {theirs}"
             if target.tokenizer is None:
-                raise IncompatibleError(f"{differ}; they must share one tokenizer. Only padding may differ: to show that it does, give the target's tokenizer.")
+                raise IncompatibleError(
+                    f"{differ}; they must share one tokenizer. Only padding may differ: to show that it does, give the target's tokenizer."
+                )
             highest = max(target.tokenizer.get_vocab().values())
             if highest >= min(own, theirs):
-                raise IncompatibleError(f"{differ}, and their tokenizer has ids up to {highest}; take a draft model that was made with this tokenizer.")
+                raise IncompatibleError(
+                    f"{differ}, and their tokenizer has ids up to {highest}; take a draft model that was made with this tokenizer."
+                )
         self._narrower = own < theirs
 
     # ------------------------------------------------------------ training
@@ -154,9 +154,15 @@ class DraftModel(Drafter):
         self._narrower = own.vocab_size < vocab
         hidden = own.forward(self._known(batch.tokens), logits=False).last[:, :-1]
         result = chunked_compare(
-            batch.last[:, :-1][wanted], hidden[wanted], batch.target.lm_head, lambda last: own.lm_head(last)[..., :vocab], divergence(self.config.loss),
-            self.output_ids, parameters=list(self.model.get_output_embeddings().parameters()), following=batch.tokens[:, 1:][wanted],
-        )  # fmt: skip
+            batch.last[:, :-1][wanted],
+            hidden[wanted],
+            batch.target.lm_head,
+            lambda last: own.lm_head(last)[..., :vocab],
+            divergence(self.config.loss),
+            self.output_ids,
+            parameters=list(self.model.get_output_embeddings().parameters()),
+            following=batch.tokens[:, 1:][wanted],
+        )
         count = wanted.sum()
         alpha = torch.zeros(wanted.shape, device=wanted.device)
         alpha[wanted] = result.alpha
@@ -176,7 +182,12 @@ class DraftModel(Drafter):
             )
         self._narrower = runner.vocab_size < target.vocab_size
         length = max_length + spare
-        return _State(runner.new_cache(batch_size, length), runner, target.vocab_size, self._fused(length) if runs(self.model) else None)
+        return _State(
+            runner.new_cache(batch_size, length),
+            runner,
+            target.vocab_size,
+            self._fused(length) if runs(self.model) else None,
+        )
 
     def state_bytes(self, target: Target, batch_size: int, max_length: int, spare: int = 0) -> int:
         length = max_length + spare
@@ -217,11 +228,15 @@ class DraftModel(Drafter):
             return state.runner.forward(tokens, cache, logits=False, offset=offset, nodes=nodes).last
         return state.fused.read(tokens, cache, offset, nodes)
 
-    def absorb(self, state: _State, tokens: Tensor, hidden: Tensor | None, counts: Counts, path: Tensor | None = None) -> None:
+    def absorb(
+        self, state: _State, tokens: Tensor, hidden: Tensor | None, counts: Counts, path: Tensor | None = None
+    ) -> None:
         # The cache already holds the root and all drafts that were read: of an accepted path all but, at most, the last.
         # That one is left for `begin`, so that it costs no pass of its own; where the host may ask, only if it is missing.
         last = tokens.gather(1, counts.tensor[:, None] - 1)
-        if state.unread is not None and not state.written and tokens.shape[1] == 1:  # nothing was drafted: the root, which `begin` will read
+        if (
+            state.unread is not None and not state.written and tokens.shape[1] == 1
+        ):  # nothing was drafted: the root, which `begin` will read
             last = torch.cat([state.unread, last], 1)
         elif state.unread is not None and not state.written:  # another's drafts
             self._last(state, torch.cat([state.unread, tokens], 1), offset=-state.unread.shape[1])
@@ -335,7 +350,9 @@ def _smaller(config: Any, changes: dict[str, Any]) -> Any:
     """The target's config with `changes`; head sizes follow the hidden size unless they are given."""
     values = config.to_dict()
     refuse_unknown_keys(changes, values, "drafter.model")
-    values = {k: v for k, v in values.items() if k not in ("architectures", "layer_types", "dtype", "torch_dtype")} | changes
+    values = {
+        k: v for k, v in values.items() if k not in ("architectures", "layer_types", "dtype", "torch_dtype")
+    } | changes
     if "num_attention_heads" in changes:
         values["num_key_value_heads"] = changes.get("num_key_value_heads", changes["num_attention_heads"])
     if "head_dim" not in changes and values.get("head_dim") and {"hidden_size", "num_attention_heads"} & set(changes):

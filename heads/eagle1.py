@@ -18,11 +18,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from ..target import BadInputError, Target
+from ..ground import BadInputError
+from ..targets import Target
 from .base import DrafterConfig
-from .decoder_layer import Layer, Unrolled, norm_of, rotary_of
-from .feature_drafter import FeatureConfig, FeatureDrafter, HeadRunner
 from .losses import LossName, smooth_l1
+from .parts.decoder_layer import Layer, Unrolled, norm_of, rotary_of
+from .parts.feature_drafter import FeatureConfig, FeatureDrafter, HeadRunner
 
 
 @dataclass
@@ -56,7 +57,9 @@ class Eagle1Config(FeatureConfig):
 
     def completed(self, target: Target) -> Eagle1Config:
         """This config with every open size taken from `target`."""
-        return Eagle1Config(**(self.to_dict() | self.sizes(target) | {"target_layers": self.target_layers or target.num_layers}))
+        return Eagle1Config(
+            **(self.to_dict() | self.sizes(target) | {"target_layers": self.target_layers or target.num_layers})
+        )
 
 
 def _scale(features: Tensor) -> Tensor:
@@ -95,7 +98,9 @@ class Eagle1(FeatureDrafter):
     def __init__(self, config: Eagle1Config):
         super().__init__(config)
         size = config.hidden_size
-        self.input_norms = nn.ModuleList(norm_of(config) for _ in range(2)) if config.norm_inputs else None  # embedding's, feature's
+        self.input_norms = (
+            nn.ModuleList(norm_of(config) for _ in range(2)) if config.norm_inputs else None
+        )  # embedding's, feature's
         self.fc = nn.Linear(2 * size, size, bias=config.fc_bias)
         self.layer = Layer(config, normed=config.norm_first)
         self.others = nn.ModuleList(Layer(config) for _ in range(config.num_layers - 1))
@@ -122,7 +127,9 @@ class Eagle1(FeatureDrafter):
     def fuse(self, hidden: Tensor) -> Tensor:
         feature = hidden[:, :, 0].to(self.fc.weight.dtype)
         if self.training and self.config.noise:
-            feature = feature + (2 * torch.rand_like(feature) - 1) * self.config.noise * _scale(feature).to(feature.dtype)
+            feature = feature + (2 * torch.rand_like(feature) - 1) * self.config.noise * _scale(feature).to(
+                feature.dtype
+            )
         return feature
 
     def read(self, embedded: Tensor, first: Unrolled) -> Tensor:

@@ -14,10 +14,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from ..target import BadInputError, Target
+from ..ground import BadInputError
+from ..targets import Target
 from .base import DrafterConfig, draft_vocabulary
-from .decoder_layer import Layer, Unrolled, norm_of, rotary_of
-from .feature_drafter import FeatureConfig, FeatureDrafter, HeadRunner
+from .parts.decoder_layer import Layer, Unrolled, norm_of, rotary_of
+from .parts.feature_drafter import FeatureConfig, FeatureDrafter, HeadRunner
 
 
 @dataclass
@@ -52,8 +53,13 @@ class Eagle3Config(FeatureConfig):
         """This config with every open size taken from `target`."""
         layers = target.num_layers
         if layers < 4 and not self.taps:
-            raise BadInputError(f"eagle3: a target with {layers} layers has no default taps (2, N//2, N−3); name them: drafter.taps=[…].")
-        sizes = {"taps": self.taps or (2, layers // 2, layers - 3), "draft_vocab_size": self.draft_vocab_size or target.vocab_size}
+            raise BadInputError(
+                f"eagle3: a target with {layers} layers has no default taps (2, N//2, N−3); name them: drafter.taps=[…]."
+            )
+        sizes = {
+            "taps": self.taps or (2, layers // 2, layers - 3),
+            "draft_vocab_size": self.draft_vocab_size or target.vocab_size,
+        }
         return Eagle3Config(**(self.to_dict() | self.sizes(target) | sizes))
 
 
@@ -127,7 +133,9 @@ class Eagle3(FeatureDrafter):
         assert isinstance(config, Eagle3Config)
         config = config.completed(target)
         if config.hidden_size != target.hidden_size:
-            raise BadInputError(f"eagle3: hidden_size {config.hidden_size} differs from the target's {target.hidden_size}; leave it out.")
+            raise BadInputError(
+                f"eagle3: hidden_size {config.hidden_size} differs from the target's {target.hidden_size}; leave it out."
+            )
         token_ids = draft_vocabulary(config.draft_vocab_size, target.vocab_size, token_counts, cls.name)
         head = cls(config)
         head.token_ids.copy_(token_ids)

@@ -24,7 +24,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from ..target import BadInputError, Counts, RaggedCache, Target
+from ..ground import BadInputError
+from ..targets import Counts, RaggedCache, Target
 from .base import CONFIG, Choose, Drafter, DrafterConfig, Proposal
 
 MODEL = "model"
@@ -71,11 +72,17 @@ class TwoDrafters(Drafter):
 
     def __init__(self, statistical: Drafter, model: Drafter, config: FusionConfig | None = None):
         if statistical.trainable or model.deterministic:
-            raise BadInputError(f"{self.name}: needs a drafter without weights and a model, got {statistical.name} and {model.name}.")
+            raise BadInputError(
+                f"{self.name}: needs a drafter without weights and a model, got {statistical.name} and {model.name}."
+            )
         if not statistical.continues:
-            raise BadInputError(f"{self.name}: the model goes on behind a chain, {statistical.name} proposes trees; take ngram, or give suffix a width of 1.")
+            raise BadInputError(
+                f"{self.name}: the model goes on behind a chain, {statistical.name} proposes trees; take ngram, or give suffix a width of 1."
+            )
         config = config or self.config_class()
-        super().__init__(replace(config, statistical={"type": statistical.name, **statistical.config.to_dict()}, model=MODEL))
+        super().__init__(
+            replace(config, statistical={"type": statistical.name, **statistical.config.to_dict()}, model=MODEL)
+        )
         self.statistical, self.model = statistical, model
 
     @classmethod
@@ -83,7 +90,9 @@ class TwoDrafters(Drafter):
         from . import load_drafter
 
         assert isinstance(config, FusionConfig)
-        return cls(_statistical(cls.name, config, target), load_drafter(Path(config.model).expanduser(), target), config)
+        return cls(
+            _statistical(cls.name, config, target), load_drafter(Path(config.model).expanduser(), target), config
+        )
 
     @classmethod
     def from_folder(cls: type[T], folder: Path, values: dict[str, Any], target: Target | None) -> T:
@@ -112,7 +121,9 @@ class TwoDrafters(Drafter):
         return self.model.max_depth
 
     def open(self, target: Target, batch_size: int, max_length: int, spare: int = 0) -> Any:
-        return State(self.statistical.open(target, batch_size, max_length), self.model.open(target, batch_size, max_length))
+        return State(
+            self.statistical.open(target, batch_size, max_length), self.model.open(target, batch_size, max_length)
+        )
 
     def lend(self, state: Any, cache: RaggedCache) -> None:
         self.model.lend(state.model, cache)
@@ -131,7 +142,9 @@ def _statistical(name: str, config: FusionConfig, target: Target | None) -> Draf
 
     head, settings = drafter_config(config.statistical, f"{name}.statistical")
     if head.trainable or issubclass(head, TwoDrafters):
-        raise BadInputError(f"{name}.statistical: {head.name!r} is no drafter without weights; take one such as suffix or ngram.")
+        raise BadInputError(
+            f"{name}.statistical: {head.name!r} is no drafter without weights; take one such as suffix or ngram."
+        )
     return head.build(settings, target)  # type: ignore[arg-type]
 
 
@@ -142,7 +155,9 @@ class Fusion(TwoDrafters):
     def open(self, target: Target, batch_size: int, max_length: int, spare: int = 0) -> _State:
         return _State(**vars(super().open(target, batch_size, max_length)), vocab=target.vocab_size)
 
-    def absorb(self, state: _State, tokens: Tensor, hidden: Tensor | None, counts: Counts, path: Tensor | None = None) -> None:
+    def absorb(
+        self, state: _State, tokens: Tensor, hidden: Tensor | None, counts: Counts, path: Tensor | None = None
+    ) -> None:
         self.statistical.absorb(state.statistical, tokens, hidden, counts)
         if state.alone or state.unread:
             kept = counts.values[0]
@@ -151,7 +166,9 @@ class Fusion(TwoDrafters):
         else:
             self.model.absorb(state.model, tokens, hidden, counts, path)
 
-    def propose(self, state: _State, root: Tensor, depth: int, choose: Choose, ended: Callable[[], bool] | None = None) -> Proposal:
+    def propose(
+        self, state: _State, root: Tensor, depth: int, choose: Choose, ended: Callable[[], bool] | None = None
+    ) -> Proposal:
         found = self.statistical.propose(state.statistical, root, depth, choose)
         # In a batch, rows that fell behind by different numbers of tokens would need room for the most of them behind the longest.
         if len(root) == 1 and found.tokens.shape[1]:
@@ -168,7 +185,9 @@ class Fusion(TwoDrafters):
         tokens, hidden = zip(*state.unread, strict=True)
         both = torch.cat(tokens, 1)
         known = [h for h in hidden if h is not None]
-        self.model.absorb(state.model, both, torch.cat(known, 1) if known else None, Counts.of([both.shape[1]], both.device))
+        self.model.absorb(
+            state.model, both, torch.cat(known, 1) if known else None, Counts.of([both.shape[1]], both.device)
+        )
         state.unread = []
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..target import Target
+from ..targets import Target
 from .base import TargetBatch
 from .medusa import Medusa, MedusaConfig, State
 
@@ -33,7 +33,9 @@ class HydraConfig(MedusaConfig):
 
 @dataclass
 class _State(State):
-    paths: Tensor | None = None  # [B, 1 + n, K], the tokens on the way to the root and to each node read, both ends included; 0 behind them
+    paths: Tensor | None = (
+        None  # [B, 1 + n, K], the tokens on the way to the root and to each node read, both ends included; 0 behind them
+    )
     passes: int = 0  # of `extend` in this round: no node is deeper
 
 
@@ -65,7 +67,11 @@ class Hydra(Medusa):
 
     def begin(self, state: State, root: Tensor) -> Tensor:
         assert isinstance(state, _State)
-        state.paths, state.depths, state.passes = torch.nn.functional.pad(root[:, None, None], (0, self.config.num_heads - 1)), None, 0
+        state.paths, state.depths, state.passes = (
+            torch.nn.functional.pad(root[:, None, None], (0, self.config.num_heads - 1)),
+            None,
+            0,
+        )
         return self.lm_head(0, state.target)(self._outputs(state, state.paths, 0))[:, 0]
 
     def extend(self, state: State, tokens: Tensor, parents: Tensor | None = None) -> Tensor:
@@ -79,7 +85,9 @@ class Hydra(Medusa):
             return self.lm_head(state.passes, state.target)(self._outputs(state, paths, state.passes))
         state.passes = min(state.passes + 1, self.config.num_heads - 1)  # each pass reads at most one level deeper
         depths = self._place(state, parents).clamp(max=state.passes)[:, :, None]
-        paths = state.paths.gather(1, (parents + 1)[:, :, None].expand(-1, -1, state.paths.shape[2])).scatter(2, depths, tokens[:, :, None])
+        paths = state.paths.gather(1, (parents + 1)[:, :, None].expand(-1, -1, state.paths.shape[2])).scatter(
+            2, depths, tokens[:, :, None]
+        )
         state.paths = torch.cat([state.paths, paths], 1)
         return self._by_depth(state, paths, depths)
 
@@ -89,7 +97,11 @@ class Hydra(Medusa):
         found = [self._outputs(state, paths, k) for k in heads]
         if not self.config.share_lm_head:
             found = [self.lm_head(k, state.target)(x) for k, x in zip(heads, found, strict=True)]
-        chosen = found[0] if len(found) == 1 else torch.stack(found).gather(0, (depths - 1).expand(*depths.shape[:2], found[0].shape[-1])[None])[0]
+        chosen = (
+            found[0]
+            if len(found) == 1
+            else torch.stack(found).gather(0, (depths - 1).expand(*depths.shape[:2], found[0].shape[-1])[None])[0]
+        )
         return self.lm_head(0, state.target)(chosen) if self.config.share_lm_head else chosen
 
     def _outputs(self, state: _State, paths: Tensor, index: int) -> Tensor:

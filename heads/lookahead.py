@@ -20,7 +20,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ..target import BadInputError, Counts, Target
+from ..ground import BadInputError
+from ..targets import Counts, Target
 from .base import Choose, Drafter, DrafterConfig, Proposal
 
 Ngram = tuple[int, ...]
@@ -51,7 +52,9 @@ class LookaheadConfig(DrafterConfig):
             found = f"{self.window}, {self.ngram} and {self.guesses}"
             raise BadInputError(f"lookahead: need window >= 1, ngram >= 3 and guesses >= 1, got {found}.")
         if self.max_ngrams < self.guesses:
-            raise BadInputError(f"lookahead: max_ngrams must be at least guesses ({self.guesses}), got {self.max_ngrams}.")
+            raise BadInputError(
+                f"lookahead: max_ngrams must be at least guesses ({self.guesses}), got {self.max_ngrams}."
+            )
 
 
 class Pool:
@@ -165,9 +168,13 @@ class Lookahead(Drafter):
     # ------------------------------------------------------------ decoding
 
     def open(self, target: Target, batch_size: int, max_length: int, spare: int = 0) -> list[_Row]:
-        return [_Row(self.pool if self.config.shared else Pool(self.config), target.max_context) for _ in range(batch_size)]
+        return [
+            _Row(self.pool if self.config.shared else Pool(self.config), target.max_context) for _ in range(batch_size)
+        ]
 
-    def absorb(self, state: list[_Row], tokens: Tensor, hidden: Tensor | None, counts: Counts, path: Tensor | None = None) -> None:
+    def absorb(
+        self, state: list[_Row], tokens: Tensor, hidden: Tensor | None, counts: Counts, path: Tensor | None = None
+    ) -> None:
         size = self.config.ngram
         for row, new, count in zip(state, tokens.tolist(), counts.values, strict=True):
             text = row.recent + new[:count]
@@ -177,13 +184,17 @@ class Lookahead(Drafter):
                     row.pool.add(text[end - size], tuple(text[end - size + 1 : end]))
             row.recent = text[-max(size, self._reach) :]
 
-    def propose(self, state: list[_Row], root: Tensor, depth: int, choose: Choose, ended: Callable[[], bool] | None = None) -> Proposal:
+    def propose(
+        self, state: list[_Row], root: Tensor, depth: int, choose: Choose, ended: Callable[[], bool] | None = None
+    ) -> Proposal:
         depth = min(depth, self.max_depth)
         trees = [self._grow(row, last, depth) for row, last in zip(state, root.tolist(), strict=True)]
         width = max(len(tree.tokens) for tree in trees)
 
         def stacked(lists: list[list[int]], fill: int) -> Tensor:
-            return torch.tensor([x + [fill] * (width - len(x)) for x in lists], dtype=torch.long, device=root.device).reshape(len(trees), width)
+            return torch.tensor(
+                [x + [fill] * (width - len(x)) for x in lists], dtype=torch.long, device=root.device
+            ).reshape(len(trees), width)
 
         tokens, parents = stacked([t.tokens for t in trees], 0), stacked([t.parents for t in trees], -1)
         depths = stacked([t.depths for t in trees], depth + 1)

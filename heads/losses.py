@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..target import BadInputError
+from ..ground import BadInputError
 
 Divergence = Callable[[Tensor, Tensor], Tensor]
 LossName = str | dict[str, float]  # as a recipe says it: see `divergence`
@@ -76,7 +76,9 @@ def smooth_l1(features: Tensor, drafted: Tensor) -> Tensor:
 
     Its gradient stays bounded where a few dimensions of a hidden state are far larger than the others.
     """
-    return torch.nn.functional.smooth_l1_loss(drafted.float(), features.float().expand_as(drafted), reduction="none").mean(-1)
+    return torch.nn.functional.smooth_l1_loss(
+        drafted.float(), features.float().expand_as(drafted), reduction="none"
+    ).mean(-1)
 
 
 DIVERGENCES: dict[str, Divergence] = {
@@ -126,7 +128,9 @@ def divergence(name: str | Mapping[str, float]) -> Loss:
     """
     weights = {name: 1.0} if isinstance(name, str) else name
     if not isinstance(weights, Mapping) or not weights:
-        raise BadInputError(f"loss: expected a name or a mapping from names to weights such as {{soft_ce: 1.0, tv: 0.1}}, found {name!r}.")
+        raise BadInputError(
+            f"loss: expected a name or a mapping from names to weights such as {{soft_ce: 1.0, tv: 0.1}}, found {name!r}."
+        )
     parts, hard = [], 0.0
     for part, weight in weights.items():
         if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight < math.inf:
@@ -144,7 +148,9 @@ def _named(name: Any) -> Divergence:
     kind, given = found.groups() if found else (name, None)
     if kind not in DIVERGENCES or (given is not None and kind not in _PARAMETERS):
         takes = " and ".join(f"{k}({p})" for k, (p, _, _) in _PARAMETERS.items())
-        raise BadInputError(f"unknown loss {name!r}; known: {', '.join((*DIVERGENCES, HARD))}; {takes} take a parameter.")
+        raise BadInputError(
+            f"unknown loss {name!r}; known: {', '.join((*DIVERGENCES, HARD))}; {takes} take a parameter."
+        )
     if given is None:
         return DIVERGENCES[kind]
     parameter, expected, fits = _PARAMETERS[kind]
@@ -184,9 +190,13 @@ class Reference:
         best, log_probs = logits.argmax(-1), logits.float().log_softmax(-1)
         if kept is None:
             return cls(log_probs.exp(), log_probs, best, following)
-        place = torch.full((logits.shape[-1],), -1, device=kept.device).scatter(0, kept, torch.arange(len(kept), device=kept.device))
+        place = torch.full((logits.shape[-1],), -1, device=kept.device).scatter(
+            0, kept, torch.arange(len(kept), device=kept.device)
+        )
         log_probs = log_probs.index_select(-1, kept)
-        return cls(log_probs.exp(), log_probs.log_softmax(-1), place[best], None if following is None else place[following])
+        return cls(
+            log_probs.exp(), log_probs.log_softmax(-1), place[best], None if following is None else place[following]
+        )
 
 
 @dataclass
@@ -208,7 +218,7 @@ class Comparison:
 
 def compare(reference: Reference, draft_logits: Tensor, rule: Loss) -> tuple[Tensor, Tensor, Tensor]:
     """(loss, alpha, top1) of draft logits `[P, V']`; the loss is differentiable."""
-    from . import liger  # which builds on this module
+    from .parts import liger  # which builds on this module
 
     if liger.serves(rule, draft_logits.device.type):
         return liger.compare(reference, draft_logits, rule)
@@ -276,7 +286,11 @@ def chunked_compare(
     """
     steps = draft_hidden if draft_hidden.ndim == 3 else draft_hidden[None]
     draft_heads = [draft_head] * len(steps) if callable(draft_head) else draft_head
-    weights = steps.new_ones(steps.shape[:2], dtype=torch.float32) if weights is None else weights.reshape(steps.shape[:2]).float()
+    weights = (
+        steps.new_ones(steps.shape[:2], dtype=torch.float32)
+        if weights is None
+        else weights.reshape(steps.shape[:2]).float()
+    )
     learning = torch.is_grad_enabled()
     trained = [p for p in parameters if p.requires_grad] if learning else []
     slopes = [torch.zeros_like(p, dtype=torch.float32) for p in trained]
@@ -284,14 +298,18 @@ def chunked_compare(
     for begin in range(0, len(target_hidden), chunk):
         part = slice(begin, begin + chunk)
         with torch.no_grad(), own_precision(target_hidden.device):
-            reference = Reference.of(target_head(target_hidden[part]), kept, None if following is None else following[part])
+            reference = Reference.of(
+                target_head(target_hidden[part]), kept, None if following is None else following[part]
+            )
         for i in range(len(steps)):
             hidden = steps[i, part].detach().requires_grad_(learning)
             found = compare(reference, draft_heads[i](hidden), rule)
             results[:, i, part] = torch.stack([f.detach() for f in found])
             if learning:
                 # Where each step has a head of its own, the others' weights have no part in it.
-                first, *others = torch.autograd.grad((found[0] * weights[i, part]).sum(), [hidden, *trained], allow_unused=True)
+                first, *others = torch.autograd.grad(
+                    (found[0] * weights[i, part]).sum(), [hidden, *trained], allow_unused=True
+                )
                 columns[i, part] = first
                 for slope, other in zip(slopes, others, strict=True):
                     if other is not None:
@@ -347,7 +365,10 @@ def metrics_by_depth(found: Comparison, wanted: Tensor, here: Tensor) -> dict[st
     metrics: dict[str, tuple[Tensor, Tensor]] = {}
     alphas, measured = [], []
     for k, known in enumerate(here):
-        metrics |= {f"{name}_d{k + 1}": (values[k][known].sum(), known.sum()) for name, values in (("loss", found.loss), ("top1", found.top1))}
+        metrics |= {
+            f"{name}_d{k + 1}": (values[k][known].sum(), known.sum())
+            for name, values in (("loss", found.loss), ("top1", found.top1))
+        }
         alphas.append(ahead(torch.zeros(wanted.shape, device=wanted.device).masked_scatter(wanted, found.alpha[k]), k))
         measured.append(ahead(torch.zeros_like(wanted).masked_scatter(wanted, known), k))
     return metrics | acceptance_metrics(alphas, measured)

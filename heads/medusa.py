@@ -15,10 +15,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from ..target import BadInputError, Counts, IncompatibleError, Target
+from ..ground import BadInputError, IncompatibleError
+from ..targets import Counts, Target
 from .base import DrafterLoss, TargetBatch
-from .head_drafter import HeadConfig, HeadDrafter
 from .losses import LossName, chunked_compare, divergence, metrics_by_depth
+from .parts.head_drafter import HeadConfig, HeadDrafter
 
 
 @dataclass
@@ -72,7 +73,9 @@ class Head(nn.Module):
         super().__init__()
         self.first = Block(config.hidden_size, conditions)
         self.others = nn.ModuleList(Block(config.hidden_size) for _ in range(config.num_layers - 1))
-        self.lm_head = None if config.share_lm_head else nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
+        self.lm_head = (
+            None if config.share_lm_head else nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
+        )
 
     def forward(self, hidden: Tensor, conditions: Tensor | None = None) -> Tensor:
         """What the output embedding reads, `[..., H]`, from hidden states `[..., H]` and conditions `[..., C · H]`."""
@@ -119,7 +122,9 @@ class Medusa(HeadDrafter):
 
     def _copy_output(self, target: Target) -> None:
         if not self.config.share_lm_head and target.model.get_output_embeddings().bias is not None:
-            raise IncompatibleError(f"{self.name}: this target's output embedding has a bias, which copies of it lack; set share_lm_head.")
+            raise IncompatibleError(
+                f"{self.name}: this target's output embedding has a bias, which copies of it lack; set share_lm_head."
+            )
         super()._copy_output(target)
 
     def head(self, index: int) -> Head:
@@ -144,16 +149,24 @@ class Medusa(HeadDrafter):
         count = self.config.num_heads
         decay = self.config.decay ** torch.arange(count, device=wanted.device)
         result = chunked_compare(
-            batch.last[rows, places - 1], outputs, batch.target.lm_head, [self.lm_head(k, batch.target) for k in range(count)],
-            divergence(self.config.loss), self.output_ids, decay[:, None] * here, following=batch.tokens[rows, places],
+            batch.last[rows, places - 1],
+            outputs,
+            batch.target.lm_head,
+            [self.lm_head(k, batch.target) for k in range(count)],
+            divergence(self.config.loss),
+            self.output_ids,
+            decay[:, None] * here,
+            following=batch.tokens[rows, places],
             parameters=[own.weight for own in self._own_outputs()],
-        )  # fmt: skip
+        )
         return DrafterLoss(result.total, wanted.sum(), metrics_by_depth(result, wanted, here))
 
     def outputs(self, batch: TargetBatch, rows: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
         """Of each head for the tokens at `places` `[P]` of `rows` `[P]`, which it predicts: `[K, P, H]`; and which of them it can, `[K, P]`."""
         begins = [places - 2 - k for k in range(self.config.num_heads)]
-        found = [self.head(k)(batch.last[rows, t.clamp(min=0)], self._given(batch, k, rows, t)) for k, t in enumerate(begins)]
+        found = [
+            self.head(k)(batch.last[rows, t.clamp(min=0)], self._given(batch, k, rows, t)) for k, t in enumerate(begins)
+        ]
         return torch.stack(found), torch.stack([t >= 0 for t in begins])
 
     def _given(self, batch: TargetBatch, index: int, rows: Tensor, begins: Tensor) -> Tensor | None:
@@ -165,7 +178,9 @@ class Medusa(HeadDrafter):
     def open(self, target: Target, batch_size: int, max_length: int, spare: int = 0) -> State:
         return State(target)
 
-    def absorb(self, state: State, tokens: Tensor, hidden: Tensor | None, counts: Counts, path: Tensor | None = None) -> None:
+    def absorb(
+        self, state: State, tokens: Tensor, hidden: Tensor | None, counts: Counts, path: Tensor | None = None
+    ) -> None:
         assert hidden is not None
         last = (counts.tensor - 1)[:, None, None].expand(-1, 1, hidden.shape[-1])
         state.hidden = hidden[:, :, 0].gather(1, last)[:, 0]
@@ -192,7 +207,9 @@ class Medusa(HeadDrafter):
 
     def _checked(self, index: int) -> int:
         if index >= self.config.num_heads:
-            raise BadInputError(f"this {self.name} drafter has {self.config.num_heads} heads, so it drafts no deeper than that; lower the depth.")
+            raise BadInputError(
+                f"this {self.name} drafter has {self.config.num_heads} heads, so it drafts no deeper than that; lower the depth."
+            )
         return index
 
     def _place(self, state: State, parents: Tensor) -> Tensor:

@@ -29,12 +29,13 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, DynamicCache
 
-from ..target import BadInputError, Counts, IncompatibleError, Nodes, RaggedCache, Target, refuse_unknown_keys
-from ..target.errors import LIBRARY_ERRORS, reason
-from ..target.sketch import sketching
+from ..ground import BadInputError, IncompatibleError, refuse_unknown_keys
+from ..ground.libraries import LIBRARY_ERRORS, reason
+from ..targets import Counts, Nodes, RaggedCache, Target
+from ..targets.sketch import sketching
 from .base import Branches, DrafterConfig, DrafterLoss, TargetBatch, gathered, joined
-from .head_drafter import HeadConfig, HeadDrafter
 from .losses import LossName, chunked_compare, divergence, metrics_by_depth
+from .parts.head_drafter import HeadConfig, HeadDrafter
 
 
 @dataclass
@@ -82,14 +83,18 @@ class MtpConfig(HeadConfig):
         if self.decay <= 0:
             raise BadInputError(f"mtp: decay must be above 0, got {self.decay}.")
         if self.recursive and self.depth > 1:
-            raise BadInputError(f"mtp: one module is applied recursively, found depth {self.depth}; set recursive to false, or leave out depth.")
+            raise BadInputError(
+                f"mtp: one module is applied recursively, found depth {self.depth}; set recursive to false, or leave out depth."
+            )
         if self.init not in self.init_words:
             raise BadInputError(f"mtp: init must be one of {', '.join(self.init_words)}, found {self.init!r}.")
         if self.path is not None and self.init != "native":
             raise BadInputError("mtp: only init native starts from a path; leave out path, or set init to native.")
 
     def sizes(self, target: Target) -> dict[str, Any]:
-        return super().sizes(target) | {"layer": self.layer if "model_type" in self.layer else _layer_values(target, self.layer)}
+        return super().sizes(target) | {
+            "layer": self.layer if "model_type" in self.layer else _layer_values(target, self.layer)
+        }
 
     @property
     def num_outputs(self) -> int:
@@ -99,13 +104,38 @@ class MtpConfig(HeadConfig):
 
 # A module's layer is the last of the target, with full attention; what says where experts begin is counted from the first.
 _ALONE: dict[str, Any] = {
-    "num_hidden_layers": 1, "vocab_size": 1, "pad_token_id": None, "bos_token_id": None, "eos_token_id": None, "layer_types": ["full_attention"],
-    "sliding_window": None, "use_sliding_window": False, "first_k_dense_replace": 0, "mlp_only_layers": [], "decoder_sparse_step": 1,
-    "num_mtp_layers": 0, "num_nextn_predict_layers": 0, "mtp_num_hidden_layers": 0,
-}  # fmt: skip
+    "num_hidden_layers": 1,
+    "vocab_size": 1,
+    "pad_token_id": None,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "layer_types": ["full_attention"],
+    "sliding_window": None,
+    "use_sliding_window": False,
+    "first_k_dense_replace": 0,
+    "mlp_only_layers": [],
+    "decoder_sparse_step": 1,
+    "num_mtp_layers": 0,
+    "num_nextn_predict_layers": 0,
+    "mtp_num_hidden_layers": 0,
+}
 # How it is computed is no part of what it is; such a setting may even name code of the Hub.
-_NOT_OF_A_LAYER = ("model_type", "attn_implementation", "_attn_implementation", "experts_implementation", "_experts_implementation")
-_OF_A_CHECKPOINT = ("architectures", "dtype", "torch_dtype", "quantization_config", "auto_map", "transformers_version", "_name_or_path")
+_NOT_OF_A_LAYER = (
+    "model_type",
+    "attn_implementation",
+    "_attn_implementation",
+    "experts_implementation",
+    "_experts_implementation",
+)
+_OF_A_CHECKPOINT = (
+    "architectures",
+    "dtype",
+    "torch_dtype",
+    "quantization_config",
+    "auto_map",
+    "transformers_version",
+    "_name_or_path",
+)
 
 
 def _layer_values(target: Target, changes: dict[str, Any]) -> dict[str, Any]:
@@ -131,13 +161,22 @@ def plain_body(values: dict[str, Any]) -> Any:
     """
     kind = values.get("model_type")
     if kind is None:
-        raise IncompatibleError("mtp: the config of a module's layer names no model_type, so nobody knows what it is a layer of.")
+        raise IncompatibleError(
+            "mtp: the config of a module's layer names no model_type, so nobody knows what it is a layer of."
+        )
     try:
-        body = AutoModel.from_config(AutoConfig.for_model(kind, **{k: v for k, v in values.items() if k not in _NOT_OF_A_LAYER}), dtype=torch.float32)
+        body = AutoModel.from_config(
+            AutoConfig.for_model(kind, **{k: v for k, v in values.items() if k not in _NOT_OF_A_LAYER}),
+            dtype=torch.float32,
+        )
     except LIBRARY_ERRORS as error:
-        raise IncompatibleError(f"mtp: transformers cannot make a layer of a {kind!r} model ({reason(error)}).") from error
+        raise IncompatibleError(
+            f"mtp: transformers cannot make a layer of a {kind!r} model ({reason(error)})."
+        ) from error
     if not isinstance(getattr(body, "norm", None), nn.Module) or not hasattr(body, "layers"):
-        raise IncompatibleError(f"mtp: {type(body).__name__} is not a stack of layers with one norm behind them; take another drafter.")
+        raise IncompatibleError(
+            f"mtp: {type(body).__name__} is not a stack of layers with one norm behind them; take another drafter."
+        )
     return body
 
 
@@ -148,7 +187,9 @@ class Module(nn.Module):
         super().__init__()
         body = plain_body(config.layer)
         if body.config.hidden_size != config.hidden_size:
-            raise BadInputError(f"mtp: a layer of hidden_size {body.config.hidden_size} does not fit the target's {config.hidden_size}; leave it out of layer.")
+            raise BadInputError(
+                f"mtp: a layer of hidden_size {body.config.hidden_size} does not fit the target's {config.hidden_size}; leave it out of layer."
+            )
         self.embedding_norm, self.hidden_norm, self.norm = copy.deepcopy(body.norm), copy.deepcopy(body.norm), body.norm
         self.projection = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
         body.norm = nn.Identity()
@@ -172,7 +213,11 @@ class _Runner(Target):
     """A module's layer as a model that runs on a cache; it is always given what it reads."""
 
     def _read(self, tokens: Tensor, embeds: Tensor | None = None) -> dict[str, Tensor]:
-        return {"inputs_embeds": torch.zeros(*tokens.shape, self.hidden_size, dtype=self.dtype, device=tokens.device) if embeds is None else embeds}
+        return {
+            "inputs_embeds": torch.zeros(*tokens.shape, self.hidden_size, dtype=self.dtype, device=tokens.device)
+            if embeds is None
+            else embeds
+        }
 
 
 @dataclass
@@ -188,7 +233,9 @@ class _State:
     tokens: Tensor | None = None  # [B, Q] processed by the target, not yet by the modules
     hidden: Tensor | None = None  # [B, Q, H], the target's
     counts: Counts | None = None
-    outputs: list[Tensor] = field(default_factory=list)  # handed on behind the root and each drafted node, [B, 1 + n, H]
+    outputs: list[Tensor] = field(
+        default_factory=list
+    )  # handed on behind the root and each drafted node, [B, 1 + n, H]
     passes: int = 0  # of `extend` in this round: no node is deeper
     read: int = 0  # nodes that they read
     depths: Tensor | None = None  # of the root and each node of a tree, [B, 1 + n]; None in a chain
@@ -214,7 +261,7 @@ class Mtp(HeadDrafter):
     def build(cls, config: DrafterConfig, target: Target, token_counts: Tensor | None = None) -> Self:
         drafter = super().build(config, target, token_counts)
         if drafter.config.init == "native":
-            from .mtp_native import load_native
+            from .parts.mtp_native import load_native
 
             if not sketching():  # what has no contents is planned with, and asks for no checkpoint
                 load_native(drafter, target, drafter.config.path)
@@ -241,14 +288,21 @@ class Mtp(HeadDrafter):
         count = self.config.num_outputs
         begin = (wanted.int().argmax(1) - 1 - count).clamp(min=0)
         outputs = self.unroll(batch.target, batch.tokens, batch.last, begin)
-        index = places - 2 - begin[rows] - torch.arange(count, device=places.device)[:, None]  # [S, P], of the outputs that predict these tokens
+        index = (
+            places - 2 - begin[rows] - torch.arange(count, device=places.device)[:, None]
+        )  # [S, P], of the outputs that predict these tokens
         here = index >= 0
         weights = self.config.decay ** torch.arange(count, device=places.device)
         result = chunked_compare(
-            batch.last[rows, places - 1], torch.stack([o[rows, i.clamp(min=0)] for o, i in zip(outputs, index, strict=True)]),
-            batch.target.lm_head, self.lm_head(batch.target), divergence(self.config.loss), self.output_ids,
-            (weights / weights.sum())[:, None] * here, following=batch.tokens[rows, places],
-        )  # fmt: skip
+            batch.last[rows, places - 1],
+            torch.stack([o[rows, i.clamp(min=0)] for o, i in zip(outputs, index, strict=True)]),
+            batch.target.lm_head,
+            self.lm_head(batch.target),
+            divergence(self.config.loss),
+            self.output_ids,
+            (weights / weights.sum())[:, None] * here,
+            following=batch.tokens[rows, places],
+        )
         return DrafterLoss(result.total, wanted.sum(), metrics_by_depth(result, wanted, here))
 
     def unroll(self, target: Target, tokens: Tensor, last: Tensor, begin: Tensor | None = None) -> list[Tensor]:
@@ -284,19 +338,26 @@ class Mtp(HeadDrafter):
         own = torch.eye(width, dtype=torch.bool, device=at.device).expand(rows, 1, -1, -1)
         outputs = []
         for step in range(self.config.steps):
-            output, normed = module.answer(module.body(inputs_embeds=x, past_key_values=cache, use_cache=True, **arguments).last_hidden_state)
+            output, normed = module.answer(
+                module.body(inputs_embeds=x, past_key_values=cache, use_cache=True, **arguments).last_hidden_state
+            )
             if step == 0:
                 output, normed = gathered(output, at), gathered(normed, at)
             outputs.append(normed)
             if step + 1 < self.config.steps:
                 x = module.mixed(gathered(embedded, at + 2 + step), output)
                 visible = torch.cat([visible, own], -1)
-                arguments = {"position_ids": (at + 1 + step).expand(rows, -1), "attention_mask": self._mask(visible, x.dtype)}
+                arguments = {
+                    "position_ids": (at + 1 + step).expand(rows, -1),
+                    "attention_mask": self._mask(visible, x.dtype),
+                }
         return outputs
 
     def _mask(self, visible: Tensor, dtype: torch.dtype) -> Tensor | dict[str, Tensor]:
         """Float (bool masks are silently wrong under eager attention), and by kind where the architecture has several."""
-        mask = torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(~visible, torch.finfo(dtype).min)
+        mask = torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(
+            ~visible, torch.finfo(dtype).min
+        )
         return {"full_attention": mask} if getattr(self.module(0).body.config, "layer_types", None) else mask
 
     # ------------------------------------------------------------ decoding
@@ -311,14 +372,24 @@ class Mtp(HeadDrafter):
         for k, cache in enumerate(caches):
             cache.first = k  # x_p is entry p − 1; module k, counted from 0, has none before x_{k+1}
         weight = self.module(0).projection.weight
-        previous = [torch.zeros(batch_size, 1, self.config.hidden_size, dtype=weight.dtype, device=weight.device) for _ in caches[1:]]
+        previous = [
+            torch.zeros(batch_size, 1, self.config.hidden_size, dtype=weight.dtype, device=weight.device)
+            for _ in caches[1:]
+        ]
         return _State(caches, target, previous)
 
     def state_bytes(self, target: Target, batch_size: int, max_length: int, spare: int = 0) -> int:
-        handed_on = (self.config.depth - 1) * batch_size * self.config.hidden_size * self.module(0).projection.weight.dtype.itemsize
+        handed_on = (
+            (self.config.depth - 1)
+            * batch_size
+            * self.config.hidden_size
+            * self.module(0).projection.weight.dtype.itemsize
+        )
         return handed_on + sum(runner.cache_bytes(batch_size, max_length + spare) for runner in self.runners)
 
-    def absorb(self, state: _State, tokens: Tensor, hidden: Tensor | None, counts: Counts, path: Tensor | None = None) -> None:
+    def absorb(
+        self, state: _State, tokens: Tensor, hidden: Tensor | None, counts: Counts, path: Tensor | None = None
+    ) -> None:
         # The entry of the last hidden state needs the token behind it: `begin` knows that one. It also reads accepted drafts anew:
         # now there are true hidden states for the first module.
         assert hidden is not None
@@ -353,21 +424,32 @@ class Mtp(HeadDrafter):
     def extend(self, state: _State, tokens: Tensor, parents: Tensor | None = None) -> Tensor:
         depth, in_tree = self.config.depth, parents is not None
         if not self.config.recursive and (state.passes + 1 >= depth if not in_tree else depth == 1):
-            raise BadInputError(f"this mtp drafter has {depth} modules, so it drafts no deeper than that; lower the depth.")
+            raise BadInputError(
+                f"this mtp drafter has {depth} modules, so it drafts no deeper than that; lower the depth."
+            )
         state.passes += 1
         nodes = self._place(state, parents) if parents is not None else None
         embedded = state.target.embed(tokens)
         # Module and whose outputs it reads. The first cannot read drafts; in a chain, nor can as many more as were read before.
-        pairs = [(0, 0)] if self.config.recursive else [(k, k - 1) for k in range(1 if in_tree else state.passes, depth)]
+        pairs = (
+            [(0, 0)] if self.config.recursive else [(k, k - 1) for k in range(1 if in_tree else state.passes, depth)]
+        )
         read = state.read
-        befores = [state.outputs[source][:, -1:] if parents is None else gathered(state.outputs[source], parents + 1) for _, source in pairs]
+        befores = [
+            state.outputs[source][:, -1:] if parents is None else gathered(state.outputs[source], parents + 1)
+            for _, source in pairs
+        ]
         found = []
         for (index, _), before in zip(pairs, befores, strict=True):
             output, normed = self._step(state, index, embedded, before, read, nodes)
             state.outputs[index] = torch.cat([state.outputs[index], output], 1)
             found.append(normed)
         state.read += tokens.shape[1]
-        return self.lm_head(state.target)(found[0] if state.depths is None or len(found) == 1 else _by_depth(found, state.depths[:, -tokens.shape[1] :]))
+        return self.lm_head(state.target)(
+            found[0]
+            if state.depths is None or len(found) == 1
+            else _by_depth(found, state.depths[:, -tokens.shape[1] :])
+        )
 
     def _place(self, state: _State, parents: Tensor) -> Nodes:
         """Places of nodes below `parents` `[B, W]`; their depths are noted."""
@@ -376,11 +458,15 @@ class Mtp(HeadDrafter):
         state.depths = torch.cat([state.depths, state.depths.gather(1, parents + 1) + 1], 1)
         return state.branches.grow(parents)
 
-    def _step(self, state: _State, index: int, embedded: Tensor, hidden: Tensor, offset: int, nodes: Nodes | None = None) -> tuple[Tensor, Tensor]:
+    def _step(
+        self, state: _State, index: int, embedded: Tensor, hidden: Tensor, offset: int, nodes: Nodes | None = None
+    ) -> tuple[Tensor, Tensor]:
         """A pass of the module at `index`, written behind its committed entries plus `offset`: what is handed on, and normed, `[B, Q, H]`."""
         module = self.module(index)
         x = module.mixed(embedded, hidden)
-        out = self.runners[index].forward(x[:, :, 0], state.caches[index], logits=False, offset=offset, nodes=nodes, embeds=x)
+        out = self.runners[index].forward(
+            x[:, :, 0], state.caches[index], logits=False, offset=offset, nodes=nodes, embeds=x
+        )
         return module.answer(out.last)
 
     def caches(self, state: _State) -> list[RaggedCache]:
@@ -393,7 +479,12 @@ class Mtp(HeadDrafter):
         return [state.tokens, state.hidden, state.counts.tensor, *state.previous]
 
     def carry(self, state: _State, tensors: list[Tensor]) -> None:
-        state.tokens, state.hidden, state.counts, state.previous = tensors[0], tensors[1], Counts(tensors[2]), tensors[3:]
+        state.tokens, state.hidden, state.counts, state.previous = (
+            tensors[0],
+            tensors[1],
+            Counts(tensors[2]),
+            tensors[3:],
+        )
 
     def reset(self, state: _State) -> None:
         super().reset(state)

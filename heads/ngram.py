@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ..target import BadInputError, Counts, Target
+from ..ground import BadInputError
+from ..targets import Counts, Target
 from .base import Choose, Drafter, DrafterConfig, Proposal
 
 
@@ -54,7 +55,9 @@ class Ngram(Drafter):
     def open(self, target: Target, batch_size: int, max_length: int, spare: int = 0) -> list[_Row]:
         return [_Row() for _ in range(batch_size)]
 
-    def absorb(self, state: list[_Row], tokens: Tensor, hidden: Tensor | None, counts: Counts, path: Tensor | None = None) -> None:
+    def absorb(
+        self, state: list[_Row], tokens: Tensor, hidden: Tensor | None, counts: Counts, path: Tensor | None = None
+    ) -> None:
         for row, new, count in zip(state, tokens.tolist(), counts.values, strict=True):
             for token in new[:count]:
                 # A suffix is noted only once something follows it, so that a lookup never finds itself.
@@ -63,10 +66,14 @@ class Ngram(Drafter):
                         row.ends[tuple(row.tokens[-n:])] = len(row.tokens)
                 row.tokens.append(token)
 
-    def propose(self, state: list[_Row], root: Tensor, depth: int, choose: Choose, ended: Callable[[], bool] | None = None) -> Proposal:
+    def propose(
+        self, state: list[_Row], root: Tensor, depth: int, choose: Choose, ended: Callable[[], bool] | None = None
+    ) -> Proposal:
         found = self.continuations(state, [[last] for last in root.tolist()], depth)
         width = max(map(len, found))
-        tokens = torch.tensor([f + [0] * (width - len(f)) for f in found], dtype=torch.long, device=root.device).reshape(len(found), width)
+        tokens = torch.tensor(
+            [f + [0] * (width - len(f)) for f in found], dtype=torch.long, device=root.device
+        ).reshape(len(found), width)
         lengths = torch.tensor([len(f) for f in found], device=root.device)
         return Proposal.chain(tokens, lengths, deterministic=True)
 

@@ -21,10 +21,11 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from ..target import BadInputError, Counts, IncompatibleError, RaggedCache, Target
+from ..ground import BadInputError, IncompatibleError
+from ..targets import Counts, RaggedCache, Target
 from .base import Branches, DrafterConfig, DrafterLoss, TargetBatch
-from .head_drafter import HeadConfig, HeadDrafter
 from .losses import LossName, acceptance_metrics, ahead, chunked_compare, divergence, own_precision
+from .parts.head_drafter import HeadConfig, HeadDrafter
 
 
 @dataclass
@@ -59,7 +60,10 @@ class SelfSpeculativeConfig(HeadConfig):
             raise BadInputError(f"drafter: num_blocks must be 0 or more, got {self.num_blocks}.")
 
     def sizes(self, target: Target) -> dict[str, Any]:
-        own = {"exit_layer": self.exit_layer or max(1, target.num_layers // 6), "intermediate_size": self.intermediate_size or target.hidden_size}
+        own = {
+            "exit_layer": self.exit_layer or max(1, target.num_layers // 6),
+            "intermediate_size": self.intermediate_size or target.hidden_size,
+        }
         return super().sizes(target) | own
 
 
@@ -105,8 +109,12 @@ class SelfSpeculative(HeadDrafter):
 
     def __init__(self, config: SelfSpeculativeConfig):
         super().__init__(config)
-        self.blocks = nn.ModuleList(Block(config.hidden_size, config.intermediate_size) for _ in range(config.num_blocks))
-        self.lm_head = None if config.share_lm_head else nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
+        self.blocks = nn.ModuleList(
+            Block(config.hidden_size, config.intermediate_size) for _ in range(config.num_blocks)
+        )
+        self.lm_head = (
+            None if config.share_lm_head else nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
+        )
 
     @property
     def taps(self) -> tuple[int, ...]:
@@ -118,9 +126,13 @@ class SelfSpeculative(HeadDrafter):
         config = config.completed(target)
         for _, name, given, theirs in config.fixed(target):
             if given != theirs:
-                raise BadInputError(f"self_speculative: {name} {given} differs from the target's {theirs}; leave it out.")
+                raise BadInputError(
+                    f"self_speculative: {name} {given} differs from the target's {theirs}; leave it out."
+                )
         if not 1 <= config.exit_layer <= target.num_layers:
-            raise BadInputError(f"self_speculative: exit_layer must be between 1 and the target's {target.num_layers} layers, got {config.exit_layer}.")
+            raise BadInputError(
+                f"self_speculative: exit_layer must be between 1 and the target's {target.num_layers} layers, got {config.exit_layer}."
+            )
         drafter = super().build(config, target, token_counts)
         drafter.check(target)
         return drafter
@@ -130,7 +142,9 @@ class SelfSpeculative(HeadDrafter):
 
     def _copy_output(self, target: Target) -> None:
         if self.lm_head is not None and target.model.get_output_embeddings().bias is not None:
-            raise IncompatibleError("self_speculative: this target's output embedding has a bias, which a copy of it lacks; set share_lm_head.")
+            raise IncompatibleError(
+                "self_speculative: this target's output embedding has a bias, which a copy of it lacks; set share_lm_head."
+            )
         super()._copy_output(target)
 
     def check(self, target: Target) -> None:
@@ -167,10 +181,15 @@ class SelfSpeculative(HeadDrafter):
         wanted = batch.supervised[:, 1:]
         count = wanted.sum()
         result = chunked_compare(
-            batch.last[:, :-1][wanted], self.exit(self._early(batch)[:, :-1][wanted]), batch.target.lm_head, lambda x: self.output(x, batch.target),
-            divergence(self.config.loss), self.output_ids, parameters=[own.weight for own in self._own_outputs()],
+            batch.last[:, :-1][wanted],
+            self.exit(self._early(batch)[:, :-1][wanted]),
+            batch.target.lm_head,
+            lambda x: self.output(x, batch.target),
+            divergence(self.config.loss),
+            self.output_ids,
+            parameters=[own.weight for own in self._own_outputs()],
             following=batch.tokens[:, 1:][wanted],
-        )  # fmt: skip
+        )
         alpha = torch.zeros(wanted.shape, device=wanted.device).masked_scatter(wanted, result.alpha)
         depths = range(self.config.depths)
         metrics = {"loss_d1": (result.loss.sum(), count), "top1_d1": (result.top1.sum(), count)}
@@ -194,7 +213,9 @@ class SelfSpeculative(HeadDrafter):
     def lend(self, state: State, cache: RaggedCache) -> None:
         state.cache, state.lent = cache, True
 
-    def absorb(self, state: State, tokens: Tensor, hidden: Tensor | None, counts: Counts, path: Tensor | None = None) -> None:
+    def absorb(
+        self, state: State, tokens: Tensor, hidden: Tensor | None, counts: Counts, path: Tensor | None = None
+    ) -> None:
         state.written, state.branches = 0, None
         if state.lent:
             return

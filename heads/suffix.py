@@ -17,7 +17,8 @@ from operator import attrgetter
 import torch
 from torch import Tensor
 
-from ..target import BadInputError, Counts, Target
+from ..ground import BadInputError
+from ..targets import Counts, Target
 from .base import Choose, Drafter, DrafterConfig, Proposal
 
 
@@ -196,7 +197,9 @@ class SuffixTree:
             found.tokens.append(token)
             found.parents.append(parent)
             node = len(found.tokens) - 1
-            for share, following, there in self._following(place) or self._following(self._match(tail + _path(found, node))):
+            for share, following, there in self._following(place) or self._following(
+                self._match(tail + _path(found, node))
+            ):
                 heapq.heappush(queue, (probability * share, count, following, node, there))
                 count += 1
         return found if found.score >= self.config.min_score else Draft()
@@ -318,7 +321,9 @@ class Suffix(Drafter):
     def open(self, target: Target, batch_size: int, max_length: int, spare: int = 0) -> list[_Row]:
         return [_Row(SuffixTree(self.config), self.history) for _ in range(batch_size)]
 
-    def absorb(self, state: list[_Row], tokens: Tensor, hidden: Tensor | None, counts: Counts, path: Tensor | None = None) -> None:
+    def absorb(
+        self, state: list[_Row], tokens: Tensor, hidden: Tensor | None, counts: Counts, path: Tensor | None = None
+    ) -> None:
         for row, new, count in zip(state, tokens.tolist(), counts.values, strict=True):
             answered = bool(row.text.tokens)  # the prompt comes first; it is not remembered
             for token in new[:count]:
@@ -326,14 +331,21 @@ class Suffix(Drafter):
                 if answered and self.config.max_tokens:
                     row.history.append(row.answer, token)
 
-    def propose(self, state: list[_Row], root: Tensor, depth: int, choose: Choose, ended: Callable[[], bool] | None = None) -> Proposal:
+    def propose(
+        self, state: list[_Row], root: Tensor, depth: int, choose: Choose, ended: Callable[[], bool] | None = None
+    ) -> Proposal:
         found = [self._draft(row, [last], depth) for row, last in zip(state, root.tolist(), strict=True)]
         width = max(len(f.tokens) for f in found)
 
         def stacked(lists: list[list[int]], fill: int) -> Tensor:
-            return torch.tensor([x + [fill] * (width - len(x)) for x in lists], dtype=torch.long, device=root.device).reshape(len(found), width)
+            return torch.tensor(
+                [x + [fill] * (width - len(x)) for x in lists], dtype=torch.long, device=root.device
+            ).reshape(len(found), width)
 
-        tokens, lengths = stacked([f.tokens for f in found], 0), torch.tensor([len(f.tokens) for f in found], device=root.device)
+        tokens, lengths = (
+            stacked([f.tokens for f in found], 0),
+            torch.tensor([len(f.tokens) for f in found], device=root.device),
+        )
         proposal = Proposal.chain(tokens, lengths, deterministic=True)
         if all(f.parents == list(range(-1, len(f.parents) - 1)) for f in found):
             return proposal

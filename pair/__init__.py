@@ -6,4 +6,15 @@ from .pair import Compatibility, Pair, StaleError, compatibility, verify
 from .probe import ProbeResult, probe
 from .refresh import refresh
 
-__all__ = ["Compatibility", "Manifest", "Pair", "ProbeResult", "StaleError", "compatibility", "new_pair", "probe", "refresh", "verify"]
+__all__ = [
+    "Compatibility",
+    "Manifest",
+    "Pair",
+    "ProbeResult",
+    "StaleError",
+    "compatibility",
+    "new_pair",
+    "probe",
+    "refresh",
+    "verify",
+]

@@ -19,9 +19,10 @@ import torch
 from ..decode import Decoder, Plan, Round, Sampling
 from ..distill.prompts import Prompt, render
 from ..eval.suites import load_suites
+from ..ground import BadInputError
 from ..heads import Drafter, TargetBatch
 from ..recipes import Recipe
-from ..target import BadInputError, Target
+from ..targets import Target
 from .manifest import Baseline, PromptMeasure
 
 if TYPE_CHECKING:
@@ -36,7 +37,9 @@ def choose_prompts(recipe: Recipe, target: Target, num_prompts: int = NUM_PROMPT
 
     Prompts that leave no room for a response in the target's context are left out.
     """
-    suites = load_suites(recipe.eval.suites, target.require_tokenizer(), limit=ceil(num_prompts / len(recipe.eval.suites)))
+    suites = load_suites(
+        recipe.eval.suites, target.require_tokenizer(), limit=ceil(num_prompts / len(recipe.eval.suites))
+    )
     room = (target.max_context or sys.maxsize) - settings(recipe).max_new_tokens
     # Two files may both call their rows "test"; a suite's name is unique, and it is what the bootstrap draws within.
     named = [replace(prompt, suite=suite.name) for suite in suites for prompt in suite.prompts]
@@ -68,11 +71,21 @@ def _render(prompt: Prompt, target: Target) -> Prompt:
 def settings(recipe: Recipe) -> Baseline:
     """What a calibration runs under: greedy if the recipe measures greedy, else its first temperature. No prompts yet."""
     temperature = 0.0 if 0.0 in recipe.eval.temperatures else recipe.eval.temperatures[0]
-    return Baseline(max_new_tokens=min(MAX_NEW_TOKENS, recipe.eval.max_new_tokens), temperature=temperature, seed=recipe.eval.seed, prompts=[])
+    return Baseline(
+        max_new_tokens=min(MAX_NEW_TOKENS, recipe.eval.max_new_tokens),
+        temperature=temperature,
+        seed=recipe.eval.seed,
+        prompts=[],
+    )
 
 
 def calibrate(
-    target: Target, drafter: Drafter, prompts: Sequence[Prompt], baseline: Baseline, plan: Plan, console: Console | None = None
+    target: Target,
+    drafter: Drafter,
+    prompts: Sequence[Prompt],
+    baseline: Baseline,
+    plan: Plan,
+    console: Console | None = None,
 ) -> list[PromptMeasure]:
     """What `drafter` does on `prompts` under the settings of `baseline`, per prompt.
 
@@ -91,14 +104,21 @@ def calibrate(
     return measured
 
 
-def _measure(decoder: Decoder, prompts: Sequence[Prompt], max_new_tokens: int, sampling: Sampling, plan: Plan, first: int) -> list[PromptMeasure]:
+def _measure(
+    decoder: Decoder, prompts: Sequence[Prompt], max_new_tokens: int, sampling: Sampling, plan: Plan, first: int
+) -> list[PromptMeasure]:
     ids = range(first, first + len(prompts))
     output = decoder.generate([p.tokens for p in prompts], max_new_tokens, sampling, plan, sequence_ids=ids)
     assert decoder.drafter is not None
-    return [_of_prompt(decoder.target, decoder.drafter, *row) for row in zip(prompts, output.tokens, output.rounds, strict=True)]
+    return [
+        _of_prompt(decoder.target, decoder.drafter, *row)
+        for row in zip(prompts, output.tokens, output.rounds, strict=True)
+    ]
 
 
-def _of_prompt(target: Target, drafter: Drafter, prompt: Prompt, response: list[int], rounds: list[Round]) -> PromptMeasure:
+def _of_prompt(
+    target: Target, drafter: Drafter, prompt: Prompt, response: list[int], rounds: list[Round]
+) -> PromptMeasure:
     accepted = sum(r.accepted for r in rounds)
     analytic = _analytic(target, drafter, prompt.tokens, response) if drafter.trainable else _counted(rounds)
     return PromptMeasure(id=prompt.id, suite=prompt.suite, accepted=accepted, rounds=len(rounds), **analytic)
@@ -133,7 +153,9 @@ def _analytic(target: Target, drafter: Drafter, prompt: Sequence[int], response:
 
 
 def write_calibration(file: Path, prompts: Sequence[Prompt]) -> None:
-    file.write_text("".join(json.dumps(asdict(prompt), ensure_ascii=False) + "\n" for prompt in prompts), encoding="utf-8")
+    file.write_text(
+        "".join(json.dumps(asdict(prompt), ensure_ascii=False) + "\n" for prompt in prompts), encoding="utf-8"
+    )
 
 
 def read_calibration(file: Path) -> list[Prompt]:
@@ -147,7 +169,9 @@ def read_calibration(file: Path) -> list[Prompt]:
         rows = [json.loads(line) for line in file.read_text(encoding="utf-8").split("\n") if line]
         return [_restored(row) for row in rows]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise BadInputError(f"{file}: damaged ({error}). Run `outrider pair verify` and take a good copy of the pair.") from error
+        raise BadInputError(
+            f"{file}: damaged ({error}). Run `outrider pair verify` and take a good copy of the pair."
+        ) from error
 
 
 def _restored(row: dict[str, Any]) -> Prompt:

@@ -14,11 +14,12 @@ from typing import Any, Final, Literal, NoReturn
 from pydantic import BaseModel, ConfigDict, SerializerFunctionWrapHandler, ValidationError, model_serializer
 
 from ..decode import Plan, Sampling
-from ..distill.storage import write_atomically
 from ..eval.statistics import Interval
 from ..eval.tuning import Tuning, merged
-from ..target import BadInputError, Fingerprint
-from ..target.fingerprint import digest_json
+from ..ground import BadInputError
+from ..ground.files import write_atomically
+from ..targets import Fingerprint
+from ..targets.fingerprint import digest_json
 
 MANIFEST, RECIPE, CALIBRATION = "pair.json", "recipe.yaml", "calibration.jsonl"
 DRAFTER, TOKENIZER, REPORTS, ADAPTER = "drafter", "tokenizer", "reports", "adapter"
@@ -32,7 +33,7 @@ class Record(BaseModel):
 
 
 class FingerprintRecord(Record):
-    """`outrider.target.Fingerprint`, field by field."""
+    """`outrider.targets.Fingerprint`, field by field."""
 
     tensors: dict[str, str]
     config: str
@@ -239,7 +240,11 @@ class Manifest(Record):
         found = {RECIPE: self.recipe} | {f"{REPORTS}/{name}": digest for name, digest in self.reports.items()}
         if self.calibration is not None:
             found[CALIBRATION] = self.calibration
-        for folder, files in ((DRAFTER, self.drafter.files), (TOKENIZER, self.target.tokenizer_files), (ADAPTER, self.target.adapter_files)):
+        for folder, files in (
+            (DRAFTER, self.drafter.files),
+            (TOKENIZER, self.target.tokenizer_files),
+            (ADAPTER, self.target.adapter_files),
+        ):
             found |= {f"{folder}/{name}": digest for name, digest in files.items()}
         return found
 
@@ -265,7 +270,9 @@ def read_manifest(folder: Path) -> Manifest:
     """
     manifest, alterations = inspect_manifest(folder)
     if alterations:
-        raise BadInputError(f"{folder / MANIFEST}: {'; '.join(alterations)}. Take a good copy of the pair, or look closer with `outrider pair verify`.")
+        raise BadInputError(
+            f"{folder / MANIFEST}: {'; '.join(alterations)}. Take a good copy of the pair, or look closer with `outrider pair verify`."
+        )
     return manifest
 
 
@@ -314,7 +321,9 @@ def _parsed(file: Path, text: str) -> dict[str, Any]:
 def _validated(file: Path, values: dict[str, Any]) -> Manifest:
     version = values.get("schema_version")
     if isinstance(version, int) and version > SCHEMA_VERSION:
-        raise BadInputError(f"{file}: schema version {version} is newer than the {SCHEMA_VERSION} that this Outrider reads; upgrade Outrider.")
+        raise BadInputError(
+            f"{file}: schema version {version} is newer than the {SCHEMA_VERSION} that this Outrider reads; upgrade Outrider."
+        )
     try:
         return Manifest.model_validate(values)
     except ValidationError as error:

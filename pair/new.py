@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING
 
 from ..distill.prompts import Prompt
 from ..eval.report import Report
+from ..ground import BadInputError
 from ..heads import Drafter, load_drafter
 from ..recipes import Recipe
-from ..target import BadInputError, Fingerprint, Target
-from ..target.fingerprint import digest_file, digest_files
-from ..target.target import ADAPTER_CONFIG, ADAPTER_WEIGHTS, is_local
+from ..targets import Fingerprint, Target
+from ..targets.fingerprint import digest_file, digest_files
+from ..targets.target import ADAPTER_CONFIG, ADAPTER_WEIGHTS, is_local
 from .calibration import calibrate, choose_prompts, settings, write_calibration
 from .manifest import (
     ADAPTER,
@@ -152,7 +153,11 @@ def _adds_nothing(existing: Pair, manifest: Manifest) -> bool:
     """Whether the existing pair already says all that is known of the new one, and is intact."""
     old = existing.manifest
     known = set(old.reports.values())
-    same = old.recipe == manifest.recipe and old.lineage == manifest.lineage and known.issuperset(manifest.reports.values())
+    same = (
+        old.recipe == manifest.recipe
+        and old.lineage == manifest.lineage
+        and known.issuperset(manifest.reports.values())
+    )
     return same and not verify(existing.folder)
 
 
@@ -224,7 +229,9 @@ def _today() -> str:
 # ------------------------------------------------------------ the manifest
 
 
-def _identified(partial: Path, target: Target, drafter: Drafter, recipe: Recipe, plan: PlanRecord, parent: Pair | None) -> Manifest:
+def _identified(
+    partial: Path, target: Target, drafter: Drafter, recipe: Recipe, plan: PlanRecord, parent: Pair | None
+) -> Manifest:
     """The manifest as far as it is known before anything is measured."""
     fingerprint = target.fingerprint()
     if target.tokenizer is not None:
@@ -279,7 +286,13 @@ def _lineage(parent: Pair | None, fingerprint: Fingerprint) -> Lineage:
 
 
 def _calibrated(
-    partial: Path, target: Target, drafter: Drafter, under: Baseline, plan: PlanRecord, prompts: Sequence[Prompt], console: Console | None
+    partial: Path,
+    target: Target,
+    drafter: Drafter,
+    under: Baseline,
+    plan: PlanRecord,
+    prompts: Sequence[Prompt],
+    console: Console | None,
 ) -> Baseline | None:
     """Measure the probe's baseline and keep its prompts; None without prompts."""
     if not prompts:
@@ -301,8 +314,12 @@ def _headline(report: Report, temperature: float) -> Headline:
     found = report.headline(report.primary, temperature)
     assert found.tau is not None, "a drafter is measured in rounds"
     return Headline(
-        temperature=temperature, rule=found.rule, num_prompts=found.num_prompts, tau=Figure.of(found.tau), speedup=Figure.of(found.speedup),
-    )  # fmt: skip
+        temperature=temperature,
+        rule=found.rule,
+        num_prompts=found.num_prompts,
+        tau=Figure.of(found.tau),
+        speedup=Figure.of(found.speedup),
+    )
 
 
 def _check_report(report: Report | None, target: Target) -> None:
@@ -324,9 +341,15 @@ def _plan(report: Report | None, drafter: Drafter, recipe: Recipe) -> PlanRecord
         BadInputError: the report is about another drafter.
     """
     if report is None:
-        return PlanRecord(depth=recipe.eval.depth, width=recipe.eval.width, nodes=recipe.eval.nodes, tree=recipe.eval.tree)
+        return PlanRecord(
+            depth=recipe.eval.depth, width=recipe.eval.width, nodes=recipe.eval.nodes, tree=recipe.eval.tree
+        )
     measured = None if report.primary is None else report.contestant(report.primary)
     if measured is None or measured.drafter != drafter.name:
-        about = "plain decoding only" if measured is None else f"{measured.name!r}, a drafter of type {measured.drafter!r}"
-        raise BadInputError(f"the report is about {about}, but the pair's drafter is of type {drafter.name!r}; measure that one, first in the list.")
+        about = (
+            "plain decoding only" if measured is None else f"{measured.name!r}, a drafter of type {measured.drafter!r}"
+        )
+        raise BadInputError(
+            f"the report is about {about}, but the pair's drafter is of type {drafter.name!r}; measure that one, first in the list."
+        )
     return PlanRecord(**{name: getattr(measured, name) for name in PlanRecord.model_fields})

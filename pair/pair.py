@@ -20,14 +20,25 @@ from typing import Any, Literal
 
 from ..decode import Plan
 from ..distill.prompts import Prompt
-from ..eval.measure import device_name
 from ..eval.tuning import Tuning, nearest
+from ..ground import BadInputError, IncompatibleError, OutriderError
+from ..ground.machine import device_name
 from ..heads import Drafter, load_drafter
 from ..recipes import Recipe, load_recipe
-from ..target import BadInputError, Fingerprint, IncompatibleError, OutriderError, Target, load_tokenizer, require_same_vocabulary
-from ..target.fingerprint import digest_file
+from ..targets import Fingerprint, Target, load_tokenizer, require_same_vocabulary
+from ..targets.fingerprint import digest_file
 from .calibration import read_calibration
-from .manifest import ADAPTER, CALIBRATION, DRAFTER, MANIFEST, RECIPE, TOKENIZER, Manifest, inspect_manifest, read_manifest
+from .manifest import (
+    ADAPTER,
+    CALIBRATION,
+    DRAFTER,
+    MANIFEST,
+    RECIPE,
+    TOKENIZER,
+    Manifest,
+    inspect_manifest,
+    read_manifest,
+)
 
 
 class StaleError(OutriderError):
@@ -85,7 +96,7 @@ class Pair:
 
     def tuned_plan(self, target: Target, batch_size: int = 1, temperature: float = 0.0) -> Plan | None:
         """The plan that `outrider tune` found for `target` on this machine, at the largest batch size not above `batch_size` and the nearest temperature."""
-        machine = (device_name(target), str(target.dtype).removeprefix("torch."))
+        machine = (device_name(target.device), str(target.dtype).removeprefix("torch."))
         found = nearest(self.manifest.tuning, machine, batch_size, temperature)
         return None if found is None else found.plan
 
@@ -97,7 +108,9 @@ class Pair:
         """
         now = read_manifest(self.folder)  # tuning takes minutes: what else was written since stays
         if now.digest != self.digest:
-            raise BadInputError(f"{self.folder} holds another pair by now ({now.name} version {now.version}); nothing was stored. Tune that one.")
+            raise BadInputError(
+                f"{self.folder} holds another pair by now ({now.name} version {now.version}); nothing was stored. Tune that one."
+            )
         manifest = now.tuned(tuning)
         manifest.write(self.folder)
         return replace(self, manifest=manifest)
@@ -140,11 +153,15 @@ class Pair:
             return Target.load(path, **{"dtype": self.dtype} | options)
         source = self.manifest.target.source
         if source.path is None:
-            raise BadInputError(f"{self.folder}: this pair's target was given in memory, so it cannot be loaded again; name the target.")
+            raise BadInputError(
+                f"{self.folder}: this pair's target was given in memory, so it cannot be loaded again; name the target."
+            )
         try:
             return Target.load(source.path, source.revision, self._adapter(), **{"dtype": self.dtype} | options)
         except BadInputError as error:
-            raise BadInputError(f"the target recorded in {self.folder} cannot be loaded; name one that can. {error}") from error
+            raise BadInputError(
+                f"the target recorded in {self.folder} cannot be loaded; name one that can. {error}"
+            ) from error
 
     def _adapter(self) -> str | None:
         """Of the recorded target: the one that the pair keeps, else where it was found."""
@@ -217,13 +234,18 @@ def verify(folder: str | Path, target: Target | None = None) -> list[str]:
         return [str(error)]
     found = [f"{MANIFEST}: {line}" for line in alterations] + list(_altered_files(path, manifest))
     if target is not None:
-        found += [f"target: {line} differs" for line in manifest.target.fingerprint.restored().differences(target.fingerprint())]
+        found += [
+            f"target: {line} differs"
+            for line in manifest.target.fingerprint.restored().differences(target.fingerprint())
+        ]
     return found
 
 
 def _altered_files(folder: Path, manifest: Manifest) -> Iterator[str]:
     expected = manifest.files()
-    present = {str(p.relative_to(folder).as_posix()) for p in folder.rglob("*") if p.is_file() or p.is_symlink()} - {MANIFEST}
+    present = {str(p.relative_to(folder).as_posix()) for p in folder.rglob("*") if p.is_file() or p.is_symlink()} - {
+        MANIFEST
+    }
     for name in sorted(expected.keys() | present):
         if name not in present:
             yield f"{name}: missing"

@@ -18,10 +18,11 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig
 
+from ..ground import BadInputError, IncompatibleError
 from ..heads import Eagle3, Eagle3Config
 from ..heads.base import CONFIG, read_config
-from ..target import BadInputError, IncompatibleError, Target
-from ..target.target import refuse_pickles
+from ..targets import Target
+from ..targets.target import refuse_pickles
 
 # Names in the format and ours: of single tensors, and of beginnings.
 _SINGLE = ("fc.weight", "norm.weight", "lm_head.weight")
@@ -43,7 +44,9 @@ def load_speculators(folder: str | Path, target: Target) -> Eagle3:
     values = read_config(folder)
     kind = values.get("speculators_model_type")
     if kind != "eagle3":
-        raise BadInputError(f"{folder / CONFIG}: expected an EAGLE-3 head (speculators_model_type: eagle3), found {kind!r}.")
+        raise BadInputError(
+            f"{folder / CONFIG}: expected an EAGLE-3 head (speculators_model_type: eagle3), found {kind!r}."
+        )
     config = eagle3_config(values, target, str(folder / CONFIG))
     head = Eagle3(config)
     _fill(head, _read(folder), target, folder)
@@ -57,20 +60,34 @@ def eagle3_config(values: dict[str, Any], target: Target, where: str) -> Eagle3C
     Raises:
         IncompatibleError: an option that our head does not have; all of them are named.
     """
-    layer: Any = LlamaConfig(**{k: v for k, v in values.get("transformer_layer_config", {}).items() if k != "model_type"})
+    layer: Any = LlamaConfig(
+        **{k: v for k, v in values.get("transformer_layer_config", {}).items() if k != "model_type"}
+    )
     taps = values.get("eagle_aux_hidden_state_layer_ids") or (2, target.num_layers // 2, target.num_layers - 3)
     if problems := _unknown_to_us(values, layer, taps, target):
-        raise IncompatibleError(f"{where}: {'; '.join(problems)}. Our EAGLE-3 head cannot do that; train it without, or import another one.")
+        raise IncompatibleError(
+            f"{where}: {'; '.join(problems)}. Our EAGLE-3 head cannot do that; train it without, or import another one."
+        )
     proposals = values.get("speculators_config", {}).get("proposal_methods") or [{}]
     return Eagle3Config(
-        taps=tuple(taps), steps=int(proposals[0].get("speculative_tokens") or Eagle3Config.steps),
-        draft_vocab_size=int(values["draft_vocab_size"]), vocab_size=layer.vocab_size,
-        norm_taps=bool(values.get("fc_norm")), norm_output=bool(values.get("norm_output")),
-        norm_before_fc=bool(values.get("norm_before_fc")), norm_before_residual=bool(values.get("norm_before_residual")), num_layers=layer.num_hidden_layers,
-        hidden_size=layer.hidden_size, intermediate_size=layer.intermediate_size, head_dim=layer.head_dim,
-        num_attention_heads=layer.num_attention_heads, num_key_value_heads=layer.num_key_value_heads,
-        rms_norm_eps=layer.rms_norm_eps, rope_parameters=dict(layer.rope_parameters), max_position_embeddings=layer.max_position_embeddings,
-    )  # fmt: skip
+        taps=tuple(taps),
+        steps=int(proposals[0].get("speculative_tokens") or Eagle3Config.steps),
+        draft_vocab_size=int(values["draft_vocab_size"]),
+        vocab_size=layer.vocab_size,
+        norm_taps=bool(values.get("fc_norm")),
+        norm_output=bool(values.get("norm_output")),
+        norm_before_fc=bool(values.get("norm_before_fc")),
+        norm_before_residual=bool(values.get("norm_before_residual")),
+        num_layers=layer.num_hidden_layers,
+        hidden_size=layer.hidden_size,
+        intermediate_size=layer.intermediate_size,
+        head_dim=layer.head_dim,
+        num_attention_heads=layer.num_attention_heads,
+        num_key_value_heads=layer.num_key_value_heads,
+        rms_norm_eps=layer.rms_norm_eps,
+        rope_parameters=dict(layer.rope_parameters),
+        max_position_embeddings=layer.max_position_embeddings,
+    )
 
 
 def _unknown_to_us(values: dict[str, Any], layer: Any, taps: Any, target: Target) -> list[str]:
@@ -112,13 +129,18 @@ def _fill(head: Eagle3, theirs: dict[str, Tensor], target: Target, folder: Path)
     own = head.state_dict()
     weights = {_ours(name, head.config): tensor for name, tensor in theirs.items() if name not in _BESIDE}
     weights["token_ids"] = _token_ids(theirs, head.config, folder)
-    problems = [f"missing {name}" for name in own.keys() - weights.keys()] + [f"unexpected {name}" for name in weights.keys() - own.keys()]
+    problems = [f"missing {name}" for name in own.keys() - weights.keys()] + [
+        f"unexpected {name}" for name in weights.keys() - own.keys()
+    ]
     problems += [
         f"{name} is {tuple(weights[name].shape)}, expected {tuple(own[name].shape)}"
-        for name in own.keys() & weights.keys() if own[name].shape != weights[name].shape
-    ]  # fmt: skip
+        for name in own.keys() & weights.keys()
+        if own[name].shape != weights[name].shape
+    ]
     if problems:
-        raise IncompatibleError(f"{folder}: the tensors do not fit its {CONFIG}: {'; '.join(sorted(problems)[:4])} (names as in our head).")
+        raise IncompatibleError(
+            f"{folder}: the tensors do not fit its {CONFIG}: {'; '.join(sorted(problems)[:4])} (names as in our head)."
+        )
     _check_embeddings(theirs.get(_EMBEDDINGS), target, folder)
     # Ours are ascending: whatever the order there, ids and rows move together.
     order = weights["token_ids"].argsort()
@@ -144,7 +166,9 @@ def _token_ids(theirs: dict[str, Tensor], config: Eagle3Config, folder: Path) ->
     every = torch.arange(config.draft_vocab_size)
     if "d2t" not in theirs:
         if config.draft_vocab_size < config.vocab_size:
-            raise BadInputError(f"{folder}: d2t is missing, but the draft vocabulary has {config.draft_vocab_size} of {config.vocab_size} tokens.")
+            raise BadInputError(
+                f"{folder}: d2t is missing, but the draft vocabulary has {config.draft_vocab_size} of {config.vocab_size} tokens."
+            )
         return every
     offsets = theirs["d2t"]
     if offsets.shape != every.shape:
@@ -152,7 +176,9 @@ def _token_ids(theirs: dict[str, Tensor], config: Eagle3Config, folder: Path) ->
     ids = every + offsets.long()
     kept = torch.zeros(config.vocab_size, dtype=torch.bool)
     if ids.min() < 0 or ids.max() >= config.vocab_size or len(ids.unique()) < len(ids):
-        raise BadInputError(f"{folder}: d2t does not name {len(ids)} different tokens of the {config.vocab_size} (it holds offsets: token i + d2t[i]).")
+        raise BadInputError(
+            f"{folder}: d2t does not name {len(ids)} different tokens of the {config.vocab_size} (it holds offsets: token i + d2t[i])."
+        )
     kept[ids] = True
     if "t2d" in theirs and not torch.equal(kept, theirs["t2d"].bool()):
         raise BadInputError(f"{folder}: d2t and t2d name different tokens.")
@@ -165,8 +191,12 @@ def _check_embeddings(theirs: Tensor | None, target: Target, folder: Path) -> No
     if theirs is None:
         return
     if theirs.shape != (target.vocab_size, target.hidden_size):
-        raise IncompatibleError(f"{folder}: made for embeddings of the shape {tuple(theirs.shape)}, the target's is {(target.vocab_size, target.hidden_size)}.")
+        raise IncompatibleError(
+            f"{folder}: made for embeddings of the shape {tuple(theirs.shape)}, the target's is {(target.vocab_size, target.hidden_size)}."
+        )
     own = target.embed(torch.arange(target.vocab_size, device=target.device)[None])[0].float().cpu()
     rounding = max(torch.finfo(theirs.dtype).eps, torch.finfo(target.dtype).eps)
     if not torch.allclose(theirs.float(), own, rtol=2 * rounding, atol=1e-6):
-        raise IncompatibleError(f"{folder}: its {_EMBEDDINGS} differs from the target's embeddings: it was made for another target.")
+        raise IncompatibleError(
+            f"{folder}: its {_EMBEDDINGS} differs from the target's embeddings: it was made for another target."
+        )

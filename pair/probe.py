@@ -22,8 +22,9 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Literal
 
 from ..eval.statistics import Bootstrap, Interval, Ratio
+from ..ground import BadInputError, IncompatibleError
 from ..heads import HEADS
-from ..target import BadInputError, IncompatibleError, Target
+from ..targets import Target
 from .calibration import NUM_PROMPTS, calibrate, first_of_each_suite, rendered
 from .manifest import Baseline, PromptMeasure
 from .pair import Pair
@@ -104,9 +105,13 @@ def probe(
 def _baseline(pair: Pair, max_new_tokens: int | None) -> Baseline:
     baseline = pair.manifest.measurements.baseline
     if baseline is None:
-        raise BadInputError(f"{pair.folder}: this pair was made without calibration prompts, so there is nothing to compare with. Make it again with some.")
+        raise BadInputError(
+            f"{pair.folder}: this pair was made without calibration prompts, so there is nothing to compare with. Make it again with some."
+        )
     if max_new_tokens not in (None, baseline.max_new_tokens):
-        raise BadInputError(f"the pair's baseline has responses of up to {baseline.max_new_tokens} tokens, {max_new_tokens} were asked for; leave it out.")
+        raise BadInputError(
+            f"the pair's baseline has responses of up to {baseline.max_new_tokens} tokens, {max_new_tokens} were asked for; leave it out."
+        )
     return baseline
 
 
@@ -149,20 +154,37 @@ def _top1(measures: Sequence[PromptMeasure]) -> Ratio:
     return Ratio([m.top1 for m in measures], [m.positions for m in measures])
 
 
-def _judge(pair: Pair, changes: list[str], new: Sequence[PromptMeasure], old: Sequence[PromptMeasure], tolerance: float, seed: int) -> ProbeResult:
+def _judge(
+    pair: Pair,
+    changes: list[str],
+    new: Sequence[PromptMeasure],
+    old: Sequence[PromptMeasure],
+    tolerance: float,
+    seed: int,
+) -> ProbeResult:
     baseline = pair.manifest.measurements.baseline
     assert baseline is not None
     compared = _Comparison.of(new, old, seed)
     deciding = _decoder_tau if baseline.temperature == 0 else _analytic_tau
     ratio = compared.change(deciding)
     if math.isnan(ratio.value):
-        raise BadInputError("the target's responses on the calibration prompts are too short to measure anything: it ends them at once.")
+        raise BadInputError(
+            "the target's responses on the calibration prompts are too short to measure anything: it ends them at once."
+        )
     verdict, certain = decide(ratio, 1 - tolerance)
     result = ProbeResult(
-        verdict, certain, ratio, *compared.both(_alpha), *compared.both(deciding), _predicted(pair, baseline.temperature, ratio)
-    )  # fmt: skip
+        verdict,
+        certain,
+        ratio,
+        *compared.both(_alpha),
+        *compared.both(deciding),
+        _predicted(pair, baseline.temperature, ratio),
+    )
     depth1 = _depth1(result, compared, HEADS[pair.manifest.drafter.type].trainable)
-    return replace(result, lines=[*_changes(changes), *_figures(result, compared, baseline), depth1, _conclusion(result, tolerance)])
+    return replace(
+        result,
+        lines=[*_changes(changes), *_figures(result, compared, baseline), depth1, _conclusion(result, tolerance)],
+    )
 
 
 def decide(ratio: Interval, bound: float) -> tuple[Literal["fresh", "stale"], bool]:
@@ -182,11 +204,17 @@ def _predicted(pair: Pair, temperature: float, ratio: Interval) -> Interval:
 
 
 def _changes(changes: list[str]) -> list[str]:
-    return [f"the target changed: {', '.join(changes)}"] if changes else ["the target is the one this pair was made for"]
+    return (
+        [f"the target changed: {', '.join(changes)}"] if changes else ["the target is the one this pair was made for"]
+    )
 
 
 def _figures(result: ProbeResult, compared: _Comparison, baseline: Baseline) -> list[str]:
-    how = "greedy, in the decoder" if baseline.temperature == 0 else f"analytic, on responses at temperature {baseline.temperature:g}"
+    how = (
+        "greedy, in the decoder"
+        if baseline.temperature == 0
+        else f"analytic, on responses at temperature {baseline.temperature:g}"
+    )
     lines = [
         f"τ = 1 + mean accepted ({how}; {len(compared.new)} prompts, up to {baseline.max_new_tokens} new tokens): "
         f"{result.tau.text()}, was {result.tau_baseline.text()}",

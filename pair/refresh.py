@@ -16,10 +16,11 @@ from typing import TYPE_CHECKING, Any
 from ..distill.prompts import Prompt
 from ..eval.measure import contestants, measure
 from ..eval.suites import load_suites
+from ..ground import BadInputError
 from ..heads import HEADS, Drafter, load_drafter
 from ..recipes import Recipe, load_recipe
-from ..target import BadInputError, Target
-from ..target.fingerprint import digest_files, digest_json
+from ..targets import Target
+from ..targets.fingerprint import digest_files, digest_json
 from .calibration import rendered
 from .new import new_pair
 from .pair import Pair
@@ -32,7 +33,9 @@ BUDGET = 0.4
 _DEFAULT_EPOCHS = 3.0  # of transformers.TrainingArguments
 
 
-def refresh(pair: Pair, target: Target, out: str | Path, overrides: Sequence[str] = (), console: Console | None = None) -> Pair:
+def refresh(
+    pair: Pair, target: Target, out: str | Path, overrides: Sequence[str] = (), console: Console | None = None
+) -> Pair:
     """Train the pair's drafter on for `target`, measure it, and write the next version to `out`/pair.
 
     Run again after an interruption, it goes on from there; run again after the end, it returns what is there.
@@ -51,7 +54,9 @@ def refresh(pair: Pair, target: Target, out: str | Path, overrides: Sequence[str
     drafter_folder = _trained(pair, recipe, target, console)
     drafter = load_drafter(drafter_folder, target)
     report_folder = _measured(recipe, target, drafter, drafter_folder, console)
-    return new_pair(folder / "pair", target, drafter_folder, recipe, report_folder, pair, _calibration(pair, target), console)
+    return new_pair(
+        folder / "pair", target, drafter_folder, recipe, report_folder, pair, _calibration(pair, target), console
+    )
 
 
 def refresh_recipe(pair: Pair, target: Target, out: Path, overrides: Sequence[str] = ()) -> Recipe:
@@ -61,12 +66,23 @@ def refresh_recipe(pair: Pair, target: Target, out: Path, overrides: Sequence[st
     that length already; it is not cut again.
     """
     recipe = pair.recipe()
-    changes: dict[str, Any] = {"output": str(out), "data.responses": None, "joint": None, "drafter.init": str(pair.drafter_folder.resolve())}
+    changes: dict[str, Any] = {
+        "output": str(out),
+        "data.responses": None,
+        "joint": None,
+        "drafter.init": str(pair.drafter_folder.resolve()),
+    }
     if target.source.get("path"):
-        changes["target"] = recipe.target.model_dump() | {k: target.source.get(k) for k in ("path", "revision", "adapter")} | {"dtype": _dtype(target)}
+        changes["target"] = (
+            recipe.target.model_dump()
+            | {k: target.source.get(k) for k in ("path", "revision", "adapter")}
+            | {"dtype": _dtype(target)}
+        )
     if pair.manifest.lineage.parent is None:
         changes |= _shorter(recipe.training)
-    return load_recipe(pair.recipe_file, [*(f"{key}={json.dumps(value)}" for key, value in changes.items()), *overrides])
+    return load_recipe(
+        pair.recipe_file, [*(f"{key}={json.dumps(value)}" for key, value in changes.items()), *overrides]
+    )
 
 
 def _shorter(training: dict[str, Any]) -> dict[str, Any]:
@@ -82,7 +98,9 @@ def _dtype(target: Target) -> str:
 
 def _outside(out: Path, pair: Pair) -> Path:
     if out.resolve().is_relative_to(pair.folder.resolve()):
-        raise BadInputError(f"{str(out)!r} lies inside the pair {str(pair.folder)!r}, which would alter it; choose a folder outside.")
+        raise BadInputError(
+            f"{str(out)!r} lies inside the pair {str(pair.folder)!r}, which would alter it; choose a folder outside."
+        )
     return out
 
 
@@ -98,7 +116,12 @@ def _trained(pair: Pair, recipe: Recipe, target: Target, console: Console | None
 def _measured(recipe: Recipe, target: Target, drafter: Drafter, drafter_folder: Path, console: Console | None) -> Path:
     """Measure the drafter beside the recipe's baselines; a finished measurement of the same thing is used again."""
     suites = load_suites(recipe.eval.suites, target.require_tokenizer(), recipe.eval.limit)
-    subject = [target.fingerprint().digest, digest_files(drafter_folder), recipe.eval.model_dump(), [s.digest for s in suites]]
+    subject = [
+        target.fingerprint().digest,
+        digest_files(drafter_folder),
+        recipe.eval.model_dump(),
+        [s.digest for s in suites],
+    ]
     folder = recipe.output_folder / "reports" / digest_json(subject)[:12]
     if not (folder / "report.json").exists():
         measure(target, contestants(target, drafter, recipe.eval), suites, recipe.eval, console=console).save(folder)

@@ -12,7 +12,17 @@ import yaml
 
 from .schema import DataSpec, EvalSpec, JointSpec, Recipe, SamplingSpec, TargetSpec, bad_input
 
-__all__ = ["DataSpec", "EvalSpec", "JointSpec", "Recipe", "SamplingSpec", "TargetSpec", "embedded_file", "load_recipe", "packaged_recipes"]
+__all__ = [
+    "DataSpec",
+    "EvalSpec",
+    "JointSpec",
+    "Recipe",
+    "SamplingSpec",
+    "TargetSpec",
+    "embedded_file",
+    "load_recipe",
+    "packaged_recipes",
+]
 
 _HERE = Path(__file__).parent
 
@@ -45,7 +55,9 @@ def embedded_file(name: str) -> Path:
     file = folder / name
     if not file.is_file():
         present = sorted(str(p.relative_to(folder)) for p in folder.glob("*/*.jsonl"))
-        raise bad_input(f"there is no embedded file {name!r}; there are: {', '.join(present) or 'none (the installation is incomplete)'}.")
+        raise bad_input(
+            f"there is no embedded file {name!r}; there are: {', '.join(present) or 'none (the installation is incomplete)'}."
+        )
     return file
 
 
@@ -80,14 +92,18 @@ def _override(values: dict[str, Any], override: str) -> None:
     path, equals, text = override.partition("=")
     keys = path.strip().split(".")
     if not equals or not all(keys):
-        raise bad_input(f"cannot use the override {override!r}: expected key.path=value, for example training.max_steps=100.")
+        raise bad_input(
+            f"cannot use the override {override!r}: expected key.path=value, for example training.max_steps=100."
+        )
     here: Any = values
     for depth, key in enumerate(keys[:-1], 1):
         if here.get(key) is None:
             here[key] = {}
         here = here[key]
         if not isinstance(here, dict):
-            raise bad_input(f"cannot use the override {override!r}: {'.'.join(keys[:depth])} is {here!r}, not a mapping.")
+            raise bad_input(
+                f"cannot use the override {override!r}: {'.'.join(keys[:depth])} is {here!r}, not a mapping."
+            )
     here[keys[-1]] = _parse(text, f"override {override!r}")
 
 
@@ -109,9 +125,13 @@ class _Loader(yaml.SafeLoader):
         seen: set[str] = set()
         for key, _ in node.value:
             if key.value in seen:
-                raise yaml.constructor.ConstructorError(None, None, f"the key {key.value!r} stands here twice", key.start_mark)
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"the key {key.value!r} stands here twice", key.start_mark
+                )
             seen.add(key.value if isinstance(key.value, str) else "")
         return super().construct_mapping(node, deep)
 
 
-_Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"^[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"), list("-+0123456789"))
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"^[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
+)

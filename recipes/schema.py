@@ -90,7 +90,9 @@ class DataSpec(Section):
     @model_validator(mode="after")
     def _reads_what_is_new(self) -> DataSpec:
         if self.on_policy > 0 and self.features == "cached":
-            raise ValueError("on_policy text is written while training, so the target's features of it cannot be cached; leave out features: cached")
+            raise ValueError(
+                "on_policy text is written while training, so the target's features of it cannot be cached; leave out features: cached"
+            )
         return self
 
 
@@ -153,7 +155,9 @@ class EvalSpec(Section):
     def _is_one_shape(self) -> EvalSpec:
         if self.tree is not None:
             if self.width > 1 or self.nodes is not None:
-                raise ValueError("a static tree has its own width and number of nodes; leave out width and nodes, or tree")
+                raise ValueError(
+                    "a static tree has its own width and number of nodes; leave out width and nodes, or tree"
+                )
             self.depth = _tree_depth(self.tree)
         elif self.nodes is not None and self.width == 1:
             raise ValueError(f"nodes says how many nodes of a tree are verified, {self.nodes}; it needs width > 1")
@@ -193,7 +197,9 @@ class Recipe(Section):
     @model_validator(mode="after")
     def _trains_a_target_that_is_there(self) -> Recipe:
         if self.joint is not None and self.data.features == "cached":
-            raise ValueError("joint training changes the target's hidden states from step to step, so they cannot be cached; leave out data.features: cached")
+            raise ValueError(
+                "joint training changes the target's hidden states from step to step, so they cannot be cached; leave out data.features: cached"
+            )
         if self.joint is not None and self.target.adapter is not None:
             raise ValueError(
                 f"joint trains a new adapter, and target.adapter is {self.target.adapter!r}; a run's target has one. Save the merged target, and give its folder"
@@ -224,15 +230,29 @@ class Recipe(Section):
 
 def bad_input(message: str) -> Exception:
     """A BadInputError. Imported late: the room it lives in loads torch, which reading a good recipe does not need."""
-    from ..target.errors import BadInputError
+    from ..ground.errors import BadInputError
 
     return BadInputError(message)
 
 
 # ------------------------------------------------------------ pydantic's errors, in our words
 
-_BOUNDS = {"greater_than_equal": (">=", "ge"), "greater_than": (">", "gt"), "less_than_equal": ("<=", "le"), "less_than": ("<", "lt")}
-_WORDS = {int: "an integer", float: "a number", str: "text", bool: "true or false", type(None): "null", list: "a list", dict: "a mapping", Any: "any value"}
+_BOUNDS = {
+    "greater_than_equal": (">=", "ge"),
+    "greater_than": (">", "gt"),
+    "less_than_equal": ("<=", "le"),
+    "less_than": ("<", "lt"),
+}
+_WORDS = {
+    int: "an integer",
+    float: "a number",
+    str: "text",
+    bool: "true or false",
+    type(None): "null",
+    list: "a list",
+    dict: "a mapping",
+    Any: "any value",
+}
 
 
 def _explain(error: Any) -> str:

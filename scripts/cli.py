@@ -8,7 +8,6 @@ Exit codes: 0 fine · 1 a finding (the gate failed, the pair is stale or altered
 
 from __future__ import annotations
 
-import errno
 import json
 import logging
 import os
@@ -27,6 +26,9 @@ from rich.markup import escape
 from rich.table import Table
 from typer.core import TyperGroup
 
+from ..ground import OutriderError
+from ..ground.files import is_disk_full
+
 if TYPE_CHECKING:
     from ..eval import Report, Tuning
     from ..pair import Pair
@@ -43,7 +45,9 @@ class Verbs(TyperGroup):
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt as error:
-            _complain(str(error) or "interrupted; what was done is kept, and the same command goes on from there.", label="")
+            _complain(
+                str(error) or "interrupted; what was done is kept, and the same command goes on from there.", label=""
+            )
             raise typer.Exit(INTERRUPTED) from None
         except Exception as error:
             code = exit_code(error)
@@ -55,30 +59,20 @@ class Verbs(TyperGroup):
                 traceback.print_exc()
                 _complain("this is a fault in Outrider, please report it with the lines above.", label="fault: ")
             else:
-                _complain(_disk_full_message(error) if _is_disk_full(error) else str(error))
+                _complain(_disk_full_message(error) if is_disk_full(error) else str(error))
             raise typer.Exit(code) from None
 
 
 def exit_code(error: Exception) -> int | None:
     """The exit code that an exception ends a verb with; None for those that typer handles (usage errors, exits, closed pipes)."""
-    if _is_disk_full(error):
+    if is_disk_full(error):
         return BAD_INPUT
-    errors = sys.modules.get("outrider.target.errors")  # only loaded if something could have raised one
-    if errors is not None and isinstance(error, errors.OutriderError):
+    if isinstance(error, OutriderError):
         return int(error.exit_code)
     module = type(error).__module__.partition(".")[0]
     if module in ("typer", "click") or isinstance(error, BrokenPipeError):
         return None
     return FAULT
-
-
-def _is_disk_full(error: BaseException | None) -> bool:
-    """safetensors and torch report a full disk in words only, and often as the cause of another error."""
-    while error is not None:
-        if getattr(error, "errno", None) == errno.ENOSPC or "No space left on device" in str(error):
-            return True
-        error = error.__cause__ or error.__context__
-    return False
 
 
 def _disk_full_message(error: BaseException) -> str:
@@ -105,8 +99,13 @@ app = typer.Typer(
 pair_app = typer.Typer(no_args_is_help=True, help="Make, show and verify pairs.")
 app.add_typer(pair_app, name="pair")
 
-RecipeName = Annotated[str, typer.Argument(metavar="RECIPE", help="A YAML file, or the name of a packaged recipe such as embedded-eagle3.")]
-Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Changes to the recipe, e.g. training.max_steps=50.")]
+RecipeName = Annotated[
+    str, typer.Argument(metavar="RECIPE", help="A YAML file, or the name of a packaged recipe such as embedded-eagle3.")
+]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[KEY=VALUE]...", help="Changes to the recipe, e.g. training.max_steps=50."),
+]
 PairFolder = Annotated[Path, typer.Argument(metavar="PAIR", help="A pair's folder.")]
 NewTarget = Annotated[str, typer.Option("--target", help="The changed target: a folder, a Hub id, or 'embedded'.")]
 Adapter = Annotated[str | None, typer.Option(help="A PEFT adapter that changed the target.")]
@@ -120,7 +119,9 @@ def _print_version(wanted: bool) -> None:
 
 @app.callback()
 def _every_verb(
-    _show_version: Annotated[bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit.")] = False,
+    _show_version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
 ) -> None:
     # Libraries read these at import; the user's own settings win. Their warnings to programmers are not for users of a command.
     warnings.filterwarnings("ignore", category=FutureWarning)
@@ -149,7 +150,9 @@ def distill(recipe: RecipeName, changes: Overrides = None) -> None:
 def train(
     recipe: RecipeName,
     changes: Overrides = None,
-    fresh: Annotated[bool, typer.Option("--fresh", help="Start over; checkpoints of an earlier run are moved aside.")] = False,
+    fresh: Annotated[
+        bool, typer.Option("--fresh", help="Start over; checkpoints of an earlier run are moved aside.")
+    ] = False,
 ) -> None:
     """Train a drafter (distils first if needed). For many processes: accelerate launch -m outrider.train RECIPE."""
     loaded = _load_recipe(recipe, changes)
@@ -159,14 +162,18 @@ def train(
     result = run(loaded, resume=not fresh, console=console)
     console.print(f"drafter after {result.steps} steps: [bold]{result.drafter_folder}[/bold]")
     if result.adapter_folder is not None:
-        console.print(f"for the target with the adapter [bold]{escape(str(result.adapter_folder))}[/bold], which it was trained with")
+        console.print(
+            f"for the target with the adapter [bold]{escape(str(result.adapter_folder))}[/bold], which it was trained with"
+        )
 
 
 @app.command()
 def vocab(
     recipe: RecipeName,
     changes: Overrides = None,
-    size: Annotated[list[int] | None, typer.Option(min=1, help="A size beside the usual ones; may be repeated.")] = None,
+    size: Annotated[
+        list[int] | None, typer.Option(min=1, help="A size beside the usual ones; may be repeated.")
+    ] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Responses that acceptance is measured on, at most.")] = 200,
     as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
 ) -> None:
@@ -188,8 +195,13 @@ def vocab(
 def plan(
     recipe: RecipeName,
     changes: Overrides = None,
-    processes: Annotated[int | None, typer.Option(min=1, help="Processes, one GPU each (default: the accelerate config's, else 1).")] = None,
-    sharding: Annotated[str | None, typer.Option(help="none, zero1, zero2, zero3 or fsdp (default: the accelerate config's, else none).")] = None,
+    processes: Annotated[
+        int | None, typer.Option(min=1, help="Processes, one GPU each (default: the accelerate config's, else 1).")
+    ] = None,
+    sharding: Annotated[
+        str | None,
+        typer.Option(help="none, zero1, zero2, zero3 or fsdp (default: the accelerate config's, else none)."),
+    ] = None,
     accelerate_config: Annotated[Path | None, typer.Option(help="A file written by `accelerate config`.")] = None,
     rows: Annotated[int | None, typer.Option(min=1, help="Prompts, where the recipe's sources do not tell.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
@@ -220,14 +232,24 @@ def _load_recipe(name: str, changes: list[str] | None) -> Recipe:
 
 @app.command(name="eval")
 def evaluate(
-    name: Annotated[str, typer.Argument(metavar="RECIPE|PAIR", help="A recipe (its trained drafter is measured), or a pair's folder.")],
+    name: Annotated[
+        str,
+        typer.Argument(metavar="RECIPE|PAIR", help="A recipe (its trained drafter is measured), or a pair's folder."),
+    ],
     changes: Overrides = None,
     drafter: Annotated[Path | None, typer.Option(help="Measure this saved drafter instead.")] = None,
-    suite: Annotated[list[str] | None, typer.Option(help="code, docs, prose, or a prompt file; may be repeated.")] = None,
+    suite: Annotated[
+        list[str] | None, typer.Option(help="code, docs, prose, or a prompt file; may be repeated.")
+    ] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Prompts per suite.")] = None,
     depth: Annotated[int | None, typer.Option(min=1, help="Draft tokens per round.")] = None,
-    width: Annotated[int | None, typer.Option(min=1, help="More than 1: draft trees; the nodes read per level, and the children of each.")] = None,
-    nodes: Annotated[int | None, typer.Option(min=1, help="Nodes of a tree that are verified (default: width × depth).")] = None,
+    width: Annotated[
+        int | None,
+        typer.Option(min=1, help="More than 1: draft trees; the nodes read per level, and the children of each."),
+    ] = None,
+    nodes: Annotated[
+        int | None, typer.Option(min=1, help="Nodes of a tree that are verified (default: width × depth).")
+    ] = None,
     temperature: Annotated[list[float] | None, typer.Option(min=0, help="May be repeated.")] = None,
     tuned: Annotated[bool, typer.Option("--tuned", help="Measure a pair's tuned plan too, beside its own.")] = False,
     out: Annotated[Path | None, typer.Option(help="Folder of the report.")] = None,
@@ -235,7 +257,14 @@ def evaluate(
     """Measure τ, acceptance and speedup with confidence intervals, beside n-gram drafting and plain decoding."""
     from .subject import load_subject
 
-    asked = {"suites": suite, "limit": limit, "depth": depth, "width": width, "nodes": nodes, "temperatures": temperature}
+    asked = {
+        "suites": suite,
+        "limit": limit,
+        "depth": depth,
+        "width": width,
+        "nodes": nodes,
+        "temperatures": temperature,
+    }
     subject = load_subject(name, changes or [], drafter, {k: v for k, v in asked.items() if v}, tuned)
     console = Console()
     report = subject.measure(console)
@@ -247,9 +276,16 @@ def evaluate(
 
 @app.command()
 def compare(
-    recipes: Annotated[list[str], typer.Argument(metavar="RECIPE... [KEY=VALUE]...", help="Recipes of one target and the same data; changes are for all.")],
+    recipes: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="RECIPE... [KEY=VALUE]...", help="Recipes of one target and the same data; changes are for all."
+        ),
+    ],
     budget: Annotated[float, typer.Option(help="Seconds of training for each recipe.")] = 180.0,
-    out: Annotated[Path, typer.Option(help="Folder of responses, trainings and report; what is finished in it is reused.")] = Path("runs/compare"),
+    out: Annotated[
+        Path, typer.Option(help="Folder of responses, trainings and report; what is finished in it is reused.")
+    ] = Path("runs/compare"),
     as_json: Annotated[bool, typer.Option("--json", help="The report without its prompts, for programs.")] = False,
 ) -> None:
     """Train every recipe for the same time on the same data, then measure all in one run: τ, speedup, parameters, with intervals."""
@@ -270,8 +306,13 @@ def compare(
 @app.command()
 def tune(
     pair: PairFolder,
-    batch: Annotated[list[int] | None, typer.Option(min=1, help="Batch size to tune for; may be repeated (default: 1).")] = None,
-    suite: Annotated[list[str] | None, typer.Option(help="code, docs, prose, or a prompt file; may be repeated (default: the pair's).")] = None,
+    batch: Annotated[
+        list[int] | None, typer.Option(min=1, help="Batch size to tune for; may be repeated (default: 1).")
+    ] = None,
+    suite: Annotated[
+        list[str] | None,
+        typer.Option(help="code, docs, prose, or a prompt file; may be repeated (default: the pair's)."),
+    ] = None,
     limit: Annotated[int, typer.Option(min=1, help="Prompts per suite.")] = 6,
     temperature: Annotated[float, typer.Option(min=0)] = 0.0,
     max_new_tokens: Annotated[int, typer.Option(min=1)] = 96,
@@ -282,15 +323,24 @@ def tune(
     from .subject import load_subject
 
     loaded = Pair.load(pair)
-    asked = {"suites": suite, "limit": limit, "temperatures": [temperature], "max_new_tokens": max_new_tokens, "repeats": 2}
+    asked = {
+        "suites": suite,
+        "limit": limit,
+        "temperatures": [temperature],
+        "max_new_tokens": max_new_tokens,
+        "repeats": 2,
+    }
     console = Console()
     tuning = load_subject(str(pair), asked={k: v for k, v in asked.items() if v}).tune(batch or [1], console)
     console.print(
-        f"{tuning.num_prompts} prompts ({', '.join(tuning.suites)}), temperature {temperature:g}, {tuning.dtype} on {tuning.device_name}", style="dim"
+        f"{tuning.num_prompts} prompts ({', '.join(tuning.suites)}), temperature {temperature:g}, {tuning.dtype} on {tuning.device_name}",
+        style="dim",
     )
     if not dry_run:
         loaded.store_tuning(tuning)
-        console.print(f"kept in [bold]{escape(str(pair / 'pair.json'))}[/bold]; `outrider generate` uses it from now on")
+        console.print(
+            f"kept in [bold]{escape(str(pair / 'pair.json'))}[/bold]; `outrider generate` uses it from now on"
+        )
 
 
 # ------------------------------------------------------------ generating
@@ -300,13 +350,19 @@ def tune(
 def generate(
     pair: PairFolder,
     prompt: Annotated[str, typer.Argument(help="Text to continue; - reads it from stdin.")],
-    chat: Annotated[bool, typer.Option("--chat", help="Send the prompt as a user's turn, through the chat template.")] = False,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="Send the prompt as a user's turn, through the chat template.")
+    ] = False,
     plain: Annotated[bool, typer.Option("--plain", help="Only the text, for pipes.")] = False,
-    compare: Annotated[bool, typer.Option(help="Afterwards run the plain target on the same prompt and print the speedup.")] = True,
+    compare: Annotated[
+        bool, typer.Option(help="Afterwards run the plain target on the same prompt and print the speedup.")
+    ] = True,
     max_new_tokens: Annotated[int, typer.Option(min=1)] = 128,
     temperature: Annotated[float, typer.Option(min=0)] = 0.0,
     seed: Annotated[int, typer.Option()] = 0,
-    depth: Annotated[int | None, typer.Option(min=0, help="Draft tokens per round (default: the tuned plan, else the pair's).")] = None,
+    depth: Annotated[
+        int | None, typer.Option(min=0, help="Draft tokens per round (default: the tuned plan, else the pair's).")
+    ] = None,
 ) -> None:
     """Stream a completion: [green]accepted draft tokens[/green] and [magenta]the target's own[/magenta]."""
     from ..decode import Sampling
@@ -339,8 +395,12 @@ def pair_new(
     folder: Annotated[Path, typer.Argument(help="Where the pair goes.")],
     recipe: RecipeName,
     changes: Overrides = None,
-    drafter: Annotated[Path | None, typer.Option(help="A saved drafter (default: what the recipe's training left).")] = None,
-    report: Annotated[Path | None, typer.Option(help="A report's folder (default: the run's, if there is one).")] = None,
+    drafter: Annotated[
+        Path | None, typer.Option(help="A saved drafter (default: what the recipe's training left).")
+    ] = None,
+    report: Annotated[
+        Path | None, typer.Option(help="A report's folder (default: the run's, if there is one).")
+    ] = None,
 ) -> None:
     """Bind target, drafter and measurements into one versioned folder."""
     loaded = _load_recipe(recipe, changes)
@@ -396,14 +456,18 @@ def _print_pair(pair: Pair, console: Console) -> None:
     rows = {
         "pair": f"{pair.name} version {pair.version}",
         "identity": pair.digest,
-        "target": " + ".join(filter(None, (source.path or "given in memory", source.adapter))) + f" ({pair.dtype}, {pair.fingerprint().digest[:12]}…)",
+        "target": " + ".join(filter(None, (source.path or "given in memory", source.adapter)))
+        + f" ({pair.dtype}, {pair.fingerprint().digest[:12]}…)",
         "drafter": f"{manifest.drafter.type}, {pair.plan}, rule {pair.plan.verify}",
-        "lineage": manifest.lineage.reason + (f" (parent: version {parent.version}, {parent.digest[:12]}…)" if parent else ""),
+        "lineage": manifest.lineage.reason
+        + (f" (parent: version {parent.version}, {parent.digest[:12]}…)" if parent else ""),
         "made": f"{manifest.created} with outrider {manifest.outrider_version}",
         "folder": str(pair.folder),
     }
     for headline in manifest.measurements.headline:
-        rows[f"temperature {headline.temperature:g}"] = f"τ {_figure(headline.tau)}   speedup {_figure(headline.speedup)}"
+        rows[f"temperature {headline.temperature:g}"] = (
+            f"τ {_figure(headline.tau)}   speedup {_figure(headline.speedup)}"
+        )
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
@@ -505,7 +569,9 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="For programs.")
 
 
 @app.command()
-def quickstart(out: Annotated[Path, typer.Option(help="Working folder; finished stages in it are reused.")] = Path("quickstart")) -> None:
+def quickstart(
+    out: Annotated[Path, typer.Option(help="Working folder; finished stages in it are reused.")] = Path("quickstart"),
+) -> None:
     """The whole story on the embedded target, in a few minutes: distil, train, measure, pair; change the target; probe, refresh, gate."""
     from .quickstart import tell
 

@@ -6,7 +6,6 @@ import importlib.util
 import os
 import platform
 import shutil
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +13,30 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-PACKAGES = ("outrider", "torch", "transformers", "accelerate", "peft", "datasets", "safetensors", "huggingface_hub", "numpy", "scipy")
+from ..ground.versions import installed_version
+
+PACKAGES = (
+    "outrider",
+    "torch",
+    "transformers",
+    "accelerate",
+    "peft",
+    "datasets",
+    "safetensors",
+    "huggingface_hub",
+    "numpy",
+    "scipy",
+)
 
 # What each optional feature needs: (feature, modules, programs, how to get it).
 FEATURES = (
     ("tracking with wandb (report_to: wandb)", ("wandb",), (), "pip install 'outrider[wandb]'"),
-    ("ZeRO training (accelerate launch --use_deepspeed)", ("deepspeed",), ("ninja", "g++"), "pip install 'outrider[deepspeed]', and a C++ compiler"),
+    (
+        "ZeRO training (accelerate launch --use_deepspeed)",
+        ("deepspeed",),
+        ("ninja", "g++"),
+        "pip install 'outrider[deepspeed]', and a C++ compiler",
+    ),
     ("losses in fewer passes, on CUDA", ("liger_kernel",), (), "pip install 'outrider[liger]'"),
     ("the tests (./scripts/test)", ("pytest", "xdist", "ruff", "mypy"), (), "pip install 'outrider[dev]'"),
 )
@@ -28,7 +45,7 @@ FEATURES = (
 def examine() -> dict[str, Any]:
     """Everything as plain values, for people and for `--json`. Sizes are bytes."""
     return {
-        "versions": {"python": platform.python_version()} | {name: _version(name) for name in PACKAGES},
+        "versions": {"python": platform.python_version()} | {name: installed_version(name) for name in PACKAGES},
         "device": _device(),
         "memory": _memory(),
         "disk": {"folder": str(Path.cwd()), "free": shutil.disk_usage(Path.cwd()).free},
@@ -37,44 +54,24 @@ def examine() -> dict[str, Any]:
     }
 
 
-def _version(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
-
-
 def _device() -> dict[str, Any]:
     import torch
 
+    from ..ground.machine import cpu_multiplies_bfloat16, cpu_name
+
     gpus = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
     return {
-        "cpu": _cpu_name(),
+        "cpu": cpu_name(),
         "cores": os.cpu_count(),
         "usable_cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "threads": torch.get_num_threads(),
         "instruction_set": torch.backends.cpu.get_cpu_capability(),
         "bfloat16": bool(torch.cuda.is_bf16_supported()) if gpus else cpu_multiplies_bfloat16(),
         "cuda_build": torch.version.cuda,
-        "gpus": [{"name": gpu.name, "memory": gpu.total_memory, "capability": f"{gpu.major}.{gpu.minor}"} for gpu in gpus],
+        "gpus": [
+            {"name": gpu.name, "memory": gpu.total_memory, "capability": f"{gpu.major}.{gpu.minor}"} for gpu in gpus
+        ],
     }
-
-
-def _cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
-
-
-def cpu_multiplies_bfloat16() -> bool:
-    """Whether the CPU multiplies bfloat16 itself; without that it works and is slow."""
-    try:
-        words = Path("/proc/cpuinfo").read_text().split()
-    except OSError:
-        return False
-    return bool({"avx512_bf16", "amx_bf16", "bf16"} & set(words))
 
 
 def _memory() -> dict[str, int | None]:
@@ -86,15 +83,20 @@ def _memory() -> dict[str, int | None]:
 
 
 def _embedded() -> dict[str, Any]:
-    from ..target import embedded_path
+    from ..targets import embedded_path
 
     folder = embedded_path()
     weights = folder / "model.safetensors"
-    return {"present": weights.is_file() and (folder / "tokenizer.json").is_file(), "bytes": weights.stat().st_size if weights.is_file() else 0}
+    return {
+        "present": weights.is_file() and (folder / "tokenizer.json").is_file(),
+        "bytes": weights.stat().st_size if weights.is_file() else 0,
+    }
 
 
 def _feature(name: str, modules: tuple[str, ...], programs: tuple[str, ...], remedy: str) -> dict[str, Any]:
-    missing = [m for m in modules if importlib.util.find_spec(m) is None] + [p for p in programs if shutil.which(p) is None]
+    missing = [m for m in modules if importlib.util.find_spec(m) is None] + [
+        p for p in programs if shutil.which(p) is None
+    ]
     return {"feature": name, "missing": missing, "remedy": remedy if missing else None}
 
 
@@ -112,16 +114,32 @@ def render(found: dict[str, Any], console: Console) -> None:
 
 def _lines(found: dict[str, Any]) -> list[tuple[str, str]]:
     device, disk = found["device"], found["disk"]
-    lines = [("versions", "  ".join(f"{name} {number or '[red]missing[/red]'}" for name, number in found["versions"].items()))]
-    lines += [("GPU", f"{escape(gpu['name'])}, {_gigabytes(gpu['memory'])}, compute capability {gpu['capability']}") for gpu in device["gpus"]]
+    lines = [
+        (
+            "versions",
+            "  ".join(f"{name} {number or '[red]missing[/red]'}" for name, number in found["versions"].items()),
+        )
+    ]
+    lines += [
+        ("GPU", f"{escape(gpu['name'])}, {_gigabytes(gpu['memory'])}, compute capability {gpu['capability']}")
+        for gpu in device["gpus"]
+    ]
     if not device["gpus"]:
         lines.append(("GPU", "none" + ("" if device["cuda_build"] else " (and this torch is a CPU build)")))
     lines += [
-        ("CPU", f"{escape(device['cpu'])}, {device['usable_cores']} of {device['cores']} cores, {device['threads']} threads, {device['instruction_set']}"),
+        (
+            "CPU",
+            f"{escape(device['cpu'])}, {device['usable_cores']} of {device['cores']} cores, {device['threads']} threads, {device['instruction_set']}",
+        ),
         ("bfloat16", "fast" if device["bfloat16"] else "works, without hardware support"),
         ("memory", f"{_gigabytes(found['memory']['available'])} of {_gigabytes(found['memory']['total'])} available"),
         ("disk", f"{_gigabytes(disk['free'])} free in {escape(disk['folder'])}"),
-        ("embedded target", "present" if found["embedded_target"]["present"] else "[red]missing[/red]: reinstall outrider; the quickstart needs it"),
+        (
+            "embedded target",
+            "present"
+            if found["embedded_target"]["present"]
+            else "[red]missing[/red]: reinstall outrider; the quickstart needs it",
+        ),
     ]
     return lines + [(f["feature"].partition(" (")[0], _feature_line(f)) for f in found["features"]]
 

@@ -91,7 +91,11 @@ def read_library(root: Path) -> dict[str, str]:
             text = path.read_text(encoding="utf-8")
         except UnicodeDecodeError:
             continue
-        if len(text) > 200 and sum(c.isascii() for c in text) > 0.98 * len(text) and max(map(len, text.splitlines())) < 400:
+        if (
+            len(text) > 200
+            and sum(c.isascii() for c in text) > 0.98 * len(text)
+            and max(map(len, text.splitlines())) < 400
+        ):
             files[name] = text
     return files
 
@@ -118,7 +122,11 @@ def documented_functions(source: str) -> list[Function]:
     lines = source.splitlines()
     found = []
     for node in ast.walk(ast.parse(source)):
-        if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) or not ast.get_docstring(node) or len(node.body) < 2:
+        if (
+            not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+            or not ast.get_docstring(node)
+            or len(node.body) < 2
+        ):
             continue
         head = textwrap.dedent("\n".join(lines[node.lineno - 1 : node.body[0].end_lineno]))
         body = textwrap.dedent("\n".join(lines[node.body[0].end_lineno : node.end_lineno])).strip("\n")
@@ -156,17 +164,29 @@ def train_tokenizer(texts: list[str], folder: Path) -> PreTrainedTokenizerFast:
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    bpe.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=4096, special_tokens=SPECIAL_TOKENS, initial_alphabet=alphabet, show_progress=False))
+    bpe.train_from_iterator(
+        texts,
+        trainers.BpeTrainer(
+            vocab_size=4096, special_tokens=SPECIAL_TOKENS, initial_alphabet=alphabet, show_progress=False
+        ),
+    )
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=bpe, eos_token="<|endoftext|>", pad_token="<|endoftext|>",
-        additional_special_tokens=SPECIAL_TOKENS[1:], chat_template=CHAT_TEMPLATE, clean_up_tokenization_spaces=False,
-    )  # fmt: skip
+        tokenizer_object=bpe,
+        eos_token="<|endoftext|>",
+        pad_token="<|endoftext|>",
+        additional_special_tokens=SPECIAL_TOKENS[1:],
+        chat_template=CHAT_TEMPLATE,
+        clean_up_tokenization_spaces=False,
+    )
     tokenizer.save_pretrained(folder)
     return tokenizer
 
 
 def chat_text(tokenizer: PreTrainedTokenizerFast, function: Function) -> str:
-    messages = [{"role": "user", "content": BODY_REQUEST + function.head}, {"role": "assistant", "content": function.body}]
+    messages = [
+        {"role": "user", "content": BODY_REQUEST + function.head},
+        {"role": "assistant", "content": function.body},
+    ]
     return str(tokenizer.apply_chat_template(messages, tokenize=False))
 
 
@@ -230,10 +250,18 @@ def build_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> LlamaForCausal
 
     torch.manual_seed(seed)
     config = LlamaConfig(
-        vocab_size=len(tokenizer), hidden_size=256, intermediate_size=704, num_hidden_layers=12,
-        num_attention_heads=4, num_key_value_heads=4, max_position_embeddings=4096, tie_word_embeddings=True,
-        bos_token_id=None, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
-    )  # fmt: skip
+        vocab_size=len(tokenizer),
+        hidden_size=256,
+        intermediate_size=704,
+        num_hidden_layers=12,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        max_position_embeddings=4096,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
     config._attn_implementation = "eager"  # at these lengths 1.3x faster than SDPA on a CPU, forward and backward
     return LlamaForCausalLM(config)
 
@@ -244,7 +272,9 @@ def build_optimizers(model: LlamaForCausalLM, settings: Settings) -> list[torch.
 
     matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n]
     others = [p for n, p in model.named_parameters() if p.ndim != 2 or "embed" in n]
-    muon = torch.optim.Muon(matrices, lr=settings.muon_lr, weight_decay=settings.weight_decay, adjust_lr_fn="match_rms_adamw")
+    muon = torch.optim.Muon(
+        matrices, lr=settings.muon_lr, weight_decay=settings.weight_decay, adjust_lr_fn="match_rms_adamw"
+    )
     adamw = torch.optim.AdamW(others, lr=settings.adamw_lr, betas=(0.9, 0.95), weight_decay=0.0)
     return [muon, adamw]
 
@@ -271,7 +301,9 @@ def held_out_loss(model: LlamaForCausalLM, documents: list[np.ndarray], length: 
     return sum(losses) / len(windows)
 
 
-def save_checkpoint(folder: Path, model: LlamaForCausalLM, optimizers: list[torch.optim.Optimizer], state: dict) -> None:
+def save_checkpoint(
+    folder: Path, model: LlamaForCausalLM, optimizers: list[torch.optim.Optimizer], state: dict
+) -> None:
     import torch
 
     scratch = folder.with_suffix(".tmp")
@@ -311,14 +343,18 @@ def backward(model: LlamaForCausalLM, tokens: torch.Tensor, rows_at_once: int = 
         hidden = body(input_ids=tokens, use_cache=False).last_hidden_state
         leaf, total = hidden.detach().requires_grad_(), 0.0
         for part, wanted in zip(leaf[:, :-1].split(rows_at_once), tokens[:, 1:].split(rows_at_once), strict=True):
-            loss = torch.nn.functional.cross_entropy(model.lm_head(part).flatten(0, 1).float(), wanted.flatten(), reduction="sum")
+            loss = torch.nn.functional.cross_entropy(
+                model.lm_head(part).flatten(0, 1).float(), wanted.flatten(), reduction="sum"
+            )
             (loss / tokens[:, 1:].numel()).backward()
             total += loss.item()
     hidden.backward(leaf.grad)
     return total / tokens[:, 1:].numel()
 
 
-def train(model: LlamaForCausalLM, streams: list[Stream], held_out: list[np.ndarray], settings: Settings, work: Path) -> dict:
+def train(
+    model: LlamaForCausalLM, streams: list[Stream], held_out: list[np.ndarray], settings: Settings, work: Path
+) -> dict:
     """Train to `settings.steps`, writing a checkpoint every 200 steps; returns the final state (seconds, losses)."""
     import torch
 
@@ -330,7 +366,9 @@ def train(model: LlamaForCausalLM, streams: list[Stream], held_out: list[np.ndar
         for stream, saved in zip(streams, state["streams"], strict=True):
             stream.restore(saved)
     # A run may be lengthened before its decay ends; what the rate was is known only with every length it was given.
-    state["runs"].append({"from_step": state["step"], **{k: getattr(settings, k) for k in ("steps", "decay_fraction", "short_fraction")}})
+    state["runs"].append(
+        {"from_step": state["step"], **{k: getattr(settings, k) for k in ("steps", "decay_fraction", "short_fraction")}}
+    )
     device = "cuda" if torch.cuda.is_available() else "cpu"
     module: torch.nn.Module = model
     module.to(device).train()
@@ -345,11 +383,18 @@ def train(model: LlamaForCausalLM, streams: list[Stream], held_out: list[np.ndar
             optimizer.step()
             optimizer.zero_grad()
         if step % 20 == 0:
-            print(f"step {step} loss {loss:.3f} rate {rate(step, settings):.2f} {seconds + time.monotonic() - started:.0f}s", flush=True)
+            print(
+                f"step {step} loss {loss:.3f} rate {rate(step, settings):.2f} {seconds + time.monotonic() - started:.0f}s",
+                flush=True,
+            )
         if (step + 1) % 200 == 0 or step + 1 == settings.steps:
             measured = held_out_loss(model, held_out, settings.long_length)
             state["history"].append({"step": step + 1, "held_out": round(measured, 4)})
-            state |= {"step": step + 1, "seconds": seconds + time.monotonic() - started, "streams": [s.state() for s in streams]}
+            state |= {
+                "step": step + 1,
+                "seconds": seconds + time.monotonic() - started,
+                "streams": [s.state() for s in streams],
+            }
             print(f"step {step + 1} held-out {measured:.4f} nats/token", flush=True)
             save_checkpoint(checkpoint, model, optimizers, state)
     return state
@@ -368,13 +413,21 @@ def code_prompts(files: dict[str, str], count: int, salt: str) -> list[dict]:
         lines = text.splitlines(keepends=True)
         starts = [i for i, line in enumerate(lines) if line.lstrip().startswith(("def ", "class ")) and i >= 20]
         for i in sorted(starts, key=lambda i: bucket(f"{salt}{name}:{i}"))[: 2 + count // max(1, len(files))]:
-            found.append({"id": f"code/{name}:{i + 1}", "suite": "code", "text": "".join(lines[max(0, i - 24) : i + 1]).rstrip()})
+            found.append(
+                {"id": f"code/{name}:{i + 1}", "suite": "code", "text": "".join(lines[max(0, i - 24) : i + 1]).rstrip()}
+            )
     return pick(found, count, salt)
 
 
 def docs_prompts(functions: list[Function], count: int, salt: str) -> list[dict]:
-    found = [{"id": f"docs/{hashlib.sha256(f.head.encode()).hexdigest()[:12]}", "suite": "docs",
-              "messages": [{"role": "user", "content": BODY_REQUEST + f.head}]} for f in functions]  # fmt: skip
+    found = [
+        {
+            "id": f"docs/{hashlib.sha256(f.head.encode()).hexdigest()[:12]}",
+            "suite": "docs",
+            "messages": [{"role": "user", "content": BODY_REQUEST + f.head}],
+        }
+        for f in functions
+    ]
     return pick(found, count, salt)
 
 
@@ -390,7 +443,9 @@ def prose_prompts(held_out: bool, count: int, salt: str) -> list[dict]:
     for topic, text in prose_sections(held_out):
         paragraphs = [p for p in text.split("\n\n") if len(p) > 80]
         for i in range(0, len(paragraphs) - 3, 3):
-            found.append({"id": f"prose/{topic}:{i}", "suite": "prose", "text": "\n\n".join(paragraphs[i : i + 2]).rstrip()})
+            found.append(
+                {"id": f"prose/{topic}:{i}", "suite": "prose", "text": "\n\n".join(paragraphs[i : i + 2]).rstrip()}
+            )
     return pick([f for f in found if len(f["text"]) < 1400], count, salt)
 
 
@@ -452,7 +507,11 @@ def main() -> None:
     if arguments.prompts_only:
         return
     tokenizer = train_tokenizer(list(corpus.library.values()), arguments.work / "tokenizer")
-    sources = [list(corpus.library.values()), list(corpus.tests.values()), [chat_text(tokenizer, f) for f in corpus.functions]]
+    sources = [
+        list(corpus.library.values()),
+        list(corpus.tests.values()),
+        [chat_text(tokenizer, f) for f in corpus.functions],
+    ]
     streams = [Stream(encode_documents(tokenizer, texts), settings.seed + i) for i, texts in enumerate(sources)]
     held_out = encode_documents(tokenizer, list(corpus.held_out.values()))
     print("tokens:", [len(s.tokens) for s in streams], "held out:", sum(map(len, held_out)), flush=True)
@@ -460,14 +519,27 @@ def main() -> None:
     model = build_model(tokenizer, settings.seed)
     state = train(model, streams, held_out, settings, arguments.work)
     provenance = {
-        "settings": asdict(settings), "python": platform.python_version(), "torch": torch.__version__,
-        "corpus": {"source": "Python standard library", "licence": "PSF-2.0", "library_files": len(corpus.library),
-                   "test_files": len(corpus.tests), "held_out_files": sorted(corpus.held_out), "chat_functions": len(corpus.functions),
-                   "tokens": [len(s.tokens) for s in streams], "epochs": [round(s.epoch + s.position / len(s.tokens), 2) for s in streams]},
-        "tokens_trained": settings.steps * settings.tokens_per_step, "seconds": round(state["seconds"]),
-        "device": str(next(model.parameters()).device), "threads": torch.get_num_threads(),
-        "held_out_nats_per_token": state["history"][-1]["held_out"], "history": state["history"], "runs": state["runs"],
-    }  # fmt: skip
+        "settings": asdict(settings),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "corpus": {
+            "source": "Python standard library",
+            "licence": "PSF-2.0",
+            "library_files": len(corpus.library),
+            "test_files": len(corpus.tests),
+            "held_out_files": sorted(corpus.held_out),
+            "chat_functions": len(corpus.functions),
+            "tokens": [len(s.tokens) for s in streams],
+            "epochs": [round(s.epoch + s.position / len(s.tokens), 2) for s in streams],
+        },
+        "tokens_trained": settings.steps * settings.tokens_per_step,
+        "seconds": round(state["seconds"]),
+        "device": str(next(model.parameters()).device),
+        "threads": torch.get_num_threads(),
+        "held_out_nats_per_token": state["history"][-1]["held_out"],
+        "history": state["history"],
+        "runs": state["runs"],
+    }
     export(model, tokenizer, out / "target", provenance)
 
 

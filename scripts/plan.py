@@ -32,14 +32,18 @@ def read_launch(file: Path) -> tuple[int, str]:
     """
     import yaml
 
-    from ..target import BadInputError
+    from ..ground import BadInputError
 
     try:
         values = yaml.safe_load(file.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise BadInputError(f"the accelerate config {str(file)!r} cannot be read ({error}); `accelerate config` writes one.") from error
+        raise BadInputError(
+            f"the accelerate config {str(file)!r} cannot be read ({error}); `accelerate config` writes one."
+        ) from error
     if not isinstance(values, dict) or "distributed_type" not in values:
-        raise BadInputError(f"{file}: is no accelerate config (distributed_type is missing); `accelerate config` writes one.")
+        raise BadInputError(
+            f"{file}: is no accelerate config (distributed_type is missing); `accelerate config` writes one."
+        )
     return int(values.get("num_processes") or 1), _sharding(values)
 
 
@@ -88,7 +92,7 @@ def _print_lines(lines: dict[str, str], console: Console) -> None:
 
 
 def _sizes(plan: Plan) -> dict[str, str]:
-    from ..distill.storage import readable_bytes
+    from ..ground.files import readable_bytes
 
     work = plan.workload
     return {
@@ -107,18 +111,29 @@ def _sizes(plan: Plan) -> dict[str, str]:
 def _memory(plan: Plan) -> Table:
     from dataclasses import asdict
 
-    from ..distill.storage import readable_bytes
     from ..eval.tables import Cell, Table
+    from ..ground.files import readable_bytes
 
     parts = [[Cell(_WORDS[name]), Cell(readable_bytes(count))] for name, count in asdict(plan.memory).items() if count]
-    return Table("Memory of one process", ["", ""], [*parts, [Cell("at most at one time"), Cell(readable_bytes(plan.memory.peak))]])
+    return Table(
+        "Memory of one process",
+        ["", ""],
+        [*parts, [Cell("at most at one time"), Cell(readable_bytes(plan.memory.peak))]],
+    )
 
 
 def _gpus(plan: Plan) -> Table:
     from ..eval.tables import Cell, Table
     from ..train.planning import GPUS
 
-    rows = [[Cell(gpu.name), Cell("yes" if plan.fits[gpu.name] else "no"), *(Cell(_time(stage.seconds[gpu.name])) for stage in plan.stages)] for gpu in GPUS]
+    rows = [
+        [
+            Cell(gpu.name),
+            Cell("yes" if plan.fits[gpu.name] else "no"),
+            *(Cell(_time(stage.seconds[gpu.name])) for stage in plan.stages),
+        ]
+        for gpu in GPUS
+    ]
     return Table("Estimated time", ["GPU", "fits", *(stage.name for stage in plan.stages)], rows)
 
 
@@ -138,4 +153,10 @@ def _time(seconds: float) -> str:
         return "< 1 s"
     if seconds < 120:
         return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h" if seconds < 172_800 else f"{seconds / 86_400:.1f} days"
+    return (
+        f"{seconds / 60:.0f} min"
+        if seconds < 7200
+        else f"{seconds / 3600:.1f} h"
+        if seconds < 172_800
+        else f"{seconds / 86_400:.1f} days"
+    )

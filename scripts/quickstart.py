@@ -27,7 +27,6 @@ from rich.markup import escape
 from rich.table import Column, Table
 
 from ..recipes import Recipe, embedded_file, load_recipe
-from .doctor import cpu_multiplies_bfloat16
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -37,7 +36,7 @@ if TYPE_CHECKING:
     from ..eval import GateResult, Report
     from ..heads import Drafter
     from ..pair import Pair
-    from ..target import Target
+    from ..targets import Target
 
 
 @dataclass(frozen=True)
@@ -73,6 +72,8 @@ class Budget:
 
     def changes(self, output: Path) -> list[str]:
         """The overrides that fit the packaged recipe to this budget."""
+        from ..ground.machine import cpu_multiplies_bfloat16
+
         values: dict[str, Any] = {
             "output": str(output),
             "data.limit": self.prompts,
@@ -132,14 +133,14 @@ class Story:
 
     @cached_property
     def target(self) -> Target:
-        from ..target import Target
+        from ..targets import Target
 
         return Target.load(**self.recipe.target.model_dump())
 
     @cached_property
     def changed(self) -> Target:
         """The target after its fine-tune: the adapter is merged, as it would be served."""
-        from ..target import Target
+        from ..targets import Target
 
         return Target.load(**self.recipe.target.model_dump() | {"adapter": str(self.out / "adapter")})
 
@@ -159,7 +160,12 @@ class Story:
     def verdict(self) -> GateResult:
         from ..eval import Report, gate
 
-        return gate(newest_report(self.refreshed), Report.load(self.out / "report"), tolerance=self.budget.tolerance, confidence=self.budget.confidence)
+        return gate(
+            newest_report(self.refreshed),
+            Report.load(self.out / "report"),
+            tolerance=self.budget.tolerance,
+            confidence=self.budget.confidence,
+        )
 
     # ------------------------------------------------------------ the stages
 
@@ -189,7 +195,15 @@ class Story:
 
         each = -(-self.budget.probe_prompts // len(self.budget.suites))
         asked = [p for s in load_suites(self.budget.suites, self.target.require_tokenizer(), each) for p in s.prompts]
-        pair = new_pair(self.out / "pair-v1", self.target, self.out / "drafter", self.recipe, self.out / "report", calibration=asked, console=self.console)
+        pair = new_pair(
+            self.out / "pair-v1",
+            self.target,
+            self.out / "drafter",
+            self.recipe,
+            self.out / "report",
+            calibration=asked,
+            console=self.console,
+        )
         return f"{pair.digest[:12]}… in {pair.folder}"
 
     def fine_tune(self) -> str:
@@ -238,7 +252,14 @@ class Story:
 
         settings = self.recipe.eval if baselines else self.recipe.eval.model_copy(update={"baselines": []})
         suites = load_suites(settings.suites, target.require_tokenizer(), settings.limit)
-        return measure(target, contestants(target, head, settings), suites, settings, generate_baseline=baselines, console=self.console)
+        return measure(
+            target,
+            contestants(target, head, settings),
+            suites,
+            settings,
+            generate_baseline=baselines,
+            console=self.console,
+        )
 
     # ------------------------------------------------------------ telling
 
@@ -250,9 +271,18 @@ class Story:
             found = work()
             self.done[title] = {"seconds": round(time.perf_counter() - began, 1), "found": found}
             self._save()
-        line = Table.grid(Column(width=2, justify="right"), Column(width=34), Column(ratio=1), Column(width=6, justify="right"), padding=(0, 1), expand=True)
+        line = Table.grid(
+            Column(width=2, justify="right"),
+            Column(width=34),
+            Column(ratio=1),
+            Column(width=6, justify="right"),
+            padding=(0, 1),
+            expand=True,
+        )
         stage = self.done[title]
-        line.add_row(str(number), f"[bold]{title}[/bold]", escape(stage["found"]), f"[dim]{stage['seconds']:.0f} s[/dim]")
+        line.add_row(
+            str(number), f"[bold]{title}[/bold]", escape(stage["found"]), f"[dim]{stage['seconds']:.0f} s[/dim]"
+        )
         self.console.print(line)
 
     def conclude(self) -> None:
@@ -271,7 +301,10 @@ class Story:
             table.add_row(name, figures.tau.text() if figures.tau else "–", figures.speedup.text(unit="×"))
         self.console.print(table)
         self.console.print(self._times(), highlight=False, style="dim")
-        self.console.print(f'report: {self.out / "report" / "report.html"}   next: outrider generate {self.out / "refreshed" / "pair"} "def "', highlight=False)
+        self.console.print(
+            f'report: {self.out / "report" / "report.html"}   next: outrider generate {self.out / "refreshed" / "pair"} "def "',
+            highlight=False,
+        )
 
     def _conditions(self) -> str:
         count = len(self.budget.suites) * self.budget.suite_prompts
@@ -288,13 +321,15 @@ class Story:
             return {}
         saved = json.loads(self.file.read_text())
         if saved["identity"] != self._identity:
-            from ..target import BadInputError
+            from ..ground import BadInputError
 
-            raise BadInputError(f"{self.out} holds a quickstart that was run with another target, budget or version; delete it, or choose another --out.")
+            raise BadInputError(
+                f"{self.out} holds a quickstart that was run with another target, budget or version; delete it, or choose another --out."
+            )
         return dict(saved["stages"])
 
     def _save(self) -> None:
-        from ..distill.storage import write_atomically
+        from ..ground.files import write_atomically
 
         self.out.mkdir(parents=True, exist_ok=True)
         write_atomically(self.file, json.dumps({"identity": self._identity, "stages": self.done}, indent=2) + "\n")
@@ -303,11 +338,15 @@ class Story:
     def _identity(self) -> dict[str, Any]:
         from importlib.metadata import version
 
-        from ..target import embedded_path
-        from ..target.fingerprint import digest_file
+        from ..targets import embedded_path
+        from ..targets.fingerprint import digest_file
 
         budget = json.loads(json.dumps(asdict(self.budget)))
-        return {"outrider": version("outrider"), "target": digest_file(embedded_path() / "model.safetensors"), "budget": budget}
+        return {
+            "outrider": version("outrider"),
+            "target": digest_file(embedded_path() / "model.safetensors"),
+            "budget": budget,
+        }
 
 
 def newest_report(pair: Pair) -> Report:
@@ -324,11 +363,13 @@ def fine_tune(recipe: Recipe, budget: Budget, folder: Path, console: Console) ->
     import torch
     from peft import LoraConfig, get_peft_model
 
-    from ..target import Target
+    from ..targets import Target
 
     target = Target.load(**recipe.target.model_dump() | {"dtype": "float32"})
     torch.manual_seed(recipe.data.sampling.seed)
-    model = get_peft_model(target.model, LoraConfig(r=budget.tune_rank, lora_alpha=2 * budget.tune_rank, target_modules="all-linear"))
+    model = get_peft_model(
+        target.model, LoraConfig(r=budget.tune_rank, lora_alpha=2 * budget.tune_rank, target_modules="all-linear")
+    )
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=budget.tune_rate)
     losses = []
@@ -341,7 +382,9 @@ def fine_tune(recipe: Recipe, budget: Budget, folder: Path, console: Console) ->
         losses.append(loss.item())
     part = folder.with_name(folder.name + ".part")
     model.save_pretrained(str(part))
-    shutil.rmtree(folder, ignore_errors=True)  # there if an earlier run ended between this line and its note in story.json
+    shutil.rmtree(
+        folder, ignore_errors=True
+    )  # there if an earlier run ended between this line and its note in story.json
     part.rename(folder)
     few = max(1, len(losses) // 10)
     return sum(losses[:few]) / few, sum(losses[-few:]) / few
@@ -352,7 +395,9 @@ def prose_windows(target: Target, budget: Budget) -> Iterator[Tensor]:
     import torch
 
     tokenizer = target.require_tokenizer()
-    texts = [json.loads(line)["text"] for line in embedded_file("texts/prose.jsonl").read_text(encoding="utf-8").splitlines()]
+    texts = [
+        json.loads(line)["text"] for line in embedded_file("texts/prose.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
     tokens = torch.tensor([t for text in texts for t in [*tokenizer(text)["input_ids"], *target.eos_ids[:1]]])
     generator = torch.Generator().manual_seed(0)
     for _ in range(budget.tune_steps):

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from ..decode import Event, Plan, Sampling
     from ..heads import Drafter
-    from ..target import Target
+    from ..targets import Target
 
 DRAFTED, OWN = "green", "magenta"
 
@@ -110,7 +110,9 @@ class Completion:
         tokenizer = self.target.require_tokenizer()
         self.prompt = prompt_tokens(tokenizer, prompt, chat)
         decoder = Decoder(self.target, self.drafter)
-        decoder.generate([self.prompt], min(8, self.max_new_tokens), self.sampling, self.plan)  # first calls are slow: not part of the figures
+        decoder.generate(
+            [self.prompt], min(8, self.max_new_tokens), self.sampling, self.plan
+        )  # first calls are slow: not part of the figures
         events = decoder.stream(self.prompt, self.max_new_tokens, self.sampling, self.plan)
         yield from pieces(self.tally.watch(events), TextStream(tokenizer, self.prompt))
 
@@ -155,11 +157,13 @@ def harmless(text: str) -> str:
 
 def prompt_tokens(tokenizer: PreTrainedTokenizerBase, prompt: str, chat: bool) -> list[int]:
     """The prompt as ids: raw text, or one user turn through the chat template."""
-    from ..target import BadInputError
+    from ..ground import BadInputError
 
     if not chat:
         return list(tokenizer(prompt)["input_ids"])
     if not tokenizer.chat_template:
-        raise BadInputError("--chat: this target's tokenizer has no chat template; leave --chat out to continue the text as it is.")
+        raise BadInputError(
+            "--chat: this target's tokenizer has no chat template; leave --chat out to continue the text as it is."
+        )
     turns: list[dict[str, Any]] = [{"role": "user", "content": prompt}]
     return list(tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=False))

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from ..decode import Plan
     from ..eval import Report, Suite, Tuning
     from ..heads import Drafter
-    from ..target import Target
+    from ..targets import Target
 
 
 @dataclass
@@ -57,7 +57,13 @@ class Subject:
         return load_suites(self.settings.suites, self.target.require_tokenizer(), self.settings.limit)
 
 
-def load_subject(name: str, changes: Sequence[str] = (), drafter: Path | None = None, asked: dict[str, Any] | None = None, tuned: bool = False) -> Subject:
+def load_subject(
+    name: str,
+    changes: Sequence[str] = (),
+    drafter: Path | None = None,
+    asked: dict[str, Any] | None = None,
+    tuned: bool = False,
+) -> Subject:
     """A recipe's run or a pair, by whether `name` is a folder that holds a pair.json.
 
     Args:
@@ -70,7 +76,7 @@ def load_subject(name: str, changes: Sequence[str] = (), drafter: Path | None = 
         BadInputError: there is no such recipe or pair, or no tuned plan.
     """
     from ..eval import plan_of
-    from ..target import BadInputError
+    from ..ground import BadInputError
 
     is_pair = (Path(name).expanduser() / "pair.json").is_file()
     recipe = load_recipe(str(Path(name).expanduser() / "recipe.yaml") if is_pair else name, changes)
@@ -80,16 +86,20 @@ def load_subject(name: str, changes: Sequence[str] = (), drafter: Path | None = 
     if is_pair:
         return _of_pair(Path(name), settings, drafter, other_shape, tuned)
     if tuned:
-        raise BadInputError(f"--tuned: {name!r} is a recipe; tuned plans are kept in pairs. Make one with `outrider pair new`, then run `outrider tune`.")
+        raise BadInputError(
+            f"--tuned: {name!r} is a recipe; tuned plans are kept in pairs. Make one with `outrider pair new`, then run `outrider tune`."
+        )
     target = load_target(recipe)
-    return Subject(target, trained_drafter(recipe, target, drafter), plan_of(settings), settings, recipe.output_folder / "report")
+    return Subject(
+        target, trained_drafter(recipe, target, drafter), plan_of(settings), settings, recipe.output_folder / "report"
+    )
 
 
 def _of_pair(folder: Path, settings: EvalSpec, drafter: Path | None, other_shape: bool, tuned: bool) -> Subject:
     from ..eval import plan_of
+    from ..ground import BadInputError
     from ..heads import load_drafter
     from ..pair import Pair
-    from ..target import BadInputError
 
     pair = Pair.load(folder)
     target, own, plan = pair.open()
@@ -98,7 +108,9 @@ def _of_pair(folder: Path, settings: EvalSpec, drafter: Path | None, other_shape
     settings = settings.model_copy(update={"dtype": "auto"})
     best = pair.tuned_plan(target, temperature=settings.temperatures[0]) if tuned else None
     if tuned and best is None:
-        raise BadInputError(f"--tuned: this pair was not tuned for this machine and dtype; run `outrider tune {folder}` first.")
+        raise BadInputError(
+            f"--tuned: this pair was not tuned for this machine and dtype; run `outrider tune {folder}` first."
+        )
     report_folder = Path("runs") / "reports" / f"{pair.name}-v{pair.version}"
     return Subject(target, load_drafter(drafter, target) if drafter else own, plan, settings, report_folder, best)
 
@@ -109,23 +121,28 @@ def load_target(recipe: Recipe) -> Target:
     Raises:
         BadInputError: it has not been trained yet.
     """
-    from ..target import BadInputError, Target
+    from ..ground import BadInputError
+    from ..targets import Target
 
     spec = recipe.target.model_dump()
     if recipe.joint is not None:
         adapter = recipe.output_folder / "adapter"
         if not adapter.is_dir():
-            raise BadInputError(f"the recipe trains its target, too, and there is no adapter in {recipe.output_folder}: run `outrider train` with it first.")
+            raise BadInputError(
+                f"the recipe trains its target, too, and there is no adapter in {recipe.output_folder}: run `outrider train` with it first."
+            )
         spec["adapter"] = str(adapter)
     return Target.load(**spec | ({} if recipe.eval.dtype == "auto" else {"dtype": recipe.eval.dtype}))
 
 
 def trained_drafter(recipe: Recipe, target: Target, folder: Path | None = None) -> Drafter:
     """The drafter in `folder`, else the one that the recipe's training left."""
+    from ..ground import BadInputError
     from ..heads import load_drafter
-    from ..target import BadInputError
 
     own = recipe.output_folder / "drafter"
     if folder is None and not own.is_dir():
-        raise BadInputError(f"there is no trained drafter in {recipe.output_folder}: run `outrider train` with this recipe first, or name one with --drafter.")
+        raise BadInputError(
+            f"there is no trained drafter in {recipe.output_folder}: run `outrider train` with this recipe first, or name one with --drafter."
+        )
     return load_drafter(folder or own, target)

@@ -14,14 +14,18 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ..eval.pruning import VocabularyReport
-    from ..target import Target
+    from ..targets import Target
     from ..train.data import Rows
 
 BATCH_SIZE = 8
 
 
 def study(
-    recipe: Recipe, sizes: Sequence[int] = (), limit: int | None = None, target: Target | None = None, console: Console | None = None
+    recipe: Recipe,
+    sizes: Sequence[int] = (),
+    limit: int | None = None,
+    target: Target | None = None,
+    console: Console | None = None,
 ) -> VocabularyReport:
     """Count what the trainer counts, and measure on held-out responses (on the counted ones if none are held out).
 
@@ -36,7 +40,7 @@ def study(
     from ..distill import distill, load_responses
     from ..distill.vocabulary import Vocabulary, check_size, ranks, usual_sizes
     from ..eval.pruning import VocabularyReport, measure_pruning, size_figures
-    from ..target import Target
+    from ..targets import Target
     from ..train.data import Rows, split, token_counts
 
     own = own_size(recipe)
@@ -52,12 +56,19 @@ def study(
     rows = Rows(table, (held_out if len(held_out) else counted).indices[:limit])
     sums, positions = measure_pruning(target, _batches(rows, console), ranks(counts), list(made))
     return VocabularyReport(
-        recipe=recipe.name, target=str(recipe.target.path), vocab_size=target.vocab_size,
-        counts_digest=hashlib.sha256(counts.numpy().astype("<i8").tobytes()).hexdigest(), num_counted=int(counts.sum()), num_distinct=int((counts > 0).sum()),
-        measured_on="held-out responses" if len(held_out) else "the counted responses themselves", num_sequences=len(rows), num_positions=int(positions.sum()),
+        recipe=recipe.name,
+        target=str(recipe.target.path),
+        vocab_size=target.vocab_size,
+        counts_digest=hashlib.sha256(counts.numpy().astype("<i8").tobytes()).hexdigest(),
+        num_counted=int(counts.sum()),
+        num_distinct=int((counts > 0).sum()),
+        measured_on="held-out responses" if len(held_out) else "the counted responses themselves",
+        num_sequences=len(rows),
+        num_positions=int(positions.sum()),
         sizes=size_figures(sums, positions, [(size, v.digest, v.coverage) for size, v in made.items()]),
-        chosen=own or None, token_ids=made[own].token_ids.tolist() if own else None,
-    )  # fmt: skip
+        chosen=own or None,
+        token_ids=made[own].token_ids.tolist() if own else None,
+    )
 
 
 def own_size(recipe: Recipe) -> int:
@@ -69,7 +80,7 @@ def own_size(recipe: Recipe) -> int:
 
 
 def _batches(rows: Rows, console: Console | None) -> Iterator[tuple[Tensor, Tensor]]:
-    from ..distill.progress import progress
+    from ..ground.progress import progress
     from ..train.data import IGNORED, collate
 
     with progress(console, "the target's distribution", len(rows), transient=True) as advance:
@@ -90,10 +101,17 @@ def show(report: VocabularyReport, console: Console) -> None:
         return Cell(interval.main(4), interval.bounds(4))  # type: ignore[attr-defined]
 
     rows = [
-        [Cell(f"{s.size:,}" + (" *" if s.size == report.chosen else "")), Cell(f"{s.counted:.4f}"), Cell(s.covered.main(4)), share(s.lost),
-         Cell(s.alpha_max.main(4)), share(s.lost_greedy), Cell(s.digest[:12])]
+        [
+            Cell(f"{s.size:,}" + (" *" if s.size == report.chosen else "")),
+            Cell(f"{s.counted:.4f}"),
+            Cell(s.covered.main(4)),
+            share(s.lost),
+            Cell(s.alpha_max.main(4)),
+            share(s.lost_greedy),
+            Cell(s.digest[:12]),
+        ]
         for s in report.sizes
-    ]  # fmt: skip
+    ]
     headers = ["tokens", "counted", "covered", "lost at 1", "alpha at most", "lost at 0", "digest"]
     print_table(fitted(Table("Draft vocabularies", headers, rows), console.width, ("digest", "counted")), None, console)
     star = "; * is the recipe's" if report.chosen else ""
@@ -111,18 +129,23 @@ def show(report: VocabularyReport, console: Console) -> None:
 
 def save(report: VocabularyReport, folder: Path) -> Path:
     """vocabulary.json and vocabulary.svg, in a folder named after the counts: other counts are another folder."""
-    from ..distill.storage import write_atomically
     from ..eval import plots
     from ..eval.statistics import Interval
+    from ..ground.files import write_atomically
 
     place = folder / report.counts_digest[:16]
     place.mkdir(parents=True, exist_ok=True)
     lines = {
         "response tokens covered": [(s.size, s.covered) for s in report.sizes],
         "acceptance of a perfect drafter at temperature 1": [(s.size, s.alpha_max) for s in report.sizes],
-        "the same at temperature 0": [(s.size, Interval(1 - s.lost_greedy.value, 1 - s.lost_greedy.high, 1 - s.lost_greedy.low)) for s in report.sizes],
+        "the same at temperature 0": [
+            (s.size, Interval(1 - s.lost_greedy.value, 1 - s.lost_greedy.high, 1 - s.lost_greedy.low))
+            for s in report.sizes
+        ],
     }
-    drawn = plots.standalone(plots.shares_by_size(lines, f"Draft vocabularies of {report.recipe}", "tokens of the draft vocabulary"))
+    drawn = plots.standalone(
+        plots.shares_by_size(lines, f"Draft vocabularies of {report.recipe}", "tokens of the draft vocabulary")
+    )
     write_atomically(place / "vocabulary.svg", drawn)
     write_atomically(place / "vocabulary.json", report.model_dump_json(indent=1) + "\n")
     return place

@@ -24,7 +24,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from outrider.target import RaggedCache, Target
+from outrider.targets import RaggedCache, Target
 
 TEXT = [
     "def add(first, second):\n    return first + second\n",
@@ -123,15 +123,26 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     special = ["<|pad|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>"]
-    trainer = trainers.BpeTrainer(vocab_size=320, special_tokens=special, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=320,
+        special_tokens=special,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
     tokenizer.train_from_iterator(TEXT, trainer)
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token="<|end|>", pad_token="<|pad|>", additional_special_tokens=special[2:], chat_template=CHAT_TEMPLATE
+        tokenizer_object=tokenizer,
+        eos_token="<|end|>",
+        pad_token="<|pad|>",
+        additional_special_tokens=special[2:],
+        chat_template=CHAT_TEMPLATE,
     )
 
 
 @pytest.fixture
 def tiny_target(tiny_tokenizer: PreTrainedTokenizerFast) -> Target:
     """A new 6-layer random Llama with `tiny_tokenizer`; it ends at `<|end|>`."""
-    model = make_llama(vocab=len(tiny_tokenizer), eos_token_id=tiny_tokenizer.eos_token_id, pad_token_id=tiny_tokenizer.pad_token_id)
+    model = make_llama(
+        vocab=len(tiny_tokenizer), eos_token_id=tiny_tokenizer.eos_token_id, pad_token_id=tiny_tokenizer.pad_token_id
+    )
     return Target(model, tiny_tokenizer)

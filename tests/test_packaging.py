@@ -29,7 +29,9 @@ def package_folders() -> list[Path]:
 
 def tracked_files() -> list[str]:
     """Files of the checkout that git does not ignore."""
-    listed = subprocess.run(["git", "ls-files", "--cached", "--others", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True)
+    listed = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True
+    )
     if listed.returncode:
         pytest.skip("not a git checkout")
     return [name for name in listed.stdout.splitlines() if (ROOT / name).is_file()]
@@ -108,7 +110,9 @@ def normalised(name: str) -> str:
 def test_importing_the_command_loads_neither_torch_nor_transformers() -> None:
     """`outrider --help` answers in less than a second because of this."""
     code = "import sys, outrider.scripts.cli, outrider.recipes, outrider.eval; print(sorted({'torch', 'transformers', 'datasets', 'matplotlib'} & set(sys.modules)))"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
+    assert (
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
+    )
 
 
 @pytest.mark.slow
@@ -118,11 +122,20 @@ def test_the_wheel_holds_the_package_and_nothing_else(tmp_path: Path) -> None:
     for name in tracked_files():
         (copy / name).parent.mkdir(parents=True, exist_ok=True)
         (copy / name).write_bytes((ROOT / name).read_bytes())
-    subprocess.run([sys.executable, "-m", "pip", "wheel", "--no-deps", "-q", "-w", str(tmp_path), str(copy)], check=True, timeout=300)
+    subprocess.run(
+        [sys.executable, "-m", "pip", "wheel", "--no-deps", "-q", "-w", str(tmp_path), str(copy)],
+        check=True,
+        timeout=300,
+    )
     names = zipfile.ZipFile(next(tmp_path.glob("*.whl"))).namelist()
     stray = [n for n in names if not n.startswith("outrider/") and ".dist-info/" not in n]
     assert stray == []
-    assert not [n for n in names if n.startswith(("outrider/tests", "outrider/.ci", "outrider/docs", "outrider/scripts/bench")) or n.endswith((".sh", ".pyc"))]
+    assert not [
+        n
+        for n in names
+        if n.startswith(("outrider/tests", "outrider/.ci", "outrider/docs", "outrider/scripts/bench"))
+        or n.endswith((".sh", ".pyc"))
+    ]
     assert "outrider/recipes/embedded-eagle3.yaml" in names
     assert "outrider/eval/report.html.jinja" in names
     if (ROOT / "recipes/embedded/target").exists():

@@ -10,10 +10,16 @@ import sys
 
 def main(arguments: list[str] | None = None) -> int:
     """Train a recipe; returns the exit code (0 fine, 2 bad input, 3 incompatible, 130 interrupted)."""
-    parser = argparse.ArgumentParser(prog="python -m outrider.train", description="Train a drafter for a target, as a recipe says.")
+    parser = argparse.ArgumentParser(
+        prog="python -m outrider.train", description="Train a drafter for a target, as a recipe says."
+    )
     parser.add_argument("recipe", help="a YAML file, or the name of a packaged recipe such as embedded-eagle3")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings to change, for example training.max_steps=100")
-    parser.add_argument("--fresh", action="store_true", help="start over; checkpoints of an earlier run are moved aside")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="settings to change, for example training.max_steps=100"
+    )
+    parser.add_argument(
+        "--fresh", action="store_true", help="start over; checkpoints of an earlier run are moved aside"
+    )
     given = parser.parse_intermixed_args(arguments)
     rank = os.environ.get("RANK", "0")
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
@@ -25,18 +31,24 @@ def _run(given: argparse.Namespace, prefix: str) -> int:
     # Imported here, so that --help answers at once.
     from rich.console import Console
 
+    from ..ground import OutriderError
     from ..recipes import load_recipe
-    from ..target import OutriderError
     from .trainer import TrainingInterruptedError, train
 
     try:
-        result = train(load_recipe(given.recipe, given.overrides), resume=not given.fresh, console=None if prefix else Console(stderr=True))
+        result = train(
+            load_recipe(given.recipe, given.overrides),
+            resume=not given.fresh,
+            console=None if prefix else Console(stderr=True),
+        )
     except OutriderError as error:
         return _say(f"{prefix}error: {error}", error.exit_code)
     except TrainingInterruptedError as stopped:
         return _say(f"{prefix}{stopped}", stopped.exit_code)
     except KeyboardInterrupt:
-        return _say(f"{prefix}interrupted; the last whole checkpoint is kept. Run the same command again to continue.", 130)
+        return _say(
+            f"{prefix}interrupted; the last whole checkpoint is kept. Run the same command again to continue.", 130
+        )
     finally:
         _leave_group()
     tau = result.metrics.get("eval_tau")

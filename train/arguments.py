@@ -11,9 +11,9 @@ import torch
 from transformers import TrainingArguments
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 
+from ..ground import BadInputError, refuse_unknown_keys
+from ..ground.values import accepts, checked_value
 from ..recipes.schema import Recipe
-from ..target import BadInputError, refuse_unknown_keys
-from ..target.values import accepts, checked_value
 from . import muon
 
 # Fields that change a loss or a model which a drafter does not have. Off by default, and refused when switched on.
@@ -26,9 +26,15 @@ _MEANINGLESS = {
 
 # Numbers that torch or the library would refuse only when the training begins: at least the first, and less than the second.
 _RANGES: dict[str, tuple[int, float]] = {
-    "per_device_train_batch_size": (1, math.inf), "per_device_eval_batch_size": (1, math.inf), "gradient_accumulation_steps": (1, math.inf),
-    "learning_rate": (0, math.inf), "weight_decay": (0, math.inf), "adam_beta1": (0, 1), "adam_beta2": (0, 1), "adam_epsilon": (0, math.inf),
-}  # fmt: skip
+    "per_device_train_batch_size": (1, math.inf),
+    "per_device_eval_batch_size": (1, math.inf),
+    "gradient_accumulation_steps": (1, math.inf),
+    "learning_rate": (0, math.inf),
+    "weight_decay": (0, math.inf),
+    "adam_beta1": (0, 1),
+    "adam_beta2": (0, 1),
+    "adam_epsilon": (0, math.inf),
+}
 
 
 def check_training(values: dict[str, Any]) -> dict[str, Any]:
@@ -88,8 +94,9 @@ def _warn_one_gpu(count: int, device: torch.device) -> None:
 
     logging.getLogger(__name__).warning(
         "%d GPUs are visible but this is one process: training on %s only. Use `accelerate launch --multi_gpu -m outrider.train …` for all of them.",
-        count, device,
-    )  # fmt: skip
+        count,
+        device,
+    )
 
 
 def _defaults(recipe: Recipe) -> dict[str, Any]:

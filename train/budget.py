@@ -16,16 +16,24 @@ import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments, get_scheduler
 from transformers.trainer_utils import IntervalStrategy
 
-from ..distill.progress import progress
-from ..distill.storage import read_json
-from ..target import BadInputError
+from ..ground import BadInputError
+from ..ground.files import read_json
+from ..ground.progress import progress
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 ENDLESS = 10**9  # steps
 RESOLUTION = 10_000  # points of a schedule between the first second and the last
-FOLLOWING = ("linear", "cosine", "cosine_with_restarts", "cosine_with_min_lr", "polynomial", "constant", "constant_with_warmup")
+FOLLOWING = (
+    "linear",
+    "cosine",
+    "cosine_with_restarts",
+    "cosine_with_min_lr",
+    "polynomial",
+    "constant",
+    "constant_with_warmup",
+)
 NUM_CHECKPOINTS = 5
 
 
@@ -37,7 +45,9 @@ def follow_clock(args: TrainingArguments) -> None:
     """
     kind = getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type)
     if kind not in FOLLOWING:
-        raise BadInputError(f"training.lr_scheduler_type: {kind} cannot follow a time budget; use one of: {', '.join(FOLLOWING)}.")
+        raise BadInputError(
+            f"training.lr_scheduler_type: {kind} cannot follow a time budget; use one of: {', '.join(FOLLOWING)}."
+        )
     args.max_steps, args.disable_tqdm, args.load_best_model_at_end = ENDLESS, True, False
     args.eval_strategy = args.save_strategy = IntervalStrategy.NO
     args.logging_steps = max(1, int(args.logging_steps))
@@ -61,9 +71,12 @@ class Clock:
         nothing = torch.optim.SGD([torch.zeros(1)], lr=args.learning_rate)
         specific: Any = args.lr_scheduler_kwargs
         scheduler: Any = get_scheduler(
-            args.lr_scheduler_type, nothing, num_warmup_steps=0 if counted else args.get_warmup_steps(RESOLUTION), num_training_steps=RESOLUTION,
+            args.lr_scheduler_type,
+            nothing,
+            num_warmup_steps=0 if counted else args.get_warmup_steps(RESOLUTION),
+            num_training_steps=RESOLUTION,
             scheduler_specific_kwargs=specific,
-        )  # fmt: skip
+        )
         self._shape: Callable[[int], float] = scheduler.lr_lambdas[0]
 
     def __call__(self, step: int) -> float:
@@ -96,11 +109,15 @@ class TimeBudget(TrainerCallback):
         with progress(console, name, round(self.clock.seconds), transient=True) as self._advance:
             yield
 
-    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         self._since, self._part = time.perf_counter(), self._current_part()
         self._advance(int(self.clock.spent), "")
 
-    def on_optimizer_step(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         """Here, because the scheduler is asked next."""
         now, before = time.perf_counter(), int(self.clock.spent)
         self.clock.spent += self.mean(now - self._since)
@@ -136,8 +153,12 @@ def check_same_budget(checkpoint: Path, seconds: float | None) -> None:
         return
     clock = saved_clock(checkpoint)
     if clock.get("seconds") != seconds:
-        then, now = (f"a budget of {s:g} seconds" if s is not None else "no time budget" for s in (clock.get("seconds"), seconds))
-        raise BadInputError(f"{checkpoint} was trained with {then}, this run has {now}. Choose another output, or start over (--fresh).")
+        then, now = (
+            f"a budget of {s:g} seconds" if s is not None else "no time budget" for s in (clock.get("seconds"), seconds)
+        )
+        raise BadInputError(
+            f"{checkpoint} was trained with {then}, this run has {now}. Choose another output, or start over (--fresh)."
+        )
 
 
 def saved_clock(checkpoint: Path) -> dict[str, float]:

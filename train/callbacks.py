@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import ProgressCallback
 
-from ..target import BadInputError
+from ..ground import BadInputError
 from .data import Order
 
 if TYPE_CHECKING:
@@ -32,7 +32,9 @@ class EpochOrder(TrainerCallback):
     def __init__(self, order: Order):
         self.order = order
 
-    def on_epoch_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_epoch_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         self.order.set_epoch(int(state.epoch or 0))
 
 
@@ -49,7 +51,12 @@ class FiniteGuard(TrainerCallback):
         self.loss, self.last_good, self.scaled = loss, last_good, scaled
 
     def on_pre_optimizer_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: nn.Module | None = None, **kwargs: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: nn.Module | None = None,
+        **kwargs: Any,
     ) -> None:
         gradients = [] if self.scaled or model is None else [p.grad for p in model.parameters() if p.grad is not None]
         loss = self.loss()
@@ -60,10 +67,17 @@ class FiniteGuard(TrainerCallback):
 
     def _message(self, args: TrainingArguments, step: int, loss: float, norm: float) -> str:
         what = f"the loss is {loss}" if not math.isfinite(loss) else f"the gradient's norm is {norm} (loss {loss:.4g})"
-        advice = [f"lower training.learning_rate (now {args.learning_rate:g})", f"lower training.max_grad_norm (now {args.max_grad_norm:g})"]
+        advice = [
+            f"lower training.learning_rate (now {args.learning_rate:g})",
+            f"lower training.max_grad_norm (now {args.max_grad_norm:g})",
+        ]
         advice += ["train in fp32 (leave out training.bf16 and training.fp16)"] if args.bf16 or args.fp16 else []
         kept = self.last_good()
-        after = f"The last good checkpoint is {kept}; to go on from it, set drafter.init to it and choose another output." if kept else "No checkpoint yet."
+        after = (
+            f"The last good checkpoint is {kept}; to go on from it, set drafter.init to it and choose another output."
+            if kept
+            else "No checkpoint yet."
+        )
         return f"training stopped before step {step}, which was not applied: {what}. Try: {'; '.join(advice)}. {after}"
 
 
@@ -107,7 +121,14 @@ class GracefulStop(TrainerCallback):
 class Progress(ProgressCallback):
     """transformers' progress bar; what is logged becomes one line that fits a terminal."""
 
-    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
         if not state.is_world_process_zero or not logs:
             return
         line = describe(logs, state.global_step)
@@ -118,7 +139,14 @@ class Progress(ProgressCallback):
 class LogLines(TrainerCallback):
     """The same lines without a bar (`disable_tqdm`)."""
 
-    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
         line = describe(logs or {}, state.global_step)
         if line and state.is_world_process_zero:
             _log.info("%s", line)

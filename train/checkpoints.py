@@ -11,7 +11,7 @@ import logging
 import shutil
 from pathlib import Path
 
-from ..distill.storage import read_json, write_atomically
+from ..ground.files import read_json, write_atomically
 
 MARKER = "complete.json"
 PREFIX = "checkpoint-"

@@ -15,13 +15,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..distill.responses import distill
-from ..distill.storage import read_json
 from ..eval import Contestant, Report, load_suites, measure, plan_of
 from ..eval.measure import baseline
 from ..eval.report import ContestantInfo, TrainingInfo
+from ..ground import BadInputError
+from ..ground.files import read_json
 from ..heads import load_drafter
 from ..recipes import Recipe
-from ..target import BadInputError, Target
+from ..targets import Target
 from .arguments import check_training
 from .provenance import PROVENANCE, check_same_run
 from .trainer import train
@@ -31,12 +32,21 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 _SHARED = ("target", "data", "eval")  # sections in which the recipes must say the same,
-_METHOD = ("data.on_policy", "data.on_policy_temperature")  # but for what a drafter adds to the data itself, which is part of its method
+_METHOD = (
+    "data.on_policy",
+    "data.on_policy_temperature",
+)  # but for what a drafter adds to the data itself, which is part of its method
 
 _log = logging.getLogger(__name__)
 
 
-def compare(recipes: Sequence[Recipe], seconds: float, folder: str | Path, target: Target | None = None, console: Console | None = None) -> Report:
+def compare(
+    recipes: Sequence[Recipe],
+    seconds: float,
+    folder: str | Path,
+    target: Target | None = None,
+    console: Console | None = None,
+) -> Report:
     """Train each recipe for `seconds`, one after the other, then measure all drafters, the baselines and the plain target in turns.
 
     What is finished in `folder` is not done again: responses, trainings, and of an interrupted training what its last checkpoint holds.
@@ -69,7 +79,9 @@ def compare(recipes: Sequence[Recipe], seconds: float, folder: str | Path, targe
     if given is None and first.eval.dtype not in ("auto", first.target.dtype):
         target = Target.load(**first.target.model_dump() | {"dtype": first.eval.dtype})
     plan = plan_of(first.eval)
-    drafters = [(recipe.name, load_drafter(recipe.output_folder / "drafter", target)) for recipe in moved] + [(b.name, b) for b in baselines]
+    drafters = [(recipe.name, load_drafter(recipe.output_folder / "drafter", target)) for recipe in moved] + [
+        (b.name, b) for b in baselines
+    ]
     entrants = [Contestant.of(name, d, plan) for name, d in drafters]
     report = measure(target, entrants, suites, first.eval, console=console)
     trained = {recipe.name: _how(recipe) for recipe in moved}
@@ -84,7 +96,9 @@ def check_comparable(recipes: Sequence[Recipe]) -> None:
         raise BadInputError("there is nothing to compare: give one or more recipes.")
     for name, count in Counter(r.name for r in recipes).items():
         if count > 1:
-            raise BadInputError(f"{count} recipes are called {name!r}; give each a name of its own, under which it appears in the table.")
+            raise BadInputError(
+                f"{count} recipes are called {name!r}; give each a name of its own, under which it appears in the table."
+            )
     first = recipes[0]
     for other in recipes[1:]:
         lines = differences(first, other)
@@ -96,7 +110,9 @@ def check_comparable(recipes: Sequence[Recipe]) -> None:
             )
     for recipe in recipes:
         if recipe.joint is not None:
-            raise BadInputError(f"{recipe.name} trains its target, too (joint), and a comparison has one target for all; leave it out, or measure it alone.")
+            raise BadInputError(
+                f"{recipe.name} trains its target, too (joint), and a comparison has one target for all; leave it out, or measure it alone."
+            )
         check_drafter(recipe.drafter)
         check_training(recipe.training)
 
@@ -131,7 +147,9 @@ def _finished(recipe: Recipe, seconds: float) -> bool:
     spent = read_json(output / PROVENANCE)["training"].get("budget")
     if spent != seconds:
         then = "without a time budget" if spent is None else f"for {spent:g} seconds"
-        raise BadInputError(f"{output} holds a drafter that was trained {then}, now {seconds:g} seconds are asked for. Choose another --out, or delete it.")
+        raise BadInputError(
+            f"{output} holds a drafter that was trained {then}, now {seconds:g} seconds are asked for. Choose another --out, or delete it."
+        )
     return True
 
 
@@ -141,16 +159,27 @@ def _train(recipe: Recipe, seconds: float, target: Target, is_done: bool, consol
         return
     result = train(recipe, target, console=console, seconds=seconds)
     tau = result.metrics.get("eval_tau")
-    _log.info("%s: %d steps in %g seconds%s", recipe.name, result.steps, seconds, f", held-out tau {tau:.2f} (analytic)" if tau else "")
+    _log.info(
+        "%s: %d steps in %g seconds%s",
+        recipe.name,
+        result.steps,
+        seconds,
+        f", held-out tau {tau:.2f} (analytic)" if tau else "",
+    )
 
 
 def _how(recipe: Recipe) -> TrainingInfo:
     saved: dict[str, Any] = read_json(recipe.output_folder / PROVENANCE)
     training = saved["training"]
     return TrainingInfo(
-        seconds=training["spent"], budget=training["budget"], steps=training["steps"], sequences=training["rows"], processes=training["processes"],
-        parameters=saved["drafter"]["trained_parameters"], held_out_tau=saved["metrics"].get("eval_tau"),
-    )  # fmt: skip
+        seconds=training["spent"],
+        budget=training["budget"],
+        steps=training["steps"],
+        sequences=training["rows"],
+        processes=training["processes"],
+        parameters=saved["drafter"]["trained_parameters"],
+        held_out_tau=saved["metrics"].get("eval_tau"),
+    )
 
 
 def _with_training(info: ContestantInfo, training: TrainingInfo | None) -> ContestantInfo:

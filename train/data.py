@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, Sampler
 
+from ..ground import BadInputError, IncompatibleError
 from ..heads import TargetBatch
-from ..target import BadInputError, IncompatibleError, Target
+from ..targets import Target
 
 if TYPE_CHECKING:
     import datasets
@@ -54,7 +55,10 @@ class Rows(Dataset):
 
     def labelled(self, index: int, tokens: list[int], mask: Sequence[int]) -> dict[str, Any]:
         """A row of these tokens; `mask` is 1 on the response's."""
-        labels = [t if (m or self.prompts) and i >= FIRST_LEARNED else IGNORED for i, (t, m) in enumerate(zip(tokens, mask, strict=True))]
+        labels = [
+            t if (m or self.prompts) and i >= FIRST_LEARNED else IGNORED
+            for i, (t, m) in enumerate(zip(tokens, mask, strict=True))
+        ]
         return {"index": index, "input_ids": tokens, "labels": labels}
 
     def prompt(self, index: int) -> list[int]:
@@ -141,7 +145,9 @@ def token_counts(rows: Rows, vocab_size: int) -> Tensor:
         labels = torch.tensor(rows[position]["labels"])
         learned = labels[labels != IGNORED]
         if int(learned.max()) >= vocab_size:
-            raise IncompatibleError(f"the data holds token {int(learned.max())}, the target's vocabulary has {vocab_size}; distill it with this target.")
+            raise IncompatibleError(
+                f"the data holds token {int(learned.max())}, the target's vocabulary has {vocab_size}; distill it with this target."
+            )
         counts += torch.bincount(learned, minlength=vocab_size)
     return counts
 

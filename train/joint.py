@@ -22,11 +22,12 @@ import torch
 from torch import Tensor, nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from ..ground import BadInputError, IncompatibleError, refuse_unknown_keys
 from ..heads import HEADS, Drafter, DrafterLoss, TargetBatch
 from ..heads.losses import Comparison, chunked_compare, divergence, own_precision
 from ..recipes import JointSpec
-from ..target import BadInputError, IncompatibleError, Target, refuse_unknown_keys
-from ..target.target import ADAPTER_WEIGHTS, refuse_pickles
+from ..targets import Target
+from ..targets.target import ADAPTER_WEIGHTS, refuse_pickles
 from .data import IGNORED, OnlineBatches
 
 if TYPE_CHECKING:
@@ -47,13 +48,24 @@ _MEANINGLESS = {
     "alora_invocation_tokens": "such an adapter cannot be merged, so no target could be loaded with it",
     "lora_bias": "such an adapter cannot be merged where layers have no bias",
 }
-_SET_HERE = {"task_type", "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode", "runtime_config"}
+_SET_HERE = {
+    "task_type",
+    "peft_type",
+    "auto_mapping",
+    "peft_version",
+    "base_model_name_or_path",
+    "revision",
+    "inference_mode",
+    "runtime_config",
+}
 
 
 # ------------------------------------------------------------ what cannot work
 
 
-def check_joint(spec: JointSpec | None, drafter_class: type[Drafter], args: TrainingArguments, seconds: float | None = None) -> None:
+def check_joint(
+    spec: JointSpec | None, drafter_class: type[Drafter], args: TrainingArguments, seconds: float | None = None
+) -> None:
     """Raise BadInputError for a `joint:` section that cannot be trained, before anything is loaded."""
     if spec is None:
         return
@@ -65,10 +77,14 @@ def check_joint(spec: JointSpec | None, drafter_class: type[Drafter], args: Trai
             f"joint: a {drafter_class.name} drafter's loss does not train the target's hidden states; leave out joint, or take one of these: {able}."
         )
     if seconds is not None:
-        raise BadInputError("joint: the part of the training in which the drafter learns alone is counted in steps, so it cannot follow a time budget.")
+        raise BadInputError(
+            "joint: the part of the training in which the drafter learns alone is counted in steps, so it cannot follow a time budget."
+        )
     kind = str(args.distributed_state.distributed_type.value) if args.distributed_state is not None else "NO"
     if args.world_size > 1 and kind not in ("MULTI_CPU", "MULTI_GPU"):
-        raise BadInputError(f"joint: training under {kind} is not supported; launch with --multi_gpu (data parallel) instead.")
+        raise BadInputError(
+            f"joint: training under {kind} is not supported; launch with --multi_gpu (data parallel) instead."
+        )
 
 
 def lora_config(values: dict[str, Any]) -> LoraConfig:
@@ -84,7 +100,9 @@ def lora_config(values: dict[str, Any]) -> LoraConfig:
         if values.get(name):
             raise BadInputError(f"joint.lora.{name}: leave it out: {reason}.")
     if values.get("bias", "none") != "none":
-        raise BadInputError(f"joint.lora.bias: expected 'none', found {values['bias']!r}: without the adapter the target must be what it was.")
+        raise BadInputError(
+            f"joint.lora.bias: expected 'none', found {values['bias']!r}: without the adapter the target must be what it was."
+        )
     if values.get("init_lora_weights", True) not in (True, "gaussian"):
         raise BadInputError(
             f"joint.lora.init_lora_weights: expected true or 'gaussian' (a new adapter changes nothing), found {values['init_lora_weights']!r}."
@@ -112,7 +130,9 @@ class Adapter:
         from peft import get_peft_model
 
         if getattr(target.model, "peft_config", None):
-            raise IncompatibleError("joint: the target already carries an adapter; merge it first (merge_and_unload), and train on the result.")
+            raise IncompatibleError(
+                "joint: the target already carries an adapter; merge it first (merge_and_unload), and train on the result."
+            )
         self.target, self.learns = target, False
         try:
             self._model: Any = get_peft_model(target.model, lora_config(settings))
@@ -169,9 +189,13 @@ class Adapter:
         try:
             found: Any = set_peft_model_state_dict(self._model, load_file(folder / ADAPTER_WEIGHTS))
         except (SafetensorError, OSError, RuntimeError) as error:
-            raise BadInputError(f"the adapter in {folder} cannot be continued: {str(error).splitlines()[0]} Start over (--fresh).") from error
+            raise BadInputError(
+                f"the adapter in {folder} cannot be continued: {str(error).splitlines()[0]} Start over (--fresh)."
+            ) from error
         if found.unexpected_keys or any("lora_" in name for name in found.missing_keys):
-            raise BadInputError(f"the adapter in {folder} has other layers than this run's; choose another output, or start over (--fresh).")
+            raise BadInputError(
+                f"the adapter in {folder} has other layers than this run's; choose another output, or start over (--fresh)."
+            )
         self.learns = any(bool(weight.any()) for name, weight in self._model.named_parameters() if "lora_B" in name)
 
     def remove(self) -> None:
@@ -203,7 +227,9 @@ def adapted(target: Target, spec: JointSpec | None, seed: int) -> Iterator[Adapt
             "train on that."
         )
     if target.sharded:
-        raise BadInputError("joint: an adapter cannot be trained in a target whose layers are spread over processes; give every process the whole target.")
+        raise BadInputError(
+            "joint: an adapter cannot be trained in a target whose layers are spread over processes; give every process the whole target."
+        )
     torch.manual_seed(seed)
     adapter = Adapter(target, spec.lora)
     try:
@@ -291,8 +317,13 @@ class Joint(nn.Module):
         # In full precision: what is compared differs by less than half-precision logits resolve.
         with own_precision(batch.last.device):
             return chunked_compare(
-                original[rows, places - 1], batch.last[rows, places - 1], head, head, self._rule, following=batch.tokens[rows, places],
-            )  # fmt: skip
+                original[rows, places - 1],
+                batch.last[rows, places - 1],
+                head,
+                head,
+                self._rule,
+                following=batch.tokens[rows, places],
+            )
 
 
 class Stages(TrainerCallback):
@@ -301,5 +332,7 @@ class Stages(TrainerCallback):
     def __init__(self, adapter: Adapter, heads_first: float):
         self.adapter, self.heads_first = adapter, heads_first
 
-    def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         self.adapter.learns = self.adapter.learns or state.global_step >= self.heads_first * state.max_steps

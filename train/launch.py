@@ -14,10 +14,11 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..distill.storage import write_atomically
+from ..ground import BadInputError
+from ..ground.files import write_atomically
 from ..recipes import Recipe
-from ..target import BadInputError, Target
-from ..target.sharding import follow, leading
+from ..targets import Target
+from ..targets.sharding import follow, leading
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
@@ -30,9 +31,13 @@ def check_launch(args: TrainingArguments) -> None:
     asked = int(os.environ.get("WORLD_SIZE", "1"))
     if "WORLD_SIZE" not in os.environ and "MASTER_ADDR" in os.environ and "ACCELERATE_MIXED_PRECISION" in os.environ:
         # Exactly what `accelerate launch --cpu --num_processes 2` leaves behind: the address for several processes, but only one.
-        raise BadInputError(f"the launcher was asked for several processes but started one (`accelerate launch --cpu` does that); use: {_TWO_ON_CPU}")
+        raise BadInputError(
+            f"the launcher was asked for several processes but started one (`accelerate launch --cpu` does that); use: {_TWO_ON_CPU}"
+        )
     if args.world_size != asked:
-        raise BadInputError(f"the launcher started {asked} processes, but they run as {args.world_size} (each would train its own copy); use: {_TWO_ON_CPU}")
+        raise BadInputError(
+            f"the launcher started {asked} processes, but they run as {args.world_size} (each would train its own copy); use: {_TWO_ON_CPU}"
+        )
     _check_kind(args)
 
 
@@ -40,15 +45,24 @@ def _check_kind(args: TrainingArguments) -> None:
     kind = str(args.distributed_state.distributed_type.value)
     for name in ("FSDP", "DEEPSPEED"):
         if os.environ.get(f"ACCELERATE_USE_{name}", "false").lower() in ("true", "1") and kind != name:
-            raise BadInputError(f"the launcher asked for {name}, but accelerate set up {kind!r}; {name} needs an accelerator here: leave it out.")
+            raise BadInputError(
+                f"the launcher asked for {name}, but accelerate set up {kind!r}; {name} needs an accelerator here: leave it out."
+            )
     if kind == "FSDP":
-        raise BadInputError("sharding a drafter with FSDP is not supported; launch with --multi_gpu (data parallel) instead.")
+        raise BadInputError(
+            "sharding a drafter with FSDP is not supported; launch with --multi_gpu (data parallel) instead."
+        )
 
 
 def check_sharding(recipe: Recipe) -> None:
     """Raise BadInputError if a sharded target is asked for more than passes: no process has its whole layers."""
     drafter, sharding = recipe.drafter, recipe.target.sharding
-    of_layers = drafter.get("type") == "self_speculative" or drafter.get("init") == "prune" or bool(drafter.get("prune")) or recipe.joint is not None
+    of_layers = (
+        drafter.get("type") == "self_speculative"
+        or drafter.get("init") == "prune"
+        or bool(drafter.get("prune"))
+        or recipe.joint is not None
+    )
     if sharding != "none" and of_layers:
         raise BadInputError(
             f"target.sharding is {sharding!r}, but joint training, self_speculative drafters and init prune need the target's whole layers; "

@@ -22,10 +22,10 @@ from transformers import Trainer, TrainingArguments
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from transformers.trainer_utils import EvalLoopOutput
 
-from ..distill.storage import readable_bytes
+from ..ground import BadInputError
+from ..ground.files import readable_bytes
 from ..heads import Drafter, load_drafter
-from ..target import BadInputError
-from ..target.products import fast_products
+from ..targets.products import fast_products
 from . import checkpoints, muon
 from .budget import TimeBudget, saved_clock
 from .callbacks import EpochOrder, FiniteGuard, GracefulStop, LogLines, Progress
@@ -49,11 +49,24 @@ class DrafterTrainer(Trainer):
     """
 
     def __init__(
-        self, drafter: Drafter, args: TrainingArguments, batches: Batches, training: Rows, held_out: Rows, seconds: float | None = None,
-        on_policy: OnPolicy | None = None, joint: Joint | None = None,
-    ):  # fmt: skip
+        self,
+        drafter: Drafter,
+        args: TrainingArguments,
+        batches: Batches,
+        training: Rows,
+        held_out: Rows,
+        seconds: float | None = None,
+        on_policy: OnPolicy | None = None,
+        joint: Joint | None = None,
+    ):
         _enable_checkpointing(drafter, args)
-        super().__init__(model=drafter if joint is None else joint, args=args, data_collator=collate, train_dataset=training, eval_dataset=held_out)
+        super().__init__(
+            model=drafter if joint is None else joint,
+            args=args,
+            data_collator=collate,
+            train_dataset=training,
+            eval_dataset=held_out,
+        )
         _refuse_sharding(self)
         self.training_rows, self.held_out_rows = training, held_out
         # The base class then counts the labels of the whole global batch and leaves the division to `compute_loss`.
@@ -67,7 +80,11 @@ class DrafterTrainer(Trainer):
         self.add_callback(self.stop)
         if joint is not None:
             self.add_callback(Stages(joint.adapter, joint.spec.heads_first))
-        self.add_callback(FiniteGuard(self._take_step_loss, self.last_good, scaled=getattr(self.accelerator, "scaler", None) is not None))
+        self.add_callback(
+            FiniteGuard(
+                self._take_step_loss, self.last_good, scaled=getattr(self.accelerator, "scaler", None) is not None
+            )
+        )
         self.budget = None if seconds is None else TimeBudget(seconds, args, self._mean)
         if self.budget is not None:
             self.add_callback(self.budget)
@@ -94,8 +111,13 @@ class DrafterTrainer(Trainer):
         args, is_new, further = self.args, self.optimizer is None, [] if self.joint is None else [self.joint.group()]
         model = model if self.joint is None else self.joint.drafter
         if is_new and args.optim == muon.NAME:
-            parts, betas = muon.split_parameters(self.drafter if model is None else model), (args.adam_beta1, args.adam_beta2)
-            self.optimizer = muon.MuonAdamW(*parts, args.learning_rate, args.weight_decay, betas, args.adam_epsilon, further)
+            parts, betas = (
+                muon.split_parameters(self.drafter if model is None else model),
+                (args.adam_beta1, args.adam_beta2),
+            )
+            self.optimizer = muon.MuonAdamW(
+                *parts, args.learning_rate, args.weight_decay, betas, args.adam_epsilon, further
+            )
             return super().create_optimizer(model)
         made: torch.optim.Optimizer = super().create_optimizer(model)
         for group in further if is_new else []:
@@ -140,7 +162,9 @@ class DrafterTrainer(Trainer):
 
     # ------------------------------------------------------------ text
 
-    def get_batch_samples(self, epoch_iterator: Iterator[dict[str, Tensor]], num_batches: int, device: torch.device) -> Any:
+    def get_batch_samples(
+        self, epoch_iterator: Iterator[dict[str, Tensor]], num_batches: int, device: torch.device
+    ) -> Any:
         """The micro-batches of the next step, and how many labels all processes have in them: those of text that the drafter writes now, too."""
         return super().get_batch_samples(self._with_own_text(epoch_iterator), num_batches, device)
 
@@ -161,16 +185,28 @@ class DrafterTrainer(Trainer):
             return super().training_step(*args, **kwargs)
 
     def _products(self) -> AbstractContextManager[Any]:
-        return nullcontext() if self.args.torch_compile else fast_products(self.args.device)  # a compiler brings its own
+        return (
+            nullcontext() if self.args.torch_compile else fast_products(self.args.device)
+        )  # a compiler brings its own
 
-    def compute_loss(self, model: nn.Module, inputs: dict[str, Tensor], return_outputs: bool = False, num_items_in_batch: Tensor | int | None = None) -> Any:
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Tensor],
+        return_outputs: bool = False,
+        num_items_in_batch: Tensor | int | None = None,
+    ) -> Any:
         """This micro-batch's share of the global batch's mean loss."""
         loss = model(self.batches.of(inputs))
         if not self._checked_counts:
-            assert int(loss.count) == int((inputs["labels"] != IGNORED).sum()), "a drafter must count the positions that the collator labels"
+            assert int(loss.count) == int((inputs["labels"] != IGNORED).sum()), (
+                "a drafter must count the positions that the collator labels"
+            )
             self._checked_counts = True
         self._sums.add_loss(loss)
-        items = torch.as_tensor(loss.count if num_items_in_batch is None else num_items_in_batch, device=loss.total.device)
+        items = torch.as_tensor(
+            loss.count if num_items_in_batch is None else num_items_in_batch, device=loss.total.device
+        )
         # Data parallelism averages gradients over processes; the items were counted over all of them.
         processes = self.accelerator.num_processes if self.args.average_tokens_across_devices else 1
         value = loss.total * (processes / items.clamp(min=1))
@@ -211,7 +247,12 @@ class DrafterTrainer(Trainer):
 
     @torch.no_grad()
     def evaluation_loop(
-        self, dataloader: Any, description: str, prediction_loss_only: bool | None = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
+        self,
+        dataloader: Any,
+        description: str,
+        prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:
         """Loss and metrics over all rows of all processes, each position once."""
         model = self._model_for_evaluation()
@@ -263,7 +304,11 @@ class DrafterTrainer(Trainer):
         except (OSError, RuntimeError, SafetensorError) as error:
             free = readable_bytes(shutil.disk_usage(folder.parent).free)
             shutil.rmtree(folder, ignore_errors=True)
-            kept = f"The last good checkpoint is {good}" if (good := self.last_good()) else "There is no earlier checkpoint"
+            kept = (
+                f"The last good checkpoint is {good}"
+                if (good := self.last_good())
+                else "There is no earlier checkpoint"
+            )
             what = str(error).strip().splitlines()[0]
             raise BadInputError(
                 f"{folder} could not be written: {what} ({free} free on that disk). {kept}. Make room there, then run the same command again: it continues."
@@ -293,11 +338,15 @@ class DrafterTrainer(Trainer):
         """
         saved = load_drafter(folder)
         if type(saved) is not type(self.drafter):
-            raise BadInputError(f"{folder} holds a {saved.name} drafter, this run trains {self.drafter.name}; choose another output.")
+            raise BadInputError(
+                f"{folder} holds a {saved.name} drafter, this run trains {self.drafter.name}; choose another output."
+            )
         try:
             self.drafter.load_state_dict(saved.state_dict())
         except RuntimeError as error:
-            raise BadInputError(f"{folder} holds a drafter of other sizes than this run's; choose another output, or start over. {error}") from error
+            raise BadInputError(
+                f"{folder} holds a drafter of other sizes than this run's; choose another output, or start over. {error}"
+            ) from error
         if self.joint is not None:
             self.joint.adapter.load(folder / ADAPTER)
 
@@ -325,7 +374,9 @@ def _enable_checkpointing(drafter: Drafter, args: TrainingArguments) -> None:
         return
     inner = getattr(drafter, "model", None)
     if inner is None:
-        raise BadInputError(f"training.gradient_checkpointing: a {drafter.name} drafter has one layer and keeps no logits; leave it out.")
+        raise BadInputError(
+            f"training.gradient_checkpointing: a {drafter.name} drafter has one layer and keeps no logits; leave it out."
+        )
     settings = getattr(args, "activation_checkpointing_kwargs", None) or args.gradient_checkpointing_kwargs
     if hasattr(inner, "activation_checkpointing_enable"):  # transformers 5.23 renamed it
         inner.activation_checkpointing_enable(activation_checkpointing_kwargs=settings)
@@ -339,4 +390,6 @@ def _refuse_sharding(trainer: Trainer) -> None:
     """A checkpoint must hold the whole drafter; where each process has a part of it, `Drafter.save` would write that part."""
     plugin = getattr(trainer.accelerator.state, "deepspeed_plugin", None)
     if plugin is not None and plugin.zero_stage == 3:
-        raise BadInputError("DeepSpeed ZeRO stage 3 splits the drafter's weights, which is not supported; use stage 1 or 2 (--zero_stage 2), or --multi_gpu.")
+        raise BadInputError(
+            "DeepSpeed ZeRO stage 3 splits the drafter's weights, which is not supported; use stage 1 or 2 (--zero_stage 2), or --multi_gpu."
+        )

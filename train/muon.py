@@ -25,18 +25,28 @@ class MuonAdamW(torch.optim.Optimizer):
     """
 
     def __init__(
-        self, matrices: Iterable[Tensor], others: Iterable[Tensor], lr: float, weight_decay: float = 0.0,
-        betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, groups: Sequence[dict[str, Any]] = (),
-    ):  # fmt: skip
+        self,
+        matrices: Iterable[Tensor],
+        others: Iterable[Tensor],
+        lr: float,
+        weight_decay: float = 0.0,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        groups: Sequence[dict[str, Any]] = (),
+    ):
         matrices, others = list(matrices), list(others)
         wide, narrow = ([p for p in others if (p.ndim > 1) == is_wide] for is_wide in (True, False))
         self._parts: list[torch.optim.Optimizer] = []
         if matrices:
-            self._parts.append(torch.optim.Muon(matrices, lr=lr, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw"))
+            self._parts.append(
+                torch.optim.Muon(matrices, lr=lr, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw")
+            )
         for members, decay in ((wide, weight_decay), (narrow, 0.0)):
             if members:
                 self._parts.append(torch.optim.AdamW(members, lr=lr, weight_decay=decay, betas=betas, eps=eps))
-        self._parts += [torch.optim.AdamW([group], lr=lr, weight_decay=weight_decay, betas=betas, eps=eps) for group in groups]
+        self._parts += [
+            torch.optim.AdamW([group], lr=lr, weight_decay=weight_decay, betas=betas, eps=eps) for group in groups
+        ]
         super().__init__([group for part in self._parts for group in part.param_groups], {})
         self._link()
 
@@ -64,7 +74,13 @@ def split_parameters(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Para
     """(what Muon moves, what AdamW moves): the weights inside of the network, and embeddings, output embedding, norms and biases."""
     ends = {id(p) for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters()}
     for name, module in model.named_modules():
-        output = module.get_output_embeddings() if hasattr(module, "get_output_embeddings") else module if name.endswith("lm_head") else None
+        output = (
+            module.get_output_embeddings()
+            if hasattr(module, "get_output_embeddings")
+            else module
+            if name.endswith("lm_head")
+            else None
+        )
         ends |= {id(p) for p in output.parameters()} if isinstance(output, nn.Module) else set()
     trained = [p for p in model.parameters() if p.requires_grad]
     inside = [p for p in trained if p.ndim == 2 and id(p) not in ends]

@@ -19,10 +19,11 @@ from torch import Tensor, nn
 
 from ..decode import Decoder, Plan, Sampling
 from ..decode.sampling import uniforms
+from ..ground import BadInputError
 from ..heads import Drafter
 from ..heads.base import Sum
 from ..recipes import DataSpec
-from ..target import BadInputError, Target
+from ..targets import Target
 from .data import EMPTY, Rows, collate
 
 _WHICH = 0  # a stream of randomness that the decoder draws nothing from
@@ -59,13 +60,17 @@ class OnPolicy:
         lengths, limit = [len(rows.prompt(i)) for i in rows.indices], drafter.writer().max_context
         longest = max(lengths)
         if min(lengths) == 0:
-            raise BadInputError("data.on_policy: a row begins with its response, so the drafter has nothing to write behind; give every row a prompt.")
+            raise BadInputError(
+                "data.on_policy: a row begins with its response, so the drafter has nothing to write behind; give every row a prompt."
+            )
         if limit is not None and longest + spec.max_new_tokens > limit:
             raise BadInputError(
                 f"data.on_policy: the longest prompt has {longest} tokens; with data.max_new_tokens={spec.max_new_tokens} it exceeds the drafter's context "
                 f"of {limit}. Lower data.max_new_tokens or data.max_prompt_tokens."
             )
-        return cls(rows, spec.on_policy, spec.on_policy_temperature, seed, spec.max_new_tokens, frozenset(target.eos_ids))
+        return cls(
+            rows, spec.on_policy, spec.on_policy_temperature, seed, spec.max_new_tokens, frozenset(target.eos_ids)
+        )
 
     def chosen(self, indices: list[int], step: int) -> list[int]:
         """Those of the rows `indices` that the drafter answers in this step."""
@@ -79,12 +84,19 @@ class OnPolicy:
         with _evaluating(writer.model):
             # Eager rounds: how many rows there are changes from step to step, and each number would be captured anew.
             out = Decoder(writer, static=False).generate(
-                [self.rows.prompt(i) for i in indices], self.max_new_tokens, sampling, Plan(depth=0), stop=lambda new: new[-1] in self.ends,
-                ignore_eos=True, sequence_ids=indices,
-            )  # fmt: skip
+                [self.rows.prompt(i) for i in indices],
+                self.max_new_tokens,
+                sampling,
+                Plan(depth=0),
+                stop=lambda new: new[-1] in self.ends,
+                ignore_eos=True,
+                sequence_ids=indices,
+            )
         return out.tokens
 
-    def rewritten(self, inputs: dict[str, Tensor], drafter: Drafter, step: int) -> tuple[dict[str, Tensor], dict[str, Sum]]:
+    def rewritten(
+        self, inputs: dict[str, Tensor], drafter: Drafter, step: int
+    ) -> tuple[dict[str, Tensor], dict[str, Sum]]:
         """A batch with the drafter's responses in the chosen rows, and figures: `on_policy` (share of rows), `written_tokens` and `written_seconds` (both
         per batch of one process)."""
         began = time.perf_counter()
@@ -96,7 +108,10 @@ class OnPolicy:
             inputs = {name: tensor.to(inputs[name].device) for name, tensor in batch.items()}
         tokens, seconds = sum(map(len, written.values())), time.perf_counter() - began
         real, one = len([i for i in indices if i != EMPTY]), 1
-        return inputs, _sums({"on_policy": (len(chosen), real), "written_tokens": (tokens, one), "written_seconds": (seconds, one)}, inputs["index"].device)
+        return inputs, _sums(
+            {"on_policy": (len(chosen), real), "written_tokens": (tokens, one), "written_seconds": (seconds, one)},
+            inputs["index"].device,
+        )
 
     def _row(self, index: int, response: list[int] | None) -> dict[str, object]:
         if index == EMPTY:
@@ -118,7 +133,10 @@ def check_writes(drafter_class: type[Drafter], spec: DataSpec) -> None:
 
 
 def _sums(values: dict[str, tuple[float, float]], device: torch.device) -> dict[str, Sum]:
-    return {name: (torch.tensor(float(total), device=device), torch.tensor(float(count), device=device)) for name, (total, count) in values.items()}
+    return {
+        name: (torch.tensor(float(total), device=device), torch.tensor(float(count), device=device))
+        for name, (total, count) in values.items()
+    }
 
 
 @contextmanager

@@ -20,12 +20,13 @@ from transformers import TrainingArguments
 from ..distill.features import DTYPES
 from ..distill.prompts import count_rows
 from ..distill.responses import data_folder, load_responses
+from ..ground import BadInputError, OutriderError
+from ..ground.libraries import LIBRARY_ERRORS, reason
 from ..heads import Drafter
 from ..recipes import Recipe
-from ..target import BadInputError, OutriderError, Target, embedded_path
-from ..target.errors import LIBRARY_ERRORS, reason
-from ..target.sketch import sketch_causal_lm
-from ..target.target import EMBEDDED, decoder_layers
+from ..targets import Target, embedded_path
+from ..targets.sketch import sketch_causal_lm
+from ..targets.target import EMBEDDED, decoder_layers
 from .arguments import training_arguments
 from .data import FIRST_LEARNED
 from .rehearsal import rehearse, rehearse_optimizer
@@ -33,7 +34,11 @@ from .warmstart import check_drafter, make_drafter
 
 Sharding = Literal["none", "zero1", "zero2", "zero3", "fsdp"]
 REFUSED = ("zero3", "fsdp")  # by `train.loop` and `train.launch`: a checkpoint must hold the whole drafter
-COMPUTE, BANDWIDTH, ROOM = 0.4, 0.6, 0.9  # shares of a device's best that are assumed to be reached, and of its memory that can be used
+COMPUTE, BANDWIDTH, ROOM = (
+    0.4,
+    0.6,
+    0.9,
+)  # shares of a device's best that are assumed to be reached, and of its memory that can be used
 BUCKET = 500_000_000  # elements of a bucket in DeepSpeed's default config; it keeps two
 
 
@@ -55,7 +60,9 @@ GPUS = (
     Gpu("H200", 989, 67, 4800, 141),  # NVIDIA H200 data sheet
     Gpu("B200", 2250, 75, 7700, 180),  # NVIDIA HGX B200 data sheet, an eighth of the board
     Gpu("L40S", 362, 91.6, 864, 48),  # NVIDIA L40S data sheet
-    Gpu("RTX 4090", 165, 82.6, 1008, 24),  # NVIDIA Ada GPU architecture white paper, appendix A; bfloat16 with float32 accumulation
+    Gpu(
+        "RTX 4090", 165, 82.6, 1008, 24
+    ),  # NVIDIA Ada GPU architecture white paper, appendix A; bfloat16 with float32 accumulation
 )
 
 
@@ -165,7 +172,9 @@ def plan(recipe: Recipe, processes: int = 1, sharding: Sharding = "none", rows: 
         BadInputError: a config that cannot be read, a drafter that cannot be trained, or a number of prompts that nobody tells.
     """
     if processes < 1 or sharding not in get_args(Sharding):
-        raise BadInputError(f"plan: expected at least 1 process and one of {', '.join(get_args(Sharding))}; found {processes} and {sharding!r}.")
+        raise BadInputError(
+            f"plan: expected at least 1 process and one of {', '.join(get_args(Sharding))}; found {processes} and {sharding!r}."
+        )
     check_drafter(recipe.drafter)
     args = _arguments(recipe)
     target = sketch_target(recipe)
@@ -194,18 +203,37 @@ def sketch_drafter(recipe: Recipe, target: Target) -> Drafter:
         raise
     except LIBRARY_ERRORS as error:
         if values.get("init") != "random" and "random" in check_drafter(values).config_class.init_words:
-            return sketch_drafter(recipe.model_copy(update={"drafter": {k: v for k, v in values.items() if k != "prune"} | {"init": "random"}}), target)
-        raise BadInputError(f"a {values.get('type')} drafter of these settings cannot be planned from configs alone: {reason(error)}") from error
+            return sketch_drafter(
+                recipe.model_copy(
+                    update={"drafter": {k: v for k, v in values.items() if k != "prune"} | {"init": "random"}}
+                ),
+                target,
+            )
+        raise BadInputError(
+            f"a {values.get('type')} drafter of these settings cannot be planned from configs alone: {reason(error)}"
+        ) from error
 
 
 def _sketch(values: dict[str, Any], target: Target) -> Drafter:
     with torch.device("meta"):
-        return make_drafter(values, target, lambda: torch.zeros(target.vocab_size, dtype=torch.long, device="cpu")).to("meta")
+        return make_drafter(values, target, lambda: torch.zeros(target.vocab_size, dtype=torch.long, device="cpu")).to(
+            "meta"
+        )
 
 
 def _arguments(recipe: Recipe) -> TrainingArguments:
     """The recipe's, on whatever machine the plan is made."""
-    devices = ("bf16", "fp16", "tf32", "use_cpu", "deepspeed", "torch_compile", "report_to", "bf16_full_eval", "fp16_full_eval")
+    devices = (
+        "bf16",
+        "fp16",
+        "tf32",
+        "use_cpu",
+        "deepspeed",
+        "torch_compile",
+        "report_to",
+        "bf16_full_eval",
+        "fp16_full_eval",
+    )
     kept = {name: value for name, value in recipe.training.items() if name not in devices}
     return training_arguments(recipe.model_copy(update={"training": kept | {"use_cpu": True}}))
 
@@ -230,15 +258,28 @@ def _of_responses(folder: Path, learn_prompts: bool) -> Workload:
     masks = load_responses(folder)["loss_mask"]
     lengths = [len(mask) for mask in masks]
     responses = sum(map(sum, masks))
-    learned = sum(max(0, n - FIRST_LEARNED) for n in lengths) if learn_prompts else sum(sum(mask[FIRST_LEARNED:]) for mask in masks)
-    return Workload(f"the responses in {folder}", len(lengths), sum(lengths), max(lengths), learned / sum(lengths), sum(lengths) - responses)
+    learned = (
+        sum(max(0, n - FIRST_LEARNED) for n in lengths)
+        if learn_prompts
+        else sum(sum(mask[FIRST_LEARNED:]) for mask in masks)
+    )
+    return Workload(
+        f"the responses in {folder}",
+        len(lengths),
+        sum(lengths),
+        max(lengths),
+        learned / sum(lengths),
+        sum(lengths) - responses,
+    )
 
 
 def _count(sources: list[str], limit: int | None) -> int:
     counts = [count_rows(source) for source in sources]
     known = None if None in counts else sum(count or 0 for count in counts)
     if known is None and limit is None:
-        raise BadInputError("how many prompts there are is not known before the data set is read: set data.limit, or say it with --rows.")
+        raise BadInputError(
+            "how many prompts there are is not known before the data set is read: set data.limit, or say it with --rows."
+        )
     return min(n for n in (known, limit) if n is not None)
 
 
@@ -250,7 +291,10 @@ def active_weights(model: Any, config: Any) -> int:
     embeddings = {id(p) for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters()}
     output = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     embeddings |= {id(p) for p in output.parameters()} if output is not None else set()
-    experts = next((n for name in ("num_local_experts", "num_experts", "n_routed_experts") if (n := getattr(config, name, None))), 1)
+    experts = next(
+        (n for name in ("num_local_experts", "num_experts", "n_routed_experts") if (n := getattr(config, name, None))),
+        1,
+    )
     share = (getattr(config, "num_experts_per_tok", None) or experts) / experts
     total = 0.0
     for name, parameter in model.named_parameters():
@@ -294,12 +338,27 @@ class _Planning:
         memory, flops = self._memory(), self._step_flops()
         stages = self._stages(flops, memory)
         return Plan(
-            recipe.name, recipe.target.path, self.drafter.name, self._name(self.target.dtype), self.precision, self.processes, self.sharding, work,
-            sum(p.numel() for p in self.target.model.parameters()), sum(p.numel() for p in self.drafter.parameters()), trained,
-            self.steps, self._rows_per_step * work.mean_length, memory, features_bytes(self.target, len(self.drafter.taps), work.tokens),
-            recipe.data.features == "cached", self._checkpoints(memory), stages,
-            {gpu.name: memory.peak <= ROOM * gpu.memory * 1e9 for gpu in GPUS}, self._notes(),
-        )  # fmt: skip
+            recipe.name,
+            recipe.target.path,
+            self.drafter.name,
+            self._name(self.target.dtype),
+            self.precision,
+            self.processes,
+            self.sharding,
+            work,
+            sum(p.numel() for p in self.target.model.parameters()),
+            sum(p.numel() for p in self.drafter.parameters()),
+            trained,
+            self.steps,
+            self._rows_per_step * work.mean_length,
+            memory,
+            features_bytes(self.target, len(self.drafter.taps), work.tokens),
+            recipe.data.features == "cached",
+            self._checkpoints(memory),
+            stages,
+            {gpu.name: memory.peak <= ROOM * gpu.memory * 1e9 for gpu in GPUS},
+            self._notes(),
+        )
 
     @staticmethod
     def _name(dtype: torch.dtype) -> str:
@@ -330,7 +389,9 @@ class _Planning:
         if self.args.max_steps > 0:
             return self.args.max_steps
         batches = math.ceil(self._rows / (self.args.per_device_train_batch_size * self.processes))
-        return math.ceil(self.args.num_train_epochs * max(1, math.ceil(batches / self.args.gradient_accumulation_steps)))
+        return math.ceil(
+            self.args.num_train_epochs * max(1, math.ceil(batches / self.args.gradient_accumulation_steps))
+        )
 
     # ------------------------------------------------------------ memory
 
@@ -347,9 +408,16 @@ class _Planning:
         activations = max(0, step.peak - own_gradients) + (trained // 2 if mixed else 0)
         online = self.recipe.data.features == "online"
         whole = Memory(
-            self._target_weights(), weights, trained, optimizer.states, 0, step.features,
-            self.target.footprint().of_prompt(rows, length) if online else 0, activations, optimizer.working,
-        )  # fmt: skip
+            self._target_weights(),
+            weights,
+            trained,
+            optimizer.states,
+            0,
+            step.features,
+            self.target.footprint().of_prompt(rows, length) if online else 0,
+            activations,
+            optimizer.working,
+        )
         return _sharded(whole, self.processes, self.sharding)
 
     def _target_weights(self) -> int:
@@ -381,18 +449,35 @@ class _Planning:
     def _stages(self, flops: tuple[float, float], memory: Memory) -> list[Stage]:
         work, found = self.work, []
         if not work.source.startswith("the responses"):
-            answered = pass_flops(self.target, 1, 1) * work.tokens + 2 * work.tokens * self.target.hidden_size * self.target.vocab_size
+            answered = (
+                pass_flops(self.target, 1, 1) * work.tokens
+                + 2 * work.tokens * self.target.hidden_size * self.target.vocab_size
+            )
             found.append(Stage("responses", answered, {gpu.name: self._answering(gpu, answered) for gpu in GPUS}))
         if self.recipe.data.features == "cached":
             states = pass_flops(self.target, 1, work.mean_length) * work.sequences
-            found.append(Stage("features", states, {gpu.name: states / self._speed(gpu, self._name(self.target.dtype)) for gpu in GPUS}))
+            found.append(
+                Stage(
+                    "features",
+                    states,
+                    {gpu.name: states / self._speed(gpu, self._name(self.target.dtype)) for gpu in GPUS},
+                )
+            )
         total = sum(flops) * self.steps
-        return [*found, Stage("training", total, {gpu.name: self.steps * self._step_seconds(gpu, flops, memory) for gpu in GPUS})]
+        return [
+            *found,
+            Stage("training", total, {gpu.name: self.steps * self._step_seconds(gpu, flops, memory) for gpu in GPUS}),
+        ]
 
     def _answering(self, gpu: Gpu, flops: float) -> float:
         """The main process answers alone. Each new token of a batch reads all weights once, however little there is to compute."""
         batches = math.ceil(self.work.sequences / self.recipe.data.batch_size)
-        reading = batches * self.recipe.data.max_new_tokens * weight_bytes(self.target.model) / (gpu.bandwidth * 1e9 * BANDWIDTH)
+        reading = (
+            batches
+            * self.recipe.data.max_new_tokens
+            * weight_bytes(self.target.model)
+            / (gpu.bandwidth * 1e9 * BANDWIDTH)
+        )
         return max(reading, flops / self._speed(gpu, self._name(self.target.dtype)))
 
     def _step_seconds(self, gpu: Gpu, flops: tuple[float, float], memory: Memory) -> float:
@@ -401,7 +486,11 @@ class _Planning:
         # A float32 target in a mixed-precision training runs in bfloat16, see `train.trainer`.
         precision = "bfloat16" if self.precision == "bfloat16" else self._name(self.target.dtype)
         moved = 2 * (memory.drafter_weights + memory.optimizer_states) + 3 * memory.gradients
-        return target_flops / self._speed(gpu, precision) + drafter_flops / self._speed(gpu, self.precision) + moved / (gpu.bandwidth * 1e9 * BANDWIDTH)
+        return (
+            target_flops / self._speed(gpu, precision)
+            + drafter_flops / self._speed(gpu, self.precision)
+            + moved / (gpu.bandwidth * 1e9 * BANDWIDTH)
+        )
 
     @staticmethod
     def _speed(gpu: Gpu, precision: str) -> float:
@@ -413,10 +502,14 @@ class _Planning:
     def _notes(self) -> list[str]:
         notes = []
         if self.sharding in REFUSED:
-            notes.append(f"{self.sharding} splits the drafter's weights, which the trainer refuses at present: use none, zero1 or zero2.")
+            notes.append(
+                f"{self.sharding} splits the drafter's weights, which the trainer refuses at present: use none, zero1 or zero2."
+            )
         if self.processes > 1:
             if self.recipe.target.sharding == "none":
-                notes.append("the target is whole in every process, and the main process alone writes the responses; neither is sharded.")
+                notes.append(
+                    "the target is whole in every process, and the main process alone writes the responses; neither is sharded."
+                )
             else:
                 notes.append(
                     "the target's layers are split over the processes; gathering them, for every token of the responses, too, takes time that is not counted here."
@@ -425,12 +518,22 @@ class _Planning:
             notes.append("memory under DeepSpeed or FSDP follows their documents and was not measured.")
         quantized = getattr(self.target.model.config, "quantization_config", None)
         if quantized:
-            method = quantized.get("quant_method") if isinstance(quantized, dict) else getattr(quantized, "quant_method", quantized)
-            notes.append(f"the target's config names quantized weights ({method}); they are counted as {self._name(self.target.dtype)}.")
+            method = (
+                quantized.get("quant_method")
+                if isinstance(quantized, dict)
+                else getattr(quantized, "quant_method", quantized)
+            )
+            notes.append(
+                f"the target's config names quantized weights ({method}); they are counted as {self._name(self.target.dtype)}."
+            )
         if self.recipe.data.on_policy:
-            notes.append("the text that the drafter writes for itself (data.on_policy) is in neither operations nor time.")
+            notes.append(
+                "the text that the drafter writes for itself (data.on_policy) is in neither operations nor time."
+            )
         if self.recipe.joint is not None:
-            notes.append("joint training's adapter, its second pass of the target and the pass back through it are in neither memory, operations nor time.")
+            notes.append(
+                "joint training's adapter, its second pass of the target and the pass back through it are in neither memory, operations nor time."
+            )
         if self.recipe.target.adapter:
             notes.append("the adapter is merged into the target's weights and needs no memory of its own.")
         return notes
@@ -441,8 +544,15 @@ def _sharded(whole: Memory, processes: int, sharding: Sharding) -> Memory:
     if sharding == "none":
         # Data parallelism reduces gradients in buckets, a second copy of them.
         return replace(whole, buffers=whole.gradients if processes > 1 else 0)
-    part = {name: math.ceil(getattr(whole, name) / processes) for name in ("drafter_weights", "gradients", "optimizer_states", "optimizer_step")}
-    split = {"optimizer_states", "optimizer_step"} | ({"gradients"} if sharding != "zero1" else set()) | ({"drafter_weights"} if sharding in REFUSED else set())
+    part = {
+        name: math.ceil(getattr(whole, name) / processes)
+        for name in ("drafter_weights", "gradients", "optimizer_states", "optimizer_step")
+    }
+    split = (
+        {"optimizer_states", "optimizer_step"}
+        | ({"gradients"} if sharding != "zero1" else set())
+        | ({"drafter_weights"} if sharding in REFUSED else set())
+    )
     if sharding in REFUSED:
         buffers = whole.drafter_weights  # a drafter is one layer or few: what is gathered for a pass is most of it
     else:

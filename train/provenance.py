@@ -3,28 +3,51 @@
 from __future__ import annotations
 
 import json
-import os
-import platform
-import shutil
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from ..distill.responses import provenance as data_provenance
-from ..distill.storage import write_atomically
+from ..ground import BadInputError
+from ..ground.files import write_atomically
+from ..ground.versions import versions
 from ..recipes import Recipe, load_recipe
-from ..target import BadInputError, Target
+from ..targets import Target
 
 RECIPE, PROVENANCE = "recipe.yaml", "provenance.json"
 SCHEMA_VERSION = 1
 
 # Training settings that may change between an interrupted run and the one that continues it.
 _FREE = {
-    "max_steps", "num_train_epochs", "output_dir", "overwrite_output_dir", "run_name", "report_to", "project", "disable_tqdm", "log_level",
-    "save_strategy", "save_steps", "save_total_limit", "save_only_model", "eval_strategy", "eval_steps", "eval_delay", "eval_on_start",
-    "logging_strategy", "logging_steps", "logging_first_step", "logging_nan_inf_filter", "per_device_eval_batch_size", "use_cpu", "ddp_timeout",
-    "dataloader_num_workers", "dataloader_pin_memory", "dataloader_persistent_workers", "dataloader_prefetch_factor", "resume_from_checkpoint",
-}  # fmt: skip
+    "max_steps",
+    "num_train_epochs",
+    "output_dir",
+    "overwrite_output_dir",
+    "run_name",
+    "report_to",
+    "project",
+    "disable_tqdm",
+    "log_level",
+    "save_strategy",
+    "save_steps",
+    "save_total_limit",
+    "save_only_model",
+    "eval_strategy",
+    "eval_steps",
+    "eval_delay",
+    "eval_on_start",
+    "logging_strategy",
+    "logging_steps",
+    "logging_first_step",
+    "logging_nan_inf_filter",
+    "per_device_eval_batch_size",
+    "use_cpu",
+    "ddp_timeout",
+    "dataloader_num_workers",
+    "dataloader_pin_memory",
+    "dataloader_persistent_workers",
+    "dataloader_prefetch_factor",
+    "resume_from_checkpoint",
+}
 
 
 def check_same_run(recipe: Recipe, output: Path) -> None:
@@ -36,7 +59,11 @@ def check_same_run(recipe: Recipe, output: Path) -> None:
     if not (output / RECIPE).is_file():
         return
     then, now = _what_decides(load_recipe(output / RECIPE)), _what_decides(recipe)
-    changed = [f"{k} (was {then.get(k)!r}, is {now.get(k)!r})" for k in sorted(then.keys() | now.keys()) if then.get(k) != now.get(k)]
+    changed = [
+        f"{k} (was {then.get(k)!r}, is {now.get(k)!r})"
+        for k in sorted(then.keys() | now.keys())
+        if then.get(k) != now.get(k)
+    ]
     if changed:
         raise BadInputError(
             f"{output} holds an unfinished or finished run of another recipe: {'; '.join(changed)}. Choose another output, or start over (--fresh)."
@@ -66,36 +93,9 @@ def write_provenance(output: Path, target: Target, data: Path, facts: dict[str, 
     whole = {
         "schema_version": SCHEMA_VERSION,
         "target": {"digest": target.fingerprint().digest, **target.source},
-        "data": {"responses_of": saved["target"]["digest"]} | {k: v for k, v in saved.items() if k in ("prompts", "sampling", "source", "counts")},
+        "data": {"responses_of": saved["target"]["digest"]}
+        | {k: v for k, v in saved.items() if k in ("prompts", "sampling", "source", "counts")},
         **facts,
-        "versions": _versions(),
+        "versions": versions(),
     }
     write_atomically(output / PROVENANCE, json.dumps(whole, indent=2) + "\n")
-
-
-def _versions() -> dict[str, str]:
-    found = {"python": platform.python_version()}
-    for name in ("outrider", "torch", "transformers", "accelerate", "datasets"):
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:  # run from a checkout that was not installed
-            continue
-    return found
-
-
-class Saveable(Protocol):
-    def save(self, path: str | Path) -> None:
-        """Write it into the folder `path`."""
-
-
-def save_whole(made: Saveable, folder: Path) -> None:
-    """Write it beside its place, then move it there: a reader never sees half of it."""
-    building, old = (folder.with_name(f".{folder.name}.{os.getpid()}.{kind}") for kind in ("new", "old"))
-    try:
-        made.save(building)
-        if folder.exists():
-            folder.rename(old)
-        building.rename(folder)
-    finally:
-        for leftover in (building, old):
-            shutil.rmtree(leftover, ignore_errors=True)

@@ -20,14 +20,21 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 from transformers import Trainer, TrainingArguments
 
+from ..ground import BadInputError
 from ..heads import Drafter, TargetBatch
-from ..target import BadInputError, PeakBytes, Target
+from ..targets import PeakBytes, Target
 from . import muon
 
 aten = torch.ops.aten
 _FUSED = aten._scaled_dot_product_flash_attention_for_cpu  # the one fused attention that runs without contents
 _FUSED_BACKWARD = aten._scaled_dot_product_flash_attention_for_cpu_backward
-_INDEXED = {aten.index.Tensor, aten._unsafe_index.Tensor, aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default}
+_INDEXED = {
+    aten.index.Tensor,
+    aten._unsafe_index.Tensor,
+    aten.index_put.default,
+    aten.index_put_.default,
+    aten._index_put_impl_.default,
+}
 
 
 @dataclass(frozen=True)
@@ -56,13 +63,21 @@ def rehearse(drafter: Drafter, target: Target, rows: int, length: int, supervise
     """
     states = torch.empty(rows, length, len(drafter.taps) + 1, target.hidden_size, dtype=target.dtype, device="meta")
     tokens = torch.zeros(rows, length, dtype=torch.long, device="meta")
-    batch = TargetBatch(target, tokens, torch.ones_like(tokens, dtype=torch.bool), states[:, :, :-1] if drafter.taps else None, states[:, :, -1])
+    batch = TargetBatch(
+        target,
+        tokens,
+        torch.ones_like(tokens, dtype=torch.bool),
+        states[:, :, :-1] if drafter.taps else None,
+        states[:, :, -1],
+    )
     memory, flops = PeakBytes(), Flops()
     try:
         with torch.device("meta"), FusedAttention(), memory, flops, Assumed(supervised):
             (drafter.loss(batch).total / rows).backward()
     except (RuntimeError, NotImplementedError) as error:
-        raise BadInputError(f"a {drafter.name} drafter's training step cannot be planned without contents: {str(error).splitlines()[0]}") from error
+        raise BadInputError(
+            f"a {drafter.name} drafter's training step cannot be planned without contents: {str(error).splitlines()[0]}"
+        ) from error
     drafter.zero_grad(set_to_none=True)
     return Step(flops.total, memory.peak, states.numel() * states.element_size())
 
@@ -88,12 +103,19 @@ def rehearse_optimizer(drafter: Drafter, args: TrainingArguments) -> OptimizerBy
     memory = PeakBytes()
     with memory:
         optimizer.step()
-    states = sum(t.numel() * t.element_size() for state in optimizer.state.values() for t in state.values() if isinstance(t, Tensor))
+    states = sum(
+        t.numel() * t.element_size()
+        for state in optimizer.state.values()
+        for t in state.values()
+        if isinstance(t, Tensor)
+    )
     drafter.zero_grad(set_to_none=True)
     return OptimizerBytes(states, 0 if is_fused else max(0, memory.peak - states))
 
 
-def _optimizer(drafter: nn.Module, trained: Sequence[nn.Parameter], args: TrainingArguments) -> tuple[torch.optim.Optimizer, bool]:
+def _optimizer(
+    drafter: nn.Module, trained: Sequence[nn.Parameter], args: TrainingArguments
+) -> tuple[torch.optim.Optimizer, bool]:
     """The optimizer, and whether its steps are fused: then they work in place. (That needs a device, so here it is not; it keeps the same.)"""
     if args.optim == muon.NAME:
         return muon.MuonAdamW(*muon.split_parameters(drafter), args.learning_rate), False
@@ -102,7 +124,9 @@ def _optimizer(drafter: nn.Module, trained: Sequence[nn.Parameter], args: Traini
         is_fused = bool(settings.pop("fused", False))
         return made(trained, **settings), is_fused
     except (ImportError, ValueError, RuntimeError, TypeError) as error:
-        raise BadInputError(f"training.optim {args.optim}: cannot be planned here: {str(error).splitlines()[0]}") from error
+        raise BadInputError(
+            f"training.optim {args.optim}: cannot be planned here: {str(error).splitlines()[0]}"
+        ) from error
 
 
 # ------------------------------------------------------------ modes
@@ -115,12 +139,16 @@ class Flops(TorchDispatchMode):
         super().__init__()
         self.total = 0
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         made = func(*args, **(kwargs or {}))
         packet = func._overloadpacket
         if packet in flop_registry:
             self.total += flop_registry[packet](*args, **(kwargs or {}), out_val=made)
-        elif packet is aten._grouped_mm:  # tokens by their experts: weights `[experts, in, out]`, or the gradient of those
+        elif (
+            packet is aten._grouped_mm
+        ):  # tokens by their experts: weights `[experts, in, out]`, or the gradient of those
             self.total += 2 * math.prod(args[0].shape) * args[1].shape[-1]
         elif packet is _FUSED:
             self.total += sdpa_flop_count(*(t.shape for t in args[:3]))
@@ -136,7 +164,9 @@ class Assumed(TorchDispatchMode):
         super().__init__()
         self.share = share
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         if func is aten._local_scalar_dense.default:
             return args[0].dtype == torch.bool or 0
         if func is aten.equal.default:
@@ -164,16 +194,24 @@ class Assumed(TorchDispatchMode):
 class FusedAttention(TorchFunctionMode):
     """Attention as devices compute it, without scores in memory. (Without contents torch would take the one that writes them down.)"""
 
-    def __torch_function__(self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         if func is nn.functional.scaled_dot_product_attention:
             return _attend(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 
 
 def _attend(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
     enable_gqa: bool = False,  # noqa: ARG001 (groups are expanded wherever there are some)
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     groups = query.shape[1] // key.shape[1]
     if groups > 1:
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)

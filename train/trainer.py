@@ -23,10 +23,12 @@ from torch import nn
 from transformers import TrainingArguments, set_seed
 
 from ..distill.responses import data_folder, distill, load_responses
+from ..ground import BadInputError
+from ..ground.files import save_whole
 from ..heads import Drafter
 from ..recipes import Recipe
-from ..target import BadInputError, Target
-from ..target.fingerprint import digest_files
+from ..targets import Target
+from ..targets.fingerprint import digest_files
 from . import checkpoints, provenance
 from .arguments import training_arguments
 from .budget import check_same_budget, follow_clock, saved_clock
@@ -141,13 +143,23 @@ def _frozen(target: Target, device: torch.device) -> Target:
 
 
 def _trainer(
-    recipe: Recipe, args: TrainingArguments, target: Target, drafter: Drafter | None, data: Path, console: Console | None, seconds: float | None,
+    recipe: Recipe,
+    args: TrainingArguments,
+    target: Target,
+    drafter: Drafter | None,
+    data: Path,
+    console: Console | None,
+    seconds: float | None,
     adapter: Adapter | None,
-) -> DrafterTrainer:  # fmt: skip
+) -> DrafterTrainer:
     table = load_responses(data)
     training, held_out = split(table, recipe.data.holdout, recipe.data.learn_prompts)
     if recipe.data.holdout > 0 and not len(held_out):
-        _log.warning("no row is held out (%d rows, data.holdout %g): there will be no evaluation during training.", len(training), recipe.data.holdout)
+        _log.warning(
+            "no row is held out (%d rows, data.holdout %g): there will be no evaluation during training.",
+            len(training),
+            recipe.data.holdout,
+        )
         args.eval_strategy = "no"
     set_seed(args.seed)
     if drafter is None:
@@ -162,8 +174,14 @@ def _trainer(
 
 
 def _batches(
-    recipe: Recipe, args: TrainingArguments, target: Target, drafter: Drafter, table: datasets.Dataset, console: Console | None, adapter: Adapter | None
-) -> Batches:  # fmt: skip
+    recipe: Recipe,
+    args: TrainingArguments,
+    target: Target,
+    drafter: Drafter,
+    table: datasets.Dataset,
+    console: Console | None,
+    adapter: Adapter | None,
+) -> Batches:
     # A float32 target in a mixed-precision training: its pass is most of a step, and bfloat16 is what targets are served in.
     precision = torch.bfloat16 if args.bf16 and target.dtype == torch.float32 else None
     if adapter is not None:
@@ -173,7 +191,9 @@ def _batches(
     from ..distill.features import FeatureStore
 
     def build() -> Path:
-        return FeatureStore.build(recipe.output_folder / "features", target, table, drafter.taps, target.dtype, console).folder
+        return FeatureStore.build(
+            recipe.output_folder / "features", target, table, drafter.taps, target.dtype, console
+        ).folder
 
     return CachedBatches(target, drafter.taps, FeatureStore(main_first(args, recipe.output_folder, build, target)))
 
@@ -234,9 +254,9 @@ class _Run:
         drafter = self.trainer.drafter
         joint = self.trainer.joint
         if joint is not None:
-            provenance.save_whole(joint.adapter, folder.with_name(ADAPTER))
+            save_whole(joint.adapter, folder.with_name(ADAPTER))
             joint.adapter.remove()  # provenance names the target by its own weights
-        provenance.save_whole(drafter, folder)
+        save_whole(drafter, folder)
         budget = self.trainer.budget
         parameters = list(drafter.parameters())
         facts = {

@@ -12,11 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..ground import BadInputError, OutriderError
+from ..ground.libraries import LIBRARY_ERRORS, reason
 from ..heads import Drafter, DrafterConfig, drafter_config, head_class, load_drafter
 from ..heads.base import CONFIG, read_config
 from ..recipes import Recipe
-from ..target import BadInputError, OutriderError, Target
-from ..target.errors import LIBRARY_ERRORS, reason
+from ..targets import Target
 
 # Settings of the training or of measurement, which leave the weights' names and shapes alone. Any other setting must agree
 # with the saved drafter; where its first weights once came from no longer matters.
@@ -34,7 +35,9 @@ def check_drafter(values: dict[str, Any]) -> type[Drafter]:
         values = {"type": _saved_kind(values), **{k: v for k, v in values.items() if k not in ("init", "type")}}
     drafter_class, _ = drafter_config(values)
     if not drafter_class.trainable:
-        raise BadInputError(f"drafter.type {drafter_class.name!r} has no weights: there is nothing to train. It can be measured as it is (eval.baselines).")
+        raise BadInputError(
+            f"drafter.type {drafter_class.name!r} has no weights: there is nothing to train. It can be measured as it is (eval.baselines)."
+        )
     return drafter_class
 
 
@@ -72,8 +75,12 @@ def made_for(recipe: Recipe, target: Target, token_counts: Callable[[], Tensor])
         raise BadInputError(f"drafter: such a one cannot be made for this target ({reason(error)}).") from error
     learns_alone = recipe.joint is None or recipe.joint.heads_first > 0
     if learns_alone and not any(p.requires_grad for p in drafter.parameters()):
-        way_out = "" if recipe.joint is None else " Set joint.heads_first to 0, and the target learns from the first step on."
-        raise BadInputError(f"drafter: a {drafter.name} of these settings has no weights of its own: there is nothing to train.{way_out}")
+        way_out = (
+            "" if recipe.joint is None else " Set joint.heads_first to 0, and the target learns from the first step on."
+        )
+        raise BadInputError(
+            f"drafter: a {drafter.name} of these settings has no weights of its own: there is nothing to train.{way_out}"
+        )
     return drafter
 
 
@@ -110,7 +117,9 @@ def _saved_kind(values: dict[str, Any]) -> str:
     saved = read_config(_folder(values))
     kind = str(saved.get("drafter_type") or ("draft_model" if "model_type" in saved else ""))
     if values.get("type", kind) != kind:
-        raise BadInputError(f"drafter.init holds a drafter of type {kind!r}, drafter.type says {values['type']!r}; they must agree.")
+        raise BadInputError(
+            f"drafter.init holds a drafter of type {kind!r}, drafter.type says {values['type']!r}; they must agree."
+        )
     return kind
 
 
@@ -130,4 +139,6 @@ def _require_equal(drafter: Drafter, name: str, wanted: DrafterConfig) -> None:
     if name == "model":  # a draft model is saved as a plain checkpoint: its sizes are in that config
         theirs = {key: getattr(drafter.model.config, key, None) for key in ours}  # type: ignore[union-attr]
     if ours != theirs:
-        raise BadInputError(f"drafter.{name}: the drafter in drafter.init was made with {theirs!r}, the recipe says {ours!r}; leave it out, or leave out init.")
+        raise BadInputError(
+            f"drafter.{name}: the drafter in drafter.init was made with {theirs!r}, the recipe says {ours!r}; leave it out, or leave out init."
+        )

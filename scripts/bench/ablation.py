@@ -24,30 +24,40 @@ if TYPE_CHECKING:
     from outrider.eval.statistics import Ratio
     from outrider.heads import Drafter
     from outrider.recipes import Recipe
-    from outrider.target import Target
+    from outrider.targets import Target
 
 Runs = dict[str, list[Rounds]]  # of each variant, seed by seed
 
 
 def recipes_of(arguments: argparse.Namespace) -> dict[str, Recipe]:
     """By variant, on one folder of responses."""
+    from outrider.ground import BadInputError
     from outrider.recipes import load_recipe
-    from outrider.target import BadInputError
 
-    found = {" ".join(settings): load_recipe(arguments.recipe, [*arguments.changes, *settings]) for settings in arguments.vary}
+    found = {
+        " ".join(settings): load_recipe(arguments.recipe, [*arguments.changes, *settings])
+        for settings in arguments.vary
+    }
     if len(found) < 2:
-        raise BadInputError("there is nothing to compare: give two or more different variants, each as --vary key=value.")
+        raise BadInputError(
+            "there is nothing to compare: give two or more different variants, each as --vary key=value."
+        )
     first, *others = found.values()
     for other in others:
         if (first.target, first.data) != (other.target, other.data):
-            raise BadInputError("all variants learn the same responses of one target: --vary changes drafter or training, not target or data.")
+            raise BadInputError(
+                "all variants learn the same responses of one target: --vary changes drafter or training, not target or data."
+            )
     responses = first.data.responses or str(arguments.work / "data")
-    return {name: recipe.model_copy(update={"data": recipe.data.model_copy(update={"responses": responses})}) for name, recipe in found.items()}
+    return {
+        name: recipe.model_copy(update={"data": recipe.data.model_copy(update={"responses": responses})})
+        for name, recipe in found.items()
+    }
 
 
 def trained(recipe: Recipe, variant: str, seed: int, target: Target, work: Path) -> tuple[Drafter, int]:
     """A variant of that seed, and the number of steps it took."""
-    from outrider.distill.storage import read_json
+    from outrider.ground.files import read_json
     from outrider.heads import load_drafter
     from outrider.train import train
     from outrider.train.provenance import PROVENANCE, check_same_run
@@ -67,13 +77,18 @@ def compare(runs: Runs, strata: Sequence[int], depth: int) -> dict[str, Any]:
     bootstrap, (base, *others) = Bootstrap(strata), runs
     figures = {"tau": tau} | {f"alpha_d{d}": _at(d) for d in range(1, depth + 1)}
     together = {name: pooled(each) for name, each in runs.items()}
-    found: dict[str, Any] = {name: {key: shown(bootstrap.ratio(figure(rounds))) for key, figure in figures.items()} for name, rounds in together.items()}
+    found: dict[str, Any] = {
+        name: {key: shown(bootstrap.ratio(figure(rounds))) for key, figure in figures.items()}
+        for name, rounds in together.items()
+    }
     for name in others:
         found[name]["more_than_first"] = {
             key: shown(bootstrap.difference(figure(together[name]), figure(together[base])))
-            | _by_seed([bootstrap.difference(figure(a), figure(b)).value for a, b in zip(runs[name], runs[base], strict=True)])
+            | _by_seed(
+                [bootstrap.difference(figure(a), figure(b)).value for a, b in zip(runs[name], runs[base], strict=True)]
+            )
             for key, figure in figures.items()
-        }  # fmt: skip
+        }
     return found
 
 
@@ -83,12 +98,19 @@ def _at(depth: int) -> Callable[[Rounds], Ratio]:
 
 def _by_seed(values: list[float]) -> dict[str, Any]:
     together = over_seeds(values)
-    return {"by_seed": [number(v) for v in values], "over_seeds": together and {name: number(v) for name, v in together.items()}}
+    return {
+        "by_seed": [number(v) for v in values],
+        "over_seeds": together and {name: number(v) for name, v in together.items()},
+    }
 
 
 def show(temperature: float, found: dict[str, Any]) -> None:
     for name, row in found.items():
-        print(f"T={temperature:g} {name:40} " + "  ".join(f"{key} {_text(row[key], '.3f')}" for key in row if key != "more_than_first"), flush=True)
+        print(
+            f"T={temperature:g} {name:40} "
+            + "  ".join(f"{key} {_text(row[key], '.3f')}" for key in row if key != "more_than_first"),
+            flush=True,
+        )
         for key, more in row.get("more_than_first", {}).items():
             print(f"    {key:9} {_text(more, '+.3f')}  by seed {more['by_seed']}", flush=True)
 
@@ -102,7 +124,14 @@ def parse(given: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("recipe", help="a YAML file, or the name of a packaged recipe")
     parser.add_argument("changes", nargs="*", metavar="KEY=VALUE", help="changes for all variants")
-    parser.add_argument("--vary", nargs="+", action="append", required=True, metavar="KEY=VALUE", help="a variant; the first one is the reference")
+    parser.add_argument(
+        "--vary",
+        nargs="+",
+        action="append",
+        required=True,
+        metavar="KEY=VALUE",
+        help="a variant; the first one is the reference",
+    )
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--work", type=Path, default=Path("runs/ablation"), help="responses and trainings")
     parser.add_argument("--suites", nargs="+", default=["code", "docs", "prose"])
@@ -123,7 +152,7 @@ def main(given: Sequence[str] | None = None) -> int:
     from outrider.distill.responses import distill
     from outrider.eval.measure import threads
     from outrider.eval.suites import load_suites
-    from outrider.target import Target
+    from outrider.targets import Target
 
     recipes = recipes_of(arguments)
     first = next(iter(recipes.values()))
@@ -133,7 +162,12 @@ def main(given: Sequence[str] | None = None) -> int:
         prompts = [list(p.tokens) for s in suites for p in s.prompts]
         strata = [len(s.prompts) for s in suites]
         if first.data.responses == str(arguments.work / "data"):
-            distill(first.model_copy(update={"output": str(arguments.work), "data": first.data.model_copy(update={"responses": None})}), target)
+            distill(
+                first.model_copy(
+                    update={"output": str(arguments.work), "data": first.data.model_copy(update={"responses": None})}
+                ),
+                target,
+            )
         runs: dict[float, Runs] = {t: {name: [] for name in recipes} for t in arguments.temperatures}
         steps: set[int] = set()
         for seed in range(arguments.seeds):
@@ -142,13 +176,33 @@ def main(given: Sequence[str] | None = None) -> int:
                 steps.add(taken)
                 decoder = Decoder(target, drafter)
                 for t, by_name in runs.items():
-                    by_name[name].append(rounds_of(decoder, prompts, arguments.max_new_tokens, Sampling(t, seed=seed), Plan(arguments.depth), arguments.batch))
-            changes = [change for change in arguments.changes if not change.startswith("data.responses=")]  # a place on this machine
+                    by_name[name].append(
+                        rounds_of(
+                            decoder,
+                            prompts,
+                            arguments.max_new_tokens,
+                            Sampling(t, seed=seed),
+                            Plan(arguments.depth),
+                            arguments.batch,
+                        )
+                    )
+            changes = [
+                change for change in arguments.changes if not change.startswith("data.responses=")
+            ]  # a place on this machine
             told = conditions(
-                target, recipe=first.name, changes=changes, variants=list(recipes), training_steps=sorted(steps), seeds=seed + 1, depth=arguments.depth,
-                batch=arguments.batch, max_new_tokens=arguments.max_new_tokens, suites=arguments.suites, prompts=len(prompts),
+                target,
+                recipe=first.name,
+                changes=changes,
+                variants=list(recipes),
+                training_steps=sorted(steps),
+                seeds=seed + 1,
+                depth=arguments.depth,
+                batch=arguments.batch,
+                max_new_tokens=arguments.max_new_tokens,
+                suites=arguments.suites,
+                prompts=len(prompts),
                 intervals="95%, bootstrap over prompts within suites, rounds of all seeds; differences on the same prompts and seeds; over_seeds: Student's t",
-            )  # fmt: skip
+            )
             result = {f"temperature {t:g}": compare(by_name, strata, arguments.depth) for t, by_name in runs.items()}
             write({"conditions": told} | result, arguments.out)
         for t in runs:

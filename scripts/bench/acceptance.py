@@ -14,12 +14,16 @@ if TYPE_CHECKING:
 Rounds = list[list["Round"]]  # of each prompt
 
 
-def rounds_of(decoder: Decoder, prompts: Sequence[Sequence[int]], max_new_tokens: int, sampling: Sampling, plan: Plan, batch: int) -> Rounds:
+def rounds_of(
+    decoder: Decoder, prompts: Sequence[Sequence[int]], max_new_tokens: int, sampling: Sampling, plan: Plan, batch: int
+) -> Rounds:
     """All rounds of each prompt. Prompts run `batch` at a time: acceptance does not depend on it."""
     found: Rounds = []
     for start in range(0, len(prompts), batch):
         ids = list(range(start, min(start + batch, len(prompts))))
-        found += decoder.generate([list(prompts[i]) for i in ids], max_new_tokens, sampling, plan, sequence_ids=ids).rounds
+        found += decoder.generate(
+            [list(prompts[i]) for i in ids], max_new_tokens, sampling, plan, sequence_ids=ids
+        ).rounds
     return found
 
 
@@ -58,5 +62,8 @@ def over_seeds(values: Sequence[float]) -> dict[str, float] | None:
 
     if len(values) < 2 or any(map(math.isnan, values)):
         return None
-    middle, spread = statistics.fmean(values), statistics.stdev(values) / math.sqrt(len(values)) * float(stdtrit(len(values) - 1, 0.975))
+    middle, spread = (
+        statistics.fmean(values),
+        statistics.stdev(values) / math.sqrt(len(values)) * float(stdtrit(len(values) - 1, 0.975)),
+    )
     return {"value": middle, "low": middle - spread, "high": middle + spread}

@@ -22,7 +22,7 @@ from .identity import load_contestants
 if TYPE_CHECKING:
     from outrider.eval import Contestant
     from outrider.eval.batches import Point
-    from outrider.target import Target
+    from outrider.targets import Target
 
 
 def build_contestants(target: Target, arguments: argparse.Namespace) -> list[Contestant]:
@@ -61,7 +61,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--depths", nargs="+", type=int, default=[2, 4], help="of chains")
     parser.add_argument("--suites", nargs="+", default=["code", "docs", "prose"])
     parser.add_argument("--limit", type=int, help="prompts per suite")
-    parser.add_argument("--groups", type=int, default=8, help="batches of each size at least; more where the prompts fill more")
+    parser.add_argument(
+        "--groups", type=int, default=8, help="batches of each size at least; more where the prompts fill more"
+    )
     parser.add_argument("--max-new-tokens", type=int, default=96)
     parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0)
@@ -76,17 +78,19 @@ def main(given: Sequence[str] | None = None) -> int:
 
     from rich.console import Console
 
-    from outrider.distill.progress import progress
     from outrider.eval.batches import lines, make_groups, measure_batches
     from outrider.eval.measure import make_jobs, threads
     from outrider.eval.plots import speedup_by_batch, standalone
     from outrider.eval.suites import load_suites
+    from outrider.ground.progress import progress
     from outrider.pair import Pair
     from outrider.recipes import EvalSpec
-    from outrider.target import Target
+    from outrider.targets import Target
 
     if arguments.pair:
-        target = Pair.load(arguments.pair).load_target(arguments.target, **({"dtype": arguments.dtype} if arguments.dtype else {}))
+        target = Pair.load(arguments.pair).load_target(
+            arguments.target, **({"dtype": arguments.dtype} if arguments.dtype else {})
+        )
     else:
         target = Target.load(arguments.target, dtype=arguments.dtype or "float32")
     jobs = make_jobs(load_suites(arguments.suites, target.require_tokenizer()), arguments.limit)
@@ -94,13 +98,24 @@ def main(given: Sequence[str] | None = None) -> int:
     settings = EvalSpec(max_new_tokens=arguments.max_new_tokens, repeats=arguments.repeats, seed=arguments.seed)
     total = sum(len(make_groups(jobs, size, arguments.groups)) for size in arguments.sizes) * arguments.repeats
     with threads(arguments.threads), progress(Console(stderr=True), "measuring", total, transient=True) as advance:
-        points = measure_batches(target, contestants, jobs, arguments.sizes, settings, arguments.groups, lambda: advance(1, ""))
+        points = measure_batches(
+            target, contestants, jobs, arguments.sizes, settings, arguments.groups, lambda: advance(1, "")
+        )
         about = conditions(
-            target, temperature=0, sizes=arguments.sizes, depths=arguments.depths, max_new_tokens=arguments.max_new_tokens, repeats=arguments.repeats,
-            suites=arguments.suites, prompts=len(jobs), seed=arguments.seed, timing="whole requests, prefills included; contestants take turns on each batch",
+            target,
+            temperature=0,
+            sizes=arguments.sizes,
+            depths=arguments.depths,
+            max_new_tokens=arguments.max_new_tokens,
+            repeats=arguments.repeats,
+            suites=arguments.suites,
+            prompts=len(jobs),
+            seed=arguments.seed,
+            timing="whole requests, prefills included; contestants take turns on each batch",
             batches="random, ragged; a size whose prompts fill fewer than --groups batches draws prompts again",
-            intervals="95%, bootstrap over batches", tau="mean tokens per round and sequence, 1 + mean accepted",
-        )  # fmt: skip
+            intervals="95%, bootstrap over batches",
+            tau="mean tokens per round and sequence, 1 + mean accepted",
+        )
     show(points)
     write({"conditions": about, "points": [p.to_dict() for p in points]}, arguments.out)
     if arguments.out and (drawn := lines(points)):

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from outrider.eval.costs import Bandwidth
     from outrider.heads import Drafter, DraftModel
-    from outrider.target import Target
+    from outrider.targets import Target
 
 Result = TypeVar("Result")
 
@@ -46,9 +46,14 @@ class CellSettings:
 
     def to_dict(self) -> dict[str, Any]:
         return {
-            "depth": self.depth, "forced_shares": list(self.shares), "new_tokens": self.new_tokens, "repeats": self.repeats,
-            "cost_repeats": self.cost_repeats, "widths": list(self.widths), "seed": self.seed,
-        }  # fmt: skip
+            "depth": self.depth,
+            "forced_shares": list(self.shares),
+            "new_tokens": self.new_tokens,
+            "repeats": self.repeats,
+            "cost_repeats": self.cost_repeats,
+            "widths": list(self.widths),
+            "seed": self.seed,
+        }
 
 
 @dataclass(frozen=True)
@@ -80,7 +85,9 @@ class Cell:
         """All of it, as JSON holds it."""
         found: dict[str, Any] = {"context": self.context, "batch": self.batch}
         found["verify"] = guarded(self._verify)
-        found["draft_seconds"] = {name: guarded(partial(self._draft, drafter)) for name, drafter in self.drafters.items()}
+        found["draft_seconds"] = {
+            name: guarded(partial(self._draft, drafter)) for name, drafter in self.drafters.items()
+        }
         known = guarded(self._continuation)
         if isinstance(known, dict):
             return found | {"loops": known}
@@ -107,14 +114,21 @@ class Cell:
         """T_verify(n) / T_verify(1), n tokens per row: the root and n − 1 drafts."""
         from outrider.eval.costs import verify_times
 
-        widths, taps = sorted({0, self.settings.depth, *self.settings.widths}), next((d.taps for d in self.drafters.values() if d.taps), ())
+        widths, taps = (
+            sorted({0, self.settings.depth, *self.settings.widths}),
+            next((d.taps for d in self.drafters.values() if d.taps), ()),
+        )
         times = verify_times(self.target, widths, self.batch, self.context, self.settings.cost_repeats, taps)
-        return [{"tokens": n + 1, "seconds": seconds, "over_one_token": seconds / times[0]} for n, seconds in times.items()]
+        return [
+            {"tokens": n + 1, "seconds": seconds, "over_one_token": seconds / times[0]} for n, seconds in times.items()
+        ]
 
     def _draft(self, drafter: Drafter) -> list[float]:
         from outrider.eval.costs import draft_times
 
-        return draft_times(self.target, drafter, self.settings.depth, self.batch, self.context, self.settings.cost_repeats)
+        return draft_times(
+            self.target, drafter, self.settings.depth, self.batch, self.context, self.settings.cost_repeats
+        )
 
     def _floor(self, round_seconds: float | None) -> dict[str, Any]:
         """The floor of a plain step, and what of its time it is."""
@@ -137,13 +151,21 @@ class Cell:
 
         target, new, plan = self.target, self.settings.new_tokens, _chain(self.settings.depth)
         texts = [list(prompt) + tokens for prompt, tokens in zip(self.prompts, continuation, strict=True)]
-        scripts = {share: make_script(texts, share, target.vocab_size, self.settings.seed) for share in self.settings.shares}
+        scripts = {
+            share: make_script(texts, share, target.vocab_size, self.settings.seed) for share in self.settings.shares
+        }
         yield Ours("plain", Decoder(target), _chain(0), new)
         for name, drafter in self.drafters.items():
             decoder = Decoder(target, Forced(drafter))
             for share, script in scripts.items():
-                yield Ours(f"{name}, forced {share:g}", decoder, plan, new, {"forced acceptance": True, "share": share}, script)
-        told = {"forced acceptance": True, "through": "the prompt holds what follows it"} if self.repeated else {"forced acceptance": False}
+                yield Ours(
+                    f"{name}, forced {share:g}", decoder, plan, new, {"forced acceptance": True, "share": share}, script
+                )
+        told = (
+            {"forced acceptance": True, "through": "the prompt holds what follows it"}
+            if self.repeated
+            else {"forced acceptance": False}
+        )
         if self.lookup:
             yield Ours("ngram", Decoder(target, Ngram()), plan, new, told)
         yield Theirs("transformers.generate", target, new)
@@ -159,9 +181,13 @@ class Cell:
         from .forced import forced_assistant
 
         return Theirs(
-            f"transformers.assisted, forced {share:g}", self.target, self.settings.new_tokens, assist(drafter.model, self.settings.depth),
-            around=partial(forced_assistant, drafter.model, script), told={"forced acceptance": True, "share": share},
-        )  # fmt: skip
+            f"transformers.assisted, forced {share:g}",
+            self.target,
+            self.settings.new_tokens,
+            assist(drafter.model, self.settings.depth),
+            around=partial(forced_assistant, drafter.model, script),
+            told={"forced acceptance": True, "share": share},
+        )
 
     def _race(self, loops: Sequence[Loop], plain: Texts) -> dict[str, Any]:
         """Figures by loop. All take turns if there is memory for what each of them keeps; else one comes after the other."""
@@ -185,7 +211,9 @@ class Cell:
 
     def _overheads(self, loops: Sequence[Loop], found: dict[str, Any]) -> dict[str, Any]:
         """Of loops whose rounds are all alike: plain, and full acceptance."""
-        alike: list[Ours] = [loop for loop in loops if isinstance(loop, Ours) and (loop.name == "plain" or loop.told.get("share") == 1.0)]
+        alike: list[Ours] = [
+            loop for loop in loops if isinstance(loop, Ours) and (loop.name == "plain" or loop.told.get("share") == 1.0)
+        ]
         if self.target.device.type == "cuda":
             return {loop.name: self._of_parts(loop, found) for loop in alike}
         return {loop.name: guarded(partial(self._overhead, loop)) for loop in alike}
@@ -247,7 +275,7 @@ def guarded(work: Callable[[], Result]) -> Result | dict[str, str]:
     """The result of `work`, or what was missing: too little memory, of which the decoder says how much it is before it begins."""
     import torch
 
-    from outrider.target import BadInputError
+    from outrider.ground import BadInputError
 
     try:
         return work()

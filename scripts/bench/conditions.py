@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from outrider.target import Target
+    from outrider.targets import Target
 
 
 def conditions(target: Target, /, **settings: Any) -> dict[str, Any]:
@@ -20,39 +20,26 @@ def conditions(target: Target, /, **settings: Any) -> dict[str, Any]:
     """
     import torch
 
-    from outrider.eval.measure import device_name
+    from outrider.ground.machine import device_name
+    from outrider.ground.versions import versions
 
     return {
         "target": settings.pop("target", None) or target.fingerprint().digest,
         "dtype": str(target.dtype).removeprefix("torch."),
         "device": str(target.device),
-        "device_name": device_name(target),
+        "device_name": device_name(target.device),
         "threads": torch.get_num_threads(),
         "attention": getattr(target.config, "_attn_implementation", None),
         **settings,
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         "torch": torch.__version__,
-        "versions": _versions(),
+        "versions": versions(),
     }
-
-
-def _versions() -> dict[str, str]:
-    """A checkout that runs without being installed has no version."""
-    from importlib.metadata import PackageNotFoundError
-
-    import transformers
-
-    from outrider.eval.measure import versions
-
-    try:
-        return versions()
-    except PackageNotFoundError:
-        return {"transformers": transformers.__version__}
 
 
 def command(main: Callable[[], int]) -> int:
     """The exit code of `main`; what a user can put right is one line, as from `outrider` itself."""
-    from outrider.target import OutriderError
+    from outrider.ground import OutriderError
 
     try:
         return main()

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from outrider.decode import Decoder, Event, Plan
-    from outrider.target import RaggedCache, Target
+    from outrider.targets import RaggedCache, Target
 
 PLAIN, DRAFTED = "plain", "drafted"
 OWN, ATTENTION, MASK = "round", "attention", "mask"
@@ -76,15 +76,25 @@ def build_target(arguments: argparse.Namespace) -> Target:
     import torch
     from transformers import AutoConfig
 
-    from outrider.target import best_device, embedded_path
+    from outrider.ground.machine import best_device
+    from outrider.targets import embedded_path
 
     from . import random_targets
 
     values = AutoConfig.from_pretrained(embedded_path()).to_dict()
     kept = (
-        "model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size",
-        "rms_norm_eps", "rope_parameters", "tie_word_embeddings",
-    )  # fmt: skip
+        "model_type",
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "head_dim",
+        "vocab_size",
+        "rms_norm_eps",
+        "rope_parameters",
+        "tie_word_embeddings",
+    )
     shape = {name: values[name] for name in kept} | {"max_position_embeddings": 2 * max(4096, *arguments.contexts)}
     if arguments.layers:
         shape["num_hidden_layers"] = arguments.layers
@@ -117,7 +127,9 @@ class Attention:
             self.cache = committed_cache(target, 1, context, depth + 1)
             self.queries = torch.randn(1, target.config.num_attention_heads, depth + 1, target.config.head_dim, **kind)
             # The drafter's only layer: keys and values of its own sizes.
-            self.own = torch.randn(2, 1, self.drafter.num_key_value_heads, context + depth + 1, self.drafter.head_dim, **kind)
+            self.own = torch.randn(
+                2, 1, self.drafter.num_key_value_heads, context + depth + 1, self.drafter.head_dim, **kind
+            )
             self.head_queries = torch.randn(1, self.drafter.num_attention_heads, 1, self.drafter.head_dim, **kind)
         self.ready = self.mask()
 
@@ -151,7 +163,9 @@ class Attention:
             for layer in layers:
                 self._call(self.queries[:, :, :width], layer.keys, layer.values, width, mask, self.target.config)
 
-    def _call(self, queries: Tensor, keys: Tensor, values: Tensor, ahead: int, mask: Tensor | None, config: Any) -> None:
+    def _call(
+        self, queries: Tensor, keys: Tensor, values: Tensor, ahead: int, mask: Tensor | None, config: Any
+    ) -> None:
         groups = config.num_attention_heads // config.num_key_value_heads
         module = SimpleNamespace(num_key_value_groups=groups, is_causal=True, training=False)
         self.attend(module, queries, keys[:, :, : self.context + ahead], values[:, :, : self.context + ahead], mask)
@@ -175,26 +189,35 @@ def measure(target: Target, arguments: argparse.Namespace) -> dict[str, Any]:
         with recorded_caches(target) as given:
             sessions[kind, context] = open_session(*decoders[kind], context, rounds)
         caches[kind, context] = given[-1]  # a decoder may measure on others before
-    works: dict[tuple[str, str, int], Callable[[], object]] = {(OWN, kind, c): session.step for (kind, c), session in sessions.items()}
+    works: dict[tuple[str, str, int], Callable[[], object]] = {
+        (OWN, kind, c): session.step for (kind, c), session in sessions.items()
+    }
     for context in arguments.contexts:
         alone = Attention(target, drafter, context, arguments.depth)
-        works |= {(ATTENTION, PLAIN, context): alone.plain, (ATTENTION, DRAFTED, context): alone.drafted, (MASK, DRAFTED, context): alone.mask}
+        works |= {
+            (ATTENTION, PLAIN, context): alone.plain,
+            (ATTENTION, DRAFTED, context): alone.drafted,
+            (MASK, DRAFTED, context): alone.mask,
+        }
     spent: dict[tuple[str, str, int], list[float]] = {key: [] for key in works}
     for key, counts in turns(list(works), arguments.repeats):
         seconds = timed(works[key], target)
         if counts:
             spent[key].append(seconds)
     found = {key: statistics.median(times) for key, times in spent.items()}
-    result = {kind: of_kind(kind, found, {c: statistics.mean(sessions[kind, c].contexts) for c in arguments.contexts}) for kind in decoders}
+    result = {
+        kind: of_kind(kind, found, {c: statistics.mean(sessions[kind, c].contexts) for c in arguments.contexts})
+        for kind in decoders
+    }
     return result | {"memory": [memory(target, key, cache) for key, cache in caches.items()]}
 
 
 def timed(work: Callable[[], object], target: Target) -> float:
-    from outrider.eval.costs import synchronised
+    from outrider.ground.machine import clock
 
-    began = synchronised(target.device)
+    began = clock(target.device)
     work()
-    return synchronised(target.device) - began
+    return clock(target.device) - began
 
 
 @contextmanager
@@ -221,30 +244,51 @@ def of_kind(kind: str, found: dict[tuple[str, str, int], float], contexts: dict[
     both = [a + m for a, m in zip(attention, masks, strict=True)]
     whole, part = Fit.of(list(contexts.values()), own), Fit.of(at, both)
     return {
-        "contexts": at, "mean_contexts": list(contexts.values()), "round_seconds": own, "attention_seconds": attention, "mask_seconds": masks,
-        "fit": asdict(whole), "attention_fit": asdict(part), "share_of_growth": part.b / whole.b if whole.b else None,
-        "growth_seconds": own[-1] - own[0], "attention_growth_seconds": both[-1] - both[0],
-    }  # fmt: skip
+        "contexts": at,
+        "mean_contexts": list(contexts.values()),
+        "round_seconds": own,
+        "attention_seconds": attention,
+        "mask_seconds": masks,
+        "fit": asdict(whole),
+        "attention_fit": asdict(part),
+        "share_of_growth": part.b / whole.b if whole.b else None,
+        "growth_seconds": own[-1] - own[0],
+        "attention_growth_seconds": both[-1] - both[0],
+    }
 
 
 def memory(target: Target, key: tuple[str, int], cache: RaggedCache) -> dict[str, Any]:
     """Bytes that the decoder's cache of the target has, and those that keys and values of its slots take."""
     config = target.config
     entry = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * target.dtype.itemsize
-    return {"kind": key[0], "context": key[1], "slots": cache.max_length, "bytes": cache.num_bytes(), "computed": entry * cache.max_length}
+    return {
+        "kind": key[0],
+        "context": key[1],
+        "slots": cache.max_length,
+        "bytes": cache.num_bytes(),
+        "computed": entry * cache.max_length,
+    }
 
 
 def show(result: dict[str, Any]) -> None:
     for kind in (PLAIN, DRAFTED):
         row = result[kind]
-        for c, own, attention, mask in zip(row["contexts"], row["round_seconds"], row["attention_seconds"], row["mask_seconds"], strict=True):
-            print(f"{kind:8} context {c:5} {1e3 * own:9.3f} ms a round, attention {1e3 * attention:8.3f} ms, masks {1e3 * mask:7.3f} ms")
+        for c, own, attention, mask in zip(
+            row["contexts"], row["round_seconds"], row["attention_seconds"], row["mask_seconds"], strict=True
+        ):
+            print(
+                f"{kind:8} context {c:5} {1e3 * own:9.3f} ms a round, attention {1e3 * attention:8.3f} ms, masks {1e3 * mask:7.3f} ms"
+            )
         for name, fit in (("round", row["fit"]), ("attention", row["attention_fit"])):
-            print(f"{kind:8} {name:9} = {1e3 * fit['a']:.3f} ms + {1e6 * fit['b']:.4f} (± {1e6 * fit['b_error']:.4f}) us x context, R2 {fit['r2']:.4f}")
+            print(
+                f"{kind:8} {name:9} = {1e3 * fit['a']:.3f} ms + {1e6 * fit['b']:.4f} (± {1e6 * fit['b_error']:.4f}) us x context, R2 {fit['r2']:.4f}"
+            )
         share = "-" if row["share_of_growth"] is None else f"{row['share_of_growth']:.1%}"
         print(f"{kind:8} attention and its masks explain {share} of the growth")
     for row in result["memory"]:
-        print(f"cache    {row['kind']:8} context {row['context']:5} {row['slots']:5} slots: {row['bytes']} bytes, computed {row['computed']}")
+        print(
+            f"cache    {row['kind']:8} context {row['context']:5} {row['slots']:5} slots: {row['bytes']} bytes, computed {row['computed']}"
+        )
 
 
 def parse(given: Sequence[str] | None) -> argparse.Namespace:
@@ -264,17 +308,24 @@ def main(given: Sequence[str] | None = None) -> int:
     arguments = parse(given)
 
     from outrider.eval.measure import threads
-    from outrider.target import BadInputError
+    from outrider.ground import BadInputError
 
     if len(set(arguments.contexts)) < 3:
         raise BadInputError(f"--contexts: a line needs three lengths at least to be judged, got {arguments.contexts}.")
     with threads(arguments.threads):
         target = build_target(arguments)
         about = conditions(
-            target, target="the embedded target's configuration with random weights", layers=target.num_layers, max_position_embeddings=target.max_context,
-            batch=1, temperature=0, depth=arguments.depth, drafter=f"eagle3, untrained, {arguments.outputs} outputs", repeats=arguments.repeats,
+            target,
+            target="the embedded target's configuration with random weights",
+            layers=target.num_layers,
+            max_position_embeddings=target.max_context,
+            batch=1,
+            temperature=0,
+            depth=arguments.depth,
+            drafter=f"eagle3, untrained, {arguments.outputs} outputs",
+            repeats=arguments.repeats,
             timing="medians over rounds; contexts, kinds and attention alone take turns",
-        )  # fmt: skip
+        )
         result = {"conditions": about} | measure(target, arguments)
     show(result)
     write(result, arguments.out)

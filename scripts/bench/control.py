@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from outrider.eval.suites import Suite
     from outrider.heads import Drafter
     from outrider.recipes import EvalSpec
-    from outrider.target import Target
+    from outrider.targets import Target
 
 PLAIN, CONTROLLED = "plain", "controlled"
 USELESS, DECEIVED = "untrained, controlled", "untrained, promised better"
@@ -78,7 +78,12 @@ def compare(records: Sequence[Record], suite: str | None) -> dict[str, Any]:
 
     over_plain = {name: over(name, PLAIN) for name in rows if name != PLAIN}
     best = max((name for name in rows if name.startswith("depth")), key=lambda name: over_plain[name]["value"])
-    return {"prompts": len(suites), "over plain": over_plain, "best fixed": best, f"{CONTROLLED} / best fixed": over(CONTROLLED, best)}
+    return {
+        "prompts": len(suites),
+        "over plain": over_plain,
+        "best fixed": best,
+        f"{CONTROLLED} / best fixed": over(CONTROLLED, best),
+    }
 
 
 def show(found: dict[str, Any]) -> None:
@@ -87,7 +92,9 @@ def show(found: dict[str, Any]) -> None:
         print(f"{suite:6} controlled / {best}: {quotient['value']:.3f} [{quotient['low']:.3f}, {quotient['high']:.3f}]")
         for name in (best, CONTROLLED, USELESS, DECEIVED):
             over = row["over plain"][name]
-            print(f"       {name + ' / plain':36} {over['value']:.3f} [{over['low']:.3f}, {over['high']:.3f}]", flush=True)
+            print(
+                f"       {name + ' / plain':36} {over['value']:.3f} [{over['low']:.3f}, {over['high']:.3f}]", flush=True
+            )
 
 
 def main(given: Sequence[str] | None = None) -> int:
@@ -110,14 +117,22 @@ def main(given: Sequence[str] | None = None) -> int:
     from outrider.eval.suites import load_suites
     from outrider.heads import load_drafter
     from outrider.recipes import EvalSpec
-    from outrider.target import Target
+    from outrider.targets import Target
 
     target = Target.load(arguments.target, dtype=arguments.dtype)
     drafter = load_drafter(arguments.drafter, target)
     torch.manual_seed(0)
-    untrained = type(drafter).build(drafter.config, target, torch.zeros(target.vocab_size)).to(target.device).cast(target.dtype)
+    untrained = (
+        type(drafter).build(drafter.config, target, torch.zeros(target.vocab_size)).to(target.device).cast(target.dtype)
+    )
     suites = load_suites(arguments.suites, target.require_tokenizer(), arguments.limit)
-    settings = EvalSpec(suites=arguments.suites, max_new_tokens=arguments.max_new_tokens, repeats=1, threads=arguments.threads, temperatures=[0.0])
+    settings = EvalSpec(
+        suites=arguments.suites,
+        max_new_tokens=arguments.max_new_tokens,
+        repeats=1,
+        threads=arguments.threads,
+        temperatures=[0.0],
+    )
     tuning, racing = halves(suites)
     control, own = (tuned(target, d, tuning, settings) for d in (drafter, untrained))
     jobs = make_jobs(racing)
@@ -127,12 +142,23 @@ def main(given: Sequence[str] | None = None) -> int:
             runner(jobs[0], 0.0)
         records = make_records(race(runners, jobs, 0.0, arguments.repeats), jobs, 0.0, PLAIN)
         told = conditions(
-            target, drafter=drafter.name, batch=1, temperature=0, deepest=arguments.deepest, max_new_tokens=arguments.max_new_tokens,
-            repeats=arguments.repeats, suites=arguments.suites, prompts=len(jobs), intervals="95%, bootstrap over prompts within suites",
-        )  # fmt: skip
+            target,
+            drafter=drafter.name,
+            batch=1,
+            temperature=0,
+            deepest=arguments.deepest,
+            max_new_tokens=arguments.max_new_tokens,
+            repeats=arguments.repeats,
+            suites=arguments.suites,
+            prompts=len(jobs),
+            intervals="95%, bootstrap over prompts within suites",
+        )
     found = {suite or "all": compare(records, suite) for suite in (None, *arguments.suites)}
     show(found)
-    write({"conditions": told, "control": control.to_dict(), "untrained control": own.to_dict(), "suites": found}, arguments.out)
+    write(
+        {"conditions": told, "control": control.to_dict(), "untrained control": own.to_dict(), "suites": found},
+        arguments.out,
+    )
     return 0
 
 

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from outrider.eval.figures import Figures, Record
     from outrider.eval.measure import Job, Run, Runner
     from outrider.heads import Drafter
-    from outrider.target import Target
+    from outrider.targets import Target
 
     from .cells import Cell, CellSettings
     from .loops import Texts
@@ -50,30 +50,34 @@ class Drafting:
     def __call__(self, job: Job, temperature: float) -> Run:
         import torch
 
-        from outrider.eval.costs import synchronised
         from outrider.eval.measure import Run
+        from outrider.ground.machine import clock
 
         tokens = torch.tensor([job.prompt.tokens], device=self.target.device)
         mask = torch.ones_like(tokens)
-        began = synchronised(self.target.device)
+        began = clock(self.target.device)
         model: Any = self.target.model
         with torch.inference_mode():
-            out = model.generate(tokens, attention_mask=mask, max_new_tokens=self.max_new_tokens, do_sample=False, **self.options)
-        return Run(out[0, tokens.shape[1] :].tolist(), {"total": synchronised(self.target.device) - began})
+            out = model.generate(
+                tokens, attention_mask=mask, max_new_tokens=self.max_new_tokens, do_sample=False, **self.options
+            )
+        return Run(out[0, tokens.shape[1] :].tolist(), {"total": clock(self.target.device) - began})
 
 
 # ------------------------------------------------------------ suites
 
 
 def load_drafters(target: Target, arguments: argparse.Namespace) -> dict[str, Drafter]:
+    from outrider.ground import BadInputError
     from outrider.heads import load_drafter
-    from outrider.target import BadInputError
 
     folders = {"eagle3": arguments.eagle3, "draft_model": arguments.draft_model}
     found = {name: load_drafter(folder, target) for name, folder in folders.items() if folder}
     for name, drafter in found.items():
         if drafter.name != name:
-            raise BadInputError(f"--{name.replace('_', '-')} {folders[name]}: expected a drafter of type {name}, found {drafter.name}.")
+            raise BadInputError(
+                f"--{name.replace('_', '-')} {folders[name]}: expected a drafter of type {name}, found {drafter.name}."
+            )
     return found
 
 
@@ -88,13 +92,19 @@ def build_runners(target: Target, drafters: dict[str, Drafter], arguments: argpa
     settings = EvalSpec(max_new_tokens=arguments.max_new_tokens, seed=0)
     plan, tree = Plan(arguments.depth), Plan(arguments.depth + 1, arguments.width, arguments.nodes)
     found = [Contestant("plain", None, Plan(depth=0)), Contestant("ngram", Ngram(), plan)]
-    runners: list[Runner] = [Drafting(LOOKUP, target, arguments.max_new_tokens, prompt_lookup_num_tokens=arguments.depth)]
+    runners: list[Runner] = [
+        Drafting(LOOKUP, target, arguments.max_new_tokens, prompt_lookup_num_tokens=arguments.depth)
+    ]
     for name, drafter in drafters.items():
         found.append(Contestant(name, drafter, plan))
         if name == "eagle3":
             found.append(Contestant("eagle3 tree", drafter, tree))
         if isinstance(drafter, DraftModel):
-            runners.append(Drafting(ASSISTED, target, arguments.max_new_tokens, assistant_model=assist(drafter.model, arguments.depth)))
+            runners.append(
+                Drafting(
+                    ASSISTED, target, arguments.max_new_tokens, assistant_model=assist(drafter.model, arguments.depth)
+                )
+            )
     return [*(Engine(target, c, settings) for c in found), Generate(target, settings), *runners]
 
 
@@ -109,11 +119,17 @@ def quotients(records: dict[str, list[Record]], pairs: list[tuple[str, str]]) ->
     for above, below in pairs:
         if above in records and below in records:
             interval = bootstrap.quotient(tokens_per_second(records[above]), tokens_per_second(records[below]))
-            found[f"{above} / {below}"] = {"value": round(interval.value, 4), "low": round(interval.low, 4), "high": round(interval.high, 4)}
+            found[f"{above} / {below}"] = {
+                "value": round(interval.value, 4),
+                "low": round(interval.low, 4),
+                "high": round(interval.high, 4),
+            }
     return found
 
 
-def race_suites(target: Target, drafters: dict[str, Drafter], jobs: list[Job], arguments: argparse.Namespace) -> tuple[dict[str, Any], list[Figures]]:
+def race_suites(
+    target: Target, drafters: dict[str, Drafter], jobs: list[Job], arguments: argparse.Namespace
+) -> tuple[dict[str, Any], list[Figures]]:
     """Quotients of tokens/s, and every contestant's figures."""
     from outrider.eval.figures import Baselines, summarise
     from outrider.eval.measure import GENERATE, make_records, race
@@ -126,22 +142,37 @@ def race_suites(target: Target, drafters: dict[str, Drafter], jobs: list[Job], a
     by_name: dict[str, list[Record]] = {}
     for record in sorted(records, key=lambda r: r.suite):
         by_name.setdefault(record.contestant, []).append(record)
-    ours = [("eagle3", "plain"), ("eagle3 tree", "plain"), ("eagle3 tree", "eagle3"), ("draft_model", "plain"), ("ngram", "plain")]
+    ours = [
+        ("eagle3", "plain"),
+        ("eagle3 tree", "plain"),
+        ("eagle3 tree", "eagle3"),
+        ("draft_model", "plain"),
+        ("ngram", "plain"),
+    ]
     theirs = [("plain", GENERATE), ("draft_model", ASSISTED), ("ngram", LOOKUP), ("eagle3", GENERATE)]
     return quotients(by_name, ours + theirs), summarise(records, rules, Baselines(plain="plain", generate=GENERATE))
 
 
-def measure_overheads(target: Target, drafters: dict[str, Drafter], jobs: list[Job], arguments: argparse.Namespace) -> dict[str, Any]:
+def measure_overheads(
+    target: Target, drafters: dict[str, Drafter], jobs: list[Job], arguments: argparse.Namespace
+) -> dict[str, Any]:
     """Of plain rounds, and of each drafter's, on the suites' prompts with the acceptance that the drafter has there."""
     from outrider.decode import Decoder, Plan
 
     from .loops import Ours
     from .overhead import loop_overhead
 
-    chosen = [job for suite in dict.fromkeys(j.suite for j in jobs) for job in [j for j in jobs if j.suite == suite][: arguments.overhead_prompts]]
+    chosen = [
+        job
+        for suite in dict.fromkeys(j.suite for j in jobs)
+        for job in [j for j in jobs if j.suite == suite][: arguments.overhead_prompts]
+    ]
     batches = [[list(job.prompt.tokens)] for job in chosen]
     loops = [Ours("plain", Decoder(target), Plan(0), arguments.max_new_tokens)]
-    loops += [Ours(name, Decoder(target, drafter), Plan(arguments.depth), arguments.max_new_tokens) for name, drafter in drafters.items()]
+    loops += [
+        Ours(name, Decoder(target, drafter), Plan(arguments.depth), arguments.max_new_tokens)
+        for name, drafter in drafters.items()
+    ]
     return {loop.name: loop_overhead(loop, batches, arguments.repeats).to_dict() for loop in loops}
 
 
@@ -151,9 +182,23 @@ def measure_overheads(target: Target, drafters: dict[str, Drafter], jobs: list[J
 def cell_settings(arguments: argparse.Namespace) -> CellSettings:
     from .cells import CellSettings
 
-    settings = CellSettings(arguments.depth, tuple(arguments.shares), arguments.cell_tokens, arguments.repeats, arguments.cost_repeats, tuple(arguments.widths))
+    settings = CellSettings(
+        arguments.depth,
+        tuple(arguments.shares),
+        arguments.cell_tokens,
+        arguments.repeats,
+        arguments.cost_repeats,
+        tuple(arguments.widths),
+    )
     if arguments.quick:
-        return replace(settings, shares=settings.shares[:1], new_tokens=12, repeats=1, cost_repeats=2, widths=(0, 1, settings.depth))
+        return replace(
+            settings,
+            shares=settings.shares[:1],
+            new_tokens=12,
+            repeats=1,
+            cost_repeats=2,
+            widths=(0, 1, settings.depth),
+        )
     return settings
 
 
@@ -163,10 +208,14 @@ def check_room(target: Target, arguments: argparse.Namespace) -> None:
 
     settings = cell_settings(arguments)
     for context in arguments.context:
-        check_context(target, context, max(settings.new_tokens + settings.depth, *settings.widths, 2 * settings.depth + 64) + 1)
+        check_context(
+            target, context, max(settings.new_tokens + settings.depth, *settings.widths, 2 * settings.depth + 64) + 1
+        )
 
 
-def make_cells(target: Target, drafters: dict[str, Drafter], texts: Texts | None, arguments: argparse.Namespace) -> Iterator[Cell]:
+def make_cells(
+    target: Target, drafters: dict[str, Drafter], texts: Texts | None, arguments: argparse.Namespace
+) -> Iterator[Cell]:
     """The shortest context and smallest batch first. Prompts are joined from `texts`, or random and holding what follows them."""
     from outrider.eval.costs import bandwidth, ragged_lengths
 
@@ -179,7 +228,9 @@ def make_cells(target: Target, drafters: dict[str, Drafter], texts: Texts | None
         for batch in arguments.batch:
             lengths = ragged_lengths(batch, context)
             ahead = settings.new_tokens + settings.depth
-            prompts = random_prompts(target.vocab_size, lengths, ahead) if texts is None else joined_prompts(texts, lengths)
+            prompts = (
+                random_prompts(target.vocab_size, lengths, ahead) if texts is None else joined_prompts(texts, lengths)
+            )
             yield Cell(target, drafters, prompts, texts is None, settings, measured, lookup=not arguments.no_lookup)
 
 
@@ -187,7 +238,7 @@ def random_models(arguments: argparse.Namespace) -> tuple[Target, dict[str, Draf
     """A target of --shape, its drafters, and the words for it in the conditions."""
     import torch
 
-    from outrider.target import best_device
+    from outrider.ground.machine import best_device
 
     from . import random_targets as models
 
@@ -200,8 +251,15 @@ def random_models(arguments: argparse.Namespace) -> tuple[Target, dict[str, Draf
         f"random; output embedding = input embedding moved by {models.STEP} rows, input embeddings of standard deviation {models.EMBEDDING:g}: "
         f"greedy text is known, and no near-tie of bf16 can end a forced acceptance"
     )
-    known = {name: {"parameters": sum(p.numel() for p in d.parameters()), "weights": "random"} for name, d in drafters.items()}
-    return target, drafters, {"target": {"shape": arguments.shape, "config": shape, "weights": weights}, "drafters": known}
+    known = {
+        name: {"parameters": sum(p.numel() for p in d.parameters()), "weights": "random"}
+        for name, d in drafters.items()
+    }
+    return (
+        target,
+        drafters,
+        {"target": {"shape": arguments.shape, "config": shape, "weights": weights}, "drafters": known},
+    )
 
 
 # ------------------------------------------------------------ what is printed
@@ -211,7 +269,9 @@ def show_suites(compared: dict[str, Any], figures: Sequence[Figures], overheads:
     for name, row in compared.items():
         print(f"{name:40} {row['value']:.3f} [{row['low']:.3f}, {row['high']:.3f}]")
     for f in figures:
-        print(f"{f.contestant:28} {f.suite:6} tau {f.tau.text() if f.tau else '-':24} identical to plain {f.identical}/{f.num_prompts}")
+        print(
+            f"{f.contestant:28} {f.suite:6} tau {f.tau.text() if f.tau else '-':24} identical to plain {f.identical}/{f.num_prompts}"
+        )
     for name, row in overheads.items():
         print(f"loop over bare passes, {name:17} {_overhead(row)}")
 
@@ -219,9 +279,19 @@ def show_suites(compared: dict[str, Any], figures: Sequence[Figures], overheads:
 def show_cell(cell: dict[str, Any]) -> None:
     print(f"context {cell['context']}, batch {cell['batch']}")
     if isinstance(cell["verify"], list):
-        print("  T_verify(n)/T_verify(1)  " + "  ".join(f"{row['tokens']}: {row['over_one_token']:.2f}" for row in cell["verify"]))
+        print(
+            "  T_verify(n)/T_verify(1)  "
+            + "  ".join(f"{row['tokens']}: {row['over_one_token']:.2f}" for row in cell["verify"])
+        )
     for name, times in cell["draft_seconds"].items():
-        print(f"  draft {name:18} " + ("  ".join(f"{d}: {1e3 * t:.2f} ms" for d, t in enumerate(times)) if isinstance(times, list) else times["error"]))
+        print(
+            f"  draft {name:18} "
+            + (
+                "  ".join(f"{d}: {1e3 * t:.2f} ms" for d, t in enumerate(times))
+                if isinstance(times, list)
+                else times["error"]
+            )
+        )
     if "error" in cell["loops"]:
         print(f"  {cell['loops']['error']}")
         return
@@ -233,7 +303,11 @@ def show_cell(cell: dict[str, Any]) -> None:
     for name, row in cell["loops"].items():
         print(f"  {name:38} {_loop(row)}")
     for name, row in cell["loop_overhead"].items():
-        print(f"  loop over bare passes, {name:18} {_overhead(row)}" if row is not None else f"  loop over bare passes, {name:18} -")
+        print(
+            f"  loop over bare passes, {name:18} {_overhead(row)}"
+            if row is not None
+            else f"  loop over bare passes, {name:18} -"
+        )
     for name, row in cell["gaps"].items():
         if row is not None and "error" not in row:
             between = "-" if row["between"] is None else f"{1e3 * row['between']:.3f} ms"
@@ -279,17 +353,34 @@ def parse(given: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--suites", nargs="+", default=["code", "docs", "prose"])
     parser.add_argument("--cells-only", action="store_true", help="use the suites as text for the cells only")
-    parser.add_argument("--overhead-prompts", type=int, default=4, help="per suite, on which the loop's overhead is measured")
+    parser.add_argument(
+        "--overhead-prompts", type=int, default=4, help="per suite, on which the loop's overhead is measured"
+    )
     parser.add_argument("--out", type=Path)
     cells = parser.add_argument_group("cells of context and batch size")
     cells.add_argument("--context", nargs="*", type=int, help="default: 256; of a --shape 1024 8192")
     cells.add_argument("--batch", nargs="*", type=int, help="default: 1; of a --shape 1 4 16 64")
-    cells.add_argument("--shares", nargs="+", type=float, default=[1.0, 0.7], help="forced acceptance at each depth, given the one before")
-    cells.add_argument("--cell-tokens", type=int, default=66, help="new tokens of each row: 1 + a multiple of depth + 1 ends with a full round")
+    cells.add_argument(
+        "--shares",
+        nargs="+",
+        type=float,
+        default=[1.0, 0.7],
+        help="forced acceptance at each depth, given the one before",
+    )
+    cells.add_argument(
+        "--cell-tokens",
+        type=int,
+        default=66,
+        help="new tokens of each row: 1 + a multiple of depth + 1 ends with a full round",
+    )
     cells.add_argument("--cost-repeats", type=int, default=20, help="of single passes")
-    cells.add_argument("--widths", nargs="+", type=int, default=[0, 1, 2, 3, 4, 6, 8, 12, 16], help="drafts in a pass of the target")
+    cells.add_argument(
+        "--widths", nargs="+", type=int, default=[0, 1, 2, 3, 4, 6, 8, 12, 16], help="drafts in a pass of the target"
+    )
     cells.add_argument("--bandwidth-bytes", type=int, help="to copy and read; default: more than caches hold")
-    cells.add_argument("--split-attention", action="store_true", help="Target.use_split_attention; transformers' loops keep their own")
+    cells.add_argument(
+        "--split-attention", action="store_true", help="Target.use_split_attention; transformers' loops keep their own"
+    )
     cells.add_argument("--compile", action="store_true", help="Target.compile")
     cells.add_argument("--no-lookup", action="store_true", help="without n-gram and prompt lookup")
     cells.add_argument("--quick", action="store_true", help="few repeats: to see that it runs")
@@ -315,13 +406,22 @@ def _completed(arguments: argparse.Namespace) -> argparse.Namespace:
 def told(arguments: argparse.Namespace, prompts: int, raced: bool) -> dict[str, Any]:
     """The settings of the race on the suites, if there is one, and those of the cells."""
     race = {
-        "batch": 1, "temperature": 0, "depth": arguments.depth, "tree": {"depth": arguments.depth + 1, "width": arguments.width, "nodes": arguments.nodes},
-        "max_new_tokens": arguments.max_new_tokens, "repeats": arguments.repeats, "suites": arguments.suites, "prompts": prompts,
-    }  # fmt: skip
+        "batch": 1,
+        "temperature": 0,
+        "depth": arguments.depth,
+        "tree": {"depth": arguments.depth + 1, "width": arguments.width, "nodes": arguments.nodes},
+        "max_new_tokens": arguments.max_new_tokens,
+        "repeats": arguments.repeats,
+        "suites": arguments.suites,
+        "prompts": prompts,
+    }
     cells = cell_settings(arguments).to_dict() | {
-        "context": arguments.context, "batch": arguments.batch, "temperature": 0, "compiled": arguments.compile,
+        "context": arguments.context,
+        "batch": arguments.batch,
+        "temperature": 0,
+        "compiled": arguments.compile,
         "timing": "medians; steady: all steps but the first, which reads the prompt; loops take turns where there is memory for all of them",
-    }  # fmt: skip
+    }
     return (race if raced else {}) | {"cells": cells}
 
 
@@ -330,7 +430,7 @@ def main(given: Sequence[str] | None = None) -> int:
 
     from outrider.eval.measure import make_jobs, threads
     from outrider.eval.suites import load_suites
-    from outrider.target import Target
+    from outrider.targets import Target
 
     with threads(arguments.threads):
         if arguments.shape:
@@ -343,14 +443,22 @@ def main(given: Sequence[str] | None = None) -> int:
         if arguments.compile:
             target.compile()
         check_room(target, arguments)
-        jobs = make_jobs(load_suites(arguments.suites, target.require_tokenizer()), arguments.limit) if arguments.suites else []
+        jobs = (
+            make_jobs(load_suites(arguments.suites, target.require_tokenizer()), arguments.limit)
+            if arguments.suites
+            else []
+        )
         raced = bool(jobs) and not arguments.cells_only
         result: dict[str, Any] = {"conditions": conditions(target, **described, **told(arguments, len(jobs), raced))}
         if raced:
             compared, figures = race_suites(target, drafters, jobs, arguments)
             overheads = measure_overheads(target, drafters, jobs, arguments) if target.device.type == "cpu" else {}
             show_suites(compared, figures, overheads)
-            result |= {"tokens_per_second_ratios": compared, "loop_overhead": overheads, "figures": [json.loads(f.model_dump_json()) for f in figures]}
+            result |= {
+                "tokens_per_second_ratios": compared,
+                "loop_overhead": overheads,
+                "figures": [json.loads(f.model_dump_json()) for f in figures],
+            }
             write(result, arguments.out)
         result["cells"] = []
         for cell in make_cells(target, drafters, [list(j.prompt.tokens) for j in jobs] or None, arguments):

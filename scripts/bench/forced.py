@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from outrider.heads import Choose, Drafter, DrafterConfig, Proposal
-from outrider.target import Counts, RaggedCache, Target
+from outrider.targets import Counts, RaggedCache, Target
 
 
 def make_script(texts: Sequence[Sequence[int]], share: float, vocab: int, seed: int = 0) -> Tensor:
@@ -76,7 +76,11 @@ class Forced(Drafter):
 
     def open(self, target: Target, batch_size: int, max_length: int, spare: int = 0) -> _State:
         read = torch.zeros(batch_size, dtype=torch.long, device=target.device)
-        state = _State(self.inner.open(target, batch_size, max_length, *((spare,) if spare else ())), read.new_zeros(batch_size, max_length), read)
+        state = _State(
+            self.inner.open(target, batch_size, max_length, *((spare,) if spare else ())),
+            read.new_zeros(batch_size, max_length),
+            read,
+        )
         self._tell(state)
         return state
 
@@ -88,13 +92,20 @@ class Forced(Drafter):
         state.script[:rows, :length] = self.script[:rows, :length].to(state.script.device)
 
     def state_bytes(self, target: Target, batch_size: int, max_length: int, spare: int = 0) -> int:
-        return self.inner.state_bytes(target, batch_size, max_length, *((spare,) if spare else ())) + 8 * batch_size * max_length
+        return (
+            self.inner.state_bytes(target, batch_size, max_length, *((spare,) if spare else ()))
+            + 8 * batch_size * max_length
+        )
 
-    def absorb(self, state: _State, tokens: Tensor, hidden: Tensor | None, counts: Counts, path: Tensor | None = None) -> None:
+    def absorb(
+        self, state: _State, tokens: Tensor, hidden: Tensor | None, counts: Counts, path: Tensor | None = None
+    ) -> None:
         self.inner.absorb(state.inner, tokens, hidden, counts, path)
         state.read = state.read + counts.tensor
 
-    def propose(self, state: _State, root: Tensor, depth: int, choose: Choose, ended: Callable[[], bool] | None = None) -> Proposal:
+    def propose(
+        self, state: _State, root: Tensor, depth: int, choose: Choose, ended: Callable[[], bool] | None = None
+    ) -> Proposal:
         places = state.read[:, None] + torch.arange(1, depth + 1, device=root.device)
         given = iter(state.script.gather(1, places.clamp(max=state.script.shape[1] - 1)).unbind(1))
 

@@ -45,7 +45,9 @@ class Gaps:
     def to_dict(self, round_seconds: float | None = None) -> dict[str, Any]:
         """With `round_seconds`, the time of a round without the profiler: what of it the device was not busy."""
         found = asdict(self) | {"round_seconds_without_profiler": round_seconds}
-        return found | {"idle_seconds_without_profiler": None if round_seconds is None else max(0.0, round_seconds - self.busy)}
+        return found | {
+            "idle_seconds_without_profiler": None if round_seconds is None else max(0.0, round_seconds - self.busy)
+        }
 
 
 def profile(loop: Loop, prompts: Sequence[Sequence[int]], device: str) -> Gaps | None:
@@ -77,7 +79,9 @@ def profile(loop: Loop, prompts: Sequence[Sequence[int]], device: str) -> Gaps |
         file = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(file))
         trace = json.loads(file.read_text())
-    rounds = done.rounds - 1 if done.accepted is None else done.rounds  # their first step is over when the prompts were read
+    rounds = (
+        done.rounds - 1 if done.accepted is None else done.rounds
+    )  # their first step is over when the prompts were read
     return read_trace(trace, device, rounds)
 
 
@@ -91,9 +95,12 @@ def read_trace(trace: dict[str, Any], device: str, rounds: int) -> Gaps | None:
     window, worked = busy[-1][1] - busy[0][0], sum(end - begin for begin, end in busy)
     between = waits(busy, marks)
     return Gaps(
-        window=window / rounds / 1e6, busy=worked / rounds / 1e6, idle_share=1 - worked / window,
-        between=statistics.median(between) / 1e6 if between else None, rounds=rounds,
-    )  # fmt: skip
+        window=window / rounds / 1e6,
+        busy=worked / rounds / 1e6,
+        idle_share=1 - worked / window,
+        between=statistics.median(between) / 1e6 if between else None,
+        rounds=rounds,
+    )
 
 
 def merged(spans: Iterable[Span]) -> list[Span]:

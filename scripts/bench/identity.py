@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from outrider.decode import Plan
     from outrider.heads import Drafter
-    from outrider.target import Target
+    from outrider.targets import Target
 
 
 def load_contestants(names: list[str], target: Target) -> dict[str, Drafter | None]:
@@ -42,7 +42,14 @@ def reference(target: Target, prompt: list[int], count: int) -> list[int]:
 
 
 def compare(
-    target: Target, drafter: Drafter | None, plan: Plan, prompts: list[list[int]], suites: list[str], wanted: list[list[int]], batch: int, count: int
+    target: Target,
+    drafter: Drafter | None,
+    plan: Plan,
+    prompts: list[list[int]],
+    suites: list[str],
+    wanted: list[list[int]],
+    batch: int,
+    count: int,
 ) -> dict[str, Any]:
     from outrider.decode import Decoder
 
@@ -52,7 +59,10 @@ def compare(
         got += out.tokens
         emitted += [[r.accepted + 1 for r in rounds] for rounds in out.rounds]
     different = [i for i, (a, b) in enumerate(zip(got, wanted, strict=True)) if a != b]
-    taus = {s: mean([n for suite, rounds in zip(suites, emitted, strict=True) for n in rounds if s in (suite, "all")]) for s in [*dict.fromkeys(suites), "all"]}
+    taus = {
+        s: mean([n for suite, rounds in zip(suites, emitted, strict=True) for n in rounds if s in (suite, "all")])
+        for s in [*dict.fromkeys(suites), "all"]
+    }
     return {"identical": len(prompts) - len(different), "prompts": len(prompts), "different": different, "tau": taus}
 
 
@@ -85,22 +95,36 @@ def main() -> int:
     import torch
 
     from outrider.eval.suites import load_suites
-    from outrider.target import Target
+    from outrider.targets import Target
 
     torch.set_num_threads(arguments.threads)
     target = Target.load(arguments.target, dtype="float32")
-    asked = [(suite.name, list(p.tokens)) for suite in load_suites(arguments.suites, target.require_tokenizer()) for p in suite.prompts]
+    asked = [
+        (suite.name, list(p.tokens))
+        for suite in load_suites(arguments.suites, target.require_tokenizer())
+        for p in suite.prompts
+    ]
     suites, prompts = [name for name, _ in asked], [tokens for _, tokens in asked]
     wanted = [reference(target, p, arguments.max_new_tokens) for p in prompts]
     found = {}
     for name, drafter in load_contestants(arguments.drafter, target).items():
         for (shape, plan), batch in product(plans(drafter, arguments).items(), (1, 8)):
-            found[f"{name}, {shape}, batch {batch}"] = row = compare(target, drafter, plan, prompts, suites, wanted, batch, arguments.max_new_tokens)
-            print(f"{name}, {shape}, batch {batch}: {row['identical']}/{row['prompts']} identical, tau {row['tau']}", flush=True)
+            found[f"{name}, {shape}, batch {batch}"] = row = compare(
+                target, drafter, plan, prompts, suites, wanted, batch, arguments.max_new_tokens
+            )
+            print(
+                f"{name}, {shape}, batch {batch}: {row['identical']}/{row['prompts']} identical, tau {row['tau']}",
+                flush=True,
+            )
     conditions = {
-        "target": target.fingerprint().digest, "dtype": "float32", "device": str(target.device), "temperature": 0,
-        "max_new_tokens": arguments.max_new_tokens, "suites": arguments.suites, "torch": torch.__version__,
-    }  # fmt: skip
+        "target": target.fingerprint().digest,
+        "dtype": "float32",
+        "device": str(target.device),
+        "temperature": 0,
+        "max_new_tokens": arguments.max_new_tokens,
+        "suites": arguments.suites,
+        "torch": torch.__version__,
+    }
     if arguments.out:
         arguments.out.write_text(json.dumps({"conditions": conditions, "results": found}, indent=2) + "\n")
     return int(any(row["different"] for row in found.values()))

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import torch
 
     from outrider.decode import Decoder, Plan
-    from outrider.target import Target
+    from outrider.targets import Target
 
 Texts = list[list[int]]
 Mark = Callable[[int], None]
@@ -63,8 +63,23 @@ class Ours:
         script: what a forced drafter is to propose; see `forced.Forced`.
     """
 
-    def __init__(self, name: str, decoder: Decoder, plan: Plan, new_tokens: int, told: dict[str, Any] | None = None, script: torch.Tensor | None = None):
-        self.name, self.decoder, self.plan, self.new_tokens, self.told, self.script = name, decoder, plan, new_tokens, told or {}, script
+    def __init__(
+        self,
+        name: str,
+        decoder: Decoder,
+        plan: Plan,
+        new_tokens: int,
+        told: dict[str, Any] | None = None,
+        script: torch.Tensor | None = None,
+    ):
+        self.name, self.decoder, self.plan, self.new_tokens, self.told, self.script = (
+            name,
+            decoder,
+            plan,
+            new_tokens,
+            told or {},
+            script,
+        )
 
     def release(self) -> None:
         self.decoder.rounds.clear()
@@ -84,10 +99,15 @@ class Ours:
         count = sum(map(len, out.tokens)) - first
         steady = [1 + r.accepted for rounds in out.rounds for r in rounds[1:]]
         return Timed(
-            tokens=out.tokens, seconds=ended - began, steady_seconds=ended - watch.steady, steady_tokens=count,
-            steady_rounds=max(map(len, out.rounds)) - 1, rounds=max(map(len, out.rounds)), tau=sum(steady) / max(1, len(steady)),
+            tokens=out.tokens,
+            seconds=ended - began,
+            steady_seconds=ended - watch.steady,
+            steady_tokens=count,
+            steady_rounds=max(map(len, out.rounds)) - 1,
+            rounds=max(map(len, out.rounds)),
+            tau=sum(steady) / max(1, len(steady)),
             accepted=[[r.accepted for r in rounds] for rounds in out.rounds],
-        )  # fmt: skip
+        )
 
 
 class _FirstRow:
@@ -116,9 +136,15 @@ class Theirs:
     """
 
     def __init__(
-        self, name: str, target: Target, new_tokens: int, assistant: Any = None, lookup: int | None = None,
-        around: Callable[[], AbstractContextManager[None]] = nullcontext, told: dict[str, Any] | None = None,
-    ):  # fmt: skip
+        self,
+        name: str,
+        target: Target,
+        new_tokens: int,
+        assistant: Any = None,
+        lookup: int | None = None,
+        around: Callable[[], AbstractContextManager[None]] = nullcontext,
+        told: dict[str, Any] | None = None,
+    ):
         self.name, self.target, self.new_tokens, self.told = name, target, new_tokens, told or {}
         self.assistant, self.lookup, self.around = assistant, lookup, around
 
@@ -136,22 +162,38 @@ class Theirs:
         with torch.inference_mode(), library_attention(self.target), self.around(), passes:
             began = _now(self.target.device)
             out = self.target.model.generate(  # type: ignore[operator]
-                tokens, attention_mask=mask, generation_config=self._config(), stopping_criteria=StoppingCriteriaList([steps]), **options
+                tokens,
+                attention_mask=mask,
+                generation_config=self._config(),
+                stopping_criteria=StoppingCriteriaList([steps]),
+                **options,
             )
             ended = _now(self.target.device)
         new = out[:, tokens.shape[1] :].tolist()
         rows, calls = len(new), len(steps.lengths)
         count = tokens.shape[1] + self.new_tokens - steps.lengths[0]
         return Timed(
-            tokens=new, seconds=ended - began, steady_seconds=ended - steps.first, steady_tokens=rows * count,
-            steady_rounds=calls - 1, rounds=calls, tau=count / max(1, calls - 1),
-        )  # fmt: skip
+            tokens=new,
+            seconds=ended - began,
+            steady_seconds=ended - steps.first,
+            steady_tokens=rows * count,
+            steady_rounds=calls - 1,
+            rounds=calls,
+            tau=count / max(1, calls - 1),
+        )
 
     def _config(self) -> Any:
         from transformers import GenerationConfig
 
         lookup = {"prompt_lookup_num_tokens": self.lookup} if self.lookup else {}
-        return GenerationConfig(do_sample=False, max_new_tokens=self.new_tokens, repetition_penalty=1.0, eos_token_id=None, pad_token_id=0, **lookup)
+        return GenerationConfig(
+            do_sample=False,
+            max_new_tokens=self.new_tokens,
+            repetition_penalty=1.0,
+            eos_token_id=None,
+            pad_token_id=0,
+            **lookup,
+        )
 
 
 @contextmanager
@@ -208,15 +250,19 @@ def _padded(prompts: Sequence[Sequence[int]], device: torch.device) -> tuple[tor
 
 
 def _now(device: torch.device) -> float:
-    from outrider.eval.costs import synchronised
+    from outrider.ground.machine import clock
 
-    return synchronised(device)
+    return clock(device)
 
 
 def assist(model: Any, depth: int) -> Any:
     """`model` as an assistant that drafts a fixed number of tokens: no schedule, no stop at low confidence."""
     config = model.generation_config
-    config.num_assistant_tokens, config.num_assistant_tokens_schedule, config.assistant_confidence_threshold = depth, "constant", 0.0
+    config.num_assistant_tokens, config.num_assistant_tokens_schedule, config.assistant_confidence_threshold = (
+        depth,
+        "constant",
+        0.0,
+    )
     return model
 
 

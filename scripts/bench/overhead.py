@@ -24,10 +24,10 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from outrider.eval.costs import synchronised
 from outrider.eval.statistics import Bootstrap, Interval, Ratio
+from outrider.ground.machine import clock
 from outrider.heads import Drafter
-from outrider.target import Counts, Target
+from outrider.targets import Counts, Target
 
 from .forced import Forced
 from .loops import Ours, Texts, Timed
@@ -51,21 +51,34 @@ class Overhead:
 
     def to_dict(self) -> dict[str, Any]:
         return {
-            "loop_seconds_per_round": self.loop_seconds, "bare_seconds_per_round": self.bare_seconds, "rounds": self.rounds,
-            **_shown(self.share), "of_processor_time": _shown(self.processor),
-        }  # fmt: skip
+            "loop_seconds_per_round": self.loop_seconds,
+            "bare_seconds_per_round": self.bare_seconds,
+            "rounds": self.rounds,
+            **_shown(self.share),
+            "of_processor_time": _shown(self.processor),
+        }
 
 
 def of_parts(round_seconds: float, parts: Sequence[float]) -> dict[str, Any]:
     """The same figures from the time of a round and those of its passes, timed apart."""
     bare = sum(parts)
     share = Interval(round_seconds / bare - 1, float("nan"), float("nan"))
-    return {"loop_seconds_per_round": round_seconds, "bare_seconds_per_round": bare, "rounds": None, **_shown(share), "of_processor_time": None}
+    return {
+        "loop_seconds_per_round": round_seconds,
+        "bare_seconds_per_round": bare,
+        "rounds": None,
+        **_shown(share),
+        "of_processor_time": None,
+    }
 
 
 def _shown(share: Interval) -> dict[str, float | None]:
     known = share.known
-    return {"share": round(share.value, 5), "low": round(share.low, 5) if known else None, "high": round(share.high, 5) if known else None}
+    return {
+        "share": round(share.value, 5),
+        "low": round(share.low, 5) if known else None,
+        "high": round(share.high, 5) if known else None,
+    }
 
 
 @dataclass(frozen=True)
@@ -77,7 +90,7 @@ class Clocks:
 
     @classmethod
     def now(cls, device: torch.device) -> Clocks:
-        return cls(synchronised(device), time.process_time())
+        return cls(clock(device), time.process_time())
 
     def __sub__(self, earlier: Clocks) -> Clocks:
         return Clocks(self.wall - earlier.wall, self.processor - earlier.processor)
@@ -98,14 +111,21 @@ def loop_overhead(loop: Ours, batches: Sequence[Texts], repeats: int) -> Overhea
     Raises:
         BadInputError: no batch takes more than one round.
     """
-    from outrider.target import BadInputError
+    from outrider.ground import BadInputError
 
     pairs = [pair for batch in batches if (pair := _medians(loop, batch, repeats)) is not None]
     if not pairs:
-        raise BadInputError(f"loop overhead: {loop.name} needs requests of two rounds at least; ask for more new tokens than {loop.new_tokens}.")
+        raise BadInputError(
+            f"loop overhead: {loop.name} needs requests of two rounds at least; ask for more new tokens than {loop.new_tokens}."
+        )
     looped, bare, rounds = zip(*pairs, strict=True)
-    wall, processor = (_share([getattr(c, clock) for c in looped], [getattr(c, clock) for c in bare]) for clock in ("wall", "processor"))
-    return Overhead(statistics.mean(c.wall for c in looped), statistics.mean(c.wall for c in bare), sum(rounds), wall, processor)
+    wall, processor = (
+        _share([getattr(c, clock) for c in looped], [getattr(c, clock) for c in bare])
+        for clock in ("wall", "processor")
+    )
+    return Overhead(
+        statistics.mean(c.wall for c in looped), statistics.mean(c.wall for c in bare), sum(rounds), wall, processor
+    )
 
 
 def _share(looped: list[float], bare: list[float]) -> Interval:

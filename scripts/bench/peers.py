@@ -19,7 +19,7 @@ What is each one's own: the loss (KL there, soft cross-entropy here: the same gr
 other there, by its own collator, without a token of padding, so that later steps at a text's end look into the next one; padded here);
 what is trained (there the output embedding stays frozen as of 0.9.0; a contestant of ours that freezes it too is timed beside); and initial
 weights (each draws its own, from the same seed). Ours runs as `outrider train` runs it, which on some processors takes float32 products
-of matrices from another library than torch does by itself (`target/products.py`); a contestant of ours with torch's own is timed beside, so that
+of matrices from another library than torch does by itself (`targets/products.py`); a contestant of ours with torch's own is timed beside, so that
 what the library brings can be told from what the head's code brings. Theirs has an eager forward pass and the eager loss, as the compiled
 ones need a GPU; its attention runs as `--attention` says: all are timed and measured, the first one is trained.
 
@@ -45,11 +45,27 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from outrider.target import BadInputError, Target
+from outrider.ground import BadInputError
+from outrider.targets import Target
 
 from .acceptance import Rounds, over_seeds, pooled, rounds_of, shown, tau
 from .conditions import command, conditions, write
-from .peers_training import FROZEN, OURS, PLAIN, PRECISIONS, THEIRS, Contestant, MakePeer, Ours, Row, Settings, Training, batches_of, one_row, with_features
+from .peers_training import (
+    FROZEN,
+    OURS,
+    PLAIN,
+    PRECISIONS,
+    THEIRS,
+    Contestant,
+    MakePeer,
+    Ours,
+    Row,
+    Settings,
+    Training,
+    batches_of,
+    one_row,
+    with_features,
+)
 
 if TYPE_CHECKING:
     from outrider.heads import Drafter
@@ -76,15 +92,20 @@ class Timed:
         return Seconds(time.perf_counter() - wall, time.process_time() - processor)
 
 
-def measure_speed(settings: Settings, rows: Rows, make_peer: MakePeer, arguments: argparse.Namespace) -> list[dict[str, Any]]:
+def measure_speed(
+    settings: Settings, rows: Rows, make_peer: MakePeer, arguments: argparse.Namespace
+) -> list[dict[str, Any]]:
     """One cell for each length and share of tokens that are not learned."""
     from outrider.eval.measure import race
 
     trainings = [
         Training(contestant, "adamw", 1e-4, 10**6, 1, precision)
-        for precision in PRECISIONS.values() for contestant in everyone(settings, make_peer, arguments)
-    ]  # fmt: skip
-    for training, precision in zip(trainings, [p for p in PRECISIONS for _ in range(len(trainings) // len(PRECISIONS))], strict=True):
+        for precision in PRECISIONS.values()
+        for contestant in everyone(settings, make_peer, arguments)
+    ]
+    for training, precision in zip(
+        trainings, [p for p in PRECISIONS for _ in range(len(trainings) // len(PRECISIONS))], strict=True
+    ):
         training.name = f"{training.name}, {precision}"
     runners = [Timed(t) for t in trainings]
     cells = []
@@ -101,7 +122,11 @@ def measure_speed(settings: Settings, rows: Rows, make_peer: MakePeer, arguments
 
 def everyone(settings: Settings, make_peer: MakePeer, arguments: argparse.Namespace) -> list[Contestant]:
     """Those that are timed, new."""
-    ours: list[Contestant] = [Ours(settings), Ours(settings, FROZEN, frozen=True), Ours(settings, PLAIN, products=False)]
+    ours: list[Contestant] = [
+        Ours(settings),
+        Ours(settings, FROZEN, frozen=True),
+        Ours(settings, PLAIN, products=False),
+    ]
     return ours + [make_peer(settings, attention) for attention in arguments.attention]
 
 
@@ -122,14 +147,23 @@ def speed_cell(length: int, share: float, found: dict[str, list[Seconds]]) -> di
         peers = [row for name, row in rates.items() if name.startswith(THEIRS) and name.endswith(precision)]
         for name in (f"{mine}, {precision}" for mine in (OURS, FROZEN, PLAIN)):
             ratios[name] = {kind: round(rates[name][kind] / max(row[kind] for row in peers), 3) for kind in rates[name]}
-    return {"tokens": length, "not_learned": share, "tokens_per_second": rates, "ours_over_their_fastest_at_equal_precision": ratios}
+    return {
+        "tokens": length,
+        "not_learned": share,
+        "tokens_per_second": rates,
+        "ours_over_their_fastest_at_equal_precision": ratios,
+    }
 
 
 def show_speed(cell: dict[str, Any]) -> None:
     print(f"{cell['tokens']} tokens, the first {cell['not_learned']:.0%} not learned")
     ratios = cell["ours_over_their_fastest_at_equal_precision"]
     for name, row in cell["tokens_per_second"].items():
-        over = f"  {ratios[name]['median']:.2f}x theirs, {ratios[name]['median_of_processor_time']:.2f}x by processor time" if name in ratios else ""
+        over = (
+            f"  {ratios[name]['median']:.2f}x theirs, {ratios[name]['median_of_processor_time']:.2f}x by processor time"
+            if name in ratios
+            else ""
+        )
         print(f"  {name:44} {row['median']:8.0f} tokens/s, best {row['best']:8.0f}{over}", flush=True)
 
 
@@ -142,7 +176,10 @@ def measure_memory(arguments: argparse.Namespace) -> dict[str, Any]:
     for precision in PRECISIONS:
         for name in (OURS, *(f"{THEIRS}, {attention}" for attention in arguments.attention)):
             found[f"{name}, {precision}"] = row = _in_a_process(name, precision, arguments)
-            print(f"{name + ', ' + precision:44} {row['step_bytes'] / 1e6:8.0f} MB in a step, {row['peak_bytes'] / 1e6:8.0f} MB in all", flush=True)
+            print(
+                f"{name + ', ' + precision:44} {row['step_bytes'] / 1e6:8.0f} MB in a step, {row['peak_bytes'] / 1e6:8.0f} MB in all",
+                flush=True,
+            )
     ratios = {}
     for precision in PRECISIONS:
         peers = [row for name, row in found.items() if name.startswith(THEIRS) and name.endswith(precision)]
@@ -153,9 +190,32 @@ def measure_memory(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def _in_a_process(name: str, precision: str, arguments: argparse.Namespace) -> dict[str, int]:
     """Runs this file for one step; what it says on its last line."""
-    given = [sys.executable, "-m", "outrider.scripts.bench.peers", "--one-step", name, precision, "--data", str(arguments.data)]
-    given += ["--target", arguments.target, "--memory-length", str(arguments.memory_length), "--threads", str(arguments.threads)]
-    given += ["--draft-vocab", str(arguments.draft_vocab), "--unrolled", str(arguments.unrolled), "--taps", *map(str, arguments.taps)]
+    given = [
+        sys.executable,
+        "-m",
+        "outrider.scripts.bench.peers",
+        "--one-step",
+        name,
+        precision,
+        "--data",
+        str(arguments.data),
+    ]
+    given += [
+        "--target",
+        arguments.target,
+        "--memory-length",
+        str(arguments.memory_length),
+        "--threads",
+        str(arguments.threads),
+    ]
+    given += [
+        "--draft-vocab",
+        str(arguments.draft_vocab),
+        "--unrolled",
+        str(arguments.unrolled),
+        "--taps",
+        *map(str, arguments.taps),
+    ]
     done = subprocess.run(given, capture_output=True, text=True)
     if done.returncode:
         said = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
@@ -181,7 +241,9 @@ def _reset_peak() -> int:
     try:
         Path("/proc/self/clear_refs").write_text("5")
     except OSError as error:
-        raise BadInputError(f"peak memory is read from Linux's /proc, which cannot be used here ({error}); leave `memory` out of --parts.") from error
+        raise BadInputError(
+            f"peak memory is read from Linux's /proc, which cannot be used here ({error}); leave `memory` out of --parts."
+        ) from error
     return _status("VmRSS")
 
 
@@ -207,9 +269,14 @@ class Trained:
     tokens_per_second: float
 
 
-def train_all(settings: Settings, rows: Rows, make_peer: MakePeer, optimizer: str, seed: int, arguments: argparse.Namespace) -> dict[str, Trained]:
+def train_all(
+    settings: Settings, rows: Rows, make_peer: MakePeer, optimizer: str, seed: int, arguments: argparse.Namespace
+) -> dict[str, Trained]:
     """All contestants, step by step in turns, on the same batches."""
-    makers: list[Callable[[], Contestant]] = [lambda: Ours(settings), lambda: make_peer(settings, arguments.attention[0])]
+    makers: list[Callable[[], Contestant]] = [
+        lambda: Ours(settings),
+        lambda: make_peer(settings, arguments.attention[0]),
+    ]
     if arguments.frozen:
         makers.insert(1, lambda: Ours(settings, FROZEN, frozen=True))
     trainings = []
@@ -227,10 +294,15 @@ def train_all(settings: Settings, rows: Rows, make_peer: MakePeer, optimizer: st
             losses[training.name].append(training.step(job))
             seconds[training.name] += time.perf_counter() - began
     tail = max(1, arguments.steps // 10)
-    return {t.name: Trained(t.contestant.drafter(), sum(losses[t.name][-tail:]) / tail, tokens / seconds[t.name]) for t in trainings}
+    return {
+        t.name: Trained(t.contestant.drafter(), sum(losses[t.name][-tail:]) / tail, tokens / seconds[t.name])
+        for t in trainings
+    }
 
 
-def measure_tau(settings: Settings, rows: Rows, make_peer: MakePeer, optimizer: str, arguments: argparse.Namespace) -> dict[str, Any]:
+def measure_tau(
+    settings: Settings, rows: Rows, make_peer: MakePeer, optimizer: str, arguments: argparse.Namespace
+) -> dict[str, Any]:
     """Over all seeds: τ of each at both temperatures, and ours over theirs."""
     from outrider.decode import Decoder, Plan, Sampling
     from outrider.eval.suites import load_suites
@@ -241,11 +313,20 @@ def measure_tau(settings: Settings, rows: Rows, make_peer: MakePeer, optimizer: 
     trained: dict[str, list[dict[str, float]]] = {}
     for seed in range(arguments.seeds):
         for name, one in train_all(settings, rows, make_peer, optimizer, seed, arguments).items():
-            trained.setdefault(name, []).append({"loss": round(one.losses, 4), "tokens_per_second": round(one.tokens_per_second, 1)})
+            trained.setdefault(name, []).append(
+                {"loss": round(one.losses, 4), "tokens_per_second": round(one.tokens_per_second, 1)}
+            )
             for temperature, by_name in runs.items():
                 decoder, sampling = Decoder(settings.target, one.drafter), Sampling(temperature, seed=seed)
-                by_name.setdefault(name, []).append(rounds_of(decoder, prompts, arguments.max_new_tokens, sampling, Plan(arguments.depth), arguments.batch))
-            print(f"{optimizer}, seed {seed}: {name:40} " + "  ".join(f"{k} {v}" for k, v in trained[name][-1].items()), flush=True)
+                by_name.setdefault(name, []).append(
+                    rounds_of(
+                        decoder, prompts, arguments.max_new_tokens, sampling, Plan(arguments.depth), arguments.batch
+                    )
+                )
+            print(
+                f"{optimizer}, seed {seed}: {name:40} " + "  ".join(f"{k} {v}" for k, v in trained[name][-1].items()),
+                flush=True,
+            )
     strata = [len(s.prompts) for s in suites]
     return {"trained": trained} | {f"temperature {t:g}": compare_tau(by_name, strata) for t, by_name in runs.items()}
 
@@ -263,11 +344,14 @@ def compare_tau(by_name: dict[str, list[Rounds]], strata: Sequence[int]) -> dict
             continue
         each = [bootstrap.quotient(tau(a), tau(b)).value for a, b in zip(seeds, by_name[peer], strict=True)]
         found["over_theirs"][name] = shown(bootstrap.quotient(tau(together[name]), tau(together[peer]))) | {
-            "by_seed": [round(q, 4) for q in each], "over_seeds": over_seeds_of_quotients(each),
-        }  # fmt: skip
+            "by_seed": [round(q, 4) for q in each],
+            "over_seeds": over_seeds_of_quotients(each),
+        }
     for name, row in found["tau"].items():
         quotient = found["over_theirs"].get(name)
-        beside = f"  {quotient['value']:.3f}x theirs [{quotient['low']:.3f}, {quotient['high']:.3f}]" if quotient else ""
+        beside = (
+            f"  {quotient['value']:.3f}x theirs [{quotient['low']:.3f}, {quotient['high']:.3f}]" if quotient else ""
+        )
         print(f"  tau of {name:40} {row['value']:.3f} [{row['low']:.3f}, {row['high']:.3f}]{beside}", flush=True)
     return found
 
@@ -300,9 +384,17 @@ def load_peer() -> tuple[MakePeer, str]:
 def parse(given: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", default="embedded", help="a folder, or embedded")
-    parser.add_argument("--data", type=Path, required=True, help="what `outrider distill` or `outrider train` left: RUN/data")
+    parser.add_argument(
+        "--data", type=Path, required=True, help="what `outrider distill` or `outrider train` left: RUN/data"
+    )
     parser.add_argument("--parts", nargs="+", choices=["speed", "memory", "tau"], default=["speed", "memory", "tau"])
-    parser.add_argument("--attention", nargs="+", choices=["sdpa", "eager"], default=["sdpa", "eager"], help="theirs; the first one is trained")
+    parser.add_argument(
+        "--attention",
+        nargs="+",
+        choices=["sdpa", "eager"],
+        default=["sdpa", "eager"],
+        help="theirs; the first one is trained",
+    )
     parser.add_argument("--draft-vocab", type=int, default=2048)
     parser.add_argument("--taps", nargs="*", type=int, default=[], help="HF hidden_states indices; default: EAGLE-3's")
     parser.add_argument("--unrolled", type=int, default=3, help="steps of the training-time test")
@@ -310,7 +402,9 @@ def parse(given: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path)
     speed = parser.add_argument_group("speed")
     speed.add_argument("--lengths", nargs="+", type=int, default=[512, 2048])
-    speed.add_argument("--share", nargs="+", type=float, default=[0.0, 0.5], help="of each row's tokens that are not learned")
+    speed.add_argument(
+        "--share", nargs="+", type=float, default=[0.0, 0.5], help="of each row's tokens that are not learned"
+    )
     speed.add_argument("--repeats", type=int, default=20)
     memory = parser.add_argument_group("memory")
     memory.add_argument("--memory-length", type=int, default=4096)
@@ -347,7 +441,7 @@ def told(arguments: argparse.Namespace, version: str) -> dict[str, Any]:
         "timing": "one optimizer step on features computed before; contestants take turns; tokens per second from the median, and from the fastest, wall time",
         "memory": "rise of resident memory in one step above what was there before it (model, optimizer state, features), and the process's peak; a process each",
         "intervals": "95%, bootstrap over prompts within suites, rounds of all seeds; quotients on the same prompts and seeds; over_seeds: Student's t",
-    }  # fmt: skip
+    }
 
 
 def main(given: Sequence[str] | None = None) -> int:
@@ -355,7 +449,7 @@ def main(given: Sequence[str] | None = None) -> int:
 
     from outrider.distill.responses import load_responses
     from outrider.eval.measure import threads
-    from outrider.target.products import gains
+    from outrider.targets.products import gains
     from outrider.train.data import split, token_counts
 
     # A step of ours alone needs no peer.
@@ -363,11 +457,21 @@ def main(given: Sequence[str] | None = None) -> int:
     with threads(arguments.threads):
         target = Target.load(arguments.target, dtype="float32", device="cpu")
         rows, _ = split(load_responses(arguments.data), 0.0, prompts=not arguments.responses_only)
-        settings = Settings(target, token_counts(rows, target.vocab_size), arguments.draft_vocab, arguments.unrolled, tuple(arguments.taps))
+        settings = Settings(
+            target,
+            token_counts(rows, target.vocab_size),
+            arguments.draft_vocab,
+            arguments.unrolled,
+            tuple(arguments.taps),
+        )
         if arguments.one_step:
             print(json.dumps(one_step(settings, rows, make_peer, arguments)))
             return 0
-        result: dict[str, Any] = {"conditions": conditions(target, rows_of_data=len(rows), products=PRODUCTS[gains()], **told(arguments, version))}
+        result: dict[str, Any] = {
+            "conditions": conditions(
+                target, rows_of_data=len(rows), products=PRODUCTS[gains()], **told(arguments, version)
+            )
+        }
         if "speed" in arguments.parts:
             result["speed"] = measure_speed(settings, rows, make_peer, arguments)
             write(result, arguments.out)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig
 
 from outrider.pair.peers import load_speculators
-from outrider.target import embedded_path
+from outrider.targets import embedded_path
 
 from .peers_training import THEIRS, Row, Settings
 
@@ -39,7 +39,11 @@ class Speculators:
         path = str(embedded_path()) if path == "embedded" else str(path)
         self.module: Any = _silently(lambda: _make(path, ours.config, ours.token_ids, attention))
         self.module.train()
-        self.options = {"ttt_steps": settings.steps, "ttt_step_loss_decay": settings.decay, "loss_config": resolve_loss_config("kl_div", "eager")}
+        self.options = {
+            "ttt_steps": settings.steps,
+            "ttt_step_loss_decay": settings.decay,
+            "loss_config": resolve_loss_config("kl_div", "eager"),
+        }
 
     def products(self) -> AbstractContextManager[None]:
         return nullcontext()
@@ -60,13 +64,19 @@ def packed(rows: Sequence[Row]) -> dict[str, Tensor]:
     """
     samples = [
         {
-            "input_ids": row.tokens, "hidden_states": row.hidden.flatten(1), "verifier_last_hidden_states": row.unnormed,
-            "loss_mask": nn.functional.pad(row.learned[1:], (0, 1)), "lengths": torch.tensor([len(row.tokens)]), "position_ids": torch.arange(len(row.tokens)),
+            "input_ids": row.tokens,
+            "hidden_states": row.hidden.flatten(1),
+            "verifier_last_hidden_states": row.unnormed,
+            "loss_mask": nn.functional.pad(row.learned[1:], (0, 1)),
+            "lengths": torch.tensor([len(row.tokens)]),
+            "position_ids": torch.arange(len(row.tokens)),
         }
         for row in rows
-    ]  # fmt: skip
+    ]
     hidden = rows[0].hidden
-    collate = CollateFn(sum(len(row.tokens) - 1 for row in rows), hidden.shape[-1], hidden.shape[-2], hidden.dtype, shift_batch)
+    collate = CollateFn(
+        sum(len(row.tokens) - 1 for row in rows), hidden.shape[-1], hidden.shape[-2], hidden.dtype, shift_batch
+    )
     batch = collate(samples)
     return {name: value for name, value in batch.items() if isinstance(value, Tensor)}
 
@@ -78,10 +88,19 @@ def _make(path: str, config: Any, token_ids: Tensor, attention: str) -> Any:
     kept = torch.zeros(config.vocab_size, dtype=torch.bool)
     kept[token_ids] = True
     return Eagle3DraftModel.from_training_args(
-        layer, t2d=kept, d2t=token_ids - torch.arange(len(token_ids)), target_layer_ids=list(config.taps), draft_attn_impl=attention,
-        draft_vocab_size=len(token_ids), ttt_steps=config.steps, verifier_name_or_path=path,
-        norm_before_residual=config.norm_before_residual, norm_before_fc=config.norm_before_fc, fc_norm=config.norm_taps, norm_output=config.norm_output,
-    )  # fmt: skip
+        layer,
+        t2d=kept,
+        d2t=token_ids - torch.arange(len(token_ids)),
+        target_layer_ids=list(config.taps),
+        draft_attn_impl=attention,
+        draft_vocab_size=len(token_ids),
+        ttt_steps=config.steps,
+        verifier_name_or_path=path,
+        norm_before_residual=config.norm_before_residual,
+        norm_before_fc=config.norm_before_fc,
+        fc_norm=config.norm_taps,
+        norm_output=config.norm_output,
+    )
 
 
 def _silently(make: Any) -> Any:

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from outrider.ground import BadInputError
 from outrider.heads import Drafter, Eagle3, Eagle3Config, TargetBatch
-from outrider.target import BadInputError, Target
+from outrider.targets import Target
 
 if TYPE_CHECKING:
     from outrider.train.data import Rows
@@ -84,7 +85,14 @@ class Settings:
     decay: float = 0.8
 
     def head(self) -> Eagle3:
-        config = Eagle3Config(taps=self.taps, draft_vocab_size=self.draft_vocab_size, steps=self.steps, decay=self.decay, norm_taps=True, norm_output=True)
+        config = Eagle3Config(
+            taps=self.taps,
+            draft_vocab_size=self.draft_vocab_size,
+            steps=self.steps,
+            decay=self.decay,
+            norm_taps=True,
+            norm_output=True,
+        )
         return Eagle3.build(config, self.target, self.counts)
 
 
@@ -102,7 +110,7 @@ class Ours:
         self._fast = products
 
     def products(self) -> AbstractContextManager[Any]:
-        from outrider.target.products import fast_products
+        from outrider.targets.products import fast_products
 
         return fast_products() if self._fast else nullcontext()
 
@@ -110,7 +118,9 @@ class Ours:
         def padded(name: str) -> Tensor:
             return nn.utils.rnn.pad_sequence([getattr(row, name) for row in rows], batch_first=True)
 
-        return self.module.loss(TargetBatch(self.target, padded("tokens"), padded("learned"), padded("hidden"), padded("last"))).mean
+        return self.module.loss(
+            TargetBatch(self.target, padded("tokens"), padded("learned"), padded("hidden"), padded("last"))
+        ).mean
 
     def drafter(self) -> Drafter:
         return self.module.eval()
@@ -119,7 +129,15 @@ class Ours:
 class Training:
     """A contestant, its optimizer and its schedule."""
 
-    def __init__(self, contestant: Contestant, optimizer: str, rate: float, total: int, warmup: int, precision: torch.dtype | None = None):
+    def __init__(
+        self,
+        contestant: Contestant,
+        optimizer: str,
+        rate: float,
+        total: int,
+        warmup: int,
+        precision: torch.dtype | None = None,
+    ):
         from transformers import get_cosine_schedule_with_warmup
 
         self.contestant, self.precision, self.name = contestant, precision, contestant.name
@@ -160,7 +178,9 @@ def features(target: Target, tokens: Sequence[Tensor], learned: Sequence[Tensor]
     """
     norm = getattr(target.body, "norm", None)
     if not isinstance(norm, nn.Module):
-        raise BadInputError(f"this benchmark needs a target of Llama's kind, with a final norm called `norm`; {target.config.model_type} has none.")
+        raise BadInputError(
+            f"this benchmark needs a target of Llama's kind, with a final norm called `norm`; {target.config.model_type} has none."
+        )
     seen: list[Tensor] = []
     handle = norm.register_forward_pre_hook(lambda _, given: seen.append(given[0]))
     try:
@@ -171,7 +191,7 @@ def features(target: Target, tokens: Sequence[Tensor], learned: Sequence[Tensor]
     return [
         Row(t, m, out.hidden[i, : len(t)].clone(), out.last[i, : len(t)].clone(), seen[0][i, : len(t)].clone())
         for i, (t, m) in enumerate(zip(tokens, learned, strict=True))
-    ]  # fmt: skip
+    ]
 
 
 def batches_of(rows: Rows, size: int, count: int, seed: int) -> Iterator[list[dict[str, Any]]]:

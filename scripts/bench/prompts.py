@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import cycle, islice
 from typing import TYPE_CHECKING
 
-from outrider.target import BadInputError
+from outrider.ground import BadInputError
 
 from .random_targets import following
 
@@ -23,7 +23,9 @@ def random_prompts(vocab: int, lengths: Sequence[int], ahead: int, seed: int = 0
     import torch
 
     if min(lengths) < ahead + 3:
-        raise BadInputError(f"a context of {min(lengths)} tokens is too short for prompts that hold the {ahead} tokens that follow them; at least {ahead + 3}.")
+        raise BadInputError(
+            f"a context of {min(lengths)} tokens is too short for prompts that hold the {ahead} tokens that follow them; at least {ahead + 3}."
+        )
     generator = torch.Generator().manual_seed(seed)
     prompts = []
     for length in lengths:

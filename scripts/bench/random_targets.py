@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import torch
 
     from outrider.heads import DraftModel, Eagle3
-    from outrider.target import Target
+    from outrider.targets import Target
 
 STEP = 7919  # a prime: the text comes back to a token only when it has seen the whole vocabulary
 EMBEDDING = 128.0  # standard deviation of the input embeddings; the layers add some 15 to it
@@ -23,41 +23,76 @@ OUTPUT = 0.02
 PRUNED = 32_000  # outputs of the EAGLE-3 heads that were published for these targets
 
 _LLAMA3_ROPE = {
-    "rope_type": "llama3", "rope_theta": 500_000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
-}  # fmt: skip
+    "rope_type": "llama3",
+    "rope_theta": 500_000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
 _QWEN3_ROPE = {"rope_type": "default", "rope_theta": 1_000_000.0}
 
 SHAPES: dict[str, dict[str, Any]] = {
     "llama-3.1-8b": {
-        "model_type": "llama", "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
-        "intermediate_size": 14_336, "vocab_size": 128_256, "max_position_embeddings": 131_072, "rms_norm_eps": 1e-5, "rope_parameters": _LLAMA3_ROPE,
+        "model_type": "llama",
+        "hidden_size": 4096,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "intermediate_size": 14_336,
+        "vocab_size": 128_256,
+        "max_position_embeddings": 131_072,
+        "rms_norm_eps": 1e-5,
+        "rope_parameters": _LLAMA3_ROPE,
     },
     "qwen3-8b": {
-        "model_type": "qwen3", "hidden_size": 4096, "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
-        "intermediate_size": 12_288, "vocab_size": 151_936, "max_position_embeddings": 40_960, "rms_norm_eps": 1e-6, "rope_parameters": _QWEN3_ROPE,
+        "model_type": "qwen3",
+        "hidden_size": 4096,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "intermediate_size": 12_288,
+        "vocab_size": 151_936,
+        "max_position_embeddings": 40_960,
+        "rms_norm_eps": 1e-6,
+        "rope_parameters": _QWEN3_ROPE,
     },
-}  # fmt: skip
+}
 
 # The smallest models of the same families, as draft models: Llama-3.2-1B and Qwen3-0.6B.
 DRAFT_SHAPES: dict[str, dict[str, Any]] = {
     "llama-3.1-8b": {
-        "hidden_size": 2048, "num_hidden_layers": 16, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64, "intermediate_size": 8192,
+        "hidden_size": 2048,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "intermediate_size": 8192,
         "tie_word_embeddings": True,
     },
     "qwen3-8b": {
-        "hidden_size": 1024, "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 3072,
+        "hidden_size": 1024,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "intermediate_size": 3072,
         "tie_word_embeddings": True,
     },
-}  # fmt: skip
+}
 
 
-def shape_of(name: str, layers: int | None = None, hidden: int | None = None, vocab: int | None = None) -> dict[str, Any]:
+def shape_of(
+    name: str, layers: int | None = None, hidden: int | None = None, vocab: int | None = None
+) -> dict[str, Any]:
     """A configuration of `SHAPES`, smaller if asked; the intermediate size shrinks with the hidden one.
 
     Raises:
         BadInputError: no such shape, or a size below 1.
     """
-    from outrider.target import BadInputError
+    from outrider.ground import BadInputError
 
     if name not in SHAPES:
         raise BadInputError(f"no shape {name!r}; known: {', '.join(SHAPES)}.")
@@ -75,7 +110,7 @@ def build_target(shape: dict[str, Any], dtype: torch.dtype, device: torch.device
     """A target of this configuration, made on `device`; without tokenizer and without an end token."""
     import torch
 
-    from outrider.target import Target
+    from outrider.targets import Target
 
     model = _random_model(shape, dtype, device, seed)
     with torch.no_grad():
@@ -106,13 +141,18 @@ def build_eagle3(target: Target, outputs: int = PRUNED, seed: int = 0) -> Eagle3
     return head
 
 
-def build_draft_model(name: str, target: Target, layers: int | None = None, hidden: int | None = None, seed: int = 1) -> DraftModel:
+def build_draft_model(
+    name: str, target: Target, layers: int | None = None, hidden: int | None = None, seed: int = 1
+) -> DraftModel:
     """A random causal LM of the family's smallest shape."""
     from outrider.heads import DraftModel
 
     values = SHAPES[name] | DRAFT_SHAPES[name] | {"vocab_size": target.vocab_size}
     if hidden is not None:
-        values |= {"intermediate_size": max(1, values["intermediate_size"] * hidden // values["hidden_size"]), "hidden_size": hidden}
+        values |= {
+            "intermediate_size": max(1, values["intermediate_size"] * hidden // values["hidden_size"]),
+            "hidden_size": hidden,
+        }
     if layers is not None:
         values["num_hidden_layers"] = layers
     return DraftModel(_random_model(values, target.dtype, target.device, seed))
@@ -123,7 +163,9 @@ def _random_model(shape: dict[str, Any], dtype: torch.dtype, device: torch.devic
     from transformers import AutoConfig, AutoModelForCausalLM
 
     values = {k: v for k, v in shape.items() if k != "model_type"}
-    config = AutoConfig.for_model(shape["model_type"], **values, bos_token_id=None, eos_token_id=None, pad_token_id=None)
+    config = AutoConfig.for_model(
+        shape["model_type"], **values, bos_token_id=None, eos_token_id=None, pad_token_id=None
+    )
     torch.manual_seed(seed)
     with _on(device):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)

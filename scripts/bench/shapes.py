@@ -23,11 +23,23 @@ if TYPE_CHECKING:
     from outrider.eval.statistics import Bootstrap
 
 
-def run(decoder: Decoder, prompts: list[list[int]], plan: Plan, temperature: float, seeds: Sequence[int], arguments: argparse.Namespace) -> Rounds:
+def run(
+    decoder: Decoder,
+    prompts: list[list[int]],
+    plan: Plan,
+    temperature: float,
+    seeds: Sequence[int],
+    arguments: argparse.Namespace,
+) -> Rounds:
     """All rounds of each prompt, over the seeds."""
     from outrider.decode import Sampling
 
-    return pooled([rounds_of(decoder, prompts, arguments.max_new_tokens, Sampling(temperature, seed=s), plan, arguments.batch) for s in seeds])
+    return pooled(
+        [
+            rounds_of(decoder, prompts, arguments.max_new_tokens, Sampling(temperature, seed=s), plan, arguments.batch)
+            for s in seeds
+        ]
+    )
 
 
 def rates_of(rounds: Rounds, width: int) -> list[list[float]]:
@@ -35,30 +47,43 @@ def rates_of(rounds: Rounds, width: int) -> list[list[float]]:
     from outrider.decode import depth_counts
 
     counts = depth_counts([r for each in rounds for r in each])
-    return [[kept / reached * (1 - kept / reached) ** i * 0.5**i for i in range(width)] for reached, kept in counts if reached]
+    return [
+        [kept / reached * (1 - kept / reached) ** i * 0.5**i for i in range(width)]
+        for reached, kept in counts
+        if reached
+    ]
 
 
 def compare(bootstrap: Bootstrap, measured: dict[str, Rounds], pairs: list[tuple[str, str]]) -> dict[str, Any]:
     found = {"tau": {name: shown(bootstrap.ratio(tau(rounds))) for name, rounds in measured.items()}}
-    found["quotients"] = {f"{above} / {below}": shown(bootstrap.quotient(tau(measured[above]), tau(measured[below]))) for above, below in pairs}
+    found["quotients"] = {
+        f"{above} / {below}": shown(bootstrap.quotient(tau(measured[above]), tau(measured[below])))
+        for above, below in pairs
+    }
     for name, row in (found["tau"] | found["quotients"]).items():
         print(f"{name:60} {row['value']:.3f} [{row['low']:.3f}, {row['high']:.3f}]", flush=True)
     return found
 
 
-def greedy(decoder: Decoder, prompts: list[list[int]], bootstrap: Bootstrap, arguments: argparse.Namespace) -> dict[str, Any]:
+def greedy(
+    decoder: Decoder, prompts: list[list[int]], bootstrap: Bootstrap, arguments: argparse.Namespace
+) -> dict[str, Any]:
     """Trees against the best chain."""
     from outrider.decode import Plan
 
     plans = {f"chain, depth {d}": Plan(d) for d in range(1, arguments.deepest + 1)}
-    plans |= {str(plan): plan for plan in (Plan(5, width=4, nodes=16), Plan(6, width=4, nodes=24), Plan(6, width=6, nodes=32))}
+    plans |= {
+        str(plan): plan for plan in (Plan(5, width=4, nodes=16), Plan(6, width=4, nodes=24), Plan(6, width=6, nodes=32))
+    }
     measured = {name: run(decoder, prompts, plan, 0.0, [0], arguments) for name, plan in plans.items()}
     chains = [name for name in measured if name.startswith("chain")]
     best = max(chains, key=lambda name: bootstrap.ratio(tau(measured[name])).value)
     return compare(bootstrap, measured, [(name, best) for name in measured if name not in chains])
 
 
-def sampled(decoder: Decoder, prompts: list[list[int]], bootstrap: Bootstrap, arguments: argparse.Namespace) -> dict[str, Any]:
+def sampled(
+    decoder: Decoder, prompts: list[list[int]], bootstrap: Bootstrap, arguments: argparse.Namespace
+) -> dict[str, Any]:
     """Rule against rule, on a chain and on a static tree."""
     from outrider.decode import Plan, best_tree
 
@@ -99,7 +124,7 @@ def main(given: Sequence[str] | None = None) -> int:
     from outrider.eval.statistics import Bootstrap
     from outrider.eval.suites import load_suites
     from outrider.heads import load_drafter
-    from outrider.target import Target
+    from outrider.targets import Target
 
     with threads(arguments.threads):
         target = Target.load(arguments.target, dtype="float32")
@@ -109,9 +134,14 @@ def main(given: Sequence[str] | None = None) -> int:
         bootstrap = Bootstrap([len(s.prompts) for s in suites])
         result: dict[str, Any] = {}
         result["conditions"] = conditions(
-            target, batch=arguments.batch, seeds=arguments.seeds, max_new_tokens=arguments.max_new_tokens, suites=arguments.suites, prompts=len(prompts),
+            target,
+            batch=arguments.batch,
+            seeds=arguments.seeds,
+            max_new_tokens=arguments.max_new_tokens,
+            suites=arguments.suites,
+            prompts=len(prompts),
             intervals="95%, bootstrap over prompts within suites; quotients on the same prompts and seeds",
-        )  # fmt: skip
+        )
         if 0 in arguments.temperatures:
             result["temperature 0"] = greedy(decoder, prompts, bootstrap, arguments)
             write(result, arguments.out)

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from outrider.decode import Decoder, Plan
 from outrider.heads import Drafter, DraftModel, Ngram
-from outrider.target import Counts, Target, embedded_path
+from outrider.targets import Counts, Target, embedded_path
 
 VOCAB = 256
 
@@ -48,7 +48,9 @@ class Divergence:
         return self.margin <= self.noise
 
 
-def first_divergence(target: Target, prompt: Sequence[int], plain: list[int], other: list[int], depth: int) -> Divergence | None:
+def first_divergence(
+    target: Target, prompt: Sequence[int], plain: list[int], other: list[int], depth: int
+) -> Divergence | None:
     """Noise is the largest change of a difference of two logits, over all places so far and all ways to cut the text into rounds."""
     if plain == other:
         return None
@@ -60,7 +62,9 @@ def first_divergence(target: Target, prompt: Sequence[int], plain: list[int], ot
     return Divergence(float(best[0] - best[1]), max(float((c.amax(-1) - c.amin(-1)).max()) for c in changes))
 
 
-def divergences(target: Target, decoder: Decoder, prompts: Sequence[Sequence[int]], depths: Sequence[int], new: int) -> list[Divergence]:
+def divergences(
+    target: Target, decoder: Decoder, prompts: Sequence[Sequence[int]], depths: Sequence[int], new: int
+) -> list[Divergence]:
     """Where `decoder` first departs from plain decoding with `target`, alone and for each depth."""
     found = []
     for prompt in prompts:
@@ -109,7 +113,14 @@ def test_every_divergence_of_the_embedded_target_is_a_near_tie(kind):
 
     target = Target.load("embedded", dtype="bfloat16", device="cpu")
     drafter: Drafter = Ngram() if kind == "ngram" else DraftModel(changed(target.model, 0.02))
-    prompts = [p.tokens for suite in load_suites(("code", "docs", "prose"), target.require_tokenizer(), 10) for p in suite.prompts]
+    prompts = [
+        p.tokens
+        for suite in load_suites(("code", "docs", "prose"), target.require_tokenizer(), 10)
+        for p in suite.prompts
+    ]
     found = divergences(target, Decoder(target, drafter), prompts, (1, 4, 7), 64)
-    print(f"{kind}: {len(found)} divergences in {3 * len(prompts)} texts:", *(f"{d.margin:.3f} <= {d.noise:.3f}" for d in found))
+    print(
+        f"{kind}: {len(found)} divergences in {3 * len(prompts)} texts:",
+        *(f"{d.margin:.3f} <= {d.noise:.3f}" for d in found),
+    )
     assert all(d.near_tie for d in found)

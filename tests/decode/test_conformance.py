@@ -19,17 +19,25 @@ from outrider.decode.engine import Run
 from outrider.decode.plan import SAMPLED
 from outrider.decode.sampling import probabilities
 from outrider.heads import HEADS, Drafter, TargetBatch
-from outrider.target import Counts, Target
+from outrider.targets import Counts, Target
 
 from ..heads.test_drafters import MAKERS, WITH_WEIGHTS, best
 from .test_distribution import p_value
 
-PROMPTS = [torch.randint(0, 64, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (5, 1, 9, 3, 12, 2, 7, 4)]
+PROMPTS = [
+    torch.randint(0, 64, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (5, 1, 9, 3, 12, 2, 7, 4)
+]
 SHAPES = {"chain": Plan(3), "static tree": Plan(tree=Tree((-1, -1, 0, 0, 1, 2))), "dynamic tree": Plan(3, 3, 6)}
 NEW = 14
 
 # Which rules can judge samples in which shape, beside greedy and coupled.
-RULES = [("chain", "rejection"), ("chain", "block"), ("static tree", "without_replacement"), ("static tree", "traversal"), ("dynamic tree", "candidates")]
+RULES = [
+    ("chain", "rejection"),
+    ("chain", "block"),
+    ("static tree", "without_replacement"),
+    ("static tree", "traversal"),
+    ("dynamic tree", "candidates"),
+]
 ROLLOUTS, WRITTEN, FEW = 2_000, 3, Sampling(1.0, top_k=3)  # 27 texts
 SIZE = 1e-6  # of all tests of a rule and a drafter together
 
@@ -102,7 +110,9 @@ def test_a_round_proposes_what_a_drafter_that_read_the_text_at_once_would(name, 
 
     monkeypatch.setattr(Run, "_draft", checked)
     monkeypatch.setattr(Run, "_round_depth", lambda run, batch: int(torch.randint(0, 5, (), generator=generator)))
-    out = Decoder(target, drafter, static).generate(PROMPTS[:4], 32, plan=Plan(4), stop=lambda text: len(text) == 32 - 8 * (text[0] % 4))
+    out = Decoder(target, drafter, static).generate(
+        PROMPTS[:4], 32, plan=Plan(4), stop=lambda text: len(text) == 32 - 8 * (text[0] % 4)
+    )
     assert len({len(text) for text in out.tokens}) > 1, "rows leave at different times"
     assert set(rounds) == {1, 2, 3, 4}
 
@@ -126,12 +136,17 @@ def expected_law(target: Target) -> dict[tuple[int, ...], float]:
         found = {}
         for text, probability in law.items():
             top = target.model(torch.tensor([[*PROMPTS[0], *text]]), use_cache=False).logits[0, -1].double().topk(3)
-            found |= {(*text, int(token)): probability * float(p) for token, p in zip(top.indices, top.values.softmax(-1), strict=True)}
+            found |= {
+                (*text, int(token)): probability * float(p)
+                for token, p in zip(top.indices, top.values.softmax(-1), strict=True)
+            }
         law = found
     return law
 
 
-@pytest.mark.parametrize(("name", "shape"), [(name, shape) for shape in ("chain", "dynamic tree") for name in fitting(shape)])
+@pytest.mark.parametrize(
+    ("name", "shape"), [(name, shape) for shape in ("chain", "dynamic tree") for name in fitting(shape)]
+)
 def test_a_requests_caches_end_with_it(name, shape, make, target, caches):
     """At once: Python's search for cycles comes late, and until then they would stand beside the next request's."""
     Decoder(target, make(name)).generate(PROMPTS[:2], 4, Sampling(0.0), SHAPES[shape])
@@ -161,7 +176,9 @@ def test_what_training_promises_decoding_keeps(name, make, target):
     assert count == int(drafted.sum()) > 500
     mean = promised / count
     # The alphas of single places differ, which makes the true deviation smaller than this.
-    assert abs(accepted - promised) < 4 * (count * mean * (1 - mean)) ** 0.5, f"{accepted / count:.3f} of the drafts were accepted, {mean:.3f} were promised"
+    assert abs(accepted - promised) < 4 * (count * mean * (1 - mean)) ** 0.5, (
+        f"{accepted / count:.3f} of the drafts were accepted, {mean:.3f} were promised"
+    )
 
 
 @pytest.mark.parametrize("name", [name for name in MAKERS if not HEADS[name.split()[0]].trainable])
@@ -177,9 +194,15 @@ def test_what_is_found_is_accepted_as_often_as_p_says(name, make, target, monkey
             drafts = proposal.real & (proposal.parents == -1)
             levels = [(drafts.any(1), (p[:, 0].gather(1, proposal.tokens) * drafts).sum(1))]
         elif draft_probs is None:
-            levels = [(real, p[:, d].gather(1, proposal.tokens[:, d : d + 1])[:, 0]) for d, real in enumerate(proposal.real.unbind(1))]
+            levels = [
+                (real, p[:, d].gather(1, proposal.tokens[:, d : d + 1])[:, 0])
+                for d, real in enumerate(proposal.real.unbind(1))
+            ]
         else:
-            levels = [(real, torch.minimum(p[:, d], draft_probs[:, d]).sum(1)) for d, real in enumerate(proposal.real.unbind(1))]
+            levels = [
+                (real, torch.minimum(p[:, d], draft_probs[:, d]).sum(1))
+                for d, real in enumerate(proposal.real.unbind(1))
+            ]
         for d, (real, share) in enumerate(levels):
             there = real & (accepted >= d)
             promised.extend(share[there].tolist())

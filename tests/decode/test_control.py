@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from outrider.decode import Control, Controller, Costs, Decoder, Plan, Sampling, expected_tokens
+from outrider.ground import BadInputError
 from outrider.heads import Drafter, DraftModel, Eagle3, Eagle3Config, Ngram
-from outrider.target import BadInputError, Target
+from outrider.targets import Target
 
 PROMPTS = [torch.randint(0, 64, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (5, 1, 9, 3)]
 CHEAP = Costs(verify=((0, 1.0), (8, 1.1)), draft=(0.0, 0.1, 0.2))
@@ -32,7 +33,9 @@ def useless(tiny_llama) -> DraftModel:
     return DraftModel(tiny_llama(layers=1, seed=9))
 
 
-def controller(costs: Costs = CHEAP, rates: tuple[float, ...] = (0.8,) * 6, depths: int = 6, sequences: int = 1) -> Controller:
+def controller(
+    costs: Costs = CHEAP, rates: tuple[float, ...] = (0.8,) * 6, depths: int = 6, sequences: int = 1
+) -> Controller:
     return Controller(Control(costs, rates, weight=4), sequences, range(1, depths + 1), range(1, depths + 1))
 
 
@@ -49,7 +52,15 @@ def test_costs_between_and_beyond_what_was_measured():
 
 
 @pytest.mark.parametrize(
-    ("verify", "draft"), [((), (0.0,)), (((1, 1.0),), (0.0,)), (((0, 1.0), (0, 2.0)), (0.0,)), (((0, 0.0),), (0.0,)), (((0, 1.0),), ()), (((0, 1.0),), (0.5,))]
+    ("verify", "draft"),
+    [
+        ((), (0.0,)),
+        (((1, 1.0),), (0.0,)),
+        (((0, 1.0), (0, 2.0)), (0.0,)),
+        (((0, 0.0),), (0.0,)),
+        (((0, 1.0),), ()),
+        (((0, 1.0),), (0.5,)),
+    ],
 )
 def test_costs_that_make_no_sense_are_refused(verify, draft):
     with pytest.raises(BadInputError, match="costs"):
@@ -157,7 +168,12 @@ def test_a_drafter_measured_as_useless_is_not_drafted_with_at_first():
 
 def drafters(target: Target, itself: DraftModel, useless: DraftModel) -> dict[str, Drafter]:
     torch.manual_seed(0)
-    return {"itself": itself, "useless": useless, "eagle3": Eagle3.build(Eagle3Config(taps=(1, 2, 3)), target), "ngram": Ngram()}
+    return {
+        "itself": itself,
+        "useless": useless,
+        "eagle3": Eagle3.build(Eagle3Config(taps=(1, 2, 3)), target),
+        "ngram": Ngram(),
+    }
 
 
 PLANS = {
@@ -228,10 +244,15 @@ def test_a_chain_ends_behind_the_first_uncertain_token_not_before_it(target, tin
 
 
 def test_rows_of_a_batch_end_their_chains_each_where_it_is_uncertain(target, tiny_llama):
-    decoder, plan = Decoder(target, DraftModel(tiny_llama(layers=4, seed=0, initializer_range=0.3))), Plan(4, confidence=0.1)
+    decoder, plan = (
+        Decoder(target, DraftModel(tiny_llama(layers=4, seed=0, initializer_range=0.3))),
+        Plan(4, confidence=0.1),
+    )
     together = decoder.generate(PROMPTS, 40, plan=plan)
     alone = [decoder.generate([p], 40, plan=plan) for p in PROMPTS]
-    assert [[(r.drafted, r.accepted) for r in rounds] for rounds in together.rounds] == [[(r.drafted, r.accepted) for r in a.rounds[0]] for a in alone]
+    assert [[(r.drafted, r.accepted) for r in rounds] for rounds in together.rounds] == [
+        [(r.drafted, r.accepted) for r in a.rounds[0]] for a in alone
+    ]
 
 
 def test_at_the_threshold_of_one_a_chain_is_one_draft(target, useless):

@@ -29,10 +29,12 @@ from transformers.generation.logits_process import (
 from outrider.decode import Control, Costs, Decoder, Plan, Sampling, Tree, engine
 from outrider.decode.sampling import probabilities, shared_gumbel
 from outrider.heads import Drafter, DraftModel, Eagle3, Eagle3Config, Ngram
-from outrider.target import Target
+from outrider.targets import Target
 
 VOCAB, NEW = 64, 16
-PROMPTS = [torch.randint(0, VOCAB, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (5, 1, 9, 3, 12, 2)]
+PROMPTS = [
+    torch.randint(0, VOCAB, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (5, 1, 9, 3, 12, 2)
+]
 ENDS = (7, 29, 41)
 SAMPLINGS = {
     "T=1": Sampling(1.0),
@@ -40,7 +42,13 @@ SAMPLINGS = {
     "T=1.5, top-k": Sampling(1.5, top_k=12),
     "top-p": Sampling(1.0, top_p=0.85),
     "min-p, penalty": Sampling(0.9, min_p=0.02, repetition_penalty=1.3),
-    "words": Sampling(0.8, top_k=30, bad_words=tuple((a, b) for a in range(VOCAB) for b in range(a % 3, VOCAB, 3)), min_new_tokens=6, suppress=(11, 12)),
+    "words": Sampling(
+        0.8,
+        top_k=30,
+        bad_words=tuple((a, b) for a in range(VOCAB) for b in range(a % 3, VOCAB, 3)),
+        min_new_tokens=6,
+        suppress=(11, 12),
+    ),
 }
 
 
@@ -71,9 +79,17 @@ def drafters(tiny_llama, target) -> dict[str, Drafter | None]:
 
 
 def library_steps(sampling: Sampling, prompt_length: int) -> LogitsProcessorList:
-    found: list[Any] = [RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty)] if sampling.repetition_penalty != 1 else []
-    found += [NoBadWordsLogitsProcessor([list(w) for w in sampling.bad_words], list(ENDS))] if sampling.bad_words else []
-    found += [MinNewTokensLengthLogitsProcessor(prompt_length, sampling.min_new_tokens, list(ENDS))] if sampling.min_new_tokens else []
+    found: list[Any] = (
+        [RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty)] if sampling.repetition_penalty != 1 else []
+    )
+    found += (
+        [NoBadWordsLogitsProcessor([list(w) for w in sampling.bad_words], list(ENDS))] if sampling.bad_words else []
+    )
+    found += (
+        [MinNewTokensLengthLogitsProcessor(prompt_length, sampling.min_new_tokens, list(ENDS))]
+        if sampling.min_new_tokens
+        else []
+    )
     found += [SuppressTokensLogitsProcessor(list(sampling.suppress))] if sampling.suppress else []
     found.append(TemperatureLogitsWarper(sampling.temperature))
     found += [TopKLogitsWarper(sampling.top_k)] if sampling.top_k else []
@@ -136,15 +152,21 @@ def test_the_text_depends_on_seed_prompt_and_target_alone(target, drafters, numb
     plan = random_plan(rng)
     out = decoder.generate([PROMPTS[i] for i in rows], NEW, sampling, plan, sequence_ids=rows, speculate=speculate)
     for row, text in zip(rows, out.tokens, strict=True):
-        assert text == expected(target.model, tuple(PROMPTS[row]), sampling, row), f"prompt {row}, {name}, {plan}, {kind}"
+        assert text == expected(target.model, tuple(PROMPTS[row]), sampling, row), (
+            f"prompt {row}, {name}, {plan}, {kind}"
+        )
 
 
 def test_the_loop_above_draws_what_it_should(target, drafters):
     """Drafts that stay and drafts that do not, chains and both kinds of trees, texts of several lengths."""
     plans = [random_plan(random.Random(number)) for number in range(40)]
     assert {(p.is_tree, p.tree is None, p.confidence > 0, p.control is not None) for p in plans} >= {
-        (False, True, False, False), (False, True, True, False), (True, False, False, False), (True, True, False, False), (True, True, False, True),
-    }  # fmt: skip
+        (False, True, False, False),
+        (False, True, True, False),
+        (True, False, False, False),
+        (True, True, False, False),
+        (True, True, False, True),
+    }
     lengths, rates = set(), []
     for name in ("near", "eagle3"):
         out = Decoder(target, drafters[name]).generate(PROMPTS, NEW, Sampling(1.0), Plan(3, verify="coupled"))
@@ -158,15 +180,30 @@ def test_the_loop_above_draws_what_it_should(target, drafters):
 def test_a_planted_bug_is_caught(target, drafters, bug, monkeypatch):
     """In a few hundred tokens: 2% of a temperature move one in a hundred; noise must belong to the place in the text and to nothing else."""
     if bug == "target temperature off by 2%":
-        monkeypatch.setattr(engine, "probabilities", lambda logits, s: probabilities(logits, replace(s, temperature=1.02 * s.temperature)))
+        monkeypatch.setattr(
+            engine,
+            "probabilities",
+            lambda logits, s: probabilities(logits, replace(s, temperature=1.02 * s.temperature)),
+        )
     elif bug == "noise by round":
-        monkeypatch.setattr(engine, "shared_gumbel", lambda seed, rows, places, vocab: shared_gumbel(seed, rows, places - places[:, :1], vocab))
+        monkeypatch.setattr(
+            engine,
+            "shared_gumbel",
+            lambda seed, rows, places, vocab: shared_gumbel(seed, rows, places - places[:, :1], vocab),
+        )
     elif bug == "noise by node":
         monkeypatch.setattr(
-            engine, "shared_gumbel", lambda seed, rows, places, vocab: shared_gumbel(seed, rows, places[:, :1] + torch.arange(places.shape[1]), vocab)
+            engine,
+            "shared_gumbel",
+            lambda seed, rows, places, vocab: shared_gumbel(
+                seed, rows, places[:, :1] + torch.arange(places.shape[1]), vocab
+            ),
         )
     prompts, rows = [PROMPTS[i % 6] for i in range(60)], list(range(60))
     plan = Plan(tree=Tree((-1, -1, 0, 0)), verify="coupled")
     out = Decoder(target, drafters["near"]).generate(prompts, NEW, Sampling(1.0), plan, sequence_ids=rows)
-    wrong = [text != expected(target.model, tuple(prompt), Sampling(1.0), row) for prompt, text, row in zip(prompts, out.tokens, rows, strict=True)]
+    wrong = [
+        text != expected(target.model, tuple(prompt), Sampling(1.0), row)
+        for prompt, text, row in zip(prompts, out.tokens, rows, strict=True)
+    ]
     assert any(wrong) == (bug != "none")

@@ -37,7 +37,7 @@ from outrider.decode import verify as rules
 from outrider.decode.drafting import Chooser, grow_static
 from outrider.decode.sampling import ACCEPT, Context, Processors, draw, probabilities, uniforms
 from outrider.heads import Drafter, DraftModel, Eagle3, Eagle3Config, Ngram, Proposal
-from outrider.target import Target
+from outrider.targets import Target
 
 VOCAB, LENGTH = 6, 4
 PROMPT = [1, 4, 2, 1, 4]
@@ -49,7 +49,9 @@ SIZE = 1e-6  # of all tests of this file together (Holm's first step: the smalle
 
 @pytest.fixture(scope="module")
 def target(tiny_llama) -> Target:
-    four_tokens = SimpleNamespace(get_vocab=lambda: {str(i): i for i in range(4)})  # the others are padding, which draft models may have more or less of
+    four_tokens = SimpleNamespace(
+        get_vocab=lambda: {str(i): i for i in range(4)}
+    )  # the others are padding, which draft models may have more or less of
     return Target(tiny_llama(layers=2, hidden=16, vocab=VOCAB, seed=5, eos_token_id=ENDS, **HEADS), four_tokens)
 
 
@@ -89,7 +91,11 @@ SAMPLINGS = {
 def library_processors(sampling: Sampling) -> LogitsProcessorList:
     found = [RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty)] if sampling.repetition_penalty != 1 else []
     found += [NoBadWordsLogitsProcessor([list(w) for w in sampling.bad_words], ENDS)] if sampling.bad_words else []
-    found += [MinNewTokensLengthLogitsProcessor(len(PROMPT), sampling.min_new_tokens, ENDS)] if sampling.min_new_tokens else []
+    found += (
+        [MinNewTokensLengthLogitsProcessor(len(PROMPT), sampling.min_new_tokens, ENDS)]
+        if sampling.min_new_tokens
+        else []
+    )
     found += [SuppressTokensLogitsProcessor(list(sampling.suppress))] if sampling.suppress else []
     found.append(TemperatureLogitsWarper(sampling.temperature))
     found += [TopKLogitsWarper(sampling.top_k)] if sampling.top_k else []
@@ -140,15 +146,21 @@ def surprise(counts: np.ndarray, law: np.ndarray) -> float:
 
 def generate(target: Target, drafter: Drafter | None, plan: Plan, sampling: Sampling, ids: range) -> Output:
     """One batch of texts behind the prompt, with these sequence ids."""
-    return Decoder(target, drafter).generate([PROMPT] * len(ids), LENGTH, sampling, plan, ignore_eos=not sampling.min_new_tokens, sequence_ids=ids)
+    return Decoder(target, drafter).generate(
+        [PROMPT] * len(ids), LENGTH, sampling, plan, ignore_eos=not sampling.min_new_tokens, sequence_ids=ids
+    )
 
 
-def rollouts(target: Target, drafter: Drafter | None, plan: Plan, sampling: Sampling, count: int, batch: int = 20_000) -> np.ndarray:
+def rollouts(
+    target: Target, drafter: Drafter | None, plan: Plan, sampling: Sampling, count: int, batch: int = 20_000
+) -> np.ndarray:
     """How often each text of LENGTH tokens was written, `[VOCAB ** LENGTH]`."""
     counts = np.zeros(VOCAB**LENGTH, dtype=np.int64)
     for start in range(0, count, batch):
         out = generate(target, drafter, plan, sampling, range(start, min(start + batch, count)))
-        codes = np.array([(text + ENDS[:1] * LENGTH)[:LENGTH] for text in out.tokens]) @ VOCAB ** np.arange(LENGTH - 1, -1, -1)
+        codes = np.array([(text + ENDS[:1] * LENGTH)[:LENGTH] for text in out.tokens]) @ VOCAB ** np.arange(
+            LENGTH - 1, -1, -1
+        )
         counts += np.bincount(codes, minlength=VOCAB**LENGTH)
     return counts
 
@@ -170,7 +182,11 @@ class Case:
             return Plan(tree=TREES[self.depth], verify=self.rule)
         if self.shape == "confident":
             return Plan(self.depth, verify=self.rule, confidence=0.25)
-        return Plan(self.depth, verify=self.rule) if self.shape == "chain" else Plan(self.depth, 2, 2 * self.depth - 1, verify=self.rule)
+        return (
+            Plan(self.depth, verify=self.rule)
+            if self.shape == "chain"
+            else Plan(self.depth, 2, 2 * self.depth - 1, verify=self.rule)
+        )
 
     def __str__(self) -> str:
         shape = {"chain": "", "confident": ", ends where unsure"}.get(self.shape, f", {self.shape} tree")
@@ -229,14 +245,23 @@ EVERY += [
     Case(rule, drafter, sampling, 2 + number % 2, shape)
     for number, ((rule, shape), drafter, sampling) in enumerate(
         product(
-            (("block", "chain"), ("without_replacement", "static"), ("traversal", "static"), ("candidates", "dynamic"), ("coupled", "static")),
+            (
+                ("block", "chain"),
+                ("without_replacement", "static"),
+                ("traversal", "static"),
+                ("candidates", "dynamic"),
+                ("coupled", "static"),
+            ),
             ("draft_model", "eagle3 pruned"),
             ("T=1", "top_k", "top_p", "min_p", "penalty", "processors"),
         )
     )
 ]
 EVERY += [
-    Case(*case, 3, "confident") for case in product(("rejection", "block", "candidates", "coupled"), ("draft_model", "eagle3 pruned"), ("T=1", "processors"))
+    Case(*case, 3, "confident")
+    for case in product(
+        ("rejection", "block", "candidates", "coupled"), ("draft_model", "eagle3 pruned"), ("T=1", "processors")
+    )
 ]
 
 
@@ -261,7 +286,9 @@ def holm(p_values: dict[str, float], tests: int) -> dict[str, float]:
 
 
 def test_holms_adjustment_by_hand():
-    assert holm({"a": 0.01, "b": 0.04, "c": 0.015, "d": 0.5}, 4) == pytest.approx({"a": 0.04, "c": 0.045, "b": 0.08, "d": 0.5})
+    assert holm({"a": 0.01, "b": 0.04, "c": 0.015, "d": 0.5}, 4) == pytest.approx(
+        {"a": 0.04, "c": 0.045, "b": 0.08, "d": 0.5}
+    )
 
 
 LEDGER = Path(__file__).parents[2] / "build" / "p-values.json"
@@ -273,7 +300,13 @@ def note(name: str, p: float) -> None:
     found = {n: row["p"] for n, row in known.items()} | {name: p}
     adjusted = holm(found, len(EVERY))
     LEDGER.parent.mkdir(exist_ok=True)
-    LEDGER.write_text(json.dumps({"size": SIZE, "tests": len(EVERY), "cases": {n: {"p": p, "holm": adjusted[n]} for n, p in found.items()}}, indent=2) + "\n")
+    LEDGER.write_text(
+        json.dumps(
+            {"size": SIZE, "tests": len(EVERY), "cases": {n: {"p": p, "holm": adjusted[n]} for n, p in found.items()}},
+            indent=2,
+        )
+        + "\n"
+    )
 
 
 @pytest.mark.slow
@@ -306,7 +339,9 @@ Plant = Callable[[pytest.MonkeyPatch], None]
 def broken_rejection(residual: str = "right", shift: int = 0, bonus: str = "p", drop_below: float = 0.0) -> Rejection:
     """The rejection rule with one thing wrong."""
 
-    def rule(drafts: Tensor, lengths: Tensor, p: Tensor, q: Tensor, accept: Tensor, correct: Tensor) -> tuple[Tensor, Tensor]:
+    def rule(
+        drafts: Tensor, lengths: Tensor, p: Tensor, q: Tensor, accept: Tensor, correct: Tensor
+    ) -> tuple[Tensor, Tensor]:
         score = q.gather(2, drafts[:, :, None])[:, :, 0]
         lengths = (score >= drop_below).long().cumprod(1).sum(1).minimum(lengths)
         accepted, following = rules.rejection(drafts, lengths, p, q, accept, correct)
@@ -351,7 +386,9 @@ def with_pick(wrong: Callable[[Chooser, Tensor], Tensor]) -> Plant:
 
 
 def the_target_is_not_filtered(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(engine, "probabilities", lambda logits, sampling: probabilities(logits, Sampling(sampling.temperature)))
+    patch.setattr(
+        engine, "probabilities", lambda logits, sampling: probabilities(logits, Sampling(sampling.temperature))
+    )
 
 
 def drafts_are_accepted_with_the_uniforms_that_drew_them(patch: pytest.MonkeyPatch) -> None:
@@ -368,7 +405,9 @@ def every_round_has_the_same_uniforms(patch: pytest.MonkeyPatch) -> None:
 
 def unconfident_drafts_are_left_out(patch: pytest.MonkeyPatch) -> None:
     honest = engine.Run._wanted
-    patch.setattr(engine.Run, "_wanted", lambda run, batch, proposal, lengths: honest(run, batch, proposal, lengths - 1))
+    patch.setattr(
+        engine.Run, "_wanted", lambda run, batch, proposal, lengths: honest(run, batch, proposal, lengths - 1)
+    )
 
 
 def a_tree_is_scored_with_the_law_of_another_place(patch: pytest.MonkeyPatch) -> None:
@@ -392,10 +431,22 @@ BUGS: dict[str, tuple[Plant, Case]] = {
     "the target is not filtered": (the_target_is_not_filtered, replace(PLAIN, sampling="top_k")),
     "draft and accept share one stream": (drafts_are_accepted_with_the_uniforms_that_drew_them, PLAIN),
     "every round has the same uniforms": (every_round_has_the_same_uniforms, PLAIN),
-    "unconfident drafts are left out": (unconfident_drafts_are_left_out, Case("rejection", "draft_model", "T=1", 3, "confident")),
-    "unconfident drafts are left out of a block": (unconfident_drafts_are_left_out, Case("block", "draft_model", "T=1", 3, "confident")),
-    "q of another place in a tree": (a_tree_is_scored_with_the_law_of_another_place, Case("without_replacement", "draft_model", "T=.7", 2, "static")),
-    "q of another place in a tree, traversed": (a_tree_is_scored_with_the_law_of_another_place, Case("traversal", "draft_model", "T=.7", 2, "static")),
+    "unconfident drafts are left out": (
+        unconfident_drafts_are_left_out,
+        Case("rejection", "draft_model", "T=1", 3, "confident"),
+    ),
+    "unconfident drafts are left out of a block": (
+        unconfident_drafts_are_left_out,
+        Case("block", "draft_model", "T=1", 3, "confident"),
+    ),
+    "q of another place in a tree": (
+        a_tree_is_scored_with_the_law_of_another_place,
+        Case("without_replacement", "draft_model", "T=.7", 2, "static"),
+    ),
+    "q of another place in a tree, traversed": (
+        a_tree_is_scored_with_the_law_of_another_place,
+        Case("traversal", "draft_model", "T=.7", 2, "static"),
+    ),
 }
 
 
@@ -410,7 +461,11 @@ def test_a_planted_bug_is_caught(target, drafters, bug, monkeypatch):
 def test_a_target_temperature_that_is_off_by_2_percent_is_caught(tiny_llama, drafters, off, monkeypatch):
     """With a target that is surer of its tokens, the mean surprise of 25,000 texts shows it; single cells would need ten times as many."""
     sure = Target(tiny_llama(layers=2, hidden=16, vocab=VOCAB, seed=5, initializer_range=0.4, **HEADS))
-    monkeypatch.setattr(engine, "probabilities", lambda logits, sampling: probabilities(logits, replace(sampling, temperature=off * sampling.temperature)))
+    monkeypatch.setattr(
+        engine,
+        "probabilities",
+        lambda logits, sampling: probabilities(logits, replace(sampling, temperature=off * sampling.temperature)),
+    )
     found = measure(sure, drafters, replace(PLAIN, sampling="T=.7"), 25_000)
     assert found < SIZE if off != 1 else found > SIZE
 
@@ -425,7 +480,13 @@ def test_processors_that_look_at_the_root_only_are_caught(target, drafters, samp
         def root(values: Tensor) -> Tensor:
             return values[:, :1].expand_as(values)
 
-        return honest(processors, logits, Context(root(context.num_new), root(context.recent), None if context.present is None else root(context.present)))
+        return honest(
+            processors,
+            logits,
+            Context(
+                root(context.num_new), root(context.recent), None if context.present is None else root(context.present)
+            ),
+        )
 
     monkeypatch.setattr(Processors, "__call__", blind)
     rule = {"chain": "rejection", "static": "without_replacement", "dynamic": "candidates"}[shape]

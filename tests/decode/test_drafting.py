@@ -16,7 +16,7 @@ from outrider.decode import Decoder, Plan, Sampling, Tree, drafting, engine
 from outrider.decode.drafting import Chooser, grow_dynamic
 from outrider.decode.sampling import DRAFT, Context, Processors, draw, gumbel, probabilities, shared_gumbel
 from outrider.heads import DraftModel, Proposal
-from outrider.target import Target
+from outrider.targets import Target
 
 VOCAB = 64
 PROMPTS = [torch.randint(0, VOCAB, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (5, 1, 9, 3)]
@@ -33,10 +33,19 @@ CELLS = 20_000
 
 
 def chooser(rule: str, sampling: Sampling, rows: int, vocab: int = 6) -> Chooser:
-    return Chooser(rule=rule, sampling=sampling, seed=sampling.seed, vocab=vocab, sequences=torch.arange(rows), first=torch.full((rows,), 7))
+    return Chooser(
+        rule=rule,
+        sampling=sampling,
+        seed=sampling.seed,
+        vocab=vocab,
+        sequences=torch.arange(rows),
+        first=torch.full((rows,), 7),
+    )
 
 
-def drawn_and_scored(logits: Tensor, token_ids: Tensor | None, sampling: Sampling, patch: pytest.MonkeyPatch) -> tuple[Tensor, Tensor]:
+def drawn_and_scored(
+    logits: Tensor, token_ids: Tensor | None, sampling: Sampling, patch: pytest.MonkeyPatch
+) -> tuple[Tensor, Tensor]:
     """The law of the next draft, measured with uniforms on the midpoints of equal cells, and the one that it will be scored with."""
     patch.setattr(drafting, "uniforms", lambda *keys: (torch.arange(CELLS).double() + 0.5) / CELLS)
     picks = chooser("rejection", sampling, CELLS)
@@ -45,7 +54,10 @@ def drawn_and_scored(logits: Tensor, token_ids: Tensor | None, sampling: Samplin
     return torch.bincount(tokens, minlength=6).double() / CELLS, picks.probs[0][0].double()
 
 
-@pytest.mark.parametrize("sampling", [Sampling(1.0), Sampling(0.7), Sampling(1.5, top_k=3), Sampling(1.0, top_p=0.7), Sampling(0.8, min_p=0.2)])
+@pytest.mark.parametrize(
+    "sampling",
+    [Sampling(1.0), Sampling(0.7), Sampling(1.5, top_k=3), Sampling(1.0, top_p=0.7), Sampling(0.8, min_p=0.2)],
+)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("pruned", [False, True])
 def test_a_draft_of_a_chain_is_drawn_from_the_law_that_it_is_scored_with(sampling, dtype, pruned, monkeypatch):
@@ -61,7 +73,9 @@ def test_a_draft_of_a_chain_is_drawn_from_the_law_that_it_is_scored_with(samplin
 
 def test_drawing_in_bf16_is_caught(monkeypatch):
     monkeypatch.setattr(drafting, "draw", lambda probs, uniform: draw(probs.bfloat16(), uniform))
-    drawn, scored = drawn_and_scored(torch.tensor([1.3, 0.21, -0.4, 0.87, 0.33, -1.7]), None, Sampling(1.0), monkeypatch)
+    drawn, scored = drawn_and_scored(
+        torch.tensor([1.3, 0.21, -0.4, 0.87, 0.33, -1.7]), None, Sampling(1.0), monkeypatch
+    )
     assert float((drawn - scored).abs().max()) > 2 / CELLS
 
 
@@ -134,7 +148,9 @@ def the_drafter_ignores(kind: str, patch: pytest.MonkeyPatch) -> None:
     """Plant the bug that concerns one setting, on the drafter's side only."""
     if kind in ("temperature", "top_k", "top_p", "min_p"):
         without = {"temperature": 1.0} if kind == "temperature" else {kind: None}
-        patch.setattr(drafting, "probabilities", lambda logits, sampling: probabilities(logits, replace(sampling, **without)))
+        patch.setattr(
+            drafting, "probabilities", lambda logits, sampling: probabilities(logits, replace(sampling, **without))
+        )
     else:
         patch.setattr(Chooser, "_processed", lambda picks, logits, context: logits)
 
@@ -155,7 +171,9 @@ class Node:
     score: float
 
 
-def brute_force(drafter: PreTrainedModel, text: list[int], prompt: int, sampling: Sampling, plan: Plan, depth: int) -> set[tuple[int, ...]]:
+def brute_force(
+    drafter: PreTrainedModel, text: list[int], prompt: int, sampling: Sampling, plan: Plan, depth: int
+) -> set[tuple[int, ...]]:
     """EAGLE-2's tree by plain passes over whole texts: the paths of its nodes."""
     steps = Processors(sampling, VOCAB, ENDS, torch.device("cpu"))
 
@@ -163,13 +181,19 @@ def brute_force(drafter: PreTrainedModel, text: list[int], prompt: int, sampling
         whole = torch.tensor([[*text, *path]])
         logits = drafter(whole, use_cache=False).logits[:, -1:].float()
         context = steps.start(whole[:, :prompt], torch.tensor([prompt]))
-        logits = steps(logits, context.then(whole[:, prompt:], torch.ones(1, 1, whole.shape[1] - prompt, dtype=torch.bool)))[0, 0]
+        logits = steps(
+            logits, context.then(whole[:, prompt:], torch.ones(1, 1, whole.shape[1] - prompt, dtype=torch.bool))
+        )[0, 0]
         if plan.verify == "coupled":
             log_probs = probabilities(logits, sampling).double().log()
             wanted = log_probs + shared_gumbel(sampling.seed, torch.tensor(0), torch.tensor(whole.shape[1]), VOCAB)
         else:
             log_probs = wanted = logits.log_softmax(-1)
-        return [Node((*path, t), float(log_probs[t])) for t in wanted.topk(plan.width).indices.tolist() if log_probs[t] > float("-inf")]
+        return [
+            Node((*path, t), float(log_probs[t]))
+            for t in wanted.topk(plan.width).indices.tolist()
+            if log_probs[t] > float("-inf")
+        ]
 
     found: list[Node] = []
     known = [Node((), 0.0)]
@@ -193,7 +217,9 @@ def paths_of(proposal: Proposal) -> set[tuple[int, ...]]:
 def test_a_dynamic_tree_holds_the_most_probable_paths(target, tiny_llama, plan, kind, monkeypatch):
     """Its nodes are those of a brute-force search over whole texts, round after round, with processors along each path."""
     target.model.generation_config.eos_token_id = None if kind == "plain" else ENDS
-    own = {name: value for name, value in SETTINGS["all"].items() if name not in ("temperature", "top_k", "top_p", "min_p")}
+    own = {
+        name: value for name, value in SETTINGS["all"].items() if name not in ("temperature", "top_k", "top_p", "min_p")
+    }
     sampling = {"plain": Sampling(), "processed": Sampling(**own), "coupled": Sampling(0.8, top_k=20, seed=5)}[kind]
     plan = replace(plan, verify="coupled") if kind == "coupled" else plan
     drafter, grown = tiny_llama(layers=2, seed=3), []
@@ -217,7 +243,12 @@ Blind = Callable[[Context, Tensor, Tensor], Context]
 def test_a_dynamic_tree_that_does_not_see_its_own_paths_is_caught(target, tiny_llama, monkeypatch):
     honest: Blind = Context.then
     drafter = tiny_llama(layers=2, seed=3)
-    plan, sampling = Plan(3, width=3), Sampling(**{k: v for k, v in SETTINGS["all"].items() if k in ("repetition_penalty", "bad_words", "min_new_tokens")})
+    plan, sampling = (
+        Plan(3, width=3),
+        Sampling(
+            **{k: v for k, v in SETTINGS["all"].items() if k in ("repetition_penalty", "bad_words", "min_new_tokens")}
+        ),
+    )
     target.model.generation_config.eos_token_id = ENDS
     grown: list[Proposal] = []
 
@@ -229,7 +260,9 @@ def test_a_dynamic_tree_that_does_not_see_its_own_paths_is_caught(target, tiny_l
 
     monkeypatch.setattr(engine, "grow_dynamic", blind)
     text, differing = list(PROMPTS[0]), 0
-    for event, proposal in zip(list(Decoder(target, DraftModel(drafter)).stream(PROMPTS[0], 12, sampling, plan)), grown, strict=False):
+    for event, proposal in zip(
+        list(Decoder(target, DraftModel(drafter)).stream(PROMPTS[0], 12, sampling, plan)), grown, strict=False
+    ):
         text += event.tokens
         differing += paths_of(proposal) != brute_force(drafter, text, len(PROMPTS[0]), sampling, plan, plan.depth)
     assert differing > 0

@@ -13,8 +13,9 @@ from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel
 
 from outrider.decode import Decoder, DecodeStats, Plan, Round, Sampling, Tree, depth_counts
+from outrider.ground import BadInputError, IncompatibleError
 from outrider.heads import Choose, Drafter, DrafterConfig, DraftModel, Eagle3, Eagle3Config, Ngram, Proposal
-from outrider.target import BadInputError, Counts, IncompatibleError, Target
+from outrider.targets import Counts, Target
 
 VOCAB = 64
 PROMPTS = [torch.randint(0, VOCAB, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (5, 1, 9, 3)]
@@ -43,12 +44,18 @@ class Script(Drafter):
     def open(self, target: Target, batch_size: int, max_length: int) -> list[list[int]]:
         return list(self.rounds)
 
-    def absorb(self, state: Any, tokens: Tensor, hidden: Tensor | None, counts: Counts, path: Tensor | None = None) -> None:
+    def absorb(
+        self, state: Any, tokens: Tensor, hidden: Tensor | None, counts: Counts, path: Tensor | None = None
+    ) -> None:
         pass
 
-    def propose(self, state: list[list[int]], root: Tensor, depth: int, choose: Choose, ended: Callable[[], bool] | None = None) -> Proposal:
+    def propose(
+        self, state: list[list[int]], root: Tensor, depth: int, choose: Choose, ended: Callable[[], bool] | None = None
+    ) -> Proposal:
         drafts = state.pop(0) if state else []
-        return Proposal.chain(torch.tensor([drafts[:depth]] * len(root), dtype=torch.long).reshape(len(root), -1), deterministic=True)
+        return Proposal.chain(
+            torch.tensor([drafts[:depth]] * len(root), dtype=torch.long).reshape(len(root), -1), deterministic=True
+        )
 
     def select(self, state: Any, rows: list[int]) -> None:
         pass
@@ -95,19 +102,30 @@ def test_candidates_give_the_plain_samplers_text(target):
     """Their draws are keyed by position too: what the n-gram drafter proposes only changes the speed."""
     plain = Decoder(target).generate(PROMPTS, 20, Sampling(1.0), ignore_eos=True)
     for name, drafter in drafters(target).items():
-        assert Decoder(target, drafter).generate(PROMPTS, 20, Sampling(1.0), Plan(3, verify="candidates"), ignore_eos=True).tokens == plain.tokens, name
+        assert (
+            Decoder(target, drafter)
+            .generate(PROMPTS, 20, Sampling(1.0), Plan(3, verify="candidates"), ignore_eos=True)
+            .tokens
+            == plain.tokens
+        ), name
 
 
 def test_rejection_gives_a_prompt_the_same_text_in_any_batch(target):
     drafter = drafters(target)["draft_model"]
     together = Decoder(target, drafter).generate(PROMPTS, 20, Sampling(1.0), Plan(3), ignore_eos=True).tokens
     for i, prompt in enumerate(PROMPTS):
-        assert Decoder(target, drafter).generate([prompt], 20, Sampling(1.0), Plan(3), ignore_eos=True, sequence_ids=[i]).tokens == [together[i]]
+        assert Decoder(target, drafter).generate(
+            [prompt], 20, Sampling(1.0), Plan(3), ignore_eos=True, sequence_ids=[i]
+        ).tokens == [together[i]]
 
 
 def test_seeds_and_sequence_ids_change_the_text(target):
     def text(seed: int, sequence: int) -> list[int]:
-        return Decoder(target).generate([PROMPTS[0]], 20, Sampling(1.0, seed=seed), ignore_eos=True, sequence_ids=[sequence]).tokens[0]
+        return (
+            Decoder(target)
+            .generate([PROMPTS[0]], 20, Sampling(1.0, seed=seed), ignore_eos=True, sequence_ids=[sequence])
+            .tokens[0]
+        )
 
     assert text(0, 0) == text(0, 0)
     assert len({tuple(text(s, i)) for s in (0, 1, 2**62) for i in (0, 1)}) == 6
@@ -148,7 +166,9 @@ def test_rows_that_finish_at_different_times_equal_the_library(target, itself, p
     for prompt in PROMPTS:
         tokens = torch.tensor([prompt])
         expected.append(
-            target.model.generate(tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=24, do_sample=False, pad_token_id=0)[0, len(prompt) :].tolist()
+            target.model.generate(
+                tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=24, do_sample=False, pad_token_id=0
+            )[0, len(prompt) :].tolist()
         )
     assert len({len(t) for t in expected}) > 1
     for name, drafter in {"itself": itself, **drafters(target)}.items():
@@ -163,7 +183,11 @@ def test_max_new_tokens_is_exact_where_a_round_goes_further(target, itself, leng
         assert out.stats.num_tokens == length * len(PROMPTS)
 
 
-@pytest.mark.parametrize("plan", [Plan(1), Plan(3), Plan(6), Plan(tree=Tree((-1, -1, 0, 2))), SHAPES["static tree"], SHAPES["dynamic tree"]], ids=str)
+@pytest.mark.parametrize(
+    "plan",
+    [Plan(1), Plan(3), Plan(6), Plan(tree=Tree((-1, -1, 0, 2))), SHAPES["static tree"], SHAPES["dynamic tree"]],
+    ids=str,
+)
 def test_a_stop_that_spans_two_rounds_ends_the_text_at_once(target, itself, plan):
     text = Decoder(target).generate([PROMPTS[0]], 20, ignore_eos=True).tokens[0]
     wanted = text[5:8]
@@ -184,7 +208,9 @@ def test_a_stop_inside_a_round_cuts_the_text_and_the_counts_there(target):
     """Like an end token: what was drafted behind it counts neither as drafted nor as accepted."""
     text = Decoder(target).generate([PROMPTS[0]], 10, ignore_eos=True).tokens[0]
     script = Script([text[1:3], text[4:9]])
-    out = Decoder(target, script).generate([PROMPTS[0]], 10, plan=Plan(5), stop=lambda tokens: tokens == text[:6], ignore_eos=True)
+    out = Decoder(target, script).generate(
+        [PROMPTS[0]], 10, plan=Plan(5), stop=lambda tokens: tokens == text[:6], ignore_eos=True
+    )
     assert out.tokens == [text[:6]]
     assert out.rounds == [[Round(2, 2, 3), Round(drafted=1, accepted=1, emitted=2)]]
     assert out.stats.num_tokens == 6
@@ -219,17 +245,35 @@ def test_the_context_can_be_filled_to_its_last_position(plan):
     """GPT-2 has learned positions: one token too far would be an index error."""
     torch.manual_seed(0)
     model = GPT2LMHeadModel(
-        GPT2Config(vocab_size=VOCAB, n_positions=32, n_embd=32, n_layer=4, n_head=4, initializer_range=0.2, bos_token_id=None, eos_token_id=None)
+        GPT2Config(
+            vocab_size=VOCAB,
+            n_positions=32,
+            n_embd=32,
+            n_layer=4,
+            n_head=4,
+            initializer_range=0.2,
+            bos_token_id=None,
+            eos_token_id=None,
+        )
     )
     target = Target(model.eval().requires_grad_(False))
     prompts = [PROMPTS[2] + PROMPTS[2], PROMPTS[0]]  # 18 and 5 tokens
     expected = [
-        model.generate(torch.tensor([p]), attention_mask=torch.ones(1, len(p)).long(), max_new_tokens=14, do_sample=False)[0, len(p) :].tolist()
+        model.generate(
+            torch.tensor([p]), attention_mask=torch.ones(1, len(p)).long(), max_new_tokens=14, do_sample=False
+        )[0, len(p) :].tolist()
         for p in prompts
     ]
-    for drafter in (None, Ngram(), DraftModel(copy.deepcopy(model)), Eagle3.build(Eagle3Config(taps=(0, 2, 4)), target)):
+    for drafter in (
+        None,
+        Ngram(),
+        DraftModel(copy.deepcopy(model)),
+        Eagle3.build(Eagle3Config(taps=(0, 2, 4)), target),
+    ):
         assert Decoder(target, drafter).generate(prompts, 14, plan=plan, ignore_eos=True).tokens == expected
-    with pytest.raises(BadInputError, match=r"prompt 0 has 18 tokens; with 15 new ones it exceeds the target's context of 32"):
+    with pytest.raises(
+        BadInputError, match=r"prompt 0 has 18 tokens; with 15 new ones it exceeds the target's context of 32"
+    ):
         Decoder(target).generate(prompts, 15)
 
 
@@ -249,15 +293,29 @@ def test_a_draft_model_with_a_shorter_context_is_refused_before_it_is_exceeded(t
         ([[1, -1]], {}, "token -1, outside"),
         ([[1] * 600], {}, "exceeds the target's context of 512"),
         ([[1]], {"max_new_tokens": 0}, "max_new_tokens must be at least 1, got 0"),
-        ([[1]], {"max_new_tokens": 4, "sampling": Sampling(min_new_tokens=5)}, r"min_new_tokens is 5, more than max_new_tokens \(4\)"),
+        (
+            [[1]],
+            {"max_new_tokens": 4, "sampling": Sampling(min_new_tokens=5)},
+            r"min_new_tokens is 5, more than max_new_tokens \(4\)",
+        ),
         ([[1]], {"sampling": Sampling(suppress=(64,))}, "holds token 64, outside the target's vocabulary of 64"),
         ([[1], [2]], {"sequence_ids": [0]}, "2 prompts, but 1 sequence ids"),
-        ([[1]], {"sampling": Sampling(1.0), "plan": Plan(verify="greedy")}, "the greedy rule needs temperature 0, got 1.0"),
+        (
+            [[1]],
+            {"sampling": Sampling(1.0), "plan": Plan(verify="greedy")},
+            "the greedy rule needs temperature 0, got 1.0",
+        ),
     ],
 )
 def test_impossible_requests_are_refused(target, itself, prompts, arguments, message):
     """Before anything is written; plain, and with any drafter in any shape."""
-    for drafter, plan in [(None, Plan()), (itself, SHAPES["chain"]), (itself, SHAPES["static tree"]), (itself, SHAPES["dynamic tree"]), (Ngram(), Plan())]:
+    for drafter, plan in [
+        (None, Plan()),
+        (itself, SHAPES["chain"]),
+        (itself, SHAPES["static tree"]),
+        (itself, SHAPES["dynamic tree"]),
+        (Ngram(), Plan()),
+    ]:
         with pytest.raises(BadInputError, match=message):
             Decoder(target, drafter).generate(prompts, **{"plan": plan} | arguments)
 
@@ -272,9 +330,18 @@ def test_impossible_plans_are_refused():
 def test_a_drafter_of_another_target_is_refused(tiny_llama, target):
     for drafter, message in (
         (DraftModel(tiny_llama(layers=1, vocab=32)), "vocabulary has 32 entries, the target's 64"),
-        (Eagle3.build(Eagle3Config(), Target(tiny_llama(layers=8))), r"reads hidden_states\[5\], but this target has 4 layers"),
-        (Eagle3.build(Eagle3Config(taps=(0, 2, 4)), Target(tiny_llama(hidden=64))), "hidden size of 64, the target's is 32"),
-        (Eagle3.build(Eagle3Config(taps=(0, 2, 4)), Target(tiny_llama(vocab=32))), "vocabulary of 32, the target's is 64"),
+        (
+            Eagle3.build(Eagle3Config(), Target(tiny_llama(layers=8))),
+            r"reads hidden_states\[5\], but this target has 4 layers",
+        ),
+        (
+            Eagle3.build(Eagle3Config(taps=(0, 2, 4)), Target(tiny_llama(hidden=64))),
+            "hidden size of 64, the target's is 32",
+        ),
+        (
+            Eagle3.build(Eagle3Config(taps=(0, 2, 4)), Target(tiny_llama(vocab=32))),
+            "vocabulary of 32, the target's is 64",
+        ),
     ):
         with pytest.raises(IncompatibleError, match=message):
             Decoder(target, drafter)
@@ -296,7 +363,10 @@ def plans(sampling: Sampling) -> list[Plan]:
     return [Plan(3), Plan(tree=BRANCHES), Plan(3, width=2, nodes=5)] if sampling.greedy else PLANS
 
 
-@pytest.mark.parametrize("sampling", [Sampling(), Sampling(repetition_penalty=1.5, suppress=(5,)), Sampling(1.0), Sampling(0.7, 40, 0.9, 0.01, 1.2)])
+@pytest.mark.parametrize(
+    "sampling",
+    [Sampling(), Sampling(repetition_penalty=1.5, suppress=(5,)), Sampling(1.0), Sampling(0.7, 40, 0.9, 0.01, 1.2)],
+)
 def test_a_token_whose_logit_is_minus_infinity_is_never_written(target, sampling):
     """The target itself forbids two thirds of its tokens, and drafters do not know it; top_k exceeds what is left."""
     allowed = range(0, VOCAB, 3)
@@ -309,7 +379,12 @@ def test_a_token_whose_logit_is_minus_infinity_is_never_written(target, sampling
         for prompt, text in zip(PROMPTS, alone, strict=True):
             tokens = torch.tensor([prompt])
             out = model.generate(
-                tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=10, do_sample=False, repetition_penalty=sampling.repetition_penalty, **more
+                tokens,
+                attention_mask=torch.ones_like(tokens),
+                max_new_tokens=10,
+                do_sample=False,
+                repetition_penalty=sampling.repetition_penalty,
+                **more,
             )
             assert out[0, len(prompt) :].tolist() == text
     made = drafters(narrow)
@@ -321,8 +396,12 @@ def test_a_token_whose_logit_is_minus_infinity_is_never_written(target, sampling
         for plan in plans(sampling) if name != "ngram" else PLANS[:3]:
             out = Decoder(narrow, drafter).generate(PROMPTS, 10, sampling, plan, ignore_eos=True)
             assert {t for text in out.tokens for t in text} <= set(allowed), f"{name}, {plan.verify}, {plan}"
-            assert out.tokens == alone or (plan.verify != "coupled" and not sampling.greedy), f"{name}, {plan.verify}, {plan}"
-            assert name != "itself" or out.rule == "candidates" or plan.width > 1 or set(out.stats.alpha()) == {1}, f"{plan.verify}, {plan}"
+            assert out.tokens == alone or (plan.verify != "coupled" and not sampling.greedy), (
+                f"{name}, {plan.verify}, {plan}"
+            )
+            assert name != "itself" or out.rule == "candidates" or plan.width > 1 or set(out.stats.alpha()) == {1}, (
+                f"{plan.verify}, {plan}"
+            )
 
 
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.0), Sampling(0.7, 40, 0.9, 0.01, 1.2)])
@@ -333,7 +412,9 @@ def test_a_target_that_is_certain_of_one_token_writes_it_whatever_is_drafted(tar
     models = {"itself": certain.model, "wrong": restricted(target.model, [8]), "unsure": target.model}
     for name, rate in found.items():
         for plan in plans(sampling):
-            out = Decoder(certain, DraftModel(copy.deepcopy(models[name]))).generate(PROMPTS, 6, sampling, plan, ignore_eos=True)
+            out = Decoder(certain, DraftModel(copy.deepcopy(models[name]))).generate(
+                PROMPTS, 6, sampling, plan, ignore_eos=True
+            )
             assert out.tokens == [[9] * 6] * len(PROMPTS), f"{name}, {plan.verify}, {plan}"
             assert rate is None or out.stats.alpha()[0] == rate, f"{name}, {plan.verify}, {plan}"
 
@@ -341,7 +422,11 @@ def test_a_target_that_is_certain_of_one_token_writes_it_whatever_is_drafted(tar
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_top_k_beyond_the_vocabulary_changes_nothing(target, itself, temperature):
     def texts(top_k: int | None) -> list[list[int]]:
-        return Decoder(target, itself).generate(PROMPTS, 10, Sampling(temperature, top_k=top_k), Plan(3), ignore_eos=True).tokens
+        return (
+            Decoder(target, itself)
+            .generate(PROMPTS, 10, Sampling(temperature, top_k=top_k), Plan(3), ignore_eos=True)
+            .tokens
+        )
 
     assert texts(None) == texts(VOCAB) == texts(VOCAB + 1) == texts(10**6)
 
@@ -365,7 +450,11 @@ def test_a_place_where_no_token_is_allowed_is_an_error_not_a_token(target, itsel
     """Where it is reached: in the prefill, in a round, but not behind an end token that was drafted."""
     everything = tuple(range(VOCAB))
     coupled = replace(plan, verify="coupled")
-    text = Decoder(target).generate(PROMPTS[:1], 8, Sampling(temperature), Plan(verify="coupled"), ignore_eos=True).tokens[0]
+    text = (
+        Decoder(target)
+        .generate(PROMPTS[:1], 8, Sampling(temperature), Plan(verify="coupled"), ignore_eos=True)
+        .tokens[0]
+    )
     dead_end = Sampling(temperature, bad_words=tuple((*text[:3], t) for t in everything))
     for drafter in (None, itself, Ngram()):
         decoder = Decoder(target, drafter)
@@ -382,7 +471,11 @@ def test_a_dead_end_behind_drafts_is_an_error_under_every_rule(target, itself, p
     """Two tokens are left, and behind the third of whatever is written nothing: a drafter that goes there on its own does not hide it."""
     left = (5, 9)
     three = [(a, b, c) for a in left for b in left for c in left]
-    sampling = Sampling(1.0, suppress=tuple(t for t in range(VOCAB) if t not in left), bad_words=tuple((*word, t) for word in three for t in left))
+    sampling = Sampling(
+        1.0,
+        suppress=tuple(t for t in range(VOCAB) if t not in left),
+        bad_words=tuple((*word, t) for word in three for t in left),
+    )
     for seed in range(4):
         with pytest.raises(BadInputError, match="leave no token to go on with"):
             Decoder(target, itself).generate(PROMPTS, 8, replace(sampling, seed=seed), plan, ignore_eos=True)

@@ -17,8 +17,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from outrider.decode import Decoder, Plan, Sampling, Tree
 from outrider.decode.engine import Run
+from outrider.ground import IncompatibleError
 from outrider.heads import Choose, Drafter, DrafterConfig, DraftModel, Eagle3, Eagle3Config, Ngram, Proposal
-from outrider.target import Counts, IncompatibleError, RaggedCache, Target
+from outrider.targets import Counts, RaggedCache, Target
 
 Plant = Callable[[pytest.MonkeyPatch], None]
 
@@ -42,7 +43,14 @@ EXPERTS = {"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2, "
 # Gemma scales its embeddings up: with random weights that are also the output's, a text would only repeat its last token.
 GEMMA = {"head_dim": 8, "query_pre_attn_scalar": 8, "tie_word_embeddings": False}
 GEMMA3 = {**GEMMA, "layer_types": ["sliding_attention", "full_attention"] * 2, **SLIDING}
-SEEING = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28, "patch_size": 14}
+SEEING = {
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+}
 
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "llama": {},
@@ -52,10 +60,20 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "mistral": SLIDING,
     "mixtral": EXPERTS,
     "gemma2": {**GEMMA, "final_logit_softcapping": 3.0, **SLIDING},
-    "gemma3": {"text_config": COMMON | GEMMA3, "vision_config": SEEING, "mm_tokens_per_image": 4, "tie_word_embeddings": False},
+    "gemma3": {
+        "text_config": COMMON | GEMMA3,
+        "vision_config": SEEING,
+        "mm_tokens_per_image": 4,
+        "tie_word_embeddings": False,
+    },
     "phi3": {},
     "olmo2": {},
-    "granite": {"logits_scaling": 4.0, "embedding_multiplier": 3.0, "residual_multiplier": 0.5, "attention_multiplier": 0.3},
+    "granite": {
+        "logits_scaling": 4.0,
+        "embedding_multiplier": 3.0,
+        "residual_multiplier": 0.5,
+        "attention_multiplier": 0.3,
+    },
     "glm4": {"head_dim": 8},
     "gpt_oss": {"head_dim": 8, **EXPERTS, **SLIDING},
     "gpt2": {},
@@ -86,14 +104,27 @@ MORE: dict[str, dict[str, Any]] = {
     "falcon": {},
     "mpt": {"d_model": 32, "n_heads": 4, "n_layers": 4, "tie_word_embeddings": False},
     "deepseek_v3": {
-        **EXPERTS, "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "num_key_value_heads": 4,
-        "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8,
+        **EXPERTS,
+        "n_routed_experts": 4,
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "num_key_value_heads": 4,
+        "q_lora_rank": 16,
+        "kv_lora_rank": 16,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 8,
+        "v_head_dim": 8,
     },
-}  # fmt: skip
+}
 LINEAR = {
-    "linear_conv_kernel_dim": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_num_key_heads": 4, "linear_num_value_heads": 4,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 4,
     "layer_types": ["linear_attention", "full_attention"] * 2,
-}  # fmt: skip
+}
 GATED = LINEAR | {"linear_num_key_heads": 2, "head_dim": 8}
 # States that no position rewinds: `target/recurrent.py`.
 RECURRENT: dict[str, dict[str, Any]] = {
@@ -114,7 +145,11 @@ def make(name: str) -> PreTrainedModel:
     kind = name.split()[0]
     torch.manual_seed(0)
     config = AutoConfig.for_model(kind, **(changes if "text_config" in changes else COMMON | changes))
-    return AutoModelForCausalLM.from_config(config, attn_implementation="eager" if kind in EAGER else None).eval().requires_grad_(False)
+    return (
+        AutoModelForCausalLM.from_config(config, attn_implementation="eager" if kind in EAGER else None)
+        .eval()
+        .requires_grad_(False)
+    )
 
 
 def reference(model: PreTrainedModel, prompts: list[list[int]], new: int = NEW, **arguments: Any) -> list[list[int]]:
@@ -122,7 +157,9 @@ def reference(model: PreTrainedModel, prompts: list[list[int]], new: int = NEW, 
     texts = []
     for prompt in prompts:
         tokens = torch.tensor([prompt])
-        out = model.generate(tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=new, do_sample=False, **arguments)
+        out = model.generate(
+            tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=new, do_sample=False, **arguments
+        )
         texts.append(out[0, len(prompt) :].tolist())
     return texts
 
@@ -139,16 +176,22 @@ class Prophet(Drafter):
     def open(self, target: Target, batch_size: int, max_length: int) -> dict[str, Any]:
         return {"rows": list(range(batch_size)), "known": [0] * batch_size, "round": 0}
 
-    def absorb(self, state: dict[str, Any], tokens: Tensor, hidden: Tensor | None, counts: Counts, path: Tensor | None = None) -> None:
+    def absorb(
+        self, state: dict[str, Any], tokens: Tensor, hidden: Tensor | None, counts: Counts, path: Tensor | None = None
+    ) -> None:
         state["known"] = [n + c for n, c in zip(state["known"], counts.values, strict=True)]
 
-    def propose(self, state: dict[str, Any], root: Tensor, depth: int, choose: Choose, ended: Callable[[], bool] | None = None) -> Proposal:
+    def propose(
+        self, state: dict[str, Any], root: Tensor, depth: int, choose: Choose, ended: Callable[[], bool] | None = None
+    ) -> Proposal:
         state["round"] += 1
         drafts = []
         for row, known in zip(state["rows"], state["known"], strict=True):
             true = (self.texts[row] + [0] * depth)[known + 1 : known + 1 + depth]
             lie_at = (state["round"] * 7 + row * 3) % (depth + 2)  # beyond depth: no lie
-            drafts.append([(t + 1) % VOCAB if j == lie_at else t for j, t in enumerate(true + [0] * (depth - len(true)))])
+            drafts.append(
+                [(t + 1) % VOCAB if j == lie_at else t for j, t in enumerate(true + [0] * (depth - len(true)))]
+            )
         return Proposal.chain(torch.tensor(drafts), deterministic=True)
 
     def select(self, state: dict[str, Any], rows: list[int]) -> None:
@@ -182,17 +225,30 @@ SHAPES = {
 }
 TREES = ("static tree", "dynamic tree")
 # Each shape with a drafter that makes a difference to it; `EVERY` is all of them with all.
-SOME = {"ngram": ["depth 3"], "prophet": ["depth 1", "depth 5"], "draft_model": ["depth 3", *TREES], "eagle3": ["depth 5", *TREES]}
+SOME = {
+    "ngram": ["depth 3"],
+    "prophet": ["depth 1", "depth 5"],
+    "draft_model": ["depth 3", *TREES],
+    "eagle3": ["depth 5", *TREES],
+}
 FEW = {"draft_model": ["depth 3"], "eagle3": ["dynamic tree"]}
 EVERY = {name: list(SHAPES) for name in SOME}
 
 
-def differing(target: Target, texts: list[list[int]], drafts: dict[str, list[str]], drafters: dict[str, Drafter | None] | None = None) -> list[str]:
+def differing(
+    target: Target,
+    texts: list[list[int]],
+    drafts: dict[str, list[str]],
+    drafters: dict[str, Drafter | None] | None = None,
+) -> list[str]:
     """Which drafters, shapes and batches write something else than `texts`."""
     drafters = drafters or every_drafter(target, texts)
 
     def same(drafter: Drafter | None, plan: Plan, rows: int) -> bool:
-        return Decoder(target, drafter).generate(PROMPTS[:rows], len(texts[0]), plan=plan, ignore_eos=True).tokens == texts[:rows]
+        return (
+            Decoder(target, drafter).generate(PROMPTS[:rows], len(texts[0]), plan=plan, ignore_eos=True).tokens
+            == texts[:rows]
+        )
 
     found = [] if same(None, Plan(), len(PROMPTS)) else ["no drafts"]
     for name, shapes in drafts.items():
@@ -212,7 +268,9 @@ def test_a_model_without_position_ids_is_not_given_trees(architecture):
     drafter = DraftModel(copy.deepcopy(model))
     with pytest.raises(IncompatibleError, match=r"takes no position ids.*draft chains"):
         Decoder(Target(model), drafter).generate(PROMPTS, NEW, plan=SHAPES["dynamic tree"])
-    assert Decoder(Target(model), Ngram()).generate(PROMPTS, NEW, plan=SHAPES["dynamic tree"], ignore_eos=True).tokens == reference(model, PROMPTS)
+    assert Decoder(Target(model), Ngram()).generate(
+        PROMPTS, NEW, plan=SHAPES["dynamic tree"], ignore_eos=True
+    ).tokens == reference(model, PROMPTS)
 
 
 COLUMNS = ("as it is", "with a LoRA", "with a merged LoRA")
@@ -233,7 +291,13 @@ def listed(found: Ticks) -> str:
     """The list of architectures, those of `ARCHITECTURES` first."""
     marks = {True: "✓", False: "✗", None: "–"}
     shown = [*ARCHITECTURES, *sorted(MORE.keys() & {name for name, _ in found})]
-    rows = [[name + (" (chains only)" if name in CHAINS_ONLY else ""), *(marks[found.get((name, column))] for column in COLUMNS)] for name in shown]
+    rows = [
+        [
+            name + (" (chains only)" if name in CHAINS_ONLY else ""),
+            *(marks[found.get((name, column))] for column in COLUMNS),
+        ]
+        for name in shown
+    ]
     return "\n".join(
         [
             "Greedy text equal to `transformers.generate`'s, fp32, CPU: chains, static and dynamic trees, every drafter, batch 1 and ragged 8 (–: not in this run).",
@@ -303,12 +367,19 @@ def test_greedy_text_is_the_librarys_with_a_peft_adapter(architecture, merged, t
     plain = make(architecture)
     before, drafter = reference(plain, PROMPTS[:3], new=8), DraftModel(copy.deepcopy(plain))
     torch.manual_seed(3)
-    model = get_peft_model(plain, LoraConfig(r=2, lora_alpha=1, target_modules="all-linear", init_lora_weights=False)).eval()
+    model = get_peft_model(
+        plain, LoraConfig(r=2, lora_alpha=1, target_modules="all-linear", init_lora_weights=False)
+    ).eval()
     model = model.merge_and_unload() if merged else model
     texts = reference(model, PROMPTS, new=8)
     assert texts[:3] != before
     target = Target(model)
-    found = differing(target, texts, FEW, drafters={"draft_model": drafter, "eagle3": Eagle3.build(Eagle3Config(taps=(0, 2, 4)), target)})
+    found = differing(
+        target,
+        texts,
+        FEW,
+        drafters={"draft_model": drafter, "eagle3": Eagle3.build(Eagle3Config(taps=(0, 2, 4)), target)},
+    )
     ticks[architecture, COLUMNS[1 + merged]] = not found
     assert found == []
 
@@ -338,7 +409,9 @@ def test_of_tied_tokens_the_first_wins_as_in_the_library():
     target = Target(model)
     pruned = Eagle3.build(Eagle3Config(taps=(0, 2, 4), draft_vocab_size=32), target, torch.arange(VOCAB) % 2)
     drafters = {**every_drafter(target, texts), "itself": DraftModel(copy.deepcopy(model)), "pruned": pruned}
-    assert differing(target, texts, {name: list(SHAPES) for name in drafters if name != "none"}, drafters=drafters) == []
+    assert (
+        differing(target, texts, {name: list(SHAPES) for name in drafters if name != "none"}, drafters=drafters) == []
+    )
     out = Decoder(target, drafters["itself"]).generate(PROMPTS, NEW, plan=Plan(4), ignore_eos=True)
     assert out.stats.acceptance_rate == 1, "drafter and target break a tie alike"
 
@@ -357,7 +430,11 @@ def test_a_target_that_breaks_ties_the_other_way_is_noticed(monkeypatch):
 def refused_drafts_stay(patch: pytest.MonkeyPatch) -> None:
     honest = RaggedCache.advance
     patch.setattr(
-        RaggedCache, "advance", lambda cache, counts: honest(cache, counts) if cache.used - cache.longest < 2 else honest(cache, kept_too_many(counts))
+        RaggedCache,
+        "advance",
+        lambda cache, counts: (
+            honest(cache, counts) if cache.used - cache.longest < 2 else honest(cache, kept_too_many(counts))
+        ),
     )
 
 
@@ -371,7 +448,11 @@ def the_path_is_not_moved(patch: pytest.MonkeyPatch) -> None:
 
 def siblings_see_each_other(patch: pytest.MonkeyPatch) -> None:
     honest = RaggedCache.visible
-    patch.setattr(RaggedCache, "visible", lambda cache: torch.ones_like(honest(cache)) if cache._sees is not None else honest(cache))
+    patch.setattr(
+        RaggedCache,
+        "visible",
+        lambda cache: torch.ones_like(honest(cache)) if cache._sees is not None else honest(cache),
+    )
 
 
 def nodes_stand_in_their_order(patch: pytest.MonkeyPatch) -> None:
@@ -396,7 +477,9 @@ def second_thoughts(model: PreTrainedModel, texts: list[list[int]]) -> DraftMode
     """Drafts a token that stands in no text, and as its second choice what the model itself would say."""
     unwritten = min(set(range(VOCAB)) - {t for text in texts for t in text})
     copied = copy.deepcopy(model)
-    copied.lm_head.bias = torch.nn.Parameter(torch.zeros(VOCAB).index_fill(0, torch.tensor(unwritten), 1e3), requires_grad=False)
+    copied.lm_head.bias = torch.nn.Parameter(
+        torch.zeros(VOCAB).index_fill(0, torch.tensor(unwritten), 1e3), requires_grad=False
+    )
     return DraftModel(copied)
 
 
@@ -408,7 +491,9 @@ def test_a_path_of_second_children_is_kept_as_if_it_stood_alone(architecture):
     """None of its nodes stands in the cache where it would in a chain, and it is longer than the sliding windows."""
     model = make(architecture)
     texts = reference(model, PROMPTS)
-    out = Decoder(Target(model), second_thoughts(model, texts)).generate(PROMPTS, NEW, plan=SECOND_CHILDREN, ignore_eos=True)
+    out = Decoder(Target(model), second_thoughts(model, texts)).generate(
+        PROMPTS, NEW, plan=SECOND_CHILDREN, ignore_eos=True
+    )
     assert out.tokens == texts
     assert out.stats.alpha() == [1.0] * 4
 
@@ -457,7 +542,10 @@ def processed(texts: list[list[int]]) -> dict[str, Sampling]:
 
 
 def library_arguments(sampling: Sampling) -> dict[str, Any]:
-    found: dict[str, Any] = {"repetition_penalty": sampling.repetition_penalty, "min_new_tokens": sampling.min_new_tokens}
+    found: dict[str, Any] = {
+        "repetition_penalty": sampling.repetition_penalty,
+        "min_new_tokens": sampling.min_new_tokens,
+    }
     return (
         found
         | ({"bad_words_ids": [list(w) for w in sampling.bad_words]} if sampling.bad_words else {})
@@ -479,19 +567,34 @@ def test_greedy_text_is_the_librarys_under_processors(kind):
     target = Target(model)
     pruned = Eagle3.build(Eagle3Config(taps=(0, 2, 4), draft_vocab_size=20), target, torch.arange(VOCAB))
     drafters = every_drafter(target, texts) | {"itself": DraftModel(copy.deepcopy(model)), "eagle3": pruned}
-    tried = {"none": ["depth 1"], "ngram": ["depth 3"], "prophet": ["depth 1", "depth 5"], "draft_model": ["depth 3", *TREES], "eagle3": ["depth 1", *TREES]}
+    tried = {
+        "none": ["depth 1"],
+        "ngram": ["depth 3"],
+        "prophet": ["depth 1", "depth 5"],
+        "draft_model": ["depth 3", *TREES],
+        "eagle3": ["depth 1", *TREES],
+    }
     for name, shapes in (tried | {"itself": ["depth 3"]}).items():
         decoder = Decoder(target, drafters[name])
         for shape in shapes:
             out = decoder.generate(PROMPTS, NEW, sampling, SHAPES[shape])
             assert out.tokens == texts, f"{name}, {shape}, batch of 8"
             assert name != "itself" or out.stats.acceptance_rate == 1
-        assert decoder.generate(PROMPTS[:1], NEW, sampling, SHAPES[shapes[-1]]).tokens == texts[:1], f"{name}, {shapes[-1]}, alone"
+        assert decoder.generate(PROMPTS[:1], NEW, sampling, SHAPES[shapes[-1]]).tokens == texts[:1], (
+            f"{name}, {shapes[-1]}, alone"
+        )
 
 
 @pytest.mark.parametrize(
     ("kind", "changes"),
-    [("mamba", {}), ("llama4_text", {"attention_chunk_size": 4, "num_local_experts": 2, "intermediate_size_mlp": 64, "head_dim": 8}), ("bloom", {})],
+    [
+        ("mamba", {}),
+        (
+            "llama4_text",
+            {"attention_chunk_size": 4, "num_local_experts": 2, "intermediate_size_mlp": 64, "head_dim": 8},
+        ),
+        ("bloom", {}),
+    ],
 )
 def test_an_architecture_that_cannot_be_rewound_by_position_is_refused(kind, changes):
     """Recurrent state, chunked attention, position biases built from a padding mask: an error that says so, before any text."""
@@ -509,6 +612,8 @@ def test_a_drafter_that_is_the_target_has_tau_k_plus_1(depth, rule, temperature)
         model = make(architecture)
         decoder = Decoder(Target(model), DraftModel(copy.deepcopy(model)))
         for prompts in (PROMPTS, [[7]], [[7], [9]]):
-            out = decoder.generate(prompts, 1 + 3 * (depth + 1), Sampling(temperature), Plan(depth, verify=rule), ignore_eos=True)
+            out = decoder.generate(
+                prompts, 1 + 3 * (depth + 1), Sampling(temperature), Plan(depth, verify=rule), ignore_eos=True
+            )
             assert out.stats.tau == depth + 1
             assert out.stats.histogram() == [0] * depth + [3 * len(prompts)]

@@ -5,15 +5,15 @@ from __future__ import annotations
 import re
 from typing import Any
 
-import psutil
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from outrider.decode import Decoder, Plan, Sampling, Tree, memory
-from outrider.decode.memory import Budget, Load, budget, cgroup_rooms, free_bytes
+from outrider.decode.memory import Budget, Load, budget
+from outrider.ground import BadInputError
 from outrider.heads import Drafter, DraftModel, Eagle3, Eagle3Config, Ngram, drafter_config
-from outrider.target import BadInputError, PeakBytes, Target
+from outrider.targets import PeakBytes, Target
 
 TREE = Plan(4, width=3, nodes=8)
 STATIC = Plan(tree=Tree((-1, -1, 0, 0, 1, 2, 5)))
@@ -23,9 +23,14 @@ WARM = Sampling(temperature=1.0)
 def llama(layers: int = 3, hidden: int = 64, vocab: int = 500, dtype: torch.dtype = torch.float32) -> Any:
     torch.manual_seed(0)
     config = LlamaConfig(
-        hidden_size=hidden, intermediate_size=3 * hidden, num_hidden_layers=layers, num_attention_heads=4, num_key_value_heads=2, vocab_size=vocab,
+        hidden_size=hidden,
+        intermediate_size=3 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=vocab,
         max_position_embeddings=4096,
-    )  # fmt: skip
+    )
     return LlamaForCausalLM(config).to(dtype).eval().requires_grad_(False)
 
 
@@ -36,7 +41,9 @@ def make(name: str, target: Target) -> Drafter | None:
     if name in ("medusa", "hydra"):
         head, config = drafter_config({"type": name})
         return head.build(config, target)
-    return {"none": None, "ngram": Ngram(), "draft_model": DraftModel(llama(1, 32, target.vocab_size, target.dtype))}[name]
+    return {"none": None, "ngram": Ngram(), "draft_model": DraftModel(llama(1, 32, target.vocab_size, target.dtype))}[
+        name
+    ]
 
 
 def prompts(rows: int, length: int) -> list[list[int]]:
@@ -106,12 +113,22 @@ def test_the_budget_is_what_rounds_of_fixed_shapes_allocate(name, size, plan, sa
     close(name, size, plan, sampling, fixed=True)
 
 
-def close(name: str, size: str, plan: Plan, sampling: Sampling, fixed: bool = False, dtype: torch.dtype = torch.float32) -> None:
+def close(
+    name: str, size: str, plan: Plan, sampling: Sampling, fixed: bool = False, dtype: torch.dtype = torch.float32
+) -> None:
     """All tensors of a generation that live at one time are what the budget says, within 5%."""
     vocab, rows, length, new = SIZES[size]
     target = Target(llama(vocab=vocab, dtype=dtype))
     drafter = make(name, target)
-    load = Load(rows, length, new, 0 if drafter is None else plan.depth, plan, sampling, fixed and (drafter is None or drafter.grows))
+    load = Load(
+        rows,
+        length,
+        new,
+        0 if drafter is None else plan.depth,
+        plan,
+        sampling,
+        fixed and (drafter is None or drafter.grows),
+    )
     announced = budget(target, drafter, load)
     with PeakBytes() as count:
         Decoder(target, drafter, static=fixed).generate(prompts(rows, length), new, sampling, plan, ignore_eos=True)
@@ -124,7 +141,11 @@ def test_a_cache_of_the_engine_is_as_large_as_the_budget_says(monkeypatch):
     drafter = make("draft_model", target)
     order: list[tuple[str, int]] = []
     new_cache = Target.new_cache
-    monkeypatch.setattr(Target, "new_cache", lambda self, *sizes: order.append(("cache", self.cache_bytes(*sizes))) or new_cache(self, *sizes))
+    monkeypatch.setattr(
+        Target,
+        "new_cache",
+        lambda self, *sizes: order.append(("cache", self.cache_bytes(*sizes))) or new_cache(self, *sizes),
+    )
     announced = budget(target, drafter, Load(2, 9, 6, 5, Plan(5), Sampling()))
     order.clear()
     target.body.register_forward_pre_hook(lambda *_: order.append(("pass", 0)))
@@ -155,10 +176,10 @@ def test_too_little_memory_is_one_error_before_anything_is_allocated(free, stati
     with PeakBytes() as count, pytest.raises(BadInputError) as caught:
         decoder.generate(prompts(8, 30), 900, plan=Plan(5))
     assert count.peak < needed.total / 1000
-    numbers = (
-        r"needs ([\d.]+) GiB \(target cache ([\d.]+), drafter ([\d.]+), working memory ([\d.]+)\) for 8 sequences of up to 930 tokens, ([\d.]+) GiB are free"
+    numbers = r"needs ([\d.]+) GiB \(target cache ([\d.]+), drafter ([\d.]+), working memory ([\d.]+)\) for 8 sequences of up to 930 tokens, ([\d.]+) GiB are free"
+    match = re.search(
+        numbers + r"; lower the batch to about (\d+), or max_new_tokens to about (\d+)\.$", str(caught.value)
     )
-    match = re.search(numbers + r"; lower the batch to about (\d+), or max_new_tokens to about (\d+)\.$", str(caught.value))
     assert match is not None, str(caught.value)
     sizes = [needed.total, needed.target, needed.drafter, needed.working, free["bytes"]]
     assert [float(found) for found in match.groups()[:5]] == [round(size / 2**30, 3) for size in sizes]
@@ -179,7 +200,10 @@ def test_one_sequence_is_told_to_be_shorter(free):
 
 
 def test_what_cannot_fit_is_told_so(free):
-    with pytest.raises(BadInputError, match=r"not even one such sequence fits: shorten the prompts, or take a smaller dtype or model\.$"):
+    with pytest.raises(
+        BadInputError,
+        match=r"not even one such sequence fits: shorten the prompts, or take a smaller dtype or model\.$",
+    ):
         Decoder(Target(llama())).generate(prompts(4, 30), 20)
 
 
@@ -192,7 +216,6 @@ def test_where_nobody_says_what_is_free_nothing_is_refused(monkeypatch):
     monkeypatch.setattr(memory, "SMALL", 0)
     monkeypatch.setattr(memory, "free_bytes", lambda device: None)
     assert len(Decoder(Target(llama())).generate(prompts(2, 30), 5, ignore_eos=True).tokens[0]) == 5
-    assert free_bytes(torch.device("meta")) is None
 
 
 def test_memory_that_lasts_from_request_to_request_is_not_asked_for_twice(free):
@@ -216,52 +239,3 @@ def test_memory_that_lasts_from_request_to_request_is_not_asked_for_twice(free):
 
 def test_a_budget_adds_up():
     assert Budget(1, 2, 4).total == 7
-
-
-# ------------------------------------------------------------ what is free
-
-
-def group(folder: Any, limit: str, used: int, cached: int, old: bool = False) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file") if old else ("memory.max", "memory.current", "inactive_file")
-    (folder / names[0]).write_text(f"{limit}\n")
-    (folder / names[1]).write_text(f"{used}\n")
-    (folder / "memory.stat").write_text(f"anon 5\n{names[2]} {cached}\n")
-
-
-def test_the_limits_of_control_groups_count_those_above_too(tmp_path):
-    """Version 2: files that the kernel would give up are free."""
-    (tmp_path / "own").write_text("0::/outer/inner\n")
-    group(tmp_path / "outer", "1000", 600, 100)
-    group(tmp_path / "outer" / "inner", "max", 300, 50)
-    assert cgroup_rooms(tmp_path, tmp_path / "own") == [500]
-    group(tmp_path / "outer" / "inner", "400", 300, 50)
-    assert sorted(cgroup_rooms(tmp_path, tmp_path / "own")) == [150, 500]
-
-
-def test_the_limits_of_the_first_version_are_read_too(tmp_path):
-    (tmp_path / "own").write_text("9:cpuset:/\n4:memory:/box\n0::/\n")
-    group(tmp_path / "memory" / "box", "2000", 700, 200, old=True)
-    assert cgroup_rooms(tmp_path, tmp_path / "own") == [1500]
-
-
-def test_a_container_that_sees_its_own_group_as_the_root_is_limited_by_it(tmp_path):
-    """The path then names a folder that is not there."""
-    (tmp_path / "own").write_text("0::/somewhere/else\n")
-    group(tmp_path, "900", 200, 0)
-    assert cgroup_rooms(tmp_path, tmp_path / "own") == [700]
-
-
-def test_without_control_groups_nothing_limits(tmp_path):
-    assert cgroup_rooms(tmp_path, tmp_path / "missing") == []
-
-
-def test_the_free_memory_of_this_machine_is_less_than_it_has():
-    found = free_bytes(torch.device("cpu"))
-    assert found is not None
-    assert 0 < found <= psutil.virtual_memory().total
-
-
-def test_the_smallest_limit_decides(monkeypatch):
-    monkeypatch.setattr(memory, "cgroup_rooms", lambda: [10**30, 12345])
-    assert free_bytes(torch.device("cpu")) == 12345

@@ -13,18 +13,33 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from outrider.decode import Decoder, Plan, Sampling, Tree
+from outrider.ground import IncompatibleError
 from outrider.heads import Drafter, DraftModel, Ngram
-from outrider.target import IncompatibleError, Target
+from outrider.targets import Target
 
 VOCAB, NEW = 64, 40
 COMMON = {
-    "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "head_dim": 8, "initializer_range": 0.2, "max_position_embeddings": 256,
-}  # fmt: skip
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "initializer_range": 0.2,
+    "max_position_embeddings": 256,
+}
 QWEN3_NEXT = {
-    "linear_conv_kernel_dim": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
-    "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16,
-}  # fmt: skip
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16,
+}
 # The second and third are further behind the first than a pass reads again.
 PROMPTS = [torch.randint(0, VOCAB, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (50, 7, 26)]
 CHAIN, TREE = Plan(4), Plan(3, width=2)
@@ -49,8 +64,13 @@ def texts(target) -> list[list[int]]:
     for prompt in PROMPTS:
         tokens = torch.tensor([prompt])
         out = target.model.generate(
-            tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=NEW, do_sample=False, eos_token_id=None, pad_token_id=0
-        )  # fmt: skip
+            tokens,
+            attention_mask=torch.ones_like(tokens),
+            max_new_tokens=NEW,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+        )
         found.append(out[0, len(prompt) :].tolist())
     return found
 
@@ -107,7 +127,9 @@ def test_text_that_is_drawn_depends_on_the_target_alone(target):
 def test_trees_are_refused_before_anything_runs(target):
     decoder = Decoder(target, drafters(target)["llama"])
     for plan in (TREE, Plan(tree=Tree((-1, -1, 0)))):
-        with pytest.raises(IncompatibleError, match=r"Qwen3NextForCausalLM has recurrent layers.*draft chains") as caught:
+        with pytest.raises(
+            IncompatibleError, match=r"Qwen3NextForCausalLM has recurrent layers.*draft chains"
+        ) as caught:
             decoder.generate(PROMPTS, NEW, plan=plan)
         assert caught.value.exit_code == 3
 

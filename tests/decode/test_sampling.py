@@ -22,8 +22,20 @@ from transformers.generation.logits_process import (
 )
 
 from outrider.decode import Sampling
-from outrider.decode.sampling import ACCEPT, CORRECT, DRAFT, Context, Processors, draw, nothing_left, penalize, probabilities, shared_gumbel, uniforms
-from outrider.target import BadInputError
+from outrider.decode.sampling import (
+    ACCEPT,
+    CORRECT,
+    DRAFT,
+    Context,
+    Processors,
+    draw,
+    nothing_left,
+    penalize,
+    probabilities,
+    shared_gumbel,
+    uniforms,
+)
+from outrider.ground import BadInputError
 
 NEVER = 1e-6  # p-values below this do not happen by chance in a lifetime of this suite
 
@@ -77,7 +89,12 @@ def test_a_filter_wider_than_the_vocabulary_changes_nothing():
 def test_filters_keep_a_pruned_draft_vocabulary_pruned():
     """Logits of −inf (tokens outside the draft vocabulary) stay at probability 0, also where top_k exceeds what is left."""
     logits = torch.tensor([[1.0, float("-inf"), 0.5, float("-inf"), 0.0]])
-    for sampling in (Sampling(1.0, top_k=4), Sampling(1.0, top_p=0.99), Sampling(1.0, min_p=0.01), Sampling(0.7, 4, 0.99, 0.01, 1.2)):
+    for sampling in (
+        Sampling(1.0, top_k=4),
+        Sampling(1.0, top_p=0.99),
+        Sampling(1.0, min_p=0.01),
+        Sampling(0.7, 4, 0.99, 0.01, 1.2),
+    ):
         probs = probabilities(penalize(logits, torch.tensor([[True, True, False, False, False]]), sampling), sampling)
         assert probs[0, [1, 3]].tolist() == [0, 0]
         assert float(probs.sum()) == pytest.approx(1)
@@ -85,7 +102,13 @@ def test_filters_keep_a_pruned_draft_vocabulary_pruned():
 
 def test_a_single_token_that_is_left_has_all_the_mass():
     logits = torch.full((1, 5), float("-inf")).index_fill(1, torch.tensor([3]), -7.0)
-    for sampling in (Sampling(1.0), Sampling(0.1, top_k=4), Sampling(1.0, top_p=0.5), Sampling(2.0, min_p=0.9), Sampling(1.0, 4, 0.99, 0.01)):
+    for sampling in (
+        Sampling(1.0),
+        Sampling(0.1, top_k=4),
+        Sampling(1.0, top_p=0.5),
+        Sampling(2.0, min_p=0.9),
+        Sampling(1.0, 4, 0.99, 0.01),
+    ):
         assert probabilities(logits, sampling).tolist() == [[0, 0, 0, 1, 0]]
 
 
@@ -167,7 +190,9 @@ def test_processors_equal_the_librarys_at_every_node_of_a_tree(name):
         prompt = prompts[row, : counts[row]].tolist()
         for place, way in enumerate(ways):
             text = prompt + [int(drafts[row, node]) for node in way]
-            torch.testing.assert_close(ours[row, place], library_processed(text, len(prompt), logits[row, place], sampling))
+            torch.testing.assert_close(
+                ours[row, place], library_processed(text, len(prompt), logits[row, place], sampling)
+            )
 
 
 def test_a_context_that_grows_token_by_token_is_the_one_that_grows_at_once():
@@ -270,7 +295,10 @@ def test_streams_seeds_rows_and_positions_are_independent():
         "next row": (base[:-1], base[1:]),
         "next position": (base[:, :-1], base[:, 1:]),
         "diagonal": (base[:-1, :-1], base[1:, 1:]),
-        "swapped keys": (base[:, :200].tril(-1)[base[:, :200].tril(-1) > 0], base[:, :200].T.tril(-1)[base[:, :200].T.tril(-1) > 0]),
+        "swapped keys": (
+            base[:, :200].tril(-1)[base[:, :200].tril(-1) > 0],
+            base[:, :200].T.tril(-1)[base[:, :200].T.tril(-1) > 0],
+        ),
     }
     for name, (first, second) in pairs.items():
         assert independence(first, second) > NEVER / len(pairs), name
@@ -294,5 +322,9 @@ def test_gumbel_noise_makes_argmax_a_sample():
     assert counts[2] == 0
     kept = [0, 1, 3, 4]
     assert stats.chisquare(counts[kept], probs.numpy()[kept] * counts.sum()).pvalue > NEVER
-    table = torch.bincount((tokens[:, :-1] * 5 + tokens[:, 1:]).flatten(), minlength=25).view(5, 5).numpy()[np.ix_(kept, kept)]
+    table = (
+        torch.bincount((tokens[:, :-1] * 5 + tokens[:, 1:]).flatten(), minlength=25)
+        .view(5, 5)
+        .numpy()[np.ix_(kept, kept)]
+    )
     assert stats.chi2_contingency(table).pvalue > NEVER

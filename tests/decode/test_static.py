@@ -21,7 +21,7 @@ from outrider.decode import Control, Costs, Decoder, Plan, Sampling, Tree
 from outrider.decode.engine import Run
 from outrider.decode.static import window_of
 from outrider.heads import Drafter, DraftModel, Eagle3, Eagle3Config, Ngram
-from outrider.target import Counts, Target
+from outrider.targets import Counts, Target
 
 VOCAB = 64
 PROMPTS = [torch.randint(0, VOCAB, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (5, 1, 9, 3)]
@@ -38,7 +38,9 @@ PLANS = {
 SAMPLINGS = {
     "greedy": Sampling(),
     "sampled": Sampling(1.0, top_p=0.9, seed=3),
-    "processed": Sampling(0.9, repetition_penalty=1.3, seed=5, suppress=(1, 2), min_new_tokens=6, bad_words=((3, 5), (7, 8, 9))),
+    "processed": Sampling(
+        0.9, repetition_penalty=1.3, seed=5, suppress=(1, 2), min_new_tokens=6, bad_words=((3, 5), (7, 8, 9))
+    ),
 }
 CASES = [(p, s) for p in PLANS for s in SAMPLINGS if not (s == "greedy" and p in ("block", "traversal", "coupled"))]
 
@@ -56,10 +58,16 @@ def make_drafters(target: Target) -> dict[str, Drafter]:
     with torch.no_grad():
         for weight in wrong.parameters():
             weight.mul_(0.9)
-    return {"draft_model": DraftModel(wrong), "eagle3": Eagle3.build(Eagle3Config(taps=(1, 2, 3), draft_vocab_size=40), target, torch.arange(VOCAB))}
+    return {
+        "draft_model": DraftModel(wrong),
+        "eagle3": Eagle3.build(Eagle3Config(taps=(1, 2, 3), draft_vocab_size=40), target, torch.arange(VOCAB)),
+    }
 
 
-@pytest.mark.parametrize(("needed", "window"), [(1, 256), (256, 256), (257, 384), (385, 512), (513, 768), (769, 1024), (4000, 4096), (4097, 6144)])
+@pytest.mark.parametrize(
+    ("needed", "window"),
+    [(1, 256), (256, 256), (257, 384), (385, 512), (513, 768), (769, 1024), (4000, 4096), (4097, 6144)],
+)
 def test_windows_come_in_few_sizes(needed, window):
     assert window_of(needed) == window
 
@@ -90,9 +98,13 @@ def test_requests_follow_each_other_in_the_same_memory(target):
     drafter = make_drafters(target)["eagle3"]
     fixed, usual = Decoder(target, drafter, static=True), Decoder(target, drafter, static=False)
     requests: list[tuple[Any, ...]] = [
-        (PROMPTS, 30, Sampling(), Plan(3)), (PROMPTS, 20, Sampling(1.0, seed=1), Plan(2)), (PROMPTS, 20, Sampling(1.0, seed=2**63 + 5), Plan(2)),
-        (PROMPTS[:1], 20, Sampling(), Plan(0)), (PROMPTS[1:2], 20, Sampling(), Plan(3, width=2)), (PROMPTS, 30, Sampling(), Plan(3)),
-    ]  # fmt: skip
+        (PROMPTS, 30, Sampling(), Plan(3)),
+        (PROMPTS, 20, Sampling(1.0, seed=1), Plan(2)),
+        (PROMPTS, 20, Sampling(1.0, seed=2**63 + 5), Plan(2)),
+        (PROMPTS[:1], 20, Sampling(), Plan(0)),
+        (PROMPTS[1:2], 20, Sampling(), Plan(3, width=2)),
+        (PROMPTS, 30, Sampling(), Plan(3)),
+    ]
     places = set()
     for request in requests:
         assert fixed.generate(*request).tokens == usual.generate(*request).tokens
@@ -108,7 +120,10 @@ def test_a_drafter_that_is_trained_on_between_requests_drafts_with_its_new_weigh
         with torch.no_grad():
             for i, weight in enumerate(drafter.parameters()):
                 weight.mul_(0.5 if i % 2 else 1.5)
-        assert decoder.generate(PROMPTS, 20, plan=Plan(3)).rounds == Decoder(target, copy.deepcopy(drafter)).generate(PROMPTS, 20, plan=Plan(3)).rounds, name
+        assert (
+            decoder.generate(PROMPTS, 20, plan=Plan(3)).rounds
+            == Decoder(target, copy.deepcopy(drafter)).generate(PROMPTS, 20, plan=Plan(3)).rounds
+        ), name
 
 
 def test_generations_that_run_at_the_same_time_do_not_share_memory(target):
@@ -128,7 +143,15 @@ def test_generations_that_run_at_the_same_time_do_not_share_memory(target):
 def test_rows_that_finished_may_do_what_they_like(tiny_llama):
     """They read before their begin (a draft model with learned positions), and reach places where no token is allowed."""
     torch.manual_seed(0)
-    sizes = {"vocab_size": VOCAB, "n_positions": 400, "n_embd": 32, "n_layer": 2, "n_head": 4, "bos_token_id": None, "eos_token_id": None}
+    sizes = {
+        "vocab_size": VOCAB,
+        "n_positions": 400,
+        "n_embd": 32,
+        "n_layer": 2,
+        "n_head": 4,
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }
     drafter = DraftModel(GPT2LMHeadModel(GPT2Config(**sizes)).eval())
     target = Target(tiny_llama(layers=4))
     free = Decoder(target).generate(PROMPTS, 60, ignore_eos=True).tokens
@@ -153,7 +176,14 @@ def test_a_drafter_that_nobody_wants_any_more_is_told_nothing(target, monkeypatc
     monkeypatch.setattr(Eagle3, "absorb", watched)
     first = Decoder(target).generate(PROMPTS[:1], 1).tokens[0][0]
     decoder = Decoder(target, drafter)
-    decoder.generate(PROMPTS, 60, plan=Plan(2), speculate=[True, False, False, False], stop=lambda text: text[0] == first and len(text) == 4, ignore_eos=True)
+    decoder.generate(
+        PROMPTS,
+        60,
+        plan=Plan(2),
+        speculate=[True, False, False, False],
+        stop=lambda text: text[0] == first and len(text) == 4,
+        ignore_eos=True,
+    )
     assert max(widths) <= 9 + 5
 
 
@@ -164,14 +194,20 @@ def test_lists_do_where_tuples_do():
 def test_texts_longer_than_a_window(target):
     target.model.generation_config.eos_token_id = None
     for name, drafter in make_drafters(target).items():
-        usual, fixed = (Decoder(target, drafter, static=s).generate([PROMPTS[0], PROMPTS[1]], 300, plan=Plan(3)).tokens for s in (False, True))
+        usual, fixed = (
+            Decoder(target, drafter, static=s).generate([PROMPTS[0], PROMPTS[1]], 300, plan=Plan(3)).tokens
+            for s in (False, True)
+        )
         assert fixed == usual, name
 
 
 def test_the_context_is_filled_to_its_last_position(tiny_llama):
     target = Target(tiny_llama(layers=4, max_position_embeddings=64))
     drafter = make_drafters(target)["draft_model"]
-    usual, fixed = (Decoder(target, drafter, static=s).generate([PROMPTS[2], PROMPTS[0][:5]], 55, plan=Plan(4)).tokens for s in (False, True))
+    usual, fixed = (
+        Decoder(target, drafter, static=s).generate([PROMPTS[2], PROMPTS[0][:5]], 55, plan=Plan(4)).tokens
+        for s in (False, True)
+    )
     assert fixed == usual
     assert len(fixed[0]) == 55
 
@@ -187,9 +223,25 @@ def test_a_round_never_reads_a_tensor_on_the_host(tiny_llama, monkeypatch, plan,
         pytest.skip("needs a temperature")
     with torch.device("meta"):
         target = Target(tiny_llama(layers=4).to("meta"))
-        for drafter in (DraftModel(copy.deepcopy(target.model)), Eagle3.build(Eagle3Config(taps=(1, 2, 3)), target).to("meta")):
-            run = Run(Decoder(target, drafter, static=True), PROMPTS, 20, SAMPLINGS[sampling], PLANS[plan], None, False, None, True)
-            tokens, counts = torch.zeros(4, 9, dtype=torch.long), Counts(torch.ones(4, dtype=torch.long), [len(p) for p in PROMPTS])
+        for drafter in (
+            DraftModel(copy.deepcopy(target.model)),
+            Eagle3.build(Eagle3Config(taps=(1, 2, 3)), target).to("meta"),
+        ):
+            run = Run(
+                Decoder(target, drafter, static=True),
+                PROMPTS,
+                20,
+                SAMPLINGS[sampling],
+                PLANS[plan],
+                None,
+                False,
+                None,
+                True,
+            )
+            tokens, counts = (
+                torch.zeros(4, 9, dtype=torch.long),
+                Counts(torch.ones(4, dtype=torch.long), [len(p) for p in PROMPTS]),
+            )
             with torch.inference_mode():
                 batch = run._open(tokens, counts)
                 batch.context = None if run.processors is None else run.processors.start(tokens, counts.tensor)
@@ -226,8 +278,12 @@ class Recorder(TorchDispatchMode):
 
     def replay(self) -> None:
         for func, args, kwargs, before in self.operations:
-            inputs = {t.untyped_storage().data_ptr() for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
-            if not func._schema.is_mutable and any(t.untyped_storage().data_ptr() in inputs for t in tree_leaves(before) if isinstance(t, torch.Tensor)):
+            inputs = {
+                t.untyped_storage().data_ptr() for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)
+            }
+            if not func._schema.is_mutable and any(
+                t.untyped_storage().data_ptr() in inputs for t in tree_leaves(before) if isinstance(t, torch.Tensor)
+            ):
                 continue  # a view shows what its base holds
             after = func(*args, **kwargs)
             if not func._schema.is_mutable:
@@ -279,7 +335,12 @@ def test_replayed_rounds_write_the_same_text(target, replays, plan, sampling):
         fixed, usual = Decoder(target, drafter, static=True), Decoder(target, drafter, static=False)
         for request in range(3):
             sampled = Sampling(**vars(SAMPLINGS[sampling]) | {"seed": request // 2})
-            arguments: dict[str, Any] = {"sampling": sampled, "plan": PLANS[plan], "ignore_eos": True, "sequence_ids": [request, 7, 8, 9]}
+            arguments: dict[str, Any] = {
+                "sampling": sampled,
+                "plan": PLANS[plan],
+                "ignore_eos": True,
+                "sequence_ids": [request, 7, 8, 9],
+            }
             a, b = fixed.generate(PROMPTS, 20, **arguments), usual.generate(PROMPTS, 20, **arguments)
             assert a.tokens == b.tokens, name
             assert a.rounds == b.rounds
@@ -291,8 +352,9 @@ def test_rows_that_finish_and_rows_without_drafts_replay_too(target, replays):
     drafter = make_drafters(target)["eagle3"]
     for _ in range(2):
         a, b = (
-            Decoder(target, drafter, static=s).generate(PROMPTS, 30, plan=Plan(3), speculate=[True, False, True, True]) for s in (True, False)
-        )  # fmt: skip
+            Decoder(target, drafter, static=s).generate(PROMPTS, 30, plan=Plan(3), speculate=[True, False, True, True])
+            for s in (True, False)
+        )
         assert a.tokens == b.tokens
         assert a.rounds == b.rounds
     assert sum(graph.count for graph in replays) > 4
@@ -353,11 +415,21 @@ def test_captured_rounds_equal_eager_ones_on_a_gpu(target, plan, sampling, monke
     for name, drafter in make_drafters(target).items():
         captured, eager = Decoder(target, drafter.to("cuda"), static=True), Decoder(target, drafter, static=True)
         for request in range(2):
-            arguments: dict[str, Any] = {"sampling": Sampling(**vars(SAMPLINGS[sampling]) | {"seed": request}), "plan": PLANS[plan], "ignore_eos": True}
+            arguments: dict[str, Any] = {
+                "sampling": Sampling(**vars(SAMPLINGS[sampling]) | {"seed": request}),
+                "plan": PLANS[plan],
+                "ignore_eos": True,
+            }
             a = captured.generate(PROMPTS, 40, **arguments)
             with monkeypatch.context() as patch:
-                patch.setattr(static.StaticRounds, "_captured", lambda self, run, batch, depth, window: self._eager(run, batch, depth))
+                patch.setattr(
+                    static.StaticRounds,
+                    "_captured",
+                    lambda self, run, batch, depth, window: self._eager(run, batch, depth),
+                )
                 b = eager.generate(PROMPTS, 40, **arguments)
             assert a.tokens == b.tokens, name
             assert a.rounds == b.rounds, name
-        assert any(graph is not None for rounds in captured.rounds.values() for graph in rounds._graphs.values()), "something was captured"
+        assert any(graph is not None for rounds in captured.rounds.values() for graph in rounds._graphs.values()), (
+            "something was captured"
+        )

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from outrider.decode import LOSSLESS, LOSSY, Decoder, Plan, Sampling, Tree, best_tree
+from outrider.ground import BadInputError
 from outrider.heads import DraftModel, Eagle3, Eagle3Config
-from outrider.target import BadInputError, Target
+from outrider.targets import Target
 
 RATES = [[0.6, 0.2, 0.1], [0.5, 0.2], [0.4, 0.1, 0.3], [0.3]]  # not always falling with the rank
 PROMPTS = [[5, 1, 7], [3], [9, 9, 2, 4]]
@@ -110,7 +111,9 @@ def test_of_the_target_itself_the_first_children_are_always_kept(target, rule, t
 
 
 @pytest.mark.parametrize(
-    "plan", [Plan(tree=Tree((-1, -1, -1, 0, 0, 1, 3))), Plan(4, width=3, nodes=8), Plan(4, width=3)], ids=["static", "dynamic", "all of it"]
+    "plan",
+    [Plan(tree=Tree((-1, -1, -1, 0, 0, 1, 3))), Plan(4, width=3, nodes=8), Plan(4, width=3)],
+    ids=["static", "dynamic", "all of it"],
 )
 @pytest.mark.parametrize("rule", ["candidates", "coupled"])
 def test_texts_do_not_depend_on_the_tree(target, tiny_llama, plan, rule):
@@ -119,7 +122,12 @@ def test_texts_do_not_depend_on_the_tree(target, tiny_llama, plan, rule):
     plain = Decoder(target).generate(PROMPTS, 20, sampling, Plan(verify=rule)).tokens
     for drafter in (DraftModel(tiny_llama(layers=2, seed=1)), Eagle3.build(Eagle3Config(taps=(0, 2, 4)), target)):
         assert Decoder(target, drafter).generate(PROMPTS, 20, sampling, replace(plan, verify=rule)).tokens == plain
-        assert Decoder(target, drafter).generate(PROMPTS[1:2], 20, sampling, replace(plan, verify=rule), sequence_ids=[1]).tokens == plain[1:2]
+        assert (
+            Decoder(target, drafter)
+            .generate(PROMPTS[1:2], 20, sampling, replace(plan, verify=rule), sequence_ids=[1])
+            .tokens
+            == plain[1:2]
+        )
 
 
 def test_a_tree_at_the_end_of_the_context_becomes_a_chain(tiny_llama):
@@ -130,7 +138,9 @@ def test_a_tree_at_the_end_of_the_context_becomes_a_chain(tiny_llama):
         assert Decoder(target, drafter).generate(PROMPTS, 20, plan=plan).tokens == plain
 
 
-@pytest.mark.parametrize("plan", [Plan(3), Plan(3, confidence=0.2), Plan(3, width=2), Plan(tree=Tree((-1, -1))), Plan(0)], ids=str)
+@pytest.mark.parametrize(
+    "plan", [Plan(3), Plan(3, confidence=0.2), Plan(3, width=2), Plan(tree=Tree((-1, -1))), Plan(0)], ids=str
+)
 def test_no_plan_becomes_lossy_by_itself(plan):
     """Typical acceptance runs where its name is written, and nowhere else."""
     assert LOSSY == ("typical",)
@@ -146,7 +156,9 @@ def test_no_plan_becomes_lossy_by_itself(plan):
 
 
 def test_a_lossy_rule_says_so(target, tiny_llama):
-    out = Decoder(target, DraftModel(tiny_llama(layers=2, seed=1))).generate(PROMPTS, 20, Sampling(1.0), Plan(3, verify="typical"))
+    out = Decoder(target, DraftModel(tiny_llama(layers=2, seed=1))).generate(
+        PROMPTS, 20, Sampling(1.0), Plan(3, verify="typical")
+    )
     assert out.rule == "typical"
     assert out.lossy
     assert not Decoder(target).generate(PROMPTS, 2).lossy
@@ -178,5 +190,7 @@ def test_ties_are_broken_in_trees_as_the_target_breaks_them(tiny_llama, plan):
     model = tiny_llama(layers=4)
     with torch.no_grad():
         model.lm_head.weight[1::2] = model.lm_head.weight[0::2]
-    out = Decoder(Target(model), DraftModel(copy.deepcopy(model))).generate([[5, 1, 9], [3]], 21, plan=plan, ignore_eos=True)
+    out = Decoder(Target(model), DraftModel(copy.deepcopy(model))).generate(
+        [[5, 1, 9], [3]], 21, plan=plan, ignore_eos=True
+    )
     assert out.stats.tau == 1 + plan.depth

@@ -36,7 +36,9 @@ class Chain:
 
     @classmethod
     def of(cls, first: list, rows: list[list] | None = None) -> Chain:
-        tensor = torch.tensor([[float(x) for x in row] for row in [first, *(rows or [first] * len(first))]], dtype=torch.float64)
+        tensor = torch.tensor(
+            [[float(x) for x in row] for row in [first, *(rows or [first] * len(first))]], dtype=torch.float64
+        )
         return cls(tensor[0], tensor[1:])
 
     @property
@@ -110,13 +112,31 @@ class Cases:
         return law
 
 
-def enumerate_rejection(rule: Rule, target: Chain, drawn: Chain, k: int, scored: Chain | None = None, length: int | None = None, size: int = GRID) -> Cases:
+def enumerate_rejection(
+    rule: Rule,
+    target: Chain,
+    drawn: Chain,
+    k: int,
+    scored: Chain | None = None,
+    length: int | None = None,
+    size: int = GRID,
+) -> Cases:
     """One round of `rule`: every draft path, every cell of every uniform. `scored` is the q that the rule is told."""
     drafts, uniforms = paths(target.vocab, k), grid(k + 1, size)
-    case, cell = (index.flatten() for index in torch.meshgrid(torch.arange(len(drafts)), torch.arange(len(uniforms)), indexing="ij"))
+    case, cell = (
+        index.flatten()
+        for index in torch.meshgrid(torch.arange(len(drafts)), torch.arange(len(uniforms)), indexing="ij")
+    )
     drafts, uniforms = drafts[case], uniforms[cell]
     lengths = torch.full((len(drafts),), k if length is None else length)
-    accepted, following = rule(drafts, lengths, target.along(drafts), (scored or drawn).along(drafts)[:, :-1], uniforms[:, :-1], uniforms[:, -1])
+    accepted, following = rule(
+        drafts,
+        lengths,
+        target.along(drafts),
+        (scored or drawn).along(drafts)[:, :-1],
+        uniforms[:, :-1],
+        uniforms[:, -1],
+    )
     return Cases(drafts, accepted, following, drawn.weights(drafts) / size ** (k + 1))
 
 
@@ -147,9 +167,19 @@ def test_a_row_that_proposes_fewer_tokens_gets_its_bonus_from_p(name, length):
 
 def test_rows_of_one_batch_are_verified_independently():
     target, drafter, k = TARGETS["three symbols"], DRAFTS["three symbols"], 2
-    drafts, uniforms = paths(3, k).repeat(200, 1), torch.rand(1800, k + 1, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    drafts, uniforms = (
+        paths(3, k).repeat(200, 1),
+        torch.rand(1800, k + 1, dtype=torch.float64, generator=torch.Generator().manual_seed(0)),
+    )
     lengths = torch.arange(1800) % (k + 1)
-    arguments = (drafts, lengths, target.along(drafts), drafter.along(drafts)[:, :-1], uniforms[:, :-1], uniforms[:, -1])
+    arguments = (
+        drafts,
+        lengths,
+        target.along(drafts),
+        drafter.along(drafts)[:, :-1],
+        uniforms[:, :-1],
+        uniforms[:, -1],
+    )
     together = torch.stack(rejection(*arguments))
     alone = torch.cat([torch.stack(rejection(*(a[i : i + 1] for a in arguments))) for i in range(1800)], 1)
     assert torch.equal(together, alone)
@@ -166,7 +196,10 @@ def test_a_token_that_the_target_excludes_is_never_emitted():
     cases = enumerate_rejection(rejection, target, drafter, 2)
     possible = cases.weights > 0
     assert 2 not in cases.following[possible]
-    assert all(2 not in drafts[:n] for drafts, n in zip(cases.drafts[possible].tolist(), cases.accepted[possible].tolist(), strict=True))
+    assert all(
+        2 not in drafts[:n]
+        for drafts, n in zip(cases.drafts[possible].tolist(), cases.accepted[possible].tolist(), strict=True)
+    )
 
 
 # ------------------------------------------------------------ chains that end where the drafter is unsure
@@ -180,14 +213,19 @@ def confident_until(drafts: Tensor, draft_probs: Tensor, threshold: float) -> Te
 def ending(rule: Rule, threshold: float, dropped: int = 0) -> Rule:
     """`rule` on chains that end behind the first unconfident draft; `dropped` = 1 leaves that one out."""
 
-    def shortened(drafts: Tensor, lengths: Tensor, p: Tensor, q: Tensor, accept: Tensor, correct: Tensor) -> tuple[Tensor, Tensor]:
+    def shortened(
+        drafts: Tensor, lengths: Tensor, p: Tensor, q: Tensor, accept: Tensor, correct: Tensor
+    ) -> tuple[Tensor, Tensor]:
         until = confident_until(drafts, q, threshold) + 1 - dropped
         return rule(drafts, torch.minimum(lengths, until), p, q, accept, correct)
 
     return shortened
 
 
-@pytest.mark.parametrize(("name", "threshold"), [("three symbols", 0.25), ("three symbols", 0.35), ("three symbols", 0.45), ("p(x) = 0", 0.3)])
+@pytest.mark.parametrize(
+    ("name", "threshold"),
+    [("three symbols", 0.25), ("three symbols", 0.35), ("three symbols", 0.45), ("p(x) = 0", 0.3)],
+)
 def test_a_chain_that_ends_behind_an_unconfident_draft_emits_the_targets_law(name, threshold):
     """Its length depends on the drafts themselves. That takes no bias: the draft that ends the chain is verified like any other."""
     k, target = 3, TARGETS[name]
@@ -306,14 +344,18 @@ def test_chains_whose_ends_depend_on_their_drafts_and_on_earlier_rounds_do_not_b
         return torch.stack(drafts, 1)
 
     def until(last: Tensor, drafts: Tensor, accepted: Tensor) -> Tensor:
-        lengths = torch.minimum(1 + confident_until(drafts, law[torch.cat([last[:, None], drafts[:, :-1]], 1)], threshold), 1 + accepted)
+        lengths = torch.minimum(
+            1 + confident_until(drafts, law[torch.cat([last[:, None], drafts[:, :-1]], 1)], threshold), 1 + accepted
+        )
         seen.update(lengths.tolist())
         return lengths
 
     texts = rounds_under_shared_noise(target, propose, 3, 4, until)
     assert len(seen) > 1, "lengths differ"
     assert distance(law_of(texts, 3), target.law(4)) < EXACT
-    assert torch.equal(texts, rounds_under_shared_noise(target, propose, 3, 4)), "the text itself does not depend on the lengths"
+    assert torch.equal(texts, rounds_under_shared_noise(target, propose, 3, 4)), (
+        "the text itself does not depend on the lengths"
+    )
 
 
 def test_greedy_match_keeps_the_targets_own_tokens():
@@ -348,22 +390,37 @@ def test_alpha_of_the_three_symbol_example():
 @pytest.mark.parametrize("k", [1, 2, 3, 4])
 def test_tokens_per_round_at_constant_alpha(k):
     """(1 − a^{k+1}) / (1 − a) with a = 7/10."""
-    cases = enumerate_rejection(rejection, Chain.of([0.5, 0.3, 0.2]), Chain.of([0.2, 0.3, 0.5]), k, size=5 if k == 4 else 10)
+    cases = enumerate_rejection(
+        rejection, Chain.of([0.5, 0.3, 0.2]), Chain.of([0.2, 0.3, 0.5]), k, size=5 if k == 4 else 10
+    )
     assert 1 + cases.mean_accepted() == pytest.approx((1 - 0.7 ** (k + 1)) / 0.3, abs=EXACT)
 
 
 def test_expected_accepted_of_the_first_order_chain():
     """k = 3: 1.57773675521. Its thresholds share no grid: each uniform takes the midpoint of either side, weighted by its length."""
     f = Fraction
-    target = Chain.of([f(3, 8), f(3, 16), f(7, 16)], [[f(2, 9), f(2, 3), f(1, 9)], [f(1, 8), f(7, 16), f(7, 16)], [f(9, 17), f(7, 17), f(1, 17)]])
-    drafter = Chain.of([f(1, 12), f(1, 6), f(3, 4)], [[f(9, 14), f(2, 7), f(1, 14)], [f(1, 4), f(1, 2), f(1, 4)], [f(2, 7), f(4, 7), f(1, 7)]])
+    target = Chain.of(
+        [f(3, 8), f(3, 16), f(7, 16)],
+        [[f(2, 9), f(2, 3), f(1, 9)], [f(1, 8), f(7, 16), f(7, 16)], [f(9, 17), f(7, 17), f(1, 17)]],
+    )
+    drafter = Chain.of(
+        [f(1, 12), f(1, 6), f(3, 4)],
+        [[f(9, 14), f(2, 7), f(1, 14)], [f(1, 4), f(1, 2), f(1, 4)], [f(2, 7), f(4, 7), f(1, 7)]],
+    )
     drafts = paths(3, 3).repeat_interleave(8, 0)
     side = paths(2, 3).repeat(27, 1).double()  # 0: below the threshold, 1: above
     p, q = (chain.along(drafts)[:, :-1].gather(2, drafts[:, :, None])[:, :, 0] for chain in (target, drafter))
     threshold = (p / q).clamp(max=1)
     uniforms = torch.where(side == 0, threshold / 2, (1 + threshold) / 2)
     weights = drafter.weights(drafts) * torch.where(side == 0, threshold, 1 - threshold).prod(1)
-    accepted, _ = rejection(drafts, torch.full((216,), 3), target.along(drafts), drafter.along(drafts)[:, :-1], uniforms, torch.full((216,), 0.5).double())
+    accepted, _ = rejection(
+        drafts,
+        torch.full((216,), 3),
+        target.along(drafts),
+        drafter.along(drafts)[:, :-1],
+        uniforms,
+        torch.full((216,), 0.5).double(),
+    )
     assert float(weights.sum()) == pytest.approx(1, abs=EXACT)
     assert float((weights * accepted).sum()) == pytest.approx(1.57773675521, abs=1e-11)
 
@@ -374,7 +431,9 @@ def test_expected_accepted_of_the_first_order_chain():
 def mutant(residual: str = "right", shift: int = 0, bonus: str = "p", drop_below: float = 0.0) -> Rule:
     """`rejection` written down again, with places to plant a bug; without one it is checked to be the same."""
 
-    def rule(drafts: Tensor, lengths: Tensor, p: Tensor, q: Tensor, accept: Tensor, correct: Tensor) -> tuple[Tensor, Tensor]:
+    def rule(
+        drafts: Tensor, lengths: Tensor, p: Tensor, q: Tensor, accept: Tensor, correct: Tensor
+    ) -> tuple[Tensor, Tensor]:
         accepted, following = [], []
         for row in range(len(drafts)):
             length = int(lengths[row])
@@ -386,7 +445,11 @@ def mutant(residual: str = "right", shift: int = 0, bonus: str = "p", drop_below
             law = p[row, n]
             if n < length:
                 at = min(max(n + shift, 0), q.shape[1] - 1)
-                law = {"right": (p[row, at] - q[row, at]).clamp(min=0), "abs": (p[row, n] - q[row, n]).abs(), "p": p[row, n]}[residual]
+                law = {
+                    "right": (p[row, at] - q[row, at]).clamp(min=0),
+                    "abs": (p[row, n] - q[row, n]).abs(),
+                    "p": p[row, n],
+                }[residual]
             elif bonus == "q" and n:
                 law = q[row, n - 1]
             if law.sum() == 0:
@@ -446,8 +509,13 @@ def drafted_from(uniforms: Tensor, target: Chain, drafter: Chain, k: int, shared
     chains = torch.stack(drafts, 1)
     accept = uniforms[:, :k] if shared else uniforms[:, k : 2 * k]
     accepted, following = rejection(
-        chains, torch.full((len(chains),), k), target.along(chains), drafter.along(chains)[:, :-1], accept, uniforms[:, -1]
-    )  # fmt: skip
+        chains,
+        torch.full((len(chains),), k),
+        target.along(chains),
+        drafter.along(chains)[:, :-1],
+        accept,
+        uniforms[:, -1],
+    )
     return Cases(chains, accepted, following, torch.full((len(chains),), 1 / len(chains), dtype=torch.float64))
 
 

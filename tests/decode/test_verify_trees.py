@@ -135,7 +135,16 @@ class Trees:
         parents = torch.tensor(self.parents).expand(len(trees), -1)
         correct = torch.full((len(trees),), 0.5, dtype=torch.float64) if correct is None else correct
         real = torch.ones_like(parents, dtype=torch.bool)
-        return rule(self.tokens[trees], parents, real, self.target_probs[trees], self.draft_probs[trees], accept, correct, self.depth)
+        return rule(
+            self.tokens[trees],
+            parents,
+            real,
+            self.target_probs[trees],
+            self.draft_probs[trees],
+            accept,
+            correct,
+            self.depth,
+        )
 
 
 @dataclass(frozen=True)
@@ -156,7 +165,9 @@ class Outcomes:
         rests = [after(target, n)[:-1] for n in range(length)]
         for path, weight, following in zip(self.paths, self.weights, self.following, strict=True):
             code = sum(x * vocab**i for i, x in enumerate(reversed(path)))
-            law.view(vocab ** len(path), -1)[code] += weight * (following[:, None] * rests[length - 1 - len(path)]).flatten()
+            law.view(vocab ** len(path), -1)[code] += (
+                weight * (following[:, None] * rests[length - 1 - len(path)]).flatten()
+            )
         return law
 
 
@@ -199,7 +210,10 @@ def enumerate_round(rule: Rule, trees: Trees, steps: int = 46) -> Outcomes:
     keys, which = torch.unique(rows * (size + 1) + place, return_inverse=True)
     case = torch.empty_like(keys).scatter(0, which, torch.arange(len(which)))
     rows, path, accept = rows[case], path[case], accept[case]
-    texts = [[tokens[node] for node in nodes if node >= 0] for tokens, nodes in zip(trees.tokens[rows].tolist(), path.tolist(), strict=True)]
+    texts = [
+        [tokens[node] for node in nodes if node >= 0]
+        for tokens, nodes in zip(trees.tokens[rows].tolist(), path.tolist(), strict=True)
+    ]
     merged = torch.zeros(len(keys), dtype=torch.float64).index_add_(0, which, weights)
     return Outcomes(texts, merged, following_law(rule, trees, rows, accept, vocab, steps))
 
@@ -208,7 +222,9 @@ def following_law(rule: Rule, trees: Trees, rows: Tensor, accept: Tensor, vocab:
     """`[cases, V]`, from where the token that follows steps past each symbol as the uniform grows."""
     symbols = torch.arange(vocab - 1).repeat(len(rows))
     rows, accept = rows.repeat_interleave(vocab - 1), accept.repeat_interleave(vocab - 1, 0)
-    limits = bisect(lambda uniform: trees.verify(rule, rows, accept, uniform)[2] <= symbols, len(rows), steps).view(-1, vocab - 1)
+    limits = bisect(lambda uniform: trees.verify(rule, rows, accept, uniform)[2] <= symbols, len(rows), steps).view(
+        -1, vocab - 1
+    )
     return torch.nn.functional.pad(limits, (1, 1)).index_fill(1, torch.tensor(vocab), 1).diff(dim=1)
 
 
@@ -220,7 +236,9 @@ def distance(law: Tensor, expected: Tensor) -> float:
 def on_chain(rule: Callable[..., tuple[Tensor, Tensor]]) -> Rule:
     """A rule for chains as one for trees of that shape."""
 
-    def verify(tokens: Tensor, parents: Tensor, real: Tensor, p: Tensor, q: Tensor, accept: Tensor, correct: Tensor, depth: int) -> Outcome:
+    def verify(
+        tokens: Tensor, parents: Tensor, real: Tensor, p: Tensor, q: Tensor, accept: Tensor, correct: Tensor, depth: int
+    ) -> Outcome:
         accepted, following = rule(tokens, real.sum(1), p, q[:, :-1], accept, correct)
         nodes = torch.arange(depth, device=tokens.device)
         return accepted, nodes.where(nodes < accepted[:, None], -1), following
@@ -237,7 +255,10 @@ TREE_RULES: dict[str, Rule] = {"without_replacement": without_replacement, "trav
 LARGE = [("four symbols", shape) for shape in SHAPES if len(SHAPES[shape]) > 4]  # hundreds of trees
 
 
-@pytest.mark.parametrize(("symbols", "shape"), [pytest.param(*case, marks=[pytest.mark.slow] if case in LARGE else []) for case in product(SOURCES, SHAPES)])
+@pytest.mark.parametrize(
+    ("symbols", "shape"),
+    [pytest.param(*case, marks=[pytest.mark.slow] if case in LARGE else []) for case in product(SOURCES, SHAPES)],
+)
 @pytest.mark.parametrize("name", TREE_RULES)
 def test_a_sampled_tree_emits_the_targets_law(name, shape, symbols):
     target, drafter = SOURCES[symbols]
@@ -258,7 +279,10 @@ def test_a_sampled_chain_emits_the_targets_law(rule, shape, symbols):
     assert distance(found.law(target, trees.depth + 1), after(target, trees.depth + 1)[-1]) < EXACT
 
 
-@pytest.mark.parametrize(("symbols", "shape"), [*product(["two symbols"], SHAPES), *product(["three symbols", "p(x) = 0"], ["chain of 2", "3 siblings"])])
+@pytest.mark.parametrize(
+    ("symbols", "shape"),
+    [*product(["two symbols"], SHAPES), *product(["three symbols", "p(x) = 0"], ["chain of 2", "3 siblings"])],
+)
 def test_a_tree_of_candidates_emits_the_targets_law_whatever_stands_in_it(symbols, shape):
     """`match_tree` with a sample of p at every node, for each tree on its own; repeated siblings included."""
     target, parents = SOURCES[symbols][0], SHAPES[shape]
@@ -289,7 +313,9 @@ def test_a_candidate_that_q_excludes_may_stand_before_samples(name):
     trees = Trees([-1, -1], tokens, source([0.5, 0.5])[0], target[nodes], drafter[nodes])
     found = enumerate_round(TREE_RULES[name], trees)
     assert distance(found.law(target, 2), after(target, 2)[-1]) < EXACT
-    assert found.mean_accepted() > 0.3 + 0.5  # more than either alone could give: p of the candidate, and what q covers of the rest
+    assert (
+        found.mean_accepted() > 0.3 + 0.5
+    )  # more than either alone could give: p of the candidate, and what q covers of the rest
 
 
 @pytest.mark.parametrize("length", [0, 1, 2])
@@ -329,7 +355,13 @@ def test_a_certain_draft_stays_where_rounding_leaves_no_residual_behind_it(rule)
     """p <= q everywhere at the second place, so nothing can stand in for the draft there; the first one is worth 1 and is kept."""
     drafter = source([0.5, 0.5], [0.5, 0.5], [0.5, 0.5])
     target = source([0.5, 0.5 - 1e-7], [0.5, 0.5], [0.5, 0.5])
-    trees = Trees([-1, 0], torch.tensor([[0, 1]]), torch.ones(1), target[torch.tensor([[-1, 0, 1]])], drafter[torch.tensor([[-1, 0, 1]])])
+    trees = Trees(
+        [-1, 0],
+        torch.tensor([[0, 1]]),
+        torch.ones(1),
+        target[torch.tensor([[-1, 0, 1]])],
+        drafter[torch.tensor([[-1, 0, 1]])],
+    )
     accepted, _, _ = trees.verify(rule, torch.tensor([0]), torch.full((1, 2), 1 - 1e-9, dtype=torch.float64))
     assert accepted.tolist() == [1]
 
@@ -340,8 +372,13 @@ def test_a_certain_draft_stays_where_rounding_leaves_no_residual_behind_it(rule)
 def ending(rule: Rule, threshold: float, dropped: bool = False) -> Rule:
     """`rule` where nothing stands below a draft to which the drafter gives less than `threshold`; `dropped` leaves that one out too."""
 
-    def verify(tokens: Tensor, parents: Tensor, real: Tensor, p: Tensor, q: Tensor, accept: Tensor, correct: Tensor, depth: int) -> Outcome:
-        certain = q.gather(1, (parents + 1)[:, :, None].expand(-1, -1, q.shape[2])).gather(2, tokens[:, :, None])[:, :, 0] >= threshold
+    def verify(
+        tokens: Tensor, parents: Tensor, real: Tensor, p: Tensor, q: Tensor, accept: Tensor, correct: Tensor, depth: int
+    ) -> Outcome:
+        certain = (
+            q.gather(1, (parents + 1)[:, :, None].expand(-1, -1, q.shape[2])).gather(2, tokens[:, :, None])[:, :, 0]
+            >= threshold
+        )
         stays = certain if dropped else torch.ones_like(certain)
         for _ in range(depth):
             stays = stays & torch.nn.functional.pad(certain & stays, (1, 0), value=True).gather(1, parents + 1)
@@ -370,7 +407,9 @@ def test_the_thresholds_above_end_chains_at_every_place():
     lengths: set[int] = set()
     for symbols, threshold in product(SOURCES, [0.25, 0.35, 0.45]):
         drafter = SOURCES[symbols][1]
-        found = enumerate_round(ending(on_chain(block), threshold), Trees.drawn(SHAPES["chain of 3"], drafter, drafter), steps=20)
+        found = enumerate_round(
+            ending(on_chain(block), threshold), Trees.drawn(SHAPES["chain of 3"], drafter, drafter), steps=20
+        )
         lengths |= {len(path) for path, weight in zip(found.paths, found.weights, strict=True) if weight > 1e-3}
     assert lengths == {1, 2, 3}
 
@@ -391,12 +430,18 @@ def test_a_block_that_ends_early_but_is_judged_otherwise_is_caught():
 
     def cut(drafts: Tensor, lengths: Tensor, *rest: Tensor) -> tuple[Tensor, Tensor]:
         accepted, following = block(drafts, torch.full_like(lengths, 3), *rest)
-        return torch.minimum(accepted, lengths), torch.where(accepted > lengths, drafts.gather(1, lengths.clamp(max=2)[:, None])[:, 0], following)
+        return torch.minimum(accepted, lengths), torch.where(
+            accepted > lengths, drafts.gather(1, lengths.clamp(max=2)[:, None])[:, 0], following
+        )
 
-    def residual_at_the_end(drafts: Tensor, lengths: Tensor, p: Tensor, q: Tensor, accept: Tensor, correct: Tensor) -> tuple[Tensor, Tensor]:
+    def residual_at_the_end(
+        drafts: Tensor, lengths: Tensor, p: Tensor, q: Tensor, accept: Tensor, correct: Tensor
+    ) -> tuple[Tensor, Tensor]:
         accepted, following = block(drafts, lengths, p, q, accept, correct)
         rest = (p[torch.arange(len(p)), accepted] - q[torch.arange(len(q)), accepted.clamp(max=2)]).clamp(min=0)
-        return accepted, torch.where((accepted == lengths) & (lengths < 3) & (rest.sum(1) > 0), draw(rest, correct), following)
+        return accepted, torch.where(
+            (accepted == lengths) & (lengths < 3) & (rest.sum(1) > 0), draw(rest, correct), following
+        )
 
     for bug in (cut, residual_at_the_end):
         found = enumerate_round(ending(on_chain(bug), 0.35), trees, steps=20)
@@ -465,14 +510,18 @@ def test_a_tree_that_depends_on_the_round_before_changes_no_law(name):
 @pytest.mark.parametrize("name", SAMPLED)
 def test_a_depth_that_looks_at_the_drafts_it_leaves_out_is_caught(name):
     """In the second round, which drops its own tokens."""
-    law = law_of_two_rounds((SAMPLED[name], ending(SAMPLED[name], 0.35, dropped=True)), "three symbols", (-1,), [(-1, 0)] * 2, 5)
+    law = law_of_two_rounds(
+        (SAMPLED[name], ending(SAMPLED[name], 0.35, dropped=True)), "three symbols", (-1,), [(-1, 0)] * 2, 5
+    )
     assert distance(law, after(SOURCES["three symbols"][0], 5)[-1]) > 0.01
 
 
 # ------------------------------------------------------------ candidates, coupled and greedy trees, round after round
 
 
-def texts_by_matching(target: Tensor, parents: list[int], grow: Callable[[Tensor, Tensor], Tensor] | None, length: int) -> Tensor:
+def texts_by_matching(
+    target: Tensor, parents: list[int], grow: Callable[[Tensor, Tensor], Tensor] | None, length: int
+) -> Tensor:
     """Whole generations of `length` tokens by `match_tree`, one per cell of the uniforms that are keyed by position; `[10 ** length, length]`.
 
     `grow(law's row of the last token, uniforms by depth) -> tokens [N, nodes]` may look at the same uniforms as the target, which siblings
@@ -491,7 +540,9 @@ def texts_by_matching(target: Tensor, parents: list[int], grow: Callable[[Tensor
         real = (levels <= 1 + accepted[:, None]) & (grow is not None)
         wanted = draw(target[torch.cat([last[:, None], tokens], 1)], here[:, [0, *levels.tolist()]])
         accepted, path, following = match_tree(tokens, torch.tensor(parents).expand(len(rows), -1), real, wanted, depth)
-        emitted = torch.cat([tokens.gather(1, path.clamp(min=0)), following[:, None]], 1).scatter(1, accepted[:, None], following[:, None])
+        emitted = torch.cat([tokens.gather(1, path.clamp(min=0)), following[:, None]], 1).scatter(
+            1, accepted[:, None], following[:, None]
+        )
         for j in range(depth + 1):
             keep = (j <= accepted) & (done + j < length)
             text[keep, done[keep] + j] = emitted[keep, j]
@@ -553,7 +604,10 @@ def mean_accepted(rule: Rule, parents: list[int], target: Tensor, drafter: Tenso
     return enumerate_round(rule, Trees.drawn(parents, target, drafter, replaced)).mean_accepted()
 
 
-@pytest.mark.parametrize(("rule", "expected"), [(on_chain(rejection), 10 / 9), (without_replacement, 10 / 9), (on_chain(block), 11 / 9), (traversal, 11 / 9)])
+@pytest.mark.parametrize(
+    ("rule", "expected"),
+    [(on_chain(rejection), 10 / 9), (without_replacement, 10 / 9), (on_chain(block), 11 / 9), (traversal, 11 / 9)],
+)
 def test_expected_accepted_of_the_two_symbol_example(rule, expected):
     """p = (1/3, 2/3), q = (2/3, 1/3), k = 2: 10/9 token by token, 11/9 for whole blocks, and the law of 3 tokens is p's in both."""
     target, drafter = source(*[[1 / 3, 2 / 3]] * 3), source(*[[2 / 3, 1 / 3]] * 3)
@@ -564,8 +618,18 @@ def test_expected_accepted_of_the_two_symbol_example(rule, expected):
 
 def test_expected_accepted_of_the_first_order_chain():
     f = Fraction
-    target = source([f(2, 9), f(2, 3), f(1, 9)], [f(1, 8), f(7, 16), f(7, 16)], [f(9, 17), f(7, 17), f(1, 17)], [f(3, 8), f(3, 16), f(7, 16)])
-    drafter = source([f(9, 14), f(2, 7), f(1, 14)], [f(1, 4), f(1, 2), f(1, 4)], [f(2, 7), f(4, 7), f(1, 7)], [f(1, 12), f(1, 6), f(3, 4)])
+    target = source(
+        [f(2, 9), f(2, 3), f(1, 9)],
+        [f(1, 8), f(7, 16), f(7, 16)],
+        [f(9, 17), f(7, 17), f(1, 17)],
+        [f(3, 8), f(3, 16), f(7, 16)],
+    )
+    drafter = source(
+        [f(9, 14), f(2, 7), f(1, 14)],
+        [f(1, 4), f(1, 2), f(1, 4)],
+        [f(2, 7), f(4, 7), f(1, 7)],
+        [f(1, 12), f(1, 6), f(3, 4)],
+    )
     assert mean_accepted(on_chain(rejection), [-1, 0, 1], target, drafter) == pytest.approx(1.57773675521, abs=1e-11)
     assert mean_accepted(on_chain(block), [-1, 0, 1], target, drafter) == pytest.approx(1.77597349704, abs=1e-11)
 
@@ -573,7 +637,9 @@ def test_expected_accepted_of_the_first_order_chain():
 SIBLINGS = source(*[[0.5, 0.3, 0.2]] * 4), source(*[[0.2, 0.3, 0.5]] * 4)
 
 
-@pytest.mark.parametrize(("count", "independent", "distinct", "candidates"), [(2, 19 / 25, 41 / 50, 1 / 2), (3, 101 / 125, 1, 1)])
+@pytest.mark.parametrize(
+    ("count", "independent", "distinct", "candidates"), [(2, 19 / 25, 41 / 50, 1 / 2), (3, 101 / 125, 1, 1)]
+)
 def test_acceptance_of_siblings(count, independent, distinct, candidates):
     """p = (.5, .3, .2), q = (.2, .3, .5). Drawn independently, q stays whole: then keeping the refused token in it is right."""
     target, drafter = SIBLINGS
@@ -590,7 +656,9 @@ def test_acceptance_of_siblings(count, independent, distinct, candidates):
 
 def test_two_tries_with_one_residual_are_caught():
     """The naive rule emits (7/20, 39/100, 13/50) where p = (.5, .3, .2)."""
-    naive = enumerate_round(by_hand("without_replacement", "one residual for all siblings"), Trees.drawn([-1, -1], *SIBLINGS, replaced=True))
+    naive = enumerate_round(
+        by_hand("without_replacement", "one residual for all siblings"), Trees.drawn([-1, -1], *SIBLINGS, replaced=True)
+    )
     assert naive.law(SIBLINGS[0], 2).view(3, 3).sum(1).tolist() == pytest.approx([7 / 20, 39 / 100, 13 / 50], abs=EXACT)
 
 
@@ -602,7 +670,9 @@ def test_a_block_accepts_no_less_than_token_by_token(seed):
     target, drafter = random_source(3, seed), random_source(3, 100 + seed)
     for shape in CHAINS:
         trees = Trees.drawn(SHAPES[shape], target, drafter)
-        blocks, tokens = (enumerate_round(on_chain(rule), trees, steps=24).mean_accepted() for rule in (block, rejection))
+        blocks, tokens = (
+            enumerate_round(on_chain(rule), trees, steps=24).mean_accepted() for rule in (block, rejection)
+        )
         assert blocks >= tokens - 1e-6
         assert shape == "chain of 1" or blocks > tokens + 1e-4
 
@@ -612,7 +682,9 @@ def test_traversal_accepts_no_less_than_level_by_level(seed):
     target, drafter = random_source(3, seed), random_source(3, 100 + seed)
     for parents in [[-1, -1, 0, 1], [-1, 0, 0, 1], SHAPES["unbalanced"], SHAPES["mixed order"]]:
         trees = Trees.drawn(parents, target, drafter)
-        whole, levels = (enumerate_round(rule, trees, steps=24).mean_accepted() for rule in (traversal, without_replacement))
+        whole, levels = (
+            enumerate_round(rule, trees, steps=24).mean_accepted() for rule in (traversal, without_replacement)
+        )
         assert whole > levels + 1e-4
 
 
@@ -625,7 +697,9 @@ def test_traversal_may_accept_less_where_siblings_stand_below_the_first_level():
     target = source([0, 0.5, 0.1, 0.4], *[[0.25] * 4] * 3, [0.7, 0.3, 0, 0])
     drafter = source([0.8, 0.1, 0.1, 0], *[[0.25] * 4] * 3, [1, 0, 0, 0])
     assert mean_accepted(without_replacement, [-1, 0, 0], target, drafter) == pytest.approx(0.7 + 0.42, abs=EXACT)
-    assert mean_accepted(traversal, [-1, 0, 0], target, drafter) == pytest.approx(0.7 + 0.17 + 0.8 * 25 / 83 + 0.03 / 9, abs=EXACT)
+    assert mean_accepted(traversal, [-1, 0, 0], target, drafter) == pytest.approx(
+        0.7 + 0.17 + 0.8 * 25 / 83 + 0.03 / 9, abs=EXACT
+    )
 
 
 # ------------------------------------------------------------ properties
@@ -653,7 +727,9 @@ class Batch:
             parents = torch.arange(-1, size - 1).expand(rows, -1)
         for i in range(size):
             real[:, i] &= torch.nn.functional.pad(real, (1, 0), value=True).gather(1, parents[:, i : i + 1] + 1)[:, 0]
-        p, q = ((2 * torch.randn(rows, size + 1, vocab, dtype=torch.float64, generator=g)).softmax(-1) for _ in range(2))
+        p, q = (
+            (2 * torch.randn(rows, size + 1, vocab, dtype=torch.float64, generator=g)).softmax(-1) for _ in range(2)
+        )
         tokens = torch.multinomial(q.view(-1, vocab), 1, generator=g).view(rows, size + 1)[:, 1:]
         uniforms = torch.rand(rows, size + 1, dtype=torch.float64, generator=g)
         return cls(tokens, parents, real, p, q, uniforms[:, 1:], uniforms[:, 0], size)
@@ -670,12 +746,18 @@ def same(first: Outcome, second: Outcome) -> bool:
     return all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
-def matching(tokens: Tensor, parents: Tensor, real: Tensor, p: Tensor, q: Tensor, accept: Tensor, correct: Tensor, depth: int) -> Outcome:
+def matching(
+    tokens: Tensor, parents: Tensor, real: Tensor, p: Tensor, q: Tensor, accept: Tensor, correct: Tensor, depth: int
+) -> Outcome:
     """`match_tree` with a sample of p at every place."""
-    return match_tree(tokens, parents, real, draw(p, torch.nn.functional.pad(accept, (1, 0)) + correct[:, None] / 2**20), depth)
+    return match_tree(
+        tokens, parents, real, draw(p, torch.nn.functional.pad(accept, (1, 0)) + correct[:, None] / 2**20), depth
+    )
 
 
-def in_medusas_way(tokens: Tensor, parents: Tensor, real: Tensor, p: Tensor, q: Tensor, accept: Tensor, correct: Tensor, depth: int) -> Outcome:
+def in_medusas_way(
+    tokens: Tensor, parents: Tensor, real: Tensor, p: Tensor, q: Tensor, accept: Tensor, correct: Tensor, depth: int
+) -> Outcome:
     return typical(tokens, parents, real, p, depth)
 
 
@@ -707,8 +789,13 @@ def test_what_is_not_real_means_nothing(name):
     """Other tokens, parents and distributions at missing nodes change nothing, and no path goes through one."""
     batch, other = Batch.random(400, 6), Batch.random(400, 6, seed=1)
     below = torch.nn.functional.pad(batch.real, (1, 0), value=True)[:, :, None]
-    tokens, parents = (torch.where(batch.real, a, b) for a, b in [(batch.tokens, other.tokens), (batch.parents, other.parents)])
-    p, q = (torch.where(below, a, b) for a, b in [(batch.target_probs, other.target_probs), (batch.draft_probs, other.draft_probs)])
+    tokens, parents = (
+        torch.where(batch.real, a, b) for a, b in [(batch.tokens, other.tokens), (batch.parents, other.parents)]
+    )
+    p, q = (
+        torch.where(below, a, b)
+        for a, b in [(batch.target_probs, other.target_probs), (batch.draft_probs, other.draft_probs)]
+    )
     outcome = EVERY_RULE[name](tokens, parents, batch.real, p, q, batch.accept, batch.correct, batch.depth)
     assert same(outcome, batch.verify(EVERY_RULE[name]))
     accepted, path, _ = outcome
@@ -718,7 +805,11 @@ def test_what_is_not_real_means_nothing(name):
 
 def test_on_a_chain_match_tree_is_match():
     batch = Batch.random(500, 4, chain=True)
-    wanted = torch.where(torch.rand(500, 5, generator=torch.Generator().manual_seed(2)) < 0.7, torch.nn.functional.pad(batch.tokens, (0, 1)), 3)
+    wanted = torch.where(
+        torch.rand(500, 5, generator=torch.Generator().manual_seed(2)) < 0.7,
+        torch.nn.functional.pad(batch.tokens, (0, 1)),
+        3,
+    )
     accepted, path, following = match_tree(batch.tokens, batch.parents, batch.real, wanted, 4)
     assert same((accepted, following, accepted), (*match(batch.tokens, batch.real.sum(1), wanted), (path >= 0).sum(1)))
     assert set(accepted.tolist()) == {0, 1, 2, 3, 4}
@@ -781,7 +872,9 @@ def test_no_rule_waits_for_the_host(name):
 @pytest.mark.parametrize("name", EVERY_RULE)
 def test_a_tree_without_nodes_emits_one_token_of_the_target(name):
     nothing, places = torch.zeros(2, 0, dtype=torch.long), source([0, 1, 0], [0, 0, 1])[:, None]
-    accepted, path, following = EVERY_RULE[name](nothing, nothing, nothing.bool(), places, places, nothing.double(), torch.full((2,), 0.5).double(), 0)
+    accepted, path, following = EVERY_RULE[name](
+        nothing, nothing, nothing.bool(), places, places, nothing.double(), torch.full((2,), 0.5).double(), 0
+    )
     assert (accepted.tolist(), path.shape, following.tolist()) == ([0, 0], (2, 0), [1, 2])
 
 
@@ -808,7 +901,9 @@ def test_a_typical_token_has_more_than_epsilon_or_what_the_entropy_asks(chance, 
 def test_the_longest_typical_path_wins_and_of_those_the_most_probable():
     """0 → 2 and 1 → 3 are both two long; 1 → 3 is the more probable (.4 · .9 > .6 · .5); 4 is likely, but short."""
     tokens, parents = torch.tensor([[0, 1, 0, 1, 2]]), torch.tensor([[-1, -1, 0, 1, -1]])
-    places = source([0.6, 0.4, 0, 0], [0.5, 0.3, 0.2, 0], [0.1, 0.9, 0, 0], [0, 0, 1, 0], [0, 0, 0.4, 0.6], [1, 0, 0, 0])[None]
+    places = source(
+        [0.6, 0.4, 0, 0], [0.5, 0.3, 0.2, 0], [0.1, 0.9, 0, 0], [0, 0, 1, 0], [0, 0, 0.4, 0.6], [1, 0, 0, 0]
+    )[None]
     accepted, path, following = typical(tokens, parents, torch.ones(1, 5, dtype=torch.bool), places, 3)
     assert (accepted.tolist(), path.tolist(), following.tolist()) == ([2], [[1, 3, -1]], [3])
     accepted, path, following = typical(tokens, parents, torch.tensor([[True, True, True, False, True]]), places, 3)
@@ -828,8 +923,21 @@ BOTH = [
     "siblings in reverse",
     "what q cannot draw stays",
 ]
-PATHS_ONLY = ["the path's worth is forgotten", "worth is not updated", "worth = mass of the residual", "residual without the worth"]
-BLOCK = ["h = P", "h = S", "worth is capped at the end", "the first failure ends it", "residual without the worth", "correction from p", "bonus from q"]
+PATHS_ONLY = [
+    "the path's worth is forgotten",
+    "worth is not updated",
+    "worth = mass of the residual",
+    "residual without the worth",
+]
+BLOCK = [
+    "h = P",
+    "h = S",
+    "worth is capped at the end",
+    "the first failure ends it",
+    "residual without the worth",
+    "correction from p",
+    "bonus from q",
+]
 
 
 @dataclass
@@ -859,7 +967,9 @@ class ByHand:
             if self.bug == "what q cannot draw stays" and self.q[place][x] == 0:
                 chance = 1
             if self.name == "traversal":
-                self.worth[i + 1] = min(1, chance if self.bug != "the path's worth is forgotten" else chance / worth if worth else 0)
+                self.worth[i + 1] = min(
+                    1, chance if self.bug != "the path's worth is forgotten" else chance / worth if worth else 0
+                )
                 end = self.visit(i + 1)
                 if end is not None:
                     return end
@@ -871,7 +981,10 @@ class ByHand:
 
     def refuse(self, place: int, x: int, q: list[float]) -> None:
         worth = 1 if self.bug == "residual without the worth" else self.worth[place]
-        rest = [(abs if self.bug == "residual = |p − q|" else lambda d: max(d, 0))(worth * a - b) for a, b in zip(self.p[place], q, strict=True)]
+        rest = [
+            (abs if self.bug == "residual = |p − q|" else lambda d: max(d, 0))(worth * a - b)
+            for a, b in zip(self.p[place], q, strict=True)
+        ]
         mass = sum(rest)
         if self.bug == "worth = mass of the residual":
             self.worth[place] = min(1, mass) if place else 1
@@ -898,8 +1011,13 @@ class ByHand:
 def by_hand(name: str, bug: str = "") -> Rule:
     """A rule for trees, written down again row by row, with places to plant a bug."""
 
-    def rule(tokens: Tensor, parents: Tensor, real: Tensor, p: Tensor, q: Tensor, accept: Tensor, correct: Tensor, depth: int) -> Outcome:
-        rows = [ByHand(name, bug, *values) for values in zip(*(a.tolist() for a in (tokens, parents, real, p, q, accept)), strict=True)]
+    def rule(
+        tokens: Tensor, parents: Tensor, real: Tensor, p: Tensor, q: Tensor, accept: Tensor, correct: Tensor, depth: int
+    ) -> Outcome:
+        rows = [
+            ByHand(name, bug, *values)
+            for values in zip(*(a.tolist() for a in (tokens, parents, real, p, q, accept)), strict=True)
+        ]
         ends = [row.visit(0) or 0 for row in rows]
         kept = [ancestors(row.parents)[end - 1] if end else [] for row, end in zip(rows, ends, strict=True)]
         path = torch.tensor([[*nodes, *[-1] * (depth - len(nodes))] for nodes in kept])
@@ -912,14 +1030,20 @@ def by_hand(name: str, bug: str = "") -> Rule:
 def block_by_hand(bug: str = "") -> Callable[..., tuple[Tensor, Tensor]]:
     """Block verification, written down again row by row."""
 
-    def one(drafts: list[int], length: int, p: list[list[float]], q: list[list[float]], accept: list[float]) -> tuple[int, list[float]]:
+    def one(
+        drafts: list[int], length: int, p: list[list[float]], q: list[list[float]], accept: list[float]
+    ) -> tuple[int, list[float]]:
         worth, plain = [1.0], 1.0
         for i in range(length):
             plain *= p[i][drafts[i]] / q[i][drafts[i]]
-            worth.append(min(1, plain if bug == "worth is capped at the end" else worth[-1] * p[i][drafts[i]] / q[i][drafts[i]]))
+            worth.append(
+                min(1, plain if bug == "worth is capped at the end" else worth[-1] * p[i][drafts[i]] / q[i][drafts[i]])
+            )
         scale = [1.0] * (length + 1) if bug == "residual without the worth" else worth
         rest = [[max(scale[i] * a - b, 0) for a, b in zip(p[i], q[i], strict=True)] for i in range(length)]
-        tests = [sum(r) / (sum(r) + 1 - w) if sum(r) + 1 - w > 0 else 1 for r, w in zip(rest, worth[:-1], strict=True)] + [worth[-1]]
+        tests = [
+            sum(r) / (sum(r) + 1 - w) if sum(r) + 1 - w > 0 else 1 for r, w in zip(rest, worth[:-1], strict=True)
+        ] + [worth[-1]]
         if bug in ("h = P", "h = S"):
             tests[:-1] = worth[:-1] if bug == "h = P" else [sum(r) for r in rest]
         kept = [True] + [accept[i] < tests[i + 1] for i in range(length)]
@@ -930,8 +1054,13 @@ def block_by_hand(bug: str = "") -> Callable[..., tuple[Tensor, Tensor]]:
             return end, q[length - 1] if bug == "bonus from q" else p[end]
         return end, p[end] if bug == "correction from p" or not sum(rest[end]) else rest[end]
 
-    def rule(drafts: Tensor, lengths: Tensor, p: Tensor, q: Tensor, accept: Tensor, correct: Tensor) -> tuple[Tensor, Tensor]:
-        ends, laws = zip(*(one(*values) for values in zip(*(a.tolist() for a in (drafts, lengths, p, q, accept)), strict=True)), strict=True)
+    def rule(
+        drafts: Tensor, lengths: Tensor, p: Tensor, q: Tensor, accept: Tensor, correct: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        ends, laws = zip(
+            *(one(*values) for values in zip(*(a.tolist() for a in (drafts, lengths, p, q, accept)), strict=True)),
+            strict=True,
+        )
         return torch.tensor(ends), draw(torch.tensor(laws, dtype=torch.float64), correct)
 
     return rule
@@ -941,7 +1070,9 @@ def bias(rule: Rule, shape: list[int], symbols: str) -> float:
     """How far the law of what is emitted is from the target's; coarse, since rows by hand take their time."""
     target, drafter = SOURCES[symbols]
     trees = Trees.drawn(shape, target, drafter)
-    return distance(enumerate_round(rule, trees, steps=12).law(target, trees.depth + 1), after(target, trees.depth + 1)[-1])
+    return distance(
+        enumerate_round(rule, trees, steps=12).law(target, trees.depth + 1), after(target, trees.depth + 1)[-1]
+    )
 
 
 def test_without_a_bug_there_is_no_bias():
@@ -954,7 +1085,9 @@ def test_without_a_bug_there_is_no_bias():
 @pytest.mark.parametrize(("name", "bug"), [*product(TREE_RULES, BOTH), *product(["traversal"], PATHS_ONLY)])
 def test_the_enumeration_catches(name, bug):
     """In a tree whose first draft has two children and whose second has none; for the bug that concerns it, where q runs out of tokens."""
-    shape, symbols = ([-1, -1, -1], "q(x) = 0") if bug == "what q cannot draw stays" else ([-1, 0, 0, -1], "three symbols")
+    shape, symbols = (
+        ([-1, -1, -1], "q(x) = 0") if bug == "what q cannot draw stays" else ([-1, 0, 0, -1], "three symbols")
+    )
     assert bias(by_hand(name, bug), shape, symbols) > 0.01
 
 
@@ -1008,28 +1141,44 @@ UNTRUE: dict[str, tuple[Change, Change, Change, Change]] = {
     "top-k for what is scored only": (narrow, narrow, as_it_is, narrow),
     "top-k for the drafter only": (narrow, as_it_is, narrow, narrow),
 }
-LEAST = {"q drawn in bf16, scored in full": 1e-5, "q drawn in full, scored in bf16": 1e-5, "target temperature off by 2%": 1e-3}
+LEAST = {
+    "q drawn in bf16, scored in full": 1e-5,
+    "q drawn in full, scored in bf16": 1e-5,
+    "target temperature off by 2%": 1e-3,
+}
 
 
 def biased(name: str, laws: tuple[Change, Change, Change, Change]) -> float:
     """How far one round's text is from what it should follow."""
     target, drafter = SOURCES["three symbols"]
     wanted, p, drawn, q = laws[0](target), laws[1](target), laws[2](drafter), laws[3](drafter)
-    trees = Trees.drawn(SHAPES["chain of 2"] if name in ("rejection", "block") else [-1, 0, 0, -1], wanted, drawn).told(p, q)
-    return distance(enumerate_round(SAMPLED[name], trees).law(wanted, trees.depth + 1), after(wanted, trees.depth + 1)[-1])
+    trees = Trees.drawn(SHAPES["chain of 2"] if name in ("rejection", "block") else [-1, 0, 0, -1], wanted, drawn).told(
+        p, q
+    )
+    return distance(
+        enumerate_round(SAMPLED[name], trees).law(wanted, trees.depth + 1), after(wanted, trees.depth + 1)[-1]
+    )
 
 
 @pytest.mark.parametrize("bug", UNTRUE)
 @pytest.mark.parametrize("name", SAMPLED)
 def test_a_rule_that_is_told_another_law_than_was_used_is_caught(name, bug):
     if name in TREE_RULES and bug == "top-k for what is scored only":
-        assert biased(name, UNTRUE[bug]) < EXACT, "these rules take a token that q cannot draw as a candidate, so it is no bug"
+        assert biased(name, UNTRUE[bug]) < EXACT, (
+            "these rules take a token that q cannot draw as a candidate, so it is no bug"
+        )
     else:
         assert biased(name, UNTRUE[bug]) > LEAST.get(bug, 0.01)
 
 
 @pytest.mark.parametrize(
-    "laws", [(cold, cold, cold, cold), (narrow, narrow, narrow, narrow), (narrow, narrow, as_it_is, as_it_is), (as_it_is, as_it_is, in_bf16, in_bf16)]
+    "laws",
+    [
+        (cold, cold, cold, cold),
+        (narrow, narrow, narrow, narrow),
+        (narrow, narrow, as_it_is, as_it_is),
+        (as_it_is, as_it_is, in_bf16, in_bf16),
+    ],
 )
 @pytest.mark.parametrize("name", SAMPLED)
 def test_a_rule_that_is_told_what_was_used_takes_no_bias(name, laws):

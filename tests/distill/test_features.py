@@ -14,7 +14,8 @@ import torch
 from datasets import Dataset
 
 from outrider.distill import FeatureStore
-from outrider.target import BadInputError, IncompatibleError, Target
+from outrider.ground import BadInputError, IncompatibleError
+from outrider.targets import Target
 
 LENGTHS = [5, 12, 3, 9, 12, 1, 7]
 TAPS = (2, 3, 6)
@@ -47,7 +48,9 @@ def count_passes(monkeypatch: pytest.MonkeyPatch, fail_at: int | None = None) ->
     return passes
 
 
-def test_a_batch_is_what_the_target_computes_padded_with_zeros(tmp_path: Path, target: Target, dataset: Dataset) -> None:
+def test_a_batch_is_what_the_target_computes_padded_with_zeros(
+    tmp_path: Path, target: Target, dataset: Dataset
+) -> None:
     store = FeatureStore.build(tmp_path, target, dataset, TAPS, batch_size=3, shard_bytes=SMALL)
     assert len(store) == len(LENGTHS)
     indices = [4, 0, 6]
@@ -77,14 +80,21 @@ def test_without_taps_only_the_last_state_is_stored(tmp_path: Path, target: Targ
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", torch.bfloat16])
-def test_states_are_rounded_to_the_dtype_that_was_asked_for(tmp_path: Path, target: Target, dataset: Dataset, dtype: Any) -> None:
-    full, half = FeatureStore.build(tmp_path, target, dataset, TAPS), FeatureStore.build(tmp_path, target, dataset, TAPS, dtype)
+def test_states_are_rounded_to_the_dtype_that_was_asked_for(
+    tmp_path: Path, target: Target, dataset: Dataset, dtype: Any
+) -> None:
+    full, half = (
+        FeatureStore.build(tmp_path, target, dataset, TAPS),
+        FeatureStore.build(tmp_path, target, dataset, TAPS, dtype),
+    )
     assert half.dtype == torch.bfloat16
     assert torch.equal(half.batch([1, 4])[1], full.batch([1, 4])[1].bfloat16())
     assert half.num_bytes < 0.6 * full.num_bytes
 
 
-def test_shards_hold_whole_sequences_of_about_the_size_asked_for(tmp_path: Path, target: Target, dataset: Dataset) -> None:
+def test_shards_hold_whole_sequences_of_about_the_size_asked_for(
+    tmp_path: Path, target: Target, dataset: Dataset
+) -> None:
     """20 tokens to a shard: 5+12+3 | 9 | 12+1+7."""
     store = FeatureStore.build(tmp_path, target, dataset, TAPS, shard_bytes=SMALL)
     assert len(list(store.folder.glob("*.safetensors"))) == 3
@@ -94,14 +104,18 @@ def test_shards_hold_whole_sequences_of_about_the_size_asked_for(tmp_path: Path,
         torch.testing.assert_close(one_each.batch([i])[1], store.batch([i])[1], rtol=1e-5, atol=1e-5)
 
 
-def test_a_finished_store_is_reused(tmp_path: Path, target: Target, dataset: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_finished_store_is_reused(
+    tmp_path: Path, target: Target, dataset: Dataset, monkeypatch: pytest.MonkeyPatch
+) -> None:
     first = FeatureStore.build(tmp_path, target, dataset, TAPS)
     passes = count_passes(monkeypatch)
     assert FeatureStore.build(tmp_path, target, dataset, TAPS).folder == first.folder
     assert passes == []
 
 
-def test_another_target_data_set_taps_or_dtype_is_another_store(tmp_path: Path, target: Target, dataset: Dataset, tiny_llama: Callable[..., Any]) -> None:
+def test_another_target_data_set_taps_or_dtype_is_another_store(
+    tmp_path: Path, target: Target, dataset: Dataset, tiny_llama: Callable[..., Any]
+) -> None:
     other_target = Target(tiny_llama(seed=1))
     changed = dataset[:]["input_ids"]
     changed[3] = [*changed[3][:-1], (changed[3][-1] + 1) % 64]
@@ -116,7 +130,9 @@ def test_another_target_data_set_taps_or_dtype_is_another_store(tmp_path: Path, 
     assert not torch.equal(stores[0].batch([0])[1], stores[1].batch([0])[1])
 
 
-def test_an_interrupted_build_continues_with_the_missing_shards(tmp_path: Path, target: Target, dataset: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_build_continues_with_the_missing_shards(
+    tmp_path: Path, target: Target, dataset: Dataset, monkeypatch: pytest.MonkeyPatch
+) -> None:
     whole = FeatureStore.build(tmp_path / "whole", target, dataset, TAPS, shard_bytes=SMALL)
     with monkeypatch.context() as patch:
         count_passes(patch, fail_at=1)
@@ -132,7 +148,9 @@ def test_an_interrupted_build_continues_with_the_missing_shards(tmp_path: Path, 
     assert torch.equal(cut.batch(everything)[1], whole.batch(everything)[1])
 
 
-def test_a_disk_that_is_too_small_is_refused_before_any_pass(tmp_path: Path, target: Target, dataset: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_is_too_small_is_refused_before_any_pass(
+    tmp_path: Path, target: Target, dataset: Dataset, monkeypatch: pytest.MonkeyPatch
+) -> None:
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(10**6, 10**6 - 1000, 1000))
     passes = count_passes(monkeypatch)
@@ -141,12 +159,16 @@ def test_a_disk_that_is_too_small_is_refused_before_any_pass(tmp_path: Path, tar
     assert passes == []
 
 
-def test_a_disk_that_fills_while_writing_leaves_no_half_file(tmp_path: Path, target: Target, dataset: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_fills_while_writing_leaves_no_half_file(
+    tmp_path: Path, target: Target, dataset: Dataset, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import safetensors.torch
 
     def full(tensors: Any, file: Path, *args: Any) -> None:
         file.write_bytes(b"half")
-        raise safetensors.SafetensorError('Error while serializing: IoError(Os { code: 28, message: "No space left on device" })')
+        raise safetensors.SafetensorError(
+            'Error while serializing: IoError(Os { code: 28, message: "No space left on device" })'
+        )
 
     monkeypatch.setattr(safetensors.torch, "save_file", full)
     with pytest.raises(BadInputError, match=r"the disk that holds .* is full.*finished shards are kept"):

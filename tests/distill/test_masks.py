@@ -8,7 +8,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from outrider.distill.masks import supervised_mask
-from outrider.target import BadInputError
+from outrider.ground import BadInputError
 
 CHAT = [
     {"role": "system", "content": "be brief"},
@@ -46,7 +46,9 @@ def test_a_template_without_markers_gives_the_same_mask(tiny_tokenizer: PreTrain
 
 
 def test_sharegpt_messages_are_understood(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
-    sharegpt = [{"from": {"user": "human", "assistant": "gpt"}.get(m["role"], m["role"]), "value": m["content"]} for m in CHAT]
+    sharegpt = [
+        {"from": {"user": "human", "assistant": "gpt"}.get(m["role"], m["role"]), "value": m["content"]} for m in CHAT
+    ]
     assert supervised_mask(tiny_tokenizer, sharegpt) == supervised_mask(tiny_tokenizer, CHAT)
 
 
@@ -55,22 +57,30 @@ def test_a_token_that_straddles_the_boundary_is_not_supervised(tiny_tokenizer: P
     assert len(tiny_tokenizer("for")["input_ids"]) == 1
     template = "{% for m in messages %}{{ 'f' if m.role == 'assistant' }}{{ m.content }}|{% endfor %}{{ 'f' if add_generation_prompt }}"
     tokenizer = with_template(tiny_tokenizer, template)
-    tokens, mask = supervised_mask(tokenizer, [{"role": "user", "content": "q"}, {"role": "assistant", "content": "or x"}])
+    tokens, mask = supervised_mask(
+        tokenizer, [{"role": "user", "content": "q"}, {"role": "assistant", "content": "or x"}]
+    )
     assert tokenizer.decode(tokens) == "q|for x|"
     assert marked(tokenizer, tokens, mask) == " x|"
 
 
 @pytest.mark.parametrize("trim", [True, False])
-def test_a_space_that_the_tokenizer_leaves_out_of_its_offsets_still_straddles(tiny_tokenizer: PreTrainedTokenizerFast, trim: bool) -> None:
+def test_a_space_that_the_tokenizer_leaves_out_of_its_offsets_still_straddles(
+    tiny_tokenizer: PreTrainedTokenizerFast, trim: bool
+) -> None:
     """The generation prompt ends in a space that the first word of the answer swallows."""
     from tokenizers import Tokenizer, processors
 
     assert len(tiny_tokenizer(" second")["input_ids"]) == 1
     backend = Tokenizer.from_str(tiny_tokenizer.backend_tokenizer.to_str())
     backend.post_processor = processors.ByteLevel(trim_offsets=trim)
-    template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{{ 'assistant: ' if add_generation_prompt }}"
+    template = (
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{{ 'assistant: ' if add_generation_prompt }}"
+    )
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|end|>", chat_template=template)
-    tokens, mask = supervised_mask(tokenizer, [{"role": "user", "content": "q"}, {"role": "assistant", "content": "second, or none"}])
+    tokens, mask = supervised_mask(
+        tokenizer, [{"role": "user", "content": "q"}, {"role": "assistant", "content": "second, or none"}]
+    )
     assert marked(tokenizer, tokens, mask) == ", or none\n"
 
 
@@ -116,6 +126,8 @@ def test_nothing_to_supervise_is_an_error_that_shows_the_text(tiny_tokenizer: Pr
 
 
 def test_everything_supervised_is_an_error_that_shows_the_text(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
-    tokenizer = with_template(tiny_tokenizer, "{% for m in messages if m.role == 'assistant' %}{{ m.content }}{% endfor %}")
+    tokenizer = with_template(
+        tiny_tokenizer, "{% for m in messages if m.role == 'assistant' %}{{ m.content }}{% endfor %}"
+    )
     with pytest.raises(BadInputError, match=r"every token .*As rendered: 'hi'"):
         supervised_mask(tokenizer, [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "hi"}])

@@ -12,7 +12,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from outrider.distill.prompts import check_sources, collect, digest_prompts, read_prompts
-from outrider.target import BadInputError
+from outrider.ground import BadInputError
 
 Rows = Callable[..., str]
 
@@ -48,41 +48,70 @@ HELLO = "<|user|>hello<|end|><|assistant|>"
         ({"question_id": 81, "category": "writing", "turns": ["hello", "again"]}, HELLO),
         ({"messages": [{"role": "user", "content": "hello"}]}, HELLO),
         ({"conversations": [{"from": "human", "value": "hello"}, {"from": "gpt", "value": "hi"}]}, HELLO),
-        ({"conversations": [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "a"}, {"role": "assistant", "content": "b"}]}, HELLO),
+        (
+            {
+                "conversations": [
+                    {"role": "user", "content": "hello"},
+                    {"role": "assistant", "content": "a"},
+                    {"role": "assistant", "content": "b"},
+                ]
+            },
+            HELLO,
+        ),
         ({"messages": None, "text": "raw", "question": None}, "raw"),
         (
-            {"messages": [{"role": "system", "content": "s"}, *[{"role": r, "content": c} for r, c in (("user", "a"), ("assistant", "b"), ("user", "c"))]]},
+            {
+                "messages": [
+                    {"role": "system", "content": "s"},
+                    *[{"role": r, "content": c} for r, c in (("user", "a"), ("assistant", "b"), ("user", "c"))],
+                ]
+            },
             "<|system|>s<|end|><|user|>a<|end|><|assistant|>b<|end|><|user|>c<|end|><|assistant|>",
         ),
     ],
 )
-def test_every_layout_is_understood(rows: Rows, tiny_tokenizer: PreTrainedTokenizerFast, row: dict[str, Any], text: str) -> None:
+def test_every_layout_is_understood(
+    rows: Rows, tiny_tokenizer: PreTrainedTokenizerFast, row: dict[str, Any], text: str
+) -> None:
     [prompt] = read_prompts([rows("a.jsonl", row)], tiny_tokenizer)
     assert prompt.text == text
     assert tiny_tokenizer.decode(prompt.tokens) == text
     assert (prompt.messages is not None) == text.startswith("<|")
 
 
-def test_chat_tokens_are_those_of_the_librarys_own_template_call(rows: Rows, tiny_tokenizer: PreTrainedTokenizerFast) -> None:
+def test_chat_tokens_are_those_of_the_librarys_own_template_call(
+    rows: Rows, tiny_tokenizer: PreTrainedTokenizerFast
+) -> None:
     messages = [{"role": "user", "content": "sort these names"}]
     [prompt] = read_prompts([rows("a.jsonl", {"messages": messages})], tiny_tokenizer)
     expected = tiny_tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
     assert list(prompt.tokens) == expected
 
 
-def test_a_question_is_raw_text_for_a_target_without_chat_template_but_a_chat_is_refused(rows: Rows, tiny_tokenizer: PreTrainedTokenizerFast) -> None:
+def test_a_question_is_raw_text_for_a_target_without_chat_template_but_a_chat_is_refused(
+    rows: Rows, tiny_tokenizer: PreTrainedTokenizerFast
+) -> None:
     [prompt] = read_prompts([rows("a.jsonl", {"turns": ["hello"]})], plain(tiny_tokenizer))
     assert (prompt.text, prompt.messages) == ("hello", None)
     with pytest.raises(BadInputError, match=r"row 1: is a chat, but the target's tokenizer has no chat template"):
         read_prompts([rows("b.jsonl", {"messages": [{"role": "user", "content": "hello"}]})], plain(tiny_tokenizer))
 
 
-def test_sources_are_read_in_turn_so_that_a_limit_leaves_a_mixture(rows: Rows, tiny_tokenizer: PreTrainedTokenizerFast) -> None:
-    sources = [rows("one.jsonl", *[{"text": f"a{i}"} for i in range(5)]), rows("two.jsonl", {"text": "b0"}, {"text": "b1"})]
+def test_sources_are_read_in_turn_so_that_a_limit_leaves_a_mixture(
+    rows: Rows, tiny_tokenizer: PreTrainedTokenizerFast
+) -> None:
+    sources = [
+        rows("one.jsonl", *[{"text": f"a{i}"} for i in range(5)]),
+        rows("two.jsonl", {"text": "b0"}, {"text": "b1"}),
+    ]
     assert [p.text for p in read_prompts(sources, tiny_tokenizer)] == ["a0", "b0", "a1", "b1", "a2", "a3", "a4"]
     assert [p.text for p in read_prompts(sources, tiny_tokenizer, limit=3)] == ["a0", "b0", "a1"]
-    assert digest_prompts(read_prompts(sources, tiny_tokenizer)) == digest_prompts(read_prompts(sources, tiny_tokenizer))
-    assert digest_prompts(read_prompts(sources, tiny_tokenizer)) != digest_prompts(read_prompts(sources[::-1], tiny_tokenizer))
+    assert digest_prompts(read_prompts(sources, tiny_tokenizer)) == digest_prompts(
+        read_prompts(sources, tiny_tokenizer)
+    )
+    assert digest_prompts(read_prompts(sources, tiny_tokenizer)) != digest_prompts(
+        read_prompts(sources[::-1], tiny_tokenizer)
+    )
 
 
 def test_ids_are_the_rows_own_under_their_suite_and_unique(rows: Rows, tiny_tokenizer: PreTrainedTokenizerFast) -> None:
@@ -97,7 +126,9 @@ def test_a_long_text_loses_its_beginning_and_keeps_its_bos(rows: Rows, tiny_toke
     from tokenizers import processors
 
     with_bos = PreTrainedTokenizerFast(tokenizer_object=tiny_tokenizer.backend_tokenizer, bos_token="<|pad|>")
-    with_bos.backend_tokenizer.post_processor = processors.TemplateProcessing(single="<|pad|> $A", special_tokens=[("<|pad|>", with_bos.bos_token_id)])
+    with_bos.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<|pad|> $A", special_tokens=[("<|pad|>", with_bos.bos_token_id)]
+    )
     file = rows("a.jsonl", {"text": "zyxwvutsrq"})
     found = collect([file], with_bos, max_tokens=5)
     assert with_bos.decode(found.prompts[0].tokens) == "<|pad|>tsrq"
@@ -106,7 +137,9 @@ def test_a_long_text_loses_its_beginning_and_keeps_its_bos(rows: Rows, tiny_toke
     assert plain(tiny_tokenizer).decode(read_prompts([file], plain(tiny_tokenizer), max_tokens=5)[0].tokens) == "utsrq"
 
 
-def test_long_chats_and_rows_that_ask_nothing_are_left_out_and_counted(rows: Rows, tiny_tokenizer: PreTrainedTokenizerFast) -> None:
+def test_long_chats_and_rows_that_ask_nothing_are_left_out_and_counted(
+    rows: Rows, tiny_tokenizer: PreTrainedTokenizerFast
+) -> None:
     source = rows(
         "a.jsonl",
         {"question": "far too long a question"},
@@ -120,12 +153,18 @@ def test_long_chats_and_rows_that_ask_nothing_are_left_out_and_counted(rows: Row
 
 def test_tools_reach_the_template(rows: Rows, tiny_tokenizer: PreTrainedTokenizerFast) -> None:
     tokenizer = plain(tiny_tokenizer)
-    tokenizer.chat_template = "{% for t in tools or [] %}[{{ t.name }}]{% endfor %}{% for m in messages %}{{ m.content }}{% endfor %}"
-    [prompt] = read_prompts([rows("a.jsonl", {"tools": [{"name": "ls"}], "messages": [{"role": "user", "content": "x"}]})], tokenizer)
+    tokenizer.chat_template = (
+        "{% for t in tools or [] %}[{{ t.name }}]{% endfor %}{% for m in messages %}{{ m.content }}{% endfor %}"
+    )
+    [prompt] = read_prompts(
+        [rows("a.jsonl", {"tools": [{"name": "ls"}], "messages": [{"role": "user", "content": "x"}]})], tokenizer
+    )
     assert prompt.text == "[ls]x"
 
 
-def test_json_parquet_and_text_files_hold_the_same_prompts(tmp_path: Path, rows: Rows, tiny_tokenizer: PreTrainedTokenizerFast) -> None:
+def test_json_parquet_and_text_files_hold_the_same_prompts(
+    tmp_path: Path, rows: Rows, tiny_tokenizer: PreTrainedTokenizerFast
+) -> None:
     import pyarrow
     import pyarrow.parquet
 
@@ -145,7 +184,11 @@ def test_json_parquet_and_text_files_hold_the_same_prompts(tmp_path: Path, rows:
         ("a.jsonl", "[1]\n", "line 1 is a list; expected an object"),
         ("a.jsonl", "\n", "no prompts in .* it is empty"),
         ("a.jsonl", '{"text": ""}\n', "none of its 1 rows can be used"),
-        ("a.jsonl", '{"txet": "x"}\n', "row 1: expected one of text, prompt, question, messages, conversations, turns; found txet"),
+        (
+            "a.jsonl",
+            '{"txet": "x"}\n',
+            "row 1: expected one of text, prompt, question, messages, conversations, turns; found txet",
+        ),
         ("a.jsonl", '{"messages": "x"}\n', "row 1: expected a list of messages"),
         ("a.jsonl", '{"messages": [{"text": "x"}]}\n', "a message needs `role` and `content`"),
         ("a.jsonl", '{"turns": []}\n', "`turns` must be a list that is not empty"),
@@ -155,7 +198,9 @@ def test_json_parquet_and_text_files_hold_the_same_prompts(tmp_path: Path, rows:
         ("a.csv", "x", r"is a \.csv file; expected one of \.jsonl, \.json, \.parquet, \.txt"),
     ],
 )
-def test_an_unusable_file_is_refused_with_its_place(tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerFast, name: str, content: str, expected: str) -> None:
+def test_an_unusable_file_is_refused_with_its_place(
+    tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerFast, name: str, content: str, expected: str
+) -> None:
     (tmp_path / name).write_text(content)
     with pytest.raises(BadInputError, match=expected):
         read_prompts([str(tmp_path / name)], tiny_tokenizer)
@@ -167,7 +212,10 @@ def test_bytes_that_are_no_text_are_refused(tmp_path: Path, tiny_tokenizer: PreT
         read_prompts([str(tmp_path / "a.txt")], tiny_tokenizer)
 
 
-@pytest.mark.parametrize(("source", "expected"), [("nowhere/a.jsonl", "does not exist"), ("embedded:poetry", "no embedded file"), (".", "is a folder")])
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [("nowhere/a.jsonl", "does not exist"), ("embedded:poetry", "no embedded file"), (".", "is a folder")],
+)
 def test_a_source_that_cannot_exist_is_refused_before_anything_is_loaded(source: str, expected: str) -> None:
     with pytest.raises(BadInputError, match=expected):
         check_sources([source])
@@ -175,14 +223,19 @@ def test_a_source_that_cannot_exist_is_refused_before_anything_is_loaded(source:
 
 def test_an_unknown_hub_name_is_refused(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
     check_sources(["some-org/no-such-data:train"])
-    with pytest.raises(BadInputError, match=r"'some-org/no-such-data:train' is no file here, and the Hub gives no data set"):
+    with pytest.raises(
+        BadInputError, match=r"'some-org/no-such-data:train' is no file here, and the Hub gives no data set"
+    ):
         read_prompts(["some-org/no-such-data:train"], tiny_tokenizer)
 
 
 def test_a_template_that_refuses_a_conversation_is_quoted(rows: Rows, tiny_tokenizer: PreTrainedTokenizerFast) -> None:
     tokenizer = plain(tiny_tokenizer)
     tokenizer.chat_template = "{{ raise_exception('System role not supported') }}"
-    with pytest.raises(BadInputError, match=r"row 1: the target's chat template refuses this conversation: System role not supported.*'user'"):
+    with pytest.raises(
+        BadInputError,
+        match=r"row 1: the target's chat template refuses this conversation: System role not supported.*'user'",
+    ):
         read_prompts([rows("a.jsonl", {"question": "x"})], tokenizer)
 
 

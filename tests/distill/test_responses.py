@@ -15,10 +15,19 @@ from transformers import PreTrainedTokenizerFast
 
 from outrider.decode import Decoder, Output
 from outrider.distill import distill, load_responses, provenance
+from outrider.ground import BadInputError, IncompatibleError
 from outrider.recipes import Recipe
-from outrider.target import BadInputError, IncompatibleError, Target, products
+from outrider.targets import Target, products
 
-TEXTS = ["def add(first, second):", "for name in", "The target", "class Stack:", "return", "print(name, len(name))", "x"]
+TEXTS = [
+    "def add(first, second):",
+    "for name in",
+    "The target",
+    "class Stack:",
+    "return",
+    "print(name, len(name))",
+    "x",
+]
 
 MakeRecipe = Callable[..., Recipe]
 
@@ -31,7 +40,9 @@ def make_recipe(tmp_path: Path) -> MakeRecipe:
 
     def make(output: str = "run", **data: Any) -> Recipe:
         values = {"prompts": [str(file)], "max_new_tokens": 8, "batch_size": 3, **data}
-        return Recipe.from_dict({"name": "t", "target": {"path": "unused"}, "drafter": {}, "data": values, "output": str(tmp_path / output)})
+        return Recipe.from_dict(
+            {"name": "t", "target": {"path": "unused"}, "drafter": {}, "data": values, "output": str(tmp_path / output)}
+        )
 
     return make
 
@@ -74,7 +85,9 @@ def test_rows_are_prompt_and_response_in_the_order_of_the_prompts(make_recipe: M
         assert response == Decoder(tiny_target).generate([prompt], max_new_tokens=8).tokens[0]
 
 
-def test_provenance_names_target_prompts_sampling_versions_and_counts(make_recipe: MakeRecipe, tiny_target: Target) -> None:
+def test_provenance_names_target_prompts_sampling_versions_and_counts(
+    make_recipe: MakeRecipe, tiny_target: Target
+) -> None:
     folder = distill(make_recipe(limit=4, max_prompt_tokens=5), tiny_target)
     saved = provenance(folder)
     assert folder.name == "data"
@@ -120,11 +133,15 @@ def test_the_target_answers_by_the_products_of_training_and_says_the_same(
 
 
 def test_sampled_responses_depend_on_the_seed(make_recipe: MakeRecipe, tiny_target: Target) -> None:
-    first, second = (distill(make_recipe(f"s{seed}", sampling={"temperature": 1.0, "seed": seed}), tiny_target) for seed in (0, 1))
+    first, second = (
+        distill(make_recipe(f"s{seed}", sampling={"temperature": 1.0, "seed": seed}), tiny_target) for seed in (0, 1)
+    )
     assert rows(first) != rows(second)
 
 
-def test_a_finished_folder_is_reused(make_recipe: MakeRecipe, tiny_target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_finished_folder_is_reused(
+    make_recipe: MakeRecipe, tiny_target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = distill(make_recipe(), tiny_target)
     sizes = count_prompts(monkeypatch)
     assert distill(make_recipe(batch_size=1), tiny_target) == folder
@@ -151,7 +168,9 @@ def test_a_folder_of_other_settings_is_refused_and_says_which(
         distill(make_recipe(**change), tiny_target)
 
 
-def test_a_folder_of_another_target_is_refused_and_says_what_differs(make_recipe: MakeRecipe, tiny_target: Target) -> None:
+def test_a_folder_of_another_target_is_refused_and_says_what_differs(
+    make_recipe: MakeRecipe, tiny_target: Target
+) -> None:
     distill(make_recipe(), tiny_target)
     with torch.no_grad():
         tiny_target.model.get_output_embeddings().weight[0, 0] += 1
@@ -169,7 +188,9 @@ def test_a_folder_that_is_no_data_set_is_never_overwritten(make_recipe: MakeReci
     assert precious.read_text() == "years of work"
 
 
-def test_a_full_disk_is_said_in_a_sentence_and_keeps_what_was_done(make_recipe: MakeRecipe, tiny_target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_said_in_a_sentence_and_keeps_what_was_done(
+    make_recipe: MakeRecipe, tiny_target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
     replace = Path.replace
 
     def full(self: Path, to: Path) -> Path:
@@ -179,7 +200,10 @@ def test_a_full_disk_is_said_in_a_sentence_and_keeps_what_was_done(make_recipe: 
 
     with monkeypatch.context() as patch:
         patch.setattr(Path, "replace", full)
-        with pytest.raises(BadInputError, match=r"the disk that holds .*/run/data is full.*kept in .*data\.partial.*run the same command again"):
+        with pytest.raises(
+            BadInputError,
+            match=r"the disk that holds .*/run/data is full.*kept in .*data\.partial.*run the same command again",
+        ):
             distill(make_recipe(), tiny_target)
     partial = make_recipe().output_folder / "data.partial"
     assert sorted(p.name for p in partial.iterdir()) == ["00000.jsonl", "identity.json"], "no half-written file is left"
@@ -206,7 +230,9 @@ def test_a_disk_that_fills_while_the_data_set_is_written_loses_no_response(
     assert sizes == []
 
 
-def test_a_damaged_batch_is_generated_again(make_recipe: MakeRecipe, tiny_target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_damaged_batch_is_generated_again(
+    make_recipe: MakeRecipe, tiny_target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
     interrupt(make_recipe(), tiny_target, after=2)
     damaged = make_recipe().output_folder / "data.partial" / "00000.jsonl"
     damaged.write_text(damaged.read_text()[:20])
@@ -222,7 +248,9 @@ def answer_with(monkeypatch: pytest.MonkeyPatch, response: Callable[[int], list[
     monkeypatch.setattr(Decoder, "generate", scripted)
 
 
-def test_empty_responses_are_dropped_and_counted(make_recipe: MakeRecipe, tiny_target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_empty_responses_are_dropped_and_counted(
+    make_recipe: MakeRecipe, tiny_target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
     [end] = tiny_target.eos_ids
     answer_with(monkeypatch, lambda i: [end] if i in (0, 4) else [7, end])
     folder = distill(make_recipe(), tiny_target)
@@ -230,7 +258,9 @@ def test_empty_responses_are_dropped_and_counted(make_recipe: MakeRecipe, tiny_t
     assert provenance(folder)["counts"]["empty_responses"] == 2
 
 
-def test_nothing_but_empty_responses_is_an_error_that_shows_a_prompt(make_recipe: MakeRecipe, tiny_target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_but_empty_responses_is_an_error_that_shows_a_prompt(
+    make_recipe: MakeRecipe, tiny_target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
     answer_with(monkeypatch, lambda i: list(tiny_target.eos_ids))
     with pytest.raises(BadInputError, match=r"all 7 responses are empty.*def add\(first, second\):"):
         distill(make_recipe(), tiny_target)
@@ -269,8 +299,12 @@ def test_given_responses_are_used_and_those_of_another_tokenizer_refused(
         distill(recipe, Target(tiny_target.model, other))
 
 
-def test_chats_are_answered_where_the_template_says(make_recipe: MakeRecipe, tiny_target: Target, tmp_path: Path) -> None:
-    (tmp_path / "chat.jsonl").write_text(json.dumps({"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "unused"}]}))
+def test_chats_are_answered_where_the_template_says(
+    make_recipe: MakeRecipe, tiny_target: Target, tmp_path: Path
+) -> None:
+    (tmp_path / "chat.jsonl").write_text(
+        json.dumps({"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "unused"}]})
+    )
     [row] = rows(distill(make_recipe(prompts=[str(tmp_path / "chat.jsonl")]), tiny_target))
     asked = [t for t, m in zip(row["input_ids"], row["loss_mask"], strict=True) if not m]
     assert tiny_target.require_tokenizer().decode(asked) == "<|user|>hi<|end|><|assistant|>"

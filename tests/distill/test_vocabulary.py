@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from outrider.distill.vocabulary import Vocabulary, digest_tokens, ranks, usual_sizes
+from outrider.ground import BadInputError
 from outrider.heads.base import most_frequent
-from outrider.target import BadInputError
 
 COUNTS = torch.tensor([5, 0, 3, 3, 9, 0])  # by frequency: 4, 0, 2, 3 (equal counts: the lower id first), 1, 5
 
@@ -22,7 +22,9 @@ def test_a_vocabulary_is_the_one_that_drafters_keep() -> None:
 
 
 def test_coverage_is_the_share_of_what_was_counted() -> None:
-    assert [Vocabulary.of(COUNTS, size).coverage for size in (1, 2, 3, 4, 6)] == pytest.approx([9 / 20, 14 / 20, 17 / 20, 1.0, 1.0])
+    assert [Vocabulary.of(COUNTS, size).coverage for size in (1, 2, 3, 4, 6)] == pytest.approx(
+        [9 / 20, 14 / 20, 17 / 20, 1.0, 1.0]
+    )
 
 
 def test_ranks_are_nested_vocabularies() -> None:
@@ -32,7 +34,9 @@ def test_ranks_are_nested_vocabularies() -> None:
 
 def test_equal_contents_have_equal_digests_and_no_others() -> None:
     """Not the counts decide, but which tokens they put first."""
-    assert Vocabulary.of(COUNTS, 3).digest == Vocabulary.of(COUNTS * 7, 3).digest == digest_tokens(torch.tensor([4, 0, 2]))
+    assert (
+        Vocabulary.of(COUNTS, 3).digest == Vocabulary.of(COUNTS * 7, 3).digest == digest_tokens(torch.tensor([4, 0, 2]))
+    )
     assert Vocabulary.of(COUNTS, 3).digest != Vocabulary.of(COUNTS, 4).digest
     assert Vocabulary.of(COUNTS, 3).digest != Vocabulary.of(COUNTS.flip(0), 3).digest
     # Written once and for all: saved digests must stay comparable.

@@ -19,18 +19,38 @@ def suites() -> list[Suite]:
     """Two suites of 3 and 2 short prompts over a vocabulary of 64."""
 
     def prompts(suite: str, count: int, start: int) -> list[Prompt]:
-        return [Prompt(f"{suite}/{i}", suite, tuple((start + i + 7 * j) % 64 for j in range(3 + i))) for i in range(count)]
+        return [
+            Prompt(f"{suite}/{i}", suite, tuple((start + i + 7 * j) % 64 for j in range(3 + i))) for i in range(count)
+        ]
 
     return [make_suite("code", prompts("code", 3, 1)), make_suite("docs", prompts("docs", 2, 30))]
 
 
 def _record(contestant: str, temperature: float, i: int, accepted: list[int], depth: int, seconds: float) -> Record:
-    compared = {"identical": i != 0, "diverges_at": 4 if i == 0 else None} if temperature == 0 and contestant != "plain" else {}
+    compared = (
+        {"identical": i != 0, "diverges_at": 4 if i == 0 else None}
+        if temperature == 0 and contestant != "plain"
+        else {}
+    )
     return Record(
-        contestant=contestant, temperature=temperature, suite="code", prompt=f"<p & {i}>", prompt_tokens=5, tokens=1 + sum(accepted) + len(accepted),
-        drafted=[depth] * len(accepted), accepted=accepted, repeats=[seconds],
-        seconds={"prefill": 0.1 * seconds, "draft": 0.2 * seconds, "verify": 0.6 * seconds, "host": 0.1 * seconds, "total": seconds}, **compared,
-    )  # fmt: skip
+        contestant=contestant,
+        temperature=temperature,
+        suite="code",
+        prompt=f"<p & {i}>",
+        prompt_tokens=5,
+        tokens=1 + sum(accepted) + len(accepted),
+        drafted=[depth] * len(accepted),
+        accepted=accepted,
+        repeats=[seconds],
+        seconds={
+            "prefill": 0.1 * seconds,
+            "draft": 0.2 * seconds,
+            "verify": 0.6 * seconds,
+            "host": 0.1 * seconds,
+            "total": seconds,
+        },
+        **compared,
+    )
 
 
 @pytest.fixture
@@ -41,21 +61,48 @@ def make_report() -> MakeReport:
     """
 
     def make(
-        accepted: Sequence[list[int]], depth: int = 4, temperatures: Sequence[float] = (0.0,), digest: str = "d", records: bool = True, **conditions: object
+        accepted: Sequence[list[int]],
+        depth: int = 4,
+        temperatures: Sequence[float] = (0.0,),
+        digest: str = "d",
+        records: bool = True,
+        **conditions: object,
     ) -> Report:
         rows = [_record("draft", t, i, a, depth, 0.5 + 0.01 * i) for t in temperatures for i, a in enumerate(accepted)]
-        rows += [_record("plain", t, i, [0] * (sum(a) + len(a)), 0, 1.0 + 0.02 * i) for t in temperatures for i, a in enumerate(accepted)]
+        rows += [
+            _record("plain", t, i, [0] * (sum(a) + len(a)), 0, 1.0 + 0.02 * i)
+            for t in temperatures
+            for i, a in enumerate(accepted)
+        ]
         baselines = Baselines(plain="plain", generate=None)
-        rules = {("draft", t): "greedy" if t == 0 else "rejection" for t in temperatures} | {("plain", t): "none" for t in temperatures}
+        rules = {("draft", t): "greedy" if t == 0 else "rejection" for t in temperatures} | {
+            ("plain", t): "none" for t in temperatures
+        }
         fixed = {
-            "target": {"path": "tiny"}, "dtype": "float32", "device": "cpu", "device_name": "a CPU", "threads": 1, "attention": "sdpa", "max_new_tokens": 32,
-            "temperatures": list(temperatures), "repeats": 1, "seed": 0, "versions": {"outrider": "0", "torch": "2"},
+            "target": {"path": "tiny"},
+            "dtype": "float32",
+            "device": "cpu",
+            "device_name": "a CPU",
+            "threads": 1,
+            "attention": "sdpa",
+            "max_new_tokens": 32,
+            "temperatures": list(temperatures),
+            "repeats": 1,
+            "seed": 0,
+            "versions": {"outrider": "0", "torch": "2"},
             "suites": [SuiteInfo(name="code", digest=digest, num_prompts=len(accepted))],
-        }  # fmt: skip
+        }
         return Report(
             conditions=Conditions.model_validate(fixed | conditions),
-            contestants=[ContestantInfo(name="draft", kind="drafter", drafter="eagle3", depth=depth, verify="auto", parameters=10), ContestantInfo(name="plain", kind="plain")],
-            baselines=baselines, figures=summarise(rows, rules, baselines), records=rows if records else [],
-        )  # fmt: skip
+            contestants=[
+                ContestantInfo(
+                    name="draft", kind="drafter", drafter="eagle3", depth=depth, verify="auto", parameters=10
+                ),
+                ContestantInfo(name="plain", kind="plain"),
+            ],
+            baselines=baselines,
+            figures=summarise(rows, rules, baselines),
+            records=rows if records else [],
+        )
 
     return make

@@ -14,15 +14,19 @@ from outrider.eval import batches as room
 from outrider.eval.batches import Completion, Point, lines, make_groups, measure_batches
 from outrider.eval.measure import Job
 from outrider.eval.plots import speedup_by_batch, standalone
+from outrider.ground import BadInputError
 from outrider.heads import DraftModel
 from outrider.recipes import EvalSpec
-from outrider.target import BadInputError, Target
+from outrider.targets import Target
 
 
 @pytest.fixture
 def jobs() -> list[Job]:
     """Ten ragged prompts over a vocabulary of 64."""
-    return [Job("code", Prompt(f"p{i}", "code", tuple((7 * i + 3 * j) % 64 for j in range(3 + i % 4))), i) for i in range(10)]
+    return [
+        Job("code", Prompt(f"p{i}", "code", tuple((7 * i + 3 * j) % 64 for j in range(3 + i % 4))), i)
+        for i in range(10)
+    ]
 
 
 def test_batches_of_one_pass_share_no_prompt_and_all_are_full(jobs: list[Job]) -> None:
@@ -53,7 +57,15 @@ def test_a_whole_measurement(tiny_llama: Callable, jobs: list[Job]) -> None:
     target = Target(tiny_llama(layers=2, eos_token_id=5))
     contestants = [Contestant("plain", None, Plan(0)), Contestant("self", DraftModel(target.model), Plan(2))]
     ticks: list[None] = []
-    points = measure_batches(target, contestants, jobs, [1, 4], EvalSpec(max_new_tokens=12, repeats=1), least=3, tick=lambda: ticks.append(None))
+    points = measure_batches(
+        target,
+        contestants,
+        jobs,
+        [1, 4],
+        EvalSpec(max_new_tokens=12, repeats=1),
+        least=3,
+        tick=lambda: ticks.append(None),
+    )
     assert [(p.contestant, p.size) for p in points] == [("plain", 1), ("self", 1), ("plain", 4), ("self", 4)]
     assert [(p.groups, p.sequences) for p in points[1::2]] == [(10, 10), (3, 12)]
     assert len(ticks) == 13
@@ -73,8 +85,14 @@ def test_a_whole_measurement(tiny_llama: Callable, jobs: list[Job]) -> None:
 def test_figures_by_hand() -> None:
     """Two batches of two: 8 tokens in 2 s and 4 in 2 s, beside the plain target's in 4 s each."""
     none, one = Round(1, 0, 1), Round(1, 1, 2)
-    own = [Completion([[1] * 5, [1] * 3], [[one, one], [one]], 0.1, 2.0), Completion([[1] * 2, [2] * 2], [[none], [none]], 0.1, 2.0)]
-    base = [Completion([[1] * 5, [1] * 3], [[none] * 4, [none] * 2], 0.1, 4.0), Completion([[1] * 2, [1] * 2], [[none], [none]], 0.1, 4.0)]
+    own = [
+        Completion([[1] * 5, [1] * 3], [[one, one], [one]], 0.1, 2.0),
+        Completion([[1] * 2, [2] * 2], [[none], [none]], 0.1, 2.0),
+    ]
+    base = [
+        Completion([[1] * 5, [1] * 3], [[none] * 4, [none] * 2], 0.1, 4.0),
+        Completion([[1] * 2, [1] * 2], [[none], [none]], 0.1, 4.0),
+    ]
     point = room._point("own", "plain", 2, {"own": own, "plain": base}, [0, 1])
     assert point.tokens_per_second.value == 3.0
     assert point.speedup.value == 2.0
@@ -97,7 +115,10 @@ def make_point(name: str, size: int, value: float, known: bool = True) -> Point:
 
 
 def test_the_plot_has_a_line_and_a_label_for_each_contestant_and_a_mark_for_each_size() -> None:
-    points = [make_point("plain", 1, 1.0), *(make_point(name, size, 1.5, known=size > 1) for name in ("a & b", "c") for size in (4, 1, 2))]
+    points = [
+        make_point("plain", 1, 1.0),
+        *(make_point(name, size, 1.5, known=size > 1) for name in ("a & b", "c") for size in (4, 1, 2)),
+    ]
     drawn = lines(points)
     assert {name: [size for size, _ in line] for name, line in drawn.items()} == {"a & b": [1, 2, 4], "c": [1, 2, 4]}
     svg = ElementTree.fromstring(standalone(speedup_by_batch(drawn)))
@@ -106,7 +127,9 @@ def test_the_plot_has_a_line_and_a_label_for_each_contestant_and_a_mark_for_each
     assert {"a & b", "c", "1", "2", "4", "batch size"} <= set(words)
     curves = list(svg.iter(f"{space}polyline"))
     assert [len((c.get("points") or "").split()) for c in curves] == [3, 3]
-    assert len([line for line in svg.iter(f"{space}line") if (line.get("class") or "").startswith("spread")]) == 4  # none where there is no interval
+    assert (
+        len([line for line in svg.iter(f"{space}line") if (line.get("class") or "").startswith("spread")]) == 4
+    )  # none where there is no interval
     assert "1: 1.50×" in (svg.get("aria-label") or "")
     across = [float(p.split(",")[0]) for p in (curves[0].get("points") or "").split()]
     assert across[1] - across[0] == pytest.approx(across[2] - across[1], abs=0.2)  # sizes stand on a log scale

@@ -9,9 +9,20 @@ import pytest
 from torch import Tensor
 
 from outrider.eval import costs
-from outrider.eval.costs import Bandwidth, Floor, bandwidth, copy_bandwidth, draft_times, read_bandwidth, turns, verify_times, weight_bytes
+from outrider.eval.costs import (
+    Bandwidth,
+    Floor,
+    bandwidth,
+    copy_bandwidth,
+    draft_times,
+    read_bandwidth,
+    turns,
+    verify_times,
+    weight_bytes,
+)
+from outrider.ground import BadInputError
 from outrider.heads import Drafter, DraftModel, Eagle3, Eagle3Config, Ngram
-from outrider.target import BadInputError, Counts, Target
+from outrider.targets import Counts, Target
 
 
 @pytest.fixture
@@ -27,7 +38,9 @@ def test_turns_rotate_and_the_warm_up_does_not_count() -> None:
 
 
 @pytest.mark.parametrize("batch", [1, 3])
-def test_a_verification_reads_root_and_drafts_behind_the_context(target: Target, batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_verification_reads_root_and_drafts_behind_the_context(
+    target: Target, batch: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     seen = []
     forward = target.forward
 
@@ -55,7 +68,9 @@ def drafters(target: Target, tiny_llama: Callable) -> list[Drafter]:
 
 
 @pytest.mark.parametrize("batch", [1, 3])
-def test_every_depth_is_drafted_by_every_drafter(target: Target, tiny_llama: Callable, batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_depth_is_drafted_by_every_drafter(
+    target: Target, tiny_llama: Callable, batch: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Also past the point where the text is begun anew, and in pieces."""
     monkeypatch.setattr(costs, "_GROWTH", 8)
     monkeypatch.setattr(costs, "_CHUNK", 7)
@@ -88,7 +103,9 @@ def test_what_is_timed_follows_a_round_of_the_same_depth(target: Target, monkeyp
     assert sorted(timed[1::2]) == [(1, 2)] * 3 + [(2, 3)] * 3
 
 
-def test_rounds_of_fixed_shapes_read_a_window_of_the_cache(target: Target, tiny_llama: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rounds_of_fixed_shapes_read_a_window_of_the_cache(
+    target: Target, tiny_llama: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As on a GPU, where they are captured besides."""
     monkeypatch.setattr(costs, "_is_fixed", lambda target: True)
     used = set()
@@ -106,7 +123,9 @@ def test_rounds_of_fixed_shapes_read_a_window_of_the_cache(target: Target, tiny_
     for drafter in drafters(target, tiny_llama)[:2]:
         state: list[Any] = []
         opened = drafter.open
-        monkeypatch.setattr(drafter, "open", lambda *sizes, opened=opened, state=state: (state.append(opened(*sizes)), state[-1])[1])
+        monkeypatch.setattr(
+            drafter, "open", lambda *sizes, opened=opened, state=state: (state.append(opened(*sizes)), state[-1])[1]
+        )
         times = draft_times(target, drafter, 2, batch=2, context=250, repeats=2)
         assert min(times[1:]) > 0
         assert {drafter.caches(s)[0].used for s in state} == {384}

@@ -12,12 +12,23 @@ from outrider.eval.figures import Baselines, summarise
 BASELINES = Baselines(plain="plain", generate="generate")
 
 
-def record(contestant: str, suite: str, prompt: str, tokens: int, seconds: float, rounds: list[tuple[int, int]], **more: Any) -> Record:
+def record(
+    contestant: str, suite: str, prompt: str, tokens: int, seconds: float, rounds: list[tuple[int, int]], **more: Any
+) -> Record:
     """`rounds`: (drafted, accepted) of each."""
     return Record(
-        contestant=contestant, temperature=0.0, suite=suite, prompt=prompt, prompt_tokens=3, tokens=tokens, drafted=[d for d, _ in rounds],
-        accepted=[a for _, a in rounds], seconds={"total": seconds}, repeats=[seconds], **more,
-    )  # fmt: skip
+        contestant=contestant,
+        temperature=0.0,
+        suite=suite,
+        prompt=prompt,
+        prompt_tokens=3,
+        tokens=tokens,
+        drafted=[d for d, _ in rounds],
+        accepted=[a for _, a in rounds],
+        seconds={"total": seconds},
+        repeats=[seconds],
+        **more,
+    )
 
 
 RECORDS = [

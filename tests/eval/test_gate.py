@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from outrider.eval import gate
-from outrider.target import BadInputError
+from outrider.ground import BadInputError
 
 
 def rounds(num_prompts: int, alpha: float, seed: int = 0, num_rounds: int = 30) -> list[list[int]]:
@@ -32,7 +32,10 @@ def test_a_clear_drop_fails_and_says_by_how_much(make_report) -> None:
 
 
 def test_one_temperature_is_enough_to_fail(make_report) -> None:
-    good, bad = make_report(rounds(40, 0.6), temperatures=(0.0, 1.0)), make_report(rounds(40, 0.4, seed=1), temperatures=(0.0, 1.0))
+    good, bad = (
+        make_report(rounds(40, 0.6), temperatures=(0.0, 1.0)),
+        make_report(rounds(40, 0.4, seed=1), temperatures=(0.0, 1.0)),
+    )
     mixed = good.model_copy(
         update={
             "figures": [f for r, t in ((good, 0.0), (bad, 1.0)) for f in r.figures if f.temperature == t],
@@ -58,7 +61,10 @@ def test_too_few_prompts_warn_and_say_how_many_would_do(make_report) -> None:
     result = gate(make_report(rounds(4, 0.58, seed=1, num_rounds=8)), make_report(rounds(4, 0.6, num_rounds=8)))
     assert result.passed
     assert result.verdicts[0].outcome == "not enough data"
-    assert "passed, with a warning: not enough data, 4 prompts cannot tell it from a drop to 0.970; about" in result.lines[1]
+    assert (
+        "passed, with a warning: not enough data, 4 prompts cannot tell it from a drop to 0.970; about"
+        in result.lines[1]
+    )
 
 
 def test_one_prompt_warns(make_report) -> None:
@@ -86,7 +92,12 @@ def test_figures_without_records_are_compared_unpaired(make_report) -> None:
 
 def test_false_alarms_are_as_rare_as_the_confidence_says(make_report) -> None:
     """Drafters that are equal in truth, tolerance 0: at 95% about 1 in 20 may fail."""
-    failed = sum(not gate(make_report(rounds(25, 0.6, seed=2 * i)), make_report(rounds(25, 0.6, seed=2 * i + 1)), tolerance=0.0).passed for i in range(30))
+    failed = sum(
+        not gate(
+            make_report(rounds(25, 0.6, seed=2 * i)), make_report(rounds(25, 0.6, seed=2 * i + 1)), tolerance=0.0
+        ).passed
+        for i in range(30)
+    )
     assert failed <= 5  # P(more | 5%) = 0.3%
 
 

@@ -9,9 +9,10 @@ from outrider.decode import Decoder, Plan, Round, Sampling
 from outrider.distill.prompts import Prompt
 from outrider.eval import Contestant, Report, Suite, make_suite, measure
 from outrider.eval.measure import GENERATE, Job, Run, make_jobs, make_records, race
+from outrider.ground import BadInputError
 from outrider.heads import DraftModel, Medusa, MedusaConfig, Ngram
 from outrider.recipes import EvalSpec
-from outrider.target import BadInputError, Target
+from outrider.targets import Target
 
 
 @pytest.fixture
@@ -56,7 +57,11 @@ def test_a_prompts_seconds_are_those_of_the_median_repeat(suites: list[Suite]) -
 
 def test_a_divergence_is_noted_with_its_place(suites: list[Suite]) -> None:
     jobs = make_jobs(suites)[:1]
-    runs = {"plain": [[Run([1, 2, 3, 4], {"total": 1.0})]], "other": [[Run([1, 2, 9, 4], {"total": 1.0})]], "short": [[Run([1, 2], {"total": 1.0})]]}
+    runs = {
+        "plain": [[Run([1, 2, 3, 4], {"total": 1.0})]],
+        "other": [[Run([1, 2, 9, 4], {"total": 1.0})]],
+        "short": [[Run([1, 2], {"total": 1.0})]],
+    }
     plain, other, short = make_records(runs, jobs, 0.0, "plain")
     assert (plain.identical, plain.diverges_at) == (None, None)
     assert (other.identical, other.diverges_at) == (False, 2)
@@ -73,7 +78,10 @@ def test_a_contestant_has_the_plan_that_it_can_follow(target: Target) -> None:
 
 @pytest.fixture
 def report(target: Target, suites: list[Suite], settings: EvalSpec) -> Report:
-    contestants = [Contestant("self", DraftModel(target.model), Plan(depth=3)), Contestant("ngram", Ngram(), Plan(depth=4))]
+    contestants = [
+        Contestant("self", DraftModel(target.model), Plan(depth=3)),
+        Contestant("ngram", Ngram(), Plan(depth=4)),
+    ]
     return measure(target, contestants, suites, settings)
 
 
@@ -103,28 +111,50 @@ def _greedy_text_is_identical_everywhere(report: Report) -> None:
 def _rules_are_named(report: Report) -> None:
     rules = {(f.contestant, f.temperature): f.rule for f in report.figures}
     assert rules["self", 0.0] == rules["ngram", 0.0] == "greedy"
-    assert (rules["self", 1.0], rules["ngram", 1.0], rules["plain", 1.0], rules[GENERATE, 1.0]) == ("rejection", "candidates", "none", "none")
+    assert (rules["self", 1.0], rules["ngram", 1.0], rules["plain", 1.0], rules[GENERATE, 1.0]) == (
+        "rejection",
+        "candidates",
+        "none",
+        "none",
+    )
 
 
 def _conditions_are_complete(report: Report) -> None:
     conditions = report.conditions
-    assert (conditions.dtype, conditions.device, conditions.batch_size, conditions.max_new_tokens, conditions.repeats) == ("float32", "cpu", 1, 16, 2)
+    assert (
+        conditions.dtype,
+        conditions.device,
+        conditions.batch_size,
+        conditions.max_new_tokens,
+        conditions.repeats,
+    ) == ("float32", "cpu", 1, 16, 2)
     assert [(s.name, s.num_prompts) for s in conditions.suites] == [("code", 3), ("docs", 2)]
     assert {"outrider", "torch", "transformers", "python"} <= conditions.versions.keys()
     assert [c.name for c in report.contestants] == ["self", "ngram", "plain", GENERATE]
     assert report.primary == "self"
 
 
-def _records_hold_what_the_decoder_gave(report: Report, target: Target, suites: list[Suite], settings: EvalSpec) -> None:
+def _records_hold_what_the_decoder_gave(
+    report: Report, target: Target, suites: list[Suite], settings: EvalSpec
+) -> None:
     assert len(report.records) == 4 * 2 * 5
     record = next(r for r in report.records_of("ngram", 0.0) if r.prompt == "docs/1")
-    out = Decoder(target, Ngram()).generate([suites[1].prompts[1].tokens], settings.max_new_tokens, Sampling(), Plan(depth=4))
-    assert (record.drafted, record.accepted) == ([r.drafted for r in out.rounds[0]], [r.accepted for r in out.rounds[0]])
+    out = Decoder(target, Ngram()).generate(
+        [suites[1].prompts[1].tokens], settings.max_new_tokens, Sampling(), Plan(depth=4)
+    )
+    assert (record.drafted, record.accepted) == (
+        [r.drafted for r in out.rounds[0]],
+        [r.accepted for r in out.rounds[0]],
+    )
     assert record.tokens == 16
-    assert sum(record.seconds[p] for p in ("prefill", "draft", "verify", "host")) == pytest.approx(record.seconds["total"], abs=1e-5)
+    assert sum(record.seconds[p] for p in ("prefill", "draft", "verify", "host")) == pytest.approx(
+        record.seconds["total"], abs=1e-5
+    )
 
 
-def test_a_prompt_gets_the_same_sampled_text_whatever_is_measured_with_it(target: Target, suites: list[Suite], tiny_llama) -> None:
+def test_a_prompt_gets_the_same_sampled_text_whatever_is_measured_with_it(
+    target: Target, suites: list[Suite], tiny_llama
+) -> None:
     """Seen in which drafts of another model are accepted: a function of both texts and of the uniforms."""
     settings = EvalSpec(max_new_tokens=32, repeats=1, temperatures=[1.0])
     contestants = [Contestant("draft", DraftModel(tiny_llama(layers=1, seed=1, initializer_range=0.05)), Plan(depth=2))]
@@ -136,7 +166,9 @@ def test_a_prompt_gets_the_same_sampled_text_whatever_is_measured_with_it(target
     assert len(set(record.accepted)) > 1
 
 
-def test_measuring_leaves_the_global_random_state_alone(target: Target, suites: list[Suite], settings: EvalSpec) -> None:
+def test_measuring_leaves_the_global_random_state_alone(
+    target: Target, suites: list[Suite], settings: EvalSpec
+) -> None:
     torch.manual_seed(5)
     expected = torch.rand(1)
     torch.manual_seed(5)
@@ -145,7 +177,13 @@ def test_measuring_leaves_the_global_random_state_alone(target: Target, suites: 
 
 
 def test_a_limited_suite_is_another_suite(target: Target, suites: list[Suite], settings: EvalSpec) -> None:
-    limited = measure(target, [], suites, settings.model_copy(update={"limit": 2, "temperatures": [0.0], "repeats": 1}), generate_baseline=False)
+    limited = measure(
+        target,
+        [],
+        suites,
+        settings.model_copy(update={"limit": 2, "temperatures": [0.0], "repeats": 1}),
+        generate_baseline=False,
+    )
     assert limited.conditions.suites[0].num_prompts == 2
     assert limited.conditions.suites[0].digest != suites[0].digest
     assert limited.conditions.suites[1].digest == suites[1].digest
@@ -164,10 +202,14 @@ def test_another_dtype_than_asked_for_is_refused(target: Target, suites: list[Su
 
 def test_a_prompt_beyond_the_context_is_refused_before_any_work(target: Target, settings: EvalSpec) -> None:
     long = make_suite("long", [Prompt("x", "long", (1,) * 500)])
-    with pytest.raises(BadInputError, match=r"'x' has 500 tokens; with 16 new ones it exceeds the target's context of 512"):
+    with pytest.raises(
+        BadInputError, match=r"'x' has 500 tokens; with 16 new ones it exceeds the target's context of 512"
+    ):
         measure(target, [], [long], settings)
 
 
-def test_the_greedy_rule_at_temperature_1_is_refused_before_any_work(target: Target, suites: list[Suite], settings: EvalSpec) -> None:
+def test_the_greedy_rule_at_temperature_1_is_refused_before_any_work(
+    target: Target, suites: list[Suite], settings: EvalSpec
+) -> None:
     with pytest.raises(BadInputError, match="needs temperature 0"):
         measure(target, [Contestant("ngram", Ngram(), Plan(verify="greedy"))], suites, settings)

@@ -12,7 +12,7 @@ import torch
 from outrider.distill.vocabulary import ranks
 from outrider.eval.pruning import measure_pruning, size_figures
 from outrider.heads.losses import Reference, compare, divergence
-from outrider.target import Target
+from outrider.targets import Target
 
 VOCAB, SIZES = 64, [1, 16, 40, 64]
 
@@ -35,7 +35,9 @@ def batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
 COUNTS = torch.arange(VOCAB).roll(11)
 
 
-def test_sums_are_those_of_the_targets_distribution_position_by_position(target: Target, batches: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+def test_sums_are_those_of_the_targets_distribution_position_by_position(
+    target: Target, batches: list[tuple[torch.Tensor, torch.Tensor]]
+) -> None:
     """Written out in double precision, without ranks, chunks or batches."""
     sums, counts = measure_pruning(target, batches, ranks(COUNTS), SIZES, chunk=5)
     expected = np.zeros((3, len(SIZES), 5))
@@ -48,13 +50,19 @@ def test_sums_are_those_of_the_targets_distribution_position_by_position(target:
                 p = probs[b, t - 1]
                 for s, size in enumerate(SIZES):
                     kept = COUNTS.argsort(descending=True)[:size]
-                    expected[:, s, row] += [int(tokens[b, t] in kept), 1 - float(p[kept].sum()), int(p.argmax() not in kept)]
+                    expected[:, s, row] += [
+                        int(tokens[b, t] in kept),
+                        1 - float(p[kept].sum()),
+                        int(p.argmax() not in kept),
+                    ]
             row += 1
     assert counts.tolist() == [8, 5, 8, 3, 8]
     assert sums == pytest.approx(expected, abs=1e-5)
 
 
-def test_what_is_lost_is_what_a_perfect_drafter_on_that_vocabulary_misses(target: Target, batches: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+def test_what_is_lost_is_what_a_perfect_drafter_on_that_vocabulary_misses(
+    target: Target, batches: list[tuple[torch.Tensor, torch.Tensor]]
+) -> None:
     """q = p renormalised on the kept tokens: its analytic alpha is 1 − lost, exactly, and greedily it agrees where the best token was kept."""
     sums, counts = measure_pruning(target, batches, ranks(COUNTS), [16])
     kept = COUNTS.argsort(descending=True)[:16].sort().values

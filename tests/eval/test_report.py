@@ -15,7 +15,7 @@ import pytest
 from rich.console import Console
 
 from outrider.eval import Report
-from outrider.target import BadInputError
+from outrider.ground import BadInputError
 
 ACCEPTED = [[4, 1, 0], [2, 2], [0, 3, 1, 4], [1, 1, 0]]
 VOID = {"meta", "link", "br", "img", "hr", "input"}
@@ -52,7 +52,8 @@ def test_the_headline_is_about_the_first_drafter_over_all_suites(report: Report)
     assert figures.tau is not None
     assert figures.tau.value == pytest.approx(1 + 19 / 12)
     assert re.fullmatch(
-        r"draft, depth 4: τ 2\.58 \[\d\.\d\d, \d\.\d\d\], 2\.00× \[2\.00, 2\.00\] the speed of the plain target at temperature 0", report.sentence()
+        r"draft, depth 4: τ 2\.58 \[\d\.\d\d, \d\.\d\d\], 2\.00× \[2\.00, 2\.00\] the speed of the plain target at temperature 0",
+        report.sentence(),
     )
     assert report.sentence(temperature=1.0).endswith("at temperature 1 (rejection)")
 
@@ -68,7 +69,15 @@ def test_markdown_and_page_carry_definitions_conditions_and_divergences(report: 
     folder = report.save(tmp_path)
     for name in ("report.md", "report.html"):
         text = (folder / name).read_text(encoding="utf-8")
-        for wanted in ("1 + mean accepted", "a CPU", "float32", "batch size 1", "draft 3/4", "first differing token", "rejection"):
+        for wanted in (
+            "1 + mean accepted",
+            "a CPU",
+            "float32",
+            "batch size 1",
+            "draft 3/4",
+            "first differing token",
+            "rejection",
+        ):
             assert wanted in text, (name, wanted)
 
 
@@ -123,7 +132,13 @@ def test_what_comes_from_outside_is_escaped(html: str) -> None:
 
 
 def test_a_report_without_drafters_is_printed_without_plots(report: Report, tmp_path: Path) -> None:
-    plain = report.model_copy(update={"contestants": report.contestants[1:], "figures": [f for f in report.figures if f.contestant == "plain"], "records": []})
+    plain = report.model_copy(
+        update={
+            "contestants": report.contestants[1:],
+            "figures": [f for f in report.figures if f.contestant == "plain"],
+            "records": [],
+        }
+    )
     text = (plain.save(tmp_path) / "report.html").read_text(encoding="utf-8")
     assert "<figure>" not in text
     assert "plain: τ 1.00" in text
@@ -156,7 +171,9 @@ def test_what_is_not_a_report_is_refused_with_the_reason(content: str | None, me
         Report.load(tmp_path)
 
 
-def test_an_interrupted_write_leaves_the_old_report_whole(report: Report, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_write_leaves_the_old_report_whole(
+    report: Report, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     report.save(tmp_path)
     before = {p.name: p.read_bytes() for p in tmp_path.iterdir()}
 
@@ -173,4 +190,6 @@ def test_an_interrupted_write_leaves_the_old_report_whole(report: Report, tmp_pa
 
 def test_importing_the_room_loads_no_heavy_library() -> None:
     code = "import sys, outrider.eval; print([m for m in ('torch', 'transformers', 'matplotlib', 'datasets', 'scipy') if m in sys.modules])"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
+    assert (
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
+    )

@@ -9,7 +9,7 @@ import pytest
 
 from outrider.distill.prompts import Prompt
 from outrider.eval import load_suites, make_suite
-from outrider.target import BadInputError
+from outrider.ground import BadInputError
 
 
 @pytest.fixture

@@ -17,9 +17,10 @@ from outrider.eval.acceptance import Acceptance
 from outrider.eval.measure import make_jobs
 from outrider.eval.tuner import Completion, Loop, Measured, Option
 from outrider.eval.tuning import BatchTuning, Candidate, CostRecord, merged, nearest
+from outrider.ground import BadInputError
 from outrider.heads import DraftModel, Ngram
 from outrider.recipes import EvalSpec
-from outrider.target import BadInputError, Target
+from outrider.targets import Target
 
 CURVE = {0: 0.010, 1: 0.011, 4: 0.014, 8: 0.018, 64: 0.074}
 
@@ -46,7 +47,9 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_predicted_tokens_per_second_by_hand() -> None:
     """2 rows of 11 tokens, 10 of them in 4 rounds each; rows run in 80% of the rounds, so these are 5: 0.5 s + 5 · 0.1 s for 22 tokens."""
-    assert tuner.tokens_per_second(2.5, Loop(prefill=0.5, seconds=0.1, running=0.8), tokens=11, batch=2) == pytest.approx(22.0)
+    assert tuner.tokens_per_second(
+        2.5, Loop(prefill=0.5, seconds=0.1, running=0.8), tokens=11, batch=2
+    ) == pytest.approx(22.0)
 
 
 def test_a_chains_tokens_by_hand() -> None:
@@ -79,7 +82,9 @@ def test_rounds_that_are_faster_than_a_pass_by_itself_keep_its_growth() -> None:
 
 
 def test_noise_does_not_make_more_work_cheaper() -> None:
-    costs = tuner.costs_in_loop({0: 0.010, 1: 0.014, 2: 0.012, 8: 0.020}, {0: Loop(0, 0.010), 1: Loop(0, 0.020), 2: Loop(0, 0.018)})
+    costs = tuner.costs_in_loop(
+        {0: 0.010, 1: 0.014, 2: 0.012, 8: 0.020}, {0: Loop(0, 0.010), 1: Loop(0, 0.020), 2: Loop(0, 0.018)}
+    )
     assert costs.verify_time(1) == costs.verify_time(2) == pytest.approx(0.013)
     assert costs.round_time(1) == pytest.approx(costs.round_time(2)) == pytest.approx(0.019)
 
@@ -102,7 +107,9 @@ RANKS = ((0.5, 0.2, 0.1, 0.05),) * 4
     ("draft", "alpha", "wide", "expected"),
     [(0.012, 0.6, 0.0005, 0), (0.0001, 0.95, 0.0001, 8), (0.001, 0.5, 0.0001, 2)],
 )
-def test_expensive_drafts_are_left_out_and_cheap_good_ones_go_deep(draft: float, alpha: float, wide: float, expected: int) -> None:
+def test_expensive_drafts_are_left_out_and_cheap_good_ones_go_deep(
+    draft: float, alpha: float, wide: float, expected: int
+) -> None:
     assert predicted(draft, alpha, wide)[0].plan == Plan(expected)
 
 
@@ -160,21 +167,31 @@ def test_the_rank_is_that_of_the_child_that_was_kept(target: Target, suites: lis
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_the_rates_of_a_tree_give_the_tau_it_was_measured_with(target: Target, suites: list[Suite], tiny_llama, temperature: float) -> None:
+def test_the_rates_of_a_tree_give_the_tau_it_was_measured_with(
+    target: Target, suites: list[Suite], tiny_llama, temperature: float
+) -> None:
     """An identity: of that very tree, in that very run. The tokens that cut an answer off are still counted as accepted."""
-    drafter, jobs, sampling = DraftModel(tiny_llama(layers=1, initializer_range=0.1)), make_jobs(suites), Sampling(temperature=temperature)
+    drafter, jobs, sampling = (
+        DraftModel(tiny_llama(layers=1, initializer_range=0.1)),
+        make_jobs(suites),
+        Sampling(temperature=temperature),
+    )
     ranks = acceptance.rank_rates(target, drafter, jobs, 40, sampling)
     tree = acceptance.wide_tree(6, 6)
     rounds = []
     for some in acceptance._pieces(jobs):
-        out = Decoder(target, drafter).generate([j.prompt.tokens for j in some], 40, sampling, Plan(tree=tree), sequence_ids=[j.sequence for j in some])
+        out = Decoder(target, drafter).generate(
+            [j.prompt.tokens for j in some], 40, sampling, Plan(tree=tree), sequence_ids=[j.sequence for j in some]
+        )
         rounds += [r for sequence in out.rounds for r in sequence]
     assert 1 < (tau := 1 + sum(r.accepted for r in rounds) / len(rounds)) < 6
     assert tree.value(ranks) == pytest.approx(tau, abs=1e-4)
 
 
 def test_acceptance_of_chains(target: Target, suites: list[Suite]) -> None:
-    seen = acceptance.measure_acceptance(target, DraftModel(target.model), make_jobs(suites), 19, Sampling(), trees=False)
+    seen = acceptance.measure_acceptance(
+        target, DraftModel(target.model), make_jobs(suites), 19, Sampling(), trees=False
+    )
     assert seen == Acceptance((1.0,) * 8, (1.0,) * 8, (), 19)
 
 
@@ -186,7 +203,9 @@ def test_the_deepest_chain_is_predicted_as_it_was_measured(target: Target, suite
     rounds = [r for o in out for r in o.rounds[0]]
     assert any(r.drafted == 0 for r in rounds)
     assert seen.chain(8) == pytest.approx(1 + sum(r.accepted for r in rounds) / len(rounds))
-    assert seen.rates[0] == pytest.approx(sum(r.accepted > 0 for r in rounds) / sum(r.drafted > 0 for r in rounds), abs=1e-6)
+    assert seen.rates[0] == pytest.approx(
+        sum(r.accepted > 0 for r in rounds) / sum(r.drafted > 0 for r in rounds), abs=1e-6
+    )
 
 
 class Shallow(DraftModel):
@@ -196,7 +215,9 @@ class Shallow(DraftModel):
 
 
 @pytest.mark.usefixtures("quick")
-def test_nothing_deeper_than_the_drafter_drafts_is_tried(target: Target, suites: list[Suite], settings: EvalSpec) -> None:
+def test_nothing_deeper_than_the_drafter_drafts_is_tried(
+    target: Target, suites: list[Suite], settings: EvalSpec
+) -> None:
     (batch,) = tune(target, Shallow(target.model), suites, settings).batches
     assert len(batch.rates) == len(batch.ranks) == 3
     assert max(c.restored(batch.costs, batch.rates).depth for c in batch.candidates) == 3
@@ -230,10 +251,17 @@ CONTROLLED = Plan(6, control=Control(Costs(((0, 0.01),)), (0.5,)))
         ([CHAIN, raced(TREE, 0.5)], raced(CONTROLLED, 0.45), CONTROLLED, "The fastest"),
         ([raced(Plan(1), 1.5)], raced(CONTROLLED, 1.02), Plan(0), "Nothing is faster than the plain target"),
         ([raced(Plan(1), 1.5)], raced(CONTROLLED, 0.98), CONTROLLED, "falls back"),
-        ([raced(Plan(1), 0.97)], raced(CONTROLLED, 1.02, noise=0.3), Plan(1), "is slower than the plain target, this one is not"),
+        (
+            [raced(Plan(1), 0.97)],
+            raced(CONTROLLED, 1.02, noise=0.3),
+            Plan(1),
+            "is slower than the plain target, this one is not",
+        ),
     ],
 )
-def test_the_best_measured_plan_is_chosen(fixed: list[Measured], controlled: Measured, expected: Plan, words: str) -> None:
+def test_the_best_measured_plan_is_chosen(
+    fixed: list[Measured], controlled: Measured, expected: Plan, words: str
+) -> None:
     chosen, reason = tuner.choose([PLAIN, *fixed, controlled])
     assert chosen.option.plan == expected
     assert words in reason
@@ -277,7 +305,9 @@ def test_a_whole_tuning(target: Target, suites: list[Suite], settings: EvalSpec)
 
 
 @pytest.mark.usefixtures("quick")
-def test_a_drafter_that_grows_no_trees_gets_chains_and_says_so(target: Target, suites: list[Suite], settings: EvalSpec) -> None:
+def test_a_drafter_that_grows_no_trees_gets_chains_and_says_so(
+    target: Target, suites: list[Suite], settings: EvalSpec
+) -> None:
     text = io.StringIO()
     (batch,) = tune(target, Ngram(), suites, settings, console=Console(file=text, width=120)).batches
     assert batch.ranks == []
@@ -314,7 +344,9 @@ def test_no_prompts_is_bad_input(target: Target, settings: EvalSpec) -> None:
         tune(target, Ngram(), [], settings)
 
 
-def test_answers_that_end_at_once_leave_nothing_to_tune(target: Target, suites: list[Suite], settings: EvalSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_answers_that_end_at_once_leave_nothing_to_tune(
+    target: Target, suites: list[Suite], settings: EvalSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(Target, "eos_ids", property(lambda _: tuple(range(64))))
     with pytest.raises(BadInputError, match="every answer ended with its first token"):
         tune(target, Ngram(), suites, settings)
@@ -328,22 +360,54 @@ def make_tuning(sizes: list[int], device: str = "a CPU", temperature: float = 0.
     batches = []
     for size in sizes:
         best = Candidate(
-            plan={"depth": size}, weight=8.0, predicted_tau=2.0, round_seconds=0.01, predicted=100.0 + temperature, tokens_per_second=90.0, speedup=1.5
+            plan={"depth": size},
+            weight=8.0,
+            predicted_tau=2.0,
+            round_seconds=0.01,
+            predicted=100.0 + temperature,
+            tokens_per_second=90.0,
+            speedup=1.5,
         )
         costs = CostRecord(widths=[0, 4], verify=[0.01, 0.02], draft=[0.0, 0.001], host=0.0)
-        batches.append(BatchTuning(batch_size=size, context=9, rates=[0.5], ranks=[], costs=costs, candidates=[best], chosen=best, reason="The fastest."))
+        batches.append(
+            BatchTuning(
+                batch_size=size,
+                context=9,
+                rates=[0.5],
+                ranks=[],
+                costs=costs,
+                candidates=[best],
+                chosen=best,
+                reason="The fastest.",
+            )
+        )
     return Tuning(
-        created="2031-01-01", device="cpu", device_name=device, dtype="float32", threads=1, versions={}, drafter="ngram", temperature=temperature,
-        max_new_tokens=8, repeats=1, seed=0, suites={}, num_prompts=1, batches=batches,
-    )  # fmt: skip
+        created="2031-01-01",
+        device="cpu",
+        device_name=device,
+        dtype="float32",
+        threads=1,
+        versions={},
+        drafter="ngram",
+        temperature=temperature,
+        max_new_tokens=8,
+        repeats=1,
+        seed=0,
+        suites={},
+        num_prompts=1,
+        batches=batches,
+    )
 
 
 def test_a_new_tuning_replaces_what_it_measured_again() -> None:
     known = [make_tuning([1, 4]), make_tuning([1, 4], "a GPU"), make_tuning([1, 4], temperature=1.0)]
     found = merged(known, make_tuning([4, 8]))
     assert [(t.device_name, t.temperature, [b.batch_size for b in t.batches]) for t in found] == [
-        ("a CPU", 0.0, [1]), ("a GPU", 0.0, [1, 4]), ("a CPU", 1.0, [1, 4]), ("a CPU", 0.0, [4, 8]),
-    ]  # fmt: skip
+        ("a CPU", 0.0, [1]),
+        ("a GPU", 0.0, [1, 4]),
+        ("a CPU", 1.0, [1, 4]),
+        ("a CPU", 0.0, [4, 8]),
+    ]
     assert len(merged(found[:1], make_tuning([1, 2]))) == 1
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from outrider.heads import Drafter
-from outrider.target import Counts, Target
+from outrider.targets import Counts, Target
 
 
 @pytest.fixture
@@ -19,7 +19,9 @@ def decoded_logits() -> Callable[..., list[list[Tensor]]]:
     Row b's rounds begin behind `starts[b][round]` absorbed tokens.
     """
 
-    def decoded(drafter: Drafter, target: Target, tokens: Tensor, starts: list[list[int]], steps: int) -> list[list[Tensor]]:
+    def decoded(
+        drafter: Drafter, target: Target, tokens: Tensor, starts: list[list[int]], steps: int
+    ) -> list[list[Tensor]]:
         rows, hidden = torch.arange(len(tokens)), target.forward(tokens, taps=drafter.taps).hidden
         state, found = drafter.open(target, len(tokens), tokens.shape[1] + steps), []
         committed = torch.zeros(len(tokens), dtype=torch.long)
@@ -28,10 +30,14 @@ def decoded_logits() -> Callable[..., list[list[Tensor]]]:
             # As in the decoder: rows are padded with drafts that were thrown away, here with another place's tokens.
             width = int(counts.max()) + 1
             where = (committed[:, None] + torch.arange(width)).clamp(max=tokens.shape[1] - 1)
-            drafter.absorb(state, tokens[rows[:, None], where], hidden[rows[:, None], where], Counts.of(counts.tolist(), "cpu"))
+            drafter.absorb(
+                state, tokens[rows[:, None], where], hidden[rows[:, None], where], Counts.of(counts.tolist(), "cpu")
+            )
             logits: list[Tensor] = []
 
-            def choose(draft_logits: Tensor, token_ids: Tensor | None, reached: Tensor = reached, logits: list[Tensor] = logits) -> Tensor:
+            def choose(
+                draft_logits: Tensor, token_ids: Tensor | None, reached: Tensor = reached, logits: list[Tensor] = logits
+            ) -> Tensor:
                 logits.append(draft_logits)
                 return tokens[rows, reached + len(logits)]
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from outrider.decode import Decoder, Plan, Sampling, verify
+from outrider.ground import BadInputError, IncompatibleError
 from outrider.heads import (
     Cascade,
     CascadeConfig,
@@ -28,7 +29,7 @@ from outrider.heads import (
     load_drafter,
 )
 from outrider.heads.base import Branches
-from outrider.target import BadInputError, Counts, IncompatibleError, Nodes, Target
+from outrider.targets import Counts, Nodes, Target
 
 from ..decode.test_verify_exact import DRAFTS, EXACT, GRID, TARGETS, Cases, distance, enumerate_rejection, grid
 from .test_lookahead import counting
@@ -79,11 +80,16 @@ SAMPLINGS = [Sampling(), Sampling(1.0), Sampling(0.8, top_p=0.9, seed=3), Sampli
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=["greedy", "sampled", "nucleus", "penalty"])
-@pytest.mark.parametrize("plan", [Plan(6), Plan(1), Plan(5, verify="coupled"), Plan(6, verify="block"), Plan(6, confidence=0.3)], ids=str)
+@pytest.mark.parametrize(
+    "plan", [Plan(6), Plan(1), Plan(5, verify="coupled"), Plan(6, verify="block"), Plan(6, confidence=0.3)], ids=str
+)
 def test_every_round_is_the_one_the_model_alone_would_have_had(target, model, sampling, plan):
     """Draws are keyed by their place, so equal distributions give equal tokens: drafts, accepted drafts and text are the model's, alone and in a batch."""
     for prompts in (PROMPTS[:1], PROMPTS):
-        alone, both = (Decoder(target, d).generate(prompts, 30, sampling, plan, ignore_eos=True) for d in (model, Cascade(Suffix(), model)))
+        alone, both = (
+            Decoder(target, d).generate(prompts, 30, sampling, plan, ignore_eos=True)
+            for d in (model, Cascade(Suffix(), model))
+        )
         assert both.rounds == alone.rounds
         assert both.tokens == alone.tokens
         assert both.rule == alone.rule
@@ -118,7 +124,9 @@ def test_tokens_and_their_distributions_are_the_models(target, model, statistica
 def opened(drafter: Drafter, target: Target, texts: list[list[int]]) -> object:
     state, width = drafter.open(target, len(texts), 120), max(map(len, texts))
     tokens = torch.tensor([t + [0] * (width - len(t)) for t in texts])
-    drafter.absorb(state, tokens, target.forward(tokens, taps=drafter.taps).hidden, Counts.of([len(t) for t in texts], "cpu"))
+    drafter.absorb(
+        state, tokens, target.forward(tokens, taps=drafter.taps).hidden, Counts.of([len(t) for t in texts], "cpu")
+    )
     return state
 
 
@@ -139,7 +147,9 @@ def scripted(tokens: list[int]) -> Callable[[Tensor, Tensor | None], Tensor]:
     ],
 )
 @torch.inference_mode()
-def test_a_pass_reads_what_is_guessed_and_another_follows_only_where_a_guess_was_wrong(target, model, monkeypatch, drafted, widths):
+def test_a_pass_reads_what_is_guessed_and_another_follows_only_where_a_guess_was_wrong(
+    target, model, monkeypatch, drafted, widths
+):
     cascade = Cascade(Ngram(), model)
     state = opened(cascade, target, [REPEATED])
     found = passes(model, monkeypatch)
@@ -176,7 +186,9 @@ def test_guesses_that_were_wrong_are_never_seen_again(target, model):
         texts = [t + row[: k + 1] for t, row, k in zip(texts, tokens.tolist(), kept, strict=True)]
         fresh = opened(model, target, texts)
         again = copy.deepcopy(state.model)
-        torch.testing.assert_close(model.begin(again, torch.tensor([9, 8])), model.begin(fresh, torch.tensor([9, 8])), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(
+            model.begin(again, torch.tensor([9, 8])), model.begin(fresh, torch.tensor([9, 8])), rtol=1e-4, atol=1e-4
+        )
 
 
 @torch.inference_mode()
@@ -205,7 +217,10 @@ def test_logits_of_a_chain_read_at_once_are_those_of_one_token_at_a_time(target,
         alone = opened(model, target, [texts[row]])
         logits = [model.begin(alone, roots[row : row + 1])[0]]
         logits += [model.extend(alone, torch.tensor([[token]]))[0, 0] for token in path]
-        found = [[first[0, 0], first[0, 1], second[0, 0], second[0, 1]], [first[1, 0], second[1, 0], second[1, 1], third[1, 0]]][row]
+        found = [
+            [first[0, 0], first[0, 1], second[0, 0], second[0, 1]],
+            [first[1, 0], second[1, 0], second[1, 1], third[1, 0]],
+        ][row]
         for one, other in zip(found, logits, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
 
@@ -249,7 +264,9 @@ def test_behind_the_models_tokens_the_statistical_drafter_goes_on(target, model)
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.0), Sampling(0.7, repetition_penalty=1.3)], ids=["greedy", "sampled", "penalty"])
+@pytest.mark.parametrize(
+    "sampling", [Sampling(), Sampling(1.0), Sampling(0.7, repetition_penalty=1.3)], ids=["greedy", "sampled", "penalty"]
+)
 def test_the_text_is_the_plain_samplers_where_rules_match_tokens(target, model, name, sampling):
     """Greedy, candidates and coupled: the same text as without drafts, in a ragged batch."""
     drafter = MODELS[name](target, model)
@@ -258,7 +275,9 @@ def test_the_text_is_the_plain_samplers_where_rules_match_tokens(target, model, 
         expected = Decoder(target).generate(PROMPTS, 30, sampling, Plan(0, verify=rule), ignore_eos=True).tokens
         out = Decoder(target, cascade).generate(PROMPTS, 30, sampling, Plan(5, verify=rule), ignore_eos=True)
         assert out.tokens == expected
-        assert {r.drafted for rounds in out.rounds for r in rounds} >= {2, 5}, "chains of the model alone, and mixed ones"
+        assert {r.drafted for rounds in out.rounds for r in rounds} >= {2, 5}, (
+            "chains of the model alone, and mixed ones"
+        )
 
 
 def test_mixed_chains_are_lossless():
@@ -277,10 +296,14 @@ def mixed(rule: Callable[..., tuple[Tensor, Tensor]]) -> Cases:
     found = torch.tensor([[0, 1, 0], [1, 0, 0], [2, 2, 0]])
     lengths = torch.tensor([3, 1, 2])
     p, q, uniforms = TARGETS["three symbols"], DRAFTS["three symbols"], grid(4)
-    case, cell = (index.flatten() for index in torch.meshgrid(torch.arange(3), torch.arange(len(uniforms)), indexing="ij"))
+    case, cell = (
+        index.flatten() for index in torch.meshgrid(torch.arange(3), torch.arange(len(uniforms)), indexing="ij")
+    )
     drafts = found[case]
     draft_probs = torch.cat([q.first.expand(len(case), 1, -1), torch.eye(3, dtype=torch.float64)[drafts[:, 1:]]], 1)
-    accepted, following = rule(drafts, lengths[case], p.along(drafts), draft_probs, uniforms[cell][:, :3], uniforms[cell][:, 3])
+    accepted, following = rule(
+        drafts, lengths[case], p.along(drafts), draft_probs, uniforms[cell][:, :3], uniforms[cell][:, 3]
+    )
     return Cases(drafts, accepted, following, q.first[case] / GRID**4)
 
 
@@ -290,7 +313,9 @@ def test_the_decoder_draws_from_p_with_mixed_chains(tiny_llama, rule):
     target, model = Target(tiny_llama(layers=1, vocab=5, seed=4)), DraftModel(tiny_llama(layers=1, vocab=5, seed=9))
     cascade = Cascade(Ngram(), model, CascadeConfig(model_depth=1))
     prompt, rows = [1, 2, 3, 1, 2, 0, 4, 1], 4000
-    out = Decoder(target, cascade).generate([prompt] * rows, 4, Sampling(1.0, seed=11), Plan(3, verify=rule), ignore_eos=True)
+    out = Decoder(target, cascade).generate(
+        [prompt] * rows, 4, Sampling(1.0, seed=11), Plan(3, verify=rule), ignore_eos=True
+    )
     assert out.rule == rule
     histogram = out.stats.histogram()
     assert len(histogram) == 4
@@ -337,12 +362,16 @@ def test_the_model_has_read_what_was_kept_of_found_tokens(target, model, vertica
         cascade.absorb(state, tokens, None, Counts.of(counts, "cpu"))
         texts = [t + row[:c] for t, row, c in zip(texts, tokens.tolist(), counts, strict=True)]
         fresh, again = opened(model, target, texts), copy.deepcopy(state.model)
-        torch.testing.assert_close(model.begin(again, torch.tensor([9, 8])), model.begin(fresh, torch.tensor([9, 8])), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(
+            model.begin(again, torch.tensor([9, 8])), model.begin(fresh, torch.tensor([9, 8])), rtol=1e-4, atol=1e-4
+        )
 
 
 def test_a_model_of_few_heads_is_gone_on_from_where_it_ends(target):
     """Medusa with two heads, asked for four tokens of the model: the statistical drafter goes on behind two, and deeper than any head."""
-    cascade = Cascade(Ngram(), Medusa.build(MedusaConfig(num_heads=2), target), CascadeConfig(vertical=False, model_depth=4))
+    cascade = Cascade(
+        Ngram(), Medusa.build(MedusaConfig(num_heads=2), target), CascadeConfig(vertical=False, model_depth=4)
+    )
     assert cascade.max_depth is None
     out = Decoder(target, cascade).generate([REPEATED], 30, plan=Plan(7), ignore_eos=True)
     assert max(r.drafted for r in out.rounds[0]) == 7
@@ -359,8 +388,12 @@ def test_a_cascade_is_made_from_a_folder_and_saved_with_its_model(target, tiny_l
     cascade = head.build(config, target)
     cascade.save(tmp_path / "saved")
     assert json.loads((tmp_path / "saved/config.json").read_text()) == {
-        "drafter_type": "cascade", "statistical": {"type": "ngram", "max_match": 4, "min_match": 1}, "model": "model", "vertical": True, "model_depth": 3,
-    }  # fmt: skip
+        "drafter_type": "cascade",
+        "statistical": {"type": "ngram", "max_match": 4, "min_match": 1},
+        "model": "model",
+        "vertical": True,
+        "model_depth": 3,
+    }
     (tmp_path / "model").rename(tmp_path / "gone")
     again = load_drafter(tmp_path / "saved", target)
     assert again.config == cascade.config
@@ -396,7 +429,10 @@ def made(values: dict, target: Target) -> Drafter:
 def test_models_that_read_their_own_output_cannot_be_guessed_for(target):
     """Named with what they can do instead."""
     for model in (Eagle3.build(Eagle3Config(), target), Medusa.build(MedusaConfig(), target)):
-        with pytest.raises(BadInputError, match=rf"cascade: {model.name} cannot read guessed tokens in one pass .*set vertical: false and a model_depth"):
+        with pytest.raises(
+            BadInputError,
+            match=rf"cascade: {model.name} cannot read guessed tokens in one pass .*set vertical: false and a model_depth",
+        ):
             Cascade(Ngram(), model)
 
 

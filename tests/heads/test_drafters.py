@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from outrider.decode import Decoder, Plan, Sampling
+from outrider.ground import BadInputError, IncompatibleError
 from outrider.heads import (
     HEADS,
     Cascade,
@@ -42,8 +43,8 @@ from outrider.heads import (
     drafter_config,
     head_class,
     load_drafter,
-)  # fmt: skip
-from outrider.target import BadInputError, Counts, IncompatibleError, Target
+)
+from outrider.targets import Counts, Target
 
 
 def shaken(drafter: Drafter) -> Drafter:
@@ -56,27 +57,43 @@ def shaken(drafter: Drafter) -> Drafter:
 
 MAKERS: dict[str, Callable[[Target, Callable], Drafter]] = {
     "cascade": lambda target, llama: Cascade(Ngram(), DraftModel(llama(layers=2, seed=1))),
-    "cascade deeper": lambda target, llama: Cascade(Suffix(), DraftModel(llama(layers=2, seed=1)), CascadeConfig(model_depth=2)),
-    "cascade eagle3": lambda target, llama: Cascade(Ngram(), Eagle3.build(Eagle3Config(), target), CascadeConfig(vertical=False, model_depth=2)),
+    "cascade deeper": lambda target, llama: Cascade(
+        Suffix(), DraftModel(llama(layers=2, seed=1)), CascadeConfig(model_depth=2)
+    ),
+    "cascade eagle3": lambda target, llama: Cascade(
+        Ngram(), Eagle3.build(Eagle3Config(), target), CascadeConfig(vertical=False, model_depth=2)
+    ),
     "draft_model": lambda target, llama: DraftModel(llama(layers=2, seed=1)),
     "eagle1": lambda target, llama: Eagle1.build(Eagle1Config(), target),
-    "eagle1 two layers": lambda target, llama: Eagle1.build(Eagle1Config(num_layers=2, steps=2, norm_inputs=True, norm_first=True), target),
+    "eagle1 two layers": lambda target, llama: Eagle1.build(
+        Eagle1Config(num_layers=2, steps=2, norm_inputs=True, norm_first=True), target
+    ),
     "eagle3": lambda target, llama: Eagle3.build(Eagle3Config(norm_taps=True, steps=2), target),
-    "eagle3 pruned": lambda target, llama: Eagle3.build(Eagle3Config(taps=(0, 6), draft_vocab_size=20), target, torch.arange(64)),
+    "eagle3 pruned": lambda target, llama: Eagle3.build(
+        Eagle3Config(taps=(0, 6), draft_vocab_size=20), target, torch.arange(64)
+    ),
     "eagle3 two layers": lambda target, llama: Eagle3.build(
         Eagle3Config(num_layers=2, norm_output=True, norm_before_fc=True, norm_before_residual=True), target
     ),
     "lookahead": lambda target, llama: Lookahead(LookaheadConfig(window=3, ngram=3, guesses=2)),
     "medusa": lambda target, llama: shaken(Medusa.build(MedusaConfig(num_layers=2), target)),
-    "medusa pruned": lambda target, llama: shaken(Medusa.build(MedusaConfig(draft_vocab_size=20, share_lm_head=True), target, torch.arange(64))),
+    "medusa pruned": lambda target, llama: shaken(
+        Medusa.build(MedusaConfig(draft_vocab_size=20, share_lm_head=True), target, torch.arange(64))
+    ),
     "mtp": lambda target, llama: Mtp.build(MtpConfig(depth=4, recursive=False), target),
     "mtp recursive": lambda target, llama: Mtp.build(MtpConfig(steps=2, draft_vocab_size=20), target, torch.arange(64)),
     "hydra": lambda target, llama: shaken(Hydra.build(HydraConfig(), target)),
-    "hydra pruned": lambda target, llama: shaken(Hydra.build(HydraConfig(draft_vocab_size=20, share_lm_head=True), target, torch.arange(64))),
+    "hydra pruned": lambda target, llama: shaken(
+        Hydra.build(HydraConfig(draft_vocab_size=20, share_lm_head=True), target, torch.arange(64))
+    ),
     "ngram": lambda target, llama: Ngram(NgramConfig(max_match=3)),
-    "self_speculative": lambda target, llama: shaken(SelfSpeculative.build(SelfSpeculativeConfig(exit_layer=3), target)),
+    "self_speculative": lambda target, llama: shaken(
+        SelfSpeculative.build(SelfSpeculativeConfig(exit_layer=3), target)
+    ),
     "self_speculative pruned": lambda target, llama: shaken(
-        SelfSpeculative.build(SelfSpeculativeConfig(draft_vocab_size=20, share_lm_head=False, num_blocks=2), target, torch.arange(64))
+        SelfSpeculative.build(
+            SelfSpeculativeConfig(draft_vocab_size=20, share_lm_head=False, num_blocks=2), target, torch.arange(64)
+        )
     ),
     "suffix": lambda target, llama: Suffix(SuffixConfig(max_match=3, tree_depth=5)),
     "suffix tree": lambda target, llama: Suffix(SuffixConfig(width=2)),
@@ -145,8 +162,14 @@ def test_drafts_depend_on_the_text_alone_not_on_its_rounds(drafter, target):
     """Rounds that drafted and kept some, and plain rounds between them, leave the same state as one pass over the text."""
     texts, roots = [list(p) for p in PROMPTS], [11, 12, 13, 14]
     rounds: list[tuple[int, tuple[int, ...]]] = [
-        (3, (2, 0, 3, 1)), (0, (0, 0, 0, 0)), (0, (0, 0, 0, 0)), (2, (0, 2, 1, 0)), (0, (0, 0, 0, 0)), (4, (1, 4, 0, 2)), (3, (0, 0, 0, 0)),
-    ]  # fmt: skip
+        (3, (2, 0, 3, 1)),
+        (0, (0, 0, 0, 0)),
+        (0, (0, 0, 0, 0)),
+        (2, (0, 2, 1, 0)),
+        (0, (0, 0, 0, 0)),
+        (4, (1, 4, 0, 2)),
+        (3, (0, 0, 0, 0)),
+    ]
     with torch.inference_mode():
         state = drafter.open(target, 4, 80)
         drafter.absorb(state, *whole(target, drafter, texts))
@@ -159,7 +182,10 @@ def test_drafts_depend_on_the_text_alone_not_on_its_rounds(drafter, target):
                 again = drafter.propose(fresh, torch.tensor(roots), depth, best)
                 assert torch.equal(proposal.real, again.real)
                 assert torch.equal(proposal.tokens, again.tokens), f"round {number}"
-                drafts, kept = proposal.tokens, tuple(min(k, int(n)) for k, n in zip(kept, proposal.lengths, strict=True))
+                drafts, kept = (
+                    proposal.tokens,
+                    tuple(min(k, int(n)) for k, n in zip(kept, proposal.lengths, strict=True)),
+                )
             read = torch.cat([torch.tensor(roots)[:, None], drafts], 1)
             before = [len(t) for t in texts]
             texts = [t + row[: k + 1] for t, row, k in zip(texts, read.tolist(), kept, strict=True)]
@@ -211,7 +237,9 @@ def test_dropped_rows_do_not_change_the_others(drafter, target):
     assert Decoder(target, drafter).generate(PROMPTS, 16, plan=Plan(3)).tokens == expected
 
 
-@pytest.mark.parametrize("loss", ["forward_kl", "hard_ce", {"lk_hybrid(3)": 1.0, "jsd(0.2)": 0.5, "hard_ce": 0.1}], ids=str)
+@pytest.mark.parametrize(
+    "loss", ["forward_kl", "hard_ce", {"lk_hybrid(3)": 1.0, "jsd(0.2)": 0.5, "hard_ce": 0.1}], ids=str
+)
 @pytest.mark.parametrize("name", [n for n in WITH_WEIGHTS if HEADS[n.split()[0]].trainable])
 def test_a_loss_of_any_name_can_be_overfitted(name, loss, target, tiny_llama):
     torch.manual_seed(3)
@@ -441,15 +469,27 @@ def test_configs_that_make_no_sense_are_refused(values, message):
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"type": "self_speculative", "exit_layer": "3.5"}, r"drafter\.exit_layer: expected an integer, found '3\.5'\."),
+        (
+            {"type": "self_speculative", "exit_layer": "3.5"},
+            r"drafter\.exit_layer: expected an integer, found '3\.5'\.",
+        ),
         ({"type": "self_speculative", "num_blocks": 1.5}, r"drafter\.num_blocks: expected an integer, found 1\.5\."),
         ({"type": "self_speculative", "num_blocks": True}, r"drafter\.num_blocks: expected an integer, found True\."),
-        ({"type": "self_speculative", "intermediate_size": -3}, r"drafter\.intermediate_size: expected 0 or more, found -3\."),
+        (
+            {"type": "self_speculative", "intermediate_size": -3},
+            r"drafter\.intermediate_size: expected 0 or more, found -3\.",
+        ),
         ({"type": "mtp", "draft_vocab_size": -5}, r"drafter\.draft_vocab_size: expected 0 or more, found -5\."),
         ({"type": "mtp", "init": "native", "path": 5}, r"drafter\.path: expected text or null, found 5\."),
         ({"type": "mtp", "layer": "wide"}, r"drafter\.layer: expected a mapping, found 'wide'\."),
-        ({"type": "eagle3", "taps": [1, True, 2]}, r"drafter\.taps: expected a list of integers, found \[1, True, 2\]\."),
-        ({"type": "eagle1", "loss": {"tv": True}}, r"drafter\.loss: expected text or a mapping of numbers, found \{'tv': True\}\."),
+        (
+            {"type": "eagle3", "taps": [1, True, 2]},
+            r"drafter\.taps: expected a list of integers, found \[1, True, 2\]\.",
+        ),
+        (
+            {"type": "eagle1", "loss": {"tv": True}},
+            r"drafter\.loss: expected text or a mapping of numbers, found \{'tv': True\}\.",
+        ),
         ({"type": "eagle3", "decay": float("nan")}, r"drafter\.decay: expected 0 or more, found nan\."),
         ({"type": "fusion", "model": None}, r"drafter\.model: expected text, found None\."),
         ({"type": "lookahead", "window": 2.5}, r"drafter\.window: expected an integer, found 2\.5\."),
@@ -464,7 +504,9 @@ def test_a_setting_of_another_type_is_refused_by_its_name(values, message):
 
 def test_a_setting_that_is_clear_is_taken_as_what_its_field_is():
     """As YAML gives them: `3e-1` is text there."""
-    _, config = drafter_config({"type": "eagle3", "decay": "3e-1", "steps": 2.0, "taps": ["1", 2, 3], "norm_taps": "no"})
+    _, config = drafter_config(
+        {"type": "eagle3", "decay": "3e-1", "steps": 2.0, "taps": ["1", 2, 3], "norm_taps": "no"}
+    )
     assert (config.decay, config.steps, config.taps, config.norm_taps) == (0.3, 2, (1, 2, 3), False)
     assert [type(v) for v in (config.decay, config.steps, config.norm_taps)] == [float, int, bool]
 

@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from outrider.ground import BadInputError
 from outrider.heads import Eagle1, Eagle1Config, TargetBatch
-from outrider.target import BadInputError, Target
+from outrider.targets import Target
 
 VOCAB = 64
 
@@ -51,7 +52,11 @@ def test_the_loss_is_the_weighted_sum_of_features_and_tokens(target, tokens_weig
     supervised[0, 5:] = True
     supervised[1, 1:8] = True
     data = batch(target, tokens, supervised)
-    result, outputs, logits = drafter.loss(data), drafter.unroll(target, tokens, data.hidden), target.model(tokens).logits
+    result, outputs, logits = (
+        drafter.loss(data),
+        drafter.unroll(target, tokens, data.hidden),
+        target.model(tokens).logits,
+    )
     total, lost = 0.0, [0.0, 0.0]
     for step, row, t in product(range(2), range(2), range(12)):
         if t + 2 + step >= 12 or not supervised[row, t + 2 + step]:
@@ -72,7 +77,13 @@ def test_the_loss_is_the_weighted_sum_of_features_and_tokens(target, tokens_weig
 
 def test_the_papers_settings_are_the_default(target):
     config = head(target).config
-    assert (config.loss, config.feature_loss, config.noise, config.steps, config.num_layers) == ({"soft_ce": 0.1}, 1.0, 0.1, 1, 1)
+    assert (config.loss, config.feature_loss, config.noise, config.steps, config.num_layers) == (
+        {"soft_ce": 0.1},
+        1.0,
+        0.1,
+        1,
+        1,
+    )
     assert not any((config.norm_inputs, config.norm_first, config.fc_bias))
 
 
@@ -97,12 +108,17 @@ def test_noise_and_feature_loss_do_not_depend_on_the_scale_of_a_targets_features
     torch.manual_seed(0)
     torch.testing.assert_close(drafter.fuse(factor * hidden), factor * once)
     drafted, true = torch.randn(3, 5, 32), torch.randn(5, 32)
-    torch.testing.assert_close(drafter.feature_loss(factor * drafted, factor * true), drafter.feature_loss(drafted, true))
+    torch.testing.assert_close(
+        drafter.feature_loss(factor * drafted, factor * true), drafter.feature_loss(drafted, true)
+    )
 
 
 def test_the_weights_have_the_published_names(target):
     """Of the paper's form: no norm before the first layer's attention, none behind the last, no embeddings of its own."""
-    attention, mlp = (f"layer.self_attn.{p}_proj.weight" for p in "qkvo"), (f"layer.mlp.{p}_proj.weight" for p in ("gate", "up", "down"))
+    attention, mlp = (
+        (f"layer.self_attn.{p}_proj.weight" for p in "qkvo"),
+        (f"layer.mlp.{p}_proj.weight" for p in ("gate", "up", "down")),
+    )
     assert set(head(target).state_dict()) == {"fc.weight", *attention, *mlp, "layer.post_attention_layernorm.weight"}
     assert head(target).fc.weight.shape == (32, 64)
 
@@ -114,6 +130,9 @@ def test_what_cannot_be_built_is_refused(target):
     ):
         with pytest.raises(BadInputError, match=message):
             Eagle1.build(Eagle1Config(**changes), target)
-    for changes, message in (({"noise": -0.1}, "noise must be 0 or more, got -0.1"), ({"feature_loss": -1.0}, "feature_loss must be 0 or more, got -1.0")):
+    for changes, message in (
+        ({"noise": -0.1}, "noise must be 0 or more, got -0.1"),
+        ({"feature_loss": -1.0}, "feature_loss must be 0 or more, got -1.0"),
+    ):
         with pytest.raises(BadInputError, match=message):
             Eagle1Config(**changes)

@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from outrider.ground import BadInputError
 from outrider.heads import Eagle3, Eagle3Config, TargetBatch, load_drafter
 from outrider.heads.losses import DIVERGENCES
-from outrider.target import BadInputError, Target
+from outrider.targets import Target
 
 VOCAB = 64
 
@@ -23,7 +24,11 @@ def target(tiny_llama) -> Target:
 
 def head(target: Target, **changes) -> Eagle3:
     torch.manual_seed(7)
-    return Eagle3.build(Eagle3Config(**changes), target, torch.randint(0, 1000, (target.vocab_size,))).eval().requires_grad_(False)
+    return (
+        Eagle3.build(Eagle3Config(**changes), target, torch.randint(0, 1000, (target.vocab_size,)))
+        .eval()
+        .requires_grad_(False)
+    )
 
 
 def batch(target: Target, drafter: Eagle3, tokens: Tensor, supervised: Tensor) -> TargetBatch:
@@ -59,7 +64,11 @@ def test_the_loss_is_a_decayed_sum_over_supervised_positions(target, loss, promp
     assert sums["loss_d1"][1] == count
     first = [a for (_, _, step), a in alphas.items() if step == 0]
     assert sums["alpha_d1"] == pytest.approx((sum(first), len(first)), rel=1e-4)
-    chains = [[alphas[row, t, s] for s in range(3)] for row, t in {(r, t) for r, t, _ in alphas} if all((row, t, s) in alphas for s in range(3))]
+    chains = [
+        [alphas[row, t, s] for s in range(3)]
+        for row, t in {(r, t) for r, t, _ in alphas}
+        if all((row, t, s) in alphas for s in range(3))
+    ]
     taus = [1 + a + a * b + a * b * c for a, b, c in chains]
     assert sums["tau"] == pytest.approx((sum(taus), len(taus)), rel=1e-4)
 
@@ -93,9 +102,20 @@ def test_a_head_saved_before_there_were_more_layers_loads(target, tmp_path):
     assert config.pop("num_layers") == 1
     (tmp_path / "config.json").write_text(json.dumps(config))
     loaded = load_drafter(tmp_path, target)
-    attention, mlp = (f"layer.self_attn.{p}_proj.weight" for p in "qkvo"), (f"layer.mlp.{p}_proj.weight" for p in ("gate", "up", "down"))
+    attention, mlp = (
+        (f"layer.self_attn.{p}_proj.weight" for p in "qkvo"),
+        (f"layer.mlp.{p}_proj.weight" for p in ("gate", "up", "down")),
+    )
     norms = (f"layer.{n}.weight" for n in ("input_layernorm", "hidden_norm", "post_attention_layernorm"))
-    assert set(loaded.state_dict()) == {"fc.weight", *attention, *mlp, *norms, "norm.weight", "lm_head.weight", "token_ids"}
+    assert set(loaded.state_dict()) == {
+        "fc.weight",
+        *attention,
+        *mlp,
+        *norms,
+        "norm.weight",
+        "lm_head.weight",
+        "token_ids",
+    }
 
 
 def test_what_cannot_be_built_is_refused(target, tiny_llama):

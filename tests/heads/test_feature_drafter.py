@@ -12,10 +12,11 @@ from transformers import LlamaConfig, LlamaModel, Qwen3Config, Qwen3ForCausalLM
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from outrider.decode import Decoder, Plan, Sampling, Tree
+from outrider.ground import BadInputError
 from outrider.heads import Eagle1, Eagle1Config, Eagle3, Eagle3Config, TargetBatch
-from outrider.heads.feature_drafter import FeatureDrafter
-from outrider.heads.unrolled_attention import attend
-from outrider.target import BadInputError, Target
+from outrider.heads.parts.feature_drafter import FeatureDrafter
+from outrider.heads.parts.unrolled_attention import attend
+from outrider.targets import Target
 
 VOCAB, LENGTH = 64, 18
 PROMPTS = [torch.randint(0, VOCAB, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (5, 1, 9, 3)]
@@ -36,7 +37,9 @@ def rough(drafter: FeatureDrafter) -> FeatureDrafter:
 
 def eagle3(target: Target, **changes) -> FeatureDrafter:
     torch.manual_seed(7)
-    return rough(Eagle3.build(Eagle3Config(**{"steps": 4} | changes), target, torch.randint(0, 1000, (target.vocab_size,))))
+    return rough(
+        Eagle3.build(Eagle3Config(**{"steps": 4} | changes), target, torch.randint(0, 1000, (target.vocab_size,)))
+    )
 
 
 def eagle1(target: Target, **changes) -> FeatureDrafter:
@@ -59,9 +62,18 @@ VARIANTS: dict[str, tuple[Maker, dict]] = {
     "eagle3.1": (eagle3, {"norm_taps": True, "norm_output": True, "draft_vocab_size": 20, "taps": (0, 3, 6)}),
     "eagle3, two layers": (eagle3, {"num_layers": 2}),
     "eagle3, two layers, normed taps": (eagle3, {"num_layers": 2, "norm_taps": True}),
-    "eagle3, two layers, normed output, pruned vocabulary": (eagle3, {"num_layers": 2, "norm_output": True, "draft_vocab_size": 20}),
-    "eagle3.1, three layers, one key head": (eagle3, {"num_layers": 3, "norm_taps": True, "norm_output": True, "num_key_value_heads": 1}),
-    "eagle3, two layers, all of its norms": (eagle3, {"num_layers": 2, "norm_before_fc": True, "norm_before_residual": True, "norm_output": True}),
+    "eagle3, two layers, normed output, pruned vocabulary": (
+        eagle3,
+        {"num_layers": 2, "norm_output": True, "draft_vocab_size": 20},
+    ),
+    "eagle3.1, three layers, one key head": (
+        eagle3,
+        {"num_layers": 3, "norm_taps": True, "norm_output": True, "num_key_value_heads": 1},
+    ),
+    "eagle3, two layers, all of its norms": (
+        eagle3,
+        {"num_layers": 2, "norm_before_fc": True, "norm_before_residual": True, "norm_output": True},
+    ),
     "eagle1": (eagle1, {}),
     "eagle1, normed inputs": (eagle1, {"norm_inputs": True}),
     "eagle1, normed first layer": (eagle1, {"norm_first": True, "num_key_value_heads": 1}),
@@ -83,7 +95,13 @@ def sequences(rows: int = 3, length: int = LENGTH) -> Tensor:
 
 def batch(target: Target, drafter: FeatureDrafter, tokens: Tensor, supervised: Tensor | None = None) -> TargetBatch:
     out = target.forward(tokens, taps=drafter.taps)
-    return TargetBatch(target, tokens, torch.ones_like(tokens, dtype=torch.bool) if supervised is None else supervised, out.hidden, out.last)
+    return TargetBatch(
+        target,
+        tokens,
+        torch.ones_like(tokens, dtype=torch.bool) if supervised is None else supervised,
+        out.hidden,
+        out.last,
+    )
 
 
 def features(target: Target, drafter: FeatureDrafter, tokens: Tensor) -> Tensor:
@@ -98,7 +116,9 @@ def features(target: Target, drafter: FeatureDrafter, tokens: Tensor) -> Tensor:
 def test_unrolled_training_logits_are_the_decoders(target, drafter, decoded_logits):
     """fp32, ragged rows, several rounds: logits of step i at t = logits at depth i of a round that begins there."""
     steps, tokens = 4, sequences()
-    trained = [drafter.logits(output, target) for output in drafter.unroll(target, tokens, features(target, drafter, tokens))]
+    trained = [
+        drafter.logits(output, target) for output in drafter.unroll(target, tokens, features(target, drafter, tokens))
+    ]
     starts = [[1, 3, 4, 9, 10], [5, 6, 9, 12, 13], [2, 3, 6, 7, 11]]
     for number, logits in enumerate(decoded_logits(drafter, target, tokens, starts, steps)):
         for row, step in product(range(3), range(steps)):
@@ -117,7 +137,9 @@ def test_a_head_whose_weights_have_changed_decodes_with_the_new_ones(target, dra
             drafter.get_parameter(name).mul_(1.1)
         first = drafter.logits(drafter.unroll(target, tokens, hidden)[0], target)
         decoded = decoded_logits(drafter, target, tokens, [[4], [7], [2]], 1)[0][0]
-        torch.testing.assert_close(decoded, first[torch.arange(3), torch.tensor([3, 6, 1])], rtol=1e-4, atol=1e-4, msg=name)
+        torch.testing.assert_close(
+            decoded, first[torch.arange(3), torch.tensor([3, 6, 1])], rtol=1e-4, atol=1e-4, msg=name
+        )
 
 
 def test_every_step_changes_the_logits(target, drafter):
@@ -196,9 +218,14 @@ def test_attention_of_the_unrolled_steps_by_definition(target, kv_heads):
         x = torch.randn(2, length, 64, generator=torch.Generator().manual_seed(step))
         angles = torch.randn(1, length, 4, generator=torch.Generator().manual_seed(10 + step)).repeat(1, 1, 2)
         rotary = (angles.cos(), angles.sin())
-        q, k, v = (layer(x).view(2, length, -1, 8).transpose(1, 2) for layer in (attention.q_proj, attention.k_proj, attention.v_proj))
+        q, k, v = (
+            layer(x).view(2, length, -1, 8).transpose(1, 2)
+            for layer in (attention.q_proj, attention.k_proj, attention.v_proj)
+        )
         q, k = apply_rotary_pos_emb(q, k, *rotary)
-        query, entry = attention.split(torch.cat([layer(x) for layer in (attention.q_proj, attention.k_proj, attention.v_proj)], -1), rotary)
+        query, entry = attention.split(
+            torch.cat([layer(x) for layer in (attention.q_proj, attention.k_proj, attention.v_proj)], -1), rotary
+        )
         if step:
             own.append(entry)
         else:
@@ -218,11 +245,29 @@ def test_attention_of_the_unrolled_steps_by_definition(target, kv_heads):
 def llama(drafter: FeatureDrafter, prefixes: list[str]) -> LlamaModel:
     """transformers' own model of a head's layers with these prefixes, its final norm without weights."""
     config = drafter.config
-    sizes = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps", "max_position_embeddings")
-    model = LlamaModel(LlamaConfig(**{s: getattr(config, s) for s in sizes}, rope_parameters=config.rope_parameters, num_hidden_layers=len(prefixes)))
+    sizes = (
+        "hidden_size",
+        "intermediate_size",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "head_dim",
+        "rms_norm_eps",
+        "max_position_embeddings",
+    )
+    model = LlamaModel(
+        LlamaConfig(
+            **{s: getattr(config, s) for s in sizes},
+            rope_parameters=config.rope_parameters,
+            num_hidden_layers=len(prefixes),
+        )
+    )
     own, theirs = drafter.state_dict(), model.state_dict()
     for index, prefix in enumerate(prefixes):
-        theirs |= {f"layers.{index}.{name.removeprefix(prefix)}": weight for name, weight in own.items() if name.startswith(prefix)}
+        theirs |= {
+            f"layers.{index}.{name.removeprefix(prefix)}": weight
+            for name, weight in own.items()
+            if name.startswith(prefix)
+        }
     model.load_state_dict(theirs)
     return model.eval()
 
@@ -246,7 +291,9 @@ def test_of_eagle_3s_layers_only_the_first_reads_embeddings(target):
     """Step 0 of two layers = transformers' own layer behind a head of the first alone."""
     both, tokens = eagle3(target, num_layers=2), sequences()
     alone = eagle3(target)
-    alone.load_state_dict({name: weight for name, weight in both.state_dict().items() if not name.startswith("others.")})
+    alone.load_state_dict(
+        {name: weight for name, weight in both.state_dict().items() if not name.startswith("others.")}
+    )
     hidden = features(target, both, tokens)
     with torch.no_grad():
         expected = llama(both, ["others.0."])(inputs_embeds=alone.unroll(target, tokens, hidden)[0]).last_hidden_state
@@ -307,20 +354,34 @@ def test_a_few_steps_of_training_lower_the_loss(target, name, layers):
 def test_heads_of_attention_need_not_divide_the_hidden_size(name):
     """A target may have 6 of size 8 on a hidden size of 32."""
     torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 8}
-    target = Target(Qwen3ForCausalLM(Qwen3Config(vocab_size=VOCAB, initializer_range=0.2, **sizes)).eval().requires_grad_(False))
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+    }
+    target = Target(
+        Qwen3ForCausalLM(Qwen3Config(vocab_size=VOCAB, initializer_range=0.2, **sizes)).eval().requires_grad_(False)
+    )
     drafter = BOTH[name](target, steps=2)
     assert drafter.config.num_attention_heads == 6
     drafter.requires_grad_(True).loss(batch(target, drafter, sequences())).mean.backward()
     prompts = [row[:n].tolist() for row, n in zip(sequences(2), (5, 9), strict=True)]
-    assert Decoder(target, drafter.eval()).generate(prompts, 8, plan=Plan(3)).tokens == Decoder(target).generate(prompts, 8).tokens
+    assert (
+        Decoder(target, drafter.eval()).generate(prompts, 8, plan=Plan(3)).tokens
+        == Decoder(target).generate(prompts, 8).tokens
+    )
 
 
 @pytest.mark.parametrize("config", [Eagle1Config, Eagle3Config])
 def test_settings_that_make_no_sense_are_refused(config):
     with pytest.raises(BadInputError, match=r"head_dim must be even, .* got 5"):
         config(head_dim=5)
-    with pytest.raises(BadInputError, match="num_attention_heads must be a multiple of num_key_value_heads, got 6 and 4"):
+    with pytest.raises(
+        BadInputError, match="num_attention_heads must be a multiple of num_key_value_heads, got 6 and 4"
+    ):
         config(num_attention_heads=6, num_key_value_heads=4)
     for name in ("steps", "num_layers"):
         with pytest.raises(BadInputError, match=f"{name} must be at least 1, got 0"):

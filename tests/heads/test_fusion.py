@@ -13,6 +13,7 @@ from torch import Tensor
 from outrider.decode import Decoder, Plan, Sampling
 from outrider.decode.drafting import Chooser
 from outrider.decode.sampling import Processors
+from outrider.ground import BadInputError, IncompatibleError
 from outrider.heads import (
     Drafter,
     DraftModel,
@@ -29,7 +30,7 @@ from outrider.heads import (
     drafter_config,
     load_drafter,
 )
-from outrider.target import BadInputError, Counts, IncompatibleError, Target
+from outrider.targets import Counts, Target
 
 VOCAB = 64
 # A period of three, which matches; tokens that never come back, which do not.
@@ -38,7 +39,9 @@ REPEATED, FRESH = [1, 2, 3, 4] * 3, list(range(20, 32))
 MODELS: dict[str, Callable[[Target, Callable], Drafter]] = {
     "draft_model": lambda target, llama: DraftModel(llama(layers=2, seed=1)),
     "eagle3": lambda target, llama: Eagle3.build(Eagle3Config(steps=2), target),
-    "eagle3 pruned": lambda target, llama: Eagle3.build(Eagle3Config(taps=(0, 6), draft_vocab_size=20), target, torch.arange(VOCAB)),
+    "eagle3 pruned": lambda target, llama: Eagle3.build(
+        Eagle3Config(taps=(0, 6), draft_vocab_size=20), target, torch.arange(VOCAB)
+    ),
     "hydra": lambda target, llama: Hydra.build(HydraConfig(), target),
 }
 
@@ -62,7 +65,9 @@ def best(logits: Tensor, token_ids: Tensor | None) -> Tensor:
 def opened(drafter: Drafter, target: Target, texts: list[list[int]]) -> object:
     state, width = drafter.open(target, len(texts), 120), max(map(len, texts))
     tokens = torch.tensor([t + [0] * (width - len(t)) for t in texts])
-    drafter.absorb(state, tokens, target.forward(tokens, taps=drafter.taps).hidden, Counts.of([len(t) for t in texts], "cpu"))
+    drafter.absorb(
+        state, tokens, target.forward(tokens, taps=drafter.taps).hidden, Counts.of([len(t) for t in texts], "cpu")
+    )
     return state
 
 
@@ -84,7 +89,9 @@ def test_a_row_proposes_what_was_found_and_else_what_the_model_says(target, mode
     state = opened(model, target, [REPEATED])
     logits = model.begin(state, torch.tensor([1]))
     expected = [2, 3, 4]
-    assert expected == drafted(fusion.statistical, opened(fusion.statistical, target, [REPEATED]), [1])[0], "a match of 9 tokens"
+    assert expected == drafted(fusion.statistical, opened(fusion.statistical, target, [REPEATED]), [1])[0], (
+        "a match of 9 tokens"
+    )
     for token in expected:
         logits = model.extend(state, torch.tensor([[token]]))[:, 0]
     assert found[0] == [*expected, int(best(logits, model.output_ids))]
@@ -102,7 +109,9 @@ def test_a_row_alone_needs_no_model_where_something_was_found(target, model, mon
 @torch.inference_mode()
 def test_a_match_that_is_too_short_or_promises_too_little_is_left_to_the_model(target, model, config):
     fusion = Fusion(Suffix(SuffixConfig(**config)), model)
-    assert drafted(fusion, opened(fusion, target, [REPEATED]), [1]) == drafted(model, opened(model, target, [REPEATED]), [1])
+    assert drafted(fusion, opened(fusion, target, [REPEATED]), [1]) == drafted(
+        model, opened(model, target, [REPEATED]), [1]
+    )
 
 
 # ------------------------------------------------------------ what the chooser knows
@@ -112,10 +121,22 @@ def chooser(texts: list[list[int]], sampling: Sampling, confidence: float = 0.0)
     """As the decoder's in a round behind `texts`, roots included."""
     rows, width = len(texts), max(map(len, texts))
     processors = Processors(sampling, VOCAB, (), torch.device("cpu"))
-    context = processors.start(torch.tensor([t + [0] * (width - len(t)) for t in texts]), torch.tensor([len(t) for t in texts]))
+    context = processors.start(
+        torch.tensor([t + [0] * (width - len(t)) for t in texts]), torch.tensor([len(t) for t in texts])
+    )
     if processors.idle:
         processors = context = None
-    return Chooser("candidates", sampling, 0, VOCAB, torch.arange(rows), torch.full((rows,), 9), processors, context, confidence=confidence)
+    return Chooser(
+        "candidates",
+        sampling,
+        0,
+        VOCAB,
+        torch.arange(rows),
+        torch.full((rows,), 9),
+        processors,
+        context,
+        confidence=confidence,
+    )
 
 
 @torch.inference_mode()
@@ -140,7 +161,10 @@ def test_behind_a_found_token_the_model_drafts_as_if_it_were_its_own_choice(targ
         proposal = fusion.propose(opened(fusion, target, texts), torch.tensor(roots), 4, picks)
         assert proposal.tokens[0].tolist() == [*found, expected]
         assert picks.context is not None
-        assert picks.context.recent[0, 0].tolist() == [*behind, expected][len(behind) + 1 - picks.context.recent.shape[2] :]
+        assert (
+            picks.context.recent[0, 0].tolist()
+            == [*behind, expected][len(behind) + 1 - picks.context.recent.shape[2] :]
+        )
 
 
 @torch.inference_mode()
@@ -156,7 +180,9 @@ def test_a_found_token_is_not_doubted_by_the_model(target, model):
 # ------------------------------------------------------------ the model's state
 
 
-def play(drafter: Drafter, target: Target, texts: list[list[int]], rounds: list[tuple[list[int], list[int] | None]]) -> list[list[int]]:
+def play(
+    drafter: Drafter, target: Target, texts: list[list[int]], rounds: list[tuple[list[int], list[int] | None]]
+) -> list[list[int]]:
     """Run rounds with the given roots, of which so many drafts are kept (None: a round without drafts); the drafts of the last."""
     state, found = opened(drafter, target, texts), []
     for roots, kept in rounds:
@@ -202,7 +228,10 @@ def test_in_a_batch_the_model_has_read_the_found_tokens_that_were_kept(target, m
         before = copy.deepcopy(texts)
         state = opened(fusion, target, texts)
         found = play(
-            fusion, target, [list(REPEATED), list(FRESH)], [([1, 40], [4, 1]), ([2, 41], [2, 3]), ([50, 42], None), ([51, 43], [1, 0]), (last, [0, 0])]
+            fusion,
+            target,
+            [list(REPEATED), list(FRESH)],
+            [([1, 40], [4, 1]), ([2, 41], [2, 3]), ([50, 42], None), ([51, 43], [1, 0]), (last, [0, 0])],
         )
         assert found == drafted(fusion, state, last)
         assert before == texts
@@ -211,14 +240,20 @@ def test_in_a_batch_the_model_has_read_the_found_tokens_that_were_kept(target, m
 # ------------------------------------------------------------ through the decoder
 
 
-@pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.0), Sampling(0.7, repetition_penalty=1.3)], ids=["greedy", "sampled", "penalty"])
+@pytest.mark.parametrize(
+    "sampling", [Sampling(), Sampling(1.0), Sampling(0.7, repetition_penalty=1.3)], ids=["greedy", "sampled", "penalty"]
+)
 @pytest.mark.parametrize("batch", [1, 3])
 def test_the_text_is_the_plain_samplers(target, model, sampling, batch):
     prompts = [REPEATED, FRESH, REPEATED[:7]][:batch]
     plain = Decoder(target).generate(prompts, 40, sampling, ignore_eos=True)
     fusion = Fusion(Suffix(SuffixConfig(min_match=2)), model)
     for plan in (Plan(4), Plan(3, verify="coupled"), Plan(4, confidence=0.3)):
-        reference = plain if plan.verify == "auto" else Decoder(target).generate(prompts, 40, sampling, Plan(0, verify="coupled"), ignore_eos=True)
+        reference = (
+            plain
+            if plan.verify == "auto"
+            else Decoder(target).generate(prompts, 40, sampling, Plan(0, verify="coupled"), ignore_eos=True)
+        )
         out = Decoder(target, fusion).generate(prompts, 40, sampling, plan, ignore_eos=True)
         assert out.tokens == reference.tokens
     assert out.rule == ("greedy" if sampling.greedy else "candidates")
@@ -259,8 +294,10 @@ def test_a_fusion_is_made_from_a_folder_and_saved_with_its_model(target, tiny_ll
     files = sorted(p.relative_to(tmp_path / "saved").as_posix() for p in (tmp_path / "saved").rglob("*") if p.is_file())
     assert files == ["config.json", "model/config.json", "model/generation_config.json", "model/model.safetensors"]
     assert json.loads((tmp_path / "saved/config.json").read_text()) == {
-        "drafter_type": "fusion", "statistical": {"type": "ngram", "max_match": 4, "min_match": 3}, "model": "model",
-    }  # fmt: skip
+        "drafter_type": "fusion",
+        "statistical": {"type": "ngram", "max_match": 4, "min_match": 3},
+        "model": "model",
+    }
     (tmp_path / "model").rename(tmp_path / "gone")
     again = load_drafter(tmp_path / "saved", target)
     assert again.config == fusion.config
@@ -271,7 +308,10 @@ def test_a_fusion_is_made_from_a_folder_and_saved_with_its_model(target, tiny_ll
 @pytest.mark.parametrize(
     ("statistical", "message"),
     [
-        ({"type": "eagle3"}, r"fusion.statistical: 'eagle3' is no drafter without weights; take one such as suffix or ngram"),
+        (
+            {"type": "eagle3"},
+            r"fusion.statistical: 'eagle3' is no drafter without weights; take one such as suffix or ngram",
+        ),
         ({"type": "fusion"}, r"fusion.statistical: 'fusion' is no drafter"),
         ({"type": "suffix", "min_macth": 3}, "fusion.statistical: unknown key 'min_macth'; did you mean 'm"),
         ({"min_match": 3}, "fusion.statistical: 'type' is missing"),

@@ -16,15 +16,26 @@ import pytest
 import torch
 from torch import Tensor
 
-from outrider.heads import liger, losses
+from outrider.heads import losses
 from outrider.heads.losses import DIVERGENCES, HARD, Reference, chunked_compare, compare, divergence
+from outrider.heads.parts import liger
 
 pytestmark = pytest.mark.gpu  # where there is one, the kernels run on it
 
 HAS_GPU = torch.cuda.is_available()
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cuda" if HAS_GPU and not INTERPRETED else "cpu"
-SERVED = ["forward_kl", "soft_ce", "reverse_kl", "jsd", "jsd(0.1)", "tv", HARD, {"soft_ce": 0.1}, {"soft_ce": 1.0, "jsd(0.9)": 2, "tv": 0.1, HARD: 0.5}]
+SERVED = [
+    "forward_kl",
+    "soft_ce",
+    "reverse_kl",
+    "jsd",
+    "jsd(0.1)",
+    "tv",
+    HARD,
+    {"soft_ce": 0.1},
+    {"soft_ce": 1.0, "jsd(0.9)": 2, "tv": 0.1, HARD: 0.5},
+]
 
 
 @pytest.fixture(autouse=True)
@@ -51,7 +62,9 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     def kernel(rule: Callable[..., Tensor], hard: bool) -> Callable[..., Tensor]:
         def of(reference: Reference, logits: Tensor, **settings: float) -> Tensor:
             called.append(rule.__name__)
-            return rule(reference.following if hard else reference.log_probs, logits.float().log_softmax(-1), **settings)
+            return rule(
+                reference.following if hard else reference.log_probs, logits.float().log_softmax(-1), **settings
+            )
 
         return of
 
@@ -105,9 +118,18 @@ def no_gradient(values: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        (lambda *_: 1 / 0, r"total_variation takes torch's operations: liger-kernel's does not run on cpu \(division by zero\)"),
-        (lambda reference, logits: logits.log_softmax(-1).sum(-1), "total_variation takes torch's operations: liger-kernel's is off by .* on cpu"),
-        (lambda reference, logits: no_gradient(losses.total_variation(reference.log_probs, logits.log_softmax(-1))), "is off by nan on cpu"),
+        (
+            lambda *_: 1 / 0,
+            r"total_variation takes torch's operations: liger-kernel's does not run on cpu \(division by zero\)",
+        ),
+        (
+            lambda reference, logits: logits.log_softmax(-1).sum(-1),
+            "total_variation takes torch's operations: liger-kernel's is off by .* on cpu",
+        ),
+        (
+            lambda reference, logits: no_gradient(losses.total_variation(reference.log_probs, logits.log_softmax(-1))),
+            "is off by nan on cpu",
+        ),
     ],
 )
 def test_a_kernel_that_fails_or_computes_something_else_is_not_used(stand_ins, monkeypatch, caplog, wrong, message):
@@ -126,7 +148,9 @@ def example(kept: Tensor | None, positions: int = 7, vocab: int = 70) -> tuple[R
     """A reference, where some of the tokens that followed are outside of `kept`, and draft logits."""
     generator = torch.Generator(DEVICE).manual_seed(0)
     theirs, ours = 3 * torch.randn(2, positions, vocab, generator=generator, device=DEVICE)
-    return Reference.of(theirs, kept, torch.arange(positions, device=DEVICE) % 3), ours if kept is None else ours[:, kept]
+    return Reference.of(theirs, kept, torch.arange(positions, device=DEVICE) % 3), ours if kept is None else ours[
+        :, kept
+    ]
 
 
 def torchs(reference: Reference, draft_logits: Tensor, name: losses.LossName) -> tuple[Tensor, Tensor, Tensor]:
@@ -136,7 +160,9 @@ def torchs(reference: Reference, draft_logits: Tensor, name: losses.LossName) ->
     return divergence(name)(reference, log_q), alpha.detach(), (best == reference.best).float()
 
 
-def differentiated(way: Callable[..., tuple[Tensor, ...]], reference: Reference, draft_logits: Tensor, name: losses.LossName) -> list[Tensor]:
+def differentiated(
+    way: Callable[..., tuple[Tensor, ...]], reference: Reference, draft_logits: Tensor, name: losses.LossName
+) -> list[Tensor]:
     """(loss, alpha, top1) and the gradient, where each position has a weight of its own."""
     start = draft_logits.clone().requires_grad_()
     with torch.autocast(DEVICE, torch.bfloat16):
@@ -194,7 +220,10 @@ def test_logits_may_be_of_half_precision_and_columns_of_a_wider_matrix(kernels, 
 def test_a_training_step_is_that_of_torch(kernels, monkeypatch, name, kept):
     """Through `chunked_compare`: unrolled steps with weights, a trained head, and no positions at all."""
     torch.manual_seed(0)
-    target_head, draft_head = torch.nn.Linear(5, 70, device=DEVICE), torch.nn.Linear(4, 70 if kept is None else len(kept), device=DEVICE)
+    target_head, draft_head = (
+        torch.nn.Linear(5, 70, device=DEVICE),
+        torch.nn.Linear(4, 70 if kept is None else len(kept), device=DEVICE),
+    )
     for positions in (11, 0):
         target_hidden, start = torch.randn(positions, 5, device=DEVICE), torch.randn(3, positions, 4, device=DEVICE)
         weights, following, both = torch.rand(3, positions, device=DEVICE), torch.arange(positions, device=DEVICE), []
@@ -202,16 +231,32 @@ def test_a_training_step_is_that_of_torch(kernels, monkeypatch, name, kept):
             monkeypatch.setattr(liger, "_KINDS", kinds)
             hidden, parameters = start.clone().requires_grad_(), list(draft_head.parameters())
             result = chunked_compare(
-                target_hidden, hidden, target_head, draft_head, divergence(name), kept, weights, parameters, chunk=4, following=following
-            )  # fmt: skip
-            both.append([result.loss, result.alpha, result.top1, *torch.autograd.grad(result.total, [hidden, *parameters])])
+                target_hidden,
+                hidden,
+                target_head,
+                draft_head,
+                divergence(name),
+                kept,
+                weights,
+                parameters,
+                chunk=4,
+                following=following,
+            )
+            both.append(
+                [result.loss, result.alpha, result.top1, *torch.autograd.grad(result.total, [hidden, *parameters])]
+            )
         torch.testing.assert_close(*both, rtol=1e-4, atol=1e-5)
 
 
 def test_without_gradients_there_are_values(kernels):
     reference, draft_logits = example(None)
     with torch.no_grad():
-        torch.testing.assert_close(fused(reference, draft_logits, SERVED[-1]), torchs(reference, draft_logits, SERVED[-1]), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(
+            fused(reference, draft_logits, SERVED[-1]),
+            torchs(reference, draft_logits, SERVED[-1]),
+            rtol=1e-4,
+            atol=1e-5,
+        )
 
 
 @pytest.mark.skipif(HAS_GPU or INTERPRETED, reason="the tests above have run")
@@ -237,7 +282,9 @@ def test_a_large_vocabulary_takes_no_more_memory_than_by_torch(kernels, monkeypa
             draft_logits = draft_logits.to(dtype)
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated()
-            both[kinds] = differentiated(lambda *given: compare(*given[:2], divergence(given[2])), reference, draft_logits, name)
+            both[kinds] = differentiated(
+                lambda *given: compare(*given[:2], divergence(given[2])), reference, draft_logits, name
+            )
             peaks[kinds] = torch.cuda.max_memory_allocated() - before
     without, within = both.values()
     torch.testing.assert_close(within[:-1], without[:-1], rtol=1e-4, atol=1e-4)

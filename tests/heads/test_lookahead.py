@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from outrider.decode import Decoder, Output, Plan, Sampling
+from outrider.ground import BadInputError, IncompatibleError
 from outrider.heads import DraftModel, Fusion, Lookahead, LookaheadConfig
 from outrider.heads.lookahead import Pool
-from outrider.target import BadInputError, Counts, IncompatibleError, Target
+from outrider.targets import Counts, Target
 
 PROMPT = [3, 17, 5, 9, 17, 5, 40]
 
@@ -18,7 +19,9 @@ def target(tiny_llama) -> Target:
     return Target(tiny_llama(layers=3))
 
 
-def plain(target: Target, prompts: list[list[int]], length: int, sampling: Sampling | None = None, plan: Plan | None = None) -> Output:
+def plain(
+    target: Target, prompts: list[list[int]], length: int, sampling: Sampling | None = None, plan: Plan | None = None
+) -> Output:
     return Decoder(target).generate(prompts, length, sampling, plan or Plan(0), ignore_eos=True)
 
 
@@ -36,7 +39,9 @@ class Recorded(Lookahead):
 
     def observe(self, state, following):
         super().observe(state, following)
-        self.seen.append([([list(x) for x in row.levels], {k: list(v) for k, v in row.pool.known.items()}) for row in state])
+        self.seen.append(
+            [([list(x) for x in row.levels], {k: list(v) for k, v in row.pool.known.items()}) for row in state]
+        )
 
 
 class Literal:
@@ -129,7 +134,9 @@ def test_the_proposal_is_the_window_and_the_latest_ngrams_each_token_once(target
     # Level 0 and its columns: 10 stands below the root once, though column 0 of level 1 is a 10 too. The n-gram 30 31 was seen longest ago.
     assert proposal.tokens.tolist() == [[10, 11, 20, 21, 30, 32, 40]]
     assert proposal.parents.tolist() == [[-1, 0, 0, 1, -1, 4, 0]]
-    assert proposal.real.tolist() == [[True, True, True, False, True, True, True]], "21 is the third token behind the root, n-grams give two"
+    assert proposal.real.tolist() == [[True, True, True, False, True, True, True]], (
+        "21 is the third token behind the root, n-grams give two"
+    )
     assert proposal.depth == 3
     # What the target says behind column 0 (place 1), column 1 (place 3) and column 2 (place 4).
     drafter.observe(state, torch.tensor([[50, 51, 52, 53, 54, 55, 56, 57]]))
@@ -138,7 +145,12 @@ def test_the_proposal_is_the_window_and_the_latest_ngrams_each_token_once(target
     assert state[0].pool.latest(10) == [(20, 53)]
     assert state[0].pool.latest(11) == [(21, 54)]
     shallow = drafter.propose(state, torch.tensor([7]), 1, None)
-    assert [t for t, real in zip(shallow.tokens[0].tolist(), shallow.real[0].tolist(), strict=True) if real] == [20, 51, 10, 30]
+    assert [t for t, real in zip(shallow.tokens[0].tolist(), shallow.real[0].tolist(), strict=True) if real] == [
+        20,
+        51,
+        10,
+        30,
+    ]
 
 
 @pytest.mark.parametrize(("depth", "ngram", "limit"), [(1, 4, 1), (3, 4, 3), (9, 3, 2)])
@@ -166,7 +178,9 @@ def test_the_pool_keeps_the_latest_ngrams_and_never_more_than_it_may():
     pool.add(2, (5, 6))
     assert pool.size == 3
     pool.add(3, (5, 6))
-    assert (pool.latest(1), pool.latest(2), pool.latest(3), pool.size) == ([], [(5, 6)], [(5, 6)], 2), "the token met longest ago went"
+    assert (pool.latest(1), pool.latest(2), pool.latest(3), pool.size) == ([], [(5, 6)], [(5, 6)], 2), (
+        "the token met longest ago went"
+    )
 
 
 def test_ngrams_of_the_text_are_remembered_across_rounds_and_only_if_asked_for(target):
@@ -194,16 +208,26 @@ def test_requests_share_what_they_remember_only_if_asked_to(target):
 # ------------------------------------------------------------ through the decoder
 
 
-@pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.0), Sampling(0.7, top_p=0.9, repetition_penalty=1.3)], ids=["greedy", "sampled", "penalty"])
-@pytest.mark.parametrize("config", [LookaheadConfig(1, 3, 1), LookaheadConfig(5, 4, 3), LookaheadConfig(3, 5, 8, from_text=False)], ids=str)
+@pytest.mark.parametrize(
+    "sampling",
+    [Sampling(), Sampling(1.0), Sampling(0.7, top_p=0.9, repetition_penalty=1.3)],
+    ids=["greedy", "sampled", "penalty"],
+)
+@pytest.mark.parametrize(
+    "config", [LookaheadConfig(1, 3, 1), LookaheadConfig(5, 4, 3), LookaheadConfig(3, 5, 8, from_text=False)], ids=str
+)
 def test_the_text_is_the_plain_samplers(target, config, sampling):
     """Alone and in a ragged batch; rows that want no drafts among the others."""
     prompts = [PROMPT, [8], [1, 2, 3] * 5]
     for verify in ("auto", "coupled"):
         expected = plain(target, prompts, 30, sampling, Plan(0, verify=verify)).tokens
         decoder = Decoder(target, Lookahead(config))
-        assert decoder.generate(prompts[:1], 30, sampling, Plan(4, verify=verify), ignore_eos=True).tokens == expected[:1]
-        out = decoder.generate(prompts, 30, sampling, Plan(4, verify=verify), ignore_eos=True, speculate=[True, False, True])
+        assert (
+            decoder.generate(prompts[:1], 30, sampling, Plan(4, verify=verify), ignore_eos=True).tokens == expected[:1]
+        )
+        out = decoder.generate(
+            prompts, 30, sampling, Plan(4, verify=verify), ignore_eos=True, speculate=[True, False, True]
+        )
         assert out.tokens == expected
         assert out.rule == ("greedy" if sampling.greedy else "candidates" if verify == "auto" else verify)
         assert {r.drafted for r in out.rounds[1]} == {0}
@@ -228,7 +252,9 @@ def test_a_text_with_a_period_takes_few_rounds(tiny_llama):
     """With the window's own n-grams alone: behind the first period every round gives N tokens."""
     target = counting(tiny_llama, 8)
     for ngram in (3, 5):
-        out = Decoder(target, Lookahead(LookaheadConfig(6, ngram, 4, from_text=False))).generate([[5]], 80, plan=Plan(9), ignore_eos=True)
+        out = Decoder(target, Lookahead(LookaheadConfig(6, ngram, 4, from_text=False))).generate(
+            [[5]], 80, plan=Plan(9), ignore_eos=True
+        )
         assert out.tokens[0] == [(6 + i) % 8 for i in range(80)]
         assert out.stats.tau > 2.5
         assert {r.accepted for r in out.rounds[0][8:]} == {ngram - 1}
@@ -266,7 +292,16 @@ def test_the_window_stays_inside_the_targets_context(tiny_llama, learned):
         from transformers import GPT2Config, GPT2LMHeadModel
 
         torch.manual_seed(0)
-        config = GPT2Config(vocab_size=64, n_positions=48, n_embd=32, n_layer=2, n_head=4, initializer_range=0.2, bos_token_id=None, eos_token_id=None)
+        config = GPT2Config(
+            vocab_size=64,
+            n_positions=48,
+            n_embd=32,
+            n_layer=2,
+            n_head=4,
+            initializer_range=0.2,
+            bos_token_id=None,
+            eos_token_id=None,
+        )
         target = Target(GPT2LMHeadModel(config).eval())
     else:
         target = Target(tiny_llama(layers=2, max_position_embeddings=48))
@@ -299,5 +334,7 @@ def test_a_target_that_cannot_verify_trees_is_refused(target, monkeypatch):
 
 
 def test_a_model_cannot_go_on_behind_its_trees(target, tiny_llama):
-    with pytest.raises(BadInputError, match="fusion: the model goes on behind a chain, lookahead proposes trees; take ngram"):
+    with pytest.raises(
+        BadInputError, match="fusion: the model goes on behind a chain, lookahead proposes trees; take ngram"
+    ):
         Fusion(Lookahead(), DraftModel(tiny_llama(layers=1)))

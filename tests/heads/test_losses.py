@@ -10,8 +10,19 @@ from scipy.spatial.distance import jensenshannon
 from scipy.special import huber
 from torch import Tensor
 
-from outrider.heads.losses import DIVERGENCES, HARD, Reference, acceptance_metrics, chunked_compare, compare, divergence, hard_cross_entropy, smooth_l1
-from outrider.target import BadInputError, PeakBytes
+from outrider.ground import BadInputError
+from outrider.heads.losses import (
+    DIVERGENCES,
+    HARD,
+    Reference,
+    acceptance_metrics,
+    chunked_compare,
+    compare,
+    divergence,
+    hard_cross_entropy,
+    smooth_l1,
+)
+from outrider.targets import PeakBytes
 
 P = np.array([[0.5, 0.3, 0.2], [0.9, 0.05, 0.05], [1 / 3, 1 / 3, 1 / 3], [0.2, 0.3, 0.5]])
 Q = np.array([[0.2, 0.3, 0.5], [0.1, 0.8, 0.1], [0.6, 0.3, 0.1], [0.2, 0.3, 0.5]])
@@ -82,7 +93,10 @@ def test_hard_cross_entropy_is_that_of_the_token_that_followed():
 
 def test_smooth_l1_of_features_is_scipys_huber_loss_averaged_over_dimensions():
     """One value per position; true features stand for all unrolled steps."""
-    true, drafted = np.array([[0.0, 1.0, -2.0], [3.0, 3.0, 3.0]]), np.array([[[0.5, 3.0, -2.0], [3.0, 2.0, -7.0]], [[0.0, 1.0, -2.0], [9.0, 3.0, 3.1]]])
+    true, drafted = (
+        np.array([[0.0, 1.0, -2.0], [3.0, 3.0, 3.0]]),
+        np.array([[[0.5, 3.0, -2.0], [3.0, 2.0, -7.0]], [[0.0, 1.0, -2.0], [9.0, 3.0, 3.1]]]),
+    )
     found = smooth_l1(torch.tensor(true, dtype=torch.float32), torch.tensor(drafted, dtype=torch.float32))
     np.testing.assert_allclose(found.numpy(), huber(1, drafted - true).mean(-1), rtol=1e-6)
     assert found[0, 0] == pytest.approx((0.125 + 1.5) / 3), "by hand: ½ · 0.5², and 2 − ½"
@@ -90,7 +104,9 @@ def test_smooth_l1_of_features_is_scipys_huber_loss_averaged_over_dimensions():
 
 def test_a_mix_is_the_weighted_sum_of_its_parts():
     mixed = value({"soft_ce": 1.0, "tv": 0.1, "jsd(0.2)": 2, HARD: 0.5}, [0, 1, 2, 0])
-    np.testing.assert_allclose(mixed, value("soft_ce") + 0.1 * value("tv") + 2 * value("jsd(0.2)") + 0.5 * value(HARD, [0, 1, 2, 0]), rtol=1e-6)
+    np.testing.assert_allclose(
+        mixed, value("soft_ce") + 0.1 * value("tv") + 2 * value("jsd(0.2)") + 0.5 * value(HARD, [0, 1, 2, 0]), rtol=1e-6
+    )
 
 
 @pytest.mark.parametrize(
@@ -151,7 +167,10 @@ def test_the_share_of_the_lk_hybrid_carries_no_gradient():
     """As if λ were a constant, and not as if it were differentiated."""
     p, start = torch.tensor([[0.6, 0.3, 0.1]]), torch.tensor([[-4.0, 0.0, 3.0]], requires_grad=True)
     slope = {}
-    for name, alpha in (("constant", lambda q: torch.minimum(p, q).sum(-1).detach()), ("differentiated", lambda q: torch.minimum(p, q).sum(-1))):
+    for name, alpha in (
+        ("constant", lambda q: torch.minimum(p, q).sum(-1).detach()),
+        ("differentiated", lambda q: torch.minimum(p, q).sum(-1)),
+    ):
         q = start.softmax(-1)
         (slope[name],) = torch.autograd.grad(naive_hybrid(p, q, alpha(q)).sum(), start)
     (ours,) = torch.autograd.grad(DIVERGENCES["lk_hybrid"](p.log(), start.log_softmax(-1)).sum(), start)
@@ -162,7 +181,10 @@ def test_the_share_of_the_lk_hybrid_carries_no_gradient():
 def test_the_gradient_of_lk_nla_is_that_of_tv_divided_by_the_acceptance_rate():
     """∇ −log α = ∇ TV / α: what pure TV lacks where q is far from p."""
     target, start = log(P[:1]), torch.tensor([[-4.0, 0.0, 3.0]], requires_grad=True)
-    slopes = [torch.autograd.grad(DIVERGENCES[name](target, start.log_softmax(-1)).sum(), start)[0] for name in ("lk_nla", "tv")]
+    slopes = [
+        torch.autograd.grad(DIVERGENCES[name](target, start.log_softmax(-1)).sum(), start)[0]
+        for name in ("lk_nla", "tv")
+    ]
     alpha = torch.minimum(target.exp(), start.softmax(-1)).sum().item()
     torch.testing.assert_close(slopes[0], slopes[1] / alpha)
 
@@ -170,7 +192,9 @@ def test_the_gradient_of_lk_nla_is_that_of_tv_divided_by_the_acceptance_rate():
 def test_the_gradient_of_hard_cross_entropy_is_pytorchs_and_zero_for_tokens_that_cannot_be_said():
     start = torch.randn(4, 3, generator=torch.Generator().manual_seed(0), requires_grad=True)
     (ours,) = torch.autograd.grad(hard_cross_entropy(torch.tensor([2, -1, 0, 1]), start.log_softmax(-1)).sum(), start)
-    (theirs,) = torch.autograd.grad(torch.nn.functional.cross_entropy(start, torch.tensor([2, -100, 0, 1]), reduction="sum"), start)
+    (theirs,) = torch.autograd.grad(
+        torch.nn.functional.cross_entropy(start, torch.tensor([2, -100, 0, 1]), reduction="sum"), start
+    )
     torch.testing.assert_close(ours, theirs)
 
 
@@ -208,12 +232,23 @@ def test_values_and_gradients_are_those_of_the_whole_logits_at_once(name, kept):
     losses = torch.stack([divergence(name)(reference, q) for q in log_q])
     alpha = torch.minimum(p_kept, log_q.exp()).sum(-1)
     best = log_q.argmax(-1) if kept is None else kept[log_q.argmax(-1)]
-    expected = [3 * g for g in torch.autograd.grad((losses * weights).sum(), [wanted, draft_head.weight, draft_head.bias])]
+    expected = [
+        3 * g for g in torch.autograd.grad((losses * weights).sum(), [wanted, draft_head.weight, draft_head.bias])
+    ]
     for chunk in (100, 23, 7, 1):
         hidden = start.clone().requires_grad_()
         result = chunked_compare(
-            target_hidden, hidden, target_head, draft_head, divergence(name), kept, weights, list(draft_head.parameters()), chunk, following
-        )  # fmt: skip
+            target_hidden,
+            hidden,
+            target_head,
+            draft_head,
+            divergence(name),
+            kept,
+            weights,
+            list(draft_head.parameters()),
+            chunk,
+            following,
+        )
         torch.testing.assert_close((result.loss, result.alpha), (losses.detach(), alpha.detach()))
         assert torch.equal(result.top1, (best == p.argmax(-1)).float())
         torch.testing.assert_close(result.total.detach(), (losses * weights).sum().detach())
@@ -236,11 +271,21 @@ def test_steps_may_have_heads_of_their_own():
     target_hidden, start, weights = torch.randn(9, 5), torch.randn(3, 9, 4), torch.rand(3, 9)
     parameters = [p for head in own for p in head.parameters()]
     hidden = start.clone().requires_grad_()
-    together = chunked_compare(target_hidden, hidden, target_head, own, divergence("tv"), weights=weights, parameters=parameters, chunk=4)
+    together = chunked_compare(
+        target_hidden, hidden, target_head, own, divergence("tv"), weights=weights, parameters=parameters, chunk=4
+    )
     found = torch.autograd.grad(together.total, [hidden, *parameters])
     for i, head in enumerate(own):
         single = start[i].clone().requires_grad_()
-        alone = chunked_compare(target_hidden, single, target_head, head, divergence("tv"), weights=weights[i], parameters=list(head.parameters()))
+        alone = chunked_compare(
+            target_hidden,
+            single,
+            target_head,
+            head,
+            divergence("tv"),
+            weights=weights[i],
+            parameters=list(head.parameters()),
+        )
         torch.testing.assert_close(together.loss[i], alone.loss)
         expected = torch.autograd.grad(alone.total, [single, *head.parameters()])
         torch.testing.assert_close([found[0][i], *found[1 + 2 * i : 3 + 2 * i]], list(expected))
@@ -249,7 +294,14 @@ def test_steps_may_have_heads_of_their_own():
 def test_without_gradients_nothing_is_differentiated():
     target_head, draft_head = heads(None)
     with torch.no_grad():
-        result = chunked_compare(torch.randn(3, 5), torch.randn(3, 4), target_head, draft_head, divergence("tv"), parameters=list(draft_head.parameters()))
+        result = chunked_compare(
+            torch.randn(3, 5),
+            torch.randn(3, 4),
+            target_head,
+            draft_head,
+            divergence("tv"),
+            parameters=list(draft_head.parameters()),
+        )
     assert not result.total.requires_grad
     assert result.total.item() == pytest.approx(result.loss.sum().item())
 
@@ -260,7 +312,15 @@ def test_no_logits_are_kept_for_the_backward_pass():
     target_head, draft_head = heads(None, vocab=1000)
     hidden = torch.randn(50, 4, requires_grad=True)
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.numel()) or t, lambda t: t):
-        result = chunked_compare(torch.randn(50, 5), hidden, target_head, draft_head, divergence("tv"), parameters=list(draft_head.parameters()), chunk=10)
+        result = chunked_compare(
+            torch.randn(50, 5),
+            hidden,
+            target_head,
+            draft_head,
+            divergence("tv"),
+            parameters=list(draft_head.parameters()),
+            chunk=10,
+        )
         inside = len(saved)
         result.total.backward()
     assert inside > 0
@@ -279,7 +339,14 @@ def test_peak_memory_grows_with_the_chunk_and_not_with_positions_or_steps(name):
         target_hidden, following = torch.randn(positions, 5), torch.zeros(positions, dtype=torch.long)
         with PeakBytes() as count:
             chunked_compare(
-                target_hidden, hidden, target_head, draft_head, rule, parameters=list(draft_head.parameters()), chunk=chunk, following=following
+                target_hidden,
+                hidden,
+                target_head,
+                draft_head,
+                rule,
+                parameters=list(draft_head.parameters()),
+                chunk=chunk,
+                following=following,
             ).total.backward()
         draft_head.zero_grad(set_to_none=True)
         return count.peak / (4 * vocab)
@@ -312,7 +379,9 @@ def test_alpha_is_one_minus_total_variation():
 def test_mass_that_a_pruned_vocabulary_cannot_reach_counts_as_rejected():
     """p = (.5, .3, .2) with q on the last two symbols = (.6, .4): alpha = .3 + .2; the loss renormalises p to (.6, .4)."""
     p, kept = torch.tensor([[0.5, 0.3, 0.2]]).log(), torch.tensor([1, 2])
-    result = chunked_compare(p, torch.tensor([[0.6, 0.4]]).log(), lambda x: x, lambda x: x, divergence("forward_kl"), kept)
+    result = chunked_compare(
+        p, torch.tensor([[0.6, 0.4]]).log(), lambda x: x, lambda x: x, divergence("forward_kl"), kept
+    )
     assert result.alpha.item() == pytest.approx(0.5)
     assert result.loss.item() == pytest.approx(0, abs=1e-6)
     assert result.top1.item() == 0
@@ -326,7 +395,9 @@ def test_mass_that_a_pruned_vocabulary_cannot_reach_counts_as_rejected():
 
 def test_acceptance_along_a_chain_by_hand():
     """Two starts with alphas (.5, .4) and (1, .8): tau is the mean of 1 + .5 + .2 and 1 + 1 + .8, not the product of means."""
-    found = acceptance_metrics([torch.tensor([[0.5, 1.0]]), torch.tensor([[0.4, 0.8]])], [torch.ones(1, 2, dtype=torch.bool)] * 2)
+    found = acceptance_metrics(
+        [torch.tensor([[0.5, 1.0]]), torch.tensor([[0.4, 0.8]])], [torch.ones(1, 2, dtype=torch.bool)] * 2
+    )
     values = {name: (total / count).item() for name, (total, count) in found.items()}
     assert values["alpha_d1"] == pytest.approx(0.75)
     assert values["alpha_d2"] == pytest.approx((0.5 * 0.4 + 1 * 0.8) / 1.5)  # of the chains that get there

@@ -10,13 +10,21 @@ from torch import Tensor
 
 from outrider.decode import Control, Costs, Decoder, Plan, Sampling, Tree
 from outrider.decode.engine import Run
+from outrider.ground import BadInputError, IncompatibleError
 from outrider.heads import Drafter, Hydra, HydraConfig, Medusa, MedusaConfig, TargetBatch
 from outrider.heads.losses import divergence
-from outrider.target import BadInputError, Counts, IncompatibleError, Target
+from outrider.targets import Counts, Target
 
 VOCAB, LENGTH = 64, 18
-KINDS: dict[str, tuple[type[Medusa], type[MedusaConfig]]] = {"medusa": (Medusa, MedusaConfig), "hydra": (Hydra, HydraConfig)}
-VARIANTS = {"own outputs": {}, "shared output": {"share_lm_head": True}, "pruned": {"draft_vocab_size": 20, "num_layers": 2, "num_heads": 3}}
+KINDS: dict[str, tuple[type[Medusa], type[MedusaConfig]]] = {
+    "medusa": (Medusa, MedusaConfig),
+    "hydra": (Hydra, HydraConfig),
+}
+VARIANTS = {
+    "own outputs": {},
+    "shared output": {"share_lm_head": True},
+    "pruned": {"draft_vocab_size": 20, "num_layers": 2, "num_heads": 3},
+}
 CASES = list(product(KINDS, VARIANTS))
 HYDRAS = [*((kind, variant, {}) for kind, variant in CASES), ("hydra", "own outputs", {"norm_embeddings": True})]
 
@@ -43,14 +51,25 @@ def sequences(rows: int = 3, length: int = LENGTH) -> Tensor:
 
 def batch(target: Target, drafter: Drafter, tokens: Tensor, supervised: Tensor | None = None) -> TargetBatch:
     out = target.forward(tokens, taps=drafter.taps)
-    return TargetBatch(target, tokens, torch.ones_like(tokens, dtype=torch.bool) if supervised is None else supervised, out.hidden, out.last)
+    return TargetBatch(
+        target,
+        tokens,
+        torch.ones_like(tokens, dtype=torch.bool) if supervised is None else supervised,
+        out.hidden,
+        out.last,
+    )
 
 
 def drafted_logits(drafter: Medusa, target: Target, text: list[int], drafts: list[int]) -> list[Tensor]:
     """Logits `[V']` of each head in a round whose root is the last token of `text`, along the chain of `drafts`."""
     tokens = torch.tensor([text])
     state = drafter.open(target, 1, 64)
-    drafter.absorb(state, tokens[:, :-1], target.forward(tokens[:, :-1], taps=drafter.taps).hidden, Counts.of([len(text) - 1], "cpu"))
+    drafter.absorb(
+        state,
+        tokens[:, :-1],
+        target.forward(tokens[:, :-1], taps=drafter.taps).hidden,
+        Counts.of([len(text) - 1], "cpu"),
+    )
     found = [drafter.begin(state, tokens[:, -1])[0]]
     return found + [drafter.extend(state, torch.tensor([[token]]))[0, 0] for token in drafts]
 
@@ -71,7 +90,9 @@ def test_new_heads_give_the_targets_own_logits_bit_for_bit(target, kind, variant
         assert torch.equal(logits, own)
 
 
-@pytest.mark.parametrize("changes", [{"logit_scale": 0.25}, {"logits_scaling": 3.0}, {"final_logit_softcapping": 2.0}], ids=str)
+@pytest.mark.parametrize(
+    "changes", [{"logit_scale": 0.25}, {"logits_scaling": 3.0}, {"final_logit_softcapping": 2.0}], ids=str
+)
 def test_new_heads_have_the_targets_own_scaling(target, changes):
     for name, value in changes.items():
         setattr(target.model.config, name, value)
@@ -110,7 +131,9 @@ def test_training_logits_are_the_decoders_and_the_papers(target, kind, variant, 
     rows, places = torch.tensor([0, 0, 1, 2, 2]), torch.tensor([6, 12, 17, 9, 5])
     outputs, here = drafter.outputs(batch(target, drafter, tokens), rows, places)
     assert here.all()
-    for k, (i, (row, place)) in product(range(drafter.config.num_heads), enumerate(zip(rows.tolist(), places.tolist(), strict=True))):
+    for k, (i, (row, place)) in product(
+        range(drafter.config.num_heads), enumerate(zip(rows.tolist(), places.tolist(), strict=True))
+    ):
         t = place - 2 - k
         trained = drafter.lm_head(k, target)(outputs[k, i])
         decoded = drafted_logits(drafter, target, tokens[row, : t + 2].tolist(), tokens[row, t + 2 : place].tolist())[k]
@@ -125,8 +148,12 @@ def test_hydra_reads_the_root_and_the_drafts_and_medusa_does_not(target):
         plain = drafted_logits(drafter, target, text, [5, 9, 2])
         for place, changed in ((0, [6, 9, 2]), (1, [5, 8, 2]), (2, [5, 9, 1])):
             found = drafted_logits(drafter, target, text, changed)
-            assert [not torch.equal(a, b) for a, b in zip(plain, found, strict=True)] == [differs and k > place for k in range(4)]
-        assert [not torch.equal(a, b) for a, b in zip(plain, drafted_logits(drafter, target, other, [5, 9, 2]), strict=True)] == [differs] * 4
+            assert [not torch.equal(a, b) for a, b in zip(plain, found, strict=True)] == [
+                differs and k > place for k in range(4)
+            ]
+        assert [
+            not torch.equal(a, b) for a, b in zip(plain, drafted_logits(drafter, target, other, [5, 9, 2]), strict=True)
+        ] == [differs] * 4
 
 
 # ------------------------------------------------------------ loss
@@ -145,10 +172,15 @@ def test_the_loss_is_a_decayed_sum_over_supervised_positions(target, kind, varia
     for k, row, t in product(range(1, drafter.config.num_heads + 1), range(2), range(11)):
         predicted = t + 1 + k
         if predicted < 11 and supervised[row, predicted]:
-            p, log_q = target_logits[row, predicted - 1], by_definition(drafter, target, tokens, row, t, k).log_softmax(-1)
+            p, log_q = (
+                target_logits[row, predicted - 1],
+                by_definition(drafter, target, tokens, row, t, k).log_softmax(-1),
+            )
             index = (kept == tokens[row, predicted]).nonzero()[:, 0].tolist()
             hard = -log_q[index[0]].item() if index else 0.0
-            value = hard if name == "hard_ce" else (p[kept].softmax(-1) * (p[kept].log_softmax(-1) - log_q)).sum().item()
+            value = (
+                hard if name == "hard_ce" else (p[kept].softmax(-1) * (p[kept].log_softmax(-1) - log_q)).sum().item()
+            )
             total += 0.5 ** (k - 1) * value
             losses += [value] if k == 1 else []
             alphas[row, t, k] = torch.minimum(p.softmax(-1)[kept], log_q.exp()).sum().item()
@@ -159,7 +191,11 @@ def test_the_loss_is_a_decayed_sum_over_supervised_positions(target, kind, varia
     first = [a for (_, _, k), a in alphas.items() if k == 1]
     assert sums["alpha_d1"] == pytest.approx((sum(first), len(first)), rel=1e-4)
     heads = range(1, drafter.config.num_heads + 1)
-    chains = [[alphas[row, t, k] for k in heads] for row, t, k in alphas if k == 1 and all((row, t, j) in alphas for j in heads)]
+    chains = [
+        [alphas[row, t, k] for k in heads]
+        for row, t, k in alphas
+        if k == 1 and all((row, t, j) in alphas for j in heads)
+    ]
     taus = [1 + sum(torch.tensor(chain).cumprod(0).tolist()) for chain in chains]
     assert sums["tau"] == pytest.approx((sum(taus), len(taus)), rel=1e-4)
 
@@ -200,7 +236,11 @@ def test_a_head_learns_nothing_from_another_heads_loss(target):
     supervised = torch.zeros_like(tokens, dtype=torch.bool)
     supervised[:, 2] = True
     drafter.loss(batch(target, drafter, tokens, supervised)).total.backward()
-    moved = {name.split(".")[1] for name, weight in drafter.named_parameters() if weight.grad is not None and weight.grad.any()}
+    moved = {
+        name.split(".")[1]
+        for name, weight in drafter.named_parameters()
+        if weight.grad is not None and weight.grad.any()
+    }
     assert moved == {"0"}
 
 
@@ -262,8 +302,13 @@ def test_a_round_never_reads_a_tensor_on_the_host(tiny_llama, kind, plan):
     with torch.device("meta"):
         target = Target(tiny_llama(layers=4).to("meta"))
         drafter = KINDS[kind][0].build(KINDS[kind][1](), target).to("meta")
-        run = Run(Decoder(target, drafter, static=True), PROMPTS, 20, Sampling(1.0), PLANS[plan], None, False, None, True)
-        tokens, counts = torch.zeros(4, 9, dtype=torch.long), Counts(torch.ones(4, dtype=torch.long), [len(p) for p in PROMPTS])
+        run = Run(
+            Decoder(target, drafter, static=True), PROMPTS, 20, Sampling(1.0), PLANS[plan], None, False, None, True
+        )
+        tokens, counts = (
+            torch.zeros(4, 9, dtype=torch.long),
+            Counts(torch.ones(4, dtype=torch.long), [len(p) for p in PROMPTS]),
+        )
         with torch.inference_mode():
             opened = run._open(tokens, counts)
             drafter.absorb(opened.drafting, tokens, torch.zeros(4, 9, 1, 32), counts)
@@ -271,7 +316,9 @@ def test_a_round_never_reads_a_tensor_on_the_host(tiny_llama, kind, plan):
             shapes = [t.shape for t in drafter.carried(opened.drafting)]
             for _ in range(2):
                 run.absorb(opened, run.compute(opened, run.plan.depth))
-                assert [t.shape for t in drafter.carried(opened.drafting)] == shapes, "what is carried from round to round keeps its shape"
+                assert [t.shape for t in drafter.carried(opened.drafting)] == shapes, (
+                    "what is carried from round to round keeps its shape"
+                )
 
 
 def test_heads_that_know_the_text_are_accepted_to_the_last(target):

@@ -21,27 +21,42 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
-)  # fmt: skip
+)
 
 from outrider.decode import Decoder, Plan, Tree
-from outrider.heads import DraftModel, decoder_layer
+from outrider.heads import DraftModel
 from outrider.heads.draft_model import _State
-from outrider.heads.model_runner import ModelRunner, runs
-from outrider.target import Counts, Target
+from outrider.heads.parts import decoder_layer
+from outrider.heads.parts.model_runner import ModelRunner, runs
+from outrider.targets import Counts, Target
 
 VOCAB = 64
 SIZES: dict[str, Any] = {
-    "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "max_position_embeddings": 256, "initializer_range": 0.2, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
-}  # fmt: skip
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.2,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
 MIXED = ["full_attention", "sliding_attention", "full_attention"]
 ROPES = {
     "linear": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0},
     "llama3": {
-        "rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16,
+        "rope_type": "llama3",
+        "rope_theta": 10000.0,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 16,
     },
     "yarn": {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 16},
-}  # fmt: skip
+}
 
 
 def varied(model: Any) -> Any:
@@ -68,20 +83,39 @@ def models(tiny_llama) -> dict[str, Any]:
         "llama, one head for all keys": lambda: tiny_llama(layers=2, num_key_value_heads=1),
         "llama, wide heads": lambda: tiny_llama(layers=2, head_dim=16),
         "llama, biases": lambda: tiny_llama(layers=2, attention_bias=True, mlp_bias=True),
-        **{f"llama, {name}": lambda rope=rope: tiny_llama(layers=2, rope_parameters=rope) for name, rope in ROPES.items()},
+        **{
+            f"llama, {name}": lambda rope=rope: tiny_llama(layers=2, rope_parameters=rope)
+            for name, rope in ROPES.items()
+        },
         "mistral": lambda: other(MistralForCausalLM, MistralConfig, sliding_window=None),
         "mistral, window": lambda: other(MistralForCausalLM, MistralConfig, sliding_window=5),
         "qwen2": lambda: other(Qwen2ForCausalLM, Qwen2Config),
-        "qwen2, windows": lambda: other(Qwen2ForCausalLM, Qwen2Config, use_sliding_window=True, sliding_window=4, layer_types=MIXED),
+        "qwen2, windows": lambda: other(
+            Qwen2ForCausalLM, Qwen2Config, use_sliding_window=True, sliding_window=4, layer_types=MIXED
+        ),
         "qwen3": lambda: other(Qwen3ForCausalLM, Qwen3Config, head_dim=16),
-        "qwen3, windows": lambda: other(Qwen3ForCausalLM, Qwen3Config, head_dim=8, use_sliding_window=True, sliding_window=4, layer_types=MIXED),
+        "qwen3, windows": lambda: other(
+            Qwen3ForCausalLM, Qwen3Config, head_dim=8, use_sliding_window=True, sliding_window=4, layer_types=MIXED
+        ),
     }
 
 
 NAMES = [
-    "llama", "llama, no heads that share keys", "llama, one head for all keys", "llama, wide heads", "llama, biases", "llama, linear", "llama, llama3",
-    "llama, yarn", "mistral", "mistral, window", "qwen2", "qwen2, windows", "qwen3", "qwen3, windows",
-]  # fmt: skip
+    "llama",
+    "llama, no heads that share keys",
+    "llama, one head for all keys",
+    "llama, wide heads",
+    "llama, biases",
+    "llama, linear",
+    "llama, llama3",
+    "llama, yarn",
+    "mistral",
+    "mistral, window",
+    "qwen2",
+    "qwen2, windows",
+    "qwen3",
+    "qwen3, windows",
+]
 
 
 def tokens(rows: int, count: int, seed: int) -> Tensor:
@@ -204,7 +238,13 @@ def test_other_models_are_left_to_the_library(target, models, tiny_llama):
         old = model.model.layers[0].mlp.down_proj
         model.model.layers[0].mlp.down_proj = Subclass(old.in_features, old.out_features, bias=False)
 
-    longrope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "original_max_position_embeddings": 64}
+    longrope = {
+        "rope_type": "longrope",
+        "rope_theta": 1e4,
+        "short_factor": [1.0] * 4,
+        "long_factor": [2.0] * 4,
+        "original_max_position_embeddings": 64,
+    }
     others = {
         "gpt2": GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=2, n_head=4, n_positions=256, **small)),
         "gemma2": Gemma2ForCausalLM(Gemma2Config(**SIZES | {"num_hidden_layers": 2, "head_dim": 8})),
@@ -254,7 +294,9 @@ def test_every_weight_that_changes_is_noticed(target, models):
         short(drafter, target)
     drafter.cast(torch.float64)
     short(drafter, target)
-    drafter.model.model.layers[1].mlp.up_proj.weight = nn.Parameter(torch.randn_like(drafter.model.model.layers[1].mlp.up_proj.weight))
+    drafter.model.model.layers[1].mlp.up_proj.weight = nn.Parameter(
+        torch.randn_like(drafter.model.model.layers[1].mlp.up_proj.weight)
+    )
     short(drafter, target)
     drafter.model.model.layers[0] = copy.deepcopy(drafter.model.model.layers[1])
     drafter.model.model.layers[0].self_attn.layer_idx = 0
@@ -292,7 +334,10 @@ def test_memory_is_what_is_allocated_and_nothing_of_it_is_saved(target, models, 
     state = drafter.open(target, 2, 30, 5)
     assert isinstance(state.fused, ModelRunner)
     joints = [joint for joint in state.fused.qkv + state.fused.gate_up if joint is not None]
-    copies = [t for joint in joints for t in (joint.weight, joint.bias) if t is not None] + [state.fused.cos, state.fused.sin]
+    copies = [t for joint in joints for t in (joint.weight, joint.bias) if t is not None] + [
+        state.fused.cos,
+        state.fused.sin,
+    ]
     assert told == state.cache.num_bytes() + sum(t.untyped_storage().nbytes() for t in copies)
     assert drafter.state_bytes(target, 2, 30, 5) == state.cache.num_bytes()
     assert list(drafter.state_dict()) == saved

@@ -15,11 +15,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from outrider.decode import Decoder, Plan, Sampling
+from outrider.ground import BadInputError, IncompatibleError
 from outrider.heads import Mtp, MtpConfig, TargetBatch, load_drafter
 from outrider.heads.losses import DIVERGENCES
 from outrider.heads.mtp import plain_body
-from outrider.heads.mtp_native import main, save_native
-from outrider.target import BadInputError, Counts, IncompatibleError, PeakBytes, Target
+from outrider.heads.parts.mtp_native import main, save_native
+from outrider.targets import Counts, PeakBytes, Target
 from outrider.train.warmstart import make_drafter
 
 VOCAB, LENGTH = 64, 18
@@ -29,19 +30,58 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "hidden first": {"steps": 4, "hidden_first": True},
     "one per depth": {"recursive": False, "depth": 4},
     "one per depth, raw output": {"recursive": False, "depth": 4, "norm_output": False},
-    "another layer": {"recursive": False, "depth": 2, "layer": {"num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 48}},
+    "another layer": {
+        "recursive": False,
+        "depth": 2,
+        "layer": {"num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 48},
+    },
 }
-LAYER = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128}
+LAYER = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+}
 ENDS = {"initializer_range": 0.2, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 EXPERTS = {"moe_intermediate_size": 16, "num_experts_per_tok": 2}
-ROUTED = {"n_routed_experts": 4, "n_shared_experts": 1, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, **EXPERTS}
-LATENT = {"num_key_value_heads": 4, "q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
-LINEAR = {"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8, "num_hidden_layers": 4}
+ROUTED = {
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    **EXPERTS,
+}
+LATENT = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 8,
+    "kv_lora_rank": 8,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+}
+LINEAR = {
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "num_hidden_layers": 4,
+}
 # By family: the config's class and fields, and how many MTP modules its checkpoint holds.
 FAMILIES: dict[str, tuple[str, dict[str, Any], int]] = {
     "deepseek_v3": ("DeepseekV3Config", {"num_hidden_layers": 3, "num_nextn_predict_layers": 2, **ROUTED, **LATENT}, 2),
-    "glm4_moe": ("Glm4MoeConfig", {"num_hidden_layers": 2, "head_dim": 8, "use_qk_norm": True, "num_nextn_predict_layers": 1, **ROUTED}, 1),
-    "qwen3_next": ("Qwen3NextConfig", {"head_dim": 8, "num_experts": 4, "shared_expert_intermediate_size": 16, **EXPERTS, **LINEAR}, 1),
+    "glm4_moe": (
+        "Glm4MoeConfig",
+        {"num_hidden_layers": 2, "head_dim": 8, "use_qk_norm": True, "num_nextn_predict_layers": 1, **ROUTED},
+        1,
+    ),
+    "qwen3_next": (
+        "Qwen3NextConfig",
+        {"head_dim": 8, "num_experts": 4, "shared_expert_intermediate_size": 16, **EXPERTS, **LINEAR},
+        1,
+    ),
     "qwen3_5": ("Qwen3_5TextConfig", {"head_dim": 8, **LINEAR}, 1),
 }
 
@@ -70,7 +110,13 @@ def sequences(rows: int = 3, length: int = LENGTH) -> Tensor:
 
 def batch(target: Target, tokens: Tensor, supervised: Tensor | None = None) -> TargetBatch:
     last = target.forward(tokens, logits=False).last
-    return TargetBatch(target, tokens, torch.ones_like(tokens, dtype=torch.bool) if supervised is None else supervised, last[:, :, None], last)
+    return TargetBatch(
+        target,
+        tokens,
+        torch.ones_like(tokens, dtype=torch.bool) if supervised is None else supervised,
+        last[:, :, None],
+        last,
+    )
 
 
 # ------------------------------------------------------------ training is decoding
@@ -96,7 +142,10 @@ def test_training_logits_are_the_decoders(target, variant, decoded_logits):
 @pytest.mark.parametrize("hidden_first", [True, False])
 def test_modules_are_the_equation(target, hidden_first, norm_output):
     """Two modules, written out: which is concatenated first, and whether the second reads the first's output before or after its norm."""
-    drafter, tokens = made(target, recursive=False, depth=2, hidden_first=hidden_first, norm_output=norm_output), sequences(1)
+    drafter, tokens = (
+        made(target, recursive=False, depth=2, hidden_first=hidden_first, norm_output=norm_output),
+        sequences(1),
+    )
     hidden = target.forward(tokens).last
     outputs = drafter.unroll(target, tokens, hidden)
     for k, module in enumerate(drafter.parts):
@@ -167,7 +216,11 @@ def test_the_loss_is_a_weighted_mean_over_depths_of_sums_over_supervised_positio
     sums = {name: (s.item(), c.item()) for name, (s, c) in result.metrics.items()}
     first = [a for (_, _, step), a in alphas.items() if step == 0]
     assert sums["alpha_d1"] == pytest.approx((sum(first), len(first)), rel=1e-4)
-    chains = [[alphas[row, i, s] for s in range(steps)] for row, i in {(r, i) for r, i, _ in alphas} if all((row, i, s) in alphas for s in range(steps))]
+    chains = [
+        [alphas[row, i, s] for s in range(steps)]
+        for row, i in {(r, i) for r, i, _ in alphas}
+        if all((row, i, s) in alphas for s in range(steps))
+    ]
     taus = [1 + sum(torch.tensor(chain).cumprod(0).tolist()) for chain in chains]
     assert sums["tau"] == pytest.approx((sum(taus), len(taus)), rel=1e-4)
 
@@ -212,41 +265,68 @@ class Family:
         model.save_pretrained(folder)
         self.native = self._modules(name, model, folder.with_name(folder.name + "-layer"), dtype)
         if shards:
-            save_file(self.native | {"model.extra": torch.ones(3)}, folder / "model-00002-of-00002.safetensors", metadata={"format": "pt"})
+            save_file(
+                self.native | {"model.extra": torch.ones(3)},
+                folder / "model-00002-of-00002.safetensors",
+                metadata={"format": "pt"},
+            )
             rest = dict.fromkeys(load_file(folder / "model.safetensors"), "model-00001-of-00002.safetensors")
             (folder / "model.safetensors").rename(folder / "model-00001-of-00002.safetensors")
             weights = rest | dict.fromkeys(self.native, "model-00002-of-00002.safetensors")
             (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weights}))
         else:
-            save_file(load_file(folder / "model.safetensors") | self.native, folder / "model.safetensors", metadata={"format": "pt"})
+            save_file(
+                load_file(folder / "model.safetensors") | self.native,
+                folder / "model.safetensors",
+                metadata={"format": "pt"},
+            )
 
     def _modules(self, name: str, model: Any, folder: Path, dtype: torch.dtype) -> dict[str, Tensor]:
         """Layers as transformers saves those of this architecture, under their names as modules."""
         found: dict[str, Tensor] = {}
         for k in range(self.depth):
-            fields = {"num_hidden_layers": 1, "first_k_dense_replace": 0} if "deepseek" in name or "glm" in name else {"num_hidden_layers": 4}
-            one = transformers.AutoModelForCausalLM.from_config(self.make(**(self.config.to_dict() | fields | {"vocab_size": 2})), dtype=dtype)
+            fields = (
+                {"num_hidden_layers": 1, "first_k_dense_replace": 0}
+                if "deepseek" in name or "glm" in name
+                else {"num_hidden_layers": 4}
+            )
+            one = transformers.AutoModelForCausalLM.from_config(
+                self.make(**(self.config.to_dict() | fields | {"vocab_size": 2})), dtype=dtype
+            )
             for weight_name, weight in one.named_parameters():
                 if "norm" in weight_name:
                     torch.nn.init.uniform_(weight, -0.5, 0.5 if "qwen" in name else 1.5)
             one.save_pretrained(folder)
             last = f"model.layers.{fields['num_hidden_layers'] - 1}."
-            layer = {n.removeprefix(last): t for n, t in load_file(folder / "model.safetensors").items() if n.startswith(last)}
+            layer = {
+                n.removeprefix(last): t
+                for n, t in load_file(folder / "model.safetensors").items()
+                if n.startswith(last)
+            }
             norms = [torch.rand(32).to(dtype) for _ in range(3)]
             projection = (0.2 * torch.randn(32, 64)).to(dtype)
             if "qwen" in name:
                 found |= {f"mtp.layers.0.{n}": t for n, t in layer.items()} | {"mtp.fc.weight": projection}
-                found |= {f"mtp.{n}.weight": t for n, t in zip(("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"), norms, strict=True)}
+                found |= {
+                    f"mtp.{n}.weight": t
+                    for n, t in zip(("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"), norms, strict=True)
+                }
             else:
                 at = f"model.layers.{self.config.num_hidden_layers + k}."
                 found |= {at + n: t for n, t in layer.items()} | {f"{at}eh_proj.weight": projection}
-                found |= {f"{at}{n}.weight": t for n, t in zip(("enorm", "hnorm", "shared_head.norm"), norms, strict=True)}
+                found |= {
+                    f"{at}{n}.weight": t for n, t in zip(("enorm", "hnorm", "shared_head.norm"), norms, strict=True)
+                }
                 found |= {f"{at}embed_tokens.weight": model.model.embed_tokens.weight.detach().clone()}
                 found |= {f"{at}shared_head.head.weight": model.lm_head.weight.detach().clone()}
         return found
 
     def target(self) -> Target:
-        model = transformers.AutoModelForCausalLM.from_pretrained(self.folder, dtype=torch.float32).eval().requires_grad_(False)
+        model = (
+            transformers.AutoModelForCausalLM.from_pretrained(self.folder, dtype=torch.float32)
+            .eval()
+            .requires_grad_(False)
+        )
         return Target(model, source={"path": str(self.folder)})
 
 
@@ -255,10 +335,16 @@ def family(request, tmp_path, monkeypatch) -> Family:
     if not hasattr(transformers, FAMILIES[request.param][0]):
         pytest.skip(f"this transformers has no {request.param}")
     found = Family(request.param, tmp_path / request.param)
-    ignored = [rf"model\.layers\.{found.config.num_hidden_layers + k}.*" for k in range(found.depth)]  # the library knows the published sizes' only
+    ignored = [
+        rf"model\.layers\.{found.config.num_hidden_layers + k}.*" for k in range(found.depth)
+    ]  # the library knows the published sizes' only
     for name in ("DeepseekV3PreTrainedModel", "Glm4MoePreTrainedModel"):
         monkeypatch.setattr(getattr(transformers, name), "_keys_to_ignore_on_load_unexpected", ignored)
-        monkeypatch.setattr(getattr(transformers, name.replace("PreTrainedModel", "ForCausalLM")), "_keys_to_ignore_on_load_unexpected", ignored)
+        monkeypatch.setattr(
+            getattr(transformers, name.replace("PreTrainedModel", "ForCausalLM")),
+            "_keys_to_ignore_on_load_unexpected",
+            ignored,
+        )
     return found
 
 
@@ -282,10 +368,17 @@ def test_each_native_tensor_is_where_it_belongs(family):
     """Of those that could be taken for one another, as they have one shape."""
     names = {"embedding_norm": "enorm", "hidden_norm": "hnorm", "projection": "eh_proj", "norm": "shared_head.norm"}
     if "qwen" in family.folder.name:
-        names = {"embedding_norm": "mtp.pre_fc_norm_embedding", "hidden_norm": "mtp.pre_fc_norm_hidden", "projection": "mtp.fc", "norm": "mtp.norm"}
+        names = {
+            "embedding_norm": "mtp.pre_fc_norm_embedding",
+            "hidden_norm": "mtp.pre_fc_norm_hidden",
+            "projection": "mtp.fc",
+            "norm": "mtp.norm",
+        }
     for k, module in enumerate(native(family, family.target()).parts):
         at = "" if "qwen" in family.folder.name else f"model.layers.{family.config.num_hidden_layers + k}."
-        assert all(torch.equal(getattr(module, own).weight, family.native[f"{at}{name}.weight"]) for own, name in names.items())
+        assert all(
+            torch.equal(getattr(module, own).weight, family.native[f"{at}{name}.weight"]) for own, name in names.items()
+        )
 
 
 @pytest.mark.parametrize("family", FAMILIES, indirect=True)
@@ -299,10 +392,14 @@ def test_what_is_written_back_is_the_drafter(family, tmp_path):
     [file] = save_native(drafter, str(family.folder), tmp_path / "out")
     before, after = load_file(family.folder / "model.safetensors"), load_file(file)
     shared = ("embed_tokens.weight", "shared_head.head.weight", "e_score_correction_bias")
-    assert {n for n in before if not torch.equal(before[n], after[n])} == {n for n in family.native if not n.endswith(shared)}
+    assert {n for n in before if not torch.equal(before[n], after[n])} == {
+        n for n in family.native if not n.endswith(shared)
+    }
     file.replace(family.folder / "model.safetensors")
     again = native(family, target)
-    assert all(torch.equal(a, b) for a, b in zip(drafter.state_dict().values(), again.state_dict().values(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(drafter.state_dict().values(), again.state_dict().values(), strict=True)
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -344,7 +441,11 @@ def oracle(target: Target) -> tuple[Any, Any]:
     """transformers' own modules for this target, from its checkpoint, and a cache for them; skips where it has none."""
     layers = pytest.importorskip("transformers.modeling_layers")
     caches = pytest.importorskip("transformers.cache_utils")
-    if not hasattr(layers, "MtpModel") or not hasattr(caches, "MtpCache") or not hasattr(target.config, "get_mtp_config"):
+    if (
+        not hasattr(layers, "MtpModel")
+        or not hasattr(caches, "MtpCache")
+        or not hasattr(target.config, "get_mtp_config")
+    ):
         pytest.skip("this transformers has no MTP modules")
     return layers.MtpModel.from_pretrained(target.model).eval(), caches.MtpCache(config=target.config.get_mtp_config())
 
@@ -389,13 +490,23 @@ def test_rounds_propose_what_transformers_candidate_generator_does(family, monke
     prompt = sequences(1, 7)
     text = target.model.generate(prompt, max_new_tokens=24, do_sample=False, use_mtp=True)[0].tolist()
     drafter = native(family, target)
-    assert text[7:] == Decoder(target, drafter).generate([prompt[0].tolist()], 24, plan=Plan(family.depth), ignore_eos=True).tokens[0]
+    assert (
+        text[7:]
+        == Decoder(target, drafter)
+        .generate([prompt[0].tolist()], 24, plan=Plan(family.depth), ignore_eos=True)
+        .tokens[0]
+    )
     assert len(seen) > 5
     with torch.inference_mode():
         for before, candidates in seen:
             tokens = torch.tensor([before])
             state = drafter.open(target, 1, 60)
-            drafter.absorb(state, tokens[:, :-1], target.forward(tokens[:, :-1]).last[:, :, None], Counts.of([len(before) - 1], "cpu"))
+            drafter.absorb(
+                state,
+                tokens[:, :-1],
+                target.forward(tokens[:, :-1]).last[:, :, None],
+                Counts.of([len(before) - 1], "cpu"),
+            )
             proposal = drafter.propose(state, tokens[:, -1], family.depth, lambda logits, _: logits.argmax(-1))
             assert proposal.tokens[0].tolist() == candidates
 
@@ -417,10 +528,19 @@ def test_a_module_that_is_not_whole_is_refused(family):
     for name in (names[0], next(n for n in names if "input_layernorm" in n), names[-1]):
         with pytest.raises((IncompatibleError, BadInputError), match=r"missing|MTP modules|no MTP module"):
             native(family, spoiled(family, lambda weights, name=name: weights.pop(name)))
-        save_file(load_file(family.folder / "model.safetensors") | family.native, family.folder / "model.safetensors", metadata={"format": "pt"})
+        save_file(
+            load_file(family.folder / "model.safetensors") | family.native,
+            family.folder / "model.safetensors",
+            metadata={"format": "pt"},
+        )
     layer = next(n for n in names if "input_layernorm" in n)
     with pytest.raises(IncompatibleError, match="unexpected"):
-        native(family, spoiled(family, lambda weights: weights.update({layer.replace("input_layernorm", "surprise"): torch.ones(2)})))
+        native(
+            family,
+            spoiled(
+                family, lambda weights: weights.update({layer.replace("input_layernorm", "surprise"): torch.ones(2)})
+            ),
+        )
 
 
 @pytest.mark.parametrize("family", ["deepseek_v3"], indirect=True)
@@ -435,7 +555,11 @@ def test_other_shapes_quantised_tensors_and_other_embeddings_are_refused(family)
         target = spoiled(family, lambda weights, name=name, tensor=tensor: weights.update({name: tensor}))
         with pytest.raises(IncompatibleError, match=message):
             native(family, target)
-        save_file(load_file(family.folder / "model.safetensors") | family.native, family.folder / "model.safetensors", metadata={"format": "pt"})
+        save_file(
+            load_file(family.folder / "model.safetensors") | family.native,
+            family.folder / "model.safetensors",
+            metadata={"format": "pt"},
+        )
     native(family, family.target())
 
 
@@ -467,7 +591,10 @@ def test_what_cannot_be_made_is_refused(target):
         ({"hidden_size": 16}, "hidden_size 16 differs from the target's 32"),
         ({"draft_vocab_size": 65}, "65 exceeds the target's vocabulary of 64"),
         ({"layer": {"intermediate": 3}}, "unknown key 'intermediate'; did you mean 'intermediate_size'"),
-        ({"layer": {"num_attention_heads": 5}}, r"drafter\.layer: .*hidden size \(32\) is not a multiple of the number of attention heads \(5\)"),
+        (
+            {"layer": {"num_attention_heads": 5}},
+            r"drafter\.layer: .*hidden size \(32\) is not a multiple of the number of attention heads \(5\)",
+        ),
         ({"layer": {"intermediate_size": "x"}}, r"drafter\.layer: .*expected int, got str"),
         ({"layer": {"hidden_size": 16}}, "a layer of hidden_size 16 does not fit the target's 32"),
     ):
@@ -546,7 +673,12 @@ def test_rounds_of_fixed_shapes_never_read_a_tensor_on_the_host(tiny_llama, vari
         for cache in drafter.caches(state):
             cache.window = 256
         for width in (9, 4, 4):
-            drafter.absorb(state, torch.zeros(4, width, dtype=torch.long), torch.zeros(4, width, 1, 32), Counts(torch.ones(4, dtype=torch.long)))
+            drafter.absorb(
+                state,
+                torch.zeros(4, width, dtype=torch.long),
+                torch.zeros(4, width, 1, 32),
+                Counts(torch.ones(4, dtype=torch.long)),
+            )
             drafter.carry(state, [torch.empty_like(t) for t in drafter.carried(state)])
             drafter.begin(state, torch.zeros(4, dtype=torch.long))
             for level in range(3):
@@ -559,9 +691,16 @@ def test_a_recipe_starts_from_native_modules_and_from_a_saved_drafter(family, tm
     """`init: native`, or the folder of a training; what only training uses may change, what decides the weights may not."""
     target, counts = family.target(), lambda: torch.arange(VOCAB)
     first = make_drafter({"type": "mtp", "init": "native", "steps": 2}, target, counts)
-    assert all(torch.equal(a, b) for a, b in zip(first.state_dict().values(), native(family, target).state_dict().values(), strict=True))
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(first.state_dict().values(), native(family, target).state_dict().values(), strict=True)
+    )
     first.save(tmp_path)
-    again = make_drafter({"type": "mtp", "init": str(tmp_path), "steps": 4, "loss": "soft_ce", "layer": {}, "recursive": True}, target, counts)
+    again = make_drafter(
+        {"type": "mtp", "init": str(tmp_path), "steps": 4, "loss": "soft_ce", "layer": {}, "recursive": True},
+        target,
+        counts,
+    )
     assert all(torch.equal(a, b) for a, b in zip(first.state_dict().values(), again.state_dict().values(), strict=True))
     assert (again.config.steps, again.config.loss, again.config.init) == (4, "soft_ce", "native")
     with pytest.raises(BadInputError, match="norm_output"):

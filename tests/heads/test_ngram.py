@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from outrider.ground import BadInputError
 from outrider.heads import Ngram, NgramConfig
-from outrider.target import BadInputError, Counts
+from outrider.targets import Counts
 
 
 def propose(tokens: list[list[int]], roots: list[int], depth: int, **config: int) -> list[list[int]]:

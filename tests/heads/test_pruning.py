@@ -28,13 +28,21 @@ from transformers import (
     SmolLM3ForCausalLM,
     StableLmConfig,
     StableLmForCausalLM,
-)  # fmt: skip
+)
 
+from outrider.ground import BadInputError, IncompatibleError
 from outrider.heads import DraftModel, DraftModelConfig
-from outrider.heads.pruning import chosen_layers, pruned
-from outrider.target import BadInputError, IncompatibleError, Target
+from outrider.heads.parts.pruning import chosen_layers, pruned
+from outrider.targets import Target
 
-SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 64, "pad_token_id": 0}
+SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 64,
+    "pad_token_id": 0,
+}
 WIDER = {"initializer_range": 0.2}
 
 
@@ -95,7 +103,10 @@ def zero(parameter: Tensor, rows: slice | list[int]) -> None:
 # ------------------------------------------------------------ whole layers
 
 
-@pytest.mark.parametrize(("of", "count", "expected"), [(12, 1, [11]), (12, 2, [0, 11]), (12, 3, [0, 6, 11]), (4, 4, [0, 1, 2, 3]), (1, 1, [0])])
+@pytest.mark.parametrize(
+    ("of", "count", "expected"),
+    [(12, 1, [11]), (12, 2, [0, 11]), (12, 3, [0, 6, 11]), (4, 4, [0, 1, 2, 3]), (1, 1, [0])],
+)
 def test_layers_are_spread_from_the_first_to_the_last(of, count, expected):
     assert chosen_layers(of, count) == expected
 
@@ -114,7 +125,10 @@ def test_a_model_of_fewer_layers_has_the_targets_layers_embeddings_and_norm(tiny
 
 def test_layers_keep_their_kind_of_attention():
     kinds = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
-    small = pruned(Target(Gemma2ForCausalLM(Gemma2Config(**SIZES, num_hidden_layers=4, head_dim=8, layer_types=kinds)).eval()), {"num_hidden_layers": 3})
+    small = pruned(
+        Target(Gemma2ForCausalLM(Gemma2Config(**SIZES, num_hidden_layers=4, head_dim=8, layer_types=kinds)).eval()),
+        {"num_hidden_layers": 3},
+    )
     assert small.config.layer_types == [kinds[0], kinds[2], kinds[3]]
 
 
@@ -164,7 +178,11 @@ def test_a_neuron_that_says_nothing_can_go(anything):
     assert (logits(fewer) - logits(anything.model)).abs().max() > 1e-4, "one more is missed"
 
 
-@pytest.mark.parametrize("model", [{"num_attention_heads": 2}, {"num_key_value_heads": 1}, {"num_attention_heads": 2, "num_key_value_heads": 1}], ids=str)
+@pytest.mark.parametrize(
+    "model",
+    [{"num_attention_heads": 2}, {"num_key_value_heads": 1}, {"num_attention_heads": 2, "num_key_value_heads": 1}],
+    ids=str,
+)
 def test_a_group_of_heads_that_says_nothing_can_go(anything, model):
     """A group that shares keys and values: in even layers the first, in odd ones the second."""
     for number, layer in enumerate(anything.model.model.layers):
@@ -253,7 +271,9 @@ OTHERS = {
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_architectures_are_pruned_by_whole_layers_only(name):
     target = Target(OTHERS[name]().eval())
-    with pytest.raises(IncompatibleError, match=r"pruned by whole layers only: its .* Give model.num_hidden_layers alone") as raised:
+    with pytest.raises(
+        IncompatibleError, match=r"pruned by whole layers only: its .* Give model.num_hidden_layers alone"
+    ) as raised:
         pruned(target, {"hidden_size": 16})
     assert raised.value.exit_code == 3
     pruned(target, {"num_hidden_layers": 1})

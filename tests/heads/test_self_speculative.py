@@ -13,9 +13,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from outrider.decode import Control, Costs, Decoder, Plan, Sampling, Tree, memory
 from outrider.decode.engine import Run
 from outrider.decode.memory import Load, budget
+from outrider.ground import BadInputError, IncompatibleError
 from outrider.heads import Fusion, Ngram, SelfSpeculative, SelfSpeculativeConfig, TargetBatch
 from outrider.heads.losses import divergence
-from outrider.target import BadInputError, Counts, IncompatibleError, PeakBytes, RaggedCache, Target
+from outrider.targets import Counts, PeakBytes, RaggedCache, Target
 
 VOCAB, NEW = 64, 14
 PROMPTS = [torch.randint(0, VOCAB, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (5, 1, 9, 13, 2)]
@@ -28,11 +29,27 @@ PLANS = {
     "control": Plan(3, control=Control(Costs(verify=((0, 1.0), (8, 1.1)), draft=(0.0, 0.4)), (0.5, 0.5, 0.5))),
 }
 COMMON: dict[str, Any] = {
-    "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "max_position_embeddings": 128, "initializer_range": 0.2, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
-}  # fmt: skip
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.2,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
 GEMMA = {"head_dim": 8, "query_pre_attn_scalar": 8, "tie_word_embeddings": False, "sliding_window": 3}
-SEEING = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28, "patch_size": 14}
+SEEING = {
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+}
 # Where the library's bodies differ: in what they hold the layers, how they call the norm behind them, and in their masks.
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "llama": {},
@@ -40,19 +57,25 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": 3},
     "gemma2": {**GEMMA, "final_logit_softcapping": 3.0},
     "gemma3": {
-        "text_config": {**COMMON, **GEMMA, "layer_types": ["sliding_attention", "full_attention"] * 2}, "vision_config": SEEING,
-        "mm_tokens_per_image": 4, "tie_word_embeddings": False,
+        "text_config": {**COMMON, **GEMMA, "layer_types": ["sliding_attention", "full_attention"] * 2},
+        "vision_config": SEEING,
+        "mm_tokens_per_image": 4,
+        "tie_word_embeddings": False,
     },
     "gpt2": {},
     "gpt_neox": {},
-}  # fmt: skip
+}
 
 
 def make(name: str) -> PreTrainedModel:
     changes = ARCHITECTURES[name]
     torch.manual_seed(0)
     config = AutoConfig.for_model(name, **(changes if "text_config" in changes else COMMON | changes))
-    return AutoModelForCausalLM.from_config(config, attn_implementation="eager" if name == "gemma2" else None).eval().requires_grad_(False)
+    return (
+        AutoModelForCausalLM.from_config(config, attn_implementation="eager" if name == "gemma2" else None)
+        .eval()
+        .requires_grad_(False)
+    )
 
 
 def build(target: Target, new: bool = False, **changes: Any) -> SelfSpeculative:
@@ -116,7 +139,9 @@ def test_a_body_whose_forward_was_replaced_is_refused(target):
 
 def test_a_target_without_a_norm_behind_its_layers_is_refused(target):
     target.body.norm.register_forward_hook(lambda module, args, output: output + args[0])
-    target.body.register_forward_hook(lambda module, args, output: setattr(output, "last_hidden_state", 2 * output.last_hidden_state))
+    target.body.register_forward_hook(
+        lambda module, args, output: setattr(output, "last_hidden_state", 2 * output.last_hidden_state)
+    )
     drafter = build(target, exit_layer=2)
     with pytest.raises(IncompatibleError, match="LlamaForCausalLM has no single norm behind its last layer"):
         drafter.loss(batch(target, drafter, sequences()))
@@ -125,7 +150,11 @@ def test_a_target_without_a_norm_behind_its_layers_is_refused(target):
 # ------------------------------------------------------------ drafts
 
 
-@pytest.mark.parametrize("changes", [{}, {"share_lm_head": False}, {"draft_vocab_size": 20}, {"draft_vocab_size": 20, "share_lm_head": False}], ids=str)
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"share_lm_head": False}, {"draft_vocab_size": 20}, {"draft_vocab_size": 20, "share_lm_head": False}],
+    ids=str,
+)
 def test_a_new_exit_gives_the_targets_own_early_logits(target, changes):
     """`lm_head(norm(h_E))`: to the bit where the output embedding is the target's."""
     drafter, tokens = build(target, new=True, exit_layer=2, **changes), sequences()
@@ -134,7 +163,9 @@ def test_a_new_exit_gives_the_targets_own_early_logits(target, changes):
     assert torch.equal(found, expected)
 
 
-@pytest.mark.parametrize("changes", [{"logit_scale": 0.25}, {"logits_scaling": 3.0}, {"final_logit_softcapping": 2.0}], ids=str)
+@pytest.mark.parametrize(
+    "changes", [{"logit_scale": 0.25}, {"logits_scaling": 3.0}, {"final_logit_softcapping": 2.0}], ids=str
+)
 def test_a_copied_output_embedding_has_the_targets_own_scaling(target, changes):
     for name, value in changes.items():
         setattr(target.model.config, name, value)
@@ -156,7 +187,9 @@ def test_training_logits_are_the_decoders(architecture):
         cache.advance(Counts.of([6] * 3, "cpu"))
         state = drafter.open(target, 3, 20)
         drafter.lend(state, cache)
-        found = [drafter.begin(state, tokens[:, 6])] + [drafter.extend(state, tokens[:, [i]])[:, 0] for i in range(7, 12)]
+        found = [drafter.begin(state, tokens[:, 6])] + [
+            drafter.extend(state, tokens[:, [i]])[:, 0] for i in range(7, 12)
+        ]
         torch.testing.assert_close(torch.stack(found, 1), trained[:, 6:], rtol=1e-4, atol=1e-4)
 
 
@@ -186,7 +219,10 @@ def test_the_loss_is_the_divergence_at_supervised_tokens(target, pruned):
     whole.supervised[0, :3] = whole.supervised[1, :5] = False
     result = drafter.loss(whole)
     kept = slice(None) if not pruned else drafter.token_ids
-    p, q = target.model(tokens).logits[..., kept], drafter.output(drafter.exit(target.final_norm(whole.hidden[:, :, 0])), target)
+    p, q = (
+        target.model(tokens).logits[..., kept],
+        drafter.output(drafter.exit(target.final_norm(whole.hidden[:, :, 0])), target),
+    )
     places = [(r, t) for r in range(2) for t in range(1, 8) if whole.supervised[r, t]]
     rule = divergence("forward_kl").parts[0][1]
     expected = sum(rule(p[r, t - 1].log_softmax(-1), q[r, t - 1].log_softmax(-1)).item() for r, t in places)
@@ -244,7 +280,9 @@ def test_all_layers_of_the_target_have_tau_k_plus_1(temperature, rule):
 SHAPES = ["chain", "static tree", "dynamic tree"]
 
 
-@pytest.mark.parametrize(("architecture", "static"), [*((name, False) for name in ARCHITECTURES), ("llama", True), ("gemma3", True)])
+@pytest.mark.parametrize(
+    ("architecture", "static"), [*((name, False) for name in ARCHITECTURES), ("llama", True), ("gemma3", True)]
+)
 def test_greedy_text_is_the_librarys(architecture, static):
     """A new exit agrees with the target now and then: rounds that keep all, some and none, in every shape, ragged and alone."""
     model = make(architecture)
@@ -268,8 +306,15 @@ def test_coupled_text_is_the_plain_targets_at_any_temperature(target, static):
         sampled = Sampling(1.0, top_p=0.9, seed=seed)
         plain = Decoder(target).generate(PROMPTS, 24, sampled, Plan(0, verify="coupled")).tokens
         assert len(set(map(len, plain))) > 1
-        for plan in (Plan(3, verify="coupled"), Plan(tree=Tree((-1, -1, 0, 0, 1, 2)), verify="coupled"), Plan(3, width=2, verify="coupled")):
-            assert Decoder(target, drafter, static=static).generate(PROMPTS, 24, sampled, plan, speculate=wanted).tokens == plain
+        for plan in (
+            Plan(3, verify="coupled"),
+            Plan(tree=Tree((-1, -1, 0, 0, 1, 2)), verify="coupled"),
+            Plan(3, width=2, verify="coupled"),
+        ):
+            assert (
+                Decoder(target, drafter, static=static).generate(PROMPTS, 24, sampled, plan, speculate=wanted).tokens
+                == plain
+            )
 
 
 @pytest.mark.parametrize("static", [False, True])
@@ -293,12 +338,21 @@ def test_greedy_text_is_the_librarys_with_a_peft_adapter(merged):
     for architecture in ("llama", "gemma3"):
         plain = make(architecture)
         torch.manual_seed(3)
-        model = get_peft_model(plain, LoraConfig(r=2, lora_alpha=1, target_modules="all-linear", init_lora_weights=False)).eval()
+        model = get_peft_model(
+            plain, LoraConfig(r=2, lora_alpha=1, target_modules="all-linear", init_lora_weights=False)
+        ).eval()
         model = model.merge_and_unload() if merged else model
         target, texts = Target(model), reference(model)
         for name in SHAPES:
-            assert Decoder(target, build(target, new=True, exit_layer=3)).generate(PROMPTS, NEW, plan=PLANS[name], ignore_eos=True).tokens == texts
-        whole = Decoder(target, build(target, new=True, exit_layer=4)).generate(PROMPTS, 9, plan=Plan(3), ignore_eos=True)
+            assert (
+                Decoder(target, build(target, new=True, exit_layer=3))
+                .generate(PROMPTS, NEW, plan=PLANS[name], ignore_eos=True)
+                .tokens
+                == texts
+            )
+        whole = Decoder(target, build(target, new=True, exit_layer=4)).generate(
+            PROMPTS, 9, plan=Plan(3), ignore_eos=True
+        )
         assert whole.stats.tau == 4, "the drafting layers have the adapter"
 
 
@@ -321,7 +375,11 @@ def test_what_drafting_writes_is_what_the_verification_writes(target, plan, rows
 
     def verify(run: Run, running: Any, proposal: Any, *rest: Any) -> Any:
         if proposal.depth:
-            read = torch.arange(proposal.depth - 1).expand(len(proposal.tokens), -1) if proposal.read is None else proposal.read
+            read = (
+                torch.arange(proposal.depth - 1).expand(len(proposal.tokens), -1)
+                if proposal.read is None
+                else proposal.read
+            )
             compared.append(agree(running.cache, run.noted[1], written(running.cache), read))  # type: ignore[attr-defined]
         return honest(run, running, proposal, *rest)
 
@@ -336,7 +394,9 @@ def agree(cache: RaggedCache, drafted: list[Tensor], verified: list[Tensor], rea
     """How many entries of the nodes were compared, all found equal. Node i of the proposal stands at 1 + i, and was drafted at 1 + `read` `[B, N]`."""
     count = 0
     for row, length in enumerate(cache.lengths.tolist()):
-        pairs = [(length, length)] + [(length + 1 + i, length + 1 + r) for i, r in enumerate(read[row].tolist()) if r >= 0]
+        pairs = [(length, length)] + [
+            (length + 1 + i, length + 1 + r) for i, r in enumerate(read[row].tolist()) if r >= 0
+        ]
         for before, after in zip(drafted, verified, strict=True):
             for place, origin in pairs:
                 torch.testing.assert_close(after[row, :, place], before[row, :, origin], rtol=1e-4, atol=1e-4)
@@ -351,7 +411,9 @@ def test_a_round_of_fixed_shape_never_reads_a_tensor_on_the_host(tiny_llama, pla
         target = Target(tiny_llama(layers=4).to("meta"))
         drafter = SelfSpeculative.build(SelfSpeculativeConfig(), target).to("meta")
         run = Run(Decoder(target, drafter, static=True), PROMPTS, 20, Sampling(), PLANS[plan], None, False, None, True)
-        running = run._open(torch.zeros(5, 13, dtype=torch.long), Counts(torch.ones(5, dtype=torch.long), [len(p) for p in PROMPTS]))
+        running = run._open(
+            torch.zeros(5, 13, dtype=torch.long), Counts(torch.ones(5, dtype=torch.long), [len(p) for p in PROMPTS])
+        )
         running.cache.window = 256
         for _ in range(3):
             run.absorb(running, run.compute(running, run.plan.depth))
@@ -363,7 +425,9 @@ def caches(monkeypatch) -> list[RaggedCache]:
     """Every cache that is made."""
     made: list[RaggedCache] = []
     honest = RaggedCache.__init__
-    monkeypatch.setattr(RaggedCache, "__init__", lambda self, *args, **named: (made.append(self), honest(self, *args, **named))[1])
+    monkeypatch.setattr(
+        RaggedCache, "__init__", lambda self, *args, **named: (made.append(self), honest(self, *args, **named))[1]
+    )
     return made
 
 
@@ -404,7 +468,9 @@ def test_a_refused_draft_that_stayed_would_be_noticed(target, monkeypatch):
     wrong, honest = Target(other), SelfSpeculative.open
     monkeypatch.setattr(SelfSpeculative, "open", lambda self, _, *sizes: honest(self, wrong, *sizes))
     decoder = Decoder(target, build(target, new=True, exit_layer=3))
-    assert decoder.generate(PROMPTS, NEW, plan=Plan(3), ignore_eos=True).tokens == texts, "wrong entries of drafts are overwritten"
+    assert decoder.generate(PROMPTS, NEW, plan=Plan(3), ignore_eos=True).tokens == texts, (
+        "wrong entries of drafts are overwritten"
+    )
     write = type(target.new_cache(1, 1)._stores[0])._write
 
     def lazy(store: Any, tensor: Tensor, new: Tensor) -> None:
@@ -444,7 +510,9 @@ def test_an_output_embedding_with_a_bias_can_only_be_shared(target):
 
 
 def test_a_recurrent_target_is_refused():
-    config = AutoConfig.for_model("lfm2", **COMMON | {"layer_types": ["conv", "full_attention"] * 2, "block_auto_adjust_ff_dim": False})
+    config = AutoConfig.for_model(
+        "lfm2", **COMMON | {"layer_types": ["conv", "full_attention"] * 2, "block_auto_adjust_ff_dim": False}
+    )
     target = Target(AutoModelForCausalLM.from_config(config).eval())
     with pytest.raises(IncompatibleError, match=r"Lfm2ForCausalLM has recurrent layers.*take another drafter"):
         SelfSpeculative.build(SelfSpeculativeConfig(), target)

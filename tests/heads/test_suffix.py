@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from outrider.decode import Decoder, Plan, Sampling
+from outrider.ground import BadInputError, IncompatibleError
 from outrider.heads import Suffix, SuffixConfig
 from outrider.heads.suffix import Draft, History, SuffixTree, Text
-from outrider.target import BadInputError, Counts, IncompatibleError, Target
+from outrider.targets import Counts, Target
 
 SMALL = SuffixConfig(max_match=4, tree_depth=6, factor=2.0)
 
@@ -72,7 +73,10 @@ def test_rows_propose_as_much_as_they_find():
     assert propose([[1, 2], [3]], [9, 8], 4) == [[], []]
 
 
-@pytest.mark.parametrize(("config", "found"), [({}, [[2, 3]]), ({"min_match": 2}, [[]]), ({"min_score": 2}, [[2, 3]]), ({"min_score": 2.1}, [[]])])
+@pytest.mark.parametrize(
+    ("config", "found"),
+    [({}, [[2, 3]]), ({"min_match": 2}, [[]]), ({"min_score": 2}, [[2, 3]]), ({"min_score": 2.1}, [[]])],
+)
 def test_matches_that_are_too_short_or_promise_too_little_do_not_count(config, found):
     assert propose([[1, 2, 3, 4]], [1], 4, factor=2, **config) == found
 
@@ -95,7 +99,9 @@ def test_a_tree_holds_the_continuations_with_the_highest_products():
     assert found.score == pytest.approx((6 + 4 + 3 + 2) / 9)
 
 
-@pytest.mark.parametrize("values", [{"max_match": 0}, {"min_match": 3, "max_match": 2}, {"min_match": 0}, {"max_match": 24}])
+@pytest.mark.parametrize(
+    "values", [{"max_match": 0}, {"min_match": 3, "max_match": 2}, {"min_match": 0}, {"max_match": 24}]
+)
 def test_impossible_lengths_are_refused(values):
     with pytest.raises(BadInputError, match="1 <= min_match <= max_match < tree_depth, got"):
         SuffixConfig(**values)
@@ -172,7 +178,11 @@ class Counted:
         return draft if draft.tokens else Draft()
 
 
-@pytest.mark.parametrize("config", [SMALL, SuffixConfig(3, 2, 4, 9.0), SuffixConfig(2, 1, 3, 2.0, width=3), SuffixConfig(4, 1, 8, 1.0, width=2)], ids=str)
+@pytest.mark.parametrize(
+    "config",
+    [SMALL, SuffixConfig(3, 2, 4, 9.0), SuffixConfig(2, 1, 3, 2.0, width=3), SuffixConfig(4, 1, 8, 1.0, width=2)],
+    ids=str,
+)
 @pytest.mark.parametrize("letters", [2, 3, 6])
 def test_proposals_equal_those_of_counting(config, letters):
     """Random texts, period and all: match, chosen tokens, their order in a tree, and the score."""
@@ -209,7 +219,12 @@ def test_proposals_equal_those_of_counting_after_tokens_were_dropped(limit):
 def test_texts_that_grow_at_once_are_counted_right(letters, limit):
     """The history's case: rows append in turns, texts begin and end, tokens are dropped. Of equal continuations any may be chosen."""
     config = SuffixConfig(3, 1, 5, max_tokens=limit)
-    random_, counted, history, texts = random.Random(letters * limit), Counted(config), History(config), [Text() for _ in range(12)]
+    random_, counted, history, texts = (
+        random.Random(letters * limit),
+        Counted(config),
+        History(config),
+        [Text() for _ in range(12)],
+    )
     for i in range(200):
         number = i // 30 + random_.randrange(4)
         token = random_.randrange(letters)
@@ -251,7 +266,12 @@ def test_a_history_holds_no_more_than_it_was_given_room_for():
 # ------------------------------------------------------------ through the decoder
 
 PROMPTS = [[7, 8, 9, 7, 8], [3] * 6, [11], [5, 6, 5, 6, 7, 5, 6]]
-CONFIGS = [SuffixConfig(), SuffixConfig(max_match=3, tree_depth=5, width=3, factor=4), SuffixConfig(max_tokens=100), SuffixConfig(max_tokens=9, width=2)]
+CONFIGS = [
+    SuffixConfig(),
+    SuffixConfig(max_match=3, tree_depth=5, width=3, factor=4),
+    SuffixConfig(max_tokens=100),
+    SuffixConfig(max_tokens=9, width=2),
+]
 
 
 @pytest.fixture
@@ -260,7 +280,9 @@ def target(tiny_llama) -> Target:
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
-@pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.0), Sampling(0.3, repetition_penalty=1.2)], ids=["greedy", "sampled", "penalty"])
+@pytest.mark.parametrize(
+    "sampling", [Sampling(), Sampling(1.0), Sampling(0.3, repetition_penalty=1.2)], ids=["greedy", "sampled", "penalty"]
+)
 def test_the_text_is_the_plain_samplers(target, config, sampling):
     """Greedy, and sampled under the rule for candidates; request after request, with drafts really accepted."""
     plain = Decoder(target).generate(PROMPTS, 40, sampling, Plan(0), ignore_eos=True)
@@ -284,8 +306,12 @@ def test_trees_are_really_verified(target):
                 trees.append(int(((proposal.parents == -1) & proposal.real).sum(1).max()))
             return proposal
 
-    chain = Decoder(target, Suffix(SuffixConfig(factor=9))).generate(PROMPTS, 60, Sampling(1.0), Plan(6), ignore_eos=True)
-    tree = Decoder(target, Spy(SuffixConfig(factor=9, width=3))).generate(PROMPTS, 60, Sampling(1.0), Plan(6), ignore_eos=True)
+    chain = Decoder(target, Suffix(SuffixConfig(factor=9))).generate(
+        PROMPTS, 60, Sampling(1.0), Plan(6), ignore_eos=True
+    )
+    tree = Decoder(target, Spy(SuffixConfig(factor=9, width=3))).generate(
+        PROMPTS, 60, Sampling(1.0), Plan(6), ignore_eos=True
+    )
     assert max(trees) == 3
     assert tree.tokens == chain.tokens
     assert tree.stats.tau > chain.stats.tau, "of uncertain continuations, several are better than one that is long"

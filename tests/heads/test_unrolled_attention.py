@@ -11,13 +11,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from outrider.heads import Eagle1, Eagle1Config, Eagle3, Eagle3Config, TargetBatch, unrolled_attention
-from outrider.heads.feature_drafter import FeatureDrafter
-from outrider.heads.unrolled_attention import attend, fused, plain
-from outrider.target import PeakBytes, Target
+from outrider.heads import Eagle1, Eagle1Config, Eagle3, Eagle3Config, TargetBatch
+from outrider.heads.parts import unrolled_attention
+from outrider.heads.parts.feature_drafter import FeatureDrafter
+from outrider.heads.parts.unrolled_attention import attend, fused, plain
+from outrider.targets import PeakBytes, Target
 
 ROWS, HEADS, LENGTH, SIZE = 3, 2, 70, 8
-BEGINS = {"from the start": (0, 0, 0), "behind a common part": (9, 9, 9), "each its own": (0, 7, 40), "two alike": (50, 3, 3)}
+BEGINS = {
+    "from the start": (0, 0, 0),
+    "behind a common part": (9, 9, 9),
+    "each its own": (0, 7, 40),
+    "two alike": (50, 3, 3),
+}
 
 
 @pytest.fixture(autouse=True)
@@ -43,11 +49,16 @@ def eagle1(target: Target, **changes) -> FeatureDrafter:
     return Eagle1.build(Eagle1Config(**{"steps": 3, "noise": 0.0} | changes), target).train()
 
 
-def gathered(way: Callable[..., Tensor], begins: tuple[int, ...], steps: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+def gathered(
+    way: Callable[..., Tensor], begins: tuple[int, ...], steps: int, dtype: torch.dtype = torch.float32
+) -> list[Tensor]:
     """What a way gathers for random inputs, and its gradients; nothing of queries that mean nothing."""
     generator = torch.Generator().manual_seed(1)
     lengths = [LENGTH - min(begins), LENGTH, LENGTH] + [LENGTH - min(begins)] * 2 * steps
-    inputs = [torch.randn(ROWS, n, HEADS, SIZE, generator=generator).transpose(1, 2).to(dtype).requires_grad_() for n in lengths]
+    inputs = [
+        torch.randn(ROWS, n, HEADS, SIZE, generator=generator).transpose(1, 2).to(dtype).requires_grad_()
+        for n in lengths
+    ]
     q, keys, values, *own = inputs
     found = way(q, (keys, values), begins, list(zip(own[::2], own[1::2], strict=True)))
     means = torch.arange(lengths[0]) < LENGTH - torch.tensor(begins)[:, None]
@@ -96,11 +107,16 @@ def test_only_bfloat16_on_a_cpu_is_attended_to_in_blocks(monkeypatch):
 
 def test_queries_that_mean_nothing_are_finite_and_change_nothing():
     """A row that begins late has fewer: the others' gradients do not see what is gathered there, and nothing is NaN."""
-    q, keys, values, key, value = torch.randn(5, 2, HEADS, LENGTH, SIZE, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    q, keys, values, key, value = torch.randn(
+        5, 2, HEADS, LENGTH, SIZE, generator=torch.Generator().manual_seed(0)
+    ).requires_grad_()
     for own in ([], [(key, value)]):
         found = attend(q, (keys, values), (0, LENGTH - 2), own)
         assert bool(found.isfinite().all())
-        assert all(gradient.isfinite().all() for gradient in torch.autograd.grad(found[:, :, :2].square().sum(), (q, keys, values)))
+        assert all(
+            gradient.isfinite().all()
+            for gradient in torch.autograd.grad(found[:, :, :2].square().sum(), (q, keys, values))
+        )
 
 
 # ------------------------------------------------------------ in training
@@ -111,7 +127,9 @@ def batch(target: Target, drafter: FeatureDrafter, rows: int, length: int, begin
     generator = torch.Generator().manual_seed(2)
     tokens = torch.randint(0, target.vocab_size, (rows, length), generator=generator)
     hidden = torch.randn(rows, length, len(drafter.taps) + 1, target.hidden_size, generator=generator)
-    return TargetBatch(target, tokens, torch.arange(length) >= torch.tensor(begins)[:, None], hidden[:, :, :-1], hidden[:, :, -1])
+    return TargetBatch(
+        target, tokens, torch.arange(length) >= torch.tensor(begins)[:, None], hidden[:, :, :-1], hidden[:, :, -1]
+    )
 
 
 def learned(drafter: FeatureDrafter, data: TargetBatch) -> list[Tensor]:
@@ -156,7 +174,9 @@ def test_a_steps_memory_grows_with_the_length_of_rows_and_not_with_its_square(ta
 
 def test_a_kernel_that_torch_no_longer_has_is_done_without(monkeypatch, caplog):
     def gone(*_: object) -> None:
-        raise AttributeError("'_OpNamespace' 'aten' object has no attribute '_scaled_dot_product_flash_attention_for_cpu'")
+        raise AttributeError(
+            "'_OpNamespace' 'aten' object has no attribute '_scaled_dot_product_flash_attention_for_cpu'"
+        )
 
     monkeypatch.setitem(unrolled_attention._KERNELS, "cpu", unrolled_attention.Kernel(gone, gone))
     _falls_back(caplog, "no fused attention for cpu in torch.float32 .*no attribute")

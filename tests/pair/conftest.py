@@ -16,17 +16,31 @@ from outrider.distill.prompts import Prompt
 from outrider.heads import Drafter, DraftModel, Eagle3, Eagle3Config, Ngram
 from outrider.pair import Pair, new_pair
 from outrider.recipes import Recipe
-from outrider.target import Target
+from outrider.targets import Target
 
-TEXTS = ["def add(first, second):", "for name in sorted(names):\n", "The target verifies", "class Stack:\n    def", "print(len(name))", "return first + second"]
+TEXTS = [
+    "def add(first, second):",
+    "for name in sorted(names):\n",
+    "The target verifies",
+    "class Stack:\n    def",
+    "print(len(name))",
+    "return first + second",
+]
 
 
 @pytest.fixture(scope="session")
-def make_target(tiny_llama: Callable[..., LlamaForCausalLM], tiny_tokenizer: PreTrainedTokenizerFast) -> Callable[..., Target]:
+def make_target(
+    tiny_llama: Callable[..., LlamaForCausalLM], tiny_tokenizer: PreTrainedTokenizerFast
+) -> Callable[..., Target]:
     """`make_target(noise=0.0, **config)`: the same tiny target each time, its weights moved by `noise`."""
 
     def make(noise: float = 0.0, **config: Any) -> Target:
-        model = tiny_llama(vocab=len(tiny_tokenizer), eos_token_id=tiny_tokenizer.eos_token_id, pad_token_id=tiny_tokenizer.pad_token_id, **config)
+        model = tiny_llama(
+            vocab=len(tiny_tokenizer),
+            eos_token_id=tiny_tokenizer.eos_token_id,
+            pad_token_id=tiny_tokenizer.pad_token_id,
+            **config,
+        )
         generator = torch.Generator().manual_seed(1)
         for weight in model.parameters():
             weight += noise * torch.randn(weight.shape, generator=generator)
@@ -50,7 +64,11 @@ def recipe() -> Recipe:
 @pytest.fixture(scope="session")
 def prompts(tiny_tokenizer: PreTrainedTokenizerFast) -> list[Prompt]:
     """Three prompts each of the suites `a` and `b`."""
-    return [Prompt(f"{s}/{i}", s, tuple(tiny_tokenizer(TEXTS[i])["input_ids"]), TEXTS[i]) for s, rows in (("a", (0, 1, 2)), ("b", (3, 4, 5))) for i in rows]
+    return [
+        Prompt(f"{s}/{i}", s, tuple(tiny_tokenizer(TEXTS[i])["input_ids"]), TEXTS[i])
+        for s, rows in (("a", (0, 1, 2)), ("b", (3, 4, 5)))
+        for i in rows
+    ]
 
 
 @pytest.fixture(scope="session")
@@ -71,13 +89,22 @@ def make_drafter() -> Callable[[str, Target], Drafter]:
 
 @pytest.fixture
 def make_pair(
-    tmp_path: Path, make_target: Callable[..., Target], make_drafter: Callable[[str, Target], Drafter], recipe: Recipe, prompts: list[Prompt]
+    tmp_path: Path,
+    make_target: Callable[..., Target],
+    make_drafter: Callable[[str, Target], Drafter],
+    recipe: Recipe,
+    prompts: list[Prompt],
 ) -> Callable[..., Pair]:
     """`make_pair(type, folder=tmp_path/type, **arguments of new_pair)`."""
 
     def make(kind: str, folder: Path | None = None, **changes: Any) -> Pair:
         target = changes.pop("target", None) or make_target()
-        arguments = {"target": target, "drafter": make_drafter(kind, target), "recipe": recipe, "calibration": prompts} | changes
+        arguments = {
+            "target": target,
+            "drafter": make_drafter(kind, target),
+            "recipe": recipe,
+            "calibration": prompts,
+        } | changes
         return new_pair(folder or tmp_path / kind, **arguments)
 
     return make

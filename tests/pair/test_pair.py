@@ -15,20 +15,29 @@ from outrider.decode import Decoder, Plan
 from outrider.distill.prompts import Prompt
 from outrider.eval.measure import Contestant, measure
 from outrider.eval.suites import make_suite
+from outrider.ground import BadInputError, IncompatibleError
 from outrider.heads import Drafter
 from outrider.pair import Pair, StaleError, compatibility, new_pair, verify
 from outrider.pair import new as making
 from outrider.recipes import Recipe
-from outrider.target import BadInputError, IncompatibleError, Target
+from outrider.targets import Target
 
 KINDS = ("ngram", "draft_model", "eagle3")
 
 
 @pytest.fixture
-def report_folder(tmp_path: Path, make_target: Callable[..., Target], make_drafter: Callable[[str, Target], Drafter], recipe: Recipe, prompts: list[Prompt]):
+def report_folder(
+    tmp_path: Path,
+    make_target: Callable[..., Target],
+    make_drafter: Callable[[str, Target], Drafter],
+    recipe: Recipe,
+    prompts: list[Prompt],
+):
     target = make_target()
     contestant = Contestant("ngram", make_drafter("ngram", target), Plan(2))
-    return measure(target, [contestant], [make_suite("a", prompts[:3])], recipe.eval, generate_baseline=False).save(tmp_path / "report")
+    return measure(target, [contestant], [make_suite("a", prompts[:3])], recipe.eval, generate_baseline=False).save(
+        tmp_path / "report"
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -41,10 +50,14 @@ def test_a_pair_opens_as_what_was_saved_and_generates_what_the_target_says(
     target, drafter, plan = pair.open(make_target())
     assert (drafter.name, plan) == (kind, Plan(3))
     tokens = [p.tokens for p in prompts]
-    assert Decoder(target, drafter).generate(tokens, 12, plan=plan).tokens == Decoder(target).generate(tokens, 12).tokens
+    assert (
+        Decoder(target, drafter).generate(tokens, 12, plan=plan).tokens == Decoder(target).generate(tokens, 12).tokens
+    )
 
 
-def test_the_recorded_source_is_loaded_in_the_recorded_dtype(make_pair: Callable[..., Pair], make_target: Callable[..., Target], tmp_path: Path) -> None:
+def test_the_recorded_source_is_loaded_in_the_recorded_dtype(
+    make_pair: Callable[..., Pair], make_target: Callable[..., Target], tmp_path: Path
+) -> None:
     saved = make_target()
     saved.model.save_pretrained(tmp_path / "target")
     saved.tokenizer.save_pretrained(tmp_path / "target")
@@ -56,9 +69,16 @@ def test_the_recorded_source_is_loaded_in_the_recorded_dtype(make_pair: Callable
     assert target.fingerprint() == pair.fingerprint()
 
 
-@pytest.mark.parametrize(("base", "kept"), [("org/base", "org/base"), ("/models/base", None), ("~/base", None), ("models", None), (None, None)])
+@pytest.mark.parametrize(
+    ("base", "kept"),
+    [("org/base", "org/base"), ("/models/base", None), ("~/base", None), ("models", None), (None, None)],
+)
 def test_the_kept_adapter_names_no_folder_of_the_machine_it_came_from(
-    make_pair: Callable[..., Pair], make_target: Callable[..., Target], tmp_path: Path, base: str | None, kept: str | None
+    make_pair: Callable[..., Pair],
+    make_target: Callable[..., Target],
+    tmp_path: Path,
+    base: str | None,
+    kept: str | None,
 ) -> None:
     made, adapter = make_target(), tmp_path / "lora"
     adapter.mkdir()
@@ -76,7 +96,9 @@ def test_a_target_from_memory_must_be_given_again(make_pair: Callable[..., Pair]
         make_pair("ngram").open()
 
 
-def test_the_identity_depends_on_content_alone(make_pair: Callable[..., Pair], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_identity_depends_on_content_alone(
+    make_pair: Callable[..., Pair], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     here = make_pair("eagle3", tmp_path / "here")
     monkeypatch.setattr(making, "_today", lambda: "2031-01-01")
     there = make_pair("eagle3", tmp_path / "deep" / "er" / "there")
@@ -97,7 +119,9 @@ def test_the_identity_depends_on_target_drafter_and_plan(
     assert len({p.digest for p in pairs}) == 4
 
 
-def test_a_changed_target_is_stale_unless_asked_for(make_pair: Callable[..., Pair], make_target: Callable[..., Target]) -> None:
+def test_a_changed_target_is_stale_unless_asked_for(
+    make_pair: Callable[..., Pair], make_target: Callable[..., Target]
+) -> None:
     pair, changed = make_pair("eagle3"), make_target(noise=0.01)
     with pytest.raises(StaleError, match=r"weights.*outrider probe") as caught:
         pair.open(changed)
@@ -117,7 +141,9 @@ def test_another_vocabulary_is_incompatible_and_the_first_differing_token_is_nam
     assert compatibility(pair, target).status == "incompatible"
 
 
-def test_a_target_without_the_taps_is_incompatible(make_pair: Callable[..., Pair], make_target: Callable[..., Target]) -> None:
+def test_a_target_without_the_taps_is_incompatible(
+    make_pair: Callable[..., Pair], make_target: Callable[..., Target]
+) -> None:
     shallow = make_target(layers=2)
     assert "hidden_states[3]" in compatibility(make_pair("eagle3"), shallow).lines[0]
 
@@ -141,7 +167,9 @@ def test_a_report_about_another_drafter_is_refused(make_pair: Callable[..., Pair
         make_pair("eagle3", report_folder=report_folder)
 
 
-def test_a_report_about_another_target_is_refused(make_pair: Callable[..., Pair], make_target: Callable[..., Target], report_folder: Path) -> None:
+def test_a_report_about_another_target_is_refused(
+    make_pair: Callable[..., Pair], make_target: Callable[..., Target], report_folder: Path
+) -> None:
     with pytest.raises(BadInputError, match="another target"):
         make_pair("ngram", target=make_target(layers=5), report_folder=report_folder)
 
@@ -153,7 +181,9 @@ def test_the_same_pair_again_changes_nothing(make_pair: Callable[..., Pair]) -> 
     assert (first.folder / "pair.json").stat().st_mtime_ns == before
 
 
-def test_a_new_measurement_joins_the_older_reports(make_pair: Callable[..., Pair], report_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_new_measurement_joins_the_older_reports(
+    make_pair: Callable[..., Pair], report_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(making, "_today", lambda: "2031-01-01")
     make_pair("ngram", report_folder=report_folder)
     monkeypatch.setattr(making, "_today", lambda: "2031-02-02")
@@ -179,7 +209,9 @@ def test_a_folder_of_something_else_is_never_overwritten(make_pair: Callable[...
     assert [p.name for p in tmp_path.rglob("*")] == ["thesis", "chapter.txt"]
 
 
-def test_a_failure_leaves_nothing_behind(make_pair: Callable[..., Pair], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_leaves_nothing_behind(
+    make_pair: Callable[..., Pair], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full_disk(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
@@ -190,16 +222,23 @@ def test_a_failure_leaves_nothing_behind(make_pair: Callable[..., Pair], tmp_pat
 
 
 def test_a_saved_drafter_is_copied_as_it_is(
-    make_pair: Callable[..., Pair], make_target: Callable[..., Target], make_drafter: Callable[[str, Target], Drafter], tmp_path: Path
+    make_pair: Callable[..., Pair],
+    make_target: Callable[..., Target],
+    make_drafter: Callable[[str, Target], Drafter],
+    tmp_path: Path,
 ) -> None:
     make_drafter("eagle3", make_target()).save(tmp_path / "saved")
     (tmp_path / "saved" / "optimizer.pt").write_bytes(b"not for shipping")
     pair = make_pair("eagle3", drafter=tmp_path / "saved")
     assert set(pair.manifest.drafter.files) == {"config.json", "model.safetensors"}
-    assert (pair.drafter_folder / "model.safetensors").read_bytes() == (tmp_path / "saved" / "model.safetensors").read_bytes()
+    assert (pair.drafter_folder / "model.safetensors").read_bytes() == (
+        tmp_path / "saved" / "model.safetensors"
+    ).read_bytes()
 
 
-def test_a_next_version_names_its_parent(make_pair: Callable[..., Pair], make_target: Callable[..., Target], tmp_path: Path) -> None:
+def test_a_next_version_names_its_parent(
+    make_pair: Callable[..., Pair], make_target: Callable[..., Target], tmp_path: Path
+) -> None:
     first = make_pair("ngram", tmp_path / "1")
     second = make_pair("ngram", tmp_path / "2", target=make_target(noise=0.01), parent=first)
     lineage = second.manifest.lineage
@@ -210,11 +249,15 @@ def test_a_next_version_names_its_parent(make_pair: Callable[..., Pair], make_ta
 
 
 def test_prompts_come_back_as_they_were(make_pair: Callable[..., Pair], prompts: list[Prompt]) -> None:
-    chat = dataclasses.replace(prompts[0], text="two\u2028lines", messages=({"role": "user", "content": "two\u2028lines"},))
+    chat = dataclasses.replace(
+        prompts[0], text="two\u2028lines", messages=({"role": "user", "content": "two\u2028lines"},)
+    )
     assert make_pair("ngram", calibration=[chat, *prompts[1:]]).calibration() == [chat, *prompts[1:]]
 
 
-def test_without_a_tokenizer_a_pair_is_still_made(make_target: Callable[..., Target], make_drafter: Callable, recipe: Recipe, tmp_path: Path) -> None:
+def test_without_a_tokenizer_a_pair_is_still_made(
+    make_target: Callable[..., Target], make_drafter: Callable, recipe: Recipe, tmp_path: Path
+) -> None:
     target = Target(make_target().model)
     pair = new_pair(tmp_path / "pair", target, make_drafter("ngram", target), recipe, calibration=[])
     assert pair.tokenizer() is None

@@ -14,9 +14,10 @@ from torch import Tensor
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from outrider.decode import Decoder, Plan
+from outrider.ground import BadInputError, IncompatibleError
 from outrider.heads import Eagle3, load_drafter
 from outrider.pair.peers import load_speculators
-from outrider.target import BadInputError, IncompatibleError, Target
+from outrider.targets import Target
 
 VOCAB, KEPT, H, HEADS, KV_HEADS, D, INNER = 64, 20, 32, 4, 2, 8, 24
 TAPS, STEPS = (1, 3, 5), 3
@@ -30,17 +31,40 @@ def target(tiny_llama: Callable) -> Target:
 def config(**changes: Any) -> dict[str, Any]:
     """As version 0.9.0 writes it."""
     layer = {
-        "model_type": "llama", "vocab_size": VOCAB, "hidden_size": H, "intermediate_size": INNER, "num_hidden_layers": 1, "num_attention_heads": HEADS,
-        "num_key_value_heads": KV_HEADS, "head_dim": D, "hidden_act": "silu", "rms_norm_eps": 1e-5, "max_position_embeddings": 512,
-        "rope_parameters": {"rope_theta": 500.0, "rope_type": "default"}, "attention_bias": False, "mlp_bias": False,
-    }  # fmt: skip
+        "model_type": "llama",
+        "vocab_size": VOCAB,
+        "hidden_size": H,
+        "intermediate_size": INNER,
+        "num_hidden_layers": 1,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": KV_HEADS,
+        "head_dim": D,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 512,
+        "rope_parameters": {"rope_theta": 500.0, "rope_type": "default"},
+        "attention_bias": False,
+        "mlp_bias": False,
+    }
     layer |= changes.pop("layer", {})
     return {
-        "architectures": ["Eagle3DraftModel"], "speculators_model_type": "eagle3", "speculators_version": "0.9.0", "draft_vocab_size": KEPT,
-        "eagle_aux_hidden_state_layer_ids": list(TAPS), "norm_before_residual": False, "norm_before_fc": False, "fc_norm": True, "norm_output": True,
-        "embed_requires_grad": False, "tie_word_embeddings": False, "transformer_layer_config": layer,
-        "speculators_config": {"algorithm": "eagle3", "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": STEPS}]},
-    } | changes  # fmt: skip
+        "architectures": ["Eagle3DraftModel"],
+        "speculators_model_type": "eagle3",
+        "speculators_version": "0.9.0",
+        "draft_vocab_size": KEPT,
+        "eagle_aux_hidden_state_layer_ids": list(TAPS),
+        "norm_before_residual": False,
+        "norm_before_fc": False,
+        "fc_norm": True,
+        "norm_output": True,
+        "embed_requires_grad": False,
+        "tie_word_embeddings": False,
+        "transformer_layer_config": layer,
+        "speculators_config": {
+            "algorithm": "eagle3",
+            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": STEPS}],
+        },
+    } | changes
 
 
 def tensors(target: Target, values: dict[str, Any] | None = None, ids: list[int] | None = None) -> dict[str, Tensor]:
@@ -52,16 +76,29 @@ def tensors(target: Target, values: dict[str, Any] | None = None, ids: list[int]
 
     kept = torch.tensor(ids or list(range(3, 3 + 2 * KEPT, 2)))
     found = {
-        "embed_tokens.weight": target.model.get_input_embeddings().weight.detach().clone(), "fc.weight": drawn(H, 3 * H), "norm.weight": drawn(H),
-        "lm_head.weight": drawn(KEPT, H), "d2t": kept - torch.arange(KEPT), "t2d": torch.zeros(VOCAB, dtype=torch.bool).index_fill(0, kept, True),
-    }  # fmt: skip
+        "embed_tokens.weight": target.model.get_input_embeddings().weight.detach().clone(),
+        "fc.weight": drawn(H, 3 * H),
+        "norm.weight": drawn(H),
+        "lm_head.weight": drawn(KEPT, H),
+        "d2t": kept - torch.arange(KEPT),
+        "t2d": torch.zeros(VOCAB, dtype=torch.bool).index_fill(0, kept, True),
+    }
     found |= {f"fc_norm.{i}.weight": drawn(H) for i in range(3 * values["fc_norm"])}
     found |= {"input_norm.weight": drawn(3 * H)} if values["norm_before_fc"] else {}
     for layer in range(values["transformer_layer_config"]["num_hidden_layers"]):
         start, width = f"layers.{layer}.", H if layer else 2 * H
-        found |= {f"{start}{name}.weight": drawn(H) for name in ("input_layernorm", "post_attention_layernorm", *([] if layer else ["hidden_norm"]))}
-        found |= {f"{start}self_attn.{n}_proj.weight": drawn(k * D, width) for n, k in (("q", HEADS), ("k", KV_HEADS), ("v", KV_HEADS))}
-        found |= {f"{start}self_attn.o_proj.weight": drawn(H, HEADS * D), f"{start}mlp.down_proj.weight": drawn(H, INNER)}
+        found |= {
+            f"{start}{name}.weight": drawn(H)
+            for name in ("input_layernorm", "post_attention_layernorm", *([] if layer else ["hidden_norm"]))
+        }
+        found |= {
+            f"{start}self_attn.{n}_proj.weight": drawn(k * D, width)
+            for n, k in (("q", HEADS), ("k", KV_HEADS), ("v", KV_HEADS))
+        }
+        found |= {
+            f"{start}self_attn.o_proj.weight": drawn(H, HEADS * D),
+            f"{start}mlp.down_proj.weight": drawn(H, INNER),
+        }
         found |= {f"{start}mlp.{name}_proj.weight": drawn(INNER, H) for name in ("gate", "up")}
     return found
 
@@ -100,7 +137,9 @@ def reference(w: dict[str, Tensor], values: dict[str, Any], tokens: Tensor, hidd
                 state = normed if values["norm_before_residual"] else state
             else:
                 x = norm(state, start + "input_layernorm.weight")
-            q, k, v = ((x @ w[f"{start}self_attn.{n}_proj.weight"].T).view(1, length, -1, D).transpose(1, 2) for n in "qkv")
+            q, k, v = (
+                (x @ w[f"{start}self_attn.{n}_proj.weight"].T).view(1, length, -1, D).transpose(1, 2) for n in "qkv"
+            )
             q, k = apply_rotary_pos_emb(q, k, cos, sin)
             kept.append((k[0].repeat_interleave(HEADS // KV_HEADS, 0), v[0].repeat_interleave(HEADS // KV_HEADS, 0)))
             causal = torch.ones(length, length, dtype=torch.bool).tril()
@@ -141,12 +180,16 @@ def inputs(target: Target) -> tuple[Tensor, Tensor]:
 
 
 @torch.no_grad()
-def test_an_imported_head_has_their_logits_at_every_unrolled_step(target: Target, tmp_path: Path, values: dict[str, Any]) -> None:
+def test_an_imported_head_has_their_logits_at_every_unrolled_step(
+    target: Target, tmp_path: Path, values: dict[str, Any]
+) -> None:
     weights = tensors(target, values)
     head = load_speculators(written(tmp_path / "theirs", values, weights), target)
     tokens, hidden = inputs(target)
     assert head.taps == TAPS
-    for step, (ours, theirs) in enumerate(zip(head.unroll(target, tokens, hidden), reference(weights, values, tokens[0], hidden[0]), strict=True)):
+    for step, (ours, theirs) in enumerate(
+        zip(head.unroll(target, tokens, hidden), reference(weights, values, tokens[0], hidden[0]), strict=True)
+    ):
         here = 11 - step  # entries whose token is there
         torch.testing.assert_close(head.logits(ours, target)[0, :here], theirs[:here], atol=1e-5, rtol=1e-5)
 
@@ -164,7 +207,9 @@ def test_the_reference_is_the_packages_own_forward_pass(target: Target, values: 
     theirs.lm_head.register_forward_hook(lambda module, inputs, output: logits.append(output[0]))
     tokens, hidden = inputs(target)
     theirs(hidden[:, :-1].flatten(2), tokens[:, 1:], torch.zeros_like(tokens[:, 1:]), ttt_steps=STEPS)
-    for step, (found, expected) in enumerate(zip(logits, reference(weights, values, tokens[0], hidden[0]), strict=True)):
+    for step, (found, expected) in enumerate(
+        zip(logits, reference(weights, values, tokens[0], hidden[0]), strict=True)
+    ):
         torch.testing.assert_close(found[: 11 - step], expected[: 11 - step], atol=1e-5, rtol=1e-5)
 
 
@@ -183,11 +228,15 @@ def test_an_imported_head_is_saved_as_ours_and_decodes_without_loss(target: Targ
     head = load_drafter(tmp_path / "ours", target)
     prompts = [[3, 1, 4, 1, 5], [2, 7]]
     assert isinstance(head, Eagle3)
-    assert Decoder(target, head).generate(prompts, 12, plan=Plan(3)).tokens == Decoder(target).generate(prompts, 12).tokens
+    assert (
+        Decoder(target, head).generate(prompts, 12, plan=Plan(3)).tokens == Decoder(target).generate(prompts, 12).tokens
+    )
 
 
 def test_a_full_draft_vocabulary_needs_no_map(target: Target, tmp_path: Path) -> None:
-    weights = {n: t for n, t in tensors(target).items() if n not in ("d2t", "t2d")} | {"lm_head.weight": torch.randn(VOCAB, H)}
+    weights = {n: t for n, t in tensors(target).items() if n not in ("d2t", "t2d")} | {
+        "lm_head.weight": torch.randn(VOCAB, H)
+    }
     head = load_speculators(written(tmp_path / "theirs", config(draft_vocab_size=VOCAB), weights), target)
     assert head.output_ids is None
     pruned = {n: t for n, t in tensors(target).items() if n not in ("d2t", "t2d")}
@@ -206,7 +255,9 @@ def test_a_full_draft_vocabulary_needs_no_map(target: Target, tmp_path: Path) ->
         ({"eagle_aux_hidden_state_layer_ids": [1, 3, 6]}, "tap 6, the target's last state before its final norm"),
     ],
 )
-def test_options_that_our_head_does_not_have_are_named(target: Target, tmp_path: Path, changes: dict[str, Any], words: str) -> None:
+def test_options_that_our_head_does_not_have_are_named(
+    target: Target, tmp_path: Path, changes: dict[str, Any], words: str
+) -> None:
     with pytest.raises(IncompatibleError, match=words):
         load_speculators(written(tmp_path / "theirs", config(**changes), tensors(target)), target)
 
@@ -242,7 +293,9 @@ def damaged(name: str, weights: dict[str, Tensor]) -> dict[str, Tensor]:
         ("map", BadInputError, "d2t and t2d name different tokens"),
     ],
 )
-def test_what_does_not_fit_is_refused(target: Target, tmp_path: Path, fault: str, error: type[Exception], words: str) -> None:
+def test_what_does_not_fit_is_refused(
+    target: Target, tmp_path: Path, fault: str, error: type[Exception], words: str
+) -> None:
     """Their own loader would fill these with random weights."""
     with pytest.raises(error, match=words):
         load_speculators(written(tmp_path / "theirs", config(), damaged(fault, tensors(target))), target)

@@ -11,15 +11,18 @@ from transformers import PreTrainedTokenizerFast
 from outrider.decode import Decoder
 from outrider.distill.prompts import Prompt
 from outrider.eval.statistics import Interval
+from outrider.ground import BadInputError
 from outrider.pair import Pair, probe
 from outrider.pair.calibration import first_of_each_suite
 from outrider.pair.probe import decide
 from outrider.recipes import Recipe
-from outrider.target import BadInputError, Target
+from outrider.targets import Target
 
 
 @pytest.mark.parametrize("kind", ["ngram", "draft_model", "eagle3"])
-def test_the_same_target_is_fresh_with_a_ratio_of_exactly_one(kind: str, make_pair: Callable[..., Pair], make_target: Callable[..., Target]) -> None:
+def test_the_same_target_is_fresh_with_a_ratio_of_exactly_one(
+    kind: str, make_pair: Callable[..., Pair], make_target: Callable[..., Target]
+) -> None:
     result = probe(make_pair(kind), make_target())
     assert (result.verdict, result.certain, result.exit_code) == ("fresh", True, 0)
     assert result.ratio == Interval(1.0, 1.0, 1.0)
@@ -47,10 +50,14 @@ def test_a_barely_changed_target_is_fresh(make_pair: Callable[..., Pair], make_t
     assert "weights" in result.lines[0]
 
 
-def test_tau_of_a_greedy_pair_is_the_decoders(make_pair: Callable[..., Pair], make_target: Callable[..., Target], prompts: list[Prompt]) -> None:
+def test_tau_of_a_greedy_pair_is_the_decoders(
+    make_pair: Callable[..., Pair], make_target: Callable[..., Target], prompts: list[Prompt]
+) -> None:
     pair, changed = make_pair("draft_model"), make_target(noise=0.03)
     target, drafter, plan = pair.open(changed, check=False)
-    out = Decoder(target, drafter).generate([p.tokens for p in prompts], pair.manifest.measurements.baseline.max_new_tokens, plan=plan)
+    out = Decoder(target, drafter).generate(
+        [p.tokens for p in prompts], pair.manifest.measurements.baseline.max_new_tokens, plan=plan
+    )
     assert 1 < out.stats.tau < 4
     assert probe(pair, changed).tau.value == pytest.approx(out.stats.tau)
 
@@ -58,12 +65,16 @@ def test_tau_of_a_greedy_pair_is_the_decoders(make_pair: Callable[..., Pair], ma
 def test_analytic_tau_predicts_the_sampling_decoder(
     make_pair: Callable[..., Pair], make_target: Callable[..., Target], recipe: Recipe, prompts: list[Prompt]
 ) -> None:
-    sampled = recipe.model_copy(update={"eval": recipe.eval.model_copy(update={"temperatures": [1.0], "max_new_tokens": 64})})
+    sampled = recipe.model_copy(
+        update={"eval": recipe.eval.model_copy(update={"temperatures": [1.0], "max_new_tokens": 64})}
+    )
     pair, changed = make_pair("draft_model", recipe=sampled), make_target(noise=0.03)
     result = probe(pair, changed)
     target, drafter, plan = pair.open(changed, check=False)
     many = [p.tokens for p in prompts] * 6
-    decoder_tau = Decoder(target, drafter).generate(many, 64, pair.manifest.measurements.baseline.sampling(), plan).stats.tau
+    decoder_tau = (
+        Decoder(target, drafter).generate(many, 64, pair.manifest.measurements.baseline.sampling(), plan).stats.tau
+    )
     assert result.tau.value == pytest.approx(decoder_tau, rel=0.1)
 
 
@@ -82,7 +93,10 @@ def test_missing_taps_are_incompatible(make_pair: Callable[..., Pair], make_targ
 
 
 def test_a_changed_chat_template_asks_the_prompts_anew(
-    make_pair: Callable[..., Pair], make_target: Callable[..., Target], prompts: list[Prompt], monkeypatch: pytest.MonkeyPatch
+    make_pair: Callable[..., Pair],
+    make_target: Callable[..., Target],
+    prompts: list[Prompt],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     target = make_target()
     chats = [dataclasses.replace(p, messages=({"role": "user", "content": p.text},)) for p in prompts]
@@ -105,7 +119,9 @@ def test_fewer_prompts_are_spread_over_the_suites(prompts: list[Prompt]) -> None
     assert first_of_each_suite(prompts, 100) == prompts
 
 
-def test_a_probe_of_two_prompts_knows_that_it_cannot_know(make_pair: Callable[..., Pair], make_target: Callable[..., Target]) -> None:
+def test_a_probe_of_two_prompts_knows_that_it_cannot_know(
+    make_pair: Callable[..., Pair], make_target: Callable[..., Target]
+) -> None:
     result = probe(make_pair("draft_model"), make_target(noise=0.1), num_prompts=2)
     assert not result.certain
     assert "Uncertain" in result.lines[-1]
@@ -121,7 +137,9 @@ def test_a_probe_of_two_prompts_knows_that_it_cannot_know(make_pair: Callable[..
         (Interval(0.97, float("nan"), float("nan")), ("fresh", False)),
     ],
 )
-def test_the_verdict_follows_the_interval_and_says_when_it_straddles(interval: Interval, expected: tuple[str, bool]) -> None:
+def test_the_verdict_follows_the_interval_and_says_when_it_straddles(
+    interval: Interval, expected: tuple[str, bool]
+) -> None:
     assert decide(interval, 0.95) == expected
 
 
@@ -130,6 +148,8 @@ def test_another_response_length_is_refused(make_pair: Callable[..., Pair], make
         probe(make_pair("ngram"), make_target(), max_new_tokens=99)
 
 
-def test_a_pair_without_calibration_cannot_be_probed(make_pair: Callable[..., Pair], make_target: Callable[..., Target]) -> None:
+def test_a_pair_without_calibration_cannot_be_probed(
+    make_pair: Callable[..., Pair], make_target: Callable[..., Target]
+) -> None:
     with pytest.raises(BadInputError, match="without calibration prompts"):
         probe(make_pair("ngram", calibration=[]), make_target())

@@ -10,12 +10,20 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
+from outrider.ground import BadInputError, IncompatibleError
 from outrider.pair import Pair, probe, refresh, verify
 from outrider.pair.refresh import refresh_recipe
 from outrider.recipes import Recipe
-from outrider.target import BadInputError, IncompatibleError, Target
+from outrider.targets import Target
 
-TEXTS = ["def add(first, second):", "for name in sorted(names):\n", "The target verifies", "class Stack:\n    def", "print(len(name))", "return first + second"]
+TEXTS = [
+    "def add(first, second):",
+    "for name in sorted(names):\n",
+    "The target verifies",
+    "class Stack:\n    def",
+    "print(len(name))",
+    "return first + second",
+]
 
 
 @pytest.fixture
@@ -28,16 +36,29 @@ def trained(tmp_path: Path, recipe: Recipe, make_pair: Callable[..., Pair]) -> C
         values = recipe.model_dump() | {
             "drafter": {"type": kind, "steps": 3} if kind == "eagle3" else {"type": kind},
             "data": {"prompts": [str(tmp_path / "prompts.jsonl")], "max_new_tokens": 12, "holdout": 0.0},
-            "training": {"report_to": "none", "per_device_train_batch_size": 2, "save_strategy": "no", "disable_tqdm": True} | training,
+            "training": {
+                "report_to": "none",
+                "per_device_train_batch_size": 2,
+                "save_strategy": "no",
+                "disable_tqdm": True,
+            }
+            | training,
             "output": str(tmp_path / "run"),
         }
-        values["eval"] = values["eval"] | {"suites": [str(tmp_path / "prompts.jsonl")], "limit": 2, "max_new_tokens": 8, "baselines": ["ngram"]}
+        values["eval"] = values["eval"] | {
+            "suites": [str(tmp_path / "prompts.jsonl")],
+            "limit": 2,
+            "max_new_tokens": 8,
+            "baselines": ["ngram"],
+        }
         return make_pair(kind, recipe=Recipe.from_dict(values), calibration=None)
 
     return make
 
 
-def test_a_refresh_writes_version_two_with_its_parent(trained: Callable[..., Pair], make_target: Callable[..., Target], tmp_path: Path) -> None:
+def test_a_refresh_writes_version_two_with_its_parent(
+    trained: Callable[..., Pair], make_target: Callable[..., Target], tmp_path: Path
+) -> None:
     first, changed = trained(max_steps=5, learning_rate=1e-2), make_target(noise=0.03)
     second = refresh(first, changed, tmp_path / "refreshed")
     assert second.folder == tmp_path / "refreshed" / "pair"
@@ -57,7 +78,9 @@ def test_a_refresh_writes_version_two_with_its_parent(trained: Callable[..., Pai
     assert (second.folder / "pair.json").stat().st_mtime_ns == written
 
 
-def test_a_drafter_without_weights_is_measured_again(trained: Callable[..., Pair], make_target: Callable[..., Target], tmp_path: Path) -> None:
+def test_a_drafter_without_weights_is_measured_again(
+    trained: Callable[..., Pair], make_target: Callable[..., Target], tmp_path: Path
+) -> None:
     second = refresh(trained("ngram"), make_target(noise=0.03), tmp_path / "refreshed")
     assert second.version == 2
     assert not (tmp_path / "refreshed" / "data").exists()
@@ -65,10 +88,18 @@ def test_a_drafter_without_weights_is_measured_again(trained: Callable[..., Pair
 
 @pytest.mark.parametrize(
     ("training", "expected"),
-    [({"max_steps": 50}, {"max_steps": 20}), ({"num_train_epochs": 5}, {"num_train_epochs": 2.0}), ({}, {"num_train_epochs": pytest.approx(1.2)})],
+    [
+        ({"max_steps": 50}, {"max_steps": 20}),
+        ({"num_train_epochs": 5}, {"num_train_epochs": 2.0}),
+        ({}, {"num_train_epochs": pytest.approx(1.2)}),
+    ],
 )
 def test_the_budget_is_a_share_of_the_first_training(
-    training: dict[str, Any], expected: dict[str, Any], trained: Callable[..., Pair], make_target: Callable[..., Target], tmp_path: Path
+    training: dict[str, Any],
+    expected: dict[str, Any],
+    trained: Callable[..., Pair],
+    make_target: Callable[..., Target],
+    tmp_path: Path,
 ) -> None:
     found = refresh_recipe(trained(**training), make_target(), tmp_path / "out").training
     assert {key: found[key] for key in expected} == expected
@@ -93,7 +124,9 @@ def test_a_refreshed_pair_is_not_cut_again(
     assert refresh_recipe(second, make_target(), tmp_path / "out").training["max_steps"] == 50
 
 
-def test_an_incompatible_target_is_refused_before_any_work(trained: Callable[..., Pair], make_target: Callable[..., Target], tmp_path: Path) -> None:
+def test_an_incompatible_target_is_refused_before_any_work(
+    trained: Callable[..., Pair], make_target: Callable[..., Target], tmp_path: Path
+) -> None:
     with pytest.raises(IncompatibleError, match="hidden_states"):
         refresh(trained(), make_target(layers=2), tmp_path / "refreshed")
     assert not (tmp_path / "refreshed").exists()

@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 
 from outrider.decode import Control, Costs, Plan
-from outrider.eval.measure import device_name
 from outrider.eval.tuning import BatchTuning, Candidate, CostRecord, Tuning
+from outrider.ground import BadInputError
+from outrider.ground.machine import device_name
 from outrider.pair import Pair, new_pair, verify
 from outrider.recipes import Recipe
-from outrider.target import BadInputError, Target
+from outrider.targets import Target
 
 MakeTuning = Callable[..., Tuning]
 
@@ -25,14 +26,43 @@ def make_tuning(make_target: Callable[..., Target]) -> MakeTuning:
         costs = CostRecord(widths=[0, 8], verify=[0.0100001, 0.02], draft=[0.0, 0.001], host=0.0005)
         batches = []
         for size, depth in depths.items():
-            best = Candidate(plan={"depth": depth}, weight=16.0, predicted_tau=2.0, round_seconds=0.01, predicted=99.5, tokens_per_second=90.0, speedup=1.5)
+            best = Candidate(
+                plan={"depth": depth},
+                weight=16.0,
+                predicted_tau=2.0,
+                round_seconds=0.01,
+                predicted=99.5,
+                tokens_per_second=90.0,
+                speedup=1.5,
+            )
             batches.append(
-                BatchTuning(batch_size=size, context=64, rates=[0.5, 0.25], ranks=[], costs=costs, candidates=[best], chosen=best, reason="The best.")
+                BatchTuning(
+                    batch_size=size,
+                    context=64,
+                    rates=[0.5, 0.25],
+                    ranks=[],
+                    costs=costs,
+                    candidates=[best],
+                    chosen=best,
+                    reason="The best.",
+                )
             )
         values = {
-            "created": "2031-01-01", "device": "cpu", "device_name": device_name(make_target()), "dtype": "float32", "threads": 1, "versions": {"torch": "2"},
-            "drafter": "ngram", "temperature": 0.0, "max_new_tokens": 16, "repeats": 2, "seed": 0, "suites": {"a": "d"}, "num_prompts": 3, "batches": batches,
-        }  # fmt: skip
+            "created": "2031-01-01",
+            "device": "cpu",
+            "device_name": device_name(make_target().device),
+            "dtype": "float32",
+            "threads": 1,
+            "versions": {"torch": "2"},
+            "drafter": "ngram",
+            "temperature": 0.0,
+            "max_new_tokens": 16,
+            "repeats": 2,
+            "seed": 0,
+            "suites": {"a": "d"},
+            "num_prompts": 3,
+            "batches": batches,
+        }
         return Tuning.model_validate(values | changes)
 
     return make
@@ -67,13 +97,21 @@ def test_the_plan_comes_back_for_this_machine_with_its_controller(
     assert plans == [None, *[Plan(4, control=control)] * 2, *[Plan(3, control=control)] * 2]
 
 
-def test_another_machine_or_dtype_has_no_plan(make_pair: Callable[..., Pair], make_tuning: MakeTuning, make_target: Callable[..., Target]) -> None:
-    pair = make_pair("ngram").store_tuning(make_tuning({1: 4}, device_name="another")).store_tuning(make_tuning({1: 4}, dtype="bfloat16"))
+def test_another_machine_or_dtype_has_no_plan(
+    make_pair: Callable[..., Pair], make_tuning: MakeTuning, make_target: Callable[..., Target]
+) -> None:
+    pair = (
+        make_pair("ngram")
+        .store_tuning(make_tuning({1: 4}, device_name="another"))
+        .store_tuning(make_tuning({1: 4}, dtype="bfloat16"))
+    )
     assert pair.tuned_plan(make_target()) is None
     assert len(pair.manifest.tuning) == 2
 
 
-def test_tuning_again_replaces_what_was_known(make_pair: Callable[..., Pair], make_tuning: MakeTuning, make_target: Callable[..., Target]) -> None:
+def test_tuning_again_replaces_what_was_known(
+    make_pair: Callable[..., Pair], make_tuning: MakeTuning, make_target: Callable[..., Target]
+) -> None:
     pair = make_pair("ngram")
     for depths in ({1: 4, 8: 2}, {1: 6}):
         pair = Pair.load(pair.folder).store_tuning(make_tuning(depths))
@@ -90,7 +128,9 @@ def test_two_tunings_at_once_keep_both(make_pair: Callable[..., Pair], make_tuni
     assert len(Pair.load(first.folder).manifest.tuning) == 2
 
 
-def test_another_pair_in_the_same_folder_is_left_alone(make_pair: Callable[..., Pair], make_tuning: MakeTuning, tmp_path: Path) -> None:
+def test_another_pair_in_the_same_folder_is_left_alone(
+    make_pair: Callable[..., Pair], make_tuning: MakeTuning, tmp_path: Path
+) -> None:
     first, other = make_pair("ngram"), make_pair("eagle3", tmp_path / "other")
     (first.folder / "pair.json").write_text((other.folder / "pair.json").read_text())
     with pytest.raises(BadInputError, match="another pair by now"):
@@ -98,7 +138,9 @@ def test_another_pair_in_the_same_folder_is_left_alone(make_pair: Callable[..., 
     assert Pair.load(first.folder).manifest.tuning == []
 
 
-def test_a_new_measurement_of_the_same_pair_keeps_the_tuning(make_pair: Callable[..., Pair], make_tuning: MakeTuning, recipe: Recipe) -> None:
+def test_a_new_measurement_of_the_same_pair_keeps_the_tuning(
+    make_pair: Callable[..., Pair], make_tuning: MakeTuning, recipe: Recipe
+) -> None:
     make_pair("ngram").store_tuning(make_tuning({1: 4}))
     changed = recipe.model_copy(update={"eval": recipe.eval.model_copy(update={"repeats": 2})})
     pair = make_pair("ngram", recipe=changed)
@@ -106,9 +148,13 @@ def test_a_new_measurement_of_the_same_pair_keeps_the_tuning(make_pair: Callable
     assert verify(pair.folder) == []
 
 
-def test_a_recipes_static_tree_becomes_the_pairs_plan(make_target: Callable[..., Target], make_drafter: Callable, recipe: Recipe, tmp_path: Path) -> None:
+def test_a_recipes_static_tree_becomes_the_pairs_plan(
+    make_target: Callable[..., Target], make_drafter: Callable, recipe: Recipe, tmp_path: Path
+) -> None:
     target = make_target()
     values = recipe.model_dump() | {"eval": {**recipe.model_dump()["eval"], "tree": [-1, -1, 0]}}
-    pair = new_pair(tmp_path / "pair", target, make_drafter("draft_model", target), Recipe.from_dict(values), calibration=[])
+    pair = new_pair(
+        tmp_path / "pair", target, make_drafter("draft_model", target), Recipe.from_dict(values), calibration=[]
+    )
     assert pair.plan.tree is not None
     assert (pair.plan.tree.parents, pair.plan.depth) == ((-1, -1, 0), 2)

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from outrider.ground import BadInputError
 from outrider.pair import Pair, verify
-from outrider.target import BadInputError, Target
+from outrider.targets import Target
 
 
 @pytest.fixture
@@ -28,7 +29,14 @@ def test_a_new_pair_is_intact(pair: Pair, make_target: Callable[..., Target]) ->
 
 def test_one_flipped_bit_in_any_file_is_found(pair: Pair) -> None:
     generator = random.Random(0)
-    assert {f.name for f in files(pair)} >= {"pair.json", "model.safetensors", "config.json", "recipe.yaml", "calibration.jsonl", "tokenizer.json"}
+    assert {f.name for f in files(pair)} >= {
+        "pair.json",
+        "model.safetensors",
+        "config.json",
+        "recipe.yaml",
+        "calibration.jsonl",
+        "tokenizer.json",
+    }
     for file in files(pair):
         good = file.read_bytes()
         places = {0, len(good) - 1, *(generator.randrange(len(good)) for _ in range(6))}
@@ -37,7 +45,9 @@ def test_one_flipped_bit_in_any_file_is_found(pair: Pair) -> None:
             bad[place] ^= 1 << generator.randrange(8)
             file.write_bytes(bad)
             found = verify(pair.folder)
-            assert any(file.name in line for line in found), f"{file.name}: bit at byte {place} of {len(good)} was not found: {found}"
+            assert any(file.name in line for line in found), (
+                f"{file.name}: bit at byte {place} of {len(good)} was not found: {found}"
+            )
         file.write_bytes(good)
     assert verify(pair.folder) == []
 
@@ -79,7 +89,9 @@ def test_a_rewritten_number_breaks_the_checksum(pair: Pair) -> None:
 def test_a_forged_checksum_does_not_hide_another_drafter(pair: Pair) -> None:
     """Whoever changes a digest and seals the file again still has the identity against them."""
     files = dict.fromkeys(pair.manifest.drafter.files, "0" * 64)
-    forged = pair.manifest.model_copy(update={"drafter": pair.manifest.drafter.model_copy(update={"files": files})}).sealed()
+    forged = pair.manifest.model_copy(
+        update={"drafter": pair.manifest.drafter.model_copy(update={"files": files})}
+    ).sealed()
     forged.write(pair.folder)
     assert any("identity digest" in line for line in verify(pair.folder))
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from outrider.ground import BadInputError
 from outrider.recipes import Recipe, embedded_file, load_recipe, packaged_recipes
-from outrider.target import BadInputError
 
 MINIMAL = """
 name: small
@@ -104,7 +104,10 @@ def test_a_later_override_wins(tmp_path: Path) -> None:
         ("data.sampling.temprature=1", "unknown key data.sampling.temprature; did you mean data.sampling.temperature?"),
         ("trainning={}", "unknown key trainning; did you mean training?"),
         ("top_p=0.5", "unknown key top_p; did you mean data.sampling.top_p?"),
-        ("target.xyz=1", "unknown key target.xyz; known keys here: path, revision, adapter, dtype, trust_remote_code, sharding."),
+        (
+            "target.xyz=1",
+            "unknown key target.xyz; known keys here: path, revision, adapter, dtype, trust_remote_code, sharding.",
+        ),
         ("data.limit=many", "data.limit: expected an integer or null, found 'many'."),
         ("data.limit=true", "data.limit: expected an integer or null, found True."),
         ("data.limit='3'", "data.limit: expected an integer or null, found '3'."),
@@ -124,10 +127,16 @@ def test_a_later_override_wins(tmp_path: Path) -> None:
         ("name=a/b", "name: expected letters, digits, '.', '_' and '-', found 'a/b'."),
         ("output=''", "output: expected some text, found ''."),
         ("eval.tree=[-1, 2]", "eval.tree: a tree's nodes come behind their parents; node 1 has parent 2."),
-        ("eval.tree=[-1, 0, -1]", "eval.tree: a tree's nodes come level by level; the depths of [-1, 0, -1] are [1, 2, 1]."),
+        (
+            "eval.tree=[-1, 0, -1]",
+            "eval.tree: a tree's nodes come level by level; the depths of [-1, 0, -1] are [1, 2, 1].",
+        ),
         ("eval.tree=[]", "eval.tree: a tree needs at least one node."),
         ("eval.tree=[-1, a]", "eval.tree[1]: expected an integer, found 'a'."),
-        ("eval={tree: [-1], width: 2}", "eval: a static tree has its own width and number of nodes; leave out width and nodes, or tree."),
+        (
+            "eval={tree: [-1], width: 2}",
+            "eval: a static tree has its own width and number of nodes; leave out width and nodes, or tree.",
+        ),
         ("eval={tree: [-1], nodes: 2}", "eval: a static tree has its own width and number of nodes"),
         ("data.limit", "expected key.path=value"),
         ("data..limit=3", "expected key.path=value"),
@@ -141,11 +150,16 @@ def test_a_fault_is_named_with_its_place_and_what_was_expected(tmp_path: Path, o
 
 def test_all_faults_are_reported_at_once_with_the_file(tmp_path: Path) -> None:
     lines = message_of(write(tmp_path, MINIMAL + "eval: {dept: 3}\noutput: 7\n")).splitlines()
-    assert lines == ["my.yaml: unknown key eval.dept; did you mean eval.depth?", "my.yaml: output: expected text, found 7."]
+    assert lines == [
+        "my.yaml: unknown key eval.dept; did you mean eval.depth?",
+        "my.yaml: output: expected text, found 7.",
+    ]
 
 
 def test_a_missing_section_is_named(tmp_path: Path) -> None:
-    assert "target is missing; expected a mapping with the keys path, revision" in message_of(write(tmp_path, "name: a\ndrafter: {}\ndata: {prompts: [a]}\n"))
+    assert "target is missing; expected a mapping with the keys path, revision" in message_of(
+        write(tmp_path, "name: a\ndrafter: {}\ndata: {prompts: [a]}\n")
+    )
 
 
 @pytest.mark.parametrize(
@@ -155,7 +169,10 @@ def test_a_missing_section_is_named(tmp_path: Path) -> None:
         ("name: a\ndata: [1\n", "line 3, column 1"),
         ("name: a\nname: b\n", "line 2, column 1: the key 'name' stands here twice"),
         ("name: !!python/object/apply:os.getcwd []\n", "line 1, column 7"),
-        ("- a\n", "expected a mapping with the keys name, target, drafter, data, training, joint, eval, output; found a list"),
+        (
+            "- a\n",
+            "expected a mapping with the keys name, target, drafter, data, training, joint, eval, output; found a list",
+        ),
         ("", "found nothing"),
     ],
 )

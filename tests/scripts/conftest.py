@@ -15,9 +15,13 @@ from outrider.scripts.cli import app
 
 
 @pytest.fixture(scope="session")
-def target_folder(tmp_path_factory: pytest.TempPathFactory, tiny_llama: Callable, tiny_tokenizer: PreTrainedTokenizerFast) -> Path:
+def target_folder(
+    tmp_path_factory: pytest.TempPathFactory, tiny_llama: Callable, tiny_tokenizer: PreTrainedTokenizerFast
+) -> Path:
     folder = tmp_path_factory.mktemp("target")
-    tiny_llama(vocab=len(tiny_tokenizer), eos_token_id=tiny_tokenizer.eos_token_id, pad_token_id=tiny_tokenizer.pad_token_id).save_pretrained(folder)
+    tiny_llama(
+        vocab=len(tiny_tokenizer), eos_token_id=tiny_tokenizer.eos_token_id, pad_token_id=tiny_tokenizer.pad_token_id
+    ).save_pretrained(folder)
     tiny_tokenizer.save_pretrained(folder)
     return folder
 
@@ -34,7 +38,14 @@ def recipe_file(tmp_path: Path, target_folder: Path) -> Path:
         "drafter": {"type": "eagle3", "steps": 2, "draft_vocab_size": 64},
         "data": {"prompts": [str(prompts)], "max_new_tokens": 8, "batch_size": 2, "holdout": 0.0},
         "training": {"max_steps": 2, "per_device_train_batch_size": 2, "disable_tqdm": True},
-        "eval": {"suites": [str(prompts)], "limit": 3, "max_new_tokens": 8, "repeats": 1, "temperatures": [0.0], "depth": 2},
+        "eval": {
+            "suites": [str(prompts)],
+            "limit": 3,
+            "max_new_tokens": 8,
+            "repeats": 1,
+            "temperatures": [0.0],
+            "depth": 2,
+        },
         "output": str(tmp_path / "run"),
     }
     file = tmp_path / "tiny.yaml"

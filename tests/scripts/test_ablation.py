@@ -14,7 +14,7 @@ from outrider.heads import Eagle3, Eagle3Config
 from outrider.scripts.bench import ablation, shapes
 from outrider.scripts.bench.acceptance import alpha, over_seeds, pooled, tau
 from outrider.scripts.bench.conditions import command
-from outrider.target import Target
+from outrider.targets import Target
 
 
 def rounds(*accepted: int, drafted: int = 3) -> list[Round]:
@@ -25,7 +25,11 @@ def test_tau_and_alpha_of_rounds_by_hand() -> None:
     """Nobody reaches a depth: an alpha without a value, not an error."""
     found = [rounds(0, 3, 1), rounds(2), []]
     assert tau(found) == Ratio([4, 2, 0], [3, 1, 0], offset=1.0)
-    assert [alpha(found, d) for d in (1, 2, 3)] == [Ratio([2, 1, 0], [3, 1, 0]), Ratio([1, 1, 0], [2, 1, 0]), Ratio([1, 0, 0], [1, 1, 0])]
+    assert [alpha(found, d) for d in (1, 2, 3)] == [
+        Ratio([2, 1, 0], [3, 1, 0]),
+        Ratio([1, 1, 0], [2, 1, 0]),
+        Ratio([1, 0, 0], [1, 1, 0]),
+    ]
     assert alpha(found, 4) == Ratio([0, 0, 0], [0, 0, 0])
     assert pooled([found, found])[0] == rounds(0, 3, 1, 0, 3, 1)
     assert np.isnan(Bootstrap([3]).ratio(alpha(found, 4)).value)
@@ -49,12 +53,37 @@ def test_over_seeds_is_students_t() -> None:
     assert over_seeds([1.3]) is None
 
 
-def test_variants_are_trained_once_and_compared_with_the_first(recipe_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_variants_are_trained_once_and_compared_with_the_first(
+    recipe_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The same loss by another name differs by exactly nothing; half of the training differs."""
     out, work = tmp_path / "found.json", tmp_path / "work"
     suite = str(recipe_file.parent / "prompts.jsonl")
-    variants = ["--vary", "drafter.loss=soft_ce", "--vary", "drafter.loss={soft_ce: 1.0}", "--vary", "training.learning_rate=0.5", "training.max_steps=1"]
-    given = [str(recipe_file), *variants, "--seeds", "2", "--work", str(work), "--suites", suite, "--max-new-tokens", "8", "--depth", "2", "--out", str(out)]
+    variants = [
+        "--vary",
+        "drafter.loss=soft_ce",
+        "--vary",
+        "drafter.loss={soft_ce: 1.0}",
+        "--vary",
+        "training.learning_rate=0.5",
+        "training.max_steps=1",
+    ]
+    given = [
+        str(recipe_file),
+        *variants,
+        "--seeds",
+        "2",
+        "--work",
+        str(work),
+        "--suites",
+        suite,
+        "--max-new-tokens",
+        "8",
+        "--depth",
+        "2",
+        "--out",
+        str(out),
+    ]
     assert command(lambda: ablation.main(given)) == 0
     result = json.loads(out.read_text())
     assert result["conditions"]["seeds"] == 2
@@ -66,7 +95,9 @@ def test_variants_are_trained_once_and_compared_with_the_first(recipe_file: Path
         for figure in ("tau", "alpha_d1"):
             assert [same["more_than_first"][figure][k] for k in ("value", "low", "high")] == [0, 0, 0]
             assert same["more_than_first"][figure]["by_seed"] == [0, 0]
-            assert other["more_than_first"][figure]["value"] == pytest.approx(other[figure]["value"] - first[figure]["value"], abs=2e-4)
+            assert other["more_than_first"][figure]["value"] == pytest.approx(
+                other[figure]["value"] - first[figure]["value"], abs=2e-4
+            )
     assert "drafter.loss={soft_ce: 1.0}" in capsys.readouterr().out
     trainings = sorted(work.glob("tiny-*/drafter/model.safetensors"))
     assert len(trainings) == 6
@@ -77,20 +108,57 @@ def test_variants_are_trained_once_and_compared_with_the_first(recipe_file: Path
 
 
 def test_variants_share_target_and_data(recipe_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert command(lambda: ablation.main([str(recipe_file), "--vary", "data.max_new_tokens=8", "--vary", "data.max_new_tokens=9"])) == 2
+    assert (
+        command(
+            lambda: ablation.main(
+                [str(recipe_file), "--vary", "data.max_new_tokens=8", "--vary", "data.max_new_tokens=9"]
+            )
+        )
+        == 2
+    )
     assert "same responses" in capsys.readouterr().err
-    assert command(lambda: ablation.main([str(recipe_file), "--vary", "drafter.steps=2", "--vary", "drafter.steps=2"])) == 2
+    assert (
+        command(lambda: ablation.main([str(recipe_file), "--vary", "drafter.steps=2", "--vary", "drafter.steps=2"]))
+        == 2
+    )
     assert "two or more different variants" in capsys.readouterr().err
 
 
-def test_shapes_and_rules_are_compared_on_the_same_prompts(recipe_file: Path, target_folder: Path, tmp_path: Path) -> None:
+def test_shapes_and_rules_are_compared_on_the_same_prompts(
+    recipe_file: Path, target_folder: Path, tmp_path: Path
+) -> None:
     out = tmp_path / "found.json"
     Eagle3.build(Eagle3Config(), Target.load(target_folder)).save(tmp_path / "head")
-    given = ["--target", str(target_folder), "--drafter", str(tmp_path / "head"), "--suites", str(recipe_file.parent / "prompts.jsonl"), "--limit", "3"]
-    given += ["--max-new-tokens", "6", "--deepest", "2", "--depth", "2", "--nodes", "4", "--seeds", "2", "--out", str(out)]
+    given = [
+        "--target",
+        str(target_folder),
+        "--drafter",
+        str(tmp_path / "head"),
+        "--suites",
+        str(recipe_file.parent / "prompts.jsonl"),
+        "--limit",
+        "3",
+    ]
+    given += [
+        "--max-new-tokens",
+        "6",
+        "--deepest",
+        "2",
+        "--depth",
+        "2",
+        "--nodes",
+        "4",
+        "--seeds",
+        "2",
+        "--out",
+        str(out),
+    ]
     assert command(lambda: shapes.main(given)) == 0
     result = json.loads(out.read_text())
     assert result["conditions"]["prompts"] == 3
     assert {"chain, depth 1", "chain, depth 2"} <= result["temperature 0"]["tau"].keys()
-    assert result["temperature 1"]["quotients"].keys() >= {"chain, block / chain, rejection", "static tree, traversal / static tree, without_replacement"}
+    assert result["temperature 1"]["quotients"].keys() >= {
+        "chain, block / chain, rejection",
+        "static tree, traversal / static tree, without_replacement",
+    }
     assert all(row["value"] >= 1 for part in ("temperature 0", "temperature 1") for row in result[part]["tau"].values())

@@ -19,7 +19,7 @@ from safetensors import SafetensorError
 from transformers import PreTrainedTokenizerFast
 from typer.testing import Result
 
-from outrider.target import IncompatibleError
+from outrider.ground import IncompatibleError
 
 Command = Callable[..., Result]
 
@@ -34,7 +34,9 @@ def refused(result: Result, code: int, *words: str) -> None:
 
 
 def test_an_unknown_recipe_key_suggests_the_right_one(outrider: Command, recipe_file: Path) -> None:
-    refused(outrider("train", recipe_file, "data.max_tokens=5"), 2, "unknown key data.max_tokens", "did you mean data.max_")
+    refused(
+        outrider("train", recipe_file, "data.max_tokens=5"), 2, "unknown key data.max_tokens", "did you mean data.max_"
+    )
 
 
 def test_an_unknown_training_argument_suggests_the_right_one(outrider: Command, recipe_file: Path) -> None:
@@ -62,19 +64,28 @@ def test_empty_data_names_the_file(outrider: Command, recipe_file: Path, tmp_pat
     refused(outrider("distill", recipe_file, f"data.prompts=[{tmp_path}/empty.jsonl]"), 2, "empty.jsonl")
 
 
-def test_a_corrupted_target_is_refused(outrider: Command, recipe_file: Path, target_folder: Path, tmp_path: Path) -> None:
+def test_a_corrupted_target_is_refused(
+    outrider: Command, recipe_file: Path, target_folder: Path, tmp_path: Path
+) -> None:
     damaged = tmp_path / "damaged"
     shutil.copytree(target_folder, damaged)
     (damaged / "model.safetensors").write_bytes((damaged / "model.safetensors").read_bytes()[:1000])
     refused(outrider("distill", recipe_file, f"target.path={damaged}"), 2, "damaged", "safetensors")
 
 
-def test_a_pickle_checkpoint_is_refused_with_what_to_do(outrider: Command, recipe_file: Path, target_folder: Path, tmp_path: Path) -> None:
+def test_a_pickle_checkpoint_is_refused_with_what_to_do(
+    outrider: Command, recipe_file: Path, target_folder: Path, tmp_path: Path
+) -> None:
     pickled = tmp_path / "pickled"
     shutil.copytree(target_folder, pickled)
     (pickled / "model.safetensors").unlink()
     torch.save({"weight": torch.zeros(2)}, pickled / "pytorch_model.bin")
-    refused(outrider("distill", recipe_file, f"target.path={pickled}"), 2, "pytorch_model.bin is a pickle", "safetensors.torch.save_file")
+    refused(
+        outrider("distill", recipe_file, f"target.path={pickled}"),
+        2,
+        "pytorch_model.bin is a pickle",
+        "safetensors.torch.save_file",
+    )
 
 
 def test_a_draft_model_with_another_tokenizer_is_incompatible(
@@ -99,7 +110,13 @@ def test_a_verb_without_its_input_says_what_to_run_first(outrider: Command, reci
 
 
 def test_usage_errors_end_with_2(outrider: Command) -> None:
-    for arguments in (["distil"], ["distill"], ["eval", "x", "--limit", "0"], ["gate", "x"], ["pair", "show", "x", "--jso"]):
+    for arguments in (
+        ["distil"],
+        ["distill"],
+        ["eval", "x", "--limit", "0"],
+        ["gate", "x"],
+        ["pair", "show", "x", "--jso"],
+    ):
         result = outrider(*arguments)
         assert result.exit_code == 2, (arguments, result.output)
 
@@ -111,14 +128,18 @@ def test_usage_errors_end_with_2(outrider: Command) -> None:
         SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)"),
     ],
 )
-def test_a_full_disk_names_the_folder(outrider: Command, recipe_file: Path, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+def test_a_full_disk_names_the_folder(
+    outrider: Command, recipe_file: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
     """Reported by the system, or only in the words of a library."""
     raising(monkeypatch, error)
     folder = "/somewhere/run/data" if isinstance(error, OSError) else str(Path.cwd())
     refused(outrider("distill", recipe_file), 2, "the disk is full", folder, "what was finished before is kept")
 
 
-def test_a_fault_of_ours_is_not_mistaken_for_a_finding(outrider: Command, recipe_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fault_of_ours_is_not_mistaken_for_a_finding(
+    outrider: Command, recipe_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """An exception that nobody foresaw ends with 70 and its traceback: exit code 1 is for findings."""
     raising(monkeypatch, KeyError("surprise"))
     result = outrider("distill", recipe_file)
@@ -142,7 +163,9 @@ def raising(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
     monkeypatch.setattr("outrider.distill.distill", fail)
 
 
-def test_ctrl_c_ends_with_130_and_the_same_command_goes_on(outrider: Command, recipe_file: Path, tmp_path: Path) -> None:
+def test_ctrl_c_ends_with_130_and_the_same_command_goes_on(
+    outrider: Command, recipe_file: Path, tmp_path: Path
+) -> None:
     """A real signal to a real process in the middle of distilling; then the rest, here."""
     longer = ["data.max_new_tokens=60", "data.batch_size=1", "data.limit=4"]
     command = [sys.executable, "-m", "outrider.scripts.cli", "distill", str(recipe_file), *longer]

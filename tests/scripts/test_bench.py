@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from outrider.decode import Decoder, Plan
+from outrider.ground import BadInputError
 from outrider.heads import Drafter, DraftModel, Eagle3, Eagle3Config, Ngram
 from outrider.scripts.bench import batches, context, decode
 from outrider.scripts.bench.cells import guarded
@@ -22,7 +23,7 @@ from outrider.scripts.bench.loops import Ours, Theirs, Timed, assist
 from outrider.scripts.bench.overhead import Passes, loop_overhead, of_parts
 from outrider.scripts.bench.prompts import joined_prompts, random_prompts
 from outrider.scripts.bench.random_targets import build_draft_model, build_eagle3, build_target, following, shape_of
-from outrider.target import BadInputError, Target
+from outrider.targets import Target
 
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2], [2, 7, 1, 8], [1, 6, 1, 8, 0]]
 
@@ -45,8 +46,12 @@ def texts_of(target: Target, count: int) -> list[list[int]]:
 
 @pytest.mark.parametrize("static", [False, True])
 @pytest.mark.parametrize("kind", ["eagle3", "draft_model"])
-def test_forced_drafts_are_accepted_as_the_script_says_and_the_text_stays(target: Target, tiny_llama: Callable, kind: str, static: bool) -> None:
-    inner: Drafter = Eagle3.build(Eagle3Config(), target) if kind == "eagle3" else DraftModel(tiny_llama(layers=1, seed=1))
+def test_forced_drafts_are_accepted_as_the_script_says_and_the_text_stays(
+    target: Target, tiny_llama: Callable, kind: str, static: bool
+) -> None:
+    inner: Drafter = (
+        Eagle3.build(Eagle3Config(), target) if kind == "eagle3" else DraftModel(tiny_llama(layers=1, seed=1))
+    )
     texts = texts_of(target, 40)
     decoder = Decoder(target, Forced(inner), static=static)
     for share in (1.0, 0.5, 0.0):
@@ -67,7 +72,11 @@ def test_a_forced_drafter_really_drafts(target: Target, monkeypatch: pytest.Monk
     inner = Eagle3.build(Eagle3Config(), target)
     begin, extend, read = inner.begin, inner.extend, []
     monkeypatch.setattr(inner, "begin", lambda state, root: (read.append("begin"), begin(state, root))[1])
-    monkeypatch.setattr(inner, "extend", lambda state, tokens, parents=None: (read.append(int(tokens[0, 0])), extend(state, tokens, parents))[1])
+    monkeypatch.setattr(
+        inner,
+        "extend",
+        lambda state, tokens, parents=None: (read.append(int(tokens[0, 0])), extend(state, tokens, parents))[1],
+    )
     text = texts_of(target, 30)[0]
     Ours("forced", Decoder(target, Forced(inner)), Plan(3), 9, script=make_script([text], 1.0, 64))(PROMPTS[:1])
     start = len(PROMPTS[0])
@@ -83,11 +92,15 @@ def test_shares_are_met() -> None:
 
 
 @pytest.mark.parametrize("share", [1.0, 0.5])
-def test_transformers_assistant_is_forced_by_the_same_script(target: Target, tiny_llama: Callable, share: float) -> None:
+def test_transformers_assistant_is_forced_by_the_same_script(
+    target: Target, tiny_llama: Callable, share: float
+) -> None:
     """As many rounds as ours takes, give or take the ends: it has no token from the prompt, and drafts less before the last one."""
     assistant, texts = tiny_llama(layers=1, seed=1), texts_of(target, 60)[:1]
     script = make_script(texts, share, 64)
-    theirs = Theirs("assisted", target, 41, assist(assistant, 4), around=lambda: forced_assistant(assistant, script))(PROMPTS[:1])
+    theirs = Theirs("assisted", target, 41, assist(assistant, 4), around=lambda: forced_assistant(assistant, script))(
+        PROMPTS[:1]
+    )
     ours = Ours("forced", Decoder(target, Forced(DraftModel(assistant))), Plan(4), 41, script=script)(PROMPTS[:1])
     assert theirs.tokens == ours.tokens == written(target, 41, PROMPTS[:1])
     assert abs(theirs.rounds - ours.rounds) <= 1 + (share < 1) * 2
@@ -138,7 +151,9 @@ def passes_made(target: Target, run: Callable[[], object], monkeypatch: pytest.M
     forward = target.forward
 
     def spy(tokens: torch.Tensor, cache: Any, **more: Any) -> Any:
-        seen.append((tuple(tokens.shape), tokens[:, 0].tolist(), sorted(cache.host_lengths), tuple(more.get("taps", ()))))
+        seen.append(
+            (tuple(tokens.shape), tokens[:, 0].tolist(), sorted(cache.host_lengths), tuple(more.get("taps", ())))
+        )
         return forward(tokens, cache, **more)
 
     with monkeypatch.context() as patch:
@@ -152,7 +167,9 @@ def test_bare_passes_are_those_of_the_loop(target: Target, drafted: bool, monkey
     """The same roots, widths, contexts and taps; rows that end leave; each round of the drafter's too."""
     inner = Eagle3.build(Eagle3Config(), target)
     script = make_script(texts_of(target, 40), 0.6, 64) if drafted else None
-    loop = Ours("loop", Decoder(target, Forced(inner) if drafted else None), Plan(3 if drafted else 0), 20, script=script)
+    loop = Ours(
+        "loop", Decoder(target, Forced(inner) if drafted else None), Plan(3 if drafted else 0), 20, script=script
+    )
     loop(PROMPTS)  # a target may look at itself first
     known: list[Timed] = []
     looped = passes_made(target, lambda: known.append(loop(PROMPTS)), monkeypatch)
@@ -180,7 +197,9 @@ def test_overhead_is_what_the_loop_takes_beside_its_passes(target: Target, monke
     monkeypatch.setattr(Run, "compute", lambda *arguments: (time.sleep(0.02), compute(*arguments))[1])
     found = loop_overhead(loop, [[p] for p in PROMPTS], repeats=2)
     assert found.loop_seconds - found.bare_seconds > 0.019
-    assert found.rounds == 2 * 3 * 4  # six tokens are one from the prompt and five rounds, the first of which is left out
+    assert (
+        found.rounds == 2 * 3 * 4
+    )  # six tokens are one from the prompt and five rounds, the first of which is left out
     assert found.share.value == pytest.approx(found.loop_seconds / found.bare_seconds - 1)
     assert found.processor.value < found.share.value  # asleep, it uses no processor
     assert found.to_dict()["of_processor_time"]["share"] == round(found.processor.value, 5)
@@ -212,8 +231,14 @@ def test_a_trace_by_hand() -> None:
     """Two rounds in 20 µs: kernels for 8 and 6, and in between the host reads and waits for 4."""
     kernels = [("kernel", 0, 5), ("kernel", 4, 4), ("gpu_memcpy", 12, 2), ("kernel", 14, 4), ("kernel", 19, 1)]
     events = [{"ph": "X", "cat": cat, "name": "k", "ts": ts, "dur": dur} for cat, ts, dur in kernels]
-    events += [{"ph": "X", "cat": "user_annotation", "name": MARK, "ts": 9, "dur": 0}, {"ph": "X", "cat": "cpu_op", "name": "op", "ts": 8, "dur": 4}]
-    events += [{"ph": "X", "cat": "gpu_user_annotation", "name": MARK, "ts": 18.5, "dur": 0}, {"ph": "M", "name": "meta"}]
+    events += [
+        {"ph": "X", "cat": "user_annotation", "name": MARK, "ts": 9, "dur": 0},
+        {"ph": "X", "cat": "cpu_op", "name": "op", "ts": 8, "dur": 4},
+    ]
+    events += [
+        {"ph": "X", "cat": "gpu_user_annotation", "name": MARK, "ts": 18.5, "dur": 0},
+        {"ph": "M", "name": "meta"},
+    ]
     gaps = read_trace({"traceEvents": events}, "cuda", rounds=2)
     assert gaps is not None
     assert (gaps.window, gaps.busy, gaps.between) == (pytest.approx(10e-6), pytest.approx(7.5e-6), pytest.approx(4e-6))
@@ -246,8 +271,19 @@ def test_random_targets_say_what_is_known_beforehand(name: str, dtype: torch.dty
 
 def test_real_shapes_are_those_that_were_published() -> None:
     llama, qwen = shape_of("llama-3.1-8b"), shape_of("qwen3-8b")
-    assert [llama[k] for k in ("hidden_size", "num_hidden_layers", "intermediate_size", "vocab_size")] == [4096, 32, 14336, 128256]
-    assert [qwen[k] for k in ("hidden_size", "num_hidden_layers", "intermediate_size", "vocab_size", "head_dim")] == [4096, 36, 12288, 151936, 128]
+    assert [llama[k] for k in ("hidden_size", "num_hidden_layers", "intermediate_size", "vocab_size")] == [
+        4096,
+        32,
+        14336,
+        128256,
+    ]
+    assert [qwen[k] for k in ("hidden_size", "num_hidden_layers", "intermediate_size", "vocab_size", "head_dim")] == [
+        4096,
+        36,
+        12288,
+        151936,
+        128,
+    ]
     with pytest.raises(BadInputError, match="hidden_size must be at least 1, got 0"):
         shape_of("qwen3-8b", hidden=0)
     with pytest.raises(BadInputError, match=r"known: llama-3\.1-8b, qwen3-8b"):
@@ -271,7 +307,9 @@ def test_too_little_memory_is_written_down() -> None:
         raise error
 
     assert guarded(lambda: 5) == 5
-    assert guarded(lambda: fail(torch.OutOfMemoryError("CUDA out of memory.\nmore"))) == {"error": "CUDA out of memory."}
+    assert guarded(lambda: fail(torch.OutOfMemoryError("CUDA out of memory.\nmore"))) == {
+        "error": "CUDA out of memory."
+    }
     assert guarded(lambda: fail(BadInputError("needs 70 GiB"))) == {"error": "needs 70 GiB"}
     with pytest.raises(KeyError):
         guarded(lambda: fail(KeyError("a mistake of ours")))
@@ -286,7 +324,24 @@ def test_shapes_run_on_a_cpu(tmp_path: Path) -> None:
     """The whole benchmark with random weights, tiny: every figure is there, forced ones say so, and all loops write one text."""
     out = tmp_path / "found.json"
     shape = ["--shape", "llama-3.1-8b", "--layers", "1", "--hidden", "64", "--vocab", "512"]
-    assert decode.main([*shape, "--context", "80", "--batch", "1", "2", "--quick", "--bandwidth-bytes", "100000", "--out", str(out)]) == 0
+    assert (
+        decode.main(
+            [
+                *shape,
+                "--context",
+                "80",
+                "--batch",
+                "1",
+                "2",
+                "--quick",
+                "--bandwidth-bytes",
+                "100000",
+                "--out",
+                str(out),
+            ]
+        )
+        == 0
+    )
     result = json.loads(out.read_text())
     assert result["conditions"]["target"]["config"]["hidden_size"] == 64
     assert {"dtype", "device", "device_name", "threads", "versions", "cells"} <= result["conditions"].keys()
@@ -311,7 +366,12 @@ def test_shapes_run_on_a_cpu(tmp_path: Path) -> None:
 @pytest.fixture
 def prompts_file(tmp_path: Path) -> Path:
     file = tmp_path / "tiny.jsonl"
-    file.write_text("".join(json.dumps({"id": f"p{i}", "text": f"def function_{i}(first, second):\n" * (1 + i % 2)}) + "\n" for i in range(4)))
+    file.write_text(
+        "".join(
+            json.dumps({"id": f"p{i}", "text": f"def function_{i}(first, second):\n" * (1 + i % 2)}) + "\n"
+            for i in range(4)
+        )
+    )
     return file
 
 
@@ -328,7 +388,11 @@ def test_suites_and_cells_of_a_saved_target(target_folder: Path, prompts_file: P
     result = json.loads(out.read_text())
     assert {"conditions", "tokens_per_second_ratios", "figures"} <= result.keys()
     assert result["conditions"]["prompts"] == 4
-    ratios = {"plain / transformers.generate", "draft_model / transformers.assisted", "ngram / transformers.prompt_lookup"}
+    ratios = {
+        "plain / transformers.generate",
+        "draft_model / transformers.assisted",
+        "ngram / transformers.prompt_lookup",
+    }
     assert ratios <= result["tokens_per_second_ratios"].keys()
     assert {f["identical"] for f in result["figures"] if f["contestant"] != "plain" and f["suite"] == "all"} == {4}
     assert result["loop_overhead"].keys() == {"plain", "eagle3", "draft_model"}
@@ -345,9 +409,19 @@ def test_a_drafter_of_another_kind_is_refused(target_folder: Path, capsys: pytes
 def test_batches_write_figures_and_a_plot(target_folder: Path, prompts_file: Path, tmp_path: Path) -> None:
     out = tmp_path / "batches.json"
     common = ["--target", str(target_folder), "--suites", str(prompts_file), "--max-new-tokens", "6"]
-    assert batches.main([*common, "--drafter", "ngram", "--sizes", "1", "2", "--depths", "2", "--groups", "2", "--out", str(out)]) == 0
+    assert (
+        batches.main(
+            [*common, "--drafter", "ngram", "--sizes", "1", "2", "--depths", "2", "--groups", "2", "--out", str(out)]
+        )
+        == 0
+    )
     result = json.loads(out.read_text())
-    assert [(p["contestant"], p["size"]) for p in result["points"]] == [("plain", 1), ("ngram, depth 2", 1), ("plain", 2), ("ngram, depth 2", 2)]
+    assert [(p["contestant"], p["size"]) for p in result["points"]] == [
+        ("plain", 1),
+        ("ngram, depth 2", 1),
+        ("plain", 2),
+        ("ngram, depth 2", 2),
+    ]
     assert all(p["identical"] == p["sequences"] for p in result["points"])
     assert result["conditions"]["prompts"] == 4
     assert out.with_suffix(".svg").read_text().startswith("<svg xmlns=")

@@ -25,7 +25,11 @@ def test_json_holds_versions_device_memory_disk_and_features() -> None:
 
 
 def test_a_missing_module_is_named_with_its_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "FEATURES", (("flying (wings)", ("wings_that_do_not_exist", "json"), ("no-such-program",), "pip install 'x[wings]'"),))
+    monkeypatch.setattr(
+        doctor,
+        "FEATURES",
+        (("flying (wings)", ("wings_that_do_not_exist", "json"), ("no-such-program",), "pip install 'x[wings]'"),),
+    )
     found = doctor.examine()
     assert found["features"][0]["missing"] == ["wings_that_do_not_exist", "no-such-program"]
     text = io.StringIO()

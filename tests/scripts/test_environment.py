@@ -32,7 +32,9 @@ def stand_in(checkout: Path, name: str, body: str) -> None:
 
 def quickstart(checkout: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PATH": f"{checkout / 'bin'}:{os.environ['PATH']}", **variables}
-    return subprocess.run([checkout / "scripts" / "quickstart", *arguments], env=environment, capture_output=True, text=True, timeout=60)
+    return subprocess.run(
+        [checkout / "scripts" / "quickstart", *arguments], env=environment, capture_output=True, text=True, timeout=60
+    )
 
 
 def fake_python(checkout: Path, pip: str = "exit 0") -> None:

@@ -19,10 +19,27 @@ from outrider.scripts.bench import peers
 from outrider.scripts.bench.conditions import command
 from outrider.scripts.bench.peers import over_seeds_of_quotients, parse
 from outrider.scripts.bench.peers_training import Ours, Row, Settings, Training, batches_of, features, with_features
-from outrider.target import Target, products
+from outrider.targets import Target, products
 from outrider.train.data import split
 
-SMALL = ["--draft-vocab", "40", "--unrolled", "2", "--lengths", "20", "--repeats", "2", "--steps", "3", "--rows", "2", "--warmup", "1", "--limit", "3"]
+SMALL = [
+    "--draft-vocab",
+    "40",
+    "--unrolled",
+    "2",
+    "--lengths",
+    "20",
+    "--repeats",
+    "2",
+    "--steps",
+    "3",
+    "--rows",
+    "2",
+    "--warmup",
+    "1",
+    "--limit",
+    "3",
+]
 SMALL += ["--max-new-tokens", "8", "--seeds", "2", "--batch", "2", "--depth", "2", "--taps", "1", "3", "5"]
 
 
@@ -50,7 +67,18 @@ def data(recipe_file: Path, outrider: Callable[..., Result]) -> Path:
 def run(data: Path, target_folder: Path, recipe_file: Path, *more: str) -> dict[str, Any]:
     out = data.parent / "peers.json"
     suite = recipe_file.parent / "prompts.jsonl"
-    given = ["--data", str(data), "--target", str(target_folder), "--suites", str(suite), "--out", str(out), *SMALL, *more]
+    given = [
+        "--data",
+        str(data),
+        "--target",
+        str(target_folder),
+        "--suites",
+        str(suite),
+        "--out",
+        str(out),
+        *SMALL,
+        *more,
+    ]
     assert command(lambda: peers.main(given)) == 0
     return json.loads(out.read_text())
 
@@ -60,7 +88,11 @@ def settings_of(target: Target) -> Settings:
 
 
 def test_a_peer_that_is_ourselves_ties(
-    data: Path, target_folder: Path, recipe_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    data: Path,
+    target_folder: Path,
+    recipe_file: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Same seeds, same batches, same optimizer: the same drafter, so a quotient of exactly one at both temperatures, for every seed."""
     monkeypatch.setattr(peers, "load_peer", lambda: (Twin, "0"))
@@ -71,9 +103,20 @@ def test_a_peer_that_is_ourselves_ties(
         assert losses[0] == losses[1]
         for temperature in ("temperature 0", "temperature 1"):
             quotient = found[temperature]["over_theirs"][peers.OURS]
-            assert (quotient["value"], quotient["low"], quotient["high"], quotient["by_seed"]) == (1.0, 1.0, 1.0, [1.0, 1.0])
+            assert (quotient["value"], quotient["low"], quotient["high"], quotient["by_seed"]) == (
+                1.0,
+                1.0,
+                1.0,
+                [1.0, 1.0],
+            )
     cell = result["speed"][0]
-    assert {"outrider, fp32", "outrider, bf16", "speculators, sdpa, fp32", f"{peers.FROZEN}, bf16", f"{peers.PLAIN}, fp32"} <= set(cell["tokens_per_second"])
+    assert {
+        "outrider, fp32",
+        "outrider, bf16",
+        "speculators, sdpa, fp32",
+        f"{peers.FROZEN}, bf16",
+        f"{peers.PLAIN}, fp32",
+    } <= set(cell["tokens_per_second"])
     mine, theirs = (cell["tokens_per_second"][name]["median"] for name in ("outrider, fp32", "speculators, sdpa, fp32"))
     ratio = cell["ours_over_their_fastest_at_equal_precision"]["outrider, fp32"]["median"]
     assert ratio == pytest.approx(mine / theirs, rel=1e-2)
@@ -83,10 +126,24 @@ def test_a_peer_that_is_ourselves_ties(
     assert "tau of outrider" in capsys.readouterr().out
 
 
-def test_a_peer_that_forgets_loses(data: Path, target_folder: Path, monkeypatch: pytest.MonkeyPatch, recipe_file: Path) -> None:
+def test_a_peer_that_forgets_loses(
+    data: Path, target_folder: Path, monkeypatch: pytest.MonkeyPatch, recipe_file: Path
+) -> None:
     """The comparison can come out otherwise: what is measured is what `drafter` hands over."""
     monkeypatch.setattr(peers, "load_peer", lambda: (Lame, "0"))
-    result = run(data, target_folder, recipe_file, "--parts", "tau", "--optimizers", "adamw", "--steps", "40", "--learning-rate", "1e-2")
+    result = run(
+        data,
+        target_folder,
+        recipe_file,
+        "--parts",
+        "tau",
+        "--optimizers",
+        "adamw",
+        "--steps",
+        "40",
+        "--learning-rate",
+        "1e-2",
+    )
     found = result["tau"]["adamw"]["temperature 0"]
     assert found["tau"][peers.OURS]["value"] > found["tau"]["speculators, sdpa"]["value"]
     assert found["over_theirs"][peers.OURS]["value"] > 1
@@ -97,7 +154,20 @@ def test_memory_of_a_step_is_counted_above_what_was_there(data: Path, target_fol
     """Each in a process of its own, as memory that was freed is used again: eight times the tokens take more, and the peak includes what was there before."""
     found = {}
     for length in (1024, 8192):
-        given = ["--data", str(data), "--target", str(target_folder), "--draft-vocab", "40", "--unrolled", "2", "--taps", "1", "3", "5"]
+        given = [
+            "--data",
+            str(data),
+            "--target",
+            str(target_folder),
+            "--draft-vocab",
+            "40",
+            "--unrolled",
+            "2",
+            "--taps",
+            "1",
+            "3",
+            "5",
+        ]
         given += ["--memory-length", str(length)]
         found[length] = peers._in_a_process(peers.OURS, "fp32", parse(given))
         assert 0 < found[length]["step_bytes"] < found[length]["peak_bytes"]
@@ -147,7 +217,9 @@ def test_a_frozen_output_embedding_stays(data: Path, target_folder: Path) -> Non
         assert torch.equal(before, ours.module.lm_head.weight) == frozen
 
 
-def test_ours_multiplies_as_training_does_and_the_plain_one_as_torch_does(target_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ours_multiplies_as_training_does_and_the_plain_one_as_torch_does(
+    target_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(products, "gains", lambda: True)
     settings = settings_of(Target.load(target_folder))
     own = torch.nn.functional.linear
@@ -166,7 +238,9 @@ def test_quotients_over_seeds_have_a_geometric_mean() -> None:
     assert over_seeds_of_quotients([1.3]) is None
 
 
-def test_without_the_package_a_line_says_what_to_do(data: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_the_package_a_line_says_what_to_do(
+    data: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setitem(sys.modules, "speculators", None)
     monkeypatch.delitem(sys.modules, "outrider.scripts.bench.peers_speculators", raising=False)
     assert command(lambda: peers.main(["--data", str(data)])) == 2
@@ -202,7 +276,11 @@ def test_with_equal_weights_both_have_the_same_gradient(target_folder: Path) -> 
     for contestant in (theirs, ours):
         contestant.loss(rows).backward()
     for name, parameter in ours.module.named_parameters():
-        their_name = name.replace("tap_norms", "fc_norm") if not name.startswith("layer.") else f"layers.0.{name.removeprefix('layer.')}"
+        their_name = (
+            name.replace("tap_norms", "fc_norm")
+            if not name.startswith("layer.")
+            else f"layers.0.{name.removeprefix('layer.')}"
+        )
         gradient = theirs.module.get_parameter(their_name).grad
         if gradient is None:
             assert name == "lm_head.weight"
@@ -221,5 +299,15 @@ def test_settings_are_told(tmp_path: Path) -> None:
     """Everything that changes a figure stands in its conditions; places on this machine do not."""
     arguments: argparse.Namespace = parse(["--data", str(tmp_path), "--out", str(tmp_path / "x.json")])
     found = peers.told(arguments, "0.9.0")
-    assert {"steps", "learning_rate", "rows", "attention", "unrolled", "depth", "seeds", "lengths", "memory_length"} <= set(found)
+    assert {
+        "steps",
+        "learning_rate",
+        "rows",
+        "attention",
+        "unrolled",
+        "depth",
+        "seeds",
+        "lengths",
+        "memory_length",
+    } <= set(found)
     assert not any(str(tmp_path) in str(value) for value in found.values())

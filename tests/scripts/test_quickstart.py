@@ -14,34 +14,50 @@ from rich.console import Console
 from transformers import PreTrainedTokenizerFast
 
 import outrider.recipes
+from outrider.ground import BadInputError
 from outrider.pair import Pair
 from outrider.scripts.quickstart import Budget, tell
-from outrider.target import BadInputError, embedded_path
+from outrider.targets import embedded_path
 
 TINY = Budget(
-    prompts=8, refresh_prompts=6, new_tokens=8, suite_prompts=2, suite_tokens=6, repeats=1, depth=2, probe_prompts=2,
-    tune_steps=2, tune_rows=2, tune_length=16,
-)  # fmt: skip
+    prompts=8,
+    refresh_prompts=6,
+    new_tokens=8,
+    suite_prompts=2,
+    suite_tokens=6,
+    repeats=1,
+    depth=2,
+    probe_prompts=2,
+    tune_steps=2,
+    tune_rows=2,
+    tune_length=16,
+)
 
 
 @pytest.fixture
-def embedded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny_llama: Callable, tiny_tokenizer: PreTrainedTokenizerFast) -> None:
+def embedded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny_llama: Callable, tiny_tokenizer: PreTrainedTokenizerFast
+) -> None:
     """A tiny target, prompts and recipe where the package has its own."""
     here = tmp_path / "recipes"
-    model = tiny_llama(vocab=len(tiny_tokenizer), eos_token_id=tiny_tokenizer.eos_token_id, pad_token_id=tiny_tokenizer.pad_token_id)
+    model = tiny_llama(
+        vocab=len(tiny_tokenizer), eos_token_id=tiny_tokenizer.eos_token_id, pad_token_id=tiny_tokenizer.pad_token_id
+    )
     model.save_pretrained(here / "embedded" / "target")
     tiny_tokenizer.save_pretrained(here / "embedded" / "target")
     for kind in ("suites", "prompts", "texts"):
         (here / "embedded" / kind).mkdir()
         for suite in ("code", "docs", "prose"):
-            rows = [{"id": f"{kind}/{suite}/{i}", "text": f"for {suite}_{i} in {kind}:\n    print({i})\n"} for i in range(6)]
+            rows = [
+                {"id": f"{kind}/{suite}/{i}", "text": f"for {suite}_{i} in {kind}:\n    print({i})\n"} for i in range(6)
+            ]
             (here / "embedded" / kind / f"{suite}.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
     recipe = yaml.safe_load(outrider.recipes.packaged_recipes()["embedded-eagle3"].read_text())
     recipe["drafter"] = {"type": "eagle3", "steps": 2}
     recipe["training"] |= {"disable_tqdm": True}
     (here / "embedded-eagle3.yaml").write_text(yaml.safe_dump(recipe))
     monkeypatch.setattr(outrider.recipes, "_HERE", here)
-    for place in ("outrider.target", "outrider.target.target"):
+    for place in ("outrider.targets", "outrider.targets.target"):
         monkeypatch.setattr(f"{place}.embedded_path", lambda: here / "embedded" / "target")
 
 
@@ -62,7 +78,9 @@ def test_the_story_runs_and_a_second_run_reuses_every_stage(tmp_path: Path, monk
     assert second.manifest.lineage.parent.digest == first.digest
     assert first.fingerprint().digest != second.fingerprint().digest
 
-    monkeypatch.setattr("outrider.target.Target.load", lambda *_, **__: pytest.fail("a second run has nothing left to do"))
+    monkeypatch.setattr(
+        "outrider.targets.Target.load", lambda *_, **__: pytest.fail("a second run has nothing left to do")
+    )
     again, text = told(out, TINY)
     assert again == passed
     assert "10 stages were reused" in text

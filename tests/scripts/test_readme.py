@@ -16,7 +16,7 @@ from typer.testing import Result
 
 from outrider.recipes import Recipe, load_recipe, packaged_recipes
 from outrider.scripts.cli import app
-from outrider.target import Target
+from outrider.targets import Target
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -98,7 +98,9 @@ def test_the_quick_commands_run(outrider: Callable[..., Result]) -> None:
         assert outrider(*path, "--help").exit_code == 0
 
 
-def test_the_python_example_runs(tiny_target: Target, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_python_example_runs(
+    tiny_target: Target, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """On a tiny target in place of the embedded one."""
     monkeypatch.setattr(Target, "load", lambda *_, **__: tiny_target)
     (block,) = blocks("python")

@@ -8,10 +8,16 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from outrider.decode import Event
+from outrider.ground import BadInputError
 from outrider.scripts.streaming import Tally, TextStream, harmless, pieces, prompt_tokens
-from outrider.target import BadInputError
 
-TEXTS = ["def f(x):\n    return x\n", "naïve façade – 漢字 und 🦊🦊", "  leading and   inner spaces ", "\ttabs\n\n\nlines", "e\u0301 combining"]
+TEXTS = [
+    "def f(x):\n    return x\n",
+    "naïve façade – 漢字 und 🦊🦊",
+    "  leading and   inner spaces ",
+    "\ttabs\n\n\nlines",
+    "e\u0301 combining",
+]
 
 
 @pytest.mark.parametrize("text", TEXTS)
@@ -52,7 +58,12 @@ def test_special_tokens_are_not_shown(tiny_tokenizer: PreTrainedTokenizerFast) -
 def test_pieces_say_which_tokens_were_drafted(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
     a, b, c = (tiny_tokenizer(x)["input_ids"][0] for x in "abc")
     events = iter([Event([a], 0, 0), Event([b, b, c], 2, 4)])
-    assert list(pieces(events, TextStream(tiny_tokenizer, []))) == [("a", False), ("b", True), ("b", True), ("c", False)]
+    assert list(pieces(events, TextStream(tiny_tokenizer, []))) == [
+        ("a", False),
+        ("b", True),
+        ("b", True),
+        ("c", False),
+    ]
 
 
 def test_tau_counts_the_bonus_token_and_leaves_the_prefill_out() -> None:

@@ -28,13 +28,20 @@ def medusa_file(recipe_file: Path) -> Path:
     return file
 
 
-def test_compare_trains_measures_and_shows(outrider: Command, recipe_file: Path, medusa_file: Path, tmp_path: Path) -> None:
+def test_compare_trains_measures_and_shows(
+    outrider: Command, recipe_file: Path, medusa_file: Path, tmp_path: Path
+) -> None:
     """Changes behind the recipes are for all of them; repeated, only the measuring is done again."""
     arguments = ["compare", recipe_file, medusa_file, "eval.limit=2", "--budget", "0.5", "--out", tmp_path / "out"]
     shown = succeeded(outrider(*arguments)).stdout
     for words in ("tiny", "heads", "ngram", "plain", "τ at 0", "parameters"):
         assert words in shown
-    assert {p.name for p in (tmp_path / "out" / "report").iterdir()} == {"report.json", "report.md", "report.html", "comparison.svg"}
+    assert {p.name for p in (tmp_path / "out" / "report").iterdir()} == {
+        "report.json",
+        "report.md",
+        "report.html",
+        "comparison.svg",
+    }
     before = (tmp_path / "out" / "tiny" / "provenance.json").stat().st_mtime_ns
     again = json.loads(succeeded(outrider(*arguments, "--json")).stdout)
     assert (tmp_path / "out" / "tiny" / "provenance.json").stat().st_mtime_ns == before
@@ -42,7 +49,9 @@ def test_compare_trains_measures_and_shows(outrider: Command, recipe_file: Path,
     assert again["conditions"]["suites"][0]["num_prompts"] == 2
 
 
-def test_compare_refuses_recipes_of_different_data(outrider: Command, recipe_file: Path, medusa_file: Path, tmp_path: Path) -> None:
+def test_compare_refuses_recipes_of_different_data(
+    outrider: Command, recipe_file: Path, medusa_file: Path, tmp_path: Path
+) -> None:
     values = yaml.safe_load(medusa_file.read_text())
     values["data"]["max_new_tokens"] = 9
     medusa_file.write_text(yaml.safe_dump(values))
@@ -76,7 +85,9 @@ def test_vocab_of_held_out_responses_says_so(outrider: Command, recipe_file: Pat
     assert found["num_sequences"] < 6
 
 
-def test_a_draft_vocabulary_that_cannot_be_is_refused_before_the_target_answers(outrider: Command, recipe_file: Path, tmp_path: Path) -> None:
+def test_a_draft_vocabulary_that_cannot_be_is_refused_before_the_target_answers(
+    outrider: Command, recipe_file: Path, tmp_path: Path
+) -> None:
     for wrong in (["--size", 100_000], ["drafter.draft_vocab_size=100000"]):
         result = outrider("vocab", recipe_file, *wrong)
         assert result.exit_code == 2
@@ -98,11 +109,15 @@ def test_plan_needs_no_weights(outrider: Command, recipe_file: Path, target_fold
 
 def test_plan_reads_an_accelerate_config(outrider: Command, recipe_file: Path, tmp_path: Path) -> None:
     file = tmp_path / "zero.yaml"
-    file.write_text(yaml.safe_dump({"distributed_type": "DEEPSPEED", "num_processes": 8, "deepspeed_config": {"zero_stage": 2}}))
+    file.write_text(
+        yaml.safe_dump({"distributed_type": "DEEPSPEED", "num_processes": 8, "deepspeed_config": {"zero_stage": 2}})
+    )
     found = json.loads(succeeded(outrider("plan", recipe_file, "--accelerate-config", file, "--json")).stdout)
     assert (found["processes"], found["sharding"]) == (8, "zero2")
     file.write_text(yaml.safe_dump({"distributed_type": "FSDP", "num_processes": 2}))
-    assert "the trainer refuses" in " ".join(succeeded(outrider("plan", recipe_file, "--accelerate-config", file)).stdout.split())
+    assert "the trainer refuses" in " ".join(
+        succeeded(outrider("plan", recipe_file, "--accelerate-config", file)).stdout.split()
+    )
     file.write_text("num_processes: 2\n")
     result = outrider("plan", recipe_file, "--accelerate-config", file)
     assert result.exit_code == 2

@@ -13,7 +13,7 @@ from outrider.eval import tuner
 from outrider.pair import Pair, new_pair
 from outrider.recipes import load_recipe
 from outrider.scripts.subject import load_subject
-from outrider.target import Target
+from outrider.targets import Target
 
 Command = Callable[..., Result]
 
@@ -41,7 +41,9 @@ def failed(result: Result) -> str:
     return " ".join(result.stderr.split())
 
 
-def test_tune_stores_a_plan_that_generate_eval_and_show_use(outrider: Command, pair: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tune_stores_a_plan_that_generate_eval_and_show_use(
+    outrider: Command, pair: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     shown = succeeded(outrider("tune", pair, "--batch", 1, "--batch", 2, "--limit", 2, "--max-new-tokens", 8))
     assert "batch 1, passes behind" in shown
     assert "batch 2, passes behind" in shown
@@ -55,11 +57,18 @@ def test_tune_stores_a_plan_that_generate_eval_and_show_use(outrider: Command, p
 
     monkeypatch.chdir(tmp_path)
     set_plan(pair, 3)
-    assert "(depth up to 3)" in succeeded(outrider("generate", pair, "def add(first", "--max-new-tokens", 8, "--no-compare"))
-    assert "(depth 1)" in succeeded(outrider("generate", pair, "def add(first", "--max-new-tokens", 8, "--no-compare", "--depth", 1))
+    assert "(depth up to 3)" in succeeded(
+        outrider("generate", pair, "def add(first", "--max-new-tokens", 8, "--no-compare")
+    )
+    assert "(depth 1)" in succeeded(
+        outrider("generate", pair, "def add(first", "--max-new-tokens", 8, "--no-compare", "--depth", 1)
+    )
     succeeded(outrider("eval", pair, "--tuned", "--limit", 1, "--out", tmp_path / "report"))
     report = json.loads((tmp_path / "report" / "report.json").read_text())
-    assert [(c["name"], c["depth"], c["control"] is not None) for c in report["contestants"][:2]] == [("ngram", 2, False), ("ngram tuned", 3, True)]
+    assert [(c["name"], c["depth"], c["control"] is not None) for c in report["contestants"][:2]] == [
+        ("ngram", 2, False),
+        ("ngram tuned", 3, True),
+    ]
 
 
 def set_plan(folder: Path, depth: int) -> None:
@@ -68,7 +77,9 @@ def set_plan(folder: Path, depth: int) -> None:
     (tuning,) = pair.manifest.tuning
     first = tuning.batches[0]
     chosen = first.chosen.model_copy(update={"plan": {"depth": depth}, "weight": 16.0})
-    pair.store_tuning(tuning.model_copy(update={"batches": [first.model_copy(update={"chosen": chosen}), *tuning.batches[1:]]}))
+    pair.store_tuning(
+        tuning.model_copy(update={"batches": [first.model_copy(update={"chosen": chosen}), *tuning.batches[1:]]})
+    )
 
 
 def test_a_dry_run_stores_nothing(outrider: Command, pair: Path) -> None:
@@ -87,7 +98,9 @@ def test_bad_input_is_clear(outrider: Command, pair: Path, recipe_file: Path, tm
     assert "is a recipe; tuned plans are kept in pairs" in failed(outrider("eval", recipe_file, "--tuned"))
 
 
-def test_a_static_tree_of_the_recipe_is_measured_unless_another_shape_is_asked_for(pair: Path, recipe_file: Path, tmp_path: Path, target_folder: Path) -> None:
+def test_a_static_tree_of_the_recipe_is_measured_unless_another_shape_is_asked_for(
+    pair: Path, recipe_file: Path, tmp_path: Path, target_folder: Path
+) -> None:
     from outrider.heads import DraftModel
 
     target = Target.load(target_folder)

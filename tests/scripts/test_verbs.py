@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from typer.testing import Result
 
-from outrider.target import Target
+from outrider.targets import Target
 
 Command = Callable[..., Result]
 
@@ -25,10 +25,24 @@ def succeeded(result: Result) -> Result:
 def test_help_takes_less_than_a_second() -> None:
     """Of CPU time: the machine may be busy with something else."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    shown = subprocess.run([sys.executable, "-m", "outrider.scripts.cli", "--help"], capture_output=True, text=True, check=True).stdout
+    shown = subprocess.run(
+        [sys.executable, "-m", "outrider.scripts.cli", "--help"], capture_output=True, text=True, check=True
+    ).stdout
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 1.0
-    for verb in ("distill", "train", "eval", "tune", "generate", "pair", "probe", "refresh", "gate", "doctor", "quickstart"):
+    for verb in (
+        "distill",
+        "train",
+        "eval",
+        "tune",
+        "generate",
+        "pair",
+        "probe",
+        "refresh",
+        "gate",
+        "doctor",
+        "quickstart",
+    ):
         assert verb in shown
 
 
@@ -60,7 +74,9 @@ def test_a_pairs_life(outrider: Command, recipe_file: Path, tmp_path: Path, targ
     probed = outrider("probe", pair, "--target", changed)
     assert probed.exit_code in (0, 1)
     assert probed.stdout.split()[-1]
-    refreshed = succeeded(outrider("refresh", pair, "--target", changed, "--out", tmp_path / "next", "training.max_steps=1"))
+    refreshed = succeeded(
+        outrider("refresh", pair, "--target", changed, "--out", tmp_path / "next", "training.max_steps=1")
+    )
     assert "version 2" in refreshed.stdout
     assert outrider("gate", tmp_path / "next" / "pair", "--against", pair).exit_code in (0, 1)
 

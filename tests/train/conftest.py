@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 from outrider.recipes import Recipe
-from outrider.target import Target
+from outrider.targets import Target
 
 EAGLE3 = {"type": "eagle3", "steps": 3, "draft_vocab_size": 96}
 DRAFT_MODEL = {"type": "draft_model", "model": {"num_hidden_layers": 1}}
@@ -28,7 +28,9 @@ def make_rows(vocab: int, count: int = NUM_ROWS) -> list[dict[str, Any]]:
         prompt, response = (int(torch.randint(low, high, (1,), generator=generator)) for low, high in ((2, 8), (5, 16)))
         # Few different tokens, so that there is something to learn in a few dozen steps.
         tokens = torch.randint(0, vocab // 4, (prompt + response,), generator=generator).tolist()
-        rows.append({"id": f"row-{i}", "suite": "tiny", "input_ids": tokens, "loss_mask": [0] * prompt + [1] * response})
+        rows.append(
+            {"id": f"row-{i}", "suite": "tiny", "input_ids": tokens, "loss_mask": [0] * prompt + [1] * response}
+        )
     return rows
 
 
@@ -39,7 +41,14 @@ def write_data(folder: Path, rows: list[dict[str, Any]], target: Target) -> Path
 
     disable_progress_bars()
     Dataset.from_list(rows).save_to_disk(str(folder))
-    saved = {"schema_version": 1, "target": target.fingerprint().to_dict(), "prompts": "0" * 64, "sampling": {}, "source": {}, "counts": {}}
+    saved = {
+        "schema_version": 1,
+        "target": target.fingerprint().to_dict(),
+        "prompts": "0" * 64,
+        "sampling": {},
+        "source": {},
+        "counts": {},
+    }
     (folder / "provenance.json").write_text(json.dumps(saved))
     return folder
 
@@ -66,8 +75,20 @@ def recipe(tmp_path: Path, data: Path) -> Callable[..., Recipe]:
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("def add(a, b):\n")
 
-    def make(name: str = "run", drafter: dict[str, Any] | None = None, data_changes: dict[str, Any] | None = None, **training: Any) -> Recipe:
-        values = {"max_steps": 12, "per_device_train_batch_size": 8, "learning_rate": 3e-3, "logging_steps": 1, "disable_tqdm": True, "save_steps": 4}
+    def make(
+        name: str = "run",
+        drafter: dict[str, Any] | None = None,
+        data_changes: dict[str, Any] | None = None,
+        **training: Any,
+    ) -> Recipe:
+        values = {
+            "max_steps": 12,
+            "per_device_train_batch_size": 8,
+            "learning_rate": 3e-3,
+            "logging_steps": 1,
+            "disable_tqdm": True,
+            "save_steps": 4,
+        }
         return Recipe.from_dict(
             {
                 "name": name,

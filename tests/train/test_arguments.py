@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
+from outrider.ground import BadInputError
 from outrider.recipes import Recipe
-from outrider.target import BadInputError, Target
+from outrider.targets import Target
 from outrider.train import train
 from outrider.train.arguments import check_training, training_arguments
 from outrider.train.launch import check_launch
@@ -33,7 +34,10 @@ MakeRecipe = Callable[..., Recipe]
         ({"learning_rate": float("nan")}, r"training.learning_rate: expected 0 or more, found nan"),
         ({"adam_beta2": 1.0}, r"training.adam_beta2: expected 0 or more and less than 1, found 1\."),
         ({"label_smoothing_factor": 0.1}, r"training.label_smoothing_factor: leave it out"),
-        ({"use_liger_kernel": True}, r"training.use_liger_kernel: leave it out: .* by themselves where it is installed"),
+        (
+            {"use_liger_kernel": True},
+            r"training.use_liger_kernel: leave it out: .* by themselves where it is installed",
+        ),
         ({"fsdp": "full_shard"}, r"training.fsdp: leave it out"),
     ],
 )
@@ -48,7 +52,9 @@ def test_a_wrong_setting_is_refused_before_anything_is_loaded(
         train(recipe(**values))
 
 
-@pytest.mark.parametrize("values", [{"lr_scheduler_type": "zigzag"}, {"optim": "magic"}, {"save_strategy": "sometimes"}])
+@pytest.mark.parametrize(
+    "values", [{"lr_scheduler_type": "zigzag"}, {"optim": "magic"}, {"save_strategy": "sometimes"}]
+)
 def test_what_transformers_refuses_is_a_bad_input_too(recipe: MakeRecipe, values: dict[str, Any]) -> None:
     with pytest.raises(BadInputError, match=f"training: .*{next(iter(values.values()))}"):
         training_arguments(recipe(**values))
@@ -60,7 +66,10 @@ def test_numbers_that_yaml_reads_as_text_are_numbers() -> None:
 
 def test_a_bare_no_is_no_strategy() -> None:
     """YAML reads it as false."""
-    assert check_training({"eval_strategy": False, "save_strategy": False}) == {"eval_strategy": "no", "save_strategy": "no"}
+    assert check_training({"eval_strategy": False, "save_strategy": False}) == {
+        "eval_strategy": "no",
+        "save_strategy": "no",
+    }
     with pytest.raises(BadInputError, match=r"training.eval_strategy: .* found True"):
         check_training({"eval_strategy": True})
 
@@ -88,12 +97,20 @@ def test_silence_gets_our_defaults_and_speech_wins(recipe: MakeRecipe) -> None:
 
 
 def fake(world_size: int, kind: str = "MULTI_CPU") -> Any:
-    return SimpleNamespace(world_size=world_size, distributed_state=SimpleNamespace(distributed_type=SimpleNamespace(value=kind)))
+    return SimpleNamespace(
+        world_size=world_size, distributed_state=SimpleNamespace(distributed_type=SimpleNamespace(value=kind))
+    )
 
 
 @pytest.fixture
 def environment(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    for name in ("WORLD_SIZE", "MASTER_ADDR", "ACCELERATE_MIXED_PRECISION", "ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED"):
+    for name in (
+        "WORLD_SIZE",
+        "MASTER_ADDR",
+        "ACCELERATE_MIXED_PRECISION",
+        "ACCELERATE_USE_FSDP",
+        "ACCELERATE_USE_DEEPSPEED",
+    ):
         monkeypatch.delenv(name, raising=False)
     return monkeypatch
 
@@ -105,7 +122,10 @@ def test_a_plain_start_is_one_process(environment: pytest.MonkeyPatch) -> None:
 def test_two_processes_that_run_alone_are_refused(environment: pytest.MonkeyPatch) -> None:
     environment.setenv("WORLD_SIZE", "2")
     check_launch(fake(2))
-    with pytest.raises(BadInputError, match=r"started 2 processes, but they run as 1 .*ACCELERATE_USE_CPU=true accelerate launch --multi_gpu"):
+    with pytest.raises(
+        BadInputError,
+        match=r"started 2 processes, but they run as 1 .*ACCELERATE_USE_CPU=true accelerate launch --multi_gpu",
+    ):
         check_launch(fake(1, "NO"))
 
 

@@ -12,8 +12,9 @@ import pytest
 import torch
 from transformers import TrainingArguments
 
+from outrider.ground import BadInputError
 from outrider.recipes import Recipe
-from outrider.target import BadInputError, Target
+from outrider.targets import Target
 from outrider.train import TrainingInterruptedError, train
 from outrider.train import budget as budgets
 from outrider.train.budget import ENDLESS, NUM_CHECKPOINTS, Clock, TimeBudget, follow_clock, saved_clock
@@ -86,14 +87,18 @@ def test_every_process_has_the_clock_of_all(tmp_path: Path, ticking: SimpleNames
 
 
 def test_a_schedule_that_ignores_how_much_is_over_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(BadInputError, match=r"lr_scheduler_type: inverse_sqrt cannot follow a time budget; use one of: linear, cosine"):
+    with pytest.raises(
+        BadInputError, match=r"lr_scheduler_type: inverse_sqrt cannot follow a time budget; use one of: linear, cosine"
+    ):
         follow_clock(arguments(tmp_path, lr_scheduler_type="inverse_sqrt"))
 
 
 # ------------------------------------------------------------ a training
 
 
-def test_a_training_ends_when_its_time_is_up_and_its_learning_rate_with_it(recipe: MakeRecipe, target: Target, ticking: SimpleNamespace) -> None:
+def test_a_training_ends_when_its_time_is_up_and_its_learning_rate_with_it(
+    recipe: MakeRecipe, target: Target, ticking: SimpleNamespace
+) -> None:
     """One second per step, 20 of them, whatever `max_steps` says; checkpoints at each fifth of the time."""
     made = recipe(max_steps=3, lr_scheduler_type="linear", save_total_limit=9)
     result = train(made, target, seconds=20)
@@ -107,7 +112,9 @@ def test_a_training_ends_when_its_time_is_up_and_its_learning_rate_with_it(recip
     assert found[-1].name == "checkpoint-20"
 
 
-def test_twice_as_slow_a_machine_takes_half_the_steps_on_the_same_schedule(recipe: MakeRecipe, target: Target, ticking: SimpleNamespace) -> None:
+def test_twice_as_slow_a_machine_takes_half_the_steps_on_the_same_schedule(
+    recipe: MakeRecipe, target: Target, ticking: SimpleNamespace
+) -> None:
     ticking.step = 2.0
     made = recipe(lr_scheduler_type="linear")
     assert train(made, target, seconds=20).steps == 10
@@ -153,10 +160,14 @@ def test_a_continued_training_has_the_time_that_was_left_and_the_same_weights(
     ticking.now += 10_000
     parts = train(recipe("parts"), target, seconds=20)
     assert parts.steps == whole.steps == 20
-    assert (parts.drafter_folder / "model.safetensors").read_bytes() == (whole.drafter_folder / "model.safetensors").read_bytes()
+    assert (parts.drafter_folder / "model.safetensors").read_bytes() == (
+        whole.drafter_folder / "model.safetensors"
+    ).read_bytes()
 
 
-def test_a_training_whose_time_was_up_trains_no_further(recipe: MakeRecipe, target: Target, ticking: SimpleNamespace) -> None:
+def test_a_training_whose_time_was_up_trains_no_further(
+    recipe: MakeRecipe, target: Target, ticking: SimpleNamespace
+) -> None:
     made = recipe()
     train(made, target, seconds=5)
     last = last_complete(made.output_folder / "checkpoints")
@@ -169,7 +180,11 @@ def test_a_training_whose_time_was_up_trains_no_further(recipe: MakeRecipe, targ
 
 @pytest.mark.parametrize(
     ("first", "then", "said"),
-    [(5, 6, "a budget of 5 seconds, this run has a budget of 6"), (5, None, "this run has no time budget"), (None, 5, "with no time budget")],
+    [
+        (5, 6, "a budget of 5 seconds, this run has a budget of 6"),
+        (5, None, "this run has no time budget"),
+        (None, 5, "with no time budget"),
+    ],
 )
 def test_a_run_is_not_continued_with_another_budget(
     recipe: MakeRecipe, target: Target, ticking: SimpleNamespace, first: float | None, then: float | None, said: str

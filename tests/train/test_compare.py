@@ -14,8 +14,9 @@ from transformers import PreTrainedTokenizerFast
 
 from outrider.eval import Report
 from outrider.eval.render import print_comparison
+from outrider.ground import BadInputError
 from outrider.recipes import Recipe
-from outrider.target import BadInputError, Target
+from outrider.targets import Target
 from outrider.train import compare as module
 from outrider.train.compare import compare, differences
 
@@ -37,10 +38,16 @@ def target(tiny_llama: Callable[..., Any], tiny_tokenizer: PreTrainedTokenizerFa
 def recipe(tmp_path: Path) -> MakeRecipe:
     """`recipe(name, data={…}, eval={…}, **training)`: one of DRAFTERS."""
     prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text("".join(json.dumps({"id": f"p{i}", "text": f"def function_{i}(first, second):\n"}) + "\n" for i in range(12)))
+    prompts.write_text(
+        "".join(json.dumps({"id": f"p{i}", "text": f"def function_{i}(first, second):\n"}) + "\n" for i in range(12))
+    )
 
     def make(
-        name: str, drafter: dict[str, Any] | None = None, data: dict[str, Any] | None = None, measured: dict[str, Any] | None = None, **training: Any
+        name: str,
+        drafter: dict[str, Any] | None = None,
+        data: dict[str, Any] | None = None,
+        measured: dict[str, Any] | None = None,
+        **training: Any,
     ) -> Recipe:
         settings = {"suites": [str(prompts)], "limit": 3, "max_new_tokens": 8, "repeats": 1, "depth": 2}
         return Recipe.from_dict(
@@ -71,7 +78,9 @@ def count_trainings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return seen
 
 
-def test_all_are_trained_for_the_same_time_on_the_same_responses_and_measured_together(recipe: MakeRecipe, target: Target, tmp_path: Path) -> None:
+def test_all_are_trained_for_the_same_time_on_the_same_responses_and_measured_together(
+    recipe: MakeRecipe, target: Target, tmp_path: Path
+) -> None:
     report = compare([recipe(name) for name in DRAFTERS], SECONDS, tmp_path / "out", target)
     assert [c.name for c in report.contestants] == [*DRAFTERS, "ngram", "plain", "transformers.generate"]
     for name in DRAFTERS:
@@ -82,7 +91,10 @@ def test_all_are_trained_for_the_same_time_on_the_same_responses_and_measured_to
         assert info.training.steps > 2, "max_steps does not count"
         assert info.training.parameters == info.parameters
         used = json.loads((tmp_path / "out" / name / "provenance.json").read_text())
-        assert used["data"]["prompts"] == json.loads((tmp_path / "out" / "data" / "provenance.json").read_text())["prompts"]
+        assert (
+            used["data"]["prompts"]
+            == json.loads((tmp_path / "out" / "data" / "provenance.json").read_text())["prompts"]
+        )
     assert report.contestant("ngram").training is None
     assert {f.rule for f in report.figures if f.temperature == 1.0 and f.contestant in DRAFTERS} == {"rejection"}
     suites = {r.prompt for r in report.records_of("eagle", 0.0)}
@@ -142,7 +154,9 @@ def test_only_drafter_training_and_output_may_differ(recipe: MakeRecipe) -> None
     assert differences(one, moved) == ["target.path ('in memory' and 'elsewhere')"]
 
 
-def test_two_recipes_of_one_name_and_a_budget_of_nothing_are_refused(recipe: MakeRecipe, target: Target, tmp_path: Path) -> None:
+def test_two_recipes_of_one_name_and_a_budget_of_nothing_are_refused(
+    recipe: MakeRecipe, target: Target, tmp_path: Path
+) -> None:
     with pytest.raises(BadInputError, match="2 recipes are called 'heads'"):
         compare([recipe("heads"), recipe("heads")], SECONDS, tmp_path, target)
     for seconds in (0, -1, float("nan"), float("inf")):
@@ -150,15 +164,21 @@ def test_two_recipes_of_one_name_and_a_budget_of_nothing_are_refused(recipe: Mak
             compare([recipe("heads")], seconds, tmp_path, target)
 
 
-def test_a_folder_of_another_budget_or_recipe_is_never_mixed_in(recipe: MakeRecipe, target: Target, tmp_path: Path) -> None:
+def test_a_folder_of_another_budget_or_recipe_is_never_mixed_in(
+    recipe: MakeRecipe, target: Target, tmp_path: Path
+) -> None:
     compare([recipe("heads")], 0.2, tmp_path / "out", target)
-    with pytest.raises(BadInputError, match=r"trained for 0.2 seconds, now 3 seconds are asked for. Choose another --out"):
+    with pytest.raises(
+        BadInputError, match=r"trained for 0.2 seconds, now 3 seconds are asked for. Choose another --out"
+    ):
         compare([recipe("heads")], 3, tmp_path / "out", target)
     with pytest.raises(BadInputError, match=r"training.learning_rate"):
         compare([recipe("heads", learning_rate=1e-4)], 0.2, tmp_path / "out", target)
 
 
-def test_the_report_shows_every_method_at_every_temperature_best_first(recipe: MakeRecipe, target: Target, tmp_path: Path) -> None:
+def test_the_report_shows_every_method_at_every_temperature_best_first(
+    recipe: MakeRecipe, target: Target, tmp_path: Path
+) -> None:
     report = compare([recipe("heads"), recipe("small")], 0.3, tmp_path / "out", target)
     for width in (200, 80):
         console = Console(width=width, record=True, file=io.StringIO())
@@ -185,5 +205,14 @@ def test_the_report_shows_every_method_at_every_temperature_best_first(recipe: M
     drawn = (tmp_path / "out" / "report" / "comparison.svg").read_text()
     assert drawn.count("<polygon") == 2 * 3 + 2, "two temperatures of three drafters, and the legend"
     taus = [report.headline(name).tau for name in ("heads", "small", "ngram")]
-    order = [line.split()[0] for line in shown.splitlines() if line.split()[:1] and line.split()[0] in ("heads", "small", "ngram")][:3]
-    assert order == [n for _, n in sorted(zip((-t.value for t in taus if t), ("heads", "small", "ngram"), strict=True), key=lambda pair: pair[0])]
+    order = [
+        line.split()[0]
+        for line in shown.splitlines()
+        if line.split()[:1] and line.split()[0] in ("heads", "small", "ngram")
+    ][:3]
+    assert order == [
+        n
+        for _, n in sorted(
+            zip((-t.value for t in taus if t), ("heads", "small", "ngram"), strict=True), key=lambda pair: pair[0]
+        )
+    ]

@@ -8,12 +8,15 @@ import pytest
 import torch
 from datasets import Dataset
 
-from outrider.target import BadInputError, IncompatibleError, Target
+from outrider.ground import BadInputError, IncompatibleError
+from outrider.targets import Target
 from outrider.train.data import EMPTY, IGNORED, OnlineBatches, Order, Rows, collate, split, token_counts
 
 
 def table(*rows: tuple[list[int], list[int]]) -> Dataset:
-    return Dataset.from_list([{"id": f"r{i}", "suite": "s", "input_ids": tokens, "loss_mask": mask} for i, (tokens, mask) in enumerate(rows)])
+    return Dataset.from_list(
+        [{"id": f"r{i}", "suite": "s", "input_ids": tokens, "loss_mask": mask} for i, (tokens, mask) in enumerate(rows)]
+    )
 
 
 def test_labels_are_the_response_tokens_and_padding_is_on_the_right() -> None:
@@ -60,7 +63,9 @@ def test_held_out_rows_do_not_depend_on_the_order_or_on_other_rows() -> None:
     _, shuffled = split(Dataset.from_list(rows[::-1][:150]), 0.1)
     names = {held.table[i]["id"] for i in held.indices}
     assert 5 < len(names) < 40
-    assert {shuffled.table[i]["id"] for i in shuffled.indices} == {n for n in names if int(n.removeprefix("row-")) >= 50}
+    assert {shuffled.table[i]["id"] for i in shuffled.indices} == {
+        n for n in names if int(n.removeprefix("row-")) >= 50
+    }
 
 
 def test_no_row_is_both_trained_on_and_held_out() -> None:

@@ -14,13 +14,14 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from outrider.decode import Decoder, Plan
+from outrider.ground import BadInputError, IncompatibleError
 from outrider.heads import DrafterLoss, Medusa, MedusaConfig, SelfSpeculative, SelfSpeculativeConfig, load_drafter
 from outrider.pair import Pair, new_pair, verify
 from outrider.pair.refresh import refresh_recipe
 from outrider.recipes import JointSpec, Recipe
 from outrider.scripts.subject import load_target
-from outrider.target import BadInputError, IncompatibleError, Target
-from outrider.target.fingerprint import digest_file
+from outrider.targets import Target
+from outrider.targets.fingerprint import digest_file
 from outrider.train import TrainResult, train
 from outrider.train.compare import check_comparable
 from outrider.train.joint import Adapter, Joint, JointBatches, adapted
@@ -49,7 +50,9 @@ def adapter_weights(folder: Path) -> dict[str, Tensor]:
 
 def outcome(result: TrainResult) -> tuple[bytes, bytes]:
     assert result.adapter_folder is not None
-    return (result.drafter_folder / "model.safetensors").read_bytes(), (result.adapter_folder / "adapter_model.safetensors").read_bytes()
+    return (result.drafter_folder / "model.safetensors").read_bytes(), (
+        result.adapter_folder / "adapter_model.safetensors"
+    ).read_bytes()
 
 
 @pytest.fixture
@@ -86,7 +89,11 @@ def test_the_loss_and_its_gradient_are_the_papers(target: Target) -> None:
         log_p = target.model.lm_head(last).log_softmax(-1)
         kept = sum((p0[:, t - 1].exp() * (p0[:, t - 1] - log_p[:, t - 1])).sum() for t in range(3, 9))
         guessed = sum(
-            0.5**k * -(log_p[:, t - 1].detach().exp() * drafter.lm_head(k, target)(drafter.head(k)(last[:, t - 2 - k])).log_softmax(-1)).sum()
+            0.5**k
+            * -(
+                log_p[:, t - 1].detach().exp()
+                * drafter.lm_head(k, target)(drafter.head(k)(last[:, t - 2 - k])).log_softmax(-1)
+            ).sum()
             for k in range(2)
             for t in range(3, 9)
         )
@@ -149,19 +156,32 @@ def test_the_drafter_learns_alone_first_and_then_both_do(recipe: MakeRecipe, tar
     assert history(made, "eval_target_top1")[0] == 1.0 > history(made, "eval_target_top1")[-1]
 
 
-def test_at_a_learning_rate_of_zero_the_heads_are_medusa_1s_and_the_target_stays_bit_for_bit(recipe: MakeRecipe, target: Target, stored: str) -> None:
-    plain, joint = recipe("plain", MEDUSA, max_grad_norm=0), joined(recipe("joint", MEDUSA, max_grad_norm=0), learning_rate=0.0, weight=1.0)
+def test_at_a_learning_rate_of_zero_the_heads_are_medusa_1s_and_the_target_stays_bit_for_bit(
+    recipe: MakeRecipe, target: Target, stored: str
+) -> None:
+    plain, joint = (
+        recipe("plain", MEDUSA, max_grad_norm=0),
+        joined(recipe("joint", MEDUSA, max_grad_norm=0), learning_rate=0.0, weight=1.0),
+    )
     one, two = train(plain, target), train(joint, target)
     assert two.adapter_folder is not None
     assert one.adapter_folder is None
     assert outcome(two)[0] == (one.drafter_folder / "model.safetensors").read_bytes()
-    assert Target.load(stored, adapter=two.adapter_folder, device="cpu").fingerprint() == Target.load(stored, device="cpu").fingerprint()
+    assert (
+        Target.load(stored, adapter=two.adapter_folder, device="cpu").fingerprint()
+        == Target.load(stored, device="cpu").fingerprint()
+    )
 
 
 @pytest.mark.parametrize("optimizer", ["adamw_torch", "muon"])
-def test_heads_become_better_with_a_target_that_learns_with_them(recipe: MakeRecipe, target: Target, optimizer: str) -> None:
+def test_heads_become_better_with_a_target_that_learns_with_them(
+    recipe: MakeRecipe, target: Target, optimizer: str
+) -> None:
     settings = {"max_steps": 28, "optim": optimizer, "save_steps": 28, "eval_strategy": "no"}
-    plain, joint = recipe("plain", MEDUSA, **settings), joined(recipe("joint", MEDUSA, **settings), heads_first=0.2, learning_rate=1e-2, weight=1.0)
+    plain, joint = (
+        recipe("plain", MEDUSA, **settings),
+        joined(recipe("joint", MEDUSA, **settings), heads_first=0.2, learning_rate=1e-2, weight=1.0),
+    )
     train(plain, target)
     train(joint, target)
     alone, together = sum(history(plain, "loss")[-7:]) / 7, sum(history(joint, "drafter_loss")[-7:]) / 7
@@ -176,24 +196,42 @@ def test_an_exits_loss_reaches_the_layers_that_draft_and_no_others(target: Targe
         adapter.learns = True
         joint = Joint(SelfSpeculative.build(SelfSpeculativeConfig(exit_layer=2), target).float(), adapter, spec)
         tokens = torch.randint(0, target.vocab_size, (2, 9), generator=torch.Generator().manual_seed(1))
-        joint(JointBatches(target, joint.drafter.taps, adapter).of({"input_ids": tokens, "labels": tokens})).mean.backward()
-        slopes = {name: float(w.grad.abs().max()) for name, w in target.model.named_parameters() if "lora_B" in name and w.grad is not None}
+        joint(
+            JointBatches(target, joint.drafter.taps, adapter).of({"input_ids": tokens, "labels": tokens})
+        ).mean.backward()
+        slopes = {
+            name: float(w.grad.abs().max())
+            for name, w in target.model.named_parameters()
+            if "lora_B" in name and w.grad is not None
+        }
     assert len(slopes) == 6 * 7
     for name, slope in slopes.items():
         early = any(f"layers.{layer}." in name for layer in (0, 1))
         assert slope > 1e-4 if early else slope < 1e-6, name
 
 
-@pytest.mark.parametrize("exit_", [{"num_blocks": 1}, {"num_blocks": 0}], ids=["with an exit of its own", "by the target's output alone"])
-def test_a_targets_early_layers_learn_to_speak(recipe: MakeRecipe, target: Target, stored: str, exit_: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "exit_", [{"num_blocks": 1}, {"num_blocks": 0}], ids=["with an exit of its own", "by the target's output alone"]
+)
+def test_a_targets_early_layers_learn_to_speak(
+    recipe: MakeRecipe, target: Target, stored: str, exit_: dict[str, Any]
+) -> None:
     early = {"type": "self_speculative", "exit_layer": 2, "loss": "forward_kl", **exit_}
-    made = joined(recipe("joint", early, max_steps=28, save_steps=28, eval_strategy="no"), heads_first=0.0, learning_rate=1e-2, weight=1.0)
+    made = joined(
+        recipe("joint", early, max_steps=28, save_steps=28, eval_strategy="no"),
+        heads_first=0.0,
+        learning_rate=1e-2,
+        weight=1.0,
+    )
     result = train(made, target)
     losses = history(made, "drafter_loss")
     assert sum(losses[-7:]) < 0.9 * sum(losses[:7])
     changed = Target.load(stored, adapter=result.adapter_folder, device="cpu")
     drafter, prompts = load_drafter(result.drafter_folder, changed), [[5, 9, 2, 40], [7, 7]]
-    assert Decoder(changed, drafter).generate(prompts, 16, plan=Plan(3)).tokens == Decoder(changed).generate(prompts, 16).tokens
+    assert (
+        Decoder(changed, drafter).generate(prompts, 16, plan=Plan(3)).tokens
+        == Decoder(changed).generate(prompts, 16).tokens
+    )
 
 
 @pytest.mark.parametrize("last", [4, 8], ids=["while the drafter learns alone", "while both learn"])
@@ -247,7 +285,10 @@ def test_a_checkpoint_without_its_adapter_is_not_continued(recipe: MakeRecipe, t
 
 def test_eight_micro_batches_of_one_row_equal_one_batch_of_eight_rows(recipe: MakeRecipe, target: Target) -> None:
     shapes = {"8x1": (8, 1), "2x4": (2, 4)}
-    made = {n: joined(recipe(n, MEDUSA, per_device_train_batch_size=b, gradient_accumulation_steps=a)) for n, (b, a) in shapes.items()}
+    made = {
+        n: joined(recipe(n, MEDUSA, per_device_train_batch_size=b, gradient_accumulation_steps=a))
+        for n, (b, a) in shapes.items()
+    }
     for one in made.values():
         train(one, target)
     assert history(made["2x4"], "loss") == pytest.approx(history(made["8x1"], "loss"), rel=1e-4)
@@ -264,7 +305,9 @@ def test_two_processes_give_the_loss_curve_of_one(recipe: MakeRecipe, target: Ta
     assert all(torch.allclose(ours[name], theirs[name], atol=1e-3) for name in ours)
 
 
-def test_the_lent_target_is_what_it_was_even_after_a_failure(recipe: MakeRecipe, target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_lent_target_is_what_it_was_even_after_a_failure(
+    recipe: MakeRecipe, target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
     before, names = target.fingerprint(), set(vars(target.model))
     train(joined(recipe(drafter=MEDUSA)), target)
 
@@ -282,7 +325,9 @@ def test_the_lent_target_is_what_it_was_even_after_a_failure(recipe: MakeRecipe,
 # ------------------------------------------------------------ what comes out
 
 
-def test_decoding_is_lossless_for_the_adapted_target_and_a_pair_keeps_it(recipe: MakeRecipe, stored: str, tmp_path: Path) -> None:
+def test_decoding_is_lossless_for_the_adapted_target_and_a_pair_keeps_it(
+    recipe: MakeRecipe, stored: str, tmp_path: Path
+) -> None:
     made = joined(recipe(drafter=MEDUSA), learning_rate=3e-2)
     made = made.model_copy(update={"target": made.target.model_copy(update={"path": stored})})
     with pytest.raises(BadInputError, match="trains its target, too, and there is no adapter"):
@@ -297,7 +342,10 @@ def test_decoding_is_lossless_for_the_adapted_target_and_a_pair_keeps_it(recipe:
     assert kept["adapter"]["files"].keys() == {f.name for f in trained.iterdir()}
     assert stored in (trained / "adapter_config.json").read_text(), "peft notes where the base was"
     drafter, prompts = load_drafter(result.drafter_folder, target), [[5, 9, 2, 40], [7, 7]]
-    expected = [target.model.generate(torch.tensor([p]), max_new_tokens=16, do_sample=False)[0, len(p) :].tolist() for p in prompts]
+    expected = [
+        target.model.generate(torch.tensor([p]), max_new_tokens=16, do_sample=False)[0, len(p) :].tolist()
+        for p in prompts
+    ]
     assert Decoder(target, drafter).generate(prompts, 16, plan=Plan(3)).tokens == expected
     assert Decoder(plain).generate(prompts, 16).tokens != expected, "the adapter changes this text"
 
@@ -306,11 +354,17 @@ def test_decoding_is_lossless_for_the_adapted_target_and_a_pair_keeps_it(recipe:
     assert pair.digest != without.digest
     assert pair.fingerprint() == target.fingerprint()
     assert stored not in (pair.folder / "adapter" / "adapter_config.json").read_text(), "which is nobody else's folder"
-    assert pair.manifest.target.adapter_files["adapter_model.safetensors"] == kept["adapter"]["files"]["adapter_model.safetensors"]
+    assert (
+        pair.manifest.target.adapter_files["adapter_model.safetensors"]
+        == kept["adapter"]["files"]["adapter_model.safetensors"]
+    )
     assert not (without.folder / "adapter").exists()
     assert "adapter_files" not in (without.folder / "pair.json").read_text()
     shutil.rmtree(made.output_folder)
-    in_memory, again = Target(target.model, target.tokenizer), made.model_copy(update={"eval": made.eval.model_copy(update={"seed": 7})})
+    in_memory, again = (
+        Target(target.model, target.tokenizer),
+        made.model_copy(update={"eval": made.eval.model_copy(update={"seed": 7})}),
+    )
     pair = new_pair(pair.folder, in_memory, drafter, again, calibration=[])
     assert pair.recipe().eval.seed == 7, "the pair was written anew, for the same target without its adapter's folder"
     opened, _, _ = Pair.load(pair.folder).open()
@@ -318,7 +372,9 @@ def test_decoding_is_lossless_for_the_adapted_target_and_a_pair_keeps_it(recipe:
     assert verify(pair.folder, opened) == []
     (pair.folder / "adapter" / "adapter_config.json").write_text("{}")
     assert [line.partition(":")[0] for line in verify(pair.folder)] == ["adapter/adapter_config.json"]
-    assert refresh_recipe(pair, opened, tmp_path / "out").joint is None, "a refresh trains the drafter alone, for the target as it is"
+    assert refresh_recipe(pair, opened, tmp_path / "out").joint is None, (
+        "a refresh trains the drafter alone, for the target as it is"
+    )
 
 
 # ------------------------------------------------------------ what cannot work
@@ -332,10 +388,16 @@ def test_decoding_is_lossless_for_the_adapted_target_and_a_pair_keeps_it(recipe:
         ({"lora": {"bias": "all"}}, r"joint\.lora\.bias: expected 'none', found 'all'"),
         ({"lora": {"modules_to_save": ["norm"]}}, r"joint\.lora\.modules_to_save: leave it out"),
         ({"lora": {"init_lora_weights": "pissa"}}, r"joint\.lora\.init_lora_weights: expected true or 'gaussian'"),
-        ({"lora": LORA | {"alora_invocation_tokens": [1, 2]}}, r"alora_invocation_tokens: leave it out: .* cannot be merged"),
+        (
+            {"lora": LORA | {"alora_invocation_tokens": [1, 2]}},
+            r"alora_invocation_tokens: leave it out: .* cannot be merged",
+        ),
         ({"lora": LORA | {"lora_bias": True}}, r"lora_bias: leave it out: .* cannot be merged"),
         ({"lora": LORA | {"lora_alpha": "x"}}, r"joint\.lora does not fit this target: unsupported operand"),
-        ({"lora": LORA | {"rank_pattern": {"layers.3.self_attn.q_proj": 0}}}, r"joint\.lora does not fit this target: .*positive integer"),
+        (
+            {"lora": LORA | {"rank_pattern": {"layers.3.self_attn.q_proj": 0}}},
+            r"joint\.lora does not fit this target: .*positive integer",
+        ),
         ({"lora": {"target_modules": ["nope"]}}, r"joint\.lora does not fit this target: .*nope"),
         ({"lora": {"target_modules": ["q_proj", "lm_head"]}}, r"names the target's output embedding"),
         ({"loss": "kll"}, "unknown loss 'kll'"),
@@ -365,18 +427,31 @@ def test_what_a_recipe_says_against_joint_training_is_refused_when_it_is_read(re
         Recipe.from_dict(values | {"joint": JOINT | {"wieght": 1.0}})
 
 
-@pytest.mark.parametrize("drafter", [{"type": "draft_model", "model": {"num_hidden_layers": 1}}, {"type": "eagle3"}], ids=["draft_model", "eagle3"])
-def test_a_drafter_that_does_not_train_its_target_is_refused(recipe: MakeRecipe, target: Target, drafter: dict[str, Any]) -> None:
-    with pytest.raises(BadInputError, match=r"does not train the target's hidden states; leave out joint, or take one of these: .*medusa"):
+@pytest.mark.parametrize(
+    "drafter",
+    [{"type": "draft_model", "model": {"num_hidden_layers": 1}}, {"type": "eagle3"}],
+    ids=["draft_model", "eagle3"],
+)
+def test_a_drafter_that_does_not_train_its_target_is_refused(
+    recipe: MakeRecipe, target: Target, drafter: dict[str, Any]
+) -> None:
+    with pytest.raises(
+        BadInputError,
+        match=r"does not train the target's hidden states; leave out joint, or take one of these: .*medusa",
+    ):
         train(joined(recipe(drafter=drafter)), target)
 
 
 def test_methods_are_not_compared_on_targets_that_differ(recipe: MakeRecipe) -> None:
-    with pytest.raises(BadInputError, match=r"joint trains its target, too \(joint\), and a comparison has one target for all"):
+    with pytest.raises(
+        BadInputError, match=r"joint trains its target, too \(joint\), and a comparison has one target for all"
+    ):
         check_comparable([recipe("plain", MEDUSA), joined(recipe("joint", MEDUSA))])
 
 
-def test_a_time_budget_and_targets_with_an_adapter_or_in_parts_are_refused(recipe: MakeRecipe, target: Target, tiny_llama: Callable[..., Any]) -> None:
+def test_a_time_budget_and_targets_with_an_adapter_or_in_parts_are_refused(
+    recipe: MakeRecipe, target: Target, tiny_llama: Callable[..., Any]
+) -> None:
     with pytest.raises(BadInputError, match="cannot follow a time budget"):
         train(joined(recipe(drafter=MEDUSA)), target, seconds=5)
     merged = Target(target.model, target.tokenizer, {"path": "there", "adapter": "mine"})
@@ -384,7 +459,10 @@ def test_a_time_budget_and_targets_with_an_adapter_or_in_parts_are_refused(recip
         train(joined(recipe(drafter=MEDUSA)), merged)
     other = Target(tiny_llama(layers=2))
     other.sharded = True
-    with pytest.raises(BadInputError, match="layers are spread over processes"), adapted(other, JointSpec(lora=LORA, learning_rate=0.1), 0):
+    with (
+        pytest.raises(BadInputError, match="layers are spread over processes"),
+        adapted(other, JointSpec(lora=LORA, learning_rate=0.1), 0),
+    ):
         pass
     Adapter(other, LORA)
     with pytest.raises(IncompatibleError, match="already carries an adapter"):

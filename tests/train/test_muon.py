@@ -15,7 +15,7 @@ from torch import nn
 
 from outrider.heads import DraftModel, Eagle3, drafter_config
 from outrider.recipes import Recipe
-from outrider.target import Target
+from outrider.targets import Target
 from outrider.train import train
 from outrider.train.muon import MuonAdamW, split_parameters
 
@@ -38,7 +38,9 @@ def test_the_matrices_are_those_inside_of_the_network(target: Target) -> None:
     head = made(target, type="eagle3", norm_taps=True)
     assert isinstance(head, Eagle3)
     matrices, others = (names(head, p) for p in split_parameters(head))
-    projections = {f"layer.self_attn.{x}_proj.weight" for x in "qkvo"} | {f"layer.mlp.{x}_proj.weight" for x in ("gate", "up", "down")}
+    projections = {f"layer.self_attn.{x}_proj.weight" for x in "qkvo"} | {
+        f"layer.mlp.{x}_proj.weight" for x in ("gate", "up", "down")
+    }
     assert matrices == {"fc.weight"} | projections
     assert {"lm_head.weight", "norm.weight", "tap_norms.0.weight"} <= others
     assert matrices | others == {n for n, _ in head.named_parameters()}
@@ -50,7 +52,9 @@ def test_embeddings_of_a_draft_model_are_not_matrices(target: Target, tied: bool
     assert isinstance(model, DraftModel)
     matrices, others = (names(model, p) for p in split_parameters(model))
     assert matrices == {n for n, _ in model.named_parameters() if "_proj" in n}
-    assert {n for n in others if "norm" not in n} == {"model.model.embed_tokens.weight"} | (set() if tied else {"model.lm_head.weight"})
+    assert {n for n in others if "norm" not in n} == {"model.model.embed_tokens.weight"} | (
+        set() if tied else {"model.lm_head.weight"}
+    )
 
 
 def test_what_is_frozen_is_not_moved(target: Target) -> None:
@@ -108,7 +112,9 @@ def test_its_state_is_saved_and_restored() -> None:
 
 
 @pytest.mark.parametrize("drafter", [None, DRAFT_MODEL], ids=["eagle3", "draft_model"])
-def test_a_training_with_muon_resumes_bit_for_bit(recipe: MakeRecipe, target: Target, drafter: dict[str, Any] | None) -> None:
+def test_a_training_with_muon_resumes_bit_for_bit(
+    recipe: MakeRecipe, target: Target, drafter: dict[str, Any] | None
+) -> None:
     parts = () if drafter is None else (drafter,)
     whole = train(recipe("whole", *parts, optim="muon"), target)
     half = whole.drafter_folder.parent.with_name("half")

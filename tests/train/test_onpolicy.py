@@ -18,9 +18,10 @@ import torch
 from torch import Tensor
 
 from outrider.decode import Decoder, Plan, Sampling
+from outrider.ground import BadInputError
 from outrider.heads import Drafter, DraftModel, DraftModelConfig, TargetBatch
 from outrider.recipes import Recipe
-from outrider.target import BadInputError, Target
+from outrider.targets import Target
 from outrider.train import checkpoints as folders
 from outrider.train import train
 from outrider.train.data import EMPTY, IGNORED, Rows, collate, split
@@ -57,7 +58,11 @@ def batch_of(rows: Rows, *positions: int) -> dict[str, Tensor]:
 def alone(drafter: DraftModel, rows: Rows, index: int, step: int, end: int | None = None) -> list[int]:
     """What the drafter writes there by itself, up to `end`: one row, the decoder asked directly."""
     sampling = Sampling(temperature=1.0, seed=7 * 1_000_003 + step)
-    return Decoder(Target(drafter.model)).generate([rows.prompt(index)], 8, sampling, Plan(0), lambda new: new[-1] == end, True, [index]).tokens[0]
+    return (
+        Decoder(Target(drafter.model))
+        .generate([rows.prompt(index)], 8, sampling, Plan(0), lambda new: new[-1] == end, True, [index])
+        .tokens[0]
+    )
 
 
 def history(made: Recipe) -> list[dict[str, Any]]:
@@ -74,7 +79,9 @@ def weights(folder: Path) -> bytes:
 
 
 @pytest.mark.parametrize("prompts", [False, True])
-def test_with_on_policy_one_every_row_is_a_prompt_and_the_drafters_own_sample(table: Any, drafter: DraftModel, prompts: bool) -> None:
+def test_with_on_policy_one_every_row_is_a_prompt_and_the_drafters_own_sample(
+    table: Any, drafter: DraftModel, prompts: bool
+) -> None:
     mine = policy(table, prompts=prompts)
     inputs, figures = mine.rewritten(batch_of(mine.rows, 0, 1, 2, EMPTY, 3), drafter, step=4)
     for row, index in enumerate(inputs["index"].tolist()):
@@ -85,10 +92,15 @@ def test_with_on_policy_one_every_row_is_a_prompt_and_the_drafters_own_sample(ta
         text = prompt + response
         first = 2 if prompts else max(len(prompt), 2)
         assert inputs["input_ids"][row, : len(text)].tolist() == text
-        assert inputs["labels"][row].tolist() == [IGNORED] * first + text[first:] + [IGNORED] * (inputs["labels"].shape[1] - len(text))
-    assert {name: (total.item(), count.item()) for name, (total, count) in figures.items() if name != "written_seconds"} == {
-        "on_policy": (4, 4), "written_tokens": (32, 1),
-    }  # fmt: skip
+        assert inputs["labels"][row].tolist() == [IGNORED] * first + text[first:] + [IGNORED] * (
+            inputs["labels"].shape[1] - len(text)
+        )
+    assert {
+        name: (total.item(), count.item()) for name, (total, count) in figures.items() if name != "written_seconds"
+    } == {
+        "on_policy": (4, 4),
+        "written_tokens": (32, 1),
+    }
 
 
 def test_text_depends_on_step_row_seed_and_weights_alone(table: Any, drafter: DraftModel) -> None:
@@ -111,7 +123,9 @@ def test_the_share_of_rows_is_drawn_anew_in_every_step(table: Any) -> None:
     assert 0.2 < found < 0.3
     assert len({tuple(d) for d in drawn}) == 40
     assert policy(table, share=1.0).chosen([*mine.rows.indices, EMPTY], 0) == mine.rows.indices
-    assert drawn[3] == [i for i in mine.rows.indices if i in mine.chosen([i], 3)], "a row's lot does not depend on the others"
+    assert drawn[3] == [i for i in mine.rows.indices if i in mine.chosen([i], 3)], (
+        "a row's lot does not depend on the others"
+    )
 
 
 def test_a_row_that_is_not_chosen_keeps_the_targets_response(table: Any, drafter: DraftModel) -> None:
@@ -123,7 +137,10 @@ def test_a_row_that_is_not_chosen_keeps_the_targets_response(table: Any, drafter
     new, _ = mine.rewritten(inputs, drafter, 0)
     for row, index in enumerate(indices):
         plain = table[index]["input_ids"]
-        same = new["input_ids"][row, : len(plain)].tolist() == plain and new["labels"][row, len(plain) :].eq(IGNORED).all().item()
+        same = (
+            new["input_ids"][row, : len(plain)].tolist() == plain
+            and new["labels"][row, len(plain) :].eq(IGNORED).all().item()
+        )
         assert same == (index not in chosen)
 
 
@@ -147,7 +164,15 @@ def test_writing_leaves_the_mode_and_the_gradients_as_they_were(table: Any, draf
     mine = policy(table)
     inputs, _ = mine.rewritten(batch_of(mine.rows, 0, 1), drafter, 0)
     assert drafter.model.training
-    loss = drafter(TargetBatch(Target(drafter.model), inputs["input_ids"], inputs["labels"] != IGNORED, None, torch.zeros(*inputs["labels"].shape, 32)))
+    loss = drafter(
+        TargetBatch(
+            Target(drafter.model),
+            inputs["input_ids"],
+            inputs["labels"] != IGNORED,
+            None,
+            torch.zeros(*inputs["labels"].shape, 32),
+        )
+    )
     loss.mean.backward()
     assert all(p.grad is not None for p in drafter.parameters())
 
@@ -166,14 +191,23 @@ class Watched(DraftModel):
         return super().loss(batch)
 
 
-def test_each_step_learns_from_what_its_own_weights_write_and_the_target_scores(recipe: MakeRecipe, target: Target, table: Any) -> None:
+def test_each_step_learns_from_what_its_own_weights_write_and_the_target_scores(
+    recipe: MakeRecipe, target: Target, table: Any
+) -> None:
     """Also in the second micro-batch of a step; the target's states are those of that text, and the loss counts its tokens."""
     torch.manual_seed(5)
     drafter = Watched.build(DraftModelConfig(model={"num_hidden_layers": 1}), target)
     assert isinstance(drafter, Watched)
     drafter.seen = []
-    made = recipe(drafter=DRAFT_MODEL, data_changes={"on_policy": 1.0, "max_new_tokens": 8}, max_steps=3, per_device_train_batch_size=4,
-                  gradient_accumulation_steps=2, seed=7, learning_rate=3e-2)  # fmt: skip
+    made = recipe(
+        drafter=DRAFT_MODEL,
+        data_changes={"on_policy": 1.0, "max_new_tokens": 8},
+        max_steps=3,
+        per_device_train_batch_size=4,
+        gradient_accumulation_steps=2,
+        seed=7,
+        learning_rate=3e-2,
+    )
     train(made, target, drafter)
     assert len(drafter.seen) == 6
     rows = split(table, 0.1)[0]
@@ -208,7 +242,10 @@ def test_without_it_nothing_is_written(recipe: MakeRecipe, target: Target) -> No
 def test_it_does_not_matter_how_a_batch_is_cut(recipe: MakeRecipe, target: Target) -> None:
     """Eight rows at once or eight times one: the same text, the same count of tokens in the mean. Only the order of sums differs: 1e-5."""
     shapes = {"8x1": (8, 1), "1x8": (1, 8)}
-    made = {n: recipe(n, DRAFT_MODEL, MIXED, per_device_train_batch_size=b, gradient_accumulation_steps=a) for n, (b, a) in shapes.items()}
+    made = {
+        n: recipe(n, DRAFT_MODEL, MIXED, per_device_train_batch_size=b, gradient_accumulation_steps=a)
+        for n, (b, a) in shapes.items()
+    }
     for one in made.values():
         train(one, target)
     first, second = ([e["loss"] for e in history(one)] for one in made.values())
@@ -227,16 +264,26 @@ def test_two_processes_write_what_one_writes(recipe: MakeRecipe, target: Target)
     assert [e["on_policy"] for e in theirs] == pytest.approx([e["on_policy"] for e in ours])
 
 
-def test_killed_and_resumed_writes_the_same_text_and_ends_with_the_same_weights(recipe: MakeRecipe, target: Target, tmp_path: Path) -> None:
+def test_killed_and_resumed_writes_the_same_text_and_ends_with_the_same_weights(
+    recipe: MakeRecipe, target: Target, tmp_path: Path
+) -> None:
     """A real SIGKILL of `python -m outrider.train`."""
     target.model.save_pretrained(tmp_path / "target")
     target.tokenizer.save_pretrained(tmp_path / "target")
-    training = {"max_steps": 40, "save_steps": 5, "learning_rate": 1e-3, "lr_scheduler_type": "cosine", "logging_steps": 20}
+    training = {
+        "max_steps": 40,
+        "save_steps": 5,
+        "learning_rate": 1e-3,
+        "lr_scheduler_type": "cosine",
+        "logging_steps": 20,
+    }
     spec = {"path": str(tmp_path / "target"), "dtype": "float32"}
     killed, whole = (recipe(n, DRAFT_MODEL, MIXED, **training) for n in ("killed", "whole"))
     killed, whole = (r.model_copy(update={"target": r.target.model_validate(spec)}) for r in (killed, whole))
     (tmp_path / "killed.yaml").write_text(killed.to_yaml())
-    process = subprocess.Popen([sys.executable, "-m", "outrider.train", str(tmp_path / "killed.yaml")], cwd=tmp_path, env=dict(os.environ))
+    process = subprocess.Popen(
+        [sys.executable, "-m", "outrider.train", str(tmp_path / "killed.yaml")], cwd=tmp_path, env=dict(os.environ)
+    )
     saved, deadline = killed.output_folder / "checkpoints", time.time() + 120
     while not (saved.exists() and (last := folders.last_complete(saved)) and folders.step_of(last) >= 10):
         assert process.poll() is None, "it ended by itself"
@@ -256,7 +303,9 @@ def test_a_run_that_lost_its_last_checkpoint_resumes_bit_for_bit(recipe: MakeRec
     output = whole.drafter_folder.parent
     shutil.copytree(output, output.with_name("half"))
     shutil.rmtree(output.with_name("half") / "checkpoints" / "checkpoint-12")
-    assert weights(train(recipe("half", DRAFT_MODEL, MIXED, **shape), target).drafter_folder) == weights(whole.drafter_folder)
+    assert weights(train(recipe("half", DRAFT_MODEL, MIXED, **shape), target).drafter_folder) == weights(
+        whole.drafter_folder
+    )
 
 
 def alpha_on_own_text(drafter: DraftModel, target: Target, rows: Rows) -> float:
@@ -264,7 +313,11 @@ def alpha_on_own_text(drafter: DraftModel, target: Target, rows: Rows) -> float:
     mine = OnPolicy(rows, 1.0, 1.0, 99, 16, frozenset())
     inputs, _ = mine.rewritten(batch_of(rows, *range(len(rows))), drafter, 0)
     with torch.no_grad():
-        loss = drafter.loss(TargetBatch(target, inputs["input_ids"], inputs["labels"] != IGNORED, None, target.forward(inputs["input_ids"]).last))
+        loss = drafter.loss(
+            TargetBatch(
+                target, inputs["input_ids"], inputs["labels"] != IGNORED, None, target.forward(inputs["input_ids"]).last
+            )
+        )
     total, count = loss.metrics["alpha_d1"]
     return (total / count).item()
 
@@ -273,8 +326,14 @@ def test_reverse_kl_on_its_own_text_raises_acceptance_there(recipe: MakeRecipe, 
     """A one-layer drafter of a random target: far above untrained, and above what the same steps on the data's text give. (By 0.005 to 0.01 for every seed tried.)"""
     rows, found = split(table, 0.1)[0], {}
     for name, share, steps in (("untrained", 0.0, 1), ("off", 0.0, 50), ("on", 1.0, 50)):
-        made = recipe(name, DRAFT_MODEL | {"loss": "reverse_kl"}, {"on_policy": share, "max_new_tokens": 16}, max_steps=steps, save_steps=steps,
-                      learning_rate=0.0 if name == "untrained" else 1e-2)  # fmt: skip
+        made = recipe(
+            name,
+            DRAFT_MODEL | {"loss": "reverse_kl"},
+            {"on_policy": share, "max_new_tokens": 16},
+            max_steps=steps,
+            save_steps=steps,
+            learning_rate=0.0 if name == "untrained" else 1e-2,
+        )
         drafter = Drafter.load(train(made, target).drafter_folder, target)
         assert isinstance(drafter, DraftModel)
         found[name] = alpha_on_own_text(drafter, target, rows)
@@ -298,14 +357,22 @@ def test_a_share_is_between_zero_and_one(recipe: MakeRecipe, value: Any) -> None
 
 def test_a_drafter_that_writes_no_text_is_refused_before_anything_is_loaded(recipe: MakeRecipe) -> None:
     """The recipe's target does not exist, and nobody notices."""
-    with pytest.raises(BadInputError, match=r"data.on_policy is 0.5, but a drafter of type 'eagle3' writes no text of its own .* train a draft_model"):
+    with pytest.raises(
+        BadInputError,
+        match=r"data.on_policy is 0.5, but a drafter of type 'eagle3' writes no text of its own .* train a draft_model",
+    ):
         train(recipe(data_changes=MIXED))
 
 
 def test_a_prompt_that_leaves_the_drafter_no_room_is_refused(recipe: MakeRecipe, target: Target) -> None:
     with pytest.raises(BadInputError, match=r"data.max_new_tokens=60 it exceeds the drafter's context of 64"):
-        train(recipe(drafter={"type": "draft_model", "model": {"num_hidden_layers": 1, "max_position_embeddings": 64}},
-                     data_changes={"on_policy": 0.5, "max_new_tokens": 60}), target)  # fmt: skip
+        train(
+            recipe(
+                drafter={"type": "draft_model", "model": {"num_hidden_layers": 1, "max_position_embeddings": 64}},
+                data_changes={"on_policy": 0.5, "max_new_tokens": 60},
+            ),
+            target,
+        )
 
 
 def test_a_row_without_a_prompt_is_refused(drafter: DraftModel, target: Target, recipe: MakeRecipe) -> None:
@@ -313,4 +380,10 @@ def test_a_row_without_a_prompt_is_refused(drafter: DraftModel, target: Target, 
 
     row = {"id": "r", "suite": "s", "input_ids": [5, 6, 7], "loss_mask": [1, 1, 1]}
     with pytest.raises(BadInputError, match="a row begins with its response"):
-        OnPolicy.of(recipe(drafter=DRAFT_MODEL, data_changes=MIXED).data, Rows(Dataset.from_list([row]), [0]), target, drafter, 0)
+        OnPolicy.of(
+            recipe(drafter=DRAFT_MODEL, data_changes=MIXED).data,
+            Rows(Dataset.from_list([row]), [0]),
+            target,
+            drafter,
+            0,
+        )

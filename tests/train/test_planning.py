@@ -16,9 +16,10 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, 
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
 from outrider.distill import FeatureStore, load_responses
+from outrider.ground import BadInputError, IncompatibleError
 from outrider.heads import HEADS
 from outrider.recipes import Recipe, load_recipe, packaged_recipes
-from outrider.target import BadInputError, IncompatibleError, PeakBytes, Target
+from outrider.targets import PeakBytes, Target
 from outrider.train import planning, train
 from outrider.train.arguments import training_arguments
 from outrider.train.data import OnlineBatches, collate, split
@@ -44,9 +45,17 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a config and nothing else."""
     folder = tmp_path_factory.mktemp("config")
     LlamaConfig(
-        vocab_size=1024, hidden_size=128, intermediate_size=256, num_hidden_layers=6, num_attention_heads=4, num_key_value_heads=2,
-        max_position_embeddings=512, bos_token_id=None, eos_token_id=None, dtype="float32",
-    ).save_pretrained(folder)  # fmt: skip
+        vocab_size=1024,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=6,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        bos_token_id=None,
+        eos_token_id=None,
+        dtype="float32",
+    ).save_pretrained(folder)
     return folder
 
 
@@ -63,17 +72,32 @@ def data(tmp_path_factory: pytest.TempPathFactory, target: Target) -> Path:
     """Rows of one length, so that every batch is one of the longest."""
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(0, 1024, (ROWS, PROMPT + RESPONSE), generator=generator).tolist()
-    rows = [{"id": str(i), "suite": "s", "input_ids": t, "loss_mask": [0] * PROMPT + [1] * RESPONSE} for i, t in enumerate(tokens)]
+    rows = [
+        {"id": str(i), "suite": "s", "input_ids": t, "loss_mask": [0] * PROMPT + [1] * RESPONSE}
+        for i, t in enumerate(tokens)
+    ]
     return write_data(tmp_path_factory.mktemp("responses") / "data", rows, target)
 
 
 @pytest.fixture
 def recipe(config: Path, data: Path, tmp_path: Path) -> MakeRecipe:
     def make(drafter: str = "eagle3", **changes: Any) -> Recipe:
-        values = {"max_steps": 3, "per_device_train_batch_size": 4, "save_strategy": "no", "disable_tqdm": True} | changes.pop("training", {})
+        values = {
+            "max_steps": 3,
+            "per_device_train_batch_size": 4,
+            "save_strategy": "no",
+            "disable_tqdm": True,
+        } | changes.pop("training", {})
         settings = {"prompts": ["embedded:code"], "responses": str(data), "holdout": 0.0} | changes.pop("data", {})
         return Recipe.from_dict(
-            {"name": "r", "target": {"path": str(config)}, "drafter": DRAFTERS[drafter], "data": settings, "training": values, "output": str(tmp_path / "out")}
+            {
+                "name": "r",
+                "target": {"path": str(config)},
+                "drafter": DRAFTERS[drafter],
+                "data": settings,
+                "training": values,
+                "output": str(tmp_path / "out"),
+            }
         )
 
     return make
@@ -85,8 +109,14 @@ def recipe(config: Path, data: Path, tmp_path: Path) -> MakeRecipe:
 def test_the_parameters_of_a_published_model_follow_from_its_config(tmp_path: Path) -> None:
     """Llama 3.1 8B has 8,030,261,248, on any machine, in a moment; there are no weights, and none could be held here."""
     LlamaConfig(
-        vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8, dtype="bfloat16",
-    ).save_pretrained(tmp_path)  # fmt: skip
+        vocab_size=128256,
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        dtype="bfloat16",
+    ).save_pretrained(tmp_path)
     values = {
         "name": "big",
         "target": {"path": str(tmp_path)},
@@ -122,14 +152,19 @@ def test_every_packaged_recipe_is_planned_with_the_parameters_it_trains(name: st
 def test_a_config_out_of_reach_says_what_to_do(recipe: MakeRecipe) -> None:
     made = recipe()
     made = made.model_copy(update={"target": made.target.model_copy(update={"path": "org/nowhere"})})
-    with pytest.raises(BadInputError, match=r"the config of 'org/nowhere' cannot be read.*give a folder that holds its config.json; weights are not needed"):
+    with pytest.raises(
+        BadInputError,
+        match=r"the config of 'org/nowhere' cannot be read.*give a folder that holds its config.json; weights are not needed",
+    ):
         plan(made)
 
 
 def test_a_drafter_that_cannot_be_made_says_why(recipe: MakeRecipe) -> None:
     with pytest.raises(BadInputError, match=r"cannot be planned from configs alone: KeyError: 'x'"):
         plan(recipe().model_copy(update={"drafter": {"type": "eagle3", "rope_parameters": {"rope_type": "x"}}}))
-    with pytest.raises(BadInputError, match="num_attention_heads must be a multiple of num_key_value_heads, got 7 and 2"):
+    with pytest.raises(
+        BadInputError, match="num_attention_heads must be a multiple of num_key_value_heads, got 7 and 2"
+    ):
         plan(recipe().model_copy(update={"drafter": {"type": "eagle3", "num_attention_heads": 7}}))
     with pytest.raises(IncompatibleError, match=r"reads hidden_states\[9\], but this target has 6 layers"):
         plan(recipe().model_copy(update={"drafter": {"type": "eagle3", "taps": [2, 9]}}))
@@ -170,7 +205,9 @@ def test_memory_counts_activations_in_their_precision(recipe: MakeRecipe, target
         train(made, target)
     found = plan(made).memory
     assert found.activations < plan(recipe()).memory.activations
-    assert found.peak == pytest.approx(found.target_weights + measured.peak, rel=0.25), "a rougher figure: which operations autocast leaves alone is not known"
+    assert found.peak == pytest.approx(found.target_weights + measured.peak, rel=0.25), (
+        "a rougher figure: which operations autocast leaves alone is not known"
+    )
 
 
 @pytest.mark.parametrize("optim", ["adamw_torch", "muon"])
@@ -197,7 +234,9 @@ def real_flops(made: Recipe, target: Target) -> float:
 
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
-def test_operations_are_those_that_torch_counts_in_a_real_step(drafter: str, recipe: MakeRecipe, target: Target) -> None:
+def test_operations_are_those_that_torch_counts_in_a_real_step(
+    drafter: str, recipe: MakeRecipe, target: Target
+) -> None:
     """Within 3%: fused attention computes its scores again in the backward pass."""
     made = recipe(drafter, data={"learn_prompts": drafter == "eagle3"})  # of that one see the next test
     assert plan(made).stages[-1].flops == pytest.approx(3 * real_flops(made, target), rel=0.03)
@@ -230,9 +269,18 @@ def test_a_head_that_leaves_out_prompts_is_counted_at_its_most(recipe: MakeRecip
 )
 def test_a_targets_pass_is_what_torch_counts(kind: str, changes: dict[str, Any]) -> None:
     """Experts count as often as tokens choose them."""
-    sizes = {"vocab_size": 256, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes = {
+        "vocab_size": 256,
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
     torch.manual_seed(0)
-    model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes | changes), experts_implementation="eager")
+    model: Any = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(kind, **sizes | changes), experts_implementation="eager"
+    )
     real = Target(model.eval())
     with sdpa_kernel(SDPBackend.MATH), torch.no_grad(), counted() as seen:
         real.forward(torch.randint(0, 256, (2, 48)), logits=False)
@@ -252,20 +300,30 @@ class _NoModules:
 
 def counted() -> FlopCounterMode:
     """It does not know the CPU's fused attention by itself."""
-    forward, backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu, torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-    fused: dict[Any, Any] = {forward: lambda *shapes, **_: sdpa_flop_count(*shapes[:3]), backward: lambda *shapes, **_: sdpa_backward_flop_count(*shapes[:4])}
+    forward, backward = (
+        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu,
+        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward,
+    )
+    fused: dict[Any, Any] = {
+        forward: lambda *shapes, **_: sdpa_flop_count(*shapes[:3]),
+        backward: lambda *shapes, **_: sdpa_backward_flop_count(*shapes[:4]),
+    }
     counter = FlopCounterMode(display=False, custom_mapping=fused)
     counter.mod_tracker = _NoModules()  # type: ignore[assignment]
     return counter
 
 
 @pytest.mark.parametrize("drafter", ["eagle3", "medusa", "draft_model"])
-def test_cached_features_are_counted_to_the_byte(drafter: str, recipe: MakeRecipe, target: Target, tmp_path: Path) -> None:
+def test_cached_features_are_counted_to_the_byte(
+    drafter: str, recipe: MakeRecipe, target: Target, tmp_path: Path
+) -> None:
     """Of the tensors; each file has a header of its own, too."""
     made = recipe(drafter, data={"features": "cached"})
     found = plan(made)
     head = make_drafter(made.drafter, target, lambda: torch.arange(target.vocab_size))
-    store = FeatureStore.build(tmp_path / "features", target, load_responses(made.data.responses), head.taps, shard_bytes=50_000)
+    store = FeatureStore.build(
+        tmp_path / "features", target, load_responses(made.data.responses), head.taps, shard_bytes=50_000
+    )
     files = sorted(store.folder.glob("*.safetensors"))
     assert len(files) > 1
     headers = sum(8 + struct.unpack("<Q", file.read_bytes()[:8])[0] for file in files)
@@ -276,9 +334,13 @@ def test_cached_features_are_counted_to_the_byte(drafter: str, recipe: MakeRecip
 
 
 def test_checkpoints_take_what_a_real_run_leaves(recipe: MakeRecipe, target: Target) -> None:
-    made = recipe("medusa", training={"save_strategy": "steps", "save_steps": 1, "save_total_limit": 2, "optim": "adamw_torch"})
+    made = recipe(
+        "medusa", training={"save_strategy": "steps", "save_steps": 1, "save_total_limit": 2, "optim": "adamw_torch"}
+    )
     train(made, target)
-    left = sum(f.stat().st_size for f in made.output_folder.rglob("*") if f.name in ("model.safetensors", "optimizer.pt"))
+    left = sum(
+        f.stat().st_size for f in made.output_folder.rglob("*") if f.name in ("model.safetensors", "optimizer.pt")
+    )
     assert plan(made).checkpoint_bytes == pytest.approx(left, rel=0.02)
 
 
@@ -286,14 +348,18 @@ def test_checkpoints_take_what_a_real_run_leaves(recipe: MakeRecipe, target: Tar
 
 
 def test_sharding_divides_what_it_says(recipe: MakeRecipe) -> None:
-    alone, parallel, two, three = (plan(recipe(), n, s).memory for n, s in ((1, "none"), (4, "none"), (4, "zero2"), (4, "fsdp")))
+    alone, parallel, two, three = (
+        plan(recipe(), n, s).memory for n, s in ((1, "none"), (4, "none"), (4, "zero2"), (4, "fsdp"))
+    )
     assert parallel.buffers == alone.gradients
     assert parallel.optimizer_states == alone.optimizer_states
     assert two.optimizer_states == -(-alone.optimizer_states // 4)
     assert two.gradients == -(-alone.gradients // 4)
     assert two.drafter_weights == alone.drafter_weights
     assert three.drafter_weights == -(-alone.drafter_weights // 4)
-    assert {m.target_weights for m in (alone, parallel, two, three)} == {alone.target_weights}, "the target is never split"
+    assert {m.target_weights for m in (alone, parallel, two, three)} == {alone.target_weights}, (
+        "the target is never split"
+    )
 
 
 def test_a_sharding_that_the_trainer_refuses_is_named(recipe: MakeRecipe) -> None:
@@ -324,4 +390,6 @@ def test_the_peak_is_the_larger_of_three_phases() -> None:
 def test_a_plan_is_json_and_every_trainable_head_is_known(recipe: MakeRecipe) -> None:
     assert json.loads(json.dumps(asdict(plan(recipe()))))["trained_parameters"] > 0
     assert {r["type"] for r in DRAFTERS.values()} <= {name for name, head in HEADS.items() if head.trainable}
-    assert active_weights(sketch_target(recipe()).model, sketch_target(recipe()).config) == 6 * (128 * 128 * 2 + 2 * 128 * 64 + 3 * 128 * 256)
+    assert active_weights(sketch_target(recipe()).model, sketch_target(recipe()).config) == 6 * (
+        128 * 128 * 2 + 2 * 128 * 64 + 3 * 128 * 256
+    )

@@ -13,14 +13,15 @@ import torch
 from torch import Tensor, nn
 
 from outrider.recipes import Recipe
-from outrider.target import Target, products
+from outrider.targets import Target, products
 from outrider.train import TrainingInterruptedError, train
 from outrider.train.loop import DrafterTrainer
 
 MakeRecipe = Callable[..., Recipe]
 
 pytestmark = pytest.mark.skipif(
-    not torch.backends.mkldnn.is_available() or not hasattr(torch.ops.mkldnn, "_linear_pointwise"), reason="this torch has no such products"
+    not torch.backends.mkldnn.is_available() or not hasattr(torch.ops.mkldnn, "_linear_pointwise"),
+    reason="this torch has no such products",
 )
 
 
@@ -56,9 +57,13 @@ def slopes(x: Tensor, weight: Tensor, bias: Tensor | None, above: Tensor) -> lis
 
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("shape", [(300,), (3, 100)])
-def test_values_and_gradients_are_as_near_to_float64_as_torchs_own(calls: list[torch.Size], shape: tuple[int, ...], biased: bool) -> None:
+def test_values_and_gradients_are_as_near_to_float64_as_torchs_own(
+    calls: list[torch.Size], shape: tuple[int, ...], biased: bool
+) -> None:
     generator = torch.Generator().manual_seed(0)
-    x, weight, bias, above = (torch.randn(*s, generator=generator) for s in ((*shape, 256), (704, 256), (704,), (*shape, 704)))
+    x, weight, bias, above = (
+        torch.randn(*s, generator=generator) for s in ((*shape, 256), (704, 256), (704,), (*shape, 704))
+    )
     given = [t.requires_grad_() for t in (x, weight, bias)][: 2 + biased] + [None] * (not biased)
     exact = slopes(*[None if t is None else t.detach().double().requires_grad_() for t in given], above.double())  # type: ignore[arg-type]
     own = slopes(*given, above)  # type: ignore[arg-type]
@@ -102,7 +107,7 @@ def test_it_is_used_where_it_gains_and_nowhere_else(calls: list[torch.Size]) -> 
 
 MANY_SHAPES = """
 import psutil, torch
-from outrider.target import products
+from outrider.targets import products
 products.gains = lambda: True
 torch.set_num_threads(1)
 weight, memory = torch.randn(704, 256), psutil.Process().memory_info
@@ -118,7 +123,9 @@ print((memory().rss - before) / 2**20)
 def test_many_shapes_take_little_memory() -> None:
     """600 of them: 374 MB if all are remembered, 71 if a few are. A fresh process, as the libraries read once how many."""
     environment = {name: value for name, value in os.environ.items() if name not in products.CAPACITIES}
-    done = subprocess.run([sys.executable, "-c", MANY_SHAPES], env=environment, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", MANY_SHAPES], env=environment, capture_output=True, text=True, check=True
+    )
     assert float(done.stdout) < 180
 
 
@@ -154,7 +161,8 @@ def test_a_second_time_gives_the_same_bits(calls: list[torch.Size]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("vendor", "capability", "expected"), [("AuthenticAMD", "AVX512", True), ("GenuineIntel", "AVX512", False), ("AuthenticAMD", "AVX2", False)]
+    ("vendor", "capability", "expected"),
+    [("AuthenticAMD", "AVX512", True), ("GenuineIntel", "AVX512", False), ("AuthenticAMD", "AVX2", False)],
 )
 def test_the_machine_decides(vendor: str, capability: str, expected: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """MKL is fast on Intel's processors, and without 512-bit registers nobody can do better."""
@@ -179,7 +187,11 @@ CHANGES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("changes", CHANGES.values(), ids=CHANGES)
 def test_training_and_evaluation_use_it_and_learn_the_same(
-    recipe: MakeRecipe, target: Target, small: list[torch.Size], monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any]
+    recipe: MakeRecipe,
+    target: Target,
+    small: list[torch.Size],
+    monkeypatch: pytest.MonkeyPatch,
+    changes: dict[str, Any],
 ) -> None:
     """The target's pass, the drafter's and the way back; losses agree to rounding."""
     seen = train(recipe("detour", max_steps=6, eval_steps=6, **changes), target).metrics
@@ -192,7 +204,9 @@ def test_training_and_evaluation_use_it_and_learn_the_same(
         assert seen[name] == pytest.approx(plain[name], rel=1e-4)
 
 
-def test_resumed_equals_never_stopped_bit_for_bit(recipe: MakeRecipe, target: Target, small: list[torch.Size], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_resumed_equals_never_stopped_bit_for_bit(
+    recipe: MakeRecipe, target: Target, small: list[torch.Size], monkeypatch: pytest.MonkeyPatch
+) -> None:
     whole = run(recipe("whole", max_steps=8, save_steps=4), target)
     made, original, count = recipe("stopped", max_steps=8, save_steps=4), DrafterTrainer.training_step, [0]
 

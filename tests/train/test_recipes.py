@@ -14,25 +14,61 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, GptOssConfig, LlamaConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen3Config, Qwen3NextConfig
+from transformers import (
+    AutoModelForCausalLM,
+    GptOssConfig,
+    LlamaConfig,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3NextConfig,
+)
 
 from outrider.decode import Decoder, Plan
 from outrider.heads import load_drafter
 from outrider.recipes import Recipe, load_recipe, packaged_recipes
-from outrider.target import Target
+from outrider.targets import Target
 from outrider.train import train
 from outrider.train.arguments import training_arguments
 from outrider.train.planning import plan
 
-SMALL = ["data.limit=6", "data.holdout=0", "data.max_new_tokens=8", "training.max_steps=2", "training.disable_tqdm=true"]
+SMALL = [
+    "data.limit=6",
+    "data.holdout=0",
+    "data.max_new_tokens=8",
+    "training.max_steps=2",
+    "training.disable_tqdm=true",
+]
 EMBEDDED = [name for name in packaged_recipes() if load_recipe(name).target.path == "embedded"]
 PUBLISHED = [name for name in packaged_recipes() if name not in EMBEDDED]
 
-LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 256, "rope_theta": 5e5}
-SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 256,
+    "rope_theta": 5e5,
+}
+SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+}
 # Shared experts and linear attention of Qwen3-Next, small.
-NEXT = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16, "head_dim": 16,
-        "linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 4}  # fmt: skip
+NEXT = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16,
+    "head_dim": 16,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+}
 # By Hub id: the published config's class, its fields, and by how much its vocabulary is padded.
 MODELS: dict[str, tuple[Callable[..., Any], dict[str, Any], int]] = {
     "meta-llama/Llama-3.1-8B-Instruct": (LlamaConfig, {"num_hidden_layers": 6, "rope_parameters": LLAMA3}, 0),
@@ -43,7 +79,11 @@ MODELS: dict[str, tuple[Callable[..., Any], dict[str, Any], int]] = {
     "Qwen/Qwen2.5-7B-Instruct": (Qwen2Config, {"num_hidden_layers": 4}, 32),
     "Qwen/Qwen2.5-0.5B-Instruct": (Qwen2Config, {"num_hidden_layers": 2, "tie_word_embeddings": True}, 16),
     "Qwen/Qwen3-Next-80B-A3B-Instruct": (Qwen3NextConfig, {"num_hidden_layers": 4, **NEXT}, 16),
-    "openai/gpt-oss-20b": (GptOssConfig, {"num_hidden_layers": 6, "head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8}, 16),
+    "openai/gpt-oss-20b": (
+        GptOssConfig,
+        {"num_hidden_layers": 6, "head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8},
+        16,
+    ),
 }
 
 
@@ -53,7 +93,9 @@ def embedded() -> Target:
 
 
 @pytest.fixture(scope="module")
-def published(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: PreTrainedTokenizerFast) -> Callable[[str], Path]:
+def published(
+    tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: PreTrainedTokenizerFast
+) -> Callable[[str], Path]:
     """The folder of a small random checkpoint in the place of the published one of this Hub id, with the one tokenizer of them all."""
     root, made = tmp_path_factory.mktemp("published"), {}
 
@@ -82,8 +124,13 @@ def add_mtp(file: Path, config: Any) -> None:
     """An MTP module as the published checkpoint has it, which `transformers` neither makes nor saves: its layer is like the last, which attends fully."""
     weights, size = load_file(file), config.hidden_size
     last = f"model.layers.{config.num_hidden_layers - 1}."
-    weights |= {name.replace(last, "mtp.layers.0."): tensor.clone() for name, tensor in weights.items() if name.startswith(last)}
-    weights |= {f"mtp.{norm}.weight": torch.zeros(size, dtype=torch.bfloat16) for norm in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")}
+    weights |= {
+        name.replace(last, "mtp.layers.0."): tensor.clone() for name, tensor in weights.items() if name.startswith(last)
+    }
+    weights |= {
+        f"mtp.{norm}.weight": torch.zeros(size, dtype=torch.bfloat16)
+        for norm in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")
+    }
     weights["mtp.fc.weight"] = (0.1 * torch.randn(size, 2 * size)).bfloat16()
     save_file(weights, file, metadata={"format": "pt"})
 
@@ -93,22 +140,34 @@ def at_hand(name: str, published: Callable[[str], Path], folder: Path) -> Recipe
     recipe = load_recipe(name)
     chats = folder / "chats.jsonl"
     rows = [
-        [{"role": "user", "content": text}, {"role": "assistant", "content": "It is."}] for text in ("Is it?", "And the stack?", "def add(", "Why", "a", "b")
+        [{"role": "user", "content": text}, {"role": "assistant", "content": "It is."}]
+        for text in ("Is it?", "And the stack?", "def add(", "Why", "a", "b")
     ]
     chats.write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in rows))
-    changes = [*SMALL, f"target.path={published(recipe.target.path)}", f"data.prompts=[{chats}]", f"output={folder / 'run'}"]
+    changes = [
+        *SMALL,
+        f"target.path={published(recipe.target.path)}",
+        f"data.prompts=[{chats}]",
+        f"output={folder / 'run'}",
+    ]
     changes += [f"drafter.path={published(recipe.drafter['path'])}"] if "path" in recipe.drafter else []
     changes += ["drafter.draft_vocab_size=96"] if "draft_vocab_size" in recipe.drafter else []
     return load_recipe(name, changes)
 
 
 @pytest.mark.parametrize("name", EMBEDDED)
-def test_two_steps_of_a_packaged_recipe_give_a_drafter_that_drafts_losslessly(name: str, embedded: Target, tmp_path: Path) -> None:
-    trains_and_drafts(load_recipe(name, [*SMALL, "data.max_prompt_tokens=24", f"output={tmp_path}"]), embedded, embedded)
+def test_two_steps_of_a_packaged_recipe_give_a_drafter_that_drafts_losslessly(
+    name: str, embedded: Target, tmp_path: Path
+) -> None:
+    trains_and_drafts(
+        load_recipe(name, [*SMALL, "data.max_prompt_tokens=24", f"output={tmp_path}"]), embedded, embedded
+    )
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_a_recipe_for_a_published_model_is_planned_trained_and_drafts_losslessly(name: str, published: Callable[[str], Path], tmp_path: Path) -> None:
+def test_a_recipe_for_a_published_model_is_planned_trained_and_drafts_losslessly(
+    name: str, published: Callable[[str], Path], tmp_path: Path
+) -> None:
     recipe = at_hand(name, published, tmp_path)
     planned = plan(recipe)
     whole = Target.load(recipe.target.path, dtype="float32", device="cpu")  # in bfloat16 two tokens may tie
@@ -126,7 +185,9 @@ def trains_and_drafts(recipe: Recipe, target: Target | None, whole: Target) -> N
     prompt = [whole.require_tokenizer().encode("def add(first, second):\n")]
     out = Decoder(whole, drafter).generate(prompt, 12, plan=Plan(recipe.eval.depth), ignore_eos=True)
     assert out.tokens == Decoder(whole).generate(prompt, 12, ignore_eos=True).tokens
-    assert max(r.drafted for r in out.rounds[0]) == recipe.eval.depth, "the depth it is measured at is one that it drafts"
+    assert max(r.drafted for r in out.rounds[0]) == recipe.eval.depth, (
+        "the depth it is measured at is one that it drafts"
+    )
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

@@ -17,9 +17,10 @@ from typing import Any
 import pytest
 import torch
 
+from outrider.ground import BadInputError
 from outrider.heads import DrafterLoss, Eagle3, load_drafter
 from outrider.recipes import Recipe
-from outrider.target import BadInputError, Target
+from outrider.targets import Target
 from outrider.train import TrainingInterruptedError, train
 from outrider.train import checkpoints as folders
 from outrider.train.__main__ import main
@@ -56,9 +57,18 @@ def test_killed_and_resumed_equals_never_killed_bit_for_bit(recipe: MakeRecipe, 
     """A real SIGKILL of `python -m outrider.train`, and beside its checkpoints one whose writing was cut short."""
     target.model.save_pretrained(tmp_path / "target")
     target.tokenizer.save_pretrained(tmp_path / "target")
-    training = {"max_steps": 120, "save_steps": 10, "learning_rate": 1e-3, "lr_scheduler_type": "cosine", "logging_steps": 50}
+    training = {
+        "max_steps": 120,
+        "save_steps": 10,
+        "learning_rate": 1e-3,
+        "lr_scheduler_type": "cosine",
+        "logging_steps": 50,
+    }
     spec = {"path": str(tmp_path / "target"), "dtype": "float32"}
-    killed, whole = (r.model_copy(update={"target": r.target.model_validate(spec)}) for r in (recipe("killed", **training), recipe("whole", **training)))
+    killed, whole = (
+        r.model_copy(update={"target": r.target.model_validate(spec)})
+        for r in (recipe("killed", **training), recipe("whole", **training))
+    )
     (tmp_path / "killed.yaml").write_text(killed.to_yaml())
     process = subprocess.Popen([sys.executable, "-m", "outrider.train", str(tmp_path / "killed.yaml")], cwd=tmp_path)
     saved = killed.output_folder / "checkpoints"
@@ -82,7 +92,12 @@ def test_killed_and_resumed_equals_never_killed_bit_for_bit(recipe: MakeRecipe, 
 def test_ctrl_c_saves_a_checkpoint_and_continuing_equals_never_stopping(
     recipe: MakeRecipe, target: Target, monkeypatch: pytest.MonkeyPatch, stop: int, call: int
 ) -> None:
-    settings = {"max_steps": 12, "save_strategy": "no", "gradient_accumulation_steps": 2, "per_device_train_batch_size": 4}
+    settings = {
+        "max_steps": 12,
+        "save_strategy": "no",
+        "gradient_accumulation_steps": 2,
+        "per_device_train_batch_size": 4,
+    }
 
     def interrupt(result: DrafterLoss) -> DrafterLoss:
         signal.raise_signal(signal.SIGINT)
@@ -90,7 +105,10 @@ def test_ctrl_c_saves_a_checkpoint_and_continuing_equals_never_stopping(
 
     with monkeypatch.context() as patch:
         in_call(patch, call, interrupt)
-        with pytest.raises(TrainingInterruptedError, match=rf"stopped after step {stop}; saved in .*checkpoint-{stop}\. Run the same command again"):
+        with pytest.raises(
+            TrainingInterruptedError,
+            match=rf"stopped after step {stop}; saved in .*checkpoint-{stop}\. Run the same command again",
+        ):
             train(recipe("stopped", **settings), target)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     resumed = train(recipe("stopped", **settings), target)
@@ -132,7 +150,9 @@ def test_a_run_may_be_made_longer(recipe: MakeRecipe, target: Target) -> None:
     assert train(recipe(max_steps=15), target).steps == 15
 
 
-def test_every_checkpoint_is_a_loadable_drafter_and_holds_no_pickled_objects(recipe: MakeRecipe, target: Target) -> None:
+def test_every_checkpoint_is_a_loadable_drafter_and_holds_no_pickled_objects(
+    recipe: MakeRecipe, target: Target
+) -> None:
     made = recipe()
     train(made, target)
     found = folders.checkpoints(made.output_folder / "checkpoints")
@@ -197,17 +217,26 @@ def nan_gradient(result: DrafterLoss) -> DrafterLoss:
 
 @pytest.mark.parametrize(("act", "seen"), [(nan_loss, "the loss is nan"), (nan_gradient, "the gradient's norm is nan")])
 def test_a_loss_that_is_not_finite_stops_before_the_step(
-    recipe: MakeRecipe, target: Target, monkeypatch: pytest.MonkeyPatch, act: Callable[[DrafterLoss], DrafterLoss], seen: str
+    recipe: MakeRecipe,
+    target: Target,
+    monkeypatch: pytest.MonkeyPatch,
+    act: Callable[[DrafterLoss], DrafterLoss],
+    seen: str,
 ) -> None:
     in_call(monkeypatch, 6, act)
-    with pytest.raises(BadInputError, match=rf"before step 6, .*{seen}.*training.learning_rate \(now 0.003\).*max_grad_norm.*checkpoint-4;") as raised:
+    with pytest.raises(
+        BadInputError,
+        match=rf"before step 6, .*{seen}.*training.learning_rate \(now 0.003\).*max_grad_norm.*checkpoint-4;",
+    ) as raised:
         train(recipe(), target)
     assert raised.value.exit_code == 2
     kept = load_drafter(folders.last_complete(recipe().output_folder / "checkpoints"), target)
     assert all(p.isfinite().all() for p in kept.parameters())
 
 
-def test_too_high_a_learning_rate_ends_with_exit_code_2(recipe: MakeRecipe, target: Target, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_too_high_a_learning_rate_ends_with_exit_code_2(
+    recipe: MakeRecipe, target: Target, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     target.model.save_pretrained(tmp_path / "target")
     target.tokenizer.save_pretrained(tmp_path / "target")
     file = tmp_path / "recipe.yaml"
@@ -216,7 +245,9 @@ def test_too_high_a_learning_rate_ends_with_exit_code_2(recipe: MakeRecipe, targ
     assert "lower training.learning_rate (now 1e+30)" in capsys.readouterr().err
 
 
-def test_a_checkpoint_that_cannot_be_written_leaves_the_last_good_one(recipe: MakeRecipe, target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checkpoint_that_cannot_be_written_leaves_the_last_good_one(
+    recipe: MakeRecipe, target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The operating system refuses files beyond a few kB from the second checkpoint on, as a full disk would."""
     made, soft_hard = recipe(), resource.getrlimit(resource.RLIMIT_FSIZE)
 
@@ -227,7 +258,10 @@ def test_a_checkpoint_that_cannot_be_written_leaves_the_last_good_one(recipe: Ma
     in_call(monkeypatch, 7, fill)
     before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     try:
-        with pytest.raises(BadInputError, match=r"checkpoint-8 could not be written: .* free on that disk\)\. The last good checkpoint is .*checkpoint-4"):
+        with pytest.raises(
+            BadInputError,
+            match=r"checkpoint-8 could not be written: .* free on that disk\)\. The last good checkpoint is .*checkpoint-4",
+        ):
             train(made, target)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, soft_hard)
@@ -237,7 +271,9 @@ def test_a_checkpoint_that_cannot_be_written_leaves_the_last_good_one(recipe: Ma
     assert train(recipe(), target).steps == 12
 
 
-def test_the_command_reports_bad_input_in_one_line(recipe: MakeRecipe, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_reports_bad_input_in_one_line(
+    recipe: MakeRecipe, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main([str(tmp_path / "missing.yaml")]) == 2
     assert capsys.readouterr().err.startswith("error: no recipe at")
     file = tmp_path / "recipe.yaml"
@@ -246,7 +282,9 @@ def test_the_command_reports_bad_input_in_one_line(recipe: MakeRecipe, tmp_path:
     assert "did you mean 'learning_rate'" in capsys.readouterr().err
 
 
-def test_only_the_main_process_reports_success(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture) -> None:
+def test_only_the_main_process_reports_success(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level("INFO", logger="outrider")  # the command makes it ERROR, and later tests would see no warnings
     monkeypatch.setenv("RANK", "1")
     assert main(["missing.yaml"]) == 2
@@ -267,14 +305,19 @@ def test_two_processes_give_the_loss_curve_of_one(recipe: MakeRecipe, target: Ta
     from accelerate import debug_launcher
 
     features = {"features": "cached"}
-    one, two = recipe("one", data_changes=features, max_steps=14), recipe("two", data_changes=features, max_steps=14, per_device_train_batch_size=4)
+    one, two = (
+        recipe("one", data_changes=features, max_steps=14),
+        recipe("two", data_changes=features, max_steps=14, per_device_train_batch_size=4),
+    )
     train(one, target)
     debug_launcher(train, (two, target), num_processes=2)
     assert len(losses(two)) == 14
     assert losses(two) == pytest.approx(losses(one), rel=1e-5)
     ours, theirs = (load_drafter(r.output_folder / "drafter").state_dict() for r in (one, two))
     assert all(torch.allclose(ours[n].float(), theirs[n].float(), atol=1e-4) for n in ours)
-    held_out = [json.loads((r.output_folder / "provenance.json").read_text())["metrics"]["eval_loss"] for r in (one, two)]
+    held_out = [
+        json.loads((r.output_folder / "provenance.json").read_text())["metrics"]["eval_loss"] for r in (one, two)
+    ]
     assert held_out[1] == pytest.approx(held_out[0], rel=1e-5)
 
 
@@ -286,20 +329,41 @@ def test_torchrun_and_accelerate_launch_give_the_same_curve(recipe: MakeRecipe, 
     train(one, target)
     launchers = {
         "torchrun": [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", "29611"],
-        "accelerate": [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--main_process_port", "29612"],
+        "accelerate": [
+            sys.executable,
+            "-m",
+            "accelerate.commands.launch",
+            "--multi_gpu",
+            "--num_processes",
+            "2",
+            "--main_process_port",
+            "29612",
+        ],
     }
     for name, command in launchers.items():
         made = recipe(name, per_device_train_batch_size=4)
         (tmp_path / f"{name}.yaml").write_text(made.to_yaml())
         arguments = ["-m", "outrider.train", str(tmp_path / f"{name}.yaml"), f"target.path={tmp_path / 'target'}"]
-        subprocess.run(command + arguments, check=True, cwd=tmp_path, env=os.environ | {"ACCELERATE_USE_CPU": "true"}, timeout=300)
+        subprocess.run(
+            command + arguments, check=True, cwd=tmp_path, env=os.environ | {"ACCELERATE_USE_CPU": "true"}, timeout=300
+        )
         assert losses(made) == pytest.approx(losses(one), rel=1e-5)
 
 
 @pytest.mark.slow
 def test_accelerate_launch_cpu_with_two_processes_says_what_to_use_instead(recipe: MakeRecipe, tmp_path: Path) -> None:
     (tmp_path / "recipe.yaml").write_text(recipe().to_yaml())
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2", "-m", "outrider.train", str(tmp_path / "recipe.yaml")]
+    command = [
+        sys.executable,
+        "-m",
+        "accelerate.commands.launch",
+        "--cpu",
+        "--num_processes",
+        "2",
+        "-m",
+        "outrider.train",
+        str(tmp_path / "recipe.yaml"),
+    ]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert done.returncode != 0
     assert "ACCELERATE_USE_CPU=true accelerate launch --multi_gpu --num_processes" in done.stderr

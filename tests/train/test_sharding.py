@@ -16,9 +16,10 @@ from accelerate import debug_launcher
 from transformers import PreTrainedTokenizerFast
 
 from outrider.distill.responses import load_responses
+from outrider.ground import BadInputError
 from outrider.heads import load_drafter
 from outrider.recipes import Recipe
-from outrider.target import BadInputError, Target
+from outrider.targets import Target
 from outrider.train import train
 
 from .test_recipes import write_checkpoint
@@ -26,7 +27,9 @@ from .test_trainer import history
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory, tiny_llama: Callable[..., Any], tiny_tokenizer: PreTrainedTokenizerFast) -> Path:
+def folder(
+    tmp_path_factory: pytest.TempPathFactory, tiny_llama: Callable[..., Any], tiny_tokenizer: PreTrainedTokenizerFast
+) -> Path:
     """A checkpoint of a random target."""
     made = tmp_path_factory.mktemp("checkpoint")
     ends = {"eos_token_id": tiny_tokenizer.eos_token_id, "pad_token_id": tiny_tokenizer.pad_token_id}
@@ -44,7 +47,10 @@ def has_equal_passes(folder: Path) -> None:
     assert part.sharded
     assert part.fingerprint() == whole.fingerprint()
     held = sum(p.to_local().numel() if hasattr(p, "to_local") else p.numel() for p in part.model.parameters())
-    layers, every = sum(p.numel() for p in whole.body.layers.parameters()), sum(p.numel() for p in whole.model.parameters())
+    layers, every = (
+        sum(p.numel() for p in whole.body.layers.parameters()),
+        sum(p.numel() for p in whole.model.parameters()),
+    )
     assert held == pytest.approx(every - layers / 2, rel=0.01)
     for length in (9 + rank, 4, 7 - rank):  # rows of their own, of other lengths
         tokens = torch.randint(0, 64, (2 + rank, length), generator=torch.Generator().manual_seed(rank + length))
@@ -64,7 +70,12 @@ def test_each_process_holds_half_of_every_layer_and_passes_are_bit_for_bit_those
 
 
 @pytest.mark.parametrize(
-    "drafter", [{"type": "draft_model", "init": "prune", "model": {"num_hidden_layers": 1}}, {"type": "self_speculative", "exit_layer": 2}], ids=str
+    "drafter",
+    [
+        {"type": "draft_model", "init": "prune", "model": {"num_hidden_layers": 1}},
+        {"type": "self_speculative", "exit_layer": 2},
+    ],
+    ids=str,
 )
 def test_what_needs_the_layers_themselves_is_refused(sharded: Callable[..., Recipe], drafter: dict[str, Any]) -> None:
     recipe = sharded("no").model_copy(update={"drafter": drafter})
@@ -75,15 +86,33 @@ def test_what_needs_the_layers_themselves_is_refused(sharded: Callable[..., Reci
 @pytest.fixture
 def sharded(folder: Path, tmp_path: Path) -> Callable[..., Recipe]:
     prompts = tmp_path / "asked.jsonl"
-    prompts.write_text("".join(json.dumps({"text": text}) + "\n" for text in ("def add(", "class Stack:", "for name in", "return", "print(", "The target") * 2))
+    prompts.write_text(
+        "".join(
+            json.dumps({"text": text}) + "\n"
+            for text in ("def add(", "class Stack:", "for name in", "return", "print(", "The target") * 2
+        )
+    )
 
     def make(name: str, **changes: Any) -> Recipe:
         values: dict[str, Any] = {
             "name": name,
             "target": {"path": str(folder), "dtype": "float32", "sharding": "fsdp2"},
             "drafter": {"type": "eagle3", "steps": 2, "draft_vocab_size": 96},
-            "data": {"prompts": [str(prompts)], "max_new_tokens": 12, "batch_size": 5, "holdout": 0.3, **changes.pop("data", {})},
-            "training": {"max_steps": 4, "learning_rate": 3e-3, "logging_steps": 1, "eval_steps": 2, "disable_tqdm": True, **changes},
+            "data": {
+                "prompts": [str(prompts)],
+                "max_new_tokens": 12,
+                "batch_size": 5,
+                "holdout": 0.3,
+                **changes.pop("data", {}),
+            },
+            "training": {
+                "max_steps": 4,
+                "learning_rate": 3e-3,
+                "logging_steps": 1,
+                "eval_steps": 2,
+                "disable_tqdm": True,
+                **changes,
+            },
             "output": str(tmp_path / "{name}"),
         }
         return Recipe.from_dict(values)
@@ -92,7 +121,9 @@ def sharded(folder: Path, tmp_path: Path) -> Callable[..., Recipe]:
 
 
 @pytest.mark.parametrize("features", ["online", "cached"])
-def test_two_processes_with_half_a_target_each_train_as_one_with_the_whole(sharded: Callable[..., Recipe], features: str) -> None:
+def test_two_processes_with_half_a_target_each_train_as_one_with_the_whole(
+    sharded: Callable[..., Recipe], features: str
+) -> None:
     """The first answers the prompts, and computes what is cached, while the other takes part; then both train. The drafter they leave is the same."""
     one = sharded("one", per_device_train_batch_size=4, data={"features": features})
     two = sharded("two", per_device_train_batch_size=2, data={"features": features})

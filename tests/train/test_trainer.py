@@ -12,9 +12,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from outrider.ground import BadInputError, IncompatibleError
 from outrider.heads import Eagle3, Ngram, drafter_config, load_drafter
 from outrider.recipes import Recipe
-from outrider.target import BadInputError, IncompatibleError, Target
+from outrider.targets import Target
 from outrider.train import TrainResult, train
 
 MakeRecipe = Callable[..., Recipe]
@@ -39,7 +40,9 @@ def weights(result: TrainResult) -> bytes:
 
 
 @pytest.mark.parametrize("drafter", [EAGLE3 | {"draft_vocab_size": 0}, DRAFT_MODEL], ids=["eagle3", "draft_model"])
-def test_training_lowers_the_loss_and_raises_tau_on_held_out_rows(recipe: MakeRecipe, target: Target, drafter: dict[str, Any]) -> None:
+def test_training_lowers_the_loss_and_raises_tau_on_held_out_rows(
+    recipe: MakeRecipe, target: Target, drafter: dict[str, Any]
+) -> None:
     made = recipe(drafter=drafter, max_steps=50, eval_steps=50, eval_on_start=True, save_steps=50)
     result = train(made, target)
     held_out = [entry for entry in history(made) if "eval_loss" in entry]
@@ -63,7 +66,10 @@ def test_every_log_holds_loss_agreement_and_acceptance_per_depth(recipe: MakeRec
 
 def test_logged_metrics_are_means_over_all_positions_since_the_last_log(recipe: MakeRecipe, target: Target) -> None:
     """With the learning rate 0 every step measures the same weights, so one log over 3 epochs of whole batches equals the mean of its steps by count."""
-    fine, coarse = recipe("fine", max_steps=7, learning_rate=0.0), recipe("coarse", max_steps=7, learning_rate=0.0, logging_steps=7, logging_first_step=False)
+    fine, coarse = (
+        recipe("fine", max_steps=7, learning_rate=0.0),
+        recipe("coarse", max_steps=7, learning_rate=0.0, logging_steps=7, logging_first_step=False),
+    )
     train(fine, target)
     train(coarse, target)
     whole = next(e for e in history(coarse) if "loss" in e)
@@ -73,10 +79,15 @@ def test_logged_metrics_are_means_over_all_positions_since_the_last_log(recipe: 
 
 
 @pytest.mark.parametrize("drafter", [EAGLE3, DRAFT_MODEL], ids=["eagle3", "draft_model"])
-def test_eight_micro_batches_of_one_row_equal_one_batch_of_eight_rows(recipe: MakeRecipe, target: Target, drafter: dict[str, Any]) -> None:
+def test_eight_micro_batches_of_one_row_equal_one_batch_of_eight_rows(
+    recipe: MakeRecipe, target: Target, drafter: dict[str, Any]
+) -> None:
     """Over more than one epoch, whose last batch is a short one. Only the order of sums differs: 1e-5."""
     shapes = {"8x1": (8, 1), "1x8": (1, 8), "2x4": (2, 4)}
-    made = {n: recipe(n, drafter, per_device_train_batch_size=b, gradient_accumulation_steps=a) for n, (b, a) in shapes.items()}
+    made = {
+        n: recipe(n, drafter, per_device_train_batch_size=b, gradient_accumulation_steps=a)
+        for n, (b, a) in shapes.items()
+    }
     for one in made.values():
         train(one, target)
     assert len(losses(made["8x1"])) == 12
@@ -112,7 +123,9 @@ def test_loader_workers_do_not_change_the_order(recipe: MakeRecipe, target: Targ
     assert weights(alone) == weights(helped)
 
 
-def test_mixed_precision_rounds_the_drafter_but_not_the_target(recipe: MakeRecipe, target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mixed_precision_rounds_the_drafter_but_not_the_target(
+    recipe: MakeRecipe, target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
     seen = set()
     lm_head = target.lm_head
 
@@ -128,12 +141,18 @@ def test_mixed_precision_rounds_the_drafter_but_not_the_target(recipe: MakeRecip
     assert seen == {torch.float32}
     assert losses(mixed) != losses(exact)
     assert losses(mixed) == pytest.approx(losses(exact), rel=0.02)
-    assert {t.dtype for t in load_file(result.drafter_folder / "model.safetensors").values() if t.is_floating_point()} == {torch.float32}
+    assert {
+        t.dtype for t in load_file(result.drafter_folder / "model.safetensors").values() if t.is_floating_point()
+    } == {torch.float32}
 
 
-def test_a_pruned_draft_vocabulary_holds_the_most_frequent_learned_tokens(recipe: MakeRecipe, target: Target, rows: list[dict[str, Any]]) -> None:
+def test_a_pruned_draft_vocabulary_holds_the_most_frequent_learned_tokens(
+    recipe: MakeRecipe, target: Target, rows: list[dict[str, Any]]
+) -> None:
     """Prompt tokens do not count, nor do held-out rows (here: none)."""
-    result = train(recipe(drafter=EAGLE3 | {"draft_vocab_size": 20}, data_changes={"holdout": 0.0}, max_steps=1), target)
+    result = train(
+        recipe(drafter=EAGLE3 | {"draft_vocab_size": 20}, data_changes={"holdout": 0.0}, max_steps=1), target
+    )
     counts = torch.zeros(target.vocab_size, dtype=torch.long)
     for row in rows:
         for token, learned in zip(row["input_ids"], row["loss_mask"], strict=True):
@@ -158,13 +177,22 @@ def test_the_output_folder_says_what_was_trained_on_what(recipe: MakeRecipe, tar
 def test_the_best_checkpoint_becomes_the_drafter_if_asked(recipe: MakeRecipe, target: Target) -> None:
     """The learning rate explodes the weights after the first evaluation, so that the best ones are not the last."""
     made = recipe(
-        learning_rate=3.0, lr_scheduler_type="constant", max_steps=6, eval_steps=2, save_steps=2,
-        load_best_model_at_end=True, metric_for_best_model="tau", save_total_limit=1,
-    )  # fmt: skip
+        learning_rate=3.0,
+        lr_scheduler_type="constant",
+        max_steps=6,
+        eval_steps=2,
+        save_steps=2,
+        load_best_model_at_end=True,
+        metric_for_best_model="tau",
+        save_total_limit=1,
+    )
     result = train(made, target)
     taus = {e["step"]: e["eval_tau"] for e in history(made) if "eval_tau" in e}
     best = max(taus, key=lambda step: taus[step])
-    assert weights(result) == (made.output_folder / "checkpoints" / f"checkpoint-{best}" / "model.safetensors").read_bytes()
+    assert (
+        weights(result)
+        == (made.output_folder / "checkpoints" / f"checkpoint-{best}" / "model.safetensors").read_bytes()
+    )
     assert result.metrics["eval_tau"] == pytest.approx(taus[best], rel=1e-5)
 
 
@@ -178,7 +206,10 @@ def test_a_drafter_in_memory_is_trained_in_place(recipe: MakeRecipe, target: Tar
 
 
 def test_gradient_checkpointing_of_a_draft_model_gives_the_same_losses(recipe: MakeRecipe, target: Target) -> None:
-    plain, saving = recipe("plain", DRAFT_MODEL, max_steps=3), recipe("saving", DRAFT_MODEL, max_steps=3, gradient_checkpointing=True)
+    plain, saving = (
+        recipe("plain", DRAFT_MODEL, max_steps=3),
+        recipe("saving", DRAFT_MODEL, max_steps=3, gradient_checkpointing=True),
+    )
     train(plain, target)
     train(saving, target)
     assert losses(saving) == pytest.approx(losses(plain), rel=1e-6)
@@ -189,7 +220,12 @@ def test_gradient_checkpointing_of_a_draft_model_gives_the_same_losses(recipe: M
 
 def test_a_warm_start_begins_where_the_saved_drafter_was(recipe: MakeRecipe, target: Target) -> None:
     first = train(recipe("first", max_steps=40), target)
-    again = recipe("again", EAGLE3 | {"init": str(first.drafter_folder.parent), "steps": 2, "loss": "tv"}, learning_rate=0.0, max_steps=1)
+    again = recipe(
+        "again",
+        EAGLE3 | {"init": str(first.drafter_folder.parent), "steps": 2, "loss": "tv"},
+        learning_rate=0.0,
+        max_steps=1,
+    )
     result = train(again, target)
     assert weights(result) == weights(first)
     assert load_drafter(result.drafter_folder).config.loss == "tv"
@@ -198,7 +234,9 @@ def test_a_warm_start_begins_where_the_saved_drafter_was(recipe: MakeRecipe, tar
 
 def test_a_warm_started_draft_model_is_the_saved_one(recipe: MakeRecipe, target: Target) -> None:
     first = train(recipe("first", DRAFT_MODEL, max_steps=4), target)
-    again = train(recipe("again", DRAFT_MODEL | {"init": str(first.drafter_folder)}, learning_rate=0.0, max_steps=1), target)
+    again = train(
+        recipe("again", DRAFT_MODEL | {"init": str(first.drafter_folder)}, learning_rate=0.0, max_steps=1), target
+    )
     assert weights(again) == weights(first)
 
 
@@ -210,7 +248,9 @@ def test_a_warm_started_draft_model_is_the_saved_one(recipe: MakeRecipe, target:
         ({"stepz": 3}, r"unknown key 'stepz'; did you mean 'steps'"),
     ],
 )
-def test_a_warm_start_that_contradicts_the_saved_drafter_is_refused(recipe: MakeRecipe, target: Target, changes: dict[str, Any], message: str) -> None:
+def test_a_warm_start_that_contradicts_the_saved_drafter_is_refused(
+    recipe: MakeRecipe, target: Target, changes: dict[str, Any], message: str
+) -> None:
     first = train(recipe("first", max_steps=1), target)
     with pytest.raises(BadInputError, match=message):
         train(recipe("again", {"type": "eagle3", "init": str(first.drafter_folder)} | changes), target)
@@ -232,7 +272,9 @@ def test_a_drafter_without_weights_is_refused(recipe: MakeRecipe, target: Target
 
 
 @pytest.mark.slow
-def test_wandb_gets_the_metrics_offline(recipe: MakeRecipe, target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wandb_gets_the_metrics_offline(
+    recipe: MakeRecipe, target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     wandb = pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_DIR", str(tmp_path))
@@ -248,16 +290,25 @@ def test_wandb_gets_the_metrics_offline(recipe: MakeRecipe, target: Target, tmp_
 @pytest.mark.parametrize(
     ("drafter", "message"),
     [
-        (EAGLE3 | {"num_attention_heads": 5}, r"drafter: num_attention_heads must be a multiple of num_key_value_heads, got 5 and 2"),
+        (
+            EAGLE3 | {"num_attention_heads": 5},
+            r"drafter: num_attention_heads must be a multiple of num_key_value_heads, got 5 and 2",
+        ),
         (EAGLE3 | {"head_dim": 5}, r"drafter: head_dim must be even, .* got 5"),
         (EAGLE3 | {"rope_parameters": {"rope_type": "x"}}, r"drafter: such a one cannot be made .*KeyError: 'x'"),
         (EAGLE3 | {"taps": [1, 99]}, r"reads hidden_states\[99\]"),
-        ({"type": "draft_model", "model": {"intermediate_size": -5}}, r"drafter: such a one cannot be made .*negative dimension -5"),
+        (
+            {"type": "draft_model", "model": {"intermediate_size": -5}},
+            r"drafter: such a one cannot be made .*negative dimension -5",
+        ),
         ({"type": "draft_model", "path": "nowhere/at-all/there"}, "no model at 'nowhere/at-all/there'"),
         ({"type": "mtp", "layer": {"hidden_size": 16}}, "a layer of hidden_size 16 does not fit"),
         ({"type": "mtp", "init": "native"}, "was not loaded from a checkpoint"),
         ({"type": "medusa", "draft_vocab_size": 1_000_000}, "exceeds"),
-        ({"type": "self_speculative", "num_blocks": 0}, "a self_speculative of these settings has no weights of its own: there is nothing to train"),
+        (
+            {"type": "self_speculative", "num_blocks": 0},
+            "a self_speculative of these settings has no weights of its own: there is nothing to train",
+        ),
     ],
     ids=str,
 )
@@ -275,7 +326,9 @@ def test_a_drafter_that_cannot_be_made_is_refused_before_the_target_answers(
         train(recipe(drafter=drafter), target)  # its responses are there
 
 
-def test_a_drafter_is_made_once_where_the_responses_are_there(recipe: MakeRecipe, target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_drafter_is_made_once_where_the_responses_are_there(
+    recipe: MakeRecipe, target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made, honest = [], Eagle3.build
     monkeypatch.setattr(Eagle3, "build", lambda *args: made.append(honest(*args)) or made[-1])
     train(recipe(max_steps=1), target)

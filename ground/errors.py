@@ -1,0 +1,36 @@
+"""The errors a user can cause, and the exit code each one ends a command with.
+
+0 fine · 1 a finding (gate failed, pair stale) · 2 bad usage or input · 3 incompatible · 130 interrupted
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class OutriderError(Exception):
+    """What the user can fix. The message says what was found, what was expected, and what to do."""
+
+    exit_code = 2
+
+
+class BadInputError(OutriderError, ValueError):
+    """A file, key or value that cannot be used (exit code 2)."""
+
+
+class IncompatibleError(OutriderError, ValueError):
+    """Two things that do not fit together: tokenizer, vocabulary, taps (exit code 3)."""
+
+    exit_code = 3
+
+
+def refuse_unknown_keys(found: Iterable[str], known: Iterable[str], where: str) -> None:
+    """Raise BadInputError for the first key of `found` that is not in `known`, suggesting the nearest one."""
+    known = sorted(known)
+    for key in found:
+        if key in known:
+            continue
+        near = difflib.get_close_matches(str(key), known, n=1, cutoff=0.5)
+        hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(known)}."
+        raise BadInputError(f"{where}: unknown key {str(key)!r}; {hint}")

@@ -1,0 +1,91 @@
+"""The machine that work runs on: its device, its name, its clock, its free memory, and what its processor can do."""
+
+from __future__ import annotations
+
+import platform
+import time
+from pathlib import Path
+
+import psutil
+import torch
+
+_CPUINFO = Path("/proc/cpuinfo")
+
+
+def best_device() -> torch.device:
+    """Return the first GPU, or the CPU where there is none."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def device_name(device: torch.device) -> str:
+    """Return the GPU's name, or the model name of the processor."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()
+
+
+def cpu_name() -> str:
+    """Return the model name of the processor."""
+    named = [line.partition(":")[2].strip() for line in _cpuinfo() if line.startswith("model name")]
+    return named[0] if named else platform.processor() or platform.machine()
+
+
+def cpu_multiplies_bfloat16() -> bool:
+    """Tell whether the processor multiplies bfloat16 itself; without that bfloat16 works, and is slow."""
+    return bool({"avx512_bf16", "amx_bf16", "bf16"} & {word for line in _cpuinfo() for word in line.split()})
+
+
+def _cpuinfo() -> list[str]:
+    try:
+        return _CPUINFO.read_text(errors="replace").splitlines()
+    except OSError:
+        return []
+
+
+def clock(device: torch.device) -> float:
+    """Return the time in seconds after `device` has finished what it was given; only differences mean anything."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+# ------------------------------------------------------------ memory
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """Return how many bytes can still be allocated on `device`; None where nobody says."""
+    if device.type == "cuda":
+        # The allocator's unused blocks are not free to the device, but to us.
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + unused
+    if device.type != "cpu":
+        return None
+    return min([psutil.virtual_memory().available, *cgroup_rooms()])
+
+
+def cgroup_rooms(mounted: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")) -> list[int]:
+    """Return what each memory limit of this process's control groups leaves, in bytes.
+
+    Cached files count as free, since the kernel gives them up when memory is asked for.
+    """
+    rooms = []
+    for line in membership.read_text().splitlines() if membership.exists() else []:
+        _, controllers, path = line.split(":", 2)
+        if "memory" in controllers.split(","):
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+            root = mounted / "memory"
+        elif not controllers:
+            names, root = ("memory.max", "memory.current", "inactive_file"), mounted
+        else:
+            continue
+        own = root / path.lstrip("/")
+        groups = [own, *(parent for parent in own.parents if parent.is_relative_to(root))]
+        rooms += [room for group in groups if (room := _cgroup_room(group, *names)) is not None]
+    return rooms
+
+
+def _cgroup_room(group: Path, limit: str, usage: str, reclaimable: str) -> int | None:
+    try:
+        allowed, used = (group / limit).read_text().strip(), int((group / usage).read_text())
+        statistics = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        return None if allowed == "max" else int(allowed) - used + int(statistics.get(reclaimable, 0))
+    except (OSError, ValueError):  # a limit that cannot be read is none
+        return None

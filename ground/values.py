@@ -1,0 +1,70 @@
+"""A setting as a recipe or a config.json gives it, and the type that its field says."""
+
+from __future__ import annotations
+
+import types
+import typing
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, ConfigDict, PydanticSchemaGenerationError, TypeAdapter, ValidationError
+
+from .errors import BadInputError
+
+
+def checked_value(where: str, value: Any, hint: Any) -> Any:
+    """`value` of the type `hint`: text that is a number becomes one where numbers are expected (YAML reads `3e-3` as text). true is no number.
+
+    Args:
+        where: the setting's dotted name, for the error.
+
+    Raises:
+        BadInputError: it is of another type.
+    """
+    try:
+        return TypeAdapter(_guarded(hint), config=ConfigDict(arbitrary_types_allowed=True)).validate_python(value)
+    except PydanticSchemaGenerationError:
+        return value  # not a plain type: whoever has it judges it
+    except ValidationError:
+        raise BadInputError(f"{where}: expected {_in_words(hint)}, found {value!r}.") from None
+
+
+def accepts(hint: Any, kind: type) -> bool:
+    """Whether the type `hint` is `kind`, anything, or a choice with one of them."""
+    return hint is Any or kind in (typing.get_args(hint) or (hint,))
+
+
+def _guarded(hint: Any) -> Any:
+    """The type `hint` whose numbers are not true or false."""
+    if hint in (int, float):
+        return Annotated[hint, BeforeValidator(_no_bool)]
+    origin, members = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        return typing.Union[tuple(map(_guarded, members))]  # noqa: UP007 (of a number of types that is not known)
+    return hint if not members or origin in (Annotated, Literal) else origin[tuple(map(_guarded, members))]
+
+
+def _no_bool(value: Any) -> Any:
+    if isinstance(value, bool):
+        raise ValueError("a number is expected")
+    return value
+
+
+def _in_words(hint: Any) -> str:
+    members = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
+    return " or ".join(dict.fromkeys(map(_one_in_words, members)))
+
+
+def _one_in_words(hint: Any) -> str:
+    names = {
+        "float": "a number",
+        "int": "an integer",
+        "str": "text",
+        "bool": "true or false",
+        "dict": "a mapping",
+        "list": "a list",
+        "tuple": "a list",
+        "NoneType": "null",
+    }
+    name = getattr(typing.get_origin(hint) or hint, "__name__", str(hint))
+    inner = [words for kind, words in ((int, " of integers"), (float, " of numbers")) if kind in typing.get_args(hint)]
+    return names.get(name, name) + "".join(inner)

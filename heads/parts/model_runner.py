@@ -1,0 +1,82 @@
+"""Draft models of Llama's kind as decoding runs them: see `decoder_layer.Runner`.
+
+Shapes: B rows, Q new entries, H hidden size.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+from transformers.activations import SiLUActivation
+
+from ...targets import Nodes, RaggedCache
+from .decoder_layer import Runner, copied, copied_bytes
+
+_KINDS = ("llama", "mistral", "qwen2", "qwen3")
+_PARTS = {nn.Linear, nn.Embedding, nn.ModuleList, SiLUActivation, nn.SiLU}
+_ROPES = ("default", "linear", "llama3", "yarn")  # whose angles depend on nothing but the position
+
+
+def runs(model: Any) -> bool:
+    """Whether `ModelRunner` computes what `model` does: a model of one of these kinds, all of whose modules are the library's own, as they were made.
+
+    Adapters, quantised weights, hooks, and weights that are split over processes are none of that.
+    """
+    home = type(model).__module__
+    if home not in [f"transformers.models.{kind}.modeling_{kind}" for kind in _KINDS] or not type(
+        model
+    ).__name__.endswith("ForCausalLM"):
+        return False
+    config, parameters = model.config, list(model.parameters())
+    return (
+        all(type(p) is nn.Parameter and type(p.data) is Tensor for p in parameters)
+        and len({(p.dtype, p.device) for p in parameters}) == 1
+        and all(_as_made(module, home) for module in model.modules())
+        and not getattr(config, "is_heterogeneous", False)
+        and config._attn_implementation == "sdpa"
+        and type(model.model.layers[0].mlp.act_fn) in _PARTS
+        and model.model.rotary_emb.rope_type in _ROPES
+        and not (model.training and config.attention_dropout)
+    )
+
+
+def _as_made(module: nn.Module, home: str) -> bool:
+    own = type(module) in _PARTS or type(module).__module__ == home
+    return own and not (module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module))
+
+
+class ModelRunner(Runner):
+    """A model that `runs`."""
+
+    def __init__(self, model: Any, max_length: int):
+        body, config = model.model, model.config
+        kinds, window = getattr(config, "layer_types", None), getattr(config, "sliding_window", None) or 0
+        windows = [
+            window if kinds is None or kinds[i] == "sliding_attention" else 0 for i in range(config.num_hidden_layers)
+        ]
+        super().__init__(
+            list(body.layers), config, body.rotary_emb, max_length, model.device, copied(body.layers), windows
+        )
+        self.model = model
+
+    def serves(self, model: Any, max_length: int) -> bool:
+        """See `fits`."""
+        return self.fits(max_length, model.device, copied(model.model.layers))
+
+    @staticmethod
+    def num_bytes(model: Any, max_length: int) -> int:
+        """What one of `model` allocates."""
+        layers = model.model.layers
+        return copied_bytes(copied(layers), layers[0].self_attn.head_dim, max_length)
+
+    def read(self, tokens: Tensor, cache: RaggedCache, offset: int, nodes: Nodes | None) -> Tensor:
+        """The last hidden states, after the final norm, `[B, Q, H]`, of `tokens` `[B, Q]`; places as for `Target.forward`."""
+        positions = cache.place(tokens.shape[1], offset, nodes)
+        hidden = nn.functional.embedding(tokens, self.model.model.embed_tokens.weight)
+        x = self.norm(hidden, self.layers[0].input_layernorm)
+        return self.norm(self.through(x, hidden, cache, positions, nodes is not None), self.model.model.norm)
+
+    def lm_head(self, hidden: Tensor) -> Tensor:
+        """As `Target.lm_head`: these models have no scaling of their own."""
+        return self.model.lm_head(hidden)

@@ -1,0 +1,118 @@
+"""Identity by content: digests of everything that changes what a target says.
+
+Nothing that depends on paths, dates or machines enters a digest.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from .target import Target
+
+# Config fields that say where or with what a model was saved, not what it computes.
+_INCIDENTAL = {
+    "_name_or_path",
+    "architectures",
+    "transformers_version",
+    "torch_dtype",
+    "dtype",
+    "use_cache",
+    "_attn_implementation",
+    "_attn_implementation_autoset",
+}
+
+
+@dataclass(frozen=True)
+class Fingerprint:
+    """What a target is, by content. Two targets with equal fingerprints say the same.
+
+    Attributes:
+        tensors: SHA-256 of each weight, by name (dtype and shape included).
+        config, tokenizer, chat_template: SHA-256 of their canonical forms; None where the target has none.
+        dtype: of the weights, e.g. "bfloat16".
+    """
+
+    tensors: dict[str, str]
+    config: str
+    tokenizer: str | None
+    chat_template: str | None
+    dtype: str
+    digest: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        parts = {k: getattr(self, k) for k in ("tensors", "config", "tokenizer", "chat_template", "dtype")}
+        object.__setattr__(self, "digest", digest_json(parts))
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, saved: dict[str, Any]) -> Fingerprint:
+        return cls(**{k: v for k, v in saved.items() if k != "digest"})
+
+    def differences(self, other: Fingerprint) -> list[str]:
+        """Which parts of `other` differ from this one, for people."""
+        found = [
+            name
+            for name in ("config", "tokenizer", "chat_template", "dtype")
+            if getattr(self, name) != getattr(other, name)
+        ]
+        changed = sorted(
+            n for n in self.tensors.keys() | other.tensors.keys() if self.tensors.get(n) != other.tensors.get(n)
+        )
+        if changed:
+            found.append(f"{len(changed)} of {len(self.tensors)} weights (first: {changed[0]})")
+        return found
+
+
+def fingerprint(target: Target) -> Fingerprint:
+    tokenizer = target.tokenizer
+    template = getattr(tokenizer, "chat_template", None)
+    return Fingerprint(
+        tensors={name: digest_tensor(tensor) for name, tensor in sorted(target.model.state_dict().items())},
+        config=digest_json(_plain_config(target.config.to_dict())),
+        tokenizer=None if tokenizer is None else digest_tokenizer(tokenizer),
+        chat_template=None if template is None else digest_json(template),
+        dtype=str(target.dtype).removeprefix("torch."),
+    )
+
+
+def digest_tensor(tensor: torch.Tensor) -> str:
+    data = tensor.detach().cpu().contiguous()
+    digest = hashlib.sha256(f"{data.dtype}{tuple(data.shape)}".encode())
+    digest.update(data.reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def digest_json(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True, ensure_ascii=False, default=str).encode()).hexdigest()
+
+
+def digest_file(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def digest_files(folder: Path) -> dict[str, str]:
+    """SHA-256 of each file under `folder`, by its path in there."""
+    return {p.relative_to(folder).as_posix(): digest_file(p) for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+def digest_tokenizer(tokenizer: Any) -> str:
+    """Of what maps text to ids: the fast tokenizer's own serialisation, else vocabulary and special tokens."""
+    if getattr(tokenizer, "is_fast", False):
+        state = json.loads(tokenizer.backend_tokenizer.to_str())
+        state["truncation"] = state["padding"] = None  # call-time settings
+        return digest_json(state)
+    return digest_json([sorted(tokenizer.get_vocab().items()), tokenizer.special_tokens_map])
+
+
+def _plain_config(config: dict[str, Any]) -> dict[str, Any]:
+    return {k: _plain_config(v) if isinstance(v, dict) else v for k, v in config.items() if k not in _INCIDENTAL}

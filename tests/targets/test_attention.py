@@ -1,0 +1,134 @@
+"""Split attention is attention, and compiled passes are the same passes."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+import torch
+from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+
+from outrider.decode import Decoder, Plan, Tree
+from outrider.ground import IncompatibleError
+from outrider.heads import Eagle3, Eagle3Config
+from outrider.targets import Target, attention
+
+PROMPTS = [torch.randint(0, 64, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (5, 1, 9, 3)]
+PLANS = [Plan(3), Plan(tree=Tree((-1, -1, 0, 0, 1, 2)))]
+
+
+@pytest.fixture
+def many_parts(monkeypatch):
+    monkeypatch.setattr(attention, "_LEAST_PART", 16)
+
+
+@pytest.mark.parametrize(
+    ("rows", "group", "shared", "queries", "length"), list(product((1, 3), (1, 4), (1, 2), (1, 5), (64, 128)))
+)
+def test_split_attention_equals_the_librarys(many_parts, rows, group, shared, queries, length):
+    """Over a part of a longer store, with masks that leave whole parts, and the end, unseen."""
+    torch.manual_seed(rows)
+    keys, values = torch.randn(2, rows, shared, length + 40, 16)[:, :, :, :length]
+    query = torch.randn(rows, group * shared, queries, 16)
+    seen = (torch.rand(rows, 1, queries, length) < 0.3) & (torch.arange(length) < length // 2)
+    seen[..., 3] = True
+    mask = torch.zeros(seen.shape).masked_fill_(~seen, torch.finfo(torch.float32).min)
+    assert attention.num_parts(rows * shared, length) == length // 16
+    found, _ = attention.split_attention(torch.nn.Module(), query, keys, values, mask)
+    repeated = (t.repeat_interleave(group, 1) for t in (keys, values))
+    expected = torch.nn.functional.scaled_dot_product_attention(query, *repeated, mask).transpose(1, 2)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("blocks", "length", "parts"),
+    [(8, 1024, 8), (8, 8192, 32), (64, 1024, 4), (256, 8192, 1), (8, 384, 2), (1, 100, 1)],
+)
+def test_parts_are_equal_and_not_too_small(blocks, length, parts):
+    assert attention.num_parts(blocks, length) == parts
+
+
+def make(kind: str, tiny_llama) -> Target:
+    if kind == "llama":
+        return Target(tiny_llama(layers=4))
+    torch.manual_seed(0)
+    config = Gemma3TextConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        sliding_window=8,
+        sliding_window_pattern=2,
+        max_position_embeddings=512,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=None,
+    )
+    return Target(Gemma3ForCausalLM._from_config(config, attn_implementation="sdpa").eval().requires_grad_(False))
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=str)
+@pytest.mark.parametrize("kind", ["llama", "gemma3"])
+def test_a_target_with_split_attention_writes_the_same_text(tiny_llama, many_parts, kind, plan):
+    target = make(kind, tiny_llama)
+    torch.manual_seed(0)
+    head = Eagle3.build(Eagle3Config(taps=(1, 2, 3)), target)
+    expected = Decoder(target, head).generate(PROMPTS, 30, plan=plan)
+    target.use_split_attention()
+    for static in (False, True):
+        found = Decoder(target, head, static=static).generate(PROMPTS, 30, plan=plan)
+        assert found.tokens == expected.tokens
+        assert found.rounds == expected.rounds
+
+
+def test_a_model_that_does_not_attend_by_sdpa_is_refused(tiny_llama):
+    target = Target(tiny_llama(layers=4, attn_implementation="eager"))
+    with pytest.raises(IncompatibleError, match="replaces sdpa"):
+        target.use_split_attention()
+
+
+def test_split_attention_can_be_asked_for_by_name(tiny_llama, tmp_path):
+    tiny_llama(layers=4).save_pretrained(tmp_path)
+    from outrider.targets import load_causal_lm
+
+    attention.register()
+    assert load_causal_lm(str(tmp_path), attention=attention.NAME).config._attn_implementation == "outrider"
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_compiled_rounds_write_the_same_text_and_see_the_same_taps(tiny_llama, split):
+    """Without a break in the graph. The text alone would not show what the drafter was fed, the rounds do."""
+    target = Target(tiny_llama(layers=4))
+    torch.manual_seed(0)
+    head = Eagle3.build(Eagle3Config(taps=(1, 2, 3)), target)
+    if split:
+        target.use_split_attention()
+    expected = [Decoder(target, head).generate(PROMPTS, 30, plan=plan) for plan in PLANS]
+    target.compile(backend="eager")
+    torch._dynamo.utils.counters.clear()
+    for plan, usual in zip(PLANS, expected, strict=True):
+        found = Decoder(target, head, static=True).generate(PROMPTS, 30, plan=plan)
+        assert found.tokens == usual.tokens
+        assert found.rounds == usual.rounds
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] >= 2
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, and -m gpu")
+@pytest.mark.parametrize("length", [1023, 1024])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_split_attention_on_a_gpu(dtype, length):
+    torch.manual_seed(0)
+    keys, values = torch.randn(2, 2, 8, 1200, 128, device="cuda", dtype=dtype)[:, :, :, :length]
+    query = torch.randn(2, 32, 5, 128, device="cuda", dtype=dtype)
+    mask = torch.zeros(2, 1, 5, length, device="cuda", dtype=dtype)
+    mask[..., 700:] = torch.finfo(dtype).min
+    found, _ = attention.split_attention(torch.nn.Module(), query, keys, values, mask)
+    repeated = (t.repeat_interleave(4, 1).double() for t in (keys, values))
+    expected = torch.nn.functional.scaled_dot_product_attention(query.double(), *repeated, mask.double()).transpose(
+        1, 2
+    )
+    torch.testing.assert_close(found.double(), expected, rtol=1e-2, atol=2e-2 if dtype == torch.bfloat16 else 1e-4)

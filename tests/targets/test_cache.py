@@ -1,0 +1,309 @@
+"""The ragged cache holds what the library's own cache would hold for each row alone, whatever was written and thrown away."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, MistralConfig, MistralForCausalLM
+
+from outrider.targets import Counts, Nodes, PeakBytes, RaggedCache, Target
+
+VOCAB = 64
+
+
+@pytest.fixture
+def target(tiny_llama) -> Target:
+    return Target(tiny_llama(layers=3))
+
+
+def tokens(rows: int, length: int, seed: int = 0) -> Tensor:
+    return torch.randint(0, VOCAB, (rows, length), generator=torch.Generator().manual_seed(seed))
+
+
+def library(target: Target, text: list[int]) -> tuple[Tensor, DynamicCache]:
+    """Logits and cache of one row alone, by the library."""
+    cache = DynamicCache(config=target.config)
+    return target.model(torch.tensor([text]), past_key_values=cache).logits, cache
+
+
+def compare(cache: RaggedCache, target: Target, texts: list[list[int]]) -> None:
+    for row, text in enumerate(texts):
+        expected = library(target, text)[1]
+        for ours, theirs in zip(cache.layers, expected.layers, strict=True):
+            torch.testing.assert_close(ours.keys[row, :, : len(text)], theirs.keys[0], rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(ours.values[row, :, : len(text)], theirs.values[0], rtol=1e-4, atol=1e-5)
+
+
+def test_ragged_passes_equal_the_librarys_cache_of_each_row(target):
+    """A prefill and five passes that commit different counts per row, drafts of the others thrown away."""
+    cache, lengths = target.new_cache(3, 40), [5, 1, 3]
+    prompt = tokens(3, 5)
+    target.forward(prompt, cache)
+    cache.advance(Counts.of(lengths, "cpu"))
+    texts = [prompt[row, :n].tolist() for row, n in enumerate(lengths)]
+    for number, counts in enumerate([[1, 4, 2], [4, 4, 4], [1, 1, 1], [2, 3, 1], [1, 4, 4]]):
+        new = tokens(3, 4, seed=number + 1)
+        logits = target.forward(new, cache).logits
+        for row, text in enumerate(texts):
+            expected = library(target, text + new[row].tolist())[0][0, len(text) :]
+            torch.testing.assert_close(logits[row], expected, rtol=1e-4, atol=1e-4)
+        cache.advance(Counts.of(counts, "cpu"))
+        texts = [text + new[row, :n].tolist() for row, (text, n) in enumerate(zip(texts, counts, strict=True))]
+    assert cache.host_lengths == cache.lengths.tolist() == [len(t) for t in texts]
+    compare(cache, target, texts)
+
+
+def test_selected_rows_keep_their_entries_in_the_asked_order(target):
+    cache, lengths = target.new_cache(4, 20), [2, 6, 4, 1]
+    prompt = tokens(4, 6)
+    target.forward(prompt, cache)
+    cache.advance(Counts.of(lengths, "cpu"))
+    cache.select([2, 0])
+    texts = [prompt[2, :4].tolist(), prompt[0, :2].tolist()]
+    assert cache.batch_size == 2
+    assert cache.host_lengths == cache.lengths.tolist() == [4, 2]
+    compare(cache, target, texts)
+    new = tokens(2, 2, seed=9)
+    logits = target.forward(new, cache).logits
+    for row, text in enumerate(texts):
+        torch.testing.assert_close(
+            logits[row], library(target, text + new[row].tolist())[0][0, -2:], rtol=1e-4, atol=1e-4
+        )
+
+
+def test_a_copy_goes_its_own_way(target):
+    """Prompts that begin alike may share a cache's beginning by copying it."""
+    cache = target.new_cache(2, 16)
+    texts = tokens(2, 5)
+    target.forward(texts, cache=cache)
+    cache.advance(Counts.of([5, 3], "cpu"))
+    copied = copy.deepcopy(cache)
+    for each, seed in ((copied, 1), (cache, 2)):
+        target.forward(tokens(2, 4, seed), cache=each)
+        each.advance(Counts.of([4, 4], "cpu"))
+    for each, seed in ((copied, 1), (cache, 2)):
+        compare(
+            each,
+            target,
+            [[*texts[row, :n].tolist(), *tokens(2, 4, seed)[row].tolist()] for row, n in enumerate((5, 3))],
+        )
+
+
+def test_nothing_is_committed_until_it_is_advanced(target):
+    """The same slots are written again: a pass after a rejected one sees nothing of it."""
+    cache, prompt = target.new_cache(2, 20), tokens(2, 4)
+    target.forward(prompt, cache)
+    cache.advance(Counts.of([4, 4], "cpu"))
+    clean = target.forward(tokens(2, 2, seed=3), cache).logits
+    target.forward(tokens(2, 9, seed=2), cache)
+    assert torch.equal(target.forward(tokens(2, 2, seed=3), cache).logits, clean)
+
+
+@pytest.mark.parametrize("lengths", [[3, 3], [1, 1], [3, 1]])
+def test_a_pass_can_start_before_or_behind_the_committed_entries(target, lengths):
+    """Offset −1 writes the last entry again; offset 1 goes on behind an uncommitted one. Either way as in one pass."""
+    text = tokens(2, 8)
+    cache = target.new_cache(2, 20)
+    target.forward(text[:, :3], cache)
+    cache.advance(Counts.of(lengths, "cpu"))
+    rows = torch.arange(2)[:, None]
+    starts = torch.tensor(lengths)[:, None]
+    again = target.forward(text[rows, starts - 1 + torch.arange(2)], cache, offset=-1).logits
+    behind = target.forward(text[rows, starts + 1], cache, offset=1).logits
+    for row, n in enumerate(lengths):
+        expected = library(target, text[row, : n + 2].tolist())[0][0]
+        torch.testing.assert_close(again[row], expected[n - 1 : n + 1], rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(behind[row, 0], expected[n + 1], rtol=1e-4, atol=1e-4)
+
+
+# Per row the parents of six nodes behind a root; both rows have a path of three.
+PARENTS = [[-1, -1, 0, 2, 1, 2], [-1, 0, 0, 1, 2, -1]]
+
+
+def tree() -> tuple[list[list[list[int]]], Nodes]:
+    """Each node's path from the root (0, then node + 1), per row, and the same as `Nodes` of root and nodes."""
+    paths = []
+    for parents in PARENTS:
+        own = [[0]]
+        for i, parent in enumerate(parents):
+            own.append([*own[parent + 1], i + 1])
+        paths.append(own)
+    depths = torch.tensor([[len(path) - 1 for path in own] for own in paths])
+    sees = torch.zeros(2, 7, 7, dtype=torch.bool)
+    for row, own in enumerate(paths):
+        for node, path in enumerate(own):
+            sees[row, node, path] = True
+    return paths, Nodes(depths, sees)
+
+
+@pytest.mark.parametrize("lengths", [[4, 4], [5, 2]], ids=["even", "ragged"])
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("split", [7, 3], ids=["at once", "in two passes"])
+def test_the_nodes_of_a_tree_see_their_paths_only(tiny_llama, lengths, window, split):
+    """Logits at a node are the library's of the text that ends there; afterwards a path is kept and the text goes on behind it."""
+    target = Target(tiny_mistral(window)) if window else Target(tiny_llama(layers=3))
+    cache, prompt, new = target.new_cache(2, 30), tokens(2, 5), tokens(2, 7, seed=4)
+    target.forward(prompt, cache)
+    cache.advance(Counts.of(lengths, "cpu"))
+    paths, nodes = tree()
+    first = target.forward(new[:, :split], cache, nodes=Nodes(nodes.depths[:, :split], nodes.sees[:, :split, :split]))
+    logits = [first.logits]
+    if split < 7:
+        logits.append(
+            target.forward(
+                new[:, split:], cache, offset=split, nodes=Nodes(nodes.depths[:, split:], nodes.sees[:, split:])
+            ).logits
+        )
+    found = torch.cat(logits, 1)
+    for row in range(2):
+        for node, path in enumerate(paths[row]):
+            text = prompt[row, : lengths[row]].tolist() + new[row, path].tolist()
+            expected = target.model(torch.tensor([text])).logits[0, -1]
+            torch.testing.assert_close(found[row, node], expected, rtol=1e-4, atol=1e-4)
+    kept = [paths[0][4], paths[1][6]]  # a path of four entries, and one of two
+    cache.keep(torch.tensor([kept[0], [*kept[1], -1, -1]]))
+    cache.advance(Counts.of([4, 2], "cpu"))
+    behind = tokens(2, 2, seed=8)
+    logits = target.forward(behind, cache).logits
+    for row in range(2):
+        text = prompt[row, : lengths[row]].tolist() + new[row, kept[row]].tolist() + behind[row].tolist()
+        torch.testing.assert_close(logits[row], target.model(torch.tensor([text])).logits[0, -2:], rtol=1e-4, atol=1e-4)
+
+
+def tiny_mistral(window: int) -> MistralForCausalLM:
+    torch.manual_seed(0)
+    config = MistralConfig(
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=VOCAB,
+        sliding_window=window,
+    )
+    return MistralForCausalLM(config).eval()
+
+
+def test_visibility_is_causal_per_row():
+    cache = RaggedCache(1, 2, 10, "cpu")
+    cache.advance(Counts.of([3, 1], "cpu"))
+    assert cache.place(2).tolist() == [[3, 4], [1, 2]]
+    assert cache.used == 5
+    assert cache.visible().long().tolist() == [[[1, 1, 1, 1, 0], [1, 1, 1, 1, 1]], [[1, 1, 0, 0, 0], [1, 1, 1, 0, 0]]]
+
+
+def test_a_full_cache_says_what_is_needed():
+    cache = RaggedCache(1, 2, 6, "cpu")
+    cache.advance(Counts.of([4, 1], "cpu"))
+    cache.place(2)
+    with pytest.raises(ValueError, match="holds 6 entries per row, 7 are needed"):
+        cache.place(3)
+
+
+# Layers that differ in heads and sizes, keys and values that do, layers that keep nothing, and the plain case.
+SIZES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "gemma3_text": {
+        "head_dim": 8,
+        "query_pre_attn_scalar": 8,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "sliding_window": 6,
+    },
+    "gemma4_text": {
+        "head_dim": 8,
+        "global_head_dim": 16,
+        "num_global_key_value_heads": 1,
+        "num_kv_shared_layers": 2,
+        "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": VOCAB,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "sliding_window": 6,
+    },
+    "deepseek_v3": {
+        "num_key_value_heads": 4,
+        "q_lora_rank": 16,
+        "kv_lora_rank": 16,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 8,
+        "v_head_dim": 24,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "n_group": 1,
+        "topk_group": 1,
+        "moe_intermediate_size": 32,
+        "first_k_dense_replace": 1,
+    },
+}
+
+
+def sized(kind: str) -> Target:
+    common = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": VOCAB,
+    }
+    torch.manual_seed(0)
+    return Target(AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **common | SIZES[kind])).eval())
+
+
+def test_memory_is_known_before_it_is_allocated(target):
+    expected = 3 * 2 * (2 * 2 * 10 * 8) * 4  # layers, keys and values, [B, heads, L, D], fp32
+    assert target.cache_bytes(2, 10) == target.new_cache(2, 10).num_bytes() == expected
+
+
+@pytest.mark.parametrize("kind", SIZES)
+def test_a_cache_is_allocated_whole_before_the_first_pass(kind):
+    """Exactly what was announced, and no pass allocates or moves any of it."""
+    target = sized(kind)
+    announced = target.cache_bytes(2, 12)
+    with PeakBytes() as made:
+        cache = target.new_cache(2, 12)
+    assert made.live - cache.lengths.nbytes == announced == cache.num_bytes() > 0
+    before = [t.data_ptr() for layer in cache.layers for t in (layer.keys, layer.values) if t is not None]
+    for count in (5, 3):
+        target.forward(tokens(2, count), cache)
+        cache.advance(Counts.of([count, count - 1], "cpu"))
+    assert before == [t.data_ptr() for layer in cache.layers for t in (layer.keys, layer.values) if t is not None]
+    assert cache.num_bytes() == announced
+
+
+def test_layers_of_different_sizes_are_told_apart():
+    small, large, *shared = sized("gemma4_text").layer_shapes()
+    assert small is not None
+    assert large is not None
+    assert (small.keys.size, large.keys.size) == (8, 16)
+    assert shared == [None, None], "layers that read another's keys and values keep none"
+    latent = sized("deepseek_v3").layer_shapes()[0]
+    assert latent is not None
+    assert (latent.keys.size, latent.values.size) == (16, 8)
+
+
+def test_what_layers_keep_follows_the_dtype(tiny_llama):
+    """A model may be cast after it was wrapped."""
+    target = Target(tiny_llama(layers=3))
+    before = target.cache_bytes(2, 10)
+    target.model.to(torch.bfloat16)
+    assert target.cache_bytes(2, 10) == target.new_cache(2, 10).num_bytes() == before // 2
+
+
+def test_looking_at_a_layer_once_leaves_nothing_behind(tiny_target):
+    """The pass that shows the sizes is no pass whose hidden states anybody asked for."""
+    text = tokens(1, 4)
+    expected = tiny_target.forward(text, taps=(0, 3)).hidden
+    fresh = Target(tiny_target.model)
+    fresh.forward(text, taps=(0, 3))
+    fresh.new_cache(1, 5)
+    assert fresh._seen == {}
+    assert torch.equal(fresh.forward(text, taps=(0, 3)).hidden, expected)
+
+
+def test_counts_select_on_both_sides():
+    counts = Counts.of([4, 5, 6], "cpu").select([2, 0])
+    assert counts.values == counts.tensor.tolist() == [6, 4]

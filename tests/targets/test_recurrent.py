@@ -1,0 +1,278 @@
+"""States that no position rewinds are, after any drafts, what the library makes of the committed text alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
+
+from outrider.ground import IncompatibleError
+from outrider.targets import Counts, Nodes, PeakBytes, Target
+from outrider.targets.recurrent import MODELS, UNREAD, RecurrentCache
+
+VOCAB = 64
+COMMON = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "initializer_range": 0.2,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+LINEAR = {
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 4,
+    "layer_types": ["linear_attention", "full_attention"] * 2,
+}
+GROUPED = LINEAR | {"linear_num_key_heads": 2, "head_dim": 8}
+EXPERTS = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16,
+}
+CONVOLUTIONS = {"layer_types": ["conv", "full_attention"] * 2, "block_auto_adjust_ff_dim": False}
+KINDS: dict[str, dict[str, Any]] = {
+    "qwen3_next": GROUPED | EXPERTS,
+    "qwen3_5_text": GROUPED,
+    "qwen3_5_moe_text": GROUPED | EXPERTS,
+    "olmo_hybrid": LINEAR,
+    "lfm2": CONVOLUTIONS,
+    "lfm2_moe": CONVOLUTIONS | EXPERTS | {"num_dense_layers": 1},
+}
+
+
+def make(kind: str) -> Target:
+    torch.manual_seed(0)
+    return Target(
+        AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **COMMON | KINDS[kind]))
+        .eval()
+        .requires_grad_(False)
+    )
+
+
+def tokens(rows: int, length: int, seed: int = 0) -> Tensor:
+    return torch.randint(0, VOCAB, (rows, length), generator=torch.Generator().manual_seed(seed))
+
+
+def states(target: Target, text: list[int]) -> list[Tensor]:
+    """Of every layer that keeps some, by the library, of one text read alone; convolutions as far as the next token sees them."""
+    cache = DynamicCache(config=target.config)
+    target.model(torch.tensor([text]), past_key_values=cache)
+    kept = [layer for layer in cache.layers if hasattr(layer, "conv_states")]
+    return [s for layer in kept for s in (layer.conv_states[0], layer.recurrent_states[0]) if s is not None]
+
+
+def own(cache: RecurrentCache, row: int) -> list[Tensor]:
+    kept = [layer for layer in cache.layers if hasattr(layer, "conv_states")]
+    return [
+        s[row : row + 1] for layer in kept for s in (layer.conv_states[0], layer.recurrent_states[0]) if s is not None
+    ]
+
+
+def check(cache: RecurrentCache, target: Target, texts: list[list[int]]) -> None:
+    """Each row's states are those of as much of its text as they have read."""
+    assert cache.host_lengths == cache.lengths.tolist() == [len(t) for t in texts]
+    for row, text in enumerate(texts):
+        read = cache.read[row]
+        assert read <= len(text)
+        if read >= 4:  # the library keeps no zeros in front of shorter texts
+            torch.testing.assert_close(own(cache, row), states(target, text[:read]), rtol=1e-4, atol=1e-4)
+
+
+def test_every_model_that_is_let_through_is_in_the_table():
+    assert set(KINDS) == set(MODELS)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rejected_drafts_leave_no_trace(kind):
+    """Ragged prompts, and passes of which each row keeps some: logits are the library's of the text alone, and so are states."""
+    target, lengths = make(kind), [5, 40, 23, 1]
+    cache, prompt = target.new_cache(4, 120), tokens(4, 40)
+    first = target.forward(prompt, cache, at=torch.tensor(lengths)[:, None] - 1).logits
+    cache.advance(Counts.of(lengths, "cpu"))
+    texts = [prompt[row, :n].tolist() for row, n in enumerate(lengths)]
+    for row, text in enumerate(texts):
+        torch.testing.assert_close(
+            first[row, 0], target.model(torch.tensor([text])).logits[0, -1], rtol=1e-3, atol=1e-3
+        )
+    generator, behind = torch.Generator().manual_seed(5), 0
+    for number in range(12):
+        new = tokens(4, 5, seed=number + 1)
+        logits = target.forward(new, cache).logits
+        for row, text in enumerate(texts):
+            expected = target.model(torch.tensor([text + new[row].tolist()])).logits[0, len(text) :]
+            torch.testing.assert_close(logits[row], expected, rtol=1e-3, atol=1e-3)
+        counts = [5] * 4 if number == 7 else torch.randint(1, 6, (4,), generator=generator).tolist()
+        cache.advance(Counts.of(counts, "cpu"))
+        texts = [text + new[row, :n].tolist() for row, (text, n) in enumerate(zip(texts, counts, strict=True))]
+        check(cache, target, texts)
+        behind = max(behind, *(len(t) - r for t, r in zip(texts, cache.read, strict=True)))
+    assert behind > UNREAD, "some rows had to be brought up"
+
+
+def test_a_row_that_keeps_everything_reads_nothing_twice():
+    """Plain decoding, and drafts that are all accepted, cost one pass of their own width each."""
+    target = make("qwen3_next")
+    cache, widths = target.new_cache(2, 60), []
+    target.body.register_forward_pre_hook(
+        lambda _, args, kwargs: widths.append(kwargs["input_ids"].shape[1]), with_kwargs=True
+    )
+    for count in (9, 1, 1, 4, 1):
+        target.forward(tokens(2, count), cache)
+        cache.advance(Counts.of([count, count], "cpu"))
+    assert widths == [9, 1, 1, 4, 1]
+    assert cache.read == cache.host_lengths == [16, 16]
+
+
+def test_a_row_far_behind_is_brought_up_by_passes_of_its_own():
+    """Of ragged prompts the states hold nothing at first: padding was read behind the shorter ones."""
+    target, lengths = make("qwen3_next"), [60, 20, 40]
+    cache, widths = target.new_cache(3, 64), []
+    prompt = tokens(3, 60)
+    target.forward(prompt, cache)
+    cache.advance(Counts.of(lengths, "cpu"))
+    assert cache.read == [0, 0, 0]
+    target.body.register_forward_pre_hook(
+        lambda _, args, kwargs: widths.append(kwargs["input_ids"].shape[1]), with_kwargs=True
+    )
+    target.forward(tokens(3, 2, seed=1), cache)
+    assert widths == [20, 20, 20, 2]
+    assert cache.read == lengths
+    check(cache, target, [prompt[row, :n].tolist() for row, n in enumerate(lengths)])
+
+
+def test_a_full_row_leaves_room_for_what_others_read_again():
+    target = make("qwen3_next")
+    cache = target.new_cache(2, 45)
+    target.forward(tokens(2, 30), cache)
+    cache.advance(Counts.of([30, 30], "cpu"))
+    for number in range(3):
+        target.forward(tokens(2, 5, seed=number), cache)
+        cache.advance(Counts.of([5, 1], "cpu"))
+    assert cache.host_lengths == [45, 33]
+    assert cache.read == [45, 30]
+
+
+@pytest.mark.parametrize("lengths", [[6, 6], [6, 3]])
+def test_a_pass_can_start_before_or_behind_the_committed_entries(lengths):
+    """As a draft model's passes do: the last token again and one more, then one behind an uncommitted one."""
+    target = make("qwen3_next")
+    text, cache = tokens(2, 9), target.new_cache(2, 20)
+    target.forward(text[:, :6], cache)
+    cache.advance(Counts.of(lengths, "cpu"))
+    rows, starts = torch.arange(2)[:, None], torch.tensor(lengths)[:, None]
+    again = target.forward(text[rows, starts - 1 + torch.arange(2)], cache, offset=-1).logits
+    behind = target.forward(text[rows, starts + 1], cache, offset=1).logits
+    for row, n in enumerate(lengths):
+        expected = target.model(text[row : row + 1, : n + 2]).logits[0]
+        torch.testing.assert_close(again[row, 1], expected[n], rtol=1e-3, atol=1e-3)
+        torch.testing.assert_close(behind[row, 0], expected[n + 1], rtol=1e-3, atol=1e-3)
+
+
+def test_what_a_pass_left_behind_is_not_taken_up_later():
+    """Rejected tokens are not read by any state, even if as many others are committed afterwards without a pass."""
+    target = make("qwen3_next")
+    prompt, cache = tokens(1, 6), target.new_cache(1, 30)
+    target.forward(prompt, cache)
+    cache.advance(Counts.of([6], "cpu"))
+    target.forward(tokens(1, 3, seed=1), cache)
+    cache.advance(Counts.of([1], "cpu"))
+    cache.advance(Counts.of([2], "cpu"))
+    assert cache.read == [6]
+
+
+def test_taps_are_those_of_the_text():
+    target, lengths = make("qwen3_next"), [30, 4]
+    cache, prompt, new = target.new_cache(2, 60), tokens(2, 30), tokens(2, 3, seed=1)
+    target.forward(prompt, cache)
+    cache.advance(Counts.of(lengths, "cpu"))
+    found = target.forward(new, cache, taps=(0, 2, 4)).hidden
+    for row, n in enumerate(lengths):
+        text = torch.cat([prompt[row : row + 1, :n], new[row : row + 1]], 1)
+        expected = target.forward(text, taps=(0, 2, 4)).hidden[0, -3:]
+        torch.testing.assert_close(found[row], expected, rtol=1e-3, atol=1e-3)
+
+
+def test_selected_rows_keep_their_states_in_the_asked_order():
+    target, lengths = make("qwen3_next"), [20, 26, 4, 9]
+    cache, prompt = target.new_cache(4, 50), tokens(4, 26)
+    target.forward(prompt, cache)
+    cache.advance(Counts.of(lengths, "cpu"))
+    target.forward(tokens(4, 2), cache)
+    cache.advance(Counts.of([2, 1, 1, 2], "cpu"))
+    cache.select([2, 0])
+    texts = [prompt[2, :4].tolist() + tokens(4, 2)[2, :1].tolist(), prompt[0, :20].tolist() + tokens(4, 2)[0].tolist()]
+    check(cache, target, texts)
+    new = tokens(2, 2, seed=9)
+    logits = target.forward(new, cache).logits
+    for row, text in enumerate(texts):
+        expected = target.model(torch.tensor([text + new[row].tolist()])).logits[0, -2:]
+        torch.testing.assert_close(logits[row], expected, rtol=1e-3, atol=1e-3)
+
+
+def test_a_cache_that_was_reset_is_a_new_one():
+    target, prompt = make("qwen3_next"), tokens(2, 7)
+    cache = target.new_cache(2, 30)
+    expected = target.forward(prompt, cache).logits
+    cache.advance(Counts.of([7, 7], "cpu"))
+    cache.reset()
+    assert torch.equal(target.forward(prompt, cache).logits, expected)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_states_are_allocated_before_the_first_pass(kind):
+    """Exactly what was announced: entries, states twice, and tokens."""
+    target = make(kind)
+    announced = target.cache_bytes(3, 20)
+    with PeakBytes() as made:
+        cache = target.new_cache(3, 20)
+    assert made.live - cache.lengths.nbytes == announced == cache.num_bytes()
+    before = {t.data_ptr() for row in range(3) for t in own(cache, row)}
+    for count in (4, 1):
+        target.forward(tokens(3, count), cache)
+        cache.advance(Counts.of([count] * 3, "cpu"))
+    assert {t.data_ptr() for row in range(3) for t in own(cache, row)} == before, "two exchanges of state and new state"
+    assert cache.num_bytes() == announced
+
+
+def test_trees_are_refused():
+    target = make("qwen3_next")
+    with pytest.raises(IncompatibleError, match=r"Qwen3NextForCausalLM has recurrent layers.*draft chains"):
+        target.check_trees()
+    cache = target.new_cache(1, 10)
+    target.forward(tokens(1, 3), cache)
+    with pytest.raises(IncompatibleError, match="chains only"):
+        target.forward(tokens(1, 2), cache, nodes=Nodes.of_chain(1, "cpu"))
+    with pytest.raises(IncompatibleError, match="chains only"):
+        cache.keep(torch.tensor([[0]]))
+
+
+@pytest.mark.parametrize(
+    ("kind", "values", "named"),
+    [
+        ("mamba", {"state_size": 4}, "linear_attention"),
+        ("jamba", EXPERTS, "linear_attention"),
+        ("minimax", {"num_local_experts": 2}, "linear_attention"),
+        ("falcon_h1", {}, "hybrid"),
+        ("rwkv", {}, "recurrent"),
+    ],
+)
+def test_other_recurrent_models_are_refused_before_anything_runs(kind, values, named):
+    """With exit code 3, and what can be taken instead. Of RWKV, whose config names no layers, the library says that it is stateful."""
+    target = Target(AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **COMMON | values)).eval())
+    with pytest.raises(
+        IncompatibleError, match=rf"uses {named} layers; the decoder handles .*qwen3_next.*Take a target of these kinds"
+    ) as caught:
+        target.new_cache(1, 10)
+    assert caught.value.exit_code == 3

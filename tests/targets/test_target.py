@@ -1,0 +1,378 @@
+"""Passes, taps and logits equal the library's; what cannot be loaded is refused with what to do about it."""
+
+from __future__ import annotations
+
+import pickle
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from outrider.ground import BadInputError, IncompatibleError, refuse_unknown_keys
+from outrider.targets import Counts, Target, load_causal_lm
+
+COMMON = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "initializer_range": 0.2,
+}
+# Each has something of its own between hidden states and logits, or in how its embeddings enter the layers.
+KINDS = {
+    "llama": {},
+    "gemma2": {"final_logit_softcapping": 3.0},
+    "granite": {"logits_scaling": 4.0, "embedding_multiplier": 3.0},
+    "cohere": {"logit_scale": 0.25},
+    "gpt2": {},
+    "phi": {},
+}
+
+
+def make(kind: str) -> Target:
+    torch.manual_seed(0)
+    values = {k: v for k, v in (COMMON | KINDS[kind]).items() if k != "head_dim" or kind in ("llama", "gemma2")}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **values), attn_implementation="eager")
+    return Target(model.eval().requires_grad_(False))
+
+
+def tokens(rows: int = 2, length: int = 7) -> Tensor:
+    return torch.randint(0, 64, (rows, length), generator=torch.Generator().manual_seed(0))
+
+
+# ------------------------------------------------------------ passes
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_taps_are_the_librarys_hidden_states(kind):
+    """By HF index: 0 is what enters the first layer, N//2 the middle, N comes after the final norm."""
+    target = make(kind)
+    expected = target.model(tokens(), output_hidden_states=True).hidden_states
+    for taps in ((0, 2, 4), (4,), (3, 1), (2, 2, 1)):
+        hidden = target.forward(tokens(), taps=taps).hidden
+        assert hidden.shape == (2, 7, len(taps), 32)
+        for i, tap in enumerate(taps):
+            assert torch.equal(hidden[:, :, i], expected[tap]), tap
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_logits_are_the_librarys(kind):
+    target = make(kind)
+    expected = target.model(tokens()).logits
+    out = target.forward(tokens())
+    torch.testing.assert_close(out.logits, expected)
+    torch.testing.assert_close(target.lm_head(out.last), expected)
+    some = torch.tensor([5, 0, 40])
+    torch.testing.assert_close(target.lm_head(out.last, some), expected[..., some])
+    at = torch.tensor([[1], [6]])
+    torch.testing.assert_close(target.forward(tokens(), at=at).logits[:, 0], expected[[0, 1], [1, 6]])
+    assert target.forward(tokens(), logits=False).logits is None
+    assert target.forward(tokens()).hidden is None
+
+
+def test_taps_with_a_cache_are_those_of_the_whole_text(tiny_target):
+    text = tokens(2, 9)
+    whole = tiny_target.forward(text, taps=(0, 3, 6)).hidden
+    cache = tiny_target.new_cache(2, 12)
+    first = tiny_target.forward(text[:, :5], cache, taps=(0, 3, 6)).hidden
+    cache.advance(Counts.of([5, 5], "cpu"))
+    second = tiny_target.forward(text[:, 5:], cache, taps=(0, 3, 6)).hidden
+    torch.testing.assert_close(torch.cat([first, second], 1), whole, rtol=1e-4, atol=1e-4)
+
+
+def test_taps_of_a_pass_are_not_left_over_from_another(tiny_target):
+    """The library may run the same model in between, with the hooks in place."""
+    expected = tiny_target.forward(tokens(), taps=(1, 3)).hidden
+    tiny_target.model(tokens(3, 4))
+    tiny_target.forward(tokens(1, 2), taps=(2,))
+    assert torch.equal(tiny_target.forward(tokens(), taps=(1, 3)).hidden, expected)
+
+
+@pytest.mark.parametrize("tap", [-1, 7])
+def test_a_tap_outside_the_model_is_refused(tiny_target, tap):
+    with pytest.raises(
+        IncompatibleError, match=rf"hidden_states\[{tap}\], but this target has 6 layers \(valid taps: 0 to 6\)"
+    ):
+        tiny_target.check_taps((2, tap))
+
+
+def test_a_peft_wrapper_is_looked_through():
+    from peft import LoraConfig, get_peft_model
+
+    plain = make("llama")
+    model = get_peft_model(plain.model, LoraConfig(r=2, target_modules=["q_proj", "lm_head"], init_lora_weights=False))
+    target = Target(model.eval())
+    out = target.forward(tokens(), taps=(0, 4))
+    expected = model(tokens(), output_hidden_states=True)
+    torch.testing.assert_close(out.logits, expected.logits)
+    torch.testing.assert_close(out.hidden[:, :, 1], expected.hidden_states[4])
+    assert (target.vocab_size, target.num_layers, target.hidden_size) == (64, 4, 32)
+
+
+# ------------------------------------------------------------ facts
+
+
+def test_end_tokens_come_from_the_generation_config_first(tiny_target):
+    assert tiny_target.eos_ids == (1,)
+    tiny_target.model.generation_config.eos_token_id = [5, 6]
+    assert tiny_target.eos_ids == (5, 6)
+    tiny_target.model.generation_config.eos_token_id = tiny_target.model.config.eos_token_id = None
+    assert tiny_target.eos_ids == (tiny_target.tokenizer.eos_token_id,)
+    assert Target(make("llama").model).max_context == AutoConfig.for_model("llama").max_position_embeddings
+
+
+def test_a_target_without_a_tokenizer_says_so(tiny_llama):
+    with pytest.raises(BadInputError, match=r"no tokenizer; pass one: Target\(model, tokenizer\)"):
+        Target(tiny_llama(layers=1)).require_tokenizer()
+
+
+# ------------------------------------------------------------ loading
+
+
+@pytest.fixture
+def saved(tiny_target, tmp_path) -> Path:
+    tiny_target.model.save_pretrained(tmp_path)
+    tiny_target.tokenizer.save_pretrained(tmp_path)
+    return tmp_path
+
+
+def test_a_loaded_target_is_the_saved_one(tiny_target, saved):
+    again = Target.load(saved, device="cpu")
+    assert torch.equal(again.forward(tokens()).logits, tiny_target.forward(tokens()).logits)
+    assert again.fingerprint() == tiny_target.fingerprint()
+    assert again.source == {"path": str(saved), "revision": None, "adapter": None}
+    assert not any(weight.requires_grad for weight in again.model.parameters())
+    assert Target.load(saved, dtype="bfloat16", device="cpu").dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_merged_weights_are_rounded_once(tiny_target, saved, tmp_path, dtype):
+    """Their digest must not depend on how a library sums B A: the products are summed in fp64, and each weight is what the exact sum rounds to."""
+    from peft import LoraConfig, get_peft_model
+
+    model = get_peft_model(
+        AutoModelForCausalLM.from_pretrained(saved),
+        LoraConfig(r=24, lora_alpha=17, target_modules=["q_proj", "down_proj"]),
+    )
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            torch.nn.init.normal_(parameter)
+    model.save_pretrained(tmp_path / "adapter")
+    merged = Target.load(saved, adapter=tmp_path / "adapter", device="cpu", dtype=dtype).model.state_dict()
+    plain = Target.load(saved, device="cpu", dtype=dtype).model.state_dict()
+    lora = {name: parameter.double() for name, parameter in model.named_parameters() if "lora_" in name}
+    changed = 0
+    for name, weight in plain.items():
+        start = f"base_model.model.{name.removesuffix('.weight')}.lora_"
+        exact = (
+            weight.double() + lora[f"{start}B.default.weight"] @ lora[f"{start}A.default.weight"] * (17 / 24)
+            if f"{start}A.default.weight" in lora
+            else weight
+        )
+        changed += exact is not weight
+        assert torch.equal(merged[name], exact.to(weight.dtype)), name
+    assert changed == 2 * tiny_target.num_layers
+
+
+def test_an_adapter_is_merged_on_loading(tiny_target, saved, tmp_path):
+    import copy
+
+    from peft import LoraConfig, get_peft_model
+
+    model = get_peft_model(
+        copy.deepcopy(tiny_target.model), LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
+    ).eval()
+    model.save_pretrained(tmp_path / "adapter")
+    loaded = Target.load(saved, adapter=tmp_path / "adapter", device="cpu")
+    torch.testing.assert_close(loaded.forward(tokens()).logits, model(tokens()).logits, rtol=1e-4, atol=1e-4)
+    assert loaded.fingerprint().digest != tiny_target.fingerprint().digest
+    assert any("weights" in line for line in loaded.fingerprint().differences(tiny_target.fingerprint()))
+    with pytest.raises(BadInputError, match=r"adapter at .* cannot be loaded"):
+        Target.load(saved, adapter=tmp_path / "nothing", device="cpu")
+
+
+@pytest.fixture
+def adapter(tiny_target, tmp_path):
+    """The folder of a LoRA."""
+    import copy
+
+    from peft import LoraConfig, get_peft_model
+
+    get_peft_model(
+        copy.deepcopy(tiny_target.model), LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
+    ).save_pretrained(tmp_path / "lora")
+    return tmp_path / "lora"
+
+
+@pytest.fixture
+def cached(adapter, tmp_path, monkeypatch):
+    """The same LoRA as someone/lora in a cache of the Hub's, without a connection: the folder that it lies in."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    repository = tmp_path / "hub" / "models--someone--lora"
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text("f" * 40)
+    return shutil.copytree(adapter, repository / "snapshots" / ("f" * 40))
+
+
+def test_an_adapter_of_the_hub_is_read_from_its_cache(adapter, cached, saved):
+    ours, theirs = (Target.load(saved, adapter=a, device="cpu") for a in (adapter, "someone/lora"))
+    assert ours.fingerprint() == theirs.fingerprint()
+    assert theirs.source["adapter"] == "someone/lora"
+    with pytest.raises(BadInputError, match="adapter at 'someone/else' cannot be loaded"):
+        Target.load(saved, adapter="someone/else", device="cpu")
+
+
+def test_a_pickled_adapter_is_refused_and_never_opened(adapter, cached, saved, tmp_path, monkeypatch):
+    """Of a folder and of the Hub, where peft would take it; a safetensors file of another name beside it changes nothing."""
+
+    def never(*_, **__):
+        raise AssertionError("a pickle was opened")
+
+    monkeypatch.setattr(torch, "load", never)
+    for folder, name in ((adapter, adapter), (cached, "someone/lora")):
+        (folder / "adapter_model.safetensors").rename(folder / "other.safetensors")
+        (folder / "adapter_model.bin").write_bytes(b"")
+        with pytest.raises(BadInputError, match=r"has no adapter_model\.safetensors: Outrider reads safetensors only"):
+            Target.load(saved, adapter=name, device="cpu")
+
+
+def test_a_home_folder_may_be_written_as_a_tilde(adapter, saved, monkeypatch):
+    monkeypatch.setenv("HOME", str(saved.parent))
+    loaded = Target.load(f"~/{saved.name}", adapter=f"~/{saved.name}/lora", device="cpu")
+    assert loaded.source == {"path": str(saved), "revision": None, "adapter": str(adapter)}, (
+        "so that the same is found under another name"
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("./nowhere", "the folder does not exist. Give a folder, a Hub id like 'org/name', or 'embedded'"),
+        ("nowhere", "the folder does not exist"),
+        ("nobody/nothing", "'nobody/nothing' cannot be loaded.*Check the path, or the Hub id"),
+    ],
+)
+def test_a_target_that_is_not_there_is_refused(name, message):
+    with pytest.raises(BadInputError, match=message):
+        Target.load(name)
+
+
+def test_a_damaged_file_is_refused(saved):
+    file = saved / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:100])
+    with pytest.raises(BadInputError, match="damaged: copy it again"):
+        Target.load(saved)
+
+
+def test_a_folder_without_config_or_weights_is_refused(saved):
+    (saved / "model.safetensors").unlink()
+    with pytest.raises(BadInputError, match=r"no \*\.safetensors file"):
+        Target.load(saved)
+    (saved / "config.json").unlink()
+    with pytest.raises(BadInputError, match=r"has no config\.json"):
+        Target.load(saved)
+
+
+def test_a_pickle_is_refused_and_never_opened(saved):
+    class Bomb:
+        def __reduce__(self):
+            return (Path.touch, (saved / "exploded",))
+
+    (saved / "model.safetensors").unlink()
+    (saved / "pytorch_model.bin").write_bytes(pickle.dumps(Bomb()))
+    with pytest.raises(BadInputError, match=r"pytorch_model\.bin is a pickle"):
+        Target.load(saved)
+    assert not (saved / "exploded").exists()
+
+
+def test_weights_that_do_not_fit_the_config_are_refused(tiny_target, saved):
+    from safetensors.torch import load_file, save_file
+
+    weights = load_file(saved / "model.safetensors")
+    dropped = weights.pop("model.layers.1.mlp.up_proj.weight")
+    save_file(weights, saved / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(IncompatibleError, match=r"missing model\.layers\.1\.mlp\.up_proj\.weight"):
+        Target.load(saved)
+    save_file(
+        weights | {"model.layers.1.mlp.up_proj.weight": dropped, "extra": torch.ones(1)},
+        saved / "model.safetensors",
+        metadata={"format": "pt"},
+    )
+    load_causal_lm(str(saved))
+    with pytest.raises(IncompatibleError, match="unexpected extra"):
+        load_causal_lm(str(saved), strict=True)
+
+
+def test_unknown_keys_get_a_suggestion_or_the_list():
+    with pytest.raises(BadInputError, match="recipe: unknown key 'stpes'; did you mean 'steps'"):
+        refuse_unknown_keys(["steps", "stpes"], ["steps", "taps"], "recipe")
+    with pytest.raises(BadInputError, match="unknown key 'xyz'; known keys: steps, taps"):
+        refuse_unknown_keys(["xyz"], ["taps", "steps"], "recipe")
+
+
+# ------------------------------------------------------------ identity
+
+
+def test_a_fingerprint_is_a_function_of_content(tiny_target, tiny_llama):
+    def print_of(**changes) -> str:
+        return Target(tiny_llama(layers=2, **changes)).fingerprint().digest
+
+    assert print_of() == print_of()
+    assert len({print_of(), print_of(seed=1), print_of(rms_norm_eps=1e-4), print_of(vocab=65)}) == 4
+    moved = Target(tiny_llama(layers=2), source={"path": "elsewhere"})
+    moved.model.config._name_or_path = "elsewhere"
+    assert moved.fingerprint().digest == print_of()
+
+
+def test_one_changed_weight_template_or_token_is_seen(tiny_target, tiny_tokenizer):
+    import copy
+
+    before = tiny_target.fingerprint()
+    weight = tiny_target.model.model.layers[3].mlp.up_proj.weight
+    weight[5, 6] = torch.nextafter(weight[5, 6], torch.tensor(9.0))
+    assert before.differences(tiny_target.fingerprint()) == [
+        f"1 of {len(before.tensors)} weights (first: model.layers.3.mlp.up_proj.weight)"
+    ]
+    tokenizer = copy.deepcopy(tiny_tokenizer)
+    tokenizer.chat_template += " "
+    assert before.differences(Target(tiny_target.model, tokenizer).fingerprint())[:1] == ["chat_template"]
+    tokenizer.add_tokens(["brand new"])
+    assert before.differences(Target(tiny_target.model, tokenizer).fingerprint())[:2] == ["tokenizer", "chat_template"]
+
+
+def test_a_fingerprint_survives_json(tiny_target):
+    import json
+
+    from outrider.targets import Fingerprint
+
+    found = tiny_target.fingerprint()
+    assert Fingerprint.from_dict(json.loads(json.dumps(found.to_dict()))) == found
+
+
+def test_taps_are_the_text_models_where_a_vision_tower_is_as_deep():
+    from transformers import Gemma3Config, Gemma3ForConditionalGeneration
+
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4}
+    text = {
+        **sizes,
+        "vocab_size": 64,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": None,
+    }
+    config = Gemma3Config(
+        text_config=text, vision_config={**sizes, "image_size": 28, "patch_size": 14}, mm_tokens_per_image=4
+    )
+    target = Target(Gemma3ForConditionalGeneration(config).eval())
+    out = target.forward(torch.tensor([[1, 2, 3]]), taps=(0, 2, 4))
+    assert out.hidden.shape == (1, 3, 3, 32)
+    assert out.hidden[:, :, 1].std() > 0

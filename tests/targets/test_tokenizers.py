@@ -1,0 +1,71 @@
+"""Two vocabularies agree, or the first token they disagree about is named."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+
+from outrider.ground import IncompatibleError
+from outrider.heads import DraftModel, DraftModelConfig, load_drafter
+from outrider.targets import Target, TokenDifference, first_difference, require_same_vocabulary
+
+
+class Vocabulary:
+    """The one method of a tokenizer that a comparison needs."""
+
+    def __init__(self, *tokens: str, **placed: int):
+        self.tokens = {t: i for i, t in enumerate(tokens)} | placed
+
+    def get_vocab(self) -> dict[str, int]:
+        return self.tokens
+
+
+def test_equal_vocabularies_have_no_difference() -> None:
+    assert first_difference(Vocabulary("a", "b"), Vocabulary(b=1, a=0)) is None
+
+
+def test_the_lowest_differing_id_is_found() -> None:
+    assert first_difference(Vocabulary("a", "b", "c", "d"), Vocabulary("a", "B", "C", "d")) == TokenDifference(
+        1, "b", "B"
+    )
+
+
+def test_an_added_token_is_a_difference() -> None:
+    assert first_difference(Vocabulary("a"), Vocabulary("a", "<new>")) == TokenDifference(1, None, "<new>")
+
+
+def test_a_refusal_names_id_and_both_tokens() -> None:
+    with pytest.raises(IncompatibleError, match="id 1 is 'b' in mine and missing in the target") as caught:
+        require_same_vocabulary(Vocabulary("a", "b"), Vocabulary("a"), "mine")
+    assert caught.value.exit_code == 3
+
+
+@pytest.fixture
+def draft_folder(
+    tmp_path: Path, tiny_llama: Callable[..., LlamaForCausalLM], tiny_tokenizer: PreTrainedTokenizerFast
+) -> Path:
+    """A draft model saved with a tokenizer that has one more token than the target's, and a vocabulary of the same size."""
+    other = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(tiny_tokenizer.backend_tokenizer.to_str()))
+    other.add_tokens(["<other>"])
+    tiny_llama(layers=1, vocab=len(tiny_tokenizer)).save_pretrained(tmp_path / "draft")
+    other.save_pretrained(tmp_path / "draft")
+    return tmp_path / "draft"
+
+
+def test_a_draft_model_with_another_tokenizer_is_refused_when_it_meets_a_target(
+    draft_folder: Path, tiny_target: Target
+) -> None:
+    named = rf"id {len(tiny_target.require_tokenizer())} is '<other>' in the draft model"
+    with pytest.raises(IncompatibleError, match=named):
+        load_drafter(draft_folder, tiny_target)
+    with pytest.raises(IncompatibleError, match=named):
+        DraftModel.build(DraftModelConfig(path=str(draft_folder)), tiny_target)
+
+
+def test_a_draft_model_with_the_targets_tokenizer_loads(draft_folder: Path, tiny_target: Target) -> None:
+    tiny_target.require_tokenizer().save_pretrained(draft_folder)
+    assert load_drafter(draft_folder, tiny_target).name == "draft_model"

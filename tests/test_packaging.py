@@ -59,17 +59,22 @@ def test_every_room_says_that_it_is_typed() -> None:
 
 def test_every_data_file_is_shipped() -> None:
     """Files in the packages that are no Python match a package-data pattern of their package, or are for the checkout only."""
-    patterns = SETUPTOOLS["package-data"]
     missing = []
     for name in tracked_files():
-        room = name.partition("/")[0]
-        if f"outrider.{room}" not in SETUPTOOLS["packages"] or name.endswith(".py") or is_checkout_only(name):
+        package = package_of(name)
+        if package is None or name.endswith(".py") or is_checkout_only(name):
             continue
-        own = [*patterns.get(f"outrider.{room}", []), *patterns["*"]]
-        inside = name.partition("/")[2]
-        if not any(fnmatch.fnmatch(inside, p) or fnmatch.fnmatch(inside, p.removeprefix("**/")) for p in own):
+        patterns = [*SETUPTOOLS["package-data"].get(package, []), *SETUPTOOLS["package-data"]["*"]]
+        inside = name.removeprefix(package.removeprefix("outrider.").replace(".", "/") + "/")
+        if not any(fnmatch.fnmatch(inside, p) or fnmatch.fnmatch(inside, p.removeprefix("**/")) for p in patterns):
             missing.append(name)
     assert missing == []
+
+
+def package_of(name: str) -> str | None:
+    """Return the innermost listed package that a file of the checkout lies in."""
+    packages = (".".join(["outrider", *folder.parts]) for folder in Path(name).parents)
+    return next((package for package in packages if package in SETUPTOOLS["packages"]), None)
 
 
 def is_checkout_only(name: str) -> bool:

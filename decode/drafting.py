@@ -8,13 +8,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..ground import BadInputError
-from ..heads import Drafter, Proposal
+from ..heads import NodeSession, Proposal
 from ..targets import Nodes
 from .plan import SAMPLED, Plan
 from .sampling import (
@@ -234,9 +233,7 @@ def layout_of(tree: Tree, device: torch.device) -> _Layout:
     return _Layout(index(tree.parents), index(read), index(places), tuple(levels))
 
 
-def grow_static(
-    drafter: Drafter, state: Any, root: Tensor, tree: Tree, chooser: Chooser
-) -> tuple[Proposal, Tensor | None]:
+def grow_static(session: NodeSession, root: Tensor, tree: Tree, chooser: Chooser) -> tuple[Proposal, Tensor | None]:
     """A proposal of the shape `tree`, and the distributions its tokens were drawn from at each place, `[B, 1 + N, V]`; None for no draws."""
     rows, layout = len(root), layout_of(tree, root.device)
     parents = layout.parents.expand(rows, -1)
@@ -245,7 +242,7 @@ def grow_static(
         torch.ones(rows, len(tree.parents), dtype=torch.bool, device=root.device),
     )
     sees = Nodes.of_tree(parents, tree.depth).sees[:, :, 1:] if chooser.context is not None else None
-    logits = drafter.begin(state, root)[:, None]
+    logits = session.begin(root)[:, None]
     for depth, level in enumerate(layout.levels, 1):
         context = (
             None
@@ -256,11 +253,11 @@ def grow_static(
             raise BadInputError(
                 f"plan: a node of the tree has {level.widest} children, the drafter's vocabulary {logits.shape[-1]} tokens; take a narrower tree."
             )
-        chosen, scores = chooser.children(logits, drafter.output_ids, level.widest, depth, level.known, context)
+        chosen, scores = chooser.children(logits, session.output_ids, level.widest, depth, level.known, context)
         tokens[:, level.nodes] = chosen[:, level.which, level.ranks]
         real[:, level.nodes] = scores[:, level.which, level.ranks] > float("-inf")
         if depth < tree.depth:
-            logits = drafter.extend(state, tokens[:, level.read], level.above.expand(rows, -1))
+            logits = session.extend(tokens[:, level.read], level.above.expand(rows, -1))
     proposal = Proposal.tree(
         tokens, parents, _under_real(real, parents, tree.depth), layout.read.expand(rows, -1), tree.depth
     )
@@ -280,13 +277,13 @@ def _under_real(real: Tensor, parents: Tensor, depth: int) -> Tensor:
 # ------------------------------------------------------------ dynamic trees
 
 
-def grow_dynamic(drafter: Drafter, state: Any, root: Tensor, plan: Plan, depth: int, chooser: Chooser) -> Proposal:
+def grow_dynamic(session: NodeSession, root: Tensor, plan: Plan, depth: int, chooser: Chooser) -> Proposal:
     """EAGLE-2's tree (arXiv 2406.16858, §4): expand the most probable nodes level by level, then keep the most probable of all.
 
     What is compared is the product of the drafter's probabilities along the path.
     """
     rows, device = len(root), root.device
-    logits = drafter.begin(state, root)[:, None]
+    logits = session.begin(root)[:, None]
     width = min(plan.width, logits.shape[-1])
     # All candidates, level by level: token, score, parent (a candidate), and when the drafter read it (-1: it has not).
     tokens, parents, scores = root.new_zeros(rows, 0), root.new_zeros(rows, 0), torch.zeros(rows, 0, device=device)
@@ -294,7 +291,7 @@ def grow_dynamic(drafter: Drafter, state: Any, root: Tensor, plan: Plan, depth: 
     known, known_scores = root.new_full((rows, 1), -1), torch.zeros(rows, 1, device=device)
     for level in range(1, depth + 1):
         context = None if chooser.context is None else chooser.context.then(tokens, _above(parents, known, level))
-        chosen, found = chooser.children(logits, drafter.output_ids, width, level, known, context)
+        chosen, found = chooser.children(logits, session.output_ids, width, level, known, context)
         before, count = tokens.shape[1], chosen[0].numel()
         total = (known_scores[:, :, None] + found).flatten(1)
         tokens, scores = torch.cat([tokens, chosen.flatten(1)], 1), torch.cat([scores, total], 1)
@@ -307,7 +304,7 @@ def grow_dynamic(drafter: Drafter, state: Any, root: Tensor, plan: Plan, depth: 
         above = parents.gather(1, known)
         order = torch.where(above < 0, -1, read.gather(1, above.clamp(min=0)))
         read = read.scatter(1, known, (level - 1) * width + torch.arange(width, device=device).expand(rows, -1))
-        logits = drafter.extend(state, tokens.gather(1, known), order)
+        logits = session.extend(tokens.gather(1, known), order)
     return _best(plan.max_nodes, tokens, parents, scores, read, depth)
 
 

@@ -265,7 +265,7 @@ class Run:
             raise BadInputError(
                 f"min_new_tokens is {self.sampling.min_new_tokens}, more than max_new_tokens ({self.max_new_tokens})."
             )
-        if self.plan.is_tree and self.drafter is not None and self.drafter.grows:
+        if self.plan.is_tree and self.drafter is not None and self.drafter.abilities.reads_nodes:
             self.target.check_trees()
         limit = self.target.max_context
         for i, prompt in enumerate(self.prompts):
@@ -281,7 +281,7 @@ class Run:
         plan = self.plan
         if plan.control is None or not self.depth:
             return None
-        if plan.is_tree and self.drafter is not None and self.drafter.grows:
+        if plan.is_tree and self.drafter is not None and self.drafter.abilities.reads_nodes:
             return Controller(plan.control, len(self.prompts), [plan.depth], [plan.max_nodes])
         return Controller(plan.control, len(self.prompts), range(1, plan.depth + 1), range(1, plan.depth + 1))
 
@@ -339,7 +339,7 @@ class Run:
         empty = Proposal.chain(tokens[:, :0])
         nothing, _, following = self._verify(batch, empty, out.logits, None, counts.tensor)
         if self.drafter is not None and batch.drafting is not None:
-            self.drafter.absorb(batch.drafting, tokens, out.hidden, counts)
+            batch.drafting.absorb(tokens, out.hidden, counts)
         events = self._emit_all(
             batch, self._commit(batch, empty.tokens, nothing, following, nothing, nothing).tolist(), prefill=True
         )
@@ -350,8 +350,8 @@ class Run:
         """Room for the prompts `[B, T]` and what follows, in both caches."""
         rows, plan, device = len(tokens), self.plan, tokens.device
         drafter = self.drafter if self.depth else None
-        fixed = self.decoder.static and self.target.rewinds and (drafter is None or drafter.grows)
-        nodes = 0 if drafter is None or drafter.grows else drafter.max_nodes(self.depth)
+        fixed = self.decoder.static and self.target.rewinds and (drafter is None or drafter.abilities.reads_nodes)
+        nodes = 0 if drafter is None or drafter.abilities.reads_nodes else drafter.max_nodes(self.depth)
         load = Load(rows, max(counts.values), self.max_new_tokens, self.depth, plan, self.sampling, fixed, nodes)
         require_memory(self.target, drafter, load, self.decoder.held(rows, drafter) if fixed else 0)
         wanting = None if all(self.speculate) else torch.tensor(self.speculate, device=device)
@@ -364,8 +364,9 @@ class Run:
             return batch
         batch.cache = self.target.new_cache(rows, load.target_length)
         if drafter is not None:
-            batch.drafting = drafter.open(self.target, rows, load.length, *((load.spare,) if drafter.grows else ()))
-            drafter.lend(batch.drafting, batch.cache)
+            batch.drafting = drafter.open(
+                self.target, rows, load.length, load.spare if drafter.abilities.reads_nodes else 0, batch.cache
+            )
         return batch
 
     def _check_tokens(self, tokens: Tensor) -> None:
@@ -419,7 +420,7 @@ class Run:
     def absorb(self, batch: Batch, outcome: Outcome) -> None:
         """Let the drafter take note of a round."""
         if self.drafter is not None and batch.drafting is not None:
-            self.drafter.absorb(batch.drafting, outcome.tokens, outcome.hidden, outcome.counts, outcome.read)
+            batch.drafting.absorb(outcome.tokens, outcome.hidden, outcome.counts, outcome.read)
 
     def _free_rows(self, batch: Batch) -> bool:
         """Drop the rows of finished sequences (in rounds of fixed shapes they stay); False when none is left."""
@@ -432,7 +433,7 @@ class Run:
         batch.wanting = None if batch.wanting is None else batch.wanting[alive]
         batch.cache.select(alive)
         if self.drafter is not None and batch.drafting is not None:
-            self.drafter.select(batch.drafting, alive)
+            batch.drafting.select(alive)
         return True
 
     def _taps(self) -> tuple[int, ...]:
@@ -448,7 +449,7 @@ class Run:
         if self.drafter is None or not depth:
             return Proposal.chain(batch.root[:, None][:, :0]), None
         plan, state = self.plan, batch.drafting
-        rule = plan.rule(self.sampling.temperature, self.drafter.deterministic)
+        rule = plan.rule(self.sampling.temperature, self.drafter.abilities.deterministic)
         chooser = Chooser(
             rule,
             self.sampling,
@@ -460,15 +461,13 @@ class Run:
             batch.context,
             confidence=plan.confidence,
         )
-        if plan.tree is not None and self.drafter.grows and depth == plan.depth:
-            proposal, probs = grow_static(self.drafter, state, batch.root, plan.tree, chooser)
-        elif plan.tree is None and plan.is_tree and self.drafter.grows:
-            proposal, probs = grow_dynamic(self.drafter, state, batch.root, plan, depth, chooser), None
+        if plan.tree is not None and self.drafter.abilities.reads_nodes and depth == plan.depth:
+            proposal, probs = grow_static(state, batch.root, plan.tree, chooser)
+        elif plan.tree is None and plan.is_tree and self.drafter.abilities.reads_nodes:
+            proposal, probs = grow_dynamic(state, batch.root, plan, depth, chooser), None
         else:
             # Asking whether a chain has ended reads from the device, which a round of fixed shapes must not.
-            proposal = self.drafter.propose(
-                state, batch.root, depth, chooser, chooser.ended if self.rounds is None else None
-            )
+            proposal = state.propose(batch.root, depth, chooser, chooser.ended if self.rounds is None else None)
             probs = torch.stack(chooser.probs, 1) if chooser.probs else None
         self.rule = self._rule(proposal)
         return self._wanted(batch, proposal, chooser.lengths), probs
@@ -533,12 +532,14 @@ class Run:
         """The same, from processed logits, which the drafter may observe. Every draw is keyed by its place in the text, or by the round and the node."""
         rule, sampling = self._rule(proposal), self.sampling
         observer = (
-            self.drafter if self.drafter is not None and self.drafter.observes and proposal.tokens.shape[1] else None
+            self.drafter
+            if self.drafter is not None and self.drafter.abilities.observes and proposal.tokens.shape[1]
+            else None
         )
         if observer is not None or rule == "greedy":
             best = most_probable(logits)
             if observer is not None:
-                observer.observe(batch.drafting, best)
+                batch.drafting.observe(best)
             if rule == "greedy":
                 return self._match(proposal, best)
         if rule in LOSSY:

@@ -102,7 +102,7 @@ def budget(target: Target, drafter: Drafter | None, load: Load) -> Budget:
     state = (
         0
         if drafter is None
-        else drafter.state_bytes(target, load.rows, load.length, *((load.spare,) if drafter.grows else ()))
+        else drafter.state_bytes(target, load.rows, load.length, load.spare if drafter.abilities.reads_nodes else 0)
     )
     return Budget(target.cache_bytes(load.rows, load.target_length), state, working)
 
@@ -136,7 +136,7 @@ def _bounds(target: Target, drafter: Drafter | None, load: Load) -> tuple[int, i
     if least < SMALL:
         return least, least
     state = (
-        drafter.state_bytes(target, load.rows, load.length, *((load.spare,) if drafter.grows else ()))
+        drafter.state_bytes(target, load.rows, load.length, load.spare if drafter.abilities.reads_nodes else 0)
         if drafter is not None and load.depth
         else 0
     )
@@ -177,7 +177,7 @@ def _gib(count: int) -> str:
 
 def _places(drafter: Drafter | None, load: Load) -> int:
     """Tokens of a row in the largest verification pass."""
-    grows = drafter is None or drafter.grows
+    grows = drafter is None or drafter.abilities.reads_nodes
     return 1 + (0 if not load.depth else max(load.plan.max_nodes if grows else load.depth, load.nodes))
 
 
@@ -204,7 +204,9 @@ def _round_bytes(target: Target, drafter: Drafter | None, load: Load) -> int:
     features = 0 if drafter is None else load.prompt * state * len(drafter.taps)
     verified = target.footprint().of_round(load.rows, places, load.target_length)
     drafted = (
-        load.rows * target.vocab_size * _drafting_bytes(target, load) if drafter is not None and drafter.grows else 0
+        load.rows * target.vocab_size * _drafting_bytes(target, load)
+        if drafter is not None and drafter.abilities.reads_nodes
+        else 0
     )
     left = 0 if load.fixed else target.cache_bytes(load.rows - 1, load.target_length) // (2 * target.num_layers)
     reading = _reading(drafter, target)
@@ -227,7 +229,7 @@ def _is_sampled(drafter: Drafter | None, load: Load) -> bool:
     """Whether drafts come with the distributions that they were drawn from."""
     return (
         drafter is not None
-        and not drafter.deterministic
+        and not drafter.abilities.deterministic
         and load.plan.rule(load.sampling.temperature, deterministic=False) in SAMPLED
     )
 
@@ -278,13 +280,9 @@ class _Reading:
 _measured: WeakKeyDictionary[Drafter, dict[torch.dtype, _Reading]] = WeakKeyDictionary()
 
 
-def _is_model(drafter: Drafter) -> bool:
-    return type(drafter).begin is not Drafter.begin
-
-
 def _reading(drafter: Drafter | None, target: Target) -> _Reading:
     """Measured once, on three short prompts."""
-    if drafter is None or not _is_model(drafter):
+    if drafter is None or not drafter.abilities.reads_nodes:
         return _Reading()
     known = _measured.setdefault(drafter, {})
     if target.dtype not in known:
@@ -302,16 +300,15 @@ def _reading(drafter: Drafter | None, target: Target) -> _Reading:
 @torch.no_grad()
 def _read(drafter: Drafter, target: Target, length: int) -> tuple[int, int, int]:
     """Bytes of the tensors that live at one time while the drafter reads `length` tokens and begins, of those that it keeps, and keeps of another draft."""
-    state: Any = drafter.open(target, 1, length + 3)
     cache = target.new_cache(1, length + 3)
     cache.skip(length)
-    drafter.lend(state, cache)
+    session: Any = drafter.open(target, 1, length + 3, 0, cache)
     tokens = torch.zeros(1, length, dtype=torch.long, device=target.device)
     hidden = torch.zeros(1, length, len(drafter.taps), target.hidden_size, dtype=target.dtype, device=target.device)
     with PeakBytes() as run:
-        drafter.absorb(state, tokens, hidden, Counts.of([length], target.device))
-        drafter.begin(state, tokens[:, 0])
+        session.absorb(tokens, hidden, Counts.of([length], target.device))
+        session.begin(tokens[:, 0])
         peak, kept = run.peak, run.live
         if drafter.max_depth is None or drafter.max_depth > 1:
-            drafter.extend(state, tokens[:, :1])
+            session.extend(tokens[:, :1])
     return peak, kept, max(0, run.live - kept)

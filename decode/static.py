@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..heads.base import weight_versions
+from ..heads.parts.weights import weight_versions
 from ..targets import RaggedCache
 from .drafting import layout_of
 
@@ -77,9 +77,7 @@ class StaticRounds:
         self._masked: tuple[tuple[int, ...], Tensor] = ((), self.cache.lengths)
 
     def _open(self, drafter: Drafter) -> Any:
-        state = drafter.open(self.target, self.cache.batch_size, self.length, self.spare)
-        drafter.lend(state, self.cache)
-        return state
+        return drafter.open(self.target, self.cache.batch_size, self.length, self.spare, self.cache)
 
     def fits(self, length: int, spare: int) -> bool:
         return length <= self.length and spare <= self.spare
@@ -102,7 +100,7 @@ class StaticRounds:
             self._graphs.clear()
             self._pool = self.drafting = None  # freed before more is asked for
             self._weights, self.drafting = now, self._open(self.drafter)
-        self.drafter.reset(self.drafting)
+        self.drafting.reset()
 
     def _weights_now(self) -> list[tuple[int, int]]:
         return [] if self.drafter is None else weight_versions(self.drafter.parameters())
@@ -118,7 +116,7 @@ class StaticRounds:
         window = min(window_of(needed), self.length)
         caches = [
             self.cache,
-            *(self.drafter.caches(batch.drafting) if self.drafter is not None and batch.drafting is not None else ()),
+            *(batch.drafting.caches() if self.drafter is not None and batch.drafting is not None else ()),
         ]
         for cache in caches:
             cache.window = window
@@ -223,7 +221,7 @@ def _carried(run: Run, batch: Batch, depth: int) -> list[Tensor]:
     found += [batch.wanting] if batch.wanting is not None else []
     found += batch.context.tensors() if batch.context is not None else []
     if depth and run.drafter is not None:
-        found += [cache.lengths for cache in run.drafter.caches(batch.drafting)] + run.drafter.carried(batch.drafting)
+        found += [cache.lengths for cache in batch.drafting.caches()] + batch.drafting.carried()
     return found
 
 
@@ -234,6 +232,6 @@ def _carry(run: Run, batch: Batch, depth: int, tensors: list[Tensor]) -> None:
     batch.wanting = next(rest) if batch.wanting is not None else None
     batch.context = batch.context.at(rest) if batch.context is not None else None
     if depth and run.drafter is not None:
-        for cache in run.drafter.caches(batch.drafting):
+        for cache in batch.drafting.caches():
             cache.lengths = next(rest)
-        run.drafter.carry(batch.drafting, list(rest))
+        batch.drafting.carry(list(rest))

@@ -147,7 +147,7 @@ def draft_times(
     drafter.check(target)
     drafter.to(target.device).eval()
     with torch.inference_mode():
-        if _is_fixed(target) and drafter.grows:
+        if _is_fixed(target) and drafter.abilities.reads_nodes:
             return [0.0, *(_captured_draft(target, drafter, d, batch, context, repeats) for d in range(1, depth + 1))]
         session = _Drafting(target, drafter, batch, context, depth)
         return [0.0, *_in_rounds(session, range(1, depth + 1), repeats).values()]
@@ -159,9 +159,9 @@ def _captured_draft(target: Target, drafter: Drafter, depth: int, batch: int, co
     session.fix(_window(context + _GROWTH, depth))
     for _ in range(2):
         session.round(depth)
-    inputs = [cache.lengths for cache in drafter.caches(session.state)] + drafter.carried(
-        session.state
-    )  # the graph reads them: nobody may free them
+    inputs = [
+        cache.lengths for cache in session.state.caches()
+    ] + session.state.carried()  # the graph reads them: nobody may free them
     work = captured(partial(session.draft, depth), target.device, warm=False)  # the rounds were the warm-up
     if isinstance(work, _Replay):
         found = medians({depth: work}, target.device, repeats)[depth]
@@ -235,7 +235,7 @@ class _Drafting:
     def fix(self, window: int | None) -> None:
         """Let passes read a window of fixed size."""
         self.window = window
-        for cache in self.drafter.caches(self.state):
+        for cache in self.state.caches():
             cache.window = window
 
     def make_room(self, depth: int) -> None:
@@ -247,7 +247,7 @@ class _Drafting:
         self.absorb(depth)
 
     def draft(self, depth: int) -> object:
-        return self.drafter.propose(self.state, self.tokens[:, self.length], depth, _most_probable)
+        return self.state.propose(self.tokens[:, self.length], depth, _most_probable)
 
     def absorb(self, depth: int) -> None:
         """What the target has processed: the root and `depth` drafts, of which half stay."""
@@ -261,7 +261,7 @@ class _Drafting:
         tokens, taps = self.tokens[:, self.length : self.length + width], self.drafter.taps
         shape = (self.batch, width, len(taps), self.target.hidden_size)
         hidden = torch.randn(shape, device=self.target.device, dtype=self.target.dtype) if taps else None
-        self.drafter.absorb(self.state, tokens, hidden, Counts.of(counts, self.target.device))
+        self.state.absorb(tokens, hidden, Counts.of(counts, self.target.device))
         self.length += max(counts)
 
 

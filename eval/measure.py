@@ -46,7 +46,7 @@ class Contestant:
     @classmethod
     def of(cls, name: str, drafter: Drafter, plan: Plan) -> Contestant:
         """Under `plan` as far as the drafter can follow it: a chain where it grows no trees, and no deeper than it drafts."""
-        return cls(name, drafter, (plan if drafter.grows else plan.chain).up_to(drafter.max_depth))
+        return cls(name, drafter, (plan if drafter.abilities.reads_nodes else plan.chain).up_to(drafter.max_depth))
 
 
 @dataclass(frozen=True)

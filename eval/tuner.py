@@ -162,9 +162,9 @@ class _Tuner:
         except IncompatibleError as error:
             self._say(f"no trees: {error}")
             return False
-        if not self.drafter.grows:
+        if not self.drafter.abilities.reads_nodes:
             self._say(f"no trees: {self.drafter.name} drafts chains only.")
-        return self.drafter.grows
+        return self.drafter.abilities.reads_nodes
 
     def _say(self, line: str) -> None:
         if self.console is not None:

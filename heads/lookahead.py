@@ -22,7 +22,8 @@ from torch import Tensor
 
 from ..ground import BadInputError
 from ..targets import Counts, Target
-from .base import Choose, Drafter, DrafterConfig, Proposal
+from .base import Drafter, DrafterConfig
+from .session import Abilities, Choose, Proposal
 
 Ngram = tuple[int, ...]
 
@@ -130,8 +131,6 @@ class Lookahead(Drafter):
     name = "lookahead"
     config_class = LookaheadConfig
     trainable = False
-    deterministic = True
-    observes = True
     config: LookaheadConfig
 
     def __init__(self, config: LookaheadConfig | None = None):
@@ -167,7 +166,11 @@ class Lookahead(Drafter):
 
     # ------------------------------------------------------------ decoding
 
-    def open(self, target: Target, batch_size: int, max_length: int, spare: int = 0) -> list[_Row]:
+    @property
+    def abilities(self) -> Abilities:
+        return Abilities(observes=True, deterministic=True)
+
+    def open_state(self, target: Target, batch_size: int, max_length: int, spare: int = 0) -> list[_Row]:
         return [
             _Row(self.pool if self.config.shared else Pool(self.config), target.max_context) for _ in range(batch_size)
         ]

@@ -33,9 +33,11 @@ from ..ground import BadInputError, IncompatibleError, refuse_unknown_keys
 from ..ground.libraries import LIBRARY_ERRORS, reason
 from ..targets import Counts, Nodes, RaggedCache, Target
 from ..targets.sketch import sketching
-from .base import Branches, DrafterConfig, DrafterLoss, TargetBatch, gathered, joined
+from .base import DrafterConfig, DrafterLoss, TargetBatch
 from .losses import LossName, chunked_compare, divergence, metrics_by_depth
 from .parts.head_drafter import HeadConfig, HeadDrafter
+from .parts.nodes import Branches, gathered, joined
+from .session import Abilities
 
 
 @dataclass
@@ -367,7 +369,11 @@ class Mtp(HeadDrafter):
         """The modules' layers as models that run; kept for what they know of themselves."""
         return [_Runner(self.module(k).body) for k in range(self.config.depth)]
 
-    def open(self, target: Target, batch_size: int, max_length: int, spare: int = 0) -> _State:
+    @property
+    def abilities(self) -> Abilities:
+        return Abilities(reads_nodes=True, fixed_shapes=True)
+
+    def open_state(self, target: Target, batch_size: int, max_length: int, spare: int = 0) -> _State:
         caches = [runner.new_cache(batch_size, max_length + spare) for runner in self.runners]
         for k, cache in enumerate(caches):
             cache.first = k  # x_p is entry p − 1; module k, counted from 0, has none before x_{k+1}

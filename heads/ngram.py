@@ -14,7 +14,8 @@ from torch import Tensor
 
 from ..ground import BadInputError
 from ..targets import Counts, Target
-from .base import Choose, Drafter, DrafterConfig, Proposal
+from .base import Drafter, DrafterConfig
+from .session import Abilities, Choose, Proposal
 
 
 @dataclass
@@ -41,7 +42,6 @@ class Ngram(Drafter):
     name = "ngram"
     config_class = NgramConfig
     trainable = False
-    deterministic = True
     config: NgramConfig
 
     def __init__(self, config: NgramConfig | None = None):
@@ -52,7 +52,11 @@ class Ngram(Drafter):
         assert isinstance(config, NgramConfig)
         return cls(config)
 
-    def open(self, target: Target, batch_size: int, max_length: int, spare: int = 0) -> list[_Row]:
+    @property
+    def abilities(self) -> Abilities:
+        return Abilities(continues=True, deterministic=True)
+
+    def open_state(self, target: Target, batch_size: int, max_length: int, spare: int = 0) -> list[_Row]:
         return [_Row() for _ in range(batch_size)]
 
     def absorb(

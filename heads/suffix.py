@@ -19,7 +19,8 @@ from torch import Tensor
 
 from ..ground import BadInputError
 from ..targets import Counts, Target
-from .base import Choose, Drafter, DrafterConfig, Proposal
+from .base import Drafter, DrafterConfig
+from .session import Abilities, Choose, Proposal
 
 
 @dataclass
@@ -298,7 +299,6 @@ class Suffix(Drafter):
     name = "suffix"
     config_class = SuffixConfig
     trainable = False
-    deterministic = True
     config: SuffixConfig
 
     def __init__(self, config: SuffixConfig | None = None):
@@ -318,7 +318,11 @@ class Suffix(Drafter):
         if self.config.width > 1:
             target.check_trees()
 
-    def open(self, target: Target, batch_size: int, max_length: int, spare: int = 0) -> list[_Row]:
+    @property
+    def abilities(self) -> Abilities:
+        return Abilities(continues=self.config.width == 1, deterministic=True)
+
+    def open_state(self, target: Target, batch_size: int, max_length: int, spare: int = 0) -> list[_Row]:
         return [_Row(SuffixTree(self.config), self.history) for _ in range(batch_size)]
 
     def absorb(
@@ -355,11 +359,6 @@ class Suffix(Drafter):
 
     def continuations(self, state: list[_Row], tails: list[list[int]], depth: int) -> list[list[int]]:
         return [self._draft(row, tail, depth).tokens for row, tail in zip(state, tails, strict=True)]
-
-    @property
-    def continues(self) -> bool:
-        """Not with trees."""
-        return self.config.width == 1
 
     def _draft(self, row: _Row, behind: list[int], most: int) -> Draft:
         """The row's own proposal for its text and the tokens `behind` it, or the history's where that has the better score."""

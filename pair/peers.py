@@ -20,7 +20,8 @@ from transformers import LlamaConfig
 
 from ..ground import BadInputError, IncompatibleError
 from ..heads import Eagle3, Eagle3Config
-from ..heads.base import CONFIG, read_config
+from ..heads.base import read_config
+from ..heads.parts.weights import CONFIG
 from ..targets import Target
 from ..targets.target import refuse_pickles
 

@@ -21,9 +21,11 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from ...ground import BadInputError, IncompatibleError
 from ...targets import Counts, Nodes, RaggedCache, Target
-from ..base import Branches, Drafter, DrafterLoss, TargetBatch, gathered, joined
+from ..base import Drafter, DrafterLoss, TargetBatch
 from ..losses import LossName, chunked_compare, divergence, metrics_by_depth
+from ..session import Abilities
 from .decoder_layer import Layer, LayerConfig, Runner, Unrolled, copied, copied_bytes
+from .nodes import Branches, gathered, joined
 from .unrolled_attention import Entry
 
 
@@ -240,7 +242,11 @@ class FeatureDrafter(Drafter):
 
     # ------------------------------------------------------------ decoding
 
-    def open(self, target: Target, batch_size: int, max_length: int, spare: int = 0) -> _State:
+    @property
+    def abilities(self) -> Abilities:
+        return Abilities(reads_nodes=True, fixed_shapes=True)
+
+    def open_state(self, target: Target, batch_size: int, max_length: int, spare: int = 0) -> _State:
         shapes = [layer.self_attn.kept(target.device) for layer in self.layers]
         cache = RaggedCache(len(shapes), batch_size, max_length + spare, target.device, shapes)
         return _State(cache, target, self._runner(max_length, target.device))

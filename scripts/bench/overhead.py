@@ -207,7 +207,7 @@ class Passes:
         self.state = None
         if drafter is not None:
             self.state = drafter.open(target, *self.texts.shape)
-            drafter.absorb(self.state, tokens, out.hidden, counts)
+            self.state.absorb(tokens, out.hidden, counts)
 
     def _texts(self) -> Tensor:
         """Prompts and what followed them, `[B, T]`; behind it zeros, for drafts past the end."""
@@ -245,7 +245,7 @@ class Passes:
             self.alive, self.texts = rows, self.texts[where]
             self.cache.select(where)
             if self.drafter is not None:
-                self.drafter.select(self.state, where)
+                self.state.select(where)
         return Counts.of([self.known.accepted[row][round] + 1 for row in rows], self.target.device)
 
 

@@ -81,7 +81,7 @@ def test_text_has_the_targets_law_under_sampling_rules(name, shape, rule, make, 
     """Chi-square of the texts of three tokens; proposals that are no samples are judged as candidates."""
     drafter, plan = make(name), replace(SHAPES[shape], verify=rule)
     out = Decoder(target, drafter).generate([PROMPTS[0]] * ROLLOUTS, WRITTEN, FEW, plan, ignore_eos=True)
-    assert out.rule == ("candidates" if drafter.deterministic and rule in SAMPLED else rule)
+    assert out.rule == ("candidates" if drafter.abilities.deterministic and rule in SAMPLED else rule)
     law = expected_law(target)
     counts = np.zeros(len(law))
     for text in out.tokens:
@@ -122,10 +122,9 @@ def fresh_proposal(target: Target, drafter: Drafter, text: list[int], root: int,
     cache = target.new_cache(1, len(text) + 8)
     hidden = target.forward(tokens, cache, drafter.taps).hidden
     cache.advance(counts)
-    state = drafter.open(target, 1, len(text) + 8)
-    drafter.lend(state, cache)
-    drafter.absorb(state, tokens, hidden, counts)
-    return drafter.propose(state, torch.tensor([root]), depth, best).tokens[0].tolist()
+    state = drafter.open(target, 1, len(text) + 8, cache=cache)
+    state.absorb(tokens, hidden, counts)
+    return state.propose(torch.tensor([root]), depth, best).tokens[0].tolist()
 
 
 @cache
@@ -211,7 +210,7 @@ def test_what_is_found_is_accepted_as_often_as_p_says(name, make, target, monkey
 
     monkeypatch.setattr(Run, "_verify", watched)
     out = Decoder(target, make(name)).generate([PROMPTS[0]] * 64, 80, sampling, Plan(3), ignore_eos=True)
-    assert out.rule == ("candidates" if make(name).deterministic else "rejection")
+    assert out.rule == ("candidates" if make(name).abilities.deterministic else "rejection")
     shares = np.array(promised)
     assert len(shares) > 2000
     for weights in (np.ones_like(shares), shares):

@@ -245,8 +245,8 @@ def test_a_round_never_reads_a_tensor_on_the_host(tiny_llama, monkeypatch, plan,
             with torch.inference_mode():
                 batch = run._open(tokens, counts)
                 batch.context = None if run.processors is None else run.processors.start(tokens, counts.tensor)
-                drafter.absorb(batch.drafting, tokens, torch.zeros(4, 9, len(drafter.taps), 32), counts)
-                for cache in (batch.cache, *drafter.caches(batch.drafting)):
+                batch.drafting.absorb(tokens, torch.zeros(4, 9, len(drafter.taps), 32), counts)
+                for cache in (batch.cache, *batch.drafting.caches()):
                     cache.window = 256
                 for number in range(3):
                     outcome = run.compute(batch, run.plan.depth)

@@ -128,7 +128,7 @@ def test_rounds_of_fixed_shapes_read_a_window_of_the_cache(
         )
         times = draft_times(target, drafter, 2, batch=2, context=250, repeats=2)
         assert min(times[1:]) > 0
-        assert {drafter.caches(s)[0].used for s in state} == {384}
+        assert {s.caches()[0].used for s in state} == {384}
 
 
 def test_sizes_out_of_range_are_refused(target: Target) -> None:

@@ -64,14 +64,13 @@ def drafted_logits(drafter: Medusa, target: Target, text: list[int], drafts: lis
     """Logits `[V']` of each head in a round whose root is the last token of `text`, along the chain of `drafts`."""
     tokens = torch.tensor([text])
     state = drafter.open(target, 1, 64)
-    drafter.absorb(
-        state,
+    state.absorb(
         tokens[:, :-1],
         target.forward(tokens[:, :-1], taps=drafter.taps).hidden,
         Counts.of([len(text) - 1], "cpu"),
     )
-    found = [drafter.begin(state, tokens[:, -1])[0]]
-    return found + [drafter.extend(state, torch.tensor([[token]]))[0, 0] for token in drafts]
+    found = [state.begin(tokens[:, -1])[0]]
+    return found + [state.extend(torch.tensor([[token]]))[0, 0] for token in drafts]
 
 
 # ------------------------------------------------------------ new heads
@@ -311,12 +310,12 @@ def test_a_round_never_reads_a_tensor_on_the_host(tiny_llama, kind, plan):
         )
         with torch.inference_mode():
             opened = run._open(tokens, counts)
-            drafter.absorb(opened.drafting, tokens, torch.zeros(4, 9, 1, 32), counts)
+            opened.drafting.absorb(tokens, torch.zeros(4, 9, 1, 32), counts)
             opened.cache.window = 256
-            shapes = [t.shape for t in drafter.carried(opened.drafting)]
+            shapes = [t.shape for t in opened.drafting.carried()]
             for _ in range(2):
                 run.absorb(opened, run.compute(opened, run.plan.depth))
-                assert [t.shape for t in drafter.carried(opened.drafting)] == shapes, (
+                assert [t.shape for t in opened.drafting.carried()] == shapes, (
                     "what is carried from round to round keeps its shape"
                 )
 

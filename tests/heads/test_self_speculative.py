@@ -185,11 +185,8 @@ def test_training_logits_are_the_decoders(architecture):
         cache = target.new_cache(3, 20)
         target.forward(tokens[:, :6], cache)
         cache.advance(Counts.of([6] * 3, "cpu"))
-        state = drafter.open(target, 3, 20)
-        drafter.lend(state, cache)
-        found = [drafter.begin(state, tokens[:, 6])] + [
-            drafter.extend(state, tokens[:, [i]])[:, 0] for i in range(7, 12)
-        ]
+        state = drafter.open(target, 3, 20, cache=cache)
+        found = [state.begin(tokens[:, 6])] + [state.extend(tokens[:, [i]])[:, 0] for i in range(7, 12)]
         torch.testing.assert_close(torch.stack(found, 1), trained[:, 6:], rtol=1e-4, atol=1e-4)
 
 
@@ -199,14 +196,13 @@ def test_without_a_lent_cache_it_keeps_one_of_its_own_and_drafts_the_same(target
     cache = target.new_cache(3, 20)
     target.forward(tokens, cache)
     cache.advance(counts)
-    lent, alone = drafter.open(target, 3, 20), drafter.open(target, 3, 20)
-    drafter.lend(lent, cache)
+    lent, alone = drafter.open(target, 3, 20, cache=cache), drafter.open(target, 3, 20)
     for state in (lent, alone):
-        drafter.absorb(state, tokens, None, counts)
+        state.absorb(tokens, None, counts)
     drafts = torch.tensor([[1, 2], [3, 4], [5, 6]])
-    for read in (lambda s: drafter.begin(s, roots), lambda s: drafter.extend(s, drafts, torch.tensor([[-1, -1]] * 3))):
+    for read in (lambda s: s.begin(roots), lambda s: s.extend(drafts, torch.tensor([[-1, -1]] * 3))):
         torch.testing.assert_close(read(lent), read(alone), rtol=1e-4, atol=1e-4)
-    assert (drafter.caches(lent), len(drafter.caches(alone))) == ([], 1)
+    assert (lent.caches(), len(alone.caches())) == ([], 1)
 
 
 # ------------------------------------------------------------ loss
@@ -417,7 +413,7 @@ def test_a_round_of_fixed_shape_never_reads_a_tensor_on_the_host(tiny_llama, pla
         running.cache.window = 256
         for _ in range(3):
             run.absorb(running, run.compute(running, run.plan.depth))
-        assert drafter.caches(running.drafting) == drafter.carried(running.drafting) == []
+        assert running.drafting.caches() == running.drafting.carried() == []
 
 
 @pytest.fixture

@@ -29,8 +29,8 @@ def propose(tokens: list[list[int]], roots: list[int], depth: int, **config: flo
     state = drafter.open(None, len(tokens), 100)
     width = max(map(len, tokens))
     padded = torch.tensor([t + [99] * (width - len(t)) for t in tokens])
-    drafter.absorb(state, padded, None, Counts.of([len(t) for t in tokens], "cpu"))
-    proposal = drafter.propose(state, torch.tensor(roots), depth, None)
+    state.absorb(padded, None, Counts.of([len(t) for t in tokens], "cpu"))
+    proposal = state.propose(torch.tensor(roots), depth, None)
     assert proposal.deterministic
     return [row[:n] for row, n in zip(proposal.tokens.tolist(), proposal.lengths.tolist(), strict=True)]
 
@@ -84,10 +84,10 @@ def test_matches_that_are_too_short_or_promise_too_little_do_not_count(config, f
 def test_rejected_drafts_are_forgotten_and_rows_can_be_dropped():
     drafter = Suffix(SuffixConfig(factor=3))
     state = drafter.open(None, 2, 100)
-    drafter.absorb(state, torch.tensor([[1, 2], [3, 4]]), None, Counts.of([2, 2], "cpu"))
-    drafter.absorb(state, torch.tensor([[5, 6, 7], [8, 9, 1]]), None, Counts.of([1, 3], "cpu"))
-    drafter.select(state, [1])
-    assert drafter.propose(state, torch.tensor([8]), 3, None).tokens.tolist() == [[9, 1]]
+    state.absorb(torch.tensor([[1, 2], [3, 4]]), None, Counts.of([2, 2], "cpu"))
+    state.absorb(torch.tensor([[5, 6, 7], [8, 9, 1]]), None, Counts.of([1, 3], "cpu"))
+    state.select([1])
+    assert state.propose(torch.tensor([8]), 3, None).tokens.tolist() == [[9, 1]]
     assert state[0].text.tokens == [3, 4, 8, 9, 1]
 
 
@@ -348,18 +348,18 @@ def test_rows_of_a_batch_learn_from_each_other():
     """What one row's answer said is proposed to another at once; what its prompt said is not."""
     drafter = Suffix(SuffixConfig(max_tokens=50))
     state = drafter.open(None, 2, 100)
-    drafter.absorb(state, torch.tensor([[1, 2, 8, 9], [2, 0, 0, 0]]), None, Counts.of([4, 1], "cpu"))
-    drafter.absorb(state, torch.tensor([[4, 5, 6, 7], [3, 0, 0, 0]]), None, Counts.of([4, 1], "cpu"))
-    proposal = drafter.propose(state, torch.tensor([8, 5]), 2, None)
+    state.absorb(torch.tensor([[1, 2, 8, 9], [2, 0, 0, 0]]), None, Counts.of([4, 1], "cpu"))
+    state.absorb(torch.tensor([[4, 5, 6, 7], [3, 0, 0, 0]]), None, Counts.of([4, 1], "cpu"))
+    proposal = state.propose(torch.tensor([8, 5]), 2, None)
     assert proposal.tokens.tolist() == [[9, 4], [6, 7]]
-    assert drafter.propose(state, torch.tensor([10, 8]), 2, None).lengths.tolist() == [0, 0]
+    assert state.propose(torch.tensor([10, 8]), 2, None).lengths.tolist() == [0, 0]
 
 
 def test_the_better_of_own_text_and_earlier_answers_is_proposed():
     """In its own text 5 6 follows once each way; an earlier answer knows three tokens before."""
     drafter = Suffix(SuffixConfig(max_tokens=50))
     state = drafter.open(None, 2, 100)
-    drafter.absorb(state, torch.tensor([[1, 0, 0, 0, 0, 0], [5, 9, 5, 8, 3, 4]]), None, Counts.of([1, 6], "cpu"))
-    drafter.absorb(state[:1], torch.tensor([[3, 4, 5, 6, 7]]), None, Counts.of([5], "cpu"))
-    assert drafter.propose(state[1:], torch.tensor([5]), 2, None).tokens.tolist() == [[6, 7]]
-    assert drafter.propose(state[1:], torch.tensor([9]), 2, None).tokens.tolist() == [[5, 8]], "unknown to the other"
+    state.absorb(torch.tensor([[1, 0, 0, 0, 0, 0], [5, 9, 5, 8, 3, 4]]), None, Counts.of([1, 6], "cpu"))
+    state[:1].absorb(torch.tensor([[3, 4, 5, 6, 7]]), None, Counts.of([5], "cpu"))
+    assert state[1:].propose(torch.tensor([5]), 2, None).tokens.tolist() == [[6, 7]]
+    assert state[1:].propose(torch.tensor([9]), 2, None).tokens.tolist() == [[5, 8]], "unknown to the other"

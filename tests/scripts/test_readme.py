@@ -119,9 +119,11 @@ def is_python(words: list[str]) -> None:
     if words[1] != "-m":
         assert (ROOT / words[1]).exists(), words
     elif "--help" in words:
-        with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as ended:
+        main = importlib.import_module(words[2]).main
+        with pytest.MonkeyPatch.context() as patch:
             patch.setattr("sys.argv", words[2:])
-            importlib.import_module(words[2]).main()
+            with pytest.raises(SystemExit) as ended:
+                main()
         assert ended.value.code == 0
     else:
         assert importlib.util.find_spec(words[2]), words

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from itertools import product
 from typing import Any
 
@@ -22,7 +23,22 @@ from transformers.generation.logits_process import (
 )
 
 from outrider.decode import Sampling
-from outrider.decode.sampling import ACCEPT, CORRECT, DRAFT, Context, Processors, draw, nothing_left, penalize, probabilities, shared_gumbel, uniforms
+from outrider.decode.sampling import (
+    ACCEPT,
+    CORRECT,
+    COUPLED,
+    DRAFT,
+    Context,
+    Processors,
+    draw,
+    gumbel,
+    most_probable,
+    nothing_left,
+    penalize,
+    probabilities,
+    shared_gumbel,
+    uniforms,
+)
 from outrider.target import BadInputError
 
 NEVER = 1e-6  # p-values below this do not happen by chance in a lifetime of this suite
@@ -119,6 +135,33 @@ def test_impossible_settings_are_refused(field, value):
         Sampling(**{field: value})
 
 
+def test_settings_at_the_edge_of_what_is_possible_are_taken():
+    Sampling(temperature=0, top_k=1, top_p=1, min_p=0, repetition_penalty=1e-3, bad_words=((0,),), min_new_tokens=0, suppress=(0,))
+    Sampling(min_p=1)
+
+
+def test_the_message_names_the_value_that_is_impossible():
+    with pytest.raises(BadInputError, match=r"sampling: top_p must be in \(0, 1\], got 1.5\."):
+        Sampling(top_p=1.5)
+
+
+def test_words_may_be_given_as_lists_as_json_does():
+    from_json = Sampling(bad_words=[[1, 2], [3]], suppress=[4])
+    assert from_json == Sampling(bad_words=((1, 2), (3,)), suppress=(4,))
+    assert hash(from_json) == hash(Sampling(bad_words=((1, 2), (3,)), suppress=(4,)))
+
+
+def test_temperature_zero_alone_is_greedy():
+    assert Sampling().greedy
+    assert not Sampling(1e-3).greedy
+
+
+def test_probabilities_keep_double_precision_and_compute_half_in_single():
+    logits = torch.tensor([[1.0, 2.0, 4.0]], dtype=torch.float64) / 3
+    assert torch.equal(probabilities(logits, Sampling(0.7)), (logits / 0.7).softmax(-1))
+    assert torch.equal(probabilities(logits.bfloat16(), Sampling(0.7)), (logits.bfloat16().float() / 0.7).softmax(-1))
+
+
 # ------------------------------------------------------------ processors
 
 VOCAB, EOS = 6, (2, 5)
@@ -200,6 +243,40 @@ def test_a_token_outside_the_vocabulary_is_refused():
             Processors(sampling, VOCAB, EOS, torch.device("cpu"))
 
 
+@pytest.mark.parametrize("penalty", [1.0, 1.7])
+def test_a_context_gives_its_tensors_and_takes_them_back_in_the_same_order(penalty):
+    context = Processors(Sampling(repetition_penalty=penalty, bad_words=WORDS), VOCAB, EOS, torch.device("cpu")).start(
+        torch.tensor([[1, 4, 2], [3, 0, 0]]), torch.tensor([3, 1])
+    )
+    tensors = context.tensors()
+    copies = [tensor.clone() for tensor in tensors]
+    moved = context.at(iter(copies))
+    assert all(a is b for a, b in zip(moved.tensors(), copies, strict=True))
+    assert (moved.num_new is copies[0], moved.recent is copies[1]) == (True, True)
+    assert len(tensors) == (2 if penalty == 1 else 3)
+    assert (moved.present is None) == (context.present is None) == (penalty == 1)
+
+
+@pytest.mark.parametrize("penalty", [1.0, 1.7])
+def test_selected_rows_keep_their_contexts(penalty):
+    processors = Processors(Sampling(repetition_penalty=penalty, bad_words=WORDS), VOCAB, EOS, torch.device("cpu"))
+    prompts, counts = torch.tensor([[1, 4, 2], [3, 0, 0], [5, 1, 0]]), torch.tensor([3, 1, 2])
+    selected, alone = processors.start(prompts, counts).select([2, 0]), processors.start(prompts[[2, 0]], counts[[2, 0]])
+    assert all(torch.equal(a, b) for a, b in zip(selected.tensors(), alone.tensors(), strict=True))
+
+
+def test_nothing_waits_for_the_host():
+    """Tensors without values, on the meta device: whoever looked at one, or made one elsewhere, would fail."""
+    meta = torch.device("meta")
+    whole, two = Sampling(0.7, 3, 0.8, 0.1, 1.3, bad_words=WORDS, min_new_tokens=2, suppress=(0,)), torch.zeros(2, dtype=torch.long, device=meta)
+    processors = Processors(whole, VOCAB, EOS, meta)
+    context = processors.start(torch.zeros(2, 3, dtype=torch.long, device=meta), two)
+    probs = probabilities(processors(torch.zeros(2, 1, VOCAB, device=meta), context), whole)
+    assert draw(probs, uniforms(3, DRAFT, two)[:, None]).shape == (2, 1)
+    assert shared_gumbel(3, two, two, VOCAB).shape == (2, VOCAB)
+    assert nothing_left(probs).is_meta
+
+
 def test_a_place_where_nothing_is_left_is_seen():
     processors = Processors(Sampling(suppress=(0, 1, 3, 4), min_new_tokens=1), VOCAB, EOS, torch.device("cpu"))
     context = Context(torch.tensor([[0, 1]]), torch.zeros(1, 2, 0, dtype=torch.long), None)
@@ -224,7 +301,54 @@ def test_a_token_of_probability_zero_is_never_drawn():
     assert draw(probs, ends).tolist() == [1, 4, 4]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_most_probable_token_is_the_first_of_the_highest(dtype):
+    logits = torch.tensor([[0.0, 3.0, 3.0], [5.0, -1.0, 2.0]], dtype=dtype)
+    assert most_probable(logits).tolist() == [1, 0]
+    assert most_probable(logits, keepdim=True).tolist() == [[1], [0]]
+
+
 # ------------------------------------------------------------ counter-based uniforms
+
+
+def uniform_by_hand(seed: int, stream: int, *keys: int) -> float:
+    """splitmix64's finaliser over (seed, stream, keys), in Python's own integers; the top 53 bits, in the middle of their cell."""
+
+    def mix(x: int) -> int:
+        x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
+        x = (x ^ (x >> 27)) * 0x94D049BB133111EB % 2**64
+        return x ^ (x >> 31)
+
+    golden = 0x9E3779B97F4A7C15
+    state = mix((seed * 1_000_003 + stream + golden) % 2**64)
+    for key in keys:
+        state = mix((state + (key + 1) * golden) % 2**64)
+    return ((state >> 11) + 0.5) / 2**53
+
+
+@pytest.mark.parametrize("seed", [0, 1, -1, 10**6, 2**63 - 1, 2**63, 2**64 + 5])
+def test_uniforms_are_the_same_on_every_machine_and_in_every_version(seed):
+    """A seed that was written down gives its text again: the values are fixed, as a hash that is written down once more here."""
+    rows, positions = torch.tensor([[0], [7], [2**40]]), torch.tensor([0, 1, 12345])
+    for stream in (DRAFT, ACCEPT, CORRECT, COUPLED):
+        expected = [[uniform_by_hand(seed, stream, row, position) for position in positions.tolist()] for row in rows[:, 0].tolist()]
+        assert uniforms(seed, stream, rows, positions).tolist() == expected
+    assert (DRAFT, ACCEPT, CORRECT, COUPLED) == (1, 2, 3, 4)
+
+
+def test_a_seed_may_be_a_tensor():
+    keys = torch.arange(5)
+    assert torch.equal(uniforms(torch.tensor(7), DRAFT, keys), uniforms(7, DRAFT, keys))
+
+
+def test_gumbel_noise_is_that_of_the_uniforms_of_each_token():
+    sequences, positions = torch.tensor([3, 4]), torch.tensor([10, 20])
+    expected = [
+        [-math.log(-math.log(uniform_by_hand(5, COUPLED, s, p, token))) for token in range(6)]
+        for s, p in zip(sequences.tolist(), positions.tolist(), strict=True)
+    ]
+    torch.testing.assert_close(shared_gumbel(5, sequences, positions, 6), torch.tensor(expected, dtype=torch.float64))
+    torch.testing.assert_close(gumbel(5, COUPLED, 6, sequences, positions), torch.tensor(expected, dtype=torch.float64))
 
 
 def sample(stream: int = DRAFT, seed: int = 0, rows: int = 200, columns: int = 500) -> torch.Tensor:

@@ -9,6 +9,7 @@ import pytest
 from scipy import stats
 
 from outrider.eval import Bootstrap, Interval, Ratio, Report, gate
+from outrider.eval.report import SuiteInfo
 from outrider.target import BadInputError
 
 
@@ -289,6 +290,23 @@ def test_every_condition_that_differs_is_named(make_report) -> None:
         "verification rules: greedy at 0, rejection at 1 here, rejection at 0.7 in the baseline; max_new_tokens: 32 here, 64 in the baseline; "
         "suites: code (5 prompts, sha256 d) here, code (6 prompts, sha256 0123456789ab) in the baseline. Measure again under the baseline's conditions."
     )
+
+
+def test_the_rule_that_counts_is_that_of_the_contestant(make_report) -> None:
+    report = told(make_report, {("draft", 0.0): (EXACTLY_2, 40), ("second", 0.0): (EXACTLY_2, 40)})
+    first, second = report.figures
+    other = report.model_copy(update={"figures": [first, second.model_copy(update={"rule": "typical"})]})
+    assert gate(report, other, contestant="draft").passed
+    with pytest.raises(BadInputError, match=r"differ\. verification rules: greedy at 0 here, typical at 0 in the baseline\. Measure"):
+        gate(report, other, contestant="second")
+
+
+def test_all_suites_are_named_where_one_differs(make_report) -> None:
+    def on(digest: str) -> Report:
+        return make_report(rounds(5, 0.6), suites=[SuiteInfo(name=n, digest=d, num_prompts=5) for n, d in (("code", "a"), ("docs", digest))])
+
+    with pytest.raises(BadInputError, match=r"suites: code \(5 prompts, sha256 a\), docs \(5 prompts, sha256 b\) here, code"):
+        gate(on("b"), on("c"))
 
 
 def test_remarks_name_what_may_move_tau_a_little(make_report) -> None:

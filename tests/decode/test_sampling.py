@@ -75,6 +75,29 @@ def test_filters_equal_the_librarys(temperature, top_k, top_p, min_p, penalty):
     torch.testing.assert_close(ours, library_probabilities(tokens, logits, sampling), rtol=1e-5, atol=1e-7)
 
 
+def test_filters_and_draws_take_any_number_of_dimensions():
+    """A single law `[V]`, and one at each place of each row `[B, Q, V]`: what they say of each is what they say of it alone."""
+    sampling = Sampling(0.7, top_k=4, top_p=0.9, min_p=0.1)
+    logits, uniform = torch.randn(3, 4, 6, generator=torch.Generator().manual_seed(0)), torch.rand(3, 4, generator=torch.Generator().manual_seed(1)).double()
+    probs = probabilities(logits, sampling)
+    tokens, best = draw(probs, uniform), most_probable(logits)
+    assert tokens.shape == best.shape == (3, 4)
+    for row, place in product(range(3), range(4)):
+        torch.testing.assert_close(probs[row, place], probabilities(logits[row, place], sampling))
+        assert int(tokens[row, place]) == int(draw(probs[row, place], uniform[row, place]))
+        assert int(best[row, place]) == int(logits[row, place].argmax())
+
+
+def test_a_penalty_of_two_is_a_penalty():
+    logits = penalize(torch.tensor([[2.0, -2.0, 2.0]]), torch.tensor([[True, True, False]]), Sampling(repetition_penalty=2.0))
+    assert logits.tolist() == [[1.0, -4.0, 2.0]]
+
+
+def test_the_nucleus_ends_where_its_mass_is_reached_exactly():
+    """Two of four equal tokens are half of the mass; a third one is not needed."""
+    assert sorted(probabilities(torch.zeros(1, 4), Sampling(1.0, top_p=0.5))[0].tolist()) == [0, 0, 0.5, 0.5]
+
+
 def test_the_penalty_is_computed_in_fp32():
     """The library penalises fp32 logits; bf16 would round and could change the most probable token."""
     logits = torch.tensor([[2.0, 1.546875]]).bfloat16()
@@ -287,11 +310,13 @@ def test_a_place_where_nothing_is_left_is_seen():
 
 
 def test_a_draw_follows_its_distribution_exactly():
-    """Tenths against the midpoints of tenths: counts are the probabilities; the sum of probs does not matter."""
+    """Tenths against the midpoints of tenths: counts are the probabilities; the sum of probs does not matter, nor where zeros stand."""
     grid = (torch.arange(10).double() + 0.5) / 10
     for scale in (1, 0.3):
         probs = scale * torch.tensor([0.0, 0.5, 0.0, 0.3, 0.2, 0.0]).expand(10, -1)
         assert torch.bincount(draw(probs, grid), minlength=6).tolist() == [0, 5, 0, 3, 2, 0]
+        probs = scale * torch.tensor([0.4, 0.0, 0.6]).expand(10, -1)
+        assert torch.bincount(draw(probs, grid), minlength=3).tolist() == [4, 0, 6]
 
 
 def test_a_token_of_probability_zero_is_never_drawn():
@@ -299,6 +324,11 @@ def test_a_token_of_probability_zero_is_never_drawn():
     ends = torch.tensor([2.0**-54, 1 - 2.0**-53, 1.0], dtype=torch.float64)
     probs = torch.tensor([[0.0, 0.1, 0.0, 0.7, 0.2, 0.0, 0.0]]).expand(3, -1)
     assert draw(probs, ends).tolist() == [1, 4, 4]
+    assert draw(torch.tensor([[0.5, 0.5, 0.0], [0.0, 0.5, 0.5], [0.0, 1.0, 0.0]]), torch.tensor([1.0, 0.0, 1.0]).double()).tolist() == [1, 1, 1]
+
+
+def test_a_uniform_that_meets_the_edge_of_two_tokens_belongs_to_the_second():
+    assert draw(torch.tensor([[0.5, 0.25, 0.25]] * 2), torch.tensor([0.5, 0.75]).double()).tolist() == [1, 2]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -349,6 +379,7 @@ def test_gumbel_noise_is_that_of_the_uniforms_of_each_token():
     ]
     torch.testing.assert_close(shared_gumbel(5, sequences, positions, 6), torch.tensor(expected, dtype=torch.float64))
     torch.testing.assert_close(gumbel(5, COUPLED, 6, sequences, positions), torch.tensor(expected, dtype=torch.float64))
+    assert float(gumbel(5, DRAFT, 6, sequences)[1, 2]) == pytest.approx(-math.log(-math.log(uniform_by_hand(5, DRAFT, 4, 2))))
 
 
 def sample(stream: int = DRAFT, seed: int = 0, rows: int = 200, columns: int = 500) -> torch.Tensor:

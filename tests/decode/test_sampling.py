@@ -249,6 +249,21 @@ def test_a_context_that_grows_token_by_token_is_the_one_that_grows_at_once():
     assert at_once.present.long().tolist() == [[[1, 1, 1, 0, 1, 1]], [[1, 1, 0, 1, 0, 0]]]
 
 
+def test_a_context_holds_the_last_tokens_on_the_way_alone():
+    """After a prompt of four: of three drafts none, the last one, or the first and the last one stand on the way."""
+    context = Processors(Sampling(bad_words=WORDS), VOCAB, EOS, torch.device("cpu")).start(torch.tensor([[1, 4, 2, 3]]), torch.tensor([4]))
+    path = torch.tensor([[[False, False, False], [False, False, True], [True, False, True]]])
+    grown = context.then(torch.tensor([[5, 0, 1]]), path)
+    assert grown.recent.tolist() == [[[1, 4, 2, 3], [4, 2, 3, 1], [2, 3, 5, 1]]]
+    assert grown.num_new.tolist() == [[0, 1, 2]]
+
+
+def test_the_first_token_may_end_a_text_and_one_outside_the_vocabulary_never_comes():
+    processors = Processors(Sampling(min_new_tokens=1), VOCAB, (0, VOCAB, -1), torch.device("cpu"))
+    context = processors.start(torch.tensor([[1]]), torch.tensor([1]))
+    assert processors(torch.zeros(1, 1, VOCAB), context).tolist() == [[[float("-inf"), 0, 0, 0, 0, 0]]]
+
+
 def test_processors_that_would_change_nothing_are_idle():
     def idle(eos: tuple[int, ...] = (), **settings: Any) -> bool:
         return Processors(Sampling(**settings), VOCAB, eos, torch.device("cpu")).idle

@@ -68,6 +68,7 @@ def test_negative_times_are_refused(times):
 
 def test_a_rate_may_be_certain_and_a_weight_less_than_a_round():
     assert Control(CHEAP, (0.0, 1.0), weight=0.5).weight == 0.5
+    assert Control(CHEAP, (0.0, 1.0)).weight == 8
 
 
 @pytest.mark.parametrize("arguments", [{"rates": ()}, {"rates": (1.2,)}, {"rates": (0.5,), "weight": 0.0}])

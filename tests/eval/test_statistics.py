@@ -7,6 +7,7 @@ import warnings
 
 import numpy as np
 import pytest
+from pydantic import TypeAdapter
 from scipy import stats
 
 from outrider.eval import Bootstrap, Interval, Ratio
@@ -15,6 +16,11 @@ from outrider.eval import Bootstrap, Interval, Ratio
 def test_the_value_is_the_ratio_of_sums_not_the_mean_of_ratios() -> None:
     interval = Bootstrap([2]).ratio(Ratio([1, 9], [1, 3]))
     assert interval.value == 10 / 4
+
+
+def test_two_thousand_resamples_give_a_95_percent_interval_if_nothing_else_is_asked_for() -> None:
+    assert Bootstrap([3, 5]).weights.shape == (2000, 8)
+    assert Bootstrap([3, 5]).tail == Bootstrap([3, 5], resamples=2000, confidence=0.95).tail
 
 
 def test_resamples_keep_the_number_of_prompts_of_every_suite() -> None:
@@ -139,6 +145,16 @@ def test_intervals_are_written_as_people_write_them() -> None:
     assert Interval(1.4249, 1.38, 1.4649).text() == "1.42 [1.38, 1.46]"
     assert Interval(1.4249, 1.38, 1.4649).main() == "1.42"
     assert Interval(1.4249, 1.38, 1.4649).bounds() == "[1.38, 1.46]"
+
+
+def test_an_interval_needs_its_value_and_both_ends() -> None:
+    for numbers in ((math.nan, 1.0, 2.0), (1.5, math.nan, 2.0), (1.5, 1.0, math.nan)):
+        assert not Interval(*numbers).known
+        assert not Interval(*numbers).excludes(3.0)
+
+
+def test_what_json_writes_as_null_is_not_a_number_again() -> None:
+    assert math.isnan(TypeAdapter(Interval).validate_python({"value": 1.5, "low": None, "high": 2.0}).low)
 
 
 def test_an_interval_holds_its_ends() -> None:

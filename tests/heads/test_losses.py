@@ -10,6 +10,7 @@ from scipy.spatial.distance import jensenshannon
 from scipy.special import huber
 from torch import Tensor
 
+from outrider.heads import liger
 from outrider.heads.losses import (
     DIVERGENCES,
     HARD,
@@ -335,6 +336,15 @@ def test_mass_that_a_pruned_vocabulary_cannot_reach_counts_as_rejected():
     result = chunked_compare(p, torch.tensor([[0.1, 0.9]]).log(), lambda x: x, lambda x: x, divergence("tv"), kept)
     assert result.alpha.item() == pytest.approx(0.1 + 0.2)
     assert result.loss.item() == pytest.approx(0.5)
+
+
+def test_a_loss_that_kernels_serve_is_theirs(monkeypatch):
+    asked: list[tuple] = []
+    monkeypatch.setattr(liger, "serves", lambda *arguments: bool(asked.append(arguments)) or True)
+    monkeypatch.setattr(liger, "compare", lambda *arguments: arguments)
+    given = Reference.of(logits(P)), logits(Q), divergence("tv")
+    assert all(a is b for a, b in zip(compare(*given), given, strict=True))
+    assert asked == [(given[2], "cpu")]
 
 
 def test_mixed_precision_is_for_the_drafter_alone():

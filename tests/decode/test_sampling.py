@@ -340,6 +340,7 @@ def test_a_token_of_probability_zero_is_never_drawn():
     probs = torch.tensor([[0.0, 0.1, 0.0, 0.7, 0.2, 0.0, 0.0]]).expand(3, -1)
     assert draw(probs, ends).tolist() == [1, 4, 4]
     assert draw(torch.tensor([[0.5, 0.5, 0.0], [0.0, 0.5, 0.5], [0.0, 1.0, 0.0]]), torch.tensor([1.0, 0.0, 1.0]).double()).tolist() == [1, 1, 1]
+    assert draw(torch.tensor([[0.5, 0.5, 0.0], [0.5, 0.0, 0.5], [1.0, 0.0, 0.0]]), torch.ones(3).double()).tolist() == [1, 2, 0], "each row has its own end"
 
 
 def test_a_uniform_that_meets_the_edge_of_two_tokens_belongs_to_the_second():

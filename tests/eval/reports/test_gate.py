@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from outrider.eval import Bootstrap, Interval, Ratio, Report
+from outrider.eval import Interval, Ratio, Report
 from outrider.eval.reports.gate import gate
 from outrider.eval.reports.report import SuiteInfo
+from outrider.eval.reports.statistics import Bootstrap
 from outrider.ground import BadInputError
 
 

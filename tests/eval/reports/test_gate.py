@@ -170,7 +170,7 @@ def test_records_give_the_paired_bootstrap_of_their_sums(make_report) -> None:
     new, old = rounds(20, 0.58, seed=1), rounds(20, 0.6)
     taus = [Ratio([sum(row) for row in rows], [len(row) for row in rows], offset=1.0) for rows in (new, old)]
     for seed, confidence in ((0, 0.95), (3, 0.95), (0, 0.8)):
-        (verdict,) = gate(make_report(new, seed=seed), make_report(old), confidence=confidence).verdicts
+        (verdict,) = gate(make_report(new, seed=seed), make_report(old), confidence=confidence).findings
         assert verdict.ratio == Bootstrap([20], confidence=2 * confidence - 1, seed=seed).quotient(*taus)
         assert verdict.temperature == 0.0
 
@@ -186,7 +186,7 @@ def test_suites_are_drawn_again_each_by_itself(make_report) -> None:
         rows = rows[::2] + rows[1::2]
         return Ratio([sum(row) for row in rows], [len(row) for row in rows], offset=1.0)
 
-    (verdict,) = gate(in_two_suites(make_report(new)), in_two_suites(make_report(old))).verdicts
+    (verdict,) = gate(in_two_suites(make_report(new)), in_two_suites(make_report(old))).findings
     apart = Bootstrap([10, 10], confidence=0.9).quotient(by_suite(new), by_suite(old))
     assert verdict.ratio.value == pytest.approx(apart.value)
     assert verdict.ratio.high - verdict.ratio.low == pytest.approx(apart.high - apart.low, rel=0.2)
@@ -196,7 +196,7 @@ def test_suites_are_drawn_again_each_by_itself(make_report) -> None:
 @pytest.mark.parametrize("confidence", [0.8, 0.95])
 def test_intervals_without_records_are_combined_as_independent_log_normals(make_report, confidence: float) -> None:
     new, old = Interval(2.2, 2.0, 2.5), Interval(2.0, 1.9, 2.1)
-    (verdict,) = gate(one(make_report, new), one(make_report, old), confidence=confidence).verdicts
+    (verdict,) = gate(one(make_report, new), one(make_report, old), confidence=confidence).findings
     deviations = [math.log(2.5 / 2.0) / (2 * 1.959964), math.log(2.1 / 1.9) / (2 * 1.959964)]
     spread = math.sqrt(deviations[0] ** 2 + deviations[1] ** 2) * stats.norm.ppf(confidence)
     assert verdict.ratio.value == pytest.approx(1.1)
@@ -222,20 +222,20 @@ def test_each_temperature_of_the_contestant_that_is_asked_for_is_judged_by_its_o
     }
     old = dict.fromkeys(new, (EXACTLY_2, 10))
     result = gate(told(make_report, new), told(make_report, old), contestant="second")
-    assert [v.temperature for v in result.verdicts] == [0.0, 1.0]
-    assert [v.ratio.value for v in result.verdicts] == pytest.approx([0.99, 1.0])
+    assert [v.temperature for v in result.findings] == [0.0, 1.0]
+    assert [v.ratio.value for v in result.findings] == pytest.approx([0.99, 1.0])
     assert "gate passed: second, depth 4" in result.lines[0]
     for line, tau, heat, count in zip(result.lines[1:], ("1.98", "2.00"), ("0", "1"), (12, 13), strict=True):
         assert line.startswith(f"temperature {heat}: τ 2.00 → {tau}, ")
         assert f"{count} prompts cannot tell" in line
-    assert gate(told(make_report, new), told(make_report, old)).verdicts[0].ratio.value == pytest.approx(0.97), (
+    assert gate(told(make_report, new), told(make_report, old)).findings[0].ratio.value == pytest.approx(0.97), (
         "the first one if none is named"
     )
 
 
 def test_no_change_at_all_passes_without_any_tolerance(make_report) -> None:
     report = make_report(rounds(20, 0.6))
-    (verdict,) = gate(report, report, tolerance=0.0).verdicts
+    (verdict,) = gate(report, report, tolerance=0.0).findings
     assert verdict.outcome == "passed"
 
 
@@ -255,13 +255,13 @@ def test_the_prompts_that_would_do_shrink_the_interval_to_the_distance(
     """An interval shrinks with the square root of the prompts; the distance is that from the ratio to the tolerance, within limits."""
     (verdict,) = gate(
         one(make_report, against_2(ratio, spread)), one(make_report, EXACTLY_2), tolerance=tolerance
-    ).verdicts
+    ).findings
     assert verdict.outcome == "not enough data"
     assert f"a drop to {1 - tolerance:.3f}; about {math.ceil(40 * (half / distance) ** 2)} would" in verdict.line
 
 
 def test_more_prompts_than_there_were_are_asked_for_in_any_case(make_report) -> None:
-    (verdict,) = gate(one(make_report, against_2(0.9, 0.0755)), one(make_report, EXACTLY_2)).verdicts
+    (verdict,) = gate(one(make_report, against_2(0.9, 0.0755)), one(make_report, EXACTLY_2)).findings
     assert verdict.ratio.high > 0.97
     assert "about 41 would" in verdict.line
 
@@ -269,7 +269,7 @@ def test_more_prompts_than_there_were_are_asked_for_in_any_case(make_report) -> 
 @pytest.mark.parametrize("without", ["new", "old"])
 def test_a_report_without_rounds_cannot_be_judged(make_report, without: str) -> None:
     new, old = (one(make_report, None if without == which else EXACTLY_2) for which in ("new", "old"))
-    (verdict,) = gate(new, old).verdicts
+    (verdict,) = gate(new, old).findings
     assert verdict.outcome == "not enough data"
     assert all(math.isnan(number) for number in (verdict.ratio.value, verdict.ratio.low, verdict.ratio.high))
     before, after = ("2.00", "–") if without == "new" else ("–", "2.00")
@@ -278,7 +278,7 @@ def test_a_report_without_rounds_cannot_be_judged(make_report, without: str) -> 
 
 
 def test_a_figure_without_an_interval_gives_a_ratio_without_one(make_report) -> None:
-    (verdict,) = gate(one(make_report, Interval(2.2, math.nan, math.nan)), one(make_report, EXACTLY_2)).verdicts
+    (verdict,) = gate(one(make_report, Interval(2.2, math.nan, math.nan)), one(make_report, EXACTLY_2)).findings
     assert verdict.ratio.value == pytest.approx(1.1)
     assert math.isnan(verdict.ratio.low)
     assert math.isnan(verdict.ratio.high)

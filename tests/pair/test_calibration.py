@@ -13,6 +13,7 @@ import torch
 from outrider.decode import Decoder, Plan, Sampling
 from outrider.distill.prompts import Prompt
 from outrider.eval.suites import Suite, make_suite
+from outrider.ground import BadInputError
 from outrider.heads import Drafter, TargetBatch
 from outrider.pair import calibration
 from outrider.pair.calibration import (
@@ -25,7 +26,7 @@ from outrider.pair.calibration import (
     write_calibration,
 )
 from outrider.recipes import Recipe
-from outrider.target import BadInputError, Target
+from outrider.targets import Target
 
 
 class Lines:

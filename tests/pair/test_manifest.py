@@ -12,6 +12,7 @@ from pydantic import ValidationError
 
 from outrider.decode import Plan
 from outrider.eval import Interval
+from outrider.ground import BadInputError
 from outrider.pair.manifest import (
     DrafterRecord,
     Figure,
@@ -26,7 +27,7 @@ from outrider.pair.manifest import (
     inspect_manifest,
     read_manifest,
 )
-from outrider.target import BadInputError, Fingerprint
+from outrider.targets import Fingerprint
 
 
 def fingerprint(**changes: Any) -> Fingerprint:

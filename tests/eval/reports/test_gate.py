@@ -252,7 +252,10 @@ def test_no_change_at_all_passes_without_any_tolerance(make_report) -> None:
 def test_the_prompts_that_would_do_shrink_the_interval_to_the_distance(
     make_report, ratio, spread, tolerance, half, distance
 ) -> None:
-    """An interval shrinks with the square root of the prompts; the distance is that from the ratio to the tolerance, within limits."""
+    """An interval shrinks with the square root of the prompts.
+
+    The distance is that from the ratio to the tolerance, within limits.
+    """
     (finding,) = gate(
         one(make_report, against_2(ratio, spread)), one(make_report, EXACTLY_2), tolerance=tolerance
     ).findings
@@ -327,9 +330,12 @@ def test_every_condition_that_differs_is_named(make_report) -> None:
             ),
         )
     assert str(refused.value) == (
-        "the two reports cannot be compared, their conditions differ. depth: 4 here, 2 in the baseline; temperatures: [0.0, 1.0] here, [0.7] in the baseline; "
-        "verification rules: greedy at 0, rejection at 1 here, rejection at 0.7 in the baseline; max_new_tokens: 32 here, 64 in the baseline; "
-        "suites: code (5 prompts, sha256 d) here, code (6 prompts, sha256 0123456789ab) in the baseline. Measure again under the baseline's conditions."
+        "the two reports cannot be compared, their conditions differ. depth: 4 here, 2 in the baseline; "
+        "temperatures: [0.0, 1.0] here, [0.7] in the baseline; "
+        "verification rules: greedy at 0, rejection at 1 here, rejection at 0.7 in the baseline; "
+        "max_new_tokens: 32 here, 64 in the baseline; "
+        "suites: code (5 prompts, sha256 d) here, code (6 prompts, sha256 0123456789ab) in the baseline. "
+        "Measure again under the baseline's conditions."
     )
 
 

@@ -345,7 +345,7 @@ def broken_rejection(residual: str = "right", shift: int = 0, bonus: str = "p", 
     ) -> tuple[Tensor, Tensor]:
         score = q.gather(2, drafts[:, :, None])[:, :, 0]
         lengths = (score >= drop_below).long().cumprod(1).sum(1).minimum(lengths)
-        accepted, following = rules.rejection(drafts, lengths, p, q, accept, correct)
+        accepted, following = verify.rejection(drafts, lengths, p, q, accept, correct)
         rows, last = torch.arange(len(drafts)), q.shape[1] - 1
         refused = accepted < lengths
         near = (accepted + shift).clamp(0, last)

@@ -227,13 +227,13 @@ class Passes:
         tokens = self.texts.gather(1, places.clamp(max=self.texts.shape[1] - 1))  # the root, and the right drafts
         watch = _Watch(target.device)
         if drafter is not None:
-            watch.passed(partial(drafter.begin, self.state, tokens[:, 0]))
+            watch.passed(partial(self.state.begin, tokens[:, 0]))
             for i in range(1, self.depth):
-                watch.passed(partial(drafter.extend, self.state, tokens[:, i : i + 1]))
+                watch.passed(partial(self.state.extend, tokens[:, i : i + 1]))
         out = watch.passed(partial(target.forward, tokens, self.cache, taps=self._taps()))
         self.cache.advance(counts)
         if drafter is not None:
-            watch.passed(partial(drafter.absorb, self.state, tokens, out.hidden, counts))  # some make a pass here
+            watch.passed(partial(self.state.absorb, tokens, out.hidden, counts))  # some make a pass here
         return watch.spent
 
     def _counts(self, round: int) -> Counts:

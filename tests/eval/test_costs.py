@@ -21,7 +21,7 @@ from outrider.eval.costs import (
     weight_bytes,
 )
 from outrider.ground import BadInputError
-from outrider.heads import Drafter, DraftModel, Eagle3, Eagle3Config, Ngram
+from outrider.heads import Drafter, DraftModel, Eagle3, Eagle3Config, Ngram, Session
 from outrider.targets import Counts, Target
 
 
@@ -86,19 +86,25 @@ def test_what_is_timed_follows_a_round_of_the_same_depth(target: Target, monkeyp
     head = Eagle3.build(Eagle3Config(), target)
     absorbed: list[int] = []
     timed: list[tuple[int, int]] = []
-    absorb, propose = head.absorb, head.propose
+    opened = head.open
 
-    def spy_absorb(state: Any, tokens: Tensor, hidden: Tensor, counts: Counts, path: Tensor | None = None) -> None:
-        absorbed.append(tokens.shape[1])
-        assert hidden.shape == (*tokens.shape, 3, target.hidden_size)
-        absorb(state, tokens, hidden, counts, path)
+    def open_spied(*sizes: Any) -> Session:
+        session = opened(*sizes)
+        absorb, propose = session.absorb, session.propose
 
-    def spy_propose(state: Any, root: Tensor, depth: int, *more: Any) -> Any:
-        timed.append((depth, absorbed[-1]))
-        return propose(state, root, depth, *more)
+        def spy_absorb(tokens: Tensor, hidden: Tensor, counts: Counts, path: Tensor | None = None) -> None:
+            absorbed.append(tokens.shape[1])
+            assert hidden.shape == (*tokens.shape, 3, target.hidden_size)
+            absorb(tokens, hidden, counts, path)
 
-    monkeypatch.setattr(head, "absorb", spy_absorb)
-    monkeypatch.setattr(head, "propose", spy_propose)
+        def spy_propose(root: Tensor, depth: int, *more: Any) -> Any:
+            timed.append((depth, absorbed[-1]))
+            return propose(root, depth, *more)
+
+        session.absorb, session.propose = spy_absorb, spy_propose  # type: ignore[method-assign]
+        return session
+
+    monkeypatch.setattr(head, "open", open_spied)
     draft_times(target, head, 2, context=16, repeats=1)
     assert sorted(timed[1::2]) == [(1, 2)] * 3 + [(2, 3)] * 3
 

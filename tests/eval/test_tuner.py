@@ -19,6 +19,7 @@ from outrider.eval.tuner import Completion, Loop, Measured, Option
 from outrider.eval.tuning import BatchTuning, Candidate, CostRecord, merged, nearest
 from outrider.ground import BadInputError
 from outrider.heads import DraftModel, Ngram
+from outrider.heads.draft_model import DraftModelSession
 from outrider.recipes import EvalSpec
 from outrider.targets import Target
 
@@ -146,11 +147,17 @@ def test_shares_by_rank_by_hand() -> None:
 class SecondBest(DraftModel):
     """The target itself, its two most probable tokens in each other's place."""
 
-    def begin(self, state: Any, root: Tensor) -> Tensor:
-        return self._swapped(super().begin(state, root))
+    def open(self, *arguments: Any) -> SwappedSession:
+        honest = super().open(*arguments)
+        return SwappedSession(honest.runner, honest.cache, honest.fused, honest.output_ids, honest.vocab)
 
-    def extend(self, state: Any, tokens: Tensor, parents: Tensor | None = None) -> Tensor:
-        return self._swapped(super().extend(state, tokens, parents))
+
+class SwappedSession(DraftModelSession):
+    def begin(self, root: Tensor) -> Tensor:
+        return self._swapped(super().begin(root))
+
+    def extend(self, tokens: Tensor, parents: Tensor | None = None) -> Tensor:
+        return self._swapped(super().extend(tokens, parents))
 
     @staticmethod
     def _swapped(logits: Tensor) -> Tensor:

@@ -38,7 +38,7 @@ from .base import DrafterLoss, TargetBatch
 from .losses import LossName, chunked_compare, divergence, metrics_by_depth
 from .parts.head_drafter import HeadConfig, HeadDrafter
 from .parts.mtp_checkpoint import load_native
-from .parts.nodes import Branches, Pending, gathered, required
+from .parts.nodes import Branches, Unread, gathered, required
 from .parts.target_layer import layer_values, plain_body
 from .session import Abilities, NodeSession
 
@@ -315,7 +315,7 @@ class MtpSession(NodeSession):
     Attributes:
         previous: what each but the last handed on after its last committed entry, `[B, 1, H]`: the next module's next
             entry reads it.
-        pending: what the modules have not read of what was absorbed; None between `begin` and `absorb`.
+        unread: what the modules have not read of what was absorbed; None between `begin` and `absorb`.
         outputs: handed on after the root and each drafted node of this round, `[B, 1 + n, H]`.
         passes: of `extend` in this round: no node is deeper.
         branches: of this round's tree.
@@ -330,7 +330,7 @@ class MtpSession(NodeSession):
         weight = drafter.module(0).projection.weight
         empty = torch.zeros(batch_size, 1, drafter.config.hidden_size, dtype=weight.dtype, device=weight.device)
         self.previous = [empty.clone() for _ in self._caches[1:]]
-        self.pending: Pending | None = None
+        self.unread: Unread | None = None
         self._begin_round([])
 
     def _begin_round(self, outputs: list[Tensor]) -> None:
@@ -341,11 +341,11 @@ class MtpSession(NodeSession):
         # The entry of the last hidden state needs the token after it: `begin` knows that one. It also reads accepted
         # drafts anew: now there are true hidden states for the first module.
         hidden = required(hidden, "mtp: absorb needs the target's hidden states.")
-        new = Pending(tokens, hidden[:, :, 0], counts)
-        self.pending = new if self.pending is None else self.pending.then(new)
+        new = Unread(tokens, hidden[:, :, 0], counts)
+        self.unread = new if self.unread is None else self.unread.then(new)
 
     def begin(self, root: Tensor) -> Tensor:
-        read = required(self.pending, "mtp: nothing was absorbed since the last round.")
+        read = required(self.unread, "mtp: nothing was absorbed since the last round.")
         if self._caches[0].window is None:  # the host may ask how many there are
             read = read.trimmed()
         last = (read.counts.tensor - 1)[:, None]
@@ -358,7 +358,7 @@ class MtpSession(NodeSession):
             outputs.append(gathered(output, last))
             if k + 1 < len(self._caches):
                 hidden = torch.cat([self.previous[k], output[:, :-1]], 1)
-        self.previous, self.pending = outputs[:-1], None
+        self.previous, self.unread = outputs[:-1], None
         self._begin_round(outputs)
         return self._logits(answers[0])[:, 0]
 
@@ -405,23 +405,23 @@ class MtpSession(NodeSession):
         return self._caches
 
     def carried(self) -> list[Tensor]:
-        return [*required(self.pending, "mtp: nothing was absorbed.").tensors(), *self.previous]
+        return [*required(self.unread, "mtp: nothing was absorbed.").tensors(), *self.previous]
 
     def carry(self, tensors: list[Tensor]) -> None:
-        self.pending, self.previous = Pending.of(tensors[:3]), tensors[3:]
+        self.unread, self.previous = Unread.of(tensors[:3]), tensors[3:]
 
     def reset(self) -> None:
         super().reset()
         self.previous = [torch.zeros_like(before) for before in self.previous]
-        self.pending = None
+        self.unread = None
         self._begin_round([])
 
     def select(self, rows: list[int]) -> None:
         for cache in self._caches:
             cache.select(rows)
         self.previous = [before[rows] for before in self.previous]
-        if self.pending is not None:
-            self.pending = self.pending.select(rows)
+        if self.unread is not None:
+            self.unread = self.unread.select(rows)
 
 
 def _by_depth(found: list[Tensor], depths: Tensor) -> Tensor:

@@ -13,11 +13,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from ..ground import BadInputError, IncompatibleError, refuse_unknown_keys
 from ..targets import Counts, Nodes, RaggedCache, Target, load_causal_lm, load_tokenizer, require_same_vocabulary
@@ -27,9 +27,6 @@ from .parts.model_runner import ModelRunner, runs
 from .parts.nodes import Branches, required
 from .parts.pruning import check_names, pruned
 from .session import Abilities, ChainSession
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 
 @dataclass

@@ -111,20 +111,19 @@ class SelfSpeculative(HeadDrafter[SelfSpeculativeConfig]):
 
     @classmethod
     def build(cls, config: SelfSpeculativeConfig, target: Target, token_counts: Tensor | None = None) -> Self:
-        config = config.completed(target)
-        for _, name, given, theirs in config.fixed(target):
-            if given != theirs:
-                raise BadInputError(
-                    f"self_speculative: {name} {given} differs from the target's {theirs}; leave it out."
-                )
+        drafter = super().build(config, target, token_counts)
+        drafter.check(target)
+        return drafter
+
+    @classmethod
+    def fitted(cls, config: SelfSpeculativeConfig, target: Target) -> SelfSpeculativeConfig:
+        config = super().fitted(config, target)
         if not 1 <= config.exit_layer <= target.num_layers:
             raise BadInputError(
                 f"self_speculative: exit_layer must be between 1 and the target's {target.num_layers} layers, "
                 f"got {config.exit_layer}."
             )
-        drafter = super().build(config, target, token_counts)
-        drafter.check(target)
-        return drafter
+        return config
 
     def _own_outputs(self) -> list[nn.Linear]:
         return [] if self.lm_head is None else [self.lm_head]

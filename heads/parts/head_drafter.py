@@ -69,15 +69,21 @@ class HeadDrafter(Drafter[C]):
 
     @classmethod
     def build(cls, config: C, target: Target, token_counts: Tensor | None = None) -> Self:
-        config = config.completed(target)
-        for name, _, given, theirs in config.fixed(target):
-            if given != theirs:
-                raise BadInputError(f"{cls.name}: {name} {given} differs from the target's {theirs}; leave it out.")
+        config = cls.fitted(config, target)
         token_ids = draft_vocabulary(config.draft_vocab_size, target.vocab_size, token_counts, cls.name)
         drafter = cls(config)
         drafter.token_ids.copy_(token_ids)
         drafter._copy_output(target)
         return drafter
+
+    @classmethod
+    def fitted(cls, config: C, target: Target) -> C:
+        """Return the config with every open size taken from `target`; raise BadInputError if another is not its own."""
+        config = config.completed(target)
+        for name, _, given, theirs in config.fixed(target):
+            if given != theirs:
+                raise BadInputError(f"{cls.name}: {name} {given} differs from the target's {theirs}; leave it out.")
+        return config
 
     def _own_outputs(self) -> list[nn.Linear]:
         """Return the output embeddings that are trained; [] if the target's is used."""

@@ -189,7 +189,7 @@ def _copy_layers(target: Target, model: PreTrainedModel) -> None:
 
 
 def _require_llama_like(target: Target) -> None:
-    """Raise IncompatibleError unless `_cut` knows every tensor, and every norm does no more than x / rms(x) · weight."""
+    """Raise IncompatibleError unless `_cut` knows every tensor, and every norm is x / rms(x) · weight."""
     strange = next(_strange(target), None)
     if strange is not None:
         raise IncompatibleError(

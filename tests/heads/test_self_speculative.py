@@ -488,7 +488,7 @@ def test_a_refused_draft_that_stayed_would_be_noticed(target, monkeypatch):
         ({"exit_layer": -1}, "exit_layer must be between 1 and the target's 4 layers, got -1"),
         ({"draft_vocab_size": 65}, "draft_vocab_size 65 exceeds the target's vocabulary of 64"),
         ({"draft_vocab_size": 20}, "needs token counts"),
-        ({"hidden_size": 16}, "hidden size 16 differs from the target's 32"),
+        ({"hidden_size": 16}, "hidden_size 16 differs from the target's 32"),
         ({"num_blocks": -1}, "num_blocks must be 0 or more, got -1"),
         ({"loss": "kl"}, "unknown loss 'kl'"),
     ],

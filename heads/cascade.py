@@ -1,19 +1,23 @@
-"""A drafter that drafts for a drafter, and a cheaper one for later depths (CS-Drafting, arXiv 2312.11462; staged decoding, arXiv 2308.04623).
+"""A drafter that drafts for a drafter, and a cheaper one for later depths.
 
-Vertical: a statistical drafter (n-gram, suffix) guesses how the model's own chain goes on. The model reads the last token of its chain and the guesses
-in one pass, and draws its token behind each: while that is the guessed one, the next is drawn from the same pass. Else the
-model's token stands, the rest of the pass is never seen again, and another pass begins. So each token is what the model alone would
-have drawn, with the same distribution; only its passes are fewer.
+(CS-Drafting, arXiv 2312.11462; staged decoding, arXiv 2308.04623.)
 
-Horizontal: the model drafts the first `model_depth` tokens, and from there the statistical drafter goes on to the round's depth, where it
-finds something. What it finds was drawn from a distribution that gives that token all probability, which is what every rule is told.
+Vertical: a statistical drafter (n-gram, suffix) guesses how the model's own chain goes on. The model reads the last
+token of its chain and the guesses in one pass, and draws its token after each: while that is the guessed one, the
+next is drawn from the same pass. Else the model's token stands, the rest of the pass is never seen again, and another
+pass begins. So each token is what the model alone would have drawn, with the same distribution; only its passes are
+fewer.
 
-Shapes: B rows, D tokens drafted, W tokens of one pass, V vocabulary, V' the model's own.
+Horizontal: the model drafts the first `model_depth` tokens, and from there the statistical drafter goes on to the
+round's depth, where it finds something. What it finds was drawn from a distribution that gives that token all
+probability, which is what every rule is told.
+
+Shapes: B rows, D tokens drafted, Q and W tokens of one pass, K taps, H target hidden size, V vocabulary, V' the model's
+own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,10 +25,11 @@ import torch
 from torch import Tensor
 
 from ..ground import BadInputError
-from ..targets import Counts, Target
+from ..targets import Counts, RaggedCache, Target
 from .base import Drafter
-from .fusion import FusionConfig, State, TwoDrafters
-from .session import Choose, Proposal
+from .fusion import FusionConfig, TwoDrafters
+from .parts.nodes import padded
+from .session import ChainSession, Choose, Ended, Proposal, Session, TextSession
 
 # Most guesses of a round that the model reads: its cache has room for so many tokens that may be dead.
 _GUESSES = 64
@@ -35,8 +40,10 @@ class CascadeConfig(FusionConfig):
     """The two drafters, and how they share the work.
 
     Attributes:
-        vertical: the statistical drafter guesses for the model. Needs a model that reads nothing but tokens, such as a draft model.
-        model_depth: up to which depth the model drafts; behind it the statistical drafter does. None: the model drafts all.
+        vertical: the statistical drafter guesses for the model. Needs a model that reads nothing but tokens, such as a
+            draft model.
+        model_depth: up to which depth the model drafts; after it the statistical drafter does. None: the model drafts
+            all.
     """
 
     statistical: dict[str, Any] = field(default_factory=lambda: {"type": "suffix"})
@@ -48,40 +55,41 @@ class CascadeConfig(FusionConfig):
             raise BadInputError(f"cascade: model_depth must be at least 1, got {self.model_depth}.")
         if not self.vertical and self.model_depth is None:
             raise BadInputError(
-                "cascade: the statistical drafter has nothing to do; set vertical, or give a model_depth behind which it goes on."
+                "cascade: the statistical drafter has nothing to do; set vertical, or give a model_depth "
+                "after which it goes on."
             )
 
 
-@dataclass
-class _State(State):
-    """`vocab`: V. `read`: when the model has read each token that it drafted in this round, −1 for never, `[B, D]`; None if in their order, or if there are none."""
+class Cascade(TwoDrafters[CascadeConfig]):
+    """A model, and a drafter without weights that guesses for it, or goes on after it."""
 
-    vocab: int = 0
-    read: Tensor | None = None
-
-
-class Cascade(TwoDrafters):
     name = "cascade"
     config_class = CascadeConfig
-    config: CascadeConfig
 
     def __init__(self, statistical: Drafter, model: Drafter, config: CascadeConfig | None = None):
         super().__init__(statistical, model, config)
         if self.config.vertical and not model.abilities.reads_chains:
             raise BadInputError(
-                f"cascade: {model.name} cannot read guessed tokens in one pass (that needs a draft_model without recurrent layers, whose next token "
-                "depends on tokens alone); set vertical: false and a model_depth, or take another model."
+                f"cascade: {model.name} cannot read guessed tokens in one pass (that needs a draft_model without "
+                "recurrent layers, whose next token depends on tokens alone); set vertical: false and a model_depth, "
+                "or take another model."
             )
 
     @property
     def max_depth(self) -> int | None:
         return self.model.max_depth if self.config.model_depth is None else None
 
-    # ------------------------------------------------------------ decoding
-
-    def open_state(self, target: Target, batch_size: int, max_length: int, spare: int = 0) -> _State:
-        model = self.model.open(target, batch_size, max_length, self._spare)
-        return _State(self.statistical.open(target, batch_size, max_length), model, target.vocab_size)
+    def open(
+        self, target: Target, batch_size: int, max_length: int, spare: int = 0, cache: RaggedCache | None = None
+    ) -> CascadeSession:
+        statistical = self._open_statistical(target, batch_size, max_length)
+        model = self.model.open(target, batch_size, max_length, self._spare, cache)
+        deepest = min((d for d in (self.config.model_depth, self.model.max_depth) if d is not None), default=None)
+        if not self.config.vertical:
+            return CascadeSession(statistical, model, target.vocab_size, deepest)
+        if not isinstance(model, ChainSession):
+            raise TypeError(f"{self.model.name} declares that it reads chains; its session must be a ChainSession.")
+        return GuessedSession(statistical, model, target.vocab_size, deepest)
 
     def state_bytes(self, target: Target, batch_size: int, max_length: int, spare: int = 0) -> int:
         return self.model.state_bytes(target, batch_size, max_length, self._spare)
@@ -90,53 +98,83 @@ class Cascade(TwoDrafters):
     def _spare(self) -> int:
         return _GUESSES if self.config.vertical else 0
 
-    def absorb(
-        self, state: _State, tokens: Tensor, hidden: Tensor | None, counts: Counts, path: Tensor | None = None
-    ) -> None:
-        state.statistical.absorb(tokens, hidden, counts)
-        kept = max(counts.values)  # no more than that: what the model has read of it, it need not read again
-        tokens, hidden = tokens[:, :kept], None if hidden is None else hidden[:, :kept]
-        read, state.read = state.read, None
-        if read is not None and not _has_read(read, counts):
-            state.model.forget()
-            read = None
-        state.model.absorb(tokens, hidden, counts, None if read is None else read[:, : kept - 1])
 
-    def propose(
-        self, state: _State, root: Tensor, depth: int, choose: Choose, ended: Callable[[], bool] | None = None
-    ) -> Proposal:
-        first = min(depth, self.config.model_depth or depth, self.model.max_depth or depth)
-        if self.config.vertical:
-            proposal = self._guessed(state, root, first, choose, ended)
-        else:
-            proposal = state.model.propose(root, first, choose, ended)
+class CascadeSession(Session):
+    """The sessions of both drafters.
+
+    Args:
+        vocab: V.
+        deepest: up to which depth the model drafts; None for any.
+    """
+
+    def __init__(self, statistical: TextSession, model: Session, vocab: int, deepest: int | None):
+        self.statistical, self.model, self.vocab, self.deepest = statistical, model, vocab, deepest
+
+    def absorb(self, tokens: Tensor, hidden: Tensor | None, counts: Counts, path: Tensor | None = None) -> None:
+        self.statistical.absorb(tokens, hidden, counts)
+        kept = max(counts.values)  # no more than that: what the model has read of it, it need not read again
+        self._tell(tokens[:, :kept], None if hidden is None else hidden[:, :kept], counts)
+
+    def _tell(self, tokens: Tensor, hidden: Tensor | None, counts: Counts) -> None:
+        """Let the model absorb this."""
+        self.model.absorb(tokens, hidden, counts)
+
+    def propose(self, root: Tensor, depth: int, choose: Choose, ended: Ended | None = None) -> Proposal:
+        first = depth if self.deepest is None else min(depth, self.deepest)
+        proposal = self._draft(root, first, choose, ended)
         if first == depth or proposal.tokens.shape[1] < first:
             return proposal
-        return self._continued(state, root, proposal.tokens, depth - first, choose)
+        return self._continued(root, proposal.tokens, depth - first, choose)
 
-    def _continued(self, state: _State, root: Tensor, drafts: Tensor, depth: int, choose: Choose) -> Proposal:
-        """The model's `drafts` `[B, D]`, and behind them what the statistical drafter finds."""
-        found = state.statistical.continuations(torch.cat([root[:, None], drafts], 1).tolist(), depth)
-        tokens = _padded(found, root.device)
+    def _draft(self, root: Tensor, depth: int, choose: Choose, ended: Ended | None) -> Proposal:
+        """Return the model's chain."""
+        return self.model.propose(root, depth, choose, ended)
+
+    def _continued(self, root: Tensor, drafts: Tensor, depth: int, choose: Choose) -> Proposal:
+        """Return the model's `drafts` `[B, D]`, and after them what the statistical drafter finds."""
+        found = self.statistical.continuations(torch.cat([root[:, None], drafts], 1).tolist(), depth)
+        tokens = padded(found, root.device)
         for column in tokens.unbind(1):
-            certain = torch.full((len(root), state.vocab), float("-inf"), device=root.device).scatter(
-                1, column[:, None], 0.0
-            )
-            choose(certain, None)
+            nothing = torch.full((len(root), self.vocab), float("-inf"), device=root.device)
+            choose(nothing.scatter(1, column[:, None], 0.0), None)
         lengths = drafts.shape[1] + torch.tensor([len(f) for f in found], device=root.device)
         return Proposal.chain(torch.cat([drafts, tokens], 1), lengths)
 
-    def _guessed(
-        self, state: _State, root: Tensor, depth: int, choose: Choose, ended: Callable[[], bool] | None
-    ) -> Proposal:
-        """The model's chain, in as few passes as the guesses allow."""
+    def select(self, rows: list[int]) -> None:
+        self.statistical.select(rows)
+        self.model.select(rows)
+
+
+class GuessedSession(CascadeSession):
+    """A cascade in which the statistical drafter guesses for the model.
+
+    Attributes:
+        read: when the model has read each token that it drafted in this round, −1 for never, `[B, D]`; None if it has
+            drafted none.
+    """
+
+    model: ChainSession
+
+    def __init__(self, statistical: TextSession, model: ChainSession, vocab: int, deepest: int | None):
+        super().__init__(statistical, model, vocab, deepest)
+        self.read: Tensor | None = None
+
+    def _tell(self, tokens: Tensor, hidden: Tensor | None, counts: Counts) -> None:
+        read, self.read = self.read, None
+        if read is not None and not _has_read(read, counts):
+            self.model.forget()
+            read = None
+        self.model.absorb(tokens, hidden, counts, None if read is None else read[:, : tokens.shape[1] - 1])
+
+    def _draft(self, root: Tensor, depth: int, choose: Choose, ended: Ended | None) -> Proposal:
+        """Return the model's chain, in as few passes as the guesses allow."""
         chains = [_Chain([token]) for token in root.tolist()]
         drafted: list[Tensor] = []
         logits = root.new_zeros(len(root), 0, 0)
         room = _GUESSES
         while len(drafted) < depth and not (drafted and ended is not None and ended()):
             if any(chain.place < 0 for chain in chains):
-                more = self._read(state, chains, logits.shape[1], min(depth - 1 - len(drafted), room), root.device)
+                more = self._read(chains, logits.shape[1], min(depth - 1 - len(drafted), room), root.device)
                 room -= more.shape[1] - 1
                 logits = torch.cat([logits, more], 1) if logits.shape[1] else more
             places = torch.tensor([chain.place for chain in chains], device=root.device)
@@ -144,42 +182,40 @@ class Cascade(TwoDrafters):
             drafted.append(choose(here, self.model.output_ids))
             for chain, token in zip(chains, drafted[-1].tolist(), strict=True):
                 chain.append(token)
-        # Places count from the root, nodes from the token behind it.
-        state.read = torch.tensor([chain.places[1:] for chain in chains], device=root.device) - 1
-        state.read = state.read.clamp(min=-1)
+        # Places count from the root, nodes from the token after it.
+        self.read = torch.tensor([chain.places[1:] for chain in chains], device=root.device) - 1
+        self.read = self.read.clamp(min=-1)
         return Proposal.chain(torch.stack(drafted, 1))
 
-    def _read(self, state: _State, chains: list[_Chain], places: int, most: int, device: torch.device) -> Tensor:
-        """Let the model read, where it has to, the last token of a row's chain and up to `most` guesses behind it; logits `[B, W, V']`.
+    def _read(self, chains: list[_Chain], places: int, most: int, device: torch.device) -> Tensor:
+        """Let the model read the last token of each chain that it has not read, and up to `most` guesses after it.
 
-        `places`: how many tokens it has read in this round.
+        Args:
+            places: how many tokens it has read in this round.
+
+        Returns:
+            logits `[B, W, V']`.
         """
-        guesses = (
-            state.statistical.continuations([chain.tokens for chain in chains], most) if most else [[] for _ in chains]
-        )
-        waiting = [chain.place < 0 for chain in chains]
-        rows = [
-            [chain.tokens[-1], *guess] if waits else [0]
-            for chain, guess, waits in zip(chains, guesses, waiting, strict=True)
-        ]
-        tokens = _padded(rows, device)
-        after = None
-        if places:
-            after = torch.tensor(
-                [chain.places[-2] - 1 if waits else -1 for chain, waits in zip(chains, waiting, strict=True)],
-                device=device,
-            )
-        for chain, row, waits in zip(chains, rows, waiting, strict=True):
+        guesses: list[list[int]] = [[] for _ in chains]
+        if most:
+            guesses = self.statistical.continuations([chain.tokens for chain in chains], most)
+        tokens, after = [], []
+        for chain, guess in zip(chains, guesses, strict=True):
+            waits = chain.place < 0
+            tokens.append([chain.tokens[-1], *guess] if waits else [0])
+            after.append(chain.places[-2] - 1 if waits and places else -1)
             if waits:
-                chain.read(places, row[1:])
-        return state.model.read_chain(tokens, after)
+                chain.read(places, guess)
+        return self.model.read_chain(padded(tokens, device), torch.tensor(after, device=device) if places else None)
 
 
 @dataclass
 class _Chain:
-    """A row's root and drafts, and where the model has read each: places count from the root's in the order of reading, −1 for not read.
+    """A row's root and drafts, and where the model has read each.
 
-    `guesses`: what it has read behind the last token, which nobody has drafted yet.
+    Attributes:
+        places: of each token, counted from the root's in the order of reading; −1 for not read.
+        guesses: what the model has read after the last token, which nobody has drafted yet.
     """
 
     tokens: list[int]
@@ -188,31 +224,23 @@ class _Chain:
 
     @property
     def place(self) -> int:
-        """Of the last token."""
+        """Where the model has read the last token."""
         return self.places[-1]
 
     def read(self, place: int, guesses: list[int]) -> None:
-        """The last token is read at `place`, the guesses behind it."""
+        """Note that the last token is read at `place`, and the guesses after it."""
         self.places[-1], self.guesses = place, guesses
 
     def append(self, token: int) -> None:
-        """The model has drafted `token`."""
+        """Note that the model has drafted `token`."""
         guessed = bool(self.guesses) and self.guesses[0] == token
         self.places.append(self.place + 1 if guessed else -1)
         self.guesses = self.guesses[1:] if guessed else []
         self.tokens.append(token)
 
 
-def _padded(rows: list[list[int]], device: torch.device) -> Tensor:
-    """`[B, W]`, zeros behind the shorter ones."""
-    width = max(map(len, rows))
-    return torch.tensor([row + [0] * (width - len(row)) for row in rows], dtype=torch.long, device=device).reshape(
-        len(rows), width
-    )
-
-
 def _has_read(read: Tensor, counts: Counts) -> bool:
-    """Whether all drafts that are kept, but at most the last, were read by the model."""
+    """Return whether the model has read all drafts that are kept, but at most the last."""
     leading = (read >= 0).cumprod(1).sum(1).tolist()
     return all(
         count - 1 <= known + 1 and count - 1 <= read.shape[1]

@@ -1,10 +1,11 @@
 """A separate small language model as the drafter, distilled from the target (DistillSpec, arXiv 2310.08461).
 
-Models of one tokenizer may pad their vocabularies differently (Qwen2.5: 151,936 entries up to 3B, 152,064 above). A narrower draft model drafts
-its own ids only, a wider one those of the target. Ids that it lacks are padding, which no text holds; should the target write
-one all the same, it reads its last id there: the draft is poor, and the text stays the target's.
+Models of one tokenizer may pad their vocabularies differently (Qwen2.5: 151,936 entries up to 3B, 152,064 above). A
+narrower draft model drafts its own ids only, a wider one those of the target. Ids that it lacks are padding, which no
+text holds; should the target write one all the same, it reads its last id there: the draft is poor, and the text stays
+the target's.
 
-Shapes: B rows, T positions, Q tokens of one pass, V vocabulary, V' the draft model's own.
+Shapes: B rows, T positions, Q tokens of one pass, W nodes read at once, V vocabulary, V' the draft model's own.
 """
 
 from __future__ import annotations
@@ -12,22 +13,20 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from ..ground import BadInputError, IncompatibleError, refuse_unknown_keys
 from ..targets import Counts, Nodes, RaggedCache, Target, load_causal_lm, load_tokenizer, require_same_vocabulary
 from .base import Drafter, DrafterConfig, DrafterLoss, TargetBatch
 from .losses import LossName, acceptance_metrics, ahead, chunked_compare, divergence
 from .parts.model_runner import ModelRunner, runs
-from .parts.nodes import Branches
+from .parts.nodes import Branches, required
 from .parts.pruning import check_names, pruned
-from .session import Abilities
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+from .session import Abilities, ChainSession
 
 
 @dataclass
@@ -35,8 +34,9 @@ class DraftModelConfig(DrafterConfig):
     """How a draft model is made and trained. The saved form is a plain Hugging Face checkpoint.
 
     Attributes:
-        init: `random` makes a new model; `pretrained` starts from the one in `path`; `prune` from what is worth most of the target (see `pruning`).
-            None: `pretrained` if there is a path, else `random`. (A recipe may also give the folder of a saved drafter here; see `train`.)
+        init: `random` makes a new model; `pretrained` starts from the one in `path`; `prune` from what is worth most of
+            the target (see parts/pruning.py). None: `pretrained` if there is a path, else `random`. (A recipe may also
+            give the folder of a saved drafter here; see `train`.)
         path: the model of `init: pretrained`.
         model: fields of the target's config to change, e.g. `{num_hidden_layers: 2}`; with `prune` the sizes to keep.
         loss: see `losses.divergence`.
@@ -58,7 +58,8 @@ class DraftModelConfig(DrafterConfig):
             raise BadInputError(f"draft_model: init must be one of {', '.join(self.init_words)}, found {self.init!r}.")
         if self.init == "pretrained" and (self.path is None or self.model):
             raise BadInputError(
-                "draft_model: init pretrained takes a model as it is: give its folder or Hub id as path, and leave out model."
+                "draft_model: init pretrained takes a model as it is: give its folder or Hub id as path, "
+                "and leave out model."
             )
         if self.init != "pretrained" and self.path is not None:
             raise BadInputError(
@@ -68,35 +69,19 @@ class DraftModelConfig(DrafterConfig):
             check_names(self.model)
 
     @classmethod
-    def from_dict(cls, values: dict[str, Any], where: str = "drafter") -> DrafterConfig:
-        """As of any drafter; `prune: true` of older recipes is `init: prune`."""
+    def from_dict(cls, values: dict[str, Any], where: str = "drafter") -> Self:
+        """Build a config from plain values; `prune: true` of older recipes is `init: prune`."""
         if values.get("prune") in (True, False):
             values = ({"init": "prune"} if values["prune"] else {}) | {k: v for k, v in values.items() if k != "prune"}
         return super().from_dict(values, where)
 
 
-@dataclass
-class _State:
-    """`vocab`: V. `fused`: reads in place of `runner`, behind what is there already, where it can."""
-
-    cache: RaggedCache
-    runner: Target
-    vocab: int
-    fused: ModelRunner | None
-    unread: Tensor | None = None  # [B, P], the last tokens absorbed, which the cache may lack
-    written: int = (
-        0  # entries behind the committed ones: the root and the drafts that were read; 0 since the last `absorb`
-    )
-    branches: Branches | None = None
-
-
-class DraftModel(Drafter):
-    """Wraps any Hugging Face causal LM that shares the target's tokenizer: `DraftModel(model)`."""
+class DraftModel(Drafter[DraftModelConfig]):
+    """Any Hugging Face causal LM that shares the target's tokenizer: `DraftModel(model)`."""
 
     name = "draft_model"
     writes_text = True
     config_class = DraftModelConfig
-    config: DraftModelConfig
 
     def __init__(self, model: PreTrainedModel, config: DraftModelConfig | None = None):
         super().__init__(config or DraftModelConfig())
@@ -105,27 +90,24 @@ class DraftModel(Drafter):
         self._kept: ModelRunner | None = None
 
     @classmethod
-    def build(cls, config: DrafterConfig, target: Target, token_counts: Tensor | None = None) -> DraftModel:
-        assert isinstance(config, DraftModelConfig)
+    def build(cls, config: DraftModelConfig, target: Target, token_counts: Tensor | None = None) -> Self:
         if config.path is not None:
             _check_tokenizer(config.path, target)
             model: Any = load_causal_lm(config.path, dtype=torch.float32, strict=True)
             return cls(_cut(model, target).requires_grad_(True), config)
         if config.init == "prune":
             return cls(pruned(target, config.model, token_counts), config)
-        from transformers import AutoModelForCausalLM
-
         return cls(AutoModelForCausalLM.from_config(_smaller(target.config, config.model), dtype=torch.float32), config)
 
     @classmethod
-    def from_folder(cls, folder: Path, values: dict[str, Any], target: Target | None) -> DraftModel:
+    def from_folder(cls, folder: Path, values: dict[str, Any], target: Target | None) -> Self:
         if target is not None:
             _check_tokenizer(str(folder), target)
         model = load_causal_lm(str(folder), dtype="auto", strict=True).eval()
         return cls(model if target is None else _cut(model, target))
 
     def save(self, path: str | Path) -> None:
-        """A plain Hugging Face checkpoint: `transformers`, vLLM, SGLang and TGI load it as it is."""
+        """Write a plain Hugging Face checkpoint: `transformers`, vLLM, SGLang and TGI load it as it is."""
         Path(path).mkdir(parents=True, exist_ok=True)
         self.model.save_pretrained(path)
 
@@ -135,12 +117,14 @@ class DraftModel(Drafter):
             differ = f"the draft model's vocabulary has {own} entries, the target's {theirs}"
             if target.tokenizer is None:
                 raise IncompatibleError(
-                    f"{differ}; they must share one tokenizer. Only padding may differ: to show that it does, give the target's tokenizer."
+                    f"{differ}; they must share one tokenizer. Only padding may differ: to show that it does, "
+                    "give the target's tokenizer."
                 )
             highest = max(target.tokenizer.get_vocab().values())
             if highest >= min(own, theirs):
                 raise IncompatibleError(
-                    f"{differ}, and their tokenizer has ids up to {highest}; take a draft model that was made with this tokenizer."
+                    f"{differ}, and their tokenizer has ids up to {highest}; "
+                    "take a draft model that was made with this tokenizer."
                 )
         self._narrower = own < theirs
 
@@ -150,11 +134,12 @@ class DraftModel(Drafter):
         return self.runner
 
     def loss(self, batch: TargetBatch) -> DrafterLoss:
-        """The divergence at every position that predicts a supervised token, of whoever wrote it."""
+        """Return the divergence at every position that predicts a supervised token, whoever wrote it."""
         wanted = batch.supervised[:, 1:]
         own, vocab = Target(self.model), batch.target.vocab_size
         self._narrower = own.vocab_size < vocab
-        hidden = own.forward(self._known(batch.tokens), logits=False).last[:, :-1]
+        tokens = _known(batch.tokens, own) if self._narrower else batch.tokens
+        hidden = own.forward(tokens, logits=False).last[:, :-1]
         result = chunked_compare(
             batch.last[:, :-1][wanted],
             hidden[wanted],
@@ -181,20 +166,24 @@ class DraftModel(Drafter):
             reads_nodes=self.runner.rewinds, fixed_shapes=self.runner.rewinds, reads_chains=self.runner.rewinds
         )
 
-    def open_state(self, target: Target, batch_size: int, max_length: int, spare: int = 0) -> _State:
+    def open(
+        self, target: Target, batch_size: int, max_length: int, spare: int = 0, cache: RaggedCache | None = None
+    ) -> DraftModelSession:
         runner = self.runner
         needed = min(max_length, target.max_context or max_length)
         if runner.max_context is not None and runner.max_context < needed:
             raise BadInputError(
-                f"the draft model was built for {runner.max_context} positions, this generation needs {needed}; shorten it or take another drafter."
+                f"the draft model was built for {runner.max_context} positions, this generation needs {needed}; "
+                "shorten it or take another drafter."
             )
         self._narrower = runner.vocab_size < target.vocab_size
         length = max_length + spare
-        return _State(
-            runner.new_cache(batch_size, length),
+        return DraftModelSession(
             runner,
-            target.vocab_size,
+            runner.new_cache(batch_size, length),
             self._fused(length) if runs(self.model) else None,
+            self.output_ids,
+            target.vocab_size,
         )
 
     def state_bytes(self, target: Target, batch_size: int, max_length: int, spare: int = 0) -> int:
@@ -203,7 +192,7 @@ class DraftModel(Drafter):
         return self.runner.cache_bytes(batch_size, length) + fused
 
     def _fused(self, length: int) -> ModelRunner:
-        """Kept from request to request, until it is too short or the weights have changed."""
+        """Return the runner that is kept from request to request, until it is too short or the weights have changed."""
         self._kept = self._fitting(length) or ModelRunner(self.model, length)
         return self._kept
 
@@ -220,98 +209,120 @@ class DraftModel(Drafter):
         """The first V' where the model is narrower than the target."""
         return torch.arange(self.runner.vocab_size, device=self.runner.device) if self._narrower else None
 
-    def _known(self, tokens: Tensor) -> Tensor:
-        """The tokens with ids that the model has, see the module's docstring."""
-        return tokens.clamp(max=self.runner.vocab_size - 1) if self._narrower else tokens
 
-    def _read(self, state: _State, tokens: Tensor, skip: int = 0, **places: Any) -> Tensor:
-        """Logits behind the tokens `[B, Q]` but the first `skip`, read at these places, `[B, Q − skip, V or V']`."""
-        last = self._last(state, tokens, **places)
-        return (state.fused or state.runner).lm_head(last[:, skip:] if skip else last)[..., : state.vocab]
+class DraftModelSession(ChainSession):
+    """A draft model's cache, and what of the text it has not read yet.
 
-    def _last(self, state: _State, tokens: Tensor, offset: int = 0, nodes: Nodes | None = None) -> Tensor:
-        """The last hidden states of the tokens `[B, Q]` read at these places, `[B, Q, H]`; see `Target.forward`."""
-        tokens, cache = self._known(tokens), state.cache
-        if state.fused is None or (cache.window is None and not cache.longest):  # whole prompts are the library's
-            return state.runner.forward(tokens, cache, logits=False, offset=offset, nodes=nodes).last
-        return state.fused.read(tokens, cache, offset, nodes)
+    Args:
+        runner: the model, as the library runs it.
+        cache: its own.
+        fused: reads in place of `runner` what follows a text, if the model is of a kind that it can run.
+        output_ids: see `DraftModel.output_ids`.
+        vocab: V.
+    """
 
-    def absorb(
-        self, state: _State, tokens: Tensor, hidden: Tensor | None, counts: Counts, path: Tensor | None = None
-    ) -> None:
-        # The cache already holds the root and all drafts that were read: of an accepted path all but, at most, the last.
-        # That one is left for `begin`, so that it costs no pass of its own; where the host may ask, only if it is missing.
+    def __init__(
+        self, runner: Target, cache: RaggedCache, fused: ModelRunner | None, output_ids: Tensor | None, vocab: int
+    ):
+        super().__init__(output_ids)
+        self.runner, self.cache, self.fused, self.vocab = runner, cache, fused, vocab
+        self._start()
+
+    def _start(self) -> None:
+        # [B, P], the last tokens absorbed, which the cache may lack
+        self.unread = torch.zeros(self.cache.batch_size, 0, dtype=torch.long, device=self.runner.device)
+        # Entries after the committed ones: the root and the drafts that were read; 0 since the last `absorb`.
+        self.written = 0
+        self.branches: Branches | None = None
+
+    def reset(self) -> None:
+        super().reset()
+        self._start()
+
+    def absorb(self, tokens: Tensor, hidden: Tensor | None, counts: Counts, path: Tensor | None = None) -> None:
+        # The cache already holds the root and all drafts that were read: of an accepted path all but, at most, the
+        # last. That one is left for `begin`, so that it costs no pass of its own; where the host may ask, only if it
+        # is missing.
         last = tokens.gather(1, counts.tensor[:, None] - 1)
-        if (
-            state.unread is not None and not state.written and tokens.shape[1] == 1
-        ):  # nothing was drafted: the root, which `begin` will read
-            last = torch.cat([state.unread, last], 1)
-        elif state.unread is not None and not state.written:  # another's drafts
-            self._last(state, torch.cat([state.unread, tokens], 1), offset=-state.unread.shape[1])
+        if not self.written and tokens.shape[1] == 1:  # nothing was drafted: the root, which `begin` will read
+            last = torch.cat([self.unread, last], 1)
+        elif not self.written:  # the prompts, or another's drafts
+            self._last(torch.cat([self.unread, tokens], 1), offset=-self.unread.shape[1])
             last = last[:, :0]
         elif path is not None:
-            state.cache.keep(torch.cat([torch.zeros_like(path[:, :1]), torch.where(path < 0, path, path + 1)], 1))
-        elif tokens.shape[1] - state.written > 1:
-            self._last(state, tokens)
+            self.cache.keep(torch.cat([torch.zeros_like(path[:, :1]), torch.where(path < 0, path, path + 1)], 1))
+        elif tokens.shape[1] - self.written > 1:
+            self._last(tokens)
             last = last[:, :0]
-        elif state.cache.window is None and max(counts.values) <= state.written:
+        elif self.cache.window is None and max(counts.values) <= self.written:
             last = last[:, :0]
-        state.cache.advance(counts)
-        state.unread, state.written = last, 0
+        self.cache.advance(counts)
+        self.unread, self.written = last, 0
 
-    def begin(self, state: _State, root: Tensor) -> Tensor:
-        return self._begin(state, root[:, None])[:, 0]
+    def begin(self, root: Tensor) -> Tensor:
+        return self._begin(root[:, None])[:, 0]
 
-    def _begin(self, state: _State, tokens: Tensor) -> Tensor:
-        """Read the root, and what follows it in `tokens` `[B, W]`; logits `[B, W, V]`."""
-        assert state.unread is not None
-        count, width = state.unread.shape[1], tokens.shape[1]
-        logits = self._read(state, torch.cat([state.unread, tokens], 1) if count else tokens, count, offset=-count)
-        state.written, state.branches = width, None
+    def _begin(self, tokens: Tensor) -> Tensor:
+        """Read the root, and what follows it in `tokens` `[B, W]`; return logits `[B, W, V]`."""
+        count, width = self.unread.shape[1], tokens.shape[1]
+        logits = self._read(torch.cat([self.unread, tokens], 1) if count else tokens, count, offset=-count)
+        self.written, self.branches = width, None
         return logits
 
-    def extend(self, state: _State, tokens: Tensor, parents: Tensor | None = None) -> Tensor:
+    def extend(self, tokens: Tensor, parents: Tensor | None = None) -> Tensor:
         nodes = None
         if parents is not None:
-            state.branches = state.branches or Branches(len(tokens), 1, tokens.device)
-            nodes = state.branches.grow(parents)
-        logits = self._read(state, tokens, offset=state.written, nodes=nodes)
-        state.written += tokens.shape[1]
+            self.branches = self.branches or Branches(len(tokens), 1, tokens.device)
+            nodes = self.branches.grow(parents)
+        logits = self._read(tokens, offset=self.written, nodes=nodes)
+        self.written += tokens.shape[1]
         return logits
 
-    def read_chain(self, state: _State, tokens: Tensor, after: Tensor | None = None) -> Tensor:
+    def read_chain(self, tokens: Tensor, after: Tensor | None = None) -> Tensor:
         width = tokens.shape[1]
         if after is None:
-            logits = self._begin(state, tokens)
-            state.branches = Branches(len(tokens), 1, tokens.device)
-            state.branches.grow_chain(torch.full_like(tokens[:, 0], -1), width - 1)
+            logits = self._begin(tokens)
+            self.branches = Branches(len(tokens), 1, tokens.device)
+            self.branches.grow_chain(torch.full_like(tokens[:, 0], -1), width - 1)
             return logits
-        assert state.branches is not None
-        logits = self._read(state, tokens, offset=state.written, nodes=state.branches.grow_chain(after, width))
-        state.written += width
+        branches = required(self.branches, "read_chain: the first chain of a round begins with the root (after=None).")
+        logits = self._read(tokens, offset=self.written, nodes=branches.grow_chain(after, width))
+        self.written += width
         return logits
 
-    def forget(self, state: _State) -> None:
-        state.written = 0
+    def forget(self) -> None:
+        self.written = 0
 
-    def caches(self, state: _State) -> list[RaggedCache]:
-        return [state.cache]
+    def _read(self, tokens: Tensor, skip: int = 0, offset: int = 0, nodes: Nodes | None = None) -> Tensor:
+        """Read the tokens `[B, Q]`; return logits after all but the first `skip`, `[B, Q − skip, V or V']`."""
+        last = self._last(tokens, offset, nodes)
+        return (self.fused or self.runner).lm_head(last[:, skip:] if skip else last)[..., : self.vocab]
 
-    def carried(self, state: _State) -> list[Tensor]:
-        assert state.unread is not None
-        return [state.unread]
+    def _last(self, tokens: Tensor, offset: int = 0, nodes: Nodes | None = None) -> Tensor:
+        """Read the tokens `[B, Q]` at places as `Target.forward` has them; return last hidden states `[B, Q, H]`."""
+        if self.output_ids is not None:  # the model is narrower than the target
+            tokens = _known(tokens, self.runner)
+        if self.fused is None or (self.cache.window is None and not self.cache.longest):  # the library reads prompts
+            return self.runner.forward(tokens, self.cache, logits=False, offset=offset, nodes=nodes).last
+        return self.fused.read(tokens, self.cache, offset, nodes)
 
-    def carry(self, state: _State, tensors: list[Tensor]) -> None:
-        state.unread = tensors[0]
+    def caches(self) -> list[RaggedCache]:
+        return [self.cache]
 
-    def reset(self, state: _State) -> None:
-        super().reset(state)
-        state.unread, state.written, state.branches = None, 0, None
+    def carried(self) -> list[Tensor]:
+        return [self.unread]
 
-    def select(self, state: _State, rows: list[int]) -> None:
-        state.cache.select(rows)
-        if state.unread is not None:
-            state.unread = state.unread[rows]
+    def carry(self, tensors: list[Tensor]) -> None:
+        (self.unread,) = tensors
+
+    def select(self, rows: list[int]) -> None:
+        self.cache.select(rows)
+        self.unread = self.unread[rows]
+
+
+def _known(tokens: Tensor, model: Target) -> Tensor:
+    """Return the tokens with ids that the narrower `model` has, see the module's docstring."""
+    return tokens.clamp(max=model.vocab_size - 1)
 
 
 def _check_tokenizer(path: str, target: Target) -> None:
@@ -325,9 +336,7 @@ def _check_tokenizer(path: str, target: Target) -> None:
 
 
 def _tokenizer_on_hub(name: str) -> Any:
-    """None if there is none, or no way to it: the weights' own error says that better."""
-    from transformers import AutoTokenizer
-
+    """Return the tokenizer; None if there is none, or no way to it: the weights' own error says that better."""
     try:
         return AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError):
@@ -335,9 +344,10 @@ def _tokenizer_on_hub(name: str) -> Any:
 
 
 def _cut(model: Any, target: Target) -> Any:
-    """The model without ids that the target lacks: nothing writes or reads them, and engines want vocabularies of one size.
+    """Return the model without ids that the target lacks: nothing writes or reads them.
 
-    Without a tokenizer nobody knows that they are padding: `check` refuses the model as it is.
+    Engines want vocabularies of one size. Without a tokenizer nobody knows that they are padding: `check` refuses the
+    model as it is.
     """
     if target.tokenizer is not None and model.get_output_embeddings().weight.shape[0] > target.vocab_size:
         model.resize_token_embeddings(target.vocab_size)
@@ -345,7 +355,7 @@ def _cut(model: Any, target: Target) -> Any:
 
 
 def _smaller(config: Any, changes: dict[str, Any]) -> Any:
-    """The target's config with `changes`; head sizes follow the hidden size unless they are given."""
+    """Return the target's config with `changes`; head sizes follow the hidden size unless they are given."""
     values = config.to_dict()
     refuse_unknown_keys(changes, values, "drafter.model")
     values = {

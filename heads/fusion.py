@@ -1,38 +1,43 @@
 """A drafter without weights where the text repeats, a model's drafts elsewhere.
 
-In each round a row proposes what the statistical drafter (n-gram, suffix) found, and the model's tokens where it found nothing: how
-long a match or how good a score is enough, its own `min_match` and `min_score` say. Found tokens are put in the place of the model's
-own choices, so that the model reads them, goes on behind them up to the round's depth, and has read what the target may keep. A batch
-of one row does without the model where something was found; the model reads what was kept later, in one pass.
+In each round a row proposes what the statistical drafter (n-gram, suffix) found, and the model's tokens where it found
+nothing: how long a match or how good a score is enough, its own `min_match` and `min_score` say. Found tokens are put
+in the place of the model's own choices, so that the model reads them, goes on after them up to the round's depth, and
+has read what the target may keep. A batch of one row does without the model where something was found; the model
+reads what was kept later, in one pass.
 
-Found tokens are no samples, so all of a proposal is judged by the rule for candidates: a token x is accepted with probability p(x).
-The model then proposes its most probable tokens. What that costs: at temperature > 0 a token of the model alone would be accepted with
-probability Σ_x min(p, q) under rejection, here with p(argmax q), which is less where both distributions are broad.
+Found tokens are not samples, so all of a proposal is judged by the rule for candidates: a token x is accepted with
+probability p(x). The model then proposes its most probable tokens. What that costs: at temperature > 0 a token of the
+model alone would be accepted with probability Σ_x min(p, q) under rejection, here with p(argmax q), which is less where
+both distributions are broad.
 
-Shapes: B rows, N tokens found, V vocabulary, V' the model's own.
+Shapes: B rows, N tokens found, Q tokens of one pass, K taps, H target hidden size, V vocabulary, V' the model's own.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor
 
 from ..ground import BadInputError
 from ..targets import Counts, RaggedCache, Target
+<<<<<<< HEAD
 from .base import CONFIG, Drafter, DrafterConfig
 from .legacy import LegacySession
 from .session import Abilities, Choose, Proposal
+=======
+from .base import Drafter, DrafterConfig
+from .parts.registry import drafter_config, load_drafter, restore_drafter
+from .parts.weights import CONFIG
+from .session import Abilities, Choose, Ended, Proposal, Session, TextSession
+>>>>>>> sessions
 
 MODEL = "model"
-
-T = TypeVar("T", bound="TwoDrafters")
 
 
 @dataclass
@@ -48,67 +53,64 @@ class FusionConfig(DrafterConfig):
     model: str = MODEL
 
 
-@dataclass
-class State:
-    """The states of both."""
-
-    statistical: Any
-    model: Any
+F = TypeVar("F", bound=FusionConfig)
 
 
-@dataclass
-class _State(State):
-    """`vocab`: V. `unread`: tokens `[1, Q]` and hidden states that the model has not absorbed. `alone`: it drafts nothing in this round."""
-
-    vocab: int = 0
-    alone: bool = False
-    unread: list[tuple[Tensor, Tensor | None]] = field(default_factory=list)
-
-
-class TwoDrafters(Drafter):
-    """A drafter without weights and a model: how both are made, saved, loaded and opened. What they propose together, a subclass says."""
+class TwoDrafters(Drafter[F]):
+    """A drafter without weights and a model: how both are made, saved and loaded. How they draft, a subclass says."""
 
     config_class = FusionConfig
     trainable = False
-    config: FusionConfig
 
-    def __init__(self, statistical: Drafter, model: Drafter, config: FusionConfig | None = None):
+    def __init__(self, statistical: Drafter, model: Drafter, config: F | None = None):
         if statistical.trainable or model.abilities.deterministic:
             raise BadInputError(
                 f"{self.name}: needs a drafter without weights and a model, got {statistical.name} and {model.name}."
             )
         if not statistical.abilities.continues:
             raise BadInputError(
-                f"{self.name}: the model goes on behind a chain, {statistical.name} proposes trees; take ngram, or give suffix a width of 1."
+                f"{self.name}: the model goes on after a chain, {statistical.name} proposes trees; "
+                "take ngram, or give suffix a width of 1."
             )
-        config = config or self.config_class()
+        config = config or self.configured({}, self.name)
         super().__init__(
             replace(config, statistical={"type": statistical.name, **statistical.config.to_dict()}, model=MODEL)
         )
         self.statistical, self.model = statistical, model
 
     @classmethod
-    def build(cls: type[T], config: DrafterConfig, target: Target, token_counts: Tensor | None = None) -> T:
-        from . import load_drafter
-
-        assert isinstance(config, FusionConfig)
-        return cls(
-            _statistical(cls.name, config, target), load_drafter(Path(config.model).expanduser(), target), config
-        )
+    def build(cls, config: F, target: Target, token_counts: Tensor | None = None) -> Self:
+        return cls(cls._statistical(config, target), load_drafter(Path(config.model).expanduser(), target), config)
 
     @classmethod
-    def from_folder(cls: type[T], folder: Path, values: dict[str, Any], target: Target | None) -> T:
-        from . import restore_drafter
+    def from_folder(cls, folder: Path, values: dict[str, Any], target: Target | None) -> Self:
+        config = cls.configured(values, f"{folder / CONFIG}: drafter")
+        return cls(cls._statistical(config, target), restore_drafter(folder / MODEL, target), config)
 
-        config = cls.config_class.from_dict(values, f"{folder / CONFIG}: drafter")
-        assert isinstance(config, FusionConfig)
-        return cls(_statistical(cls.name, config, target), restore_drafter(folder / MODEL, target), config)
+    @classmethod
+    def _statistical(cls, config: F, target: Target | None) -> Drafter:
+        """Make the drafter without weights."""
+        where = f"{cls.name}.statistical"
+        head, settings = drafter_config(config.statistical, where)
+        if head.trainable or issubclass(head, TwoDrafters):
+            raise BadInputError(
+                f"{where}: {head.name!r} is no drafter without weights; take one such as suffix or ngram."
+            )
+        return head(settings)
+
+    def _open_statistical(self, target: Target, batch_size: int, max_length: int) -> TextSession:
+        session = self.statistical.open(target, batch_size, max_length)
+        if not isinstance(session, TextSession):
+            raise TypeError(
+                f"{self.statistical.name} declares that it continues texts; its session must be a TextSession."
+            )
+        return session
 
     def save(self, path: str | Path) -> None:
         """Write config.json, and the model into the folder `model` beside it."""
         folder = Path(path)
         self.model.save(folder / MODEL)
-        (folder / CONFIG).write_text(json.dumps({"drafter_type": self.name, **self.config.to_dict()}, indent=2) + "\n")
+        self.save_config(folder)
 
     def check(self, target: Target) -> None:
         self.statistical.check(target)
@@ -122,83 +124,83 @@ class TwoDrafters(Drafter):
     def max_depth(self) -> int | None:
         return self.model.max_depth
 
-    def open_state(self, target: Target, batch_size: int, max_length: int, spare: int = 0) -> Any:
-        return State(
-            self.statistical.open(target, batch_size, max_length), self.model.open(target, batch_size, max_length)
-        )
-
-    def lend(self, state: Any, cache: RaggedCache) -> None:
-        if isinstance(state.model, LegacySession):
-            self.model.lend(state.model.state, cache)
-
     def state_bytes(self, target: Target, batch_size: int, max_length: int, spare: int = 0) -> int:
         return self.model.state_bytes(target, batch_size, max_length)
 
-    def select(self, state: Any, rows: list[int]) -> None:
-        state.statistical.select(rows)
-        state.model.select(rows)
 
+class Fusion(TwoDrafters[FusionConfig]):
+    """A drafter without weights, and a model where that one finds nothing."""
 
-def _statistical(name: str, config: FusionConfig, target: Target | None) -> Drafter:
-    """The drafter without weights of the drafter `name`."""
-    from . import drafter_config
-
-    head, settings = drafter_config(config.statistical, f"{name}.statistical")
-    if head.trainable or issubclass(head, TwoDrafters):
-        raise BadInputError(
-            f"{name}.statistical: {head.name!r} is no drafter without weights; take one such as suffix or ngram."
-        )
-    return head.build(settings, target)  # type: ignore[arg-type]
-
-
-class Fusion(TwoDrafters):
     name = "fusion"
 
     @property
     def abilities(self) -> Abilities:
         return Abilities(deterministic=True)
 
-    def open_state(self, target: Target, batch_size: int, max_length: int, spare: int = 0) -> _State:
-        return _State(**vars(super().open_state(target, batch_size, max_length)), vocab=target.vocab_size)
+    def open(
+        self, target: Target, batch_size: int, max_length: int, spare: int = 0, cache: RaggedCache | None = None
+    ) -> FusionSession:
+        return FusionSession(
+            self._open_statistical(target, batch_size, max_length),
+            self.model.open(target, batch_size, max_length, cache=cache),
+            target.vocab_size,
+        )
 
-    def absorb(
-        self, state: _State, tokens: Tensor, hidden: Tensor | None, counts: Counts, path: Tensor | None = None
-    ) -> None:
-        state.statistical.absorb(tokens, hidden, counts)
-        if state.alone or state.unread:
+
+class FusionSession(Session):
+    """The sessions of both drafters.
+
+    Attributes:
+        vocab: V.
+        alone: whether the statistical drafter drafts without the model in this round.
+        unread: tokens `[1, Q]` and their hidden states `[1, Q, K, H]` that the model has not absorbed.
+    """
+
+    def __init__(self, statistical: TextSession, model: Session, vocab: int):
+        self.statistical, self.model, self.vocab = statistical, model, vocab
+        self.alone = False
+        self.unread: list[tuple[Tensor, Tensor | None]] = []
+
+    def absorb(self, tokens: Tensor, hidden: Tensor | None, counts: Counts, path: Tensor | None = None) -> None:
+        self.statistical.absorb(tokens, hidden, counts)
+        if self.alone or self.unread:
             kept = counts.values[0]
-            state.unread.append((tokens[:, :kept], None if hidden is None else hidden[:, :kept]))
-            state.alone = False
+            self.unread.append((tokens[:, :kept], None if hidden is None else hidden[:, :kept]))
+            self.alone = False
         else:
-            state.model.absorb(tokens, hidden, counts, path)
+            self.model.absorb(tokens, hidden, counts, path)
 
-    def propose(
-        self, state: _State, root: Tensor, depth: int, choose: Choose, ended: Callable[[], bool] | None = None
-    ) -> Proposal:
-        found = state.statistical.propose(root, depth, choose)
-        # In a batch, rows that fell behind by different numbers of tokens would need room for the most of them behind the longest.
+    def propose(self, root: Tensor, depth: int, choose: Choose, ended: Ended | None = None) -> Proposal:
+        found = self.statistical.propose(root, depth, choose)
+        # Rows of a batch that had left the model out for different numbers of tokens would need room for the most of
+        # them after the longest.
         if len(root) == 1 and found.tokens.shape[1]:
-            state.alone = True
+            self.alone = True
             return found
-        self._catch_up(state)
-        proposal = state.model.propose(root, depth, _with(found, choose, state.vocab), ended)
+        self._catch_up()
+        proposal = self.model.propose(root, depth, _with(found, choose, self.vocab), ended)
         return replace(proposal, deterministic=True)
 
-    def _catch_up(self, state: _State) -> None:
+    def _catch_up(self) -> None:
         """Let the model absorb the rounds in which it drafted nothing."""
-        if not state.unread:
+        if not self.unread:
             return
-        tokens, hidden = zip(*state.unread, strict=True)
+        tokens, hidden = zip(*self.unread, strict=True)
         both = torch.cat(tokens, 1)
         known = [h for h in hidden if h is not None]
-        state.model.absorb(both, torch.cat(known, 1) if known else None, Counts.of([both.shape[1]], both.device))
-        state.unread = []
+        self.model.absorb(both, torch.cat(known, 1) if known else None, Counts.of([both.shape[1]], both.device))
+        self.unread = []
+
+    def select(self, rows: list[int]) -> None:
+        self.statistical.select(rows)
+        self.model.select(rows)
 
 
 def _with(found: Proposal, choose: Choose, vocab: int) -> Choose:
-    """Chooses token by token what was found `[B, N]`; behind it, and in rows where nothing was, as `choose` does.
+    """Return a choice that takes what was found `[B, N]` token by token, and after it what `choose` takes.
 
-    A found token is the choice among logits that give it all probability, so that `choose` knows of it: what follows is processed as behind it.
+    A found token is the choice among logits that give it all probability, so that `choose` knows of it: what follows is
+    processed as after that token.
     """
     steps, lengths = count(), found.lengths
 

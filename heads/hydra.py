@@ -1,10 +1,11 @@
 """Hydra: Medusa's heads made sequential (arXiv 2402.05109, §3).
 
-Head k reads h_t, as Medusa's does, and the embeddings of the k tokens between it and the token it predicts: the root x_{t+1}
-and the drafts x_{t+2} … x_{t+k}. So what is drafted depends on what was drafted before. Training gives it the tokens that
-really followed. The paper's Hydra++ adds a layer of attention over the text, which this one does not have.
+Head k reads h_t, as Medusa's does, and the embeddings of the k tokens between it and the token it predicts: the root
+x_{t+1} and the drafts x_{t+2} … x_{t+k}. So what is drafted depends on what was drafted before. Training gives it the
+tokens that really followed. The paper's Hydra++ adds a layer of attention over the text, which this one does not have.
 
-Shapes: B rows, P supervised positions, W nodes, H hidden size, V' draft vocabulary, K heads.
+Shapes: B rows, P supervised positions, W nodes, H hidden size, V' draft vocabulary, K heads, C tokens that a head
+reads.
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..targets import Target
+from ..targets import RaggedCache, Target
 from .base import TargetBatch
-from .medusa import Medusa, MedusaConfig, State
+from .medusa import HeadsSession, Medusa, MedusaConfig
 
 
 @dataclass
@@ -24,23 +25,15 @@ class HydraConfig(MedusaConfig):
     """Settings of Hydra's heads: those of Medusa's, and one more.
 
     Attributes:
-        norm_embeddings: an RMS norm without weights on each embedding. Many targets' embeddings are much smaller than their last
-            hidden states, and fresh heads take long to hear them.
+        norm_embeddings: an RMS norm without weights on each embedding. Many targets' embeddings are much smaller than
+            their last hidden states, and fresh heads take long to hear them.
     """
 
     norm_embeddings: bool = False
 
 
-@dataclass
-class _State(State):
-    paths: Tensor | None = (
-        None  # [B, 1 + n, K], the tokens on the way to the root and to each node read, both ends included; 0 behind them
-    )
-    passes: int = 0  # of `extend` in this round: no node is deeper
-
-
 class Hydra(Medusa):
-    """Hydra's heads."""
+    """Hydra's heads, which also read the tokens that were drafted before."""
 
     name = "hydra"
     config_class = HydraConfig
@@ -54,63 +47,75 @@ class Hydra(Medusa):
         return self._embedded(batch.target, batch.tokens[rows[:, None], between.clamp(max=batch.tokens.shape[1] - 1)])
 
     def _embedded(self, target: Target, tokens: Tensor) -> Tensor:
-        """Conditions `[..., C · H]` from tokens `[..., C]`."""
+        """Return the conditions `[..., C · H]` that tokens `[..., C]` are."""
         embedded = target.embed(tokens).to(self.head(0).dtype)
         if self.config.norm_embeddings:
             embedded = torch.nn.functional.rms_norm(embedded, embedded.shape[-1:], None, 1e-6)
         return embedded.flatten(-2)
 
-    # ------------------------------------------------------------ decoding
+    def answer(self, target: Target, hidden: Tensor, paths: Tensor, index: int) -> Tensor:
+        """Return what the head at `index` makes of states `[B, H]` and nodes with `paths` `[B, W, K]`: `[B, W, H]`."""
+        hidden = hidden[:, None].expand(-1, paths.shape[1], -1)
+        return self.head(index)(hidden, self._embedded(target, paths[:, :, : index + 1]))
 
-    def open_state(self, target: Target, batch_size: int, max_length: int, spare: int = 0) -> _State:
-        return _State(target)
+    def open(
+        self, target: Target, batch_size: int, max_length: int, spare: int = 0, cache: RaggedCache | None = None
+    ) -> HydraSession:
+        return HydraSession(self, target, batch_size)
 
-    def begin(self, state: State, root: Tensor) -> Tensor:
-        assert isinstance(state, _State)
-        state.paths, state.depths, state.passes = (
-            torch.nn.functional.pad(root[:, None, None], (0, self.config.num_heads - 1)),
-            None,
-            0,
-        )
-        return self.lm_head(0, state.target)(self._outputs(state, state.paths, 0))[:, 0]
 
-    def extend(self, state: State, tokens: Tensor, parents: Tensor | None = None) -> Tensor:
-        assert isinstance(state, _State)
-        assert state.paths is not None
+class HydraSession(HeadsSession):
+    """The tokens on the way to each node of this round.
+
+    Attributes:
+        paths: to the root and to each node read, both ends included, 0 after them, `[B, 1 + n, K]`; n is −1 before a
+            round.
+        passes: of `extend` in this round: no node is deeper.
+    """
+
+    drafter: Hydra
+
+    def __init__(self, drafter: Hydra, target: Target, batch_size: int):
+        super().__init__(drafter, target, batch_size)
+        self.passes = 0
+        self.paths = torch.zeros(batch_size, 0, drafter.config.num_heads, dtype=torch.long, device=target.device)
+
+    def begin(self, root: Tensor) -> Tensor:
+        self.passes, self.depths = 0, None
+        self.paths = torch.nn.functional.pad(root[:, None, None], (0, self.drafter.config.num_heads - 1))
+        return self._logits(0, self._answer(self.paths, 0))[:, 0]
+
+    def extend(self, tokens: Tensor, parents: Tensor | None = None) -> Tensor:
         if parents is None:
-            state.passes = self._checked(state.passes + 1)
-            paths = state.paths[:, -1:].clone()
-            paths[:, :, state.passes] = tokens
-            state.paths = torch.cat([state.paths, paths], 1)
-            return self.lm_head(state.passes, state.target)(self._outputs(state, paths, state.passes))
-        state.passes = min(state.passes + 1, self.config.num_heads - 1)  # each pass reads at most one level deeper
-        depths = self._place(state, parents).clamp(max=state.passes)[:, :, None]
-        paths = state.paths.gather(1, (parents + 1)[:, :, None].expand(-1, -1, state.paths.shape[2])).scatter(
-            2, depths, tokens[:, :, None]
-        )
-        state.paths = torch.cat([state.paths, paths], 1)
-        return self._by_depth(state, paths, depths)
+            self.passes = self._checked(self.passes + 1)
+            paths = self.paths[:, -1:].clone()
+            paths[:, :, self.passes] = tokens
+            self.paths = torch.cat([self.paths, paths], 1)
+            return self._logits(self.passes, self._answer(paths, self.passes))
+        self.passes = min(self.passes + 1, self.drafter.config.num_heads - 1)  # a pass reads at most one level deeper
+        depths = self._place(parents).clamp(max=self.passes)[:, :, None]
+        above = self.paths.gather(1, (parents + 1)[:, :, None].expand(-1, -1, self.paths.shape[2]))
+        paths = above.scatter(2, depths, tokens[:, :, None])
+        self.paths = torch.cat([self.paths, paths], 1)
+        return self._by_depth(paths, depths)
 
-    def _by_depth(self, state: _State, paths: Tensor, depths: Tensor) -> Tensor:
-        """Logits `[B, W, V']` behind nodes of different `depths` `[B, W, 1]`: each head reads all nodes, as the host does not know which is whose."""
-        heads = range(1, state.passes + 1)
-        found = [self._outputs(state, paths, k) for k in heads]
-        if not self.config.share_lm_head:
-            found = [self.lm_head(k, state.target)(x) for k, x in zip(heads, found, strict=True)]
-        chosen = (
-            found[0]
-            if len(found) == 1
-            else torch.stack(found).gather(0, (depths - 1).expand(*depths.shape[:2], found[0].shape[-1])[None])[0]
-        )
-        return self.lm_head(0, state.target)(chosen) if self.config.share_lm_head else chosen
+    def _by_depth(self, paths: Tensor, depths: Tensor) -> Tensor:
+        """Return logits `[B, W, V']` after nodes of different `depths` `[B, W, 1]`.
 
-    def _outputs(self, state: _State, paths: Tensor, index: int) -> Tensor:
-        """What the head at `index` makes of nodes with `paths` `[B, W, K]`: `[B, W, H]`."""
-        assert state.hidden is not None
-        hidden = state.hidden[:, None].expand(-1, paths.shape[1], -1)
-        return self.head(index)(hidden, self._embedded(state.target, paths[:, :, : index + 1]))
+        Each head reads all nodes, as the host does not know which node is whose.
+        """
+        shared, heads = self.drafter.config.share_lm_head, range(1, self.passes + 1)
+        found = [self._answer(paths, k) for k in heads]
+        if not shared:
+            found = [self._logits(k, x) for k, x in zip(heads, found, strict=True)]
+        chosen = found[0]
+        if len(found) > 1:
+            index = (depths - 1).expand(*depths.shape[:2], chosen.shape[-1])
+            chosen = torch.stack(found).gather(0, index[None])[0]
+        return self._logits(0, chosen) if shared else chosen
 
-    def reset(self, state: State) -> None:
-        super().reset(state)
-        assert isinstance(state, _State)
-        state.paths, state.passes = None, 0
+    def _answer(self, paths: Tensor, index: int) -> Tensor:
+        return self.drafter.answer(self.target, self.hidden, paths, index)
+
+    def _logits(self, index: int, answer: Tensor) -> Tensor:
+        return self.drafter.lm_head(index, self.target)(answer)

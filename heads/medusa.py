@@ -1,8 +1,9 @@
-"""Medusa: heads on the target's last hidden state, each of which guesses one token further ahead (Medusa-1, arXiv 2401.10774).
+"""Medusa: heads on the target's last hidden state, each of which guesses one token further ahead (arXiv 2401.10774).
 
-Head k reads h_t, the hidden state that gives the target's own x_{t+1}, and predicts x_{t+1+k}. When a round begins, x_{t+1} is
-the root, which the target has chosen but not processed: depth k of a proposal comes from head k and the last absorbed hidden
-state, whatever was drafted before it. The target stays as it is; in Medusa-2 it learns with the heads, through a LoRA (train/joint.py).
+Head k reads h_t, the hidden state that gives the target's own x_{t+1}, and predicts x_{t+1+k}. When a round begins,
+x_{t+1} is the root, which the target has chosen but not processed: depth k of a proposal comes from head k and the last
+absorbed hidden state, whatever was drafted before it. The target stays as it is (Medusa-1); in Medusa-2 it learns with
+the heads, through a LoRA (train/joint.py).
 
 Shapes: B rows, T positions, P supervised positions, W nodes, H hidden size, V' draft vocabulary, K heads.
 """
@@ -10,17 +11,19 @@ Shapes: B rows, T positions, P supervised positions, W nodes, H hidden size, V' 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 
 from ..ground import BadInputError, IncompatibleError
-from ..targets import Counts, Target
+from ..targets import Counts, RaggedCache, Target
 from .base import DrafterLoss, TargetBatch
 from .losses import LossName, chunked_compare, divergence, metrics_by_depth
 from .parts.head_drafter import HeadConfig, HeadDrafter
-from .session import Abilities
+from .parts.nodes import required
+from .session import Abilities, NodeSession
 
 
 @dataclass
@@ -68,7 +71,11 @@ class Block(nn.Module):
 
 
 class Head(nn.Module):
-    """Residual blocks, of which the first reads `conditions` vectors beside the hidden state, and an output embedding if it has one of its own."""
+    """Residual blocks, and an output embedding if it has one of its own.
+
+    Args:
+        conditions: how many vectors the first block reads beside the hidden state.
+    """
 
     def __init__(self, config: MedusaConfig, conditions: int = 0):
         super().__init__()
@@ -79,7 +86,7 @@ class Head(nn.Module):
         )
 
     def forward(self, hidden: Tensor, conditions: Tensor | None = None) -> Tensor:
-        """What the output embedding reads, `[..., H]`, from hidden states `[..., H]` and conditions `[..., C · H]`."""
+        """Return what the output embedding reads, `[..., H]`, from states `[..., H]` and conditions `[..., C · H]`."""
         x = self.first(hidden.to(self.dtype), conditions)
         for block in self.others:
             x = block(x)
@@ -90,28 +97,19 @@ class Head(nn.Module):
         return self.first.linear.weight.dtype
 
 
-@dataclass
-class State:
-    target: Target
-    hidden: Tensor | None = None  # [B, H], the target's at the last token it has processed
-    logits: list[Tensor] = field(default_factory=list)  # of heads 1, 2, … in this round, [B, V'] each
-    depths: Tensor | None = None  # of the root and of each node of a tree, [B, 1 + n]; None in a chain
-
-
-class Medusa(HeadDrafter):
-    """Medusa's heads."""
+class Medusa(HeadDrafter[MedusaConfig]):
+    """Medusa's heads, which read nothing but the hidden state."""
 
     name = "medusa"
     config_class = MedusaConfig
     trains_target = True
-    config: MedusaConfig
 
     def __init__(self, config: MedusaConfig):
         super().__init__(config)
         self.heads = nn.ModuleList(Head(config, self._conditions(k)) for k in range(config.num_heads))
 
     def _conditions(self, index: int) -> int:
-        """How many vectors the head at `index`, counted from 0, reads beside the hidden state."""
+        """Return how many vectors the head at `index`, counted from 0, reads beside the hidden state."""
         return 0
 
     @property
@@ -129,20 +127,18 @@ class Medusa(HeadDrafter):
         super()._copy_output(target)
 
     def head(self, index: int) -> Head:
-        """Counted from 0: predicts the token `index` + 2 places behind the hidden state it reads."""
-        found = self.heads[index]
-        assert isinstance(found, Head)
-        return found
+        """Return the head at `index`, from 0 on; it predicts the token `index` + 2 places after the state it reads."""
+        return cast(Head, self.heads[index])
 
     def lm_head(self, index: int, target: Target) -> Callable[[Tensor], Tensor]:
-        """The output embedding of the head at `index`: `[..., H]` to logits `[..., V']`, with the target's own scaling."""
+        """Return how the head at `index` makes logits `[..., V']` of outputs `[..., H]`, scaled as the target's."""
         own = self.head(index).lm_head
         return (lambda x: target.lm_head(x, self.output_ids)) if own is None else (lambda x: target.scale(own(x)))
 
     # ------------------------------------------------------------ training
 
     def loss(self, batch: TargetBatch) -> DrafterLoss:
-        """Σ_k decay^(k−1) · Σ_positions loss_k."""
+        """Return Σ_k decay^(k−1) · Σ_positions loss_k."""
         wanted = batch.supervised.clone()
         wanted[:, :2] = False  # the first head's first prediction is x_2
         rows, places = wanted.nonzero(as_tuple=True)
@@ -163,7 +159,11 @@ class Medusa(HeadDrafter):
         return DrafterLoss(result.total, wanted.sum(), metrics_by_depth(result, wanted, here))
 
     def outputs(self, batch: TargetBatch, rows: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
-        """Of each head for the tokens at `places` `[P]` of `rows` `[P]`, which it predicts: `[K, P, H]`; and which of them it can, `[K, P]`."""
+        """Return what the heads make of the tokens at `places` `[P]` of `rows` `[P]`, which they predict.
+
+        Returns:
+            outputs `[K, P, H]`, and which of the tokens each head can predict, `[K, P]`.
+        """
         begins = [places - 2 - k for k in range(self.config.num_heads)]
         found = [
             self.head(k)(batch.last[rows, t.clamp(min=0)], self._given(batch, k, rows, t)) for k, t in enumerate(begins)
@@ -171,7 +171,7 @@ class Medusa(HeadDrafter):
         return torch.stack(found), torch.stack([t >= 0 for t in begins])
 
     def _given(self, batch: TargetBatch, index: int, rows: Tensor, begins: Tensor) -> Tensor | None:
-        """What the head at `index` reads beside the hidden states at `begins` `[P]` of `rows` `[P]`, `[P, C · H]`."""
+        """Return what the head at `index` reads beside the hidden states at `begins` `[P]` of `rows`, `[P, C · H]`."""
         return None
 
     # ------------------------------------------------------------ decoding
@@ -180,61 +180,88 @@ class Medusa(HeadDrafter):
     def abilities(self) -> Abilities:
         return Abilities(reads_nodes=True, fixed_shapes=True)
 
-    def open_state(self, target: Target, batch_size: int, max_length: int, spare: int = 0) -> State:
-        return State(target)
+    def open(
+        self, target: Target, batch_size: int, max_length: int, spare: int = 0, cache: RaggedCache | None = None
+    ) -> HeadsSession:
+        return MedusaSession(self, target, batch_size)
 
-    def absorb(
-        self, state: State, tokens: Tensor, hidden: Tensor | None, counts: Counts, path: Tensor | None = None
-    ) -> None:
-        assert hidden is not None
+
+class HeadsSession(NodeSession):
+    """The last hidden state of each row, and where the nodes of this round's tree stand.
+
+    Attributes:
+        hidden: the target's at the last token it has processed, `[B, H]`; of no size before the first `absorb`.
+        depths: of the root and of each node of a tree, `[B, 1 + n]`; None in a chain.
+    """
+
+    def __init__(self, drafter: Medusa, target: Target, batch_size: int):
+        super().__init__(drafter.output_ids, drafter.max_depth)
+        self.drafter, self.target = drafter, target
+        self.hidden = torch.zeros(batch_size, 0, device=target.device)
+        self.depths: Tensor | None = None
+
+    def absorb(self, tokens: Tensor, hidden: Tensor | None, counts: Counts, path: Tensor | None = None) -> None:
+        hidden = required(hidden, f"{self.drafter.name}: absorb needs the target's hidden states.")
         last = (counts.tensor - 1)[:, None, None].expand(-1, 1, hidden.shape[-1])
-        state.hidden = hidden[:, :, 0].gather(1, last)[:, 0]
+        self.hidden = hidden[:, :, 0].gather(1, last)[:, 0]
 
-    def begin(self, state: State, root: Tensor) -> Tensor:
-        state.logits, state.depths = [], None
-        return self._next(state)
-
-    def extend(self, state: State, tokens: Tensor, parents: Tensor | None = None) -> Tensor:
-        if parents is None:
-            return self._next(state)[:, None]
-        if len(state.logits) < self.config.num_heads:  # each pass reads at most one level deeper
-            self._next(state)
-        depths = self._place(state, parents)
-        known = torch.stack(state.logits, 1)
-        return known.gather(1, depths.clamp(max=len(state.logits) - 1)[:, :, None].expand(-1, -1, known.shape[2]))
-
-    def _next(self, state: State) -> Tensor:
-        """Logits `[B, V']` of the next head."""
-        assert state.hidden is not None
-        index = self._checked(len(state.logits))
-        state.logits.append(self.lm_head(index, state.target)(self.head(index)(state.hidden)))
-        return state.logits[-1]
+    def _place(self, parents: Tensor) -> Tensor:
+        """Note nodes below `parents` `[B, W]`; return their depths, 1 for a child of the root."""
+        if self.depths is None:
+            self.depths = torch.zeros_like(parents[:, :1])
+        depths = self.depths.gather(1, parents + 1) + 1
+        self.depths = torch.cat([self.depths, depths], 1)
+        return depths
 
     def _checked(self, index: int) -> int:
-        if index >= self.config.num_heads:
+        """Return `index` if there is such a head."""
+        count = self.drafter.config.num_heads
+        if index >= count:
             raise BadInputError(
-                f"this {self.name} drafter has {self.config.num_heads} heads, so it drafts no deeper than that; lower the depth."
+                f"this {self.drafter.name} drafter has {count} heads, so it drafts no deeper than that; "
+                "lower the depth."
             )
         return index
 
-    def _place(self, state: State, parents: Tensor) -> Tensor:
-        """Note nodes below `parents` `[B, W]`; their depths, 1 for a child of the root."""
-        if state.depths is None:
-            state.depths = torch.zeros_like(parents[:, :1])
-        depths = state.depths.gather(1, parents + 1) + 1
-        state.depths = torch.cat([state.depths, depths], 1)
-        return depths
+    def carried(self) -> list[Tensor]:
+        return [self.hidden]
 
-    def carried(self, state: State) -> list[Tensor]:
-        assert state.hidden is not None
-        return [state.hidden]
+    def carry(self, tensors: list[Tensor]) -> None:
+        (self.hidden,) = tensors
 
-    def carry(self, state: State, tensors: list[Tensor]) -> None:
-        state.hidden = tensors[0]
+    def reset(self) -> None:
+        self.hidden, self.depths = self.hidden[:, :0], None
 
-    def reset(self, state: State) -> None:
-        state.hidden, state.logits, state.depths = None, [], None
+    def select(self, rows: list[int]) -> None:
+        self.hidden = self.hidden[rows]
 
-    def select(self, state: State, rows: list[int]) -> None:
-        if state.hidden is not None:
-            state.hidden = state.hidden[rows]
+
+class MedusaSession(HeadsSession):
+    """What each head has said in this round: depth k is answered by head k, whatever was drafted before.
+
+    Attributes:
+        logits: of heads 1, 2, … in this round, `[B, V']` each.
+    """
+
+    def __init__(self, drafter: Medusa, target: Target, batch_size: int):
+        super().__init__(drafter, target, batch_size)
+        self.logits: list[Tensor] = []
+
+    def begin(self, root: Tensor) -> Tensor:
+        self.logits, self.depths = [], None
+        return self._next()
+
+    def extend(self, tokens: Tensor, parents: Tensor | None = None) -> Tensor:
+        if parents is None:
+            return self._next()[:, None]
+        if len(self.logits) < self.drafter.config.num_heads:  # each pass reads at most one level deeper
+            self._next()
+        depths = self._place(parents)
+        known = torch.stack(self.logits, 1)
+        return known.gather(1, depths.clamp(max=len(self.logits) - 1)[:, :, None].expand(-1, -1, known.shape[2]))
+
+    def _next(self) -> Tensor:
+        """Return logits `[B, V']` of the next head."""
+        index = self._checked(len(self.logits))
+        self.logits.append(self.drafter.lm_head(index, self.target)(self.drafter.head(index)(self.hidden)))
+        return self.logits[-1]

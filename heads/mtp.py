@@ -1,43 +1,52 @@
-"""Multi-token prediction: modules that carry the target's last hidden state one token further each (DeepSeek-V3, arXiv 2412.19437, §2.2).
+"""Multi-token prediction: modules that carry the target's last hidden state one token further each.
 
-Module k reads h_i^{k−1} and the token x_{i+k} that followed, and its output h_i^k predicts x_{i+k+1} through the target's own output
-embedding:
+(DeepSeek-V3, arXiv 2412.19437, §2.2.) Module k reads h_i^{k−1} and the token x_{i+k} that followed, and its output
+h_i^k predicts x_{i+k+1} through the target's own output embedding:
 
     h_i^k = Block_k(W_k [RMSNorm(Emb(x_{i+k})); RMSNorm(h_i^{k−1})]),    h_i^0 the target's, after its final norm.
 
-The block is a layer of the target's own architecture, so that modules that come with a target's checkpoint fit (see `mtp_native`). Either
-D modules draft D tokens, or one module reads its own outputs again (`recursive`; FastMTP, arXiv 2509.18362) and drafts as many as asked for.
+The block is a layer of the target's own architecture (parts/target_layer.py), so that modules that come with a target's
+checkpoint fit (parts/mtp_checkpoint.py). Either D modules draft D tokens, or one module reads its own outputs again
+(`recursive`; FastMTP, arXiv 2509.18362) and drafts as many as asked for.
 
-Written by the place p = i + k of the token: reading x_p, module k takes what module k−1 made of x_{p−1}, and all predict x_{p+1}. So all modules
-read every committed token; of a draft those that can: the target has no hidden state behind it, so module 1 cannot, and behind
-the next draft module 2 cannot. In the recursive form, step 1 reads committed tokens, later steps drafts; the one cache keeps of step 1 everything
-and of later steps what this path drafted. Training unrolls exactly that, as for EAGLE-3.
+Written by the place p = i + k of the token: reading x_p, module k takes what module k−1 made of x_{p−1}, and all
+predict x_{p+1}. So all modules read every committed token; of a draft those that can: the target has no hidden state
+after it, so module 1 cannot, and after the next draft module 2 cannot. In the recursive form, step 1 reads committed
+tokens, later steps drafts; the one cache keeps of step 1 everything and of later steps what this path drafted.
+Training unrolls exactly that, as for EAGLE-3.
 
-Shapes: B rows, T positions, Q tokens of one pass, P supervised positions, W nodes, H hidden size, V' draft vocabulary, D modules, S steps.
+Shapes: B rows, T positions, Q tokens of one pass, P supervised positions, W nodes, H hidden size, V' draft vocabulary,
+D modules, S steps.
 """
 
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModel, DynamicCache
+from transformers import DynamicCache
 
+<<<<<<< HEAD
 from ..ground import BadInputError, IncompatibleError, refuse_unknown_keys
 from ..ground.libraries import LIBRARY_ERRORS, reason
 from ..targets import Backbone, Counts, Nodes, RaggedCache, Target
+=======
+from ..ground import BadInputError
+from ..targets import Counts, Nodes, RaggedCache, Target
+>>>>>>> sessions
 from ..targets.sketch import sketching
-from .base import DrafterConfig, DrafterLoss, TargetBatch
+from .base import DrafterLoss, TargetBatch
 from .losses import LossName, chunked_compare, divergence, metrics_by_depth
 from .parts.head_drafter import HeadConfig, HeadDrafter
-from .parts.nodes import Branches, gathered, joined
-from .session import Abilities
+from .parts.mtp_checkpoint import load_native
+from .parts.nodes import Branches, Unread, gathered, required
+from .parts.target_layer import layer_values, plain_body
+from .session import Abilities, NodeSession
 
 
 @dataclass
@@ -51,13 +60,14 @@ class MtpConfig(HeadConfig):
         decay: depth k weighs decay^(k−1) / Σ. 0.6 is FastMTP's, 1.0 DeepSeek-V3's.
         loss: see `losses.divergence`. Both papers' is hard_ce, against the token that followed.
         draft_vocab_size: the most frequent training tokens kept as outputs; 0 for all.
-        norm_output: the next module, or step, reads the normed output, as in `transformers` and Megatron; False: the layer's own (vLLM's DeepSeek).
+        norm_output: the next module, or step, reads the normed output, as in `transformers` and Megatron; False: the
+            layer's own (vLLM's DeepSeek).
         hidden_first: the projection reads [hidden; embedding] instead of [embedding; hidden] (MiMo).
-        init: `random` makes new modules; `native` starts from those of a checkpoint (see `mtp_native`). (A recipe may also give the folder of a
-            saved drafter here; see `train`.)
+        init: `random` makes new modules; `native` starts from those of a checkpoint (see parts/mtp_checkpoint.py). (A
+            recipe may also give the folder of a saved drafter here; see `train`.)
         path: the checkpoint of `init: native`; None for the target's own.
-        layer: fields of the target's config to change for the modules' layer, e.g. `{intermediate_size: 512}`. Its attention is full, its
-            experts are those of the target's last layer.
+        layer: fields of the target's config to change for the modules' layer, e.g. `{intermediate_size: 512}`. Its
+            attention is full, its experts are those of the target's last layer.
     """
 
     init_words: ClassVar[tuple[str, ...]] = ("random", "native")
@@ -86,7 +96,8 @@ class MtpConfig(HeadConfig):
             raise BadInputError(f"mtp: decay must be above 0, got {self.decay}.")
         if self.recursive and self.depth > 1:
             raise BadInputError(
-                f"mtp: one module is applied recursively, found depth {self.depth}; set recursive to false, or leave out depth."
+                f"mtp: one module is applied recursively, found depth {self.depth}; "
+                "set recursive to false, or leave out depth."
             )
         if self.init not in self.init_words:
             raise BadInputError(f"mtp: init must be one of {', '.join(self.init_words)}, found {self.init!r}.")
@@ -94,9 +105,8 @@ class MtpConfig(HeadConfig):
             raise BadInputError("mtp: only init native starts from a path; leave out path, or set init to native.")
 
     def sizes(self, target: Target) -> dict[str, Any]:
-        return super().sizes(target) | {
-            "layer": self.layer if "model_type" in self.layer else _layer_values(target, self.layer)
-        }
+        whole = "model_type" in self.layer
+        return super().sizes(target) | {"layer": self.layer if whole else layer_values(target, self.layer)}
 
     @property
     def num_outputs(self) -> int:
@@ -104,93 +114,16 @@ class MtpConfig(HeadConfig):
         return self.steps if self.recursive else self.depth
 
 
-# A module's layer is the last of the target, with full attention; what says where experts begin is counted from the first.
-_ALONE: dict[str, Any] = {
-    "num_hidden_layers": 1,
-    "vocab_size": 1,
-    "pad_token_id": None,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "layer_types": ["full_attention"],
-    "sliding_window": None,
-    "use_sliding_window": False,
-    "first_k_dense_replace": 0,
-    "mlp_only_layers": [],
-    "decoder_sparse_step": 1,
-    "num_mtp_layers": 0,
-    "num_nextn_predict_layers": 0,
-    "mtp_num_hidden_layers": 0,
-}
-# How it is computed is no part of what it is; such a setting may even name code of the Hub.
-_NOT_OF_A_LAYER = (
-    "model_type",
-    "attn_implementation",
-    "_attn_implementation",
-    "experts_implementation",
-    "_experts_implementation",
-)
-_OF_A_CHECKPOINT = (
-    "architectures",
-    "dtype",
-    "torch_dtype",
-    "quantization_config",
-    "auto_map",
-    "transformers_version",
-    "_name_or_path",
-)
-
-
-def _layer_values(target: Target, changes: dict[str, Any]) -> dict[str, Any]:
-    """The config of a model of one layer like the target's last, as config.json has it."""
-    values = target.config.to_dict()
-    refuse_unknown_keys(changes, values, "drafter.layer")
-    values = {k: v for k, v in values.items() if k not in _OF_A_CHECKPOINT}
-    values |= {k: v[-1:] for k, v in values.items() if isinstance(v, list) and len(v) == target.num_layers}
-    values |= {k: v for k, v in _ALONE.items() if values.get(k) is not None}
-    try:
-        made = type(target.config)(**(values | changes))
-    except LIBRARY_ERRORS as error:
-        raise BadInputError(f"drafter.layer: {reason(error)}") from error
-    saved = json.loads(made.to_json_string(use_diff=True))
-    return {k: v for k, v in saved.items() if k not in _OF_A_CHECKPOINT}
-
-
-def plain_body(values: dict[str, Any]) -> Any:
-    """A `transformers` model of one layer from the config `values`, with an embedding of one token that nobody reads.
-
-    Raises:
-        IncompatibleError: the library does not know this architecture or refuses its settings, or it is not of the kind that MTP modules are made of.
-    """
-    kind = values.get("model_type")
-    if kind is None:
-        raise IncompatibleError(
-            "mtp: the config of a module's layer names no model_type, so nobody knows what it is a layer of."
-        )
-    try:
-        body = AutoModel.from_config(
-            AutoConfig.for_model(kind, **{k: v for k, v in values.items() if k not in _NOT_OF_A_LAYER}),
-            dtype=torch.float32,
-        )
-    except LIBRARY_ERRORS as error:
-        raise IncompatibleError(
-            f"mtp: transformers cannot make a layer of a {kind!r} model ({reason(error)})."
-        ) from error
-    if not isinstance(getattr(body, "norm", None), nn.Module) or not hasattr(body, "layers"):
-        raise IncompatibleError(
-            f"mtp: {type(body).__name__} is not a stack of layers with one norm behind them; take another drafter."
-        )
-    return body
-
-
 class Module(nn.Module):
-    """One MTP module: two norms, a projection, a layer of the target's architecture and the norm that the output embedding reads."""
+    """One MTP module: two norms, a projection, a layer of the target's architecture and the norm of its output."""
 
     def __init__(self, config: MtpConfig):
         super().__init__()
         body = plain_body(config.layer)
         if body.config.hidden_size != config.hidden_size:
             raise BadInputError(
-                f"mtp: a layer of hidden_size {body.config.hidden_size} does not fit the target's {config.hidden_size}; leave it out of layer."
+                f"mtp: a layer of hidden_size {body.config.hidden_size} does not fit the target's "
+                f"{config.hidden_size}; leave it out of layer."
             )
         self.embedding_norm, self.hidden_norm, self.norm = copy.deepcopy(body.norm), copy.deepcopy(body.norm), body.norm
         self.projection = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
@@ -200,17 +133,18 @@ class Module(nn.Module):
         self.hidden_first, self.norm_output = config.hidden_first, config.norm_output
 
     def mixed(self, embedded: Tensor, hidden: Tensor) -> Tensor:
-        """What the layer reads, from embeddings and hidden states `[B, Q, H]`."""
+        """Return what the layer reads, from embeddings and hidden states `[B, Q, H]`."""
         dtype = self.projection.weight.dtype
         parts = [self.embedding_norm(embedded.to(dtype)), self.hidden_norm(hidden.to(dtype))]
         return self.projection(torch.cat(parts[::-1] if self.hidden_first else parts, -1))
 
     def answer(self, output: Tensor) -> tuple[Tensor, Tensor]:
-        """What is handed on, and what the output embedding reads, from the layer's output."""
+        """Return what is handed on, and what the output embedding reads, from the layer's output."""
         normed = self.norm(output)
         return normed if self.norm_output else output, normed
 
 
+<<<<<<< HEAD
 @dataclass
 class _State:
     """Lists are by module.
@@ -234,11 +168,22 @@ class _State:
 
 
 class Mtp(HeadDrafter):
+=======
+class _Runner(Target):
+    """A module's layer as a model that runs on a cache; it is always given what it reads."""
+
+    def _read(self, tokens: Tensor, embeds: Tensor | None = None) -> dict[str, Tensor]:
+        if embeds is None:
+            embeds = torch.zeros(*tokens.shape, self.hidden_size, dtype=self.dtype, device=tokens.device)
+        return {"inputs_embeds": embeds}
+
+
+class Mtp(HeadDrafter[MtpConfig]):
+>>>>>>> sessions
     """MTP modules. Embeddings and the output embedding are the target's."""
 
     name = "mtp"
     config_class = MtpConfig
-    config: MtpConfig
 
     def __init__(self, config: MtpConfig):
         super().__init__(config)
@@ -249,39 +194,39 @@ class Mtp(HeadDrafter):
         return None if self.config.recursive else self.config.depth
 
     @classmethod
-    def build(cls, config: DrafterConfig, target: Target, token_counts: Tensor | None = None) -> Self:
+    def build(cls, config: MtpConfig, target: Target, token_counts: Tensor | None = None) -> Self:
         drafter = super().build(config, target, token_counts)
-        if drafter.config.init == "native":
-            from .parts.mtp_native import load_native
-
+        if config.init == "native":
             if not sketching():  # what has no contents is planned with, and asks for no checkpoint
-                load_native(drafter, target, drafter.config.path)
+                drafter._load_native(target)
             drafter.config.path = None  # where its weights once came from is no part of what it is
         return drafter
 
+    def _load_native(self, target: Target) -> None:
+        if self.config.hidden_first:
+            raise BadInputError("mtp: native modules project [embedding; hidden]; leave out hidden_first.")
+        load_native(list(self.parts), self.config.layer, target, self.config.path)
+
     def module(self, index: int) -> Module:
-        """Counted from 0."""
-        found = self.parts[index]
-        assert isinstance(found, Module)
-        return found
+        """Return the module at `index`, counted from 0."""
+        return cast(Module, self.parts[index])
 
     def lm_head(self, target: Target) -> Callable[[Tensor], Tensor]:
-        """Normed outputs `[..., H]` to logits `[..., V']`: the target's own output embedding."""
+        """Return the target's output embedding, which makes logits `[..., V']` of normed outputs `[..., H]`."""
         return lambda normed: target.lm_head(normed, self.output_ids)
 
     # ------------------------------------------------------------ training
 
     def loss(self, batch: TargetBatch) -> DrafterLoss:
-        """Σ_k decay^(k−1) / Σ_j decay^(j−1) · Σ_positions loss_k."""
+        """Return Σ_k decay^(k−1) / Σ_j decay^(j−1) · Σ_positions loss_k."""
         wanted = batch.supervised.clone()
         wanted[:, :2] = False  # the first module's first prediction is x_2
         rows, places = wanted.nonzero(as_tuple=True)
         count = self.config.num_outputs
         begin = (wanted.int().argmax(1) - 1 - count).clamp(min=0)
         outputs = self.unroll(batch.target, batch.tokens, batch.last, begin)
-        index = (
-            places - 2 - begin[rows] - torch.arange(count, device=places.device)[:, None]
-        )  # [S, P], of the outputs that predict these tokens
+        # [S, P], of the outputs that predict these tokens
+        index = places - 2 - begin[rows] - torch.arange(count, device=places.device)[:, None]
         here = index >= 0
         weights = self.config.decay ** torch.arange(count, device=places.device)
         result = chunked_compare(
@@ -297,13 +242,14 @@ class Mtp(HeadDrafter):
         return DrafterLoss(result.total, wanted.sum(), metrics_by_depth(result, wanted, here))
 
     def unroll(self, target: Target, tokens: Tensor, last: Tensor, begin: Tensor | None = None) -> list[Tensor]:
-        """Normed outputs of each depth, `[B, T', H]`.
+        """Return the normed outputs of each depth, `[B, T', H]`.
 
-        Index j of row b and depth k (from 1) stands for i = begin[b] + j: it has read the tokens up to x_{i+k} and predicts x_{i+k+1}. Where a row has
-        no such token, it means nothing. `begin` `[B]` is 0 if None.
+        Index j of row b and depth k (from 1) stands for i = begin[b] + j: it has read the tokens up to x_{i+k} and
+        predicts x_{i+k+1}. Where a row has no such token, it means nothing.
 
         Args:
             last: the target's last hidden states, `[B, T, H]`.
+            begin: `[B]`; None for zeros.
         """
         every = torch.arange(tokens.shape[1], device=tokens.device)
         at = every[None] if begin is None else begin[:, None] + every[: len(every) - int(begin.min())]
@@ -319,7 +265,10 @@ class Mtp(HeadDrafter):
         return outputs
 
     def _unroll_one(self, embedded: Tensor, last: Tensor, at: Tensor) -> list[Tensor]:
-        """The recursive form at `at` `[B or 1, T']`: later steps see step 1's entries up to their own, and one entry per step since."""
+        """Unroll the recursive form at `at` `[B or 1, T']`.
+
+        Later steps see step 1's entries up to their own, and one entry per step since.
+        """
         module, every = self.module(0), torch.arange(embedded.shape[1], device=embedded.device)
         cache = DynamicCache()
         arguments: dict[str, Any] = {"position_ids": every[None].expand(len(embedded), -1)}
@@ -345,10 +294,9 @@ class Mtp(HeadDrafter):
         return outputs
 
     def _mask(self, visible: Tensor, dtype: torch.dtype) -> Tensor | dict[str, Tensor]:
-        """Float (bool masks are silently wrong under eager attention), and by kind where the architecture has several."""
-        mask = torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(
-            ~visible, torch.finfo(dtype).min
-        )
+        """Return a float mask (bool ones are silently wrong under eager attention), by kind where there are several."""
+        mask = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
+        mask.masked_fill_(~visible, torch.finfo(dtype).min)
         return {"full_attention": mask} if getattr(self.module(0).body.config, "layer_types", None) else mask
 
     # ------------------------------------------------------------ decoding
@@ -362,138 +310,162 @@ class Mtp(HeadDrafter):
     def abilities(self) -> Abilities:
         return Abilities(reads_nodes=True, fixed_shapes=True)
 
-    def open_state(self, target: Target, batch_size: int, max_length: int, spare: int = 0) -> _State:
-        caches = [runner.new_cache(batch_size, max_length + spare) for runner in self.runners]
-        for k, cache in enumerate(caches):
-            cache.first = k  # x_p is entry p − 1; module k, counted from 0, has none before x_{k+1}
-        weight = self.module(0).projection.weight
-        previous = [
-            torch.zeros(batch_size, 1, self.config.hidden_size, dtype=weight.dtype, device=weight.device)
-            for _ in caches[1:]
-        ]
-        return _State(caches, target, previous)
+    def open(
+        self, target: Target, batch_size: int, max_length: int, spare: int = 0, cache: RaggedCache | None = None
+    ) -> MtpSession:
+        return MtpSession(self, target, batch_size, max_length + spare)
 
     def state_bytes(self, target: Target, batch_size: int, max_length: int, spare: int = 0) -> int:
-        handed_on = (
-            (self.config.depth - 1)
-            * batch_size
-            * self.config.hidden_size
-            * self.module(0).projection.weight.dtype.itemsize
-        )
+        item = self.module(0).projection.weight.dtype.itemsize
+        handed_on = (self.config.depth - 1) * batch_size * self.config.hidden_size * item
         return handed_on + sum(runner.cache_bytes(batch_size, max_length + spare) for runner in self.runners)
 
-    def absorb(
-        self, state: _State, tokens: Tensor, hidden: Tensor | None, counts: Counts, path: Tensor | None = None
-    ) -> None:
-        # The entry of the last hidden state needs the token behind it: `begin` knows that one. It also reads accepted drafts anew:
-        # now there are true hidden states for the first module.
-        assert hidden is not None
-        hidden = hidden[:, :, 0]
-        if state.tokens is not None and state.hidden is not None and state.counts is not None:
-            tokens, hidden = joined(state.tokens, state.counts, tokens), joined(state.hidden, state.counts, hidden)
-            counts = state.counts.plus(counts)
-        state.tokens, state.hidden, state.counts = tokens, hidden, counts
-
-    def begin(self, state: _State, root: Tensor) -> Tensor:
-        assert state.tokens is not None
-        assert state.hidden is not None
-        assert state.counts is not None
-        if state.caches[0].window is None:  # the host may ask how many there are
-            longest = max(state.counts.values)
-            state.tokens, state.hidden = state.tokens[:, :longest], state.hidden[:, :longest]
-        last = (state.counts.tensor - 1)[:, None]
-        embedded = state.target.embed(state.tokens.roll(-1, 1).scatter(1, last, root[:, None]))
-        hidden, answers = state.hidden, []
-        state.outputs = []
-        for k, cache in enumerate(state.caches):
-            output, normed = self._step(state, k, embedded, hidden, 0)
-            cache.advance(state.counts)
-            answers.append(gathered(normed, last))
-            state.outputs.append(gathered(output, last))
-            if k + 1 < len(state.caches):
-                hidden = torch.cat([state.previous[k], output[:, :-1]], 1)
-        state.previous = state.outputs[:-1]
-        state.tokens, state.branches, state.depths, state.passes, state.read = None, None, None, 0, 0
-        return self.lm_head(state.target)(answers[0])[:, 0]
-
-    def extend(self, state: _State, tokens: Tensor, parents: Tensor | None = None) -> Tensor:
-        depth, in_tree = self.config.depth, parents is not None
-        if not self.config.recursive and (state.passes + 1 >= depth if not in_tree else depth == 1):
-            raise BadInputError(
-                f"this mtp drafter has {depth} modules, so it drafts no deeper than that; lower the depth."
-            )
-        state.passes += 1
-        nodes = self._place(state, parents) if parents is not None else None
-        embedded = state.target.embed(tokens)
-        # Module and whose outputs it reads. The first cannot read drafts; in a chain, nor can as many more as were read before.
-        pairs = (
-            [(0, 0)] if self.config.recursive else [(k, k - 1) for k in range(1 if in_tree else state.passes, depth)]
-        )
-        read = state.read
-        befores = [
-            state.outputs[source][:, -1:] if parents is None else gathered(state.outputs[source], parents + 1)
-            for _, source in pairs
-        ]
-        found = []
-        for (index, _), before in zip(pairs, befores, strict=True):
-            output, normed = self._step(state, index, embedded, before, read, nodes)
-            state.outputs[index] = torch.cat([state.outputs[index], output], 1)
-            found.append(normed)
-        state.read += tokens.shape[1]
-        return self.lm_head(state.target)(
-            found[0]
-            if state.depths is None or len(found) == 1
-            else _by_depth(found, state.depths[:, -tokens.shape[1] :])
-        )
-
-    def _place(self, state: _State, parents: Tensor) -> Nodes:
-        """Places of nodes below `parents` `[B, W]`; their depths are noted."""
-        if state.branches is None or state.depths is None:
-            state.branches, state.depths = Branches(len(parents), 0, parents.device), torch.zeros_like(parents[:, :1])
-        state.depths = torch.cat([state.depths, state.depths.gather(1, parents + 1) + 1], 1)
-        return state.branches.grow(parents)
-
-    def _step(
-        self, state: _State, index: int, embedded: Tensor, hidden: Tensor, offset: int, nodes: Nodes | None = None
+    def step(
+        self, index: int, x: tuple[Tensor, Tensor], cache: RaggedCache, offset: int, nodes: Nodes | None = None
     ) -> tuple[Tensor, Tensor]:
-        """A pass of the module at `index`, written behind its committed entries plus `offset`: what is handed on, and normed, `[B, Q, H]`."""
+        """Let the module at `index` read embeddings and hidden states `[B, Q, H]`, written after the committed entries.
+
+        Args:
+            offset: how many entries after the committed ones they are written.
+            nodes: their places in a tree; None for a chain.
+
+        Returns:
+            what is handed on, and that normed, `[B, Q, H]`.
+        """
         module = self.module(index)
+<<<<<<< HEAD
         x = module.mixed(embedded, hidden)
         last, _ = self.runners[index].run(x, state.caches[index], offset=offset, nodes=nodes)
         return module.answer(last)
+=======
+        mixed = module.mixed(*x)
+        runner = self.runners[index]
+        out = runner.forward(mixed[:, :, 0], cache, logits=False, offset=offset, nodes=nodes, embeds=mixed)
+        return module.answer(out.last)
+>>>>>>> sessions
 
-    def caches(self, state: _State) -> list[RaggedCache]:
-        return state.caches
 
-    def carried(self, state: _State) -> list[Tensor]:
-        assert state.tokens is not None
-        assert state.hidden is not None
-        assert state.counts is not None
-        return [state.tokens, state.hidden, state.counts.tensor, *state.previous]
+class MtpSession(NodeSession):
+    """The modules' caches, and what waits for the next token to be read with.
 
-    def carry(self, state: _State, tensors: list[Tensor]) -> None:
-        state.tokens, state.hidden, state.counts, state.previous = (
-            tensors[0],
-            tensors[1],
-            Counts(tensors[2]),
-            tensors[3:],
-        )
+    Lists are by module.
 
-    def reset(self, state: _State) -> None:
-        super().reset(state)
-        state.previous = [torch.zeros_like(before) for before in state.previous]
-        state.tokens = state.hidden = state.counts = state.branches = state.depths = None
-        state.outputs, state.passes, state.read = [], 0, 0
+    Attributes:
+        previous: what each but the last handed on after its last committed entry, `[B, 1, H]`: the next module's next
+            entry reads it.
+        unread: what the modules have not read of what was absorbed; None between `begin` and `absorb`.
+        outputs: handed on after the root and each drafted node of this round, `[B, 1 + n, H]`.
+        passes: of `extend` in this round: no node is deeper.
+        branches: of this round's tree.
+    """
 
-    def select(self, state: _State, rows: list[int]) -> None:
-        for cache in state.caches:
+    def __init__(self, drafter: Mtp, target: Target, batch_size: int, length: int):
+        super().__init__(drafter.output_ids, drafter.max_depth)
+        self.drafter, self.target = drafter, target
+        self._caches = [runner.new_cache(batch_size, length) for runner in drafter.runners]
+        for k, cache in enumerate(self._caches):
+            cache.first = k  # x_p is entry p − 1; module k, counted from 0, has none before x_{k+1}
+        weight = drafter.module(0).projection.weight
+        empty = torch.zeros(batch_size, 1, drafter.config.hidden_size, dtype=weight.dtype, device=weight.device)
+        self.previous = [empty.clone() for _ in self._caches[1:]]
+        self.unread: Unread | None = None
+        self._begin_round([])
+
+    def _begin_round(self, outputs: list[Tensor]) -> None:
+        self.outputs, self.passes = outputs, 0
+        self.branches: Branches | None = None
+
+    def absorb(self, tokens: Tensor, hidden: Tensor | None, counts: Counts, path: Tensor | None = None) -> None:
+        # The entry of the last hidden state needs the token after it: `begin` knows that one. It also reads accepted
+        # drafts anew: now there are true hidden states for the first module.
+        hidden = required(hidden, "mtp: absorb needs the target's hidden states.")
+        new = Unread(tokens, hidden[:, :, 0], counts)
+        self.unread = new if self.unread is None else self.unread.then(new)
+
+    def begin(self, root: Tensor) -> Tensor:
+        read = required(self.unread, "mtp: nothing was absorbed since the last round.")
+        if self._caches[0].window is None:  # the host may ask how many there are
+            read = read.trimmed()
+        last = (read.counts.tensor - 1)[:, None]
+        embedded = self.target.embed(read.tokens.roll(-1, 1).scatter(1, last, root[:, None]))
+        hidden, answers, outputs = read.hidden, [], []
+        for k, cache in enumerate(self._caches):
+            output, normed = self.drafter.step(k, (embedded, hidden), cache, 0)
+            cache.advance(read.counts)
+            answers.append(gathered(normed, last))
+            outputs.append(gathered(output, last))
+            if k + 1 < len(self._caches):
+                hidden = torch.cat([self.previous[k], output[:, :-1]], 1)
+        self.previous, self.unread = outputs[:-1], None
+        self._begin_round(outputs)
+        return self._logits(answers[0])[:, 0]
+
+    def extend(self, tokens: Tensor, parents: Tensor | None = None) -> Tensor:
+        self.passes += 1
+        readers = self._readers(parents is not None)
+        nodes = None
+        if parents is not None:
+            self.branches = self.branches or Branches(len(tokens), 0, tokens.device)
+            nodes = self.branches.grow(parents)
+        embedded, offset = self.target.embed(tokens), self.outputs[-1].shape[1] - 1
+        before = [self._before(source, parents) for _, source in readers]
+        found = []
+        for (index, _), hidden in zip(readers, before, strict=True):
+            output, normed = self.drafter.step(index, (embedded, hidden), self._caches[index], offset, nodes)
+            self.outputs[index] = torch.cat([self.outputs[index], output], 1)
+            found.append(normed)
+        return self._logits(found[0] if nodes is None or len(found) == 1 else _by_depth(found, nodes.depths))
+
+    def _readers(self, in_tree: bool) -> list[tuple[int, int]]:
+        """Return the modules that read in this pass, each with the one whose outputs it reads.
+
+        The first cannot read drafts; in a chain, nor can as many more as there were passes before.
+        """
+        config = self.drafter.config
+        if config.recursive:
+            return [(0, 0)]
+        first = 1 if in_tree else self.passes
+        if first >= config.depth:
+            raise BadInputError(
+                f"this mtp drafter has {config.depth} modules, so it drafts no deeper than that; lower the depth."
+            )
+        return [(k, k - 1) for k in range(first, config.depth)]
+
+    def _before(self, source: int, parents: Tensor | None) -> Tensor:
+        """Return what the module at `source` handed on before this pass's nodes, `[B, W, H]`."""
+        outputs = self.outputs[source]
+        return outputs[:, -1:] if parents is None else gathered(outputs, parents + 1)
+
+    def _logits(self, normed: Tensor) -> Tensor:
+        return self.drafter.lm_head(self.target)(normed)
+
+    def caches(self) -> list[RaggedCache]:
+        return self._caches
+
+    def carried(self) -> list[Tensor]:
+        return [*required(self.unread, "mtp: nothing was absorbed.").tensors(), *self.previous]
+
+    def carry(self, tensors: list[Tensor]) -> None:
+        self.unread, self.previous = Unread.of(tensors[:3]), tensors[3:]
+
+    def reset(self) -> None:
+        super().reset()
+        self.previous = [torch.zeros_like(before) for before in self.previous]
+        self.unread = None
+        self._begin_round([])
+
+    def select(self, rows: list[int]) -> None:
+        for cache in self._caches:
             cache.select(rows)
-        state.previous = [before[rows] for before in state.previous]
-        if state.tokens is not None and state.hidden is not None and state.counts is not None:
-            state.tokens, state.hidden, state.counts = state.tokens[rows], state.hidden[rows], state.counts.select(rows)
+        self.previous = [before[rows] for before in self.previous]
+        if self.unread is not None:
+            self.unread = self.unread.select(rows)
 
 
 def _by_depth(found: list[Tensor], depths: Tensor) -> Tensor:
-    """Of each node at `depths` `[B, W]`, counted from 1, the entry `[B, W, H]` of the list that its depth picks: the host does not know which is whose."""
-    index = (depths - 1).clamp(max=len(found) - 1)
+    """Return for each node at `depths` `[B, W]` (0 below the root) the entry `[B, W, H]` that its depth picks.
+
+    The host does not know which is whose.
+    """
+    index = depths.clamp(max=len(found) - 1)
     return torch.stack(found).gather(0, index[None, :, :, None].expand(1, *found[0].shape))[0]

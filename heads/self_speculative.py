@@ -1,14 +1,16 @@
-"""The target's own first layers as its drafter, with a trained exit behind them (LayerSkip, arXiv 2404.16710).
+"""The target's own first layers as its drafter, with a trained exit after them (LayerSkip, arXiv 2404.16710).
 
-The first E layers read the entries that the target has in its cache, and write those of the drafts behind them. The verification writes
-the same entries once more, for all layers, so a refused draft leaves nothing behind and there is no second cache, nothing to catch up with.
+The first E layers read the entries that the target has in its cache, and write those of the drafts after them. The
+verification writes the same entries once more, for all layers, so a refused draft leaves nothing and there is no second
+cache, nothing to catch up with.
 
-What is trained stands behind the last layer that is drafted with: x + MLP(norm(x)) for the hidden state x after the target's own final norm, then the
-target's output embedding. LayerSkip trains the target so that its early layers speak; so does a LoRA on it beside the exit (train/joint.py), which
-is then a part of the target, as all of its passes read what the early layers write. Else the target stays as it is.
+What is trained stands after the last layer that is drafted with: x + MLP(norm(x)) for the hidden state x after the
+target's own final norm, then the target's output embedding. LayerSkip trains the target so that its early layers speak;
+so does a LoRA on it beside the exit (train/joint.py), which is then a part of the target, as all of its passes read
+what the early layers write. Else the target stays as it is.
 
-Reusing the drafts' hidden states in the verification, as LayerSkip does, saves only arithmetic: the weights of the early layers are read again
-for the last draft in any case.
+Reusing the drafts' hidden states in the verification, as LayerSkip does, saves only arithmetic: the weights of the
+early layers are read again for the last draft in any case.
 
 Shapes: B rows, T positions, P supervised positions, W nodes, H hidden size, V' draft vocabulary.
 """
@@ -16,6 +18,7 @@ Shapes: B rows, T positions, P supervised positions, W nodes, H hidden size, V' 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Self
 
 import torch
@@ -23,11 +26,11 @@ from torch import Tensor, nn
 
 from ..ground import BadInputError, IncompatibleError
 from ..targets import Counts, RaggedCache, Target
-from .base import DrafterConfig, DrafterLoss, TargetBatch
+from .base import DrafterLoss, TargetBatch
 from .losses import LossName, acceptance_metrics, ahead, chunked_compare, divergence, own_precision
 from .parts.head_drafter import HeadConfig, HeadDrafter
-from .parts.nodes import Branches
-from .session import Abilities
+from .parts.nodes import Branches, required
+from .session import Abilities, NodeSession
 
 
 @dataclass
@@ -35,7 +38,8 @@ class SelfSpeculativeConfig(HeadConfig):
     """Settings of an early exit; zeros mean "as the target".
 
     Attributes:
-        exit_layer: E, how many of the target's first layers draft; 0 for a sixth of them: more are right more often, but each draft costs more than that pays.
+        exit_layer: E, how many of the target's first layers draft; 0 for a sixth of them: more are right more often,
+            but each draft costs more than that pays.
         num_blocks: residual MLPs of the exit.
         intermediate_size: of each of them; 0 for the hidden size.
         share_lm_head: use the target's own output embedding, which is not trained, instead of a copy that is.
@@ -85,29 +89,12 @@ class Block(nn.Module):
         return x + self.down(nn.functional.silu(gate) * up)
 
 
-@dataclass
-class State:
-    """`lent`: whether the cache is the target's, which others keep; else the drafter has one of its own, made for `size` (rows, entries).
-
-    `written`: uncommitted entries: the root and the drafts that were read.
-    """
-
-    target: Target
-    early: Target
-    size: tuple[int, int]
-    cache: RaggedCache | None = None
-    lent: bool = False
-    written: int = 0
-    branches: Branches | None = None
-
-
-class SelfSpeculative(HeadDrafter):
+class SelfSpeculative(HeadDrafter[SelfSpeculativeConfig]):
     """The target's first layers and an exit."""
 
     name = "self_speculative"
     config_class = SelfSpeculativeConfig
     trains_target = True
-    config: SelfSpeculativeConfig
 
     def __init__(self, config: SelfSpeculativeConfig):
         super().__init__(config)
@@ -123,21 +110,20 @@ class SelfSpeculative(HeadDrafter):
         return (self.config.exit_layer,)
 
     @classmethod
-    def build(cls, config: DrafterConfig, target: Target, token_counts: Tensor | None = None) -> Self:
-        assert isinstance(config, SelfSpeculativeConfig)
-        config = config.completed(target)
-        for _, name, given, theirs in config.fixed(target):
-            if given != theirs:
-                raise BadInputError(
-                    f"self_speculative: {name} {given} differs from the target's {theirs}; leave it out."
-                )
-        if not 1 <= config.exit_layer <= target.num_layers:
-            raise BadInputError(
-                f"self_speculative: exit_layer must be between 1 and the target's {target.num_layers} layers, got {config.exit_layer}."
-            )
+    def build(cls, config: SelfSpeculativeConfig, target: Target, token_counts: Tensor | None = None) -> Self:
         drafter = super().build(config, target, token_counts)
         drafter.check(target)
         return drafter
+
+    @classmethod
+    def fitted(cls, config: SelfSpeculativeConfig, target: Target) -> SelfSpeculativeConfig:
+        config = super().fitted(config, target)
+        if not 1 <= config.exit_layer <= target.num_layers:
+            raise BadInputError(
+                f"self_speculative: exit_layer must be between 1 and the target's {target.num_layers} layers, "
+                f"got {config.exit_layer}."
+            )
+        return config
 
     def _own_outputs(self) -> list[nn.Linear]:
         return [] if self.lm_head is None else [self.lm_head]
@@ -145,7 +131,8 @@ class SelfSpeculative(HeadDrafter):
     def _copy_output(self, target: Target) -> None:
         if self.lm_head is not None and target.model.get_output_embeddings().bias is not None:
             raise IncompatibleError(
-                "self_speculative: this target's output embedding has a bias, which a copy of it lacks; set share_lm_head."
+                "self_speculative: this target's output embedding has a bias, which a copy of it lacks; "
+                "set share_lm_head."
             )
         super()._copy_output(target)
 
@@ -154,32 +141,35 @@ class SelfSpeculative(HeadDrafter):
         super().check(target)
         if not target.rewinds:
             raise IncompatibleError(
-                f"{type(target.model).__name__} has recurrent layers, whose states cannot take drafts back, so its first layers cannot draft in its cache; "
-                "take another drafter, such as draft_model or ngram."
+                f"{type(target.model).__name__} has recurrent layers, whose states cannot take drafts back, so its "
+                "first layers cannot draft in its cache; take another drafter, such as draft_model or ngram."
             )
 
     # ------------------------------------------------------------ the exit
 
     def exit(self, hidden: Tensor) -> Tensor:
-        """What the output embedding reads, `[..., H]`, from early hidden states `[..., H]` after the target's final norm."""
+        """Return what the output embedding reads, from early states after the target's final norm, `[..., H]`."""
         x = hidden.to(self.dtype) if self.dtype is not None else hidden
         for block in self.blocks:
             x = block(x)
         return x
 
     def output(self, hidden: Tensor, target: Target) -> Tensor:
-        """Draft logits `[..., V']` from what `exit` gave, with the target's own scaling."""
+        """Return draft logits `[..., V']` from what `exit` gave, with the target's own scaling."""
         return target.lm_head(hidden, self.output_ids) if self.lm_head is None else target.scale(self.lm_head(hidden))
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """Of its weights, if there are any."""
+        """The dtype of its weights, if there are any."""
         return next((weight.dtype for weight in self.parameters()), None)
 
     # ------------------------------------------------------------ training
 
     def loss(self, batch: TargetBatch) -> DrafterLoss:
-        """The divergence at every position that predicts a supervised token. The drafter reads true tokens, and true entries, when it decodes, too."""
+        """Return the divergence at every position that predicts a supervised token.
+
+        When it decodes, too, the drafter reads true tokens and true entries.
+        """
         wanted = batch.supervised[:, 1:]
         count = wanted.sum()
         result = chunked_compare(
@@ -199,9 +189,9 @@ class SelfSpeculative(HeadDrafter):
         return DrafterLoss(result.total, count, metrics)
 
     def _early(self, batch: TargetBatch) -> Tensor:
-        """What layer E gave, after the target's final norm, `[B, T, H]`. The last tap stands behind that norm already."""
-        assert batch.hidden is not None
-        hidden, target = batch.hidden[:, :, 0], batch.target
+        """Return what layer E gave, after the target's final norm, which the last tap has already, `[B, T, H]`."""
+        taps = required(batch.hidden, "self_speculative: the loss needs the target's early hidden states.")
+        hidden, target = taps[:, :, 0], batch.target
         if self.config.exit_layer == target.num_layers:
             return hidden
         with own_precision(hidden.device):
@@ -213,50 +203,64 @@ class SelfSpeculative(HeadDrafter):
     def abilities(self) -> Abilities:
         return Abilities(reads_nodes=True, fixed_shapes=True)
 
-    def open_state(self, target: Target, batch_size: int, max_length: int, spare: int = 0) -> State:
-        return State(target, target.shallow(self.config.exit_layer), (batch_size, max_length + spare))
+    def open(
+        self, target: Target, batch_size: int, max_length: int, spare: int = 0, cache: RaggedCache | None = None
+    ) -> SelfSpeculativeSession:
+        return SelfSpeculativeSession(self, target, (batch_size, max_length + spare), cache)
 
-    def lend(self, state: State, cache: RaggedCache) -> None:
-        state.cache, state.lent = cache, True
 
-    def absorb(
-        self, state: State, tokens: Tensor, hidden: Tensor | None, counts: Counts, path: Tensor | None = None
-    ) -> None:
-        state.written, state.branches = 0, None
-        if state.lent:
-            return
-        state.cache = state.cache or state.early.new_cache(*state.size)
-        state.early.forward(tokens, state.cache, logits=False)
-        state.cache.advance(counts)
+class SelfSpeculativeSession(NodeSession):
+    """The target's first layers, and the cache in which they read and write.
 
-    def begin(self, state: State, root: Tensor) -> Tensor:
-        state.written, state.branches = 0, None
-        return self.extend(state, root[:, None])[:, 0]
+    Args:
+        size: rows and entries of a cache of its own, made when it is first needed, if none is lent.
+        lent: the target's cache, which others keep.
+    """
 
-    def extend(self, state: State, tokens: Tensor, parents: Tensor | None = None) -> Tensor:
-        assert state.cache is not None
+    def __init__(self, drafter: SelfSpeculative, target: Target, size: tuple[int, int], lent: RaggedCache | None):
+        super().__init__(drafter.output_ids)
+        self.drafter, self.target, self.size, self.lent = drafter, target, size, lent
+        self.early = target.shallow(drafter.config.exit_layer)
+        self.written = 0  # uncommitted entries: the root and the drafts that were read
+        self.branches: Branches | None = None
+
+    @cached_property
+    def cache(self) -> RaggedCache:
+        return self.early.new_cache(*self.size) if self.lent is None else self.lent
+
+    def absorb(self, tokens: Tensor, hidden: Tensor | None, counts: Counts, path: Tensor | None = None) -> None:
+        self.written, self.branches = 0, None
+        if self.lent is None:
+            self.early.forward(tokens, self.cache, logits=False)
+            self.cache.advance(counts)
+
+    def begin(self, root: Tensor) -> Tensor:
+        self.written, self.branches = 0, None
+        return self.extend(root[:, None])[:, 0]
+
+    def extend(self, tokens: Tensor, parents: Tensor | None = None) -> Tensor:
         nodes = None
         if parents is not None:
-            state.branches = state.branches or Branches(len(tokens), 1, tokens.device)
-            nodes = state.branches.grow(parents)
-        early = state.early.forward(tokens, state.cache, logits=False, offset=state.written, nodes=nodes).last
-        state.written += tokens.shape[1]
-        return self.output(self.exit(early), state.target)
+            self.branches = self.branches or Branches(len(tokens), 1, tokens.device)
+            nodes = self.branches.grow(parents)
+        early = self.early.forward(tokens, self.cache, logits=False, offset=self.written, nodes=nodes).last
+        self.written += tokens.shape[1]
+        return self.drafter.output(self.drafter.exit(early), self.target)
 
-    def caches(self, state: State) -> list[RaggedCache]:
-        return [] if state.lent or state.cache is None else [state.cache]
+    def caches(self) -> list[RaggedCache]:
+        return [self.cache] if self.lent is None else []
 
-    def carried(self, state: State) -> list[Tensor]:
-        """Nothing: all is in the cache."""
+    def carried(self) -> list[Tensor]:
+        """Return nothing: all is in the cache."""
         return []
 
-    def carry(self, state: State, tensors: list[Tensor]) -> None:
-        pass
+    def carry(self, tensors: list[Tensor]) -> None:
+        """Put nothing back."""
 
-    def reset(self, state: State) -> None:
-        super().reset(state)
-        state.written, state.branches = 0, None
+    def reset(self) -> None:
+        super().reset()
+        self.written, self.branches = 0, None
 
-    def select(self, state: State, rows: list[int]) -> None:
-        for cache in self.caches(state):
+    def select(self, rows: list[int]) -> None:
+        for cache in self.caches():
             cache.select(rows)

@@ -22,7 +22,8 @@ def load_weights(module: nn.Module, folder: Path) -> None:
         weights = load_file(folder / WEIGHTS)
     except (SafetensorError, OSError) as error:
         raise BadInputError(
-            f"{folder / WEIGHTS}: damaged or not a safetensors file ({error}). Copy it again, or take the last good checkpoint."
+            f"{folder / WEIGHTS}: damaged or not a safetensors file ({error}). "
+            "Copy it again, or take the last good checkpoint."
         ) from error
     own = module.state_dict()
     problems = [f"missing {n}" for n in own.keys() - weights.keys()] + [
@@ -39,5 +40,8 @@ def load_weights(module: nn.Module, folder: Path) -> None:
 
 
 def weight_versions(weights: Iterable[Tensor]) -> list[tuple[int, int]]:
-    """Changes when any of the weights is moved or written to. (Those made in inference mode are not counted by torch: only their place is.)"""
+    """Return what changes when any of the weights is moved or written to.
+
+    Torch does not count the writes to weights made in inference mode: of those only the place is known.
+    """
     return [(weight.data_ptr(), 0 if weight.is_inference() else weight._version) for weight in weights]

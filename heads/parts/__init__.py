@@ -1,1 +1,1 @@
-"""Pieces that drafter architectures share: decoder layers, attention in training, passes in decoding, pruning, kernels."""
+"""Pieces that drafter architectures share: decoder layers, attention in training, passes in decoding, kernels."""

@@ -1,11 +1,11 @@
-"""What heads share that fit one target: sizes that are its own, and an output over its vocabulary, or over the frequent part of it.
+"""What heads share that fit one target: sizes that are its own, and an output over its vocabulary or a part of it.
 
 Shapes: H hidden size, V' draft vocabulary.
 """
 
 from __future__ import annotations
 
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ from .vocabulary import draft_vocabulary
 
 
 class HeadConfig(DrafterConfig):
-    """Sizes of a head; zeros mean "as the target". Each head's config says for itself where they stand in config.json."""
+    """Sizes of a head; zeros mean "as the target". Each head's config says where they stand in config.json."""
 
     draft_vocab_size: int
     hidden_size: int
@@ -25,19 +25,17 @@ class HeadConfig(DrafterConfig):
     target_layers: int
 
     def completed(self, target: Target) -> Self:
-        """This config with every open size taken from `target`."""
+        """Return this config with every open size taken from `target`."""
         return type(self)(**(self.to_dict() | self.sizes(target)))
 
     def sizes(self, target: Target) -> dict[str, Any]:
-        """All of them, the open ones as the target's."""
+        """Return all of them, the open ones as the target's."""
         theirs = {name: size for name, _, _, size in self.fixed(target)}
-        return {
-            name: getattr(self, name) or size
-            for name, size in (theirs | {"draft_vocab_size": target.vocab_size}).items()
-        }
+        theirs["draft_vocab_size"] = target.vocab_size
+        return {name: getattr(self, name) or size for name, size in theirs.items()}
 
     def fixed(self, target: Target) -> list[tuple[str, str, int, int]]:
-        """Sizes that must be the target's: the setting, its name in words, what it is here, the target's."""
+        """Return the sizes that must be the target's: setting, its name in words, what it is here, the target's."""
         return [
             ("hidden_size", "hidden size", self.hidden_size, target.hidden_size),
             ("vocab_size", "vocabulary", self.vocab_size, target.vocab_size),
@@ -45,13 +43,18 @@ class HeadConfig(DrafterConfig):
         ]
 
 
-class HeadDrafter(Drafter):
-    """A head on the target's last hidden state, if it does not say otherwise, with the target's output embedding, or copies of it that are trained."""
+C = TypeVar("C", bound=HeadConfig)
 
-    config: HeadConfig
+
+class HeadDrafter(Drafter[C]):
+    """A head on the target's last hidden state, if it does not say otherwise.
+
+    Its output embedding is the target's, or copies of it that are trained.
+    """
+
     token_ids: Tensor  # [V']
 
-    def __init__(self, config: HeadConfig):
+    def __init__(self, config: C):
         super().__init__(config)
         # Target id of each draft token, ascending.
         self.register_buffer("token_ids", torch.arange(config.draft_vocab_size))
@@ -65,20 +68,25 @@ class HeadDrafter(Drafter):
         return None if self.config.draft_vocab_size == self.config.vocab_size else self.token_ids
 
     @classmethod
-    def build(cls, config: DrafterConfig, target: Target, token_counts: Tensor | None = None) -> Self:
-        assert isinstance(config, HeadConfig)
-        config = config.completed(target)
-        for name, _, given, theirs in config.fixed(target):
-            if given != theirs:
-                raise BadInputError(f"{cls.name}: {name} {given} differs from the target's {theirs}; leave it out.")
+    def build(cls, config: C, target: Target, token_counts: Tensor | None = None) -> Self:
+        config = cls.fitted(config, target)
         token_ids = draft_vocabulary(config.draft_vocab_size, target.vocab_size, token_counts, cls.name)
         drafter = cls(config)
         drafter.token_ids.copy_(token_ids)
         drafter._copy_output(target)
         return drafter
 
+    @classmethod
+    def fitted(cls, config: C, target: Target) -> C:
+        """Return the config with every open size taken from `target`; raise BadInputError if another is not its own."""
+        config = config.completed(target)
+        for name, _, given, theirs in config.fixed(target):
+            if given != theirs:
+                raise BadInputError(f"{cls.name}: {name} {given} differs from the target's {theirs}; leave it out.")
+        return config
+
     def _own_outputs(self) -> list[nn.Linear]:
-        """Output embeddings that are trained; [] if the target's is used."""
+        """Return the output embeddings that are trained; [] if the target's is used."""
         return []
 
     @torch.no_grad()

@@ -1,34 +1,24 @@
-"""MTP modules as checkpoints hold them beside their target: read to start from, and written back under the same names.
+"""MTP modules written back as their target's checkpoint holds them (see parts/mtp_checkpoint.py).
 
-Two layouts, N the target's layers (`{layer}` stands for the tensors of a decoder layer of that architecture):
-
-    DeepSeek-V3, GLM-4-MoE     model.layers.{N+k}.{layer}, .enorm, .hnorm, .eh_proj, .shared_head.norm, and copies of the target's
-                               embeddings, .embed_tokens and .shared_head.head
-    Qwen3-Next, Qwen3.5        mtp.layers.0.{layer}, mtp.pre_fc_norm_embedding, mtp.pre_fc_norm_hidden, mtp.fc, mtp.norm
-
-Both project [embedding; hidden], and read the target's hidden state after its final norm (vLLM's and transformers' code agree). `transformers`
-does not load these tensors with the target, and does not save them: the checkpoint must be the published one.
-
-    python -m outrider.heads.parts.mtp_native DRAFTER CHECKPOINT OUT      # safetensors files to put in the place of CHECKPOINT's
+# safetensors files to put in the place of CHECKPOINT's
+python -m outrider.heads.parts.mtp_native DRAFTER CHECKPOINT OUT
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import sys
 import tempfile
-from collections.abc import Collection
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from ...ground import BadInputError, IncompatibleError
+from ...ground import BadInputError, IncompatibleError, OutriderError
 from ...ground.files import replacing
+<<<<<<< HEAD
 from ...targets import Target, embedded_path
 from ...targets.loading import EMBEDDED
 
@@ -288,12 +278,19 @@ def _check_shared(checkpoint: Checkpoint, place: Place, target: Target) -> None:
 
 
 # ------------------------------------------------------------ writing
+=======
+from ..mtp import Mtp
+from .mtp_checkpoint import KEPT, LAYER, SINGLE, Checkpoint, folder_of
+from .registry import load_drafter
+from .target_layer import plain_body
+>>>>>>> sessions
 
 
 def save_native(drafter: Mtp, checkpoint: str, folder: str | Path) -> list[Path]:
-    """Write the safetensors files of `checkpoint` that hold its MTP modules into `folder`, with this drafter's in their place.
+    """Write the files of `checkpoint` that hold its MTP modules into `folder`, with this drafter's in their place.
 
-    Names, shapes, dtypes and whatever else these files hold stay: put them in the place of the originals, beside the same index.
+    They are safetensors files. Names, shapes, dtypes and whatever else they hold stay: put them in the place of the
+    originals, beside the same index.
 
     Returns:
         the files written.
@@ -301,23 +298,18 @@ def save_native(drafter: Mtp, checkpoint: str, folder: str | Path) -> list[Path]
     Raises:
         BadInputError, IncompatibleError: the checkpoint's modules are not of this drafter's kind.
     """
-    from safetensors.torch import load_file
-
     if drafter.config.hidden_first:
         raise IncompatibleError(
             "mtp: native modules project [embedding; hidden]; one that projects [hidden; embedding] has no native form."
         )
-    original = Checkpoint(_place(checkpoint))
+    original = Checkpoint(folder_of(checkpoint))
     new: dict[str, Tensor] = {}
     for k, (place, layer) in enumerate(original.places(drafter.config.target_layers, drafter.config.depth)):
         state = {name: tensor.detach().cpu() for name, tensor in drafter.module(k).state_dict().items()}
         new |= {name: state[ours] for ours, name in place.own.items()}
-        new |= {
-            place.layer + n: t
-            for n, t in _layer_to(
-                drafter.config.layer, state, [n.removeprefix(place.layer) for n in layer], original.path
-            ).items()
-        }
+        names = [n.removeprefix(place.layer) for n in layer]
+        found = _layer_to(drafter.config.layer, state, names, original.path)
+        new |= {place.layer + n: t for n, t in found.items()}
     written = []
     for file in sorted({original.files[name] for name in new}):
         tensors = load_file(original.file(file))
@@ -328,8 +320,8 @@ def save_native(drafter: Mtp, checkpoint: str, folder: str | Path) -> list[Path]
 
 
 def _layer_to(values: dict[str, Any], state: dict[str, Tensor], names: list[str], path: str) -> dict[str, Tensor]:
-    """A layer's tensors under the `names` of a checkpoint, which may hold them stacked as `transformers` does, or one by one."""
-    stacked = {n.removeprefix(_LAYER): t for n, t in state.items() if n.startswith(_LAYER)}
+    """Return a layer's tensors under a checkpoint's `names`: stacked as `transformers` has them, or one by one."""
+    stacked = {n.removeprefix(LAYER): t for n, t in state.items() if n.startswith(LAYER)}
     if stacked.keys() == set(names):
         return stacked
     single = _unstacked(values, stacked)
@@ -342,30 +334,25 @@ def _layer_to(values: dict[str, Any], state: dict[str, Tensor], names: list[str]
 
 
 def _unstacked(values: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """A layer's tensors as `transformers` saves them."""
-    from safetensors.torch import load_file
-
-    from ..mtp import plain_body
-
+    """Return a layer's tensors as `transformers` saves them."""
     body = plain_body(values)
     body.layers[0].load_state_dict(tensors)
     with tempfile.TemporaryDirectory() as folder:
         body.save_pretrained(folder, max_shard_size="1TB")
-        saved = load_file(Path(folder) / _SINGLE)
+        saved = load_file(Path(folder) / SINGLE)
     return {found[1]: t for n, t in saved.items() if (found := re.fullmatch(r"(?:model\.)?layers\.0\.(.+)", n))}
 
 
 def _like(name: str, tensor: Tensor, original: Tensor) -> Tensor:
-    if original.dtype not in _KEPT or tensor.shape != original.shape:
+    if original.dtype not in KEPT or tensor.shape != original.shape:
         raise IncompatibleError(
-            f"mtp: {name} is {tuple(original.shape)} of {original.dtype} in the checkpoint, the drafter's {tuple(tensor.shape)}; it must be that of the same model, unquantised."
+            f"mtp: {name} is {tuple(original.shape)} of {original.dtype} in the checkpoint, the drafter's "
+            f"{tuple(tensor.shape)}; it must be that of the same model, unquantised."
         )
     return tensor.to(original.dtype).contiguous()
 
 
 def _write(tensors: dict[str, Tensor], file: Path) -> Path:
-    from safetensors.torch import save_file
-
     file.parent.mkdir(parents=True, exist_ok=True)
     with replacing(file) as temporary:
         save_file(tensors, temporary, metadata={"format": "pt"})
@@ -373,11 +360,11 @@ def _write(tensors: dict[str, Tensor], file: Path) -> Path:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Write a trained drafter's modules under their native names; returns the exit code (0 fine, 2 bad input, 3 incompatible)."""
-    from ...ground import OutriderError
-    from .. import load_drafter
-    from ..mtp import Mtp
+    """Write a trained drafter's modules under their native names.
 
+    Returns:
+        the exit code: 0 fine, 2 bad input, 3 incompatible.
+    """
     parser = argparse.ArgumentParser(
         prog="python -m outrider.heads.parts.mtp_native", description="Write MTP modules back under their native names."
     )

@@ -53,7 +53,7 @@ def required(value: T | None, missing: str) -> T:
 
 
 @dataclass
-class Pending:
+class Unread:
     """What the target has processed and a head has not: a token is read with the one after it, which `begin` may bring.
 
     Attributes:
@@ -66,29 +66,29 @@ class Pending:
     hidden: Tensor
     counts: Counts
 
-    def then(self, more: Pending) -> Pending:
+    def then(self, more: Unread) -> Unread:
         """Return this run, and after it `more`."""
-        return Pending(
+        return Unread(
             joined(self.tokens, self.counts, more.tokens),
             joined(self.hidden, self.counts, more.hidden),
             self.counts.plus(more.counts),
         )
 
-    def trimmed(self) -> Pending:
+    def trimmed(self) -> Unread:
         """Return it without what is no row's. (The counts are read on the host.)"""
         longest = max(self.counts.values)
-        return Pending(self.tokens[:, :longest], self.hidden[:, :longest], self.counts)
+        return Unread(self.tokens[:, :longest], self.hidden[:, :longest], self.counts)
 
-    def select(self, rows: list[int]) -> Pending:
+    def select(self, rows: list[int]) -> Unread:
         """Return these rows of it."""
-        return Pending(self.tokens[rows], self.hidden[rows], self.counts.select(rows))
+        return Unread(self.tokens[rows], self.hidden[rows], self.counts.select(rows))
 
     def tensors(self) -> list[Tensor]:
-        """Return its tensors, from which `Pending.of` makes it again."""
+        """Return its tensors, from which `Unread.of` makes it again."""
         return [self.tokens, self.hidden, self.counts.tensor]
 
     @classmethod
-    def of(cls, tensors: list[Tensor]) -> Pending:
+    def of(cls, tensors: list[Tensor]) -> Unread:
         """Make one from the tensors of another."""
         tokens, hidden, counts = tensors
         return cls(tokens, hidden, Counts(counts))

@@ -1,10 +1,11 @@
-"""A smaller model cut out of the target: whole layers, attention heads, MLP neurons and hidden dimensions (Minitron, arXiv 2407.14679).
+"""A smaller model cut out of the target: whole layers, attention heads, MLP neurons and hidden dimensions.
 
-What stays is what is worth most on text of the target's own. Layers are taken from models of every architecture; what is cut inside them only
-where every tensor is known: Llama-like ones (Llama, Mistral, Qwen2, Qwen3, SmolLM3, …).
+(Minitron, arXiv 2407.14679.) What stays is what is worth most on text of the target's own. Layers are taken from models
+of every architecture; what is cut inside them only where every tensor is known: Llama-like ones (Llama, Mistral, Qwen2,
+Qwen3, SmolLM3, …).
 
-Shapes: B rows, T tokens, V vocabulary, N layers, H hidden size, I neurons of an MLP, A attention heads, G groups of them that share keys and values,
-D size of a head; a prime marks what stays of them.
+Shapes: B rows, T tokens, V vocabulary, N layers, H hidden size, I neurons of an MLP, A attention heads, G groups of
+them that share keys and values, D size of a head; a prime marks what stays of them.
 """
 
 from __future__ import annotations
@@ -12,16 +13,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ...ground import BadInputError, IncompatibleError
 from ...targets import Counts, Target, decoder_layers
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+from .nodes import required
 
 LAYERS, HIDDEN, NEURONS, HEADS, GROUPS = (
     "num_hidden_layers",
@@ -32,7 +32,8 @@ LAYERS, HIDDEN, NEURONS, HEADS, GROUPS = (
 )
 SIZES = (LAYERS, HIDDEN, NEURONS, HEADS, GROUPS)
 
-# What the axes of a Llama-like layer's weights run over. A norm over hidden dimensions is a case of its own; one within a head is never cut.
+# What the axes of a Llama-like layer's weights run over. A norm over hidden dimensions is a case of its own; one
+# within a head is never cut.
 _PROJECTIONS: dict[str, tuple[str, str]] = {
     "self_attn.q_proj": (HEADS, HIDDEN),
     "self_attn.k_proj": (GROUPS, HIDDEN),
@@ -61,7 +62,7 @@ class Sizes:
 
     @classmethod
     def of(cls, target: Target, model: dict[str, Any]) -> Sizes:
-        """The target's sizes with those that `model` names instead; of heads and their groups either says both.
+        """Return the target's sizes with those that `model` names instead; of heads and their groups either says both.
 
         Raises:
             BadInputError: a name that is no size, a size above the target's, or heads that do not make whole groups.
@@ -72,7 +73,8 @@ class Sizes:
         for name, size in model.items():
             if isinstance(size, bool) or not isinstance(size, int) or not 1 <= size <= own[name]:
                 raise BadInputError(
-                    f"draft_model: init prune needs model.{name} between 1 and the target's {own[name]}, found {size!r}."
+                    f"draft_model: init prune needs model.{name} between 1 and the target's {own[name]}, "
+                    f"found {size!r}."
                 )
         wanted, shared = own | model, own[HEADS] // max(own[GROUPS], 1)
         if HEADS in model:
@@ -81,8 +83,9 @@ class Sizes:
             wanted[HEADS] = model[GROUPS] * shared
         if wanted[HEADS] != wanted[GROUPS] * shared:
             raise BadInputError(
-                f"draft_model: init prune keeps whole groups of the {shared} attention heads that share keys and values: model.{HEADS} must be "
-                f"{shared} times model.{GROUPS} (or leave one of them out), found {wanted[HEADS]} and {model.get(GROUPS, 'none')}."
+                f"draft_model: init prune keeps whole groups of the {shared} attention heads that share keys and "
+                f"values: model.{HEADS} must be {shared} times model.{GROUPS} (or leave one of them out), "
+                f"found {wanted[HEADS]} and {model.get(GROUPS, 'none')}."
             )
         return cls(wanted[LAYERS], wanted[HIDDEN], wanted[NEURONS], wanted[HEADS], wanted[GROUPS])
 
@@ -91,29 +94,30 @@ def check_names(model: dict[str, Any]) -> None:
     """Raise BadInputError unless `model` names sizes, and at least one."""
     if not model or set(model) - set(SIZES):
         raise BadInputError(
-            f"draft_model: init prune takes sizes to keep of the target: give model one or more of {', '.join(SIZES)}, and nothing else; found {model!r}."
+            f"draft_model: init prune takes sizes to keep of the target: give model one or more of {', '.join(SIZES)}, "
+            f"and nothing else; found {model!r}."
         )
 
 
 def chosen_layers(of: int, count: int) -> list[int]:
-    """`count` of `of` layers, evenly from the first to the last: those at the ends do what nothing else does."""
+    """Choose `count` of `of` layers, evenly from the first to the last: those at the ends do what nothing else does."""
     return [round(i * (of - 1) / (count - 1)) for i in range(count)] if count > 1 else [of - 1]
 
 
 @torch.no_grad()
 def pruned(target: Target, model: dict[str, Any], token_counts: Tensor | None = None) -> PreTrainedModel:
-    """A new model of the target's architecture, fp32, with what is worth most of the target's weights.
+    """Make a model of the target's architecture, fp32, with what is worth most of the target's weights.
 
     Args:
         model: sizes to keep, see `Sizes.of`.
-        token_counts: how often each token occurs, `[V]`: what the text that importance is measured on begins with. None: any tokens.
+        token_counts: how often each token occurs, `[V]`: what the text that importance is measured on begins with.
+            None: any tokens.
 
     Raises:
         BadInputError: see `Sizes.of`.
-        IncompatibleError: its layers are of different kinds or not Llama-like, or it carries an adapter that is not merged.
+        IncompatibleError: its layers are of different kinds or not Llama-like, or it carries an adapter that is not
+            merged.
     """
-    from transformers import AutoModelForCausalLM
-
     sizes = Sizes.of(target, model)
     narrower = bool(set(model) - {LAYERS}) and sizes != Sizes.of(target, {LAYERS: sizes.layers})
     if narrower:
@@ -127,7 +131,10 @@ def pruned(target: Target, model: dict[str, Any], token_counts: Tensor | None = 
 
 
 def _config(target: Target, sizes: Sizes, narrower: bool) -> Any:
-    """The target's config with these sizes, and of what it says per layer that of the layers that stay. Heads keep their size."""
+    """Return the target's config with these sizes, and of what it says per layer that of the layers that stay.
+
+    Heads keep their size.
+    """
     values = target.config.to_dict()
     kept = chosen_layers(target.num_layers, sizes.layers)
     for name, value in values.items():
@@ -173,8 +180,8 @@ def _copy_layers(target: Target, model: PreTrainedModel) -> None:
                 parameter.copy_(rest[name])
     except (RuntimeError, KeyError) as error:
         raise IncompatibleError(
-            f"draft_model: the layers of {type(target.model).__name__} cannot be taken over ({str(error).splitlines()[0]}). "
-            "Merge the target's adapter first if it has one, or take init random."
+            f"draft_model: the layers of {type(target.model).__name__} cannot be taken over "
+            f"({str(error).splitlines()[0]}). Merge the target's adapter first if it has one, or take init random."
         ) from error
 
 
@@ -182,17 +189,17 @@ def _copy_layers(target: Target, model: PreTrainedModel) -> None:
 
 
 def _require_llama_like(target: Target) -> None:
-    """Raise IncompatibleError unless every tensor is one that `_cut` knows, and every norm divides by the root mean square and nothing else."""
+    """Raise IncompatibleError unless `_cut` knows every tensor, and every norm is x / rms(x) · weight."""
     strange = next(_strange(target), None)
     if strange is not None:
         raise IncompatibleError(
-            f"draft_model: {type(target.model).__name__} can be pruned by whole layers only: its {strange} is not that of a Llama-like model. "
-            f"Give model.{LAYERS} alone (and merge the target's adapter first if it has one)."
+            f"draft_model: {type(target.model).__name__} can be pruned by whole layers only: its {strange} is not that "
+            f"of a Llama-like model. Give model.{LAYERS} alone (and merge the target's adapter first if it has one)."
         )
 
 
 def _strange(target: Target) -> Iterator[str]:
-    """Names of what a Llama-like model does not have, or not so."""
+    """Yield the names of what a Llama-like model does not have, or not so."""
     known = {f"{name}.{kind}" for name in _PROJECTIONS for kind in ("weight", "bias")} | {
         f"{name}.weight" for name in (*_NORMS, *_HEAD_NORMS)
     }
@@ -212,19 +219,19 @@ def _strange(target: Target) -> Iterator[str]:
 
 
 def _final_norm(body: Any) -> Any:
-    """The norm behind the layers; None if it has no such name."""
+    """Return the norm after the layers; None if it has no such name."""
     return getattr(body.get_decoder() if hasattr(body, "get_decoder") else body, "norm", None)
 
 
 def _hidden_norms(body: Any, layers: nn.ModuleList) -> Iterator[tuple[str, nn.Module]]:
-    """Every norm over hidden dimensions, by name."""
+    """Yield every norm over hidden dimensions, with its name."""
     for layer in layers:
         yield from ((name, module) for name, module in layer.named_children() if name in _NORMS)
     yield "norm", _final_norm(body)
 
 
 def _divides_by_rms(norm: nn.Module) -> bool:
-    """Whether it is x / rms(x) · weight: Gemma's weights count from 1, others subtract the mean."""
+    """Return whether it is x / rms(x) · weight: Gemma's weights count from 1, others subtract the mean."""
     weight = getattr(norm, "weight", None)
     if weight is None or weight.dim() != 1:
         return False
@@ -242,7 +249,7 @@ class _Kept:
     groups: Tensor  # [N', G']
 
     def axes(self, layer: int, shared: int, head_size: int) -> dict[str, Tensor]:
-        """For each kind of axis, the entries of it that stay in this layer. `shared`: heads of one group."""
+        """Return for each kind of axis the entries of it that stay in this layer. `shared`: heads of one group."""
         heads = _spread(self.groups[layer], shared)
         return {
             HIDDEN: self.hidden,
@@ -253,15 +260,15 @@ class _Kept:
 
 
 def _spread(index: Tensor, size: int) -> Tensor:
-    """Entries of the blocks of `size` with these indices."""
+    """Return the entries of the blocks of `size` with these indices."""
     return (index[:, None] * size + torch.arange(size, device=index.device)).flatten()
 
 
 def _cut(target: Target, model: PreTrainedModel, sizes: Sizes, token_counts: Tensor | None) -> None:
     """Fill `model` from the target, index by index.
 
-    A norm over H' of H dimensions divides by a mean over fewer; its weight is multiplied by √(H / H'), so that it changes nothing to drop dimensions
-    that hold nothing.
+    A norm over H' of H dimensions divides by a mean over fewer; its weight is multiplied by √(H / H'), so that it
+    changes nothing to drop dimensions that hold nothing.
     """
     theirs, own = decoder_layers(target.body, target.num_layers), decoder_layers(model.base_model, sizes.layers)
     chosen = chosen_layers(len(theirs), len(own))
@@ -290,7 +297,7 @@ def _cut_layer(theirs: nn.Module, own: nn.Module, axes: dict[str, Tensor], scale
 
 
 def _taken(weight: Tensor, axes: list[Tensor]) -> Tensor:
-    """A weight `[out, in]` or a bias `[out]` with only these entries of its axes."""
+    """Return a weight `[out, in]` or a bias `[out]` with only these entries of its axes."""
     for dimension, index in enumerate(axes[: weight.dim()]):
         weight = weight.index_select(dimension, index)
     return weight
@@ -318,15 +325,17 @@ def _most_important(target: Target, layers: list[int], sizes: Sizes, token_count
 
 
 def _best(worth: Tensor, count: int) -> Tensor:
-    """Indices of the `count` highest, ascending; of equal ones the first."""
+    """Return the indices of the `count` highest, ascending; of equal ones the first."""
     return worth.argsort(descending=True, stable=True)[:count].sort().values
 
 
 def _importance(target: Target, tokens: Tensor) -> _Importance:
-    """Measured in one pass over `tokens` `[B, T]`.
+    """Measure what each part adds, in one pass over `tokens` `[B, T]`.
 
-    Of a hidden dimension: mean |what the norms make of it|, over all norms (Minitron, section 2.2). Of a neuron or a head: mean |activation| times the
-    norm of the weights that carry it on (the product is Wanda's, arXiv 2306.11695); of the heads that share keys and values the sum.
+    Of a hidden dimension: mean |what the norms make of it|, over all norms (Minitron, section 2.2). Of a neuron or a
+        head: mean |activation| times the
+    norm of the weights that carry it on (the product is Wanda's, arXiv 2306.11695); of the heads that share keys and
+    values the sum.
     """
     layers, config = decoder_layers(target.body, target.num_layers), target.config
     groups = int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
@@ -359,7 +368,7 @@ def _hooked(handles: list[Any]) -> Iterator[None]:
 
 
 def _own_text(target: Target, token_counts: Tensor | None) -> Tensor:
-    """Text that the target writes at temperature 1 behind frequent tokens, `[B, T]`; always the same.
+    """Return text that the target writes at temperature 1 after frequent tokens, `[B, T]`; always the same.
 
     Data that needs no data: close to what real text measures (arXiv 2410.17170).
     """
@@ -368,8 +377,7 @@ def _own_text(target: Target, token_counts: Tensor | None) -> Tensor:
     tokens = torch.multinomial(counts, _ROWS, replacement=True, generator=generator)[:, None].to(target.device)
     cache, one = target.new_cache(_ROWS, _TOKENS), Counts.of([1] * _ROWS, target.device)
     while tokens.shape[1] < min(_TOKENS, target.max_context or _TOKENS):
-        logits = target.forward(tokens[:, -1:], cache).logits
-        assert logits is not None
+        logits = required(target.forward(tokens[:, -1:], cache).logits, "pruning: a pass without logits")
         cache.advance(one)
         following = torch.multinomial(logits[:, 0].float().softmax(-1).cpu(), 1, generator=generator)
         tokens = torch.cat([tokens, following.to(tokens)], 1)

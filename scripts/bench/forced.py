@@ -1,30 +1,31 @@
 """Forced acceptance: drafters that really draft, at their full cost, while what they propose comes from a script.
 
-The script is the target's own greedy continuation, known beforehand, with a wrong token at places drawn at random; the target
-accepts what is right and refuses what is wrong. So a round's cost can be measured at any acceptance, without a drafter that
-was trained to reach it. Every figure made this way says so: `"forced acceptance": true`.
+The script is the target's own greedy continuation, known beforehand, with a wrong token at places drawn at random;
+the target accepts what is right and refuses what is wrong. So a round's cost can be measured at any acceptance,
+without a drafter that was trained to reach it. Every figure made this way says so: `"forced acceptance": true`.
 
 Shapes: B rows, T tokens of a whole text, N drafts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from outrider.heads import Abilities, Choose, Drafter, DrafterConfig, Proposal
+from outrider.ground import BadInputError
+from outrider.heads import Abilities, Choose, Drafter, DrafterConfig, Ended, NodeSession, Proposal
 from outrider.targets import Counts, RaggedCache, Target
 
 
 def make_script(texts: Sequence[Sequence[int]], share: float, vocab: int, seed: int = 0) -> Tensor:
-    """`[B, T]`: what to draft at each place of `texts`, right with probability `share`, padded with zeros.
+    """Return what to draft at each place of `texts`, right with probability `share`, padded with zeros, `[B, T]`.
 
-    Each place is drawn by itself and the same for every loop, so acceptance at any depth, given the depth before, is `share`.
+    Each place is drawn by itself and the same for every loop, so acceptance at any depth, given the depth before, is
+    `share`.
     """
     longest = max(map(len, texts))
     right = torch.tensor([list(text) + [0] * (longest - len(text)) for text in texts])
@@ -32,14 +33,7 @@ def make_script(texts: Sequence[Sequence[int]], share: float, vocab: int, seed: 
     return torch.where(drawn < share, right, (right + 1) % vocab)
 
 
-@dataclass
-class _State:
-    inner: Any
-    script: Tensor  # [B, L], as long as the texts may become: rounds of fixed shapes read it at one place in memory
-    read: Tensor  # [B], tokens that the target has processed: the root stands there
-
-
-class Forced(Drafter):
+class Forced(Drafter[DrafterConfig]):
     """Drafts chains like `inner`, and proposes what the script says.
 
     Attributes:
@@ -72,78 +66,84 @@ class Forced(Drafter):
     def check(self, target: Target) -> None:
         self.inner.check(target)
 
-    # ------------------------------------------------------------ decoding
-
-    def open_state(self, target: Target, batch_size: int, max_length: int, spare: int = 0) -> _State:
-        read = torch.zeros(batch_size, dtype=torch.long, device=target.device)
-        state = _State(
-            self.inner.open(target, batch_size, max_length, spare),
-            read.new_zeros(batch_size, max_length),
-            read,
-        )
-        self._tell(state)
-        return state
-
-    def lend(self, state: _State, cache: RaggedCache) -> None:
-        raise NotImplementedError
-
-    def _tell(self, state: _State) -> None:
-        rows, length = (min(pair) for pair in zip(self.script.shape, state.script.shape, strict=True))
-        state.script[:rows, :length] = self.script[:rows, :length].to(state.script.device)
+    def open(
+        self, target: Target, batch_size: int, max_length: int, spare: int = 0, cache: RaggedCache | None = None
+    ) -> ForcedSession:
+        inner = self.inner.open(target, batch_size, max_length, spare, cache)
+        if not isinstance(inner, NodeSession):
+            raise BadInputError(f"forced acceptance needs a drafter that reads nodes, got {self.inner.name}.")
+        script = torch.zeros(batch_size, max_length, dtype=torch.long, device=target.device)
+        return ForcedSession(self, inner, script)
 
     def state_bytes(self, target: Target, batch_size: int, max_length: int, spare: int = 0) -> int:
         return self.inner.state_bytes(target, batch_size, max_length, spare) + 8 * batch_size * max_length
 
-    def absorb(
-        self, state: _State, tokens: Tensor, hidden: Tensor | None, counts: Counts, path: Tensor | None = None
-    ) -> None:
-        state.inner.absorb(tokens, hidden, counts, path)
-        state.read = state.read + counts.tensor
 
-    def propose(
-        self, state: _State, root: Tensor, depth: int, choose: Choose, ended: Callable[[], bool] | None = None
-    ) -> Proposal:
-        places = state.read[:, None] + torch.arange(1, depth + 1, device=root.device)
-        given = iter(state.script.gather(1, places.clamp(max=state.script.shape[1] - 1)).unbind(1))
+class ForcedSession(NodeSession):
+    """The inner drafter's session, and what it is told to propose.
+
+    Args:
+        script: `[B, L]`, as long as the texts may become: rounds of fixed shapes read it at one place in memory.
+
+    Attributes:
+        read: tokens that the target has processed, `[B]`: the root stands there.
+    """
+
+    def __init__(self, drafter: Forced, inner: NodeSession, script: Tensor):
+        super().__init__(inner.output_ids, inner.max_depth)
+        self.drafter, self.inner, self.script = drafter, inner, script
+        self.read = torch.zeros_like(script[:, 0])
+        self._tell()
+
+    def _tell(self) -> None:
+        """Write down the script of the prompts that come next."""
+        new = self.drafter.script
+        rows, length = (min(pair) for pair in zip(new.shape, self.script.shape, strict=True))
+        self.script[:rows, :length] = new[:rows, :length].to(self.script.device)
+
+    def absorb(self, tokens: Tensor, hidden: Tensor | None, counts: Counts, path: Tensor | None = None) -> None:
+        self.inner.absorb(tokens, hidden, counts, path)
+        self.read = self.read + counts.tensor
+
+    def propose(self, root: Tensor, depth: int, choose: Choose, ended: Ended | None = None) -> Proposal:
+        places = self.read[:, None] + torch.arange(1, depth + 1, device=root.device)
+        given = iter(self.script.gather(1, places.clamp(max=self.script.shape[1] - 1)).unbind(1))
 
         def scripted(logits: Tensor, token_ids: Tensor | None) -> Tensor:
             choose(logits, token_ids)
             return next(given)
 
-        return state.inner.propose(root, depth, scripted, ended)
+        return self.inner.propose(root, depth, scripted, ended)
 
-    def begin(self, state: _State, root: Tensor) -> Tensor:
-        return state.inner.begin(root)
+    def begin(self, root: Tensor) -> Tensor:
+        return self.inner.begin(root)
 
-    def extend(self, state: _State, tokens: Tensor, parents: Tensor | None = None) -> Tensor:
-        return state.inner.extend(tokens, parents)
+    def extend(self, tokens: Tensor, parents: Tensor | None = None) -> Tensor:
+        return self.inner.extend(tokens, parents)
 
-    def select(self, state: _State, rows: list[int]) -> None:
-        state.inner.select(rows)
-        state.script, state.read = state.script[rows], state.read[rows]
+    def caches(self) -> list[RaggedCache]:
+        return self.inner.caches()
 
-    # ------------------------------------------------------------ rounds of fixed shapes
+    def carried(self) -> list[Tensor]:
+        return [self.read, *self.inner.carried()]
 
-    def caches(self, state: _State) -> list[RaggedCache]:
-        return state.inner.caches()
+    def carry(self, tensors: list[Tensor]) -> None:
+        self.read = tensors[0]
+        self.inner.carry(tensors[1:])
 
-    def carried(self, state: _State) -> list[Tensor]:
-        return [state.read, *state.inner.carried()]
+    def reset(self) -> None:
+        self.inner.reset()
+        self.read = torch.zeros_like(self.read)
+        self._tell()
 
-    def carry(self, state: _State, tensors: list[Tensor]) -> None:
-        state.read = tensors[0]
-        state.inner.carry(tensors[1:])
-
-    def reset(self, state: _State) -> None:
-        state.inner.reset()
-        state.read = torch.zeros_like(state.read)
-        self._tell(state)
+    def select(self, rows: list[int]) -> None:
+        self.inner.select(rows)
+        self.script, self.read = self.script[rows], self.read[rows]
 
 
 @contextmanager
 def forced_assistant(model: Any, script: Tensor) -> Iterator[None]:
-    """Inside, the most probable token of `model`, a causal LM that drafts for one row, is the one of `script` `[1, T]`."""
-
+    """Let the most probable token of `model`, a causal LM that drafts for one row, be the one of `script` `[1, T]`."""
     wanted = script[0].tolist()
 
     def replace(_: Any, __: Any, given: dict[str, Any], output: Any) -> Any:

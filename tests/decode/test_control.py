@@ -9,7 +9,8 @@ import torch
 
 from outrider.decode import Control, Controller, Costs, Decoder, Plan, Sampling, expected_tokens
 from outrider.ground import BadInputError
-from outrider.heads import Drafter, DraftModel, Eagle3, Eagle3Config, Ngram
+from outrider.heads import Drafter, DraftModel, Eagle3, Eagle3Config, Ngram, draft_model
+from outrider.heads.draft_model import DraftModelSession
 from outrider.targets import Target
 
 PROMPTS = [torch.randint(0, 64, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (5, 1, 9, 3)]
@@ -343,13 +344,13 @@ def test_every_draft_is_still_right_after_plain_rounds(target, itself):
 # ------------------------------------------------------------ confidence
 
 
-def test_a_chain_ends_behind_the_first_uncertain_token_not_before_it(target, tiny_llama):
+def test_a_chain_ends_after_the_first_uncertain_token_not_before_it(target, tiny_llama, monkeypatch):
     """Every token but the last of a round was certain, the last was not, or the chain was full; and the uncertain one was verified."""
     drafter, threshold = DraftModel(tiny_llama(layers=4, seed=0, initializer_range=0.3)), 0.1
     seen: list[list[float]] = []
 
-    class Noting(DraftModel):
-        def propose(self, state, root, depth, choose, ended=None):
+    class NotingSession(DraftModelSession):
+        def propose(self, root, depth, choose, ended=None):
             row: list[float] = []
 
             def noting(logits, token_ids):
@@ -357,11 +358,12 @@ def test_a_chain_ends_behind_the_first_uncertain_token_not_before_it(target, tin
                 row.append(float(logits.float().softmax(-1)[0, token[0]]))
                 return token
 
-            proposal = super().propose(state, root, depth, noting, ended)
+            proposal = super().propose(root, depth, noting, ended)
             seen.append(row)
             return proposal
 
-    out = Decoder(target, Noting(drafter.model)).generate(PROMPTS[:1], 80, plan=Plan(4, confidence=threshold))
+    monkeypatch.setattr(draft_model, "DraftModelSession", NotingSession)
+    out = Decoder(target, drafter).generate(PROMPTS[:1], 80, plan=Plan(4, confidence=threshold))
     assert [r.drafted for r in out.rounds[0]] == [len(row) for row in seen]
     assert all(p >= threshold for row in seen for p in row[:-1])
     assert all(len(row) == 4 or row[-1] < threshold for row in seen)

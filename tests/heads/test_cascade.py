@@ -28,6 +28,7 @@ from outrider.heads import (
     drafter_config,
     load_drafter,
 )
+from outrider.heads.draft_model import DraftModelSession
 from outrider.heads.parts.nodes import Branches
 from outrider.targets import Counts, Nodes, Target
 
@@ -63,14 +64,14 @@ def statistical(request) -> Drafter:
 def passes(model: DraftModel, monkeypatch) -> list[int]:
     """Widths of the model's passes from now on."""
     widths: list[int] = []
-    last = DraftModel._last
+    last = DraftModelSession._last
 
-    def counted(self, state, tokens, *arguments, **named):
-        if self is model:
+    def counted(self, tokens, *arguments, **named):
+        if self.runner is model.runner:
             widths.append(tokens.shape[1])
-        return last(self, state, tokens, *arguments, **named)
+        return last(self, tokens, *arguments, **named)
 
-    monkeypatch.setattr(DraftModel, "_last", counted)
+    monkeypatch.setattr(DraftModelSession, "_last", counted)
     return widths
 
 
@@ -405,9 +406,9 @@ def test_a_cascade_is_made_from_a_folder_and_saved_with_its_model(target, tiny_l
         ({"statistical": {"type": "eagle3"}}, "cascade.statistical: 'eagle3' is no drafter without weights"),
         (
             {"statistical": {"type": "suffix", "width": 2}},
-            "cascade: the model goes on behind a chain, suffix proposes trees; take ngram, or give suffix a width",
+            "cascade: the model goes on after a chain, suffix proposes trees; take ngram, or give suffix a width",
         ),
-        ({"statistical": {"type": "lookahead"}}, "cascade: the model goes on behind a chain, lookahead proposes trees"),
+        ({"statistical": {"type": "lookahead"}}, "cascade: the model goes on after a chain, lookahead proposes trees"),
         ({"model_depht": 2}, "unknown key 'model_depht'; did you mean 'model_depth'"),
         ({"model_depth": 0}, "model_depth must be at least 1, got 0"),
         ({"vertical": False}, "nothing to do; set vertical, or give a model_depth"),

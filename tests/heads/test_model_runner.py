@@ -25,7 +25,7 @@ from transformers import (
 
 from outrider.decode import Decoder, Plan, Tree
 from outrider.heads import DraftModel
-from outrider.heads.draft_model import _State
+from outrider.heads.draft_model import DraftModelSession
 from outrider.heads.parts import decoder_layer
 from outrider.heads.parts.model_runner import ModelRunner, runs
 from outrider.targets import Counts, Target
@@ -122,7 +122,7 @@ def tokens(rows: int, count: int, seed: int) -> Tensor:
     return torch.randint(0, VOCAB, (rows, count), generator=torch.Generator().manual_seed(seed))
 
 
-def both(drafter: DraftModel, target: Target, rows: int) -> tuple[_State, _State]:
+def both(drafter: DraftModel, target: Target, rows: int) -> tuple[DraftModelSession, DraftModelSession]:
     """Two states, of which the second leaves all passes to the library."""
     fused, plain = (drafter.open(target, rows, 60, 8) for _ in range(2))
     assert fused.fused is not None
@@ -130,7 +130,7 @@ def both(drafter: DraftModel, target: Target, rows: int) -> tuple[_State, _State
     return fused, plain
 
 
-def agree(states: tuple[_State, _State], call: Any) -> None:
+def agree(states: tuple[DraftModelSession, DraftModelSession], call: Any) -> None:
     """What `call` gives is the same in both states."""
     found, expected = (call(state) for state in states)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)

@@ -18,8 +18,8 @@ from outrider.decode import Decoder, Plan, Sampling
 from outrider.ground import BadInputError, IncompatibleError
 from outrider.heads import Mtp, MtpConfig, TargetBatch, load_drafter
 from outrider.heads.losses import DIVERGENCES
-from outrider.heads.mtp import plain_body
 from outrider.heads.parts.mtp_native import main, save_native
+from outrider.heads.parts.target_layer import plain_body
 from outrider.targets import Counts, PeakBytes, Target
 from outrider.train.warmstart import make_drafter
 
@@ -658,7 +658,7 @@ def test_the_state_is_announced_to_the_byte(target, variant):
         announced = drafter.state_bytes(target, rows, length, 7)
         with torch.inference_mode(), PeakBytes() as opened:
             state = drafter.open(target, rows, length, 7)
-        assert opened.live - sum(cache.lengths.nbytes for cache in state.caches) == announced > 0
+        assert opened.live - sum(cache.lengths.nbytes for cache in state.caches()) == announced > 0
 
 
 @pytest.mark.parametrize("variant", ["one module", "one per depth"])
@@ -677,7 +677,7 @@ def test_rounds_of_fixed_shapes_never_read_a_tensor_on_the_host(tiny_llama, vari
                 torch.zeros(4, width, 1, 32),
                 Counts(torch.ones(4, dtype=torch.long)),
             )
-            state.carry([torch.empty_like(t) for t in drafter.carried(state)])
+            state.carry([torch.empty_like(t) for t in state.carried()])
             state.begin(torch.zeros(4, dtype=torch.long))
             for level in range(3):
                 drafted = torch.zeros(4, 3 if in_tree else 1, dtype=torch.long)

@@ -320,7 +320,8 @@ def test_sampled_rounds_are_the_same_in_one_cache_and_in_two(target, static, mon
     drafter = build(target, exit_layer=3)
     requests = [(Sampling(1.0, seed=3), plan) for plan in PLANS.values()]
     found = [Decoder(target, drafter, static=static).generate(PROMPTS, 24, *request) for request in requests]
-    monkeypatch.setattr(SelfSpeculative, "lend", lambda self, state, cache: None)
+    honest = SelfSpeculative.open
+    monkeypatch.setattr(SelfSpeculative, "open", lambda self, *sizes: honest(self, *sizes[:4]))
     for request, lent in zip(requests, found, strict=True):
         alone = Decoder(target, drafter).generate(PROMPTS, 24, *request)
         assert (lent.tokens, lent.rounds) == (alone.tokens, alone.rounds)
@@ -489,7 +490,7 @@ def test_a_refused_draft_that_stayed_would_be_noticed(target, monkeypatch):
         ({"exit_layer": -1}, "exit_layer must be between 1 and the target's 4 layers, got -1"),
         ({"draft_vocab_size": 65}, "draft_vocab_size 65 exceeds the target's vocabulary of 64"),
         ({"draft_vocab_size": 20}, "needs token counts"),
-        ({"hidden_size": 16}, "hidden size 16 differs from the target's 32"),
+        ({"hidden_size": 16}, "hidden_size 16 differs from the target's 32"),
         ({"num_blocks": -1}, "num_blocks must be 0 or more, got -1"),
         ({"loss": "kl"}, "unknown loss 'kl'"),
     ],

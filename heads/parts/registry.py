@@ -1,0 +1,59 @@
+"""Drafters by name: their classes and configs, and drafters as they were saved.
+
+`HEADS` is filled by heads/__init__.py, which imports every architecture. This file imports none of them, so that a
+drafter which is made of others (heads/fusion.py) can ask it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ...ground import BadInputError
+from ...targets import Target
+from ..base import Drafter, DrafterConfig, read_config
+
+HEADS: dict[str, type[Drafter]] = {}
+
+
+def head_class(name: str) -> type[Drafter]:
+    """Return the drafter class of that name; an unknown one is refused with the known names."""
+    if name not in list(HEADS):  # a recipe may say anything, a list too
+        raise BadInputError(f"unknown drafter type {name!r}; known: {', '.join(sorted(HEADS))}.")
+    return HEADS[name]
+
+
+def drafter_config(values: dict[str, Any], where: str = "drafter") -> tuple[type[Drafter], DrafterConfig]:
+    """Return class and config from a mapping like `{type: eagle3, steps: 4}`."""
+    if "type" not in values:
+        raise BadInputError(f"{where}: 'type' is missing; known types: {', '.join(sorted(HEADS))}.")
+    head = head_class(values["type"])
+    return head, head.config_class.from_dict({k: v for k, v in values.items() if k != "type"}, where)
+
+
+def restore_drafter(path: str | Path, target: Target | None = None) -> Drafter:
+    """Restore a saved drafter of any kind, as it was saved."""
+    values = read_config(path)
+    kind = values.pop("drafter_type", None) or ("draft_model" if "model_type" in values else None)
+    if kind is None:
+        raise BadInputError(f"{path}: config.json names no 'drafter_type' and no 'model_type'; this is not a drafter.")
+    return head_class(kind).from_folder(Path(path), values, target)
+
+
+def load_drafter(path: str | Path, target: Target | None = None, dtype: torch.dtype | None = None) -> Drafter:
+    """Load a saved drafter of any kind. A Hugging Face checkpoint is a draft model.
+
+    Args:
+        target: whom it will draft for: it is checked against, and its device is taken.
+        dtype: of the parameters; None for the target's (as saved without one, or if that is no floating-point type).
+    """
+    drafter = restore_drafter(path, target)
+    if target is not None:
+        drafter.to(target.device)
+        drafter.check(target)
+        dtype = dtype or (target.dtype if target.dtype.is_floating_point else None)
+    if dtype is not None:
+        drafter.cast(dtype)
+    return drafter.eval()

@@ -26,16 +26,9 @@ from torch import Tensor
 
 from ..ground import BadInputError
 from ..targets import Counts, RaggedCache, Target
-<<<<<<< HEAD
 from .base import CONFIG, Drafter, DrafterConfig
-from .legacy import LegacySession
-from .session import Abilities, Choose, Proposal
-=======
-from .base import Drafter, DrafterConfig
 from .parts.registry import drafter_config, load_drafter, restore_drafter
-from .parts.weights import CONFIG
 from .session import Abilities, Choose, Ended, Proposal, Session, TextSession
->>>>>>> sessions
 
 MODEL = "model"
 

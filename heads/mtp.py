@@ -31,14 +31,8 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
 
-<<<<<<< HEAD
-from ..ground import BadInputError, IncompatibleError, refuse_unknown_keys
-from ..ground.libraries import LIBRARY_ERRORS, reason
-from ..targets import Backbone, Counts, Nodes, RaggedCache, Target
-=======
 from ..ground import BadInputError
-from ..targets import Counts, Nodes, RaggedCache, Target
->>>>>>> sessions
+from ..targets import Backbone, Counts, Nodes, RaggedCache, Target
 from ..targets.sketch import sketching
 from .base import DrafterLoss, TargetBatch
 from .losses import LossName, chunked_compare, divergence, metrics_by_depth
@@ -144,42 +138,7 @@ class Module(nn.Module):
         return normed if self.norm_output else output, normed
 
 
-<<<<<<< HEAD
-@dataclass
-class _State:
-    """Lists are by module.
-
-    `previous`: what each but the last handed on behind its last committed entry, `[B, 1, H]`: the next one's next entry reads it.
-    """
-
-    caches: list[RaggedCache]
-    target: Target
-    previous: list[Tensor]
-    tokens: Tensor | None = None  # [B, Q] processed by the target, not yet by the modules
-    hidden: Tensor | None = None  # [B, Q, H], the target's
-    counts: Counts | None = None
-    outputs: list[Tensor] = field(
-        default_factory=list
-    )  # handed on behind the root and each drafted node, [B, 1 + n, H]
-    passes: int = 0  # of `extend` in this round: no node is deeper
-    read: int = 0  # nodes that they read
-    depths: Tensor | None = None  # of the root and each node of a tree, [B, 1 + n]; None in a chain
-    branches: Branches | None = None
-
-
-class Mtp(HeadDrafter):
-=======
-class _Runner(Target):
-    """A module's layer as a model that runs on a cache; it is always given what it reads."""
-
-    def _read(self, tokens: Tensor, embeds: Tensor | None = None) -> dict[str, Tensor]:
-        if embeds is None:
-            embeds = torch.zeros(*tokens.shape, self.hidden_size, dtype=self.dtype, device=tokens.device)
-        return {"inputs_embeds": embeds}
-
-
 class Mtp(HeadDrafter[MtpConfig]):
->>>>>>> sessions
     """MTP modules. Embeddings and the output embedding are the target's."""
 
     name = "mtp"
@@ -333,16 +292,8 @@ class Mtp(HeadDrafter[MtpConfig]):
             what is handed on, and that normed, `[B, Q, H]`.
         """
         module = self.module(index)
-<<<<<<< HEAD
-        x = module.mixed(embedded, hidden)
-        last, _ = self.runners[index].run(x, state.caches[index], offset=offset, nodes=nodes)
+        last, _ = self.runners[index].run(module.mixed(*x), cache, offset=offset, nodes=nodes)
         return module.answer(last)
-=======
-        mixed = module.mixed(*x)
-        runner = self.runners[index]
-        out = runner.forward(mixed[:, :, 0], cache, logits=False, offset=offset, nodes=nodes, embeds=mixed)
-        return module.answer(out.last)
->>>>>>> sessions
 
 
 class MtpSession(NodeSession):

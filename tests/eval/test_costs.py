@@ -11,12 +11,8 @@ from torch import Tensor
 from outrider.eval import costs
 from outrider.eval.costs import draft_times, verify_times
 from outrider.ground import BadInputError
-<<<<<<< HEAD
 from outrider.heads import Drafter, DraftModel, Eagle3, Eagle3Config, Ngram
 from outrider.heads.session import Session
-=======
-from outrider.heads import Drafter, DraftModel, Eagle3, Eagle3Config, Ngram, Session
->>>>>>> sessions
 from outrider.targets import Counts, Target
 
 
@@ -76,11 +72,7 @@ def test_what_is_timed_follows_a_round_of_the_same_depth(target: Target, monkeyp
     timed: list[tuple[int, int]] = []
     opened = head.open
 
-<<<<<<< HEAD
     def spied(*sizes: Any) -> Session:
-=======
-    def open_spied(*sizes: Any) -> Session:
->>>>>>> sessions
         session = opened(*sizes)
         absorb, propose = session.absorb, session.propose
 
@@ -93,18 +85,11 @@ def test_what_is_timed_follows_a_round_of_the_same_depth(target: Target, monkeyp
             timed.append((depth, absorbed[-1]))
             return propose(root, depth, *more)
 
-<<<<<<< HEAD
         monkeypatch.setattr(session, "absorb", spy_absorb)
         monkeypatch.setattr(session, "propose", spy_propose)
         return session
 
     monkeypatch.setattr(head, "open", spied)
-=======
-        session.absorb, session.propose = spy_absorb, spy_propose  # type: ignore[method-assign]
-        return session
-
-    monkeypatch.setattr(head, "open", open_spied)
->>>>>>> sessions
     draft_times(target, head, 2, context=16, repeats=1)
     assert sorted(timed[1::2]) == [(1, 2)] * 3 + [(2, 3)] * 3
 

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from ..eval.tables import Table
-    from ..train.planning import Plan
+    from ..train.planning import Needs
 
 _WORDS = {
     "target_weights": "target's weights",
@@ -55,7 +55,7 @@ def _sharding(values: dict[str, Any]) -> str:
     return f"zero{stage}" if stage else "none"
 
 
-def show(plan: Plan, console: Console) -> None:
+def show(plan: Needs, console: Console) -> None:
     """Sizes, memory of a process, and each named GPU."""
     from rich.text import Text
 
@@ -91,7 +91,7 @@ def _print_lines(lines: dict[str, str], console: Console) -> None:
     console.print(grid)
 
 
-def _sizes(plan: Plan) -> dict[str, str]:
+def _sizes(plan: Needs) -> dict[str, str]:
     from ..ground.files import readable_bytes
 
     work = plan.workload
@@ -108,7 +108,7 @@ def _sizes(plan: Plan) -> dict[str, str]:
     }
 
 
-def _memory(plan: Plan) -> Table:
+def _memory(plan: Needs) -> Table:
     from dataclasses import asdict
 
     from ..eval.tables import Cell, Table
@@ -122,7 +122,7 @@ def _memory(plan: Plan) -> Table:
     )
 
 
-def _gpus(plan: Plan) -> Table:
+def _gpus(plan: Needs) -> Table:
     from ..eval.tables import Cell, Table
     from ..train.planning import GPUS
 

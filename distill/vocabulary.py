@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..ground import BadInputError
-from ..heads.base import by_frequency, most_frequent
+from ..heads.parts.vocabulary import by_frequency, most_frequent
 
 NUM_SIZES = 7
 

@@ -9,7 +9,7 @@ import torch
 
 from ..ground import BadInputError
 from ..targets import Target
-from .base import Choose, Drafter, DrafterConfig, DrafterLoss, Proposal, TargetBatch, read_config
+from .base import Drafter, DrafterConfig, DrafterLoss, TargetBatch, read_config
 from .cascade import Cascade, CascadeConfig
 from .draft_model import DraftModel, DraftModelConfig
 from .eagle1 import Eagle1, Eagle1Config
@@ -21,6 +21,7 @@ from .medusa import Medusa, MedusaConfig
 from .mtp import Mtp, MtpConfig
 from .ngram import Ngram, NgramConfig
 from .self_speculative import SelfSpeculative, SelfSpeculativeConfig
+from .session import Abilities, ChainSession, Choose, EmptySession, NodeSession, Proposal, Session, TextSession
 from .suffix import Suffix, SuffixConfig
 
 HEADS: dict[str, type[Drafter]] = {
@@ -82,8 +83,10 @@ def load_drafter(path: str | Path, target: Target | None = None, dtype: torch.dt
 
 __all__ = [
     "HEADS",
+    "Abilities",
     "Cascade",
     "CascadeConfig",
+    "ChainSession",
     "Choose",
     "DraftModel",
     "DraftModelConfig",
@@ -94,6 +97,7 @@ __all__ = [
     "Eagle1Config",
     "Eagle3",
     "Eagle3Config",
+    "EmptySession",
     "Fusion",
     "FusionConfig",
     "Hydra",
@@ -106,12 +110,15 @@ __all__ = [
     "MtpConfig",
     "Ngram",
     "NgramConfig",
+    "NodeSession",
     "Proposal",
     "SelfSpeculative",
     "SelfSpeculativeConfig",
+    "Session",
     "Suffix",
     "SuffixConfig",
     "TargetBatch",
+    "TextSession",
     "drafter_config",
     "head_class",
     "load_drafter",

@@ -22,8 +22,9 @@ from torch import Tensor
 
 from ..ground import BadInputError
 from ..targets import Counts, Target
-from .base import Choose, Drafter, Proposal
+from .base import Drafter
 from .fusion import FusionConfig, State, TwoDrafters
+from .session import Choose, Proposal
 
 # Most guesses of a round that the model reads: its cache has room for so many tokens that may be dead.
 _GUESSES = 64
@@ -66,7 +67,7 @@ class Cascade(TwoDrafters):
 
     def __init__(self, statistical: Drafter, model: Drafter, config: CascadeConfig | None = None):
         super().__init__(statistical, model, config)
-        if self.config.vertical and not model.reads_chains:
+        if self.config.vertical and not model.abilities.reads_chains:
             raise BadInputError(
                 f"cascade: {model.name} cannot read guessed tokens in one pass (that needs a draft_model without recurrent layers, whose next token "
                 "depends on tokens alone); set vertical: false and a model_depth, or take another model."
@@ -78,7 +79,7 @@ class Cascade(TwoDrafters):
 
     # ------------------------------------------------------------ decoding
 
-    def open(self, target: Target, batch_size: int, max_length: int, spare: int = 0) -> _State:
+    def open_state(self, target: Target, batch_size: int, max_length: int, spare: int = 0) -> _State:
         model = self.model.open(target, batch_size, max_length, self._spare)
         return _State(self.statistical.open(target, batch_size, max_length), model, target.vocab_size)
 
@@ -92,14 +93,14 @@ class Cascade(TwoDrafters):
     def absorb(
         self, state: _State, tokens: Tensor, hidden: Tensor | None, counts: Counts, path: Tensor | None = None
     ) -> None:
-        self.statistical.absorb(state.statistical, tokens, hidden, counts)
+        state.statistical.absorb(tokens, hidden, counts)
         kept = max(counts.values)  # no more than that: what the model has read of it, it need not read again
         tokens, hidden = tokens[:, :kept], None if hidden is None else hidden[:, :kept]
         read, state.read = state.read, None
         if read is not None and not _has_read(read, counts):
-            self.model.forget(state.model)
+            state.model.forget()
             read = None
-        self.model.absorb(state.model, tokens, hidden, counts, None if read is None else read[:, : kept - 1])
+        state.model.absorb(tokens, hidden, counts, None if read is None else read[:, : kept - 1])
 
     def propose(
         self, state: _State, root: Tensor, depth: int, choose: Choose, ended: Callable[[], bool] | None = None
@@ -108,14 +109,14 @@ class Cascade(TwoDrafters):
         if self.config.vertical:
             proposal = self._guessed(state, root, first, choose, ended)
         else:
-            proposal = self.model.propose(state.model, root, first, choose, ended)
+            proposal = state.model.propose(root, first, choose, ended)
         if first == depth or proposal.tokens.shape[1] < first:
             return proposal
         return self._continued(state, root, proposal.tokens, depth - first, choose)
 
     def _continued(self, state: _State, root: Tensor, drafts: Tensor, depth: int, choose: Choose) -> Proposal:
         """The model's `drafts` `[B, D]`, and behind them what the statistical drafter finds."""
-        found = self.statistical.continuations(state.statistical, torch.cat([root[:, None], drafts], 1).tolist(), depth)
+        found = state.statistical.continuations(torch.cat([root[:, None], drafts], 1).tolist(), depth)
         tokens = _padded(found, root.device)
         for column in tokens.unbind(1):
             certain = torch.full((len(root), state.vocab), float("-inf"), device=root.device).scatter(
@@ -154,9 +155,7 @@ class Cascade(TwoDrafters):
         `places`: how many tokens it has read in this round.
         """
         guesses = (
-            self.statistical.continuations(state.statistical, [chain.tokens for chain in chains], most)
-            if most
-            else [[] for _ in chains]
+            state.statistical.continuations([chain.tokens for chain in chains], most) if most else [[] for _ in chains]
         )
         waiting = [chain.place < 0 for chain in chains]
         rows = [
@@ -173,7 +172,7 @@ class Cascade(TwoDrafters):
         for chain, row, waits in zip(chains, rows, waiting, strict=True):
             if waits:
                 chain.read(places, row[1:])
-        return self.model.read_chain(state.model, tokens, after)
+        return state.model.read_chain(tokens, after)
 
 
 @dataclass

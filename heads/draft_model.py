@@ -19,10 +19,12 @@ from torch import Tensor
 
 from ..ground import BadInputError, IncompatibleError, refuse_unknown_keys
 from ..targets import Counts, Nodes, RaggedCache, Target, load_causal_lm, load_tokenizer, require_same_vocabulary
-from .base import Branches, Drafter, DrafterConfig, DrafterLoss, TargetBatch
+from .base import Drafter, DrafterConfig, DrafterLoss, TargetBatch
 from .losses import LossName, acceptance_metrics, ahead, chunked_compare, divergence
 from .parts.model_runner import ModelRunner, runs
+from .parts.nodes import Branches
 from .parts.pruning import check_names, pruned
+from .session import Abilities
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -173,7 +175,13 @@ class DraftModel(Drafter):
 
     # ------------------------------------------------------------ decoding
 
-    def open(self, target: Target, batch_size: int, max_length: int, spare: int = 0) -> _State:
+    @property
+    def abilities(self) -> Abilities:
+        return Abilities(
+            reads_nodes=self.runner.rewinds, fixed_shapes=self.runner.rewinds, reads_chains=self.runner.rewinds
+        )
+
+    def open_state(self, target: Target, batch_size: int, max_length: int, spare: int = 0) -> _State:
         runner = self.runner
         needed = min(max_length, target.max_context or max_length)
         if runner.max_context is not None and runner.max_context < needed:
@@ -285,16 +293,6 @@ class DraftModel(Drafter):
 
     def forget(self, state: _State) -> None:
         state.written = 0
-
-    @property
-    def reads_chains(self) -> bool:
-        """Not with recurrent layers either."""
-        return self.runner.rewinds
-
-    @property
-    def grows(self) -> bool:
-        """Not with recurrent layers: their states have no branches."""
-        return self.runner.rewinds
 
     def caches(self, state: _State) -> list[RaggedCache]:
         return [state.cache]

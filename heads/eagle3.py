@@ -16,9 +16,10 @@ from torch import Tensor, nn
 
 from ..ground import BadInputError
 from ..targets import Target
-from .base import DrafterConfig, draft_vocabulary
+from .base import DrafterConfig
 from .parts.decoder_layer import Layer, Unrolled, norm_of, rotary_of
 from .parts.feature_drafter import FeatureConfig, FeatureDrafter, HeadRunner
+from .parts.vocabulary import draft_vocabulary
 
 
 @dataclass

@@ -26,7 +26,10 @@ from torch import Tensor
 
 from ..ground import BadInputError
 from ..targets import Counts, RaggedCache, Target
-from .base import CONFIG, Choose, Drafter, DrafterConfig, Proposal
+from .base import Drafter, DrafterConfig
+from .legacy import LegacySession
+from .parts.weights import CONFIG
+from .session import Abilities, Choose, Proposal
 
 MODEL = "model"
 
@@ -71,11 +74,11 @@ class TwoDrafters(Drafter):
     config: FusionConfig
 
     def __init__(self, statistical: Drafter, model: Drafter, config: FusionConfig | None = None):
-        if statistical.trainable or model.deterministic:
+        if statistical.trainable or model.abilities.deterministic:
             raise BadInputError(
                 f"{self.name}: needs a drafter without weights and a model, got {statistical.name} and {model.name}."
             )
-        if not statistical.continues:
+        if not statistical.abilities.continues:
             raise BadInputError(
                 f"{self.name}: the model goes on behind a chain, {statistical.name} proposes trees; take ngram, or give suffix a width of 1."
             )
@@ -120,20 +123,21 @@ class TwoDrafters(Drafter):
     def max_depth(self) -> int | None:
         return self.model.max_depth
 
-    def open(self, target: Target, batch_size: int, max_length: int, spare: int = 0) -> Any:
+    def open_state(self, target: Target, batch_size: int, max_length: int, spare: int = 0) -> Any:
         return State(
             self.statistical.open(target, batch_size, max_length), self.model.open(target, batch_size, max_length)
         )
 
     def lend(self, state: Any, cache: RaggedCache) -> None:
-        self.model.lend(state.model, cache)
+        if isinstance(state.model, LegacySession):
+            self.model.lend(state.model.state, cache)
 
     def state_bytes(self, target: Target, batch_size: int, max_length: int, spare: int = 0) -> int:
         return self.model.state_bytes(target, batch_size, max_length)
 
     def select(self, state: Any, rows: list[int]) -> None:
-        self.statistical.select(state.statistical, rows)
-        self.model.select(state.model, rows)
+        state.statistical.select(rows)
+        state.model.select(rows)
 
 
 def _statistical(name: str, config: FusionConfig, target: Target | None) -> Drafter:
@@ -150,32 +154,35 @@ def _statistical(name: str, config: FusionConfig, target: Target | None) -> Draf
 
 class Fusion(TwoDrafters):
     name = "fusion"
-    deterministic = True
 
-    def open(self, target: Target, batch_size: int, max_length: int, spare: int = 0) -> _State:
-        return _State(**vars(super().open(target, batch_size, max_length)), vocab=target.vocab_size)
+    @property
+    def abilities(self) -> Abilities:
+        return Abilities(deterministic=True)
+
+    def open_state(self, target: Target, batch_size: int, max_length: int, spare: int = 0) -> _State:
+        return _State(**vars(super().open_state(target, batch_size, max_length)), vocab=target.vocab_size)
 
     def absorb(
         self, state: _State, tokens: Tensor, hidden: Tensor | None, counts: Counts, path: Tensor | None = None
     ) -> None:
-        self.statistical.absorb(state.statistical, tokens, hidden, counts)
+        state.statistical.absorb(tokens, hidden, counts)
         if state.alone or state.unread:
             kept = counts.values[0]
             state.unread.append((tokens[:, :kept], None if hidden is None else hidden[:, :kept]))
             state.alone = False
         else:
-            self.model.absorb(state.model, tokens, hidden, counts, path)
+            state.model.absorb(tokens, hidden, counts, path)
 
     def propose(
         self, state: _State, root: Tensor, depth: int, choose: Choose, ended: Callable[[], bool] | None = None
     ) -> Proposal:
-        found = self.statistical.propose(state.statistical, root, depth, choose)
+        found = state.statistical.propose(root, depth, choose)
         # In a batch, rows that fell behind by different numbers of tokens would need room for the most of them behind the longest.
         if len(root) == 1 and found.tokens.shape[1]:
             state.alone = True
             return found
         self._catch_up(state)
-        proposal = self.model.propose(state.model, root, depth, _with(found, choose, state.vocab), ended)
+        proposal = state.model.propose(root, depth, _with(found, choose, state.vocab), ended)
         return replace(proposal, deterministic=True)
 
     def _catch_up(self, state: _State) -> None:
@@ -185,9 +192,7 @@ class Fusion(TwoDrafters):
         tokens, hidden = zip(*state.unread, strict=True)
         both = torch.cat(tokens, 1)
         known = [h for h in hidden if h is not None]
-        self.model.absorb(
-            state.model, both, torch.cat(known, 1) if known else None, Counts.of([both.shape[1]], both.device)
-        )
+        state.model.absorb(both, torch.cat(known, 1) if known else None, Counts.of([both.shape[1]], both.device))
         state.unread = []
 
 

@@ -62,7 +62,7 @@ class Hydra(Medusa):
 
     # ------------------------------------------------------------ decoding
 
-    def open(self, target: Target, batch_size: int, max_length: int, spare: int = 0) -> _State:
+    def open_state(self, target: Target, batch_size: int, max_length: int, spare: int = 0) -> _State:
         return _State(target)
 
     def begin(self, state: State, root: Tensor) -> Tensor:

@@ -20,6 +20,7 @@ from ..targets import Counts, Target
 from .base import DrafterLoss, TargetBatch
 from .losses import LossName, chunked_compare, divergence, metrics_by_depth
 from .parts.head_drafter import HeadConfig, HeadDrafter
+from .session import Abilities
 
 
 @dataclass
@@ -175,7 +176,11 @@ class Medusa(HeadDrafter):
 
     # ------------------------------------------------------------ decoding
 
-    def open(self, target: Target, batch_size: int, max_length: int, spare: int = 0) -> State:
+    @property
+    def abilities(self) -> Abilities:
+        return Abilities(reads_nodes=True, fixed_shapes=True)
+
+    def open_state(self, target: Target, batch_size: int, max_length: int, spare: int = 0) -> State:
         return State(target)
 
     def absorb(

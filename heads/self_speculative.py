@@ -23,9 +23,11 @@ from torch import Tensor, nn
 
 from ..ground import BadInputError, IncompatibleError
 from ..targets import Counts, RaggedCache, Target
-from .base import Branches, DrafterConfig, DrafterLoss, TargetBatch
+from .base import DrafterConfig, DrafterLoss, TargetBatch
 from .losses import LossName, acceptance_metrics, ahead, chunked_compare, divergence, own_precision
 from .parts.head_drafter import HeadConfig, HeadDrafter
+from .parts.nodes import Branches
+from .session import Abilities
 
 
 @dataclass
@@ -207,7 +209,11 @@ class SelfSpeculative(HeadDrafter):
 
     # ------------------------------------------------------------ decoding
 
-    def open(self, target: Target, batch_size: int, max_length: int, spare: int = 0) -> State:
+    @property
+    def abilities(self) -> Abilities:
+        return Abilities(reads_nodes=True, fixed_shapes=True)
+
+    def open_state(self, target: Target, batch_size: int, max_length: int, spare: int = 0) -> State:
         return State(target, target.shallow(self.config.exit_layer), (batch_size, max_length + spare))
 
     def lend(self, state: State, cache: RaggedCache) -> None:

@@ -15,7 +15,7 @@ from typing import Any, Final, Literal, NoReturn
 from pydantic import BaseModel, ConfigDict, SerializerFunctionWrapHandler, ValidationError, model_serializer
 
 from ..decode import Plan, Sampling
-from ..eval.statistics import Interval
+from ..eval.reports.intervals import Interval
 from ..eval.tuning import Tuning, merged
 from ..ground import BadInputError
 from ..ground.files import write_atomically

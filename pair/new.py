@@ -12,14 +12,14 @@ from pathlib import Path
 from rich.console import Console
 
 from ..distill.prompts import Prompt
-from ..eval.report import Report
+from ..eval.reports.report import Report
 from ..ground import BadInputError
 from ..ground.files import replacing_folder
 from ..heads import Drafter, load_drafter
 from ..recipes import Recipe
 from ..targets import Fingerprint, Target
 from ..targets.fingerprint import digest_file, digest_files
-from ..targets.target import ADAPTER_CONFIG, ADAPTER_WEIGHTS, is_local
+from ..targets.loading import ADAPTER_CONFIG, ADAPTER_WEIGHTS, is_local
 from .calibration import calibrate, choose_prompts, settings, write_calibration
 from .manifest import (
     ADAPTER,
@@ -67,7 +67,7 @@ def new_pair(
 
     Args:
         drafter: in memory, or the folder it was saved to.
-        report_folder: where `Report.save` wrote; None for a pair that was not measured.
+        report_folder: where `write_report` wrote; None for a pair that was not measured.
         parent: the version this one follows.
         calibration: prompts for the probe; None takes the first of the recipe's suites.
 

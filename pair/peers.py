@@ -23,9 +23,10 @@ from transformers import LlamaConfig
 
 from ..ground import BadInputError, IncompatibleError
 from ..heads import Eagle3, Eagle3Config
-from ..heads.base import CONFIG, read_config
+from ..heads.base import read_config
+from ..heads.parts.weights import CONFIG
 from ..targets import Target
-from ..targets.target import refuse_pickles
+from ..targets.loading import refuse_pickles
 
 # Names in the format and ours: of single tensors, and of beginnings.
 _SINGLE = ("fc.weight", "norm.weight", "lm_head.weight")

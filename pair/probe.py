@@ -24,7 +24,8 @@ from typing import Literal
 
 from rich.console import Console
 
-from ..eval.statistics import Bootstrap, Interval, Ratio
+from ..eval.reports.intervals import Interval, Ratio
+from ..eval.reports.statistics import Bootstrap
 from ..ground import BadInputError, IncompatibleError
 from ..heads import HEADS
 from ..targets import Target

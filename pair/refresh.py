@@ -17,6 +17,7 @@ from rich.console import Console
 
 from ..distill.prompts import Prompt
 from ..eval.measure import contestants, measure
+from ..eval.reports.render import write_report
 from ..eval.suites import load_suites
 from ..ground import BadInputError
 from ..heads import HEADS, Drafter, load_drafter
@@ -122,7 +123,8 @@ def _measured(recipe: Recipe, target: Target, drafter: Drafter, drafter_folder: 
     ]
     folder = recipe.output_folder / "reports" / digest_json(subject)[:12]
     if not (folder / "report.json").exists():
-        measure(target, contestants(target, drafter, recipe.eval), suites, recipe.eval, console=console).save(folder)
+        report = measure(target, contestants(target, drafter, recipe.eval), suites, recipe.eval, console=console)
+        write_report(report, folder)
     return folder
 
 

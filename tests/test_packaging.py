@@ -54,21 +54,22 @@ def test_every_room_says_that_it_is_typed() -> None:
     assert [f.name for f in rooms if not (f / "py.typed").exists()] == []
 
 
+def package_of(name: str) -> str | None:
+    """The innermost package that holds a file of the checkout."""
+    folders = [".".join(["outrider", *folder.parts]) for folder in Path(name).parents if folder.parts]
+    return next((package for package in folders if package in SETUPTOOLS["packages"]), None)
+
+
 def test_every_data_file_is_shipped() -> None:
     """Files in the packages that are no Python match a package-data pattern of their package, or are for the checkout only."""
     patterns = SETUPTOOLS["package-data"]
     missing = []
     for name in tracked_files():
-        room = name.partition("/")[0]
-        if (
-            f"outrider.{room}" not in SETUPTOOLS["packages"]
-            or name.endswith(".py")
-            or name in CHECKOUT_ONLY
-            or "/results/" in name
-        ):
+        package = package_of(name)
+        if package is None or name.endswith(".py") or name in CHECKOUT_ONLY or "/results/" in name:
             continue
-        own = [*patterns.get(f"outrider.{room}", []), *patterns["*"]]
-        inside = name.partition("/")[2]
+        own = [*patterns.get(package, []), *patterns["*"]]
+        inside = name.removeprefix(package.removeprefix("outrider.").replace(".", "/") + "/")
         if not any(fnmatch.fnmatch(inside, p) or fnmatch.fnmatch(inside, p.removeprefix("**/")) for p in own):
             missing.append(name)
     assert missing == []
@@ -121,7 +122,7 @@ def test_the_wheel_holds_the_package_and_nothing_else(tmp_path: Path) -> None:
     assert stray == []
     assert not [n for n in names if n.startswith(("outrider/tests", "outrider/.ci")) or n.endswith((".sh", ".pyc"))]
     assert "outrider/recipes/embedded-eagle3.yaml" in names
-    assert "outrider/eval/report.html.jinja" in names
+    assert "outrider/eval/reports/report.html.jinja" in names
     if (ROOT / "recipes/embedded/target").exists():
         assert "outrider/recipes/embedded/target/model.safetensors" in names
         assert "outrider/recipes/embedded/suites/code.jsonl" in names

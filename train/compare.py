@@ -17,9 +17,11 @@ from typing import Any
 from rich.console import Console
 
 from ..distill.responses import distill
-from ..eval import Contestant, Report, load_suites, measure, plan_of
-from ..eval.measure import baseline
-from ..eval.report import ContestantInfo, TrainingInfo
+from ..eval import Report
+from ..eval.measure import Contestant, baseline, measure, plan_of
+from ..eval.reports.render import write_report
+from ..eval.reports.report import ContestantInfo, TrainingInfo
+from ..eval.suites import load_suites
 from ..ground import BadInputError
 from ..ground.files import read_json
 from ..heads import load_drafter
@@ -86,7 +88,7 @@ def compare(
     report = measure(target, entrants, suites, first.eval, console=console)
     trained = {recipe.name: _how(recipe) for recipe in moved}
     report.contestants = [_with_training(info, trained.get(info.name)) for info in report.contestants]
-    report.save(place / "report")
+    write_report(report, place / "report")
     return report
 
 

@@ -33,7 +33,7 @@ from ..heads import Drafter, DrafterLoss, TargetBatch
 from ..heads.losses import Comparison, chunked_compare, divergence, own_precision
 from ..recipes import JointSpec
 from ..targets import Target
-from ..targets.target import ADAPTER_WEIGHTS, refuse_pickles
+from ..targets.loading import ADAPTER_WEIGHTS, refuse_pickles
 from .data import IGNORED, OnlineBatches
 
 ADAPTER = "adapter"

@@ -25,9 +25,9 @@ from ..ground import BadInputError, OutriderError
 from ..ground.libraries import LIBRARY_ERRORS, reason
 from ..heads import Drafter
 from ..recipes import Recipe
-from ..targets import Target, embedded_path
+from ..targets import Target, decoder_layers, embedded_path
+from ..targets.loading import EMBEDDED
 from ..targets.sketch import sketch_causal_lm
-from ..targets.target import EMBEDDED, decoder_layers
 from .arguments import training_arguments
 from .data import FIRST_LEARNED
 from .rehearsal import rehearse, rehearse_optimizer

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from ...ground import BadInputError, IncompatibleError
 from ...targets import Target
-from ..base import Drafter, DrafterConfig, draft_vocabulary
+from ..base import Drafter, DrafterConfig
+from .vocabulary import draft_vocabulary
 
 
 class HeadConfig(DrafterConfig):

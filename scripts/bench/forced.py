@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outrider.heads import Choose, Drafter, DrafterConfig, Proposal
+from outrider.heads import Abilities, Choose, Drafter, DrafterConfig, Proposal
 from outrider.targets import Counts, RaggedCache, Target
 
 
@@ -62,8 +62,8 @@ class Forced(Drafter):
         return self.inner.max_depth
 
     @property
-    def grows(self) -> bool:
-        return self.inner.grows
+    def abilities(self) -> Abilities:
+        return self.inner.abilities
 
     @property
     def output_ids(self) -> Tensor | None:
@@ -74,10 +74,10 @@ class Forced(Drafter):
 
     # ------------------------------------------------------------ decoding
 
-    def open(self, target: Target, batch_size: int, max_length: int, spare: int = 0) -> _State:
+    def open_state(self, target: Target, batch_size: int, max_length: int, spare: int = 0) -> _State:
         read = torch.zeros(batch_size, dtype=torch.long, device=target.device)
         state = _State(
-            self.inner.open(target, batch_size, max_length, *((spare,) if spare else ())),
+            self.inner.open(target, batch_size, max_length, spare),
             read.new_zeros(batch_size, max_length),
             read,
         )
@@ -85,22 +85,19 @@ class Forced(Drafter):
         return state
 
     def lend(self, state: _State, cache: RaggedCache) -> None:
-        self.inner.lend(state.inner, cache)
+        raise NotImplementedError
 
     def _tell(self, state: _State) -> None:
         rows, length = (min(pair) for pair in zip(self.script.shape, state.script.shape, strict=True))
         state.script[:rows, :length] = self.script[:rows, :length].to(state.script.device)
 
     def state_bytes(self, target: Target, batch_size: int, max_length: int, spare: int = 0) -> int:
-        return (
-            self.inner.state_bytes(target, batch_size, max_length, *((spare,) if spare else ()))
-            + 8 * batch_size * max_length
-        )
+        return self.inner.state_bytes(target, batch_size, max_length, spare) + 8 * batch_size * max_length
 
     def absorb(
         self, state: _State, tokens: Tensor, hidden: Tensor | None, counts: Counts, path: Tensor | None = None
     ) -> None:
-        self.inner.absorb(state.inner, tokens, hidden, counts, path)
+        state.inner.absorb(tokens, hidden, counts, path)
         state.read = state.read + counts.tensor
 
     def propose(
@@ -113,32 +110,32 @@ class Forced(Drafter):
             choose(logits, token_ids)
             return next(given)
 
-        return self.inner.propose(state.inner, root, depth, scripted, ended)
+        return state.inner.propose(root, depth, scripted, ended)
 
     def begin(self, state: _State, root: Tensor) -> Tensor:
-        return self.inner.begin(state.inner, root)
+        return state.inner.begin(root)
 
     def extend(self, state: _State, tokens: Tensor, parents: Tensor | None = None) -> Tensor:
-        return self.inner.extend(state.inner, tokens, parents)
+        return state.inner.extend(tokens, parents)
 
     def select(self, state: _State, rows: list[int]) -> None:
-        self.inner.select(state.inner, rows)
+        state.inner.select(rows)
         state.script, state.read = state.script[rows], state.read[rows]
 
     # ------------------------------------------------------------ rounds of fixed shapes
 
     def caches(self, state: _State) -> list[RaggedCache]:
-        return self.inner.caches(state.inner)
+        return state.inner.caches()
 
     def carried(self, state: _State) -> list[Tensor]:
-        return [state.read, *self.inner.carried(state.inner)]
+        return [state.read, *state.inner.carried()]
 
     def carry(self, state: _State, tensors: list[Tensor]) -> None:
         state.read = tensors[0]
-        self.inner.carry(state.inner, tensors[1:])
+        state.inner.carry(tensors[1:])
 
     def reset(self, state: _State) -> None:
-        self.inner.reset(state.inner)
+        state.inner.reset()
         state.read = torch.zeros_like(state.read)
         self._tell(state)
 

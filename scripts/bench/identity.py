@@ -76,7 +76,7 @@ def plans(drafter: Drafter | None, arguments: argparse.Namespace) -> dict[str, P
     if drafter is None:
         return {"no drafts": Plan(0)}
     chain, tree = Plan(arguments.depth), Plan(arguments.depth + 1, arguments.width, arguments.nodes)
-    return {str(chain): chain} | ({str(tree): tree} if drafter.grows else {})
+    return {str(chain): chain} | ({str(tree): tree} if drafter.abilities.reads_nodes else {})
 
 
 def main() -> int:

@@ -93,7 +93,7 @@ def measure_speed(
     settings: Settings, rows: Rows, make_peer: MakePeer, arguments: argparse.Namespace
 ) -> list[dict[str, Any]]:
     """One cell for each length and share of tokens that are not learned."""
-    from outrider.eval.measure import race
+    from outrider.eval.race import race
 
     trainings = [
         Training(contestant, "adamw", 1e-4, 10**6, 1, precision)
@@ -329,7 +329,7 @@ def measure_tau(
 
 def compare_tau(by_name: dict[str, list[Rounds]], strata: Sequence[int]) -> dict[str, Any]:
     """τ by name, each one's quotient to the peer's on the same prompts, and that quotient seed by seed with the interval that three seeds alone would give."""
-    from outrider.eval.statistics import Bootstrap
+    from outrider.eval.reports.statistics import Bootstrap
 
     bootstrap, peer = Bootstrap(strata), next(name for name in by_name if name.startswith(THEIRS))
     together = {name: pooled(seeds) for name, seeds in by_name.items()}
@@ -437,7 +437,7 @@ def main(given: Sequence[str] | None = None) -> int:
     arguments = parse(given)
 
     from outrider.distill.responses import load_responses
-    from outrider.eval.measure import threads
+    from outrider.eval.race import threads
     from outrider.train.data import split, token_counts
 
     # A step of ours alone needs no peer.

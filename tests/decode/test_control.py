@@ -190,7 +190,7 @@ def test_control_never_changes_the_text(target, itself, useless, name):
     sampling = Sampling(1.0, top_p=0.9, seed=3)
     coupled = Decoder(target).generate(PROMPTS, 60, sampling, Plan(verify="coupled")).tokens
     for kind, drafter in drafters(target, itself, useless).items():
-        plan = PLANS[name] if drafter.grows else PLANS[name].chain
+        plan = PLANS[name] if drafter.abilities.reads_nodes else PLANS[name].chain
         decoder = Decoder(target, drafter)
         assert decoder.generate(PROMPTS, 60, plan=plan).tokens == greedy, kind
         assert [decoder.generate([p], 60, plan=plan).tokens[0] for p in PROMPTS] == greedy, f"{kind}, one by one"

@@ -60,9 +60,9 @@ def test_the_state_of_a_drafter_is_announced_to_the_byte(name):
     drafter = make(name, target)
     assert drafter is not None
     for rows, length in ((3, 40), (5, 30)):
-        announced = drafter.state_bytes(target, rows, length, *((7,) if drafter.grows else ()))
+        announced = drafter.state_bytes(target, rows, length, *((7,) if drafter.abilities.reads_nodes else ()))
         with torch.inference_mode(), PeakBytes() as opened:
-            state: Any = drafter.open(target, rows, length, *((7,) if drafter.grows else ()))
+            state: Any = drafter.open(target, rows, length, *((7,) if drafter.abilities.reads_nodes else ()))
         lengths = 0 if name == "ngram" else state.cache.lengths.nbytes
         assert opened.live - lengths == announced, (rows, length)
         assert (announced > 0) == (name != "ngram")
@@ -127,7 +127,7 @@ def close(
         0 if drafter is None else plan.depth,
         plan,
         sampling,
-        fixed and (drafter is None or drafter.grows),
+        fixed and (drafter is None or drafter.abilities.reads_nodes),
     )
     announced = budget(target, drafter, load)
     with PeakBytes() as count:

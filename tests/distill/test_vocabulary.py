@@ -10,7 +10,7 @@ import torch
 
 from outrider.distill.vocabulary import Vocabulary, digest_tokens, ranks, usual_sizes
 from outrider.ground import BadInputError
-from outrider.heads.base import most_frequent
+from outrider.heads.parts.vocabulary import most_frequent
 
 COUNTS = torch.tensor([5, 0, 3, 3, 9, 0])  # by frequency: 4, 0, 2, 3 (equal counts: the lower id first), 1, 5
 

@@ -30,9 +30,7 @@ def decoded_logits() -> Callable[..., list[list[Tensor]]]:
             # As in the decoder: rows are padded with drafts that were thrown away, here with another place's tokens.
             width = int(counts.max()) + 1
             where = (committed[:, None] + torch.arange(width)).clamp(max=tokens.shape[1] - 1)
-            drafter.absorb(
-                state, tokens[rows[:, None], where], hidden[rows[:, None], where], Counts.of(counts.tolist(), "cpu")
-            )
+            state.absorb(tokens[rows[:, None], where], hidden[rows[:, None], where], Counts.of(counts.tolist(), "cpu"))
             logits: list[Tensor] = []
 
             def choose(
@@ -41,7 +39,7 @@ def decoded_logits() -> Callable[..., list[list[Tensor]]]:
                 logits.append(draft_logits)
                 return tokens[rows, reached + len(logits)]
 
-            drafter.propose(state, tokens[rows, reached], steps, choose)
+            state.propose(tokens[rows, reached], steps, choose)
             found.append(logits)
             committed = reached
         return found

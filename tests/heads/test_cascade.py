@@ -28,7 +28,7 @@ from outrider.heads import (
     drafter_config,
     load_drafter,
 )
-from outrider.heads.base import Branches
+from outrider.heads.parts.nodes import Branches
 from outrider.targets import Counts, Nodes, Target
 
 from ..decode.test_verify_exact import DRAFTS, EXACT, GRID, TARGETS, Cases, distance, enumerate_rejection, grid
@@ -112,7 +112,7 @@ def test_tokens_and_their_distributions_are_the_models(target, model, statistica
             return drawn if temperature else logits.argmax(-1)
 
         state = opened(drafter, target, PROMPTS)
-        found.append(drafter.propose(state, torch.tensor([1, 2, 3]), depth, choose))
+        found.append(state.propose(torch.tensor([1, 2, 3]), depth, choose))
         seen.append(given)
     assert torch.equal(found[0].tokens, found[1].tokens)
     assert not found[1].deterministic
@@ -124,9 +124,7 @@ def test_tokens_and_their_distributions_are_the_models(target, model, statistica
 def opened(drafter: Drafter, target: Target, texts: list[list[int]]) -> object:
     state, width = drafter.open(target, len(texts), 120), max(map(len, texts))
     tokens = torch.tensor([t + [0] * (width - len(t)) for t in texts])
-    drafter.absorb(
-        state, tokens, target.forward(tokens, taps=drafter.taps).hidden, Counts.of([len(t) for t in texts], "cpu")
-    )
+    state.absorb(tokens, target.forward(tokens, taps=drafter.taps).hidden, Counts.of([len(t) for t in texts], "cpu"))
     return state
 
 
@@ -153,7 +151,7 @@ def test_a_pass_reads_what_is_guessed_and_another_follows_only_where_a_guess_was
     cascade = Cascade(Ngram(), model)
     state = opened(cascade, target, [REPEATED])
     found = passes(model, monkeypatch)
-    proposal = cascade.propose(state, torch.tensor([1]), 6, scripted(drafted))
+    proposal = state.propose(torch.tensor([1]), 6, scripted(drafted))
     assert proposal.tokens.tolist() == [drafted]
     assert found == widths, "the last token is read by nobody: nothing is drafted behind it"
 
@@ -180,14 +178,14 @@ def test_guesses_that_were_wrong_are_never_seen_again(target, model):
     state = opened(cascade, target, texts)
     chains = [[2, 3, 50, 1, 2, 3], [50, 51, 2, 3, 4, 1], [2, 50, 3, 4, 1, 2]]
     for (root, kept), chain in zip(((1, (6, 2)), (1, (3, 0)), (1, (5, 6))), chains, strict=True):
-        proposal = cascade.propose(state, torch.tensor([root, root]), 6, scripted(chain))
+        proposal = state.propose(torch.tensor([root, root]), 6, scripted(chain))
         tokens = torch.cat([torch.tensor([[root], [root]]), proposal.tokens], 1)
-        cascade.absorb(state, tokens, None, Counts.of([k + 1 for k in kept], "cpu"))
+        state.absorb(tokens, None, Counts.of([k + 1 for k in kept], "cpu"))
         texts = [t + row[: k + 1] for t, row, k in zip(texts, tokens.tolist(), kept, strict=True)]
         fresh = opened(model, target, texts)
         again = copy.deepcopy(state.model)
         torch.testing.assert_close(
-            model.begin(again, torch.tensor([9, 8])), model.begin(fresh, torch.tensor([9, 8])), rtol=1e-4, atol=1e-4
+            again.begin(torch.tensor([9, 8])), fresh.begin(torch.tensor([9, 8])), rtol=1e-4, atol=1e-4
         )
 
 
@@ -197,9 +195,9 @@ def test_more_guesses_than_the_cache_has_room_for_are_not_read(target, model, mo
     cascade = Cascade(Ngram(), model)
     state = cascade.open(target, 1, 12 + 24 + 1)
     tokens = torch.tensor([REPEATED])
-    cascade.absorb(state, tokens, None, Counts.of([12], "cpu"))
+    state.absorb(tokens, None, Counts.of([12], "cpu"))
     widths = passes(model, monkeypatch)
-    cascade.propose(state, torch.tensor([1]), 24, scripted([4, 3, 2, 1] * 6))
+    state.propose(torch.tensor([1]), 24, scripted([4, 3, 2, 1] * 6))
     assert sum(widths) <= 24 + 64
     assert sum(widths) > 64
     assert state.model.cache.max_length == 37 + 64
@@ -210,13 +208,13 @@ def test_logits_of_a_chain_read_at_once_are_those_of_one_token_at_a_time(target,
     """Behind the root, behind a node in the middle and behind a dead one, in ragged rows."""
     roots, texts = torch.tensor([5, 6]), [REPEATED, FRESH[:3]]
     state = opened(model, target, texts)
-    first = model.read_chain(state, torch.tensor([[5, 10, 11], [6, 12, 13]]))
-    second = model.read_chain(state, torch.tensor([[14, 15], [16, 17]]), torch.tensor([0, -1]))
-    third = model.read_chain(state, torch.tensor([[18], [19]]), torch.tensor([-1, 3]))
+    first = state.read_chain(torch.tensor([[5, 10, 11], [6, 12, 13]]))
+    second = state.read_chain(torch.tensor([[14, 15], [16, 17]]), torch.tensor([0, -1]))
+    third = state.read_chain(torch.tensor([[18], [19]]), torch.tensor([-1, 3]))
     for row, path in enumerate([(10, 14, 15), (16, 17, 19)]):
         alone = opened(model, target, [texts[row]])
-        logits = [model.begin(alone, roots[row : row + 1])[0]]
-        logits += [model.extend(alone, torch.tensor([[token]]))[0, 0] for token in path]
+        logits = [alone.begin(roots[row : row + 1])[0]]
+        logits += [alone.extend(torch.tensor([[token]]))[0, 0] for token in path]
         found = [
             [first[0, 0], first[0, 1], second[0, 0], second[0, 1]],
             [first[1, 0], second[1, 0], second[1, 1], third[1, 0]],
@@ -257,7 +255,7 @@ def test_behind_the_models_tokens_the_statistical_drafter_goes_on(target, model)
     for vertical in (True, False):
         cascade = Cascade(Ngram(NgramConfig(2, 2)), model, CascadeConfig(vertical=vertical, model_depth=2))
         state = opened(cascade, target, [REPEATED, FRESH])
-        proposal = cascade.propose(state, torch.tensor([1, 1]), 5, scripted([2, 3, -1, -1, -1]))
+        proposal = state.propose(torch.tensor([1, 1]), 5, scripted([2, 3, -1, -1, -1]))
         assert proposal.tokens.tolist()[0] == [2, 3, 4, 1, 2]
         assert proposal.lengths.tolist() == [5, 2]
         assert not proposal.deterministic
@@ -270,7 +268,7 @@ def test_behind_the_models_tokens_the_statistical_drafter_goes_on(target, model)
 def test_the_text_is_the_plain_samplers_where_rules_match_tokens(target, model, name, sampling):
     """Greedy, candidates and coupled: the same text as without drafts, in a ragged batch."""
     drafter = MODELS[name](target, model)
-    cascade = Cascade(Ngram(), drafter, CascadeConfig(vertical=drafter.reads_chains, model_depth=2))
+    cascade = Cascade(Ngram(), drafter, CascadeConfig(vertical=drafter.abilities.reads_chains, model_depth=2))
     for rule in ("candidates", "coupled"):
         expected = Decoder(target).generate(PROMPTS, 30, sampling, Plan(0, verify=rule), ignore_eos=True).tokens
         out = Decoder(target, cascade).generate(PROMPTS, 30, sampling, Plan(5, verify=rule), ignore_eos=True)
@@ -357,13 +355,13 @@ def test_the_model_has_read_what_was_kept_of_found_tokens(target, model, vertica
         root = torch.tensor([1, 2])
         tokens = root[:, None]
         if kept is not None:
-            tokens = torch.cat([tokens, cascade.propose(state, root, 5, scripted([*drafted, -1, -1, -1])).tokens], 1)
+            tokens = torch.cat([tokens, state.propose(root, 5, scripted([*drafted, -1, -1, -1])).tokens], 1)
         counts = [1, 1] if kept is None else [1 + min(k, tokens.shape[1] - 1) for k in kept]
-        cascade.absorb(state, tokens, None, Counts.of(counts, "cpu"))
+        state.absorb(tokens, None, Counts.of(counts, "cpu"))
         texts = [t + row[:c] for t, row, c in zip(texts, tokens.tolist(), counts, strict=True)]
         fresh, again = opened(model, target, texts), copy.deepcopy(state.model)
         torch.testing.assert_close(
-            model.begin(again, torch.tensor([9, 8])), model.begin(fresh, torch.tensor([9, 8])), rtol=1e-4, atol=1e-4
+            again.begin(torch.tensor([9, 8])), fresh.begin(torch.tensor([9, 8])), rtol=1e-4, atol=1e-4
         )
 
 

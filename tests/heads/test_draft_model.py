@@ -47,7 +47,7 @@ def test_proposals_are_the_plain_forward_pass(target, drafter, starts):
         counts = reached - committed
         width = depth + 1 if number else int(counts.max())
         where = (committed[:, None] + torch.arange(width)).clamp(max=19)
-        drafter.absorb(state, tokens[rows[:, None], where], None, Counts.of(counts.tolist(), "cpu"))
+        state.absorb(tokens[rows[:, None], where], None, Counts.of(counts.tolist(), "cpu"))
         logits: list[Tensor] = []
 
         def choose(
@@ -56,7 +56,7 @@ def test_proposals_are_the_plain_forward_pass(target, drafter, starts):
             logits.append(draft_logits)
             return tokens[rows, reached + len(logits)]
 
-        proposal = drafter.propose(state, tokens[rows, reached], depth, choose)
+        proposal = state.propose(tokens[rows, reached], depth, choose)
         assert proposal.parents is None
         for row, step in product(range(len(starts)), range(depth)):
             torch.testing.assert_close(logits[step][row], plain[row, reached[row] + step], rtol=1e-4, atol=1e-4)

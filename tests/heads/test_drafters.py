@@ -132,8 +132,8 @@ def proposals(drafter: Drafter, target: Target) -> list[list[int]]:
     with torch.inference_mode():
         for root in (tokens[:, 0], tokens[:, 1]):
             hidden = target.forward(tokens, taps=drafter.taps).hidden
-            drafter.absorb(state, tokens, hidden, counts)
-            found.append(drafter.propose(state, root, 4, best).tokens.tolist())
+            state.absorb(tokens, hidden, counts)
+            found.append(state.propose(root, 4, best).tokens.tolist())
             tokens, counts = torch.cat([root[:, None], tokens[:, :4]], 1), Counts.of([1, 5, 3, 2], "cpu")
     return found
 
@@ -172,14 +172,14 @@ def test_drafts_depend_on_the_text_alone_not_on_its_rounds(drafter, target):
     ]
     with torch.inference_mode():
         state = drafter.open(target, 4, 80)
-        drafter.absorb(state, *whole(target, drafter, texts))
+        state.absorb(*whole(target, drafter, texts))
         for number, (depth, kept) in enumerate(rounds):
             drafts = torch.zeros(4, 0, dtype=torch.long)
             if depth:
-                proposal = drafter.propose(state, torch.tensor(roots), depth, best)
+                proposal = state.propose(torch.tensor(roots), depth, best)
                 fresh = drafter.open(target, 4, 80)
-                drafter.absorb(fresh, *whole(target, drafter, texts))
-                again = drafter.propose(fresh, torch.tensor(roots), depth, best)
+                fresh.absorb(*whole(target, drafter, texts))
+                again = fresh.propose(torch.tensor(roots), depth, best)
                 assert torch.equal(proposal.real, again.real)
                 assert torch.equal(proposal.tokens, again.tokens), f"round {number}"
                 drafts, kept = (
@@ -193,7 +193,7 @@ def test_drafts_depend_on_the_text_alone_not_on_its_rounds(drafter, target):
             if hidden is not None:
                 places = (torch.tensor(before)[:, None] + torch.arange(read.shape[1])).clamp(max=hidden.shape[1] - 1)
                 hidden = hidden.gather(1, places[:, :, None, None].expand(-1, -1, *hidden.shape[2:]))
-            drafter.absorb(state, read, hidden, Counts.of([k + 1 for k in kept], "cpu"))
+            state.absorb(read, hidden, Counts.of([k + 1 for k in kept], "cpu"))
             roots = [(r * 7 + number) % 64 for r in roots]
 
 
@@ -204,7 +204,7 @@ def test_a_saved_drafter_proposes_the_same(drafter, target, tmp_path):
     assert type(again) is type(drafter)
     assert not again.training
     assert proposals(again, target) == before
-    assert proposals(Drafter.load(tmp_path / "drafter"), target) == before, "without a target to check against, too"
+    assert proposals(load_drafter(tmp_path / "drafter"), target) == before, "without a target to check against, too"
 
 
 def test_a_loaded_drafter_has_its_targets_dtype_and_whole_rotary_frequencies(saved, tiny_llama):
@@ -270,7 +270,7 @@ def opened(drafter: Drafter, target: Target, prompts: list[list[int]]) -> object
     counts = Counts.of([len(p) for p in prompts], "cpu")
     tokens = torch.tensor([p + [0] * (max(counts.values) - len(p)) for p in prompts])
     state = drafter.open(target, len(prompts), 40)
-    drafter.absorb(state, tokens, target.forward(tokens, taps=drafter.taps).hidden, counts)
+    state.absorb(tokens, target.forward(tokens, taps=drafter.taps).hidden, counts)
     return state
 
 
@@ -281,11 +281,11 @@ def test_one_node_alone_sees_its_path_only(name, target, tiny_llama):
     torch.manual_seed(3)
     drafter = MAKERS[name](target, tiny_llama)
     state, chain, root = opened(drafter, target, PROMPTS[:1]), opened(drafter, target, PROMPTS[:1]), torch.tensor([7])
-    drafter.begin(state, root), drafter.begin(chain, root)
-    drafter.extend(state, torch.tensor([[11, 12]]), torch.tensor([[-1, -1]]))
-    found = drafter.extend(state, torch.tensor([[13]]), torch.tensor([[1]]))
-    drafter.extend(chain, torch.tensor([[12]]))
-    torch.testing.assert_close(found, drafter.extend(chain, torch.tensor([[13]])), rtol=1e-4, atol=1e-4)
+    state.begin(root), chain.begin(root)
+    state.extend(torch.tensor([[11, 12]]), torch.tensor([[-1, -1]]))
+    found = state.extend(torch.tensor([[13]]), torch.tensor([[1]]))
+    chain.extend(torch.tensor([[12]]))
+    torch.testing.assert_close(found, chain.extend(torch.tensor([[13]])), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", WITH_WEIGHTS)
@@ -298,18 +298,18 @@ def test_logits_in_a_tree_are_those_of_each_path_alone(name, target, tiny_llama)
     drafts = torch.randint(0, 64, (4, 6), generator=torch.Generator().manual_seed(5))
     state = opened(drafter, target, PROMPTS)
     passes = torch.tensor(PARENTS)
-    found = [drafter.begin(state, roots)[:, None]]
-    found += [drafter.extend(state, drafts[:, 3 * i : 3 * i + 3], passes[:, i]) for i in range(2)]
+    found = [state.begin(roots)[:, None]]
+    found += [state.extend(drafts[:, 3 * i : 3 * i + 3], passes[:, i]) for i in range(2)]
     logits = torch.cat(found, 1)
     parents = passes.flatten(1).tolist()
     paths = [[path_of(parents[row], node) for node in range(6)] for row in range(4)]
     for row, prompt in enumerate(PROMPTS):
         for node, path in enumerate(paths[row]):
             alone = opened(drafter, target, [prompt])
-            expected = drafter.begin(alone, roots[row : row + 1])
+            expected = alone.begin(roots[row : row + 1])
             torch.testing.assert_close(logits[row, 0], expected[0], rtol=1e-4, atol=1e-4)
             for i in path:
-                expected = drafter.extend(alone, drafts[row, i].view(1, 1))[:, 0]
+                expected = alone.extend(drafts[row, i].view(1, 1))[:, 0]
             torch.testing.assert_close(logits[row, 1 + node], expected[0], rtol=1e-4, atol=1e-4)
     # Accepted: a path whose last draft was read, one whose last was not (-1), one draft, none.
     texts = [[drafts[0, i].item() for i in paths[0][3]], [drafts[1, 0].item(), 33], [drafts[2, 2].item()], []]
@@ -321,10 +321,10 @@ def test_logits_in_a_tree_are_those_of_each_path_alone(name, target, tiny_llama)
         if drafter.taps:
             true = target.forward(torch.tensor([text]), taps=drafter.taps).hidden[0, len(PROMPTS[row]) :]
             hidden[row, : len(true)] = true
-    drafter.absorb(state, tokens, hidden if drafter.taps else None, Counts.of([1 + len(t) for t in texts], "cpu"), kept)
-    again = drafter.begin(state, torch.tensor([1, 2, 3, 4]))
+    state.absorb(tokens, hidden if drafter.taps else None, Counts.of([1 + len(t) for t in texts], "cpu"), kept)
+    again = state.begin(torch.tensor([1, 2, 3, 4]))
     for row, text in enumerate(whole):
-        expected = drafter.begin(opened(drafter, target, [text]), torch.tensor([row + 1]))
+        expected = opened(drafter, target, [text]).begin(torch.tensor([row + 1]))
         torch.testing.assert_close(again[row], expected[0], rtol=1e-4, atol=1e-4)
 
 

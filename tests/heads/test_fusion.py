@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from outrider.decode import Decoder, Plan, Sampling
-from outrider.decode.drafting import Chooser
-from outrider.decode.sampling import Processors
+from outrider.decode.drafting import Chooser, Drawing
+from outrider.decode.rules import RULES
+from outrider.decode.sampling import Keys, Processors
 from outrider.ground import BadInputError, IncompatibleError
 from outrider.heads import (
     Drafter,
@@ -65,14 +66,12 @@ def best(logits: Tensor, token_ids: Tensor | None) -> Tensor:
 def opened(drafter: Drafter, target: Target, texts: list[list[int]]) -> object:
     state, width = drafter.open(target, len(texts), 120), max(map(len, texts))
     tokens = torch.tensor([t + [0] * (width - len(t)) for t in texts])
-    drafter.absorb(
-        state, tokens, target.forward(tokens, taps=drafter.taps).hidden, Counts.of([len(t) for t in texts], "cpu")
-    )
+    state.absorb(tokens, target.forward(tokens, taps=drafter.taps).hidden, Counts.of([len(t) for t in texts], "cpu"))
     return state
 
 
 def drafted(drafter: Drafter, state: object, roots: list[int], depth: int = 4) -> list[list[int]]:
-    proposal = drafter.propose(state, torch.tensor(roots), depth, best)
+    proposal = state.propose(torch.tensor(roots), depth, best)
     return [row[:n] for row, n in zip(proposal.tokens.tolist(), proposal.lengths.tolist(), strict=True)]
 
 
@@ -87,13 +86,13 @@ def test_a_row_proposes_what_was_found_and_else_what_the_model_says(target, mode
     found = drafted(fusion, opened(fusion, target, texts), roots)
     assert found[1] == drafted(model, opened(model, target, [FRESH]), [40])[0]
     state = opened(model, target, [REPEATED])
-    logits = model.begin(state, torch.tensor([1]))
+    logits = state.begin(torch.tensor([1]))
     expected = [2, 3, 4]
     assert expected == drafted(fusion.statistical, opened(fusion.statistical, target, [REPEATED]), [1])[0], (
         "a match of 9 tokens"
     )
     for token in expected:
-        logits = model.extend(state, torch.tensor([[token]]))[:, 0]
+        logits = state.extend(torch.tensor([[token]]))[:, 0]
     assert found[0] == [*expected, int(best(logits, model.output_ids))]
 
 
@@ -101,7 +100,7 @@ def test_a_row_proposes_what_was_found_and_else_what_the_model_says(target, mode
 def test_a_row_alone_needs_no_model_where_something_was_found(target, model, monkeypatch):
     fusion = Fusion(Ngram(NgramConfig(4, 4)), model)
     state = opened(fusion, target, [REPEATED])
-    monkeypatch.setattr(model, "begin", lambda *_: pytest.fail("the model was asked"))
+    monkeypatch.setattr(state.model, "begin", lambda *_: pytest.fail("the model was asked"))
     assert drafted(fusion, state, [1]) == [[2, 3, 4, 1]]
 
 
@@ -126,17 +125,8 @@ def chooser(texts: list[list[int]], sampling: Sampling, confidence: float = 0.0)
     )
     if processors.idle:
         processors = context = None
-    return Chooser(
-        "candidates",
-        sampling,
-        0,
-        VOCAB,
-        torch.arange(rows),
-        torch.full((rows,), 9),
-        processors,
-        context,
-        confidence=confidence,
-    )
+    keys = Keys(0, torch.arange(rows), torch.full((rows,), 9))
+    return Chooser(RULES["candidates"], Drawing(sampling, processors, VOCAB), keys, context, confidence)
 
 
 @torch.inference_mode()
@@ -145,10 +135,10 @@ def test_behind_a_found_token_the_model_drafts_as_if_it_were_its_own_choice(targ
     fusion = Fusion(Suffix(SuffixConfig(min_match=4, factor=1 / 3)), model)
     texts, roots, found = [REPEATED, FRESH], [1, 40], [2, 3, 4]
     state = opened(model, target, [REPEATED])
-    logits = model.begin(state, torch.tensor([1]))
+    logits = state.begin(torch.tensor([1]))
     for token in found:
         assert int(best(logits, model.output_ids)) != token, "or nothing is shown"
-        logits = model.extend(state, torch.tensor([[token]]))[:, 0]
+        logits = state.extend(torch.tensor([[token]]))[:, 0]
     plain = int(best(logits, model.output_ids))
     for sampling in (Sampling(repetition_penalty=1000.0), Sampling(bad_words=((4, plain),))):
         processors = Processors(sampling, VOCAB, (), torch.device("cpu"))
@@ -158,7 +148,7 @@ def test_behind_a_found_token_the_model_drafts_as_if_it_were_its_own_choice(targ
         whole = torch.full((1, VOCAB), float("-inf")).index_copy(1, ids, logits)
         expected = int(processors(whole[:, None], context)[0, 0].argmax())
         picks = chooser([[*t, r] for t, r in zip(texts, roots, strict=True)], sampling)
-        proposal = fusion.propose(opened(fusion, target, texts), torch.tensor(roots), 4, picks)
+        proposal = opened(fusion, target, texts).propose(torch.tensor(roots), 4, picks)
         assert proposal.tokens[0].tolist() == [*found, expected]
         assert picks.context is not None
         assert (
@@ -172,7 +162,7 @@ def test_a_found_token_is_not_doubted_by_the_model(target, model):
     """Confidence ends a chain behind a token to which the model that chose it gives too little: that is none of the found ones."""
     fusion = Fusion(Suffix(SuffixConfig(min_match=4, factor=1 / 3)), model)
     picks = chooser([[*REPEATED, 1], [*FRESH, 40]], Sampling(), confidence=0.99)
-    fusion.propose(opened(fusion, target, [REPEATED, FRESH]), torch.tensor([1, 40]), 5, picks)
+    opened(fusion, target, [REPEATED, FRESH]).propose(torch.tensor([1, 40]), 5, picks)
     assert picks.lengths is not None
     assert picks.lengths.tolist() == [4, 1], "three were found, and each row's first of the model's own is uncertain"
 
@@ -188,7 +178,7 @@ def play(
     for roots, kept in rounds:
         read, counts = [[r] for r in roots], [1] * len(roots)
         if kept is not None:
-            proposal = drafter.propose(state, torch.tensor(roots), 4, best)
+            proposal = state.propose(torch.tensor(roots), 4, best)
             found = [row[:n] for row, n in zip(proposal.tokens.tolist(), proposal.lengths.tolist(), strict=True)]
             read = [[r, *row] for r, row in zip(roots, proposal.tokens.tolist(), strict=True)]
             counts = [1 + min(k, len(f)) for k, f in zip(kept, found, strict=True)]
@@ -198,7 +188,7 @@ def play(
         for row, (text, count) in enumerate(zip(texts, counts, strict=True)):
             if drafter.taps:
                 hidden[row, :count] = target.forward(torch.tensor([text]), taps=drafter.taps).hidden[0, -count:]
-        drafter.absorb(state, torch.tensor(read), hidden if drafter.taps else None, Counts.of(counts, "cpu"))
+        state.absorb(torch.tensor(read), hidden if drafter.taps else None, Counts.of(counts, "cpu"))
     return found
 
 

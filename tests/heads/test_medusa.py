@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from outrider.decode import Control, Costs, Decoder, Plan, Sampling, Tree
-from outrider.decode.engine import Run
+from outrider.decode import round as stage
+from outrider.decode.run import Request
 from outrider.ground import BadInputError, IncompatibleError
 from outrider.heads import Drafter, Hydra, HydraConfig, Medusa, MedusaConfig, TargetBatch
 from outrider.heads.losses import divergence
@@ -64,14 +65,13 @@ def drafted_logits(drafter: Medusa, target: Target, text: list[int], drafts: lis
     """Logits `[V']` of each head in a round whose root is the last token of `text`, along the chain of `drafts`."""
     tokens = torch.tensor([text])
     state = drafter.open(target, 1, 64)
-    drafter.absorb(
-        state,
+    state.absorb(
         tokens[:, :-1],
         target.forward(tokens[:, :-1], taps=drafter.taps).hidden,
         Counts.of([len(text) - 1], "cpu"),
     )
-    found = [drafter.begin(state, tokens[:, -1])[0]]
-    return found + [drafter.extend(state, torch.tensor([[token]]))[0, 0] for token in drafts]
+    found = [state.begin(tokens[:, -1])[0]]
+    return found + [state.extend(torch.tensor([[token]]))[0, 0] for token in drafts]
 
 
 # ------------------------------------------------------------ new heads
@@ -302,21 +302,19 @@ def test_a_round_never_reads_a_tensor_on_the_host(tiny_llama, kind, plan):
     with torch.device("meta"):
         target = Target(tiny_llama(layers=4).to("meta"))
         drafter = KINDS[kind][0].build(KINDS[kind][1](), target).to("meta")
-        run = Run(
-            Decoder(target, drafter, static=True), PROMPTS, 20, Sampling(1.0), PLANS[plan], None, False, None, True
-        )
+        run = Decoder(target, drafter, static=True).run(Request(PROMPTS, 20, Sampling(1.0), PLANS[plan]))
         tokens, counts = (
             torch.zeros(4, 9, dtype=torch.long),
             Counts(torch.ones(4, dtype=torch.long), [len(p) for p in PROMPTS]),
         )
         with torch.inference_mode():
-            opened = run._open(tokens, counts)
-            drafter.absorb(opened.drafting, tokens, torch.zeros(4, 9, 1, 32), counts)
-            opened.cache.window = 256
-            shapes = [t.shape for t in drafter.carried(opened.drafting)]
+            state = run._open(tokens, counts)
+            state.session.absorb(tokens, torch.zeros(4, 9, 1, 32), counts)
+            state.cache.window = 256
+            shapes = [t.shape for t in state.session.carried()]
             for _ in range(2):
-                run.absorb(opened, run.compute(opened, run.plan.depth))
-                assert [t.shape for t in drafter.carried(opened.drafting)] == shapes, (
+                state, _ = stage.play(run.setup, state, run.setup.plan.depth)
+                assert [t.shape for t in state.session.carried()] == shapes, (
                     "what is carried from round to round keeps its shape"
                 )
 

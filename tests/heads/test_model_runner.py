@@ -144,27 +144,27 @@ def everything(drafter: DraftModel, target: Target, lengths: list[int], window: 
     def absorb(count: int, width: int, seed: int, path: Tensor | None = None) -> None:
         counts = [1 + (count + row) % width for row in range(rows)]
         for state in states:
-            drafter.absorb(state, tokens(rows, width, seed), None, Counts.of(counts, "cpu"), path)
+            state.absorb(tokens(rows, width, seed), None, Counts.of(counts, "cpu"), path)
 
     for state in states:
-        drafter.absorb(state, tokens(rows, max(lengths), 1), None, Counts.of(lengths, "cpu"))
+        state.absorb(tokens(rows, max(lengths), 1), None, Counts.of(lengths, "cpu"))
         state.cache.window = window
     for number in range(3):  # chains, of which some, all, and none are kept
-        agree(states, lambda s: drafter.begin(s, tokens(rows, 1, 2)[:, 0]))
+        agree(states, lambda s: s.begin(tokens(rows, 1, 2)[:, 0]))
         for step in range(3):
-            agree(states, lambda s, step=step: drafter.extend(s, tokens(rows, 1, 3 + step)))
+            agree(states, lambda s, step=step: s.extend(tokens(rows, 1, 3 + step)))
         absorb(3 - number, 4, 4)
-    agree(states, lambda s: drafter.begin(s, tokens(rows, 1, 5)[:, 0]))
-    agree(states, lambda s: drafter.extend(s, tokens(rows, 3, 6), torch.full((rows, 3), -1)))
-    agree(states, lambda s: drafter.extend(s, tokens(rows, 2, 7), torch.tensor([[2, 0]]).expand(rows, -1)))
-    agree(states, lambda s: drafter.extend(s, tokens(rows, 1, 8), torch.tensor([[3]]).expand(rows, -1)))
+    agree(states, lambda s: s.begin(tokens(rows, 1, 5)[:, 0]))
+    agree(states, lambda s: s.extend(tokens(rows, 3, 6), torch.full((rows, 3), -1)))
+    agree(states, lambda s: s.extend(tokens(rows, 2, 7), torch.tensor([[2, 0]]).expand(rows, -1)))
+    agree(states, lambda s: s.extend(tokens(rows, 1, 8), torch.tensor([[3]]).expand(rows, -1)))
     absorb(1, 4, 9, torch.tensor([[2, 3, 5]]).expand(rows, -1))
-    agree(states, lambda s: drafter.read_chain(s, tokens(rows, 4, 10)))
-    agree(states, lambda s: drafter.read_chain(s, tokens(rows, 2, 11), torch.arange(rows) % 3 - 1))
+    agree(states, lambda s: s.read_chain(tokens(rows, 4, 10)))
+    agree(states, lambda s: s.read_chain(tokens(rows, 2, 11), torch.arange(rows) % 3 - 1))
     for state in states:
-        drafter.forget(state)
+        state.forget()
     absorb(2, 3, 12)
-    agree(states, lambda s: drafter.begin(s, tokens(rows, 1, 13)[:, 0]))
+    agree(states, lambda s: s.begin(tokens(rows, 1, 13)[:, 0]))
 
 
 @pytest.mark.parametrize("lengths", [[9], [7, 1, 12]], ids=["alone", "ragged"])
@@ -201,10 +201,10 @@ def test_in_half_precision_it_is_as_exact_as_the_library(target, models):
         off = []
         for state in both(half, target, 2):
             reference = exact.open(target, 2, 60)
-            for drafter, own in ((exact, reference), (half, state)):
-                drafter.absorb(own, tokens(2, 30, 1), None, Counts.of([30, 22], "cpu"))
-            found = [half.begin(state, tokens(2, 1, 2)[:, 0]), half.extend(state, tokens(2, 1, 3))[:, 0]]
-            expected = [exact.begin(reference, tokens(2, 1, 2)[:, 0]), exact.extend(reference, tokens(2, 1, 3))[:, 0]]
+            for own in (reference, state):
+                own.absorb(tokens(2, 30, 1), None, Counts.of([30, 22], "cpu"))
+            found = [state.begin(tokens(2, 1, 2)[:, 0]), state.extend(tokens(2, 1, 3))[:, 0]]
+            expected = [reference.begin(tokens(2, 1, 2)[:, 0]), reference.extend(tokens(2, 1, 3))[:, 0]]
             off.append((torch.stack(found).float() - torch.stack(expected)).square().mean().sqrt().item())
         assert 0 < off[0] < 1.3 * off[1], name
 
@@ -311,8 +311,8 @@ def test_every_weight_that_changes_is_noticed(target, models):
 def short(drafter: DraftModel, target: Target) -> None:
     states = both(drafter, target, 1)
     for state in states:
-        drafter.absorb(state, tokens(1, 5, 1) % 50, None, Counts.of([5], "cpu"))
-    agree(states, lambda s: drafter.begin(s, tokens(1, 1, 2)[:, 0] % 50))
+        state.absorb(tokens(1, 5, 1) % 50, None, Counts.of([5], "cpu"))
+    agree(states, lambda s: s.begin(tokens(1, 1, 2)[:, 0] % 50))
 
 
 def test_copies_last_from_request_to_request_until_weights_change_or_texts_are_longer(target, tiny_llama):

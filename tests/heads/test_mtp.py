@@ -462,10 +462,10 @@ def test_logits_and_greedy_proposals_are_those_of_transformers(family):
         last = target.forward(tokens[:, :-1]).last
         drafts, logits, _ = theirs(tokens[:, 1:], last, torch.ones_like(positions), positions, cache)
         state = drafter.open(target, 1, 40)
-        drafter.absorb(state, tokens[:, :-1], last[:, :, None], Counts.of([LENGTH - 1], "cpu"))
-        own = [drafter.begin(state, tokens[:, -1])]
+        state.absorb(tokens[:, :-1], last[:, :, None], Counts.of([LENGTH - 1], "cpu"))
+        own = [state.begin(tokens[:, -1])]
         for k in range(family.depth - 1):
-            own.append(drafter.extend(state, drafts[:, k : k + 1])[:, 0])
+            own.append(state.extend(drafts[:, k : k + 1])[:, 0])
         assert (torch.stack(own, 1) - logits).abs().max() < 1e-5
         assert torch.stack(own, 1).argmax(-1).tolist() == drafts.tolist()
 
@@ -501,13 +501,12 @@ def test_rounds_propose_what_transformers_candidate_generator_does(family, monke
         for before, candidates in seen:
             tokens = torch.tensor([before])
             state = drafter.open(target, 1, 60)
-            drafter.absorb(
-                state,
+            state.absorb(
                 tokens[:, :-1],
                 target.forward(tokens[:, :-1]).last[:, :, None],
                 Counts.of([len(before) - 1], "cpu"),
             )
-            proposal = drafter.propose(state, tokens[:, -1], family.depth, lambda logits, _: logits.argmax(-1))
+            proposal = state.propose(tokens[:, -1], family.depth, lambda logits, _: logits.argmax(-1))
             assert proposal.tokens[0].tolist() == candidates
 
 
@@ -631,11 +630,11 @@ def test_one_module_per_depth_drafts_no_deeper(target):
     state = drafter.open(target, 1, 20)
     tokens = sequences(1, 4)
     with torch.inference_mode():
-        drafter.absorb(state, tokens, target.forward(tokens, taps=drafter.taps).hidden, Counts.of([4], "cpu"))
-        drafter.begin(state, tokens[:, 0])
-        drafter.extend(state, tokens[:, :1])
+        state.absorb(tokens, target.forward(tokens, taps=drafter.taps).hidden, Counts.of([4], "cpu"))
+        state.begin(tokens[:, 0])
+        state.extend(tokens[:, :1])
         with pytest.raises(BadInputError, match="2 modules, so it drafts no deeper"):
-            drafter.extend(state, tokens[:, :1])
+            state.extend(tokens[:, :1])
 
 
 # ------------------------------------------------------------ in the decoder
@@ -670,20 +669,19 @@ def test_rounds_of_fixed_shapes_never_read_a_tensor_on_the_host(tiny_llama, vari
         target = Target(tiny_llama(layers=6).to("meta"))
         drafter = made(target, **VARIANTS[variant]).to("meta")
         state = drafter.open(target, 4, 300, 20)
-        for cache in drafter.caches(state):
+        for cache in state.caches():
             cache.window = 256
         for width in (9, 4, 4):
-            drafter.absorb(
-                state,
+            state.absorb(
                 torch.zeros(4, width, dtype=torch.long),
                 torch.zeros(4, width, 1, 32),
                 Counts(torch.ones(4, dtype=torch.long)),
             )
-            drafter.carry(state, [torch.empty_like(t) for t in drafter.carried(state)])
-            drafter.begin(state, torch.zeros(4, dtype=torch.long))
+            state.carry([torch.empty_like(t) for t in drafter.carried(state)])
+            state.begin(torch.zeros(4, dtype=torch.long))
             for level in range(3):
                 drafted = torch.zeros(4, 3 if in_tree else 1, dtype=torch.long)
-                drafter.extend(state, drafted, torch.full_like(drafted, 3 * level - 1) if in_tree else None)
+                state.extend(drafted, torch.full_like(drafted, 3 * level - 1) if in_tree else None)
 
 
 @pytest.mark.parametrize("family", ["qwen3_next"], indirect=True)

@@ -15,8 +15,8 @@ def propose(tokens: list[list[int]], roots: list[int], depth: int, **config: int
     state = drafter.open(None, len(tokens), 100)
     width = max(map(len, tokens))
     padded = torch.tensor([t + [99] * (width - len(t)) for t in tokens])
-    drafter.absorb(state, padded, None, Counts.of([len(t) for t in tokens], "cpu"))
-    proposal = drafter.propose(state, torch.tensor(roots), depth, None)
+    state.absorb(padded, None, Counts.of([len(t) for t in tokens], "cpu"))
+    proposal = state.propose(torch.tensor(roots), depth, None)
     assert proposal.deterministic
     return [row[:n] for row, n in zip(proposal.tokens.tolist(), proposal.lengths.tolist(), strict=True)]
 
@@ -51,11 +51,11 @@ def test_matches_shorter_than_min_match_do_not_count(min_match, found):
 def test_rejected_drafts_are_forgotten_and_rows_can_be_dropped():
     drafter = Ngram()
     state = drafter.open(None, 2, 100)
-    drafter.absorb(state, torch.tensor([[1, 2], [3, 4]]), None, Counts.of([2, 2], "cpu"))
-    drafter.absorb(state, torch.tensor([[5, 6, 7], [8, 9, 1]]), None, Counts.of([1, 3], "cpu"))
-    drafter.select(state, [1])
-    assert drafter.propose(state, torch.tensor([8]), 3, None).tokens.tolist() == [[9, 1, 8]]
-    assert state[0].tokens == [3, 4, 8, 9, 1]
+    state.absorb(torch.tensor([[1, 2], [3, 4]]), None, Counts.of([2, 2], "cpu"))
+    state.absorb(torch.tensor([[5, 6, 7], [8, 9, 1]]), None, Counts.of([1, 3], "cpu"))
+    state.select([1])
+    assert state.propose(torch.tensor([8]), 3, None).tokens.tolist() == [[9, 1, 8]]
+    assert state.rows[0].tokens == [3, 4, 8, 9, 1]
 
 
 def test_impossible_lengths_are_refused():

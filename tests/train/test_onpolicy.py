@@ -21,7 +21,7 @@ from torch import Tensor
 
 from outrider.decode import Decoder, Plan, Sampling
 from outrider.ground import BadInputError
-from outrider.heads import Drafter, DraftModel, DraftModelConfig, TargetBatch
+from outrider.heads import DraftModel, DraftModelConfig, TargetBatch, load_drafter
 from outrider.recipes import Recipe
 from outrider.targets import Target
 from outrider.train import checkpoints as folders
@@ -345,7 +345,7 @@ def test_reverse_kl_on_its_own_text_raises_acceptance_there(recipe: MakeRecipe, 
             save_steps=steps,
             learning_rate=0.0 if name == "untrained" else 1e-2,
         )
-        drafter = Drafter.load(train(made, target).drafter_folder, target)
+        drafter = load_drafter(train(made, target).drafter_folder, target)
         assert isinstance(drafter, DraftModel)
         found[name] = alpha_on_own_text(drafter, target, rows)
     assert found["on"] > found["untrained"] + 0.1

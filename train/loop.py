@@ -255,7 +255,7 @@ class DrafterTrainer(HookedTrainer):
             self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
         metrics = {f"{metric_key_prefix}_{name}": value for name, value in sums.means(self.together.sum).items()}
         rows = len(self.lessons.held_out)
-        return EvalLoopOutput(predictions=(), label_ids=None, metrics=metrics, num_samples=rows)
+        return EvalLoopOutput((), None, metrics, rows)  # type: ignore[arg-type]
 
     # ------------------------------------------------------------ checkpoints
 

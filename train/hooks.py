@@ -1,7 +1,7 @@
 """The private parts of `transformers.Trainer` that a training of drafters needs, each under a public name of ours.
 
-No other file of this room touches a private name of the libraries. `tests/train/test_hooks.py` has a test for each of
-them; `TRIED` says with which versions they were tried, and `pyproject.toml` allows no others.
+No other file of this room touches a private name of transformers or accelerate. `tests/train/test_hooks.py` has a test
+for each of them; `TRIED` says with which versions they were tried, and `pyproject.toml` allows no others.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import cast
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset, Sampler
 from transformers import PreTrainedModel, Trainer, TrainingArguments
@@ -92,6 +92,11 @@ class HookedTrainer(Trainer, ABC):
     def rows_at_once(self) -> int:
         """Return the rows of one process in a micro-batch."""
         return self._train_batch_size
+
+    def on_device(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return a batch of the evaluation's loader on the device of this process."""
+        moved: dict[str, Tensor] = self._prepare_inputs(inputs)
+        return moved
 
     def model_for_evaluation(self) -> nn.Module:
         """Return the model without its data parallel wrapper, with mixed precision."""

@@ -195,6 +195,12 @@ def test_the_model_for_evaluation_computes_the_same_before_and_after_training(ma
     assert trainer.model_for_evaluation() is trainer.model
 
 
+def test_batches_are_moved_to_the_device(make: Callable[..., Probe]) -> None:
+    """`_prepare_inputs`."""
+    moved = make().on_device({"index": torch.arange(3)})
+    assert moved["index"].device == make().args.device
+
+
 def test_one_process_uses_one_gpu(make: Callable[..., Probe]) -> None:
     """`_n_gpu`."""
     args = make().args

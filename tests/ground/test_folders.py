@@ -40,9 +40,13 @@ def test_an_older_one_gives_way_as_a_whole(folder: Path) -> None:
 
 
 def test_a_failure_leaves_what_was_there(folder: Path) -> None:
-    with pytest.raises(OSError, match="full"), replacing_folder(folder) as building:
-        (building / "new").touch()
-        raise OSError("full")
+    def fill() -> None:
+        with replacing_folder(folder) as building:
+            (building / "new").touch()
+            raise OSError("full")
+
+    with pytest.raises(OSError, match="full"):
+        fill()
     assert names(folder) == ["old"]
     assert names(folder.parent) == ["there"]
 

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from ..heads import Drafter, EmptySession, Session
-from ..heads.parts.weights import weight_versions
 from ..targets import RaggedCache, Target
+from ..targets.weights import weight_versions
 from .graphs import Graphs
 from .round import Outcome, RoundState, Setup, absorb, play
 

@@ -23,8 +23,7 @@ from transformers import LlamaConfig
 
 from ..ground import BadInputError, IncompatibleError
 from ..heads import Eagle3, Eagle3Config
-from ..heads.base import read_config
-from ..heads.parts.weights import CONFIG
+from ..heads.base import CONFIG, read_config
 from ..targets import Target
 from ..targets.loading import refuse_pickles
 

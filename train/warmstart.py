@@ -16,8 +16,7 @@ from torch import Tensor
 from ..ground import BadInputError, OutriderError
 from ..ground.libraries import LIBRARY_ERRORS, reason
 from ..heads import Drafter, DrafterConfig, drafter_config, head_class, load_drafter
-from ..heads.base import read_config
-from ..heads.parts.weights import CONFIG
+from ..heads.base import CONFIG, read_config
 from ..recipes import Recipe
 from ..targets import Target
 

@@ -63,9 +63,9 @@ MODULES = {
     "losses": Module("heads/losses.py", ("tests/heads/test_losses.py",)),
     "checkpoints": Module("train/checkpoints.py", ("tests/train/test_checkpoints.py", "tests/train/test_resume.py"), ("killed_and_resumed", "two_processes")),
     "pair": Module("pair/pair.py", _PAIR),
-    "manifest": Module("pair/manifest.py", _PAIR),
-    "calibration": Module("pair/calibration.py", ("tests/pair/test_pair.py", "tests/pair/test_probe.py")),
-    "new": Module("pair/new.py", _PAIR),
+    "manifest": Module("pair/manifest.py", ("tests/pair/test_manifest.py", *_PAIR)),
+    "calibration": Module("pair/calibration.py", ("tests/pair/test_calibration.py", "tests/pair/test_pair.py", "tests/pair/test_probe.py")),
+    "new": Module("pair/new.py", ("tests/pair/test_new.py", *_PAIR)),
 }
 
 
@@ -250,7 +250,8 @@ def table(names: list[str]) -> str:
         tried, left = list(results(name)), survivors(name)
         caught = sum(m.caught for m in tried)
         same = len(tried) - caught - len(left)
-        seconds = sum(map(int, (WORK / name / "seconds").read_text(encoding="utf-8").split()))
+        taken = WORK / name / "seconds"
+        seconds = sum(map(int, taken.read_text(encoding="utf-8").split())) if taken.exists() else "?"
         score = caught / max(caught + len(left), 1)
         rows.append(f"| {MODULES[name].source} | {len(tried)} | {caught} | {same} | {len(left)} | {score:.1%} | {seconds} |")
     return "\n".join(rows)
@@ -264,7 +265,7 @@ def main() -> None:
     parser.add_argument("--sample", type=int, help="so many mutants of each module, taken at random, the same ones each time")
     parser.add_argument("--tests-of", metavar="COMMIT", help="run the tests as they were at this commit, to tell what later ones add")
     options = parser.parse_args()
-    names = options.modules or [n for n in MODULES if options.job in ("run", "plant") or (WORK / n / "seconds").exists()]
+    names = options.modules or [n for n in MODULES if options.job in ("run", "plant") or (WORK / n / "mutants").exists()]
     if unknown := set(names) - set(MODULES):
         parser.error(f"no module {', '.join(sorted(unknown))}; there are {', '.join(MODULES)}.")
     if options.job == "run":

@@ -22,7 +22,6 @@ import io
 import json
 import os
 import random
-import re
 import shutil
 import subprocess
 import sys
@@ -30,6 +29,7 @@ import time
 import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import combinations
 from pathlib import Path
 
 import yaml
@@ -216,9 +216,14 @@ def _lines(copy: Path, source: Path, mutant: str) -> tuple[str, str]:
 
 
 def same_but_for_wording(was: str, becomes: str) -> bool:
-    """Whether two lines differ only inside string literals that hold a space, which are texts for people."""
-    sentence = re.compile(r"\"[^\"]*\s[^\"]*\"|'[^']*\s[^']*'")
-    return sentence.sub("text", was) == sentence.sub("text", becomes)
+    """Whether mutmut changed nothing but a string literal that holds a space, which is a text for people."""
+    quotes = [place for place, letter in enumerate(was) if letter in "\"'"]
+    literals = [(i + 1, j) for i, j in combinations(quotes, 2) if was[i] == was[j] and " " in was[i + 1 : j]]
+    return any(becomes == was[:i] + text + was[j:] for i, j in literals for text in _rewordings(was[i:j]))
+
+
+def _rewordings(text: str) -> tuple[str, str, str]:
+    return f"XX{text}XX", text.lower(), text.upper()
 
 
 def equivalents() -> dict[tuple[str, str], str]:

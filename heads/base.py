@@ -10,7 +10,7 @@ import json
 import math
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar, get_type_hints
+from typing import Any, ClassVar, Generic, Self, TypeVar, cast, get_type_hints
 
 import torch
 from safetensors.torch import save_file
@@ -19,25 +19,29 @@ from torch import Tensor, nn
 from ..ground import BadInputError, refuse_unknown_keys
 from ..ground.values import checked_value
 from ..targets import RaggedCache, Target
-from .parts.weights import CONFIG, WEIGHTS, load_weights
+from ..targets.weights import WEIGHTS, load_weights
 from .session import Abilities, Session
+
+CONFIG = "config.json"
 
 
 @dataclass
 class DrafterConfig:
-    """Settings of a drafter; saved as config.json beside its weights.
+    """The settings of a drafter, saved as config.json beside its weights.
 
-    `init_words`: what its setting `init` may be; a recipe's `init` that is none of them is the folder of a saved drafter.
+    `init_words`: what its setting `init` may be; a recipe's `init` that is none of them is the folder of a saved
+        drafter.
     """
 
     init_words: ClassVar[tuple[str, ...]] = ()
 
     @classmethod
-    def from_dict(cls, values: dict[str, Any], where: str = "drafter") -> DrafterConfig:
-        """Build from a mapping of plain values. All numbers are sizes, counts or weights.
+    def from_dict(cls, values: dict[str, Any], where: str = "drafter") -> Self:
+        """Build a config from a mapping of plain values. All numbers are sizes, counts or weights.
 
         Raises:
-            BadInputError: an unknown key (the nearest known one is suggested), a value of another type than its field's, or a negative number.
+            BadInputError: an unknown key (the nearest known one is suggested), a value of another type than its
+                field's, or a negative number.
         """
         refuse_unknown_keys(values, [f.name for f in fields(cls)], where)
         hints = get_type_hints(cls)
@@ -51,7 +55,7 @@ class DrafterConfig:
         return asdict(self)
 
     def to_json_string(self) -> str:
-        """As in `transformers`, whose tensorboard report asks for it."""
+        """Return the settings as `transformers` configs give theirs: its tensorboard report asks for it."""
         return json.dumps(self.to_dict(), indent=2)
 
 
@@ -96,17 +100,18 @@ class DrafterLoss:
         return self.total / self.count.clamp(min=1)
 
 
-D = TypeVar("D", bound="Drafter")
+C = TypeVar("C", bound=DrafterConfig)
 
 
-class Drafter(nn.Module):
-    """Proposes tokens; the target verifies them.
+class Drafter(nn.Module, Generic[C]):
+    """What proposes tokens, which the target then verifies.
 
-    Decoding, per batch: `open` (and `lend`), then `absorb` once for the prompts, then per round `propose` (or `begin` and `extend`) and `absorb`.
+    Decoding: `open` gives a session, which holds all that a running batch needs (heads/session.py).
     Training: `loss`, called by the trainer as `forward`.
 
     `writes_text`: it is a whole language model, which needs no target to write: see `writer`.
-    `trains_target`: its loss may train the hidden states that it reads, so that the target learns with it (train/joint.py).
+    `trains_target`: its loss may train the hidden states that it reads, so that the target learns with it
+        (train/joint.py).
     """
 
     name: ClassVar[str]
@@ -114,14 +119,15 @@ class Drafter(nn.Module):
     trainable: ClassVar[bool] = True
     writes_text: ClassVar[bool] = False
     trains_target: ClassVar[bool] = False
+    config: C
 
-    def __init__(self, config: DrafterConfig):
+    def __init__(self, config: C):
         super().__init__()
         self.config = config
 
     @property
     def taps(self) -> tuple[int, ...]:
-        """HF `hidden_states` indices that `absorb` and `loss` want; () for none."""
+        """HF `hidden_states` indices that its session and its loss want; () for none."""
         return ()
 
     @property
@@ -130,29 +136,31 @@ class Drafter(nn.Module):
         return None
 
     def max_nodes(self, depth: int) -> int:
-        """Most draft tokens of a proposal that it makes itself (`propose`), up to this depth."""
+        """Return how many draft tokens a proposal has at most that its session shapes itself, up to this depth."""
         return depth
 
     # ------------------------------------------------------------ making
 
     @classmethod
-    def build(cls: type[D], config: DrafterConfig, target: Target, token_counts: Tensor | None = None) -> D:
-        """A new, untrained drafter for `target`. `token_counts` `[V]`: how often each token occurs in the training data."""
-        raise NotImplementedError
+    def build(cls, config: C, target: Target, token_counts: Tensor | None = None) -> Self:
+        """Make a new, untrained drafter for `target`.
+
+        Args:
+            token_counts: how often each token occurs in the training data, `[V]`.
+        """
+        return cls(config)
 
     @classmethod
-    def from_folder(cls, folder: Path, values: dict[str, Any], target: Target | None) -> Drafter:
+    def configured(cls, values: dict[str, Any], where: str) -> C:
+        """Return its config from plain values, see `DrafterConfig.from_dict`."""
+        return cast(C, cls.config_class.from_dict(values, where))
+
+    @classmethod
+    def from_folder(cls, folder: Path, values: dict[str, Any], target: Target | None) -> Self:
         """Restore what `save` wrote; `values` is config.json without `drafter_type`."""
-        drafter = cls(cls.config_class.from_dict(values, f"{folder / CONFIG}: drafter"))
+        drafter = cls(cls.configured(values, f"{folder / CONFIG}: drafter"))
         load_weights(drafter, folder)
         return drafter
-
-    @classmethod
-    def load(cls, path: str | Path, target: Target | None = None) -> Drafter:
-        """Load any saved drafter; which class is read from its config.json."""
-        from . import load_drafter
-
-        return load_drafter(path, target)
 
     def save(self, path: str | Path) -> None:
         """Write config.json and model.safetensors into the folder `path`."""
@@ -160,10 +168,17 @@ class Drafter(nn.Module):
         folder.mkdir(parents=True, exist_ok=True)
         weights = {name: tensor.detach().cpu().contiguous() for name, tensor in self.state_dict().items()}
         save_file(weights, folder / WEIGHTS, metadata={"format": "pt"})
+        self.save_config(folder)
+
+    def save_config(self, folder: Path) -> None:
+        """Write config.json into `folder`."""
         (folder / CONFIG).write_text(json.dumps({"drafter_type": self.name, **self.config.to_dict()}, indent=2) + "\n")
 
-    def cast(self, dtype: torch.dtype) -> Drafter:
-        """Its parameters in `dtype`. Unlike `to`, this leaves buffers alone: rotary frequencies lose their angles in less than fp32."""
+    def cast(self, dtype: torch.dtype) -> Self:
+        """Turn its parameters into `dtype` and return it.
+
+        Unlike `to`, this leaves buffers alone: rotary frequencies lose their angles in less than fp32.
+        """
         for parameter in self.parameters():
             parameter.data = parameter.data.to(dtype)
         return self
@@ -175,10 +190,14 @@ class Drafter(nn.Module):
     # ------------------------------------------------------------ training
 
     def writer(self) -> Target:
-        """What it writes text with when it is alone, as a model that decodes plainly; only where `writes_text`. On-policy training learns from that text."""
+        """Return the model that it is, to write text with alone; only where `writes_text`.
+
+        On-policy training learns from that text.
+        """
         raise NotImplementedError(f"{self.name} writes no text of its own")
 
     def loss(self, batch: TargetBatch) -> DrafterLoss:
+        """Return what the batch's supervised tokens cost it."""
         raise NotImplementedError(f"{self.name} has nothing to train")
 
     def forward(self, batch: TargetBatch) -> DrafterLoss:
@@ -215,7 +234,7 @@ class Drafter(nn.Module):
         return LegacySession(self, state)
 
     def state_bytes(self, target: Target, batch_size: int, max_length: int, spare: int = 0) -> int:
-        """What `open` allocates for this; the decoder asks before anything is allocated."""
+        """Return how many bytes `open` allocates for this; the decoder asks before anything is allocated."""
         return 0
 
     def open_state(self, target: Target, batch_size: int, max_length: int, spare: int = 0) -> Any:
@@ -233,7 +252,7 @@ class Drafter(nn.Module):
 
 
 def read_config(path: str | Path) -> dict[str, Any]:
-    """The config.json of a saved drafter."""
+    """Read the config.json of a saved drafter."""
     file = Path(path) / CONFIG
     if not file.exists():
         raise BadInputError(f"no drafter at {str(path)!r}: {CONFIG} is missing there.")

@@ -26,9 +26,8 @@ from torch import Tensor
 
 from ..ground import BadInputError
 from ..targets import Counts, RaggedCache, Target
-from .base import Drafter, DrafterConfig
+from .base import CONFIG, Drafter, DrafterConfig
 from .legacy import LegacySession
-from .parts.weights import CONFIG
 from .session import Abilities, Choose, Proposal
 
 MODEL = "model"

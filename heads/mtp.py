@@ -31,7 +31,7 @@ from transformers import AutoConfig, AutoModel, DynamicCache
 
 from ..ground import BadInputError, IncompatibleError, refuse_unknown_keys
 from ..ground.libraries import LIBRARY_ERRORS, reason
-from ..targets import Counts, Nodes, RaggedCache, Target
+from ..targets import Backbone, Counts, Nodes, RaggedCache, Target
 from ..targets.sketch import sketching
 from .base import DrafterConfig, DrafterLoss, TargetBatch
 from .losses import LossName, chunked_compare, divergence, metrics_by_depth
@@ -211,17 +211,6 @@ class Module(nn.Module):
         return normed if self.norm_output else output, normed
 
 
-class _Runner(Target):
-    """A module's layer as a model that runs on a cache; it is always given what it reads."""
-
-    def _read(self, tokens: Tensor, embeds: Tensor | None = None) -> dict[str, Tensor]:
-        return {
-            "inputs_embeds": torch.zeros(*tokens.shape, self.hidden_size, dtype=self.dtype, device=tokens.device)
-            if embeds is None
-            else embeds
-        }
-
-
 @dataclass
 class _State:
     """Lists are by module.
@@ -365,9 +354,9 @@ class Mtp(HeadDrafter):
     # ------------------------------------------------------------ decoding
 
     @cached_property
-    def runners(self) -> list[_Runner]:
+    def runners(self) -> list[Backbone]:
         """The modules' layers as models that run; kept for what they know of themselves."""
-        return [_Runner(self.module(k).body) for k in range(self.config.depth)]
+        return [Backbone(self.module(k).body, reads_embeddings=True) for k in range(self.config.depth)]
 
     @property
     def abilities(self) -> Abilities:
@@ -470,10 +459,8 @@ class Mtp(HeadDrafter):
         """A pass of the module at `index`, written behind its committed entries plus `offset`: what is handed on, and normed, `[B, Q, H]`."""
         module = self.module(index)
         x = module.mixed(embedded, hidden)
-        out = self.runners[index].forward(
-            x[:, :, 0], state.caches[index], logits=False, offset=offset, nodes=nodes, embeds=x
-        )
-        return module.answer(out.last)
+        last, _ = self.runners[index].run(x, state.caches[index], offset=offset, nodes=nodes)
+        return module.answer(last)
 
     def caches(self, state: _State) -> list[RaggedCache]:
         return state.caches

@@ -1,26 +1,28 @@
-"""Prompt lookup: propose what followed the last occurrence of the current suffix. No weights.
+"""Prompt lookup: propose what followed the last occurrence of the text's end. No weights.
 
-Matches the longest suffix of up to `max_match` tokens that occurred before, and copies what came after it
-(prompt-lookup decoding). The proposal is deterministic, so it is accepted with probability p(x).
+The longest run of up to `max_match` last tokens that occurred before is looked up, and what came after it is copied
+(prompt-lookup decoding). The proposal is deterministic, so a token x is accepted with probability p(x).
+
+Shapes: B rows, Q tokens of one pass, N tokens found.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from ..ground import BadInputError
-from ..targets import Counts, Target
+from ..targets import Counts, RaggedCache, Target
 from .base import Drafter, DrafterConfig
-from .session import Abilities, Choose, Proposal
+from .parts.nodes import padded
+from .session import Abilities, Choose, Ended, Proposal, TextSession
 
 
 @dataclass
 class NgramConfig(DrafterConfig):
-    """Lengths of the suffixes that are looked up, longest first."""
+    """Lengths of the runs of last tokens that are looked up, the longest first."""
 
     max_match: int = 4
     min_match: int = 1
@@ -30,74 +32,75 @@ class NgramConfig(DrafterConfig):
             raise BadInputError(f"ngram: need 1 <= min_match <= max_match, got {self.min_match} and {self.max_match}.")
 
 
-@dataclass
-class _Row:
-    """One sequence and where each of its n-grams last ended."""
+class Ngram(Drafter[NgramConfig]):
+    """A drafter that copies from the text itself."""
 
-    tokens: list[int] = field(default_factory=list)
-    ends: dict[tuple[int, ...], int] = field(default_factory=dict)
-
-
-class Ngram(Drafter):
     name = "ngram"
     config_class = NgramConfig
     trainable = False
-    config: NgramConfig
 
     def __init__(self, config: NgramConfig | None = None):
         super().__init__(config or NgramConfig())
-
-    @classmethod
-    def build(cls, config: DrafterConfig, target: Target, token_counts: Tensor | None = None) -> Ngram:
-        assert isinstance(config, NgramConfig)
-        return cls(config)
 
     @property
     def abilities(self) -> Abilities:
         return Abilities(continues=True, deterministic=True)
 
-    def open_state(self, target: Target, batch_size: int, max_length: int, spare: int = 0) -> list[_Row]:
-        return [_Row() for _ in range(batch_size)]
+    def open(
+        self, target: Target, batch_size: int, max_length: int, spare: int = 0, cache: RaggedCache | None = None
+    ) -> NgramSession:
+        return NgramSession(self.config, batch_size)
 
-    def absorb(
-        self, state: list[_Row], tokens: Tensor, hidden: Tensor | None, counts: Counts, path: Tensor | None = None
-    ) -> None:
-        for row, new, count in zip(state, tokens.tolist(), counts.values, strict=True):
+
+@dataclass
+class _Row:
+    """One sequence, and where each of its n-grams last ended."""
+
+    tokens: list[int] = field(default_factory=list)
+    ends: dict[tuple[int, ...], int] = field(default_factory=dict)
+
+
+class NgramSession(TextSession):
+    """The texts of a batch, with an index of their n-grams."""
+
+    def __init__(self, config: NgramConfig, batch_size: int):
+        self.config = config
+        self.rows = [_Row() for _ in range(batch_size)]
+
+    def absorb(self, tokens: Tensor, hidden: Tensor | None, counts: Counts, path: Tensor | None = None) -> None:
+        for row, new, count in zip(self.rows, tokens.tolist(), counts.values, strict=True):
             for token in new[:count]:
-                # A suffix is noted only once something follows it, so that a lookup never finds itself.
-                for n in range(self.config.min_match, self.config.max_match + 1):
-                    if len(row.tokens) >= n:
-                        row.ends[tuple(row.tokens[-n:])] = len(row.tokens)
-                row.tokens.append(token)
+                self._append(row, token)
 
-    def propose(
-        self, state: list[_Row], root: Tensor, depth: int, choose: Choose, ended: Callable[[], bool] | None = None
-    ) -> Proposal:
-        found = self.continuations(state, [[last] for last in root.tolist()], depth)
-        width = max(map(len, found))
-        tokens = torch.tensor(
-            [f + [0] * (width - len(f)) for f in found], dtype=torch.long, device=root.device
-        ).reshape(len(found), width)
+    def _append(self, row: _Row, token: int) -> None:
+        # An n-gram is noted only once something follows it, so that a lookup never finds itself.
+        for n in range(self.config.min_match, self.config.max_match + 1):
+            if len(row.tokens) >= n:
+                row.ends[tuple(row.tokens[-n:])] = len(row.tokens)
+        row.tokens.append(token)
+
+    def propose(self, root: Tensor, depth: int, choose: Choose, ended: Ended | None = None) -> Proposal:
+        found = self.continuations([[last] for last in root.tolist()], depth)
         lengths = torch.tensor([len(f) for f in found], device=root.device)
-        return Proposal.chain(tokens, lengths, deterministic=True)
+        return Proposal.chain(padded(found, root.device), lengths, deterministic=True)
 
-    def continuations(self, state: list[_Row], tails: list[list[int]], depth: int) -> list[list[int]]:
-        return [self._lookup(row, tail, depth) for row, tail in zip(state, tails, strict=True)]
+    def continuations(self, tails: list[list[int]], depth: int) -> list[list[int]]:
+        return [self._lookup(row, tail, depth) for row, tail in zip(self.rows, tails, strict=True)]
 
     def _lookup(self, row: _Row, tail: list[int], depth: int) -> list[int]:
         known = [*row.tokens[-self.config.max_match :], *tail]
         for n in range(self.config.max_match, self.config.min_match - 1, -1):
             end = row.ends.get(tuple(known[-n:])) if len(known) >= n else None
             if end is not None:
-                return self._copy([*row.tokens, *tail], end, depth)
+                return _copied([*row.tokens, *tail], end, depth)
         return []
 
-    @staticmethod
-    def _copy(text: list[int], end: int, depth: int) -> list[int]:
-        """`depth` tokens from position `end` on; a copy that reaches the end goes on with what it has written itself."""
-        for i in range(depth):
-            text.append(text[end + i])
-        return text[len(text) - depth :]
+    def select(self, rows: list[int]) -> None:
+        self.rows = [self.rows[r] for r in rows]
 
-    def select(self, state: list[_Row], rows: list[int]) -> None:
-        state[:] = [state[r] for r in rows]
+
+def _copied(text: list[int], end: int, depth: int) -> list[int]:
+    """Return `depth` tokens from position `end` on; a copy that reaches the end goes on with what it wrote itself."""
+    for i in range(depth):
+        text.append(text[end + i])
+    return text[len(text) - depth :]

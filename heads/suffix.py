@@ -1,16 +1,16 @@
-"""SuffixDecoding: propose what most often followed the current suffix, in this text or in earlier ones (arXiv 2411.04975). No weights.
+"""SuffixDecoding: propose what most often followed the text's end, in this text or in earlier ones (arXiv 2411.04975).
 
-A suffix tree counts every run of up to `tree_depth` tokens. The longest suffix of a row's text that was seen before gives the
-context; behind it the most frequent token is taken, and again behind that. A chain's score is the number of its tokens that would be
-accepted if the counts were the target's probabilities: Σ_i Π_{j<=i} c(x_1..x_j) / c(x_1..x_j-1 and any token) (§4.2 there). Each row has
-a tree of its own text; one more holds earlier answers, and the proposal with the better score is made. Proposals are no samples.
+No weights. A suffix tree counts every run of up to `tree_depth` tokens. The longest suffix of a row's text that was
+seen before gives the context; after it the most frequent token is taken, and again after that. A chain's score is the
+number of its tokens that would be accepted if the counts were the target's probabilities:
+Σ_i Π_{j<=i} c(x_1..x_j) / c(x_1..x_j-1 and any token) (§4.2 there). Each row has a tree of its own text; one more tree
+holds earlier answers, and the proposal with the better score is made. Proposals are not samples.
 """
 
 from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from operator import attrgetter
 
@@ -18,9 +18,10 @@ import torch
 from torch import Tensor
 
 from ..ground import BadInputError
-from ..targets import Counts, Target
+from ..targets import Counts, RaggedCache, Target
 from .base import Drafter, DrafterConfig
-from .session import Abilities, Choose, Proposal
+from .parts.nodes import padded
+from .session import Abilities, Choose, Ended, Proposal, TextSession
 
 
 @dataclass
@@ -29,12 +30,15 @@ class SuffixConfig(DrafterConfig):
 
     Attributes:
         max_match, min_match: lengths of the suffixes that are looked up, in tokens.
-        tree_depth: longest run that is counted, context and continuation together. A longer one goes on behind its last `max_match` tokens.
+        tree_depth: longest run that is counted, context and continuation together. A longer one goes on after its last
+            `max_match` tokens.
         factor: tokens proposed per token of the match, at most; the round's depth limits them too.
         min_score: proposals that promise fewer accepted tokens are not made.
-        width: continuations tried behind each token. 1 proposes chains; more trees, of no more tokens than a chain would have.
-        max_tokens: how much of earlier answers is remembered, the oldest dropped first; 0 for none. All requests of one drafter share
-            them, also those that run at the same time. What a text says never depends on it; how long it takes does.
+        width: continuations tried after each token. 1 proposes chains; more proposes trees, of no more tokens than a
+            chain would have.
+        max_tokens: how much of earlier answers is remembered, the oldest dropped first; 0 for none. All requests of one
+            drafter share them, also those that run at the same time. What a text says never depends on it; how long it
+            takes does.
     """
 
     max_match: int = 16
@@ -61,7 +65,8 @@ class Text:
     """A growing text in a tree.
 
     Attributes:
-        running: by where they begin, the suffixes of this text whose next token must be counted, and the nodes they have reached.
+        running: by where they begin, the suffixes of this text whose next token must be counted, and the nodes that
+            they have reached.
         dropped: how many of the first tokens begin nothing that is counted any more.
     """
 
@@ -77,21 +82,28 @@ class _Node:
     """A run of tokens that was seen.
 
     Attributes:
-        token: its last one. count: how often it was seen.
-        children: by the token that followed; None where that is not counted: at the tree's depth, or because the run was seen only once.
+        token: its last one.
+        count: how often it was seen.
+        counted: whether it is counted what followed; not at the tree's depth, nor if the run was seen only once.
+        children: by the token that followed, if that is counted.
         text, at: of a run seen once, where it goes on.
         followed: sum of the children's counts.
-        best: the most frequent child, of equal ones the one noted last; None for not known. noted: when it was last seen.
+        best: the most frequent child, of equal ones the one noted last; None for not known.
+        noted: when it was last seen.
     """
 
-    __slots__ = ("at", "best", "children", "count", "followed", "noted", "text", "token")
+    __slots__ = ("at", "best", "children", "count", "counted", "followed", "noted", "text", "token")
 
-    def __init__(self, token: int, text: Text | None, at: int, noted: int):
+    def __init__(self, token: int, text: Text, at: int, noted: int):
         self.token, self.text, self.at, self.noted = token, text, at, noted
         self.count, self.followed = 1, 0
-        self.children: dict[int, _Node] | None = None
+        self.counted, self.children = False, _NO_CHILDREN
         self.best: _Node | None = None
 
+
+# What all nodes have that have none of their own; never written to.
+_NO_TEXT = Text()
+_NO_CHILDREN: dict[int, _Node] = {}
 
 # Where a context ends: a node, the place in its text (if the run was seen once), and how many tokens lie above.
 _Place = tuple[_Node, int, int]
@@ -100,7 +112,7 @@ _RANK = attrgetter("count", "noted")
 
 @dataclass
 class Draft:
-    """Tokens with their parents (−1: the root), the expected number of them that is accepted, and the length of the match behind them."""
+    """Tokens with their parents (−1: the root), how many are expected to be accepted, and the length of the match."""
 
     tokens: list[int] = field(default_factory=list)
     parents: list[int] = field(default_factory=list)
@@ -111,41 +123,40 @@ class Draft:
 class SuffixTree:
     """Counts of all runs of up to `tree_depth` tokens in texts that grow.
 
-    A token costs as many steps as the longest suffix before it that was seen earlier has tokens, at most `tree_depth`: a run that was
-    seen once has no nodes below it. It stands there with its place in the text and gets a child when it is seen again.
+    A token costs as many steps as the longest suffix before it that was seen earlier has tokens, at most
+    `tree_depth`: a run that was seen once has no nodes below it. It stands there with its place in the text and gets a
+    child when it is seen again.
     """
 
     def __init__(self, config: SuffixConfig):
         self.config = config
         self.clock = 0
-        self.root = _Node(-1, None, 0, 0)
-        self.root.children = {}
+        self.root = _Node(-1, _NO_TEXT, 0, 0)
+        self.root.counted, self.root.children = True, {}
 
     def append(self, text: Text, token: int) -> None:
-        """`token` follows in `text`."""
+        """Count `token`, which follows in `text`."""
         text.tokens.append(token)
         end, deepest, running = len(text.tokens), self.config.tree_depth, text.running
         running[end - 1] = self.root
         text.running = still = {}
         self.clock = noted = self.clock + 1
         for start, node in running.items():
-            children = node.children
-            assert children is not None
             node.followed += 1
-            child = children.get(token)
+            child = node.children.get(token)
             if child is None:
-                children[token] = child = _Node(token, text, end, noted)
+                node.children[token] = child = _Node(token, text, end, noted)
                 if node.followed == 1:
                     node.best = child
             else:
                 child.count += 1
                 child.noted = noted
                 if end - start < deepest:
-                    if child.children is None:
+                    if not child.counted:
                         self._open(child, end - start)
                     still[start] = child
                 else:
-                    child.text = None
+                    child.text = _NO_TEXT
             best = node.best
             if best is not None and child.count >= best.count:
                 node.best = child
@@ -154,8 +165,7 @@ class SuffixTree:
     def _open(node: _Node, depth: int) -> None:
         """Give a node that was seen once before, `depth` tokens deep, the child of that time."""
         text, at = node.text, node.at
-        assert text is not None
-        node.children, node.text = {}, None
+        node.counted, node.children, node.text = True, {}, _NO_TEXT
         if at == len(text.tokens):  # that text has not gone on yet
             text.running[at - depth] = node
             return
@@ -169,21 +179,20 @@ class SuffixTree:
         text.dropped += 1
         text.running.pop(start, None)
         for token in text.tokens[start : start + self.config.tree_depth]:
-            children = node.children
-            if children is None:
+            if not node.counted:
                 break
-            child = children[token]
+            child = node.children[token]
             node.followed -= 1
             child.count -= 1
             if node.best is child:
                 node.best = None
             if not child.count:
-                del children[token]
+                del node.children[token]
                 break
             node = child
 
     def draft(self, tail: list[int], most: int) -> Draft:
-        """Up to `most` tokens behind a text that ends with `tail`."""
+        """Return up to `most` tokens after a text that ends with `tail`."""
         start = self._match(tail)
         if start is None:
             return Draft()
@@ -198,15 +207,14 @@ class SuffixTree:
             found.tokens.append(token)
             found.parents.append(parent)
             node = len(found.tokens) - 1
-            for share, following, there in self._following(place) or self._following(
-                self._match(tail + _path(found, node))
-            ):
+            after = self._following(place) or self._following(self._match(tail + _path(found, node)))
+            for share, following, there in after:
                 heapq.heappush(queue, (probability * share, count, following, node, there))
                 count += 1
         return found if found.score >= self.config.min_score else Draft()
 
     def _match(self, tail: list[int]) -> _Place | None:
-        """The end of the longest suffix of `tail` that something followed; None if none is long enough.
+        """Return the end of the longest suffix of `tail` that something followed; None if none is long enough.
 
         What was seen was seen with its own suffixes, so the length is found by halving.
         """
@@ -222,11 +230,10 @@ class SuffixTree:
         return found
 
     def _find(self, context: list[int]) -> _Place | None:
-        """Where `context` ends, if something followed it."""
+        """Return where `context` ends, if something followed it."""
         node = self.root
         for i, token in enumerate(context):
-            if node.children is None:
-                assert node.text is not None
+            if not node.counted:
                 known, end = node.text.tokens, node.at + len(context) - i
                 return (node, end, len(context)) if end < len(known) and known[node.at : end] == context[i:] else None
             child = node.children.get(token)
@@ -234,15 +241,14 @@ class SuffixTree:
                 return None
             node = child
         place = node, node.at, len(context)
-        return place if node.followed or (node.text is not None and node.at < len(node.text.tokens)) else None
+        return place if node.followed or node.at < len(node.text.tokens) else None
 
     def _following(self, place: _Place | None) -> list[tuple[float, int, _Place]]:
-        """What follows there, best first: its share, the token, and where that leads; nothing where a run ends or the tree does."""
+        """Return what follows there, best first: its share, the token, and where that leads; [] at an end."""
         if place is None or place[2] == self.config.tree_depth:
             return []
         node, at, depth = place
-        if node.children is None:
-            assert node.text is not None
+        if not node.counted:
             known = node.text.tokens
             return [(1.0, known[at], (node, at + 1, depth + 1))] if at < len(known) else []
         if not node.followed:
@@ -250,8 +256,7 @@ class SuffixTree:
         return [(child.count / node.followed, child.token, (child, child.at, depth + 1)) for child in self._best(node)]
 
     def _best(self, node: _Node) -> list[_Node]:
-        """The most frequent children."""
-        assert node.children is not None
+        """Return the most frequent children."""
         if self.config.width > 1:
             return heapq.nlargest(self.config.width, node.children.values(), key=_RANK)
         if node.best is None:
@@ -260,7 +265,7 @@ class SuffixTree:
 
 
 def _path(draft: Draft, node: int) -> list[int]:
-    """Tokens from the root to `node`."""
+    """Return the tokens from the root to `node`."""
     path: list[int] = []
     while node >= 0:
         path.append(draft.tokens[node])
@@ -285,21 +290,12 @@ class History:
 # ------------------------------------------------------------ the drafter
 
 
-@dataclass
-class _Row:
-    """One sequence: a tree of all its text, and what the history holds of its answer."""
+class Suffix(Drafter[SuffixConfig]):
+    """A drafter that counts what followed what, in the text and in earlier answers."""
 
-    tree: SuffixTree
-    history: History
-    text: Text = field(default_factory=Text)
-    answer: Text = field(default_factory=Text)
-
-
-class Suffix(Drafter):
     name = "suffix"
     config_class = SuffixConfig
     trainable = False
-    config: SuffixConfig
 
     def __init__(self, config: SuffixConfig | None = None):
         super().__init__(config or SuffixConfig())
@@ -309,11 +305,6 @@ class Suffix(Drafter):
         """Forget earlier answers. (They are never saved.) Requests that are running go on with what they knew."""
         self.history = History(self.config)
 
-    @classmethod
-    def build(cls, config: DrafterConfig, target: Target, token_counts: Tensor | None = None) -> Suffix:
-        assert isinstance(config, SuffixConfig)
-        return cls(config)
-
     def check(self, target: Target) -> None:
         if self.config.width > 1:
             target.check_trees()
@@ -322,52 +313,58 @@ class Suffix(Drafter):
     def abilities(self) -> Abilities:
         return Abilities(continues=self.config.width == 1, deterministic=True)
 
-    def open_state(self, target: Target, batch_size: int, max_length: int, spare: int = 0) -> list[_Row]:
-        return [_Row(SuffixTree(self.config), self.history) for _ in range(batch_size)]
+    def open(
+        self, target: Target, batch_size: int, max_length: int, spare: int = 0, cache: RaggedCache | None = None
+    ) -> SuffixSession:
+        return SuffixSession(self.config, self.history, batch_size)
 
-    def absorb(
-        self, state: list[_Row], tokens: Tensor, hidden: Tensor | None, counts: Counts, path: Tensor | None = None
-    ) -> None:
-        for row, new, count in zip(state, tokens.tolist(), counts.values, strict=True):
+
+@dataclass
+class _Row:
+    """One sequence: a tree of all its text, and what the history holds of its answer."""
+
+    tree: SuffixTree
+    text: Text = field(default_factory=Text)
+    answer: Text = field(default_factory=Text)
+
+
+class SuffixSession(TextSession):
+    """The trees of a batch's texts, beside the history that all requests share."""
+
+    def __init__(self, config: SuffixConfig, history: History, batch_size: int):
+        self.config, self.history = config, history
+        self.rows = [_Row(SuffixTree(config)) for _ in range(batch_size)]
+
+    def absorb(self, tokens: Tensor, hidden: Tensor | None, counts: Counts, path: Tensor | None = None) -> None:
+        for row, new, count in zip(self.rows, tokens.tolist(), counts.values, strict=True):
             answered = bool(row.text.tokens)  # the prompt comes first; it is not remembered
             for token in new[:count]:
                 row.tree.append(row.text, token)
                 if answered and self.config.max_tokens:
-                    row.history.append(row.answer, token)
+                    self.history.append(row.answer, token)
 
-    def propose(
-        self, state: list[_Row], root: Tensor, depth: int, choose: Choose, ended: Callable[[], bool] | None = None
-    ) -> Proposal:
-        found = [self._draft(row, [last], depth) for row, last in zip(state, root.tolist(), strict=True)]
-        width = max(len(f.tokens) for f in found)
-
-        def stacked(lists: list[list[int]], fill: int) -> Tensor:
-            return torch.tensor(
-                [x + [fill] * (width - len(x)) for x in lists], dtype=torch.long, device=root.device
-            ).reshape(len(found), width)
-
-        tokens, lengths = (
-            stacked([f.tokens for f in found], 0),
-            torch.tensor([len(f.tokens) for f in found], device=root.device),
-        )
+    def propose(self, root: Tensor, depth: int, choose: Choose, ended: Ended | None = None) -> Proposal:
+        found = [self._draft(row, [last], depth) for row, last in zip(self.rows, root.tolist(), strict=True)]
+        tokens = padded([f.tokens for f in found], root.device)
+        lengths = torch.tensor([len(f.tokens) for f in found], device=root.device)
         proposal = Proposal.chain(tokens, lengths, deterministic=True)
         if all(f.parents == list(range(-1, len(f.parents) - 1)) for f in found):
             return proposal
-        parents = stacked([f.parents for f in found], -1)
+        parents = padded([f.parents for f in found], root.device, fill=-1)
         deepest = max(len(_path(f, node)) for f in found for node in range(len(f.tokens)))
         return Proposal(tokens, proposal.real, deepest, parents, torch.full_like(parents, -1), deterministic=True)
 
-    def continuations(self, state: list[_Row], tails: list[list[int]], depth: int) -> list[list[int]]:
-        return [self._draft(row, tail, depth).tokens for row, tail in zip(state, tails, strict=True)]
+    def continuations(self, tails: list[list[int]], depth: int) -> list[list[int]]:
+        return [self._draft(row, tail, depth).tokens for row, tail in zip(self.rows, tails, strict=True)]
 
-    def _draft(self, row: _Row, behind: list[int], most: int) -> Draft:
-        """The row's own proposal for its text and the tokens `behind` it, or the history's where that has the better score."""
-        tail = [*row.text.tokens[-self.config.max_match :], *behind]
+    def _draft(self, row: _Row, more: list[int], most: int) -> Draft:
+        """Return a proposal for the row's text and `more` after it: its own, or the history's if that scores better."""
+        tail = [*row.text.tokens[-self.config.max_match :], *more]
         own = row.tree.draft(tail, most)
         if not self.config.max_tokens:
             return own
-        remembered = row.history.tree.draft(tail, most)
+        remembered = self.history.tree.draft(tail, most)
         return remembered if remembered.score > own.score else own
 
-    def select(self, state: list[_Row], rows: list[int]) -> None:
-        state[:] = [state[r] for r in rows]
+    def select(self, rows: list[int]) -> None:
+        self.rows = [self.rows[r] for r in rows]

@@ -142,7 +142,7 @@ def test_the_wheel_holds_the_package_and_nothing_else(tmp_path: Path) -> None:
         or n.endswith((".sh", ".pyc"))
     ]
     assert "outrider/recipes/embedded-eagle3.yaml" in names
-    assert "outrider/eval/report.html.jinja" in names
+    assert "outrider/eval/reports/report.html.jinja" in names
     if (ROOT / "recipes/embedded/target").exists():
         assert "outrider/recipes/embedded/target/model.safetensors" in names
         assert "outrider/recipes/embedded/suites/code.jsonl" in names

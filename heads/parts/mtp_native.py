@@ -30,7 +30,7 @@ from torch import Tensor
 from ...ground import BadInputError, IncompatibleError
 from ...ground.files import replacing
 from ...targets import Target, embedded_path
-from ...targets.target import EMBEDDED
+from ...targets.loading import EMBEDDED
 
 if TYPE_CHECKING:
     from ..mtp import Module, Mtp

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -14,8 +13,20 @@ from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel
 
 from outrider.decode import Decoder, DecodeStats, Plan, Round, Sampling, Tree, depth_counts
 from outrider.ground import BadInputError, IncompatibleError
-from outrider.heads import Choose, Drafter, DrafterConfig, DraftModel, Eagle3, Eagle3Config, Ngram, Proposal
-from outrider.targets import Counts, Target
+from outrider.heads import (
+    Abilities,
+    Choose,
+    Drafter,
+    DrafterConfig,
+    DraftModel,
+    Eagle3,
+    Eagle3Config,
+    EmptySession,
+    Ngram,
+    Proposal,
+)
+from outrider.heads.session import Ended
+from outrider.targets import RaggedCache, Target
 
 VOCAB = 64
 PROMPTS = [torch.randint(0, VOCAB, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (5, 1, 9, 3)]
@@ -41,24 +52,25 @@ class Script(Drafter):
         super().__init__(DrafterConfig())
         self.rounds = rounds
 
-    def open(self, target: Target, batch_size: int, max_length: int) -> list[list[int]]:
-        return list(self.rounds)
+    @property
+    def abilities(self) -> Abilities:
+        return Abilities(deterministic=True)
 
-    def absorb(
-        self, state: Any, tokens: Tensor, hidden: Tensor | None, counts: Counts, path: Tensor | None = None
-    ) -> None:
-        pass
+    def open(
+        self, target: Target, batch_size: int, max_length: int, spare: int = 0, cache: RaggedCache | None = None
+    ) -> ScriptSession:
+        return ScriptSession(list(self.rounds))
 
-    def propose(
-        self, state: list[list[int]], root: Tensor, depth: int, choose: Choose, ended: Callable[[], bool] | None = None
-    ) -> Proposal:
-        drafts = state.pop(0) if state else []
+
+class ScriptSession(EmptySession):
+    def __init__(self, rounds: list[list[int]]):
+        self.rounds = rounds
+
+    def propose(self, root: Tensor, depth: int, choose: Choose, ended: Ended | None = None) -> Proposal:
+        drafts = self.rounds.pop(0) if self.rounds else []
         return Proposal.chain(
             torch.tensor([drafts[:depth]] * len(root), dtype=torch.long).reshape(len(root), -1), deterministic=True
         )
-
-    def select(self, state: Any, rows: list[int]) -> None:
-        pass
 
 
 def restricted(model: PreTrainedModel, allowed: Sequence[int]) -> PreTrainedModel:

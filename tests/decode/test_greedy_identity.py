@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,21 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from outrider.decode import Decoder, Plan, Sampling, Tree
-from outrider.decode.engine import Run
+from outrider.decode import Decoder, Plan, Sampling, Tree, rules
 from outrider.ground import IncompatibleError
-from outrider.heads import Choose, Drafter, DrafterConfig, DraftModel, Eagle3, Eagle3Config, Ngram, Proposal
+from outrider.heads import (
+    Abilities,
+    Choose,
+    Drafter,
+    DrafterConfig,
+    DraftModel,
+    Eagle3,
+    Eagle3Config,
+    Ngram,
+    Proposal,
+    Session,
+)
+from outrider.heads.session import Ended
 from outrider.targets import Counts, RaggedCache, Target
 
 Plant = Callable[[pytest.MonkeyPatch], None]
@@ -173,29 +185,36 @@ class Prophet(Drafter):
         super().__init__(DrafterConfig())
         self.texts = texts
 
-    def open(self, target: Target, batch_size: int, max_length: int) -> dict[str, Any]:
-        return {"rows": list(range(batch_size)), "known": [0] * batch_size, "round": 0}
+    @property
+    def abilities(self) -> Abilities:
+        return Abilities(deterministic=True)
 
-    def absorb(
-        self, state: dict[str, Any], tokens: Tensor, hidden: Tensor | None, counts: Counts, path: Tensor | None = None
-    ) -> None:
-        state["known"] = [n + c for n, c in zip(state["known"], counts.values, strict=True)]
+    def open(
+        self, target: Target, batch_size: int, max_length: int, spare: int = 0, cache: RaggedCache | None = None
+    ) -> ProphetSession:
+        return ProphetSession(self.texts, batch_size)
 
-    def propose(
-        self, state: dict[str, Any], root: Tensor, depth: int, choose: Choose, ended: Callable[[], bool] | None = None
-    ) -> Proposal:
-        state["round"] += 1
+
+class ProphetSession(Session):
+    def __init__(self, texts: list[list[int]], batch_size: int):
+        self.texts, self.rows, self.known, self.round = texts, list(range(batch_size)), [0] * batch_size, 0
+
+    def absorb(self, tokens: Tensor, hidden: Tensor | None, counts: Counts, path: Tensor | None = None) -> None:
+        self.known = [n + c for n, c in zip(self.known, counts.values, strict=True)]
+
+    def propose(self, root: Tensor, depth: int, choose: Choose, ended: Ended | None = None) -> Proposal:
+        self.round += 1
         drafts = []
-        for row, known in zip(state["rows"], state["known"], strict=True):
+        for row, known in zip(self.rows, self.known, strict=True):
             true = (self.texts[row] + [0] * depth)[known + 1 : known + 1 + depth]
-            lie_at = (state["round"] * 7 + row * 3) % (depth + 2)  # beyond depth: no lie
+            lie_at = (self.round * 7 + row * 3) % (depth + 2)  # beyond depth: no lie
             drafts.append(
                 [(t + 1) % VOCAB if j == lie_at else t for j, t in enumerate(true + [0] * (depth - len(true)))]
             )
         return Proposal.chain(torch.tensor(drafts), deterministic=True)
 
-    def select(self, state: dict[str, Any], rows: list[int]) -> None:
-        state["rows"], state["known"] = [state["rows"][r] for r in rows], [state["known"][r] for r in rows]
+    def select(self, rows: list[int]) -> None:
+        self.rows, self.known = [self.rows[r] for r in rows], [self.known[r] for r in rows]
 
 
 def blurred(model: PreTrainedModel, by: float = 0.012) -> PreTrainedModel:
@@ -419,8 +438,8 @@ def test_of_tied_tokens_the_first_wins_as_in_the_library():
 def test_a_target_that_breaks_ties_the_other_way_is_noticed(monkeypatch):
     model = tied(make("llama"))
     texts = reference(model, PROMPTS)
-    honest = Run._match
-    monkeypatch.setattr(Run, "_match", staticmethod(lambda proposal, wanted: honest(proposal, wanted + 1 - wanted % 2)))
+    honest = rules._matched
+    monkeypatch.setattr(rules, "_matched", lambda proposal, wanted: honest(proposal, wanted + 1 - wanted % 2))
     assert differing(Target(model), texts, {"ngram": ["depth 3"]}) != []
 
 
@@ -451,7 +470,7 @@ def siblings_see_each_other(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(
         RaggedCache,
         "visible",
-        lambda cache: torch.ones_like(honest(cache)) if cache._sees is not None else honest(cache),
+        lambda cache: torch.ones_like(honest(cache)) if cache.placed.nodes is not None else honest(cache),
     )
 
 
@@ -460,15 +479,15 @@ def nodes_stand_in_their_order(patch: pytest.MonkeyPatch) -> None:
 
     def place(cache: RaggedCache, num_new: int, *arguments: Any, **named: Any) -> Tensor:
         honest(cache, num_new, *arguments, **named)
-        cache.positions = cache.slots
-        return cache.positions
+        cache.placed = replace(cache.placed, positions=cache.placed.slots)
+        return cache.placed.positions
 
     patch.setattr(RaggedCache, "place", place)
 
 
 def the_window_counts_slots(patch: pytest.MonkeyPatch) -> None:
     def within(cache: RaggedCache, window: int) -> Tensor:
-        return torch.arange(cache.used)[None, None] > cache.positions[:, :, None] - window
+        return torch.arange(cache.used)[None, None] > cache.placed.positions[:, :, None] - window
 
     patch.setattr(RaggedCache, "within", within)
 

@@ -204,7 +204,7 @@ def test_a_saved_drafter_proposes_the_same(drafter, target, tmp_path):
     assert type(again) is type(drafter)
     assert not again.training
     assert proposals(again, target) == before
-    assert proposals(Drafter.load(tmp_path / "drafter"), target) == before, "without a target to check against, too"
+    assert proposals(load_drafter(tmp_path / "drafter"), target) == before, "without a target to check against, too"
 
 
 def test_a_loaded_drafter_has_its_targets_dtype_and_whole_rotary_frequencies(saved, tiny_llama):

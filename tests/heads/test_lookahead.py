@@ -8,7 +8,7 @@ import torch
 from outrider.decode import Decoder, Output, Plan, Sampling
 from outrider.ground import BadInputError, IncompatibleError
 from outrider.heads import DraftModel, Fusion, Lookahead, LookaheadConfig
-from outrider.heads.lookahead import Pool
+from outrider.heads.lookahead import LookaheadSession, Pool
 from outrider.targets import Counts, Target
 
 PROMPT = [3, 17, 5, 9, 17, 5, 40]
@@ -31,16 +31,26 @@ State = tuple[list[list[int]], dict[int, list[tuple[int, ...]]]]  # the window, 
 
 
 class Recorded(Lookahead):
-    """Notes each row's window and pool behind every round."""
+    """Notes each row's window and pool after every round."""
 
     def __init__(self, config: LookaheadConfig):
         super().__init__(config)
         self.seen: list[list[State]] = []
 
-    def observe(self, state, following):
-        super().observe(state, following)
+    def open(self, target, *sizes):
+        pools = [row.pool for row in super().open(target, *sizes).rows]
+        session = RecordedSession(self.config, pools, target.max_context)
+        session.seen = self.seen
+        return session
+
+
+class RecordedSession(LookaheadSession):
+    seen: list[list[State]]
+
+    def observe(self, following):
+        super().observe(following)
         self.seen.append(
-            [([list(x) for x in row.levels], {k: list(v) for k, v in row.pool.known.items()}) for row in state]
+            [([list(x) for x in row.levels], {k: list(v) for k, v in row.pool.known.items()}) for row in self.rows]
         )
 
 
@@ -127,9 +137,9 @@ def test_the_proposal_is_the_window_and_the_latest_ngrams_each_token_once(target
     drafter = Lookahead(LookaheadConfig(3, 3, 2, from_text=False))
     state = drafter.open(target, 1, 40)
     state.absorb(torch.tensor([[1, 2]]), None, Counts.of([2], "cpu"))
-    state[0].levels = [[10, 11], [10, 20, 21]]
+    state.rows[0].levels = [[10, 11], [10, 20, 21]]
     for rest in ((30, 31), (10, 40), (30, 32)):
-        state[0].pool.add(7, rest)
+        state.rows[0].pool.add(7, rest)
     proposal = state.propose(torch.tensor([7]), 8, None)
     # Level 0 and its columns: 10 stands below the root once, though column 0 of level 1 is a 10 too. The n-gram 30 31 was seen longest ago.
     assert proposal.tokens.tolist() == [[10, 11, 20, 21, 30, 32, 40]]
@@ -140,10 +150,10 @@ def test_the_proposal_is_the_window_and_the_latest_ngrams_each_token_once(target
     assert proposal.depth == 3
     # What the target says behind column 0 (place 1), column 1 (place 3) and column 2 (place 4).
     state.observe(torch.tensor([[50, 51, 52, 53, 54, 55, 56, 57]]))
-    assert state[0].levels == [[20, 21], [51, 53, 54]]
-    assert state[0].pool.latest(7) == [(10, 51), (30, 32)]
-    assert state[0].pool.latest(10) == [(20, 53)]
-    assert state[0].pool.latest(11) == [(21, 54)]
+    assert state.rows[0].levels == [[20, 21], [51, 53, 54]]
+    assert state.rows[0].pool.latest(7) == [(10, 51), (30, 32)]
+    assert state.rows[0].pool.latest(10) == [(20, 53)]
+    assert state.rows[0].pool.latest(11) == [(21, 54)]
     shallow = state.propose(torch.tensor([7]), 1, None)
     assert [t for t, real in zip(shallow.tokens[0].tolist(), shallow.real[0].tolist(), strict=True) if real] == [
         20,
@@ -158,8 +168,10 @@ def test_what_is_counted_as_drafted_is_what_was_proposed(target, monkeypatch, de
     """Each round's nodes down to the plan's depth, none of those that only the window reads."""
     drafter = Lookahead(LookaheadConfig(4, ngram, 2))
     proposals = []
-    propose = drafter.propose
-    monkeypatch.setattr(drafter, "propose", lambda *arguments: proposals.append(propose(*arguments)) or proposals[-1])
+    propose = LookaheadSession.propose
+    monkeypatch.setattr(
+        LookaheadSession, "propose", lambda *arguments: proposals.append(propose(*arguments)) or proposals[-1]
+    )
     out = Decoder(target, drafter).generate([PROMPT], 40, plan=Plan(depth), ignore_eos=True)
     for proposal, found in zip(proposals, out.rounds[0], strict=True):
         assert proposal.tokens.shape[1] <= drafter.max_nodes(limit)
@@ -189,7 +201,7 @@ def test_ngrams_of_the_text_are_remembered_across_rounds_and_only_if_asked_for(t
         state = drafter.open(target, 1, 40)
         for tokens in ([1, 2], [3, 1], [9]):
             state.absorb(torch.tensor([[*tokens, 77]]), None, Counts.of([len(tokens)], "cpu"))
-        assert {k: list(v) for k, v in state[0].pool.known.items()} == expected
+        assert {k: list(v) for k, v in state.rows[0].pool.known.items()} == expected
 
 
 def test_requests_share_what_they_remember_only_if_asked_to(target):
@@ -278,10 +290,10 @@ def test_rounds_without_drafts_leave_the_window_alone(target):
         proposal = state.propose(torch.tensor([root]), 2, None)
         state.observe(torch.arange(1 + proposal.tokens.shape[1])[None])
         state.absorb(torch.tensor([[root]]), None, Counts.of([1], "cpu"))
-    before = [list(level) for level in state[0].levels]
+    before = [list(level) for level in state.rows[0].levels]
     for root in (3, 4):
         state.absorb(torch.tensor([[root]]), None, Counts.of([1], "cpu"))
-    assert state[0].levels == before
+    assert state.rows[0].levels == before
     assert state.propose(torch.tensor([5]), 2, None).tokens[0, :2].tolist() == before[0]
 
 

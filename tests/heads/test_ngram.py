@@ -55,7 +55,7 @@ def test_rejected_drafts_are_forgotten_and_rows_can_be_dropped():
     state.absorb(torch.tensor([[5, 6, 7], [8, 9, 1]]), None, Counts.of([1, 3], "cpu"))
     state.select([1])
     assert state.propose(torch.tensor([8]), 3, None).tokens.tolist() == [[9, 1, 8]]
-    assert state[0].tokens == [3, 4, 8, 9, 1]
+    assert state.rows[0].tokens == [3, 4, 8, 9, 1]
 
 
 def test_impossible_lengths_are_refused():

@@ -11,7 +11,7 @@ import torch
 from outrider.decode import Decoder, Plan, Sampling
 from outrider.ground import BadInputError, IncompatibleError
 from outrider.heads import Suffix, SuffixConfig
-from outrider.heads.suffix import Draft, History, SuffixTree, Text
+from outrider.heads.suffix import Draft, History, SuffixSession, SuffixTree, Text
 from outrider.targets import Counts, Target
 
 SMALL = SuffixConfig(max_match=4, tree_depth=6, factor=2.0)
@@ -88,7 +88,7 @@ def test_rejected_drafts_are_forgotten_and_rows_can_be_dropped():
     state.absorb(torch.tensor([[5, 6, 7], [8, 9, 1]]), None, Counts.of([1, 3], "cpu"))
     state.select([1])
     assert state.propose(torch.tensor([8]), 3, None).tokens.tolist() == [[9, 1]]
-    assert state[0].text.tokens == [3, 4, 8, 9, 1]
+    assert state.rows[0].text.tokens == [3, 4, 8, 9, 1]
 
 
 def test_a_tree_holds_the_continuations_with_the_highest_products():
@@ -242,7 +242,7 @@ def test_texts_that_grow_at_once_are_counted_right(letters, limit):
 def nodes_of(tree: SuffixTree) -> list:
     found = [tree.root]
     for node in found:
-        found += (node.children or {}).values()
+        found += node.children.values()
     return found
 
 
@@ -257,7 +257,7 @@ def test_a_history_holds_no_more_than_it_was_given_room_for():
         nodes = nodes_of(history.tree)
         sizes.append(len(nodes))
         assert len(history.order) <= 50
-        assert {id(n.text) for n in nodes if n.text} <= {id(t) for t in history.order}
+        assert {id(n.text) for n in nodes if n.text.tokens} <= {id(t) for t in history.order}
         assert sum(node.count for node in history.tree.root.children.values()) == len(history.order)
     assert max(sizes) <= 50 * config.tree_depth + 1
     assert max(sizes[-100:]) <= 1.2 * max(sizes[:100])
@@ -299,12 +299,16 @@ def test_trees_are_really_verified(target):
     """Some round keeps a token that is not the first of its siblings."""
     trees: list[int] = []
 
-    class Spy(Suffix):
+    class SpySession(SuffixSession):
         def propose(self, *args, **kwargs):
             proposal = super().propose(*args, **kwargs)
             if proposal.parents is not None:
                 trees.append(int(((proposal.parents == -1) & proposal.real).sum(1).max()))
             return proposal
+
+    class Spy(Suffix):
+        def open(self, target, batch_size, *sizes):
+            return SpySession(self.config, self.history, batch_size)
 
     chain = Decoder(target, Suffix(SuffixConfig(factor=9))).generate(
         PROMPTS, 60, Sampling(1.0), Plan(6), ignore_eos=True
@@ -358,8 +362,9 @@ def test_rows_of_a_batch_learn_from_each_other():
 def test_the_better_of_own_text_and_earlier_answers_is_proposed():
     """In its own text 5 6 follows once each way; an earlier answer knows three tokens before."""
     drafter = Suffix(SuffixConfig(max_tokens=50))
-    state = drafter.open(None, 2, 100)
-    state.absorb(torch.tensor([[1, 0, 0, 0, 0, 0], [5, 9, 5, 8, 3, 4]]), None, Counts.of([1, 6], "cpu"))
-    state[:1].absorb(torch.tensor([[3, 4, 5, 6, 7]]), None, Counts.of([5], "cpu"))
-    assert state[1:].propose(torch.tensor([5]), 2, None).tokens.tolist() == [[6, 7]]
-    assert state[1:].propose(torch.tensor([9]), 2, None).tokens.tolist() == [[5, 8]], "unknown to the other"
+    other, own = (drafter.open(None, 1, 100) for _ in range(2))
+    other.absorb(torch.tensor([[1]]), None, Counts.of([1], "cpu"))
+    own.absorb(torch.tensor([[5, 9, 5, 8, 3, 4]]), None, Counts.of([6], "cpu"))
+    other.absorb(torch.tensor([[3, 4, 5, 6, 7]]), None, Counts.of([5], "cpu"))
+    assert own.propose(torch.tensor([5]), 2, None).tokens.tolist() == [[6, 7]]
+    assert own.propose(torch.tensor([9]), 2, None).tokens.tolist() == [[5, 8]], "unknown to the other"

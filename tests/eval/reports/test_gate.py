@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from outrider.eval import gate
+from outrider.eval.reports.gate import gate
 from outrider.ground import BadInputError
 
 
@@ -19,7 +19,7 @@ def test_equal_reports_pass(make_report) -> None:
     report = make_report(rounds(40, 0.6), temperatures=(0.0, 1.0))
     result = gate(report, report)
     assert result.passed
-    assert [(v.outcome, v.ratio.value) for v in result.verdicts] == [("passed", 1.0), ("passed", 1.0)]
+    assert [(f.conclusion, f.ratio.value) for f in result.findings] == [("passed", 1.0), ("passed", 1.0)]
     assert not any("warning" in line for line in result.lines)
 
 
@@ -44,7 +44,7 @@ def test_one_temperature_is_enough_to_fail(make_report) -> None:
     )
     result = gate(mixed, good)
     assert not result.passed
-    assert [v.outcome for v in result.verdicts] == ["passed", "failed"]
+    assert [f.conclusion for f in result.findings] == ["passed", "failed"]
 
 
 def test_a_gain_passes(make_report) -> None:
@@ -54,13 +54,13 @@ def test_a_gain_passes(make_report) -> None:
 def test_a_drop_within_the_tolerance_passes(make_report) -> None:
     report, baseline = make_report(rounds(60, 0.55, seed=1)), make_report(rounds(60, 0.6))
     assert not gate(report, baseline, tolerance=0.01).passed
-    assert gate(report, baseline, tolerance=0.3).verdicts[0].outcome == "passed"
+    assert gate(report, baseline, tolerance=0.3).findings[0].conclusion == "passed"
 
 
 def test_too_few_prompts_warn_and_say_how_many_would_do(make_report) -> None:
     result = gate(make_report(rounds(4, 0.58, seed=1, num_rounds=8)), make_report(rounds(4, 0.6, num_rounds=8)))
     assert result.passed
-    assert result.verdicts[0].outcome == "not enough data"
+    assert result.findings[0].conclusion == "not enough data"
     assert (
         "passed, with a warning: not enough data, 4 prompts cannot tell it from a drop to 0.970; about"
         in result.lines[1]
@@ -76,17 +76,17 @@ def test_one_prompt_warns(make_report) -> None:
 def test_records_are_paired_by_prompt_id_whatever_their_order(make_report) -> None:
     report = make_report(rounds(20, 0.6))
     shuffled = report.model_copy(update={"records": report.records[::-1]})
-    (verdict,) = gate(report, shuffled).verdicts
-    assert (verdict.ratio.low, verdict.ratio.high) == (1.0, 1.0)
+    (finding,) = gate(report, shuffled).findings
+    assert (finding.ratio.low, finding.ratio.high) == (1.0, 1.0)
 
 
 def test_figures_without_records_are_compared_unpaired(make_report) -> None:
     """Wider than paired, since what the prompts share no longer cancels, and still able to fail."""
     report = make_report(rounds(40, 0.6))
     bare = make_report(rounds(40, 0.6), records=False)
-    (verdict,) = gate(report, bare).verdicts
-    assert verdict.ratio.low < verdict.ratio.value == 1.0 < verdict.ratio.high
-    assert "unpaired" in verdict.line
+    (finding,) = gate(report, bare).findings
+    assert finding.ratio.low < finding.ratio.value == 1.0 < finding.ratio.high
+    assert "unpaired" in finding.line
     assert not gate(make_report(rounds(40, 0.35, seed=1)), bare).passed
 
 

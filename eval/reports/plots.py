@@ -1,18 +1,19 @@
 """The plots of a report as inline SVG. Colours are classes, so that the page's style (light or dark) decides them.
 
-Every plot is 360 units wide: drawn one to one on a phone, and three in a row on a laptop, so its text stays readable on both.
+Every plot is 360 units wide: drawn one to one on a phone, and three in a row on a laptop, so its text stays readable
+on both.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from xml.etree import ElementTree
 
-from .figures import ALL, Figures
+from .figures import Figures
+from .intervals import Interval
 from .report import Report
-from .statistics import Interval
-from .tables import by_tau
 
 WIDTH = 360
 LEFT, RIGHT, TOP, BOTTOM = 40, 8, 12, 38  # margins around the plotted area
@@ -29,11 +30,12 @@ _SHAPES: tuple[Corners, ...] = (
 )
 
 Scale = Callable[[float], float]
+Lines = Mapping[str, Sequence[tuple[int, Interval]]]  # by name: (size, value)
 
 
 def speedup(report: Report, temperature: float) -> str:
-    """Horizontal bars of tokens/s relative to the plain target, with intervals."""
-    shown = [f for f in _overall(report, temperature) if f.contestant != report.baselines.plain]
+    """Draw horizontal bars of tokens/s relative to the plain target, with intervals."""
+    shown = [f for f in report.overall(temperature) if f.contestant != report.baselines.plain]
     row, top = 46, 22
     height = top + row * len(shown) + 34
     most = _nice_limit(max([1.0, *(_top(f.speedup) for f in shown)]))
@@ -60,19 +62,19 @@ def speedup(report: Report, temperature: float) -> str:
 
 
 def tau_by_contestant(report: Report) -> str:
-    """τ of each drafter at every temperature, with intervals; one row per drafter, the highest first, a marker per temperature."""
+    """Draw τ of each drafter at every temperature: one row per drafter, the highest first, a marker per temperature."""
     return _by_contestant(report, "τ, tokens per round", lambda f: f.tau, "", 1.0)
 
 
 def speedup_by_contestant(report: Report) -> str:
-    """Speedup of each drafter at every temperature, in the same order."""
+    """Draw the speedup of each drafter at every temperature, in the order of their τ."""
     return _by_contestant(report, "Speedup over the plain target", lambda f: f.speedup, "×", 0.0)
 
 
 def _by_contestant(
     report: Report, title: str, figure: Callable[[Figures], Interval | None], unit: str, least: float
 ) -> str:
-    names = [n for n in by_tau(report) if n != report.baselines.plain]
+    names = [n for n in report.ranked() if n != report.baselines.plain]
     heats = report.conditions.temperatures
     found = {(n, t): value for n in names for t in heats if (value := figure(report.headline(n, t))) is not None}
     row, top = 26 + 18 * len(heats), 10
@@ -98,19 +100,18 @@ def _by_contestant(
 
 
 def _across(svg: ElementTree.Element, interval: Interval, x: Scale, y: float, colour: str, unit: str) -> None:
-    """A marker and its interval on a row of its own, and the figure where there is room."""
+    """Draw a marker and its interval on a row of its own, and the figure where there is room."""
+    start, end = x(interval.lowest), x(interval.highest)
     if interval.known:
-        _line(svg, x(interval.low), y, x(interval.high), y, f"spread {colour}")
+        _line(svg, start, y, end, y, f"spread {colour}")
     _marker(svg, x(interval.value), y, colour)
-    end = x(interval.high if interval.known else interval.value)
     room = end < WIDTH - 52
-    start = x(interval.low if interval.known else interval.value)
     _text(svg, end + 9 if room else start - 9, y + 4, interval.main(unit=unit), "value", "start" if room else "end")
 
 
 def alpha(report: Report, temperature: float) -> str:
-    """Conditional acceptance at each depth, one line per drafter, with intervals."""
-    shown = [f for f in _overall(report, temperature) if f.alpha]
+    """Draw conditional acceptance at each depth, one line per drafter, with intervals."""
+    shown = [f for f in report.overall(temperature) if f.alpha]
     deepest = max((d.depth for f in shown for d in f.alpha), default=1)
     x, y = _scale(0.5, deepest + 0.5, LEFT, WIDTH - RIGHT), _scale(0, 1, HEIGHT - BOTTOM, TOP)
     words = "; ".join(f"{f.contestant} " + ", ".join(d.alpha.main() for d in f.alpha) for f in shown)
@@ -121,20 +122,15 @@ def alpha(report: Report, temperature: float) -> str:
     _text(svg, (LEFT + WIDTH - RIGHT) / 2, HEIGHT - 5, "depth", "axis", "middle")
     step = x(1) - x(0)
     for i, figures in enumerate(shown):
-        aside = (i - (len(shown) - 1) / 2) * 5  # so that intervals at one depth do not hide each other
-        _curve(
-            svg,
-            figures,
-            _scale(0.5 - aside / step, deepest + 0.5 - aside / step, LEFT, WIDTH - RIGHT),
-            y,
-            _colour(report, figures.contestant),
-        )
+        aside = (i - (len(shown) - 1) / 2) * 5 / step  # so that intervals at one depth do not hide each other
+        own = _scale(0.5 - aside, deepest + 0.5 - aside, LEFT, WIDTH - RIGHT)
+        _curve(svg, [(own(d.depth), d.alpha) for d in figures.alpha], y, _colour(report, figures.contestant))
     return _string(svg)
 
 
 def accepted(report: Report, temperature: float) -> str:
-    """Share of rounds by number of accepted drafts: grouped bars, one colour per drafter, with intervals."""
-    shown = [f for f in _overall(report, temperature) if f.accepted]
+    """Draw the share of rounds by number of accepted drafts: grouped bars, one colour per drafter, with intervals."""
+    shown = [f for f in report.overall(temperature) if f.accepted]
     most = max((a.accepted for f in shown for a in f.accepted), default=0)
     limit = _nice_limit(max([0.1, *(_top(a.share) for f in shown for a in f.accepted)]))
     x, y = _scale(-0.5, most + 0.5, LEFT, WIDTH - RIGHT), _scale(0, min(limit, 1), HEIGHT - BOTTOM, TOP)
@@ -149,110 +145,125 @@ def accepted(report: Report, temperature: float) -> str:
     width = min(26.0, 0.76 * (x(1) - x(0)) / max(1, len(shown)))
     for i, figures in enumerate(shown):
         for bar in figures.accepted:
-            left = x(bar.accepted) + (i - len(shown) / 2) * width
-            _rectangle(
-                svg,
-                left + 0.5,
-                y(bar.share.value),
-                width - 1,
-                y(0) - y(bar.share.value),
-                f"fill {_colour(report, figures.contestant)}",
-            )
+            left, top = x(bar.accepted) + (i - len(shown) / 2) * width, y(bar.share.value)
+            kind = f"fill {_colour(report, figures.contestant)}"
+            _rectangle(svg, left + 0.5, top, width - 1, y(0) - top, kind)
             _whisker(svg, bar.share, y, left + width / 2, across=False)
     return _string(svg)
 
 
-def speedup_by_batch(lines: Mapping[str, Sequence[tuple[int, Interval]]]) -> str:
-    """Speedup over the plain target against batch size (on a log scale), one line per contestant, with intervals and its own legend."""
-    sizes = sorted({size for line in lines.values() for size, _ in line})
-    height = HEIGHT + 18 * len(lines)
-    base = HEIGHT - BOTTOM
+def speedup_by_batch(lines: Lines) -> str:
+    """Draw speedup over the plain target against batch size (on a log scale), one line per contestant."""
     most = _nice_limit(max([1.0, *(_top(interval) for line in lines.values() for _, interval in line)]))
-    across, y = (
-        _scale(math.log2(sizes[0]) - 0.25, math.log2(sizes[-1]) + 0.25, LEFT, WIDTH - RIGHT),
-        _scale(0, most, base, TOP),
-    )
-    words = "; ".join(
-        f"{name} " + ", ".join(f"{size}: {interval.text(unit='×')}" for size, interval in line)
-        for name, line in lines.items()
-    )
-    svg = _svg(height, "Speedup over the plain target by batch size", words)
-    _frame(svg, y, _ticks(most), lambda v: f"{v:g}×")
-    _line(svg, LEFT, y(1), WIDTH - RIGHT, y(1), "reference")
-    for size in sizes:
-        _text(svg, across(math.log2(size)), base + 16, str(size), "tick", "middle")
-    _text(svg, (LEFT + WIDTH - RIGHT) / 2, HEIGHT - 5, "batch size", "axis", "middle")
-    for i, (name, line) in enumerate(lines.items()):
-        colour = f"c{i % len(_SHAPES)}"
-        aside = (i - (len(lines) - 1) / 2) * 5  # so that intervals at one size do not hide each other
-        _points(svg, [(across(math.log2(size)) + aside, interval) for size, interval in line], y, colour)
-        _marker(svg, LEFT + 6, HEIGHT + 18 * i + 8, colour)
-        _text(svg, LEFT + 18, HEIGHT + 18 * i + 12, name, "name", "start")
+    title = "Speedup over the plain target by batch size"
+    words = _words(lines, lambda interval: interval.text(unit="×"))
+    axes = _SizeAxes(lines, 0, most, "batch size", distance=5)
+    svg = _svg(axes.height, title, words)
+    _frame(svg, axes.y, _ticks(most), lambda v: f"{v:g}×")
+    _line(svg, LEFT, axes.y(1), WIDTH - RIGHT, axes.y(1), "reference")
+    axes.draw(svg, axes.sizes)
     return _string(svg)
 
 
-def shares_by_size(lines: Mapping[str, Sequence[tuple[int, Interval]]], title: str, axis: str) -> str:
-    """Shares up to 1 against sizes (on a log scale), one line per name, with intervals and its own legend."""
-    sizes = sorted({size for line in lines.values() for size, _ in line})
-    values = [interval for line in lines.values() for _, interval in line]
-    least = min([0.9, *(interval.low if interval.known else interval.value for interval in values)])
+def shares_by_size(lines: Lines, title: str, axis: str) -> str:
+    """Draw shares up to 1 against sizes (on a log scale), one line per name, with intervals and its own legend."""
+    least = min([0.9, *(interval.lowest for line in lines.values() for _, interval in line)])
     least = math.floor(least * 10) / 10
-    height, base = HEIGHT + 18 * len(lines), HEIGHT - BOTTOM
-    across, y = (
-        _scale(math.log2(sizes[0]) - 0.25, math.log2(sizes[-1]) + 0.25, LEFT, WIDTH - RIGHT),
-        _scale(least, 1, base, TOP),
-    )
-    words = "; ".join(
-        f"{name} " + ", ".join(f"{size}: {interval.text(3)}" for size, interval in line) for name, line in lines.items()
-    )
-    svg = _svg(height, title, words)
+    axes = _SizeAxes(lines, least, 1, axis, distance=4)
+    svg = _svg(axes.height, title, _words(lines, lambda interval: interval.text(3)))
     step = _step(1 - least)
-    _frame(
-        svg, y, [round(least + i * step, 10) for i in range(int((1 - least) / step + 1e-9) + 1)], lambda v: f"{v:.0%}"
-    )
-    for size in sizes[:: 1 + len(sizes) // 8]:
-        _text(svg, across(math.log2(size)), base + 16, f"{size:,}", "tick", "middle")
-    _text(svg, (LEFT + WIDTH - RIGHT) / 2, HEIGHT - 5, axis, "axis", "middle")
-    for i, (name, line) in enumerate(lines.items()):
-        aside = (i - (len(lines) - 1) / 2) * 4
-        _points(svg, [(across(math.log2(size)) + aside, interval) for size, interval in line], y, f"c{i}")
-        _marker(svg, LEFT + 6, HEIGHT + 18 * i + 8, f"c{i}")
-        _text(svg, LEFT + 18, HEIGHT + 18 * i + 12, name, "name", "start")
+    ticks = [round(least + i * step, 10) for i in range(int((1 - least) / step + 1e-9) + 1)]
+    _frame(svg, axes.y, ticks, lambda v: f"{v:.0%}")
+    axes.draw(svg, axes.sizes[:: 1 + len(axes.sizes) // 8])
     return _string(svg)
+
+
+def _words(lines: Lines, text: Callable[[Interval], str]) -> str:
+    """Return what lines show, for people who cannot see them."""
+    return "; ".join(
+        f"{name} " + ", ".join(f"{size}: {text(interval)}" for size, interval in line) for name, line in lines.items()
+    )
+
+
+@dataclass(frozen=True)
+class _SizeAxes:
+    """Lines over sizes on a log scale, with their legend under the plotted area.
+
+    Attributes:
+        least, most: ends of the vertical axis.
+        axis: what the sizes are of.
+        distance: of lines from each other, so that intervals at one size do not hide each other.
+    """
+
+    lines: Lines
+    least: float
+    most: float
+    axis: str
+    distance: float
+
+    @property
+    def sizes(self) -> list[int]:
+        return sorted({size for line in self.lines.values() for size, _ in line})
+
+    @property
+    def height(self) -> float:
+        return HEIGHT + 18 * len(self.lines)
+
+    @property
+    def y(self) -> Scale:
+        return _scale(self.least, self.most, HEIGHT - BOTTOM, TOP)
+
+    def draw(self, svg: ElementTree.Element, ticks: Sequence[int]) -> None:
+        sizes = self.sizes
+        across = _scale(math.log2(sizes[0]) - 0.25, math.log2(sizes[-1]) + 0.25, LEFT, WIDTH - RIGHT)
+        for size in ticks:
+            _text(svg, across(math.log2(size)), HEIGHT - BOTTOM + 16, f"{size:,}", "tick", "middle")
+        _text(svg, (LEFT + WIDTH - RIGHT) / 2, HEIGHT - 5, self.axis, "axis", "middle")
+        for i, (name, line) in enumerate(self.lines.items()):
+            colour = f"c{i % len(_SHAPES)}"
+            aside = (i - (len(self.lines) - 1) / 2) * self.distance
+            _curve(svg, [(across(math.log2(size)) + aside, interval) for size, interval in line], self.y, colour)
+            _marker(svg, LEFT + 6, HEIGHT + 18 * i + 8, colour)
+            _text(svg, LEFT + 18, HEIGHT + 18 * i + 12, name, "name", "start")
+
+
+_LIGHT = ("#1f5fae", "#b4530a", "#1d7a57", "#7a3fb0", "#a8265f", "#6b6a12")
+_DARK = ("#6ea8ef", "#f0a05a", "#5fc79d", "#bf94ee", "#f08bb4", "#cfcb5e")
+_SHAPE_RULES = (
+    "text{font:12px system-ui,sans-serif} .reference{stroke-dasharray:4 3} "
+    ".spread{stroke-width:1.6;opacity:.75} .curve{fill:none;stroke-width:2}"
+)
 
 
 def standalone(svg: str) -> str:
-    """A plot as a file of its own: with the colours that a report's page would give it, light or dark. (Without variables: some viewers know none.)"""
-    light = _rules(
-        "#fdfdfc", "#1c1e21", "#585d66", "#e8eaee", ("#1f5fae", "#b4530a", "#1d7a57", "#7a3fb0", "#a8265f", "#6b6a12")
-    )
-    dark = _rules(
-        "#15171a", "#e7e9ec", "#a3a9b3", "#2a2e35", ("#6ea8ef", "#f0a05a", "#5fc79d", "#bf94ee", "#f08bb4", "#cfcb5e")
-    )
-    shapes = "text{font:12px system-ui,sans-serif} .reference{stroke-dasharray:4 3} .spread{stroke-width:1.6;opacity:.75} .curve{fill:none;stroke-width:2}"
-    style = f"{light} {shapes} @media (prefers-color-scheme: dark){{{dark}}}"
-    return (
-        svg.replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" ', 1).replace(
-            "<title>", f"<style>{style}</style><title>", 1
-        )
-        + "\n"
-    )
+    """Return a plot as a file of its own, with the colours that a report's page would give it, light or dark.
+
+    Without variables: some viewers know none.
+    """
+    light = _rules("#fdfdfc", "#1c1e21", "#585d66", "#e8eaee", _LIGHT)
+    dark = _rules("#15171a", "#e7e9ec", "#a3a9b3", "#2a2e35", _DARK)
+    style = f"<style>{light} {_SHAPE_RULES} @media (prefers-color-scheme: dark){{{dark}}}</style>"
+    named = svg.replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" ', 1)
+    return named.replace("<title>", f"{style}<title>", 1) + "\n"
 
 
 def _rules(page: str, ink: str, soft: str, grid: str, contestants: Sequence[str]) -> str:
-    rules = f"svg{{background:{page}}} text{{fill:{ink}}} .tick,.axis{{fill:{soft}}} .grid{{stroke:{grid}}} .base{{stroke:{soft}}} .reference{{stroke:{ink}}}"
-    return rules + "".join(
+    fixed = (
+        f"svg{{background:{page}}} text{{fill:{ink}}} .tick,.axis{{fill:{soft}}} .grid{{stroke:{grid}}} "
+        f".base{{stroke:{soft}}} .reference{{stroke:{ink}}}"
+    )
+    return fixed + "".join(
         f" .c{i}{{stroke:{colour}}} .fill.c{i}{{fill:{colour};stroke:none}}" for i, colour in enumerate(contestants)
     )
 
 
 def legend(report: Report) -> list[tuple[str, str]]:
-    """(colour class, label) of every drafter."""
+    """Return (colour class, label) of every drafter."""
     return [(_colour(report, c.name), c.label) for c in report.contestants if c.kind == "drafter"]
 
 
 def swatch(colour: str) -> str:
-    """The marker of a contestant, as it stands in the plots."""
+    """Return the marker of a contestant, as it stands in the plots."""
     svg = ElementTree.Element("svg", {"viewBox": "-7 -7 14 14", "width": "14", "height": "14", "aria-hidden": "true"})
     _marker(svg, 0, 0, colour)
     return _string(svg)
@@ -261,12 +272,8 @@ def swatch(colour: str) -> str:
 # ------------------------------------------------------------ marks
 
 
-def _curve(svg: ElementTree.Element, figures: Figures, x: Scale, y: Scale, colour: str) -> None:
-    _points(svg, [(x(d.depth), d.alpha) for d in figures.alpha], y, colour)
-
-
-def _points(svg: ElementTree.Element, points: Sequence[tuple[float, Interval]], y: Scale, colour: str) -> None:
-    """A line through points, each with its interval."""
+def _curve(svg: ElementTree.Element, points: Sequence[tuple[float, Interval]], y: Scale, colour: str) -> None:
+    """Draw a line through points, each with its interval."""
     ElementTree.SubElement(
         svg,
         "polyline",
@@ -279,14 +286,14 @@ def _points(svg: ElementTree.Element, points: Sequence[tuple[float, Interval]], 
 
 
 def _marker(svg: ElementTree.Element, x: float, y: float, colour: str) -> None:
-    """A shape of its own per colour, so that colour is not the only difference."""
+    """Draw a marker: a shape of its own per colour, so that colour is not the only difference."""
     corners = _SHAPES[int(colour[1:])]
     points = " ".join(f"{x + dx:.1f},{y + dy:.1f}" for dx, dy in corners)
     ElementTree.SubElement(svg, "polygon", {"points": points, "class": f"fill {colour}"})
 
 
 def _whisker(svg: ElementTree.Element, interval: Interval, scale: Scale, at: float, across: bool) -> None:
-    """An interval with end marks, drawn along the scaled axis."""
+    """Draw an interval with end marks along the scaled axis."""
     if not interval.known or interval.low == interval.high:
         return
     low, high, end = scale(interval.low), scale(interval.high), 3.5
@@ -346,7 +353,7 @@ def _scale(low: float, high: float, start: float, end: float) -> Scale:
 
 
 def _nice_limit(value: float) -> float:
-    """The next multiple of a round step that holds `value`."""
+    """Return the next multiple of a round step that holds `value`."""
     return math.ceil(value * 1.02 / _step(value)) * _step(value)
 
 
@@ -356,7 +363,7 @@ def _ticks(limit: float) -> list[float]:
 
 
 def _step(limit: float) -> float:
-    """A round distance that gives about four ticks up to `limit`."""
+    """Return a round distance that gives about four ticks up to `limit`."""
     raw = limit / 4
     magnitude = 10 ** math.floor(math.log10(raw))
     return next(m * magnitude for m in (1, 2, 2.5, 5, 10) if m * magnitude >= raw * 0.999)
@@ -365,16 +372,13 @@ def _step(limit: float) -> float:
 # ------------------------------------------------------------ what is shown
 
 
-def _overall(report: Report, temperature: float) -> list[Figures]:
-    return [f for f in report.figures if f.suite == ALL and f.temperature == temperature]
-
-
 def _top(interval: Interval) -> float:
-    return interval.high if interval.known else interval.value if math.isfinite(interval.value) else 0.0
+    """Return how far an interval reaches; 0 where there is no value."""
+    return interval.highest if math.isfinite(interval.highest) else 0.0
 
 
 def _colour(report: Report, name: str) -> str:
-    """`c0`, `c1`, … for drafters in their order; `cx` for what is only compared with."""
+    """Return `c0`, `c1`, … for drafters in their order; `cx` for what is only compared with."""
     drafters = [c.name for c in report.contestants if c.kind == "drafter"]
     return f"c{drafters.index(name) % len(_SHAPES)}" if name in drafters else "cx"
 

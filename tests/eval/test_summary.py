@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from outrider.eval import Figures, Record
-from outrider.eval.figures import Baselines, summarise
+from outrider.eval.reports.figures import Baselines
+from outrider.eval.summary import summarise
 
 BASELINES = Baselines(plain="plain", generate="generate")
 
@@ -63,7 +64,10 @@ def test_acceptance_rate_is_accepted_over_drafted() -> None:
 
 
 def test_alpha_counts_only_rounds_that_reached_and_drafted_the_depth() -> None:
-    """Depth 1 is drafted in 6 rounds and kept in 5; depth 2 reached in those 5, kept in 3; depth 3 drafted behind 2 of those 3, kept in 1."""
+    """Depth 1 is drafted in 6 rounds and kept in 5, depth 2 reached in those 5 and kept in 3.
+
+    Depth 3 is drafted in 2 of those 3 and kept in 1.
+    """
     alpha = figures("fast", "all").alpha
     assert [(a.depth, a.reached, a.kept) for a in alpha] == [(1, 6, 5), (2, 5, 3), (3, 2, 1)]
     assert [a.alpha.value for a in alpha] == pytest.approx([5 / 6, 3 / 5, 1 / 2])

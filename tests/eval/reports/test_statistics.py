@@ -7,7 +7,8 @@ import math
 import numpy as np
 import pytest
 
-from outrider.eval import Bootstrap, Interval, Ratio
+from outrider.eval import Interval, Ratio
+from outrider.eval.reports.statistics import Bootstrap
 
 
 def test_the_value_is_the_ratio_of_sums_not_the_mean_of_ratios() -> None:

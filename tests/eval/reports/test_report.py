@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import pkgutil
 import re
 import subprocess
 import sys
@@ -14,7 +16,8 @@ from xml.etree import ElementTree
 import pytest
 from rich.console import Console
 
-from outrider.eval import Report
+from outrider.eval import Report, reports
+from outrider.eval.reports.render import print_report, write_report
 from outrider.ground import BadInputError
 
 ACCEPTED = [[4, 1, 0], [2, 2], [0, 3, 1, 4], [1, 1, 0]]
@@ -27,14 +30,14 @@ def report(make_report) -> Report:
 
 
 def test_a_saved_report_reads_back_equal(report: Report, tmp_path: Path) -> None:
-    folder = report.save(tmp_path / "out")
+    folder = write_report(report, tmp_path / "out")
     assert sorted(p.name for p in folder.iterdir()) == ["report.html", "report.json", "report.md"]
     assert Report.load(folder) == Report.load(folder / "report.json") == report
 
 
 def test_numbers_that_do_not_exist_are_null_in_valid_json(make_report, tmp_path: Path) -> None:
     """One prompt gives values without intervals."""
-    folder = make_report([[1, 2]]).save(tmp_path)
+    folder = write_report(make_report([[1, 2]]), tmp_path)
 
     def refuse(constant: str) -> float:
         raise AssertionError(f"{constant} is not JSON")
@@ -52,7 +55,8 @@ def test_the_headline_is_about_the_first_drafter_over_all_suites(report: Report)
     assert figures.tau is not None
     assert figures.tau.value == pytest.approx(1 + 19 / 12)
     assert re.fullmatch(
-        r"draft, depth 4: τ 2\.58 \[\d\.\d\d, \d\.\d\d\], 2\.00× \[2\.00, 2\.00\] the speed of the plain target at temperature 0",
+        r"draft, depth 4: τ 2\.58 \[\d\.\d\d, \d\.\d\d\], "
+        r"2\.00× \[2\.00, 2\.00\] the speed of the plain target at temperature 0",
         report.sentence(),
     )
     assert report.sentence(temperature=1.0).endswith("at temperature 1 (rejection)")
@@ -66,7 +70,7 @@ def test_asking_for_what_was_not_measured_names_what_was(report: Report) -> None
 
 
 def test_markdown_and_page_carry_definitions_conditions_and_divergences(report: Report, tmp_path: Path) -> None:
-    folder = report.save(tmp_path)
+    folder = write_report(report, tmp_path)
     for name in ("report.md", "report.html"):
         text = (folder / name).read_text(encoding="utf-8")
         for wanted in (
@@ -100,7 +104,7 @@ class Page(HTMLParser):
 
 @pytest.fixture
 def html(report: Report, tmp_path: Path) -> str:
-    return (report.save(tmp_path) / "report.html").read_text(encoding="utf-8")
+    return (write_report(report, tmp_path) / "report.html").read_text(encoding="utf-8")
 
 
 def test_the_page_is_well_formed_and_asks_for_nothing_from_outside(html: str) -> None:
@@ -139,7 +143,7 @@ def test_a_report_without_drafters_is_printed_without_plots(report: Report, tmp_
             "records": [],
         }
     )
-    text = (plain.save(tmp_path) / "report.html").read_text(encoding="utf-8")
+    text = (write_report(plain, tmp_path) / "report.html").read_text(encoding="utf-8")
     assert "<figure>" not in text
     assert "plain: τ 1.00" in text
 
@@ -147,7 +151,7 @@ def test_a_report_without_drafters_is_printed_without_plots(report: Report, tmp_
 @pytest.mark.parametrize("width", [60, 80, 140])
 def test_the_terminal_table_fits_its_width(report: Report, width: int) -> None:
     out = io.StringIO()
-    report.console(Console(file=out, width=width))
+    print_report(report, Console(file=out, width=width))
     text = out.getvalue()
     assert "draft, depth 4" in text
     assert "2.00× [2.00, 2.00]" in text
@@ -174,22 +178,32 @@ def test_what_is_not_a_report_is_refused_with_the_reason(content: str | None, me
 def test_an_interrupted_write_leaves_the_old_report_whole(
     report: Report, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    report.save(tmp_path)
+    write_report(report, tmp_path)
     before = {p.name: p.read_bytes() for p in tmp_path.iterdir()}
 
-    def full(self: Path, *args: object, **kwargs: object) -> int:
-        with self.open("w") as file:
-            file.write("half a ")
+    def full(descriptor: int) -> None:
+        os.ftruncate(descriptor, 7)
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(Path, "write_text", full)
+    monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(OSError, match="No space left"):
-        report.save(tmp_path)
+        write_report(report, tmp_path)
     assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == before
 
 
+def loaded_by(module: str) -> list[str]:
+    """Heavy libraries that importing a module loads."""
+    heavy = ("torch", "transformers", "matplotlib", "datasets", "scipy")
+    code = f"import sys, {module}; print(*[m for m in {heavy} if m in sys.modules])"
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+
+
 def test_importing_the_room_loads_no_heavy_library() -> None:
-    code = "import sys, outrider.eval; print([m for m in ('torch', 'transformers', 'matplotlib', 'datasets', 'scipy') if m in sys.modules])"
-    assert (
-        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
-    )
+    assert loaded_by("outrider.eval") == []
+
+
+def test_what_shows_compares_and_draws_reports_loads_no_torch() -> None:
+    """Every module of `eval.reports`; intervals need scipy."""
+    modules = [f"outrider.eval.reports.{m.name}" for m in pkgutil.iter_modules(reports.__path__)]
+    assert len(modules) >= 8
+    assert loaded_by(", ".join(modules)) == ["scipy"]

@@ -9,55 +9,16 @@ Shapes: N prompts, R resamples.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Annotated
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
-from pydantic import BeforeValidator
+from numpy.typing import NDArray
+from scipy.special import ndtr, stdtrit
 
-RESAMPLES, CONFIDENCE = 2000, 0.95
+from .intervals import CONFIDENCE, RESAMPLES, Interval, Ratio
 
-# JSON has no nan: a number that does not exist is written as null.
-Number = Annotated[float, BeforeValidator(lambda value: math.nan if value is None else value)]
 Floats = NDArray[np.float64]
-
-
-@dataclass(frozen=True)
-class Interval:
-    """A figure and its confidence interval; nan where the data do not give one."""
-
-    value: Number
-    low: Number
-    high: Number
-
-    def text(self, decimals: int = 2, unit: str = "") -> str:
-        """`1.42× [1.38, 1.46]`; only the value where there is no interval, `–` where there is no value."""
-        return f"{self.main(decimals, unit)} {self.bounds(decimals)}".strip()
-
-    def main(self, decimals: int = 2, unit: str = "") -> str:
-        return "–" if math.isnan(self.value) else f"{self.value:.{decimals}f}{unit}"
-
-    def bounds(self, decimals: int = 2) -> str:
-        return f"[{self.low:.{decimals}f}, {self.high:.{decimals}f}]" if self.known else ""
-
-    @property
-    def known(self) -> bool:
-        """Whether there is an interval around the value."""
-        return not (math.isnan(self.value) or math.isnan(self.low) or math.isnan(self.high))
-
-    def excludes(self, value: float) -> bool:
-        return self.known and not self.low <= value <= self.high
-
-
-@dataclass(frozen=True)
-class Ratio:
-    """Σ numerators / Σ denominators over prompts, `[N]` each, plus a constant."""
-
-    numerators: ArrayLike
-    denominators: ArrayLike
-    offset: float = 0.0
 
 
 class Bootstrap:
@@ -83,33 +44,29 @@ class Bootstrap:
         self.tail = self._tail(sum(strata), (1 - confidence) / 2)
 
     def _tail(self, num_prompts: int, tail: float) -> float:
-        """The share of resamples outside the interval at each end."""
+        """Return the share of resamples outside the interval at each end; nan where there is nothing to draw from."""
         if self.freedom < 1:
             return math.nan
-        from scipy.special import ndtr, stdtrit
-
         return float(ndtr(stdtrit(self.freedom, tail) * math.sqrt(num_prompts / self.freedom)))
 
     def ratio(self, ratio: Ratio) -> Interval:
+        """Return the ratio over all prompts, with its interval."""
         return self._interval(_value(ratio), self._draws(ratio))
 
     def quotient(self, above: Ratio, below: Ratio) -> Interval:
-        """`above / below`, both on the same resampled prompts."""
+        """Return `above / below`, both on the same resampled prompts."""
         with np.errstate(divide="ignore", invalid="ignore"):
-            return self._interval(
-                float(np.divide(_value(above), _value(below))), self._draws(above) / self._draws(below)
-            )
+            value = float(np.divide(_value(above), _value(below)))
+            return self._interval(value, self._draws(above) / self._draws(below))
 
     def difference(self, one: Ratio, other: Ratio) -> Interval:
-        """`one − other`, both on the same resampled prompts."""
+        """Return `one − other`, both on the same resampled prompts."""
         return self._interval(_value(one) - _value(other), self._draws(one) - self._draws(other))
 
     def _draws(self, ratio: Ratio) -> Floats:
-        """The ratio in each resample, `[R]`; nan where a resample has no denominator."""
-        above, below = (
-            self.weights @ np.asarray(ratio.numerators, float),
-            self.weights @ np.asarray(ratio.denominators, float),
-        )
+        """Return the ratio in each resample, `[R]`; nan where a resample has no denominator."""
+        above = self.weights @ np.asarray(ratio.numerators, float)
+        below = self.weights @ np.asarray(ratio.denominators, float)
         return np.divide(above, below, out=np.full_like(above, np.nan), where=below != 0) + ratio.offset
 
     def _interval(self, value: float, draws: Floats) -> Interval:
@@ -119,6 +76,11 @@ class Bootstrap:
             return Interval(value, math.nan, math.nan)
         low, high = np.quantile(usable, [self.tail, 1 - self.tail])
         return Interval(value, float(low), float(high))
+
+
+def strata_of(suites: Sequence[str]) -> list[int]:
+    """Return how many prompts each suite has, from the suite of each prompt."""
+    return list(Counter(suites).values())
 
 
 def _value(ratio: Ratio) -> float:

@@ -1,4 +1,4 @@
-"""Weights of a drafter: read from a folder, and watched for changes."""
+"""Weights of a module: read from a folder, strictly, and watched for changes."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from ...ground import BadInputError, IncompatibleError
-from ...targets.target import refuse_pickles
+from ..ground import BadInputError, IncompatibleError
+from .loading import refuse_pickles
 
-WEIGHTS, CONFIG = "model.safetensors", "config.json"
+WEIGHTS = "model.safetensors"
 
 
 def load_weights(module: nn.Module, folder: Path) -> None:

@@ -1,37 +1,46 @@
-"""What a measurement found, with everything it depends on; saved as JSON, Markdown and a page for a browser."""
+"""What a measurement found, with everything it depends on. It is JSON; `render` writes and prints it for people."""
 
 from __future__ import annotations
 
 import json
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pydantic import Field, ValidationError
 
-from ..ground.files import write_atomically
-from ..recipes.schema import bad_input
+from ...ground import BadInputError
 from .figures import ALL, Baselines, Figures, Model, Record
-from .statistics import CONFIDENCE, RESAMPLES
-
-if TYPE_CHECKING:
-    from rich.console import Console
+from .intervals import CONFIDENCE, RESAMPLES
 
 SCHEMA_VERSION = 1
 REPORT_FILE = "report.json"
 
 DEFINITIONS = {
-    "τ (tau)": "mean tokens emitted per round, with the target's own bonus or correction token: 1 + mean accepted. A round is one draft and one verification.",
+    "τ (tau)": (
+        "mean tokens emitted per round, with the target's own bonus or correction token: 1 + mean accepted. "
+        "A round is one draft and one verification."
+    ),
     "acceptance rate": "accepted ÷ drafted tokens. It falls with depth: compare it only at equal depth.",
-    "alpha at depth d": "share of rounds that accepted the draft token at depth d, of those that drafted it and accepted all before it.",
-    "speedup": "tokens/s ÷ tokens/s of the plain target in the same engine and the same run; sums over prompts, paired by prompt.",
-    "identical": "prompts whose tokens equal the plain target's at temperature 0. In bfloat16 or float16 a near-tie can be decided differently by another order of sums.",
-    "[low, high]": "95% confidence interval over prompts: expanded percentiles of 2000 resamples, drawn suite by suite.",
+    "alpha at depth d": (
+        "share of rounds that accepted the draft token at depth d, of those that drafted it and accepted all before it."
+    ),
+    "speedup": (
+        "tokens/s ÷ tokens/s of the plain target in the same engine and the same run; "
+        "sums over prompts, paired by prompt."
+    ),
+    "identical": (
+        "prompts whose tokens equal the plain target's at temperature 0. "
+        "In bfloat16 or float16 a near-tie can be decided differently by another order of sums."
+    ),
+    "[low, high]": (
+        "95% confidence interval over prompts: expanded percentiles of 2000 resamples, drawn suite by suite."
+    ),
 }
 
 
 class SuiteInfo(Model):
-    """Which prompts were used; the digest covers their ids and tokens, in order."""
+    """The prompts that were used; the digest covers their ids and tokens, in order."""
 
     name: str
     digest: str
@@ -42,7 +51,7 @@ class TrainingInfo(Model):
     """How a drafter was trained, where that is part of the comparison (`outrider compare`).
 
     Attributes:
-        seconds: of training; the last step ends a little behind the `budget`. parameters: those that were trained.
+        seconds: of training; the last step ends a little after the `budget`. parameters: those that were trained.
         held_out_tau: analytic, on held-out responses; None if none were held out.
     """
 
@@ -56,7 +65,12 @@ class TrainingInfo(Model):
 
 
 class ContestantInfo(Model):
-    """Who took part. `kind` is drafter, plain or generate; `verify` is the rule that was asked for, `shape` the plan in words."""
+    """A contestant that took part, and the plan that it drafted under.
+
+    Attributes:
+        kind: drafter, plain or generate.
+        verify: the rule that was asked for. shape: the plan in words.
+    """
 
     name: str
     kind: str
@@ -81,7 +95,7 @@ class Conditions(Model):
     """What every figure of a report depends on.
 
     Attributes:
-        target: where it was loaded from, model type, number of parameters, and the digest of its fingerprint: its identity.
+        target: where it was loaded from, model type, number of parameters, and its fingerprint's digest: its identity.
         timing: what the seconds of a prompt are. excluded: what no figure contains.
     """
 
@@ -95,7 +109,10 @@ class Conditions(Model):
     max_new_tokens: int
     temperatures: list[float]
     repeats: int
-    timing: str = "whole requests, both prefills included; per prompt the median of the repeats (of an even number the faster of the middle two); contestants take turns in a rotating order"
+    timing: str = (
+        "whole requests, both prefills included; per prompt the median of the repeats "
+        "(of an even number the faster of the middle two); contestants take turns in a rotating order"
+    )
     excluded: str = "one warm-up request per contestant and temperature"
     seed: int
     resamples: int = RESAMPLES
@@ -121,23 +138,22 @@ class Report(Model):
     figures: list[Figures]
     records: list[Record] = Field(default_factory=list)
 
-    # ------------------------------------------------------------ reading
-
     @property
     def primary(self) -> str | None:
         """The first drafter's name; None if only baselines were measured."""
         return next((c.name for c in self.contestants if c.kind == "drafter"), None)
 
     def contestant(self, name: str) -> ContestantInfo:
+        """Return what is known of a contestant; BadInputError if it did not take part."""
         found = next((c for c in self.contestants if c.name == name), None)
         if found is None:
-            raise bad_input(
+            raise BadInputError(
                 f"the report has no contestant {name!r}; it has: {', '.join(c.name for c in self.contestants)}."
             )
         return found
 
     def headline(self, contestant: str | None = None, temperature: float | None = None, suite: str = ALL) -> Figures:
-        """Figures of one contestant, on all suites together unless one is named.
+        """Return the figures of one contestant, on all suites together unless one is named.
 
         Args:
             contestant: the first drafter if not given. temperature: the first one measured if not given.
@@ -152,12 +168,16 @@ class Report(Model):
                 return figures
         self.contestant(name)
         measured = ", ".join(map(str, self.conditions.temperatures))
-        raise bad_input(
-            f"the report has no figures of {name} on {suite!r} at temperature {heat}; temperatures measured: {measured}."
+        raise BadInputError(
+            f"the report has no figures of {name} on {suite!r} at temperature {heat}; "
+            f"temperatures measured: {measured}."
         )
 
     def sentence(self, contestant: str | None = None, temperature: float | None = None) -> str:
-        """The headline in words: `eagle3, depth 4: τ 2.41 [2.33, 2.49], 1.42× [1.38, 1.46] the speed of the plain target at temperature 0`."""
+        """Return the headline in words.
+
+        `eagle3, depth 4: τ 2.41 [2.33, 2.49], 1.42× [1.38, 1.46] the speed of the plain target at temperature 0`.
+        """
         figures = self.headline(contestant, temperature)
         tau = f"τ {figures.tau.text()}, " if figures.tau else ""
         speed = f"{figures.speedup.text(unit='×')} the speed of the plain target at temperature {figures.temperature:g}"
@@ -170,32 +190,25 @@ class Report(Model):
         return any(c.training is not None for c in self.contestants)
 
     def records_of(self, contestant: str, temperature: float) -> list[Record]:
+        """Return the records of a contestant at a temperature, in the order of the prompts."""
         return [r for r in self.records if r.contestant == contestant and r.temperature == temperature]
 
-    def console(self, console: Console) -> None:
-        """Print the headline and the table over all suites."""
-        from .render import print_report
+    def at(self, temperature: float) -> list[Figures]:
+        """Return the figures of all contestants at a temperature, on every suite and on all of them."""
+        return [f for f in self.figures if f.temperature == temperature]
 
-        print_report(self, console)
+    def overall(self, temperature: float) -> list[Figures]:
+        """Return the figures of all contestants at a temperature, on all suites together."""
+        return [f for f in self.at(temperature) if f.suite == ALL]
 
-    # ------------------------------------------------------------ files
-
-    def save(self, folder: str | Path) -> Path:
-        """Write report.json, report.md and report.html; each appears complete or not at all. Returns the folder."""
-        from .render import comparison_plot, html, markdown
-
-        place = Path(folder)
-        place.mkdir(parents=True, exist_ok=True)
-        # The JSON comes last: where it is, the others are.
-        files = {"report.md": markdown(self), "report.html": html(self)} | (
-            {"comparison.svg": comparison_plot(self)} if self.is_comparison else {}
-        )
-        for name, text in (files | {REPORT_FILE: self.to_json()}).items():
-            write_atomically(place / name, text)
-        return place
+    def ranked(self) -> list[str]:
+        """Return the contestants in the engine, the highest τ at the first temperature first; the plain target last."""
+        names = [c.name for c in self.contestants if c.kind != "generate"]
+        taus = {name: tau.value if (tau := self.headline(name).tau) else 0.0 for name in names}
+        return sorted(names, key=lambda name: (name == self.baselines.plain, -taus[name]))
 
     def to_json(self) -> str:
-        """The whole report; one line per prompt record."""
+        """Return the whole report as JSON; one line per prompt record."""
         body = self.model_dump_json(exclude={"records"}, indent=1).removesuffix("\n}")
         lines = ",\n".join(r.model_dump_json() for r in self.records)
         return f'{body},\n "records": [\n{lines}\n]}}\n'
@@ -212,25 +225,30 @@ class Report(Model):
         try:
             values = json.loads(file.read_text(encoding="utf-8"))
         except OSError as error:
-            raise bad_input(
-                f"no report at {str(path)!r}: {file} cannot be read ({error.strerror}). Run `outrider eval` first, or give its folder."
+            raise BadInputError(
+                f"no report at {str(path)!r}: {file} cannot be read ({error.strerror}). "
+                "Run `outrider eval` first, or give its folder."
             ) from error
         except ValueError as error:
-            raise bad_input(f"{file}: damaged, not valid JSON ({error}). Measure again, or copy it again.") from error
+            raise BadInputError(
+                f"{file}: damaged, not valid JSON ({error}). Measure again, or copy it again."
+            ) from error
         return cls.from_dict(values, str(file))
 
     @classmethod
-    def from_dict(cls, values: Any, where: str = "report") -> Report:
+    def from_dict(cls, values: object, where: str = "report") -> Report:
+        """Return the report that JSON's values hold; BadInputError if they hold none. `where` names their place."""
         version = values.get("schema_version") if isinstance(values, dict) else None
         if version != SCHEMA_VERSION:
-            raise bad_input(
-                f"{where}: schema_version is {version!r}, this Outrider reads {SCHEMA_VERSION}; update Outrider or measure again."
+            raise BadInputError(
+                f"{where}: schema_version is {version!r}, this Outrider reads {SCHEMA_VERSION}; "
+                "update Outrider or measure again."
             )
         try:
             return cls.model_validate(values)
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
             place = ".".join(map(str, first["loc"]))
-            raise bad_input(
+            raise BadInputError(
                 f"{where}: not a report, {place}: {first['msg'].lower()}. Measure again, or copy it again."
             ) from None

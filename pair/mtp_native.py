@@ -1,7 +1,7 @@
 """MTP modules written back as their target's checkpoint holds them (see parts/mtp_checkpoint.py).
 
 # safetensors files to put in the place of CHECKPOINT's
-python -m outrider.heads.parts.mtp_native DRAFTER CHECKPOINT OUT
+python -m outrider.pair.mtp_native DRAFTER CHECKPOINT OUT
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from typing import Any
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from ...ground import BadInputError, IncompatibleError, OutriderError
-from ...ground.files import replacing
-from ..mtp import Mtp
-from .mtp_checkpoint import KEPT, LAYER, SINGLE, Checkpoint, folder_of
-from .registry import load_drafter
-from .target_layer import plain_body
+from ..ground import BadInputError, IncompatibleError, OutriderError
+from ..ground.files import replacing
+from ..heads.mtp import Mtp
+from ..heads.parts.mtp_checkpoint import KEPT, LAYER, SINGLE, Checkpoint, folder_of
+from ..heads.parts.registry import load_drafter
+from ..heads.parts.target_layer import plain_body
 
 
 def save_native(drafter: Mtp, checkpoint: str, folder: str | Path) -> list[Path]:
@@ -104,7 +104,7 @@ def main(arguments: list[str] | None = None) -> int:
         the exit code: 0 fine, 2 bad input, 3 incompatible.
     """
     parser = argparse.ArgumentParser(
-        prog="python -m outrider.heads.parts.mtp_native", description="Write MTP modules back under their native names."
+        prog="python -m outrider.pair.mtp_native", description="Write MTP modules back under their native names."
     )
     parser.add_argument("drafter", help="the folder of a trained mtp drafter")
     parser.add_argument("checkpoint", help="the target's published checkpoint: a folder or a Hub id")

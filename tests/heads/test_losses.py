@@ -207,7 +207,7 @@ def heads(kept: Tensor | None, vocab: int = 12) -> tuple[torch.nn.Linear, torch.
     return torch.nn.Linear(5, vocab), torch.nn.Linear(4, vocab if kept is None else len(kept))
 
 
-LOSSES = [*DIVERGENCES, HARD, {"soft_ce": 0.1}, {"soft_ce": 1.0, "tv": 0.1, HARD: 0.5}]
+LOSSES = [*DIVERGENCES, HARD, {"soft_ce": 0.1}, {"soft_ce": 1.0, HARD: 0.5}, {"soft_ce": 1.0, "tv": 0.1, HARD: 0.5}]
 
 
 @pytest.mark.parametrize("kept", [None, torch.tensor([1, 2, 5, 9])], ids=["whole", "pruned"])

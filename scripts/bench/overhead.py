@@ -24,7 +24,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from outrider.eval.statistics import Bootstrap, Interval, Ratio
+from outrider.eval import Interval, Ratio
+from outrider.eval.reports.statistics import Bootstrap
 from outrider.ground import BadInputError
 from outrider.ground.machine import clock
 from outrider.heads import Drafter, NodeSession

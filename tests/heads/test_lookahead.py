@@ -347,6 +347,6 @@ def test_a_target_that_cannot_verify_trees_is_refused(target, monkeypatch):
 
 def test_a_model_cannot_go_on_behind_its_trees(target, tiny_llama):
     with pytest.raises(
-        BadInputError, match="fusion: the model goes on behind a chain, lookahead proposes trees; take ngram"
+        BadInputError, match="fusion: the model goes on after a chain, lookahead proposes trees; take ngram"
     ):
         Fusion(Lookahead(), DraftModel(tiny_llama(layers=1)))

@@ -285,7 +285,10 @@ def test_a_reference_is_made_where_the_logits_are(kept):
     """On the meta device, whose tensors mix with no others."""
     kept = kept and torch.tensor(kept, device="meta")
     reference = Reference.of(torch.zeros(3, 12, device="meta"), kept, torch.zeros(3, dtype=torch.long, device="meta"))
-    assert all(part.is_meta for part in (reference.probs, reference.log_probs, reference.best, reference.following, reference.renormalised))
+    assert all(
+        part.is_meta
+        for part in (reference.probs, reference.log_probs, reference.best, reference.following, reference.renormalised)
+    )
 
 
 def test_steps_may_have_heads_of_their_own():

@@ -14,12 +14,13 @@ from outrider.decode import Plan
 from outrider.distill.prompts import Prompt
 from outrider.eval.measure import Contestant, measure
 from outrider.eval.suites import make_suite
+from outrider.ground import BadInputError
 from outrider.heads import Drafter
 from outrider.pair import Pair, new_pair, verify
 from outrider.pair import new as making
 from outrider.recipes import Recipe
-from outrider.target import BadInputError, Target
-from outrider.target.fingerprint import digest_file
+from outrider.targets import Target
+from outrider.targets.fingerprint import digest_file
 
 MakePair = Callable[..., Pair]
 MakeTarget = Callable[..., Target]

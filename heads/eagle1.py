@@ -22,8 +22,8 @@ from ..ground import BadInputError
 from ..targets import Target
 from .base import DrafterConfig
 from .losses import LossName, smooth_l1
-from .parts.decoder_layer import Layer, Unrolled, norm_of, rotary_of
-from .parts.feature_drafter import FeatureConfig, FeatureDrafter, HeadRunner
+from .parts.decoder_layer import JointLayer, Layer, norm_of, normed, rotary_of
+from .parts.feature_drafter import FeatureConfig, FeatureDrafter
 
 
 @dataclass
@@ -67,32 +67,11 @@ def _scale(features: Tensor) -> Tensor:
     return features.float().square().mean(-1, keepdim=True).sqrt().clamp(min=1e-6)
 
 
-class _Runner(HeadRunner):
-    def __init__(self, head: Eagle1, max_length: int, device: torch.device):
-        super().__init__(head, max_length, device)
-        self.head, self.first, self.fc, self.bias = head, head.layer, head.fc.weight, head.fc.bias
-        if head.input_norms is not None:
-            self.fc = self.fc * torch.cat(head.folded())
-
-    def fuse(self, hidden: Tensor) -> Tensor:
-        return hidden[:, :, 0].to(self.fc.dtype)
-
-    def enter(self, embedded: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        if self.head.input_norms is not None:
-            embedded, hidden = self.unweighted(embedded), self.unweighted(hidden)
-        hidden = nn.functional.linear(torch.cat([embedded, hidden], -1), self.fc, self.bias)
-        return self.norm(hidden, self.first.input_layernorm), hidden
-
-    def answer(self, output: Tensor, target: Target) -> tuple[Tensor, Tensor]:
-        return output, target.lm_head(output)
-
-
 class Eagle1(FeatureDrafter):
     """The EAGLE head. Embeddings and output embedding are the target's."""
 
     name = "eagle1"
     config_class = Eagle1Config
-    runner_class = _Runner
     config: Eagle1Config
 
     def __init__(self, config: Eagle1Config):
@@ -132,12 +111,12 @@ class Eagle1(FeatureDrafter):
             )
         return feature
 
-    def read(self, embedded: Tensor, first: Unrolled) -> Tensor:
-        return embedded if self.input_norms is None else self.input_norms[0](embedded)
+    def read(self, embedded: Tensor, first: JointLayer) -> Tensor:
+        return embedded if self.input_norms is None else normed(embedded, self.input_norms[0])
 
-    def enter(self, read: Tensor, hidden: Tensor, first: Unrolled) -> tuple[Tensor, Tensor]:
+    def enter(self, read: Tensor, hidden: Tensor, first: JointLayer) -> tuple[Tensor, Tensor]:
         if self.input_norms is not None:
-            hidden = self.input_norms[1](hidden)
+            hidden = normed(hidden, self.input_norms[1])
         hidden = self.fc(torch.cat([read, hidden], -1))
         return first.enter(hidden), hidden
 
@@ -147,7 +126,7 @@ class Eagle1(FeatureDrafter):
     def logits(self, output: Tensor, target: Target) -> Tensor:
         return target.lm_head(output)
 
-    def behind(self) -> list[nn.Parameter]:
+    def output_weights(self) -> list[nn.Parameter]:
         return []
 
     def feature_loss(self, outputs: Tensor, features: Tensor) -> Tensor | None:
@@ -155,9 +134,3 @@ class Eagle1(FeatureDrafter):
             return None
         scale = _scale(features)
         return self.config.feature_loss * smooth_l1(features / scale, outputs / scale)
-
-    def copied(self) -> list[Tensor]:
-        return super().copied() + ([] if self.input_norms is None else [self.fc.weight])
-
-    def folded(self) -> list[Tensor]:
-        return [] if self.input_norms is None else list(self.input_norms.parameters())

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from ..ground import BadInputError
 from ..targets import Target
 from .base import DrafterConfig
-from .parts.decoder_layer import Layer, Unrolled, norm_of, rotary_of
-from .parts.feature_drafter import FeatureConfig, FeatureDrafter, HeadRunner
+from .parts.decoder_layer import JointLayer, Layer, norm_of, normed, rotary_of
+from .parts.feature_drafter import FeatureConfig, FeatureDrafter
 from .parts.vocabulary import draft_vocabulary
 
 
@@ -65,34 +65,11 @@ class Eagle3Config(FeatureConfig):
 
 
 class _FirstLayer(Layer):
-    """Reads cat[norm(embedding), norm(hidden)] (2H)."""
+    """A layer whose attention reads cat[norm(embedding), norm(hidden)] (2H)."""
 
     def __init__(self, config: Eagle3Config):
         super().__init__(config, 2 * config.hidden_size)
         self.hidden_norm = norm_of(config)
-
-
-class _Runner(HeadRunner):
-    def __init__(self, head: Eagle3, max_length: int, device: torch.device):
-        super().__init__(head, max_length, device)
-        self.head, self.first, self.fc = head, head.layer, head.fc.weight
-        if head.tap_norms is not None:
-            self.fc = self.fc * torch.cat(head.folded())
-
-    def fuse(self, hidden: Tensor) -> Tensor:
-        hidden = hidden.to(self.fc.dtype).flatten(2)
-        if self.head.tap_norms is not None:
-            hidden = self.unweighted(hidden.unflatten(2, (len(self.head.tap_norms), -1))).flatten(2)
-        return nn.functional.linear(hidden, self.fc)
-
-    def enter(self, embedded: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        normed = self.norm(hidden, self.first.hidden_norm)
-        read = torch.cat([self.norm(embedded, self.first.input_layernorm), normed], -1)
-        return read, normed if self.head.config.norm_before_residual else hidden
-
-    def answer(self, output: Tensor, target: Target) -> tuple[Tensor, Tensor]:
-        normed = self.norm(output, self.head.norm)
-        return normed if self.head.config.norm_output else output, self.head.lm_head(normed)
 
 
 class Eagle3(FeatureDrafter):
@@ -100,7 +77,6 @@ class Eagle3(FeatureDrafter):
 
     name = "eagle3"
     config_class = Eagle3Config
-    runner_class = _Runner
     config: Eagle3Config
     layer: _FirstLayer
     token_ids: Tensor  # [V']
@@ -155,27 +131,21 @@ class Eagle3(FeatureDrafter):
         hidden = hidden.to(self.fc.weight.dtype).flatten(2)
         if self.tap_norms is not None:
             parts = hidden.chunk(len(self.tap_norms), -1)
-            hidden = torch.cat([norm(part) for norm, part in zip(self.tap_norms, parts, strict=True)], -1)
+            hidden = torch.cat([normed(part, norm) for norm, part in zip(self.tap_norms, parts, strict=True)], -1)
         return self.fc(hidden)
 
-    def read(self, embedded: Tensor, first: Unrolled) -> Tensor:
-        return first.project(self.layer.attention_input(embedded))
+    def read(self, embedded: Tensor, first: JointLayer) -> Tensor:
+        return first.keep(normed(embedded, self.layer.input_layernorm))
 
-    def enter(self, read: Tensor, hidden: Tensor, first: Unrolled) -> tuple[Tensor, Tensor]:
-        normed = self.layer.hidden_norm(hidden)
-        return read + first.project(normed, 1), normed if self.config.norm_before_residual else hidden
+    def enter(self, read: Tensor, hidden: Tensor, first: JointLayer) -> tuple[Tensor, Tensor]:
+        own = normed(hidden, self.layer.hidden_norm)
+        return first.join(read, own), own if self.config.norm_before_residual else hidden
 
     def feedback(self, output: Tensor) -> Tensor:
-        return self.norm(output) if self.config.norm_output else output
+        return normed(output, self.norm) if self.config.norm_output else output
 
     def logits(self, output: Tensor, target: Target) -> Tensor:
-        return self.lm_head(self.norm(output))
+        return self.lm_head(normed(output, self.norm))
 
-    def behind(self) -> list[nn.Parameter]:
+    def output_weights(self) -> list[nn.Parameter]:
         return [*self.norm.parameters(), *self.lm_head.parameters()]
-
-    def copied(self) -> list[Tensor]:
-        return super().copied() + ([] if self.tap_norms is None else [self.fc.weight])
-
-    def folded(self) -> list[Tensor]:
-        return [] if self.tap_norms is None else list(self.tap_norms.parameters())

@@ -1,6 +1,11 @@
-"""Decoder layers of heads that feed on their own output: unrolled, as training runs them, and step by step, as decoding does.
+"""Decoder layers of Llama's kind: their weights, what a layer computes, and the two ways in which its queries attend.
 
-Shapes: B rows, T positions, Q new entries, H hidden size, D head size, W width of an attention's input.
+A layer's computation stands once, in `JointLayer`, for a head that is trained, a head that drafts, and a draft model of the
+library that drafts. It puts weights together that read the same input, since small products cost what their number costs:
+training once per step, and differentiates through it; decoding once for all requests, until a weight changes.
+`UnrolledLayers` attends as training unrolls a head on its own output, `CachedLayers` as decoding does, over a cache.
+
+Shapes: B rows, T positions, Q new entries, H hidden size, N heads, D head size, W width of an attention's input.
 """
 
 from __future__ import annotations
@@ -12,13 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import (
-    LlamaMLP,
-    LlamaRMSNorm,
-    LlamaRotaryEmbedding,
-    repeat_kv,
-    rotate_half,
-)
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding, repeat_kv
 
 from ...ground import BadInputError
 from ...targets import LayerShape, RaggedCache, Store, Target
@@ -26,7 +25,7 @@ from ...targets.weights import weight_versions
 from ..base import DrafterConfig
 from .unrolled_attention import Entry, attend
 
-Rotary = tuple[Tensor, Tensor]  # cosines and sines, [B, Q, D] each
+Rotary = tuple[Tensor, Tensor]  # cosines and sines as `angles` gives them, [B, 1, Q, D] each
 
 
 @dataclass
@@ -53,11 +52,12 @@ class LayerConfig(DrafterConfig):
             )
         if self.num_key_value_heads and self.num_attention_heads % self.num_key_value_heads:
             raise BadInputError(
-                f"drafter: num_attention_heads must be a multiple of num_key_value_heads, got {self.num_attention_heads} and {self.num_key_value_heads}."
+                "drafter: num_attention_heads must be a multiple of num_key_value_heads, "
+                f"got {self.num_attention_heads} and {self.num_key_value_heads}."
             )
 
     def sizes(self, target: Target) -> dict[str, Any]:
-        """All of them, the open ones as the target's."""
+        """Return all sizes, the open ones as the target's."""
         theirs = target.config
         heads = self.num_attention_heads or theirs.num_attention_heads
         return {
@@ -74,7 +74,10 @@ class LayerConfig(DrafterConfig):
         }
 
     def llama(self) -> LlamaConfig:
-        """For the library's rotary positions and MLP. They read no number of heads; the library refuses one that does not divide the hidden size, as some targets' do not."""
+        """Return the config of the library's rotary positions and MLP.
+
+        They read no number of heads; the library refuses one that does not divide the hidden size, as some targets' do not.
+        """
         return LlamaConfig(
             hidden_size=self.hidden_size,
             intermediate_size=self.intermediate_size,
@@ -86,7 +89,7 @@ class LayerConfig(DrafterConfig):
 
 
 def _plain_rope(config: Any) -> dict[str, Any]:
-    """The target's rotary parameters if they are of the plain form, else the default ones."""
+    """Return the target's rotary parameters if they are of the plain form, else the default ones."""
     found = getattr(config, "rope_parameters", None) or {}
     return (
         dict(found)
@@ -95,53 +98,65 @@ def _plain_rope(config: Any) -> dict[str, Any]:
     )
 
 
+# ------------------------------------------------------------ parts
+
+
+def normed(x: Tensor, norm: Any) -> Tensor:
+    """Return `norm(x)` of `x` `[..., H]` in one operation where it computes the same; `x` without a norm.
+
+    Calling the module takes half as long again, which a draft step would notice.
+    """
+    if norm is None:
+        return x
+    weight = norm.weight
+    if x.dtype != weight.dtype:  # mixed precision: the module rounds before it multiplies by the weight
+        return norm(x)
+    return torch.rms_norm(x, weight.shape, weight, norm.variance_epsilon)
+
+
 def norm_of(config: LayerConfig, width: int = 0) -> LlamaRMSNorm:
-    """`width` 0: the hidden size."""
+    """Return a new norm; `width` 0 is the hidden size. Heads and layers apply it by `normed`."""
     return LlamaRMSNorm(width or config.hidden_size, config.rms_norm_eps)
 
 
 def rotary_of(config: LayerConfig) -> LlamaRotaryEmbedding:
+    """Return the module that knows the angles of a head's positions."""
     return LlamaRotaryEmbedding(config.llama())
 
 
-def _rotated(x: Tensor, rotary: Rotary) -> Tensor:
-    cos, sin = rotary
-    return x * cos[:, None] + rotate_half(x) * sin[:, None]
+def angles(rotary: nn.Module, like: Tensor, positions: Tensor) -> Rotary:
+    """Return what `turned` reads at `positions` `[B, Q]`, in the precision and on the device of `like`."""
+    cos, sin = rotary(like, positions)
+    half = sin.shape[-1] // 2
+    # x cos + rotate_half(x) sin, with rotate_half's sign moved into the sine: its halves swapped are a roll.
+    return cos[:, None], torch.cat([-sin[..., :half], sin[..., half:]], -1)[:, None]
+
+
+def turned(x: Tensor, rotary: Rotary) -> Tensor:
+    """Return queries or keys `[B, N, Q, D]`, turned by their positions' angles."""
+    return x * rotary[0] + x.roll(x.shape[-1] // 2, -1) * rotary[1]
 
 
 class Attention(nn.Module):
-    """Attention as training runs it; decoding has `Runner`."""
+    """The weights of one attention, under the library's names."""
 
     def __init__(self, config: LayerConfig, width: int):
         super().__init__()
-        self.heads, self.kv_heads, self.size = config.num_attention_heads, config.num_key_value_heads, config.head_dim
-        self.q_proj = nn.Linear(width, self.heads * self.size, bias=False)
+        self.kv_heads, self.size = config.num_key_value_heads, config.head_dim
+        heads = config.num_attention_heads
+        self.q_proj = nn.Linear(width, heads * self.size, bias=False)
         self.k_proj = nn.Linear(width, self.kv_heads * self.size, bias=False)
         self.v_proj = nn.Linear(width, self.kv_heads * self.size, bias=False)
-        self.o_proj = nn.Linear(self.heads * self.size, config.hidden_size, bias=False)
-
-    def split(self, projected: Tensor, rotary: Rotary) -> tuple[Tensor, Entry]:
-        """Queries, and keys and values, one per query head, `[B, heads, Q, D]` each, of what q_proj, k_proj and v_proj make `[B, Q, (heads + 2 kv_heads) · D]`."""
-        turned, v = (
-            projected.unflatten(-1, (-1, self.size))
-            .transpose(1, 2)
-            .split([self.heads + self.kv_heads, self.kv_heads], 1)
-        )
-        q, k = _rotated(turned, rotary).split([self.heads, self.kv_heads], 1)
-        groups = self.heads // self.kv_heads
-        return q, (repeat_kv(k, groups), repeat_kv(v, groups))
-
-    def output(self, mixed: Tensor) -> Tensor:
-        return self.o_proj(mixed.transpose(1, 2).flatten(2))
+        self.o_proj = nn.Linear(heads * self.size, config.hidden_size, bias=False)
 
     def kept(self, device: torch.device) -> LayerShape:
-        """What a cache keeps of it."""
+        """Return what a cache keeps of it."""
         store = Store(self.kv_heads, self.size, self.k_proj.weight.dtype, device)
         return LayerShape(store, store)
 
 
 class Layer(nn.Module):
-    """A decoder layer of Llama's kind.
+    """The weights of one decoder layer, under the library's names; `JointLayer` runs it.
 
     Args:
         width: of what its attention reads; 0 for the hidden size.
@@ -155,9 +170,8 @@ class Layer(nn.Module):
         self.post_attention_layernorm = norm_of(config)
         self.mlp = LlamaMLP(config.llama())
 
-    def attention_input(self, hidden: Tensor) -> Tensor:
-        return hidden if self.input_layernorm is None else self.input_layernorm(hidden)
 
+# ------------------------------------------------------------ what a layer computes
 
 # Two products of more weights than this take no longer than one of both: put together they would cost memory for nothing.
 _SMALL = 2**22
@@ -168,144 +182,206 @@ def _attention_parts(layer: Any) -> list[nn.Linear]:
 
 
 def _mlp_parts(layer: Any) -> list[nn.Linear]:
-    """Empty if they are too large to be put together."""
+    """Return the parts that read the MLP's input; none if they are too large to be put together."""
     parts = [layer.mlp.gate_proj, layer.mlp.up_proj]
     return parts if parts[0].weight.numel() <= _SMALL else []
 
 
+class Joint:
+    """Linear layers that read the same input, as one product.
+
+    Args:
+        width: if given, an input of several times that width has a product for each part of it.
+    """
+
+    def __init__(self, linears: Sequence[nn.Linear], width: int | None = None):
+        weight = _together([linear.weight for linear in linears])
+        # Columns of a larger matrix are slow to multiply with: each part's are a matrix of their own.
+        self.weights = [part.contiguous() for part in weight.split(width or weight.shape[1], 1)]
+        biases = [linear.bias for linear in linears if linear.bias is not None]
+        self.bias = _together(biases) if biases else None
+
+    def __call__(self, x: Tensor, part: int = 0) -> Tensor:
+        """Multiply the input, or that part of it; what comes of each part is added up."""
+        return nn.functional.linear(x, self.weights[part], None if part else self.bias)
+
+    def tensors(self) -> list[Tensor]:
+        """Return what it holds."""
+        return self.weights if self.bias is None else [*self.weights, self.bias]
+
+
 def _together(weights: list[Tensor]) -> Tensor:
-    """Matrices one below the other, in the precision of products."""
+    """Return matrices one below the other, in the precision of products."""
     kind = weights[0].device.type
     if kind != "meta" and torch.is_autocast_enabled(kind):
         weights = [weight.to(torch.get_autocast_dtype(kind)) for weight in weights]
     return torch.cat(weights)
 
 
-class Unrolled:
-    """A layer in a training step: weights that read the same input are one matrix, put together once for all unrolled steps."""
+class JointLayer:
+    """What a decoder layer computes, all but how its queries attend.
 
-    def __init__(self, layer: Layer):
+    Args:
+        layer: a `Layer`, or one of the library's with modules of the same names.
+        config: its number of heads, and of heads that keys are made for, as the library calls them.
+        in_halves: an input that is two side by side has a product for each: see `keep`.
+    """
+
+    def __init__(self, layer: Any, config: Any, in_halves: bool = False):
         self.layer = layer
-        # One matrix for each hidden size of what attention reads. (oneDNN multiplies slowly by columns of a larger one.)
-        parts = _together([part.weight for part in _attention_parts(layer)]).split(
-            layer.self_attn.o_proj.out_features, 1
-        )
-        self.qkv = [part.contiguous() for part in parts]
-        gate_up = _mlp_parts(layer)
-        self.gate_up = _together([part.weight for part in gate_up]) if gate_up else None
-
-    def project(self, x: Tensor, part: int = 0) -> Tensor:
-        """What q_proj, k_proj and v_proj make of that part of an attention input, `[B, Q, H]`: `[B, Q, (heads + 2 kv_heads) · D]`."""
-        return nn.functional.linear(x, self.qkv[part])
+        self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
+        parts = _attention_parts(layer)
+        self.in_halves = in_halves and parts[0].in_features == 2 * layer.self_attn.o_proj.out_features
+        self.qkv = Joint(parts, parts[0].in_features // 2 if self.in_halves else None)
+        self.gate_up = Joint(parts) if (parts := _mlp_parts(layer)) else None
+        self.size = len(self.qkv.weights[0]) // (self.heads + 2 * self.kv_heads)
+        self.norms_heads = hasattr(layer.self_attn, "q_norm")
 
     def enter(self, hidden: Tensor) -> Tensor:
-        """Likewise of the layer's input `[B, Q, H]`."""
-        return self.project(self.layer.attention_input(hidden))
+        """Return what q_proj, k_proj and v_proj make of the layer's input `[B, Q, H]`: `[B, Q, (heads + 2 kv_heads) · D]`."""
+        return self.qkv(normed(hidden, self.layer.input_layernorm))
 
-    def split(self, projected: Tensor, rotary: Rotary) -> tuple[Tensor, Entry]:
-        """As `Attention.split`."""
-        return self.layer.self_attn.split(projected, rotary)
+    def keep(self, x: Tensor) -> Tensor:
+        """Return what `join` needs of the first half `[B, Q, H]` of an input: its product, if the layer works in halves.
 
-    def __call__(
-        self, q: Tensor, hidden: Tensor, first: Entry, begins: Sequence[int], own: Sequence[Entry] = ()
-    ) -> Tensor:
-        """The layer's output `[B, T', H]` from queries `[B, heads, T', D]` and hidden states `[B, T', H]`; the rest as for `unrolled_attention.attend`."""
-        hidden = hidden + self.layer.self_attn.output(attend(q, first, begins, own))
-        return hidden + self._mlp(self.layer.post_attention_layernorm(hidden))
+        Unrolled steps read the same embeddings, each one place later: training multiplies them once for all steps.
+        """
+        return self.qkv(x) if self.in_halves else x
+
+    def join(self, kept: Tensor, x: Tensor) -> Tensor:
+        """Return what `enter` does for an input whose first half was kept, and whose second is `x` `[B, Q, H]`."""
+        return kept + self.qkv(x, 1) if self.in_halves else self.qkv(torch.cat([kept, x], -1))
+
+    def split(self, projected: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries `[B, heads, Q, D]`, and keys and values `[B, kv_heads, Q, D]`, of what was projected."""
+        every = projected.view(*projected.shape[:2], -1, self.size).transpose(1, 2)
+        qk, v = every.split([self.heads + self.kv_heads, self.kv_heads], 1)
+        if self.norms_heads:
+            q, k = qk.split([self.heads, self.kv_heads], 1)
+            attention = self.layer.self_attn
+            qk = torch.cat([normed(q, attention.q_norm), normed(k, attention.k_norm)], 1)
+        q, k = turned(qk, rotary).split([self.heads, self.kv_heads], 1)
+        return q, k, v
+
+    def finish(self, mixed: Tensor, hidden: Tensor) -> Tensor:
+        """Return the layer's output `[B, Q, H]`.
+
+        Args:
+            mixed: what its queries have gathered, `[B, heads, Q, D]`.
+            hidden: what attention's output is added to, `[B, Q, H]`.
+        """
+        hidden = hidden + self.layer.self_attn.o_proj(mixed.transpose(1, 2).flatten(2))
+        return hidden + self._mlp(normed(hidden, self.layer.post_attention_layernorm))
 
     def _mlp(self, x: Tensor) -> Tensor:
         mlp = self.layer.mlp
         if self.gate_up is None:
             return mlp(x)
-        gate, up = nn.functional.linear(x, self.gate_up).chunk(2, -1)
-        return mlp.down_proj(mlp.act_fn(gate) * up)
+        gate, up = self.gate_up(x).chunk(2, -1)
+        return mlp.down_proj(nn.functional.silu(gate) * up)
 
 
-class _Joint:
-    """Linear layers that read the same input, as one product."""
-
-    def __init__(self, parts: Sequence[nn.Linear]):
-        self.weight = torch.cat([part.weight.detach() for part in parts])
-        self.bias = None if parts[0].bias is None else torch.cat([part.bias.detach() for part in parts])
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return nn.functional.linear(x, self.weight, self.bias)
+# ------------------------------------------------------------ how its queries attend
 
 
-def copied(layers: Iterable[Any]) -> list[Tensor]:
-    """Parameters of which a `Runner` of these layers holds copies."""
-    return [
-        parameter
-        for layer in layers
-        for part in _attention_parts(layer) + _mlp_parts(layer)
-        for parameter in part.parameters()
-    ]
+class UnrolledLayers:
+    """The layers of a head in one training step, which unrolls it on its own output.
+
+    A query sees the entries of step 0 up to its own place, and one entry of its own per later step. Step 0 runs over whole
+    rows, so that there are such entries; its last layer's queries, and all later steps, stand from `begins[b]` on only.
+
+    Args:
+        begins: where each row begins to learn.
+        length: of the whole rows, T.
+    """
+
+    def __init__(self, layers: Sequence[Layer], config: LayerConfig, begins: Sequence[int], length: int):
+        self.layers = [JointLayer(layer, config, in_halves=True) for layer in layers]
+        self.groups = config.num_attention_heads // config.num_key_value_heads
+        self.begins, self.kept = begins, length - min(begins)
+        self.entries: list[list[Entry]] = [[] for _ in layers]  # of each layer, one for each step
+
+    def through(self, projected: Tensor, hidden: Tensor, rotary: Rotary) -> Tensor:
+        """Return the last layer's output at the next step, `[B, T', H]` with T' = T − min(begins).
+
+        Args:
+            projected: what the first layer's `split` takes. At step 0 of whole rows, then from `begins` on, as the others.
+            hidden: what the first layer's attention is added to. rotary: the angles of their positions.
+        """
+        begin_with = len(self.entries[0])
+        for layer, entries in zip(self.layers, self.entries, strict=True):
+            q, k, v = layer.split(layer.enter(hidden) if layer is not self.layers[0] else projected, rotary)
+            entries.append((repeat_kv(k, self.groups), repeat_kv(v, self.groups)))
+            if not begin_with and layer is self.layers[-1]:
+                q, hidden = self.cut(q.transpose(1, 2)).transpose(1, 2), self.cut(hidden)
+            whole = not begin_with and layer is not self.layers[-1]
+            begins = [0] * len(self.begins) if whole else self.begins
+            hidden = layer.finish(attend(q, entries[0], begins, entries[1:]), hidden)
+        return hidden
+
+    def cut(self, x: Tensor, later: int = 0) -> Tensor:
+        """Return `x` `[B, T, ...]` from `later` places after each row's begin on, zeros after its end: `[B, T', ...]`."""
+        begins = [begin + later for begin in self.begins]
+        if (missing := max(begins) + self.kept - x.shape[1]) > 0:
+            x = nn.functional.pad(x, [0, 0] * (x.ndim - 2) + [0, missing])
+        if len(set(begins)) == 1:
+            return x[:, begins[0] : begins[0] + self.kept]
+        return torch.stack([row[begin : begin + self.kept] for row, begin in zip(x, begins, strict=True)])
 
 
-def copied_bytes(weights: Sequence[Tensor], size: int, max_length: int) -> int:
-    """What a `Runner` allocates that holds copies of `weights`, for heads of `size`."""
-    return (sum(weight.numel() for weight in weights) + 2 * max_length * size) * weights[0].dtype.itemsize
-
-
-class Runner:
-    """Layers of Llama's kind as decoding runs them: weights that are used together in one matrix, norms in one operation, rotary angles looked up.
+class CachedLayers:
+    """Layers as decoding runs them, over a cache: weights that are used together are copied, and rotary angles looked up.
 
     A draft step is a few small products; on a CPU, and at batch size 1 on a GPU, the number of operations is what it costs.
 
     Args:
         layers: a head's, or a model's of the library: modules of the same names.
-        config: their number of heads, of heads that keys are made for, and the norms' epsilon, as the library calls them.
+        config: their number of heads, and of heads that keys are made for, as the library calls them.
         rotary: gives the angles, as the library's does; they must depend on nothing but the position.
-        weights: those that it holds copies of, see `fits`.
         windows: how far each layer sees; 0 for all of it.
     """
 
+    @torch.no_grad()
     def __init__(
-        self,
-        layers: Sequence[Any],
-        config: Any,
-        rotary: nn.Module,
-        max_length: int,
-        device: torch.device,
-        weights: Sequence[Tensor],
-        windows: Sequence[int] = (),
+        self, layers: Sequence[Any], config: Any, rotary: nn.Module, max_length: int, windows: Sequence[int] = ()
     ):
-        self.layers, self.eps, self.max_length = layers, config.rms_norm_eps, max_length
+        self.layers, self.max_length = [JointLayer(layer, config) for layer in layers], max_length
         self.windows = windows or [0] * len(layers)
-        self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
-        self.weights = weight_versions(weights)
-        self.qkv = [_Joint(_attention_parts(layer)) for layer in layers]
-        self.gate_up = [_Joint(parts) if (parts := _mlp_parts(layer)) else None for layer in layers]
-        self.size = len(self.qkv[0].weight) // (self.heads + 2 * self.kv_heads)
-        cos, sin = rotary(self.qkv[0].weight, torch.arange(max_length, device=device)[None])
-        half = self.size // 2
-        # x cos + rotate_half(x) sin, with rotate_half's sign moved into the sine: its halves swapped are a roll.
-        self.cos, self.sin = cos[0], torch.cat([-sin[0, :, :half], sin[0, :, half:]], -1)
+        self.versions = weight_versions(copied(layers))
+        like = self.layers[0].qkv.weights[0]
+        cos, sin = angles(rotary, like, torch.arange(max_length, device=like.device)[None])
+        self.cos, self.sin = cos[0, 0], sin[0, 0]  # [max_length, D]
 
-    def fits(self, max_length: int, device: torch.device, weights: Sequence[Tensor]) -> bool:
-        """Whether it is long enough, and the weights that were put together have not changed since."""
-        return self.max_length >= max_length and self.cos.device == device and self.weights == weight_versions(weights)
+    def fits(self, layers: Iterable[Any], max_length: int) -> bool:
+        """Whether it is long enough, and was made of these layers, whose copied weights have not changed since."""
+        return self.max_length >= max_length and self.versions == weight_versions(copied(layers))
 
-    def through(self, x: Tensor, hidden: Tensor, cache: RaggedCache, positions: Tensor, in_tree: bool) -> Tensor:
-        """The last layer's output `[B, Q, H]` at entries placed at `positions` `[B, Q]` of the cache.
+    def tensors(self) -> list[Tensor]:
+        """Return what it holds; `copied_bytes` announces their size."""
+        joints = [joint for layer in self.layers for joint in (layer.qkv, layer.gate_up) if joint is not None]
+        return [self.cos, self.sin, *(tensor for joint in joints for tensor in joint.tensors())]
+
+    def through(
+        self, projected: Tensor, hidden: Tensor, cache: RaggedCache, positions: Tensor, in_tree: bool
+    ) -> Tensor:
+        """Return the last layer's output `[B, Q, H]` for entries placed at `positions` `[B, Q]` of the cache.
 
         Args:
-            x: what the first layer's attention reads, `[B, Q, W]`. hidden: what its output is added to, `[B, Q, H]`.
+            projected: what the first layer's `split` takes.
+            hidden: what the first layer's attention is added to, `[B, Q, H]`.
             in_tree: whether the entries are nodes of a tree: one token of a chain sees all of the cache.
         """
-        masks = self._masks(
-            cache, alone=hidden.shape[0] == hidden.shape[1] == 1 and not in_tree and cache.window is None
-        )
+        alone = hidden.shape[0] == hidden.shape[1] == 1 and not in_tree and cache.window is None
+        masks = self._masks(cache, alone)
         rotary = self.cos[positions][:, None], self.sin[positions][:, None]
         for index, layer in enumerate(self.layers):
-            if index:
-                x = self.norm(hidden, layer.input_layernorm)
-            hidden = hidden + layer.self_attn.o_proj(self._mixed(index, x, rotary, cache, masks[self.windows[index]]))
-            hidden = hidden + self._mlp(index, self.norm(hidden, layer.post_attention_layernorm))
+            q, k, v = layer.split(layer.enter(hidden) if index else projected, rotary)
+            k, v = cache.update(k, v, index)
+            hidden = layer.finish(_gathered(q, k, v, masks[self.windows[index]]), hidden)
         return hidden
 
     def _masks(self, cache: RaggedCache, alone: bool) -> dict[int, Tensor | None]:
-        """By window, which entries each token may see, `[B, 1, Q, used]`; None for all of them."""
+        """Return by window which entries each token may see, `[B, 1, Q, used]`; None for all of them."""
         if alone and not any(self.windows):
             return {0: None}
         visible = cache.visible()
@@ -313,48 +389,25 @@ class Runner:
             window: (visible & cache.within(window) if window else visible)[:, None] for window in set(self.windows)
         }
 
-    def _mixed(self, index: int, x: Tensor, rotary: Rotary, cache: RaggedCache, mask: Tensor | None) -> Tensor:
-        """What the attention of the layer at `index` gathers for inputs `[B, Q, W]`, whose entries it writes: `[B, Q, heads · D]`."""
-        heads = self.qkv[index](x).view(*x.shape[:2], -1, self.size).transpose(1, 2)
-        turned = heads[:, : self.heads + self.kv_heads]
-        if (norm := getattr(self.layers[index].self_attn, "q_norm", None)) is not None:
-            turned = torch.cat(
-                [
-                    self.norm(turned[:, : self.heads], norm),
-                    self.norm(turned[:, self.heads :], self.layers[index].self_attn.k_norm),
-                ],
-                1,
-            )
-        turned = turned * rotary[0] + turned.roll(self.size // 2, -1) * rotary[1]
-        k, v = cache.update(turned[:, self.heads :], heads[:, self.heads + self.kv_heads :], index)
-        return self._attend(turned[:, : self.heads], k, v, mask)
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-        """Of queries `[B, heads, Q, D]`: `[B, Q, heads · D]`."""
-        rows, _, count, size = q.shape
-        groups = self.heads // self.kv_heads
-        if count > 1:
-            mixed = nn.functional.scaled_dot_product_attention(q, k, v, mask, enable_gqa=groups > 1)
-            return mixed.transpose(1, 2).flatten(2)
-        q = q.reshape(
-            rows, self.kv_heads, groups, size
-        )  # heads that share keys are as good as queries, and nothing is repeated for them
-        if groups == 1 and q.dtype.itemsize == 2 and q.device.type == "cpu":
-            q = torch.cat(
-                [q, q], 2
-            )  # of a single query in 16 bits, a CPU makes a slow product of a matrix and a vector: two take a third of the time
-        mixed = nn.functional.scaled_dot_product_attention(q, k, v, mask)
-        return mixed[:, :, :groups].reshape(rows, 1, -1)
+def _gathered(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    """Return what queries `[B, heads, Q, D]` gather of keys and values `[B, kv_heads, used, D]`, in their shape."""
+    rows, heads, count, size = q.shape
+    kv_heads = k.shape[1]
+    if count > 1:
+        return nn.functional.scaled_dot_product_attention(q, k, v, mask, enable_gqa=heads > kv_heads)
+    # Heads that share keys are as good as queries, and nothing is repeated for them.
+    q = q.reshape(rows, kv_heads, heads // kv_heads, size)
+    return nn.functional.scaled_dot_product_attention(q, k, v, mask).reshape(rows, heads, 1, size)
 
-    def _mlp(self, index: int, x: Tensor) -> Tensor:
-        mlp, joint = self.layers[index].mlp, self.gate_up[index]
-        if joint is None:
-            return mlp(x)
-        gate, up = joint(x).chunk(2, -1)
-        return mlp.down_proj(nn.functional.silu(gate) * up)
 
-    def norm(self, x: Tensor, norm: Any) -> Tensor:
-        return x if norm is None else self.unweighted(x, norm.weight)
+def copied(layers: Iterable[Any]) -> list[Tensor]:
+    """Return the parameters of which `CachedLayers` of these layers hold copies."""
+    parts = [part for layer in layers for part in _attention_parts(layer) + _mlp_parts(layer)]
+    return [parameter for part in parts for parameter in part.parameters()]
 
-    def unweighted(self, x: Tensor, weight: Tensor | None = None) -> Tensor:
-        return nn.functional.rms_norm(x, x.shape[-1:], weight, self.eps)
+
+def copied_bytes(layers: Iterable[Any], size: int, max_length: int) -> int:
+    """Return what `CachedLayers` of these layers allocate, for heads of `size`."""
+    weights = copied(layers)
+    return (sum(weight.numel() for weight in weights) + 2 * max_length * size) * weights[0].dtype.itemsize

@@ -9,11 +9,8 @@ Shapes: B rows, T positions, Q new entries, P supervised positions, K taps, H hi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
-from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -24,9 +21,8 @@ from ...targets import Counts, Nodes, RaggedCache, Target
 from ..base import Drafter, DrafterLoss, TargetBatch
 from ..losses import LossName, chunked_compare, divergence, metrics_by_depth
 from ..session import Abilities, NodeSession
-from .decoder_layer import Layer, LayerConfig, Runner, Unrolled, copied, copied_bytes
+from .decoder_layer import CachedLayers, JointLayer, Layer, LayerConfig, UnrolledLayers, angles, copied_bytes
 from .nodes import Branches, gathered, joined
-from .unrolled_attention import Entry
 
 
 @dataclass
@@ -51,50 +47,17 @@ class FeatureConfig(LayerConfig):
             raise BadInputError(f"drafter: steps must be at least 1, got {self.steps}.")
 
 
-def _from(x: Tensor, begins: Sequence[int], length: int) -> Tensor:
-    """`x` `[B, T, ...]` from each row's `begins[b]` on, zeros behind its end: `[B, length, ...]`."""
-    if (missing := max(begins) + length - x.shape[1]) > 0:
-        x = nn.functional.pad(x, [0, 0] * (x.ndim - 2) + [0, missing])
-    if len(set(begins)) == 1:
-        return x[:, begins[0] : begins[0] + length]
-    return torch.stack([row[begin : begin + length] for row, begin in zip(x, begins, strict=True)])
-
-
-class HeadRunner(Runner):
-    """A head as decoding runs it; each has its own, that says what stands before and behind the layers."""
-
-    def __init__(self, head: FeatureDrafter, max_length: int, device: torch.device):
-        super().__init__(head.layers, head.config, head.rotary, max_length, device, head.copied() + head.folded())
-
-    def fuse(self, hidden: Tensor) -> Tensor:
-        """As `FeatureDrafter.fuse`."""
-        raise NotImplementedError
-
-    def enter(self, embedded: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """What the first layer's attention reads `[B, Q, W]`, and what its output is added to `[B, Q, H]`, from a step's inputs `[B, Q, H]`."""
-        raise NotImplementedError
-
-    def answer(self, output: Tensor, target: Target) -> tuple[Tensor, Tensor]:
-        """What the next step reads, and the logits, from the last layer's output `[B, Q, H]`."""
-        raise NotImplementedError
-
-    def step(self, embedded: Tensor, hidden: Tensor, cache: RaggedCache, positions: Tensor, in_tree: bool) -> Tensor:
-        """The last layer's output `[B, Q, H]`; the rest as for `Runner.through`."""
-        return self.through(*self.enter(embedded, hidden), cache, positions, in_tree)
-
-
 class FeatureDrafter(Drafter):
     """What these heads share: training, unrolled, and decoding, step by step. A head says what stands before and behind its layers."""
 
     config: FeatureConfig
-    runner_class: ClassVar[type[HeadRunner]] = HeadRunner
     layer: Layer  # the first
     others: nn.ModuleList
     rotary: LlamaRotaryEmbedding
 
     def __init__(self, config: FeatureConfig):
         super().__init__(config)
-        self._kept: HeadRunner | None = None
+        self._kept: CachedLayers | None = None
 
     @property
     def layers(self) -> list[Layer]:
@@ -118,40 +81,40 @@ class FeatureDrafter(Drafter):
     # ------------------------------------------------------------ what a head says
 
     def fuse(self, hidden: Tensor) -> Tensor:
-        """Taps `[B, T, K, H]` to the hidden input of the first step `[B, T, H]`."""
+        """Return the hidden input of the first step `[B, T, H]` of taps `[B, T, K, H]`."""
         raise NotImplementedError
 
-    def read(self, embedded: Tensor, first: Unrolled) -> Tensor:
-        """What training makes of embeddings `[B, T, H]` once for all steps, `[B, T, ·]`; `first` is the first layer."""
+    def read(self, embedded: Tensor, first: JointLayer) -> Tensor:
+        """Return what steps need of embeddings `[B, T, H]`, `[B, T, ·]`: training makes it once for all steps.
+
+        `first`: the first layer, whose `keep` is for a half of what its attention reads.
+        """
         raise NotImplementedError
 
-    def enter(self, read: Tensor, hidden: Tensor, first: Unrolled) -> tuple[Tensor, Tensor]:
-        """What the first layer's projections make of a step's inputs, of that and of hidden states `[B, T, H]`, and what its output is added to `[B, T, H]`."""
+    def enter(self, read: Tensor, hidden: Tensor, first: JointLayer) -> tuple[Tensor, Tensor]:
+        """Return what the first layer's projections make of a step's inputs, and what its attention is added to, `[B, T, H]`.
+
+        Args:
+            read: what `read` made of the embeddings.
+            hidden: the step's hidden input, `[B, T, H]`.
+        """
         raise NotImplementedError
 
     def feedback(self, output: Tensor) -> Tensor:
-        """What the next step reads as its hidden input, from the last layer's output `[..., H]`."""
+        """Return the hidden input of the next step, of the last layer's output `[..., H]`."""
         raise NotImplementedError
 
     def logits(self, output: Tensor, target: Target) -> Tensor:
-        """Draft logits `[..., V']` from the last layer's output `[..., H]`."""
+        """Return draft logits `[..., V']`, of the last layer's output `[..., H]`."""
         raise NotImplementedError
 
-    def behind(self) -> list[nn.Parameter]:
-        """Its weights that `logits` reads."""
+    def output_weights(self) -> list[nn.Parameter]:
+        """Return the weights of the head that `logits` reads."""
         raise NotImplementedError
 
     def feature_loss(self, outputs: Tensor, features: Tensor) -> Tensor | None:
-        """What outputs `[S, P, H]` lose beside their logits, against the true last hidden states `[P, H]`: `[S, P]`; None for nothing."""
+        """Return what outputs `[S, P, H]` lose beside their logits, against the true last hidden states `[P, H]`: `[S, P]`; None for nothing."""
         return None
-
-    def copied(self) -> list[Tensor]:
-        """Weights of which its runner holds copies."""
-        return copied(self.layers)
-
-    def folded(self) -> list[Tensor]:
-        """Weights that it has multiplied into those."""
-        return []
 
     # ------------------------------------------------------------ training
 
@@ -185,7 +148,7 @@ class FeatureDrafter(Drafter):
             divergence(self.config.loss),
             self.output_ids,
             weights=weights,
-            parameters=self.behind(),
+            parameters=self.output_weights(),
             following=tokens[wanted],
         )
         total, metrics = result.total, metrics_by_depth(result, wanted, here)
@@ -202,30 +165,17 @@ class FeatureDrafter(Drafter):
         Index j of row b and step i stands for t = begin[b] + j and the pair whose token is x_{t+1+i}; where a row has no
         such token, it means nothing. `begin` `[B]` is 0 if None; before it, rows are only attended to.
         """
-        length, whole = tokens.shape[1], [0] * len(tokens)
-        begins = whole if begin is None else [int(b) for b in begin]
-        every, kept = torch.arange(length, device=tokens.device)[None], length - min(begins)
-        at = every if begin is None else begin[:, None] + every[:, :kept]
-        layers, state = [Unrolled(layer) for layer in self.layers], self.fuse(hidden)
-        read, rotary = self.read(target.embed(tokens).to(state.dtype), layers[0]), self.rotary(state, every)
-        projected, state = self.enter(read.roll(-1, 1), state, layers[0])
-        q, entry = layers[0].split(projected, rotary)
-        first = [entry]
-        for layer, following in pairwise(layers):
-            state = layer(q, state, first[-1], whole)
-            q, entry = following.split(following.enter(state), rotary)
-            first.append(entry)
-        q, state = _from(q.transpose(1, 2), begins, kept).transpose(1, 2), _from(state, begins, kept)
-        outputs = [layers[-1](q, state, first[-1], begins)]
-        own: list[list[Entry]] = [[] for _ in layers]
+        begins = [0] * len(tokens) if begin is None else [int(b) for b in begin]
+        layers = UnrolledLayers(self.layers, self.config, begins, tokens.shape[1])
+        first, state = layers.layers[0], self.fuse(hidden)
+        read = self.read(target.embed(tokens).to(state.dtype), first)
+        every = torch.arange(tokens.shape[1], device=tokens.device)[None]
+        at = every if begin is None else begin[:, None] + every[:, : layers.kept]
+        outputs = [layers.through(*self.enter(read.roll(-1, 1), state, first), angles(self.rotary, state, every))]
         for i in range(1, self.config.steps):
-            rotary, state = self.rotary(state, at + i), self.feedback(outputs[-1])
-            projected, state = self.enter(_from(read, [b + 1 + i for b in begins], kept), state, layers[0])
-            for index, layer in enumerate(layers):
-                q, entry = layer.split(layer.enter(state) if index else projected, rotary)
-                own[index].append(entry)
-                state = layer(q, state, first[index], begins, own[index])
-            outputs.append(state)
+            rotary = angles(self.rotary, outputs[-1], at + i)
+            entered = self.enter(layers.cut(read, 1 + i), self.feedback(outputs[-1]), first)
+            outputs.append(layers.through(*entered, rotary))
         return outputs
 
     # ------------------------------------------------------------ decoding
@@ -239,25 +189,21 @@ class FeatureDrafter(Drafter):
     ) -> FeatureSession:
         shapes = [layer.self_attn.kept(target.device) for layer in self.layers]
         own = RaggedCache(len(shapes), batch_size, max_length + spare, target.device, shapes)
-        return FeatureSession(self, target, own, self._runner(max_length, target.device))
+        return FeatureSession(self, target, own, self._cached(max_length))
 
     def state_bytes(self, target: Target, batch_size: int, max_length: int, spare: int = 0) -> int:
         shapes = [layer.self_attn.kept(target.device) for layer in self.layers]
         cache = sum(shape.num_bytes(batch_size, max_length + spare) for shape in shapes)
-        return cache + (
-            0
-            if self._fitting(max_length, target.device)
-            else copied_bytes(self.copied(), self.config.head_dim, max_length)
-        )
+        copies = 0 if self._fitting(max_length) else copied_bytes(self.layers, self.config.head_dim, max_length)
+        return cache + copies
 
-    def _runner(self, max_length: int, device: torch.device) -> HeadRunner:
-        """Kept from request to request, until it is too short or the weights have changed."""
-        self._kept = self._fitting(max_length, device) or self.runner_class(self, max_length, device)
+    def _cached(self, max_length: int) -> CachedLayers:
+        """Return its layers for decoding, kept from request to request until they are too short or weights have changed."""
+        self._kept = self._fitting(max_length) or CachedLayers(self.layers, self.config, self.rotary, max_length)
         return self._kept
 
-    def _fitting(self, max_length: int, device: torch.device) -> HeadRunner | None:
-        fits = self._kept is not None and self._kept.fits(max_length, device, self.copied() + self.folded())
-        return self._kept if fits else None
+    def _fitting(self, max_length: int) -> CachedLayers | None:
+        return self._kept if self._kept is not None and self._kept.fits(self.layers, max_length) else None
 
 
 @dataclass
@@ -301,9 +247,9 @@ class FeatureSession(NodeSession):
         branches: where the nodes of this round's tree stand; None for a chain.
     """
 
-    def __init__(self, head: FeatureDrafter, target: Target, cache: RaggedCache, runner: HeadRunner):
+    def __init__(self, head: FeatureDrafter, target: Target, cache: RaggedCache, layers: CachedLayers):
         super().__init__(head.output_ids, head.max_depth)
-        self.target, self.cache, self.runner = target, cache, runner
+        self.head, self.target, self.cache, self.layers = head, target, cache, layers
         self.unread: Unread | None = None
         self.outputs = torch.empty(cache.batch_size, 0, head.config.hidden_size, device=target.device)
         self.branches: Branches | None = None
@@ -321,13 +267,12 @@ class FeatureSession(NodeSession):
             unread = unread.cut()
         last = (unread.counts.tensor - 1)[:, None]
         following = unread.tokens.roll(-1, 1).scatter(1, last, root[:, None])
-        output = self._step(following, self.runner.fuse(unread.hidden), 0)
+        output = self._step(following, self.head.fuse(unread.hidden), 0)
         self.cache.advance(unread.counts)
         self.unread, self.branches = None, None
-        self.outputs, logits = self.runner.answer(
-            output.gather(1, last[:, :, None].expand(-1, -1, output.shape[-1])), self.target
-        )
-        return logits[:, 0]
+        output = output.gather(1, last[:, :, None].expand(-1, -1, output.shape[-1]))
+        self.outputs = self.head.feedback(output)
+        return self.head.logits(output, self.target)[:, 0]
 
     def extend(self, tokens: Tensor, parents: Tensor | None = None) -> Tensor:
         read, nodes = self.outputs.shape[1] - 1, None
@@ -337,15 +282,16 @@ class FeatureSession(NodeSession):
             self.branches = self.branches or Branches(len(tokens), 0, tokens.device)
             nodes = self.branches.grow(parents)
             before = gathered(self.outputs, parents + 1)
-        after, logits = self.runner.answer(self._step(tokens, before, read, nodes), self.target)
-        self.outputs = torch.cat([self.outputs, after], 1)
-        return logits
+        output = self._step(tokens, before, read, nodes)
+        self.outputs = torch.cat([self.outputs, self.head.feedback(output)], 1)
+        return self.head.logits(output, self.target)
 
     def _step(self, tokens: Tensor, hidden: Tensor, offset: int, nodes: Nodes | None = None) -> Tensor:
         """Return the last layer's output `[B, Q, H]` for `tokens` `[B, Q]`, written `offset` after the committed entries."""
         positions = self.cache.place(tokens.shape[1], offset, nodes)
-        embedded = self.target.embed(tokens).to(hidden.dtype)
-        return self.runner.step(embedded, hidden, self.cache, positions, nodes is not None)
+        first, embedded = self.layers.layers[0], self.target.embed(tokens).to(hidden.dtype)
+        entered = self.head.enter(self.head.read(embedded, first), hidden, first)
+        return self.layers.through(*entered, self.cache, positions, nodes is not None)
 
     def _absorbed(self) -> Unread:
         """Return what is unread; a round cannot begin without."""

@@ -1,4 +1,4 @@
-"""Draft models of Llama's kind as decoding runs them: see `decoder_layer.Runner`.
+"""Draft models of Llama's kind, read by the layers that heads have: see `decoder_layer.CachedLayers`.
 
 Shapes: B rows, Q new entries, H hidden size.
 """
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers.activations import SiLUActivation
 
 from ...targets import Nodes, RaggedCache
-from .decoder_layer import Runner, copied, copied_bytes
+from .decoder_layer import CachedLayers, copied_bytes, normed
 
 _KINDS = ("llama", "mistral", "qwen2", "qwen3")
 _PARTS = {nn.Linear, nn.Embedding, nn.ModuleList, SiLUActivation, nn.SiLU}
@@ -19,7 +19,7 @@ _ROPES = ("default", "linear", "llama3", "yarn")  # whose angles depend on nothi
 
 
 def runs(model: Any) -> bool:
-    """Whether `ModelRunner` computes what `model` does: a model of one of these kinds, all of whose modules are the library's own, as they were made.
+    """Whether `ModelRunner` computes what `model` does: it is of one of these kinds, and all its modules are as the library made them.
 
     Adapters, quantised weights, hooks, and weights that are split over processes are none of that.
     """
@@ -46,7 +46,7 @@ def _as_made(module: nn.Module, home: str) -> bool:
     return own and not (module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module))
 
 
-class ModelRunner(Runner):
+class ModelRunner(CachedLayers):
     """A model that `runs`."""
 
     def __init__(self, model: Any, max_length: int):
@@ -55,28 +55,26 @@ class ModelRunner(Runner):
         windows = [
             window if kinds is None or kinds[i] == "sliding_attention" else 0 for i in range(config.num_hidden_layers)
         ]
-        super().__init__(
-            list(body.layers), config, body.rotary_emb, max_length, model.device, copied(body.layers), windows
-        )
+        super().__init__(list(body.layers), config, body.rotary_emb, max_length, windows)
         self.model = model
 
     def serves(self, model: Any, max_length: int) -> bool:
-        """See `fits`."""
-        return self.fits(max_length, model.device, copied(model.model.layers))
+        """Whether it is long enough for `model`, whose weights have not changed since."""
+        return self.fits(model.model.layers, max_length)
 
     @staticmethod
     def num_bytes(model: Any, max_length: int) -> int:
-        """What one of `model` allocates."""
+        """Return what one of `model` allocates."""
         layers = model.model.layers
-        return copied_bytes(copied(layers), layers[0].self_attn.head_dim, max_length)
+        return copied_bytes(layers, layers[0].self_attn.head_dim, max_length)
 
     def read(self, tokens: Tensor, cache: RaggedCache, offset: int, nodes: Nodes | None) -> Tensor:
-        """The last hidden states, after the final norm, `[B, Q, H]`, of `tokens` `[B, Q]`; places as for `Target.forward`."""
+        """Return the last hidden states of `tokens` `[B, Q]`, after the final norm, `[B, Q, H]`; places as for `Target.forward`."""
         positions = cache.place(tokens.shape[1], offset, nodes)
         hidden = nn.functional.embedding(tokens, self.model.model.embed_tokens.weight)
-        x = self.norm(hidden, self.layers[0].input_layernorm)
-        return self.norm(self.through(x, hidden, cache, positions, nodes is not None), self.model.model.norm)
+        output = self.through(self.layers[0].enter(hidden), hidden, cache, positions, nodes is not None)
+        return normed(output, self.model.model.norm)
 
     def lm_head(self, hidden: Tensor) -> Tensor:
-        """As `Target.lm_head`: these models have no scaling of their own."""
+        """Return logits as `Target.lm_head` does: these models have no scaling of their own."""
         return self.model.lm_head(hidden)

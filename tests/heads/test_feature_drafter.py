@@ -9,11 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaModel, Qwen3Config, Qwen3ForCausalLM
-from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb, repeat_kv
 
 from outrider.decode import Decoder, Plan, Sampling, Tree
 from outrider.ground import BadInputError
 from outrider.heads import Eagle1, Eagle1Config, Eagle3, Eagle3Config, TargetBatch
+from outrider.heads.parts import decoder_layer
+from outrider.heads.parts.decoder_layer import JointLayer
 from outrider.heads.parts.feature_drafter import FeatureDrafter
 from outrider.heads.parts.unrolled_attention import attend
 from outrider.targets import Target
@@ -196,14 +198,11 @@ def test_chains_and_trees_write_the_targets_text_in_rounds_of_fixed_shapes_too(t
 
 
 def test_memory_is_what_is_allocated(target, drafter):
-    """Caches of all layers, and what a runner copies, once for all requests."""
+    """Caches of all layers, and what decoding copies, once for all requests."""
     told = drafter.state_bytes(target, 3, 50, 2)
-    state = drafter.open(target, 3, 50, 2)
-    runner = state.runner
-    joint = [joint.weight for joint in runner.qkv + runner.gate_up]
-    copies = [*joint, runner.cos, runner.sin, *([] if isinstance(runner.fc, torch.nn.Parameter) else [runner.fc])]
-    assert told == state.cache.num_bytes() + sum(t.numel() * t.element_size() for t in copies)
-    assert drafter.state_bytes(target, 3, 50, 2) == state.cache.num_bytes()
+    session = drafter.open(target, 3, 50, 2)
+    assert told == session.cache.num_bytes() + sum(t.untyped_storage().nbytes() for t in session.layers.tensors())
+    assert drafter.state_bytes(target, 3, 50, 2) == session.cache.num_bytes()
 
 
 # ------------------------------------------------------------ layers
@@ -212,25 +211,26 @@ def test_memory_is_what_is_allocated(target, drafter):
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
 def test_attention_of_the_unrolled_steps_by_definition(target, kv_heads):
     """Written as loops: step 0 is causal attention; step i sees step 0's keys up to t and one key at t of each later step."""
-    attention = eagle3(target, num_key_value_heads=kv_heads).layer.self_attn
+    drafter = eagle3(target, num_key_value_heads=kv_heads)
+    attention, layer = drafter.layer.self_attn, JointLayer(drafter.layer, drafter.config)
     length, own, naive_keys, naive_values = 6, [], [], []
     for step in range(3):
         x = torch.randn(2, length, 64, generator=torch.Generator().manual_seed(step))
         angles = torch.randn(1, length, 4, generator=torch.Generator().manual_seed(10 + step)).repeat(1, 1, 2)
         rotary = (angles.cos(), angles.sin())
         q, k, v = (
-            layer(x).view(2, length, -1, 8).transpose(1, 2)
-            for layer in (attention.q_proj, attention.k_proj, attention.v_proj)
+            part(x).view(2, length, -1, 8).transpose(1, 2)
+            for part in (attention.q_proj, attention.k_proj, attention.v_proj)
         )
         q, k = apply_rotary_pos_emb(q, k, *rotary)
-        query, entry = attention.split(
-            torch.cat([layer(x) for layer in (attention.q_proj, attention.k_proj, attention.v_proj)], -1), rotary
-        )
+        projected = torch.cat([part(x) for part in (attention.q_proj, attention.k_proj, attention.v_proj)], -1)
+        query, *pair = layer.split(projected, decoder_layer.angles(lambda *_, rotary=rotary: rotary, x, None))
+        entry = tuple(repeat_kv(part, 4 // kv_heads) for part in pair)
         if step:
             own.append(entry)
         else:
             first = entry
-        result = attention.output(attend(query, first, [0, 0], own))
+        result = attention.o_proj(attend(query, first, [0, 0], own).transpose(1, 2).flatten(2))
         naive_keys.append(k.repeat_interleave(4 // kv_heads, 1))
         naive_values.append(v.repeat_interleave(4 // kv_heads, 1))
         mixed = torch.zeros_like(q)

@@ -184,7 +184,7 @@ def test_large_products_are_not_put_together(target, models, monkeypatch):
         drafter = DraftModel(varied(models[name]()))
         everything(drafter, target, [7, 1, 12])
         assert drafter._kept is not None
-        assert drafter._kept.gate_up == [None] * len(drafter.model.model.layers)
+        assert [layer.gate_up for layer in drafter._kept.layers] == [None] * len(drafter.model.model.layers)
 
 
 @pytest.fixture
@@ -333,11 +333,7 @@ def test_memory_is_what_is_allocated_and_nothing_of_it_is_saved(target, models, 
     told = drafter.state_bytes(target, 2, 30, 5)
     state = drafter.open(target, 2, 30, 5)
     assert isinstance(state.fused, ModelRunner)
-    joints = [joint for joint in state.fused.qkv + state.fused.gate_up if joint is not None]
-    copies = [t for joint in joints for t in (joint.weight, joint.bias) if t is not None] + [
-        state.fused.cos,
-        state.fused.sin,
-    ]
+    copies = state.fused.tensors()
     assert told == state.cache.num_bytes() + sum(t.untyped_storage().nbytes() for t in copies)
     assert drafter.state_bytes(target, 2, 30, 5) == state.cache.num_bytes()
     assert list(drafter.state_dict()) == saved

@@ -1,4 +1,4 @@
-"""Draft models of Llama's kind are read by few operations: the same logits as the library's, and only where that is certain."""
+"""Draft models of Llama's kind are read by few operations: the library's logits, and only where that is certain."""
 
 from __future__ import annotations
 
@@ -345,7 +345,7 @@ def test_memory_is_what_is_allocated_and_nothing_of_it_is_saved(target, models, 
 @pytest.mark.parametrize("static", [False, True])
 @pytest.mark.parametrize("name", ["llama", "mistral, window", "qwen2, windows", "qwen3"])
 def test_a_model_drafts_for_itself_without_a_refusal(models, name, static):
-    """In chains and trees, behind ragged prompts: were anything read in the wrong place, some draft would be refused."""
+    """In chains and trees, after ragged prompts: were anything read in the wrong place, some draft would be refused."""
     model = varied(models[name]())
     target, drafter = Target(model), DraftModel(copy.deepcopy(model))
     prompts = [tokens(1, n, n)[0].tolist() for n in (5, 1, 9)]

@@ -12,7 +12,7 @@ import torch
 
 from outrider.decode import Decoder, Plan
 from outrider.ground import BadInputError
-from outrider.heads import Drafter, DraftModel, Eagle3, Eagle3Config, Ngram
+from outrider.heads import Drafter, DraftModel, Eagle3, Eagle3Config, Ngram, Session
 from outrider.scripts.bench import batches, context, decode
 from outrider.scripts.bench.cells import guarded
 from outrider.scripts.bench.conditions import command
@@ -70,13 +70,16 @@ def test_forced_drafts_are_accepted_as_the_script_says_and_the_text_stays(
 def test_a_forced_drafter_really_drafts(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     """All its passes are made, and they read the tokens that are proposed."""
     inner = Eagle3.build(Eagle3Config(), target)
-    begin, extend, read = inner.begin, inner.extend, []
-    monkeypatch.setattr(inner, "begin", lambda state, root: (read.append("begin"), begin(state, root))[1])
-    monkeypatch.setattr(
-        inner,
-        "extend",
-        lambda state, tokens, parents=None: (read.append(int(tokens[0, 0])), extend(state, tokens, parents))[1],
-    )
+    honest, read = inner.open, []
+
+    def open_noted(*sizes: Any) -> Session:
+        session: Any = honest(*sizes)
+        begin, extend = session.begin, session.extend
+        session.begin = lambda root: (read.append("begin"), begin(root))[1]
+        session.extend = lambda tokens, parents=None: (read.append(int(tokens[0, 0])), extend(tokens, parents))[1]
+        return session
+
+    monkeypatch.setattr(inner, "open", open_noted)
     text = texts_of(target, 30)[0]
     Ours("forced", Decoder(target, Forced(inner)), Plan(3), 9, script=make_script([text], 1.0, 64))(PROMPTS[:1])
     start = len(PROMPTS[0])

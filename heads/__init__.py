@@ -55,6 +55,20 @@ def drafter_config(values: dict[str, Any], where: str = "drafter") -> tuple[type
     return head, head.config_class.from_dict({k: v for k, v in values.items() if k != "type"}, where)
 
 
+def fuse(statistical: dict[str, Any], model: Drafter, target: Target) -> Fusion:
+    """Return the fusion of a drafter without weights, as a mapping like `{type: ngram}`, with a trained one in memory.
+
+    Raises:
+        BadInputError: `statistical` names no drafter without weights that goes on after a chain, or `model` is one.
+    """
+    head, config = drafter_config(statistical, "statistical")
+    if head.trainable:
+        raise BadInputError(
+            f"statistical: {head.name!r} is no drafter without weights; take one such as ngram or suffix."
+        )
+    return Fusion(head.build(config, target), model)
+
+
 def restore_drafter(path: str | Path, target: Target | None = None) -> Drafter:
     """A saved drafter of any kind, as it was saved."""
     values = read_config(path)
@@ -120,6 +134,7 @@ __all__ = [
     "TargetBatch",
     "TextSession",
     "drafter_config",
+    "fuse",
     "head_class",
     "load_drafter",
     "restore_drafter",

@@ -375,10 +375,10 @@ def generate(
     from .streaming import Completion
 
     loaded = Pair.load(pair)
-    target, drafter, plan = loaded.open()
     if depth is None:
-        plan = loaded.tuned_plan(target, temperature=temperature) or plan
+        target, drafter, plan = loaded.open_tuned(temperature=temperature)
     else:
+        target, drafter, plan = loaded.open()
         plan = replace(plan, depth=depth, tree=None)
     text = sys.stdin.read() if prompt == "-" else prompt
     completion = Completion(target, drafter, plan, Sampling(temperature=temperature, seed=seed), max_new_tokens)

@@ -22,6 +22,7 @@ from ..eval.tuning import Tuning
 from ..ground import BadInputError
 from ..heads import Drafter, load_drafter
 from ..pair import Pair
+from ..pair.pair import tuned_drafter
 from ..recipes import EvalSpec, Recipe, load_recipe
 from ..targets import Target
 
@@ -32,7 +33,7 @@ class Subject:
 
     Attributes:
         report_folder: where a report goes if nobody says otherwise. Never inside a pair, whose files are sealed.
-        tuned: another plan, to be measured beside the first.
+        tuned: the tuned plan and its drafter (which may be a fusion), to be measured beside the first.
     """
 
     target: Target
@@ -40,12 +41,12 @@ class Subject:
     plan: Plan
     settings: EvalSpec
     report_folder: Path
-    tuned: Plan | None = None
+    tuned: tuple[Drafter, Plan] | None = None
 
     def measure(self, console: Console | None = None) -> Report:
         """Measure the drafter beside its baselines and the plain target."""
         first, *others = contestants(self.target, self.drafter, self.settings, self.plan)
-        tuned = [] if self.tuned is None else [Contestant(f"{first.name} tuned", self.drafter, self.tuned)]
+        tuned = [] if self.tuned is None else [Contestant(f"{first.name} tuned", *self.tuned)]
         return measure(self.target, [first, *tuned, *others], self._suites(), self.settings, console=console)
 
     def tune(self, batch_sizes: Sequence[int], console: Console | None = None) -> Tuning:
@@ -98,13 +99,15 @@ def _of_pair(folder: Path, settings: EvalSpec, drafter: Path | None, other_shape
     plan = replace(plan_of(settings), verify=plan.verify) if other_shape else plan
     # The pair's target has the pair's dtype, whatever the recipe once asked for.
     settings = settings.model_copy(update={"dtype": "auto"})
-    best = pair.tuned_plan(target, temperature=settings.temperatures[0]) if tuned else None
-    if tuned and best is None:
+    found = pair.tuned(target, temperature=settings.temperatures[0]) if tuned else None
+    if tuned and found is None:
         raise BadInputError(
             f"--tuned: this pair was not tuned for this machine and dtype; run `outrider tune {folder}` first."
         )
     report_folder = Path("runs") / "reports" / f"{pair.name}-v{pair.version}"
-    return Subject(target, load_drafter(drafter, target) if drafter else own, plan, settings, report_folder, best)
+    measured = load_drafter(drafter, target) if drafter else own
+    best = None if found is None else (tuned_drafter(found, measured, target), found.plan)
+    return Subject(target, measured, plan, settings, report_folder, best)
 
 
 def load_target(recipe: Recipe) -> Target:

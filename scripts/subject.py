@@ -18,7 +18,7 @@ from ..eval import Report
 from ..eval.measure import Contestant, contestants, measure, plan_of
 from ..eval.suites import Suite, load_suites
 from ..eval.tuner import tune
-from ..eval.tuning import Tuning
+from ..eval.tuning import BatchTuning, Tuning
 from ..ground import BadInputError
 from ..heads import Drafter, load_drafter
 from ..pair import Pair
@@ -33,7 +33,7 @@ class Subject:
 
     Attributes:
         report_folder: where a report goes if nobody says otherwise. Never inside a pair, whose files are sealed.
-        tuned: the tuned plan and its drafter (which may be a fusion), to be measured beside the first.
+        tuned: what the tuner found, to be measured beside the first: another plan, perhaps of a fusion.
     """
 
     target: Target
@@ -41,12 +41,12 @@ class Subject:
     plan: Plan
     settings: EvalSpec
     report_folder: Path
-    tuned: tuple[Drafter, Plan] | None = None
+    tuned: BatchTuning | None = None
 
     def measure(self, console: Console | None = None) -> Report:
         """Measure the drafter beside its baselines and the plain target."""
         first, *others = contestants(self.target, self.drafter, self.settings, self.plan)
-        tuned = [] if self.tuned is None else [Contestant(f"{first.name} tuned", *self.tuned)]
+        tuned = [] if self.tuned is None else [tuned_contestant(self.tuned, self.drafter, self.target)]
         return measure(self.target, [first, *tuned, *others], self._suites(), self.settings, console=console)
 
     def tune(self, batch_sizes: Sequence[int], console: Console | None = None) -> Tuning:
@@ -105,9 +105,13 @@ def _of_pair(folder: Path, settings: EvalSpec, drafter: Path | None, other_shape
             f"--tuned: this pair was not tuned for this machine and dtype; run `outrider tune {folder}` first."
         )
     report_folder = Path("runs") / "reports" / f"{pair.name}-v{pair.version}"
-    measured = load_drafter(drafter, target) if drafter else own
-    best = None if found is None else (tuned_drafter(found, measured, target), found.plan)
-    return Subject(target, measured, plan, settings, report_folder, best)
+    return Subject(target, load_drafter(drafter, target) if drafter else own, plan, settings, report_folder, found)
+
+
+def tuned_contestant(found: BatchTuning, drafter: Drafter, target: Target) -> Contestant:
+    """Return the tuned plan of `drafter`, or of its fusion with the drafter without weights that the tuner found."""
+    kind = "" if found.statistical is None else f" + {found.statistical['type']}"
+    return Contestant(f"{drafter.name}{kind} tuned", tuned_drafter(found, drafter, target), found.plan)
 
 
 def load_target(recipe: Recipe) -> Target:

@@ -207,3 +207,13 @@ def _with(found: Proposal, choose: Choose, vocab: int) -> Choose:
         return choose(torch.where((step < lengths)[:, None], certain, own), None)
 
     return chosen
+
+
+def fuse(statistical: dict[str, Any], model: Drafter, target: Target) -> Fusion:
+    """Return the fusion of a drafter without weights, as a mapping like `{type: ngram}`, with a trained one in memory.
+
+    Raises:
+        BadInputError: `statistical` names no drafter without weights that goes on after a chain, or `model` is one.
+    """
+    config = FusionConfig(statistical=statistical)
+    return Fusion(Fusion._statistical(config, target), model, config)

@@ -375,10 +375,10 @@ def generate(
     from .streaming import Completion
 
     loaded = Pair.load(pair)
-    target, drafter, plan = loaded.open()
     if depth is None:
-        plan = loaded.tuned_plan(target, temperature=temperature) or plan
+        target, drafter, plan = loaded.open_tuned(temperature=temperature)
     else:
+        target, drafter, plan = loaded.open()
         plan = replace(plan, depth=depth, tree=None)
     text = sys.stdin.read() if prompt == "-" else prompt
     completion = Completion(target, drafter, plan, Sampling(temperature=temperature, seed=seed), max_new_tokens)
@@ -539,8 +539,12 @@ def gate(
 ) -> None:
     """For CI: exit code 1 if τ fell beyond the tolerance, with confidence."""
     from ..eval.reports.gate import gate as run
+    from ..pair import Pair, gate_pairs
 
-    result = run(_find_report(pair), _find_report(against), tolerance=tolerance, confidence=confidence)
+    if all((folder / "pair.json").is_file() for folder in (pair, against)):
+        result = gate_pairs(Pair.load(pair), Pair.load(against), tolerance, confidence)
+    else:
+        result = run(_find_report(pair), _find_report(against), tolerance=tolerance, confidence=confidence)
     console = Console(highlight=False, soft_wrap=True)
     for i, line in enumerate(result.lines):
         console.print(escape(line), style=("green" if result.passed else "red") if i == 0 else None)
@@ -551,11 +555,9 @@ def gate(
 def _find_report(folder: Path) -> Report:
     """The report in `folder`, or the newest one of the pair in `folder`."""
     from ..eval import Report
+    from ..pair import Pair, newest_report
 
-    if (folder / "pair.json").is_file():
-        dated = sorted(p for p in (folder / "reports").glob("*") if p.is_dir())
-        folder = dated[-1] if dated else folder / "reports"
-    return Report.load(folder)
+    return newest_report(Pair.load(folder)) if (folder / "pair.json").is_file() else Report.load(folder)
 
 
 # ------------------------------------------------------------ this machine, and the whole story

@@ -1,8 +1,10 @@
 """How drafter and target run together, losslessly."""
 
 from .control import Control, Controller, Costs, expected_tokens
-from .engine import Decoder, Event, Output
-from .plan import LOSSLESS, LOSSY, Plan
+from .engine import Decoder
+from .plan import Plan
+from .rules import LOSSLESS, LOSSY
+from .run import Event, Output
 from .sampling import Sampling
 from .stats import DecodeStats, Round, depth_counts
 from .trees import Tree, best_tree

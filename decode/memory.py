@@ -1,6 +1,7 @@
-"""What a generation needs in memory, before any of it is allocated: the target's cache, the drafter's state, and what its largest step works with.
+"""What a generation needs in memory, before any of it is allocated.
 
-Cache and state are exact. Working memory is what passes over a few tokens were measured to need, and what the rules make of the logits.
+That is the target's cache and the drafter's state, both to the byte, and what the largest step works with: what passes over
+a few tokens were measured to need, and what the rules make of the logits.
 """
 
 from __future__ import annotations
@@ -8,33 +9,22 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 
 from ..ground import BadInputError
 from ..ground.machine import free_bytes
-from ..heads import Drafter
+from ..heads import Drafter, NodeSession
 from ..targets import Counts, PeakBytes, Target
-from .plan import SAMPLED, Plan
+from .plan import Plan
+from .room import margin, window_of
+from .rules import AT_ZERO, NOT_DRAWN, RULES, Pick, Rule
 from .sampling import Sampling
-from .static import margin, window_of
 
 # Below this nothing is checked: short requests pay nothing.
 SMALL = 64 * 2**20
 
-# What a rule makes of each of the target's logits, in bytes, and beside that of those of one place per row: copies in fp32, sums in fp64.
-_RULES = {
-    "greedy": (0, 0),
-    "rejection": (7, 16),
-    "block": (16, 0),
-    "candidates": (20, 0),
-    "coupled": (36, 2),
-    "typical": (8, 0),
-    "without_replacement": (16, 0),
-    "traversal": (16, 0),
-}
 # What filters and the repetition penalty make of them at least, and what a tree's drafts are picked from.
 _NUCLEUS, _MIN_P, _PENALTY = 24, 13, 14
 _BEST, _DRAWN = 8, 40
@@ -45,9 +35,11 @@ class Load:
     """How much is generated at once.
 
     Attributes:
-        rows: sequences. prompt: tokens of the longest. new: `max_new_tokens`.
-        depth: most drafts in a row; 0 if nothing is drafted.
-        fixed: whether rounds have fixed shapes (see `static.py`).
+        rows: sequences.
+        prompt: tokens of the longest prompt.
+        new: `max_new_tokens`.
+        depth: most drafts on a path; 0 if nothing is drafted.
+        fixed: whether rounds have fixed shapes (see `room`).
         nodes: most draft tokens of a row, where the drafter makes the proposal itself; 0 for not more than `depth`.
     """
 
@@ -68,7 +60,7 @@ class Load:
 
     @property
     def margin(self) -> int:
-        """What a round of fixed shape may write behind the longest row."""
+        """Entries that a round of fixed shape may write after the longest row."""
         return margin(self.plan.max_nodes, self.plan.depth, self.plan.max_read) if self.depth else 3
 
     @property
@@ -78,12 +70,19 @@ class Load:
 
     @property
     def target_length(self) -> int:
+        """Entries of a row of the target's cache."""
         return self.length + (0 if self.fixed else max(self.spare, self.nodes - self.depth))
 
 
 @dataclass(frozen=True)
 class Budget:
-    """Bytes: of the target's cache, of the drafter's state, and the largest working memory of any one step. Weights are there already."""
+    """Bytes that a generation needs beside the weights.
+
+    Attributes:
+        target: the target's cache.
+        drafter: the drafter's state.
+        working: the largest working memory of any one step.
+    """
 
     target: int
     drafter: int
@@ -95,16 +94,18 @@ class Budget:
 
 
 def budget(target: Target, drafter: Drafter | None, load: Load) -> Budget:
-    """What `load` needs."""
+    """Return what `load` needs."""
     drafter = drafter if load.depth else None
     # First: it may leave the drafter with a part of its state.
     working = max(_prompt_bytes(target, drafter, load), _round_bytes(target, drafter, load))
-    state = (
-        0
-        if drafter is None
-        else drafter.state_bytes(target, load.rows, load.length, load.spare if drafter.abilities.reads_nodes else 0)
-    )
-    return Budget(target.cache_bytes(load.rows, load.target_length), state, working)
+    return Budget(target.cache_bytes(load.rows, load.target_length), _state_bytes(target, drafter, load), working)
+
+
+def _state_bytes(target: Target, drafter: Drafter | None, load: Load) -> int:
+    if drafter is None or not load.depth:
+        return 0
+    spare = load.spare if drafter.abilities.reads_nodes else 0
+    return drafter.state_bytes(target, load.rows, load.length, spare)
 
 
 def require_memory(target: Target, drafter: Drafter | None, load: Load, held: int = 0) -> None:
@@ -119,14 +120,18 @@ def require_memory(target: Target, drafter: Drafter | None, load: Load, held: in
     free, needed = free + held, budget(target, drafter, load)
     if needed.total > free:
         raise BadInputError(
-            f"this generation needs {_gib(needed.total)} GiB (target cache {_gib(needed.target)}, drafter {_gib(needed.drafter)}, working memory "
-            f"{_gib(needed.working)}) for {load.rows:,} sequences of up to {load.prompt + load.new:,} tokens, {_gib(free)} GiB are free; "
+            f"this generation needs {_gib(needed.total)} GiB (target cache {_gib(needed.target)}, drafter "
+            f"{_gib(needed.drafter)}, working memory {_gib(needed.working)}) for {load.rows:,} sequences of up to "
+            f"{load.prompt + load.new:,} tokens, {_gib(free)} GiB are free; "
             f"{_advice(lambda smaller: budget(target, drafter, smaller).total <= free, load)}"
         )
 
 
 def _bounds(target: Target, drafter: Drafter | None, load: Load) -> tuple[int, int]:
-    """Bytes between which the need lies, nothing measured: far from the end of memory, nobody has to wait for that."""
+    """Return two numbers of bytes between which the need lies.
+
+    Nothing is measured for them: far from the end of memory, nobody has to wait for that.
+    """
     tokens, places = load.rows * load.prompt, load.rows * _places(None, load)
     least = (
         target.cache_bytes(load.rows, load.target_length)
@@ -135,18 +140,12 @@ def _bounds(target: Target, drafter: Drafter | None, load: Load) -> tuple[int, i
     )
     if least < SMALL:
         return least, least
-    state = (
-        drafter.state_bytes(target, load.rows, load.length, load.spare if drafter.abilities.reads_nodes else 0)
-        if drafter is not None and load.depth
-        else 0
-    )
     scores = int(target.config.num_attention_heads) * 16
     eager = getattr(target.config, "_attn_implementation", None) == "eager"
     pairs = load.rows * (load.prompt**2 * (scores if eager else 16) + _places(None, load) * load.length * (scores + 16))
     entries = load.rows * load.length * target.hidden_size * 64
-    return least, least + state + entries + pairs + (tokens + places) * target.hidden_size * 1024 + (
-        places + load.rows
-    ) * target.vocab_size * 64
+    states, logits = (tokens + places) * target.hidden_size * 1024, (places + load.rows) * target.vocab_size * 64
+    return least, least + _state_bytes(target, drafter, load) + entries + pairs + states + logits
 
 
 def _advice(fits: Callable[[Load], bool], load: Load) -> str:
@@ -160,7 +159,7 @@ def _advice(fits: Callable[[Load], bool], load: Load) -> str:
 
 
 def _largest(below: int, fits: Callable[[int], bool]) -> int:
-    """The largest number in 1 … `below` − 1 that fits; 0 for none."""
+    """Return the largest number in 1 … `below` − 1 that fits; 0 for none."""
     low, high = 0, below
     while high - low > 1:
         middle = (low + high) // 2
@@ -176,18 +175,20 @@ def _gib(count: int) -> str:
 
 
 def _places(drafter: Drafter | None, load: Load) -> int:
-    """Tokens of a row in the largest verification pass."""
+    """Return how many tokens of a row the largest verification pass has."""
     grows = drafter is None or drafter.abilities.reads_nodes
     return 1 + (0 if not load.depth else max(load.plan.max_nodes if grows else load.depth, load.nodes))
 
 
 def _prompt_bytes(target: Target, drafter: Drafter | None, load: Load) -> int:
-    """The passes over the prompts: the target's, then the drafter's, both with the hidden states that are tapped; and the first logits."""
+    """Return what the passes over the prompts work with.
+
+    These are the target's, then the drafter's, both with the hidden states that are tapped; and the first logits.
+    """
     tokens, state = load.rows * load.prompt, target.hidden_size * target.dtype.itemsize
     taps = 0 if drafter is None else len(drafter.taps) * state
-    inner = (
-        0 if drafter is None else sum(tap < target.num_layers for tap in drafter.taps) * state
-    )  # kept while the layers behind them run
+    # Taps below the last layer are kept while the layers after them run.
+    inner = 0 if drafter is None else sum(tap < target.num_layers for tap in drafter.taps) * state
     own = target.footprint().of_prompt(load.rows, load.prompt) + tokens * inner
     kept = tokens * (state + taps + inner) + _logit_bytes(target, load, 1, sampled=False)
     if drafter is None:
@@ -196,18 +197,20 @@ def _prompt_bytes(target: Target, drafter: Drafter | None, load: Load) -> int:
 
 
 def _round_bytes(target: Target, drafter: Drafter | None, load: Load) -> int:
-    """The target's layers behind the longest text, then its logits; the drafter's logits, in a tree; and the largest tensor of a cache when rows leave it."""
+    """Return what the largest round works with.
+
+    It is the largest of three: the target's layers after the longest text, then its logits; the drafter's logits, in a
+    tree; and the largest tensor of a cache when rows leave it.
+    """
     places, sampled = _places(drafter, load), _is_sampled(drafter, load)
     draws = load.rows * (places - 1) * target.vocab_size * 4 if sampled else 0
     state = load.rows * target.hidden_size * target.dtype.itemsize
     kept = places * state * (1 + (0 if drafter is None else len(drafter.taps)))
     features = 0 if drafter is None else load.prompt * state * len(drafter.taps)
     verified = target.footprint().of_round(load.rows, places, load.target_length)
-    drafted = (
-        load.rows * target.vocab_size * _drafting_bytes(target, load)
-        if drafter is not None and drafter.abilities.reads_nodes
-        else 0
-    )
+    drafted = 0
+    if drafter is not None and drafter.abilities.reads_nodes:
+        drafted = load.rows * target.vocab_size * _drafting_bytes(target, load)
     left = 0 if load.fixed else target.cache_bytes(load.rows - 1, load.target_length) // (2 * target.num_layers)
     reading = _reading(drafter, target)
     features += load.rows * (reading.kept + max(0, load.depth - 1) * reading.per_draft)
@@ -215,31 +218,33 @@ def _round_bytes(target: Target, drafter: Drafter | None, load: Load) -> int:
 
 
 def _drafting_bytes(target: Target, load: Load) -> int:
-    """What a tree's widest pass makes of the logits of each token."""
-    plan, rule = load.plan, load.plan.rule(load.sampling.temperature, deterministic=False)
+    """Return how many bytes a tree's widest pass makes of the logits of each token."""
+    plan = load.plan
     if not plan.is_tree:
         return 0
     widest = plan.width
     if plan.tree is not None:
         widest = max(Counter(plan.tree.depths[parent] for parent in set(plan.tree.parents) - {-1}).values(), default=1)
-    return widest * (target.footprint().kept + (_DRAWN if rule in SAMPLED or rule == "coupled" else _BEST))
+    picked = _BEST if _rule(load).pick is Pick.MOST_PROBABLE else _DRAWN
+    return widest * (target.footprint().kept + picked)
+
+
+def _rule(load: Load) -> Rule:
+    """Return the rule for proposals that are samples, if the drafter makes such."""
+    return RULES[load.plan.rule(load.sampling.temperature, deterministic=False)]
 
 
 def _is_sampled(drafter: Drafter | None, load: Load) -> bool:
-    """Whether drafts come with the distributions that they were drawn from."""
-    return (
-        drafter is not None
-        and not drafter.abilities.deterministic
-        and load.plan.rule(load.sampling.temperature, deterministic=False) in SAMPLED
-    )
+    """Tell whether drafts come with the distributions that they were drawn from."""
+    return drafter is not None and not drafter.abilities.deterministic and _rule(load).samples
 
 
 def _logit_bytes(target: Target, load: Load, places: int, sampled: bool) -> int:
-    """The target's logits at `places` of each row, and what the rule makes of them."""
+    """Return what the target's logits at `places` of each row take, and what the rule makes of them."""
     footprint, sampling = target.footprint(), load.sampling
-    rule = load.plan.rule(sampling.temperature, deterministic=False)
-    rule = "candidates" if rule in SAMPLED and not sampled else rule
-    logit, (each, once), greedy = footprint.kept, _RULES[rule], rule == "greedy"
+    rule = _rule(load)
+    rule = RULES[NOT_DRAWN] if rule.samples and not sampled else rule
+    logit, (each, once), greedy = footprint.kept, rule.logit_bytes, rule.name == AT_ZERO
     if greedy and target.device.type == "cpu" and logit < 4:
         each = 4  # `most_probable` copies them
     filters = 0 if greedy else max(_NUCLEUS if sampling.top_p is not None else 0, _MIN_P if sampling.min_p else 0)
@@ -254,7 +259,7 @@ def _logit_bytes(target: Target, load: Load, places: int, sampled: bool) -> int:
 
 
 def _processor_bytes(logit: int, sampling: Sampling) -> tuple[int, int, int]:
-    """What the processors leave of each logit beside itself, what they need in between, and what they know of each token of a row."""
+    """Return bytes per logit: what the processors leave beside it, what they need in between, what they know of each token."""
     if sampling.repetition_penalty != 1:
         return 4, _PENALTY + (0 if logit == 4 else 4), 1
     return (logit, logit + 2, 0) if sampling.bad_words or sampling.suppress or sampling.min_new_tokens else (0, 0, 0)
@@ -262,9 +267,12 @@ def _processor_bytes(logit: int, sampling: Sampling) -> tuple[int, int, int]:
 
 @dataclass(frozen=True)
 class _Reading:
-    """Bytes that a drafter works with when it reads a prompt and begins: of a row, of each of its tokens, and of each pair of tokens.
+    """Bytes that a drafter works with when it reads a prompt and begins.
 
-    `kept`: what it has made until then and keeps while the target verifies, of a row; `per_draft`: of each further draft.
+    Attributes:
+        per_row, per_token, per_pair: of each row, of each of its tokens, and of each pair of tokens.
+        kept: what it has made until then and keeps while the target verifies, of each row.
+        per_draft: the same of each further draft.
     """
 
     per_row: float = 0.0
@@ -274,6 +282,7 @@ class _Reading:
     per_draft: int = 0
 
     def peak(self, rows: int, length: int) -> int:
+        """Return the bytes at one time for `rows` prompts of `length` tokens."""
         return int(rows * (self.per_row + length * (self.per_token + length * self.per_pair)))
 
 
@@ -281,28 +290,30 @@ _measured: WeakKeyDictionary[Drafter, dict[torch.dtype, _Reading]] = WeakKeyDict
 
 
 def _reading(drafter: Drafter | None, target: Target) -> _Reading:
-    """Measured once, on three short prompts."""
+    """Return what reading takes, measured once, on three short prompts."""
     if drafter is None or not drafter.abilities.reads_nodes:
         return _Reading()
     known = _measured.setdefault(drafter, {})
     if target.dtype not in known:
-        (short, kept, per_draft), (middle, *_), (long, *_) = (
-            _read(drafter, target, length) for length in (16, 64, 112)
-        )
+        (short, kept, per_draft), (middle, *_), (long, *_) = (_read(drafter, target, n) for n in (16, 64, 112))
         per_pair = max(0.0, ((long - middle) - (middle - short)) / (2 * 48**2))
         per_token = (long - short) / 96 - 128 * per_pair
-        known[target.dtype] = _Reading(
-            max(0.0, short - 16 * per_token - 256 * per_pair), per_token, per_pair, kept, per_draft
-        )
+        per_row = max(0.0, short - 16 * per_token - 256 * per_pair)
+        known[target.dtype] = _Reading(per_row, per_token, per_pair, kept, per_draft)
     return known[target.dtype]
 
 
 @torch.no_grad()
 def _read(drafter: Drafter, target: Target, length: int) -> tuple[int, int, int]:
-    """Bytes of the tensors that live at one time while the drafter reads `length` tokens and begins, of those that it keeps, and keeps of another draft."""
+    """Return bytes of tensors while a drafter reads `length` tokens and begins.
+
+    Returns:
+        Those that live at one time, those that it keeps, and those that it keeps of another draft.
+    """
     cache = target.new_cache(1, length + 3)
     cache.skip(length)
-    session: Any = drafter.open(target, 1, length + 3, 0, cache)
+    session = drafter.open(target, 1, length + 3, 0, cache)
+    assert isinstance(session, NodeSession)
     tokens = torch.zeros(1, length, dtype=torch.long, device=target.device)
     hidden = torch.zeros(1, length, len(drafter.taps), target.hidden_size, dtype=target.dtype, device=target.device)
     with PeakBytes() as run:

@@ -7,16 +7,8 @@ from typing import Any
 
 from ..ground import BadInputError
 from .control import Control
+from .rules import AT_ZERO, LOSSLESS, LOSSY, RULES, Shape, choose_rule, fitting_rules
 from .trees import Tree
-
-# Which rules can judge what. Sampled rules need tokens that were drawn from the drafter's distribution, places included: in a
-# dynamic tree the drafter's certainty decides which of them are kept, so none of those.
-ANY_SHAPE = ("greedy", "candidates", "coupled")
-CHAIN_RULES = (*ANY_SHAPE, "rejection", "block")
-TREE_RULES = (*ANY_SHAPE, "without_replacement", "traversal")
-LOSSLESS = tuple(dict.fromkeys((*CHAIN_RULES, *TREE_RULES)))
-LOSSY = ("typical",)  # changes what the target says: never chosen for anyone, and labelled in every figure
-SAMPLED = ("rejection", "block", "without_replacement", "traversal")
 
 
 @dataclass(frozen=True)
@@ -25,14 +17,15 @@ class Plan:
 
     Attributes:
         depth: draft tokens on a path; 0 is plain decoding.
-        width: 1 drafts a chain. More grow a dynamic tree (EAGLE-2, arXiv 2406.16858): of each level the `width` most probable
-            nodes are read, `width` children of each are considered, and the `nodes` most probable of all are verified.
-        nodes: of a dynamic tree; None for `width * depth`.
+        width: 1 drafts a chain. More grow a dynamic tree (EAGLE-2, arXiv 2406.16858): of each level the `width` most
+            probable nodes are read, `width` children of each are considered, and the `nodes` most probable of all are
+            verified.
+        nodes: how many nodes of a dynamic tree are verified; None for `width * depth`.
         tree: a static tree instead; it decides the depth.
-        verify: "auto", or a rule of `decode.plan.LOSSLESS` or `LOSSY`. Auto is greedy at temperature 0; above it candidates for
-            proposals that are no samples (n-grams, dynamic trees), else rejection for chains and without_replacement for trees.
-        confidence: a chain ends behind the first draft to which the drafter gives a lower probability than this; 0 for never.
-        control: decides the depth of every round, up to `depth`, or that it drafts nothing (of a tree: the whole tree or nothing).
+        verify: "auto", or the name of a rule (`decode.rules.RULES`); see `choose_rule`.
+        confidence: a chain ends after the first draft to which the drafter gives a lower probability than this; 0 for never.
+        control: decides the depth of every round, up to `depth`, or that it drafts nothing (a tree is drafted whole or not
+            at all).
     """
 
     depth: int = 4
@@ -65,19 +58,13 @@ class Plan:
         self._check_rule()
 
     def _check_rule(self) -> None:
-        if self.verify not in ("auto", *LOSSLESS, *LOSSY):
-            raise BadInputError(
-                f"plan: unknown verification rule {self.verify!r}; known: auto, {', '.join((*LOSSLESS, *LOSSY))}."
-            )
-        fitting = (
-            "auto",
-            *LOSSY,
-            *(CHAIN_RULES if not self.is_tree else ANY_SHAPE if self.tree is None else TREE_RULES),
-        )
+        known = ("auto", *LOSSLESS, *LOSSY)
+        if self.verify not in known:
+            raise BadInputError(f"plan: unknown verification rule {self.verify!r}; known: {', '.join(known)}.")
+        fitting = ("auto", *fitting_rules(self.shape))
         if self.verify not in fitting:
-            shape = "a chain" if not self.is_tree else "a dynamic tree" if self.tree is None else "a static tree"
             raise BadInputError(
-                f"plan: the rule {self.verify!r} cannot verify {shape}; these can: {', '.join(fitting)}."
+                f"plan: the rule {self.verify!r} cannot verify {self.shape.value}; these can: {', '.join(fitting)}."
             )
 
     def __str__(self) -> str:
@@ -107,27 +94,29 @@ class Plan:
         }
 
     @property
+    def shape(self) -> Shape:
+        """Whether it asks for a chain, a static or a dynamic tree."""
+        if self.tree is not None:
+            return Shape.STATIC
+        return Shape.DYNAMIC if self.width > 1 and self.depth > 0 else Shape.CHAIN
+
+    @property
+    def is_tree(self) -> bool:
+        return self.shape is not Shape.CHAIN
+
+    @property
     def chain(self) -> Plan:
-        """As deep, for a drafter that grows no trees."""
-        return (
-            self
-            if not self.is_tree
-            else Plan(
-                self.depth,
-                verify=self.verify if self.verify in (*CHAIN_RULES, *LOSSY) else "auto",
-                control=self.control,
-            )
-        )
+        """A plan as deep as this one for a drafter that grows no trees."""
+        if not self.is_tree:
+            return self
+        fits = self.verify != "auto" and Shape.CHAIN in RULES[self.verify].shapes
+        return Plan(self.depth, verify=self.verify if fits else "auto", control=self.control)
 
     def up_to(self, depth: int | None) -> Plan:
         """No deeper than `depth` (None: any), for a drafter that drafts no deeper."""
         if depth is None or self.depth <= depth:
             return self
         return replace(self, depth=depth, tree=self.tree and self.tree.up_to(depth))
-
-    @property
-    def is_tree(self) -> bool:
-        return self.tree is not None or (self.width > 1 and self.depth > 0)
 
     @property
     def max_nodes(self) -> int:
@@ -144,18 +133,11 @@ class Plan:
         return max(0, self.depth - 1) * self.width
 
     def rule(self, temperature: float, deterministic: bool) -> str:
-        """The rule for a proposal that is, or is not, deterministic.
+        """Return the name of the rule for a proposal that is, or is not, deterministic.
 
         Raises:
             BadInputError: the greedy rule above temperature 0.
         """
-        if self.verify in LOSSY:
-            return self.verify
-        if temperature == 0:
-            return "greedy"
-        if self.verify == "greedy":
+        if self.verify == AT_ZERO and temperature > 0:
             raise BadInputError(f"the greedy rule needs temperature 0, got {temperature}.")
-        sampled = "without_replacement" if self.tree is not None else "rejection"
-        wanted = sampled if self.verify == "auto" else self.verify
-        # A deterministic proposal has no distribution to reject against.
-        return "candidates" if wanted in SAMPLED and (deterministic or (self.is_tree and self.tree is None)) else wanted
+        return choose_rule(self.verify, self.shape, temperature, deterministic)

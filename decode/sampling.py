@@ -132,7 +132,7 @@ class Processors:
                 )
         words = [tuple(w) for w in sampling.bad_words if not (len(w) == 1 and w[0] in eos)]
         longer = [w for w in words if len(w) > 1]
-        self.sampling, self.vocab = sampling, vocab
+        self.sampling, self.vocab, self.eos = sampling, vocab, frozenset(eos)
         self.width = max(map(len, longer), default=1) - 1
         prefixes = [(_ANY_TOKEN,) * (self.width + 1 - len(w)) + w[:-1] for w in longer]
         self.prefixes = torch.tensor(prefixes, dtype=torch.long, device=device).reshape(len(longer), self.width)
@@ -275,21 +275,35 @@ def _mix(x: Tensor) -> Tensor:
 Seed = int | Tensor  # a tensor [] where a captured graph must serve every seed
 
 
+@dataclass(frozen=True)
+class Keys:
+    """What every draw of a round is keyed by, so that it depends on its place alone, whatever the batch.
+
+    Attributes:
+        seed: the request's.
+        sequences: which sequence each row is, `[B]`.
+        first: the index in its sequence of the first token that the round adds, `[B]`. A token that is drafted again in a
+            later round is therefore a new draw.
+    """
+
+    seed: Seed
+    sequences: Tensor
+    first: Tensor
+
+
 def uniforms(seed: Seed, stream: int, *keys: Tensor) -> Tensor:
     """Uniforms in (0, 1), fp64, of the keys' broadcast shape: a hash of (seed, stream, keys)."""
-    state = _mix(_start(seed, keys[0].device) * 1_000_003 + (stream + _GOLDEN))
+    state = _mix(seed_on(keys[0].device, seed) * 1_000_003 + (stream + _GOLDEN))
     for key in keys:
         state = _mix(state + (key + 1) * _GOLDEN)
     return (((state >> 11) & 0x1FFFFFFFFFFFFF).double() + 0.5) * 2.0**-53
 
 
-def _start(seed: Seed, device: torch.device) -> Tensor:
-    """Seeds count modulo 2**64. They are filled in on the device, never copied to it."""
-    return (
-        seed
-        if isinstance(seed, Tensor)
-        else torch.full((), (seed + 2**63) % 2**64 - 2**63, dtype=torch.long, device=device)
-    )
+def seed_on(device: torch.device, seed: Seed) -> Tensor:
+    """Return the seed as a number on `device`, `[]`. Seeds count modulo 2**64; they are filled in there, never copied."""
+    if isinstance(seed, Tensor):
+        return seed
+    return torch.full((), (seed + 2**63) % 2**64 - 2**63, dtype=torch.long, device=device)
 
 
 def gumbel(seed: Seed, stream: int, vocab: int, *keys: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 
 from ..ground import BadInputError
+from ..ground.values import tree_depths
 
 
 @dataclass(frozen=True)
@@ -24,23 +25,12 @@ class Tree:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "parents", tuple(self.parents))
-        if not self.parents:
-            raise BadInputError("a tree needs at least one node.")
-        for node, parent in enumerate(self.parents):
-            if not -1 <= parent < node:
-                raise BadInputError(f"a tree's nodes come behind their parents; node {node} has parent {parent}.")
-        if list(self.depths) != sorted(self.depths):
-            raise BadInputError(
-                f"a tree's nodes come level by level; the depths of {list(self.parents)} are {list(self.depths)}."
-            )
+        tree_depths(self.parents)  # refuses what is no tree
 
     @cached_property
     def depths(self) -> tuple[int, ...]:
         """Of each node; a child of the root has depth 1."""
-        found: list[int] = []
-        for parent in self.parents:
-            found.append(1 if parent < 0 else found[parent] + 1)
-        return tuple(found)
+        return tree_depths(self.parents)
 
     @cached_property
     def ranks(self) -> tuple[int, ...]:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .sampling import draw
 
-Outcome = tuple[Tensor, Tensor, Tensor]
+Walk = tuple[Tensor, Tensor, Tensor]  # accepted, path, following (or the place at the path's end)
 
 
 def match_tree(
@@ -25,7 +25,7 @@ def match_tree(
     real: Tensor,  # [B, N]
     wanted: Tensor,  # [B, N + 1]
     depth: int,
-) -> Outcome:
+) -> Walk:
     """Follow the children that equal what the target itself chose at their parent: `verify.match` for trees.
 
     With `wanted` = the target's argmax this is the greedy rule, with a sample of p the rule for deterministic candidates
@@ -45,7 +45,7 @@ def without_replacement(
     accept_uniforms: Tensor,  # [B, N]
     correct_uniforms: Tensor,  # [B]
     depth: int,
-) -> Outcome:
+) -> Walk:
     """Rejection sampling down a tree whose siblings were drawn without replacement (Sequoia, arXiv 2402.12374).
 
     `draft_probs` is q at each place that has children: the first child was drawn from it, each further one from q without the
@@ -66,7 +66,7 @@ def traversal(
     accept_uniforms: Tensor,  # [B, N]
     correct_uniforms: Tensor,  # [B]
     depth: int,
-) -> Outcome:
+) -> Walk:
     """Traversal verification (arXiv 2505.12398): from the leaves to the root, whole paths at a time; on a chain it is `verify.block`.
 
     Children come before their parent and in their order; the first node that passes its test is kept, with its path. Siblings were
@@ -89,7 +89,7 @@ def typical(
     depth: int,
     epsilon: float = 0.09,
     delta: float = 0.3,
-) -> Outcome:
+) -> Walk:
     """Typical acceptance (Medusa, arXiv 2401.10774). Lossy: what is written is not the target's law.
 
     A node x stays with p(x) > min(epsilon, delta·exp(−H(p))), where H is the entropy; of the longest paths the most probable wins.
@@ -150,7 +150,7 @@ def _weigh(
     return odds, 1 - short[:, 1:], claim
 
 
-def _descend(kept: Tensor, parents: Tensor, depth: int) -> Outcome:
+def _descend(kept: Tensor, parents: Tensor, depth: int) -> Walk:
     """From the root on to the first child that is kept, as far as it goes: accepted `[B]`, path `[B, D]`, and the place at its end `[B]`."""
     path = parents.new_full((len(parents), depth), -1)
     node = parents.new_full((len(parents),), -1)

@@ -1,8 +1,8 @@
 """The target's hidden states, computed once and read from disk while training.
 
-A store is a folder named after what decides its contents: target, sequences, taps, dtype. Another key is another folder,
-so stale features are never read. Each shard holds whole sequences end to end and appears at once, so that an interrupted
-build continues with the first shard that is missing.
+A store is a folder named after what decides its contents: target, sequences, taps, dtype. Another key is another
+folder, so stale features are never read. Each shard holds whole sequences end to end and appears at once, so that an
+interrupted build continues with the first shard that is missing.
 
 Shapes: B rows, T positions, K taps, H hidden size, N tokens of a shard.
 """
@@ -15,9 +15,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from datasets import Dataset
+from rich.console import Console
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 from ..ground import BadInputError
@@ -26,10 +30,6 @@ from ..ground.progress import progress
 from ..targets import Target
 from ..targets.fingerprint import digest_json
 
-if TYPE_CHECKING:
-    from datasets import Dataset
-    from rich.console import Console
-
 INDEX = "features.json"
 SHARD_BYTES = 128_000_000  # one shard is built in memory; small enough for a laptop, big enough for few files
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -37,7 +37,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 @dataclass(frozen=True)
 class _Layout:
-    """Which sequence lies where: `shards` are ranges of sequences, `lengths` their tokens."""
+    """The place of each sequence: `shards` are ranges of sequences, `lengths` their tokens."""
 
     lengths: list[int]
     shards: list[range]
@@ -54,7 +54,7 @@ class _Layout:
         return cls(lengths, [range(a, b) for a, b in zip(starts, [*starts[1:], len(lengths)], strict=True)])
 
     def places(self) -> list[tuple[int, int]]:
-        """Shard and first token of every sequence."""
+        """Return the shard and the first token of every sequence."""
         return [
             (n, first)
             for n, r in enumerate(self.shards)
@@ -79,7 +79,8 @@ class FeatureStore:
         self.folder = Path(folder)
         if not (self.folder / INDEX).is_file():
             raise BadInputError(
-                f"{folder}: holds no finished feature store ({INDEX} is missing); build it again, the finished part is kept."
+                f"{folder}: holds no finished feature store ({INDEX} is missing); build it again, the finished part is "
+                "kept."
             )
         index = read_json(self.folder / INDEX)
         self.taps: tuple[int, ...] = tuple(index["taps"])
@@ -106,7 +107,7 @@ class FeatureStore:
         batch_size: int = 16,
         shard_bytes: int = SHARD_BYTES,
     ) -> FeatureStore:
-        """The store for this target, data set (its `input_ids`) and taps under `folder`: opened, continued, or made.
+        """Return the store for this target, data set (its `input_ids`) and taps under `folder`, opened or made.
 
         Args:
             dtype: of the stored states; None for the target's own.
@@ -130,7 +131,7 @@ class FeatureStore:
         return len(self._layout.lengths)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Open files stay behind when a data loader's worker gets a copy."""
+        """Return the state without open files, for a data loader's worker."""
         return {**self.__dict__, "_open": {}}
 
     @property
@@ -138,10 +139,13 @@ class FeatureStore:
         return sum(f.stat().st_size for f in self._files())
 
     def __repr__(self) -> str:
-        return f"FeatureStore({str(self.folder)!r}: {len(self)} sequences, taps {self.taps}, {self.dtype}, {readable_bytes(self.num_bytes)})"
+        size = readable_bytes(self.num_bytes)
+        return f"FeatureStore({str(self.folder)!r}: {len(self)} sequences, taps {self.taps}, {self.dtype}, {size})"
 
     def batch(self, indices: Sequence[int], length: int | None = None) -> tuple[Tensor | None, Tensor]:
-        """States of the sequences `indices`, padded on the right with zeros: hidden `[B, T, K, H]` (None without taps), last `[B, T, H]`.
+        """Return the states of the sequences `indices`: hidden `[B, T, K, H]` (None without taps) and last `[B, T, H]`.
+
+        They are padded on the right with zeros.
 
         Args:
             length: T; None for the longest of them. Longer sequences are cut.
@@ -160,16 +164,15 @@ class FeatureStore:
         return hidden, last
 
     def _slice(self, shard: int, name: str) -> Any:
-        """A lazy view of one tensor: the file is mapped, and only what is asked for is read."""
-        from safetensors import SafetensorError, safe_open
-
+        """Return a lazy view of one tensor: the file is mapped, and only what is asked for is read."""
         if shard not in self._open:
             file = _shard_file(self.folder, shard)
             try:
                 self._open[shard] = safe_open(file, framework="pt")
             except SafetensorError as error:
                 raise BadInputError(
-                    f"{file}: damaged ({error}). Delete it and {INDEX} beside it, and build again; the other files are kept."
+                    f"{file}: damaged ({error}). Delete it and {INDEX} beside it, and build again; the other files are "
+                    "kept."
                 ) from error
         return self._open[shard].get_slice(name)
 
@@ -178,7 +181,7 @@ class FeatureStore:
 
 
 class _Builder:
-    """Makes the store of one key."""
+    """A maker of the store of one key."""
 
     def __init__(
         self,
@@ -232,7 +235,7 @@ class _Builder:
 
     @torch.inference_mode()
     def _states(self, members: range, batch_size: int) -> dict[str, Tensor]:
-        """States of these sequences, end to end: last `[N, H]` and, with taps, hidden `[N, K, H]`."""
+        """Return the states of these sequences, end to end: last `[N, H]` and, with taps, hidden `[N, K, H]`."""
         order = sorted(members, key=lambda i: self.layout.lengths[i])  # equal lengths side by side: little padding
         found: dict[int, tuple[Tensor | None, Tensor]] = {}
         for begin in range(0, len(order), batch_size):
@@ -252,8 +255,6 @@ class _Builder:
         return states[: self.layout.lengths[sequence]].to("cpu", self.dtype, copy=True)
 
     def _write(self, shard: int, states: dict[str, Tensor]) -> None:
-        from safetensors.torch import save_file
-
         file = _shard_file(self.folder, shard)
         with replacing(file) as temporary:
             save_file(states, temporary)

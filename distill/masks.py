@@ -1,20 +1,19 @@
 """Which tokens of a whole conversation a drafter should learn: those of the assistant's turns.
 
-Works for any chat template, with or without `{% generation %}` markers: a turn is what rendering it adds to the rendered
-prefix that ends where the assistant answers. The boundaries are places in the text; the text is encoded once, as the
-target sees it, and a token counts only if it lies inside a turn as a whole.
+Works for any chat template, with or without `{% generation %}` markers: a turn is what rendering it adds to the
+rendered prefix that ends where the assistant answers. The boundaries are places in the text; the text is encoded once,
+as the target sees it, and a token counts only if it lies inside a turn as a whole.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
 
 from ..ground import BadInputError
 from .prompts import chat_messages, render
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 Span = tuple[int, int]  # characters of the rendered text, end excluded
 
@@ -22,10 +21,10 @@ Span = tuple[int, int]  # characters of the rendered text, end excluded
 def supervised_mask(
     tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, Any]], tools: Any = None
 ) -> tuple[list[int], list[bool]]:
-    """Tokens of a rendered conversation, and True at those of the assistant's turns (their end marker included).
+    """Return the tokens of a rendered conversation, and True at those of the assistant's turns, end markers included.
 
-    Some templates write an earlier turn differently once later ones follow (they drop its reasoning). Such a turn is not
-    what the target says at that place, so it stays unsupervised; the last one always counts.
+    Some templates write an earlier turn differently once later ones follow (they drop its reasoning). Such a turn is
+    not what the target says at that place, so it stays unsupervised; the last one always counts.
 
     Raises:
         BadInputError: nothing, or everything, would be supervised; the message shows a sample of the text.
@@ -56,7 +55,7 @@ def _assistant_spans(
 
 
 def _encode(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[list[int], list[int]]:
-    """Tokens of `text`, and where in it each one ends. A token begins where the one before it ends."""
+    """Return the tokens of `text`, and where in it each one ends. A token begins where the one before it ends."""
     if not tokenizer.is_fast:
         tokens = list(tokenizer(text, add_special_tokens=False)["input_ids"])
         return tokens, [
@@ -68,7 +67,7 @@ def _encode(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[list[int], l
 
 
 def _without_trailing_space(tokenizer: PreTrainedTokenizerBase, tokens: list[int], mask: list[bool]) -> list[bool]:
-    """Unmark white space that a template writes behind its end marker: the target stops at the marker."""
+    """Unmark white space that a template writes after its end marker: the target stops at the marker."""
     special, kept = set(tokenizer.all_special_ids), list(mask)
     for last in (i for i in range(len(mask)) if mask[i] and not (mask[i + 1 :] or [False])[0]):
         i = last
@@ -86,6 +85,7 @@ def _check(tokenizer: PreTrainedTokenizerBase, tokens: list[int], mask: list[boo
     sample = tokenizer.decode(tokens)
     sample = sample if len(sample) <= 300 else f"{sample[:150]} … {sample[-150:]}"
     raise BadInputError(
-        f"{what} of this conversation would be supervised (roles: {', '.join(roles) or 'none'}). It needs a turn that asks and an assistant's turn "
+        f"{what} of this conversation would be supervised (roles: {', '.join(roles) or 'none'}). It needs a turn that "
+        "asks and an assistant's turn "
         f"that answers, and a template that renders both. As rendered: {sample!r}"
     )

@@ -1,7 +1,8 @@
 """Prompts, from whatever they come in: packaged sets, files, the Hub.
 
 A row is either raw text, which the target continues, or a chat, which its template renders up to the place where the
-assistant answers. Sources are read in turn, one row each, so that a limit leaves a mixture; the order is always the same.
+assistant answers. Sources are read in turn, one row each, so that a limit leaves a mixture; the order is always the
+same.
 """
 
 from __future__ import annotations
@@ -11,14 +12,16 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+from datasets import load_dataset
+from transformers import PreTrainedTokenizerBase
 
 from ..ground import BadInputError
 from ..recipes import embedded_file
 from ..targets.fingerprint import digest_json
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 EMBEDDED = "embedded:"
 SUFFIXES = (".jsonl", ".json", ".parquet", ".txt")
@@ -84,7 +87,7 @@ def read_prompts(
     limit: int | None = None,
     max_tokens: int | None = None,
 ) -> list[Prompt]:
-    """Prompts from all `sources`; see `collect`."""
+    """Return the prompts from all `sources`; see `collect`."""
     return collect(sources, tokenizer, limit, max_tokens).prompts
 
 
@@ -120,34 +123,39 @@ def check_sources(sources: Sequence[str]) -> None:
 
 
 def count_rows(source: str) -> int | None:
-    """Rows of a source, without a tokenizer and so also those that turn out to be no prompts; None for a Hub data set, which is not read for that."""
+    """Return how many rows a source has, among them those that turn out to be no prompts.
+
+    A Hub data set is not read for that; the answer is None.
+    """
     return None if _is_hub(source) else sum(1 for _ in _rows(source))
 
 
 def digest_prompts(prompts: Iterable[Prompt]) -> str:
-    """Identity of a list of prompts: their ids, suites and tokens, in order."""
+    """Return the identity of a list of prompts: a digest of their ids, suites and tokens, in order."""
     return digest_json([[p.id, p.suite, list(p.tokens)] for p in prompts])
 
 
 def locate(source: str) -> Path:
-    """The file behind an `embedded:` name or a path."""
+    """Return the file that an `embedded:` name or a path means."""
     if source.startswith(EMBEDDED):
         return embedded_file(f"prompts/{source.removeprefix(EMBEDDED)}.jsonl")
     file = Path(source).expanduser()
     if not file.is_file():
         what = "is a folder" if file.is_dir() else "does not exist"
         raise BadInputError(
-            f"the prompt source {source!r} {what}; expected embedded:code, embedded:docs, embedded:prose, a file, or a Hub id like org/name."
+            f"the prompt source {source!r} {what}; expected embedded:code, embedded:docs, embedded:prose, a file, or a "
+            "Hub id like org/name."
         )
     if file.suffix not in SUFFIXES:
         raise BadInputError(
-            f"the prompt source {source!r} is a {file.suffix or 'suffixless'} file; expected one of {', '.join(SUFFIXES)}."
+            f"the prompt source {source!r} is a {file.suffix or 'suffixless'} file; expected one of "
+            f"{', '.join(SUFFIXES)}."
         )
     return file
 
 
 def chat_messages(turns: Any, where: str) -> list[Message]:
-    """Messages with `role` and `content`, from either convention; entries without a value are dropped."""
+    """Return messages with `role` and `content`, from either convention; entries without a value are dropped."""
     if not isinstance(turns, list) or not all(isinstance(t, dict) for t in turns):
         raise BadInputError(f"{where}: expected a list of messages, found {str(turns)[:80]!r}.")
     return [_message(turn, where) for turn in turns]
@@ -156,10 +164,11 @@ def chat_messages(turns: Any, where: str) -> list[Message]:
 def render(
     tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], where: str, tools: Any = None, answer: bool = True
 ) -> str:
-    """The chat as text; with `answer`, up to the place where the assistant's next turn begins."""
+    """Return the chat as text; with `answer`, up to the place where the assistant's next turn begins."""
     if not getattr(tokenizer, "chat_template", None):
         raise BadInputError(
-            f"{where}: is a chat, but the target's tokenizer has no chat template; use raw text (`text`), or set tokenizer.chat_template."
+            f"{where}: is a chat, but the target's tokenizer has no chat template; use raw text (`text`), or set "
+            "tokenizer.chat_template."
         )
     try:
         return str(
@@ -167,7 +176,8 @@ def render(
         )
     except Exception as error:  # templates raise what they like: TemplateError, UndefinedError, TypeError
         raise BadInputError(
-            f"{where}: the target's chat template refuses this conversation: {error}. Its roles: {[m['role'] for m in messages]}."
+            f"{where}: the target's chat template refuses this conversation: {error}. Its roles: "
+            f"{[m['role'] for m in messages]}."
         ) from error
 
 
@@ -175,7 +185,7 @@ def render(
 
 
 class _Reader:
-    """Turns the rows of each source into prompts, and counts the rest."""
+    """A reader that turns the rows of each source into prompts, and counts the rest."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, max_tokens: int | None):
         self.tokenizer, self.max_tokens = tokenizer, max_tokens
@@ -183,7 +193,7 @@ class _Reader:
         self.ids: set[str] = set()
 
     def read(self, source: str) -> Iterator[Prompt]:
-        """The prompts of one source; it is an error if there are none."""
+        """Yield the prompts of one source; it is an error if there are none."""
         name, num_rows, num_prompts = _suite_name(source), 0, 0
         for number, row in enumerate(_rows(source), 1):
             num_rows = number
@@ -198,12 +208,14 @@ class _Reader:
         if not num_rows:
             return "it is empty."
         return (
-            f"none of its {num_rows} rows can be used. Left out so far, all sources together: {self.found.too_long} chats longer than "
-            f"{self.max_tokens} tokens (raise data.max_prompt_tokens), {self.found.unanswerable} rows with nothing to answer."
+            f"none of its {num_rows} rows can be used. Left out so far, all sources together: {self.found.too_long} "
+            "chats longer than "
+            f"{self.max_tokens} tokens (raise data.max_prompt_tokens), {self.found.unanswerable} rows with nothing to "
+            "answer."
         )
 
     def prompt(self, row: Row, number: int, name: str, where: str) -> Prompt | None:
-        """The prompt of one row; None (and a count) if it cannot be used."""
+        """Return the prompt of one row; None (and a count) if it cannot be used."""
         text, messages = self._content(row, where)
         tokens = self._tokens(text, raw=messages is None)
         if not tokens:
@@ -221,7 +233,7 @@ class _Reader:
         )
 
     def _content(self, row: Row, where: str) -> tuple[str, list[Message] | None]:
-        """Text to continue, and the messages it was rendered from (None for raw text). No text: nothing to answer."""
+        """Return the text to continue and its messages (None for raw text). Without text there is nothing to answer."""
         kind, value = _field(row, where)
         if kind == "raw" or (kind == "question" and not getattr(self.tokenizer, "chat_template", None)):
             return value, None
@@ -235,12 +247,12 @@ class _Reader:
         return list(self.tokenizer(text, add_special_tokens=raw)["input_ids"]) if text else []
 
     def _cut(self, tokens: list[int], length: int) -> list[int]:
-        """The last `length` tokens; a BOS in front stays in front."""
+        """Return the last `length` tokens; a BOS in front stays in front."""
         first = tokens[:1] if tokens[0] == self.tokenizer.bos_token_id and length > 1 else []
         return first + tokens[len(tokens) - length + len(first) :]
 
     def _id(self, row: Row, number: int, suite: str) -> str:
-        """The row's own id under its suite's name, or its number; a repeated one gets a number behind it."""
+        """Return the row's own id under its suite's name, or its number; a repeated one gets a number after it."""
         given = next((row[k] for k in ("id", "question_id", "task_id") if row.get(k) is not None), number)
         name = str(given) if str(given).startswith(f"{suite}/") else f"{suite}/{given}"
         unique, count = name, 1
@@ -252,7 +264,7 @@ class _Reader:
 
 
 def _field(row: Row, where: str) -> tuple[str, Any]:
-    """What a row asks, as (raw | question | chat, value)."""
+    """Return what a row asks, as (raw | question | chat, value)."""
     for key in ("messages", "conversations", "conversation"):
         if row.get(key) is not None:
             return "chat", row[key]
@@ -268,7 +280,8 @@ def _field(row: Row, where: str) -> tuple[str, Any]:
         if value is not None:
             return kind, str(value)
     raise BadInputError(
-        f"{where}: expected one of text, prompt, question, messages, conversations, turns; found {', '.join(map(str, row)) or 'no keys'}."
+        f"{where}: expected one of text, prompt, question, messages, conversations, turns; found "
+        f"{', '.join(map(str, row)) or 'no keys'}."
     )
 
 
@@ -283,7 +296,7 @@ def _message(turn: Message, where: str) -> Message:
 
 
 def _asked(messages: list[Message]) -> list[Message]:
-    """The conversation up to its last turn that is not the assistant's; [] if nobody asks anything."""
+    """Return the conversation up to its last turn that is not the assistant's; [] if nobody asks anything."""
     while messages and messages[-1]["role"] == "assistant":
         messages = messages[:-1]
     return messages if any(m["role"] != "system" for m in messages) else []
@@ -293,7 +306,7 @@ def _asked(messages: list[Message]) -> list[Message]:
 
 
 def _in_turn(streams: Sequence[Iterator[Prompt]]) -> Iterator[Prompt]:
-    """One from each stream, again and again, until all have ended."""
+    """Yield one from each stream, again and again, until all have ended."""
     alive = list(streams)
     while alive:
         for stream in list(alive):
@@ -311,7 +324,7 @@ def _is_hub(source: str) -> bool:
 
 
 def _suite_name(source: str) -> str:
-    """What the prompts of a source are called: the file's name, or its folder's if the file's says nothing."""
+    """Return the name of a source's prompts: the file's, or its folder's if the file's says nothing."""
     if source.startswith(EMBEDDED):
         return source.removeprefix(EMBEDDED)
     if _is_hub(source):
@@ -371,9 +384,6 @@ def _lines(file: Path) -> Iterator[str]:
 
 
 def _parquet_rows(file: Path) -> Iterator[Row]:
-    import pyarrow
-    import pyarrow.parquet
-
     try:
         for batch in pyarrow.parquet.ParquetFile(file).iter_batches():
             yield from batch.to_pylist()
@@ -382,9 +392,7 @@ def _parquet_rows(file: Path) -> Iterator[Row]:
 
 
 def _hub_rows(source: str) -> Iterator[Row]:
-    """Rows of a Hub data set, streamed: a limit then costs no more than it reads."""
-    from datasets import load_dataset
-
+    """Yield the rows of a Hub data set, streamed: a limit then costs no more than it reads."""
     name, _, split = source.partition(":")
     organisation, _, rest = name.partition("/")
     repository, _, config = rest.partition("/")
@@ -394,6 +402,7 @@ def _hub_rows(source: str) -> Iterator[Row]:
     except Exception as error:  # the library raises many kinds; all mean that the rows cannot be had
         what = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise BadInputError(
-            f"the prompt source {source!r} is no file here, and the Hub gives no data set for it: {what} Expected org/name[/config][:split]."
+            f"the prompt source {source!r} is no file here, and the Hub gives no data set for it: {what} Expected "
+            "org/name[/config][:split]."
         ) from error
     yield from rows

@@ -1,7 +1,8 @@
 """The target's own responses: what a drafter learns to predict.
 
-A run is identified by what decides its text (target, prompts, sampling, length), not by how it was batched. Each finished
-batch becomes one file in `<folder>.partial/`, so that an interrupted run continues; the finished data set appears at once.
+A run is identified by what decides its text (target, prompts, sampling, length), not by how it was batched. Each
+finished batch becomes one file in `<folder>.partial/`, so that an interrupted run continues; the finished data set
+appears at once.
 """
 
 from __future__ import annotations
@@ -17,7 +18,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from datasets import Dataset, Features, List, Value, load_from_disk
+from datasets.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+from rich.console import Console
 
 from ..decode import Decoder, Plan, Sampling
 from ..ground import BadInputError, IncompatibleError
@@ -25,12 +31,7 @@ from ..ground.files import disk_full_explained, read_json, write_atomically
 from ..ground.progress import progress
 from ..recipes import DataSpec, Recipe
 from ..targets import Fingerprint, Target
-from ..targets.products import fast_products
 from .prompts import Collection, Prompt, check_sources, collect, digest_prompts
-
-if TYPE_CHECKING:
-    from datasets import Dataset
-    from rich.console import Console
 
 PROVENANCE = "provenance.json"
 SCHEMA_VERSION = 1
@@ -40,7 +41,7 @@ _log = logging.getLogger(__name__)
 
 
 def distill(recipe: Recipe, target: Target | None = None, console: Console | None = None) -> Path:
-    """Let the target answer the recipe's prompts; returns the folder of the data set, `<output>/data`.
+    """Let the target answer the recipe's prompts, and return the folder of the data set, `<output>/data`.
 
     A finished folder of the same target, prompts and sampling is used as it is; an unfinished one is continued.
 
@@ -49,8 +50,8 @@ def distill(recipe: Recipe, target: Target | None = None, console: Console | Non
         console: shows progress if it is a terminal.
 
     Raises:
-        BadInputError: no prompts (names the source), prompts that leave no room for a response, a folder made with other
-            settings (names them), a full disk.
+        BadInputError: no prompts (names the source), prompts that leave no room for a response, a folder made with
+            other settings (names them), a full disk.
         IncompatibleError: `data.responses` were tokenized differently.
     """
     spec = recipe.data
@@ -61,7 +62,7 @@ def distill(recipe: Recipe, target: Target | None = None, console: Console | Non
     if spec.responses is not None:
         return _given(data_folder(recipe), target)
     found = collect(spec.prompts, target.require_tokenizer(), spec.limit, spec.max_prompt_tokens)
-    run = _Run(data_folder(recipe), spec, target, found)
+    run = _Answering(data_folder(recipe), spec, target, found)
     if run.finished():
         return run.folder
     with disk_full_explained(run.folder, f"The responses finished so far are kept in {run.partial}."):
@@ -71,16 +72,14 @@ def distill(recipe: Recipe, target: Target | None = None, console: Console | Non
 
 
 def data_folder(recipe: Recipe) -> Path:
-    """Where the recipe's responses are, or will be."""
+    """Return the folder where the recipe's responses are, or will be."""
     return (
         Path(recipe.data.responses).expanduser() if recipe.data.responses is not None else recipe.output_folder / "data"
     )
 
 
 def load_responses(folder: str | Path) -> Dataset:
-    """The data set in `folder`: columns id, suite, input_ids (prompt and response), loss_mask (1 on response tokens)."""
-    from datasets import load_from_disk
-
+    """Return the data set in `folder`: id, suite, input_ids (prompt and response), loss_mask (1 on response tokens)."""
     provenance(folder)
     try:
         dataset = load_from_disk(str(folder))
@@ -97,14 +96,15 @@ def load_responses(folder: str | Path) -> Dataset:
 
 
 def provenance(folder: str | Path) -> dict[str, Any]:
-    """Where a data folder came from: target fingerprint, prompts, sampling, versions, counts."""
+    """Return where a data folder came from: target fingerprint, prompts, sampling, versions, counts."""
     file = Path(folder) / PROVENANCE
     if not file.is_file():
         raise BadInputError(f"{folder}: is no data folder made by distill ({PROVENANCE} is missing).")
     saved = read_json(file)
     if saved.get("schema_version") != SCHEMA_VERSION:
         raise BadInputError(
-            f"{file}: has schema version {saved.get('schema_version')}, this Outrider reads {SCHEMA_VERSION}; distill into another `output`."
+            f"{file}: has schema version {saved.get('schema_version')}, this Outrider reads {SCHEMA_VERSION}; distill "
+            "into another `output`."
         )
     return saved
 
@@ -124,7 +124,7 @@ class Identity:
         return {"target": self.target.to_dict(), "prompts": self.prompts, "sampling": self.sampling}
 
     def differences(self, saved: dict[str, Any]) -> list[str]:
-        """What was other when `saved` (from `to_dict`) was written."""
+        """Return what was other when `saved` (from `to_dict`) was written."""
         changed = [f"target ({', '.join(Fingerprint.from_dict(saved['target']).differences(self.target))})"]
         lines = changed if saved["target"]["digest"] != self.target.digest else []
         lines += ["prompts (other sources, limit, or contents)"] if saved["prompts"] != self.prompts else []
@@ -132,7 +132,7 @@ class Identity:
         return lines + [f"{k} (was {then.get(k)}, is {v})" for k, v in self.sampling.items() if then.get(k) != v]
 
 
-class _Run:
+class _Answering:
     """One data set in the making."""
 
     def __init__(self, folder: Path, spec: DataSpec, target: Target, found: Collection):
@@ -143,7 +143,7 @@ class _Run:
         self.identity = Identity(target.fingerprint(), digest_prompts(self.prompts), sampling)
 
     def finished(self) -> bool:
-        """Whether the data set exists. One that was made differently is never overwritten."""
+        """Tell whether the data set exists. One that was made differently is never overwritten."""
         if not self.folder.exists():
             return False
         self._require_same(self.folder, provenance(self.folder))
@@ -153,7 +153,8 @@ class _Run:
         lines = self.identity.differences(saved)
         if lines:
             raise BadInputError(
-                f"{folder} was made with other settings: {'; '.join(lines)}. Choose another `output`, or delete that folder."
+                f"{folder} was made with other settings: {'; '.join(lines)}. Choose another `output`, or delete that "
+                "folder."
             )
 
     # ------------------------------------------------------------ answering
@@ -177,34 +178,33 @@ class _Run:
                 advance(len(batch), f"{tokens / (time.perf_counter() - started):,.0f} tokens/s")
 
     def _generate(self, decoder: Decoder, batch: list[int]) -> list[list[int]]:
-        """Responses to the prompts with these indices. Each draws by its index, so that batching changes no text."""
-        import torch
-
+        """Return responses to the prompts with these indices; each draws by its index, whatever the batch."""
         sampling = Sampling(**self.spec.sampling.model_dump())
         try:
-            with fast_products(self.target.device):
-                out = decoder.generate(
-                    [self.prompts[i].tokens for i in batch],
-                    self.spec.max_new_tokens,
-                    sampling,
-                    Plan(depth=0),
-                    sequence_ids=batch,
-                )
+            out = decoder.generate(
+                [self.prompts[i].tokens for i in batch],
+                self.spec.max_new_tokens,
+                sampling,
+                Plan(depth=0),
+                sequence_ids=batch,
+            )
         except torch.OutOfMemoryError as error:
             raise BadInputError(
-                f"the device has too little memory for data.batch_size={self.spec.batch_size}. Finished responses are kept; run again with a smaller one."
+                f"the device has too little memory for data.batch_size={self.spec.batch_size}. Finished responses are "
+                "kept; run again with a smaller one."
             ) from error
         return out.tokens
 
     def _longest_first(self) -> list[int]:
-        """Equal lengths side by side; the batch that needs most memory fails first, if any does."""
+        """Return the prompts by length: equal ones side by side, and the batch that needs most memory first."""
         return sorted(range(len(self.prompts)), key=lambda i: (-len(self.prompts[i].tokens), i))
 
     def _check_room(self) -> None:
         limit, longest = self.target.max_context, max(len(p.tokens) for p in self.prompts)
         if limit is not None and longest + self.spec.max_new_tokens > limit:
             raise BadInputError(
-                f"the longest prompt has {longest} tokens; with data.max_new_tokens={self.spec.max_new_tokens} it exceeds the target's context of {limit}. "
+                f"the longest prompt has {longest} tokens; with data.max_new_tokens={self.spec.max_new_tokens} it "
+                f"exceeds the target's context of {limit}. "
                 "Lower data.max_prompt_tokens or data.max_new_tokens."
             )
 
@@ -221,7 +221,7 @@ class _Run:
         return sorted(f for f in self.partial.glob("*.jsonl") if f.stem.isdigit())
 
     def _answered(self) -> dict[int, list[int]]:
-        """Responses by prompt index, from the finished batches. A damaged file only costs its batch."""
+        """Return responses by prompt index, from the finished batches. A damaged file only costs its batch."""
         answered: dict[int, list[int]] = {}
         for file in self._shards():
             try:
@@ -239,7 +239,8 @@ class _Run:
         kept = [i for i in range(len(self.prompts)) if any(t not in ending for t in answered[i])]
         if not kept:
             raise BadInputError(
-                f"all {len(self.prompts)} responses are empty: the target ends at once. First prompt: {self.prompts[0].text[:200]!r}. Check its chat template."
+                f"all {len(self.prompts)} responses are empty: the target ends at once. First prompt: "
+                f"{self.prompts[0].text[:200]!r}. Check its chat template."
             )
         building = self.folder.with_name(f".{self.folder.name}.{os.getpid()}.tmp")
         shutil.rmtree(building, ignore_errors=True)
@@ -253,8 +254,6 @@ class _Run:
         shutil.rmtree(self.partial)
 
     def _dataset(self, kept: list[int], answered: dict[int, list[int]]) -> Dataset:
-        from datasets import Dataset, Features, List, Value
-
         rows = [(self.prompts[i], answered[i]) for i in kept]
         columns = {
             "id": [p.id for p, _ in rows],
@@ -286,12 +285,13 @@ class _Run:
 
 
 def _given(folder: Path, target: Target) -> Path:
-    """Check a data folder that the recipe names. Another target's responses are allowed, if its tokens mean the same."""
+    """Return a folder that the recipe names, checked: responses of another target with the same tokens are allowed."""
     saved = provenance(folder)["target"]
     differences = Fingerprint.from_dict(saved).differences(target.fingerprint())
     if "tokenizer" in differences:
         raise IncompatibleError(
-            f"the responses in {folder} were written with another tokenizer than this target's; distill new ones (leave out data.responses)."
+            f"the responses in {folder} were written with another tokenizer than this target's; distill new ones "
+            "(leave out data.responses)."
         )
     if differences:
         _log.warning(
@@ -304,9 +304,7 @@ def _given(folder: Path, target: Target) -> Path:
 
 @contextmanager
 def _quiet_datasets() -> Iterator[None]:
-    """Without the library's own progress bars, which would run through ours."""
-    from datasets.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
-
+    """Turn off the library's own progress bars inside, which would run through ours."""
     was_quiet = are_progress_bars_disabled()
     disable_progress_bars()
     try:

@@ -1,32 +1,12 @@
-"""What was achieved: suites, measurement, statistics, reports, the gate, and the tuner. Importing it loads neither torch nor transformers."""
+"""What was achieved: suites, measurement, statistics, reports, the gate, and the tuner.
 
-from .figures import ALL, Figures, Record
-from .gate import GateResult, gate
-from .measure import Contestant, contestants, measure, plan_of
-from .report import Report
-from .statistics import Bootstrap, Interval, Ratio
-from .suites import PACKAGED, Suite, load_suites, make_suite
-from .tuner import tune
-from .tuning import Tuning
+What a saved report needs stands in `reports`, and importing this package loads no more: neither torch nor scipy. What
+measures is imported from its module: `measure` (whole measurements), `batches` (speedup by batch size), `costs` (what a
+round costs), `acceptance`, `pruning`, and `tuner`; `suites` holds the prompts.
+"""
 
-__all__ = [
-    "ALL",
-    "PACKAGED",
-    "Bootstrap",
-    "Contestant",
-    "Figures",
-    "GateResult",
-    "Interval",
-    "Ratio",
-    "Record",
-    "Report",
-    "Suite",
-    "Tuning",
-    "contestants",
-    "gate",
-    "load_suites",
-    "make_suite",
-    "measure",
-    "plan_of",
-    "tune",
-]
+from .reports.figures import ALL, Figures, Record
+from .reports.intervals import Interval, Ratio
+from .reports.report import Report
+
+__all__ = ["ALL", "Figures", "Interval", "Ratio", "Record", "Report"]

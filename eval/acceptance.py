@@ -6,15 +6,17 @@ Shapes: D levels of a tree, W children of a node.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
 
-from .measure import Job
+from torch import nn
 
-if TYPE_CHECKING:
-    from ..decode import Decoder, Sampling, Tree
-    from ..heads import Drafter
-    from ..targets import Target
+from ..decode import Decoder, Plan, Sampling, Tree, depth_counts
+from ..decode.rules import Verdict
+from ..decode.run import Request
+from ..ground import BadInputError
+from ..heads import Drafter
+from ..targets import Target
+from .race import Job
 
 DEEPEST = 8
 PROBE_DEPTH, PROBE_WIDTH = 6, 6  # of the tree that shows how often which child is accepted
@@ -26,9 +28,11 @@ class Acceptance:
     """How often drafts are accepted on the prompts; it depends neither on the batch size nor on the machine.
 
     Attributes:
-        rates: alpha at depth 1, 2, …, of the rounds that drafted so deep and accepted what came before; 0 where there were none.
+        rates: alpha at depth 1, 2, …, of the rounds that drafted so deep and accepted what came before; 0 where there
+            were none.
         kept: share of all rounds that accepted at least 1, 2, … drafts, with those that had nothing to draft.
-        ranks: `[D][W]`, how often the path goes on through the child of each rank, of the rounds that came to its parent; () without trees.
+        ranks: `[D][W]`, how often the path goes on through the child of each rank, of the rounds that came to its
+            parent; () without trees.
         tokens: new tokens of a mean answer.
     """
 
@@ -38,12 +42,12 @@ class Acceptance:
     tokens: float
 
     def chain(self, depth: int) -> float:
-        """Predicted tokens per round of a chain."""
+        """Return the predicted tokens per round of a chain."""
         return 1 + sum(self.kept[:depth])
 
 
 def deepest(drafter: Drafter) -> int:
-    """Of the chains that are tried."""
+    """Return the depth of the deepest chain that is tried."""
     return min(DEEPEST, drafter.max_depth or DEEPEST)
 
 
@@ -55,9 +59,6 @@ def measure_acceptance(
     Raises:
         BadInputError: every answer ends with its first token.
     """
-    from ..decode import Decoder, Plan, depth_counts
-    from ..ground.errors import BadInputError
-
     decoder, depth, rounds, tokens = Decoder(target, drafter), deepest(drafter), [], 0
     for some in _pieces(jobs):
         out = decoder.generate(
@@ -71,7 +72,8 @@ def measure_acceptance(
         tokens += sum(map(len, out.tokens))
     if not rounds:
         raise BadInputError(
-            "every answer ended with its first token, so nothing was drafted and there is nothing to tune; take other prompts."
+            "every answer ended with its first token, so nothing was drafted and there is nothing to tune; "
+            "take other prompts."
         )
     counts = [*depth_counts(rounds), *[(0, 0)] * depth][:depth]
     ranks = rank_rates(target, drafter, jobs, max_new_tokens, sampling) if trees else ()
@@ -91,13 +93,12 @@ def _pieces(jobs: Sequence[Job]) -> list[list[Job]]:
 def rank_rates(
     target: Target, drafter: Drafter, jobs: Sequence[Job], max_new_tokens: int, sampling: Sampling
 ) -> tuple[tuple[float, ...], ...]:
-    """How often a kept path goes on through the child of each rank, by depth, `[D][W]`, from rounds under one wide tree.
+    """Return how often a kept path goes on through the child of each rank, by depth, `[D][W]`.
 
-    In that tree the nodes of the all-first path have W children each. Rates behind other nodes are taken to be the same, as
-    Sequoia does (arXiv 2402.12374, §4.1); really they are a little lower, so large trees are predicted a few percent too well.
+    Seen in rounds under one wide tree, in which the nodes of the all-first path have W children each. Rates under other
+    nodes are taken to be the same, as Sequoia does (arXiv 2402.12374, §4.1); really they are a little lower, so large
+    trees are predicted a few percent too well.
     """
-    from ..decode import Decoder
-
     vocabulary = target.vocab_size if drafter.output_ids is None else len(drafter.output_ids)
     tree = wide_tree(min(PROBE_DEPTH, deepest(drafter)), min(PROBE_WIDTH, vocabulary))
     decoder = Decoder(target, drafter, static=False)  # each round is looked at from the host
@@ -106,14 +107,18 @@ def rank_rates(
 
 
 def wide_tree(depth: int, width: int) -> Tree:
-    """A path of `depth` nodes; the root and each of them but the last have `width` children, of which the first goes on."""
-    from ..decode import Tree
+    """Return a path of `depth` nodes; the root and each of them but the last have `width` children.
 
+    The first child of each is the next node of the path.
+    """
     return Tree(tuple(-1 if level == 0 else (level - 1) * width for level in range(depth) for _ in range(width)))
 
 
 def _share_by_rank(tree: Tree, ends: Sequence[int], depth: int) -> tuple[float, ...]:
-    """Of the paths that came to the node at `depth` of the all-first path (0: the root), the share that went on to each of its children."""
+    """Return the share that went on to each child of a node, of the paths that came to it.
+
+    The node is the one at `depth` of the all-first path; 0 is the root.
+    """
     came = [path for path in (_path(tree, end) for end in ends) if path[:depth] == [0] * depth]
     width = len(tree.children[-1])
     return tuple(
@@ -123,7 +128,7 @@ def _share_by_rank(tree: Tree, ends: Sequence[int], depth: int) -> tuple[float, 
 
 
 def _path(tree: Tree, node: int) -> list[int]:
-    """Ranks on the way from the root to `node` (−1: the root)."""
+    """Return the ranks on the way from the root to `node` (−1: the root)."""
     ranks: list[int] = []
     while node >= 0:
         ranks.append(tree.ranks[node])
@@ -132,22 +137,20 @@ def _path(tree: Tree, node: int) -> list[int]:
 
 
 def _kept_ends(decoder: Decoder, jobs: Sequence[Job], max_new_tokens: int, sampling: Sampling, tree: Tree) -> list[int]:
-    """The node at which each round's kept path ended (−1: the root). Rounds say how deep a path went, not along which children."""
-    from torch import nn
+    """Return the node at which each round's kept path ended (−1: the root).
 
-    from ..decode import Plan
-    from ..decode.engine import Run
-
+    Rounds say how deep a path went, not along which children.
+    """
     ends: list[int] = []
 
-    class Watched(Run):
-        def _verify(self, *arguments: Any) -> Any:
-            accepted, path, following = super()._verify(*arguments)
-            if path is not None:
-                ends.extend(nn.functional.pad(path, (1, 0), value=-1).gather(1, accepted[:, None])[:, 0].tolist())
-            return accepted, path, following
+    def watch(verdict: Verdict) -> None:
+        if verdict.path is not None:
+            end = nn.functional.pad(verdict.path, (1, 0), value=-1).gather(1, verdict.accepted[:, None])
+            ends.extend(end[:, 0].tolist())
 
     prompts, ids = [j.prompt.tokens for j in jobs], [j.sequence for j in jobs]
-    for _ in Watched(decoder, prompts, max_new_tokens, sampling, Plan(tree=tree), None, False, ids, True).steps():
+    run = decoder.run(Request(prompts, max_new_tokens, sampling, Plan(tree=tree), sequence_ids=ids))
+    run.setup = replace(run.setup, watch=watch)
+    for _ in run.steps():
         pass
     return ends

@@ -10,20 +10,21 @@ import random
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from ..decode import Decoder, Plan, Round, Sampling
+from ..ground import BadInputError
 from ..ground.machine import clock
-from .measure import Contestant, Job, race
-from .statistics import Bootstrap, Interval, Ratio
-
-if TYPE_CHECKING:
-    from ..decode import Decoder, Plan, Round
-    from ..recipes import EvalSpec
-    from ..targets import Target
+from ..recipes import EvalSpec
+from ..targets import Target
+from .measure import Contestant
+from .race import Job, race
+from .reports.intervals import Interval, Ratio
+from .reports.statistics import Bootstrap
 
 
 @dataclass(frozen=True)
-class Completion:
+class BatchAnswer:
     """One batch, completed: tokens and rounds of each prompt, and seconds of the prefill and in all."""
 
     tokens: list[list[int]]
@@ -35,6 +36,21 @@ class Completion:
     def passes(self) -> int:
         """Rounds of the longest sequence: passes of the whole batch."""
         return max(map(len, self.rounds))
+
+    @property
+    def num_tokens(self) -> int:
+        """New tokens of all sequences."""
+        return sum(map(len, self.tokens))
+
+    @property
+    def num_rounds(self) -> int:
+        """Rounds of all sequences."""
+        return sum(map(len, self.rounds))
+
+    @property
+    def num_accepted(self) -> int:
+        """Accepted drafts of all sequences."""
+        return sum(r.accepted for rounds in self.rounds for r in rounds)
 
 
 @dataclass(frozen=True)
@@ -60,7 +76,7 @@ class Point:
     identical: int
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON holds it; an interval that does not exist is null."""
+        """Return the figures as JSON holds them; an interval that does not exist is null."""
         intervals = {name: _interval(getattr(self, name)) for name in ("tokens_per_second", "speedup", "tau")}
         return asdict(self) | intervals
 
@@ -98,9 +114,6 @@ def measure_batches(
     Raises:
         BadInputError: a size below 1 or above the number of prompts, or no baseline.
     """
-    from ..decode import Decoder
-    from ..ground import BadInputError
-
     plain = next((c.name for c in contestants if c.drafter is None), None)
     if plain is None:
         raise BadInputError(
@@ -108,12 +121,12 @@ def measure_batches(
         )
     groups = [(size, group) for size in dict.fromkeys(sizes) for group in make_groups(jobs, size, least, settings.seed)]
     random.Random(settings.seed).shuffle(groups)
-    runners = [BatchRunner(c.name, Decoder(target, c.drafter), c.plan, settings) for c in contestants]
+    racers = [BatchRacer(c.name, Decoder(target, c.drafter), c.plan, settings) for c in contestants]
     largest = max((group for _, group in groups), key=len)
-    for runner in runners:
-        runner(largest, 0.0)  # first calls are slow
-    runs = race(runners, [group for _, group in groups], 0.0, settings.repeats, tick)
-    done = {name: [_median(repeats) for repeats in per_group] for name, per_group in runs.items()}
+    for racer in racers:
+        racer(largest, 0.0)  # first calls are slow
+    answers = race(racers, [group for _, group in groups], 0.0, settings.repeats, tick)
+    done = {name: [median_repeat(repeats) for repeats in per_group] for name, per_group in answers.items()}
     return [
         _point(name, plain, size, done, [i for i, (own, _) in enumerate(groups) if own == size])
         for size in dict.fromkeys(sizes)
@@ -122,12 +135,10 @@ def measure_batches(
 
 
 def make_groups(jobs: Sequence[Job], size: int, least: int, seed: int = 0) -> list[list[Job]]:
-    """Batches of `size` prompts, drawn at random: all prompts once, or as often again as gives `least` batches.
+    """Return batches of `size` prompts, drawn at random: all prompts once, or as often as gives `least` batches.
 
     Within one pass over the prompts no two batches share one; those that a pass leaves over are not run.
     """
-    from ..ground import BadInputError
-
     if not 1 <= size <= len(jobs):
         raise BadInputError(f"batches: a size must be between 1 and the number of prompts, {len(jobs)}; got {size}.")
     if least < 1:
@@ -141,63 +152,61 @@ def make_groups(jobs: Sequence[Job], size: int, least: int, seed: int = 0) -> li
     return groups[:wanted]
 
 
-class BatchRunner:
-    """Completes batches under one plan."""
+class BatchRacer:
+    """A racer that completes batches under one plan."""
 
     def __init__(self, name: str, decoder: Decoder, plan: Plan, settings: EvalSpec):
         self.name, self.decoder, self.plan, self.settings = name, decoder, plan, settings
 
-    def __call__(self, job: Sequence[Job], temperature: float) -> Completion:
-        from ..decode import Sampling
-
+    def __call__(self, job: Sequence[Job], temperature: float) -> BatchAnswer:
         prompts, ids = [j.prompt.tokens for j in job], [j.sequence for j in job]
         sampling = Sampling(temperature=temperature, seed=self.settings.seed)
         began = clock(self.decoder.target.device)
         out = self.decoder.generate(prompts, self.settings.max_new_tokens, sampling, self.plan, sequence_ids=ids)
         seconds = clock(self.decoder.target.device) - began
-        return Completion(out.tokens, out.rounds, out.stats.seconds.prefill, seconds)
+        return BatchAnswer(out.tokens, out.rounds, out.stats.seconds.prefill, seconds)
 
 
-def _median(repeats: Sequence[Completion]) -> Completion:
-    """What happened is the same in every repeat; the time is that of the median one (the faster of two in the middle)."""
+def median_repeat(repeats: Sequence[BatchAnswer]) -> BatchAnswer:
+    """Return what happened, which is the same in every repeat, in the time of the median one.
+
+    Of an even number of repeats it is the faster of the two in the middle.
+    """
     return replace(repeats[0], seconds=statistics.median_low([r.seconds for r in repeats]))
 
 
-def _point(name: str, plain: str, size: int, done: dict[str, list[Completion]], groups: Sequence[int]) -> Point:
-    """Figures over the batches at the indices `groups`."""
+def _point(name: str, plain: str, size: int, done: dict[str, list[BatchAnswer]], groups: Sequence[int]) -> Point:
+    """Return the figures over the batches at the indices `groups`."""
     own, base = [done[name][i] for i in groups], [done[plain][i] for i in groups]
     bootstrap = Bootstrap([len(groups)])
-    accepted = Ratio(
-        [sum(r.accepted for rounds in c.rounds for r in rounds) for c in own],
-        [sum(map(len, c.rounds)) for c in own],
-        offset=1.0,
-    )
+    tau = Ratio([c.num_accepted for c in own], [c.num_rounds for c in own], offset=1.0)
     return Point(
         contestant=name,
         size=size,
         groups=len(groups),
         sequences=sum(len(c.tokens) for c in own),
-        tokens=sum(len(tokens) for c in own for tokens in c.tokens),
-        tokens_per_second=bootstrap.ratio(_speed(own)),
-        speedup=bootstrap.quotient(_speed(own), _speed(base)),
-        tau=None if name == plain else bootstrap.ratio(accepted),
+        tokens=sum(c.num_tokens for c in own),
+        tokens_per_second=bootstrap.ratio(batch_speed(own)),
+        speedup=bootstrap.quotient(batch_speed(own), batch_speed(base)),
+        tau=None if name == plain else bootstrap.ratio(tau),
         rows=_mean_rows(own),
         identical=sum(a == b for c, p in zip(own, base, strict=True) for a, b in zip(c.tokens, p.tokens, strict=True)),
     )
 
 
-def _speed(done: Sequence[Completion]) -> Ratio:
-    return Ratio([sum(map(len, c.tokens)) for c in done], [c.seconds for c in done])
+def batch_speed(done: Sequence[BatchAnswer]) -> Ratio:
+    """Return tokens per second over batches."""
+    return Ratio([c.num_tokens for c in done], [c.seconds for c in done])
 
 
-def _mean_rows(done: Sequence[Completion]) -> float:
-    """Rows per pass: rounds of all sequences over the rounds of each batch's longest one."""
+def _mean_rows(done: Sequence[BatchAnswer]) -> float:
+    """Return the rows per pass: rounds of all sequences over the rounds of each batch's longest one."""
     passes = sum(c.passes for c in done)
-    return round(sum(len(rounds) for c in done for rounds in c.rounds) / passes, 2) if passes else 0.0
+    return round(sum(c.num_rounds for c in done) / passes, 2) if passes else 0.0
 
 
-def lines(points: Sequence[Point]) -> dict[str, list[tuple[int, Interval]]]:
-    """Speedups by contestant, as `plots.speedup_by_batch` draws them; the plain target is not among them."""
+def speedup_lines(points: Sequence[Point]) -> dict[str, list[tuple[int, Interval]]]:
+    """Return speedups by contestant, as `plots.speedup_by_batch` draws them; the plain target is not among them."""
     found: dict[str, list[tuple[int, Interval]]] = {}
     for point in sorted(points, key=lambda p: p.size):
         if point.tau is not None:

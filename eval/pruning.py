@@ -1,8 +1,9 @@
-"""What a pruned draft vocabulary costs in acceptance, whatever the drafter: measured with the target's own distribution.
+"""What a pruned draft vocabulary costs in acceptance, whatever the drafter: measured with the target's distribution.
 
-A drafter whose outputs are a set K proposes nothing outside it. With p the target's distribution, Σ min(p, q) <= p(K) for every q on K, and
-q = p / p(K) reaches it: so 1 − p(K), the mass outside, is the acceptance that pruning takes from a perfect drafter at temperature 1. At temperature 0
-it is the share of positions whose most probable token lies outside.
+A drafter whose outputs are a set K proposes nothing outside it. With p the target's distribution, Σ min(p, q) <= p(K)
+for every q on K, and q = p / p(K) reaches it: so 1 − p(K), the mass outside, is the acceptance that pruning takes from
+a perfect drafter at temperature 1. At temperature 0 it is the share of positions whose most probable token lies
+outside.
 
 Shapes: B rows, T tokens, V vocabulary, P positions, S sizes, N rows in all.
 """
@@ -10,67 +11,19 @@ Shapes: B rows, T tokens, V vocabulary, P positions, S sizes, N rows in all.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
+from torch import Tensor
 
-from .figures import Model
-from .statistics import Bootstrap, Floats, Interval, Ratio
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from ..targets import Target
-
-
-class SizeFigures(Model):
-    """A pruned vocabulary.
-
-    Attributes:
-        digest: of its token ids.
-        counted: share of the counted tokens that it holds. covered: the same of the tokens of the measured positions.
-        lost: acceptance lost to pruning at temperature 1, the target's mean probability outside of it.
-        alpha_max: 1 − lost, what a perfect drafter's acceptance is at most.
-        lost_greedy: share of positions whose most probable token is outside of it.
-    """
-
-    size: int
-    digest: str
-    counted: float
-    covered: Interval
-    lost: Interval
-    alpha_max: Interval
-    lost_greedy: Interval
-
-
-class VocabularyReport(Model):
-    """Sizes of a draft vocabulary and what each costs.
-
-    Attributes:
-        counts_digest: SHA-256 of the counts that decide all of them. num_counted: tokens counted. num_distinct: different ones among them.
-        measured_on: whether the positions are of held-out responses or of those that were counted.
-        chosen: the size of the recipe's drafter, if it prunes; token_ids: that vocabulary.
-    """
-
-    schema_version: int = 1
-    recipe: str
-    target: str
-    vocab_size: int
-    counts_digest: str
-    num_counted: int
-    num_distinct: int
-    measured_on: str
-    num_sequences: int
-    num_positions: int
-    sizes: list[SizeFigures]
-    chosen: int | None = None
-    token_ids: list[int] | None = None
+from ..targets import Target
+from .reports.statistics import Floats
 
 
 def measure_pruning(
     target: Target, batches: Iterable[tuple[Tensor, Tensor]], ranks: Tensor, sizes: Sequence[int], chunk: int = 256
 ) -> tuple[Floats, Floats]:
-    """Sums over the supervised positions of each row.
+    """Return sums over the supervised positions of each row.
 
     Args:
         batches: tokens `[B, T]`, padded on the right, and which of them count `[B, T]` bool.
@@ -78,13 +31,13 @@ def measure_pruning(
         chunk: positions whose logits exist at a time.
 
     Returns:
-        `[3, S, N]`: tokens inside, probability outside, most probable tokens outside; and the number of positions `[N]`.
+        `[3, S, N]`: tokens inside, probability outside, most probable tokens outside; and the number of positions
+        `[N]`.
     """
     found, counts = [], []
+    device = target.device
     for tokens, supervised in batches:
-        sums, count = _sums(
-            target, tokens.to(target.device), supervised.to(target.device), ranks.to(target.device), sizes, chunk
-        )
+        sums, count = _sums(target, tokens.to(device), supervised.to(device), ranks.to(device), sizes, chunk)
         found.append(sums)
         counts.append(count)
     return np.concatenate(found, -1), np.concatenate(counts)
@@ -93,8 +46,6 @@ def measure_pruning(
 def _sums(
     target: Target, tokens: Tensor, supervised: Tensor, ranks: Tensor, sizes: Sequence[int], chunk: int
 ) -> tuple[Floats, Floats]:
-    import torch
-
     wanted = supervised[:, 1:]
     rows = wanted.nonzero()[:, 0]
     with torch.no_grad():
@@ -108,34 +59,16 @@ def _sums(
 
 
 def _positions(logits: Tensor, following: Tensor, ranks: Tensor, sizes: Sequence[int]) -> Tensor:
-    """The three figures of each position, `[3, S, P]`, from logits `[P, V]` and the tokens that followed `[P]`."""
-    import torch
+    """Return the three figures of each position, `[3, S, P]`.
 
+    Args:
+        logits: `[P, V]`. following: the tokens that followed, `[P]`.
+    """
     limits = torch.tensor(sizes, device=logits.device)[:, None]
     order = ranks.argsort()
     # From the rarest token on, so that small masses are sums of small numbers.
-    tail = torch.nn.functional.pad(
-        logits.softmax(-1)[:, order].flip(-1).cumsum(-1, dtype=torch.float64).flip(-1), (0, 1)
-    )
+    masses = logits.softmax(-1)[:, order].flip(-1).cumsum(-1, dtype=torch.float64).flip(-1)
+    tail = torch.nn.functional.pad(masses, (0, 1))
     inside = (ranks[following] < limits).double()
     best_outside = (ranks[logits.argmax(-1)] >= limits).double()
     return torch.stack([inside, tail[:, limits[:, 0]].T, best_outside])
-
-
-def size_figures(
-    sums: Floats, counts: Floats, vocabularies: Sequence[tuple[int, str, float]], seed: int = 0
-) -> list[SizeFigures]:
-    """From `measure_pruning`'s sums; intervals over rows. `vocabularies`: size, digest and counted share of each."""
-    bootstrap = Bootstrap([len(counts)], seed=seed)
-    return [
-        SizeFigures(
-            size=size,
-            digest=digest,
-            counted=counted,
-            covered=bootstrap.ratio(Ratio(inside, counts)),
-            lost=bootstrap.ratio(Ratio(outside, counts)),
-            alpha_max=bootstrap.ratio(Ratio(-outside, counts, offset=1.0)),
-            lost_greedy=bootstrap.ratio(Ratio(greedy, counts)),
-        )
-        for (size, digest, counted), inside, outside, greedy in zip(vocabularies, *sums, strict=True)
-    ]

@@ -7,14 +7,13 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from .figures import ALL
+from transformers import PreTrainedTokenizerBase
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-    from ..distill.prompts import Prompt
+from ..distill.prompts import Prompt, digest_prompts, read_prompts
+from ..ground import BadInputError
+from ..recipes import embedded_file
+from .reports.figures import ALL
 
 PACKAGED = ("code", "docs", "prose")
 
@@ -24,7 +23,7 @@ class Suite:
     """A named list of prompts.
 
     Attributes:
-        digest: SHA-256 over ids and tokens, in order. Two suites with one digest ask the same.
+        digest: SHA-256 over ids and tokens, in order. Two suites with one digest ask for the same.
     """
 
     name: str
@@ -41,8 +40,6 @@ def load_suites(names: Sequence[str], tokenizer: PreTrainedTokenizerBase, limit:
     Raises:
         BadInputError: no such suite or file, an empty one, a suite given twice, or two prompts with one id.
     """
-    from ..ground.errors import BadInputError
-
     if not names:
         raise BadInputError(f"no suites were given; packaged ones: {', '.join(PACKAGED)}.")
     suites = [_load(name, tokenizer, limit) for name in names]
@@ -55,17 +52,16 @@ def load_suites(names: Sequence[str], tokenizer: PreTrainedTokenizerBase, limit:
 
 
 def _load(name: str, tokenizer: PreTrainedTokenizerBase, limit: int | None) -> Suite:
-    from ..distill.prompts import read_prompts
-
     title, file = _find(name)
     return make_suite(title, read_prompts([str(file)], tokenizer, limit=limit))
 
 
 def make_suite(name: str, prompts: Sequence[Prompt]) -> Suite:
-    """A suite from prompts in memory. Raises BadInputError if it is empty, an id occurs twice, or it is called "all"."""
-    from ..distill.prompts import digest_prompts
-    from ..ground.errors import BadInputError
+    """Return a suite of prompts in memory.
 
+    Raises:
+        BadInputError: it is empty, an id occurs twice, or it is called "all".
+    """
     if name == ALL:
         raise BadInputError(
             f"a suite cannot be called {ALL!r}, which stands for all suites together in a report; rename the file."
@@ -75,16 +71,14 @@ def make_suite(name: str, prompts: Sequence[Prompt]) -> Suite:
     identifier, count = Counter(p.id for p in prompts).most_common(1)[0]
     if count > 1:
         raise BadInputError(
-            f"suite {name!r}: the id {identifier!r} occurs {count} times; reports are compared prompt by prompt, so ids must be unique."
+            f"suite {name!r}: the id {identifier!r} occurs {count} times; "
+            "reports are compared prompt by prompt, so ids must be unique."
         )
     return Suite(name, list(prompts), digest_prompts(prompts))
 
 
 def _find(name: str) -> tuple[str, Path]:
-    """A suite's title and file."""
-    from ..ground.errors import BadInputError
-    from ..recipes import embedded_file
-
+    """Return a suite's title and file."""
     if name in PACKAGED:
         return name, embedded_file(f"suites/{name}.jsonl")
     file = Path(name).expanduser()

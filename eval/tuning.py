@@ -1,16 +1,16 @@
-"""What tuning found on one machine: per batch size a plan, and what it was chosen by. A pair keeps it (`pair.manifest`)."""
+"""What tuning found on one machine: per batch size a plan, and what it was chosen by. A pair keeps it."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
-if TYPE_CHECKING:
-    from rich.console import Console
-
-    from ..decode import Costs, Plan
+from ..decode import Control, Costs, Plan
 
 
 class Part(BaseModel):
@@ -20,7 +20,12 @@ class Part(BaseModel):
 
 
 class CostRecord(Part):
-    """`outrider.decode.Costs`: seconds of a target pass at `widths` drafts, of drafting 0, 1, … levels, and of the rest of a round."""
+    """The costs of a round, `outrider.decode.Costs`, as JSON holds them.
+
+    Attributes:
+        verify: seconds of a target pass at `widths` drafts.
+        draft: seconds of drafting 0, 1, … levels. host: of the rest of a round.
+    """
 
     widths: list[int]
     verify: list[float]
@@ -29,12 +34,12 @@ class CostRecord(Part):
 
     @classmethod
     def of(cls, costs: Costs) -> CostRecord:
+        """Return the record of `costs`."""
         widths, times = zip(*costs.verify, strict=True)
         return cls(widths=list(widths), verify=list(times), draft=list(costs.draft), host=costs.host)
 
     def restored(self) -> Costs:
-        from ..decode import Costs
-
+        """Return the costs that were recorded."""
         return Costs(tuple(zip(self.widths, self.verify, strict=True)), tuple(self.draft), self.host)
 
 
@@ -43,11 +48,12 @@ class Candidate(Part):
 
     Attributes:
         plan: what `Plan.to_dict` says beside the defaults, its controller left out.
-        weight: of the rates in the controller that decides the depth of each round, see `Control`; what is predicted is then the
-            best fixed depth in its reach. None: no controller.
+        weight: of the rates in the controller that decides the depth of each round, see `Control`; what is predicted is
+            then the best fixed depth in its reach. None: no controller.
         predicted_tau: tokens per round and sequence. round_seconds: of a round of the whole batch.
         predicted, tokens_per_second: of whole requests, prefills included.
-        speedup, low, high: over the plain target in the same run, with its interval; None where there are too few batches for one.
+        speedup, low, high: over the plain target in the same run, with its interval; None where there are too few
+            batches for one.
     """
 
     plan: dict[str, Any]
@@ -62,9 +68,7 @@ class Candidate(Part):
     high: float | None = None
 
     def restored(self, costs: CostRecord, rates: Sequence[float]) -> Plan:
-        """The plan; `costs` and `rates` are what its controller goes by."""
-        from ..decode import Control, Plan
-
+        """Return the plan; `costs` and `rates` are what its controller goes by."""
         control = None if self.weight is None else Control(costs.restored(), tuple(rates), self.weight)
         return Plan.from_dict(self.plan | {"control": control and control.to_dict()})
 
@@ -73,8 +77,9 @@ class BatchTuning(Part):
     """What was found at one batch size.
 
     Attributes:
-        context: tokens behind which passes were timed.
-        rates: acceptance at depth 1, 2, … given the depth before. ranks: of a tree's children, by depth and rank; [] without trees.
+        context: tokens after which passes were timed.
+        rates: acceptance at depth 1, 2, … given the depth before. ranks: of a tree's children, by depth and rank; []
+            without trees.
         chosen: one of `candidates`. reason: why.
     """
 
@@ -89,21 +94,23 @@ class BatchTuning(Part):
 
     @property
     def plan(self) -> Plan:
+        """The chosen plan."""
         return self.chosen.restored(self.costs, self.rates)
 
     def name(self, candidate: Candidate) -> str:
+        """Return a candidate's plan in words."""
         plan = candidate.restored(self.costs, self.rates)
         return str(plan) if plan.depth else "plain"
 
     def __str__(self) -> str:
-        """`depth up to 5: 1.42× [1.38, 1.46] the plain target's speed`."""
+        """Return what was chosen: `depth up to 5: 1.42× [1.38, 1.46] the plain target's speed`."""
         best = self.chosen
         speed = "" if best.speedup is None else f": {best.speedup:.2f}×{_bounds(best)} the plain target's speed"
         return f"{self.name(best)}{speed if self.plan.depth else ''}"
 
 
 class Tuning(Part):
-    """Everything about one tuning.
+    """What one tuning found, and under which conditions.
 
     Attributes:
         threads: of torch, on a CPU. suites: digest of each suite's prompts, by name.
@@ -131,7 +138,10 @@ class Tuning(Part):
 
 
 def merged(known: Sequence[Tuning], new: Tuning) -> list[Tuning]:
-    """`known` and `new`, which replaces what was known of its batch sizes on the same machine at the same temperature."""
+    """Return `known` and `new`.
+
+    What was known of the new one's batch sizes on the same machine at the same temperature is replaced.
+    """
     sizes = {b.batch_size for b in new.batches}
     kept = []
     for old in known:
@@ -145,7 +155,10 @@ def merged(known: Sequence[Tuning], new: Tuning) -> list[Tuning]:
 def nearest(
     known: Sequence[Tuning], machine: tuple[str, str], batch_size: int, temperature: float
 ) -> BatchTuning | None:
-    """What was found on `machine` at the largest batch size not above `batch_size`, and of those at the nearest temperature; None for nothing."""
+    """Return what was found on `machine` at the largest batch size not above `batch_size`; None for nothing.
+
+    Of several the one at the nearest temperature.
+    """
     fitting = [
         (b.batch_size, -abs(t.temperature - temperature), b)
         for t in known
@@ -158,17 +171,14 @@ def nearest(
 
 # ------------------------------------------------------------ for people
 
+_SHOWN = (0, 1, 2, 4, 8, 16, 32, 64, 128, 256)  # drafts of the passes that are printed
+
 
 def print_batch(batch: BatchTuning, console: Console) -> None:
-    """Costs, acceptance, and predicted against measured tokens/s."""
-    from rich.table import Table
-    from rich.text import Text
-
+    """Print costs, acceptance, and predicted against measured tokens/s."""
     costs = batch.costs
-    shown = [
-        (n, t) for n, t in zip(costs.widths, costs.verify, strict=True) if n in (0, 1, 2, 4, 8, 16, 32, 64, 128, 256)
-    ]
-    console.print(Text(f"batch {batch.batch_size}, passes behind {batch.context} tokens", style="bold"))
+    shown = [(n, t) for n, t in zip(costs.widths, costs.verify, strict=True) if n in _SHOWN]
+    console.print(Text(f"batch {batch.batch_size}, passes after {batch.context} tokens", style="bold"))
     _print_line(console, "target pass, ms", [f"{n}: {1e3 * t:.1f}" for n, t in shown], "by drafts verified")
     _print_line(
         console,
@@ -182,21 +192,18 @@ def print_batch(batch: BatchTuning, console: Console) -> None:
     for header in ("predicted\nτ", "\nτ", "predicted\ntokens/s", "\ntokens/s", "\nratio", "\nover plain"):
         table.add_column(header, justify="right", no_wrap=True)
     for candidate in batch.candidates:
-        if candidate.tokens_per_second is not None:
-            table.add_row(*_cells(batch, candidate), style="bold" if candidate == batch.chosen else "")
+        if (speed := candidate.tokens_per_second) is not None:
+            table.add_row(*_cells(batch, candidate, speed), style="bold" if candidate == batch.chosen else "")
     console.print(table)
     console.print(Text(f"chosen: {batch.name(batch.chosen)}. {batch.reason}"))
 
 
 def _print_line(console: Console, name: str, values: Sequence[str], unit: str) -> None:
-    from rich.text import Text
-
     console.print(Text.assemble((f"{name}  ", "dim"), "  ".join(values), (f"  ({unit})", "dim")))
 
 
-def _cells(batch: BatchTuning, candidate: Candidate) -> list[str]:
-    speed, tau, over = candidate.tokens_per_second, candidate.tau, candidate.speedup
-    assert speed is not None
+def _cells(batch: BatchTuning, candidate: Candidate, speed: float) -> list[str]:
+    tau, over = candidate.tau, candidate.speedup
     return [
         batch.name(candidate),
         f"{candidate.predicted_tau:.2f}",

@@ -23,7 +23,7 @@ class Saveable(Protocol):
 
 @contextmanager
 def replacing(file: Path) -> Iterator[Path]:
-    """Yield a temporary file beside `file` that takes its place when the block ends well: readers see all of it or nothing."""
+    """Yield a temporary file that takes the place of `file` when the block ends well: all of it or nothing."""
     temporary = file.with_name(f".{file.name}.{os.getpid()}.tmp")
     try:
         yield temporary

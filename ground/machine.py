@@ -9,6 +9,8 @@ from pathlib import Path
 import psutil
 import torch
 
+from .allocation import give_back_unused
+
 _CPUINFO = Path("/proc/cpuinfo")
 
 
@@ -51,13 +53,17 @@ def clock(device: torch.device) -> float:
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """Return how many bytes can still be allocated on `device`; None where nobody says."""
+    """Return how many bytes can still be allocated on `device`; None where nobody says.
+
+    On a CPU, what malloc keeps and nobody uses goes back to the kernel first.
+    """
     if device.type == "cuda":
         # The allocator's unused blocks are not free to the device, but to us.
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + unused
     if device.type != "cpu":
         return None
+    give_back_unused()
     return min([psutil.virtual_memory().available, *cgroup_rooms()])
 
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from rich.console import Console
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 Advance = Callable[[int, str], None]
 
@@ -16,12 +15,13 @@ Advance = Callable[[int, str], None]
 def progress(
     console: Console | None, description: str, total: int, done: int = 0, transient: bool = False
 ) -> Iterator[Advance]:
-    """Yields `advance(count, note)`; `note` stands behind the bar, for example a rate. `transient` removes the bar at the end."""
+    """Yield `advance(count, note)`; `note` stands after the bar, for example a rate.
+
+    `transient` removes the bar at the end.
+    """
     if console is None or not console.is_terminal:
         yield _ignore
         return
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
     columns = [
         TextColumn("{task.description}"),
         BarColumn(),
@@ -35,4 +35,4 @@ def progress(
 
 
 def _ignore(count: int, note: str) -> None:
-    """Where nobody looks, nothing is drawn."""
+    """Draw nothing, where nobody looks."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import types
 import typing
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, ConfigDict, PydanticSchemaGenerationError, TypeAdapter, ValidationError
@@ -12,7 +13,7 @@ from .errors import BadInputError
 
 
 def checked_value(where: str, value: Any, hint: Any) -> Any:
-    """`value` of the type `hint`: text that is a number becomes one where numbers are expected (YAML reads `3e-3` as text). true is no number.
+    """Return `value` in the type `hint`: text that is a number becomes one (YAML reads `3e-3` as text), true does not.
 
     Args:
         where: the setting's dotted name, for the error.
@@ -29,12 +30,30 @@ def checked_value(where: str, value: Any, hint: Any) -> Any:
 
 
 def accepts(hint: Any, kind: type) -> bool:
-    """Whether the type `hint` is `kind`, anything, or a choice with one of them."""
+    """Tell whether the type `hint` is `kind`, anything, or a choice with one of them."""
     return hint is Any or kind in (typing.get_args(hint) or (hint,))
 
 
+def tree_depths(parents: Sequence[int]) -> tuple[int, ...]:
+    """Return the depth of each node of a tree that is given by the parents of its nodes, −1 for the root; from 1.
+
+    Raises:
+        BadInputError: no node, a parent that does not come first, or nodes that are not in level order.
+    """
+    if not parents:
+        raise BadInputError("a tree needs at least one node.")
+    depths: list[int] = []
+    for node, parent in enumerate(parents):
+        if not -1 <= parent < node:
+            raise BadInputError(f"a tree's nodes come after their parents; node {node} has parent {parent}.")
+        depths.append(1 if parent < 0 else depths[parent] + 1)
+    if depths != sorted(depths):
+        raise BadInputError(f"a tree's nodes come level by level; the depths of {list(parents)} are {depths}.")
+    return tuple(depths)
+
+
 def _guarded(hint: Any) -> Any:
-    """The type `hint` whose numbers are not true or false."""
+    """Return the type `hint` without true and false among its numbers."""
     if hint in (int, float):
         return Annotated[hint, BeforeValidator(_no_bool)]
     origin, members = typing.get_origin(hint), typing.get_args(hint)

@@ -19,8 +19,10 @@ from torch import Tensor, nn
 from ..ground import BadInputError, refuse_unknown_keys
 from ..ground.values import checked_value
 from ..targets import RaggedCache, Target
-from .parts.weights import CONFIG, WEIGHTS, load_weights
+from ..targets.weights import WEIGHTS, load_weights
 from .session import Abilities, Session
+
+CONFIG = "config.json"
 
 
 @dataclass

@@ -26,9 +26,8 @@ from torch import Tensor
 
 from ..ground import BadInputError
 from ..targets import Counts, RaggedCache, Target
-from .base import Drafter, DrafterConfig
+from .base import CONFIG, Drafter, DrafterConfig
 from .parts.registry import drafter_config, load_drafter, restore_drafter
-from .parts.weights import CONFIG
 from .session import Abilities, Choose, Ended, Proposal, Session, TextSession
 
 MODEL = "model"

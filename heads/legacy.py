@@ -14,8 +14,8 @@ class LegacySession(NodeSession):
         super().__init__(None, drafter.max_depth)
         self.drafter, self.state = drafter, state
 
-    @property  # type: ignore[misc]
-    def output_ids(self) -> Any:  # type: ignore[override]
+    @property
+    def output_ids(self) -> Any:
         return self.drafter.output_ids
 
     @output_ids.setter

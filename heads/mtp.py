@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 
 from ..ground import BadInputError
-from ..targets import Counts, Nodes, RaggedCache, Target
+from ..targets import Backbone, Counts, Nodes, RaggedCache, Target
 from ..targets.sketch import sketching
 from .base import DrafterLoss, TargetBatch
 from .losses import LossName, chunked_compare, divergence, metrics_by_depth
@@ -136,15 +136,6 @@ class Module(nn.Module):
         """Return what is handed on, and what the output embedding reads, from the layer's output."""
         normed = self.norm(output)
         return normed if self.norm_output else output, normed
-
-
-class _Runner(Target):
-    """A module's layer as a model that runs on a cache; it is always given what it reads."""
-
-    def _read(self, tokens: Tensor, embeds: Tensor | None = None) -> dict[str, Tensor]:
-        if embeds is None:
-            embeds = torch.zeros(*tokens.shape, self.hidden_size, dtype=self.dtype, device=tokens.device)
-        return {"inputs_embeds": embeds}
 
 
 class Mtp(HeadDrafter[MtpConfig]):
@@ -270,9 +261,9 @@ class Mtp(HeadDrafter[MtpConfig]):
     # ------------------------------------------------------------ decoding
 
     @cached_property
-    def runners(self) -> list[_Runner]:
+    def runners(self) -> list[Backbone]:
         """The modules' layers as models that run; kept for what they know of themselves."""
-        return [_Runner(self.module(k).body) for k in range(self.config.depth)]
+        return [Backbone(self.module(k).body, reads_embeddings=True) for k in range(self.config.depth)]
 
     @property
     def abilities(self) -> Abilities:
@@ -301,10 +292,8 @@ class Mtp(HeadDrafter[MtpConfig]):
             what is handed on, and that normed, `[B, Q, H]`.
         """
         module = self.module(index)
-        mixed = module.mixed(*x)
-        runner = self.runners[index]
-        out = runner.forward(mixed[:, :, 0], cache, logits=False, offset=offset, nodes=nodes, embeds=mixed)
-        return module.answer(out.last)
+        last, _ = self.runners[index].run(module.mixed(*x), cache, offset=offset, nodes=nodes)
+        return module.answer(last)
 
 
 class MtpSession(NodeSession):

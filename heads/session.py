@@ -130,9 +130,24 @@ class Session(ABC):
         """
         raise NotImplementedError(f"{type(self).__name__} does not observe.")
 
+    # Rounds of fixed shapes (decode/room.py): what such a round reads and the round before wrote.
+
+    def caches(self) -> list[RaggedCache]:
+        """Return its own caches; the target's, which it may have been lent, is not among them."""
+        return []
+
+    def carried(self) -> list[Tensor]:
+        """Return what `absorb` leaves for the next proposal, caches apart."""
+        return []
+
+    def carry(self, tensors: list[Tensor]) -> None:
+        """Put the carried tensors back, from other places in memory."""
+        assert not tensors, f"{type(self).__name__} carries nothing"
+
     def reset(self) -> None:
-        """Become as `open` left it, in the same memory, for another request."""
-        raise NotImplementedError(f"{type(self).__name__} cannot be used again.")
+        """Forget everything, and keep the room, for another request."""
+        for cache in self.caches():
+            cache.reset()
 
 
 class EmptySession(Session):
@@ -147,9 +162,6 @@ class EmptySession(Session):
 
     def select(self, rows: list[int]) -> None:
         """Keep nothing."""
-
-    def reset(self) -> None:
-        """Stay empty."""
 
 
 class NodeSession(Session):
@@ -184,25 +196,6 @@ class NodeSession(Session):
             logits = self.extend(drafted[-1][:, None])
             drafted.append(choose(logits[:, 0], self.output_ids))
         return Proposal.chain(torch.stack(drafted, 1))
-
-    # Rounds of fixed shapes (decode/graphs.py): what such a round reads and the round before wrote.
-
-    def caches(self) -> list[RaggedCache]:
-        """Return its own caches; the target's, which it may have been lent, is not among them."""
-        return []
-
-    @abstractmethod
-    def carried(self) -> list[Tensor]:
-        """Return what `absorb` leaves for the next `begin`, caches apart."""
-
-    @abstractmethod
-    def carry(self, tensors: list[Tensor]) -> None:
-        """Put the carried tensors back, from other places in memory."""
-
-    def reset(self) -> None:
-        """Forget everything, and keep the room."""
-        for cache in self.caches():
-            cache.reset()
 
 
 class ChainSession(NodeSession):

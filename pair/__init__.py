@@ -4,7 +4,6 @@ from .manifest import Manifest
 from .new import new_pair
 from .pair import Compatibility, Pair, StaleError, compatibility, verify
 from .probe import ProbeResult, probe
-from .refresh import refresh
 
 __all__ = [
     "Compatibility",
@@ -15,6 +14,5 @@ __all__ = [
     "compatibility",
     "new_pair",
     "probe",
-    "refresh",
     "verify",
 ]

@@ -1,4 +1,4 @@
-"""The calibration prompts of a pair, and what a drafter does on them: measured when the pair is made and at every probe.
+"""The calibration prompts of a pair, and what a drafter does on them, when the pair is made and at every probe.
 
 Shapes: T tokens of prompt and response.
 """
@@ -12,9 +12,10 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from math import ceil
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from rich.console import Console
 
 from ..decode import Decoder, Plan, Round, Sampling
 from ..distill.prompts import Prompt, render
@@ -25,15 +26,12 @@ from ..recipes import Recipe
 from ..targets import Target
 from .manifest import Baseline, PromptMeasure
 
-if TYPE_CHECKING:
-    from rich.console import Console
-
 NUM_PROMPTS, MAX_NEW_TOKENS = 32, 64
 _AT_ONCE = 32  # prompts decoded in one batch
 
 
 def choose_prompts(recipe: Recipe, target: Target, num_prompts: int = NUM_PROMPTS) -> list[Prompt]:
-    """The first prompts of each of the recipe's suites, suite by suite: what the pair is measured on, in small.
+    """Return the first prompts of each of the recipe's suites, suite by suite: what the pair is measured on, in small.
 
     Prompts that leave no room for a response in the target's context are left out.
     """
@@ -47,7 +45,7 @@ def choose_prompts(recipe: Recipe, target: Target, num_prompts: int = NUM_PROMPT
 
 
 def first_of_each_suite(prompts: Sequence[Prompt], num_prompts: int) -> list[Prompt]:
-    """At most `num_prompts` of them, as evenly over their suites as they allow, in their own order."""
+    """Return at most `num_prompts` of them, as evenly over their suites as they allow, in their own order."""
     ranks: Counter[str] = Counter()
     placed = []
     for place, prompt in enumerate(prompts):
@@ -57,7 +55,7 @@ def first_of_each_suite(prompts: Sequence[Prompt], num_prompts: int) -> list[Pro
 
 
 def rendered(prompts: Sequence[Prompt], target: Target) -> list[Prompt]:
-    """The same prompts as `target`'s own chat template asks them: a changed template changes what the drafter sees."""
+    """Return the prompts as `target`'s own chat template asks them: another template shows the drafter other tokens."""
     return [prompt if prompt.messages is None else _render(prompt, target) for prompt in prompts]
 
 
@@ -69,7 +67,7 @@ def _render(prompt: Prompt, target: Target) -> Prompt:
 
 
 def settings(recipe: Recipe) -> Baseline:
-    """What a calibration runs under: greedy if the recipe measures greedy, else its first temperature. No prompts yet."""
+    """Return what a calibration runs under: greedy if the recipe measures greedy, else at its first temperature."""
     temperature = 0.0 if 0.0 in recipe.eval.temperatures else recipe.eval.temperatures[0]
     return Baseline(
         max_new_tokens=min(MAX_NEW_TOKENS, recipe.eval.max_new_tokens),
@@ -87,10 +85,10 @@ def calibrate(
     plan: Plan,
     console: Console | None = None,
 ) -> list[PromptMeasure]:
-    """What `drafter` does on `prompts` under the settings of `baseline`, per prompt.
+    """Return what `drafter` does on `prompts` under the settings of `baseline`, per prompt.
 
-    The decoder writes the target's own response with the drafter attached (losslessly, so it is the target's own), which
-    counts accepted tokens and rounds; then one teacher-forced pass over each response gives the analytic figures.
+    The decoder writes the target's own response with the drafter attached (losslessly, so it is the target's own),
+    which counts accepted tokens and rounds; then one teacher-forced pass over each response gives the analytic figures.
     """
     if not prompts:
         raise BadInputError("there are no calibration prompts to measure on.")
@@ -125,7 +123,7 @@ def _of_prompt(
 
 
 def _counted(rounds: Sequence[Round]) -> dict[str, Any]:
-    """The analytic figures' place taken by counts, for a drafter that has no distribution."""
+    """Return counts in the place of analytic figures, for a drafter that has no distribution."""
     drafted = sum(r.drafted > 0 for r in rounds)
     kept = float(sum(r.accepted > 0 for r in rounds))
     emitted = float(sum(1 + r.accepted for r in rounds))
@@ -134,7 +132,7 @@ def _counted(rounds: Sequence[Round]) -> dict[str, Any]:
 
 @torch.inference_mode()
 def _analytic(target: Target, drafter: Drafter, prompt: Sequence[int], response: Sequence[int]) -> dict[str, Any]:
-    """Teacher-forced figures on one response, from the drafter's own loss."""
+    """Return teacher-forced figures on one response, from the drafter's own loss."""
     tokens = torch.tensor([[*prompt, *response]], device=target.device)  # [1, T]
     supervised = torch.arange(tokens.shape[1], device=target.device)[None] >= len(prompt)
     out = target.forward(tokens, taps=drafter.taps, logits=False)
@@ -159,7 +157,7 @@ def write_calibration(file: Path, prompts: Sequence[Prompt]) -> None:
 
 
 def read_calibration(file: Path) -> list[Prompt]:
-    """The prompts that `write_calibration` wrote.
+    """Return the prompts that `write_calibration` wrote.
 
     Raises:
         BadInputError: a row cannot be read.

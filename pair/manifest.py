@@ -1,7 +1,8 @@
 """pair.json: what a pair is, where it comes from and what it achieved, in one schema-versioned file.
 
-Two digests protect it. `digest` is the identity: the target's content, the drafter's files and the plan, and nothing that
-depends on paths, dates or machines. `checksum` covers every other field, so that no edit of the file goes unnoticed.
+Two digests protect it. `digest` is the identity: the target's content, the drafter's files and the plan, and nothing
+that depends on paths, dates or machines. `checksum` covers every other field, so that no edit of the file goes
+unnoticed.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any, Final, Literal, NoReturn
 from pydantic import BaseModel, ConfigDict, SerializerFunctionWrapHandler, ValidationError, model_serializer
 
 from ..decode import Plan, Sampling
-from ..eval.statistics import Interval
+from ..eval.reports.intervals import Interval
 from ..eval.tuning import Tuning, merged
 from ..ground import BadInputError
 from ..ground.files import write_atomically
@@ -33,7 +34,7 @@ class Record(BaseModel):
 
 
 class FingerprintRecord(Record):
-    """`outrider.targets.Fingerprint`, field by field."""
+    """An `outrider.targets.Fingerprint`, field by field."""
 
     tensors: dict[str, str]
     config: str
@@ -43,7 +44,7 @@ class FingerprintRecord(Record):
     digest: str
 
     def restored(self) -> Fingerprint:
-        """The fingerprint; its digest is computed again from the other fields."""
+        """Return the fingerprint; its digest is computed again from the other fields."""
         return Fingerprint.from_dict(self.model_dump())
 
 
@@ -60,7 +61,7 @@ class TargetRecord(Record):
 
     Attributes:
         tokenizer_files: SHA-256 of each file in tokenizer/, kept to name tokens that differ later.
-        adapter_files: likewise in adapter/, kept to load the target again. Not written where there is none: such a pair reads as it always did.
+        adapter_files: the same of adapter/, kept to load the target again; not written where there is none.
     """
 
     fingerprint: FingerprintRecord
@@ -75,14 +76,14 @@ class TargetRecord(Record):
 
 
 class DrafterRecord(Record):
-    """`files`: SHA-256 of each file in drafter/."""
+    """The drafter: its type, and the SHA-256 of each file in drafter/."""
 
     type: str
     files: dict[str, str]
 
 
 class PlanRecord(Record):
-    """`outrider.decode.Plan`: how the drafter is meant to be run. What it does not use is not written: a chain's pair reads as it always did."""
+    """How the drafter is meant to be run: an `outrider.decode.Plan`, without what that does not use."""
 
     depth: int
     width: int = 1
@@ -117,7 +118,9 @@ class Headline(Record):
     """The drafter's figures at one temperature, on all suites together.
 
     Attributes:
-        rule: the verification rule. tau: mean tokens per round with the bonus token. speedup: against the plain target in the same engine.
+        rule: the verification rule.
+        tau: mean tokens per round, with the bonus token.
+        speedup: against the plain target in the same engine.
     """
 
     temperature: float
@@ -149,7 +152,7 @@ class PromptMeasure(Record):
 
 
 class Baseline(Record):
-    """The probe's figures for the pair's own target, per calibration prompt, and the settings that a later probe must repeat."""
+    """The probe's figures for the pair's own target, prompt by prompt, and the settings that a probe must repeat."""
 
     max_new_tokens: int
     temperature: float
@@ -194,8 +197,8 @@ class Lineage(Record):
 class Manifest(Record):
     """The whole of pair.json.
 
-    `tuning` says which plan is fastest where. It depends on machines, so it is no part of the identity; without any it is not
-    written: a pair that was never tuned reads as it always did.
+    `tuning` says which plan is fastest where. It depends on machines, so it is no part of the identity; without any it
+    is not written: a pair that was never tuned reads as it always did.
     """
 
     schema_version: Literal[1]
@@ -221,22 +224,22 @@ class Manifest(Record):
         return {k: v for k, v in values.items() if k != "tuning" or v}
 
     def identity(self) -> str:
-        """The identity digest, computed from what it covers."""
+        """Return the identity digest, computed from what it covers."""
         return identity_digest(self.target.fingerprint.restored(), self.drafter.files, self.plan)
 
     def computed_checksum(self) -> str:
         return digest_json(self.model_dump(exclude={"checksum"}))
 
     def sealed(self) -> Manifest:
-        """This manifest with its checksum."""
+        """Return this manifest with its checksum."""
         return self.model_copy(update={"checksum": self.computed_checksum()})
 
     def tuned(self, tuning: Tuning) -> Manifest:
-        """This manifest with `tuning`, which replaces what was known of the same machine, temperature and batch sizes; sealed."""
+        """Return this manifest, sealed, with `tuning` in place of what was known of the same conditions."""
         return self.model_copy(update={"tuning": merged(self.tuning, tuning)}).sealed()
 
     def files(self) -> dict[str, str]:
-        """SHA-256 of every file of the pair but pair.json, by path inside the folder."""
+        """Return the SHA-256 of every file of the pair but pair.json, by path inside the folder."""
         found = {RECIPE: self.recipe} | {f"{REPORTS}/{name}": digest for name, digest in self.reports.items()}
         if self.calibration is not None:
             found[CALIBRATION] = self.calibration
@@ -249,7 +252,7 @@ class Manifest(Record):
         return found
 
     def to_text(self) -> str:
-        """The one way in which this manifest is written: any other bytes are an alteration."""
+        """Return the one way in which this manifest is written: any other bytes are an alteration."""
         return json.dumps(self.model_dump(), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
 
     def write(self, folder: Path) -> None:
@@ -258,12 +261,12 @@ class Manifest(Record):
 
 
 def identity_digest(fingerprint: Fingerprint, drafter_files: dict[str, str], plan: PlanRecord) -> str:
-    """A pair's identity by content: equal for the same target, drafter and plan, wherever and whenever the pair was made."""
+    """Return a pair's identity by content: equal for the same target, drafter and plan, wherever and whenever made."""
     return digest_json({"target": fingerprint.digest, "drafter": drafter_files, "plan": plan.model_dump()})
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """pair.json of `folder`, checked against its schema and its checksum.
+    """Return pair.json of `folder`, checked against its schema and its checksum.
 
     Raises:
         BadInputError: no pair there, not valid JSON, another schema, an unknown key, or altered after it was written.
@@ -271,13 +274,14 @@ def read_manifest(folder: Path) -> Manifest:
     manifest, alterations = inspect_manifest(folder)
     if alterations:
         raise BadInputError(
-            f"{folder / MANIFEST}: {'; '.join(alterations)}. Take a good copy of the pair, or look closer with `outrider pair verify`."
+            f"{folder / MANIFEST}: {'; '.join(alterations)}. Take a good copy of the pair, or look closer with "
+            "`outrider pair verify`."
         )
     return manifest
 
 
 def inspect_manifest(folder: Path) -> tuple[Manifest, list[str]]:
-    """pair.json of `folder`, and what says that it was altered after it was written ([] if nothing does).
+    """Return pair.json of `folder`, and what says that it was altered after it was written ([] if nothing does).
 
     Raises:
         BadInputError: it cannot be understood at all.
@@ -322,7 +326,8 @@ def _validated(file: Path, values: dict[str, Any]) -> Manifest:
     version = values.get("schema_version")
     if isinstance(version, int) and version > SCHEMA_VERSION:
         raise BadInputError(
-            f"{file}: schema version {version} is newer than the {SCHEMA_VERSION} that this Outrider reads; upgrade Outrider."
+            f"{file}: schema version {version} is newer than the {SCHEMA_VERSION} that this Outrider reads; upgrade "
+            "Outrider."
         )
     try:
         return Manifest.model_validate(values)

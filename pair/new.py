@@ -10,16 +10,17 @@ from contextlib import contextmanager
 from datetime import UTC, datetime
 from importlib.metadata import version as installed_version
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+from rich.console import Console
 
 from ..distill.prompts import Prompt
-from ..eval.report import Report
+from ..eval.reports.report import Report
 from ..ground import BadInputError
 from ..heads import Drafter, load_drafter
 from ..recipes import Recipe
 from ..targets import Fingerprint, Target
 from ..targets.fingerprint import digest_file, digest_files
-from ..targets.target import ADAPTER_CONFIG, ADAPTER_WEIGHTS, is_local
+from ..targets.loading import ADAPTER_CONFIG, ADAPTER_WEIGHTS, is_local
 from .calibration import calibrate, choose_prompts, settings, write_calibration
 from .manifest import (
     ADAPTER,
@@ -46,9 +47,6 @@ from .manifest import (
 )
 from .pair import Pair, verify
 
-if TYPE_CHECKING:
-    from rich.console import Console
-
 _COPIED = {".json", ".safetensors", ".jinja", ".model", ".txt"}
 _REPORT_FILES = ("report.json", "report.md", "report.html")
 
@@ -65,12 +63,12 @@ def new_pair(
 ) -> Pair:
     """Write a pair into `folder` and measure its probe baseline.
 
-    The same pair in the same place is left as it is. A new measurement or recipe of it takes its place and keeps the older reports,
-    the tuning, and the target's adapter.
+    The same pair in the same place is left as it is. A new measurement or recipe of it takes its place and keeps the
+    older reports, the tuning, and the target's adapter.
 
     Args:
         drafter: in memory, or the folder it was saved to.
-        report_folder: where `Report.save` wrote; None for a pair that was not measured.
+        report_folder: where `write_report` wrote; None for a pair that was not measured.
         parent: the version this one follows.
         calibration: prompts for the probe; None takes the first of the recipe's suites.
 
@@ -106,7 +104,7 @@ def new_pair(
 
 @contextmanager
 def _partial_folder(final: Path) -> Iterator[Path]:
-    """An empty folder beside `final`, gone at the end whatever happens (unless it was renamed)."""
+    """Yield an empty folder beside `final`, gone at the end whatever happens (unless it was renamed)."""
     final.parent.mkdir(parents=True, exist_ok=True)
     partial = final.parent / f".{final.name}.{os.getpid()}.partial"
     shutil.rmtree(partial, ignore_errors=True)
@@ -129,7 +127,7 @@ def _install(partial: Path, final: Path) -> None:
 
 
 def _existing(final: Path) -> Pair | None:
-    """The pair that is already there.
+    """Return the pair that is already there.
 
     Raises:
         BadInputError: something else is there.
@@ -144,13 +142,15 @@ def _existing(final: Path) -> Pair | None:
 def _require_same(existing: Pair, manifest: Manifest) -> None:
     if existing.digest != manifest.digest:
         raise BadInputError(
-            f"{str(existing.folder)!r} already holds another pair: {existing.name} version {existing.version} ({existing.digest[:12]}…), "
-            f"this one is {manifest.name} version {manifest.version} ({manifest.digest[:12]}…). Nothing was written; choose another folder."
+            f"{str(existing.folder)!r} already holds another pair: {existing.name} version {existing.version} "
+            f"({existing.digest[:12]}…), "
+            f"this one is {manifest.name} version {manifest.version} ({manifest.digest[:12]}…). Nothing was written; "
+            "choose another folder."
         )
 
 
 def _adds_nothing(existing: Pair, manifest: Manifest) -> bool:
-    """Whether the existing pair already says all that is known of the new one, and is intact."""
+    """Tell whether the existing pair already says all that is known of the new one, and is intact."""
     old = existing.manifest
     known = set(old.reports.values())
     same = (
@@ -169,7 +169,10 @@ def _keep_reports(existing: Pair, partial: Path) -> None:
 
 
 def _keep_adapter(existing: Pair, partial: Path, record: TargetRecord) -> TargetRecord:
-    """Copy the adapter that the pair keeps where the same target came without it, as one in memory does: it may be the only one there is."""
+    """Copy the adapter that the pair keeps where the same target came without it, as one in memory does.
+
+    It may be the only copy there is.
+    """
     older = existing.manifest.target
     if record.adapter_files or not older.adapter_files:
         return record
@@ -193,7 +196,7 @@ def _save_drafter(drafter: Drafter | str | Path, folder: Path, target: Target) -
 
 
 def _copy_adapter(target: Target, folder: Path) -> None:
-    """Keep the target's adapter if it is a local one: it may be found nowhere else, as one that was trained with the drafter.
+    """Keep the target's adapter if it is a local one: one that was trained with the drafter is found nowhere else.
 
     In which folder of this machine its base once was, the copy does not say.
     """
@@ -232,7 +235,7 @@ def _today() -> str:
 def _identified(
     partial: Path, target: Target, drafter: Drafter, recipe: Recipe, plan: PlanRecord, parent: Pair | None
 ) -> Manifest:
-    """The manifest as far as it is known before anything is measured."""
+    """Return the manifest as far as it is known before anything is measured."""
     fingerprint = target.fingerprint()
     if target.tokenizer is not None:
         target.tokenizer.save_pretrained(str(partial / TOKENIZER))
@@ -258,14 +261,14 @@ def _identified(
 
 
 def _completed(manifest: Manifest, partial: Path, measurements: Measurements) -> Manifest:
-    """The sealed manifest, with what was measured and the files that came with it."""
+    """Return the sealed manifest, with what was measured and the files that came with it."""
     calibration = digest_file(partial / CALIBRATION) if measurements.baseline is not None else None
     changes = {"measurements": measurements, "calibration": calibration, "reports": digest_files(partial / REPORTS)}
     return manifest.model_copy(update=changes).sealed()
 
 
 def _source(target: Target) -> Source:
-    """Where the target came from; a local path is made absolute, so that it can be found again."""
+    """Return where the target came from; a local path is made absolute, so that it can be found again."""
 
     def found(name: str) -> str | None:
         value = target.source.get(name)
@@ -329,13 +332,14 @@ def _check_report(report: Report | None, target: Target) -> None:
     said, found = report.conditions.target.get("fingerprint"), target.fingerprint().digest
     if said != found:
         raise BadInputError(
-            f"the report is about another target: its fingerprint is {str(said)[:12]}…, this target's {found[:12]}… ({target.dtype}). "
+            f"the report is about another target: its fingerprint is {str(said)[:12]}…, this target's {found[:12]}… "
+            f"({target.dtype}). "
             "Measure this one, or load it as it was measured (another dtype is another target)."
         )
 
 
 def _plan(report: Report | None, drafter: Drafter, recipe: Recipe) -> PlanRecord:
-    """The plan that was measured; without a report, the recipe's.
+    """Return the plan that was measured; without a report, the recipe's.
 
     Raises:
         BadInputError: the report is about another drafter.
@@ -350,6 +354,7 @@ def _plan(report: Report | None, drafter: Drafter, recipe: Recipe) -> PlanRecord
             "plain decoding only" if measured is None else f"{measured.name!r}, a drafter of type {measured.drafter!r}"
         )
         raise BadInputError(
-            f"the report is about {about}, but the pair's drafter is of type {drafter.name!r}; measure that one, first in the list."
+            f"the report is about {about}, but the pair's drafter is of type {drafter.name!r}; measure that one, first "
+            "in the list."
         )
     return PlanRecord(**{name: getattr(measured, name) for name in PlanRecord.model_fields})

@@ -52,7 +52,7 @@ class Compatibility:
     """How a target relates to the one a pair was made for.
 
     Attributes:
-        status: "same" content; "changed" (the drafter fits, how well is a probe's question); "incompatible" (it cannot draft).
+        status: "same" content; "changed" (the drafter fits, how well a probe tells); "incompatible" (it cannot draft).
         lines: what differs, for people; the first is the reason of an incompatibility.
     """
 
@@ -95,7 +95,10 @@ class Pair:
         return self.manifest.plan.restored()
 
     def tuned_plan(self, target: Target, batch_size: int = 1, temperature: float = 0.0) -> Plan | None:
-        """The plan that `outrider tune` found for `target` on this machine, at the largest batch size not above `batch_size` and the nearest temperature."""
+        """Return the plan that `outrider tune` found for `target` on this machine; None where it did not.
+
+        It is that of the largest batch size not above `batch_size`, at the nearest temperature.
+        """
         machine = (device_name(target.device), str(target.dtype).removeprefix("torch."))
         found = nearest(self.manifest.tuning, machine, batch_size, temperature)
         return None if found is None else found.plan
@@ -109,7 +112,8 @@ class Pair:
         now = read_manifest(self.folder)  # tuning takes minutes: what else was written since stays
         if now.digest != self.digest:
             raise BadInputError(
-                f"{self.folder} holds another pair by now ({now.name} version {now.version}); nothing was stored. Tune that one."
+                f"{self.folder} holds another pair by now ({now.name} version {now.version}); nothing was stored. Tune "
+                "that one."
             )
         manifest = now.tuned(tuning)
         manifest.write(self.folder)
@@ -129,22 +133,22 @@ class Pair:
         return self.folder / RECIPE
 
     def fingerprint(self) -> Fingerprint:
-        """Of the target the pair was made for."""
+        """Return the fingerprint of the target the pair was made for."""
         return self.manifest.target.fingerprint.restored()
 
     def recipe(self) -> Recipe:
         return load_recipe(self.recipe_file)
 
     def tokenizer(self) -> Any | None:
-        """The tokenizer of the target the pair was made for; None if that had none."""
+        """Return the tokenizer of the target the pair was made for; None if that had none."""
         return load_tokenizer(self.folder / TOKENIZER)
 
     def calibration(self) -> list[Prompt]:
-        """The prompts that the baseline was measured on; [] if there were none."""
+        """Return the prompts that the baseline was measured on; [] if there were none."""
         return [] if self.manifest.calibration is None else read_calibration(self.folder / CALIBRATION)
 
     def load_target(self, path: str | None = None, **options: Any) -> Target:
-        """A target in the pair's dtype: the one at `path` (`options` as for `Target.load`), or the recorded one.
+        """Return a target in the pair's dtype: the one at `path` (`options` as for `Target.load`), or the recorded one.
 
         Raises:
             BadInputError: it cannot be loaded, or no source is recorded.
@@ -164,11 +168,11 @@ class Pair:
             ) from error
 
     def _adapter(self) -> str | None:
-        """Of the recorded target: the one that the pair keeps, else where it was found."""
+        """Return the recorded target's adapter: the one that the pair keeps, else where it was found."""
         return str(self.folder / ADAPTER) if self.manifest.target.adapter_files else self.manifest.target.source.adapter
 
     def open(self, target: Target | None = None, check: bool = True) -> tuple[Target, Drafter, Plan]:
-        """What a decoder needs: `Decoder(target, drafter).generate(…, plan=plan)`.
+        """Return what a decoder needs: `Decoder(target, drafter).generate(…, plan=plan)`.
 
         Args:
             target: the target; None loads the recorded one.
@@ -183,13 +187,14 @@ class Pair:
         differences = self.fingerprint().differences(target.fingerprint()) if check else []
         if differences:
             raise StaleError(
-                f"this target is not the one {self.name} version {self.version} was made for: {', '.join(differences)} differ. The output would still be "
+                f"this target is not the one {self.name} version {self.version} was made for: {', '.join(differences)} "
+                "differ. The output would still be "
                 f"exact, but how fast is unknown: run `outrider probe {self.folder} --target …`, or refresh the pair."
             )
         return target, drafter, self.plan
 
     def drafter_for(self, target: Target) -> Drafter:
-        """The drafter, on the target's device.
+        """Return the drafter, on the target's device.
 
         Raises:
             IncompatibleError: it cannot draft for `target`; names the first token, size or tap that differs.

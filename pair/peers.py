@@ -1,8 +1,9 @@
 """EAGLE-3 heads that the `speculators` package trained (the format that vLLM reads), as ours.
 
-Its numbering of taps is ours: `eagle_aux_hidden_state_layer_ids` are HF `hidden_states` indices (SGLang and SpecForge name the same
-tensors one lower: the output of layer i). Only the last one differs: it means the state before the target's final norm, which `Target`
-does not give. `d2t` holds offsets: draft token i is target token i + d2t[i]. Positions start one later there, which rotary embeddings do not see.
+Its numbering of taps is ours: `eagle_aux_hidden_state_layer_ids` are HF `hidden_states` indices (SGLang and SpecForge
+name the same tensors one lower: the output of layer i). Only the last one differs: it means the state before the
+target's final norm, which `Target` does not give. `d2t` holds offsets: draft token i is target token i + d2t[i].
+Positions start one later there, which rotary embeddings do not see.
 
 Its own loader fills what is missing with random weights; this one refuses whatever it would have to guess or drop.
 
@@ -15,27 +16,28 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import LlamaConfig
 
 from ..ground import BadInputError, IncompatibleError
 from ..heads import Eagle3, Eagle3Config
-from ..heads.base import read_config
-from ..heads.parts.weights import CONFIG
+from ..heads.base import CONFIG, read_config
 from ..targets import Target
-from ..targets.target import refuse_pickles
+from ..targets.loading import refuse_pickles
 
 # Names in the format and ours: of single tensors, and of beginnings.
 _SINGLE = ("fc.weight", "norm.weight", "lm_head.weight")
 _FIRST, _FIRST_OURS = "layers.0.", "layer."
 _TAP_NORMS = {False: ("fc_norm.", "tap_norms."), True: ("input_norm.", "tap_norms.0.")}  # by norm_before_fc
-# What is there beside the head: the target's embeddings, the two vocabulary maps, and copies of the target's last parts that only training reads.
+# What is there beside the head: the target's embeddings, two vocabulary maps, and copies that only training reads.
 _EMBEDDINGS = "embed_tokens.weight"
 _BESIDE = (_EMBEDDINGS, "d2t", "t2d", "verifier_norm.weight", "verifier_lm_head.weight")
 
 
 def load_speculators(folder: str | Path, target: Target) -> Eagle3:
-    """The EAGLE-3 head in `folder`, saved by `speculators`, as a drafter for `target`.
+    """Return the EAGLE-3 head in `folder`, saved by `speculators`, as a drafter for `target`.
 
     Raises:
         BadInputError: no such checkpoint, another kind of one, or a damaged one.
@@ -56,7 +58,7 @@ def load_speculators(folder: str | Path, target: Target) -> Eagle3:
 
 
 def eagle3_config(values: dict[str, Any], target: Target, where: str) -> Eagle3Config:
-    """Our config of theirs, a config.json of `speculators`.
+    """Return our config of theirs, a config.json of `speculators`.
 
     Raises:
         IncompatibleError: an option that our head does not have; all of them are named.
@@ -92,7 +94,7 @@ def eagle3_config(values: dict[str, Any], target: Target, where: str) -> Eagle3C
 
 
 def _unknown_to_us(values: dict[str, Any], layer: Any, taps: Any, target: Target) -> list[str]:
-    """What their head does that ours cannot, each in a few words."""
+    """Return what their head does that ours cannot, each in a few words."""
     theirs = values.get("transformer_layer_config", {})
     found = ["embed_requires_grad: true"] if values.get("embed_requires_grad") else []
     found += [f"{name}: true" for name in ("attention_bias", "mlp_bias") if getattr(layer, name, False)]
@@ -108,10 +110,7 @@ def _unknown_to_us(values: dict[str, Any], layer: Any, taps: Any, target: Target
 
 
 def _read(folder: Path) -> dict[str, Tensor]:
-    """All tensors of the checkpoint."""
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
+    """Return all tensors of the checkpoint."""
     refuse_pickles(folder)
     files = sorted(folder.glob("*.safetensors"))
     if not files:
@@ -126,7 +125,7 @@ def _read(folder: Path) -> dict[str, Tensor]:
 
 
 def _fill(head: Eagle3, theirs: dict[str, Tensor], target: Target, folder: Path) -> None:
-    """The weights into `head`, each of them and nothing else."""
+    """Load the weights into `head`, each of them and nothing else."""
     own = head.state_dict()
     weights = {_ours(name, head.config): tensor for name, tensor in theirs.items() if name not in _BESIDE}
     weights["token_ids"] = _token_ids(theirs, head.config, folder)
@@ -150,7 +149,7 @@ def _fill(head: Eagle3, theirs: dict[str, Tensor], target: Target, folder: Path)
 
 
 def _ours(name: str, config: Eagle3Config) -> str:
-    """Our name of their tensor; an unknown one stays as it is, and is refused as unexpected."""
+    """Return our name of their tensor; an unknown one stays as it is, and is refused as unexpected."""
     if name in _SINGLE:
         return name
     if name.startswith(_FIRST):
@@ -163,12 +162,13 @@ def _ours(name: str, config: Eagle3Config) -> str:
 
 
 def _token_ids(theirs: dict[str, Tensor], config: Eagle3Config, folder: Path) -> Tensor:
-    """Target id of each draft token, `[V']`."""
+    """Return the target id of each draft token, `[V']`."""
     every = torch.arange(config.draft_vocab_size)
     if "d2t" not in theirs:
         if config.draft_vocab_size < config.vocab_size:
             raise BadInputError(
-                f"{folder}: d2t is missing, but the draft vocabulary has {config.draft_vocab_size} of {config.vocab_size} tokens."
+                f"{folder}: d2t is missing, but the draft vocabulary has {config.draft_vocab_size} of "
+                f"{config.vocab_size} tokens."
             )
         return every
     offsets = theirs["d2t"]
@@ -178,7 +178,8 @@ def _token_ids(theirs: dict[str, Tensor], config: Eagle3Config, folder: Path) ->
     kept = torch.zeros(config.vocab_size, dtype=torch.bool)
     if ids.min() < 0 or ids.max() >= config.vocab_size or len(ids.unique()) < len(ids):
         raise BadInputError(
-            f"{folder}: d2t does not name {len(ids)} different tokens of the {config.vocab_size} (it holds offsets: token i + d2t[i])."
+            f"{folder}: d2t does not name {len(ids)} different tokens of the {config.vocab_size} (it holds offsets: "
+            "token i + d2t[i])."
         )
     kept[ids] = True
     if "t2d" in theirs and not torch.equal(kept, theirs["t2d"].bool()):
@@ -188,12 +189,13 @@ def _token_ids(theirs: dict[str, Tensor], config: Eagle3Config, folder: Path) ->
 
 @torch.no_grad()
 def _check_embeddings(theirs: Tensor | None, target: Target, folder: Path) -> None:
-    """Ours reads the target's embeddings; theirs brings its own copy, which must be the same up to rounding."""
+    """Refuse another target's embeddings: ours reads the target's own, and the copy must be the same up to rounding."""
     if theirs is None:
         return
     if theirs.shape != (target.vocab_size, target.hidden_size):
         raise IncompatibleError(
-            f"{folder}: made for embeddings of the shape {tuple(theirs.shape)}, the target's is {(target.vocab_size, target.hidden_size)}."
+            f"{folder}: made for embeddings of the shape {tuple(theirs.shape)}, the target's is "
+            f"{(target.vocab_size, target.hidden_size)}."
         )
     own = target.embed(torch.arange(target.vocab_size, device=target.device)[None])[0].float().cpu()
     rounding = max(torch.finfo(theirs.dtype).eps, torch.finfo(target.dtype).eps)

@@ -1,16 +1,17 @@
-"""Is a pair's drafter still right for a target that has changed? Said in about a minute, from the new target's own responses.
+"""A probe: whether a pair's drafter is still right for a changed target, in a minute, from that target's responses.
 
 What is compared, per calibration prompt, with what the pair measured on its own target:
 
 - τ in the decoder. The target writes its response with the drafter attached, which costs less than without it, is the
-  target's own text all the same, and counts rounds on the way. Where the pair is meant for greedy decoding this decides:
-  the analytic alpha is defined at temperature 1 and can fall, or hold, while the most probable token does otherwise.
+  target's own text all the same, and counts rounds on the way. Where the pair is meant for greedy decoding this
+  decides: the analytic alpha is defined at temperature 1 and can fall, or hold, while the most probable token does
+  otherwise.
 - analytic τ: 1 + Σ_d Π alpha_i with alpha = Σ min(p, q), teacher-forced on that response. Where the pair is meant for
   sampling this decides: it is the expectation of what the decoder would draw, without the noise of drawing it.
 - alpha and top-1 agreement at depth 1, reported for people in both cases.
 
-The comparison is a ratio on the same prompts, resampled together, so what makes one prompt easy and another hard cancels.
-The same ratio times the τ of the pair's report predicts the τ that its suites would now show.
+The comparison is a ratio on the same prompts, resampled together, so what makes one prompt easy and another hard
+cancels. The same ratio times the τ of the pair's report predicts the τ that its suites would now show.
 """
 
 from __future__ import annotations
@@ -19,18 +20,18 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
-from ..eval.statistics import Bootstrap, Interval, Ratio
+from rich.console import Console
+
+from ..eval.reports.intervals import Interval, Ratio
+from ..eval.reports.statistics import Bootstrap
 from ..ground import BadInputError, IncompatibleError
 from ..heads import HEADS
 from ..targets import Target
 from .calibration import NUM_PROMPTS, calibrate, first_of_each_suite, rendered
 from .manifest import Baseline, PromptMeasure
 from .pair import Pair
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 TOLERANCE = 0.05
 Verdict = Literal["fresh", "stale", "incompatible"]
@@ -106,11 +107,13 @@ def _baseline(pair: Pair, max_new_tokens: int | None) -> Baseline:
     baseline = pair.manifest.measurements.baseline
     if baseline is None:
         raise BadInputError(
-            f"{pair.folder}: this pair was made without calibration prompts, so there is nothing to compare with. Make it again with some."
+            f"{pair.folder}: this pair was made without calibration prompts, so there is nothing to compare with. Make "
+            "it again with some."
         )
     if max_new_tokens not in (None, baseline.max_new_tokens):
         raise BadInputError(
-            f"the pair's baseline has responses of up to {baseline.max_new_tokens} tokens, {max_new_tokens} were asked for; leave it out."
+            f"the pair's baseline has responses of up to {baseline.max_new_tokens} tokens, {max_new_tokens} were asked "
+            "for; leave it out."
         )
     return baseline
 
@@ -188,14 +191,14 @@ def _judge(
 
 
 def decide(ratio: Interval, bound: float) -> tuple[Literal["fresh", "stale"], bool]:
-    """Verdict, and whether the whole interval agrees with it."""
+    """Return the verdict, and whether the whole interval agrees with it."""
     verdict: Literal["fresh", "stale"] = "fresh" if ratio.value > bound else "stale"
     certain = ratio.known and (ratio.low > bound or ratio.high < bound)
     return verdict, certain
 
 
 def _predicted(pair: Pair, temperature: float, ratio: Interval) -> Interval:
-    """The report's τ times the ratio; its interval is the ratio's, since the suites stay the same."""
+    """Return the report's τ times the ratio; its interval is the ratio's, since the suites stay the same."""
     tau = next((h.tau.value for h in pair.manifest.measurements.headline if h.temperature == temperature), None)
     return _UNKNOWN if tau is None else Interval(tau * ratio.value, tau * ratio.low, tau * ratio.high)
 
@@ -229,7 +232,10 @@ def _depth1(result: ProbeResult, compared: _Comparison, analytic: bool) -> str:
     if not analytic:
         return f"first drafts accepted: {result.alpha.text()}, was {result.baseline.text()}"
     top1, top1_then = compared.both(_top1)
-    return f"at depth 1: analytic alpha {result.alpha.text()}, was {result.baseline.text()}; top-1 agreement {top1.text()}, was {top1_then.text()}"
+    return (
+        f"at depth 1: analytic alpha {result.alpha.text()}, was {result.baseline.text()}; "
+        f"top-1 agreement {top1.text()}, was {top1_then.text()}"
+    )
 
 
 def _conclusion(result: ProbeResult, tolerance: float) -> str:

@@ -1,4 +1,4 @@
-"""The next version of a pair, for a target that has changed: new responses, a warm start, a shorter training, a measurement.
+"""The next version of a pair, for a changed target: new responses, a warm start, a shorter training, a measurement.
 
 out/data, out/drafter, …    as a training writes them; each stage continues where it was interrupted
 out/reports/<digest>/       what was measured, by what it was measured on
@@ -11,22 +11,23 @@ import json
 from collections.abc import Sequence
 from math import ceil
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from rich.console import Console
 
 from ..distill.prompts import Prompt
 from ..eval.measure import contestants, measure
+from ..eval.reports.render import write_report
 from ..eval.suites import load_suites
 from ..ground import BadInputError
 from ..heads import HEADS, Drafter, load_drafter
 from ..recipes import Recipe, load_recipe
 from ..targets import Target
 from ..targets.fingerprint import digest_files, digest_json
+from ..train import train
 from .calibration import rendered
 from .new import new_pair
 from .pair import Pair
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 # Of the first training's length: the drafter starts from one that was good for almost the same target.
 BUDGET = 0.4
@@ -60,10 +61,10 @@ def refresh(
 
 
 def refresh_recipe(pair: Pair, target: Target, out: Path, overrides: Sequence[str] = ()) -> Recipe:
-    """The pair's recipe, pointed at the new target and at its own drafter, with `BUDGET` of the training.
+    """Return the pair's recipe, pointed at the new target and at its own drafter, with `BUDGET` of the training.
 
-    The drafter is trained for the target as it is, also where a joint training made the pair. A pair that was itself refreshed has a recipe of
-    that length already; it is not cut again.
+    The drafter is trained for the target as it is, also where a joint training made the pair. A pair that was itself
+    refreshed has a recipe of that length already; it is not cut again.
     """
     recipe = pair.recipe()
     changes: dict[str, Any] = {
@@ -105,11 +106,9 @@ def _outside(out: Path, pair: Pair) -> Path:
 
 
 def _trained(pair: Pair, recipe: Recipe, target: Target, console: Console | None) -> Path:
-    """The folder of the drafter after training; a drafter that learns nothing stays as it is."""
+    """Return the folder of the drafter after training; a drafter that learns nothing stays as it is."""
     if not HEADS[pair.manifest.drafter.type].trainable:
         return pair.drafter_folder
-    from ..train import train  # takes seconds to import, which nobody who opens a pair should wait for
-
     return train(recipe, target=target, console=console).drafter_folder
 
 
@@ -124,11 +123,12 @@ def _measured(recipe: Recipe, target: Target, drafter: Drafter, drafter_folder: 
     ]
     folder = recipe.output_folder / "reports" / digest_json(subject)[:12]
     if not (folder / "report.json").exists():
-        measure(target, contestants(target, drafter, recipe.eval), suites, recipe.eval, console=console).save(folder)
+        report = measure(target, contestants(target, drafter, recipe.eval), suites, recipe.eval, console=console)
+        write_report(report, folder)
     return folder
 
 
 def _calibration(pair: Pair, target: Target) -> list[Prompt]:
-    """The parent's prompts, so that the two versions can be compared, as the new target's template asks them."""
+    """Return the parent's prompts, as the new target's template asks them: the two versions can be compared on them."""
     changed = "chat_template" in pair.fingerprint().differences(target.fingerprint())
     return rendered(pair.calibration(), target) if changed else pair.calibration()

@@ -10,7 +10,8 @@ from typing import Any
 
 import yaml
 
-from .schema import DataSpec, EvalSpec, JointSpec, Recipe, SamplingSpec, TargetSpec, bad_input
+from ..ground import BadInputError
+from .schema import DataSpec, EvalSpec, JointSpec, Recipe, SamplingSpec, TargetSpec
 
 __all__ = [
     "DataSpec",
@@ -45,18 +46,19 @@ def load_recipe(path_or_name: str | Path, overrides: Sequence[str] = ()) -> Reci
 
 
 def packaged_recipes() -> dict[str, Path]:
-    """The recipes that ship with Outrider, by name."""
+    """Return the recipes that ship with Outrider, by name."""
     return {file.stem: file for file in sorted(_HERE.glob("*.yaml"))}
 
 
 def embedded_file(name: str) -> Path:
-    """A file that ships beside the embedded target, e.g. `embedded_file("suites/code.jsonl")`."""
+    """Return a file that ships beside the embedded target, e.g. `embedded_file("suites/code.jsonl")`."""
     folder = _HERE / "embedded"
     file = folder / name
     if not file.is_file():
         present = sorted(str(p.relative_to(folder)) for p in folder.glob("*/*.jsonl"))
-        raise bad_input(
-            f"there is no embedded file {name!r}; there are: {', '.join(present) or 'none (the installation is incomplete)'}."
+        raise BadInputError(
+            f"there is no embedded file {name!r}; there are: "
+            f"{', '.join(present) or 'none (the installation is incomplete)'}."
         )
     return file
 
@@ -69,21 +71,25 @@ def _find(name: str) -> Path:
     if file.is_file():
         return file
     if file.is_dir():
-        raise bad_input(f"{name!r} is a folder; a recipe is a YAML file, for example {name.rstrip('/')}/recipe.yaml.")
+        raise BadInputError(
+            f"{name!r} is a folder; a recipe is a YAML file, for example {name.rstrip('/')}/recipe.yaml."
+        )
     near = difflib.get_close_matches(file.stem, packaged, n=1)
     hint = f"did you mean {near[0]!r}? " if near else ""
-    raise bad_input(f"no recipe at {name!r}: there is no such file; {hint}packaged recipes: {', '.join(packaged)}.")
+    raise BadInputError(f"no recipe at {name!r}: there is no such file; {hint}packaged recipes: {', '.join(packaged)}.")
 
 
 def _read(file: Path) -> dict[str, Any]:
     try:
         text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise bad_input(f"{file}: cannot be read ({error}).") from error
+        raise BadInputError(f"{file}: cannot be read ({error}).") from error
     values = _parse(text, str(file))
     if not isinstance(values, dict):
         found = "nothing" if values is None else f"a {type(values).__name__}"
-        raise bad_input(f"{file}: expected a mapping with the keys {', '.join(Recipe.model_fields)}; found {found}.")
+        raise BadInputError(
+            f"{file}: expected a mapping with the keys {', '.join(Recipe.model_fields)}; found {found}."
+        )
     return values
 
 
@@ -92,7 +98,7 @@ def _override(values: dict[str, Any], override: str) -> None:
     path, equals, text = override.partition("=")
     keys = path.strip().split(".")
     if not equals or not all(keys):
-        raise bad_input(
+        raise BadInputError(
             f"cannot use the override {override!r}: expected key.path=value, for example training.max_steps=100."
         )
     here: Any = values
@@ -101,7 +107,7 @@ def _override(values: dict[str, Any], override: str) -> None:
             here[key] = {}
         here = here[key]
         if not isinstance(here, dict):
-            raise bad_input(
+            raise BadInputError(
                 f"cannot use the override {override!r}: {'.'.join(keys[:depth])} is {here!r}, not a mapping."
             )
     here[keys[-1]] = _parse(text, f"override {override!r}")
@@ -113,9 +119,9 @@ def _parse(text: str, where: str) -> Any:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         place = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
-        raise bad_input(f"{where}: not valid YAML: {place}{error.problem or error.context}.") from error
+        raise BadInputError(f"{where}: not valid YAML: {place}{error.problem or error.context}.") from error
     except yaml.YAMLError as error:
-        raise bad_input(f"{where}: not valid YAML: {error}.") from error
+        raise BadInputError(f"{where}: not valid YAML: {error}.") from error
 
 
 class _Loader(yaml.SafeLoader):

@@ -1,7 +1,8 @@
 """What a recipe may say: one YAML file about one training, validated before any work starts.
 
-`training` and `drafter` are open mappings here: their keys belong to `transformers.TrainingArguments` and to the drafter's
-own config, which validate them. Everything else is typed below, and an unknown key is refused with the nearest known one.
+`training` and `drafter` are open mappings here: their keys belong to `transformers.TrainingArguments` and to the
+drafter's own config, which validate them. Everything else is typed below, and an unknown key is refused with the
+nearest known one.
 
 This module imports neither torch nor transformers, so that a command can check its recipe at once.
 """
@@ -15,6 +16,9 @@ from typing import Annotated, Any, Literal, TypeGuard, Union, get_args, get_orig
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from ..ground import BadInputError
+from ..ground.values import tree_depths
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Positive = Annotated[int, Field(ge=1)]
@@ -32,7 +36,8 @@ class TargetSpec(Section):
     """The model being accelerated; the fields are those of `Target.load`.
 
     Attributes:
-        sharding: `fsdp2` splits a target that is too large for one GPU over the processes of a training. (The drafter is not split.)
+        sharding: `fsdp2` splits a target that is too large for one GPU over the processes of a training. (The drafter
+            is not split.)
     """
 
     path: str
@@ -58,19 +63,20 @@ class DataSpec(Section):
     """What the drafter learns from.
 
     Attributes:
-        prompts: `embedded:code`, `embedded:docs`, `embedded:prose`, a .jsonl/.json/.parquet/.txt file, or a Hub data set
-            (`org/name` or `org/name:split`).
+        prompts: `embedded:code`, `embedded:docs`, `embedded:prose`, a .jsonl/.json/.parquet/.txt file, or a Hub data
+            set (`org/name` or `org/name:split`).
         limit: prompts used in all, taken from the sources in turn; null for all.
         max_prompt_tokens: longer raw texts lose their beginning, longer chats are left out.
         max_new_tokens: length limit of a response.
         batch_size: prompts the target answers at once.
         features: whether hidden states are computed while training ("online") or once, to disk ("cached").
         holdout: fraction of the sequences kept for evaluation during training.
-        learn_prompts: also learn to predict the prompts' tokens (`completion_only_loss=False` in TRL): more to learn from per
-            sequence, though not the target's own words. Held-out figures count responses only, either way.
+        learn_prompts: also learn to predict the prompts' tokens (`completion_only_loss=False` in TRL): more to learn
+            from per sequence, though not the target's own words. Held-out figures count responses only, either way.
         responses: a finished data folder to use instead of generating one.
-        on_policy: fraction of the rows of every step whose response the drafter writes anew and the target scores (`lmbda` in TRL's GKDConfig;
-            DistillSpec, arXiv 2310.08461). Up to `max_new_tokens`; needs a drafter that is a whole language model, and features online.
+        on_policy: fraction of the rows of every step whose response the drafter writes anew and the target scores
+            (`lmbda` in TRL's GKDConfig; DistillSpec, arXiv 2310.08461). Up to `max_new_tokens`; needs a drafter that is
+            a whole language model, and features online.
         on_policy_temperature: at which it writes them.
     """
 
@@ -91,22 +97,26 @@ class DataSpec(Section):
     def _reads_what_is_new(self) -> DataSpec:
         if self.on_policy > 0 and self.features == "cached":
             raise ValueError(
-                "on_policy text is written while training, so the target's features of it cannot be cached; leave out features: cached"
+                "on_policy text is written while training, so the target's features of it cannot be cached; leave out "
+                "features: cached"
             )
         return self
 
 
 class JointSpec(Section):
-    """How the target learns beside the drafter, through a LoRA (Medusa-2, arXiv 2401.10774 §2.2.2; LayerSkip, arXiv 2404.16710). What comes out drafts for
-    the target *with* that adapter.
+    """How the target learns beside the drafter, through a LoRA.
+
+    What comes out drafts for the target *with* that adapter. (Medusa-2, arXiv 2401.10774 §2.2.2; LayerSkip, arXiv
+    2404.16710.)
 
     Attributes:
         lora: fields of `peft.LoraConfig`.
         learning_rate: of the LoRA, well below the drafter's, which is `training.learning_rate`.
         heads_first: share of the steps in which the drafter learns alone.
         weight: of the drafter's loss beside the target's, λ0.
-        loss: what holds the target: a divergence from what it said before (see `heads.losses`), or hard_ce with the responses. forward_kl, the paper's
-            self-distillation, also holds what a response does not show: every token's probability.
+        loss: what holds the target: a divergence from what it said before (see `heads.losses`), or hard_ce with the
+            responses. forward_kl, the paper's self-distillation, also holds what a response does not show: every
+            token's probability.
     """
 
     lora: dict[str, Any]
@@ -165,11 +175,9 @@ class EvalSpec(Section):
 
 
 def _tree_depth(parents: list[int]) -> int:
-    """Of the static tree with these parents. Imported late: only such a recipe has to wait for the room that loads torch."""
-    from ..decode import Tree
-
+    """Return the depth of the static tree with these parents."""
     try:
-        return Tree(tuple(parents)).depth
+        return tree_depths(parents)[-1]
     except ValueError as error:
         raise ValueError(str(error).removesuffix(".")) from error
 
@@ -178,8 +186,8 @@ class Recipe(Section):
     """Everything about one training.
 
     Attributes:
-        drafter: `type` and the fields of that drafter's config; `init: <folder>` starts from a saved drafter. (A draft model's `init` may also be
-            random, pretrained or prune.)
+        drafter: `type` and the fields of that drafter's config; `init: <folder>` starts from a saved drafter. (A draft
+            model's `init` may also be random, pretrained or prune.)
         training: fields of `transformers.TrainingArguments`.
         joint: trains the target, too; the run's target is then `target` with `<output>/adapter`.
         output: where everything of this run goes; `{name}` is replaced.
@@ -198,17 +206,19 @@ class Recipe(Section):
     def _trains_a_target_that_is_there(self) -> Recipe:
         if self.joint is not None and self.data.features == "cached":
             raise ValueError(
-                "joint training changes the target's hidden states from step to step, so they cannot be cached; leave out data.features: cached"
+                "joint training changes the target's hidden states from step to step, so they cannot be cached; leave "
+                "out data.features: cached"
             )
         if self.joint is not None and self.target.adapter is not None:
             raise ValueError(
-                f"joint trains a new adapter, and target.adapter is {self.target.adapter!r}; a run's target has one. Save the merged target, and give its folder"
+                f"joint trains a new adapter, and target.adapter is {self.target.adapter!r}; a run's target has one. "
+                "Save the merged target, and give its folder"
             )
         return self
 
     @classmethod
     def from_dict(cls, values: dict[str, Any], where: str = "recipe") -> Recipe:
-        """Validate a mapping; `where` names it in messages.
+        """Return the recipe that a mapping says; `where` names it in messages.
 
         Raises:
             BadInputError: an unknown or missing key, or a value of the wrong type; one line for each.
@@ -217,22 +227,18 @@ class Recipe(Section):
             return cls.model_validate(values)
         except ValidationError as error:
             lines = [_explain(e) for e in error.errors(include_url=False)]
-            raise bad_input("\n".join(f"{where}: {line}" for line in lines)) from None
+            raise BadInputError("\n".join(f"{where}: {line}" for line in lines)) from None
 
     @property
     def output_folder(self) -> Path:
         return Path(self.output.replace("{name}", self.name)).expanduser()
 
     def to_yaml(self) -> str:
-        """The recipe with every default written out; `load_recipe` reads it back to an equal one."""
+        """Return the recipe with every default written out; `load_recipe` reads it back to an equal one."""
         return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
 
 
-def bad_input(message: str) -> Exception:
-    """A BadInputError. Imported late: the room it lives in loads torch, which reading a good recipe does not need."""
-    from ..ground.errors import BadInputError
-
-    return BadInputError(message)
+bad_input = BadInputError  # its name in `eval.gate` and `eval.report`
 
 
 # ------------------------------------------------------------ pydantic's errors, in our words
@@ -256,7 +262,7 @@ _WORDS = {
 
 
 def _explain(error: Any) -> str:
-    """One pydantic error as `data.limit: expected an integer or null, found 'many'`."""
+    """Return one pydantic error as `data.limit: expected an integer or null, found 'many'`."""
     path, kind, context = error["loc"], error["type"], error.get("ctx", {})
     name, found = _dotted(path), error["input"]
     if kind == "value_error":
@@ -287,7 +293,7 @@ def _shown(found: Any) -> str:
 
 
 def _annotation(path: tuple[str | int, ...]) -> Any:
-    """The declared type at a path of the recipe."""
+    """Return the declared type at a path of the recipe."""
     here: Any = Recipe
     for part in path:
         here = _member(next(a for a in _alternatives(here) if a is not type(None)), part)
@@ -295,7 +301,7 @@ def _annotation(path: tuple[str | int, ...]) -> Any:
 
 
 def _member(annotation: Any, part: str | int) -> Any:
-    """The declared type of one key or entry of a value of that type."""
+    """Return the declared type of one key or entry of a value of that type."""
     if part == "[key]":  # pydantic's name for the key itself
         return str
     if _is_section(annotation):
@@ -309,7 +315,7 @@ def _is_section(annotation: Any) -> TypeGuard[type[BaseModel]]:
 
 
 def _alternatives(annotation: Any) -> tuple[Any, ...]:
-    """The members of a union, with constraints taken off."""
+    """Return the members of a union, with constraints taken off."""
     if get_origin(annotation) is Annotated:
         return _alternatives(get_args(annotation)[0])
     if get_origin(annotation) in (Union, types.UnionType):
@@ -330,7 +336,7 @@ def _word(annotation: Any) -> str:
 
 
 def _suggestion(path: tuple[str | int, ...]) -> str:
-    """The nearest known key: among its neighbours first, then one of that name elsewhere in the recipe."""
+    """Return the nearest known key: among its neighbours first, then one of that name elsewhere in the recipe."""
     key, parents = str(path[-1]), path[:-1]
     known = _known_keys(Recipe)
     prefix = ".".join(map(str, parents))
@@ -343,7 +349,7 @@ def _suggestion(path: tuple[str | int, ...]) -> str:
 
 
 def _known_keys(section: type[BaseModel], prefix: str = "") -> list[str]:
-    """Every typed key of the recipe by dotted path, outermost first."""
+    """Return every typed key of the recipe by dotted path, outermost first."""
     keys = [prefix + name for name in section.model_fields]
     for name, field in section.model_fields.items():
         for member in filter(_is_section, _alternatives(field.annotation)):

@@ -27,10 +27,12 @@ from rich.table import Table
 from typer.core import TyperGroup
 
 from ..ground import OutriderError
+from ..ground.allocation import keep_large_blocks, remember_few_shapes
 from ..ground.files import is_disk_full
 
 if TYPE_CHECKING:
-    from ..eval import Report, Tuning
+    from ..eval import Report
+    from ..eval.tuning import Tuning
     from ..pair import Pair
     from ..pair.manifest import Figure
     from ..recipes import Recipe
@@ -130,6 +132,8 @@ def _every_verb(
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    keep_large_blocks()
+    remember_few_shapes()
 
 
 # ------------------------------------------------------------ the pipeline
@@ -255,6 +259,7 @@ def evaluate(
     out: Annotated[Path | None, typer.Option(help="Folder of the report.")] = None,
 ) -> None:
     """Measure τ, acceptance and speedup with confidence intervals, beside n-gram drafting and plain decoding."""
+    from ..eval.reports.render import print_report, write_report
     from .subject import load_subject
 
     asked = {
@@ -269,8 +274,8 @@ def evaluate(
     console = Console()
     report = subject.measure(console)
     folder = out or subject.report_folder
-    report.save(folder)
-    report.console(console)
+    write_report(report, folder)
+    print_report(report, console)
     console.print(f"report: [bold]{escape(str(folder))}[/bold]")
 
 
@@ -291,7 +296,7 @@ def compare(
     """Train every recipe for the same time on the same data, then measure all in one run: τ, speedup, parameters, with intervals."""
     changes = [word for word in recipes if "=" in word]
     loaded = [_load_recipe(word, changes) for word in recipes if "=" not in word]
-    from ..eval.render import print_comparison
+    from ..eval.reports.render import print_comparison
     from ..train.compare import compare as run
 
     console = Console(stderr=as_json)
@@ -517,7 +522,7 @@ def refresh(
 ) -> None:
     """Train the drafter on for a changed target, from where it is, and write the next version."""
     from ..pair import Pair
-    from ..pair import refresh as run
+    from ..pair.refresh import refresh as run
 
     loaded = Pair.load(pair)
     console = Console()
@@ -533,7 +538,7 @@ def gate(
     confidence: Annotated[float, typer.Option(min=0.5, max=0.999)] = 0.95,
 ) -> None:
     """For CI: exit code 1 if τ fell beyond the tolerance, with confidence."""
-    from ..eval import gate as run
+    from ..eval.reports.gate import gate as run
 
     result = run(_find_report(pair), _find_report(against), tolerance=tolerance, confidence=confidence)
     console = Console(highlight=False, soft_wrap=True)

@@ -9,11 +9,15 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import psutil
+import torch
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from ..ground.machine import cpu_multiplies_bfloat16, cpu_name
 from ..ground.versions import installed_version
+from ..targets import embedded_path
 
 PACKAGES = (
     "outrider",
@@ -55,10 +59,6 @@ def examine() -> dict[str, Any]:
 
 
 def _device() -> dict[str, Any]:
-    import torch
-
-    from ..ground.machine import cpu_multiplies_bfloat16, cpu_name
-
     gpus = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
     return {
         "cpu": cpu_name(),
@@ -76,15 +76,11 @@ def _device() -> dict[str, Any]:
 
 def _memory() -> dict[str, int | None]:
     """Total and available; None where the system does not say."""
-    import psutil
-
     found = psutil.virtual_memory()
     return {"total": found.total, "available": found.available}
 
 
 def _embedded() -> dict[str, Any]:
-    from ..targets import embedded_path
-
     folder = embedded_path()
     weights = folder / "model.safetensors"
     return {
@@ -129,7 +125,8 @@ def _lines(found: dict[str, Any]) -> list[tuple[str, str]]:
     lines += [
         (
             "CPU",
-            f"{escape(device['cpu'])}, {device['usable_cores']} of {device['cores']} cores, {device['threads']} threads, {device['instruction_set']}",
+            f"{escape(device['cpu'])}, {device['usable_cores']} of {device['cores']} cores, "
+            f"{device['threads']} threads, {device['instruction_set']}",
         ),
         ("bfloat16", "fast" if device["bfloat16"] else "works, without hardware support"),
         ("memory", f"{_gigabytes(found['memory']['available'])} of {_gigabytes(found['memory']['total'])} available"),

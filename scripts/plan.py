@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from rich.console import Console
+import yaml
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table as Grid
+from rich.text import Text
 
-    from ..eval.tables import Table
-    from ..train.planning import Plan
+from ..eval.reports.render import print_table
+from ..eval.reports.tables import Cell, Table, counted
+from ..ground import BadInputError
+from ..ground.files import readable_bytes
+from ..train.planning import BANDWIDTH, COMPUTE, GPUS, ROOM, Plan
 
 _WORDS = {
     "target_weights": "target's weights",
@@ -30,10 +37,6 @@ def read_launch(file: Path) -> tuple[int, str]:
     Raises:
         BadInputError: no such file, or not one of accelerate's.
     """
-    import yaml
-
-    from ..ground import BadInputError
-
     try:
         values = yaml.safe_load(file.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
@@ -57,20 +60,15 @@ def _sharding(values: dict[str, Any]) -> str:
 
 def show(plan: Plan, console: Console) -> None:
     """Sizes, memory of a process, and each named GPU."""
-    from rich.text import Text
-
-    from ..eval.render import print_table
-
     _print_lines(_sizes(plan), console)
     for table in (_memory(plan), _gpus(plan)):
         console.print()
         print_table(table, table.title, console)
     console.print()
-    from ..train.planning import BANDWIDTH, COMPUTE, ROOM
-
     assumed = (
-        f"Assumed, not measured: {COMPUTE:.0%} of a GPU's dense peak and {BANDWIDTH:.0%} of its bandwidth are reached, {ROOM:.0%} of its memory can be used. "
-        f"Times are for {_count(plan.processes, 'such GPU')}; memory is what tensors take at the longest sequence. "
+        f"Assumed, not measured: {COMPUTE:.0%} of a GPU's dense peak and {BANDWIDTH:.0%} of its bandwidth are reached, "
+        f"{ROOM:.0%} of its memory can be used. "
+        f"Times are for {counted(plan.processes, 'such GPU')}; memory is what tensors take at the longest sequence. "
         "Models too small to fill a GPU take longer than this."
     )
     console.print(Text(assumed, style="dim"))
@@ -80,9 +78,6 @@ def show(plan: Plan, console: Console) -> None:
 
 def _print_lines(lines: dict[str, str], console: Console) -> None:
     """Names and values; a long value goes on in the next line."""
-    from rich.markup import escape
-    from rich.table import Table as Grid
-
     grid = Grid(show_header=False, box=None, padding=(0, 2, 0, 0))
     grid.add_column(style="bold", no_wrap=True)
     grid.add_column(overflow="fold")
@@ -92,15 +87,21 @@ def _print_lines(lines: dict[str, str], console: Console) -> None:
 
 
 def _sizes(plan: Plan) -> dict[str, str]:
-    from ..ground.files import readable_bytes
-
     work = plan.workload
     return {
         "recipe": plan.recipe,
         "target": f"{plan.target}, {plan.target_parameters:,} parameters, {plan.dtype}",
-        "drafter": f"{plan.drafter}, {plan.total_parameters:,} parameters, {plan.trained_parameters:,} of them trained, in {plan.precision}",
-        "sequences": f"{work.sequences:,} with {work.tokens:,} tokens, {work.supervised:.0%} of them learned ({work.source})",
-        "training": f"{plan.steps:,} steps of about {plan.tokens_per_step:,} tokens, {_count(plan.processes, 'process', 'es')}, sharding {plan.sharding}",
+        "drafter": (
+            f"{plan.drafter}, {plan.total_parameters:,} parameters, "
+            f"{plan.trained_parameters:,} of them trained, in {plan.precision}"
+        ),
+        "sequences": (
+            f"{work.sequences:,} with {work.tokens:,} tokens, {work.supervised:.0%} of them learned ({work.source})"
+        ),
+        "training": (
+            f"{plan.steps:,} steps of about {plan.tokens_per_step:,} tokens, "
+            f"{counted(plan.processes, 'process', 'es')}, sharding {plan.sharding}"
+        ),
         "operations": ", ".join(f"{stage.name} {_flops(stage.flops)}" for stage in plan.stages),
         "cached features": readable_bytes(plan.feature_bytes)
         + ("" if plan.uses_features else " if data.features were cached (this recipe computes them online)"),
@@ -109,11 +110,6 @@ def _sizes(plan: Plan) -> dict[str, str]:
 
 
 def _memory(plan: Plan) -> Table:
-    from dataclasses import asdict
-
-    from ..eval.tables import Cell, Table
-    from ..ground.files import readable_bytes
-
     parts = [[Cell(_WORDS[name]), Cell(readable_bytes(count))] for name, count in asdict(plan.memory).items() if count]
     return Table(
         "Memory of one process",
@@ -123,9 +119,6 @@ def _memory(plan: Plan) -> Table:
 
 
 def _gpus(plan: Plan) -> Table:
-    from ..eval.tables import Cell, Table
-    from ..train.planning import GPUS
-
     rows = [
         [
             Cell(gpu.name),
@@ -135,10 +128,6 @@ def _gpus(plan: Plan) -> Table:
         for gpu in GPUS
     ]
     return Table("Estimated time", ["GPU", "fits", *(stage.name for stage in plan.stages)], rows)
-
-
-def _count(number: int, word: str, ending: str = "s") -> str:
-    return f"{number} {word}{'' if number == 1 else ending}"
 
 
 def _flops(count: float) -> str:

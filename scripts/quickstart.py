@@ -33,7 +33,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from ..eval import GateResult, Report
+    from ..eval import Report
+    from ..eval.reports.gate import GateResult
     from ..heads import Drafter
     from ..pair import Pair
     from ..targets import Target
@@ -158,7 +159,8 @@ class Story:
 
     @cached_property
     def verdict(self) -> GateResult:
-        from ..eval import Report, gate
+        from ..eval import Report
+        from ..eval.reports.gate import gate
 
         return gate(
             newest_report(self.refreshed),
@@ -182,15 +184,16 @@ class Story:
         return f"{result.steps} steps"
 
     def measure(self) -> str:
+        from ..eval.reports.render import write_report
         from ..heads import load_drafter
 
         head = load_drafter(self.out / "drafter", self.target)
         report = self._measure(self.target, head, baselines=True)
-        report.save(self.out / "report")
+        write_report(report, self.out / "report")
         return report.sentence()
 
     def bind(self) -> str:
-        from ..eval import load_suites
+        from ..eval.suites import load_suites
         from ..pair import new_pair
 
         each = -(-self.budget.probe_prompts // len(self.budget.suites))
@@ -217,13 +220,15 @@ class Story:
         return f"{result.verdict}: τ on its own prompts {result.tau_baseline.text()} → {result.tau.text()}"
 
     def measure_stale(self) -> str:
+        from ..eval.reports.render import write_report
+
         head = self.pair.drafter_for(self.changed)
         report = self._measure(self.changed, head, baselines=False)
-        report.save(self.out / "stale")
+        write_report(report, self.out / "stale")
         return report.sentence()
 
     def refresh(self) -> str:
-        from ..pair import refresh
+        from ..pair.refresh import refresh
 
         changes = [f"data.limit={self.budget.refresh_prompts}", "training.num_train_epochs=1", "eval.baselines=[]"]
         refresh(self.pair, self.changed, self.out / "refreshed", changes, self.console)
@@ -248,7 +253,8 @@ class Story:
 
     def _measure(self, target: Target, head: Drafter, baselines: bool) -> Report:
         """Beside the plain target; with `baselines` beside drafters without weights and `transformers.generate` too."""
-        from ..eval import contestants, load_suites, measure
+        from ..eval.measure import contestants, measure
+        from ..eval.suites import load_suites
 
         settings = self.recipe.eval if baselines else self.recipe.eval.model_copy(update={"baselines": []})
         suites = load_suites(settings.suites, target.require_tokenizer(), settings.limit)

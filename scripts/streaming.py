@@ -5,15 +5,16 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from rich.console import Console
-    from transformers import PreTrainedTokenizerBase
+from rich.console import Console
+from rich.text import Text
+from transformers import PreTrainedTokenizerBase
 
-    from ..decode import Event, Plan, Sampling
-    from ..heads import Drafter
-    from ..targets import Target
+from ..decode import Decoder, Event, Plan, Sampling
+from ..ground import BadInputError
+from ..heads import Drafter
+from ..targets import Target
 
 DRAFTED, OWN = "green", "magenta"
 
@@ -105,8 +106,6 @@ class Completion:
 
     def stream(self, prompt: str, chat: bool = False) -> Iterator[tuple[str, bool]]:
         """`(text, was it drafted)` as it comes."""
-        from ..decode import Decoder
-
         tokenizer = self.target.require_tokenizer()
         self.prompt = prompt_tokens(tokenizer, prompt, chat)
         decoder = Decoder(self.target, self.drafter)
@@ -118,8 +117,6 @@ class Completion:
 
     def show(self, prompt: str, chat: bool, console: Console) -> None:
         """The same in two colours. A prompt that is continued stands before its continuation."""
-        from rich.text import Text
-
         console.print(Text("" if chat else harmless(prompt), style="dim"), end="")
         for piece, drafted in self.stream(prompt, chat):
             console.print(Text(harmless(piece), style=DRAFTED if drafted else OWN), end="")
@@ -128,15 +125,17 @@ class Completion:
     def summary(self, compare: bool) -> str:
         """The closing line; `compare` runs the plain target on the same prompt for the speedup."""
         tally = self.tally
-        line = f"τ {tally.tau:.2f} ({self.plan}) · {tally.tokens} tokens in {tally.rounds} rounds · {tally.tokens_per_second:.0f} tokens/s"
+        line = (
+            f"τ {tally.tau:.2f} ({self.plan}) · {tally.tokens} tokens in {tally.rounds} rounds · "
+            f"{tally.tokens_per_second:.0f} tokens/s"
+        )
         if not compare:
             return line
         plain = self._plain_tokens_per_second()
-        return f"{line} · plain {plain:.0f} tokens/s · {tally.tokens_per_second / plain:.2f}× (one run; `outrider eval` measures)"
+        speedup = tally.tokens_per_second / plain
+        return f"{line} · plain {plain:.0f} tokens/s · {speedup:.2f}× (one run; `outrider eval` measures)"
 
     def _plain_tokens_per_second(self) -> float:
-        from ..decode import Decoder
-
         return Decoder(self.target).generate([self.prompt], self.max_new_tokens, self.sampling).stats.tokens_per_second
 
 
@@ -157,8 +156,6 @@ def harmless(text: str) -> str:
 
 def prompt_tokens(tokenizer: PreTrainedTokenizerBase, prompt: str, chat: bool) -> list[int]:
     """The prompt as ids: raw text, or one user turn through the chat template."""
-    from ..ground import BadInputError
-
     if not chat:
         return list(tokenizer(prompt)["input_ids"])
     if not tokenizer.chat_template:

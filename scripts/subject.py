@@ -1,6 +1,7 @@
-"""What `outrider eval`, `outrider tune` and `outrider pair new` work on: a drafter on its target, from a recipe's run or from a pair.
+"""What `outrider eval`, `outrider tune` and `outrider pair new` work on: a drafter on its target.
 
-The target is loaded in the dtype that is measured (`eval.dtype`, else `target.dtype`): a pair names exactly what was measured.
+It comes from a recipe's run or from a pair. The target is loaded in the dtype that is measured (`eval.dtype`, else
+`target.dtype`): a pair names exactly what was measured.
 """
 
 from __future__ import annotations
@@ -8,17 +9,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from rich.console import Console
+
+from ..decode import Plan
+from ..eval import Report
+from ..eval.measure import Contestant, contestants, measure, plan_of
+from ..eval.suites import Suite, load_suites
+from ..eval.tuner import tune
+from ..eval.tuning import Tuning
+from ..ground import BadInputError
+from ..heads import Drafter, load_drafter
+from ..pair import Pair
 from ..recipes import EvalSpec, Recipe, load_recipe
-
-if TYPE_CHECKING:
-    from rich.console import Console
-
-    from ..decode import Plan
-    from ..eval import Report, Suite, Tuning
-    from ..heads import Drafter
-    from ..targets import Target
+from ..targets import Target
 
 
 @dataclass
@@ -39,21 +44,15 @@ class Subject:
 
     def measure(self, console: Console | None = None) -> Report:
         """Measure the drafter beside its baselines and the plain target."""
-        from ..eval import Contestant, contestants, measure
-
         first, *others = contestants(self.target, self.drafter, self.settings, self.plan)
         tuned = [] if self.tuned is None else [Contestant(f"{first.name} tuned", self.drafter, self.tuned)]
         return measure(self.target, [first, *tuned, *others], self._suites(), self.settings, console=console)
 
     def tune(self, batch_sizes: Sequence[int], console: Console | None = None) -> Tuning:
         """The fastest plan for each batch size."""
-        from ..eval import tune
-
         return tune(self.target, self.drafter, self._suites(), self.settings, batch_sizes, console)
 
     def _suites(self) -> list[Suite]:
-        from ..eval import load_suites
-
         return load_suites(self.settings.suites, self.target.require_tokenizer(), self.settings.limit)
 
 
@@ -75,9 +74,6 @@ def load_subject(
     Raises:
         BadInputError: there is no such recipe or pair, or no tuned plan.
     """
-    from ..eval import plan_of
-    from ..ground import BadInputError
-
     is_pair = (Path(name).expanduser() / "pair.json").is_file()
     recipe = load_recipe(str(Path(name).expanduser() / "recipe.yaml") if is_pair else name, changes)
     asked = dict(asked or {})
@@ -87,7 +83,8 @@ def load_subject(
         return _of_pair(Path(name), settings, drafter, other_shape, tuned)
     if tuned:
         raise BadInputError(
-            f"--tuned: {name!r} is a recipe; tuned plans are kept in pairs. Make one with `outrider pair new`, then run `outrider tune`."
+            f"--tuned: {name!r} is a recipe; tuned plans are kept in pairs. "
+            "Make one with `outrider pair new`, then run `outrider tune`."
         )
     target = load_target(recipe)
     return Subject(
@@ -96,11 +93,6 @@ def load_subject(
 
 
 def _of_pair(folder: Path, settings: EvalSpec, drafter: Path | None, other_shape: bool, tuned: bool) -> Subject:
-    from ..eval import plan_of
-    from ..ground import BadInputError
-    from ..heads import load_drafter
-    from ..pair import Pair
-
     pair = Pair.load(folder)
     target, own, plan = pair.open()
     plan = replace(plan_of(settings), verify=plan.verify) if other_shape else plan
@@ -121,15 +113,13 @@ def load_target(recipe: Recipe) -> Target:
     Raises:
         BadInputError: it has not been trained yet.
     """
-    from ..ground import BadInputError
-    from ..targets import Target
-
     spec = recipe.target.model_dump()
     if recipe.joint is not None:
         adapter = recipe.output_folder / "adapter"
         if not adapter.is_dir():
             raise BadInputError(
-                f"the recipe trains its target, too, and there is no adapter in {recipe.output_folder}: run `outrider train` with it first."
+                f"the recipe trains its target, too, and there is no adapter in {recipe.output_folder}: "
+                "run `outrider train` with it first."
             )
         spec["adapter"] = str(adapter)
     return Target.load(**spec | ({} if recipe.eval.dtype == "auto" else {"dtype": recipe.eval.dtype}))
@@ -137,12 +127,10 @@ def load_target(recipe: Recipe) -> Target:
 
 def trained_drafter(recipe: Recipe, target: Target, folder: Path | None = None) -> Drafter:
     """The drafter in `folder`, else the one that the recipe's training left."""
-    from ..ground import BadInputError
-    from ..heads import load_drafter
-
     own = recipe.output_folder / "drafter"
     if folder is None and not own.is_dir():
         raise BadInputError(
-            f"there is no trained drafter in {recipe.output_folder}: run `outrider train` with this recipe first, or name one with --drafter."
+            f"there is no trained drafter in {recipe.output_folder}: "
+            "run `outrider train` with this recipe first, or name one with --drafter."
         )
     return load_drafter(folder or own, target)

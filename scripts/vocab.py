@@ -1,21 +1,29 @@
-"""`outrider vocab`: from a recipe's responses to its pruned draft vocabularies, what they cover, and what each costs in acceptance."""
+"""`outrider vocab`: from a recipe's responses to its pruned draft vocabularies, their reach and what each costs."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from rich.console import Console
+from rich.text import Text
+from torch import Tensor
+
+from ..distill import distill, load_responses
+from ..distill.vocabulary import Vocabulary, check_size, ranks, usual_sizes
+from ..eval.pruning import measure_pruning
+from ..eval.reports import plots
+from ..eval.reports.intervals import Interval
+from ..eval.reports.render import fitted, print_table
+from ..eval.reports.tables import Cell, Table
+from ..eval.reports.vocabulary import VocabularyReport, size_figures
+from ..ground.files import write_atomically
+from ..ground.progress import progress
+from ..heads import drafter_config
 from ..recipes import Recipe
-
-if TYPE_CHECKING:
-    from rich.console import Console
-    from torch import Tensor
-
-    from ..eval.pruning import VocabularyReport
-    from ..targets import Target
-    from ..train.data import Rows
+from ..targets import Target
+from ..train.data import IGNORED, Rows, collate, split, token_counts
 
 BATCH_SIZE = 8
 
@@ -37,12 +45,6 @@ def study(
     Raises:
         BadInputError: a size that is none, or responses without a token to learn.
     """
-    from ..distill import distill, load_responses
-    from ..distill.vocabulary import Vocabulary, check_size, ranks, usual_sizes
-    from ..eval.pruning import VocabularyReport, measure_pruning, size_figures
-    from ..targets import Target
-    from ..train.data import Rows, split, token_counts
-
     own = own_size(recipe)
     target = target or Target.load(**recipe.target.model_dump())
     wanted = [size for size in (*sizes, own) if size]
@@ -72,17 +74,15 @@ def study(
 
 
 def own_size(recipe: Recipe) -> int:
-    """The draft vocabulary that the recipe's drafter asks for; 0 for the whole one, and for drafters that have no such setting."""
-    from ..heads import drafter_config
+    """Return the size of the draft vocabulary that the recipe's drafter asks for.
 
+    It is 0 for the whole one, and for drafters that have no such setting.
+    """
     values = {k: v for k, v in recipe.drafter.items() if k != "init"}
     return int(getattr(drafter_config(values)[1], "draft_vocab_size", 0)) if "type" in values else 0
 
 
 def _batches(rows: Rows, console: Console | None) -> Iterator[tuple[Tensor, Tensor]]:
-    from ..ground.progress import progress
-    from ..train.data import IGNORED, collate
-
     with progress(console, "the target's distribution", len(rows), transient=True) as advance:
         for begin in range(0, len(rows), BATCH_SIZE):
             batch = collate([rows[i] for i in range(begin, min(begin + BATCH_SIZE, len(rows)))])
@@ -91,23 +91,15 @@ def _batches(rows: Rows, console: Console | None) -> Iterator[tuple[Tensor, Tens
 
 
 def show(report: VocabularyReport, console: Console) -> None:
-    """The curve as a table."""
-    from rich.text import Text
-
-    from ..eval.render import fitted, print_table
-    from ..eval.tables import Cell, Table
-
-    def share(interval: object) -> Cell:
-        return Cell(interval.main(4), interval.bounds(4))  # type: ignore[attr-defined]
-
+    """Print the curve as a table, and under it what its columns mean."""
     rows = [
         [
             Cell(f"{s.size:,}" + (" *" if s.size == report.chosen else "")),
             Cell(f"{s.counted:.4f}"),
             Cell(s.covered.main(4)),
-            share(s.lost),
+            Cell.of(s.lost, 4),
             Cell(s.alpha_max.main(4)),
-            share(s.lost_greedy),
+            Cell.of(s.lost_greedy, 4),
             Cell(s.digest[:12]),
         ]
         for s in report.sizes
@@ -115,13 +107,14 @@ def show(report: VocabularyReport, console: Console) -> None:
     headers = ["tokens", "counted", "covered", "lost at 1", "alpha at most", "lost at 0", "digest"]
     print_table(fitted(Table("Draft vocabularies", headers, rows), console.width, ("digest", "counted")), None, console)
     star = "; * is the recipe's" if report.chosen else ""
+    measured_on = report.measured_on if report.num_sequences else "responses"
     console.print(
         Text(
-            f"counted: share of the {report.num_counted:,} response tokens counted ({report.num_distinct:,} different ones of {report.vocab_size:,}); covered: the same of "
-            f"{report.num_positions:,} positions in {report.num_sequences:,} {report.measured_on if report.num_sequences else 'responses'}, where the target's probability "
-            "outside is what a perfect drafter loses at temperature 1, and its most probable token outside at temperature 0; 95% intervals over responses"
-            + star
-            + ".",
+            f"counted: share of the {report.num_counted:,} response tokens counted ({report.num_distinct:,} different "
+            f"ones of {report.vocab_size:,}); covered: the same of {report.num_positions:,} positions in "
+            f"{report.num_sequences:,} {measured_on}, where the target's probability outside is what a perfect drafter "
+            "loses at temperature 1, and its most probable token outside at temperature 0; "
+            f"95% intervals over responses{star}.",
             style="dim",
         )
     )
@@ -129,10 +122,6 @@ def show(report: VocabularyReport, console: Console) -> None:
 
 def save(report: VocabularyReport, folder: Path) -> Path:
     """vocabulary.json and vocabulary.svg, in a folder named after the counts: other counts are another folder."""
-    from ..eval import plots
-    from ..eval.statistics import Interval
-    from ..ground.files import write_atomically
-
     place = folder / report.counts_digest[:16]
     place.mkdir(parents=True, exist_ok=True)
     lines = {

@@ -1,12 +1,17 @@
 """The model being accelerated."""
 
-from .cache import Counts, LayerShape, Nodes, RaggedCache, Store
+from .backbone import Backbone
+from .cache import Counts, LayerShape, RaggedCache, Store
 from .fingerprint import Fingerprint
 from .footprint import Footprint, PeakBytes
-from .target import Target, TargetOutput, decoder_layers, embedded_path, load_causal_lm
+from .layers import decoder_layers
+from .loading import embedded_path, load_causal_lm
+from .placement import Nodes
+from .target import Target, TargetOutput
 from .tokenizers import TokenDifference, first_difference, load_tokenizer, require_same_vocabulary
 
 __all__ = [
+    "Backbone",
     "Counts",
     "Fingerprint",
     "Footprint",

@@ -1,9 +1,11 @@
 """Attention of few queries over many keys: heads that share keys are folded into queries, and keys are cut into parts.
 
-Decoding on a GPU reads the keys and values of a long context for a handful of queries. One block per head leaves most of the
-GPU idle; here every head's keys are cut into parts that are read side by side, and their softmaxes merged (flash-decoding,
-https://pytorch.org/blog/flash-decoding). Keys are never repeated for the heads that share them. Registered with
-`transformers` as "outrider": `Target.load(..., attention="outrider")`, or `Target(model).use_split_attention()`.
+Decoding on a GPU reads the keys and values of a long context for a handful of queries. One block per head leaves most
+of the GPU idle. Here every head's keys are cut into parts that are read side by side, and their softmaxes are merged
+(flash-decoding, https://pytorch.org/blog/flash-decoding). Keys are never repeated for the heads that share them.
+
+`transformers` knows it by the name "outrider". A target takes it by `Target.load(..., attention="outrider")`, or by
+`Target(model).use_split_attention()`.
 
 Shapes: B rows, H heads, G heads that share keys, K = H / G, Q queries, L keys, D head size, P parts.
 """
@@ -27,7 +29,7 @@ _BLOCKS = 256  # a part for each; two per multiprocessor of a large GPU
 
 
 def num_parts(blocks: int, length: int) -> int:
-    """Into how many equal parts to cut `length` keys, where `blocks` blocks run side by side anyway."""
+    """Return into how many equal parts to cut `length` keys, where `blocks` blocks run side by side anyway."""
     parts = 1
     while blocks * parts < _BLOCKS and length % (2 * parts) == 0 and length // (2 * parts) >= _LEAST_PART:
         parts *= 2
@@ -43,16 +45,18 @@ def split_attention(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """As the library's attention functions: `[B, Q, H, D']` and no weights. A prompt, or no mask, is the library's own SDPA."""
+    """Attend as the library's attention functions do; returns `[B, Q, H, D']` and no weights.
+
+    A prompt, or a pass without a mask, is left to the library's own SDPA.
+    """
     rows, heads, queries, size = query.shape
     shared, length = key.shape[1], key.shape[2]
     if attention_mask is None or attention_mask.dtype == torch.bool or queries > _MOST_QUERIES or length % _ALIGNED:
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
     parts = num_parts(rows * shared, length)
     folded = query.reshape(rows * shared, 1, heads // shared * queries, size).expand(-1, parts, -1, -1)
-    keys, values = (
-        t.flatten(0, 1).unflatten(1, (parts, length // parts)) for t in (key, value)
-    )  # views: [B·K, P, L / P, D]
+    # Views, [B·K, P, L / P, D].
+    keys, values = (t.flatten(0, 1).unflatten(1, (parts, length // parts)) for t in (key, value))
     mask = _folded_mask(attention_mask, heads // shared, shared, parts)
     out, sums = attend(folded, keys, values, mask, size**-0.5 if scaling is None else scaling)
     mixed = (out * (sums - sums.amax(1, keepdim=True)).softmax(1)[..., None]).sum(1) if parts > 1 else out[:, 0]
@@ -60,7 +64,10 @@ def split_attention(
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Attention within each part, `[N, P, M, D']`, and the logarithms of the sums of its weights, `[N, P, M]` fp32."""
+    """Attend within each part.
+
+    Returns the mixed values, `[N, P, M, D']`, and the logarithms of the sums of their weights, `[N, P, M]` in fp32.
+    """
     if query.device.type == "cuda":
         out, sums, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
             query, key, value, mask, compute_log_sumexp=True, scale=scale
@@ -75,7 +82,10 @@ _last: tuple[Any, tuple[int, ...], Tensor] | None = None
 
 
 def _folded_mask(mask: Tensor, group: int, shared: int, parts: int) -> Tensor:
-    """`mask` `[B, 1, Q, L]` for folded heads and parts, `[B·K, P, G·Q, L / P]`. Every layer of a pass asks for the same one."""
+    """Return `mask` `[B, 1, Q, L]` for folded heads and parts, `[B·K, P, G·Q, L / P]`.
+
+    Every layer of a pass asks for the same one, so the last is kept.
+    """
     global _last
     shape = (group, shared, parts)
     if not torch.compiler.is_compiling() and _last is not None and _last[0]() is mask and _last[1] == shape:
@@ -93,6 +103,6 @@ def _folded_mask(mask: Tensor, group: int, shared: int, parts: int) -> Tensor:
 
 
 def register() -> None:
-    """Make it known to `transformers` under its name."""
+    """Make split attention known to `transformers` under its name."""
     AttentionInterface.register(NAME, split_attention)
     AttentionMaskInterface.register(NAME, sdpa_mask)

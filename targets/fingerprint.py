@@ -9,12 +9,10 @@ import hashlib
 import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-
-if TYPE_CHECKING:
-    from .target import Target
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 # Config fields that say where or with what a model was saved, not what it computes.
 _INCIDENTAL = {
@@ -31,12 +29,13 @@ _INCIDENTAL = {
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """What a target is, by content. Two targets with equal fingerprints say the same.
+    """A target's identity by content. Two targets with equal fingerprints say the same.
 
     Attributes:
         tensors: SHA-256 of each weight, by name (dtype and shape included).
         config, tokenizer, chat_template: SHA-256 of their canonical forms; None where the target has none.
-        dtype: of the weights, e.g. "bfloat16".
+        dtype: the weights' type, such as "bfloat16".
+        digest: SHA-256 of all of these together.
     """
 
     tensors: dict[str, str]
@@ -50,6 +49,18 @@ class Fingerprint:
         parts = {k: getattr(self, k) for k in ("tensors", "config", "tokenizer", "chat_template", "dtype")}
         object.__setattr__(self, "digest", digest_json(parts))
 
+    @classmethod
+    def of(cls, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> Fingerprint:
+        """Return the fingerprint of a model with its tokenizer. Reads every weight once."""
+        template = getattr(tokenizer, "chat_template", None)
+        return cls(
+            tensors={name: digest_tensor(tensor) for name, tensor in sorted(model.state_dict().items())},
+            config=digest_json(_plain_config(model.config.get_text_config().to_dict())),
+            tokenizer=None if tokenizer is None else digest_tokenizer(tokenizer),
+            chat_template=None if template is None else digest_json(template),
+            dtype=str(next(model.parameters()).dtype).removeprefix("torch."),
+        )
+
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
@@ -58,7 +69,7 @@ class Fingerprint:
         return cls(**{k: v for k, v in saved.items() if k != "digest"})
 
     def differences(self, other: Fingerprint) -> list[str]:
-        """Which parts of `other` differ from this one, for people."""
+        """Return which parts of `other` differ from this one, in words for people."""
         found = [
             name
             for name in ("config", "tokenizer", "chat_template", "dtype")
@@ -72,19 +83,8 @@ class Fingerprint:
         return found
 
 
-def fingerprint(target: Target) -> Fingerprint:
-    tokenizer = target.tokenizer
-    template = getattr(tokenizer, "chat_template", None)
-    return Fingerprint(
-        tensors={name: digest_tensor(tensor) for name, tensor in sorted(target.model.state_dict().items())},
-        config=digest_json(_plain_config(target.config.to_dict())),
-        tokenizer=None if tokenizer is None else digest_tokenizer(tokenizer),
-        chat_template=None if template is None else digest_json(template),
-        dtype=str(target.dtype).removeprefix("torch."),
-    )
-
-
 def digest_tensor(tensor: torch.Tensor) -> str:
+    """Return the SHA-256 of a tensor's dtype, shape and contents."""
     data = tensor.detach().cpu().contiguous()
     digest = hashlib.sha256(f"{data.dtype}{tuple(data.shape)}".encode())
     digest.update(data.reshape(-1).view(torch.uint8).numpy().data)
@@ -92,21 +92,26 @@ def digest_tensor(tensor: torch.Tensor) -> str:
 
 
 def digest_json(value: Any) -> str:
+    """Return the SHA-256 of a value as canonical JSON."""
     return hashlib.sha256(json.dumps(value, sort_keys=True, ensure_ascii=False, default=str).encode()).hexdigest()
 
 
 def digest_file(path: Path) -> str:
+    """Return the SHA-256 of a file's contents."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def digest_files(folder: Path) -> dict[str, str]:
-    """SHA-256 of each file under `folder`, by its path in there."""
+    """Return the SHA-256 of each file under `folder`, by its path in there."""
     return {p.relative_to(folder).as_posix(): digest_file(p) for p in sorted(folder.rglob("*")) if p.is_file()}
 
 
-def digest_tokenizer(tokenizer: Any) -> str:
-    """Of what maps text to ids: the fast tokenizer's own serialisation, else vocabulary and special tokens."""
+def digest_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return the SHA-256 of what maps text to ids.
+
+    That is the fast tokenizer's own serialisation, or vocabulary and special tokens of another one.
+    """
     if getattr(tokenizer, "is_fast", False):
         state = json.loads(tokenizer.backend_tokenizer.to_str())
         state["truncation"] = state["padding"] = None  # call-time settings

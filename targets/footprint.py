@@ -1,7 +1,7 @@
 """How much memory a pass works with, besides weights and cache: measured on a few tokens, then scaled.
 
-The sizes of a pass are linear in its tokens, and in the entries that it repeats for grouped heads; only masks and, where attention
-writes them down, scores are products of both, and those are known exactly.
+The sizes of a pass are linear in its tokens, and in the entries that it repeats for grouped heads. Only masks are
+products of both, and scores where attention writes them down; those are known exactly.
 """
 
 from __future__ import annotations
@@ -9,22 +9,25 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from . import attention
+from .attention import NAME as SPLIT_ATTENTION
+from .backbone import Backbone
 from .recurrent import KINDS, UNREAD
-
-if TYPE_CHECKING:
-    from .target import Target
 
 
 class PeakBytes(TorchDispatchMode):
-    """Counts the bytes of the tensors made inside it: `live` now, `peak` at most. What an operator allocates for itself is not seen."""
+    """Counts the bytes of the tensors that are made inside it. What an operator allocates for itself is not seen.
+
+    Attributes:
+        live: bytes of those that exist now.
+        peak: the most there were at a time.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,7 +43,7 @@ class PeakBytes(TorchDispatchMode):
         return made
 
     def _note(self, tensors: Any, new: bool) -> None:
-        """Views share a storage, which is counted once, and until the last of them is gone."""
+        """Count the storages of tensors. Views share one, which is counted once, until the last of them is gone."""
         for tensor in tree_leaves(tensors):
             if isinstance(tensor, Tensor) and not tensor.is_sparse:
                 self._count(tensor.untyped_storage(), new)
@@ -60,16 +63,19 @@ class PeakBytes(TorchDispatchMode):
 
 @dataclass(frozen=True)
 class Footprint:
-    """Bytes of working memory, see above.
+    """Bytes of memory that passes of a model work with, besides its weights and its cache.
 
     Attributes:
-        per_token: of the layers, for each token of a pass.
-        several, alone: of attention in a pass of several tokens, or of one, for each token, and for each entry that it sees, new or old.
+        per_token: what the layers take for each token of a pass.
+        several, alone: what attention takes in a pass of several tokens, or of one: for each token, and for each entry
+            that it sees, new or old.
         per_score: for each pair of a token and an entry, where attention writes scores down.
-        per_mask: for the same pair, in a pass behind earlier entries: one over a whole prompt needs no masks.
-        per_logit: of the output embedding, for each logit. kept: what stays of it.
-        reread: tokens of a row that a pass may read again in front of the new ones, also those of whole prompts behind none (see `RecurrentCache`).
-        chunk: the tokens of a pass count in whole chunks of so many.
+        per_mask: for each such pair, in a pass after earlier entries: one over a whole prompt needs no masks.
+        per_logit: what the output embedding takes for each logit.
+        kept: how much of that stays after the pass.
+        reread: how many tokens of a row a pass may read again before the new ones, also where the pass is over whole
+            prompts and there are none (see `RecurrentCache`).
+        chunk: the tokens of a pass count in whole chunks of this many.
     """
 
     per_token: float
@@ -83,12 +89,16 @@ class Footprint:
     chunk: int = 1
 
     def of_prompt(self, rows: int, length: int) -> int:
-        """A pass over whole prompts."""
+        """Return what a pass over whole prompts works with."""
         masks = self.per_mask if self.reread else 0
         return int(rows * (self._counted(length) * self.per_token + length**2 * (self.per_score + masks)))
 
     def of_round(self, rows: int, num_new: int, length: int) -> int:
-        """A pass over `num_new` tokens per row, which see up to `length` entries, themselves included."""
+        """Return what a pass over `num_new` tokens per row works with.
+
+        Args:
+            length: how many entries they see at most, their own included.
+        """
         per_token, per_entry = self.alone if num_new == 1 else self.several
         tokens = num_new + self.reread
         layers = max(self._counted(tokens) * self.per_token, tokens * per_token + length * per_entry)
@@ -99,46 +109,51 @@ class Footprint:
 
 
 @torch.no_grad()
-def measure(target: Target) -> Footprint:
-    """The footprint of a model's passes, from a few short ones."""
+def measure(backbone: Backbone, lm_head: Callable[[Tensor], Tensor], vocab_size: int) -> Footprint:
+    """Measure the footprint of a model's passes on a few short ones."""
     # Linear attention works in chunks of 64.
-    prompt = 16 if target.rewinds else 64
-    scores, masks = _score_bytes(target)
-    whole = _peak(target, 1, prompt, 0)
-    chunk = prompt if not target.rewinds and _peak(target, 1, prompt // 2, 0) > 0.75 * whole else 1
+    prompt = 16 if backbone.rewinds else 64
+    scores, masks = _score_bytes(backbone)
+    whole = _peak(backbone, 1, prompt, 0)
+    chunk = prompt if not backbone.rewinds and _peak(backbone, 1, prompt // 2, 0) > 0.75 * whole else 1
     per_token = whole / prompt - scores * prompt
-    several, alone = (_attention_bytes(target, count, chunk, scores + masks) for count in (2, 1))
-    hidden = torch.zeros(1, 1, target.hidden_size, dtype=target.dtype, device=target.device)
+    several, alone = (_attention_bytes(backbone, count, chunk, scores + masks) for count in (2, 1))
+    hidden = torch.zeros(1, 1, backbone.hidden_size, dtype=backbone.dtype, device=backbone.device)
     with PeakBytes() as head:
-        logits = target.lm_head(hidden)
-    reread = 0 if target.rewinds else UNREAD
+        logits = lm_head(hidden)
+    reread = 0 if backbone.rewinds else UNREAD
     return Footprint(
-        per_token, several, alone, scores, masks, head.peak / target.vocab_size, logits.element_size(), reread, chunk
+        per_token, several, alone, scores, masks, head.peak / vocab_size, logits.element_size(), reread, chunk
     )
 
 
-def _attention_bytes(target: Target, count: int, chunk: int, per_score: int) -> tuple[float, float]:
-    """For each token and each entry of a pass over `count` tokens of each of two rows; where those are counted in chunks, of the entries alone."""
-    short, long = (_peak(target, 2, count, seen - count) / 2 - count * seen * per_score for seen in (64, 128))
+def _attention_bytes(backbone: Backbone, count: int, chunk: int, per_score: int) -> tuple[float, float]:
+    """Return what attention takes for each token, and for each entry, in a pass over `count` tokens per row.
+
+    Where tokens count in chunks, all that they take is in `Footprint.per_token`, and the first of the two is 0.
+    """
+    short, long = (_peak(backbone, 2, count, seen - count) / 2 - count * seen * per_score for seen in (64, 128))
     per_entry = max(0.0, long - short) / 64
     return (max(0.0, short - 64 * per_entry) / count if chunk == 1 else 0.0), per_entry
 
 
-def _peak(target: Target, rows: int, num_new: int, behind: int) -> int:
-    """Of a pass over `num_new` tokens per row."""
-    cache = target.new_cache(rows, behind + num_new)
-    cache.skip(behind)
-    tokens = (torch.arange(num_new, device=target.device) % target.vocab_size).expand(rows, -1)
+def _peak(backbone: Backbone, rows: int, num_new: int, num_earlier: int) -> int:
+    """Return the peak of a pass over `num_new` tokens per row, after `num_earlier` entries."""
+    cache = backbone.new_cache(rows, num_earlier + num_new)
+    cache.skip(num_earlier)
+    tokens = (torch.arange(num_new, device=backbone.device) % backbone.config.vocab_size).expand(rows, -1)
     with PeakBytes() as run:
-        target.forward(tokens, cache, logits=False)
+        backbone.run(tokens, cache)
     return run.peak
 
 
-def _score_bytes(target: Target) -> tuple[int, int]:
-    """Bytes for each pair of token and entry: scores that eager attention writes down (twice, or once and in fp32), and masks, which split attention repeats."""
-    config = target.config
+def _score_bytes(backbone: Backbone) -> tuple[int, int]:
+    """Return the bytes of scores, and of masks, for each pair of a token and an entry.
+
+    Eager attention writes scores down twice, or once and in fp32; split attention repeats masks for its heads.
+    """
+    config = backbone.config
     kind, heads = getattr(config, "_attn_implementation", None), int(config.num_attention_heads)
     masks = len(set(getattr(config, "layer_types", None) or ("all",)) - KINDS)
-    return heads * 8 if kind == "eager" else 0, (
-        masks + (heads if kind == attention.NAME else 0)
-    ) * target.dtype.itemsize
+    repeated = heads if kind == SPLIT_ATTENTION else 0
+    return heads * 8 if kind == "eager" else 0, (masks + repeated) * backbone.dtype.itemsize

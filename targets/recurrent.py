@@ -1,10 +1,14 @@
 """A cache for models whose layers keep a state that no position rewinds: linear attention, short convolutions.
 
-The library's cache for them cannot take drafts back: its `crop` restores convolutions, but leaves recurrent states as the
-rejected tokens made them. So a state here moves only over tokens that stay. A pass starts from each row's state, reads
-what the state has not read yet in front of the new tokens, and leaves a second state behind itself. `advance` makes that one the
-row's state if all of what it has read is committed; else the row's old state stays, and the next pass reads the committed
-tokens again. When a row has too many of them, they get a pass of their own.
+The library's own cache for such models cannot take drafts back: its `crop` restores convolutions, but leaves recurrent
+states as the rejected tokens made them. So here a state moves only over tokens that stay:
+
+- Each layer keeps two states of a row: the row's own, and the one that the last pass ended with.
+- A pass starts from the row's own state. Before its new tokens it reads the committed ones that this state has not
+  read.
+- `advance` makes the state at the pass's end the row's own if all that the pass read is committed. If not, the row
+  keeps its own state, and the next pass reads the committed tokens again. A row with too many of them gets a pass for
+  them alone.
 
 Shapes as in `cache.py`; C channels of a convolution, W its width.
 """
@@ -18,94 +22,124 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedConfig
 from transformers.cache_utils import LinearAttentionLayer
 
 from ..ground.errors import IncompatibleError
-from .cache import Counts, Nodes, RaggedCache, Shape, _Layer
+from .cache import AttentionStore, Counts, LayerStore, RaggedCache, Shape
+from .placement import Nodes, Placement
 
-# Layer kinds, and the models they were tried in. Others update their states in ways of their own.
+# Kinds of layers, and the models they were tried in. Other models update their states in ways of their own.
 KINDS = frozenset({"linear_attention", "conv"})
 MODELS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid", "lfm2", "lfm2_moe")
 
-# A pass reads up to so many committed tokens again before they get a pass of their own. Where weights are what a pass
-# waits for, reading them along is free; linear attention works in chunks of 64 in any case.
+# A pass reads up to this many committed tokens again before they get a pass of their own. Where a pass waits for
+# weights, reading these tokens with it is free; linear attention works in chunks of 64 in any case.
 UNREAD = 16
+
+
+def has_states(config: PreTrainedConfig) -> bool:
+    """Return whether some layers of a model keep states rather than keys and values."""
+    return bool(KINDS & set(getattr(config, "layer_types", None) or ()))
+
+
+@dataclass(frozen=True)
+class State:
+    """The shape of one state of a row."""
+
+    size: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> State:
+        """Read the shape off the states of all rows, `[B, ...]`."""
+        return cls(tuple(tensor.shape[1:]), tensor.dtype, tensor.device)
+
+    @property
+    def num_bytes(self) -> int:
+        return torch.Size(self.size).numel() * self.dtype.itemsize
+
+    def allocate(self, rows: int) -> Tensor:
+        return torch.zeros(rows, *self.size, dtype=self.dtype, device=self.device)
 
 
 @dataclass(frozen=True)
 class StateShape:
-    """What a layer keeps of a row, twice: the row's state, and the one behind the last pass. Either part may be missing."""
+    """What a recurrent layer keeps of a row: a convolution's inputs, a recurrent state, or both; each twice."""
 
-    conv: tuple[int, ...] | None
-    conv_dtype: torch.dtype
-    recurrent: tuple[int, ...] | None
-    recurrent_dtype: torch.dtype
-    device: torch.device
+    conv: State | None
+    recurrent: State | None
 
     @property
-    def bytes_per_row(self) -> tuple[int, int]:
-        parts = ((self.conv, self.conv_dtype), (self.recurrent, self.recurrent_dtype))
-        return sum(2 * torch.Size(size).numel() * dtype.itemsize for size, dtype in parts if size is not None), 0
+    def row_bytes(self) -> int:
+        return sum(2 * state.num_bytes for state in (self.conv, self.recurrent) if state is not None)
+
+    @property
+    def entry_bytes(self) -> int:
+        return 0
+
+    def new_layer(self, cache: RaggedCache) -> StateStore:
+        return StateStore(cache, self)
 
 
-class _States(LinearAttentionLayer):
-    """The states of one layer: convolution inputs `[B, C, W]`, and a recurrent state `[B, heads, D, D']`."""
+class StateStore(LinearAttentionLayer):
+    """The states of one layer: convolution inputs `[B, C, W]`, and a recurrent state `[B, heads, D, D']`.
 
-    def __init__(self, cache: RecurrentCache, shape: StateShape | None = None):
+    Attributes:
+        conv_states, recurrent_states: each row's own, under the key 0, as the library's models look for them.
+        new_conv, new_recurrent: those at the end of the last pass.
+    """
+
+    def __init__(self, cache: RaggedCache, shape: StateShape | None = None):
         super().__init__()
         self.cache = weakref.proxy(cache)
-        # Makes the layer ask for states, and never write into them.
+        # With these the model asks the layer for states, and never writes into them.
         self.record_past, self.has_previous_state = True, {0: True}
         self.new_conv: Tensor | None = None
         self.new_recurrent: Tensor | None = None
-        if shape is not None:
-            self._allocate(shape)
+        if shape is not None and shape.conv is not None:
+            self._allocate_conv(shape.conv)
+        if shape is not None and shape.recurrent is not None:
+            self._allocate_recurrent(shape.recurrent)
 
-    def _allocate(self, shape: StateShape) -> None:
-        rows, device = self.cache.batch_size, shape.device
-        if shape.conv is not None:
-            self.conv_states[0], self.new_conv = (
-                torch.zeros(rows, *shape.conv, dtype=shape.conv_dtype, device=device) for _ in range(2)
-            )
-        if shape.recurrent is not None:
-            self.recurrent_states[0], self.new_recurrent = (
-                torch.zeros(rows, *shape.recurrent, dtype=shape.recurrent_dtype, device=device) for _ in range(2)
-            )
+    def _allocate_conv(self, state: State) -> tuple[Tensor, Tensor]:
+        own, new = state.allocate(self.cache.batch_size), state.allocate(self.cache.batch_size)
+        self.conv_states[0], self.new_conv = own, new
+        return own, new
+
+    def _allocate_recurrent(self, state: State) -> Tensor:
+        own, new = state.allocate(self.cache.batch_size), state.allocate(self.cache.batch_size)
+        self.recurrent_states[0], self.new_recurrent = own, new
+        return new
 
     @property
     def shape(self) -> StateShape | None:
-        conv, recurrent = self.new_conv, self.new_recurrent
-        one = conv if conv is not None else recurrent
-        if one is None:
-            return None
-        sizes = [None if t is None else tuple(t.shape[1:]) for t in (conv, recurrent)]
-        dtypes = [one.dtype if t is None else t.dtype for t in (conv, recurrent)]
-        return StateShape(sizes[0], dtypes[0], sizes[1], dtypes[1], one.device)
+        conv, recurrent = (None if state is None else State.of(state) for state in (self.new_conv, self.new_recurrent))
+        return None if conv is None and recurrent is None else StateShape(conv, recurrent)
 
     def update_conv_state(
         self, conv_states: Tensor, state_idx: int = 0, conv_kernel_size: int | None = None, **kwargs: Any
     ) -> Tensor:
-        """What a convolution reads: the row's state, and behind it the new inputs `[B, C, Q]`."""
+        """Return what a convolution reads: the row's own state, and the new inputs `[B, C, Q]` after it."""
         width = conv_kernel_size or conv_states.shape[-1]
-        if self.new_conv is None:
+        own, new = self.conv_states[0], self.new_conv
+        if own is None or new is None:
             size = (*conv_states.shape[1:-1], width)
-            self._allocate(StateShape(size, conv_states.dtype, None, conv_states.dtype, conv_states.device))
-        before = self.conv_states[0]
-        assert before is not None
-        assert self.new_conv is not None
-        whole = torch.cat([before, conv_states], -1)
-        self.new_conv.copy_(whole[..., -width:])
+            own, new = self._allocate_conv(State(size, conv_states.dtype, conv_states.device))
+        whole = torch.cat([own, conv_states], -1)
+        new.copy_(whole[..., -width:])
         return whole
 
     def update_recurrent_state(self, recurrent_states: Tensor, state_idx: int = 0, **kwargs: Any) -> Tensor:
-        if self.new_recurrent is None:
-            size, dtype = tuple(recurrent_states.shape[1:]), recurrent_states.dtype
-            self._allocate(StateShape(None, dtype, size, dtype, recurrent_states.device))
-        assert self.new_recurrent is not None
-        return self.new_recurrent.copy_(recurrent_states)
+        """Note the state at the end of the pass, `[B, heads, D, D']`."""
+        new = self.new_recurrent
+        if new is None:
+            new = self._allocate_recurrent(State.of(recurrent_states))
+        return new.copy_(recurrent_states)
 
     def adopt(self, rows: list[int]) -> None:
-        """Make the states behind the last pass the states of these rows."""
+        """Make the states at the end of the last pass the own states of these rows."""
         if len(rows) == self.cache.batch_size:
             self.conv_states[0], self.new_conv = self.new_conv, self.conv_states[0]
             self.recurrent_states[0], self.new_recurrent = self.new_recurrent, self.recurrent_states[0]
@@ -115,6 +149,7 @@ class _States(LinearAttentionLayer):
                 own[rows] = new[rows]
 
     def clear(self) -> None:
+        """Set the rows' own states to those of an empty text."""
         for state in (self.conv_states[0], self.recurrent_states[0]):
             if state is not None:
                 state.zero_()
@@ -124,33 +159,36 @@ class _States(LinearAttentionLayer):
 
     def select(self, rows: list[int]) -> None:
         self.conv_states[0], self.new_conv, self.recurrent_states[0], self.new_recurrent = (
-            None if t is None else t[rows]
-            for t in (self.conv_states[0], self.new_conv, self.recurrent_states[0], self.new_recurrent)
+            None if state is None else state[rows] for state in self._all()
         )
 
     def num_bytes(self) -> int:
-        parts = (self.conv_states[0], self.new_conv, self.recurrent_states[0], self.new_recurrent)
-        return sum(t.numel() * t.element_size() for t in parts if t is not None)
+        return sum(state.numel() * state.element_size() for state in self._all() if state is not None)
+
+    def _all(self) -> tuple[Tensor | None, ...]:
+        return self.conv_states[0], self.new_conv, self.recurrent_states[0], self.new_recurrent
 
 
 class RecurrentCache(RaggedCache):
-    """A `RaggedCache` in which some layers keep states. Chains only, and passes of no fixed shape.
+    """A `RaggedCache` in which some layers keep states. It reads chains only, and its passes have no fixed shape.
 
-    Before each pass: `write` its tokens; `overdue` says how long a pass over committed tokens must come first, if any, and
-    `settle` ends that one. Then a pass over `unread`, of whose outputs those at `asked` are wanted.
+    Before each pass its tokens are given to `write`. As long as `overdue` says so, a pass over that many committed
+    tokens comes first, and `settle` ends it. Then comes the pass over `unread`, of whose outputs those at `asked` are
+    wanted.
 
     Args:
-        kinds: of all layers, as in `config.layer_types`.
+        kinds: the kinds of all layers, as in `config.layer_types`.
 
     Attributes:
         read: how many tokens of each row its states have read; at most `host_lengths`.
+        tokens: the texts, `[B, L]`, for what has to be read again.
     """
 
-    TOKEN_BYTES = 8  # of each entry, beside its layers
+    TOKEN_BYTES = 8  # of `tokens`, for each entry of a row
 
     def __init__(
         self,
-        kinds: list[str],
+        kinds: Sequence[str],
         batch_size: int,
         max_length: int,
         device: torch.device | str,
@@ -161,83 +199,99 @@ class RecurrentCache(RaggedCache):
         self.tokens = torch.zeros(batch_size, self.max_length, dtype=torch.long, device=device)
         self.read = [0] * batch_size
         self._ends = [0] * batch_size  # how many tokens of each row are known
-        self._passed: list[
-            int
-        ] = []  # what each row's states have read behind the last pass; [] if that means nothing any more
+        # How many each row's states had read at the end of the last pass; [] once that means nothing any more.
+        self._passed: list[int] = []
         self._offset = 0
 
     @staticmethod
     def room(max_length: int) -> int:
-        """Entries per row that rows of `max_length` tokens take: a row's pass is as wide as that of the row which is furthest behind."""
+        """Return the entries per row that rows of `max_length` tokens take.
+
+        A pass is as wide for every row as for the one that has most to read again.
+        """
         return max_length + UNREAD
 
-    def _layer(self, index: int, shape: Any) -> Any:
-        return _States(self, shape) if self.kinds[index] in KINDS else _Layer(self, shape)
+    def blank_layer(self, index: int) -> LayerStore:
+        return StateStore(self) if self.kinds[index] in KINDS else AttentionStore(self)
+
+    def num_bytes(self) -> int:
+        return super().num_bytes() + self.tokens.numel() * self.tokens.element_size()
 
     # ------------------------------------------------------------ passes
 
     def write(self, tokens: Tensor, offset: int) -> None:
-        """Take note of the tokens `[B, Q]` that follow each row's committed ones plus `offset`."""
+        """Note the tokens `[B, Q]` that follow each row's committed ones plus `offset`."""
         self._offset = offset
         slots = self.lengths[:, None] + torch.arange(offset, offset + tokens.shape[1], device=tokens.device)
         self.tokens.scatter_(1, slots, tokens)
         self._ends = [length + offset + tokens.shape[1] for length in self.host_lengths]
 
     def overdue(self) -> int:
-        """How many tokens a pass of committed ones should read before the next pass; 0 if none is needed."""
+        """Return how many committed tokens of each row a pass must read before the next one; 0 if none is needed."""
         lags = self._lags()
-        return min(n for n in lags if n > 0) if max(lags) > UNREAD else 0
+        return min(lag for lag in lags if lag > 0) if max(lags) > UNREAD else 0
 
     def settle(self, count: int) -> None:
-        """The last pass read `count` tokens of each row: where all of them are committed, they are read."""
+        """End a pass that read `count` tokens of each row: rows in which all of these are committed have read them."""
         self._adopt([row for row, lag in enumerate(self._lags()) if lag >= count])
 
     def unread(self, count: int = 0) -> Tensor:
-        """The next `count` tokens of each row, `[B, count]`; 0 for as many as are known of the row that is furthest behind."""
+        """Return the next tokens that each row's states have not read, `[B, count]`.
+
+        With `count` 0 they are as many as the row with most to read has.
+        """
         count = count or max(end - read for end, read in zip(self._ends, self.read, strict=True))
         return self.tokens.gather(1, self._from_read(count))
 
     def asked(self, count: int) -> Tensor:
-        """Where in that pass the `count` tokens are that were last written, `[B, count]`. One that a state has read before has no output any more."""
+        """Return where in a pass over `unread` the last `count` written tokens stand, `[B, count]`.
+
+        A token that the row's own state has read already has no output any more; its place means nothing.
+        """
         start = self.lengths[:, None] + self._offset - self._from_read(1)
         return (start + torch.arange(count, device=start.device)).clamp(min=0)
 
     def _from_read(self, count: int) -> Tensor:
+        """Return the positions of the next `count` tokens after those each row's states have read, `[B, count]`."""
         read = torch.tensor(self.read, device=self.lengths.device)
         return read[:, None] + torch.arange(count, device=read.device)
 
     def place(self, num_new: int, offset: int = 0, nodes: Nodes | None = None) -> Tensor:
-        """As ever, but a pass starts where the states are."""
+        """Say where the next pass writes, and return the positions of its tokens, `[B, Q]`.
+
+        It starts where each row's states are, wherever that is from its committed entries.
+        """
         if nodes is not None or self.window is not None:
             raise IncompatibleError("a model with recurrent layers reads chains only, and no windows of fixed size.")
-        self.used = max(self.read) + num_new
-        if self.used > self.max_length:
-            raise ValueError(f"the cache holds {self.max_length} entries per row, {self.used} are needed")
-        self.start = self.read[0] if min(self.read) == max(self.read) else None
-        self.rows = torch.arange(self.batch_size, device=self.lengths.device)[:, None]
-        self.slots = self.positions = self._from_read(num_new)
+        used, slots = self.room_for(max(self.read) + num_new), self._from_read(num_new)
+        even = min(self.read) == max(self.read)
+        index = slice(self.read[0], used) if even else (self._rows(), slots)
+        self.placed = Placement(self.lengths, used, slots, slots, index)
         self._passed = [read + num_new for read in self.read]
-        return self.positions
+        return slots
 
     # ------------------------------------------------------------ what stays
 
     def advance(self, counts: Counts) -> None:
         super().advance(counts)
-        # A row that was padded, or from which drafts were rejected, stays where it was.
+        # A row that was padded, or from which drafts were rejected, keeps its own state.
         lags = self._lags()
         rows = [row for row, passed in enumerate(self._passed) if passed - self.read[row] <= lags[row]]
-        # If another row stays far behind, all wait: a pass that brings it up reads as many tokens of each row, and must not run over.
-        self._adopt(rows if max((lag for row, lag in enumerate(lags) if row not in rows), default=0) <= UNREAD else [])
+        # If another row still has much to read, all wait: the pass for it reads as many tokens of every row, and rows
+        # that had moved on might have no room for these.
+        most = max((lag for row, lag in enumerate(lags) if row not in rows), default=0)
+        self._adopt(rows if most <= UNREAD else [])
 
     def _lags(self) -> list[int]:
-        """Of each row, committed tokens that its states have not read."""
+        """Return for each row how many committed tokens its states have not read."""
         return [
             min(end, length) - read for end, length, read in zip(self._ends, self.host_lengths, self.read, strict=True)
         ]
 
     def _adopt(self, rows: list[int]) -> None:
+        """Make the states at the end of the last pass the own states of these rows, and forget the others."""
         for store in self._stores:
-            if rows and isinstance(store, _States):
+            if rows and isinstance(store, StateStore):
                 store.adopt(rows)
         for row in rows:
             self.read[row] = self._passed[row]
@@ -254,13 +308,10 @@ class RecurrentCache(RaggedCache):
         super().reset()
         self.read, self._ends, self._passed = [0] * self.batch_size, [0] * self.batch_size, []
         for store in self._stores:
-            if isinstance(store, _States):
+            if isinstance(store, StateStore):
                 store.clear()
 
     def select(self, rows: list[int]) -> None:
         super().select(rows)
         self.tokens = self.tokens[rows]
         self.read, self._ends, self._passed = [self.read[r] for r in rows], [self._ends[r] for r in rows], []
-
-    def num_bytes(self) -> int:
-        return super().num_bytes() + self.tokens.numel() * self.tokens.element_size()

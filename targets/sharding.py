@@ -1,32 +1,38 @@
-"""A target too large for one device: each process holds a part of every layer, and gathers one layer at a time (FSDP2, torch's `fully_shard`).
+"""A target too large for one device: each process holds a part of every layer (FSDP2, torch's `fully_shard`).
 
-Embeddings stay whole in every process: drafters read them outside of the target's passes. A layer is gathered by all processes together, so all
-must make equally many passes. In training steps they do. What one process does alone, such as answering prompts, it does `leading`, while
-the others `follow`: they make a pass of one token for each of its own.
+A pass gathers one layer at a time. Embeddings stay whole in every process: drafters read them outside of passes.
+
+A layer is gathered by all processes together, so all must make equally many passes. In training steps they do. What one
+process does alone, such as answering prompts, it does `leading`, while the others `follow`: for each of its passes they
+make one of a single token.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TypeVar
 
 import torch
 from torch import distributed, nn
 
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
+from .backbone import Backbone
 
-    from .target import Target
+if distributed.is_available():  # some builds of torch have none of it
+    from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+Value = TypeVar("Value")
 
 
 def processes() -> int:
+    """Return how many processes work together; 1 outside of a distributed run."""
     return distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
 
 
 @contextmanager
 def in_turn() -> Iterator[None]:
-    """One process after the other."""
+    """Let the processes do what is inside one after the other."""
     rank, count = (distributed.get_rank(), processes()) if processes() > 1 else (0, 1)
     for _ in range(rank):
         distributed.barrier()
@@ -36,33 +42,33 @@ def in_turn() -> Iterator[None]:
 
 
 def all_processes(device: torch.device) -> DeviceMesh:
-    """In the one dimension along which layers are split. Made by all together."""
-    from torch.distributed.device_mesh import init_device_mesh
-
+    """Return all processes in the one dimension along which layers are split. All of them make it together."""
     return init_device_mesh(device.type, (processes(),))
 
 
 def split(model: nn.Module, layers: nn.ModuleList, device: torch.device, mesh: DeviceMesh) -> None:
-    """Leave in this process its part of each layer, on its device, and the rest of the model whole. Needs no other process to be there."""
-    from torch.distributed.fsdp import fully_shard
+    """Leave in this process its part of each layer, on its device, and the rest of the model whole.
 
+    Nothing is exchanged: the other processes may do it at another time.
+    """
     for layer in layers:
         fully_shard(layer, mesh=mesh, reshard_after_forward=True)
     model.to(device)
 
 
-def share(value: Any) -> Any:
-    """The first process's value, in all."""
+def share(value: Value) -> Value:
+    """Return the first process's value in all processes."""
     box = [value]
     distributed.broadcast_object_list(box, 0)
     return box[0]
 
 
 @contextmanager
-def leading(target: Target) -> Iterator[None]:
-    """On the first process: the others, which `follow`, take part in every pass of a sharded target.
+def leading(target: Backbone) -> Iterator[None]:
+    """Let the other processes, which `follow`, take part in every pass of a sharded target. For the first process.
 
-    Where it fails it says nothing more, for the others may be in the middle of a pass: the launcher ends them.
+    If what is inside fails, the others are told nothing, for they may be in the middle of a pass: the launcher ends
+    them.
     """
 
     def before_a_pass(*_: object) -> None:
@@ -76,20 +82,24 @@ def leading(target: Target) -> Iterator[None]:
     _tell(target, False)
 
 
-def follow(target: Target) -> None:
-    """On any other process: takes part in the passes of the first until it is done `leading`."""
+def follow(target: Backbone) -> None:
+    """Take part in the passes of the first process until it is done `leading`. For any other process."""
     while _tell(target, False):
         settle(target)
 
 
 @torch.no_grad()
-def settle(target: Target) -> None:
-    """A pass of one token. The first one makes the tensors that layers are gathered in: in inference mode they would be of no use outside of it."""
+def settle(target: Backbone) -> None:
+    """Run a pass over one token.
+
+    The first pass makes the tensors that layers are gathered in. Made in inference mode, they would be of no use
+    outside of it.
+    """
     target.body(input_ids=torch.zeros(1, 1, dtype=torch.long, device=target.device), use_cache=False)
 
 
-def _tell(target: Target, another: bool) -> bool:
-    """Whether the first process makes another pass: said by it, heard by the others."""
+def _tell(target: Backbone, another: bool) -> bool:
+    """Say as the first process whether it makes `another` pass; return for the others whether it does."""
     flag = torch.tensor(float(another), device=target.device)
     distributed.broadcast(flag, 0)
     return distributed.get_rank() != 0 and bool(flag.item())

@@ -1,10 +1,11 @@
-"""Do two tokenizers speak of the same tokens? Drafter and target exchange ids, so every id must mean the same to both."""
+"""Comparing two tokenizers: drafter and target exchange token ids, so each must mean the same to both."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from ..ground.errors import BadInputError, IncompatibleError
 
@@ -24,12 +25,12 @@ class TokenDifference:
     second: str | None
 
     def describe(self, first: str, second: str) -> str:
-        """As `id 17 is 'foo' in <first> and 'bar' in <second>`."""
+        """Return a phrase such as `id 17 is 'foo' in <first> and 'bar' in <second>`."""
         return f"id {self.id} is {_shown(self.first)} in {first} and {_shown(self.second)} in {second}"
 
 
-def first_difference(first: Any, second: Any) -> TokenDifference | None:
-    """The lowest token id at which two tokenizers' vocabularies (added tokens included) differ; None if they agree."""
+def first_difference(first: PreTrainedTokenizerBase, second: PreTrainedTokenizerBase) -> TokenDifference | None:
+    """Return the lowest id at which two vocabularies (added tokens included) differ; None if they agree."""
     one, two = _by_id(first), _by_id(second)
     differing = [i for i in one.keys() | two.keys() if one.get(i) != two.get(i)]
     if not differing:
@@ -38,8 +39,16 @@ def first_difference(first: Any, second: Any) -> TokenDifference | None:
     return TokenDifference(lowest, one.get(lowest), two.get(lowest))
 
 
-def require_same_vocabulary(own: Any, theirs: Any, what: str) -> None:
-    """Raise IncompatibleError, naming the first differing token, unless `own` (of `what`) and the target's tokenizer agree."""
+def require_same_vocabulary(own: PreTrainedTokenizerBase, theirs: PreTrainedTokenizerBase, what: str) -> None:
+    """Refuse a tokenizer whose vocabulary differs from the target's.
+
+    Args:
+        own: the tokenizer of `what`, which is named in the error.
+        theirs: the target's.
+
+    Raises:
+        IncompatibleError: they differ; it names the first token that does.
+    """
     found = first_difference(own, theirs)
     if found is not None:
         raise IncompatibleError(
@@ -48,23 +57,22 @@ def require_same_vocabulary(own: Any, theirs: Any, what: str) -> None:
         )
 
 
-def load_tokenizer(folder: Path) -> Any | None:
-    """The tokenizer saved in `folder`, or None if there is none.
+def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase | None:
+    """Load the tokenizer saved in `folder`; None if there is none.
 
     Raises:
         BadInputError: its files cannot be read.
     """
     if not any((folder / name).exists() for name in _FILES):
         return None
-    from transformers import AutoTokenizer
-
     try:
-        return AutoTokenizer.from_pretrained(str(folder))
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(str(folder))
     except Exception as error:
         raise BadInputError(f"the tokenizer in {str(folder)!r} cannot be loaded: {error}") from error
+    return tokenizer
 
 
-def _by_id(tokenizer: Any) -> dict[int, str]:
+def _by_id(tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:
     return {i: token for token, i in sorted(tokenizer.get_vocab().items())}
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import fnmatch
+import importlib
+import re
 import subprocess
 import sys
 import tomllib
@@ -15,8 +17,9 @@ ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 SETUPTOOLS = PROJECT["tool"]["setuptools"]
 NOT_OURS = {".venv", "build", "dist", "tests", ".git", "runs", "quickstart", "node_modules"}
-# Files beside the code that are for the checkout only.
+# Files beside the code that are for the checkout only, and packages that run from a checkout alone.
 CHECKOUT_ONLY = {"scripts/quickstart", "scripts/test", "scripts/environment.sh"}
+CHECKOUT_ONLY_PACKAGES = {"outrider.scripts.bench"}
 
 
 def package_folders() -> list[Path]:
@@ -36,7 +39,7 @@ def tracked_files() -> list[str]:
 
 def test_every_package_is_listed_and_every_listed_package_exists() -> None:
     found = {"outrider." + ".".join(f.relative_to(ROOT).parts) for f in package_folders()}
-    assert set(SETUPTOOLS["packages"]) == found
+    assert set(SETUPTOOLS["packages"]) == found - CHECKOUT_ONLY_PACKAGES
 
 
 def test_the_root_is_no_package() -> None:
@@ -56,22 +59,35 @@ def test_every_room_says_that_it_is_typed() -> None:
 
 def test_every_data_file_is_shipped() -> None:
     """Files in the packages that are no Python match a package-data pattern of their package, or are for the checkout only."""
-    patterns = SETUPTOOLS["package-data"]
     missing = []
     for name in tracked_files():
-        room = name.partition("/")[0]
-        if (
-            f"outrider.{room}" not in SETUPTOOLS["packages"]
-            or name.endswith(".py")
-            or name in CHECKOUT_ONLY
-            or "/results/" in name
-        ):
+        package = package_of(name)
+        if package is None or name.endswith(".py") or is_checkout_only(name):
             continue
-        own = [*patterns.get(f"outrider.{room}", []), *patterns["*"]]
-        inside = name.partition("/")[2]
-        if not any(fnmatch.fnmatch(inside, p) or fnmatch.fnmatch(inside, p.removeprefix("**/")) for p in own):
+        patterns = [*SETUPTOOLS["package-data"].get(package, []), *SETUPTOOLS["package-data"]["*"]]
+        inside = name.removeprefix(package.removeprefix("outrider.").replace(".", "/") + "/")
+        if not any(fnmatch.fnmatch(inside, p) or fnmatch.fnmatch(inside, p.removeprefix("**/")) for p in patterns):
             missing.append(name)
     assert missing == []
+
+
+def package_of(name: str) -> str | None:
+    """Return the innermost listed package that a file of the checkout lies in."""
+    packages = (".".join(["outrider", *folder.parts]) for folder in Path(name).parents)
+    return next((package for package in packages if package in SETUPTOOLS["packages"]), None)
+
+
+def is_checkout_only(name: str) -> bool:
+    folders = (package.removeprefix("outrider.").replace(".", "/") + "/" for package in CHECKOUT_ONLY_PACKAGES)
+    return name in CHECKOUT_ONLY or name.startswith(tuple(folders))
+
+
+def test_benchmarks_run_from_a_checkout_and_nothing_that_is_installed_needs_them() -> None:
+    importlib.import_module("outrider.scripts.bench.page")
+    files = [ROOT / name for name in tracked_files() if name.endswith(".py")]
+    shipped = [f for f in files if not {"bench", "tests", "docs"} & set(f.relative_to(ROOT).parts)]
+    needing = re.compile(r"^\s*(from|import) [\w.]*\bbench\b", flags=re.MULTILINE)
+    assert [f.name for f in shipped if needing.search(f.read_text(encoding="utf-8"))] == []
 
 
 def test_licence_files_exist() -> None:
@@ -119,9 +135,14 @@ def test_the_wheel_holds_the_package_and_nothing_else(tmp_path: Path) -> None:
     names = zipfile.ZipFile(next(tmp_path.glob("*.whl"))).namelist()
     stray = [n for n in names if not n.startswith("outrider/") and ".dist-info/" not in n]
     assert stray == []
-    assert not [n for n in names if n.startswith(("outrider/tests", "outrider/.ci")) or n.endswith((".sh", ".pyc"))]
+    assert not [
+        n
+        for n in names
+        if n.startswith(("outrider/tests", "outrider/.ci", "outrider/docs", "outrider/scripts/bench"))
+        or n.endswith((".sh", ".pyc"))
+    ]
     assert "outrider/recipes/embedded-eagle3.yaml" in names
-    assert "outrider/eval/report.html.jinja" in names
+    assert "outrider/eval/reports/report.html.jinja" in names
     if (ROOT / "recipes/embedded/target").exists():
         assert "outrider/recipes/embedded/target/model.safetensors" in names
         assert "outrider/recipes/embedded/suites/code.jsonl" in names

@@ -7,6 +7,14 @@ import logging
 import os
 import sys
 
+import torch
+from rich.console import Console
+
+from ..ground import OutriderError
+from ..ground.allocation import keep_large_blocks, remember_few_shapes
+from ..recipes import load_recipe
+from .trainer import TrainingInterruptedError, train
+
 
 def main(arguments: list[str] | None = None) -> int:
     """Train a recipe; returns the exit code (0 fine, 2 bad input, 3 incompatible, 130 interrupted)."""
@@ -24,17 +32,12 @@ def main(arguments: list[str] | None = None) -> int:
     rank = os.environ.get("RANK", "0")
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     logging.getLogger("outrider").setLevel(logging.INFO if rank == "0" else logging.ERROR)
+    keep_large_blocks()
+    remember_few_shapes()
     return _run(given, "" if rank == "0" else f"[process {rank}] ")
 
 
 def _run(given: argparse.Namespace, prefix: str) -> int:
-    # Imported here, so that --help answers at once.
-    from rich.console import Console
-
-    from ..ground import OutriderError
-    from ..recipes import load_recipe
-    from .trainer import TrainingInterruptedError, train
-
     try:
         result = train(
             load_recipe(given.recipe, given.overrides),
@@ -62,8 +65,6 @@ def _say(line: str, code: int) -> int:
 
 
 def _leave_group() -> None:
-    import torch
-
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
 

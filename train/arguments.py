@@ -1,7 +1,8 @@
-"""The recipe's `training:` section as `transformers.TrainingArguments`: checked before anything is loaded."""
+"""The `training:` section of a recipe as `transformers.TrainingArguments`, checked before anything is loaded."""
 
 from __future__ import annotations
 
+import logging
 import math
 import typing
 from dataclasses import fields
@@ -15,16 +16,24 @@ from ..ground import BadInputError, refuse_unknown_keys
 from ..ground.values import accepts, checked_value
 from ..recipes.schema import Recipe
 from . import muon
+from .hooks import train_on_one_gpu
+
+_log = logging.getLogger(__name__)
 
 # Fields that change a loss or a model which a drafter does not have. Off by default, and refused when switched on.
 _MEANINGLESS = {
     "label_smoothing_factor": "a drafter learns the target's whole distribution, there are no labels to smooth",
-    "neftune_noise_alpha": "a drafter's input embeddings are the target's or must match them, noise on them is not supported",
-    "use_liger_kernel": "on CUDA, losses take the kernels of liger-kernel by themselves where it is installed; the models stay as they are",
+    "neftune_noise_alpha": (
+        "a drafter's input embeddings are the target's or must match them, noise on them is not supported"
+    ),
+    "use_liger_kernel": (
+        "on CUDA, losses take the kernels of liger-kernel by themselves where it is installed; the models stay as they "
+        "are"
+    ),
     "fsdp": "sharding a drafter with FSDP is not supported; data parallel training is (accelerate launch --multi_gpu)",
 }
 
-# Numbers that torch or the library would refuse only when the training begins: at least the first, and less than the second.
+# What torch or the library would refuse only when the training begins: at least the first, and less than the second.
 _RANGES: dict[str, tuple[int, float]] = {
     "per_device_train_batch_size": (1, math.inf),
     "per_device_eval_batch_size": (1, math.inf),
@@ -38,10 +47,11 @@ _RANGES: dict[str, tuple[int, float]] = {
 
 
 def check_training(values: dict[str, Any]) -> dict[str, Any]:
-    """`training:` with every value of its field's type (`"3e-3"` becomes a number).
+    """Return `training:` with every value of its field's type (`"3e-3"` becomes a number).
 
     Raises:
-        BadInputError: an unknown field (the nearest one is suggested), a value of the wrong type or out of range, or a field without meaning here.
+        BadInputError: an unknown field (the nearest one is suggested), a value of the wrong type or out of range, or a
+            field without meaning here.
     """
     known = {f.name for f in fields(TrainingArguments) if f.init}
     refuse_unknown_keys(values, known, "training")
@@ -66,7 +76,7 @@ def _checked(name: str, value: Any, hint: Any) -> Any:
 
 
 def training_arguments(recipe: Recipe) -> TrainingArguments:
-    """`TrainingArguments` of a recipe: what it says, over the defaults below. Sets up the processes and the device.
+    """Return the `TrainingArguments` of a recipe: what it says, over the defaults below. Sets up processes and device.
 
     `training.optim` may also be `muon`.
 
@@ -83,24 +93,18 @@ def training_arguments(recipe: Recipe) -> TrainingArguments:
     if with_muon:
         args.optim = muon.NAME  # not one of the library's names; DrafterTrainer knows it
     if args.n_gpu > 1:
-        # One process would mean torch's DataParallel, which cannot carry a TargetBatch. One GPU is right, and said so.
-        _warn_one_gpu(args.n_gpu, device)
-        args._n_gpu = 1
+        _log.warning(
+            "%d GPUs are visible but this is one process: training on %s only. Use `accelerate launch --multi_gpu "
+            "-m outrider.train …` for all of them.",
+            args.n_gpu,
+            device,
+        )
+        train_on_one_gpu(args)
     return args
 
 
-def _warn_one_gpu(count: int, device: torch.device) -> None:
-    import logging
-
-    logging.getLogger(__name__).warning(
-        "%d GPUs are visible but this is one process: training on %s only. Use `accelerate launch --multi_gpu -m outrider.train …` for all of them.",
-        count,
-        device,
-    )
-
-
 def _defaults(recipe: Recipe) -> dict[str, Any]:
-    """What we set where the recipe is silent; steps below 1 are fractions of the run."""
+    """Return what we set where the recipe is silent; steps below 1 are fractions of the training."""
     has_gpu = torch.cuda.is_available()
     evaluates = recipe.data.holdout > 0
     return {

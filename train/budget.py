@@ -1,7 +1,7 @@
-"""Training for a given time instead of a given number of steps: the end, the learning rate and the checkpoints follow the clock.
+"""Training for a given time instead of steps: the end, the learning rate and the checkpoints follow the clock.
 
-The time is that of training alone: batches, the target's passes, steps. Evaluation, checkpoints, and what happened between an
-interruption and its continuation do not count.
+The time is that of training alone: batches, the target's passes, steps. Evaluation, checkpoints, and what happened
+between an interruption and its continuation do not count.
 """
 
 from __future__ import annotations
@@ -10,18 +10,16 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from rich.console import Console
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments, get_scheduler
 from transformers.trainer_utils import IntervalStrategy
 
 from ..ground import BadInputError
 from ..ground.files import read_json
 from ..ground.progress import progress
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 ENDLESS = 10**9  # steps
 RESOLUTION = 10_000  # points of a schedule between the first second and the last
@@ -37,17 +35,17 @@ FOLLOWING = (
 NUM_CHECKPOINTS = 5
 
 
-def follow_clock(args: TrainingArguments) -> None:
-    """Take out of `args` what counts steps of the whole run: their number, checkpoints and evaluations along the way, the bar.
-
-    Raises:
-        BadInputError: a schedule that is no function of how much of the run is over.
-    """
+def check_schedule(args: TrainingArguments) -> None:
+    """Raise BadInputError for a schedule that is no function of how much of the training is over."""
     kind = getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type)
     if kind not in FOLLOWING:
         raise BadInputError(
             f"training.lr_scheduler_type: {kind} cannot follow a time budget; use one of: {', '.join(FOLLOWING)}."
         )
+
+
+def follow_clock(args: TrainingArguments) -> None:
+    """Take out of `args` what counts steps: their number, checkpoints and evaluations along the way, the bar."""
     args.max_steps, args.disable_tqdm, args.load_best_model_at_end = ENDLESS, True, False
     args.eval_strategy = args.save_strategy = IntervalStrategy.NO
     args.logging_steps = max(1, int(args.logging_steps))
@@ -56,7 +54,8 @@ def follow_clock(args: TrainingArguments) -> None:
 class Clock:
     """The factor of the learning rate, by the time that was spent.
 
-    Torch saves the attributes of such an object with its scheduler, and restores them: so the time survives an interruption.
+    Torch saves the attributes of such an object with its scheduler, and restores them: so the time survives an
+    interruption.
 
     Attributes:
         seconds: of the whole run. spent: of them, so far.
@@ -80,13 +79,13 @@ class Clock:
         self._shape: Callable[[int], float] = scheduler.lr_lambdas[0]
 
     def __call__(self, step: int) -> float:
-        """Of the step behind `step` others: a warm-up that is given in steps stays one."""
+        """Return the factor of the step after `step` others: a warm-up that is given in steps stays one."""
         warm = min(1.0, step / self._warmup_steps) if self._warmup_steps else 1.0
         return warm * self._shape(round(RESOLUTION * min(1.0, self.spent / self.seconds)))
 
 
 class TimeBudget(TrainerCallback):
-    """Ends the training when its time is up, and saves a checkpoint then and a few times before.
+    """A callback that ends the training when its time is up, and saves a checkpoint then and a few times before.
 
     Args:
         seconds: of training.
@@ -105,7 +104,7 @@ class TimeBudget(TrainerCallback):
 
     @contextmanager
     def watched(self, console: Console | None, name: str) -> Iterator[None]:
-        """With a bar of seconds."""
+        """Show a bar of seconds inside."""
         with progress(console, name, round(self.clock.seconds), transient=True) as self._advance:
             yield
 
@@ -118,7 +117,7 @@ class TimeBudget(TrainerCallback):
     def on_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Here, because the scheduler is asked next."""
+        """Read the clock, because the scheduler is asked next."""
         now, before = time.perf_counter(), int(self.clock.spent)
         self.clock.spent += self.mean(now - self._since)
         self._since = now
@@ -130,7 +129,7 @@ class TimeBudget(TrainerCallback):
         self._part = self._current_part()
 
     def _current_part(self) -> int:
-        """A checkpoint is due where one part of the time ends, and so where the last one does."""
+        """Return which part of the time this is: a checkpoint is due where one ends, and so where the last one does."""
         return int(min(1.0, self.clock.spent / self.clock.seconds) * NUM_CHECKPOINTS)
 
     def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
@@ -140,7 +139,7 @@ class TimeBudget(TrainerCallback):
 
 
 def _ignore(count: int, note: str) -> None:
-    """Where nobody watches."""
+    """Draw nothing, where nobody watches."""
 
 
 def check_same_budget(checkpoint: Path, seconds: float | None) -> None:
@@ -162,7 +161,7 @@ def check_same_budget(checkpoint: Path, seconds: float | None) -> None:
 
 
 def saved_clock(checkpoint: Path) -> dict[str, float]:
-    """`seconds` and `spent` of a checkpoint that was trained for a time; {} for others."""
+    """Return `seconds` and `spent` of a checkpoint that was trained for a time; {} for others."""
     file = checkpoint / "scheduler.pt"
     if not file.is_file():
         return {}

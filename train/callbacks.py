@@ -9,8 +9,9 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,14 +21,14 @@ from transformers.trainer_callback import ProgressCallback
 from ..ground import BadInputError
 from .data import Order
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
 _log = logging.getLogger(__name__)
 
 
 class EpochOrder(TrainerCallback):
-    """Tells the sampler its epoch. (accelerate's own loaders lose it when they resume in several processes.)"""
+    """A callback that tells the sampler its epoch.
+
+    accelerate's own loaders lose it when they resume in several processes.
+    """
 
     def __init__(self, order: Order):
         self.order = order
@@ -39,7 +40,7 @@ class EpochOrder(TrainerCallback):
 
 
 class FiniteGuard(TrainerCallback):
-    """Stops before an optimizer step whose loss or gradient is not finite, so that the weights stay good.
+    """A callback that stops before an optimizer step whose loss or gradient is not finite: the weights stay good.
 
     Args:
         loss: gives the loss of the step about to be applied.
@@ -82,7 +83,7 @@ class FiniteGuard(TrainerCallback):
 
 
 class GracefulStop(TrainerCallback):
-    """Ctrl-C ends the step in progress and saves a checkpoint; a second Ctrl-C ends at once.
+    """A callback by which Ctrl-C ends the step in progress with a checkpoint; a second Ctrl-C ends at once.
 
     Attributes:
         stopped_at: the step after which training was stopped; None if it was not.
@@ -119,7 +120,7 @@ class GracefulStop(TrainerCallback):
 
 
 class Progress(ProgressCallback):
-    """transformers' progress bar; what is logged becomes one line that fits a terminal."""
+    """A progress bar, transformers' own, where what is logged becomes one line that fits a terminal."""
 
     def on_log(
         self,
@@ -137,7 +138,7 @@ class Progress(ProgressCallback):
 
 
 class LogLines(TrainerCallback):
-    """The same lines without a bar (`disable_tqdm`)."""
+    """A callback that logs the lines of `describe` without a bar (`disable_tqdm`)."""
 
     def on_log(
         self,
@@ -153,7 +154,10 @@ class LogLines(TrainerCallback):
 
 
 def describe(logs: dict[str, Any], step: int) -> str:
-    """`step 120  loss 1.83  tau 2.10  alpha 0.71 0.58 0.44  lr 2.9e-03`; empty for logs that are not about a step."""
+    """Return a line such as `step 120  loss 1.83  tau 2.10  alpha 0.71 0.58 0.44  lr 2.9e-03`.
+
+    It is empty for logs that are not about a step.
+    """
     prefix = "eval_" if "eval_loss" in logs else ""
     if f"{prefix}loss" not in logs:
         return ""

@@ -1,7 +1,7 @@
 """Checkpoint folders: which of them are whole, which is the last, which may go.
 
-The trainer writes a checkpoint file by file. A marker, written when all of them are there, tells a whole checkpoint from
-one that a crash, a kill or a full disk cut short; only whole ones are ever resumed from or counted.
+The trainer writes a checkpoint file by file. A marker, written when all of them are there, tells a whole checkpoint
+from one that a crash, a kill or a full disk cut short; only whole ones are ever resumed from or counted.
 """
 
 from __future__ import annotations
@@ -9,9 +9,14 @@ from __future__ import annotations
 import json
 import logging
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-from ..ground.files import read_json, write_atomically
+from safetensors import SafetensorError
+
+from ..ground import BadInputError
+from ..ground.files import read_json, readable_bytes, write_atomically
 
 MARKER = "complete.json"
 PREFIX = "checkpoint-"
@@ -26,7 +31,7 @@ def mark_complete(folder: Path) -> None:
 
 
 def is_complete(folder: Path) -> bool:
-    """Whether every file that was there when `folder` was declared whole is still there, at its full size."""
+    """Tell whether every file that was there when `folder` was declared whole is still there, at its full size."""
     if not (folder / MARKER).is_file():
         return False
     sizes = read_json(folder / MARKER)["files"]
@@ -38,13 +43,13 @@ def step_of(folder: Path) -> int:
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """All checkpoint folders in `folder`, whole or not, by step."""
+    """Return all checkpoint folders in `folder`, whole or not, by step."""
     found = [f for f in folder.glob(f"{PREFIX}*") if f.is_dir() and f.name.removeprefix(PREFIX).isdigit()]
     return sorted(found, key=step_of)
 
 
 def last_complete(folder: Path) -> Path | None:
-    """The whole checkpoint with the highest step; later ones that are not whole are named in a warning."""
+    """Return the whole checkpoint with the highest step; later ones that are not whole are named in a warning."""
     for found in reversed(checkpoints(folder)):
         if is_complete(found):
             return found
@@ -53,7 +58,7 @@ def last_complete(folder: Path) -> Path | None:
 
 
 def rotate(folder: Path, limit: int | None, best: str | None) -> None:
-    """Delete the oldest checkpoints until `limit` are left, and those that are not whole; the last and the `best` one stay."""
+    """Delete the oldest checkpoints down to `limit`, and those that are not whole; the last and the `best` one stay."""
     found = checkpoints(folder)
     whole = [f for f in found if is_complete(f)]
     protected = {whole[-1]} | {f for f in whole if best is not None and f.resolve() == Path(best).resolve()}
@@ -64,7 +69,7 @@ def rotate(folder: Path, limit: int | None, best: str | None) -> None:
 
 
 def set_aside(folder: Path) -> Path | None:
-    """Move the checkpoints of an earlier run out of the way; returns where they are now, None if there were none."""
+    """Move the checkpoints of an earlier training out of the way, and return where; None if there were none."""
     if not checkpoints(folder):
         return None
     number = 1
@@ -72,3 +77,20 @@ def set_aside(folder: Path) -> Path | None:
         number += 1
     folder.rename(aside)
     return aside
+
+
+@contextmanager
+def explained(folder: Path) -> Iterator[None]:
+    """Leave nothing of a checkpoint that cannot be written inside, and raise an error that names the last good one."""
+    try:
+        yield
+    except (OSError, RuntimeError, SafetensorError) as error:
+        free = readable_bytes(shutil.disk_usage(folder.parent).free)
+        shutil.rmtree(folder, ignore_errors=True)
+        good = last_complete(folder.parent)
+        kept = f"The last good checkpoint is {good}" if good else "There is no earlier checkpoint"
+        what = str(error).strip().splitlines()[0]
+        raise BadInputError(
+            f"{folder} could not be written: {what} ({free} free on that disk). {kept}. Make room there, then run the "
+            "same command again: it continues."
+        ) from error

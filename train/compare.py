@@ -12,12 +12,16 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from rich.console import Console
 
 from ..distill.responses import distill
-from ..eval import Contestant, Report, load_suites, measure, plan_of
-from ..eval.measure import baseline
-from ..eval.report import ContestantInfo, TrainingInfo
+from ..eval import Report
+from ..eval.measure import Contestant, baseline, measure, plan_of
+from ..eval.reports.render import write_report
+from ..eval.reports.report import ContestantInfo, TrainingInfo
+from ..eval.suites import load_suites
 from ..ground import BadInputError
 from ..ground.files import read_json
 from ..heads import load_drafter
@@ -27,9 +31,6 @@ from .arguments import check_training
 from .provenance import PROVENANCE, check_same_run
 from .trainer import train
 from .warmstart import check_drafter, check_makes
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 _SHARED = ("target", "data", "eval")  # sections in which the recipes must say the same,
 _METHOD = (
@@ -47,10 +48,10 @@ def compare(
     target: Target | None = None,
     console: Console | None = None,
 ) -> Report:
-    """Train each recipe for `seconds`, one after the other, then measure all drafters, the baselines and the plain target in turns.
+    """Train each recipe for `seconds`, then measure all drafters, the baselines and the plain target in turns.
 
-    What is finished in `folder` is not done again: responses, trainings, and of an interrupted training what its last checkpoint holds.
-    The report is saved to `<folder>/report`; each drafter in it knows how it was trained.
+    What is finished in `folder` is not done again: responses, trainings, and of an interrupted training what its last
+    checkpoint holds. The report is saved to `<folder>/report`; each drafter in it knows how it was trained.
 
     Args:
         seconds: of training each; computing cached features is not part of it.
@@ -58,8 +59,9 @@ def compare(
         console: shows progress there.
 
     Raises:
-        BadInputError: the recipes differ in more than drafter and training (names the settings), one of them has nothing to
-            train or cannot be made for the target, or `folder` holds a training of another recipe or of another time. All before anything is spent.
+        BadInputError: the recipes differ in more than drafter and training (names the settings), one of them has
+            nothing to train or cannot be made for the target, or `folder` holds a training of another recipe or of
+            another time. All before anything is spent.
     """
     if not 0 < seconds < math.inf:
         raise BadInputError(f"the budget must be more than 0 seconds of training, and come to an end, got {seconds:g}.")
@@ -86,18 +88,19 @@ def compare(
     report = measure(target, entrants, suites, first.eval, console=console)
     trained = {recipe.name: _how(recipe) for recipe in moved}
     report.contestants = [_with_training(info, trained.get(info.name)) for info in report.contestants]
-    report.save(place / "report")
+    write_report(report, place / "report")
     return report
 
 
 def check_comparable(recipes: Sequence[Recipe]) -> None:
-    """Raise BadInputError unless the recipes differ in name, drafter, training and output alone, and each has something to train."""
+    """Raise BadInputError unless each recipe has something to train, and they differ in drafter and training alone."""
     if not recipes:
         raise BadInputError("there is nothing to compare: give one or more recipes.")
     for name, count in Counter(r.name for r in recipes).items():
         if count > 1:
             raise BadInputError(
-                f"{count} recipes are called {name!r}; give each a name of its own, under which it appears in the table."
+                f"{count} recipes are called {name!r}; give each a name of its own, under which it appears in the "
+                "table."
             )
     first = recipes[0]
     for other in recipes[1:]:
@@ -106,19 +109,20 @@ def check_comparable(recipes: Sequence[Recipe]) -> None:
             one = lines[0].partition(" ")[0]
             raise BadInputError(
                 f"{first.name} and {other.name} cannot be compared, they differ in: {'; '.join(lines)}. "
-                f"Give all of them the same, for example by {one}=… behind the recipes, which changes every one."
+                f"Give all of them the same, for example by {one}=… after the recipes, which changes every one."
             )
     for recipe in recipes:
         if recipe.joint is not None:
             raise BadInputError(
-                f"{recipe.name} trains its target, too (joint), and a comparison has one target for all; leave it out, or measure it alone."
+                f"{recipe.name} trains its target, too (joint), and a comparison has one target for all; leave it out, "
+                "or measure it alone."
             )
         check_drafter(recipe.drafter)
         check_training(recipe.training)
 
 
 def differences(one: Recipe, other: Recipe) -> list[str]:
-    """The settings beside drafter and training in which two recipes differ, each with both values."""
+    """Return the settings beside drafter and training in which two recipes differ, each with both values."""
     pairs = {section: (getattr(one, section).model_dump(), getattr(other, section).model_dump()) for section in _SHARED}
     return [
         f"{section}.{key} ({value!r} and {theirs[key]!r})"
@@ -129,13 +133,13 @@ def differences(one: Recipe, other: Recipe) -> list[str]:
 
 
 def _in_folder(recipe: Recipe, folder: Path) -> Recipe:
-    """The recipe on the shared responses, with an output of its own in `folder`."""
+    """Return the recipe on the shared responses, with an output of its own in `folder`."""
     data = recipe.data.model_copy(update={"responses": recipe.data.responses or str(folder / "data")})
     return recipe.model_copy(update={"data": data, "output": str(folder / recipe.name)})
 
 
 def _finished(recipe: Recipe, seconds: float) -> bool:
-    """Whether this training is done. One of another recipe, or of another time, is never mixed with it.
+    """Tell whether this training is done. One of another recipe, or of another time, is never mixed with it.
 
     Raises:
         BadInputError: there is one.
@@ -148,7 +152,8 @@ def _finished(recipe: Recipe, seconds: float) -> bool:
     if spent != seconds:
         then = "without a time budget" if spent is None else f"for {spent:g} seconds"
         raise BadInputError(
-            f"{output} holds a drafter that was trained {then}, now {seconds:g} seconds are asked for. Choose another --out, or delete it."
+            f"{output} holds a drafter that was trained {then}, now {seconds:g} seconds are asked for. Choose another "
+            "--out, or delete it."
         )
     return True
 

@@ -11,31 +11,28 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
+import datasets
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset, Sampler
 
+from ..distill.features import FeatureStore
 from ..ground import BadInputError, IncompatibleError
 from ..heads import TargetBatch
 from ..targets import Target
 
-if TYPE_CHECKING:
-    import datasets
-
-    from ..distill.features import FeatureStore
-
 IGNORED = -100  # the label of a token nobody has to predict, as in transformers
 EMPTY = -1  # the position of an empty row
 
-# A head predicts x_{t+2} from the features at t and the token x_{t+1}; so the first two tokens of a row are never learned,
-# by no drafter, and all of them count the same positions.
+# A head predicts x_{t+2} from the features at t and the token x_{t+1}; so no drafter learns the first two tokens of a
+# row, and all of them count the same positions.
 FIRST_LEARNED = 2
 
 
 class Rows(Dataset):
-    """Rows of a distilled data set: `{"index", "input_ids", "labels"}`; position `EMPTY` is a row with nothing to learn.
+    """Rows of a distilled data set: `{"index", "input_ids", "labels"}`; `EMPTY` is a row with nothing to learn.
 
     Labels are the responses' tokens, with `prompts` all of them.
     """
@@ -54,7 +51,7 @@ class Rows(Dataset):
         return self.labelled(index, row["input_ids"], row["loss_mask"])
 
     def labelled(self, index: int, tokens: list[int], mask: Sequence[int]) -> dict[str, Any]:
-        """A row of these tokens; `mask` is 1 on the response's."""
+        """Return a row of these tokens; `mask` is 1 on the response's."""
         labels = [
             t if (m or self.prompts) and i >= FIRST_LEARNED else IGNORED
             for i, (t, m) in enumerate(zip(tokens, mask, strict=True))
@@ -62,13 +59,13 @@ class Rows(Dataset):
         return {"index": index, "input_ids": tokens, "labels": labels}
 
     def prompt(self, index: int) -> list[int]:
-        """What stands before the first response of row `index` of the table."""
+        """Return what stands before the first response of row `index` of the table."""
         row = self.table[index]
         return list(row["input_ids"][: row["loss_mask"].index(1)])
 
 
 def collate(rows: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
-    """`input_ids` and `labels` `[B, T]`, padded on the right, and `index` `[B]`."""
+    """Return `input_ids` and `labels` `[B, T]`, padded on the right, and `index` `[B]`."""
     length = max(len(row["input_ids"]) for row in rows)
     return {
         "input_ids": torch.tensor([row["input_ids"] + [0] * (length - len(row["input_ids"])) for row in rows]),
@@ -78,7 +75,7 @@ def collate(rows: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
 
 
 class Order(Sampler[int]):
-    """Positions of one epoch, filled up with `EMPTY` to whole global batches.
+    """An order of the positions of one epoch, filled up with `EMPTY` to whole global batches.
 
     Args:
         length: number of rows.
@@ -110,7 +107,7 @@ class Order(Sampler[int]):
 
 
 def split(table: datasets.Dataset, holdout: float, prompts: bool = False) -> tuple[Rows, Rows]:
-    """(training rows, held-out rows): a row is held out if the hash of its id says so, whatever its place in the table.
+    """Return (training rows, held-out rows): the hash of a row's id decides, whatever its place in the table.
 
     `prompts`: the training rows also teach their prompts' tokens. Rows without a token to learn are left out.
 
@@ -123,7 +120,8 @@ def split(table: datasets.Dataset, holdout: float, prompts: bool = False) -> tup
     training = [i for i in learnable if i not in held]
     if not training:
         raise BadInputError(
-            f"no rows to train on: of {len(table)} rows {len(learnable)} have a response and {len(held)} of those are held out "
+            f"no rows to train on: of {len(table)} rows {len(learnable)} have a response and {len(held)} of those are "
+            "held out "
             f"(data.holdout {holdout}); use more prompts or a smaller data.holdout."
         )
     return Rows(table, training, prompts), Rows(table, sorted(held))
@@ -135,7 +133,7 @@ def is_held_out(row_id: str, holdout: float) -> bool:
 
 
 def token_counts(rows: Rows, vocab_size: int) -> Tensor:
-    """How often each token is to be predicted in `rows`, `[V]`.
+    """Return how often each token is to be predicted in `rows`, `[V]`.
 
     Raises:
         IncompatibleError: a token id that the target does not have.
@@ -146,7 +144,8 @@ def token_counts(rows: Rows, vocab_size: int) -> Tensor:
         learned = labels[labels != IGNORED]
         if int(learned.max()) >= vocab_size:
             raise IncompatibleError(
-                f"the data holds token {int(learned.max())}, the target's vocabulary has {vocab_size}; distill it with this target."
+                f"the data holds token {int(learned.max())}, the target's vocabulary has {vocab_size}; distill it with "
+                "this target."
             )
         counts += torch.bincount(learned, minlength=vocab_size)
     return counts
@@ -156,7 +155,7 @@ def token_counts(rows: Rows, vocab_size: int) -> Tensor:
 
 
 class Batches(Protocol):
-    """Makes a TargetBatch of what the collator gives."""
+    """A maker of a TargetBatch of what the collator gives."""
 
     target: Target
 
@@ -165,7 +164,7 @@ class Batches(Protocol):
 
 @dataclass
 class OnlineBatches:
-    """Hidden states computed in the loop, by the frozen target.
+    """A maker of batches whose hidden states the frozen target computes in the loop.
 
     Attributes:
         precision: of the target's matrix products; None for its own dtype. Its output embedding always runs in its own.
@@ -184,7 +183,7 @@ class OnlineBatches:
 
 @dataclass
 class CachedBatches:
-    """Hidden states read from disk."""
+    """A maker of batches whose hidden states are read from disk."""
 
     target: Target
     taps: tuple[int, ...]
@@ -206,7 +205,7 @@ class CachedBatches:
 
 
 def _fitted(stored: Tensor, tokens: Tensor) -> Tensor:
-    """`stored` `[b, t, ...]` as `[B, T, ...]` on the device of `tokens`, zero where it has nothing."""
+    """Return `stored` `[b, t, ...]` as `[B, T, ...]` on the device of `tokens`, zero where it has nothing."""
     fitted = stored.new_zeros(*tokens.shape, *stored.shape[2:], device=tokens.device)
     fitted[: stored.shape[0], : stored.shape[1]] = stored.to(tokens.device)
     return fitted

@@ -1,9 +1,10 @@
-"""Joint training: the target learns beside the drafter, through a LoRA of peft's (Medusa-2, arXiv 2401.10774 §2.2.2 and §2.3.2).
+"""Joint training: the target learns beside the drafter, through a LoRA of peft's (Medusa-2, arXiv 2401.10774 §2.2.2).
 
-Minimised, per supervised position: L_target + λ0 · L_drafter. L_target keeps the target near what it said before: the divergence of its next-token
-distribution with the adapter from the one without (the paper's self-distillation), or the cross-entropy with the responses. L_drafter is the drafter's
-own loss, on the hidden states of the target with the adapter; what it compares its drafts with has no gradient, so that the target is made readable, not
-easy to guess. In the first part of the training the drafter learns alone: fresh heads' gradients would distort the target.
+Minimised, per supervised position: L_target + λ0 · L_drafter. L_target keeps the target near what it said before: the
+divergence of its next-token distribution with the adapter from the one without (the paper's self-distillation), or the
+cross-entropy with the responses. L_drafter is the drafter's own loss, on the hidden states of the target with the
+adapter; what it compares its drafts with has no gradient, so that the target is made readable, not easy to guess. In
+the first part of the training the drafter learns alone: fresh heads' gradients would distort the target.
 
 The adapter is a part of the target that comes out: decoding is lossless with respect to that one, not to the original.
 
@@ -16,22 +17,24 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from peft import LoraConfig, get_peft_model, set_peft_model_state_dict
+from peft.tuners.lora import LoraLayer
+from peft.tuners.tuners_utils import BaseTunerLayer
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from ..ground import BadInputError, IncompatibleError, refuse_unknown_keys
-from ..heads import HEADS, Drafter, DrafterLoss, TargetBatch
+from ..heads import Drafter, DrafterLoss, TargetBatch
 from ..heads.losses import Comparison, chunked_compare, divergence, own_precision
 from ..recipes import JointSpec
 from ..targets import Target
-from ..targets.target import ADAPTER_WEIGHTS, refuse_pickles
+from ..targets.loading import ADAPTER_WEIGHTS, refuse_pickles
 from .data import IGNORED, OnlineBatches
-
-if TYPE_CHECKING:
-    from peft import LoraConfig
 
 ADAPTER = "adapter"
 
@@ -60,52 +63,28 @@ _SET_HERE = {
 }
 
 
-# ------------------------------------------------------------ what cannot work
-
-
-def check_joint(
-    spec: JointSpec | None, drafter_class: type[Drafter], args: TrainingArguments, seconds: float | None = None
-) -> None:
-    """Raise BadInputError for a `joint:` section that cannot be trained, before anything is loaded."""
-    if spec is None:
-        return
-    lora_config(spec.lora)
-    divergence(spec.loss)
-    if not drafter_class.trains_target:
-        able = ", ".join(name for name, known in HEADS.items() if known.trains_target)
-        raise BadInputError(
-            f"joint: a {drafter_class.name} drafter's loss does not train the target's hidden states; leave out joint, or take one of these: {able}."
-        )
-    if seconds is not None:
-        raise BadInputError(
-            "joint: the part of the training in which the drafter learns alone is counted in steps, so it cannot follow a time budget."
-        )
-    kind = str(args.distributed_state.distributed_type.value) if args.distributed_state is not None else "NO"
-    if args.world_size > 1 and kind not in ("MULTI_CPU", "MULTI_GPU"):
-        raise BadInputError(
-            f"joint: training under {kind} is not supported; launch with --multi_gpu (data parallel) instead."
-        )
+# ------------------------------------------------------------ its settings
 
 
 def lora_config(values: dict[str, Any]) -> LoraConfig:
-    """`joint.lora` as peft's own config.
+    """Return `joint.lora` as peft's own config.
 
     Raises:
         BadInputError: an unknown field, one without meaning here, or a value that peft refuses.
     """
-    from peft import LoraConfig
-
     refuse_unknown_keys(values, {f.name for f in fields(LoraConfig)} - _SET_HERE, "joint.lora")
     for name, reason in _MEANINGLESS.items():
         if values.get(name):
             raise BadInputError(f"joint.lora.{name}: leave it out: {reason}.")
     if values.get("bias", "none") != "none":
         raise BadInputError(
-            f"joint.lora.bias: expected 'none', found {values['bias']!r}: without the adapter the target must be what it was."
+            f"joint.lora.bias: expected 'none', found {values['bias']!r}: without the adapter the target must be what "
+            "it was."
         )
     if values.get("init_lora_weights", True) not in (True, "gaussian"):
         raise BadInputError(
-            f"joint.lora.init_lora_weights: expected true or 'gaussian' (a new adapter changes nothing), found {values['init_lora_weights']!r}."
+            "joint.lora.init_lora_weights: expected true or 'gaussian' (a new adapter changes nothing), found "
+            f"{values['init_lora_weights']!r}."
         )
     rank = values.get("r", 8)
     if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
@@ -123,15 +102,15 @@ class Adapter:
     """A new LoRA inside of a target, whose passes go through it until it is taken out. New, it changes nothing.
 
     Attributes:
-        learns: whether it is trained by now. Once it is, it stays so: a run that goes on for longer does not make it new again.
+        learns: whether it is trained by now. Once it is, it stays so: a run that goes on for longer does not make it
+            new again.
     """
 
     def __init__(self, target: Target, settings: dict[str, Any]):
-        from peft import get_peft_model
-
         if getattr(target.model, "peft_config", None):
             raise IncompatibleError(
-                "joint: the target already carries an adapter; merge it first (merge_and_unload), and train on the result."
+                "joint: the target already carries an adapter; merge it first (merge_and_unload), and train on the "
+                "result."
             )
         self.target, self.learns = target, False
         try:
@@ -144,13 +123,14 @@ class Adapter:
         self._check_ends()
 
     def _check_ends(self) -> None:
-        """The drafter reads the embeddings at both ends of the target, or copies them, as they are."""
+        """Refuse a LoRA in the embeddings at either end of the target: the drafter reads or copies them as they are."""
         ends = {"input": self.target.model.get_input_embeddings(), "output": self.target.model.get_output_embeddings()}
         for name, module in ends.items():
             if any(p.requires_grad for p in module.parameters()):
                 self.remove()
                 raise BadInputError(
-                    f"joint.lora.target_modules names the target's {name} embedding, which the drafter takes as it is; leave it out, for example with "
+                    f"joint.lora.target_modules names the target's {name} embedding, which the drafter takes as it is; "
+                    "leave it out, for example with "
                     "target_modules: all-linear."
                 )
 
@@ -159,14 +139,12 @@ class Adapter:
         return [p for p in self._model.parameters() if p.requires_grad]
 
     def off(self) -> AbstractContextManager[None]:
-        """Inside, the target is the original."""
+        """Make the target the original inside."""
         found: AbstractContextManager[None] = self._model.disable_adapter()
         return found
 
     def train(self, mode: bool) -> None:
         """Switch the LoRA's dropout; the target's own stays off."""
-        from peft.tuners.lora import LoraLayer
-
         for layer in self._model.modules():
             if isinstance(layer, LoraLayer):
                 layer.lora_dropout.train(mode)
@@ -176,15 +154,11 @@ class Adapter:
         self._model.save_pretrained(str(path), save_embedding_layers=False)
 
     def load(self, folder: Path) -> None:
-        """The weights that `save` wrote.
+        """Read the weights that `save` wrote.
 
         Raises:
             BadInputError: they are missing, damaged, or of an adapter of other sizes.
         """
-        from peft import set_peft_model_state_dict
-        from safetensors import SafetensorError
-        from safetensors.torch import load_file
-
         refuse_pickles(folder)
         try:
             found: Any = set_peft_model_state_dict(self._model, load_file(folder / ADAPTER_WEIGHTS))
@@ -194,7 +168,8 @@ class Adapter:
             ) from error
         if found.unexpected_keys or any("lora_" in name for name in found.missing_keys):
             raise BadInputError(
-                f"the adapter in {folder} has other layers than this run's; choose another output, or start over (--fresh)."
+                f"the adapter in {folder} has other layers than this run's; choose another output, or start over "
+                "(--fresh)."
             )
         self.learns = any(bool(weight.any()) for name, weight in self._model.named_parameters() if "lora_B" in name)
 
@@ -207,9 +182,7 @@ class Adapter:
 
 
 def _take_out(model: nn.Module) -> None:
-    """What is left in `model` of an adapter that did not fit."""
-    from peft.tuners.tuners_utils import BaseTunerLayer
-
+    """Take out of `model` what is left of an adapter that did not fit."""
     for name, module in list(model.named_modules()):
         if isinstance(module, BaseTunerLayer):
             model.set_submodule(name, module.get_base_layer())
@@ -217,18 +190,20 @@ def _take_out(model: nn.Module) -> None:
 
 @contextmanager
 def adapted(target: Target, spec: JointSpec | None, seed: int) -> Iterator[Adapter | None]:
-    """A new adapter in `target` while this is open; None without a `joint:` section."""
+    """Put a new adapter into `target` while this is open; yield None without a `joint:` section."""
     if spec is None:
         yield None
         return
     if target.source.get("adapter"):
         raise BadInputError(
-            f"joint: the target was loaded with the adapter {target.source['adapter']!r}, and a pair's target has one adapter; save the merged target, and "
+            f"joint: the target was loaded with the adapter {target.source['adapter']!r}, and a pair's target has one "
+            "adapter; save the merged target, and "
             "train on that."
         )
     if target.sharded:
         raise BadInputError(
-            "joint: an adapter cannot be trained in a target whose layers are spread over processes; give every process the whole target."
+            "joint: an adapter cannot be trained in a target whose layers are spread over processes; give every "
+            "process the whole target."
         )
     torch.manual_seed(seed)
     adapter = Adapter(target, spec.lora)
@@ -254,7 +229,7 @@ class JointBatch(TargetBatch):
 
 @dataclass
 class JointBatches:
-    """Hidden states by the target with its adapter, and without.
+    """A maker of batches of hidden states by the target with its adapter, and without.
 
     Attributes:
         precision: as of `OnlineBatches`.
@@ -277,7 +252,7 @@ class JointBatches:
 
 
 class Joint(nn.Module):
-    """What is trained: the drafter, and the adapter's parameters. The target is no part of it."""
+    """A module of what is trained: the drafter, and the adapter's parameters. The target is no part of it."""
 
     def __init__(self, drafter: Drafter, adapter: Adapter, spec: JointSpec):
         super().__init__()
@@ -291,7 +266,7 @@ class Joint(nn.Module):
         return self._adapter
 
     def group(self) -> dict[str, Any]:
-        """The adapter's group of an optimizer."""
+        """Return the adapter's group of an optimizer."""
         return {"params": list(self.lora), "lr": self.spec.learning_rate, "weight_decay": 0.0}
 
     def train(self, mode: bool = True) -> Joint:
@@ -299,8 +274,11 @@ class Joint(nn.Module):
         return super().train(mode)
 
     def forward(self, batch: JointBatch) -> DrafterLoss:
-        """λ0 · the drafter's loss + the target's; with the drafter's metrics, `drafter_loss`, and of the target with and without the adapter: `target_loss`,
-        `target_alpha` (Σ min of both distributions), `target_top1` (the share of positions with the same most probable token)."""
+        """Return λ0 · the drafter's loss + the target's, with the drafter's metrics and `drafter_loss`.
+
+        Three metrics compare the target with and without the adapter: `target_loss`, `target_alpha` (Σ min of both
+        distributions) and `target_top1` (the share of positions with the same most probable token).
+        """
         found: DrafterLoss = self.drafter(batch)
         own = {"drafter_loss": (found.total.detach(), found.count)}
         weighted = replace(found, total=self.spec.weight * found.total, metrics=found.metrics | own)
@@ -311,7 +289,7 @@ class Joint(nn.Module):
         return replace(weighted, total=weighted.total + kept.total, metrics=weighted.metrics | sums)
 
     def _kept(self, batch: JointBatch, original: Tensor) -> Comparison:
-        """How far the target is from what it was, at each supervised token."""
+        """Return how far the target is from what it was, at each supervised token."""
         rows, places = batch.supervised.nonzero(as_tuple=True)
         head = batch.target.lm_head
         # In full precision: what is compared differs by less than half-precision logits resolve.
@@ -327,7 +305,7 @@ class Joint(nn.Module):
 
 
 class Stages(TrainerCallback):
-    """First the drafter alone, then both."""
+    """A callback that lets first the drafter learn alone, then both."""
 
     def __init__(self, adapter: Adapter, heads_first: float):
         self.adapter, self.heads_first = adapter, heads_first

@@ -11,7 +11,7 @@ from ..heads import DrafterLoss
 
 
 class Sums:
-    """Adds up pairs by name, on their device: nothing waits for the host before `means`."""
+    """Pairs added up by name, on their device: nothing waits for the host before `means`."""
 
     def __init__(self) -> None:
         self._pairs: dict[str, Tensor] = {}
@@ -22,11 +22,11 @@ class Sums:
             self._pairs[name] = self._pairs[name] + pair if name in self._pairs else pair
 
     def add_loss(self, loss: DrafterLoss) -> None:
-        """The per-depth metrics, and `loss`: what is minimised, per supervised position."""
+        """Add the per-depth metrics, and `loss`: what is minimised, per supervised position."""
         self.add({**loss.metrics, "loss": (loss.total, loss.count)})
 
     def means(self, reduce: Callable[[Tensor], Tensor]) -> dict[str, float]:
-        """The means since the last call. `reduce` adds a tensor up over all processes; what was never counted is left out."""
+        """Return the means since the last call, without what was never counted. `reduce` adds up over all processes."""
         if not self._pairs:
             return {}
         names = sorted(self._pairs)

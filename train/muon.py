@@ -1,7 +1,7 @@
 """Muon for a drafter's matrices, AdamW for the rest, as one optimizer: `training.optim: muon`.
 
-Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/) moves a matrix along its orthogonalised momentum. The
-update is scaled to the size of AdamW's (Liu et al. 2025, arXiv 2502.16982), so that one learning rate serves both.
+Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/) moves a matrix along its orthogonalised momentum.
+The update is scaled to the size of AdamW's (Liu et al. 2025, arXiv 2502.16982), so that one learning rate serves both.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ NAME = "muon"
 
 
 class MuonAdamW(torch.optim.Optimizer):
-    """Both under one roof: one list of groups for schedulers and one state for checkpoints.
+    """An optimizer of both kinds, with one list of groups for schedulers and one state for checkpoints.
 
     Args:
         matrices: parameters with two dimensions.
@@ -71,7 +71,7 @@ class MuonAdamW(torch.optim.Optimizer):
 
 
 def split_parameters(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    """(what Muon moves, what AdamW moves): the weights inside of the network, and embeddings, output embedding, norms and biases."""
+    """Return (what Muon moves, what AdamW moves): matrices inside of the network; embeddings, norms and biases."""
     ends = {id(p) for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters()}
     for name, module in model.named_modules():
         output = (

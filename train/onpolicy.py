@@ -1,8 +1,10 @@
-"""On-policy training: in some rows of every step the drafter's own response stands in the place of the target's (DistillSpec, arXiv 2310.08461; GKD,
-arXiv 2306.13649).
+"""On-policy training: in some rows of every step the drafter's own response stands in the place of the target's.
 
-What the target makes of that text, and so the loss, is computed as for any other. Which rows, and every token in them, are a function of the seed, the
-step, the row and the weights: so a resumed run writes the same text, and it does not matter how rows are spread over processes and micro-batches.
+(DistillSpec, arXiv 2310.08461; GKD, arXiv 2306.13649.)
+
+What the target makes of that text, and so the loss, is computed as for any other. Which rows, and every token in them,
+are a function of the seed, the step, the row and the weights: so a resumed run writes the same text, and it does not
+matter how rows are spread over processes and micro-batches.
 
 Shapes: B rows, T tokens.
 """
@@ -31,7 +33,7 @@ _WHICH = 0  # a stream of randomness that the decoder draws nothing from
 
 @dataclass
 class OnPolicy:
-    """Writes the drafter's responses into batches.
+    """A writer of the drafter's responses into batches.
 
     Attributes:
         share: of the rows, on average.
@@ -49,23 +51,24 @@ class OnPolicy:
 
     @classmethod
     def of(cls, spec: DataSpec, rows: Rows, target: Target, drafter: Drafter, seed: int) -> OnPolicy | None:
-        """As a recipe's `data` says; None if no row is on-policy.
+        """Return what a recipe's `data` asks for; None if no row is on-policy.
 
         Raises:
-            BadInputError: see `check_writes`; or a prompt is empty, or leaves the drafter no room for `max_new_tokens`.
+            BadInputError: a prompt is empty, or leaves the drafter no room for `max_new_tokens`.
         """
         if not spec.on_policy:
             return None
-        check_writes(type(drafter), spec)
         lengths, limit = [len(rows.prompt(i)) for i in rows.indices], drafter.writer().max_context
         longest = max(lengths)
         if min(lengths) == 0:
             raise BadInputError(
-                "data.on_policy: a row begins with its response, so the drafter has nothing to write behind; give every row a prompt."
+                "data.on_policy: a row begins with its response, so the drafter has nothing to continue; give "
+                "every row a prompt."
             )
         if limit is not None and longest + spec.max_new_tokens > limit:
             raise BadInputError(
-                f"data.on_policy: the longest prompt has {longest} tokens; with data.max_new_tokens={spec.max_new_tokens} it exceeds the drafter's context "
+                f"data.on_policy: the longest prompt has {longest} tokens; with "
+                f"data.max_new_tokens={spec.max_new_tokens} it exceeds the drafter's context "
                 f"of {limit}. Lower data.max_new_tokens or data.max_prompt_tokens."
             )
         return cls(
@@ -73,13 +76,13 @@ class OnPolicy:
         )
 
     def chosen(self, indices: list[int], step: int) -> list[int]:
-        """Those of the rows `indices` that the drafter answers in this step."""
+        """Return those of the rows `indices` that the drafter answers in this step."""
         real = [i for i in indices if i != EMPTY]
         share = uniforms(self.seed, _WHICH, torch.tensor(step), torch.tensor(real, dtype=torch.long)).tolist()
         return [index for index, place in zip(real, share, strict=True) if place < self.share]
 
     def responses(self, writer: Target, indices: list[int], step: int) -> list[list[int]]:
-        """What the drafter writes behind the prompts of the rows `indices` in this step."""
+        """Return what the drafter writes after the prompts of the rows `indices` in this step."""
         sampling = Sampling(temperature=self.temperature, seed=self.seed * 1_000_003 + step)
         with _evaluating(writer.model):
             # Eager rounds: how many rows there are changes from step to step, and each number would be captured anew.
@@ -97,8 +100,10 @@ class OnPolicy:
     def rewritten(
         self, inputs: dict[str, Tensor], drafter: Drafter, step: int
     ) -> tuple[dict[str, Tensor], dict[str, Sum]]:
-        """A batch with the drafter's responses in the chosen rows, and figures: `on_policy` (share of rows), `written_tokens` and `written_seconds` (both
-        per batch of one process)."""
+        """Return a batch with the drafter's responses in the chosen rows, and figures.
+
+        These are `on_policy` (share of rows), `written_tokens` and `written_seconds` (both per batch of one process).
+        """
         began = time.perf_counter()
         indices = inputs["index"].tolist()
         chosen = self.chosen(indices, step)
@@ -123,15 +128,6 @@ class OnPolicy:
         return self.rows.labelled(index, prompt + response, [0] * len(prompt) + [1] * len(response))
 
 
-def check_writes(drafter_class: type[Drafter], spec: DataSpec) -> None:
-    """Raise BadInputError if the drafter cannot write what `data.on_policy` asks of it."""
-    if spec.on_policy and not drafter_class.writes_text:
-        raise BadInputError(
-            f"data.on_policy is {spec.on_policy:g}, but a drafter of type {drafter_class.name!r} writes no text of its own (it reads the target's hidden "
-            "states, or has no weights); leave out data.on_policy, or train a draft_model."
-        )
-
-
 def _sums(values: dict[str, tuple[float, float]], device: torch.device) -> dict[str, Sum]:
     return {
         name: (torch.tensor(float(total), device=device), torch.tensor(float(count), device=device))
@@ -141,7 +137,7 @@ def _sums(values: dict[str, tuple[float, float]], device: torch.device) -> dict[
 
 @contextmanager
 def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Without dropout, and with what generation needs (activation checkpointing goes without caches)."""
+    """Work without dropout inside, and with what generation needs (activation checkpointing goes without caches)."""
     training = model.training
     model.eval()
     try:

@@ -1,7 +1,8 @@
-"""What a training will need, before anything is spent: parameters, memory, disk, operations and time, from the configs alone.
+"""What a training will need, before anything is spent: parameters, memory, disk, operations, time, from configs alone.
 
-Bytes are exact where the code decides them (weights, gradients, optimizer states, features) and rehearsed without contents where a step does
-(`train.rehearsal`). Seconds are the work divided by what a device could do at best, times a utilisation that is assumed, not measured.
+Bytes are exact where the code decides them (weights, gradients, optimizer states, features) and rehearsed without
+contents where a step does (`train.rehearsal`). Seconds are the work divided by what a device could do at best, times a
+utilisation that is assumed, not measured.
 
 Shapes: B rows, T tokens, K taps, H hidden size.
 """
@@ -24,9 +25,9 @@ from ..ground import BadInputError, OutriderError
 from ..ground.libraries import LIBRARY_ERRORS, reason
 from ..heads import Drafter
 from ..recipes import Recipe
-from ..targets import Target, embedded_path
+from ..targets import Target, decoder_layers, embedded_path
+from ..targets.loading import EMBEDDED
 from ..targets.sketch import sketch_causal_lm
-from ..targets.target import EMBEDDED, decoder_layers
 from .arguments import training_arguments
 from .data import FIRST_LEARNED
 from .rehearsal import rehearse, rehearse_optimizer
@@ -44,7 +45,7 @@ BUCKET = 500_000_000  # elements of a bucket in DeepSpeed's default config; it k
 
 @dataclass(frozen=True)
 class Gpu:
-    """A device at its best: dense bfloat16 and float32 (without TF32, torch's default) in TFLOP/s, memory in GB/s and GB."""
+    """A device at its best: dense bfloat16 and float32 (without TF32) in TFLOP/s, memory in GB/s and GB."""
 
     name: str
     bfloat16: float
@@ -108,7 +109,7 @@ class Memory:
 
     @property
     def peak(self) -> int:
-        """The target's pass, the drafter's step and the optimizer's follow each other."""
+        """The most bytes at one time: the target's pass, the drafter's step and the optimizer's follow each other."""
         step = self.features + self.gradients + self.activations
         return self.lasting + max(self.features + self.target_pass, step, self.gradients + self.optimizer_step)
 
@@ -131,7 +132,8 @@ class Plan:
     """The answer of `plan`.
 
     Attributes:
-        target_parameters, total_parameters, trained_parameters: of the target, of the drafter, and of those that a step changes.
+        target_parameters, total_parameters, trained_parameters: of the target, of the drafter, and of those that a step
+            changes.
         steps: optimizer steps. tokens_per_step: of all processes, at the mean length.
         feature_bytes: on disk with `data.features: cached`; uses_features: whether this recipe asks for them.
         checkpoint_bytes: of all checkpoints that are kept, with the final drafter.
@@ -161,7 +163,9 @@ class Plan:
 
 
 def plan(recipe: Recipe, processes: int = 1, sharding: Sharding = "none", rows: int | None = None) -> Plan:
-    """What training this recipe will need. Reads configs, and the lengths of finished responses if there are some; loads no weights of the target.
+    """Return what training this recipe will need.
+
+    Configs are read, and the lengths of finished responses if there are some; no weights of the target are loaded.
 
     Args:
         processes: one device each.
@@ -169,11 +173,13 @@ def plan(recipe: Recipe, processes: int = 1, sharding: Sharding = "none", rows: 
         rows: prompts, where neither `data.limit` nor local files tell.
 
     Raises:
-        BadInputError: a config that cannot be read, a drafter that cannot be trained, or a number of prompts that nobody tells.
+        BadInputError: a config that cannot be read, a drafter that cannot be trained, or a number of prompts that
+            nobody tells.
     """
     if processes < 1 or sharding not in get_args(Sharding):
         raise BadInputError(
-            f"plan: expected at least 1 process and one of {', '.join(get_args(Sharding))}; found {processes} and {sharding!r}."
+            f"plan: expected at least 1 process and one of {', '.join(get_args(Sharding))}; found {processes} and "
+            f"{sharding!r}."
         )
     check_drafter(recipe.drafter)
     args = _arguments(recipe)
@@ -185,16 +191,17 @@ def plan(recipe: Recipe, processes: int = 1, sharding: Sharding = "none", rows: 
 
 
 def sketch_target(recipe: Recipe) -> Target:
-    """The recipe's target without contents."""
+    """Return the recipe's target without contents."""
     spec = recipe.target
     path = str(embedded_path()) if spec.path == EMBEDDED else spec.path
     return Target(sketch_causal_lm(path, spec.dtype, spec.revision, spec.trust_remote_code))
 
 
 def sketch_drafter(recipe: Recipe, target: Target) -> Drafter:
-    """The recipe's drafter without contents, in fp32 as it is trained.
+    """Return the recipe's drafter without contents, in fp32 as it is trained.
 
-    A drafter whose first weights are computed from the target's has the shapes of a random one, where it can be that, too.
+    A drafter whose first weights are computed from the target's has the shapes of a random one, where it can be that,
+    too.
     """
     values = recipe.drafter
     try:
@@ -222,7 +229,7 @@ def _sketch(values: dict[str, Any], target: Target) -> Drafter:
 
 
 def _arguments(recipe: Recipe) -> TrainingArguments:
-    """The recipe's, on whatever machine the plan is made."""
+    """Return the recipe's arguments, on whatever machine the estimate is made."""
     devices = (
         "bf16",
         "fp16",
@@ -242,7 +249,7 @@ def _arguments(recipe: Recipe) -> TrainingArguments:
 
 
 def workload(recipe: Recipe, rows: int | None = None) -> Workload:
-    """Of finished responses their own lengths; else as many sequences as there are prompts, each as long as it may be."""
+    """Return the lengths of finished responses; else as many sequences as prompts, each as long as it may be."""
     spec = recipe.data
     finished = data_folder(recipe)
     if finished.is_dir() and rows is None:
@@ -278,7 +285,8 @@ def _count(sources: list[str], limit: int | None) -> int:
     known = None if None in counts else sum(count or 0 for count in counts)
     if known is None and limit is None:
         raise BadInputError(
-            "how many prompts there are is not known before the data set is read: set data.limit, or say it with --rows."
+            "how many prompts there are is not known before the data set is read: set data.limit, or say it with "
+            "--rows."
         )
     return min(n for n in (known, limit) if n is not None)
 
@@ -287,7 +295,7 @@ def _count(sources: list[str], limit: int | None) -> int:
 
 
 def active_weights(model: Any, config: Any) -> int:
-    """Weights that one token is multiplied with: embeddings are looked up, and of experts only those that a token chooses count."""
+    """Return the weights that one token is multiplied with: no embeddings, and the experts that it chooses."""
     embeddings = {id(p) for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters()}
     output = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     embeddings |= {id(p) for p in output.parameters()} if output is not None else set()
@@ -304,7 +312,7 @@ def active_weights(model: Any, config: Any) -> int:
 
 
 def pass_flops(target: Target, rows: int, length: int) -> float:
-    """A pass of the target's layers over whole rows; attention as torch.utils.flop_counter counts it, the masked half included."""
+    """Return the operations of a pass of the target's layers over whole rows, the masked half of attention included."""
     config, kinds = target.config, getattr(target.config, "layer_types", None) or ["full_attention"] * target.num_layers
     heads = int(getattr(config, "num_attention_heads", 0))
     size = int(getattr(config, "head_dim", None) or target.hidden_size // max(heads, 1))
@@ -313,7 +321,7 @@ def pass_flops(target: Target, rows: int, length: int) -> float:
 
 
 def features_bytes(target: Target, taps: int, tokens: int) -> int:
-    """States of so many tokens in a feature store: all taps and the last one, in the target's dtype."""
+    """Return the bytes of so many tokens' states in a feature store: taps and the last one, in the target's dtype."""
     name = str(target.dtype).removeprefix("torch.")
     return tokens * (taps + 1) * target.hidden_size * DTYPES.get(name, target.dtype).itemsize
 
@@ -399,7 +407,7 @@ class _Planning:
         rows, length = self.args.per_device_train_batch_size, self.work.longest
         trained = sum(p.numel() * 4 for p in self.drafter.parameters() if p.requires_grad)
         weights = weight_bytes(self.drafter)
-        # Autocast keeps a copy of the weights in its own precision until the step is over; activations are in it from the start.
+        # Autocast keeps a copy of the weights in its own precision until the step is over; activations are all in it.
         mixed = self.precision != "float32"
         optimizer = rehearse_optimizer(self.drafter, self.args)
         step = rehearse(self.drafter.cast(self._dtype), self.target, rows, length, self.work.supervised)
@@ -421,7 +429,11 @@ class _Planning:
         return _sharded(whole, self.processes, self.sharding)
 
     def _target_weights(self) -> int:
-        """In one process; of a sharded target a part of each layer, the rest, and two layers gathered (the one in use and, on a device, the last one's)."""
+        """Return the bytes in one process.
+
+        Of a sharded target that is a part of each layer, the rest, and two layers gathered: the one in use, and on a
+        device the last one's.
+        """
         whole = weight_bytes(self.target.model)
         if self.recipe.target.sharding == "none" or self.processes == 1:
             return whole
@@ -429,7 +441,7 @@ class _Planning:
         return whole - sum(layers) + math.ceil(sum(layers) / self.processes) + 2 * max(layers)
 
     def _checkpoints(self, memory: Memory) -> int:
-        """Each holds the drafter and the optimizer's states, which sharding only splits; the result is one drafter more."""
+        """Return the bytes of all checkpoints, each with drafter and optimizer's states, and of the final drafter."""
         weights = sum(p.numel() * 4 for p in self.drafter.parameters())
         states = rehearse_optimizer(self.drafter, self.args).states
         return (self.args.save_total_limit or 1) * (weights + states) + weights
@@ -437,7 +449,7 @@ class _Planning:
     # ------------------------------------------------------------ operations and time
 
     def _step_flops(self) -> tuple[float, float]:
-        """Of one optimizer step of all processes: the target's passes, and the drafter's forward and backward."""
+        """Return the operations of one optimizer step of all processes: the target's passes, and the drafter's steps."""
         rows, length = self.args.per_device_train_batch_size, self.work.mean_length
         batches = self.args.gradient_accumulation_steps * self.processes
         online = self.recipe.data.features == "online"
@@ -470,7 +482,7 @@ class _Planning:
         ]
 
     def _answering(self, gpu: Gpu, flops: float) -> float:
-        """The main process answers alone. Each new token of a batch reads all weights once, however little there is to compute."""
+        """Return the seconds in which the main process answers alone: each new token reads all weights once."""
         batches = math.ceil(self.work.sequences / self.recipe.data.batch_size)
         reading = (
             batches
@@ -481,7 +493,7 @@ class _Planning:
         return max(reading, flops / self._speed(gpu, self._name(self.target.dtype)))
 
     def _step_seconds(self, gpu: Gpu, flops: tuple[float, float], memory: Memory) -> float:
-        """Both kinds of passes, each as its precision allows, and the optimizer, which reads and writes weights, gradients and states."""
+        """Return the seconds of both kinds of passes, and of the optimizer, which moves its states."""
         target_flops, drafter_flops = (value / self.processes for value in flops)
         # A float32 target in a mixed-precision training runs in bfloat16, see `train.trainer`.
         precision = "bfloat16" if self.precision == "bfloat16" else self._name(self.target.dtype)
@@ -494,7 +506,7 @@ class _Planning:
 
     @staticmethod
     def _speed(gpu: Gpu, precision: str) -> float:
-        """FLOP/s that are assumed to be reached."""
+        """Return the FLOP/s that are assumed to be reached."""
         return COMPUTE * 1e12 * (gpu.float32 if precision == "float32" else gpu.bfloat16)
 
     # ------------------------------------------------------------ words
@@ -503,16 +515,19 @@ class _Planning:
         notes = []
         if self.sharding in REFUSED:
             notes.append(
-                f"{self.sharding} splits the drafter's weights, which the trainer refuses at present: use none, zero1 or zero2."
+                f"{self.sharding} splits the drafter's weights, which the trainer refuses at present: use none, zero1 "
+                "or zero2."
             )
         if self.processes > 1:
             if self.recipe.target.sharding == "none":
                 notes.append(
-                    "the target is whole in every process, and the main process alone writes the responses; neither is sharded."
+                    "the target is whole in every process, and the main process alone writes the responses; neither is "
+                    "sharded."
                 )
             else:
                 notes.append(
-                    "the target's layers are split over the processes; gathering them, for every token of the responses, too, takes time that is not counted here."
+                    "the target's layers are split over the processes; gathering them, for every token of the "
+                    "responses, too, takes time that is not counted here."
                 )
         if self.sharding != "none":
             notes.append("memory under DeepSpeed or FSDP follows their documents and was not measured.")
@@ -524,7 +539,8 @@ class _Planning:
                 else getattr(quantized, "quant_method", quantized)
             )
             notes.append(
-                f"the target's config names quantized weights ({method}); they are counted as {self._name(self.target.dtype)}."
+                f"the target's config names quantized weights ({method}); they are counted as "
+                f"{self._name(self.target.dtype)}."
             )
         if self.recipe.data.on_policy:
             notes.append(
@@ -532,7 +548,8 @@ class _Planning:
             )
         if self.recipe.joint is not None:
             notes.append(
-                "joint training's adapter, its second pass of the target and the pass back through it are in neither memory, operations nor time."
+                "joint training's adapter, its second pass of the target and the pass back through it are in neither "
+                "memory, operations nor time."
             )
         if self.recipe.target.adapter:
             notes.append("the adapter is merged into the target's weights and needs no memory of its own.")
@@ -540,7 +557,10 @@ class _Planning:
 
 
 def _sharded(whole: Memory, processes: int, sharding: Sharding) -> Memory:
-    """What one of several processes holds. (Rajbhandari et al., ZeRO, arXiv 1910.02054, figure 1: stage 1 splits states, 2 gradients too, 3 weights too.)"""
+    """Return what one of several processes holds.
+
+    ZeRO's stage 1 splits states, 2 gradients too, 3 weights too (Rajbhandari et al., arXiv 1910.02054, figure 1).
+    """
     if sharding == "none":
         # Data parallelism reduces gradients in buckets, a second copy of them.
         return replace(whole, buffers=whole.gradients if processes > 1 else 0)

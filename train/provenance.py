@@ -66,18 +66,19 @@ def check_same_run(recipe: Recipe, output: Path) -> None:
     ]
     if changed:
         raise BadInputError(
-            f"{output} holds an unfinished or finished run of another recipe: {'; '.join(changed)}. Choose another output, or start over (--fresh)."
+            f"{output} holds an unfinished or finished run of another recipe: {'; '.join(changed)}. Choose another "
+            "output, or start over (--fresh)."
         )
 
 
 def _what_decides(recipe: Recipe) -> dict[str, Any]:
-    """The settings that decide the final weights, by dotted key."""
+    """Return the settings that decide the final weights, by dotted key."""
     values = recipe.model_dump(mode="json")
     sections = {name: values[name] for name in ("target", "drafter", "data", "training")}
     sections["joint"] = values["joint"] or {}
     flat = {f"{section}.{key}": value for section, entries in sections.items() for key, value in entries.items()}
     free = {f"training.{name}" for name in _FREE}
-    # A target may be moved: the responses it wrote are compared with it by content. Given ones are not, so there the path counts.
+    # A target may be moved: the responses it wrote are compared with it by content. Of given ones the path counts.
     free |= set() if recipe.data.responses else {"target.path"}
     return {key: value for key, value in flat.items() if key not in free}
 
@@ -88,7 +89,7 @@ def write_recipe(recipe: Recipe, output: Path) -> None:
 
 
 def write_provenance(output: Path, target: Target, data: Path, facts: dict[str, Any]) -> None:
-    """`<output>/provenance.json`: the target by content, the data it answered, what was run with what, and what came out."""
+    """Write `<output>/provenance.json`: the target and its data by content, what was run with what, what came out."""
     saved = data_provenance(data)
     whole = {
         "schema_version": SCHEMA_VERSION,

@@ -1,7 +1,8 @@
-"""A training step on tensors without contents: what it computes and what it keeps, exactly as the drafter's own code says.
+"""A training step on tensors without contents: what it computes and what it keeps, as the drafter's own code says.
 
-Only shapes are known, so what depends on contents is assumed: of a mask over positions a given share is true, of any other mask everything, a number
-that the host asks for is 0, and what it asks yes or no is yes (positions are in order, no row is packed). Heads that shorten their rows by what is supervised are so taken at their longest.
+Only shapes are known, so what depends on contents is assumed: of a mask over positions a given share is true, of any
+other mask everything, a number that the host asks for is 0, and what it asks yes or no is yes (positions are in order,
+no row is packed). Heads that shorten their rows by what is supervised are so taken at their longest.
 
 Shapes: B rows, T tokens, K taps, H hidden size.
 """
@@ -53,7 +54,7 @@ class Step:
 
 
 def rehearse(drafter: Drafter, target: Target, rows: int, length: int, supervised: float) -> Step:
-    """A step of `drafter` on a batch of whole rows, both on the meta device.
+    """Return what a step of `drafter` takes on a batch of whole rows, both on the meta device.
 
     Args:
         supervised: share of the tokens that are learned.
@@ -91,7 +92,7 @@ class OptimizerBytes:
 
 
 def rehearse_optimizer(drafter: Drafter, args: TrainingArguments) -> OptimizerBytes:
-    """A step of the optimizer that the trainer would make.
+    """Return what a step of the optimizer takes that the trainer would make.
 
     Raises:
         BadInputError: it needs a package that is missing, or a device.
@@ -116,7 +117,10 @@ def rehearse_optimizer(drafter: Drafter, args: TrainingArguments) -> OptimizerBy
 def _optimizer(
     drafter: nn.Module, trained: Sequence[nn.Parameter], args: TrainingArguments
 ) -> tuple[torch.optim.Optimizer, bool]:
-    """The optimizer, and whether its steps are fused: then they work in place. (That needs a device, so here it is not; it keeps the same.)"""
+    """Return the optimizer, and whether its steps are fused and so work in place.
+
+    Fusing needs a device, so the one that is returned is not fused; it keeps the same states.
+    """
     if args.optim == muon.NAME:
         return muon.MuonAdamW(*muon.split_parameters(drafter), args.learning_rate), False
     try:
@@ -133,7 +137,10 @@ def _optimizer(
 
 
 class Flops(TorchDispatchMode):
-    """Counts as torch.utils.flop_counter does. (Its own mode also tracks modules, which `autograd.grad` inside a loss does not allow.)"""
+    """A counter of operations, as torch.utils.flop_counter counts.
+
+    Its own mode also tracks modules, which `autograd.grad` inside a loss does not allow.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -158,7 +165,7 @@ class Flops(TorchDispatchMode):
 
 
 class Assumed(TorchDispatchMode):
-    """Gives what depends on contents an assumed size: see the top of this file."""
+    """A mode that gives what depends on contents an assumed size: see the top of this file."""
 
     def __init__(self, share: float) -> None:
         super().__init__()
@@ -181,7 +188,7 @@ class Assumed(TorchDispatchMode):
         return mask.numel() if mask.dim() < 2 else round(self.share * mask.numel())
 
     def _places(self, indices: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Masks as the places of what is true in them."""
+        """Return masks as the places of what is true in them."""
         found: list[Tensor | None] = []
         for index in indices:
             if index is not None and index.dtype == torch.bool:
@@ -192,7 +199,10 @@ class Assumed(TorchDispatchMode):
 
 
 class FusedAttention(TorchFunctionMode):
-    """Attention as devices compute it, without scores in memory. (Without contents torch would take the one that writes them down.)"""
+    """A mode in which attention is what devices compute, without scores in memory.
+
+    Without contents torch would take the one that writes them down.
+    """
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -1,6 +1,7 @@
 """Where a drafter's first weights come from: new ones, or those of a saved drafter (`drafter.init: <folder>`).
 
-Where a drafter can be new in several ways, `init` may also be a word of its config (`random`, `pretrained`, `prune`); a folder of that name is `./prune`.
+Where a drafter can be new in several ways, `init` may also be a word of its config (`random`, `pretrained`, `prune`); a
+folder of that name is `./prune`.
 """
 
 from __future__ import annotations
@@ -15,19 +16,18 @@ from torch import Tensor
 from ..ground import BadInputError, OutriderError
 from ..ground.libraries import LIBRARY_ERRORS, reason
 from ..heads import Drafter, DrafterConfig, drafter_config, head_class, load_drafter
-from ..heads.base import read_config
-from ..heads.parts.weights import CONFIG
+from ..heads.base import CONFIG, read_config
 from ..recipes import Recipe
 from ..targets import Target
 
-# Settings of the training or of measurement, which leave the weights' names and shapes alone. Any other setting must agree
-# with the saved drafter; where its first weights once came from no longer matters.
+# Settings of the training or of measurement, which leave the weights' names and shapes alone. Any other setting must
+# agree with the saved drafter; where its first weights once came from no longer matters.
 _FREE = {"loss", "feature_loss", "noise", "steps", "decay", "depths"}
 _PAST = {"path", "prune", "init_from_target"}
 
 
 def check_drafter(values: dict[str, Any]) -> type[Drafter]:
-    """The class of a `drafter:` section; one that cannot be trained is refused, before anything is loaded.
+    """Return the class of a `drafter:` section; one that cannot be trained is refused, before anything is loaded.
 
     Raises:
         BadInputError: an unknown type or key, a missing `init` folder, or a drafter without weights.
@@ -37,13 +37,14 @@ def check_drafter(values: dict[str, Any]) -> type[Drafter]:
     drafter_class, _ = drafter_config(values)
     if not drafter_class.trainable:
         raise BadInputError(
-            f"drafter.type {drafter_class.name!r} has no weights: there is nothing to train. It can be measured as it is (eval.baselines)."
+            f"drafter.type {drafter_class.name!r} has no weights: there is nothing to train. It can be measured as it "
+            "is (eval.baselines)."
         )
     return drafter_class
 
 
 def make_drafter(values: dict[str, Any], target: Target, token_counts: Callable[[], Tensor]) -> Drafter:
-    """The drafter of a recipe's `drafter:` section, in fp32, ready to be trained.
+    """Return the drafter of a recipe's `drafter:` section, in fp32, ready to be trained.
 
     Args:
         token_counts: gives how often each token is to be predicted, `[V]`; asked only for a new drafter.
@@ -62,10 +63,11 @@ def make_drafter(values: dict[str, Any], target: Target, token_counts: Callable[
 
 
 def made_for(recipe: Recipe, target: Target, token_counts: Callable[[], Tensor]) -> Drafter:
-    """A recipe's drafter, checked against the target that it will be trained for.
+    """Return a recipe's drafter, checked against the target that it will be trained for.
 
     Raises:
-        BadInputError, IncompatibleError: see `make_drafter`; or a library refuses its settings, or it has no weights to be trained.
+        BadInputError, IncompatibleError: see `make_drafter`; or a library refuses its settings, or it has no weights to
+            be trained.
     """
     try:
         drafter = make_drafter(recipe.drafter, target, token_counts)
@@ -80,18 +82,23 @@ def made_for(recipe: Recipe, target: Target, token_counts: Callable[[], Tensor])
             "" if recipe.joint is None else " Set joint.heads_first to 0, and the target learns from the first step on."
         )
         raise BadInputError(
-            f"drafter: a {drafter.name} of these settings has no weights of its own: there is nothing to train.{way_out}"
+            f"drafter: a {drafter.name} of these settings has no weights of its own: there is nothing to "
+            f"train.{way_out}"
         )
     return drafter
 
 
-def check_makes(recipe: Recipe, target: Target) -> None:
-    """Make the drafter once, as if every token were as frequent, and throw it away: what cannot be made for this target needs no data."""
-    made_for(recipe, target, lambda: torch.zeros(target.vocab_size, dtype=torch.long))
+def check_makes(recipe: Recipe, target: Target) -> Drafter:
+    """Return a drafter made as if every token were as frequent: one that cannot be made for this target needs no data.
+
+    Raises:
+        BadInputError, IncompatibleError: see `made_for`.
+    """
+    return made_for(recipe, target, lambda: torch.zeros(target.vocab_size, dtype=torch.long))
 
 
 def _is_warm(values: dict[str, Any]) -> bool:
-    """Whether `init` is there and no word of the drafter's own."""
+    """Tell whether `init` is there and no word of the drafter's own."""
     return "init" in values and values["init"] not in _words(values)
 
 
@@ -100,7 +107,7 @@ def _words(values: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _folder(values: dict[str, Any]) -> Path:
-    """The folder with a drafter's config.json: `init` itself, or its `drafter/` (a run's output, a pair)."""
+    """Return the folder with a drafter's config.json: `init` itself, or its `drafter/` (a run's output, a pair)."""
     init, instead = values["init"], "".join(f"{word}, " for word in _words(values))
     if not isinstance(init, str):
         raise BadInputError(f"drafter.init: expected {instead}{'or ' if instead else ''}a folder, found {init!r}.")
@@ -109,7 +116,8 @@ def _folder(values: dict[str, Any]) -> Path:
         if (candidate / CONFIG).is_file():
             return candidate
     raise BadInputError(
-        f"drafter.init: no drafter at {init!r}: there is no {CONFIG}. Give {instead}{'or ' if instead else ''}a folder that a training wrote, "
+        f"drafter.init: no drafter at {init!r}: there is no {CONFIG}. Give {instead}{'or ' if instead else ''}a folder "
+        "that a training wrote, "
         "e.g. runs/name/drafter."
     )
 
@@ -141,5 +149,6 @@ def _require_equal(drafter: Drafter, name: str, wanted: DrafterConfig) -> None:
         theirs = {key: getattr(drafter.model.config, key, None) for key in ours}  # type: ignore[union-attr]
     if ours != theirs:
         raise BadInputError(
-            f"drafter.{name}: the drafter in drafter.init was made with {theirs!r}, the recipe says {ours!r}; leave it out, or leave out init."
+            f"drafter.{name}: the drafter in drafter.init was made with {theirs!r}, the recipe says {ours!r}; leave it "
+            "out, or leave out init."
         )

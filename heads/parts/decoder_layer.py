@@ -22,9 +22,9 @@ from transformers.models.llama.modeling_llama import (
 
 from ...ground import BadInputError
 from ...targets import LayerShape, RaggedCache, Store, Target
+from ...targets.weights import weight_versions
 from ..base import DrafterConfig
 from .unrolled_attention import Entry, attend
-from .weights import weight_versions
 
 Rotary = tuple[Tensor, Tensor]  # cosines and sines, [B, Q, D] each
 

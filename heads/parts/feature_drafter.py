@@ -23,7 +23,7 @@ from ...ground import BadInputError, IncompatibleError
 from ...targets import Counts, Nodes, RaggedCache, Target
 from ..base import Drafter, DrafterLoss, TargetBatch
 from ..losses import LossName, chunked_compare, divergence, metrics_by_depth
-from ..session import Abilities
+from ..session import Abilities, NodeSession
 from .decoder_layer import Layer, LayerConfig, Runner, Unrolled, copied, copied_bytes
 from .nodes import Branches, gathered, joined
 from .unrolled_attention import Entry
@@ -49,18 +49,6 @@ class FeatureConfig(LayerConfig):
         divergence(self.loss)
         if self.steps < 1:
             raise BadInputError(f"drafter: steps must be at least 1, got {self.steps}.")
-
-
-@dataclass
-class _State:
-    cache: RaggedCache
-    target: Target
-    runner: HeadRunner
-    tokens: Tensor | None = None  # [B, Q] processed by the target, not yet by the head
-    hidden: Tensor | None = None  # [B, Q, K, H]
-    counts: Counts | None = None
-    outputs: Tensor | None = None  # [B, 1 + n, H], what steps behind the root and behind each drafted node read
-    branches: Branches | None = None
 
 
 def _from(x: Tensor, begins: Sequence[int], length: int) -> Tensor:
@@ -246,10 +234,12 @@ class FeatureDrafter(Drafter):
     def abilities(self) -> Abilities:
         return Abilities(reads_nodes=True, fixed_shapes=True)
 
-    def open_state(self, target: Target, batch_size: int, max_length: int, spare: int = 0) -> _State:
+    def open(
+        self, target: Target, batch_size: int, max_length: int, spare: int = 0, cache: RaggedCache | None = None
+    ) -> FeatureSession:
         shapes = [layer.self_attn.kept(target.device) for layer in self.layers]
-        cache = RaggedCache(len(shapes), batch_size, max_length + spare, target.device, shapes)
-        return _State(cache, target, self._runner(max_length, target.device))
+        own = RaggedCache(len(shapes), batch_size, max_length + spare, target.device, shapes)
+        return FeatureSession(self, target, own, self._runner(max_length, target.device))
 
     def state_bytes(self, target: Target, batch_size: int, max_length: int, spare: int = 0) -> int:
         shapes = [layer.self_attn.kept(target.device) for layer in self.layers]
@@ -258,52 +248,6 @@ class FeatureDrafter(Drafter):
             0
             if self._fitting(max_length, target.device)
             else copied_bytes(self.copied(), self.config.head_dim, max_length)
-        )
-
-    def absorb(
-        self, state: _State, tokens: Tensor, hidden: Tensor | None, counts: Counts, path: Tensor | None = None
-    ) -> None:
-        # The pair of the last of these tokens needs the token behind it: `begin` knows that one.
-        if state.tokens is not None and state.hidden is not None and state.counts is not None and hidden is not None:
-            tokens, hidden = joined(state.tokens, state.counts, tokens), joined(state.hidden, state.counts, hidden)
-            counts = state.counts.plus(counts)
-        state.tokens, state.hidden, state.counts = tokens, hidden, counts
-
-    def begin(self, state: _State, root: Tensor) -> Tensor:
-        assert state.tokens is not None
-        assert state.hidden is not None
-        assert state.counts is not None
-        if state.cache.window is None:  # the host may ask how many there are
-            longest = max(state.counts.values)
-            state.tokens, state.hidden = state.tokens[:, :longest], state.hidden[:, :longest]
-        last = (state.counts.tensor - 1)[:, None]
-        following = state.tokens.roll(-1, 1).scatter(1, last, root[:, None])
-        output = self._step(state, following, state.runner.fuse(state.hidden), 0)
-        state.cache.advance(state.counts)
-        state.tokens, state.branches = None, None
-        state.outputs, logits = state.runner.answer(
-            output.gather(1, last[:, :, None].expand(-1, -1, output.shape[-1])), state.target
-        )
-        return logits[:, 0]
-
-    def extend(self, state: _State, tokens: Tensor, parents: Tensor | None = None) -> Tensor:
-        assert state.outputs is not None
-        read, nodes = state.outputs.shape[1] - 1, None
-        if parents is None:
-            before = state.outputs[:, -1:]
-        else:
-            state.branches = state.branches or Branches(len(tokens), 0, tokens.device)
-            nodes = state.branches.grow(parents)
-            before = gathered(state.outputs, parents + 1)
-        after, logits = state.runner.answer(self._step(state, tokens, before, read, nodes), state.target)
-        state.outputs = torch.cat([state.outputs, after], 1)
-        return logits
-
-    def _step(self, state: _State, tokens: Tensor, hidden: Tensor, offset: int, nodes: Nodes | None = None) -> Tensor:
-        """One pass over `tokens` `[B, Q]`, written behind the committed entries plus `offset`; output `[B, Q, H]`."""
-        positions = state.cache.place(tokens.shape[1], offset, nodes)
-        return state.runner.step(
-            state.target.embed(tokens).to(hidden.dtype), hidden, state.cache, positions, nodes is not None
         )
 
     def _runner(self, max_length: int, device: torch.device) -> HeadRunner:
@@ -315,23 +259,116 @@ class FeatureDrafter(Drafter):
         fits = self._kept is not None and self._kept.fits(max_length, device, self.copied() + self.folded())
         return self._kept if fits else None
 
-    def caches(self, state: _State) -> list[RaggedCache]:
-        return [state.cache]
 
-    def carried(self, state: _State) -> list[Tensor]:
-        assert state.tokens is not None
-        assert state.hidden is not None
-        assert state.counts is not None
-        return [state.tokens, state.hidden, state.counts.tensor]
+@dataclass
+class Unread:
+    """What the target has processed and the head has not: row b's first `counts.values[b]` tokens of each tensor.
 
-    def carry(self, state: _State, tensors: list[Tensor]) -> None:
-        state.tokens, state.hidden, state.counts = tensors[0], tensors[1], Counts(tensors[2])
+    Attributes:
+        tokens: `[B, Q]`.
+        hidden: the head's taps there, `[B, Q, K, H]`.
+    """
 
-    def reset(self, state: _State) -> None:
-        super().reset(state)
-        state.tokens = state.hidden = state.counts = state.outputs = state.branches = None
+    tokens: Tensor
+    hidden: Tensor
+    counts: Counts
 
-    def select(self, state: _State, rows: list[int]) -> None:
-        state.cache.select(rows)
-        if state.tokens is not None and state.hidden is not None and state.counts is not None:
-            state.tokens, state.hidden, state.counts = state.tokens[rows], state.hidden[rows], state.counts.select(rows)
+    def followed(self, tokens: Tensor, hidden: Tensor, counts: Counts) -> Unread:
+        """Return these entries and more after them."""
+        joint_tokens, joint_hidden = joined(self.tokens, self.counts, tokens), joined(self.hidden, self.counts, hidden)
+        return Unread(joint_tokens, joint_hidden, self.counts.plus(counts))
+
+    def cut(self) -> Unread:
+        """Return these entries without columns that no row keeps; asks the host how many there are."""
+        longest = max(self.counts.values)
+        return Unread(self.tokens[:, :longest], self.hidden[:, :longest], self.counts)
+
+    def select(self, rows: list[int]) -> Unread:
+        """Return the entries of these rows, in this order."""
+        return Unread(self.tokens[rows], self.hidden[rows], self.counts.select(rows))
+
+
+class FeatureSession(NodeSession):
+    """A head that feeds on its own output, decoding a batch.
+
+    A round begins with one pass over what the target has processed since the last one: true features, committed to the
+    head's own cache. Each pass after it reads drafted tokens and what the head itself made in their place.
+
+    Attributes:
+        cache: keys and values of the head's layers.
+        unread: None from `begin` to the next `absorb`.
+        outputs: what steps after the root and after each drafted node read, `[B, 1 + n, H]`; empty before `begin`.
+        branches: where the nodes of this round's tree stand; None for a chain.
+    """
+
+    def __init__(self, head: FeatureDrafter, target: Target, cache: RaggedCache, runner: HeadRunner):
+        super().__init__(head.output_ids, head.max_depth)
+        self.target, self.cache, self.runner = target, cache, runner
+        self.unread: Unread | None = None
+        self.outputs = torch.empty(cache.batch_size, 0, head.config.hidden_size, device=target.device)
+        self.branches: Branches | None = None
+
+    def absorb(self, tokens: Tensor, hidden: Tensor | None, counts: Counts, path: Tensor | None = None) -> None:
+        # The pair of the last of these tokens needs the token after it: `begin` knows that one.
+        if hidden is None:
+            raise ValueError("absorb: a head on hidden states was given none; open the target's pass with its taps.")
+        new = Unread(tokens, hidden, counts)
+        self.unread = new if self.unread is None else self.unread.followed(tokens, hidden, counts)
+
+    def begin(self, root: Tensor) -> Tensor:
+        unread = self._absorbed()
+        if self.cache.window is None:
+            unread = unread.cut()
+        last = (unread.counts.tensor - 1)[:, None]
+        following = unread.tokens.roll(-1, 1).scatter(1, last, root[:, None])
+        output = self._step(following, self.runner.fuse(unread.hidden), 0)
+        self.cache.advance(unread.counts)
+        self.unread, self.branches = None, None
+        self.outputs, logits = self.runner.answer(
+            output.gather(1, last[:, :, None].expand(-1, -1, output.shape[-1])), self.target
+        )
+        return logits[:, 0]
+
+    def extend(self, tokens: Tensor, parents: Tensor | None = None) -> Tensor:
+        read, nodes = self.outputs.shape[1] - 1, None
+        if parents is None:
+            before = self.outputs[:, -1:]
+        else:
+            self.branches = self.branches or Branches(len(tokens), 0, tokens.device)
+            nodes = self.branches.grow(parents)
+            before = gathered(self.outputs, parents + 1)
+        after, logits = self.runner.answer(self._step(tokens, before, read, nodes), self.target)
+        self.outputs = torch.cat([self.outputs, after], 1)
+        return logits
+
+    def _step(self, tokens: Tensor, hidden: Tensor, offset: int, nodes: Nodes | None = None) -> Tensor:
+        """Return the last layer's output `[B, Q, H]` for `tokens` `[B, Q]`, written `offset` after the committed entries."""
+        positions = self.cache.place(tokens.shape[1], offset, nodes)
+        embedded = self.target.embed(tokens).to(hidden.dtype)
+        return self.runner.step(embedded, hidden, self.cache, positions, nodes is not None)
+
+    def _absorbed(self) -> Unread:
+        """Return what is unread; a round cannot begin without."""
+        if self.unread is None:
+            raise ValueError("begin: nothing was absorbed since the last round; call absorb after each of them.")
+        return self.unread
+
+    def caches(self) -> list[RaggedCache]:
+        return [self.cache]
+
+    def carried(self) -> list[Tensor]:
+        unread = self._absorbed()
+        return [unread.tokens, unread.hidden, unread.counts.tensor]
+
+    def carry(self, tensors: list[Tensor]) -> None:
+        tokens, hidden, counts = tensors
+        self.unread = Unread(tokens, hidden, Counts(counts))
+
+    def reset(self) -> None:
+        super().reset()
+        self.unread, self.branches, self.outputs = None, None, self.outputs[:, :0]
+
+    def select(self, rows: list[int]) -> None:
+        self.cache.select(rows)
+        if self.unread is not None:
+            self.unread = self.unread.select(rows)

@@ -28,7 +28,7 @@ from transformers.utils import cached_file
 
 from ...ground import BadInputError, IncompatibleError
 from ...targets import Target, embedded_path
-from ...targets.target import EMBEDDED
+from ...targets.loading import EMBEDDED
 from .target_layer import plain_body
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"

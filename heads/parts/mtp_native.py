@@ -18,13 +18,13 @@ from torch import Tensor
 
 from ...ground import BadInputError, IncompatibleError, OutriderError
 from ...ground.files import replacing
-from ..mtp import Mtp
+from ..base import Drafter
 from .mtp_checkpoint import KEPT, LAYER, SINGLE, Checkpoint, folder_of
 from .registry import load_drafter
 from .target_layer import plain_body
 
 
-def save_native(drafter: Mtp, checkpoint: str, folder: str | Path) -> list[Path]:
+def save_native(drafter: Drafter, checkpoint: str, folder: str | Path) -> list[Path]:
     """Write the files of `checkpoint` that hold its MTP modules into `folder`, with this drafter's in their place.
 
     They are safetensors files. Names, shapes, dtypes and whatever else they hold stay: put them in the place of the
@@ -43,7 +43,9 @@ def save_native(drafter: Mtp, checkpoint: str, folder: str | Path) -> list[Path]
     original = Checkpoint(folder_of(checkpoint))
     new: dict[str, Tensor] = {}
     for k, (place, layer) in enumerate(original.places(drafter.config.target_layers, drafter.config.depth)):
-        state = {name: tensor.detach().cpu() for name, tensor in drafter.module(k).state_dict().items()}
+        state = {
+            name: tensor.detach().cpu() for name, tensor in drafter.get_submodule(f"parts.{k}").state_dict().items()
+        }
         new |= {name: state[ours] for ours, name in place.own.items()}
         names = [n.removeprefix(place.layer) for n in layer]
         found = _layer_to(drafter.config.layer, state, names, original.path)
@@ -112,7 +114,7 @@ def main(arguments: list[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     try:
         drafter = load_drafter(given.drafter)
-        if not isinstance(drafter, Mtp):
+        if drafter.name != "mtp":
             raise BadInputError(
                 f"{given.drafter} holds a drafter of type {drafter.name!r}; only mtp drafters have a native form."
             )

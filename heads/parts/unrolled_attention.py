@@ -1,9 +1,10 @@
 """Attention of a head's unrolled steps, without scores in memory.
 
-A query of a later step sees the entries of step 0 up to its own place, and one entry of its own per later step. The first are what fused kernels
-compute; these also give the logarithm of their softmax's denominator, and with it the others are merged in. Merging is exact, and so is the
-backward pass: given the merged result and the merged denominator, a kernel's own backward pass is that of its part of the softmax. (Attention
-over several devices is built of the same pieces: ring attention, arXiv 2310.01889.)
+A query of a later step sees the entries of step 0 up to its own place, and one entry of its own per later step. The
+first are what fused kernels compute; these also give the logarithm of their softmax's denominator, and with it the
+others are merged in. Merging is exact, and so is the backward pass: given the merged result and the merged denominator,
+a kernel's own backward pass is that of its part of the softmax. (Attention over several devices is built of the same
+pieces: ring attention, arXiv 2310.01889.)
 
 Shapes: B rows, N heads, T entries of step 0, T' queries, D head size.
 """
@@ -26,10 +27,11 @@ _log = logging.getLogger(__name__)
 
 
 def attend(q: Tensor, first: Entry, begins: Sequence[int], own: Sequence[Entry] = ()) -> Tensor:
-    """What queries `[B, N, T', D]` gather, in their shape.
+    """Return what queries `[B, N, T', D]` gather, in their shape.
 
     Args:
-        first: the entries of step 0, `[B, N, T, D]`; query j of row b sees those up to `begins[b] + j`. Where there are fewer, the query means nothing.
+        first: the entries of step 0, `[B, N, T, D]`; query j of row b sees those up to `begins[b] + j`. Where there are
+            fewer, the query means nothing.
         own: the entries of each later step, `[B, N, T', D]`; a query sees the one at its own index.
     """
     kind = q.device.type
@@ -47,7 +49,7 @@ def _cast(entry: Entry, dtype: torch.dtype) -> Entry:
 
 
 def plain(q: Tensor, first: Entry, begins: Sequence[int], own: Sequence[Entry] = ()) -> Tensor:
-    """`attend` for devices without such a kernel: writes all scores down."""
+    """Attend as `attend` does, on devices without such a kernel: write all scores down."""
     keys, values = first
     places = torch.arange(keys.shape[2], device=q.device)
     last = torch.tensor(begins, device=q.device)[:, None, None, None] + places[: q.shape[2], None]
@@ -69,7 +71,7 @@ def plain(q: Tensor, first: Entry, begins: Sequence[int], own: Sequence[Entry] =
 
 @dataclass(frozen=True)
 class Kernel:
-    """A fused attention of queries `[B, N, Q, D]` over keys and values `[B, N, K, D]`: over all, or, causal, over those up to the same index.
+    """A fused attention of queries `[B, N, Q, D]` over keys and values `[B, N, K, D]`: all, or up to its own index.
 
     Attributes:
         forward: (q, k, v, causal) to the result `[B, N, Q, D]` and the log-sum-exp of the scores `[B, N, Q]`.
@@ -109,81 +111,6 @@ def _efficient_backward(
     return found[:3]
 
 
-_BLOCK = 128  # queries
-
-
-def _blocks(queries: int, keys: int, causal: bool) -> Iterator[tuple[slice, slice]]:
-    """Some queries at a time, and the keys that they may see."""
-    for begin in range(0, queries, _BLOCK):
-        end = min(begin + _BLOCK, queries)
-        yield slice(begin, end), slice(0, end if causal else keys)
-
-
-def _hide(block: Tensor, value: float) -> None:
-    """Sets `block` `[B, N, Q, K]`, whose last Q keys stand at its queries' own indices, where a key stands behind its query."""
-    count = block.shape[2]
-    block[..., -count:].masked_fill_(torch.ones(count, count, dtype=torch.bool, device=block.device).triu(1), value)
-
-
-def _blocked(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
-    """By products of matrices in the inputs' precision, and a few passes over the scores in between, which are rounded to it."""
-    q = q * q.shape[-1] ** -0.5
-    result, lse = torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
-    for some, seen in _blocks(q.shape[2], k.shape[2], causal):
-        scores = q[:, :, some] @ k[:, :, seen].transpose(-1, -2)
-        if causal:
-            _hide(scores, float("-inf"))
-        highest = scores.amax(-1, keepdim=True)
-        weights = scores.sub_(highest).exp_()
-        sums = weights.sum(-1, keepdim=True, dtype=torch.float32)
-        result[:, :, some] = weights @ v[:, :, seen] / sums
-        lse[:, :, some] = (highest + sums.log())[..., 0]
-    return result, lse
-
-
-def _blocked_backward(
-    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, result: Tensor, lse: Tensor, causal: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    size, scale = q.shape[-1], q.shape[-1] ** -0.5
-    level = (gradient.float() * result.float()).sum(-1)
-    # What is subtracted from each product is part of it, as two more columns: before it is rounded to 16 bits, not after.
-    q, gradient = (
-        torch.cat([q * scale, _in_two(-lse, q.dtype)], -1),
-        torch.cat([gradient, _in_two(-level, q.dtype)], -1),
-    )
-    ones = k.new_ones(*k.shape[:3], 2)
-    across, values = torch.cat([k, ones], -1).transpose(-1, -2), torch.cat([v, ones], -1).transpose(-1, -2)
-    of_q, of_k, of_v = (
-        torch.empty_like(q[..., :size]),
-        torch.zeros_like(k, dtype=torch.float32),
-        torch.zeros_like(v, dtype=torch.float32),
-    )
-    for some, seen in _blocks(q.shape[2], k.shape[2], causal):
-        weights = (q[:, :, some] @ across[..., seen]).exp_()
-        if causal:
-            _hide(weights, 0.0)
-        of_v[:, :, seen] += weights.transpose(-1, -2) @ gradient[:, :, some, :size]
-        slopes = (gradient[:, :, some] @ values[..., seen]).mul_(weights)  # of the scores
-        of_q[:, :, some] = slopes @ k[:, :, seen] * scale
-        of_k[:, :, seen] += slopes.transpose(-1, -2) @ q[:, :, some, :size]
-    return of_q, of_k.to(k.dtype), of_v.to(v.dtype)
-
-
-def _in_two(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """`x` `[...]` as a sum of two numbers of a shorter type, `[..., 2]`."""
-    coarse = x.to(dtype)
-    return torch.stack([coarse, (x - coarse).to(dtype)], -1)
-
-
-def _multiplies_slowly() -> bool:
-    """Whether a CPU has bfloat16 products that torch's fused attention does not use: its own are MKL's, which knows only those of Intel's matrix units."""
-    has, has_more = (
-        getattr(torch.cpu, name, lambda: None)() for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
-    )
-    return bool(has) and has_more is False
-
-
-_BLOCKED = Kernel(_blocked, _blocked_backward)
 _KERNELS = {
     "cpu": Kernel(_flash, _flash_backward),
     "meta": Kernel(_flash, _flash_backward),
@@ -193,9 +120,11 @@ _KERNELS = {
 
 @lru_cache
 def fused(kind: str, dtype: torch.dtype, size: int) -> Kernel | None:
-    """The kernel of a kind of device, for heads of that size; None without one that computes what `plain` does. (They are no public interface of torch.)"""
-    blocked = kind == "cpu" and dtype == torch.bfloat16 and _multiplies_slowly()
-    kernel = _BLOCKED if blocked else _KERNELS.get(kind)
+    """Return the kernel of a kind of device, for heads of that size; None without one that computes what `plain` does.
+
+    The kernels are no public interface of torch, so each is tried on a small example before it is used.
+    """
+    kernel = _KERNELS.get(kind)
     if kernel is None or kind == "meta":
         return kernel
     try:
@@ -220,7 +149,7 @@ def fused(kind: str, dtype: torch.dtype, size: int) -> Kernel | None:
 
 
 def _trial(kernel: Kernel, device: torch.device, dtype: torch.dtype, size: int) -> float:
-    """The largest difference between kernel and `plain`, in values and gradients, on a small example."""
+    """Return the largest difference between kernel and `plain`, in values and gradients, on a small example."""
     with torch.inference_mode(False), torch.enable_grad(), torch.autocast(device.type, enabled=False):
         numbers = torch.arange(5 * 2 * 2 * 5 * size, device=device).sin().to(dtype).view(5, 2, 2, 5, size)
         inputs = q, keys, values, key, value = [part.clone().requires_grad_() for part in numbers]
@@ -238,7 +167,10 @@ def _trial(kernel: Kernel, device: torch.device, dtype: torch.dtype, size: int) 
 
 @dataclass(frozen=True)
 class _Group:
-    """Rows that begin at the same place. Their queries see all entries before it, and of those from there on the ones up to their own index."""
+    """Rows that begin at the same place.
+
+    Their queries see all entries before it, and of those from there on the ones up to their own index.
+    """
 
     kernel: Kernel
     rows: slice
@@ -246,7 +178,7 @@ class _Group:
     queries: int  # of them that mean something
 
     def inputs(self, q: Tensor, keys: Tensor, values: Tensor) -> tuple[Inputs, Inputs]:
-        """Of both products: with the entries from `begin` on, and with those before."""
+        """Return the inputs of both products: with the entries from `begin` on, and with those before."""
         q, keys, values = q[self.rows, :, : self.queries], keys[self.rows], values[self.rows]
         return (q, keys[:, :, self.begin :], values[:, :, self.begin :]), (
             q,
@@ -255,19 +187,19 @@ class _Group:
         )
 
     def forward(self, q: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """The result and its log-sum-exp."""
-        behind, before = self.inputs(q, keys, values)
-        mixed, total = self.kernel.forward(*behind, True)
+        """Return the result and its log-sum-exp."""
+        within, before = self.inputs(q, keys, values)
+        mixed, total = self.kernel.forward(*within, True)
         if not self.begin:
             return mixed, total
         other, level = self.kernel.forward(*before, False)
         return mixed.lerp(other, (level - total).sigmoid()[..., None].to(mixed.dtype)), torch.logaddexp(total, level)
 
     def backward(self, gradient: Tensor, inputs: Inputs, mixed: Tensor, total: Tensor) -> list[Tensor]:
-        """Gradients of the queries that mean something, and of all keys and values."""
+        """Return gradients of the queries that mean something, and of all keys and values."""
         gradient, mixed, total = (x[self.rows, :, : self.queries].contiguous() for x in (gradient, mixed, total))
-        behind, before = self.inputs(*inputs)
-        slopes = list(self.kernel.backward(gradient, *behind, mixed, total, True))
+        within, before = self.inputs(*inputs)
+        slopes = list(self.kernel.backward(gradient, *within, mixed, total, True))
         if self.begin:
             others = self.kernel.backward(gradient, *before, mixed, total, False)
             slopes = [slopes[0] + others[0], *(torch.cat(pair, 2) for pair in zip(others[1:], slopes[1:], strict=True))]
@@ -282,7 +214,7 @@ def _groups(kernel: Kernel, begins: Sequence[int], queries: int, length: int) ->
 
 
 def _of_step_0(groups: Sequence[_Group], q: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-    """The result over the entries of step 0 and its log-sum-exp; zeros and −inf for queries that mean nothing."""
+    """Return the result over the entries of step 0 and its log-sum-exp; zeros and −inf for queries without meaning."""
     found = [group.forward(q, keys, values) for group in groups]
     if len(found) == 1:
         return found[0]
@@ -295,7 +227,7 @@ def _of_step_0(groups: Sequence[_Group], q: Tensor, keys: Tensor, values: Tensor
 def _slopes_of_step_0(
     groups: Sequence[_Group], gradient: Tensor, inputs: Inputs, mixed: Tensor, total: Tensor
 ) -> list[Tensor]:
-    """Gradients of queries, keys and values, from the merged result and log-sum-exp."""
+    """Return gradients of queries, keys and values, from the merged result and log-sum-exp."""
     if len(groups) == 1:
         return groups[0].backward(gradient, inputs, mixed, total)
     slopes = [torch.zeros_like(x) for x in inputs]
@@ -306,7 +238,10 @@ def _slopes_of_step_0(
 
 
 class _Merged(torch.autograd.Function):
-    """`attend` by a kernel. Inputs are the kernel, each row's beginning, queries, keys, values, and the keys and values of each later step."""
+    """A differentiable `attend` by a kernel.
+
+    Inputs are the kernel, each row's beginning, queries, keys, values, and the keys and values of each later step.
+    """
 
     @staticmethod
     def forward(

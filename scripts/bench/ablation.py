@@ -21,7 +21,7 @@ from .acceptance import Rounds, alpha, number, over_seeds, pooled, rounds_of, sh
 from .conditions import command, conditions, write
 
 if TYPE_CHECKING:
-    from outrider.eval.statistics import Ratio
+    from outrider.eval.reports.intervals import Ratio
     from outrider.heads import Drafter
     from outrider.recipes import Recipe
     from outrider.targets import Target
@@ -72,7 +72,7 @@ def trained(recipe: Recipe, variant: str, seed: int, target: Target, work: Path)
 
 def compare(runs: Runs, strata: Sequence[int], depth: int) -> dict[str, Any]:
     """τ and alpha by depth of each variant over all seeds; and of all but the first, how much more that is than the first one's."""
-    from outrider.eval.statistics import Bootstrap
+    from outrider.eval.reports.statistics import Bootstrap
 
     bootstrap, (base, *others) = Bootstrap(strata), runs
     figures = {"tau": tau} | {f"alpha_d{d}": _at(d) for d in range(1, depth + 1)}
@@ -150,7 +150,7 @@ def main(given: Sequence[str] | None = None) -> int:
 
     from outrider.decode import Decoder, Plan, Sampling
     from outrider.distill.responses import distill
-    from outrider.eval.measure import threads
+    from outrider.eval.race import threads
     from outrider.eval.suites import load_suites
     from outrider.targets import Target
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from outrider.decode import Decoder, Plan, Round, Sampling
-    from outrider.eval.statistics import Interval, Ratio
+    from outrider.eval.reports.intervals import Interval, Ratio
 
 Rounds = list[list["Round"]]  # of each prompt
 
@@ -33,7 +33,7 @@ def pooled(runs: Sequence[Rounds]) -> Rounds:
 
 
 def tau(rounds: Rounds) -> Ratio:
-    from outrider.eval.statistics import Ratio
+    from outrider.eval.reports.intervals import Ratio
 
     return Ratio([sum(r.accepted for r in each) for each in rounds], [len(each) for each in rounds], offset=1.0)
 
@@ -41,7 +41,7 @@ def tau(rounds: Rounds) -> Ratio:
 def alpha(rounds: Rounds, depth: int) -> Ratio:
     """Of the rounds that accepted everything before `depth`, the share that accepted `depth` too."""
     from outrider.decode import depth_counts
-    from outrider.eval.statistics import Ratio
+    from outrider.eval.reports.intervals import Ratio
 
     counts = [([(0, 0)] * depth) + depth_counts(each)[depth - 1 : depth] for each in rounds]
     return Ratio([of[-1][1] for of in counts], [of[-1][0] for of in counts])

@@ -20,15 +20,15 @@ from .conditions import command, conditions, write
 from .identity import load_contestants
 
 if TYPE_CHECKING:
-    from outrider.eval import Contestant
     from outrider.eval.batches import Point
+    from outrider.eval.measure import Contestant
     from outrider.targets import Target
 
 
 def build_contestants(target: Target, arguments: argparse.Namespace) -> list[Contestant]:
     """The plain target, every drafter as chains of every depth, and the pair under its plan."""
     from outrider.decode import Plan
-    from outrider.eval import Contestant
+    from outrider.eval.measure import Contestant
     from outrider.pair import Pair
 
     found = []
@@ -78,9 +78,9 @@ def main(given: Sequence[str] | None = None) -> int:
 
     from rich.console import Console
 
-    from outrider.eval.batches import lines, make_groups, measure_batches
-    from outrider.eval.measure import make_jobs, threads
-    from outrider.eval.plots import speedup_by_batch, standalone
+    from outrider.eval.batches import make_groups, measure_batches, speedup_lines
+    from outrider.eval.race import make_jobs, threads
+    from outrider.eval.reports.plots import speedup_by_batch, standalone
     from outrider.eval.suites import load_suites
     from outrider.ground.progress import progress
     from outrider.pair import Pair
@@ -118,7 +118,7 @@ def main(given: Sequence[str] | None = None) -> int:
         )
     show(points)
     write({"conditions": about, "points": [p.to_dict() for p in points]}, arguments.out)
-    if arguments.out and (drawn := lines(points)):
+    if arguments.out and (drawn := speedup_lines(points)):
         arguments.out.with_suffix(".svg").write_text(standalone(speedup_by_batch(drawn)))
     return 0
 

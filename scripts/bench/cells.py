@@ -19,7 +19,7 @@ from .loops import Loop, Ours, Texts, Theirs, Timed, assist, take_turns
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from outrider.eval.costs import Bandwidth
+    from outrider.eval.bandwidth import Bandwidth
     from outrider.heads import Drafter, DraftModel
     from outrider.targets import Target
 
@@ -132,7 +132,7 @@ class Cell:
 
     def _floor(self, round_seconds: float | None) -> dict[str, Any]:
         """The floor of a plain step, and what of its time it is."""
-        from outrider.eval.costs import Floor, weight_bytes
+        from outrider.eval.bandwidth import Floor, weight_bytes
 
         floor = Floor(weight_bytes(self.target), self.target.cache_bytes(self.batch, self.context), self.bandwidth)
         if not round_seconds:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +31,7 @@ def conditions(target: Target, /, **settings: Any) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "attention": getattr(target.config, "_attn_implementation", None),
         **settings,
+        "created": datetime.now(UTC).isoformat(timespec="seconds"),
         "torch": torch.__version__,
         "versions": versions(),
     }

@@ -177,7 +177,7 @@ class Attention:
 def measure(target: Target, arguments: argparse.Namespace) -> dict[str, Any]:
     """Medians per context, fits, and bytes of the caches."""
     from outrider.decode import Decoder, Plan
-    from outrider.eval.costs import turns
+    from outrider.eval.timing import turns
 
     from .random_targets import build_eagle3
 
@@ -307,7 +307,7 @@ def parse(given: Sequence[str] | None) -> argparse.Namespace:
 def main(given: Sequence[str] | None = None) -> int:
     arguments = parse(given)
 
-    from outrider.eval.measure import threads
+    from outrider.eval.race import threads
     from outrider.ground import BadInputError
 
     if len(set(arguments.contexts)) < 3:

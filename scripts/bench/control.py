@@ -19,8 +19,8 @@ from .conditions import conditions, write
 
 if TYPE_CHECKING:
     from outrider.decode import Control
-    from outrider.eval.figures import Record
     from outrider.eval.measure import Contestant
+    from outrider.eval.reports.figures import Record
     from outrider.eval.suites import Suite
     from outrider.heads import Drafter
     from outrider.recipes import EvalSpec
@@ -40,7 +40,8 @@ def halves(suites: Sequence[Suite]) -> tuple[list[Suite], list[Suite]]:
 def tuned(target: Target, drafter: Drafter, suites: Sequence[Suite], settings: EvalSpec) -> Control:
     """What a controller goes by."""
     from outrider.decode import Control
-    from outrider.eval.tuner import CONTROL_WEIGHT, tune
+    from outrider.eval.prediction import CONTROL_WEIGHT
+    from outrider.eval.tuner import tune
 
     found = tune(target, drafter, suites, settings).batches[0]
     return Control(found.costs.restored(), tuple(found.rates), CONTROL_WEIGHT)
@@ -62,15 +63,15 @@ def contestants(drafter: Drafter, untrained: Drafter, control: Control, own: Con
 
 def compare(records: Sequence[Record], suite: str | None) -> dict[str, Any]:
     """Tokens/s of every contestant over the plain target's, and of the controlled one over the best fixed depth's, on one suite (None: all)."""
-    from outrider.eval.statistics import Bootstrap, Ratio
+    from outrider.eval.reports.figures import speed_ratio
+    from outrider.eval.reports.statistics import Bootstrap, strata_of
 
     rows: dict[str, list[Record]] = {}
     for record in sorted(records, key=lambda r: r.suite):
         if suite in (None, record.suite):
             rows.setdefault(record.contestant, []).append(record)
-    suites = [r.suite for r in rows[PLAIN]]
-    bootstrap = Bootstrap([suites.count(s) for s in dict.fromkeys(suites)])
-    speeds = {name: Ratio([r.tokens for r in own], [r.seconds["total"] for r in own]) for name, own in rows.items()}
+    bootstrap = Bootstrap(strata_of([r.suite for r in rows[PLAIN]]))
+    speeds = {name: speed_ratio(own) for name, own in rows.items()}
 
     def over(above: str, below: str) -> dict[str, float]:
         found = bootstrap.quotient(speeds[above], speeds[below])
@@ -79,7 +80,7 @@ def compare(records: Sequence[Record], suite: str | None) -> dict[str, Any]:
     over_plain = {name: over(name, PLAIN) for name in rows if name != PLAIN}
     best = max((name for name in rows if name.startswith("depth")), key=lambda name: over_plain[name]["value"])
     return {
-        "prompts": len(suites),
+        "prompts": len(rows[PLAIN]),
         "over plain": over_plain,
         "best fixed": best,
         f"{CONTROLLED} / best fixed": over(CONTROLLED, best),
@@ -113,7 +114,8 @@ def main(given: Sequence[str] | None = None) -> int:
 
     import torch
 
-    from outrider.eval.measure import Engine, make_jobs, make_records, race, threads
+    from outrider.eval.measure import DecoderRacer, make_records
+    from outrider.eval.race import make_jobs, race, threads
     from outrider.eval.suites import load_suites
     from outrider.heads import load_drafter
     from outrider.recipes import EvalSpec
@@ -136,11 +138,13 @@ def main(given: Sequence[str] | None = None) -> int:
     tuning, racing = halves(suites)
     control, own = (tuned(target, d, tuning, settings) for d in (drafter, untrained))
     jobs = make_jobs(racing)
-    runners = [Engine(target, c, settings) for c in contestants(drafter, untrained, control, own, arguments.deepest)]
+    racers = [
+        DecoderRacer(target, c, settings) for c in contestants(drafter, untrained, control, own, arguments.deepest)
+    ]
     with threads(arguments.threads):
-        for runner in runners:
-            runner(jobs[0], 0.0)
-        records = make_records(race(runners, jobs, 0.0, arguments.repeats), jobs, 0.0, PLAIN)
+        for racer in racers:
+            racer(jobs[0], 0.0)
+        records = make_records(race(racers, jobs, 0.0, arguments.repeats), jobs, 0.0, PLAIN)
         told = conditions(
             target,
             drafter=drafter.name,

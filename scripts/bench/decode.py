@@ -30,8 +30,8 @@ from typing import TYPE_CHECKING, Any
 from .conditions import command, conditions, write
 
 if TYPE_CHECKING:
-    from outrider.eval.figures import Figures, Record
-    from outrider.eval.measure import Job, Run, Runner
+    from outrider.eval.race import Answer, Job, Racer
+    from outrider.eval.reports.figures import Figures, Record
     from outrider.heads import Drafter
     from outrider.targets import Target
 
@@ -47,10 +47,10 @@ class Drafting:
     def __init__(self, name: str, target: Target, max_new_tokens: int, **options: Any):
         self.name, self.target, self.max_new_tokens, self.options = name, target, max_new_tokens, options
 
-    def __call__(self, job: Job, temperature: float) -> Run:
+    def __call__(self, job: Job, temperature: float) -> Answer:
         import torch
 
-        from outrider.eval.measure import Run
+        from outrider.eval.race import Answer
         from outrider.ground.machine import clock
 
         tokens = torch.tensor([job.prompt.tokens], device=self.target.device)
@@ -61,7 +61,7 @@ class Drafting:
             out = model.generate(
                 tokens, attention_mask=mask, max_new_tokens=self.max_new_tokens, do_sample=False, **self.options
             )
-        return Run(out[0, tokens.shape[1] :].tolist(), {"total": clock(self.target.device) - began})
+        return Answer(out[0, tokens.shape[1] :].tolist(), {"total": clock(self.target.device) - began})
 
 
 # ------------------------------------------------------------ suites
@@ -81,9 +81,9 @@ def load_drafters(target: Target, arguments: argparse.Namespace) -> dict[str, Dr
     return found
 
 
-def build_runners(target: Target, drafters: dict[str, Drafter], arguments: argparse.Namespace) -> list[Runner]:
+def build_racers(target: Target, drafters: dict[str, Drafter], arguments: argparse.Namespace) -> list[Racer]:
     from outrider.decode import Plan
-    from outrider.eval.measure import Contestant, Engine, Generate
+    from outrider.eval.measure import Contestant, DecoderRacer, GenerateRacer
     from outrider.heads import DraftModel, Ngram
     from outrider.recipes import EvalSpec
 
@@ -92,33 +92,30 @@ def build_runners(target: Target, drafters: dict[str, Drafter], arguments: argpa
     settings = EvalSpec(max_new_tokens=arguments.max_new_tokens, seed=0)
     plan, tree = Plan(arguments.depth), Plan(arguments.depth + 1, arguments.width, arguments.nodes)
     found = [Contestant("plain", None, Plan(depth=0)), Contestant("ngram", Ngram(), plan)]
-    runners: list[Runner] = [
-        Drafting(LOOKUP, target, arguments.max_new_tokens, prompt_lookup_num_tokens=arguments.depth)
-    ]
+    racers: list[Racer] = [Drafting(LOOKUP, target, arguments.max_new_tokens, prompt_lookup_num_tokens=arguments.depth)]
     for name, drafter in drafters.items():
         found.append(Contestant(name, drafter, plan))
         if name == "eagle3":
             found.append(Contestant("eagle3 tree", drafter, tree))
         if isinstance(drafter, DraftModel):
-            runners.append(
+            racers.append(
                 Drafting(
                     ASSISTED, target, arguments.max_new_tokens, assistant_model=assist(drafter.model, arguments.depth)
                 )
             )
-    return [*(Engine(target, c, settings) for c in found), Generate(target, settings), *runners]
+    return [*(DecoderRacer(target, c, settings) for c in found), GenerateRacer(target, settings), *racers]
 
 
 def quotients(records: dict[str, list[Record]], pairs: list[tuple[str, str]]) -> dict[str, Any]:
     """Tokens/s of one contestant over another's, on the same prompts."""
-    from outrider.eval.figures import tokens_per_second
-    from outrider.eval.statistics import Bootstrap
+    from outrider.eval.reports.figures import speed_ratio
+    from outrider.eval.reports.statistics import Bootstrap, strata_of
 
-    suites = [r.suite for r in records["plain"]]
-    bootstrap = Bootstrap([suites.count(s) for s in dict.fromkeys(suites)])
+    bootstrap = Bootstrap(strata_of([r.suite for r in records["plain"]]))
     found = {}
     for above, below in pairs:
         if above in records and below in records:
-            interval = bootstrap.quotient(tokens_per_second(records[above]), tokens_per_second(records[below]))
+            interval = bootstrap.quotient(speed_ratio(records[above]), speed_ratio(records[below]))
             found[f"{above} / {below}"] = {
                 "value": round(interval.value, 4),
                 "low": round(interval.low, 4),
@@ -131,14 +128,16 @@ def race_suites(
     target: Target, drafters: dict[str, Drafter], jobs: list[Job], arguments: argparse.Namespace
 ) -> tuple[dict[str, Any], list[Figures]]:
     """Quotients of tokens/s, and every contestant's figures."""
-    from outrider.eval.figures import Baselines, summarise
-    from outrider.eval.measure import GENERATE, make_records, race
+    from outrider.eval.measure import GENERATE, make_records
+    from outrider.eval.race import race
+    from outrider.eval.reports.figures import Baselines
+    from outrider.eval.summary import summarise
 
-    runners = build_runners(target, drafters, arguments)
-    for runner in runners:
-        runner(jobs[0], 0.0)
-    records = make_records(race(runners, jobs, 0.0, arguments.repeats), jobs, 0.0, "plain")
-    rules = {(r.name, 0.0): "greedy" for r in runners}
+    racers = build_racers(target, drafters, arguments)
+    for racer in racers:
+        racer(jobs[0], 0.0)
+    records = make_records(race(racers, jobs, 0.0, arguments.repeats), jobs, 0.0, "plain")
+    rules = {(r.name, 0.0): "greedy" for r in racers}
     by_name: dict[str, list[Record]] = {}
     for record in sorted(records, key=lambda r: r.suite):
         by_name.setdefault(record.contestant, []).append(record)
@@ -217,7 +216,8 @@ def make_cells(
     target: Target, drafters: dict[str, Drafter], texts: Texts | None, arguments: argparse.Namespace
 ) -> Iterator[Cell]:
     """The shortest context and smallest batch first. Prompts are joined from `texts`, or random and holding what follows them."""
-    from outrider.eval.costs import bandwidth, ragged_lengths
+    from outrider.eval.bandwidth import bandwidth
+    from outrider.eval.costs import ragged_lengths
 
     from .cells import Cell
     from .prompts import joined_prompts, random_prompts
@@ -428,7 +428,7 @@ def told(arguments: argparse.Namespace, prompts: int, raced: bool) -> dict[str, 
 def main(given: Sequence[str] | None = None) -> int:
     arguments = parse(given)
 
-    from outrider.eval.measure import make_jobs, threads
+    from outrider.eval.race import make_jobs, threads
     from outrider.eval.suites import load_suites
     from outrider.targets import Target
 

@@ -82,7 +82,7 @@ class Ours:
         )
 
     def release(self) -> None:
-        self.decoder.rounds.clear()
+        self.decoder.rooms.kept.clear()
 
     def __call__(self, prompts: Sequence[Sequence[int]], mark: Mark = lambda _: None) -> Timed:
         from .forced import Forced

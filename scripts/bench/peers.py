@@ -18,9 +18,7 @@ turns, step by step, in one process.
 What is each one's own: the loss (KL there, soft cross-entropy here: the same gradient); how rows become a batch (packed one behind the
 other there, by its own collator, without a token of padding, so that later steps at a text's end look into the next one; padded here);
 what is trained (there the output embedding stays frozen as of 0.9.0; a contestant of ours that freezes it too is timed beside); and initial
-weights (each draws its own, from the same seed). Ours runs as `outrider train` runs it, which on some processors takes float32 products
-of matrices from another library than torch does by itself (`targets/products.py`); a contestant of ours with torch's own is timed beside, so that
-what the library brings can be told from what the head's code brings. Theirs has an eager forward pass and the eager loss, as the compiled
+weights (each draws its own, from the same seed). Theirs has an eager forward pass and the eager loss, as the compiled
 ones need a GPU; its attention runs as `--attention` says: all are timed and measured, the first one is trained.
 
 Speed: one row of each of --lengths, in fp32 and under bf16 autocast, one optimizer step each, in turns; every token but the first two is
@@ -53,7 +51,6 @@ from .conditions import command, conditions, write
 from .peers_training import (
     FROZEN,
     OURS,
-    PLAIN,
     PRECISIONS,
     THEIRS,
     Contestant,
@@ -96,7 +93,7 @@ def measure_speed(
     settings: Settings, rows: Rows, make_peer: MakePeer, arguments: argparse.Namespace
 ) -> list[dict[str, Any]]:
     """One cell for each length and share of tokens that are not learned."""
-    from outrider.eval.measure import race
+    from outrider.eval.race import race
 
     trainings = [
         Training(contestant, "adamw", 1e-4, 10**6, 1, precision)
@@ -125,7 +122,6 @@ def everyone(settings: Settings, make_peer: MakePeer, arguments: argparse.Namesp
     ours: list[Contestant] = [
         Ours(settings),
         Ours(settings, FROZEN, frozen=True),
-        Ours(settings, PLAIN, products=False),
     ]
     return ours + [make_peer(settings, attention) for attention in arguments.attention]
 
@@ -145,7 +141,7 @@ def speed_cell(length: int, share: float, found: dict[str, list[Seconds]]) -> di
     ratios = {}
     for precision in PRECISIONS:
         peers = [row for name, row in rates.items() if name.startswith(THEIRS) and name.endswith(precision)]
-        for name in (f"{mine}, {precision}" for mine in (OURS, FROZEN, PLAIN)):
+        for name in (f"{mine}, {precision}" for mine in (OURS, FROZEN)):
             ratios[name] = {kind: round(rates[name][kind] / max(row[kind] for row in peers), 3) for kind in rates[name]}
     return {
         "tokens": length,
@@ -333,7 +329,7 @@ def measure_tau(
 
 def compare_tau(by_name: dict[str, list[Rounds]], strata: Sequence[int]) -> dict[str, Any]:
     """τ by name, each one's quotient to the peer's on the same prompts, and that quotient seed by seed with the interval that three seeds alone would give."""
-    from outrider.eval.statistics import Bootstrap
+    from outrider.eval.reports.statistics import Bootstrap
 
     bootstrap, peer = Bootstrap(strata), next(name for name in by_name if name.startswith(THEIRS))
     together = {name: pooled(seeds) for name, seeds in by_name.items()}
@@ -426,13 +422,6 @@ def parse(given: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(given)
 
 
-# By whether training takes another library here.
-PRODUCTS = {
-    True: f"fp32 products of matrices: {OURS} oneDNN's, as `outrider train` on this machine; {PLAIN} and {THEIRS} torch's own choice, MKL's",
-    False: "fp32 products of matrices: torch's own choice for all",
-}
-
-
 def told(arguments: argparse.Namespace, version: str) -> dict[str, Any]:
     """The settings, for the result's conditions."""
     kept = {k: v for k, v in vars(arguments).items() if k not in ("out", "one_step", "data", "target", "threads")}
@@ -448,8 +437,7 @@ def main(given: Sequence[str] | None = None) -> int:
     arguments = parse(given)
 
     from outrider.distill.responses import load_responses
-    from outrider.eval.measure import threads
-    from outrider.targets.products import gains
+    from outrider.eval.race import threads
     from outrider.train.data import split, token_counts
 
     # A step of ours alone needs no peer.
@@ -467,11 +455,7 @@ def main(given: Sequence[str] | None = None) -> int:
         if arguments.one_step:
             print(json.dumps(one_step(settings, rows, make_peer, arguments)))
             return 0
-        result: dict[str, Any] = {
-            "conditions": conditions(
-                target, rows_of_data=len(rows), products=PRODUCTS[gains()], **told(arguments, version)
-            )
-        }
+        result: dict[str, Any] = {"conditions": conditions(target, rows_of_data=len(rows), **told(arguments, version))}
         if "speed" in arguments.parts:
             result["speed"] = measure_speed(settings, rows, make_peer, arguments)
             write(result, arguments.out)

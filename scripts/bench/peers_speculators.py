@@ -5,7 +5,6 @@ from __future__ import annotations
 import tempfile
 import warnings
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -44,9 +43,6 @@ class Speculators:
             "ttt_step_loss_decay": settings.decay,
             "loss_config": resolve_loss_config("kl_div", "eager"),
         }
-
-    def products(self) -> AbstractContextManager[None]:
-        return nullcontext()
 
     def loss(self, rows: Sequence[Row]) -> Tensor:
         return self.module(**packed(rows), **self.options)[1]

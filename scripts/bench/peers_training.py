@@ -6,7 +6,7 @@ Shapes: T tokens of a row, K taps, H hidden size, V target vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from outrider.train.data import Rows
 
 OURS, FROZEN, THEIRS = "outrider", "outrider, output embedding frozen", "speculators"
-PLAIN = "outrider, torch's own products"
 PRECISIONS: dict[str, torch.dtype | None] = {"fp32": None, "bf16": torch.bfloat16}
 
 
@@ -50,10 +49,6 @@ class Contestant(Protocol):
 
     @property
     def module(self) -> nn.Module: ...
-
-    def products(self) -> AbstractContextManager[Any]:
-        """What its steps run in: who multiplies its matrices."""
-        ...
 
     def loss(self, rows: Sequence[Row]) -> Tensor:
         """The mean loss of a batch; differentiable."""
@@ -101,18 +96,11 @@ class Ours:
 
     Args:
         frozen: do not train its output embedding.
-        products: False leaves products of matrices to torch's own choice.
     """
 
-    def __init__(self, settings: Settings, name: str = OURS, frozen: bool = False, products: bool = True):
+    def __init__(self, settings: Settings, name: str = OURS, frozen: bool = False):
         self.name, self.target, self.module = name, settings.target, settings.head().train()
         self.module.lm_head.requires_grad_(not frozen)
-        self._fast = products
-
-    def products(self) -> AbstractContextManager[Any]:
-        from outrider.targets.products import fast_products
-
-        return fast_products() if self._fast else nullcontext()
 
     def loss(self, rows: Sequence[Row]) -> Tensor:
         def padded(name: str) -> Tensor:
@@ -146,11 +134,10 @@ class Training:
 
     def step(self, rows: Sequence[Row]) -> float:
         """One optimizer step; the loss."""
-        with self.contestant.products():
-            with self._autocast(rows[0].tokens.device):
-                loss = self.contestant.loss(rows)
-            self.optimizer.zero_grad()
-            loss.backward()
+        with self._autocast(rows[0].tokens.device):
+            loss = self.contestant.loss(rows)
+        self.optimizer.zero_grad()
+        loss.backward()
         nn.utils.clip_grad_norm_(self.contestant.module.parameters(), 1.0)
         self.optimizer.step()
         self.schedule.step()

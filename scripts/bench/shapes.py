@@ -20,7 +20,7 @@ from .conditions import command, conditions, write
 
 if TYPE_CHECKING:
     from outrider.decode import Decoder, Plan
-    from outrider.eval.statistics import Bootstrap
+    from outrider.eval.reports.statistics import Bootstrap
 
 
 def run(
@@ -120,8 +120,8 @@ def main(given: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(given)
 
     from outrider.decode import Decoder
-    from outrider.eval.measure import threads
-    from outrider.eval.statistics import Bootstrap
+    from outrider.eval.race import threads
+    from outrider.eval.reports.statistics import Bootstrap
     from outrider.eval.suites import load_suites
     from outrider.heads import load_drafter
     from outrider.targets import Target

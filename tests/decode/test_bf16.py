@@ -109,7 +109,7 @@ def test_another_target_would_not_pass_for_noise(target, prompts):
 @pytest.mark.skipif(not embedded_path().exists(), reason="the embedded target is not installed")
 @pytest.mark.parametrize("kind", ["draft_model", "ngram"])
 def test_every_divergence_of_the_embedded_target_is_a_near_tie(kind):
-    from outrider.eval import load_suites
+    from outrider.eval.suites import load_suites
 
     target = Target.load("embedded", dtype="bfloat16", device="cpu")
     drafter: Drafter = Ngram() if kind == "ngram" else DraftModel(changed(target.model, 0.02))

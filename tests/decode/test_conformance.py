@@ -15,8 +15,9 @@ import pytest
 import torch
 
 from outrider.decode import Decoder, Plan, Sampling, Tree
-from outrider.decode.engine import Run
-from outrider.decode.plan import SAMPLED
+from outrider.decode import round as stage
+from outrider.decode.rules import RULES as RULE_TABLE
+from outrider.decode.run import Run
 from outrider.decode.sampling import probabilities
 from outrider.heads import HEADS, Drafter, TargetBatch
 from outrider.targets import Counts, Target
@@ -87,7 +88,7 @@ def test_text_has_the_targets_law_under_sampling_rules(name, shape, rule, make, 
     """Chi-square of the texts of three tokens; proposals that are no samples are judged as candidates."""
     drafter, plan = make(name), replace(SHAPES[shape], verify=rule)
     out = Decoder(target, drafter).generate([PROMPTS[0]] * ROLLOUTS, WRITTEN, FEW, plan, ignore_eos=True)
-    assert out.rule == ("candidates" if drafter.abilities.deterministic and rule in SAMPLED else rule)
+    assert out.rule == ("candidates" if drafter.abilities.deterministic and RULE_TABLE[rule].samples else rule)
     law = expected_law(target)
     counts = np.zeros(len(law))
     for text in out.tokens:
@@ -99,23 +100,32 @@ def test_text_has_the_targets_law_under_sampling_rules(name, shape, rule, make, 
 @pytest.mark.parametrize("static", [False, True])
 def test_a_round_proposes_what_a_drafter_that_read_the_text_at_once_would(name, static, make, target, monkeypatch):
     """After rounds of any depths, plain ones between them, and rows that have left: the state is a function of the text. (Lookahead remembers more.)"""
-    drafter, draft, generator, rounds = make(name), Run._draft, torch.Generator().manual_seed(4), []
+    drafter, draft, generator, rounds = make(name), stage.draft, torch.Generator().manual_seed(4), []
 
-    def checked(run, batch, depth):
-        proposal, _ = draft(run, batch, depth)
-        for row, i in enumerate(batch.active if depth else ()):
+    runs = []  # the one that is under way
+    start = Run.steps
+
+    def steps(run):
+        runs.append(run)
+        return start(run)
+
+    def checked(setup, state, depth):
+        found, run = draft(setup, state, depth), runs[-1]
+        proposal = found.proposal
+        for row, i in enumerate(run.active if depth else ()):
             if run.sequences[i].done:
                 continue
             rounds.append(depth)
-            *text, root = run.prompts[i] + run.sequences[i].tokens
+            *text, root = run.request.prompts[i] + run.sequences[i].tokens
             fresh, count = fresh_proposal(target, drafter, text, root, depth), int(proposal.lengths[row])
             # Alone, a fusion does without its model where something was found.
             count = min(count, len(fresh)) if name.startswith("fusion") else count
             assert proposal.tokens[row].tolist()[:count] == fresh[:count]
-        return proposal, None
+        return replace(found, probs=None)
 
-    monkeypatch.setattr(Run, "_draft", checked)
-    monkeypatch.setattr(Run, "_round_depth", lambda run, batch: int(torch.randint(0, 5, (), generator=generator)))
+    monkeypatch.setattr(Run, "steps", steps)
+    monkeypatch.setattr(stage, "draft", checked)
+    monkeypatch.setattr(Run, "_depth", lambda run, state: (state, int(torch.randint(0, 5, (), generator=generator))))
     out = Decoder(target, drafter, static).generate(
         PROMPTS[:4], 32, plan=Plan(4), stop=lambda text: len(text) == 32 - 8 * (text[0] % 4)
     )
@@ -190,10 +200,11 @@ def test_what_training_promises_decoding_keeps(name, make, target):
 def test_what_is_found_is_accepted_as_often_as_p_says(name, make, target, monkeypatch):
     """At temperature 1, at each depth that a round reached: a found token x with probability p(x), siblings with the sum of theirs, and what a cascade's model
     drew with Σ min(p, q). What was accepted is within four standard deviations, in sum and weighted by what was promised: sure drafts more, doubtful ones less."""
-    promised, kept, sampling, honest = [], [], Sampling(1.0, seed=5), Run._verify
+    promised, kept, sampling, honest = [], [], Sampling(1.0, seed=5), stage.judge
 
-    def watched(run, batch, proposal, logits, draft_probs, first):
-        accepted, *rest = honest(run, batch, proposal, logits, draft_probs, first)
+    def watched(setup, state, draft, logits, keys):
+        verdict = honest(setup, state, draft, logits, keys)
+        proposal, draft_probs, accepted = draft.proposal, draft.probs, verdict.accepted
         p = probabilities(logits, sampling)
         if proposal.parents is not None:  # the first level of a tree
             drafts = proposal.real & (proposal.parents == -1)
@@ -212,9 +223,9 @@ def test_what_is_found_is_accepted_as_often_as_p_says(name, make, target, monkey
             there = real & (accepted >= d)
             promised.extend(share[there].tolist())
             kept.extend((accepted > d)[there].tolist())
-        return accepted, *rest
+        return verdict
 
-    monkeypatch.setattr(Run, "_verify", watched)
+    monkeypatch.setattr(stage, "judge", watched)
     out = Decoder(target, make(name)).generate([PROMPTS[0]] * 64, 80, sampling, Plan(3), ignore_eos=True)
     assert out.rule == ("candidates" if make(name).abilities.deterministic else "rejection")
     shares = np.array(promised)

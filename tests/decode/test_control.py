@@ -52,6 +52,10 @@ def test_costs_between_and_beyond_what_was_measured():
     assert costs.round_time(2, nodes=8) == pytest.approx(0.5 + 2.5 + 0.1)
 
 
+def test_drafting_that_was_measured_at_no_depth_is_free():
+    assert Costs(verify=((0, 1.0),)).draft_time(3) == 0
+
+
 @pytest.mark.parametrize(
     ("verify", "draft"),
     [
@@ -66,6 +70,17 @@ def test_costs_between_and_beyond_what_was_measured():
 def test_costs_that_make_no_sense_are_refused(verify, draft):
     with pytest.raises(BadInputError, match="costs"):
         Costs(verify, draft)
+
+
+@pytest.mark.parametrize("times", [{"draft": (0.0, -0.1)}, {"host": -0.1}])
+def test_negative_times_are_refused(times):
+    with pytest.raises(BadInputError, match="times must be positive"):
+        Costs(((0, 1.0),), **times)
+
+
+def test_a_rate_may_be_certain_and_a_weight_less_than_a_round():
+    assert Control(CHEAP, (0.0, 1.0), weight=0.5).weight == 0.5
+    assert Control(CHEAP, (0.0, 1.0)).weight == 8
 
 
 @pytest.mark.parametrize("arguments", [{"rates": ()}, {"rates": (1.2,)}, {"rates": (0.5,), "weight": 0.0}])
@@ -88,6 +103,86 @@ def test_a_plan_with_control_survives_json():
 
 def test_expected_tokens_is_the_closed_form_of_a_constant_rate():
     assert expected_tokens([0.7] * 4) == pytest.approx((1 - 0.7**5) / (1 - 0.7))
+
+
+# ------------------------------------------------------------ what is expected
+
+
+def expected_rates(prior: list[float], weight: float, rounds: list[tuple[int, int]]) -> list[float]:
+    """The rates of a sequence by hand: a round tells of the drafts that it kept and of the first that it refused, of none after that."""
+    reached, kept = [0.0] * len(prior), [0.0] * len(prior)
+    for tried, accepted in rounds:
+        reached = [0.95 * n + (depth <= accepted and depth < tried) for depth, n in enumerate(reached)]
+        kept = [0.95 * n + (depth < accepted) for depth, n in enumerate(kept)]
+    promised = sum(n * p for n, p in zip(reached, prior, strict=True)) / sum(reached)
+    found = (weight * promised + sum(kept)) / (weight + sum(reached))
+    found, promised = (min(max(rate, 0.02), 0.98) for rate in (found, promised))
+    odds = [found / (1 - found) / (promised / (1 - promised)) * p / (1 - p) for p in prior]
+    return [(weight * o / (1 + o) + k) / (weight + n) for o, k, n in zip(odds, kept, reached, strict=True)]
+
+
+ROUNDS = {
+    "refused at once": [(3, 0)],
+    "refused at the second": [(3, 1)],
+    "all kept": [(3, 3), (3, 3)],
+    "a shorter one": [(3, 2), (2, 2)],
+    "a single draft": [(1, 1)],
+}
+
+
+@pytest.mark.parametrize("rounds", ROUNDS.values(), ids=ROUNDS)
+def test_rates_follow_what_each_depth_showed(rounds):
+    one = controller(rates=(0.6, 0.8, 0.3), depths=3)
+    for tried, accepted in rounds:
+        one.note(0, tried, accepted)
+    assert one.rates([0])[0].tolist() == pytest.approx(expected_rates([0.6, 0.8, 0.3], 4, rounds))
+
+
+def test_drafts_after_the_first_refused_one_say_nothing():
+    """Of six drafts the first was refused: whether the others would have stayed is not known, so they count as never tried."""
+    long, short = controller(), controller()
+    long.note(0, 6, 0)
+    short.note(0, 1, 0)
+    assert long.rates([0]).tolist() == short.rates([0]).tolist()
+
+
+def test_each_sequence_has_rates_of_its_own():
+    one = controller(rates=(0.6, 0.8, 0.3), depths=3, sequences=3)
+    shown = {0: [(3, 3)], 2: [(3, 0), (3, 1)]}
+    for row, rounds in shown.items():
+        for tried, accepted in rounds:
+            one.note(row, tried, accepted)
+    first, untried, last = one.rates([0, 1, 2]).tolist()
+    assert first == pytest.approx(expected_rates([0.6, 0.8, 0.3], 4, shown[0]))
+    assert untried == pytest.approx([0.6, 0.8, 0.3])
+    assert last == pytest.approx(expected_rates([0.6, 0.8, 0.3], 4, shown[2]))
+
+
+@pytest.mark.parametrize(
+    ("told", "taken", "accepted"), [(0.0, 0.02, 0), (0.0, 0.02, 1), (1.0, 0.98, 0), (1.0, 0.98, 1)]
+)
+def test_nothing_is_taken_for_certain(told, taken, accepted):
+    """Rates stay within 2% and 98%, as promised and as found, so that their odds stay finite."""
+    one = controller(rates=(told,), depths=1)
+    for _ in range(30):
+        one.note(0, 1, accepted)
+    assert one.rates([0])[0].tolist() == pytest.approx(expected_rates([taken], 4, [(1, accepted)] * 30))
+
+
+def test_depths_that_nothing_was_promised_for_are_as_good_as_the_last_one():
+    assert controller(rates=(0.5, 0.9), depths=4).rates([0])[0].tolist() == pytest.approx([0.5, 0.9, 0.9, 0.9])
+    assert controller(rates=(0.5, 0.9), depths=1).rates([0])[0].tolist() == pytest.approx([0.5])
+
+
+def test_goodput_is_expected_tokens_per_second_of_a_round_with_all_its_nodes():
+    costs = Costs(verify=((0, 1.0), (8, 2.0)), draft=(0.0, 0.1, 0.2), host=0.05)
+    tree = Controller(Control(costs, (0.5,) * 2), 1, [2], [6])
+    assert tree.goodput([0]).tolist() == pytest.approx([1 / 1.05, 1.75 / (0.2 + 1.75 + 0.05)])
+
+
+def test_every_depth_needs_its_number_of_nodes():
+    with pytest.raises(ValueError, match="zip"):
+        Controller(Control(CHEAP, (0.5,)), 1, [1, 2], [1])
 
 
 # ------------------------------------------------------------ what is chosen
@@ -148,6 +243,36 @@ def test_a_gain_within_the_noise_changes_nothing():
     for _ in range(3):
         one.note(0, before, min(before, 4))
         assert one.choose([0]) == before
+
+
+def gaining(gain: float, rate: float = 0.5) -> Costs:
+    """The costs at which a single draft of this rate brings `gain` times the tokens per second of plain decoding."""
+    return Costs(verify=((0, 1.0),), draft=(0.0, (1 + rate) / gain - 1))
+
+
+def test_drafting_begins_for_more_than_the_noise_only():
+    assert controller(gaining(1.02), (0.5,), depths=1).choose([0]) == 0
+    assert controller(gaining(1.04), (0.5,), depths=1).choose([0]) == 1
+
+
+def test_drafting_goes_on_while_it_is_no_loss():
+    one = controller(gaining(1.02), (0.5,), depths=1, sequences=2)
+    one.note(0, 1, 1)
+    assert one.choose([0]) == 1, "a sequence that does well begins"
+    assert one.choose([1]) == 1, "and one that gains 2% goes on with it"
+
+
+def test_a_try_that_gains_no_more_than_the_noise_is_a_failure():
+    one = controller(gaining(1.02), (0.5,), depths=1)
+    assert [one.choose([0]) for _ in range(27)] == [0] * 8 + [1] + [0] * 16 + [1] + [0]
+
+
+def test_after_a_try_that_succeeded_drafting_goes_on_while_it_is_no_loss():
+    one = controller(gaining(1.02), (0.5,), depths=1, sequences=2)
+    assert [one.choose([1]) for _ in range(9)] == [0] * 8 + [1]
+    one.note(0, 1, 1)
+    assert one.choose([0]) == 1, "a sequence that does well makes it a success"
+    assert one.choose([1]) == 1
 
 
 def test_rows_of_a_batch_share_the_depth_that_is_best_for_their_sum():

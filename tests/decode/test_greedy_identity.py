@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from outrider.decode import Decoder, Plan, Sampling, Tree
-from outrider.decode.engine import Run
+from outrider.decode import Decoder, Plan, Sampling, Tree, rules
 from outrider.ground import IncompatibleError
 from outrider.heads import (
     Abilities,
@@ -438,8 +438,8 @@ def test_of_tied_tokens_the_first_wins_as_in_the_library():
 def test_a_target_that_breaks_ties_the_other_way_is_noticed(monkeypatch):
     model = tied(make("llama"))
     texts = reference(model, PROMPTS)
-    honest = Run._match
-    monkeypatch.setattr(Run, "_match", staticmethod(lambda proposal, wanted: honest(proposal, wanted + 1 - wanted % 2)))
+    honest = rules._matched
+    monkeypatch.setattr(rules, "_matched", lambda proposal, wanted: honest(proposal, wanted + 1 - wanted % 2))
     assert differing(Target(model), texts, {"ngram": ["depth 3"]}) != []
 
 
@@ -470,7 +470,7 @@ def siblings_see_each_other(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(
         RaggedCache,
         "visible",
-        lambda cache: torch.ones_like(honest(cache)) if cache._sees is not None else honest(cache),
+        lambda cache: torch.ones_like(honest(cache)) if cache.placed.nodes is not None else honest(cache),
     )
 
 
@@ -479,15 +479,15 @@ def nodes_stand_in_their_order(patch: pytest.MonkeyPatch) -> None:
 
     def place(cache: RaggedCache, num_new: int, *arguments: Any, **named: Any) -> Tensor:
         honest(cache, num_new, *arguments, **named)
-        cache.positions = cache.slots
-        return cache.positions
+        cache.placed = replace(cache.placed, positions=cache.placed.slots)
+        return cache.placed.positions
 
     patch.setattr(RaggedCache, "place", place)
 
 
 def the_window_counts_slots(patch: pytest.MonkeyPatch) -> None:
     def within(cache: RaggedCache, window: int) -> Tensor:
-        return torch.arange(cache.used)[None, None] > cache.positions[:, :, None] - window
+        return torch.arange(cache.used)[None, None] > cache.placed.positions[:, :, None] - window
 
     patch.setattr(RaggedCache, "within", within)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from itertools import product
 from typing import Any
 
@@ -25,10 +26,13 @@ from outrider.decode import Sampling
 from outrider.decode.sampling import (
     ACCEPT,
     CORRECT,
+    COUPLED,
     DRAFT,
     Context,
     Processors,
     draw,
+    gumbel,
+    most_probable,
     nothing_left,
     penalize,
     probabilities,
@@ -69,6 +73,34 @@ def test_filters_equal_the_librarys(temperature, top_k, top_p, min_p, penalty):
     present = torch.zeros(50, 20, dtype=torch.bool).scatter(1, tokens, True)
     ours = probabilities(penalize(logits, present, sampling), sampling)
     torch.testing.assert_close(ours, library_probabilities(tokens, logits, sampling), rtol=1e-5, atol=1e-7)
+
+
+def test_filters_and_draws_take_any_number_of_dimensions():
+    """A single law `[V]`, and one at each place of each row `[B, Q, V]`: what they say of each is what they say of it alone."""
+    sampling = Sampling(0.7, top_k=4, top_p=0.9, min_p=0.1)
+    logits, uniform = (
+        torch.randn(3, 4, 6, generator=torch.Generator().manual_seed(0)),
+        torch.rand(3, 4, generator=torch.Generator().manual_seed(1)).double(),
+    )
+    probs = probabilities(logits, sampling)
+    tokens, best = draw(probs, uniform), most_probable(logits)
+    assert tokens.shape == best.shape == (3, 4)
+    for row, place in product(range(3), range(4)):
+        torch.testing.assert_close(probs[row, place], probabilities(logits[row, place], sampling))
+        assert int(tokens[row, place]) == int(draw(probs[row, place], uniform[row, place]))
+        assert int(best[row, place]) == int(logits[row, place].argmax())
+
+
+def test_a_penalty_of_two_is_a_penalty():
+    logits = penalize(
+        torch.tensor([[2.0, -2.0, 2.0]]), torch.tensor([[True, True, False]]), Sampling(repetition_penalty=2.0)
+    )
+    assert logits.tolist() == [[1.0, -4.0, 2.0]]
+
+
+def test_the_nucleus_ends_where_its_mass_is_reached_exactly():
+    """Two of four equal tokens are half of the mass; a third one is not needed."""
+    assert sorted(probabilities(torch.zeros(1, 4), Sampling(1.0, top_p=0.5))[0].tolist()) == [0, 0, 0.5, 0.5]
 
 
 def test_the_penalty_is_computed_in_fp32():
@@ -142,6 +174,42 @@ def test_impossible_settings_are_refused(field, value):
         Sampling(**{field: value})
 
 
+def test_settings_at_the_edge_of_what_is_possible_are_taken():
+    Sampling(
+        temperature=0,
+        top_k=1,
+        top_p=1,
+        min_p=0,
+        repetition_penalty=1e-3,
+        bad_words=((0,),),
+        min_new_tokens=0,
+        suppress=(0,),
+    )
+    Sampling(min_p=1)
+
+
+def test_the_message_names_the_value_that_is_impossible():
+    with pytest.raises(BadInputError, match=r"sampling: top_p must be in \(0, 1\], got 1.5\."):
+        Sampling(top_p=1.5)
+
+
+def test_words_may_be_given_as_lists_as_json_does():
+    from_json = Sampling(bad_words=[[1, 2], [3]], suppress=[4])
+    assert from_json == Sampling(bad_words=((1, 2), (3,)), suppress=(4,))
+    assert hash(from_json) == hash(Sampling(bad_words=((1, 2), (3,)), suppress=(4,)))
+
+
+def test_temperature_zero_alone_is_greedy():
+    assert Sampling().greedy
+    assert not Sampling(1e-3).greedy
+
+
+def test_probabilities_keep_double_precision_and_compute_half_in_single():
+    logits = torch.tensor([[1.0, 2.0, 4.0]], dtype=torch.float64) / 3
+    assert torch.equal(probabilities(logits, Sampling(0.7)), (logits / 0.7).softmax(-1))
+    assert torch.equal(probabilities(logits.bfloat16(), Sampling(0.7)), (logits.bfloat16().float() / 0.7).softmax(-1))
+
+
 # ------------------------------------------------------------ processors
 
 VOCAB, EOS = 6, (2, 5)
@@ -208,6 +276,23 @@ def test_a_context_that_grows_token_by_token_is_the_one_that_grows_at_once():
     assert at_once.present.long().tolist() == [[[1, 1, 1, 0, 1, 1]], [[1, 1, 0, 1, 0, 0]]]
 
 
+def test_a_context_holds_the_last_tokens_on_the_way_alone():
+    """After a prompt of four: of three drafts none, the last one, or the first and the last one stand on the way."""
+    context = Processors(Sampling(bad_words=WORDS), VOCAB, EOS, torch.device("cpu")).start(
+        torch.tensor([[1, 4, 2, 3]]), torch.tensor([4])
+    )
+    path = torch.tensor([[[False, False, False], [False, False, True], [True, False, True]]])
+    grown = context.then(torch.tensor([[5, 0, 1]]), path)
+    assert grown.recent.tolist() == [[[1, 4, 2, 3], [4, 2, 3, 1], [2, 3, 5, 1]]]
+    assert grown.num_new.tolist() == [[0, 1, 2]]
+
+
+def test_the_first_token_may_end_a_text_and_one_outside_the_vocabulary_never_comes():
+    processors = Processors(Sampling(min_new_tokens=1), VOCAB, (0, VOCAB, -1), torch.device("cpu"))
+    context = processors.start(torch.tensor([[1]]), torch.tensor([1]))
+    assert processors(torch.zeros(1, 1, VOCAB), context).tolist() == [[[float("-inf"), 0, 0, 0, 0, 0]]]
+
+
 def test_processors_that_would_change_nothing_are_idle():
     def idle(eos: tuple[int, ...] = (), **settings: Any) -> bool:
         return Processors(Sampling(**settings), VOCAB, eos, torch.device("cpu")).idle
@@ -225,6 +310,46 @@ def test_a_token_outside_the_vocabulary_is_refused():
             Processors(sampling, VOCAB, EOS, torch.device("cpu"))
 
 
+@pytest.mark.parametrize("penalty", [1.0, 1.7])
+def test_a_context_gives_its_tensors_and_takes_them_back_in_the_same_order(penalty):
+    context = Processors(Sampling(repetition_penalty=penalty, bad_words=WORDS), VOCAB, EOS, torch.device("cpu")).start(
+        torch.tensor([[1, 4, 2], [3, 0, 0]]), torch.tensor([3, 1])
+    )
+    tensors = context.tensors()
+    copies = [tensor.clone() for tensor in tensors]
+    moved = context.at(iter(copies))
+    assert all(a is b for a, b in zip(moved.tensors(), copies, strict=True))
+    assert (moved.num_new is copies[0], moved.recent is copies[1]) == (True, True)
+    assert len(tensors) == (2 if penalty == 1 else 3)
+    assert (moved.present is None) == (context.present is None) == (penalty == 1)
+
+
+@pytest.mark.parametrize("penalty", [1.0, 1.7])
+def test_selected_rows_keep_their_contexts(penalty):
+    processors = Processors(Sampling(repetition_penalty=penalty, bad_words=WORDS), VOCAB, EOS, torch.device("cpu"))
+    prompts, counts = torch.tensor([[1, 4, 2], [3, 0, 0], [5, 1, 0]]), torch.tensor([3, 1, 2])
+    selected, alone = (
+        processors.start(prompts, counts).select([2, 0]),
+        processors.start(prompts[[2, 0]], counts[[2, 0]]),
+    )
+    assert all(torch.equal(a, b) for a, b in zip(selected.tensors(), alone.tensors(), strict=True))
+
+
+def test_nothing_waits_for_the_host():
+    """Tensors without values, on the meta device: whoever looked at one, or made one elsewhere, would fail."""
+    meta = torch.device("meta")
+    whole, two = (
+        Sampling(0.7, 3, 0.8, 0.1, 1.3, bad_words=WORDS, min_new_tokens=2, suppress=(0,)),
+        torch.zeros(2, dtype=torch.long, device=meta),
+    )
+    processors = Processors(whole, VOCAB, EOS, meta)
+    context = processors.start(torch.zeros(2, 3, dtype=torch.long, device=meta), two)
+    probs = probabilities(processors(torch.zeros(2, 1, VOCAB, device=meta), context), whole)
+    assert draw(probs, uniforms(3, DRAFT, two)[:, None]).shape == (2, 1)
+    assert shared_gumbel(3, two, two, VOCAB).shape == (2, VOCAB)
+    assert nothing_left(probs).is_meta
+
+
 def test_a_place_where_nothing_is_left_is_seen():
     processors = Processors(Sampling(suppress=(0, 1, 3, 4), min_new_tokens=1), VOCAB, EOS, torch.device("cpu"))
     context = Context(torch.tensor([[0, 1]]), torch.zeros(1, 2, 0, dtype=torch.long), None)
@@ -235,11 +360,13 @@ def test_a_place_where_nothing_is_left_is_seen():
 
 
 def test_a_draw_follows_its_distribution_exactly():
-    """Tenths against the midpoints of tenths: counts are the probabilities; the sum of probs does not matter."""
+    """Tenths against the midpoints of tenths: counts are the probabilities; the sum of probs does not matter, nor where zeros stand."""
     grid = (torch.arange(10).double() + 0.5) / 10
     for scale in (1, 0.3):
         probs = scale * torch.tensor([0.0, 0.5, 0.0, 0.3, 0.2, 0.0]).expand(10, -1)
         assert torch.bincount(draw(probs, grid), minlength=6).tolist() == [0, 5, 0, 3, 2, 0]
+        probs = scale * torch.tensor([0.4, 0.0, 0.6]).expand(10, -1)
+        assert torch.bincount(draw(probs, grid), minlength=3).tolist() == [4, 0, 6]
 
 
 def test_a_token_of_probability_zero_is_never_drawn():
@@ -247,9 +374,74 @@ def test_a_token_of_probability_zero_is_never_drawn():
     ends = torch.tensor([2.0**-54, 1 - 2.0**-53, 1.0], dtype=torch.float64)
     probs = torch.tensor([[0.0, 0.1, 0.0, 0.7, 0.2, 0.0, 0.0]]).expand(3, -1)
     assert draw(probs, ends).tolist() == [1, 4, 4]
+    assert draw(
+        torch.tensor([[0.5, 0.5, 0.0], [0.0, 0.5, 0.5], [0.0, 1.0, 0.0]]), torch.tensor([1.0, 0.0, 1.0]).double()
+    ).tolist() == [1, 1, 1]
+    assert draw(torch.tensor([[0.5, 0.5, 0.0], [0.5, 0.0, 0.5], [1.0, 0.0, 0.0]]), torch.ones(3).double()).tolist() == [
+        1,
+        2,
+        0,
+    ], "each row has its own end"
+
+
+def test_a_uniform_that_meets_the_edge_of_two_tokens_belongs_to_the_second():
+    assert draw(torch.tensor([[0.5, 0.25, 0.25]] * 2), torch.tensor([0.5, 0.75]).double()).tolist() == [1, 2]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_most_probable_token_is_the_first_of_the_highest(dtype):
+    logits = torch.tensor([[0.0, 3.0, 3.0], [5.0, -1.0, 2.0]], dtype=dtype)
+    assert most_probable(logits).tolist() == [1, 0]
+    assert most_probable(logits, keepdim=True).tolist() == [[1], [0]]
 
 
 # ------------------------------------------------------------ counter-based uniforms
+
+
+def uniform_by_hand(seed: int, stream: int, *keys: int) -> float:
+    """splitmix64's finaliser over (seed, stream, keys), in Python's own integers; the top 53 bits, in the middle of their cell."""
+
+    def mix(x: int) -> int:
+        x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
+        x = (x ^ (x >> 27)) * 0x94D049BB133111EB % 2**64
+        return x ^ (x >> 31)
+
+    golden = 0x9E3779B97F4A7C15
+    state = mix((seed * 1_000_003 + stream + golden) % 2**64)
+    for key in keys:
+        state = mix((state + (key + 1) * golden) % 2**64)
+    return ((state >> 11) + 0.5) / 2**53
+
+
+@pytest.mark.parametrize("seed", [0, 1, -1, 10**6, 2**63 - 1, 2**63, 2**64 + 5])
+def test_uniforms_are_the_same_on_every_machine_and_in_every_version(seed):
+    """A seed that was written down gives its text again: the values are fixed, as a hash that is written down once more here."""
+    rows, positions = torch.tensor([[0], [7], [2**40]]), torch.tensor([0, 1, 12345])
+    for stream in (DRAFT, ACCEPT, CORRECT, COUPLED):
+        expected = [
+            [uniform_by_hand(seed, stream, row, position) for position in positions.tolist()]
+            for row in rows[:, 0].tolist()
+        ]
+        assert uniforms(seed, stream, rows, positions).tolist() == expected
+    assert (DRAFT, ACCEPT, CORRECT, COUPLED) == (1, 2, 3, 4)
+
+
+def test_a_seed_may_be_a_tensor():
+    keys = torch.arange(5)
+    assert torch.equal(uniforms(torch.tensor(7), DRAFT, keys), uniforms(7, DRAFT, keys))
+
+
+def test_gumbel_noise_is_that_of_the_uniforms_of_each_token():
+    sequences, positions = torch.tensor([3, 4]), torch.tensor([10, 20])
+    expected = [
+        [-math.log(-math.log(uniform_by_hand(5, COUPLED, s, p, token))) for token in range(6)]
+        for s, p in zip(sequences.tolist(), positions.tolist(), strict=True)
+    ]
+    torch.testing.assert_close(shared_gumbel(5, sequences, positions, 6), torch.tensor(expected, dtype=torch.float64))
+    torch.testing.assert_close(gumbel(5, COUPLED, 6, sequences, positions), torch.tensor(expected, dtype=torch.float64))
+    assert float(gumbel(5, DRAFT, 6, sequences)[1, 2]) == pytest.approx(
+        -math.log(-math.log(uniform_by_hand(5, DRAFT, 4, 2)))
+    )
 
 
 def sample(stream: int = DRAFT, seed: int = 0, rows: int = 200, columns: int = 500) -> torch.Tensor:

@@ -16,11 +16,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import GPT2Config, GPT2LMHeadModel
 
-import outrider.decode.static as static
-from outrider.decode import Control, Costs, Decoder, Plan, Sampling, Tree
-from outrider.decode.engine import Run
-from outrider.decode.static import window_of
+from outrider.decode import Control, Costs, Decoder, Plan, Sampling, Tree, graphs
+from outrider.decode import round as stage
+from outrider.decode.graphs import Graphs
+from outrider.decode.room import window_of
+from outrider.decode.run import Request
 from outrider.heads import Drafter, DraftModel, Eagle3, Eagle3Config, Ngram
+from outrider.heads.parts.feature_drafter import FeatureSession
 from outrider.targets import Counts, Target
 
 VOCAB = 64
@@ -108,7 +110,7 @@ def test_requests_follow_each_other_in_the_same_memory(target):
     places = set()
     for request in requests:
         assert fixed.generate(*request).tokens == usual.generate(*request).tokens
-        places |= {id(rounds) for rounds in fixed.rounds.values()}
+        places |= {id(room) for room in fixed.rooms.kept.values()}
     assert len(places) == 3, "for 4 rows, and for 1 without a drafter and with"
 
 
@@ -137,7 +139,7 @@ def test_generations_that_run_at_the_same_time_do_not_share_memory(target):
         decoder.generate([PROMPTS[2]], 5, plan=Plan(3))
     assert texts == [usual.generate([p], 30, plan=Plan(3), ignore_eos=True).tokens[0] for p in PROMPTS[:2]]
     del streams
-    assert len(decoder.rounds) == 1
+    assert len(decoder.rooms.kept) == 1
 
 
 def test_rows_that_finished_may_do_what_they_like(tiny_llama):
@@ -167,13 +169,13 @@ def test_rows_that_finished_may_do_what_they_like(tiny_llama):
 
 def test_a_drafter_that_nobody_wants_any_more_is_told_nothing(target, monkeypatch):
     drafter, widths = make_drafters(target)["eagle3"], []
-    original = Eagle3.absorb
+    original = FeatureSession.absorb
 
-    def watched(self, state, tokens, *rest):
-        original(self, state, tokens, *rest)
-        widths.append(state.tokens.shape[1])
+    def watched(self, tokens, *rest):
+        original(self, tokens, *rest)
+        widths.append(self.unread.tokens.shape[1])
 
-    monkeypatch.setattr(Eagle3, "absorb", watched)
+    monkeypatch.setattr(FeatureSession, "absorb", watched)
     first = Decoder(target).generate(PROMPTS[:1], 1).tokens[0][0]
     decoder = Decoder(target, drafter)
     decoder.generate(
@@ -227,30 +229,19 @@ def test_a_round_never_reads_a_tensor_on_the_host(tiny_llama, monkeypatch, plan,
             DraftModel(copy.deepcopy(target.model)),
             Eagle3.build(Eagle3Config(taps=(1, 2, 3)), target).to("meta"),
         ):
-            run = Run(
-                Decoder(target, drafter, static=True),
-                PROMPTS,
-                20,
-                SAMPLINGS[sampling],
-                PLANS[plan],
-                None,
-                False,
-                None,
-                True,
-            )
+            request = Request(PROMPTS, 20, SAMPLINGS[sampling], PLANS[plan])
+            run = Decoder(target, drafter, static=True).run(request)
             tokens, counts = (
                 torch.zeros(4, 9, dtype=torch.long),
                 Counts(torch.ones(4, dtype=torch.long), [len(p) for p in PROMPTS]),
             )
             with torch.inference_mode():
-                batch = run._open(tokens, counts)
-                batch.context = None if run.processors is None else run.processors.start(tokens, counts.tensor)
-                batch.drafting.absorb(tokens, torch.zeros(4, 9, len(drafter.taps), 32), counts)
-                for cache in (batch.cache, *batch.drafting.caches()):
+                state = run._open(tokens, counts)
+                state.session.absorb(tokens, torch.zeros(4, 9, len(drafter.taps), 32), counts)
+                for cache in (state.cache, *state.session.caches()):
                     cache.window = 256
                 for number in range(3):
-                    outcome = run.compute(batch, run.plan.depth)
-                    run.absorb(batch, outcome)
+                    state, _ = stage.play(run.setup, state, run.setup.plan.depth)
                     if number == 0:  # what depends on the plan alone is made once
                         monkeypatch.setattr(torch, "tensor", forbidden)
                         monkeypatch.setattr(torch, "as_tensor", forbidden)
@@ -318,13 +309,13 @@ def replays(monkeypatch) -> list[Recorder]:
 
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Noted)
     monkeypatch.setattr(torch.cuda, "graph", recording)
-    original = static.StaticRounds.__init__
+    original = Graphs.__init__
 
     def capturing(self: Any, *args: Any) -> None:
         original(self, *args)
         self.captures = True
 
-    monkeypatch.setattr(static.StaticRounds, "__init__", capturing)
+    monkeypatch.setattr(Graphs, "__init__", capturing)
     return made
 
 
@@ -369,7 +360,7 @@ def test_the_plain_target_replays_and_grows_into_the_next_window(target, replays
 
 def test_the_graphs_used_last_are_kept(target, replays, monkeypatch):
     """Room for two: the third sampling takes the place of the one that was used least recently; the others replay on without a capture."""
-    monkeypatch.setattr(static, "_MOST_GRAPHS", 2)
+    monkeypatch.setattr(graphs, "_MOST_GRAPHS", 2)
     decoder = Decoder(target, static=True)
 
     def captured(temperature: float) -> int:
@@ -385,8 +376,8 @@ def test_a_replay_that_forgets_an_input_is_noticed(target, replays, monkeypatch)
     """The mutation: the drafter's state is not carried from round to round."""
     drafter = make_drafters(target)["eagle3"]
     usual = Decoder(target, drafter, static=False).generate(PROMPTS, 24, plan=Plan(3), ignore_eos=True)
-    monkeypatch.setattr(Eagle3, "carried", lambda self, state: [])
-    monkeypatch.setattr(Eagle3, "carry", lambda self, state, tensors: None)
+    monkeypatch.setattr(FeatureSession, "carried", lambda self: [])
+    monkeypatch.setattr(FeatureSession, "carry", lambda self, tensors: None)
     fixed = Decoder(target, drafter, static=True).generate(PROMPTS, 24, plan=Plan(3), ignore_eos=True)
     assert fixed.rounds != usual.rounds
 
@@ -422,14 +413,8 @@ def test_captured_rounds_equal_eager_ones_on_a_gpu(target, plan, sampling, monke
             }
             a = captured.generate(PROMPTS, 40, **arguments)
             with monkeypatch.context() as patch:
-                patch.setattr(
-                    static.StaticRounds,
-                    "_captured",
-                    lambda self, run, batch, depth, window: self._eager(run, batch, depth),
-                )
+                patch.setattr(Graphs, "play", lambda self, key, work, state: (*work(state), False))
                 b = eager.generate(PROMPTS, 40, **arguments)
             assert a.tokens == b.tokens, name
             assert a.rounds == b.rounds, name
-        assert any(graph is not None for rounds in captured.rounds.values() for graph in rounds._graphs.values()), (
-            "something was captured"
-        )
+        assert any(len(room.graphs) for room in captured.rooms.kept.values()), "something was captured"

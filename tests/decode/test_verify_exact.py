@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from outrider.decode.sampling import draw
-from outrider.decode.verify import match, rejection
+from outrider.decode.verify import block, match, rejection
 
 Rule = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
@@ -200,6 +200,27 @@ def test_a_token_that_the_target_excludes_is_never_emitted():
         2 not in drafts[:n]
         for drafts, n in zip(cases.drafts[possible].tolist(), cases.accepted[possible].tolist(), strict=True)
     )
+
+
+@pytest.mark.parametrize("rule", [rejection, block])
+def test_a_refusal_that_only_rounding_explains_is_followed_by_a_draw_from_p(rule):
+    """In the first row p <= q everywhere, so a refusal leaves no residual; the second row's residual has nothing to do with it."""
+    p = torch.tensor([[0.5, 0.25, 0.25 - 1e-7], [0.5, 0.25, 0.25]], dtype=torch.float64)
+    q = torch.tensor([[0.5, 0.25, 0.25], [0.25, 0.25, 0.5]], dtype=torch.float64)
+    for uniform, expected in ((0.01, [0, 0]), (0.6, [1, 0]), (0.99, [2, 0])):
+        high, correct = (
+            torch.full((2, 1), 1 - 2.0**-53, dtype=torch.float64),
+            torch.full((2,), uniform, dtype=torch.float64),
+        )
+        accepted, following = rule(
+            torch.tensor([[2], [2]]),
+            torch.ones(2, dtype=torch.long),
+            p[:, None].expand(-1, 2, -1),
+            q[:, None],
+            high,
+            correct,
+        )
+        assert (accepted.tolist(), following.tolist()) == ([0, 0], expected)
 
 
 # ------------------------------------------------------------ chains that end where the drafter is unsure

@@ -702,6 +702,16 @@ def test_traversal_may_accept_less_where_siblings_stand_below_the_first_level():
     )
 
 
+@pytest.mark.parametrize("rule", [on_chain(block), on_chain(rejection), without_replacement, traversal])
+def test_not_even_a_uniform_of_zero_keeps_a_token_that_the_target_excludes(rule):
+    target, drafter = source([0.5, 0.5], [0.5, 0.5], [0, 1]), source([0.5, 0.5], [0.5, 0.5], [0.5, 0.5])
+    trees = Trees(
+        [-1], torch.tensor([[0]]), torch.ones(1), target[torch.tensor([[-1, 0]])], drafter[torch.tensor([[-1, 0]])]
+    )
+    accepted, _, following = trees.verify(rule, torch.tensor([0]), torch.zeros(1, 1, dtype=torch.float64))
+    assert (accepted.tolist(), following.tolist()) == ([0], [1])
+
+
 # ------------------------------------------------------------ properties
 
 
@@ -896,6 +906,21 @@ def test_a_typical_token_has_more_than_epsilon_or_what_the_entropy_asks(chance, 
     node = torch.zeros(1, 1, dtype=torch.long)
     assert typical(node, node - 1, node == 0, places, 1)[0].tolist() == [accepted]
     assert typical(node, node - 1, node == 0, places, 1, epsilon=1.0)[0].tolist() == [int(chance > 0.15)]
+
+
+def test_a_token_with_exactly_epsilon_is_not_typical():
+    node, places = torch.zeros(1, 1, dtype=torch.long), source([0.25, 0.375, 0.375])[:, None].expand(1, 2, 3)
+    assert [
+        typical(node, node - 1, node == 0, places, 1, epsilon, delta=9.0)[0].item() for epsilon in (0.25, 0.2499)
+    ] == [0, 1]
+
+
+def test_the_most_probable_path_is_the_one_of_the_highest_product():
+    """Two paths of two: .6 · .5 against .4 · .7. The second one gains most on its way, and is the less probable one."""
+    tokens, parents = torch.tensor([[0, 1, 0, 1]]), torch.tensor([[-1, -1, 0, 1]])
+    places = source([0.6, 0.4, 0], [0.5, 0.3, 0.2], [0.1, 0.7, 0.2], [0, 0, 1], [0, 1, 0])[None]
+    accepted, path, following = typical(tokens, parents, torch.ones(1, 4, dtype=torch.bool), places, 2)
+    assert (accepted.tolist(), path.tolist(), following.tolist()) == ([2], [[0, 2]], [2])
 
 
 def test_the_longest_typical_path_wins_and_of_those_the_most_probable():

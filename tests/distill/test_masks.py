@@ -1,4 +1,7 @@
-"""A mask covers the assistant's turns, end marker included, whatever the template; a token that straddles a boundary is out."""
+"""A mask covers the assistant's turns, end marker included, whatever the template.
+
+A token that straddles a boundary is out.
+"""
 
 from __future__ import annotations
 
@@ -53,9 +56,15 @@ def test_sharegpt_messages_are_understood(tiny_tokenizer: PreTrainedTokenizerFas
 
 
 def test_a_token_that_straddles_the_boundary_is_not_supervised(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
-    """The generation prompt ends in "f", the answer begins with "or": "for" is one token and belongs to neither side."""
+    """The generation prompt ends in "f", the answer begins with "or".
+
+    "for" is one token and belongs to neither side.
+    """
     assert len(tiny_tokenizer("for")["input_ids"]) == 1
-    template = "{% for m in messages %}{{ 'f' if m.role == 'assistant' }}{{ m.content }}|{% endfor %}{{ 'f' if add_generation_prompt }}"
+    template = (
+        "{% for m in messages %}{{ 'f' if m.role == 'assistant' }}{{ m.content }}|{% endfor %}"
+        "{{ 'f' if add_generation_prompt }}"
+    )
     tokenizer = with_template(tiny_tokenizer, template)
     tokens, mask = supervised_mask(
         tokenizer, [{"role": "user", "content": "q"}, {"role": "assistant", "content": "or x"}]
@@ -84,8 +93,11 @@ def test_a_space_that_the_tokenizer_leaves_out_of_its_offsets_still_straddles(
     assert marked(tokenizer, tokens, mask) == ", or none\n"
 
 
-def test_white_space_behind_the_end_marker_is_not_supervised(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
-    template = "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}<|end|>\n \n{% endfor %}{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+def test_white_space_after_the_end_marker_is_not_supervised(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
+    template = (
+        "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}<|end|>\n \n{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+    )
     tokenizer = with_template(tiny_tokenizer, template)
     tokens, mask = supervised_mask(tokenizer, CHAT)
     assert marked(tokenizer, tokens, mask) == "sorted(names)<|end|>for name in names:\n    print(name) é<|end|>"
@@ -94,7 +106,8 @@ def test_white_space_behind_the_end_marker_is_not_supervised(tiny_tokenizer: Pre
 def test_an_earlier_turn_that_the_template_rewrites_is_not_supervised(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
     """Templates of reasoning models drop the thoughts of all turns but the last."""
     template = (
-        "{% for m in messages %}<|{{ m.role }}|>{% if m.thoughts and loop.last %}({{ m.thoughts }}){% endif %}{{ m.content }}<|end|>{% endfor %}"
+        "{% for m in messages %}<|{{ m.role }}|>{% if m.thoughts and loop.last %}({{ m.thoughts }}){% endif %}{{ "
+        "m.content }}<|end|>{% endfor %}"
         "{% if add_generation_prompt %}<|assistant|>{% endif %}"
     )
     tokenizer = with_template(tiny_tokenizer, template)

@@ -17,7 +17,7 @@ from outrider.decode import Decoder, Output
 from outrider.distill import distill, load_responses, provenance
 from outrider.ground import BadInputError, IncompatibleError
 from outrider.recipes import Recipe
-from outrider.targets import Target, products
+from outrider.targets import Target
 
 TEXTS = [
     "def add(first, second):",
@@ -113,23 +113,6 @@ def test_an_interrupted_run_continues_and_batching_changes_nothing(
     assert rows(cut) == rows(whole)
     assert not cut.with_name("data.partial").exists()
     assert sorted(p.name for p in cut.parent.iterdir()) == ["data"]
-
-
-def test_the_target_answers_by_the_products_of_training_and_says_the_same(
-    make_recipe: MakeRecipe, tiny_target: Target, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
-        pytest.skip("this torch has no such products")
-    before, own, used = rows(distill(make_recipe("before"), tiny_target)), products._product, []
-
-    def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        used.append(x.shape)
-        return own(x, weight, bias)
-
-    for name, value in (("gains", lambda: True), ("MIN_ROWS", 1), ("MIN_PRODUCTS", 1), ("_product", product)):
-        monkeypatch.setattr(products, name, value)
-    assert rows(distill(make_recipe("detour"), tiny_target)) == before
-    assert used
 
 
 def test_sampled_responses_depend_on_the_seed(make_recipe: MakeRecipe, tiny_target: Target) -> None:

@@ -7,9 +7,11 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from outrider.distill.prompts import Prompt
-from outrider.eval import Record, Report, Suite, make_suite
-from outrider.eval.figures import Baselines, summarise
-from outrider.eval.report import Conditions, ContestantInfo, SuiteInfo
+from outrider.eval import Record, Report
+from outrider.eval.reports.figures import Baselines
+from outrider.eval.reports.report import Conditions, ContestantInfo, SuiteInfo
+from outrider.eval.suites import Suite, make_suite
+from outrider.eval.summary import summarise
 
 MakeReport = Callable[..., Report]
 
@@ -55,9 +57,9 @@ def _record(contestant: str, temperature: float, i: int, accepted: list[int], de
 
 @pytest.fixture
 def make_report() -> MakeReport:
-    """`make_report(accepted, depth=4, temperatures=(0.0,), digest="d", records=True)`: a report of `draft` and `plain` on one suite.
+    """A function that makes a report of `draft` and `plain` on one suite.
 
-    `accepted`: per prompt, accepted drafts of each round.
+    Its first argument, `accepted`, holds per prompt the accepted drafts of each round.
     """
 
     def make(

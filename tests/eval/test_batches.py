@@ -9,11 +9,12 @@ import pytest
 
 from outrider.decode import Plan, Round
 from outrider.distill.prompts import Prompt
-from outrider.eval import Contestant, Interval
+from outrider.eval import Interval
 from outrider.eval import batches as room
-from outrider.eval.batches import Completion, Point, lines, make_groups, measure_batches
-from outrider.eval.measure import Job
-from outrider.eval.plots import speedup_by_batch, standalone
+from outrider.eval.batches import BatchAnswer, Point, make_groups, measure_batches, speedup_lines
+from outrider.eval.measure import Contestant
+from outrider.eval.race import Job
+from outrider.eval.reports.plots import speedup_by_batch, standalone
 from outrider.ground import BadInputError
 from outrider.heads import DraftModel
 from outrider.recipes import EvalSpec
@@ -53,7 +54,10 @@ def test_sizes_without_a_full_batch_are_refused(jobs: list[Job]) -> None:
 
 
 def test_a_whole_measurement(tiny_llama: Callable, jobs: list[Job]) -> None:
-    """The target as its own drafter keeps everything, whatever the batch; text is the plain target's; rows leave as they end."""
+    """The target as its own drafter keeps everything, whatever the batch.
+
+    Text is the plain target's; rows leave as they end.
+    """
     target = Target(tiny_llama(layers=2, eos_token_id=5))
     contestants = [Contestant("plain", None, Plan(0)), Contestant("self", DraftModel(target.model), Plan(2))]
     ticks: list[None] = []
@@ -86,12 +90,12 @@ def test_figures_by_hand() -> None:
     """Two batches of two: 8 tokens in 2 s and 4 in 2 s, beside the plain target's in 4 s each."""
     none, one = Round(1, 0, 1), Round(1, 1, 2)
     own = [
-        Completion([[1] * 5, [1] * 3], [[one, one], [one]], 0.1, 2.0),
-        Completion([[1] * 2, [2] * 2], [[none], [none]], 0.1, 2.0),
+        BatchAnswer([[1] * 5, [1] * 3], [[one, one], [one]], 0.1, 2.0),
+        BatchAnswer([[1] * 2, [2] * 2], [[none], [none]], 0.1, 2.0),
     ]
     base = [
-        Completion([[1] * 5, [1] * 3], [[none] * 4, [none] * 2], 0.1, 4.0),
-        Completion([[1] * 2, [1] * 2], [[none], [none]], 0.1, 4.0),
+        BatchAnswer([[1] * 5, [1] * 3], [[none] * 4, [none] * 2], 0.1, 4.0),
+        BatchAnswer([[1] * 2, [1] * 2], [[none], [none]], 0.1, 4.0),
     ]
     point = room._point("own", "plain", 2, {"own": own, "plain": base}, [0, 1])
     assert point.tokens_per_second.value == 3.0
@@ -119,7 +123,7 @@ def test_the_plot_has_a_line_and_a_label_for_each_contestant_and_a_mark_for_each
         make_point("plain", 1, 1.0),
         *(make_point(name, size, 1.5, known=size > 1) for name in ("a & b", "c") for size in (4, 1, 2)),
     ]
-    drawn = lines(points)
+    drawn = speedup_lines(points)
     assert {name: [size for size, _ in line] for name, line in drawn.items()} == {"a & b": [1, 2, 4], "c": [1, 2, 4]}
     svg = ElementTree.fromstring(standalone(speedup_by_batch(drawn)))
     space = "{http://www.w3.org/2000/svg}"

@@ -7,8 +7,10 @@ import torch
 
 from outrider.decode import Decoder, Plan, Round, Sampling
 from outrider.distill.prompts import Prompt
-from outrider.eval import Contestant, Report, Suite, make_suite, measure
-from outrider.eval.measure import GENERATE, Job, Run, make_jobs, make_records, race
+from outrider.eval import Report
+from outrider.eval.measure import GENERATE, Contestant, make_records, measure
+from outrider.eval.race import Answer, Job, make_jobs, race
+from outrider.eval.suites import Suite, make_suite
 from outrider.ground import BadInputError
 from outrider.heads import DraftModel, Medusa, MedusaConfig, Ngram
 from outrider.recipes import EvalSpec
@@ -31,9 +33,9 @@ class Fake:
     def __init__(self, name: str, turns: list[tuple[str, str]], seconds: list[float] | None = None):
         self.name, self.turns, self.seconds = name, turns, list(seconds or [])
 
-    def __call__(self, job: Job, temperature: float) -> Run:
+    def __call__(self, job: Job, temperature: float) -> Answer:
         self.turns.append((job.prompt.id, self.name))
-        return Run([1, 2, 3], {"total": self.seconds.pop(0) if self.seconds else 1.0}, [Round(2, 1, 2)])
+        return Answer([1, 2, 3], {"total": self.seconds.pop(0) if self.seconds else 1.0}, [Round(2, 1, 2)])
 
 
 def test_every_contestant_runs_once_per_repeat_in_a_rotating_order(suites: list[Suite]) -> None:
@@ -49,24 +51,24 @@ def test_every_contestant_runs_once_per_repeat_in_a_rotating_order(suites: list[
 def test_a_prompts_seconds_are_those_of_the_median_repeat(suites: list[Suite]) -> None:
     jobs = make_jobs(suites)[:1]
     for seconds, median in (([5.0, 1.0, 2.0], 2.0), ([9.0, 3.0, 4.0, 1.0], 3.0), ([7.0], 7.0)):
-        runs = race([Fake("plain", [], seconds)], jobs, 0.0, repeats=len(seconds))
-        (record,) = make_records(runs, jobs, 0.0, "plain")
+        answers = race([Fake("plain", [], seconds)], jobs, 0.0, repeats=len(seconds))
+        (record,) = make_records(answers, jobs, 0.0, "plain")
         assert record.seconds["total"] == median
         assert record.repeats == seconds
 
 
 def test_a_divergence_is_noted_with_its_place(suites: list[Suite]) -> None:
     jobs = make_jobs(suites)[:1]
-    runs = {
-        "plain": [[Run([1, 2, 3, 4], {"total": 1.0})]],
-        "other": [[Run([1, 2, 9, 4], {"total": 1.0})]],
-        "short": [[Run([1, 2], {"total": 1.0})]],
+    answers = {
+        "plain": [[Answer([1, 2, 3, 4], {"total": 1.0})]],
+        "other": [[Answer([1, 2, 9, 4], {"total": 1.0})]],
+        "short": [[Answer([1, 2], {"total": 1.0})]],
     }
-    plain, other, short = make_records(runs, jobs, 0.0, "plain")
+    plain, other, short = make_records(answers, jobs, 0.0, "plain")
     assert (plain.identical, plain.diverges_at) == (None, None)
     assert (other.identical, other.diverges_at) == (False, 2)
     assert (short.identical, short.diverges_at) == (False, 2)
-    assert all(r.identical is None for r in make_records(runs, jobs, 1.0, "plain"))
+    assert all(r.identical is None for r in make_records(answers, jobs, 1.0, "plain"))
 
 
 def test_a_contestant_has_the_plan_that_it_can_follow(target: Target) -> None:
@@ -86,7 +88,10 @@ def report(target: Target, suites: list[Suite], settings: EvalSpec) -> Report:
 
 
 def test_a_whole_measurement(report: Report, target: Target, suites: list[Suite], settings: EvalSpec) -> None:
-    """q := p gives τ = k + 1 at both temperatures, greedy text is the target's own, and every figure says what it depends on."""
+    """A drafter that equals the target gives τ = k + 1 at both temperatures, and greedy text is the target's own.
+
+    Every figure says what it depends on.
+    """
     _drafter_equal_to_the_target_accepts_everything(report)
     _greedy_text_is_identical_everywhere(report)
     _rules_are_named(report)

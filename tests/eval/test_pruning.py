@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from outrider.distill.vocabulary import ranks
-from outrider.eval.pruning import measure_pruning, size_figures
+from outrider.eval.pruning import measure_pruning
+from outrider.eval.reports.vocabulary import size_figures
 from outrider.heads.losses import Reference, compare, divergence
 from outrider.targets import Target
 
@@ -63,7 +64,10 @@ def test_sums_are_those_of_the_targets_distribution_position_by_position(
 def test_what_is_lost_is_what_a_perfect_drafter_on_that_vocabulary_misses(
     target: Target, batches: list[tuple[torch.Tensor, torch.Tensor]]
 ) -> None:
-    """q = p renormalised on the kept tokens: its analytic alpha is 1 − lost, exactly, and greedily it agrees where the best token was kept."""
+    """A drafter that is the target renormalised on the kept tokens: its analytic alpha is 1 − lost, exactly.
+
+    Greedily it agrees where the best token was kept.
+    """
     sums, counts = measure_pruning(target, batches, ranks(COUNTS), [16])
     kept = COUNTS.argsort(descending=True)[:16].sort().values
     alphas, agreed = [], []

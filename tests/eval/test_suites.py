@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from outrider.distill.prompts import Prompt
-from outrider.eval import load_suites, make_suite
+from outrider.eval.suites import load_suites, make_suite
 from outrider.ground import BadInputError
 
 

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from outrider.decode import Decoder, Plan, Sampling
-from outrider.decode.drafting import Chooser
-from outrider.decode.sampling import Processors
+from outrider.decode.drafting import Chooser, Drawing
+from outrider.decode.rules import RULES
+from outrider.decode.sampling import Keys, Processors
 from outrider.ground import BadInputError, IncompatibleError
 from outrider.heads import (
     Drafter,
@@ -124,17 +125,8 @@ def chooser(texts: list[list[int]], sampling: Sampling, confidence: float = 0.0)
     )
     if processors.idle:
         processors = context = None
-    return Chooser(
-        "candidates",
-        sampling,
-        0,
-        VOCAB,
-        torch.arange(rows),
-        torch.full((rows,), 9),
-        processors,
-        context,
-        confidence=confidence,
-    )
+    keys = Keys(0, torch.arange(rows), torch.full((rows,), 9))
+    return Chooser(RULES["candidates"], Drawing(sampling, processors, VOCAB), keys, context, confidence)
 
 
 @torch.inference_mode()

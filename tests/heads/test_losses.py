@@ -14,14 +14,19 @@ from outrider.ground import BadInputError
 from outrider.heads.losses import (
     DIVERGENCES,
     HARD,
+    Comparison,
     Reference,
     acceptance_metrics,
+    ahead,
     chunked_compare,
     compare,
     divergence,
     hard_cross_entropy,
+    metrics_by_depth,
+    own_precision,
     smooth_l1,
 )
+from outrider.heads.parts import liger
 from outrider.targets import PeakBytes
 
 P = np.array([[0.5, 0.3, 0.2], [0.9, 0.05, 0.05], [1 / 3, 1 / 3, 1 / 3], [0.2, 0.3, 0.5]])
@@ -116,6 +121,8 @@ def test_a_mix_is_the_weighted_sum_of_its_parts():
         ({"tv": 1.0, "kl": 1.0}, "unknown loss 'kl'"),
         ({3: 1.0}, "unknown loss 3"),
         ("tv(0.5)", r"unknown loss 'tv\(0.5\)'; known"),
+        ("tv(", r"unknown loss 'tv\('; known"),
+        ("jsd(0)", "beta must be a number, between 0 and 1; found '0'"),
         ("jsd(1)", "beta must be a number, between 0 and 1; found '1'"),
         ("jsd(half)", "beta must be a number, between 0 and 1; found 'half'"),
         ("jsd()", "beta must be a number"),
@@ -390,7 +397,73 @@ def test_mass_that_a_pruned_vocabulary_cannot_reach_counts_as_rejected():
     assert result.loss.item() == pytest.approx(0.5)
 
 
+def test_a_loss_that_kernels_serve_is_theirs(monkeypatch):
+    asked: list[tuple] = []
+    monkeypatch.setattr(liger, "serves", lambda *arguments: bool(asked.append(arguments)) or True)
+    monkeypatch.setattr(liger, "compare", lambda *arguments: arguments)
+    given = Reference.of(logits(P)), logits(Q), divergence("tv")
+    assert all(a is b for a, b in zip(compare(*given), given, strict=True))
+    assert asked == [(given[2], "cpu")]
+
+
+def test_mixed_precision_is_for_the_drafter_alone():
+    """Under autocast, which would round products to 16 bits; tensors without contents know none, and are left alone."""
+    target_head, draft_head = heads(None)
+    target_hidden, hidden = torch.randn(9, 5), torch.randn(9, 4)
+    with torch.autocast("cpu", torch.bfloat16):
+        with own_precision(torch.device("cpu")):
+            exact = target_head(target_hidden)
+        with own_precision(torch.device("meta")):
+            assert target_head(target_hidden).dtype == torch.bfloat16
+        found = chunked_compare(target_hidden, hidden, target_head, draft_head, divergence("tv"))
+        drafted = draft_head(hidden).float()
+    assert torch.equal(exact, target_head(target_hidden))
+    torch.testing.assert_close(
+        found.loss, divergence("tv")(Reference.of(target_head(target_hidden)), drafted.log_softmax(-1)).detach()
+    )
+
+
 # ------------------------------------------------------------ metrics
+
+
+@pytest.mark.parametrize(
+    ("by", "expected"),
+    [(0, [[1, 2, 3], [4, 5, 6]]), (1, [[2, 3, 0], [5, 6, 0]]), (2, [[3, 0, 0], [6, 0, 0]]), (3, [[0] * 3] * 2)],
+)
+def test_what_stands_ahead_and_nothing_after_the_end(by, expected):
+    assert ahead(torch.tensor([[1, 2, 3], [4, 5, 6]]), by).tolist() == expected
+
+
+def test_a_chain_of_one_draft():
+    found = acceptance_metrics([torch.tensor([[0.5, 1.0]])], [torch.ones(1, 2, dtype=torch.bool)])
+    assert {name: [t.item() for t in pair] for name, pair in found.items()} == {"alpha_d1": [1.5, 2], "tau": [3.5, 2]}
+
+
+def test_every_depth_says_where_it_was_measured():
+    with pytest.raises(ValueError, match="zip"):
+        acceptance_metrics([torch.ones(1, 2)] * 2, [torch.ones(1, 2, dtype=torch.bool)])
+
+
+def test_metrics_by_depth_follow_each_chain_from_its_start():
+    """Step k predicts a token from k places further back: a chain that starts at t has its depth k at the token t + k."""
+    wanted = torch.tensor([[True, True, False, True], [False, True, True, True]])
+    here = torch.tensor([[True] * 6, [False, True, True, True, False, True]])
+    numbers = torch.arange(1.0, 13.0).view(2, 6) / 12
+    alpha, loss, top1 = numbers, 10 + numbers, 1 - numbers
+    found = metrics_by_depth(Comparison(loss.sum(), loss, alpha, top1), wanted, here)
+    values = {name: [round(part.item(), 5) for part in pair] for name, pair in found.items()}
+    assert list(values) == ["loss_d1", "top1_d1", "loss_d2", "top1_d2", "alpha_d1", "alpha_d2", "tau"]
+    assert values["loss_d1"] == [round(60 + 21 / 12, 5), 6]
+    assert values["top1_d1"] == [round(6 - 21 / 12, 5), 6]
+    assert values["loss_d2"] == [round(40 + (8 + 9 + 10 + 12) / 12, 5), 4]
+    assert values["top1_d2"] == [round(4 - (8 + 9 + 10 + 12) / 12, 5), 4]
+    # The tokens stand at (0, 0), (0, 1), (0, 3), (1, 1), (1, 2), (1, 3). Chains of two start at (0, 0) and at (1, 2).
+    first, second = {(0, 0): 1, (1, 2): 5}, {(0, 0): 8, (1, 2): 12}
+    assert values["alpha_d1"] == [round(21 / 12, 5), 6]
+    reached = sum(first.values()) / 12
+    both = sum(first[start] * second[start] for start in first) / 144
+    assert values["alpha_d2"] == pytest.approx([both, reached], abs=1e-4)
+    assert values["tau"] == pytest.approx([2 + reached + both, 2], abs=1e-4)
 
 
 def test_acceptance_along_a_chain_by_hand():

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from outrider.decode import Control, Costs, Decoder, Plan, Sampling, Tree
-from outrider.decode.engine import Run
+from outrider.decode import round as stage
+from outrider.decode.run import Request
 from outrider.ground import BadInputError, IncompatibleError
 from outrider.heads import Drafter, Hydra, HydraConfig, Medusa, MedusaConfig, TargetBatch
 from outrider.heads.losses import divergence
@@ -301,21 +302,19 @@ def test_a_round_never_reads_a_tensor_on_the_host(tiny_llama, kind, plan):
     with torch.device("meta"):
         target = Target(tiny_llama(layers=4).to("meta"))
         drafter = KINDS[kind][0].build(KINDS[kind][1](), target).to("meta")
-        run = Run(
-            Decoder(target, drafter, static=True), PROMPTS, 20, Sampling(1.0), PLANS[plan], None, False, None, True
-        )
+        run = Decoder(target, drafter, static=True).run(Request(PROMPTS, 20, Sampling(1.0), PLANS[plan]))
         tokens, counts = (
             torch.zeros(4, 9, dtype=torch.long),
             Counts(torch.ones(4, dtype=torch.long), [len(p) for p in PROMPTS]),
         )
         with torch.inference_mode():
-            opened = run._open(tokens, counts)
-            opened.drafting.absorb(tokens, torch.zeros(4, 9, 1, 32), counts)
-            opened.cache.window = 256
-            shapes = [t.shape for t in opened.drafting.carried()]
+            state = run._open(tokens, counts)
+            state.session.absorb(tokens, torch.zeros(4, 9, 1, 32), counts)
+            state.cache.window = 256
+            shapes = [t.shape for t in state.session.carried()]
             for _ in range(2):
-                run.absorb(opened, run.compute(opened, run.plan.depth))
-                assert [t.shape for t in opened.drafting.carried()] == shapes, (
+                state, _ = stage.play(run.setup, state, run.setup.plan.depth)
+                assert [t.shape for t in state.session.carried()] == shapes, (
                     "what is carried from round to round keeps its shape"
                 )
 

@@ -11,8 +11,9 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from outrider.decode import Control, Costs, Decoder, Plan, Sampling, Tree, memory
-from outrider.decode.engine import Run
+from outrider.decode import round as stage
 from outrider.decode.memory import Load, budget
+from outrider.decode.run import Request
 from outrider.ground import BadInputError, IncompatibleError
 from outrider.heads import Fusion, Ngram, SelfSpeculative, SelfSpeculativeConfig, TargetBatch
 from outrider.heads.losses import divergence
@@ -143,7 +144,7 @@ def test_a_target_without_a_norm_behind_its_layers_is_refused(target):
         lambda module, args, output: setattr(output, "last_hidden_state", 2 * output.last_hidden_state)
     )
     drafter = build(target, exit_layer=2)
-    with pytest.raises(IncompatibleError, match="LlamaForCausalLM has no single norm behind its last layer"):
+    with pytest.raises(IncompatibleError, match="LlamaForCausalLM has no single norm after its last layer"):
         drafter.loss(batch(target, drafter, sequences()))
 
 
@@ -358,30 +359,31 @@ def test_greedy_text_is_the_librarys_with_a_peft_adapter(merged):
 def test_what_drafting_writes_is_what_the_verification_writes(target, plan, rows, monkeypatch):
     """Keys and values of the layers that draft, at the root and at every node that was read."""
     drafter, compared = build(target, new=True, exit_layer=3), []
-    honest = Run._verify
+    honest, noted = stage.judge, {}
 
     def written(cache: RaggedCache) -> list[Tensor]:
         return [part[: cache.batch_size].clone() for layer in cache._stores[:3] for part in (layer.keys, layer.values)]
 
-    drafts = Run._draft
+    drafts = stage.draft
 
-    def draft(run: Run, running: Any, depth: int) -> Any:
-        found = drafts(run, running, depth)
-        run.noted = (found[0], written(running.cache))  # type: ignore[attr-defined]
+    def draft(setup: Any, state: Any, depth: int) -> Any:
+        found = drafts(setup, state, depth)
+        noted["drafted"] = written(state.cache)
         return found
 
-    def verify(run: Run, running: Any, proposal: Any, *rest: Any) -> Any:
+    def verify(setup: Any, state: Any, found: Any, *rest: Any) -> Any:
+        proposal = found.proposal
         if proposal.depth:
             read = (
                 torch.arange(proposal.depth - 1).expand(len(proposal.tokens), -1)
                 if proposal.read is None
                 else proposal.read
             )
-            compared.append(agree(running.cache, run.noted[1], written(running.cache), read))  # type: ignore[attr-defined]
-        return honest(run, running, proposal, *rest)
+            compared.append(agree(state.cache, noted["drafted"], written(state.cache), read))
+        return honest(setup, state, found, *rest)
 
-    monkeypatch.setattr(Run, "_draft", draft)
-    monkeypatch.setattr(Run, "_verify", verify)
+    monkeypatch.setattr(stage, "draft", draft)
+    monkeypatch.setattr(stage, "judge", verify)
     Decoder(target, drafter).generate(PROMPTS[:rows], NEW, plan=PLANS[plan], ignore_eos=True)
     assert len(compared) > 3
     assert min(compared) >= rows, "at least each root"
@@ -407,14 +409,14 @@ def test_a_round_of_fixed_shape_never_reads_a_tensor_on_the_host(tiny_llama, pla
     with torch.device("meta"), torch.inference_mode():
         target = Target(tiny_llama(layers=4).to("meta"))
         drafter = SelfSpeculative.build(SelfSpeculativeConfig(), target).to("meta")
-        run = Run(Decoder(target, drafter, static=True), PROMPTS, 20, Sampling(), PLANS[plan], None, False, None, True)
-        running = run._open(
+        run = Decoder(target, drafter, static=True).run(Request(PROMPTS, 20, plan=PLANS[plan]))
+        state = run._open(
             torch.zeros(5, 13, dtype=torch.long), Counts(torch.ones(5, dtype=torch.long), [len(p) for p in PROMPTS])
         )
-        running.cache.window = 256
+        state.cache.window = 256
         for _ in range(3):
-            run.absorb(running, run.compute(running, run.plan.depth))
-        assert running.drafting.caches() == running.drafting.carried() == []
+            state, _ = stage.play(run.setup, state, run.setup.plan.depth)
+        assert state.session.caches() == state.session.carried() == []
 
 
 @pytest.fixture
@@ -431,7 +433,7 @@ def caches(monkeypatch) -> list[RaggedCache]:
 @pytest.mark.parametrize("static", [False, True])
 @pytest.mark.parametrize("kind", ["self", "fusion"])
 def test_there_is_one_cache(target, caches, static, kind):
-    target.layer_shapes()  # read off a cache of its own, once
+    target.cache_layout()  # read off a cache of its own, once
     drafter = build(target) if kind == "self" else Fusion(Ngram(), build(target))
     caches.clear()
     for plan in PLANS.values():

@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from outrider.decode import Decoder, Plan
 from outrider.distill.prompts import Prompt
 from outrider.eval.measure import Contestant, measure
+from outrider.eval.reports.render import write_report
 from outrider.eval.suites import make_suite
 from outrider.ground import BadInputError, IncompatibleError
 from outrider.heads import Drafter
@@ -35,9 +36,9 @@ def report_folder(
 ):
     target = make_target()
     contestant = Contestant("ngram", make_drafter("ngram", target), Plan(2))
-    return measure(target, [contestant], [make_suite("a", prompts[:3])], recipe.eval, generate_baseline=False).save(
-        tmp_path / "report"
-    )
+    suites = [make_suite("a", prompts[:3])]
+    report = measure(target, [contestant], suites, recipe.eval, generate_baseline=False)
+    return write_report(report, tmp_path / "report")
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -111,7 +111,10 @@ def written(folder: Path, values: dict[str, Any], weights: dict[str, Tensor]) ->
 
 
 def reference(w: dict[str, Tensor], values: dict[str, Any], tokens: Tensor, hidden: Tensor) -> list[Tensor]:
-    """Logits `[T−1, V']` of each unrolled step, as that package's forward pass defines them: entries are pairs (x_{t+1}, g_t), positions start at 1."""
+    """Logits `[T−1, V']` of each unrolled step, as that package's forward pass defines them.
+
+    Entries are pairs (x_{t+1}, g_t), positions start at 1.
+    """
     layer_config = values["transformer_layer_config"]
 
     def norm(x: Tensor, name: str) -> Tensor:

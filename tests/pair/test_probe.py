@@ -1,4 +1,6 @@
-"""A probe tells a target that the drafter still fits from one that it lost, and predicts what the decoder would show."""
+"""A probe tells a target that the drafter still fits from one that it lost, and predicts what the decoder would
+show.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from outrider.decode import Decoder
 from outrider.distill.prompts import Prompt
-from outrider.eval.statistics import Interval
+from outrider.eval.reports.intervals import Interval
 from outrider.ground import BadInputError
 from outrider.pair import Pair, probe
 from outrider.pair.calibration import first_of_each_suite

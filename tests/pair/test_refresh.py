@@ -11,8 +11,8 @@ import pytest
 from safetensors.torch import load_file
 
 from outrider.ground import BadInputError, IncompatibleError
-from outrider.pair import Pair, probe, refresh, verify
-from outrider.pair.refresh import refresh_recipe
+from outrider.pair import Pair, probe, verify
+from outrider.pair.refresh import refresh, refresh_recipe
 from outrider.recipes import Recipe
 from outrider.targets import Target
 

@@ -53,7 +53,9 @@ def test_one_flipped_bit_in_any_file_is_found(pair: Pair) -> None:
 
 
 def test_no_bit_of_pair_json_is_free(make_pair: Callable[..., Pair], tmp_path: Path) -> None:
-    """Every byte of a small pair.json (case bits of hexadecimal digits, white space and escapes included) is covered."""
+    """Every byte of a small pair.json (case bits of hexadecimal digits, white space and escapes included) is
+    covered.
+    """
     folder = make_pair("ngram").folder
     good = (folder / "pair.json").read_bytes()
     generator = random.Random(1)

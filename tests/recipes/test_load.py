@@ -126,7 +126,7 @@ def test_a_later_override_wins(tmp_path: Path) -> None:
         ("training={1: 2}", "training[1].[key]: expected text, found 1."),
         ("name=a/b", "name: expected letters, digits, '.', '_' and '-', found 'a/b'."),
         ("output=''", "output: expected some text, found ''."),
-        ("eval.tree=[-1, 2]", "eval.tree: a tree's nodes come behind their parents; node 1 has parent 2."),
+        ("eval.tree=[-1, 2]", "eval.tree: a tree's nodes come after their parents; node 1 has parent 2."),
         (
             "eval.tree=[-1, 0, -1]",
             "eval.tree: a tree's nodes come level by level; the depths of [-1, 0, -1] are [1, 2, 1].",

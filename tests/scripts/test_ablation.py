@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from outrider.decode import Round
-from outrider.eval.statistics import Bootstrap, Ratio
+from outrider.eval.reports.intervals import Ratio
+from outrider.eval.reports.statistics import Bootstrap
 from outrider.heads import Eagle3, Eagle3Config
 from outrider.scripts.bench import ablation, shapes
 from outrider.scripts.bench.acceptance import alpha, over_seeds, pooled, tau

@@ -189,12 +189,12 @@ def test_overhead_is_what_the_loop_takes_beside_its_passes(target: Target, monke
     """A decoder that sleeps 20 ms per round, beside passes of 1 ms."""
     import time
 
-    from outrider.decode.engine import Run
+    from outrider.decode import round as stage
 
     loop = Ours("plain", Decoder(target), Plan(0), 6)
     assert loop_overhead(loop, [PROMPTS], 1).loop_seconds < 0.02
-    compute = Run.compute
-    monkeypatch.setattr(Run, "compute", lambda *arguments: (time.sleep(0.02), compute(*arguments))[1])
+    settle = stage.settle
+    monkeypatch.setattr(stage, "settle", lambda *arguments: (time.sleep(0.02), settle(*arguments))[1])
     found = loop_overhead(loop, [[p] for p in PROMPTS], repeats=2)
     assert found.loop_seconds - found.bare_seconds > 0.019
     assert (

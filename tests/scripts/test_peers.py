@@ -19,7 +19,7 @@ from outrider.scripts.bench import peers
 from outrider.scripts.bench.conditions import command
 from outrider.scripts.bench.peers import over_seeds_of_quotients, parse
 from outrider.scripts.bench.peers_training import Ours, Row, Settings, Training, batches_of, features, with_features
-from outrider.targets import Target, products
+from outrider.targets import Target
 from outrider.train.data import split
 
 SMALL = [
@@ -115,13 +115,11 @@ def test_a_peer_that_is_ourselves_ties(
         "outrider, bf16",
         "speculators, sdpa, fp32",
         f"{peers.FROZEN}, bf16",
-        f"{peers.PLAIN}, fp32",
     } <= set(cell["tokens_per_second"])
     mine, theirs = (cell["tokens_per_second"][name]["median"] for name in ("outrider, fp32", "speculators, sdpa, fp32"))
     ratio = cell["ours_over_their_fastest_at_equal_precision"]["outrider, fp32"]["median"]
     assert ratio == pytest.approx(mine / theirs, rel=1e-2)
     assert result["conditions"]["speculators"] == "0"
-    assert result["conditions"]["products"].startswith("fp32 products of matrices: ")
     assert result["conditions"]["dtype"] == "float32"
     assert "tau of outrider" in capsys.readouterr().out
 
@@ -215,17 +213,6 @@ def test_a_frozen_output_embedding_stays(data: Path, target_folder: Path) -> Non
         training = Training(ours, "muon", 1e-2, 10, 0)
         assert training.step(job) > 0
         assert torch.equal(before, ours.module.lm_head.weight) == frozen
-
-
-def test_ours_multiplies_as_training_does_and_the_plain_one_as_torch_does(
-    target_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(products, "gains", lambda: True)
-    settings = settings_of(Target.load(target_folder))
-    own = torch.nn.functional.linear
-    for contestant, expected in ((Ours(settings), True), (Ours(settings, peers.PLAIN, products=False), False)):
-        with contestant.products():
-            assert (torch.nn.functional.linear is not own) == expected
 
 
 def test_quotients_over_seeds_have_a_geometric_mean() -> None:

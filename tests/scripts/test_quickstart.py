@@ -57,7 +57,7 @@ def embedded(
     recipe["training"] |= {"disable_tqdm": True}
     (here / "embedded-eagle3.yaml").write_text(yaml.safe_dump(recipe))
     monkeypatch.setattr(outrider.recipes, "_HERE", here)
-    for place in ("outrider.targets", "outrider.targets.target"):
+    for place in ("outrider.targets", "outrider.targets.loading"):
         monkeypatch.setattr(f"{place}.embedded_path", lambda: here / "embedded" / "target")
 
 

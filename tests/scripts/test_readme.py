@@ -1,11 +1,14 @@
-"""The README's commands, recipe and Python example are real."""
+"""The commands, recipes, examples, links and figures of the README, of CONTRIBUTING and of docs/ are real."""
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import re
 import shlex
 import subprocess
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -14,111 +17,280 @@ import typer
 import yaml
 from typer.testing import Result
 
+from outrider.heads import Ngram, drafter_config
+from outrider.pair import Pair, new_pair
 from outrider.recipes import Recipe, load_recipe, packaged_recipes
 from outrider.scripts.cli import app
 from outrider.targets import Target
+from outrider.train.arguments import check_training
 
 ROOT = Path(__file__).parents[2]
-README = (ROOT / "README.md").read_text(encoding="utf-8")
+README, CONTRIBUTING = ROOT / "README.md", ROOT / "CONTRIBUTING.md"
+PAGES = [README, CONTRIBUTING, *sorted((ROOT / "docs").rglob("*.md"))]
+RESULTS = ROOT / "scripts" / "bench" / "RESULTS.md"
 # Finished in a moment, without a trained drafter.
 QUICK = {"doctor"}
 
 
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```", README, flags=re.MULTILINE | re.DOTALL)
+def text_of(page: Path) -> str:
+    return page.read_text(encoding="utf-8")
 
 
-def commands() -> list[list[str]]:
-    """Every shell command, as words, comments and leading assignments taken off."""
-    lines = [line for block in blocks("sh") for line in block.splitlines()]
-    split = [shlex.split(line, comments=True) for line in lines]
+def blocks(page: Path, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", text_of(page), flags=re.MULTILINE | re.DOTALL)
+
+
+def commands(page: Path) -> list[list[str]]:
+    """Return a page's shell commands as words, without comments and leading assignments."""
+    lines = [line for block in blocks(page, "sh") for line in block.splitlines()]
+    split = [shlex.split(part, comments=True) for line in lines for part in line.split(" && ")]
     return [words[next(i for i, w in enumerate(words) if not re.match(r"[A-Z_]+=", w)) :] for words in split if words]
 
 
-def verbs() -> Iterator[tuple[Any, list[str], list[str]]]:
-    """(the click command, its path, its arguments) of each `outrider …` line."""
-    for words in commands():
-        if words[0] != "outrider":
-            continue
-        command, path, rest = typer.main.get_command(app), [], words[1:]
-        while hasattr(command, "commands"):
-            assert rest[0] in command.commands, f"the README names a verb that does not exist: {' '.join(words)}"
-            command, path, rest = command.commands[rest[0]], [*path, rest[0]], rest[1:]
-        yield command, path, rest
+def all_commands() -> Iterator[list[str]]:
+    return (words for page in PAGES for words in commands(page))
 
 
-def test_every_verb_is_shown_and_every_verb_shown_exists() -> None:
-    shown = {tuple(path) for _, path, _ in verbs()}
+def shown(page: Path) -> str:
+    return page.relative_to(ROOT).as_posix()
+
+
+# ------------------------------------------------------------ the outrider command
+
+
+def verb_of(words: list[str]) -> tuple[Any, list[str], list[str]]:
+    """Return the click command of an `outrider …` line, its path, and its arguments."""
+    command, path, rest = typer.main.get_command(app), [], words[1:]
+    while hasattr(command, "commands"):
+        assert rest, f"{' '.join(words)} ends before its verb"
+        assert rest[0] in command.commands, f"a page names a verb that does not exist: {' '.join(words)}"
+        command, path, rest = command.commands[rest[0]], [*path, rest[0]], rest[1:]
+    return command, path, rest
+
+
+def test_the_readme_shows_every_verb() -> None:
     root = typer.main.get_command(app)
-    known = {(n, *([s] if s else [])) for n, c in root.commands.items() for s in getattr(c, "commands", {"": None})}  # type: ignore[attr-defined]
-    assert shown == known
+    known = {
+        (name, *([sub] if sub else []))
+        for name, command in root.commands.items()  # type: ignore[attr-defined]
+        for sub in getattr(command, "commands", {"": None})
+    }
+    assert {tuple(verb_of(words)[1]) for words in commands(README) if words[0] == "outrider"} == known
 
 
-def test_every_option_shown_exists() -> None:
-    for command, path, rest in verbs():
-        known = {name for parameter in command.params for name in parameter.opts}
-        assert [w for w in rest if w.startswith("--") and w not in known] == [], path
+def test_every_outrider_command_is_one_that_the_command_line_takes() -> None:
+    """Parsed as it would be before it runs: arguments, options and the types of their values."""
+    for words in all_commands():
+        if words[0] == "outrider":
+            command, path, rest = verb_of(words)
+            command.make_context(" ".join(path), list(rest))
+
+
+def test_verbs_and_options_named_in_the_text_exist() -> None:
+    verbs = set(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
+    for page in PAGES:
+        for named in re.findall(r"`outrider\s+([^`]+)`", text_of(page)):
+            words = shlex.split(named)
+            if words[0].startswith("--"):
+                continue
+            assert words[0] in verbs, f"{shown(page)}: outrider {named}"
+            if words[0] != "pair":
+                known = {name for parameter in verb_of(["outrider", words[0]])[0].params for name in parameter.opts}
+                assert [w for w in words if w.startswith("--") and w not in known] == [], shown(page)
+
+
+def test_the_quick_commands_run(outrider: Callable[..., Result]) -> None:
+    for words in commands(README):
+        if words[0] == "outrider":
+            _, path, rest = verb_of(words)
+            assert path[0] not in QUICK or outrider(*path, *rest).exit_code == 0
+            assert outrider(*path, "--help").exit_code == 0
+
+
+# ------------------------------------------------------------ other commands
+
+
+def is_script(words: list[str]) -> None:
+    assert (ROOT / words[0]).stat().st_mode & 0o111, words[0]
+    subprocess.run(["bash", "-n", ROOT / words[0]], check=True)
+
+
+def is_python(words: list[str]) -> None:
+    if words[1] != "-m":
+        assert (ROOT / words[1]).exists(), words
+    elif "--help" in words:
+        main = importlib.import_module(words[2]).main
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("sys.argv", words[2:])
+            with pytest.raises(SystemExit) as ended:
+                main()
+        assert ended.value.code == 0
+    else:
+        assert importlib.util.find_spec(words[2]), words
+
+
+def is_launch(words: list[str]) -> None:
+    from accelerate.commands.launch import launch_command_parser
+
+    assert words[1] == "launch"
+    asked = launch_command_parser().parse_args(words[2:])
+    assert asked.module, words
+    assert asked.training_script == "outrider.train"
+    assert asked.config_file is None or (ROOT / asked.config_file).is_file(), words
+    (recipe,) = asked.training_script_args
+    assert recipe == "my.yaml" or recipe in packaged_recipes()
+
+
+def is_installation(words: list[str]) -> None:
+    files = [after for word, after in pairwise(words) if word in ("-c", "-r")]
+    assert [file for file in files if not (ROOT / file).is_file()] == []
+
+
+def is_make(words: list[str]) -> None:
+    assert re.search(rf"^{words[1]}:", (ROOT / "Makefile").read_text(), flags=re.MULTILINE), words
+
+
+KINDS: dict[str, Callable[[list[str]], None]] = {
+    "./scripts/quickstart": is_script,
+    "./scripts/test": is_script,
+    "python": is_python,
+    "accelerate": is_launch,
+    "pip": is_installation,
+    "uv": is_installation,
+    "make": is_make,
+}
+
+
+def test_every_other_command_is_one_that_would_start(capsys: pytest.CaptureFixture[str]) -> None:
+    for words in all_commands():
+        if words[0] != "outrider":
+            assert words[0] in KINDS, f"nothing checks {' '.join(words)}"
+            KINDS[words[0]](words)
+
+
+# ------------------------------------------------------------ recipes and examples
 
 
 def test_every_recipe_and_override_shown_is_valid() -> None:
-    from outrider.train.arguments import check_training
-
     seen = 0
-    for words in commands():
-        name = next((w for w in words if w in packaged_recipes()), None)
-        if name:
+    for words in all_commands():
+        for name in (w for w in words if w in packaged_recipes()):
             recipe = load_recipe(name, [w for w in words if re.match(r"[a-z_.]+=", w)])
             check_training(recipe.training)
             seen += 1
-    assert seen >= 4
+    assert seen >= 12
 
 
-def test_the_recipe_shown_is_valid() -> None:
-    from outrider.heads import drafter_config
-    from outrider.train.arguments import check_training
-
-    for block in blocks("yaml"):
+def test_every_recipe_shown_in_full_is_valid() -> None:
+    shown_in_full = [block for page in PAGES for block in blocks(page, "yaml")]
+    assert shown_in_full
+    for block in shown_in_full:
         recipe = Recipe.from_dict(yaml.safe_load(block))
         drafter_config(recipe.drafter)
         check_training(recipe.training)
 
 
-def test_the_scripts_shown_exist_and_are_executable() -> None:
-    scripts = [words[0] for words in commands() if words[0].startswith("./")]
-    assert scripts == ["./scripts/quickstart", "./scripts/test"]
-    for script in scripts:
-        assert (ROOT / script).stat().st_mode & 0o111, script
-        subprocess.run(["bash", "-n", ROOT / script], check=True)
+def test_recipes_named_in_the_text_exist() -> None:
+    beginnings = "|".join({name.split("-")[0] for name in packaged_recipes()})
+    for page in PAGES:
+        named = set(re.findall(rf"`((?:{beginnings})-[\w.-]+)`", text_of(page)))
+        assert named <= set(packaged_recipes()), shown(page)
 
 
-def test_the_quick_commands_run(outrider: Callable[..., Result]) -> None:
-    for _, path, rest in verbs():
-        if path[0] in QUICK:
-            assert outrider(*path, *rest).exit_code == 0
-        assert outrider(*path, "--help").exit_code == 0
-
-
-def test_the_python_example_runs(
-    tiny_target: Target, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """On a tiny target in place of the embedded one."""
+@pytest.fixture
+def tiny_world(tiny_target: Target, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A tiny target in place of every target, and a pair of it where the pages have one."""
+    values = {
+        "name": "tiny",
+        "target": {"path": "tiny"},
+        "drafter": {"type": "ngram"},
+        "data": {"prompts": ["p.jsonl"]},
+    }
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(Target, "load", lambda *_, **__: tiny_target)
-    (block,) = blocks("python")
-    exec(compile(block, "README.md", "exec"), {})
-    assert "alpha by depth" in capsys.readouterr().out
+    pair = new_pair(tmp_path / "runs/pair-v1", tiny_target, Ngram(), Recipe.from_dict(values), calibration=[])
+    monkeypatch.setattr(Pair, "load_target", lambda *_, **__: tiny_target)
+    assert pair.folder.is_dir()
 
 
-def test_every_folder_of_code_is_on_the_file_map() -> None:
-    mapped = set(re.findall(r"^\| `(\w+)/` \|", README, flags=re.MULTILINE))
-    assert mapped == {p.parent.name for p in ROOT.glob("*/__init__.py")} | {"tests"}
+@pytest.mark.parametrize("page", [p for p in PAGES if blocks(p, "python")], ids=shown)
+def test_the_python_examples_run(page: Path, tiny_world: None, capsys: pytest.CaptureFixture[str]) -> None:
+    """From top to bottom, each with what those above it have defined."""
+    defined: dict[str, Any] = {"__name__": "example"}
+    for block in blocks(page, "python"):
+        exec(compile(block, shown(page), "exec"), defined)
+    if page == README:
+        assert "alpha by depth" in capsys.readouterr().out
+
+
+# ------------------------------------------------------------ links, files, figures
+
+
+def anchors(page: Path) -> set[str]:
+    titles = re.findall(
+        r"^#+ (.+)$", re.sub(r"^```.*?^```", "", text_of(page), flags=re.MULTILINE | re.DOTALL), flags=re.MULTILINE
+    )
+    return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", [*PAGES, RESULTS], ids=shown)
+def test_links_lead_somewhere(page: Path) -> None:
+    for link in re.findall(r"\]\(([^)\s]+)\)", text_of(page)):
+        if link.startswith("http"):
+            continue
+        path, _, anchor = link.partition("#")
+        file = (page.parent / path).resolve() if path else page
+        assert file.exists(), link
+        assert not anchor or anchor in anchors(file), link
+
+
+def test_every_page_is_reached_from_the_readme() -> None:
+    found, waiting = {README}, [README]
+    while waiting:
+        page = waiting.pop()
+        links = re.findall(r"\]\(([^)\s#]+\.md)", text_of(page))
+        new = {(page.parent / link).resolve() for link in links if not link.startswith("http")} - found
+        found |= new
+        waiting += new
+    assert [shown(page) for page in PAGES if page not in found] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=shown)
+def test_files_that_are_named_exist(page: Path) -> None:
+    rooms = "|".join(["tests", "docs", *(p.parent.name for p in ROOT.glob("*/__init__.py"))])
+    named = set(re.findall(rf"`((?:{rooms})/[\w/.-]+)`", text_of(page)))
+    assert [n for n in named if not (ROOT / n).exists()] == []
+    results = set(re.findall(r"`([\w.-]+-[\w.-]+\.json)`", text_of(page)))
+    assert [r for r in results if not (RESULTS.parent / "results" / r).is_file()] == []
+
+
+def intervals(text: str) -> set[str]:
+    """Return what a text cites with an interval, such as `1.59 [1.47, 1.72]`, without signs and units."""
+    plain = text.replace("−", "-").replace("×", "").replace("%", "").replace("+", "")
+    return {" ".join(f) for f in re.findall(r"(-?\d+\.\d+)\s(\[-?\d+\.\d+, -?\d+\.\d+\])", plain)}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=shown)
+def test_every_figure_with_an_interval_stands_on_the_results_page(page: Path) -> None:
+    assert intervals(text_of(page)) - intervals(text_of(RESULTS)) == set()
+
+
+def test_every_folder_of_code_is_on_the_map() -> None:
+    mapped = set(re.findall(r"^\| `(\w+)/` \|", text_of(ROOT / "docs/developers/house.md"), flags=re.MULTILINE))
+    assert mapped == {p.parent.name for p in ROOT.glob("*/__init__.py")} | {"tests", "docs"}
 
 
 def test_every_exit_code_is_explained() -> None:
-    assert [int(c) for c in re.findall(r"^\| (\d+) \|", README, flags=re.MULTILINE)] == [0, 1, 2, 3, 70, 130]
+    codes = re.findall(r"^\| (\d+) \|", text_of(ROOT / "docs/guides/pairs-in-ci.md"), flags=re.MULTILINE)
+    assert [int(code) for code in codes] == [0, 1, 2, 3, 70, 130]
 
 
-def test_files_that_are_named_exist() -> None:
-    """Links and paths in the README and in CONTRIBUTING."""
-    text = README + (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
-    named = set(re.findall(r"`((?:tests|heads|recipes|scripts)/[\w/.-]+)`", text))
-    assert [n for n in named if not (ROOT / n).exists()] == []
+def test_the_readme_is_short_enough_to_be_read_to_its_end() -> None:
+    assert len(text_of(README).splitlines()) <= 180
+
+
+@pytest.mark.parametrize("page", PAGES, ids=shown)
+def test_lines_of_prose_fit_a_window(page: Path) -> None:
+    """Tables and blocks of code may be wider."""
+    prose = re.sub(r"^```.*?^```", "", text_of(page), flags=re.MULTILINE | re.DOTALL).splitlines()
+    assert [line for line in prose if len(line) > 120 and not line.startswith(("|", "    "))] == []

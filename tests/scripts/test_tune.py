@@ -45,8 +45,8 @@ def test_tune_stores_a_plan_that_generate_eval_and_show_use(
     outrider: Command, pair: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shown = succeeded(outrider("tune", pair, "--batch", 1, "--batch", 2, "--limit", 2, "--max-new-tokens", 8))
-    assert "batch 1, passes behind" in shown
-    assert "batch 2, passes behind" in shown
+    assert "batch 1, passes after" in shown
+    assert "batch 2, passes after" in shown
     assert "predicted" in shown
     assert "kept in" in shown
     assert [b.batch_size for b in Pair.load(pair).manifest.tuning[0].batches] == [1, 2]

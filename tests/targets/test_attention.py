@@ -11,7 +11,7 @@ from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 from outrider.decode import Decoder, Plan, Tree
 from outrider.ground import IncompatibleError
 from outrider.heads import Eagle3, Eagle3Config
-from outrider.targets import Target, attention
+from outrider.targets import Target, attention, load_causal_lm
 
 PROMPTS = [torch.randint(0, 64, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (5, 1, 9, 3)]
 PLANS = [Plan(3), Plan(tree=Tree((-1, -1, 0, 0, 1, 2)))]
@@ -92,8 +92,6 @@ def test_a_model_that_does_not_attend_by_sdpa_is_refused(tiny_llama):
 
 def test_split_attention_can_be_asked_for_by_name(tiny_llama, tmp_path):
     tiny_llama(layers=4).save_pretrained(tmp_path)
-    from outrider.targets import load_causal_lm
-
     attention.register()
     assert load_causal_lm(str(tmp_path), attention=attention.NAME).config._attn_implementation == "outrider"
 

@@ -1,4 +1,4 @@
-"""The ragged cache holds what the library's own cache would hold for each row alone, whatever was written and thrown away."""
+"""The ragged cache holds what the library's own would hold for each row alone, whatever was written and thrown away."""
 
 from __future__ import annotations
 
@@ -104,8 +104,8 @@ def test_nothing_is_committed_until_it_is_advanced(target):
 
 
 @pytest.mark.parametrize("lengths", [[3, 3], [1, 1], [3, 1]])
-def test_a_pass_can_start_before_or_behind_the_committed_entries(target, lengths):
-    """Offset −1 writes the last entry again; offset 1 goes on behind an uncommitted one. Either way as in one pass."""
+def test_a_pass_can_start_before_or_after_the_committed_entries(target, lengths):
+    """Offset −1 writes the last entry again; offset 1 goes on after an uncommitted one. Either way as in one pass."""
     text = tokens(2, 8)
     cache = target.new_cache(2, 20)
     target.forward(text[:, :3], cache)
@@ -120,7 +120,7 @@ def test_a_pass_can_start_before_or_behind_the_committed_entries(target, lengths
         torch.testing.assert_close(behind[row, 0], expected[n + 1], rtol=1e-4, atol=1e-4)
 
 
-# Per row the parents of six nodes behind a root; both rows have a path of three.
+# Per row the parents of six nodes after a root; both rows have a path of three.
 PARENTS = [[-1, -1, 0, 2, 1, 2], [-1, 0, 0, 1, 2, -1]]
 
 
@@ -144,7 +144,10 @@ def tree() -> tuple[list[list[list[int]]], Nodes]:
 @pytest.mark.parametrize("window", [None, 3])
 @pytest.mark.parametrize("split", [7, 3], ids=["at once", "in two passes"])
 def test_the_nodes_of_a_tree_see_their_paths_only(tiny_llama, lengths, window, split):
-    """Logits at a node are the library's of the text that ends there; afterwards a path is kept and the text goes on behind it."""
+    """Logits at a node are the library's of the text that ends there.
+
+    Then a path is kept, and the text goes on after it.
+    """
     target = Target(tiny_mistral(window)) if window else Target(tiny_llama(layers=3))
     cache, prompt, new = target.new_cache(2, 30), tokens(2, 5), tokens(2, 7, seed=4)
     target.forward(prompt, cache)
@@ -275,12 +278,12 @@ def test_a_cache_is_allocated_whole_before_the_first_pass(kind):
 
 
 def test_layers_of_different_sizes_are_told_apart():
-    small, large, *shared = sized("gemma4_text").layer_shapes()
+    small, large, *shared = sized("gemma4_text").cache_layout().shapes
     assert small is not None
     assert large is not None
     assert (small.keys.size, large.keys.size) == (8, 16)
     assert shared == [None, None], "layers that read another's keys and values keep none"
-    latent = sized("deepseek_v3").layer_shapes()[0]
+    latent = sized("deepseek_v3").cache_layout().shapes[0]
     assert latent is not None
     assert (latent.keys.size, latent.values.size) == (16, 8)
 
@@ -300,7 +303,7 @@ def test_looking_at_a_layer_once_leaves_nothing_behind(tiny_target):
     fresh = Target(tiny_target.model)
     fresh.forward(text, taps=(0, 3))
     fresh.new_cache(1, 5)
-    assert fresh._seen == {}
+    assert fresh._taps.seen == {}
     assert torch.equal(fresh.forward(text, taps=(0, 3)).hidden, expected)
 
 

@@ -66,7 +66,10 @@ def tokens(rows: int, length: int, seed: int = 0) -> Tensor:
 
 
 def states(target: Target, text: list[int]) -> list[Tensor]:
-    """Of every layer that keeps some, by the library, of one text read alone; convolutions as far as the next token sees them."""
+    """Return the library's states of one text read alone, of every layer that keeps some.
+
+    Of convolutions' inputs only those are returned that the next token sees.
+    """
     cache = DynamicCache(config=target.config)
     target.model(torch.tensor([text]), past_key_values=cache)
     kept = [layer for layer in cache.layers if hasattr(layer, "conv_states")]
@@ -96,7 +99,7 @@ def test_every_model_that_is_let_through_is_in_the_table():
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_rejected_drafts_leave_no_trace(kind):
-    """Ragged prompts, and passes of which each row keeps some: logits are the library's of the text alone, and so are states."""
+    """Prompts are ragged, and each row keeps some of a pass: logits and states are the library's of the text alone."""
     target, lengths = make(kind), [5, 40, 23, 1]
     cache, prompt = target.new_cache(4, 120), tokens(4, 40)
     first = target.forward(prompt, cache, at=torch.tensor(lengths)[:, None] - 1).logits
@@ -136,7 +139,7 @@ def test_a_row_that_keeps_everything_reads_nothing_twice():
 
 
 def test_a_row_far_behind_is_brought_up_by_passes_of_its_own():
-    """Of ragged prompts the states hold nothing at first: padding was read behind the shorter ones."""
+    """After ragged prompts the states hold nothing at first: padding was read after the shorter ones."""
     target, lengths = make("qwen3_next"), [60, 20, 40]
     cache, widths = target.new_cache(3, 64), []
     prompt = tokens(3, 60)
@@ -165,8 +168,8 @@ def test_a_full_row_leaves_room_for_what_others_read_again():
 
 
 @pytest.mark.parametrize("lengths", [[6, 6], [6, 3]])
-def test_a_pass_can_start_before_or_behind_the_committed_entries(lengths):
-    """As a draft model's passes do: the last token again and one more, then one behind an uncommitted one."""
+def test_a_pass_can_start_before_or_after_the_committed_entries(lengths):
+    """A draft model's passes do so: the last token again and one more, then one after an uncommitted one."""
     target = make("qwen3_next")
     text, cache = tokens(2, 9), target.new_cache(2, 20)
     target.forward(text[:, :6], cache)
@@ -269,7 +272,10 @@ def test_trees_are_refused():
     ],
 )
 def test_other_recurrent_models_are_refused_before_anything_runs(kind, values, named):
-    """With exit code 3, and what can be taken instead. Of RWKV, whose config names no layers, the library says that it is stateful."""
+    """The exit code is 3, and the error says what can be taken instead.
+
+    RWKV's config names no layers; the library says of the model that it is stateful.
+    """
     target = Target(AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **COMMON | values)).eval())
     with pytest.raises(
         IncompatibleError, match=rf"uses {named} layers; the decoder handles .*qwen3_next.*Take a target of these kinds"

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import copy
+import json
 import pickle
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, Gemma3Config, Gemma3ForConditionalGeneration
 
 from outrider.ground import BadInputError, IncompatibleError, refuse_unknown_keys
-from outrider.targets import Counts, Target, load_causal_lm
+from outrider.targets import Backbone, Counts, Fingerprint, Target, load_causal_lm
 
 COMMON = {
     "vocab_size": 64,
@@ -94,6 +98,22 @@ def test_taps_of_a_pass_are_not_left_over_from_another(tiny_target):
     assert torch.equal(tiny_target.forward(tokens(), taps=(1, 3)).hidden, expected)
 
 
+def test_a_backbone_can_read_embeddings_where_a_model_has_none_of_its_own(tiny_llama):
+    """A drafter's layers run on a cache of their own, and give what they give in one piece."""
+    body = tiny_llama(layers=3).model
+    embedded = body.embed_tokens(tokens(2, 9)).detach()
+    expected = body(inputs_embeds=embedded).last_hidden_state
+    body.set_input_embeddings(None)
+    backbone = Backbone(body, reads_embeddings=True)
+    cache = backbone.new_cache(2, 12)
+    assert cache.num_bytes() == backbone.cache_bytes(2, 12) > 0
+    first, _ = backbone.run(embedded[:, :5], cache)
+    cache.advance(Counts.of([5, 5], "cpu"))
+    second, hidden = backbone.run(embedded[:, 5:], cache, taps=(3,))
+    torch.testing.assert_close(torch.cat([first, second], 1), expected, rtol=1e-4, atol=1e-4)
+    assert torch.equal(hidden[:, :, 0], second)
+
+
 @pytest.mark.parametrize("tap", [-1, 7])
 def test_a_tap_outside_the_model_is_refused(tiny_target, tap):
     with pytest.raises(
@@ -103,8 +123,6 @@ def test_a_tap_outside_the_model_is_refused(tiny_target, tap):
 
 
 def test_a_peft_wrapper_is_looked_through():
-    from peft import LoraConfig, get_peft_model
-
     plain = make("llama")
     model = get_peft_model(plain.model, LoraConfig(r=2, target_modules=["q_proj", "lm_head"], init_lora_weights=False))
     target = Target(model.eval())
@@ -153,9 +171,10 @@ def test_a_loaded_target_is_the_saved_one(tiny_target, saved):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_merged_weights_are_rounded_once(tiny_target, saved, tmp_path, dtype):
-    """Their digest must not depend on how a library sums B A: the products are summed in fp64, and each weight is what the exact sum rounds to."""
-    from peft import LoraConfig, get_peft_model
+    """Each weight is what the exact sum of its products rounds to: the products are summed in fp64.
 
+    A digest of the weights must not depend on how a library sums B A.
+    """
     model = get_peft_model(
         AutoModelForCausalLM.from_pretrained(saved),
         LoraConfig(r=24, lora_alpha=17, target_modules=["q_proj", "down_proj"]),
@@ -181,10 +200,6 @@ def test_merged_weights_are_rounded_once(tiny_target, saved, tmp_path, dtype):
 
 
 def test_an_adapter_is_merged_on_loading(tiny_target, saved, tmp_path):
-    import copy
-
-    from peft import LoraConfig, get_peft_model
-
     model = get_peft_model(
         copy.deepcopy(tiny_target.model), LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
     ).eval()
@@ -200,10 +215,6 @@ def test_an_adapter_is_merged_on_loading(tiny_target, saved, tmp_path):
 @pytest.fixture
 def adapter(tiny_target, tmp_path):
     """The folder of a LoRA."""
-    import copy
-
-    from peft import LoraConfig, get_peft_model
-
     get_peft_model(
         copy.deepcopy(tiny_target.model), LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
     ).save_pretrained(tmp_path / "lora")
@@ -230,7 +241,10 @@ def test_an_adapter_of_the_hub_is_read_from_its_cache(adapter, cached, saved):
 
 
 def test_a_pickled_adapter_is_refused_and_never_opened(adapter, cached, saved, tmp_path, monkeypatch):
-    """Of a folder and of the Hub, where peft would take it; a safetensors file of another name beside it changes nothing."""
+    """In a folder and on the Hub, where peft would take it.
+
+    A safetensors file of another name beside it changes nothing.
+    """
 
     def never(*_, **__):
         raise AssertionError("a pickle was opened")
@@ -293,8 +307,6 @@ def test_a_pickle_is_refused_and_never_opened(saved):
 
 
 def test_weights_that_do_not_fit_the_config_are_refused(tiny_target, saved):
-    from safetensors.torch import load_file, save_file
-
     weights = load_file(saved / "model.safetensors")
     dropped = weights.pop("model.layers.1.mlp.up_proj.weight")
     save_file(weights, saved / "model.safetensors", metadata={"format": "pt"})
@@ -332,8 +344,6 @@ def test_a_fingerprint_is_a_function_of_content(tiny_target, tiny_llama):
 
 
 def test_one_changed_weight_template_or_token_is_seen(tiny_target, tiny_tokenizer):
-    import copy
-
     before = tiny_target.fingerprint()
     weight = tiny_target.model.model.layers[3].mlp.up_proj.weight
     weight[5, 6] = torch.nextafter(weight[5, 6], torch.tensor(9.0))
@@ -348,17 +358,11 @@ def test_one_changed_weight_template_or_token_is_seen(tiny_target, tiny_tokenize
 
 
 def test_a_fingerprint_survives_json(tiny_target):
-    import json
-
-    from outrider.targets import Fingerprint
-
     found = tiny_target.fingerprint()
     assert Fingerprint.from_dict(json.loads(json.dumps(found.to_dict()))) == found
 
 
 def test_taps_are_the_text_models_where_a_vision_tower_is_as_deep():
-    from transformers import Gemma3Config, Gemma3ForConditionalGeneration
-
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4}
     text = {
         **sizes,

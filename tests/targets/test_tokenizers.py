@@ -48,7 +48,7 @@ def test_a_refusal_names_id_and_both_tokens() -> None:
 def draft_folder(
     tmp_path: Path, tiny_llama: Callable[..., LlamaForCausalLM], tiny_tokenizer: PreTrainedTokenizerFast
 ) -> Path:
-    """A draft model saved with a tokenizer that has one more token than the target's, and a vocabulary of the same size."""
+    """A saved draft model with a vocabulary of the same size, whose tokenizer has one more token than the target's."""
     other = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(tiny_tokenizer.backend_tokenizer.to_str()))
     other.add_tokens(["<other>"])
     tiny_llama(layers=1, vocab=len(tiny_tokenizer)).save_pretrained(tmp_path / "draft")

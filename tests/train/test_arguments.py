@@ -13,7 +13,7 @@ from outrider.recipes import Recipe
 from outrider.targets import Target
 from outrider.train import train
 from outrider.train.arguments import check_training, training_arguments
-from outrider.train.launch import check_launch
+from outrider.train.check import check_drafter_is_whole, check_kind_of_processes, check_number_of_processes
 
 MakeRecipe = Callable[..., Recipe]
 
@@ -116,29 +116,44 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 
 def test_a_plain_start_is_one_process(environment: pytest.MonkeyPatch) -> None:
-    check_launch(fake(1, "NO"))
+    check_number_of_processes(fake(1, "NO"))
+    check_kind_of_processes(fake(1, "NO"))
 
 
 def test_two_processes_that_run_alone_are_refused(environment: pytest.MonkeyPatch) -> None:
     environment.setenv("WORLD_SIZE", "2")
-    check_launch(fake(2))
+    check_number_of_processes(fake(2))
     with pytest.raises(
         BadInputError,
         match=r"started 2 processes, but they run as 1 .*ACCELERATE_USE_CPU=true accelerate launch --multi_gpu",
     ):
-        check_launch(fake(1, "NO"))
+        check_number_of_processes(fake(1, "NO"))
 
 
 def test_accelerate_launch_cpu_with_two_processes_is_recognised(environment: pytest.MonkeyPatch) -> None:
-    """It starts one process, and leaves this environment behind."""
+    """It starts one process, and leaves this environment."""
     environment.setenv("MASTER_ADDR", "127.0.0.1")
     environment.setenv("ACCELERATE_MIXED_PRECISION", "no")
     with pytest.raises(BadInputError, match=r"asked for several processes but started one"):
-        check_launch(fake(1, "NO"))
+        check_number_of_processes(fake(1, "NO"))
 
 
 @pytest.mark.parametrize("kind", ["FSDP", "DEEPSPEED"])
 def test_a_kind_of_parallelism_that_was_ignored_is_refused(environment: pytest.MonkeyPatch, kind: str) -> None:
     environment.setenv(f"ACCELERATE_USE_{kind}", "true")
     with pytest.raises(BadInputError, match=f"asked for {kind}, but accelerate set up 'NO'"):
-        check_launch(fake(1, "NO"))
+        check_kind_of_processes(fake(1, "NO"))
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_drafter_in_parts_is_refused(stage: int) -> None:
+    """ZeRO's first stages split what the optimizer keeps; the third, and FSDP, split the weights."""
+    args = fake(2, "DEEPSPEED")
+    args.deepspeed_plugin = SimpleNamespace(zero_stage=stage)
+    if stage < 3:
+        check_drafter_is_whole(args)
+        return
+    with pytest.raises(BadInputError, match=r"ZeRO stage 3 splits the drafter's weights, .*; use stage 1 or 2"):
+        check_drafter_is_whole(args)
+    with pytest.raises(BadInputError, match=r"sharding a drafter with FSDP is not supported; launch with --multi_gpu"):
+        check_drafter_is_whole(fake(2, "FSDP"))

@@ -1,4 +1,7 @@
-"""Training for a given time: the end, the learning rate and what an interruption keeps follow the clock, not the steps."""
+"""Training for a given time.
+
+The end, the learning rate and what an interruption keeps follow the clock, not the steps.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ from outrider.recipes import Recipe
 from outrider.targets import Target
 from outrider.train import TrainingInterruptedError, train
 from outrider.train import budget as budgets
-from outrider.train.budget import ENDLESS, NUM_CHECKPOINTS, Clock, TimeBudget, follow_clock, saved_clock
+from outrider.train.budget import ENDLESS, NUM_CHECKPOINTS, Clock, TimeBudget, check_schedule, saved_clock
 from outrider.train.checkpoints import checkpoints, last_complete
 from outrider.train.loop import DrafterTrainer
 
@@ -90,7 +93,7 @@ def test_a_schedule_that_ignores_how_much_is_over_is_refused(tmp_path: Path) -> 
     with pytest.raises(
         BadInputError, match=r"lr_scheduler_type: inverse_sqrt cannot follow a time budget; use one of: linear, cosine"
     ):
-        follow_clock(arguments(tmp_path, lr_scheduler_type="inverse_sqrt"))
+        check_schedule(arguments(tmp_path, lr_scheduler_type="inverse_sqrt"))
 
 
 # ------------------------------------------------------------ a training

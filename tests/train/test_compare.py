@@ -13,7 +13,7 @@ from rich.console import Console
 from transformers import PreTrainedTokenizerFast
 
 from outrider.eval import Report
-from outrider.eval.render import print_comparison
+from outrider.eval.reports.render import print_comparison
 from outrider.ground import BadInputError
 from outrider.recipes import Recipe
 from outrider.targets import Target

@@ -28,7 +28,7 @@ def test_labels_are_the_response_tokens_and_padding_is_on_the_right() -> None:
 
 
 def test_the_first_two_tokens_of_a_row_are_never_learned() -> None:
-    """No head can predict them, so no drafter counts them, even behind a prompt of one token."""
+    """No head can predict them, so no drafter counts them, even after a prompt of one token."""
     rows = Rows(table(([5, 6, 7], [0, 1, 1])), [0])
     assert rows[0]["labels"] == [IGNORED, IGNORED, 7]
 

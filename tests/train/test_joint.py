@@ -189,7 +189,10 @@ def test_heads_become_better_with_a_target_that_learns_with_them(
 
 
 def test_an_exits_loss_reaches_the_layers_that_draft_and_no_others(target: Target) -> None:
-    """LayerSkip (arXiv 2404.16710). A new adapter has nothing to make good: what holds the target has no gradient yet."""
+    """LayerSkip (arXiv 2404.16710).
+
+    A new adapter has nothing to make good: what holds the target has no gradient yet.
+    """
     spec = JointSpec(lora=LORA, learning_rate=0.1)
     with adapted(target, spec, 0) as adapter:
         assert adapter is not None
@@ -249,7 +252,10 @@ def test_resumed_equals_never_interrupted_bit_for_bit(recipe: MakeRecipe, target
 
 
 def test_an_adapter_that_has_learned_goes_on_learning_in_a_longer_run(recipe: MakeRecipe, target: Target) -> None:
-    """Of 12 steps the heads learn alone in the first five, of 40 in the first 16; the run that is made longer stands at step 8."""
+    """Of 12 steps the heads learn alone in the first five, of 40 in the first 16.
+
+    The run that is made longer stands at step 8.
+    """
     output = train(joined(recipe(drafter=MEDUSA, save_total_limit=5)), target).drafter_folder.parent
     shutil.rmtree(output / "checkpoints" / "checkpoint-12")
     longer = joined(recipe(drafter=MEDUSA, save_total_limit=9, max_steps=40))

@@ -1,4 +1,7 @@
-"""Muon and AdamW as one optimizer: each parameter moves as it would under its own, and a training resumes to the bit."""
+"""Muon and AdamW as one optimizer.
+
+Each parameter moves as it would under its own, and a training resumes to the bit.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""On-policy rows hold what the drafter itself writes, the same text again whenever the same step is taken, and teach what they should."""
+"""On-policy rows hold what the drafter itself writes, the same text again whenever the same step is taken, and
+teach what they should.
+"""
 
 from __future__ import annotations
 
@@ -194,7 +196,10 @@ class Watched(DraftModel):
 def test_each_step_learns_from_what_its_own_weights_write_and_the_target_scores(
     recipe: MakeRecipe, target: Target, table: Any
 ) -> None:
-    """Also in the second micro-batch of a step; the target's states are those of that text, and the loss counts its tokens."""
+    """Also in the second micro-batch of a step.
+
+    The target's states are those of that text, and the loss counts its tokens.
+    """
     torch.manual_seed(5)
     drafter = Watched.build(DraftModelConfig(model={"num_hidden_layers": 1}), target)
     assert isinstance(drafter, Watched)
@@ -240,7 +245,10 @@ def test_without_it_nothing_is_written(recipe: MakeRecipe, target: Target) -> No
 
 
 def test_it_does_not_matter_how_a_batch_is_cut(recipe: MakeRecipe, target: Target) -> None:
-    """Eight rows at once or eight times one: the same text, the same count of tokens in the mean. Only the order of sums differs: 1e-5."""
+    """Eight rows at once or eight times one: the same text, the same count of tokens in the mean.
+
+    Only the order of sums differs: 1e-5.
+    """
     shapes = {"8x1": (8, 1), "1x8": (1, 8)}
     made = {
         n: recipe(n, DRAFT_MODEL, MIXED, per_device_train_batch_size=b, gradient_accumulation_steps=a)
@@ -323,7 +331,10 @@ def alpha_on_own_text(drafter: DraftModel, target: Target, rows: Rows) -> float:
 
 
 def test_reverse_kl_on_its_own_text_raises_acceptance_there(recipe: MakeRecipe, target: Target, table: Any) -> None:
-    """A one-layer drafter of a random target: far above untrained, and above what the same steps on the data's text give. (By 0.005 to 0.01 for every seed tried.)"""
+    """A one-layer drafter of a random target.
+
+    Far above untrained, and above what the same steps on the data's text give. (By 0.005 to 0.01 for every seed tried.)
+    """
     rows, found = split(table, 0.1)[0], {}
     for name, share, steps in (("untrained", 0.0, 1), ("off", 0.0, 50), ("on", 1.0, 50)):
         made = recipe(

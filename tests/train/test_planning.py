@@ -23,7 +23,7 @@ from outrider.targets import PeakBytes, Target
 from outrider.train import planning, train
 from outrider.train.arguments import training_arguments
 from outrider.train.data import OnlineBatches, collate, split
-from outrider.train.loop import DrafterTrainer
+from outrider.train.loop import DrafterTrainer, Lessons
 from outrider.train.planning import GPUS, Memory, active_weights, pass_flops, plan, sketch_target
 from outrider.train.rehearsal import rehearse
 from outrider.train.warmstart import make_drafter
@@ -107,7 +107,10 @@ def recipe(config: Path, data: Path, tmp_path: Path) -> MakeRecipe:
 
 
 def test_the_parameters_of_a_published_model_follow_from_its_config(tmp_path: Path) -> None:
-    """Llama 3.1 8B has 8,030,261,248, on any machine, in a moment; there are no weights, and none could be held here."""
+    """Llama 3.1 8B has 8,030,261,248, on any machine, in a moment.
+
+    There are no weights, and none could be held here.
+    """
     LlamaConfig(
         vocab_size=128256,
         hidden_size=4096,
@@ -154,7 +157,8 @@ def test_a_config_out_of_reach_says_what_to_do(recipe: MakeRecipe) -> None:
     made = made.model_copy(update={"target": made.target.model_copy(update={"path": "org/nowhere"})})
     with pytest.raises(
         BadInputError,
-        match=r"the config of 'org/nowhere' cannot be read.*give a folder that holds its config.json; weights are not needed",
+        match=r"the config of 'org/nowhere' cannot be read.*"
+        r"give a folder that holds its config.json; weights are not needed",
     ):
         plan(made)
 
@@ -217,7 +221,7 @@ def test_optimizer_states_are_counted_to_the_byte(optim: str, recipe: MakeRecipe
     table = load_responses(made.data.responses)
     drafter = make_drafter(made.drafter, target, lambda: torch.arange(target.vocab_size))
     training, held_out = split(table, 0.0)
-    trainer = DrafterTrainer(drafter, args, OnlineBatches(target, drafter.taps), training, held_out)
+    trainer = DrafterTrainer(drafter, args, Lessons(OnlineBatches(target, drafter.taps), training, held_out))
     trainer.train()
     tensors = [t for state in trainer.optimizer.state.values() for t in state.values() if isinstance(t, torch.Tensor)]
     assert plan(made).memory.optimizer_states == sum(t.numel() * t.element_size() for t in tensors)
@@ -243,7 +247,9 @@ def test_operations_are_those_that_torch_counts_in_a_real_step(
 
 
 def test_attention_keeps_no_scores(recipe: MakeRecipe) -> None:
-    """Twice the length is twice the memory, as on devices with fused attention, and the masked half counts in operations."""
+    """Twice the length is twice the memory, as on devices with fused attention, and the masked half counts in
+    operations.
+    """
     made = recipe("draft_model")
     target = sketch_target(made)
     drafter = planning.sketch_drafter(made, target)
@@ -254,7 +260,10 @@ def test_attention_keeps_no_scores(recipe: MakeRecipe) -> None:
 
 
 def test_a_head_that_leaves_out_prompts_is_counted_at_its_most(recipe: MakeRecipe, target: Target) -> None:
-    """EAGLE-3's later steps run behind each row's prompt, here a sixth of it; how long prompts are, only contents tell."""
+    """EAGLE-3's later steps run after each row's prompt, here a sixth of it.
+
+    How long prompts are, only contents tell.
+    """
     made = recipe("eagle3")
     assert 1.0 < plan(made).stages[-1].flops / (3 * real_flops(made, target)) < 1.15
 

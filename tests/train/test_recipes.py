@@ -1,7 +1,8 @@
 """Every recipe that ships with the package trains what it says.
 
-The embedded ones on the target they name. The others name models of the Hub: here each is a random one of the same architecture with a few
-dimensions, its prompts are a small file, and numbers of rows, tokens and steps are small. All else is as it ships.
+The embedded ones on the target they name. The others name models of the Hub: here each is a random one of the same
+architecture with a few dimensions, its prompts are a small file, and numbers of rows, tokens and steps are small. All
+else is as it ships.
 """
 
 from __future__ import annotations
@@ -96,7 +97,9 @@ def embedded() -> Target:
 def published(
     tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: PreTrainedTokenizerFast
 ) -> Callable[[str], Path]:
-    """The folder of a small random checkpoint in the place of the published one of this Hub id, with the one tokenizer of them all."""
+    """The folder of a small random checkpoint in the place of the published one of this Hub id, with the one
+    tokenizer of them all.
+    """
     root, made = tmp_path_factory.mktemp("published"), {}
 
     def folder(name: str) -> Path:
@@ -121,7 +124,10 @@ def write_checkpoint(name: str, folder: Path, tokenizer: PreTrainedTokenizerFast
 
 
 def add_mtp(file: Path, config: Any) -> None:
-    """An MTP module as the published checkpoint has it, which `transformers` neither makes nor saves: its layer is like the last, which attends fully."""
+    """An MTP module as the published checkpoint has it, which `transformers` neither makes nor saves.
+
+    Its layer is like the last, which attends fully.
+    """
     weights, size = load_file(file), config.hidden_size
     last = f"model.layers.{config.num_hidden_layers - 1}."
     weights |= {
@@ -192,7 +198,9 @@ def trains_and_drafts(recipe: Recipe, target: Target | None, whole: Target) -> N
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_what_a_recipe_asks_of_the_trainer_is_what_it_gets(name: str, tmp_path: Path) -> None:
-    """A learning rate of "1e-4" as text, or warm-up in steps where a fraction was meant, would go unnoticed for hours."""
+    """A learning rate of "1e-4" as text, or warm-up in steps where a fraction was meant, would go unnoticed for
+    hours.
+    """
     args = training_arguments(load_recipe(name, [f"output={tmp_path}"]))
     assert isinstance(args.learning_rate, float)
     assert 1e-5 <= args.learning_rate <= 1e-3

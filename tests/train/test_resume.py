@@ -260,7 +260,8 @@ def test_a_checkpoint_that_cannot_be_written_leaves_the_last_good_one(
     try:
         with pytest.raises(
             BadInputError,
-            match=r"checkpoint-8 could not be written: .* free on that disk\)\. The last good checkpoint is .*checkpoint-4",
+            match=r"checkpoint-8 could not be written: .* free on that disk\)\. "
+            r"The last good checkpoint is .*checkpoint-4",
         ):
             train(made, target)
     finally:
@@ -301,7 +302,10 @@ def losses(made: Recipe) -> list[float]:
 
 
 def test_two_processes_give_the_loss_curve_of_one(recipe: MakeRecipe, target: Target) -> None:
-    """The same global batches of 8 rows over two epochs, features cached by the main process; only sums are ordered differently: 1e-5."""
+    """The same global batches of 8 rows over two epochs, features cached by the main process.
+
+    Only sums are ordered differently: 1e-5.
+    """
     from accelerate import debug_launcher
 
     features = {"features": "cached"}

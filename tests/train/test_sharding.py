@@ -1,6 +1,7 @@
 """A target whose layers are split over two processes is the same target: its passes, its responses, and what is learned from it.
 
-Both processes are real, on a CPU. Where one process works alone while the other takes part in its passes, a mistake would hang: so would these tests.
+Both processes are real, on a CPU. Where one process works alone while the other takes part in its passes, a mistake
+would hang: so would these tests.
 """
 
 from __future__ import annotations
@@ -124,7 +125,10 @@ def sharded(folder: Path, tmp_path: Path) -> Callable[..., Recipe]:
 def test_two_processes_with_half_a_target_each_train_as_one_with_the_whole(
     sharded: Callable[..., Recipe], features: str
 ) -> None:
-    """The first answers the prompts, and computes what is cached, while the other takes part; then both train. The drafter they leave is the same."""
+    """The first answers the prompts, and computes what is cached, while the other takes part; then both train.
+
+    The drafter they leave is the same.
+    """
     one = sharded("one", per_device_train_batch_size=4, data={"features": features})
     two = sharded("two", per_device_train_batch_size=2, data={"features": features})
     train(one)

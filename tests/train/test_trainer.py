@@ -65,7 +65,9 @@ def test_every_log_holds_loss_agreement_and_acceptance_per_depth(recipe: MakeRec
 
 
 def test_logged_metrics_are_means_over_all_positions_since_the_last_log(recipe: MakeRecipe, target: Target) -> None:
-    """With the learning rate 0 every step measures the same weights, so one log over 3 epochs of whole batches equals the mean of its steps by count."""
+    """With the learning rate 0 every step measures the same weights, so one log over 3 epochs of whole batches
+    equals the mean of its steps by count.
+    """
     fine, coarse = (
         recipe("fine", max_steps=7, learning_rate=0.0),
         recipe("coarse", max_steps=7, learning_rate=0.0, logging_steps=7, logging_first_step=False),

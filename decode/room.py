@@ -1,0 +1,179 @@
+"""Memory for rounds of fixed shapes, which lasts from request to request: on a GPU such rounds are captured as graphs.
+
+Every pass reads a window of the caches, whatever its rows' lengths; windows come in a few sizes, and a graph serves one
+window, depth, plan and sampling (seeds and sequence ids are inputs). A round drafts, verifies, accepts, compacts and leaves
+the next round's inputs without the host; the host then reads what it emitted, once. Rows that have finished run on idly
+and are ignored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from ..heads import Drafter, EmptySession, Session
+from ..targets import RaggedCache, Target
+from ..targets.weights import weight_versions
+from .graphs import Graphs
+from .round import Outcome, RoundState, Setup, absorb, play
+
+_LEAST = 256
+
+
+def window_of(needed: int) -> int:
+    """Return the smallest window that holds `needed` entries: 256, 384, 512, 768, 1024, …"""
+    size = _LEAST
+    while size < needed:
+        size = size * 3 // 2 if size & (size - 1) == 0 else size * 4 // 3
+    return size
+
+
+def margin(nodes: int, depth: int, reads: int) -> int:
+    """Return how many entries a round may write after the longest row, in the target's cache and in a drafter's.
+
+    A drafter's cache is up to a round late, so there is room for two rounds.
+
+    Args:
+        nodes: most drafts that are verified. depth: of the deepest. reads: most drafts that the drafter reads.
+    """
+    return 2 * (1 + max(nodes, depth, reads)) + 1
+
+
+class Room:
+    """Caches, a session and graphs for rounds of `rows` sequences of up to `length` entries.
+
+    Args:
+        drafter: None for plain decoding.
+        spare: as for `Drafter.open`.
+    """
+
+    def __init__(self, target: Target, drafter: Drafter | None, rows: int, length: int, spare: int):
+        self.target, self.drafter = target, drafter
+        self.length, self.spare = window_of(length), spare
+        self.cache: RaggedCache = target.new_cache(rows, self.length)
+        self.session = self._open()
+        self.graphs: Graphs[RoundState, Outcome] = Graphs(target.device, target.device.type == "cuda")
+        self._weights = self._weights_now()
+        self._pinned: Tensor | None = None
+        self._idle: tuple[tuple[int, ...], Tensor] = ((), self.cache.lengths)
+
+    def _open(self) -> Session:
+        if self.drafter is None:
+            return EmptySession()
+        return self.drafter.open(self.target, self.cache.batch_size, self.length, self.spare, self.cache)
+
+    def fits(self, length: int, spare: int) -> bool:
+        """Tell whether it is large enough for a request."""
+        return length <= self.length and spare <= self.spare
+
+    def num_bytes(self) -> int:
+        """Return how many bytes both caches take."""
+        rows = self.cache.batch_size
+        state = 0 if self.drafter is None else self.drafter.state_bytes(self.target, rows, self.length, self.spare)
+        return self.cache.num_bytes() + state
+
+    def reset(self) -> None:
+        """Become ready for another request.
+
+        A drafter that was trained on in between starts over: its session may hold what it made of its weights.
+        """
+        self.cache.reset()
+        if self._weights != (now := self._weights_now()):
+            self.graphs.clear()
+            self.session = EmptySession()  # the old one's memory is freed before more is asked for
+            self._weights, self.session = now, self._open()
+        self.session.reset()
+
+    def _weights_now(self) -> list[tuple[int, int]]:
+        return [] if self.drafter is None else weight_versions(self.drafter.parameters())
+
+    # ------------------------------------------------------------ a round
+
+    def play(
+        self, setup: Setup, state: RoundState, depth: int, idle: Sequence[int], needed: int
+    ) -> tuple[RoundState, list[list[int]], str]:
+        """Play one round of all rows; return the next state, what the round packed, read back, and the rule that judged.
+
+        Args:
+            idle: rows that have finished.
+            needed: entries that the longest of the others may reach in this round.
+        """
+        window = min(window_of(needed), self.length)
+        for cache in (self.cache, *state.session.caches()):
+            cache.window = window
+            if idle:  # what an idle row writes must stay inside the window, and its positions inside the context
+                cache.lengths.masked_fill_(self._mask(tuple(idle)), 1)
+        state, outcome = self._graphed(setup, state, depth, window)
+        packed = self._read(outcome.packed)
+        known = zip(self.cache.host_lengths, packed, strict=True)
+        self.cache.host_lengths = [1 if r in idle else length + row[-3] + 1 for r, (length, row) in enumerate(known)]
+        return state, packed, outcome.rule
+
+    def _graphed(self, setup: Setup, state: RoundState, depth: int, window: int) -> tuple[RoundState, Outcome]:
+        drawing = setup.drawing
+        sampling = replace(drawing.sampling, seed=0)  # a seed is an input
+        ends = None if drawing.processors is None else drawing.processors.eos
+        key: Hashable = (depth, window, setup.plan, sampling, ends)
+        if depth:
+            state, outcome, _ = self.graphs.play(key, partial(play, setup, depth=depth), state)
+            return state, outcome
+        # What a session makes of a round without drafts grows from one such round to the next: it takes no part in the graph.
+        session = state.session
+        state, outcome, replayed = self.graphs.play(
+            key, partial(play, setup, depth=0), replace(state, session=EmptySession())
+        )
+        state = replace(state, session=session)
+        absorb(state, outcome.cloned() if replayed else outcome)
+        return state, outcome
+
+    def _mask(self, rows: tuple[int, ...]) -> Tensor:
+        """Return True at `rows`, `[B]`; made when another row finishes."""
+        if rows != self._idle[0]:
+            mask = torch.zeros(self.cache.batch_size, dtype=torch.bool)
+            mask[list(rows)] = True
+            self._idle = (rows, mask.to(self.cache.lengths.device))
+        return self._idle[1]
+
+    def _read(self, packed: Tensor) -> list[list[int]]:
+        """Read what the host needs: the one read of a round."""
+        if packed.device.type != "cuda":
+            return packed.tolist()
+        if self._pinned is None or self._pinned.shape != packed.shape:
+            self._pinned = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=True)
+        self._pinned.copy_(packed, non_blocking=True)
+        torch.cuda.current_stream(packed.device).synchronize()
+        return self._pinned.tolist()
+
+
+class Rooms:
+    """The rooms of one decoder, kept from request to request: one for each number of rows, with a drafter and without.
+
+    Args:
+        wanted: whether rounds have fixed shapes at all.
+    """
+
+    def __init__(self, target: Target, wanted: bool):
+        self.target, self.wanted = target, wanted
+        self.kept: dict[tuple[int, bool], Room] = {}
+
+    def reserve(self, rows: int, length: int, spare: int, drafter: Drafter | None) -> Room:
+        """Lend a room until it is given back: what an earlier request of as many rows left, if it is large enough."""
+        found = self.kept.pop((rows, drafter is not None), None)
+        if found is None or not found.fits(length, spare):
+            found = None  # freed before more is asked for
+            found = Room(self.target, drafter, rows, length, spare)
+        found.reset()
+        return found
+
+    def give_back(self, room: Room) -> None:
+        """Keep what `reserve` lent for later requests."""
+        self.kept[room.cache.batch_size, room.drafter is not None] = room
+
+    def held(self, rows: int, drafter: Drafter | None) -> int:
+        """Return how many bytes `reserve` would use again or free."""
+        found = self.kept.get((rows, drafter is not None))
+        return 0 if found is None else found.num_bytes()

@@ -1,0 +1,306 @@
+"""One round: draft, verify, commit. Everything in it stays on the device, and nothing in it depends on a length.
+
+A sequence is committed tokens plus a `root`: its last token, which the target has not processed yet. A round drafts after
+the root, verifies root and drafts in one pass of the target, and ends with a new root. It takes a `RoundState` and gives
+the next one, and an `Outcome`, of which the host reads one small tensor.
+
+Shapes: B active rows, N draft tokens, D of them on the longest path (in a chain all), V vocabulary, K taps, H hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from ..heads import Abilities, NodeSession, Proposal, Session
+from ..targets import Counts, RaggedCache, Target
+from .drafting import Chooser, Drawing
+from .growth import Layout, grow_dynamic, grow_static
+from .plan import Plan
+from .rules import LOSSY, RULES, Case, Shape, Verdict
+from .sampling import Context, Keys, Seed, nothing_left
+
+NOTHING = -1  # in place of a following token: the processors left none
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What does not change from round to round of one request.
+
+    Attributes:
+        target: verifies.
+        plan: no deeper than the drafter drafts.
+        drawing: how tokens are drawn from logits.
+        abilities: the drafter's; all off where there is none.
+        taps: hidden states that the drafter reads.
+        asks: whether a round may ask the host if a chain has ended. A round of fixed shape may not.
+        watch: told of every verdict; for measurements.
+    """
+
+    target: Target
+    plan: Plan
+    drawing: Drawing
+    abilities: Abilities = field(default_factory=Abilities)
+    taps: tuple[int, ...] = ()
+    asks: bool = True
+    watch: Callable[[Verdict], None] | None = None
+
+    @property
+    def lossy(self) -> bool:
+        """Whether the text may be other than the target's own: the plan asked for such a rule."""
+        return self.plan.verify in LOSSY
+
+    def rule(self, deterministic: bool) -> str:
+        """Return the name of the rule for proposals that are, or are not, deterministic."""
+        return self.plan.rule(self.drawing.sampling.temperature, deterministic)
+
+    @cached_property
+    def layout(self) -> Layout | None:
+        """The plan's static tree on the target's device; None if it has none."""
+        return None if self.plan.tree is None else Layout.of(self.plan.tree, self.target.device)
+
+
+@dataclass(frozen=True)
+class RoundState:
+    """What a round leaves for the next one.
+
+    Attributes:
+        root: each row's last token, not processed yet, `[B]`.
+        sequences: which sequence each row is, `[B]`; keys its randomness, with `seed`.
+        wanting: rows that want drafts, `[B]` bool; None for all.
+        context: what the processors know of the committed text, the root included; None without processors.
+        cache: the target's, of the committed tokens but the root.
+        session: the drafter's; an empty one where nothing is drafted.
+    """
+
+    root: Tensor
+    sequences: Tensor
+    seed: Seed
+    wanting: Tensor | None
+    context: Context | None
+    cache: RaggedCache
+    session: Session
+
+    @property
+    def keys(self) -> Keys:
+        """What draws of this round are keyed by: its first token follows the root."""
+        return Keys(self.seed, self.sequences, self.cache.lengths + 1)
+
+    def select(self, rows: list[int]) -> RoundState:
+        """Keep only these rows, in this order."""
+        self.cache.select(rows)
+        self.session.select(rows)
+        return replace(
+            self,
+            root=self.root[rows],
+            sequences=self.sequences[rows],
+            wanting=None if self.wanting is None else self.wanting[rows],
+            context=None if self.context is None else self.context.select(rows),
+        )
+
+    # What a captured round reads and writes (see `graphs`); entries of caches are written where they are.
+
+    def tensors(self) -> list[Tensor]:
+        """Return everything that a round reads and the round before, or the request, wrote; entries of caches apart."""
+        assert isinstance(self.seed, Tensor), "rounds of fixed shapes take their seed from the device"
+        found = [self.seed, self.sequences, self.root, self.cache.lengths]
+        found += [] if self.wanting is None else [self.wanting]
+        found += [] if self.context is None else self.context.tensors()
+        return found + [cache.lengths for cache in self.session.caches()] + self.session.carried()
+
+    def at(self, tensors: list[Tensor]) -> RoundState:
+        """Return this state in other places in memory, given in the order of `tensors`."""
+        rest = iter(tensors)
+        seed, sequences, root, self.cache.lengths = next(rest), next(rest), next(rest), next(rest)
+        wanting = None if self.wanting is None else next(rest)
+        context = None if self.context is None else self.context.at(rest)
+        for cache in self.session.caches():
+            cache.lengths = next(rest)
+        self.session.carry(list(rest))
+        return replace(self, seed=seed, sequences=sequences, root=root, wanting=wanting, context=context)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a round did, on the device.
+
+    Attributes:
+        packed: per row the kept path's drafts, then the token that follows, how many drafts were accepted, drafted, and
+            tried (see `stats.Round`), `[B, D + 4]`: all that the host needs.
+        tokens: root and drafts of the path, `[B, 1 + D]`.
+        hidden: their tapped states, `[B, 1 + D, K, H]`; None without taps.
+        counts: how many of them stay, `[B]`.
+        read: when the session read each draft of a tree's path, `[B, D]`; None for a chain. See `Session.absorb`.
+        rule: the name of the rule that judged.
+    """
+
+    packed: Tensor
+    tokens: Tensor
+    hidden: Tensor | None
+    counts: Counts
+    read: Tensor | None
+    rule: str
+
+    def cloned(self) -> Outcome:
+        """Return a copy that a replay of the round does not overwrite."""
+        hidden, read = (None if t is None else t.clone() for t in (self.hidden, self.read))
+        counts = Counts(self.counts.tensor.clone())
+        return replace(self, tokens=self.tokens.clone(), hidden=hidden, counts=counts, read=read)
+
+
+def play(setup: Setup, state: RoundState, depth: int) -> tuple[RoundState, Outcome]:
+    """Play a whole round of `depth` drafts: draft, verify, commit, and let the session take note."""
+    state, outcome = settle(setup, state, draft(setup, state, depth))
+    absorb(state, outcome)
+    return state, outcome
+
+
+# ------------------------------------------------------------ draft
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A proposal on its way to the target.
+
+    Attributes:
+        probs: what its tokens were drawn from: for a chain `[B, N, V]`, for a tree at each place `[B, 1 + N, V]`; None if
+            they were not drawn.
+        rule: the name of the rule that will judge it.
+    """
+
+    proposal: Proposal
+    probs: Tensor | None
+    rule: str
+
+
+def no_draft(setup: Setup, root: Tensor) -> Draft:
+    """Return a draft of nothing: plain decoding."""
+    return Draft(Proposal.chain(root[:, None][:, :0]), None, setup.rule(deterministic=False))
+
+
+def draft(setup: Setup, state: RoundState, depth: int) -> Draft:
+    """Let the session propose up to `depth` tokens after the root, in the plan's shape where it can."""
+    if not depth:
+        return no_draft(setup, state.root)
+    rule = RULES[setup.rule(setup.abilities.deterministic)]
+    chooser = Chooser(rule, setup.drawing, state.keys, state.context, setup.plan.confidence)
+    proposal, probs = _propose(setup, state, depth, chooser)
+    proposal = _wanted(state, proposal, chooser.lengths)
+    return Draft(proposal, probs, setup.rule(proposal.deterministic))
+
+
+def _propose(setup: Setup, state: RoundState, depth: int, chooser: Chooser) -> tuple[Proposal, Tensor | None]:
+    plan, session, root = setup.plan, state.session, state.root
+    if isinstance(session, NodeSession) and setup.abilities.reads_nodes:
+        if setup.layout is not None and depth == plan.depth:
+            return grow_static(session, root, setup.layout, chooser)
+        if plan.shape is Shape.DYNAMIC:
+            return grow_dynamic(session, root, plan.width, plan.max_nodes, depth, chooser), None
+    proposal = session.propose(root, depth, chooser, chooser.ended if setup.asks else None)
+    return proposal, torch.stack(chooser.probs, 1) if chooser.probs else None
+
+
+def _wanted(state: RoundState, proposal: Proposal, lengths: Tensor | None) -> Proposal:
+    """Take out what follows a row's first `lengths` `[B]` tokens (None: all), and the drafts of rows that want none."""
+    real = proposal.real
+    if lengths is not None:
+        real = real & (torch.arange(real.shape[1], device=real.device) < lengths[:, None])
+    if state.wanting is not None:
+        real = real & state.wanting[:, None]
+    return proposal if real is proposal.real else replace(proposal, real=real)
+
+
+# ------------------------------------------------------------ verify
+
+
+def settle(setup: Setup, state: RoundState, draft: Draft) -> tuple[RoundState, Outcome]:
+    """Verify a draft in one pass of the target and commit what stays."""
+    proposal = draft.proposal
+    tokens = torch.cat([state.root[:, None], proposal.tokens], 1)  # [B, 1 + N]
+    nodes = None if proposal.parents is None else proposal.nodes
+    out = setup.target.forward(tokens, state.cache, taps=setup.taps, nodes=nodes)
+    verdict = judge(setup, state, draft, out.logits, state.keys)
+    chosen, hidden, read = proposal.tokens, out.hidden, None
+    if verdict.path is not None:
+        tokens, hidden, read = _keep_path(state.cache, proposal, verdict.path, tokens, hidden)
+        chosen = tokens[:, 1:]
+    counts = Counts(verdict.accepted + 1)
+    state.cache.advance(counts)
+    state, packed = commit(setup, state, chosen, verdict, proposal.lengths, _tried(proposal, verdict))
+    return state, Outcome(packed, tokens, hidden, counts, read, draft.rule)
+
+
+def judge(setup: Setup, state: RoundState, draft: Draft, logits: Tensor | None, keys: Keys) -> Verdict:
+    """Let the rule decide, from the target's logits after root and drafts, `[B, 1 + N, V]`."""
+    assert logits is not None
+    proposal, drawing = draft.proposal, setup.drawing
+    if drawing.processors is not None and state.context is not None:
+        logits = drawing.processors(logits, state.context.then(proposal.tokens, proposal.nodes.sees[:, :, 1:]))
+    case = Case(proposal, logits, draft.probs, drawing.sampling, keys)
+    if setup.abilities.observes and proposal.tokens.shape[1]:
+        state.session.observe(case.best)
+    verdict = RULES[draft.rule].judge(case)
+    if setup.watch is not None:
+        setup.watch(verdict)
+    if drawing.processors is None:
+        return verdict
+    end = verdict.accepted  # the place after what was accepted
+    if verdict.path is not None:
+        end = torch.nn.functional.pad(verdict.path + 1, (1, 0)).gather(1, end[:, None])[:, 0]
+    dead_end = nothing_left(logits).gather(1, end[:, None])[:, 0]
+    return verdict._replace(following=verdict.following.masked_fill(dead_end, NOTHING))
+
+
+def _keep_path(
+    cache: RaggedCache, proposal: Proposal, path: Tensor, tokens: Tensor, hidden: Tensor | None
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Keep of a tree's entries those of `path` `[B, D]`; return its tokens, hidden states, and when they were read."""
+    assert proposal.read is not None
+    nodes = path.clamp(min=0)
+    cache.keep(torch.cat([torch.zeros_like(path[:, :1]), torch.where(path < 0, path, path + 1)], 1))
+    places = torch.nn.functional.pad((path + 1).clamp(min=0), (1, 0))
+    if hidden is not None:
+        hidden = hidden.gather(1, places[:, :, None, None].expand(-1, -1, *hidden.shape[2:]))
+    tokens = torch.cat([tokens[:, :1], proposal.tokens.gather(1, nodes)], 1)
+    return tokens, hidden, proposal.read.gather(1, nodes).masked_fill(path < 0, -1)
+
+
+def _tried(proposal: Proposal, verdict: Verdict) -> Tensor:
+    """Return how deep the drafts on the kept path were, the refused ones after its end included, `[B]`."""
+    accepted, path = verdict.accepted, verdict.path
+    if path is None or proposal.parents is None:
+        return proposal.lengths
+    end = torch.nn.functional.pad(path, (1, 0), value=-1).gather(1, accepted[:, None])
+    return accepted + ((proposal.parents == end) & proposal.real).any(1)
+
+
+# ------------------------------------------------------------ commit
+
+
+def commit(
+    setup: Setup, state: RoundState, chosen: Tensor, verdict: Verdict, drafted: Tensor, tried: Tensor
+) -> tuple[RoundState, Tensor]:
+    """Make the token that follows the root; return what the host needs of the round, too (see `Outcome.packed`).
+
+    Args:
+        chosen: `[B, D]`, of which the first `verdict.accepted` stay.
+        drafted, tried: of each row, see `stats.Round`, `[B]`.
+    """
+    accepted, following, context = verdict.accepted, verdict.following, state.context
+    if context is not None:
+        kept = torch.arange(chosen.shape[1], device=accepted.device) < accepted[:, None]
+        emitted = torch.cat([kept, (following != NOTHING)[:, None]], 1)
+        context = context.then(torch.cat([chosen, following[:, None]], 1), emitted[:, None])
+    # Where nothing is left to go on with, the host raises; a finished row that runs on idly needs a token all the same.
+    root = following if setup.drawing.processors is None else following.clamp(min=0)
+    packed = torch.cat([chosen, torch.stack([following, accepted, drafted, tried], 1)], 1)
+    return replace(state, root=root, context=context), packed
+
+
+def absorb(state: RoundState, outcome: Outcome) -> None:
+    """Let the session take note of a round."""
+    state.session.absorb(outcome.tokens, outcome.hidden, outcome.counts, outcome.read)

@@ -1,0 +1,115 @@
+"""The figures of a report, and the records of single prompts that they are made from (`eval.summary` makes them)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict
+
+from .intervals import Interval, Ratio
+
+ALL = "all"
+PHASES = ("prefill", "draft", "verify", "host", "total")
+
+
+class Model(BaseModel):
+    """A part of report.json: unknown keys are refused, and nan is written as null."""
+
+    model_config = ConfigDict(extra="forbid", ser_json_inf_nan="null")
+
+
+class Record(Model):
+    """What one contestant did with one prompt at one temperature.
+
+    Attributes:
+        prompt: its id in the suite. prompt_tokens: its length.
+        tokens: new tokens. drafted, accepted: draft tokens of each round, and how many of them were kept.
+        tried: the depth up to which there were drafts after what was kept; None where that is `drafted` (chains).
+        seconds: wall time by phase, of the median repeat; `total` is the whole request, both prefills included.
+        repeats: total seconds of every repeat, in the order they ran.
+        identical: whether the tokens equal the plain target's (temperature 0 only).
+        diverges_at: index of the first new token that differs from the plain target's; None if none does.
+    """
+
+    contestant: str
+    temperature: float
+    suite: str
+    prompt: str
+    prompt_tokens: int
+    tokens: int
+    drafted: list[int]
+    accepted: list[int]
+    tried: list[int] | None = None
+    seconds: dict[str, float]
+    repeats: list[float]
+    identical: bool | None = None
+    diverges_at: int | None = None
+
+
+class DepthFigure(Model):
+    """Acceptance at one depth d, alpha_d.
+
+    Of `reached` rounds whose first d − 1 drafts were accepted and that drafted a d-th, `kept` accepted it too.
+    """
+
+    depth: int
+    reached: int
+    kept: int
+    alpha: Interval
+
+
+class AcceptedFigure(Model):
+    """The number of rounds that kept exactly `accepted` drafts, and their share of all rounds."""
+
+    accepted: int
+    rounds: int
+    share: Interval
+
+
+class Figures(Model):
+    """What one contestant achieved on one suite (or on `all` of them) at one temperature.
+
+    Attributes:
+        rule: the verification rule; "none" where nothing is drafted.
+        tau, acceptance_rate: None where there are no rounds, or no drafts.
+        speedup: tokens/s ÷ tokens/s of the plain target in the same engine and run. speedup_generate: the same against
+            `transformers.generate`; None if it did not run.
+        seconds: summed over prompts, by phase. milliseconds_per_token: the same per new token.
+        identical: prompts whose tokens equal the plain target's (temperature 0 only).
+    """
+
+    contestant: str
+    temperature: float
+    suite: str
+    rule: str
+    num_prompts: int
+    num_rounds: int
+    num_tokens: int
+    tau: Interval | None
+    acceptance_rate: Interval | None
+    alpha: list[DepthFigure]
+    accepted: list[AcceptedFigure]
+    tokens_per_second: Interval
+    speedup: Interval
+    speedup_generate: Interval | None
+    seconds: dict[str, float]
+    milliseconds_per_token: dict[str, Interval]
+    identical: int | None
+
+
+class Baselines(Model):
+    """The names of the contestants that others are compared with."""
+
+    plain: str
+    generate: str | None
+
+
+def tau_ratio(records: Sequence[Record]) -> Ratio:
+    """Return τ over the records: 1 + Σ accepted / Σ rounds."""
+    return Ratio([sum(r.accepted) for r in records], [len(r.accepted) for r in records], offset=1.0)
+
+
+def speed_ratio(records: Sequence[Record]) -> Ratio:
+    """Return tokens per second over the records: Σ tokens / Σ seconds of whole requests."""
+    return Ratio([r.tokens for r in records], np.array([r.seconds["total"] for r in records]))

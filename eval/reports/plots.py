@@ -1,0 +1,387 @@
+"""The plots of a report as inline SVG. Colours are classes, so that the page's style (light or dark) decides them.
+
+Every plot is 360 units wide: drawn one to one on a phone, and three in a row on a laptop, so its text stays readable
+on both.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from xml.etree import ElementTree
+
+from .figures import Figures
+from .intervals import Interval
+from .report import Report
+
+WIDTH = 360
+LEFT, RIGHT, TOP, BOTTOM = 40, 8, 12, 38  # margins around the plotted area
+HEIGHT = 240
+
+Corners = Sequence[tuple[float, float]]
+_SHAPES: tuple[Corners, ...] = (
+    [(4.5 * math.cos(k * math.pi / 12), 4.5 * math.sin(k * math.pi / 12)) for k in range(24)],  # circle
+    [(-4, -4), (4, -4), (4, 4), (-4, 4)],
+    [(0, -5.5), (5.5, 0), (0, 5.5), (-5.5, 0)],
+    [(0, -5), (5, 4), (-5, 4)],
+    [(-5, -4), (5, -4), (0, 5)],
+    [(-1.5, -5), (1.5, -5), (1.5, 5), (-1.5, 5)],
+)
+
+Scale = Callable[[float], float]
+Lines = Mapping[str, Sequence[tuple[int, Interval]]]  # by name: (size, value)
+
+
+def speedup(report: Report, temperature: float) -> str:
+    """Draw horizontal bars of tokens/s relative to the plain target, with intervals."""
+    shown = [f for f in report.overall(temperature) if f.contestant != report.baselines.plain]
+    row, top = 46, 22
+    height = top + row * len(shown) + 34
+    most = _nice_limit(max([1.0, *(_top(f.speedup) for f in shown)]))
+    x = _scale(0, most, 4, WIDTH - 14)
+    svg = _svg(
+        height,
+        f"Speedup over the plain target at temperature {temperature:g}",
+        "; ".join(f"{f.contestant} {f.speedup.text(unit='×')}" for f in shown),
+    )
+    base = top + row * len(shown)
+    for tick in _ticks(most):
+        _line(svg, x(tick), top, x(tick), base, "grid")
+        _text(svg, x(tick), base + 16, f"{tick:g}×", "tick", "middle" if tick else "start")
+    _line(svg, x(1), top - 4, x(1), base, "reference")
+    for i, figures in enumerate(shown):
+        y = top + i * row
+        colour = _colour(report, figures.contestant)
+        _text(svg, 4, y + 12, _shortened(report.contestant(figures.contestant).label, 26), "name", "start")
+        _text(svg, WIDTH - 4, y + 12, figures.speedup.text(unit="×"), "value", "end")
+        _rectangle(svg, x(0), y + 19, x(figures.speedup.value) - x(0), 15, f"fill {colour}")
+        _whisker(svg, figures.speedup, x, y + 26.5, across=True)
+    _text(svg, x(1), top - 9, "plain target", "tick", "middle" if most > 1.35 else "end")
+    return _string(svg)
+
+
+def tau_by_contestant(report: Report) -> str:
+    """Draw τ of each drafter at every temperature: one row per drafter, the highest first, a marker per temperature."""
+    return _by_contestant(report, "τ, tokens per round", lambda f: f.tau, "", 1.0)
+
+
+def speedup_by_contestant(report: Report) -> str:
+    """Draw the speedup of each drafter at every temperature, in the order of their τ."""
+    return _by_contestant(report, "Speedup over the plain target", lambda f: f.speedup, "×", 0.0)
+
+
+def _by_contestant(
+    report: Report, title: str, figure: Callable[[Figures], Interval | None], unit: str, least: float
+) -> str:
+    names = [n for n in report.ranked() if n != report.baselines.plain]
+    heats = report.conditions.temperatures
+    found = {(n, t): value for n in names for t in heats if (value := figure(report.headline(n, t))) is not None}
+    row, top = 26 + 18 * len(heats), 10
+    base = top + row * len(names)
+    most = _nice_limit(max([1.0, *(_top(value) for value in found.values())]))
+    x = _scale(least, max(most, least + 0.5), 4, WIDTH - 14)
+    words = "; ".join(f"{n} at {t:g}: {value.text(unit=unit)}" for (n, t), value in found.items())
+    svg = _svg(base + 34 + 18 * len(heats), title, words)
+    for tick in (t for t in _ticks(max(most, least + 0.5)) if t >= least):
+        _line(svg, x(tick), top, x(tick), base, "grid")
+        _text(svg, x(tick), base + 16, f"{tick:g}{unit}", "tick", "middle" if tick > least else "start")
+    if least < 1.0:
+        _line(svg, x(1), top, x(1), base, "reference")
+    for i, name in enumerate(names):
+        _text(svg, 4, top + i * row + 13, _shortened(name, 40), "name", "start")
+        for k, heat in enumerate(heats):
+            if (value := found.get((name, heat))) is not None:
+                _across(svg, value, x, top + i * row + 27 + 18 * k, f"c{k % len(_SHAPES)}", unit)
+    for k, heat in enumerate(heats):
+        _marker(svg, 10, base + 30 + 18 * k, f"c{k % len(_SHAPES)}")
+        _text(svg, 22, base + 34 + 18 * k, f"temperature {heat:g}", "tick", "start")
+    return _string(svg)
+
+
+def _across(svg: ElementTree.Element, interval: Interval, x: Scale, y: float, colour: str, unit: str) -> None:
+    """Draw a marker and its interval on a row of its own, and the figure where there is room."""
+    start, end = x(interval.lowest), x(interval.highest)
+    if interval.known:
+        _line(svg, start, y, end, y, f"spread {colour}")
+    _marker(svg, x(interval.value), y, colour)
+    room = end < WIDTH - 52
+    _text(svg, end + 9 if room else start - 9, y + 4, interval.main(unit=unit), "value", "start" if room else "end")
+
+
+def alpha(report: Report, temperature: float) -> str:
+    """Draw conditional acceptance at each depth, one line per drafter, with intervals."""
+    shown = [f for f in report.overall(temperature) if f.alpha]
+    deepest = max((d.depth for f in shown for d in f.alpha), default=1)
+    x, y = _scale(0.5, deepest + 0.5, LEFT, WIDTH - RIGHT), _scale(0, 1, HEIGHT - BOTTOM, TOP)
+    words = "; ".join(f"{f.contestant} " + ", ".join(d.alpha.main() for d in f.alpha) for f in shown)
+    svg = _svg(HEIGHT, f"Alpha by depth at temperature {temperature:g}", words)
+    _frame(svg, y, [0, 0.25, 0.5, 0.75, 1], lambda v: f"{v:g}")
+    for depth in range(1, deepest + 1):
+        _text(svg, x(depth), HEIGHT - BOTTOM + 16, str(depth), "tick", "middle")
+    _text(svg, (LEFT + WIDTH - RIGHT) / 2, HEIGHT - 5, "depth", "axis", "middle")
+    step = x(1) - x(0)
+    for i, figures in enumerate(shown):
+        aside = (i - (len(shown) - 1) / 2) * 5 / step  # so that intervals at one depth do not hide each other
+        own = _scale(0.5 - aside, deepest + 0.5 - aside, LEFT, WIDTH - RIGHT)
+        _curve(svg, [(own(d.depth), d.alpha) for d in figures.alpha], y, _colour(report, figures.contestant))
+    return _string(svg)
+
+
+def accepted(report: Report, temperature: float) -> str:
+    """Draw the share of rounds by number of accepted drafts: grouped bars, one colour per drafter, with intervals."""
+    shown = [f for f in report.overall(temperature) if f.accepted]
+    most = max((a.accepted for f in shown for a in f.accepted), default=0)
+    limit = _nice_limit(max([0.1, *(_top(a.share) for f in shown for a in f.accepted)]))
+    x, y = _scale(-0.5, most + 0.5, LEFT, WIDTH - RIGHT), _scale(0, min(limit, 1), HEIGHT - BOTTOM, TOP)
+    words = "; ".join(
+        f"{f.contestant} " + ", ".join(f"{a.accepted}: {a.share.value:.0%}" for a in f.accepted) for f in shown
+    )
+    svg = _svg(HEIGHT, f"Accepted drafts per round at temperature {temperature:g}, share of rounds", words)
+    _frame(svg, y, _ticks(min(limit, 1)), lambda v: f"{v:.0%}")
+    for count in range(most + 1):
+        _text(svg, x(count), HEIGHT - BOTTOM + 16, str(count), "tick", "middle")
+    _text(svg, (LEFT + WIDTH - RIGHT) / 2, HEIGHT - 5, "accepted drafts per round", "axis", "middle")
+    width = min(26.0, 0.76 * (x(1) - x(0)) / max(1, len(shown)))
+    for i, figures in enumerate(shown):
+        for bar in figures.accepted:
+            left, top = x(bar.accepted) + (i - len(shown) / 2) * width, y(bar.share.value)
+            kind = f"fill {_colour(report, figures.contestant)}"
+            _rectangle(svg, left + 0.5, top, width - 1, y(0) - top, kind)
+            _whisker(svg, bar.share, y, left + width / 2, across=False)
+    return _string(svg)
+
+
+def speedup_by_batch(lines: Lines) -> str:
+    """Draw speedup over the plain target against batch size (on a log scale), one line per contestant."""
+    most = _nice_limit(max([1.0, *(_top(interval) for line in lines.values() for _, interval in line)]))
+    title = "Speedup over the plain target by batch size"
+    words = _words(lines, lambda interval: interval.text(unit="×"))
+    axes = _SizeAxes(lines, 0, most, "batch size", distance=5)
+    svg = _svg(axes.height, title, words)
+    _frame(svg, axes.y, _ticks(most), lambda v: f"{v:g}×")
+    _line(svg, LEFT, axes.y(1), WIDTH - RIGHT, axes.y(1), "reference")
+    axes.draw(svg, axes.sizes)
+    return _string(svg)
+
+
+def shares_by_size(lines: Lines, title: str, axis: str) -> str:
+    """Draw shares up to 1 against sizes (on a log scale), one line per name, with intervals and its own legend."""
+    least = min([0.9, *(interval.lowest for line in lines.values() for _, interval in line)])
+    least = math.floor(least * 10) / 10
+    axes = _SizeAxes(lines, least, 1, axis, distance=4)
+    svg = _svg(axes.height, title, _words(lines, lambda interval: interval.text(3)))
+    step = _step(1 - least)
+    ticks = [round(least + i * step, 10) for i in range(int((1 - least) / step + 1e-9) + 1)]
+    _frame(svg, axes.y, ticks, lambda v: f"{v:.0%}")
+    axes.draw(svg, axes.sizes[:: 1 + len(axes.sizes) // 8])
+    return _string(svg)
+
+
+def _words(lines: Lines, text: Callable[[Interval], str]) -> str:
+    """Return what lines show, for people who cannot see them."""
+    return "; ".join(
+        f"{name} " + ", ".join(f"{size}: {text(interval)}" for size, interval in line) for name, line in lines.items()
+    )
+
+
+@dataclass(frozen=True)
+class _SizeAxes:
+    """Lines over sizes on a log scale, with their legend under the plotted area.
+
+    Attributes:
+        least, most: ends of the vertical axis.
+        axis: what the sizes are of.
+        distance: of lines from each other, so that intervals at one size do not hide each other.
+    """
+
+    lines: Lines
+    least: float
+    most: float
+    axis: str
+    distance: float
+
+    @property
+    def sizes(self) -> list[int]:
+        return sorted({size for line in self.lines.values() for size, _ in line})
+
+    @property
+    def height(self) -> float:
+        return HEIGHT + 18 * len(self.lines)
+
+    @property
+    def y(self) -> Scale:
+        return _scale(self.least, self.most, HEIGHT - BOTTOM, TOP)
+
+    def draw(self, svg: ElementTree.Element, ticks: Sequence[int]) -> None:
+        sizes = self.sizes
+        across = _scale(math.log2(sizes[0]) - 0.25, math.log2(sizes[-1]) + 0.25, LEFT, WIDTH - RIGHT)
+        for size in ticks:
+            _text(svg, across(math.log2(size)), HEIGHT - BOTTOM + 16, f"{size:,}", "tick", "middle")
+        _text(svg, (LEFT + WIDTH - RIGHT) / 2, HEIGHT - 5, self.axis, "axis", "middle")
+        for i, (name, line) in enumerate(self.lines.items()):
+            colour = f"c{i % len(_SHAPES)}"
+            aside = (i - (len(self.lines) - 1) / 2) * self.distance
+            _curve(svg, [(across(math.log2(size)) + aside, interval) for size, interval in line], self.y, colour)
+            _marker(svg, LEFT + 6, HEIGHT + 18 * i + 8, colour)
+            _text(svg, LEFT + 18, HEIGHT + 18 * i + 12, name, "name", "start")
+
+
+_LIGHT = ("#1f5fae", "#b4530a", "#1d7a57", "#7a3fb0", "#a8265f", "#6b6a12")
+_DARK = ("#6ea8ef", "#f0a05a", "#5fc79d", "#bf94ee", "#f08bb4", "#cfcb5e")
+_SHAPE_RULES = (
+    "text{font:12px system-ui,sans-serif} .reference{stroke-dasharray:4 3} "
+    ".spread{stroke-width:1.6;opacity:.75} .curve{fill:none;stroke-width:2}"
+)
+
+
+def standalone(svg: str) -> str:
+    """Return a plot as a file of its own, with the colours that a report's page would give it, light or dark.
+
+    Without variables: some viewers know none.
+    """
+    light = _rules("#fdfdfc", "#1c1e21", "#585d66", "#e8eaee", _LIGHT)
+    dark = _rules("#15171a", "#e7e9ec", "#a3a9b3", "#2a2e35", _DARK)
+    style = f"<style>{light} {_SHAPE_RULES} @media (prefers-color-scheme: dark){{{dark}}}</style>"
+    named = svg.replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" ', 1)
+    return named.replace("<title>", f"{style}<title>", 1) + "\n"
+
+
+def _rules(page: str, ink: str, soft: str, grid: str, contestants: Sequence[str]) -> str:
+    fixed = (
+        f"svg{{background:{page}}} text{{fill:{ink}}} .tick,.axis{{fill:{soft}}} .grid{{stroke:{grid}}} "
+        f".base{{stroke:{soft}}} .reference{{stroke:{ink}}}"
+    )
+    return fixed + "".join(
+        f" .c{i}{{stroke:{colour}}} .fill.c{i}{{fill:{colour};stroke:none}}" for i, colour in enumerate(contestants)
+    )
+
+
+def legend(report: Report) -> list[tuple[str, str]]:
+    """Return (colour class, label) of every drafter."""
+    return [(_colour(report, c.name), c.label) for c in report.contestants if c.kind == "drafter"]
+
+
+def swatch(colour: str) -> str:
+    """Return the marker of a contestant, as it stands in the plots."""
+    svg = ElementTree.Element("svg", {"viewBox": "-7 -7 14 14", "width": "14", "height": "14", "aria-hidden": "true"})
+    _marker(svg, 0, 0, colour)
+    return _string(svg)
+
+
+# ------------------------------------------------------------ marks
+
+
+def _curve(svg: ElementTree.Element, points: Sequence[tuple[float, Interval]], y: Scale, colour: str) -> None:
+    """Draw a line through points, each with its interval."""
+    ElementTree.SubElement(
+        svg,
+        "polyline",
+        {"points": " ".join(f"{x:.1f},{y(interval.value):.1f}" for x, interval in points), "class": f"curve {colour}"},
+    )
+    for x, interval in points:
+        if interval.known:
+            _line(svg, x, y(interval.low), x, y(interval.high), f"spread {colour}")
+        _marker(svg, x, y(interval.value), colour)
+
+
+def _marker(svg: ElementTree.Element, x: float, y: float, colour: str) -> None:
+    """Draw a marker: a shape of its own per colour, so that colour is not the only difference."""
+    corners = _SHAPES[int(colour[1:])]
+    points = " ".join(f"{x + dx:.1f},{y + dy:.1f}" for dx, dy in corners)
+    ElementTree.SubElement(svg, "polygon", {"points": points, "class": f"fill {colour}"})
+
+
+def _whisker(svg: ElementTree.Element, interval: Interval, scale: Scale, at: float, across: bool) -> None:
+    """Draw an interval with end marks along the scaled axis."""
+    if not interval.known or interval.low == interval.high:
+        return
+    low, high, end = scale(interval.low), scale(interval.high), 3.5
+    strokes = ((low, at, high, at), (low, at - end, low, at + end), (high, at - end, high, at + end))
+    # A rim in the page's colour first: the mark stays visible on a bar of any colour.
+    for kind in ("rim", "whisker"):
+        for a, b, c, d in strokes:
+            if across:
+                _line(svg, a, b, c, d, kind)
+            else:
+                _line(svg, b, a, d, c, kind)
+
+
+def _frame(svg: ElementTree.Element, y: Scale, ticks: list[float], label: Callable[[float], str]) -> None:
+    for tick in ticks:
+        _line(svg, LEFT, y(tick), WIDTH - RIGHT, y(tick), "grid" if tick else "base")
+        _text(svg, LEFT - 6, y(tick) + 4, label(tick), "tick", "end")
+
+
+# ------------------------------------------------------------ elements
+
+
+def _svg(height: float, title: str, description: str) -> ElementTree.Element:
+    svg = ElementTree.Element(
+        "svg", {"viewBox": f"0 0 {WIDTH} {height:g}", "role": "img", "aria-label": f"{title}: {description}."}
+    )
+    ElementTree.SubElement(svg, "title").text = title
+    return svg
+
+
+def _line(svg: ElementTree.Element, x1: float, y1: float, x2: float, y2: float, kind: str) -> None:
+    ElementTree.SubElement(
+        svg, "line", {"x1": f"{x1:.1f}", "y1": f"{y1:.1f}", "x2": f"{x2:.1f}", "y2": f"{y2:.1f}", "class": kind}
+    )
+
+
+def _rectangle(svg: ElementTree.Element, x: float, y: float, width: float, height: float, kind: str) -> None:
+    size = {"width": f"{max(0, width):.1f}", "height": f"{max(0, height):.1f}"}
+    ElementTree.SubElement(svg, "rect", {"x": f"{x:.1f}", "y": f"{y:.1f}", **size, "class": kind})
+
+
+def _text(svg: ElementTree.Element, x: float, y: float, words: str, kind: str, anchor: str) -> None:
+    ElementTree.SubElement(
+        svg, "text", {"x": f"{x:.1f}", "y": f"{y:.1f}", "class": kind, "text-anchor": anchor}
+    ).text = words
+
+
+def _string(svg: ElementTree.Element) -> str:
+    return ElementTree.tostring(svg, encoding="unicode")
+
+
+# ------------------------------------------------------------ scales
+
+
+def _scale(low: float, high: float, start: float, end: float) -> Scale:
+    return lambda value: start + (value - low) / (high - low) * (end - start)
+
+
+def _nice_limit(value: float) -> float:
+    """Return the next multiple of a round step that holds `value`."""
+    return math.ceil(value * 1.02 / _step(value)) * _step(value)
+
+
+def _ticks(limit: float) -> list[float]:
+    step = _step(limit)
+    return [round(i * step, 10) for i in range(int(limit / step + 1e-9) + 1)]
+
+
+def _step(limit: float) -> float:
+    """Return a round distance that gives about four ticks up to `limit`."""
+    raw = limit / 4
+    magnitude = 10 ** math.floor(math.log10(raw))
+    return next(m * magnitude for m in (1, 2, 2.5, 5, 10) if m * magnitude >= raw * 0.999)
+
+
+# ------------------------------------------------------------ what is shown
+
+
+def _top(interval: Interval) -> float:
+    """Return how far an interval reaches; 0 where there is no value."""
+    return interval.highest if math.isfinite(interval.highest) else 0.0
+
+
+def _colour(report: Report, name: str) -> str:
+    """Return `c0`, `c1`, … for drafters in their order; `cx` for what is only compared with."""
+    drafters = [c.name for c in report.contestants if c.kind == "drafter"]
+    return f"c{drafters.index(name) % len(_SHAPES)}" if name in drafters else "cx"
+
+
+def _shortened(text: str, length: int) -> str:
+    return text if len(text) <= length else text[: length - 1] + "…"

@@ -1,0 +1,183 @@
+"""A report for people: in the terminal, as Markdown, and as one self-contained page; and its files."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from importlib import resources
+from pathlib import Path
+
+from jinja2 import Environment, StrictUndefined
+from markupsafe import Markup
+from rich.console import Console
+from rich.table import Table as Grid
+from rich.text import Text
+
+from ...ground.files import write_atomically
+from . import plots, tables
+from .report import REPORT_FILE, Report
+from .tables import Table
+
+# The columns of a summary that a narrow terminal loses, in this order.
+_DROPPED = ("rule", "acceptance", "vs generate", "tokens/s")
+_PLOTS = (
+    ("Speedup over the plain target", plots.speedup),
+    ("Alpha by depth", plots.alpha),
+    ("Accepted drafts per round", plots.accepted),
+)
+_COMPARISON_PLOTS = (
+    ("τ, tokens per round", plots.tau_by_contestant),
+    ("Speedup over the plain target", plots.speedup_by_contestant),
+)
+
+
+def write_report(report: Report, folder: str | Path) -> Path:
+    """Write report.json, report.md and report.html; each appears complete or not at all. Return the folder."""
+    place = Path(folder)
+    place.mkdir(parents=True, exist_ok=True)
+    files = {"report.md": markdown(report), "report.html": html(report)}
+    if report.is_comparison:
+        files["comparison.svg"] = comparison_plot(report)
+    # The JSON comes last: where it is, the others are.
+    for name, text in (files | {REPORT_FILE: report.to_json()}).items():
+        write_atomically(place / name, text)
+    return place
+
+
+# ------------------------------------------------------------ in the terminal
+
+
+def print_report(report: Report, console: Console) -> None:
+    """Print the headline, and the table over all suites for each temperature."""
+    console.print(Text(report.sentence(), style="bold"))
+    for temperature in report.conditions.temperatures:
+        table = fitted(tables.summary(report, temperature), console.width, _DROPPED)
+        print_table(table, f"temperature {temperature:g}", console)
+    console.print(Text(_brief(report), style="dim"))
+
+
+def print_comparison(report: Report, console: Console) -> None:
+    """Print every contestant at every temperature in one table (two on a narrow terminal), its rules and conditions."""
+    table = tables.comparison(report)
+    for part in [table] if _width(table) <= console.width else table.split("speedup"):
+        print_table(part, None, console)
+    console.print(Text(f"{tables.rules_line(report)} {_brief(report)}", style="dim"))
+
+
+def print_table(table: Table, title: str | None, console: Console) -> None:
+    """Print a table: figures right-aligned, what stands beside them dimmed."""
+    grid = Grid(title=title, title_justify="left", title_style="", box=None, pad_edge=False, header_style="dim")
+    for i, header in enumerate(table.headers):
+        grid.add_column(header, justify="left" if i < table.labels else "right", no_wrap=True)
+    for row in table.rows:
+        grid.add_row(*(Text.assemble(cell.main, (f" {cell.extra}" if cell.extra else "", "dim")) for cell in row))
+    console.print(grid)
+
+
+def fitted(table: Table, width: int, dropped: Sequence[str]) -> Table:
+    """Return the table without the columns that a narrow terminal has no room for, `dropped` from the first on."""
+    for header in dropped:
+        if _width(table) > width:
+            table = table.without(header)
+    return table
+
+
+def _width(table: Table) -> int:
+    """Return the characters of the longest line, with one space on either side of a column."""
+    columns = zip(*([*table.headers], *([str(cell) for cell in row] for row in table.rows)), strict=True)
+    return sum(max(map(len, column)) + 2 for column in columns)
+
+
+def _brief(report: Report) -> str:
+    c = report.conditions
+    prompts = sum(s.num_prompts for s in c.suites)
+    return (
+        f"{prompts} prompts ({', '.join(s.name for s in c.suites)}), at most {c.max_new_tokens} new tokens, "
+        f"{c.dtype} on {c.device}, {tables.counted(c.threads, 'thread')}, batch 1, median of {c.repeats}; "
+        f"{c.confidence:.0%} intervals over prompts; τ = mean tokens per round, bonus token included."
+    )
+
+
+# ------------------------------------------------------------ as Markdown
+
+
+def markdown(report: Report) -> str:
+    """Return report.md."""
+    parts = ["# Outrider report", f"**{report.sentence()}**"]
+    if report.is_comparison:
+        table = tables.comparison(report)
+        parts += [f"## {table.title}", _markdown_table(table), tables.rules_line(report)]
+    for temperature in report.conditions.temperatures:
+        parts.append(f"## Temperature {temperature:g}")
+        for make in (tables.summary, *tables.DETAILS):
+            parts += _markdown_section(make(report, temperature))
+    parts += ["## Same text as the plain target", identity_sentence(report)]
+    parts += _markdown_section(tables.divergences(report))
+    parts += ["## Conditions", _markdown_table(tables.conditions(report))]
+    parts += ["## Definitions", "\n".join(f"- **{word}**: {said}" for word, said in report.definitions.items())]
+    return "\n\n".join(parts) + "\n"
+
+
+def _markdown_section(table: Table) -> list[str]:
+    return [f"### {table.title}", _markdown_table(table)] if table.rows else []
+
+
+def _markdown_table(table: Table) -> str:
+    rule = [":--" if i < table.labels else "--:" for i in range(len(table.headers))]
+    rows = [[str(cell).replace("|", "\\|") for cell in row] for row in table.rows]
+    return "\n".join("| " + " | ".join(row) + " |" for row in [table.headers, rule, *rows])
+
+
+def identity_sentence(report: Report) -> str:
+    """Return, for people, how many prompts each contestant completed exactly as the plain target did."""
+    line = tables.identity_line(report)
+    return (
+        f"Prompts with exactly the plain target's tokens at temperature 0: {line}."
+        if line
+        else "Not checked: temperature 0 was not measured."
+    )
+
+
+# ------------------------------------------------------------ as a page
+
+
+def comparison_plot(report: Report) -> str:
+    """Return comparison.svg: τ of every drafter at every temperature."""
+    return plots.standalone(plots.tau_by_contestant(report))
+
+
+def html(report: Report) -> str:
+    """Return report.html: no scripts, no external files."""
+    source = resources.files(__package__).joinpath("report.html.jinja").read_text(encoding="utf-8")
+    environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined)
+    drawn = _COMPARISON_PLOTS if report.is_comparison else ()
+    return environment.from_string(source).render(
+        comparison=tables.comparison(report) if report.is_comparison else None,
+        comparison_plots=[(title, Markup(plot(report))) for title, plot in drawn],
+        rules=tables.rules_line(report),
+        report=report,
+        sections=[_section(report, t) for t in report.conditions.temperatures],
+        conditions=tables.conditions(report),
+        divergences=tables.divergences(report),
+        identity=identity_sentence(report),
+        headline=_unbroken(report.sentence()),
+        brief=_brief(report),
+        legend=[(Markup(plots.swatch(colour)), label) for colour, label in plots.legend(report)],
+    )
+
+
+def _section(report: Report, temperature: float) -> dict[str, object]:
+    """Return what the page says of one temperature."""
+    details = [make(report, temperature) for make in tables.DETAILS]
+    return {
+        "temperature": f"{temperature:g}",
+        "sentence": _unbroken(report.sentence(temperature=temperature)),
+        "summary": tables.summary(report, temperature),
+        "plots": [(title, Markup(plot(report, temperature))) for title, plot in _PLOTS] if report.primary else [],
+        "details": [table for table in details if table.rows],
+    }
+
+
+def _unbroken(sentence: str) -> str:
+    """Return the sentence with figures that no line break can part from their intervals."""
+    return re.sub(r"(\S+) \[(\S+), (\S+)\]", "\\1\u00a0[\\2,\u00a0\\3]", sentence)

@@ -1,0 +1,254 @@
+"""What a measurement found, with everything it depends on. It is JSON; `render` writes and prints it for people."""
+
+from __future__ import annotations
+
+import json
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field, ValidationError
+
+from ...ground import BadInputError
+from .figures import ALL, Baselines, Figures, Model, Record
+from .intervals import CONFIDENCE, RESAMPLES
+
+SCHEMA_VERSION = 1
+REPORT_FILE = "report.json"
+
+DEFINITIONS = {
+    "τ (tau)": (
+        "mean tokens emitted per round, with the target's own bonus or correction token: 1 + mean accepted. "
+        "A round is one draft and one verification."
+    ),
+    "acceptance rate": "accepted ÷ drafted tokens. It falls with depth: compare it only at equal depth.",
+    "alpha at depth d": (
+        "share of rounds that accepted the draft token at depth d, of those that drafted it and accepted all before it."
+    ),
+    "speedup": (
+        "tokens/s ÷ tokens/s of the plain target in the same engine and the same run; "
+        "sums over prompts, paired by prompt."
+    ),
+    "identical": (
+        "prompts whose tokens equal the plain target's at temperature 0. "
+        "In bfloat16 or float16 a near-tie can be decided differently by another order of sums."
+    ),
+    "[low, high]": (
+        "95% confidence interval over prompts: expanded percentiles of 2000 resamples, drawn suite by suite."
+    ),
+}
+
+
+class SuiteInfo(Model):
+    """The prompts that were used; the digest covers their ids and tokens, in order."""
+
+    name: str
+    digest: str
+    num_prompts: int
+
+
+class TrainingInfo(Model):
+    """How a drafter was trained, where that is part of the comparison (`outrider compare`).
+
+    Attributes:
+        seconds: of training; the last step ends a little after the `budget`. parameters: those that were trained.
+        held_out_tau: analytic, on held-out responses; None if none were held out.
+    """
+
+    seconds: float
+    budget: float
+    steps: int
+    sequences: int
+    processes: int
+    parameters: int
+    held_out_tau: float | None = None
+
+
+class ContestantInfo(Model):
+    """A contestant that took part, and the plan that it drafted under.
+
+    Attributes:
+        kind: drafter, plain or generate.
+        verify: the rule that was asked for. shape: the plan in words.
+    """
+
+    name: str
+    kind: str
+    drafter: str | None = None
+    depth: int | None = None
+    width: int = 1
+    nodes: int | None = None
+    tree: list[int] | None = None
+    verify: str | None = None
+    confidence: float = 0.0
+    control: dict[str, Any] | None = None
+    shape: str | None = None
+    parameters: int | None = None
+    training: TrainingInfo | None = None
+
+    @property
+    def label(self) -> str:
+        return self.name if self.depth is None else f"{self.name}, {self.shape or f'depth {self.depth}'}"
+
+
+class Conditions(Model):
+    """What every figure of a report depends on.
+
+    Attributes:
+        target: where it was loaded from, model type, number of parameters, and its fingerprint's digest: its identity.
+        timing: what the seconds of a prompt are. excluded: what no figure contains.
+    """
+
+    target: dict[str, Any]
+    dtype: str
+    device: str
+    device_name: str
+    threads: int
+    attention: str
+    batch_size: int = 1
+    max_new_tokens: int
+    temperatures: list[float]
+    repeats: int
+    timing: str = (
+        "whole requests, both prefills included; per prompt the median of the repeats "
+        "(of an even number the faster of the middle two); contestants take turns in a rotating order"
+    )
+    excluded: str = "one warm-up request per contestant and temperature"
+    seed: int
+    resamples: int = RESAMPLES
+    confidence: float = CONFIDENCE
+    suites: list[SuiteInfo]
+    versions: dict[str, str]
+
+
+class Report(Model):
+    """The result of `measure`.
+
+    Attributes:
+        contestants: in the order they were given; the first drafter is what the headline is about.
+        figures: per contestant, temperature and suite ("all" first). records: per prompt, what they were made from.
+    """
+
+    schema_version: int = SCHEMA_VERSION
+    created: str = Field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
+    conditions: Conditions
+    definitions: dict[str, str] = DEFINITIONS
+    contestants: list[ContestantInfo]
+    baselines: Baselines
+    figures: list[Figures]
+    records: list[Record] = Field(default_factory=list)
+
+    @property
+    def primary(self) -> str | None:
+        """The first drafter's name; None if only baselines were measured."""
+        return next((c.name for c in self.contestants if c.kind == "drafter"), None)
+
+    def contestant(self, name: str) -> ContestantInfo:
+        """Return what is known of a contestant; BadInputError if it did not take part."""
+        found = next((c for c in self.contestants if c.name == name), None)
+        if found is None:
+            raise BadInputError(
+                f"the report has no contestant {name!r}; it has: {', '.join(c.name for c in self.contestants)}."
+            )
+        return found
+
+    def headline(self, contestant: str | None = None, temperature: float | None = None, suite: str = ALL) -> Figures:
+        """Return the figures of one contestant, on all suites together unless one is named.
+
+        Args:
+            contestant: the first drafter if not given. temperature: the first one measured if not given.
+
+        Raises:
+            BadInputError: the report holds no such figures.
+        """
+        name = contestant or self.primary or self.baselines.plain
+        heat = self.conditions.temperatures[0] if temperature is None else temperature
+        for figures in self.figures:
+            if (figures.contestant, figures.temperature, figures.suite) == (name, heat, suite):
+                return figures
+        self.contestant(name)
+        measured = ", ".join(map(str, self.conditions.temperatures))
+        raise BadInputError(
+            f"the report has no figures of {name} on {suite!r} at temperature {heat}; "
+            f"temperatures measured: {measured}."
+        )
+
+    def sentence(self, contestant: str | None = None, temperature: float | None = None) -> str:
+        """Return the headline in words.
+
+        `eagle3, depth 4: τ 2.41 [2.33, 2.49], 1.42× [1.38, 1.46] the speed of the plain target at temperature 0`.
+        """
+        figures = self.headline(contestant, temperature)
+        tau = f"τ {figures.tau.text()}, " if figures.tau else ""
+        speed = f"{figures.speedup.text(unit='×')} the speed of the plain target at temperature {figures.temperature:g}"
+        rule = "" if figures.rule in ("none", "greedy") else f" ({figures.rule})"
+        return f"{self.contestant(figures.contestant).label}: {tau}{speed}{rule}"
+
+    @property
+    def is_comparison(self) -> bool:
+        """Whether drafters were trained for it, all for the same time."""
+        return any(c.training is not None for c in self.contestants)
+
+    def records_of(self, contestant: str, temperature: float) -> list[Record]:
+        """Return the records of a contestant at a temperature, in the order of the prompts."""
+        return [r for r in self.records if r.contestant == contestant and r.temperature == temperature]
+
+    def at(self, temperature: float) -> list[Figures]:
+        """Return the figures of all contestants at a temperature, on every suite and on all of them."""
+        return [f for f in self.figures if f.temperature == temperature]
+
+    def overall(self, temperature: float) -> list[Figures]:
+        """Return the figures of all contestants at a temperature, on all suites together."""
+        return [f for f in self.at(temperature) if f.suite == ALL]
+
+    def ranked(self) -> list[str]:
+        """Return the contestants in the engine, the highest τ at the first temperature first; the plain target last."""
+        names = [c.name for c in self.contestants if c.kind != "generate"]
+        taus = {name: tau.value if (tau := self.headline(name).tau) else 0.0 for name in names}
+        return sorted(names, key=lambda name: (name == self.baselines.plain, -taus[name]))
+
+    def to_json(self) -> str:
+        """Return the whole report as JSON; one line per prompt record."""
+        body = self.model_dump_json(exclude={"records"}, indent=1).removesuffix("\n}")
+        lines = ",\n".join(r.model_dump_json() for r in self.records)
+        return f'{body},\n "records": [\n{lines}\n]}}\n'
+
+    @classmethod
+    def load(cls, path: str | Path) -> Report:
+        """Read a saved report from its folder (or from its report.json).
+
+        Raises:
+            BadInputError: no report there, a damaged one, or one of a newer schema.
+        """
+        file = Path(path).expanduser()
+        file = file / REPORT_FILE if file.is_dir() else file
+        try:
+            values = json.loads(file.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise BadInputError(
+                f"no report at {str(path)!r}: {file} cannot be read ({error.strerror}). "
+                "Run `outrider eval` first, or give its folder."
+            ) from error
+        except ValueError as error:
+            raise BadInputError(
+                f"{file}: damaged, not valid JSON ({error}). Measure again, or copy it again."
+            ) from error
+        return cls.from_dict(values, str(file))
+
+    @classmethod
+    def from_dict(cls, values: object, where: str = "report") -> Report:
+        """Return the report that JSON's values hold; BadInputError if they hold none. `where` names their place."""
+        version = values.get("schema_version") if isinstance(values, dict) else None
+        if version != SCHEMA_VERSION:
+            raise BadInputError(
+                f"{where}: schema_version is {version!r}, this Outrider reads {SCHEMA_VERSION}; "
+                "update Outrider or measure again."
+            )
+        try:
+            return cls.model_validate(values)
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            place = ".".join(map(str, first["loc"]))
+            raise BadInputError(
+                f"{where}: not a report, {place}: {first['msg'].lower()}. Measure again, or copy it again."
+            ) from None

@@ -1,0 +1,268 @@
+"""The tables of a report as cells of text: one source for the terminal, Markdown and the browser."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from .figures import ALL, PHASES, Figures
+from .intervals import Interval
+from .report import Report
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A value, and what stands beside it in smaller print (its interval or count)."""
+
+    main: str
+    extra: str = ""
+
+    @classmethod
+    def of(cls, interval: Interval | None, decimals: int = 2, unit: str = "") -> Cell:
+        """Return a value and its interval; `–` for None."""
+        return cls("–") if interval is None else cls(interval.main(decimals, unit), interval.bounds(decimals))
+
+    def __str__(self) -> str:
+        return f"{self.main} {self.extra}".strip()
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table of text: the first `labels` columns of each row name it, the others are figures."""
+
+    title: str
+    headers: list[str]
+    rows: list[list[Cell]]
+    labels: int = 1
+
+    def without(self, header: str) -> Table:
+        """Return the table without one column, if it has it."""
+        return self._columns([i for i, name in enumerate(self.headers) if name != header])
+
+    def split(self, prefix: str) -> list[Table]:
+        """Return two tables with the same labels, parted before the first header that starts with `prefix`."""
+        at = next((i for i, name in enumerate(self.headers) if name.startswith(prefix)), len(self.headers))
+        parts = [range(self.labels, at), range(at, len(self.headers))]
+        return [self._columns([*range(self.labels), *part]) for part in parts if part]
+
+    def _columns(self, kept: Sequence[int]) -> Table:
+        rows = [[row[i] for i in kept] for row in self.rows]
+        return Table(self.title, [self.headers[i] for i in kept], rows, self.labels)
+
+
+def summary(report: Report, temperature: float) -> Table:
+    """Return one row per contestant, over all suites."""
+    rows = [_summary_row(report, f) for f in report.overall(temperature)]
+    headers = ["contestant", "τ", "speedup", "vs generate", "tokens/s", "acceptance", "identical", "rule"]
+    return _without_empty(Table("All suites", headers, rows))
+
+
+def comparison(report: Report) -> Table:
+    """Return one row per contestant, over all suites, the highest τ first.
+
+    Every temperature side by side, the parameters that were trained, and how long.
+    """
+    heats = report.conditions.temperatures
+    headers = [
+        "contestant",
+        *(f"τ at {t:g}" for t in heats),
+        "parameters",
+        *(f"speedup at {t:g}" for t in heats),
+        "trained",
+        "steps",
+    ]
+    rows = [_comparison_row(report, name) for name in report.ranked()]
+    return _without_empty(Table("At the same training time", headers, rows))
+
+
+def by_suite(report: Report, temperature: float) -> Table:
+    """Return one row per suite and contestant that drafts."""
+    rows = [
+        [
+            Cell(f.suite),
+            Cell(f.contestant),
+            Cell.of(f.tau),
+            Cell.of(f.acceptance_rate),
+            _speed(f.tokens_per_second),
+            Cell.of(f.speedup, unit="×"),
+            _counts(f),
+        ]
+        for f in report.at(temperature)
+        if f.suite != ALL and report.contestant(f.contestant).kind == "drafter"
+    ]
+    headers = ["suite", "contestant", "τ", "acceptance", "tokens/s", "speedup", "prompts · rounds · tokens"]
+    return Table("By suite", headers, rows, labels=2)
+
+
+def alpha(report: Report, temperature: float) -> Table:
+    """Return one row per drafter, one column per depth; beside each alpha the rounds that reached that depth."""
+    drafting = [f for f in report.overall(temperature) if f.alpha]
+    deepest = max((len(f.alpha) for f in drafting), default=0)
+    rows = [
+        [Cell(f.contestant), *(Cell(d.alpha.main(), f"{d.alpha.bounds()} of {d.reached}".strip()) for d in f.alpha)]
+        for f in drafting
+    ]
+    headers = ["contestant", *(f"depth {d}" for d in range(1, deepest + 1))]
+    return Table("Alpha by depth", headers, _padded(rows, deepest + 1))
+
+
+def accepted(report: Report, temperature: float) -> Table:
+    """Return one row per drafter, one column per number of accepted drafts: share and count of rounds."""
+    drafting = [f for f in report.overall(temperature) if f.accepted]
+    most = max((len(f.accepted) for f in drafting), default=0)
+    rows = [
+        [Cell(f.contestant), *(Cell(f"{a.share.value:.1%}", f"({a.rounds})") for a in f.accepted)] for f in drafting
+    ]
+    headers = ["contestant", *(f"{a} accepted" for a in range(most))]
+    return Table("Rounds by accepted drafts", headers, _padded(rows, most + 1))
+
+
+def phases(report: Report, temperature: float) -> Table:
+    """Return milliseconds per new token, by phase; one row per contestant."""
+    rows = [
+        [
+            Cell(f.contestant),
+            *(Cell.of(f.milliseconds_per_token.get(p)) for p in PHASES),
+            Cell(f"{f.seconds['total']:.1f}"),
+        ]
+        for f in report.overall(temperature)
+    ]
+    return Table("Milliseconds per token, by phase", ["contestant", *PHASES, "seconds in all"], rows)
+
+
+def divergences(report: Report) -> Table:
+    """Return the prompts whose tokens differ from the plain target's at temperature 0."""
+    rows = [
+        [Cell(r.contestant), Cell(r.suite), Cell(r.prompt), Cell(str(r.diverges_at)), Cell(str(r.tokens))]
+        for r in report.records
+        if r.identical is False
+    ]
+    headers = ["contestant", "suite", "prompt", "first differing token", "tokens"]
+    return Table("Prompts that differ from the plain target", headers, rows, labels=3)
+
+
+def conditions(report: Report) -> Table:
+    """Return everything the figures depend on, as name and value."""
+    c = report.conditions
+    values = {
+        "target": ", ".join(_target_words(k, v) for k, v in c.target.items() if v is not None),
+        "contestants": "; ".join(_described(report, i.name) for i in report.contestants),
+        "dtype": f"{c.dtype}, attention {c.attention}",
+        "device": f"{c.device}: {c.device_name}, {counted(c.threads, 'thread')}",
+        "prompts": ", ".join(f"{s.name} {s.num_prompts} (sha256 {s.digest[:12]})" for s in c.suites),
+        "requests": (
+            f"batch size {c.batch_size}, at most {c.max_new_tokens} new tokens, {counted(c.repeats, 'repeat')}, "
+            f"seed {c.seed}"
+        ),
+        "timing": c.timing,
+        "training": _training(report),
+        "not in the figures": c.excluded,
+        "intervals": f"{c.confidence:.0%}, {c.resamples} resamples over prompts",
+        "versions": ", ".join(f"{k} {v}" for k, v in c.versions.items()),
+        "measured": report.created,
+    }
+    return Table("Conditions", ["condition", "value"], [[Cell(k), Cell(v)] for k, v in values.items() if v], labels=2)
+
+
+def _target_words(name: str, value: object) -> str:
+    return f"{name.replace('_', ' ')} {value:,}" if isinstance(value, int) else str(value)
+
+
+def rules_line(report: Report) -> str:
+    """Return the verification rule of every drafter above temperature 0, whose figures depend on it."""
+    rules: dict[str, dict[str, None]] = {}
+    for f in report.figures:
+        if f.suite == ALL and f.temperature > 0 and f.rule not in ("none", "greedy"):
+            rules.setdefault(f.rule, {})[f.contestant] = None
+    words = "; ".join(f"{rule} ({', '.join(names)})" for rule, names in rules.items())
+    return f"Rule above temperature 0: {words}." if words else ""
+
+
+def _training(report: Report) -> str:
+    """Return under which conditions the drafters of a comparison were trained; "" if this is none."""
+    found = {c.name: c.training for c in report.contestants if c.training is not None}
+    if not found:
+        return ""
+    first = next(iter(found.values()))
+    taus = ", ".join(f"{name} {t.held_out_tau:.2f}" for name, t in found.items() if t.held_out_tau)
+    held_out = f"; held-out analytic τ, over the depths each is trained at: {taus}" if taus else ""
+    return (
+        f"{first.budget:g} s each on the same {first.sequences:,} sequences, one after the other, "
+        f"{counted(first.processes, 'process', 'es')}; batches, target passes and steps count, "
+        f"evaluation, checkpoints and cached features do not{held_out}"
+    )
+
+
+def identity_line(report: Report) -> str:
+    """Return how many prompts each contestant completed exactly as the plain target did."""
+    judged = [f for f in report.figures if f.suite == ALL and f.identical is not None]
+    return ", ".join(f"{f.contestant} {f.identical}/{f.num_prompts}" for f in judged)
+
+
+def counted(count: int, what: str, plural: str = "s") -> str:
+    """Return `1 thread`, `2 threads`."""
+    return f"{count} {what}{'' if count == 1 else plural}"
+
+
+def _summary_row(report: Report, f: Figures) -> list[Cell]:
+    plain, generate = report.baselines.plain, report.baselines.generate
+    return [
+        Cell(report.contestant(f.contestant).label),
+        Cell.of(f.tau) if f.contestant != plain else Cell("1"),
+        Cell.of(f.speedup, unit="×") if f.contestant != plain else Cell("1×"),
+        Cell.of(f.speedup_generate, unit="×") if f.contestant != generate else Cell("1×"),
+        _speed(f.tokens_per_second),
+        Cell.of(f.acceptance_rate),
+        Cell("–" if f.identical is None else f"{f.identical}/{f.num_prompts}"),
+        Cell("–" if f.rule == "none" else f.rule),
+    ]
+
+
+def _comparison_row(report: Report, name: str) -> list[Cell]:
+    plain, training = name == report.baselines.plain, report.contestant(name).training
+    found = [report.headline(name, t) for t in report.conditions.temperatures]
+    parameters, *how = (
+        [Cell("–")] * 3
+        if training is None
+        else [Cell(f"{training.parameters:,}"), Cell(f"{training.seconds:.0f} s"), Cell(str(training.steps))]
+    )
+    taus = [Cell("1") if plain else Cell.of(f.tau) for f in found]
+    return [
+        Cell(name),
+        *taus,
+        parameters,
+        *(Cell("1×") if plain else Cell.of(f.speedup, unit="×") for f in found),
+        *how,
+    ]
+
+
+def _without_empty(table: Table) -> Table:
+    """Return the table without columns that say nothing."""
+    for i, header in enumerate(table.headers[table.labels :], table.labels):
+        if all(row[i].main == "–" for row in table.rows):
+            return _without_empty(table.without(header))
+    return table
+
+
+def _padded(rows: list[list[Cell]], width: int) -> list[list[Cell]]:
+    return [[*row, *[Cell("–")] * (width - len(row))] for row in rows]
+
+
+def _speed(interval: Interval) -> Cell:
+    return Cell.of(interval, decimals=1 if interval.value < 1000 else 0)
+
+
+def _counts(f: Figures) -> Cell:
+    return Cell(f"{f.num_prompts} · {f.num_rounds} · {f.num_tokens}")
+
+
+def _described(report: Report, name: str) -> str:
+    info = report.contestant(name)
+    if info.kind != "drafter":
+        return info.label
+    size = f"{info.parameters:,} parameters" if info.parameters else "no weights"
+    return f"{info.label} ({info.drafter}, {size}, verify {info.verify})"
+
+
+TemperatureTable = Callable[[Report, float], Table]
+DETAILS: tuple[TemperatureTable, ...] = (by_suite, alpha, accepted, phases)

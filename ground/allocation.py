@@ -1,0 +1,59 @@
+"""How this process holds memory on a CPU: set by whoever starts it, before the first work. Imports nothing heavy."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from functools import cache
+
+# Parameters of glibc's mallopt (malloc.h), and the largest values that they take.
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
+_NEVER, _OLDER_GLIBC = 2**31 - 1, 2**25
+
+# How many shapes of products oneDNN remembers, and torch in front of it.
+FEW_SHAPES = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64", "LRU_CACHE_CAPACITY": "16"}
+
+
+def keep_large_blocks() -> bool:
+    """Make malloc keep freed blocks of any size for the next request, and tell whether it does.
+
+    glibc returns each large block to the kernel, which then zeroes fresh pages for the next one: of the 12 seconds of
+    processor time in which the embedded target answers 64 prompts, 1.4 to 1.8 were that, and are 0.3 then. The peak of
+    memory stays as it is. Other C libraries, and users who have set glibc's malloc up themselves, keep what they have.
+    """
+    chosen = "GLIBC_TUNABLES" in os.environ or any(name.startswith("MALLOC_") for name in os.environ)
+    mallopt = None if chosen else _glibc("mallopt")
+    if mallopt is None:
+        return False
+    kept = mallopt(_MMAP_THRESHOLD, _NEVER) or mallopt(_MMAP_THRESHOLD, _OLDER_GLIBC)
+    return bool(kept and mallopt(_TRIM_THRESHOLD, _NEVER))
+
+
+def give_back_unused() -> None:
+    """Return to the kernel what malloc keeps and nobody uses, so that it counts as free. Takes milliseconds."""
+    trim = _glibc("malloc_trim")
+    if trim is not None:
+        trim(0)
+
+
+def remember_few_shapes() -> None:
+    """Keep what oneDNN prepares for each shape of a product from filling the memory. Variables that are set stay.
+
+    It remembers 1024 shapes, half a megabyte each, and batches of text bring new ones all the time: 600 shapes of a
+    bfloat16 product hold 450 MB, and 100 MB then. Preparing a shape again costs no measurable time. The variables are
+    read once, at the first product.
+    """
+    for name, few in FEW_SHAPES.items():
+        os.environ.setdefault(name, few)
+
+
+@cache
+def _glibc(function: str) -> ctypes._NamedFuncPointer | None:
+    """Return a function of the C library; None if that is not glibc."""
+    try:
+        library = ctypes.CDLL(None)
+        library.gnu_get_libc_version  # noqa: B018 (only glibc has it)
+        found: ctypes._NamedFuncPointer = getattr(library, function)
+    except (OSError, TypeError, AttributeError):  # Windows has no library of the process itself
+        return None
+    return found

@@ -1,0 +1,251 @@
+"""Tables of the results page: one function for each kind of result file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+Result = dict[str, Any]
+NOTHING = "–"
+MEGABYTE = 1e6
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a Markdown table."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
+
+
+def interval(found: Result | None, digits: int = 2, sign: str = "") -> str:
+    """Return a value with its interval: `1.22 [1.09, 1.37]`."""
+    if found is None:
+        return NOTHING
+    value, low, high = (f"{found[key]:{sign}.{digits}f}" for key in ("value", "low", "high"))
+    return f"{value} [{low}, {high}]"
+
+
+def tables_of(result: Result) -> list[str]:
+    """Return all tables of a result file.
+
+    Raises:
+        ValueError: no kind known here has these keys.
+    """
+    for kind, made in KINDS.items():
+        if set(kind) <= result.keys():
+            return made(result)
+    if temperatures := [key for key in result if key.startswith("temperature ")]:
+        one = _of_shapes if "quotients" in result[temperatures[0]] else _of_variants
+        return [text for key in temperatures for text in one(key.replace("temperature", "T ="), result[key])]
+    raise ValueError(f"a result with the keys {', '.join(result)} has no table yet: add a kind to page_tables.py")
+
+
+def _of_report(result: Result) -> list[str]:
+    contestants = {c["name"]: c for c in result["contestants"]}
+    texts = [
+        _figures(result["figures"], {name: c.get("shape") for name, c in contestants.items()}),
+        _by_suite(result["figures"]),
+    ]
+    trained = {name: c["training"] for name, c in contestants.items() if c.get("training")}
+    rows = [
+        [name, f"{t['parameters']:,}", str(t["steps"]), f"{t['seconds']:.0f}", str(t["sequences"])]
+        for name, t in trained.items()
+    ]
+    return [*texts, *([table(["trained", "parameters", "steps", "seconds", "sequences"], rows)] if rows else [])]
+
+
+def _figures(figures: list[Result], shapes: Result) -> str:
+    head = [
+        "all suites",
+        "shape",
+        "T",
+        "rule",
+        "τ",
+        "acceptance by depth",
+        "tokens/s",
+        "speedup",
+        "text of the plain target",
+    ]
+    return table(head, (_figures_row(f, shapes) for f in figures if f["suite"] == "all"))
+
+
+def _figures_row(figure: Result, shapes: Result) -> list[str]:
+    alpha = ", ".join(f"{a['alpha']['value']:.2f}" for a in figure["alpha"]) or NOTHING
+    identical = figure["identical"]
+    return [
+        figure["contestant"],
+        shapes.get(figure["contestant"]) or NOTHING,
+        f"{figure['temperature']:g}",
+        figure["rule"],
+        interval(figure["tau"]),
+        alpha,
+        interval(figure["tokens_per_second"], 0),
+        interval(figure["speedup"]),
+        NOTHING if identical is None else f"{identical} of {figure['num_prompts']} prompts",
+    ]
+
+
+def _by_suite(figures: list[Result]) -> str:
+    suites = list(dict.fromkeys(f["suite"] for f in figures if f["suite"] != "all"))
+    cells = {(f["contestant"], f["temperature"], f["suite"]): f for f in figures}
+    rows = []
+    for contestant, temperature in dict.fromkeys((c, t) for c, t, _ in cells):
+        found = [cells.get((contestant, temperature, suite)) for suite in suites]
+        texts = [f"{interval(f['tau'])}; {interval(f['speedup'])}" if f else NOTHING for f in found]
+        rows.append([contestant, f"{temperature:g}", *texts])
+    return table(["τ; speedup", "T", *suites], rows)
+
+
+def _of_decode(result: Result) -> list[str]:
+    ratios = table(
+        ["tokens/s", "quotient"], ([name, interval(r)] for name, r in result["tokens_per_second_ratios"].items())
+    )
+    rows = ([name, *_overhead_row(o)] for name, o in result["loop_overhead"].items())
+    overhead = table(
+        ["a round's overhead", "processor time", "wall time", "ms per round", "ms of its passes alone"], rows
+    )
+    return [ratios, overhead, _figures(result["figures"], {}), _by_suite(result["figures"])]
+
+
+def _overhead_row(o: Result) -> list[str]:
+    seconds = [f"{1000 * o[key]:.2f}" for key in ("loop_seconds_per_round", "bare_seconds_per_round")]
+    return [_percent(o["of_processor_time"]), _percent(o), *seconds]
+
+
+def _percent(o: Result) -> str:
+    return f"{100 * o['share']:+.1f}% [{100 * o['low']:+.1f}, {100 * o['high']:+.1f}]"
+
+
+def _of_batches(result: Result) -> list[str]:
+    rows = []
+    for p in result["points"]:
+        same = f"{p['identical']} of {p['sequences']}"
+        rows.append(
+            [
+                p["contestant"],
+                str(p["size"]),
+                interval(p["tokens_per_second"], 0),
+                interval(p["speedup"]),
+                interval(p["tau"]),
+                same,
+            ]
+        )
+    return [table(["", "batch", "tokens/s", "speedup", "τ", "text of the plain target"], rows)]
+
+
+def _of_context(result: Result) -> list[str]:
+    lengths = [f"{n:g}" for n in result["plain"]["contexts"]]
+    rows, fits = [], []
+    for kind in ("plain", "drafted"):
+        found = result[kind]
+        for part in ("round_seconds", "attention_seconds"):
+            rows.append([f"{kind}, {part.removesuffix('_seconds')}", *(f"{1000 * s:.2f}" for s in found[part])])
+        line = found["fit"]
+        slope = f"{1e6 * line['b']:.3f} ± {1e6 * line['b_error']:.3f}"
+        share = f"{100 * found['share_of_growth']:.0f}%"
+        fits.append([kind, f"{1000 * line['a']:.2f}", slope, f"{line['r2']:.3f}", share])
+    head = [
+        "a line through them",
+        "ms at no context",
+        "µs per token of context",
+        "R²",
+        "attention's part of the growth",
+    ]
+    exact = sum(row["bytes"] == row["computed"] for row in result["memory"])
+    bytes_found = f"The cache holds the bytes that were computed for it in {exact} of {len(result['memory'])} cases."
+    return [table(["ms at a context of", *lengths], rows), table(head, fits), bytes_found]
+
+
+def _of_control(result: Result) -> list[str]:
+    suites = result["suites"]
+    names = list(suites["all"]["over plain"])
+    rows = [[name, *(interval(s["over plain"][name]) for s in suites.values())] for name in names]
+    rows.append(["best fixed depth", *(s["best fixed"] for s in suites.values())])
+    rows.append(["controlled / best fixed", *(interval(s["controlled / best fixed"]) for s in suites.values())])
+    head = ["tokens/s over plain", *(f"{name} ({s['prompts']} prompts)" for name, s in suites.items())]
+    return [table(head, rows)]
+
+
+def _of_identity(result: Result) -> list[str]:
+    suites = list(next(iter(result["results"].values()))["tau"])
+    rows = []
+    for name, r in result["results"].items():
+        rows.append([name, f"{r['identical']} of {r['prompts']}", *(f"{r['tau'][suite]:.2f}" for suite in suites)])
+    return [table(["", "tokens equal to `transformers.generate`'s", *(f"τ, {suite}" for suite in suites)], rows)]
+
+
+def _of_p_values(result: Result) -> list[str]:
+    cases = result["cases"]
+    rules: dict[str, list[Result]] = {}
+    for name, case in cases.items():
+        rules.setdefault(name.split(",")[0], []).append(case)
+    rows = []
+    for rule, found in [*rules.items(), ("all", list(cases.values()))]:
+        rows.append(
+            [rule, str(len(found)), f"{min(c['p'] for c in found):.2g}", f"{min(c['holm'] for c in found):.2g}"]
+        )
+    text = f"A difference would be found at p < {result['size']:g} after Holm's correction for {result['tests']} tests."
+    return [table(["rule", "cases", "smallest p", "smallest p after Holm"], rows), text]
+
+
+def _of_peers_speed(result: Result) -> list[str]:
+    texts = []
+    for part in result["speed"]:
+        over = part["ours_over_their_fastest_at_equal_precision"]
+        rows = [
+            [n, f"{s['median']:,.0f}", f"{over[n]['median']:.2f}" if n in over else NOTHING]
+            for n, s in part["tokens_per_second"].items()
+        ]
+        head = [
+            f"rows of {part['tokens']} tokens, {part['not_learned']:.0%} not learned",
+            "tokens/s",
+            "over the fastest of speculators",
+        ]
+        texts.append(table(head, rows))
+    memory = result["memory"]
+    rows = [
+        [n, f"{b['step_bytes'] / MEGABYTE:,.0f}", f"{b['peak_bytes'] / MEGABYTE:,.0f}"]
+        for n, b in memory["bytes"].items()
+    ]
+    return [*texts, table([f"memory at {memory['tokens']} tokens", "MB of a step", "MB at the peak"], rows)]
+
+
+def _of_peers_tau(result: Result) -> list[str]:
+    rows = []
+    for optimizer, found in result["tau"].items():
+        for key in (k for k in found if k.startswith("temperature ")):
+            tau, over = found[key]["tau"], found[key]["over_theirs"]["outrider"]
+            values = [interval(t) for t in tau.values()]
+            rows.append([optimizer, key.split()[1], *values, interval(over, 3), interval(over["over_seeds"])])
+    names = [f"τ, {name}" for name in tau]
+    return [table(["optimizer", "T", *names, "ours over theirs", "by seeds alone"], rows)]
+
+
+def _of_shapes(title: str, found: Result) -> list[str]:
+    texts = [
+        table([f"{title}", "τ"], ([name, interval(t)] for name, t in found["tau"].items())),
+        table([f"{title}: τ over τ", "quotient"], ([name, interval(q, 3)] for name, q in found["quotients"].items())),
+    ]
+    return [*texts, *([f"The static tree: {found['tree']}."] if "tree" in found else [])]
+
+
+def _of_variants(title: str, found: Result) -> list[str]:
+    measures = list(next(iter(found.values())))
+    words = [m.replace("alpha_d", "alpha at depth ").replace("tau", "τ") for m in measures]
+    rows = [[name, *(interval(v[m]) for m in measures)] for name, v in found.items()]
+    others = {name: v["more_than_first"] for name, v in found.items() if "more_than_first" in v}
+    differences = [[name, *(interval(v[m], sign="+") for m in measures)] for name, v in others.items()]
+    first = next(iter(found))
+    return [table([f"`{title}`", *words], rows), table([f"{title}: more than `{first}`", *words], differences)]
+
+
+KINDS: dict[tuple[str, ...], Callable[[Result], list[str]]] = {
+    ("contestants", "figures"): _of_report,
+    ("tokens_per_second_ratios", "loop_overhead"): _of_decode,
+    ("points",): _of_batches,
+    ("plain", "drafted", "memory"): _of_context,
+    ("control", "suites"): _of_control,
+    ("results",): _of_identity,
+    ("cases", "tests"): _of_p_values,
+    ("speed", "memory"): _of_peers_speed,
+    ("tau",): _of_peers_tau,
+}

@@ -1,0 +1,263 @@
+"""The layers of a Hugging Face model, run on caches from which drafts can be taken back.
+
+Shapes: B rows, Q new tokens per row, H hidden size, K taps.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from ..ground.errors import IncompatibleError
+from .attention import NAME as SPLIT_ATTENTION
+from .attention import register
+from .cache import RaggedCache
+from .layers import body_of, decoder_layers, find_final_norm, first_layers
+from .layout import CacheLayout, check_layers, circumstances
+from .masks import attention_masks, needs_mask
+from .placement import Nodes
+from .recurrent import RecurrentCache, has_states
+from .taps import TapReader
+
+
+class Backbone:
+    """The layers of a Hugging Face model, run on caches from which drafts can be taken back.
+
+    A `Target` is a backbone with a tokenizer and an output embedding; a drafter that is made of a model's layers runs
+    them as a backbone of its own.
+
+    Args:
+        model: the model, with or without an output embedding.
+        reads_embeddings: whether the model has no input embedding, so that its passes read hidden states instead.
+
+    Attributes:
+        model: the unmodified `transformers` model.
+        body: the same without its output embedding.
+    """
+
+    def __init__(self, model: PreTrainedModel, reads_embeddings: bool = False):
+        self.model = model
+        self.body = body_of(model)
+        self.reads_embeddings = reads_embeddings
+        self._config: tuple[PreTrainedConfig, PreTrainedConfig] | None = None
+        self._taps = TapReader(self.body, self.num_layers)
+        self._layouts: dict[Hashable, CacheLayout] = {}
+        self._compiled: Callable[..., Any] | None = None
+        self._final_norm: nn.Module | None = None
+
+    # ------------------------------------------------------------ facts
+
+    @property
+    def config(self) -> PreTrainedConfig:
+        """The text model's config. Kept, because passes ask for it often and the library looks for it each time."""
+        whole = self.model.config
+        if self._config is None or self._config[0] is not whole:
+            self._config = whole, whole.get_text_config()
+        return self._config[1]
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.model.parameters()).device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return next(self.model.parameters()).dtype
+
+    @property
+    def hidden_size(self) -> int:
+        return int(self.config.hidden_size)
+
+    @property
+    def num_layers(self) -> int:
+        return int(self.config.num_hidden_layers)
+
+    @property
+    def max_context(self) -> int | None:
+        """How many positions the model was built for, or None if it does not say."""
+        limit = getattr(self.config, "max_position_embeddings", None)
+        return int(limit) if limit else None
+
+    @property
+    def rewinds(self) -> bool:
+        """Whether drafts can be taken back by position alone.
+
+        If not, passes have no fixed shape, and draft trees cannot be verified.
+        """
+        return not has_states(self.config)
+
+    # ------------------------------------------------------------ how it runs
+
+    def use_split_attention(self) -> None:
+        """Attend as `targets.attention` does, which is made for decoding on a GPU.
+
+        Raises:
+            IncompatibleError: the model does not attend by SDPA (its scores are capped, or have sinks).
+        """
+        if self.config._attn_implementation not in ("sdpa", SPLIT_ATTENTION):
+            raise IncompatibleError(
+                f"split attention replaces sdpa attention; {type(self.model).__name__} uses "
+                f"{self.config._attn_implementation!r}."
+            )
+        register()
+        self.model.set_attn_implementation(SPLIT_ATTENTION)
+
+    def compile(self, **options: Any) -> None:
+        """Let `torch.compile` fuse the passes of rounds of fixed shapes (`Decoder(static=True)`).
+
+        Other passes, such as those over prompts, stay as they are.
+
+        Args:
+            options: what `torch.compile` takes, such as `mode` or `backend`.
+        """
+        # There is one compilation per number of tokens, rows, and window, each of the whole model.
+        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
+        self._compiled = torch.compile(self.body, dynamic=False, fullgraph=True, **options)
+
+    # ------------------------------------------------------------ caches
+
+    def new_cache(self, batch_size: int, max_length: int) -> RaggedCache:
+        """Make a cache for `batch_size` rows of up to `max_length` entries, allocated whole: `cache_bytes` of memory.
+
+        Raises:
+            IncompatibleError: the model keeps something that our caches cannot hold.
+        """
+        return self.cache_layout().allocate(batch_size, max_length, self.device)
+
+    def cache_bytes(self, batch_size: int, max_length: int) -> int:
+        """Return the bytes that `new_cache` allocates."""
+        return self.cache_layout().num_bytes(batch_size, max_length)
+
+    def cache_layout(self) -> CacheLayout:
+        """Return what each layer keeps of a text.
+
+        Configs do not say it alike, so it is read off a pass over one token, once for each device and dtype.
+        """
+        now = circumstances(self.model, self.config)
+        if now not in self._layouts:
+            self._layouts[now] = self._look_at_a_token()
+        return self._layouts[now]
+
+    @torch.no_grad()
+    def _look_at_a_token(self) -> CacheLayout:
+        check_layers(self.model, self.body, self.config)
+        blank = CacheLayout.blank(self.config)
+        cache = blank.allocate(1, 1, self.device)
+        token = torch.zeros(1, 1, dtype=torch.long, device=self.device)
+        if self.reads_embeddings:
+            token = torch.zeros(1, 1, self.hidden_size, dtype=self.dtype, device=self.device)
+        self.body(**_read(token), **self._places(1, cache))
+        self._taps.seen.clear()
+        if not any(cache.shapes):
+            raise IncompatibleError(
+                f"{type(self.model).__name__} writes nothing into the cache it is given, so no draft can be taken "
+                "back; take another target."
+            )
+        return blank.seen_in(cache)
+
+    # ------------------------------------------------------------ passes
+
+    def run(
+        self,
+        inputs: Tensor,  # [B, Q], or [B, Q, H]
+        cache: RaggedCache | None = None,
+        taps: Sequence[int] = (),
+        offset: int = 0,
+        nodes: Nodes | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Run one pass through the layers.
+
+        With a cache the inputs follow each row's committed entries (plus `offset`); the caller commits them with
+        `cache.advance`. Without one they are whole sequences, padded on the right.
+
+        Args:
+            inputs: tokens `[B, Q]`, or `[B, Q, H]` to read instead of the tokens' embeddings.
+            taps: HF `hidden_states` indices (0 = embeddings, `num_layers` = after the final norm).
+            nodes: the inputs' places in a tree; None for a chain.
+
+        Returns:
+            The last hidden states after the final norm, `[B, Q, H]`, and those at the taps, `[B, Q, K, H]`, or None if
+            there are no taps.
+        """
+        asked = None
+        if isinstance(cache, RecurrentCache):
+            inputs, asked = self._with_unread(inputs, cache, offset)
+        places = self._places(inputs.shape[1], cache, offset, nodes)
+        self._taps.watch(taps)
+        fixed = cache is not None and cache.window is not None
+        body = self._compiled if fixed and self._compiled is not None else self.body
+        last = body(**_read(inputs), **places).last_hidden_state
+        hidden = self._taps.collect(taps, last)
+        if asked is None:
+            return last, hidden
+        return at_places(last, asked), None if hidden is None else at_places(hidden, asked)
+
+    def _with_unread(self, tokens: Tensor, cache: RecurrentCache, offset: int) -> tuple[Tensor, Tensor]:
+        """Return what a pass has to read to give outputs of `tokens`, and where in it these are, `[B, Q]` both."""
+        cache.write(tokens, offset)
+        while count := cache.overdue():
+            earlier = cache.unread(count)
+            self.body(**_read(earlier), **self._places(count, cache))
+            cache.settle(count)
+        return cache.unread(), cache.asked(tokens.shape[1])
+
+    def _places(
+        self, num_new: int, cache: RaggedCache | None, offset: int = 0, nodes: Nodes | None = None
+    ) -> dict[str, Any]:
+        """Place `num_new` inputs in the cache, and return what tells the model: cache, positions, mask."""
+        if cache is None:
+            return {"use_cache": False}
+        masked = needs_mask(self.config, cache, num_new, offset, nodes)
+        positions = cache.place(num_new, offset, nodes)
+        mask = attention_masks(self.config, cache, self.dtype) if masked else None
+        return {"use_cache": True, "past_key_values": cache, "position_ids": positions, "attention_mask": mask}
+
+    # ------------------------------------------------------------ parts of it
+
+    def shallow(self, num_layers: int) -> Self:
+        """Return the same model cut after its first `num_layers` layers; it shares all modules with this one.
+
+        Its passes may be given this one's caches: they read and write the entries of the layers that they run.
+
+        Raises:
+            IncompatibleError: the model's `forward` was replaced by one that would run all layers.
+        """
+        config = copy.copy(self.config)
+        config.num_hidden_layers = num_layers
+        if kinds := getattr(config, "layer_types", None):
+            config.layer_types = list(kinds[:num_layers])
+        found = copy.copy(self)
+        found.body = first_layers(self.body, decoder_layers(self.body, self.num_layers), num_layers)
+        found._config = self.model.config, config
+        found._taps, found._compiled = TapReader(found.body, num_layers), None
+        return found
+
+    def final_norm(self, hidden: Tensor) -> Tensor:
+        """Apply the norm that stands after the last layer to hidden states `[..., H]` of any layer.
+
+        Raises:
+            IncompatibleError: there is something else than one module.
+        """
+        if self._final_norm is None:
+            self._final_norm = find_final_norm(self.body, decoder_layers(self.body, self.num_layers))
+            self._taps.seen.clear()
+        if self._final_norm is None:
+            raise IncompatibleError(
+                f"{type(self.model).__name__} has no single norm after its last layer; take a drafter that needs none."
+            )
+        return self._final_norm(hidden)
+
+
+def at_places(states: Tensor, places: Tensor) -> Tensor:
+    """Return of `states` `[B, Q, ...]` those at `places` `[B, A]`, as `[B, A, ...]`."""
+    index = places.view(*places.shape, *[1] * (states.ndim - 2))
+    return states.gather(1, index.expand(-1, -1, *states.shape[2:]))
+
+
+def _read(inputs: Tensor) -> dict[str, Tensor]:
+    """Return `inputs` under the name that a model has for tokens `[B, Q]`, or for embeddings `[B, Q, H]`."""
+    return {"input_ids": inputs} if inputs.ndim == 2 else {"inputs_embeds": inputs}

@@ -1,0 +1,96 @@
+"""What a model needs of a cache: which layers can be served at all, what each of them keeps, and in how many bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from ..ground.errors import IncompatibleError
+from .cache import RaggedCache, Shape
+from .recurrent import KINDS, MODELS, RecurrentCache, has_states
+
+
+@dataclass(frozen=True)
+class CacheLayout:
+    """What the layers of a model keep of a text.
+
+    Attributes:
+        shapes: what each layer keeps; None for one that keeps nothing.
+        kinds: the kinds of all layers, where some of them keep states; else None.
+    """
+
+    shapes: tuple[Shape | None, ...]
+    kinds: tuple[str, ...] | None
+
+    @classmethod
+    def blank(cls, config: PreTrainedConfig) -> CacheLayout:
+        """Return the layout of a model before anything is known of what its layers keep."""
+        kinds = tuple(config.layer_types) if has_states(config) else None
+        return cls((None,) * int(config.num_hidden_layers), kinds)
+
+    def seen_in(self, cache: RaggedCache) -> CacheLayout:
+        """Return this layout with what a pass has written into `cache`."""
+        return CacheLayout(cache.shapes, self.kinds)
+
+    @property
+    def row_bytes(self) -> int:
+        return sum(shape.row_bytes for shape in self.shapes if shape is not None)
+
+    @property
+    def entry_bytes(self) -> int:
+        return sum(shape.entry_bytes for shape in self.shapes if shape is not None)
+
+    def allocate(self, batch_size: int, max_length: int, device: torch.device) -> RaggedCache:
+        """Make a cache for `batch_size` rows of up to `max_length` entries; layers of known shape are allocated."""
+        if self.kinds is None:
+            return RaggedCache(len(self.shapes), batch_size, max_length, device, self.shapes)
+        return RecurrentCache(self.kinds, batch_size, max_length, device, self.shapes)
+
+    def num_bytes(self, batch_size: int, max_length: int) -> int:
+        """Return what `allocate` allocates."""
+        if self.kinds is None:
+            return batch_size * (self.row_bytes + self.entry_bytes * max_length)
+        per_entry = self.entry_bytes + RecurrentCache.TOKEN_BYTES
+        return batch_size * (self.row_bytes + per_entry * RecurrentCache.room(max_length))
+
+
+def circumstances(model: PreTrainedModel, config: PreTrainedConfig) -> Hashable:
+    """Return what a model's layout and footprint depend on.
+
+    A model may be moved, cast, cut, or given another attention after it was wrapped, and be run under autocast.
+    """
+    weight = next(model.parameters())
+    kind = weight.device.type
+    cast = kind != "meta" and torch.is_autocast_enabled(kind)
+    return (
+        weight.dtype,
+        weight.device,
+        int(config.num_hidden_layers),
+        getattr(config, "_attn_implementation", None),
+        torch.get_autocast_dtype(kind) if cast else None,
+    )
+
+
+def check_layers(model: PreTrainedModel, body: PreTrainedModel, config: PreTrainedConfig) -> None:
+    """Refuse a model with layers that neither our caches nor 4-D masks can serve.
+
+    These are other recurrent states, attention in chunks, and ALiBi, which is read off a padding mask.
+
+    Raises:
+        IncompatibleError: it has such layers.
+    """
+    other = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+    if config.model_type in MODELS:
+        other -= KINDS
+    elif getattr(body, "_is_stateful", False) and not other:
+        other.add("recurrent")
+    if getattr(config, "alibi", False) or config.model_type == "bloom":
+        other.add("ALiBi")
+    if other:
+        raise IncompatibleError(
+            f"{type(model).__name__} uses {', '.join(sorted(other))} layers; the decoder handles full_attention and "
+            f"sliding_attention, and recurrent layers of {', '.join(MODELS)}. Take a target of these kinds."
+        )

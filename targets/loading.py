@@ -1,0 +1,181 @@
+"""Loading models: from a folder, from the Hub, or the one that ships with Outrider; never from a pickle."""
+
+from __future__ import annotations
+
+import os
+from importlib import resources
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from huggingface_hub import snapshot_download
+from peft import PeftModel
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from ..ground.errors import BadInputError, IncompatibleError, OutriderError
+from .attention import NAME as SPLIT_ATTENTION
+from .attention import register
+from .sketch import sketch_causal_lm, sketching
+
+EMBEDDED = "embedded"
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
+
+
+def load_model_and_tokenizer(
+    path: str,
+    revision: str | None,
+    adapter: str | None,
+    dtype: str | torch.dtype,
+    trust_remote_code: bool,
+    attention: str | None,
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Return the model and tokenizer that `Target.load` wraps, in main memory, with the adapter merged."""
+    if attention == SPLIT_ATTENTION:
+        register()
+    name = str(embedded_path()) if path == EMBEDDED else path
+    model = load_causal_lm(name, dtype, revision, trust_remote_code, attention)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=trust_remote_code)
+    except Exception as error:
+        raise _load_error(f"tokenizer of {name}", error) from error
+    return model if adapter is None else _merge_adapter(model, adapter), tokenizer
+
+
+def load_causal_lm(
+    name: str,
+    dtype: str | torch.dtype = "auto",
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    attention: str | None = None,
+    strict: bool = False,
+) -> PreTrainedModel:
+    """Load a causal LM from a folder or the Hub, from safetensors only. A missing tensor is an error, never random.
+
+    On the meta device this gives a model of the right shapes without contents (see `targets.sketch`).
+
+    Args:
+        strict: also refuse tensors that the model has no place for.
+
+    Raises:
+        BadInputError: there is no such model, or it holds only pickled weights.
+        IncompatibleError: the weights do not fit the config.
+    """
+    if sketching():
+        return sketch_causal_lm(name, dtype, revision, trust_remote_code)
+    _check_folder(name)
+    try:
+        loaded = AutoModelForCausalLM.from_pretrained(
+            name,
+            dtype=dtype,
+            use_safetensors=True,
+            attn_implementation=attention,
+            revision=revision,
+            trust_remote_code=trust_remote_code,
+            output_loading_info=True,
+        )
+    except Exception as error:
+        raise _load_error(name, error) from error
+    model, info = cast(tuple[PreTrainedModel, dict[str, Any]], loaded)
+    problems = [f"missing {key}" for key in info["missing_keys"]]
+    problems += [f"another shape: {found[0]}" for found in info["mismatched_keys"]]
+    problems += [f"unexpected {key}" for key in info["unexpected_keys"]] if strict else []
+    if problems:
+        raise IncompatibleError(
+            f"the weights in {name!r} do not fit its config.json: {'; '.join(sorted(problems)[:4])}."
+        )
+    return model
+
+
+def embedded_path() -> Path:
+    """Return the folder of the target that ships with Outrider."""
+    return Path(str(resources.files("outrider.recipes"))) / "embedded" / "target"
+
+
+def is_local(name: str) -> bool:
+    """Return whether `name` is a folder rather than an id of the Hub: it exists, or does not look like org/name."""
+    return Path(name).expanduser().exists() or name.startswith((".", "/", "~")) or name.count("/") != 1
+
+
+def refuse_pickles(folder: Path) -> None:
+    """Raise BadInputError if `folder` holds no safetensors: neither pickled weights nor none at all are read."""
+    if any(folder.glob("*.safetensors")):
+        return
+    pickled = [file.name for pattern in _PICKLES for file in folder.glob(pattern)]
+    if pickled:
+        raise BadInputError(
+            f"{folder}: {pickled[0]} is a pickle, which can run code when loaded; Outrider reads safetensors only. "
+            "Convert it once, in a place you trust: load the state dict there and write it with "
+            "safetensors.torch.save_file."
+        )
+    raise BadInputError(f"{folder}: no *.safetensors file with weights.")
+
+
+def expanded(path: str | Path) -> str:
+    """Return `path` with a leading tilde replaced by the home folder."""
+    return os.path.expanduser(path)
+
+
+def _check_folder(name: str) -> None:
+    if not is_local(name):
+        return
+    folder = Path(name).expanduser()
+    if not folder.is_dir():
+        raise BadInputError(
+            f"no model at {name!r}: the folder does not exist. Give a folder, a Hub id like 'org/name', or 'embedded'."
+        )
+    if not (folder / "config.json").exists():
+        raise BadInputError(f"no model at {name!r}: the folder has no config.json.")
+    refuse_pickles(folder)
+
+
+def _merge_adapter(model: PreTrainedModel, adapter: str) -> PreTrainedModel:
+    """Return the model with the adapter in its weights.
+
+    The adapter's products are summed in fp64: rounded to the weights' own precision they are then the same whatever
+    library multiplies, and so is the target's fingerprint.
+    """
+    try:
+        with_adapter = PeftModel.from_pretrained(model, str(_adapter_folder(adapter)))
+        _widen(with_adapter, cast(str, with_adapter.base_model.prefix))
+        return cast(PreTrainedModel, with_adapter.merge_and_unload())
+    except OutriderError:
+        raise
+    except Exception as error:
+        raise BadInputError(f"the adapter at {adapter!r} cannot be loaded: {error}") from error
+
+
+def _widen(model: nn.Module, prefix: str) -> None:
+    """Cast the parameters of an adapter, whose names contain `prefix`, to fp64."""
+    for name, parameter in model.named_parameters():
+        if prefix in name:
+            parameter.data = parameter.data.double()
+
+
+def _adapter_folder(adapter: str) -> Path:
+    """Return where the adapter is on this machine: its own folder, or one in the Hub's cache.
+
+    Raises:
+        BadInputError: its weights are in no safetensors file: peft would open a pickle.
+    """
+    folder = Path(adapter)
+    if not folder.exists():
+        folder = Path(snapshot_download(adapter, allow_patterns=[ADAPTER_CONFIG, ADAPTER_WEIGHTS]))
+    if not (folder / ADAPTER_WEIGHTS).is_file():
+        raise BadInputError(
+            f"the adapter at {adapter!r} has no {ADAPTER_WEIGHTS}: Outrider reads safetensors only, as a pickle "
+            "(adapter_model.bin) can run code when loaded. Convert it once, in a place you trust: load it there with "
+            "peft, and save it anew."
+        )
+    return folder
+
+
+def _load_error(name: str, error: Exception) -> BadInputError:
+    what = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    hint = (
+        "Its safetensors file is damaged: copy it again."
+        if "safetensor" in type(error).__name__.lower()
+        else "Check the path, or the Hub id and your access to it."
+    )
+    return BadInputError(f"the model {name!r} cannot be loaded: {what} {hint}")

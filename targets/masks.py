@@ -1,0 +1,59 @@
+"""Attention masks for passes over a ragged cache.
+
+Shapes: B rows, Q new tokens per row, `used` slots of the cache that the pass reads.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig
+
+from .attention import NAME as SPLIT_ATTENTION
+from .cache import RaggedCache
+from .placement import Nodes
+
+
+def needs_mask(config: PreTrainedConfig, cache: RaggedCache, num_new: int, offset: int, nodes: Nodes | None) -> bool:
+    """Return whether a pass of `num_new` tokens needs a mask of ours. Asked before the cache places the tokens.
+
+    Without one the library masks as for one plain text, or lets SDPA do without, which is faster. That is right for
+    a pass on an empty cache, and for one token of one row that sees everything there is.
+    """
+    if nodes is not None or cache.window is not None or cache.first:
+        return True
+    empty = cache.longest == offset == 0
+    alone = cache.batch_size == num_new == 1 and _attends_plainly(config)
+    return not (empty or alone)
+
+
+def _attends_plainly(config: PreTrainedConfig) -> bool:
+    """Return whether every layer attends to all entries, by a function that takes no mask for "sees everything"."""
+    windowed = getattr(config, "sliding_window", None) or getattr(config, "layer_types", None)
+    return not windowed and getattr(config, "_attn_implementation", None) in ("sdpa", SPLIT_ATTENTION)
+
+
+def attention_masks(
+    config: PreTrainedConfig, cache: RaggedCache, dtype: torch.dtype
+) -> Tensor | dict[str, Tensor | None]:
+    """Return what a placed pass gives its model as mask: one `[B, 1, Q, used]`, or one by kind of layer."""
+    visible = cache.visible()
+    window = getattr(config, "sliding_window", None) or 0
+    kinds = getattr(config, "layer_types", None)
+    if kinds is None:
+        windowed = window and getattr(config, "use_sliding_window", True)
+        return float_mask(visible & cache.within(window) if windowed else visible, dtype)
+    masks = {"full_attention": visible}
+    if "sliding_attention" in kinds:
+        masks["sliding_attention"] = visible & cache.within(window)
+    # Recurrent layers take no mask: they see what was read, in its order.
+    return {kind: float_mask(masks[kind], dtype) if kind in masks else None for kind in set(kinds)}
+
+
+def float_mask(visible: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return `visible` `[B, Q, used]` as a mask `[B, 1, Q, used]` to add to scores.
+
+    Eager attention takes a bool mask without complaint and computes something wrong.
+    """
+    mask = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
+    return mask.masked_fill_(~visible, torch.finfo(dtype).min)[:, None]

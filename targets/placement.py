@@ -1,0 +1,113 @@
+"""Where the tokens of a pass stand: in a cache, in their texts, and in a tree of drafts; and which others they see.
+
+Shapes: B rows, Q new tokens per row, `used` slots of the cache that the pass reads.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """The tokens of a pass as nodes of a tree that grows after the committed entries.
+
+    Attributes:
+        depths: place in the text, counted from the first uncommitted token, `[B, Q]`.
+        sees: which uncommitted entries each token sees, itself included, those of earlier passes first,
+            `[B, Q, offset + Q]` bool.
+    """
+
+    depths: Tensor
+    sees: Tensor
+
+    @classmethod
+    def of_tree(cls, parents: Tensor, depth: int) -> Nodes:
+        """Return a root and the nodes after it, `[B, 1 + N]` tokens.
+
+        Args:
+            parents: each node's parent among the nodes, `[B, N]`; −1 for the root.
+            depth: no node stands deeper than this.
+        """
+        rows, count = parents.shape[0], parents.shape[1] + 1
+        above = torch.nn.functional.pad(parents + 1, (1, 0))  # the root is its own parent
+        here = torch.arange(count, device=parents.device).expand(rows, -1)
+        sees = torch.zeros(rows, count, count, dtype=torch.bool, device=parents.device)
+        depths = torch.zeros_like(here)
+        for _ in range(depth + 1):
+            sees.scatter_(2, here[:, :, None], True)
+            depths = depths + (here > 0)
+            here = above.gather(1, here)
+        return cls(depths, sees)
+
+    @classmethod
+    def of_chain(cls, length: int, device: torch.device | str) -> Nodes:
+        """Return a root and a chain of `length` after it, one row that stands for all."""
+        return cls(
+            torch.arange(length + 1, device=device)[None],
+            torch.ones(1, length + 1, length + 1, dtype=torch.bool, device=device).tril(),
+        )
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where a pass writes into a cache, and where its tokens stand in their texts.
+
+    Attributes:
+        lengths: committed entries per row, `[B]`.
+        used: how many slots the pass reads.
+        slots: those that it writes, `[B, Q]`.
+        positions: where its tokens stand in their texts, `[B, Q]`.
+        index: the same slots to write to: one slice, where the host knows that it is the same for all rows; else the
+            rows `[B, 1]` and their slots `[B, Q]`.
+        nodes: None for a chain. Else the depths of all uncommitted entries, `[B, offset + Q]`, and which of them the
+            tokens see.
+    """
+
+    lengths: Tensor
+    used: int
+    slots: Tensor
+    positions: Tensor
+    index: slice | tuple[Tensor, Tensor]
+    nodes: Nodes | None = None
+
+    def visible(self, first: int = 0) -> Tensor:
+        """Return which slots each token may see, `[B, Q, used]` bool.
+
+        Args:
+            first: entries before this place in the text are seen by nobody but themselves.
+        """
+        slots = self._all_slots()
+        seen = slots <= self.slots[:, :, None] if self.nodes is None else self._seen_by_nodes(self.nodes.sees)
+        if not first:
+            return seen
+        return (seen & (self._places() >= first)[:, None]) | (slots == self.slots[:, :, None])
+
+    def within(self, window: int) -> Tensor:
+        """Return which slots lie at most `window` − 1 places before each token, `[B, Q, used]` bool."""
+        return self._places()[:, None] > self.positions[:, :, None] - window
+
+    def _seen_by_nodes(self, sees: Tensor) -> Tensor:
+        """Return which slots nodes see, `[B, Q, used]`, given which uncommitted entries they see, `[B, Q, N]`."""
+        after, count = self._after_committed(), sees.shape[2]
+        own = sees.gather(2, after.clamp(0, count - 1)[:, None].expand(-1, sees.shape[1], -1))
+        return (after < 0)[:, None] | (own & (after < count)[:, None])
+
+    def _places(self) -> Tensor:
+        """Return where each slot's token stands in its text, `[B or 1, used]`: for nodes that is not their slot."""
+        places = self._all_slots()[None]
+        if self.nodes is None:
+            return places
+        after, depths = self._after_committed(), self.nodes.depths
+        own = self.lengths[:, None] + depths.gather(1, after.clamp(0, depths.shape[1] - 1))
+        return torch.where(after < 0, places, own)
+
+    def _after_committed(self) -> Tensor:
+        """Return each slot's number among the uncommitted ones, from 0, `[B, used]`; negative for committed ones."""
+        return self._all_slots() - self.lengths[:, None]
+
+    def _all_slots(self) -> Tensor:
+        return torch.arange(self.used, device=self.lengths.device)

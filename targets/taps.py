@@ -1,0 +1,62 @@
+"""Hidden states of single layers, collected while a pass runs.
+
+Shapes: B rows, Q tokens per row, K taps, H hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .layers import decoder_layers, hidden_states
+
+
+class TapReader:
+    """Collects the hidden states that a pass is asked for, by hooks on the model's layers.
+
+    A layer gets its hook when it is first asked for, and keeps it. The last tap needs none: a pass returns it.
+
+    Attributes:
+        seen: what the pass that runs has given so far, by tap; empty between passes.
+    """
+
+    def __init__(self, body: nn.Module, num_layers: int):
+        self.seen: dict[int, Tensor] = {}
+        self._body, self._num_layers = body, num_layers
+        self._hooked: set[int] = set()
+
+    def watch(self, taps: Sequence[int]) -> None:
+        """Put hooks on the layers that these taps come from."""
+        new = set(taps) - self._hooked - {self._num_layers}
+        if not new:
+            return
+        layers = decoder_layers(self._body, self._num_layers)
+        for tap in new:
+            self._hook(tap, layers)
+        self._hooked |= new
+
+    def _hook(self, tap: int, layers: nn.ModuleList) -> None:
+        def on_entry(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            self.seen[tap] = hidden_states(args[0] if args else kwargs["hidden_states"])
+
+        def on_exit(*call: Any) -> None:
+            self.seen[tap] = hidden_states(call[-1])
+
+        if tap == 0:
+            layers[0].register_forward_pre_hook(on_entry, with_kwargs=True)
+        else:
+            layers[tap - 1].register_forward_hook(on_exit)
+
+    def collect(self, taps: Sequence[int], last: Tensor) -> Tensor | None:
+        """Return the pass's hidden states at `taps`, `[B, Q, K, H]`, and forget them; None if there are no taps.
+
+        Args:
+            last: what the pass returned, `[B, Q, H]`.
+        """
+        self.seen[self._num_layers] = last
+        hidden = torch.stack([self.seen[tap] for tap in taps], dim=2) if taps else None
+        self.seen.clear()
+        return hidden

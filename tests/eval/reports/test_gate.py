@@ -1,0 +1,367 @@
+"""The gate: fails on a proven drop only, warns when it cannot tell, and refuses to compare what differs."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from outrider.eval import Interval, Ratio, Report
+from outrider.eval.reports.gate import gate
+from outrider.eval.reports.report import SuiteInfo
+from outrider.eval.reports.statistics import Bootstrap
+from outrider.ground import BadInputError
+
+
+def rounds(num_prompts: int, alpha: float, seed: int = 0, num_rounds: int = 30) -> list[list[int]]:
+    """Accepted drafts of a chain of depth 4 whose every token is accepted with probability `alpha`."""
+    generator = np.random.default_rng(seed)
+    return [[int(np.cumprod(generator.random(4) < alpha).sum()) for _ in range(num_rounds)] for _ in range(num_prompts)]
+
+
+def test_equal_reports_pass(make_report) -> None:
+    report = make_report(rounds(40, 0.6), temperatures=(0.0, 1.0))
+    result = gate(report, report)
+    assert result.passed
+    assert [(f.conclusion, f.ratio.value) for f in result.findings] == [("passed", 1.0), ("passed", 1.0)]
+    assert not any("warning" in line for line in result.lines)
+
+
+def test_a_clear_drop_fails_and_says_by_how_much(make_report) -> None:
+    result = gate(make_report(rounds(40, 0.4, seed=1)), make_report(rounds(40, 0.6)))
+    assert not result.passed
+    assert result.lines[0].startswith("gate FAILED: draft, depth 4")
+    assert "paired over 40 prompts" in result.lines[1]
+    assert "failed: τ fell by more than 3.0%" in result.lines[1]
+
+
+def test_one_temperature_is_enough_to_fail(make_report) -> None:
+    good, bad = (
+        make_report(rounds(40, 0.6), temperatures=(0.0, 1.0)),
+        make_report(rounds(40, 0.4, seed=1), temperatures=(0.0, 1.0)),
+    )
+    mixed = good.model_copy(
+        update={
+            "figures": [f for r, t in ((good, 0.0), (bad, 1.0)) for f in r.figures if f.temperature == t],
+            "records": [f for r, t in ((good, 0.0), (bad, 1.0)) for f in r.records if f.temperature == t],
+        }
+    )
+    result = gate(mixed, good)
+    assert not result.passed
+    assert [f.conclusion for f in result.findings] == ["passed", "failed"]
+
+
+def test_a_gain_passes(make_report) -> None:
+    assert gate(make_report(rounds(40, 0.7, seed=1)), make_report(rounds(40, 0.6))).passed
+
+
+def test_a_drop_within_the_tolerance_passes(make_report) -> None:
+    report, baseline = make_report(rounds(60, 0.55, seed=1)), make_report(rounds(60, 0.6))
+    assert not gate(report, baseline, tolerance=0.01).passed
+    assert gate(report, baseline, tolerance=0.3).findings[0].conclusion == "passed"
+
+
+def test_too_few_prompts_warn_and_say_how_many_would_do(make_report) -> None:
+    result = gate(make_report(rounds(4, 0.58, seed=1, num_rounds=8)), make_report(rounds(4, 0.6, num_rounds=8)))
+    assert result.passed
+    assert result.findings[0].conclusion == "not enough data"
+    assert (
+        "passed, with a warning: not enough data, 4 prompts cannot tell it from a drop to 0.970; about"
+        in result.lines[1]
+    )
+
+
+def test_one_prompt_warns(make_report) -> None:
+    result = gate(make_report([[1, 0]]), make_report([[4, 4]]))
+    assert result.passed
+    assert "measure at least 20" in result.lines[1]
+
+
+def test_records_are_paired_by_prompt_id_whatever_their_order(make_report) -> None:
+    report = make_report(rounds(20, 0.6))
+    shuffled = report.model_copy(update={"records": report.records[::-1]})
+    (finding,) = gate(report, shuffled).findings
+    assert (finding.ratio.low, finding.ratio.high) == (1.0, 1.0)
+
+
+def test_figures_without_records_are_compared_unpaired(make_report) -> None:
+    """Wider than paired, since what the prompts share no longer cancels, and still able to fail."""
+    report = make_report(rounds(40, 0.6))
+    bare = make_report(rounds(40, 0.6), records=False)
+    (finding,) = gate(report, bare).findings
+    assert finding.ratio.low < finding.ratio.value == 1.0 < finding.ratio.high
+    assert "unpaired" in finding.line
+    assert not gate(make_report(rounds(40, 0.35, seed=1)), bare).passed
+
+
+def test_false_alarms_are_as_rare_as_the_confidence_says(make_report) -> None:
+    """Drafters that are equal in truth, tolerance 0: at 95% about 1 in 20 may fail."""
+    failed = sum(
+        not gate(
+            make_report(rounds(25, 0.6, seed=2 * i)), make_report(rounds(25, 0.6, seed=2 * i + 1)), tolerance=0.0
+        ).passed
+        for i in range(30)
+    )
+    assert failed <= 5  # P(more | 5%) = 0.3%
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"depth": 3}, "depth: 4 here, 3 in the baseline"),
+        ({"temperatures": (0.0, 1.0)}, "temperatures"),
+        ({"max_new_tokens": 64}, "max_new_tokens: 32 here, 64 in the baseline"),
+        ({"digest": "another"}, "suites: code"),
+    ],
+)
+def test_other_conditions_are_refused_by_name(changes: dict[str, object], named: str, make_report) -> None:
+    accepted = [[a % 3 for a in row] for row in rounds(5, 0.6)]
+    with pytest.raises(BadInputError, match=named):
+        gate(make_report(accepted), make_report(accepted, **changes))
+
+
+def test_another_dtype_is_compared_with_a_warning(make_report) -> None:
+    result = gate(make_report(rounds(5, 0.6)), make_report(rounds(5, 0.6), dtype="bfloat16"))
+    assert result.passed
+    assert result.lines[-1] == "warning: dtype is float32 here and bfloat16 in the baseline"
+
+
+def test_a_contestant_that_one_report_lacks_is_refused(make_report) -> None:
+    report = make_report(rounds(5, 0.6))
+    with pytest.raises(BadInputError, match="no contestant 'medusa'"):
+        gate(report, report, contestant="medusa")
+
+
+# ------------------------------------------------------------ by hand
+
+
+def told(make_report, taus: dict[tuple[str, float], tuple[Interval | None, int]], **conditions: object) -> Report:
+    """A report without records: of each drafter at each temperature τ and the number of prompts."""
+    report = make_report(
+        rounds(3, 0.6), temperatures=tuple(dict.fromkeys(t for _, t in taus)), records=False, **conditions
+    )
+    figures = [
+        report.headline("draft", t).model_copy(update={"contestant": n, "tau": tau, "num_prompts": count})
+        for (n, t), (tau, count) in taus.items()
+    ]
+    contestants = [
+        report.contestant("draft").model_copy(update={"name": name}) for name in dict.fromkeys(name for name, _ in taus)
+    ]
+    return report.model_copy(update={"figures": figures, "contestants": contestants})
+
+
+def one(make_report, tau: Interval | None, num_prompts: int = 40) -> Report:
+    return told(make_report, {("draft", 0.0): (tau, num_prompts)})
+
+
+EXACTLY_2 = Interval(2.0, 2.0, 2.0)
+
+
+def against_2(ratio: float, spread: float, confidence: float = 0.95) -> Interval:
+    """A τ whose ratio to exactly 2 has the one-sided bounds ratio · exp(∓spread)."""
+    half = spread * stats.norm.ppf(0.975) / stats.norm.ppf(confidence)
+    return Interval(2 * ratio, 2 * ratio * math.exp(-half), 2 * ratio * math.exp(half))
+
+
+def test_records_give_the_paired_bootstrap_of_their_sums(make_report) -> None:
+    """At 95% one-sided that is a two-sided interval of 90%, with the report's own seed."""
+    new, old = rounds(20, 0.58, seed=1), rounds(20, 0.6)
+    taus = [Ratio([sum(row) for row in rows], [len(row) for row in rows], offset=1.0) for rows in (new, old)]
+    for seed, confidence in ((0, 0.95), (3, 0.95), (0, 0.8)):
+        (verdict,) = gate(make_report(new, seed=seed), make_report(old), confidence=confidence).verdicts
+        assert verdict.ratio == Bootstrap([20], confidence=2 * confidence - 1, seed=seed).quotient(*taus)
+        assert verdict.temperature == 0.0
+
+
+def test_suites_are_drawn_again_each_by_itself(make_report) -> None:
+    new, old = rounds(20, 0.58, seed=1), rounds(20, 0.6)
+
+    def in_two_suites(report: Report) -> Report:
+        records = [r.model_copy(update={"suite": "docs"}) if i % 2 else r for i, r in enumerate(report.records)]
+        return report.model_copy(update={"records": records})
+
+    def by_suite(rows: list[list[int]]) -> Ratio:
+        rows = rows[::2] + rows[1::2]
+        return Ratio([sum(row) for row in rows], [len(row) for row in rows], offset=1.0)
+
+    (verdict,) = gate(in_two_suites(make_report(new)), in_two_suites(make_report(old))).verdicts
+    apart = Bootstrap([10, 10], confidence=0.9).quotient(by_suite(new), by_suite(old))
+    assert verdict.ratio.value == pytest.approx(apart.value)
+    assert verdict.ratio.high - verdict.ratio.low == pytest.approx(apart.high - apart.low, rel=0.2)
+    assert "paired over 20 prompts" in verdict.line
+
+
+@pytest.mark.parametrize("confidence", [0.8, 0.95])
+def test_intervals_without_records_are_combined_as_independent_log_normals(make_report, confidence: float) -> None:
+    new, old = Interval(2.2, 2.0, 2.5), Interval(2.0, 1.9, 2.1)
+    (verdict,) = gate(one(make_report, new), one(make_report, old), confidence=confidence).verdicts
+    deviations = [math.log(2.5 / 2.0) / (2 * 1.959964), math.log(2.1 / 1.9) / (2 * 1.959964)]
+    spread = math.sqrt(deviations[0] ** 2 + deviations[1] ** 2) * stats.norm.ppf(confidence)
+    assert verdict.ratio.value == pytest.approx(1.1)
+    assert verdict.ratio.low == pytest.approx(1.1 * math.exp(-spread), rel=1e-6)
+    assert verdict.ratio.high == pytest.approx(1.1 * math.exp(spread), rel=1e-6)
+
+
+def test_the_lines_say_what_was_compared_and_what_came_out(make_report) -> None:
+    result = gate(one(make_report, against_2(1.05, 0.01)), one(make_report, EXACTLY_2), tolerance=0.015, confidence=0.9)
+    assert result.lines[0] == "gate passed: draft, depth 4, τ may fall by 1.5%, 90% one-sided confidence"
+    assert result.lines[1].startswith("temperature 0: τ 2.00 → 2.10, ratio 1.050 [1.0")
+    assert result.lines[1].endswith(
+        "] (unpaired: a report without prompt records): passed: no drop beyond the tolerance"
+    )
+    assert len(result.lines) == 2
+
+
+def test_each_temperature_of_the_contestant_that_is_asked_for_is_judged_by_its_own_figures(make_report) -> None:
+    names, heats = ("draft", "second"), (0.0, 1.0)
+    new = {
+        (n, t): (against_2(0.97 + 0.01 * i, 0.1), 10 + i)
+        for i, (n, t) in enumerate((n, t) for n in names for t in heats)
+    }
+    old = dict.fromkeys(new, (EXACTLY_2, 10))
+    result = gate(told(make_report, new), told(make_report, old), contestant="second")
+    assert [v.temperature for v in result.verdicts] == [0.0, 1.0]
+    assert [v.ratio.value for v in result.verdicts] == pytest.approx([0.99, 1.0])
+    assert "gate passed: second, depth 4" in result.lines[0]
+    for line, tau, heat, count in zip(result.lines[1:], ("1.98", "2.00"), ("0", "1"), (12, 13), strict=True):
+        assert line.startswith(f"temperature {heat}: τ 2.00 → {tau}, ")
+        assert f"{count} prompts cannot tell" in line
+    assert gate(told(make_report, new), told(make_report, old)).verdicts[0].ratio.value == pytest.approx(0.97), (
+        "the first one if none is named"
+    )
+
+
+def test_no_change_at_all_passes_without_any_tolerance(make_report) -> None:
+    report = make_report(rounds(20, 0.6))
+    (verdict,) = gate(report, report, tolerance=0.0).verdicts
+    assert verdict.outcome == "passed"
+
+
+@pytest.mark.parametrize(
+    ("ratio", "spread", "tolerance", "half", "distance"),
+    [
+        (1.0, 0.05, 0.03, math.sinh(0.05), 0.03),
+        (0.9, 0.1, 0.03, 0.9 * math.sinh(0.1), 0.07),
+        (0.97, 0.05, 0.03, 0.97 * math.sinh(0.05), 0.003),
+        (1.0, 0.05, 0.0, math.sinh(0.05), 0.001),
+    ],
+    ids=["from above", "from below", "at the tolerance itself, a tenth of it", "without a tolerance, a thousandth"],
+)
+def test_the_prompts_that_would_do_shrink_the_interval_to_the_distance(
+    make_report, ratio, spread, tolerance, half, distance
+) -> None:
+    """An interval shrinks with the square root of the prompts; the distance is that from the ratio to the tolerance, within limits."""
+    (verdict,) = gate(
+        one(make_report, against_2(ratio, spread)), one(make_report, EXACTLY_2), tolerance=tolerance
+    ).verdicts
+    assert verdict.outcome == "not enough data"
+    assert f"a drop to {1 - tolerance:.3f}; about {math.ceil(40 * (half / distance) ** 2)} would" in verdict.line
+
+
+def test_more_prompts_than_there_were_are_asked_for_in_any_case(make_report) -> None:
+    (verdict,) = gate(one(make_report, against_2(0.9, 0.0755)), one(make_report, EXACTLY_2)).verdicts
+    assert verdict.ratio.high > 0.97
+    assert "about 41 would" in verdict.line
+
+
+@pytest.mark.parametrize("without", ["new", "old"])
+def test_a_report_without_rounds_cannot_be_judged(make_report, without: str) -> None:
+    new, old = (one(make_report, None if without == which else EXACTLY_2) for which in ("new", "old"))
+    (verdict,) = gate(new, old).verdicts
+    assert verdict.outcome == "not enough data"
+    assert all(math.isnan(number) for number in (verdict.ratio.value, verdict.ratio.low, verdict.ratio.high))
+    before, after = ("2.00", "–") if without == "new" else ("–", "2.00")
+    assert f": τ {before} → {after}, ratio – (" in verdict.line
+    assert verdict.line.endswith("40 prompts give no interval; measure at least 20")
+
+
+def test_a_figure_without_an_interval_gives_a_ratio_without_one(make_report) -> None:
+    (verdict,) = gate(one(make_report, Interval(2.2, math.nan, math.nan)), one(make_report, EXACTLY_2)).verdicts
+    assert verdict.ratio.value == pytest.approx(1.1)
+    assert math.isnan(verdict.ratio.low)
+    assert math.isnan(verdict.ratio.high)
+    assert verdict.outcome == "not enough data"
+
+
+def test_records_of_other_prompts_are_refused(make_report) -> None:
+    report = make_report(rounds(5, 0.6))
+    drafted = [r for r in report.records if r.contestant == "draft"]
+    fewer = report.model_copy(update={"records": drafted[:3]})
+    with pytest.raises(BadInputError, match=r"do not cover the same prompts; the first that is missing: <p & 3>\."):
+        gate(report, fewer)
+    with pytest.raises(
+        BadInputError, match=r"do not cover the same prompts; the first that is missing: none, it has more\."
+    ):
+        gate(fewer, report)
+
+
+@pytest.mark.parametrize(("tolerance", "confidence"), [(-0.01, 0.95), (1.0, 0.95), (0.03, 0.5), (0.03, 1.0)])
+def test_impossible_settings_are_refused_with_their_values(make_report, tolerance: float, confidence: float) -> None:
+    report = make_report(rounds(5, 0.6))
+    with pytest.raises(
+        BadInputError, match=rf"0 <= tolerance < 1 and 0.5 < confidence < 1, got {tolerance} and {confidence}\."
+    ):
+        gate(report, report, tolerance, confidence)
+
+
+def test_a_report_without_a_drafter_has_nothing_to_gate(make_report) -> None:
+    report = make_report(rounds(5, 0.6))
+    bare = report.model_copy(update={"contestants": [c for c in report.contestants if c.kind != "drafter"]})
+    with pytest.raises(BadInputError, match="holds no drafter; there is nothing to gate"):
+        gate(bare, report)
+
+
+def test_every_condition_that_differs_is_named(make_report) -> None:
+    report = make_report(rounds(5, 0.6), temperatures=(1.0, 0.0))
+    with pytest.raises(BadInputError) as refused:
+        gate(
+            report,
+            make_report(
+                [[min(a, 2) for a in row] for row in rounds(6, 0.6)],
+                depth=2,
+                temperatures=(0.7,),
+                digest="0123456789abcdef",
+                max_new_tokens=64,
+            ),
+        )
+    assert str(refused.value) == (
+        "the two reports cannot be compared, their conditions differ. depth: 4 here, 2 in the baseline; temperatures: [0.0, 1.0] here, [0.7] in the baseline; "
+        "verification rules: greedy at 0, rejection at 1 here, rejection at 0.7 in the baseline; max_new_tokens: 32 here, 64 in the baseline; "
+        "suites: code (5 prompts, sha256 d) here, code (6 prompts, sha256 0123456789ab) in the baseline. Measure again under the baseline's conditions."
+    )
+
+
+def test_the_rule_that_counts_is_that_of_the_contestant(make_report) -> None:
+    report = told(make_report, {("draft", 0.0): (EXACTLY_2, 40), ("second", 0.0): (EXACTLY_2, 40)})
+    first, second = report.figures
+    other = report.model_copy(update={"figures": [first, second.model_copy(update={"rule": "typical"})]})
+    assert gate(report, other, contestant="draft").passed
+    with pytest.raises(
+        BadInputError, match=r"differ\. verification rules: greedy at 0 here, typical at 0 in the baseline\. Measure"
+    ):
+        gate(report, other, contestant="second")
+
+
+def test_all_suites_are_named_where_one_differs(make_report) -> None:
+    def on(digest: str) -> Report:
+        return make_report(
+            rounds(5, 0.6),
+            suites=[SuiteInfo(name=n, digest=d, num_prompts=5) for n, d in (("code", "a"), ("docs", digest))],
+        )
+
+    with pytest.raises(
+        BadInputError, match=r"suites: code \(5 prompts, sha256 a\), docs \(5 prompts, sha256 b\) here, code"
+    ):
+        gate(on("b"), on("c"))
+
+
+def test_remarks_name_what_may_move_tau_a_little(make_report) -> None:
+    accepted = rounds(5, 0.6)
+    result = gate(make_report(accepted), make_report(accepted, dtype="bfloat16", device="cuda", seed=1))
+    assert result.lines[-3:] == [
+        "warning: dtype is float32 here and bfloat16 in the baseline",
+        "warning: device is cpu here and cuda in the baseline",
+        "warning: seed is 0 here and 1 in the baseline",
+    ]

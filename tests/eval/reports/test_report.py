@@ -1,0 +1,209 @@
+"""Reports: what is written, that it can be read again, and that the page stands alone."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pkgutil
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+from rich.console import Console
+
+from outrider.eval import Report, reports
+from outrider.eval.reports.render import print_report, write_report
+from outrider.ground import BadInputError
+
+ACCEPTED = [[4, 1, 0], [2, 2], [0, 3, 1, 4], [1, 1, 0]]
+VOID = {"meta", "link", "br", "img", "hr", "input"}
+
+
+@pytest.fixture
+def report(make_report) -> Report:
+    return make_report(ACCEPTED, temperatures=(0.0, 1.0))
+
+
+def test_a_saved_report_reads_back_equal(report: Report, tmp_path: Path) -> None:
+    folder = write_report(report, tmp_path / "out")
+    assert sorted(p.name for p in folder.iterdir()) == ["report.html", "report.json", "report.md"]
+    assert Report.load(folder) == Report.load(folder / "report.json") == report
+
+
+def test_numbers_that_do_not_exist_are_null_in_valid_json(make_report, tmp_path: Path) -> None:
+    """One prompt gives values without intervals."""
+    folder = write_report(make_report([[1, 2]]), tmp_path)
+
+    def refuse(constant: str) -> float:
+        raise AssertionError(f"{constant} is not JSON")
+
+    values = json.loads((folder / "report.json").read_text(), parse_constant=refuse)
+    assert values["figures"][0]["tau"] == {"value": 2.5, "low": None, "high": None}
+    tau = Report.load(folder).headline().tau
+    assert tau is not None
+    assert not tau.known
+
+
+def test_the_headline_is_about_the_first_drafter_over_all_suites(report: Report) -> None:
+    figures = report.headline()
+    assert (figures.contestant, figures.temperature, figures.suite) == ("draft", 0.0, "all")
+    assert figures.tau is not None
+    assert figures.tau.value == pytest.approx(1 + 19 / 12)
+    assert re.fullmatch(
+        r"draft, depth 4: τ 2\.58 \[\d\.\d\d, \d\.\d\d\], "
+        r"2\.00× \[2\.00, 2\.00\] the speed of the plain target at temperature 0",
+        report.sentence(),
+    )
+    assert report.sentence(temperature=1.0).endswith("at temperature 1 (rejection)")
+
+
+def test_asking_for_what_was_not_measured_names_what_was(report: Report) -> None:
+    with pytest.raises(BadInputError, match="no contestant 'medusa'; it has: draft, plain"):
+        report.headline("medusa")
+    with pytest.raises(BadInputError, match=r"temperatures measured: 0\.0, 1\.0"):
+        report.headline("draft", 0.7)
+
+
+def test_markdown_and_page_carry_definitions_conditions_and_divergences(report: Report, tmp_path: Path) -> None:
+    folder = write_report(report, tmp_path)
+    for name in ("report.md", "report.html"):
+        text = (folder / name).read_text(encoding="utf-8")
+        for wanted in (
+            "1 + mean accepted",
+            "a CPU",
+            "float32",
+            "batch size 1",
+            "draft 3/4",
+            "first differing token",
+            "rejection",
+        ):
+            assert wanted in text, (name, wanted)
+
+
+class Page(HTMLParser):
+    """Checks nesting, and collects addresses, tags and text of a page."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+@pytest.fixture
+def html(report: Report, tmp_path: Path) -> str:
+    return (write_report(report, tmp_path) / "report.html").read_text(encoding="utf-8")
+
+
+def test_the_page_is_well_formed_and_asks_for_nothing_from_outside(html: str) -> None:
+    page = Page()
+    page.feed(html)
+    assert page.open == []
+    names = {tag for tag, _ in page.tags}
+    assert not names & {"script", "link", "img", "iframe", "object"}
+    assert not any(name in attributes for _, attributes in page.tags for name in ("src", "href", "onclick"))
+    assert not re.search(r"url\(|@import", html)
+    assert set(re.findall(r"https?://[^\s\"'<]+", html)) <= {"http://www.w3.org/2000/svg"}
+
+
+def test_the_page_says_what_its_plots_show_and_follows_the_colour_scheme(html: str) -> None:
+    page = Page()
+    page.feed(html)
+    plots = [attributes for tag, attributes in page.tags if tag == "svg" and attributes.get("role") == "img"]
+    assert len(plots) == 6
+    assert all("draft" in (attributes["aria-label"] or "") for attributes in plots)
+    assert "prefers-color-scheme: dark" in html
+    for svg in re.findall(r"<svg.*?</svg>", html, flags=re.DOTALL):
+        ElementTree.fromstring(svg)
+        assert not re.search(r'(fill|stroke)="', svg)
+
+
+def test_what_comes_from_outside_is_escaped(html: str) -> None:
+    assert "&lt;p &amp; 0&gt;" in html
+    assert "<p & 0>" not in html
+
+
+def test_a_report_without_drafters_is_printed_without_plots(report: Report, tmp_path: Path) -> None:
+    plain = report.model_copy(
+        update={
+            "contestants": report.contestants[1:],
+            "figures": [f for f in report.figures if f.contestant == "plain"],
+            "records": [],
+        }
+    )
+    text = (write_report(plain, tmp_path) / "report.html").read_text(encoding="utf-8")
+    assert "<figure>" not in text
+    assert "plain: τ 1.00" in text
+
+
+@pytest.mark.parametrize("width", [60, 80, 140])
+def test_the_terminal_table_fits_its_width(report: Report, width: int) -> None:
+    out = io.StringIO()
+    print_report(report, Console(file=out, width=width))
+    text = out.getvalue()
+    assert "draft, depth 4" in text
+    assert "2.00× [2.00, 2.00]" in text
+    assert max(map(len, text.splitlines())) <= width
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "no report at"),
+        ("{", "not valid JSON"),
+        ("[]", "schema_version is None"),
+        ('{"schema_version": 99}', "schema_version is 99, this Outrider reads 1"),
+        ('{"schema_version": 1}', "conditions: field required"),
+    ],
+)
+def test_what_is_not_a_report_is_refused_with_the_reason(content: str | None, message: str, tmp_path: Path) -> None:
+    if content is not None:
+        (tmp_path / "report.json").write_text(content)
+    with pytest.raises(BadInputError, match=message):
+        Report.load(tmp_path)
+
+
+def test_an_interrupted_write_leaves_the_old_report_whole(
+    report: Report, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_report(report, tmp_path)
+    before = {p.name: p.read_bytes() for p in tmp_path.iterdir()}
+
+    def full(descriptor: int) -> None:
+        os.ftruncate(descriptor, 7)
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        write_report(report, tmp_path)
+    assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == before
+
+
+def loaded_by(module: str) -> list[str]:
+    """Heavy libraries that importing a module loads."""
+    heavy = ("torch", "transformers", "matplotlib", "datasets", "scipy")
+    code = f"import sys, {module}; print(*[m for m in {heavy} if m in sys.modules])"
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+
+
+def test_importing_the_room_loads_no_heavy_library() -> None:
+    assert loaded_by("outrider.eval") == []
+
+
+def test_what_shows_compares_and_draws_reports_loads_no_torch() -> None:
+    """Every module of `eval.reports`; intervals need scipy."""
+    modules = [f"outrider.eval.reports.{m.name}" for m in pkgutil.iter_modules(reports.__path__)]
+    assert len(modules) >= 8
+    assert loaded_by(", ".join(modules)) == ["scipy"]

@@ -1,0 +1,108 @@
+"""How often drafts are accepted: by depth, and in trees by rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from outrider.decode import Decoder, Plan, Sampling, Tree
+from outrider.eval import acceptance
+from outrider.eval.acceptance import Acceptance
+from outrider.eval.race import make_jobs
+from outrider.eval.suites import Suite
+from outrider.heads import DraftModel, Ngram
+from outrider.targets import Target
+
+
+@pytest.fixture
+def target(tiny_llama) -> Target:
+    return Target(tiny_llama(layers=2))
+
+
+def test_a_chains_tokens_by_hand() -> None:
+    """Of a drafter that finds nothing in half of the rounds: alpha says nothing of that, what was kept does."""
+    assert Acceptance((0.5, 0.5, 0.0), (0.25, 0.125, 0.0), (), 10).chain(2) == 1.375
+
+
+def test_shares_by_rank_by_hand() -> None:
+    """Nodes 0 1 2 are children of the root, 3 4 5 of node 0.
+
+    Of ten rounds 2 kept nothing, 2 ended at 1, 1 at 0, 3 at 3, and 2 at 5.
+    """
+    tree = acceptance.wide_tree(2, 3)
+    assert tree == Tree((-1, -1, -1, 0, 0, 0))
+    ends = [-1, -1, 1, 1, 0, 3, 3, 3, 5, 5]
+    assert acceptance._share_by_rank(tree, ends, 0) == (0.6, 0.2, 0.0)
+    assert acceptance._share_by_rank(tree, ends, 1) == (0.5, 0.0, pytest.approx(2 / 6, abs=1e-6))
+    assert acceptance._share_by_rank(tree, [-1], 1) == (0.0, 0.0, 0.0)
+
+
+class SecondBest(DraftModel):
+    """The target itself, its two most probable tokens in each other's place."""
+
+    def open(self, *sizes: Any, **more: Any) -> Any:
+        session: Any = super().open(*sizes, **more)
+        begin, extend = session.begin, session.extend
+        session.begin = lambda root: swapped(begin(root))
+        session.extend = lambda tokens, parents=None: swapped(extend(tokens, parents))
+        return session
+
+
+def swapped(logits: Tensor) -> Tensor:
+    top = logits.topk(2)
+    return logits.scatter(-1, top.indices, top.values.flip(-1))
+
+
+def test_the_rank_is_that_of_the_child_that_was_kept(target: Target, suites: list[Suite]) -> None:
+    jobs = make_jobs(suites)
+    right = acceptance.rank_rates(target, DraftModel(target.model), jobs, 12, Sampling())
+    assert right == ((1.0, *[0.0] * 5),) * 6
+    second = acceptance.rank_rates(target, SecondBest(target.model), jobs, 12, Sampling())
+    assert second[0] == (0.0, 1.0, 0.0, 0.0, 0.0, 0.0)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_the_rates_of_a_tree_give_the_tau_it_was_measured_with(
+    target: Target, suites: list[Suite], tiny_llama, temperature: float
+) -> None:
+    """An identity: of that very tree, in the same rounds.
+
+    The tokens that cut an answer off are still counted as accepted.
+    """
+    drafter, jobs, sampling = (
+        DraftModel(tiny_llama(layers=1, initializer_range=0.1)),
+        make_jobs(suites),
+        Sampling(temperature=temperature),
+    )
+    ranks = acceptance.rank_rates(target, drafter, jobs, 40, sampling)
+    tree = acceptance.wide_tree(6, 6)
+    rounds = []
+    for some in acceptance._pieces(jobs):
+        out = Decoder(target, drafter).generate(
+            [j.prompt.tokens for j in some], 40, sampling, Plan(tree=tree), sequence_ids=[j.sequence for j in some]
+        )
+        rounds += [r for sequence in out.rounds for r in sequence]
+    assert 1 < (tau := 1 + sum(r.accepted for r in rounds) / len(rounds)) < 6
+    assert tree.value(ranks) == pytest.approx(tau, abs=1e-4)
+
+
+def test_acceptance_of_chains(target: Target, suites: list[Suite]) -> None:
+    seen = acceptance.measure_acceptance(
+        target, DraftModel(target.model), make_jobs(suites), 19, Sampling(), trees=False
+    )
+    assert seen == Acceptance((1.0,) * 8, (1.0,) * 8, (), 19)
+
+
+def test_the_deepest_chain_is_predicted_as_it_was_measured(target: Target, suites: list[Suite]) -> None:
+    """Also of a drafter that often finds nothing to draft."""
+    jobs = make_jobs(suites)
+    seen = acceptance.measure_acceptance(target, Ngram(), jobs, 40, Sampling(), trees=False)
+    out = [Decoder(target, Ngram()).generate([j.prompt.tokens], 40, plan=Plan(8)) for j in jobs]
+    rounds = [r for o in out for r in o.rounds[0]]
+    assert any(r.drafted == 0 for r in rounds)
+    assert seen.chain(8) == pytest.approx(1 + sum(r.accepted for r in rounds) / len(rounds))
+    assert seen.rates[0] == pytest.approx(
+        sum(r.accepted > 0 for r in rounds) / sum(r.drafted > 0 for r in rounds), abs=1e-6
+    )

@@ -1,0 +1,41 @@
+"""What memory can feed at best: bytes are counted once, and a floor is bytes over bandwidth."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from outrider.eval import bandwidth as bandwidths
+from outrider.eval.bandwidth import Bandwidth, Floor, bandwidth, copy_bandwidth, read_bandwidth, weight_bytes
+from outrider.ground import BadInputError
+from outrider.targets import Target
+
+
+def test_a_copy_counts_what_is_read_and_what_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bandwidths, "timed", lambda work, device: 0.5)
+    assert copy_bandwidth("cpu", 2**20) == 2 * 2**20 / 0.5
+    assert read_bandwidth("cpu", 2**20) == 2**20 / 0.5
+    assert bandwidth("cpu", 2**20).to_dict() == {"copy": 2**22, "read": 2**21, "num_bytes": 2**20}
+    with pytest.raises(BadInputError, match="at least 4096 bytes"):
+        copy_bandwidth("cpu", 8)
+
+
+def test_real_bandwidths_are_plausible() -> None:
+    found = bandwidth("cpu", 2**22)
+    assert 1e8 < found.copy < 1e13
+    assert 1e8 < found.read < 1e13
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_step_reads_all_weights_but_an_untied_embedding_table(tiny_llama: Callable, tied: bool) -> None:
+    model = tiny_llama(vocab=64, hidden=32, tie_word_embeddings=tied)
+    everything = sum(p.numel() for p in model.parameters())
+    assert weight_bytes(Target(model)) == 4 * (everything - (0 if tied else 64 * 32))
+    assert weight_bytes(Target(model.bfloat16())) == 2 * (everything - (0 if tied else 64 * 32))
+
+
+def test_a_floor_is_bytes_over_bandwidth() -> None:
+    floor = Floor(weights=1000, cache=500, bandwidth=Bandwidth(copy=100.0, read=50.0, num_bytes=1))
+    assert (floor.at_copy, floor.at_read, floor.with_cache) == (10.0, 20.0, 30.0)
+    assert floor.to_dict()["weight_bytes"] == 1000

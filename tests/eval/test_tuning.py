@@ -1,0 +1,88 @@
+"""The record of a tuning: what replaces what, which plan is nearest, and that a stored plan is the measured one."""
+
+from __future__ import annotations
+
+from outrider.decode import Control, Costs, Plan, Tree
+from outrider.eval.prediction import Loop, Option
+from outrider.eval.tuning import BatchTuning, Candidate, CostRecord, Tuning, merged, nearest
+
+TREE = Plan(tree=Tree((-1, -1, 0)))
+
+
+def make_tuning(sizes: list[int], device: str = "a CPU", temperature: float = 0.0) -> Tuning:
+    """Chains as deep as the batch is large, with a controller."""
+    batches = []
+    for size in sizes:
+        best = Candidate(
+            plan={"depth": size},
+            weight=8.0,
+            predicted_tau=2.0,
+            round_seconds=0.01,
+            predicted=100.0 + temperature,
+            tokens_per_second=90.0,
+            speedup=1.5,
+        )
+        costs = CostRecord(widths=[0, 4], verify=[0.01, 0.02], draft=[0.0, 0.001], host=0.0)
+        batches.append(
+            BatchTuning(
+                batch_size=size,
+                context=9,
+                rates=[0.5],
+                ranks=[],
+                costs=costs,
+                candidates=[best],
+                chosen=best,
+                reason="The fastest.",
+            )
+        )
+    return Tuning(
+        created="2031-01-01",
+        device="cpu",
+        device_name=device,
+        dtype="float32",
+        threads=1,
+        versions={},
+        drafter="ngram",
+        temperature=temperature,
+        max_new_tokens=8,
+        repeats=1,
+        seed=0,
+        suites={},
+        num_prompts=1,
+        batches=batches,
+    )
+
+
+def test_a_new_tuning_replaces_what_it_measured_again() -> None:
+    known = [make_tuning([1, 4]), make_tuning([1, 4], "a GPU"), make_tuning([1, 4], temperature=1.0)]
+    found = merged(known, make_tuning([4, 8]))
+    assert [(t.device_name, t.temperature, [b.batch_size for b in t.batches]) for t in found] == [
+        ("a CPU", 0.0, [1]),
+        ("a GPU", 0.0, [1, 4]),
+        ("a CPU", 1.0, [1, 4]),
+        ("a CPU", 0.0, [4, 8]),
+    ]
+    assert len(merged(found[:1], make_tuning([1, 2]))) == 1
+
+
+def test_the_nearest_batch_size_below_is_used_and_then_the_nearest_temperature() -> None:
+    known = [make_tuning([1, 4]), make_tuning([1], temperature=1.0), make_tuning([16], "a GPU")]
+
+    def depth(machine: str, size: int, temperature: float = 0.0) -> int | None:
+        found = nearest(known, (machine, "float32"), size, temperature)
+        return None if found is None else found.plan.depth
+
+    assert [depth("a CPU", size) for size in (1, 3, 4, 99)] == [1, 1, 4, 4]
+    assert nearest(known, ("a CPU", "float32"), 1, 0.7) == known[1].batches[0]
+    assert depth("a GPU", 8) is None
+    assert depth("a TPU", 8) is None
+    assert nearest(known, ("a CPU", "bfloat16"), 8, 0.0) is None
+
+
+def test_the_stored_plan_is_the_one_that_was_measured() -> None:
+    batch = make_tuning([3]).batches[0]
+    assert batch.plan == Plan(3, control=Control(Costs(((0, 0.01), (4, 0.02)), (0.0, 0.001)), (0.5,), 8.0))
+    tree = batch.chosen.model_copy(update={"plan": {"depth": 2, "tree": [-1, -1, 0]}, "weight": None})
+    assert tree.restored(batch.costs, batch.rates) == TREE
+    assert Option(batch.plan, 2.0, Loop(0, 0.01), 100.0).name == "depth up to 3"
+    assert str(batch) == "depth up to 3: 1.50× the plain target's speed"

@@ -1,0 +1,317 @@
+"""Mutation run: how many small faults, planted one at a time by mutmut, the tests of each module notice.
+
+    .venv/bin/python -m pip install -e ".[dev,mutation]" -c constraints.txt
+    .venv/bin/python tests/mutation/mutate.py run control statistics   # named modules; all of them without a name
+    .venv/bin/python tests/mutation/mutate.py show control             # the mutants that survived, as `equivalent.yaml` has them
+    .venv/bin/python tests/mutation/mutate.py again control            # with the tests as they are now, those that survived
+    .venv/bin/python tests/mutation/mutate.py table                    # the scores so far
+
+Each module is run in its own throwaway copy, `build/mutation/MODULE`, because mutmut needs the packages under the name by
+which they are imported. `run` starts afresh; `run --resume` goes on where a run was stopped.
+
+A mutant that does not change behaviour cannot be noticed. Two kinds are not counted: those listed with a reason in
+`equivalent.yaml`, and those that change only the wording of a text for people (a string literal with a space in it).
+mutmut changes neither decorated functions nor module constants nor slices; `plant` tries the faults of those kinds in `planted.yaml`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import json
+import os
+import random
+import re
+import shutil
+import subprocess
+import sys
+import time
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+WORK = ROOT / "build" / "mutation"
+
+
+@dataclass(frozen=True)
+class Module:
+    """A source file and the tests that are to notice what goes wrong in it, as paths in the checkout."""
+
+    source: str
+    tests: tuple[str, ...]
+
+
+_PAIR = ("tests/pair/test_pair.py", "tests/pair/test_verify.py", "tests/pair/test_tuning.py")
+MODULES = {
+    "verify": Module("decode/verify.py", ("tests/decode/test_verify_exact.py", "tests/decode/test_verify_trees.py")),
+    "verify_tree": Module("decode/verify_tree.py", ("tests/decode/test_verify_trees.py",)),
+    "sampling": Module("decode/sampling.py", ("tests/decode/test_sampling.py",)),
+    "control": Module("decode/control.py", ("tests/decode/test_control.py",)),
+    "statistics": Module("eval/statistics.py", ("tests/eval/test_statistics.py",)),
+    "gate": Module("eval/gate.py", ("tests/eval/test_gate.py",)),
+    "losses": Module("heads/losses.py", ("tests/heads/test_losses.py",)),
+    "checkpoints": Module("train/checkpoints.py", ("tests/train/test_checkpoints.py", "tests/train/test_resume.py")),
+    "pair": Module("pair/pair.py", _PAIR),
+    "manifest": Module("pair/manifest.py", _PAIR),
+    "calibration": Module("pair/calibration.py", ("tests/pair/test_pair.py", "tests/pair/test_probe.py")),
+    "new": Module("pair/new.py", _PAIR),
+}
+
+
+# ------------------------------------------------------------ the run
+
+
+_NO_CACHES = shutil.ignore_patterns("__pycache__", "mutation")
+
+
+def run(name: str, resume: bool, sample: int | None, commit: str | None) -> None:
+    """Make the copy of one module, and let mutmut try every mutant in it, or `sample` of them taken at random."""
+    copy = WORK / name
+    if not resume:
+        shutil.rmtree(copy, ignore_errors=True)
+        _make_copy(copy, MODULES[name])
+        _put_tests(copy, MODULES[name], commit)
+    _mutmut(copy, *(_sampled(copy, MODULES[name], sample) if sample else ()))
+
+
+def again(name: str) -> None:
+    """Try the mutants that survived once more, with the tests as they are now."""
+    left = survivors(name)
+    _put_tests(WORK / name, MODULES[name])
+    _put_tests(WORK / name / "mutants", MODULES[name])
+    if left:
+        _mutmut(WORK / name, *(m.name for m in left))
+
+
+def _make_copy(copy: Path, module: Module) -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    packages = {package.split(".")[1] for package in project["tool"]["setuptools"]["packages"]}
+    for package in sorted(packages):
+        shutil.copytree(ROOT / package, copy / "outrider" / package, ignore=_NO_CACHES)
+    (copy / "mutants").mkdir()  # Python forgets a folder of PYTHONPATH that is not there when it starts
+    settings = {
+        "source_paths": ["outrider"],
+        "only_mutate": [f"outrider/{module.source}"],
+        "pytest_add_cli_args": ["-p", "no:cacheprovider", "-p", "no:xdist"],
+        "pytest_add_cli_args_test_selection": list(module.tests),
+        "use_git_change_detection": False,
+        "track_dependencies": False,
+    }
+    lines = [f"{key} = {json.dumps(value)}" for key, value in settings.items()]
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    (copy / "pyproject.toml").write_text("\n".join([text, "[tool.mutmut]", *lines, ""]), encoding="utf-8")
+
+
+def _put_tests(folder: Path, module: Module, commit: str | None = None) -> None:
+    """Replace the tests in `folder` by those of the checkout, or of a commit; files that came later are empty there."""
+    shutil.rmtree(folder / "tests", ignore_errors=True)
+    if commit is None:
+        shutil.copytree(ROOT / "tests", folder / "tests", ignore=_NO_CACHES)
+    else:
+        packed = subprocess.run(
+            ["git", "archive", commit, "tests"], cwd=ROOT, stdout=subprocess.PIPE, check=True
+        ).stdout
+        subprocess.run(["tar", "x", "-C", str(folder)], input=packed, check=True)
+    for test in module.tests:
+        (folder / test).touch()
+
+
+def _mutmut(copy: Path, *mutants: str) -> None:
+    """Run mutmut in the copy: one process that forks once per mutant, so torch is imported once."""
+    command = [str(Path(sys.executable).parent / "mutmut"), "run", "--max-children", "1", *mutants]
+    start = time.monotonic()
+    with open(copy / "log", "a", encoding="utf-8") as log:
+        done = subprocess.run(
+            command,
+            cwd=copy,
+            env=os.environ | _quiet(copy / "mutants"),
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            check=False,
+        )
+    if done.returncode:
+        raise SystemExit(f"mutmut ended with {done.returncode}; its last words are in {copy / 'log'}.")
+    with open(copy / "seconds", "a", encoding="utf-8") as file:
+        file.write(f"{time.monotonic() - start:.0f}\n")
+
+
+def _sampled(copy: Path, module: Module, count: int) -> list[str]:
+    """The names of `count` mutants, the same ones at each run."""
+    from mutmut.mutation.file_mutation import mutate_file_contents
+    from mutmut.utils.format_utils import get_mutant_name
+
+    source = Path("outrider", module.source)
+    with contextlib.chdir(copy):
+        names = mutate_file_contents(str(source), source.read_text(encoding="utf-8")).mutant_names
+    names = [get_mutant_name(source, name) for name in names]
+    return random.Random(0).sample(names, min(count, len(names)))
+
+
+# ------------------------------------------------------------ faults planted by hand
+
+
+def plant(name: str) -> None:
+    """Try every fault of `planted.yaml` in one module; says which went unnoticed."""
+    copy = WORK / "planted"
+    shutil.rmtree(copy, ignore_errors=True)
+    _make_copy(copy, MODULES[name])
+    _put_tests(copy, MODULES[name])
+    file = copy / "outrider" / MODULES[name].source
+    text = file.read_text(encoding="utf-8")
+    for fault in yaml.safe_load((HERE / "planted.yaml").read_text(encoding="utf-8")).get(name, []):
+        if fault["was"] not in text:
+            raise SystemExit(f"planted.yaml: {MODULES[name].source} holds no {fault['was']!r}; review that fault.")
+        file.write_text(text.replace(fault["was"], fault["becomes"], 1), encoding="utf-8")
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-x",
+            "-q",
+            "-p",
+            "no:cacheprovider",
+            "-p",
+            "no:xdist",
+            *MODULES[name].tests,
+        ]
+        done = subprocess.run(command, cwd=copy, env=os.environ | _quiet(copy), capture_output=True, check=False)
+        print(
+            f"{'caught' if done.returncode == 1 else 'UNNOTICED'}  {name}: {fault['was']}  →  {fault['becomes']}",
+            flush=True,
+        )
+
+
+def _quiet(packages: Path) -> dict[str, str]:
+    """The environment that the tests need, with `packages` before the installed ones."""
+    return {
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "PYTHONPATH": str(packages),
+        "PYTHONDONTWRITEBYTECODE": "1",
+    }
+
+
+# ------------------------------------------------------------ the results
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One mutant that was tried: its name, whether a test noticed it, and the lines that it exchanged."""
+
+    name: str
+    caught: bool
+    was: str = ""
+    becomes: str = ""
+
+
+def results(name: str) -> Iterator[Mutant]:
+    """Every mutant of a module that was tried; the lines only of those that survived."""
+    source = MODULES[name].source
+    meta = WORK / name / "mutants" / "outrider" / f"{source}.meta"
+    for mutant, code in json.loads(meta.read_text(encoding="utf-8"))["exit_code_by_key"].items():
+        if code in (0, 5, 33):  # survived, or no test reaches it
+            yield Mutant(mutant, False, *_lines(WORK / name, Path("outrider", source), mutant))
+        elif code is not None:
+            yield Mutant(mutant, True)
+
+
+def _lines(copy: Path, source: Path, mutant: str) -> tuple[str, str]:
+    """The lines that a mutant takes away and those that it puts there, without their indentation."""
+    from mutmut import configuration
+    from mutmut.mutation.diff_apply import get_diff_for_mutant
+
+    with contextlib.chdir(copy), contextlib.redirect_stdout(io.StringIO()):
+        configuration.reset_config()
+        diff = get_diff_for_mutant(mutant, path=source).splitlines()
+    taken = [line[1:].strip() for line in diff if line.startswith("-") and not line.startswith("---")]
+    put = [line[1:].strip() for line in diff if line.startswith("+") and not line.startswith("+++")]
+    return " ".join(taken), " ".join(put)
+
+
+def same_but_for_wording(was: str, becomes: str) -> bool:
+    """Whether two lines differ only inside string literals that hold a space, which are texts for people."""
+    sentence = re.compile(r"\"[^\"]*\s[^\"]*\"|'[^']*\s[^']*'")
+    return sentence.sub("text", was) == sentence.sub("text", becomes)
+
+
+def equivalents() -> dict[tuple[str, str], str]:
+    """The reason for each reviewed exchange of lines that changes no behaviour."""
+    rows = yaml.safe_load((HERE / "equivalent.yaml").read_text(encoding="utf-8")) or []
+    return {(row["was"], becomes): row["because"] for row in rows for becomes in row["becomes"]}
+
+
+def survivors(name: str) -> list[Mutant]:
+    """The mutants that change behaviour and that no test noticed."""
+    known = equivalents()
+    found = [m for m in results(name) if not m.caught]
+    return [m for m in found if (m.was, m.becomes) not in known and not same_but_for_wording(m.was, m.becomes)]
+
+
+def as_equivalents(mutants: list[Mutant]) -> str:
+    """The mutants in the form of `equivalent.yaml`, one entry for each line that was changed, without reasons."""
+    becomes: dict[str, list[str]] = {}
+    for mutant in mutants:
+        becomes.setdefault(mutant.was, []).append(mutant.becomes)
+    rows = [{"was": was, "becomes": lines, "because": "?"} for was, lines in becomes.items()]
+    return yaml.safe_dump(rows, sort_keys=False, allow_unicode=True, width=1000)
+
+
+def table(names: list[str]) -> str:
+    """One row per module: tried, caught, equivalent, survived, the score of those that change behaviour, and the time."""
+    rows = [
+        "| module | mutants | caught | equivalent | survived | score | seconds |",
+        "|---|---:|---:|---:|---:|---:|---:|",
+    ]
+    for name in names:
+        tried, left = list(results(name)), survivors(name)
+        caught = sum(m.caught for m in tried)
+        same = len(tried) - caught - len(left)
+        seconds = sum(map(int, (WORK / name / "seconds").read_text(encoding="utf-8").split()))
+        score = caught / max(caught + len(left), 1)
+        rows.append(
+            f"| {MODULES[name].source} | {len(tried)} | {caught} | {same} | {len(left)} | {score:.1%} | {seconds} |"
+        )
+    return "\n".join(rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("job", choices=["run", "again", "plant", "show", "table"])
+    parser.add_argument("modules", nargs="*", metavar="MODULE", help=f"among {', '.join(MODULES)}")
+    parser.add_argument("--resume", action="store_true", help="go on where a run was stopped")
+    parser.add_argument(
+        "--sample", type=int, help="so many mutants of each module, taken at random, the same ones each time"
+    )
+    parser.add_argument(
+        "--tests-of", metavar="COMMIT", help="run the tests as they were at this commit, to tell what later ones add"
+    )
+    options = parser.parse_args()
+    names = options.modules or [
+        n for n in MODULES if options.job in ("run", "plant") or (WORK / n / "seconds").exists()
+    ]
+    if unknown := set(names) - set(MODULES):
+        parser.error(f"no module {', '.join(sorted(unknown))}; there are {', '.join(MODULES)}.")
+    if options.job == "run":
+        for name in names:
+            run(name, options.resume, options.sample, options.tests_of)
+    if options.job == "again":
+        for name in names:
+            again(name)
+    if options.job == "plant":
+        for name in names:
+            plant(name)
+    elif options.job == "show":
+        print(as_equivalents([m for name in names for m in survivors(name)]))
+    else:
+        print(table(names))
+
+
+if __name__ == "__main__":
+    main()

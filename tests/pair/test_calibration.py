@@ -1,0 +1,219 @@
+"""Which prompts a pair is measured on, under which settings, and what is counted."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from outrider.decode import Decoder, Plan, Sampling
+from outrider.distill.prompts import Prompt
+from outrider.eval.suites import Suite, make_suite
+from outrider.ground import BadInputError
+from outrider.heads import Drafter, TargetBatch
+from outrider.pair import calibration
+from outrider.pair.calibration import (
+    calibrate,
+    choose_prompts,
+    first_of_each_suite,
+    read_calibration,
+    rendered,
+    settings,
+    write_calibration,
+)
+from outrider.recipes import Recipe
+from outrider.targets import Target
+
+
+class Lines:
+    """A console that remembers what it was told to print."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def print(self, line: str) -> None:
+        self.lines.append(line)
+
+
+def measured_at(recipe: Recipe, **values: Any) -> Recipe:
+    return recipe.model_copy(update={"eval": recipe.eval.model_copy(update=values)})
+
+
+# ------------------------------------------------------------ what is measured
+
+
+@pytest.mark.parametrize(("temperatures", "expected"), [([0.7, 0.0], 0.0), ([0.7, 1.0], 0.7)])
+def test_a_calibration_is_greedy_where_the_recipe_is_and_short(
+    recipe: Recipe, temperatures: list[float], expected: float
+) -> None:
+    found = settings(measured_at(recipe, temperatures=temperatures, max_new_tokens=500, seed=3))
+    assert (found.temperature, found.max_new_tokens, found.seed, found.prompts) == (expected, 64, 3, [])
+    assert settings(measured_at(recipe, max_new_tokens=7)).max_new_tokens == 7
+    assert found.sampling() == Sampling(temperature=expected, seed=3)
+
+
+def test_each_suite_gives_its_share_of_prompts_that_leave_room(
+    recipe: Recipe, make_target: Callable[..., Target], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """32 prompts over three suites are 11 of each; the context of 512 must hold the prompt and 16 new tokens."""
+    target, asked = make_target(), []
+    lengths = {"one": [3, 496, 497], "two": [5], "three": [500]}
+
+    def suites(wanted: object, tokenizer: object, limit: int) -> list[Suite]:
+        asked.append((wanted, tokenizer, limit))
+        return [
+            make_suite(name, [Prompt(f"{name}/{n}", "test", (1,) * n) for n in counts])
+            for name, counts in lengths.items()
+        ]
+
+    monkeypatch.setattr(calibration, "load_suites", suites)
+    three = measured_at(recipe, suites=["one", "two", "three"])
+    assert [(p.id, p.suite) for p in choose_prompts(three, target)] == [
+        ("one/3", "one"),
+        ("one/496", "one"),
+        ("two/5", "two"),
+    ]
+    choose_prompts(three, target, 7)
+    assert asked == [(["one", "two", "three"], target.tokenizer, 11), (["one", "two", "three"], target.tokenizer, 3)]
+
+
+def test_a_context_without_an_end_has_room_for_any_prompt(
+    recipe: Recipe, make_target: Callable[..., Target], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Target, "max_context", property(lambda self: None))
+    monkeypatch.setattr(
+        calibration, "load_suites", lambda *_, **__: [make_suite("one", [Prompt("one/0", "one", (1,) * 100_000)])]
+    )
+    assert len(choose_prompts(recipe, make_target())) == 1
+
+
+def test_the_first_of_each_suite_come_first_and_stay_in_their_order() -> None:
+    prompts = [Prompt(str(i), suite, (1,)) for i, suite in enumerate("aaabcc")]
+    chosen = {n: "".join(p.id for p in first_of_each_suite(prompts, n)) for n in (0, 1, 3, 4, 5, 6, 9)}
+    assert chosen == {0: "", 1: "0", 3: "034", 4: "0134", 5: "01345", 6: "012345", 9: "012345"}
+
+
+def test_prompts_of_messages_are_asked_as_the_targets_template_asks_them(
+    make_target: Callable[..., Target], prompts: list[Prompt]
+) -> None:
+    target = make_target()
+    chat = dataclasses.replace(prompts[0], messages=({"role": "user", "content": "Why?"},), text="old", tokens=(1,))
+    plain, asked = rendered([prompts[1], chat], target)
+    assert plain is prompts[1]
+    assert asked.text == "<|user|>Why?<|end|><|assistant|>"
+    assert asked.tokens == tuple(target.tokenizer(asked.text, add_special_tokens=False)["input_ids"])
+    assert (asked.id, asked.suite, asked.messages) == (chat.id, chat.suite, chat.messages)
+
+
+# ------------------------------------------------------------ what is counted
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_drafter_without_a_loss_is_counted(
+    make_target: Callable[..., Target],
+    make_drafter: Callable[[str, Target], Drafter],
+    recipe: Recipe,
+    prompts: list[Prompt],
+    temperature: float,
+) -> None:
+    """By rounds of a decoder that gives each prompt the number it has among all of them."""
+    target = make_target()
+    drafter, under = (
+        make_drafter("ngram", target),
+        settings(measured_at(recipe, temperatures=[temperature], seed=5, max_new_tokens=60)),
+    )
+    found = calibrate(target, drafter, prompts, under, Plan(3))
+    output = Decoder(target, drafter).generate(
+        [p.tokens for p in prompts], 60, Sampling(temperature, seed=5), Plan(3), sequence_ids=range(len(prompts))
+    )
+    assert [(m.id, m.suite) for m in found] == [(p.id, p.suite) for p in prompts]
+    for measure, rounds in zip(found, output.rounds, strict=True):
+        assert (measure.accepted, measure.rounds) == (sum(r.accepted for r in rounds), len(rounds))
+        kept = sum(r.accepted > 0 for r in rounds)
+        assert (measure.alpha, measure.top1, measure.positions) == (kept, kept, sum(r.drafted > 0 for r in rounds))
+        assert (measure.analytic_tau, measure.chains) == (len(rounds) + measure.accepted, len(rounds))
+    assert any(m.positions < m.rounds for m in found), "some rounds draft nothing"
+    assert any(m.accepted > m.alpha for m in found) or temperature, "some rounds keep more than one draft"
+
+
+def test_a_trained_drafter_is_judged_by_its_own_loss_on_each_response(
+    make_target: Callable[..., Target],
+    make_drafter: Callable[[str, Target], Drafter],
+    recipe: Recipe,
+    prompts: list[Prompt],
+) -> None:
+    target = make_target()
+    drafter = make_drafter("eagle3", target)
+    found = calibrate(target, drafter, prompts, settings(recipe), Plan(3))
+    output = Decoder(target).generate([p.tokens for p in prompts], 16)
+    for measure, prompt, response in zip(found, prompts, output.tokens, strict=True):
+        tokens = torch.tensor([[*prompt.tokens, *response]])
+        out = target.forward(tokens, taps=drafter.taps, logits=False)
+        supervised = torch.tensor([[False] * len(prompt.tokens) + [True] * len(response)])
+        with torch.no_grad():
+            metrics = drafter.loss(TargetBatch(target, tokens, supervised, out.hidden, out.last)).metrics
+        assert measure.alpha == pytest.approx(metrics["alpha_d1"][0].item(), abs=1e-6)
+        assert measure.alpha == round(measure.alpha, 6), "written with six decimals"
+        assert [measure.top1, measure.positions] == [part.item() for part in metrics["top1_d1"]]
+        assert [measure.analytic_tau, measure.chains] == pytest.approx(
+            [part.item() for part in metrics["tau"]], abs=1e-6
+        )
+
+
+def test_prompts_are_measured_some_at_a_time_with_the_same_figures(
+    make_target: Callable[..., Target],
+    make_drafter: Callable[[str, Target], Drafter],
+    recipe: Recipe,
+    prompts: list[Prompt],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    target, console = make_target(), Lines()
+    drafter, under = make_drafter("ngram", target), settings(measured_at(recipe, temperatures=[1.0]))
+    at_once = calibrate(target, drafter, prompts[:5], under, Plan(3))
+    monkeypatch.setattr(calibration, "_AT_ONCE", 2)
+    assert calibrate(target, drafter, prompts[:5], under, Plan(3), console) == at_once
+    assert console.lines == [
+        "calibration prompts 1 to 2 of 5",
+        "calibration prompts 3 to 4 of 5",
+        "calibration prompts 5 to 5 of 5",
+    ]
+
+
+def test_nothing_to_measure_on_is_refused(
+    make_target: Callable[..., Target], make_drafter: Callable[[str, Target], Drafter], recipe: Recipe
+) -> None:
+    target = make_target()
+    with pytest.raises(BadInputError, match=r"^there are no calibration prompts to measure on\."):
+        calibrate(target, make_drafter("ngram", target), [], settings(recipe), Plan(3))
+
+
+# ------------------------------------------------------------ calibration.jsonl
+
+
+def test_prompts_are_written_one_a_line_as_people_read_them(prompts: list[Prompt], tmp_path: Path) -> None:
+    chat = dataclasses.replace(prompts[0], text="schön", messages=({"role": "user", "content": "schön"},))
+    write_calibration(tmp_path / "c.jsonl", [chat, prompts[1]])
+    text = (tmp_path / "c.jsonl").read_text(encoding="utf-8")
+    assert text.count("\n") == 2
+    assert text.endswith("\n")
+    assert "schön" in text
+    assert read_calibration(tmp_path / "c.jsonl") == [chat, prompts[1]]
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["{", "[]\n", '{"id": "a"}\n', '{"id": "a", "suite": "s", "tokens": 3, "text": "t", "messages": null}\n', None],
+)
+def test_damaged_prompts_are_named_with_their_file(tmp_path: Path, text: str | None) -> None:
+    file = tmp_path / "calibration.jsonl"
+    if text is not None:
+        file.write_text(text)
+    with pytest.raises(
+        BadInputError,
+        match=r"calibration\.jsonl: damaged \(.+\)\. Run `outrider pair verify` and take a good copy of the pair\.",
+    ):
+        read_calibration(file)

@@ -1,0 +1,236 @@
+"""pair.json by itself: what is written, what protects it, and what is said of one that is damaged."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from outrider.decode import Plan
+from outrider.eval import Interval
+from outrider.ground import BadInputError
+from outrider.pair.manifest import (
+    DrafterRecord,
+    Figure,
+    FingerprintRecord,
+    Lineage,
+    Manifest,
+    Measurements,
+    PlanRecord,
+    Source,
+    TargetRecord,
+    identity_digest,
+    inspect_manifest,
+    read_manifest,
+)
+from outrider.targets import Fingerprint
+
+
+def fingerprint(**changes: Any) -> Fingerprint:
+    return Fingerprint(
+        **{"tensors": {"w": "1"}, "config": "2", "tokenizer": "3", "chat_template": None, "dtype": "float32"} | changes
+    )
+
+
+def manifest(**changes: Any) -> Manifest:
+    """A small pair.json: a chain of depth 3 that was not measured."""
+    target = TargetRecord(
+        fingerprint=FingerprintRecord(**fingerprint().to_dict()), source=Source(), tokenizer_files={"t.json": "4"}
+    )
+    drafter, plan = DrafterRecord(type="ngram", files={"config.json": "5"}), PlanRecord(depth=3)
+    values = {
+        "schema_version": 1, "name": "tiny", "version": 1, "digest": identity_digest(fingerprint(), drafter.files, plan), "target": target, "drafter": drafter,
+        "recipe": "6", "calibration": None, "reports": {}, "plan": plan, "created": "2026-01-01", "outrider_version": "0",
+        "measurements": Measurements(headline=[], suites={}, conditions={}, baseline=None), "lineage": Lineage(parent=None, reason="first version"),
+    }  # fmt: skip
+    return Manifest(**values | changes).sealed()
+
+
+# ------------------------------------------------------------ what is written
+
+
+def test_what_a_pair_does_not_use_is_not_written() -> None:
+    """So that a pair reads as it did before these fields were invented."""
+    written = manifest().model_dump()
+    assert written["plan"] == {"depth": 3, "verify": "auto"}
+    assert set(written["target"]) == {"fingerprint", "source", "tokenizer_files"}
+    assert "tuning" not in written
+    target = manifest().target.model_copy(update={"adapter_files": {"a": "1"}})
+    assert target.model_dump()["adapter_files"] == {"a": "1"}
+    assert target.model_copy(update={"tokenizer_files": {}}).model_dump()["tokenizer_files"] == {}
+
+
+def test_a_plan_comes_back_with_all_its_settings() -> None:
+    tree = PlanRecord(depth=2, width=3, nodes=5, confidence=0.0, verify="coupled")
+    assert tree.model_dump() == {"depth": 2, "width": 3, "nodes": 5, "verify": "coupled"}
+    assert tree.restored() == Plan(2, width=3, nodes=5, verify="coupled")
+    assert PlanRecord(depth=3, confidence=0.2).restored() == Plan(3, confidence=0.2)
+
+
+def test_numbers_that_json_does_not_know_become_null() -> None:
+    assert Figure.of(Interval(1.5, math.nan, math.inf)) == Figure(value=1.5, low=None, high=None)
+    assert Figure.of(Interval(1.5, -math.inf, 2)) == Figure(value=1.5, low=None, high=2.0)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"value": math.nan, "low": None, "high": None},
+        {"value": "1", "low": None, "high": None},
+        {"value": None, "low": None},
+    ],
+)
+def test_numbers_are_numbers(values: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError):
+        Figure(**values)
+
+
+def test_the_file_is_readable_json_and_says_nothing_twice(tmp_path: Path) -> None:
+    made = manifest(name="schön")
+    made.write(tmp_path)
+    text = (tmp_path / "pair.json").read_text(encoding="utf-8")
+    assert text == json.dumps(made.model_dump(), indent=2, ensure_ascii=False) + "\n"
+    assert '\n  "name": "schön",\n' in text
+    assert read_manifest(tmp_path) == made
+    assert [f.name for f in tmp_path.iterdir()] == ["pair.json"]
+
+
+def test_every_file_of_a_pair_is_listed_by_its_place() -> None:
+    whole = manifest(calibration="7", reports={"2026-01-01/report.json": "8"})
+    target = whole.target.model_copy(update={"adapter_files": {"adapter_config.json": "9"}})
+    assert manifest().files() == {"recipe.yaml": "6", "drafter/config.json": "5", "tokenizer/t.json": "4"}
+    assert whole.model_copy(update={"target": target}).files() == {
+        "recipe.yaml": "6", "calibration.jsonl": "7", "reports/2026-01-01/report.json": "8",
+        "drafter/config.json": "5", "tokenizer/t.json": "4", "adapter/adapter_config.json": "9",
+    }  # fmt: skip
+
+
+# ------------------------------------------------------------ what protects it
+
+
+def test_the_identity_is_of_target_drafter_and_plan() -> None:
+    def digest(
+        print_: Fingerprint | None = None, files: dict[str, str] | None = None, plan: PlanRecord | None = None
+    ) -> str:
+        return identity_digest(print_ or fingerprint(), files or {"config.json": "5"}, plan or PlanRecord(depth=3))
+
+    others = [
+        digest(fingerprint(dtype="bfloat16")),
+        digest(files={"config.json": "0"}),
+        digest(plan=PlanRecord(depth=4)),
+    ]
+    assert len({digest(), *others}) == 4
+    assert digest() == manifest().digest == manifest(name="other", version=2, created="2031-01-01").identity()
+
+
+def test_the_checksum_covers_every_field_but_itself() -> None:
+    made = manifest()
+    assert made.computed_checksum() == made.checksum == made.model_copy(update={"checksum": "?"}).computed_checksum()
+    changed = {
+        "name": "x",
+        "version": 2,
+        "recipe": "x",
+        "calibration": "x",
+        "reports": {"x": "y"},
+        "created": "x",
+        "outrider_version": "x",
+    }
+    assert (
+        len(
+            {made.model_copy(update={key: value}).computed_checksum() for key, value in changed.items()}
+            | {made.checksum}
+        )
+        == len(changed) + 1
+    )
+
+
+def test_each_kind_of_alteration_is_named(tmp_path: Path) -> None:
+    made = manifest()
+
+    def found(altered: Manifest, text: str | None = None) -> list[str]:
+        (tmp_path / "pair.json").write_text(altered.to_text() if text is None else text, encoding="utf-8")
+        return inspect_manifest(tmp_path)[1]
+
+    assert found(made) == []
+    assert found(made.model_copy(update={"name": "x"})) == ["its content does not match its checksum"]
+    assert found(made, made.to_text() + " ") == ["its bytes differ from the form it was written in"]
+    files = made.model_copy(update={"drafter": made.drafter.model_copy(update={"files": {}})}).sealed()
+    assert found(files) == ["the identity digest does not match target, drafter and plan"]
+    other = made.target.fingerprint.model_copy(update={"digest": "0"})
+    assert found(
+        made.model_copy(update={"target": made.target.model_copy(update={"fingerprint": other})}).sealed()
+    ) == ["the target's digest does not match the target's parts"]
+
+
+def test_all_alterations_are_named_at_once(tmp_path: Path) -> None:
+    made = manifest()
+    altered = made.model_copy(update={"drafter": made.drafter.model_copy(update={"files": {}})})
+    (tmp_path / "pair.json").write_text(altered.to_text(), encoding="utf-8")
+    with pytest.raises(BadInputError) as refused:
+        read_manifest(tmp_path)
+    assert str(refused.value) == (
+        f"{tmp_path / 'pair.json'}: its content does not match its checksum; the identity digest does not match target, drafter and plan. "
+        "Take a good copy of the pair, or look closer with `outrider pair verify`."
+    )
+
+
+# ------------------------------------------------------------ what is damaged
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (
+            b"{",
+            "damaged or not a pair (not valid JSON: Expecting property name enclosed in double quotes: line 1 column 2 (char 1)). Take a good copy of the pair.",
+        ),
+        (b"[]", "damaged or not a pair (expected an object, found list). Take a good copy of the pair."),
+        (
+            b"\xff",
+            "damaged or not a pair ('utf-8' codec can't decode byte 0xff in position 0: invalid start byte). Take a good copy of the pair.",
+        ),
+        (b'{"schema_version": 2}', "schema version 2 is newer than the 1 that this Outrider reads; upgrade Outrider."),
+    ],
+)
+def test_a_damaged_file_is_named_with_what_is_wrong(tmp_path: Path, content: bytes, message: str) -> None:
+    (tmp_path / "pair.json").write_bytes(content)
+    with pytest.raises(BadInputError) as refused:
+        inspect_manifest(tmp_path)
+    assert str(refused.value) == f"{tmp_path / 'pair.json'}: {message}"
+
+
+@pytest.mark.parametrize("version", ["2", 0, 1.5, None])
+def test_a_schema_version_that_never_was_is_damage_and_not_the_future(tmp_path: Path, version: object) -> None:
+    (tmp_path / "pair.json").write_text(json.dumps({"schema_version": version}))
+    with pytest.raises(BadInputError, match=r"damaged or not a pair \(schema_version: "):
+        inspect_manifest(tmp_path)
+
+
+def test_many_problems_are_named_in_their_places_and_cut_short(tmp_path: Path) -> None:
+    values = json.loads(manifest().to_text())
+    values["plan"]["depth"], values["nmae"] = "3", 1
+    (tmp_path / "pair.json").write_text(json.dumps(values))
+    with pytest.raises(
+        BadInputError, match=r"\(plan\.depth: Input should be a valid integer; nmae: Extra inputs are not permitted\)"
+    ):
+        inspect_manifest(tmp_path)
+    (tmp_path / "pair.json").write_text(json.dumps({f"unknown{i}": i for i in range(20)}))
+    with pytest.raises(BadInputError) as refused:
+        inspect_manifest(tmp_path)
+    problem = str(refused.value).partition("not a pair (")[2].removesuffix("). Take a good copy of the pair.")
+    assert len(problem) == 400
+    assert problem.startswith("schema_version: Field required; name: Field required; ")
+
+
+def test_no_pair_and_one_that_cannot_be_read_are_told_apart(tmp_path: Path) -> None:
+    with pytest.raises(BadInputError) as refused:
+        inspect_manifest(tmp_path)
+    assert str(refused.value) == f"no pair at {str(tmp_path)!r}: pair.json is missing there."
+    (tmp_path / "pair.json").mkdir()
+    with pytest.raises(BadInputError) as refused:
+        inspect_manifest(tmp_path)
+    assert str(refused.value) == f"{tmp_path / 'pair.json'}: cannot be read (Is a directory)."

@@ -1,0 +1,178 @@
+"""Checkpoint folders by themselves: which are whole, which is the last, which may go."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from outrider.train import checkpoints as folders
+
+MakeCheckpoint = Callable[..., Path]
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> MakeCheckpoint:
+    """`saved(step, whole=True)`: a checkpoint of three files, one of them in a folder of its own, in `tmp_path / "checkpoints"`."""
+
+    def make(step: int, whole: bool = True) -> Path:
+        folder = tmp_path / "checkpoints" / f"checkpoint-{step}"
+        (folder / "drafter").mkdir(parents=True)
+        (folder / "optimizer.pt").write_bytes(b"optimizer")
+        (folder / "empty").touch()
+        (folder / "drafter" / "model.safetensors").write_bytes(b"weights")
+        if whole:
+            folders.mark_complete(folder)
+        return folder
+
+    return make
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(f.name for f in folder.iterdir())
+
+
+# ------------------------------------------------------------ whole or not
+
+
+def test_the_marker_lists_every_file_with_its_size(saved: MakeCheckpoint) -> None:
+    marker = saved(1) / "complete.json"
+    sizes = {"drafter/model.safetensors": 7, "empty": 0, "optimizer.pt": 9}
+    assert marker.read_text(encoding="utf-8") == json.dumps({"files": sizes}, indent=2) + "\n"
+
+
+def test_a_checkpoint_is_whole_once_it_is_marked(saved: MakeCheckpoint) -> None:
+    folder = saved(1, whole=False)
+    assert not folders.is_complete(folder)
+    folders.mark_complete(folder)
+    assert folders.is_complete(folder)
+
+
+@pytest.mark.parametrize("name", ["optimizer.pt", "empty", "drafter/model.safetensors"])
+def test_a_checkpoint_that_lacks_a_file_is_not_whole(saved: MakeCheckpoint, name: str) -> None:
+    folder = saved(1)
+    (folder / name).unlink()
+    assert not folders.is_complete(folder)
+    (folder / name).mkdir()
+    assert not folders.is_complete(folder), "a folder of that name is no file"
+
+
+@pytest.mark.parametrize("content", [b"weight", b"weights!"])
+def test_a_checkpoint_with_a_file_of_another_size_is_not_whole(saved: MakeCheckpoint, content: bytes) -> None:
+    folder = saved(1)
+    (folder / "drafter" / "model.safetensors").write_bytes(content)
+    assert not folders.is_complete(folder)
+
+
+def test_a_file_that_came_later_changes_nothing(saved: MakeCheckpoint) -> None:
+    folder = saved(1)
+    (folder / "notes.txt").write_text("mine")
+    assert folders.is_complete(folder)
+
+
+# ------------------------------------------------------------ the last one
+
+
+def test_checkpoints_come_by_step_and_nothing_else_counts(saved: MakeCheckpoint) -> None:
+    made = [saved(step, whole=step != 9) for step in (100, 9, 20)]
+    parent = made[0].parent
+    for other in ("checkpoint-best", "checkpoint-", "drafter"):
+        (parent / other).mkdir()
+    (parent / "checkpoint-7").touch()
+    assert folders.checkpoints(parent) == [made[1], made[2], made[0]]
+    assert [folders.step_of(f) for f in folders.checkpoints(parent)] == [9, 20, 100]
+
+
+def test_the_last_whole_checkpoint_is_found_and_later_ones_are_named(
+    saved: MakeCheckpoint, caplog: pytest.LogCaptureFixture
+) -> None:
+    saved(1)
+    last, broken = saved(20), saved(100, whole=False)
+    with caplog.at_level(logging.WARNING):
+        assert folders.last_complete(last.parent) == last
+    assert caplog.messages == [f"{broken} is not a whole checkpoint (its writing was interrupted); skipped."]
+    assert caplog.records[0].name == "outrider.train.checkpoints"
+
+
+def test_without_a_whole_checkpoint_there_is_no_last_one(saved: MakeCheckpoint, tmp_path: Path) -> None:
+    assert folders.last_complete(saved(1, whole=False).parent) is None
+    assert folders.last_complete(tmp_path / "nothing") is None
+
+
+# ------------------------------------------------------------ which may go
+
+
+@pytest.mark.parametrize(
+    ("limit", "best", "left"),
+    [
+        (None, None, [9, 20, 100]),
+        (0, None, [9, 20, 100]),
+        (3, None, [9, 20, 100]),
+        (4, None, [9, 20, 100]),
+        (2, None, [20, 100]),
+        (1, None, [100]),
+        (2, 9, [9, 100]),
+        (1, 9, [9, 100]),
+        (1, 100, [100]),
+        (2, 100, [20, 100]),
+        (None, 9, [9, 20, 100]),
+    ],
+)
+def test_the_oldest_go_and_the_last_and_the_best_stay(
+    saved: MakeCheckpoint, limit: int | None, best: int | None, left: list[int]
+) -> None:
+    made = {step: saved(step) for step in (9, 20, 100)}
+    parent = made[9].parent
+    folders.rotate(parent, limit, None if best is None else str(made[best]))
+    assert [folders.step_of(f) for f in folders.checkpoints(parent)] == left
+
+
+@pytest.mark.parametrize("limit", [None, 2])
+def test_what_is_not_whole_goes_and_counts_for_nothing(saved: MakeCheckpoint, limit: int | None) -> None:
+    made = [saved(step, whole=step not in (15, 200)) for step in (9, 15, 100, 200)]
+    parent = made[0].parent
+    folders.rotate(parent, limit, None)
+    assert names(parent) == ["checkpoint-100", "checkpoint-9"]
+
+
+def test_the_best_one_is_known_by_any_path_to_it(saved: MakeCheckpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The trainer keeps its name as it was given, which may have been a relative one."""
+    made = [saved(step) for step in (9, 20, 100)]
+    monkeypatch.chdir(made[0].parent)
+    folders.rotate(made[0].parent, 1, "checkpoint-9")
+    assert names(made[0].parent) == ["checkpoint-100", "checkpoint-9"]
+
+
+def test_a_checkpoint_that_cannot_be_deleted_stops_nothing(
+    saved: MakeCheckpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another process may have deleted it meanwhile."""
+    made, delete = [saved(step) for step in (9, 20, 100)], shutil.rmtree
+    parent = made[0].parent
+
+    def late(folder: Path, ignore_errors: bool = False) -> None:
+        delete(folder)
+        delete(folder, ignore_errors=ignore_errors)
+
+    monkeypatch.setattr(shutil, "rmtree", late)
+    folders.rotate(parent, 1, None)
+    assert names(parent) == ["checkpoint-100"]
+
+
+def test_checkpoints_of_an_earlier_run_are_set_aside_under_the_first_free_number(saved: MakeCheckpoint) -> None:
+    for number in (1, 2):
+        folder = saved(number).parent
+        assert folders.set_aside(folder) == folder.with_name(f"checkpoints.old-{number}")
+        assert not folder.exists()
+        assert names(folder.with_name(f"checkpoints.old-{number}")) == [f"checkpoint-{number}"]
+
+
+def test_a_folder_without_checkpoints_stays_where_it_is(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").mkdir()
+    assert folders.set_aside(tmp_path / "checkpoints") is None
+    assert folders.set_aside(tmp_path / "nothing") is None
+    assert names(tmp_path) == ["checkpoints"]

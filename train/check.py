@@ -1,0 +1,207 @@
+"""What is refused before work starts: two lists, of what recipe and launch tell, and of what the target tells.
+
+A run that cannot end well stops here with a sentence that says what to change, not after hours. What a section of a
+recipe may say by itself is checked where it is read: `training` in `arguments`, `drafter` in `warmstart`, the rest in
+`recipes.schema`.
+"""
+
+from __future__ import annotations
+
+import os
+
+from transformers import TrainingArguments
+
+from ..distill.responses import data_folder
+from ..ground import BadInputError
+from ..heads import HEADS, Drafter
+from ..heads.losses import divergence
+from ..recipes import DataSpec, JointSpec, Recipe
+from ..targets import Target
+from .arguments import training_arguments
+from .budget import check_schedule
+from .hooks import asks_for_checkpointing
+from .joint import adapted, lora_config
+from .warmstart import check_drafter, check_makes
+
+_TWO_ON_CPU = "ACCELERATE_USE_CPU=true accelerate launch --multi_gpu --num_processes N -m outrider.train RECIPE"
+
+
+def check(recipe: Recipe, drafter: Drafter | None = None, seconds: float | None = None) -> TrainingArguments:
+    """Return the arguments of a training that can be done as it is asked for. Nothing is loaded for that.
+
+    Args:
+        drafter: what is trained instead of the recipe's drafter.
+        seconds: of training, instead of the recipe's steps.
+
+    Raises:
+        BadInputError: what cannot be done, and what to change.
+    """
+    drafter_class = check_drafter(recipe.drafter) if drafter is None else type(drafter)
+    check_learns(drafter_class)
+    check_writes(drafter_class, recipe.data)
+    args = training_arguments(recipe)
+    check_number_of_processes(args)
+    check_kind_of_processes(args)
+    check_drafter_is_whole(args)
+    check_target_is_whole(recipe)
+    if recipe.joint is not None:
+        check_adapter(recipe.joint)
+        check_trains_target(drafter_class)
+        check_counts_steps(seconds)
+        check_data_parallel(args)
+    if seconds is not None:
+        check_schedule(args)
+    return args
+
+
+def check_with_target(recipe: Recipe, args: TrainingArguments, target: Target, drafter: Drafter | None = None) -> None:
+    """Refuse what does not fit the target, before that answers any prompt.
+
+    Raises:
+        BadInputError, IncompatibleError: an adapter, or a drafter, that cannot be trained for this target.
+    """
+    check_adapter_fits(recipe, target, args.seed)
+    if drafter is not None:
+        drafter.check(target)
+        check_recomputes(drafter, args)
+    elif not data_folder(recipe).is_dir():  # else the drafter itself is made, and checked, at once
+        check_recomputes(check_makes(recipe, target), args)
+
+
+# ------------------------------------------------------------ the drafter
+
+
+def check_learns(drafter_class: type[Drafter]) -> None:
+    """Refuse a drafter without weights."""
+    if not drafter_class.trainable:
+        raise BadInputError(f"a {drafter_class.name} drafter has no weights: there is nothing to train.")
+
+
+def check_writes(drafter_class: type[Drafter], spec: DataSpec) -> None:
+    """Refuse text of the drafter's own from a drafter that writes none."""
+    if spec.on_policy and not drafter_class.writes_text:
+        raise BadInputError(
+            f"data.on_policy is {spec.on_policy:g}, but a drafter of type {drafter_class.name!r} writes no text of its "
+            "own (it reads the target's hidden states, or has no weights); leave out data.on_policy, or train a "
+            "draft_model."
+        )
+
+
+def check_recomputes(drafter: Drafter, args: TrainingArguments) -> None:
+    """Refuse activation checkpointing for a drafter without a Hugging Face model: it has one layer and keeps little."""
+    if asks_for_checkpointing(args) and getattr(drafter, "model", None) is None:
+        raise BadInputError(
+            f"training.gradient_checkpointing: a {drafter.name} drafter has one layer and keeps no logits; leave it "
+            "out."
+        )
+
+
+# ------------------------------------------------------------ the launch
+
+
+def check_number_of_processes(args: TrainingArguments) -> None:
+    """Refuse fewer processes than the launcher was asked for.
+
+    Several launchers fail silently on a CPU: one process instead of two, or two that never speak to each other.
+    """
+    asked = int(os.environ.get("WORLD_SIZE", "1"))
+    if "WORLD_SIZE" not in os.environ and "MASTER_ADDR" in os.environ and "ACCELERATE_MIXED_PRECISION" in os.environ:
+        # Exactly what `accelerate launch --cpu --num_processes 2` leaves: the address for several processes, and one.
+        raise BadInputError(
+            "the launcher was asked for several processes but started one (`accelerate launch --cpu` does that); "
+            f"use: {_TWO_ON_CPU}"
+        )
+    if args.world_size != asked:
+        raise BadInputError(
+            f"the launcher started {asked} processes, but they run as {args.world_size} (each would train its own "
+            f"copy); use: {_TWO_ON_CPU}"
+        )
+
+
+def check_kind_of_processes(args: TrainingArguments) -> None:
+    """Refuse a kind of parallelism that was asked for and is not there."""
+    kind = kind_of_processes(args)
+    for name in ("FSDP", "DEEPSPEED"):
+        if os.environ.get(f"ACCELERATE_USE_{name}", "false").lower() in ("true", "1") and kind != name:
+            raise BadInputError(
+                f"the launcher asked for {name}, but accelerate set up {kind!r}; {name} needs an accelerator here: "
+                "leave it out."
+            )
+
+
+def check_drafter_is_whole(args: TrainingArguments) -> None:
+    """Refuse a drafter in parts: a checkpoint must hold all of it, and each process would write its own part."""
+    if kind_of_processes(args) == "FSDP":
+        raise BadInputError(
+            "sharding a drafter with FSDP is not supported; launch with --multi_gpu (data parallel) instead."
+        )
+    plugin = getattr(args, "deepspeed_plugin", None)
+    if plugin is not None and plugin.zero_stage == 3:
+        raise BadInputError(
+            "DeepSpeed ZeRO stage 3 splits the drafter's weights, which is not supported; use stage 1 or 2 "
+            "(--zero_stage 2), or --multi_gpu."
+        )
+
+
+def check_target_is_whole(recipe: Recipe) -> None:
+    """Refuse a target in parts where more than its passes is needed: no process has its whole layers."""
+    drafter, sharding = recipe.drafter, recipe.target.sharding
+    needs_layers = (
+        drafter.get("type") == "self_speculative"
+        or drafter.get("init") == "prune"
+        or bool(drafter.get("prune"))
+        or recipe.joint is not None
+    )
+    if sharding != "none" and needs_layers:
+        raise BadInputError(
+            f"target.sharding is {sharding!r}, but joint training, self_speculative drafters and init prune need the "
+            "target's whole layers; leave out target.sharding, or take another drafter."
+        )
+
+
+def kind_of_processes(args: TrainingArguments) -> str:
+    """Return accelerate's word for how the processes work together: NO, MULTI_CPU, MULTI_GPU, FSDP, DEEPSPEED, …"""
+    return "NO" if args.distributed_state is None else str(args.distributed_state.distributed_type.value)
+
+
+# ------------------------------------------------------------ joint training
+
+
+def check_adapter(spec: JointSpec) -> None:
+    """Refuse settings of a LoRA, or a loss, that there are not."""
+    lora_config(spec.lora)
+    divergence(spec.loss)
+
+
+def check_trains_target(drafter_class: type[Drafter]) -> None:
+    """Refuse a drafter whose loss has no gradient for the target."""
+    if not drafter_class.trains_target:
+        able = ", ".join(name for name, known in HEADS.items() if known.trains_target)
+        raise BadInputError(
+            f"joint: a {drafter_class.name} drafter's loss does not train the target's hidden states; leave out joint, "
+            f"or take one of these: {able}."
+        )
+
+
+def check_counts_steps(seconds: float | None) -> None:
+    """Refuse a time budget for a training whose stages are shares of its steps."""
+    if seconds is not None:
+        raise BadInputError(
+            "joint: the part of the training in which the drafter learns alone is counted in steps, so it cannot "
+            "follow a time budget."
+        )
+
+
+def check_data_parallel(args: TrainingArguments) -> None:
+    """Refuse several processes that do not each hold everything."""
+    kind = kind_of_processes(args)
+    if args.world_size > 1 and kind not in ("MULTI_CPU", "MULTI_GPU"):
+        raise BadInputError(
+            f"joint: training under {kind} is not supported; launch with --multi_gpu (data parallel) instead."
+        )
+
+
+def check_adapter_fits(recipe: Recipe, target: Target, seed: int) -> None:
+    """Refuse a LoRA that does not fit this target, by putting one in and taking it out."""
+    with adapted(target, recipe.joint, seed):
+        pass

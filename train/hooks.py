@@ -1,0 +1,135 @@
+"""The private parts of `transformers.Trainer` that a training of drafters needs, each under a public name of ours.
+
+No other file of this room touches a private name of the libraries. `tests/train/test_hooks.py` has a test for each of
+them; `TRIED` says with which versions they were tried, and `pyproject.toml` allows no others.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+
+from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import Dataset, Sampler
+from transformers import Trainer, TrainingArguments
+
+from .checkpoints import PREFIX
+
+# The first and the last version that all tests passed with.
+TRIED = {"transformers": ("5.17", "5.23"), "accelerate": ("1.10", "1.15")}
+
+
+class HookedTrainer(Trainer, ABC):
+    """A `transformers.Trainer` whose private hooks ask its subclass for the order of rows and for checkpoints."""
+
+    # ------------------------------------------------------------ what a subclass says
+
+    @abstractmethod
+    def training_order(self) -> Sampler[int] | None:
+        """Return the order of the training rows; None for the base class's."""
+
+    @abstractmethod
+    def evaluation_order(self, rows: Dataset) -> Sampler[int]:
+        """Return the order of the rows `rows` that are evaluated."""
+
+    @abstractmethod
+    def writing_checkpoint(self, folder: Path) -> AbstractContextManager[None]:
+        """Open a context manager in which the base class writes the checkpoint `folder`."""
+
+    @abstractmethod
+    def save_weights(self, folder: Path) -> None:
+        """Write the model into `folder`, on the one process that does so."""
+
+    @abstractmethod
+    def load_weights(self, folder: Path) -> None:
+        """Read the model from a folder that `save_weights` wrote."""
+
+    # ------------------------------------------------------------ the hooks
+
+    def _get_train_sampler(self, train_dataset: Dataset | None = None) -> Sampler[int] | None:
+        order = self.training_order()
+        return super()._get_train_sampler(train_dataset) if order is None else order
+
+    def _get_eval_sampler(self, eval_dataset: Dataset) -> Sampler[int]:
+        return self.evaluation_order(eval_dataset)
+
+    def _save_checkpoint(self, model: nn.Module, trial: object) -> None:
+        folder = Path(self._get_output_dir(trial)) / f"{PREFIX}{self.state.global_step}"
+        with self.writing_checkpoint(folder), _keeping_all(self.args):
+            super()._save_checkpoint(model, trial)
+
+    def _save(self, output_dir: str | None = None, state_dict: object = None) -> None:
+        """Write the drafter's own format, so that every checkpoint is a drafter, and no pickled arguments."""
+        if self.args.should_save:
+            self.save_weights(Path(output_dir or self.args.output_dir or ""))
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        self.load_weights(Path(resume_from_checkpoint))
+
+    def _load_best_model(self) -> None:
+        self.load_weights(Path(self.state.best_model_checkpoint or ""))
+
+    # ------------------------------------------------------------ what it sets
+
+    def count_labels(self, columns: list[str]) -> None:
+        """Let the base class count the labels of the whole global batch, and leave dividing to `compute_loss`.
+
+        Args:
+            columns: of a row, all of which reach the collator.
+        """
+        self.model_accepts_loss_kwargs = True
+        self._signature_columns: list[str] | None = columns
+
+    def use_scheduler(self, scheduler: LRScheduler) -> None:
+        """Set a schedule of our own, which the base class takes for one that it made, and so saves and restores."""
+        self.lr_scheduler = scheduler
+        self._created_lr_scheduler = True
+
+    def rows_at_once(self) -> int:
+        """Return the rows of one process in a micro-batch."""
+        return self._train_batch_size
+
+    def model_for_evaluation(self) -> nn.Module:
+        """Return the model without its data parallel wrapper, with mixed precision."""
+        prepared = bool(self.accelerator._models)  # training prepares the model in place
+        found: nn.Module = self.model if prepared else self.accelerator.prepare_model(self.model, evaluation_mode=True)
+        return found
+
+
+@contextmanager
+def _keeping_all(args: TrainingArguments) -> Iterator[None]:
+    """Keep old checkpoints inside: the base class would delete some before we know that the new one is whole."""
+    limit, args.save_total_limit = args.save_total_limit, None
+    try:
+        yield
+    finally:
+        args.save_total_limit = limit
+
+
+def train_on_one_gpu(args: TrainingArguments) -> None:
+    """Make one process use one GPU. Several would mean torch's DataParallel, which cannot carry a TargetBatch."""
+    args._n_gpu = 1
+
+
+# ------------------------------------------------------------ activation checkpointing, which transformers 5.23 renamed
+
+
+def asks_for_checkpointing(args: TrainingArguments) -> bool:
+    """Tell whether activations are to be computed again on the way back, under the old name or the new one."""
+    return bool(args.gradient_checkpointing or getattr(args, "activation_checkpointing", None))
+
+
+def enable_checkpointing(model: nn.Module, args: TrainingArguments) -> None:
+    """Turn activation checkpointing on in a Hugging Face model, if asked for; the base class would ask the drafter."""
+    if not asks_for_checkpointing(args):
+        return
+    settings = getattr(args, "activation_checkpointing_kwargs", None) or args.gradient_checkpointing_kwargs
+    if hasattr(model, "activation_checkpointing_enable"):
+        model.activation_checkpointing_enable(activation_checkpointing_kwargs=settings)
+        args.activation_checkpointing = False
+    else:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=settings)
+    args.gradient_checkpointing = False

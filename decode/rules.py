@@ -192,7 +192,7 @@ RULES: dict[str, Rule] = {
     for rule in (
         Rule("greedy", _ANY, Pick.MOST_PROBABLE, _greedy, (0, 0)),
         Rule("candidates", _ANY, Pick.MOST_PROBABLE, _candidates, (20, 0)),
-        Rule("coupled", _ANY, Pick.SHARED_NOISE, _coupled, (36, 2)),
+        Rule("coupled", _ANY, Pick.SHARED_NOISE, _coupled, (28, 2)),
         Rule("rejection", _CHAIN, Pick.DRAWN, _token_by_token, (7, 16)),
         Rule("block", _CHAIN, Pick.DRAWN, _path_by_path, (16, 0)),
         Rule("without_replacement", _STATIC, Pick.DRAWN, _token_by_token, (16, 0)),

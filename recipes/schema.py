@@ -238,9 +238,6 @@ class Recipe(Section):
         return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
 
 
-bad_input = BadInputError  # its name in `eval.gate` and `eval.report`
-
-
 # ------------------------------------------------------------ pydantic's errors, in our words
 
 _BOUNDS = {

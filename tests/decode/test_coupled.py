@@ -26,7 +26,7 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from outrider.decode import Control, Costs, Decoder, Plan, Sampling, Tree, engine
+from outrider.decode import Control, Costs, Decoder, Plan, Sampling, Tree, rules
 from outrider.decode.sampling import probabilities, shared_gumbel
 from outrider.heads import Drafter, DraftModel, Eagle3, Eagle3Config, Ngram
 from outrider.targets import Target
@@ -181,19 +181,19 @@ def test_a_planted_bug_is_caught(target, drafters, bug, monkeypatch):
     """In a few hundred tokens: 2% of a temperature move one in a hundred; noise must belong to the place in the text and to nothing else."""
     if bug == "target temperature off by 2%":
         monkeypatch.setattr(
-            engine,
+            rules,
             "probabilities",
             lambda logits, s: probabilities(logits, replace(s, temperature=1.02 * s.temperature)),
         )
     elif bug == "noise by round":
         monkeypatch.setattr(
-            engine,
+            rules,
             "shared_gumbel",
             lambda seed, rows, places, vocab: shared_gumbel(seed, rows, places - places[:, :1], vocab),
         )
     elif bug == "noise by node":
         monkeypatch.setattr(
-            engine,
+            rules,
             "shared_gumbel",
             lambda seed, rows, places, vocab: shared_gumbel(
                 seed, rows, places[:, :1] + torch.arange(places.shape[1]), vocab

@@ -32,9 +32,10 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from outrider.decode import Decoder, Output, Plan, Sampling, Tree, drafting, engine
-from outrider.decode import verify as rules
-from outrider.decode.drafting import Chooser, grow_static
+from outrider.decode import Decoder, Output, Plan, Sampling, Tree, drafting, rules, verify
+from outrider.decode import round as stage
+from outrider.decode.drafting import Chooser
+from outrider.decode.growth import grow_static
 from outrider.decode.sampling import ACCEPT, Context, Processors, draw, probabilities, uniforms
 from outrider.heads import Drafter, DraftModel, Eagle3, Eagle3Config, Ngram, Proposal
 from outrider.targets import Target
@@ -344,7 +345,7 @@ def broken_rejection(residual: str = "right", shift: int = 0, bonus: str = "p", 
     ) -> tuple[Tensor, Tensor]:
         score = q.gather(2, drafts[:, :, None])[:, :, 0]
         lengths = (score >= drop_below).long().cumprod(1).sum(1).minimum(lengths)
-        accepted, following = rules.rejection(drafts, lengths, p, q, accept, correct)
+        accepted, following = verify.rejection(drafts, lengths, p, q, accept, correct)
         rows, last = torch.arange(len(drafts)), q.shape[1] - 1
         refused = accepted < lengths
         near = (accepted + shift).clamp(0, last)
@@ -362,19 +363,19 @@ def broken_rejection(residual: str = "right", shift: int = 0, bonus: str = "p", 
 
 
 def picks_the_most_probable(chooser: Chooser, logits: Tensor) -> Tensor:
-    probs = probabilities(logits, chooser.sampling)
+    probs = probabilities(logits, chooser.drawing.sampling)
     chooser.probs.append(probs)
     return probs.argmax(-1)
 
 
 def picks_at_another_temperature(chooser: Chooser, logits: Tensor) -> Tensor:
     honest = Chooser.honest_pick(chooser, logits / 0.8)
-    chooser.probs[-1] = probabilities(logits, chooser.sampling)
+    chooser.probs[-1] = probabilities(logits, chooser.drawing.sampling)
     return honest
 
 
 def with_rule(wrong: Rejection) -> Plant:
-    return lambda patch: patch.setattr(engine, "verify", SimpleNamespace(rejection=wrong, match=rules.match))
+    return lambda patch: patch.setattr(rules, "verify", SimpleNamespace(rejection=wrong, match=verify.match))
 
 
 def with_pick(wrong: Callable[[Chooser, Tensor], Tensor]) -> Plant:
@@ -387,7 +388,7 @@ def with_pick(wrong: Callable[[Chooser, Tensor], Tensor]) -> Plant:
 
 def the_target_is_not_filtered(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(
-        engine, "probabilities", lambda logits, sampling: probabilities(logits, Sampling(sampling.temperature))
+        rules, "probabilities", lambda logits, sampling: probabilities(logits, Sampling(sampling.temperature))
     )
 
 
@@ -399,15 +400,13 @@ def every_round_has_the_same_uniforms(patch: pytest.MonkeyPatch) -> None:
     def stuck(seed: int, stream: int, *keys: Tensor) -> Tensor:
         return uniforms(seed, stream, keys[0], *(key - key.flatten()[0] for key in keys[1:]))
 
-    for module in (engine, drafting):
+    for module in (rules, drafting):
         patch.setattr(module, "uniforms", stuck)
 
 
 def unconfident_drafts_are_left_out(patch: pytest.MonkeyPatch) -> None:
-    honest = engine.Run._wanted
-    patch.setattr(
-        engine.Run, "_wanted", lambda run, batch, proposal, lengths: honest(run, batch, proposal, lengths - 1)
-    )
+    honest = stage._wanted
+    patch.setattr(stage, "_wanted", lambda state, proposal, lengths: honest(state, proposal, lengths - 1))
 
 
 def a_tree_is_scored_with_the_law_of_another_place(patch: pytest.MonkeyPatch) -> None:
@@ -416,7 +415,7 @@ def a_tree_is_scored_with_the_law_of_another_place(patch: pytest.MonkeyPatch) ->
         assert probs is not None
         return proposal, probs[:, [0, 2, 1, *range(3, probs.shape[1])]]
 
-    patch.setattr(engine, "grow_static", grow)
+    patch.setattr(stage, "grow_static", grow)
 
 
 PLAIN = Case("rejection", "draft_model", "T=1", 2)
@@ -462,7 +461,7 @@ def test_a_target_temperature_that_is_off_by_2_percent_is_caught(tiny_llama, dra
     """With a target that is surer of its tokens, the mean surprise of 25,000 texts shows it; single cells would need ten times as many."""
     sure = Target(tiny_llama(layers=2, hidden=16, vocab=VOCAB, seed=5, initializer_range=0.4, **HEADS))
     monkeypatch.setattr(
-        engine,
+        rules,
         "probabilities",
         lambda logits, sampling: probabilities(logits, replace(sampling, temperature=off * sampling.temperature)),
     )

@@ -12,9 +12,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from outrider.decode import Decoder, Plan, Sampling, Tree, drafting, engine
-from outrider.decode.drafting import Chooser, grow_dynamic
-from outrider.decode.sampling import DRAFT, Context, Processors, draw, gumbel, probabilities, shared_gumbel
+from outrider.decode import Decoder, Plan, Sampling, Tree, drafting
+from outrider.decode import round as stage
+from outrider.decode.drafting import Chooser, Drawing
+from outrider.decode.growth import grow_dynamic
+from outrider.decode.rules import RULES
+from outrider.decode.sampling import DRAFT, Context, Keys, Processors, draw, gumbel, probabilities, shared_gumbel
 from outrider.heads import DraftModel, Proposal
 from outrider.targets import Target
 
@@ -33,14 +36,8 @@ CELLS = 20_000
 
 
 def chooser(rule: str, sampling: Sampling, rows: int, vocab: int = 6) -> Chooser:
-    return Chooser(
-        rule=rule,
-        sampling=sampling,
-        seed=sampling.seed,
-        vocab=vocab,
-        sequences=torch.arange(rows),
-        first=torch.full((rows,), 7),
-    )
+    keys = Keys(sampling.seed, torch.arange(rows), torch.full((rows,), 7))
+    return Chooser(RULES[rule], Drawing(sampling, None, vocab), keys)
 
 
 def drawn_and_scored(
@@ -228,7 +225,7 @@ def test_a_dynamic_tree_holds_the_most_probable_paths(target, tiny_llama, plan, 
         grown.append(grow_dynamic(*arguments))
         return grown[-1]
 
-    monkeypatch.setattr(engine, "grow_dynamic", spy)
+    monkeypatch.setattr(stage, "grow_dynamic", spy)
     text = list(PROMPTS[0])
     events = list(Decoder(target, DraftModel(drafter)).stream(PROMPTS[0], 12, sampling, plan))
     assert len(events) == len(grown) + 1 > 3
@@ -258,7 +255,7 @@ def test_a_dynamic_tree_that_does_not_see_its_own_paths_is_caught(target, tiny_l
             grown.append(grow_dynamic(*arguments))
         return grown[-1]
 
-    monkeypatch.setattr(engine, "grow_dynamic", blind)
+    monkeypatch.setattr(stage, "grow_dynamic", blind)
     text, differing = list(PROMPTS[0]), 0
     for event, proposal in zip(
         list(Decoder(target, DraftModel(drafter)).stream(PROMPTS[0], 12, sampling, plan)), grown, strict=False

@@ -24,9 +24,9 @@ from torch import Tensor
 from outrider.decode import LOSSLESS, LOSSY
 from outrider.decode.sampling import draw
 from outrider.decode.verify import block, match, rejection
-from outrider.decode.verify_tree import Outcome, match_tree, traversal, typical, without_replacement
+from outrider.decode.verify_tree import Walk, match_tree, traversal, typical, without_replacement
 
-Rule = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, int], Outcome]
+Rule = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, int], Walk]
 
 EXACT = 1e-12
 ALWAYS, NEVER = 2.0**-60, 1 - 2.0**-53  # uniforms that pass every test that can be passed, and none that can be failed
@@ -130,7 +130,7 @@ class Trees:
     def depth(self) -> int:
         return max(map(len, ancestors(self.parents)))
 
-    def verify(self, rule: Rule, trees: Tensor, accept: Tensor, correct: Tensor | None = None) -> Outcome:
+    def verify(self, rule: Rule, trees: Tensor, accept: Tensor, correct: Tensor | None = None) -> Walk:
         """One case per entry of `trees` (indices); accept `[cases, N]`."""
         parents = torch.tensor(self.parents).expand(len(trees), -1)
         correct = torch.full((len(trees),), 0.5, dtype=torch.float64) if correct is None else correct
@@ -238,7 +238,7 @@ def on_chain(rule: Callable[..., tuple[Tensor, Tensor]]) -> Rule:
 
     def verify(
         tokens: Tensor, parents: Tensor, real: Tensor, p: Tensor, q: Tensor, accept: Tensor, correct: Tensor, depth: int
-    ) -> Outcome:
+    ) -> Walk:
         accepted, following = rule(tokens, real.sum(1), p, q[:, :-1], accept, correct)
         nodes = torch.arange(depth, device=tokens.device)
         return accepted, nodes.where(nodes < accepted[:, None], -1), following
@@ -374,7 +374,7 @@ def ending(rule: Rule, threshold: float, dropped: bool = False) -> Rule:
 
     def verify(
         tokens: Tensor, parents: Tensor, real: Tensor, p: Tensor, q: Tensor, accept: Tensor, correct: Tensor, depth: int
-    ) -> Outcome:
+    ) -> Walk:
         certain = (
             q.gather(1, (parents + 1)[:, :, None].expand(-1, -1, q.shape[2])).gather(2, tokens[:, :, None])[:, :, 0]
             >= threshold
@@ -748,17 +748,17 @@ class Batch:
     def arguments(self) -> tuple:
         return self.tokens, self.parents, self.real, self.target_probs, self.draft_probs, self.accept, self.correct
 
-    def verify(self, rule: Rule) -> Outcome:
+    def verify(self, rule: Rule) -> Walk:
         return rule(*self.arguments, self.depth)
 
 
-def same(first: Outcome, second: Outcome) -> bool:
+def same(first: Walk, second: Walk) -> bool:
     return all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
 def matching(
     tokens: Tensor, parents: Tensor, real: Tensor, p: Tensor, q: Tensor, accept: Tensor, correct: Tensor, depth: int
-) -> Outcome:
+) -> Walk:
     """`match_tree` with a sample of p at every place."""
     return match_tree(
         tokens, parents, real, draw(p, torch.nn.functional.pad(accept, (1, 0)) + correct[:, None] / 2**20), depth
@@ -767,7 +767,7 @@ def matching(
 
 def in_medusas_way(
     tokens: Tensor, parents: Tensor, real: Tensor, p: Tensor, q: Tensor, accept: Tensor, correct: Tensor, depth: int
-) -> Outcome:
+) -> Walk:
     return typical(tokens, parents, real, p, depth)
 
 
@@ -1038,7 +1038,7 @@ def by_hand(name: str, bug: str = "") -> Rule:
 
     def rule(
         tokens: Tensor, parents: Tensor, real: Tensor, p: Tensor, q: Tensor, accept: Tensor, correct: Tensor, depth: int
-    ) -> Outcome:
+    ) -> Walk:
         rows = [
             ByHand(name, bug, *values)
             for values in zip(*(a.tolist() for a in (tokens, parents, real, p, q, accept)), strict=True)

@@ -170,9 +170,9 @@ def test_records_give_the_paired_bootstrap_of_their_sums(make_report) -> None:
     new, old = rounds(20, 0.58, seed=1), rounds(20, 0.6)
     taus = [Ratio([sum(row) for row in rows], [len(row) for row in rows], offset=1.0) for rows in (new, old)]
     for seed, confidence in ((0, 0.95), (3, 0.95), (0, 0.8)):
-        (verdict,) = gate(make_report(new, seed=seed), make_report(old), confidence=confidence).verdicts
-        assert verdict.ratio == Bootstrap([20], confidence=2 * confidence - 1, seed=seed).quotient(*taus)
-        assert verdict.temperature == 0.0
+        (finding,) = gate(make_report(new, seed=seed), make_report(old), confidence=confidence).findings
+        assert finding.ratio == Bootstrap([20], confidence=2 * confidence - 1, seed=seed).quotient(*taus)
+        assert finding.temperature == 0.0
 
 
 def test_suites_are_drawn_again_each_by_itself(make_report) -> None:
@@ -186,22 +186,22 @@ def test_suites_are_drawn_again_each_by_itself(make_report) -> None:
         rows = rows[::2] + rows[1::2]
         return Ratio([sum(row) for row in rows], [len(row) for row in rows], offset=1.0)
 
-    (verdict,) = gate(in_two_suites(make_report(new)), in_two_suites(make_report(old))).verdicts
+    (finding,) = gate(in_two_suites(make_report(new)), in_two_suites(make_report(old))).findings
     apart = Bootstrap([10, 10], confidence=0.9).quotient(by_suite(new), by_suite(old))
-    assert verdict.ratio.value == pytest.approx(apart.value)
-    assert verdict.ratio.high - verdict.ratio.low == pytest.approx(apart.high - apart.low, rel=0.2)
-    assert "paired over 20 prompts" in verdict.line
+    assert finding.ratio.value == pytest.approx(apart.value)
+    assert finding.ratio.high - finding.ratio.low == pytest.approx(apart.high - apart.low, rel=0.2)
+    assert "paired over 20 prompts" in finding.line
 
 
 @pytest.mark.parametrize("confidence", [0.8, 0.95])
 def test_intervals_without_records_are_combined_as_independent_log_normals(make_report, confidence: float) -> None:
     new, old = Interval(2.2, 2.0, 2.5), Interval(2.0, 1.9, 2.1)
-    (verdict,) = gate(one(make_report, new), one(make_report, old), confidence=confidence).verdicts
+    (finding,) = gate(one(make_report, new), one(make_report, old), confidence=confidence).findings
     deviations = [math.log(2.5 / 2.0) / (2 * 1.959964), math.log(2.1 / 1.9) / (2 * 1.959964)]
     spread = math.sqrt(deviations[0] ** 2 + deviations[1] ** 2) * stats.norm.ppf(confidence)
-    assert verdict.ratio.value == pytest.approx(1.1)
-    assert verdict.ratio.low == pytest.approx(1.1 * math.exp(-spread), rel=1e-6)
-    assert verdict.ratio.high == pytest.approx(1.1 * math.exp(spread), rel=1e-6)
+    assert finding.ratio.value == pytest.approx(1.1)
+    assert finding.ratio.low == pytest.approx(1.1 * math.exp(-spread), rel=1e-6)
+    assert finding.ratio.high == pytest.approx(1.1 * math.exp(spread), rel=1e-6)
 
 
 def test_the_lines_say_what_was_compared_and_what_came_out(make_report) -> None:
@@ -222,21 +222,21 @@ def test_each_temperature_of_the_contestant_that_is_asked_for_is_judged_by_its_o
     }
     old = dict.fromkeys(new, (EXACTLY_2, 10))
     result = gate(told(make_report, new), told(make_report, old), contestant="second")
-    assert [v.temperature for v in result.verdicts] == [0.0, 1.0]
-    assert [v.ratio.value for v in result.verdicts] == pytest.approx([0.99, 1.0])
+    assert [f.temperature for f in result.findings] == [0.0, 1.0]
+    assert [f.ratio.value for f in result.findings] == pytest.approx([0.99, 1.0])
     assert "gate passed: second, depth 4" in result.lines[0]
     for line, tau, heat, count in zip(result.lines[1:], ("1.98", "2.00"), ("0", "1"), (12, 13), strict=True):
         assert line.startswith(f"temperature {heat}: τ 2.00 → {tau}, ")
         assert f"{count} prompts cannot tell" in line
-    assert gate(told(make_report, new), told(make_report, old)).verdicts[0].ratio.value == pytest.approx(0.97), (
+    assert gate(told(make_report, new), told(make_report, old)).findings[0].ratio.value == pytest.approx(0.97), (
         "the first one if none is named"
     )
 
 
 def test_no_change_at_all_passes_without_any_tolerance(make_report) -> None:
     report = make_report(rounds(20, 0.6))
-    (verdict,) = gate(report, report, tolerance=0.0).verdicts
-    assert verdict.outcome == "passed"
+    (finding,) = gate(report, report, tolerance=0.0).findings
+    assert finding.conclusion == "passed"
 
 
 @pytest.mark.parametrize(
@@ -252,37 +252,40 @@ def test_no_change_at_all_passes_without_any_tolerance(make_report) -> None:
 def test_the_prompts_that_would_do_shrink_the_interval_to_the_distance(
     make_report, ratio, spread, tolerance, half, distance
 ) -> None:
-    """An interval shrinks with the square root of the prompts; the distance is that from the ratio to the tolerance, within limits."""
-    (verdict,) = gate(
+    """An interval shrinks with the square root of the prompts.
+
+    The distance is that from the ratio to the tolerance, within limits.
+    """
+    (finding,) = gate(
         one(make_report, against_2(ratio, spread)), one(make_report, EXACTLY_2), tolerance=tolerance
-    ).verdicts
-    assert verdict.outcome == "not enough data"
-    assert f"a drop to {1 - tolerance:.3f}; about {math.ceil(40 * (half / distance) ** 2)} would" in verdict.line
+    ).findings
+    assert finding.conclusion == "not enough data"
+    assert f"a drop to {1 - tolerance:.3f}; about {math.ceil(40 * (half / distance) ** 2)} would" in finding.line
 
 
 def test_more_prompts_than_there_were_are_asked_for_in_any_case(make_report) -> None:
-    (verdict,) = gate(one(make_report, against_2(0.9, 0.0755)), one(make_report, EXACTLY_2)).verdicts
-    assert verdict.ratio.high > 0.97
-    assert "about 41 would" in verdict.line
+    (finding,) = gate(one(make_report, against_2(0.9, 0.0755)), one(make_report, EXACTLY_2)).findings
+    assert finding.ratio.high > 0.97
+    assert "about 41 would" in finding.line
 
 
 @pytest.mark.parametrize("without", ["new", "old"])
 def test_a_report_without_rounds_cannot_be_judged(make_report, without: str) -> None:
     new, old = (one(make_report, None if without == which else EXACTLY_2) for which in ("new", "old"))
-    (verdict,) = gate(new, old).verdicts
-    assert verdict.outcome == "not enough data"
-    assert all(math.isnan(number) for number in (verdict.ratio.value, verdict.ratio.low, verdict.ratio.high))
+    (finding,) = gate(new, old).findings
+    assert finding.conclusion == "not enough data"
+    assert all(math.isnan(number) for number in (finding.ratio.value, finding.ratio.low, finding.ratio.high))
     before, after = ("2.00", "–") if without == "new" else ("–", "2.00")
-    assert f": τ {before} → {after}, ratio – (" in verdict.line
-    assert verdict.line.endswith("40 prompts give no interval; measure at least 20")
+    assert f": τ {before} → {after}, ratio – (" in finding.line
+    assert finding.line.endswith("40 prompts give no interval; measure at least 20")
 
 
 def test_a_figure_without_an_interval_gives_a_ratio_without_one(make_report) -> None:
-    (verdict,) = gate(one(make_report, Interval(2.2, math.nan, math.nan)), one(make_report, EXACTLY_2)).verdicts
-    assert verdict.ratio.value == pytest.approx(1.1)
-    assert math.isnan(verdict.ratio.low)
-    assert math.isnan(verdict.ratio.high)
-    assert verdict.outcome == "not enough data"
+    (finding,) = gate(one(make_report, Interval(2.2, math.nan, math.nan)), one(make_report, EXACTLY_2)).findings
+    assert finding.ratio.value == pytest.approx(1.1)
+    assert math.isnan(finding.ratio.low)
+    assert math.isnan(finding.ratio.high)
+    assert finding.conclusion == "not enough data"
 
 
 def test_records_of_other_prompts_are_refused(make_report) -> None:
@@ -327,9 +330,12 @@ def test_every_condition_that_differs_is_named(make_report) -> None:
             ),
         )
     assert str(refused.value) == (
-        "the two reports cannot be compared, their conditions differ. depth: 4 here, 2 in the baseline; temperatures: [0.0, 1.0] here, [0.7] in the baseline; "
-        "verification rules: greedy at 0, rejection at 1 here, rejection at 0.7 in the baseline; max_new_tokens: 32 here, 64 in the baseline; "
-        "suites: code (5 prompts, sha256 d) here, code (6 prompts, sha256 0123456789ab) in the baseline. Measure again under the baseline's conditions."
+        "the two reports cannot be compared, their conditions differ. depth: 4 here, 2 in the baseline; "
+        "temperatures: [0.0, 1.0] here, [0.7] in the baseline; "
+        "verification rules: greedy at 0, rejection at 1 here, rejection at 0.7 in the baseline; "
+        "max_new_tokens: 32 here, 64 in the baseline; "
+        "suites: code (5 prompts, sha256 d) here, code (6 prompts, sha256 0123456789ab) in the baseline. "
+        "Measure again under the baseline's conditions."
     )
 
 

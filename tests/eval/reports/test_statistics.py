@@ -49,7 +49,10 @@ def test_an_offset_shifts_value_and_bounds_alike() -> None:
 @pytest.mark.parametrize("strata", [[2], [8], [3, 5], [40]], ids=str)
 @pytest.mark.parametrize("confidence", [0.9, 0.95])
 def test_intervals_are_percentiles_taken_further_out_for_few_prompts(strata: list[int], confidence: float) -> None:
-    """By the quantile of Student's t instead of the normal one, and by n / (n − 1) in the variance (less one for each suite)."""
+    """By the quantile of Student's t instead of the normal one, and by n / (n − 1) in the variance.
+
+    Less one for each suite.
+    """
     num_prompts, freedom = sum(strata), sum(strata) - len(strata)
     numerators = np.arange(num_prompts) ** 2.0
     bootstrap = Bootstrap(strata, confidence=confidence)

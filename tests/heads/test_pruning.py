@@ -31,7 +31,7 @@ from transformers import (
 )
 
 from outrider.ground import BadInputError, IncompatibleError
-from outrider.heads import DraftModel, DraftModelConfig
+from outrider.heads import DraftModel, DraftModelConfig, load_drafter
 from outrider.heads.parts.pruning import chosen_layers, pruned
 from outrider.targets import Target
 
@@ -215,7 +215,7 @@ def test_everything_at_once_gives_a_model_that_saves_and_loads(anything, tmp_pat
     assert [getattr(config, name) for name in sizes] == list(sizes.values())
     assert config.head_dim == (getattr(anything.config, "head_dim", None) or 8)
     drafter.save(tmp_path)
-    again = DraftModel.load(tmp_path, anything)
+    again = load_drafter(tmp_path, anything)
     assert torch.equal(logits(again.model), logits(drafter.model.eval()))
 
 

@@ -1,4 +1,4 @@
-"""What happened in a generation: rounds, and the figures made from them (definitions in the README's glossary)."""
+"""What happened in a generation: rounds, and the figures made from them (defined in docs/concepts/words.md)."""
 
 from __future__ import annotations
 

@@ -9,14 +9,11 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import shutil
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +24,9 @@ from rich.console import Console
 
 from ..decode import Decoder, Plan, Sampling
 from ..ground import BadInputError, IncompatibleError
-from ..ground.files import disk_full_explained, read_json, write_atomically
+from ..ground.files import disk_full_explained, read_json, replacing_folder, write_atomically
 from ..ground.progress import progress
+from ..ground.versions import versions
 from ..recipes import DataSpec, Recipe
 from ..targets import Fingerprint, Target
 from .prompts import Collection, Prompt, check_sources, collect, digest_prompts
@@ -242,15 +240,10 @@ class _Answering:
                 f"all {len(self.prompts)} responses are empty: the target ends at once. First prompt: "
                 f"{self.prompts[0].text[:200]!r}. Check its chat template."
             )
-        building = self.folder.with_name(f".{self.folder.name}.{os.getpid()}.tmp")
-        shutil.rmtree(building, ignore_errors=True)
-        try:
+        with replacing_folder(self.folder) as building:
             with _quiet_datasets():
                 self._dataset(kept, answered).save_to_disk(str(building))
             write_atomically(building / PROVENANCE, json.dumps(self._provenance(kept, answered), indent=2) + "\n")
-            building.rename(self.folder)
-        finally:
-            shutil.rmtree(building, ignore_errors=True)
         shutil.rmtree(self.partial)
 
     def _dataset(self, kept: list[int], answered: dict[int, list[int]]) -> Dataset:
@@ -277,10 +270,7 @@ class _Answering:
             **self.identity.to_dict(),
             "source": {"target": self.target.source, "prompts": self.spec.prompts, "limit": self.spec.limit},
             "counts": counts,
-            "versions": {
-                "python": sys.version.split()[0],
-                **{name: version(name) for name in ("outrider", "torch", "transformers", "datasets")},
-            },
+            "versions": versions("outrider", "torch", "transformers", "datasets"),
         }
 
 

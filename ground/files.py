@@ -40,17 +40,30 @@ def write_atomically(file: Path, text: str) -> None:
         os.fsync(opened.fileno())
 
 
-def save_whole(made: Saveable, folder: Path) -> None:
-    """Save `made` beside `folder`, then move it there: a reader never sees half of it."""
+@contextmanager
+def replacing_folder(folder: Path) -> Iterator[Path]:
+    """Yield an empty folder that takes the place of `folder` when the block ends well: all of it or nothing.
+
+    A block that removes it leaves `folder` as it is.
+    """
     building, old = (folder.with_name(f".{folder.name}.{os.getpid()}.{kind}") for kind in ("new", "old"))
+    shutil.rmtree(building, ignore_errors=True)
+    building.mkdir(parents=True)
     try:
-        made.save(building)
-        if folder.exists():
-            folder.rename(old)
-        building.rename(folder)
+        yield building
+        if building.exists():
+            if folder.exists():
+                folder.rename(old)
+            building.rename(folder)
     finally:
         for leftover in (building, old):
             shutil.rmtree(leftover, ignore_errors=True)
+
+
+def save_whole(made: Saveable, folder: Path) -> None:
+    """Save `made` beside `folder`, then move it there: a reader never sees half of it."""
+    with replacing_folder(folder) as building:
+        made.save(building)
 
 
 def read_json(file: Path) -> dict[str, Any]:

@@ -226,29 +226,11 @@ class Drafter(nn.Module, Generic[C]):
                 it: it holds all committed tokens before each proposal. A session may read its entries, and write after
                 them at most the root and the nodes that it reads: the verification writes there again.
         """
-        from .legacy import LegacySession
-
-        state = self.open_state(target, batch_size, max_length, spare)
-        if cache is not None:
-            self.lend(state, cache)
-        return LegacySession(self, state)
+        raise NotImplementedError(f"{self.name} cannot decode")
 
     def state_bytes(self, target: Target, batch_size: int, max_length: int, spare: int = 0) -> int:
         """Return how many bytes `open` allocates for this; the decoder asks before anything is allocated."""
         return 0
-
-    def open_state(self, target: Target, batch_size: int, max_length: int, spare: int = 0) -> Any:
-        raise NotImplementedError
-
-    def lend(self, state: Any, cache: RaggedCache) -> None:
-        pass
-
-    def reset(self, state: Any) -> None:
-        for cache in self.caches(state):
-            cache.reset()
-
-    def caches(self, state: Any) -> list[RaggedCache]:
-        return []
 
 
 def read_config(path: str | Path) -> dict[str, Any]:

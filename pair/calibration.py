@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from ..decode import Decoder, Plan, Round, Sampling
-from ..distill.prompts import Prompt, render
+from ..decode import Decoder, Plan, Round
+from ..distill.prompts import Message, Prompt, render
 from ..eval.suites import load_suites
 from ..ground import BadInputError
 from ..heads import Drafter, TargetBatch
@@ -56,13 +56,12 @@ def first_of_each_suite(prompts: Sequence[Prompt], num_prompts: int) -> list[Pro
 
 def rendered(prompts: Sequence[Prompt], target: Target) -> list[Prompt]:
     """Return the prompts as `target`'s own chat template asks them: another template shows the drafter other tokens."""
-    return [prompt if prompt.messages is None else _render(prompt, target) for prompt in prompts]
+    return [p if p.messages is None else _render(p, p.messages, target) for p in prompts]
 
 
-def _render(prompt: Prompt, target: Target) -> Prompt:
-    assert prompt.messages is not None
+def _render(prompt: Prompt, messages: Sequence[Message], target: Target) -> Prompt:
     tokenizer = target.require_tokenizer()
-    text = render(tokenizer, prompt.messages, f"calibration prompt {prompt.id}")
+    text = render(tokenizer, messages, f"calibration prompt {prompt.id}")
     return replace(prompt, text=text, tokens=tuple(tokenizer(text, add_special_tokens=False)["input_ids"]))
 
 
@@ -93,25 +92,17 @@ def calibrate(
     if not prompts:
         raise BadInputError("there are no calibration prompts to measure on.")
     decoder, sampling = Decoder(target, drafter), baseline.sampling()
+    room = baseline.max_new_tokens
     measured: list[PromptMeasure] = []
     for start in range(0, len(prompts), _AT_ONCE):
         if console is not None:
             console.print(f"calibration prompts {start + 1} to {min(start + _AT_ONCE, len(prompts))} of {len(prompts)}")
         part = prompts[start : start + _AT_ONCE]
-        measured += _measure(decoder, part, baseline.max_new_tokens, sampling, plan, start)
+        places = range(start, start + len(part))
+        output = decoder.generate([p.tokens for p in part], room, sampling, plan, sequence_ids=places)
+        rows = zip(part, output.tokens, output.rounds, strict=True)
+        measured += [_of_prompt(target, drafter, *row) for row in rows]
     return measured
-
-
-def _measure(
-    decoder: Decoder, prompts: Sequence[Prompt], max_new_tokens: int, sampling: Sampling, plan: Plan, first: int
-) -> list[PromptMeasure]:
-    ids = range(first, first + len(prompts))
-    output = decoder.generate([p.tokens for p in prompts], max_new_tokens, sampling, plan, sequence_ids=ids)
-    assert decoder.drafter is not None
-    return [
-        _of_prompt(decoder.target, decoder.drafter, *row)
-        for row in zip(prompts, output.tokens, output.rounds, strict=True)
-    ]
 
 
 def _of_prompt(

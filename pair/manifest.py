@@ -110,7 +110,10 @@ class Figure(Record):
     high: float | None
 
     @classmethod
-    def of(cls, interval: Interval) -> Figure:
+    def of(cls, interval: Interval | None) -> Figure:
+        """Return the figure of an interval; that of None has no values."""
+        if interval is None:
+            return cls(value=None, low=None, high=None)
         return cls(**{name: _finite(getattr(interval, name)) for name in ("value", "low", "high")})
 
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from importlib.metadata import version as installed_version
 from pathlib import Path
@@ -16,6 +14,7 @@ from rich.console import Console
 from ..distill.prompts import Prompt
 from ..eval.reports.report import Report
 from ..ground import BadInputError
+from ..ground.files import replacing_folder
 from ..heads import Drafter, load_drafter
 from ..recipes import Recipe
 from ..targets import Fingerprint, Target
@@ -78,7 +77,7 @@ def new_pair(
     """
     final = Path(folder).expanduser()
     existing = _existing(final)
-    with _partial_folder(final) as partial:
+    with replacing_folder(final) as partial:
         saved = _save_drafter(drafter, partial / DRAFTER, target)
         (partial / RECIPE).write_text(recipe.to_yaml(), encoding="utf-8")
         report = _copy_report(report_folder, partial / REPORTS)
@@ -87,6 +86,7 @@ def new_pair(
         if existing is not None:
             _require_same(existing, manifest)
             if _adds_nothing(existing, manifest):
+                shutil.rmtree(partial)
                 return existing
             _keep_reports(existing, partial)
             target_record = _keep_adapter(existing, partial, manifest.target)
@@ -95,35 +95,10 @@ def new_pair(
         baseline = _calibrated(partial, target, saved, settings(recipe), manifest.plan, prompts, console)
         manifest = _completed(manifest, partial, _measurements(report, baseline))
         manifest.write(partial)
-        _install(partial, final)
     return Pair(final, manifest)
 
 
 # ------------------------------------------------------------ the folder
-
-
-@contextmanager
-def _partial_folder(final: Path) -> Iterator[Path]:
-    """Yield an empty folder beside `final`, gone at the end whatever happens (unless it was renamed)."""
-    final.parent.mkdir(parents=True, exist_ok=True)
-    partial = final.parent / f".{final.name}.{os.getpid()}.partial"
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir()
-    try:
-        yield partial
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-
-
-def _install(partial: Path, final: Path) -> None:
-    """Give `partial` its final name; an older version of the same pair steps aside first."""
-    if not final.exists():
-        os.rename(partial, final)
-        return
-    replaced = partial.with_suffix(".replaced")
-    os.rename(final, replaced)
-    os.rename(partial, final)
-    shutil.rmtree(replaced)
 
 
 def _existing(final: Path) -> Pair | None:
@@ -315,7 +290,6 @@ def _measurements(report: Report | None, baseline: Baseline | None) -> Measureme
 
 def _headline(report: Report, temperature: float) -> Headline:
     found = report.headline(report.primary, temperature)
-    assert found.tau is not None, "a drafter is measured in rounds"
     return Headline(
         temperature=temperature,
         rule=found.rule,

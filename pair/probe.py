@@ -100,7 +100,7 @@ def probe(
         prompts = rendered(prompts, target)
     measured = calibrate(target, drafter, prompts, baseline, pair.plan, console)
     known = {m.id: m for m in baseline.prompts}
-    return _judge(pair, changes, measured, [known[m.id] for m in measured], tolerance, seed)
+    return _judge(pair, baseline, changes, measured, [known[m.id] for m in measured], tolerance, seed)
 
 
 def _baseline(pair: Pair, max_new_tokens: int | None) -> Baseline:
@@ -159,14 +159,13 @@ def _top1(measures: Sequence[PromptMeasure]) -> Ratio:
 
 def _judge(
     pair: Pair,
+    baseline: Baseline,
     changes: list[str],
     new: Sequence[PromptMeasure],
     old: Sequence[PromptMeasure],
     tolerance: float,
     seed: int,
 ) -> ProbeResult:
-    baseline = pair.manifest.measurements.baseline
-    assert baseline is not None
     compared = _Comparison.of(new, old, seed)
     deciding = _decoder_tau if baseline.temperature == 0 else _analytic_tau
     ratio = compared.change(deciding)

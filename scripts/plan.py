@@ -16,7 +16,7 @@ from ..eval.reports.render import print_table
 from ..eval.reports.tables import Cell, Table, counted
 from ..ground import BadInputError
 from ..ground.files import readable_bytes
-from ..train.planning import BANDWIDTH, COMPUTE, GPUS, ROOM, Plan
+from ..train.planning import BANDWIDTH, COMPUTE, GPUS, ROOM, Needs
 
 _WORDS = {
     "target_weights": "target's weights",
@@ -58,7 +58,7 @@ def _sharding(values: dict[str, Any]) -> str:
     return f"zero{stage}" if stage else "none"
 
 
-def show(plan: Plan, console: Console) -> None:
+def show(plan: Needs, console: Console) -> None:
     """Sizes, memory of a process, and each named GPU."""
     _print_lines(_sizes(plan), console)
     for table in (_memory(plan), _gpus(plan)):
@@ -86,7 +86,7 @@ def _print_lines(lines: dict[str, str], console: Console) -> None:
     console.print(grid)
 
 
-def _sizes(plan: Plan) -> dict[str, str]:
+def _sizes(plan: Needs) -> dict[str, str]:
     work = plan.workload
     return {
         "recipe": plan.recipe,
@@ -109,7 +109,7 @@ def _sizes(plan: Plan) -> dict[str, str]:
     }
 
 
-def _memory(plan: Plan) -> Table:
+def _memory(plan: Needs) -> Table:
     parts = [[Cell(_WORDS[name]), Cell(readable_bytes(count))] for name, count in asdict(plan.memory).items() if count]
     return Table(
         "Memory of one process",
@@ -118,7 +118,7 @@ def _memory(plan: Plan) -> Table:
     )
 
 
-def _gpus(plan: Plan) -> Table:
+def _gpus(plan: Needs) -> Table:
     rows = [
         [
             Cell(gpu.name),

@@ -100,7 +100,13 @@ def test_constraints_pin_every_direct_dependency_exactly() -> None:
     assert all(pin.count("==") == 1 and "+" not in pin for pin in pins)
     pinned = {normalised(pin.partition("==")[0]) for pin in pins}
     extras = PROJECT["project"]["optional-dependencies"]
-    wanted = [*PROJECT["project"]["dependencies"], *extras["dev"], *extras["wandb"], *extras["liger"]]
+    wanted = [
+        *PROJECT["project"]["dependencies"],
+        *extras["dev"],
+        *extras["wandb"],
+        *extras["liger"],
+        *extras["mutation"],
+    ]
     assert [w for w in wanted if normalised(bare_name(w)) not in pinned] == []
 
 

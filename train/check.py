@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 
-from transformers import TrainingArguments
+from transformers import PreTrainedModel, TrainingArguments
 
 from ..distill.responses import data_folder
 from ..ground import BadInputError
@@ -89,7 +89,7 @@ def check_writes(drafter_class: type[Drafter], spec: DataSpec) -> None:
 
 def check_recomputes(drafter: Drafter, args: TrainingArguments) -> None:
     """Refuse activation checkpointing for a drafter without a Hugging Face model: it has one layer and keeps little."""
-    if asks_for_checkpointing(args) and getattr(drafter, "model", None) is None:
+    if asks_for_checkpointing(args) and not isinstance(getattr(drafter, "model", None), PreTrainedModel):
         raise BadInputError(
             f"training.gradient_checkpointing: a {drafter.name} drafter has one layer and keeps no logits; leave it "
             "out."

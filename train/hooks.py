@@ -1,7 +1,7 @@
 """The private parts of `transformers.Trainer` that a training of drafters needs, each under a public name of ours.
 
-No other file of this room touches a private name of the libraries. `tests/train/test_hooks.py` has a test for each of
-them; `TRIED` says with which versions they were tried, and `pyproject.toml` allows no others.
+No other file of this room touches a private name of transformers or accelerate. `tests/train/test_hooks.py` has a test
+for each of them; `TRIED` says with which versions they were tried, and `pyproject.toml` allows no others.
 """
 
 from __future__ import annotations
@@ -10,11 +10,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from typing import cast
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset, Sampler
-from transformers import Trainer, TrainingArguments
+from transformers import PreTrainedModel, Trainer, TrainingArguments
 
 from .checkpoints import PREFIX
 
@@ -81,22 +82,27 @@ class HookedTrainer(Trainer, ABC):
             columns: of a row, all of which reach the collator.
         """
         self.model_accepts_loss_kwargs = True
-        self._signature_columns: list[str] | None = columns
+        self._signature_columns = columns  # type: ignore[assignment]
 
     def use_scheduler(self, scheduler: LRScheduler) -> None:
         """Set a schedule of our own, which the base class takes for one that it made, and so saves and restores."""
-        self.lr_scheduler = scheduler
+        self.lr_scheduler = scheduler  # type: ignore[assignment]
         self._created_lr_scheduler = True
 
     def rows_at_once(self) -> int:
         """Return the rows of one process in a micro-batch."""
         return self._train_batch_size
 
+    def on_device(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return a batch of the evaluation's loader on the device of this process."""
+        moved: dict[str, Tensor] = self._prepare_inputs(inputs)
+        return moved
+
     def model_for_evaluation(self) -> nn.Module:
         """Return the model without its data parallel wrapper, with mixed precision."""
-        prepared = bool(self.accelerator._models)  # training prepares the model in place
-        found: nn.Module = self.model if prepared else self.accelerator.prepare_model(self.model, evaluation_mode=True)
-        return found
+        if self.accelerator._models:  # training prepares the model in place
+            return cast(nn.Module, self.model)
+        return cast(nn.Module, self.accelerator.prepare_model(self.model, evaluation_mode=True))
 
 
 @contextmanager
@@ -122,7 +128,7 @@ def asks_for_checkpointing(args: TrainingArguments) -> bool:
     return bool(args.gradient_checkpointing or getattr(args, "activation_checkpointing", None))
 
 
-def enable_checkpointing(model: nn.Module, args: TrainingArguments) -> None:
+def enable_checkpointing(model: PreTrainedModel, args: TrainingArguments) -> None:
     """Turn activation checkpointing on in a Hugging Face model, if asked for; the base class would ask the drafter."""
     if not asks_for_checkpointing(args):
         return

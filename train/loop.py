@@ -251,11 +251,11 @@ class DrafterTrainer(HookedTrainer):
         self.callback_handler.eval_dataloader = dataloader
         sums = Sums()
         for inputs in dataloader:
-            sums.add_loss(model(self.lessons.batches.of(self._prepare_inputs(inputs))))
+            sums.add_loss(model(self.lessons.batches.of(self.on_device(inputs))))
             self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
         metrics = {f"{metric_key_prefix}_{name}": value for name, value in sums.means(self.together.sum).items()}
         rows = len(self.lessons.held_out)
-        return EvalLoopOutput(predictions=(), label_ids=None, metrics=metrics, num_samples=rows)
+        return EvalLoopOutput((), None, metrics, rows)  # type: ignore[arg-type]
 
     # ------------------------------------------------------------ checkpoints
 

@@ -34,12 +34,9 @@ from .rehearsal import rehearse, rehearse_optimizer
 from .warmstart import check_drafter, make_drafter
 
 Sharding = Literal["none", "zero1", "zero2", "zero3", "fsdp"]
-REFUSED = ("zero3", "fsdp")  # by `train.loop` and `train.launch`: a checkpoint must hold the whole drafter
-COMPUTE, BANDWIDTH, ROOM = (
-    0.4,
-    0.6,
-    0.9,
-)  # shares of a device's best that are assumed to be reached, and of its memory that can be used
+REFUSED = ("zero3", "fsdp")  # by `train.check`: a checkpoint must hold the whole drafter
+# Shares of a device's best that are assumed to be reached, and of its memory that can be used.
+COMPUTE, BANDWIDTH, ROOM = 0.4, 0.6, 0.9
 BUCKET = 500_000_000  # elements of a bucket in DeepSpeed's default config; it keeps two
 
 
@@ -128,8 +125,8 @@ class Stage:
 
 
 @dataclass(frozen=True)
-class Plan:
-    """The answer of `plan`.
+class Needs:
+    """What a training will need: the answer of `plan`.
 
     Attributes:
         target_parameters, total_parameters, trained_parameters: of the target, of the drafter, and of those that a step
@@ -162,7 +159,7 @@ class Plan:
     notes: list[str] = field(default_factory=list)
 
 
-def plan(recipe: Recipe, processes: int = 1, sharding: Sharding = "none", rows: int | None = None) -> Plan:
+def plan(recipe: Recipe, processes: int = 1, sharding: Sharding = "none", rows: int | None = None) -> Needs:
     """Return what training this recipe will need.
 
     Configs are read, and the lengths of finished responses if there are some; no weights of the target are loaded.
@@ -340,12 +337,12 @@ class _Planning:
     processes: int
     sharding: Sharding
 
-    def plan(self) -> Plan:
+    def plan(self) -> Needs:
         recipe, work = self.recipe, self.work
         trained = sum(p.numel() for p in self.drafter.parameters() if p.requires_grad)
         memory, flops = self._memory(), self._step_flops()
         stages = self._stages(flops, memory)
-        return Plan(
+        return Needs(
             recipe.name,
             recipe.target.path,
             self.drafter.name,
@@ -449,7 +446,7 @@ class _Planning:
     # ------------------------------------------------------------ operations and time
 
     def _step_flops(self) -> tuple[float, float]:
-        """Return the operations of one optimizer step of all processes: the target's passes, and the drafter's steps."""
+        """Return the operations of one optimizer step, in all processes: the target's passes, and the drafter's."""
         rows, length = self.args.per_device_train_batch_size, self.work.mean_length
         batches = self.args.gradient_accumulation_steps * self.processes
         online = self.recipe.data.features == "online"

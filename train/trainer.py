@@ -22,7 +22,7 @@ import datasets
 import torch
 from rich.console import Console
 from torch import nn
-from transformers import TrainingArguments, set_seed
+from transformers import PreTrainedModel, TrainingArguments, set_seed
 
 from ..distill.features import FeatureStore
 from ..distill.responses import distill, load_responses
@@ -162,7 +162,7 @@ class _Training:
         on_policy = OnPolicy.of(recipe.data, training, self.target, drafter, self.args.seed)
         lessons = Lessons(self._batches(drafter, table, adapter), training, held_out, on_policy)
         joint = None if adapter is None or recipe.joint is None else Joint(drafter, adapter, recipe.joint)
-        if isinstance(inner := getattr(drafter, "model", None), nn.Module):
+        if isinstance(inner := getattr(drafter, "model", None), PreTrainedModel):
             enable_checkpointing(inner, self.args)
         return DrafterTrainer(drafter, self.args, lessons, self.seconds, joint)
 

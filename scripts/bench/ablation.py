@@ -15,25 +15,30 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from outrider.decode import Decoder, Plan, Sampling
+from outrider.distill.responses import distill
+from outrider.eval.race import threads
+from outrider.eval.reports.intervals import Ratio
+from outrider.eval.reports.statistics import Bootstrap
+from outrider.eval.suites import load_suites
+from outrider.ground import BadInputError
+from outrider.ground.files import read_json
+from outrider.heads import Drafter, load_drafter
+from outrider.recipes import Recipe, load_recipe
+from outrider.targets import Target
+from outrider.train import train
+from outrider.train.provenance import PROVENANCE, check_same_run
 
 from .acceptance import Rounds, alpha, number, over_seeds, pooled, rounds_of, shown, tau
 from .conditions import command, conditions, write
-
-if TYPE_CHECKING:
-    from outrider.eval.reports.intervals import Ratio
-    from outrider.heads import Drafter
-    from outrider.recipes import Recipe
-    from outrider.targets import Target
 
 Runs = dict[str, list[Rounds]]  # of each variant, seed by seed
 
 
 def recipes_of(arguments: argparse.Namespace) -> dict[str, Recipe]:
     """By variant, on one folder of responses."""
-    from outrider.ground import BadInputError
-    from outrider.recipes import load_recipe
-
     found = {
         " ".join(settings): load_recipe(arguments.recipe, [*arguments.changes, *settings])
         for settings in arguments.vary
@@ -57,11 +62,6 @@ def recipes_of(arguments: argparse.Namespace) -> dict[str, Recipe]:
 
 def trained(recipe: Recipe, variant: str, seed: int, target: Target, work: Path) -> tuple[Drafter, int]:
     """A variant of that seed, and the number of steps it took."""
-    from outrider.ground.files import read_json
-    from outrider.heads import load_drafter
-    from outrider.train import train
-    from outrider.train.provenance import PROVENANCE, check_same_run
-
     output = work / f"{recipe.name}-{re.sub(r'[^A-Za-z0-9.=_-]+', '-', variant)}-seed-{seed}"
     one = recipe.model_copy(update={"training": recipe.training | {"seed": seed}, "output": str(output)})
     check_same_run(one, output)
@@ -72,8 +72,6 @@ def trained(recipe: Recipe, variant: str, seed: int, target: Target, work: Path)
 
 def compare(runs: Runs, strata: Sequence[int], depth: int) -> dict[str, Any]:
     """τ and alpha by depth of each variant over all seeds; and of all but the first, how much more that is than the first one's."""
-    from outrider.eval.reports.statistics import Bootstrap
-
     bootstrap, (base, *others) = Bootstrap(strata), runs
     figures = {"tau": tau} | {f"alpha_d{d}": _at(d) for d in range(1, depth + 1)}
     together = {name: pooled(each) for name, each in runs.items()}
@@ -147,12 +145,6 @@ def parse(given: Sequence[str] | None) -> argparse.Namespace:
 
 def main(given: Sequence[str] | None = None) -> int:
     arguments = parse(given)
-
-    from outrider.decode import Decoder, Plan, Sampling
-    from outrider.distill.responses import distill
-    from outrider.eval.race import threads
-    from outrider.eval.suites import load_suites
-    from outrider.targets import Target
 
     recipes = recipes_of(arguments)
     first = next(iter(recipes.values()))

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from outrider.decode import Decoder, Plan, Round, Sampling
-    from outrider.eval.reports.intervals import Interval, Ratio
+from scipy.special import stdtrit
+
+from outrider.decode import Decoder, Plan, Round, Sampling, depth_counts
+from outrider.eval.reports.intervals import Interval, Ratio
 
 Rounds = list[list["Round"]]  # of each prompt
 
@@ -33,16 +33,11 @@ def pooled(runs: Sequence[Rounds]) -> Rounds:
 
 
 def tau(rounds: Rounds) -> Ratio:
-    from outrider.eval.reports.intervals import Ratio
-
     return Ratio([sum(r.accepted for r in each) for each in rounds], [len(each) for each in rounds], offset=1.0)
 
 
 def alpha(rounds: Rounds, depth: int) -> Ratio:
     """Of the rounds that accepted everything before `depth`, the share that accepted `depth` too."""
-    from outrider.decode import depth_counts
-    from outrider.eval.reports.intervals import Ratio
-
     counts = [([(0, 0)] * depth) + depth_counts(each)[depth - 1 : depth] for each in rounds]
     return Ratio([of[-1][1] for of in counts], [of[-1][0] for of in counts])
 
@@ -58,8 +53,6 @@ def shown(interval: Interval) -> dict[str, float | None]:
 
 def over_seeds(values: Sequence[float]) -> dict[str, float] | None:
     """Mean of one value per seed, and its 95% interval by Student's t; None for a single seed, or one without a value."""
-    from scipy.special import stdtrit
-
     if len(values) < 2 or any(map(math.isnan, values)):
         return None
     middle, spread = (

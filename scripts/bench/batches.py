@@ -14,23 +14,26 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+from outrider.decode import Plan
+from outrider.eval.batches import Point, make_groups, measure_batches, speedup_lines
+from outrider.eval.measure import Contestant
+from outrider.eval.race import make_jobs, threads
+from outrider.eval.reports.plots import speedup_by_batch, standalone
+from outrider.eval.suites import load_suites
+from outrider.ground.progress import progress
+from outrider.pair import Pair
+from outrider.recipes import EvalSpec
+from outrider.targets import Target
 
 from .conditions import command, conditions, write
 from .identity import load_contestants
 
-if TYPE_CHECKING:
-    from outrider.eval.batches import Point
-    from outrider.eval.measure import Contestant
-    from outrider.targets import Target
-
 
 def build_contestants(target: Target, arguments: argparse.Namespace) -> list[Contestant]:
     """The plain target, every drafter as chains of every depth, and the pair under its plan."""
-    from outrider.decode import Plan
-    from outrider.eval.measure import Contestant
-    from outrider.pair import Pair
-
     found = []
     for name, drafter in load_contestants(arguments.drafter, target).items():
         if drafter is None:
@@ -75,17 +78,6 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def main(given: Sequence[str] | None = None) -> int:
     arguments = parse(given)
-
-    from rich.console import Console
-
-    from outrider.eval.batches import make_groups, measure_batches, speedup_lines
-    from outrider.eval.race import make_jobs, threads
-    from outrider.eval.reports.plots import speedup_by_batch, standalone
-    from outrider.eval.suites import load_suites
-    from outrider.ground.progress import progress
-    from outrider.pair import Pair
-    from outrider.recipes import EvalSpec
-    from outrider.targets import Target
 
     if arguments.pair:
         target = Pair.load(arguments.pair).load_target(

@@ -12,16 +12,22 @@ import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
+import torch
+from torch import Tensor
+
+from outrider.decode import Decoder, Plan
+from outrider.eval.bandwidth import Bandwidth, Floor, weight_bytes
+from outrider.eval.costs import draft_times, verify_times
+from outrider.ground import BadInputError
+from outrider.heads import Drafter, DraftModel, Ngram
+from outrider.targets import Target
+
+from .forced import Forced, forced_assistant, make_script
+from .gaps import profile
 from .loops import Loop, Ours, Texts, Theirs, Timed, assist, take_turns
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from outrider.eval.bandwidth import Bandwidth
-    from outrider.heads import Drafter, DraftModel
-    from outrider.targets import Target
+from .overhead import loop_overhead, of_parts
 
 Result = TypeVar("Result")
 
@@ -101,8 +107,6 @@ class Cell:
 
     def _continuation(self) -> Texts:
         """What the target writes, past the end of the last round."""
-        from outrider.decode import Decoder
-
         loop = Ours("plain", Decoder(self.target), _chain(0), self.settings.new_tokens + self.settings.depth + 1)
         found = loop(self.prompts).tokens
         release([loop])
@@ -112,8 +116,6 @@ class Cell:
 
     def _verify(self) -> list[dict[str, Any]]:
         """T_verify(n) / T_verify(1), n tokens per row: the root and n − 1 drafts."""
-        from outrider.eval.costs import verify_times
-
         widths, taps = (
             sorted({0, self.settings.depth, *self.settings.widths}),
             next((d.taps for d in self.drafters.values() if d.taps), ()),
@@ -124,16 +126,12 @@ class Cell:
         ]
 
     def _draft(self, drafter: Drafter) -> list[float]:
-        from outrider.eval.costs import draft_times
-
         return draft_times(
             self.target, drafter, self.settings.depth, self.batch, self.context, self.settings.cost_repeats
         )
 
     def _floor(self, round_seconds: float | None) -> dict[str, Any]:
         """The floor of a plain step, and what of its time it is."""
-        from outrider.eval.bandwidth import Floor, weight_bytes
-
         floor = Floor(weight_bytes(self.target), self.target.cache_bytes(self.batch, self.context), self.bandwidth)
         if not round_seconds:
             return floor.to_dict()
@@ -144,11 +142,6 @@ class Cell:
 
     def _loops(self, continuation: Texts) -> Iterator[Loop]:
         """All contestants, the plain target first; forced ones propose `continuation`."""
-        from outrider.decode import Decoder
-        from outrider.heads import DraftModel, Ngram
-
-        from .forced import Forced, make_script
-
         target, new, plan = self.target, self.settings.new_tokens, _chain(self.settings.depth)
         texts = [list(prompt) + tokens for prompt, tokens in zip(self.prompts, continuation, strict=True)]
         scripts = {
@@ -178,8 +171,6 @@ class Cell:
             yield Theirs("transformers.prompt_lookup", target, new, lookup=self.settings.depth, told=told)
 
     def _assisted(self, drafter: DraftModel, share: float, script: Tensor) -> Theirs:
-        from .forced import forced_assistant
-
         return Theirs(
             f"transformers.assisted, forced {share:g}",
             self.target,
@@ -219,13 +210,9 @@ class Cell:
         return {loop.name: guarded(partial(self._overhead, loop)) for loop in alike}
 
     def _overhead(self, loop: Ours) -> dict[str, Any]:
-        from .overhead import loop_overhead
-
         return loop_overhead(loop, [self.prompts], self.settings.repeats).to_dict()
 
     def _of_parts(self, loop: Ours, found: dict[str, Any]) -> dict[str, Any] | None:
-        from .overhead import of_parts
-
         depth, seconds = loop.plan.depth, found["loops"][loop.name].get("seconds_per_round")
         drafts = found["draft_seconds"].get(loop.name.partition(",")[0], [0.0])
         passes = {row["tokens"]: row["seconds"] for row in found["verify"]} if isinstance(found["verify"], list) else {}
@@ -234,8 +221,6 @@ class Cell:
         return of_parts(seconds, [drafts[depth], passes[1 + depth]])
 
     def _gaps(self, loop: Loop, figures: dict[str, Any]) -> dict[str, Any] | None:
-        from .gaps import profile
-
         if "error" in figures:
             return None
         gaps = guarded(partial(profile, loop, self.prompts, self.target.device.type))
@@ -244,8 +229,6 @@ class Cell:
 
 
 def _chain(depth: int) -> Any:
-    from outrider.decode import Plan
-
     return Plan(depth)
 
 
@@ -273,10 +256,6 @@ def _figures(runs: Sequence[Timed], plain: Texts) -> dict[str, Any]:
 
 def guarded(work: Callable[[], Result]) -> Result | dict[str, str]:
     """The result of `work`, or what was missing: too little memory, of which the decoder says how much it is before it begins."""
-    import torch
-
-    from outrider.ground import BadInputError
-
     try:
         return work()
     except (torch.OutOfMemoryError, BadInputError) as error:
@@ -294,8 +273,6 @@ def release(loops: Sequence[Loop]) -> None:
 
 def free_memory() -> None:
     """What is not used any more goes back to the GPU, where the next part may need all of it."""
-    import torch
-
     if torch.cuda.is_available():
         gc.collect()
         torch.cuda.empty_cache()

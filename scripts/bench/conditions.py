@@ -7,10 +7,14 @@ import sys
 from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from outrider.targets import Target
+import torch
+
+from outrider.ground import OutriderError
+from outrider.ground.machine import device_name
+from outrider.ground.versions import versions
+from outrider.targets import Target
 
 
 def conditions(target: Target, /, **settings: Any) -> dict[str, Any]:
@@ -18,10 +22,6 @@ def conditions(target: Target, /, **settings: Any) -> dict[str, Any]:
 
     A target that was made for the occasion has no fingerprint worth its name: `target=…` describes it instead.
     """
-    import torch
-
-    from outrider.ground.machine import device_name
-    from outrider.ground.versions import versions
 
     return {
         "target": settings.pop("target", None) or target.fingerprint().digest,
@@ -31,7 +31,7 @@ def conditions(target: Target, /, **settings: Any) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "attention": getattr(target.config, "_attn_implementation", None),
         **settings,
-        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+        "created": datetime.now(UTC).date().isoformat(),
         "torch": torch.__version__,
         "versions": versions(),
     }
@@ -39,8 +39,6 @@ def conditions(target: Target, /, **settings: Any) -> dict[str, Any]:
 
 def command(main: Callable[[], int]) -> int:
     """The exit code of `main`; what a user can put right is one line, as from `outrider` itself."""
-    from outrider.ground import OutriderError
-
     try:
         return main()
     except OutriderError as error:

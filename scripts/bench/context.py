@@ -22,15 +22,25 @@ from dataclasses import asdict, dataclass, field
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import AutoConfig
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from outrider.decode import Decoder, Event, Plan
+from outrider.eval.costs import committed_cache, random_tokens
+from outrider.eval.race import threads
+from outrider.eval.timing import turns
+from outrider.ground import BadInputError
+from outrider.ground.machine import best_device, clock
+from outrider.targets import RaggedCache, Target, embedded_path
+
+from . import random_targets
 from .conditions import command, conditions, write
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from outrider.decode import Decoder, Event, Plan
-    from outrider.targets import RaggedCache, Target
+from .random_targets import build_eagle3
 
 PLAIN, DRAFTED = "plain", "drafted"
 OWN, ATTENTION, MASK = "round", "attention", "mask"
@@ -47,8 +57,6 @@ class Fit:
 
     @classmethod
     def of(cls, contexts: Sequence[float], seconds: Sequence[float]) -> Fit:
-        import numpy as np
-
         x, y = np.asarray(contexts, float), np.asarray(seconds, float)
         b, a = np.polyfit(x, y, 1)
         left, around = float(((y - a - b * x) ** 2).sum()), float(((y - y.mean()) ** 2).sum())
@@ -73,14 +81,6 @@ class Session:
 
 
 def build_target(arguments: argparse.Namespace) -> Target:
-    import torch
-    from transformers import AutoConfig
-
-    from outrider.ground.machine import best_device
-    from outrider.targets import embedded_path
-
-    from . import random_targets
-
     values = AutoConfig.from_pretrained(embedded_path()).to_dict()
     kept = (
         "model_type",
@@ -103,8 +103,6 @@ def build_target(arguments: argparse.Namespace) -> Target:
 
 def open_session(decoder: Decoder, plan: Plan, context: int, rounds: int) -> Session:
     """A text of `context` tokens, its prompt read."""
-    from outrider.eval.costs import random_tokens
-
     prompt = random_tokens(decoder.target, 1, context)[0].tolist()
     stream = decoder.stream(prompt, rounds * (plan.depth + 1) + 2, plan=plan, ignore_eos=True)
     next(stream)
@@ -115,11 +113,6 @@ class Attention:
     """The attention calls of rounds behind `context` tokens, alone, and the mask that goes with them."""
 
     def __init__(self, target: Target, drafter: Any, context: int, depth: int):
-        import torch
-        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-        from outrider.eval.costs import committed_cache
-
         self.target, self.drafter, self.depth, self.context = target, drafter.config, depth, context
         self.attend = ALL_ATTENTION_FUNCTIONS[target.config._attn_implementation]  # what the target's layers call
         kind: dict[str, Any] = {"dtype": target.dtype, "device": target.device}
@@ -135,8 +128,6 @@ class Attention:
 
     def mask(self) -> Tensor:
         """Of a verification, `[1, 1, 1 + depth, used]`, made as the target makes it."""
-        import torch
-
         with torch.inference_mode():
             self.cache.place(self.depth + 1)
             visible = self.cache.visible()
@@ -148,16 +139,12 @@ class Attention:
 
     def drafted(self) -> None:
         """All layers over root and drafts, and the drafter's over one token per draft: an untrained one has hardly a draft kept."""
-        import torch
-
         self._layers(self.depth + 1, self.ready)
         with torch.inference_mode():
             for ahead in range(1, self.depth + 1):
                 self._call(self.head_queries, self.own[0], self.own[1], ahead, None, self.drafter)
 
     def _layers(self, width: int, mask: Tensor | None) -> None:
-        import torch
-
         with torch.inference_mode():
             layers: list[Any] = list(self.cache.layers)
             for layer in layers:
@@ -176,11 +163,6 @@ class Attention:
 
 def measure(target: Target, arguments: argparse.Namespace) -> dict[str, Any]:
     """Medians per context, fits, and bytes of the caches."""
-    from outrider.decode import Decoder, Plan
-    from outrider.eval.timing import turns
-
-    from .random_targets import build_eagle3
-
     drafter = build_eagle3(target, arguments.outputs)
     rounds = arguments.repeats + 2
     decoders = {PLAIN: (Decoder(target), Plan(0)), DRAFTED: (Decoder(target, drafter), Plan(arguments.depth))}
@@ -213,8 +195,6 @@ def measure(target: Target, arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def timed(work: Callable[[], object], target: Target) -> float:
-    from outrider.ground.machine import clock
-
     began = clock(target.device)
     work()
     return clock(target.device) - began
@@ -306,9 +286,6 @@ def parse(given: Sequence[str] | None) -> argparse.Namespace:
 
 def main(given: Sequence[str] | None = None) -> int:
     arguments = parse(given)
-
-    from outrider.eval.race import threads
-    from outrider.ground import BadInputError
 
     if len(set(arguments.contexts)) < 3:
         raise BadInputError(f"--contexts: a line needs three lengths at least to be judged, got {arguments.contexts}.")

@@ -12,19 +12,25 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+
+from outrider.decode import Control, Plan
+from outrider.eval.measure import Contestant, DecoderRacer, make_records
+from outrider.eval.prediction import CONTROL_WEIGHT
+from outrider.eval.race import make_jobs, race, threads
+from outrider.eval.reports.figures import Record, speed_ratio
+from outrider.eval.reports.statistics import Bootstrap, strata_of
+from outrider.eval.suites import Suite, load_suites
+from outrider.eval.tuner import tune
+from outrider.heads import Drafter, load_drafter
+from outrider.recipes import EvalSpec
+from outrider.targets import Target
 
 from .conditions import conditions, write
-
-if TYPE_CHECKING:
-    from outrider.decode import Control
-    from outrider.eval.measure import Contestant
-    from outrider.eval.reports.figures import Record
-    from outrider.eval.suites import Suite
-    from outrider.heads import Drafter
-    from outrider.recipes import EvalSpec
-    from outrider.targets import Target
 
 PLAIN, CONTROLLED = "plain", "controlled"
 USELESS, DECEIVED = "untrained, controlled", "untrained, promised better"
@@ -32,25 +38,16 @@ USELESS, DECEIVED = "untrained, controlled", "untrained, promised better"
 
 def halves(suites: Sequence[Suite]) -> tuple[list[Suite], list[Suite]]:
     """Every other prompt of each suite, and the others."""
-    from dataclasses import replace
-
     return [replace(s, prompts=s.prompts[::2]) for s in suites], [replace(s, prompts=s.prompts[1::2]) for s in suites]
 
 
 def tuned(target: Target, drafter: Drafter, suites: Sequence[Suite], settings: EvalSpec) -> Control:
     """What a controller goes by."""
-    from outrider.decode import Control
-    from outrider.eval.prediction import CONTROL_WEIGHT
-    from outrider.eval.tuner import tune
-
     found = tune(target, drafter, suites, settings).batches[0]
     return Control(found.costs.restored(), tuple(found.rates), CONTROL_WEIGHT)
 
 
 def contestants(drafter: Drafter, untrained: Drafter, control: Control, own: Control, deepest: int) -> list[Contestant]:
-    from outrider.decode import Plan
-    from outrider.eval.measure import Contestant
-
     fixed = [Contestant(f"depth {d}", drafter, Plan(d)) for d in range(1, deepest + 1)]
     return [
         *fixed,
@@ -63,9 +60,6 @@ def contestants(drafter: Drafter, untrained: Drafter, control: Control, own: Con
 
 def compare(records: Sequence[Record], suite: str | None) -> dict[str, Any]:
     """Tokens/s of every contestant over the plain target's, and of the controlled one over the best fixed depth's, on one suite (None: all)."""
-    from outrider.eval.reports.figures import speed_ratio
-    from outrider.eval.reports.statistics import Bootstrap, strata_of
-
     rows: dict[str, list[Record]] = {}
     for record in sorted(records, key=lambda r: r.suite):
         if suite in (None, record.suite):
@@ -111,15 +105,6 @@ def main(given: Sequence[str] | None = None) -> int:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args(given)
-
-    import torch
-
-    from outrider.eval.measure import DecoderRacer, make_records
-    from outrider.eval.race import make_jobs, race, threads
-    from outrider.eval.suites import load_suites
-    from outrider.heads import load_drafter
-    from outrider.recipes import EvalSpec
-    from outrider.targets import Target
 
     target = Target.load(arguments.target, dtype=arguments.dtype)
     drafter = load_drafter(arguments.drafter, target)

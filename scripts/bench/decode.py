@@ -25,18 +25,31 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
+
+from outrider.decode import Decoder, Plan
+from outrider.eval.bandwidth import bandwidth
+from outrider.eval.costs import check_context, ragged_lengths
+from outrider.eval.measure import GENERATE, Contestant, DecoderRacer, GenerateRacer, make_records
+from outrider.eval.race import Answer, Job, Racer, make_jobs, race, threads
+from outrider.eval.reports.figures import Baselines, Figures, Record, speed_ratio
+from outrider.eval.reports.statistics import Bootstrap, strata_of
+from outrider.eval.suites import load_suites
+from outrider.eval.summary import summarise
+from outrider.ground import BadInputError
+from outrider.ground.machine import best_device, clock
+from outrider.heads import Drafter, DraftModel, Ngram, load_drafter
+from outrider.recipes import EvalSpec
+from outrider.targets import Target
+
+from . import random_targets as models
+from .cells import Cell, CellSettings
 from .conditions import command, conditions, write
-
-if TYPE_CHECKING:
-    from outrider.eval.race import Answer, Job, Racer
-    from outrider.eval.reports.figures import Figures, Record
-    from outrider.heads import Drafter
-    from outrider.targets import Target
-
-    from .cells import Cell, CellSettings
-    from .loops import Texts
+from .loops import Ours, Texts, assist
+from .overhead import loop_overhead
+from .prompts import joined_prompts, random_prompts
 
 ASSISTED, LOOKUP = "transformers.assisted", "transformers.prompt_lookup"
 
@@ -48,11 +61,6 @@ class Drafting:
         self.name, self.target, self.max_new_tokens, self.options = name, target, max_new_tokens, options
 
     def __call__(self, job: Job, temperature: float) -> Answer:
-        import torch
-
-        from outrider.eval.race import Answer
-        from outrider.ground.machine import clock
-
         tokens = torch.tensor([job.prompt.tokens], device=self.target.device)
         mask = torch.ones_like(tokens)
         began = clock(self.target.device)
@@ -68,9 +76,6 @@ class Drafting:
 
 
 def load_drafters(target: Target, arguments: argparse.Namespace) -> dict[str, Drafter]:
-    from outrider.ground import BadInputError
-    from outrider.heads import load_drafter
-
     folders = {"eagle3": arguments.eagle3, "draft_model": arguments.draft_model}
     found = {name: load_drafter(folder, target) for name, folder in folders.items() if folder}
     for name, drafter in found.items():
@@ -82,13 +87,6 @@ def load_drafters(target: Target, arguments: argparse.Namespace) -> dict[str, Dr
 
 
 def build_racers(target: Target, drafters: dict[str, Drafter], arguments: argparse.Namespace) -> list[Racer]:
-    from outrider.decode import Plan
-    from outrider.eval.measure import Contestant, DecoderRacer, GenerateRacer
-    from outrider.heads import DraftModel, Ngram
-    from outrider.recipes import EvalSpec
-
-    from .loops import assist
-
     settings = EvalSpec(max_new_tokens=arguments.max_new_tokens, seed=0)
     plan, tree = Plan(arguments.depth), Plan(arguments.depth + 1, arguments.width, arguments.nodes)
     found = [Contestant("plain", None, Plan(depth=0)), Contestant("ngram", Ngram(), plan)]
@@ -108,9 +106,6 @@ def build_racers(target: Target, drafters: dict[str, Drafter], arguments: argpar
 
 def quotients(records: dict[str, list[Record]], pairs: list[tuple[str, str]]) -> dict[str, Any]:
     """Tokens/s of one contestant over another's, on the same prompts."""
-    from outrider.eval.reports.figures import speed_ratio
-    from outrider.eval.reports.statistics import Bootstrap, strata_of
-
     bootstrap = Bootstrap(strata_of([r.suite for r in records["plain"]]))
     found = {}
     for above, below in pairs:
@@ -128,11 +123,6 @@ def race_suites(
     target: Target, drafters: dict[str, Drafter], jobs: list[Job], arguments: argparse.Namespace
 ) -> tuple[dict[str, Any], list[Figures]]:
     """Quotients of tokens/s, and every contestant's figures."""
-    from outrider.eval.measure import GENERATE, make_records
-    from outrider.eval.race import race
-    from outrider.eval.reports.figures import Baselines
-    from outrider.eval.summary import summarise
-
     racers = build_racers(target, drafters, arguments)
     for racer in racers:
         racer(jobs[0], 0.0)
@@ -156,11 +146,6 @@ def measure_overheads(
     target: Target, drafters: dict[str, Drafter], jobs: list[Job], arguments: argparse.Namespace
 ) -> dict[str, Any]:
     """Of plain rounds, and of each drafter's, on the suites' prompts with the acceptance that the drafter has there."""
-    from outrider.decode import Decoder, Plan
-
-    from .loops import Ours
-    from .overhead import loop_overhead
-
     chosen = [
         job
         for suite in dict.fromkeys(j.suite for j in jobs)
@@ -179,8 +164,6 @@ def measure_overheads(
 
 
 def cell_settings(arguments: argparse.Namespace) -> CellSettings:
-    from .cells import CellSettings
-
     settings = CellSettings(
         arguments.depth,
         tuple(arguments.shares),
@@ -203,8 +186,6 @@ def cell_settings(arguments: argparse.Namespace) -> CellSettings:
 
 def check_room(target: Target, arguments: argparse.Namespace) -> None:
     """Raise BadInputError for a context that leaves no room for what is written behind it."""
-    from outrider.eval.costs import check_context
-
     settings = cell_settings(arguments)
     for context in arguments.context:
         check_context(
@@ -216,12 +197,6 @@ def make_cells(
     target: Target, drafters: dict[str, Drafter], texts: Texts | None, arguments: argparse.Namespace
 ) -> Iterator[Cell]:
     """The shortest context and smallest batch first. Prompts are joined from `texts`, or random and holding what follows them."""
-    from outrider.eval.bandwidth import bandwidth
-    from outrider.eval.costs import ragged_lengths
-
-    from .cells import Cell
-    from .prompts import joined_prompts, random_prompts
-
     settings = cell_settings(arguments)
     measured = bandwidth(target.device, arguments.bandwidth_bytes)
     for context in arguments.context:
@@ -236,12 +211,6 @@ def make_cells(
 
 def random_models(arguments: argparse.Namespace) -> tuple[Target, dict[str, Drafter], dict[str, Any]]:
     """A target of --shape, its drafters, and the words for it in the conditions."""
-    import torch
-
-    from outrider.ground.machine import best_device
-
-    from . import random_targets as models
-
     shape = models.shape_of(arguments.shape, arguments.layers, arguments.hidden, arguments.vocab)
     target = models.build_target(shape, getattr(torch, arguments.dtype), best_device())
     drafters: dict[str, Drafter] = {"eagle3": models.build_eagle3(target)}
@@ -427,10 +396,6 @@ def told(arguments: argparse.Namespace, prompts: int, raced: bool) -> dict[str, 
 
 def main(given: Sequence[str] | None = None) -> int:
     arguments = parse(given)
-
-    from outrider.eval.race import make_jobs, threads
-    from outrider.eval.suites import load_suites
-    from outrider.targets import Target
 
     with threads(arguments.threads):
         if arguments.shape:

@@ -14,10 +14,12 @@ import tempfile
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from .loops import Loop
+import torch
+from torch.profiler import ProfilerActivity, record_function
+
+from .loops import Loop
 
 MARK = "outrider.read_back"
 BUSY = {"cuda": ("kernel", "gpu_memcpy", "gpu_memset"), "cpu": ("cpu_op",)}
@@ -52,9 +54,6 @@ class Gaps:
 
 def profile(loop: Loop, prompts: Sequence[Sequence[int]], device: str) -> Gaps | None:
     """Complete `prompts` once to warm up, and once under the profiler, which starts when they were read; None if it saw nothing of the device."""
-    import torch
-    from torch.profiler import ProfilerActivity, record_function
-
     loop(prompts)
     activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if device == "cuda" else [])
     profiler = torch.profiler.profile(activities=activities)

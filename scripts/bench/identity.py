@@ -13,18 +13,18 @@ import json
 import sys
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from outrider.decode import Plan
-    from outrider.heads import Drafter
-    from outrider.targets import Target
+import torch
+
+from outrider.decode import Decoder, Plan
+from outrider.eval.suites import load_suites
+from outrider.heads import Drafter, Ngram, load_drafter
+from outrider.targets import Target
 
 
 def load_contestants(names: list[str], target: Target) -> dict[str, Drafter | None]:
     """`name=folder` loads a drafter; `ngram` needs none. The plain target is always there."""
-    from outrider.heads import Ngram, load_drafter
-
     found: dict[str, Drafter | None] = {"plain": None}
     for entry in names:
         name, _, folder = entry.partition("=")
@@ -34,8 +34,6 @@ def load_contestants(names: list[str], target: Target) -> dict[str, Drafter | No
 
 def reference(target: Target, prompt: list[int], count: int) -> list[int]:
     """What `transformers.generate` writes, greedily, end-of-sequence included."""
-    import torch
-
     tokens = torch.tensor([prompt], device=target.device)
     out = target.model.generate(tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=count, do_sample=False)  # type: ignore[operator]
     return [int(t) for t in out[0, len(prompt) :]]
@@ -51,8 +49,6 @@ def compare(
     batch: int,
     count: int,
 ) -> dict[str, Any]:
-    from outrider.decode import Decoder
-
     decoder, got, emitted = Decoder(target, drafter), [], []
     for start in range(0, len(prompts), batch):
         out = decoder.generate(prompts[start : start + batch], count, plan=plan)
@@ -71,8 +67,6 @@ def mean(values: list[int]) -> float:
 
 
 def plans(drafter: Drafter | None, arguments: argparse.Namespace) -> dict[str, Plan]:
-    from outrider.decode import Plan
-
     if drafter is None:
         return {"no drafts": Plan(0)}
     chain, tree = Plan(arguments.depth), Plan(arguments.depth + 1, arguments.width, arguments.nodes)
@@ -91,11 +85,6 @@ def main() -> int:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--out", type=Path, help="JSON file for the figures")
     arguments = parser.parse_args()
-
-    import torch
-
-    from outrider.eval.suites import load_suites
-    from outrider.targets import Target
 
     torch.set_num_threads(arguments.threads)
     target = Target.load(arguments.target, dtype="float32")

@@ -10,13 +10,16 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
-if TYPE_CHECKING:
-    import torch
+import torch
+from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
 
-    from outrider.decode import Decoder, Plan
-    from outrider.targets import Target
+from outrider.decode import Decoder, Plan
+from outrider.ground.machine import clock
+from outrider.targets import Target
+
+from .forced import Forced
 
 Texts = list[list[int]]
 Mark = Callable[[int], None]
@@ -85,8 +88,6 @@ class Ours:
         self.decoder.rooms.kept.clear()
 
     def __call__(self, prompts: Sequence[Sequence[int]], mark: Mark = lambda _: None) -> Timed:
-        from .forced import Forced
-
         if isinstance(self.decoder.drafter, Forced):
             assert self.script is not None
             self.decoder.drafter.script = self.script
@@ -152,9 +153,6 @@ class Theirs:
         """Nothing is kept."""
 
     def __call__(self, prompts: Sequence[Sequence[int]], mark: Mark = lambda _: None) -> Timed:
-        import torch
-        from transformers import StoppingCriteriaList
-
         tokens, mask = _padded(prompts, self.target.device)
         steps = _steps(mark, tokens.shape[1], self.target.device)
         options = {} if self.assistant is None else {"assistant_model": self.assistant}
@@ -183,8 +181,6 @@ class Theirs:
         )
 
     def _config(self) -> Any:
-        from transformers import GenerationConfig
-
         lookup = {"prompt_lookup_num_tokens": self.lookup} if self.lookup else {}
         return GenerationConfig(
             do_sample=False,
@@ -215,8 +211,6 @@ def _steps(mark: Mark, prompt: int, device: torch.device) -> Any:
 
     Only of calls behind a pass of the target: older transformers (5.17) ask about drafts too, before they verify them.
     """
-    import torch
-    from transformers import StoppingCriteria
 
     class Steps(StoppingCriteria):
         def __init__(self) -> None:
@@ -241,8 +235,6 @@ def _steps(mark: Mark, prompt: int, device: torch.device) -> Any:
 
 def _padded(prompts: Sequence[Sequence[int]], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Tokens and mask, `[B, T]` each, padded on the left."""
-    import torch
-
     width = max(map(len, prompts))
     tokens = torch.tensor([[0] * (width - len(p)) + list(p) for p in prompts], device=device)
     mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=device)
@@ -250,8 +242,6 @@ def _padded(prompts: Sequence[Sequence[int]], device: torch.device) -> tuple[tor
 
 
 def _now(device: torch.device) -> float:
-    from outrider.ground.machine import clock
-
     return clock(device)
 
 

@@ -33,18 +33,26 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from outrider.decode import Decoder, Plan, Sampling
+from outrider.distill.responses import load_responses
+from outrider.eval.race import race, threads
+from outrider.eval.reports.statistics import Bootstrap
+from outrider.eval.suites import load_suites
 from outrider.ground import BadInputError
+from outrider.heads import Drafter
 from outrider.targets import Target
+from outrider.train.data import Rows, split, token_counts
 
 from .acceptance import Rounds, over_seeds, pooled, rounds_of, shown, tau
 from .conditions import command, conditions, write
@@ -63,10 +71,6 @@ from .peers_training import (
     one_row,
     with_features,
 )
-
-if TYPE_CHECKING:
-    from outrider.heads import Drafter
-    from outrider.train.data import Rows
 
 # ------------------------------------------------------------ speed
 
@@ -93,8 +97,6 @@ def measure_speed(
     settings: Settings, rows: Rows, make_peer: MakePeer, arguments: argparse.Namespace
 ) -> list[dict[str, Any]]:
     """One cell for each length and share of tokens that are not learned."""
-    from outrider.eval.race import race
-
     trainings = [
         Training(contestant, "adamw", 1e-4, 10**6, 1, precision)
         for precision in PRECISIONS.values()
@@ -128,8 +130,6 @@ def everyone(settings: Settings, make_peer: MakePeer, arguments: argparse.Namesp
 
 def speed_cell(length: int, share: float, found: dict[str, list[Seconds]]) -> dict[str, Any]:
     """Tokens per second by name, and ours over the fastest of theirs at each precision."""
-    import statistics
-
     rates = {
         name: {
             "median": round(length / statistics.median(s.wall for s in runs), 1),
@@ -300,9 +300,6 @@ def measure_tau(
     settings: Settings, rows: Rows, make_peer: MakePeer, optimizer: str, arguments: argparse.Namespace
 ) -> dict[str, Any]:
     """Over all seeds: τ of each at both temperatures, and ours over theirs."""
-    from outrider.decode import Decoder, Plan, Sampling
-    from outrider.eval.suites import load_suites
-
     suites = load_suites(arguments.suites, settings.target.require_tokenizer(), arguments.limit)
     prompts = [list(p.tokens) for s in suites for p in s.prompts]
     runs: dict[float, dict[str, list[Rounds]]] = {0.0: {}, 1.0: {}}
@@ -329,8 +326,6 @@ def measure_tau(
 
 def compare_tau(by_name: dict[str, list[Rounds]], strata: Sequence[int]) -> dict[str, Any]:
     """τ by name, each one's quotient to the peer's on the same prompts, and that quotient seed by seed with the interval that three seeds alone would give."""
-    from outrider.eval.reports.statistics import Bootstrap
-
     bootstrap, peer = Bootstrap(strata), next(name for name in by_name if name.startswith(THEIRS))
     together = {name: pooled(seeds) for name, seeds in by_name.items()}
     found: dict[str, Any] = {"tau": {}, "over_theirs": {}}
@@ -435,10 +430,6 @@ def told(arguments: argparse.Namespace, version: str) -> dict[str, Any]:
 
 def main(given: Sequence[str] | None = None) -> int:
     arguments = parse(given)
-
-    from outrider.distill.responses import load_responses
-    from outrider.eval.race import threads
-    from outrider.train.data import split, token_counts
 
     # A step of ours alone needs no peer.
     make_peer, version = (Ours, "") if arguments.one_step and arguments.one_step[0] == OURS else load_peer()

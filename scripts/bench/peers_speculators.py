@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from speculators.losses import resolve_loss_config
@@ -17,13 +17,11 @@ from speculators.train.data import CollateFn
 from torch import Tensor, nn
 from transformers import AutoConfig
 
+from outrider.heads import Drafter
 from outrider.pair.peers import load_speculators
 from outrider.targets import embedded_path
 
 from .peers_training import THEIRS, Row, Settings
-
-if TYPE_CHECKING:
-    from outrider.heads import Drafter
 
 VERSION = version("speculators")
 

@@ -8,17 +8,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from transformers import get_cosine_schedule_with_warmup
 
 from outrider.ground import BadInputError
 from outrider.heads import Drafter, Eagle3, Eagle3Config, TargetBatch
 from outrider.targets import Target
-
-if TYPE_CHECKING:
-    from outrider.train.data import Rows
+from outrider.train.data import IGNORED, Order, Rows
+from outrider.train.muon import MuonAdamW, split_parameters
 
 OURS, FROZEN, THEIRS = "outrider", "outrider, output embedding frozen", "speculators"
 PRECISIONS: dict[str, torch.dtype | None] = {"fp32": None, "bf16": torch.bfloat16}
@@ -126,8 +126,6 @@ class Training:
         warmup: int,
         precision: torch.dtype | None = None,
     ):
-        from transformers import get_cosine_schedule_with_warmup
-
         self.contestant, self.precision, self.name = contestant, precision, contestant.name
         self.optimizer = _optimizer(contestant.module, optimizer, rate)
         self.schedule = get_cosine_schedule_with_warmup(self.optimizer, warmup, total)
@@ -149,8 +147,6 @@ class Training:
 
 def _optimizer(module: nn.Module, name: str, rate: float) -> torch.optim.Optimizer:
     """The same for both: AdamW, or Muon for the matrices inside and AdamW for the rest; neither decays weights."""
-    from outrider.train.muon import MuonAdamW, split_parameters
-
     if name == "muon":
         return MuonAdamW(*split_parameters(module), lr=rate)
     return torch.optim.AdamW([p for p in module.parameters() if p.requires_grad], lr=rate, weight_decay=0.0)
@@ -183,8 +179,6 @@ def features(target: Target, tokens: Sequence[Tensor], learned: Sequence[Tensor]
 
 def batches_of(rows: Rows, size: int, count: int, seed: int) -> Iterator[list[dict[str, Any]]]:
     """`count` batches of `size` rows, in the order of our trainer; an epoch's last batch may be smaller."""
-    from outrider.train.data import Order
-
     order, made = Order(len(rows), 1, seed), 0
     while True:
         for start in range(0, len(rows), size):
@@ -198,8 +192,6 @@ def batches_of(rows: Rows, size: int, count: int, seed: int) -> Iterator[list[di
 
 
 def with_features(settings: Settings, batch: Sequence[dict[str, Any]]) -> list[Row]:
-    from outrider.train.data import IGNORED
-
     learned = [torch.tensor(row["labels"]) != IGNORED for row in batch]
     taps = settings.head().taps
     return features(settings.target, [torch.tensor(row["input_ids"]) for row in batch], learned, taps)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import cycle, islice
-from typing import TYPE_CHECKING
+
+import torch
 
 from outrider.ground import BadInputError
 
+from .loops import Texts
 from .random_targets import following
-
-if TYPE_CHECKING:
-    from .loops import Texts
 
 
 def random_prompts(vocab: int, lengths: Sequence[int], ahead: int, seed: int = 0) -> Texts:
@@ -20,7 +19,6 @@ def random_prompts(vocab: int, lengths: Sequence[int], ahead: int, seed: int = 0
     Raises:
         BadInputError: a length that has no room for them.
     """
-    import torch
 
     if min(lengths) < ahead + 3:
         raise BadInputError(

@@ -9,13 +9,14 @@ weights that are random throughout, near-ties in bf16 would end every forced acc
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    import torch
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
-    from outrider.heads import DraftModel, Eagle3
-    from outrider.targets import Target
+from outrider.ground import BadInputError
+from outrider.heads import DraftModel, Eagle3, Eagle3Config
+from outrider.targets import Target
 
 STEP = 7919  # a prime: the text comes back to a token only when it has seen the whole vocabulary
 EMBEDDING = 128.0  # standard deviation of the input embeddings; the layers add some 15 to it
@@ -92,7 +93,6 @@ def shape_of(
     Raises:
         BadInputError: no such shape, or a size below 1.
     """
-    from outrider.ground import BadInputError
 
     if name not in SHAPES:
         raise BadInputError(f"no shape {name!r}; known: {', '.join(SHAPES)}.")
@@ -108,10 +108,6 @@ def shape_of(
 
 def build_target(shape: dict[str, Any], dtype: torch.dtype, device: torch.device | str, seed: int = 0) -> Target:
     """A target of this configuration, made on `device`; without tokenizer and without an end token."""
-    import torch
-
-    from outrider.targets import Target
-
     model = _random_model(shape, dtype, device, seed)
     with torch.no_grad():
         embedding, output = model.get_input_embeddings().weight, model.get_output_embeddings().weight
@@ -128,10 +124,6 @@ def following(token: int, vocab: int) -> int:
 
 def build_eagle3(target: Target, outputs: int = PRUNED, seed: int = 0) -> Eagle3:
     """An untrained EAGLE-3 head with so many outputs (those of published heads), or as many as the target has."""
-    import torch
-
-    from outrider.heads import Eagle3, Eagle3Config
-
     taps = () if target.num_layers >= 4 else (target.num_layers,)
     torch.manual_seed(seed)
     config = Eagle3Config(taps=taps, draft_vocab_size=min(outputs, target.vocab_size))
@@ -145,8 +137,6 @@ def build_draft_model(
     name: str, target: Target, layers: int | None = None, hidden: int | None = None, seed: int = 1
 ) -> DraftModel:
     """A random causal LM of the family's smallest shape."""
-    from outrider.heads import DraftModel
-
     values = SHAPES[name] | DRAFT_SHAPES[name] | {"vocab_size": target.vocab_size}
     if hidden is not None:
         values |= {
@@ -159,9 +149,6 @@ def build_draft_model(
 
 
 def _random_model(shape: dict[str, Any], dtype: torch.dtype, device: torch.device | str, seed: int) -> Any:
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
-
     values = {k: v for k, v in shape.items() if k != "model_type"}
     config = AutoConfig.for_model(
         shape["model_type"], **values, bos_token_id=None, eos_token_id=None, pad_token_id=None
@@ -174,6 +161,4 @@ def _random_model(shape: dict[str, Any], dtype: torch.dtype, device: torch.devic
 
 def _on(device: torch.device | str) -> AbstractContextManager[Any]:
     """New tensors on `device`: weights of eight billion numbers are made where they stay."""
-    import torch
-
     return nullcontext() if torch.device(device).type == "cpu" else torch.device(device)

@@ -13,14 +13,17 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from outrider.decode import Decoder, Plan, Sampling, best_tree, depth_counts
+from outrider.eval.race import threads
+from outrider.eval.reports.statistics import Bootstrap
+from outrider.eval.suites import load_suites
+from outrider.heads import load_drafter
+from outrider.targets import Target
 
 from .acceptance import Rounds, pooled, rounds_of, shown, tau
 from .conditions import command, conditions, write
-
-if TYPE_CHECKING:
-    from outrider.decode import Decoder, Plan
-    from outrider.eval.reports.statistics import Bootstrap
 
 
 def run(
@@ -32,8 +35,6 @@ def run(
     arguments: argparse.Namespace,
 ) -> Rounds:
     """All rounds of each prompt, over the seeds."""
-    from outrider.decode import Sampling
-
     return pooled(
         [
             rounds_of(decoder, prompts, arguments.max_new_tokens, Sampling(temperature, seed=s), plan, arguments.batch)
@@ -44,8 +45,6 @@ def run(
 
 def rates_of(rounds: Rounds, width: int) -> list[list[float]]:
     """Acceptance by depth from a chain's rounds; siblings are guessed at a quarter of the one before (only the shape depends on it)."""
-    from outrider.decode import depth_counts
-
     counts = depth_counts([r for each in rounds for r in each])
     return [
         [kept / reached * (1 - kept / reached) ** i * 0.5**i for i in range(width)]
@@ -69,8 +68,6 @@ def greedy(
     decoder: Decoder, prompts: list[list[int]], bootstrap: Bootstrap, arguments: argparse.Namespace
 ) -> dict[str, Any]:
     """Trees against the best chain."""
-    from outrider.decode import Plan
-
     plans = {f"chain, depth {d}": Plan(d) for d in range(1, arguments.deepest + 1)}
     plans |= {
         str(plan): plan for plan in (Plan(5, width=4, nodes=16), Plan(6, width=4, nodes=24), Plan(6, width=6, nodes=32))
@@ -85,8 +82,6 @@ def sampled(
     decoder: Decoder, prompts: list[list[int]], bootstrap: Bootstrap, arguments: argparse.Namespace
 ) -> dict[str, Any]:
     """Rule against rule, on a chain and on a static tree."""
-    from outrider.decode import Plan, best_tree
-
     seeds = range(arguments.seeds)
     chain = {f"chain, {rule}": Plan(arguments.depth, verify=rule) for rule in ("rejection", "block")}
     measured = {name: run(decoder, prompts, plan, 1.0, seeds, arguments) for name, plan in chain.items()}
@@ -118,13 +113,6 @@ def main(given: Sequence[str] | None = None) -> int:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args(given)
-
-    from outrider.decode import Decoder
-    from outrider.eval.race import threads
-    from outrider.eval.reports.statistics import Bootstrap
-    from outrider.eval.suites import load_suites
-    from outrider.heads import load_drafter
-    from outrider.targets import Target
 
     with threads(arguments.threads):
         target = Target.load(arguments.target, dtype="float32")

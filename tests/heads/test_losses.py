@@ -366,6 +366,33 @@ def test_peak_memory_grows_with_the_chunk_and_not_with_positions_or_steps(name):
     assert large < 400 * 4 / 3
 
 
+def test_values_and_slopes_of_half_precision_are_summed_in_single():
+    """600 times the same position, one by one: in 16 bits a sum stands still once it is 256 times what is added."""
+    target_head, draft_head = (head.bfloat16() for head in heads(None))
+    one = torch.randn(1, 4).bfloat16()
+    found = {}
+    for count in (1, 600):
+        hidden = one.expand(count, -1).clone().requires_grad_()
+        result = chunked_compare(
+            torch.ones(count, 5).bfloat16(), hidden, target_head, draft_head, divergence("tv"), parameters=[draft_head.weight], chunk=1
+        )  # fmt: skip
+        assert result.loss.dtype == result.alpha.dtype == result.top1.dtype == result.total.dtype == torch.float32
+        found[count] = torch.autograd.grad(result.total, [hidden, draft_head.weight])[1].float()
+    torch.testing.assert_close(found[600], 600 * found[1], rtol=0.02, atol=0.01)
+
+
+def test_512_positions_are_compared_at_a_time_if_nothing_else_is_asked_for():
+    seen: list[int] = []
+    target_head, draft_head = heads(None, vocab=3)
+
+    def head(hidden: Tensor) -> Tensor:
+        seen.append(len(hidden))
+        return target_head(hidden)
+
+    chunked_compare(torch.randn(1025, 5), torch.randn(1025, 4), head, draft_head, divergence("tv"))
+    assert seen == [512, 512, 1]
+
+
 @pytest.mark.parametrize("kept", [None, torch.tensor([1, 2])])
 def test_no_positions_give_no_values_and_a_graph_that_can_be_walked(kept):
     target_head, draft_head = heads(kept)

@@ -18,8 +18,8 @@ from outrider.decode import Decoder, Plan, Sampling
 from outrider.ground import BadInputError, IncompatibleError
 from outrider.heads import Mtp, MtpConfig, TargetBatch, load_drafter
 from outrider.heads.losses import DIVERGENCES
-from outrider.heads.parts.mtp_native import main, save_native
 from outrider.heads.parts.target_layer import plain_body
+from outrider.pair.mtp_native import main, save_native
 from outrider.targets import Counts, PeakBytes, Target
 from outrider.train.warmstart import make_drafter
 

@@ -263,3 +263,127 @@ def test_without_a_tokenizer_a_pair_is_still_made(
     pair = new_pair(tmp_path / "pair", target, make_drafter("ngram", target), recipe, calibration=[])
     assert pair.tokenizer() is None
     assert verify(pair.folder, target) == []
+
+
+# ------------------------------------------------------------ what is said
+
+
+def test_a_pair_is_known_by_what_its_manifest_says(
+    make_pair: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    made = make_pair("ngram", tmp_path / "home" / "pair")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    pair = Pair.load("~/pair")
+    assert pair == made
+    assert (pair.name, pair.version, pair.digest, pair.dtype) == ("tiny", 1, made.manifest.digest, "float32")
+    assert (pair.folder, pair.drafter_folder, pair.recipe_file) == (
+        made.folder,
+        made.folder / "drafter",
+        made.folder / "recipe.yaml",
+    )
+    assert verify("~/pair") == []
+
+
+def test_recipe_and_tokenizer_come_back(
+    make_pair: Callable[..., Pair], recipe: Recipe, tiny_tokenizer: PreTrainedTokenizerFast
+) -> None:
+    pair = make_pair("ngram")
+    assert pair.recipe() == recipe
+    tokenizer = pair.tokenizer()
+    assert tokenizer is not None
+    assert tokenizer.get_vocab() == tiny_tokenizer.get_vocab()
+
+
+def test_a_stale_target_is_named_with_what_differs_and_what_to_do(
+    make_pair: Callable[..., Pair], make_target: Callable[..., Target]
+) -> None:
+    pair, changed = make_pair("ngram"), make_target(noise=0.01)
+    differences = pair.fingerprint().differences(changed.fingerprint())
+    with pytest.raises(StaleError) as caught:
+        pair.open(changed)
+    assert str(caught.value) == (
+        f"this target is not the one tiny version 1 was made for: {', '.join(differences)} differ. The output would still be exact, "
+        f"but how fast is unknown: run `outrider probe {pair.folder} --target …`, or refresh the pair."
+    )
+    found = compatibility(pair, changed)
+    assert (found.status, found.lines) == ("changed", differences)
+    same = compatibility(pair, make_target())
+    assert (same.status, same.lines) == ("same", [])
+
+
+def test_a_target_that_was_given_in_memory_must_be_named(make_pair: Callable[..., Pair]) -> None:
+    pair = make_pair("ngram")
+    with pytest.raises(BadInputError) as refused:
+        pair.load_target()
+    assert (
+        str(refused.value)
+        == f"{pair.folder}: this pair's target was given in memory, so it cannot be loaded again; name the target."
+    )
+
+
+def test_a_recorded_target_that_is_gone_is_named_with_the_pair(
+    make_pair: Callable[..., Pair], make_target: Callable[..., Target], tmp_path: Path
+) -> None:
+    made = make_target()
+    pair = make_pair("ngram", target=Target(made.model, made.tokenizer, {"path": str(tmp_path / "gone")}))
+    with pytest.raises(
+        BadInputError, match=rf"^the target recorded in {pair.folder} cannot be loaded; name one that can\. .*gone"
+    ):
+        pair.load_target()
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_how_a_target_is_loaded(
+    make_pair: Callable[..., Pair], make_target: Callable[..., Target], monkeypatch: pytest.MonkeyPatch, named: bool
+) -> None:
+    """The one that is named, or the recorded one with its revision and adapter; in the pair's dtype if no other is asked for."""
+    made, asked = make_target(), []
+    pair = make_pair(
+        "ngram",
+        target=Target(made.model, made.tokenizer, {"path": "org/base", "revision": "main", "adapter": "org/lora"}),
+    )
+    monkeypatch.setattr(Target, "load", lambda *arguments, **options: asked.append((arguments, options)))
+    for options in ({"device": "cpu"}, {"dtype": "bfloat16"}):
+        pair.load_target("org/other" if named else None, **options)
+    where = ("org/other",) if named else ("org/base", "main", "org/lora")
+    assert asked == [(where, {"dtype": "float32", "device": "cpu"}), (where, {"dtype": "bfloat16"})]
+
+
+def test_a_kept_adapter_is_loaded_from_the_pair(
+    make_pair: Callable[..., Pair], make_target: Callable[..., Target], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, adapter, asked = make_target(), tmp_path / "lora", []
+    adapter.mkdir()
+    (adapter / "adapter_model.safetensors").write_bytes(b"weights")
+    (adapter / "adapter_config.json").write_text("{}")
+    pair = make_pair("ngram", target=Target(made.model, made.tokenizer, {"path": "org/base", "adapter": str(adapter)}))
+    monkeypatch.setattr(Target, "load", lambda *arguments, **options: asked.append(arguments))
+    pair.load_target()
+    assert asked == [("org/base", None, str(pair.folder / "adapter"))]
+
+
+def test_verify_says_what_differs_and_how(make_pair: Callable[..., Pair], make_target: Callable[..., Target]) -> None:
+    pair, changed = make_pair("eagle3"), make_target(noise=0.1)
+    config, weights = pair.drafter_folder / "config.json", pair.drafter_folder / "model.safetensors"
+    recorded = pair.manifest.drafter.files["config.json"]
+    config.write_text("{}")
+    weights.unlink()
+    weights.symlink_to("nowhere")
+    found = verify(pair.folder, changed)
+    assert found[0].startswith("drafter/config.json: content differs (SHA-256 44136fa355b3…, recorded ")
+    assert found[0].endswith(f"recorded {recorded[:12]}…)")
+    assert found[1] == "drafter/model.safetensors: cannot be read (No such file or directory)"
+    assert found[2:] == [f"target: {line} differs" for line in pair.fingerprint().differences(changed.fingerprint())]
+
+
+def test_verify_names_the_file_whose_text_was_altered(make_pair: Callable[..., Pair]) -> None:
+    pair = make_pair("ngram")
+    file = pair.folder / "pair.json"
+    file.write_text(file.read_text() + "\n")
+    assert verify(pair.folder) == ["pair.json: its bytes differ from the form it was written in"]
+
+
+def test_verify_needs_a_pair(tmp_path: Path) -> None:
+    with pytest.raises(BadInputError) as refused:
+        verify(tmp_path)
+    assert str(refused.value) == f"no pair at {str(tmp_path)!r}: pair.json is missing there."

@@ -67,8 +67,11 @@ def stored(target: Target, tmp_path: Path) -> str:
 
 
 def test_the_loss_and_its_gradient_are_the_papers(target: Target) -> None:
-    """L_target + λ0 · L_heads, by hand on whole logits: KL from the original to the adapted target, and the heads' soft cross-entropy with the adapted target's
-    distribution, which has no gradient of its own."""
+    """L_target + λ0 · L_heads, by hand on whole logits.
+
+    That is KL from the original to the adapted target, and the heads' soft cross-entropy with the adapted target's
+    distribution, which has no gradient of its own.
+    """
     torch.manual_seed(0)
     drafter = Medusa.build(MedusaConfig(num_heads=2, decay=0.5, loss="soft_ce"), target).float()
     tokens = torch.randint(0, target.vocab_size, (2, 9))

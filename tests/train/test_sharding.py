@@ -1,4 +1,4 @@
-"""A target whose layers are split over two processes is the same target: its passes, its responses, and what is learned from it.
+"""A target whose layers are split over two processes is the same target: in passes, responses, and what is learned.
 
 Both processes are real, on a CPU. Where one process works alone while the other takes part in its passes, a mistake
 would hang: so would these tests.

@@ -1,7 +1,7 @@
 """MTP modules written back as their target's checkpoint holds them (see parts/mtp_checkpoint.py).
 
 # safetensors files to put in the place of CHECKPOINT's
-python -m outrider.heads.parts.mtp_native DRAFTER CHECKPOINT OUT
+python -m outrider.pair.mtp_native DRAFTER CHECKPOINT OUT
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from typing import Any
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from ...ground import BadInputError, IncompatibleError, OutriderError
-from ...ground.files import replacing
-from ..base import Drafter
-from .mtp_checkpoint import KEPT, LAYER, SINGLE, Checkpoint, folder_of
-from .registry import load_drafter
-from .target_layer import plain_body
+from ..ground import BadInputError, IncompatibleError, OutriderError
+from ..ground.files import replacing
+from ..heads.mtp import Mtp
+from ..heads.parts.mtp_checkpoint import KEPT, LAYER, SINGLE, Checkpoint, folder_of
+from ..heads.parts.registry import load_drafter
+from ..heads.parts.target_layer import plain_body
 
 
-def save_native(drafter: Drafter, checkpoint: str, folder: str | Path) -> list[Path]:
+def save_native(drafter: Mtp, checkpoint: str, folder: str | Path) -> list[Path]:
     """Write the files of `checkpoint` that hold its MTP modules into `folder`, with this drafter's in their place.
 
     They are safetensors files. Names, shapes, dtypes and whatever else they hold stay: put them in the place of the
@@ -43,9 +43,7 @@ def save_native(drafter: Drafter, checkpoint: str, folder: str | Path) -> list[P
     original = Checkpoint(folder_of(checkpoint))
     new: dict[str, Tensor] = {}
     for k, (place, layer) in enumerate(original.places(drafter.config.target_layers, drafter.config.depth)):
-        state = {
-            name: tensor.detach().cpu() for name, tensor in drafter.get_submodule(f"parts.{k}").state_dict().items()
-        }
+        state = {name: tensor.detach().cpu() for name, tensor in drafter.module(k).state_dict().items()}
         new |= {name: state[ours] for ours, name in place.own.items()}
         names = [n.removeprefix(place.layer) for n in layer]
         found = _layer_to(drafter.config.layer, state, names, original.path)
@@ -106,7 +104,7 @@ def main(arguments: list[str] | None = None) -> int:
         the exit code: 0 fine, 2 bad input, 3 incompatible.
     """
     parser = argparse.ArgumentParser(
-        prog="python -m outrider.heads.parts.mtp_native", description="Write MTP modules back under their native names."
+        prog="python -m outrider.pair.mtp_native", description="Write MTP modules back under their native names."
     )
     parser.add_argument("drafter", help="the folder of a trained mtp drafter")
     parser.add_argument("checkpoint", help="the target's published checkpoint: a folder or a Hub id")
@@ -114,7 +112,7 @@ def main(arguments: list[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     try:
         drafter = load_drafter(given.drafter)
-        if drafter.name != "mtp":
+        if not isinstance(drafter, Mtp):
             raise BadInputError(
                 f"{given.drafter} holds a drafter of type {drafter.name!r}; only mtp drafters have a native form."
             )

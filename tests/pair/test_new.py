@@ -1,0 +1,333 @@
+"""What making a pair writes, keeps and refuses."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+
+from outrider.decode import Plan
+from outrider.distill.prompts import Prompt
+from outrider.eval.measure import Contestant, measure
+from outrider.eval.suites import make_suite
+from outrider.heads import Drafter
+from outrider.pair import Pair, new_pair, verify
+from outrider.pair import new as making
+from outrider.recipes import Recipe
+from outrider.target import BadInputError, Target
+from outrider.target.fingerprint import digest_file
+
+MakePair = Callable[..., Pair]
+MakeTarget = Callable[..., Target]
+MakeDrafter = Callable[[str, Target], Drafter]
+
+
+@pytest.fixture
+def today(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """`today(date)`: pairs are made on that day."""
+    return lambda date: monkeypatch.setattr(making, "_today", lambda: date)
+
+
+@pytest.fixture
+def report_folder(
+    tmp_path: Path, make_target: MakeTarget, make_drafter: MakeDrafter, recipe: Recipe, prompts: list[Prompt]
+) -> Path:
+    target = make_target()
+    contestant = Contestant("ngram", make_drafter("ngram", target), Plan(2))
+    suites = [make_suite("a", prompts[:2]), make_suite("b", prompts[3:5])]
+    return measure(target, [contestant], suites, recipe.eval, generate_baseline=False).save(
+        tmp_path / "reports of mine"
+    )
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file())
+
+
+# ------------------------------------------------------------ what is written
+
+
+def test_pair_json_says_what_the_pair_is(
+    make_pair: MakePair, make_target: MakeTarget, recipe: Recipe, today: Callable[[str], None]
+) -> None:
+    today("2031-01-01")
+    pair = make_pair("ngram")
+    made = pair.manifest
+    assert (made.schema_version, made.name, made.version, made.created) == (1, "tiny", 1, "2031-01-01")
+    assert made.outrider_version == version("outrider")
+    assert (made.drafter.type, list(made.drafter.files)) == ("ngram", ["config.json", "model.safetensors"])
+    assert made.recipe == digest_file(pair.folder / "recipe.yaml")
+    assert made.calibration == digest_file(pair.folder / "calibration.jsonl")
+    assert (pair.folder / "recipe.yaml").read_text(encoding="utf-8") == recipe.to_yaml()
+    assert set(made.target.tokenizer_files) >= {"tokenizer.json", "tokenizer_config.json"}
+    assert made.target.adapter_files == made.reports == {}
+    assert made.target.fingerprint.restored() == make_target().fingerprint()
+    assert (made.lineage.parent, made.lineage.reason) == (None, "first version")
+    assert (made.measurements.headline, made.measurements.suites, made.measurements.conditions) == ([], {}, {})
+    assert made.checksum == made.computed_checksum()
+    assert verify(pair.folder) == []
+
+
+def test_the_pair_is_all_that_is_left_beside_it(make_pair: MakePair, tmp_path: Path) -> None:
+    make_pair("ngram", tmp_path / "deep" / "er" / "pair")
+    assert [p.name for p in (tmp_path / "deep" / "er").iterdir()] == ["pair"]
+
+
+def test_without_prompts_there_is_no_baseline(make_pair: MakePair) -> None:
+    pair = make_pair("ngram", calibration=[])
+    assert pair.manifest.calibration is None
+    assert pair.manifest.measurements.baseline is None
+    assert pair.calibration() == []
+    assert not (pair.folder / "calibration.jsonl").exists()
+
+
+def test_the_baseline_is_measured_on_the_prompts_with_the_plan(make_pair: MakePair, prompts: list[Prompt]) -> None:
+    baseline = make_pair("draft_model").manifest.measurements.baseline
+    assert baseline is not None
+    assert (baseline.max_new_tokens, baseline.temperature, baseline.seed) == (16, 0.0, 0)
+    assert [m.id for m in baseline.prompts] == [p.id for p in prompts]
+    assert all(m.accepted >= 2 * m.rounds for m in baseline.prompts), "the target drafts for itself, at depth 3"
+
+
+def test_prompts_come_from_the_recipes_suites_if_none_are_given(
+    make_pair: MakePair, prompts: list[Prompt], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(making, "choose_prompts", lambda recipe, target: prompts[:2])
+    assert make_pair("ngram", calibration=None).calibration() == prompts[:2]
+
+
+@pytest.mark.parametrize("source", [{"path": "org/base", "revision": "main", "adapter": None}, {}])
+def test_a_name_on_the_hub_is_kept_as_it_is(
+    make_pair: MakePair, make_target: MakeTarget, source: dict[str, str | None]
+) -> None:
+    made = make_target()
+    found = make_pair("ngram", target=Target(made.model, made.tokenizer, source)).manifest.target.source
+    assert (found.path, found.revision, found.adapter) == (source.get("path"), source.get("revision"), None)
+
+
+def test_a_local_path_is_made_absolute(
+    make_pair: MakePair, make_target: MakeTarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = make_target()
+    (tmp_path / "base").mkdir()
+    (tmp_path / "lora").mkdir()
+    monkeypatch.chdir(tmp_path)
+    pair = make_pair("ngram", target=Target(made.model, made.tokenizer, {"path": "base", "adapter": "lora"}))
+    assert (pair.manifest.target.source.path, pair.manifest.target.source.adapter) == (
+        str(tmp_path / "base"),
+        str(tmp_path / "lora"),
+    )
+    assert pair.manifest.target.adapter_files == {}, "a folder without an adapter's weights"
+
+
+@pytest.mark.parametrize("kind", ["ngram", "eagle3"])
+def test_the_reason_of_a_version_is_what_changed(
+    make_pair: MakePair, make_target: MakeTarget, tmp_path: Path, kind: str
+) -> None:
+    first = make_pair("ngram", tmp_path / "1")
+    noise = 0.01 if kind == "ngram" else 0.0
+    second = make_pair(kind, tmp_path / "2", target=make_target(noise=noise), parent=first)
+    third = make_pair(kind, tmp_path / "3", target=make_target(noise=noise), parent=second)
+    reason = second.manifest.lineage.reason
+    assert reason.startswith("the target changed: ") if noise else reason == "a new drafter for the same target"
+    parent = third.manifest.lineage.parent
+    assert parent is not None
+    assert (parent.name, parent.version, parent.digest) == ("tiny", 2, second.digest)
+    assert third.version == 3
+
+
+@pytest.mark.parametrize(
+    "changes", [{"depth": 2}, {"depth": 2, "width": 2, "nodes": 4}, {"tree": [-1, -1, 0], "depth": 2}]
+)
+def test_without_a_report_the_plan_is_the_recipes(
+    make_target: MakeTarget, make_drafter: MakeDrafter, recipe: Recipe, tmp_path: Path, changes: dict
+) -> None:
+    target = make_target()
+    planned = recipe.model_copy(update={"eval": recipe.eval.model_copy(update=changes)})
+    plan = new_pair(tmp_path / "pair", target, make_drafter("eagle3", target), planned, calibration=[]).manifest.plan
+    assert plan.model_dump() == {"verify": "auto"} | changes
+
+
+# ------------------------------------------------------------ drafters
+
+
+def test_only_what_a_drafter_is_made_of_is_copied(
+    make_pair: MakePair, make_target: MakeTarget, make_drafter: MakeDrafter, tmp_path: Path
+) -> None:
+    saved = tmp_path / "saved"
+    make_drafter("ngram", make_target()).save(saved)
+    (saved / "more" / "files").mkdir(parents=True)
+    for name in ("a.json", "b.safetensors", "c.jinja", "d.model", "e.txt", "f.bin", "g.pt"):
+        (saved / "more" / "files" / name).write_text("x")
+    (saved / "folder.json").mkdir()
+    pair = make_pair("ngram", drafter=str(saved))
+    copied = [f"more/files/{name}" for name in ("a.json", "b.safetensors", "c.jinja", "d.model", "e.txt")]
+    assert names(pair.folder / "drafter") == ["config.json", "model.safetensors", *copied]
+    assert sorted(pair.manifest.drafter.files) == ["config.json", "model.safetensors", *copied]
+
+
+def test_a_folder_that_holds_no_drafter_is_refused_before_anything_is_written(
+    make_pair: MakePair, tmp_path: Path
+) -> None:
+    (tmp_path / "saved").mkdir()
+    with pytest.raises(BadInputError):
+        make_pair("ngram", drafter=tmp_path / "saved")
+    assert [p.name for p in tmp_path.iterdir()] == ["saved"]
+
+
+# ------------------------------------------------------------ reports
+
+
+def test_a_report_is_kept_with_its_figures_and_conditions(
+    make_pair: MakePair, report_folder: Path, today: Callable[[str], None]
+) -> None:
+    today("2031-01-01")
+    (report_folder / "notes.txt").write_text("mine")
+    (report_folder / "report.md").unlink()
+    pair = make_pair("ngram", report_folder=str(report_folder))
+    assert (
+        sorted(pair.manifest.reports)
+        == names(pair.folder / "reports")
+        == ["2031-01-01/report.html", "2031-01-01/report.json"]
+    )
+    report = json.loads((report_folder / "report.json").read_text())
+    measured = pair.manifest.measurements
+    assert measured.suites == {suite["name"]: suite["digest"] for suite in report["conditions"]["suites"]}
+    assert "suites" not in measured.conditions
+    assert measured.conditions["device"] == "cpu"
+    assert measured.baseline is not None
+    (headline,) = measured.headline
+    figures = next(f for f in report["figures"] if (f["contestant"], f["suite"]) == ("ngram", "all"))
+    assert (headline.temperature, headline.rule, headline.num_prompts) == (0.0, figures["rule"], 4)
+    assert headline.tau.model_dump() == figures["tau"]
+    assert headline.speedup.model_dump() == figures["speedup"]
+    assert pair.plan == Plan(2)
+
+
+def test_a_report_about_plain_decoding_is_refused(make_pair: MakePair, report_folder: Path) -> None:
+    file = report_folder / "report.json"
+    report = json.loads(file.read_text())
+    report["contestants"] = [c for c in report["contestants"] if c["kind"] != "drafter"]
+    file.write_text(json.dumps(report))
+    with pytest.raises(
+        BadInputError,
+        match=r"^the report is about plain decoding only, but the pair's drafter is of type 'ngram'; measure that one, first in",
+    ):
+        make_pair("ngram", report_folder=report_folder)
+
+
+def test_a_report_about_another_drafter_says_which(make_pair: MakePair, report_folder: Path) -> None:
+    with pytest.raises(
+        BadInputError,
+        match=r"^the report is about 'ngram', a drafter of type 'ngram', but the pair's drafter is of type 'eagle3'; measure that",
+    ):
+        make_pair("eagle3", report_folder=report_folder)
+
+
+def test_a_report_about_another_target_says_which(
+    make_pair: MakePair, make_target: MakeTarget, report_folder: Path
+) -> None:
+    other = make_target(noise=0.1)
+    said, found = make_target().fingerprint().digest[:12], other.fingerprint().digest[:12]
+    with pytest.raises(
+        BadInputError,
+        match=rf"another target: its fingerprint is {said}…, this target's {found}… \(torch.float32\)\. Measure this one",
+    ):
+        make_pair("ngram", target=other, report_folder=report_folder)
+
+
+def test_a_report_of_the_same_day_gives_way_to_the_new_one_and_older_ones_stay(
+    make_pair: MakePair, report_folder: Path, today: Callable[[str], None]
+) -> None:
+    report, written = report_folder / "report.json", {}
+    for turn, date in enumerate(("2031-01-01", "2031-02-02", "2031-02-02")):
+        today(date)
+        report.write_text(report.read_text().replace('"created"', ' "created"', turn))
+        written[date] = report.read_bytes()
+        pair = make_pair("ngram", report_folder=report_folder)
+    assert {p.name: (p / "report.json").read_bytes() for p in (pair.folder / "reports").iterdir()} == written
+    assert len(set(written.values())) == 2
+    assert verify(pair.folder) == []
+
+
+def test_a_report_that_is_known_adds_nothing(
+    make_pair: MakePair, report_folder: Path, today: Callable[[str], None]
+) -> None:
+    today("2031-01-01")
+    first = make_pair("ngram", report_folder=report_folder)
+    today("2031-02-02")
+    assert make_pair("ngram", report_folder=report_folder) == first
+    assert [p.name for p in (first.folder / "reports").iterdir()] == ["2031-01-01"]
+
+
+# ------------------------------------------------------------ what is there already
+
+
+def test_another_recipe_of_the_same_pair_takes_its_place(make_pair: MakePair, recipe: Recipe, tmp_path: Path) -> None:
+    first = make_pair("ngram")
+    renamed = make_pair("ngram", recipe=recipe.model_copy(update={"name": "other"}))
+    assert (renamed.name, renamed.digest, renamed.folder) == ("other", first.digest, first.folder)
+    assert Pair.load(first.folder).name == "other"
+    assert [p.name for p in tmp_path.iterdir()] == ["ngram"]
+
+
+def test_a_damaged_pair_is_made_anew(make_pair: MakePair) -> None:
+    pair = make_pair("ngram")
+    (pair.folder / "recipe.yaml").unlink()
+    make_pair("ngram")
+    assert verify(pair.folder) == []
+
+
+def test_another_pair_in_its_place_is_named(make_pair: MakePair, tmp_path: Path) -> None:
+    first = make_pair("ngram", tmp_path / "pair")
+    with pytest.raises(BadInputError) as refused:
+        make_pair("draft_model", tmp_path / "pair", parent=first)
+    said = str(refused.value)
+    assert said.startswith(
+        f"'{tmp_path / 'pair'}' already holds another pair: tiny version 1 ({first.digest[:12]}…), this one is tiny version 2 ("
+    )
+    assert said.endswith("…). Nothing was written; choose another folder.")
+    assert [p.name for p in tmp_path.iterdir()] == ["pair"]
+
+
+def test_an_empty_folder_is_taken_and_a_file_is_not(make_pair: MakePair, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    assert verify(make_pair("ngram", tmp_path / "empty").folder) == []
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(BadInputError) as refused:
+        make_pair("ngram", tmp_path / "file")
+    assert (
+        str(refused.value)
+        == f"'{tmp_path / 'file'}' exists and is not a pair; nothing was written. Choose a new folder."
+    )
+
+
+def test_what_an_interrupted_attempt_left_does_not_get_into_the_pair(make_pair: MakePair, tmp_path: Path) -> None:
+    left = tmp_path / f".pair.{making.os.getpid()}.partial"
+    left.mkdir()
+    (left / "old.txt").write_text("old")
+    pair = make_pair("ngram", tmp_path / "pair")
+    assert verify(pair.folder) == []
+    assert [p.name for p in tmp_path.iterdir()] == ["pair"]
+
+
+def test_the_kept_adapter_stays_where_the_same_target_comes_from_memory(
+    make_pair: MakePair, make_target: MakeTarget, tmp_path: Path, recipe: Recipe
+) -> None:
+    made, adapter = make_target(), tmp_path / "lora"
+    adapter.mkdir()
+    (adapter / "adapter_model.safetensors").write_bytes(b"weights")
+    (adapter / "adapter_config.json").write_text('{"r": 4}')
+    first = make_pair("ngram", target=Target(made.model, made.tokenizer, {"path": "org/base", "adapter": str(adapter)}))
+    assert (first.folder / "adapter" / "adapter_config.json").read_text() == json.dumps(
+        {"base_model_name_or_path": None, "r": 4}, indent=2, sort_keys=True
+    )
+    shutil.rmtree(adapter)
+    again = make_pair("ngram", recipe=recipe.model_copy(update={"name": "other"}))
+    assert again.manifest.target == first.manifest.target
+    assert names(again.folder / "adapter") == ["adapter_config.json", "adapter_model.safetensors"]
+    assert verify(again.folder) == []

@@ -1,0 +1,221 @@
+"""Each private part of the libraries that the trainer needs is there, is called, and does what the trainer relies on.
+
+A failure here names the versions that were tried: another one of `transformers` or `accelerate` works differently.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from packaging.specifiers import SpecifierSet
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import Dataset, Sampler, SequentialSampler
+from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
+
+from outrider.train.hooks import TRIED, HookedTrainer, asks_for_checkpointing, enable_checkpointing, train_on_one_gpu
+
+NUM_ROWS, STEPS = 8, 4
+
+
+class Rows(Dataset):
+    """Numbers, with labels of which a half counts."""
+
+    def __len__(self) -> int:
+        return NUM_ROWS
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {"index": torch.tensor(index), "labels": torch.tensor([1, -100]), "extra": torch.tensor(0)}
+
+
+class Line(nn.Module):
+    """A model of one number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.slope = nn.Parameter(torch.ones(()))
+
+    def forward(self, index: Tensor) -> Tensor:
+        return self.slope * index.float()
+
+
+class Probe(HookedTrainer):
+    """A trainer that notes what it is asked for."""
+
+    def __init__(self, args: TrainingArguments):
+        super().__init__(model=Line(), args=args, train_dataset=Rows(), eval_dataset=Rows())
+        self.asked: list[tuple[str, Any]] = []
+        self.counts: list[int] = []
+
+    def training_order(self) -> Sampler[int] | None:
+        self.asked.append(("training order", None))
+        return SequentialSampler(Rows())
+
+    def evaluation_order(self, rows: Dataset) -> Sampler[int]:
+        self.asked.append(("evaluation order", None))
+        return SequentialSampler(Rows())
+
+    @contextmanager
+    def writing_checkpoint(self, folder: Path) -> Iterator[None]:
+        yield
+        self.asked.append(("checkpoint", (folder.name, sorted(f.name for f in folder.parent.iterdir()))))
+
+    def save_weights(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        torch.save({"slope": self.model.slope.detach()}, folder / "slope.pt")
+
+    def load_weights(self, folder: Path) -> None:
+        self.asked.append(("weights", folder.name))
+
+    def compute_loss(self, model: nn.Module, inputs: dict[str, Tensor], *_: Any, **more: Any) -> Any:
+        loss = model(inputs["index"]).square().mean()
+        if (count := more.get("num_items_in_batch")) is not None:
+            self.counts.append(int(count))
+        return (loss, {"loss": loss}) if more.get("return_outputs") else loss
+
+    def of(self, kind: str) -> list[Any]:
+        return [what for name, what in self.asked if name == kind]
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Callable[..., Probe]:
+    def made(**values: Any) -> Probe:
+        settings = {
+            "max_steps": STEPS,
+            "per_device_train_batch_size": 2,
+            "save_steps": 2,
+            "save_total_limit": 1,
+            "remove_unused_columns": False,
+            "prediction_loss_only": True,
+            "label_names": ["labels"],
+            "report_to": "none",
+            "disable_tqdm": True,
+            "use_cpu": True,
+        }
+        return Probe(TrainingArguments(output_dir=str(tmp_path / "out"), **settings | values))
+
+    return made
+
+
+@pytest.mark.parametrize("package", TRIED)
+def test_the_installed_version_is_one_that_was_tried(package: str) -> None:
+    """And `pyproject.toml` allows exactly the range that `TRIED` names."""
+    first, last = TRIED[package]
+    major, minor = last.split(".")
+    allowed = SpecifierSet(f">={first},<{major}.{int(minor) + 1}")
+    assert allowed.contains(version(package)), f"{package}: tried with {first} to {last}"
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
+    assert f"{package}>={first},<{major}.{int(minor) + 1}" in project["project"]["dependencies"]
+
+
+def test_the_order_of_rows_is_asked_for(make: Callable[..., Probe]) -> None:
+    """`_get_train_sampler`, `_get_eval_sampler`."""
+    trainer = make(eval_strategy="steps", eval_steps=4, save_strategy="no")
+    trainer.train()
+    assert trainer.of("training order")
+    assert trainer.of("evaluation order")
+
+
+def test_without_an_order_of_ours_the_base_class_has_its_own(
+    make: Callable[..., Probe], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Probe, "training_order", lambda self: None)
+    assert sorted(make()._get_train_sampler()) == list(range(NUM_ROWS))
+
+
+def test_a_checkpoint_is_written_inside_and_no_older_one_is_deleted_meanwhile(make: Callable[..., Probe]) -> None:
+    """`_save_checkpoint`, `_get_output_dir`, `_save`. The limit of one checkpoint holds again afterwards."""
+    trainer = make()
+    trainer.train()
+    assert trainer.of("checkpoint") == [
+        ("checkpoint-2", ["checkpoint-2"]),
+        ("checkpoint-4", ["checkpoint-2", "checkpoint-4"]),
+    ]
+    assert trainer.args.save_total_limit == 1
+    folder = Path(trainer.args.output_dir or "") / "checkpoint-4"
+    assert (folder / "slope.pt").is_file()
+    assert not (folder / "training_args.bin").exists(), "no pickled arguments"
+
+
+def test_weights_are_read_back_on_resuming_and_for_the_best_checkpoint(make: Callable[..., Probe]) -> None:
+    """`_load_from_checkpoint`, `_load_best_model`."""
+    make(max_steps=2).train()
+    best = {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 2, "metric_for_best_model": "loss"}
+    trainer = make(**best)
+    trainer.train(resume_from_checkpoint=True)
+    assert trainer.of("weights")[0] == "checkpoint-2"
+    assert len(trainer.of("weights")) == 2
+
+
+def test_labels_of_the_whole_batch_are_counted(make: Callable[..., Probe]) -> None:
+    """`model_accepts_loss_kwargs`, `_signature_columns`: 2 rows in each of 2 micro-batches, with one label each."""
+    trainer = make(gradient_accumulation_steps=2, max_steps=1, save_strategy="no", remove_unused_columns=True)
+    trainer.count_labels(["index", "labels"])
+    trainer.train()
+    assert set(trainer.counts) == {4}
+
+
+def test_a_schedule_of_ours_is_used_and_saved(make: Callable[..., Probe], monkeypatch: pytest.MonkeyPatch) -> None:
+    """`_created_lr_scheduler`. As one that the base class made, it is made anew for a second training."""
+
+    def create(self: Probe, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> Any:
+        chosen = optimizer or self.optimizer
+        if self.lr_scheduler is None and chosen is not None:
+            self.use_scheduler(LambdaLR(chosen, lambda step: 0.5**step))
+        return HookedTrainer.create_scheduler(self, num_training_steps, optimizer)
+
+    monkeypatch.setattr(Probe, "create_scheduler", create)
+    trainer = make(max_steps=2, learning_rate=1.0)
+    for _ in range(2):
+        trainer.train()
+        assert trainer.lr_scheduler is not None
+        assert trainer.lr_scheduler.get_last_lr()[0] == pytest.approx(0.25)
+    assert (Path(trainer.args.output_dir or "") / "checkpoint-2" / "scheduler.pt").is_file()
+
+
+def test_the_rows_of_a_micro_batch_are_known(make: Callable[..., Probe]) -> None:
+    """`_train_batch_size`."""
+    assert make(per_device_train_batch_size=3).rows_at_once() == 3
+
+
+def test_the_model_for_evaluation_computes_the_same_before_and_after_training(make: Callable[..., Probe]) -> None:
+    """`accelerator._models`."""
+    trainer = make(max_steps=1, save_strategy="no")
+    index = torch.tensor([2.0])
+    assert trainer.model_for_evaluation()(index).item() == 2.0
+    trainer.train()
+    assert trainer.accelerator._models
+    assert trainer.model_for_evaluation() is trainer.model
+
+
+def test_batches_are_moved_to_the_device(make: Callable[..., Probe]) -> None:
+    """`_prepare_inputs`."""
+    moved = make().on_device({"index": torch.arange(3)})
+    assert moved["index"].device == make().args.device
+
+
+def test_one_process_uses_one_gpu(make: Callable[..., Probe]) -> None:
+    """`_n_gpu`."""
+    args = make().args
+    args._n_gpu = 4
+    train_on_one_gpu(args)
+    assert args.n_gpu == 1
+
+
+@pytest.mark.parametrize("asked", [True, False])
+def test_activation_checkpointing_goes_to_the_model_and_leaves_the_arguments(tmp_path: Path, asked: bool) -> None:
+    """`activation_checkpointing_enable`, once `gradient_checkpointing_enable`."""
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=8, **sizes))
+    args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, gradient_checkpointing=asked)
+    assert asks_for_checkpointing(args) == asked
+    enable_checkpointing(model, args)
+    assert model.is_gradient_checkpointing == asked
+    assert not asks_for_checkpointing(args)

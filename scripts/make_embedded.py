@@ -16,16 +16,20 @@ import ast
 import hashlib
 import json
 import platform
+import shutil
 import sysconfig
+import textwrap
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from pydoc_data.topics import topics
+from typing import Any
 
-if TYPE_CHECKING:
-    import numpy as np
-    import torch
-    from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+import numpy as np
+import torch
+from safetensors.torch import load_model
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 SPECIAL_TOKENS = ["<|endoftext|>", "<|user|>", "<|assistant|>", "<|end|>"]
 CHAT_TEMPLATE = (
@@ -117,8 +121,6 @@ class Function:
 
 
 def documented_functions(source: str) -> list[Function]:
-    import textwrap
-
     lines = source.splitlines()
     found = []
     for node in ast.walk(ast.parse(source)):
@@ -157,9 +159,6 @@ def split_corpus(files: dict[str, str]) -> Corpus:
 
 
 def train_tokenizer(texts: list[str], folder: Path) -> PreTrainedTokenizerFast:
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast
-
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
@@ -191,8 +190,6 @@ def chat_text(tokenizer: PreTrainedTokenizerFast, function: Function) -> str:
 
 
 def encode_documents(tokenizer: PreTrainedTokenizerFast, texts: list[str]) -> list[np.ndarray]:
-    import numpy as np
-
     end = tokenizer.eos_token_id
     return [np.array([*ids, end], dtype=np.int64) for ids in tokenizer(texts, add_special_tokens=False)["input_ids"]]
 
@@ -209,8 +206,6 @@ class Stream:
         self._shuffle()
 
     def _shuffle(self) -> None:
-        import numpy as np
-
         order = np.random.default_rng((self.seed, self.epoch)).permutation(len(self.documents))
         self.tokens = np.concatenate([self.documents[i] for i in order])
 
@@ -232,9 +227,6 @@ class Stream:
 
 def next_batch(streams: list[Stream], settings: Settings, step: int) -> torch.Tensor:
     """The tokens of one step, `[B, T]`, rows drawn from the sources in the proportions of `settings.mix`."""
-    import numpy as np
-    import torch
-
     length = settings.short_length if step < settings.short_fraction * settings.steps else settings.long_length
     rows = settings.tokens_per_step // length
     sources = np.random.default_rng((settings.seed, step, 1)).choice(len(streams), size=rows, p=settings.mix)
@@ -245,9 +237,6 @@ def next_batch(streams: list[Stream], settings: Settings, step: int) -> torch.Te
 
 
 def build_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> LlamaForCausalLM:
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=len(tokenizer),
@@ -268,8 +257,6 @@ def build_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> LlamaForCausal
 
 def build_optimizers(model: LlamaForCausalLM, settings: Settings) -> list[torch.optim.Optimizer]:
     """Muon for the matrices of the blocks, AdamW for embeddings and norms."""
-    import torch
-
     matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n]
     others = [p for n, p in model.named_parameters() if p.ndim != 2 or "embed" in n]
     muon = torch.optim.Muon(
@@ -289,9 +276,6 @@ def rate(step: int, settings: Settings) -> float:
 
 def held_out_loss(model: LlamaForCausalLM, documents: list[np.ndarray], length: int, limit: int = 200_000) -> float:
     """Mean nats per token over consecutive windows of the held-out files."""
-    import numpy as np
-    import torch
-
     tokens = np.concatenate(documents)[:limit]
     windows = torch.from_numpy(tokens[: len(tokens) // length * length].reshape(-1, length))
     model.eval()
@@ -304,8 +288,6 @@ def held_out_loss(model: LlamaForCausalLM, documents: list[np.ndarray], length: 
 def save_checkpoint(
     folder: Path, model: LlamaForCausalLM, optimizers: list[torch.optim.Optimizer], state: dict
 ) -> None:
-    import torch
-
     scratch = folder.with_suffix(".tmp")
     scratch.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(scratch)
@@ -316,15 +298,10 @@ def save_checkpoint(
         folder.rename(old)
     scratch.rename(folder)
     if old.exists():
-        import shutil
-
         shutil.rmtree(old)
 
 
 def load_checkpoint(folder: Path, model: LlamaForCausalLM, optimizers: list[torch.optim.Optimizer]) -> dict:
-    import torch
-    from safetensors.torch import load_model
-
     load_model(model, str(folder / "model.safetensors"))
     for optimizer, saved in zip(optimizers, torch.load(folder / "optimizers.pt", weights_only=True), strict=True):
         optimizer.load_state_dict(saved)
@@ -336,8 +313,6 @@ def backward(model: LlamaForCausalLM, tokens: torch.Tensor, rows_at_once: int = 
 
     The output embedding runs over a few rows at a time: all logits at once do not fit a CPU's cache.
     """
-    import torch
-
     with torch.autocast(model.device.type, torch.bfloat16):
         body: Any = model.model
         hidden = body(input_ids=tokens, use_cache=False).last_hidden_state
@@ -356,8 +331,6 @@ def train(
     model: LlamaForCausalLM, streams: list[Stream], held_out: list[np.ndarray], settings: Settings, work: Path
 ) -> dict:
     """Train to `settings.steps`, writing a checkpoint every 200 steps; returns the final state (seconds, losses)."""
-    import torch
-
     optimizers = build_optimizers(model, settings)
     state: dict = {"step": 0, "seconds": 0.0, "history": [], "runs": []}
     checkpoint = work / "checkpoint"
@@ -433,8 +406,6 @@ def docs_prompts(functions: list[Function], count: int, salt: str) -> list[dict]
 
 def prose_sections(held_out: bool) -> list[tuple[str, str]]:
     """`(topic, text)` of the language reference, as `help()` prints it; a third of the topics is held out."""
-    from pydoc_data.topics import topics
-
     return [(k, v) for k, v in sorted(topics.items()) if (bucket(k) < 33) == held_out and len(v) > 600]
 
 
@@ -475,8 +446,6 @@ def write_prompts(corpus: Corpus, folder: Path) -> None:
 
 
 def export(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path, provenance: dict) -> None:
-    import torch
-
     # Both end a text: the first a document, the second a turn of a chat.
     model.generation_config.eos_token_id = tokenizer.convert_tokens_to_ids(["<|endoftext|>", "<|end|>"])
     model.config._attn_implementation = None
@@ -495,8 +464,6 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=0, help="CPU threads (0: torch's own choice)")
     parser.add_argument("--prompts-only", action="store_true", help="write the prompt files and stop")
     arguments = parser.parse_args()
-
-    import torch
 
     if arguments.threads:
         torch.set_num_threads(arguments.threads)

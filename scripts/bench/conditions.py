@@ -22,7 +22,6 @@ def conditions(target: Target, /, **settings: Any) -> dict[str, Any]:
 
     A target that was made for the occasion has no fingerprint worth its name: `target=…` describes it instead.
     """
-
     return {
         "target": settings.pop("target", None) or target.fingerprint().digest,
         "dtype": str(target.dtype).removeprefix("torch."),

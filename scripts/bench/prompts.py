@@ -19,7 +19,6 @@ def random_prompts(vocab: int, lengths: Sequence[int], ahead: int, seed: int = 0
     Raises:
         BadInputError: a length that has no room for them.
     """
-
     if min(lengths) < ahead + 3:
         raise BadInputError(
             f"a context of {min(lengths)} tokens is too short for prompts that hold the {ahead} tokens that follow them; at least {ahead + 3}."

@@ -93,7 +93,6 @@ def shape_of(
     Raises:
         BadInputError: no such shape, or a size below 1.
     """
-
     if name not in SHAPES:
         raise BadInputError(f"no shape {name!r}; known: {', '.join(SHAPES)}.")
     values = {"tie_word_embeddings": False, **SHAPES[name]}

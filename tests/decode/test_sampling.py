@@ -300,7 +300,7 @@ def test_processors_that_would_change_nothing_are_idle():
     assert idle(temperature=0.7, top_k=3, top_p=0.5, min_p=0.1)
     assert idle(min_new_tokens=4), "no token ends a text"
     assert idle(EOS, bad_words=((2,), (5,))), "an end token alone is no bad word"
-    for sampling in PROCESSED.values():
+    for sampling in (*PROCESSED.values(), Sampling(bad_words=((1, 2),)), Sampling(bad_words=((3,),))):
         assert not Processors(sampling, VOCAB, EOS, torch.device("cpu")).idle
 
 

@@ -221,7 +221,7 @@ def heads(kept: Tensor | None, vocab: int = 12) -> tuple[torch.nn.Linear, torch.
     return torch.nn.Linear(5, vocab), torch.nn.Linear(4, vocab if kept is None else len(kept))
 
 
-LOSSES = [*DIVERGENCES, HARD, {"soft_ce": 0.1}, {"soft_ce": 1.0, "tv": 0.1, HARD: 0.5}]
+LOSSES = [*DIVERGENCES, HARD, {"soft_ce": 0.1}, {"soft_ce": 1.0, HARD: 0.5}, {"soft_ce": 1.0, "tv": 0.1, HARD: 0.5}]
 
 
 @pytest.mark.parametrize("kept", [None, torch.tensor([1, 2, 5, 9])], ids=["whole", "pruned"])
@@ -269,6 +269,23 @@ def test_a_token_outside_of_a_pruned_vocabulary_has_no_hard_loss():
     reference = Reference.of(torch.randn(3, 12), kept, torch.tensor([5, 0, 9]))
     expected = -draft.log_softmax(-1)[[0, 2], [2, 3]]
     assert divergence(HARD)(reference, draft.log_softmax(-1)).tolist() == [expected[0].item(), 0, expected[1].item()]
+
+
+def test_what_a_pruned_vocabulary_lacks_is_minus_one():
+    kept, target = torch.tensor([1, 2, 5, 9]), torch.nn.functional.one_hot(torch.tensor([9, 0, 2]), 12).float()
+    reference = Reference.of(target, kept, torch.tensor([5, 0, 3]))
+    assert reference.best.tolist() == [3, -1, 1]
+    assert reference.following.tolist() == [2, -1, -1]
+    assert Reference.of(target, kept).following is None
+    assert Reference.of(target).following is None
+
+
+@pytest.mark.parametrize("kept", [None, [1, 2, 5, 9]])
+def test_a_reference_is_made_where_the_logits_are(kept):
+    """On the meta device, whose tensors mix with no others."""
+    kept = kept and torch.tensor(kept, device="meta")
+    reference = Reference.of(torch.zeros(3, 12, device="meta"), kept, torch.zeros(3, dtype=torch.long, device="meta"))
+    assert all(part.is_meta for part in (reference.probs, reference.log_probs, reference.best, reference.following, reference.renormalised))
 
 
 def test_steps_may_have_heads_of_their_own():

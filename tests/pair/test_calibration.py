@@ -173,7 +173,9 @@ def test_prompts_are_measured_some_at_a_time_with_the_same_figures(
 ) -> None:
     target, console = make_target(), Lines()
     drafter, under = make_drafter("ngram", target), settings(measured_at(recipe, temperatures=[1.0]))
-    at_once = calibrate(target, drafter, prompts[:5], under, Plan(3))
+    at_once = calibrate(target, drafter, prompts[:5], under, Plan(3), console)
+    assert console.lines == ["calibration prompts 1 to 5 of 5"]
+    console.lines.clear()
     monkeypatch.setattr(calibration, "_AT_ONCE", 2)
     assert calibrate(target, drafter, prompts[:5], under, Plan(3), console) == at_once
     assert console.lines == [

@@ -73,15 +73,15 @@ class TwoDrafters(Drafter[F]):
 
     @classmethod
     def build(cls, config: F, target: Target, token_counts: Tensor | None = None) -> Self:
-        return cls(cls._statistical(config, target), load_drafter(Path(config.model).expanduser(), target), config)
+        return cls(cls._statistical(config), load_drafter(Path(config.model).expanduser(), target), config)
 
     @classmethod
     def from_folder(cls, folder: Path, values: dict[str, Any], target: Target | None) -> Self:
         config = cls.configured(values, f"{folder / CONFIG}: drafter")
-        return cls(cls._statistical(config, target), restore_drafter(folder / MODEL, target), config)
+        return cls(cls._statistical(config), restore_drafter(folder / MODEL, target), config)
 
     @classmethod
-    def _statistical(cls, config: F, target: Target | None) -> Drafter:
+    def _statistical(cls, config: F) -> Drafter:
         """Make the drafter without weights."""
         where = f"{cls.name}.statistical"
         head, settings = drafter_config(config.statistical, where)

@@ -24,11 +24,10 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from outrider.eval import Interval, Ratio
+from outrider.eval.reports.intervals import Interval, Ratio
 from outrider.eval.reports.statistics import Bootstrap
-from outrider.ground import BadInputError
 from outrider.ground.machine import clock
-from outrider.heads import Drafter, NodeSession
+from outrider.heads import Drafter, EmptySession, NodeSession, Session
 from outrider.targets import Counts, Target
 
 from .forced import Forced
@@ -206,13 +205,8 @@ class Passes:
         tokens = self.texts[:, : max(counts.values)]
         out = target.forward(tokens, self.cache, taps=self._taps(), at=counts.tensor[:, None] - 1)
         self.cache.advance(counts)
-        self.session: NodeSession | None = None
-        if drafter is not None:
-            session = drafter.open(target, *self.texts.shape)
-            if not isinstance(session, NodeSession):
-                raise BadInputError(f"{drafter.name} reads no nodes: its passes cannot be told from its loop.")
-            session.absorb(tokens, out.hidden, counts)
-            self.session = session
+        self.session: Session = EmptySession() if drafter is None else drafter.open(target, *self.texts.shape)
+        self.session.absorb(tokens, out.hidden, counts)
 
     def _texts(self) -> Tensor:
         """Prompts and what followed them, `[B, T]`; behind it zeros, for drafts past the end."""
@@ -231,14 +225,13 @@ class Passes:
         places = self.cache.lengths[:, None] + torch.arange(1 + self.depth, device=target.device)
         tokens = self.texts.gather(1, places.clamp(max=self.texts.shape[1] - 1))  # the root, and the right drafts
         watch = _Watch(target.device)
-        if session is not None:
+        if isinstance(session, NodeSession):
             watch.passed(partial(session.begin, tokens[:, 0]))
             for i in range(1, self.depth):
                 watch.passed(partial(session.extend, tokens[:, i : i + 1]))
         out = watch.passed(partial(target.forward, tokens, self.cache, taps=self._taps()))
         self.cache.advance(counts)
-        if session is not None:
-            watch.passed(partial(session.absorb, tokens, out.hidden, counts))  # some make a pass here
+        watch.passed(partial(session.absorb, tokens, out.hidden, counts))  # some make a pass here
         return watch.spent
 
     def _counts(self, round: int) -> Counts:
@@ -249,8 +242,7 @@ class Passes:
             where = [self.alive.index(row) for row in rows]
             self.alive, self.texts = rows, self.texts[where]
             self.cache.select(where)
-            if self.session is not None:
-                self.session.select(where)
+            self.session.select(where)
         return Counts.of([self.known.accepted[row][round] + 1 for row in rows], self.target.device)
 
 

@@ -24,7 +24,8 @@ class Costs:
     """What the parts of a round take on one machine at one batch size, in seconds.
 
     Attributes:
-        verify: (n, time of a target pass over the root and n drafts), n ascending from 0; linear in between and flat behind the last.
+        verify: (n, time of a target pass over the root and n drafts), n ascending from 0; linear in between and flat
+            behind the last.
         draft: time of drafting 0, 1, 2, … levels; the last step's price is taken for deeper ones.
         host: what a round takes beside these.
     """
@@ -110,9 +111,9 @@ def _odds(rate: np.ndarray) -> np.ndarray:
 class Controller:
     """The depth of each round of one generation.
 
-    Acceptance is estimated per sequence: the odds of `control.rates`, times one factor for how the sequence has done so far at
-    all depths together, then corrected per depth by what it did there. Rows of a batch share one pass, so they share a depth: the one at which
-    the sum of their expected tokens per second is highest.
+    Acceptance is estimated per sequence: the odds of `control.rates`, times one factor for how the sequence has done so
+    far at all depths together, then corrected per depth by what it did there. Rows of a batch share one pass, so they
+    share a depth: the one at which the sum of their expected tokens per second is highest.
 
     Args:
         depths: among which to choose beside 0: of a chain 1 to its depth, of a tree the whole tree only.
@@ -153,7 +154,8 @@ class Controller:
         found = self.goodput(rows)
         best = int(found[1:].argmax()) + 1
         if self.depth == 0:
-            # Plain rounds teach nothing about drafts, so one round tries again; after each failure the next try is twice as far.
+            # Plain rounds teach nothing about drafts, so one round tries again; after each failure the next try is
+            # twice as far.
             self.trying, self.wait, self.rested = True, min(2 * self.wait, _LONGEST_WAIT), 0
             return self._take(best)
         if found[best] < found[0] * (_ENTER if self.trying or self.depth is None else 1):

@@ -1,6 +1,7 @@
 """How a tree of drafts grows from a session's logits: of a shape that is given, or towards what is most probable.
 
-Shapes: B rows, N draft nodes, W nodes whose logits are known, C children of a node, R nodes that are read, V vocabulary.
+Shapes: B rows, N draft nodes, W nodes whose logits are known, C children of a node, R nodes that are read, V
+vocabulary.
 """
 
 from __future__ import annotations
@@ -176,7 +177,8 @@ class _Candidates:
     def best(self, count: int, depth: int) -> Proposal:
         """Keep the `count` candidates with the highest scores.
 
-        A node's score is at most its parent's, and equal ones stay in order: so the parents of what is kept are kept too.
+        A node's score is at most its parent's, and equal ones stay in order: so the parents of what is kept are kept
+        too.
         """
         kept = self.scores.sort(dim=1, descending=True, stable=True).indices[:, :count].sort(1).values
         numbers = torch.arange(kept.shape[1], device=kept.device).expand(len(kept), -1)

@@ -1,7 +1,7 @@
 """What a generation needs in memory, before any of it is allocated.
 
-That is the target's cache and the drafter's state, both to the byte, and what the largest step works with: what passes over
-a few tokens were measured to need, and what the rules make of the logits.
+That is the target's cache and the drafter's state, both to the byte, and what the largest step works with: what passes
+over a few tokens were measured to need, and what the rules make of the logits.
 """
 
 from __future__ import annotations

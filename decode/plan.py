@@ -23,9 +23,10 @@ class Plan:
         nodes: how many nodes of a dynamic tree are verified; None for `width * depth`.
         tree: a static tree instead; it decides the depth.
         verify: "auto", or the name of a rule (`decode.rules.RULES`); see `choose_rule`.
-        confidence: a chain ends after the first draft to which the drafter gives a lower probability than this; 0 for never.
-        control: decides the depth of every round, up to `depth`, or that it drafts nothing (a tree is drafted whole or not
-            at all).
+        confidence: a chain ends after the first draft to which the drafter gives a lower probability than this; 0 for
+            never.
+        control: decides the depth of every round, up to `depth`, or that it drafts nothing (a tree is drafted whole or
+            not at all).
     """
 
     depth: int = 4

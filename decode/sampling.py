@@ -1,9 +1,11 @@
 """How a token is drawn: processors and filters that turn logits into a distribution, and randomness that is a function of its place.
 
-Shapes: B rows, Q places, N tokens that may stand before them (drafts), W tokens that bad words look back on, V vocabulary.
+Shapes: B rows, Q places, N tokens that may stand before them (drafts), W tokens that bad words look back on, V
+vocabulary.
 
 Randomness is counter-based: each uniform is a hash of (seed, sequence, position, stream, token). No generator state
-exists, so a draw does not depend on what else is in the batch, on the order of calls, or on how many drafts were thrown away.
+exists, so a draw does not depend on what else is in the batch, on the order of calls, or on how many drafts were thrown
+away.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ class Sampling:
     """How the target's tokens are drawn; the fields mean what they mean in `transformers.GenerationConfig`.
 
     Attributes:
-        bad_words: token sequences that are never completed, wherever they began (`bad_words_ids`). As there, an end token alone is none.
+        bad_words: token sequences that are never completed, wherever they began (`bad_words_ids`). As there, an end
+            token alone is none.
         min_new_tokens: no end token before so many new tokens.
         suppress: tokens that are never drawn (`suppress_tokens`).
     """
@@ -118,7 +121,8 @@ class Context:
 class Processors:
     """What depends on more than the logits themselves, as in `transformers` and in its order; the filters come after it.
 
-    A repetition penalty, bad words, no end before min_new_tokens, suppressed tokens. A forbidden token gets a logit of -inf.
+    A repetition penalty, bad words, no end before min_new_tokens, suppressed tokens. A forbidden token gets a logit of
+    -inf.
 
     Raises:
         BadInputError: a token outside the vocabulary.
@@ -282,8 +286,8 @@ class Keys:
     Attributes:
         seed: the request's.
         sequences: which sequence each row is, `[B]`.
-        first: the index in its sequence of the first token that the round adds, `[B]`. A token that is drafted again in a
-            later round is therefore a new draw.
+        first: the index in its sequence of the first token that the round adds, `[B]`. A token that is drafted again in
+            a later round is therefore a new draw.
     """
 
     seed: Seed

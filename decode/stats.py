@@ -14,11 +14,12 @@ class Round:
     Attributes:
         drafted: draft tokens that were verified, all nodes of a tree. accepted: how many of them were kept.
         emitted: tokens that reached the output, the target's own (bonus or correction) included.
-        tried: the depth up to which there were drafts behind what was kept. In a chain all, so None is `drafted`; in a tree the
-            kept path may end where nothing was drafted behind it.
+        tried: the depth up to which there were drafts behind what was kept. In a chain all, so None is `drafted`; in a
+            tree the kept path may end where nothing was drafted behind it.
 
-    A round that an end-of-sequence token cuts short counts as drafted and accepted what stood before that token, so that
-    1 + accepted is what it emitted; one cut by `max_new_tokens` keeps its full counts, since the drafter did that work.
+    A round that an end-of-sequence token cuts short counts as drafted and accepted what stood before that token, so
+    that 1 + accepted is what it emitted; one cut by `max_new_tokens` keeps its full counts, since the drafter did that
+    work.
     """
 
     drafted: int

@@ -64,8 +64,9 @@ def best_tree(rates: Sequence[Sequence[float]], nodes: int) -> Tree:
     """The tree of `nodes` drafts with the highest expected number of tokens (Sequoia's dynamic programme, arXiv 2402.12374, §4.1).
 
     Args:
-        rates: `rates[d][r]`, the probability that the r-th child of a node at depth d is accepted, given that the node was
-            (and that the children before it were refused: counted as part of the rate). Depth and width are limited by it.
+        rates: `rates[d][r]`, the probability that the r-th child of a node at depth d is accepted, given that the node
+            was (and that the children before it were refused: counted as part of the rate). Depth and width are limited
+            by it.
 
     Raises:
         BadInputError: more nodes than these rates have room for.

@@ -63,8 +63,9 @@ def block(
 ) -> tuple[Tensor, Tensor]:
     """Block verification (Sun et al., ICLR 2025, arXiv 2403.10444): on average no lossless rule for a sampled chain accepts more.
 
-    A prefix of i drafts is worth P_i = min(1, P_{i-1} p_i/q_i), P_0 = 1, and leaves the residual (P_i p − q)+ of mass S_i. The
-    longest prefix that passes its own test, with probability S_i / (S_i + 1 − P_i), is kept; the residual there gives the next token.
+    A prefix of i drafts is worth P_i = min(1, P_{i-1} p_i/q_i), P_0 = 1, and leaves the residual (P_i p − q)+ of mass
+    S_i. The longest prefix that passes its own test, with probability S_i / (S_i + 1 − P_i), is kept; the residual
+    there gives the next token.
     """
     chain = torch.arange(drafts.shape[1] + 1, device=drafts.device)
     proposed = chain < lengths[:, None]  # [B, k + 1], is there a draft behind this place?

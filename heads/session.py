@@ -1,8 +1,8 @@
 """How a drafter decodes: a session is one drafter's side of a running batch.
 
 A session remembers what its rows' texts were, proposes what follows, and is told what the target made of it. Per batch:
-`absorb` once for the prompts; then per round `propose`, and `absorb` again. A session that reads nodes gives logits after
-them instead (`begin`, `extend`), from which the decoder grows chains and trees of any shape.
+`absorb` once for the prompts; then per round `propose`, and `absorb` again. A session that reads nodes gives logits
+after them instead (`begin`, `extend`), from which the decoder grows chains and trees of any shape.
 
 Shapes: B rows, Q tokens of one pass, N draft tokens of a proposal, W nodes read at once, K taps, H target hidden size,
 V target vocabulary, V' the drafter's own vocabulary.
@@ -34,8 +34,10 @@ class Abilities:
 
     Attributes:
         reads_nodes: its session is a `NodeSession`: the decoder grows chains and trees from its logits.
-        fixed_shapes: its rounds can be captured: nothing in them is read back to the host, no shape depends on a length.
-        reads_chains: its session reads tokens that it has not chosen yet (`read_chain`), so that another may guess for it.
+        fixed_shapes: its rounds can be captured: nothing in them is read back to the host, no shape depends on a
+            length.
+        reads_chains: its session reads tokens that it has not chosen yet (`read_chain`), so that another may guess for
+            it.
         continues: its session says how texts go on that the target has not seen (`continuations`).
         observes: its session wants the target's most probable tokens after each of its proposals (`observe`).
         deterministic: its proposals are never samples; the rules then have no distribution to reject against.
@@ -111,8 +113,8 @@ class Session(ABC):
                 `counts.values[b]`.
             hidden: their true tapped hidden states, `[B, Q, K, H]`; None for a drafter without taps.
             counts: how many stay in each row, at least 1.
-            path: after a tree, which of the nodes that `extend` has read the tokens after the first are, `[B, Q − 1]`; −1
-                for one that it has not read. None after a chain.
+            path: after a tree, which of the nodes that `extend` has read the tokens after the first are, `[B, Q − 1]`;
+                −1 for one that it has not read. None after a chain.
         """
 
     @abstractmethod
@@ -206,8 +208,8 @@ class ChainSession(NodeSession):
         """Read the chain `tokens` `[B, W]` in one pass; return logits after each, `[B, W, V']`. In place of `begin` and `extend`.
 
         Args:
-            after: the node that each row's chain follows, in the order of reading, −1 for the root, `[B]`. None begins a
-                round: the first of `tokens` is the root, and the nodes count from the second.
+            after: the node that each row's chain follows, in the order of reading, −1 for the root, `[B]`. None begins
+                a round: the first of `tokens` is the root, and the nodes count from the second.
         """
 
     @abstractmethod

@@ -125,7 +125,8 @@ def _every_verb(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit.")
     ] = False,
 ) -> None:
-    # Libraries read these at import; the user's own settings win. Their warnings to programmers are not for users of a command.
+    # Libraries read these at import; the user's own settings win. Their warnings to programmers are not for users of a
+    # command.
     warnings.filterwarnings("ignore", category=FutureWarning)
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     logging.getLogger("outrider").setLevel(logging.INFO)

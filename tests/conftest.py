@@ -16,7 +16,8 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("WANDB_MODE", "offline")
-# The others are written for a CPU: training would move what they share to a GPU. (Workers inherit what was decided here.)
+# The others are written for a CPU: training would move what they share to a GPU. (Workers inherit what was decided
+# here.)
 if "PYTEST_XDIST_WORKER" not in os.environ and not any("gpu" in argument.split() for argument in sys.argv[1:]):
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
 

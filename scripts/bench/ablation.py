@@ -3,9 +3,10 @@
     python -m outrider.scripts.bench.ablation embedded-eagle3 --vary drafter.loss=soft_ce --vary drafter.loss=lk_nla --out lk.json
     python -m outrider.scripts.bench.ablation embedded-eagle3 data.limit=400 --vary drafter.steps=4 --vary drafter.steps=1 --out ttt.json
 
-Each --vary is one variant, one or more settings; the first is what the others are compared with. All learn the same responses for the
-same number of steps: seed s sets the first weights and the order of the rows, and is also the seed of sampling at temperature 1.
-Drafts are chains; prompts run in batches, nothing is timed. What is trained in --work is not trained again.
+Each --vary is one variant, one or more settings; the first is what the others are compared with. All learn the same
+responses for the same number of steps: seed s sets the first weights and the order of the rows, and is also the seed of
+sampling at temperature 1. Drafts are chains; prompts run in batches, nothing is timed. What is trained in --work is not
+trained again.
 """
 
 from __future__ import annotations

@@ -2,10 +2,10 @@
 
     python -m outrider.scripts.bench.context --out scripts/bench/results/context-cpu-fp32.json
 
-Plain and drafted rounds of the decoder (chains of an untrained EAGLE-3 head), batch 1, behind contexts of 128 to 4096 tokens.
-All contexts and both kinds take turns round by round, and so does attention alone: the calls that these rounds make, at their
-shapes, over every layer's own keys and values, and the masks that they need. Fitted is time = a + b · context. What b is more
-than attention's own slope would be a cost of ours that grows.
+Plain and drafted rounds of the decoder (chains of an untrained EAGLE-3 head), batch 1, behind contexts of 128 to 4096
+tokens. All contexts and both kinds take turns round by round, and so does attention alone: the calls that these rounds
+make, at their shapes, over every layer's own keys and values, and the masks that they need. Fitted is time = a + b ·
+context. What b is more than attention's own slope would be a cost of ours that grows.
 
 The target has the embedded target's configuration with random weights and room for 8192 positions (the embedded one has
 4096, which rounds behind 4096 tokens would leave). Bytes of the caches stand beside what they should be.

@@ -2,9 +2,9 @@
 
     python -m outrider.scripts.bench.control --drafter runs/embedded-eagle3/drafter --out scripts/bench/results/control-cpu-bf16.json
 
-Costs and acceptance are measured (`eval.tuner`) on every other prompt; the race is run on the rest. Useless drafters: an
-untrained head of the same shape, under a controller that was tuned for it, and under the one that was tuned for the trained
-drafter, which promises acceptance that never comes. All contestants take turns, greedy, at batch size 1.
+Costs and acceptance are measured (`eval.tuner`) on every other prompt; the race is run on the rest. Useless drafters:
+an untrained head of the same shape, under a controller that was tuned for it, and under the one that was tuned for the
+trained drafter, which promises acceptance that never comes. All contestants take turns, greedy, at batch size 1.
 """
 
 from __future__ import annotations

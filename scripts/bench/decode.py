@@ -6,12 +6,13 @@
     python -m outrider.scripts.bench.decode --shape qwen3-8b --layers 1 --hidden 64 --vocab 512 --context 96 --batch 1 2 --quick
 
 On the suites, batch 1: the plain target and the drafters in our engine, `transformers.generate`, transformers' assisted
-generation with the same draft model and its prompt lookup at the same k. Every quotient is one of tokens/s on the same prompts,
-with a bootstrap interval over prompts. Beside them what our loop costs over the bare passes of the models (`overhead.py`).
+generation with the same draft model and its prompt lookup at the same k. Every quotient is one of tokens/s on the same
+prompts, with a bootstrap interval over prompts. Beside them what our loop costs over the bare passes of the models
+(`overhead.py`).
 
 At each --context and --batch: T_verify(n) / T_verify(1), the time of drafting, plain tokens/s and its share of the
-memory-bandwidth floor, tokens/s of all loops at forced acceptance (`forced.py`; labelled so), the loop's overhead, and how long
-the device waits for the host (`gaps.py`).
+memory-bandwidth floor, tokens/s of all loops at forced acceptance (`forced.py`; labelled so), the loop's overhead, and
+how long the device waits for the host (`gaps.py`).
 
 --shape takes a target of that shape with random weights (`random_targets.py`), an untrained EAGLE-3 head and a random draft
 model for it; --layers, --hidden and --vocab shrink them for a try on a CPU. There are no suites then.

@@ -1,8 +1,8 @@
 """What a profiler sees of a loop: how long the device waits for the host, in all and between two rounds.
 
-Read from the profiler's own trace. On a GPU the device is busy while a kernel or a copy runs; on a CPU while an operator
-runs, so that there the rest is Python. A profiler slows the host down: the share of idle time that it sees is the most there
-is. Beside it stands what follows from its busy time and from the time of a round without it.
+Read from the profiler's own trace. On a GPU the device is busy while a kernel or a copy runs; on a CPU while an
+operator runs, so that there the rest is Python. A profiler slows the host down: the share of idle time that it sees is
+the most there is. Beside it stands what follows from its busy time and from the time of a round without it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ class Gaps:
     Attributes:
         window: all of it, with the profiler running. busy: of which the device worked.
         idle_share: 1 − busy ÷ window.
-        between: median wait around the moment at which the host has read a round back; None if it never did so with the device at rest.
+        between: median wait around the moment at which the host has read a round back; None if it never did so with the
+            device at rest.
         rounds: how many.
     """
 

@@ -3,8 +3,8 @@
     python -m outrider.scripts.bench.page             # writes scripts/bench/RESULTS.md
     python -m outrider.scripts.bench.page --check     # only says whether that page is up to date
 
-It reads the JSON files in `results/`, and `results/notes.yaml` for what a measurement is about. A file that does not say when it
-was made has its date there.
+It reads the JSON files in `results/`, and `results/notes.yaml` for what a measurement is about. A file that does not
+say when it was made has its date there.
 """
 
 from __future__ import annotations

@@ -54,7 +54,8 @@ class Speculators:
 def packed(rows: Sequence[Row]) -> dict[str, Tensor]:
     """A batch as its trainer makes it: each row shifted against its features, then one behind the other, none cut and nothing padded.
 
-    Its mask names the token that an entry reads, ours the one that is predicted behind it: shifted here so that both learn the same ones.
+    Its mask names the token that an entry reads, ours the one that is predicted behind it: shifted here so that both
+    learn the same ones.
     """
     samples = [
         {

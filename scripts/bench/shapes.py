@@ -2,9 +2,9 @@
 
     python -m outrider.scripts.bench.shapes --drafter runs/embedded-eagle3/drafter --out scripts/bench/results/shapes-cpu-fp32.json
 
-At temperature 0 chains of every depth up to --deepest and dynamic trees; at temperature 1 block against token by token on a
-chain, and traversal against without replacement on the best static tree for the acceptance rates of a first run, over
-several seeds. Nothing is timed: τ does not depend on the machine, and prompts run in batches.
+At temperature 0 chains of every depth up to --deepest and dynamic trees; at temperature 1 block against token by token
+on a chain, and traversal against without replacement on the best static tree for the acceptance rates of a first run,
+over several seeds. Nothing is timed: τ does not depend on the machine, and prompts run in batches.
 """
 
 from __future__ import annotations

@@ -199,7 +199,8 @@ def test_what_training_promises_decoding_keeps(name, make, target):
 @pytest.mark.parametrize("name", [name for name in MAKERS if not HEADS[name.split()[0]].trainable])
 def test_what_is_found_is_accepted_as_often_as_p_says(name, make, target, monkeypatch):
     """At temperature 1, at each depth that a round reached: a found token x with probability p(x), siblings with the sum of theirs, and what a cascade's model
-    drew with Σ min(p, q). What was accepted is within four standard deviations, in sum and weighted by what was promised: sure drafts more, doubtful ones less."""
+    drew with Σ min(p, q). What was accepted is within four standard deviations, in sum and weighted by what was
+    promised: sure drafts more, doubtful ones less."""
     promised, kept, sampling, honest = [], [], Sampling(1.0, seed=5), stage.judge
 
     def watched(setup, state, draft, logits, keys):

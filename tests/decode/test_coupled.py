@@ -1,7 +1,8 @@
 """Under the coupled rule the text is a function of seed, sequence id, prompt and target: whatever drafts, in any shape, in any batch.
 
-What is expected is written down anew: a plain loop over the target's own forward pass, the library's logits processors, and the
-noise of each place. Every seed of the loop below draws another drafter, proposal shape, depth control, batch and sampling.
+What is expected is written down anew: a plain loop over the target's own forward pass, the library's logits processors,
+and the noise of each place. Every seed of the loop below draws another drafter, proposal shape, depth control, batch
+and sampling.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """End to end, through the real decoder: the joint law of four generated tokens is the target's own.
 
-Many copies of one prompt run as one batch, each with its own sequence id. What is expected comes from the target model alone: plain
-forward passes without our cache over all continuations, and the library's own logits processors. Depths 2 and 3 make
-rounds end inside, at and behind the fourth token. Planted bugs show that the test can fail.
+Many copies of one prompt run as one batch, each with its own sequence id. What is expected comes from the target model
+alone: plain forward passes without our cache over all continuations, and the library's own logits processors. Depths 2
+and 3 make rounds end inside, at and behind the fourth token. Planted bugs show that the test can fail.
 """
 
 from __future__ import annotations
@@ -122,8 +122,9 @@ def expected_law(target: Target, sampling: Sampling) -> np.ndarray:
 def p_value(counts: np.ndarray, law: np.ndarray) -> float:
     """The smaller of two p-values, doubled; a count in an impossible cell is 0 at once.
 
-    Chi-square of the counts, where cells expected fewer than 5 times are pooled; and whether the mean surprise −log p of the texts is
-    the entropy, which a law that is a little too flat or too sharp everywhere misses long before single cells show it.
+    Chi-square of the counts, where cells expected fewer than 5 times are pooled; and whether the mean surprise −log p
+    of the texts is the entropy, which a law that is a little too flat or too sharp everywhere misses long before single
+    cells show it.
     """
     law = law / law.sum()
     if counts[law == 0].any():

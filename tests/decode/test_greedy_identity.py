@@ -52,7 +52,8 @@ COMMON = {
 SLIDING = {"sliding_window": 3}  # shorter than every text below, and than the deepest paths of drafts
 EXPERTS = {"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 
-# Gemma scales its embeddings up: with random weights that are also the output's, a text would only repeat its last token.
+# Gemma scales its embeddings up: with random weights that are also the output's, a text would only repeat its last
+# token.
 GEMMA = {"head_dim": 8, "query_pre_attn_scalar": 8, "tie_word_embeddings": False}
 GEMMA3 = {**GEMMA, "layer_types": ["sliding_attention", "full_attention"] * 2, **SLIDING}
 SEEING = {

@@ -226,7 +226,8 @@ PROCESSED = {
 def library_processed(text: list[int], prompt_length: int, logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
     """What `transformers.generate` makes of `logits` `[V]` behind `text`, with its processors in its order.
 
-    A token that is in no word stands in front: transformers 5.17 overlooks a word that began with the first token of all.
+    A token that is in no word stands in front: transformers 5.17 overlooks a word that began with the first token of
+    all.
     """
     text, prompt_length, logits = [VOCAB, *text], prompt_length + 1, torch.nn.functional.pad(logits, (0, 1))
     steps = LogitsProcessorList([RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty)])

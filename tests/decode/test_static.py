@@ -1,7 +1,7 @@
 """Rounds of fixed shapes say what the others say, never ask the host, and can be recorded once and replayed.
 
-A GPU records them as CUDA graphs. `Recorder` stands in for one: it notes every operation of a round with its tensors, and a
-replay runs the same operations on the same memory, with nothing of the Python around them.
+A GPU records them as CUDA graphs. `Recorder` stands in for one: it notes every operation of a round with its tensors,
+and a replay runs the same operations on the same memory, with nothing of the Python around them.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The rules for chains, enumerated exactly: the law of what is emitted is the target's, to rounding.
 
 No statistics: drafts are weighted by q, uniforms run over the midpoints of a grid on which every threshold of the
-chosen distributions lies, and the joint law of k + 1 tokens is compared with the target's own in fp64. The second half plants the
-bugs that were seen in the field and shows that the enumeration catches each of them.
+chosen distributions lies, and the joint law of k + 1 tokens is compared with the target's own in fp64. The second half
+plants the bugs that were seen in the field and shows that the enumeration catches each of them.
 
 Shapes: N enumerated cases, k draft tokens, V = 3 symbols (2 in some).
 """
@@ -276,9 +276,10 @@ def rounds_under_shared_noise(
 ) -> Tensor:
     """Whole generations of `length` tokens by `match`, one per cell of the uniforms that are keyed by position; `[N, length]`.
 
-    `propose(context [V+1-coded last token, N], uniforms [N, depth]) -> drafts [N, depth]` may look at the same uniforms as the target:
-    a position that is not reached in one round meets the same uniform again in the next one. `until(context, drafts, accepted in the
-    round before) -> [N]` says how many of the drafts each row keeps; None for all.
+    `propose(context [V+1-coded last token, N], uniforms [N, depth]) -> drafts [N, depth]` may look at the same uniforms
+    as the target: a position that is not reached in one round meets the same uniform again in the next one.
+    `until(context, drafts, accepted in the round before) -> [N]` says how many of the drafts each row keeps; None for
+    all.
     """
     uniforms = torch.nn.functional.pad(grid(length), (0, depth + 1), value=0.5)
     law = torch.cat([target.rows, target.first[None]])

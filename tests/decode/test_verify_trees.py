@@ -1,12 +1,13 @@
 """The rules for trees and for blocks, enumerated exactly: the law of what is emitted is the target's, to rounding.
 
-No statistics. Every tree that a drafter can draw is weighted by its probability. A uniform matters only by the side of a threshold
-that it falls on: the thresholds are found in the rule itself, by bisection, and all combinations of sides are run and weighted by their size; the
-law of the token that follows is measured in the same way. The joint law of D + 1 tokens is compared with the target's own in
-fp64. The rules are also written down a second time, by hand, row by row: without a bug it says the same, and each planted bug is caught.
+No statistics. Every tree that a drafter can draw is weighted by its probability. A uniform matters only by the side of
+a threshold that it falls on: the thresholds are found in the rule itself, by bisection, and all combinations of sides
+are run and weighted by their size; the law of the token that follows is measured in the same way. The joint law of D +
+1 tokens is compared with the target's own in fp64. The rules are also written down a second time, by hand, row by row:
+without a bug it says the same, and each planted bug is caught.
 
-Shapes: M drafted trees, N nodes, D levels, V symbols, K outcomes. A first-order source is a tensor `[V + 1, V]`: the law of the next token after
-each symbol and, as the last row, of the first token.
+Shapes: M drafted trees, N nodes, D levels, V symbols, K outcomes. A first-order source is a tensor `[V + 1, V]`: the
+law of the next token after each symbol and, as the last row, of the first token.
 """
 
 from __future__ import annotations
@@ -206,7 +207,8 @@ def enumerate_round(rule: Rule, trees: Trees, steps: int = 46) -> Outcomes:
     accept = torch.where(sides, 1 + limits, limits) / 2
     accepted, path, _ = trees.verify(rule, rows, accept)
     place = torch.nn.functional.pad(path, (1, 0), value=-1).gather(1, accepted[:, None])[:, 0] + 1
-    # What follows depends on the tree and the place alone (`test_the_sides_of_the_thresholds_decide`): one case of each is enough.
+    # What follows depends on the tree and the place alone (`test_the_sides_of_the_thresholds_decide`): one case of each
+    # is enough.
     keys, which = torch.unique(rows * (size + 1) + place, return_inverse=True)
     case = torch.empty_like(keys).scatter(0, which, torch.arange(len(which)))
     rows, path, accept = rows[case], path[case], accept[case]
@@ -524,8 +526,9 @@ def texts_by_matching(
 ) -> Tensor:
     """Whole generations of `length` tokens by `match_tree`, one per cell of the uniforms that are keyed by position; `[10 ** length, length]`.
 
-    `grow(law's row of the last token, uniforms by depth) -> tokens [N, nodes]` may look at the same uniforms as the target, which siblings
-    share. Of the tree stays in each round what is no deeper than one more than was accepted before. None: one token a round.
+    `grow(law's row of the last token, uniforms by depth) -> tokens [N, nodes]` may look at the same uniforms as the
+    target, which siblings share. Of the tree stays in each round what is no deeper than one more than was accepted
+    before. None: one token a round.
     """
     levels = torch.tensor([len(path) for path in ancestors(parents)])
     depth = int(levels.max())
@@ -691,8 +694,9 @@ def test_traversal_accepts_no_less_than_level_by_level(seed):
 def test_traversal_may_accept_less_where_siblings_stand_below_the_first_level():
     """No theorem there, and this tree shows why; a lesser claim on the place can leave less to the second sibling than its share.
 
-    The first draft is worth 7/10. Its children, p = (0, .5, .1, .4) and q = (.8, .1, .1, 0): level by level one of them stays with
-    1/5 + 4/5 · 1/2 = 3/5. With w = 7/10 p, the first stays with 17/100, and the second with 4/5 · 25/83 + 3/100 · 1/9 instead of 7/10 · 3/5 altogether.
+    The first draft is worth 7/10. Its children, p = (0, .5, .1, .4) and q = (.8, .1, .1, 0): level by level one of them
+    stays with 1/5 + 4/5 · 1/2 = 3/5. With w = 7/10 p, the first stays with 17/100, and the second with 4/5 · 25/83 +
+    3/100 · 1/9 instead of 7/10 · 3/5 altogether.
     """
     target = source([0, 0.5, 0.1, 0.4], *[[0.25] * 4] * 3, [0.7, 0.3, 0, 0])
     drafter = source([0.8, 0.1, 0.1, 0], *[[0.25] * 4] * 3, [1, 0, 0, 0])
@@ -1121,7 +1125,8 @@ def test_the_enumeration_catches_in_a_block(bug):
     assert bias(on_chain(block_by_hand(bug)), [-1, 0, 1], "three symbols") > 0.01
 
 
-# ------------------------------------------------------------ planted bugs around the rules: what they are told is not what was done
+# ------------------------------------------------------------ planted bugs around the rules: what they are told is not
+# what was done
 
 
 def at_temperature(law: Tensor, temperature: float) -> Tensor:

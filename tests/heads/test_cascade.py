@@ -138,7 +138,8 @@ def scripted(tokens: list[int]) -> Callable[[Tensor, Tensor | None], Tensor]:
 @pytest.mark.parametrize(
     ("drafted", "widths"),
     [
-        # The guess behind 1 is 2 3 4 1 2 3: right to the end, wrong at its third token, wrong at once, and right again after an error.
+        # The guess behind 1 is 2 3 4 1 2 3: right to the end, wrong at its third token, wrong at once, and right again
+        # after an error.
         ([2, 3, 4, 1, 2, 3], [6]),
         ([2, 3, 50, 51, 52, 53], [6, 1, 1, 1]),
         ([50, 51, 52, 53, 54, 55], [6, 1, 1, 1, 1, 1]),

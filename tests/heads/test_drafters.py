@@ -262,7 +262,8 @@ def test_a_loss_of_any_name_can_be_overfitted(name, loss, target, tiny_llama):
     )
 
 
-# Nodes in the order in which two passes of `extend` read them, per row: parents, the second pass's below the first's or the root.
+# Nodes in the order in which two passes of `extend` read them, per row: parents, the second pass's below the first's or
+# the root.
 PARENTS = [[[-1, -1, -1], [1, 1, -1]], [[-1, -1, -1], [0, 2, 2]], [[-1, -1, -1], [-1, 1, 2]], [[-1, -1, -1], [2, 0, 1]]]
 
 

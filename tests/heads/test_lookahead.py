@@ -57,8 +57,8 @@ class RecordedSession(LookaheadSession):
 class Literal:
     """One sequence by the paper's algorithm, token lists and whole passes only: each node's text is read alone.
 
-    Named as in the reference implementation: `past` is the window, level 0 without the root; n-grams are kept by their first token, at
-    most `guesses` of each, the one seen last at the end.
+    Named as in the reference implementation: `past` is the window, level 0 without the root; n-grams are kept by their
+    first token, at most `guesses` of each, the one seen last at the end.
     """
 
     def __init__(self, target: Target, text: list[int], config: LookaheadConfig):
@@ -141,7 +141,8 @@ def test_the_proposal_is_the_window_and_the_latest_ngrams_each_token_once(target
     for rest in ((30, 31), (10, 40), (30, 32)):
         state.rows[0].pool.add(7, rest)
     proposal = state.propose(torch.tensor([7]), 8, None)
-    # Level 0 and its columns: 10 stands below the root once, though column 0 of level 1 is a 10 too. The n-gram 30 31 was seen longest ago.
+    # Level 0 and its columns: 10 stands below the root once, though column 0 of level 1 is a 10 too. The n-gram 30 31
+    # was seen longest ago.
     assert proposal.tokens.tolist() == [[10, 11, 20, 21, 30, 32, 40]]
     assert proposal.parents.tolist() == [[-1, 0, 0, 1, -1, 4, 0]]
     assert proposal.real.tolist() == [[True, True, True, False, True, True, True]], (

@@ -51,7 +51,8 @@ SEEING = {
     "image_size": 28,
     "patch_size": 14,
 }
-# Where the library's bodies differ: in what they hold the layers, how they call the norm behind them, and in their masks.
+# Where the library's bodies differ: in what they hold the layers, how they call the norm behind them, and in their
+# masks.
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "llama": {},
     "qwen3": {"head_dim": 8},

@@ -6,12 +6,13 @@
     .venv/bin/python tests/mutation/mutate.py again control            # with the tests as they are now, those that survived
     .venv/bin/python tests/mutation/mutate.py table                    # the scores so far
 
-Each module is run in its own throwaway copy, `build/mutation/MODULE`, because mutmut needs the packages under the name by
-which they are imported. `run` starts afresh; `run --resume` goes on where a run was stopped.
+Each module is run in its own throwaway copy, `build/mutation/MODULE`, because mutmut needs the packages under the name
+by which they are imported. `run` starts afresh; `run --resume` goes on where a run was stopped.
 
 A mutant that does not change behaviour cannot be noticed. Two kinds are not counted: those listed with a reason in
 `equivalent.yaml`, and those that change only the wording of a text for people (a string literal with a space in it).
-mutmut changes neither decorated functions nor module constants nor slices; `plant` tries the faults of those kinds in `planted.yaml`.
+mutmut changes neither decorated functions nor module constants nor slices; `plant` tries the faults of those kinds in
+`planted.yaml`.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ class Module:
     """A source file and the tests that are to notice what goes wrong in it, as paths in the checkout.
 
     Attributes:
-        without: words in the names of tests that are left out, because they start processes in which mutmut does not find its settings.
+        without: words in the names of tests that are left out, because they start processes in which mutmut does not
+            find its settings.
     """
 
     source: str

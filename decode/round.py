@@ -4,8 +4,8 @@ A sequence is committed tokens plus a `root`: its last token, which the target h
 after the root, verifies root and drafts in one pass of the target, and ends with a new root. It takes a `RoundState`
 and gives the next one, and an `Outcome`, of which the host reads one small tensor.
 
-Shapes: B active rows, N draft tokens, D of them on the longest path (in a chain all), V vocabulary, K taps, H hidden
-size.
+Shapes: B active rows, N draft tokens, D of them on the longest path (in a chain all), V vocabulary, K taps,
+H hidden size.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Setup:
 
 @dataclass(frozen=True)
 class RoundState:
-    """What a round leaves for the next one.
+    """What a round leaves for the round after it.
 
     Attributes:
         root: each row's last token, not processed yet, `[B]`.

@@ -1,7 +1,7 @@
-"""The verification rules: each stands here once, with what it can judge, how drafts are picked for it, and what it costs.
+"""The verification rules: what each can judge, how drafts are picked for it, and what it costs.
 
-A new rule is one entry of `RULES` and its proof (tests/decode). The arithmetic is in `verify` (chains) and
-`verify_tree`, as pure functions of their uniforms.
+Each rule stands here once; a new one is one entry of `RULES` and its proof (tests/decode). The arithmetic is in
+`verify` (chains) and `verify_tree`, as pure functions of their uniforms.
 
 Shapes: B rows, N draft tokens, D of them on the longest path, V vocabulary.
 """

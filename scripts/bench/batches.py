@@ -51,7 +51,8 @@ def show(points: Sequence[Point]) -> None:
     for p in sorted(points, key=lambda p: (p.size, p.contestant)):
         tau = f"tau {p.tau.text()}" if p.tau else ""
         print(
-            f"batch {p.size:3} {p.contestant:28} {p.tokens_per_second.value:9.1f} tokens/s  speedup {p.speedup.text(unit='×'):22} {tau:22} "
+            f"batch {p.size:3} {p.contestant:28} {p.tokens_per_second.value:9.1f} tokens/s  "
+            f"speedup {p.speedup.text(unit='×'):22} {tau:22} "
             f"rows {p.rows:5.1f}  identical {p.identical}/{p.sequences}"
         )
 

@@ -183,7 +183,10 @@ class Cell:
         )
 
     def _race(self, loops: Sequence[Loop], plain: Texts) -> dict[str, Any]:
-        """Figures by loop. All take turns if there is memory for what each of them keeps; else one comes after the other."""
+        """Return figures by loop.
+
+        All take turns if there is memory for what each of them keeps; else one comes after the other.
+        """
         tried = [guarded(partial(loop, self.prompts)) for loop in loops]
         if together := not any(isinstance(t, dict) for t in tried):
             runs: dict[str, list[Timed]] = {loop.name: [] for loop in loops}
@@ -257,7 +260,10 @@ def _figures(runs: Sequence[Timed], plain: Texts) -> dict[str, Any]:
 
 
 def guarded(work: Callable[[], Result]) -> Result | dict[str, str]:
-    """The result of `work`, or what was missing: too little memory, of which the decoder says how much it is before it begins."""
+    """Return the result of `work`, or what was missing: too little memory.
+
+    The decoder says how much it needs before it begins.
+    """
     try:
         return work()
     except (torch.OutOfMemoryError, BadInputError) as error:

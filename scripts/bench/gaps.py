@@ -54,7 +54,10 @@ class Gaps:
 
 
 def profile(loop: Loop, prompts: Sequence[Sequence[int]], device: str) -> Gaps | None:
-    """Complete `prompts` once to warm up, and once under the profiler, which starts when they were read; None if it saw nothing of the device."""
+    """Complete `prompts` once to warm up, and once under the profiler, which starts when they were read.
+
+    None if it saw nothing of the device.
+    """
     loop(prompts)
     activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if device == "cuda" else [])
     profiler = torch.profiler.profile(activities=activities)
@@ -115,10 +118,13 @@ def merged(spans: Iterable[Span]) -> list[Span]:
 
 
 def waits(busy: Sequence[Span], marks: Iterable[float]) -> list[float]:
-    """Lengths of the waits between `busy` spans in which a mark stands, each once; marks before, behind or within them count for none."""
+    """Return the lengths of the waits between `busy` spans in which a mark stands, each once.
+
+    Marks before, after or within the spans count for none.
+    """
     begins = [begin for begin, _ in busy]
-    behind = {bisect.bisect_right(begins, mark) for mark in marks if _waiting(busy, begins, mark)}
-    return [busy[i][0] - busy[i - 1][1] for i in sorted(behind)]
+    ends = {bisect.bisect_right(begins, mark) for mark in marks if _waiting(busy, begins, mark)}
+    return [busy[i][0] - busy[i - 1][1] for i in sorted(ends)]
 
 
 def _waiting(busy: Sequence[Span], begins: Sequence[float], mark: float) -> bool:

@@ -14,9 +14,11 @@ from outrider.targets import Counts, Target
 
 @pytest.fixture
 def decoded_logits() -> Callable[..., list[list[Tensor]]]:
-    """`decoded_logits(drafter, target, tokens, starts, steps)`: logits `[B, V']` per round and depth under teacher forcing.
+    """Return `decoded_logits(drafter, target, tokens, starts, steps)`, which decodes under teacher forcing.
 
-    Row b's rounds begin behind `starts[b][round]` absorbed tokens.
+    It gives logits `[B, V']` per round and depth.
+
+    Row b's rounds begin after `starts[b][round]` absorbed tokens.
     """
 
     def decoded(

@@ -2,8 +2,8 @@
 
     .venv/bin/python -m pip install -e ".[dev,mutation]" -c constraints.txt
     .venv/bin/python tests/mutation/mutate.py run control statistics   # named modules; all of them without a name
-    .venv/bin/python tests/mutation/mutate.py show control             # the mutants that survived, as `equivalent.yaml` has them
-    .venv/bin/python tests/mutation/mutate.py again control            # with the tests as they are now, those that survived
+    .venv/bin/python tests/mutation/mutate.py show control             # who survived, as `equivalent.yaml` has them
+    .venv/bin/python tests/mutation/mutate.py again control            # who survives the tests as they are now
     .venv/bin/python tests/mutation/mutate.py table                    # the scores so far
 
 Each module is run in its own throwaway copy, `build/mutation/MODULE`, because mutmut needs the packages under the name
@@ -287,7 +287,10 @@ def as_equivalents(mutants: list[Mutant]) -> str:
 
 
 def table(names: list[str]) -> str:
-    """One row per module: tried, caught, equivalent, survived, the score of those that change behaviour, and the time."""
+    """Return one row per module: tried, caught, equivalent, survived, the score and the time.
+
+    The score is that of the mutants that change behaviour.
+    """
     rows = [
         "| module | mutants | caught | equivalent | survived | score | seconds |",
         "|---|---:|---:|---:|---:|---:|---:|",

@@ -35,7 +35,7 @@ MODEL = "model"
 
 @dataclass
 class FusionConfig(DrafterConfig):
-    """The two drafters.
+    """Settings of a fusion: its two drafters.
 
     Attributes:
         statistical: type and settings of a drafter without weights that proposes chains.
@@ -50,7 +50,10 @@ F = TypeVar("F", bound=FusionConfig)
 
 
 class TwoDrafters(Drafter[F]):
-    """A drafter without weights and a model: how both are made, saved and loaded. How they draft, a subclass says."""
+    """A drafter made of one without weights and of a model: how both are made, saved and loaded.
+
+    How they draft, a subclass says.
+    """
 
     config_class = FusionConfig
     trainable = False
@@ -122,7 +125,7 @@ class TwoDrafters(Drafter[F]):
 
 
 class Fusion(TwoDrafters[FusionConfig]):
-    """A drafter without weights, and a model where that one finds nothing."""
+    """A drafter that proposes what one without weights finds, and a model's tokens where that finds nothing."""
 
     name = "fusion"
 
@@ -141,7 +144,7 @@ class Fusion(TwoDrafters[FusionConfig]):
 
 
 class FusionSession(Session):
-    """The sessions of both drafters.
+    """A session that runs those of both drafters of a fusion.
 
     Attributes:
         vocab: V.
@@ -190,7 +193,7 @@ class FusionSession(Session):
 
 
 def _with(found: Proposal, choose: Choose, vocab: int) -> Choose:
-    """Return a choice that takes what was found `[B, N]` token by token, and after it what `choose` takes.
+    """Return a choice that takes what was found `[B, N]` token by token, and then goes on as `choose` does.
 
     A found token is the choice among logits that give it all probability, so that `choose` knows of it: what follows is
     processed as after that token.

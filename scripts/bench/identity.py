@@ -2,8 +2,8 @@
 
     python -m outrider.scripts.bench.identity --drafter eagle3=runs/embedded-eagle3/drafter --drafter ngram
 
-Runs in fp32, where equality is exact: chains, and trees where a drafter grows them, at batch 1 and in ragged batches. Exit
-code 1 if anything differs.
+Runs in fp32, where equality is exact: chains, and trees where a drafter grows them, at batch 1 and in ragged batches.
+Exit code 1 if anything differs.
 """
 
 from __future__ import annotations

@@ -27,7 +27,10 @@ VERSION = version("speculators")
 
 
 class Speculators:
-    """Its head, made, fed and trained by its own functions: `from_training_args`, `shift_batch`, `CollateFn`, `forward`."""
+    """Its head, made, fed and trained by its own functions.
+
+    They are `from_training_args`, `shift_batch`, `CollateFn` and `forward`.
+    """
 
     def __init__(self, settings: Settings, attention: str):
         self.name, self.settings = f"{THEIRS}, {attention}", settings
@@ -52,9 +55,12 @@ class Speculators:
 
 
 def packed(rows: Sequence[Row]) -> dict[str, Tensor]:
-    """A batch as its trainer makes it: each row shifted against its features, then one behind the other, none cut and nothing padded.
+    """Return a batch as its trainer makes it: rows one after the other, none cut and nothing padded.
 
-    Its mask names the token that an entry reads, ours the one that is predicted behind it: shifted here so that both learn the same ones.
+    Each row is shifted against its features.
+
+    Its mask names the token that an entry reads, ours the one that is predicted after it: shifted here so that both
+    learn the same ones.
     """
     samples = [
         {

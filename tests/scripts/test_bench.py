@@ -1,4 +1,7 @@
-"""Benchmarks measure what they say: forced acceptance really drafts, bare passes are the loop's own, gaps are read right, and every command runs."""
+"""Benchmarks measure what they say, and every command runs.
+
+Forced acceptance really drafts, bare passes are the loop's own, and gaps are read right.
+"""
 
 from __future__ import annotations
 
@@ -98,7 +101,10 @@ def test_shares_are_met() -> None:
 def test_transformers_assistant_is_forced_by_the_same_script(
     target: Target, tiny_llama: Callable, share: float
 ) -> None:
-    """As many rounds as ours takes, give or take the ends: it has no token from the prompt, and drafts less before the last one."""
+    """Their loop takes as many rounds as ours, give or take the ends.
+
+    It has no token from the prompt, and drafts less before the last one.
+    """
     assistant, texts = tiny_llama(layers=1, seed=1), texts_of(target, 60)[:1]
     script = make_script(texts, share, 64)
     theirs = Theirs("assisted", target, 41, assist(assistant, 4), around=lambda: forced_assistant(assistant, script))(
@@ -324,7 +330,10 @@ def test_a_users_mistake_is_one_line(capsys: pytest.CaptureFixture) -> None:
 
 
 def test_shapes_run_on_a_cpu(tmp_path: Path) -> None:
-    """The whole benchmark with random weights, tiny: every figure is there, forced ones say so, and all loops write one text."""
+    """The whole benchmark runs with random weights, tiny: every figure is there, and all loops write one text.
+
+    Forced figures say so.
+    """
     out = tmp_path / "found.json"
     shape = ["--shape", "llama-3.1-8b", "--layers", "1", "--hidden", "64", "--vocab", "512"]
     assert (

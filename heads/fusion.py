@@ -219,4 +219,4 @@ def fuse(statistical: dict[str, Any], model: Drafter, target: Target) -> Fusion:
         BadInputError: `statistical` names no drafter without weights that goes on after a chain, or `model` is one.
     """
     config = FusionConfig(statistical=statistical)
-    return Fusion(Fusion._statistical(config, target), model, config)
+    return Fusion(Fusion._statistical(config), model, config)

@@ -230,7 +230,7 @@ class Pair:
 
 def tuned_drafter(found: BatchTuning, drafter: Drafter, target: Target) -> Drafter:
     """Return what the tuned plan is for: `drafter` by itself, or its fusion with a drafter without weights."""
-    return drafter if found.statistical is None else fuse(found.statistical, drafter, target)
+    return drafter if found.statistical is None else fuse(found.statistical, drafter)
 
 
 def compatibility(pair: Pair, target: Target) -> Compatibility:

@@ -357,7 +357,8 @@ def train(
             optimizer.zero_grad()
         if step % 20 == 0:
             print(
-                f"step {step} loss {loss:.3f} rate {rate(step, settings):.2f} {seconds + time.monotonic() - started:.0f}s",
+                f"step {step} loss {loss:.3f} rate {rate(step, settings):.2f} "
+                f"{seconds + time.monotonic() - started:.0f}s",
                 flush=True,
             )
         if (step + 1) % 200 == 0 or step + 1 == settings.steps:

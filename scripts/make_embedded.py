@@ -357,7 +357,8 @@ def train(
             optimizer.zero_grad()
         if step % 20 == 0:
             print(
-                f"step {step} loss {loss:.3f} rate {rate(step, settings):.2f} {seconds + time.monotonic() - started:.0f}s",
+                f"step {step} loss {loss:.3f} rate {rate(step, settings):.2f} "
+                f"{seconds + time.monotonic() - started:.0f}s",
                 flush=True,
             )
         if (step + 1) % 200 == 0 or step + 1 == settings.steps:
@@ -379,7 +380,7 @@ def train(
 def code_prompts(files: dict[str, str], count: int, salt: str) -> list[dict]:
     """Beginnings to continue: a stretch of a file that ends with the header of a function or class.
 
-    The line break behind it is left to the model: the tokenizer joins it with the indentation of the next line.
+    The line break after it is left to the model: the tokenizer joins it with the indentation of the next line.
     """
     found = []
     for name, text in files.items():

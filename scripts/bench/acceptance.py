@@ -1,4 +1,4 @@
-"""τ and acceptance by depth of one decoder, and what several seeds say together: what benchmarks that time nothing share."""
+"""τ and acceptance by depth of one decoder, and what several seeds say together, for benchmarks that time nothing."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def shown(interval: Interval) -> dict[str, float | None]:
 
 
 def over_seeds(values: Sequence[float]) -> dict[str, float] | None:
-    """Mean of one value per seed, and its 95% interval by Student's t; None for a single seed, or one without a value."""
+    """Return the mean over seeds and its 95% interval by Student's t; None for one seed, or if a value is missing."""
     if len(values) < 2 or any(map(math.isnan, values)):
         return None
     middle, spread = (

@@ -3,9 +3,10 @@
     python -m outrider.scripts.bench.batches --drafter eagle3=runs/embedded-eagle3/drafter --sizes 1 2 4 8 16 32 64 \\
         --out scripts/bench/results/batches-cpu-fp32.json
 
-Writes the figures to --out and the plot beside it, as .svg. Prompts of the suites in random batches, ragged, each completed
-by the plain target and by every drafter at every depth (and by a pair under its own plan, --pair) in turns; rows are freed as
-their sequences end. Every speedup is over the plain target in the same batches, with a bootstrap interval over batches.
+Writes the figures to --out and the plot beside it, as .svg. Prompts of the suites in random batches, ragged, each
+completed by the plain target and by every drafter at every depth (and by a pair under its own plan, --pair) in turns;
+rows are freed as their sequences end. Every speedup is over the plain target in the same batches, with a bootstrap
+interval over batches.
 """
 
 from __future__ import annotations
@@ -50,7 +51,8 @@ def show(points: Sequence[Point]) -> None:
     for p in sorted(points, key=lambda p: (p.size, p.contestant)):
         tau = f"tau {p.tau.text()}" if p.tau else ""
         print(
-            f"batch {p.size:3} {p.contestant:28} {p.tokens_per_second.value:9.1f} tokens/s  speedup {p.speedup.text(unit='×'):22} {tau:22} "
+            f"batch {p.size:3} {p.contestant:28} {p.tokens_per_second.value:9.1f} tokens/s  "
+            f"speedup {p.speedup.text(unit='×'):22} {tau:22} "
             f"rows {p.rows:5.1f}  identical {p.identical}/{p.sequences}"
         )
 

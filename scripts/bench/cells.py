@@ -1,8 +1,8 @@
 """Everything that one context length and one batch size show: parts of a round, whole loops in turns, overhead, gaps.
 
-All rows are ragged by up to 3 tokens, and all loops write the same tokens: the plain target's own. Drafters propose them by
-force (`forced.py`), so that their speed is known at any acceptance. What does not fit in memory is written down as that, and
-the rest goes on.
+All rows are ragged by up to 3 tokens, and all loops write the same tokens: the plain target's own. Drafters propose
+them by force (`forced.py`), so that their speed is known at any acceptance. What does not fit in memory is written
+down as that, and the rest goes on.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ class CellSettings:
 
     Attributes:
         depth: of chains. shares: acceptances that are forced, at each depth given the one before.
-        new_tokens: of each row; one from the prompt, and 13 full rounds of depth 4. repeats: turns of the loops. cost_repeats: turns of single passes.
+        new_tokens: of each row; one from the prompt, and 13 full rounds of depth 4. repeats: turns of the loops.
+            cost_repeats: turns of single passes.
         widths: drafts beside the root in a pass of the target. seed: of what is accepted.
     """
 
@@ -67,7 +68,8 @@ class Cell:
     """One context length and batch size.
 
     Attributes:
-        prompts: of the rows. repeated: whether they hold what follows them, so that a lookup finds it: acceptance forced through the prompt.
+        prompts: of the rows. repeated: whether they hold what follows them, so that a lookup finds it: acceptance
+            forced through the prompt.
         drafters: that grow, by name. lookup: whether n-gram and prompt lookup take part.
     """
 
@@ -181,7 +183,7 @@ class Cell:
         )
 
     def _race(self, loops: Sequence[Loop], plain: Texts) -> dict[str, Any]:
-        """Figures by loop. All take turns if there is memory for what each of them keeps; else one comes after the other."""
+        """Return figures by loop; all take turns if there is memory for what each keeps, else one after the other."""
         tried = [guarded(partial(loop, self.prompts)) for loop in loops]
         if together := not any(isinstance(t, dict) for t in tried):
             runs: dict[str, list[Timed]] = {loop.name: [] for loop in loops}
@@ -255,7 +257,7 @@ def _figures(runs: Sequence[Timed], plain: Texts) -> dict[str, Any]:
 
 
 def guarded(work: Callable[[], Result]) -> Result | dict[str, str]:
-    """The result of `work`, or what was missing: too little memory, of which the decoder says how much it is before it begins."""
+    """Return the result of `work`, or what was missing: too little memory, as the decoder says before it begins."""
     try:
         return work()
     except (torch.OutOfMemoryError, BadInputError) as error:

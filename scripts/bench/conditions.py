@@ -1,4 +1,4 @@
-"""What every benchmark does around its measurement: conditions beside the figures, one file, one line for a user's mistake."""
+"""What every benchmark does around its measurement: conditions, one file, and one line for a user's mistake."""
 
 from __future__ import annotations
 

@@ -2,10 +2,10 @@
 
     python -m outrider.scripts.bench.context --out scripts/bench/results/context-cpu-fp32.json
 
-Plain and drafted rounds of the decoder (chains of an untrained EAGLE-3 head), batch 1, behind contexts of 128 to 4096 tokens.
-All contexts and both kinds take turns round by round, and so does attention alone: the calls that these rounds make, at their
-shapes, over every layer's own keys and values, and the masks that they need. Fitted is time = a + b · context. What b is more
-than attention's own slope would be a cost of ours that grows.
+Plain and drafted rounds of the decoder (chains of an untrained EAGLE-3 head), batch 1, behind contexts of 128 to 4096
+tokens. All contexts and both kinds take turns round by round, and so does attention alone: the calls that these
+rounds make, at their shapes, over every layer's own keys and values, and the masks that they need. Fitted is time = a
++ b · context. What b is more than attention's own slope would be a cost of ours that grows.
 
 The target has the embedded target's configuration with random weights and room for 8192 positions (the embedded one has
 4096, which rounds behind 4096 tokens would leave). Bytes of the caches stand beside what they should be.
@@ -48,7 +48,12 @@ OWN, ATTENTION, MASK = "round", "attention", "mask"
 
 @dataclass(frozen=True)
 class Fit:
-    """time = a + b · context, by least squares; `b_error` is the standard error of b, `r2` the share of the variance that the line explains."""
+    """The line time = a + b · context, by least squares.
+
+    Attributes:
+        b_error: the standard error of b.
+        r2: the share of the variance that the line explains.
+    """
 
     a: float
     b: float
@@ -138,7 +143,7 @@ class Attention:
         self._layers(1, None)
 
     def drafted(self) -> None:
-        """All layers over root and drafts, and the drafter's over one token per draft: an untrained one has hardly a draft kept."""
+        """Run all layers over root and drafts, and the drafter's over one token per draft: hardly a draft is kept."""
         self._layers(self.depth + 1, self.ready)
         with torch.inference_mode():
             for ahead in range(1, self.depth + 1):
@@ -257,17 +262,20 @@ def show(result: dict[str, Any]) -> None:
             row["contexts"], row["round_seconds"], row["attention_seconds"], row["mask_seconds"], strict=True
         ):
             print(
-                f"{kind:8} context {c:5} {1e3 * own:9.3f} ms a round, attention {1e3 * attention:8.3f} ms, masks {1e3 * mask:7.3f} ms"
+                f"{kind:8} context {c:5} {1e3 * own:9.3f} ms a round, "
+                f"attention {1e3 * attention:8.3f} ms, masks {1e3 * mask:7.3f} ms"
             )
         for name, fit in (("round", row["fit"]), ("attention", row["attention_fit"])):
             print(
-                f"{kind:8} {name:9} = {1e3 * fit['a']:.3f} ms + {1e6 * fit['b']:.4f} (± {1e6 * fit['b_error']:.4f}) us x context, R2 {fit['r2']:.4f}"
+                f"{kind:8} {name:9} = {1e3 * fit['a']:.3f} ms + {1e6 * fit['b']:.4f} "
+                f"(± {1e6 * fit['b_error']:.4f}) us x context, R2 {fit['r2']:.4f}"
             )
         share = "-" if row["share_of_growth"] is None else f"{row['share_of_growth']:.1%}"
         print(f"{kind:8} attention and its masks explain {share} of the growth")
     for row in result["memory"]:
         print(
-            f"cache    {row['kind']:8} context {row['context']:5} {row['slots']:5} slots: {row['bytes']} bytes, computed {row['computed']}"
+            f"cache    {row['kind']:8} context {row['context']:5} {row['slots']:5} slots: "
+            f"{row['bytes']} bytes, computed {row['computed']}"
         )
 
 

@@ -1,10 +1,11 @@
 """The goodput controller against every fixed depth, suite by suite, and with drafters that are of no use.
 
-    python -m outrider.scripts.bench.control --drafter runs/embedded-eagle3/drafter --out scripts/bench/results/control-cpu-bf16.json
+    python -m outrider.scripts.bench.control --drafter runs/embedded-eagle3/drafter \\
+        --out scripts/bench/results/control-cpu-bf16.json
 
-Costs and acceptance are measured (`eval.tuner`) on every other prompt; the race is run on the rest. Useless drafters: an
-untrained head of the same shape, under a controller that was tuned for it, and under the one that was tuned for the trained
-drafter, which promises acceptance that never comes. All contestants take turns, greedy, at batch size 1.
+Costs and acceptance are measured (`eval.tuner`) on every other prompt; the race is run on the rest. Useless drafters:
+an untrained head of the same shape, under a controller that was tuned for it, and under the one that was tuned for
+the trained drafter, which promises acceptance that never comes. All contestants take turns, greedy, at batch size 1.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ def contestants(drafter: Drafter, untrained: Drafter, control: Control, own: Con
 
 
 def compare(records: Sequence[Record], suite: str | None) -> dict[str, Any]:
-    """Tokens/s of every contestant over the plain target's, and of the controlled one over the best fixed depth's, on one suite (None: all)."""
+    """Return tokens/s over the plain target's, and over the best fixed depth's, on a suite (None: all)."""
     rows: dict[str, list[Record]] = {}
     for record in sorted(records, key=lambda r: r.suite):
         if suite in (None, record.suite):

@@ -2,8 +2,8 @@
 
     python -m outrider.scripts.bench.identity --drafter eagle3=runs/embedded-eagle3/drafter --drafter ngram
 
-Runs in fp32, where equality is exact: chains, and trees where a drafter grows them, at batch 1 and in ragged batches. Exit
-code 1 if anything differs.
+Runs in fp32, where equality is exact: chains, and trees where a drafter grows them, at batch 1 and in ragged batches.
+Exit code 1 if anything differs.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ def load_contestants(names: list[str], target: Target) -> dict[str, Drafter | No
 def reference(target: Target, prompt: list[int], count: int) -> list[int]:
     """What `transformers.generate` writes, greedily, end-of-sequence included."""
     tokens = torch.tensor([prompt], device=target.device)
-    out = target.model.generate(tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=count, do_sample=False)  # type: ignore[operator]
+    generate: Any = target.model.generate
+    out = generate(tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=count, do_sample=False)
     return [int(t) for t in out[0, len(prompt) :]]
 
 

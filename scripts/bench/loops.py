@@ -1,7 +1,8 @@
 """Our loop and transformers' own, timed alike: whole requests, and the steady part behind the first step.
 
-All are greedy and write exactly as many tokens as they are told, past any end token. A step is a round, or one token where
-nothing is drafted. The first of them is left out of the steady part, since there every loop still reads the prompt.
+All are greedy and write exactly as many tokens as they are told, past any end token. A step is a round, or one token
+where nothing is drafted. The first of them is left out of the steady part, since there every loop still reads the
+prompt.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ class Timed:
 
     Attributes:
         tokens: new tokens of each prompt. seconds: of the whole request.
-        steady_seconds, steady_tokens, steady_rounds: of all steps but the first, of all rows together; rounds are passes of the batch.
+        steady_seconds, steady_tokens, steady_rounds: of all steps but the first, of all rows together; rounds are
+            passes of the batch.
         rounds: all of them, the first included. tau: mean tokens per row and round in the steady part.
         accepted: per row and round, where the loop tells.
     """
@@ -56,7 +58,7 @@ class Loop(Protocol):
         """Free what is kept from call to call."""
 
     def __call__(self, prompts: Sequence[Sequence[int]], mark: Mark = lambda _: None) -> Timed:
-        """Complete `prompts`. `mark` is called on the host with the first row's number of new tokens when it has more: first when prompts were read."""
+        """Complete `prompts`, telling `mark` the first row's number of new tokens: first when the prompts were read."""
 
 
 class Ours:

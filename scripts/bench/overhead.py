@@ -1,13 +1,14 @@
-"""What our loop costs beside the model passes that it makes: the same passes are run bare, round by round in turns with it.
+"""What our loop costs beside the model passes that it makes, which are run bare, round by round in turns with it.
 
-A request is completed by the decoder once, which tells how many drafts each round kept. Then it is completed again, and after
-each of its rounds the passes of that round are repeated without it: on the same tokens, behind the same context, in a cache of
-their own, as many drafts read and tokens verified; but nothing is chosen, judged, read back or noted. So both see the same
-machine at the same time. What is compared are medians over rounds. The first round is left out: a drafter reads the prompt there.
+A request is completed by the decoder once, which tells how many drafts each round kept. Then it is completed again,
+and after each of its rounds the passes of that round are repeated without it: on the same tokens, behind the same
+context, in a cache of their own, as many drafts read and tokens verified; but nothing is chosen, judged, read back or
+noted. So both see the same machine at the same time. What is compared are medians over rounds. The first round is
+left out: a drafter reads the prompt there.
 
-The clock of a bare round runs in its passes only. There are two clocks: the wall's, and the processor's, which does not count
-what other programs took. All this is for rounds that run eagerly; where they are captured as CUDA graphs, a round is compared
-with its parts, captured and timed apart (`of_parts`).
+The clock of a bare round runs in its passes only. There are two clocks: the wall's, and the processor's, which does
+not count what other programs took. All this is for rounds that run eagerly; where they are captured as CUDA graphs, a
+round is compared with its parts, captured and timed apart (`of_parts`).
 
 Shapes: B rows, T tokens of a whole text.
 """
@@ -118,7 +119,8 @@ def loop_overhead(loop: Ours, batches: Sequence[Texts], repeats: int) -> Overhea
     pairs = [pair for batch in batches if (pair := _medians(loop, batch, repeats)) is not None]
     if not pairs:
         raise BadInputError(
-            f"loop overhead: {loop.name} needs requests of two rounds at least; ask for more new tokens than {loop.new_tokens}."
+            f"loop overhead: {loop.name} needs requests of two rounds at least; "
+            f"ask for more new tokens than {loop.new_tokens}."
         )
     looped, bare, rounds = zip(*pairs, strict=True)
     wall, processor = (

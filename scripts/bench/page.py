@@ -3,8 +3,8 @@
     python -m outrider.scripts.bench.page             # writes scripts/bench/RESULTS.md
     python -m outrider.scripts.bench.page --check     # only says whether that page is up to date
 
-It reads the JSON files in `results/`, and `results/notes.yaml` for what a measurement is about. A file that does not say when it
-was made has its date there.
+It reads the JSON files in `results/`, and `results/notes.yaml` for what a measurement is about. A file that does not
+say when it was made has its date there.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ ELSEWHERE = {
 }
 OPENING = """# Results
 
-Everything that was measured of Outrider and kept. `python -m outrider.scripts.bench.page` makes this page from the files in
-`scripts/bench/results/`; do not edit it by hand.
+Everything that was measured of Outrider and kept. `python -m outrider.scripts.bench.page` makes this page from the
+files in `scripts/bench/results/`; do not edit it by hand.
 
-τ is the mean number of tokens per round, the target's own token included. Speedup is tokens per second over those of the plain
-target in the same engine and the same run. [low, high] are 95% intervals. T is the temperature.
+τ is the mean number of tokens per round, the target's own token included. Speedup is tokens per second over those of
+the plain target in the same engine and the same run. [low, high] are 95% intervals. T is the temperature.
 """
 NO_GPU = "Nothing here was measured on a GPU.\n"
 
@@ -74,7 +74,8 @@ class Entry:
 
     def section(self) -> str:
         """Return the whole section as Markdown."""
-        opening = f"`{self.file.name}` · {self.date} · {self.machine()} · {self.conditions.get('dtype', '')} · {self.software()}"
+        dtype = self.conditions.get("dtype", "")
+        opening = f"`{self.file.name}` · {self.date} · {self.machine()} · {dtype} · {self.software()}"
         parts = [f"## {self.title}", opening, self.note, f"Conditions: {self._settings()}.", *tables_of(self.result)]
         return "\n\n".join(part for part in parts if part)
 

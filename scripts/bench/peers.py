@@ -1,4 +1,4 @@
-"""Our EAGLE-3 beside the `speculators` package's: speed and memory of a training step, and τ after the same number of steps.
+"""Our EAGLE-3 beside the `speculators` package's: speed and memory of a training step, and τ after as many steps.
 
     outrider train embedded-eagle3                     # its data are used
     python -m outrider.scripts.bench.peers --data runs/embedded-eagle3/data --out scripts/bench/results/peers-cpu.json
@@ -10,22 +10,24 @@
     pip install --no-deps transformers==5.23.0         # it asks for at most 5.19, and works with this one
     pip install -e .
 
-What is equal: the target, and its hidden states, computed once per batch and outside of all timing; the tokens that are learned;
-the sizes, the draft vocabulary, the taps and their norms, the normed output that is fed back (EAGLE-3.1), the first output embedding
-(the target's rows); unrolled steps and their weights; optimizer, learning rates, clipping and number of steps; the batches and their order. Both take
-turns, step by step, in one process.
+What is equal: the target, and its hidden states, computed once per batch and outside of all timing; the tokens that
+are learned; the sizes, the draft vocabulary, the taps and their norms, the normed output that is fed back
+(EAGLE-3.1), the first output embedding (the target's rows); unrolled steps and their weights; optimizer, learning
+rates, clipping and number of steps; the batches and their order. Both take turns, step by step, in one process.
 
-What is each one's own: the loss (KL there, soft cross-entropy here: the same gradient); how rows become a batch (packed one behind the
-other there, by its own collator, without a token of padding, so that later steps at a text's end look into the next one; padded here);
-what is trained (there the output embedding stays frozen as of 0.9.0; a contestant of ours that freezes it too is timed beside); and initial
-weights (each draws its own, from the same seed). Theirs has an eager forward pass and the eager loss, as the compiled
-ones need a GPU; its attention runs as `--attention` says: all are timed and measured, the first one is trained.
+What is each one's own: the loss (KL there, soft cross-entropy here: the same gradient); how rows become a batch
+(packed one behind the other there, by its own collator, without a token of padding, so that later steps at a text's
+end look into the next one; padded here); what is trained (there the output embedding stays frozen as of 0.9.0; a
+contestant of ours that freezes it too is timed beside); and initial weights (each draws its own, from the same seed).
+Theirs has an eager forward pass and the eager loss, as the compiled ones need a GPU; its attention runs as
+`--attention` says: all are timed and measured, the first one is trained.
 
-Speed: one row of each of --lengths, in fp32 and under bf16 autocast, one optimizer step each, in turns; every token but the first two is
-learned (and with --share all but the first part, as behind a prompt). Tokens per second count all tokens of the row; wall and processor
-time, medians and minima. Memory: a process for each, with everything in place and one short step done, and then how far its resident
-memory rises in one step at --memory-length. τ: per seed one training each, their weights imported into our head (`pair.peers`), both
-measured in our decoder on the same prompts and seeds.
+Speed: one row of each of --lengths, in fp32 and under bf16 autocast, one optimizer step each, in turns; every token
+but the first two is learned (and with --share all but the first part, as behind a prompt). Tokens per second count
+all tokens of the row; wall and processor time, medians and minima. Memory: a process for each, with everything in
+place and one short step done, and then how far its resident memory rises in one step at --memory-length. τ: per seed
+one training each, their weights imported into our head (`pair.peers`), both measured in our decoder on the same
+prompts and seeds.
 """
 
 from __future__ import annotations
@@ -173,7 +175,8 @@ def measure_memory(arguments: argparse.Namespace) -> dict[str, Any]:
         for name in (OURS, *(f"{THEIRS}, {attention}" for attention in arguments.attention)):
             found[f"{name}, {precision}"] = row = _in_a_process(name, precision, arguments)
             print(
-                f"{name + ', ' + precision:44} {row['step_bytes'] / 1e6:8.0f} MB in a step, {row['peak_bytes'] / 1e6:8.0f} MB in all",
+                f"{name + ', ' + precision:44} {row['step_bytes'] / 1e6:8.0f} MB in a step, "
+                f"{row['peak_bytes'] / 1e6:8.0f} MB in all",
                 flush=True,
             )
     ratios = {}
@@ -238,7 +241,8 @@ def _reset_peak() -> int:
         Path("/proc/self/clear_refs").write_text("5")
     except OSError as error:
         raise BadInputError(
-            f"peak memory is read from Linux's /proc, which cannot be used here ({error}); leave `memory` out of --parts."
+            f"peak memory is read from Linux's /proc, which cannot be used here ({error}); "
+            "leave `memory` out of --parts."
         ) from error
     return _status("VmRSS")
 
@@ -325,7 +329,7 @@ def measure_tau(
 
 
 def compare_tau(by_name: dict[str, list[Rounds]], strata: Sequence[int]) -> dict[str, Any]:
-    """τ by name, each one's quotient to the peer's on the same prompts, and that quotient seed by seed with the interval that three seeds alone would give."""
+    """Return τ by name, and its quotients to the peer's: on the same prompts, seed by seed, and by seeds alone."""
     bootstrap, peer = Bootstrap(strata), next(name for name in by_name if name.startswith(THEIRS))
     together = {name: pooled(seeds) for name, seeds in by_name.items()}
     found: dict[str, Any] = {"tau": {}, "over_theirs": {}}
@@ -366,7 +370,8 @@ def load_peer() -> tuple[MakePeer, str]:
         from .peers_speculators import VERSION, Speculators
     except ImportError as error:
         raise BadInputError(
-            f"this benchmark runs beside the `speculators` package, which cannot be imported here ({error}). It needs an environment of its own: "
+            f"this benchmark runs beside the `speculators` package, which cannot be imported here ({error}). "
+            "It needs an environment of its own: "
             f"see `python -m outrider.scripts.bench.peers --help`."
         ) from error
     return Speculators, VERSION
@@ -422,9 +427,12 @@ def told(arguments: argparse.Namespace, version: str) -> dict[str, Any]:
     kept = {k: v for k, v in vars(arguments).items() if k not in ("out", "one_step", "data", "target", "threads")}
     return kept | {
         "speculators": version,
-        "timing": "one optimizer step on features computed before; contestants take turns; tokens per second from the median, and from the fastest, wall time",
-        "memory": "rise of resident memory in one step above what was there before it (model, optimizer state, features), and the process's peak; a process each",
-        "intervals": "95%, bootstrap over prompts within suites, rounds of all seeds; quotients on the same prompts and seeds; over_seeds: Student's t",
+        "timing": "one optimizer step on features computed before; contestants take turns; "
+        "tokens per second from the median, and from the fastest, wall time",
+        "memory": "rise of resident memory in one step above what was there before it "
+        "(model, optimizer state, features), and the process's peak; a process each",
+        "intervals": "95%, bootstrap over prompts within suites, rounds of all seeds; "
+        "quotients on the same prompts and seeds; over_seeds: Student's t",
     }
 
 

@@ -27,7 +27,7 @@ VERSION = version("speculators")
 
 
 class Speculators:
-    """Its head, made, fed and trained by its own functions: `from_training_args`, `shift_batch`, `CollateFn`, `forward`."""
+    """Its head, made and trained by its own functions: `from_training_args`, `shift_batch`, `CollateFn`, `forward`."""
 
     def __init__(self, settings: Settings, attention: str):
         self.name, self.settings = f"{THEIRS}, {attention}", settings
@@ -52,9 +52,10 @@ class Speculators:
 
 
 def packed(rows: Sequence[Row]) -> dict[str, Tensor]:
-    """A batch as its trainer makes it: each row shifted against its features, then one behind the other, none cut and nothing padded.
+    """Make a batch as its trainer does: rows shifted against their features, one after the other, none cut or padded.
 
-    Its mask names the token that an entry reads, ours the one that is predicted behind it: shifted here so that both learn the same ones.
+    Its mask names the token that an entry reads, ours the one that is predicted behind it: shifted here so that both
+    learn the same ones.
     """
     samples = [
         {

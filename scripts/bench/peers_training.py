@@ -162,7 +162,8 @@ def features(target: Target, tokens: Sequence[Tensor], learned: Sequence[Tensor]
     norm = getattr(target.body, "norm", None)
     if not isinstance(norm, nn.Module):
         raise BadInputError(
-            f"this benchmark needs a target of Llama's kind, with a final norm called `norm`; {target.config.model_type} has none."
+            f"this benchmark needs a target of Llama's kind, with a final norm called `norm`; "
+            f"{target.config.model_type} has none."
         )
     seen: list[Tensor] = []
     handle = norm.register_forward_pre_hook(lambda _, given: seen.append(given[0]))

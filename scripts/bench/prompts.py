@@ -14,14 +14,16 @@ from .random_targets import following
 
 
 def random_prompts(vocab: int, lengths: Sequence[int], ahead: int, seed: int = 0) -> Texts:
-    """Random tokens for a target of `random_targets`; each prompt holds the `ahead` tokens that follow it, behind its last token's double.
+    """Make random prompts for a target of `random_targets`; each holds the `ahead` tokens that follow its last token.
 
     Raises:
         BadInputError: a length that has no room for them.
     """
     if min(lengths) < ahead + 3:
         raise BadInputError(
-            f"a context of {min(lengths)} tokens is too short for prompts that hold the {ahead} tokens that follow them; at least {ahead + 3}."
+            f"a context of {min(lengths)} tokens is too short for prompts that hold the {ahead} tokens "
+            f"that follow them; "
+            f"at least {ahead + 3}."
         )
     generator = torch.Generator().manual_seed(seed)
     prompts = []
@@ -36,7 +38,7 @@ def random_prompts(vocab: int, lengths: Sequence[int], ahead: int, seed: int = 0
 
 
 def joined_prompts(texts: Sequence[Sequence[int]], lengths: Sequence[int]) -> Texts:
-    """Prompts of these lengths from texts one after the other; row i begins with text i, and texts are used again where they are too few."""
+    """Make prompts of these lengths from texts in a row; prompt i begins with text i, and texts may be used again."""
     prompts = []
     for row, length in enumerate(lengths):
         start = row % len(texts)

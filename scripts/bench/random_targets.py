@@ -1,9 +1,9 @@
-"""Targets of real shapes with random weights, and drafters for them: what a round costs does not depend on what was learned.
+"""Targets of real shapes with random weights, and drafters for them: a round costs the same whatever was learned.
 
 Nothing is downloaded: the configurations stand here as their makers published them. The output embedding is the input
-embedding moved by `STEP` rows, and input embeddings are large beside what the layers add. So the token that follows token v
-is v + STEP, by a wide margin: greedy text is known beforehand and the same in every dtype, batch and order of sums. With
-weights that are random throughout, near-ties in bf16 would end every forced acceptance after a few tokens.
+embedding moved by `STEP` rows, and input embeddings are large beside what the layers add. So the token that follows
+token v is v + STEP, by a wide margin: greedy text is known beforehand and the same in every dtype, batch and order of
+sums. With weights that are random throughout, near-ties in bf16 would end every forced acceptance after a few tokens.
 """
 
 from __future__ import annotations

@@ -137,7 +137,7 @@ def agree(states: tuple[DraftModelSession, DraftModelSession], call: Any) -> Non
 
 
 def everything(drafter: DraftModel, target: Target, lengths: list[int], window: int | None = None) -> None:
-    """Rounds of every kind behind ragged prompts: chains, trees, chains that are read in one pass, another's drafts."""
+    """Rounds of every kind after ragged prompts: chains, trees, chains that are read in one pass, another's drafts."""
     rows = len(lengths)
     states = both(drafter, target, rows)
 

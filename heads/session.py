@@ -148,6 +148,8 @@ class Session(ABC):
 
     def carry(self, tensors: list[Tensor]) -> None:
         """Put the carried tensors back, from other places in memory."""
+        if tensors:
+            raise NotImplementedError(f"{type(self).__name__} carries nothing from round to round.")
 
     def reset(self) -> None:
         """Forget everything, and keep the room, for another request."""

@@ -17,8 +17,9 @@ mutmut changes neither decorated functions nor module constants nor slices; `pla
 from __future__ import annotations
 
 import argparse
+import ast
 import contextlib
-import io
+import difflib
 import json
 import os
 import random
@@ -172,7 +173,8 @@ def plant(name: str) -> None:
     text = file.read_text(encoding="utf-8")
     for fault in yaml.safe_load((HERE / "planted.yaml").read_text(encoding="utf-8")).get(name, []):
         if fault["was"] not in text:
-            raise SystemExit(f"planted.yaml: {MODULES[name].source} holds no {fault['was']!r}; review that fault.")
+            print(f"GONE  {name}: {fault['was']}: review that fault", flush=True)
+            continue
         file.write_text(text.replace(fault["was"], fault["becomes"], 1), encoding="utf-8")
         command = [
             sys.executable,
@@ -229,16 +231,28 @@ def results(name: str) -> Iterator[Mutant]:
 
 
 def _lines(copy: Path, source: Path, mutant: str) -> tuple[str, str]:
-    """The lines that a mutant takes away and those that it puts there, without their indentation."""
+    """The statement that a mutant changed, and what it made of it, as `plain` writes them."""
+    import libcst
     from mutmut import configuration
-    from mutmut.mutation.diff_apply import get_diff_for_mutant
+    from mutmut.mutation.diff_apply import read_functions_from_index
 
-    with contextlib.chdir(copy), contextlib.redirect_stdout(io.StringIO()):
+    with contextlib.chdir(copy):
         configuration.reset_config()
-        diff = get_diff_for_mutant(mutant, path=source).splitlines()
-    taken = [line[1:].strip() for line in diff if line.startswith("-") and not line.startswith("---")]
-    put = [line[1:].strip() for line in diff if line.startswith("+") and not line.startswith("+++")]
+        functions = read_functions_from_index(mutant, source)
+    if functions is None:
+        raise SystemExit(f"{mutant} is not where mutmut noted it; run that module anew.")
+    was, becomes = (ast.unparse(ast.parse(libcst.Module([f]).code)).splitlines() for f in functions)
+    changed = [line for line in difflib.unified_diff(was, becomes, n=0) if line[:3] not in ("---", "+++", "@@ ")]
+    taken, put = ([line[1:].strip() for line in changed if line[0] == sign] for sign in "-+")
     return " ".join(taken), " ".join(put)
+
+
+def plain(statement: str) -> str:
+    """A statement on one line and without comments, so that a list of them does not depend on how code is laid out."""
+    for body in ("", "\n    pass"):
+        with contextlib.suppress(SyntaxError):
+            return ast.unparse(ast.parse(statement + body)).splitlines()[0]
+    return statement
 
 
 def same_but_for_wording(was: str, becomes: str) -> bool:
@@ -253,9 +267,9 @@ def _rewordings(text: str) -> tuple[str, str, str]:
 
 
 def equivalents() -> dict[tuple[str, str], str]:
-    """The reason for each reviewed exchange of lines that changes no behaviour."""
+    """The reason for each reviewed exchange of statements that changes no behaviour."""
     rows = yaml.safe_load((HERE / "equivalent.yaml").read_text(encoding="utf-8")) or []
-    return {(row["was"], becomes): row["because"] for row in rows for becomes in row["becomes"]}
+    return {(plain(row["was"]), plain(becomes)): row["because"] for row in rows for becomes in row["becomes"]}
 
 
 def survivors(name: str) -> list[Mutant]:

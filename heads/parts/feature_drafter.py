@@ -1,10 +1,17 @@
-"""Heads that run over pairs (f_t, x_{t+1}), the target's features at a token and the token that followed it, and feed on their own output.
+"""Heads that feed on their own output: how they are trained, and how they draft.
 
-Behind the last true feature such a head reads what it made itself. Training unrolls exactly that: at step i the hidden input is
-the head's output of step i−1, the token is the ground truth shifted by i, and attention sees the true entries up to t plus one own
-entry per later step (EAGLE-3's training-time test, arXiv 2503.01840). With one step it is teacher forcing (EAGLE, arXiv 2401.15077).
+They run over pairs (f_t, x_{t+1}), the target's features at a token and the token that followed it. After the last true
+feature such a head reads what it made itself. Training unrolls exactly that: at step i the hidden input is the head's
+output of step i−1, the token is the ground truth shifted by i, and attention sees the true entries up to t plus one own
+entry per later step (EAGLE-3's training-time test, arXiv 2503.01840). With one step it is teacher forcing (EAGLE, arXiv
+2401.15077).
 
-Shapes: B rows, T positions, Q new entries, P supervised positions, K taps, H hidden size, V' draft vocabulary, S unrolled steps.
+A head says its network once (`fuse`, `read`, `enter`, `feedback`, `logits`). A training step is
+`FeatureDrafter.unroll`, a draft step is `FeatureSession._step`: the same calls, over layers that attend differently
+(decoder_layer.py).
+
+Shapes: B rows, T positions, Q new entries, P supervised positions, K taps, H hidden size, V' draft vocabulary, S
+unrolled steps.
 """
 
 from __future__ import annotations
@@ -22,7 +29,7 @@ from ..base import Drafter, DrafterLoss, TargetBatch
 from ..losses import LossName, chunked_compare, divergence, metrics_by_depth
 from ..session import Abilities, NodeSession
 from .decoder_layer import CachedLayers, JointLayer, Layer, LayerConfig, UnrolledLayers, angles, copied_bytes
-from .nodes import Branches, gathered, joined
+from .nodes import Branches, Unread, gathered, required
 
 
 @dataclass
@@ -48,7 +55,7 @@ class FeatureConfig(LayerConfig):
 
 
 class FeatureDrafter(Drafter):
-    """What these heads share: training, unrolled, and decoding, step by step. A head says what stands before and behind its layers."""
+    """A head that feeds on its own output; an architecture says what stands before and after its layers."""
 
     config: FeatureConfig
     layer: Layer  # the first
@@ -72,7 +79,7 @@ class FeatureDrafter(Drafter):
                 )
 
     def _sizes(self, target: Target) -> list[tuple[str, int, int]]:
-        """Names of the sizes in which it must agree with the target, its own, and the target's."""
+        """Return names of the sizes in which it must agree with the target, its own, and the target's."""
         return [
             ("hidden size", self.config.hidden_size, target.hidden_size),
             ("vocabulary", self.config.vocab_size, target.vocab_size),
@@ -84,6 +91,10 @@ class FeatureDrafter(Drafter):
         """Return the hidden input of the first step `[B, T, H]` of taps `[B, T, K, H]`."""
         raise NotImplementedError
 
+    def disturb(self, hidden: Tensor) -> Tensor:
+        """Return what a training step reads in place of true features `[B, T, H]`: by default themselves."""
+        return hidden
+
     def read(self, embedded: Tensor, first: JointLayer) -> Tensor:
         """Return what steps need of embeddings `[B, T, H]`, `[B, T, ·]`: training makes it once for all steps.
 
@@ -92,7 +103,7 @@ class FeatureDrafter(Drafter):
         raise NotImplementedError
 
     def enter(self, read: Tensor, hidden: Tensor, first: JointLayer) -> tuple[Tensor, Tensor]:
-        """Return what the first layer's projections make of a step's inputs, and what its attention is added to, `[B, T, H]`.
+        """Return what the first layer's projections make of a step's inputs, and what its attention is added to.
 
         Args:
             read: what `read` made of the embeddings.
@@ -113,23 +124,31 @@ class FeatureDrafter(Drafter):
         raise NotImplementedError
 
     def feature_loss(self, outputs: Tensor, features: Tensor) -> Tensor | None:
-        """Return what outputs `[S, P, H]` lose beside their logits, against the true last hidden states `[P, H]`: `[S, P]`; None for nothing."""
+        """Return what outputs lose beside their logits, `[S, P]`; None for nothing.
+
+        Args:
+            outputs: of the last layer, `[S, P, H]`.
+            features: the true last hidden states there, `[P, H]`.
+        """
         return None
 
     # ------------------------------------------------------------ training
 
     def loss(self, batch: TargetBatch) -> DrafterLoss:
-        """Σ_i decay^i · Σ_positions loss_i: of the logits against the target's softmax on the draft vocabulary, and of the features."""
+        """Return Σ_i decay^i · Σ_positions loss_i.
+
+        Each is of the logits, against the target's softmax on the draft vocabulary, and of the features.
+        """
         assert batch.hidden is not None
         wanted = batch.supervised.clone()
         wanted[:, :2] = False
-        # Later steps run where something is learned: from S + 1 before a row's first such token, which is index 0 from here on.
+        # Later steps run where something is learned: from S + 1 before a row's first such token, index 0 from here on.
         begin = (wanted.int().argmax(1) - 1 - self.config.steps).clamp(min=0)
         outputs = self.unroll(batch.target, batch.tokens, batch.hidden, begin)
         length = outputs[0].shape[1]
         at = begin[:, None] + torch.arange(length, device=begin.device)
         wanted = nn.functional.pad(wanted, (0, length)).gather(1, at)
-        # Index t of step i has read the tokens up to x_{t+1+i} and predicts x_{t+2+i}; here everything stands at the token predicted.
+        # Index t of step i has read the tokens up to x_{t+1+i} and predicts x_{t+2+i}: all stands at that one here.
         predicted = torch.stack(
             [nn.functional.pad(o, (0, 0, 2 + i, 0))[:, :length][wanted] for i, o in enumerate(outputs)]
         )  # [S, P, H]
@@ -160,14 +179,14 @@ class FeatureDrafter(Drafter):
         return DrafterLoss(total, wanted.sum(), metrics)
 
     def unroll(self, target: Target, tokens: Tensor, hidden: Tensor, begin: Tensor | None = None) -> list[Tensor]:
-        """The training-time test: the last layer's output at each of the S steps, `[B, T', H]` each.
+        """Return the last layer's output at each of the S steps of a training-time test, `[B, T', H]` each.
 
-        Index j of row b and step i stands for t = begin[b] + j and the pair whose token is x_{t+1+i}; where a row has no
-        such token, it means nothing. `begin` `[B]` is 0 if None; before it, rows are only attended to.
+        Index j of row b and step i stands for t = begin[b] + j and the pair whose token is x_{t+1+i}; where a row has
+        no such token, it means nothing. `begin` `[B]` is 0 if None; before it, rows are only attended to.
         """
         begins = [0] * len(tokens) if begin is None else [int(b) for b in begin]
         layers = UnrolledLayers(self.layers, self.config, begins, tokens.shape[1])
-        first, state = layers.layers[0], self.fuse(hidden)
+        first, state = layers.layers[0], self.disturb(self.fuse(hidden))
         read = self.read(target.embed(tokens).to(state.dtype), first)
         every = torch.arange(tokens.shape[1], device=tokens.device)[None]
         at = every if begin is None else begin[:, None] + every[:, : layers.kept]
@@ -198,40 +217,12 @@ class FeatureDrafter(Drafter):
         return cache + copies
 
     def _cached(self, max_length: int) -> CachedLayers:
-        """Return its layers for decoding, kept from request to request until they are too short or weights have changed."""
+        """Return its layers for decoding; they are kept until they are too short or weights have changed."""
         self._kept = self._fitting(max_length) or CachedLayers(self.layers, self.config, self.rotary, max_length)
         return self._kept
 
     def _fitting(self, max_length: int) -> CachedLayers | None:
         return self._kept if self._kept is not None and self._kept.fits(self.layers, max_length) else None
-
-
-@dataclass
-class Unread:
-    """What the target has processed and the head has not: row b's first `counts.values[b]` tokens of each tensor.
-
-    Attributes:
-        tokens: `[B, Q]`.
-        hidden: the head's taps there, `[B, Q, K, H]`.
-    """
-
-    tokens: Tensor
-    hidden: Tensor
-    counts: Counts
-
-    def followed(self, tokens: Tensor, hidden: Tensor, counts: Counts) -> Unread:
-        """Return these entries and more after them."""
-        joint_tokens, joint_hidden = joined(self.tokens, self.counts, tokens), joined(self.hidden, self.counts, hidden)
-        return Unread(joint_tokens, joint_hidden, self.counts.plus(counts))
-
-    def cut(self) -> Unread:
-        """Return these entries without columns that no row keeps; asks the host how many there are."""
-        longest = max(self.counts.values)
-        return Unread(self.tokens[:, :longest], self.hidden[:, :longest], self.counts)
-
-    def select(self, rows: list[int]) -> Unread:
-        """Return the entries of these rows, in this order."""
-        return Unread(self.tokens[rows], self.hidden[rows], self.counts.select(rows))
 
 
 class FeatureSession(NodeSession):
@@ -259,12 +250,12 @@ class FeatureSession(NodeSession):
         if hidden is None:
             raise ValueError("absorb: a head on hidden states was given none; open the target's pass with its taps.")
         new = Unread(tokens, hidden, counts)
-        self.unread = new if self.unread is None else self.unread.followed(tokens, hidden, counts)
+        self.unread = new if self.unread is None else self.unread.then(new)
 
     def begin(self, root: Tensor) -> Tensor:
         unread = self._absorbed()
         if self.cache.window is None:
-            unread = unread.cut()
+            unread = unread.trimmed()
         last = (unread.counts.tensor - 1)[:, None]
         following = unread.tokens.roll(-1, 1).scatter(1, last, root[:, None])
         output = self._step(following, self.head.fuse(unread.hidden), 0)
@@ -287,7 +278,7 @@ class FeatureSession(NodeSession):
         return self.head.logits(output, self.target)
 
     def _step(self, tokens: Tensor, hidden: Tensor, offset: int, nodes: Nodes | None = None) -> Tensor:
-        """Return the last layer's output `[B, Q, H]` for `tokens` `[B, Q]`, written `offset` after the committed entries."""
+        """Return the last layer's output `[B, Q, H]` for `tokens` `[B, Q]`, `offset` after the committed entries."""
         positions = self.cache.place(tokens.shape[1], offset, nodes)
         first, embedded = self.layers.layers[0], self.target.embed(tokens).to(hidden.dtype)
         entered = self.head.enter(self.head.read(embedded, first), hidden, first)
@@ -295,20 +286,16 @@ class FeatureSession(NodeSession):
 
     def _absorbed(self) -> Unread:
         """Return what is unread; a round cannot begin without."""
-        if self.unread is None:
-            raise ValueError("begin: nothing was absorbed since the last round; call absorb after each of them.")
-        return self.unread
+        return required(self.unread, "nothing was absorbed since the last round; call absorb after each of them.")
 
     def caches(self) -> list[RaggedCache]:
         return [self.cache]
 
     def carried(self) -> list[Tensor]:
-        unread = self._absorbed()
-        return [unread.tokens, unread.hidden, unread.counts.tensor]
+        return self._absorbed().tensors()
 
     def carry(self, tensors: list[Tensor]) -> None:
-        tokens, hidden, counts = tensors
-        self.unread = Unread(tokens, hidden, Counts(counts))
+        self.unread = Unread.of(tensors)
 
     def reset(self) -> None:
         super().reset()

@@ -74,7 +74,10 @@ class SelfSpeculativeConfig(HeadConfig):
 
 
 class Block(nn.Module):
-    """x + W_down (SiLU(W_gate n) · W_up n) with n = norm(x). W_down starts at zero: a new block changes nothing."""
+    """A residual block: x + W_down (SiLU(W_gate n) · W_up n) with n = norm(x).
+
+    W_down starts at zero: a new block changes nothing.
+    """
 
     def __init__(self, size: int, intermediate_size: int):
         super().__init__()
@@ -84,13 +87,13 @@ class Block(nn.Module):
         nn.init.zeros_(self.down.weight)
 
     def forward(self, x: Tensor) -> Tensor:
-        """`[..., H]` to `[..., H]`."""
+        """Return the block's output `[..., H]` for states `[..., H]`."""
         gate, up = self.gate_up(self.norm(x)).chunk(2, -1)
         return x + self.down(nn.functional.silu(gate) * up)
 
 
 class SelfSpeculative(HeadDrafter[SelfSpeculativeConfig]):
-    """The target's first layers and an exit."""
+    """A drafter made of the target's first layers and an exit."""
 
     name = "self_speculative"
     config_class = SelfSpeculativeConfig
@@ -210,7 +213,7 @@ class SelfSpeculative(HeadDrafter[SelfSpeculativeConfig]):
 
 
 class SelfSpeculativeSession(NodeSession):
-    """The target's first layers, and the cache in which they read and write.
+    """A session of the target's first layers, with the cache in which they read and write.
 
     Args:
         size: rows and entries of a cache of its own, made when it is first needed, if none is lent.

@@ -1,4 +1,6 @@
-"""What a measured τ would give at the costs of a large target: an estimate, from the bytes of weights that a pass reads.
+"""What a measured τ would give at the costs of a large target.
+
+It is an estimate, from the bytes of weights that a pass reads.
 
 At batch 1 a GPU waits for its memory, so a pass takes the time of reading its weights, whether it checks one token or
 five. A draft step reads the head and the output embedding that it borrows. Acceptance is taken as measured on the small

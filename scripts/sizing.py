@@ -22,7 +22,8 @@ class Budget:
 
     Attributes:
         seconds: that the whole story may take.
-        prompts, least_prompts: of the first training, at most and at least. refresh_share: of them, those of the refresh.
+        prompts, least_prompts: of the first training, at most and at least.
+        refresh_share: the share of them that the refresh gets.
         new_tokens: how long the target's responses to them are at most. epochs: of the first training.
         suites, suite_prompts, suite_tokens, repeats: what is measured, each time.
         tune_prompts, tune_tokens: what the plan is tuned on, per suite: its last prompts, which are not measured.

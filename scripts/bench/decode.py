@@ -188,7 +188,7 @@ def cell_settings(arguments: argparse.Namespace) -> CellSettings:
 
 
 def check_room(target: Target, arguments: argparse.Namespace) -> None:
-    """Raise BadInputError for a context that leaves no room for what is written behind it."""
+    """Raise BadInputError for a context that leaves no room for what is written after it."""
     settings = cell_settings(arguments)
     for context in arguments.context:
         check_context(

@@ -117,8 +117,8 @@ def merged(spans: Iterable[Span]) -> list[Span]:
 def waits(busy: Sequence[Span], marks: Iterable[float]) -> list[float]:
     """Return the lengths of the waits between `busy` spans in which a mark stands; no mark elsewhere counts."""
     begins = [begin for begin, _ in busy]
-    behind = {bisect.bisect_right(begins, mark) for mark in marks if _waiting(busy, begins, mark)}
-    return [busy[i][0] - busy[i - 1][1] for i in sorted(behind)]
+    ends = {bisect.bisect_right(begins, mark) for mark in marks if _waiting(busy, begins, mark)}
+    return [busy[i][0] - busy[i - 1][1] for i in sorted(ends)]
 
 
 def _waiting(busy: Sequence[Span], begins: Sequence[float], mark: float) -> bool:

@@ -1,4 +1,4 @@
-"""Our loop and transformers' own, timed alike: whole requests, and the steady part behind the first step.
+"""Our loop and transformers' own, timed alike: whole requests, and the steady part after the first step.
 
 All are greedy and write exactly as many tokens as they are told, past any end token. A step is a round, or one token
 where nothing is drafted. The first of them is left out of the steady part, since there every loop still reads the
@@ -211,7 +211,7 @@ def library_attention(target: Target) -> Iterator[None]:
 def _steps(mark: Mark, prompt: int, device: torch.device) -> Any:
     """A stopping rule that stops nothing, and notes the time of its first call and the length at each.
 
-    Only of calls behind a pass of the target: older transformers (5.17) ask about drafts too, before they verify them.
+    Only of calls after a pass of the target: older transformers (5.17) ask about drafts too, before they verify them.
     """
 
     class Steps(StoppingCriteria):

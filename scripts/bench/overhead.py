@@ -1,7 +1,7 @@
 """What our loop costs beside the model passes that it makes, which are run bare, round by round in turns with it.
 
 A request is completed by the decoder once, which tells how many drafts each round kept. Then it is completed again,
-and after each of its rounds the passes of that round are repeated without it: on the same tokens, behind the same
+and after each of its rounds the passes of that round are repeated without it: on the same tokens, after the same
 context, in a cache of their own, as many drafts read and tokens verified; but nothing is chosen, judged, read back or
 noted. So both see the same machine at the same time. What is compared are medians over rounds. The first round is
 left out: a drafter reads the prompt there.
@@ -217,7 +217,7 @@ class Passes:
             self.session = session
 
     def _texts(self) -> Tensor:
-        """Prompts and what followed them, `[B, T]`; behind it zeros, for drafts past the end."""
+        """Prompts and what followed them, `[B, T]`; after it zeros, for drafts past the end."""
         whole = [list(prompt) + new for prompt, new in zip(self.prompts, self.known.tokens, strict=True)]
         longest = max(map(len, whole)) + self.depth + 1
         return torch.tensor([text + [0] * (longest - len(text)) for text in whole], device=self.target.device)

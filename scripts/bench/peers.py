@@ -16,14 +16,14 @@ are learned; the sizes, the draft vocabulary, the taps and their norms, the norm
 rates, clipping and number of steps; the batches and their order. Both take turns, step by step, in one process.
 
 What is each one's own: the loss (KL there, soft cross-entropy here: the same gradient); how rows become a batch
-(packed one behind the other there, by its own collator, without a token of padding, so that later steps at a text's
+(packed one after the other there, by its own collator, without a token of padding, so that later steps at a text's
 end look into the next one; padded here); what is trained (there the output embedding stays frozen as of 0.9.0; a
 contestant of ours that freezes it too is timed beside); and initial weights (each draws its own, from the same seed).
 Theirs has an eager forward pass and the eager loss, as the compiled ones need a GPU; its attention runs as
 `--attention` says: all are timed and measured, the first one is trained.
 
 Speed: one row of each of --lengths, in fp32 and under bf16 autocast, one optimizer step each, in turns; every token
-but the first two is learned (and with --share all but the first part, as behind a prompt). Tokens per second count
+but the first two is learned (and with --share all but the first part, as after a prompt). Tokens per second count
 all tokens of the row; wall and processor time, medians and minima. Memory: a process for each, with everything in
 place and one short step done, and then how far its resident memory rises in one step at --memory-length. τ: per seed
 one training each, their weights imported into our head (`pair.peers`), both measured in our decoder on the same

@@ -54,7 +54,7 @@ class Speculators:
 def packed(rows: Sequence[Row]) -> dict[str, Tensor]:
     """Make a batch as its trainer does: rows shifted against their features, one after the other, none cut or padded.
 
-    Its mask names the token that an entry reads, ours the one that is predicted behind it: shifted here so that both
+    Its mask names the token that an entry reads, ours the one that is predicted after it: shifted here so that both
     learn the same ones.
     """
     samples = [

@@ -199,7 +199,7 @@ def with_features(settings: Settings, batch: Sequence[dict[str, Any]]) -> list[R
 
 
 def one_row(settings: Settings, rows: Rows, length: int, share: float = 0.0) -> list[Row]:
-    """A batch of one row of that many tokens, texts one behind the other; of which the first `share` is not learned."""
+    """A batch of one row of that many tokens, texts one after the other; of which the first `share` is not learned."""
     tokens: list[int] = []
     for position in range(length):  # no text is empty
         tokens += rows[position % len(rows)]["input_ids"]

@@ -2,16 +2,17 @@
 
     .venv/bin/python -m pip install -e ".[dev,mutation]" -c constraints.txt
     .venv/bin/python tests/mutation/mutate.py run control statistics   # named modules; all of them without a name
-    .venv/bin/python tests/mutation/mutate.py show control             # the mutants that survived, as `equivalent.yaml` has them
-    .venv/bin/python tests/mutation/mutate.py again control            # with the tests as they are now, those that survived
+    .venv/bin/python tests/mutation/mutate.py show control             # who survived, as `equivalent.yaml` has them
+    .venv/bin/python tests/mutation/mutate.py again control            # who survives the tests as they are now
     .venv/bin/python tests/mutation/mutate.py table                    # the scores so far
 
-Each module is run in its own throwaway copy, `build/mutation/MODULE`, because mutmut needs the packages under the name by
-which they are imported. `run` starts afresh; `run --resume` goes on where a run was stopped.
+Each module is run in its own throwaway copy, `build/mutation/MODULE`, because mutmut needs the packages under the name
+by which they are imported. `run` starts afresh; `run --resume` goes on where a run was stopped.
 
 A mutant that does not change behaviour cannot be noticed. Two kinds are not counted: those listed with a reason in
 `equivalent.yaml`, and those that change only the wording of a text for people (a string literal with a space in it).
-mutmut changes neither decorated functions nor module constants nor slices; `plant` tries the faults of those kinds in `planted.yaml`.
+mutmut changes neither decorated functions nor module constants nor slices; `plant` tries the faults of those kinds in
+`planted.yaml`.
 """
 
 from __future__ import annotations
@@ -44,8 +45,8 @@ WORK = ROOT / "build" / "mutation"
 class Module:
     """A source file and the tests that are to notice what goes wrong in it, as paths in the checkout.
 
-    Every mutant that survives has to sit through all of these tests, so they are few and fast. They start no processes: in those
-    mutmut does not find its settings.
+    Every mutant that survives has to sit through all of these tests, so they are few and fast. They start no processes:
+    in those mutmut does not find its settings.
     """
 
     source: str
@@ -289,7 +290,10 @@ def as_equivalents(mutants: list[Mutant]) -> str:
 
 
 def table(names: list[str]) -> str:
-    """One row per module: tried, caught, equivalent, survived, the score of those that change behaviour, and the time."""
+    """Return one row per module: tried, caught, equivalent, survived, the score and the time.
+
+    The score is that of the mutants that change behaviour.
+    """
     rows = [
         "| module | mutants | caught | equivalent | survived | score | seconds |",
         "|---|---:|---:|---:|---:|---:|---:|",

@@ -1,4 +1,4 @@
-"""How deep to draft, round by round: what a round costs, what it is expected to bring, and when plain decoding is better.
+"""How deep to draft, round by round: what a round costs, what it brings, and when plain decoding is better.
 
 The depth of a round depends on earlier rounds alone, never on the tokens it drafts, so it changes no distribution.
 """
@@ -24,7 +24,8 @@ class Costs:
     """What the parts of a round take on one machine at one batch size, in seconds.
 
     Attributes:
-        verify: (n, time of a target pass over the root and n drafts), n ascending from 0; linear in between and flat behind the last.
+        verify: (n, time of a target pass over the root and n drafts), n ascending from 0; linear in between and flat
+            after the last.
         draft: time of drafting 0, 1, 2, … levels; the last step's price is taken for deeper ones.
         host: what a round takes beside these.
     """
@@ -45,35 +46,38 @@ class Costs:
             raise BadInputError("costs: times must be positive.")
 
     def verify_time(self, drafts: int) -> float:
-        """Of a target pass over the root and `drafts` drafts."""
+        """Return the time of a target pass over the root and `drafts` drafts."""
         widths, times = zip(*self.verify, strict=True)
         return float(np.interp(drafts, widths, times))
 
     def draft_time(self, depth: int) -> float:
-        """Of drafting `depth` levels."""
+        """Return the time of drafting `depth` levels."""
         if depth < len(self.draft):
             return self.draft[depth]
         step = self.draft[-1] - self.draft[-2] if len(self.draft) > 1 else 0.0
         return self.draft[-1] + step * (depth - len(self.draft) + 1)
 
     def round_time(self, depth: int, nodes: int | None = None) -> float:
-        """Of a whole round that drafts `depth` levels and verifies `nodes` drafts (None: a chain)."""
+        """Return the time of a whole round that drafts `depth` levels and verifies `nodes` drafts (None: a chain)."""
         return self.draft_time(depth) + self.verify_time(depth if nodes is None else nodes) + self.host
 
 
 def expected_tokens(rates: Sequence[float]) -> float:
-    """Tokens of a round whose draft at depth d is accepted, given the one before was, at `rates[d − 1]`: 1 + Σ_d Π_{i≤d} rate_i."""
+    """Return the expected tokens of a round: 1 + Σ_d Π_{i≤d} rate_i.
+
+    `rates[d − 1]` is the probability that the draft at depth d is accepted, given that the one before it was.
+    """
     return 1 + float(np.cumprod(rates).sum())
 
 
 @dataclass(frozen=True)
 class Control:
-    """A goodput controller: drafts as deep as brings the most expected tokens per second, or not at all.
+    """A rule for each round: draft as deep as brings the most expected tokens per second, or not at all.
 
     Attributes:
-        costs: of this machine at this batch size.
+        costs: what the parts of a round take on this machine at this batch size.
         rates: acceptance expected at depth 1, 2, … given the depth before, until a sequence has shown its own.
-        weight: how many rounds these count for.
+        weight: how many rounds these rates count for.
     """
 
     costs: Costs
@@ -89,11 +93,11 @@ class Control:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Control:
-        """What `to_dict` gave."""
+        """Build a control from what `to_dict` returned."""
         return cls(**values | {"costs": Costs(**values["costs"])})
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON holds it."""
+        """Return the control as plain values that JSON can hold."""
         costs = {
             "verify": [list(pair) for pair in self.costs.verify],
             "draft": list(self.costs.draft),
@@ -108,15 +112,15 @@ def _odds(rate: np.ndarray) -> np.ndarray:
 
 
 class Controller:
-    """The depth of each round of one generation.
+    """What chooses the depth of each round of one generation.
 
-    Acceptance is estimated per sequence: the odds of `control.rates`, times one factor for how the sequence has done so far at
-    all depths together, then corrected per depth by what it did there. Rows of a batch share one pass, so they share a depth: the one at which
-    the sum of their expected tokens per second is highest.
+    Acceptance is estimated per sequence: the odds of `control.rates`, times one factor for how the sequence has done so
+    far at all depths together, then corrected per depth by what it did there. Rows of a batch share one pass, so they
+    share a depth: the one at which the sum of their expected tokens per second is highest.
 
     Args:
-        depths: among which to choose beside 0: of a chain 1 to its depth, of a tree the whole tree only.
-        nodes: drafts that are verified at each of them.
+        depths: to choose from, beside 0: of a chain 1 to its depth, of a tree the whole tree only.
+        nodes: how many drafts are verified at each of these depths.
     """
 
     def __init__(self, control: Control, sequences: int, depths: Sequence[int], nodes: Sequence[int]):
@@ -132,7 +136,7 @@ class Controller:
         self.rested, self.wait, self.trying = 0, _FIRST_WAIT, False
 
     def rates(self, rows: Sequence[int]) -> np.ndarray:
-        """Acceptance expected at each depth, `[rows, D]`."""
+        """Return the acceptance expected at each depth, `[rows, D]`."""
         reached, kept, weight = self.reached[rows], self.kept[rows], self.control.weight
         total = reached.sum(1)
         expected = np.where(total > 0, (reached * self.prior).sum(1) / np.maximum(total, 1e-9), self.prior[0])
@@ -141,19 +145,20 @@ class Controller:
         return (weight * odds / (1 + odds) + kept) / (weight + reached)
 
     def goodput(self, rows: Sequence[int]) -> np.ndarray:
-        """Expected tokens per second of the sequences `rows` at each of `depths`."""
+        """Return the expected tokens per second of the sequences `rows` at each of `depths`."""
         along = np.concatenate([np.zeros((len(rows), 1)), np.cumprod(self.rates(rows), 1)], 1).cumsum(1)
         return (len(rows) + along[:, list(self.depths)].sum(0)) / self.times
 
     def choose(self, rows: Sequence[int]) -> int:
-        """The depth of the next round of the sequences `rows`; 0 is plain."""
+        """Return the depth of the next round of the sequences `rows`; 0 is a plain round."""
         if self.depth == 0 and self.rested < self.wait:
             self.rested += 1
             return 0
         found = self.goodput(rows)
         best = int(found[1:].argmax()) + 1
         if self.depth == 0:
-            # Plain rounds teach nothing about drafts, so one round tries again; after each failure the next try is twice as far.
+            # Plain rounds teach nothing about drafts, so one round tries again; each failure doubles the wait for the
+            # next try.
             self.trying, self.wait, self.rested = True, min(2 * self.wait, _LONGEST_WAIT), 0
             return self._take(best)
         if found[best] < found[0] * (_ENTER if self.trying or self.depth is None else 1):
@@ -169,7 +174,10 @@ class Controller:
         return self.depth
 
     def note(self, row: int, tried: int, accepted: int) -> None:
-        """What a round of sequence `row` did: drafts on its path up to depth `tried`, of which it kept `accepted`."""
+        """Take note of a round of sequence `row`.
+
+        Its path had drafts up to depth `tried`, of which it kept `accepted`.
+        """
         if not tried:
             return
         self.reached[row] *= _FORGET

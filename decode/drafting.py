@@ -52,7 +52,7 @@ class Chooser:
         context: of that token, if there are processors.
         confidence: a chain ends after the first token to which the drafter gives less than this; 0 for never.
         depth: tokens of the chain so far.
-        probs: the distributions that tokens were drawn from: for a chain `[B, V]` per depth, for a tree `[B, W, V]` per pass.
+        probs: what tokens were drawn from: for a chain `[B, V]` per depth, for a tree `[B, W, V]` per pass.
         certain: which rows have not ended yet, `[B]`. lengths: tokens of each row so far, `[B]`. Both None without
             `confidence`.
     """
@@ -117,7 +117,7 @@ class Chooser:
     def children(
         self, logits: Tensor, token_ids: Tensor | None, count: int, depth: int, nodes: Tensor, context: Context | None
     ) -> tuple[Tensor, Tensor]:
-        """Pick `count` different tokens after each of W nodes, best first: `[B, W, C]`.
+        """Pick `count` different tokens after each of W nodes, best first, `[B, W, C]`.
 
         Args:
             logits: `[B, W, V']`.
@@ -139,7 +139,8 @@ class Chooser:
         if self.rule.pick is Pick.SHARED_NOISE:
             noise = shared_gumbel(keys.seed, rows, first + depth - 1, vocab)
         else:
-            # The largest of log q + Gumbel noise are draws without replacement, in order (Kool et al., arXiv 1903.06059).
+            # The largest of log q + Gumbel noise are draws without replacement, in order (Kool et al.,
+            # arXiv 1903.06059).
             noise = gumbel(keys.seed, DRAFT, vocab, rows, first, nodes)
             self.probs.append(probs)
         tokens = (log_probs + noise).topk(count, -1).indices
@@ -157,8 +158,8 @@ class Chooser:
         if processors is None or context is None:
             return logits
         processed = processors(logits, context)
-        # A pruned vocabulary may hold no token that is allowed here. What is drafted then is refused, but must be a draw
-        # from what it is scored with.
+        # A pruned vocabulary may hold no token that is allowed here. What is drafted then is refused, but must be a
+        # draw from what it is scored with.
         return torch.where(nothing_left(processed)[..., None], logits, processed)
 
 

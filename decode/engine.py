@@ -52,14 +52,14 @@ class Decoder:
 
         Args:
             stop: called with a sequence's new tokens after each token; True ends it there.
-            sequence_ids: what keys each prompt's randomness (default: its index), so that a prompt gets the same text in
-                whatever batch it runs. (Above temperature 0 a plan's controller looks at the whole batch: then only under
-                the coupled rule.)
+            sequence_ids: what keys each prompt's randomness (default: its index), so that a prompt gets the same text
+                in whatever batch it runs. (Above temperature 0 a plan's controller looks at the whole batch: then only
+                under the coupled rule.)
             speculate: False decodes plainly, whatever the plan; a sequence of flags says it for each prompt.
 
         Raises:
-            BadInputError: an empty prompt, a prompt that leaves no room in the target's context, more than memory holds,
-                or a place at which `sampling` forbids every token.
+            BadInputError: an empty prompt, a prompt that leaves no room in the target's context, more than memory
+                holds, or a place at which `sampling` forbids every token.
             IncompatibleError: the plan drafts trees, and the target cannot verify them.
         """
         how = (sampling or Sampling(), plan or Plan(), stop, ignore_eos, sequence_ids, speculate)

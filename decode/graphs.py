@@ -1,8 +1,8 @@
 """Work over fixed tensors, captured once as a CUDA graph and replayed.
 
-What is captured is a function from a state to the next state and a result. A state is whatever names the tensors that the
-work reads and an earlier piece of work, or the host, wrote; a graph reads them at one place in memory and leaves the next
-state's there.
+What is captured is a function from a state to the next state and a result. A state is whatever names the tensors that
+the work reads and an earlier piece of work, or the host, wrote; a graph reads them at one place in memory and leaves
+the next state's there.
 """
 
 from __future__ import annotations

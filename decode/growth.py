@@ -1,6 +1,6 @@
 """How a tree of drafts grows from a session's logits: of a shape that is given, or towards what is most probable.
 
-Shapes: B rows, N draft nodes, W nodes whose logits are known, C children of a node, R nodes that are read, V vocabulary.
+Shapes: B rows, N draft nodes, W nodes whose logits are known, C children of a node, R nodes read, V vocabulary.
 """
 
 from __future__ import annotations
@@ -116,7 +116,8 @@ def grow_static(session: NodeSession, root: Tensor, layout: Layout, chooser: Cho
 def _check_width(widest: int, vocab: int) -> None:
     if widest > vocab:
         raise BadInputError(
-            f"plan: a node of the tree has {widest} children, the drafter's vocabulary {vocab} tokens; take a narrower tree."
+            f"plan: a node of the tree has {widest} children, the drafter's vocabulary {vocab} tokens; "
+            "take a narrower tree."
         )
 
 
@@ -176,7 +177,7 @@ class _Candidates:
     def best(self, count: int, depth: int) -> Proposal:
         """Keep the `count` candidates with the highest scores.
 
-        A node's score is at most its parent's, and equal ones stay in order: so the parents of what is kept are kept too.
+        A node's score is at most its parent's, and equal ones stay in order: so what is kept includes its parents.
         """
         kept = self.scores.sort(dim=1, descending=True, stable=True).indices[:, :count].sort(1).values
         numbers = torch.arange(kept.shape[1], device=kept.device).expand(len(kept), -1)
@@ -188,9 +189,9 @@ class _Candidates:
 
 
 def grow_dynamic(session: NodeSession, root: Tensor, width: int, nodes: int, depth: int, chooser: Chooser) -> Proposal:
-    """Draft EAGLE-2's tree (arXiv 2406.16858, §4) after `root` `[B]`: expand the most probable nodes, keep the best of all.
+    """Draft EAGLE-2's tree after `root` `[B]`: expand the most probable nodes, keep the best of all.
 
-    What is compared is the product of the drafter's probabilities along the path.
+    What is compared is the product of the drafter's probabilities along the path (arXiv 2406.16858, §4).
 
     Args:
         width: nodes that are expanded in each level, and children that each of them gets.

@@ -1,7 +1,7 @@
 """What a generation needs in memory, before any of it is allocated.
 
-That is the target's cache and the drafter's state, both to the byte, and what the largest step works with: what passes over
-a few tokens were measured to need, and what the rules make of the logits.
+That is the target's cache and the drafter's state, both to the byte, and what the largest step works with: what passes
+over a few tokens were measured to need, and what the rules make of the logits.
 """
 
 from __future__ import annotations
@@ -79,8 +79,8 @@ class Budget:
     """Bytes that a generation needs beside the weights.
 
     Attributes:
-        target: the target's cache.
-        drafter: the drafter's state.
+        target: what the target's cache takes.
+        drafter: what the drafter's state takes.
         working: the largest working memory of any one step.
     """
 
@@ -259,7 +259,10 @@ def _logit_bytes(target: Target, load: Load, places: int, sampled: bool) -> int:
 
 
 def _processor_bytes(logit: int, sampling: Sampling) -> tuple[int, int, int]:
-    """Return bytes per logit: what the processors leave beside it, what they need in between, what they know of each token."""
+    """Return the bytes per logit that the processors need.
+
+    That is what they leave beside it, what they need in between, and what they know of each token.
+    """
     if sampling.repetition_penalty != 1:
         return 4, _PENALTY + (0 if logit == 4 else 4), 1
     return (logit, logit + 2, 0) if sampling.bad_words or sampling.suppress or sampling.min_new_tokens else (0, 0, 0)
@@ -272,7 +275,7 @@ class _Reading:
     Attributes:
         per_row, per_token, per_pair: of each row, of each of its tokens, and of each pair of tokens.
         kept: what it has made until then and keeps while the target verifies, of each row.
-        per_draft: the same of each further draft.
+        per_draft: what it makes and keeps of each further draft.
     """
 
     per_row: float = 0.0

@@ -23,9 +23,9 @@ class Plan:
         nodes: how many nodes of a dynamic tree are verified; None for `width * depth`.
         tree: a static tree instead; it decides the depth.
         verify: "auto", or the name of a rule (`decode.rules.RULES`); see `choose_rule`.
-        confidence: a chain ends after the first draft to which the drafter gives a lower probability than this; 0 for never.
-        control: decides the depth of every round, up to `depth`, or that it drafts nothing (a tree is drafted whole or not
-            at all).
+        confidence: a chain ends after the first draft that the drafter gives less probability than this; 0 for never.
+        control: decides the depth of every round, up to `depth`, or that it drafts nothing (a tree is drafted
+            whole or not at all).
     """
 
     depth: int = 4
@@ -47,13 +47,15 @@ class Plan:
             raise BadInputError("plan: a static tree has its own width and number of nodes; leave out width and nodes.")
         if self.nodes is not None and (self.width == 1 or self.nodes < 1):
             raise BadInputError(
-                f"plan: nodes says how many nodes of a dynamic tree are verified; it needs width > 1 and must be >= 1, got {self.nodes}."
+                "plan: nodes says how many nodes of a dynamic tree are verified; it needs width > 1 and must be >= 1, "
+                f"got {self.nodes}."
             )
         if not 0 <= self.confidence <= 1:
             raise BadInputError(f"plan: confidence is a probability, got {self.confidence}.")
         if self.confidence and self.is_tree:
             raise BadInputError(
-                "plan: confidence ends chains; a dynamic tree already follows the drafter's confidence, a static one has a fixed shape."
+                "plan: confidence ends chains; a dynamic tree already follows the drafter's confidence, "
+                "a static one has a fixed shape."
             )
         self._check_rule()
 
@@ -77,12 +79,12 @@ class Plan:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Plan:
-        """What `to_dict` gave."""
+        """Build a plan from what `to_dict` returned."""
         tree, control = values.get("tree"), values.get("control")
         return cls(**values | {"tree": tree and Tree(tuple(tree)), "control": control and Control.from_dict(control)})
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON holds it; a static tree is its parents."""
+        """Return the plan as plain values that JSON can hold; a static tree is its parents."""
         return {
             "depth": self.depth,
             "width": self.width,
@@ -113,7 +115,7 @@ class Plan:
         return Plan(self.depth, verify=self.verify if fits else "auto", control=self.control)
 
     def up_to(self, depth: int | None) -> Plan:
-        """No deeper than `depth` (None: any), for a drafter that drafts no deeper."""
+        """Return this plan cut down to `depth` (None: as it is), for a drafter that drafts no deeper."""
         if depth is None or self.depth <= depth:
             return self
         return replace(self, depth=depth, tree=self.tree and self.tree.up_to(depth))

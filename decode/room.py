@@ -1,9 +1,9 @@
 """Memory for rounds of fixed shapes, which lasts from request to request: on a GPU such rounds are captured as graphs.
 
 Every pass reads a window of the caches, whatever its rows' lengths; windows come in a few sizes, and a graph serves one
-window, depth, plan and sampling (seeds and sequence ids are inputs). A round drafts, verifies, accepts, compacts and leaves
-the next round's inputs without the host; the host then reads what it emitted, once. Rows that have finished run on idly
-and are ignored.
+window, depth, plan and sampling (seeds and sequence ids are inputs). A round drafts, verifies, accepts, compacts and
+leaves the next round's inputs without the host; the host then reads what it emitted, once. Rows that have finished run
+on idly and are ignored.
 """
 
 from __future__ import annotations
@@ -96,11 +96,14 @@ class Room:
     def play(
         self, setup: Setup, state: RoundState, depth: int, idle: Sequence[int], needed: int
     ) -> tuple[RoundState, list[list[int]], str]:
-        """Play one round of all rows; return the next state, what the round packed, read back, and the rule that judged.
+        """Play one round of all rows.
 
         Args:
             idle: rows that have finished.
             needed: entries that the longest of the others may reach in this round.
+
+        Returns:
+            The next state, what the round packed, read back, and the name of the rule that judged.
         """
         window = min(window_of(needed), self.length)
         for cache in (self.cache, *state.session.caches()):
@@ -121,7 +124,7 @@ class Room:
         if depth:
             state, outcome, _ = self.graphs.play(key, partial(play, setup, depth=depth), state)
             return state, outcome
-        # What a session makes of a round without drafts grows from one such round to the next: it takes no part in the graph.
+        # What a session makes of a round without drafts grows from one such round to the next: the graph leaves it out.
         session = state.session
         state, outcome, replayed = self.graphs.play(
             key, partial(play, setup, depth=0), replace(state, session=EmptySession())

@@ -1,10 +1,11 @@
 """One round: draft, verify, commit. Everything in it stays on the device, and nothing in it depends on a length.
 
-A sequence is committed tokens plus a `root`: its last token, which the target has not processed yet. A round drafts after
-the root, verifies root and drafts in one pass of the target, and ends with a new root. It takes a `RoundState` and gives
-the next one, and an `Outcome`, of which the host reads one small tensor.
+A sequence is committed tokens plus a `root`: its last token, which the target has not processed yet. A round drafts
+after the root, verifies root and drafts in one pass of the target, and ends with a new root. It takes a `RoundState`
+and gives the next one, and an `Outcome`, of which the host reads one small tensor.
 
-Shapes: B active rows, N draft tokens, D of them on the longest path (in a chain all), V vocabulary, K taps, H hidden size.
+Shapes: B active rows, N draft tokens, D of them on the longest path (in a chain all), V vocabulary, K taps,
+H hidden size.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ class Setup:
 
 @dataclass(frozen=True)
 class RoundState:
-    """What a round leaves for the next one.
+    """What a round leaves for the round after it.
 
     Attributes:
         root: each row's last token, not processed yet, `[B]`.
@@ -167,8 +168,8 @@ class Draft:
     """A proposal on its way to the target.
 
     Attributes:
-        probs: what its tokens were drawn from: for a chain `[B, N, V]`, for a tree at each place `[B, 1 + N, V]`; None if
-            they were not drawn.
+        probs: what its tokens were drawn from: for a chain `[B, N, V]`, for a tree at each place `[B, 1 + N, V]`; None
+            if they were not drawn.
         rule: the name of the rule that will judge it.
     """
 

@@ -1,7 +1,7 @@
-"""The verification rules: each stands here once, with what it can judge, how drafts are picked for it, and what it costs.
+"""The verification rules: what each can judge, how drafts are picked for it, and what it costs.
 
-A new rule is one entry of `RULES` and its proof (tests/decode). The arithmetic is in `verify` (chains) and `verify_tree`,
-as pure functions of their uniforms.
+Each rule stands here once; a new one is one entry of `RULES` and its proof (tests/decode). The arithmetic is in
+`verify` (chains) and `verify_tree`, as pure functions of their uniforms.
 
 Shapes: B rows, N draft tokens, D of them on the longest path, V vocabulary.
 """
@@ -58,8 +58,8 @@ class Case:
 
     Attributes:
         logits: the target's after root and drafts, processed, `[B, 1 + N, V]`.
-        draft_probs: what the tokens were drawn from: for a chain `[B, N, V]`, for a tree at each place `[B, 1 + N, V]`; None
-            if they were not drawn.
+        draft_probs: what the tokens were drawn from: for a chain `[B, N, V]`, for a tree at each place `[B, 1 + N, V]`;
+            None if they were not drawn.
         keys: of every draw; the first logits predict the token `keys.first`.
     """
 
@@ -214,8 +214,8 @@ def fitting_rules(shape: Shape) -> tuple[str, ...]:
 def choose_rule(wanted: str, shape: Shape, temperature: float, deterministic: bool) -> str:
     """Return the name of the rule that judges a proposal, for a plan that wants `wanted` ("auto" or a rule's name).
 
-    Auto is greedy at temperature 0; above it candidates for proposals that are no samples (n-grams, dynamic trees), else
-    rejection for chains and without_replacement for trees.
+    Auto is greedy at temperature 0; above it candidates for proposals that are no samples (n-grams, dynamic trees),
+    else rejection for chains and without_replacement for trees.
 
     Args:
         deterministic: whether the proposal's tokens are no samples: it has no distribution to reject against.

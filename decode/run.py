@@ -141,7 +141,8 @@ class _Sequence:
         for token in new:
             if token == NOTHING:
                 raise BadInputError(
-                    "sampling: bad_words, suppress and min_new_tokens together leave no token to go on with; forbid less."
+                    "sampling: bad_words, suppress and min_new_tokens together leave no token to go on with; "
+                    "forbid less."
                 )
             emitted.append(token)
             self.tokens.append(token)

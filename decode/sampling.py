@@ -1,9 +1,11 @@
-"""How a token is drawn: processors and filters that turn logits into a distribution, and randomness that is a function of its place.
+"""How a token is drawn: from logits to a distribution, and from that with randomness that belongs to its place.
 
-Shapes: B rows, Q places, N tokens that may stand before them (drafts), W tokens that bad words look back on, V vocabulary.
+Shapes: B rows, Q places, N tokens that may stand before them (drafts), W tokens that bad words look back on,
+V vocabulary.
 
 Randomness is counter-based: each uniform is a hash of (seed, sequence, position, stream, token). No generator state
-exists, so a draw does not depend on what else is in the batch, on the order of calls, or on how many drafts were thrown away.
+exists, so a draw does not depend on what else is in the batch, on the order of calls, or on how many drafts were thrown
+away.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ class Sampling:
     """How the target's tokens are drawn; the fields mean what they mean in `transformers.GenerationConfig`.
 
     Attributes:
-        bad_words: token sequences that are never completed, wherever they began (`bad_words_ids`). As there, an end token alone is none.
+        bad_words: token sequences that are never completed, wherever they began (`bad_words_ids`). As there, an end
+            token alone is none.
         min_new_tokens: no end token before so many new tokens.
         suppress: tokens that are never drawn (`suppress_tokens`).
     """
@@ -91,10 +94,10 @@ class Context:
     present: Tensor | None
 
     def then(self, tokens: Tensor, path: Tensor) -> Context:
-        """The contexts at Q places behind this one, which is a single place per row.
+        """Return the contexts at Q places after this one, which is a single place per row.
 
         Args:
-            tokens: `[B, N]`, what may follow; a token stands behind its ancestors.
+            tokens: `[B, N]`, what may follow; a token comes after its ancestors.
             path: `[B, Q, N]` or `[1, Q, N]`, True where a token is on the way to the place: its ancestors, and itself.
         """
         path = path.expand(len(tokens), -1, -1)
@@ -108,7 +111,7 @@ class Context:
         return [self.num_new, self.recent, *([] if self.present is None else [self.present])]
 
     def at(self, tensors: Iterator[Tensor]) -> Context:
-        """This context in other places in memory, given in the order of `tensors`."""
+        """Return this context in other places in memory, given in the order of `tensors`."""
         return Context(next(tensors), next(tensors), None if self.present is None else next(tensors))
 
     def select(self, rows: list[int]) -> Context:
@@ -116,9 +119,12 @@ class Context:
 
 
 class Processors:
-    """What depends on more than the logits themselves, as in `transformers` and in its order; the filters come after it.
+    """Changes of logits that depend on the text before them, as in `transformers` and in its order.
 
-    A repetition penalty, bad words, no end before min_new_tokens, suppressed tokens. A forbidden token gets a logit of -inf.
+    The filters come after them.
+
+    A repetition penalty, bad words, no end before min_new_tokens, suppressed tokens. A forbidden token gets a logit of
+    -inf.
 
     Raises:
         BadInputError: a token outside the vocabulary.
@@ -142,11 +148,11 @@ class Processors:
 
     @property
     def idle(self) -> bool:
-        """True if every logit would stay what it is."""
+        """Whether every logit would stay what it is."""
         return self.sampling.repetition_penalty == 1 and not self.width and self.ends is None and self.forbidden is None
 
     def start(self, prompts: Tensor, counts: Tensor) -> Context:
-        """The context behind the prompts `[B, T]`, of which each row has the first `counts` `[B]` tokens: one place per row."""
+        """Return the context after the prompts `[B, T]`, one place per row; row b has the first `counts[b]` tokens."""
         present = (
             prompts.new_zeros(len(prompts), 1, self.vocab, dtype=torch.bool)
             if self.sampling.repetition_penalty != 1
@@ -158,7 +164,7 @@ class Processors:
         return nothing.then(prompts, real[:, None])
 
     def __call__(self, logits: Tensor, context: Context) -> Tensor:
-        """`logits` `[B, Q, V]` of the tokens that follow `context`."""
+        """Return the processed logits `[B, Q, V]` of the tokens that follow `context`."""
         if context.present is not None:
             logits = penalize(logits, context.present, self.sampling)
         if self.width:
@@ -173,7 +179,10 @@ class Processors:
 
 
 def penalize(logits: Tensor, present: Tensor, sampling: Sampling) -> Tensor:
-    """Repetition penalty on the tokens that `present` `[..., V]` marks (CTRL, arXiv 1909.05858), fp32 as in `transformers`."""
+    """Apply the repetition penalty to the tokens that `present` `[..., V]` marks (CTRL, arXiv 1909.05858).
+
+    It is computed in fp32, as in `transformers`.
+    """
     if sampling.repetition_penalty == 1.0:
         return logits
     logits = logits.float()
@@ -182,12 +191,12 @@ def penalize(logits: Tensor, present: Tensor, sampling: Sampling) -> Tensor:
 
 
 def nothing_left(logits: Tensor) -> Tensor:
-    """Where every token of `logits` `[..., V]` is forbidden, `[...]`."""
+    """Return where every token of `logits` `[..., V]` is forbidden, `[...]`."""
     return logits.amax(-1) == _NEVER
 
 
 def _tokens_mask(tokens: list[int], vocab: int, device: torch.device) -> Tensor | None:
-    """True at `tokens`, `[V]`; None for none."""
+    """Return a mask that is True at `tokens`, `[V]`; None if there are none."""
     if not tokens:
         return None
     mask = torch.zeros(vocab, dtype=torch.bool)
@@ -196,13 +205,16 @@ def _tokens_mask(tokens: list[int], vocab: int, device: torch.device) -> Tensor 
 
 
 def _mark(marks: Tensor, tokens: Tensor, where: Tensor) -> Tensor:
-    """`marks` `[B, Q, V]`, and True at those `tokens` `[B, Q, N]` that `where` `[B, Q, N]` picks."""
+    """Return `marks` `[B, Q, V]`, set to True at those `tokens` `[B, Q, N]` that `where` `[B, Q, N]` picks."""
     nowhere = marks.shape[-1]  # a column that is cut off again
     return torch.nn.functional.pad(marks, (0, 1)).scatter(2, tokens.masked_fill(~where, nowhere), True)[..., :-1]
 
 
 def _last(recent: Tensor, tokens: Tensor, path: Tensor) -> Tensor:
-    """The last W tokens of `recent` `[B, Q, W]` followed by those `tokens` `[B, Q, N]` that are on the `path` `[B, Q, N]`."""
+    """Return the last W of `recent` `[B, Q, W]` followed by those `tokens` `[B, Q, N]` that are on the `path`.
+
+    `path` is `[B, Q, N]`, True where a token is on it.
+    """
     width = recent.shape[-1]
     if not width:
         return recent
@@ -215,7 +227,10 @@ def _last(recent: Tensor, tokens: Tensor, path: Tensor) -> Tensor:
 
 
 def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
-    """The distribution that is sampled from, `[..., V]` fp32 (fp64 stays): temperature, top-k, top-p, min-p, in this order."""
+    """Return the distribution that is sampled from, `[..., V]` fp32 (fp64 stays).
+
+    Temperature, top-k, top-p and min-p are applied in this order.
+    """
     logits = logits if logits.dtype == torch.float64 else logits.float()
     logits = logits / sampling.temperature
     if sampling.top_k is not None and sampling.top_k < logits.shape[-1]:
@@ -242,20 +257,22 @@ def _nucleus(logits: Tensor, top_p: float) -> Tensor:
 
 
 def most_probable(logits: Tensor, keepdim: bool = False) -> Tensor:
-    """The token with the highest logit, `[...]`. On a CPU of copies in fp32: argmax takes four times as long over 16-bit numbers."""
+    """Return the token with the highest logit, `[...]`.
+
+    On a CPU it looks at copies in fp32: argmax takes four times as long over 16-bit numbers.
+    """
     return (logits if logits.is_cuda else logits.float()).argmax(-1, keepdim=keepdim)
 
 
 def draw(probs: Tensor, uniform: Tensor) -> Tensor:
-    """The token at which the cumulative distribution passes `uniform` `[...]`; probs `[..., V]`, need not sum to 1.
+    """Return the token at which the cumulative distribution passes `uniform` `[...]`.
 
-    A token of probability 0 is never drawn.
+    `probs` `[..., V]` need not sum to 1. A token of probability 0 is never drawn.
     """
     cumulative = probs.double().cumsum(-1)
     token = torch.searchsorted(cumulative, (uniform * cumulative[..., -1]).unsqueeze(-1), right=True).squeeze(-1)
-    last = (
-        probs.shape[-1] - 1 - (probs > 0).flip(-1).to(torch.uint8).argmax(-1)
-    )  # rounding must not step past the last possible one
+    # Rounding must not step past the last possible token.
+    last = probs.shape[-1] - 1 - (probs > 0).flip(-1).to(torch.uint8).argmax(-1)
     return torch.minimum(token, last)
 
 
@@ -266,7 +283,7 @@ _GOLDEN = -7046029254386353131
 
 
 def _mix(x: Tensor) -> Tensor:
-    """splitmix64's finaliser on int64 (products wrap around; shifts are made logical by masking)."""
+    """Apply splitmix64's finaliser to int64 (products wrap around; shifts are made logical by masking)."""
     x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * _MULTIPLIERS[0]
     x = (x ^ ((x >> 27) & 0x1FFFFFFFFF)) * _MULTIPLIERS[1]
     return x ^ ((x >> 31) & 0x1FFFFFFFF)
@@ -282,8 +299,8 @@ class Keys:
     Attributes:
         seed: the request's.
         sequences: which sequence each row is, `[B]`.
-        first: the index in its sequence of the first token that the round adds, `[B]`. A token that is drafted again in a
-            later round is therefore a new draw.
+        first: the index in its sequence of the first token that the round adds, `[B]`. A token that is drafted again in
+            a later round is therefore a new draw.
     """
 
     seed: Seed
@@ -292,7 +309,7 @@ class Keys:
 
 
 def uniforms(seed: Seed, stream: int, *keys: Tensor) -> Tensor:
-    """Uniforms in (0, 1), fp64, of the keys' broadcast shape: a hash of (seed, stream, keys)."""
+    """Return uniforms in (0, 1), fp64, of the keys' broadcast shape: a hash of (seed, stream, keys)."""
     state = _mix(seed_on(keys[0].device, seed) * 1_000_003 + (stream + _GOLDEN))
     for key in keys:
         state = _mix(state + (key + 1) * _GOLDEN)
@@ -300,18 +317,24 @@ def uniforms(seed: Seed, stream: int, *keys: Tensor) -> Tensor:
 
 
 def seed_on(device: torch.device, seed: Seed) -> Tensor:
-    """Return the seed as a number on `device`, `[]`. Seeds count modulo 2**64; they are filled in there, never copied."""
+    """Return the seed as a number on `device`, `[]`.
+
+    Seeds count modulo 2**64; they are filled in there, never copied.
+    """
     if isinstance(seed, Tensor):
         return seed
     return torch.full((), (seed + 2**63) % 2**64 - 2**63, dtype=torch.long, device=device)
 
 
 def gumbel(seed: Seed, stream: int, vocab: int, *keys: Tensor) -> Tensor:
-    """Gumbel noise for every token at each place, `[..., V]`, of the keys `[...]`."""
+    """Return Gumbel noise for every token at each place of the keys `[...]`, `[..., V]`."""
     tokens = torch.arange(vocab, device=keys[0].device)
     return -(-uniforms(seed, stream, *(key[..., None] for key in keys), tokens).log()).log()
 
 
 def shared_gumbel(seed: Seed, sequences: Tensor, positions: Tensor, vocab: int) -> Tensor:
-    """The noise that target and drafter share under the coupled rule: a function of the place in the text alone, `[..., V]`."""
+    """Return the noise that target and drafter share under the coupled rule, `[..., V]`.
+
+    It is a function of the place in the text alone.
+    """
     return gumbel(seed, COUPLED, vocab, sequences, positions)

@@ -9,16 +9,17 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Round:
-    """One draft + verify for one sequence.
+    """One round of one sequence: some drafts, verified together.
 
     Attributes:
         drafted: draft tokens that were verified, all nodes of a tree. accepted: how many of them were kept.
         emitted: tokens that reached the output, the target's own (bonus or correction) included.
-        tried: the depth up to which there were drafts behind what was kept. In a chain all, so None is `drafted`; in a tree the
-            kept path may end where nothing was drafted behind it.
+        tried: the depth up to which there were drafts after what was kept. In a chain that is all of them, so None
+            means `drafted`; in a tree the kept path may end where nothing was drafted after it.
 
-    A round that an end-of-sequence token cuts short counts as drafted and accepted what stood before that token, so that
-    1 + accepted is what it emitted; one cut by `max_new_tokens` keeps its full counts, since the drafter did that work.
+    A round that an end-of-sequence token cuts short counts as drafted and accepted what stood before that token, so
+    that 1 + accepted is what it emitted; one cut by `max_new_tokens` keeps its full counts, since the drafter did that
+    work.
     """
 
     drafted: int
@@ -58,25 +59,25 @@ class DecodeStats:
 
     @property
     def tau(self) -> float:
-        """Mean tokens per round with the bonus token: 1 + mean accepted. nan without rounds."""
+        """Mean tokens per round with the target's own token: 1 + mean accepted; nan without rounds."""
         return float(1 + np.mean([r.accepted for r in self._all()])) if self._all() else float("nan")
 
     @property
     def acceptance_rate(self) -> float:
-        """Accepted / drafted. Falls with depth, so compare it only at equal depth."""
+        """Accepted drafts ÷ drafted ones. It falls with depth, so compare it only at equal depth."""
         drafted = sum(r.drafted for r in self._all())
         return sum(r.accepted for r in self._all()) / drafted if drafted else float("nan")
 
     def alpha(self) -> list[float]:
-        """Acceptance at depth 1, 2, … given that the depth before was accepted."""
+        """Return the acceptance at depth 1, 2, … given that the depth before was accepted."""
         return [kept / reached for reached, kept in self.depth_counts() if reached]
 
     def depth_counts(self) -> list[tuple[int, int]]:
-        """Per depth: rounds that reached it, rounds that accepted it."""
+        """Return per depth how many rounds reached it, and how many accepted it."""
         return depth_counts(self._all())
 
     def histogram(self) -> list[int]:
-        """How many rounds accepted 0, 1, 2, … drafts."""
+        """Return how many rounds accepted 0, 1, 2, … drafts."""
         counts = np.bincount([r.accepted for r in self._all()] or [0])
         return [int(c) for c in counts] if self._all() else []
 
@@ -86,6 +87,7 @@ class DecodeStats:
 
 
 def depth_counts(rounds: list[Round]) -> list[tuple[int, int]]:
+    """Return per depth how many rounds reached it, and how many accepted it."""
     deepest = max((r.reach for r in rounds), default=0)
     reached = [sum(r.reach >= d and r.accepted >= d - 1 for r in rounds) for d in range(1, deepest + 1)]
     kept = [sum(r.accepted >= d for r in rounds) for d in range(1, deepest + 1)]

@@ -1,4 +1,4 @@
-"""Static trees of drafts: the same shape in every round, given, or the best one for measured acceptance rates.
+"""Static trees of drafts: one shape for every round, given, or the best one for measured acceptance rates.
 
 Nodes are numbered so that parents come first; −1 is the root.
 """
@@ -29,17 +29,17 @@ class Tree:
 
     @cached_property
     def depths(self) -> tuple[int, ...]:
-        """Of each node; a child of the root has depth 1."""
+        """The depth of each node; a child of the root has depth 1."""
         return tree_depths(self.parents)
 
     @cached_property
     def ranks(self) -> tuple[int, ...]:
-        """Which child of its parent each node is, from 0."""
+        """The number of each node among its siblings, from 0."""
         return tuple(sum(p == parent for p in self.parents[:node]) for node, parent in enumerate(self.parents))
 
     @cached_property
     def children(self) -> dict[int, tuple[int, ...]]:
-        """Of each node and of the root."""
+        """The children of each node, and of the root."""
         return {
             node: tuple(i for i, p in enumerate(self.parents) if p == node) for node in range(-1, len(self.parents))
         }
@@ -49,11 +49,14 @@ class Tree:
         return self.depths[-1]
 
     def up_to(self, depth: int) -> Tree:
-        """Its first `depth` levels."""
+        """Return the tree of its first `depth` levels."""
         return Tree(self.parents[: sum(d <= depth for d in self.depths)])
 
     def value(self, rates: Sequence[Sequence[float]]) -> float:
-        """Expected tokens of a round, 1 + Σ over nodes of the product of `rates[depth − 1][rank]` along the path."""
+        """Return the expected tokens of a round.
+
+        They are 1 + Σ over nodes of the product of `rates[depth − 1][rank]` along the path.
+        """
         found: list[float] = []
         for parent, depth, rank in zip(self.parents, self.depths, self.ranks, strict=True):
             found.append((1.0 if parent < 0 else found[parent]) * rates[depth - 1][rank])
@@ -61,11 +64,14 @@ class Tree:
 
 
 def best_tree(rates: Sequence[Sequence[float]], nodes: int) -> Tree:
-    """The tree of `nodes` drafts with the highest expected number of tokens (Sequoia's dynamic programme, arXiv 2402.12374, §4.1).
+    """Return the tree of `nodes` drafts with the highest expected number of tokens.
+
+    It is found by Sequoia's dynamic programme (arXiv 2402.12374, §4.1).
 
     Args:
-        rates: `rates[d][r]`, the probability that the r-th child of a node at depth d is accepted, given that the node was
-            (and that the children before it were refused: counted as part of the rate). Depth and width are limited by it.
+        rates: `rates[d][r]`, the probability that the r-th child of a node at depth d is accepted, given that the node
+            was (and that the children before it were refused: counted as part of the rate). Depth and width are limited
+            by it.
 
     Raises:
         BadInputError: more nodes than these rates have room for.
@@ -78,7 +84,10 @@ def best_tree(rates: Sequence[Sequence[float]], nodes: int) -> Tree:
 
     @cache
     def below(count: int, depth: int, rank: int) -> tuple[float, tuple[int, ...]]:
-        """Best value of `count` nodes below a node at `depth`, in its children from `rank` on; sizes of those children's subtrees."""
+        """Return the best value of `count` nodes below a node at `depth`, in its children from `rank` on.
+
+        It comes with the sizes of those children's subtrees.
+        """
         if count == 0:
             return 0.0, ()
         if depth == len(rates) or rank == len(rates[depth]):

@@ -1,8 +1,10 @@
-"""Verification rules for chains: how many draft tokens stay, and which token follows them. Pure functions of their uniforms.
+"""Verification rules for chains: how many draft tokens stay, and which token follows them.
+
+They are pure functions of their uniforms.
 
 Shapes: B rows, k draft tokens of a chain, V vocabulary. `lengths` `[B]` says how many of the k a row really proposed.
 Each rule returns (accepted `[B]`, following `[B]`): the first `accepted` drafts are kept, then `following` is emitted,
-the correction at the first refused draft or the bonus behind the last one.
+the correction at the first refused draft or the bonus after the last one.
 """
 
 from __future__ import annotations
@@ -36,10 +38,10 @@ def rejection(
     accept_uniforms: Tensor,  # [B, k]
     correct_uniforms: Tensor,  # [B]
 ) -> tuple[Tensor, Tensor]:
-    """Speculative sampling (Leviathan et al., arXiv 2211.17192; Chen et al., arXiv 2302.01318).
+    """Keep drafts by speculative sampling (Leviathan et al., arXiv 2211.17192; Chen et al., arXiv 2302.01318).
 
     A draft x ~ q is kept with probability min(1, p(x)/q(x)); the first refused one is replaced by a draw from
-    norm((p − q)+); behind the last kept one a token is drawn from p.
+    norm((p − q)+); after the last kept one a token is drawn from p.
     """
     p, q = _scores(drafts, target_probs, draft_probs)
     accepted = _leading(accept_uniforms * q < p, lengths)
@@ -61,15 +63,18 @@ def block(
     accept_uniforms: Tensor,  # [B, k]
     correct_uniforms: Tensor,  # [B]
 ) -> tuple[Tensor, Tensor]:
-    """Block verification (Sun et al., ICLR 2025, arXiv 2403.10444): on average no lossless rule for a sampled chain accepts more.
+    """Keep a prefix of drafts by block verification (Sun et al., ICLR 2025, arXiv 2403.10444).
 
-    A prefix of i drafts is worth P_i = min(1, P_{i-1} p_i/q_i), P_0 = 1, and leaves the residual (P_i p − q)+ of mass S_i. The
-    longest prefix that passes its own test, with probability S_i / (S_i + 1 − P_i), is kept; the residual there gives the next token.
+    On average no lossless rule for a sampled chain accepts more.
+
+    A prefix of i drafts is worth P_i = min(1, P_{i-1} p_i/q_i), P_0 = 1, and leaves the residual (P_i p − q)+ of mass
+    S_i. The longest prefix that passes its own test, with probability S_i / (S_i + 1 − P_i), is kept; the residual
+    there gives the next token.
     """
     chain = torch.arange(drafts.shape[1] + 1, device=drafts.device)
-    proposed = chain < lengths[:, None]  # [B, k + 1], is there a draft behind this place?
+    proposed = chain < lengths[:, None]  # [B, k + 1], does a draft follow this place?
     worth = _worth(drafts, target_probs, draft_probs)
-    # Behind the last draft q counts as 0: the residual is P p there, and the test passes with probability P.
+    # After the last draft q counts as 0: the residual is P p there, and the test passes with probability P.
     q = torch.nn.functional.pad(draft_probs, (0, 0, 0, 1)).masked_fill(~proposed[:, :, None], 0)
     residual = (worth[:, :, None] * target_probs - q).clamp(min=0)
     mass = residual.sum(-1)
@@ -84,7 +89,7 @@ def block(
 
 
 def _worth(drafts: Tensor, target_probs: Tensor, draft_probs: Tensor) -> Tensor:
-    """P_i of block verification for every prefix, the empty one included, `[B, k + 1]`."""
+    """Return the P_i of block verification for every prefix, the empty one included, `[B, k + 1]`."""
     p, q = _scores(drafts, target_probs, draft_probs)
     ratio = p / q.clamp(min=torch.finfo(q.dtype).tiny)  # finite for q = 0 too, so that 0 times it is 0
     worth = [torch.ones_like(target_probs[:, 0, 0])]
@@ -94,12 +99,12 @@ def _worth(drafts: Tensor, target_probs: Tensor, draft_probs: Tensor) -> Tensor:
 
 
 def _scores(drafts: Tensor, target_probs: Tensor, draft_probs: Tensor) -> tuple[Tensor, Tensor]:
-    """p and q of each draft, `[B, k]` each."""
+    """Return p and q of each draft, `[B, k]` each."""
     token = drafts[:, :, None]
     return target_probs[:, :-1].gather(2, token)[:, :, 0], draft_probs.gather(2, token)[:, :, 0]
 
 
 def _leading(kept: Tensor, lengths: Tensor) -> Tensor:
-    """How many entries from the left are kept before the first that is not, `[B]`."""
+    """Return how many entries from the left are kept before the first that is not, `[B]`."""
     proposed = torch.arange(kept.shape[1], device=kept.device) < lengths[:, None]
     return (kept & proposed).cumprod(1).sum(1)

@@ -1,12 +1,16 @@
-"""Verification rules for trees: which path of draft tokens stays, and which token follows it. Pure functions of their uniforms.
+"""Verification rules for trees: which path of draft tokens stays, and which token follows it.
 
-Shapes: B rows, N draft nodes, D levels, V vocabulary. `parents` `[B, N]` is the index of each node's parent, -1 for the root (the
-last committed token). A parent stands before its children, and siblings are tried in the order in which they stand. `real`
-`[B, N]` says which nodes a row really proposed, none of them under one that is not; the others mean nothing, though their tokens and
-parents are valid indices. Probabilities are given at N + 1 places: place 0 is the root, place i + 1 is node i.
+They are pure functions of their uniforms.
 
-Each rule returns (accepted `[B]`, path `[B, D]`, following `[B]`): the first `accepted` entries of `path` are the nodes that are
-kept, from the root on, and -1 stands behind them; then `following` is emitted. D is at least the depth of every row's tree.
+Shapes: B rows, N draft nodes, D levels, V vocabulary. `parents` `[B, N]` is the index of each node's parent, -1 for the
+root (the last committed token). A parent stands before its children, and siblings are tried in the order in which they
+stand. `real` `[B, N]` says which nodes a row really proposed, none of them under one that is not; the others mean
+nothing, though their tokens and parents are valid indices. Probabilities are given at N + 1 places: place 0 is the
+root, place i + 1 is node i.
+
+Each rule returns (accepted `[B]`, path `[B, D]`, following `[B]`): the first `accepted` entries of `path` are the nodes
+that are kept, from the root on, and -1 stands after them; then `following` is emitted. D is at least the depth of
+every row's tree.
 """
 
 from __future__ import annotations
@@ -28,8 +32,9 @@ def match_tree(
 ) -> Walk:
     """Follow the children that equal what the target itself chose at their parent: `verify.match` for trees.
 
-    With `wanted` = the target's argmax this is the greedy rule, with a sample of p the rule for deterministic candidates
-    (one of them is accepted with their summed probability), with Gumbel-max under shared noise the coupled rule.
+    With `wanted` = the target's argmax this is the greedy rule, with a sample of p the rule for deterministic
+    candidates (one of them is accepted with their summed probability), with Gumbel-max under shared noise the coupled
+    rule.
     """
     kept = real & (tokens == wanted.gather(1, parents + 1))
     accepted, path, place = _descend(kept, parents, depth)
@@ -46,11 +51,11 @@ def without_replacement(
     correct_uniforms: Tensor,  # [B]
     depth: int,
 ) -> Walk:
-    """Rejection sampling down a tree whose siblings were drawn without replacement (Sequoia, arXiv 2402.12374).
+    """Reject drafts down a tree whose siblings were drawn without replacement (Sequoia, arXiv 2402.12374).
 
-    `draft_probs` is q at each place that has children: the first child was drawn from it, each further one from q without the
-    tokens before it, renormalised. A child x stays with min(1, p(x)/q(x)); after a refusal p becomes norm((p − q)+) and q loses x.
-    When all children are refused, that p gives the next token.
+    `draft_probs` is q at each place that has children: the first child was drawn from it, each further one from q
+    without the tokens before it, renormalised. A child x stays with min(1, p(x)/q(x)); after a refusal p becomes
+    norm((p − q)+) and q loses x. When all children are refused, that p gives the next token.
     """
     odds, _, residual = _weigh(tokens, parents, real, target_probs, draft_probs, carry=False)
     accepted, path, place = _descend(real & (accept_uniforms < odds), parents, depth)
@@ -67,17 +72,17 @@ def traversal(
     correct_uniforms: Tensor,  # [B]
     depth: int,
 ) -> Walk:
-    """Traversal verification (arXiv 2505.12398): from the leaves to the root, whole paths at a time; on a chain it is `verify.block`.
+    """Keep a path by traversal verification, from the leaves to the root (arXiv 2505.12398).
 
-    Children come before their parent and in their order; the first node that passes its test is kept, with its path. Siblings were
-    drawn as for `without_replacement`. Where only the root has several children, it accepts no less than that rule on
-    average. With siblings further down it usually accepts more, but there are p and q for which it accepts a little less.
+    It judges whole paths at a time; on a chain it is `verify.block`. Children come before their parent and in their
+    order; the first node that passes its test is kept, with its path. Siblings were drawn as for `without_replacement`.
+    Where only the root has several children, it accepts no less than that rule on average. With siblings further down
+    it usually accepts more, but there are p and q for which it accepts a little less.
     """
     _, stays, residual = _weigh(tokens, parents, real, target_probs, draft_probs, carry=True)
     passed = _with_ancestors(real & (accept_uniforms < stays), parents, depth)
-    accepted, path, place = _descend(
-        passed, parents, depth
-    )  # the first child with a pass below it or in it: that is the order above
+    # The first child with a pass below it or in it: that is the order above.
+    accepted, path, place = _descend(passed, parents, depth)
     return accepted, path, draw(_at(residual, place), correct_uniforms)
 
 
@@ -90,10 +95,11 @@ def typical(
     epsilon: float = 0.09,
     delta: float = 0.3,
 ) -> Walk:
-    """Typical acceptance (Medusa, arXiv 2401.10774). Lossy: what is written is not the target's law.
+    """Keep what is typical of the target (Medusa, arXiv 2401.10774). Lossy: the text does not follow the target's law.
 
-    A node x stays with p(x) > min(epsilon, delta·exp(−H(p))), where H is the entropy; of the longest paths the most probable wins.
-    The token that follows is the target's most probable one: Medusa's greedy first token, which its next round keeps untested.
+    A node x stays with p(x) > min(epsilon, delta·exp(−H(p))), where H is the entropy; of the longest paths the most
+    probable wins. The token that follows is the target's most probable one: Medusa's greedy first token, which its next
+    round keeps untested.
     """
     above = parents + 1
     rows = torch.arange(len(tokens), device=tokens.device)
@@ -115,15 +121,17 @@ def typical(
 def _weigh(
     tokens: Tensor, parents: Tensor, real: Tensor, target_probs: Tensor, draft_probs: Tensor, carry: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What each node is worth once all that is tried before it has been refused; no uniform has a part in that.
+    """Weigh each node for when all that is tried before it has been refused; no uniform has a part in that.
 
-    Each place has a claim w: the law p there, times the probability P with which the path to it may stay. A child x ~ q covers
-    min(w, q) of it, so x stays with min(1, w(x)/q(x)). What is left, (w − q)+, is wanted from the remaining 1 − Σ min(w, q) of all
-    cases: after the refusal w = (w − q)+ / (Σ (w − q)+ + 1 − P), and the new P is its sum. With `carry` a child's own claim starts with
-    the P it stays with, and is decided behind its children; without, a child is decided on arrival, and P = 1 below it.
+    Each place has a claim w: the law p there, times the probability P with which the path to it may stay. A child x ~ q
+    covers min(w, q) of it, so x stays with min(1, w(x)/q(x)). What is left, (w − q)+, is wanted from the remaining 1 −
+    Σ min(w, q) of all cases: after the refusal w = (w − q)+ / (Σ (w − q)+ + 1 − P), and the new P is its sum. With
+    `carry` a child's own claim starts with the P it stays with, and is decided after its children; without, a child is
+    decided on arrival, and P = 1 below it.
 
     Returns:
-        w(x)/q(x) when a node's turn comes `[B, N]`; P behind its children `[B, N]`; w behind the children of each place `[B, N + 1, V]`.
+        w(x)/q(x) when a node's turn comes `[B, N]`; P after its children `[B, N]`; w after the children of each place
+        `[B, N + 1, V]`.
     """
     rows = torch.arange(len(tokens), device=tokens.device)
     claim, left = target_probs.clone(), draft_probs.clone()
@@ -132,7 +140,7 @@ def _weigh(
     for i in range(tokens.shape[1]):
         place, token, counts = parents[:, i] + 1, tokens[:, i, None], real[:, i]
         w, before, lost = claim[rows, place], left[rows, place], short[rows, place]
-        # What q cannot have drawn, as when nothing of it was left, is a candidate: whoever put it there was certain of it.
+        # What q cannot have drawn, as when nothing of it was left, is a candidate: its drafter was certain of it.
         q = torch.where(before.gather(1, token) > 0, before, torch.zeros_like(before).scatter(1, token, 1))
         odds[:, i] = (w.gather(1, token) / q.gather(1, token))[:, 0]
         if carry:
@@ -151,7 +159,11 @@ def _weigh(
 
 
 def _descend(kept: Tensor, parents: Tensor, depth: int) -> Walk:
-    """From the root on to the first child that is kept, as far as it goes: accepted `[B]`, path `[B, D]`, and the place at its end `[B]`."""
+    """Follow the first child that is kept from the root on, as far as it goes.
+
+    Returns:
+        accepted `[B]`, path `[B, D]`, and the place at its end `[B]`.
+    """
     path = parents.new_full((len(parents), depth), -1)
     node = parents.new_full((len(parents),), -1)
     place = torch.zeros_like(node)
@@ -165,7 +177,7 @@ def _descend(kept: Tensor, parents: Tensor, depth: int) -> Walk:
 
 
 def _with_ancestors(marked: Tensor, parents: Tensor, depth: int) -> Tensor:
-    """The marked nodes `[B, N]` and all that stand above one."""
+    """Return the marked nodes `[B, N]` and all that stand above one."""
     for _ in range(depth - 1):
         below = parents.new_zeros(len(parents), parents.shape[1] + 1).scatter_add(1, parents + 1, marked.long())
         marked = marked | (below[:, 1:] > 0)
@@ -173,5 +185,5 @@ def _with_ancestors(marked: Tensor, parents: Tensor, depth: int) -> Tensor:
 
 
 def _at(probs: Tensor, place: Tensor) -> Tensor:
-    """The law at one place of each row, `[B, V]`; probs `[B, N + 1, V]`."""
+    """Return the law at one place of each row, `[B, V]`, from probs `[B, N + 1, V]`."""
     return probs[torch.arange(len(place), device=place.device), place]

@@ -52,15 +52,24 @@ def deepest(drafter: Drafter) -> int:
 
 
 def measure_acceptance(
-    target: Target, drafter: Drafter, jobs: Sequence[Job], max_new_tokens: int, sampling: Sampling, trees: bool
+    target: Target,
+    drafter: Drafter,
+    jobs: Sequence[Job],
+    max_new_tokens: int,
+    sampling: Sampling,
+    trees: bool,
+    at_once: int = _AT_ONCE,
 ) -> Acceptance:
     """Decode all prompts with the deepest chain, and with a wide tree if `trees`.
+
+    Args:
+        at_once: prompts decoded in one batch, at most: what a fusion proposes depends on whether it drafts for one row.
 
     Raises:
         BadInputError: every answer ends with its first token.
     """
     decoder, depth, rounds, tokens = Decoder(target, drafter), deepest(drafter), [], 0
-    for some in _pieces(jobs):
+    for some in _pieces(jobs, at_once):
         out = decoder.generate(
             [j.prompt.tokens for j in some],
             max_new_tokens,
@@ -85,9 +94,9 @@ def measure_acceptance(
     )
 
 
-def _pieces(jobs: Sequence[Job]) -> list[list[Job]]:
+def _pieces(jobs: Sequence[Job], at_once: int = _AT_ONCE) -> list[list[Job]]:
     ordered = sorted(jobs, key=lambda j: len(j.prompt.tokens))
-    return [ordered[i : i + _AT_ONCE] for i in range(0, len(ordered), _AT_ONCE)]
+    return [ordered[i : i + at_once] for i in range(0, len(ordered), at_once)]
 
 
 def rank_rates(

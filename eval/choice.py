@@ -59,7 +59,8 @@ def _tau(done: Sequence[BatchAnswer]) -> float:
 def choose(measured: Sequence[Measured]) -> tuple[Measured, str]:
     """Return the one to keep, and why.
 
-    The fastest fixed plan; of a chain the controlled form, unless it is really slower; plain if nothing is faster.
+    The fastest fixed plan; of the drafter's own chain the controlled form, unless it is really slower; plain if nothing
+    is faster.
 
     Args:
         measured: plain first, then the fixed plans, the controlled chain last.
@@ -80,7 +81,7 @@ def choose(measured: Sequence[Measured]) -> tuple[Measured, str]:
 def _controlled_or_fixed(fastest: Measured, controlled: Measured) -> tuple[Measured, str]:
     quotient = controlled.over(fastest)
     found = f"with a controller {quotient.text(unit='×')} the speed of {fastest.option.name}"
-    if fastest.option.plan.is_tree:
+    if fastest.option.plan.is_tree or fastest.option.statistical is not None:
         return (controlled, f"The fastest: {found}.") if quotient.value > 1 else (fastest, "The fastest.")
     if quotient.value < 1 and quotient.excludes(1):
         return fastest, f"The fastest: {found}."

@@ -15,6 +15,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from scipy.optimize import isotonic_regression
@@ -23,7 +24,7 @@ from ..decode import Control, Costs, Plan, Tree, best_tree
 from ..ground import BadInputError
 from .acceptance import Acceptance
 from .batches import BatchAnswer
-from .measure import PLAIN
+from .tuning import plan_words
 
 TREE_SIZES = (4, 8, 12, 16, 24, 32, 48, 64)
 _HOPEFUL = 0.9  # trees that cannot reach this part of the best chain's prediction are not timed
@@ -99,16 +100,21 @@ def _rising(values: Sequence[float]) -> list[float]:
 
 @dataclass(frozen=True)
 class Option:
-    """A plan and what is predicted of it: tokens per round and sequence, and tokens/s of the whole batch."""
+    """A plan and what is predicted of it: tokens per round and sequence, and tokens/s of the whole batch.
+
+    `statistical`: type and settings of the drafter without weights that it is a fusion with; None for no fusion.
+    """
 
     plan: Plan
     tau: float
     loop: Loop
     predicted: float
+    statistical: dict[str, Any] | None = None
 
     @property
     def name(self) -> str:
-        return str(self.plan) if self.plan.depth else PLAIN
+        """The plan in words."""
+        return plan_words(self.plan, self.statistical)
 
 
 def tokens_per_second(tau: float, loop: Loop, tokens: float, batch: int) -> float:

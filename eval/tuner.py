@@ -1,4 +1,4 @@
-"""Find the fastest plan on this machine.
+"""Find the fastest plan on this machine, for a drafter by itself and for its fusions with drafters without weights.
 
 What a round costs and how often drafts are accepted is measured; from that the speed of every plan is predicted
 (`eval.prediction`); the best predicted plans are measured beside the plain target in turns, and the best *measured* one
@@ -15,10 +15,10 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from rich.console import Console
@@ -29,7 +29,7 @@ from ..ground import BadInputError, IncompatibleError
 from ..ground.machine import device_name
 from ..ground.progress import Advance, progress
 from ..ground.versions import versions
-from ..heads import Drafter
+from ..heads import Drafter, fuse
 from ..recipes import EvalSpec
 from ..targets import Target
 from .acceptance import Acceptance, deepest, measure_acceptance
@@ -57,6 +57,8 @@ WIDTHS = (0, 1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 _TIMED_DEPTHS = (1, 2, 4)  # and the deepest; between them rounds are interpolated
 _TIMED_GROUPS = 3  # batches by which rounds are timed
 _LEAST_GROUPS = 4
+# What a trained drafter is tried together with: a copy of the text costs next to nothing where one is found.
+STATISTICAL: tuple[dict[str, Any], ...] = ({"type": "ngram", "min_match": 2}, {"type": "suffix", "min_match": 4})
 
 
 # ------------------------------------------------------------ the whole
@@ -69,6 +71,7 @@ def tune(
     settings: EvalSpec,
     batch_sizes: Sequence[int] = (1,),
     console: Console | None = None,
+    statistical: Sequence[dict[str, Any]] = STATISTICAL,
 ) -> Tuning:
     """Return the fastest plan for each batch size, and what it was chosen by.
 
@@ -76,10 +79,13 @@ def tune(
         settings: one of `temperatures`, `max_new_tokens`, `repeats`, `threads` and `seed` are used; `limit` cuts each
             suite.
         console: shows progress and what is found there.
+        statistical: drafters without weights, type and settings of each, whose fusions with a trained `drafter` are
+            weighed too.
 
     Raises:
         BadInputError: no prompts or more than one temperature; a batch size below 1 or above the number of prompts; a
-            prompt that does not fit the target's context; answers that end with their first token.
+            prompt that does not fit the target's context; answers that end with their first token; `statistical` that
+            names one kind twice, or a kind that cannot be fused.
         IncompatibleError: the drafter cannot draft for this target.
     """
     jobs = make_jobs(suites, settings.limit)
@@ -93,6 +99,7 @@ def tune(
         with bars("acceptance", 1):
             seen = measure_acceptance(target, drafter, jobs, settings.max_new_tokens, sampling, trees=reason is None)
         tuner = _Tuner(target, drafter, jobs, settings, bars, seen)
+        tuner.fusions = _fusions(target, drafter, statistical)
         batches = []
         for size in sorted(set(batch_sizes)):
             batches.append(tuner.batch(size))
@@ -144,6 +151,26 @@ def _record(
     )
 
 
+@dataclass(frozen=True)
+class _Fusion:
+    """The drafter together with one without weights, and a decoder of both."""
+
+    statistical: dict[str, Any]
+    drafter: Drafter
+    decoder: Decoder
+
+
+def _fusions(target: Target, drafter: Drafter, statistical: Sequence[dict[str, Any]]) -> list[_Fusion]:
+    """Return the fusions that are weighed: none of a drafter that has no weights, or is a fusion itself."""
+    if not drafter.trainable or drafter.abilities.deterministic:
+        return []
+    kinds = [values.get("type") for values in statistical]
+    if len(set(map(str, kinds))) < len(kinds):
+        raise BadInputError(f"each kind of drafter is fused once; got {', '.join(map(str, kinds))}.")
+    fused = [(values, fuse(values, drafter, target)) for values in statistical]
+    return [_Fusion(values, both, Decoder(target, both)) for values, both in fused]
+
+
 class _Bars(Protocol):
     """What shows that something of so many steps is under way."""
 
@@ -165,6 +192,7 @@ class _Tuner:
     Attributes:
         seen: how often drafts are accepted; it does not depend on the batch size.
         plain, drafting: decoders without the drafter and with it.
+        fusions: what it is tried together with.
     """
 
     def __init__(
@@ -173,6 +201,7 @@ class _Tuner:
         self.target, self.drafter, self.jobs, self.settings = target, drafter, jobs, settings
         self.bars, self.seen = bars, seen
         self.plain, self.drafting = Decoder(target), Decoder(target, drafter)
+        self.fusions: list[_Fusion] = []
 
     def batch(self, size: int) -> BatchTuning:
         """Return the fastest plan at one batch size, and what it was chosen by."""
@@ -189,10 +218,11 @@ class _Tuner:
         options = chain_options(costs, loops, self.seen, size)
         trees = self._tree_options(hopeful_trees(costs, options, self.seen, size), groups, size, loops[0])
         controlled = control_option(options[1:], costs, self.seen, most)
-        racing = [options[0], *best(options[1:]), *best(trees), controlled]
+        fused = [o for fusion in self.fusions for o in self._fused_options(fusion, curve, groups, size, loops[0])]
+        racing = [options[0], *best(options[1:]), *best(trees), *best(fused), controlled]
         measured = self._race(racing, groups, size)
         chosen, reason = choose(measured)
-        others = [_candidate(option, None) for option in (*options, *trees) if option not in racing]
+        others = [_candidate(option, None) for option in (*options, *trees, *fused) if option not in racing]
         return BatchTuning(
             batch_size=size,
             context=context,
@@ -214,9 +244,12 @@ class _Tuner:
         with self.bars(f"batch {size}: passes of the target", 1):
             return verify_times(self.target, widths, size, context, repeats=max(5, 20 // size), taps=self.drafter.taps)
 
-    def _time(self, plans: Sequence[Plan], groups: Sequence[list[Job]]) -> list[Loop]:
-        """Return what rounds under each of `plans` take, by batches of typical lengths."""
-        named = {str(i): plan for i, plan in enumerate(plans)}
+    def _time(self, plans: Sequence[Plan], groups: Sequence[list[Job]], drafting: Decoder | None = None) -> list[Loop]:
+        """Return what rounds under each of `plans` take, by batches of typical lengths.
+
+        `drafting` decodes those that draft; None for the drafter by itself.
+        """
+        named = {str(i): (self._decoder(plan, drafting), plan) for i, plan in enumerate(plans)}
         answers = self._turns(named, _typical(groups, _TIMED_GROUPS), repeats=1, what="timing rounds")
         return [loop_of([repeats[0] for repeats in per_group]) for per_group in answers.values()]
 
@@ -228,33 +261,58 @@ class _Tuner:
         if not trees:
             return []
         plans = [Plan(tree=tree) for tree in trees]
-        again, *loops = self._time([Plan(0), *plans], groups)
-        pace = plain.seconds / again.seconds
-        paced = [replace(loop, prefill=pace * loop.prefill, seconds=pace * loop.seconds) for loop in loops]
+        loops = _paced(plain, *self._time([Plan(0), *plans], groups))
         return [
             option(plan, tree.value(self.seen.ranks), loop, self.seen.tokens, size)
-            for plan, tree, loop in zip(plans, trees, paced, strict=True)
+            for plan, tree, loop in zip(plans, trees, loops, strict=True)
         ]
 
+    def _fused_options(
+        self, fusion: _Fusion, curve: dict[int, float], groups: Sequence[list[Job]], size: int, plain: Loop
+    ) -> list[Option]:
+        """Return the chains of a fusion with their times; the plain target is timed along, as with trees."""
+        most = deepest(fusion.drafter)
+        sampling = Sampling(temperature=_temperature(self.settings), seed=self.settings.seed)
+        with self.bars(f"batch {size}: acceptance with {fusion.statistical['type']}", 1):
+            seen = measure_acceptance(
+                self.target, fusion.drafter, self.jobs, self.settings.max_new_tokens, sampling, False, size
+            )
+        depths = [*(d for d in _TIMED_DEPTHS if d < most), most]
+        timed = self._time([Plan(0), *map(Plan, depths)], groups, fusion.decoder)
+        loops = {0: plain} | dict(zip(depths, _paced(plain, *timed), strict=True))
+        chains = chain_options(costs_in_loop(curve, loops), loops, seen, size)[1:]
+        return [replace(chain, statistical=fusion.statistical) for chain in chains]
+
     def _race(self, racing: Sequence[Option], groups: Sequence[list[Job]], size: int) -> list[Measured]:
-        plans = {o.name: o.plan for o in racing}
-        answers = self._turns(plans, groups, self.settings.repeats, f"batch {size}: measuring")
+        fusions = {f.statistical["type"]: f.decoder for f in self.fusions}
+        entries = {
+            o.name: (self._decoder(o.plan, fusions[o.statistical["type"]] if o.statistical else None), o.plan)
+            for o in racing
+        }
+        answers = self._turns(entries, groups, self.settings.repeats, f"batch {size}: measuring")
         strata = strata_of([g[0].suite for g in groups]) if size == 1 else [len(groups)]
         return measured_options(racing, answers, Bootstrap(strata, seed=self.settings.seed))
 
+    def _decoder(self, plan: Plan, drafting: Decoder | None = None) -> Decoder:
+        """Return what decodes under `plan`: the plain target, or `drafting` (None: the drafter by itself)."""
+        return self.plain if plan.depth == 0 else drafting or self.drafting
+
     def _turns(
-        self, plans: dict[str, Plan], groups: Sequence[list[Job]], repeats: int, what: str
+        self, entries: dict[str, tuple[Decoder, Plan]], groups: Sequence[list[Job]], repeats: int, what: str
     ) -> dict[str, list[list[BatchAnswer]]]:
-        racers = [
-            BatchRacer(name, self.drafting if plan.depth else self.plain, plan, self.settings)
-            for name, plan in plans.items()
-        ]
+        racers = [BatchRacer(name, decoder, plan, self.settings) for name, (decoder, plan) in entries.items()]
         longest = max(groups, key=lambda g: max(len(j.prompt.tokens) for j in g))
         # First calls are slow; the largest one first, so that the decoder asks for memory once.
         for racer in sorted(racers, key=lambda r: -r.plan.max_nodes):
             racer(longest, _temperature(self.settings))
         with self.bars(what, len(groups) * repeats) as advance:
             return race(racers, groups, _temperature(self.settings), repeats, lambda: advance(1, ""))
+
+
+def _paced(plain: Loop, again: Loop, *loops: Loop) -> list[Loop]:
+    """Return `loops` at the pace at which the plain target took `plain`; beside them it took `again`."""
+    pace = plain.seconds / again.seconds
+    return [replace(loop, prefill=pace * loop.prefill, seconds=pace * loop.seconds) for loop in loops]
 
 
 def _candidate(option: Option, measured: Measured | None) -> Candidate:
@@ -269,6 +327,7 @@ def _candidate(option: Option, measured: Measured | None) -> Candidate:
         predicted_tau=round(option.tau, 3),
         round_seconds=round(option.loop.seconds, 7),
         predicted=round(option.predicted, 3),
+        statistical=option.statistical,
         **figures,
     )
 

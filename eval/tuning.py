@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, SerializerFunctionWrapHandler, model_serializer
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -50,6 +50,8 @@ class Candidate(Part):
         plan: what `Plan.to_dict` says beside the defaults, its controller left out.
         weight: of the rates in the controller that decides the depth of each round, see `Control`; what is predicted is
             then the best fixed depth in its reach. None: no controller.
+        statistical: type and settings of the drafter without weights that drafts together with the tuned one (see
+            `outrider.heads.fuse`); None for the tuned one alone. Not written where it is None.
         predicted_tau: tokens per round and sequence. round_seconds: of a round of the whole batch.
         predicted, tokens_per_second: of whole requests, prefills included.
         speedup, low, high: over the plain target in the same run, with its interval; None where there are too few
@@ -66,6 +68,12 @@ class Candidate(Part):
     speedup: float | None = None
     low: float | None = None
     high: float | None = None
+    statistical: dict[str, Any] | None = None
+
+    @model_serializer(mode="wrap")
+    def _written(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        values: dict[str, Any] = write(self)
+        return {k: v for k, v in values.items() if k != "statistical" or v is not None}
 
     def restored(self, costs: CostRecord, rates: Sequence[float]) -> Plan:
         """Return the plan; `costs` and `rates` are what its controller goes by."""
@@ -97,16 +105,26 @@ class BatchTuning(Part):
         """The chosen plan."""
         return self.chosen.restored(self.costs, self.rates)
 
+    @property
+    def statistical(self) -> dict[str, Any] | None:
+        """The drafter without weights that the chosen plan is a fusion with; None for the tuned drafter alone."""
+        return self.chosen.statistical
+
     def name(self, candidate: Candidate) -> str:
         """Return a candidate's plan in words."""
-        plan = candidate.restored(self.costs, self.rates)
-        return str(plan) if plan.depth else "plain"
+        return plan_words(candidate.restored(self.costs, self.rates), candidate.statistical)
 
     def __str__(self) -> str:
         """Return what was chosen: `depth up to 5: 1.42× [1.38, 1.46] the plain target's speed`."""
         best = self.chosen
         speed = "" if best.speedup is None else f": {best.speedup:.2f}×{_bounds(best)} the plain target's speed"
         return f"{self.name(best)}{speed if self.plan.depth else ''}"
+
+
+def plan_words(plan: Plan, statistical: dict[str, Any] | None = None) -> str:
+    """Return `plain`, `depth 4`, or of a fusion `depth 4, fused with ngram`."""
+    words = str(plan) if plan.depth else "plain"
+    return words if statistical is None else f"{words}, fused with {statistical['type']}"
 
 
 class Tuning(Part):

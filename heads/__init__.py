@@ -7,7 +7,7 @@ from .cascade import Cascade, CascadeConfig
 from .draft_model import DraftModel, DraftModelConfig
 from .eagle1 import Eagle1, Eagle1Config
 from .eagle3 import Eagle3, Eagle3Config
-from .fusion import Fusion, FusionConfig
+from .fusion import Fusion, FusionConfig, fuse
 from .hydra import Hydra, HydraConfig
 from .lookahead import Lookahead, LookaheadConfig
 from .medusa import Medusa, MedusaConfig
@@ -32,6 +32,7 @@ HEADS |= {
     "self_speculative": SelfSpeculative,
     "suffix": Suffix,
 }
+
 
 __all__ = [
     "HEADS",
@@ -73,6 +74,7 @@ __all__ = [
     "TargetBatch",
     "TextSession",
     "drafter_config",
+    "fuse",
     "head_class",
     "load_drafter",
     "restore_drafter",

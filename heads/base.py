@@ -52,6 +52,7 @@ class DrafterConfig:
         return cls(**checked)
 
     def to_dict(self) -> dict[str, Any]:
+        """Return the settings as plain values, as config.json holds them."""
         return asdict(self)
 
     def to_json_string(self) -> str:
@@ -61,7 +62,7 @@ class DrafterConfig:
 
 @dataclass
 class TargetBatch:
-    """What a drafter learns from: sequences, and what the target made of them.
+    """A batch that a drafter learns from: sequences, and what the target made of them.
 
     Attributes:
         target: gives `embed` and `lm_head`; never trained.
@@ -104,7 +105,7 @@ C = TypeVar("C", bound=DrafterConfig)
 
 
 class Drafter(nn.Module, Generic[C]):
-    """What proposes tokens, which the target then verifies.
+    """A model or rule that proposes tokens, which the target then verifies.
 
     Decoding: `open` gives a session, which holds all that a running batch needs (heads/session.py).
     Training: `loss`, called by the trainer as `forward`.
@@ -127,7 +128,7 @@ class Drafter(nn.Module, Generic[C]):
 
     @property
     def taps(self) -> tuple[int, ...]:
-        """HF `hidden_states` indices that its session and its loss want; () for none."""
+        """The HF `hidden_states` indices that its session and its loss want; () for none."""
         return ()
 
     @property
@@ -152,12 +153,12 @@ class Drafter(nn.Module, Generic[C]):
 
     @classmethod
     def configured(cls, values: dict[str, Any], where: str) -> C:
-        """Return its config from plain values, see `DrafterConfig.from_dict`."""
+        """Return a config of this drafter's kind from plain values, see `DrafterConfig.from_dict`."""
         return cast(C, cls.config_class.from_dict(values, where))
 
     @classmethod
     def from_folder(cls, folder: Path, values: dict[str, Any], target: Target | None) -> Self:
-        """Restore what `save` wrote; `values` is config.json without `drafter_type`."""
+        """Restore the drafter that `save` wrote; `values` is config.json without `drafter_type`."""
         drafter = cls(cls.configured(values, f"{folder / CONFIG}: drafter"))
         load_weights(drafter, folder)
         return drafter
@@ -175,7 +176,7 @@ class Drafter(nn.Module, Generic[C]):
         (folder / CONFIG).write_text(json.dumps({"drafter_type": self.name, **self.config.to_dict()}, indent=2) + "\n")
 
     def cast(self, dtype: torch.dtype) -> Self:
-        """Turn its parameters into `dtype` and return it.
+        """Turn the drafter's parameters into `dtype` and return it.
 
         Unlike `to`, this leaves buffers alone: rotary frequencies lose their angles in less than fp32.
         """
@@ -190,14 +191,14 @@ class Drafter(nn.Module, Generic[C]):
     # ------------------------------------------------------------ training
 
     def writer(self) -> Target:
-        """Return the model that it is, to write text with alone; only where `writes_text`.
+        """Return the language model that this drafter is, to write text with alone; only where `writes_text`.
 
         On-policy training learns from that text.
         """
         raise NotImplementedError(f"{self.name} writes no text of its own")
 
     def loss(self, batch: TargetBatch) -> DrafterLoss:
-        """Return what the batch's supervised tokens cost it."""
+        """Return what the batch's supervised tokens cost the drafter."""
         raise NotImplementedError(f"{self.name} has nothing to train")
 
     def forward(self, batch: TargetBatch) -> DrafterLoss:
@@ -207,12 +208,12 @@ class Drafter(nn.Module, Generic[C]):
 
     @property
     def abilities(self) -> Abilities:
-        """What decoding with it can do, declared here and nowhere else."""
+        """What decoding with this drafter can do, declared here and nowhere else."""
         return Abilities()
 
     @property
     def output_ids(self) -> Tensor | None:
-        """Target ids of its logits, `[V']`; None where they are the whole vocabulary."""
+        """The target's ids of its logits, `[V']`; None where they are the whole vocabulary."""
         return None
 
     def open(

@@ -37,7 +37,7 @@ _GUESSES = 64
 
 @dataclass
 class CascadeConfig(FusionConfig):
-    """The two drafters, and how they share the work.
+    """Settings of a cascade: its two drafters, and how they share the work.
 
     Attributes:
         vertical: the statistical drafter guesses for the model. Needs a model that reads nothing but tokens, such as a
@@ -100,7 +100,7 @@ class Cascade(TwoDrafters[CascadeConfig]):
 
 
 class CascadeSession(Session):
-    """The sessions of both drafters.
+    """A session that runs those of both drafters of a cascade.
 
     Args:
         vocab: V.
@@ -116,7 +116,7 @@ class CascadeSession(Session):
         self._tell(tokens[:, :kept], None if hidden is None else hidden[:, :kept], counts)
 
     def _tell(self, tokens: Tensor, hidden: Tensor | None, counts: Counts) -> None:
-        """Let the model absorb this."""
+        """Let the model absorb these tokens."""
         self.model.absorb(tokens, hidden, counts)
 
     def propose(self, root: Tensor, depth: int, choose: Choose, ended: Ended | None = None) -> Proposal:
@@ -146,7 +146,7 @@ class CascadeSession(Session):
 
 
 class GuessedSession(CascadeSession):
-    """A cascade in which the statistical drafter guesses for the model.
+    """A session in which the statistical drafter guesses for the model.
 
     Attributes:
         read: when the model has read each token that it drafted in this round, −1 for never, `[B, D]`; None if it has
@@ -211,7 +211,7 @@ class GuessedSession(CascadeSession):
 
 @dataclass
 class _Chain:
-    """A row's root and drafts, and where the model has read each.
+    """One row's root and drafts, and where the model has read each.
 
     Attributes:
         places: of each token, counted from the root's in the order of reading; −1 for not read.
@@ -224,7 +224,7 @@ class _Chain:
 
     @property
     def place(self) -> int:
-        """Where the model has read the last token."""
+        """The place at which the model has read the last token."""
         return self.places[-1]
 
     def read(self, place: int, guesses: list[int]) -> None:

@@ -31,7 +31,9 @@ from .session import Abilities, ChainSession
 
 @dataclass
 class DraftModelConfig(DrafterConfig):
-    """How a draft model is made and trained. The saved form is a plain Hugging Face checkpoint.
+    """Settings of a draft model: how it is made and trained.
+
+    The saved form is a plain Hugging Face checkpoint.
 
     Attributes:
         init: `random` makes a new model; `pretrained` starts from the one in `path`; `prune` from what is worth most of
@@ -77,7 +79,7 @@ class DraftModelConfig(DrafterConfig):
 
 
 class DraftModel(Drafter[DraftModelConfig]):
-    """Any Hugging Face causal LM that shares the target's tokenizer: `DraftModel(model)`."""
+    """A drafter that is any Hugging Face causal LM with the target's tokenizer: `DraftModel(model)`."""
 
     name = "draft_model"
     writes_text = True
@@ -201,17 +203,17 @@ class DraftModel(Drafter[DraftModelConfig]):
 
     @cached_property
     def runner(self) -> Target:
-        """The model as one that runs; kept for what it knows of its layers."""
+        """The model in the form that runs; kept for what it knows of its layers."""
         return Target(self.model)
 
     @property
     def output_ids(self) -> Tensor | None:
-        """The first V' where the model is narrower than the target."""
+        """The target's first V' ids where the model is narrower than the target; None elsewhere."""
         return torch.arange(self.runner.vocab_size, device=self.runner.device) if self._narrower else None
 
 
 class DraftModelSession(ChainSession):
-    """A draft model's cache, and what of the text it has not read yet.
+    """A session that holds a draft model's cache, and what of the text it has not read yet.
 
     Args:
         runner: the model, as the library runs it.
@@ -321,7 +323,7 @@ class DraftModelSession(ChainSession):
 
 
 def _known(tokens: Tensor, model: Target) -> Tensor:
-    """Return the tokens with ids that the narrower `model` has, see the module's docstring."""
+    """Return the tokens with ids that the narrower `model` has (see the module's docstring)."""
     return tokens.clamp(max=model.vocab_size - 1)
 
 

@@ -35,7 +35,7 @@ MODEL = "model"
 
 @dataclass
 class FusionConfig(DrafterConfig):
-    """The two drafters.
+    """Settings of a fusion: its two drafters.
 
     Attributes:
         statistical: type and settings of a drafter without weights that proposes chains.
@@ -50,7 +50,10 @@ F = TypeVar("F", bound=FusionConfig)
 
 
 class TwoDrafters(Drafter[F]):
-    """A drafter without weights and a model: how both are made, saved and loaded. How they draft, a subclass says."""
+    """A drafter made of one without weights and of a model: how both are made, saved and loaded.
+
+    How they draft, a subclass says.
+    """
 
     config_class = FusionConfig
     trainable = False
@@ -73,15 +76,15 @@ class TwoDrafters(Drafter[F]):
 
     @classmethod
     def build(cls, config: F, target: Target, token_counts: Tensor | None = None) -> Self:
-        return cls(cls._statistical(config, target), load_drafter(Path(config.model).expanduser(), target), config)
+        return cls(cls._statistical(config), load_drafter(Path(config.model).expanduser(), target), config)
 
     @classmethod
     def from_folder(cls, folder: Path, values: dict[str, Any], target: Target | None) -> Self:
         config = cls.configured(values, f"{folder / CONFIG}: drafter")
-        return cls(cls._statistical(config, target), restore_drafter(folder / MODEL, target), config)
+        return cls(cls._statistical(config), restore_drafter(folder / MODEL, target), config)
 
     @classmethod
-    def _statistical(cls, config: F, target: Target | None) -> Drafter:
+    def _statistical(cls, config: F) -> Drafter:
         """Make the drafter without weights."""
         where = f"{cls.name}.statistical"
         head, settings = drafter_config(config.statistical, where)
@@ -122,7 +125,7 @@ class TwoDrafters(Drafter[F]):
 
 
 class Fusion(TwoDrafters[FusionConfig]):
-    """A drafter without weights, and a model where that one finds nothing."""
+    """A drafter that proposes what one without weights finds, and a model's tokens where that finds nothing."""
 
     name = "fusion"
 
@@ -141,7 +144,7 @@ class Fusion(TwoDrafters[FusionConfig]):
 
 
 class FusionSession(Session):
-    """The sessions of both drafters.
+    """A session that runs those of both drafters of a fusion.
 
     Attributes:
         vocab: V.
@@ -190,7 +193,7 @@ class FusionSession(Session):
 
 
 def _with(found: Proposal, choose: Choose, vocab: int) -> Choose:
-    """Return a choice that takes what was found `[B, N]` token by token, and after it what `choose` takes.
+    """Return a choice that takes what was found `[B, N]` token by token, and then goes on as `choose` does.
 
     A found token is the choice among logits that give it all probability, so that `choose` knows of it: what follows is
     processed as after that token.
@@ -207,3 +210,13 @@ def _with(found: Proposal, choose: Choose, vocab: int) -> Choose:
         return choose(torch.where((step < lengths)[:, None], certain, own), None)
 
     return chosen
+
+
+def fuse(statistical: dict[str, Any], model: Drafter, target: Target) -> Fusion:
+    """Return the fusion of a drafter without weights, as a mapping like `{type: ngram}`, with a trained one in memory.
+
+    Raises:
+        BadInputError: `statistical` names no drafter without weights that goes on after a chain, or `model` is one.
+    """
+    config = FusionConfig(statistical=statistical)
+    return Fusion(Fusion._statistical(config), model, config)

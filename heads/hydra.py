@@ -33,7 +33,7 @@ class HydraConfig(MedusaConfig):
 
 
 class Hydra(Medusa):
-    """Hydra's heads, which also read the tokens that were drafted before."""
+    """A drafter of Hydra's heads, which also read the tokens that were drafted before."""
 
     name = "hydra"
     config_class = HydraConfig
@@ -47,7 +47,7 @@ class Hydra(Medusa):
         return self._embedded(batch.target, batch.tokens[rows[:, None], between.clamp(max=batch.tokens.shape[1] - 1)])
 
     def _embedded(self, target: Target, tokens: Tensor) -> Tensor:
-        """Return the conditions `[..., C · H]` that tokens `[..., C]` are."""
+        """Return the conditions `[..., C · H]` that stand for tokens `[..., C]`."""
         embedded = target.embed(tokens).to(self.head(0).dtype)
         if self.config.norm_embeddings:
             embedded = torch.nn.functional.rms_norm(embedded, embedded.shape[-1:], None, 1e-6)
@@ -65,7 +65,7 @@ class Hydra(Medusa):
 
 
 class HydraSession(HeadsSession):
-    """The tokens on the way to each node of this round.
+    """A session that holds the tokens on the way to each node of this round.
 
     Attributes:
         paths: to the root and to each node read, both ends included, 0 after them, `[B, 1 + n, K]`; n is −1 before a

@@ -33,7 +33,7 @@ Ngram = tuple[int, ...]
 
 @dataclass
 class LookaheadConfig(DrafterConfig):
-    """How much is looked ahead, and what is remembered.
+    """Settings of lookahead decoding: how far it looks ahead, and what it remembers.
 
     Attributes:
         window: W, columns of the window.
@@ -63,12 +63,12 @@ class LookaheadConfig(DrafterConfig):
 
     @property
     def reach(self) -> int:
-        """Depth of the deepest node of a window, also while it fills."""
+        """The depth of the deepest node of a window, also while it fills."""
         return self.window + self.ngram - 3
 
 
 class Pool:
-    """N-grams by their first token."""
+    """A store of n-grams by their first token."""
 
     def __init__(self, config: LookaheadConfig):
         self.config = config
@@ -98,7 +98,7 @@ class Pool:
 
 
 class _Tree:
-    """A row's proposal as it grows: a trie below the root (−1)."""
+    """One row's proposal as it grows: a trie below the root (−1)."""
 
     def __init__(self) -> None:
         self.tokens: list[int] = []
@@ -157,7 +157,7 @@ class Lookahead(Drafter[LookaheadConfig]):
 
 @dataclass
 class _Row:
-    """One sequence.
+    """One sequence of a batch, and its window.
 
     Attributes:
         recent: the last tokens absorbed. length: how many there were.
@@ -177,7 +177,7 @@ class _Row:
 
 
 class LookaheadSession(Session):
-    """The windows of a batch, and the n-grams that they gave.
+    """A session with a window for each row of a batch, and the n-grams that they gave.
 
     Args:
         pools: of each row.

@@ -58,7 +58,7 @@ class MedusaConfig(HeadConfig):
 
 
 class Block(nn.Module):
-    """x + SiLU(W cat[x, conditions]). W starts at zero: a new block changes nothing."""
+    """A residual block: x + SiLU(W cat[x, conditions]). W starts at zero: a new block changes nothing."""
 
     def __init__(self, size: int, conditions: int = 0):
         super().__init__()
@@ -66,12 +66,12 @@ class Block(nn.Module):
         nn.init.zeros_(self.linear.weight)
 
     def forward(self, x: Tensor, conditions: Tensor | None = None) -> Tensor:
-        """`x` `[..., H]`, `conditions` `[..., C · H]`."""
+        """Return the block's output `[..., H]` for `x` `[..., H]` and `conditions` `[..., C · H]`."""
         return x + nn.functional.silu(self.linear(x if conditions is None else torch.cat([x, conditions], -1)))
 
 
 class Head(nn.Module):
-    """Residual blocks, and an output embedding if it has one of its own.
+    """A head: residual blocks, and an output embedding if it has one of its own.
 
     Args:
         conditions: how many vectors the first block reads beside the hidden state.
@@ -98,7 +98,7 @@ class Head(nn.Module):
 
 
 class Medusa(HeadDrafter[MedusaConfig]):
-    """Medusa's heads, which read nothing but the hidden state."""
+    """A drafter of Medusa's heads, which read nothing but the hidden state."""
 
     name = "medusa"
     config_class = MedusaConfig
@@ -187,7 +187,7 @@ class Medusa(HeadDrafter[MedusaConfig]):
 
 
 class HeadsSession(NodeSession):
-    """The last hidden state of each row, and where the nodes of this round's tree stand.
+    """A session that holds each row's last hidden state, and where the nodes of this round's tree stand.
 
     Attributes:
         hidden: the target's at the last token it has processed, `[B, H]`; of no size before the first `absorb`.
@@ -237,7 +237,9 @@ class HeadsSession(NodeSession):
 
 
 class MedusaSession(HeadsSession):
-    """What each head has said in this round: depth k is answered by head k, whatever was drafted before.
+    """A session that holds what each head has said in this round.
+
+    Depth k is answered by head k, whatever was drafted before.
 
     Attributes:
         logits: of heads 1, 2, … in this round, `[B, V']` each.

@@ -104,12 +104,12 @@ class MtpConfig(HeadConfig):
 
     @property
     def num_outputs(self) -> int:
-        """How many depths are trained."""
+        """The number of depths that are trained."""
         return self.steps if self.recursive else self.depth
 
 
 class Module(nn.Module):
-    """One MTP module: two norms, a projection, a layer of the target's architecture and the norm of its output."""
+    """An MTP module: two norms, a projection, a layer of the target's architecture and the norm of its output."""
 
     def __init__(self, config: MtpConfig):
         super().__init__()
@@ -139,7 +139,7 @@ class Module(nn.Module):
 
 
 class Mtp(HeadDrafter[MtpConfig]):
-    """MTP modules. Embeddings and the output embedding are the target's."""
+    """A drafter of MTP modules, with the target's embeddings and output embedding."""
 
     name = "mtp"
     config_class = MtpConfig
@@ -253,7 +253,10 @@ class Mtp(HeadDrafter[MtpConfig]):
         return outputs
 
     def _mask(self, visible: Tensor, dtype: torch.dtype) -> Tensor | dict[str, Tensor]:
-        """Return a float mask (bool ones are silently wrong under eager attention), by kind where there are several."""
+        """Return a float mask, by kind where there are several.
+
+        Bool masks are silently wrong under eager attention.
+        """
         mask = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
         mask.masked_fill_(~visible, torch.finfo(dtype).min)
         return {"full_attention": mask} if getattr(self.module(0).body.config, "layer_types", None) else mask
@@ -297,7 +300,7 @@ class Mtp(HeadDrafter[MtpConfig]):
 
 
 class MtpSession(NodeSession):
-    """The modules' caches, and what waits for the next token to be read with.
+    """A session that holds the modules' caches, and what waits for the next token to be read with.
 
     Lists are by module.
 

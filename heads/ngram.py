@@ -22,7 +22,7 @@ from .session import Abilities, Choose, Ended, Proposal, TextSession
 
 @dataclass
 class NgramConfig(DrafterConfig):
-    """Lengths of the runs of last tokens that are looked up, the longest first."""
+    """Settings of prompt lookup: lengths of the runs of last tokens that are looked up, the longest first."""
 
     max_match: int = 4
     min_match: int = 1
@@ -54,14 +54,14 @@ class Ngram(Drafter[NgramConfig]):
 
 @dataclass
 class _Row:
-    """One sequence, and where each of its n-grams last ended."""
+    """One sequence of a batch, and where each of its n-grams last ended."""
 
     tokens: list[int] = field(default_factory=list)
     ends: dict[tuple[int, ...], int] = field(default_factory=dict)
 
 
 class NgramSession(TextSession):
-    """The texts of a batch, with an index of their n-grams."""
+    """A session with the texts of a batch and an index of their n-grams."""
 
     def __init__(self, config: NgramConfig, batch_size: int):
         self.config = config

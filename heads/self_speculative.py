@@ -250,13 +250,6 @@ class SelfSpeculativeSession(NodeSession):
     def caches(self) -> list[RaggedCache]:
         return [self.cache] if self.lent is None else []
 
-    def carried(self) -> list[Tensor]:
-        """Return nothing: all is in the cache."""
-        return []
-
-    def carry(self, tensors: list[Tensor]) -> None:
-        """Put nothing back."""
-
     def reset(self) -> None:
         super().reset()
         self.written, self.branches = 0, None

@@ -1,8 +1,8 @@
 """How a drafter decodes: a session is one drafter's side of a running batch.
 
 A session remembers what its rows' texts were, proposes what follows, and is told what the target made of it. Per batch:
-`absorb` once for the prompts; then per round `propose`, and `absorb` again. A session that reads nodes gives logits after
-them instead (`begin`, `extend`), from which the decoder grows chains and trees of any shape.
+`absorb` once for the prompts; then per round `propose`, and `absorb` again. A session that reads nodes gives logits
+after them instead (`begin`, `extend`), from which the decoder grows chains and trees of any shape.
 
 Shapes: B rows, Q tokens of one pass, N draft tokens of a proposal, W nodes read at once, K taps, H target hidden size,
 V target vocabulary, V' the drafter's own vocabulary.
@@ -34,8 +34,10 @@ class Abilities:
 
     Attributes:
         reads_nodes: its session is a `NodeSession`: the decoder grows chains and trees from its logits.
-        fixed_shapes: its rounds can be captured: nothing in them is read back to the host, no shape depends on a length.
-        reads_chains: its session reads tokens that it has not chosen yet (`read_chain`), so that another may guess for it.
+        fixed_shapes: its rounds can be captured: nothing in them is read back to the host, no shape depends on a
+            length.
+        reads_chains: its session reads tokens that it has not chosen yet (`read_chain`), so that another may guess for
+            it.
         continues: its session says how texts go on that the target has not seen (`continuations`).
         observes: its session wants the target's most probable tokens after each of its proposals (`observe`).
         deterministic: its proposals are never samples; the rules then have no distribution to reject against.
@@ -85,7 +87,7 @@ class Proposal:
 
     @cached_property
     def lengths(self) -> Tensor:
-        """How many tokens each row really proposes, counting all nodes of a tree, `[B]`."""
+        """The number of tokens that each row really proposes, counting all nodes of a tree, `[B]`."""
         return self.real.sum(1)
 
     @cached_property
@@ -97,7 +99,7 @@ class Proposal:
 
 
 class Session(ABC):
-    """One drafter's side of a running batch."""
+    """A drafter's side of a running batch: what it has read, and how it proposes."""
 
     @abstractmethod
     def absorb(self, tokens: Tensor, hidden: Tensor | None, counts: Counts, path: Tensor | None = None) -> None:
@@ -111,29 +113,33 @@ class Session(ABC):
                 `counts.values[b]`.
             hidden: their true tapped hidden states, `[B, Q, K, H]`; None for a drafter without taps.
             counts: how many stay in each row, at least 1.
-            path: after a tree, which of the nodes that `extend` has read the tokens after the first are, `[B, Q − 1]`; −1
-                for one that it has not read. None after a chain.
+            path: after a tree, which of the nodes that `extend` has read the tokens after the first are, `[B, Q − 1]`;
+                −1 for one that it has not read. None after a chain.
         """
 
     @abstractmethod
     def propose(self, root: Tensor, depth: int, choose: Choose, ended: Ended | None = None) -> Proposal:
-        """Draft up to `depth` tokens after `root` `[B]`, the last committed token, which the target has not processed yet."""
+        """Draft up to `depth` tokens after `root` `[B]`, the last committed token.
+
+        The target has not processed the root yet.
+        """
 
     @abstractmethod
     def select(self, rows: list[int]) -> None:
         """Keep only these rows, in this order (sequences finish at different times)."""
 
     def observe(self, following: Tensor) -> None:
-        """Take note of the target's most probable token after the root and each proposed token, kept or not, `[B, 1 + N]`.
+        """Take note of the target's most probable token at each place, `[B, 1 + N]`.
 
-        Called before `absorb`, for drafters that declare it.
+        The places are after the root and after each proposed token, kept or not. Called before `absorb`, for drafters
+        that declare it.
         """
         raise NotImplementedError(f"{type(self).__name__} does not observe.")
 
     # Rounds of fixed shapes (decode/room.py): what such a round reads and the round before wrote.
 
     def caches(self) -> list[RaggedCache]:
-        """Return its own caches; the target's, which it may have been lent, is not among them."""
+        """Return the session's own caches; the target's, which it may have been lent, is not among them."""
         return []
 
     def carried(self) -> list[Tensor]:
@@ -154,14 +160,14 @@ class EmptySession(Session):
     """A session that never drafts: plain decoding."""
 
     def absorb(self, tokens: Tensor, hidden: Tensor | None, counts: Counts, path: Tensor | None = None) -> None:
-        """Remember nothing."""
+        """Take note of nothing."""
 
     def propose(self, root: Tensor, depth: int, choose: Choose, ended: Ended | None = None) -> Proposal:
-        """Propose nothing."""
+        """Return a proposal without tokens."""
         return Proposal.chain(root[:, None][:, :0])
 
     def select(self, rows: list[int]) -> None:
-        """Keep nothing."""
+        """Do nothing: there are no rows to keep."""
 
 
 class NodeSession(Session):
@@ -199,15 +205,20 @@ class NodeSession(Session):
 
 
 class ChainSession(NodeSession):
-    """A session that can also read tokens it has not chosen, so that another drafter may guess for it (heads/cascade.py)."""
+    """A session that can also read tokens it has not chosen, so that another drafter may guess for it.
+
+    See heads/cascade.py.
+    """
 
     @abstractmethod
     def read_chain(self, tokens: Tensor, after: Tensor | None = None) -> Tensor:
-        """Read the chain `tokens` `[B, W]` in one pass; return logits after each, `[B, W, V']`. In place of `begin` and `extend`.
+        """Read the chain `tokens` `[B, W]` in one pass; return logits after each, `[B, W, V']`.
+
+        This takes the place of `begin` and `extend`.
 
         Args:
-            after: the node that each row's chain follows, in the order of reading, −1 for the root, `[B]`. None begins a
-                round: the first of `tokens` is the root, and the nodes count from the second.
+            after: the node that each row's chain follows, in the order of reading, −1 for the root, `[B]`. None begins
+                a round: the first of `tokens` is the root, and the nodes count from the second.
         """
 
     @abstractmethod
@@ -220,4 +231,7 @@ class TextSession(Session):
 
     @abstractmethod
     def continuations(self, tails: list[list[int]], depth: int) -> list[list[int]]:
-        """Return what it would propose if each row's text went on with its tail, root first: up to `depth` tokens each."""
+        """Return what it would propose if each row's text went on with its tail, root first.
+
+        Each row gets up to `depth` tokens.
+        """

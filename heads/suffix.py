@@ -26,7 +26,7 @@ from .session import Abilities, Choose, Ended, Proposal, TextSession
 
 @dataclass
 class SuffixConfig(DrafterConfig):
-    """What is looked up, how much is proposed, and what is remembered.
+    """Settings of suffix decoding: what is looked up, how much is proposed, and what is remembered.
 
     Attributes:
         max_match, min_match: lengths of the suffixes that are looked up, in tokens.
@@ -62,7 +62,7 @@ class SuffixConfig(DrafterConfig):
 
 
 class Text:
-    """A growing text in a tree.
+    """A growing text that a tree counts.
 
     Attributes:
         running: by where they begin, the suffixes of this text whose next token must be counted, and the nodes that
@@ -112,7 +112,13 @@ _RANK = attrgetter("count", "noted")
 
 @dataclass
 class Draft:
-    """Tokens with their parents (−1: the root), how many are expected to be accepted, and the length of the match."""
+    """A proposal: tokens with their parents, and what it promises.
+
+    Attributes:
+        parents: −1 for the root.
+        score: how many tokens are expected to be accepted.
+        match: how many tokens the match has.
+    """
 
     tokens: list[int] = field(default_factory=list)
     parents: list[int] = field(default_factory=list)
@@ -121,7 +127,7 @@ class Draft:
 
 
 class SuffixTree:
-    """Counts of all runs of up to `tree_depth` tokens in texts that grow.
+    """A tree that counts all runs of up to `tree_depth` tokens in texts that grow.
 
     A token costs as many steps as the longest suffix before it that was seen earlier has tokens, at most
     `tree_depth`: a run that was seen once has no nodes below it. It stands there with its place in the text and gets a
@@ -244,7 +250,7 @@ class SuffixTree:
         return place if node.followed or node.at < len(node.text.tokens) else None
 
     def _following(self, place: _Place | None) -> list[tuple[float, int, _Place]]:
-        """Return what follows there, best first: its share, the token, and where that leads; [] at an end."""
+        """Return what follows at an end, best first: its share, the token, and where that leads; [] for nothing."""
         if place is None or place[2] == self.config.tree_depth:
             return []
         node, at, depth = place
@@ -321,7 +327,7 @@ class Suffix(Drafter[SuffixConfig]):
 
 @dataclass
 class _Row:
-    """One sequence: a tree of all its text, and what the history holds of its answer."""
+    """One sequence of a batch: a tree of all its text, and what the history holds of its answer."""
 
     tree: SuffixTree
     text: Text = field(default_factory=Text)
@@ -329,7 +335,7 @@ class _Row:
 
 
 class SuffixSession(TextSession):
-    """The trees of a batch's texts, beside the history that all requests share."""
+    """A session with a tree for each text of a batch, beside the history that all requests share."""
 
     def __init__(self, config: SuffixConfig, history: History, batch_size: int):
         self.config, self.history = config, history

@@ -1,5 +1,6 @@
 """What ships: drafter, target and figures as one versioned pair, and what keeps it right when the target changes."""
 
+from .gate import gate_pairs, newest_report
 from .manifest import Manifest
 from .new import new_pair
 from .pair import Compatibility, Pair, StaleError, compatibility, verify
@@ -12,7 +13,9 @@ __all__ = [
     "ProbeResult",
     "StaleError",
     "compatibility",
+    "gate_pairs",
     "new_pair",
+    "newest_report",
     "probe",
     "verify",
 ]

@@ -12,10 +12,10 @@ from pathlib import Path
 from rich.console import Console
 
 from ..distill.prompts import Prompt
-from ..eval.reports.report import Report
+from ..eval.reports.report import ContestantInfo, Report
 from ..ground import BadInputError
 from ..ground.files import replacing_folder
-from ..heads import Drafter, load_drafter
+from ..heads import Drafter, Fusion, load_drafter
 from ..recipes import Recipe
 from ..targets import Fingerprint, Target
 from ..targets.fingerprint import digest_file, digest_files
@@ -93,7 +93,7 @@ def new_pair(
             manifest = manifest.model_copy(update={"tuning": existing.manifest.tuning, "target": target_record})
         prompts = choose_prompts(recipe, target) if calibration is None else calibration
         baseline = _calibrated(partial, target, saved, settings(recipe), manifest.plan, prompts, console)
-        manifest = _completed(manifest, partial, _measurements(report, baseline))
+        manifest = _completed(manifest, partial, _measurements(report, saved, baseline))
         manifest.write(partial)
     return Pair(final, manifest)
 
@@ -279,17 +279,19 @@ def _calibrated(
     return under.model_copy(update={"prompts": calibrate(target, drafter, prompts, under, plan.restored(), console)})
 
 
-def _measurements(report: Report | None, baseline: Baseline | None) -> Measurements:
+def _measurements(report: Report | None, drafter: Drafter, baseline: Baseline | None) -> Measurements:
     if report is None:
         return Measurements(headline=[], suites={}, conditions={}, baseline=baseline)
     conditions = report.conditions.model_dump(mode="json")
     suites = {suite["name"]: suite["digest"] for suite in conditions.pop("suites")}
-    headline = [_headline(report, temperature) for temperature in report.conditions.temperatures]
+    about = _about(report, drafter).name
+    headline = [_headline(report, about, temperature) for temperature in report.conditions.temperatures]
     return Measurements(headline=headline, suites=suites, conditions=conditions, baseline=baseline)
 
 
-def _headline(report: Report, temperature: float) -> Headline:
-    found = report.headline(report.primary, temperature)
+def _headline(report: Report, contestant: str, temperature: float) -> Headline:
+    found = report.headline(contestant, temperature)
+    assert found.tau is not None, "a drafter is measured in rounds"
     return Headline(
         temperature=temperature,
         rule=found.rule,
@@ -313,22 +315,33 @@ def _check_report(report: Report | None, target: Target) -> None:
 
 
 def _plan(report: Report | None, drafter: Drafter, recipe: Recipe) -> PlanRecord:
-    """Return the plan that was measured; without a report, the recipe's.
-
-    Raises:
-        BadInputError: the report is about another drafter.
-    """
+    """The plan that was measured; without a report, the recipe's."""
     if report is None:
         return PlanRecord(
             depth=recipe.eval.depth, width=recipe.eval.width, nodes=recipe.eval.nodes, tree=recipe.eval.tree
         )
-    measured = None if report.primary is None else report.contestant(report.primary)
-    if measured is None or measured.drafter != drafter.name:
+    measured = _about(report, drafter)
+    return PlanRecord(**{name: getattr(measured, name) for name in PlanRecord.model_fields})
+
+
+def _about(report: Report, drafter: Drafter) -> ContestantInfo:
+    """What the report says of the pair's drafter under its own plan: the contestant of its name, else the first.
+
+    A tuned plan of it, or of a fusion with it, may stand before: that one is the machine's, and kept with the tuning.
+
+    Raises:
+        BadInputError: the report is about another drafter.
+    """
+    drafting = [c for c in report.contestants if c.kind == "drafter"]
+    of_its_type = [c for c in drafting if c.drafter == drafter.name]
+    if not of_its_type or drafting[0].drafter not in (drafter.name, Fusion.name):
         about = (
-            "plain decoding only" if measured is None else f"{measured.name!r}, a drafter of type {measured.drafter!r}"
+            "plain decoding only"
+            if not drafting
+            else f"{drafting[0].name!r}, a drafter of type {drafting[0].drafter!r}"
         )
         raise BadInputError(
             f"the report is about {about}, but the pair's drafter is of type {drafter.name!r}; measure that one, first "
             "in the list."
         )
-    return PlanRecord(**{name: getattr(measured, name) for name in PlanRecord.model_fields})
+    return next((c for c in of_its_type if c.name == drafter.name), of_its_type[0])

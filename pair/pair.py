@@ -20,10 +20,10 @@ from typing import Any, Literal
 
 from ..decode import Plan
 from ..distill.prompts import Prompt
-from ..eval.tuning import Tuning, nearest
+from ..eval.tuning import BatchTuning, Tuning, nearest
 from ..ground import BadInputError, IncompatibleError, OutriderError
 from ..ground.machine import device_name
-from ..heads import Drafter, load_drafter
+from ..heads import Drafter, fuse, load_drafter
 from ..recipes import Recipe, load_recipe
 from ..targets import Fingerprint, Target, load_tokenizer, require_same_vocabulary
 from ..targets.fingerprint import digest_file
@@ -94,13 +94,15 @@ class Pair:
     def plan(self) -> Plan:
         return self.manifest.plan.restored()
 
-    def tuned_plan(self, target: Target, batch_size: int = 1, temperature: float = 0.0) -> Plan | None:
-        """Return the plan that `outrider tune` found for `target` on this machine; None where it did not.
-
-        It is that of the largest batch size not above `batch_size`, at the nearest temperature.
-        """
+    def tuned(self, target: Target, batch_size: int = 1, temperature: float = 0.0) -> BatchTuning | None:
+        """What `outrider tune` found for `target` on this machine: at the largest batch size not above `batch_size`, and
+        the nearest temperature. None if it never ran here."""
         machine = (device_name(target.device), str(target.dtype).removeprefix("torch."))
-        found = nearest(self.manifest.tuning, machine, batch_size, temperature)
+        return nearest(self.manifest.tuning, machine, batch_size, temperature)
+
+    def tuned_plan(self, target: Target, batch_size: int = 1, temperature: float = 0.0) -> Plan | None:
+        """The plan that `tuned` found; None for none. It is meant for the drafter that `open_tuned` gives."""
+        found = self.tuned(target, batch_size, temperature)
         return None if found is None else found.plan
 
     def store_tuning(self, tuning: Tuning) -> Pair:
@@ -193,6 +195,24 @@ class Pair:
             )
         return target, drafter, self.plan
 
+    def open_tuned(
+        self, target: Target | None = None, batch_size: int = 1, temperature: float = 0.0, check: bool = True
+    ) -> tuple[Target, Drafter, Plan]:
+        """What a decoder needs to run as fast as this machine was found to: `open` with the tuned plan.
+
+        The drafter is the pair's own, or its fusion with the drafter without weights that the tuning found best
+        together with it. A pair that was not tuned on this machine is opened with its own plan.
+
+        Args:
+            batch_size, temperature: what it will be used for, see `tuned`.
+
+        Raises:
+            IncompatibleError, StaleError: as `open` does.
+        """
+        target, drafter, plan = self.open(target, check)
+        found = self.tuned(target, batch_size, temperature)
+        return (target, drafter, plan) if found is None else (target, tuned_drafter(found, drafter, target), found.plan)
+
     def drafter_for(self, target: Target) -> Drafter:
         """Return the drafter, on the target's device.
 
@@ -206,6 +226,11 @@ class Pair:
         own = self.tokenizer()
         if own is not None and target.tokenizer is not None:
             require_same_vocabulary(own, target.tokenizer, f"the pair {self.name!r}")
+
+
+def tuned_drafter(found: BatchTuning, drafter: Drafter, target: Target) -> Drafter:
+    """Return what the tuned plan is for: `drafter` by itself, or its fusion with a drafter without weights."""
+    return drafter if found.statistical is None else fuse(found.statistical, drafter, target)
 
 
 def compatibility(pair: Pair, target: Target) -> Compatibility:

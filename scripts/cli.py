@@ -66,7 +66,10 @@ class Verbs(TyperGroup):
 
 
 def exit_code(error: Exception) -> int | None:
-    """The exit code that an exception ends a verb with; None for those that typer handles (usage errors, exits, closed pipes)."""
+    """Return the exit code that an exception ends a verb with.
+
+    None for those that typer handles (usage errors, exits, closed pipes).
+    """
     if is_disk_full(error):
         return BAD_INPUT
     if isinstance(error, OutriderError):
@@ -82,7 +85,10 @@ def _disk_full_message(error: BaseException) -> str:
     while found is not None and not getattr(found, "filename", None):
         found = found.__cause__ or found.__context__
     folder = Path(found.filename).resolve().parent if isinstance(found, OSError) else Path.cwd()
-    return f"the disk is full: nothing more can be written to {folder}. Free some space and run the same command again; what was finished before is kept."
+    return (
+        f"the disk is full: nothing more can be written to {folder}. "
+        "Free some space and run the same command again; what was finished before is kept."
+    )
 
 
 def _complain(message: str, label: str = "error: ") -> None:
@@ -96,7 +102,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
     help="Train drafters for your target, measure them in a lossless speculative decoder, and version both as a pair.",
-    epilog="Exit codes: 0 fine · 1 a finding · 2 bad usage or input · 3 incompatible · 130 interrupted. OUTRIDER_DEBUG=1 shows tracebacks.",
+    epilog="Exit codes: 0 fine · 1 a finding · 2 bad usage or input · 3 incompatible · 130 interrupted. "
+    "OUTRIDER_DEBUG=1 shows tracebacks.",
 )
 pair_app = typer.Typer(no_args_is_help=True, help="Make, show and verify pairs.")
 app.add_typer(pair_app, name="pair")
@@ -125,7 +132,7 @@ def _every_verb(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit.")
     ] = False,
 ) -> None:
-    # Libraries read these at import; the user's own settings win. Their warnings to programmers are not for users of a command.
+    # Libraries read these at import; the user's own settings win. Their warnings are for programmers, not for users.
     warnings.filterwarnings("ignore", category=FutureWarning)
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     logging.getLogger("outrider").setLevel(logging.INFO)
@@ -167,7 +174,8 @@ def train(
     console.print(f"drafter after {result.steps} steps: [bold]{result.drafter_folder}[/bold]")
     if result.adapter_folder is not None:
         console.print(
-            f"for the target with the adapter [bold]{escape(str(result.adapter_folder))}[/bold], which it was trained with"
+            f"for the target with the adapter [bold]{escape(str(result.adapter_folder))}[/bold], "
+            "which it was trained with"
         )
 
 
@@ -181,7 +189,9 @@ def vocab(
     limit: Annotated[int | None, typer.Option(min=1, help="Responses that acceptance is measured on, at most.")] = 200,
     as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
 ) -> None:
-    """Which draft vocabulary to keep: what each size covers of the target's responses, and the acceptance that pruning loses."""
+    """Which draft vocabulary to keep: what each size covers of the target's responses, and the acceptance that
+    pruning loses.
+    """
     loaded = _load_recipe(recipe, changes)
     from .vocab import save, show, study
 
@@ -293,7 +303,9 @@ def compare(
     ] = Path("runs/compare"),
     as_json: Annotated[bool, typer.Option("--json", help="The report without its prompts, for programs.")] = False,
 ) -> None:
-    """Train every recipe for the same time on the same data, then measure all in one run: τ, speedup, parameters, with intervals."""
+    """Train every recipe for the same time on the same data, then measure all in one run: τ, speedup,
+    parameters, with intervals.
+    """
     changes = [word for word in recipes if "=" in word]
     loaded = [_load_recipe(word, changes) for word in recipes if "=" not in word]
     from ..eval.reports.render import print_comparison
@@ -323,7 +335,9 @@ def tune(
     max_new_tokens: Annotated[int, typer.Option(min=1)] = 96,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Store nothing in the pair.")] = False,
 ) -> None:
-    """Find the fastest depth or tree for this machine, by costs and acceptance, then by measurement; the pair keeps it."""
+    """Find the fastest depth or tree for this machine, by costs and acceptance, then by measurement; the pair
+    keeps it.
+    """
     from ..pair import Pair
     from .subject import load_subject
 
@@ -338,7 +352,8 @@ def tune(
     console = Console()
     tuning = load_subject(str(pair), asked={k: v for k, v in asked.items() if v}).tune(batch or [1], console)
     console.print(
-        f"{tuning.num_prompts} prompts ({', '.join(tuning.suites)}), temperature {temperature:g}, {tuning.dtype} on {tuning.device_name}",
+        f"{tuning.num_prompts} prompts ({', '.join(tuning.suites)}), temperature {temperature:g}, "
+        f"{tuning.dtype} on {tuning.device_name}",
         style="dim",
     )
     if not dry_run:
@@ -375,10 +390,10 @@ def generate(
     from .streaming import Completion
 
     loaded = Pair.load(pair)
-    target, drafter, plan = loaded.open()
     if depth is None:
-        plan = loaded.tuned_plan(target, temperature=temperature) or plan
+        target, drafter, plan = loaded.open_tuned(temperature=temperature)
     else:
+        target, drafter, plan = loaded.open()
         plan = replace(plan, depth=depth, tree=None)
     text = sys.stdin.read() if prompt == "-" else prompt
     completion = Completion(target, drafter, plan, Sampling(temperature=temperature, seed=seed), max_new_tokens)
@@ -539,8 +554,12 @@ def gate(
 ) -> None:
     """For CI: exit code 1 if τ fell beyond the tolerance, with confidence."""
     from ..eval.reports.gate import gate as run
+    from ..pair import Pair, gate_pairs
 
-    result = run(_find_report(pair), _find_report(against), tolerance=tolerance, confidence=confidence)
+    if all((folder / "pair.json").is_file() for folder in (pair, against)):
+        result = gate_pairs(Pair.load(pair), Pair.load(against), tolerance, confidence)
+    else:
+        result = run(_find_report(pair), _find_report(against), tolerance=tolerance, confidence=confidence)
     console = Console(highlight=False, soft_wrap=True)
     for i, line in enumerate(result.lines):
         console.print(escape(line), style=("green" if result.passed else "red") if i == 0 else None)
@@ -551,11 +570,9 @@ def gate(
 def _find_report(folder: Path) -> Report:
     """The report in `folder`, or the newest one of the pair in `folder`."""
     from ..eval import Report
+    from ..pair import Pair, newest_report
 
-    if (folder / "pair.json").is_file():
-        dated = sorted(p for p in (folder / "reports").glob("*") if p.is_dir())
-        folder = dated[-1] if dated else folder / "reports"
-    return Report.load(folder)
+    return newest_report(Pair.load(folder)) if (folder / "pair.json").is_file() else Report.load(folder)
 
 
 # ------------------------------------------------------------ this machine, and the whole story
@@ -577,7 +594,9 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="For programs.")
 def quickstart(
     out: Annotated[Path, typer.Option(help="Working folder; finished stages in it are reused.")] = Path("quickstart"),
 ) -> None:
-    """The whole story on the embedded target, in a few minutes: distil, train, measure, pair; change the target; probe, refresh, gate."""
+    """The whole story on the embedded target, in a few minutes: distil, train, measure, pair; change the target;
+    probe, refresh, gate.
+    """
     from .quickstart import tell
 
     if not tell(out, Console()):

@@ -380,7 +380,7 @@ def train(
 def code_prompts(files: dict[str, str], count: int, salt: str) -> list[dict]:
     """Beginnings to continue: a stretch of a file that ends with the header of a function or class.
 
-    The line break behind it is left to the model: the tokenizer joins it with the indentation of the next line.
+    The line break after it is left to the model: the tokenizer joins it with the indentation of the next line.
     """
     found = []
     for name, text in files.items():

@@ -3,12 +3,14 @@
 Nothing here is private to the quickstart: every stage is a few lines around public functions, and reading this file from
 top to bottom is one way to learn them. Each stage leaves its result in the working folder, and a second run reuses it.
 
-    data/, drafter/, report/    the target's responses, the trained head, what it achieved
-    pair-v1/                    target, drafter and report, bound together
-    adapter/                    the target changes: a LoRA fine-tune on another domain
-    stale/                      what the old drafter achieves on the changed target
-    refreshed/                  the same as above for the changed target; refreshed/pair is version 2
-    story.json                  which stages are done, how long each took, and what it found
+    data/, drafter/         the target's responses, the trained head
+    tuning.json             the fastest plans of this machine
+    report/                 what the tuned plan, the head alone and n-grams alone achieve
+    pair-v1/                target, drafter, plans and report, bound together
+    adapter/                the target changes: a LoRA fine-tune on another domain
+    stale/                  what the old drafter achieves on the changed target
+    refreshed/              the same as above for the changed target; refreshed/pair is version 2
+    story.json              how fast this machine is, which stages are done, how long each took, and what it found
 """
 
 from __future__ import annotations
@@ -16,267 +18,282 @@ from __future__ import annotations
 import json
 import shutil
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, replace
 from functools import cached_property
+from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
+from peft import LoraConfig, get_peft_model
 from rich.console import Console
 from rich.markup import escape
+from rich.progress import track
 from rich.table import Column, Table
+from rich.text import Text
+from torch import Tensor
 
+from ..distill import distill, provenance
+from ..distill.prompts import Prompt, collect
+from ..eval import Figures, Report
+from ..eval.measure import Contestant, contestants, measure
+from ..eval.reports.gate import GateResult
+from ..eval.reports.render import write_report
+from ..eval.suites import Suite, load_suites, make_suite
+from ..eval.tuner import tune
+from ..eval.tuning import Tuning
+from ..ground import BadInputError
+from ..ground.files import write_atomically
+from ..heads import load_drafter
+from ..pair import Pair, gate_pairs, new_pair, newest_report, probe, verify
+from ..pair.refresh import refresh
 from ..recipes import Recipe, embedded_file, load_recipe
+from ..targets import Target, embedded_path
+from ..targets.fingerprint import digest_file
+from ..train import train
+from .forecast import forecast
+from .pace import measure_pace
+from .sizing import Budget, Sizes
+from .subject import tuned_contestant
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from torch import Tensor
-
-    from ..eval import Report
-    from ..eval.reports.gate import GateResult
-    from ..heads import Drafter
-    from ..pair import Pair
-    from ..targets import Target
-
-
-@dataclass(frozen=True)
-class Budget:
-    """Everything that decides how long the quickstart takes; the values fit six minutes on two CPU cores.
-
-    Attributes:
-        prompts, refresh_prompts, new_tokens: how many responses the target writes, the first time and for the refresh, and how
-            long they are at most. Each is learned once.
-        suites, suite_prompts, suite_tokens, repeats: what is measured, each time.
-        probe_prompts: what pair v1 remembers for probes to repeat.
-        tune_steps, tune_rows, tune_length, tune_rate, tune_rank: the LoRA fine-tune that changes the target.
-        tolerance, confidence: of the gate.
-    """
-
-    prompts: int = 1080
-    refresh_prompts: int = 320
-    new_tokens: int = 80
-    suites: tuple[str, ...] = ("code", "docs")
-    suite_prompts: int = 12
-    suite_tokens: int = 64
-    repeats: int = 1
-    depth: int = 4
-    baselines: tuple[str, ...] = ("ngram",)
-    probe_prompts: int = 16
-    tune_steps: int = 100
-    tune_rows: int = 4
-    tune_length: int = 128
-    tune_rate: float = 4e-3
-    tune_rank: int = 32
-    tolerance: float = 0.03
-    confidence: float = 0.95
-
-    def changes(self, output: Path) -> list[str]:
-        """The overrides that fit the packaged recipe to this budget."""
-        from ..ground.machine import cpu_multiplies_bfloat16
-
-        values: dict[str, Any] = {
-            "output": str(output),
-            "data.limit": self.prompts,
-            "data.max_new_tokens": self.new_tokens,
-            "training.bf16": cpu_multiplies_bfloat16(),
-            "training.logging_steps": 0.25,
-            "training.eval_steps": 0.5,
-            "eval.suites": list(self.suites),
-            "eval.limit": self.suite_prompts,
-            "eval.max_new_tokens": self.suite_tokens,
-            "eval.repeats": self.repeats,
-            "eval.depth": self.depth,
-            "eval.temperatures": [0.0],
-            "eval.baselines": list(self.baselines),
-        }
-        return [f"{key}={json.dumps(value)}" for key, value in values.items()]
+# Of the heads that Outrider trains, eagle1 had the highest τ after 180 s of training on two CPU cores: 3.29, against 2.86
+# of eagle3 and less of the others (`outrider compare`; scripts/bench/results/compare-cpu-fp32.json).
+RECIPE = "embedded-eagle1"
 
 
 def tell(out: Path, console: Console, budget: Budget | None = None) -> bool:
-    """Run every stage that is not done yet, then print what came of it; returns whether the gate passed.
+    """Run every stage that is not done yet, then print what came of it; return whether the gate passed.
 
     Raises:
         BadInputError: `out` holds a story that was told with another budget, target or version.
     """
-    story = Story(out, console, budget or Budget())
-    for number, (title, work) in enumerate(story.stages(), 1):
+    place = Workplace(out, console, budget or Budget())
+    story = Story(place)
+    for number, (title, work) in enumerate(STAGES, 1):
         story.run(number, title, work)
-    story.conclude()
-    return story.verdict.passed
+    conclude(story)
+    return place.verdict.passed
 
 
-class Story:
-    """One working folder: its stages, and what each of them needs, loaded when it is first used."""
+# ------------------------------------------------------------ what the stages share
+
+
+class Workplace:
+    """One working folder, and what the stages find in it, loaded when it is first used.
+
+    Attributes:
+        sizes: how much of the story fits this machine; None until its first stage has measured it.
+    """
 
     def __init__(self, out: Path, console: Console, budget: Budget):
         self.out, self.console, self.budget = out, console, budget
-        self.recipe: Recipe = load_recipe("embedded-eagle3", budget.changes(out))
-        self.file = out / "story.json"
-        self.done: dict[str, dict[str, Any]] = self._open()
-        self.reused = len(self.done)
+        self.sizes: Sizes | None = None
+        self.asked: Recipe = load_recipe(RECIPE, budget.changes(out))
 
-    def stages(self) -> list[tuple[str, Callable[[], str]]]:
-        return [
-            ("the target writes responses", self.distil),
-            ("an EAGLE-3 head learns from them", self.train),
-            ("measured beside the plain target", self.measure),
-            ("pair v1", self.bind),
-            ("the target changes: LoRA on prose", self.fine_tune),
-            ("probe: does v1 still fit?", self.probe),
-            ("v1 on the changed target", self.measure_stale),
-            ("refresh: learn from the new target", self.refresh),
-            ("gate: v2 against v1", self.gate),
-            ("pair v2", self.verify),
-        ]
+    @cached_property
+    def recipe(self) -> Recipe:
+        """The recipe as it fits this machine."""
+        return load_recipe(RECIPE, self.budget.changes(self.out, self.measured))
 
-    # ------------------------------------------------------------ what the stages share
+    @property
+    def measured(self) -> Sizes:
+        """The sizes that the first stage found."""
+        if self.sizes is None:
+            raise BadInputError("the story's first stage, which measures the machine, has not run.")
+        return self.sizes
 
     @cached_property
     def target(self) -> Target:
-        from ..targets import Target
-
+        """The target as it ships."""
         return Target.load(**self.recipe.target.model_dump())
 
     @cached_property
     def changed(self) -> Target:
         """The target after its fine-tune: the adapter is merged, as it would be served."""
-        from ..targets import Target
-
         return Target.load(**self.recipe.target.model_dump() | {"adapter": str(self.out / "adapter")})
 
     @cached_property
     def pair(self) -> Pair:
-        from ..pair import Pair
-
+        """Version 1."""
         return Pair.load(self.out / "pair-v1")
 
     @cached_property
     def refreshed(self) -> Pair:
-        from ..pair import Pair
-
+        """Version 2."""
         return Pair.load(self.out / "refreshed" / "pair")
 
     @cached_property
     def verdict(self) -> GateResult:
-        from ..eval import Report
-        from ..eval.reports.gate import gate
+        """What the gate says of version 2 against version 1."""
+        return gate_pairs(self.refreshed, self.pair, self.budget.tolerance, self.budget.confidence)
 
-        return gate(
-            newest_report(self.refreshed),
-            Report.load(self.out / "report"),
-            tolerance=self.budget.tolerance,
-            confidence=self.budget.confidence,
-        )
+    @cached_property
+    def tunings(self) -> list[Tuning]:
+        """What the tuner found, one temperature after the other."""
+        found = json.loads((self.out / "tuning.json").read_text(encoding="utf-8"))
+        return [Tuning.model_validate(values) for values in found]
 
-    # ------------------------------------------------------------ the stages
+    def suites(self, target: Target, first: int | None = None, last: int | None = None) -> list[Suite]:
+        """Return the suites with their `first` prompts, or their `last` ones."""
+        found = load_suites(self.budget.suites, target.require_tokenizer(), first)
+        return [make_suite(s.name, s.prompts[-last:]) for s in found] if last else found
 
-    def distil(self) -> str:
-        from ..distill import distill, provenance
 
-        counts = provenance(distill(self.recipe, self.target, self.console))["counts"]
-        return f"{counts['sequences']} responses, {counts['response_tokens']:,} tokens"
+# ------------------------------------------------------------ the stages
 
-    def train(self) -> str:
-        from ..train import train
 
-        result = train(self.recipe, self.target, console=self.console)
-        return f"{result.steps} steps"
+def look_at_the_machine(place: Workplace) -> str:
+    """Measure for a few seconds, and take as much as fits the time."""
+    sizes = place.sizes = Sizes.fitting(place.budget, measure_pace(place.asked))
+    precision = "bfloat16" if sizes.bf16 else "float32"
+    return (
+        f"{sizes.prompts} prompts and {sizes.refresh_prompts} for the refresh fit {place.budget.seconds / 60:.0f} minutes "
+        f"({sizes.seconds} s expected); {precision} trains faster here, {sizes.dtype} decodes"
+    )
 
-    def measure(self) -> str:
-        from ..eval.reports.render import write_report
-        from ..heads import load_drafter
 
-        head = load_drafter(self.out / "drafter", self.target)
-        report = self._measure(self.target, head, baselines=True)
-        write_report(report, self.out / "report")
-        return report.sentence()
+def distil(place: Workplace) -> str:
+    counts = provenance(distill(place.recipe, place.target, place.console))["counts"]
+    return f"{counts['sequences']} responses, {counts['response_tokens']:,} tokens"
 
-    def bind(self) -> str:
-        from ..eval.suites import load_suites
-        from ..pair import new_pair
 
-        each = -(-self.budget.probe_prompts // len(self.budget.suites))
-        asked = [p for s in load_suites(self.budget.suites, self.target.require_tokenizer(), each) for p in s.prompts]
-        pair = new_pair(
-            self.out / "pair-v1",
-            self.target,
-            self.out / "drafter",
-            self.recipe,
-            self.out / "report",
-            calibration=asked,
-            console=self.console,
-        )
-        return f"{pair.digest[:12]}… in {pair.folder}"
+def train_head(place: Workplace) -> str:
+    return f"{train(place.recipe, place.target, console=place.console).steps} steps"
 
-    def fine_tune(self) -> str:
-        first, last = fine_tune(self.recipe, self.budget, self.out / "adapter", self.console)
-        return f"{self.budget.tune_steps} steps, loss on prose {first:.2f} → {last:.2f} nats per token"
 
-    def probe(self) -> str:
-        from ..pair import probe
+def tune_plans(place: Workplace) -> str:
+    """Find the fastest plan on prompts that are not measured later, at each temperature."""
+    head = load_drafter(place.out / "drafter", place.target)
+    suites = place.suites(place.target, last=place.budget.tune_prompts)
+    settings = place.recipe.eval.model_copy(update={"limit": None, "max_new_tokens": place.budget.tune_tokens})
+    found = [
+        tune(place.target, head, suites, settings.model_copy(update={"temperatures": [t]}))
+        for t in place.measured.temperatures
+    ]
+    write_atomically(place.out / "tuning.json", json.dumps([t.model_dump() for t in found], indent=1) + "\n")
+    return "; ".join(f"at temperature {t.temperature:g} {t.batches[0]}" for t in found)
 
-        result = probe(self.pair, self.changed, console=self.console)
-        return f"{result.verdict}: τ on its own prompts {result.tau_baseline.text()} → {result.tau.text()}"
 
-    def measure_stale(self) -> str:
-        from ..eval.reports.render import write_report
+def measure_all(place: Workplace) -> str:
+    """Measure the tuned plan, the head alone, the baselines and the plain target, all in one run."""
+    head = load_drafter(place.out / "drafter", place.target)
+    found = place.tunings[0].batches[0]
+    entrants = contestants(place.target, head, place.recipe.eval)
+    report = _measure(place, place.target, [tuned_contestant(found, head, place.target), *entrants], generate=True)
+    write_report(report, place.out / "report")
+    return report.sentence()
 
-        head = self.pair.drafter_for(self.changed)
-        report = self._measure(self.changed, head, baselines=False)
-        write_report(report, self.out / "stale")
-        return report.sentence()
 
-    def refresh(self) -> str:
-        from ..pair.refresh import refresh
+def bind(place: Workplace) -> str:
+    pair = new_pair(
+        place.out / "pair-v1",
+        place.target,
+        place.out / "drafter",
+        place.recipe,
+        place.out / "report",
+        calibration=unseen_prompts(place),
+        console=None,
+    )
+    for tuning in place.tunings:
+        pair = pair.store_tuning(tuning)
+    return f"{pair.digest[:12]}… in {pair.folder}"
 
-        changes = [f"data.limit={self.budget.refresh_prompts}", "training.num_train_epochs=1", "eval.baselines=[]"]
-        refresh(self.pair, self.changed, self.out / "refreshed", changes, self.console)
-        return newest_report(self.refreshed).sentence()
 
-    def gate(self) -> str:
-        """Version 2 on the changed target against version 1 on its own: is serving as fast as before the fine-tune?
+def unseen_prompts(place: Workplace) -> list[Prompt]:
+    """Return what probes repeat and the gate counts: the suites, and prompts that no training of this story sees."""
+    tokenizer, spec = place.target.require_tokenizer(), place.recipe.data
+    suites = [replace(p, suite=s.name) for s in place.suites(place.target) for p in s.prompts]
+    others = collect(spec.prompts, tokenizer, None, spec.max_prompt_tokens).prompts[place.budget.prompts :]
+    found = [*suites, *others[: max(0, place.budget.gate_prompts - len(suites))]][: place.budget.gate_prompts]
+    return sorted(found, key=lambda prompt: prompt.suite)  # suite by suite, as they are resampled
 
-        Both are measured on the same prompts. The two targets are not the same, though: what the fine-tune made easier or
-        harder to predict is in the ratio too. That is what a user of the pair feels, and what a gate in CI should see. How
-        much of it the refresh brought back is the other comparison, with the stale figure; the closing table shows both.
-        """
-        return self.verdict.lines[1]
 
-    def verify(self) -> str:
-        from ..pair import verify
+def change_the_target(place: Workplace) -> str:
+    first, last = fine_tune(place.recipe, place.budget, place.out / "adapter", place.console)
+    return f"{place.budget.lora_steps} steps, loss on prose {first:.2f} → {last:.2f} nats per token"
 
-        differences = [line for pair in (self.pair, self.refreshed) for line in verify(pair.folder)]
-        parent = self.refreshed.manifest.lineage.parent
-        child = f"{self.refreshed.digest[:12]}… in {self.refreshed.folder}, parent {parent.digest[:12] if parent else 'none'}…"
-        return child if not differences else f"{child}; differs: {'; '.join(differences)}"
 
-    def _measure(self, target: Target, head: Drafter, baselines: bool) -> Report:
-        """Beside the plain target; with `baselines` beside drafters without weights and `transformers.generate` too."""
-        from ..eval.measure import contestants, measure
-        from ..eval.suites import load_suites
+def ask_the_probe(place: Workplace) -> str:
+    result = probe(place.pair, place.changed)
+    return f"{result.verdict}: τ on its own prompts {result.tau_baseline.text()} → {result.tau.text()}"
 
-        settings = self.recipe.eval if baselines else self.recipe.eval.model_copy(update={"baselines": []})
-        suites = load_suites(settings.suites, target.require_tokenizer(), settings.limit)
-        return measure(
-            target,
-            contestants(target, head, settings),
-            suites,
-            settings,
-            generate_baseline=baselines,
-            console=self.console,
-        )
 
-    # ------------------------------------------------------------ telling
+def measure_stale(place: Workplace) -> str:
+    settings = place.recipe.eval.model_copy(update={"baselines": []})
+    entrants = contestants(place.changed, place.pair.drafter_for(place.changed), settings)
+    report = _measure(place, place.changed, entrants, generate=False)
+    write_report(report, place.out / "stale")
+    return report.sentence()
 
-    def run(self, number: int, title: str, work: Callable[[], str]) -> None:
+
+def learn_again(place: Workplace) -> str:
+    changes = [f"data.limit={place.measured.refresh_prompts}", "training.num_train_epochs=1", "eval.baselines=[]"]
+    refresh(place.pair, place.changed, place.out / "refreshed", changes)
+    return newest_report(place.refreshed).sentence()
+
+
+def ask_the_gate(place: Workplace) -> str:
+    """Version 2 on the changed target against version 1 on its own: is serving as fast as before the fine-tune?
+
+    Both ran the same prompts. The two targets are not the same, though: what the fine-tune made easier or harder to
+    predict is in the ratio too. That is what a user of the pair feels, and what a gate in CI should see. How much of it
+    the refresh brought back is the other comparison, with the stale figure; the closing table shows both.
+    """
+    return place.verdict.lines[1]
+
+
+def verify_both(place: Workplace) -> str:
+    differences = [line for pair in (place.pair, place.refreshed) for line in verify(pair.folder)]
+    parent = place.refreshed.manifest.lineage.parent
+    child = f"{place.refreshed.digest[:12]}… in {place.refreshed.folder}, parent {parent.digest[:12] if parent else 'none'}…"
+    return child if not differences else f"{child}; differs: {'; '.join(differences)}"
+
+
+def _measure(place: Workplace, target: Target, entrants: Sequence[Contestant], generate: bool) -> Report:
+    suites, settings = place.suites(target, first=place.budget.suite_prompts), place.recipe.eval
+    return measure(target, entrants, suites, settings, generate_baseline=generate, console=place.console)
+
+
+Stage = Callable[[Workplace], str]
+STAGES: list[tuple[str, Stage]] = [
+    ("how fast is this machine?", look_at_the_machine),
+    ("the target writes responses", distil),
+    ("an EAGLE head learns from them", train_head),
+    ("the fastest plan is looked for", tune_plans),
+    ("measured beside the plain target", measure_all),
+    ("pair v1", bind),
+    ("the target changes: LoRA on prose", change_the_target),
+    ("probe: does v1 still fit?", ask_the_probe),
+    ("v1 on the changed target", measure_stale),
+    ("refresh: learn from the new target", learn_again),
+    ("gate: v2 against v1", ask_the_gate),
+    ("pair v2", verify_both),
+]
+
+
+# ------------------------------------------------------------ telling
+
+
+class Story:
+    """What story.json holds: the stages that are done, and the sizes that the first one found."""
+
+    def __init__(self, place: Workplace):
+        self.place, self.file = place, place.out / "story.json"
+        self.done: dict[str, dict[str, Any]] = {}
+        self._open()
+        self.reused = len(self.done)
+
+    def run(self, number: int, title: str, work: Stage) -> None:
         """Do a stage unless it is done; say what it found and how long it took."""
+        console = self.place.console
         if title not in self.done:
-            self.console.print(f"[dim]{number:2} {title} …[/dim]", highlight=False)
+            console.print(f"[dim]{number:2} {title} …[/dim]", highlight=False)
             began = time.perf_counter()
-            found = work()
+            found = work(self.place)
             self.done[title] = {"seconds": round(time.perf_counter() - began, 1), "found": found}
             self._save()
+        stage = self.done[title]
         line = Table.grid(
             Column(width=2, justify="right"),
             Column(width=34),
@@ -285,101 +302,107 @@ class Story:
             padding=(0, 1),
             expand=True,
         )
-        stage = self.done[title]
-        line.add_row(
-            str(number), f"[bold]{title}[/bold]", escape(stage["found"]), f"[dim]{stage['seconds']:.0f} s[/dim]"
-        )
-        self.console.print(line)
+        spent = f"[dim]{stage['seconds']:.0f} s[/dim]"
+        line.add_row(str(number), f"[bold]{title}[/bold]", escape(stage["found"]), spent)
+        console.print(line)
 
-    def conclude(self) -> None:
-        from ..eval import Report
-
-        rows = [
-            ("v1 on its own target", Report.load(self.out / "report")),
-            ("v1 on the changed target", Report.load(self.out / "stale")),
-            ("v2 on the changed target", newest_report(self.refreshed)),
-        ]
-        table = Table(header_style="bold", caption=self._conditions(), caption_justify="left")
-        for heading in ("", "τ (tokens per round)", "speedup over the plain target"):
-            table.add_column(heading, justify="left" if not heading else "right")
-        for name, report in rows:
-            figures = report.headline()
-            table.add_row(name, figures.tau.text() if figures.tau else "–", figures.speedup.text(unit="×"))
-        self.console.print(table)
-        self.console.print(self._times(), highlight=False, style="dim")
-        self.console.print(
-            f'report: {self.out / "report" / "report.html"}   next: outrider generate {self.out / "refreshed" / "pair"} "def "',
-            highlight=False,
-        )
-
-    def _conditions(self) -> str:
-        count = len(self.budget.suites) * self.budget.suite_prompts
-        return f"{count} prompts of {' and '.join(self.budget.suites)}, greedy, depth {self.budget.depth}, batch 1, [95% interval over prompts]".replace(
-            "[", r"\["
-        )
-
-    def _times(self) -> str:
+    @property
+    def times(self) -> str:
+        """How long all stages took together."""
         reused = f", of which {self.reused} stages were reused" if self.reused else ""
         return f"{sum(stage['seconds'] for stage in self.done.values()):.0f} seconds in {len(self.done)} stages{reused}"
 
-    def _open(self) -> dict[str, dict[str, Any]]:
+    def _open(self) -> None:
         if not self.file.is_file():
-            return {}
+            return
         saved = json.loads(self.file.read_text())
         if saved["identity"] != self._identity:
-            from ..ground import BadInputError
-
             raise BadInputError(
-                f"{self.out} holds a quickstart that was run with another target, budget or version; delete it, or choose another --out."
+                f"{self.place.out} holds a quickstart that was run with another target, budget or version; "
+                "delete it, or choose another --out."
             )
-        return dict(saved["stages"])
+        self.done = dict(saved["stages"])
+        self.place.sizes = None if saved["sizes"] is None else Sizes.restored(saved["sizes"])
 
     def _save(self) -> None:
-        from ..ground.files import write_atomically
-
-        self.out.mkdir(parents=True, exist_ok=True)
-        write_atomically(self.file, json.dumps({"identity": self._identity, "stages": self.done}, indent=2) + "\n")
+        self.place.out.mkdir(parents=True, exist_ok=True)
+        sizes = None if self.place.sizes is None else asdict(self.place.sizes)
+        told = {"identity": self._identity, "sizes": sizes, "stages": self.done}
+        write_atomically(self.file, json.dumps(told, indent=2) + "\n")
 
     @cached_property
     def _identity(self) -> dict[str, Any]:
-        from importlib.metadata import version
-
-        from ..targets import embedded_path
-        from ..targets.fingerprint import digest_file
-
-        budget = json.loads(json.dumps(asdict(self.budget)))
         return {
             "outrider": version("outrider"),
             "target": digest_file(embedded_path() / "model.safetensors"),
-            "budget": budget,
+            "budget": json.loads(json.dumps(asdict(self.place.budget))),
         }
 
 
-def newest_report(pair: Pair) -> Report:
-    from ..eval import Report
+def conclude(story: Story) -> None:
+    """Print what came of it: the figures side by side, the gate's verdict, the estimate, and where to look next."""
+    place, console = story.place, story.place.console
+    console.print(closing_table(place))
+    for line in (place.verdict.lines[0], _estimate(place)):
+        console.print(Text(line))
+    console.print(Text(story.times, style="dim"))
+    pair, report = place.out / "refreshed" / "pair", place.out / "report" / "report.html"
+    console.print(f'report: {report}   next: outrider generate {pair} "def "', highlight=False)
 
-    return Report.load(sorted((pair.folder / "reports").iterdir())[-1])
+
+def closing_table(place: Workplace) -> Table:
+    """Return τ and speedup of everything that was measured, the tuned plan first."""
+    first, stale, second = (
+        Report.load(place.out / "report"),
+        Report.load(place.out / "stale"),
+        newest_report(place.refreshed),
+    )
+    drafting = [c for c in first.contestants if c.kind == "drafter"]
+    rows = [(f"v1: {c.label}", first.headline(c.name)) for c in drafting]
+    rows += [("v1 on the changed target", stale.headline()), ("v2 on the changed target", second.headline())]
+    table = Table(header_style="bold", caption=Text(_conditions(place)), caption_justify="left")
+    for heading in ("", "τ (tokens per round)", "speedup over the plain target"):
+        table.add_column(heading, justify="left" if not heading else "right")
+    for i, (name, figures) in enumerate(rows):
+        tau = figures.tau.text() if figures.tau else "–"
+        table.add_row(Text(name), tau, Text(figures.speedup.text(unit="×")), style="bold" if i == 0 else "")
+    return table
+
+
+def _conditions(place: Workplace) -> str:
+    budget = place.budget
+    count = len(budget.suites) * budget.suite_prompts
+    return (
+        f"{count} prompts of {' and '.join(budget.suites)}, greedy, {place.measured.dtype}, batch 1, "
+        "[95% interval over prompts]"
+    )
+
+
+def _estimate(place: Workplace) -> str:
+    """Return what the head's measured rounds would give at an 8B target's costs."""
+    head = load_drafter(place.out / "drafter")
+    figures: Figures = Report.load(place.out / "report").headline(head.name)
+    costs = place.tunings[0].batches[0].costs
+    return forecast(head, figures).line(costs.draft[1] / (costs.verify[0] + costs.host))
 
 
 # ------------------------------------------------------------ the fine-tune
 
 
 def fine_tune(recipe: Recipe, budget: Budget, folder: Path, console: Console) -> tuple[float, float]:
-    """Train a LoRA adapter for the recipe's target on the packaged prose, into `folder`; returns the loss of the first and last steps."""
-    import torch
-    from peft import LoraConfig, get_peft_model
+    """Train a LoRA adapter for the recipe's target on the packaged prose, into `folder`.
 
-    from ..targets import Target
-
+    Returns:
+        The mean loss of the first tenth of the steps and of the last one.
+    """
     target = Target.load(**recipe.target.model_dump() | {"dtype": "float32"})
     torch.manual_seed(recipe.data.sampling.seed)
-    model = get_peft_model(
-        target.model, LoraConfig(r=budget.tune_rank, lora_alpha=2 * budget.tune_rank, target_modules="all-linear")
-    )
+    lora = LoraConfig(r=budget.lora_rank, lora_alpha=2 * budget.lora_rank, target_modules="all-linear")
+    model = get_peft_model(target.model, lora)
     trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=budget.tune_rate)
+    optimizer = torch.optim.AdamW(trained, lr=budget.lora_rate)
     losses = []
-    for tokens in _track(prose_windows(target, budget), budget.tune_steps, console):
+    for tokens in _tracked(prose_windows(target, budget), budget.lora_steps, console):
         loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(trained, 1.0)
@@ -388,30 +411,24 @@ def fine_tune(recipe: Recipe, budget: Budget, folder: Path, console: Console) ->
         losses.append(loss.item())
     part = folder.with_name(folder.name + ".part")
     model.save_pretrained(str(part))
-    shutil.rmtree(
-        folder, ignore_errors=True
-    )  # there if an earlier run ended between this line and its note in story.json
+    # There if an earlier run ended between this line and its note in story.json.
+    shutil.rmtree(folder, ignore_errors=True)
     part.rename(folder)
     few = max(1, len(losses) // 10)
     return sum(losses[:few]) / few, sum(losses[-few:]) / few
 
 
 def prose_windows(target: Target, budget: Budget) -> Iterator[Tensor]:
-    """Batches `[tune_rows, tune_length]` from random places of the packaged prose."""
-    import torch
-
+    """Yield batches `[lora_rows, lora_length]` from random places of the packaged prose."""
     tokenizer = target.require_tokenizer()
-    texts = [
-        json.loads(line)["text"] for line in embedded_file("texts/prose.jsonl").read_text(encoding="utf-8").splitlines()
-    ]
+    rows = embedded_file("texts/prose.jsonl").read_text(encoding="utf-8").splitlines()
+    texts = [json.loads(row)["text"] for row in rows]
     tokens = torch.tensor([t for text in texts for t in [*tokenizer(text)["input_ids"], *target.eos_ids[:1]]])
     generator = torch.Generator().manual_seed(0)
-    for _ in range(budget.tune_steps):
-        starts = torch.randint(len(tokens) - budget.tune_length, (budget.tune_rows,), generator=generator)
-        yield torch.stack([tokens[s : s + budget.tune_length] for s in starts.tolist()]).to(target.device)
+    for _ in range(budget.lora_steps):
+        starts = torch.randint(len(tokens) - budget.lora_length, (budget.lora_rows,), generator=generator)
+        yield torch.stack([tokens[s : s + budget.lora_length] for s in starts.tolist()]).to(target.device)
 
 
-def _track(batches: Iterator[Tensor], total: int, console: Console) -> Iterator[Tensor]:
-    from rich.progress import track
-
+def _tracked(batches: Iterator[Tensor], total: int, console: Console) -> Iterator[Tensor]:
     return iter(track(batches, "fine-tuning", total, console=console, transient=True, disable=not console.is_terminal))

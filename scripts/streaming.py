@@ -18,7 +18,7 @@ from ..targets import Target
 
 DRAFTED, OWN = "green", "magenta"
 
-# Prompt tokens decoded along with the new ones: a first token's leading space shows only behind another token.
+# Prompt tokens decoded along with the new ones: a first token's leading space shows only after another token.
 CONTEXT = 8
 REPLACEMENT = "\ufffd"
 
@@ -26,7 +26,7 @@ REPLACEMENT = "\ufffd"
 class TextStream:
     """Turns tokens into text as they come.
 
-    A token may be a part of a character (byte-level BPE) and may look different behind another one (leading spaces), so
+    A token may be a part of a character (byte-level BPE) and may look different after another one (leading spaces), so
     everything is decoded again and only what was added is given out. Bytes that are not a character yet wait.
     """
 

@@ -18,10 +18,11 @@ from ..eval import Report
 from ..eval.measure import Contestant, contestants, measure, plan_of
 from ..eval.suites import Suite, load_suites
 from ..eval.tuner import tune
-from ..eval.tuning import Tuning
+from ..eval.tuning import BatchTuning, Tuning
 from ..ground import BadInputError
 from ..heads import Drafter, load_drafter
 from ..pair import Pair
+from ..pair.pair import tuned_drafter
 from ..recipes import EvalSpec, Recipe, load_recipe
 from ..targets import Target
 
@@ -32,7 +33,7 @@ class Subject:
 
     Attributes:
         report_folder: where a report goes if nobody says otherwise. Never inside a pair, whose files are sealed.
-        tuned: another plan, to be measured beside the first.
+        tuned: what the tuner found, to be measured beside the first: another plan, perhaps of a fusion.
     """
 
     target: Target
@@ -40,12 +41,12 @@ class Subject:
     plan: Plan
     settings: EvalSpec
     report_folder: Path
-    tuned: Plan | None = None
+    tuned: BatchTuning | None = None
 
     def measure(self, console: Console | None = None) -> Report:
         """Measure the drafter beside its baselines and the plain target."""
         first, *others = contestants(self.target, self.drafter, self.settings, self.plan)
-        tuned = [] if self.tuned is None else [Contestant(f"{first.name} tuned", self.drafter, self.tuned)]
+        tuned = [] if self.tuned is None else [tuned_contestant(self.tuned, self.drafter, self.target)]
         return measure(self.target, [first, *tuned, *others], self._suites(), self.settings, console=console)
 
     def tune(self, batch_sizes: Sequence[int], console: Console | None = None) -> Tuning:
@@ -98,13 +99,19 @@ def _of_pair(folder: Path, settings: EvalSpec, drafter: Path | None, other_shape
     plan = replace(plan_of(settings), verify=plan.verify) if other_shape else plan
     # The pair's target has the pair's dtype, whatever the recipe once asked for.
     settings = settings.model_copy(update={"dtype": "auto"})
-    best = pair.tuned_plan(target, temperature=settings.temperatures[0]) if tuned else None
-    if tuned and best is None:
+    found = pair.tuned(target, temperature=settings.temperatures[0]) if tuned else None
+    if tuned and found is None:
         raise BadInputError(
             f"--tuned: this pair was not tuned for this machine and dtype; run `outrider tune {folder}` first."
         )
     report_folder = Path("runs") / "reports" / f"{pair.name}-v{pair.version}"
-    return Subject(target, load_drafter(drafter, target) if drafter else own, plan, settings, report_folder, best)
+    return Subject(target, load_drafter(drafter, target) if drafter else own, plan, settings, report_folder, found)
+
+
+def tuned_contestant(found: BatchTuning, drafter: Drafter, target: Target) -> Contestant:
+    """Return the tuned plan of `drafter`, or of its fusion with the drafter without weights that the tuner found."""
+    kind = "" if found.statistical is None else f" + {found.statistical['type']}"
+    return Contestant(f"{drafter.name}{kind} tuned", tuned_drafter(found, drafter, target), found.plan)
 
 
 def load_target(recipe: Recipe) -> Target:

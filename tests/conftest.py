@@ -16,7 +16,8 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("WANDB_MODE", "offline")
-# The others are written for a CPU: training would move what they share to a GPU. (Workers inherit what was decided here.)
+# The others are written for a CPU: training would move what they share to a GPU. (Workers inherit what was decided
+# here.)
 if "PYTEST_XDIST_WORKER" not in os.environ and not any("gpu" in argument.split() for argument in sys.argv[1:]):
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
@@ -49,13 +50,19 @@ def one_thread() -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def forkable() -> None:
-    """Autograd counts devices at its first pass, and starts a thread for each: behind fake tensors a CUDA build counts one that is not there."""
+    """Let autograd count devices now: it does so at its first pass, and starts a thread for each.
+
+    Under fake tensors a CUDA build counts one that is not there.
+    """
     torch.ones((), requires_grad=True).backward()
 
 
 @pytest.fixture(scope="session", autouse=True)
 def interruptible() -> None:
-    """A shell starts background jobs with Ctrl-C ignored, and so would everything that the tests start and interrupt."""
+    """Let Ctrl-C interrupt what the tests start.
+
+    A shell starts background jobs with Ctrl-C ignored, and so would everything that the tests start and interrupt.
+    """
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
@@ -116,7 +123,10 @@ def tiny_llama() -> Callable[..., LlamaForCausalLM]:
 
 @pytest.fixture(scope="session")
 def tiny_tokenizer() -> PreTrainedTokenizerFast:
-    """Byte-level BPE of 320 entries (it can write any text), with a chat template that marks what the assistant says."""
+    """A byte-level BPE of 320 entries, with a chat template that marks what the assistant says.
+
+    It can write any text.
+    """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())

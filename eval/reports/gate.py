@@ -1,6 +1,8 @@
 """The regression gate: tells whether τ fell beyond a tolerance, with confidence.
 
-It fails only on evidence. Too few prompts to tell is a pass with a warning that says how many would do.
+It fails only on evidence. Too few prompts to tell is a pass with a warning that says how many would do; every verdict
+says how large a drop would have been found. τ needs no clock, so prompts that were only counted (a pair's calibration
+prompts) are evidence beside those that were timed.
 """
 
 from __future__ import annotations
@@ -8,16 +10,18 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from scipy.special import ndtri
 
 from ...ground import BadInputError
-from .figures import Record, tau_ratio
-from .intervals import Interval
+from .figures import Record
+from .intervals import Interval, Ratio
 from .report import Report
-from .statistics import Bootstrap, strata_of
+from .statistics import Bootstrap
 
 PASSED, FAILED, UNDECIDED = "passed", "failed", "not enough data"
+POWER = 0.8  # of the smallest drop that a finding says it would have found: in so many runs of ten
 
 
 @dataclass(frozen=True)
@@ -28,12 +32,39 @@ class Finding:
         conclusion: `PASSED`, `FAILED` or `UNDECIDED`.
         ratio: τ_new / τ_old; the interval's ends are one-sided bounds.
         line: the finding in words.
+        smallest_drop: relative, the smallest one that four of five such comparisons fail on; nan where there is no
+            interval.
     """
 
     temperature: float
     conclusion: str
     ratio: Interval
     line: str
+    smallest_drop: float = math.nan
+
+
+@dataclass(frozen=True)
+class Counted:
+    """What a drafter did on one prompt, without the time it took: τ = 1 + accepted / rounds."""
+
+    suite: str
+    prompt: str
+    accepted: int
+    rounds: int
+
+    @classmethod
+    def of(cls, record: Record) -> Counted:
+        """Return the counts of a report's record."""
+        return cls(record.suite, record.prompt, sum(record.accepted), len(record.accepted))
+
+
+@dataclass(frozen=True)
+class Beside:
+    """The same prompts, counted for the new side and for the old one at one temperature, beside the reports' own."""
+
+    temperature: float
+    new: Sequence[Counted]
+    old: Sequence[Counted]
 
 
 @dataclass(frozen=True)
@@ -46,7 +77,12 @@ class GateResult:
 
 
 def gate(
-    report: Report, baseline: Report, tolerance: float = 0.03, confidence: float = 0.95, contestant: str | None = None
+    report: Report,
+    baseline: Report,
+    tolerance: float = 0.03,
+    confidence: float = 0.95,
+    contestant: str | None = None,
+    beside: Beside | None = None,
 ) -> GateResult:
     """Compare τ on all suites together, at every temperature.
 
@@ -56,6 +92,7 @@ def gate(
     Args:
         tolerance: the relative drop that is allowed.
         contestant: which one; the report's first drafter if not given.
+        beside: more prompts that both sides were counted on; those that the reports hold too count once.
 
     Raises:
         BadInputError: the reports were made under different conditions, or one lacks the contestant.
@@ -68,7 +105,9 @@ def gate(
     if name is None:
         raise BadInputError("the report holds no drafter; there is nothing to gate.")
     _same_conditions(report, baseline, name)
-    findings = [_judge(report, baseline, name, t, tolerance, confidence) for t in report.conditions.temperatures]
+    judge = partial(_judge, report, baseline, name, tolerance, confidence)
+    temperatures = report.conditions.temperatures
+    findings = [judge(t, beside if beside is not None and beside.temperature == t else None) for t in temperatures]
     passed = all(f.conclusion != FAILED for f in findings)
     summary = (
         f"gate {'passed' if passed else 'FAILED'}: {report.contestant(name).label}, τ may fall by {tolerance:.1%}, "
@@ -101,36 +140,79 @@ def _conditions(report: Report, name: str) -> dict[str, object]:
 
 
 def _judge(
-    report: Report, baseline: Report, name: str, temperature: float, tolerance: float, confidence: float
+    report: Report,
+    baseline: Report,
+    name: str,
+    tolerance: float,
+    confidence: float,
+    temperature: float,
+    beside: Beside | None,
 ) -> Finding:
-    ratio, how = _tau_ratio(report, baseline, name, temperature, confidence)
-    floor = 1 - tolerance
+    found = _compared(report, baseline, name, temperature, confidence, beside)
+    ratio, floor = found.ratio, 1 - tolerance
     if ratio.known and ratio.high < floor:
         conclusion, why = FAILED, f"τ fell by more than {tolerance:.1%}"
     elif ratio.known and ratio.low >= floor:
         conclusion, why = PASSED, "no drop beyond the tolerance"
     else:
-        conclusion, why = UNDECIDED, _needed(ratio, floor, report.headline(name, temperature).num_prompts)
-    old, new = (r.headline(name, temperature).tau for r in (baseline, report))
-    before, after = (t.main() if t else "–" for t in (old, new))
+        conclusion, why = UNDECIDED, _needed(ratio, floor, found.num_prompts)
     word = "passed, with a warning" if conclusion == UNDECIDED else conclusion
-    line = f"temperature {temperature:g}: τ {before} → {after}, ratio {ratio.text(3)} ({how}): {word}: {why}"
-    return Finding(temperature, conclusion, ratio, line)
+    drop = _smallest_drop(ratio, floor, confidence)
+    power = "" if math.isnan(drop) else f"; a drop of {drop:.1%} would have failed in 4 runs of 5"
+    line = (
+        f"temperature {temperature:g}: τ {found.before} → {found.after}, ratio {ratio.text(3)} ({found.how}): "
+        f"{word}: {why}{power}"
+    )
+    return Finding(temperature, conclusion, ratio, line, drop)
 
 
-def _tau_ratio(
-    report: Report, baseline: Report, name: str, temperature: float, confidence: float
-) -> tuple[Interval, str]:
-    """Return τ_new / τ_old with one-sided bounds, and how it was made."""
-    new, old = report.records_of(name, temperature), baseline.records_of(name, temperature)
-    if new and old:
-        return _paired(new, _aligned(old, new), confidence, report.conditions.seed), f"paired over {len(new)} prompts"
-    figures = [r.headline(name, temperature).tau for r in (report, baseline)]
-    return _unpaired(figures[0], figures[1], confidence), "unpaired: a report without prompt records"
+@dataclass(frozen=True)
+class _Compared:
+    """τ_new / τ_old with one-sided bounds, how it was made, over how many prompts, and both τ in words."""
+
+    ratio: Interval
+    how: str
+    num_prompts: int
+    before: str
+    after: str
 
 
-def _aligned(records: Sequence[Record], like: Sequence[Record]) -> list[Record]:
-    """Return `records` in the order of `like`'s prompts."""
+def _compared(
+    report: Report, baseline: Report, name: str, temperature: float, confidence: float, beside: Beside | None
+) -> _Compared:
+    new, old = ([Counted.of(r) for r in which.records_of(name, temperature)] for which in (report, baseline))
+    if not (new and old):
+        return _of_figures(report, baseline, name, temperature, confidence)
+    old, how = _aligned(old, new), f"paired over {len(new)} prompts"
+    if beside is not None:
+        known = {(c.suite, c.prompt) for c in new}
+        more = [c for c in beside.new if (c.suite, c.prompt) not in known]
+        new, old = [*new, *more], [*old, *_aligned(beside.old, beside.new, {(c.suite, c.prompt) for c in more})]
+        how = f"paired over {len(new)} prompts, {len(more)} of them calibration prompts"
+    before, after = (f"{1 + sum(c.accepted for c in s) / max(1, sum(c.rounds for c in s)):.2f}" for s in (old, new))
+    return _Compared(_paired(new, old, confidence, report.conditions.seed), how, len(new), before, after)
+
+
+def _of_figures(report: Report, baseline: Report, name: str, temperature: float, confidence: float) -> _Compared:
+    """Return the comparison of two reports of which one has no records of single prompts."""
+    new, old = (r.headline(name, temperature) for r in (report, baseline))
+    before, after = (figures.tau.main() if figures.tau else "–" for figures in (old, new))
+    ratio = _unpaired(new.tau, old.tau, confidence)
+    return _Compared(ratio, "unpaired: a report without prompt records", new.num_prompts, before, after)
+
+
+def _smallest_drop(ratio: Interval, floor: float, confidence: float) -> float:
+    """Return the relative drop that is found in `POWER` of all runs, taking ln of the ratio to be normal."""
+    if not ratio.known or ratio.low <= 0:
+        return math.nan
+    error = math.log(ratio.high / ratio.low) / (2 * float(ndtri(confidence)))
+    return 1 - floor * math.exp(-error * float(ndtri(confidence) + ndtri(POWER)))
+
+
+def _aligned(
+    records: Sequence[Counted], like: Sequence[Counted], wanted: set[tuple[str, str]] | None = None
+) -> list[Counted]:
+    """Return `records` in the order of `like`'s prompts, those that are `wanted` (None: all)."""
     by_prompt = {(r.suite, r.prompt): r for r in records}
     missing = [r.prompt for r in like if (r.suite, r.prompt) not in by_prompt]
     if missing or len(by_prompt) != len(like):
@@ -138,13 +220,19 @@ def _aligned(records: Sequence[Record], like: Sequence[Record]) -> list[Record]:
         raise BadInputError(
             f"the baseline's records do not cover the same prompts; the first that is missing: {first}."
         )
-    return [by_prompt[r.suite, r.prompt] for r in like]
+    return [by_prompt[r.suite, r.prompt] for r in like if wanted is None or (r.suite, r.prompt) in wanted]
 
 
-def _paired(new: Sequence[Record], old: Sequence[Record], confidence: float, seed: int) -> Interval:
+def _paired(new: Sequence[Counted], old: Sequence[Counted], confidence: float, seed: int) -> Interval:
+    suites = list(dict.fromkeys(c.suite for c in new))
+    order = sorted(range(len(new)), key=lambda i: suites.index(new[i].suite))  # suite by suite, as the strata are
     # Two-sided at 2c − 1 is one-sided at c on either end.
-    bootstrap = Bootstrap(strata_of([r.suite for r in new]), confidence=2 * confidence - 1, seed=seed)
-    return bootstrap.quotient(tau_ratio(new), tau_ratio(old))
+    bootstrap = Bootstrap([sum(c.suite == s for c in new) for s in suites], confidence=2 * confidence - 1, seed=seed)
+    return bootstrap.quotient(_tau([new[i] for i in order]), _tau([old[i] for i in order]))
+
+
+def _tau(counted: Sequence[Counted]) -> Ratio:
+    return Ratio([c.accepted for c in counted], [c.rounds for c in counted], offset=1.0)
 
 
 def _unpaired(new: Interval | None, old: Interval | None, confidence: float) -> Interval:

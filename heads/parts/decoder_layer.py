@@ -210,12 +210,12 @@ class Joint:
         return self.weights if self.bias is None else [*self.weights, self.bias]
 
 
-def _together(weights: list[Tensor]) -> Tensor:
+def _together(weights: Sequence[Tensor]) -> Tensor:
     """Return matrices one below the other, in the precision of products."""
     kind = weights[0].device.type
     if kind != "meta" and torch.is_autocast_enabled(kind):
         weights = [weight.to(torch.get_autocast_dtype(kind)) for weight in weights]
-    return torch.cat(weights)
+    return torch.cat(list(weights))
 
 
 class JointLayer:

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import losses
-from ..losses import Divergence, Loss, Reference, own_precision
+from . import divergences
+from .divergences import Divergence, Loss, Reference, own_precision
 
 _KINDS = {"cuda"}  # of devices
 _log = logging.getLogger(__name__)
@@ -46,7 +46,7 @@ def compare(reference: Reference, draft_logits: Tensor, rule: Loss) -> tuple[Ten
 def _parts(rule: Loss) -> list[tuple[float, Divergence, dict[str, float]]]:
     """Weights, divergences and the settings that these were given."""
     parts = [(weight, getattr(part, "func", part), getattr(part, "keywords", {})) for weight, part in rule.parts]
-    return [*parts, (rule.hard, losses.hard_cross_entropy, {})] if rule.hard else parts
+    return [*parts, (rule.hard, divergences.hard_cross_entropy, {})] if rule.hard else parts
 
 
 @torch.no_grad()
@@ -128,12 +128,12 @@ def _hard_cross_entropy(reference: Reference, logits: Tensor) -> Tensor:
 
 
 _KERNELS: dict[Divergence, Callable[..., Tensor]] = {
-    losses.forward_kl: _forward_kl,
-    losses.soft_cross_entropy: _soft_cross_entropy,
-    losses.reverse_kl: partial(_jensen_shannon, beta=1.0),
-    losses.jensen_shannon: _jensen_shannon,
-    losses.total_variation: _total_variation,
-    losses.hard_cross_entropy: _hard_cross_entropy,
+    divergences.forward_kl: _forward_kl,
+    divergences.soft_cross_entropy: _soft_cross_entropy,
+    divergences.reverse_kl: partial(_jensen_shannon, beta=1.0),
+    divergences.jensen_shannon: _jensen_shannon,
+    divergences.total_variation: _total_variation,
+    divergences.hard_cross_entropy: _hard_cross_entropy,
 }
 
 
@@ -164,7 +164,7 @@ def works(divergence: Divergence, kind: str) -> bool:
 
 def _trial(divergence: Divergence, device: torch.device) -> float:
     """The largest difference between kernel and function, in values and gradients, on a small example."""
-    rule = Loss((), 1.0) if divergence is losses.hard_cross_entropy else Loss(((1.0, divergence),))
+    rule = Loss((), 1.0) if divergence is divergences.hard_cross_entropy else Loss(((1.0, divergence),))
     with torch.inference_mode(False), torch.enable_grad(), own_precision(device):
         theirs, ours = 3 * torch.arange(2 * 5 * 33, device=device).sin().view(2, 5, 33)
         reference, weights = (

@@ -1,4 +1,7 @@
-"""What every benchmark does around its measurement: conditions, one file, and one line for a user's mistake."""
+"""What every benchmark does around its measurement.
+
+It puts conditions beside the figures, writes one file, and says a user's mistake in one line.
+"""
 
 from __future__ import annotations
 

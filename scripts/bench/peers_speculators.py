@@ -27,7 +27,10 @@ VERSION = version("speculators")
 
 
 class Speculators:
-    """Its head, made and trained by its own functions: `from_training_args`, `shift_batch`, `CollateFn`, `forward`."""
+    """Its head, made, fed and trained by its own functions.
+
+    They are `from_training_args`, `shift_batch`, `CollateFn` and `forward`.
+    """
 
     def __init__(self, settings: Settings, attention: str):
         self.name, self.settings = f"{THEIRS}, {attention}", settings
@@ -52,9 +55,11 @@ class Speculators:
 
 
 def packed(rows: Sequence[Row]) -> dict[str, Tensor]:
-    """Make a batch as its trainer does: rows shifted against their features, one after the other, none cut or padded.
+    """Return a batch as its trainer makes it: rows one after the other, none cut and nothing padded.
 
-    Its mask names the token that an entry reads, ours the one that is predicted behind it: shifted here so that both
+    Each row is shifted against its features.
+
+    Its mask names the token that an entry reads, ours the one that is predicted after it: shifted here so that both
     learn the same ones.
     """
     samples = [

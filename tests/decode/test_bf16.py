@@ -23,7 +23,10 @@ VOCAB = 256
 
 
 def logits_along(target: Target, prompt: Sequence[int], text: Sequence[int], first: int, width: int) -> Tensor:
-    """The target's logits for each token of `text`, `[T, V]` fp32: the prompt in one pass, then one of `first` tokens, then `width` each."""
+    """Return the target's logits for each token of `text`, `[T, V]` fp32.
+
+    The prompt is read in one pass, then `first` tokens in one, then `width` in each.
+    """
     tokens, found = torch.tensor([[*prompt, *text[:-1]]]), []
     cache, done, size = target.new_cache(1, tokens.shape[1]), 0, len(prompt)
     while done < tokens.shape[1]:
@@ -38,7 +41,10 @@ def logits_along(target: Target, prompt: Sequence[int], text: Sequence[int], fir
 
 @dataclass(frozen=True)
 class Divergence:
-    """Where two texts part: by how much the target preferred its token to the next best, and what its logits are worth there."""
+    """Where two texts part.
+
+    By how much the target preferred its token to the next best there, and what its logits are worth at that place.
+    """
 
     margin: float
     noise: float
@@ -51,7 +57,11 @@ class Divergence:
 def first_divergence(
     target: Target, prompt: Sequence[int], plain: list[int], other: list[int], depth: int
 ) -> Divergence | None:
-    """Noise is the largest change of a difference of two logits, over all places so far and all ways to cut the text into rounds."""
+    """Return where two texts part; None if they do not.
+
+    Noise is the largest change of a difference of two logits, over all places so far and all ways to cut the text into
+    rounds.
+    """
     if plain == other:
         return None
     place = next((i for i, (a, b) in enumerate(zip(plain, other, strict=False)) if a != b), min(len(plain), len(other)))

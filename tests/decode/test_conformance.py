@@ -1,5 +1,7 @@
-"""Every drafter of the registry, through the real decoder: the text is the target's under every rule that can judge its proposals, in every
-shape it can draft, alone and in a ragged batch; and what its distributions promise, the decoder keeps.
+"""Every drafter of the registry, through the real decoder: the text is the target's, and what is promised is kept.
+
+The text is the target's under every rule that can judge a drafter's proposals, in every shape it can draft, alone and
+in a ragged batch; and what its distributions promise, the decoder keeps.
 
 The rules themselves are enumerated in `test_verify_exact.py`; `test_distribution.py` looks at some drafters harder.
 """
@@ -99,7 +101,10 @@ def test_text_has_the_targets_law_under_sampling_rules(name, shape, rule, make, 
 @pytest.mark.parametrize("name", [name for name in fitting("chain") if name not in ("lookahead", "suffix tree")])
 @pytest.mark.parametrize("static", [False, True])
 def test_a_round_proposes_what_a_drafter_that_read_the_text_at_once_would(name, static, make, target, monkeypatch):
-    """After rounds of any depths, plain ones between them, and rows that have left: the state is a function of the text. (Lookahead remembers more.)"""
+    """The state is a function of the text, after rounds of any depths and plain ones between them.
+
+    Rows have left meanwhile. (Lookahead remembers more.)
+    """
     drafter, draft, generator, rounds = make(name), stage.draft, torch.Generator().manual_seed(4), []
 
     runs = []  # the one that is under way
@@ -172,8 +177,10 @@ def test_a_requests_caches_end_with_it(name, shape, make, target, caches):
 @pytest.mark.parametrize("name", [n for n in WITH_WEIGHTS if HEADS[n.split()[0]].trainable])
 @torch.no_grad()
 def test_what_training_promises_decoding_keeps(name, make, target):
-    """Rounds of one draft at temperature 1: the share that was accepted is within four standard deviations of the analytic alpha, as the
-    training loss gives it, of the places where the rounds began."""
+    """Of rounds of one draft at temperature 1 as many are accepted as the training loss's analytic alpha says.
+
+    The share is within four standard deviations of the alpha of the places where the rounds began.
+    """
     drafter, start = make(name), len(PROMPTS[0])
     out = Decoder(target, drafter).generate([PROMPTS[0]] * 24, 60, Sampling(1.0, seed=5), Plan(1), ignore_eos=True)
     tokens = torch.tensor([PROMPTS[0] + text for text in out.tokens])
@@ -198,8 +205,12 @@ def test_what_training_promises_decoding_keeps(name, make, target):
 
 @pytest.mark.parametrize("name", [name for name in MAKERS if not HEADS[name.split()[0]].trainable])
 def test_what_is_found_is_accepted_as_often_as_p_says(name, make, target, monkeypatch):
-    """At temperature 1, at each depth that a round reached: a found token x with probability p(x), siblings with the sum of theirs, and what a cascade's model
-    drew with Σ min(p, q). What was accepted is within four standard deviations, in sum and weighted by what was promised: sure drafts more, doubtful ones less."""
+    """At temperature 1 as many drafts are accepted as their distributions promise, at each depth that a round reached.
+
+    A found token x promises p(x), siblings the sum of theirs, and what a cascade's model drew Σ min(p, q). What was
+    accepted is within four standard deviations, in sum and weighted by what was promised: sure drafts more, doubtful
+    ones less.
+    """
     promised, kept, sampling, honest = [], [], Sampling(1.0, seed=5), stage.judge
 
     def watched(setup, state, draft, logits, keys):
@@ -234,5 +245,6 @@ def test_what_is_found_is_accepted_as_often_as_p_says(name, make, target, monkey
         deviation = (weights**2 * shares * (1 - shares)).sum() ** 0.5
         difference = (weights * (np.array(kept) - shares)).sum()
         assert abs(difference) < 4 * deviation, (
-            f"{np.mean(kept):.3f} were accepted, {shares.mean():.3f} were promised ({difference / deviation:.1f} deviations)"
+            f"{np.mean(kept):.3f} were accepted, {shares.mean():.3f} were promised "
+            f"({difference / deviation:.1f} deviations)"
         )

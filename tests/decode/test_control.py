@@ -109,7 +109,10 @@ def test_expected_tokens_is_the_closed_form_of_a_constant_rate():
 
 
 def expected_rates(prior: list[float], weight: float, rounds: list[tuple[int, int]]) -> list[float]:
-    """The rates of a sequence by hand: a round tells of the drafts that it kept and of the first that it refused, of none after that."""
+    """The rates of a sequence by hand.
+
+    A round tells of the drafts that it kept and of the first that it refused, of none after that.
+    """
     reached, kept = [0.0] * len(prior), [0.0] * len(prior)
     for tried, accepted in rounds:
         reached = [0.95 * n + (depth <= accepted and depth < tried) for depth, n in enumerate(reached)]
@@ -139,7 +142,10 @@ def test_rates_follow_what_each_depth_showed(rounds):
 
 
 def test_drafts_after_the_first_refused_one_say_nothing():
-    """Of six drafts the first was refused: whether the others would have stayed is not known, so they count as never tried."""
+    """Of six drafts the first was refused: the others count as never tried.
+
+    Whether they would have stayed is not known.
+    """
     long, short = controller(), controller()
     long.note(0, 6, 0)
     short.note(0, 1, 0)
@@ -333,7 +339,10 @@ def test_a_useless_drafter_soon_costs_nothing(target, useless):
 
 
 def test_every_draft_is_still_right_after_plain_rounds(target, itself):
-    """The controller begins plainly (it was told that nothing is accepted), tries, finds everything right, and goes as deep as it may."""
+    """A controller that was told that nothing is accepted tries, finds everything right, and goes as deep as it may.
+
+    It begins plainly.
+    """
     out = Decoder(target, itself).generate(PROMPTS, 120, plan=Plan(5, control=Control(CHEAP, (0.0,) * 5)))
     for rounds in out.rounds:
         assert [r.drafted for r in rounds[:8]] == [0] * 8
@@ -345,7 +354,10 @@ def test_every_draft_is_still_right_after_plain_rounds(target, itself):
 
 
 def test_a_chain_ends_after_the_first_uncertain_token_not_before_it(target, tiny_llama, monkeypatch):
-    """Every token but the last of a round was certain, the last was not, or the chain was full; and the uncertain one was verified."""
+    """Every token but the last of a round was certain; the last was not, or the chain was full.
+
+    The uncertain one was verified, too.
+    """
     drafter, threshold = DraftModel(tiny_llama(layers=4, seed=0, initializer_range=0.3)), 0.1
     seen: list[list[float]] = []
 
@@ -410,7 +422,10 @@ def test_speculation_can_be_switched_off_per_request(target, itself, plan):
 
 
 def test_switched_off_rows_that_outlive_the_others_are_decoded_plainly(target, itself):
-    """The row that drafts ends first; what remains drafts nothing, and rows that drafted less often still draft rightly."""
+    """The row that drafts ends first, and the rest drafts nothing.
+
+    Rows that drafted less often still draft rightly.
+    """
     decoder = Decoder(target, itself)
     out = decoder.generate(PROMPTS, 40, plan=Plan(3), speculate=[False, True, False, False])
     assert out.tokens == Decoder(target).generate(PROMPTS, 40).tokens

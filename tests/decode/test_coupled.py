@@ -1,7 +1,10 @@
-"""Under the coupled rule the text is a function of seed, sequence id, prompt and target: whatever drafts, in any shape, in any batch.
+"""Under the coupled rule the text is a function of seed, sequence id, prompt and target.
 
-What is expected is written down anew: a plain loop over the target's own forward pass, the library's logits processors, and the
-noise of each place. Every seed of the loop below draws another drafter, proposal shape, depth control, batch and sampling.
+It is the same whatever drafts, in any shape, in any batch.
+
+What is expected is written down anew: a plain loop over the target's own forward pass, the library's logits processors,
+and the noise of each place. Every seed of the loop below draws another drafter, proposal shape, depth control, batch
+and sampling.
 """
 
 from __future__ import annotations
@@ -142,7 +145,10 @@ def random_plan(rng: random.Random) -> Plan:
 
 @pytest.mark.parametrize("number", range(40))
 def test_the_text_depends_on_seed_prompt_and_target_alone(target, drafters, number):
-    """Random drafter, depth, tree, control, batch and seed; each row's text is the one that the target alone would write, to the end token."""
+    """Each row's text is the one that the target alone would write, to the end token.
+
+    Drafter, depth, tree, control, batch and seed are random.
+    """
     rng = random.Random(number)
     name, kind = rng.choice(sorted(drafters)), rng.choice(sorted(SAMPLINGS))
     sampling = replace(SAMPLINGS[kind], seed=rng.choice((0, 1, 2**40 + 3, 2**63 + 1)))
@@ -178,7 +184,10 @@ def test_the_loop_above_draws_what_it_should(target, drafters):
 
 @pytest.mark.parametrize("bug", ["none", "target temperature off by 2%", "noise by round", "noise by node"])
 def test_a_planted_bug_is_caught(target, drafters, bug, monkeypatch):
-    """In a few hundred tokens: 2% of a temperature move one in a hundred; noise must belong to the place in the text and to nothing else."""
+    """Each planted bug shows in a few hundred tokens.
+
+    2% of a temperature move one in a hundred; noise must belong to the place in the text and to nothing else.
+    """
     if bug == "target temperature off by 2%":
         monkeypatch.setattr(
             rules,

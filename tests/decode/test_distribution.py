@@ -1,8 +1,8 @@
 """End to end, through the real decoder: the joint law of four generated tokens is the target's own.
 
-Many copies of one prompt run as one batch, each with its own sequence id. What is expected comes from the target model alone: plain
-forward passes without our cache over all continuations, and the library's own logits processors. Depths 2 and 3 make
-rounds end inside, at and behind the fourth token. Planted bugs show that the test can fail.
+Many copies of one prompt run as one batch, each with its own sequence id. What is expected comes from the target model
+alone: plain forward passes without our cache over all continuations, and the library's own logits processors. Depths 2
+and 3 make rounds end inside, at and after the fourth token. Planted bugs show that the test can fail.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def library_processors(sampling: Sampling) -> LogitsProcessorList:
 
 
 def expected_law(target: Target, sampling: Sampling) -> np.ndarray:
-    """The law of LENGTH tokens behind the prompt, `[VOCAB ** LENGTH]`."""
+    """The law of LENGTH tokens after the prompt, `[VOCAB ** LENGTH]`."""
     steps = library_processors(sampling)
     texts, law = torch.tensor([PROMPT]), torch.ones(1, dtype=torch.float64)
     for _ in range(LENGTH):
@@ -122,8 +122,9 @@ def expected_law(target: Target, sampling: Sampling) -> np.ndarray:
 def p_value(counts: np.ndarray, law: np.ndarray) -> float:
     """The smaller of two p-values, doubled; a count in an impossible cell is 0 at once.
 
-    Chi-square of the counts, where cells expected fewer than 5 times are pooled; and whether the mean surprise −log p of the texts is
-    the entropy, which a law that is a little too flat or too sharp everywhere misses long before single cells show it.
+    Chi-square of the counts, where cells expected fewer than 5 times are pooled; and whether the mean surprise −log p
+    of the texts is the entropy, which a law that is a little too flat or too sharp everywhere misses long before single
+    cells show it.
     """
     law = law / law.sum()
     if counts[law == 0].any():
@@ -146,7 +147,7 @@ def surprise(counts: np.ndarray, law: np.ndarray) -> float:
 
 
 def generate(target: Target, drafter: Drafter | None, plan: Plan, sampling: Sampling, ids: range) -> Output:
-    """One batch of texts behind the prompt, with these sequence ids."""
+    """One batch of texts after the prompt, with these sequence ids."""
     return Decoder(target, drafter).generate(
         [PROMPT] * len(ids), LENGTH, sampling, plan, ignore_eos=not sampling.min_new_tokens, sequence_ids=ids
     )
@@ -278,7 +279,10 @@ def test_the_joint_law_is_the_targets(target, drafters, case):
 
 
 def holm(p_values: dict[str, float], tests: int) -> dict[str, float]:
-    """p-values adjusted for `tests` tests: those below a size are refuted, with at most that chance of one error among them (Holm, 1979)."""
+    """Return p-values adjusted for `tests` tests (Holm, 1979).
+
+    Those below a size are refuted, with at most that chance of one error among them.
+    """
     adjusted, largest = {}, 0.0
     for rank, name in enumerate(sorted(p_values, key=p_values.__getitem__)):
         largest = max(largest, min(1.0, (tests - rank) * p_values[name]))
@@ -296,7 +300,10 @@ LEDGER = Path(__file__).parents[2] / "build" / "p-values.json"
 
 
 def note(name: str, p: float) -> None:
-    """Write a case's p-value to build/p-values.json, beside those of earlier runs: the whole takes hours, and may be done in parts."""
+    """Write a case's p-value to build/p-values.json, beside those of earlier runs.
+
+    The whole takes hours, and may be done in parts.
+    """
     known = json.loads(LEDGER.read_text())["cases"] if LEDGER.exists() else {}
     found = {n: row["p"] for n, row in known.items()} | {name: p}
     adjusted = holm(found, len(EVERY))
@@ -458,7 +465,10 @@ def test_a_planted_bug_is_caught(target, drafters, bug, monkeypatch):
 
 @pytest.mark.parametrize("off", [pytest.param(1.0, marks=pytest.mark.slow), 1.02])
 def test_a_target_temperature_that_is_off_by_2_percent_is_caught(tiny_llama, drafters, off, monkeypatch):
-    """With a target that is surer of its tokens, the mean surprise of 25,000 texts shows it; single cells would need ten times as many."""
+    """With a target that is surer of its tokens, the mean surprise of 25,000 texts shows it.
+
+    Single cells would need ten times as many.
+    """
     sure = Target(tiny_llama(layers=2, hidden=16, vocab=VOCAB, seed=5, initializer_range=0.4, **HEADS))
     monkeypatch.setattr(
         rules,

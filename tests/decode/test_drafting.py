@@ -1,4 +1,7 @@
-"""What is drafted: drawn from what it is scored with, under the target's own processors and filters along each path, best nodes first."""
+"""What is drafted: tokens drawn from what they are scored with, best nodes first.
+
+The target's own processors and filters hold along each path.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +46,10 @@ def chooser(rule: str, sampling: Sampling, rows: int, vocab: int = 6) -> Chooser
 def drawn_and_scored(
     logits: Tensor, token_ids: Tensor | None, sampling: Sampling, patch: pytest.MonkeyPatch
 ) -> tuple[Tensor, Tensor]:
-    """The law of the next draft, measured with uniforms on the midpoints of equal cells, and the one that it will be scored with."""
+    """Return the law of the next draft, and the one that it will be scored with.
+
+    The first is measured with uniforms on the midpoints of equal cells.
+    """
     patch.setattr(drafting, "uniforms", lambda *keys: (torch.arange(CELLS).double() + 0.5) / CELLS)
     picks = chooser("rejection", sampling, CELLS)
     tokens = picks(logits.expand(CELLS, -1), token_ids)
@@ -58,7 +64,10 @@ def drawn_and_scored(
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("pruned", [False, True])
 def test_a_draft_of_a_chain_is_drawn_from_the_law_that_it_is_scored_with(sampling, dtype, pruned, monkeypatch):
-    """Also where the drafter's logits are bf16 and its vocabulary is smaller than the target's: tokens outside it are neither drawn nor scored."""
+    """The law is the same also where the drafter's logits are bf16 and its vocabulary is smaller than the target's.
+
+    Tokens outside it are neither drawn nor scored.
+    """
     logits = torch.tensor([1.3, 0.21, -0.4, 0.87, 0.33, -1.7])[: 4 if pruned else 6].to(dtype)
     ids = torch.tensor([1, 2, 4, 5]) if pruned else None
     drawn, scored = drawn_and_scored(logits, ids, sampling, monkeypatch)
@@ -79,7 +88,10 @@ def test_drawing_in_bf16_is_caught(monkeypatch):
 @pytest.mark.parametrize("sampling", [Sampling(0.7), Sampling(1.5, top_k=3)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_children_in_a_tree_are_drawn_from_the_law_that_they_are_scored_with(sampling, dtype):
-    """Without replacement: the largest of log q + Gumbel noise, q to the last bit what is remembered; what q excludes is not there."""
+    """Siblings are drawn without replacement: they are the largest of log q + Gumbel noise.
+
+    That q is to the last bit what is remembered; what q excludes is not there.
+    """
     logits = torch.randn(4000, 2, 6, generator=torch.Generator().manual_seed(0)).to(dtype)
     picks, nodes = chooser("traversal", sampling, 4000), torch.tensor([[3, 5]])
     tokens, scores = picks.children(logits, None, 4, 2, nodes, None)
@@ -123,7 +135,7 @@ SHAPES = {
 
 
 def refused(target: Target, kind: str, shape: str, **changes: Any) -> bool:
-    """Whether the target as its own drafter is ever refused where it has drafted something, in 24 texts of 16 tokens."""
+    """Return whether the target as its own drafter is ever refused where it has drafted, in 24 texts of 16 tokens."""
     target.model.generation_config.eos_token_id = ENDS
     sampling = Sampling(**{"temperature": 1.0, "seed": 2} | SETTINGS[kind] | changes)
     decoder = Decoder(target, DraftModel(copy.deepcopy(target.model)))
@@ -212,7 +224,10 @@ def paths_of(proposal: Proposal) -> set[tuple[int, ...]]:
 @pytest.mark.parametrize("plan", [Plan(3, width=3), Plan(4, width=2, nodes=5), Plan(2, width=4, nodes=20)], ids=str)
 @pytest.mark.parametrize("kind", ["plain", "processed", "coupled"])
 def test_a_dynamic_tree_holds_the_most_probable_paths(target, tiny_llama, plan, kind, monkeypatch):
-    """Its nodes are those of a brute-force search over whole texts, round after round, with processors along each path."""
+    """Its nodes are those of a brute-force search over whole texts, round after round.
+
+    Processors hold along each path.
+    """
     target.model.generation_config.eos_token_id = None if kind == "plain" else ENDS
     own = {
         name: value for name, value in SETTINGS["all"].items() if name not in ("temperature", "top_k", "top_p", "min_p")

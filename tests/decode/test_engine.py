@@ -160,7 +160,7 @@ def test_an_end_token_inside_an_accepted_run_ends_the_text_there(target, itself,
         assert all(r.emitted == 1 + r.accepted for r in out.rounds[0])
         cut += any(r.drafted == r.accepted < plan.depth for r in out.rounds[0])
         assert Decoder(target, itself).generate([PROMPTS[0]], 20, sampling, plan, ignore_eos=True).tokens == [text]
-    assert cut, "in some round drafts stood behind the end token"
+    assert cut, "in some round drafts stood after the end token"
 
 
 def test_any_of_several_end_tokens_ends_a_text(target, itself):
@@ -217,7 +217,7 @@ def test_a_stop_that_spans_two_rounds_ends_the_text_at_once(target, itself, plan
 
 
 def test_a_stop_inside_a_round_cuts_the_text_and_the_counts_there(target):
-    """Like an end token: what was drafted behind it counts neither as drafted nor as accepted."""
+    """Like an end token: what was drafted after it counts neither as drafted nor as accepted."""
     text = Decoder(target).generate([PROMPTS[0]], 10, ignore_eos=True).tokens[0]
     script = Script([text[1:3], text[4:9]])
     out = Decoder(target, script).generate(
@@ -230,7 +230,10 @@ def test_a_stop_inside_a_round_cuts_the_text_and_the_counts_there(target):
 
 @pytest.mark.parametrize("plan", [*map(Plan, range(1, 6)), SHAPES["static tree"], SHAPES["dynamic tree"]], ids=str)
 def test_a_stop_string_ends_each_text_at_the_token_that_completes_it(tiny_target, plan):
-    """A string that begins in one token and ends in another, in rounds of any depth, in rows that stop at different times."""
+    """A string is found that begins in one token and ends in another.
+
+    Rounds are of any depth, and rows stop at different times.
+    """
     tokenizer = tiny_target.require_tokenizer()
     prompts = [tokenizer(text)["input_ids"] for text in ("def add(", "class", "print(name")]
     sampling = Sampling(suppress=tuple(i for i in range(len(tokenizer)) if not tokenizer.decode([i]).isascii()))
@@ -418,7 +421,10 @@ def test_a_token_whose_logit_is_minus_infinity_is_never_written(target, sampling
 
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.0), Sampling(0.7, 40, 0.9, 0.01, 1.2)])
 def test_a_target_that_is_certain_of_one_token_writes_it_whatever_is_drafted(target, sampling):
-    """Drafters: as certain of the same one, as certain of another (q = 0 at the target's token, p = 0 at its own), or of none."""
+    """Drafters are as certain of the same token, as certain of another, or of none.
+
+    As certain of another: q = 0 at the target's token, p = 0 at its own.
+    """
     certain = Target(restricted(target.model, [9]))
     found = {"itself": 1.0, "wrong": 0.0, "unsure": None}
     models = {"itself": certain.model, "wrong": restricted(target.model, [8]), "unsure": target.model}
@@ -459,7 +465,7 @@ def test_a_draft_vocabulary_of_which_nothing_is_allowed_only_costs_speed(target,
 @pytest.mark.parametrize("plan", PLANS, ids=lambda plan: f"{plan.verify}, {plan}")
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_place_where_no_token_is_allowed_is_an_error_not_a_token(target, itself, temperature, plan):
-    """Where it is reached: in the prefill, in a round, but not behind an end token that was drafted."""
+    """Where it is reached: in the prefill, in a round, but not after an end token that was drafted."""
     everything = tuple(range(VOCAB))
     coupled = replace(plan, verify="coupled")
     text = (
@@ -480,7 +486,10 @@ def test_a_place_where_no_token_is_allowed_is_an_error_not_a_token(target, itsel
 
 @pytest.mark.parametrize("plan", PLANS, ids=lambda plan: f"{plan.verify}, {plan}")
 def test_a_dead_end_behind_drafts_is_an_error_under_every_rule(target, itself, plan):
-    """Two tokens are left, and behind the third of whatever is written nothing: a drafter that goes there on its own does not hide it."""
+    """Two tokens are left, and none after the third of whatever is written.
+
+    A drafter that goes there on its own does not hide it.
+    """
     left = (5, 9)
     three = [(a, b, c) for a in left for b in left for c in left]
     sampling = Sampling(

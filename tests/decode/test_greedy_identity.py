@@ -52,7 +52,8 @@ COMMON = {
 SLIDING = {"sliding_window": 3}  # shorter than every text below, and than the deepest paths of drafts
 EXPERTS = {"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 
-# Gemma scales its embeddings up: with random weights that are also the output's, a text would only repeat its last token.
+# Gemma scales its embeddings up: with random weights that are also the output's, a text would only repeat its last
+# token.
 GEMMA = {"head_dim": 8, "query_pre_attn_scalar": 8, "tie_word_embeddings": False}
 GEMMA3 = {**GEMMA, "layer_types": ["sliding_attention", "full_attention"] * 2, **SLIDING}
 SEEING = {
@@ -298,7 +299,10 @@ Ticks = dict[tuple[str, str], bool]
 
 @pytest.fixture(scope="module")
 def ticks() -> Iterator[Ticks]:
-    """What was found for each architecture, by column; written to build/architectures.md, with what this run left out."""
+    """What was found for each architecture, by column.
+
+    It is written to build/architectures.md, with what this run left out.
+    """
     found: Ticks = {}
     yield found
     file = Path(__file__).parents[2] / "build" / "architectures.md"
@@ -319,7 +323,8 @@ def listed(found: Ticks) -> str:
     ]
     return "\n".join(
         [
-            "Greedy text equal to `transformers.generate`'s, fp32, CPU: chains, static and dynamic trees, every drafter, batch 1 and ragged 8 (–: not in this run).",
+            "Greedy text equal to `transformers.generate`'s, fp32, CPU: chains, static and dynamic trees, "
+            "every drafter, batch 1 and ragged 8 (–: not in this run).",
             "",
             f"| architecture | {' | '.join(COLUMNS)} |",
             "|---" * (len(COLUMNS) + 1) + "|",
@@ -421,7 +426,10 @@ def tied(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def test_of_tied_tokens_the_first_wins_as_in_the_library():
-    """For the target in passes of any width, for chains and trees, and for a drafter whose vocabulary holds the second of a pair only."""
+    """Ties go to the first of a pair for the target in passes of any width, for chains and trees.
+
+    So they do for a drafter whose vocabulary holds the second of a pair only.
+    """
     model = tied(make("llama"))
     texts = reference(model, PROMPTS)
     assert {t % 2 for text in texts for t in text} == {0}
@@ -577,7 +585,10 @@ ENDS = [7, 29, 41]
 
 @pytest.mark.parametrize("kind", ["penalty", "bad words", "min_new_tokens", "suppress", "all"])
 def test_greedy_text_is_the_librarys_under_processors(kind):
-    """Some words begin in the prompt and some in a draft, some rounds end at an end token, one draft vocabulary is pruned."""
+    """Some words begin in the prompt and some in a draft, and some rounds end at an end token.
+
+    One draft vocabulary is pruned.
+    """
     model = make("qwen2")
     sampling = processed(reference(model, PROMPTS))[kind]
     model.generation_config.eos_token_id, model.generation_config.pad_token_id = ENDS, 0
@@ -616,7 +627,10 @@ def test_greedy_text_is_the_librarys_under_processors(kind):
     ],
 )
 def test_an_architecture_that_cannot_be_rewound_by_position_is_refused(kind, changes):
-    """Recurrent state, chunked attention, position biases built from a padding mask: an error that says so, before any text."""
+    """What cannot be decoded gets an error that says so, before any text.
+
+    These are recurrent state, chunked attention, and position biases built from a padding mask.
+    """
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **(COMMON | changes)))
     with pytest.raises(IncompatibleError, match=f"{type(model).__name__}.*"):
         Decoder(Target(model)).generate([[1, 2, 3]], 4)
@@ -626,7 +640,10 @@ def test_an_architecture_that_cannot_be_rewound_by_position_is_refused(kind, cha
 @pytest.mark.parametrize("rule", ["rejection", "coupled"])
 @pytest.mark.parametrize("depth", [1, 4])
 def test_a_drafter_that_is_the_target_has_tau_k_plus_1(depth, rule, temperature):
-    """Exactly, for one token, ragged and single prompts, and attention that must be told what is causal (gemma2, eager)."""
+    """τ is exactly k + 1, for one token, for ragged and for single prompts.
+
+    So it is for attention that must be told what is causal (gemma2, eager).
+    """
     for architecture in ("llama", "gemma2"):
         model = make(architecture)
         decoder = Decoder(Target(model), DraftModel(copy.deepcopy(model)))

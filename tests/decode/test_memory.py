@@ -1,4 +1,7 @@
-"""Memory is budgeted before any of it is allocated: exactly for caches, closely for the rest, and with one clear error."""
+"""Memory is budgeted before any of it is allocated: exactly for caches, closely for the rest.
+
+What does not fit gets one clear error.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +50,10 @@ def make(name: str, target: Target) -> Drafter | None:
 
 
 def prompts(rows: int, length: int) -> list[list[int]]:
-    """They repeat themselves, so that an n-gram drafter proposes as much as it may; and are alike, so that all rows reach their end at once."""
+    """Return prompts that repeat themselves, so that an n-gram drafter proposes as much as it may.
+
+    They are alike, so that all rows reach their end at once.
+    """
     return [[i % 7 for i in range(length)] for _ in range(rows)]
 
 
@@ -68,7 +74,7 @@ def test_the_state_of_a_drafter_is_announced_to_the_byte(name):
         assert (announced > 0) == (name != "ngram")
 
 
-# What is largest differs: the prompts' pass, caches and rounds behind long texts, logits.
+# What is largest differs: the prompts' pass, caches and rounds after long texts, logits.
 SIZES = {"prompts": (500, 4, 200, 4), "texts": (500, 16, 10, 50), "logits": (6000, 4, 20, 8)}
 RUNS: list[tuple[str, str, Plan, Sampling]] = [
     ("none", "prompts", Plan(), Sampling()),
@@ -176,7 +182,10 @@ def test_too_little_memory_is_one_error_before_anything_is_allocated(free, stati
     with PeakBytes() as count, pytest.raises(BadInputError) as caught:
         decoder.generate(prompts(8, 30), 900, plan=Plan(5))
     assert count.peak < needed.total / 1000
-    numbers = r"needs ([\d.]+) GiB \(target cache ([\d.]+), drafter ([\d.]+), working memory ([\d.]+)\) for 8 sequences of up to 930 tokens, ([\d.]+) GiB are free"
+    numbers = (
+        r"needs ([\d.]+) GiB \(target cache ([\d.]+), drafter ([\d.]+), working memory ([\d.]+)\) "
+        r"for 8 sequences of up to 930 tokens, ([\d.]+) GiB are free"
+    )
     match = re.search(
         numbers + r"; lower the batch to about (\d+), or max_new_tokens to about (\d+)\.$", str(caught.value)
     )
@@ -219,7 +228,10 @@ def test_where_nobody_says_what_is_free_nothing_is_refused(monkeypatch):
 
 
 def test_memory_that_lasts_from_request_to_request_is_not_asked_for_twice(free):
-    """Rounds of fixed shapes keep theirs: a second request needs its working memory only; a larger one gets what the first gives back."""
+    """Rounds of fixed shapes keep their memory: a second request needs its working memory only.
+
+    A larger one gets what the first gives back.
+    """
     target = Target(llama())
     decoder = Decoder(target, static=True)
     load = Load(2, 30, 200, 0, Plan(), Sampling(), True)

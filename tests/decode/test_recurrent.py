@@ -1,4 +1,6 @@
-"""Targets with states that no position rewinds: chains, in any batch, write what `transformers.generate` writes; trees are refused.
+"""Targets with states that no position rewinds write what `transformers.generate` writes.
+
+They do so in chains, in any batch; trees are refused.
 
 More of these architectures, with every drafter and at every depth: `test_greedy_identity.py`.
 """

@@ -76,7 +76,10 @@ def test_filters_equal_the_librarys(temperature, top_k, top_p, min_p, penalty):
 
 
 def test_filters_and_draws_take_any_number_of_dimensions():
-    """A single law `[V]`, and one at each place of each row `[B, Q, V]`: what they say of each is what they say of it alone."""
+    """A single law `[V]` and the laws at each place of each row `[B, Q, V]` agree.
+
+    What is said of many is what is said of each alone.
+    """
     sampling = Sampling(0.7, top_k=4, top_p=0.9, min_p=0.1)
     logits, uniform = (
         torch.randn(3, 4, 6, generator=torch.Generator().manual_seed(0)),
@@ -119,7 +122,10 @@ def test_a_filter_wider_than_the_vocabulary_changes_nothing():
 
 
 def test_filters_keep_a_pruned_draft_vocabulary_pruned():
-    """Logits of −inf (tokens outside the draft vocabulary) stay at probability 0, also where top_k exceeds what is left."""
+    """Logits of −inf (tokens outside the draft vocabulary) stay at probability 0.
+
+    That holds also where top_k exceeds what is left.
+    """
     logits = torch.tensor([[1.0, float("-inf"), 0.5, float("-inf"), 0.0]])
     for sampling in (
         Sampling(1.0, top_k=4),
@@ -224,9 +230,10 @@ PROCESSED = {
 
 
 def library_processed(text: list[int], prompt_length: int, logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
-    """What `transformers.generate` makes of `logits` `[V]` behind `text`, with its processors in its order.
+    """What `transformers.generate` makes of `logits` `[V]` after `text`, with its processors in its order.
 
-    A token that is in no word stands in front: transformers 5.17 overlooks a word that began with the first token of all.
+    A token that is in no word stands in front: transformers 5.17 overlooks a word that began with the first token of
+    all.
     """
     text, prompt_length, logits = [VOCAB, *text], prompt_length + 1, torch.nn.functional.pad(logits, (0, 1))
     steps = LogitsProcessorList([RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty)])
@@ -240,7 +247,10 @@ def library_processed(text: list[int], prompt_length: int, logits: torch.Tensor,
 
 @pytest.mark.parametrize("name", PROCESSED)
 def test_processors_equal_the_librarys_at_every_node_of_a_tree(name):
-    """Behind 200 prompts of 1 to 6 tokens: the context of a node is the prompt, its ancestors and itself, not its siblings."""
+    """The context of a node is the prompt, its ancestors and itself, not its siblings.
+
+    It is compared after 200 prompts of 1 to 6 tokens.
+    """
     sampling, rows = PROCESSED[name], 200
     parents = [-1, -1, 0, 0, 1, 3, 5]
     generator = torch.Generator().manual_seed(0)
@@ -360,7 +370,10 @@ def test_a_place_where_nothing_is_left_is_seen():
 
 
 def test_a_draw_follows_its_distribution_exactly():
-    """Tenths against the midpoints of tenths: counts are the probabilities; the sum of probs does not matter, nor where zeros stand."""
+    """Counts are the probabilities, for tenths against the midpoints of tenths.
+
+    The sum of probs does not matter, nor where zeros stand.
+    """
     grid = (torch.arange(10).double() + 0.5) / 10
     for scale in (1, 0.3):
         probs = scale * torch.tensor([0.0, 0.5, 0.0, 0.3, 0.2, 0.0]).expand(10, -1)
@@ -399,7 +412,10 @@ def test_the_most_probable_token_is_the_first_of_the_highest(dtype):
 
 
 def uniform_by_hand(seed: int, stream: int, *keys: int) -> float:
-    """splitmix64's finaliser over (seed, stream, keys), in Python's own integers; the top 53 bits, in the middle of their cell."""
+    """Return splitmix64's finaliser over (seed, stream, keys), in Python's own integers.
+
+    The top 53 bits stand for the middle of their cell.
+    """
 
     def mix(x: int) -> int:
         x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
@@ -415,7 +431,10 @@ def uniform_by_hand(seed: int, stream: int, *keys: int) -> float:
 
 @pytest.mark.parametrize("seed", [0, 1, -1, 10**6, 2**63 - 1, 2**63, 2**64 + 5])
 def test_uniforms_are_the_same_on_every_machine_and_in_every_version(seed):
-    """A seed that was written down gives its text again: the values are fixed, as a hash that is written down once more here."""
+    """A seed that was written down gives its text again: the values are fixed.
+
+    The hash is written down once more here.
+    """
     rows, positions = torch.tensor([[0], [7], [2**40]]), torch.tensor([0, 1, 12345])
     for stream in (DRAFT, ACCEPT, CORRECT, COUPLED):
         expected = [

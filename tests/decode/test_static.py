@@ -1,7 +1,7 @@
 """Rounds of fixed shapes say what the others say, never ask the host, and can be recorded once and replayed.
 
-A GPU records them as CUDA graphs. `Recorder` stands in for one: it notes every operation of a round with its tensors, and a
-replay runs the same operations on the same memory, with nothing of the Python around them.
+A GPU records them as CUDA graphs. `Recorder` stands in for one: it notes every operation of a round with its tensors,
+and a replay runs the same operations on the same memory, with nothing of the Python around them.
 """
 
 from __future__ import annotations
@@ -143,7 +143,10 @@ def test_generations_that_run_at_the_same_time_do_not_share_memory(target):
 
 
 def test_rows_that_finished_may_do_what_they_like(tiny_llama):
-    """They read before their begin (a draft model with learned positions), and reach places where no token is allowed."""
+    """Rows that finished read before their begin, and reach places where no token is allowed.
+
+    The first matters to a draft model with learned positions.
+    """
     torch.manual_seed(0)
     sizes = {
         "vocab_size": VOCAB,
@@ -220,7 +223,10 @@ def test_the_context_is_filled_to_its_last_position(tiny_llama):
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 def test_a_round_never_reads_a_tensor_on_the_host(tiny_llama, monkeypatch, plan, sampling):
-    """On the meta device tensors have shapes and no values: whoever asks for one fails. And no round copies from the host."""
+    """No round reads a value or copies from the host.
+
+    On the meta device tensors have shapes and no values: whoever asks for one fails.
+    """
     if (plan, sampling) not in CASES:
         pytest.skip("needs a temperature")
     with torch.device("meta"):
@@ -359,7 +365,10 @@ def test_the_plain_target_replays_and_grows_into_the_next_window(target, replays
 
 
 def test_the_graphs_used_last_are_kept(target, replays, monkeypatch):
-    """Room for two: the third sampling takes the place of the one that was used least recently; the others replay on without a capture."""
+    """With room for two, the third sampling takes the place of the one that was used least recently.
+
+    The others replay on without a capture.
+    """
     monkeypatch.setattr(graphs, "_MOST_GRAPHS", 2)
     decoder = Decoder(target, static=True)
 

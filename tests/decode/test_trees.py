@@ -170,7 +170,7 @@ def test_a_lossy_plan_is_never_called_lossless(target, plan):
 
 
 def test_alpha_counts_only_what_was_drafted_behind_the_kept_path(target):
-    """q = p: the first child is always kept; where it has none of its own, nothing was refused behind it."""
+    """q = p: the first child is always kept; where it has none of its own, nothing was refused after it."""
     drafter = DraftModel(copy.deepcopy(target.model))
     out = Decoder(target, drafter).generate(PROMPTS, 1 + 2 * 6, plan=Plan(tree=Tree((-1, -1, 1))))
     assert out.stats.alpha() == [1.0]
@@ -186,7 +186,7 @@ def test_a_wide_tree_needs_cache_not_positions(target, tiny_llama):
 
 @pytest.mark.parametrize("plan", [Plan(4), Plan(tree=Tree((-1, -1, 0, 0, 2, 4)))], ids=str)
 def test_ties_are_broken_in_trees_as_the_target_breaks_them(tiny_llama, plan):
-    """Every logit is tied with its neighbour's; with the target as its own drafter every draft is right all the same."""
+    """With the target as its own drafter every draft is right, though every logit is tied with its neighbour's."""
     model = tiny_llama(layers=4)
     with torch.no_grad():
         model.lm_head.weight[1::2] = model.lm_head.weight[0::2]

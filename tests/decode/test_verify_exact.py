@@ -1,8 +1,8 @@
 """The rules for chains, enumerated exactly: the law of what is emitted is the target's, to rounding.
 
 No statistics: drafts are weighted by q, uniforms run over the midpoints of a grid on which every threshold of the
-chosen distributions lies, and the joint law of k + 1 tokens is compared with the target's own in fp64. The second half plants the
-bugs that were seen in the field and shows that the enumeration catches each of them.
+chosen distributions lies, and the joint law of k + 1 tokens is compared with the target's own in fp64. The second half
+plants the bugs that were seen in the field and shows that the enumeration catches each of them.
 
 Shapes: N enumerated cases, k draft tokens, V = 3 symbols (2 in some).
 """
@@ -159,7 +159,10 @@ def test_rejection_emits_the_targets_law(name, k):
 @pytest.mark.parametrize("length", [0, 1, 2])
 @pytest.mark.parametrize("name", TARGETS)
 def test_a_row_that_proposes_fewer_tokens_gets_its_bonus_from_p(name, length):
-    """Entries behind `lengths` mean nothing; the token behind the last proposed one is no correction, so it has no residual."""
+    """Entries after `lengths` mean nothing.
+
+    The token after the last proposed one is no correction, so it has no residual.
+    """
     cases = enumerate_rejection(rejection, TARGETS[name], DRAFTS[name], 3, length=length)
     assert int(cases.accepted.max()) <= length
     assert distance(cases.joint(TARGETS[name]), TARGETS[name].law(4)) < EXACT
@@ -204,7 +207,10 @@ def test_a_token_that_the_target_excludes_is_never_emitted():
 
 @pytest.mark.parametrize("rule", [rejection, block])
 def test_a_refusal_that_only_rounding_explains_is_followed_by_a_draw_from_p(rule):
-    """In the first row p <= q everywhere, so a refusal leaves no residual; the second row's residual has nothing to do with it."""
+    """Where p <= q everywhere, a refusal leaves no residual, and the draw is from p.
+
+    That is so in the first row; the second row's residual has nothing to do with it.
+    """
     p = torch.tensor([[0.5, 0.25, 0.25 - 1e-7], [0.5, 0.25, 0.25]], dtype=torch.float64)
     q = torch.tensor([[0.5, 0.25, 0.25], [0.25, 0.25, 0.5]], dtype=torch.float64)
     for uniform, expected in ((0.01, [0, 0]), (0.6, [1, 0]), (0.99, [2, 0])):
@@ -232,7 +238,7 @@ def confident_until(drafts: Tensor, draft_probs: Tensor, threshold: float) -> Te
 
 
 def ending(rule: Rule, threshold: float, dropped: int = 0) -> Rule:
-    """`rule` on chains that end behind the first unconfident draft; `dropped` = 1 leaves that one out."""
+    """`rule` on chains that end after the first unconfident draft; `dropped` = 1 leaves that one out."""
 
     def shortened(
         drafts: Tensor, lengths: Tensor, p: Tensor, q: Tensor, accept: Tensor, correct: Tensor
@@ -248,7 +254,10 @@ def ending(rule: Rule, threshold: float, dropped: int = 0) -> Rule:
     [("three symbols", 0.25), ("three symbols", 0.35), ("three symbols", 0.45), ("p(x) = 0", 0.3)],
 )
 def test_a_chain_that_ends_behind_an_unconfident_draft_emits_the_targets_law(name, threshold):
-    """Its length depends on the drafts themselves. That takes no bias: the draft that ends the chain is verified like any other."""
+    """A chain whose length depends on the drafts themselves has no bias.
+
+    The draft that ends the chain is verified like any other.
+    """
     k, target = 3, TARGETS[name]
     possible = paths(3, k)[DRAFTS[name].weights(paths(3, k)) > 0]
     until = confident_until(possible, DRAFTS[name].along(possible)[:, :-1], threshold)
@@ -274,11 +283,14 @@ def rounds_under_shared_noise(
     length: int,
     until: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None,
 ) -> Tensor:
-    """Whole generations of `length` tokens by `match`, one per cell of the uniforms that are keyed by position; `[N, length]`.
+    """Return whole generations of `length` tokens by `match`, `[N, length]`.
 
-    `propose(context [V+1-coded last token, N], uniforms [N, depth]) -> drafts [N, depth]` may look at the same uniforms as the target:
-    a position that is not reached in one round meets the same uniform again in the next one. `until(context, drafts, accepted in the
-    round before) -> [N]` says how many of the drafts each row keeps; None for all.
+    There is one per cell of the uniforms that are keyed by position.
+
+    `propose(context [V+1-coded last token, N], uniforms [N, depth]) -> drafts [N, depth]` may look at the same uniforms
+    as the target: a position that is not reached in one round meets the same uniform again in the next one.
+    `until(context, drafts, accepted in the round before) -> [N]` says how many of the drafts each row keeps; None for
+    all.
     """
     uniforms = torch.nn.functional.pad(grid(length), (0, depth + 1), value=0.5)
     law = torch.cat([target.rows, target.first[None]])
@@ -330,7 +342,10 @@ def test_uniforms_that_meet_a_position_twice_do_not_bias_it(depth):
 @pytest.mark.parametrize("depth", [1, 2, 3])
 @pytest.mark.parametrize("name", TARGETS)
 def test_coupled_drafts_that_see_the_targets_noise_do_not_bias_it(name, depth):
-    """Draft and target draw from the same uniform of each position; the text is a function of the noise and the target alone."""
+    """Draft and target draw from the same uniform of each position.
+
+    The text is a function of the noise and the target alone.
+    """
     target, drafter = TARGETS[name], DRAFTS[name]
     law = torch.cat([drafter.rows, drafter.first[None]])
 
@@ -353,7 +368,10 @@ def test_coupled_drafts_that_see_the_targets_noise_do_not_bias_it(name, depth):
 @pytest.mark.parametrize("name", TARGETS)
 @pytest.mark.parametrize("coupled", [False, True])
 def test_chains_whose_ends_depend_on_their_drafts_and_on_earlier_rounds_do_not_bias_matching(name, threshold, coupled):
-    """Behind an unconfident draft, and no deeper than one more than the round before accepted: candidates, and drafts that see the target's noise."""
+    """Chains end after an unconfident draft, and no deeper than one more than the round before accepted.
+
+    Drafts are candidates, or see the target's noise.
+    """
     target, law = TARGETS[name], torch.cat([DRAFTS[name].rows, DRAFTS[name].first[None]])
     seen: set[int] = set()
 
@@ -399,7 +417,10 @@ def test_expected_accepted_of_the_two_symbol_example():
 
 
 def test_alpha_of_the_three_symbol_example():
-    """p = (.5, .3, .2), q = (.2, .3, .5): accepted with Σ min(p, q) = 7/10; the most probable draft as a candidate with p(x) = 1/5."""
+    """A draft is accepted with Σ min(p, q) = 7/10 for p = (.5, .3, .2), q = (.2, .3, .5).
+
+    The most probable draft as a candidate is accepted with p(x) = 1/5.
+    """
     target, drafter = Chain.of([0.5, 0.3, 0.2]), Chain.of([0.2, 0.3, 0.5])
     assert enumerate_rejection(rejection, target, drafter, 1).mean_accepted() == pytest.approx(0.7, abs=EXACT)
     uniforms = grid(2)
@@ -418,7 +439,10 @@ def test_tokens_per_round_at_constant_alpha(k):
 
 
 def test_expected_accepted_of_the_first_order_chain():
-    """k = 3: 1.57773675521. Its thresholds share no grid: each uniform takes the midpoint of either side, weighted by its length."""
+    """At k = 3 the mean is 1.57773675521.
+
+    Its thresholds share no grid: each uniform takes the midpoint of either side, weighted by its length.
+    """
     f = Fraction
     target = Chain.of(
         [f(3, 8), f(3, 16), f(7, 16)],
@@ -550,7 +574,10 @@ def test_drawing_and_accepting_with_the_same_uniforms_is_caught(k):
 
 
 def test_dropping_an_unconfident_token_that_was_sampled_is_caught():
-    """p = (.7, .3), q = (.5, .5): dropping the second symbol gives (.85, .15); stopping behind it instead is lossless."""
+    """Dropping the second symbol gives (.85, .15) for p = (.7, .3), q = (.5, .5).
+
+    Stopping after it instead is lossless.
+    """
     target, drafter = Chain.of([0.7, 0.3]), Chain.of([0.5, 0.5])
 
     def dropping(drafts: Tensor, lengths: Tensor, *rest: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,12 +1,13 @@
 """The rules for trees and for blocks, enumerated exactly: the law of what is emitted is the target's, to rounding.
 
-No statistics. Every tree that a drafter can draw is weighted by its probability. A uniform matters only by the side of a threshold
-that it falls on: the thresholds are found in the rule itself, by bisection, and all combinations of sides are run and weighted by their size; the
-law of the token that follows is measured in the same way. The joint law of D + 1 tokens is compared with the target's own in
-fp64. The rules are also written down a second time, by hand, row by row: without a bug it says the same, and each planted bug is caught.
+No statistics. Every tree that a drafter can draw is weighted by its probability. A uniform matters only by the side of
+a threshold that it falls on: the thresholds are found in the rule itself, by bisection, and all combinations of sides
+are run and weighted by their size; the law of the token that follows is measured in the same way. The joint law of D +
+1 tokens is compared with the target's own in fp64. The rules are also written down a second time, by hand, row by row:
+without a bug it says the same, and each planted bug is caught.
 
-Shapes: M drafted trees, N nodes, D levels, V symbols, K outcomes. A first-order source is a tensor `[V + 1, V]`: the law of the next token after
-each symbol and, as the last row, of the first token.
+Shapes: M drafted trees, N nodes, D levels, V symbols, K outcomes. A first-order source is a tensor `[V + 1, V]`: the
+law of the next token after each symbol and, as the last row, of the first token.
 """
 
 from __future__ import annotations
@@ -98,7 +99,10 @@ def after(target: Tensor, length: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Trees:
-    """All trees of one shape that a drafter can draw: tokens `[M, N]`, weights `[M]` that sum to 1, probabilities `[M, N + 1, V]`."""
+    """All trees of one shape that a drafter can draw.
+
+    Tokens `[M, N]`, weights `[M]` that sum to 1, probabilities `[M, N + 1, V]`.
+    """
 
     parents: list[int]
     tokens: Tensor
@@ -108,7 +112,10 @@ class Trees:
 
     @classmethod
     def drawn(cls, parents: list[int], target: Tensor, drafter: Tensor, replaced: bool = False) -> Trees:
-        """Siblings without replacement, or with it; where nothing is left of q, any token may stand, a repeated one too."""
+        """Draw siblings without replacement, or with it.
+
+        Where nothing is left of q, any token may stand, a repeated one too.
+        """
         tokens = paths(target.shape[1], len(parents))
         nodes = torch.nn.functional.pad(tokens, (1, 0), value=-1)
         left, weights = drafter[nodes], torch.ones(len(tokens), dtype=torch.float64)
@@ -149,7 +156,10 @@ class Trees:
 
 @dataclass(frozen=True)
 class Outcomes:
-    """What one round can lead to: a tree, the place where its path ends, and the law of what follows; weights `[K]` sum to 1."""
+    """What one round can lead to: a tree, the place where its path ends, and the law of what follows.
+
+    The weights `[K]` sum to 1.
+    """
 
     paths: list[list[int]]  # [K] tokens that are kept
     weights: Tensor  # [K]
@@ -206,7 +216,8 @@ def enumerate_round(rule: Rule, trees: Trees, steps: int = 46) -> Outcomes:
     accept = torch.where(sides, 1 + limits, limits) / 2
     accepted, path, _ = trees.verify(rule, rows, accept)
     place = torch.nn.functional.pad(path, (1, 0), value=-1).gather(1, accepted[:, None])[:, 0] + 1
-    # What follows depends on the tree and the place alone (`test_the_sides_of_the_thresholds_decide`): one case of each is enough.
+    # What follows depends on the tree and the place alone (`test_the_sides_of_the_thresholds_decide`): one case of each
+    # is enough.
     keys, which = torch.unique(rows * (size + 1) + place, return_inverse=True)
     case = torch.empty_like(keys).scatter(0, which, torch.arange(len(which)))
     rows, path, accept = rows[case], path[case], accept[case]
@@ -321,7 +332,7 @@ def test_a_candidate_that_q_excludes_may_stand_before_samples(name):
 @pytest.mark.parametrize("length", [0, 1, 2])
 @pytest.mark.parametrize("symbols", SOURCES)
 def test_a_block_of_fewer_tokens_gets_its_bonus_from_p(symbols, length):
-    """Entries behind `lengths` mean nothing."""
+    """Entries after `lengths` mean nothing."""
     target, drafter = SOURCES[symbols]
     trees = Trees.drawn(SHAPES["chain of 3"], target, drafter)
 
@@ -352,7 +363,10 @@ def test_q_equal_to_p_accepts_a_whole_path(name):
 
 @pytest.mark.parametrize("rule", [on_chain(block), traversal])
 def test_a_certain_draft_stays_where_rounding_leaves_no_residual_behind_it(rule):
-    """p <= q everywhere at the second place, so nothing can stand in for the draft there; the first one is worth 1 and is kept."""
+    """Where p <= q everywhere, nothing can stand in for the draft.
+
+    That is so at the second place; the first one is worth 1 and is kept.
+    """
     drafter = source([0.5, 0.5], [0.5, 0.5], [0.5, 0.5])
     target = source([0.5, 0.5 - 1e-7], [0.5, 0.5], [0.5, 0.5])
     trees = Trees(
@@ -370,7 +384,10 @@ def test_a_certain_draft_stays_where_rounding_leaves_no_residual_behind_it(rule)
 
 
 def ending(rule: Rule, threshold: float, dropped: bool = False) -> Rule:
-    """`rule` where nothing stands below a draft to which the drafter gives less than `threshold`; `dropped` leaves that one out too."""
+    """Return `rule` for trees in which nothing stands below a draft that the drafter gives less than `threshold`.
+
+    `dropped` leaves that draft out too.
+    """
 
     def verify(
         tokens: Tensor, parents: Tensor, real: Tensor, p: Tensor, q: Tensor, accept: Tensor, correct: Tensor, depth: int
@@ -394,7 +411,10 @@ SAMPLED: dict[str, Rule] = {"rejection": on_chain(rejection), "block": on_chain(
 @pytest.mark.parametrize("symbols", SOURCES)
 @pytest.mark.parametrize("name", SAMPLED)
 def test_a_chain_that_ends_behind_an_unconfident_draft_emits_the_targets_law(name, symbols, threshold):
-    """Its length depends on the drafts. For a block the last place of a shorter row passes with P there, like that of a whole one."""
+    """A chain whose length depends on the drafts is judged losslessly.
+
+    For a block the last place of a shorter row passes with P there, like that of a whole one.
+    """
     target, drafter = SOURCES[symbols]
     trees = Trees.drawn(SHAPES["chain of 3"], target, drafter)
     found = enumerate_round(ending(SAMPLED[name], threshold), trees)
@@ -424,7 +444,11 @@ def test_leaving_the_unconfident_draft_out_is_caught(name, threshold):
 
 
 def test_a_block_that_ends_early_but_is_judged_otherwise_is_caught():
-    """As if more drafts came, then cut where the row ends; and with a residual at its last place, where there is no draft to make up for."""
+    """Two wrong ways to judge a row that ends early are caught.
+
+    One is as if more drafts came, then cut where the row ends; the other with a residual at its last place, where there
+    is no draft to make up for.
+    """
     target, drafter = SOURCES["three symbols"]
     trees = Trees.drawn(SHAPES["chain of 3"], target, drafter)
 
@@ -452,7 +476,7 @@ Shape = tuple[int, ...]
 
 
 def starting(symbols: str, last: int) -> tuple[Tensor, Tensor]:
-    """Target and drafter behind the symbol `last`; -1 for the beginning."""
+    """Target and drafter after the symbol `last`; -1 for the beginning."""
     target, drafter = SOURCES[symbols]
     return torch.cat([target[:-1], target[last][None]]), torch.cat([drafter[:-1], drafter[last][None]])
 
@@ -463,7 +487,10 @@ def round_from(rule: Rule, symbols: str, shape: Shape, last: int) -> Outcomes:
 
 
 def law_of_two_rounds(rules: tuple[Rule, Rule], symbols: str, first: Shape, second: list[Shape], length: int) -> Tensor:
-    """Of `length` tokens: a round of the shape `first`, one of the shape `second[accepted in the first]`, then what the target alone would say."""
+    """Return the law of `length` tokens: of a round of the shape `first`, one of `second`, then the target alone.
+
+    The second round's shape is `second[accepted in the first]`.
+    """
     vocab = SOURCES[symbols][0].shape[1]
     found, law = round_from(rules[0], symbols, first, -1), torch.zeros(vocab**length, dtype=torch.float64)
     for path, weight, following in zip(found.paths, found.weights, found.following, strict=True):
@@ -488,7 +515,7 @@ DEPTHS: dict[str, list[Shape]] = {
 @pytest.mark.parametrize("symbols", ["two symbols", "q(x) = 0"])
 @pytest.mark.parametrize("name", SAMPLED)
 def test_a_depth_that_depends_on_the_round_before_changes_no_law(name, symbols, then):
-    """All tokens of both rounds, whatever either accepted, and what the target alone would say behind them."""
+    """All tokens of both rounds, whatever either accepted, and what the target alone would say after them."""
     length = max(accepted + 2 + len(shape) for accepted, shape in enumerate(DEPTHS[then]))
     law = law_of_two_rounds((SAMPLED[name],) * 2, symbols, (-1, 0), DEPTHS[then], length)
     assert distance(law, after(SOURCES[symbols][0], length)[-1]) < EXACT
@@ -522,10 +549,13 @@ def test_a_depth_that_looks_at_the_drafts_it_leaves_out_is_caught(name):
 def texts_by_matching(
     target: Tensor, parents: list[int], grow: Callable[[Tensor, Tensor], Tensor] | None, length: int
 ) -> Tensor:
-    """Whole generations of `length` tokens by `match_tree`, one per cell of the uniforms that are keyed by position; `[10 ** length, length]`.
+    """Return whole generations by `match_tree`, `[10 ** length, length]`.
 
-    `grow(law's row of the last token, uniforms by depth) -> tokens [N, nodes]` may look at the same uniforms as the target, which siblings
-    share. Of the tree stays in each round what is no deeper than one more than was accepted before. None: one token a round.
+    There is one per cell of the uniforms that are keyed by position.
+
+    `grow(law's row of the last token, uniforms by depth) -> tokens [N, nodes]` may look at the same uniforms as the
+    target, which siblings share. Of the tree stays in each round what is no deeper than one more than was accepted
+    before. None: one token a round.
     """
     levels = torch.tensor([len(path) for path in ancestors(parents)])
     depth = int(levels.max())
@@ -551,7 +581,10 @@ def texts_by_matching(
 
 
 def grown(drafter: Tensor, parents: list[int], coupled: bool) -> Callable[[Tensor, Tensor], Tensor]:
-    """Children in the order in which the drafter wants them: drawn one after the other with the uniform of their place, or the most probable."""
+    """Return children in the order in which the drafter wants them.
+
+    They are drawn one after the other with the uniform of their place, or are the most probable.
+    """
 
     def grow(last: Tensor, uniforms: Tensor) -> Tensor:
         tokens = torch.zeros(len(last), len(parents), dtype=torch.long)
@@ -571,7 +604,10 @@ def grown(drafter: Tensor, parents: list[int], coupled: bool) -> Callable[[Tenso
 @pytest.mark.parametrize("symbols", ["three symbols", "p(x) = 0", "q(x) = 0"])
 @pytest.mark.parametrize("coupled", [False, True])
 def test_matched_trees_write_the_same_text_as_no_drafts_and_that_follows_the_targets_law(coupled, symbols, shape):
-    """Round after round, with trees that shrink and grow with what was accepted; drafts may see the noise that the target draws with."""
+    """The text is the target's, round after round, with trees that shrink and grow with what was accepted.
+
+    Drafts may see the noise that the target draws with.
+    """
     target, drafter = SOURCES[symbols]
     plain = texts_by_matching(target, SHAPES[shape], None, 4)
     assert torch.equal(texts_by_matching(target, SHAPES[shape], grown(drafter, SHAPES[shape], coupled), 4), plain)
@@ -581,7 +617,10 @@ def test_matched_trees_write_the_same_text_as_no_drafts_and_that_follows_the_tar
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_the_greedy_rule_keeps_exactly_the_targets_own_path(shape):
-    """Over all trees of that shape with different siblings: what is emitted is what argmax after argmax gives, and as much of it as the tree holds."""
+    """What is emitted is what argmax after argmax gives, and as much of it as the tree holds.
+
+    This is so for all trees of that shape with different siblings.
+    """
     target, parents = SOURCES["three symbols"][0], SHAPES[shape]
     tokens = Trees.drawn(parents, target, torch.ones(4, 3, dtype=torch.float64) / 3).tokens
     best = target.argmax(1)
@@ -609,7 +648,10 @@ def mean_accepted(rule: Rule, parents: list[int], target: Tensor, drafter: Tenso
     [(on_chain(rejection), 10 / 9), (without_replacement, 10 / 9), (on_chain(block), 11 / 9), (traversal, 11 / 9)],
 )
 def test_expected_accepted_of_the_two_symbol_example(rule, expected):
-    """p = (1/3, 2/3), q = (2/3, 1/3), k = 2: 10/9 token by token, 11/9 for whole blocks, and the law of 3 tokens is p's in both."""
+    """The mean is 10/9 token by token, 11/9 for whole blocks, for p = (1/3, 2/3), q = (2/3, 1/3), k = 2.
+
+    The law of 3 tokens is p's in both.
+    """
     target, drafter = source(*[[1 / 3, 2 / 3]] * 3), source(*[[2 / 3, 1 / 3]] * 3)
     found = enumerate_round(rule, Trees.drawn([-1, 0], target, drafter))
     assert found.mean_accepted() == pytest.approx(expected, abs=EXACT)
@@ -641,7 +683,10 @@ SIBLINGS = source(*[[0.5, 0.3, 0.2]] * 4), source(*[[0.2, 0.3, 0.5]] * 4)
     ("count", "independent", "distinct", "candidates"), [(2, 19 / 25, 41 / 50, 1 / 2), (3, 101 / 125, 1, 1)]
 )
 def test_acceptance_of_siblings(count, independent, distinct, candidates):
-    """p = (.5, .3, .2), q = (.2, .3, .5). Drawn independently, q stays whole: then keeping the refused token in it is right."""
+    """Siblings drawn independently leave q whole: then keeping the refused token in it is right.
+
+    Here p = (.5, .3, .2) and q = (.2, .3, .5).
+    """
     target, drafter = SIBLINGS
     parents = [-1] * count
     for name, rule in TREE_RULES.items():
@@ -689,10 +734,13 @@ def test_traversal_accepts_no_less_than_level_by_level(seed):
 
 
 def test_traversal_may_accept_less_where_siblings_stand_below_the_first_level():
-    """No theorem there, and this tree shows why; a lesser claim on the place can leave less to the second sibling than its share.
+    """No theorem holds there, and this tree shows why.
 
-    The first draft is worth 7/10. Its children, p = (0, .5, .1, .4) and q = (.8, .1, .1, 0): level by level one of them stays with
-    1/5 + 4/5 · 1/2 = 3/5. With w = 7/10 p, the first stays with 17/100, and the second with 4/5 · 25/83 + 3/100 · 1/9 instead of 7/10 · 3/5 altogether.
+    A lesser claim on the place can leave less to the second sibling than its share.
+
+    The first draft is worth 7/10. Its children, p = (0, .5, .1, .4) and q = (.8, .1, .1, 0): level by level one of them
+    stays with 1/5 + 4/5 · 1/2 = 3/5. With w = 7/10 p, the first stays with 17/100, and the second with 4/5 · 25/83 +
+    3/100 · 1/9 instead of 7/10 · 3/5 altogether.
     """
     target = source([0, 0.5, 0.1, 0.4], *[[0.25] * 4] * 3, [0.7, 0.3, 0, 0])
     drafter = source([0.8, 0.1, 0.1, 0], *[[0.25] * 4] * 3, [1, 0, 0, 0])
@@ -834,7 +882,10 @@ def test_on_a_chain_the_rule_for_trees_is_the_one_for_chains(rule, chain_rule):
 
 @pytest.mark.parametrize("name", TREE_RULES)
 def test_the_sides_of_the_thresholds_decide(name):
-    """What the enumeration rests on: any uniform does what the middle of its side does, and what follows depends on the path alone."""
+    """What the enumeration rests on: any uniform does what the middle of its side does.
+
+    And what follows depends on the path alone.
+    """
     trees, g = Trees.drawn(SHAPES["unbalanced"], *SOURCES["three symbols"]), torch.Generator().manual_seed(0)
     rows = torch.randint(len(trees.tokens), (5000,), generator=g)
     accept, again = (torch.rand(5000, 5, dtype=torch.float64, generator=g) for _ in range(2))
@@ -901,7 +952,10 @@ def test_typical_acceptance_is_known_to_be_lossy():
 
 @pytest.mark.parametrize(("chance", "accepted"), [(0.05, 0), (0.1, 1), (0.2, 1)])
 def test_a_typical_token_has_more_than_epsilon_or_what_the_entropy_asks(chance, accepted):
-    """Two likely tokens besides x: p = (x, rest/2, rest/2). At x = .1 the entropy asks for .3 · exp(−.949) = .116, epsilon for .09."""
+    """Beside x there are two likely tokens: p = (x, rest/2, rest/2).
+
+    At x = .1 the entropy asks for .3 · exp(−.949) = .116, epsilon for .09.
+    """
     places = source([chance, (1 - chance) / 2, (1 - chance) / 2])[:, None].expand(1, 2, 3)
     node = torch.zeros(1, 1, dtype=torch.long)
     assert typical(node, node - 1, node == 0, places, 1)[0].tolist() == [accepted]
@@ -1109,7 +1163,10 @@ def test_without_a_bug_there_is_no_bias():
 
 @pytest.mark.parametrize(("name", "bug"), [*product(TREE_RULES, BOTH), *product(["traversal"], PATHS_ONLY)])
 def test_the_enumeration_catches(name, bug):
-    """In a tree whose first draft has two children and whose second has none; for the bug that concerns it, where q runs out of tokens."""
+    """Each planted bug is caught in a tree whose first draft has two children and whose second has none.
+
+    The bug that concerns it is caught where q runs out of tokens.
+    """
     shape, symbols = (
         ([-1, -1, -1], "q(x) = 0") if bug == "what q cannot draw stays" else ([-1, 0, 0, -1], "three symbols")
     )
@@ -1121,7 +1178,8 @@ def test_the_enumeration_catches_in_a_block(bug):
     assert bias(on_chain(block_by_hand(bug)), [-1, 0, 1], "three symbols") > 0.01
 
 
-# ------------------------------------------------------------ planted bugs around the rules: what they are told is not what was done
+# ------------------------------------------------------------ planted bugs around the rules: what they are told is not
+# what was done
 
 
 def at_temperature(law: Tensor, temperature: float) -> Tensor:
@@ -1207,5 +1265,8 @@ def test_a_rule_that_is_told_another_law_than_was_used_is_caught(name, bug):
 )
 @pytest.mark.parametrize("name", SAMPLED)
 def test_a_rule_that_is_told_what_was_used_takes_no_bias(name, laws):
-    """At any temperature, under any filter, in any precision, and with filters for the target alone too: that costs acceptance only."""
+    """The law is the target's at any temperature, under any filter, in any precision.
+
+    So it is with filters for the target alone: that costs acceptance only.
+    """
     assert biased(name, laws) < EXACT

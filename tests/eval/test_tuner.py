@@ -51,7 +51,8 @@ def test_a_whole_tuning(target: Target, suites: list[Suite], settings: EvalSpec)
         measured = [c for c in batch.candidates if c.tokens_per_second is not None]
         assert measured[0].plan == {"depth": 0}
         assert (measured[0].tau, measured[0].speedup, measured[-1].weight) == (1.0, 1.0, 16.0)
-        chains = {c.plan["depth"]: c for c in batch.candidates if "tree" not in c.plan and c.weight is None}
+        alone = [c for c in batch.candidates if c.statistical is None]
+        chains = {c.plan["depth"]: c for c in alone if "tree" not in c.plan and c.weight is None}
         assert [chains[d].predicted_tau for d in range(9)] == [1, 2, 3, 4, 5, 6, 7, 8, 9]
         assert batch.chosen in measured
         assert batch.context == 4 + 6

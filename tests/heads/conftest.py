@@ -14,9 +14,9 @@ from outrider.targets import Counts, Target
 
 @pytest.fixture
 def decoded_logits() -> Callable[..., list[list[Tensor]]]:
-    """`decoded_logits(drafter, target, tokens, starts, steps)`: logits `[B, V']` per round and depth under teacher forcing.
+    """`decoded_logits(drafter, target, tokens, starts, steps)`: logits `[B, V']` by round and depth, teacher forced.
 
-    Row b's rounds begin behind `starts[b][round]` absorbed tokens.
+    Row b's rounds begin after `starts[b][round]` absorbed tokens.
     """
 
     def decoded(

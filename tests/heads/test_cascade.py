@@ -1,4 +1,7 @@
-"""A drafter that drafts for a drafter: the model's own law in fewer passes; and one that goes on behind it, losslessly under every rule."""
+"""A drafter that drafts for a drafter: the model's own law in fewer passes.
+
+The other half is one that goes on after it, losslessly under every rule.
+"""
 
 from __future__ import annotations
 
@@ -85,7 +88,10 @@ SAMPLINGS = [Sampling(), Sampling(1.0), Sampling(0.8, top_p=0.9, seed=3), Sampli
     "plan", [Plan(6), Plan(1), Plan(5, verify="coupled"), Plan(6, verify="block"), Plan(6, confidence=0.3)], ids=str
 )
 def test_every_round_is_the_one_the_model_alone_would_have_had(target, model, sampling, plan):
-    """Draws are keyed by their place, so equal distributions give equal tokens: drafts, accepted drafts and text are the model's, alone and in a batch."""
+    """Drafts, accepted drafts and text are the model's, alone and in a batch.
+
+    Draws are keyed by their place, so equal distributions give equal tokens.
+    """
     for prompts in (PROMPTS[:1], PROMPTS):
         alone, both = (
             Decoder(target, d).generate(prompts, 30, sampling, plan, ignore_eos=True)
@@ -138,7 +144,8 @@ def scripted(tokens: list[int]) -> Callable[[Tensor, Tensor | None], Tensor]:
 @pytest.mark.parametrize(
     ("drafted", "widths"),
     [
-        # The guess behind 1 is 2 3 4 1 2 3: right to the end, wrong at its third token, wrong at once, and right again after an error.
+        # The guess after 1 is 2 3 4 1 2 3: right to the end, wrong at its third token, wrong at once, and right
+        # again after an error.
         ([2, 3, 4, 1, 2, 3], [6]),
         ([2, 3, 50, 51, 52, 53], [6, 1, 1, 1]),
         ([50, 51, 52, 53, 54, 55], [6, 1, 1, 1, 1, 1]),
@@ -154,7 +161,7 @@ def test_a_pass_reads_what_is_guessed_and_another_follows_only_where_a_guess_was
     found = passes(model, monkeypatch)
     proposal = state.propose(torch.tensor([1]), 6, scripted(drafted))
     assert proposal.tokens.tolist() == [drafted]
-    assert found == widths, "the last token is read by nobody: nothing is drafted behind it"
+    assert found == widths, "the last token is read by nobody: nothing is drafted after it"
 
 
 def test_repetitive_text_costs_fewer_passes_than_tokens(tiny_llama, model, monkeypatch):
@@ -173,7 +180,7 @@ def test_repetitive_text_costs_fewer_passes_than_tokens(tiny_llama, model, monke
 
 @torch.inference_mode()
 def test_guesses_that_were_wrong_are_never_seen_again(target, model):
-    """After rounds that kept a part of chains with dead guesses in between, the state is that of one pass over the text, in a ragged batch."""
+    """After rounds that kept a part of chains with dead guesses, the session is that of one pass, in a ragged batch."""
     cascade = Cascade(Ngram(), model)
     texts = [list(REPEATED), list(FRESH)]
     state = opened(cascade, target, texts)
@@ -206,7 +213,7 @@ def test_more_guesses_than_the_cache_has_room_for_are_not_read(target, model, mo
 
 @torch.inference_mode()
 def test_logits_of_a_chain_read_at_once_are_those_of_one_token_at_a_time(target, model):
-    """Behind the root, behind a node in the middle and behind a dead one, in ragged rows."""
+    """After the root, after a node in the middle and after a dead one, in ragged rows."""
     roots, texts = torch.tensor([5, 6]), [REPEATED, FRESH[:3]]
     state = opened(model, target, texts)
     first = state.read_chain(torch.tensor([[5, 10, 11], [6, 12, 13]]))
@@ -251,8 +258,11 @@ MODELS: dict[str, Callable[[Target, DraftModel], Drafter]] = {
 
 
 @torch.inference_mode()
-def test_behind_the_models_tokens_the_statistical_drafter_goes_on(target, model):
-    """From the text and the model's drafts together; rows in which it finds nothing propose the model's tokens alone."""
+def test_after_the_models_tokens_the_statistical_drafter_goes_on(target, model):
+    """From the text and the model's drafts together.
+
+    Rows in which it finds nothing propose the model's tokens alone.
+    """
     for vertical in (True, False):
         cascade = Cascade(Ngram(NgramConfig(2, 2)), model, CascadeConfig(vertical=vertical, model_depth=2))
         state = opened(cascade, target, [REPEATED, FRESH])
@@ -280,7 +290,10 @@ def test_the_text_is_the_plain_samplers_where_rules_match_tokens(target, model, 
 
 
 def test_mixed_chains_are_lossless():
-    """A token drawn from q, then what is found behind it with certainty, two tokens, none or one: enumerated exactly, the law of four tokens is p's."""
+    """The law of four tokens is p's, enumerated exactly.
+
+    A token is drawn from q, then two tokens, none or one are found after it with certainty.
+    """
     p, q = TARGETS["three symbols"], DRAFTS["three symbols"]
     cases = mixed(verify.rejection)
     assert float(cases.weights.sum()) == pytest.approx(1, abs=EXACT)
@@ -291,7 +304,7 @@ def test_mixed_chains_are_lossless():
 
 
 def mixed(rule: Callable[..., tuple[Tensor, Tensor]]) -> Cases:
-    """Behind each symbol that is drawn, what is found; the residuals of these are multiples of a tenth."""
+    """After each symbol that is drawn, what is found; the residuals of these are multiples of a tenth."""
     found = torch.tensor([[0, 1, 0], [1, 0, 0], [2, 2, 0]])
     lengths = torch.tensor([3, 1, 2])
     p, q, uniforms = TARGETS["three symbols"], DRAFTS["three symbols"], grid(4)
@@ -308,7 +321,10 @@ def mixed(rule: Callable[..., tuple[Tensor, Tensor]]) -> Cases:
 
 @pytest.mark.parametrize("rule", ["rejection", "block"])
 def test_the_decoder_draws_from_p_with_mixed_chains(tiny_llama, rule):
-    """Chi-square of three tokens over many sequences, through cache, drafter and rule; the model is another than the target."""
+    """Chi-square of three tokens over many sequences, through cache, drafter and rule.
+
+    The model is another than the target.
+    """
     target, model = Target(tiny_llama(layers=1, vocab=5, seed=4)), DraftModel(tiny_llama(layers=1, vocab=5, seed=9))
     cascade = Cascade(Ngram(), model, CascadeConfig(model_depth=1))
     prompt, rows = [1, 2, 3, 1, 2, 0, 4, 1], 4000
@@ -348,7 +364,7 @@ def chi_square(counts: Tensor, expected: Tensor) -> float:
 @pytest.mark.parametrize("vertical", [True, False])
 @pytest.mark.parametrize("drafted", [[2, 3], [2, 4, 1]], ids=["guesses right", "dead guesses"])
 def test_the_model_has_read_what_was_kept_of_found_tokens(target, model, vertical, drafted):
-    """Kept whole, in part, none, and rounds without drafts between: the model's next logits are those of one pass over the text."""
+    """The model's next logits are those of one pass: drafts kept whole, in part, not at all, and plain rounds."""
     cascade = Cascade(Ngram(), model, CascadeConfig(vertical=vertical, model_depth=len(drafted)))
     texts = [list(REPEATED), list(REPEATED[:7])]
     state = opened(cascade, target, texts)
@@ -367,7 +383,7 @@ def test_the_model_has_read_what_was_kept_of_found_tokens(target, model, vertica
 
 
 def test_a_model_of_few_heads_is_gone_on_from_where_it_ends(target):
-    """Medusa with two heads, asked for four tokens of the model: the statistical drafter goes on behind two, and deeper than any head."""
+    """Medusa has two heads and is asked for four tokens: the statistical drafter goes on after two, deeper than any."""
     cascade = Cascade(
         Ngram(), Medusa.build(MedusaConfig(num_heads=2), target), CascadeConfig(vertical=False, model_depth=4)
     )
@@ -430,7 +446,8 @@ def test_models_that_read_their_own_output_cannot_be_guessed_for(target):
     for model in (Eagle3.build(Eagle3Config(), target), Medusa.build(MedusaConfig(), target)):
         with pytest.raises(
             BadInputError,
-            match=rf"cascade: {model.name} cannot read guessed tokens in one pass .*set vertical: false and a model_depth",
+            match=rf"cascade: {model.name} cannot read guessed tokens in one pass "
+            ".*set vertical: false and a model_depth",
         ):
             Cascade(Ngram(), model)
 

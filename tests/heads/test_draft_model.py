@@ -1,4 +1,4 @@
-"""The draft model: its cached proposals are its plain forward pass, and its loss is the divergence at supervised tokens."""
+"""The draft model's cached proposals are its plain forward pass, its loss is the divergence at supervised tokens."""
 
 from __future__ import annotations
 
@@ -214,7 +214,7 @@ def test_a_padded_draft_model_drafts_as_one_of_the_targets_size(padded):
     for start, found in zip(begun, out.rounds[0], strict=False):
         agreed = list(itertools.takewhile(bool, known[start : start + found.drafted]))
         assert found.accepted >= len(agreed) or not all(known[:start]), (
-            "behind unknown ids it drafts from what it could read"
+            "after unknown ids it drafts from what it could read"
         )
 
 

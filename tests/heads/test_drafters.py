@@ -1,4 +1,7 @@
-"""What every drafter in the registry keeps to: saving, strict loading, and dropping rows. A new architecture is one new row."""
+"""What every drafter in the registry keeps to: saving, strict loading, and dropping rows.
+
+A new architecture is one new row.
+"""
 
 from __future__ import annotations
 
@@ -159,7 +162,7 @@ def whole(target: Target, drafter: Drafter, texts: list[list[int]]) -> tuple[Ten
 
 
 def test_drafts_depend_on_the_text_alone_not_on_its_rounds(drafter, target):
-    """Rounds that drafted and kept some, and plain rounds between them, leave the same state as one pass over the text."""
+    """Rounds that drafted and kept some, with plain rounds between them, leave what one pass over the text leaves."""
     texts, roots = [list(p) for p in PROMPTS], [11, 12, 13, 14]
     rounds: list[tuple[int, tuple[int, ...]]] = [
         (3, (2, 0, 3, 1)),
@@ -262,7 +265,8 @@ def test_a_loss_of_any_name_can_be_overfitted(name, loss, target, tiny_llama):
     )
 
 
-# Nodes in the order in which two passes of `extend` read them, per row: parents, the second pass's below the first's or the root.
+# Nodes in the order in which two passes of `extend` read them, per row: parents, the second pass's below the first's
+# or the root.
 PARENTS = [[[-1, -1, -1], [1, 1, -1]], [[-1, -1, -1], [0, 2, 2]], [[-1, -1, -1], [-1, 1, 2]], [[-1, -1, -1], [2, 0, 1]]]
 
 

@@ -1,4 +1,4 @@
-"""A statistical drafter and a model in one: whose tokens are proposed, that the model's state stays right, and that the text is the target's."""
+"""Fusion: whose tokens are proposed, that the model's session stays right, and that the text is the target's."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_a_match_that_is_too_short_or_promises_too_little_is_left_to_the_model(t
 
 
 def chooser(texts: list[list[int]], sampling: Sampling, confidence: float = 0.0) -> Chooser:
-    """As the decoder's in a round behind `texts`, roots included."""
+    """As the decoder's in a round after `texts`, roots included."""
     rows, width = len(texts), max(map(len, texts))
     processors = Processors(sampling, VOCAB, (), torch.device("cpu"))
     context = processors.start(
@@ -130,8 +130,11 @@ def chooser(texts: list[list[int]], sampling: Sampling, confidence: float = 0.0)
 
 
 @torch.inference_mode()
-def test_behind_a_found_token_the_model_drafts_as_if_it_were_its_own_choice(target, model):
-    """Under processors, too: a penalty, or a bad word, asks which tokens were drafted before. Here the model's own choices and the found ones differ."""
+def test_after_a_found_token_the_model_drafts_as_if_it_were_its_own_choice(target, model):
+    """Under processors, too: a penalty, or a bad word, asks which tokens were drafted before.
+
+    Here the model's own choices and the found ones differ.
+    """
     fusion = Fusion(Suffix(SuffixConfig(min_match=4, factor=1 / 3)), model)
     texts, roots, found = [REPEATED, FRESH], [1, 40], [2, 3, 4]
     state = opened(model, target, [REPEATED])
@@ -142,8 +145,8 @@ def test_behind_a_found_token_the_model_drafts_as_if_it_were_its_own_choice(targ
     plain = int(best(logits, model.output_ids))
     for sampling in (Sampling(repetition_penalty=1000.0), Sampling(bad_words=((4, plain),))):
         processors = Processors(sampling, VOCAB, (), torch.device("cpu"))
-        behind = [*REPEATED, 1, *found]
-        context = processors.start(torch.tensor([behind]), torch.tensor([len(behind)]))
+        after = [*REPEATED, 1, *found]
+        context = processors.start(torch.tensor([after]), torch.tensor([len(after)]))
         ids = torch.arange(VOCAB) if model.output_ids is None else model.output_ids
         whole = torch.full((1, VOCAB), float("-inf")).index_copy(1, ids, logits)
         expected = int(processors(whole[:, None], context)[0, 0].argmax())
@@ -152,14 +155,13 @@ def test_behind_a_found_token_the_model_drafts_as_if_it_were_its_own_choice(targ
         assert proposal.tokens[0].tolist() == [*found, expected]
         assert picks.context is not None
         assert (
-            picks.context.recent[0, 0].tolist()
-            == [*behind, expected][len(behind) + 1 - picks.context.recent.shape[2] :]
+            picks.context.recent[0, 0].tolist() == [*after, expected][len(after) + 1 - picks.context.recent.shape[2] :]
         )
 
 
 @torch.inference_mode()
 def test_a_found_token_is_not_doubted_by_the_model(target, model):
-    """Confidence ends a chain behind a token to which the model that chose it gives too little: that is none of the found ones."""
+    """Confidence ends a chain after a token to which the model that chose it gives too little: no found one is that."""
     fusion = Fusion(Suffix(SuffixConfig(min_match=4, factor=1 / 3)), model)
     picks = chooser([[*REPEATED, 1], [*FRESH, 40]], Sampling(), confidence=0.99)
     opened(fusion, target, [REPEATED, FRESH]).propose(torch.tensor([1, 40]), 5, picks)
@@ -173,7 +175,10 @@ def test_a_found_token_is_not_doubted_by_the_model(target, model):
 def play(
     drafter: Drafter, target: Target, texts: list[list[int]], rounds: list[tuple[list[int], list[int] | None]]
 ) -> list[list[int]]:
-    """Run rounds with the given roots, of which so many drafts are kept (None: a round without drafts); the drafts of the last."""
+    """Run rounds with the given roots, of which so many drafts are kept (None: a round without drafts).
+
+    The drafts of the last.
+    """
     state, found = opened(drafter, target, texts), []
     for roots, kept in rounds:
         read, counts = [[r] for r in roots], [1] * len(roots)
@@ -250,7 +255,10 @@ def test_the_text_is_the_plain_samplers(target, model, sampling, batch):
 
 
 def test_the_target_as_its_own_model_is_always_right(target):
-    """Where the statistical drafter finds nothing every draft is kept: at temperature 0 the same holds with the model's most probable tokens."""
+    """Where the statistical drafter finds nothing every draft is kept.
+
+    At temperature 0 this holds with the model's most probable tokens.
+    """
     itself = DraftModel(copy.deepcopy(target.model))
     never = Fusion(Suffix(SuffixConfig(min_score=99)), itself)
     for prompts in ([FRESH], [FRESH, REPEATED]):

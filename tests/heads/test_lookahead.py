@@ -57,8 +57,8 @@ class RecordedSession(LookaheadSession):
 class Literal:
     """One sequence by the paper's algorithm, token lists and whole passes only: each node's text is read alone.
 
-    Named as in the reference implementation: `past` is the window, level 0 without the root; n-grams are kept by their first token, at
-    most `guesses` of each, the one seen last at the end.
+    Named as in the reference implementation: `past` is the window, level 0 without the root; n-grams are kept by
+    their first token, at most `guesses` of each, the one seen last at the end.
     """
 
     def __init__(self, target: Target, text: list[int], config: LookaheadConfig):
@@ -72,7 +72,7 @@ class Literal:
         return int(self.target.forward(torch.tensor([self.text + path])).logits[0, -1].argmax())
 
     def path(self, level: int, column: int) -> list[int]:
-        """Tokens behind the root up to a node; column 0 of level 0 is the root itself."""
+        """Tokens after the root up to a node; column 0 of level 0 is the root itself."""
         return self.past[0][:column] + [self.past[upper][column] for upper in range(1, level + 1)]
 
     def keep(self, first: int, rest: tuple[int, ...]) -> None:
@@ -122,7 +122,7 @@ def test_windows_pools_and_accepted_drafts_are_those_of_the_papers_iteration(tar
     out = Decoder(target, drafter).generate(prompts, length, plan=Plan(ngram - 1), ignore_eos=True)
     for row, prompt in enumerate(prompts):
         literal = Literal(target, [*prompt, out.tokens[row][0]], config)
-        rounds = min(len(r) for r in out.rounds)  # behind them, rows have left the batch
+        rounds = min(len(r) for r in out.rounds)  # after them, rows have left the batch
         for number in range(rounds - 1):
             assert literal.step() == out.rounds[row][number].accepted, f"round {number}"
             levels, pool = drafter.seen[number][row]
@@ -141,14 +141,15 @@ def test_the_proposal_is_the_window_and_the_latest_ngrams_each_token_once(target
     for rest in ((30, 31), (10, 40), (30, 32)):
         state.rows[0].pool.add(7, rest)
     proposal = state.propose(torch.tensor([7]), 8, None)
-    # Level 0 and its columns: 10 stands below the root once, though column 0 of level 1 is a 10 too. The n-gram 30 31 was seen longest ago.
+    # Level 0 and its columns: 10 stands below the root once, though column 0 of level 1 is a 10 too. The n-gram 30 31
+    # was seen longest ago.
     assert proposal.tokens.tolist() == [[10, 11, 20, 21, 30, 32, 40]]
     assert proposal.parents.tolist() == [[-1, 0, 0, 1, -1, 4, 0]]
     assert proposal.real.tolist() == [[True, True, True, False, True, True, True]], (
-        "21 is the third token behind the root, n-grams give two"
+        "21 is the third token after the root, n-grams give two"
     )
     assert proposal.depth == 3
-    # What the target says behind column 0 (place 1), column 1 (place 3) and column 2 (place 4).
+    # What the target says after column 0 (place 1), column 1 (place 3) and column 2 (place 4).
     state.observe(torch.tensor([[50, 51, 52, 53, 54, 55, 56, 57]]))
     assert state.rows[0].levels == [[20, 21], [51, 53, 54]]
     assert state.rows[0].pool.latest(7) == [(10, 51), (30, 32)]
@@ -248,7 +249,7 @@ def test_the_text_is_the_plain_samplers(target, config, sampling):
 
 @torch.no_grad()
 def counting(llama, period: int) -> Target:
-    """A target that says t + 1 behind t, modulo `period`."""
+    """A target that says t + 1 after t, modulo `period`."""
     model = llama(layers=1, hidden=64)
     for name, weight in model.named_parameters():
         if "o_proj" in name or "down_proj" in name:
@@ -261,7 +262,7 @@ def counting(llama, period: int) -> Target:
 
 
 def test_a_text_with_a_period_takes_few_rounds(tiny_llama):
-    """With the window's own n-grams alone: behind the first period every round gives N tokens."""
+    """With the window's own n-grams alone: after the first period every round gives N tokens."""
     target = counting(tiny_llama, 8)
     for ngram in (3, 5):
         out = Decoder(target, Lookahead(LookaheadConfig(6, ngram, 4, from_text=False))).generate(
@@ -299,7 +300,7 @@ def test_rounds_without_drafts_leave_the_window_alone(target):
 
 @pytest.mark.parametrize("learned", [False, True], ids=["rotary", "learned positions"])
 def test_the_window_stays_inside_the_targets_context(tiny_llama, learned):
-    """Up to the last position; a table of learned positions has no entry behind it."""
+    """Up to the last position; a table of learned positions has no entry after it."""
     if learned:
         from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -345,7 +346,7 @@ def test_a_target_that_cannot_verify_trees_is_refused(target, monkeypatch):
         Decoder(target, Lookahead())
 
 
-def test_a_model_cannot_go_on_behind_its_trees(target, tiny_llama):
+def test_a_model_cannot_go_on_after_its_trees(target, tiny_llama):
     with pytest.raises(
         BadInputError, match="fusion: the model goes on after a chain, lookahead proposes trees; take ngram"
     ):

@@ -1,4 +1,4 @@
-"""Medusa and Hydra: new heads are the target's own output, what is trained is what is decoded, and both are what the papers say."""
+"""Medusa and Hydra: new heads are the target's output, and what is trained and decoded is what the papers say."""
 
 from __future__ import annotations
 
@@ -78,7 +78,10 @@ def drafted_logits(drafter: Medusa, target: Target, text: list[int], drafts: lis
 
 
 def own_logits(target: Target, text: list[int], kept: Tensor | None = None) -> Tensor:
-    """The target's behind the token before the root, computed for that place alone (a product of another shape may round otherwise)."""
+    """Return the target's after the token before the root.
+
+    They are computed for that place alone: a product of another shape may round otherwise.
+    """
     return target.lm_head(target.forward(torch.tensor([text[:-1]]), logits=False).last[:, -1], kept)[0]
 
 
@@ -110,7 +113,10 @@ def test_shared_outputs_are_the_targets_and_are_neither_trained_nor_saved(target
 
 
 def by_definition(drafter: Medusa, target: Target, tokens: Tensor, row: int, t: int, k: int) -> Tensor:
-    """Logits of head k (from 1) at place t: `W2 (x + SiLU(W1 x…))` on h_t, and for Hydra on the embeddings of x_{t+1} … x_{t+k} too."""
+    """Return logits of head k (from 1) at place t, written by hand.
+
+    They are `W2 (x + SiLU(W1 x…))` on h_t, and for Hydra on the embeddings of x_{t+1} … x_{t+k} too.
+    """
     x = target.forward(tokens[row : row + 1]).last[0, t]
     given = [target.embed(tokens[row, t + i]) for i in range(1, k + 1)] if isinstance(drafter, Hydra) else []
     if isinstance(drafter, Hydra) and drafter.config.norm_embeddings:
@@ -126,7 +132,7 @@ def by_definition(drafter: Medusa, target: Target, tokens: Tensor, row: int, t: 
 
 @pytest.mark.parametrize(("kind", "variant", "more"), HYDRAS)
 def test_training_logits_are_the_decoders_and_the_papers(target, kind, variant, more):
-    """fp32: head k at t, as the loss sees it for x_{t+1+k}, as a round with the root x_{t+1} gives it, and as written by hand."""
+    """Head k at t is in the loss, for x_{t+1+k}, in a round with the root x_{t+1}, and by hand the same, in fp32."""
     drafter, tokens = build(target, kind, **VARIANTS[variant], **more), sequences()
     rows, places = torch.tensor([0, 0, 1, 2, 2]), torch.tensor([6, 12, 17, 9, 5])
     outputs, here = drafter.outputs(batch(target, drafter, tokens), rows, places)
@@ -230,7 +236,7 @@ def test_gradients_reach_every_weight_of_new_heads_and_not_the_target(target, ki
 
 
 def test_a_head_learns_nothing_from_another_heads_loss(target):
-    """With the first head's tokens alone supervised, only that one moves: each head has its own output and its own place."""
+    """With the first head's tokens alone supervised, only it moves: each head has an output and a place of its own."""
     drafter = build(target, "medusa").requires_grad_(True)
     tokens = sequences(2, 6)
     supervised = torch.zeros_like(tokens, dtype=torch.bool)
@@ -320,7 +326,10 @@ def test_a_round_never_reads_a_tensor_on_the_host(tiny_llama, kind, plan):
 
 
 def test_heads_that_know_the_text_are_accepted_to_the_last(target):
-    """Overfitted on one text, greedy rounds keep nearly everything; so depth d is answered by head d, and not by a neighbour."""
+    """Overfitted on one text, greedy rounds keep nearly everything.
+
+    So depth d is answered by head d, and not by a neighbour.
+    """
     text = Decoder(target).generate(PROMPTS[:1], 40, ignore_eos=True).tokens[0]
     tokens = torch.tensor([PROMPTS[0] + text])
     for kind in KINDS:
@@ -369,7 +378,10 @@ def test_the_default_loss_is_medusas():
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_loss_trains_the_hidden_states_that_heads_read_and_not_those_they_are_compared_with(target, kind):
-    """For a target that learns with them (train/joint.py): head k predicts the token at 9 from place 7 − k; the target's own prediction stands at place 8."""
+    """For a target that learns with them (train/joint.py): head k predicts the token at 9 from place 7 − k.
+
+    The target's own prediction stands at place 8.
+    """
     drafter, tokens = build(target, kind, loss="soft_ce", num_heads=3), sequences(1, 12)
     seen = batch(target, drafter, tokens, torch.arange(12).expand(1, -1) == 9)
     seen.last.requires_grad_(True)

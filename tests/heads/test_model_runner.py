@@ -1,4 +1,4 @@
-"""Draft models of Llama's kind are read by few operations: the same logits as the library's, and only where that is certain."""
+"""Draft models of Llama's kind are read by few operations: logits are the library's, where it is certain only."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def agree(states: tuple[DraftModelSession, DraftModelSession], call: Any) -> Non
 
 
 def everything(drafter: DraftModel, target: Target, lengths: list[int], window: int | None = None) -> None:
-    """Rounds of every kind behind ragged prompts: chains, trees, chains that are read in one pass, another's drafts."""
+    """Rounds of every kind after ragged prompts: chains, trees, chains that are read in one pass, another's drafts."""
     rows = len(lengths)
     states = both(drafter, target, rows)
 
@@ -345,7 +345,7 @@ def test_memory_is_what_is_allocated_and_nothing_of_it_is_saved(target, models, 
 @pytest.mark.parametrize("static", [False, True])
 @pytest.mark.parametrize("name", ["llama", "mistral, window", "qwen2, windows", "qwen3"])
 def test_a_model_drafts_for_itself_without_a_refusal(models, name, static):
-    """In chains and trees, behind ragged prompts: were anything read in the wrong place, some draft would be refused."""
+    """In chains and trees, after ragged prompts: were anything read in the wrong place, some draft would be refused."""
     model = varied(models[name]())
     target, drafter = Target(model), DraftModel(copy.deepcopy(model))
     prompts = [tokens(1, n, n)[0].tolist() for n in (5, 1, 9)]

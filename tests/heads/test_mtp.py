@@ -1,4 +1,4 @@
-"""MTP modules: what is trained is what is decoded, and both are what transformers' own modules and published checkpoints say."""
+"""MTP modules: what is trained and decoded is what transformers' own modules and published checkpoints say."""
 
 from __future__ import annotations
 
@@ -125,7 +125,10 @@ def batch(target: Target, tokens: Tensor, supervised: Tensor | None = None) -> T
 @pytest.mark.parametrize("variant", VARIANTS)
 @torch.inference_mode()
 def test_training_logits_are_the_decoders(target, variant, decoded_logits):
-    """fp32, ragged rows, several rounds, texts shorter than the modules are many: logits of depth k at i = those of a round that begins there."""
+    """Logits of depth k at i are those of a round that begins there.
+
+    In fp32, with ragged rows, several rounds, and texts shorter than the modules are many.
+    """
     drafter, tokens = made(target, **VARIANTS[variant]), sequences()
     steps = drafter.config.num_outputs
     outputs = drafter.unroll(target, tokens, target.forward(tokens).last)
@@ -141,7 +144,10 @@ def test_training_logits_are_the_decoders(target, variant, decoded_logits):
 @pytest.mark.parametrize("norm_output", [True, False])
 @pytest.mark.parametrize("hidden_first", [True, False])
 def test_modules_are_the_equation(target, hidden_first, norm_output):
-    """Two modules, written out: which is concatenated first, and whether the second reads the first's output before or after its norm."""
+    """Two modules, written out.
+
+    Which is concatenated first, and whether the second reads the first's output before or after its norm.
+    """
     drafter, tokens = (
         made(target, recursive=False, depth=2, hidden_first=hidden_first, norm_output=norm_output),
         sequences(1),
@@ -383,7 +389,7 @@ def test_each_native_tensor_is_where_it_belongs(family):
 
 @pytest.mark.parametrize("family", FAMILIES, indirect=True)
 def test_what_is_written_back_is_the_drafter(family, tmp_path):
-    """A trained one: every tensor of the module is another, nothing else is, and reading it again gives the same drafter."""
+    """Of a trained one every tensor is another, nothing else is, and reading it again gives the same drafter."""
     target = family.target()
     drafter = native(family, target)
     with torch.no_grad():
@@ -686,7 +692,10 @@ def test_rounds_of_fixed_shapes_never_read_a_tensor_on_the_host(tiny_llama, vari
 
 @pytest.mark.parametrize("family", ["qwen3_next"], indirect=True)
 def test_a_recipe_starts_from_native_modules_and_from_a_saved_drafter(family, tmp_path):
-    """`init: native`, or the folder of a training; what only training uses may change, what decides the weights may not."""
+    """`init: native`, or the folder of a training.
+
+    What only training uses may change, what decides the weights may not.
+    """
     target, counts = family.target(), lambda: torch.arange(VOCAB)
     first = make_drafter({"type": "mtp", "init": "native", "steps": 2}, target, counts)
     assert all(

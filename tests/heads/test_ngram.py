@@ -35,7 +35,7 @@ def test_a_copy_that_reaches_the_end_goes_on_with_itself():
 
 
 def test_rows_propose_as_much_as_they_find():
-    """Padding behind a row's own tokens is never looked up."""
+    """Padding after a row's own tokens is never looked up."""
     assert propose([[1, 2, 3], [7, 8, 7, 9], [5]], [9, 8, 99], 2) == [[], [7, 9], []]
 
 

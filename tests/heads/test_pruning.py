@@ -62,7 +62,10 @@ LLAMA_LIKE = {
 
 @pytest.fixture(params=["llama", "llama biased", *LLAMA_LIKE])
 def anything(request, tiny_llama) -> Target:
-    """Targets of 4 layers, 4 heads in 2 groups, 32 hidden dimensions and 48 neurons (llama: 64), none of whose weights is what it was made as."""
+    """Targets none of whose weights is what it was made as.
+
+    They have 4 layers, 4 heads in 2 groups, 32 hidden dimensions and 48 neurons (llama: 64).
+    """
     if request.param.startswith("llama"):
         biased = request.param.endswith("biased")
         model: Any = tiny_llama(layers=4, attention_bias=biased, mlp_bias=biased)
@@ -194,7 +197,10 @@ def test_a_group_of_heads_that_says_nothing_can_go(anything, model):
 
 
 def test_hidden_dimensions_that_hold_nothing_can_go(anything):
-    """Never written: embeddings, o_proj, down_proj and their biases are zero there. The norms then divide by a mean over fewer dimensions."""
+    """Never written: embeddings, o_proj, down_proj and their biases are zero there.
+
+    The norms then divide by a mean over fewer dimensions.
+    """
     silent = [3, 8, 17, 30]
     body = anything.model.model
     body.embed_tokens.weight.data[:, silent] = 0
@@ -220,7 +226,10 @@ def test_everything_at_once_gives_a_model_that_saves_and_loads(anything, tmp_pat
 
 
 def test_what_is_kept_matters_more_than_what_goes(target):
-    """Neurons made loud at known places stay, in each layer its own, in their order; the same text is written every time."""
+    """Neurons made loud at known places stay, in each layer its own, in their order.
+
+    The same text is written every time.
+    """
     loud = [[5 + i, 33, 60 - i] for i in range(4)]
     for layer, places in zip(target.model.model.layers, loud, strict=True):
         layer.mlp.down_proj.weight.data[:, places] *= 100

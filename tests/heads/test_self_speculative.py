@@ -1,4 +1,4 @@
-"""Self-speculative drafting: what it drafts is the target's own early exit, and the cache it drafts in is the target's and stays right."""
+"""Self-speculative drafting: drafts are the target's own early exit, in the target's cache, which stays right."""
 
 from __future__ import annotations
 
@@ -51,7 +51,8 @@ SEEING = {
     "image_size": 28,
     "patch_size": 14,
 }
-# Where the library's bodies differ: in what they hold the layers, how they call the norm behind them, and in their masks.
+# Where the library's bodies differ: in what they hold the layers, how they call the norm after them, and in their
+# masks.
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "llama": {},
     "qwen3": {"head_dim": 8},
@@ -138,7 +139,7 @@ def test_a_body_whose_forward_was_replaced_is_refused(target):
         Decoder(target, build(target)).generate(PROMPTS, 4)
 
 
-def test_a_target_without_a_norm_behind_its_layers_is_refused(target):
+def test_a_target_without_a_norm_after_its_layers_is_refused(target):
     target.body.norm.register_forward_hook(lambda module, args, output: output + args[0])
     target.body.register_forward_hook(
         lambda module, args, output: setattr(output, "last_hidden_state", 2 * output.last_hidden_state)
@@ -236,7 +237,7 @@ def test_no_layer_of_the_target_is_trained_and_all_of_the_exit_is(target):
     target.model.requires_grad_(True)
     drafter.loss(seen).mean.backward()
     assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in drafter.parameters())
-    # The exit's loss reaches what stands behind the layer; training freezes the target.
+    # The exit's loss reaches what stands after the layer; training freezes the target.
     assert [name for name, p in target.model.named_parameters() if p.grad is not None] == ["model.norm.weight"]
 
 
@@ -281,7 +282,7 @@ SHAPES = ["chain", "static tree", "dynamic tree"]
     ("architecture", "static"), [*((name, False) for name in ARCHITECTURES), ("llama", True), ("gemma3", True)]
 )
 def test_greedy_text_is_the_librarys(architecture, static):
-    """A new exit agrees with the target now and then: rounds that keep all, some and none, in every shape, ragged and alone."""
+    """A new exit agrees now and then: rounds that keep all, some and none, in every shape, ragged and alone."""
     model = make(architecture)
     target, texts = Target(model), reference(model)
     decoder = Decoder(target, build(target, new=True, exit_layer=3), static=static)
@@ -316,7 +317,7 @@ def test_coupled_text_is_the_plain_targets_at_any_temperature(target, static):
 
 @pytest.mark.parametrize("static", [False, True])
 def test_sampled_rounds_are_the_same_in_one_cache_and_in_two(target, static, monkeypatch):
-    """What is drafted, with which probabilities, and what is accepted: as if the drafter read the text in a cache of its own."""
+    """What is drafted, how probable, and what is accepted: as if the drafter read the text in a cache of its own."""
     drafter = build(target, exit_layer=3)
     requests = [(Sampling(1.0, seed=3), plan) for plan in PLANS.values()]
     found = [Decoder(target, drafter, static=static).generate(PROMPTS, 24, *request) for request in requests]
@@ -390,7 +391,10 @@ def test_what_drafting_writes_is_what_the_verification_writes(target, plan, rows
 
 
 def agree(cache: RaggedCache, drafted: list[Tensor], verified: list[Tensor], read: Tensor) -> int:
-    """How many entries of the nodes were compared, all found equal. Node i of the proposal stands at 1 + i, and was drafted at 1 + `read` `[B, N]`."""
+    """How many entries of the nodes were compared, all found equal.
+
+    Node i of the proposal stands at 1 + i, and was drafted at 1 + `read` `[B, N]`.
+    """
     count = 0
     for row, length in enumerate(cache.lengths.tolist()):
         pairs = [(length, length)] + [
@@ -405,7 +409,10 @@ def agree(cache: RaggedCache, drafted: list[Tensor], verified: list[Tensor], rea
 
 @pytest.mark.parametrize("plan", SHAPES)
 def test_a_round_of_fixed_shape_never_reads_a_tensor_on_the_host(tiny_llama, plan):
-    """On the meta device tensors have shapes and no values: whoever asks for one fails. Nothing is carried from round to round."""
+    """On the meta device tensors have shapes and no values: whoever asks for one fails.
+
+    Nothing is carried from round to round.
+    """
     with torch.device("meta"), torch.inference_mode():
         target = Target(tiny_llama(layers=4).to("meta"))
         drafter = SelfSpeculative.build(SelfSpeculativeConfig(), target).to("meta")
@@ -458,7 +465,7 @@ def test_the_state_takes_no_memory_and_the_budget_is_what_a_generation_allocates
 
 
 def test_a_refused_draft_that_stayed_would_be_noticed(target, monkeypatch):
-    """The mutation: the verification leaves the drafts' entries as they are, which a drafter of other weights has written."""
+    """The mutation: the verification leaves the drafts' entries, which a drafter of other weights has written."""
     texts = reference(target.model)
     other = copy.deepcopy(target.model)
     with torch.no_grad():

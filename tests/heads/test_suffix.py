@@ -1,4 +1,7 @@
-"""SuffixDecoding against counting by hand: matches, frequencies, continuations, what is forgotten; and that text never depends on it."""
+"""SuffixDecoding against counting by hand: matches, frequencies, continuations, what is forgotten.
+
+The text never depends on it.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +53,7 @@ def test_of_equally_frequent_continuations_the_last_wins():
     assert propose([[5, 1, 6, 5, 2, 7]], [5], 1) == [[2]]
 
 
-def test_a_continuation_that_reaches_the_end_goes_on_behind_its_own_suffix():
+def test_a_continuation_that_reaches_the_end_goes_on_after_its_own_suffix():
     assert propose([[1, 2, 3, 1, 2]], [3], 7, factor=9) == [[1, 2, 3, 1, 2, 3, 1]]
     assert propose([[4, 4]], [4], 3, factor=9) == [[4, 4, 4]]
 
@@ -62,13 +65,13 @@ def test_drafts_are_as_long_as_the_match_times_the_factor_up_to_the_rounds_depth
 
 
 def test_the_score_is_the_expected_number_of_accepted_tokens():
-    """Behind 5: 1 three times of four; behind 5 1: 6 twice of three (the last has nothing behind it but 7)."""
+    """After 5: 1 three times of four; after 5 1: 6 twice of three (the last has nothing after it but 7)."""
     tree = tree_of([5, 1, 6, 5, 1, 6, 5, 1, 7, 5, 2, 0], SuffixConfig(factor=2))
     assert tree.draft([5], 9) == Draft([1, 6], [-1, 0], pytest.approx(3 / 4 + 3 / 4 * 2 / 3), 1)
 
 
 def test_rows_propose_as_much_as_they_find():
-    """Padding behind a row's own tokens is never looked up."""
+    """Padding after a row's own tokens is never looked up."""
     assert propose([[1, 2, 3], [7, 8, 7, 9], [5]], [9, 8, 99], 2) == [[], [7, 9], []]
     assert propose([[1, 2], [3]], [9, 8], 4) == [[], []]
 
@@ -92,7 +95,7 @@ def test_rejected_drafts_are_forgotten_and_rows_can_be_dropped():
 
 
 def test_a_tree_holds_the_continuations_with_the_highest_products():
-    """Behind 5 stood 1 six times and 2 three times; behind 5 1 stood 6 four times and 7 twice."""
+    """After 5 stood 1 six times and 2 three times; after 5 1 stood 6 four times and 7 twice."""
     text = [5, 1, 6, 20, 5, 1, 6, 21, 5, 1, 6, 22, 5, 1, 6, 23, 5, 1, 7, 24, 5, 1, 7, 25, 5, 2, 26, 5, 2, 27, 5, 2, 28]
     found = tree_of(text, SuffixConfig(factor=4, width=2)).draft([5], 5)
     assert (found.tokens, found.parents) == ([1, 6, 2, 7], [-1, 0, -1, 0])
@@ -117,7 +120,7 @@ def test_impossible_amounts_are_refused(values):
 
 
 class Counted:
-    """The same by looking through all texts each time: which tokens followed a context, and when each was last seen to."""
+    """The counts by looking through all texts each time: which tokens followed a context, and when each last did."""
 
     def __init__(self, config: SuffixConfig):
         self.config, self.places, self.times, self.texts = config, [], {}, []
@@ -148,7 +151,7 @@ class Counted:
         return []
 
     def step(self, text: list[int], context: list[int]) -> tuple[list[int], Counter[int]]:
-        """The context that counts behind `context`, with which `text` ends, and what followed it."""
+        """The context that counts for `context`, with which `text` ends, and what followed it."""
         found = self.followers(context) if len(context) < self.config.tree_depth else Counter()
         if not found:
             context = self.match(text)
@@ -217,7 +220,10 @@ def test_proposals_equal_those_of_counting_after_tokens_were_dropped(limit):
 @pytest.mark.parametrize("limit", [5, 40, 1000])
 @pytest.mark.parametrize("letters", [2, 4])
 def test_texts_that_grow_at_once_are_counted_right(letters, limit):
-    """The history's case: rows append in turns, texts begin and end, tokens are dropped. Of equal continuations any may be chosen."""
+    """The history's case: rows append in turns, texts begin and end, tokens are dropped.
+
+    Of equal continuations any may be chosen.
+    """
     config = SuffixConfig(3, 1, 5, max_tokens=limit)
     random_, counted, history, texts = (
         random.Random(letters * limit),

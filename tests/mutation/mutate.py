@@ -58,6 +58,7 @@ MODULES = {
     "control": Module("decode/control.py", ("tests/decode/test_control.py",)),
     "statistics": Module("eval/reports/statistics.py", ("tests/eval/reports/test_statistics.py",)),
     "gate": Module("eval/reports/gate.py", ("tests/eval/reports/test_gate.py",)),
+    "divergences": Module("heads/parts/divergences.py", ("tests/heads/test_losses.py",)),
     "losses": Module("heads/losses.py", ("tests/heads/test_losses.py",)),
     "checkpoints": Module("train/checkpoints.py", ("tests/train/test_checkpoints.py",)),
     "pair": Module(

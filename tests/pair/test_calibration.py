@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from tokenizers.processors import TemplateProcessing
 
 from outrider.decode import Decoder, Plan, Sampling
 from outrider.distill.prompts import Prompt
@@ -107,6 +109,14 @@ def test_prompts_of_messages_are_asked_as_the_targets_template_asks_them(
     assert asked.text == "<|user|>Why?<|end|><|assistant|>"
     assert asked.tokens == tuple(target.tokenizer(asked.text, add_special_tokens=False)["input_ids"])
     assert (asked.id, asked.suite, asked.messages) == (chat.id, chat.suite, chat.messages)
+    beginning = copy.deepcopy(target.tokenizer)
+    beginning.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<|pad|> $A", special_tokens=[("<|pad|>", 0)]
+    )
+    assert beginning("Why?")["input_ids"][0] == 0
+    assert rendered([chat], Target(target.model, beginning))[0].tokens == asked.tokens, (
+        "a template writes its own first token"
+    )
 
 
 # ------------------------------------------------------------ what is counted

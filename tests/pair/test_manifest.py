@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from outrider.decode import Plan
+from outrider.decode import Plan, Sampling
 from outrider.eval import Interval
 from outrider.ground import BadInputError
 from outrider.pair.manifest import (
+    Baseline,
     DrafterRecord,
     Figure,
     FingerprintRecord,
@@ -28,6 +29,7 @@ from outrider.pair.manifest import (
     read_manifest,
 )
 from outrider.targets import Fingerprint
+from outrider.targets.fingerprint import digest_json
 
 
 def fingerprint(**changes: Any) -> Fingerprint:
@@ -69,6 +71,18 @@ def test_a_plan_comes_back_with_all_its_settings() -> None:
     assert tree.model_dump() == {"depth": 2, "width": 3, "nodes": 5, "verify": "coupled"}
     assert tree.restored() == Plan(2, width=3, nodes=5, verify="coupled")
     assert PlanRecord(depth=3, confidence=0.2).restored() == Plan(3, confidence=0.2)
+
+
+def test_a_baseline_says_how_a_probe_samples() -> None:
+    assert Baseline(max_new_tokens=4, temperature=0.7, seed=3, prompts=[]).sampling() == Sampling(
+        temperature=0.7, seed=3
+    )
+
+
+def test_a_condition_that_json_does_not_know_is_not_written() -> None:
+    measurements = Measurements(headline=[], suites={}, conditions={"share": math.nan}, baseline=None)
+    with pytest.raises(ValueError, match="JSON"):
+        manifest().model_copy(update={"measurements": measurements}).to_text()
 
 
 def test_numbers_that_json_does_not_know_become_null() -> None:
@@ -124,6 +138,9 @@ def test_the_identity_is_of_target_drafter_and_plan() -> None:
         digest(plan=PlanRecord(depth=4)),
     ]
     assert len({digest(), *others}) == 4
+    assert digest() == digest_json(
+        {"target": fingerprint().digest, "drafter": {"config.json": "5"}, "plan": {"depth": 3, "verify": "auto"}}
+    )
     assert digest() == manifest().digest == manifest(name="other", version=2, created="2031-01-01").identity()
 
 
@@ -221,6 +238,7 @@ def test_many_problems_are_named_in_their_places_and_cut_short(tmp_path: Path) -
     (tmp_path / "pair.json").write_text(json.dumps({f"unknown{i}": i for i in range(20)}))
     with pytest.raises(BadInputError) as refused:
         inspect_manifest(tmp_path)
+    assert str(refused.value).startswith(f"{tmp_path / 'pair.json'}: damaged or not a pair (")
     problem = str(refused.value).partition("not a pair (")[2].removesuffix("). Take a good copy of the pair.")
     assert len(problem) == 400
     assert problem.startswith("schema_version: Field required; name: Field required; ")

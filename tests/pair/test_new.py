@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from importlib.metadata import version
@@ -13,6 +14,7 @@ import pytest
 from outrider.decode import Plan
 from outrider.distill.prompts import Prompt
 from outrider.eval.measure import Contestant, measure
+from outrider.eval.reports.render import write_report
 from outrider.eval.suites import make_suite
 from outrider.ground import BadInputError
 from outrider.heads import Drafter
@@ -40,9 +42,8 @@ def report_folder(
     target = make_target()
     contestant = Contestant("ngram", make_drafter("ngram", target), Plan(2))
     suites = [make_suite("a", prompts[:2]), make_suite("b", prompts[3:5])]
-    return measure(target, [contestant], suites, recipe.eval, generate_baseline=False).save(
-        tmp_path / "reports of mine"
-    )
+    report = measure(target, [contestant], suites, recipe.eval, generate_baseline=False)
+    return write_report(report, tmp_path / "reports of mine")
 
 
 def names(folder: Path) -> list[str]:
@@ -308,7 +309,7 @@ def test_an_empty_folder_is_taken_and_a_file_is_not(make_pair: MakePair, tmp_pat
 
 
 def test_what_an_interrupted_attempt_left_does_not_get_into_the_pair(make_pair: MakePair, tmp_path: Path) -> None:
-    left = tmp_path / f".pair.{making.os.getpid()}.partial"
+    left = tmp_path / f".pair.{os.getpid()}.new"
     left.mkdir()
     (left / "old.txt").write_text("old")
     pair = make_pair("ngram", tmp_path / "pair")

@@ -1,4 +1,7 @@
-"""Benchmarks measure what they say: forced acceptance really drafts, bare passes are the loop's own, gaps are read right, and every command runs."""
+"""Benchmarks measure what they say, and every command runs.
+
+Forced acceptance really drafts, bare passes are the loop's own, and gaps are read right.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ import torch
 
 from outrider.decode import Decoder, Plan
 from outrider.ground import BadInputError
-from outrider.heads import Drafter, DraftModel, Eagle3, Eagle3Config, Ngram
+from outrider.heads import Drafter, DraftModel, Eagle3, Eagle3Config, Ngram, Session
 from outrider.scripts.bench import batches, context, decode
 from outrider.scripts.bench.cells import guarded
 from outrider.scripts.bench.conditions import command
@@ -70,13 +73,16 @@ def test_forced_drafts_are_accepted_as_the_script_says_and_the_text_stays(
 def test_a_forced_drafter_really_drafts(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     """All its passes are made, and they read the tokens that are proposed."""
     inner = Eagle3.build(Eagle3Config(), target)
-    begin, extend, read = inner.begin, inner.extend, []
-    monkeypatch.setattr(inner, "begin", lambda state, root: (read.append("begin"), begin(state, root))[1])
-    monkeypatch.setattr(
-        inner,
-        "extend",
-        lambda state, tokens, parents=None: (read.append(int(tokens[0, 0])), extend(state, tokens, parents))[1],
-    )
+    honest, read = inner.open, []
+
+    def open_noted(*sizes: Any) -> Session:
+        session: Any = honest(*sizes)
+        begin, extend = session.begin, session.extend
+        session.begin = lambda root: (read.append("begin"), begin(root))[1]
+        session.extend = lambda tokens, parents=None: (read.append(int(tokens[0, 0])), extend(tokens, parents))[1]
+        return session
+
+    monkeypatch.setattr(inner, "open", open_noted)
     text = texts_of(target, 30)[0]
     Ours("forced", Decoder(target, Forced(inner)), Plan(3), 9, script=make_script([text], 1.0, 64))(PROMPTS[:1])
     start = len(PROMPTS[0])
@@ -95,7 +101,10 @@ def test_shares_are_met() -> None:
 def test_transformers_assistant_is_forced_by_the_same_script(
     target: Target, tiny_llama: Callable, share: float
 ) -> None:
-    """As many rounds as ours takes, give or take the ends: it has no token from the prompt, and drafts less before the last one."""
+    """Their loop takes as many rounds as ours, give or take the ends.
+
+    It has no token from the prompt, and drafts less before the last one.
+    """
     assistant, texts = tiny_llama(layers=1, seed=1), texts_of(target, 60)[:1]
     script = make_script(texts, share, 64)
     theirs = Theirs("assisted", target, 41, assist(assistant, 4), around=lambda: forced_assistant(assistant, script))(
@@ -321,7 +330,10 @@ def test_a_users_mistake_is_one_line(capsys: pytest.CaptureFixture) -> None:
 
 
 def test_shapes_run_on_a_cpu(tmp_path: Path) -> None:
-    """The whole benchmark with random weights, tiny: every figure is there, forced ones say so, and all loops write one text."""
+    """The whole benchmark runs with random weights, tiny: every figure is there, and all loops write one text.
+
+    Forced figures say so.
+    """
     out = tmp_path / "found.json"
     shape = ["--shape", "llama-3.1-8b", "--layers", "1", "--hidden", "64", "--vocab", "512"]
     assert (

@@ -38,8 +38,14 @@ def quickstart(checkout: Path, *arguments: str, **variables: str) -> subprocess.
 
 
 def fake_python(checkout: Path, pip: str = "exit 0") -> None:
-    """A Python 3.12 that makes an environment of stand-ins: its pip does what `pip` says, its outrider prints its arguments."""
-    made = 'mkdir -p "$3/bin"; touch "$3/pyvenv.cfg"; cp "$0" "$3/bin/python"; printf \'#!/bin/sh\\necho outrider "$@"\\n\' > "$3/bin/outrider"; chmod +x "$3/bin/outrider"'
+    """Make a Python 3.12 that makes an environment of stand-ins.
+
+    Its pip does what `pip` says, its outrider prints its arguments.
+    """
+    made = (
+        'mkdir -p "$3/bin"; touch "$3/pyvenv.cfg"; cp "$0" "$3/bin/python"; '
+        'printf \'#!/bin/sh\\necho outrider "$@"\\n\' > "$3/bin/outrider"; chmod +x "$3/bin/outrider"'
+    )
     body = f"""
         case "$1 $2" in
             "-V "*) echo "Python 3.12.0" ;;

@@ -1,4 +1,7 @@
-"""The benchmark beside another package: both learn the same tokens on the same batches, a peer that is ourselves ties, and its absence is said in a line."""
+"""The benchmark beside another package: both learn the same tokens on the same batches.
+
+A peer that is ourselves ties, and its absence is said in a line.
+"""
 
 from __future__ import annotations
 
@@ -94,7 +97,10 @@ def test_a_peer_that_is_ourselves_ties(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Same seeds, same batches, same optimizer: the same drafter, so a quotient of exactly one at both temperatures, for every seed."""
+    """The same seeds, batches and optimizer give the same drafter.
+
+    So the quotient is exactly one at both temperatures, for every seed.
+    """
     monkeypatch.setattr(peers, "load_peer", lambda: (Twin, "0"))
     result = run(data, target_folder, recipe_file, "--parts", "speed", "tau", "--attention", "sdpa")
     for optimizer in ("adamw", "muon"):
@@ -149,7 +155,10 @@ def test_a_peer_that_forgets_loses(
 
 @pytest.mark.slow
 def test_memory_of_a_step_is_counted_above_what_was_there(data: Path, target_folder: Path) -> None:
-    """Each in a process of its own, as memory that was freed is used again: eight times the tokens take more, and the peak includes what was there before."""
+    """Each is measured in a process of its own, as memory that was freed is used again.
+
+    Eight times the tokens take more, and the peak includes what was there before.
+    """
     found = {}
     for length in (1024, 8192):
         given = [
@@ -216,7 +225,10 @@ def test_a_frozen_output_embedding_stays(data: Path, target_folder: Path) -> Non
 
 
 def test_quotients_over_seeds_have_a_geometric_mean() -> None:
-    """By hand: logs 0 and 2d have the mean d and a standard error of d; t of one degree of freedom at 97.5% is 12.7062."""
+    """By hand: logs 0 and 2d have the mean d and a standard error of d.
+
+    t of one degree of freedom at 97.5% is 12.7062.
+    """
     found = over_seeds_of_quotients([1.0, 1.0201])
     assert found is not None
     d = 0.5 * torch.log(torch.tensor(1.0201, dtype=torch.float64))
@@ -254,7 +266,10 @@ def some_rows(target: Target, lengths: Sequence[int], learned_from: int) -> list
 
 
 def test_with_equal_weights_both_have_the_same_gradient(target_folder: Path) -> None:
-    """So both learn the same tokens from the same features with the same weights of steps; only constants of the losses differ."""
+    """Both learn the same tokens from the same features with the same weights of steps.
+
+    Only constants of the losses differ.
+    """
     target = Target.load(target_folder, dtype="float32")
     settings = settings_of(target)
     theirs, ours = real(settings), Ours(settings)

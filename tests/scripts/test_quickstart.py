@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -14,23 +14,31 @@ from rich.console import Console
 from transformers import PreTrainedTokenizerFast
 
 import outrider.recipes
+from outrider.eval import prediction, tuner
 from outrider.ground import BadInputError
 from outrider.pair import Pair
-from outrider.scripts.quickstart import Budget, tell
+from outrider.scripts.pace import Pace
+from outrider.scripts.quickstart import tell
+from outrider.scripts.sizing import Budget, Sizes, expected_seconds
 from outrider.targets import embedded_path
 
 TINY = Budget(
     prompts=8,
-    refresh_prompts=6,
+    least_prompts=8,
+    refresh_share=0.75,
     new_tokens=8,
+    epochs=1,
     suite_prompts=2,
     suite_tokens=6,
     repeats=1,
     depth=2,
-    probe_prompts=2,
-    tune_steps=2,
-    tune_rows=2,
-    tune_length=16,
+    tune_prompts=2,
+    tune_tokens=6,
+    temperatures=(0.0,),
+    gate_prompts=14,
+    lora_steps=2,
+    lora_rows=2,
+    lora_length=16,
 )
 
 
@@ -52,12 +60,13 @@ def embedded(
                 {"id": f"{kind}/{suite}/{i}", "text": f"for {suite}_{i} in {kind}:\n    print({i})\n"} for i in range(6)
             ]
             (here / "embedded" / kind / f"{suite}.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
-    recipe = yaml.safe_load(outrider.recipes.packaged_recipes()["embedded-eagle3"].read_text())
-    recipe["drafter"] = {"type": "eagle3", "steps": 2}
+    recipe = yaml.safe_load(outrider.recipes.packaged_recipes()["embedded-eagle1"].read_text())
     recipe["training"] |= {"disable_tqdm": True}
-    (here / "embedded-eagle3.yaml").write_text(yaml.safe_dump(recipe))
+    (here / "embedded-eagle1.yaml").write_text(yaml.safe_dump(recipe))
+    monkeypatch.setattr(tuner, "WIDTHS", (0, 1, 2, 4, 8))
+    monkeypatch.setattr(prediction, "TREE_SIZES", (4,))
     monkeypatch.setattr(outrider.recipes, "_HERE", here)
-    for place in ("outrider.targets", "outrider.targets.loading"):
+    for place in ("outrider.targets", "outrider.targets.loading", "outrider.scripts.quickstart"):
         monkeypatch.setattr(f"{place}.embedded_path", lambda: here / "embedded" / "target")
 
 
@@ -71,19 +80,25 @@ def test_the_story_runs_and_a_second_run_reuses_every_stage(tmp_path: Path, monk
     out = tmp_path / "story"
     passed, text = told(out, TINY)
     assert isinstance(passed, bool)
-    for line in ("v1 on its own target", "v1 on the changed target", "v2 on the changed target", "report.html"):
+    for line in ("v1: eagle1", "v1: ngram", "v1 on the changed target", "v2 on the changed target", "report.html"):
         assert line in text
+    assert "estimate, not measured" in text
+    assert " tuned" in text
     first, second = Pair.load(out / "pair-v1"), Pair.load(out / "refreshed" / "pair")
     assert second.manifest.lineage.parent is not None
     assert second.manifest.lineage.parent.digest == first.digest
     assert first.fingerprint().digest != second.fingerprint().digest
+    assert first.tuned(first.load_target()) is not None
+    assert first.plan.control is None, "what depends on a machine is no part of a pair's identity"
+    sizes = json.loads((out / "story.json").read_text())["sizes"]
+    assert (sizes["prompts"], sizes["refresh_prompts"]) == (8, 6)
 
     monkeypatch.setattr(
         "outrider.targets.Target.load", lambda *_, **__: pytest.fail("a second run has nothing left to do")
     )
     again, text = told(out, TINY)
     assert again == passed
-    assert "10 stages were reused" in text
+    assert "12 stages were reused" in text
 
     with pytest.raises(BadInputError, match="another target, budget or version"):
         told(out, replace(TINY, prompts=9))
@@ -96,3 +111,18 @@ def test_the_story_on_the_embedded_target_ends_well(tmp_path: Path) -> None:
     passed, text = told(tmp_path / "story", Budget())
     assert passed
     assert "stale" in text
+
+
+def test_a_slow_machine_gets_fewer_prompts_and_no_machine_fewer_than_the_least() -> None:
+    """The story shrinks with the pace; what was recorded comes back as it was."""
+    fast = Pace("float32", False, prefill=1e-4, answer=1e-3, step=0.1, token=4e-3)
+    budget, taken = Budget(), []
+    for factor in (1, 2, 4, 100):
+        pace = replace(fast, **{n: factor * getattr(fast, n) for n in ("prefill", "answer", "step", "token")})
+        sizes = Sizes.fitting(budget, pace)
+        taken.append(sizes.prompts)
+        assert Sizes.restored(json.loads(json.dumps(asdict(sizes)))) == sizes
+        if sizes.prompts > budget.least_prompts:
+            assert expected_seconds(budget, sizes.prompts, sizes.temperatures, pace) <= budget.seconds
+    assert taken == sorted(taken, reverse=True)
+    assert (taken[0], taken[-1]) == (budget.prompts, budget.least_prompts)

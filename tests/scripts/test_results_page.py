@@ -1,4 +1,7 @@
-"""The results page says what the result files say, with their machines and dates, and is the page that its command makes."""
+"""The results page says what the result files say, with their machines and dates.
+
+It is the page that its command makes.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +66,8 @@ def test_a_section_holds_the_figures_and_says_what_was_not_recorded(folder: Path
     made = page.page(folder)
     noted, bare = (entry.section() for entry in page.entries(folder))
     assert noted.startswith(
-        "## Shapes\n\n`a.json` · not recorded · A Processor, 2 threads · float32 · torch 2\n\nA note.\n\nConditions: seeds: 3."
+        "## Shapes\n\n`a.json` · not recorded · A Processor, 2 threads · float32 · torch 2\n\n"
+        "A note.\n\nConditions: seeds: 3."
     )
     assert "| chain | 1.23 [1.20, 1.30] |" in noted
     assert "`b.json` · 2030-01-02 · cuda:0, processor not recorded" in bare

@@ -31,7 +31,7 @@ def medusa_file(recipe_file: Path) -> Path:
 def test_compare_trains_measures_and_shows(
     outrider: Command, recipe_file: Path, medusa_file: Path, tmp_path: Path
 ) -> None:
-    """Changes behind the recipes are for all of them; repeated, only the measuring is done again."""
+    """Changes after the recipes are for all of them; repeated, only the measuring is done again."""
     arguments = ["compare", recipe_file, medusa_file, "eval.limit=2", "--budget", "0.5", "--out", tmp_path / "out"]
     shown = succeeded(outrider(*arguments)).stdout
     for words in ("tiny", "heads", "ngram", "plain", "τ at 0", "parameters"):

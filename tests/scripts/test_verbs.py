@@ -53,7 +53,10 @@ def test_version_is_the_installed_one(outrider: Command) -> None:
 
 
 def test_a_pairs_life(outrider: Command, recipe_file: Path, tmp_path: Path, target_folder: Path) -> None:
-    """distill → train → eval → pair new → show → verify → generate → gate → probe → refresh → gate, and the finding of a flipped bit."""
+    """Every verb works on what the one before it left, and a flipped bit is found.
+
+    distill → train → eval → pair new → show → verify → generate → gate → probe → refresh → gate.
+    """
     run, pair = tmp_path / "run", tmp_path / "pair"
     assert "responses:" in succeeded(outrider("distill", recipe_file)).stdout
     assert "drafter after 2 steps" in succeeded(outrider("train", recipe_file)).stdout

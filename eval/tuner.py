@@ -167,7 +167,7 @@ def _fusions(target: Target, drafter: Drafter, statistical: Sequence[dict[str, A
     kinds = [values.get("type") for values in statistical]
     if len(set(map(str, kinds))) < len(kinds):
         raise BadInputError(f"each kind of drafter is fused once; got {', '.join(map(str, kinds))}.")
-    fused = [(values, fuse(values, drafter, target)) for values in statistical]
+    fused = [(values, fuse(values, drafter)) for values in statistical]
     return [_Fusion(values, both, Decoder(target, both)) for values, both in fused]
 
 

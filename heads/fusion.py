@@ -212,7 +212,7 @@ def _with(found: Proposal, choose: Choose, vocab: int) -> Choose:
     return chosen
 
 
-def fuse(statistical: dict[str, Any], model: Drafter, target: Target) -> Fusion:
+def fuse(statistical: dict[str, Any], model: Drafter) -> Fusion:
     """Return the fusion of a drafter without weights, as a mapping like `{type: ngram}`, with a trained one in memory.
 
     Raises:

@@ -211,7 +211,7 @@ class Pair:
         """
         target, drafter, plan = self.open(target, check)
         found = self.tuned(target, batch_size, temperature)
-        return (target, drafter, plan) if found is None else (target, tuned_drafter(found, drafter, target), found.plan)
+        return (target, drafter, plan) if found is None else (target, tuned_drafter(found, drafter), found.plan)
 
     def drafter_for(self, target: Target) -> Drafter:
         """Return the drafter, on the target's device.
@@ -228,9 +228,9 @@ class Pair:
             require_same_vocabulary(own, target.tokenizer, f"the pair {self.name!r}")
 
 
-def tuned_drafter(found: BatchTuning, drafter: Drafter, target: Target) -> Drafter:
+def tuned_drafter(found: BatchTuning, drafter: Drafter) -> Drafter:
     """Return what the tuned plan is for: `drafter` by itself, or its fusion with a drafter without weights."""
-    return drafter if found.statistical is None else fuse(found.statistical, drafter, target)
+    return drafter if found.statistical is None else fuse(found.statistical, drafter)
 
 
 def compatibility(pair: Pair, target: Target) -> Compatibility:

@@ -180,7 +180,7 @@ def measure_all(place: Workplace) -> str:
     head = load_drafter(place.out / "drafter", place.target)
     found = place.tunings[0].batches[0]
     entrants = contestants(place.target, head, place.recipe.eval)
-    report = _measure(place, place.target, [tuned_contestant(found, head, place.target), *entrants], generate=True)
+    report = _measure(place, place.target, [tuned_contestant(found, head), *entrants], generate=True)
     write_report(report, place.out / "report")
     return report.sentence()
 

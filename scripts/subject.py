@@ -46,7 +46,7 @@ class Subject:
     def measure(self, console: Console | None = None) -> Report:
         """Measure the drafter beside its baselines and the plain target."""
         first, *others = contestants(self.target, self.drafter, self.settings, self.plan)
-        tuned = [] if self.tuned is None else [tuned_contestant(self.tuned, self.drafter, self.target)]
+        tuned = [] if self.tuned is None else [tuned_contestant(self.tuned, self.drafter)]
         return measure(self.target, [first, *tuned, *others], self._suites(), self.settings, console=console)
 
     def tune(self, batch_sizes: Sequence[int], console: Console | None = None) -> Tuning:
@@ -108,10 +108,10 @@ def _of_pair(folder: Path, settings: EvalSpec, drafter: Path | None, other_shape
     return Subject(target, load_drafter(drafter, target) if drafter else own, plan, settings, report_folder, found)
 
 
-def tuned_contestant(found: BatchTuning, drafter: Drafter, target: Target) -> Contestant:
+def tuned_contestant(found: BatchTuning, drafter: Drafter) -> Contestant:
     """Return the tuned plan of `drafter`, or of its fusion with the drafter without weights that the tuner found."""
     kind = "" if found.statistical is None else f" + {found.statistical['type']}"
-    return Contestant(f"{drafter.name}{kind} tuned", tuned_drafter(found, drafter, target), found.plan)
+    return Contestant(f"{drafter.name}{kind} tuned", tuned_drafter(found, drafter), found.plan)
 
 
 def load_target(recipe: Recipe) -> Target:

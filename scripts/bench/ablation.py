@@ -1,14 +1,14 @@
-"""What a setting of a recipe is worth: variants of it, trained alike over several seeds, and how τ differs.
+"""What a setting of a recipe is worth: variants trained alike over several seeds, and how much τ and acceptance differ.
 
-    python -m outrider.scripts.bench.ablation embedded-eagle3 \\
-        --vary drafter.loss=soft_ce --vary drafter.loss=lk_nla --out lk.json
-    python -m outrider.scripts.bench.ablation embedded-eagle3 data.limit=400 \\
-        --vary drafter.steps=4 --vary drafter.steps=1 --out ttt.json
+    python -m outrider.scripts.bench.ablation embedded-eagle3 --out lk.json \\
+        --vary drafter.loss=soft_ce --vary drafter.loss=lk_nla
+    python -m outrider.scripts.bench.ablation embedded-eagle3 data.limit=400 --out ttt.json \\
+        --vary drafter.steps=4 --vary drafter.steps=1
 
 Each --vary is one variant, one or more settings; the first is what the others are compared with. All learn the same
-responses for the same number of steps: seed s sets the first weights and the order of the rows, and is also the seed of
-sampling at temperature 1. Drafts are chains; prompts run in batches, nothing is timed. What is trained in --work is not
-trained again.
+responses for the same number of steps: seed s sets the first weights and the order of the rows, and is also the seed
+of sampling at temperature 1. Drafts are chains; prompts run in batches, nothing is timed. What is trained in --work
+is not trained again.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ def recipes_of(arguments: argparse.Namespace) -> dict[str, Recipe]:
     for other in others:
         if (first.target, first.data) != (other.target, other.data):
             raise BadInputError(
-                "all variants learn the same responses of one target: --vary changes drafter or training, "
-                "not target or data."
+                "all variants learn the same responses of one target: "
+                "--vary changes drafter or training, not target or data."
             )
     responses = first.data.responses or str(arguments.work / "data")
     return {
@@ -75,7 +75,7 @@ def trained(recipe: Recipe, variant: str, seed: int, target: Target, work: Path)
 
 
 def compare(runs: Runs, strata: Sequence[int], depth: int) -> dict[str, Any]:
-    """Return τ and alpha by depth of each variant over all seeds, and how they differ from the first one's."""
+    """Return τ and alpha by depth of each variant over all seeds, and how much more they are than the first one's."""
     bootstrap, (base, *others) = Bootstrap(strata), runs
     figures = {"tau": tau} | {f"alpha_d{d}": _at(d) for d in range(1, depth + 1)}
     together = {name: pooled(each) for name, each in runs.items()}

@@ -1,7 +1,4 @@
-"""τ and acceptance by depth of one decoder, and what several seeds say together.
-
-All benchmarks that time nothing share this.
-"""
+"""τ and acceptance by depth of one decoder, and what several seeds say together, for benchmarks that time nothing."""
 
 from __future__ import annotations
 
@@ -55,10 +52,7 @@ def shown(interval: Interval) -> dict[str, float | None]:
 
 
 def over_seeds(values: Sequence[float]) -> dict[str, float] | None:
-    """Return the mean of one value per seed, and its 95% interval by Student's t.
-
-    None for a single seed, or where a seed has no value.
-    """
+    """Return the mean over seeds and its 95% interval by Student's t; None for one seed, or if a value is missing."""
     if len(values) < 2 or any(map(math.isnan, values)):
         return None
     middle, spread = (

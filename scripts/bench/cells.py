@@ -1,8 +1,8 @@
 """Everything that one context length and one batch size show: parts of a round, whole loops in turns, overhead, gaps.
 
 All rows are ragged by up to 3 tokens, and all loops write the same tokens: the plain target's own. Drafters propose
-them by force (`forced.py`), so that their speed is known at any acceptance. What does not fit in memory is written down
-as that, and the rest goes on.
+them by force (`forced.py`), so that their speed is known at any acceptance. What does not fit in memory is written
+down as that, and the rest goes on.
 """
 
 from __future__ import annotations
@@ -183,10 +183,7 @@ class Cell:
         )
 
     def _race(self, loops: Sequence[Loop], plain: Texts) -> dict[str, Any]:
-        """Return figures by loop.
-
-        All take turns if there is memory for what each of them keeps; else one comes after the other.
-        """
+        """Return figures by loop; all take turns if there is memory for what each keeps, else one after the other."""
         tried = [guarded(partial(loop, self.prompts)) for loop in loops]
         if together := not any(isinstance(t, dict) for t in tried):
             runs: dict[str, list[Timed]] = {loop.name: [] for loop in loops}
@@ -260,10 +257,7 @@ def _figures(runs: Sequence[Timed], plain: Texts) -> dict[str, Any]:
 
 
 def guarded(work: Callable[[], Result]) -> Result | dict[str, str]:
-    """Return the result of `work`, or what was missing: too little memory.
-
-    The decoder says how much it needs before it begins.
-    """
+    """Return the result of `work`, or what was missing: too little memory, as the decoder says before it begins."""
     try:
         return work()
     except (torch.OutOfMemoryError, BadInputError) as error:

@@ -1,7 +1,4 @@
-"""What every benchmark does around its measurement.
-
-It puts conditions beside the figures, writes one file, and says a user's mistake in one line.
-"""
+"""What every benchmark does around its measurement: conditions, one file, and one line for a user's mistake."""
 
 from __future__ import annotations
 

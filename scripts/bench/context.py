@@ -2,13 +2,13 @@
 
     python -m outrider.scripts.bench.context --out scripts/bench/results/context-cpu-fp32.json
 
-Plain and drafted rounds of the decoder (chains of an untrained EAGLE-3 head), batch 1, after contexts of 128 to 4096
-tokens. All contexts and both kinds take turns round by round, and so does attention alone: the calls that these rounds
-make, at their shapes, over every layer's own keys and values, and the masks that they need. Fitted is time = a + b ·
-context. What b is more than attention's own slope would be a cost of ours that grows.
+Plain and drafted rounds of the decoder (chains of an untrained EAGLE-3 head), batch 1, behind contexts of 128 to 4096
+tokens. All contexts and both kinds take turns round by round, and so does attention alone: the calls that these
+rounds make, at their shapes, over every layer's own keys and values, and the masks that they need. Fitted is time = a
++ b · context. What b is more than attention's own slope would be a cost of ours that grows.
 
 The target has the embedded target's configuration with random weights and room for 8192 positions (the embedded one has
-4096, which rounds after 4096 tokens would leave). Bytes of the caches stand beside what they should be.
+4096, which rounds behind 4096 tokens would leave). Bytes of the caches stand beside what they should be.
 """
 
 from __future__ import annotations
@@ -48,9 +48,11 @@ OWN, ATTENTION, MASK = "round", "attention", "mask"
 
 @dataclass(frozen=True)
 class Fit:
-    """The line time = a + b · context, fitted by least squares.
+    """The line time = a + b · context, by least squares.
 
-    `b_error` is the standard error of b, `r2` the share of the variance that the line explains.
+    Attributes:
+        b_error: the standard error of b.
+        r2: the share of the variance that the line explains.
     """
 
     a: float
@@ -113,7 +115,7 @@ def open_session(decoder: Decoder, plan: Plan, context: int, rounds: int) -> Ses
 
 
 class Attention:
-    """The attention calls of rounds after `context` tokens, alone, and the mask that goes with them."""
+    """The attention calls of rounds behind `context` tokens, alone, and the mask that goes with them."""
 
     def __init__(self, target: Target, drafter: Any, context: int, depth: int):
         self.target, self.drafter, self.depth, self.context = target, drafter.config, depth, context
@@ -141,10 +143,7 @@ class Attention:
         self._layers(1, None)
 
     def drafted(self) -> None:
-        """Call all layers over root and drafts, and the drafter's over one token per draft.
-
-        An untrained drafter has hardly a draft kept.
-        """
+        """Run all layers over root and drafts, and the drafter's over one token per draft: hardly a draft is kept."""
         self._layers(self.depth + 1, self.ready)
         with torch.inference_mode():
             for ahead in range(1, self.depth + 1):
@@ -224,7 +223,7 @@ def recorded_caches(target: Target) -> Iterator[list[RaggedCache]]:
 
 
 def of_kind(kind: str, found: dict[tuple[str, str, int], float], contexts: dict[int, float]) -> dict[str, Any]:
-    """Medians and fits of plain or drafted rounds; `contexts`: the mean length after which each was measured."""
+    """Medians and fits of plain or drafted rounds; `contexts`: the mean length behind which each was measured."""
     at = list(contexts)
     own, attention, masks = ([found.get((what, kind, c), 0.0) for c in at] for what in (OWN, ATTENTION, MASK))
     both = [a + m for a, m in zip(attention, masks, strict=True)]
@@ -286,7 +285,7 @@ def parse(given: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--depth", type=int, default=4, help="of chains")
     parser.add_argument("--outputs", type=int, default=2048, help="of the drafter")
     parser.add_argument("--layers", type=int, help="of the target; default: the embedded target's")
-    parser.add_argument("--repeats", type=int, default=40, help="rounds of each kind after each context")
+    parser.add_argument("--repeats", type=int, default=40, help="rounds of each kind behind each context")
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--out", type=Path)

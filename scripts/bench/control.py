@@ -4,8 +4,8 @@
         --out scripts/bench/results/control-cpu-bf16.json
 
 Costs and acceptance are measured (`eval.tuner`) on every other prompt; the race is run on the rest. Useless drafters:
-an untrained head of the same shape, under a controller that was tuned for it, and under the one that was tuned for the
-trained drafter, which promises acceptance that never comes. All contestants take turns, greedy, at batch size 1.
+an untrained head of the same shape, under a controller that was tuned for it, and under the one that was tuned for
+the trained drafter, which promises acceptance that never comes. All contestants take turns, greedy, at batch size 1.
 """
 
 from __future__ import annotations
@@ -60,10 +60,7 @@ def contestants(drafter: Drafter, untrained: Drafter, control: Control, own: Con
 
 
 def compare(records: Sequence[Record], suite: str | None) -> dict[str, Any]:
-    """Return every contestant's tokens/s over the plain target's on one suite (None: on all).
-
-    The controlled one's stands over the best fixed depth's, too.
-    """
+    """Return tokens/s over the plain target's, and over the best fixed depth's, on a suite (None: all)."""
     rows: dict[str, list[Record]] = {}
     for record in sorted(records, key=lambda r: r.suite):
         if suite in (None, record.suite):

@@ -1,20 +1,20 @@
 """Speed of the decoder against transformers' own loops, interleaved in one run, greedy.
 
     python -m outrider.scripts.bench.decode --eagle3 runs/embedded-eagle3/drafter \\
-        --draft-model runs/embedded-draft-model/drafter --dtype bfloat16 \\
-        --out scripts/bench/results/decode-cpu-bf16.json
+        --draft-model runs/embedded-draft-model/drafter \\
+        --dtype bfloat16 --out scripts/bench/results/decode-cpu-bf16.json
     python -m outrider.scripts.bench.decode --shape llama-3.1-8b --out scripts/bench/results/decode-llama-3.1-8b.json
     python -m outrider.scripts.bench.decode --shape qwen3-8b --layers 1 --hidden 64 --vocab 512 \\
         --context 96 --batch 1 2 --quick
 
-On the suites, batch 1: the plain target and the drafters in our engine, `transformers.generate`, transformers' assisted
-generation with the same draft model and its prompt lookup at the same k. Every quotient is one of tokens/s on the same
-prompts, with a bootstrap interval over prompts. Beside them what our loop costs over the bare passes of the models
-(`overhead.py`).
+On the suites, batch 1: the plain target and the drafters in our engine, `transformers.generate`, transformers'
+assisted generation with the same draft model and its prompt lookup at the same k. Every quotient is one of tokens/s
+on the same prompts, with a bootstrap interval over prompts. Beside them what our loop costs over the bare passes of
+the models (`overhead.py`).
 
 At each --context and --batch: T_verify(n) / T_verify(1), the time of drafting, plain tokens/s and its share of the
-memory-bandwidth floor, tokens/s of all loops at forced acceptance (`forced.py`; labelled so), the loop's overhead, and
-how long the device waits for the host (`gaps.py`).
+memory-bandwidth floor, tokens/s of all loops at forced acceptance (`forced.py`; labelled so), the loop's overhead,
+and how long the device waits for the host (`gaps.py`).
 
 --shape takes a target of that shape with random weights (`random_targets.py`), an untrained EAGLE-3 head and a random
 draft model for it; --layers, --hidden and --vocab shrink them for a try on a CPU. There are no suites then.
@@ -188,7 +188,7 @@ def cell_settings(arguments: argparse.Namespace) -> CellSettings:
 
 
 def check_room(target: Target, arguments: argparse.Namespace) -> None:
-    """Raise BadInputError for a context that leaves no room for what is written after it."""
+    """Raise BadInputError for a context that leaves no room for what is written behind it."""
     settings = cell_settings(arguments)
     for context in arguments.context:
         check_context(
@@ -199,10 +199,7 @@ def check_room(target: Target, arguments: argparse.Namespace) -> None:
 def make_cells(
     target: Target, drafters: dict[str, Drafter], texts: Texts | None, arguments: argparse.Namespace
 ) -> Iterator[Cell]:
-    """Yield cells, the shortest context and smallest batch first.
-
-    Prompts are joined from `texts`, or random and holding what follows them.
-    """
+    """Yield cells, the shortest context and smallest batch first; prompts are joined from `texts`, or random."""
     settings = cell_settings(arguments)
     measured = bandwidth(target.device, arguments.bandwidth_bytes)
     for context in arguments.context:
@@ -274,8 +271,8 @@ def show_cell(cell: dict[str, Any]) -> None:
         return
     floor = cell["floor"]
     print(
-        f"  floor {floor['weight_bytes'] / 1e9:.3f} GB of weights "
-        f"at {floor['copy_bytes_per_second'] / 1e9:.1f} GB/s (copy), "
+        f"  floor {floor['weight_bytes'] / 1e9:.3f} GB of weights at "
+        f"{floor['copy_bytes_per_second'] / 1e9:.1f} GB/s (copy), "
         f"{floor['read_bytes_per_second'] / 1e9:.1f} GB/s (read); "
         f"share {floor.get('share_at_copy', 0):.1%}, {floor.get('share_at_read', 0):.1%}"
     )
@@ -299,8 +296,8 @@ def _loop(row: dict[str, Any]) -> str:
     forced = " (forced acceptance)" if row.get("forced acceptance") else ""
     found = f"{row['tokens_per_second']:9.1f} tokens/s"
     if row["seconds_per_round"] is not None:
-        found += f" {row['steady_tokens_per_second']:9.1f} steady"
-        found += f"  {1e3 * row['seconds_per_round']:8.2f} ms/round  tau {row['tau']:.2f}"
+        found += f" {row['steady_tokens_per_second']:9.1f} steady  {1e3 * row['seconds_per_round']:8.2f} ms/round"
+        found += f"  tau {row['tau']:.2f}"
     return found + forced
 
 

@@ -1,8 +1,8 @@
 """What a profiler sees of a loop: how long the device waits for the host, in all and between two rounds.
 
 Read from the profiler's own trace. On a GPU the device is busy while a kernel or a copy runs; on a CPU while an
-operator runs, so that there the rest is Python. A profiler slows the host down: the share of idle time that it sees is
-the most there is. Beside it stands what follows from its busy time and from the time of a round without it.
+operator runs, so that there the rest is Python. A profiler slows the host down: the share of idle time that it sees
+is the most there is. Beside it stands what follows from its busy time and from the time of a round without it.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class Gaps:
     Attributes:
         window: all of it, with the profiler running. busy: of which the device worked.
         idle_share: 1 − busy ÷ window.
-        between: median wait around the moment at which the host has read a round back; None if it never did so with the
-            device at rest.
+        between: median wait around the moment at which the host has read a round back; None if it never did so with
+            the device at rest.
         rounds: how many.
     """
 
@@ -54,10 +54,7 @@ class Gaps:
 
 
 def profile(loop: Loop, prompts: Sequence[Sequence[int]], device: str) -> Gaps | None:
-    """Complete `prompts` once to warm up, and once under the profiler, which starts when they were read.
-
-    None if it saw nothing of the device.
-    """
+    """Complete `prompts` under the profiler, after a warm-up; None if it saw nothing of the device."""
     loop(prompts)
     activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if device == "cuda" else [])
     profiler = torch.profiler.profile(activities=activities)
@@ -118,13 +115,10 @@ def merged(spans: Iterable[Span]) -> list[Span]:
 
 
 def waits(busy: Sequence[Span], marks: Iterable[float]) -> list[float]:
-    """Return the lengths of the waits between `busy` spans in which a mark stands, each once.
-
-    Marks before, after or within the spans count for none.
-    """
+    """Return the lengths of the waits between `busy` spans in which a mark stands; no mark elsewhere counts."""
     begins = [begin for begin, _ in busy]
-    ends = {bisect.bisect_right(begins, mark) for mark in marks if _waiting(busy, begins, mark)}
-    return [busy[i][0] - busy[i - 1][1] for i in sorted(ends)]
+    behind = {bisect.bisect_right(begins, mark) for mark in marks if _waiting(busy, begins, mark)}
+    return [busy[i][0] - busy[i - 1][1] for i in sorted(behind)]
 
 
 def _waiting(busy: Sequence[Span], begins: Sequence[float], mark: float) -> bool:

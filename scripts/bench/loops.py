@@ -1,4 +1,4 @@
-"""Our loop and transformers' own, timed alike: whole requests, and the steady part after the first step.
+"""Our loop and transformers' own, timed alike: whole requests, and the steady part behind the first step.
 
 All are greedy and write exactly as many tokens as they are told, past any end token. A step is a round, or one token
 where nothing is drafted. The first of them is left out of the steady part, since there every loop still reads the
@@ -58,11 +58,7 @@ class Loop(Protocol):
         """Free what is kept from call to call."""
 
     def __call__(self, prompts: Sequence[Sequence[int]], mark: Mark = lambda _: None) -> Timed:
-        """Complete `prompts`.
-
-        `mark` is called on the host with the first row's number of new tokens whenever it has more, first when the
-        prompts were read.
-        """
+        """Complete `prompts`, telling `mark` the first row's number of new tokens: first when the prompts were read."""
 
 
 class Ours:
@@ -215,7 +211,7 @@ def library_attention(target: Target) -> Iterator[None]:
 def _steps(mark: Mark, prompt: int, device: torch.device) -> Any:
     """A stopping rule that stops nothing, and notes the time of its first call and the length at each.
 
-    Only of calls after a pass of the target: older transformers (5.17) ask about drafts too, before they verify them.
+    Only of calls behind a pass of the target: older transformers (5.17) ask about drafts too, before they verify them.
     """
 
     class Steps(StoppingCriteria):

@@ -1,14 +1,14 @@
 """What our loop costs beside the model passes that it makes, which are run bare, round by round in turns with it.
 
-A request is completed by the decoder once, which tells how many drafts each round kept. Then it is completed again, and
-after each of its rounds the passes of that round are repeated without it: on the same tokens, after the same context,
-in a cache of their own, as many drafts read and tokens verified; but nothing is chosen, judged, read back or noted. So
-both see the same machine at the same time. What is compared are medians over rounds. The first round is left out: a
-drafter reads the prompt there.
+A request is completed by the decoder once, which tells how many drafts each round kept. Then it is completed again,
+and after each of its rounds the passes of that round are repeated without it: on the same tokens, behind the same
+context, in a cache of their own, as many drafts read and tokens verified; but nothing is chosen, judged, read back or
+noted. So both see the same machine at the same time. What is compared are medians over rounds. The first round is
+left out: a drafter reads the prompt there.
 
-The clock of a bare round runs in its passes only. There are two clocks: the wall's, and the processor's, which does not
-count what other programs took. All this is for rounds that run eagerly; where they are captured as CUDA graphs, a round
-is compared with its parts, captured and timed apart (`of_parts`).
+The clock of a bare round runs in its passes only. There are two clocks: the wall's, and the processor's, which does
+not count what other programs took. All this is for rounds that run eagerly; where they are captured as CUDA graphs, a
+round is compared with its parts, captured and timed apart (`of_parts`).
 
 Shapes: B rows, T tokens of a whole text.
 """
@@ -25,10 +25,11 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from outrider.eval.reports.intervals import Interval, Ratio
+from outrider.eval import Interval, Ratio
 from outrider.eval.reports.statistics import Bootstrap
+from outrider.ground import BadInputError
 from outrider.ground.machine import clock
-from outrider.heads import Drafter, EmptySession, NodeSession, Session
+from outrider.heads import Drafter, NodeSession
 from outrider.targets import Counts, Target
 
 from .forced import Forced
@@ -207,11 +208,16 @@ class Passes:
         tokens = self.texts[:, : max(counts.values)]
         out = target.forward(tokens, self.cache, taps=self._taps(), at=counts.tensor[:, None] - 1)
         self.cache.advance(counts)
-        self.session: Session = EmptySession() if drafter is None else drafter.open(target, *self.texts.shape)
-        self.session.absorb(tokens, out.hidden, counts)
+        self.session: NodeSession | None = None
+        if drafter is not None:
+            session = drafter.open(target, *self.texts.shape)
+            if not isinstance(session, NodeSession):
+                raise BadInputError(f"{drafter.name} reads no nodes: its passes cannot be told from its loop.")
+            session.absorb(tokens, out.hidden, counts)
+            self.session = session
 
     def _texts(self) -> Tensor:
-        """Prompts and what followed them, `[B, T]`; after it zeros, for drafts past the end."""
+        """Prompts and what followed them, `[B, T]`; behind it zeros, for drafts past the end."""
         whole = [list(prompt) + new for prompt, new in zip(self.prompts, self.known.tokens, strict=True)]
         longest = max(map(len, whole)) + self.depth + 1
         return torch.tensor([text + [0] * (longest - len(text)) for text in whole], device=self.target.device)
@@ -227,13 +233,14 @@ class Passes:
         places = self.cache.lengths[:, None] + torch.arange(1 + self.depth, device=target.device)
         tokens = self.texts.gather(1, places.clamp(max=self.texts.shape[1] - 1))  # the root, and the right drafts
         watch = _Watch(target.device)
-        if isinstance(session, NodeSession):
+        if session is not None:
             watch.passed(partial(session.begin, tokens[:, 0]))
             for i in range(1, self.depth):
                 watch.passed(partial(session.extend, tokens[:, i : i + 1]))
         out = watch.passed(partial(target.forward, tokens, self.cache, taps=self._taps()))
         self.cache.advance(counts)
-        watch.passed(partial(session.absorb, tokens, out.hidden, counts))  # some make a pass here
+        if session is not None:
+            watch.passed(partial(session.absorb, tokens, out.hidden, counts))  # some make a pass here
         return watch.spent
 
     def _counts(self, round: int) -> Counts:
@@ -244,7 +251,8 @@ class Passes:
             where = [self.alive.index(row) for row in rows]
             self.alive, self.texts = rows, self.texts[where]
             self.cache.select(where)
-            self.session.select(where)
+            if self.session is not None:
+                self.session.select(where)
         return Counts.of([self.known.accepted[row][round] + 1 for row in rows], self.target.device)
 
 

@@ -1,4 +1,4 @@
-"""Our EAGLE-3 beside the `speculators` package's: a training step's speed and memory, and τ after as many steps.
+"""Our EAGLE-3 beside the `speculators` package's: speed and memory of a training step, and τ after as many steps.
 
     outrider train embedded-eagle3                     # its data are used
     python -m outrider.scripts.bench.peers --data runs/embedded-eagle3/data --out scripts/bench/results/peers-cpu.json
@@ -10,23 +10,24 @@
     pip install --no-deps transformers==5.23.0         # it asks for at most 5.19, and works with this one
     pip install -e .
 
-What is equal: the target, and its hidden states, computed once per batch and outside of all timing; the tokens that are
-learned; the sizes, the draft vocabulary, the taps and their norms, the normed output that is fed back (EAGLE-3.1), the
-first output embedding (the target's rows); unrolled steps and their weights; optimizer, learning rates, clipping and
-number of steps; the batches and their order. Both take turns, step by step, in one process.
+What is equal: the target, and its hidden states, computed once per batch and outside of all timing; the tokens that
+are learned; the sizes, the draft vocabulary, the taps and their norms, the normed output that is fed back
+(EAGLE-3.1), the first output embedding (the target's rows); unrolled steps and their weights; optimizer, learning
+rates, clipping and number of steps; the batches and their order. Both take turns, step by step, in one process.
 
-What is each one's own: the loss (KL there, soft cross-entropy here: the same gradient); how rows become a batch (packed
-one after the other there, by its own collator, without a token of padding, so that later steps at a text's end look
-into the next one; padded here); what is trained (there the output embedding stays frozen as of 0.9.0; a contestant of
-ours that freezes it too is timed beside); and initial weights (each draws its own, from the same seed). Theirs has an
-eager forward pass and the eager loss, as the compiled ones need a GPU; its attention runs as `--attention` says: all
-are timed and measured, the first one is trained.
+What is each one's own: the loss (KL there, soft cross-entropy here: the same gradient); how rows become a batch
+(packed one behind the other there, by its own collator, without a token of padding, so that later steps at a text's
+end look into the next one; padded here); what is trained (there the output embedding stays frozen as of 0.9.0; a
+contestant of ours that freezes it too is timed beside); and initial weights (each draws its own, from the same seed).
+Theirs has an eager forward pass and the eager loss, as the compiled ones need a GPU; its attention runs as
+`--attention` says: all are timed and measured, the first one is trained.
 
-Speed: one row of each of --lengths, in fp32 and under bf16 autocast, one optimizer step each, in turns; every token but
-the first two is learned (and with --share all but the first part, as after a prompt). Tokens per second count all
-tokens of the row; wall and processor time, medians and minima. Memory: a process for each, with everything in place and
-one short step done, and then how far its resident memory rises in one step at --memory-length. τ: per seed one training
-each, their weights imported into our head (`pair.peers`), both measured in our decoder on the same prompts and seeds.
+Speed: one row of each of --lengths, in fp32 and under bf16 autocast, one optimizer step each, in turns; every token
+but the first two is learned (and with --share all but the first part, as behind a prompt). Tokens per second count
+all tokens of the row; wall and processor time, medians and minima. Memory: a process for each, with everything in
+place and one short step done, and then how far its resident memory rises in one step at --memory-length. τ: per seed
+one training each, their weights imported into our head (`pair.peers`), both measured in our decoder on the same
+prompts and seeds.
 """
 
 from __future__ import annotations
@@ -328,10 +329,7 @@ def measure_tau(
 
 
 def compare_tau(by_name: dict[str, list[Rounds]], strata: Sequence[int]) -> dict[str, Any]:
-    """Return τ by name, and each one's quotient to the peer's on the same prompts.
-
-    Beside it stands that quotient seed by seed, with the interval that the seeds alone would give.
-    """
+    """Return τ by name, and its quotients to the peer's: on the same prompts, seed by seed, and by seeds alone."""
     bootstrap, peer = Bootstrap(strata), next(name for name in by_name if name.startswith(THEIRS))
     together = {name: pooled(seeds) for name, seeds in by_name.items()}
     found: dict[str, Any] = {"tau": {}, "over_theirs": {}}
@@ -373,7 +371,8 @@ def load_peer() -> tuple[MakePeer, str]:
     except ImportError as error:
         raise BadInputError(
             f"this benchmark runs beside the `speculators` package, which cannot be imported here ({error}). "
-            "It needs an environment of its own: see `python -m outrider.scripts.bench.peers --help`."
+            "It needs an environment of its own: "
+            f"see `python -m outrider.scripts.bench.peers --help`."
         ) from error
     return Speculators, VERSION
 

@@ -27,10 +27,7 @@ VERSION = version("speculators")
 
 
 class Speculators:
-    """Its head, made, fed and trained by its own functions.
-
-    They are `from_training_args`, `shift_batch`, `CollateFn` and `forward`.
-    """
+    """Its head, made and trained by its own functions: `from_training_args`, `shift_batch`, `CollateFn`, `forward`."""
 
     def __init__(self, settings: Settings, attention: str):
         self.name, self.settings = f"{THEIRS}, {attention}", settings
@@ -55,11 +52,9 @@ class Speculators:
 
 
 def packed(rows: Sequence[Row]) -> dict[str, Tensor]:
-    """Return a batch as its trainer makes it: rows one after the other, none cut and nothing padded.
+    """Make a batch as its trainer does: rows shifted against their features, one after the other, none cut or padded.
 
-    Each row is shifted against its features.
-
-    Its mask names the token that an entry reads, ours the one that is predicted after it: shifted here so that both
+    Its mask names the token that an entry reads, ours the one that is predicted behind it: shifted here so that both
     learn the same ones.
     """
     samples = [

@@ -162,7 +162,7 @@ def features(target: Target, tokens: Sequence[Tensor], learned: Sequence[Tensor]
     norm = getattr(target.body, "norm", None)
     if not isinstance(norm, nn.Module):
         raise BadInputError(
-            "this benchmark needs a target of Llama's kind, with a final norm called `norm`; "
+            f"this benchmark needs a target of Llama's kind, with a final norm called `norm`; "
             f"{target.config.model_type} has none."
         )
     seen: list[Tensor] = []
@@ -199,7 +199,7 @@ def with_features(settings: Settings, batch: Sequence[dict[str, Any]]) -> list[R
 
 
 def one_row(settings: Settings, rows: Rows, length: int, share: float = 0.0) -> list[Row]:
-    """A batch of one row of that many tokens, texts one after the other; of which the first `share` is not learned."""
+    """A batch of one row of that many tokens, texts one behind the other; of which the first `share` is not learned."""
     tokens: list[int] = []
     for position in range(length):  # no text is empty
         tokens += rows[position % len(rows)]["input_ids"]

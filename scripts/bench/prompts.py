@@ -14,9 +14,7 @@ from .random_targets import following
 
 
 def random_prompts(vocab: int, lengths: Sequence[int], ahead: int, seed: int = 0) -> Texts:
-    """Return random tokens for a target of `random_targets`.
-
-    Each prompt holds the `ahead` tokens that follow it, after its last token's double.
+    """Make random prompts for a target of `random_targets`; each holds the `ahead` tokens that follow its last token.
 
     Raises:
         BadInputError: a length that has no room for them.
@@ -24,7 +22,8 @@ def random_prompts(vocab: int, lengths: Sequence[int], ahead: int, seed: int = 0
     if min(lengths) < ahead + 3:
         raise BadInputError(
             f"a context of {min(lengths)} tokens is too short for prompts that hold the {ahead} tokens "
-            f"that follow them; at least {ahead + 3}."
+            f"that follow them; "
+            f"at least {ahead + 3}."
         )
     generator = torch.Generator().manual_seed(seed)
     prompts = []
@@ -39,10 +38,7 @@ def random_prompts(vocab: int, lengths: Sequence[int], ahead: int, seed: int = 0
 
 
 def joined_prompts(texts: Sequence[Sequence[int]], lengths: Sequence[int]) -> Texts:
-    """Return prompts of these lengths, made from texts one after the other.
-
-    Row i begins with text i, and texts are used again where they are too few.
-    """
+    """Make prompts of these lengths from texts in a row; prompt i begins with text i, and texts may be used again."""
     prompts = []
     for row, length in enumerate(lengths):
         start = row % len(texts)

@@ -1,6 +1,4 @@
-"""Targets of real shapes with random weights, and drafters for them.
-
-What a round costs does not depend on what was learned.
+"""Targets of real shapes with random weights, and drafters for them: a round costs the same whatever was learned.
 
 Nothing is downloaded: the configurations stand here as their makers published them. The output embedding is the input
 embedding moved by `STEP` rows, and input embeddings are large beside what the layers add. So the token that follows

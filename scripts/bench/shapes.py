@@ -3,9 +3,9 @@
     python -m outrider.scripts.bench.shapes --drafter runs/embedded-eagle3/drafter \\
         --out scripts/bench/results/shapes-cpu-fp32.json
 
-At temperature 0 chains of every depth up to --deepest and dynamic trees; at temperature 1 block against token by token
-on a chain, and traversal against without replacement on the best static tree for the acceptance rates of a first run,
-over several seeds. Nothing is timed: τ does not depend on the machine, and prompts run in batches.
+At temperature 0 chains of every depth up to --deepest and dynamic trees; at temperature 1 block against token by
+token on a chain, and traversal against without replacement on the best static tree for the acceptance rates of a
+first run, over several seeds. Nothing is timed: τ does not depend on the machine, and prompts run in batches.
 """
 
 from __future__ import annotations
@@ -45,10 +45,7 @@ def run(
 
 
 def rates_of(rounds: Rounds, width: int) -> list[list[float]]:
-    """Return the acceptance by depth from a chain's rounds.
-
-    Siblings are guessed at a quarter of the one before (only the shape depends on it).
-    """
+    """Return acceptance by depth from a chain's rounds; a sibling is guessed at a quarter of the one before it."""
     counts = depth_counts([r for each in rounds for r in each])
     return [
         [kept / reached * (1 - kept / reached) ** i * 0.5**i for i in range(width)]

@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from outrider.decode import Plan
 from outrider.eval import prediction, tuner
 from outrider.eval.suites import Suite
 from outrider.eval.tuner import tune
-from outrider.eval.tuning import Tuning
+from outrider.eval.tuning import BatchTuning, Tuning
 from outrider.ground import BadInputError
 from outrider.heads import DraftModel, Ngram
 from outrider.recipes import EvalSpec
@@ -123,3 +124,38 @@ def test_answers_that_end_at_once_leave_nothing_to_tune(
     monkeypatch.setattr(Target, "eos_ids", property(lambda _: tuple(range(64))))
     with pytest.raises(BadInputError, match="every answer ended with its first token"):
         tune(target, Ngram(), suites, settings)
+
+
+@pytest.mark.usefixtures("quick")
+def test_fusions_with_a_trained_drafter_are_weighed_too(
+    target: Target, suites: list[Suite], settings: EvalSpec
+) -> None:
+    """Their chains are predicted, the best two measured, and the record restores what was chosen."""
+    (batch,) = tune(target, DraftModel(target.model), suites, settings, statistical=[{"type": "ngram"}]).batches
+    fused = [c for c in batch.candidates if c.statistical is not None]
+    assert {c.plan["depth"] for c in fused} == set(range(1, 9))
+    assert {c.statistical["type"] for c in fused if c.statistical} == {"ngram"}
+    assert sum(c.tokens_per_second is not None for c in fused) == 2
+    assert "statistical" not in batch.candidates[0].model_dump()
+    assert batch.name(fused[0]).endswith("fused with ngram")
+    chosen = batch.model_copy(update={"chosen": fused[0]})
+    assert (chosen.statistical, chosen.plan) == ({"type": "ngram"}, Plan(fused[0].plan["depth"]))
+    assert Tuning.model_validate(json.loads(json.dumps(record(batch)))) is not None
+
+
+def record(batch: BatchTuning) -> dict[str, Any]:
+    known = dict.fromkeys(("created", "device", "device_name", "dtype", "drafter"), "x")
+    counts = {"threads": 1, "temperature": 0.0, "max_new_tokens": 8, "repeats": 1, "seed": 0, "num_prompts": 1}
+    return known | counts | {"versions": {}, "suites": {}, "batches": [batch.model_dump()]}
+
+
+def test_a_drafter_without_weights_is_fused_with_nothing(target: Target) -> None:
+    assert tuner._fusions(target, Ngram(), tuner.STATISTICAL) == []
+
+
+def test_one_kind_is_fused_once(target: Target, suites: list[Suite], settings: EvalSpec) -> None:
+    twice = [{"type": "ngram"}, {"type": "ngram", "min_match": 2}]
+    with pytest.raises(BadInputError, match="fused once; got ngram, ngram"):
+        tuner._fusions(target, DraftModel(target.model), twice)
+    with pytest.raises(BadInputError, match="no drafter without weights"):
+        tuner._fusions(target, DraftModel(target.model), [{"type": "eagle3"}])

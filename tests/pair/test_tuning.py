@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from outrider.decode import Control, Costs, Plan
+from outrider.decode import Control, Costs, Decoder, Plan
 from outrider.eval.tuning import BatchTuning, Candidate, CostRecord, Tuning
 from outrider.ground import BadInputError
 from outrider.ground.machine import device_name
+from outrider.heads import Fusion
 from outrider.pair import Pair, new_pair, verify
 from outrider.recipes import Recipe
 from outrider.targets import Target
@@ -158,3 +159,31 @@ def test_a_recipes_static_tree_becomes_the_pairs_plan(
     )
     assert pair.plan.tree is not None
     assert (pair.plan.tree.parents, pair.plan.depth) == ((-1, -1, 0), 2)
+
+
+def test_a_tuned_fusion_is_opened_with_the_pairs_own_drafter(
+    make_pair: Callable[..., Pair], make_tuning: MakeTuning, make_target: Callable[..., Target]
+) -> None:
+    """The record says what drafts beside it; whoever opens the pair as tuned gets both, and the target's own text."""
+    pair = make_pair("eagle3")
+    assert pair.open_tuned(make_target())[1].name == "eagle3", "never tuned: as it is"
+    tuning = make_tuning({1: 3})
+    fused = tuning.batches[0].chosen.model_copy(
+        update={"statistical": {"type": "ngram", "min_match": 2}, "weight": None}
+    )
+    batch = tuning.batches[0].model_copy(update={"chosen": fused, "candidates": [fused]})
+    pair = pair.store_tuning(tuning.model_copy(update={"batches": [batch]}))
+    target, drafter, plan = Pair.load(pair.folder).open_tuned(make_target())
+    assert isinstance(drafter, Fusion)
+    assert (drafter.statistical.name, drafter.model.name, plan) == ("ngram", "eagle3", Plan(3))
+    assert pair.open(target)[1].name == "eagle3"
+    assert verify(pair.folder) == []
+    prompt = [[1, 2, 3, 1, 2, 3, 1, 2]]
+    assert (
+        Decoder(target, drafter).generate(prompt, 12, plan=plan).tokens == Decoder(target).generate(prompt, 12).tokens
+    )
+
+
+def test_a_plan_without_a_fusion_is_written_as_before(make_pair: Callable[..., Pair], make_tuning: MakeTuning) -> None:
+    pair = make_pair("ngram").store_tuning(make_tuning({1: 4}))
+    assert "statistical" not in (pair.folder / "pair.json").read_text()

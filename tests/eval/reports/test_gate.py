@@ -9,7 +9,7 @@ import pytest
 from scipy import stats
 
 from outrider.eval import Interval, Ratio, Report
-from outrider.eval.reports.gate import gate
+from outrider.eval.reports.gate import Beside, Counted, gate
 from outrider.eval.reports.report import SuiteInfo
 from outrider.eval.reports.statistics import Bootstrap
 from outrider.ground import BadInputError
@@ -372,3 +372,51 @@ def test_remarks_name_what_may_move_tau_a_little(make_report) -> None:
         "warning: device is cpu here and cuda in the baseline",
         "warning: seed is 0 here and 1 in the baseline",
     ]
+
+
+def counted(accepted: list[list[int]], start: int = 0, suite: str = "code") -> list[Counted]:
+    return [Counted(suite, f"more {start + i}", sum(row), len(row)) for i, row in enumerate(accepted)]
+
+
+def test_prompts_that_were_only_counted_add_power(make_report) -> None:
+    """A few timed prompts cannot tell; many counted ones beside them can, and say how many they are."""
+    report = make_report(rounds(4, 0.58, seed=1, num_rounds=8))
+    baseline = make_report(rounds(4, 0.6, num_rounds=8))
+    more = Beside(0.0, counted(rounds(300, 0.62, seed=2)), counted(rounds(300, 0.6, seed=3)))
+    few, many = gate(report, baseline), gate(report, baseline, beside=more)
+    assert (few.findings[0].conclusion, many.findings[0].conclusion) == ("not enough data", "passed")
+    assert "paired over 304 prompts, 300 of them calibration prompts" in many.lines[1]
+    assert many.findings[0].smallest_drop < few.findings[0].smallest_drop
+    worse = Beside(0.0, counted(rounds(300, 0.5, seed=2)), more.old)
+    assert gate(report, baseline, beside=worse).findings[0].conclusion == "failed"
+
+
+def test_a_prompt_of_both_counts_once_and_in_any_order(make_report) -> None:
+    report = make_report(rounds(20, 0.6))
+    known = [Counted.of(r) for r in report.records_of("draft", 0.0)]
+    more = counted(rounds(5, 0.6, seed=4), suite="docs")
+    result = gate(report, report, beside=Beside(0.0, [*known, *more], [*reversed(more), *known]))
+    assert "paired over 25 prompts, 5 of them" in result.lines[1]
+    assert (result.findings[0].ratio.low, result.findings[0].ratio.high) == (1.0, 1.0)
+
+
+def test_counts_at_another_temperature_are_left_out(make_report) -> None:
+    report = make_report(rounds(20, 0.6))
+    more = counted(rounds(5, 0.6, seed=4))
+    assert "paired over 20 prompts)" in gate(report, report, beside=Beside(1.0, more, more)).lines[1]
+
+
+def test_the_smallest_drop_is_found_in_four_runs_of_five(make_report) -> None:
+    """A drafter whose τ is lower by the drop that the verdict names fails in about as many runs as it says."""
+    told = gate(make_report(rounds(60, 0.6)), make_report(rounds(60, 0.6, seed=1))).findings[0].smallest_drop
+    assert 0.03 < told < 0.12
+
+    def tau(alpha: float) -> float:
+        return 1 + sum(alpha**depth for depth in range(1, 5))
+
+    lower = min(np.linspace(0.3, 0.6, 301), key=lambda alpha: abs(tau(alpha) / tau(0.6) - (1 - told)))
+    failed = sum(
+        not gate(make_report(rounds(60, lower, seed=2 * i)), make_report(rounds(60, 0.6, seed=2 * i + 1))).passed
+        for i in range(40)
+    )
+    assert 24 <= failed <= 40  # P(fewer | 80%) = 0.1%

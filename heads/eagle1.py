@@ -1,12 +1,17 @@
 """EAGLE: autoregression over the features that the target's own output embedding reads (arXiv 2401.15077).
 
-f_t is the target's last hidden state (after the final norm). From pairs (f_t, x_{t+1}) the head predicts f_{t+1}: cat[embedding,
-feature] → fc → decoder layer, and `target.lm_head` makes tokens of it. It is trained on true features, with SmoothL1 to the next one
-and, a tenth as much, the cross-entropy of the tokens; noise on its inputs stands for the errors of its own features. EAGLE-2's dynamic
-trees (arXiv 2406.16858) are the decoder's; more than one unrolled step is HASS (arXiv 2408.15766).
+f_t is the target's last hidden state (after the final norm). From pairs (f_t, x_{t+1}) the head predicts f_{t+1}:
+cat[embedding, feature] → fc → decoder layer, and `target.lm_head` makes tokens of it. It is trained on true features,
+with SmoothL1 to the next one and, a tenth as much, the cross-entropy of the tokens; noise on its inputs stands for the
+errors of its own features. EAGLE-2's dynamic trees (arXiv 2406.16858) are the decoder's; more than one unrolled step is
+HASS (arXiv 2408.15766).
 
-The paper's numbers are for features of about unit scale. Targets differ, so both noise and feature loss are in units of the true
-feature's root mean square: they mean the same for every target. (A final norm makes it nearly the same at all positions.)
+The paper's numbers are for features of about unit scale. Targets differ, so both noise and feature loss are in units of
+the true feature's root mean square: they mean the same for every target. (A final norm makes it nearly the same at all
+positions.)
+
+What a head says here, its methods from `fuse` to `feature_loss`, is documented in parts/feature_drafter.py, which
+trains it and drafts with it.
 
 Shapes: B rows, T positions, P supervised positions, H hidden size, S unrolled steps.
 """
@@ -34,8 +39,8 @@ class Eagle1Config(FeatureConfig):
         loss: of the tokens; the paper's is a tenth of the soft cross-entropy.
         feature_loss: weight of SmoothL1 between drafted and true feature.
         noise: half the width of the uniform noise on true features, in training only.
-        norm_inputs: a norm on embedding and feature before fc (vLLM's `add_para_norm`). Many targets' embeddings are much smaller than
-            their features, and a fresh fc takes long to hear them.
+        norm_inputs: a norm on embedding and feature before fc (vLLM's `add_para_norm`). Many targets' embeddings are
+            much smaller than their features, and a fresh fc takes long to hear them.
         norm_first: a norm before the first layer's attention; published heads of the paper's form have none.
         fc_bias: published heads differ in it.
         target_layers: of the target: its last hidden state is read.
@@ -56,14 +61,14 @@ class Eagle1Config(FeatureConfig):
                 raise BadInputError(f"eagle1: {name} must be 0 or more, got {getattr(self, name)}.")
 
     def completed(self, target: Target) -> Eagle1Config:
-        """This config with every open size taken from `target`."""
+        """Return this config with every open size taken from `target`."""
         return Eagle1Config(
             **(self.to_dict() | self.sizes(target) | {"target_layers": self.target_layers or target.num_layers})
         )
 
 
 def _scale(features: Tensor) -> Tensor:
-    """Root mean square of features `[..., H]`, `[..., 1]`."""
+    """Return the root mean square of features `[..., H]`, `[..., 1]`."""
     return features.float().square().mean(-1, keepdim=True).sqrt().clamp(min=1e-6)
 
 

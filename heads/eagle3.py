@@ -1,8 +1,11 @@
 """EAGLE-3: a small drafter on three of the target's hidden states (arXiv 2503.01840).
 
-It runs over pairs (f_t, x_{t+1}), where f_t are the target's features at three depths, fused, and is trained on its own outputs
-too: see `feature_drafter.py`. The first layer's attention reads cat[norm(embedding), norm(hidden)], the residual is the hidden state
-(normed too with `norm_before_residual`).
+It runs over pairs (f_t, x_{t+1}), where f_t are the target's features at three depths, fused. The first layer's
+attention reads cat[norm(embedding), norm(hidden)], and its output is added to the hidden state (normed too with
+`norm_before_residual`).
+
+What a head says here, its methods from `fuse` to `output_weights`, is documented in parts/feature_drafter.py, which
+trains it on its own outputs and drafts with it; what its layers compute stands in parts/decoder_layer.py.
 
 Shapes: B rows, T positions, K taps, H hidden size, V' draft vocabulary.
 """
@@ -29,7 +32,8 @@ class Eagle3Config(FeatureConfig):
     Attributes:
         taps: HF `hidden_states` indices; () for EAGLE-3's (2, N//2, N−3).
         draft_vocab_size: the most frequent training tokens kept as outputs; 0 for all.
-        norm_taps, norm_output: EAGLE-3.1 (arXiv 2605.09992): a norm on each tap; the normed output is what the next step reads.
+        norm_taps, norm_output: EAGLE-3.1 (arXiv 2605.09992): a norm on each tap; the normed output is what the next
+            step reads.
         norm_before_fc: one norm on all taps together instead.
         norm_before_residual: the first layer's output is added to the normed hidden state.
         init_from_target: start the output embedding from the target's.
@@ -51,11 +55,12 @@ class Eagle3Config(FeatureConfig):
             raise BadInputError("drafter: norm_taps and norm_before_fc are two ways to norm the taps; take one.")
 
     def completed(self, target: Target) -> Eagle3Config:
-        """This config with every open size taken from `target`."""
+        """Return this config with every open size taken from `target`."""
         layers = target.num_layers
         if layers < 4 and not self.taps:
             raise BadInputError(
-                f"eagle3: a target with {layers} layers has no default taps (2, N//2, N−3); name them: drafter.taps=[…]."
+                f"eagle3: a target with {layers} layers has no default taps (2, N//2, N−3); "
+                "name them: drafter.taps=[…]."
             )
         sizes = {
             "taps": self.taps or (2, layers // 2, layers - 3),
@@ -111,7 +116,8 @@ class Eagle3(FeatureDrafter):
         config = config.completed(target)
         if config.hidden_size != target.hidden_size:
             raise BadInputError(
-                f"eagle3: hidden_size {config.hidden_size} differs from the target's {target.hidden_size}; leave it out."
+                f"eagle3: hidden_size {config.hidden_size} differs from the target's {target.hidden_size}; "
+                "leave it out."
             )
         token_ids = draft_vocabulary(config.draft_vocab_size, target.vocab_size, token_counts, cls.name)
         head = cls(config)

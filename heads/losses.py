@@ -83,7 +83,7 @@ class Comparison:
 
 
 def compare(reference: Reference, draft_logits: Tensor, rule: Loss) -> tuple[Tensor, Tensor, Tensor]:
-    """(loss, alpha, top1) of draft logits `[P, V']`; the loss is differentiable."""
+    """Return (loss, alpha, top1) of draft logits `[P, V']`; the loss is differentiable."""
     if liger.serves(rule, draft_logits.device.type):
         return liger.compare(reference, draft_logits, rule)
     if rule.soft is not None:
@@ -96,16 +96,17 @@ def compare(reference: Reference, draft_logits: Tensor, rule: Loss) -> tuple[Ten
 
 
 def _softly(reference: Reference, draft_logits: Tensor, weight: float) -> tuple[Tensor, Tensor, Tensor]:
-    """`compare` by `weight` times the soft cross-entropy."""
+    """Return what `compare` does, by `weight` times the soft cross-entropy."""
     with own_precision(draft_logits.device):
         loss, alpha = _SoftCrossEntropy.apply(draft_logits, reference.renormalised, reference.probs)
     return weight * loss, alpha, (draft_logits.detach().argmax(-1) == reference.best).float()
 
 
 class _SoftCrossEntropy(torch.autograd.Function):
-    """Soft cross-entropy and Σ min(p, q), from logits `[P, V']`, p renormalised, and p; the first one's gradient is q − p.
+    """Soft cross-entropy and Σ min(p, q), from logits `[P, V']`, p renormalised, and p.
 
-    A pass over a vocabulary is what losses cost, and this takes fewer than log q and its gradient would.
+    The first one's gradient is q − p. A pass over a vocabulary is what losses cost, and this takes fewer than log q
+    and its gradient would.
     """
 
     @staticmethod
@@ -136,10 +137,10 @@ def chunked_compare(
     chunk: int = 512,
     following: Tensor | None = None,  # [P]
 ) -> Comparison:
-    """`compare` on the logits of hidden states, `chunk` positions at a time, so that `[P, V]` never exists.
+    """Return what `compare` says of the logits of hidden states, a chunk at a time, so that `[P, V]` never exists.
 
-    The gradient of each chunk is taken as soon as its loss is known (as in Liger's fused linear losses, arXiv 2410.10989):
-    no logits are kept for the backward pass, and none are computed twice.
+    The gradient of each chunk is taken as soon as its loss is known (as in Liger's fused linear losses, arXiv
+    2410.10989): no logits are kept for the backward pass, and none are computed twice.
 
     Args:
         draft_head: one for all steps, or one for each.
@@ -188,12 +189,12 @@ def chunked_compare(
 
 
 def ahead(values: Tensor, by: int) -> Tensor:
-    """`values[:, t + by]` at t `[B, T]`; zero behind the end."""
+    """Return `values[:, t + by]` at t `[B, T]`; zero after the end."""
     return torch.nn.functional.pad(values, (0, by))[:, by:]
 
 
 def acceptance_metrics(alphas: list[Tensor], wanted: list[Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
-    """Expected acceptance of a chain from the analytic alphas along it, as (sum, count) pairs.
+    """Return the expected acceptance of a chain from the analytic alphas along it, as (sum, count) pairs.
 
     Args:
         alphas: per depth, `[B, T]`: the acceptance probability at that depth of the chain that starts at t.
@@ -217,9 +218,11 @@ def acceptance_metrics(alphas: list[Tensor], wanted: list[Tensor]) -> dict[str, 
 
 
 def metrics_by_depth(found: Comparison, wanted: Tensor, here: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
-    """Of steps that predict the tokens `wanted` `[B, T]`, each from one place further back: `loss_d1`, `top1_d1`, …, and `acceptance_metrics`.
+    """Return `loss_d1`, `top1_d1`, … of steps that are compared, and their `acceptance_metrics`.
 
-    `here` `[S, P]`: which of those tokens each step predicts.
+    Args:
+        wanted: the tokens that they predict, each step from one place further back, `[B, T]`.
+        here: which of those tokens each step predicts, `[S, P]`.
     """
     metrics: dict[str, tuple[Tensor, Tensor]] = {}
     alphas, measured = [], []

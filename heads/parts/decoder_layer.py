@@ -1,8 +1,8 @@
 """Decoder layers of Llama's kind: their weights, what a layer computes, and the two ways in which its queries attend.
 
-A layer's computation stands once, in `JointLayer`, for a head that is trained, a head that drafts, and a draft model of the
-library that drafts. It puts weights together that read the same input, since small products cost what their number costs:
-training once per step, and differentiates through it; decoding once for all requests, until a weight changes.
+A layer's computation stands once, in `JointLayer`, for a head that is trained, a head that drafts, and a draft model of
+the library that drafts. It puts weights together that read the same input, since small products cost what their number
+costs: training once per step, and differentiates through it; decoding once for all requests, until a weight changes.
 `UnrolledLayers` attends as training unrolls a head on its own output, `CachedLayers` as decoding does, over a cache.
 
 Shapes: B rows, T positions, Q new entries, H hidden size, N heads, D head size, W width of an attention's input.
@@ -48,7 +48,8 @@ class LayerConfig(DrafterConfig):
             raise BadInputError(f"drafter: num_layers must be at least 1, got {self.num_layers}.")
         if self.head_dim % 2:
             raise BadInputError(
-                f"drafter: head_dim must be even, as rotary positions turn pairs of its dimensions, got {self.head_dim}."
+                "drafter: head_dim must be even, as rotary positions turn pairs of its dimensions, "
+                f"got {self.head_dim}."
             )
         if self.num_key_value_heads and self.num_attention_heads % self.num_key_value_heads:
             raise BadInputError(
@@ -76,7 +77,8 @@ class LayerConfig(DrafterConfig):
     def llama(self) -> LlamaConfig:
         """Return the config of the library's rotary positions and MLP.
 
-        They read no number of heads; the library refuses one that does not divide the hidden size, as some targets' do not.
+        They read no number of heads; the library refuses one that does not divide the hidden size, as some targets'
+        do not.
         """
         return LlamaConfig(
             hidden_size=self.hidden_size,
@@ -173,7 +175,7 @@ class Layer(nn.Module):
 
 # ------------------------------------------------------------ what a layer computes
 
-# Two products of more weights than this take no longer than one of both: put together they would cost memory for nothing.
+# Two products of more weights than this take no longer than one of both: together they would cost memory for nothing.
 _SMALL = 2**22
 
 
@@ -238,13 +240,14 @@ class JointLayer:
         self.norms_heads = hasattr(layer.self_attn, "q_norm")
 
     def enter(self, hidden: Tensor) -> Tensor:
-        """Return what q_proj, k_proj and v_proj make of the layer's input `[B, Q, H]`: `[B, Q, (heads + 2 kv_heads) · D]`."""
+        """Return what q_proj, k_proj and v_proj make of an input `[B, Q, H]`: `[B, Q, (heads + 2 kv_heads) · D]`."""
         return self.qkv(normed(hidden, self.layer.input_layernorm))
 
     def keep(self, x: Tensor) -> Tensor:
-        """Return what `join` needs of the first half `[B, Q, H]` of an input: its product, if the layer works in halves.
+        """Return what `join` needs of the first half `[B, Q, H]` of an input.
 
-        Unrolled steps read the same embeddings, each one place later: training multiplies them once for all steps.
+        It is the half's product, if the layer works in halves: unrolled steps read the same embeddings, each one
+        place later, and so training multiplies them once for all steps.
         """
         return self.qkv(x) if self.in_halves else x
 
@@ -287,8 +290,9 @@ class JointLayer:
 class UnrolledLayers:
     """The layers of a head in one training step, which unrolls it on its own output.
 
-    A query sees the entries of step 0 up to its own place, and one entry of its own per later step. Step 0 runs over whole
-    rows, so that there are such entries; its last layer's queries, and all later steps, stand from `begins[b]` on only.
+    A query sees the entries of step 0 up to its own place, and one entry of its own per later step. Step 0 runs over
+    whole rows, so that there are such entries; its last layer's queries, and all later steps, stand from `begins[b]`
+    on.
 
     Args:
         begins: where each row begins to learn.
@@ -305,22 +309,25 @@ class UnrolledLayers:
         """Return the last layer's output at the next step, `[B, T', H]` with T' = T − min(begins).
 
         Args:
-            projected: what the first layer's `split` takes. At step 0 of whole rows, then from `begins` on, as the others.
-            hidden: what the first layer's attention is added to. rotary: the angles of their positions.
+            projected: what the first layer's `split` takes. At step 0 of whole rows, then from `begins` on, as the
+                rest.
+            hidden: what the first layer's attention is added to.
+            rotary: the angles of their positions.
         """
-        begin_with = len(self.entries[0])
+        later = bool(self.entries[0])
         for layer, entries in zip(self.layers, self.entries, strict=True):
             q, k, v = layer.split(layer.enter(hidden) if layer is not self.layers[0] else projected, rotary)
             entries.append((repeat_kv(k, self.groups), repeat_kv(v, self.groups)))
-            if not begin_with and layer is self.layers[-1]:
+            begins = self.begins
+            if not later and layer is self.layers[-1]:
                 q, hidden = self.cut(q.transpose(1, 2)).transpose(1, 2), self.cut(hidden)
-            whole = not begin_with and layer is not self.layers[-1]
-            begins = [0] * len(self.begins) if whole else self.begins
+            elif not later:
+                begins = [0] * len(begins)
             hidden = layer.finish(attend(q, entries[0], begins, entries[1:]), hidden)
         return hidden
 
     def cut(self, x: Tensor, later: int = 0) -> Tensor:
-        """Return `x` `[B, T, ...]` from `later` places after each row's begin on, zeros after its end: `[B, T', ...]`."""
+        """Return `x` `[B, T, ...]` from `later` places after each row's begin on, zeros after T: `[B, T', ...]`."""
         begins = [begin + later for begin in self.begins]
         if (missing := max(begins) + self.kept - x.shape[1]) > 0:
             x = nn.functional.pad(x, [0, 0] * (x.ndim - 2) + [0, missing])
@@ -330,9 +337,10 @@ class UnrolledLayers:
 
 
 class CachedLayers:
-    """Layers as decoding runs them, over a cache: weights that are used together are copied, and rotary angles looked up.
+    """Layers as decoding runs them, over a cache.
 
-    A draft step is a few small products; on a CPU, and at batch size 1 on a GPU, the number of operations is what it costs.
+    Weights that are used together are copied, and rotary angles looked up. A draft step is a few small products; on a
+    CPU, and at batch size 1 on a GPU, the number of operations is what it costs.
 
     Args:
         layers: a head's, or a model's of the library: modules of the same names.
@@ -394,7 +402,7 @@ def _gathered(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
     """Return what queries `[B, heads, Q, D]` gather of keys and values `[B, kv_heads, used, D]`, in their shape."""
     rows, heads, count, size = q.shape
     kv_heads = k.shape[1]
-    if count > 1:
+    if count > 1 or heads == kv_heads:
         return nn.functional.scaled_dot_product_attention(q, k, v, mask, enable_gqa=heads > kv_heads)
     # Heads that share keys are as good as queries, and nothing is repeated for them.
     q = q.reshape(rows, kv_heads, heads // kv_heads, size)

@@ -1,6 +1,7 @@
-"""What a drafter's distribution q loses against the target's p, or against the token that really followed: one value per position.
+"""What a drafter's distribution q loses against the target's p, or against the token that really followed.
 
-Divergences take log-probabilities: both sides need theirs for other things too, and a softmax over a vocabulary is what this costs.
+Each is one value per position. Divergences take log-probabilities: both sides need theirs for other things too, and a
+softmax over a vocabulary is what this costs.
 
 Shapes: P positions, V symbols of the target, V' of the drafter.
 """
@@ -52,14 +53,18 @@ def total_variation(log_p: Tensor, log_q: Tensor) -> Tensor:
 
 
 def negative_log_acceptance(log_p: Tensor, log_q: Tensor) -> Tensor:
-    """−log Σ min(p, q) per position, `[P]` (LK losses, arXiv 2602.23881): TV's gradient divided by the acceptance rate, so none vanishes far from p."""
+    """−log Σ min(p, q) per position, `[P]` (LK losses, arXiv 2602.23881).
+
+    Its gradient is TV's divided by the acceptance rate, so none vanishes far from p.
+    """
     return -torch.minimum(log_p, log_q).logsumexp(-1)
 
 
 def hybrid_acceptance(log_p: Tensor, log_q: Tensor, eta: float = 3.0) -> Tensor:
     """λ KL(p || q) + (1−λ) TV(p, q) per position, `[P]` (LK losses, arXiv 2602.23881): KL far from p, TV near it.
 
-    λ = exp(−η α) with that position's acceptance rate α, and is not differentiated. The paper takes η = 3, and 10 for Medusa's heads.
+    λ = exp(−η α) with that position's acceptance rate α, and is not differentiated. The paper takes η = 3, and 10 for
+    Medusa's heads.
     """
     variation = total_variation(log_p, log_q)
     share = torch.exp(-eta * (1 - variation.detach()))
@@ -67,14 +72,18 @@ def hybrid_acceptance(log_p: Tensor, log_q: Tensor, eta: float = 3.0) -> Tensor:
 
 
 def hard_cross_entropy(following: Tensor, log_q: Tensor) -> Tensor:
-    """−log q at the token that followed per position, `[P]` (Medusa's loss, arXiv 2401.10774); 0 where `following` `[P]` is −1: a token that q cannot say."""
+    """−log q at the token that followed per position, `[P]` (Medusa's loss, arXiv 2401.10774).
+
+    It is 0 where `following` `[P]` is −1: a token that q cannot say.
+    """
     return -log_q.gather(-1, following.clamp(min=0)[:, None])[:, 0] * (following >= 0)
 
 
 def smooth_l1(features: Tensor, drafted: Tensor) -> Tensor:
-    """Mean over H of ½ d² where |d| < 1 and of |d| − ½ elsewhere, d = drafted − true feature `[..., H]`: `[...]` (EAGLE, arXiv 2401.15077).
+    """Mean over H of ½ d² where |d| < 1 and of |d| − ½ elsewhere, `[...]` (EAGLE, arXiv 2401.15077).
 
-    Its gradient stays bounded where a few dimensions of a hidden state are far larger than the others.
+    d is the drafted minus the true feature, `[..., H]`. Its gradient stays bounded where a few dimensions of a hidden
+    state are far larger than the others.
     """
     return torch.nn.functional.smooth_l1_loss(
         drafted.float(), features.float().expand_as(drafted), reduction="none"
@@ -108,11 +117,11 @@ class Loss:
 
     @property
     def soft(self) -> float | None:
-        """Its weight where it is soft cross-entropy and nothing else, which `compare` has a shorter way for."""
+        """The weight of soft cross-entropy where there is nothing else: `losses.compare` has a shorter way for it."""
         return self.parts[0][0] if not self.hard and [rule for _, rule in self.parts] == [soft_cross_entropy] else None
 
     def __call__(self, reference: Reference, log_q: Tensor) -> Tensor:
-        """Of each position, `[P]`, from log q `[P, V']`."""
+        """Return the loss of each position, `[P]`, from log q `[P, V']`."""
         values = [weight * rule(reference.log_probs, log_q) for weight, rule in self.parts]
         if self.hard:
             assert reference.following is not None, "a hard loss needs the tokens that followed"
@@ -121,7 +130,10 @@ class Loss:
 
 
 def divergence(name: str | Mapping[str, float]) -> Loss:
-    """The loss of a recipe: a name such as `soft_ce`, `jsd(0.1)` or `lk_hybrid(10)`, or weights of several: `{soft_ce: 1.0, tv: 0.1}`.
+    """Return the loss that a recipe names.
+
+    Args:
+        name: such as `soft_ce`, `jsd(0.1)` or `lk_hybrid(10)`, or weights of several: `{soft_ce: 1.0, tv: 0.1}`.
 
     Raises:
         BadInputError: an unknown name, or a parameter or a weight that makes no sense.
@@ -129,7 +141,8 @@ def divergence(name: str | Mapping[str, float]) -> Loss:
     weights = {name: 1.0} if isinstance(name, str) else name
     if not isinstance(weights, Mapping) or not weights:
         raise BadInputError(
-            f"loss: expected a name or a mapping from names to weights such as {{soft_ce: 1.0, tv: 0.1}}, found {name!r}."
+            "loss: expected a name or a mapping from names to weights such as {soft_ce: 1.0, tv: 0.1}, "
+            f"found {name!r}."
         )
     parts, hard = [], 0.0
     for part, weight in weights.items():
@@ -143,7 +156,7 @@ def divergence(name: str | Mapping[str, float]) -> Loss:
 
 
 def _named(name: Any) -> Divergence:
-    """One divergence, with its parameter if the name brings one: `jsd(0.1)`."""
+    """Return one divergence, with its parameter if the name brings one: `jsd(0.1)`."""
     found = re.fullmatch(r"(\w+)(?:\(([^()]*)\))?", str(name))
     kind, given = found.groups() if found else (name, None)
     if kind not in DIVERGENCES or (given is not None and kind not in _PARAMETERS):
@@ -171,7 +184,7 @@ class Reference:
         probs: p on the drafter's vocabulary, `[P, V']`; sums to less than 1 where that one is pruned.
         log_probs: log p renormalised on the drafter's vocabulary (EAGLE-3's target), `[P, V']`.
         best: index of the target's most probable token in the drafter's vocabulary, -1 where it is not there, `[P]`.
-        following: likewise of the token that really followed, `[P]`; None where nobody asks for it.
+        following: index there of the token that really followed, `[P]`; None where nobody asks for it.
     """
 
     probs: Tensor
@@ -186,7 +199,12 @@ class Reference:
 
     @classmethod
     def of(cls, logits: Tensor, kept: Tensor | None = None, following: Tensor | None = None) -> Reference:
-        """From the target's logits `[P, V]`; `kept` `[V']` are the token ids of a pruned draft vocabulary, `following` `[P]` the target's own tokens."""
+        """Make a reference from the target's logits `[P, V]`.
+
+        Args:
+            kept: the token ids of a pruned draft vocabulary, `[V']`.
+            following: the target's own tokens, `[P]`.
+        """
         best, log_probs = logits.argmax(-1), logits.float().log_softmax(-1)
         if kept is None:
             return cls(log_probs.exp(), log_probs, best, following)
@@ -200,5 +218,5 @@ class Reference:
 
 
 def own_precision(device: torch.device) -> AbstractContextManager[Any]:
-    """Without autocast: mixed precision is for the drafter. (Tensors without contents know none.)"""
+    """Return a context without autocast: mixed precision is for the drafter. (Tensors without contents know none.)"""
     return nullcontext() if device.type == "meta" else torch.autocast(device.type, enabled=False)

@@ -1,10 +1,17 @@
-"""Heads that run over pairs (f_t, x_{t+1}), the target's features at a token and the token that followed it, and feed on their own output.
+"""Heads that feed on their own output: how they are trained, and how they draft.
 
-Behind the last true feature such a head reads what it made itself. Training unrolls exactly that: at step i the hidden input is
-the head's output of step i−1, the token is the ground truth shifted by i, and attention sees the true entries up to t plus one own
-entry per later step (EAGLE-3's training-time test, arXiv 2503.01840). With one step it is teacher forcing (EAGLE, arXiv 2401.15077).
+They run over pairs (f_t, x_{t+1}), the target's features at a token and the token that followed it. After the last true
+feature such a head reads what it made itself. Training unrolls exactly that: at step i the hidden input is the head's
+output of step i−1, the token is the ground truth shifted by i, and attention sees the true entries up to t plus one own
+entry per later step (EAGLE-3's training-time test, arXiv 2503.01840). With one step it is teacher forcing (EAGLE, arXiv
+2401.15077).
 
-Shapes: B rows, T positions, Q new entries, P supervised positions, K taps, H hidden size, V' draft vocabulary, S unrolled steps.
+A head says its network once (`fuse`, `read`, `enter`, `feedback`, `logits`). A training step is
+`FeatureDrafter.unroll`, a draft step is `FeatureSession._step`: the same calls, over layers that attend differently
+(decoder_layer.py).
+
+Shapes: B rows, T positions, Q new entries, P supervised positions, K taps, H hidden size, V' draft vocabulary, S
+unrolled steps.
 """
 
 from __future__ import annotations
@@ -48,7 +55,7 @@ class FeatureConfig(LayerConfig):
 
 
 class FeatureDrafter(Drafter):
-    """What these heads share: training, unrolled, and decoding, step by step. A head says what stands before and behind its layers."""
+    """A head that feeds on its own output; an architecture says what stands before and after its layers."""
 
     config: FeatureConfig
     layer: Layer  # the first
@@ -72,7 +79,7 @@ class FeatureDrafter(Drafter):
                 )
 
     def _sizes(self, target: Target) -> list[tuple[str, int, int]]:
-        """Names of the sizes in which it must agree with the target, its own, and the target's."""
+        """Return names of the sizes in which it must agree with the target, its own, and the target's."""
         return [
             ("hidden size", self.config.hidden_size, target.hidden_size),
             ("vocabulary", self.config.vocab_size, target.vocab_size),
@@ -92,7 +99,7 @@ class FeatureDrafter(Drafter):
         raise NotImplementedError
 
     def enter(self, read: Tensor, hidden: Tensor, first: JointLayer) -> tuple[Tensor, Tensor]:
-        """Return what the first layer's projections make of a step's inputs, and what its attention is added to, `[B, T, H]`.
+        """Return what the first layer's projections make of a step's inputs, and what its attention is added to.
 
         Args:
             read: what `read` made of the embeddings.
@@ -113,23 +120,31 @@ class FeatureDrafter(Drafter):
         raise NotImplementedError
 
     def feature_loss(self, outputs: Tensor, features: Tensor) -> Tensor | None:
-        """Return what outputs `[S, P, H]` lose beside their logits, against the true last hidden states `[P, H]`: `[S, P]`; None for nothing."""
+        """Return what outputs lose beside their logits, `[S, P]`; None for nothing.
+
+        Args:
+            outputs: of the last layer, `[S, P, H]`.
+            features: the true last hidden states there, `[P, H]`.
+        """
         return None
 
     # ------------------------------------------------------------ training
 
     def loss(self, batch: TargetBatch) -> DrafterLoss:
-        """Σ_i decay^i · Σ_positions loss_i: of the logits against the target's softmax on the draft vocabulary, and of the features."""
+        """Return Σ_i decay^i · Σ_positions loss_i.
+
+        Each is of the logits, against the target's softmax on the draft vocabulary, and of the features.
+        """
         assert batch.hidden is not None
         wanted = batch.supervised.clone()
         wanted[:, :2] = False
-        # Later steps run where something is learned: from S + 1 before a row's first such token, which is index 0 from here on.
+        # Later steps run where something is learned: from S + 1 before a row's first such token, index 0 from here on.
         begin = (wanted.int().argmax(1) - 1 - self.config.steps).clamp(min=0)
         outputs = self.unroll(batch.target, batch.tokens, batch.hidden, begin)
         length = outputs[0].shape[1]
         at = begin[:, None] + torch.arange(length, device=begin.device)
         wanted = nn.functional.pad(wanted, (0, length)).gather(1, at)
-        # Index t of step i has read the tokens up to x_{t+1+i} and predicts x_{t+2+i}; here everything stands at the token predicted.
+        # Index t of step i has read the tokens up to x_{t+1+i} and predicts x_{t+2+i}: all stands at that one here.
         predicted = torch.stack(
             [nn.functional.pad(o, (0, 0, 2 + i, 0))[:, :length][wanted] for i, o in enumerate(outputs)]
         )  # [S, P, H]
@@ -160,10 +175,10 @@ class FeatureDrafter(Drafter):
         return DrafterLoss(total, wanted.sum(), metrics)
 
     def unroll(self, target: Target, tokens: Tensor, hidden: Tensor, begin: Tensor | None = None) -> list[Tensor]:
-        """The training-time test: the last layer's output at each of the S steps, `[B, T', H]` each.
+        """Return the last layer's output at each of the S steps of a training-time test, `[B, T', H]` each.
 
-        Index j of row b and step i stands for t = begin[b] + j and the pair whose token is x_{t+1+i}; where a row has no
-        such token, it means nothing. `begin` `[B]` is 0 if None; before it, rows are only attended to.
+        Index j of row b and step i stands for t = begin[b] + j and the pair whose token is x_{t+1+i}; where a row has
+        no such token, it means nothing. `begin` `[B]` is 0 if None; before it, rows are only attended to.
         """
         begins = [0] * len(tokens) if begin is None else [int(b) for b in begin]
         layers = UnrolledLayers(self.layers, self.config, begins, tokens.shape[1])
@@ -198,7 +213,7 @@ class FeatureDrafter(Drafter):
         return cache + copies
 
     def _cached(self, max_length: int) -> CachedLayers:
-        """Return its layers for decoding, kept from request to request until they are too short or weights have changed."""
+        """Return its layers for decoding; they are kept until they are too short or weights have changed."""
         self._kept = self._fitting(max_length) or CachedLayers(self.layers, self.config, self.rotary, max_length)
         return self._kept
 
@@ -287,7 +302,7 @@ class FeatureSession(NodeSession):
         return self.head.logits(output, self.target)
 
     def _step(self, tokens: Tensor, hidden: Tensor, offset: int, nodes: Nodes | None = None) -> Tensor:
-        """Return the last layer's output `[B, Q, H]` for `tokens` `[B, Q]`, written `offset` after the committed entries."""
+        """Return the last layer's output `[B, Q, H]` for `tokens` `[B, Q]`, `offset` after the committed entries."""
         positions = self.cache.place(tokens.shape[1], offset, nodes)
         first, embedded = self.layers.layers[0], self.target.embed(tokens).to(hidden.dtype)
         entered = self.head.enter(self.head.read(embedded, first), hidden, first)

@@ -1,12 +1,14 @@
-"""Losses by the kernels of `liger-kernel`, where it is installed, on CUDA: what `losses` defines, in fewer passes over a vocabulary.
+"""Losses by the kernels of `liger-kernel`, where it is installed, on CUDA.
 
-A drafter's loss needs a value of each position, and a gradient that a weight of each position can still reach. Of Liger's kernels (0.8.4 and later)
-those of KL give that, and so soft cross-entropy; that of JSD, whose end β = 1 is reverse KL; and the one that makes total variation and hard
-cross-entropy together. Those that contain the output embedding (`fused_linear_…`, `chunked_loss`) give one sum; and of LK losses it has none.
+They compute what divergences.py defines, in fewer passes over a vocabulary. A drafter's loss needs a value of each
+position, and a gradient that a weight of each position can still reach. Of Liger's kernels (0.8.4 and later) those of
+KL give that, and so soft cross-entropy; that of JSD, whose end β = 1 is reverse KL; and the one that makes total
+variation and hard cross-entropy together. Those that contain the output embedding (`fused_linear_…`, `chunked_loss`)
+give one sum; and of LK losses it has none.
 
-Most of these are no public interface of Liger's, so each is tried against `losses` before it is used.
+Most of these are no public interface of Liger's, so each is tried against the definition before it is used.
 
-Shapes: P positions, V' symbols of the drafter's vocabulary. Draft logits may be of any type; everything else is float32.
+Shapes: P positions, V' symbols of the drafter's vocabulary. Draft logits may be of any type; all else is float32.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ def serves(rule: Loss, kind: str) -> bool:
 
 
 def compare(reference: Reference, draft_logits: Tensor, rule: Loss) -> tuple[Tensor, Tensor, Tensor]:
-    """`losses.compare`, by a loss that is served."""
+    """Return what `losses.compare` does, by a loss that is served."""
     with own_precision(draft_logits.device), torch.cuda.device_of(draft_logits):
         alpha, top1 = _agreement(reference, draft_logits)
         values = [
@@ -44,14 +46,14 @@ def compare(reference: Reference, draft_logits: Tensor, rule: Loss) -> tuple[Ten
 
 
 def _parts(rule: Loss) -> list[tuple[float, Divergence, dict[str, float]]]:
-    """Weights, divergences and the settings that these were given."""
+    """Return weights, divergences and the settings that these were given."""
     parts = [(weight, getattr(part, "func", part), getattr(part, "keywords", {})) for weight, part in rule.parts]
     return [*parts, (rule.hard, divergences.hard_cross_entropy, {})] if rule.hard else parts
 
 
 @torch.no_grad()
 def _agreement(reference: Reference, logits: Tensor) -> tuple[Tensor, Tensor]:
-    """(alpha, top1)."""
+    """Return (alpha, top1)."""
     probs = logits.softmax(-1, dtype=torch.float32)
     return torch.minimum(reference.probs, probs, out=probs).sum(-1), (logits.argmax(-1) == reference.best).float()
 
@@ -60,7 +62,7 @@ def _agreement(reference: Reference, logits: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _kl(reference: Reference, logits: Tensor, least: float) -> tuple[Tensor, Tensor]:
-    """Σ p (log max(p, `least`) − log q) and its gradient. The kernel writes the gradient over the logits it is given."""
+    """Return Σ p (log max(p, `least`) − log q) and its gradient, which the kernel writes over its logits."""
     from liger_kernel.ops.backends._triton.kl_div import kl_loss_and_grad_triton
 
     own = logits.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
@@ -69,7 +71,7 @@ def _kl(reference: Reference, logits: Tensor, least: float) -> tuple[Tensor, Ten
 
 
 def _jsd(reference: Reference, logits: Tensor, beta: float) -> tuple[Tensor, Tensor]:
-    """JSD(β), or reverse KL where β is 1, and its gradient. The kernel writes the gradient by log q over log q."""
+    """Return JSD(β), or reverse KL where β is 1, and its gradient. The kernel writes that by log q over log q."""
     from liger_kernel.ops.backends._triton.jsd import jsd_loss_and_grad_triton
 
     log_q = logits.log_softmax(-1, dtype=torch.float32)
@@ -110,7 +112,7 @@ def _jensen_shannon(reference: Reference, logits: Tensor, beta: float = 0.5) -> 
 
 
 def _both(reference: Reference, logits: Tensor, following: Tensor) -> tuple[Tensor, Tensor]:
-    """(hard cross-entropy, total variation)."""
+    """Return (hard cross-entropy, total variation)."""
     from liger_kernel.ops import LigerFusedCETVDFunction
 
     found: tuple[Tensor, Tensor] = LigerFusedCETVDFunction.apply(logits, reference.log_probs, following)
@@ -163,7 +165,7 @@ def works(divergence: Divergence, kind: str) -> bool:
 
 
 def _trial(divergence: Divergence, device: torch.device) -> float:
-    """The largest difference between kernel and function, in values and gradients, on a small example."""
+    """Return the largest difference between kernel and function, in values and gradients, on a small example."""
     rule = Loss((), 1.0) if divergence is divergences.hard_cross_entropy else Loss(((1.0, divergence),))
     with torch.inference_mode(False), torch.enable_grad(), own_precision(device):
         theirs, ours = 3 * torch.arange(2 * 5 * 33, device=device).sin().view(2, 5, 33)

@@ -19,9 +19,10 @@ _ROPES = ("default", "linear", "llama3", "yarn")  # whose angles depend on nothi
 
 
 def runs(model: Any) -> bool:
-    """Whether `ModelRunner` computes what `model` does: it is of one of these kinds, and all its modules are as the library made them.
+    """Whether `ModelRunner` computes what `model` does.
 
-    Adapters, quantised weights, hooks, and weights that are split over processes are none of that.
+    It does for these kinds, if all modules are as the library made them. Adapters, quantised weights, hooks, and
+    weights that are split over processes are none of that.
     """
     home = type(model).__module__
     if home not in [f"transformers.models.{kind}.modeling_{kind}" for kind in _KINDS] or not type(
@@ -69,7 +70,7 @@ class ModelRunner(CachedLayers):
         return copied_bytes(layers, layers[0].self_attn.head_dim, max_length)
 
     def read(self, tokens: Tensor, cache: RaggedCache, offset: int, nodes: Nodes | None) -> Tensor:
-        """Return the last hidden states of `tokens` `[B, Q]`, after the final norm, `[B, Q, H]`; places as for `Target.forward`."""
+        """Return the last hidden states `[B, Q, H]` of `tokens` `[B, Q]`, normed; places as for `Target.forward`."""
         positions = cache.place(tokens.shape[1], offset, nodes)
         hidden = nn.functional.embedding(tokens, self.model.model.embed_tokens.weight)
         output = self.through(self.layers[0].enter(hidden), hidden, cache, positions, nodes is not None)

@@ -45,7 +45,10 @@ def test_the_true_feature_is_what_the_targets_output_embedding_reads(target):
 
 @pytest.mark.parametrize(("tokens_weight", "features_weight"), [(0.1, 1.0), (0.5, 0.0), (0.2, 3.0)])
 def test_the_loss_is_the_weighted_sum_of_features_and_tokens(target, tokens_weight, features_weight):
-    """Σ_i decay^i Σ_{supervised x_{t+2+i}} (w_f · SmoothL1(f_{t+1+i}, f̂) + w_t · CE(p, q)), written as loops; features in units of their own scale."""
+    """Σ_i decay^i Σ_{supervised x_{t+2+i}} (w_f · SmoothL1(f_{t+1+i}, f̂) + w_t · CE(p, q)), written as loops.
+
+    Features are in units of their own scale.
+    """
     drafter = head(target, steps=2, decay=0.5, loss={"soft_ce": tokens_weight}, feature_loss=features_weight)
     tokens = sequences(2, 12)
     supervised = torch.zeros_like(tokens, dtype=torch.bool)
@@ -88,7 +91,7 @@ def test_the_papers_settings_are_the_default(target):
 
 
 def test_noise_is_uniform_and_in_training_only(target):
-    """Within ± `noise` times the feature's root mean square, its mean zero, and none when a head is measured or decodes."""
+    """Within ± `noise` times the feature's root mean square, its mean zero; none when a head is measured or decodes."""
     drafter, hidden = head(target, noise=0.1), target.forward(sequences(8, 50), taps=(6,)).hidden
     assert torch.equal(drafter.fuse(hidden), hidden[:, :, 0])
     torch.manual_seed(0)
@@ -114,7 +117,7 @@ def test_noise_and_feature_loss_do_not_depend_on_the_scale_of_a_targets_features
 
 
 def test_the_weights_have_the_published_names(target):
-    """Of the paper's form: no norm before the first layer's attention, none behind the last, no embeddings of its own."""
+    """The paper's form: no norm before the first layer's attention, none after the last, no embeddings of its own."""
     attention, mlp = (
         (f"layer.self_attn.{p}_proj.weight" for p in "qkvo"),
         (f"layer.mlp.{p}_proj.weight" for p in ("gate", "up", "down")),

@@ -39,7 +39,10 @@ def batch(target: Target, drafter: Eagle3, tokens: Tensor, supervised: Tensor) -
 @pytest.mark.parametrize("pruned", [0, 20])
 @pytest.mark.parametrize(("loss", "prompt"), [("soft_ce", 0), ("soft_ce", 6), ("tv", 6)])
 def test_the_loss_is_a_decayed_sum_over_supervised_positions(target, loss, prompt, pruned):
-    """Σ_i decay^i Σ_{supervised x_{t+2+i}} D(p(· | x ≤ t+1+i), q_i(· | t)), written as loops; counts are those of supervised tokens."""
+    """Σ_i decay^i Σ_{supervised x_{t+2+i}} D(p(· | x ≤ t+1+i), q_i(· | t)), written as loops.
+
+    Counts are those of supervised tokens.
+    """
     drafter = head(target, steps=3, decay=0.5, loss=loss, draft_vocab_size=pruned)
     tokens = torch.randint(0, VOCAB, (2, 9 + prompt), generator=torch.Generator().manual_seed(1))
     supervised = torch.zeros_like(tokens, dtype=torch.bool)

@@ -210,7 +210,7 @@ def test_memory_is_what_is_allocated(target, drafter):
 
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
 def test_attention_of_the_unrolled_steps_by_definition(target, kv_heads):
-    """Written as loops: step 0 is causal attention; step i sees step 0's keys up to t and one key at t of each later step."""
+    """Written as loops: step 0 is causal; step i sees step 0's keys up to t and one key at t of each later step."""
     drafter = eagle3(target, num_key_value_heads=kv_heads)
     attention, layer = drafter.layer.self_attn, JointLayer(drafter.layer, drafter.config)
     length, own, naive_keys, naive_values = 6, [], [], []

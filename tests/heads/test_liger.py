@@ -1,6 +1,7 @@
 """A loss is the same by `liger-kernel`'s kernels as by torch's operations, and only CUDA tensors take them.
 
-The kernels run on a GPU, or interpreted on a CPU: where `liger-kernel` is installed, this file runs itself once more with TRITON_INTERPRET=1.
+The kernels run on a GPU, or interpreted on a CPU: where `liger-kernel` is installed, this file runs itself once more
+with TRITON_INTERPRET=1.
 """
 
 from __future__ import annotations

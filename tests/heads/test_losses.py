@@ -356,7 +356,10 @@ def test_no_logits_are_kept_for_the_backward_pass():
 
 @pytest.mark.parametrize("name", ["soft_ce", "jsd", {"lk_hybrid": 1.0, HARD: 0.5}], ids=str)
 def test_peak_memory_grows_with_the_chunk_and_not_with_positions_or_steps(name):
-    """Forward and backward: what one chunk's logits need, and hidden states. `[S, P, V]` alone would be 10 times the largest of these."""
+    """Forward and backward: what one chunk's logits need, and hidden states.
+
+    `[S, P, V]` alone would be 10 times the largest of these.
+    """
     vocab, rule = 2000, divergence(name)
     target_head, draft_head = torch.nn.Linear(5, vocab, bias=False), torch.nn.Linear(4, vocab, bias=False)
 
@@ -393,8 +396,9 @@ def test_values_and_slopes_of_half_precision_are_summed_in_single():
     found = {}
     for count in (1, 600):
         hidden = one.expand(count, -1).clone().requires_grad_()
+        theirs, trained = torch.ones(count, 5).bfloat16(), [draft_head.weight]
         result = chunked_compare(
-            torch.ones(count, 5).bfloat16(), hidden, target_head, draft_head, divergence("tv"), parameters=[draft_head.weight], chunk=1
+            theirs, hidden, target_head, draft_head, divergence("tv"), parameters=trained, chunk=1
         )  # fmt: skip
         assert result.loss.dtype == result.alpha.dtype == result.top1.dtype == result.total.dtype == torch.float32
         found[count] = torch.autograd.grad(result.total, [hidden, draft_head.weight])[1].float()
@@ -431,7 +435,7 @@ def test_alpha_is_one_minus_total_variation():
 
 
 def test_mass_that_a_pruned_vocabulary_cannot_reach_counts_as_rejected():
-    """p = (.5, .3, .2) with q on the last two symbols = (.6, .4): alpha = .3 + .2; the loss renormalises p to (.6, .4)."""
+    """p = (.5, .3, .2), q on the last two symbols = (.6, .4): alpha = .3 + .2; the loss renormalises p to (.6, .4)."""
     p, kept = torch.tensor([[0.5, 0.3, 0.2]]).log(), torch.tensor([1, 2])
     result = chunked_compare(
         p, torch.tensor([[0.6, 0.4]]).log(), lambda x: x, lambda x: x, divergence("forward_kl"), kept
@@ -492,7 +496,7 @@ def test_every_depth_says_where_it_was_measured():
 
 
 def test_metrics_by_depth_follow_each_chain_from_its_start():
-    """Step k predicts a token from k places further back: a chain that starts at t has its depth k at the token t + k."""
+    """Step k predicts from k places further back: a chain that starts at t has its depth k at the token t + k."""
     wanted = torch.tensor([[True, True, False, True], [False, True, True, True]])
     here = torch.tensor([[True] * 6, [False, True, True, True, False, True]])
     numbers = torch.arange(1.0, 13.0).view(2, 6) / 12
@@ -514,7 +518,7 @@ def test_metrics_by_depth_follow_each_chain_from_its_start():
 
 
 def test_acceptance_along_a_chain_by_hand():
-    """Two starts with alphas (.5, .4) and (1, .8): tau is the mean of 1 + .5 + .2 and 1 + 1 + .8, not the product of means."""
+    """Two starts with alphas (.5, .4), (1, .8): tau is the mean of 1 + .5 + .2 and 1 + 1 + .8, no product of means."""
     found = acceptance_metrics(
         [torch.tensor([[0.5, 1.0]]), torch.tensor([[0.4, 0.8]])], [torch.ones(1, 2, dtype=torch.bool)] * 2
     )

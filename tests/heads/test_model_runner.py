@@ -1,4 +1,4 @@
-"""Draft models of Llama's kind are read by few operations: logits are the library's, where it is certain only."""
+"""Draft models of Llama's kind are read by few operations: the library's logits, and only where that is certain."""
 
 from __future__ import annotations
 

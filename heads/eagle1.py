@@ -109,12 +109,13 @@ class Eagle1(FeatureDrafter):
     # ------------------------------------------------------------ the network
 
     def fuse(self, hidden: Tensor) -> Tensor:
-        feature = hidden[:, :, 0].to(self.fc.weight.dtype)
-        if self.training and self.config.noise:
-            feature = feature + (2 * torch.rand_like(feature) - 1) * self.config.noise * _scale(feature).to(
-                feature.dtype
-            )
-        return feature
+        return hidden[:, :, 0].to(self.fc.weight.dtype)
+
+    def disturb(self, hidden: Tensor) -> Tensor:
+        if not self.training or not self.config.noise:
+            return hidden
+        noise = (2 * torch.rand_like(hidden) - 1) * self.config.noise
+        return hidden + noise * _scale(hidden).to(hidden.dtype)
 
     def read(self, embedded: Tensor, first: JointLayer) -> Tensor:
         return embedded if self.input_norms is None else normed(embedded, self.input_norms[0])

@@ -148,12 +148,12 @@ class Session(ABC):
 
     def carry(self, tensors: list[Tensor]) -> None:
         """Put the carried tensors back, from other places in memory."""
-        assert not tensors, f"{type(self).__name__} carries nothing"
+        if tensors:
+            raise NotImplementedError(f"{type(self).__name__} carries nothing from round to round.")
 
     def reset(self) -> None:
         """Forget everything, and keep the room, for another request."""
-        for cache in self.caches():
-            cache.reset()
+        raise NotImplementedError(f"{type(self).__name__} serves one request; open another.")
 
 
 class EmptySession(Session):
@@ -202,6 +202,11 @@ class NodeSession(Session):
             logits = self.extend(drafted[-1][:, None])
             drafted.append(choose(logits[:, 0], self.output_ids))
         return Proposal.chain(torch.stack(drafted, 1))
+
+    def reset(self) -> None:
+        """Forget everything, and keep the room, for another request."""
+        for cache in self.caches():
+            cache.reset()
 
 
 class ChainSession(NodeSession):

@@ -29,7 +29,7 @@ from ..base import Drafter, DrafterLoss, TargetBatch
 from ..losses import LossName, chunked_compare, divergence, metrics_by_depth
 from ..session import Abilities, NodeSession
 from .decoder_layer import CachedLayers, JointLayer, Layer, LayerConfig, UnrolledLayers, angles, copied_bytes
-from .nodes import Branches, gathered, joined
+from .nodes import Branches, Unread, gathered, required
 
 
 @dataclass
@@ -90,6 +90,10 @@ class FeatureDrafter(Drafter):
     def fuse(self, hidden: Tensor) -> Tensor:
         """Return the hidden input of the first step `[B, T, H]` of taps `[B, T, K, H]`."""
         raise NotImplementedError
+
+    def disturb(self, hidden: Tensor) -> Tensor:
+        """Return what a training step reads in place of true features `[B, T, H]`: by default themselves."""
+        return hidden
 
     def read(self, embedded: Tensor, first: JointLayer) -> Tensor:
         """Return what steps need of embeddings `[B, T, H]`, `[B, T, ·]`: training makes it once for all steps.
@@ -182,7 +186,7 @@ class FeatureDrafter(Drafter):
         """
         begins = [0] * len(tokens) if begin is None else [int(b) for b in begin]
         layers = UnrolledLayers(self.layers, self.config, begins, tokens.shape[1])
-        first, state = layers.layers[0], self.fuse(hidden)
+        first, state = layers.layers[0], self.disturb(self.fuse(hidden))
         read = self.read(target.embed(tokens).to(state.dtype), first)
         every = torch.arange(tokens.shape[1], device=tokens.device)[None]
         at = every if begin is None else begin[:, None] + every[:, : layers.kept]
@@ -221,34 +225,6 @@ class FeatureDrafter(Drafter):
         return self._kept if self._kept is not None and self._kept.fits(self.layers, max_length) else None
 
 
-@dataclass
-class Unread:
-    """What the target has processed and the head has not: row b's first `counts.values[b]` tokens of each tensor.
-
-    Attributes:
-        tokens: `[B, Q]`.
-        hidden: the head's taps there, `[B, Q, K, H]`.
-    """
-
-    tokens: Tensor
-    hidden: Tensor
-    counts: Counts
-
-    def followed(self, tokens: Tensor, hidden: Tensor, counts: Counts) -> Unread:
-        """Return these entries and more after them."""
-        joint_tokens, joint_hidden = joined(self.tokens, self.counts, tokens), joined(self.hidden, self.counts, hidden)
-        return Unread(joint_tokens, joint_hidden, self.counts.plus(counts))
-
-    def cut(self) -> Unread:
-        """Return these entries without columns that no row keeps; asks the host how many there are."""
-        longest = max(self.counts.values)
-        return Unread(self.tokens[:, :longest], self.hidden[:, :longest], self.counts)
-
-    def select(self, rows: list[int]) -> Unread:
-        """Return the entries of these rows, in this order."""
-        return Unread(self.tokens[rows], self.hidden[rows], self.counts.select(rows))
-
-
 class FeatureSession(NodeSession):
     """A head that feeds on its own output, decoding a batch.
 
@@ -274,12 +250,12 @@ class FeatureSession(NodeSession):
         if hidden is None:
             raise ValueError("absorb: a head on hidden states was given none; open the target's pass with its taps.")
         new = Unread(tokens, hidden, counts)
-        self.unread = new if self.unread is None else self.unread.followed(tokens, hidden, counts)
+        self.unread = new if self.unread is None else self.unread.then(new)
 
     def begin(self, root: Tensor) -> Tensor:
         unread = self._absorbed()
         if self.cache.window is None:
-            unread = unread.cut()
+            unread = unread.trimmed()
         last = (unread.counts.tensor - 1)[:, None]
         following = unread.tokens.roll(-1, 1).scatter(1, last, root[:, None])
         output = self._step(following, self.head.fuse(unread.hidden), 0)
@@ -310,20 +286,16 @@ class FeatureSession(NodeSession):
 
     def _absorbed(self) -> Unread:
         """Return what is unread; a round cannot begin without."""
-        if self.unread is None:
-            raise ValueError("begin: nothing was absorbed since the last round; call absorb after each of them.")
-        return self.unread
+        return required(self.unread, "nothing was absorbed since the last round; call absorb after each of them.")
 
     def caches(self) -> list[RaggedCache]:
         return [self.cache]
 
     def carried(self) -> list[Tensor]:
-        unread = self._absorbed()
-        return [unread.tokens, unread.hidden, unread.counts.tensor]
+        return self._absorbed().tensors()
 
     def carry(self, tensors: list[Tensor]) -> None:
-        tokens, hidden, counts = tensors
-        self.unread = Unread(tokens, hidden, Counts(counts))
+        self.unread = Unread.of(tensors)
 
     def reset(self) -> None:
         super().reset()

@@ -96,20 +96,20 @@ def test_noise_is_uniform_and_in_training_only(target):
     assert torch.equal(drafter.fuse(hidden), hidden[:, :, 0])
     torch.manual_seed(0)
     true = hidden[:, :, 0]
-    added = (drafter.train().fuse(hidden) - true) / true.square().mean(-1, keepdim=True).sqrt()
+    added = (drafter.train().disturb(drafter.fuse(hidden)) - true) / true.square().mean(-1, keepdim=True).sqrt()
     assert added.abs().max() == pytest.approx(0.1, abs=1e-4)
     assert added.mean() == pytest.approx(0, abs=0.002)
     assert added.std() == pytest.approx(0.1 / 3**0.5, abs=0.001)
-    assert torch.equal(head(target, noise=0.0).train().fuse(hidden), true)
+    assert torch.equal(head(target, noise=0.0).train().disturb(true), true)
 
 
 @pytest.mark.parametrize("factor", [0.01, 20.0])
 def test_noise_and_feature_loss_do_not_depend_on_the_scale_of_a_targets_features(target, factor):
     drafter, hidden = head(target, noise=0.1).train(), target.forward(sequences(2, 9), taps=(6,)).hidden
     torch.manual_seed(0)
-    once = drafter.fuse(hidden)
+    once = drafter.disturb(drafter.fuse(hidden))
     torch.manual_seed(0)
-    torch.testing.assert_close(drafter.fuse(factor * hidden), factor * once)
+    torch.testing.assert_close(drafter.disturb(drafter.fuse(factor * hidden)), factor * once)
     drafted, true = torch.randn(3, 5, 32), torch.randn(5, 32)
     torch.testing.assert_close(
         drafter.feature_loss(factor * drafted, factor * true), drafter.feature_loss(drafted, true)

@@ -42,7 +42,8 @@ def report_folder(
     target = make_target()
     contestant = Contestant("ngram", make_drafter("ngram", target), Plan(2))
     suites = [make_suite("a", prompts[:2]), make_suite("b", prompts[3:5])]
-    report = measure(target, [contestant], suites, recipe.eval, generate_baseline=False)
+    conditions = recipe.eval.model_copy(update={"temperatures": [0.0, 1.0]})
+    report = measure(target, [contestant], suites, conditions, generate_baseline=False)
     return write_report(report, tmp_path / "reports of mine")
 
 
@@ -202,11 +203,16 @@ def test_a_report_is_kept_with_its_figures_and_conditions(
     assert "suites" not in measured.conditions
     assert measured.conditions["device"] == "cpu"
     assert measured.baseline is not None
-    (headline,) = measured.headline
-    figures = next(f for f in report["figures"] if (f["contestant"], f["suite"]) == ("ngram", "all"))
-    assert (headline.temperature, headline.rule, headline.num_prompts) == (0.0, figures["rule"], 4)
-    assert headline.tau.model_dump() == figures["tau"]
-    assert headline.speedup.model_dump() == figures["speedup"]
+    assert [h.temperature for h in measured.headline] == [0.0, 1.0]
+    for headline in measured.headline:
+        (figures,) = (
+            f
+            for f in report["figures"]
+            if (f["contestant"], f["suite"], f["temperature"]) == ("ngram", "all", headline.temperature)
+        )
+        assert (headline.rule, headline.num_prompts) == (figures["rule"], 4)
+        assert headline.tau.model_dump() == figures["tau"]
+        assert headline.speedup.model_dump() == figures["speedup"]
     assert pair.plan == Plan(2)
 
 

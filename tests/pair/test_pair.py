@@ -294,6 +294,19 @@ def test_recipe_and_tokenizer_come_back(
     assert tokenizer.get_vocab() == tiny_tokenizer.get_vocab()
 
 
+def test_without_prompts_there_are_none(make_pair: Callable[..., Pair]) -> None:
+    assert make_pair("ngram", calibration=[]).calibration() == []
+
+
+def test_vocabularies_are_compared_where_both_sides_have_a_tokenizer(
+    make_pair: Callable[..., Pair], make_target: Callable[..., Target], tmp_path: Path
+) -> None:
+    named, bare = make_target(), Target(make_target().model)
+    without = make_pair("ngram", tmp_path / "without", target=bare, calibration=[])
+    assert make_pair("ngram", tmp_path / "with").drafter_for(bare).name == "ngram"
+    assert without.drafter_for(named).name == without.drafter_for(bare).name == "ngram"
+
+
 def test_a_stale_target_is_named_with_what_differs_and_what_to_do(
     make_pair: Callable[..., Pair], make_target: Callable[..., Target]
 ) -> None:

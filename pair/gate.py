@@ -1,4 +1,4 @@
-"""The gate between two versions of a pair: their newest reports, and the calibration prompts that both were counted on."""
+"""The gate between two versions of a pair: their newest reports, and the calibration prompts both were counted on."""
 
 from __future__ import annotations
 

@@ -95,8 +95,10 @@ class Pair:
         return self.manifest.plan.restored()
 
     def tuned(self, target: Target, batch_size: int = 1, temperature: float = 0.0) -> BatchTuning | None:
-        """What `outrider tune` found for `target` on this machine: at the largest batch size not above `batch_size`, and
-        the nearest temperature. None if it never ran here."""
+        """Return what `outrider tune` found for `target` on this machine; None if it never ran here.
+
+        It is that of the largest batch size not above `batch_size`, at the nearest temperature.
+        """
         machine = (device_name(target.device), str(target.dtype).removeprefix("torch."))
         return nearest(self.manifest.tuning, machine, batch_size, temperature)
 

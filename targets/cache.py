@@ -177,8 +177,8 @@ class AttentionStore(CacheLayerMixin):
 def _selected(store: Tensor, rows: list[int]) -> Tensor:
     """Return these rows of `store` `[B, H, L, D]`, in this order, in its own memory while more than half of it is used.
 
-    When rows leave and later ones take their places, only those are copied: copying all that stay took a tenth of the time
-    of a batch whose texts end one by one.
+    When rows leave and later ones take their places, only those are copied: copying all that stay took a tenth of the
+    time of a batch whose texts end one by one.
     """
     moved = [(place, row) for place, row in enumerate(rows) if place != row]
     in_place = all(place < row for place, row in moved)  # nothing is overwritten that is still to be read

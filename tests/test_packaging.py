@@ -58,7 +58,7 @@ def test_every_room_says_that_it_is_typed() -> None:
 
 
 def test_every_data_file_is_shipped() -> None:
-    """Files in the packages that are no Python match a package-data pattern of their package, or are for the checkout only."""
+    """Files that are no Python match a package-data pattern of their package, or are for the checkout only."""
     missing = []
     for name in tracked_files():
         package = package_of(name)
@@ -120,7 +120,9 @@ def normalised(name: str) -> str:
 
 def test_importing_the_command_loads_neither_torch_nor_transformers() -> None:
     """`outrider --help` answers in less than a second because of this."""
-    code = "import sys, outrider.scripts.cli, outrider.recipes, outrider.eval; print(sorted({'torch', 'transformers', 'datasets', 'matplotlib'} & set(sys.modules)))"
+    heavy = "{'torch', 'transformers', 'datasets', 'matplotlib'}"
+    rooms = "outrider.scripts.cli, outrider.recipes, outrider.eval"
+    code = f"import sys, {rooms}; print(sorted({heavy} & set(sys.modules)))"
     assert (
         subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
     )

@@ -397,9 +397,7 @@ def test_values_and_slopes_of_half_precision_are_summed_in_single():
     for count in (1, 600):
         hidden = one.expand(count, -1).clone().requires_grad_()
         theirs, trained = torch.ones(count, 5).bfloat16(), [draft_head.weight]
-        result = chunked_compare(
-            theirs, hidden, target_head, draft_head, divergence("tv"), parameters=trained, chunk=1
-        )  # fmt: skip
+        result = chunked_compare(theirs, hidden, target_head, draft_head, divergence("tv"), parameters=trained, chunk=1)
         assert result.loss.dtype == result.alpha.dtype == result.top1.dtype == result.total.dtype == torch.float32
         found[count] = torch.autograd.grad(result.total, [hidden, draft_head.weight])[1].float()
     torch.testing.assert_close(found[600], 600 * found[1], rtol=0.02, atol=0.01)

@@ -45,10 +45,21 @@ def manifest(**changes: Any) -> Manifest:
     )
     drafter, plan = DrafterRecord(type="ngram", files={"config.json": "5"}), PlanRecord(depth=3)
     values = {
-        "schema_version": 1, "name": "tiny", "version": 1, "digest": identity_digest(fingerprint(), drafter.files, plan), "target": target, "drafter": drafter,
-        "recipe": "6", "calibration": None, "reports": {}, "plan": plan, "created": "2026-01-01", "outrider_version": "0",
-        "measurements": Measurements(headline=[], suites={}, conditions={}, baseline=None), "lineage": Lineage(parent=None, reason="first version"),
-    }  # fmt: skip
+        "schema_version": 1,
+        "name": "tiny",
+        "version": 1,
+        "digest": identity_digest(fingerprint(), drafter.files, plan),
+        "target": target,
+        "drafter": drafter,
+        "recipe": "6",
+        "calibration": None,
+        "reports": {},
+        "plan": plan,
+        "created": "2026-01-01",
+        "outrider_version": "0",
+        "measurements": Measurements(headline=[], suites={}, conditions={}, baseline=None),
+        "lineage": Lineage(parent=None, reason="first version"),
+    }
     return Manifest(**values | changes).sealed()
 
 
@@ -118,9 +129,13 @@ def test_every_file_of_a_pair_is_listed_by_its_place() -> None:
     target = whole.target.model_copy(update={"adapter_files": {"adapter_config.json": "9"}})
     assert manifest().files() == {"recipe.yaml": "6", "drafter/config.json": "5", "tokenizer/t.json": "4"}
     assert whole.model_copy(update={"target": target}).files() == {
-        "recipe.yaml": "6", "calibration.jsonl": "7", "reports/2026-01-01/report.json": "8",
-        "drafter/config.json": "5", "tokenizer/t.json": "4", "adapter/adapter_config.json": "9",
-    }  # fmt: skip
+        "recipe.yaml": "6",
+        "calibration.jsonl": "7",
+        "reports/2026-01-01/report.json": "8",
+        "drafter/config.json": "5",
+        "tokenizer/t.json": "4",
+        "adapter/adapter_config.json": "9",
+    }
 
 
 # ------------------------------------------------------------ what protects it
@@ -190,7 +205,8 @@ def test_all_alterations_are_named_at_once(tmp_path: Path) -> None:
     with pytest.raises(BadInputError) as refused:
         read_manifest(tmp_path)
     assert str(refused.value) == (
-        f"{tmp_path / 'pair.json'}: its content does not match its checksum; the identity digest does not match target, drafter and plan. "
+        f"{tmp_path / 'pair.json'}: its content does not match its checksum; "
+        "the identity digest does not match target, drafter and plan. "
         "Take a good copy of the pair, or look closer with `outrider pair verify`."
     )
 
@@ -203,12 +219,14 @@ def test_all_alterations_are_named_at_once(tmp_path: Path) -> None:
     [
         (
             b"{",
-            "damaged or not a pair (not valid JSON: Expecting property name enclosed in double quotes: line 1 column 2 (char 1)). Take a good copy of the pair.",
+            "damaged or not a pair (not valid JSON: Expecting property name enclosed in double quotes: line 1 column 2 "
+            "(char 1)). Take a good copy of the pair.",
         ),
         (b"[]", "damaged or not a pair (expected an object, found list). Take a good copy of the pair."),
         (
             b"\xff",
-            "damaged or not a pair ('utf-8' codec can't decode byte 0xff in position 0: invalid start byte). Take a good copy of the pair.",
+            "damaged or not a pair ('utf-8' codec can't decode byte 0xff in position 0: invalid start byte). "
+            "Take a good copy of the pair.",
         ),
         (b'{"schema_version": 2}', "schema version 2 is newer than the 1 that this Outrider reads; upgrade Outrider."),
     ],

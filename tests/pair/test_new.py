@@ -223,7 +223,8 @@ def test_a_report_about_plain_decoding_is_refused(make_pair: MakePair, report_fo
     file.write_text(json.dumps(report))
     with pytest.raises(
         BadInputError,
-        match=r"^the report is about plain decoding only, but the pair's drafter is of type 'ngram'; measure that one, first in",
+        match=r"^the report is about plain decoding only, but the pair's drafter is of type 'ngram'; "
+        r"measure that one, first in",
     ):
         make_pair("ngram", report_folder=report_folder)
 
@@ -231,7 +232,8 @@ def test_a_report_about_plain_decoding_is_refused(make_pair: MakePair, report_fo
 def test_a_report_about_another_drafter_says_which(make_pair: MakePair, report_folder: Path) -> None:
     with pytest.raises(
         BadInputError,
-        match=r"^the report is about 'ngram', a drafter of type 'ngram', but the pair's drafter is of type 'eagle3'; measure that",
+        match=r"^the report is about 'ngram', a drafter of type 'ngram', but the pair's drafter is of type 'eagle3'; "
+        r"measure that",
     ):
         make_pair("eagle3", report_folder=report_folder)
 
@@ -243,7 +245,8 @@ def test_a_report_about_another_target_says_which(
     said, found = make_target().fingerprint().digest[:12], other.fingerprint().digest[:12]
     with pytest.raises(
         BadInputError,
-        match=rf"another target: its fingerprint is {said}…, this target's {found}… \(torch.float32\)\. Measure this one",
+        match=rf"another target: its fingerprint is {said}…, this target's {found}… \(torch.float32\)\. "
+        r"Measure this one",
     ):
         make_pair("ngram", target=other, report_folder=report_folder)
 
@@ -296,7 +299,8 @@ def test_another_pair_in_its_place_is_named(make_pair: MakePair, tmp_path: Path)
         make_pair("draft_model", tmp_path / "pair", parent=first)
     said = str(refused.value)
     assert said.startswith(
-        f"'{tmp_path / 'pair'}' already holds another pair: tiny version 1 ({first.digest[:12]}…), this one is tiny version 2 ("
+        f"'{tmp_path / 'pair'}' already holds another pair: tiny version 1 ({first.digest[:12]}…), "
+        "this one is tiny version 2 ("
     )
     assert said.endswith("…). Nothing was written; choose another folder.")
     assert [p.name for p in tmp_path.iterdir()] == ["pair"]

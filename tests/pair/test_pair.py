@@ -315,7 +315,8 @@ def test_a_stale_target_is_named_with_what_differs_and_what_to_do(
     with pytest.raises(StaleError) as caught:
         pair.open(changed)
     assert str(caught.value) == (
-        f"this target is not the one tiny version 1 was made for: {', '.join(differences)} differ. The output would still be exact, "
+        f"this target is not the one tiny version 1 was made for: {', '.join(differences)} differ. "
+        "The output would still be exact, "
         f"but how fast is unknown: run `outrider probe {pair.folder} --target …`, or refresh the pair."
     )
     found = compatibility(pair, changed)
@@ -349,7 +350,7 @@ def test_a_recorded_target_that_is_gone_is_named_with_the_pair(
 def test_how_a_target_is_loaded(
     make_pair: Callable[..., Pair], make_target: Callable[..., Target], monkeypatch: pytest.MonkeyPatch, named: bool
 ) -> None:
-    """The one that is named, or the recorded one with its revision and adapter; in the pair's dtype if no other is asked for."""
+    """The one that is named, or the recorded one with revision and adapter; in the pair's dtype if no other is asked."""
     made, asked = make_target(), []
     pair = make_pair(
         "ngram",

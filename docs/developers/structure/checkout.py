@@ -89,7 +89,7 @@ def _reached(start: str, edges: dict[str, set[str]]) -> set[str]:
 
 
 class Reading:
-    """The functions of one room that some `methods` of a class reach without its `others`. The definition stands in ../structure.md."""
+    """The functions of one room that some `methods` of a class reach without its `others` (see ../structure.md)."""
 
     def __init__(self, checkout: Checkout, module: str, name: str, methods: set[str], others: set[str]):
         self.checkout, self.room = checkout, module.split(".")[0]

@@ -209,8 +209,8 @@ def test_the_lines_say_what_was_compared_and_what_came_out(make_report) -> None:
     assert result.lines[0] == "gate passed: draft, depth 4, τ may fall by 1.5%, 90% one-sided confidence"
     assert result.lines[1].startswith("temperature 0: τ 2.00 → 2.10, ratio 1.050 [1.0")
     assert result.lines[1].endswith(
-        "] (unpaired: a report without prompt records): passed: no drop beyond the tolerance; a drop of 2.8% would have "
-        "failed in 4 runs of 5"
+        "] (unpaired: a report without prompt records): passed: no drop beyond the tolerance; "
+        "a drop of 2.8% would have failed in 4 runs of 5"
     )
     assert len(result.lines) == 2
 

@@ -32,5 +32,6 @@ def refuse_unknown_keys(found: Iterable[str], known: Iterable[str], where: str) 
         if key in known:
             continue
         near = difflib.get_close_matches(str(key), known, n=1, cutoff=0.5)
-        hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(known)}."
+        keys = f"known keys: {', '.join(known)}." if known else "there are no settings."
+        hint = f"did you mean {near[0]!r}?" if near else keys
         raise BadInputError(f"{where}: unknown key {str(key)!r}; {hint}")

@@ -138,6 +138,6 @@ def trained_drafter(recipe: Recipe, target: Target, folder: Path | None = None) 
     if folder is None and not own.is_dir():
         raise BadInputError(
             f"there is no trained drafter in {recipe.output_folder}: "
-            "run `outrider train` with this recipe first, or name one with --drafter."
+            "run `outrider train` with this recipe first, or name the folder of a saved one with --drafter."
         )
     return load_drafter(folder or own, target)

@@ -37,8 +37,9 @@ def check_drafter(values: dict[str, Any]) -> type[Drafter]:
     drafter_class, _ = drafter_config(values)
     if not drafter_class.trainable:
         raise BadInputError(
-            f"drafter.type {drafter_class.name!r} has no weights: there is nothing to train. It can be measured as it "
-            "is (eval.baselines)."
+            f"drafter.type {drafter_class.name!r} has no weights: there is nothing to train. Measure it beside a "
+            f"trained drafter (eval.baselines: [{drafter_class.name}] in that one's recipe), or save it, and name its "
+            "folder with --drafter."
         )
     return drafter_class
 

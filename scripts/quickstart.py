@@ -1,7 +1,8 @@
 """The whole life of a pair on the target that ships with Outrider: `outrider quickstart`.
 
-Nothing here is private to the quickstart: every stage is a few lines around public functions, and reading this file from
-top to bottom is one way to learn them. Each stage leaves its result in the working folder, and a second run reuses it.
+Nothing here is private to the quickstart: every stage is a few lines around public functions, and reading this file
+from top to bottom is one way to learn them. Each stage leaves its result in the working folder, and a second run
+reuses it.
 
     data/, drafter/         the target's responses, the trained head
     tuning.json             the fastest plans of this machine
@@ -57,8 +58,8 @@ from .pace import measure_pace
 from .sizing import Budget, Sizes
 from .subject import tuned_contestant
 
-# Of the heads that Outrider trains, eagle1 had the highest τ after 180 s of training on two CPU cores: 3.29, against 2.86
-# of eagle3 and less of the others (`outrider compare`; scripts/bench/results/compare-cpu-fp32.json).
+# Of the heads that Outrider trains, eagle1 had the highest τ after 180 s of training on two CPU cores: 3.29, against
+# 2.86 of eagle3 and less of the others (`outrider compare`; scripts/bench/results/compare-cpu-fp32.json).
 RECIPE = "embedded-eagle1"
 
 
@@ -148,7 +149,8 @@ def look_at_the_machine(place: Workplace) -> str:
     sizes = place.sizes = Sizes.fitting(place.budget, measure_pace(place.asked))
     precision = "bfloat16" if sizes.bf16 else "float32"
     return (
-        f"{sizes.prompts} prompts and {sizes.refresh_prompts} for the refresh fit {place.budget.seconds / 60:.0f} minutes "
+        f"{sizes.prompts} prompts and {sizes.refresh_prompts} for the refresh fit "
+        f"{place.budget.seconds / 60:.0f} minutes "
         f"({sizes.seconds} s expected); {precision} trains faster here, {sizes.dtype} decodes"
     )
 
@@ -246,7 +248,8 @@ def ask_the_gate(place: Workplace) -> str:
 def verify_both(place: Workplace) -> str:
     differences = [line for pair in (place.pair, place.refreshed) for line in verify(pair.folder)]
     parent = place.refreshed.manifest.lineage.parent
-    child = f"{place.refreshed.digest[:12]}… in {place.refreshed.folder}, parent {parent.digest[:12] if parent else 'none'}…"
+    named = parent.digest[:12] if parent else "none"
+    child = f"{place.refreshed.digest[:12]}… in {place.refreshed.folder}, parent {named}…"
     return child if not differences else f"{child}; differs: {'; '.join(differences)}"
 
 

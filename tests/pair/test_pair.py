@@ -350,7 +350,7 @@ def test_a_recorded_target_that_is_gone_is_named_with_the_pair(
 def test_how_a_target_is_loaded(
     make_pair: Callable[..., Pair], make_target: Callable[..., Target], monkeypatch: pytest.MonkeyPatch, named: bool
 ) -> None:
-    """The one that is named, or the recorded one with revision and adapter; in the pair's dtype if no other is asked."""
+    """The one that is named, or the recorded one with revision and adapter; in the pair's dtype if none is asked."""
     made, asked = make_target(), []
     pair = make_pair(
         "ngram",

@@ -17,7 +17,7 @@ MakeCheckpoint = Callable[..., Path]
 
 @pytest.fixture
 def saved(tmp_path: Path) -> MakeCheckpoint:
-    """`saved(step, whole=True)`: a checkpoint of three files, one in a folder of its own, in `tmp_path / "checkpoints"`."""
+    """`saved(step, whole=True)`: a checkpoint of three files, one in a folder, in `tmp_path / "checkpoints"`."""
 
     def make(step: int, whole: bool = True) -> Path:
         folder = tmp_path / "checkpoints" / f"checkpoint-{step}"

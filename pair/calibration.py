@@ -20,6 +20,7 @@ from ..decode import Decoder, Plan, Round, Sampling
 from ..distill.prompts import Prompt, render
 from ..eval.suites import load_suites
 from ..ground import BadInputError
+from ..ground.progress import progress
 from ..heads import Drafter, TargetBatch
 from ..recipes import Recipe
 from ..targets import Target
@@ -96,11 +97,11 @@ def calibrate(
         raise BadInputError("there are no calibration prompts to measure on.")
     decoder, sampling = Decoder(target, drafter), baseline.sampling()
     measured: list[PromptMeasure] = []
-    for start in range(0, len(prompts), _AT_ONCE):
-        if console is not None:
-            console.print(f"calibration prompts {start + 1} to {min(start + _AT_ONCE, len(prompts))} of {len(prompts)}")
-        part = prompts[start : start + _AT_ONCE]
-        measured += _measure(decoder, part, baseline.max_new_tokens, sampling, plan, start)
+    with progress(console, "calibration prompts", len(prompts), transient=True) as advance:
+        for start in range(0, len(prompts), _AT_ONCE):
+            part = prompts[start : start + _AT_ONCE]
+            measured += _measure(decoder, part, baseline.max_new_tokens, sampling, plan, start)
+            advance(len(part), "")
     return measured
 
 

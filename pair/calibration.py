@@ -21,6 +21,7 @@ from ..decode import Decoder, Plan, Round
 from ..distill.prompts import Message, Prompt, render
 from ..eval.suites import load_suites
 from ..ground import BadInputError
+from ..ground.progress import progress
 from ..heads import Drafter, TargetBatch
 from ..recipes import Recipe
 from ..targets import Target
@@ -94,14 +95,14 @@ def calibrate(
     decoder, sampling = Decoder(target, drafter), baseline.sampling()
     room = baseline.max_new_tokens
     measured: list[PromptMeasure] = []
-    for start in range(0, len(prompts), _AT_ONCE):
-        if console is not None:
-            console.print(f"calibration prompts {start + 1} to {min(start + _AT_ONCE, len(prompts))} of {len(prompts)}")
-        part = prompts[start : start + _AT_ONCE]
-        places = range(start, start + len(part))
-        output = decoder.generate([p.tokens for p in part], room, sampling, plan, sequence_ids=places)
-        rows = zip(part, output.tokens, output.rounds, strict=True)
-        measured += [_of_prompt(target, drafter, *row) for row in rows]
+    with progress(console, "calibration prompts", len(prompts), transient=True) as advance:
+        for start in range(0, len(prompts), _AT_ONCE):
+            part = prompts[start : start + _AT_ONCE]
+            places = range(start, start + len(part))
+            output = decoder.generate([p.tokens for p in part], room, sampling, plan, sequence_ids=places)
+            rows = zip(part, output.tokens, output.rounds, strict=True)
+            measured += [_of_prompt(target, drafter, *row) for row in rows]
+            advance(len(part), "")
     return measured
 
 

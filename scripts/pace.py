@@ -16,6 +16,7 @@ import torch
 from ..decode import Decoder, Plan
 from ..distill.prompts import Prompt, collect
 from ..eval.costs import verify_times
+from ..eval.race import threads
 from ..ground.machine import clock
 from ..heads import Drafter, TargetBatch, drafter_config
 from ..recipes import Recipe
@@ -98,7 +99,8 @@ def _loaded(recipe: Recipe, dtype: str) -> Target:
 
 def _measured(recipe: Recipe, target: Target, prompts: Sequence[Prompt], bf16: bool) -> Pace:
     seconds = Decoder(target).generate([p.tokens for p in prompts], _ROUNDS, plan=Plan(0)).stats.seconds
-    passes = verify_times(target, _WIDTHS, context=128, repeats=_REPEATS)
+    with threads(recipe.eval.threads):
+        passes = verify_times(target, _WIDTHS, context=128, repeats=_REPEATS)
     return Pace(
         dtype=str(target.dtype).removeprefix("torch."),
         bf16=bf16,

@@ -149,9 +149,8 @@ def look_at_the_machine(place: Workplace) -> str:
     sizes = place.sizes = Sizes.fitting(place.budget, measure_pace(place.asked))
     precision = "bfloat16" if sizes.bf16 else "float32"
     return (
-        f"{sizes.prompts} prompts and {sizes.refresh_prompts} for the refresh fit "
-        f"{place.budget.seconds / 60:.0f} minutes "
-        f"({sizes.seconds} s expected); {precision} trains faster here, {sizes.dtype} decodes"
+        f"{sizes.prompts} prompts, and {sizes.refresh_prompts} for the refresh, should take {sizes.seconds} s in all; "
+        f"faster here: training in {precision}, decoding in {sizes.dtype}"
     )
 
 
@@ -174,7 +173,7 @@ def tune_plans(place: Workplace) -> str:
         for t in place.measured.temperatures
     ]
     write_atomically(place.out / "tuning.json", json.dumps([t.model_dump() for t in found], indent=1) + "\n")
-    return "; ".join(f"at temperature {t.temperature:g} {t.batches[0]}" for t in found)
+    return "; ".join(f"at temperature {t.temperature:g}: {t.batches[0]}" for t in found)
 
 
 def measure_all(place: Workplace) -> str:
@@ -195,7 +194,7 @@ def bind(place: Workplace) -> str:
         place.recipe,
         place.out / "report",
         calibration=unseen_prompts(place),
-        console=None,
+        console=place.console,
     )
     for tuning in place.tunings:
         pair = pair.store_tuning(tuning)
@@ -217,7 +216,7 @@ def change_the_target(place: Workplace) -> str:
 
 
 def ask_the_probe(place: Workplace) -> str:
-    result = probe(place.pair, place.changed)
+    result = probe(place.pair, place.changed, console=place.console)
     return f"{result.verdict}: τ on its own prompts {result.tau_baseline.text()} → {result.tau.text()}"
 
 
@@ -231,7 +230,7 @@ def measure_stale(place: Workplace) -> str:
 
 def learn_again(place: Workplace) -> str:
     changes = [f"data.limit={place.measured.refresh_prompts}", "training.num_train_epochs=1", "eval.baselines=[]"]
-    refresh(place.pair, place.changed, place.out / "refreshed", changes)
+    refresh(place.pair, place.changed, place.out / "refreshed", changes, place.console)
     return newest_report(place.refreshed).sentence()
 
 

@@ -53,7 +53,8 @@ def speedup(report: Report, temperature: float) -> str:
     for i, figures in enumerate(shown):
         y = top + i * row
         colour = _colour(report, figures.contestant)
-        _text(svg, 4, y + 12, _shortened(report.contestant(figures.contestant).label, 26), "name", "start")
+        label = report.contestant(figures.contestant).label
+        _text(svg, 4, y + 12, label if len(label) <= 26 else _shortened(figures.contestant, 26), "name", "start")
         _text(svg, WIDTH - 4, y + 12, figures.speedup.text(unit="×"), "value", "end")
         _rectangle(svg, x(0), y + 19, x(figures.speedup.value) - x(0), 15, f"fill {colour}")
         _whisker(svg, figures.speedup, x, y + 26.5, across=True)

@@ -179,5 +179,5 @@ def _section(report: Report, temperature: float) -> dict[str, object]:
 
 
 def _unbroken(sentence: str) -> str:
-    """Return the sentence with figures that no line break can part from their intervals."""
-    return re.sub(r"(\S+) \[(\S+), (\S+)\]", "\\1\u00a0[\\2,\u00a0\\3]", sentence)
+    """Return the sentence with figures that no line break can part from their names or intervals."""
+    return re.sub(r"(\S+) \[(\S+), (\S+)\]", "\\1\u00a0[\\2,\u00a0\\3]", sentence.replace("τ ", "τ\u00a0"))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -29,16 +30,6 @@ from outrider.pair.calibration import (
 )
 from outrider.recipes import Recipe
 from outrider.targets import Target
-
-
-class Lines:
-    """A console that remembers what it was told to print."""
-
-    def __init__(self) -> None:
-        self.lines: list[str] = []
-
-    def print(self, line: str) -> None:
-        self.lines.append(line)
 
 
 def measured_at(recipe: Recipe, **values: Any) -> Recipe:
@@ -181,18 +172,22 @@ def test_prompts_are_measured_some_at_a_time_with_the_same_figures(
     prompts: list[Prompt],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    target, console = make_target(), Lines()
+    steps: list[int] = []
+
+    @contextmanager
+    def noted(console: object, description: str, total: int, **_: bool) -> Iterator[Callable[[int, str], None]]:
+        assert (description, total) == ("calibration prompts", 5)
+        yield lambda count, note: steps.append(count)
+
+    monkeypatch.setattr(calibration, "progress", noted)
+    target = make_target()
     drafter, under = make_drafter("ngram", target), settings(measured_at(recipe, temperatures=[1.0]))
-    at_once = calibrate(target, drafter, prompts[:5], under, Plan(3), console)
-    assert console.lines == ["calibration prompts 1 to 5 of 5"]
-    console.lines.clear()
+    at_once = calibrate(target, drafter, prompts[:5], under, Plan(3))
+    assert steps == [5]
+    steps.clear()
     monkeypatch.setattr(calibration, "_AT_ONCE", 2)
-    assert calibrate(target, drafter, prompts[:5], under, Plan(3), console) == at_once
-    assert console.lines == [
-        "calibration prompts 1 to 2 of 5",
-        "calibration prompts 3 to 4 of 5",
-        "calibration prompts 5 to 5 of 5",
-    ]
+    assert calibrate(target, drafter, prompts[:5], under, Plan(3)) == at_once
+    assert steps == [2, 2, 1]
 
 
 def test_nothing_to_measure_on_is_refused(

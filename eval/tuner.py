@@ -6,7 +6,7 @@ is chosen (`eval.choice`).
 
 Rounds are timed in the decoder's own loop, on whole requests. Drafting timed by itself runs with other caches, and the
 target's pass by itself knows nothing of captured graphs, so the two together need not be what a round takes. What a
-pass takes for each draft more is measured by itself, up to 256 (`eval.costs.verify_times`); what drafting takes is the
+pass takes for each draft more is measured by itself, up to 256 (64 on a CPU) (`eval.costs.verify_times`); what drafting takes is the
 rest of a round.
 """
 
@@ -54,6 +54,7 @@ from .suites import Suite
 from .tuning import BatchTuning, Candidate, CostRecord, Tuning, print_batch
 
 WIDTHS = (0, 1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+_WIDEST_ON_CPU = 64  # the largest tree that is tried; a wider pass would be timed for nothing, and is slow there
 _TIMED_DEPTHS = (1, 2, 4)  # and the deepest; between them rounds are interpolated
 _TIMED_GROUPS = 3  # batches by which rounds are timed
 _LEAST_GROUPS = 4
@@ -240,7 +241,8 @@ class _Tuner:
 
     def _curve(self, size: int, context: int) -> dict[int, float]:
         limit = self.target.max_context
-        widths = [n for n in WIDTHS if limit is None or context + 1 + n <= limit]
+        widest = _WIDEST_ON_CPU if self.target.device.type == "cpu" else max(WIDTHS)
+        widths = [n for n in WIDTHS if n <= widest and (limit is None or context + 1 + n <= limit)]
         with self.bars(f"batch {size}: passes of the target", 1):
             return verify_times(self.target, widths, size, context, repeats=max(5, 20 // size), taps=self.drafter.taps)
 

@@ -12,8 +12,8 @@ from .pace import Pace, Work
 
 START = 30.0  # imports, loading, reports and checkpoints
 _PROMPT = 150  # tokens of a mean prompt
-_TUNE_TOKENS = 75  # requests of one tuning of three prompts per suite, in those of the plain target
-_MEASURED = 8.5  # times that the suites are completed, in those of the plain target
+_TUNE_TOKENS = 65  # requests of one tuning of three prompts per suite, in those of the plain target
+_MEASURED = 7.0  # times that the suites are completed, in those of the plain target
 
 
 @dataclass(frozen=True)
@@ -40,16 +40,16 @@ class Budget:
     new_tokens: int = 64
     epochs: int = 2
     suites: tuple[str, ...] = ("code", "docs")
-    suite_prompts: int = 12
-    suite_tokens: int = 64
+    suite_prompts: int = 10
+    suite_tokens: int = 48
     repeats: int = 1
     depth: int = 4
     baselines: tuple[str, ...] = ("ngram",)
-    tune_prompts: int = 3
-    tune_tokens: int = 48
+    tune_prompts: int = 2
+    tune_tokens: int = 32
     temperatures: tuple[float, ...] = (0.0, 0.7)
-    gate_prompts: int = 240
-    lora_steps: int = 80
+    gate_prompts: int = 160
+    lora_steps: int = 60
     lora_rows: int = 4
     lora_length: int = 128
     lora_rate: float = 4e-3

@@ -169,6 +169,9 @@ class EmptySession(Session):
     def select(self, rows: list[int]) -> None:
         """Do nothing: there are no rows to keep."""
 
+    def reset(self) -> None:
+        """Stay empty."""
+
 
 class NodeSession(Session):
     """A session that reads nodes and gives logits after them; chains and trees are loops over `begin` and `extend`.

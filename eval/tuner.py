@@ -6,8 +6,8 @@ is chosen (`eval.choice`).
 
 Rounds are timed in the decoder's own loop, on whole requests. Drafting timed by itself runs with other caches, and the
 target's pass by itself knows nothing of captured graphs, so the two together need not be what a round takes. What a
-pass takes for each draft more is measured by itself, up to 256 (64 on a CPU) (`eval.costs.verify_times`); what drafting takes is the
-rest of a round.
+pass takes for each draft more is measured by itself (`eval.costs.verify_times`), up to 256 drafts, up to 64 on a CPU;
+what drafting takes is the rest of a round.
 """
 
 from __future__ import annotations

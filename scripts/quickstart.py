@@ -229,7 +229,11 @@ def measure_stale(place: Workplace) -> str:
 
 
 def learn_again(place: Workplace) -> str:
-    changes = [f"data.limit={place.measured.refresh_prompts}", "training.num_train_epochs=1", "eval.baselines=[]"]
+    changes = [
+        f"data.limit={place.measured.refresh_prompts}",
+        f"training.num_train_epochs={place.budget.epochs}",
+        "eval.baselines=[]",
+    ]
     refresh(place.pair, place.changed, place.out / "refreshed", changes, place.console)
     return newest_report(place.refreshed).sentence()
 

@@ -24,7 +24,8 @@ class Budget:
         seconds: that the whole story may take.
         prompts, least_prompts: of the first training, at most and at least.
         refresh_share: the share of them that the refresh gets.
-        new_tokens: how long the target's responses to them are at most. epochs: of the first training.
+        new_tokens: how long the target's responses to them are at most.
+        epochs: of each training.
         suites, suite_prompts, suite_tokens, repeats: what is measured, each time.
         tune_prompts, tune_tokens: what the plan is tuned on, per suite: its last prompts, which are not measured.
         temperatures: that a plan is tuned for; the first is the one that is measured.
@@ -36,7 +37,7 @@ class Budget:
     seconds: float = 360.0
     prompts: int = 960
     least_prompts: int = 200
-    refresh_share: float = 0.4
+    refresh_share: float = 0.6
     new_tokens: int = 64
     epochs: int = 2
     suites: tuple[str, ...] = ("code", "docs")
@@ -134,7 +135,7 @@ def expected_seconds(budget: Budget, prompts: int, temperatures: Sequence[float]
     per_prompt = len(budget.suites) * budget.suite_prompts * budget.suite_tokens
     parts = [
         answered.times(prompts + refreshed),
-        Work(steps=0.25 * (budget.epochs * prompts + refreshed)),
+        Work(steps=0.25 * budget.epochs * (prompts + refreshed)),
         counted.times(2 * budget.gate_prompts + 32),
         Work(prefills=4 * budget.lora_steps * budget.lora_rows * budget.lora_length),
         Work(tokens=_TUNE_TOKENS * len(temperatures) * budget.tune_tokens * (1 + budget.tune_prompts / 3)),

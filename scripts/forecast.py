@@ -94,4 +94,5 @@ def large_target() -> Target:
 
 
 def _part(share: float) -> str:
-    return f"a {round(1 / share)}th" if share < 0.5 else f"{share:.1f}"
+    """Return what part of a pass something costs, in words such as `1/10`."""
+    return f"1/{round(1 / share)}" if share < 0.75 else f"{share:.1f}"

@@ -5,6 +5,7 @@ Shapes: B active rows, T tokens of the longest prompt.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -179,6 +180,7 @@ class Run:
 
     def __init__(self, target: Target, drafter: Drafter | None, request: Request, rooms: Rooms):
         self.target, self.request, self.rooms = target, request, rooms
+        self.device = target.device  # asked once: a model looks through its modules for it
         self.drafter = drafter if any(request.wanting) and request.plan.depth else None
         request.check(target)
         plan = request.plan if drafter is None else request.plan.up_to(drafter.max_depth)
@@ -211,16 +213,16 @@ class Run:
         Inference mode is entered per step: a generator must not leave it on in its caller.
         """
         try:
-            began = self._clock()
+            began = time.perf_counter()
             with torch.inference_mode():
                 state, events = self._prefill()
-            self.seconds.total = self._clock() - began
+            self.seconds.total = time.perf_counter() - began
             yield events
             while not all(sequence.done for sequence in self.sequences):
-                began = self._clock()
+                began = time.perf_counter()
                 with torch.inference_mode():
                     state, events = self._round(self._leave(state))
-                self.seconds.total += self._clock() - began
+                self.seconds.total += time.perf_counter() - began
                 yield events
         finally:
             if self.room is not None:
@@ -308,7 +310,7 @@ class Run:
         return state.select(rows)
 
     def _clock(self) -> float:
-        return clock(self.target.device)
+        return clock(self.device)
 
     # ------------------------------------------------------------ depth
 
@@ -317,9 +319,11 @@ class Run:
 
         It never passes the end of the target's context.
         """
+        if self.drafter is None:
+            return state, 0
         flags = self.request.wanting
         wanting = [i for i in self.active if flags[i] and not self.sequences[i].done]
-        if self.drafter is None or not wanting:
+        if not wanting:
             return replace(state, session=EmptySession()), 0  # for good: nobody will ask the drafter again
         depth = self.setup.plan.depth if self.controller is None else self.controller.choose(wanting)
         limit = self.target.max_context

@@ -221,13 +221,14 @@ class Pair:
         Raises:
             IncompatibleError: it cannot draft for `target`; names the first token, size or tap that differs.
         """
-        self._check_vocabulary(target)
+        _check_vocabulary(self, target)
         return load_drafter(self.drafter_folder, target)
 
-    def _check_vocabulary(self, target: Target) -> None:
-        own = self.tokenizer()
-        if own is not None and target.tokenizer is not None:
-            require_same_vocabulary(own, target.tokenizer, f"the pair {self.name!r}")
+
+def _check_vocabulary(pair: Pair, target: Target) -> None:
+    own = pair.tokenizer()
+    if own is not None and target.tokenizer is not None:
+        require_same_vocabulary(own, target.tokenizer, f"the pair {pair.name!r}")
 
 
 def tuned_drafter(found: BatchTuning, drafter: Drafter) -> Drafter:

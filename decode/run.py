@@ -183,6 +183,7 @@ class Run:
         self.device = target.device  # asked once: a model looks through its modules for it
         self.drafter = drafter if any(request.wanting) and request.plan.depth else None
         request.check(target)
+        self.wanting = request.wanting
         plan = request.plan if drafter is None else request.plan.up_to(drafter.max_depth)
         abilities = Abilities() if drafter is None else drafter.abilities
         if plan.is_tree and abilities.reads_nodes:
@@ -267,7 +268,7 @@ class Run:
             if drafter is not None:
                 session = drafter.open(self.target, rows, load.length, spare, cache)
         seed: Seed = seed_on(tokens.device, request.sampling.seed) if fixed else request.sampling.seed
-        wanting = None if all(request.wanting) else torch.tensor(request.wanting, device=tokens.device)
+        wanting = None if all(self.wanting) else torch.tensor(self.wanting, device=tokens.device)
         processors = self.setup.drawing.processors
         context = None if processors is None else processors.start(tokens, counts.tensor)
         ids = torch.tensor(request.ids, device=tokens.device)
@@ -321,8 +322,7 @@ class Run:
         """
         if self.drafter is None:
             return state, 0
-        flags = self.request.wanting
-        wanting = [i for i in self.active if flags[i] and not self.sequences[i].done]
+        wanting = [i for i in self.active if self.wanting[i] and not self.sequences[i].done]
         if not wanting:
             return replace(state, session=EmptySession()), 0  # for good: nobody will ask the drafter again
         depth = self.setup.plan.depth if self.controller is None else self.controller.choose(wanting)

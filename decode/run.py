@@ -16,6 +16,7 @@ from ..ground import BadInputError
 from ..ground.machine import clock
 from ..heads import Abilities, Drafter, EmptySession, Session
 from ..targets import Counts, Target
+from ..targets.attention import steady_kernels
 from . import round as stage
 from .control import Controller
 from .drafting import Drawing
@@ -211,17 +212,18 @@ class Run:
     def steps(self) -> Iterator[list[Event]]:
         """Run to the end; yield, per step, one event for each prompt that was still active.
 
-        Inference mode is entered per step: a generator must not leave it on in its caller.
+        Inference mode is entered per step, as is the choice of kernels: a generator must not leave them on in its
+        caller.
         """
         try:
             began = time.perf_counter()
-            with torch.inference_mode():
+            with torch.inference_mode(), steady_kernels():
                 state, events = self._prefill()
             self.seconds.total = time.perf_counter() - began
             yield events
             while not all(sequence.done for sequence in self.sequences):
                 began = time.perf_counter()
-                with torch.inference_mode():
+                with torch.inference_mode(), steady_kernels():
                     state, events = self._round(self._leave(state))
                 self.seconds.total += time.perf_counter() - began
                 yield events

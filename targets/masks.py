@@ -53,7 +53,9 @@ def attention_masks(
 def float_mask(visible: Tensor, dtype: torch.dtype) -> Tensor:
     """Return `visible` `[B, Q, used]` as a mask `[B, 1, Q, used]` to add to scores.
 
-    Eager attention takes a bool mask without complaint and computes something wrong.
+    Eager attention takes a bool mask without complaint and computes something wrong. Half of the least number hides as
+    well as all of it. A GPU's kernel multiplies the masked scores by log2(e): the least number would become −inf, and
+    the logarithm of a sum of nothing is 0 there.
     """
     mask = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
-    return mask.masked_fill_(~visible, torch.finfo(dtype).min)[:, None]
+    return mask.masked_fill_(~visible, torch.finfo(dtype).min / 2)[:, None]

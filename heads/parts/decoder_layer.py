@@ -399,14 +399,22 @@ class CachedLayers:
 
 
 def _gathered(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-    """Return what queries `[B, heads, Q, D]` gather of keys and values `[B, kv_heads, used, D]`, in their shape."""
+    """Return what queries `[B, heads, Q, D]` gather of keys and values `[B, kv_heads, used, D]`, in their shape.
+
+    Heads that share keys are as good as queries: nothing is repeated for them, and a GPU need not fall back to a slow
+    kernel, as it does for shared keys with a mask.
+
+    Args:
+        mask: which entries each query sees, `[B, 1, Q, used]`, or those of one query for all heads, `[B, 1, 1, used]`.
+    """
     rows, heads, count, size = q.shape
-    kv_heads = k.shape[1]
-    if count > 1 or heads == kv_heads:
-        return nn.functional.scaled_dot_product_attention(q, k, v, mask, enable_gqa=heads > kv_heads)
-    # Heads that share keys are as good as queries, and nothing is repeated for them.
-    q = q.reshape(rows, kv_heads, heads // kv_heads, size)
-    return nn.functional.scaled_dot_product_attention(q, k, v, mask).reshape(rows, heads, 1, size)
+    group = heads // k.shape[1]
+    if group == 1:
+        return nn.functional.scaled_dot_product_attention(q, k, v, mask)
+    if mask is not None and count > 1:
+        mask = mask.repeat(1, 1, group, 1)
+    folded = nn.functional.scaled_dot_product_attention(q.reshape(rows, -1, group * count, size), k, v, mask)
+    return folded.reshape(rows, heads, count, size)
 
 
 def copied(layers: Iterable[Any]) -> list[Tensor]:

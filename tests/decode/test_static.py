@@ -7,6 +7,7 @@ and a replay runs the same operations on the same memory, with nothing of the Py
 from __future__ import annotations
 
 import copy
+import gc
 from contextlib import contextmanager
 from typing import Any
 
@@ -401,6 +402,32 @@ def test_where_capture_fails_rounds_run_eagerly_and_say_so(target, replays, monk
     assert a.tokens == b.tokens
     assert "cannot be captured" in caplog.text
     assert len(caplog.records) == 1
+
+
+def test_too_little_memory_is_no_reason_to_run_eagerly(target, replays, monkeypatch):
+    """It would not get better, and whoever asked must hear of it."""
+
+    def full(graph: Any, pool: Any = None, stream: Any = None) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(torch.cuda, "graph", full)
+    with pytest.raises(torch.OutOfMemoryError):
+        Decoder(target, make_drafters(target)["draft_model"], static=True).generate(PROMPTS, 24, plan=Plan(3))
+
+
+def test_python_frees_nothing_during_a_capture(target, replays, monkeypatch):
+    capture, enabled = torch.cuda.graph, []
+
+    @contextmanager
+    def noted(*arguments: Any, **options: Any) -> Any:
+        enabled.append(gc.isenabled())
+        with capture(*arguments, **options):
+            yield
+
+    monkeypatch.setattr(torch.cuda, "graph", noted)
+    Decoder(target, static=True).generate(PROMPTS, 24)
+    assert enabled == [False]
+    assert gc.isenabled()
 
 
 # ------------------------------------------------------------ on a GPU

@@ -241,7 +241,7 @@ class Run:
         out = self.target.forward(tokens, state.cache, taps=self.setup.taps, at=counts.tensor[:, None] - 1)
         state.cache.advance(counts)
         keys = Keys(state.seed, state.sequences, counts.tensor)
-        verdict = stage.judge(self.setup, state, stage.no_draft(self.setup, state.root), out.logits, keys)
+        verdict, _ = stage.judge(self.setup, state, stage.no_draft(self.setup, state.root), out.logits, keys)
         state.session.absorb(tokens, out.hidden, counts)
         nothing = verdict.accepted
         state, packed = stage.commit(self.setup, state, tokens[:, :0], verdict, nothing, nothing)
@@ -253,7 +253,7 @@ class Run:
         """Take memory for the prompts `[B, T]` and what follows, for the target and the drafter."""
         request, drafter, rows = self.request, self.drafter, len(tokens)
         fixed = self.rooms.wanted and self.target.rewinds
-        fixed = fixed and (drafter is None or self.setup.abilities.fixed_shapes)
+        fixed = fixed and (drafter is None or self.setup.abilities.fixed_shapes or self.setup.abilities.from_text)
         depth = 0 if drafter is None else self.setup.plan.depth
         nodes = 0 if drafter is None or self.setup.abilities.reads_nodes else drafter.max_nodes(depth)
         sizes = (rows, max(counts.values), request.max_new_tokens, depth)

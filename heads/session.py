@@ -41,6 +41,7 @@ class Abilities:
         continues: its session says how texts go on that the target has not seen (`continuations`).
         observes: its session wants the target's most probable tokens after each of its proposals (`observe`).
         deterministic: its proposals are never samples; the rules then have no distribution to reject against.
+        from_text: the host makes its proposals, of the text alone: rounds of fixed shapes begin with them.
     """
 
     reads_nodes: bool = False
@@ -49,6 +50,7 @@ class Abilities:
     continues: bool = False
     observes: bool = False
     deterministic: bool = False
+    from_text: bool = False
 
 
 @dataclass
@@ -84,6 +86,24 @@ class Proposal:
     def tree(cls, tokens: Tensor, parents: Tensor, real: Tensor, read: Tensor, depth: int) -> Proposal:
         """Make a tree that was grown from a session's logits."""
         return cls(tokens, real, depth, parents, read)
+
+    def spread(self, rows: list[int], batch_size: int, size: int) -> Proposal:
+        """Return it as that of a batch in which its own rows are `rows`, with `size` tokens, of which more are not real.
+
+        So proposals of all lengths, for whichever rows are left, have one shape.
+        """
+
+        def placed(values: Tensor | None, filled: int) -> Tensor | None:
+            if values is None:
+                return None
+            wide = values.new_full((batch_size, size), filled)
+            wide[rows, : values.shape[1]] = values
+            return wide
+
+        tokens, real = placed(self.tokens, 0), placed(self.real, 0)
+        depth = size if self.parents is None else self.depth
+        read = None if self.parents is None else self.read
+        return Proposal(tokens, real, depth, placed(self.parents, -1), placed(read, -1), self.deterministic)
 
     @cached_property
     def lengths(self) -> Tensor:

@@ -22,7 +22,18 @@ from outrider.decode import round as stage
 from outrider.decode.graphs import Graphs
 from outrider.decode.room import window_of
 from outrider.decode.run import Request
-from outrider.heads import Drafter, DraftModel, Eagle3, Eagle3Config, Ngram
+from outrider.heads import (
+    Drafter,
+    DraftModel,
+    Eagle3,
+    Eagle3Config,
+    Lookahead,
+    LookaheadConfig,
+    Ngram,
+    NgramConfig,
+    Suffix,
+    SuffixConfig,
+)
 from outrider.heads.parts.feature_drafter import FeatureSession
 from outrider.targets import Counts, Target
 
@@ -344,6 +355,34 @@ def test_replayed_rounds_write_the_same_text(target, replays, plan, sampling):
             assert a.rounds == b.rounds
             assert a.rule == b.rule
     assert sum(graph.count for graph in replays) > 3 * len(replays), "most rounds were replayed"
+
+
+OF_TEXT = {
+    "ngram": lambda: Ngram(NgramConfig(min_match=1)),
+    "suffix": lambda: Suffix(SuffixConfig(max_match=3, tree_depth=5)),
+    "suffix tree": lambda: Suffix(SuffixConfig(width=2)),
+    "lookahead": lambda: Lookahead(LookaheadConfig(window=3, ngram=3, guesses=2)),
+}
+
+
+@pytest.mark.parametrize("sampling", ["greedy", "sampled", "processed"])
+@pytest.mark.parametrize("name", OF_TEXT)
+def test_what_the_host_proposes_is_verified_by_replays(target, replays, name, sampling):
+    """Rows end at different times, some want no drafts, and the next request knows what the first has taught."""
+    texts = [prompt * 3 for prompt in PROMPTS]
+    usual, fixed = (Decoder(target, OF_TEXT[name](), static=static) for static in (False, True))
+    for request in range(2):
+        arguments: dict[str, Any] = {
+            "sampling": Sampling(**vars(SAMPLINGS[sampling]) | {"seed": request}),
+            "plan": Plan(3),
+            "speculate": [True, True, request == 0, True],
+        }
+        a, b = fixed.generate(texts, 40, **arguments), usual.generate(texts, 40, **arguments)
+        assert a.tokens == b.tokens
+        assert a.rounds == b.rounds
+        assert a.rule == b.rule
+        assert len({len(tokens) for tokens in a.tokens}) > 1
+    assert sum(graph.count for graph in replays) > 10
 
 
 def test_rows_that_finish_and_rows_without_drafts_replay_too(target, replays):

@@ -114,7 +114,9 @@ def trace(target: Target, drafter: Drafter | None, plan: Plan, sampling: Samplin
     state, _ = play(setup, state, plan.depth)
     with Trace() as traced:
         after, _ = play(setup, state, plan.depth)
-    assert [t.shape for t in after.tensors()] == [t.shape for t in state.tensors()], "a graph leaves the shapes it found"
+    assert [t.shape for t in after.tensors()] == [t.shape for t in state.tensors()], (
+        "a graph leaves the shapes it found"
+    )
     return traced
 
 

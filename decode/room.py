@@ -194,7 +194,7 @@ def _key(setup: Setup, depth: int, window: int) -> Hashable:
     return depth, window, setup.plan, sampling, ends
 
 
-def _no_choice(logits: Tensor, token_ids: Tensor | None) -> Tensor:
+def _no_choice(logits: Tensor, token_ids: Tensor | None) -> Tensor:  # noqa: ARG001 (it stands for a `Choose`)
     raise RuntimeError("a session of texts has no logits to choose from.")
 
 

@@ -184,6 +184,7 @@ class Run:
         self.device = target.device  # asked once: a model looks through its modules for it
         self.drafter = drafter if any(request.wanting) and request.plan.depth else None
         request.check(target)
+        target.check_batch(len(request.prompts))
         self.wanting = request.wanting
         plan = request.plan if drafter is None else request.plan.up_to(drafter.max_depth)
         abilities = Abilities() if drafter is None else drafter.abilities

@@ -88,22 +88,21 @@ class Proposal:
         return cls(tokens, real, depth, parents, read)
 
     def spread(self, rows: list[int], batch_size: int, size: int) -> Proposal:
-        """Return it as that of a batch in which its own rows are `rows`, with `size` tokens, of which more are not real.
+        """Return it as that of a batch in which its own rows are `rows`, filled up to `size` tokens that are not real.
 
         So proposals of all lengths, for whichever rows are left, have one shape.
         """
 
-        def placed(values: Tensor | None, filled: int) -> Tensor | None:
-            if values is None:
-                return None
+        def placed(values: Tensor, filled: int) -> Tensor:
             wide = values.new_full((batch_size, size), filled)
             wide[rows, : values.shape[1]] = values
             return wide
 
         tokens, real = placed(self.tokens, 0), placed(self.real, 0)
-        depth = size if self.parents is None else self.depth
-        read = None if self.parents is None else self.read
-        return Proposal(tokens, real, depth, placed(self.parents, -1), placed(read, -1), self.deterministic)
+        if self.parents is None or self.read is None:
+            return Proposal(tokens, real, size, deterministic=self.deterministic)
+        parents, read = placed(self.parents, -1), placed(self.read, -1)
+        return Proposal(tokens, real, self.depth, parents, read, self.deterministic)
 
     @cached_property
     def lengths(self) -> Tensor:

@@ -46,6 +46,8 @@ def attention_masks(
     masks = {"full_attention": visible}
     if "sliding_attention" in kinds:
         masks["sliding_attention"] = visible & cache.within(window)
+    if "chunked_attention" in kinds:  # Llama 4
+        masks["chunked_attention"] = visible & cache.in_chunk(config.attention_chunk_size)
     # Recurrent layers take no mask: they see what was read, in its order.
     return {kind: float_mask(masks[kind], dtype) if kind in masks else None for kind in set(kinds)}
 

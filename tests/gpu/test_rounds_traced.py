@@ -1,4 +1,4 @@
-"""Rounds of fixed shapes can be captured on a GPU: nothing in them asks the host, and they launch no more than they did.
+"""Rounds of fixed shapes can be captured on a GPU: nothing in them asks the host, and they launch no more kernels.
 
 Every drafter with such rounds, in every shape and under every rule that judges it. The budget of kernels stands in
 `launches.json`; `OUTRIDER_WRITE_LAUNCHES=1 ./scripts/test --fast -n 0 tests/gpu -m 'slow or not slow'`

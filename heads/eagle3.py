@@ -30,7 +30,7 @@ class Eagle3Config(FeatureConfig):
     """Settings of an EAGLE-3 head; zeros mean "as the target".
 
     Attributes:
-        taps: HF `hidden_states` indices; () for EAGLE-3's (2, N//2, N−3).
+        taps: HF `hidden_states` indices; () for EAGLE-3's, see `default_taps`.
         draft_vocab_size: the most frequent training tokens kept as outputs; 0 for all.
         norm_taps, norm_output: EAGLE-3.1 (arXiv 2605.09992): a norm on each tap; the normed output is what the next
             step reads.
@@ -56,17 +56,22 @@ class Eagle3Config(FeatureConfig):
 
     def completed(self, target: Target) -> Eagle3Config:
         """Return this config with every open size taken from `target`."""
-        layers = target.num_layers
-        if layers < 4 and not self.taps:
-            raise BadInputError(
-                f"eagle3: a target with {layers} layers has no default taps (2, N//2, N−3); "
-                "name them: drafter.taps=[…]."
-            )
         sizes = {
-            "taps": self.taps or (2, layers // 2, layers - 3),
+            "taps": self.taps or default_taps(target.num_layers),
             "draft_vocab_size": self.draft_vocab_size or target.vocab_size,
         }
         return Eagle3Config(**(self.to_dict() | self.sizes(target) | sizes))
+
+
+def default_taps(layers: int) -> tuple[int, ...]:
+    """Return the taps of EAGLE-3's authors, 2, N/2 and N − 3, or in a target of few layers three that differ.
+
+    Raises:
+        BadInputError: there are too few layers.
+    """
+    if layers < 4:
+        raise BadInputError(f"eagle3: a target with {layers} layers has no default taps; name them: drafter.taps=[…].")
+    return (2, layers // 2, layers - 3) if layers > 6 else (1, layers // 2, layers - 1)
 
 
 class _FirstLayer(Layer):

@@ -92,8 +92,11 @@ def check_layers(model: PreTrainedModel, body: PreTrainedModel, config: PreTrain
         other.add("recurrent")
     if getattr(config, "alibi", False) or config.model_type == "bloom":
         other.add("ALiBi")
+    if config.model_type == "cpmant":
+        other.add("prefix")  # it reads 32 tokens of its own before every text
     if other:
         raise IncompatibleError(
-            f"{type(model).__name__} uses {', '.join(sorted(other))} layers; the decoder handles {', '.join(sorted(ATTENTION))}, "
-            f"and recurrent layers of {', '.join(MODELS)}. Take a target of these kinds."
+            f"{type(model).__name__} uses {', '.join(sorted(other))} layers; the decoder handles "
+            f"{', '.join(sorted(ATTENTION))}, and recurrent layers of {', '.join(MODELS)}. Take a target of these "
+            "kinds."
         )

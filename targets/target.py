@@ -27,7 +27,7 @@ from .layout import CacheLayout, circumstances
 from .loading import expanded, load_model_and_tokenizer
 from .placement import Nodes
 from .sharding import all_processes, in_turn, processes, settle, share, split
-from .trial import try_reading
+from .trial import reads_ragged_rows, try_reading
 
 
 @dataclass
@@ -70,6 +70,7 @@ class Target(Backbone):
         self.sharded = False
         self._fingerprint: Fingerprint | None = None  # of a sharded target, whose weights are in other processes
         self._footprints: dict[Hashable, Footprint] = {}
+        self._ragged: bool | None = None  # whether rows of different lengths can be read together, once it was tried
 
     # ------------------------------------------------------------ loading
 
@@ -157,12 +158,17 @@ class Target(Backbone):
     def check_batch(self, rows: int) -> None:
         """Raise IncompatibleError if so many rows cannot be decoded together: rounds leave them at different lengths.
 
-        Where position ids are not taken, a token's place is read off the longest row.
+        A model that takes no position ids may read a token's place off the longest row.
         """
-        if rows > 1 and self.rewinds and not self._takes_positions():
+        if rows == 1 or not self.rewinds or self._takes_positions():
+            return
+        if self._ragged is None:
+            self._ragged = reads_ragged_rows(self, self.cache_layout())
+        if not self._ragged:
             raise IncompatibleError(
-                f"{type(self.model).__name__} takes no position ids, so rows of different lengths cannot be decoded "
-                f"together; decode one prompt at a time, not {rows} (data.batch_size: 1)."
+                f"{type(self.model).__name__} takes no position ids and counts places by the longest row, so rows of "
+                f"different lengths cannot be decoded together; decode one prompt at a time, not {rows} "
+                "(data.batch_size: 1)."
             )
 
     def _takes_positions(self) -> bool:

@@ -94,7 +94,22 @@ def _read_in_pieces(target: Readable, layout: CacheLayout) -> None:
         cache.advance(Counts.of([count], target.device))
 
 
-def differ(one: Tensor, other: Tensor) -> bool:
+@torch.no_grad()
+def reads_ragged_rows(target: Readable, layout: CacheLayout) -> bool:
+    """Tell whether a row is read alike beside a longer one and beside one of its own length."""
+    alone, beside = (_last_of_first_row(target, layout, lengths) for lengths in ([1, 1], [1, 3]))
+    return not differ(beside, alone, 4 * torch.finfo(alone.dtype).eps ** 0.75)
+
+
+def _last_of_first_row(target: Readable, layout: CacheLayout, lengths: list[int]) -> Tensor:
+    """Return the state at a token that is read after rows of these lengths, in the first row, `[H]`."""
+    cache = layout.allocate(2, max(lengths) + 1, target.device)
+    target.run(torch.zeros(2, max(lengths), dtype=torch.long, device=target.device), cache)
+    cache.advance(Counts.of(lengths, target.device))
+    return target.run(torch.zeros(2, 1, dtype=torch.long, device=target.device), cache)[0][0, 0]
+
+
+def differ(one: Tensor, other: Tensor, tolerance: float = _TOLERANCE) -> bool:
     """Tell whether two results are more than rounding apart."""
     distance, size = (one.float() - other.float()).norm(), other.float().norm()
-    return bool(distance > _TOLERANCE * size)
+    return bool(distance > tolerance * size)

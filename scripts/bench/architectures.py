@@ -31,29 +31,28 @@ from outrider.ground import IncompatibleError, OutriderError
 from outrider.heads import Drafter, Eagle3, Eagle3Config, Ngram, Suffix, SuffixConfig
 from outrider.targets import Target
 
-VOCAB, NEW, LAYERS = 128, 24, 4
+VOCAB, NEW, LAYERS = 192, 24, 6
 PROMPTS = [torch.randint(3, VOCAB, (n,), generator=torch.Generator().manual_seed(n)).tolist() * 2 for n in (7, 4, 11)]
 SECONDS = 120  # for one type
 EXACT, REFUSED, WRONG, CRASH, NOT_BUILT = "exact", "refused", "wrong text", "crash", "not buildable here"
 
 # What makes a config small, by the names that configs have for it.
-_SMALL: dict[str, int] = {
-    **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input", "audio_vocab_size"), VOCAB),
-    **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers", "encoder_layers"), LAYERS),
-    **dict.fromkeys(("hidden_size", "n_embd", "d_model", "dim", "embedding_size", "input_embedding_size"), 64),
-    **dict.fromkeys(("intermediate_size", "ffn_dim", "n_inner", "dim_ff", "d_ff", "dff", "decoder_ffn_dim", "encoder_ffn_dim", "ffn_hidden_size"), 128),
-    **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads", "encoder_attention_heads"), 4),
-    **dict.fromkeys(("num_key_value_heads", "num_kv_heads", "n_head_kv"), 2),
-    **dict.fromkeys(("moe_intermediate_size", "expert_ffn_hidden_size", "shared_expert_intermediate_size", "intermediate_size_mlp"), 32),
-    **dict.fromkeys(("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts"), 4),
-    **dict.fromkeys(("num_experts_per_tok", "num_experts_per_token", "moe_top_k", "moe_topk", "moe_k"), 2),
-    **dict.fromkeys(("n_group", "topk_group", "num_shared_experts", "n_shared_experts"), 1),
-    **dict.fromkeys(("head_dim", "attention_head_dim", "d_kv", "v_head_dim", "qk_nope_head_dim", "global_head_dim"), 16),
-    **dict.fromkeys(("qk_rope_head_dim", "rotary_dim"), 8),
-    **dict.fromkeys(("kv_lora_rank", "q_lora_rank"), 16),
-    **dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "max_sequence_length"), 512),
-    **dict.fromkeys(("sliding_window", "attention_chunk_size"), 16),
-}  # fmt: skip
+_SIZES: dict[int, str] = {
+    VOCAB: "vocab_size vocab_size_per_layer_input audio_vocab_size",
+    LAYERS: "num_hidden_layers n_layer n_layers num_layers decoder_layers encoder_layers",
+    64: "hidden_size n_embd d_model dim embedding_size input_embedding_size",
+    128: "intermediate_size ffn_dim n_inner dim_ff d_ff dff decoder_ffn_dim encoder_ffn_dim ffn_hidden_size",
+    4: "num_attention_heads n_head n_heads num_heads decoder_attention_heads encoder_attention_heads num_experts "
+    "n_routed_experts num_local_experts moe_num_experts",
+    2: "num_key_value_heads num_kv_heads n_head_kv num_experts_per_tok num_experts_per_token moe_top_k moe_topk moe_k",
+    32: "moe_intermediate_size expert_ffn_hidden_size shared_expert_intermediate_size intermediate_size_mlp",
+    1: "n_group topk_group num_shared_experts n_shared_experts",
+    16: "head_dim attention_head_dim d_kv v_head_dim qk_nope_head_dim global_head_dim kv_lora_rank q_lora_rank "
+    "sliding_window attention_chunk_size",
+    8: "qk_rope_head_dim rotary_dim",
+    512: "max_position_embeddings n_positions n_ctx max_seq_len max_sequence_length",
+}
+_SMALL = {name: size for size, names in _SIZES.items() for name in names.split()}
 
 
 def small(config: PreTrainedConfig) -> PreTrainedConfig:
@@ -124,9 +123,9 @@ def eagle(target: Target) -> Drafter:
 
 
 WAYS: dict[str, tuple[Callable[[Target], Drafter | None], Plan]] = {
-    "plain": (lambda target: None, Plan(0)),
-    "chain": (lambda target: Ngram(), Plan(3)),
-    "tree": (lambda target: Suffix(SuffixConfig(width=2)), Plan(4)),
+    "plain": (lambda _: None, Plan(0)),
+    "chain": (lambda _: Ngram(), Plan(3)),
+    "tree": (lambda _: Suffix(SuffixConfig(width=2)), Plan(4)),
     "eagle3": (eagle, Plan(3)),
 }
 
@@ -181,7 +180,7 @@ def _sentence(error: Exception) -> str:
 def limited(seconds: int) -> Iterator[None]:
     """Interrupt what takes longer."""
 
-    def stop(number: int, frame: Any) -> None:
+    def stop(*_: Any) -> None:
         raise TimeoutError(f"longer than {seconds} s")
 
     before = signal.signal(signal.SIGALRM, stop)

@@ -14,18 +14,36 @@ import hashlib
 import os
 import re
 import stat
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Protocol
 
 from . import seen
 from .errors import Refusal
 from .files import write_atomically
-from .replacing import sync, sync_tree
+from .replacing import replacing_folder, sync, sync_tree
 
 LIST = "SHA256SUMS"
 _SEAL_FORM = "# complete: {count} file{s}, {digest}\n"
 
+_READERS = 4  # several disks' worth: hashing takes one core each
+
 _LINE = re.compile(r"(?P<digest>[0-9a-f]{64})  (?P<name>[^\n]+)")
 _SEAL = re.compile(r"# complete: \d+ files?, (?P<digest>[0-9a-f]{64})\n")
+
+
+class Saveable(Protocol):
+    """Something that writes itself into a folder."""
+
+    def save(self, path: str | Path) -> None:
+        """Write it into the folder `path`."""
+
+
+def save_whole(made: Saveable, folder: Path) -> None:
+    """Save `made` beside `folder` and seal it, then move it there: a reader never sees half of it."""
+    with replacing_folder(folder) as building:
+        made.save(building)
+        seal(building)
 
 
 # ------------------------------------------------------------ one file
@@ -126,8 +144,14 @@ def problems(folder: Path) -> list[str]:
     """Return what differs from when `folder` was sealed, one line each, with the file's name first; [] if nothing."""
     if not is_sealed(folder):
         return [f"{LIST}: {'altered or unfinished' if (folder / LIST).exists() else 'missing'}"]
-    found = ((name, problem_of(folder / name, digest)) for name, digest in listed(folder).items())
-    return [f"{name}: {problem}" for name, problem in found if problem is not None]
+    return listed_problems(folder, listed(folder))
+
+
+def listed_problems(folder: Path, expected: dict[str, str]) -> list[str]:
+    """Return what is wrong with files in `folder` that should have these digests, one line each, the name first."""
+    with ThreadPoolExecutor(_READERS) as readers:
+        found = readers.map(lambda name: problem_of(folder / name, expected[name]), expected)
+        return [f"{name}: {problem}" for name, problem in zip(expected, found, strict=True) if problem is not None]
 
 
 def require_whole(folder: Path, advice: str) -> None:

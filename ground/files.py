@@ -8,29 +8,16 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from .errors import BadInputError
-from .replacing import replacing, replacing_folder
-
-
-class Saveable(Protocol):
-    """Something that writes itself into a folder."""
-
-    def save(self, path: str | Path) -> None:
-        """Write it into the folder `path`."""
+from .replacing import replacing
 
 
 def write_atomically(file: Path, text: str) -> None:
     """Write `file` so that a reader, or a run that continues after a crash, sees all of it or nothing."""
     with replacing(file) as temporary, temporary.open("w", encoding="utf-8") as opened:
         opened.write(text)
-
-
-def save_whole(made: Saveable, folder: Path) -> None:
-    """Save `made` beside `folder`, then move it there: a reader never sees half of it."""
-    with replacing_folder(folder) as building:
-        made.save(building)
 
 
 def read_json(file: Path) -> dict[str, Any]:

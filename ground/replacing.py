@@ -52,6 +52,12 @@ def replacing_folder(folder: Path) -> Iterator[Path]:
         shutil.rmtree(building, ignore_errors=True)
 
 
+def move(folder: Path, free_place: Path) -> None:
+    """Give `folder` a name beside it that nothing has."""
+    folder.rename(free_place)
+    sync(free_place.parent)
+
+
 def _put(building: Path, folder: Path) -> None:
     """Move a finished folder to its place; what stood there goes."""
     if not folder.exists():

@@ -18,8 +18,9 @@ from ..ground.files import replacing_folder
 from ..heads import Drafter, Fusion, load_drafter
 from ..recipes import Recipe
 from ..targets import Fingerprint, Target
+from ..targets.adapters import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from ..targets.fingerprint import digest_file, digest_files
-from ..targets.loading import ADAPTER_CONFIG, ADAPTER_WEIGHTS, is_local
+from ..targets.loading import is_local
 from .calibration import calibrate, choose_prompts, settings, write_calibration
 from .manifest import (
     ADAPTER,

@@ -10,7 +10,7 @@ from torch import Tensor
 from ..ground.errors import IncompatibleError
 from ..ground.foreign import read_json
 from .sketch import sketch_causal_lm
-from .stored import Stored, no_more_than, plain_weight_map, stored_tensors
+from .stored import Stored, misfits, no_more_than, plain_weight_map, stored_tensors
 from .vetting import INDEX, MODEL_CONFIG
 
 SINGLE = "model.safetensors"
@@ -29,11 +29,11 @@ def check_sizes(folder: Path, dtype: str | torch.dtype = "auto") -> None:
         model = sketch_causal_lm(str(folder), dtype)
     wanted = sum(parameter.numel() for parameter in model.parameters())
     held = sum(tensor.num_elements for tensor in stored.values())
-    room = held * _PACKED if quantised else held
-    if wanted > room:
+    if wanted > (held * _PACKED if quantised else held):
+        problems = misfits(dict(model.named_parameters()), stored)
         raise IncompatibleError(
-            f"the weights in {str(folder)!r} do not fit its config.json: that asks for {wanted:,} parameters, and "
-            f"there are {held:,}. Take a good copy of the model."
+            f"the weights in {str(folder)!r} do not fit its config.json: {'; '.join(problems[:4])}. That asks for "
+            f"{wanted:,} parameters, and there are {held:,}. Take a good copy of the model."
         )
     if not quantised:
         _check_kinds(folder, model.state_dict(), stored)

@@ -14,7 +14,7 @@ from rich.console import Console
 from ..distill.prompts import Prompt
 from ..eval.reports.report import ContestantInfo, Report
 from ..ground import BadInputError
-from ..ground.files import replacing_folder
+from ..ground.replacing import replacing_folder
 from ..heads import Drafter, Fusion, load_drafter
 from ..recipes import Recipe
 from ..targets import Fingerprint, Target

@@ -10,6 +10,7 @@ from typing import Any, cast
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from ..ground import digests
 from ..ground.errors import BadInputError, IncompatibleError, OutriderError, Refusal
 from .adapters import ADAPTER_CONFIG, merge_adapter
 from .attention import NAME as SPLIT_ATTENTION
@@ -132,6 +133,8 @@ def _check_folder(name: str, dtype: str | torch.dtype, trust_remote_code: bool) 
             "a model",
             "Give the adapter as such: target.adapter in a recipe, --adapter elsewhere.",
         )
+    if (folder / digests.LIST).exists():
+        digests.require_whole(folder, "Copy it again, or let its training write it anew.")
     if not trust_remote_code:
         check_sizes(folder, dtype)
 

@@ -172,15 +172,15 @@ def parse_json(text: str, where: str, limits: Limits = JSON) -> Any:
     return values
 
 
-def read_json_lines(file: Path, limit: int = JSON.num_bytes) -> Iterator[tuple[int, str, Any]]:
-    """Yield the lines of a .jsonl file with their numbers, from 1, and their values; empty lines are left out.
+def read_json_lines(file: Path, limit: int = JSON.num_bytes) -> Iterator[tuple[int, Any]]:
+    """Yield the values of a .jsonl file's lines with the lines' numbers, from 1; empty lines are left out.
 
     Raises:
         Unreadable: a line is no JSON, longer than `limit` bytes, or not in UTF-8.
     """
     for number, line in enumerate(read_lines(file, limit), 1):
         if line.strip():
-            yield number, line, parse_json(line, f"{file}: line {number}")
+            yield number, parse_json(line, f"{file}: line {number}")
 
 
 def read_lines(file: Path, limit: int = JSON.num_bytes) -> Iterator[str]:

@@ -18,13 +18,16 @@ from torch import Tensor, nn
 
 from ..ground import BadInputError, refuse_unknown_keys
 from ..ground.files import write_atomically
+from ..ground.foreign import read_json
 from ..ground.replacing import replacing
 from ..ground.values import checked_value
 from ..targets import RaggedCache, Target
-from ..targets.weights import WEIGHTS, load_weights
+from ..targets.vetting import check_config, check_regular
+from ..targets.weights import WEIGHTS, restored
 from .session import Abilities, Session
 
 CONFIG = "config.json"
+_MAX_SIZE = 2**31 - 1  # of any length or count
 
 
 @dataclass
@@ -51,6 +54,8 @@ class DrafterConfig:
         for name, value in checked.items():
             if isinstance(value, int | float) and not 0 <= value < math.inf:
                 raise BadInputError(f"{where}.{name}: expected 0 or more, found {value}.")
+            if isinstance(value, int) and value > _MAX_SIZE:
+                raise BadInputError(f"{where}.{name}: expected at most {_MAX_SIZE}, found {value}.")
         return cls(**checked)
 
     def to_dict(self) -> dict[str, Any]:
@@ -161,9 +166,8 @@ class Drafter(nn.Module, Generic[C]):
     @classmethod
     def from_folder(cls, folder: Path, values: dict[str, Any], target: Target | None) -> Self:
         """Restore the drafter that `save` wrote; `values` is config.json without `drafter_type`."""
-        drafter = cls(cls.configured(values, f"{folder / CONFIG}: drafter"))
-        load_weights(drafter, folder)
-        return drafter
+        config = cls.configured(values, f"{folder / CONFIG}: drafter")
+        return restored(lambda: cls(config), folder)
 
     def save(self, path: str | Path) -> None:
         """Write config.json and model.safetensors into the folder `path`."""
@@ -243,7 +247,7 @@ def read_config(path: str | Path) -> dict[str, Any]:
     file = Path(path) / CONFIG
     if not file.exists():
         raise BadInputError(f"no drafter at {str(path)!r}: {CONFIG} is missing there.")
-    try:
-        return dict(json.loads(file.read_text()))
-    except json.JSONDecodeError as error:
-        raise BadInputError(f"{file}: not valid JSON ({error}).") from error
+    check_regular(Path(path))
+    values = read_json(file)
+    check_config(values, str(file))
+    return values

@@ -99,7 +99,7 @@ class DraftModel(Drafter[DraftModelConfig]):
             return cls(_cut(model, target).requires_grad_(True), config)
         if config.init == "prune":
             return cls(pruned(target, config.model, token_counts), config)
-        return cls(AutoModelForCausalLM.from_config(_smaller(target.config, config.model), dtype=torch.float32), config)
+        return cls(_new(_smaller(target.config, config.model)), config)
 
     @classmethod
     def from_folder(cls, folder: Path, values: dict[str, Any], target: Target | None) -> Self:
@@ -322,6 +322,11 @@ class DraftModelSession(ChainSession):
         self.unread = self.unread[rows]
 
 
+def _new(config: Any) -> Any:
+    """Return a new model of a config, in fp32."""
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
+
+
 def _known(tokens: Tensor, model: Target) -> Tensor:
     """Return the tokens with ids that the narrower `model` has (see the module's docstring)."""
     return tokens.clamp(max=model.vocab_size - 1)
@@ -340,7 +345,7 @@ def _check_tokenizer(path: str, target: Target) -> None:
 def _tokenizer_on_hub(name: str) -> Any:
     """Return the tokenizer; None if there is none, or no way to it: the weights' own error says that better."""
     try:
-        return AutoTokenizer.from_pretrained(name)
+        return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     except (OSError, ValueError):
         return None
 

@@ -19,12 +19,15 @@ from ..eval.reports.intervals import Interval
 from ..eval.tuning import Tuning, merged
 from ..ground import BadInputError
 from ..ground.files import write_atomically
+from ..ground.foreign import Unreadable, parse_json, read_bytes
 from ..targets import Fingerprint
 from ..targets.fingerprint import digest_json
+from .listing import InsideName
 
 MANIFEST, RECIPE, CALIBRATION = "pair.json", "recipe.yaml", "calibration.jsonl"
 DRAFTER, TOKENIZER, REPORTS, ADAPTER = "drafter", "tokenizer", "reports", "adapter"
-SCHEMA_VERSION: Final = 1
+SCHEMA_VERSION: Final = 2
+_SMALLER_IDENTITY = 1  # the schema whose identity did not cover tokenizer and adapter
 
 
 class Record(BaseModel):
@@ -66,8 +69,13 @@ class TargetRecord(Record):
 
     fingerprint: FingerprintRecord
     source: Source
-    tokenizer_files: dict[str, str]
-    adapter_files: dict[str, str] = {}
+    tokenizer_files: dict[InsideName, str]
+    adapter_files: dict[InsideName, str] = {}
+
+    def kept_files(self) -> dict[str, str]:
+        """Return the SHA-256 of the target's files that the pair keeps, by path inside the folder."""
+        found = {f"{TOKENIZER}/{name}": digest for name, digest in self.tokenizer_files.items()}
+        return found | {f"{ADAPTER}/{name}": digest for name, digest in self.adapter_files.items()}
 
     @model_serializer(mode="wrap")
     def _written(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
@@ -79,7 +87,7 @@ class DrafterRecord(Record):
     """The drafter: its type, and the SHA-256 of each file in drafter/."""
 
     type: str
-    files: dict[str, str]
+    files: dict[InsideName, str]
 
 
 class PlanRecord(Record):
@@ -204,7 +212,7 @@ class Manifest(Record):
     is not written: a pair that was never tuned reads as it always did.
     """
 
-    schema_version: Literal[1]
+    schema_version: Literal[1, 2]
     name: str
     version: int
     digest: str
@@ -212,7 +220,7 @@ class Manifest(Record):
     drafter: DrafterRecord
     recipe: str
     calibration: str | None
-    reports: dict[str, str]
+    reports: dict[InsideName, str]
     plan: PlanRecord
     measurements: Measurements
     lineage: Lineage
@@ -226,9 +234,19 @@ class Manifest(Record):
         values: dict[str, Any] = write(self)
         return {k: v for k, v in values.items() if k != "tuning" or v}
 
-    def identity(self) -> str:
-        """Return the identity digest, computed from what it covers."""
-        return identity_digest(self.target.fingerprint.restored(), self.drafter.files, self.plan)
+    def identity(self, schema_version: int | None = None) -> str:
+        """Return the identity digest, computed from what it covers.
+
+        Args:
+            schema_version: whose identity; None for this manifest's own.
+        """
+        smaller = (schema_version or self.schema_version) == _SMALLER_IDENTITY
+        kept = None if smaller else self.target.kept_files()
+        return identity_digest(self.target.fingerprint.restored(), self.drafter.files, self.plan, kept)
+
+    def identified(self) -> Manifest:
+        """Return this manifest with the identity digest of what it says."""
+        return self.model_copy(update={"digest": self.identity()})
 
     def computed_checksum(self) -> str:
         return digest_json(self.model_dump(exclude={"checksum"}))
@@ -246,13 +264,8 @@ class Manifest(Record):
         found = {RECIPE: self.recipe} | {f"{REPORTS}/{name}": digest for name, digest in self.reports.items()}
         if self.calibration is not None:
             found[CALIBRATION] = self.calibration
-        for folder, files in (
-            (DRAFTER, self.drafter.files),
-            (TOKENIZER, self.target.tokenizer_files),
-            (ADAPTER, self.target.adapter_files),
-        ):
-            found |= {f"{folder}/{name}": digest for name, digest in files.items()}
-        return found
+        found |= {f"{DRAFTER}/{name}": digest for name, digest in self.drafter.files.items()}
+        return found | self.target.kept_files()
 
     def to_text(self) -> str:
         """Return the one way in which this manifest is written: any other bytes are an alteration."""
@@ -273,9 +286,17 @@ class Manifest(Record):
         write_atomically(file, self.to_text())
 
 
-def identity_digest(fingerprint: Fingerprint, drafter_files: dict[str, str], plan: PlanRecord) -> str:
-    """Return a pair's identity by content: equal for the same target, drafter and plan, wherever and whenever made."""
-    return digest_json({"target": fingerprint.digest, "drafter": drafter_files, "plan": plan.model_dump()})
+def identity_digest(
+    fingerprint: Fingerprint, drafter_files: dict[str, str], plan: PlanRecord, kept: dict[str, str] | None = None
+) -> str:
+    """Return a pair's identity by content: equal for the same target, drafter and plan, wherever and whenever made.
+
+    Args:
+        kept: the target's files that the pair keeps, and that are loaded with it; None for the identity of pairs of
+            schema version 1, which did not cover them.
+    """
+    parts = {"target": fingerprint.digest, "drafter": drafter_files, "plan": plan.model_dump()}
+    return digest_json(parts if kept is None else parts | {"kept": kept})
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -316,20 +337,18 @@ def inspect_manifest(folder: Path) -> tuple[Manifest, list[str]]:
 
 def _read(file: Path) -> str:
     try:
-        return file.read_bytes().decode("utf-8")
+        return read_bytes(file).decode("utf-8")
     except FileNotFoundError as error:
         raise BadInputError(f"no pair at {str(file.parent)!r}: {MANIFEST} is missing there.") from error
     except UnicodeDecodeError as error:
         _damaged(file, str(error))
-    except OSError as error:
-        raise BadInputError(f"{file}: cannot be read ({error.strerror}).") from error
 
 
 def _parsed(file: Path, text: str) -> dict[str, Any]:
     try:
-        values = json.loads(text)
-    except json.JSONDecodeError as error:
-        _damaged(file, f"not valid JSON: {error}")
+        values = parse_json(text, str(file))
+    except Unreadable as error:
+        _damaged(file, error.reason)
     if not isinstance(values, dict):
         _damaged(file, f"expected an object, found {type(values).__name__}")
     return values

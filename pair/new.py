@@ -11,19 +11,22 @@ from importlib.metadata import version as installed_version
 from pathlib import Path
 
 from rich.console import Console
+from transformers import PreTrainedTokenizerBase
 
 from ..distill.prompts import Prompt
 from ..eval.reports.report import ContestantInfo, Report
 from ..ground import BadInputError, Refusal
 from ..ground.digests import listed_problems
 from ..ground.files import write_atomically
+from ..ground.foreign import read_json
 from ..ground.locks import locked
 from ..ground.replacing import replacing_folder
 from ..heads import Drafter, Fusion, load_drafter
 from ..recipes import Recipe
 from ..targets import Fingerprint, Target
+from ..targets.adapters import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from ..targets.fingerprint import digest_file, digest_files
-from ..targets.loading import ADAPTER_CONFIG, ADAPTER_WEIGHTS, is_local
+from ..targets.loading import is_local
 from .calibration import calibrate, choose_prompts, settings, write_calibration
 from .manifest import (
     ADAPTER,
@@ -46,12 +49,13 @@ from .manifest import (
     PlanRecord,
     Source,
     TargetRecord,
-    identity_digest,
 )
 from .pair import Pair, verify
 
 _COPIED = {".json", ".safetensors", ".jinja", ".model", ".txt"}
 _log = logging.getLogger(__name__)
+# Where a tokenizer was loaded from, with what, and code that came with it.
+_INCIDENTAL = ("name_or_path", "_name_or_path", "is_local", "local_files_only", "transformers_version", "auto_map")
 _REPORT_FILES = ("report.json", "report.md", "report.html")
 
 
@@ -90,13 +94,13 @@ def new_pair(
         _check_report(report, target)
         manifest = _identified(partial, target, saved, recipe, _plan(report, saved, recipe), parent)
         if existing is not None:
+            manifest = _keep_adapter(existing, partial, manifest)
             _require_same(existing, manifest)
             if _adds_nothing(existing, manifest):
                 shutil.rmtree(partial)
                 return existing
             _keep_reports(existing, partial)
-            target_record = _keep_adapter(existing, partial, manifest.target)
-            manifest = manifest.model_copy(update={"tuning": existing.manifest.tuning, "target": target_record})
+            manifest = manifest.model_copy(update={"tuning": existing.manifest.tuning})
         prompts = choose_prompts(recipe, target) if calibration is None else calibration
         baseline = _calibrated(partial, target, saved, settings(recipe), manifest.plan, prompts, console)
         manifest = _completed(manifest, partial, _measurements(report, saved, baseline))
@@ -121,7 +125,7 @@ def _existing(final: Path) -> Pair | None:
 
 
 def _require_same(existing: Pair, manifest: Manifest) -> None:
-    if existing.digest != manifest.digest:
+    if existing.digest != manifest.identity(existing.manifest.schema_version):
         raise BadInputError(
             f"{str(existing.folder)!r} already holds another pair: {existing.name} version {existing.version} "
             f"({existing.digest[:12]}…), "
@@ -154,7 +158,7 @@ def _keep_reports(existing: Pair, partial: Path) -> None:
             shutil.copytree(older, partial / REPORTS / older.name)
 
 
-def _keep_adapter(existing: Pair, partial: Path, record: TargetRecord) -> TargetRecord:
+def _keep_adapter(existing: Pair, partial: Path, manifest: Manifest) -> Manifest:
     """Copy the adapter that the pair keeps where the same target came without it, as one in memory does.
 
     It may be the only copy there is.
@@ -163,8 +167,8 @@ def _keep_adapter(existing: Pair, partial: Path, record: TargetRecord) -> Target
         Refusal: its files were altered.
     """
     older = existing.manifest.target
-    if record.adapter_files or not older.adapter_files:
-        return record
+    if manifest.target.adapter_files or not older.adapter_files:
+        return manifest
     altered = listed_problems(existing.folder / ADAPTER, older.adapter_files)
     if altered:
         raise Refusal(
@@ -172,7 +176,8 @@ def _keep_adapter(existing: Pair, partial: Path, record: TargetRecord) -> Target
             "written; take a good copy of that pair, or choose another folder."
         )
     shutil.copytree(existing.folder / ADAPTER, partial / ADAPTER)
-    return record.model_copy(update={"source": older.source, "adapter_files": older.adapter_files})
+    record = manifest.target.model_copy(update={"source": older.source, "adapter_files": older.adapter_files})
+    return manifest.model_copy(update={"target": record}).identified()
 
 
 def _save_drafter(drafter: Drafter | str | Path, folder: Path, target: Target) -> Drafter:
@@ -200,7 +205,7 @@ def _copy_adapter(target: Target, folder: Path) -> None:
         return
     folder.mkdir()
     shutil.copyfile(adapter / ADAPTER_WEIGHTS, folder / ADAPTER_WEIGHTS)
-    config = json.loads((adapter / ADAPTER_CONFIG).read_text(encoding="utf-8"))
+    config = read_json(adapter / ADAPTER_CONFIG)
     base = config.get("base_model_name_or_path")
     config["base_model_name_or_path"] = None if base is None or is_local(base) else base
     write_atomically(folder / ADAPTER_CONFIG, json.dumps(config, indent=2, sort_keys=True))
@@ -233,7 +238,7 @@ def _identified(
     """Return the manifest as far as it is known before anything is measured."""
     fingerprint = target.fingerprint()
     if target.tokenizer is not None:
-        target.tokenizer.save_pretrained(str(partial / TOKENIZER))
+        _save_tokenizer(target.tokenizer, partial / TOKENIZER)
     _copy_adapter(target, partial / ADAPTER)
     kept = {"tokenizer_files": digest_files(partial / TOKENIZER), "adapter_files": digest_files(partial / ADAPTER)}
     files = digest_files(partial / DRAFTER)
@@ -241,7 +246,7 @@ def _identified(
         schema_version=SCHEMA_VERSION,
         name=recipe.name,
         version=1 if parent is None else parent.version + 1,
-        digest=identity_digest(fingerprint, files, plan),
+        digest="",
         target=TargetRecord(fingerprint=FingerprintRecord(**fingerprint.to_dict()), source=_source(target), **kept),
         drafter=DrafterRecord(type=drafter.name, files=files),
         recipe=digest_file(partial / RECIPE),
@@ -252,7 +257,16 @@ def _identified(
         lineage=_lineage(parent, fingerprint),
         created=_today(),
         outrider_version=installed_version("outrider"),
-    )
+    ).identified()
+
+
+def _save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Write the tokenizer without what says where it once was: its files are part of the pair's identity."""
+    tokenizer.save_pretrained(str(folder))
+    file = folder / "tokenizer_config.json"
+    if file.exists():
+        config = {name: value for name, value in read_json(file).items() if name not in _INCIDENTAL}
+        file.write_text(json.dumps(config, indent=2, ensure_ascii=False, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def _completed(manifest: Manifest, partial: Path, measurements: Measurements) -> Manifest:

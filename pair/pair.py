@@ -31,6 +31,7 @@ from ..recipes import Recipe, load_recipe
 from ..targets import Fingerprint, Target, load_tokenizer, require_same_vocabulary
 from ..targets.fingerprint import digest_file
 from .calibration import read_calibration
+from .listing import irregular
 from .manifest import (
     ADAPTER,
     CALIBRATION,
@@ -302,6 +303,10 @@ def verify(folder: str | Path, target: Target | None = None) -> list[str]:
 
 
 def _altered_files(folder: Path, manifest: Manifest, problem_with: Callable[[Path, str], str | None]) -> Iterator[str]:
+    odd = list(irregular(folder))
+    yield from odd
+    if odd:  # what a link or a device shows is not looked at
+        return
     expected = manifest.files()
     present = {p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file() or p.is_symlink()}
     present -= {MANIFEST, *_in_the_way(folder)}

@@ -79,7 +79,7 @@ def refresh_recipe(pair: Pair, target: Target, out: Path, overrides: Sequence[st
         changes["target"] = (
             recipe.target.model_dump()
             | {k: target.source.get(k) for k in ("path", "revision", "adapter")}
-            | {"dtype": _dtype(target)}
+            | {"dtype": _dtype(target), "trust_remote_code": False}  # a pair's recipe is not the user's word
         )
     if pair.manifest.lineage.parent is None:
         changes |= _shorter(recipe.training)

@@ -3,7 +3,7 @@
 Torch and transformers take seconds to import, so they are imported inside the verbs: `outrider --help` answers at once.
 
 Exit codes: 0 fine · 1 a finding (the gate failed, the pair is stale or altered) · 2 bad usage or bad input ·
-3 incompatible · 70 a fault in Outrider itself · 130 interrupted, what was done is kept.
+3 incompatible · 70 a fault in Outrider itself · 130, 143, 129 stopped by Ctrl-C, SIGTERM, SIGHUP.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from typer.core import TyperGroup
 from ..ground import OutriderError
 from ..ground.allocation import keep_large_blocks, remember_few_shapes
 from ..ground.files import is_disk_full
+from ..ground.signals import how, number_of, stoppable
 
 if TYPE_CHECKING:
     from ..eval import Report
@@ -37,7 +38,10 @@ if TYPE_CHECKING:
     from ..pair.manifest import Figure
     from ..recipes import Recipe
 
-FINDING, BAD_INPUT, FAULT, INTERRUPTED = 1, 2, 70, 130
+FINDING, BAD_INPUT, FAULT = 1, 2, 70
+# Verbs that keep what is finished when they are asked to stop.
+RESUMED = ("distill", "train", "compare", "refresh", "quickstart")
+GOES_ON = "what was done is kept, and the same command goes on from there."
 
 
 class Verbs(TyperGroup):
@@ -45,12 +49,12 @@ class Verbs(TyperGroup):
 
     def invoke(self, ctx: Any) -> Any:
         try:
-            return super().invoke(ctx)
+            with stoppable():
+                return super().invoke(ctx)
         except KeyboardInterrupt as error:
-            _complain(
-                str(error) or "interrupted; what was done is kept, and the same command goes on from there.", label=""
-            )
-            raise typer.Exit(INTERRUPTED) from None
+            after = GOES_ON if ctx.invoked_subcommand in RESUMED else "nothing was written; run the same command again."
+            _complain(str(error) or f"{how(error)}; {after}", label="")
+            raise typer.Exit(128 + number_of(error)) from None
         except Exception as error:
             code = exit_code(error)
             if code is None:

@@ -1,4 +1,4 @@
-"""What watches the training loop: shuffling per epoch, the finite guard, Ctrl-C, and the progress line."""
+"""What watches the training loop: shuffling per epoch, the finite guard, requests to stop, and the progress line."""
 
 from __future__ import annotations
 
@@ -6,11 +6,10 @@ import logging
 import math
 import re
 import signal
-import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from transformers.trainer_callback import ProgressCallback
 
 from ..ground import BadInputError
+from ..ground.signals import ECHO, StoppedError, listening
 from .data import Order
 
 _log = logging.getLogger(__name__)
@@ -83,40 +83,50 @@ class FiniteGuard(TrainerCallback):
 
 
 class GracefulStop(TrainerCallback):
-    """A callback by which Ctrl-C ends the step in progress with a checkpoint; a second Ctrl-C ends at once.
+    """A callback by which a request to stop ends the step in progress with a checkpoint.
+
+    The requests are those of `ground.signals`. A second Ctrl-C ends at once; schedulers have SIGKILL for that.
 
     Attributes:
+        number: the signal that asked this process; 0 if none did.
         stopped_at: the step after which training was stopped; None if it was not.
     """
 
     def __init__(self, any_process: Callable[[bool], bool]):
         self.any_process = any_process
-        self.asked = False
+        self.number = 0
         self.stopped_at: int | None = None
+        self._since = 0.0
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        if threading.current_thread() is not threading.main_thread():
-            yield  # only the main thread may listen for signals
-            return
-        before = signal.signal(signal.SIGINT, self._ask)
-        try:
+        """Note inside what asks this process to stop."""
+        with listening(self._ask):
             yield
-        finally:
-            signal.signal(signal.SIGINT, before)
 
-    def _ask(self, number: int, frame: FrameType | None) -> None:
-        if self.asked:
-            raise KeyboardInterrupt
-        self.asked = True
-        _log.warning("stopping after this step, with a checkpoint; press Ctrl-C again to stop at once.")
+    def is_asked(self) -> bool:
+        """Tell whether any process was asked to stop. All of them must call this together."""
+        return self.any_process(self.number != 0)
+
+    def _ask(self, number: int) -> None:
+        now = time.monotonic()
+        if not self.number:
+            self.number, self._since = number, now
+            again = "; press Ctrl-C again to stop at once" if number == signal.SIGINT else ""
+            _log.warning("%s: stopping after this step, with a checkpoint%s.", signal.Signals(number).name, again)
+        elif number == signal.SIGINT and now - self._since > ECHO[signal.SIGINT]:
+            raise StoppedError(number=number)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         # Signals reach the processes at different steps; they must stop at the same one.
-        if self.any_process(self.asked) and state.global_step < state.max_steps:
-            self.stopped_at = state.global_step
+        if self.is_asked():
             control.should_evaluate = False
-            control.should_save = control.should_training_stop = True
+            self.stop(state, control)
+
+    def stop(self, state: TrainerState, control: TrainerControl) -> None:
+        """End the training after the step that was just taken, with a checkpoint."""
+        self.stopped_at = state.global_step
+        control.should_save = control.should_training_stop = True
 
 
 class Progress(ProgressCallback):

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from safetensors import SafetensorError
+from transformers import TrainingArguments
 
 from ..ground import BadInputError
 from ..ground.files import read_json, readable_bytes, write_atomically
@@ -55,6 +56,16 @@ def last_complete(folder: Path) -> Path | None:
             return found
         _log.warning("%s is not a whole checkpoint (its writing was interrupted); skipped.", found)
     return None
+
+
+def what_is_kept(args: TrainingArguments) -> str:
+    """Return a sentence that says what a training which ends now leaves to continue from."""
+    good = last_complete(Path(args.output_dir or ""))
+    if good is not None:
+        return f"The last good checkpoint is {good}."
+    if args.save_strategy == "no":
+        return "Nothing of the training was kept: training.save_strategy is 'no'."
+    return "There is no checkpoint yet."
 
 
 def rotate(folder: Path, limit: int | None, best: str | None) -> None:

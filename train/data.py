@@ -16,10 +16,11 @@ from typing import Any, Protocol
 import datasets
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset, Sampler
+from torch.utils.data import Dataset, Sampler, get_worker_info
 
 from ..distill.features import FeatureStore
 from ..ground import BadInputError, IncompatibleError
+from ..ground.signals import let_parent_decide
 from ..heads import TargetBatch
 from ..targets import Target
 
@@ -66,6 +67,8 @@ class Rows(Dataset):
 
 def collate(rows: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
     """Return `input_ids` and `labels` `[B, T]`, padded on the right, and `index` `[B]`."""
+    if get_worker_info() is not None:  # a loader's worker, whose first work this is
+        let_parent_decide()
     length = max(len(row["input_ids"]) for row in rows)
     return {
         "input_ids": torch.tensor([row["input_ids"] + [0] * (length - len(row["input_ids"])) for row in rows]),

@@ -64,7 +64,7 @@ class DrafterTrainer(HookedTrainer):
         joint: the drafter and what is trained with it; None for the drafter alone.
 
     Attributes:
-        stop: whether and where Ctrl-C ended the training.
+        stop: whether and where a request to stop ended the training.
         budget: None without `seconds`.
     """
 
@@ -249,13 +249,24 @@ class DrafterTrainer(HookedTrainer):
         model = self.model_for_evaluation()
         model.eval()
         self.callback_handler.eval_dataloader = dataloader
-        sums = Sums()
+        sums, may_stop = Sums(), self._may_cut_evaluation()
         for inputs in dataloader:
+            if may_stop and self.stop.is_asked():
+                self.stop.stop(self.state, self.control)
+                return EvalLoopOutput((), None, {}, 0)  # type: ignore[arg-type]
             sums.add_loss(model(self.lessons.batches.of(self.on_device(inputs))))
             self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
         metrics = {f"{metric_key_prefix}_{name}": value for name, value in sums.means(self.together.sum).items()}
         rows = len(self.lessons.held_out)
         return EvalLoopOutput((), None, metrics, rows)  # type: ignore[arg-type]
+
+    def _may_cut_evaluation(self) -> bool:
+        """Tell whether a request to stop may end an evaluation: it may not where the training's course depends on it.
+
+        An evaluation can take longer than a scheduler's grace. (After the training nobody listens through `stop`.)
+        """
+        decides = self.args.metric_for_best_model is not None or self.args.lr_scheduler_type == "reduce_lr_on_plateau"
+        return self.is_in_train and not decides
 
     # ------------------------------------------------------------ checkpoints
 

@@ -163,8 +163,9 @@ def raising(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
     monkeypatch.setattr("outrider.distill.distill", fail)
 
 
-def test_ctrl_c_ends_with_130_and_the_same_command_goes_on(
-    outrider: Command, recipe_file: Path, tmp_path: Path
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_ends_with_its_code_and_the_same_command_goes_on(
+    outrider: Command, recipe_file: Path, tmp_path: Path, number: int, code: int
 ) -> None:
     """A real signal to a real process in the middle of distilling; then the rest, here."""
     longer = ["data.max_new_tokens=60", "data.batch_size=1", "data.limit=4"]
@@ -172,9 +173,9 @@ def test_ctrl_c_ends_with_130_and_the_same_command_goes_on(
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     partial = tmp_path / "run" / "data.partial"
     wait_for(lambda: any(partial.glob("0*.jsonl")), process)
-    process.send_signal(signal.SIGINT)
+    process.send_signal(number)
     _, said = process.communicate(timeout=60)
-    assert process.returncode == 130, said
+    assert process.returncode == code, said
     assert "what was done is kept" in said
     assert "Traceback" not in said
     kept = {f.name: f.read_bytes() for f in partial.glob("0*.jsonl")}

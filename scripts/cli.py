@@ -106,7 +106,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
     help="Train drafters for your target, measure them in a lossless speculative decoder, and version both as a pair.",
-    epilog="Exit codes: 0 fine · 1 a finding · 2 bad usage or input · 3 incompatible · 130 interrupted. "
+    epilog="Exit codes: 0 fine · 1 a finding · 2 bad usage or input · 3 incompatible · 130, 143, 129 stopped. "
     "OUTRIDER_DEBUG=1 shows tracebacks.",
 )
 pair_app = typer.Typer(no_args_is_help=True, help="Make, show and verify pairs.")
@@ -122,6 +122,19 @@ Overrides = Annotated[
 PairFolder = Annotated[Path, typer.Argument(metavar="PAIR", help="A pair's folder.")]
 NewTarget = Annotated[str, typer.Option("--target", help="The changed target: a folder, a Hub id, or 'embedded'.")]
 Adapter = Annotated[str | None, typer.Option(help="A PEFT adapter that changed the target.")]
+
+
+def _temperatures(asked: Any) -> Any:
+    """Return the temperatures of an option, refused before anything is loaded."""
+    from ..ground.values import TEMPERATURES, is_temperature
+
+    for value in asked if isinstance(asked, list) else [asked or 0.0]:
+        if not is_temperature(value):
+            raise typer.BadParameter(f"expected {TEMPERATURES}, found {value:g}.")
+    return asked
+
+
+Temperature = Annotated[float, typer.Option(callback=_temperatures)]
 
 
 def _print_version(wanted: bool) -> None:
@@ -268,7 +281,7 @@ def evaluate(
     nodes: Annotated[
         int | None, typer.Option(min=1, help="Nodes of a tree that are verified (default: width × depth).")
     ] = None,
-    temperature: Annotated[list[float] | None, typer.Option(min=0, help="May be repeated.")] = None,
+    temperature: Annotated[list[float] | None, typer.Option(callback=_temperatures, help="May be repeated.")] = None,
     tuned: Annotated[bool, typer.Option("--tuned", help="Measure a pair's tuned plan too, beside its own.")] = False,
     out: Annotated[Path | None, typer.Option(help="Folder of the report.")] = None,
 ) -> None:
@@ -335,7 +348,7 @@ def tune(
         typer.Option(help="code, docs, prose, or a prompt file; may be repeated (default: the pair's)."),
     ] = None,
     limit: Annotated[int, typer.Option(min=1, help="Prompts per suite.")] = 6,
-    temperature: Annotated[float, typer.Option(min=0)] = 0.0,
+    temperature: Temperature = 0.0,
     max_new_tokens: Annotated[int, typer.Option(min=1)] = 96,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Store nothing in the pair.")] = False,
 ) -> None:
@@ -382,7 +395,7 @@ def generate(
         bool, typer.Option(help="Afterwards run the plain target on the same prompt and print the speedup.")
     ] = True,
     max_new_tokens: Annotated[int, typer.Option(min=1)] = 128,
-    temperature: Annotated[float, typer.Option(min=0)] = 0.0,
+    temperature: Temperature = 0.0,
     seed: Annotated[int, typer.Option()] = 0,
     depth: Annotated[
         int | None, typer.Option(min=0, help="Draft tokens per round (default: the tuned plan, else the pair's).")

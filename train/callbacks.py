@@ -9,6 +9,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -39,17 +40,42 @@ class EpochOrder(TrainerCallback):
         self.order.set_epoch(int(state.epoch or 0))
 
 
+@dataclass
+class Step:
+    """What an optimizer step has learned from so far.
+
+    Attributes:
+        loss: the sum of its micro-batches' losses, `[]`.
+        inputs: the micro-batches, as the collator makes them.
+    """
+
+    loss: Tensor
+    inputs: list[dict[str, Tensor]] = field(default_factory=list)
+
+    def add(self, inputs: dict[str, Tensor], loss: Tensor) -> None:
+        """Add a micro-batch."""
+        self.inputs.append(inputs)
+        self.loss = self.loss + loss.detach()
+
+
 class FiniteGuard(TrainerCallback):
     """A callback that stops before an optimizer step whose loss or gradient is not finite: the weights stay good.
 
     Args:
-        loss: gives the loss of the step about to be applied.
+        take: gives the step about to be applied, and begins the next one.
+        describe: says which rows a step learned from, and what is wrong with them.
         last_good: the last whole checkpoint, if there is one.
         scaled: True under fp16, whose gradient scaler expects and skips overflowing steps itself.
     """
 
-    def __init__(self, loss: Callable[[], Tensor], last_good: Callable[[], Path | None], scaled: bool):
-        self.loss, self.last_good, self.scaled = loss, last_good, scaled
+    def __init__(
+        self,
+        take: Callable[[], Step],
+        describe: Callable[[Step], str],
+        last_good: Callable[[], Path | None],
+        scaled: bool,
+    ):
+        self.take, self.describe, self.last_good, self.scaled = take, describe, last_good, scaled
 
     def on_pre_optimizer_step(
         self,
@@ -60,13 +86,13 @@ class FiniteGuard(TrainerCallback):
         **kwargs: Any,
     ) -> None:
         gradients = [] if self.scaled or model is None else [p.grad for p in model.parameters() if p.grad is not None]
-        loss = self.loss()
-        norm = nn.utils.get_total_norm(gradients) if gradients else torch.zeros_like(loss)
-        found = torch.stack([loss, norm.to(loss)]).tolist()
+        taken = self.take()
+        norm = nn.utils.get_total_norm(gradients) if gradients else torch.zeros_like(taken.loss)
+        found = torch.stack([taken.loss, norm.to(taken.loss)]).tolist()
         if not all(map(math.isfinite, found)):
-            raise BadInputError(self._message(args, state.global_step + 1, *found))
+            raise BadInputError(self._message(args, state.global_step + 1, self.describe(taken), *found))
 
-    def _message(self, args: TrainingArguments, step: int, loss: float, norm: float) -> str:
+    def _message(self, args: TrainingArguments, step: int, rows: str, loss: float, norm: float) -> str:
         what = f"the loss is {loss}" if not math.isfinite(loss) else f"the gradient's norm is {norm} (loss {loss:.4g})"
         advice = [
             f"lower training.learning_rate (now {args.learning_rate:g})",
@@ -79,7 +105,10 @@ class FiniteGuard(TrainerCallback):
             if kept
             else "No checkpoint yet."
         )
-        return f"training stopped before step {step}, which was not applied: {what}. Try: {'; '.join(advice)}. {after}"
+        return (
+            f"training stopped before step {step}, which was not applied: {what}. {rows} "
+            f"Try: {'; '.join(advice)}. {after}"
+        )
 
 
 class GracefulStop(TrainerCallback):

@@ -59,6 +59,11 @@ class Rows(Dataset):
         ]
         return {"index": index, "input_ids": tokens, "labels": labels}
 
+    def names(self, indices: Sequence[int]) -> str:
+        """Return the ids of rows of the table, for a sentence."""
+        ids = [str(self.table[i]["id"]) for i in indices if i != EMPTY]
+        return f"the rows {', '.join(ids[:8])}" + (f" and {len(ids) - 8} more" if len(ids) > 8 else "")
+
     def prompt(self, index: int) -> list[int]:
         """Return what stands before the first response of row `index` of the table."""
         row = self.table[index]

@@ -121,6 +121,15 @@ def test_usage_errors_end_with_2(outrider: Command) -> None:
         assert result.exit_code == 2, (arguments, result.output)
 
 
+@pytest.mark.parametrize("verb", ["eval", "tune", "generate"])
+@pytest.mark.parametrize("value", ["1e-38", "inf", "nan"])
+def test_a_temperature_that_no_logits_can_be_divided_by_is_refused(outrider: Command, verb: str, value: str) -> None:
+    """Before anything is read: the pair does not exist."""
+    result = outrider(verb, "nowhere", *(["text"] if verb == "generate" else []), "--temperature", value)
+    assert result.exit_code == 2
+    assert "from 0.0001 to 10000" in " ".join(result.stderr.replace("│", "").split())
+
+
 @pytest.mark.parametrize(
     "error",
     [

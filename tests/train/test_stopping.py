@@ -120,13 +120,17 @@ def test_nohup_keeps_its_meaning(
 
 def test_the_first_signal_raises_and_its_echoes_let_the_clean_up_finish() -> None:
     cleaned = []
-    with pytest.raises(StoppedError) as raised, stoppable():
+
+    def work() -> None:
         try:
             signal.raise_signal(signal.SIGTERM)
         finally:
             signal.raise_signal(signal.SIGTERM)
             signal.raise_signal(signal.SIGHUP)
             cleaned.append(True)
+
+    with pytest.raises(StoppedError) as raised, stoppable():
+        work()
     assert (raised.value.exit_code, cleaned) == (143, [True])
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     with pytest.raises(StoppedError) as raised, stoppable():

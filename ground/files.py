@@ -4,66 +4,20 @@ from __future__ import annotations
 
 import errno
 import json
-import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from .errors import BadInputError
-
-
-class Saveable(Protocol):
-    """Something that writes itself into a folder."""
-
-    def save(self, path: str | Path) -> None:
-        """Write it into the folder `path`."""
-
-
-@contextmanager
-def replacing(file: Path) -> Iterator[Path]:
-    """Yield a temporary file that takes the place of `file` when the block ends well: all of it or nothing."""
-    temporary = file.with_name(f".{file.name}.{os.getpid()}.tmp")
-    try:
-        yield temporary
-        temporary.replace(file)
-    finally:
-        temporary.unlink(missing_ok=True)
+from .replacing import replacing
 
 
 def write_atomically(file: Path, text: str) -> None:
     """Write `file` so that a reader, or a run that continues after a crash, sees all of it or nothing."""
     with replacing(file) as temporary, temporary.open("w", encoding="utf-8") as opened:
         opened.write(text)
-        opened.flush()
-        os.fsync(opened.fileno())
-
-
-@contextmanager
-def replacing_folder(folder: Path) -> Iterator[Path]:
-    """Yield an empty folder that takes the place of `folder` when the block ends well: all of it or nothing.
-
-    A block that removes it leaves `folder` as it is.
-    """
-    building, old = (folder.with_name(f".{folder.name}.{os.getpid()}.{kind}") for kind in ("new", "old"))
-    shutil.rmtree(building, ignore_errors=True)
-    building.mkdir(parents=True)
-    try:
-        yield building
-        if building.exists():
-            if folder.exists():
-                folder.rename(old)
-            building.rename(folder)
-    finally:
-        for leftover in (building, old):
-            shutil.rmtree(leftover, ignore_errors=True)
-
-
-def save_whole(made: Saveable, folder: Path) -> None:
-    """Save `made` beside `folder`, then move it there: a reader never sees half of it."""
-    with replacing_folder(folder) as building:
-        made.save(building)
 
 
 def read_json(file: Path) -> dict[str, Any]:

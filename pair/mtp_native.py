@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from ..ground import BadInputError, IncompatibleError, OutriderError
-from ..ground.files import replacing
+from ..ground.replacing import replacing
 from ..heads.mtp import Mtp
 from ..heads.parts.mtp_checkpoint import KEPT, LAYER, SINGLE, Checkpoint, folder_of
 from ..heads.parts.registry import load_drafter

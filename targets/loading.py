@@ -13,6 +13,7 @@ from peft import PeftModel
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from ..ground import digests
 from ..ground.errors import BadInputError, IncompatibleError, OutriderError
 from .attention import NAME as SPLIT_ATTENTION
 from .attention import register
@@ -168,6 +169,8 @@ def _adapter_folder(adapter: str) -> Path:
             "(adapter_model.bin) can run code when loaded. Convert it once, in a place you trust: load it there with "
             "peft, and save it anew."
         )
+    if (folder / digests.LIST).exists():
+        digests.require_whole(folder, "Copy it again, or let its training write it anew.")
     return folder
 
 

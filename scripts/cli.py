@@ -28,7 +28,7 @@ from typer.core import TyperGroup
 
 from ..ground import OutriderError
 from ..ground.allocation import keep_large_blocks, remember_few_shapes
-from ..ground.files import is_disk_full
+from ..ground.disk import is_disk_full
 from ..ground.signals import how, number_of, stoppable
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ class Verbs(TyperGroup):
                 traceback.print_exc()
                 _complain("this is a fault in Outrider, please report it with the lines above.", label="fault: ")
             else:
-                _complain(_disk_full_message(error) if is_disk_full(error) else str(error))
+                _complain(said(error))
             raise typer.Exit(code) from None
 
 
@@ -74,25 +74,30 @@ def exit_code(error: Exception) -> int | None:
 
     None for those that typer handles (usage errors, exits, closed pipes).
     """
-    if is_disk_full(error):
-        return BAD_INPUT
     if isinstance(error, OutriderError):
         return int(error.exit_code)
     module = type(error).__module__.partition(".")[0]
     if module in ("typer", "click") or isinstance(error, BrokenPipeError):
         return None
-    return FAULT
+    return BAD_INPUT if is_disk_full(error) or _is_about_a_users_file(error) else FAULT
 
 
-def _disk_full_message(error: BaseException) -> str:
-    found: BaseException | None = error
-    while found is not None and not getattr(found, "filename", None):
-        found = found.__cause__ or found.__context__
-    folder = Path(found.filename).resolve().parent if isinstance(found, OSError) else Path.cwd()
-    return (
-        f"the disk is full: nothing more can be written to {folder}. "
-        "Free some space and run the same command again; what was finished before is kept."
-    )
+def _is_about_a_users_file(error: Exception) -> bool:
+    """Tell whether the system refused a file outside of this package: permissions, a folder that was deleted, …"""
+    named = error.filename if isinstance(error, OSError) else None
+    return isinstance(named, str) and not Path(named).resolve().is_relative_to(Path(__file__).resolve().parents[1])
+
+
+def said(error: Exception) -> str:
+    """Return the sentence about an error that a user can do something about."""
+    if isinstance(error, OutriderError):
+        return str(error)
+    named = error.filename if isinstance(error, OSError) else None
+    if is_disk_full(error):
+        place = "a disk" if named is None else f"the disk that holds {Path(named).resolve().parent}"
+        return f"{place} is full ({str(error).splitlines()[0]}). Free some space, then run the same command again."
+    reason = error.strerror if isinstance(error, OSError) else error
+    return f"{named}: {reason}. Look whether it is there and may be read and written, then run the same command again."
 
 
 def _complain(message: str, label: str = "error: ") -> None:
@@ -167,6 +172,7 @@ def _every_verb(
 def distill(recipe: RecipeName, changes: Overrides = None) -> None:
     """Let the target answer the recipe's prompts: the data a drafter learns from."""
     loaded = _load_recipe(recipe, changes)
+    require_folder(loaded.output_folder)
     from ..distill import distill as run
 
     console = Console()
@@ -210,6 +216,7 @@ def vocab(
     pruning loses.
     """
     loaded = _load_recipe(recipe, changes)
+    require_folder(loaded.output_folder / "vocabulary")
     from .vocab import save, show, study
 
     console = Console(stderr=as_json)
@@ -298,9 +305,12 @@ def evaluate(
         "nodes": nodes,
         "temperatures": temperature,
     }
+    if out is not None:
+        require_folder(out, "the report")
     subject = load_subject(name, changes or [], drafter, {k: v for k, v in asked.items() if v}, tuned)
     console = Console()
     folder = out or subject.report_folder
+    require_folder(folder, "the report")
     with locked(folder):
         report = subject.measure(console)
         write_report(report, folder)
@@ -327,6 +337,7 @@ def compare(
     """
     changes = [word for word in recipes if "=" in word]
     loaded = [_load_recipe(word, changes) for word in recipes if "=" not in word]
+    require_folder(out)
     from ..eval.reports.render import print_comparison
     from ..train.compare import compare as run
 
@@ -361,6 +372,8 @@ def tune(
     from .subject import load_subject
 
     loaded = Pair.load(pair)
+    if not dry_run:
+        require_folder(pair, "the tuned plan")
     asked = {
         "suites": suite,
         "limit": limit,
@@ -443,6 +456,7 @@ def pair_new(
 ) -> None:
     """Bind target, drafter and measurements into one versioned folder."""
     loaded = _load_recipe(recipe, changes)
+    require_folder(folder, "the pair")
     from ..pair import new_pair
     from .subject import load_target, trained_drafter
 
@@ -559,6 +573,7 @@ def refresh(
     from ..pair.refresh import refresh as run
 
     loaded = Pair.load(pair)
+    require_folder(out)
     console = Console()
     made = run(loaded, loaded.load_target(target, adapter=adapter), out, changes or [], console=console)
     _print_pair(made, console)
@@ -618,6 +633,7 @@ def quickstart(
     """
     from .quickstart import tell
 
+    require_folder(out)
     if not tell(out, Console()):
         raise typer.Exit(FINDING)
 

@@ -16,8 +16,9 @@ from pathlib import Path
 from safetensors import SafetensorError
 from transformers import TrainingArguments
 
-from ..ground import BadInputError, Refusal, digests
-from ..ground.files import read_json, readable_bytes
+from ..ground import Refusal, digests
+from ..ground.disk import CannotWriteError, failure, readable_bytes
+from ..ground.files import read_json
 from ..ground.replacing import move
 
 PREFIX = "checkpoint-"
@@ -131,12 +132,14 @@ def explained(folder: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, RuntimeError, SafetensorError) as error:
-        free = readable_bytes(shutil.disk_usage(folder.parent).free)
+        if not folder.parent.exists() and (gone := failure(error, folder)) is not None:
+            raise CannotWriteError(gone.what, "No checkpoint is left.", gone.advice) from error
+        free = readable_bytes(shutil.disk_usage(folder.parent).free) if folder.parent.exists() else "nothing"
         shutil.rmtree(folder, ignore_errors=True)
         good = last_complete(folder.parent)
-        kept = f"The last good checkpoint is {good}" if good else "There is no earlier checkpoint"
         what = str(error).strip().splitlines()[0]
-        raise BadInputError(
-            f"{folder} could not be written: {what} ({free} free on that disk). {kept}. Make room there, then run the "
-            "same command again: it continues."
+        raise CannotWriteError(
+            f"{folder} could not be written: {what} ({free} free on that disk).",
+            f"The last good checkpoint is {good}." if good else "There is no earlier checkpoint.",
+            "Make room there, then run the same command again: it continues.",
         ) from error

@@ -29,6 +29,7 @@ from transformers import PreTrainedModel, TrainingArguments, set_seed
 from ..distill.features import FeatureStore
 from ..distill.responses import distill, load_responses
 from ..ground.digests import save_whole
+from ..ground.disk import keeping
 from ..ground.signals import StoppedError, how, number_of
 from ..heads import Drafter
 from ..recipes import Recipe
@@ -101,7 +102,7 @@ def train(
         TrainingInterruptedError: Ctrl-C, SIGTERM or SIGHUP; within the loop, a checkpoint was saved.
     """
     args = check(recipe, drafter, seconds)
-    with _interruptions_explained(args), alone_in(recipe.output_folder, args):
+    with _end_explained(args), alone_in(recipe.output_folder, args):
         if seconds is not None:
             follow_clock(args)
         start = _starting_point(recipe, args, resume, seconds)
@@ -115,10 +116,11 @@ def train(
 
 
 @contextmanager
-def _interruptions_explained(args: TrainingArguments) -> Iterator[None]:
-    """Say what is kept when the training is asked to stop, inside."""
+def _end_explained(args: TrainingArguments) -> Iterator[None]:
+    """Say what is kept when the training is asked to stop, or cannot write, inside."""
     try:
-        yield
+        with keeping(lambda: checkpoints.what_is_kept(args)):
+            yield
     except TrainingInterruptedError:
         raise
     except KeyboardInterrupt as error:

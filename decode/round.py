@@ -10,7 +10,7 @@ H hidden size.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -20,6 +20,7 @@ from torch import Tensor
 from ..heads import Abilities, NodeSession, Proposal, Session
 from ..targets import Counts, RaggedCache, Target
 from .drafting import Chooser, Drawing
+from .finite import BROKEN, are_finite
 from .growth import Layout, grow_dynamic, grow_static
 from .plan import Plan
 from .rules import LOSSY, RULES, Case, Shape, Verdict
@@ -182,11 +183,13 @@ class Draft:
         probs: what its tokens were drawn from: for a chain `[B, N, V]`, for a tree at each place `[B, 1 + N, V]`; None
             if they were not drawn.
         rule: the name of the rule that will judge it.
+        peaks: see `Chooser.peaks`.
     """
 
     proposal: Proposal
     probs: Tensor | None
     rule: str
+    peaks: Sequence[Tensor] = ()
 
 
 def no_draft(setup: Setup, root: Tensor) -> Draft:
@@ -202,7 +205,7 @@ def draft(setup: Setup, state: RoundState, depth: int) -> Draft:
     chooser = Chooser(rule, setup.drawing, state.keys, state.context, setup.plan.confidence)
     proposal, probs = _propose(setup, state, depth, chooser)
     proposal = _wanted(state, proposal, chooser.lengths)
-    return Draft(proposal, probs, setup.rule(proposal.deterministic))
+    return Draft(proposal, probs, setup.rule(proposal.deterministic), chooser.peaks)
 
 
 def _propose(setup: Setup, state: RoundState, depth: int, chooser: Chooser) -> tuple[Proposal, Tensor | None]:
@@ -275,7 +278,7 @@ def settle(setup: Setup, state: RoundState, draft: Draft) -> tuple[RoundState, O
         chosen = tokens[:, 1:]
     counts = Counts(verdict.accepted + 1)
     state.cache.advance(counts)
-    state, packed = commit(setup, state, chosen, verdict, proposal.lengths, _tried(proposal, verdict))
+    state, packed = commit(state, chosen, verdict, proposal.lengths, _tried(proposal, verdict))
     return state, Outcome(packed, tokens, hidden, counts, read, best, draft.rule)
 
 
@@ -296,12 +299,19 @@ def judge(
     if setup.watch is not None:
         setup.watch(verdict)
     if drawing.processors is None:
-        return verdict, best
+        return _unless_broken(verdict, [case.peaks, *draft.peaks]), best
     end = verdict.accepted  # the place after what was accepted
     if verdict.path is not None:
         end = torch.nn.functional.pad(verdict.path + 1, (1, 0)).gather(1, end[:, None])[:, 0]
-    dead_end = nothing_left(logits).gather(1, end[:, None])[:, 0]
-    return verdict._replace(following=verdict.following.masked_fill(dead_end, NOTHING)), best
+    dead = nothing_left(logits)
+    dead_end = dead.gather(1, end[:, None])[:, 0]
+    verdict = verdict._replace(following=verdict.following.masked_fill(dead_end, NOTHING))
+    return _unless_broken(verdict, [case.peaks.masked_fill(dead, 0), *draft.peaks]), best
+
+
+def _unless_broken(verdict: Verdict, peaks: list[Tensor]) -> Verdict:
+    """Return the verdict, in which no token follows where logits of target or drafter are not finite."""
+    return verdict._replace(following=torch.where(are_finite(peaks), verdict.following, BROKEN))
 
 
 def _keep_path(
@@ -331,7 +341,7 @@ def _tried(proposal: Proposal, verdict: Verdict) -> Tensor:
 
 
 def commit(
-    setup: Setup, state: RoundState, chosen: Tensor, verdict: Verdict, drafted: Tensor, tried: Tensor
+    state: RoundState, chosen: Tensor, verdict: Verdict, drafted: Tensor, tried: Tensor
 ) -> tuple[RoundState, Tensor]:
     """Make the token that follows the root; return what the host needs of the round, too (see `Outcome.packed`).
 
@@ -342,10 +352,10 @@ def commit(
     accepted, following, context = verdict.accepted, verdict.following, state.context
     if context is not None:
         kept = torch.arange(chosen.shape[1], device=accepted.device) < accepted[:, None]
-        emitted = torch.cat([kept, (following != NOTHING)[:, None]], 1)
+        emitted = torch.cat([kept, (following >= 0)[:, None]], 1)
         context = context.then(torch.cat([chosen, following[:, None]], 1), emitted[:, None])
-    # Where nothing is left to go on with, the host raises; a finished row that runs on idly needs a token all the same.
-    root = following if setup.drawing.processors is None else following.clamp(min=0)
+    # Where no token follows, the host raises; a finished row that runs on idly needs one all the same.
+    root = following.clamp(min=0)
     packed = torch.cat([chosen, torch.stack([following, accepted, drafted, tried], 1)], 1)
     return replace(state, root=root, context=context), packed
 

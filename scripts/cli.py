@@ -3,7 +3,7 @@
 Torch and transformers take seconds to import, so they are imported inside the verbs: `outrider --help` answers at once.
 
 Exit codes: 0 fine · 1 a finding (the gate failed, the pair is stale or altered) · 2 bad usage or bad input ·
-3 incompatible · 70 a fault in Outrider itself · 130 interrupted, what was done is kept.
+3 incompatible · 70 a fault in Outrider itself · 130, 143, 129 stopped by Ctrl-C, SIGTERM, SIGHUP.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from typer.core import TyperGroup
 
 from ..ground import OutriderError
 from ..ground.allocation import keep_large_blocks, remember_few_shapes
-from ..ground.files import is_disk_full
+from ..ground.disk import is_disk_full
+from ..ground.signals import how, number_of, stoppable
 
 if TYPE_CHECKING:
     from ..eval import Report
@@ -37,7 +38,10 @@ if TYPE_CHECKING:
     from ..pair.manifest import Figure
     from ..recipes import Recipe
 
-FINDING, BAD_INPUT, FAULT, INTERRUPTED = 1, 2, 70, 130
+FINDING, BAD_INPUT, FAULT = 1, 2, 70
+# Verbs that keep what is finished when they are asked to stop.
+RESUMED = ("distill", "train", "compare", "refresh", "quickstart")
+GOES_ON = "what was done is kept, and the same command goes on from there."
 
 
 class Verbs(TyperGroup):
@@ -45,12 +49,12 @@ class Verbs(TyperGroup):
 
     def invoke(self, ctx: Any) -> Any:
         try:
-            return super().invoke(ctx)
+            with stoppable():
+                return super().invoke(ctx)
         except KeyboardInterrupt as error:
-            _complain(
-                str(error) or "interrupted; what was done is kept, and the same command goes on from there.", label=""
-            )
-            raise typer.Exit(INTERRUPTED) from None
+            after = GOES_ON if ctx.invoked_subcommand in RESUMED else "nothing was written; run the same command again."
+            _complain(str(error) or f"{how(error)}; {after}", label="")
+            raise typer.Exit(128 + number_of(error)) from None
         except Exception as error:
             code = exit_code(error)
             if code is None:
@@ -61,7 +65,7 @@ class Verbs(TyperGroup):
                 traceback.print_exc()
                 _complain("this is a fault in Outrider, please report it with the lines above.", label="fault: ")
             else:
-                _complain(_disk_full_message(error) if is_disk_full(error) else str(error))
+                _complain(said(error))
             raise typer.Exit(code) from None
 
 
@@ -70,25 +74,30 @@ def exit_code(error: Exception) -> int | None:
 
     None for those that typer handles (usage errors, exits, closed pipes).
     """
-    if is_disk_full(error):
-        return BAD_INPUT
     if isinstance(error, OutriderError):
         return int(error.exit_code)
     module = type(error).__module__.partition(".")[0]
     if module in ("typer", "click") or isinstance(error, BrokenPipeError):
         return None
-    return FAULT
+    return BAD_INPUT if is_disk_full(error) or _is_about_a_users_file(error) else FAULT
 
 
-def _disk_full_message(error: BaseException) -> str:
-    found: BaseException | None = error
-    while found is not None and not getattr(found, "filename", None):
-        found = found.__cause__ or found.__context__
-    folder = Path(found.filename).resolve().parent if isinstance(found, OSError) else Path.cwd()
-    return (
-        f"the disk is full: nothing more can be written to {folder}. "
-        "Free some space and run the same command again; what was finished before is kept."
-    )
+def _is_about_a_users_file(error: Exception) -> bool:
+    """Tell whether the system refused a file outside of this package: permissions, a folder that was deleted, …"""
+    named = error.filename if isinstance(error, OSError) else None
+    return isinstance(named, str) and not Path(named).resolve().is_relative_to(Path(__file__).resolve().parents[1])
+
+
+def said(error: Exception) -> str:
+    """Return the sentence about an error that a user can do something about."""
+    if isinstance(error, OutriderError):
+        return str(error)
+    named = error.filename if isinstance(error, OSError) else None
+    if is_disk_full(error):
+        place = "a disk" if named is None else f"the disk that holds {Path(named).resolve().parent}"
+        return f"{place} is full ({str(error).splitlines()[0]}). Free some space, then run the same command again."
+    reason = error.strerror if isinstance(error, OSError) else error
+    return f"{named}: {reason}. Look whether it is there and may be read and written, then run the same command again."
 
 
 def _complain(message: str, label: str = "error: ") -> None:
@@ -102,7 +111,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
     help="Train drafters for your target, measure them in a lossless speculative decoder, and version both as a pair.",
-    epilog="Exit codes: 0 fine · 1 a finding · 2 bad usage or input · 3 incompatible · 130 interrupted. "
+    epilog="Exit codes: 0 fine · 1 a finding · 2 bad usage or input · 3 incompatible · 130, 143, 129 stopped. "
     "OUTRIDER_DEBUG=1 shows tracebacks.",
 )
 pair_app = typer.Typer(no_args_is_help=True, help="Make, show and verify pairs.")
@@ -118,6 +127,19 @@ Overrides = Annotated[
 PairFolder = Annotated[Path, typer.Argument(metavar="PAIR", help="A pair's folder.")]
 NewTarget = Annotated[str, typer.Option("--target", help="The changed target: a folder, a Hub id, or 'embedded'.")]
 Adapter = Annotated[str | None, typer.Option(help="A PEFT adapter that changed the target.")]
+
+
+def _temperatures(asked: Any) -> Any:
+    """Return the temperatures of an option, refused before anything is loaded."""
+    from ..ground.values import TEMPERATURES, is_temperature
+
+    for value in asked if isinstance(asked, list) else [asked or 0.0]:
+        if not is_temperature(value):
+            raise typer.BadParameter(f"expected {TEMPERATURES}, found {value:g}.")
+    return asked
+
+
+Temperature = Annotated[float, typer.Option(callback=_temperatures)]
 
 
 def _print_version(wanted: bool) -> None:
@@ -150,6 +172,7 @@ def _every_verb(
 def distill(recipe: RecipeName, changes: Overrides = None) -> None:
     """Let the target answer the recipe's prompts: the data a drafter learns from."""
     loaded = _load_recipe(recipe, changes)
+    require_folder(loaded.output_folder)
     from ..distill import distill as run
 
     console = Console()
@@ -193,6 +216,7 @@ def vocab(
     pruning loses.
     """
     loaded = _load_recipe(recipe, changes)
+    require_folder(loaded.output_folder / "vocabulary")
     from .vocab import save, show, study
 
     console = Console(stderr=as_json)
@@ -264,7 +288,7 @@ def evaluate(
     nodes: Annotated[
         int | None, typer.Option(min=1, help="Nodes of a tree that are verified (default: width × depth).")
     ] = None,
-    temperature: Annotated[list[float] | None, typer.Option(min=0, help="May be repeated.")] = None,
+    temperature: Annotated[list[float] | None, typer.Option(callback=_temperatures, help="May be repeated.")] = None,
     tuned: Annotated[bool, typer.Option("--tuned", help="Measure a pair's tuned plan too, beside its own.")] = False,
     out: Annotated[Path | None, typer.Option(help="Folder of the report.")] = None,
 ) -> None:
@@ -281,9 +305,12 @@ def evaluate(
         "nodes": nodes,
         "temperatures": temperature,
     }
+    if out is not None:
+        require_folder(out, "the report")
     subject = load_subject(name, changes or [], drafter, {k: v for k, v in asked.items() if v}, tuned)
     console = Console()
     folder = out or subject.report_folder
+    require_folder(folder, "the report")
     with locked(folder):
         report = subject.measure(console)
         write_report(report, folder)
@@ -310,6 +337,7 @@ def compare(
     """
     changes = [word for word in recipes if "=" in word]
     loaded = [_load_recipe(word, changes) for word in recipes if "=" not in word]
+    require_folder(out)
     from ..eval.reports.render import print_comparison
     from ..train.compare import compare as run
 
@@ -333,7 +361,7 @@ def tune(
         typer.Option(help="code, docs, prose, or a prompt file; may be repeated (default: the pair's)."),
     ] = None,
     limit: Annotated[int, typer.Option(min=1, help="Prompts per suite.")] = 6,
-    temperature: Annotated[float, typer.Option(min=0)] = 0.0,
+    temperature: Temperature = 0.0,
     max_new_tokens: Annotated[int, typer.Option(min=1)] = 96,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Store nothing in the pair.")] = False,
 ) -> None:
@@ -344,6 +372,8 @@ def tune(
     from .subject import load_subject
 
     loaded = Pair.load(pair)
+    if not dry_run:
+        require_folder(pair, "the tuned plan")
     asked = {
         "suites": suite,
         "limit": limit,
@@ -380,7 +410,7 @@ def generate(
         bool, typer.Option(help="Afterwards run the plain target on the same prompt and print the speedup.")
     ] = True,
     max_new_tokens: Annotated[int, typer.Option(min=1)] = 128,
-    temperature: Annotated[float, typer.Option(min=0)] = 0.0,
+    temperature: Temperature = 0.0,
     seed: Annotated[int, typer.Option()] = 0,
     depth: Annotated[
         int | None, typer.Option(min=0, help="Draft tokens per round (default: the tuned plan, else the pair's).")
@@ -426,6 +456,7 @@ def pair_new(
 ) -> None:
     """Bind target, drafter and measurements into one versioned folder."""
     loaded = _load_recipe(recipe, changes)
+    require_folder(folder, "the pair")
     from ..pair import new_pair
     from .subject import load_target, trained_drafter
 
@@ -542,6 +573,7 @@ def refresh(
     from ..pair.refresh import refresh as run
 
     loaded = Pair.load(pair)
+    require_folder(out)
     console = Console()
     made = run(loaded, loaded.load_target(target, adapter=adapter), out, changes or [], console=console)
     _print_pair(made, console)
@@ -601,6 +633,7 @@ def quickstart(
     """
     from .quickstart import tell
 
+    require_folder(out)
     if not tell(out, Console()):
         raise typer.Exit(FINDING)
 

@@ -14,7 +14,7 @@ from rich.text import Text
 from ..eval.reports.render import print_table
 from ..eval.reports.tables import Cell, Table, counted
 from ..ground import BadInputError
-from ..ground.files import readable_bytes
+from ..ground.disk import readable_bytes
 from ..ground.foreign import YAML, parse_yaml, read_text
 from ..train.planning import BANDWIDTH, COMPUTE, GPUS, ROOM, Needs
 

@@ -4,7 +4,7 @@ It runs over pairs (f_t, x_{t+1}), where f_t are the target's features at three 
 attention reads cat[norm(embedding), norm(hidden)], and its output is added to the hidden state (normed too with
 `norm_before_residual`).
 
-What a head says here, its methods from `fuse` to `output_weights`, is documented in parts/feature_drafter.py, which
+What a head says here, its methods from `before` to `output_weights`, is documented in parts/feature_drafter.py, which
 trains it on its own outputs and drafts with it; what its layers compute stands in parts/decoder_layer.py.
 
 Shapes: B rows, T positions, K taps, H hidden size, V' draft vocabulary.
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from ..ground import BadInputError
 from ..targets import Target
 from .base import DrafterConfig
-from .parts.decoder_layer import JointLayer, Layer, norm_of, normed, rotary_of
+from .parts.decoder_layer import Before, JointLayer, Layer, norm_of, normed, rotary_of
 from .parts.feature_drafter import FeatureConfig, FeatureDrafter
 from .parts.vocabulary import draft_vocabulary
 
@@ -133,12 +133,12 @@ class Eagle3(FeatureDrafter):
 
     # ------------------------------------------------------------ the network
 
-    def fuse(self, hidden: Tensor) -> Tensor:
-        hidden = hidden.to(self.fc.weight.dtype).flatten(2)
-        if self.tap_norms is not None:
-            parts = hidden.chunk(len(self.tap_norms), -1)
-            hidden = torch.cat([normed(part, norm) for norm, part in zip(self.tap_norms, parts, strict=True)], -1)
-        return self.fc(hidden)
+    @property
+    def before(self) -> Before:
+        return Before(self.fc, self.tap_norms or ())
+
+    def fuse(self, hidden: Tensor, first: JointLayer) -> Tensor:
+        return first.before(hidden.to(self.fc.weight.dtype).flatten(2))
 
     def read(self, embedded: Tensor, first: JointLayer) -> Tensor:
         return first.keep(normed(embedded, self.layer.input_layernorm))
@@ -147,11 +147,15 @@ class Eagle3(FeatureDrafter):
         own = normed(hidden, self.layer.hidden_norm)
         return first.join(read, own), own if self.config.norm_before_residual else hidden
 
-    def feedback(self, output: Tensor) -> Tensor:
-        return normed(output, self.norm) if self.config.norm_output else output
+    def finish(self, output: Tensor) -> Tensor:
+        return normed(output, self.norm)
 
-    def logits(self, output: Tensor, target: Target) -> Tensor:
-        return self.lm_head(normed(output, self.norm))
+    @property
+    def feeds_finished(self) -> bool:
+        return self.config.norm_output
+
+    def embed_output(self, finished: Tensor, target: Target) -> Tensor:
+        return self.lm_head(finished)
 
     def output_weights(self) -> list[nn.Parameter]:
         return [*self.norm.parameters(), *self.lm_head.parameters()]

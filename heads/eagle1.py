@@ -110,9 +110,9 @@ class Eagle1(FeatureDrafter):
 
     @property
     def before(self) -> Before:
-        return Before(self.fc, self.input_norms or ())
+        return Before(self.fc, list(self.input_norms or ()))
 
-    def fuse(self, hidden: Tensor, first: JointLayer) -> Tensor:
+    def fuse(self, hidden: Tensor, first: JointLayer | None = None) -> Tensor:
         return hidden[:, :, 0].to(self.fc.weight.dtype)
 
     def disturb(self, hidden: Tensor) -> Tensor:

@@ -135,10 +135,11 @@ class Eagle3(FeatureDrafter):
 
     @property
     def before(self) -> Before:
-        return Before(self.fc, self.tap_norms or ())
+        return Before(self.fc, list(self.tap_norms or ()))
 
-    def fuse(self, hidden: Tensor, first: JointLayer) -> Tensor:
-        return first.before(hidden.to(self.fc.weight.dtype).flatten(2))
+    def fuse(self, hidden: Tensor, first: JointLayer | None = None) -> Tensor:
+        product = self.before.product() if first is None else first.before
+        return product(hidden.to(self.fc.weight.dtype).flatten(2))
 
     def read(self, embedded: Tensor, first: JointLayer) -> Tensor:
         return first.keep(normed(embedded, self.layer.input_layernorm))

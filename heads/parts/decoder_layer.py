@@ -255,6 +255,7 @@ class JointLayer:
     """
 
     def __init__(self, layer: Any, config: Any, in_halves: bool = False, before: Before | None = None):
+        self.layer = layer
         # Looking a module up takes as long as a small operation: a draft step would notice.
         self.attention, self.mlp = layer.self_attn, layer.mlp
         self.attention_output, self.mlp_output = layer.self_attn.o_proj, layer.mlp.down_proj

@@ -101,8 +101,11 @@ class FeatureDrafter(Drafter):
         """The product before the first layer, which `fuse` or `enter` asks of that layer."""
         raise NotImplementedError
 
-    def fuse(self, hidden: Tensor, first: JointLayer) -> Tensor:
-        """Return the hidden input of the first step `[B, T, H]` of taps `[B, T, K, H]`."""
+    def fuse(self, hidden: Tensor, first: JointLayer | None = None) -> Tensor:
+        """Return the hidden input of the first step `[B, T, H]` of taps `[B, T, K, H]`.
+
+        `first`: the first layer, whose `before` is ready; without it the product before it is made for this once.
+        """
         raise NotImplementedError
 
     def disturb(self, hidden: Tensor) -> Tensor:

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from outrider.ground import BadInputError
 from outrider.heads import Eagle1, Eagle1Config, TargetBatch
-from outrider.heads.parts.decoder_layer import JointLayer
 from outrider.targets import Target
 
 VOCAB = 64
@@ -24,10 +23,6 @@ def target(tiny_llama) -> Target:
 def head(target: Target, **changes) -> Eagle1:
     torch.manual_seed(7)
     return Eagle1.build(Eagle1Config(**changes), target).eval().requires_grad_(False)
-
-
-def fused(drafter: Eagle1, hidden: Tensor) -> Tensor:
-    return drafter.fuse(hidden, JointLayer(drafter.layer, drafter.config, before=drafter.before))
 
 
 def batch(target: Target, tokens: Tensor, supervised: Tensor) -> TargetBatch:
@@ -98,10 +93,10 @@ def test_the_papers_settings_are_the_default(target):
 def test_noise_is_uniform_and_in_training_only(target):
     """Within ± `noise` times the feature's root mean square, its mean zero; none when a head is measured or decodes."""
     drafter, hidden = head(target, noise=0.1), target.forward(sequences(8, 50), taps=(6,)).hidden
-    assert torch.equal(fused(drafter, hidden), hidden[:, :, 0])
+    assert torch.equal(drafter.fuse(hidden), hidden[:, :, 0])
     torch.manual_seed(0)
     true = hidden[:, :, 0]
-    added = (drafter.train().disturb(fused(drafter, hidden)) - true) / true.square().mean(-1, keepdim=True).sqrt()
+    added = (drafter.train().disturb(drafter.fuse(hidden)) - true) / true.square().mean(-1, keepdim=True).sqrt()
     assert added.abs().max() == pytest.approx(0.1, abs=1e-4)
     assert added.mean() == pytest.approx(0, abs=0.002)
     assert added.std() == pytest.approx(0.1 / 3**0.5, abs=0.001)
@@ -112,9 +107,9 @@ def test_noise_is_uniform_and_in_training_only(target):
 def test_noise_and_feature_loss_do_not_depend_on_the_scale_of_a_targets_features(target, factor):
     drafter, hidden = head(target, noise=0.1).train(), target.forward(sequences(2, 9), taps=(6,)).hidden
     torch.manual_seed(0)
-    once = drafter.disturb(fused(drafter, hidden))
+    once = drafter.disturb(drafter.fuse(hidden))
     torch.manual_seed(0)
-    torch.testing.assert_close(drafter.disturb(fused(drafter, factor * hidden)), factor * once)
+    torch.testing.assert_close(drafter.disturb(drafter.fuse(factor * hidden)), factor * once)
     drafted, true = torch.randn(3, 5, 32), torch.randn(5, 32)
     torch.testing.assert_close(
         drafter.feature_loss(factor * drafted, factor * true), drafter.feature_loss(drafted, true)

@@ -54,6 +54,10 @@ class Eagle3Config(FeatureConfig):
         if self.norm_taps and self.norm_before_fc:
             raise BadInputError("drafter: norm_taps and norm_before_fc are two ways to norm the taps; take one.")
 
+    @property
+    def feeds_finished(self) -> bool:
+        return self.norm_output
+
     def completed(self, target: Target) -> Eagle3Config:
         """Return this config with every open size taken from `target`."""
         layers = target.num_layers
@@ -150,10 +154,6 @@ class Eagle3(FeatureDrafter):
 
     def finish(self, output: Tensor) -> Tensor:
         return normed(output, self.norm)
-
-    @property
-    def feeds_finished(self) -> bool:
-        return self.config.norm_output
 
     def embed_output(self, finished: Tensor, target: Target) -> Tensor:
         return self.lm_head(finished)

@@ -62,6 +62,11 @@ class FeatureConfig(LayerConfig):
         if self.steps < 1:
             raise BadInputError(f"drafter: steps must be at least 1, got {self.steps}.")
 
+    @property
+    def feeds_finished(self) -> bool:
+        """Whether a step reads what `FeatureDrafter.finish` made of the last one's output, and not the output."""
+        return False
+
 
 class FeatureDrafter(Drafter):
     """A head that feeds on its own output; an architecture says what stands before and after its layers."""
@@ -131,11 +136,6 @@ class FeatureDrafter(Drafter):
     def finish(self, output: Tensor) -> Tensor:
         """Return what the output embedding reads `[..., H]`, of the last layer's output: by default that itself."""
         return output
-
-    @property
-    def feeds_finished(self) -> bool:
-        """Whether the next step's hidden input is what `finish` returns, and not the last layer's output."""
-        return False
 
     def embed_output(self, finished: Tensor, target: Target) -> Tensor:
         """Return draft logits `[..., V']` of what `finish` returned."""
@@ -220,7 +220,7 @@ class FeatureDrafter(Drafter):
         outputs = [layers.through(*self.enter(read.roll(-1, 1), state, first), angles(self.rotary, state, every))]
         for i in range(1, self.config.steps):
             rotary = angles(self.rotary, outputs[-1], at + i)
-            state = self.finish(outputs[-1]) if self.feeds_finished else outputs[-1]
+            state = self.finish(outputs[-1]) if self.config.feeds_finished else outputs[-1]
             entered = self.enter(layers.cut(read, 1 + i), state, first)
             outputs.append(layers.through(*entered, rotary))
         return outputs
@@ -236,7 +236,11 @@ class FeatureDrafter(Drafter):
     ) -> FeatureSession:
         shapes = [layer.self_attn.kept(target.device) for layer in self.layers]
         own = RaggedCache(len(shapes), batch_size, max_length + spare, target.device, shapes)
-        return FeatureSession(self, target, own, self._cached(max_length))
+        # Kept until they are too short or weights have changed.
+        self._kept = self._fitting(max_length) or CachedLayers(
+            self.layers, self.config, self.rotary, max_length, before=self.before
+        )
+        return FeatureSession(self, target, own, self._kept)
 
     def state_bytes(self, target: Target, batch_size: int, max_length: int, spare: int = 0) -> int:
         shapes = [layer.self_attn.kept(target.device) for layer in self.layers]
@@ -244,13 +248,6 @@ class FeatureDrafter(Drafter):
         if self._fitting(max_length):
             return cache
         return cache + copied_bytes(self.layers, self.config.head_dim, max_length, self.before)
-
-    def _cached(self, max_length: int) -> CachedLayers:
-        """Return its layers for decoding; they are kept until they are too short or weights have changed."""
-        self._kept = self._fitting(max_length) or CachedLayers(
-            self.layers, self.config, self.rotary, max_length, before=self.before
-        )
-        return self._kept
 
     def _fitting(self, max_length: int) -> CachedLayers | None:
         return self._kept if self._kept is not None and self._kept.fits(self.layers, max_length) else None
@@ -309,7 +306,7 @@ class FeatureSession(NodeSession):
     def _answer(self, output: Tensor) -> Tensor:
         """Return the draft logits `[B, Q, V']` of the last layer's output, and keep what the next step reads of it."""
         finished = self.head.finish(output)
-        self.outputs = torch.cat([self.outputs, finished if self.head.feeds_finished else output], 1)
+        self.outputs = torch.cat([self.outputs, finished if self.head.config.feeds_finished else output], 1)
         return self.head.embed_output(finished, self.target)
 
     def _step(self, tokens: Tensor, hidden: Tensor, offset: int, nodes: Nodes | None = None) -> Tensor:

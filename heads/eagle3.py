@@ -4,7 +4,7 @@ It runs over pairs (f_t, x_{t+1}), where f_t are the target's features at three 
 attention reads cat[norm(embedding), norm(hidden)], and its output is added to the hidden state (normed too with
 `norm_before_residual`).
 
-What a head says here, its methods from `fuse` to `output_weights`, is documented in parts/feature_drafter.py, which
+What a head says here, its methods from `before` to `output_weights`, is documented in parts/feature_drafter.py, which
 trains it on its own outputs and drafts with it; what its layers compute stands in parts/decoder_layer.py.
 
 Shapes: B rows, T positions, K taps, H hidden size, V' draft vocabulary.
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from ..ground import BadInputError
 from ..targets import Target
 from .base import DrafterConfig
-from .parts.decoder_layer import JointLayer, Layer, norm_of, normed, rotary_of
+from .parts.decoder_layer import Before, JointLayer, Layer, norm_of, normed, rotary_of
 from .parts.feature_drafter import FeatureConfig, FeatureDrafter
 from .parts.vocabulary import draft_vocabulary
 
@@ -53,6 +53,10 @@ class Eagle3Config(FeatureConfig):
         self.taps = tuple(self.taps)
         if self.norm_taps and self.norm_before_fc:
             raise BadInputError("drafter: norm_taps and norm_before_fc are two ways to norm the taps; take one.")
+
+    @property
+    def feeds_finished(self) -> bool:
+        return self.norm_output
 
     def completed(self, target: Target) -> Eagle3Config:
         """Return this config with every open size taken from `target`."""
@@ -138,12 +142,13 @@ class Eagle3(FeatureDrafter):
 
     # ------------------------------------------------------------ the network
 
-    def fuse(self, hidden: Tensor) -> Tensor:
-        hidden = hidden.to(self.fc.weight.dtype).flatten(2)
-        if self.tap_norms is not None:
-            parts = hidden.chunk(len(self.tap_norms), -1)
-            hidden = torch.cat([normed(part, norm) for norm, part in zip(self.tap_norms, parts, strict=True)], -1)
-        return self.fc(hidden)
+    @property
+    def before(self) -> Before:
+        return Before(self.fc, list(self.tap_norms or ()))
+
+    def fuse(self, hidden: Tensor, first: JointLayer | None = None) -> Tensor:
+        product = self.before.product() if first is None else first.before
+        return product(hidden.to(self.fc.weight.dtype).flatten(2))
 
     def read(self, embedded: Tensor, first: JointLayer) -> Tensor:
         return first.keep(normed(embedded, self.layer.input_layernorm))
@@ -152,11 +157,11 @@ class Eagle3(FeatureDrafter):
         own = normed(hidden, self.layer.hidden_norm)
         return first.join(read, own), own if self.config.norm_before_residual else hidden
 
-    def feedback(self, output: Tensor) -> Tensor:
-        return normed(output, self.norm) if self.config.norm_output else output
+    def finish(self, output: Tensor) -> Tensor:
+        return normed(output, self.norm)
 
-    def logits(self, output: Tensor, target: Target) -> Tensor:
-        return self.lm_head(normed(output, self.norm))
+    def embed_output(self, finished: Tensor, target: Target) -> Tensor:
+        return self.lm_head(finished)
 
     def output_weights(self) -> list[nn.Parameter]:
         return [*self.norm.parameters(), *self.lm_head.parameters()]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from .base import Drafter, DrafterConfig, DrafterLoss, TargetBatch
 from .cascade import Cascade, CascadeConfig
+from .dflash import DFlash, DFlashConfig
 from .draft_model import DraftModel, DraftModelConfig
 from .eagle1 import Eagle1, Eagle1Config
 from .eagle3 import Eagle3, Eagle3Config
@@ -20,6 +21,7 @@ from .suffix import Suffix, SuffixConfig
 
 HEADS |= {
     "cascade": Cascade,
+    "dflash": DFlash,
     "draft_model": DraftModel,
     "eagle1": Eagle1,
     "eagle3": Eagle3,
@@ -41,6 +43,8 @@ __all__ = [
     "CascadeConfig",
     "ChainSession",
     "Choose",
+    "DFlash",
+    "DFlashConfig",
     "DraftModel",
     "DraftModelConfig",
     "Drafter",

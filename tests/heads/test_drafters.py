@@ -21,6 +21,8 @@ from outrider.heads import (
     HEADS,
     Cascade,
     CascadeConfig,
+    DFlash,
+    DFlashConfig,
     Drafter,
     DraftModel,
     Eagle1,
@@ -65,6 +67,19 @@ MAKERS: dict[str, Callable[[Target, Callable], Drafter]] = {
     ),
     "cascade eagle3": lambda target, llama: Cascade(
         Ngram(), Eagle3.build(Eagle3Config(), target), CascadeConfig(vertical=False, model_depth=2)
+    ),
+    "dflash": lambda target, llama: DFlash.build(DFlashConfig(num_layers=2), target),
+    "dflash causal": lambda target, llama: DFlash.build(
+        DFlashConfig(
+            num_layers=1, block_size=4, from_anchor=True, causal=True, sliding_window=6, mask_token_id=63,
+            weighting="dpace",
+        ),
+        target,
+    ),
+    "dflash pruned": lambda target, llama: DFlash.build(
+        DFlashConfig(num_layers=1, taps=(0, 6), draft_vocab_size=20, sliding_window=8, window_from="anchor"),
+        target,
+        torch.arange(64),
     ),
     "draft_model": lambda target, llama: DraftModel(llama(layers=2, seed=1)),
     "eagle1": lambda target, llama: Eagle1.build(Eagle1Config(), target),

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self, TypeVar
+from typing import ClassVar, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from ..ground import BadInputError, IncompatibleError
 from ..targets import Counts, RaggedCache, Target
 from .base import Drafter, DrafterLoss, TargetBatch
-from .losses import HARD, LossName, Reference, divergence
+from .losses import LossName, Reference, divergence
 from .parts.anchors import Anchors, Lessons, eligible_places, kept
 from .parts.block_layers import BlockLayer, CachedBlocks, Sight, TrainedBlocks, cached_bytes
 from .parts.block_losses import (
@@ -59,8 +59,9 @@ class DFlashConfig(LayerConfig):
         from_anchor: slot i says the token after its place, so that a block drafts B tokens instead of B − 1.
         causal: a slot sees only the slots before it, and itself.
         sliding_window: of the context a slot sees the last so many places; 0 for all of it.
-        window_from: "slot" counts a window from the slot, which is one of its places (transformers, AutoModel);
-            "anchor" from the block's first slot, which is not (speculators).
+        window_from: "slot" counts a window from the slot, which is one of its places (AutoModel; the one that
+            `transformers` names is one less, since it does not count the slot); "anchor" from the block's first slot,
+            which is none of them (speculators).
         taps: HF `hidden_states` indices; () for the paper's, spread from the second layer to the third last, one for
             each layer of the drafter.
         mask_token_id: the token whose embedding stands in the open slots. It should be one that no text has. None: the
@@ -98,11 +99,12 @@ class DFlashConfig(LayerConfig):
         check_weighting(self.weighting)
         if self.drafts < 1:
             raise BadInputError(
-                f"drafter: a block of {self.block_size} drafts nothing; take block_size 2 or more "
-                "(1 with from_anchor)."
+                f"drafter: a block of {self.block_size} drafts nothing; take block_size 2 or more (1 with from_anchor)."
             )
         if self.window_from not in WINDOWS:
-            raise BadInputError(f"drafter: window_from must be one of {', '.join(WINDOWS)}, found {self.window_from!r}.")
+            raise BadInputError(
+                f"drafter: window_from must be one of {', '.join(WINDOWS)}, found {self.window_from!r}."
+            )
         if 0 < self.sliding_window < self.block_size:
             raise BadInputError(
                 f"drafter: sliding_window {self.sliding_window} is shorter than a block of {self.block_size}; "
@@ -220,6 +222,11 @@ class DFlash(Drafter[C]):
     # ------------------------------------------------------------ the network
 
     @property
+    def own_layers(self) -> list[BlockLayer]:
+        """Its layers, as what they are."""
+        return [cast(BlockLayer, layer) for layer in self.layers]
+
+    @property
     def dtype(self) -> torch.dtype:
         return self.fc.weight.dtype
 
@@ -230,7 +237,7 @@ class DFlash(Drafter[C]):
     def blocks(self, target: Target, roots: Tensor) -> Tensor:
         """Return the input of blocks that begin with `roots` `[...]`: `[..., S, H]`."""
         embedded = target.embed(roots).to(self.dtype)[..., None, :]
-        mask = self.mask
+        mask: Tensor | None = self.mask
         if mask is None:
             token = torch.full((), self.config.mask_token_id or 0, device=roots.device)
             mask = target.embed(token).to(self.dtype)
@@ -246,7 +253,7 @@ class DFlash(Drafter[C]):
         Args:
             hidden: the texts' taps, `[B, T, K, H]`.
         """
-        layers = TrainedBlocks(list(self.layers), self.config, self.rotary, self.config.sight)
+        layers = TrainedBlocks(self.own_layers, self.config, self.rotary, self.config.sight)
         blocks = self.blocks(target, tokens.gather(1, anchors.places))
         return self.drafting(layers.through(self.fuse(hidden), blocks, anchors))
 
@@ -291,7 +298,7 @@ class DFlash(Drafter[C]):
 
     def draft_logits(self, batch: TargetBatch, lessons: Lessons) -> Callable[[Tensor, slice], Tensor]:
         """Return how states `[a, k, H]` of a part of the anchors become draft logits `[a · k, V']`."""
-        return lambda states, part: batch.target.lm_head(states.flatten(0, 1), self.output_ids)
+        return lambda states, _: batch.target.lm_head(states.flatten(0, 1), self.output_ids)
 
     def beside(self, batch: TargetBatch, lessons: Lessons) -> Beside | None:
         """Return what drafts lose beside their divergence; None for nothing."""
@@ -311,16 +318,15 @@ class DFlash(Drafter[C]):
         self, target: Target, batch_size: int, max_length: int, spare: int = 0, cache: RaggedCache | None = None
     ) -> BlockSession:
         length = self._length(max_length, spare)
-        shapes = [layer.self_attn.kept(target.device) for layer in self.layers]
+        shapes = [layer.self_attn.kept(target.device) for layer in self.own_layers]
         own = RaggedCache(len(shapes), batch_size, length, target.device, shapes)
         return BlockSession(self, target, own, self._cached(length))
 
     def state_bytes(self, target: Target, batch_size: int, max_length: int, spare: int = 0) -> int:
         length = self._length(max_length, spare)
-        shapes = [layer.self_attn.kept(target.device) for layer in self.layers]
+        shapes = [layer.self_attn.kept(target.device) for layer in self.own_layers]
         cache = sum(shape.num_bytes(batch_size, length) for shape in shapes)
-        layers = list(self.layers)
-        copies = 0 if self._fitting(length) else cached_bytes(layers, self.config.head_dim, length)
+        copies = 0 if self._fitting(length) else cached_bytes(self.own_layers, self.config.head_dim, length)
         head = 0 if self.output_ids is None else len(self.token_ids) * target.hidden_size * target.dtype.itemsize
         return cache + copies + head
 
@@ -331,12 +337,12 @@ class DFlash(Drafter[C]):
     def _cached(self, length: int) -> CachedBlocks:
         """Return its layers for decoding; they are kept until they are too short or weights have changed."""
         self._kept = self._fitting(length) or CachedBlocks(
-            list(self.layers), self.config, self.rotary, length, self.config.sight
+            self.own_layers, self.config, self.rotary, length, self.config.sight
         )
         return self._kept
 
     def _fitting(self, length: int) -> CachedBlocks | None:
-        return self._kept if self._kept is not None and self._kept.fits(list(self.layers), length) else None
+        return self._kept if self._kept is not None and self._kept.fits(self.own_layers, length) else None
 
 
 class BlockSession(NodeSession):
@@ -413,7 +419,9 @@ def _check_mask(token: int | None, target: Target) -> None:
     if token is None:
         return
     if token >= target.vocab_size:
-        raise BadInputError(f"drafter: mask_token_id {token} is outside the target's vocabulary of {target.vocab_size}.")
+        raise BadInputError(
+            f"drafter: mask_token_id {token} is outside the target's vocabulary of {target.vocab_size}."
+        )
     padding = getattr(target.tokenizer, "pad_token_id", None)
     if token in target.eos_ids or token == padding:
         raise BadInputError(

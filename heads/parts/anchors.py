@@ -64,7 +64,9 @@ class Anchors:
         width = max(1, min(count, length - 1 - FIRST))
         even = [FIRST + i * (length - 1 - FIRST) // width for i in range(width)]
         places = torch.zeros(rows, width, dtype=torch.long, device="meta")
-        return cls(places, torch.zeros(rows, width, dtype=torch.bool, device="meta"), tuple(zip(even, even, strict=True)))
+        return cls(
+            places, torch.zeros(rows, width, dtype=torch.bool, device="meta"), tuple(zip(even, even, strict=True))
+        )
 
 
 def eligible_places(supervised: Tensor, strict: bool) -> Tensor:

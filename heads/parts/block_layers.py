@@ -64,7 +64,7 @@ class Sight:
         return whole.tril() if self.causal else whole
 
     def context(self, anchors: Tensor, places: Tensor) -> Tensor:
-        """Return which of the context's `places` `[K]` the slots of blocks at `anchors` `[R, n]` see, `[R, n, S, K]`."""
+        """Return which `places` `[K]` of the context slots of blocks at `anchors` `[R, n]` see, `[R, n, S, K]`."""
         begins = anchors[:, :, None, None]
         seen = (places < begins).expand(-1, -1, self.slots, -1)
         if not self.window:
@@ -101,9 +101,7 @@ def context_entries(layer: Any, keys: Tensor, values: Tensor, rotary: Rotary) ->
         rotary: the angles of their places.
     """
     attention = layer.self_attn
-    keys, values = (
-        x.view(*x.shape[:2], attention.kv_heads, attention.size).transpose(1, 2) for x in (keys, values)
-    )
+    keys, values = (x.view(*x.shape[:2], attention.kv_heads, attention.size).transpose(1, 2) for x in (keys, values))
     return turned(normed(keys, attention.k_norm), rotary), values
 
 
@@ -169,8 +167,7 @@ class TrainedBlocks:
 
         `[R, 1, n' · S, last − first + n' · S]` bool.
         """
-        rows, count = places.shape
-        slots, device = self.sight.slots, places.device
+        (rows, count), device = places.shape, places.device
         context = self.sight.context(places, torch.arange(first, last, device=device)).flatten(1, 2)
         own = torch.block_diag(*[self.sight.own(device)] * count) if count > 1 else self.sight.own(device)
         return torch.cat([context, own.expand(rows, -1, -1)], 2)[:, None]

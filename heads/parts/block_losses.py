@@ -25,7 +25,7 @@ def check_weighting(name: str) -> None:
 
 
 def default_gamma(drafts: int) -> float:
-    """Return the decay's length for blocks of so many drafts: DFlash's 7, 5 and 4 for 15, 9 and 7 (arXiv 2602.06036)."""
+    """Return the decay's length γ for blocks of so many drafts: 7, 5 and 4 for 15, 9 and 7 (DFlash, 2602.06036)."""
     return {15: 7.0, 9: 5.0, 7: 4.0}.get(drafts, 1 + 3 * drafts / 7)
 
 

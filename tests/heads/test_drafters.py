@@ -71,7 +71,12 @@ MAKERS: dict[str, Callable[[Target, Callable], Drafter]] = {
     "dflash": lambda target, llama: DFlash.build(DFlashConfig(num_layers=2), target),
     "dflash causal": lambda target, llama: DFlash.build(
         DFlashConfig(
-            num_layers=1, block_size=4, from_anchor=True, causal=True, sliding_window=6, mask_token_id=63,
+            num_layers=1,
+            block_size=4,
+            from_anchor=True,
+            causal=True,
+            sliding_window=6,
+            mask_token_id=63,
             weighting="dpace",
         ),
         target,

@@ -17,7 +17,7 @@ from ..ground.machine import clock
 from ..heads import Abilities, Drafter, EmptySession, Session
 from ..targets import Counts, Target
 from . import round as stage
-from .control import Controller
+from .control import Controller, Schedule
 from .drafting import Drawing
 from .memory import Load, require_memory
 from .plan import Plan
@@ -350,7 +350,7 @@ class Run:
 
 def _controller(plan: Plan, abilities: Abilities, sequences: int) -> Controller | None:
     """Return the controller that the plan asks for; of a tree it may choose the whole tree or nothing."""
-    if plan.control is None or not plan.depth:
+    if plan.control is None or isinstance(plan.control, Schedule) or not plan.depth:
         return None
     if plan.is_tree and abilities.reads_nodes:
         return Controller(plan.control, sequences, [plan.depth], [plan.max_nodes])

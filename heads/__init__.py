@@ -6,6 +6,7 @@ from .base import Drafter, DrafterConfig, DrafterLoss, TargetBatch
 from .cascade import Cascade, CascadeConfig
 from .dflash import DFlash, DFlashConfig
 from .draft_model import DraftModel, DraftModelConfig
+from .dspark import DSpark, DSparkConfig
 from .eagle1 import Eagle1, Eagle1Config
 from .eagle3 import Eagle3, Eagle3Config
 from .fusion import Fusion, FusionConfig, fuse
@@ -23,6 +24,7 @@ HEADS |= {
     "cascade": Cascade,
     "dflash": DFlash,
     "draft_model": DraftModel,
+    "dspark": DSpark,
     "eagle1": Eagle1,
     "eagle3": Eagle3,
     "fusion": Fusion,
@@ -45,6 +47,8 @@ __all__ = [
     "Choose",
     "DFlash",
     "DFlashConfig",
+    "DSpark",
+    "DSparkConfig",
     "DraftModel",
     "DraftModelConfig",
     "Drafter",

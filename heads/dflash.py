@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar, Self, TypeVar
+from typing import ClassVar, Self, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -197,14 +197,14 @@ class DFlash(Drafter[C]):
         token_ids = draft_vocabulary(config.draft_vocab_size, target.vocab_size, token_counts, cls.name)
         drafter = cls(config)
         drafter.token_ids.copy_(token_ids)
-        drafter._start_mask(target)
+        drafter._start(target)
         return drafter
 
     @torch.no_grad()
-    def _start_mask(self, target: Target) -> None:
-        """Let a learned mask begin at the mean embedding: the layers then read what is of the usual size."""
+    def _start(self, target: Target) -> None:
+        """Take first values from the target: a learned mask begins at the mean embedding, as of the usual size."""
         if self.mask is not None:
-            self.mask.copy_(target.model.get_input_embeddings().weight.float().mean(0))
+            self.mask.copy_(cast(nn.Module, target.model.get_input_embeddings()).weight.float().mean(0))
 
     def check(self, target: Target) -> None:
         super().check(target)
@@ -267,8 +267,8 @@ class DFlash(Drafter[C]):
         eligible = eligible_places(wanted, strict=self.training)
         anchors = Anchors.of(eligible, batch.tokens, self.config.num_anchors, batch.step)
         lessons = Lessons.of(anchors, wanted, self.config.drafts)
-        states = self.states(batch.target, batch.tokens, batch.hidden, anchors)
-        found = compare_blocks(kept(states, anchors.real), self._sides(batch, wanted, lessons))
+        states = kept(self.states(batch.target, batch.tokens, batch.hidden, anchors), anchors.real)
+        found = compare_blocks(self.lesson_states(states, batch, lessons), self._sides(batch, wanted, lessons))
         return DrafterLoss(found.total, wanted.sum(), found.metrics(lessons.counts))
 
     def _sides(self, batch: TargetBatch, wanted: Tensor, lessons: Lessons) -> Sides:
@@ -296,8 +296,12 @@ class DFlash(Drafter[C]):
             weights = weights * decay_weights(self.config.drafts, gamma, weights.device)
         return lessons.per_row(weights, wanted)
 
+    def lesson_states(self, states: Tensor, batch: TargetBatch, lessons: Lessons) -> Tensor:
+        """Return what `draft_logits` and `beside` read of the drafts' states `[A, k, H]`, `[A, k, ·]`."""
+        return states
+
     def draft_logits(self, batch: TargetBatch, lessons: Lessons) -> Callable[[Tensor, slice], Tensor]:
-        """Return how states `[a, k, H]` of a part of the anchors become draft logits `[a · k, V']`."""
+        """Return how a part of `lesson_states`, `[a, k, ·]`, becomes draft logits `[a · k, V']`."""
         return lambda states, _: batch.target.lm_head(states.flatten(0, 1), self.output_ids)
 
     def beside(self, batch: TargetBatch, lessons: Lessons) -> Beside | None:
@@ -320,7 +324,11 @@ class DFlash(Drafter[C]):
         length = self._length(max_length, spare)
         shapes = [layer.self_attn.kept(target.device) for layer in self.own_layers]
         own = RaggedCache(len(shapes), batch_size, length, target.device, shapes)
-        return BlockSession(self, target, own, self._cached(length))
+        return self.session(target, own, self._cached(length))
+
+    def session(self, target: Target, cache: RaggedCache, layers: CachedBlocks) -> BlockSession:
+        """Return a session over its own `cache`."""
+        return BlockSession(self, target, cache, layers)
 
     def state_bytes(self, target: Target, batch_size: int, max_length: int, spare: int = 0) -> int:
         length = self._length(max_length, spare)
@@ -369,9 +377,12 @@ class BlockSession(NodeSession):
         self.cache.advance(counts)
         self.logits = None
 
+    def draft(self, root: Tensor) -> Tensor:
+        """Return the states that say the drafts after `root` `[B]`, `[B, k, H]`: the pass of this round."""
+        return self.drafter.drafting(self.layers.block(self.drafter.blocks(self.target, root), self.cache))
+
     def begin(self, root: Tensor) -> Tensor:
-        output = self.layers.block(self.drafter.blocks(self.target, root), self.cache)
-        self.logits = self.head(self.drafter.drafting(output))
+        self.logits = self.head(self.draft(root))
         self.depths, self.level = self._at_root(), 0
         return self.logits[:, 0]
 

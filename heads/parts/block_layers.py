@@ -196,7 +196,8 @@ class CachedBlocks(CachedLayers):
         rotary = self.cos[positions][:, None], self.sin[positions][:, None]
         parts = self.given(context).chunk(2 * len(self.layers), -1)
         for index, joint in enumerate(self.layers):
-            cache.update(*context_entries(joint.layer, *parts[2 * index : 2 * index + 2], rotary), index)
+            keys, values = parts[2 * index], parts[2 * index + 1]
+            cache.update(*context_entries(joint.layer, keys, values, rotary), index)
 
     def block(self, hidden: Tensor, cache: RaggedCache) -> Tensor:
         """Return the last layer's output for a block `[B, S, H]` at each row's end, in its shape.

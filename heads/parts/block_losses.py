@@ -109,8 +109,8 @@ class BlockComparison:
 
 # Returns draft logits [a · k, V'] of states [a, k, H] of a part of the blocks.
 Logits = Callable[[Tensor, slice], Tensor]
-# Returns what is lost beside, [a · k], and figures of it, of the part's states, draft logits and references.
-Beside = Callable[[Tensor, slice, Tensor, Reference], tuple[Tensor, dict[str, Tensor]]]
+# Returns what is lost beside, [a · k], and figures of it, of the part's states and of Σ min(p, q), [a · k].
+Beside = Callable[[Tensor, Tensor], tuple[Tensor, dict[str, Tensor]]]
 
 
 @dataclass(frozen=True)
@@ -162,8 +162,8 @@ def compare_blocks(states: Tensor, sides: Sides, chunk: int = 512) -> BlockCompa
     if learning:
         total = with_slopes(total, [(states, columns), *zip(trained, slopes, strict=True)])
     blank = states.new_zeros(count, drafts, dtype=torch.float32)
-    named = [found.pop(name, blank) for name in ("loss", "alpha", "top1")]
-    return BlockComparison(total, *named, found)
+    loss, alpha, top1 = (found.pop(name, blank) for name in ("loss", "alpha", "top1"))
+    return BlockComparison(total, loss, alpha, top1, found)
 
 
 def parts(count: int, step: int) -> list[slice]:
@@ -181,6 +181,6 @@ def _compared(hidden: Tensor, part: slice, sides: Sides) -> tuple[Tensor, dict[s
     values = {"loss": loss.detach(), "alpha": alpha, "top1": top1}
     total = (loss * weights).sum()
     if sides.beside is not None:
-        lost, figures = sides.beside(hidden, part, logits, reference)
+        lost, figures = sides.beside(hidden, alpha)
         total, values = total + (lost * weights).sum(), values | figures
     return total, {name: value.view(hidden.shape[:2]) for name, value in values.items()}

@@ -25,6 +25,8 @@ from outrider.heads import (
     DFlashConfig,
     Drafter,
     DraftModel,
+    DSpark,
+    DSparkConfig,
     Eagle1,
     Eagle1Config,
     Eagle3,
@@ -55,7 +57,7 @@ from outrider.targets import Counts, Target
 def shaken(drafter: Drafter) -> Drafter:
     """With random weights where new ones are zero, so that what they read makes a difference."""
     for name, weight in drafter.named_parameters():
-        if "linear" in name or "down" in name:
+        if any(part in name for part in ("linear", "down", "markov_w2")):
             torch.nn.init.normal_(weight, std=0.2)
     return drafter
 
@@ -87,6 +89,14 @@ MAKERS: dict[str, Callable[[Target, Callable], Drafter]] = {
         torch.arange(64),
     ),
     "draft_model": lambda target, llama: DraftModel(llama(layers=2, seed=1)),
+    "dspark": lambda target, llama: shaken(DSpark.build(DSparkConfig(num_layers=1, markov_rank=8), target)),
+    "dspark rnn": lambda target, llama: shaken(
+        DSpark.build(
+            DSparkConfig(num_layers=1, markov_rank=8, markov_head="rnn", draft_vocab_size=20, causal=True),
+            target,
+            torch.arange(64),
+        )
+    ),
     "eagle1": lambda target, llama: Eagle1.build(Eagle1Config(), target),
     "eagle1 two layers": lambda target, llama: Eagle1.build(
         Eagle1Config(num_layers=2, steps=2, norm_inputs=True, norm_first=True), target

@@ -16,6 +16,7 @@ from .medusa import Medusa, MedusaConfig
 from .mtp import Mtp, MtpConfig
 from .ngram import Ngram, NgramConfig
 from .parts.registry import HEADS, drafter_config, head_class, load_drafter, restore_drafter
+from .peagle import PEagle, PEagleConfig
 from .self_speculative import SelfSpeculative, SelfSpeculativeConfig
 from .session import Abilities, ChainSession, Choose, EmptySession, Ended, NodeSession, Proposal, Session, TextSession
 from .suffix import Suffix, SuffixConfig
@@ -33,6 +34,7 @@ HEADS |= {
     "medusa": Medusa,
     "mtp": Mtp,
     "ngram": Ngram,
+    "peagle": PEagle,
     "self_speculative": SelfSpeculative,
     "suffix": Suffix,
 }
@@ -73,6 +75,8 @@ __all__ = [
     "Ngram",
     "NgramConfig",
     "NodeSession",
+    "PEagle",
+    "PEagleConfig",
     "Proposal",
     "SelfSpeculative",
     "SelfSpeculativeConfig",

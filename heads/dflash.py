@@ -40,10 +40,12 @@ from .parts.block_losses import (
     decay_weights,
     default_gamma,
 )
+from .parts.block_session import OnePassSession
 from .parts.decoder_layer import LayerConfig, norm_of, normed, rotary_of
+from .parts.mask_token import check_mask, mean_embedding, unused_token
 from .parts.nodes import required
 from .parts.vocabulary import draft_vocabulary, kept_head
-from .session import Abilities, NodeSession
+from .session import Abilities
 
 FIRST_LEARNED = 2  # a row's first anchor that has a context drafts its third token
 WINDOWS = ("slot", "anchor")
@@ -146,14 +148,6 @@ def default_taps(layers: int, count: int) -> tuple[int, ...]:
     return tuple(max(i, 0) + 1 for i in ids)
 
 
-def unused_token(target: Target) -> int | None:
-    """Return the first id that the target embeds and its tokenizer does not have; None if there is none."""
-    if target.tokenizer is None:
-        return None
-    first = max(target.tokenizer.get_vocab().values()) + 1
-    return first if first < target.vocab_size else None
-
-
 class DFlash(Drafter[C]):
     """A drafter of whole blocks. Embedding and output embedding are the target's; everything else is its own."""
 
@@ -193,18 +187,13 @@ class DFlash(Drafter[C]):
                 f"{cls.name}: hidden_size {config.hidden_size} differs from the target's {target.hidden_size}; "
                 "leave it out: the drafter shares its embeddings."
             )
-        _check_mask(config.mask_token_id, target)
+        check_mask(config.mask_token_id, target)
         token_ids = draft_vocabulary(config.draft_vocab_size, target.vocab_size, token_counts, cls.name)
         drafter = cls(config)
         drafter.token_ids.copy_(token_ids)
-        drafter._start(target)
+        if drafter.mask is not None:
+            drafter.mask.data.copy_(mean_embedding(target))
         return drafter
-
-    @torch.no_grad()
-    def _start(self, target: Target) -> None:
-        """Take first values from the target: a learned mask begins at the mean embedding, as of the usual size."""
-        if self.mask is not None:
-            self.mask.copy_(cast(nn.Module, target.model.get_input_embeddings()).weight.float().mean(0))
 
     def check(self, target: Target) -> None:
         super().check(target)
@@ -353,88 +342,23 @@ class DFlash(Drafter[C]):
         return self._kept if self._kept is not None and self._kept.fits(self.own_layers, length) else None
 
 
-class BlockSession(NodeSession):
-    """A session of a block drafter: a round is one pass, whatever shape is drafted from it.
+class BlockSession(OnePassSession):
+    """A session of a block drafter.
 
-    Attributes:
-        cache: keys and values of the context, of the tokens that the target has processed. After them stands the last
-            block, over which the next context is written.
-        logits: of this round's drafts, `[B, k, V']`; None before `begin`.
-        depths: of the root and of each node of a tree that was read, `[B, 1 + n]`.
-        level: of the last node of a chain that was read, 0 for the root.
+    Its cache holds keys and values of the context, of the tokens that the target has processed. After them stands the
+    last block, over which the next context is written.
     """
 
     def __init__(self, drafter: DFlash, target: Target, cache: RaggedCache, layers: CachedBlocks):
-        super().__init__(drafter.output_ids, drafter.max_depth)
-        self.drafter, self.target, self.cache, self.layers = drafter, target, cache, layers
-        self.head = kept_head(target, drafter.output_ids)
-        self.logits: Tensor | None = None
-        self.depths, self.level = self._at_root(), 0
+        head = kept_head(target, drafter.output_ids)
+        super().__init__(cache, head, drafter.output_ids, drafter.max_depth, drafter.name)
+        self.drafter, self.target, self.layers = drafter, target, layers
 
     def absorb(self, tokens: Tensor, hidden: Tensor | None, counts: Counts, path: Tensor | None = None) -> None:
-        hidden = required(hidden, f"{self.drafter.name}: absorb needs the target's hidden states.")
+        hidden = required(hidden, f"{self.name}: absorb needs the target's hidden states.")
         self.layers.read(self.drafter.fuse(hidden), self.cache)
         self.cache.advance(counts)
         self.logits = None
 
     def draft(self, root: Tensor) -> Tensor:
-        """Return the states that say the drafts after `root` `[B]`, `[B, k, H]`: the pass of this round."""
         return self.drafter.drafting(self.layers.block(self.drafter.blocks(self.target, root), self.cache))
-
-    def begin(self, root: Tensor) -> Tensor:
-        self.logits = self.head(self.draft(root))
-        self.depths, self.level = self._at_root(), 0
-        return self.logits[:, 0]
-
-    def extend(self, tokens: Tensor, parents: Tensor | None = None) -> Tensor:
-        logits = required(self.logits, "extend: a round begins with the root; call begin.")
-        if parents is None:
-            self.level = self._checked(self.level + 1)
-            return logits[:, self.level, None]
-        depths = self._place(parents).clamp(max=self.drafter.max_depth - 1)
-        return logits.gather(1, depths[:, :, None].expand(-1, -1, logits.shape[2]))
-
-    def _at_root(self) -> Tensor:
-        return torch.zeros(self.cache.batch_size, 1, dtype=torch.long, device=self.target.device)
-
-    def _place(self, parents: Tensor) -> Tensor:
-        """Note nodes below `parents` `[B, W]`; return their depths, 1 for a child of the root."""
-        depths = self.depths.gather(1, parents + 1) + 1
-        self.depths = torch.cat([self.depths, depths], 1)
-        return depths
-
-    def _checked(self, level: int) -> int:
-        """Return `level` if a draft stands below it."""
-        if level >= self.drafter.max_depth:
-            raise BadInputError(
-                f"a block of this {self.drafter.name} drafter has {self.drafter.max_depth} drafts; lower the depth."
-            )
-        return level
-
-    def caches(self) -> list[RaggedCache]:
-        return [self.cache]
-
-    def carry(self, tensors: list[Tensor]) -> None:
-        """Nothing is carried from round to round but the cache."""
-
-    def reset(self) -> None:
-        super().reset()
-        self.logits = None
-
-    def select(self, rows: list[int]) -> None:
-        self.cache.select(rows)
-
-
-def _check_mask(token: int | None, target: Target) -> None:
-    """Refuse a mask token that ends texts or fills up rows, or that the target does not have."""
-    if token is None:
-        return
-    if token >= target.vocab_size:
-        raise BadInputError(
-            f"drafter: mask_token_id {token} is outside the target's vocabulary of {target.vocab_size}."
-        )
-    padding = getattr(target.tokenizer, "pad_token_id", None)
-    if token in target.eos_ids or token == padding:
-        raise BadInputError(
-            f"drafter: mask_token_id {token} ends or pads texts of this target; take a token that no text has."
-        )

@@ -169,7 +169,7 @@ class MarkovSession(BlockSession):
             self.level = self._checked(self.level + 1)
             depths = torch.full_like(tokens, self.level)
             return self._corrected(tokens, depths, self.memory[:, -1:])
-        depths = self._place(parents).clamp(max=self.drafter.max_depth - 1)
+        depths = self._place(parents).clamp(max=self.drafts - 1)
         return self._corrected(tokens, depths, gathered(self.memory, parents + 1))
 
     def _corrected(self, tokens: Tensor, depths: Tensor, memory: Tensor | None) -> Tensor:

@@ -13,6 +13,7 @@ Shapes: B rows, T positions, K taps, H hidden size, V' draft vocabulary.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 from torch import Tensor, nn
@@ -54,7 +55,7 @@ class Eagle3Config(FeatureConfig):
         if self.norm_taps and self.norm_before_fc:
             raise BadInputError("drafter: norm_taps and norm_before_fc are two ways to norm the taps; take one.")
 
-    def completed(self, target: Target) -> Eagle3Config:
+    def completed(self, target: Target) -> Self:
         """Return this config with every open size taken from `target`."""
         layers = target.num_layers
         if layers < 4 and not self.taps:
@@ -66,7 +67,7 @@ class Eagle3Config(FeatureConfig):
             "taps": self.taps or (2, layers // 2, layers - 3),
             "draft_vocab_size": self.draft_vocab_size or target.vocab_size,
         }
-        return Eagle3Config(**(self.to_dict() | self.sizes(target) | sizes))
+        return type(self)(**(self.to_dict() | self.sizes(target) | sizes))
 
 
 class _FirstLayer(Layer):
@@ -111,7 +112,7 @@ class Eagle3(FeatureDrafter):
         return None if self.config.draft_vocab_size == self.config.vocab_size else self.token_ids
 
     @classmethod
-    def build(cls, config: DrafterConfig, target: Target, token_counts: Tensor | None = None) -> Eagle3:
+    def build(cls, config: DrafterConfig, target: Target, token_counts: Tensor | None = None) -> Self:
         assert isinstance(config, Eagle3Config)
         config = config.completed(target)
         if config.hidden_size != target.hidden_size:

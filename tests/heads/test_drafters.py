@@ -42,6 +42,8 @@ from outrider.heads import (
     MtpConfig,
     Ngram,
     NgramConfig,
+    PEagle,
+    PEagleConfig,
     SelfSpeculative,
     SelfSpeculativeConfig,
     Suffix,
@@ -120,6 +122,12 @@ MAKERS: dict[str, Callable[[Target, Callable], Drafter]] = {
         Hydra.build(HydraConfig(draft_vocab_size=20, share_lm_head=True), target, torch.arange(64))
     ),
     "ngram": lambda target, llama: Ngram(NgramConfig(max_match=3)),
+    "peagle": lambda target, llama: PEagle.build(PEagleConfig(num_layers=2, steps=5), target),
+    "peagle pruned": lambda target, llama: PEagle.build(
+        PEagleConfig(num_layers=1, steps=4, draft_vocab_size=20, mask_token_id=63, norm_taps=True),
+        target,
+        torch.arange(64),
+    ),
     "self_speculative": lambda target, llama: shaken(
         SelfSpeculative.build(SelfSpeculativeConfig(exit_layer=3), target)
     ),

@@ -15,6 +15,7 @@ from .lookahead import Lookahead, LookaheadConfig
 from .medusa import Medusa, MedusaConfig
 from .mtp import Mtp, MtpConfig
 from .ngram import Ngram, NgramConfig
+from .pard import Pard, PardConfig
 from .parts.registry import HEADS, drafter_config, head_class, load_drafter, restore_drafter
 from .peagle import PEagle, PEagleConfig
 from .self_speculative import SelfSpeculative, SelfSpeculativeConfig
@@ -34,6 +35,7 @@ HEADS |= {
     "medusa": Medusa,
     "mtp": Mtp,
     "ngram": Ngram,
+    "pard": Pard,
     "peagle": PEagle,
     "self_speculative": SelfSpeculative,
     "suffix": Suffix,
@@ -77,6 +79,8 @@ __all__ = [
     "NodeSession",
     "PEagle",
     "PEagleConfig",
+    "Pard",
+    "PardConfig",
     "Proposal",
     "SelfSpeculative",
     "SelfSpeculativeConfig",

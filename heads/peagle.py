@@ -22,12 +22,12 @@ from ..ground import BadInputError
 from ..targets import Counts, RaggedCache, Target
 from .base import DrafterConfig, DrafterLoss, TargetBatch
 from .eagle3 import Eagle3, Eagle3Config
-from .losses import Comparison, acceptance_metrics, chunked_compare, divergence
+from .losses import chunked_compare, divergence
 from .parts.block_session import OnePassSession
 from .parts.decoder_layer import CachedLayers
 from .parts.mask_token import check_mask, mean_embedding, unused_token
 from .parts.nodes import Unread, required
-from .parts.rollouts import RolledLayers, Rollouts, after_texts, said
+from .parts.rollouts import RolledDrafts, RolledLayers, Rollouts, place_texts, said
 
 
 @dataclass
@@ -105,7 +105,7 @@ class PEagle(Eagle3):
         config = self.config
         rollouts = Rollouts.drawn(learned, batch.tokens, config.steps, config.keep_ratio, config.keep_least, batch.step)
         output = self.roll(batch, rollouts)
-        drafts = _Drafts.of(learned, rollouts)
+        drafts = RolledDrafts.of(learned, rollouts)
         weights = drafts.per_row(wanted, config.decay)
         found = chunked_compare(
             batch.last[drafts.rows, drafts.places + 1],
@@ -145,58 +145,6 @@ class PEagle(Eagle3):
         return super().state_bytes(target, batch_size, max_length + spare + self.config.steps)
 
 
-@dataclass(frozen=True)
-class _Drafts:
-    """The drafts of a batch that are to be learned.
-
-    Attributes:
-        rows, places: where the pair stands that would say each of them if it were true, `[P]`.
-        entries: which entry of the pass says it, `[P]`.
-        depths: 0 for what a true pair says, else the depth of its mask, `[P]`.
-    """
-
-    rows: Tensor
-    places: Tensor
-    entries: Tensor
-    depths: Tensor
-
-    @classmethod
-    def of(cls, learned: Tensor, rollouts: Rollouts) -> _Drafts:
-        """Return the drafts at places `learned` `[B, T]`, and those of the rollouts' real masks."""
-        rows, places = learned.nonzero(as_tuple=True)
-        real = rollouts.real.flatten()
-        every = torch.arange(len(real), device=real.device)[real]
-        width = rollouts.real.shape[1]
-        parts = [
-            (rows, every // width),
-            (places, rollouts.places.flatten()[real]),
-            (places, learned.shape[1] + every % width),
-            (torch.zeros_like(places), rollouts.depths.flatten()[real]),
-        ]
-        return cls(*(torch.cat(pair) for pair in parts))
-
-    def per_row(self, wanted: Tensor, decay: float) -> Tensor:
-        """Return decay^depth, divided by its sum in each row and times the row's tokens to learn, `[P]`."""
-        weights = decay ** self.depths.float()
-        sums = weights.new_zeros(len(wanted)).index_add(0, self.rows, weights)
-        return weights * (wanted.sum(1) / sums.clamp(min=torch.finfo(sums.dtype).tiny))[self.rows]
-
-    def metrics(self, found: Comparison, shape: torch.Size, drafts: int) -> dict[str, tuple[Tensor, Tensor]]:
-        """Return `loss_d1`, `top1_d1`, … and the acceptance of chains, as (sum, count) pairs."""
-        metrics: dict[str, tuple[Tensor, Tensor]] = {}
-        alphas, measured = [], []
-        begins = self.places - self.depths
-        for depth in range(drafts):
-            here = (self.depths == depth).float()
-            for name, values in (("loss", found.loss), ("top1", found.top1)):
-                metrics[f"{name}_d{depth + 1}"] = ((values * here).sum(), here.sum())
-            index = self.rows * shape[1] + begins
-            grid = found.alpha.new_zeros(shape.numel())
-            alphas.append(grid.index_add(0, index, found.alpha * here).view(shape))
-            measured.append(grid.index_add(0, index, here).view(shape) > 0)
-        return metrics | acceptance_metrics(alphas, measured)
-
-
 class PEagleSession(OnePassSession):
     """A session that reads, in one pass, what the target has processed since the last round and the masks after it.
 
@@ -230,12 +178,8 @@ class PEagleSession(OnePassSession):
 
     def _pass(self, embedded: Tensor, hidden: Tensor, counts: Counts, width: int) -> Tensor:
         """Return the last layer's output for pairs and masks `[B, width + masks, H]`."""
-        window, first = self.cache.window, self.layers.layers[0]
-        if window is not None:  # a round's margin is for what the decoder reads, not for masks
-            self.cache.window = window + self.drafts
-        nodes = after_texts(counts, width, self.drafts - 1)
-        positions = self.cache.place(embedded.shape[1], 0, nodes)
-        self.cache.window = window
+        first = self.layers.layers[0]
+        positions = place_texts(self.cache, counts, width, self.drafts - 1)
         entered = self.drafter.enter(self.drafter.read(embedded, first), hidden, first)
         return self.layers.through(*entered, self.cache, positions, True)
 

@@ -22,7 +22,8 @@ import torch
 from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import repeat_kv
 
-from ...targets import Counts, Nodes
+from ...targets import Counts, Nodes, RaggedCache
+from ..losses import Comparison, acceptance_metrics
 from .decoder_layer import JointLayer, LayerConfig, angles
 
 _QUERIES = 256  # of one product with the keys: more of them would see more that is masked
@@ -173,6 +174,58 @@ class RolledLayers:
         return [*ends.tolist(), anchors.shape[1]]
 
 
+@dataclass(frozen=True)
+class RolledDrafts:
+    """The drafts of a batch that are to be learned.
+
+    Attributes:
+        rows, places: where the entry of the text stands that says the same token, `[P]`.
+        entries: which entry of the pass says it, `[P]`.
+        depths: 0 for what the text's own entry says, else the depth of the mask, `[P]`.
+    """
+
+    rows: Tensor
+    places: Tensor
+    entries: Tensor
+    depths: Tensor
+
+    @classmethod
+    def of(cls, learned: Tensor, rollouts: Rollouts) -> RolledDrafts:
+        """Return the drafts at places `learned` `[B, T]`, and those of the rollouts' real masks."""
+        rows, places = learned.nonzero(as_tuple=True)
+        real = rollouts.real.flatten()
+        every = torch.arange(len(real), device=real.device)[real]
+        width = rollouts.real.shape[1]
+        parts = [
+            (rows, every // width),
+            (places, rollouts.places.flatten()[real]),
+            (places, learned.shape[1] + every % width),
+            (torch.zeros_like(places), rollouts.depths.flatten()[real]),
+        ]
+        return cls(*(torch.cat(pair) for pair in parts))
+
+    def per_row(self, wanted: Tensor, decay: float) -> Tensor:
+        """Return decay^depth, divided by its sum in each row and times the row's tokens to learn, `[P]`."""
+        weights = decay ** self.depths.float()
+        sums = weights.new_zeros(len(wanted)).index_add(0, self.rows, weights)
+        return weights * (wanted.sum(1) / sums.clamp(min=torch.finfo(sums.dtype).tiny))[self.rows]
+
+    def metrics(self, found: Comparison, shape: torch.Size, drafts: int) -> dict[str, tuple[Tensor, Tensor]]:
+        """Return `loss_d1`, `top1_d1`, … and the acceptance of chains, as (sum, count) pairs."""
+        metrics: dict[str, tuple[Tensor, Tensor]] = {}
+        alphas, measured = [], []
+        begins = self.places - self.depths
+        for depth in range(drafts):
+            here = (self.depths == depth).float()
+            for name, values in (("loss", found.loss), ("top1", found.top1)):
+                metrics[f"{name}_d{depth + 1}"] = ((values * here).sum(), here.sum())
+            index = self.rows * shape[1] + begins
+            grid = found.alpha.new_zeros(shape.numel())
+            alphas.append(grid.index_add(0, index, found.alpha * here).view(shape))
+            measured.append(grid.index_add(0, index, here).view(shape) > 0)
+        return metrics | acceptance_metrics(alphas, measured)
+
+
 # ------------------------------------------------------------ decoding
 
 
@@ -201,3 +254,13 @@ def said(output: Tensor, counts: Counts, masks: int) -> Tensor:
     """
     last = (counts.tensor - 1)[:, None, None].expand(-1, 1, output.shape[2])
     return torch.cat([output.gather(1, last), output[:, output.shape[1] - masks :]], 1)
+
+
+def place_texts(cache: RaggedCache, counts: Counts, width: int, masks: int) -> Tensor:
+    """Say where texts and masks of the next pass stand, as `after_texts` has them; return positions, `[B, Q]`."""
+    window = cache.window
+    if window is not None:  # a round's margin is for what the decoder reads, not for masks
+        cache.window = window + masks + 1
+    positions = cache.place(width + masks, 0, after_texts(counts, width, masks))
+    cache.window = window
+    return positions

@@ -42,6 +42,8 @@ from outrider.heads import (
     MtpConfig,
     Ngram,
     NgramConfig,
+    Pard,
+    PardConfig,
     PEagle,
     PEagleConfig,
     SelfSpeculative,
@@ -122,6 +124,7 @@ MAKERS: dict[str, Callable[[Target, Callable], Drafter]] = {
         Hydra.build(HydraConfig(draft_vocab_size=20, share_lm_head=True), target, torch.arange(64))
     ),
     "ngram": lambda target, llama: Ngram(NgramConfig(max_match=3)),
+    "pard": lambda target, llama: Pard(llama(layers=2, seed=1), PardConfig(steps=5, mask_token_id=63)),
     "peagle": lambda target, llama: PEagle.build(PEagleConfig(num_layers=2, steps=5), target),
     "peagle pruned": lambda target, llama: PEagle.build(
         PEagleConfig(num_layers=1, steps=4, draft_vocab_size=20, mask_token_id=63, norm_taps=True),
@@ -298,7 +301,7 @@ def test_a_loss_of_any_name_can_be_overfitted(name, loss, target, tiny_llama):
         optimizer.step()
         losses.append(loss_now.item())
     assert losses[-1] < 0.8 * losses[0]
-    assert drafter(batch).count == 20 + 2 * (name.split()[0] in ("draft_model", "self_speculative")), (
+    assert drafter(batch).count == 20 + 2 * (name.split()[0] in ("draft_model", "pard", "self_speculative")), (
         "x_0 has nothing before it, and of pairs (f, x) the first predicts x_2"
     )
 

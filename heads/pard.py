@@ -87,7 +87,7 @@ class Pard(DraftModel):
     def from_folder(cls, folder: Path, values: dict[str, Any], target: Target | None) -> Self:
         drafter = super().from_folder(folder, values, target)
         found = {name: values[key] for name, key in _KEYS.items() if key in values}
-        drafter.config = cls.configured(found, f"{folder}: drafter")
+        drafter.config = PardConfig.from_dict(found, f"{folder}: drafter")
         if drafter.config.mask_token_id is None:
             raise BadInputError(f"{folder}: config.json names no pard_token, so nobody knows what its masks are.")
         drafter._check_kind()
@@ -108,8 +108,8 @@ class Pard(DraftModel):
         """Refuse a model whose layers are not run by our own: its masks see what no library's mask says."""
         if not runs(self.model) or any(layer_windows(self.model)):
             raise BadInputError(
-                f"pard: {type(self.model).__name__} is not of Llama's kind, with full attention (llama, mistral, qwen2, "
-                "qwen3); take such a draft model."
+                f"pard: {type(self.model).__name__} is not of Llama's kind, with full attention (llama, mistral, "
+                "qwen2, qwen3); take such a draft model."
             )
 
     @property

@@ -205,7 +205,7 @@ class FeatureDrafter(Drafter):
 
     def open(
         self, target: Target, batch_size: int, max_length: int, spare: int = 0, cache: RaggedCache | None = None
-    ) -> FeatureSession:
+    ) -> NodeSession:
         shapes = [layer.self_attn.kept(target.device) for layer in self.layers]
         own = RaggedCache(len(shapes), batch_size, max_length + spare, target.device, shapes)
         return FeatureSession(self, target, own, self._cached(max_length))

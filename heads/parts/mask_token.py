@@ -5,6 +5,7 @@ Shapes: H hidden size.
 
 from __future__ import annotations
 
+import re
 from typing import cast
 
 import torch
@@ -14,12 +15,23 @@ from ...ground import BadInputError
 from ...targets import Target
 
 
+# What tokenizers call tokens that are kept for later: Llama 3, Mistral, Gemma, and others.
+_RESERVED = re.compile(r"reserved|unused|control_\d", re.IGNORECASE)
+
+
 def unused_token(target: Target) -> int | None:
-    """Return the first id that the target embeds and its tokenizer does not have; None if there is none."""
+    """Return the first id that the target embeds and no text has; None if there is none.
+
+    That is a row of the embedding that the tokenizer does not use, else a token that it calls reserved.
+    """
     if target.tokenizer is None:
         return None
-    first = max(target.tokenizer.get_vocab().values()) + 1
-    return first if first < target.vocab_size else None
+    vocabulary = target.tokenizer.get_vocab()
+    first = max(vocabulary.values()) + 1
+    if first < target.vocab_size:
+        return first
+    added = target.tokenizer.get_added_vocab()
+    return min((added[token] for token in added if _RESERVED.search(token)), default=None)
 
 
 def check_mask(token: int | None, target: Target) -> None:
@@ -40,4 +52,4 @@ def check_mask(token: int | None, target: Target) -> None:
 @torch.no_grad()
 def mean_embedding(target: Target) -> Tensor:
     """Return where a learned mask begins, `[H]`: at the target's mean embedding, which is of the usual size."""
-    return cast(nn.Module, target.model.get_input_embeddings()).weight.float().mean(0)
+    return cast(nn.Embedding, target.model.get_input_embeddings()).weight.float().mean(0)

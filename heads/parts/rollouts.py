@@ -17,6 +17,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +25,7 @@ from transformers.models.llama.modeling_llama import repeat_kv
 
 from ...targets import Counts, Nodes, RaggedCache
 from ..losses import Comparison, acceptance_metrics
-from .decoder_layer import JointLayer, LayerConfig, angles
+from .decoder_layer import JointLayer, angles
 
 _QUERIES = 256  # of one product with the keys: more of them would see more that is masked
 
@@ -121,10 +122,11 @@ class RolledLayers:
     """Layers in one training step, over whole texts and rollouts after them.
 
     Args:
+        config: their number of heads, and of heads that keys are made for, as the library calls them.
         rotary: gives the angles of places.
     """
 
-    def __init__(self, layers: Sequence[nn.Module], config: LayerConfig, rotary: nn.Module, rollouts: Rollouts):
+    def __init__(self, layers: Sequence[nn.Module], config: Any, rotary: nn.Module, rollouts: Rollouts):
         self.layers = [JointLayer(layer, config) for layer in layers]
         self.groups = config.num_attention_heads // config.num_key_value_heads
         self.rotary, self.rollouts = rotary, rollouts

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from ...ground import BadInputError
 from ...targets import Target
 
-
 # What tokenizers call tokens that are kept for later: Llama 3, Mistral, Gemma, and others.
 _RESERVED = re.compile(r"reserved|unused|control_\d", re.IGNORECASE)
 

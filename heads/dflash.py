@@ -305,7 +305,7 @@ class DFlash(Drafter[C]):
 
     @property
     def abilities(self) -> Abilities:
-        return Abilities(reads_nodes=True, fixed_shapes=True)
+        return Abilities(reads_nodes=True, fixed_shapes=True, one_pass=True)
 
     def open(
         self, target: Target, batch_size: int, max_length: int, spare: int = 0, cache: RaggedCache | None = None

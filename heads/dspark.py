@@ -14,7 +14,7 @@ Shapes: B rows, n anchors of a row, A anchors of a batch, k drafts, W nodes, H h
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
@@ -134,7 +134,7 @@ class DSpark(DFlash[DSparkConfig]):
 
     @property
     def abilities(self) -> Abilities:
-        return Abilities(reads_nodes=True, fixed_shapes=True, confident=self.confidence_head is not None)
+        return replace(super().abilities, confident=self.confidence_head is not None)
 
     def session(self, target: Target, cache: RaggedCache, layers: CachedBlocks) -> BlockSession:
         return MarkovSession(self, target, cache, layers)

@@ -158,7 +158,7 @@ class Pard(DraftModel):
 
     @property
     def abilities(self) -> Abilities:
-        return Abilities(reads_nodes=True, fixed_shapes=True)
+        return Abilities(reads_nodes=True, fixed_shapes=True, one_pass=True)
 
     def open(
         self, target: Target, batch_size: int, max_length: int, spare: int = 0, cache: RaggedCache | None = None

@@ -11,7 +11,7 @@ Shapes: B rows, T positions, E masks of a row, P drafts, K taps, H hidden size, 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Self
 
@@ -28,6 +28,7 @@ from .parts.decoder_layer import CachedLayers
 from .parts.mask_token import check_mask, mean_embedding, unused_token
 from .parts.nodes import Unread, required
 from .parts.rollouts import RolledDrafts, RolledLayers, Rollouts, place_texts, said
+from .session import Abilities
 
 
 @dataclass
@@ -132,6 +133,10 @@ class PEagle(Eagle3):
         return layers.through(*self.enter(self.read(embedded, first), hidden, first))
 
     # ------------------------------------------------------------ decoding
+
+    @property
+    def abilities(self) -> Abilities:
+        return replace(super().abilities, one_pass=True)
 
     def open(
         self, target: Target, batch_size: int, max_length: int, spare: int = 0, cache: RaggedCache | None = None

@@ -42,6 +42,7 @@ class Abilities:
         observes: its session wants the target's most probable tokens after each of its proposals (`observe`).
         confident: its session says how probable the next draft of a chain is to be accepted, before that is drawn
             (`NodeSession.confidence`).
+        one_pass: a round's drafting costs the same however deep it drafts: one pass says all drafts.
         deterministic: its proposals are never samples; the rules then have no distribution to reject against.
     """
 
@@ -51,6 +52,7 @@ class Abilities:
     continues: bool = False
     observes: bool = False
     confident: bool = False
+    one_pass: bool = False
     deterministic: bool = False
 
 

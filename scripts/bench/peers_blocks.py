@@ -127,7 +127,8 @@ def their_model(drafter: DFlash, target: Target) -> Any:
     weights |= {"embed_tokens.weight": target.model.get_input_embeddings().weight, "lm_head.weight": kept}
     missing, unexpected = model.load_state_dict(weights, strict=False)
     left = [name for name in missing if not name.startswith(("verifier_", "t2d", "d2t"))]
-    assert not left and not unexpected, (left, unexpected)
+    if left or unexpected:
+        raise ValueError(f"their model lacks {left} and does not know {unexpected}")
     torch.nn.init.zeros_(model.verifier_lm_head.weight)
     torch.nn.init.ones_(model.verifier_norm.weight)
     return model.eval()

@@ -24,7 +24,7 @@ from outrider.decode.sampling import probabilities
 from outrider.heads import HEADS, Drafter, TargetBatch
 from outrider.targets import Counts, Target
 
-from ..heads.test_drafters import MAKERS, WITH_WEIGHTS, best
+from ..heads.test_drafters import MAKERS, SLOW, WITH_WEIGHTS, best  # noqa: F401 (SLOW is read by conftest.py)
 from .test_distribution import p_value
 
 PROMPTS = [

@@ -146,6 +146,8 @@ MAKERS: dict[str, Callable[[Target, Callable], Drafter]] = {
 }
 # A fusion's and a cascade's are their model's, in a folder below their own.
 WITH_WEIGHTS = [name for name in MAKERS if name.split()[0] not in ("cascade", "fusion", "lookahead", "ngram", "suffix")]
+# Further rows of block drafters: their layers, caches and sessions are those of the first rows, in other settings.
+SLOW = ("dflash causal", "dflash pruned", "dspark rnn", "peagle pruned")
 KNOWN = ", ".join(sorted(HEADS))
 PROMPTS = [torch.randint(0, 64, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (5, 1, 9, 3)]
 

@@ -19,7 +19,8 @@ from torch import Tensor
 
 from ..heads import Abilities, NodeSession, Proposal, Session
 from ..targets import Counts, RaggedCache, Target
-from .drafting import Chooser, Drawing
+from .control import Schedule
+from .drafting import Chooser, Drawing, propose_confidently
 from .finite import BROKEN, are_finite
 from .growth import Layout, grow_dynamic, grow_static
 from .plan import Plan
@@ -204,7 +205,10 @@ def draft(setup: Setup, state: RoundState, depth: int) -> Draft:
     rule = RULES[setup.rule(setup.abilities.deterministic)]
     chooser = Chooser(rule, setup.drawing, state.keys, state.context, setup.plan.confidence)
     proposal, probs = _propose(setup, state, depth, chooser)
-    proposal = _wanted(state, proposal, chooser.lengths)
+    lengths = _lengths(setup, chooser, proposal)
+    proposal = _wanted(state, proposal, lengths)
+    if lengths is not None and setup.asks:
+        proposal, probs = _cut(proposal, probs)
     return Draft(proposal, probs, setup.rule(proposal.deterministic), chooser.peaks)
 
 
@@ -215,8 +219,18 @@ def _propose(setup: Setup, state: RoundState, depth: int, chooser: Chooser) -> t
             return grow_static(session, root, setup.layout, chooser)
         if plan.shape is Shape.DYNAMIC:
             return grow_dynamic(session, root, plan.width, plan.max_nodes, depth, chooser), None
+        if setup.abilities.confident and (plan.confidence or isinstance(plan.control, Schedule)):
+            proposal = propose_confidently(session, root, depth, chooser, setup.asks)
+            return proposal, torch.stack(chooser.probs, 1) if chooser.probs else None
     proposal = session.propose(root, depth, chooser, chooser.ended if setup.asks else None)
     return proposal, torch.stack(chooser.probs, 1) if chooser.probs else None
+
+
+def _lengths(setup: Setup, chooser: Chooser, proposal: Proposal) -> Tensor | None:
+    """Return how many tokens of its chain each row really proposes, `[B]`; None for all."""
+    if isinstance(setup.plan.control, Schedule) and chooser.reach:
+        return setup.plan.control.lengths(torch.stack(chooser.reach[: proposal.depth], 1))
+    return chooser.lengths
 
 
 def _wanted(state: RoundState, proposal: Proposal, lengths: Tensor | None) -> Proposal:
@@ -227,6 +241,17 @@ def _wanted(state: RoundState, proposal: Proposal, lengths: Tensor | None) -> Pr
     if state.wanting is not None:
         real = real & state.wanting[:, None]
     return proposal if real is proposal.real else replace(proposal, real=real)
+
+
+def _cut(proposal: Proposal, probs: Tensor | None) -> tuple[Proposal, Tensor | None]:
+    """Return a chain, and what it was drawn from, without what no row proposes: the target would read it in vain."""
+    longest = int(proposal.lengths.max())
+    if longest == proposal.depth:
+        return proposal, probs
+    chain = Proposal(
+        proposal.tokens[:, :longest], proposal.real[:, :longest], longest, deterministic=proposal.deterministic
+    )
+    return chain, None if probs is None or not longest else probs[:, :longest]
 
 
 # ------------------------------------------------------------ verify

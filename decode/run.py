@@ -20,7 +20,7 @@ from ..heads import Abilities, Drafter, EmptySession, Session
 from ..targets import Counts, Target
 from ..targets.attention import steady_kernels
 from . import round as stage
-from .control import Controller
+from .control import Controller, Schedule
 from .drafting import Drawing
 from .finite import BROKEN, Witness, not_finite_error
 from .memory import Load, require_memory
@@ -403,7 +403,7 @@ class _Again(Run):
 
 def _controller(plan: Plan, abilities: Abilities, sequences: int) -> Controller | None:
     """Return the controller that the plan asks for; of a tree it may choose the whole tree or nothing."""
-    if plan.control is None or not plan.depth:
+    if plan.control is None or isinstance(plan.control, Schedule) or not plan.depth:
         return None
     if plan.is_tree and abilities.reads_nodes:
         return Controller(plan.control, sequences, [plan.depth], [plan.max_nodes])

@@ -77,6 +77,8 @@ class TargetBatch:
         supervised: `[B, T]` bool, True at the tokens a drafter should learn to predict (the target's own responses).
         hidden: the drafter's taps, `[B, T, K, H]`; None for drafters without taps.
         last: the target's last hidden state, `[B, T, H]`; `target.lm_head(last)` are its logits.
+        step: seeds what a loss draws of a row, beside the row's text: so neither the batch that a row stands in nor the
+            process that learns it changes what is drawn.
     """
 
     target: Target
@@ -84,6 +86,7 @@ class TargetBatch:
     supervised: Tensor
     hidden: Tensor | None
     last: Tensor
+    step: int = 0
 
 
 Sum = tuple[Tensor, Tensor]  # (sum, count): divided once, after everything was added up

@@ -26,7 +26,7 @@ from .losses import LossName, acceptance_metrics, ahead, chunked_compare, diverg
 from .parts.model_runner import ModelRunner, runs
 from .parts.nodes import Branches, required
 from .parts.pruning import check_names, pruned
-from .session import Abilities, ChainSession
+from .session import Abilities, ChainSession, NodeSession
 
 
 @dataclass
@@ -170,7 +170,7 @@ class DraftModel(Drafter[DraftModelConfig]):
 
     def open(
         self, target: Target, batch_size: int, max_length: int, spare: int = 0, cache: RaggedCache | None = None
-    ) -> DraftModelSession:
+    ) -> NodeSession:
         runner = self.runner
         needed = min(max_length, target.max_context or max_length)
         if runner.max_context is not None and runner.max_context < needed:

@@ -13,6 +13,7 @@ Shapes: B rows, T positions, K taps, H hidden size, V' draft vocabulary.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 from torch import Tensor, nn
@@ -58,13 +59,13 @@ class Eagle3Config(FeatureConfig):
     def feeds_finished(self) -> bool:
         return self.norm_output
 
-    def completed(self, target: Target) -> Eagle3Config:
+    def completed(self, target: Target) -> Self:
         """Return this config with every open size taken from `target`."""
         sizes = {
             "taps": self.taps or default_taps(target.num_layers),
             "draft_vocab_size": self.draft_vocab_size or target.vocab_size,
         }
-        return Eagle3Config(**(self.to_dict() | self.sizes(target) | sizes))
+        return type(self)(**(self.to_dict() | self.sizes(target) | sizes))
 
 
 def default_taps(layers: int) -> tuple[int, ...]:
@@ -120,7 +121,7 @@ class Eagle3(FeatureDrafter):
         return None if self.config.draft_vocab_size == self.config.vocab_size else self.token_ids
 
     @classmethod
-    def build(cls, config: DrafterConfig, target: Target, token_counts: Tensor | None = None) -> Eagle3:
+    def build(cls, config: DrafterConfig, target: Target, token_counts: Tensor | None = None) -> Self:
         assert isinstance(config, Eagle3Config)
         config = config.completed(target)
         if config.hidden_size != target.hidden_size:

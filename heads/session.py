@@ -40,6 +40,9 @@ class Abilities:
             it.
         continues: its session says how texts go on that the target has not seen (`continuations`).
         observes: its session wants the target's most probable tokens after each of its proposals (`observe`).
+        confident: its session says how probable the next draft of a chain is to be accepted, before that is drawn
+            (`NodeSession.confidence`).
+        one_pass: a round's drafting costs the same however deep it drafts: one pass says all drafts.
         deterministic: its proposals are never samples; the rules then have no distribution to reject against.
         from_text: the host makes its proposals, of the text alone: rounds of fixed shapes begin with them.
     """
@@ -49,6 +52,8 @@ class Abilities:
     reads_chains: bool = False
     continues: bool = False
     observes: bool = False
+    confident: bool = False
+    one_pass: bool = False
     deterministic: bool = False
     from_text: bool = False
 
@@ -215,6 +220,13 @@ class NodeSession(Session):
             parents: indices of nodes that were read before, in the order of reading, `[B, W]`; −1 is the root. None: a
                 chain, in which this one node follows the last.
         """
+
+    def confidence(self) -> Tensor:
+        """Return how probable the next draft of a chain is to be accepted if it is looked at, `[B]`.
+
+        It knows the tokens before that draft and nothing of the draft itself. For drafters that declare it.
+        """
+        raise NotImplementedError(f"{type(self).__name__} says nothing of how sure it is.")
 
     def propose(self, root: Tensor, depth: int, choose: Choose, ended: Ended | None = None) -> Proposal:
         """Draft a chain, token by token."""

@@ -233,7 +233,7 @@ class FeatureDrafter(Drafter):
 
     def open(
         self, target: Target, batch_size: int, max_length: int, spare: int = 0, cache: RaggedCache | None = None
-    ) -> FeatureSession:
+    ) -> NodeSession:
         shapes = [layer.self_attn.kept(target.device) for layer in self.layers]
         own = RaggedCache(len(shapes), batch_size, max_length + spare, target.device, shapes)
         # Kept until they are too short or weights have changed.

@@ -15,6 +15,7 @@ PairFolder = Annotated[Path, typer.Argument(metavar="PAIR", help="A pair's folde
 def add_verbs(app: typer.Typer) -> None:
     """Add these verbs to the command."""
     app.command(name="export")(export)
+    app.command(name="import")(import_)
 
 
 def export(
@@ -38,3 +39,29 @@ def export(
     )
     if made.launch.command is not None:
         console.print(escape(made.launch.command))
+
+
+def import_(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="A drafter in another program's layout.")],
+    target: Annotated[str, typer.Option(help="The target it drafts for: a folder, a Hub id, or 'embedded'.")],
+    out: Annotated[Path, typer.Option(help="Where the drafter (or the pair) goes.")],
+    adapter: Annotated[str | None, typer.Option(help="A PEFT adapter of the target.")] = None,
+    as_pair: Annotated[
+        bool, typer.Option("--pair", help="Make a pair of it, which can be measured, probed and refreshed.")
+    ] = False,
+) -> None:
+    """Read a drafter that another program wrote, as one of ours: nothing is guessed, and nothing is dropped."""
+    from ..formats import import_drafter, recognised
+    from ..ground.files import save_whole
+    from ..pair.arrival import paired
+    from ..targets import Target
+
+    loaded = Target.load(target, adapter=adapter)
+    layout, drafter = recognised(folder), import_drafter(folder, loaded)
+    console = Console(highlight=False, soft_wrap=True)
+    if as_pair:
+        paired(out, loaded, drafter, console=console)
+    else:
+        save_whole(drafter, out)
+    kind = "pair" if as_pair else "drafter"
+    console.print(f"{kind} of type {drafter.name}, from the layout {layout.name}: [bold]{escape(str(out))}[/bold]")

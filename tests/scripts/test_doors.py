@@ -41,3 +41,18 @@ def test_a_pair_is_exported_with_its_launch_and_its_expectations(pair: Path, out
     assert expected["accepted_at"] == [n for n in (sum(a > d for a in accepted) for d in range(2)) if n]
     assert expected["tau"]["value"] == pytest.approx(1 + sum(accepted) / len(accepted))
     assert served["suites"] == json.loads((pair / "pair.json").read_text())["measurements"]["suites"]
+
+
+def test_what_was_exported_is_imported_as_a_pair_that_measures_and_probes(
+    pair: Path, target_folder: Path, outrider: Callable[..., Result]
+) -> None:
+    out, back = pair.parent / "sglang", pair.parent / "back"
+    assert outrider("export", pair, "--to", "sglang", "--out", out).exit_code == 0
+    result = outrider("import", out, "--target", target_folder, "--out", back, "--pair")
+    assert result.exit_code == 0, result.output
+    assert "pair of type eagle3, from the layout sglang" in result.output
+    for verb in (("pair", "verify", back), ("probe", back, "--target", target_folder)):
+        result = outrider(*verb)
+        assert result.exit_code == 0, result.output
+    weights = [folder / "drafter" / "model.safetensors" for folder in (pair, back)]
+    assert weights[0].read_bytes() == weights[1].read_bytes()

@@ -17,7 +17,7 @@ from ..targets import Target
 from .checkpoint import Checkpoint
 from .filling import fill
 from .layout import Lack, Layout
-from .llama import EMBEDDINGS, check_embeddings, layer_sizes, llama_config
+from .llama import EMBEDDINGS, check_embeddings, layer_sizes, llama_config, shapes_of
 from .reading import Passage, eagle1_logits, embedding_table
 
 _FIRST, _FIRST_OURS = "layers.0.", "layer."
@@ -32,6 +32,7 @@ class EagleLayout(Layout):
 
     name = "eagle"
     drafter = "eagle1"
+    optional = (EMBEDDINGS, "fc.bias")
 
     def __init__(self, engine: Literal["vllm", "sglang", "eagle"]):
         self.engine = engine
@@ -78,6 +79,11 @@ class EagleLayout(Layout):
         eagle3 = "draft_vocab_size" in config or any("Eagle3" in name for name in names)
         named = any("Eagle" in name for name in names) or "bias" in config or "eagle_fc_bias" in config
         return named and not eagle3 and "speculators_model_type" not in config
+
+    def shapes(self, config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+        bias = bool(config.get("bias") or config.get("eagle_fc_bias"))
+        settings = Eagle1Config(**layer_sizes(config, "config.json"), fc_bias=bias)
+        return shapes_of(Eagle1, settings, _theirs)
 
     def read(self, found: Checkpoint, target: Target) -> Eagle1:
         bias = found.tensors.get("fc.bias")

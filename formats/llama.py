@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from transformers import LlamaConfig
 
 from ..ground import IncompatibleError
 from ..heads.parts.decoder_layer import LayerConfig
+from ..heads.parts.feature_drafter import FeatureConfig, FeatureDrafter
 from ..targets import Target
 
 EMBEDDINGS = "embed_tokens.weight"
@@ -109,3 +110,12 @@ def check_embeddings(theirs: Tensor | None, target: Target, folder: Path) -> Non
         raise IncompatibleError(
             f"{folder}: its {EMBEDDINGS} differs from the target's embeddings: it was made for another target."
         )
+
+
+def shapes_of(
+    head: type[FeatureDrafter], settings: FeatureConfig, named: Callable[[str], str]
+) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of a head's tensors, by the names that `named` makes of ours."""
+    with torch.device("meta"):
+        made = head(settings)
+    return {named(name): tuple(t.shape) for name, t in made.state_dict().items() if name != "token_ids"}

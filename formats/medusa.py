@@ -72,12 +72,16 @@ class MedusaRepository(Layout):
         tensors, config = as_vllm(found)
         return _read(tensors, config, target, found)
 
+    def shapes(self, config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+        return {}  # its config.json says no sizes
+
 
 class MedusaVllm(Layout):
     """Medusa heads as vLLM names them."""
 
     name = "medusa-vllm"
     drafter = "medusa"
+    optional = ("token_map",)
 
     def lacks(self, config: DrafterConfig, num_layers: int) -> list[Lack]:
         return []
@@ -103,6 +107,14 @@ class MedusaVllm(Layout):
 
     def read(self, found: Checkpoint, target: Target) -> Medusa:
         return _read(found.tensors, found.config, target, found)
+
+    def shapes(self, config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+        size, heads, shared = config["hidden_size"], range(config["num_heads"]), bool(config.get("original_lm_head"))
+        rows = config.get("truncated_vocab_size") or config["vocab_size"]
+        blocks = [f"blocks.{i}.layers.{j}" for i in heads for j in range(config["num_hidden_layers"])]
+        found: dict[str, tuple[int, ...]] = {f"{block}.weight": (size, size) for block in blocks}
+        found |= {f"{block}.bias": (size,) for block in blocks if config.get("medusa_fc_bias")}
+        return found | {f"lm_heads.{i}.weight": (rows, size) for i in heads if i == 0 or not shared}
 
 
 # ------------------------------------------------------------ writing

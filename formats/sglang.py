@@ -17,7 +17,7 @@ from .checkpoint import Checkpoint
 from .layout import Lack, Layout
 from .llama import llama_config
 from .reading import Flags, Passage, eagle3_logits
-from .speculators import read_eagle3, taps_lacking, write_eagle3
+from .speculators import BESIDE, Speculators, read_eagle3, taps_lacking, write_eagle3
 
 _FIRST, _FIRST_THERE = "layers.0.", "midlayer."
 _ARCHITECTURE = "LlamaForCausalLMEagle3"
@@ -28,6 +28,7 @@ class Sglang(Layout):
 
     name = "sglang"
     drafter = "eagle3"
+    optional = BESIDE
 
     def lacks(self, config: DrafterConfig, num_layers: int) -> list[Lack]:
         assert isinstance(config, Eagle3Config)
@@ -78,6 +79,10 @@ class Sglang(Layout):
         return any(
             "Eagle3" in name for name in config.get("architectures") or []
         ) and "transformer_layer_config" not in (config)
+
+    def shapes(self, config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+        same = as_speculators(Checkpoint(config, {}), 12)
+        return {_there(name): shape for name, shape in Speculators().shapes(same.config).items()}
 
     def read(self, found: Checkpoint, target: Target) -> Eagle3:
         return read_eagle3(as_speculators(found, target.num_layers), target)

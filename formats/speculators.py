@@ -27,15 +27,16 @@ from ..targets import Target
 from .checkpoint import Checkpoint
 from .filling import fill
 from .layout import Lack, Layout
-from .llama import EMBEDDINGS, check_embeddings, layer_sizes, llama_config
+from .llama import EMBEDDINGS, check_embeddings, layer_sizes, llama_config, shapes_of
 from .reading import Flags, Passage, eagle3_logits, embedding_table
 
+TAPS = "eagle_aux_hidden_state_layer_ids"
 # Names in the format and ours: of single tensors, and of beginnings.
 _SINGLE = ("fc.weight", "norm.weight", "lm_head.weight")
 _FIRST, _FIRST_OURS = "layers.0.", "layer."
 _TAP_NORMS = {False: ("fc_norm.", "tap_norms."), True: ("input_norm.", "tap_norms.0.")}  # by norm_before_fc
 # What is there beside the head: the target's embeddings, two vocabulary maps, and copies that only training reads.
-_BESIDE = (EMBEDDINGS, "d2t", "t2d", "verifier_norm.weight", "verifier_lm_head.weight")
+BESIDE = (EMBEDDINGS, "d2t", "t2d", "verifier_norm.weight", "verifier_lm_head.weight")
 
 
 # The version of the package whose layout this is; its loader compares nothing with it.
@@ -52,6 +53,7 @@ class Speculators(Layout):
 
     name = "speculators"
     drafter = "eagle3"
+    optional = BESIDE
 
     def __init__(self, embeddings: bool = True):
         self.embeddings = embeddings
@@ -74,6 +76,10 @@ class Speculators(Layout):
     def read(self, found: Checkpoint, target: Target) -> Eagle3:
         return read_eagle3(found, target)
 
+    def shapes(self, config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+        settings = _settings(config, config.get(TAPS) or (0, 1, 2), "config.json", [])
+        return shapes_of(Eagle3, settings, lambda name: their_name(name, settings))
+
 
 def taps_lacking(taps: Sequence[int], num_layers: int) -> list[Lack]:
     """Return what engines cannot do of these taps: they sort them, and know no state after the final norm."""
@@ -92,7 +98,7 @@ def vllm_flags(config: dict[str, Any], num_layers: int) -> tuple[dict[str, Any],
     """Return the layers' config and the flags that vLLM takes from a config.json of this layout."""
     default = (2, num_layers // 2, num_layers - 3)
     flags = Flags(
-        taps=tuple(config.get("eagle_aux_hidden_state_layer_ids") or default),
+        taps=tuple(config.get(TAPS) or default),
         norm_before_residual=bool(config.get("norm_before_residual", True)),
         norm_before_fc=bool(config.get("norm_before_fc", False)),
         fc_norm=bool(config.get("fc_norm", False)),
@@ -112,7 +118,7 @@ def write_eagle3(head: Eagle3, target: Target, depth: int, embeddings: bool = Tr
         embeddings: whether the target's are part of it. `speculators` fills absent ones with uninitialised memory, vLLM
             takes the target's own.
     """
-    tensors = {_theirs(name, head.config): tensor for name, tensor in head.state_dict().items()}
+    tensors = {their_name(name, head.config): tensor for name, tensor in head.state_dict().items()}
     tensors |= vocabulary_maps(tensors.pop("token_ids"), head.config.vocab_size)
     if embeddings:
         tensors[EMBEDDINGS] = embedding_table(target)
@@ -147,7 +153,7 @@ def _written_config(head: Eagle3, target: Target, depth: int) -> dict[str, Any]:
         "norm_before_fc": config.norm_before_fc,
         "fc_norm": config.norm_taps,
         "norm_output": config.norm_output,
-        "eagle_aux_hidden_state_layer_ids": list(config.taps),
+        TAPS: list(config.taps),
         "embed_requires_grad": False,
         "tie_word_embeddings": False,
         "dtype": str(head.fc.weight.dtype).removeprefix("torch."),
@@ -169,7 +175,7 @@ def vocabulary_maps(ids: Tensor, vocab_size: int) -> dict[str, Tensor]:
     return {"d2t": ids.cpu() - torch.arange(len(ids)), "t2d": kept}
 
 
-def _theirs(name: str, config: Eagle3Config) -> str:
+def their_name(name: str, config: Eagle3Config) -> str:
     """Return their name of our tensor: the inverse of `_ours`."""
     tap_norms, tap_norms_ours = _TAP_NORMS[config.norm_before_fc]
     for theirs, ours in ((_FIRST, _FIRST_OURS), (tap_norms, tap_norms_ours)):
@@ -210,10 +216,14 @@ def eagle3_config(values: dict[str, Any], target: Target, where: str) -> Eagle3C
     Raises:
         IncompatibleError: an option that our head does not have; all of them are named.
     """
-    taps = values.get("eagle_aux_hidden_state_layer_ids") or (2, target.num_layers // 2, target.num_layers - 3)
+    taps = values.get(TAPS) or (2, target.num_layers // 2, target.num_layers - 3)
     problems = ["embed_requires_grad: true"] if values.get("embed_requires_grad") else []
     if target.num_layers in taps:
         problems.append(f"tap {target.num_layers}, the target's last state before its final norm")
+    return _settings(values, taps, where, problems)
+
+
+def _settings(values: dict[str, Any], taps: Sequence[int], where: str, problems: list[str]) -> Eagle3Config:
     sizes = layer_sizes(values.get("transformer_layer_config", {}), where, problems)
     proposals = values.get("speculators_config", {}).get("proposal_methods") or [{}]
     return Eagle3Config(
@@ -230,7 +240,7 @@ def eagle3_config(values: dict[str, Any], target: Target, where: str) -> Eagle3C
 
 def fill_eagle3(head: Eagle3, theirs: dict[str, Tensor], target: Target, folder: Path) -> None:
     """Load the weights into `head`, each of them and nothing else, and check that it fits the target."""
-    weights = {_ours(name, head.config): tensor for name, tensor in theirs.items() if name not in _BESIDE}
+    weights = {_ours(name, head.config): tensor for name, tensor in theirs.items() if name not in BESIDE}
     weights["token_ids"] = _token_ids(theirs, head.config, folder)
     check_embeddings(theirs.get(EMBEDDINGS), target, folder)
     # Ours are ascending: whatever the order there, ids and rows move together.

@@ -13,6 +13,7 @@ from ..targets import Target
 from .comparing import passage_of, require_same, session_logits
 from .engines import KNOWN, require_served
 from .layout import Layout
+from .record import write_record
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,9 @@ def export_drafter(drafter: Drafter, target: Target, to: str, folder: str | Path
     passage = passage_of(target, drafter.max_depth)
     with replacing_folder(final) as partial:
         layout.save(drafter, target, partial, depth)
-        theirs = layout.logits(layout.load(partial), target, passage)
+        written = layout.load(partial)
+        write_record(partial, written, layout.name)
+        theirs = layout.logits(written, target, passage)
         apart = require_same(session_logits(drafter, target, passage), theirs, f"{drafter.name} for {to}")
     return Exported(final, layout.name, apart)
 

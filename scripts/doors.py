@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 from rich.markup import escape
+
+if TYPE_CHECKING:
+    from ..formats.look import Finding
 
 PairFolder = Annotated[Path, typer.Argument(metavar="PAIR", help="A pair's folder.")]
 
@@ -16,6 +22,7 @@ def add_verbs(app: typer.Typer) -> None:
     """Add these verbs to the command."""
     app.command(name="export")(export)
     app.command(name="import")(import_)
+    app.command(name="lint")(lint)
 
 
 def export(
@@ -65,3 +72,31 @@ def import_(
         save_whole(drafter, out)
     kind = "pair" if as_pair else "drafter"
     console.print(f"{kind} of type {drafter.name}, from the layout {layout.name}: [bold]{escape(str(out))}[/bold]")
+
+
+def lint(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="A drafter as another program reads it.")],
+    target: Annotated[
+        str | None, typer.Option(help="The target's folder, or 'embedded' (default: the one that the files name).")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+) -> None:
+    """What is wrong or unusual in a drafter's files, and what an engine would do with it. Exit code 1 for a fault."""
+    from ..formats.lint import lint as run
+
+    findings = run(folder, target)
+    if as_json:
+        typer.echo(json.dumps({"folder": str(folder), "findings": [asdict(found) for found in findings]}, indent=2))
+    else:
+        _print_findings(findings, folder)
+    if any(found.is_fault for found in findings):
+        raise typer.Exit(1)
+
+
+def _print_findings(findings: Sequence[Finding], folder: Path) -> None:
+    console = Console(highlight=False, soft_wrap=True)
+    for found in findings:
+        mark = "[red]✗[/red]" if found.is_fault else "[yellow]?[/yellow]"
+        console.print(f"{mark} [bold]{found.check}[/bold] {escape(found.found)} [dim]{escape(found.engine)}[/dim]")
+    if not findings:
+        console.print(f"[green]✓[/green] {escape(str(folder))}: nothing found")

@@ -30,6 +30,7 @@ from ..ground import OutriderError
 from ..ground.allocation import keep_large_blocks, remember_few_shapes
 from ..ground.disk import is_disk_full
 from ..ground.signals import how, number_of, stoppable
+from . import doors
 
 if TYPE_CHECKING:
     from ..eval import Report
@@ -116,6 +117,7 @@ app = typer.Typer(
 )
 pair_app = typer.Typer(no_args_is_help=True, help="Make, show and verify pairs.")
 app.add_typer(pair_app, name="pair")
+doors.add_verbs(app)
 
 RecipeName = Annotated[
     str, typer.Argument(metavar="RECIPE", help="A YAML file, or the name of a packaged recipe such as embedded-eagle3.")
@@ -187,9 +189,11 @@ def train(
     fresh: Annotated[
         bool, typer.Option("--fresh", help="Start over; checkpoints of an earlier run are moved aside.")
     ] = False,
+    engine: doors.Engine = None,
 ) -> None:
     """Train a drafter (distils first if needed). For many processes: accelerate launch -m outrider.train RECIPE."""
     loaded = _load_recipe(recipe, changes)
+    doors.check_servable(loaded, engine)
     from ..train import train as run
 
     console = Console()
@@ -242,10 +246,12 @@ def plan(
     ] = None,
     accelerate_config: Annotated[Path | None, typer.Option(help="A file written by `accelerate config`.")] = None,
     rows: Annotated[int | None, typer.Option(min=1, help="Prompts, where the recipe's sources do not tell.")] = None,
+    engine: doors.Engine = None,
     as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
 ) -> None:
     """Before anything is spent: parameters, memory, disk, operations and time on named GPUs, from the configs alone."""
     loaded = _load_recipe(recipe, changes)
+    doors.check_servable(loaded, engine)
     from dataclasses import asdict
 
     from ..train.planning import plan as run

@@ -1,0 +1,376 @@
+"""EAGLE-3 heads in the layout of the `speculators` package, which vLLM reads without further flags: written and read.
+
+Its numbering of taps is ours: `eagle_aux_hidden_state_layer_ids` are HF `hidden_states` indices (SGLang and SpecForge
+name the same tensors one lower: the output of layer i). Only the last one differs: it means the state before the
+target's final norm, which `Target` does not give. `d2t` holds offsets: draft token i is target token i + d2t[i].
+Positions start one later there, which rotary embeddings do not see.
+
+Its own loader, and vLLM's, fill what is missing with defaults and random weights. So every flag is written, whatever
+its default, and reading refuses whatever it would have to guess or drop.
+
+Shapes: V target vocabulary, V' draft vocabulary, H hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import LlamaConfig
+
+from ..ground import BadInputError, IncompatibleError
+from ..ground.versions import versions
+from ..heads import Drafter, DrafterConfig, Eagle3, Eagle3Config
+from ..heads.base import CONFIG
+from ..heads.parts.decoder_layer import LayerConfig
+from ..targets import Target
+from .checkpoint import Checkpoint
+from .layout import Lack, Layout
+from .reading import Flags, Passage, eagle3_logits, embedding_table
+
+# Names in the format and ours: of single tensors, and of beginnings.
+_SINGLE = ("fc.weight", "norm.weight", "lm_head.weight")
+_FIRST, _FIRST_OURS = "layers.0.", "layer."
+_TAP_NORMS = {False: ("fc_norm.", "tap_norms."), True: ("input_norm.", "tap_norms.0.")}  # by norm_before_fc
+# What is there beside the head: the target's embeddings, two vocabulary maps, and copies that only training reads.
+_EMBEDDINGS = "embed_tokens.weight"
+_BESIDE = (_EMBEDDINGS, "d2t", "t2d", "verifier_norm.weight", "verifier_lm_head.weight")
+
+
+# The version of the package whose layout this is; its loader compares nothing with it.
+VERSION = "0.9.0"
+
+
+class Speculators(Layout):
+    """EAGLE-3 heads as the `speculators` package keeps them.
+
+    Args:
+        embeddings: whether copies of the target's embeddings are written. `speculators` fills absent ones with
+            uninitialised memory, vLLM takes the target's own.
+    """
+
+    name = "speculators"
+    drafter = "eagle3"
+
+    def __init__(self, embeddings: bool = True):
+        self.embeddings = embeddings
+
+    def lacks(self, config: DrafterConfig, num_layers: int) -> list[Lack]:
+        assert isinstance(config, Eagle3Config)
+        return taps_lacking(config.taps, num_layers)
+
+    def write(self, drafter: Drafter, target: Target, depth: int) -> Checkpoint:
+        assert isinstance(drafter, Eagle3)
+        return write_eagle3(drafter, target, depth, self.embeddings)
+
+    def logits(self, found: Checkpoint, target: Target, passage: Passage) -> Tensor:
+        layer, flags = vllm_flags(found.config, target.num_layers)
+        return eagle3_logits(found.tensors, layer, flags, passage)
+
+    def recognises(self, config: dict[str, Any]) -> bool:
+        return config.get("speculators_model_type") == "eagle3"
+
+    def read(self, found: Checkpoint, target: Target) -> Eagle3:
+        return read_eagle3(found, target)
+
+
+def taps_lacking(taps: Sequence[int], num_layers: int) -> list[Lack]:
+    """Return what engines cannot do of these taps: they sort them, and know no state after the final norm."""
+    found = f"taps: {list(taps)}"
+    lacks = []
+    if list(taps) != sorted(set(taps)):
+        lacks.append(Lack(found, "engines take each once, in ascending order", f"taps: {sorted(set(taps))}"))
+    if num_layers in taps:
+        before = sorted({min(tap, num_layers - 1) for tap in taps})
+        why = f"engines give the state {num_layers} before the target's final norm, and it was trained on that after it"
+        lacks.append(Lack(found, why, f"taps: {before}"))
+    return lacks
+
+
+def vllm_flags(config: dict[str, Any], num_layers: int) -> tuple[dict[str, Any], Flags]:
+    """Return the layers' config and the flags that vLLM takes from a config.json of this layout."""
+    default = (2, num_layers // 2, num_layers - 3)
+    flags = Flags(
+        taps=tuple(config.get("eagle_aux_hidden_state_layer_ids") or default),
+        norm_before_residual=bool(config.get("norm_before_residual", True)),
+        norm_before_fc=bool(config.get("norm_before_fc", False)),
+        fc_norm=bool(config.get("fc_norm", False)),
+        norm_output=bool(config.get("norm_output", False)),
+    )
+    return config["transformer_layer_config"], flags
+
+
+# ------------------------------------------------------------ writing
+
+
+def write_eagle3(head: Eagle3, target: Target, depth: int, embeddings: bool = True) -> Checkpoint:
+    """Return `head` in this layout.
+
+    Args:
+        depth: how many tokens an engine drafts that is told nothing else.
+        embeddings: whether the target's are part of it. `speculators` fills absent ones with uninitialised memory, vLLM
+            takes the target's own.
+    """
+    tensors = {_theirs(name, head.config): tensor for name, tensor in head.state_dict().items()}
+    tensors |= vocabulary_maps(tensors.pop("token_ids"), head.config.vocab_size)
+    if embeddings:
+        tensors[_EMBEDDINGS] = embedding_table(target)
+    return Checkpoint(_written_config(head, target, depth), tensors)
+
+
+def _written_config(head: Eagle3, target: Target, depth: int) -> dict[str, Any]:
+    config = head.config
+    return {
+        "architectures": ["Eagle3DraftModel"],
+        "model_type": "speculators",
+        "speculators_model_type": "eagle3",
+        "speculators_version": VERSION,
+        "speculators_config": {
+            "algorithm": "eagle3",
+            "proposal_methods": [
+                {
+                    "proposal_type": "greedy",
+                    "speculative_tokens": depth,
+                    "verifier_accept_k": 1,
+                    "accept_tolerance": 0.0,
+                }
+            ],
+            "default_proposal_method": "greedy",
+            "verifier": verifier(target),
+        },
+        # vLLM keeps of all this the layer's config and the fields named below it; it counts taps by this one.
+        "transformer_layer_config": llama_config(config) | {"num_aux_hidden_states": len(config.taps)},
+        "draft_vocab_size": config.draft_vocab_size,
+        "target_hidden_size": config.hidden_size,
+        "norm_before_residual": config.norm_before_residual,
+        "norm_before_fc": config.norm_before_fc,
+        "fc_norm": config.norm_taps,
+        "norm_output": config.norm_output,
+        "eagle_aux_hidden_state_layer_ids": list(config.taps),
+        "embed_requires_grad": False,
+        "tie_word_embeddings": False,
+        "dtype": str(head.fc.weight.dtype).removeprefix("torch."),
+        "transformers_version": versions()["transformers"],
+    }
+
+
+def verifier(target: Target) -> dict[str, Any]:
+    """Return what the layout says of the target."""
+    return {"name_or_path": target.source.get("path") or "", "architectures": [type(target.model).__name__]}
+
+
+def llama_config(config: LayerConfig) -> dict[str, Any]:
+    """Return a Llama's config.json for a head's layers, as engines read it.
+
+    Rotary positions are said twice: as `transformers` 5 has them, and as older readers look for them.
+    """
+    return {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_attention_heads,
+        "num_key_value_heads": config.num_key_value_heads,
+        "head_dim": config.head_dim,
+        "hidden_act": "silu",
+        "rms_norm_eps": config.rms_norm_eps,
+        "max_position_embeddings": config.max_position_embeddings,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "tie_word_embeddings": False,
+        **rope_fields(config.rope_parameters),
+    }
+
+
+def rope_fields(parameters: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields that say how positions turn, for new and old readers."""
+    kind = parameters.get("rope_type", "default")
+    scaling = None if kind == "default" else {k: v for k, v in parameters.items() if k != "rope_theta"}
+    return {
+        "rope_parameters": dict(parameters),
+        "rope_theta": parameters.get("rope_theta", 10000.0),
+        "rope_scaling": scaling,
+    }
+
+
+def vocabulary_maps(ids: Tensor, vocab_size: int) -> dict[str, Tensor]:
+    """Return `d2t` `[V']` and `t2d` `[V]` of a draft vocabulary's target ids `[V']`; none for the whole vocabulary."""
+    if len(ids) == vocab_size:
+        return {}
+    kept = torch.zeros(vocab_size, dtype=torch.bool)
+    kept[ids] = True
+    return {"d2t": ids.cpu() - torch.arange(len(ids)), "t2d": kept}
+
+
+def _theirs(name: str, config: Eagle3Config) -> str:
+    """Return their name of our tensor: the inverse of `_ours`."""
+    tap_norms, tap_norms_ours = _TAP_NORMS[config.norm_before_fc]
+    for theirs, ours in ((_FIRST, _FIRST_OURS), (tap_norms, tap_norms_ours)):
+        if name.startswith(ours):
+            return theirs + name.removeprefix(ours)
+    start, number, rest = [*name.split(".", 2), "", ""][:3]
+    return f"layers.{int(number) + 1}.{rest}" if start == "others" else name
+
+
+# ------------------------------------------------------------ reading
+
+
+def load_speculators(folder: str | Path, target: Target) -> Eagle3:
+    """Return the EAGLE-3 head in `folder`, saved in this layout, as a drafter for `target`.
+
+    Raises:
+        BadInputError: no such checkpoint, another kind of one, or a damaged one.
+        IncompatibleError: made for another target, or with an option that our head does not have.
+    """
+    return read_eagle3(Checkpoint.load(folder), target)
+
+
+def read_eagle3(found: Checkpoint, target: Target) -> Eagle3:
+    """Return the head of a checkpoint in this layout; raises as `load_speculators` does."""
+    kind = found.config.get("speculators_model_type")
+    if kind != "eagle3":
+        raise BadInputError(
+            f"{found.config_file}: expected an EAGLE-3 head (speculators_model_type: eagle3), found {kind!r}."
+        )
+    head = Eagle3(eagle3_config(found.config, target, str(found.config_file)))
+    fill_eagle3(head, found.tensors, target, found.folder)
+    return head.eval()
+
+
+def eagle3_config(values: dict[str, Any], target: Target, where: str) -> Eagle3Config:
+    """Return our config of theirs, a config.json of `speculators`.
+
+    Raises:
+        IncompatibleError: an option that our head does not have; all of them are named.
+    """
+    layer: Any = LlamaConfig(
+        **{k: v for k, v in values.get("transformer_layer_config", {}).items() if k != "model_type"}
+    )
+    taps = values.get("eagle_aux_hidden_state_layer_ids") or (2, target.num_layers // 2, target.num_layers - 3)
+    if problems := _unknown_to_us(values, layer, taps, target):
+        raise IncompatibleError(
+            f"{where}: {'; '.join(problems)}. Our EAGLE-3 head cannot do that; train it without, or import another one."
+        )
+    proposals = values.get("speculators_config", {}).get("proposal_methods") or [{}]
+    return Eagle3Config(
+        taps=tuple(taps),
+        steps=int(proposals[0].get("speculative_tokens") or Eagle3Config.steps),
+        draft_vocab_size=int(values["draft_vocab_size"]),
+        vocab_size=layer.vocab_size,
+        norm_taps=bool(values.get("fc_norm")),
+        norm_output=bool(values.get("norm_output")),
+        norm_before_fc=bool(values.get("norm_before_fc")),
+        norm_before_residual=bool(values.get("norm_before_residual")),
+        num_layers=layer.num_hidden_layers,
+        hidden_size=layer.hidden_size,
+        intermediate_size=layer.intermediate_size,
+        head_dim=layer.head_dim,
+        num_attention_heads=layer.num_attention_heads,
+        num_key_value_heads=layer.num_key_value_heads,
+        rms_norm_eps=layer.rms_norm_eps,
+        rope_parameters=dict(layer.rope_parameters),
+        max_position_embeddings=layer.max_position_embeddings,
+    )
+
+
+def _unknown_to_us(values: dict[str, Any], layer: Any, taps: Any, target: Target) -> list[str]:
+    """Return what their head does that ours cannot, each in a few words."""
+    theirs = values.get("transformer_layer_config", {})
+    found = ["embed_requires_grad: true"] if values.get("embed_requires_grad") else []
+    found += [f"{name}: true" for name in ("attention_bias", "mlp_bias") if getattr(layer, name, False)]
+    if (kind := theirs.get("model_type", "qwen3")) != "llama":
+        found.append(f"layers of the kind {kind!r} instead of 'llama'")
+    if layer.hidden_act != "silu":
+        found.append(f"hidden_act: {layer.hidden_act!r} instead of 'silu'")
+    if "sliding_attention" in (theirs.get("layer_types") or []):
+        found.append(f"a sliding window of {theirs.get('sliding_window')} tokens")
+    if target.num_layers in taps:
+        found.append(f"tap {target.num_layers}, the target's last state before its final norm")
+    return found
+
+
+def fill_eagle3(head: Eagle3, theirs: dict[str, Tensor], target: Target, folder: Path) -> None:
+    """Load the weights into `head`, each of them and nothing else, and check that it fits the target."""
+    own = head.state_dict()
+    weights = {_ours(name, head.config): tensor for name, tensor in theirs.items() if name not in _BESIDE}
+    weights["token_ids"] = _token_ids(theirs, head.config, folder)
+    problems = [f"missing {name}" for name in own.keys() - weights.keys()] + [
+        f"unexpected {name}" for name in weights.keys() - own.keys()
+    ]
+    problems += [
+        f"{name} is {tuple(weights[name].shape)}, expected {tuple(own[name].shape)}"
+        for name in own.keys() & weights.keys()
+        if own[name].shape != weights[name].shape
+    ]
+    if problems:
+        raise IncompatibleError(
+            f"{folder}: the tensors do not fit its {CONFIG}: {'; '.join(sorted(problems)[:4])} (names as in our head)."
+        )
+    _check_embeddings(theirs.get(_EMBEDDINGS), target, folder)
+    # Ours are ascending: whatever the order there, ids and rows move together.
+    order = weights["token_ids"].argsort()
+    weights["token_ids"], weights["lm_head.weight"] = weights["token_ids"][order], weights["lm_head.weight"][order]
+    head.load_state_dict(weights)
+    head.check(target)
+
+
+def _ours(name: str, config: Eagle3Config) -> str:
+    """Return our name of their tensor; an unknown one stays as it is, and is refused as unexpected."""
+    if name in _SINGLE:
+        return name
+    if name.startswith(_FIRST):
+        return _FIRST_OURS + name.removeprefix(_FIRST)
+    tap_norms, tap_norms_ours = _TAP_NORMS[config.norm_before_fc]
+    if name.startswith(tap_norms):
+        return tap_norms_ours + name.removeprefix(tap_norms)
+    start, number, rest = [*name.split(".", 2), "", ""][:3]
+    return f"others.{int(number) - 1}.{rest}" if start == "layers" and number.isdigit() else name
+
+
+def _token_ids(theirs: dict[str, Tensor], config: Eagle3Config, folder: Path) -> Tensor:
+    """Return the target id of each draft token, `[V']`."""
+    every = torch.arange(config.draft_vocab_size)
+    if "d2t" not in theirs:
+        if config.draft_vocab_size < config.vocab_size:
+            raise BadInputError(
+                f"{folder}: d2t is missing, but the draft vocabulary has {config.draft_vocab_size} of "
+                f"{config.vocab_size} tokens."
+            )
+        return every
+    offsets = theirs["d2t"]
+    if offsets.shape != every.shape:
+        raise BadInputError(f"{folder}: d2t has the shape {tuple(offsets.shape)}, expected {tuple(every.shape)}.")
+    ids = every + offsets.long()
+    kept = torch.zeros(config.vocab_size, dtype=torch.bool)
+    if ids.min() < 0 or ids.max() >= config.vocab_size or len(ids.unique()) < len(ids):
+        raise BadInputError(
+            f"{folder}: d2t does not name {len(ids)} different tokens of the {config.vocab_size} (it holds offsets: "
+            "token i + d2t[i])."
+        )
+    kept[ids] = True
+    if "t2d" in theirs and not torch.equal(kept, theirs["t2d"].bool()):
+        raise BadInputError(f"{folder}: d2t and t2d name different tokens.")
+    return ids
+
+
+@torch.no_grad()
+def _check_embeddings(theirs: Tensor | None, target: Target, folder: Path) -> None:
+    """Refuse another target's embeddings: ours reads the target's own, and the copy must be the same up to rounding."""
+    if theirs is None:
+        return
+    if theirs.shape != (target.vocab_size, target.hidden_size):
+        raise IncompatibleError(
+            f"{folder}: made for embeddings of the shape {tuple(theirs.shape)}, the target's is "
+            f"{(target.vocab_size, target.hidden_size)}."
+        )
+    own = target.embed(torch.arange(target.vocab_size, device=target.device)[None])[0].float().cpu()
+    rounding = max(torch.finfo(theirs.dtype).eps, torch.finfo(target.dtype).eps)
+    if not torch.allclose(theirs.float(), own, rtol=2 * rounding, atol=1e-6):
+        raise IncompatibleError(
+            f"{folder}: its {_EMBEDDINGS} differs from the target's embeddings: it was made for another target."
+        )

@@ -13,7 +13,7 @@ The target's own weights are not here: the pair names them by content.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -36,6 +36,7 @@ from .manifest import (
     RECIPE,
     TOKENIZER,
     Manifest,
+    ServedRecord,
     inspect_manifest,
     read_manifest,
 )
@@ -113,13 +114,24 @@ class Pair:
         Raises:
             BadInputError: the folder holds another pair by now.
         """
-        now = read_manifest(self.folder)  # tuning takes minutes: what else was written since stays
+        return self._store(lambda now: now.tuned(tuning))
+
+    def store_served(self, found: ServedRecord) -> Pair:
+        """Store what an engine made of the pair, in place of what was known of the same engine and depth.
+
+        Raises:
+            BadInputError: the folder holds another pair by now.
+        """
+        return self._store(lambda now: now.with_served(found))
+
+    def _store(self, change: Callable[[Manifest], Manifest]) -> Pair:
+        now = read_manifest(self.folder)  # measuring takes minutes: what else was written since stays
         if now.digest != self.digest:
             raise BadInputError(
-                f"{self.folder} holds another pair by now ({now.name} version {now.version}); nothing was stored. Tune "
-                "that one."
+                f"{self.folder} holds another pair by now ({now.name} version {now.version}); nothing was stored. "
+                "Measure that one."
             )
-        manifest = now.tuned(tuning)
+        manifest = change(now)
         manifest.write(self.folder)
         return replace(self, manifest=manifest)
 

@@ -106,6 +106,10 @@ class Expectation(Model):
         """Return the answers at a temperature."""
         return self.answers[f"{temperature:g}"]
 
+    def never_drawn(self) -> Expectation:
+        """Return what is expected of an engine that always proposes the most probable drafts."""
+        return self.model_copy(update={"answers": self.answers | self.one_hot, "one_hot": {}})
+
     def save(self, file: Path) -> None:
         """Write it as JSON, whole or not at all."""
         write_atomically(file, self.model_dump_json(indent=1) + "\n")

@@ -28,9 +28,7 @@ def served(
     python: Annotated[Path | None, typer.Option(help="The engine's own environment, or its Python.")] = None,
     export: Annotated[Path | None, typer.Option(help="What `outrider export` wrote (default: it is made).")] = None,
     arg: Annotated[list[str] | None, typer.Option(help="One more argument of the server; may be repeated.")] = None,
-    env: Annotated[
-        list[str] | None, typer.Option(metavar="NAME=VALUE", help="For the server; may be repeated.")
-    ] = None,
+    env: Annotated[list[str] | None, typer.Option(metavar="NAME=VALUE", help="For the server; repeatable.")] = None,
     setting: Annotated[
         list[str] | None, typer.Option(metavar="KEY=VALUE", help="A change to the engine's drafting; may be repeated.")
     ] = None,
@@ -44,6 +42,7 @@ def served(
     expect: Annotated[
         Path | None, typer.Option(help="What our decoder does, as JSON: read if it is there, else written.")
     ] = None,
+    plain: Annotated[bool, typer.Option(help="Start the engine without drafts, too: the speedup there.")] = True,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Store nothing in the pair.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="The whole result, for programs.")] = False,
 ) -> None:
@@ -74,7 +73,7 @@ def served(
         found = session.ask(Engine(url), Engine(plain_url) if plain_url else None, tolerance)
     else:
         assert python is not None
-        how = Start(python, export, _settings(setting), tuple(arg or ()), _variables(env))
+        how = Start(python, export, _settings(setting), tuple(arg or ()), _variables(env), plain)
         found = session.start(how, tolerance)
     if not dry_run:
         loaded.store_served(record_of(found))

@@ -108,11 +108,11 @@ class Engine:
         return Completion(choice.text, None if ids is None else tuple(ids), count, ended, seconds)
 
     def settled(self, earlier: Counters, tokens: int) -> Counters:
-        """Return what was counted since `earlier`, as soon as the engine has counted `tokens` new tokens."""
+        """Return the counters, as soon as the engine has counted `tokens` new tokens after `earlier`."""
         limit = time.monotonic() + SETTLE_SECONDS
         while True:
-            found = self.counters().since(earlier)
-            if found.tokens >= tokens or time.monotonic() > limit:
+            found = self.counters()
+            if found.since(earlier).tokens >= tokens or time.monotonic() > limit:
                 return found
             time.sleep(0.02)
 

@@ -59,29 +59,28 @@ class ServedResult(BaseModel):
 
 
 def ask_all(
-    engine: Engine, expected: Expectation, temperature: float, count: bool = True, advance: Advance | None = None
-) -> tuple[list[Reply], int]:
-    """Send every prompt, one after the other, and read the engine's counters before and after each.
-
-    Args:
-        count: whether the counters are read; a plain engine drafts nothing.
+    engines: Sequence[Engine], expected: Expectation, temperature: float, advance: Advance
+) -> tuple[list[list[Reply]], int]:
+    """Send every prompt to every engine, in turns, and read the engine's counters after each answer.
 
     Returns:
-        The replies, and how many new tokens the engine counted that were not ours.
+        The replies of each engine, and how many new tokens the engines counted that were not ours.
     """
     ask = Ask(expected.max_new_tokens, temperature)
-    engine.complete(expected.prompts[0].tokens, ask)  # first calls are slow
-    replies, foreign = [], 0
-    earlier = engine.counters()
-    for prompt in expected.prompts:
-        found = engine.complete(prompt.tokens, ask)
-        counted = engine.settled(earlier, found.num_tokens) if count else earlier
-        if count:
+    for engine in engines:
+        engine.complete(expected.prompts[0].tokens, ask)  # first calls are slow
+    looks = [engine.counters() for engine in engines]
+    replies: list[list[Reply]] = [[] for _ in engines]
+    foreign = 0
+    for number, prompt in enumerate(expected.prompts):
+        for i in range(len(engines)):
+            turn = (number + i) % len(engines)
+            found = engines[turn].complete(prompt.tokens, ask)
+            now = engines[turn].settled(looks[turn], found.num_tokens)
+            counted, looks[turn] = now.since(looks[turn]), now
             foreign += max(0, round(counted.tokens) - found.num_tokens)
-            earlier = engine.counters()
-        replies.append(_reply(found, counted))
-        if advance is not None:
-            advance(1, "")
+            replies[turn].append(_reply(found, counted))
+        advance(1, "")
     return replies, foreign
 
 
@@ -103,7 +102,7 @@ def _reply(found: Completion, counted: Counters) -> Reply:
 
 
 class Survey:
-    """The replies of engines, gathered in any order: a drafting one, and the same engine without drafts."""
+    """The replies of a drafting engine and, for the speedup there, of the same engine without drafts."""
 
     def __init__(self, expected: Expectation, console: Console | None = None):
         self.expected, self.console = expected, console
@@ -111,15 +110,17 @@ class Survey:
         self.plain: dict[float, list[Reply]] = {}
         self.foreign = 0
 
-    def ask(self, engine: Engine, drafting: bool = True) -> None:
-        """Send every prompt at every temperature."""
+    def ask(self, engine: Engine, plain: Engine | None = None) -> None:
+        """Send every prompt at every temperature, to both in turns if there are two."""
         temperatures = self.expected.temperatures
         total = len(self.expected.prompts) * len(temperatures)
-        name = "the engine" if drafting else "the engine without drafts"
-        with progress(self.console, name, total, transient=True) as advance:
+        engines = [engine] if plain is None else [engine, plain]
+        with progress(self.console, "the engine", total, transient=True) as advance:
             for temperature in temperatures:
-                replies, foreign = ask_all(engine, self.expected, temperature, drafting, advance)
-                (self.drafting if drafting else self.plain)[temperature] = replies
+                replies, foreign = ask_all(engines, self.expected, temperature, advance)
+                self.drafting[temperature] = replies[0]
+                if plain is not None:
+                    self.plain[temperature] = replies[1]
                 self.foreign += foreign
 
     def result(self, engine: dict[str, Any], write: Write, tolerance: float = TOLERANCE) -> ServedResult:

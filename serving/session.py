@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -86,22 +87,20 @@ class Session:
     def ask(self, engine: Engine, plain: Engine | None, tolerance: float) -> ServedResult:
         """Compare with engines that run already, the second one without drafts."""
         survey = Survey(self.expected, self.console)
-        survey.ask(engine)
-        if plain is not None:
-            survey.ask(plain, drafting=False)
+        survey.ask(engine, plain)
         return survey.result(engine_facts(engine, [("url", engine.url)]), self.write, tolerance)
 
     def start(self, start: Start, tolerance: float) -> ServedResult:
-        """Start the engine with the pair's drafter, then without; compare, and stop both."""
+        """Start the engine with the pair's drafter and once more without; compare in turns, and stop both."""
         survey = Survey(self.expected, self.console)
-        with TemporaryDirectory(prefix="outrider-served-") as place:
-            drafting = self.launch(start, Path(place))
-            with running(drafting, Path(place) / "drafting.log") as engine:
-                facts = engine_facts(engine, [("speculation", dict(drafting.speculation or {}))])
-                survey.ask(engine)
-            if start.plain:
-                with running(replace(drafting, speculation=None), Path(place) / "plain.log") as engine:
-                    survey.ask(engine, drafting=False)
+        with TemporaryDirectory(prefix="outrider-served-") as folder, ExitStack() as both:
+            place = Path(folder)
+            drafting = self.launch(start, place)
+            engine = both.enter_context(running(drafting, place / "drafting.log"))
+            alone = replace(drafting, speculation=None)
+            plain = both.enter_context(running(alone, place / "plain.log")) if start.plain else None
+            facts = engine_facts(engine, [("speculation", dict(drafting.speculation or {}))])
+            survey.ask(engine, plain)
         return survey.result(facts, self.write, tolerance)
 
     def launch(self, start: Start, place: Path) -> Launch:
@@ -150,9 +149,9 @@ def _lookup(pair: Pair) -> dict[str, int]:
 def _checked(expected: Expectation, pair: Pair) -> Expectation:
     if (expected.target, expected.drafter) != (pair.fingerprint().digest, pair.manifest.drafter.type):
         raise BadInputError(
-            f"the expectation was made with another target or drafter (a {expected.drafter} for target "
-            f"{expected.target[:12]}…) than the pair's ({pair.manifest.drafter.type}, {pair.fingerprint().digest[:12]}…);"
-            " make it again."
+            f"the expectation is of another target or drafter (a {expected.drafter} for target "
+            f"{expected.target[:12]}…) than the pair ({pair.manifest.drafter.type}, "
+            f"{pair.fingerprint().digest[:12]}…); make it again."
         )
     return expected
 

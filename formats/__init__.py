@@ -6,7 +6,7 @@ from .checkpoint import Checkpoint
 from .engines import LAYOUTS, Launch, launch, layout_of, require_served
 from .layout import Lack, Layout
 from .speculators import load_speculators
-from .transfer import Exported, export_drafter
+from .transfer import Exported, export_drafter, import_drafter, recognised
 
 __all__ = [
     "LAYOUTS",
@@ -16,8 +16,10 @@ __all__ = [
     "Launch",
     "Layout",
     "export_drafter",
+    "import_drafter",
     "launch",
     "layout_of",
     "load_speculators",
+    "recognised",
     "require_served",
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,7 @@ class Checkpoint:
         (folder / CONFIG).write_text(json.dumps(self.config, indent=2) + "\n", encoding="utf-8")
         held = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in self.tensors.items()}
         save_file(held, folder / weights, metadata={"format": "pt"})
+        shutil.copymode(folder / CONFIG, folder / weights)  # safetensors lets only its own user read what it writes
 
     @classmethod
     def load(cls, folder: str | Path) -> Checkpoint:

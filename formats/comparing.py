@@ -23,8 +23,13 @@ _LENGTH, _DEPTH = 24, 4
 TOLERANCE = 2e-3
 
 
-def passage_of(target: Target, depth: int = _DEPTH) -> Passage:
-    """Return a passage of random tokens, the same for the same target, that both sides are asked about."""
+def passage_of(target: Target, max_depth: int | None = None) -> Passage:
+    """Return a passage of random tokens, the same for the same target, that both sides are asked about.
+
+    Args:
+        max_depth: the deepest that the drafter drafts, if it has a limit; all of it is asked about.
+    """
+    depth = max_depth or _DEPTH
     length = min(_LENGTH, (target.max_context or _LENGTH) - depth - 1)
     generator = torch.Generator().manual_seed(0)
     drawn = torch.randint(target.vocab_size, (length + depth,), generator=generator).tolist()

@@ -13,14 +13,38 @@ from typing import Any
 
 from ..ground import BadInputError, IncompatibleError
 from ..heads import DrafterConfig
+from .eagle import EagleLayout
 from .layout import Lack, Layout, refuse_lacks
+from .medusa import MedusaRepository, MedusaVllm
+from .plain import Plain
+from .sglang import Sglang
 from .speculators import Speculators
 
 # What can be written for whom: `--to`, our drafter, and the layout.
 LAYOUTS: dict[str, dict[str, Layout]] = {
-    "vllm": {"eagle3": Speculators(embeddings=False)},
+    "vllm": {
+        "eagle3": Speculators(embeddings=False),
+        "eagle1": EagleLayout("vllm"),
+        "medusa": MedusaVllm(),
+        "draft_model": Plain(),
+    },
     "speculators": {"eagle3": Speculators()},
+    "sglang": {"eagle3": Sglang(), "eagle1": EagleLayout("sglang"), "draft_model": Plain()},
+    "hf": {"draft_model": Plain()},
+    "medusa": {"medusa": MedusaRepository()},
+    "eagle": {"eagle1": EagleLayout("eagle")},
 }
+
+
+# Every layout once, in the order in which config.json is asked; a draft model is what is nothing else.
+KNOWN: tuple[Layout, ...] = (
+    Speculators(),
+    Sglang(),
+    MedusaRepository(),
+    MedusaVllm(),
+    EagleLayout("eagle"),
+    Plain(),
+)
 
 
 @dataclass(frozen=True)
@@ -73,30 +97,47 @@ def lacks(to: str, drafter: str, config: DrafterConfig, num_layers: int) -> list
 # ------------------------------------------------------------ how they are started
 
 
-def launch(to: str, drafter: str, target: str, folder: str, depth: int) -> Launch:
+def launch(to: str, drafter: str, target: str, folder: str, depth: int, dtype: str = "auto") -> Launch:
     """Return how `to` is started with a drafter of this type.
 
     Args:
         target: the target's path or Hub id, as the engine will find it.
         folder: the export's.
         depth: draft tokens of a round, in our counting.
+        dtype: of the target's weights, as it was measured.
     """
     if to == "vllm":
-        return _vllm(drafter, target, folder, depth)
+        return _vllm(drafter, target, folder, depth, dtype)
+    if to == "sglang":
+        return _sglang(drafter, target, folder, depth, dtype)
+    if to == "hf":
+        settings = {"assistant_model": folder, "num_assistant_tokens": depth}
+        return Launch("transformers", None, settings | {"num_assistant_tokens_schedule": "constant"})
     return Launch(to, None, {"depth": depth})
 
 
-# What vLLM calls our drafters.
-_VLLM_METHODS = {"eagle3": "eagle3"}
+# What vLLM and SGLang call our drafters.
+_VLLM_METHODS = {"eagle3": "eagle3", "eagle1": "eagle", "medusa": "medusa", "draft_model": "draft_model"}
+_SGLANG_ALGORITHMS = {"eagle3": "EAGLE3", "eagle1": "EAGLE", "draft_model": "STANDALONE"}
 
 
-def _vllm(drafter: str, target: str, folder: str, depth: int) -> Launch:
-    # Without "probabilistic" the drafts above temperature 0 are greedy, and a third of what drafting gains is lost.
-    settings = {
-        "method": _VLLM_METHODS[drafter],
-        "model": folder,
-        "num_speculative_tokens": depth,
-        "draft_sample_method": "probabilistic",
-    }
-    words = ["vllm", "serve", target, "--speculative-config", json.dumps(settings)]
+def _vllm(drafter: str, target: str, folder: str, depth: int, dtype: str) -> Launch:
+    settings: dict[str, Any] = {"method": _VLLM_METHODS[drafter], "model": folder, "num_speculative_tokens": depth}
+    if drafter != "medusa":  # whose drafts are always the most probable tokens
+        # Without this the drafts above temperature 0 are greedy, and a third of what drafting gains is lost.
+        settings["draft_sample_method"] = "probabilistic"
+    words = ["vllm", "serve", target, "--dtype", dtype, "--speculative-config", json.dumps(settings)]
     return Launch("vllm", shlex.join(words), settings)
+
+
+def _sglang(drafter: str, target: str, folder: str, depth: int, dtype: str) -> Launch:
+    settings = {
+        "speculative-algorithm": _SGLANG_ALGORITHMS[drafter],
+        "speculative-draft-model-path": folder,
+        "speculative-num-steps": depth,
+        "speculative-eagle-topk": 1,
+        "speculative-num-draft-tokens": depth + 1,
+    }
+    words = ["python", "-m", "sglang.launch_server", "--model-path", target, "--dtype", dtype]
+    words += [word for name, value in settings.items() for word in (f"--{name}", str(value))]
+    return Launch("sglang", shlex.join(words), settings)

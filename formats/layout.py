@@ -40,10 +40,12 @@ class Layout(ABC):
     Attributes:
         name: of the layout, as `outrider lint` and the documentation call it.
         drafter: the type of our drafter.
+        optional: tensors that may be there or not.
     """
 
     name: ClassVar[str]
     drafter: ClassVar[str]
+    optional: ClassVar[tuple[str, ...]] = ()
 
     @abstractmethod
     def lacks(self, config: DrafterConfig, num_layers: int) -> list[Lack]:
@@ -72,6 +74,14 @@ class Layout(ABC):
         Raises:
             BadInputError: it is damaged, or of another kind.
             IncompatibleError: it was made for another target, or uses what our drafter does not have.
+        """
+
+    @abstractmethod
+    def shapes(self, config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+        """Return the tensors that a checkpoint with this config.json must hold, with their shapes.
+
+        Raises:
+            BadInputError, IncompatibleError: config.json describes no drafter of this kind.
         """
 
     def save(self, drafter: Drafter, target: Target, folder: Path, depth: int) -> None:

@@ -81,6 +81,11 @@ def embedding_table(target: Target) -> Tensor:
     return cast(Tensor, target.model.get_input_embeddings().weight)
 
 
+def output_table(target: Target) -> Tensor:
+    """Return the target's output embedding, `[V, H]`, as it is stored."""
+    return cast(Tensor, target.model.get_output_embeddings().weight)
+
+
 class Weights:
     """Tensors by name, in fp32; a missing one is said to be missing."""
 
@@ -209,3 +214,51 @@ def _scattered(weights: Weights, normed: Tensor, vocab_size: int) -> Tensor:
         return logits
     ids = torch.arange(logits.shape[-1], device=logits.device) + weights.tensors["d2t"].to(logits.device)
     return logits.new_full((1, vocab_size), -torch.inf).index_copy(1, ids, logits)
+
+
+# ------------------------------------------------------------ EAGLE
+
+
+@torch.no_grad()
+def eagle1_logits(tensors: Mapping[str, Tensor], config: Mapping[str, Any], passage: Passage) -> Tensor:
+    """Return the draft logits of an EAGLE head at each depth, `[k, V]`.
+
+    Its first layer has no norm before attention, its output goes to the target's own output embedding.
+    """
+    weights = Weights(tensors, config)
+    read = passage.read
+    embedded, layers = functional.embedding(read, passage.table), Layers(weights, len(read), read.device)
+    states, found = passage.hidden[-1], list[Tensor]()
+    while len(found) <= len(passage.drafts):
+        x = weights.linear(torch.cat([embedded[: len(states)], states], -1), "fc")
+        for i in range(int(config["num_hidden_layers"])):
+            x = layers(f"layers.{i}.", weights.norm(x, f"layers.{i}.input_layernorm") if i else x, x)
+        states = torch.cat([states, x[-1:]])
+        found.append(passage.lm_head(x[-1:]))
+    return torch.cat(found)
+
+
+# ------------------------------------------------------------ Medusa
+
+
+@torch.no_grad()
+def medusa_logits(tensors: Mapping[str, Tensor], config: Mapping[str, Any], passage: Passage) -> Tensor:
+    """Return the logits of Medusa's heads at their depths, `[k, V]`, as vLLM names and computes them."""
+    weights = Weights(tensors, {})
+    heads, blocks = int(config["num_heads"]), int(config["num_hidden_layers"])
+    scale = float(config.get("logit_scale", 1.0))
+    found = []
+    for i in range(heads):
+        x = passage.hidden[-1][-1:]
+        for j in range(blocks):
+            x = x + functional.silu(weights.linear(x, f"blocks.{i}.layers.{j}"))
+        logits = scale * weights.linear(x, "lm_heads.0" if config.get("original_lm_head") else f"lm_heads.{i}")
+        found.append(_mapped(logits, weights, len(passage.table)))
+    return torch.cat(found)
+
+
+def _mapped(logits: Tensor, weights: Weights, vocab_size: int) -> Tensor:
+    if "token_map" not in weights:
+        return logits
+    wide = logits.new_full((1, vocab_size), -torch.inf)
+    return wide.index_copy(1, weights.tensors["token_map"].to(logits.device), logits)

@@ -19,25 +19,24 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import LlamaConfig
 
-from ..ground import BadInputError, IncompatibleError
+from ..ground import BadInputError
 from ..ground.versions import versions
 from ..heads import Drafter, DrafterConfig, Eagle3, Eagle3Config
-from ..heads.base import CONFIG
-from ..heads.parts.decoder_layer import LayerConfig
 from ..targets import Target
 from .checkpoint import Checkpoint
+from .filling import fill
 from .layout import Lack, Layout
+from .llama import EMBEDDINGS, check_embeddings, layer_sizes, llama_config, shapes_of
 from .reading import Flags, Passage, eagle3_logits, embedding_table
 
+TAPS = "eagle_aux_hidden_state_layer_ids"
 # Names in the format and ours: of single tensors, and of beginnings.
 _SINGLE = ("fc.weight", "norm.weight", "lm_head.weight")
 _FIRST, _FIRST_OURS = "layers.0.", "layer."
 _TAP_NORMS = {False: ("fc_norm.", "tap_norms."), True: ("input_norm.", "tap_norms.0.")}  # by norm_before_fc
 # What is there beside the head: the target's embeddings, two vocabulary maps, and copies that only training reads.
-_EMBEDDINGS = "embed_tokens.weight"
-_BESIDE = (_EMBEDDINGS, "d2t", "t2d", "verifier_norm.weight", "verifier_lm_head.weight")
+BESIDE = (EMBEDDINGS, "d2t", "t2d", "verifier_norm.weight", "verifier_lm_head.weight")
 
 
 # The version of the package whose layout this is; its loader compares nothing with it.
@@ -54,6 +53,7 @@ class Speculators(Layout):
 
     name = "speculators"
     drafter = "eagle3"
+    optional = BESIDE
 
     def __init__(self, embeddings: bool = True):
         self.embeddings = embeddings
@@ -76,6 +76,10 @@ class Speculators(Layout):
     def read(self, found: Checkpoint, target: Target) -> Eagle3:
         return read_eagle3(found, target)
 
+    def shapes(self, config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+        settings = _settings(config, config.get(TAPS) or (0, 1, 2), "config.json", [])
+        return shapes_of(Eagle3, settings, lambda name: their_name(name, settings))
+
 
 def taps_lacking(taps: Sequence[int], num_layers: int) -> list[Lack]:
     """Return what engines cannot do of these taps: they sort them, and know no state after the final norm."""
@@ -94,7 +98,7 @@ def vllm_flags(config: dict[str, Any], num_layers: int) -> tuple[dict[str, Any],
     """Return the layers' config and the flags that vLLM takes from a config.json of this layout."""
     default = (2, num_layers // 2, num_layers - 3)
     flags = Flags(
-        taps=tuple(config.get("eagle_aux_hidden_state_layer_ids") or default),
+        taps=tuple(config.get(TAPS) or default),
         norm_before_residual=bool(config.get("norm_before_residual", True)),
         norm_before_fc=bool(config.get("norm_before_fc", False)),
         fc_norm=bool(config.get("fc_norm", False)),
@@ -114,10 +118,10 @@ def write_eagle3(head: Eagle3, target: Target, depth: int, embeddings: bool = Tr
         embeddings: whether the target's are part of it. `speculators` fills absent ones with uninitialised memory, vLLM
             takes the target's own.
     """
-    tensors = {_theirs(name, head.config): tensor for name, tensor in head.state_dict().items()}
+    tensors = {their_name(name, head.config): tensor for name, tensor in head.state_dict().items()}
     tensors |= vocabulary_maps(tensors.pop("token_ids"), head.config.vocab_size)
     if embeddings:
-        tensors[_EMBEDDINGS] = embedding_table(target)
+        tensors[EMBEDDINGS] = embedding_table(target)
     return Checkpoint(_written_config(head, target, depth), tensors)
 
 
@@ -149,7 +153,7 @@ def _written_config(head: Eagle3, target: Target, depth: int) -> dict[str, Any]:
         "norm_before_fc": config.norm_before_fc,
         "fc_norm": config.norm_taps,
         "norm_output": config.norm_output,
-        "eagle_aux_hidden_state_layer_ids": list(config.taps),
+        TAPS: list(config.taps),
         "embed_requires_grad": False,
         "tie_word_embeddings": False,
         "dtype": str(head.fc.weight.dtype).removeprefix("torch."),
@@ -162,42 +166,6 @@ def verifier(target: Target) -> dict[str, Any]:
     return {"name_or_path": target.source.get("path") or "", "architectures": [type(target.model).__name__]}
 
 
-def llama_config(config: LayerConfig) -> dict[str, Any]:
-    """Return a Llama's config.json for a head's layers, as engines read it.
-
-    Rotary positions are said twice: as `transformers` 5 has them, and as older readers look for them.
-    """
-    return {
-        "model_type": "llama",
-        "architectures": ["LlamaForCausalLM"],
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_attention_heads,
-        "num_key_value_heads": config.num_key_value_heads,
-        "head_dim": config.head_dim,
-        "hidden_act": "silu",
-        "rms_norm_eps": config.rms_norm_eps,
-        "max_position_embeddings": config.max_position_embeddings,
-        "attention_bias": False,
-        "mlp_bias": False,
-        "tie_word_embeddings": False,
-        **rope_fields(config.rope_parameters),
-    }
-
-
-def rope_fields(parameters: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields that say how positions turn, for new and old readers."""
-    kind = parameters.get("rope_type", "default")
-    scaling = None if kind == "default" else {k: v for k, v in parameters.items() if k != "rope_theta"}
-    return {
-        "rope_parameters": dict(parameters),
-        "rope_theta": parameters.get("rope_theta", 10000.0),
-        "rope_scaling": scaling,
-    }
-
-
 def vocabulary_maps(ids: Tensor, vocab_size: int) -> dict[str, Tensor]:
     """Return `d2t` `[V']` and `t2d` `[V]` of a draft vocabulary's target ids `[V']`; none for the whole vocabulary."""
     if len(ids) == vocab_size:
@@ -207,7 +175,7 @@ def vocabulary_maps(ids: Tensor, vocab_size: int) -> dict[str, Tensor]:
     return {"d2t": ids.cpu() - torch.arange(len(ids)), "t2d": kept}
 
 
-def _theirs(name: str, config: Eagle3Config) -> str:
+def their_name(name: str, config: Eagle3Config) -> str:
     """Return their name of our tensor: the inverse of `_ours`."""
     tap_norms, tap_norms_ours = _TAP_NORMS[config.norm_before_fc]
     for theirs, ours in ((_FIRST, _FIRST_OURS), (tap_norms, tap_norms_ours)):
@@ -248,74 +216,37 @@ def eagle3_config(values: dict[str, Any], target: Target, where: str) -> Eagle3C
     Raises:
         IncompatibleError: an option that our head does not have; all of them are named.
     """
-    layer: Any = LlamaConfig(
-        **{k: v for k, v in values.get("transformer_layer_config", {}).items() if k != "model_type"}
-    )
-    taps = values.get("eagle_aux_hidden_state_layer_ids") or (2, target.num_layers // 2, target.num_layers - 3)
-    if problems := _unknown_to_us(values, layer, taps, target):
-        raise IncompatibleError(
-            f"{where}: {'; '.join(problems)}. Our EAGLE-3 head cannot do that; train it without, or import another one."
-        )
+    taps = values.get(TAPS) or (2, target.num_layers // 2, target.num_layers - 3)
+    problems = ["embed_requires_grad: true"] if values.get("embed_requires_grad") else []
+    if target.num_layers in taps:
+        problems.append(f"tap {target.num_layers}, the target's last state before its final norm")
+    return _settings(values, taps, where, problems)
+
+
+def _settings(values: dict[str, Any], taps: Sequence[int], where: str, problems: list[str]) -> Eagle3Config:
+    sizes = layer_sizes(values.get("transformer_layer_config", {}), where, problems)
     proposals = values.get("speculators_config", {}).get("proposal_methods") or [{}]
     return Eagle3Config(
         taps=tuple(taps),
         steps=int(proposals[0].get("speculative_tokens") or Eagle3Config.steps),
-        draft_vocab_size=int(values["draft_vocab_size"]),
-        vocab_size=layer.vocab_size,
+        draft_vocab_size=int(values.get("draft_vocab_size") or sizes["vocab_size"]),
         norm_taps=bool(values.get("fc_norm")),
         norm_output=bool(values.get("norm_output")),
         norm_before_fc=bool(values.get("norm_before_fc")),
         norm_before_residual=bool(values.get("norm_before_residual")),
-        num_layers=layer.num_hidden_layers,
-        hidden_size=layer.hidden_size,
-        intermediate_size=layer.intermediate_size,
-        head_dim=layer.head_dim,
-        num_attention_heads=layer.num_attention_heads,
-        num_key_value_heads=layer.num_key_value_heads,
-        rms_norm_eps=layer.rms_norm_eps,
-        rope_parameters=dict(layer.rope_parameters),
-        max_position_embeddings=layer.max_position_embeddings,
+        **sizes,
     )
-
-
-def _unknown_to_us(values: dict[str, Any], layer: Any, taps: Any, target: Target) -> list[str]:
-    """Return what their head does that ours cannot, each in a few words."""
-    theirs = values.get("transformer_layer_config", {})
-    found = ["embed_requires_grad: true"] if values.get("embed_requires_grad") else []
-    found += [f"{name}: true" for name in ("attention_bias", "mlp_bias") if getattr(layer, name, False)]
-    if (kind := theirs.get("model_type", "qwen3")) != "llama":
-        found.append(f"layers of the kind {kind!r} instead of 'llama'")
-    if layer.hidden_act != "silu":
-        found.append(f"hidden_act: {layer.hidden_act!r} instead of 'silu'")
-    if "sliding_attention" in (theirs.get("layer_types") or []):
-        found.append(f"a sliding window of {theirs.get('sliding_window')} tokens")
-    if target.num_layers in taps:
-        found.append(f"tap {target.num_layers}, the target's last state before its final norm")
-    return found
 
 
 def fill_eagle3(head: Eagle3, theirs: dict[str, Tensor], target: Target, folder: Path) -> None:
     """Load the weights into `head`, each of them and nothing else, and check that it fits the target."""
-    own = head.state_dict()
-    weights = {_ours(name, head.config): tensor for name, tensor in theirs.items() if name not in _BESIDE}
+    weights = {_ours(name, head.config): tensor for name, tensor in theirs.items() if name not in BESIDE}
     weights["token_ids"] = _token_ids(theirs, head.config, folder)
-    problems = [f"missing {name}" for name in own.keys() - weights.keys()] + [
-        f"unexpected {name}" for name in weights.keys() - own.keys()
-    ]
-    problems += [
-        f"{name} is {tuple(weights[name].shape)}, expected {tuple(own[name].shape)}"
-        for name in own.keys() & weights.keys()
-        if own[name].shape != weights[name].shape
-    ]
-    if problems:
-        raise IncompatibleError(
-            f"{folder}: the tensors do not fit its {CONFIG}: {'; '.join(sorted(problems)[:4])} (names as in our head)."
-        )
-    _check_embeddings(theirs.get(_EMBEDDINGS), target, folder)
+    check_embeddings(theirs.get(EMBEDDINGS), target, folder)
     # Ours are ascending: whatever the order there, ids and rows move together.
     order = weights["token_ids"].argsort()
-    weights["token_ids"], weights["lm_head.weight"] = weights["token_ids"][order], weights["lm_head.weight"][order]
-    head.load_state_dict(weights)
+    weights |= {name: weights[name][order] for name in ("token_ids", "lm_head.weight") if name in weights}
+    fill(head, weights, [], str(folder))
     head.check(target)
 
 
@@ -356,21 +287,3 @@ def _token_ids(theirs: dict[str, Tensor], config: Eagle3Config, folder: Path) ->
     if "t2d" in theirs and not torch.equal(kept, theirs["t2d"].bool()):
         raise BadInputError(f"{folder}: d2t and t2d name different tokens.")
     return ids
-
-
-@torch.no_grad()
-def _check_embeddings(theirs: Tensor | None, target: Target, folder: Path) -> None:
-    """Refuse another target's embeddings: ours reads the target's own, and the copy must be the same up to rounding."""
-    if theirs is None:
-        return
-    if theirs.shape != (target.vocab_size, target.hidden_size):
-        raise IncompatibleError(
-            f"{folder}: made for embeddings of the shape {tuple(theirs.shape)}, the target's is "
-            f"{(target.vocab_size, target.hidden_size)}."
-        )
-    own = target.embed(torch.arange(target.vocab_size, device=target.device)[None])[0].float().cpu()
-    rounding = max(torch.finfo(theirs.dtype).eps, torch.finfo(target.dtype).eps)
-    if not torch.allclose(theirs.float(), own, rtol=2 * rounding, atol=1e-6):
-        raise IncompatibleError(
-            f"{folder}: its {_EMBEDDINGS} differs from the target's embeddings: it was made for another target."
-        )

@@ -1,4 +1,4 @@
-"""Drafters out: written in an engine's layout, read back as that engine reads it, and compared."""
+"""Drafters out: written in an engine's layout, read back as that engine reads it, and compared. And drafters in."""
 
 from __future__ import annotations
 
@@ -8,9 +8,12 @@ from pathlib import Path
 from ..ground import BadInputError
 from ..ground.files import replacing_folder
 from ..heads import Drafter
+from ..heads.base import read_config
 from ..targets import Target
 from .comparing import passage_of, require_same, session_logits
-from .engines import require_served
+from .engines import KNOWN, require_served
+from .layout import Layout
+from .record import write_record
 
 
 @dataclass(frozen=True)
@@ -43,12 +46,43 @@ def export_drafter(drafter: Drafter, target: Target, to: str, folder: str | Path
     layout = require_served(to, drafter.name, drafter.config, target.num_layers)
     final = Path(folder).expanduser()
     require_new(final)
-    passage = passage_of(target)
+    passage = passage_of(target, drafter.max_depth)
     with replacing_folder(final) as partial:
         layout.save(drafter, target, partial, depth)
-        theirs = layout.logits(layout.load(partial), target, passage)
+        written = layout.load(partial)
+        write_record(partial, written, layout.name)
+        theirs = layout.logits(written, target, passage)
         apart = require_same(session_logits(drafter, target, passage), theirs, f"{drafter.name} for {to}")
     return Exported(final, layout.name, apart)
+
+
+def recognised(folder: str | Path) -> Layout:
+    """Return the layout that the checkpoint in `folder` is in.
+
+    Raises:
+        BadInputError: there is no checkpoint, or one in no layout that is known.
+    """
+    config = read_config(Path(folder).expanduser())
+    found = next((layout for layout in KNOWN if layout.recognises(config)), None)
+    if found is None:
+        names = ", ".join(dict.fromkeys(layout.name for layout in KNOWN))
+        raise BadInputError(
+            f"{folder}: its config.json is in no known layout ({names}); architectures: {config.get('architectures')}."
+        )
+    return found
+
+
+def import_drafter(folder: str | Path, target: Target) -> Drafter:
+    """Return the drafter that `folder` holds in another program's layout, as a drafter of ours for `target`.
+
+    Raises:
+        BadInputError: there is no checkpoint in a known layout, or a damaged one.
+        IncompatibleError: it was made for another target, or uses what our drafter does not have.
+    """
+    layout = recognised(folder)
+    drafter = layout.read(layout.load(Path(folder).expanduser()), target)
+    drafter.check(target)
+    return drafter.to(target.device).eval()
 
 
 def require_new(folder: Path) -> None:

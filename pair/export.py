@@ -61,7 +61,7 @@ def export_pair(
     depth = depth or export_depth(pair)
     folder = Path(folder or Path("runs") / "exports" / f"{pair.name}-v{pair.version}-{to}").expanduser()
     exported = export_drafter(drafter, target, to, folder, depth)
-    started = launch(to, drafter.name, served_path(target), str(folder), depth)
+    started = launch(to, drafter.name, served_path(target), str(folder), depth, pair.dtype)
     made = PairExport(exported, started, depth)
     _write_beside(pair, made)
     return made

@@ -20,7 +20,7 @@ from .sketch import sketch_causal_lm, sketching
 
 EMBEDDED = "embedded"
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
+PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 
 
 def load_model_and_tokenizer(
@@ -102,7 +102,7 @@ def refuse_pickles(folder: Path) -> None:
     """Raise BadInputError if `folder` holds no safetensors: neither pickled weights nor none at all are read."""
     if any(folder.glob("*.safetensors")):
         return
-    pickled = [file.name for pattern in _PICKLES for file in folder.glob(pattern)]
+    pickled = [file.name for pattern in PICKLES for file in folder.glob(pattern)]
     if pickled:
         raise BadInputError(
             f"{folder}: {pickled[0]} is a pickle, which can run code when loaded; Outrider reads safetensors only. "

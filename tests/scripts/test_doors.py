@@ -41,3 +41,32 @@ def test_a_pair_is_exported_with_its_launch_and_its_expectations(pair: Path, out
     assert expected["accepted_at"] == [n for n in (sum(a > d for a in accepted) for d in range(2)) if n]
     assert expected["tau"]["value"] == pytest.approx(1 + sum(accepted) / len(accepted))
     assert served["suites"] == json.loads((pair / "pair.json").read_text())["measurements"]["suites"]
+
+
+def test_what_was_exported_is_imported_as_a_pair_that_measures_and_probes(
+    pair: Path, target_folder: Path, outrider: Callable[..., Result]
+) -> None:
+    out, back = pair.parent / "sglang", pair.parent / "back"
+    assert outrider("export", pair, "--to", "sglang", "--out", out).exit_code == 0
+    result = outrider("import", out, "--target", target_folder, "--out", back, "--pair")
+    assert result.exit_code == 0, result.output
+    assert "pair of type eagle3, from the layout sglang" in result.output
+    for verb in (("pair", "verify", back), ("probe", back, "--target", target_folder)):
+        result = outrider(*verb)
+        assert result.exit_code == 0, result.output
+    weights = [folder / "drafter" / "model.safetensors" for folder in (pair, back)]
+    assert weights[0].read_bytes() == weights[1].read_bytes()
+
+
+def test_lint_says_nothing_of_a_good_export_and_ends_with_1_on_a_fault(
+    pair: Path, outrider: Callable[..., Result]
+) -> None:
+    out = pair.parent / "vllm"
+    assert outrider("export", pair, "--to", "vllm", "--out", out).exit_code == 0
+    good = outrider("lint", out)
+    assert (good.exit_code, "nothing found" in good.output) == (0, True)
+    config = json.loads((out / "config.json").read_text())
+    (out / "config.json").write_text(json.dumps({k: v for k, v in config.items() if not k.startswith("eagle_aux")}))
+    bad = outrider("lint", out, "--json")
+    assert bad.exit_code == 1
+    assert "taps-missing" in [finding["check"] for finding in json.loads(bad.output)["findings"]]

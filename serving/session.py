@@ -137,7 +137,7 @@ class Session:
         folder = start.export
         if folder is None:
             folder = export_pair(self.pair, "vllm", place / "export", depth, self.target).folder
-        return launch("vllm", drafter, served_path(self.target), str(folder), depth).settings
+        return launch("vllm", drafter, served_path(self.target), str(folder), depth, self.pair.dtype).settings
 
 
 def _lookup(pair: Pair) -> dict[str, int]:

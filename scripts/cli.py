@@ -29,7 +29,7 @@ from typer.core import TyperGroup
 from ..ground import OutriderError
 from ..ground.allocation import keep_large_blocks, remember_few_shapes
 from ..ground.files import is_disk_full
-from . import doors, served
+from . import doors, served, watch
 
 if TYPE_CHECKING:
     from ..eval import Report
@@ -110,6 +110,7 @@ pair_app = typer.Typer(no_args_is_help=True, help="Make, show and verify pairs."
 app.add_typer(pair_app, name="pair")
 doors.add_verbs(app)
 served.add_verbs(app)
+watch.add_verbs(app)
 
 RecipeName = Annotated[
     str, typer.Argument(metavar="RECIPE", help="A YAML file, or the name of a packaged recipe such as embedded-eagle3.")

@@ -141,18 +141,19 @@ def compare(expected: Expectation, replies: Replies, write: Write = str) -> Comp
     """
     sides = _Sides(expected, replies)
     temperature = replies.temperature
+    differing = None if temperature else list(divergences(expected, replies, write))
+    figures: dict[str, Any] = {**sides.taus(), **sides.texts(), **sides.speeds()}
     return Comparison(
         temperature=temperature,
         num_prompts=len(expected.prompts),
-        **sides.taus(),
-        **sides.texts(),
-        **sides.speeds(),
+        **figures,
         drafted_own=_share(sides.own, "drafted"),
         drafted_served=_share(sides.served, "drafted"),
         rounds=round(sum(c.rounds for c in sides.served)),
         by_position=[round(sum(_at(c, i) for c in sides.served)) for i in range(sides.depth)],
         positions=list(sides.positions()),
-        **({} if temperature else _identity(list(divergences(expected, replies, write)), len(expected.prompts))),
+        identical=None if differing is None else len(expected.prompts) - len(differing),
+        divergences=differing or [],
     )
 
 
@@ -271,7 +272,3 @@ def divergences(expected: Expectation, replies: Replies, write: Write) -> Iterat
             index = next((i for i, (a, b) in enumerate(zip(mine, theirs, strict=False)) if a != b), None)
             place = min(len(mine), len(theirs)) if index is None else index
             yield Divergence(suite=asked.suite, prompt=asked.id, index=place, length=len(mine))
-
-
-def _identity(differing: list[Divergence], num_prompts: int) -> dict[str, Any]:
-    return {"identical": num_prompts - len(differing), "divergences": differing}

@@ -8,7 +8,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -80,7 +80,7 @@ def running(launch: Launch, log: Path) -> Iterator[Engine]:
         log: what the server says goes there.
 
     Raises:
-        BadInputError: it ended, or did not answer in time; with its last words.
+        BadInputError: it ended, did not answer in time, or refused a request; with its last lines.
     """
     port = _free_port()
     with log.open("wb") as output:
@@ -93,23 +93,25 @@ def running(launch: Launch, log: Path) -> Iterator[Engine]:
             start_new_session=True,  # so that its workers can be stopped together with it
         )
     try:
-        yield _answering(server, f"http://127.0.0.1:{port}", log)
+        yield _answering(server, f"http://127.0.0.1:{port}")
+    except BadInputError as error:
+        raise BadInputError(f"{error}\nThe engine's last lines:\n{_last(log)}") from error
     finally:
         _stop(server)
 
 
-def _answering(server: subprocess.Popen[bytes], url: str, log: Path) -> Engine:
+def _answering(server: subprocess.Popen[bytes], url: str) -> Engine:
     limit = time.monotonic() + START_SECONDS
     while time.monotonic() < limit:
         if server.poll() is not None:
-            raise BadInputError(f"the engine ended with exit code {server.returncode} as it started:\n{_last(log)}")
+            raise BadInputError(f"the engine ended with exit code {server.returncode} as it started.")
         try:
             engine = Engine(url)
             engine.counters()
             return engine
         except BadInputError:
             time.sleep(0.5)
-    raise BadInputError(f"the engine did not answer within {START_SECONDS:g} s; see {log}:\n{_last(log)}")
+    raise BadInputError(f"the engine did not answer within {START_SECONDS:g} s.")
 
 
 def _stop(server: subprocess.Popen[bytes]) -> None:
@@ -132,5 +134,7 @@ def _free_port() -> int:
 
 
 def _last(log: Path) -> str:
-    lines: Sequence[str] = log.read_text(encoding="utf-8", errors="replace").splitlines()
-    return "\n".join(lines[-LAST_LINES:])
+    """Return the lines of a log that tell of errors, the last ones; simply the last ones if there are none."""
+    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+    errors = [line for line in lines if "Error" in line]
+    return "\n".join((errors or lines)[-LAST_LINES:])

@@ -16,7 +16,7 @@ from typing import Any
 FAULTY = "vllm.utils.cpu_triton_utils"
 
 
-def expand(output: Any, values: Any, ends: Any, replace_from: Any, replace_to: Any, **_: Any) -> None:
+def expand(output: Any, values: Any, ends: Any, replace_from: Any, replace_to: Any, *_: Any, **__: Any) -> None:
     """Write each request's value once for each of its draft tokens; `ends` are their numbers, added up."""
     counts = ends.diff(prepend=ends.new_zeros(1))
     replaced = values.masked_fill(values == replace_from, replace_to)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .checkpoint import Checkpoint
+from .drafter_files import DrafterFiles
 from .engines import LAYOUTS, Launch, launch, layout_of, require_served
 from .layout import Lack, Layout
 from .speculators import load_speculators
@@ -10,7 +10,7 @@ from .transfer import Exported, export_drafter, import_drafter, recognised
 
 __all__ = [
     "LAYOUTS",
-    "Checkpoint",
+    "DrafterFiles",
     "Exported",
     "Lack",
     "Launch",

@@ -6,6 +6,7 @@ Shapes: H hidden size, V target vocabulary.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,9 +21,9 @@ from .record import digest
 _INV_FREQ = "inv_freq"
 
 
-def pickles(look: Look) -> Iterator[Finding]:
+def pickles(folder: Path) -> Iterator[Finding]:
     """Find pickles beside the weights."""
-    for file in sorted(file.name for pattern in PICKLES for file in look.found.folder.glob(pattern)):
+    for file in sorted(file.name for pattern in PICKLES for file in folder.glob(pattern)):
         yield Finding("pickle", f"{file} is a pickle.", "An engine that opens it runs whatever code it holds.")
 
 

@@ -8,13 +8,14 @@ Shapes: H hidden size.
 
 from __future__ import annotations
 
+from collections.abc import Set
 from typing import Any, Literal
 
 from torch import Tensor
 
 from ..heads import Drafter, DrafterConfig, Eagle1, Eagle1Config
 from ..targets import Target
-from .checkpoint import Checkpoint
+from .drafter_files import DrafterFiles
 from .filling import fill
 from .layout import Lack, Layout
 from .llama import EMBEDDINGS, check_embeddings, layer_sizes, llama_config, shapes_of
@@ -50,7 +51,7 @@ class EagleLayout(Layout):
             lacks.append(Lack("fc_bias: true", "its fc has no bias", "fc_bias: false"))
         return lacks
 
-    def write(self, drafter: Drafter, target: Target, depth: int) -> Checkpoint:
+    def write(self, drafter: Drafter, target: Target, depth: int) -> DrafterFiles:
         assert isinstance(drafter, Eagle1)
         tensors = {_theirs(name): tensor for name, tensor in drafter.state_dict().items()}
         weight = drafter.fc.weight
@@ -58,7 +59,7 @@ class EagleLayout(Layout):
             tensors["fc.bias"] = weight.new_zeros(len(weight))
         if self.engine == "eagle":
             tensors[EMBEDDINGS] = embedding_table(target)
-        return Checkpoint(self._config(drafter), tensors)
+        return DrafterFiles(self._config(drafter), tensors)
 
     def _config(self, drafter: Eagle1) -> dict[str, Any]:
         # vLLM puts "Eagle" before the name of a Llama by itself.
@@ -71,13 +72,13 @@ class EagleLayout(Layout):
             "dtype": dtype,
         }
 
-    def logits(self, found: Checkpoint, target: Target, passage: Passage) -> Tensor:
+    def logits(self, found: DrafterFiles, target: Target, passage: Passage) -> Tensor:
         return eagle1_logits(found.tensors, found.config, passage)
 
-    def recognises(self, config: dict[str, Any]) -> bool:
-        names = config.get("architectures") or []
-        eagle3 = "draft_vocab_size" in config or any("Eagle3" in name for name in names)
-        named = any("Eagle" in name for name in names) or "bias" in config or "eagle_fc_bias" in config
+    def recognises(self, config: dict[str, Any], names: Set[str]) -> bool:
+        architectures = config.get("architectures") or []
+        eagle3 = "draft_vocab_size" in config or any("Eagle3" in name for name in architectures)
+        named = any("Eagle" in name for name in architectures) or "bias" in config or "eagle_fc_bias" in config
         return named and not eagle3 and "speculators_model_type" not in config
 
     def shapes(self, config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
@@ -85,7 +86,7 @@ class EagleLayout(Layout):
         settings = Eagle1Config(**layer_sizes(config, "config.json"), fc_bias=bias)
         return shapes_of(Eagle1, settings, _theirs)
 
-    def read(self, found: Checkpoint, target: Target) -> Eagle1:
+    def read(self, found: DrafterFiles, target: Target) -> Eagle1:
         bias = found.tensors.get("fc.bias")
         # A bias of zeros, which SGLang wants to see, is none.
         has_bias = bias is not None and bool(bias.any())

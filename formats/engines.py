@@ -16,6 +16,7 @@ from ..heads import DrafterConfig
 from .eagle import EagleLayout
 from .layout import Lack, Layout, refuse_lacks
 from .medusa import MedusaRepository, MedusaVllm
+from .mtp import NativeMtp
 from .plain import Plain
 from .sglang import Sglang
 from .speculators import Speculators
@@ -27,9 +28,10 @@ LAYOUTS: dict[str, dict[str, Layout]] = {
         "eagle1": EagleLayout("vllm"),
         "medusa": MedusaVllm(),
         "draft_model": Plain(),
+        "mtp": NativeMtp(),
     },
     "speculators": {"eagle3": Speculators()},
-    "sglang": {"eagle3": Sglang(), "eagle1": EagleLayout("sglang"), "draft_model": Plain()},
+    "sglang": {"eagle3": Sglang(), "eagle1": EagleLayout("sglang"), "draft_model": Plain(), "mtp": NativeMtp()},
     "hf": {"draft_model": Plain()},
     "medusa": {"medusa": MedusaRepository()},
     "eagle": {"eagle1": EagleLayout("eagle")},
@@ -43,6 +45,7 @@ KNOWN: tuple[Layout, ...] = (
     MedusaRepository(),
     MedusaVllm(),
     EagleLayout("eagle"),
+    NativeMtp(),
     Plain(),
 )
 
@@ -117,12 +120,14 @@ def launch(to: str, drafter: str, target: str, folder: str, depth: int, dtype: s
 
 
 # What vLLM and SGLang call our drafters.
-_VLLM_METHODS = {"eagle3": "eagle3", "eagle1": "eagle", "medusa": "medusa", "draft_model": "draft_model"}
-_SGLANG_ALGORITHMS = {"eagle3": "EAGLE3", "eagle1": "EAGLE", "draft_model": "STANDALONE"}
+_VLLM_METHODS = {"eagle3": "eagle3", "eagle1": "eagle", "medusa": "medusa", "draft_model": "draft_model", "mtp": "mtp"}
+_SGLANG_ALGORITHMS = {"eagle3": "EAGLE3", "eagle1": "EAGLE", "draft_model": "STANDALONE", "mtp": "NEXTN"}
 
 
 def _vllm(drafter: str, target: str, folder: str, depth: int, dtype: str) -> Launch:
     settings: dict[str, Any] = {"method": _VLLM_METHODS[drafter], "model": folder, "num_speculative_tokens": depth}
+    if drafter == "mtp":  # the drafter is a part of the target's checkpoint
+        target = str(settings.pop("model"))
     if drafter != "medusa":  # whose drafts are always the most probable tokens
         # Without this the drafts above temperature 0 are greedy, and a third of what drafting gains is lost.
         settings["draft_sample_method"] = "probabilistic"
@@ -131,13 +136,15 @@ def _vllm(drafter: str, target: str, folder: str, depth: int, dtype: str) -> Lau
 
 
 def _sglang(drafter: str, target: str, folder: str, depth: int, dtype: str) -> Launch:
-    settings = {
+    settings: dict[str, Any] = {
         "speculative-algorithm": _SGLANG_ALGORITHMS[drafter],
         "speculative-draft-model-path": folder,
         "speculative-num-steps": depth,
         "speculative-eagle-topk": 1,
         "speculative-num-draft-tokens": depth + 1,
     }
+    if drafter == "mtp":
+        target = str(settings.pop("speculative-draft-model-path"))
     words = ["python", "-m", "sglang.launch_server", "--model-path", target, "--dtype", dtype]
     words += [word for name, value in settings.items() for word in (f"--{name}", str(value))]
     return Launch("sglang", shlex.join(words), settings)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -12,7 +13,7 @@ from torch import Tensor
 from ..ground import IncompatibleError
 from ..heads import Drafter, DrafterConfig
 from ..targets import Target
-from .checkpoint import Checkpoint
+from .drafter_files import DrafterFiles
 from .reading import Passage
 
 
@@ -56,19 +57,19 @@ class Layout(ABC):
         """
 
     @abstractmethod
-    def write(self, drafter: Drafter, target: Target, depth: int) -> Checkpoint:
+    def write(self, drafter: Drafter, target: Target, depth: int) -> DrafterFiles:
         """Return the drafter in this layout; `depth` is how many tokens the engine drafts if nobody says otherwise."""
 
     @abstractmethod
-    def logits(self, found: Checkpoint, target: Target, passage: Passage) -> Tensor:
+    def logits(self, found: DrafterFiles, target: Target, passage: Passage) -> Tensor:
         """Return the draft logits at each depth of the passage, `[k, V]`, as the engine makes them of the files."""
 
     @abstractmethod
-    def recognises(self, config: dict[str, Any]) -> bool:
-        """Return whether this config.json is one of this layout."""
+    def recognises(self, config: dict[str, Any], names: Set[str]) -> bool:
+        """Return whether this config.json, and tensors of these `names`, are of this layout."""
 
     @abstractmethod
-    def read(self, found: Checkpoint, target: Target) -> Drafter:
+    def read(self, found: DrafterFiles, target: Target) -> Drafter:
         """Return the drafter that a checkpoint in this layout holds.
 
         Raises:
@@ -88,9 +89,9 @@ class Layout(ABC):
         """Write the drafter into `folder`."""
         self.write(drafter, target, depth).save(folder)
 
-    def load(self, folder: Path) -> Checkpoint:
+    def load(self, folder: Path) -> DrafterFiles:
         """Read what `save` wrote, or another program that writes this layout."""
-        return Checkpoint.load(folder)
+        return DrafterFiles.load(folder)
 
 
 def refuse_lacks(lacks: list[Lack], where: str) -> None:

@@ -11,7 +11,6 @@ from .transfer import recognised
 
 # Every check is asked of every checkpoint; one that does not concern a layout finds nothing in it.
 CHECKS: tuple[Callable[[Look], Iterator[Finding]], ...] = (
-    checks.pickles,
     checks.numbers,
     checks.initial,
     checks.names_and_shapes,
@@ -38,6 +37,8 @@ def lint(folder: str | Path, target: str | None = None) -> list[Finding]:
         BadInputError: there is no checkpoint in a known layout, or its files cannot be read.
     """
     folder = Path(folder).expanduser()
+    if not any(folder.glob("*.safetensors")) and (pickled := list(checks.pickles(folder))):
+        return pickled
     look = Look.at(folder, recognised(folder), target)
-    findings = [finding for check in CHECKS for finding in check(look)]
+    findings = [*checks.pickles(folder), *(finding for check in CHECKS for finding in check(look))]
     return sorted(findings, key=lambda finding: not finding.is_fault)

@@ -10,14 +10,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor
 
-from ..ground import BadInputError
 from ..ground.files import read_json
 from ..targets import embedded_path
 from ..targets.loading import EMBEDDED
-from .checkpoint import Checkpoint
+from .drafter_files import DrafterFiles
 from .layout import Layout
 from .record import read_record
 
@@ -91,7 +90,7 @@ class Look:
         target: the target's files; None if they are not at hand.
     """
 
-    found: Checkpoint
+    found: DrafterFiles
     layout: Layout
     record: dict[str, Any] | None = None
     launch: dict[str, Any] = field(default_factory=dict)
@@ -127,15 +126,3 @@ def _beside(file: Path) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return values if isinstance(values, dict) else {}
-
-
-def header_names(folder: Path) -> set[str]:
-    """Return the names of all tensors in `folder`, without reading them."""
-    names: set[str] = set()
-    for file in sorted(folder.glob("*.safetensors")):
-        try:
-            with safe_open(file, framework="pt") as source:
-                names |= set(source.keys())
-        except (SafetensorError, OSError) as error:
-            raise BadInputError(f"{file}: damaged or not a safetensors file ({error}).") from error
-    return names

@@ -10,7 +10,7 @@ Shapes: H hidden size, V target vocabulary, V' draft vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from ..ground import BadInputError, IncompatibleError
 from ..heads import Drafter, DrafterConfig, Medusa, MedusaConfig
 from ..heads.medusa import Block, Head
 from ..targets import Target
-from .checkpoint import Checkpoint
+from .drafter_files import DrafterFiles
 from .filling import fill
 from .layout import Lack, Layout
 from .reading import Passage, medusa_logits, output_table
@@ -42,7 +42,7 @@ class MedusaRepository(Layout):
         why = "its heads speak of the whole vocabulary"
         return [Lack(f"draft_vocab_size: {config.draft_vocab_size}", why, "draft_vocab_size: 0, or export to vllm")]
 
-    def write(self, drafter: Drafter, target: Target, depth: int) -> Checkpoint:
+    def write(self, drafter: Drafter, target: Target, depth: int) -> DrafterFiles:
         assert isinstance(drafter, Medusa)
         tensors: dict[str, Tensor] = {}
         for i, head in enumerate(_heads(drafter)):
@@ -57,18 +57,18 @@ class MedusaRepository(Layout):
             "medusa_num_layers": drafter.config.num_layers,
             "base_model_name_or_path": target.source.get("path") or "",
         }
-        return Checkpoint(config, tensors)
+        return DrafterFiles(config, tensors)
 
     def save(self, drafter: Drafter, target: Target, folder: Path, depth: int) -> None:
         self.write(drafter, target, depth).save(folder, FILE)
 
-    def logits(self, found: Checkpoint, target: Target, passage: Passage) -> Tensor:
+    def logits(self, found: DrafterFiles, target: Target, passage: Passage) -> Tensor:
         return medusa_logits(*as_vllm(found), passage)
 
-    def recognises(self, config: dict[str, Any]) -> bool:
+    def recognises(self, config: dict[str, Any], names: Set[str]) -> bool:
         return "medusa_num_heads" in config
 
-    def read(self, found: Checkpoint, target: Target) -> Medusa:
+    def read(self, found: DrafterFiles, target: Target) -> Medusa:
         tensors, config = as_vllm(found)
         return _read(tensors, config, target, found)
 
@@ -86,7 +86,7 @@ class MedusaVllm(Layout):
     def lacks(self, config: DrafterConfig, num_layers: int) -> list[Lack]:
         return []
 
-    def write(self, drafter: Drafter, target: Target, depth: int) -> Checkpoint:
+    def write(self, drafter: Drafter, target: Target, depth: int) -> DrafterFiles:
         assert isinstance(drafter, Medusa)
         shared, pruned = drafter.config.share_lm_head, drafter.output_ids is not None
         tensors: dict[str, Tensor] = {}
@@ -97,15 +97,15 @@ class MedusaVllm(Layout):
                 tensors[f"lm_heads.{i}.weight"] = _output(head, drafter, target)
         if pruned:
             tensors["token_map"] = drafter.token_ids
-        return Checkpoint(_vllm_config(drafter, target), tensors)
+        return DrafterFiles(_vllm_config(drafter, target), tensors)
 
-    def logits(self, found: Checkpoint, target: Target, passage: Passage) -> Tensor:
+    def logits(self, found: DrafterFiles, target: Target, passage: Passage) -> Tensor:
         return medusa_logits(found.tensors, found.config, passage)
 
-    def recognises(self, config: dict[str, Any]) -> bool:
+    def recognises(self, config: dict[str, Any], names: Set[str]) -> bool:
         return config.get("model_type") == "medusa" and "medusa_num_heads" not in config
 
-    def read(self, found: Checkpoint, target: Target) -> Medusa:
+    def read(self, found: DrafterFiles, target: Target) -> Medusa:
         return _read(found.tensors, found.config, target, found)
 
     def shapes(self, config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
@@ -166,7 +166,7 @@ def logit_scale(target: Target) -> float:
 # ------------------------------------------------------------ reading
 
 
-def as_vllm(found: Checkpoint) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def as_vllm(found: DrafterFiles) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Return tensors and config of the repository's layout under vLLM's names, as vLLM reads it.
 
     Raises:
@@ -190,7 +190,7 @@ def _vllm_name(name: str) -> str:
     return f"lm_heads.{head}.{rest[0]}"
 
 
-def _read(tensors: dict[str, Tensor], config: dict[str, Any], target: Target, found: Checkpoint) -> Medusa:
+def _read(tensors: dict[str, Tensor], config: dict[str, Any], target: Target, found: DrafterFiles) -> Medusa:
     """Return the heads that vLLM's names and config say."""
     if config.get("logit_scale", 1.0) != logit_scale(target):
         raise IncompatibleError(f"{found.config_file}: logit_scale differs from the target's, {logit_scale(target)}.")
@@ -231,7 +231,7 @@ def _names(drafter: Medusa, shared: bool) -> list[tuple[str, str]]:
 
 
 def _require_target_rows(
-    tensors: dict[str, Tensor], ids: Tensor | None, shared: bool, target: Target, found: Checkpoint
+    tensors: dict[str, Tensor], ids: Tensor | None, shared: bool, target: Target, found: DrafterFiles
 ) -> None:
     """Refuse a shared output embedding that is not the target's: ours is the target's own."""
     if not shared or "lm_heads.0.weight" not in tensors:

@@ -5,6 +5,7 @@ Shapes: k draft tokens, V target vocabulary, V' the draft model's own.
 
 from __future__ import annotations
 
+from collections.abc import Set
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from ..ground import IncompatibleError
 from ..heads import Drafter, DrafterConfig, DraftModel
 from ..heads.base import read_config
 from ..targets import Target, load_causal_lm
-from .checkpoint import Checkpoint
+from .drafter_files import DrafterFiles
 from .layout import Lack, Layout
 from .reading import Passage
 
@@ -29,9 +30,9 @@ class Plain(Layout):
     def lacks(self, config: DrafterConfig, num_layers: int) -> list[Lack]:
         return []
 
-    def write(self, drafter: Drafter, target: Target, depth: int) -> Checkpoint:
+    def write(self, drafter: Drafter, target: Target, depth: int) -> DrafterFiles:
         assert isinstance(drafter, DraftModel)
-        return Checkpoint(drafter.model.config.to_dict(), drafter.model.state_dict())
+        return DrafterFiles(drafter.model.config.to_dict(), drafter.model.state_dict())
 
     def save(self, drafter: Drafter, target: Target, folder: Path, depth: int) -> None:
         assert isinstance(drafter, DraftModel)
@@ -40,12 +41,12 @@ class Plain(Layout):
         if target.tokenizer is not None:
             target.tokenizer.save_pretrained(str(folder))
 
-    def load(self, folder: Path) -> Checkpoint:
+    def load(self, folder: Path) -> DrafterFiles:
         """Return its config alone; the model is loaded by the library, see `logits`."""
-        return Checkpoint(read_config(folder), {}, folder)
+        return DrafterFiles(read_config(folder), {}, folder)
 
     @torch.no_grad()
-    def logits(self, found: Checkpoint, target: Target, passage: Passage) -> Tensor:
+    def logits(self, found: DrafterFiles, target: Target, passage: Passage) -> Tensor:
         model: Any = load_causal_lm(str(found.folder), dtype=torch.float32, strict=True).eval()
         text = torch.cat([passage.tokens, passage.drafts])[None]
         return model.to(text.device)(text).logits[0, -1 - len(passage.drafts) :]
@@ -53,11 +54,11 @@ class Plain(Layout):
     def shapes(self, config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
         return {}  # the library's strict loading says what is missing
 
-    def recognises(self, config: dict[str, Any]) -> bool:
-        names = config.get("architectures") or [""]
-        return "model_type" in config and names[0].endswith(("ForCausalLM", "LMHeadModel"))
+    def recognises(self, config: dict[str, Any], names: Set[str]) -> bool:
+        architectures = config.get("architectures") or [""]
+        return "model_type" in config and architectures[0].endswith(("ForCausalLM", "LMHeadModel"))
 
-    def read(self, found: Checkpoint, target: Target) -> Drafter:
+    def read(self, found: DrafterFiles, target: Target) -> Drafter:
         drafter = DraftModel.from_folder(found.folder, found.config, target)
         drafter.check(target)
         return drafter

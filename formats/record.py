@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..ground.files import read_json
-from .checkpoint import Checkpoint
+from .drafter_files import DrafterFiles
 
 RECORD = "written.json"
 
@@ -23,7 +23,7 @@ def digest(tensor: Tensor) -> str:
     return hashlib.sha256(head + held.numpy().tobytes()).hexdigest()
 
 
-def write_record(folder: Path, written: Checkpoint, layout: str) -> None:
+def write_record(folder: Path, written: DrafterFiles, layout: str) -> None:
     """Write the record of a checkpoint into `folder`."""
     values = {
         "schema_version": 1,

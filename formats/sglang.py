@@ -7,13 +7,14 @@ know, and leaves what they should have filled random.
 
 from __future__ import annotations
 
+from collections.abc import Set
 from typing import Any
 
 from torch import Tensor
 
 from ..heads import Drafter, DrafterConfig, Eagle3, Eagle3Config
 from ..targets import Target
-from .checkpoint import Checkpoint
+from .drafter_files import DrafterFiles
 from .layout import Lack, Layout
 from .llama import llama_config
 from .reading import Flags, Passage, eagle3_logits
@@ -51,7 +52,7 @@ class Sglang(Layout):
             lacks.append(Lack(f"num_layers: {config.num_layers}", "its EAGLE-3 has one layer", "num_layers: 1"))
         return lacks
 
-    def write(self, drafter: Drafter, target: Target, depth: int) -> Checkpoint:
+    def write(self, drafter: Drafter, target: Target, depth: int) -> DrafterFiles:
         assert isinstance(drafter, Eagle3)
         tensors = {
             _there(name): t for name, t in write_eagle3(drafter, target, depth, embeddings=False).tensors.items()
@@ -69,22 +70,22 @@ class Sglang(Layout):
             "eagle_config": taps,
             "dtype": str(drafter.fc.weight.dtype).removeprefix("torch."),
         }
-        return Checkpoint(values, tensors)
+        return DrafterFiles(values, tensors)
 
-    def logits(self, found: Checkpoint, target: Target, passage: Passage) -> Tensor:
+    def logits(self, found: DrafterFiles, target: Target, passage: Passage) -> Tensor:
         tensors = {_here(name): tensor for name, tensor in found.tensors.items()}
         return eagle3_logits(tensors, found.config, sglang_flags(found.config, target.num_layers), passage)
 
-    def recognises(self, config: dict[str, Any]) -> bool:
+    def recognises(self, config: dict[str, Any], names: Set[str]) -> bool:
         return any(
             "Eagle3" in name for name in config.get("architectures") or []
         ) and "transformer_layer_config" not in (config)
 
     def shapes(self, config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-        same = as_speculators(Checkpoint(config, {}), 12)
+        same = as_speculators(DrafterFiles(config, {}), 12)
         return {_there(name): shape for name, shape in Speculators().shapes(same.config).items()}
 
-    def read(self, found: Checkpoint, target: Target) -> Eagle3:
+    def read(self, found: DrafterFiles, target: Target) -> Eagle3:
         return read_eagle3(as_speculators(found, target.num_layers), target)
 
 
@@ -99,7 +100,7 @@ def sglang_flags(config: dict[str, Any], num_layers: int) -> Flags:
     )
 
 
-def as_speculators(found: Checkpoint, num_layers: int) -> Checkpoint:
+def as_speculators(found: DrafterFiles, num_layers: int) -> DrafterFiles:
     """Return a flat checkpoint in the words of the `speculators` layout."""
     flags = sglang_flags(found.config, num_layers)
     values = {
@@ -112,7 +113,7 @@ def as_speculators(found: Checkpoint, num_layers: int) -> Checkpoint:
         "norm_before_fc": found.config.get("norm_before_fc", False),
         "norm_before_residual": found.config.get("norm_before_residual", False),
     }
-    return Checkpoint(values, {_here(name): tensor for name, tensor in found.tensors.items()}, found.folder)
+    return DrafterFiles(values, {_here(name): tensor for name, tensor in found.tensors.items()}, found.folder)
 
 
 def _there(name: str) -> str:

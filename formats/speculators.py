@@ -13,7 +13,7 @@ Shapes: V target vocabulary, V' draft vocabulary, H hidden size.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from ..ground import BadInputError
 from ..ground.versions import versions
 from ..heads import Drafter, DrafterConfig, Eagle3, Eagle3Config
 from ..targets import Target
-from .checkpoint import Checkpoint
+from .drafter_files import DrafterFiles
 from .filling import fill
 from .layout import Lack, Layout
 from .llama import EMBEDDINGS, check_embeddings, layer_sizes, llama_config, shapes_of
@@ -62,18 +62,18 @@ class Speculators(Layout):
         assert isinstance(config, Eagle3Config)
         return taps_lacking(config.taps, num_layers)
 
-    def write(self, drafter: Drafter, target: Target, depth: int) -> Checkpoint:
+    def write(self, drafter: Drafter, target: Target, depth: int) -> DrafterFiles:
         assert isinstance(drafter, Eagle3)
         return write_eagle3(drafter, target, depth, self.embeddings)
 
-    def logits(self, found: Checkpoint, target: Target, passage: Passage) -> Tensor:
+    def logits(self, found: DrafterFiles, target: Target, passage: Passage) -> Tensor:
         layer, flags = vllm_flags(found.config, target.num_layers)
         return eagle3_logits(found.tensors, layer, flags, passage)
 
-    def recognises(self, config: dict[str, Any]) -> bool:
+    def recognises(self, config: dict[str, Any], names: Set[str]) -> bool:
         return config.get("speculators_model_type") == "eagle3"
 
-    def read(self, found: Checkpoint, target: Target) -> Eagle3:
+    def read(self, found: DrafterFiles, target: Target) -> Eagle3:
         return read_eagle3(found, target)
 
     def shapes(self, config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
@@ -110,7 +110,7 @@ def vllm_flags(config: dict[str, Any], num_layers: int) -> tuple[dict[str, Any],
 # ------------------------------------------------------------ writing
 
 
-def write_eagle3(head: Eagle3, target: Target, depth: int, embeddings: bool = True) -> Checkpoint:
+def write_eagle3(head: Eagle3, target: Target, depth: int, embeddings: bool = True) -> DrafterFiles:
     """Return `head` in this layout.
 
     Args:
@@ -122,7 +122,7 @@ def write_eagle3(head: Eagle3, target: Target, depth: int, embeddings: bool = Tr
     tensors |= vocabulary_maps(tensors.pop("token_ids"), head.config.vocab_size)
     if embeddings:
         tensors[EMBEDDINGS] = embedding_table(target)
-    return Checkpoint(_written_config(head, target, depth), tensors)
+    return DrafterFiles(_written_config(head, target, depth), tensors)
 
 
 def _written_config(head: Eagle3, target: Target, depth: int) -> dict[str, Any]:
@@ -195,10 +195,10 @@ def load_speculators(folder: str | Path, target: Target) -> Eagle3:
         BadInputError: no such checkpoint, another kind of one, or a damaged one.
         IncompatibleError: made for another target, or with an option that our head does not have.
     """
-    return read_eagle3(Checkpoint.load(folder), target)
+    return read_eagle3(DrafterFiles.load(folder), target)
 
 
-def read_eagle3(found: Checkpoint, target: Target) -> Eagle3:
+def read_eagle3(found: DrafterFiles, target: Target) -> Eagle3:
     """Return the head of a checkpoint in this layout; raises as `load_speculators` does."""
     kind = found.config.get("speculators_model_type")
     if kind != "eagle3":

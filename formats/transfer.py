@@ -11,6 +11,7 @@ from ..heads import Drafter
 from ..heads.base import read_config
 from ..targets import Target
 from .comparing import passage_of, require_same, session_logits
+from .drafter_files import header_names
 from .engines import KNOWN, require_served
 from .layout import Layout
 from .record import write_record
@@ -62,12 +63,13 @@ def recognised(folder: str | Path) -> Layout:
     Raises:
         BadInputError: there is no checkpoint, or one in no layout that is known.
     """
-    config = read_config(Path(folder).expanduser())
-    found = next((layout for layout in KNOWN if layout.recognises(config)), None)
+    path = Path(folder).expanduser()
+    config, names = read_config(path), header_names(path)
+    found = next((layout for layout in KNOWN if layout.recognises(config, names)), None)
     if found is None:
-        names = ", ".join(dict.fromkeys(layout.name for layout in KNOWN))
+        known = ", ".join(dict.fromkeys(layout.name for layout in KNOWN))
         raise BadInputError(
-            f"{folder}: its config.json is in no known layout ({names}); architectures: {config.get('architectures')}."
+            f"{folder}: its config.json is in no known layout ({known}); architectures: {config.get('architectures')}."
         )
     return found
 

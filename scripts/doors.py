@@ -14,8 +14,18 @@ from rich.markup import escape
 
 if TYPE_CHECKING:
     from ..formats.look import Finding
+    from ..recipes import Recipe
 
 PairFolder = Annotated[Path, typer.Argument(metavar="PAIR", help="A pair's folder.")]
+
+Engine = Annotated[
+    str | None,
+    typer.Option(
+        "--for",
+        metavar="ENGINE",
+        help="Check first that vllm, sglang, hf, … can serve such a drafter, or say what can.",
+    ),
+]
 
 
 def add_verbs(app: typer.Typer) -> None:
@@ -23,6 +33,15 @@ def add_verbs(app: typer.Typer) -> None:
     app.command(name="export")(export)
     app.command(name="import")(import_)
     app.command(name="lint")(lint)
+
+
+def check_servable(recipe: Recipe, engine: str | None) -> None:
+    """Refuse a recipe whose drafter `engine` cannot serve; None asks nothing."""
+    if engine is None:
+        return
+    from ..train.servable import check_servable as check
+
+    check(recipe, engine)
 
 
 def export(

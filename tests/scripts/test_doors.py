@@ -70,3 +70,17 @@ def test_lint_says_nothing_of_a_good_export_and_ends_with_1_on_a_fault(
     bad = outrider("lint", out, "--json")
     assert bad.exit_code == 1
     assert "taps-missing" in [finding["check"] for finding in json.loads(bad.output)["findings"]]
+
+
+@pytest.mark.parametrize("verb", ["train", "plan"])
+def test_a_drafter_that_its_engine_cannot_serve_is_refused_before_it_is_trained(
+    recipe_file: Path, outrider: Callable[..., Result], verb: str
+) -> None:
+    changes = ("drafter.taps=[1,3,5]", "drafter.norm_before_residual=true")
+    refused = outrider(verb, recipe_file, *changes, "--for", "sglang")
+    assert refused.exit_code == 3
+    assert "norm_before_residual: true" in refused.output
+    assert "nearest that can be served: norm_before_residual: false" in refused.output
+    assert not (recipe_file.parent / "run").exists()
+    assert outrider("plan", recipe_file, *changes, "--for", "vllm").exit_code == 0
+    assert outrider("plan", recipe_file, *changes, "--for", "llm").exit_code == 2

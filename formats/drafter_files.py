@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -19,7 +19,7 @@ from ..targets.weights import WEIGHTS
 
 
 @dataclass(frozen=True)
-class Checkpoint:
+class DrafterFiles:
     """A drafter in an engine's layout.
 
     Attributes:
@@ -45,7 +45,7 @@ class Checkpoint:
         shutil.copymode(folder / CONFIG, folder / weights)  # safetensors lets only its own user read what it writes
 
     @classmethod
-    def load(cls, folder: str | Path) -> Checkpoint:
+    def load(cls, folder: str | Path) -> DrafterFiles:
         """Read config.json and every safetensors file of `folder`.
 
         Raises:
@@ -65,3 +65,15 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
         except (SafetensorError, OSError) as error:
             raise BadInputError(f"{file}: damaged or not a safetensors file ({error}).") from error
     return tensors
+
+
+def header_names(folder: Path) -> set[str]:
+    """Return the names of all tensors in `folder`, without reading them."""
+    names: set[str] = set()
+    for file in sorted(folder.glob("*.safetensors")):
+        try:
+            with safe_open(file, framework="pt") as source:
+                names |= set(source.keys())
+        except (SafetensorError, OSError) as error:
+            raise BadInputError(f"{file}: damaged or not a safetensors file ({error}).") from error
+    return names

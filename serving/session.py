@@ -15,9 +15,10 @@ from rich.console import Console
 from ..eval.suites import load_suites
 from ..formats import launch
 from ..ground import BadInputError
+from ..ground.files import read_json
 from ..heads import Ngram
 from ..pair import Pair, export_pair
-from ..pair.export import served_path
+from ..pair.export import LAUNCH, served_path
 from ..pair.manifest import Figure, ServedFigures, ServedRecord
 from ..targets import Target
 from .engine import Engine
@@ -137,6 +138,8 @@ class Session:
         folder = start.export
         if folder is None:
             folder = export_pair(self.pair, "vllm", place / "export", depth, self.target).folder
+        if (folder / LAUNCH).is_file():  # as the export says that it is started
+            return dict(read_json(folder / LAUNCH)["settings"]) | {"model": str(folder)}
         return launch("vllm", drafter, served_path(self.target), str(folder), depth, self.pair.dtype).settings
 
 

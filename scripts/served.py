@@ -43,6 +43,7 @@ def served(
         Path | None, typer.Option(help="What our decoder does, as JSON: read if it is there, else written.")
     ] = None,
     plain: Annotated[bool, typer.Option(help="Start the engine without drafts, too: the speedup there.")] = True,
+    explain: Annotated[bool, typer.Option(help="Try which mistake explains drafts that are not ours.")] = True,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Store nothing in the pair.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="The whole result, for programs.")] = False,
 ) -> None:
@@ -67,6 +68,7 @@ def served(
     trial = Trial(tuple(temperature or (0.0, 1.0)), depth or loaded.plan.depth, max_new_tokens, limit, seeds)
     known = Expectation.load(expect) if expect is not None and expect.is_file() else None
     session = Session(loaded, trial, tuple(suite or ()), known, console)
+    session.explain = explain
     if expect is not None and known is None:
         session.expected.save(expect)
     if url is not None:
@@ -75,6 +77,8 @@ def served(
         assert python is not None
         how = Start(python, export, _settings(setting), tuple(arg or ()), _variables(env), plain)
         found = session.start(how, tolerance)
+    if expect is not None:
+        session.expected.save(expect)  # with the mistakes that were tried
     if not dry_run:
         loaded.store_served(record_of(found))
     if as_json:

@@ -19,6 +19,7 @@ from pydantic import BaseModel, ConfigDict
 from ..eval.reports.intervals import Interval, Ratio
 from ..eval.reports.statistics import Bootstrap, strata_of
 from .expectation import Counts, Expectation
+from .hypotheses import is_same
 
 CONFIDENCE_BY_POSITION = 0.99  # several positions are looked at, so each must be surer than one figure alone
 FEW = 8  # rounds that reach a position, below which nothing is said about it
@@ -86,6 +87,8 @@ class Comparison(Model):
         drafted_own, drafted_served: draft tokens per round.
         rounds: of the engine. by_position: rounds of the engine that kept the draft at each position.
         identical: prompts whose text is ours (at temperature 0; None above it). divergences: the others.
+        same_drafts: prompts in whose rounds the engine accepted exactly what our decoder did (at temperature 0): with
+            float32 on both sides that is nearly all of them.
         length: new tokens per prompt, served − own: texts of the same distribution are equally long.
         one_hot: τ of our decoder when it proposes the most probable drafts; None at temperature 0.
         tokens_per_second: of whole requests, one after the other. plain: of the engine without drafts.
@@ -104,6 +107,7 @@ class Comparison(Model):
     positions: list[Position]
     identical: int | None = None
     divergences: list[Divergence] = []
+    same_drafts: int | None = None
     length: Interval
     one_hot: Interval | None = None
     one_hot_difference: Interval | None = None
@@ -154,6 +158,7 @@ def compare(expected: Expectation, replies: Replies, write: Write = str) -> Comp
         positions=list(sides.positions()),
         identical=None if differing is None else len(expected.prompts) - len(differing),
         divergences=differing or [],
+        same_drafts=None if differing is None else sides.same(),
     )
 
 
@@ -191,6 +196,10 @@ class _Sides:
         lengths = Ratio([r.length for r in self.replies.drafting], count)
         own = Ratio([sum(a.lengths) / len(a.lengths) for a in self.answers], count)
         return {"length": self.resampled.difference(lengths, own)}
+
+    def same(self) -> int:
+        """Return in how many prompts both sides accepted the same, position by position."""
+        return sum(is_same(s, o) for s, o in zip(self.served, self.own, strict=True))
 
     def speeds(self) -> dict[str, Interval | None]:
         speed = _speed(self.replies.drafting)

@@ -5,7 +5,7 @@ It is JSON, so that it can be made where the target runs in Outrider and compare
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -88,6 +88,8 @@ class Expectation(Model):
         target: the digest of the target's content. drafter: the drafter's type.
         answers: by temperature (as text, for JSON), in the order of the prompts.
         one_hot: the same, had the most probable drafts been proposed instead of drawn ones; engines differ in that.
+        mistakes: what the drafter does at temperature 0 if an engine reads it wrongly, by the mistake's name in
+            `hypotheses.HYPOTHESES`; {} while nobody asked.
     """
 
     target: str
@@ -95,8 +97,10 @@ class Expectation(Model):
     depth: int
     max_new_tokens: int
     prompts: list[Asked]
+    dtype: str = "float32"
     answers: dict[str, list[Answered]] = {}
     one_hot: dict[str, list[Answered]] = {}
+    mistakes: dict[str, list[Answered]] = {}
 
     @property
     def temperatures(self) -> list[float]:
@@ -153,6 +157,7 @@ def expect(
         drafter=drafter.name,
         depth=trial.depth,
         max_new_tokens=trial.max_new_tokens,
+        dtype=str(target.dtype).removeprefix("torch."),
         prompts=asked,
     )
     writer = _Writer(target, drafter, trial, asked)
@@ -164,6 +169,18 @@ def expect(
             if temperature > 0:
                 found.one_hot[key] = writer.answer(temperature, "candidates", advance)
     return found
+
+
+def expect_mistakes(
+    target: Target, drafters: Iterable[tuple[str, Drafter]], expected: Expectation, console: Console | None = None
+) -> Expectation:
+    """Return the expectation with what wrongly read drafters do, by their names, at temperature 0."""
+    trial = Trial((0.0,), expected.depth, expected.max_new_tokens)
+    found = {}
+    for name, drafter in drafters:
+        with progress(console, f"our decoder, mistaken: {name}", len(expected.prompts), transient=True) as advance:
+            found[name] = _Writer(target, drafter, trial, expected.prompts).answer(0.0, "auto", advance)
+    return expected.model_copy(update={"mistakes": found})
 
 
 class _Writer:

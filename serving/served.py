@@ -14,7 +14,8 @@ from .comparison import Comparison, Replies, Reply, Write, compare
 from .counters import Counters
 from .engine import Ask, Completion, Engine
 from .expectation import Counts, Expectation
-from .suspicion import Suspicion, suspicions
+from .hypotheses import Explanation, explain
+from .suspicion import Suspicion, drafts_differ, suspicions
 
 SCHEMA_VERSION = 1
 TOLERANCE = 0.02  # of τ: a difference that is certain, but smaller than this, is nobody's concern
@@ -123,6 +124,24 @@ class Survey:
                     self.plain[temperature] = replies[1]
                 self.foreign += foreign
 
+    @property
+    def exact(self) -> bool:
+        """Whether both sides compute in float32."""
+        return self.expected.dtype == "float32"
+
+    def differs(self, tolerance: float) -> bool:
+        """Tell whether the engine's drafts at temperature 0 are not ours."""
+        drafting = self.drafting.get(0.0)
+        if drafting is None:
+            return False
+        return drafts_differ(compare(self.expected, Replies(temperature=0.0, drafting=drafting)), tolerance, self.exact)
+
+    def _explanation(self) -> Explanation | None:
+        drafting = self.drafting.get(0.0)
+        if drafting is None:
+            return None
+        return explain([r.counts for r in drafting], self.expected.at(0.0), self.expected.mistakes)
+
     def result(self, engine: dict[str, Any], write: Write, tolerance: float = TOLERANCE) -> ServedResult:
         """Return what both sides did, and what is probably wrong."""
         comparisons = [
@@ -139,7 +158,7 @@ class Survey:
             max_new_tokens=expected.max_new_tokens,
             tolerance=tolerance,
             comparisons=comparisons,
-            suspicions=suspicions(comparisons, tolerance),
+            suspicions=suspicions(comparisons, tolerance, self.exact, self._explanation()),
             foreign=self.foreign,
         )
 

@@ -22,7 +22,8 @@ from ..pair.export import LAUNCH, served_path
 from ..pair.manifest import Figure, ServedFigures, ServedRecord
 from ..targets import Target
 from .engine import Engine
-from .expectation import Expectation, Trial, expect
+from .expectation import Expectation, Trial, expect, expect_mistakes
+from .hypotheses import mistaken
 from .launching import Launch, python_of, running
 from .served import ServedResult, Survey, engine_facts
 
@@ -56,6 +57,9 @@ class Session:
     Args:
         suites: of prompts; () for those of the pair's recipe.
         expected: what our decoder does, where that is known already.
+
+    Attributes:
+        explain: whether mistakes are tried on our own head where the engine's drafts are not ours.
     """
 
     def __init__(
@@ -67,7 +71,7 @@ class Session:
         console: Console | None = None,
     ):
         self.pair, self.trial, self.console = pair, trial, console
-        self.suites = suites
+        self.suites, self.explain = suites, True
         if expected is not None:
             self.expected = _checked(expected, pair)
 
@@ -89,7 +93,7 @@ class Session:
         """Compare with engines that run already, the second one without drafts."""
         survey = Survey(self.expected, self.console)
         survey.ask(engine, plain)
-        return survey.result(engine_facts(engine, [("url", engine.url)]), self.write, tolerance)
+        return self._result(survey, engine_facts(engine, [("url", engine.url)]), tolerance)
 
     def start(self, start: Start, tolerance: float) -> ServedResult:
         """Start the engine with the pair's drafter and once more without; compare in turns, and stop both."""
@@ -102,6 +106,14 @@ class Session:
             plain = both.enter_context(running(alone, place / "plain.log")) if start.plain else None
             facts = engine_facts(engine, [("speculation", dict(drafting.speculation or {}))])
             survey.ask(engine, plain)
+        return self._result(survey, facts, tolerance)
+
+    def _result(self, survey: Survey, facts: dict[str, Any], tolerance: float) -> ServedResult:
+        """Return the result; where drafts differ, the mistakes that could explain it are tried first."""
+        if self.explain and not self.expected.mistakes and survey.differs(tolerance):
+            _, drafter, _ = self.pair.open(self.target)
+            self.expected = expect_mistakes(self.target, mistaken(drafter), self.expected, self.console)
+            survey.expected = self.expected
         return survey.result(facts, self.write, tolerance)
 
     def launch(self, start: Start, place: Path) -> Launch:

@@ -10,7 +10,9 @@ from collections.abc import Iterator, Sequence
 from pydantic import BaseModel, ConfigDict
 
 from .comparison import Comparison
+from .hypotheses import Explanation
 
+SAME = 0.75  # of the prompts whose drafts must be ours, in float32 at temperature 0
 NONE_ACCEPTED = 0.25  # of our acceptance at the first position: below it, drafts are as good as random
 
 
@@ -18,7 +20,7 @@ class Suspicion(BaseModel):
     """What is probably wrong.
 
     Attributes:
-        kind: text, depth, vocabulary, first, later, one-hot or sampling.
+        kind: target, tie, depth, vocabulary, first, later, one-hot or sampling.
         temperature: at which it shows.
         because: what was seen. suspect: what such a difference usually comes from.
     """
@@ -60,19 +62,38 @@ SUSPECTS = {
 }
 
 
-def suspicions(comparisons: Sequence[Comparison], tolerance: float) -> list[Suspicion]:
-    """Return what is probably wrong; [] if the engine does what our decoder does."""
-    greedy_is_right = all(c.agrees(tolerance) for c in comparisons if c.temperature == 0)
-    return [s for c in comparisons for s in _of(c, tolerance, greedy_is_right)]
+def suspicions(
+    comparisons: Sequence[Comparison], tolerance: float, exact: bool = True, explanation: Explanation | None = None
+) -> list[Suspicion]:
+    """Return what is probably wrong; [] if the engine does what our decoder does.
+
+    Args:
+        exact: whether both sides compute in float32, in which they should accept the same drafts one by one.
+        explanation: the mistake that explains what the engine does at temperature 0, if one was found.
+    """
+    wrong = [c for c in comparisons if c.temperature == 0 and drafts_differ(c, tolerance, exact)]
+    return [s for c in comparisons for s in _of(c, tolerance, exact, not wrong, explanation)]
 
 
-def _of(found: Comparison, tolerance: float, greedy_is_right: bool) -> Iterator[Suspicion]:
+def drafts_differ(found: Comparison, tolerance: float, exact: bool) -> bool:
+    """Tell whether the engine's drafts are not ours: as many are not accepted, or not the same ones."""
+    others = exact and found.same_drafts is not None and found.same_drafts < SAME * found.num_prompts
+    return not found.agrees(tolerance) or (others and not found.divergences)
+
+
+def _of(
+    found: Comparison, tolerance: float, exact: bool, greedy_is_right: bool, explanation: Explanation | None
+) -> Iterator[Suspicion]:
     yield from _text(found)
     if _depth_differs(found):
         seen = f"{found.drafted_served:.2f} draft tokens per round, {found.drafted_own:.2f} expected"
         yield _suspicion("depth", found, seen)
+    elif found.temperature == 0 and explanation is not None and not greedy_is_right:
+        yield Suspicion(kind=explanation.kind, temperature=0.0, because=_seen(found), suspect=str(explanation))
+    elif found.temperature == 0 and drafts_differ(found, tolerance, exact):
+        yield _suspicion(_drafts(found), found, _seen(found))
     elif not found.agrees(tolerance):
-        kind = _drafts(found) if found.temperature == 0 or not greedy_is_right else _sampled(found, tolerance)
+        kind = _sampled(found, tolerance) if greedy_is_right else _drafts(found)
         yield _suspicion(kind, found, _seen(found))
     elif found.temperature > 0 and found.length.excludes(0.0) and abs(found.length.value) > 1:
         seen = f"texts are {found.length.value:+.1f} tokens longer than ours {found.length.bounds(1)}"
@@ -116,6 +137,8 @@ def _sampled(found: Comparison, tolerance: float) -> str:
 
 def _seen(found: Comparison) -> str:
     where = f", from position {found.parts_at} on" if found.parts_at else ""
+    if found.same_drafts is not None:
+        where += f"; the same drafts are accepted in {found.same_drafts} of {found.num_prompts} prompts"
     return (
         f"τ is {found.served.text(3)} there and {found.own.text(3)} here, "
         f"a difference of {found.difference.value:+.3f} {found.difference.bounds(3)}{where}"

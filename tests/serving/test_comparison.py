@@ -10,6 +10,7 @@ import pytest
 from outrider.decode import Round
 from outrider.serving.comparison import Comparison, Replies, Reply, compare
 from outrider.serving.expectation import Answered, Asked, Counts, Expectation
+from outrider.serving.hypotheses import explain
 from outrider.serving.suspicion import suspicions
 
 PROMPTS, DEPTH, TOKENS = 24, 4, 60
@@ -33,8 +34,12 @@ def drafted(alphas: tuple[float, ...], seed: int, depth: int = DEPTH) -> list[Co
     return found
 
 
+def answers(counts: list[Counts]) -> list[Answered]:
+    return [Answered(tokens=list(range(TOKENS)), ended=False, lengths=[TOKENS], counts=[c]) for c in counts]
+
+
 def expectation(temperature: float = 0.0, one_hot: tuple[float, ...] | None = None) -> Expectation:
-    def answers(alphas: tuple[float, ...], first: int) -> list[Answered]:
+    def seeded(alphas: tuple[float, ...], first: int) -> list[Answered]:
         seeds = [drafted(alphas, first + s) for s in range(3)]
         return [
             Answered(tokens=list(range(TOKENS)), ended=False, lengths=[TOKENS] * 3, counts=list(c))
@@ -48,8 +53,8 @@ def expectation(temperature: float = 0.0, one_hot: tuple[float, ...] | None = No
         depth=DEPTH,
         max_new_tokens=TOKENS,
         prompts=[Asked(suite="code", id=str(i), tokens=[1, 2]) for i in range(PROMPTS)],
-        answers={key: answers(RIGHT, 10)},
-        one_hot={} if one_hot is None else {key: answers(one_hot, 20)},
+        answers={key: seeded(RIGHT, 10)},
+        one_hot={} if one_hot is None else {key: seeded(one_hot, 20)},
     )
 
 
@@ -74,8 +79,9 @@ def compared() -> Callable[..., Comparison]:
     return made
 
 
-def kinds(*found: Comparison) -> list[str]:
-    return [s.kind for s in suspicions(found, 0.02)]
+def kinds(*found: Comparison, exact: bool = False) -> list[str]:
+    """Return the suspicions; the two sides of these tests draw their drafts independently, so they are not exact."""
+    return [s.kind for s in suspicions(found, 0.02, exact)]
 
 
 def test_the_same_acceptance_is_no_finding(compared: Callable[..., Comparison]) -> None:
@@ -142,6 +148,28 @@ def test_other_texts_are_another_target_and_one_late_one_is_a_near_tie(compared:
 def test_an_engine_that_returns_text_alone_is_compared_by_text() -> None:
     answered = replies(drafted(RIGHT, 1), tokens=None, text=str(list(range(TOKENS))))
     assert compare(expectation(), answered, str).identical == PROMPTS
+
+
+def test_in_float32_other_drafts_are_a_finding_though_as_many_are_accepted(
+    compared: Callable[..., Comparison],
+) -> None:
+    found = compared(RIGHT)
+    assert found.agrees(0.02)
+    assert found.same_drafts is not None
+    assert found.same_drafts < PROMPTS / 2
+    assert kinds(found, exact=True) == ["first"]
+
+
+def test_a_mistake_that_does_exactly_the_same_is_the_explanation() -> None:
+    right, wrong, other = (drafted(RIGHT, seed) for seed in (1, 2, 3))
+    tried = {"taps - 1": answers(other), "norm_output": answers(wrong)}
+    found = explain(wrong, answers(right), tried)
+    assert found is not None
+    assert (found.kind, found.same, found.remaining) == ("later", PROMPTS, 0.0)
+    assert found.is_certain
+    assert "norm_output" in str(found)
+    assert explain(right, answers(right), tried) is None, "nothing is to be explained"
+    assert explain(drafted(RIGHT, 4), answers(right), tried) is None, "no mistake comes near"
 
 
 def test_a_paired_difference_is_surer_than_two_intervals(compared: Callable[..., Comparison]) -> None:

@@ -190,6 +190,31 @@ class Measurements(Record):
     baseline: Baseline | None
 
 
+class ServedFigures(Record):
+    """An engine's figures at one temperature, beside ours on the same prompts: `served` there, `own` here."""
+
+    temperature: float
+    num_prompts: int
+    own: Figure
+    served: Figure
+    speedup: Figure
+
+
+class ServedRecord(Record):
+    """What one engine made of the pair (`outrider served`).
+
+    Attributes:
+        agrees: whether served equals measured. suspicions: if not, what is probably wrong.
+    """
+
+    created: str
+    engine: str
+    depth: int
+    agrees: bool
+    suspicions: list[str]
+    figures: list[ServedFigures]
+
+
 class Parent(Record):
     """The version that a pair was refreshed from."""
 
@@ -208,8 +233,9 @@ class Lineage(Record):
 class Manifest(Record):
     """The whole of pair.json.
 
-    `tuning` says which plan is fastest where. It depends on machines, so it is no part of the identity; without any it
-    is not written: a pair that was never tuned reads as it always did.
+    `tuning` says which plan is fastest where, `served` what engines made of it, the latest of each engine. Both depend
+    on machines, so they are no part of the identity; where there is none it is not written: a pair that was never tuned
+    reads as it always did.
     """
 
     schema_version: Literal[1, 2]
@@ -227,12 +253,13 @@ class Manifest(Record):
     created: str
     outrider_version: str
     tuning: list[Tuning] = []
+    served: list[ServedRecord] = []
     checksum: str = ""
 
     @model_serializer(mode="wrap")
     def _written(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
         values: dict[str, Any] = write(self)
-        return {k: v for k, v in values.items() if k != "tuning" or v}
+        return {k: v for k, v in values.items() if k not in ("tuning", "served") or v}
 
     def identity(self, schema_version: int | None = None) -> str:
         """Return the identity digest, computed from what it covers.
@@ -258,6 +285,11 @@ class Manifest(Record):
     def tuned(self, tuning: Tuning) -> Manifest:
         """Return this manifest, sealed, with `tuning` in place of what was known of the same conditions."""
         return self.model_copy(update={"tuning": merged(self.tuning, tuning)}).sealed()
+
+    def with_served(self, found: ServedRecord) -> Manifest:
+        """Return this manifest, sealed, with `found` in place of what was known of the same engine and depth."""
+        others = [r for r in self.served if (r.engine, r.depth) != (found.engine, found.depth)]
+        return self.model_copy(update={"served": [*others, found]}).sealed()
 
     def files(self) -> dict[str, str]:
         """Return the SHA-256 of every file of the pair but pair.json, by path inside the folder."""

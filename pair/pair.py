@@ -40,6 +40,7 @@ from .manifest import (
     RECIPE,
     TOKENIZER,
     Manifest,
+    ServedRecord,
     inspect_manifest,
     read_manifest,
 )
@@ -139,14 +140,25 @@ class Pair:
         Raises:
             BadInputError: the folder holds another pair by now, or somebody else keeps writing it.
         """
+        return self._store(lambda now: now.tuned(tuning))
+
+    def store_served(self, found: ServedRecord) -> Pair:
+        """Store what an engine made of the pair, in place of what was known of the same engine and depth.
+
+        Raises:
+            BadInputError: the folder holds another pair by now, or somebody else keeps writing it.
+        """
+        return self._store(lambda now: now.with_served(found))
+
+    def _store(self, change: Callable[[Manifest], Manifest]) -> Pair:
         with locked(self.folder, wait=_PATIENCE):
-            now = read_manifest(self.folder)  # tuning takes minutes: what else was written since stays
+            now = read_manifest(self.folder)  # measuring takes minutes: what else was written since stays
             if now.digest != self.digest:
                 raise BadInputError(
                     f"{self.folder} holds another pair by now ({now.name} version {now.version}); nothing was stored. "
-                    "Tune that one."
+                    "Measure that one."
                 )
-            manifest = now.tuned(tuning)
+            manifest = change(now)
             manifest.write(self.folder, instead_of=now)
         return replace(self, manifest=manifest)
 

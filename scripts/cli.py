@@ -30,7 +30,7 @@ from ..ground import OutriderError
 from ..ground.allocation import keep_large_blocks, remember_few_shapes
 from ..ground.disk import is_disk_full
 from ..ground.signals import how, number_of, stoppable
-from . import doors
+from . import doors, served, watch
 
 if TYPE_CHECKING:
     from ..eval import Report
@@ -118,6 +118,8 @@ app = typer.Typer(
 pair_app = typer.Typer(no_args_is_help=True, help="Make, show and verify pairs.")
 app.add_typer(pair_app, name="pair")
 doors.add_verbs(app)
+served.add_verbs(app)
+watch.add_verbs(app)
 
 RecipeName = Annotated[
     str, typer.Argument(metavar="RECIPE", help="A YAML file, or the name of a packaged recipe such as embedded-eagle3.")

@@ -23,7 +23,7 @@ from ..targets import Fingerprint
 from ..targets.fingerprint import digest_json
 
 MANIFEST, RECIPE, CALIBRATION = "pair.json", "recipe.yaml", "calibration.jsonl"
-DRAFTER, TOKENIZER, REPORTS, ADAPTER = "drafter", "tokenizer", "reports", "adapter"
+DRAFTER, TOKENIZER, REPORTS, ADAPTER, SUITES = "drafter", "tokenizer", "reports", "adapter", "suites"
 SCHEMA_VERSION: Final = 1
 
 
@@ -200,8 +200,9 @@ class Lineage(Record):
 class Manifest(Record):
     """The whole of pair.json.
 
-    `tuning` says which plan is fastest where. It depends on machines, so it is no part of the identity; without any it
-    is not written: a pair that was never tuned reads as it always did.
+    `suites` are the prompt files that the pair is measured on and that no package ships. `tuning` says which plan is
+    fastest where. It depends on machines, so it is no part of the identity. Where there are none, neither is written: a
+    pair that was never tuned, on packaged suites, reads as it always did.
     """
 
     schema_version: Literal[1]
@@ -213,6 +214,7 @@ class Manifest(Record):
     recipe: str
     calibration: str | None
     reports: dict[str, str]
+    suites: dict[str, str] = {}
     plan: PlanRecord
     measurements: Measurements
     lineage: Lineage
@@ -224,7 +226,7 @@ class Manifest(Record):
     @model_serializer(mode="wrap")
     def _written(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
         values: dict[str, Any] = write(self)
-        return {k: v for k, v in values.items() if k != "tuning" or v}
+        return {k: v for k, v in values.items() if k not in ("tuning", "suites") or v}
 
     def identity(self) -> str:
         """Return the identity digest, computed from what it covers."""
@@ -250,6 +252,7 @@ class Manifest(Record):
             (DRAFTER, self.drafter.files),
             (TOKENIZER, self.target.tokenizer_files),
             (ADAPTER, self.target.adapter_files),
+            (SUITES, self.suites),
         ):
             found |= {f"{folder}/{name}": digest for name, digest in files.items()}
         return found

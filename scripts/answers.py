@@ -268,7 +268,9 @@ def say(kind: str, body: Any, exit_code: int = 0) -> None:
 
 def answer(kind: str, body: Any, exit_code: int = 0) -> dict[str, Any]:
     """Return the answer of a verb as plain values. Numbers that do not exist are null."""
-    said = TypeAdapter(BODIES[kind]).dump_python(body, mode="json", warnings="error")
+    form: TypeAdapter[Any] = TypeAdapter(BODIES[kind])
+    whole = form.validate_python(body) if isinstance(body, dict) else body
+    said = form.dump_python(whole, mode="json", warnings="error")
     return {"schema": f"outrider.{kind}/{VERSION}", "exit_code": exit_code, **_finite(said)}
 
 

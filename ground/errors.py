@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from os import PathLike, fspath
 
 
 class OutriderError(Exception):
@@ -17,6 +18,15 @@ class OutriderError(Exception):
 
 class BadInputError(OutriderError, ValueError):
     """A file, key or value that cannot be used (exit code 2)."""
+
+
+class Refusal(BadInputError):  # noqa: N818 (it is no fault: this is how Outrider says no)
+    """What a stranger or a broken disk wrote, and Outrider will not use (exit code 2)."""
+
+    @classmethod
+    def of(cls, file: str | PathLike[str], found: str, expected: str, advice: str) -> Refusal:
+        """Return the refusal of `file`: what was found in it, what was expected, and what to do now."""
+        return cls(f"{fspath(file)}: {found}; expected {expected}. {advice}")
 
 
 class IncompatibleError(OutriderError, ValueError):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import json
-import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from .errors import BadInputError
+from .replacing import replacing, replacing_folder
 
 
 class Saveable(Protocol):
@@ -21,43 +21,10 @@ class Saveable(Protocol):
         """Write it into the folder `path`."""
 
 
-@contextmanager
-def replacing(file: Path) -> Iterator[Path]:
-    """Yield a temporary file that takes the place of `file` when the block ends well: all of it or nothing."""
-    temporary = file.with_name(f".{file.name}.{os.getpid()}.tmp")
-    try:
-        yield temporary
-        temporary.replace(file)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
 def write_atomically(file: Path, text: str) -> None:
     """Write `file` so that a reader, or a run that continues after a crash, sees all of it or nothing."""
     with replacing(file) as temporary, temporary.open("w", encoding="utf-8") as opened:
         opened.write(text)
-        opened.flush()
-        os.fsync(opened.fileno())
-
-
-@contextmanager
-def replacing_folder(folder: Path) -> Iterator[Path]:
-    """Yield an empty folder that takes the place of `folder` when the block ends well: all of it or nothing.
-
-    A block that removes it leaves `folder` as it is.
-    """
-    building, old = (folder.with_name(f".{folder.name}.{os.getpid()}.{kind}") for kind in ("new", "old"))
-    shutil.rmtree(building, ignore_errors=True)
-    building.mkdir(parents=True)
-    try:
-        yield building
-        if building.exists():
-            if folder.exists():
-                folder.rename(old)
-            building.rename(folder)
-    finally:
-        for leftover in (building, old):
-            shutil.rmtree(leftover, ignore_errors=True)
 
 
 def save_whole(made: Saveable, folder: Path) -> None:

@@ -293,7 +293,18 @@ def inspect_manifest(folder: Path) -> tuple[Manifest, list[str]]:
         BadInputError: it cannot be understood at all.
     """
     file = folder / MANIFEST
-    text = _read(file)
+    return inspect_text(file, _read(file))
+
+
+def inspect_text(file: Path, text: str) -> tuple[Manifest, list[str]]:
+    """Return the manifest that `text` holds, and what says that it was altered after it was written.
+
+    Args:
+        file: where it came from, for the error.
+
+    Raises:
+        BadInputError: it cannot be understood at all.
+    """
     manifest = _validated(file, _parsed(file, text))
     alterations = []
     if manifest.computed_checksum() != manifest.checksum:
@@ -321,7 +332,7 @@ def _read(file: Path) -> str:
 def _parsed(file: Path, text: str) -> dict[str, Any]:
     try:
         values = json.loads(text)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         _damaged(file, f"not valid JSON: {error}")
     if not isinstance(values, dict):
         _damaged(file, f"expected an object, found {type(values).__name__}")

@@ -27,6 +27,7 @@ from ..eval.reports.vocabulary import VocabularyReport
 from ..eval.tuning import Tuning
 from ..pair import Pair, ProbeResult
 from ..pair.manifest import Figure, Lineage, Manifest
+from ..pair.registry import Entry, Registry, Version
 from ..train import TrainResult
 from ..train.planning import Needs
 
@@ -127,7 +128,7 @@ class ProbeBody(Body):
         }
         figures = {name: Figure.of(interval) for name, interval in measured.items()}
         said = {"verdict": found.verdict, "certain": found.certain, "lines": found.lines}
-        return cls(pair=pair.digest, target=target, **said, **figures)
+        return cls.model_validate({"pair": pair.digest, "target": target, **said, **figures})
 
 
 class ReportBody(Body):
@@ -207,9 +208,6 @@ class PairBody(Body):
     def of(cls, pair: Pair) -> PairBody:
         """Return the body of a pair."""
         manifest = pair.manifest
-        headline = [
-            TauBody(temperature=h.temperature, tau=h.tau, speedup=h.speedup) for h in manifest.measurements.headline
-        ]
         return cls(
             folder=str(pair.folder),
             name=pair.name,
@@ -218,7 +216,7 @@ class PairBody(Body):
             target=manifest.target.fingerprint.digest,
             drafter=manifest.drafter.type,
             lineage=manifest.lineage,
-            headline=headline,
+            headline=_headline(manifest),
         )
 
 
@@ -228,6 +226,80 @@ class VerifyBody(Body):
     folder: str
     intact: bool
     differences: list[str]
+
+
+class PushBody(Body):
+    """Where a pair is in a registry."""
+
+    registry: str
+    name: str
+    version: int
+    revision: int
+    digest: str
+
+    @classmethod
+    def of(cls, registry: Registry, entry: Entry, pair: Pair) -> PushBody:
+        """Return the body of a push."""
+        return cls(
+            registry=registry.store.where,
+            name=entry.name,
+            version=entry.version,
+            revision=entry.revision,
+            digest=pair.digest,
+        )
+
+
+class VersionBody(Body):
+    """A version in a registry."""
+
+    name: str
+    version: int
+    revision: int
+    digest: str
+    target: str
+    drafter: str
+    created: str
+    lineage: Lineage
+    headline: list[TauBody]
+
+
+class LogBody(Body):
+    """All versions of a registry, or of one pair in it."""
+
+    registry: str
+    versions: list[VersionBody]
+
+    @classmethod
+    def of(cls, registry: Registry, versions: Sequence[Version]) -> LogBody:
+        """Return the body of these versions."""
+        return cls(registry=registry.store.where, versions=[_version(version) for version in versions])
+
+
+def _version(version: Version) -> VersionBody:
+    manifest = version.manifest
+    return VersionBody(
+        name=version.entry.name,
+        version=version.entry.version,
+        revision=version.entry.revision,
+        digest=manifest.digest,
+        target=manifest.target.fingerprint.digest,
+        drafter=manifest.drafter.type,
+        created=manifest.created,
+        lineage=manifest.lineage,
+        headline=_headline(manifest),
+    )
+
+
+def _headline(manifest: Manifest) -> list[TauBody]:
+    return [TauBody(temperature=h.temperature, tau=h.tau, speedup=h.speedup) for h in manifest.measurements.headline]
+
+
+class DiffBody(Body):
+    """What differs between two pairs, in lines for people, by what it is about; "tau" has lines in any case."""
+
+    one: str
+    other: str
+    differences: dict[str, list[str]]
 
 
 @dataclass(frozen=True)
@@ -254,6 +326,10 @@ BODIES: dict[str, Any] = {
     "tune": TuneBody,
     "pair-new": PairBody,
     "pair-verify": VerifyBody,
+    "pair-push": PushBody,
+    "pair-pull": PairBody,
+    "pair-log": LogBody,
+    "pair-diff": DiffBody,
     "probe": ProbeBody,
     "refresh": PairBody,
     "gate": GateBody,

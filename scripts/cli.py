@@ -28,6 +28,7 @@ from typer.core import TyperGroup
 from ..ground import OutriderError
 from ..ground.allocation import keep_large_blocks, remember_few_shapes
 from ..ground.files import is_disk_full, write_atomically
+from . import registry
 from .examples import EXAMPLES
 from .speaking import speaking
 
@@ -677,11 +678,12 @@ def quickstart(
 def _show_examples(group: typer.Typer, prefix: str = "") -> None:
     """Put the examples of every verb below its help."""
     for command in group.registered_commands:
-        name = prefix + (command.name or getattr(command.callback, "__name__", ""))
+        name = prefix + str(command.name or getattr(command.callback, "__name__", ""))
         if name in EXAMPLES:
             command.epilog = "\n\n".join(["[bold]Examples[/bold]", *map(escape, EXAMPLES[name])])
 
 
+registry.register(pair_app)
 _show_examples(app)
 _show_examples(pair_app, "pair ")
 

@@ -30,6 +30,16 @@ EXAMPLES = {
         "outrider pair new runs/pair-v1 embedded-eagle3",
         "outrider pair new runs/other embedded-eagle3 --drafter path/to/drafter --report path/to/report",
     ],
+    "pair push": [
+        "outrider pair push runs/pair-v1 --registry path/to/registry",
+        "outrider pair push runs/pair-v1 --registry hf://org/pairs",
+    ],
+    "pair pull": ["outrider pair pull my-target-eagle3@2 runs/pair-v2 --registry path/to/registry"],
+    "pair log": ["outrider pair log --registry path/to/registry"],
+    "pair diff": [
+        "outrider pair diff runs/pair-v1 runs/v2/pair",
+        "outrider pair diff my-target-eagle3@1 my-target-eagle3@2 --registry path/to/registry",
+    ],
     "pair show": ["outrider pair show runs/pair-v1 --json"],
     "pair verify": ["outrider pair verify runs/pair-v1", "outrider pair verify runs/pair-v1 --target path/to/target"],
 }

@@ -80,7 +80,7 @@ def log(
     if as_json:
         say("pair-log", LogBody.of(opened, versions))
         return
-    console = Console(highlight=False, soft_wrap=True)
+    console = Console(highlight=False)
     tree = Tree(escape(opened.store.where))
     for node in lineage([version.manifest for version in versions]):
         _draw(node, tree)
@@ -146,7 +146,7 @@ def _draw(node: Node, tree: Tree) -> None:
         here, branch = waiting.pop(0)
         manifest = here.manifest
         figures = "; ".join(map(headline_text, manifest.measurements.headline)) or "not measured"
-        parent = f" (from {here.missing}, which is not here)" if here.missing else ""
+        parent = f"; from {here.missing}, which is not here" if here.missing else ""
         line = f"[bold]{escape(manifest.name)}@{manifest.version}[/bold] {escape(figures)}"
         why = f"{manifest.drafter.type}, {manifest.lineage.reason}{parent}; {manifest.created}, {manifest.digest[:12]}…"
         grown = branch.add(f"{line}\n[dim]{escape(why)}[/dim]")

@@ -9,8 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from outrider.pair import Pair
+from outrider.distill.prompts import Prompt
+from outrider.heads import Drafter
+from outrider.pair import Pair, new_pair
 from outrider.pair.manifest import Lineage, Manifest, Parent
+from outrider.recipes import Recipe
+from outrider.targets import Target
 from outrider.targets.fingerprint import digest_files
 
 MakeVersion = Callable[..., Pair]
@@ -33,9 +37,17 @@ def versioned(pair: Pair, folder: Path, version: int, name: str, weights: bytes,
     return Pair(folder, made)
 
 
-@pytest.fixture
-def first(make_pair: Callable[..., Pair], tmp_path: Path) -> Pair:
-    return make_pair("ngram", tmp_path / "first")
+@pytest.fixture(scope="session")
+def first(
+    tmp_path_factory: pytest.TempPathFactory,
+    make_target: Callable[..., Target],
+    make_drafter: Callable[[str, Target], Drafter],
+    recipe: Recipe,
+    prompts: list[Prompt],
+) -> Pair:
+    """One real pair, which the others are made from; nobody changes it."""
+    target, folder = make_target(), tmp_path_factory.mktemp("first") / "pair"
+    return new_pair(folder, target, make_drafter("ngram", target), recipe, calibration=prompts[:1])
 
 
 @pytest.fixture

@@ -30,6 +30,7 @@ from ..pair.manifest import Figure, Lineage, Manifest
 from ..pair.registry import Entry, Registry, Version
 from ..train import TrainResult
 from ..train.planning import Needs
+from .speaking import tell
 
 VERSION: Final = 1
 SCHEMAS = Path(__file__).parent / "schemas"
@@ -339,7 +340,7 @@ BODIES: dict[str, Any] = {
 
 def say(kind: str, body: Any, exit_code: int = 0) -> None:
     """Print the answer of a verb: the envelope, and the fields of `body` beside it."""
-    typer.echo(json.dumps(answer(kind, body, exit_code), indent=1, ensure_ascii=False, allow_nan=False))
+    tell(json.dumps(answer(kind, body, exit_code), indent=1, ensure_ascii=False, allow_nan=False) + "\n")
 
 
 def answer(kind: str, body: Any, exit_code: int = 0) -> dict[str, Any]:

@@ -30,7 +30,7 @@ from ..ground.allocation import keep_large_blocks, remember_few_shapes
 from ..ground.files import is_disk_full, write_atomically
 from . import registry
 from .examples import EXAMPLES
-from .speaking import speaking
+from .speaking import answering, console_for, tell
 
 if TYPE_CHECKING:
     from ..eval import Report
@@ -50,6 +50,10 @@ class Verbs(TyperGroup):
 
     def invoke(self, ctx: Any) -> Any:
         as_json = "--json" in [*ctx.args, *getattr(ctx, "_protected_args", [])]
+        with answering(as_json):
+            return self._invoke(ctx, as_json)
+
+    def _invoke(self, ctx: Any, as_json: bool) -> Any:
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt as error:
@@ -171,9 +175,9 @@ def distill(recipe: RecipeName, changes: Overrides = None, as_json: AsJson = Fal
     from ..distill import distill as run
     from .answers import DistillBody, say
 
-    with speaking(as_json) as console:
-        folder = run(loaded, console=console)
-        console.print(f"responses: [bold]{escape(str(folder))}[/bold]")
+    console = console_for(as_json)
+    folder = run(loaded, console=console)
+    console.print(f"responses: [bold]{escape(str(folder))}[/bold]")
     if as_json:
         say("distill", DistillBody.of(folder))
 
@@ -192,14 +196,14 @@ def train(
     from ..train import train as run
     from .answers import TrainBody, say
 
-    with speaking(as_json) as console:
-        result = run(loaded, resume=not fresh, console=console)
-        console.print(f"drafter after {result.steps} steps: [bold]{result.drafter_folder}[/bold]")
-        if result.adapter_folder is not None:
-            console.print(
-                f"for the target with the adapter [bold]{escape(str(result.adapter_folder))}[/bold], "
-                "which it was trained with"
-            )
+    console = console_for(as_json)
+    result = run(loaded, resume=not fresh, console=console)
+    console.print(f"drafter after {result.steps} steps: [bold]{result.drafter_folder}[/bold]")
+    if result.adapter_folder is not None:
+        console.print(
+            f"for the target with the adapter [bold]{escape(str(result.adapter_folder))}[/bold], "
+            "which it was trained with"
+        )
     if as_json:
         say("train", TrainBody.of(result))
 
@@ -220,9 +224,9 @@ def vocab(
     loaded = _load_recipe(recipe, changes)
     from .vocab import save, show, study
 
-    with speaking(as_json) as console:
-        report = study(loaded, size or (), limit, console=console)
-        folder = save(report, loaded.output_folder / "vocabulary")
+    console = console_for(as_json)
+    report = study(loaded, size or (), limit, console=console)
+    folder = save(report, loaded.output_folder / "vocabulary")
     if as_json:
         _answer("vocab", report)
         return
@@ -311,11 +315,11 @@ def evaluate(
     settings = {name: value for name, value in given.items() if value}
     subject = load_subject(name, Asked(changes or [], settings, drafter, target, adapter, tuned))
     folder = out or subject.report_folder
-    with speaking(as_json) as console:
-        report = subject.measure(console)
-        write_report(report, folder)
-        print_report(report, console)
-        console.print(f"report: [bold]{escape(str(folder))}[/bold]")
+    console = console_for(as_json)
+    report = subject.measure(console)
+    write_report(report, folder)
+    print_report(report, console)
+    console.print(f"report: [bold]{escape(str(folder))}[/bold]")
     if as_json:
         say("eval", ReportBody.of(report, folder))
 
@@ -343,8 +347,8 @@ def compare(
     from ..train.compare import compare as run
     from .answers import ReportBody, say
 
-    with speaking(as_json) as console:
-        report = run(loaded, budget, out, console=console)
+    console = console_for(as_json)
+    report = run(loaded, budget, out, console=console)
     if as_json:
         say("compare", ReportBody.of(report, out / "report"))
         return
@@ -384,18 +388,18 @@ def tune(
         "repeats": 2,
     }
     asked = Asked(settings={name: value for name, value in settings.items() if value})
-    with speaking(as_json) as console:
-        tuning = load_subject(str(pair), asked).tune(batch or [1], console)
+    console = console_for(as_json)
+    tuning = load_subject(str(pair), asked).tune(batch or [1], console)
+    console.print(
+        f"{tuning.num_prompts} prompts ({', '.join(tuning.suites)}), temperature {temperature:g}, "
+        f"{tuning.dtype} on {tuning.device_name}",
+        style="dim",
+    )
+    if not dry_run:
+        loaded.store_tuning(tuning)
         console.print(
-            f"{tuning.num_prompts} prompts ({', '.join(tuning.suites)}), temperature {temperature:g}, "
-            f"{tuning.dtype} on {tuning.device_name}",
-            style="dim",
+            f"kept in [bold]{escape(str(pair / 'pair.json'))}[/bold]; `outrider generate` uses it from now on"
         )
-        if not dry_run:
-            loaded.store_tuning(tuning)
-            console.print(
-                f"kept in [bold]{escape(str(pair / 'pair.json'))}[/bold]; `outrider generate` uses it from now on"
-            )
     if as_json:
         say("tune", TuneBody(folder=str(pair), stored=not dry_run, tuning=tuning))
 
@@ -466,18 +470,18 @@ def pair_new(
     from .answers import PairBody, say
     from .subject import load_target, report_folder, trained_drafter
 
-    with speaking(as_json) as console:
-        target = load_target(loaded)
-        bound = trained_drafter(loaded, target, drafter)
-        default = report_folder(recipe, changes or [], other=None if drafter is None else bound)
-        measured = report or (default if default.is_dir() else None)
-        if measured is None:
-            console.print(
-                f"no report in {escape(str(default))}: this pair holds no figures. `outrider eval` with the same words "
-                "measures them; --report names another one."
-            )
-        made = new_pair(folder, target, bound, loaded, measured, console=console)
-        _print_pair(made, console)
+    console = console_for(as_json)
+    target = load_target(loaded)
+    bound = trained_drafter(loaded, target, drafter)
+    default = report_folder(recipe, changes or [], other=None if drafter is None else bound)
+    measured = report or (default if default.is_dir() else None)
+    if measured is None:
+        console.print(
+            f"no report in {escape(str(default))}: this pair holds no figures. `outrider eval` with the same words "
+            "measures them; --report names another one."
+        )
+    made = new_pair(folder, target, bound, loaded, measured, console=console)
+    _print_pair(made, console)
     if as_json:
         say("pair-new", PairBody.of(made))
 
@@ -492,7 +496,7 @@ def pair_show(
 
     pair = Pair.load(folder)
     if as_json:
-        typer.echo(pair.manifest.to_text(), nl=False)
+        tell(pair.manifest.to_text())
     else:
         _print_pair(pair, Console())
 
@@ -569,9 +573,9 @@ def probe(pair: PairFolder, target: NewTarget, adapter: Adapter = None, as_json:
     from .answers import ProbeBody, say
 
     loaded = Pair.load(pair)
-    with speaking(as_json) as console:
-        changed = loaded.load_target(target, adapter=adapter)
-        result = run(loaded, changed, console=console)
+    console = console_for(as_json)
+    changed = loaded.load_target(target, adapter=adapter)
+    result = run(loaded, changed, console=console)
     if as_json:
         say("probe", ProbeBody.of(loaded, changed.fingerprint().digest, result), result.exit_code)
     else:
@@ -598,9 +602,9 @@ def refresh(
     from .answers import PairBody, say
 
     loaded = Pair.load(pair)
-    with speaking(as_json) as console:
-        made = run(loaded, loaded.load_target(target, adapter=adapter), out, changes or [], console=console)
-        _print_pair(made, console)
+    console = console_for(as_json)
+    made = run(loaded, loaded.load_target(target, adapter=adapter), out, changes or [], console=console)
+    _print_pair(made, console)
     if as_json:
         say("refresh", PairBody.of(made))
 

@@ -11,7 +11,7 @@ from rich.markup import escape
 from rich.tree import Tree
 
 from ..ground import BadInputError
-from .speaking import speaking
+from .speaking import console_for
 
 if TYPE_CHECKING:
     from ..pair.comparison import Side
@@ -41,10 +41,10 @@ def push(pair: PairFolder, registry: RegistryPlace = None, as_json: AsJson = Fal
     from ..pair import Pair
     from .answers import PushBody, say
 
-    with speaking(as_json) as console:
-        opened, loaded = _opened(registry), Pair.load(pair)
-        entry = opened.push(loaded, console)
-        console.print(f"[bold]{entry}[/bold] (revision {entry.revision}) is in {escape(opened.store.where)}")
+    console = console_for(as_json)
+    opened, loaded = _opened(registry), Pair.load(pair)
+    entry = opened.push(loaded, console)
+    console.print(f"[bold]{entry}[/bold] (revision {entry.revision}) is in {escape(opened.store.where)}")
     if as_json:
         say("pair-push", PushBody.of(opened, entry, loaded))
 
@@ -59,9 +59,9 @@ def pull(
     from ..pair.registry import Reference
     from .answers import PairBody, say
 
-    with speaking(as_json) as console:
-        pair = _opened(registry).pull(Reference.parse(version), folder.expanduser(), console)
-        console.print(f"{pair.name} version {pair.version}: [bold]{escape(str(pair.folder))}[/bold], intact")
+    console = console_for(as_json)
+    pair = _opened(registry).pull(Reference.parse(version), folder.expanduser(), console)
+    console.print(f"{pair.name} version {pair.version}: [bold]{escape(str(pair.folder))}[/bold], intact")
     if as_json:
         say("pair-pull", PairBody.of(pair))
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable
@@ -11,6 +13,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+import typer
 import yaml
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -18,6 +21,7 @@ from outrider.heads import Ngram
 from outrider.pair import Pair, new_pair
 from outrider.pair.registry import open_registry
 from outrider.recipes import load_recipe
+from outrider.scripts.cli import app
 from outrider.targets import Target
 
 CI = Path(__file__).parents[2] / "docs" / "guides" / "ci"
@@ -76,17 +80,12 @@ def change(target_folder: Path) -> None:
 
 def run(script: str, place: Path, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
     """Run a script as the CI systems do: bash, which ends at the first command that fails."""
+    variables = {"OUTRIDER_REGISTRY": str(place / "registry"), "PAIR": "mine"}
     programs = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     return subprocess.run(
         ["bash", "--noprofile", "--norc", "-eo", "pipefail", "-c", script],
         cwd=place,
-        env={
-            **os.environ,
-            "PATH": programs,
-            "OUTRIDER_REGISTRY": str(place / "registry"),
-            "PAIR": "mine",
-            **environment,
-        },
+        env={**os.environ, "PATH": programs, **variables, **environment},
         capture_output=True,
         text=True,
     )
@@ -109,11 +108,8 @@ def github(place: Path) -> int:
     workflow = yaml.safe_load((CI / "github.yaml").read_text())
     steps = [step for step in workflow["jobs"]["drafter"]["steps"] if "run" in step and step["run"] != INSTALL]
     output, summary = place / "output", place / "summary.md"
-    environment = {
-        "TARGET": workflow["env"]["TARGET"],
-        "GITHUB_OUTPUT": str(output),
-        "GITHUB_STEP_SUMMARY": str(summary),
-    }
+    environment = {"GITHUB_OUTPUT": str(output), "GITHUB_STEP_SUMMARY": str(summary)}
+    environment["TARGET"] = workflow["env"]["TARGET"]
     ran = []
     for step in steps:
         if "if" in step and "code=1" not in output.read_text():
@@ -137,6 +133,7 @@ def gitlab(place: Path) -> int:
     return int(json.loads((place / "probe.json").read_text())["exit_code"])
 
 
+@pytest.mark.slow
 def test_an_unchanged_target_keeps_its_drafter(workplace: Path) -> None:
     assert github(workplace) == 0
     check_results(workplace, 0)
@@ -154,6 +151,19 @@ def test_a_changed_target_gets_a_new_version(workplace: Path, system: Callable[[
 def test_gitlab_keeps_the_drafter_of_an_unchanged_target(workplace: Path) -> None:
     assert gitlab(workplace) == 0
     check_results(workplace, 0)
+
+
+def test_every_command_is_one_that_the_command_line_takes() -> None:
+    texts = [(CI / name).read_text() for name in ("github.yaml", "gitlab.yaml")]
+    lines = [
+        line for text in texts for line in re.findall(r"outrider ([a-z]+ .*?)(?: >|;|$)", text, flags=re.MULTILINE)
+    ]
+    assert len(lines) == 2 * 5
+    for line in lines:
+        command, words = typer.main.get_command(app), shlex.split(line.partition("#")[0])
+        while hasattr(command, "commands"):
+            command, words = command.commands[words[0]], words[1:]
+        command.make_context("outrider", words)
 
 
 def test_the_pages_name_the_files() -> None:

@@ -199,3 +199,17 @@ def test_shells_complete_verbs(shell: str) -> None:
         command, capture_output=True, text=True, env={"_OUTRIDER_COMPLETE": f"complete_{shell}", **asked}
     ).stdout
     assert "probe" in found
+
+
+def test_what_libraries_print_never_gets_into_an_answer(
+    outrider: Command, monkeypatch: pytest.MonkeyPatch, recipe_file: Path
+) -> None:
+    """Some print while they are imported, others while they work."""
+    from outrider.scripts import doctor
+
+    examine = doctor.examine
+    monkeypatch.setattr(doctor, "examine", lambda: print("chatter of a library") or examine())
+    result = outrider("doctor", "--json")
+    assert "chatter" in result.stderr
+    answer("doctor", result)
+    assert "chatter" in outrider("doctor").stdout

@@ -293,6 +293,7 @@ def _info(contestant: Contestant) -> ContestantInfo:
         name=contestant.name,
         kind="drafter",
         drafter=contestant.drafter.name,
+        digest=contestant.drafter.digest(),
         **contestant.plan.to_dict(),
         shape=str(contestant.plan),
         parameters=sum(p.numel() for p in contestant.drafter.parameters()),

@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from ..ground import BadInputError, IncompatibleError, refuse_unknown_keys
 from ..targets import Counts, Nodes, RaggedCache, Target, load_causal_lm, load_tokenizer, require_same_vocabulary
+from ..targets.fingerprint import plain_config
 from .base import Drafter, DrafterConfig, DrafterLoss, TargetBatch
 from .losses import LossName, acceptance_metrics, ahead, chunked_compare, divergence
 from .parts.model_runner import ModelRunner, runs
@@ -112,6 +113,9 @@ class DraftModel(Drafter[DraftModelConfig]):
         """Write a plain Hugging Face checkpoint: `transformers`, vLLM, SGLang and TGI load it as it is."""
         Path(path).mkdir(parents=True, exist_ok=True)
         self.model.save_pretrained(path)
+
+    def identity_settings(self) -> dict[str, Any]:
+        return plain_config(self.model)  # how it was once made is not what it is
 
     def check(self, target: Target) -> None:
         own, theirs = self.runner.vocab_size, target.vocab_size

@@ -25,7 +25,7 @@ from ..targets.fingerprint import digest_json
 from .listing import InsideName
 
 MANIFEST, RECIPE, CALIBRATION = "pair.json", "recipe.yaml", "calibration.jsonl"
-DRAFTER, TOKENIZER, REPORTS, ADAPTER = "drafter", "tokenizer", "reports", "adapter"
+DRAFTER, TOKENIZER, REPORTS, ADAPTER, SUITES = "drafter", "tokenizer", "reports", "adapter", "suites"
 SCHEMA_VERSION: Final = 2
 _SMALLER_IDENTITY = 1  # the schema whose identity did not cover tokenizer and adapter
 
@@ -233,9 +233,10 @@ class Lineage(Record):
 class Manifest(Record):
     """The whole of pair.json.
 
-    `tuning` says which plan is fastest where, `served` what engines made of it, the latest of each engine. Both depend
-    on machines, so they are no part of the identity; where there is none it is not written: a pair that was never tuned
-    reads as it always did.
+    `suites` are the prompt files that the pair is measured on and that no package ships. `tuning` says which plan is
+    fastest where, `served` what engines made of it, the latest of each engine. Both depend on machines, so they are no
+    part of the identity. What there is none of is not written: a pair that was never tuned, on packaged suites, reads
+    as it always did.
     """
 
     schema_version: Literal[1, 2]
@@ -247,6 +248,7 @@ class Manifest(Record):
     recipe: str
     calibration: str | None
     reports: dict[InsideName, str]
+    suites: dict[InsideName, str] = {}
     plan: PlanRecord
     measurements: Measurements
     lineage: Lineage
@@ -259,7 +261,7 @@ class Manifest(Record):
     @model_serializer(mode="wrap")
     def _written(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
         values: dict[str, Any] = write(self)
-        return {k: v for k, v in values.items() if k not in ("tuning", "served") or v}
+        return {k: v for k, v in values.items() if k not in ("tuning", "served", "suites") or v}
 
     def identity(self, schema_version: int | None = None) -> str:
         """Return the identity digest, computed from what it covers.
@@ -297,6 +299,7 @@ class Manifest(Record):
         if self.calibration is not None:
             found[CALIBRATION] = self.calibration
         found |= {f"{DRAFTER}/{name}": digest for name, digest in self.drafter.files.items()}
+        found |= {f"{SUITES}/{name}": digest for name, digest in self.suites.items()}
         return found | self.target.kept_files()
 
     def to_text(self) -> str:
@@ -353,7 +356,18 @@ def inspect_manifest(folder: Path) -> tuple[Manifest, list[str]]:
         BadInputError: it cannot be understood at all.
     """
     file = folder / MANIFEST
-    text = _read(file)
+    return inspect_text(file, _read(file))
+
+
+def inspect_text(file: Path, text: str) -> tuple[Manifest, list[str]]:
+    """Return the manifest that `text` holds, and what says that it was altered after it was written.
+
+    Args:
+        file: where it came from, for the error.
+
+    Raises:
+        BadInputError: it cannot be understood at all.
+    """
     manifest = _validated(file, _parsed(file, text))
     alterations = []
     if manifest.computed_checksum() != manifest.checksum:

@@ -62,8 +62,9 @@ def _sharding(values: dict[str, Any], file: Path) -> str:
     if kind == "FSDP":
         return "fsdp"
     deepspeed = values.get("deepspeed_config")
-    zero = kind == "DEEPSPEED" and isinstance(deepspeed, dict)
-    stage = _count(deepspeed, "zero_stage", 0, file) if zero else 0
+    stage = 0
+    if kind == "DEEPSPEED" and isinstance(deepspeed, dict):
+        stage = _count(deepspeed, "zero_stage", 0, file)
     return f"zero{stage}" if stage else "none"
 
 

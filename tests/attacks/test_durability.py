@@ -1,4 +1,4 @@
-"""Nothing is lost and nothing altered goes unseen: the attack programs at a fraction of their counts, from another seed.
+"""Nothing is lost and nothing altered goes unseen: the attack programs at a fraction of their counts.
 
 The whole of them makes the figures of docs/security/durability.md, by the command that stands there.
 """

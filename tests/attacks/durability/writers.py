@@ -64,7 +64,8 @@ def _trainings(workshop: Workshop) -> Writers:
     rates = [(1e-3, 2e-3)[n % 2] for n in range(TRAININGS)]
     outcomes = _at_once([lambda rate=rate: _train(workshop, rate) for rate in rates])  # type: ignore[misc]
     found = Writers("trainings in one folder", TRAININGS, won=sum(o.code == 0 for o in outcomes))
-    found.refused = sum(o.is_refusal and "is being written by process" in o.said for o in outcomes)
+    found.refused = sum(o.is_refusal for o in outcomes)
+    found.failures += [o.said for o in outcomes if o.code == 2 and "is being written by process" not in o.said]
     found.failures += [f"{o.code}: {o.said[-400:]}" for o in outcomes if o.code not in (0, 2)]
     found.failures += [] if (found.won, found.refused) == (1, TRAININGS - 1) else [f"{found.won} won"]
     found.failures += [] if contents(workshop.work, timed) in expected.values() else ["the result is nobody's"]
@@ -75,7 +76,7 @@ def _trainings(workshop: Workshop) -> Writers:
 def _train(workshop: Workshop, rate: float) -> None:
     from outrider.train import train
 
-    train(workshop.recipe(learning_rate=rate, max_steps=6), workshop.target)
+    train(workshop.recipe(learning_rate=rate, max_steps=30, save_steps=10), workshop.target)
 
 
 def _at_once(actions: list[Callable[[], object]]) -> list[Outcome]:

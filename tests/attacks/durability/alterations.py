@@ -158,11 +158,11 @@ SUBJECTS = [
 ]
 
 
-def run_alterations(root: Path, seed: int, share: float = 1.0, only: str | None = None) -> list[Alterations]:
+def run_alterations(root: Path, seed: int, share: float = 1.0, only: list[str] | None = None) -> list[Alterations]:
     """Attack every kind of folder with its number of alterations, times `share`."""
     workshop = Workshop(root)
     _ = workshop.target, workshop.changed, workshop.prompts
-    chosen = [s for s in SUBJECTS if only in (None, s.name)]
+    chosen = [s for s in SUBJECTS if not only or s.name in only]
     return [_attack(workshop, s, random.Random(f"{seed} {s.name}"), max(2, round(s.attempts * share))) for s in chosen]
 
 

@@ -37,11 +37,11 @@ class Kills:
     failures: list[str] = field(default_factory=list)
 
 
-def run_kills(root: Path, seed: int, share: float = 1.0, only: str | None = None) -> list[Kills]:
+def run_kills(root: Path, seed: int, share: float = 1.0, only: list[str] | None = None) -> list[Kills]:
     """Attack every verb with its number of kills, times `share`."""
     workshop = Workshop(root)
     _ = workshop.target, workshop.changed, workshop.prompts
-    chosen = [v for v in VERBS if v.kills and only in (None, v.name)]
+    chosen = [v for v in VERBS if v.kills and (not only or v.name in only)]
     return [_attack(workshop, v, random.Random(f"{seed} {v.name}"), max(1, round(v.kills * share))) for v in chosen]
 
 

@@ -6,11 +6,12 @@ what holds times), and nothing beside it. A pair must be whole at any moment, be
 
 from __future__ import annotations
 
+import json
 import random
 import shutil
 import signal
 import time
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from pathlib import Path
 
@@ -60,7 +61,7 @@ def _attack(workshop: Workshop, verb: Verb, chance: random.Random, count: int) -
     for place in places:
         _copy(start, workshop.work)
         _kill(workshop, verb, place, expected, found)
-    print(f"{verb.name}: {found}", flush=True)
+        print(json.dumps(asdict(found)), flush=True)
     return found
 
 

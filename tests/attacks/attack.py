@@ -105,8 +105,9 @@ def main() -> int:
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as scratch:
         world, folder = Path(scratch) / "world", Path(scratch) / "attacked"
-        world.mkdir()
-        make_world(world)
+        folder.mkdir()
+        make_world(folder)  # pairs say where their target is: every copy lies where the first world was
+        folder.rename(world)
         if given.program == "execution":
             found = execution(world, folder, given.only)
         else:

@@ -61,7 +61,7 @@ def _sharding(values: dict[str, Any], file: Path) -> str:
     kind = str(values["distributed_type"]).upper()
     if kind == "FSDP":
         return "fsdp"
-    deepspeed = values.get("deepspeed_config")
+    deepspeed: Any = values.get("deepspeed_config")
     zero = kind == "DEEPSPEED" and isinstance(deepspeed, dict)
     stage = _count(deepspeed, "zero_stage", 0, file) if zero else 0
     return f"zero{stage}" if stage else "none"

@@ -35,6 +35,8 @@ def execution(world: Path, folder: Path, only: str) -> dict[str, Any]:
         for command in attempt.commands:
             outcome = runner.run(command, folder)
             _say(attempt.name, command, outcome)
+            if only and not outcome.held:
+                print(outcome.said, file=sys.stderr)
             commands += 1
             codes[outcome.code] += 1
             if not outcome.held:

@@ -52,6 +52,12 @@ def replacing_folder(folder: Path) -> Iterator[Path]:
         shutil.rmtree(building, ignore_errors=True)
 
 
+def move(folder: Path, free_place: Path) -> None:
+    """Give `folder` a name beside it that nothing has."""
+    folder.rename(free_place)
+    sync(free_place.parent)
+
+
 def _put(building: Path, folder: Path) -> None:
     """Move a finished folder to its place; what stood there goes."""
     if not folder.exists():
@@ -130,10 +136,10 @@ def _settle(place: Path) -> None:
 
 def sync(path: Path) -> None:
     """Wait until the disk holds a file's content, or a folder's names."""
-    flags = os.O_RDONLY | getattr(os, "O_CLOEXEC", 0)
-    if path.is_dir() and os.name == "nt":
+    is_folder = path.is_dir()
+    if is_folder and os.name == "nt":
         return  # Windows writes the names of a folder by itself
-    descriptor = os.open(path, flags)
+    descriptor = os.open(path, os.O_RDWR if not is_folder and os.access(path, os.W_OK) else os.O_RDONLY)
     try:
         os.fsync(descriptor)
     except OSError as error:

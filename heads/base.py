@@ -17,7 +17,9 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from ..ground import BadInputError, refuse_unknown_keys
+from ..ground.files import write_atomically
 from ..ground.foreign import read_json
+from ..ground.replacing import replacing
 from ..ground.values import checked_value
 from ..targets import RaggedCache, Target
 from ..targets.vetting import check_config, check_regular
@@ -172,12 +174,14 @@ class Drafter(nn.Module, Generic[C]):
         folder = Path(path)
         folder.mkdir(parents=True, exist_ok=True)
         weights = {name: tensor.detach().cpu().contiguous() for name, tensor in self.state_dict().items()}
-        save_file(weights, folder / WEIGHTS, metadata={"format": "pt"})
+        with replacing(folder / WEIGHTS) as temporary:
+            save_file(weights, temporary, metadata={"format": "pt"})
         self.save_config(folder)
 
     def save_config(self, folder: Path) -> None:
         """Write config.json into `folder`."""
-        (folder / CONFIG).write_text(json.dumps({"drafter_type": self.name, **self.config.to_dict()}, indent=2) + "\n")
+        values = {"drafter_type": self.name, **self.config.to_dict()}
+        write_atomically(folder / CONFIG, json.dumps(values, indent=2) + "\n")
 
     def cast(self, dtype: torch.dtype) -> Self:
         """Turn the drafter's parameters into `dtype` and return it.

@@ -22,6 +22,7 @@ from ..decode import Decoder, Plan, Round
 from ..distill.prompts import Message, Prompt, render
 from ..eval.suites import load_suites
 from ..ground import BadInputError
+from ..ground.files import write_atomically
 from ..ground.foreign import read_json_lines
 from ..ground.progress import progress
 from ..heads import Drafter, TargetBatch
@@ -157,9 +158,7 @@ def _analytic(target: Target, drafter: Drafter, prompt: Sequence[int], response:
 
 
 def write_calibration(file: Path, prompts: Sequence[Prompt]) -> None:
-    file.write_text(
-        "".join(json.dumps(asdict(prompt), ensure_ascii=False) + "\n" for prompt in prompts), encoding="utf-8"
-    )
+    write_atomically(file, "".join(json.dumps(asdict(prompt), ensure_ascii=False) + "\n" for prompt in prompts))
 
 
 def read_calibration(file: Path) -> list[Prompt]:

@@ -271,9 +271,19 @@ class Manifest(Record):
         """Return the one way in which this manifest is written: any other bytes are an alteration."""
         return json.dumps(self.model_dump(), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
 
-    def write(self, folder: Path) -> None:
-        """Write pair.json, atomically."""
-        write_atomically(folder / MANIFEST, self.to_text())
+    def write(self, folder: Path, instead_of: Manifest | None = None) -> None:
+        """Write pair.json, all of it or nothing.
+
+        Args:
+            instead_of: what must stand there until now.
+
+        Raises:
+            BadInputError: somebody who holds no lock wrote another one meanwhile.
+        """
+        file = folder / MANIFEST
+        if instead_of is not None and _read(file) != instead_of.to_text():
+            raise BadInputError(f"{file} was written by somebody else at the same time; nothing was stored. Try again.")
+        write_atomically(file, self.to_text())
 
 
 def identity_digest(

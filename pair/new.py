@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 from collections.abc import Sequence
 from datetime import UTC, datetime
@@ -14,8 +15,11 @@ from transformers import PreTrainedTokenizerBase
 
 from ..distill.prompts import Prompt
 from ..eval.reports.report import ContestantInfo, Report
-from ..ground import BadInputError
+from ..ground import BadInputError, Refusal
+from ..ground.digests import listed_problems
+from ..ground.files import write_atomically
 from ..ground.foreign import read_json
+from ..ground.locks import locked
 from ..ground.replacing import replacing_folder
 from ..heads import Drafter, Fusion, load_drafter
 from ..recipes import Recipe
@@ -51,6 +55,7 @@ from .pair import Pair, verify
 _COPIED = {".json", ".safetensors", ".jinja", ".model", ".txt"}
 # Where a tokenizer was loaded from, with what, and code that came with it.
 _INCIDENTAL = ("name_or_path", "_name_or_path", "is_local", "local_files_only", "transformers_version", "auto_map")
+_log = logging.getLogger(__name__)
 _REPORT_FILES = ("report.json", "report.md", "report.html")
 
 
@@ -76,14 +81,15 @@ def new_pair(
         calibration: prompts for the probe; None takes the first of the recipe's suites.
 
     Raises:
-        BadInputError: something else is in `folder`, or the drafter or report cannot be read.
+        BadInputError: something else is in `folder`, somebody else writes there, or the drafter or report cannot be
+            read.
         IncompatibleError: the drafter cannot draft for this target.
     """
     final = Path(folder).expanduser()
-    existing = _existing(final)
-    with replacing_folder(final) as partial:
+    with locked(final), replacing_folder(final) as partial:
+        existing = _existing(final)
         saved = _save_drafter(drafter, partial / DRAFTER, target)
-        (partial / RECIPE).write_text(recipe.to_yaml(), encoding="utf-8")
+        write_atomically(partial / RECIPE, recipe.to_yaml())
         report = _copy_report(report_folder, partial / REPORTS)
         _check_report(report, target)
         manifest = _identified(partial, target, saved, recipe, _plan(report, saved, recipe), parent)
@@ -112,7 +118,7 @@ def _existing(final: Path) -> Pair | None:
         BadInputError: something else is there.
     """
     if (final / MANIFEST).exists():
-        return Pair.load(final)
+        return Pair.load(final, check=False)  # what was altered is written anew
     if final.is_file() or (final.is_dir() and any(final.iterdir())):
         raise BadInputError(f"{str(final)!r} exists and is not a pair; nothing was written. Choose a new folder.")
     return None
@@ -141,9 +147,14 @@ def _adds_nothing(existing: Pair, manifest: Manifest) -> bool:
 
 
 def _keep_reports(existing: Pair, partial: Path) -> None:
-    """Copy the older reports; one of the same date gives way to the new one."""
-    for older in sorted((existing.folder / REPORTS).glob("*")):
-        if older.is_dir() and not (partial / REPORTS / older.name).exists():
+    """Copy the older reports; one of the same date gives way to the new one, and one that was altered is left out."""
+    reports = existing.folder / REPORTS
+    altered = listed_problems(reports, existing.manifest.reports)
+    for line in altered:
+        _log.warning("%s: %s; this report is not kept.", reports, line)
+    dates = {line.partition("/")[0] for line in altered}
+    for older in sorted(reports.glob("*")):
+        if older.is_dir() and older.name not in dates and not (partial / REPORTS / older.name).exists():
             shutil.copytree(older, partial / REPORTS / older.name)
 
 
@@ -151,10 +162,19 @@ def _keep_adapter(existing: Pair, partial: Path, manifest: Manifest) -> Manifest
     """Copy the adapter that the pair keeps where the same target came without it, as one in memory does.
 
     It may be the only copy there is.
+
+    Raises:
+        Refusal: its files were altered.
     """
     older = existing.manifest.target
     if manifest.target.adapter_files or not older.adapter_files:
         return manifest
+    altered = listed_problems(existing.folder / ADAPTER, older.adapter_files)
+    if altered:
+        raise Refusal(
+            f"{existing.folder / ADAPTER} was altered after the pair was made: {'; '.join(altered)}. Nothing was "
+            "written; take a good copy of that pair, or choose another folder."
+        )
     shutil.copytree(existing.folder / ADAPTER, partial / ADAPTER)
     record = manifest.target.model_copy(update={"source": older.source, "adapter_files": older.adapter_files})
     return manifest.model_copy(update={"target": record}).identified()
@@ -168,11 +188,20 @@ def _save_drafter(drafter: Drafter | str | Path, folder: Path, target: Target) -
         source = Path(drafter).expanduser()
         load_drafter(source, target)
         for file in sorted(source.rglob("*")):
-            if file.is_file() and file.suffix in _COPIED:
+            if file.is_file() and file.suffix in _COPIED and not _leads_out(file, source):
                 copy = folder / file.relative_to(source)
                 copy.parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(file, copy)
     return load_drafter(folder, target)
+
+
+def _leads_out(file: Path, folder: Path) -> bool:
+    """Tell whether a link shows something that does not belong to the drafter in `folder`: a pair is given away.
+
+    Folders of the Hub's cache hold links to the files beside them.
+    """
+    here, shown = folder.resolve(), file.resolve()
+    return not any(shown.is_relative_to(home) for home in (here, *(p / "blobs" for p in here.parents[1:2])))
 
 
 def _copy_adapter(target: Target, folder: Path) -> None:
@@ -188,7 +217,7 @@ def _copy_adapter(target: Target, folder: Path) -> None:
     config = read_json(adapter / ADAPTER_CONFIG)
     base = config.get("base_model_name_or_path")
     config["base_model_name_or_path"] = None if base is None or is_local(base) else base
-    (folder / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True), encoding="utf-8")
+    write_atomically(folder / ADAPTER_CONFIG, json.dumps(config, indent=2, sort_keys=True))
 
 
 def _copy_report(report_folder: str | Path | None, reports: Path) -> Report | None:
@@ -246,7 +275,7 @@ def _save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     file = folder / "tokenizer_config.json"
     if file.exists():
         config = {name: value for name, value in read_json(file).items() if name not in _INCIDENTAL}
-        file.write_text(json.dumps(config, indent=2, ensure_ascii=False, sort_keys=True) + "\n", encoding="utf-8")
+        write_atomically(file, json.dumps(config, indent=2, ensure_ascii=False, sort_keys=True) + "\n")
 
 
 def _completed(manifest: Manifest, partial: Path, measurements: Measurements) -> Manifest:

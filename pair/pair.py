@@ -13,7 +13,7 @@ The target's own weights are not here: the pair names them by content.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -21,7 +21,10 @@ from typing import Any, Literal
 from ..decode import Plan
 from ..distill.prompts import Prompt
 from ..eval.tuning import BatchTuning, Tuning, nearest
-from ..ground import BadInputError, IncompatibleError, OutriderError
+from ..ground import BadInputError, IncompatibleError, OutriderError, Refusal
+from ..ground.digests import problem_of
+from ..ground.leftovers import Leftover
+from ..ground.locks import lock_file, locked
 from ..ground.machine import device_name
 from ..heads import Drafter, fuse, load_drafter
 from ..recipes import Recipe, load_recipe
@@ -40,6 +43,8 @@ from .manifest import (
     inspect_manifest,
     read_manifest,
 )
+
+_PATIENCE = 600.0  # seconds that a stored tuning waits for another writer: it took minutes to find
 
 
 class StaleError(OutriderError):
@@ -69,14 +74,34 @@ class Pair:
     manifest: Manifest
 
     @classmethod
-    def load(cls, folder: str | Path) -> Pair:
-        """Read a pair's pair.json (its other files are not checked here: `verify`).
+    def load(cls, folder: str | Path, check: bool = True) -> Pair:
+        """Read a pair, whose files must be what they were when it was made.
+
+        Args:
+            check: False reads pair.json alone.
 
         Raises:
             BadInputError: there is no pair, or its pair.json is damaged.
+            Refusal: its files were altered, and which.
         """
         path = Path(folder).expanduser()
-        return cls(path, read_manifest(path))
+        pair = cls(path, read_manifest(path))
+        if check:
+            pair.require_whole()
+        return pair
+
+    def require_whole(self) -> None:
+        """Refuse this pair if its files were altered; files that did not change since they were read are not read.
+
+        Raises:
+            Refusal: names each file that differs.
+        """
+        found = list(_altered_files(self.folder, self.manifest, problem_of))
+        if found:
+            raise Refusal(
+                f"{self.folder} was altered after the pair was made: {'; '.join(found)}. Take a good copy of the pair "
+                "(`outrider pair verify` compares all of it)."
+            )
 
     @property
     def name(self) -> str:
@@ -112,16 +137,17 @@ class Pair:
         """Store `tuning` in pair.json, in place of what was known of the same machine, temperature and batch sizes.
 
         Raises:
-            BadInputError: the folder holds another pair by now.
+            BadInputError: the folder holds another pair by now, or somebody else keeps writing it.
         """
-        now = read_manifest(self.folder)  # tuning takes minutes: what else was written since stays
-        if now.digest != self.digest:
-            raise BadInputError(
-                f"{self.folder} holds another pair by now ({now.name} version {now.version}); nothing was stored. Tune "
-                "that one."
-            )
-        manifest = now.tuned(tuning)
-        manifest.write(self.folder)
+        with locked(self.folder, wait=_PATIENCE):
+            now = read_manifest(self.folder)  # tuning takes minutes: what else was written since stays
+            if now.digest != self.digest:
+                raise BadInputError(
+                    f"{self.folder} holds another pair by now ({now.name} version {now.version}); nothing was stored. "
+                    "Tune that one."
+                )
+            manifest = now.tuned(tuning)
+            manifest.write(self.folder, instead_of=now)
         return replace(self, manifest=manifest)
 
     @property
@@ -222,6 +248,7 @@ class Pair:
         Raises:
             IncompatibleError: it cannot draft for `target`; names the first token, size or tap that differs.
         """
+        self.require_whole()
         _check_vocabulary(self, target)
         return load_drafter(self.drafter_folder, target)
 
@@ -266,7 +293,7 @@ def verify(folder: str | Path, target: Target | None = None) -> list[str]:
         manifest, alterations = inspect_manifest(path)
     except BadInputError as error:
         return [str(error)]
-    found = [f"{MANIFEST}: {line}" for line in alterations] + list(_altered_files(path, manifest))
+    found = [f"{MANIFEST}: {line}" for line in alterations] + list(_altered_files(path, manifest, _altered))
     if target is not None:
         found += [
             f"target: {line} differs"
@@ -275,22 +302,27 @@ def verify(folder: str | Path, target: Target | None = None) -> list[str]:
     return found
 
 
-def _altered_files(folder: Path, manifest: Manifest) -> Iterator[str]:
+def _altered_files(folder: Path, manifest: Manifest, problem_with: Callable[[Path, str], str | None]) -> Iterator[str]:
     odd = list(irregular(folder))
     yield from odd
     if odd:  # what a link or a device shows is not looked at
         return
     expected = manifest.files()
-    present = {str(p.relative_to(folder).as_posix()) for p in folder.rglob("*") if p.is_file() or p.is_symlink()} - {
-        MANIFEST
-    }
+    found = (p for p in folder.rglob("*") if (p.is_file() or p.is_symlink()) and not _is_in_the_way(folder, p))
+    present = {p.relative_to(folder).as_posix() for p in found} - {MANIFEST}
     for name in sorted(expected.keys() | present):
         if name not in present:
             yield f"{name}: missing"
         elif name not in expected:
             yield f"{name}: not listed in {MANIFEST}"
-        elif (problem := _altered(folder / name, expected[name])) is not None:
+        elif (problem := problem_with(folder / name, expected[name])) is not None:
             yield f"{name}: {problem}"
+
+
+def _is_in_the_way(folder: Path, path: Path) -> bool:
+    """Tell whether a writer of pair.json has this file there for a moment, or left it when it was killed."""
+    unfinished = Leftover.at(path)
+    return path == lock_file(folder) or (unfinished is not None and unfinished.place == folder / MANIFEST)
 
 
 def _altered(file: Path, expected: str) -> str | None:

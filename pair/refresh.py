@@ -20,6 +20,7 @@ from ..eval.measure import contestants, measure
 from ..eval.reports.render import write_report
 from ..eval.suites import load_suites
 from ..ground import BadInputError
+from ..ground.locks import locked
 from ..heads import HEADS, Drafter, load_drafter
 from ..recipes import Recipe, load_recipe
 from ..targets import Target
@@ -47,17 +48,18 @@ def refresh(
 
     Raises:
         IncompatibleError: the drafter cannot be warm-started for this target (tokenizer, vocabulary, taps).
-        BadInputError: an override or the folder cannot be used.
+        BadInputError: an override or the folder cannot be used, or somebody else writes there.
     """
     folder = _outside(Path(out).expanduser(), pair)
     pair.drafter_for(target)
     recipe = refresh_recipe(pair, target, folder, overrides)
-    drafter_folder = _trained(pair, recipe, target, console)
-    drafter = load_drafter(drafter_folder, target)
-    report_folder = _measured(recipe, target, drafter, drafter_folder, console)
-    return new_pair(
-        folder / "pair", target, drafter_folder, recipe, report_folder, pair, _calibration(pair, target), console
-    )
+    with locked(folder):
+        drafter_folder = _trained(pair, recipe, target, console)
+        drafter = load_drafter(drafter_folder, target)
+        report_folder = _measured(recipe, target, drafter, drafter_folder, console)
+        return new_pair(
+            folder / "pair", target, drafter_folder, recipe, report_folder, pair, _calibration(pair, target), console
+        )
 
 
 def refresh_recipe(pair: Pair, target: Target, out: Path, overrides: Sequence[str] = ()) -> Recipe:

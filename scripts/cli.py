@@ -270,6 +270,7 @@ def evaluate(
 ) -> None:
     """Measure τ, acceptance and speedup with confidence intervals, beside n-gram drafting and plain decoding."""
     from ..eval.reports.render import print_report, write_report
+    from ..ground.locks import locked
     from .subject import load_subject
 
     asked = {
@@ -282,9 +283,10 @@ def evaluate(
     }
     subject = load_subject(name, changes or [], drafter, {k: v for k, v in asked.items() if v}, tuned)
     console = Console()
-    report = subject.measure(console)
     folder = out or subject.report_folder
-    write_report(report, folder)
+    with locked(folder):
+        report = subject.measure(console)
+        write_report(report, folder)
     print_report(report, console)
     console.print(f"report: [bold]{escape(str(folder))}[/bold]")
 

@@ -17,6 +17,7 @@ from safetensors import SafetensorError
 
 from ..ground import BadInputError, Refusal, digests
 from ..ground.files import read_json, readable_bytes
+from ..ground.replacing import move
 
 PREFIX = "checkpoint-"
 _OLD_MARKER = "complete.json"  # of versions without digests
@@ -109,7 +110,7 @@ def set_aside(folder: Path) -> Path | None:
     number = 1
     while (aside := folder.with_name(f"{folder.name}.old-{number}")).exists():
         number += 1
-    folder.rename(aside)
+    move(folder, aside)
     return aside
 
 

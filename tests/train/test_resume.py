@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from outrider.ground import BadInputError
+from outrider.ground.digests import LIST
 from outrider.heads import DrafterLoss, Eagle3, load_drafter
 from outrider.recipes import Recipe
 from outrider.targets import Target
@@ -47,7 +48,7 @@ def in_call(monkeypatch: pytest.MonkeyPatch, number: int, act: Callable[[Drafter
 def cut_short(folder: Path) -> Path:
     """A checkpoint whose writing was killed: some of its files are there, one of them half."""
     shutil.copytree(folder, broken := folder.with_name("checkpoint-1000000"))
-    (broken / folders.MARKER).unlink()
+    (broken / LIST).unlink()
     (broken / "trainer_state.json").unlink()
     (broken / "optimizer.pt").write_bytes((folder / "optimizer.pt").read_bytes()[:100])
     return broken
@@ -191,7 +192,7 @@ def test_a_checkpoint_that_lost_bytes_is_skipped(tmp_path: Path) -> None:
     assert folders.last_complete(tmp_path) == tmp_path / "checkpoint-2"
     (tmp_path / "checkpoint-2" / "model.safetensors").write_bytes(bytes(99))
     assert folders.last_complete(tmp_path) == tmp_path / "checkpoint-1"
-    (tmp_path / "checkpoint-1" / folders.MARKER).unlink()
+    (tmp_path / "checkpoint-1" / LIST).unlink()
     assert folders.last_complete(tmp_path) is None
 
 

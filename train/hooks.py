@@ -26,6 +26,24 @@ from .checkpoints import PREFIX
 TRIED = {"transformers": ("5.17", "5.23"), "accelerate": ("1.10", "1.15")}
 
 
+# What torch raises where a state is no state, or a pickle that asks for more than one: it opens nothing else.
+_NO_STATE = (pickle.UnpicklingError, RuntimeError, KeyError, EOFError, TypeError, ValueError, AttributeError, OSError)
+
+
+@contextmanager
+def states_explained(checkpoint: str | Path | None) -> Iterator[None]:
+    """Refuse a checkpoint whose optimizer, schedule or random states are not what a training wrote."""
+    try:
+        yield
+    except _NO_STATE as error:
+        raise Refusal.of(
+            checkpoint or "the checkpoint",
+            f"its optimizer, schedule or random states cannot be read ({reason(error)})",
+            "those of a training",
+            "Remove this checkpoint, and the one before it is taken, or start over (--fresh).",
+        ) from error
+
+
 class HookedTrainer(Trainer, ABC):
     """A `transformers.Trainer` whose private hooks ask its subclass for the order of rows and for checkpoints."""
 
@@ -74,11 +92,11 @@ class HookedTrainer(Trainer, ABC):
         self.load_weights(Path(resume_from_checkpoint))
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        with _states_explained(checkpoint):
+        with states_explained(checkpoint):
             super()._load_optimizer_and_scheduler(checkpoint)
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        with _states_explained(checkpoint):
+        with states_explained(checkpoint):
             super()._load_rng_state(checkpoint)
 
     def _load_best_model(self) -> None:
@@ -124,24 +142,6 @@ def _keeping_all(args: TrainingArguments) -> Iterator[None]:
         yield
     finally:
         args.save_total_limit = limit
-
-
-# What torch raises where a state is no state, or a pickle that asks for more than one: it opens nothing else.
-_NO_STATE = (pickle.UnpicklingError, RuntimeError, KeyError, EOFError, TypeError, ValueError, AttributeError, OSError)
-
-
-@contextmanager
-def _states_explained(checkpoint: str | None) -> Iterator[None]:
-    """Refuse a checkpoint whose optimizer, schedule or random states are not what a training wrote."""
-    try:
-        yield
-    except _NO_STATE as error:
-        raise Refusal.of(
-            checkpoint or "the checkpoint",
-            f"its optimizer, schedule or random states cannot be read ({reason(error)})",
-            "those of a training",
-            "Remove this checkpoint, and the one before it is taken, or start over (--fresh).",
-        ) from error
 
 
 def train_on_one_gpu(args: TrainingArguments) -> None:

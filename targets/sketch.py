@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from ..ground.errors import BadInputError, OutriderError
 from ..ground.libraries import reason
-from .vetting import check_files, is_local
+from .vetting import check_files, is_local, without_questions
 
 
 def sketching() -> bool:
@@ -35,9 +35,10 @@ def sketch_causal_lm(
     if is_local(name):
         check_files(Path(name).expanduser(), trust_remote_code)
     try:
-        config = AutoConfig.from_pretrained(
-            os.path.expanduser(name), revision=revision, trust_remote_code=trust_remote_code
-        )
+        with without_questions():
+            config = AutoConfig.from_pretrained(
+                os.path.expanduser(name), revision=revision, trust_remote_code=trust_remote_code
+            )
     except Exception as error:
         what = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise BadInputError(

@@ -28,7 +28,7 @@ from typer.core import TyperGroup
 
 from ..ground import OutriderError
 from ..ground.allocation import keep_large_blocks, remember_few_shapes
-from ..ground.disk import is_disk_full
+from ..ground.disk import is_disk_full, require_folder
 from ..ground.signals import how, number_of, stoppable
 
 if TYPE_CHECKING:

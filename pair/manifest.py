@@ -23,6 +23,7 @@ from ..targets import Fingerprint
 from ..targets.fingerprint import digest_json
 
 MANIFEST, RECIPE, CALIBRATION = "pair.json", "recipe.yaml", "calibration.jsonl"
+SIGNATURE = "pair.json.sig"  # whose seal it is; see `signature`
 DRAFTER, TOKENIZER, REPORTS, ADAPTER = "drafter", "tokenizer", "reports", "adapter"
 SCHEMA_VERSION: Final = 1
 

@@ -7,6 +7,7 @@
     tokenizer/           the target's tokenizer, to name the first token that differs in another one
     adapter/             the target's PEFT adapter, where it has a local one
     reports/<date>/      what was measured
+    pair.json.sig        who signed it, where somebody did (signature.py)
 
 The target's own weights are not here: the pair names them by content.
 """
@@ -37,6 +38,7 @@ from .manifest import (
     DRAFTER,
     MANIFEST,
     RECIPE,
+    SIGNATURE,
     TOKENIZER,
     Manifest,
     inspect_manifest,
@@ -304,7 +306,7 @@ def verify(folder: str | Path, target: Target | None = None) -> list[str]:
 def _altered_files(folder: Path, manifest: Manifest, problem_with: Callable[[Path, str], str | None]) -> Iterator[str]:
     expected = manifest.files()
     present = {p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file() or p.is_symlink()}
-    present -= {MANIFEST, *_in_the_way(folder)}
+    present -= {MANIFEST, SIGNATURE, *_in_the_way(folder)}
     for name in sorted(expected.keys() | present):
         if name not in present:
             yield f"{name}: missing"

@@ -488,19 +488,42 @@ def pair_verify(
     folder: PairFolder,
     target: Annotated[str | None, typer.Option(help="Compare this target's content too.")] = None,
     adapter: Adapter = None,
+    signer: Annotated[
+        Path | None, typer.Option(help="Must be signed with this public key, or one of an allowed_signers file.")
+    ] = None,
+    identity: Annotated[
+        str | None, typer.Option(help="Of an allowed_signers file, only the keys of this name.")
+    ] = None,
 ) -> None:
-    """Recompute every digest. Exit code 1 if anything differs, and what."""
+    """Recompute every digest, and check the signature. Exit code 1 if anything differs, and what."""
     from ..pair import Pair, verify
 
     differences = verify(folder)
     if target is not None and not differences:  # an altered pair.json cannot be asked how to load a target
         differences = verify(folder, Pair.load(folder).load_target(target, adapter=adapter))
+    by = ""
+    if signer is not None and not differences:
+        from .signing import signer_of
+
+        found, problem = signer_of(folder, signer, identity)
+        by, differences = f", signed by {found}", [problem] if found is None else []
     console = Console(highlight=False, soft_wrap=True)
     for line in differences:
         console.print(f"[red]✗[/red] {escape(line)}")
     if differences:
         raise typer.Exit(FINDING)
-    console.print(f"[green]✓[/green] {escape(str(folder))} is intact")
+    console.print(f"[green]✓[/green] {escape(str(folder))} is intact{escape(by)}")
+
+
+@pair_app.command(name="sign")
+def pair_sign(
+    folder: PairFolder,
+    key: Annotated[Path, typer.Option(help="An Ed25519 private key of OpenSSH.")],
+) -> None:
+    """Sign a pair, so that others can tell who made it: pair.json.sig, which `ssh-keygen -Y verify` reads, too."""
+    from .signing import sign_pair
+
+    Console(highlight=False, soft_wrap=True).print(escape(sign_pair(folder, key)))
 
 
 def _print_pair(pair: Pair, console: Console) -> None:

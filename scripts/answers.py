@@ -222,11 +222,12 @@ class PairBody(Body):
 
 
 class VerifyBody(Body):
-    """Whether a pair is intact, and what differs if it is not."""
+    """Whether a pair is intact, what differs if it is not, and who signed it, if that was asked."""
 
     folder: str
     intact: bool
     differences: list[str]
+    signer: str | None = None
 
 
 class PushBody(Body):

@@ -26,7 +26,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from ...ground import BadInputError, IncompatibleError
 from ...targets import Counts, Nodes, RaggedCache, Target
 from ..base import Drafter, DrafterLoss, TargetBatch
-from ..losses import LossName, chunked_compare, divergence, metrics_by_depth
+from ..losses import ComparisonSettings, LossName, chunked_compare, divergence, metrics_by_depth
 from ..session import Abilities, NodeSession
 from .decoder_layer import (
     Before,
@@ -188,12 +188,14 @@ class FeatureDrafter(Drafter):
         result = chunked_compare(
             before,
             predicted,
-            batch.target.lm_head,
-            partial(self.logits, target=batch.target),
-            divergence(self.config.loss),
-            self.output_ids,
+            ComparisonSettings(
+                batch.target.lm_head,
+                partial(self.logits, target=batch.target),
+                divergence(self.config.loss),
+                self.output_ids,
+                parameters=self.output_weights(),
+            ),
             weights=weights,
-            parameters=self.output_weights(),
             following=tokens[wanted],
         )
         total, metrics = result.total, metrics_by_depth(result, wanted, here)

@@ -13,6 +13,7 @@ Shapes: B rows, T positions, K taps, H hidden size, V' draft vocabulary.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +31,7 @@ class Eagle3Config(FeatureConfig):
     """Settings of an EAGLE-3 head; zeros mean "as the target".
 
     Attributes:
-        taps: HF `hidden_states` indices; () for EAGLE-3's (2, N//2, N−3).
+        taps: HF `hidden_states` indices; () for EAGLE-3's, see `default_taps`.
         draft_vocab_size: the most frequent training tokens kept as outputs; 0 for all.
         norm_taps, norm_output: EAGLE-3.1 (arXiv 2605.09992): a norm on each tap; the normed output is what the next
             step reads.
@@ -58,19 +59,24 @@ class Eagle3Config(FeatureConfig):
     def feeds_finished(self) -> bool:
         return self.norm_output
 
-    def completed(self, target: Target) -> Eagle3Config:
+    def completed(self, target: Target) -> Self:
         """Return this config with every open size taken from `target`."""
-        layers = target.num_layers
-        if layers < 4 and not self.taps:
-            raise BadInputError(
-                f"eagle3: a target with {layers} layers has no default taps (2, N//2, N−3); "
-                "name them: drafter.taps=[…]."
-            )
         sizes = {
-            "taps": self.taps or (2, layers // 2, layers - 3),
+            "taps": self.taps or default_taps(target.num_layers),
             "draft_vocab_size": self.draft_vocab_size or target.vocab_size,
         }
-        return Eagle3Config(**(self.to_dict() | self.sizes(target) | sizes))
+        return type(self)(**(self.to_dict() | self.sizes(target) | sizes))
+
+
+def default_taps(layers: int) -> tuple[int, ...]:
+    """Return the taps of EAGLE-3's authors, 2, N/2 and N − 3, or in a target of few layers three that differ.
+
+    Raises:
+        BadInputError: there are too few layers.
+    """
+    if layers < 4:
+        raise BadInputError(f"eagle3: a target with {layers} layers has no default taps; name them: drafter.taps=[…].")
+    return (2, layers // 2, layers - 3) if layers > 6 else (1, layers // 2, layers - 1)
 
 
 class _FirstLayer(Layer):
@@ -115,7 +121,7 @@ class Eagle3(FeatureDrafter):
         return None if self.config.draft_vocab_size == self.config.vocab_size else self.token_ids
 
     @classmethod
-    def build(cls, config: DrafterConfig, target: Target, token_counts: Tensor | None = None) -> Eagle3:
+    def build(cls, config: DrafterConfig, target: Target, token_counts: Tensor | None = None) -> Self:
         assert isinstance(config, Eagle3Config)
         config = config.completed(target)
         if config.hidden_size != target.hidden_size:

@@ -61,6 +61,7 @@ __all__ = [
     "smooth_l1",
     "soft_cross_entropy",
     "total_variation",
+    "with_slopes",
 ]
 
 Head = Callable[[Tensor], Tensor]
@@ -223,9 +224,13 @@ class _Chunks:
         total = (self.results[0] * self.weights).sum()
         if not self.learning:
             return total
-        pairs = [(self.steps, self.columns), *zip(self.trained, self.slopes, strict=True)]
-        linear = torch.stack([(x.float() * slope).sum() for x, slope in pairs]).sum()
-        return total + (linear - linear.detach())
+        return with_slopes(total, [(self.steps, self.columns), *zip(self.trained, self.slopes, strict=True)])
+
+
+def with_slopes(total: Tensor, pairs: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+    """Return `total` with these slopes in (x, slope) `pairs`: what the backward pass multiplies and hands on."""
+    linear = torch.stack([(x.float() * slope).sum() for x, slope in pairs]).sum()
+    return total + (linear - linear.detach())
 
 
 def ahead(values: Tensor, by: int) -> Tensor:

@@ -244,6 +244,11 @@ class Before:
         return Joint([self.linear], norms=self.norms) if self.norms else self.linear
 
 
+def _nothing_before(_: Tensor) -> Tensor:
+    """Raise ValueError: a head asks its first layer for a product that the layer was made without."""
+    raise ValueError("this layer was made without what the head has before it; give JointLayer its `before`.")
+
+
 class JointLayer:
     """What a decoder layer computes, all but how its queries attend.
 
@@ -259,7 +264,7 @@ class JointLayer:
         # Looking a module up takes as long as a small operation: a draft step would notice.
         self.attention_output, self.mlp_output = layer.self_attn.o_proj, layer.mlp.down_proj
         self.mlp_norm = layer.post_attention_layernorm
-        self.before = before.product() if before else nn.Identity()
+        self.before = before.product() if before else _nothing_before
         self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
         parts = _attention_parts(layer)
         self.in_halves = in_halves and parts[0].in_features == 2 * layer.self_attn.o_proj.out_features
@@ -441,14 +446,22 @@ class CachedLayers:
 
 
 def _gathered(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-    """Return what queries `[B, heads, Q, D]` gather of keys and values `[B, kv_heads, used, D]`, in their shape."""
+    """Return what queries `[B, heads, Q, D]` gather of keys and values `[B, kv_heads, used, D]`, in their shape.
+
+    Heads that share keys are as good as queries: nothing is repeated for them, and a GPU need not fall back to a slow
+    kernel, as it does for shared keys with a mask.
+
+    Args:
+        mask: which entries each query sees, `[B, 1, Q, used]`, or those of one query for all heads, `[B, 1, 1, used]`.
+    """
     rows, heads, count, size = q.shape
-    kv_heads = k.shape[1]
-    if count > 1 or heads == kv_heads:
-        return nn.functional.scaled_dot_product_attention(q, k, v, mask, enable_gqa=heads > kv_heads)
-    # Heads that share keys are as good as queries, and nothing is repeated for them.
-    q = q.reshape(rows, kv_heads, heads // kv_heads, size)
-    return nn.functional.scaled_dot_product_attention(q, k, v, mask).reshape(rows, heads, 1, size)
+    group = heads // k.shape[1]
+    if group == 1:
+        return nn.functional.scaled_dot_product_attention(q, k, v, mask)
+    if mask is not None and count > 1:
+        mask = mask.repeat(1, 1, group, 1)
+    folded = nn.functional.scaled_dot_product_attention(q.reshape(rows, -1, group * count, size), k, v, mask)
+    return folded.reshape(rows, heads, count, size)
 
 
 def copied(layers: Iterable[Any], before: Before | None = None) -> list[Tensor]:

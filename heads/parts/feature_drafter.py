@@ -235,24 +235,23 @@ class FeatureDrafter(Drafter):
 
     def open(
         self, target: Target, batch_size: int, max_length: int, spare: int = 0, cache: RaggedCache | None = None
-    ) -> FeatureSession:
+    ) -> NodeSession:
         shapes = [layer.self_attn.kept(target.device) for layer in self.layers]
         own = RaggedCache(len(shapes), batch_size, max_length + spare, target.device, shapes)
-        # Kept until they are too short or weights have changed.
-        self._kept = self._fitting(max_length) or CachedLayers(
-            self.layers, self.config, self.rotary, max_length, before=self.before
-        )
-        return FeatureSession(self, target, own, self._kept)
+        return FeatureSession(self, target, own, self._cached(max_length))
 
     def state_bytes(self, target: Target, batch_size: int, max_length: int, spare: int = 0) -> int:
         shapes = [layer.self_attn.kept(target.device) for layer in self.layers]
         cache = sum(shape.num_bytes(batch_size, max_length + spare) for shape in shapes)
-        if self._fitting(max_length):
+        if self._kept is not None and self._kept.fits(self.layers, max_length):
             return cache
         return cache + copied_bytes(self.layers, self.config.head_dim, max_length, self.before)
 
-    def _fitting(self, max_length: int) -> CachedLayers | None:
-        return self._kept if self._kept is not None and self._kept.fits(self.layers, max_length) else None
+    def _cached(self, max_length: int) -> CachedLayers:
+        """Return its layers for decoding; they are kept until they are too short or weights have changed."""
+        if self._kept is None or not self._kept.fits(self.layers, max_length):
+            self._kept = CachedLayers(self.layers, self.config, self.rotary, max_length, before=self.before)
+        return self._kept
 
 
 class FeatureSession(NodeSession):

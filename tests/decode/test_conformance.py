@@ -26,7 +26,7 @@ from outrider.heads.session import Abilities
 from outrider.targets import Counts, Target
 
 from ..conftest import make_llama
-from ..heads.test_drafters import MAKERS, WITH_WEIGHTS, best
+from ..heads.test_drafters import MAKERS, SLOW, WITH_WEIGHTS, best  # noqa: F401 (SLOW is read by conftest.py)
 from .test_distribution import p_value
 
 PROMPTS = [

@@ -57,6 +57,7 @@ class Chooser:
         reach: how probable each token of the chain is to be reached and accepted, as the drafter told it (`expect`),
             `[B]` each.
         probs: what tokens were drawn from: for a chain `[B, V]` per depth, for a tree `[B, W, V]` per pass.
+        peaks: a number of each distribution, finite only if its logits are (see `finite`), `[B, 1 or W]` per pass.
         certain: which rows have not ended yet, `[B]`. lengths: tokens of each row so far, `[B]`. Both None without
             `confidence`.
     """
@@ -68,6 +69,7 @@ class Chooser:
     confidence: float = 0.0
     depth: int = field(default=0, init=False)
     probs: list[Tensor] = field(default_factory=list, init=False)
+    peaks: list[Tensor] = field(default_factory=list, init=False)
     reach: list[Tensor] = field(default_factory=list, init=False)
     certain: Tensor | None = field(default=None, init=False)
     lengths: Tensor | None = field(default=None, init=False)
@@ -78,6 +80,7 @@ class Chooser:
         """Pick the next token of a chain, `[B]`, from logits `[B, V']`."""
         if self._is_certain and self.context is None:
             best = most_probable(logits)
+            self.peaks.append(logits.gather(-1, best[:, None]))
             if self.confidence:
                 self._note(logits.float().softmax(-1), best)
             return best if token_ids is None else token_ids.index_select(0, best)
@@ -120,8 +123,11 @@ class Chooser:
 
     def _pick(self, logits: Tensor) -> Tensor:
         if self._is_certain:
-            return most_probable(logits)
+            best = most_probable(logits)
+            self.peaks.append(logits.gather(-1, best[:, None]))
+            return best
         keys, probs = self.keys, probabilities(logits, self.drawing.sampling)
+        self.peaks.append(probs[:, :1])
         positions = keys.first + self.depth
         if self.rule.pick is Pick.SHARED_NOISE:
             noise = shared_gumbel(keys.seed, keys.sequences, positions, self.drawing.vocab)
@@ -146,12 +152,13 @@ class Chooser:
             Tokens, and the drafter's log-probabilities of them; −inf for a token that is not really there.
         """
         if self._is_certain and context is None:
-            tokens, scores = _top(logits, count)
+            tokens, scores = self._top(logits, count)
             return (tokens if token_ids is None else token_ids[tokens]), scores
         logits = self._processed(_spread(logits, token_ids, self.drawing.vocab), context)
         if self._is_certain:
-            return _top(logits, count)
+            return self._top(logits, count)
         keys, vocab, probs = self.keys, self.drawing.vocab, probabilities(logits, self.drawing.sampling)
+        self.peaks.append(probs[:, :, 0])
         log_probs, rows, first = probs.double().log(), keys.sequences[:, None], keys.first[:, None]
         if self.rule.pick is Pick.SHARED_NOISE:
             noise = shared_gumbel(keys.seed, rows, first + depth - 1, vocab)
@@ -162,6 +169,11 @@ class Chooser:
             self.probs.append(probs)
         tokens = (log_probs + noise).topk(count, -1).indices
         return tokens, log_probs.gather(-1, tokens)
+
+    def _top(self, logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        tokens, scores = _top(logits, count)
+        self.peaks.append(scores[:, :, 0])
+        return tokens, scores
 
     # ------------------------------------------------------------
 

@@ -44,6 +44,7 @@ class Abilities:
             (`NodeSession.confidence`).
         one_pass: a round's drafting costs the same however deep it drafts: one pass says all drafts.
         deterministic: its proposals are never samples; the rules then have no distribution to reject against.
+        from_text: the host makes its proposals, of the text alone: rounds of fixed shapes begin with them.
     """
 
     reads_nodes: bool = False
@@ -54,6 +55,7 @@ class Abilities:
     confident: bool = False
     one_pass: bool = False
     deterministic: bool = False
+    from_text: bool = False
 
 
 @dataclass
@@ -89,6 +91,23 @@ class Proposal:
     def tree(cls, tokens: Tensor, parents: Tensor, real: Tensor, read: Tensor, depth: int) -> Proposal:
         """Make a tree that was grown from a session's logits."""
         return cls(tokens, real, depth, parents, read)
+
+    def spread(self, rows: list[int], batch_size: int, size: int) -> Proposal:
+        """Return it as that of a batch in which its own rows are `rows`, filled up to `size` tokens that are not real.
+
+        So proposals of all lengths, for whichever rows are left, have one shape.
+        """
+
+        def placed(values: Tensor, filled: int) -> Tensor:
+            wide = values.new_full((batch_size, size), filled)
+            wide[rows, : values.shape[1]] = values
+            return wide
+
+        tokens, real = placed(self.tokens, 0), placed(self.real, 0)
+        if self.parents is None or self.read is None:
+            return Proposal(tokens, real, size, deterministic=self.deterministic)
+        parents, read = placed(self.parents, -1), placed(self.read, -1)
+        return Proposal(tokens, real, self.depth, parents, read, self.deterministic)
 
     @cached_property
     def lengths(self) -> Tensor:

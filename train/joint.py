@@ -33,7 +33,8 @@ from ..heads import Drafter, DrafterLoss, TargetBatch
 from ..heads.losses import Comparison, chunked_compare, divergence, own_precision
 from ..recipes import JointSpec
 from ..targets import Target
-from ..targets.loading import ADAPTER_WEIGHTS, refuse_pickles
+from ..targets.adapters import ADAPTER_WEIGHTS
+from ..targets.loading import refuse_pickles
 from .data import IGNORED, OnlineBatches
 
 ADAPTER = "adapter"

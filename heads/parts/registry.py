@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ...ground import BadInputError
+from ...ground import BadInputError, digests
 from ...targets import Target
 from ..base import Drafter, DrafterConfig, read_config
 
@@ -34,7 +34,13 @@ def drafter_config(values: dict[str, Any], where: str = "drafter") -> tuple[type
 
 
 def restore_drafter(path: str | Path, target: Target | None = None) -> Drafter:
-    """Restore a saved drafter of any kind, as it was saved."""
+    """Restore a saved drafter of any kind, as it was saved.
+
+    Raises:
+        Refusal: a training wrote it, and its files were altered since.
+    """
+    if (Path(path) / digests.LIST).exists():
+        digests.require_whole(Path(path), "Copy it again, or let its training write it anew.")
     values = read_config(path)
     kind = values.pop("drafter_type", None) or _kind_of_model(values)
     if kind is None:

@@ -139,6 +139,7 @@ def difference(drafter: DFlash, target: Target) -> float:
     """Return the largest difference of logits at all anchors of a random text."""
     tokens = torch.randint(0, VOCAB - 1, (1, LENGTH), generator=torch.Generator().manual_seed(2))
     seen = target.forward(tokens, taps=drafter.taps)
+    assert seen.hidden is not None
     learned = torch.zeros(1, LENGTH)
     learned[:, 8:] = 1
     model = their_model(drafter, target)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..ground import OutriderError
 from ..targets.loading import PICKLES
+from .arrival import NONSENSE
 from .llama import EMBEDDINGS
 from .look import Finding, Look
 from .record import digest
@@ -54,7 +55,7 @@ def names_and_shapes(look: Look) -> Iterator[Finding]:
     """Find tensors that are missing, unknown, or of another shape than config.json says."""
     try:
         expected = look.layout.shapes(look.config)
-    except (OutriderError, TypeError, ValueError, KeyError, AttributeError) as error:
+    except (OutriderError, *NONSENSE) as error:
         yield Finding("config", f"config.json describes no head: {error}.", "The engine does not start, or guesses.")
         return
     for name in sorted(expected.keys() - look.tensors.keys()):

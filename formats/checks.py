@@ -20,6 +20,7 @@ from .look import Finding, Look
 from .record import digest
 
 _INV_FREQ = "inv_freq"
+_UNREADABLE: tuple[type[Exception], ...] = (OutriderError, *NONSENSE)
 
 
 def pickles(folder: Path) -> Iterator[Finding]:
@@ -55,7 +56,7 @@ def names_and_shapes(look: Look) -> Iterator[Finding]:
     """Find tensors that are missing, unknown, or of another shape than config.json says."""
     try:
         expected = look.layout.shapes(look.config)
-    except (OutriderError, *NONSENSE) as error:
+    except _UNREADABLE as error:
         yield Finding("config", f"config.json describes no head: {error}.", "The engine does not start, or guesses.")
         return
     for name in sorted(expected.keys() - look.tensors.keys()):

@@ -86,10 +86,10 @@ def export_depth(pair: Pair, max_depth: int | None) -> int:
     return min(depth, max_depth or depth)
 
 
-def served_path(target: Target, folder: Path) -> str:
+def served_path(target: Target, folder: Path | None = None) -> str:
     """Return where an engine finds the target; one with an adapter goes into the export's `folder`, with it merged."""
     path = target.source.get("path")
-    if target.source.get("adapter") is not None:
+    if folder is not None and target.source.get("adapter") is not None:
         return str(folder / TARGET)
     if path is None:
         raise BadInputError("this target was given in memory; load it from a folder that the engine can read, too.")

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..ground import BadInputError
-from ..ground.files import replacing_folder
+from ..ground.replacing import replacing_folder
 from ..heads import Drafter
 from ..targets import Target
 from .comparing import passage_of, require_same, session_logits

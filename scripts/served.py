@@ -37,7 +37,7 @@ def served(
     depth: Annotated[int | None, typer.Option(min=1, help="Draft tokens per round (default: the pair's).")] = None,
     temperature: Annotated[list[float] | None, typer.Option(min=0, help="May be repeated (default: 0 and 1).")] = None,
     max_new_tokens: Annotated[int, typer.Option(min=2)] = 64,
-    seeds: Annotated[int, typer.Option(min=1, help="Of our own decoder, above temperature 0.")] = 3,
+    seeds: Annotated[int, typer.Option(min=1, help="Answers to each prompt above temperature 0.")] = 3,
     tolerance: Annotated[float, typer.Option(min=0, help="Of τ: a smaller difference is no finding.")] = 0.02,
     expect: Annotated[
         Path | None, typer.Option(help="What our decoder does, as JSON: read if it is there, else written.")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import UTC, datetime
+from functools import reduce
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
@@ -64,6 +65,8 @@ def ask_all(
 ) -> tuple[list[list[Reply]], int]:
     """Send every prompt to every engine, in turns, and read the engine's counters after each answer.
 
+    Above temperature 0 each prompt is sent as often as our own decoder answered it.
+
     Returns:
         The replies of each engine, and how many new tokens the engines counted that were not ours.
     """
@@ -76,16 +79,22 @@ def ask_all(
     for number, prompt in enumerate(expected.prompts):
         for i in range(len(engines)):
             turn = (number + i) % len(engines)
-            found = engines[turn].complete(prompt.tokens, ask)
-            now = engines[turn].settled(looks[turn], found.num_tokens)
-            counted, looks[turn] = now.since(looks[turn]), now
-            foreign += max(0, round(counted.tokens) - found.num_tokens)
-            replies[turn].append(_reply(found, counted))
+            found = []
+            for _ in range(expected.seeds(temperature)):
+                answer = engines[turn].complete(prompt.tokens, ask)
+                now = engines[turn].settled(looks[turn], answer.num_tokens)
+                counted, looks[turn] = now.since(looks[turn]), now
+                foreign += max(0, round(counted.tokens) - answer.num_tokens)
+                found.append((answer, counted))
+            replies[turn].append(_reply(found))
         advance(1, "")
     return replies, foreign
 
 
-def _reply(found: Completion, counted: Counters) -> Reply:
+def _reply(found: Sequence[tuple[Completion, Counters]]) -> Reply:
+    """Return one prompt's reply: the text of the first answer, and the sums over all of them."""
+    first = found[0][0]
+    counted = reduce(Counters.plus, (c for _, c in found))
     counts = Counts(
         rounds=counted.rounds,
         drafted=counted.drafted,
@@ -93,11 +102,10 @@ def _reply(found: Completion, counted: Counters) -> Reply:
         by_position=list(counted.by_position),
     )
     return Reply(
-        text=found.text,
-        tokens=None if found.tokens is None else list(found.tokens),
-        length=found.num_tokens,
-        ended=found.ended,
-        seconds=found.seconds,
+        text=first.text,
+        tokens=None if first.tokens is None else list(first.tokens),
+        lengths=[answer.num_tokens for answer, _ in found],
+        seconds=sum(answer.seconds for answer, _ in found),
         counts=counts,
     )
 

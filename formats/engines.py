@@ -14,6 +14,9 @@ from typing import Any
 from ..ground import BadInputError, IncompatibleError
 from ..heads import DrafterConfig
 from .eagle import EagleLayout
+from .early_exit import EarlyExit
+from .gguf import FILE as GGUF_FILE
+from .gguf import Gguf
 from .layout import Lack, Layout, refuse_lacks
 from .medusa import MedusaRepository, MedusaVllm
 from .mtp import NativeMtp
@@ -32,9 +35,10 @@ LAYOUTS: dict[str, dict[str, Layout]] = {
     },
     "speculators": {"eagle3": Speculators()},
     "sglang": {"eagle3": Sglang(), "eagle1": EagleLayout("sglang"), "draft_model": Plain(), "mtp": NativeMtp()},
-    "hf": {"draft_model": Plain()},
+    "hf": {"draft_model": Plain(), "self_speculative": EarlyExit()},
     "medusa": {"medusa": MedusaRepository()},
     "eagle": {"eagle1": EagleLayout("eagle")},
+    "gguf": {"draft_model": Gguf()},
 }
 
 
@@ -113,9 +117,13 @@ def launch(to: str, drafter: str, target: str, folder: str, depth: int, dtype: s
         return _vllm(drafter, target, folder, depth, dtype)
     if to == "sglang":
         return _sglang(drafter, target, folder, depth, dtype)
+    if drafter == "self_speculative":
+        return Launch("transformers", None, {"model": folder, "num_assistant_tokens": depth})
     if to == "hf":
         settings = {"assistant_model": folder, "num_assistant_tokens": depth}
         return Launch("transformers", None, settings | {"num_assistant_tokens_schedule": "constant"})
+    if to == "gguf":
+        return _llama(f"{folder}/{GGUF_FILE}", depth)
     return Launch(to, None, {"depth": depth})
 
 
@@ -148,3 +156,17 @@ def _sglang(drafter: str, target: str, folder: str, depth: int, dtype: str) -> L
     words = ["python", "-m", "sglang.launch_server", "--model-path", target, "--dtype", dtype]
     words += [word for name, value in settings.items() for word in (f"--{name}", str(value))]
     return Launch("sglang", shlex.join(words), settings)
+
+
+def _llama(file: str, depth: int) -> Launch:
+    # Without spec-draft-p-min it ends a draft at the first token that the draft model is not sure of.
+    settings = {
+        "model-draft": file,
+        "spec-type": "draft-simple",
+        "spec-draft-n-max": depth,
+        "spec-draft-n-min": 0,
+        "spec-draft-p-min": 0.0,
+    }
+    words = ["llama-server", "--model", "TARGET.gguf"]
+    words += [word for name, value in settings.items() for word in (f"--{name}", str(value))]
+    return Launch("llama.cpp", shlex.join(words), settings)

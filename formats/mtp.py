@@ -74,6 +74,11 @@ class NativeMtp(Layout):
         source = target.source.get("path")
         if source is None:
             raise BadInputError("mtp: this target was not loaded from a checkpoint, so there is none to write into.")
+        if target.source.get("adapter") is not None:
+            raise BadInputError(
+                "mtp: this target's adapter is not in its checkpoint; merge it, put the MTP modules beside the merged "
+                "weights, and load the target from there."
+            )
         original = Path(folder_of(source))
         if not original.is_dir():
             raise BadInputError(f"mtp: {source!r} is no folder; download the checkpoint, and load the target from it.")

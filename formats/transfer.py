@@ -12,7 +12,8 @@ from ..heads.base import read_config
 from ..targets import Target
 from .comparing import passage_of, require_same, session_logits
 from .drafter_files import header_names
-from .engines import KNOWN, require_served
+from .early_exit import early_exit_of
+from .engines import KNOWN, LAYOUTS, require_served
 from .layout import Layout
 from .record import write_record
 
@@ -64,6 +65,10 @@ def recognised(folder: str | Path) -> Layout:
         BadInputError: there is no checkpoint, or one in no layout that is known.
     """
     path = Path(folder).expanduser()
+    if any(path.glob("*.gguf")):
+        return LAYOUTS["gguf"]["draft_model"]
+    if early_exit_of(path) is not None:
+        return LAYOUTS["hf"]["self_speculative"]
     config, names = read_config(path), header_names(path)
     found = next((layout for layout in KNOWN if layout.recognises(config, names)), None)
     if found is None:

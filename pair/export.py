@@ -1,9 +1,13 @@
 """A pair leaves for an engine: its drafter in the engine's layout, how to start it, and what to expect of it.
 
-config.json, *.safetensors    as the engine reads them
-launch.json                   the engine, its command, and the part of it that configures drafting
-served.json                   what was measured here, to compare with what is served there
-README.md                     the same for people
+| file | what it says |
+|---|---|
+| config.json, *.safetensors | the drafter, as the engine reads it |
+| launch.json | the engine, its command, and the part of it that configures drafting |
+| served.json | what was measured here, to compare with what is served there |
+| written.json | the config as it was written, and a digest of every tensor, for `outrider lint` |
+| README.md | the same for people |
+| target/ | the target with its adapter merged, where it has one |
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ from ..decode import Plan
 from ..eval.reports.figures import ALL, Record
 from ..eval.reports.report import ContestantInfo, Report
 from ..formats import Exported, Launch, export_drafter, launch
+from ..formats.early_exit import save_target
 from ..ground import BadInputError
 from ..heads.parts.registry import restore_drafter
 from ..targets import Target, embedded_path
@@ -25,7 +30,7 @@ from .gate import newest_report
 from .manifest import Figure
 from .pair import Pair
 
-LAUNCH, SERVED, README = "launch.json", "served.json", "README.md"
+LAUNCH, SERVED, README, TARGET = "launch.json", "served.json", "README.md", "target"
 
 
 @dataclass(frozen=True)
@@ -58,24 +63,34 @@ def export_pair(
     """
     target, drafter, _ = pair.open(target)
     drafter = restore_drafter(pair.drafter_folder, target).to(target.device).eval()  # in the precision it was saved in
-    depth = depth or export_depth(pair)
+    depth = depth or export_depth(pair, drafter.max_depth)
     folder = Path(folder or Path("runs") / "exports" / f"{pair.name}-v{pair.version}-{to}").expanduser()
+    path = served_path(target, folder)
     exported = export_drafter(drafter, target, to, folder, depth)
-    started = launch(to, drafter.name, served_path(target), str(folder), depth, pair.dtype)
+    if target.source.get("adapter") is not None:
+        save_target(target, folder / TARGET)
+    started = launch(to, drafter.name, path, str(folder), depth, pair.dtype)
     made = PairExport(exported, started, depth)
     _write_beside(pair, made)
     return made
 
 
-def export_depth(pair: Pair) -> int:
-    """Return how deep an engine drafts for this pair: as deep as was tuned somewhere, else as the pair's plan says."""
+def export_depth(pair: Pair, max_depth: int | None) -> int:
+    """Return how deep an engine drafts for this pair: as deep as was tuned somewhere, else as the pair's plan says.
+
+    Args:
+        max_depth: the deepest that the drafter drafts, if it has a limit.
+    """
     tuned = [batch.plan for tuning in pair.manifest.tuning for batch in tuning.batches if batch.statistical is None]
-    return next((plan.depth for plan in tuned if plan.depth), None) or pair.plan.depth or Plan.depth
+    depth = next((plan.depth for plan in tuned if plan.depth), None) or pair.plan.depth or Plan.depth
+    return min(depth, max_depth or depth)
 
 
-def served_path(target: Target) -> str:
-    """Return where an engine finds the target."""
+def served_path(target: Target, folder: Path) -> str:
+    """Return where an engine finds the target; one with an adapter goes into the export's `folder`, with it merged."""
     path = target.source.get("path")
+    if target.source.get("adapter") is not None:
+        return str(folder / TARGET)
     if path is None:
         raise BadInputError("this target was given in memory; load it from a folder that the engine can read, too.")
     return str(embedded_path()) if path == EMBEDDED else path

@@ -29,6 +29,7 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
     "eagle1": [{}, {"fc_bias": True}, {"num_layers": 2}, {"norm_inputs": True}, {"norm_first": True}],
     "medusa": [{}, {"bias": True, "num_layers": 2, "num_heads": 2}, {"share_lm_head": True}, {"draft_vocab_size": 100}],
     "draft_model": [{}],
+    "self_speculative": [{"exit_layer": 2, "num_blocks": 0}, {"exit_layer": 2}],
 }
 
 

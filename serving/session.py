@@ -137,7 +137,7 @@ class Session:
     def _served_target(self, place: Path) -> str:
         """Return where the engine finds the target; one with an adapter is merged and saved for it."""
         if self.pair.manifest.target.source.adapter is None:
-            return served_path(self.target)
+            return served_path(self.target, place)
         folder = place / "target"
         self.target.model.save_pretrained(str(folder))
         self.target.require_tokenizer().save_pretrained(str(folder))
@@ -152,7 +152,7 @@ class Session:
             folder = export_pair(self.pair, "vllm", place / "export", depth, self.target).folder
         if (folder / LAUNCH).is_file():  # as the export says that it is started
             return dict(read_json(folder / LAUNCH)["settings"]) | {"model": str(folder)}
-        return launch("vllm", drafter, served_path(self.target), str(folder), depth, self.pair.dtype).settings
+        return launch("vllm", drafter, served_path(self.target, folder), str(folder), depth, self.pair.dtype).settings
 
 
 def _lookup(pair: Pair) -> dict[str, int]:

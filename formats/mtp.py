@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from ..ground import BadInputError, IncompatibleError, OutriderError
-from ..ground.files import replacing
+from ..ground.replacing import replacing
 from ..heads import Drafter, DrafterConfig
 from ..heads.base import read_config
 from ..heads.mtp import Mtp, MtpConfig

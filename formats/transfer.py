@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..ground import BadInputError
-from ..ground.files import replacing_folder
+from ..ground.replacing import replacing_folder
 from ..heads import Drafter
 from ..heads.base import read_config
 from ..targets import Target

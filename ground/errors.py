@@ -1,12 +1,14 @@
 """The errors a user can cause, and the exit code each one ends a command with.
 
-0 fine · 1 a finding (gate failed, pair stale) · 2 bad usage or input · 3 incompatible · 130 interrupted
+0 fine · 1 a finding (gate failed, pair stale) · 2 bad usage or input · 3 incompatible · 130, 143, 129 stopped by a
+signal (`signals`)
 """
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from os import PathLike, fspath
 
 
 class OutriderError(Exception):
@@ -17,6 +19,15 @@ class OutriderError(Exception):
 
 class BadInputError(OutriderError, ValueError):
     """A file, key or value that cannot be used (exit code 2)."""
+
+
+class Refusal(BadInputError):  # noqa: N818 (it is no fault: this is how Outrider says no)
+    """What a stranger or a broken disk wrote, and Outrider will not use (exit code 2)."""
+
+    @classmethod
+    def of(cls, file: str | PathLike[str], found: str, expected: str, advice: str) -> Refusal:
+        """Return the refusal of `file`: what was found in it, what was expected, and what to do now."""
+        return cls(f"{fspath(file)}: {found}; expected {expected}. {advice}")
 
 
 class IncompatibleError(OutriderError, ValueError):

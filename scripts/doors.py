@@ -78,7 +78,7 @@ def import_(
 ) -> None:
     """Read a drafter that another program wrote, as one of ours: nothing is guessed, and nothing is dropped."""
     from ..formats import import_drafter, recognised
-    from ..ground.files import save_whole
+    from ..ground.digests import save_whole
     from ..pair.arrival import paired
     from ..targets import Target
 

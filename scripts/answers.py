@@ -28,6 +28,8 @@ from ..eval.tuning import Tuning
 from ..pair import Pair, ProbeResult
 from ..pair.manifest import Figure, Lineage, Manifest
 from ..pair.registry import Entry, Registry, Version
+from ..serving.events import Event
+from ..serving.result import ServedResult
 from ..train import TrainResult
 from ..train.planning import Needs
 from .speaking import tell
@@ -334,6 +336,8 @@ BODIES: dict[str, Any] = {
     "probe": ProbeBody,
     "refresh": PairBody,
     "gate": GateBody,
+    "served": ServedResult,
+    "watch": Event,
     "doctor": dict[str, Any],
 }
 

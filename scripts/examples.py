@@ -24,6 +24,14 @@ EXAMPLES = {
         "outrider gate runs/v2/pair --against runs/pair-v1",
         "outrider gate runs/v2/pair --against runs/pair-v1 --tolerance 0.05 --junit gate.xml --markdown gate.md",
     ],
+    "served": [
+        "outrider served runs/pair-v1 --start vllm --python path/to/venv",
+        "outrider served runs/pair-v1 --url http://127.0.0.1:8000 --temperature 0 --json",
+    ],
+    "watch": [
+        "outrider watch http://127.0.0.1:8000 --pair runs/pair-v1 --json",
+        "outrider watch http://127.0.0.1:8000 --once --state watch.json",
+    ],
     "doctor": ["outrider doctor --json"],
     "quickstart": ["outrider quickstart --out quickstart"],
     "pair new": [

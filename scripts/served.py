@@ -60,8 +60,9 @@ def served(
     from ..pair import Pair
     from ..serving.engine import Engine
     from ..serving.expectation import Expectation, Trial
-    from ..serving.served import lines
+    from ..serving.result import lines
     from ..serving.session import Session, Start, record_of
+    from .answers import say
 
     console = Console(highlight=False, soft_wrap=True, stderr=as_json)
     loaded = Pair.load(pair)
@@ -82,7 +83,7 @@ def served(
     if not dry_run:
         loaded.store_served(record_of(found))
     if as_json:
-        typer.echo(found.model_dump_json(indent=1))
+        say("served", found, found.exit_code)
     else:
         for i, line in enumerate(lines(found)):
             console.print(escape(line), style=None if i else ("green" if found.agrees else "red"))

@@ -23,7 +23,7 @@ from outrider.serving.changepoint import Limits
 from outrider.serving.engine import Ask, Engine
 from outrider.serving.expectation import Trial
 from outrider.serving.launching import running
-from outrider.serving.served import TOLERANCE, ServedResult
+from outrider.serving.result import TOLERANCE, ServedResult
 from outrider.serving.session import Session, Start
 from outrider.serving.watching import Event, State, Watch
 from outrider.targets import Target

@@ -23,7 +23,8 @@ from outrider.serving.engine import Engine, root_url
 from outrider.serving.expectation import Expectation, Trial, expect, expect_mistakes
 from outrider.serving.hypotheses import HYPOTHESES, mistaken
 from outrider.serving.launching import Launch, python_of, running
-from outrider.serving.served import ServedResult, Survey
+from outrider.serving.result import ServedResult
+from outrider.serving.served import Survey
 from outrider.targets import Target
 
 from .conftest import Server
@@ -142,7 +143,9 @@ def test_the_verb_compares_stores_and_says_it_in_json(
     words += ["--temperature", 0, "--expect", tmp_path / "expected.json", "--json"]
     found = CliRunner().invoke(app, [str(w) for w in words])
     assert found.exit_code == 0, found.output
-    result = ServedResult.model_validate_json(found.stdout)
+    said = json.loads(found.stdout)
+    assert (said.pop("schema"), said.pop("exit_code")) == ("outrider.served/1", 0)
+    result = ServedResult.model_validate(said)
     assert result.agrees
     assert result.at(0.0).speedup is not None
     assert Expectation.load(tmp_path / "expected.json").drafter == "eagle3"

@@ -29,6 +29,8 @@ from ..formats.look import Finding
 from ..pair import Pair, ProbeResult
 from ..pair.manifest import Figure, Lineage, Manifest
 from ..pair.registry import Entry, Registry, Version
+from ..serving.events import Event
+from ..serving.result import ServedResult
 from ..train import TrainResult
 from ..train.planning import Needs
 from .speaking import tell
@@ -344,6 +346,8 @@ BODIES: dict[str, Any] = {
     "refresh": PairBody,
     "gate": GateBody,
     "lint": LintBody,
+    "served": ServedResult,
+    "watch": Event,
     "doctor": dict[str, Any],
 }
 

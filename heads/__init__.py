@@ -10,10 +10,11 @@ from .eagle3 import Eagle3, Eagle3Config
 from .fusion import Fusion, FusionConfig, fuse
 from .hydra import Hydra, HydraConfig
 from .lookahead import Lookahead, LookaheadConfig
+from .low_rank import LowRank, LowRankConfig
 from .medusa import Medusa, MedusaConfig
 from .mtp import Mtp, MtpConfig
 from .ngram import Ngram, NgramConfig
-from .parts.registry import HEADS, drafter_config, head_class, load_drafter, restore_drafter
+from .parts.registry import FORMS, HEADS, drafter_config, head_class, load_drafter, restore_drafter
 from .self_speculative import SelfSpeculative, SelfSpeculativeConfig
 from .session import Abilities, ChainSession, Choose, EmptySession, Ended, NodeSession, Proposal, Session, TextSession
 from .suffix import Suffix, SuffixConfig
@@ -32,6 +33,7 @@ HEADS |= {
     "self_speculative": SelfSpeculative,
     "suffix": Suffix,
 }
+FORMS |= {"low_rank": LowRank}
 
 
 __all__ = [
@@ -58,6 +60,8 @@ __all__ = [
     "HydraConfig",
     "Lookahead",
     "LookaheadConfig",
+    "LowRank",
+    "LowRankConfig",
     "Medusa",
     "MedusaConfig",
     "Mtp",

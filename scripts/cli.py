@@ -594,16 +594,31 @@ def refresh(
     out: Annotated[Path, typer.Option(help="Working folder of the refresh; the next version is OUT/pair.")],
     changes: Overrides = None,
     adapter: Adapter = None,
+    low_rank: Annotated[
+        int | None, typer.Option(min=1, help="Learn a change of this rank instead of all weights (LoRA).")
+    ] = None,
+    seconds: Annotated[
+        float | None, typer.Option(min=0.1, help="Train for so long, not for the recipe's steps.")
+    ] = None,
+    tokens: Annotated[int | None, typer.Option(min=1, help="End after learning from so many tokens.")] = None,
+    until_flat: Annotated[
+        float | None,
+        typer.Option(min=0, max=0.5, help="End when held-out τ rises by less than this share, such as 0.01."),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Train the drafter on for a changed target, from where it is, and write the next version."""
     from ..pair import Pair
+    from ..pair.refresh import How
     from ..pair.refresh import refresh as run
+    from ..train.stopping import Until
     from .answers import PairBody, say
 
     loaded = Pair.load(pair)
     console = console_for(as_json)
-    made = run(loaded, loaded.load_target(target, adapter=adapter), out, changes or [], console=console)
+    until = None if tokens is None and until_flat is None else Until(tokens, until_flat)
+    changed = loaded.load_target(target, adapter=adapter)
+    made = run(loaded, changed, out, changes or [], console, How(low_rank, seconds, until))
     _print_pair(made, console)
     if as_json:
         say("refresh", PairBody.of(made))

@@ -106,7 +106,7 @@ def refresh_recipe(pair: Pair, target: Target, out: Path, overrides: Sequence[st
     if target.source.get("path"):
         changes["target"] = (
             recipe.target.model_dump()
-            | {k: target.source.get(k) for k in ("path", "revision", "adapter")}
+            | {k: target.source.get(k) for k in ("path", "revision", "adapter", "quantize")}
             | {"dtype": _dtype(target)}
         )
     if pair.manifest.lineage.parent is None:

@@ -139,6 +139,9 @@ Overrides = Annotated[
 PairFolder = Annotated[Path, typer.Argument(metavar="PAIR", help="A pair's folder.")]
 NewTarget = Annotated[str, typer.Option("--target", help="The changed target: a folder, a Hub id, or 'embedded'.")]
 Adapter = Annotated[str | None, typer.Option(help="A PEFT adapter that changed the target.")]
+Quantize = Annotated[
+    str | None, typer.Option(help="int8 or int8-dynamic: the target's weights are quantised so, by torchao.")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on stdout, for programs.")]
 
 
@@ -282,6 +285,7 @@ def evaluate(
     drafter: Annotated[Path | None, typer.Option(help="Measure this saved drafter instead.")] = None,
     target: Annotated[str | None, typer.Option(help="Measure a pair on this changed target instead.")] = None,
     adapter: Adapter = None,
+    quantize: Quantize = None,
     suite: Annotated[
         list[str] | None, typer.Option(help="code, docs, prose, or a prompt file; may be repeated.")
     ] = None,
@@ -313,7 +317,7 @@ def evaluate(
         "temperatures": temperature,
     }
     settings = {name: value for name, value in given.items() if value}
-    subject = load_subject(name, Asked(changes or [], settings, drafter, target, adapter, tuned))
+    subject = load_subject(name, Asked(changes or [], settings, drafter, target, adapter, quantize, tuned))
     folder = out or subject.report_folder
     console = console_for(as_json)
     report = subject.measure(console)
@@ -566,7 +570,13 @@ def _figure(figure: Figure) -> str:
 
 
 @app.command()
-def probe(pair: PairFolder, target: NewTarget, adapter: Adapter = None, as_json: AsJson = False) -> None:
+def probe(
+    pair: PairFolder,
+    target: NewTarget,
+    adapter: Adapter = None,
+    quantize: Quantize = None,
+    as_json: AsJson = False,
+) -> None:
     """Is the pair still right for a changed target? Exit code 0: fresh, 1: stale, 3: incompatible."""
     from ..pair import Pair
     from ..pair import probe as run
@@ -574,7 +584,7 @@ def probe(pair: PairFolder, target: NewTarget, adapter: Adapter = None, as_json:
 
     loaded = Pair.load(pair)
     console = console_for(as_json)
-    changed = loaded.load_target(target, adapter=adapter)
+    changed = loaded.load_target(target, adapter=adapter, quantize=quantize)
     result = run(loaded, changed, console=console)
     if as_json:
         say("probe", ProbeBody.of(loaded, changed.fingerprint().digest, result), result.exit_code)
@@ -594,6 +604,7 @@ def refresh(
     out: Annotated[Path, typer.Option(help="Working folder of the refresh; the next version is OUT/pair.")],
     changes: Overrides = None,
     adapter: Adapter = None,
+    quantize: Quantize = None,
     low_rank: Annotated[
         int | None, typer.Option(min=1, help="Learn a change of this rank instead of all weights (LoRA).")
     ] = None,
@@ -617,7 +628,7 @@ def refresh(
     loaded = Pair.load(pair)
     console = console_for(as_json)
     until = None if tokens is None and until_flat is None else Until(tokens, until_flat)
-    changed = loaded.load_target(target, adapter=adapter)
+    changed = loaded.load_target(target, adapter=adapter, quantize=quantize)
     made = run(loaded, changed, out, changes or [], console, How(low_rank, seconds, until))
     _print_pair(made, console)
     if as_json:

@@ -315,7 +315,12 @@ def _source(target: Target) -> Source:
         value = target.source.get(name)
         return str(Path(value).resolve()) if value is not None and Path(value).exists() else value
 
-    return Source(path=found("path"), revision=target.source.get("revision"), adapter=found("adapter"))
+    return Source(
+        path=found("path"),
+        revision=target.source.get("revision"),
+        adapter=found("adapter"),
+        quantize=target.source.get("quantize"),
+    )
 
 
 def _lineage(parent: Pair | None, fingerprint: Fingerprint) -> Lineage:

@@ -219,7 +219,8 @@ class Pair:
                 f"{self.folder}: this pair's target was given in memory, so it cannot be loaded again; name the target."
             )
         try:
-            return Target.load(source.path, source.revision, self._adapter(), **{"dtype": self.dtype} | options)
+            recorded = {"dtype": self.dtype, "quantize": source.quantize}
+            return Target.load(source.path, source.revision, self._adapter(), **recorded | options)
         except BadInputError as error:
             raise BadInputError(
                 f"the target recorded in {self.folder} cannot be loaded; name one that can. {error}"

@@ -17,11 +17,12 @@ from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ..ground import BadInputError, IncompatibleError, refuse_unknown_keys
 from ..targets import Counts, Nodes, RaggedCache, Target, load_causal_lm, load_tokenizer, require_same_vocabulary
 from ..targets.fingerprint import plain_config
+from ..targets.tokenizers import tokenizer_of
 from .base import Drafter, DrafterConfig, DrafterLoss, TargetBatch
 from .losses import ComparisonSettings, LossName, acceptance_metrics, ahead, chunked_compare, divergence
 from .parts.model_runner import ModelRunner, runs
@@ -351,7 +352,7 @@ def _check_tokenizer(path: str, target: Target) -> None:
 def _tokenizer_on_hub(name: str) -> Any:
     """Return the tokenizer; None if there is none, or no way to it: the weights' own error says that better."""
     try:
-        return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+        return tokenizer_of(name)
     except (OSError, ValueError):
         return None
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -24,15 +25,20 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ..ground import BadInputError
-from ..ground.files import disk_full_explained, read_json, readable_bytes, replacing, require_space, write_atomically
+from ..ground import BadInputError, digests
+from ..ground.disk import keeping, readable_bytes, require_space, writing
+from ..ground.files import read_json, write_atomically
+from ..ground.locks import locked
 from ..ground.progress import progress
+from ..ground.replacing import replacing
 from ..targets import Target
 from ..targets.fingerprint import digest_json
 
 INDEX = "features.json"
 SHARD_BYTES = 128_000_000  # one shard is built in memory; small enough for a laptop, big enough for few files
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -70,11 +76,14 @@ class FeatureStore:
         num_bytes: size on disk.
     """
 
-    def __init__(self, folder: str | Path):
+    def __init__(self, folder: str | Path, check: bool = True):
         """Open a finished store.
 
+        Args:
+            check: False opens one that was just built or checked, without reading all of it.
+
         Raises:
-            BadInputError: there is none in `folder`, or its files are incomplete.
+            BadInputError: there is none in `folder`, or files are missing, damaged or altered.
         """
         self.folder = Path(folder)
         if not (self.folder / INDEX).is_file():
@@ -82,6 +91,8 @@ class FeatureStore:
                 f"{folder}: holds no finished feature store ({INDEX} is missing); build it again, the finished part is "
                 "kept."
             )
+        if check:
+            digests.require_whole(self.folder, "Build it again: only what is damaged is computed anew.")
         index = read_json(self.folder / INDEX)
         self.taps: tuple[int, ...] = tuple(index["taps"])
         self.dtype = DTYPES[index["dtype"]]
@@ -89,11 +100,6 @@ class FeatureStore:
         self._layout = _Layout(index["lengths"], [range(a, b) for a, b in index["shards"]])
         self._places = self._layout.places()
         self._open: dict[int, Any] = {}
-        missing = [f.name for f in self._files() if not f.is_file()]
-        if missing:
-            raise BadInputError(
-                f"{folder}: {missing[0]} is missing; delete {INDEX} there and build again, the other files are kept."
-            )
 
     @classmethod
     def build(
@@ -122,10 +128,9 @@ class FeatureStore:
             raise BadInputError("there are no sequences to compute hidden states for; the data set is empty.")
         target.check_taps(taps)
         builder = _Builder(Path(folder), target, dataset, tuple(taps), _dtype(dtype, target), shard_bytes)
-        if not (builder.folder / INDEX).is_file():
-            with disk_full_explained(builder.folder, "The finished shards are kept there."):
-                builder.run(console, batch_size)
-        return cls(builder.folder)
+        with locked(builder.folder), keeping(lambda: "The finished shards are kept there."), writing(builder.folder):
+            builder.run(console, batch_size)
+        return cls(builder.folder, check=False)
 
     def __len__(self) -> int:
         return len(self._layout.lengths)
@@ -208,8 +213,14 @@ class _Builder:
         )
 
     def run(self, console: Console | None, batch_size: int) -> None:
+        """Compute the shards that are missing or damaged; a finished store stays as it is."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        missing = [i for i in range(len(self.layout.shards)) if not _shard_file(self.folder, i).is_file()]
+        found = self._problems()
+        if not found and digests.is_sealed(self.folder):
+            return
+        for line in found:
+            _log.warning("%s: %s. It is computed again.", self.folder, line)
+        missing = self._missing({line.partition(":")[0] for line in found})
         self._require_space(missing)
         todo = sum(len(self.layout.shards[i]) for i in missing)
         with progress(console, "hidden states", len(self.sequences), len(self.sequences) - todo) as advance:
@@ -217,6 +228,23 @@ class _Builder:
                 self._write(shard, self._states(self.layout.shards[shard], batch_size))
                 advance(len(self.layout.shards[shard]), "")
         write_atomically(self.folder / INDEX, json.dumps(self._index()))
+        digests.add(self.folder, INDEX)
+        digests.seal_grown(self.folder, [INDEX, *(_shard_file(self.folder, i).name for i in self._numbers())])
+
+    def _numbers(self) -> range:
+        return range(len(self.layout.shards))
+
+    def _problems(self) -> list[str]:
+        """Return what is not as it was written, one line each, with the file's name first."""
+        if digests.is_sealed(self.folder):
+            return digests.problems(self.folder)
+        shards = [_shard_file(self.folder, i) for i in self._numbers()]
+        return digests.problems_so_far(self.folder, [f.name for f in shards if f.exists()])
+
+    def _missing(self, damaged: set[str]) -> list[int]:
+        """Return the shards that were never finished, and those whose files are `damaged`."""
+        kept = digests.listed(self.folder).keys() - damaged
+        return [i for i in self._numbers() if _shard_file(self.folder, i).name not in kept]
 
     def _require_space(self, missing: list[int]) -> None:
         tokens = sum(self.layout.lengths[i] for shard in missing for i in self.layout.shards[shard])
@@ -258,6 +286,7 @@ class _Builder:
         file = _shard_file(self.folder, shard)
         with replacing(file) as temporary:
             save_file(states, temporary)
+        digests.add(self.folder, file.name)
 
 
 def _shard_file(folder: Path, number: int) -> Path:

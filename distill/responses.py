@@ -23,16 +23,21 @@ from datasets.utils.tqdm import are_progress_bars_disabled, disable_progress_bar
 from rich.console import Console
 
 from ..decode import Decoder, Plan, Sampling
-from ..ground import BadInputError, IncompatibleError
-from ..ground.files import disk_full_explained, read_json, replacing_folder, write_atomically
+from ..ground import BadInputError, IncompatibleError, digests
+from ..ground.disk import keeping, writing
+from ..ground.files import read_json, write_atomically
+from ..ground.locks import locked
 from ..ground.progress import progress
+from ..ground.replacing import replacing_folder
+from ..ground.sealed import read_sealed, write_json
 from ..ground.versions import versions
 from ..recipes import DataSpec, Recipe
 from ..targets import Fingerprint, Target
 from .prompts import Collection, Prompt, check_sources, collect, digest_prompts
 
 PROVENANCE = "provenance.json"
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
+_WITHOUT_DIGESTS = 1  # what older versions wrote
 COLUMNS = ("id", "suite", "input_ids", "loss_mask")
 
 _log = logging.getLogger(__name__)
@@ -49,7 +54,8 @@ def distill(recipe: Recipe, target: Target | None = None, console: Console | Non
 
     Raises:
         BadInputError: no prompts (names the source), prompts that leave no room for a response, a folder made with
-            other settings (names them), a full disk.
+            other settings (names them), one whose files were altered (names them), a full disk, another process that
+            writes there.
         IncompatibleError: `data.responses` were tokenized differently.
     """
     spec = recipe.data
@@ -61,11 +67,11 @@ def distill(recipe: Recipe, target: Target | None = None, console: Console | Non
         return _given(data_folder(recipe), target)
     found = collect(spec.prompts, target.require_tokenizer(), spec.limit, spec.max_prompt_tokens)
     run = _Answering(data_folder(recipe), spec, target, found)
-    if run.finished():
-        return run.folder
-    with disk_full_explained(run.folder, f"The responses finished so far are kept in {run.partial}."):
-        run.answer(console)
-        run.assemble()
+    with locked(recipe.output_folder):
+        if not run.finished():
+            with keeping(run.kept), writing(run.folder):
+                run.answer(console)
+                run.assemble()
     return run.folder
 
 
@@ -78,7 +84,7 @@ def data_folder(recipe: Recipe) -> Path:
 
 def load_responses(folder: str | Path) -> Dataset:
     """Return the data set in `folder`: id, suite, input_ids (prompt and response), loss_mask (1 on response tokens)."""
-    provenance(folder)
+    _require_whole(Path(folder), provenance(folder))
     try:
         dataset = load_from_disk(str(folder))
     except Exception as error:
@@ -99,12 +105,20 @@ def provenance(folder: str | Path) -> dict[str, Any]:
     if not file.is_file():
         raise BadInputError(f"{folder}: is no data folder made by distill ({PROVENANCE} is missing).")
     saved = read_json(file)
-    if saved.get("schema_version") != SCHEMA_VERSION:
+    if saved.get("schema_version") not in (_WITHOUT_DIGESTS, SCHEMA_VERSION):
         raise BadInputError(
             f"{file}: has schema version {saved.get('schema_version')}, this Outrider reads {SCHEMA_VERSION}; distill "
             "into another `output`."
         )
     return saved
+
+
+def _require_whole(folder: Path, saved: dict[str, Any]) -> None:
+    """Refuse responses that were altered after they were written; of an older version's nobody can tell."""
+    if saved["schema_version"] == _WITHOUT_DIGESTS and not (folder / digests.LIST).exists():
+        _log.warning("%s was written by an older Outrider: whether it was altered since cannot be checked.", folder)
+        return
+    digests.require_whole(folder, "Take a good copy, or delete the folder and run distill again.")
 
 
 @dataclass(frozen=True)
@@ -144,7 +158,10 @@ class _Answering:
         """Tell whether the data set exists. One that was made differently is never overwritten."""
         if not self.folder.exists():
             return False
-        self._require_same(self.folder, provenance(self.folder))
+        saved = provenance(self.folder)
+        _require_whole(self.folder, saved)
+        self._require_same(self.folder, saved)
+        shutil.rmtree(self.partial, ignore_errors=True)  # of a run that was killed just before it did so
         return True
 
     def _require_same(self, folder: Path, saved: dict[str, Any]) -> None:
@@ -154,6 +171,12 @@ class _Answering:
                 f"{folder} was made with other settings: {'; '.join(lines)}. Choose another `output`, or delete that "
                 "folder."
             )
+
+    def kept(self) -> str:
+        """Return a sentence about what is there if the run ends now."""
+        if not self._shards():
+            return "No responses were kept."
+        return f"The responses finished so far are kept in {self.partial}."
 
     # ------------------------------------------------------------ answering
 
@@ -171,9 +194,13 @@ class _Answering:
                 batch = missing[begin : begin + size]
                 responses = self._generate(decoder, batch)
                 lines = [json.dumps({"index": i, "tokens": r}) for i, r in zip(batch, responses, strict=True)]
-                write_atomically(self.partial / f"{shard:05d}.jsonl", "\n".join(lines) + "\n")
+                self._keep(f"{shard:05d}.jsonl", "\n".join(lines) + "\n")
                 shard, tokens = shard + 1, tokens + sum(map(len, responses))
                 advance(len(batch), f"{tokens / (time.perf_counter() - started):,.0f} tokens/s")
+
+    def _keep(self, name: str, text: str) -> None:
+        write_atomically(self.partial / name, text)
+        digests.add(self.partial, name)
 
     def _generate(self, decoder: Decoder, batch: list[int]) -> list[list[int]]:
         """Return responses to the prompts with these indices; each draws by its index, whatever the batch."""
@@ -210,10 +237,14 @@ class _Answering:
         """Start an unfinished run, or check that the one there is ours."""
         file = self.partial / "identity.json"
         if file.is_file():
-            self._require_same(self.partial, read_json(file))
+            saved = read_sealed(file, f"Delete {self.partial}, and the responses are generated again.")
+            self._require_same(self.partial, saved)
             return
+        if self._shards():
+            _log.warning("%s is missing: whose responses these are is not known; they are generated again.", file)
+            shutil.rmtree(self.partial)
         self.partial.mkdir(parents=True, exist_ok=True)
-        write_atomically(file, json.dumps(self.identity.to_dict(), indent=2))
+        write_json(file, self.identity.to_dict())
 
     def _shards(self) -> list[Path]:
         return sorted(f for f in self.partial.glob("*.jsonl") if f.stem.isdigit())
@@ -221,12 +252,16 @@ class _Answering:
     def _answered(self) -> dict[int, list[int]]:
         """Return responses by prompt index, from the finished batches. A damaged file only costs its batch."""
         answered: dict[int, list[int]] = {}
+        found = digests.problems_so_far(self.partial, [file.name for file in self._shards()])
+        for line in found:
+            _log.warning("%s/%s; its responses are generated again", self.partial, line)
+        damaged = {line.partition(":")[0] for line in found}
         for file in self._shards():
-            try:
-                rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
-                answered |= {row["index"]: row["tokens"] for row in rows}
-            except (ValueError, KeyError, TypeError):
-                _log.warning("%s is damaged; its responses are generated again", file)
+            if file.name in damaged:
+                file.unlink()
+                continue
+            rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+            answered |= {row["index"]: row["tokens"] for row in rows}
         return answered
 
     # ------------------------------------------------------------ the data set
@@ -244,6 +279,7 @@ class _Answering:
             with _quiet_datasets():
                 self._dataset(kept, answered).save_to_disk(str(building))
             write_atomically(building / PROVENANCE, json.dumps(self._provenance(kept, answered), indent=2) + "\n")
+            digests.seal(building)
         shutil.rmtree(self.partial)
 
     def _dataset(self, kept: list[int], answered: dict[int, list[int]]) -> Dataset:
@@ -276,7 +312,9 @@ class _Answering:
 
 def _given(folder: Path, target: Target) -> Path:
     """Return a folder that the recipe names, checked: responses of another target with the same tokens are allowed."""
-    saved = provenance(folder)["target"]
+    whole = provenance(folder)
+    _require_whole(folder, whole)
+    saved = whole["target"]
     differences = Fingerprint.from_dict(saved).differences(target.fingerprint())
     if "tokenizer" in differences:
         raise IncompatibleError(

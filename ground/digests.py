@@ -14,18 +14,37 @@ import hashlib
 import os
 import re
 import stat
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Protocol
 
 from . import seen
 from .errors import Refusal
 from .files import write_atomically
-from .replacing import sync, sync_tree
+from .replacing import replacing_folder, sync, sync_tree
 
 LIST = "SHA256SUMS"
 _SEAL_FORM = "# complete: {count} file{s}, {digest}\n"
 
+_READERS = 4  # several disks' worth: hashing takes one core each
+
 _LINE = re.compile(r"(?P<digest>[0-9a-f]{64})  (?P<name>[^\n]+)")
 _SEAL = re.compile(r"# complete: \d+ files?, (?P<digest>[0-9a-f]{64})\n")
+
+
+class Saveable(Protocol):
+    """Something that writes itself into a folder."""
+
+    def save(self, path: str | Path) -> None:
+        """Write it into the folder `path`."""
+
+
+def save_whole(made: Saveable, folder: Path) -> None:
+    """Save `made` beside `folder` and seal it, then move it there: a reader never sees half of it."""
+    with replacing_folder(folder) as building:
+        made.save(building)
+        seal(building)
 
 
 # ------------------------------------------------------------ one file
@@ -111,6 +130,21 @@ def listed(folder: Path) -> dict[str, str]:
     return {found["name"]: found["digest"] for line in lines if (found := _LINE.fullmatch(line))}
 
 
+def problems_so_far(folder: Path, grown: Iterable[str]) -> list[str]:
+    """Return what is wrong in a folder that grows, one line each, with the file's name first.
+
+    Args:
+        grown: the names of the files there that should be in the list by now; one that is not was never finished.
+    """
+    known = listed(folder)
+    try:
+        lines = (folder / LIST).read_text(encoding="utf-8", errors="replace").splitlines()
+    except FileNotFoundError:
+        lines = []
+    torn = [f"{LIST}: a line is cut short or damaged"] * any(not _LINE.fullmatch(line) for line in lines)
+    return torn + [f"{n}: not in {LIST}" for n in grown if n not in known] + listed_problems(folder, known)
+
+
 def is_sealed(folder: Path) -> bool:
     """Tell whether the list of `folder` is there, and is as it was written when the folder was finished."""
     try:
@@ -126,8 +160,14 @@ def problems(folder: Path) -> list[str]:
     """Return what differs from when `folder` was sealed, one line each, with the file's name first; [] if nothing."""
     if not is_sealed(folder):
         return [f"{LIST}: {'altered or unfinished' if (folder / LIST).exists() else 'missing'}"]
-    found = ((name, problem_of(folder / name, digest)) for name, digest in listed(folder).items())
-    return [f"{name}: {problem}" for name, problem in found if problem is not None]
+    return listed_problems(folder, listed(folder))
+
+
+def listed_problems(folder: Path, expected: dict[str, str]) -> list[str]:
+    """Return what is wrong with files in `folder` that should have these digests, one line each, the name first."""
+    with ThreadPoolExecutor(_READERS) as readers:
+        found = readers.map(lambda name: problem_of(folder / name, expected[name]), expected)
+        return [f"{name}: {problem}" for name, problem in zip(expected, found, strict=True) if problem is not None]
 
 
 def require_whole(folder: Path, advice: str) -> None:

@@ -66,6 +66,8 @@ class Leftover:
             changed = self.path.lstat().st_mtime
         except FileNotFoundError:
             return False
+        if self.machine is None and self.process == os.getpid():
+            return False  # of an older version, whose process had our number
         if self.machine not in (None, machine_tag()):
             return time.time() - changed < _FOREIGN_AGE
         try:

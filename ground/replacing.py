@@ -16,6 +16,7 @@ from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 
+from .disk import writing
 from .leftovers import leftovers_beside, leftovers_within, working_name
 
 _HERE, _EXCHANGE = -100, 2  # AT_FDCWD (fcntl.h), RENAME_EXCHANGE (linux/fs.h)
@@ -27,12 +28,14 @@ def replacing(file: Path) -> Iterator[Path]:
     """Yield a temporary file that takes the place of `file` when the block ends well: all of it or nothing."""
     temporary = working_name(file, "tmp")
     try:
-        yield temporary
-        sync(temporary)
-        temporary.replace(file)
-        sync(file.parent)
+        with writing(file):
+            yield temporary
+            sync(temporary)
+            temporary.replace(file)
+            sync(file.parent)
     finally:
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):  # what cannot be written, cannot be tidied either
+            temporary.unlink(missing_ok=True)
 
 
 @contextmanager
@@ -42,14 +45,21 @@ def replacing_folder(folder: Path) -> Iterator[Path]:
     A block that removes it leaves `folder` as it is.
     """
     building = working_name(folder, "new")
-    building.mkdir(parents=True)
     try:
-        yield building
-        if building.exists():
-            sync_tree(building)
-            _put(building, folder)
+        with writing(folder):
+            building.mkdir(parents=True)
+            yield building
+            if building.exists():
+                sync_tree(building)
+                _put(building, folder)
     finally:
         shutil.rmtree(building, ignore_errors=True)
+
+
+def move(folder: Path, free_place: Path) -> None:
+    """Give `folder` a name beside it that nothing has."""
+    folder.rename(free_place)
+    sync(free_place.parent)
 
 
 def _put(building: Path, folder: Path) -> None:
@@ -130,10 +140,10 @@ def _settle(place: Path) -> None:
 
 def sync(path: Path) -> None:
     """Wait until the disk holds a file's content, or a folder's names."""
-    flags = os.O_RDONLY | getattr(os, "O_CLOEXEC", 0)
-    if path.is_dir() and os.name == "nt":
+    is_folder = path.is_dir()
+    if is_folder and os.name == "nt":
         return  # Windows writes the names of a folder by itself
-    descriptor = os.open(path, flags)
+    descriptor = os.open(path, os.O_RDWR if not is_folder and os.access(path, os.W_OK) else os.O_RDONLY)
     try:
         os.fsync(descriptor)
     except OSError as error:

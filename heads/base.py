@@ -17,13 +17,18 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from ..ground import BadInputError, refuse_unknown_keys
+from ..ground.files import write_atomically
+from ..ground.foreign import read_json
+from ..ground.replacing import replacing
 from ..ground.values import checked_value
 from ..targets import RaggedCache, Target
 from ..targets.fingerprint import digest_json, digest_tensor
-from ..targets.weights import WEIGHTS, load_weights
+from ..targets.vetting import check_config, check_regular
+from ..targets.weights import WEIGHTS, restored
 from .session import Abilities, Session
 
 CONFIG = "config.json"
+_MAX_SIZE = 2**31 - 1  # of any length or count
 
 
 @dataclass
@@ -50,6 +55,8 @@ class DrafterConfig:
         for name, value in checked.items():
             if isinstance(value, int | float) and not 0 <= value < math.inf:
                 raise BadInputError(f"{where}.{name}: expected 0 or more, found {value}.")
+            if isinstance(value, int) and value > _MAX_SIZE:
+                raise BadInputError(f"{where}.{name}: expected at most {_MAX_SIZE}, found {value}.")
         return cls(**checked)
 
     def to_dict(self) -> dict[str, Any]:
@@ -71,6 +78,8 @@ class TargetBatch:
         supervised: `[B, T]` bool, True at the tokens a drafter should learn to predict (the target's own responses).
         hidden: the drafter's taps, `[B, T, K, H]`; None for drafters without taps.
         last: the target's last hidden state, `[B, T, H]`; `target.lm_head(last)` are its logits.
+        step: seeds what a loss draws of a row, beside the row's text: so neither the batch that a row stands in nor the
+            process that learns it changes what is drawn.
     """
 
     target: Target
@@ -78,6 +87,7 @@ class TargetBatch:
     supervised: Tensor
     hidden: Tensor | None
     last: Tensor
+    step: int = 0
 
 
 Sum = tuple[Tensor, Tensor]  # (sum, count): divided once, after everything was added up
@@ -160,21 +170,22 @@ class Drafter(nn.Module, Generic[C]):
     @classmethod
     def from_folder(cls, folder: Path, values: dict[str, Any], target: Target | None) -> Self:
         """Restore the drafter that `save` wrote; `values` is config.json without `drafter_type`."""
-        drafter = cls(cls.configured(values, f"{folder / CONFIG}: drafter"))
-        load_weights(drafter, folder)
-        return drafter
+        config = cls.configured(values, f"{folder / CONFIG}: drafter")
+        return restored(lambda: cls(config), folder)
 
     def save(self, path: str | Path) -> None:
         """Write config.json and model.safetensors into the folder `path`."""
         folder = Path(path)
         folder.mkdir(parents=True, exist_ok=True)
         weights = {name: tensor.detach().cpu().contiguous() for name, tensor in self.state_dict().items()}
-        save_file(weights, folder / WEIGHTS, metadata={"format": "pt"})
+        with replacing(folder / WEIGHTS) as temporary:
+            save_file(weights, temporary, metadata={"format": "pt"})
         self.save_config(folder)
 
     def save_config(self, folder: Path) -> None:
         """Write config.json into `folder`."""
-        (folder / CONFIG).write_text(json.dumps({"drafter_type": self.name, **self.config.to_dict()}, indent=2) + "\n")
+        values = {"drafter_type": self.name, **self.config.to_dict()}
+        write_atomically(folder / CONFIG, json.dumps(values, indent=2) + "\n")
 
     def plain(self) -> Drafter[Any]:
         """Return the drafter in the form in which it drafts: itself, unless it was saved as a change of another."""
@@ -256,7 +267,7 @@ def read_config(path: str | Path) -> dict[str, Any]:
     file = Path(path) / CONFIG
     if not file.exists():
         raise BadInputError(f"no drafter at {str(path)!r}: {CONFIG} is missing there.")
-    try:
-        return dict(json.loads(file.read_text()))
-    except json.JSONDecodeError as error:
-        raise BadInputError(f"{file}: not valid JSON ({error}).") from error
+    check_regular(Path(path))
+    values = read_json(file)
+    check_config(values, str(file))
+    return values

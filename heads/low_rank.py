@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from ..ground import BadInputError, IncompatibleError
 from ..targets import Target
-from ..targets.loading import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from ..targets.adapters import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from .base import CONFIG, Drafter, DrafterConfig, DrafterLoss, TargetBatch, read_config
 from .parts.registry import restore_drafter
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 from collections.abc import Sequence
 from datetime import UTC, datetime
@@ -10,17 +11,23 @@ from importlib.metadata import version as installed_version
 from pathlib import Path
 
 from rich.console import Console
+from transformers import PreTrainedTokenizerBase
 
 from ..distill.prompts import Prompt
 from ..eval.reports.report import ContestantInfo, Report
 from ..eval.suites import PACKAGED
-from ..ground import BadInputError
-from ..ground.files import replacing_folder
+from ..ground import BadInputError, Refusal
+from ..ground.digests import listed_problems
+from ..ground.files import write_atomically
+from ..ground.foreign import read_json
+from ..ground.locks import locked
+from ..ground.replacing import replacing_folder
 from ..heads import Drafter, Fusion, load_drafter
 from ..recipes import Recipe
 from ..targets import Fingerprint, Target
+from ..targets.adapters import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from ..targets.fingerprint import digest_file, digest_files
-from ..targets.loading import ADAPTER_CONFIG, ADAPTER_WEIGHTS, is_local
+from ..targets.loading import is_local
 from .calibration import calibrate, choose_prompts, settings, write_calibration
 from .manifest import (
     ADAPTER,
@@ -44,11 +51,13 @@ from .manifest import (
     PlanRecord,
     Source,
     TargetRecord,
-    identity_digest,
 )
 from .pair import Pair, verify
 
 _COPIED = {".json", ".safetensors", ".jinja", ".model", ".txt"}
+_log = logging.getLogger(__name__)
+# Where a tokenizer was loaded from, with what, and code that came with it.
+_INCIDENTAL = ("name_or_path", "_name_or_path", "is_local", "local_files_only", "transformers_version", "auto_map")
 _REPORT_FILES = ("report.json", "report.md", "report.html")
 
 
@@ -74,25 +83,26 @@ def new_pair(
         calibration: prompts for the probe; None takes the first of the recipe's suites.
 
     Raises:
-        BadInputError: something else is in `folder`, or the drafter or report cannot be read.
+        BadInputError: something else is in `folder`, somebody else writes there, or the drafter or report cannot be
+            read.
         IncompatibleError: the drafter cannot draft for this target.
     """
     final = Path(folder).expanduser()
-    existing = _existing(final)
-    with replacing_folder(final) as partial:
+    with locked(final), replacing_folder(final) as partial:
+        existing = _existing(final)
         saved = _save_drafter(drafter, partial / DRAFTER, target)
-        (partial / RECIPE).write_text(_keep_suites(recipe, partial).to_yaml(), encoding="utf-8")
+        write_atomically(partial / RECIPE, _keep_suites(recipe, partial).to_yaml())
         report = _copy_report(report_folder, partial / REPORTS)
         _check_report(report, target, saved)
         manifest = _identified(partial, target, saved, recipe, _plan(report, saved, recipe), parent)
         if existing is not None:
+            manifest = _keep_adapter(existing, partial, manifest)
             _require_same(existing, manifest)
             if _adds_nothing(existing, manifest):
                 shutil.rmtree(partial)
                 return existing
             _keep_reports(existing, partial)
-            target_record = _keep_adapter(existing, partial, manifest.target)
-            manifest = manifest.model_copy(update={"tuning": existing.manifest.tuning, "target": target_record})
+            manifest = manifest.model_copy(update={"tuning": existing.manifest.tuning})
         prompts = choose_prompts(recipe, target) if calibration is None else calibration
         baseline = _calibrated(partial, target, saved, settings(recipe), manifest.plan, prompts, console)
         manifest = _completed(manifest, partial, _measurements(report, saved, baseline))
@@ -110,14 +120,14 @@ def _existing(final: Path) -> Pair | None:
         BadInputError: something else is there.
     """
     if (final / MANIFEST).exists():
-        return Pair.load(final)
+        return Pair.load(final, check=False)  # what was altered is written anew
     if final.is_file() or (final.is_dir() and any(final.iterdir())):
         raise BadInputError(f"{str(final)!r} exists and is not a pair; nothing was written. Choose a new folder.")
     return None
 
 
 def _require_same(existing: Pair, manifest: Manifest) -> None:
-    if existing.digest != manifest.digest:
+    if existing.digest != manifest.identity(existing.manifest.schema_version):
         raise BadInputError(
             f"{str(existing.folder)!r} already holds another pair: {existing.name} version {existing.version} "
             f"({existing.digest[:12]}…), "
@@ -140,22 +150,37 @@ def _adds_nothing(existing: Pair, manifest: Manifest) -> bool:
 
 
 def _keep_reports(existing: Pair, partial: Path) -> None:
-    """Copy the older reports; one of the same date gives way to the new one."""
-    for older in sorted((existing.folder / REPORTS).glob("*")):
-        if older.is_dir() and not (partial / REPORTS / older.name).exists():
+    """Copy the older reports; one of the same date gives way to the new one, and one that was altered is left out."""
+    reports = existing.folder / REPORTS
+    altered = listed_problems(reports, existing.manifest.reports)
+    for line in altered:
+        _log.warning("%s: %s; this report is not kept.", reports, line)
+    dates = {line.partition("/")[0] for line in altered}
+    for older in sorted(reports.glob("*")):
+        if older.is_dir() and older.name not in dates and not (partial / REPORTS / older.name).exists():
             shutil.copytree(older, partial / REPORTS / older.name)
 
 
-def _keep_adapter(existing: Pair, partial: Path, record: TargetRecord) -> TargetRecord:
+def _keep_adapter(existing: Pair, partial: Path, manifest: Manifest) -> Manifest:
     """Copy the adapter that the pair keeps where the same target came without it, as one in memory does.
 
     It may be the only copy there is.
+
+    Raises:
+        Refusal: its files were altered.
     """
     older = existing.manifest.target
-    if record.adapter_files or not older.adapter_files:
-        return record
+    if manifest.target.adapter_files or not older.adapter_files:
+        return manifest
+    altered = listed_problems(existing.folder / ADAPTER, older.adapter_files)
+    if altered:
+        raise Refusal(
+            f"{existing.folder / ADAPTER} was altered after the pair was made: {'; '.join(altered)}. Nothing was "
+            "written; take a good copy of that pair, or choose another folder."
+        )
     shutil.copytree(existing.folder / ADAPTER, partial / ADAPTER)
-    return record.model_copy(update={"source": older.source, "adapter_files": older.adapter_files})
+    record = manifest.target.model_copy(update={"source": older.source, "adapter_files": older.adapter_files})
+    return manifest.model_copy(update={"target": record}).identified()
 
 
 def _save_drafter(drafter: Drafter | str | Path, folder: Path, target: Target) -> Drafter:
@@ -202,10 +227,10 @@ def _copy_adapter(target: Target, folder: Path) -> None:
         return
     folder.mkdir()
     shutil.copyfile(adapter / ADAPTER_WEIGHTS, folder / ADAPTER_WEIGHTS)
-    config = json.loads((adapter / ADAPTER_CONFIG).read_text(encoding="utf-8"))
+    config = read_json(adapter / ADAPTER_CONFIG)
     base = config.get("base_model_name_or_path")
     config["base_model_name_or_path"] = None if base is None or is_local(base) else base
-    (folder / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True), encoding="utf-8")
+    write_atomically(folder / ADAPTER_CONFIG, json.dumps(config, indent=2, sort_keys=True))
 
 
 def _copy_report(report_folder: str | Path | None, reports: Path) -> Report | None:
@@ -235,7 +260,7 @@ def _identified(
     """Return the manifest as far as it is known before anything is measured."""
     fingerprint = target.fingerprint()
     if target.tokenizer is not None:
-        target.tokenizer.save_pretrained(str(partial / TOKENIZER))
+        _save_tokenizer(target.tokenizer, partial / TOKENIZER)
     _copy_adapter(target, partial / ADAPTER)
     kept = {"tokenizer_files": digest_files(partial / TOKENIZER), "adapter_files": digest_files(partial / ADAPTER)}
     files = digest_files(partial / DRAFTER)
@@ -243,7 +268,7 @@ def _identified(
         schema_version=SCHEMA_VERSION,
         name=recipe.name,
         version=1 if parent is None else parent.version + 1,
-        digest=identity_digest(fingerprint, files, plan),
+        digest="",
         target=TargetRecord(fingerprint=FingerprintRecord(**fingerprint.to_dict()), source=_source(target), **kept),
         drafter=DrafterRecord(type=drafter.name, files=files),
         recipe=digest_file(partial / RECIPE),
@@ -255,7 +280,16 @@ def _identified(
         lineage=_lineage(parent, fingerprint),
         created=_today(),
         outrider_version=installed_version("outrider"),
-    )
+    ).identified()
+
+
+def _save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Write the tokenizer without what says where it once was: its files are part of the pair's identity."""
+    tokenizer.save_pretrained(str(folder))
+    file = folder / "tokenizer_config.json"
+    if file.exists():
+        config = {name: value for name, value in read_json(file).items() if name not in _INCIDENTAL}
+        file.write_text(json.dumps(config, indent=2, ensure_ascii=False, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def _completed(manifest: Manifest, partial: Path, measurements: Measurements) -> Manifest:

@@ -14,7 +14,7 @@ The target's own weights are not here: the pair names them by content.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -22,13 +22,17 @@ from typing import Any, Literal
 from ..decode import Plan
 from ..distill.prompts import Prompt
 from ..eval.tuning import BatchTuning, Tuning, nearest
-from ..ground import BadInputError, IncompatibleError, OutriderError
+from ..ground import BadInputError, IncompatibleError, OutriderError, Refusal
+from ..ground.digests import problem_of
+from ..ground.leftovers import leftovers_beside
+from ..ground.locks import lock_file, locked
 from ..ground.machine import device_name
 from ..heads import Drafter, fuse, load_drafter
 from ..recipes import Recipe, load_recipe
 from ..targets import Fingerprint, Target, load_tokenizer, require_same_vocabulary
 from ..targets.fingerprint import digest_file
 from .calibration import read_calibration
+from .listing import irregular
 from .manifest import (
     ADAPTER,
     CALIBRATION,
@@ -38,9 +42,12 @@ from .manifest import (
     SUITES,
     TOKENIZER,
     Manifest,
+    ServedRecord,
     inspect_manifest,
     read_manifest,
 )
+
+_PATIENCE = 600.0  # seconds that a stored tuning waits for another writer: it took minutes to find
 
 
 class StaleError(OutriderError):
@@ -70,14 +77,34 @@ class Pair:
     manifest: Manifest
 
     @classmethod
-    def load(cls, folder: str | Path) -> Pair:
-        """Read a pair's pair.json (its other files are not checked here: `verify`).
+    def load(cls, folder: str | Path, check: bool = True) -> Pair:
+        """Read a pair, whose files must be what they were when it was made.
+
+        Args:
+            check: False reads pair.json alone.
 
         Raises:
             BadInputError: there is no pair, or its pair.json is damaged.
+            Refusal: its files were altered, and which.
         """
         path = Path(folder).expanduser()
-        return cls(path, read_manifest(path))
+        pair = cls(path, read_manifest(path))
+        if check:
+            pair.require_whole()
+        return pair
+
+    def require_whole(self) -> None:
+        """Refuse this pair if its files were altered; files that did not change since they were read are not read.
+
+        Raises:
+            Refusal: names each file that differs.
+        """
+        found = list(_altered_files(self.folder, self.manifest, problem_of))
+        if found:
+            raise Refusal(
+                f"{self.folder} was altered after the pair was made: {'; '.join(found)}. Take a good copy of the pair "
+                "(`outrider pair verify` compares all of it)."
+            )
 
     @property
     def name(self) -> str:
@@ -113,16 +140,28 @@ class Pair:
         """Store `tuning` in pair.json, in place of what was known of the same machine, temperature and batch sizes.
 
         Raises:
-            BadInputError: the folder holds another pair by now.
+            BadInputError: the folder holds another pair by now, or somebody else keeps writing it.
         """
-        now = read_manifest(self.folder)  # tuning takes minutes: what else was written since stays
-        if now.digest != self.digest:
-            raise BadInputError(
-                f"{self.folder} holds another pair by now ({now.name} version {now.version}); nothing was stored. Tune "
-                "that one."
-            )
-        manifest = now.tuned(tuning)
-        manifest.write(self.folder)
+        return self._store(lambda now: now.tuned(tuning))
+
+    def store_served(self, found: ServedRecord) -> Pair:
+        """Store what an engine made of the pair, in place of what was known of the same engine and depth.
+
+        Raises:
+            BadInputError: the folder holds another pair by now, or somebody else keeps writing it.
+        """
+        return self._store(lambda now: now.with_served(found))
+
+    def _store(self, change: Callable[[Manifest], Manifest]) -> Pair:
+        with locked(self.folder, wait=_PATIENCE):
+            now = read_manifest(self.folder)  # measuring takes minutes: what else was written since stays
+            if now.digest != self.digest:
+                raise BadInputError(
+                    f"{self.folder} holds another pair by now ({now.name} version {now.version}); nothing was stored. "
+                    "Measure that one."
+                )
+            manifest = change(now)
+            manifest.write(self.folder, instead_of=now)
         return replace(self, manifest=manifest)
 
     @property
@@ -235,6 +274,7 @@ class Pair:
         Raises:
             IncompatibleError: it cannot draft for `target`; names the first token, size or tap that differs.
         """
+        self.require_whole()
         _check_vocabulary(self, target)
         return load_drafter(self.drafter_folder, target)
 
@@ -279,7 +319,7 @@ def verify(folder: str | Path, target: Target | None = None) -> list[str]:
         manifest, alterations = inspect_manifest(path)
     except BadInputError as error:
         return [str(error)]
-    found = [f"{MANIFEST}: {line}" for line in alterations] + list(_altered_files(path, manifest))
+    found = [f"{MANIFEST}: {line}" for line in alterations] + list(_altered_files(path, manifest, _altered))
     if target is not None:
         found += [
             f"target: differs in {line}"
@@ -288,18 +328,27 @@ def verify(folder: str | Path, target: Target | None = None) -> list[str]:
     return found
 
 
-def _altered_files(folder: Path, manifest: Manifest) -> Iterator[str]:
+def _altered_files(folder: Path, manifest: Manifest, problem_with: Callable[[Path, str], str | None]) -> Iterator[str]:
+    odd = list(irregular(folder))
+    yield from odd
+    if odd:  # what a link or a device shows is not looked at
+        return
     expected = manifest.files()
-    present = {str(p.relative_to(folder).as_posix()) for p in folder.rglob("*") if p.is_file() or p.is_symlink()} - {
-        MANIFEST
-    }
+    present = {p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file() or p.is_symlink()}
+    present -= {MANIFEST, *_in_the_way(folder)}
     for name in sorted(expected.keys() | present):
         if name not in present:
             yield f"{name}: missing"
         elif name not in expected:
             yield f"{name}: not listed in {MANIFEST}"
-        elif (problem := _altered(folder / name, expected[name])) is not None:
+        elif (problem := problem_with(folder / name, expected[name])) is not None:
             yield f"{name}: {problem}"
+
+
+def _in_the_way(folder: Path) -> Iterator[str]:
+    """Yield the names of what a writer of pair.json has there for a moment, or left when it was killed."""
+    for path in (lock_file(folder), *(found.path for found in leftovers_beside(folder / MANIFEST))):
+        yield path.name
 
 
 def _altered(file: Path, expected: str) -> str | None:

@@ -22,6 +22,7 @@ from ..eval.reports.render import write_report
 from ..eval.suites import load_suites
 from ..ground import BadInputError
 from ..ground.files import write_atomically
+from ..ground.locks import locked
 from ..heads import HEADS, Drafter, LowRank, load_drafter
 from ..recipes import Recipe
 from ..targets import Target
@@ -76,17 +77,18 @@ def refresh(
 
     Raises:
         IncompatibleError: the drafter cannot be warm-started for this target (tokenizer, vocabulary, taps).
-        BadInputError: an override or the folder cannot be used.
+        BadInputError: an override or the folder cannot be used, or somebody else writes there.
     """
     folder = _outside(Path(out).expanduser(), pair)
     pair.drafter_for(target)
     recipe = refresh_recipe(pair, target, folder, overrides)
-    drafter_folder = _trained(pair, recipe, target, console, how or How())
-    drafter = load_drafter(drafter_folder, target)
-    report_folder = _measured(recipe, target, drafter, drafter_folder, console)
-    return new_pair(
-        folder / "pair", target, drafter_folder, recipe, report_folder, pair, _calibration(pair, target), console
-    )
+    with locked(folder):
+        drafter_folder = _trained(pair, recipe, target, console, how or How())
+        drafter = load_drafter(drafter_folder, target)
+        report_folder = _measured(recipe, target, drafter, drafter_folder, console)
+        return new_pair(
+            folder / "pair", target, drafter_folder, recipe, report_folder, pair, _calibration(pair, target), console
+        )
 
 
 def refresh_recipe(pair: Pair, target: Target, out: Path, overrides: Sequence[str] = ()) -> Recipe:
@@ -107,7 +109,7 @@ def refresh_recipe(pair: Pair, target: Target, out: Path, overrides: Sequence[st
         changes["target"] = (
             recipe.target.model_dump()
             | {k: target.source.get(k) for k in ("path", "revision", "adapter", "quantize")}
-            | {"dtype": _dtype(target)}
+            | {"dtype": _dtype(target), "trust_remote_code": False}  # a pair's recipe is not the user's word
         )
     if pair.manifest.lineage.parent is None:
         changes |= _shorter(recipe.training)

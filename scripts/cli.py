@@ -3,7 +3,7 @@
 Torch and transformers take seconds to import, so they are imported inside the verbs: `outrider --help` answers at once.
 
 Exit codes: 0 fine · 1 a finding (the gate failed, the pair is stale or altered) · 2 bad usage or bad input ·
-3 incompatible · 70 a fault in Outrider itself · 130 interrupted, what was done is kept.
+3 incompatible · 70 a fault in Outrider itself · 130, 143, 129 stopped by Ctrl-C, SIGTERM, SIGHUP.
 """
 
 from __future__ import annotations
@@ -27,8 +27,10 @@ from typer.core import TyperGroup
 
 from ..ground import OutriderError
 from ..ground.allocation import keep_large_blocks, remember_few_shapes
-from ..ground.files import is_disk_full, write_atomically
-from . import registry
+from ..ground.disk import is_disk_full, require_folder
+from ..ground.files import write_atomically
+from ..ground.signals import how, number_of, stoppable
+from . import doors, registry, served, watch
 from .examples import EXAMPLES
 from .speaking import answering, console_for, tell
 
@@ -39,7 +41,10 @@ if TYPE_CHECKING:
     from ..pair.manifest import Figure
     from ..recipes import Recipe
 
-FINDING, BAD_INPUT, FAULT, INTERRUPTED = 1, 2, 70, 130
+FINDING, BAD_INPUT, FAULT = 1, 2, 70
+# Verbs that keep what is finished when they are asked to stop.
+RESUMED = ("distill", "train", "compare", "refresh", "quickstart")
+GOES_ON = "what was done is kept, and the same command goes on from there."
 
 
 class Verbs(TyperGroup):
@@ -55,12 +60,12 @@ class Verbs(TyperGroup):
 
     def _invoke(self, ctx: Any, as_json: bool) -> Any:
         try:
-            return super().invoke(ctx)
+            with stoppable():
+                return super().invoke(ctx)
         except KeyboardInterrupt as error:
-            _complain(
-                str(error) or "interrupted; what was done is kept, and the same command goes on from there.", label=""
-            )
-            raise typer.Exit(INTERRUPTED) from None
+            after = GOES_ON if ctx.invoked_subcommand in RESUMED else "nothing was written; run the same command again."
+            _complain(str(error) or f"{how(error)}; {after}", label="")
+            raise typer.Exit(128 + number_of(error)) from None
         except Exception as error:
             code = exit_code(error)
             if code is None:
@@ -71,9 +76,9 @@ class Verbs(TyperGroup):
                 traceback.print_exc()
                 _complain("this is a fault in Outrider, please report it with the lines above.", label="fault: ")
             else:
-                _complain(_said(error))
+                _complain(said(error))
             if as_json:
-                _answer("error", {"error": _said(error)}, code)
+                _answer("error", {"error": said(error)}, code)
             raise typer.Exit(code) from None
 
 
@@ -82,29 +87,30 @@ def exit_code(error: Exception) -> int | None:
 
     None for those that typer handles (usage errors, exits, closed pipes).
     """
-    if is_disk_full(error):
-        return BAD_INPUT
     if isinstance(error, OutriderError):
         return int(error.exit_code)
     module = type(error).__module__.partition(".")[0]
     if module in ("typer", "click") or isinstance(error, BrokenPipeError):
         return None
-    return FAULT
+    return BAD_INPUT if is_disk_full(error) or _is_about_a_users_file(error) else FAULT
 
 
-def _said(error: Exception) -> str:
-    return _disk_full_message(error) if is_disk_full(error) else str(error)
+def _is_about_a_users_file(error: Exception) -> bool:
+    """Tell whether the system refused a file outside of this package: permissions, a folder that was deleted, …"""
+    named = error.filename if isinstance(error, OSError) else None
+    return isinstance(named, str) and not Path(named).resolve().is_relative_to(Path(__file__).resolve().parents[1])
 
 
-def _disk_full_message(error: BaseException) -> str:
-    found: BaseException | None = error
-    while found is not None and not getattr(found, "filename", None):
-        found = found.__cause__ or found.__context__
-    folder = Path(found.filename).resolve().parent if isinstance(found, OSError) else Path.cwd()
-    return (
-        f"the disk is full: nothing more can be written to {folder}. "
-        "Free some space and run the same command again; what was finished before is kept."
-    )
+def said(error: Exception) -> str:
+    """Return the sentence about an error that a user can do something about."""
+    if isinstance(error, OutriderError):
+        return str(error)
+    named = error.filename if isinstance(error, OSError) else None
+    if is_disk_full(error):
+        place = "a disk" if named is None else f"the disk that holds {Path(named).resolve().parent}"
+        return f"{place} is full ({str(error).splitlines()[0]}). Free some space, then run the same command again."
+    reason = error.strerror if isinstance(error, OSError) else error
+    return f"{named}: {reason}. Look whether it is there and may be read and written, then run the same command again."
 
 
 def _answer(kind: str, body: Any, code: int = 0) -> None:
@@ -123,11 +129,14 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
     help="Train drafters for your target, measure them in a lossless speculative decoder, and version both as a pair.",
-    epilog="Exit codes: 0 fine · 1 a finding · 2 bad usage or input · 3 incompatible · 130 interrupted. "
+    epilog="Exit codes: 0 fine · 1 a finding · 2 bad usage or input · 3 incompatible · 130, 143, 129 stopped. "
     "OUTRIDER_DEBUG=1 shows tracebacks.",
 )
 pair_app = typer.Typer(no_args_is_help=True, help="Make, show and verify pairs.")
 app.add_typer(pair_app, name="pair")
+doors.add_verbs(app)
+served.add_verbs(app)
+watch.add_verbs(app)
 
 RecipeName = Annotated[
     str, typer.Argument(metavar="RECIPE", help="A YAML file, or the name of a packaged recipe such as embedded-eagle3.")
@@ -143,6 +152,19 @@ Quantize = Annotated[
     str | None, typer.Option(help="int8 or int8-dynamic: the target's weights are quantised so, by torchao.")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on stdout, for programs.")]
+
+
+def _temperatures(asked: Any) -> Any:
+    """Return the temperatures of an option, refused before anything is loaded."""
+    from ..ground.values import TEMPERATURES, is_temperature
+
+    for value in asked if isinstance(asked, list) else [asked or 0.0]:
+        if not is_temperature(value):
+            raise typer.BadParameter(f"expected {TEMPERATURES}, found {value:g}.")
+    return asked
+
+
+Temperature = Annotated[float, typer.Option(callback=_temperatures)]
 
 
 def _print_version(wanted: bool) -> None:
@@ -175,6 +197,7 @@ def _every_verb(
 def distill(recipe: RecipeName, changes: Overrides = None, as_json: AsJson = False) -> None:
     """Let the target answer the recipe's prompts: the data a drafter learns from."""
     loaded = _load_recipe(recipe, changes)
+    require_folder(loaded.output_folder)
     from ..distill import distill as run
     from .answers import DistillBody, say
 
@@ -192,10 +215,12 @@ def train(
     fresh: Annotated[
         bool, typer.Option("--fresh", help="Start over; checkpoints of an earlier run are moved aside.")
     ] = False,
+    engine: doors.Engine = None,
     as_json: AsJson = False,
 ) -> None:
     """Train a drafter (distils first if needed). For many processes: accelerate launch -m outrider.train RECIPE."""
     loaded = _load_recipe(recipe, changes)
+    doors.check_servable(loaded, engine)
     from ..train import train as run
     from .answers import TrainBody, say
 
@@ -225,6 +250,7 @@ def vocab(
     pruning loses.
     """
     loaded = _load_recipe(recipe, changes)
+    require_folder(loaded.output_folder / "vocabulary")
     from .vocab import save, show, study
 
     console = console_for(as_json)
@@ -250,10 +276,12 @@ def plan(
     ] = None,
     accelerate_config: Annotated[Path | None, typer.Option(help="A file written by `accelerate config`.")] = None,
     rows: Annotated[int | None, typer.Option(min=1, help="Prompts, where the recipe's sources do not tell.")] = None,
+    engine: doors.Engine = None,
     as_json: AsJson = False,
 ) -> None:
     """Before anything is spent: parameters, memory, disk, operations and time on named GPUs, from the configs alone."""
     loaded = _load_recipe(recipe, changes)
+    doors.check_servable(loaded, engine)
     from ..train.planning import plan as run
     from .answers import PlanBody
     from .plan import read_launch, show
@@ -298,13 +326,14 @@ def evaluate(
     nodes: Annotated[
         int | None, typer.Option(min=1, help="Nodes of a tree that are verified (default: width × depth).")
     ] = None,
-    temperature: Annotated[list[float] | None, typer.Option(min=0, help="May be repeated.")] = None,
+    temperature: Annotated[list[float] | None, typer.Option(callback=_temperatures, help="May be repeated.")] = None,
     tuned: Annotated[bool, typer.Option("--tuned", help="Measure a pair's tuned plan too, beside its own.")] = False,
     out: Annotated[Path | None, typer.Option(help="Folder of the report.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Measure τ, acceptance and speedup with confidence intervals, beside n-gram drafting and plain decoding."""
     from ..eval.reports.render import print_report, write_report
+    from ..ground.locks import locked
     from .answers import ReportBody, say
     from .subject import Asked, load_subject
 
@@ -316,12 +345,16 @@ def evaluate(
         "nodes": nodes,
         "temperatures": temperature,
     }
+    if out is not None:
+        require_folder(out, "the report")
     settings = {name: value for name, value in given.items() if value}
     subject = load_subject(name, Asked(changes or [], settings, drafter, target, adapter, quantize, tuned))
     folder = out or subject.report_folder
+    require_folder(folder, "the report")
     console = console_for(as_json)
-    report = subject.measure(console)
-    write_report(report, folder)
+    with locked(folder):
+        report = subject.measure(console)
+        write_report(report, folder)
     print_report(report, console)
     console.print(f"report: [bold]{escape(str(folder))}[/bold]")
     if as_json:
@@ -347,6 +380,7 @@ def compare(
     """
     changes = [word for word in recipes if "=" in word]
     loaded = [_load_recipe(word, changes) for word in recipes if "=" not in word]
+    require_folder(out)
     from ..eval.reports.render import print_comparison
     from ..train.compare import compare as run
     from .answers import ReportBody, say
@@ -371,7 +405,7 @@ def tune(
         typer.Option(help="code, docs, prose, or a prompt file; may be repeated (default: the pair's)."),
     ] = None,
     limit: Annotated[int, typer.Option(min=1, help="Prompts per suite.")] = 6,
-    temperature: Annotated[float, typer.Option(min=0)] = 0.0,
+    temperature: Temperature = 0.0,
     max_new_tokens: Annotated[int, typer.Option(min=1)] = 96,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Store nothing in the pair.")] = False,
     as_json: AsJson = False,
@@ -384,6 +418,8 @@ def tune(
     from .subject import Asked, load_subject
 
     loaded = Pair.load(pair)
+    if not dry_run:
+        require_folder(pair, "the tuned plan")
     settings = {
         "suites": suite,
         "limit": limit,
@@ -423,7 +459,7 @@ def generate(
         bool, typer.Option(help="Afterwards run the plain target on the same prompt and print the speedup.")
     ] = True,
     max_new_tokens: Annotated[int, typer.Option(min=1)] = 128,
-    temperature: Annotated[float, typer.Option(min=0)] = 0.0,
+    temperature: Temperature = 0.0,
     seed: Annotated[int, typer.Option()] = 0,
     depth: Annotated[
         int | None, typer.Option(min=0, help="Draft tokens per round (default: the tuned plan, else the pair's).")
@@ -470,6 +506,7 @@ def pair_new(
 ) -> None:
     """Bind target, drafter and measurements into one versioned folder."""
     loaded = _load_recipe(recipe, changes)
+    require_folder(folder, "the pair")
     from ..pair import new_pair
     from .answers import PairBody, say
     from .subject import load_target, report_folder, trained_drafter
@@ -626,6 +663,7 @@ def refresh(
     from .answers import PairBody, say
 
     loaded = Pair.load(pair)
+    require_folder(out)
     console = console_for(as_json)
     until = None if tokens is None and until_flat is None else Until(tokens, until_flat)
     changed = loaded.load_target(target, adapter=adapter, quantize=quantize)
@@ -701,6 +739,7 @@ def quickstart(
     """
     from .quickstart import tell
 
+    require_folder(out)
     if not tell(out, Console()):
         raise typer.Exit(FINDING)
 

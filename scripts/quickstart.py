@@ -17,7 +17,6 @@ reuses it.
 from __future__ import annotations
 
 import json
-import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
@@ -44,8 +43,10 @@ from ..eval.reports.render import write_report
 from ..eval.suites import Suite, load_suites, make_suite
 from ..eval.tuner import tune
 from ..eval.tuning import Tuning
-from ..ground import BadInputError
-from ..ground.files import write_atomically
+from ..ground import BadInputError, digests
+from ..ground.locks import locked
+from ..ground.replacing import replacing_folder
+from ..ground.sealed import read_sealed, write_json
 from ..heads import load_drafter
 from ..pair import Pair, gate_pairs, new_pair, newest_report, probe, verify
 from ..pair.refresh import refresh
@@ -63,17 +64,22 @@ from .subject import tuned_contestant
 RECIPE = "embedded-eagle1"
 
 
+STORY = "story.json"
+
+
 def tell(out: Path, console: Console, budget: Budget | None = None) -> bool:
     """Run every stage that is not done yet, then print what came of it; return whether the gate passed.
 
     Raises:
-        BadInputError: `out` holds a story that was told with another budget, target or version.
+        BadInputError: `out` holds a story that was told with another budget, target or version, or is being written.
     """
     place = Workplace(out, console, budget or Budget())
-    story = Story(place)
-    for number, (title, work) in enumerate(STAGES, 1):
-        story.run(number, title, work)
-    conclude(story)
+    with locked(out):
+        out.mkdir(parents=True, exist_ok=True)
+        story = Story(place)
+        for number, (title, work) in enumerate(STAGES, 1):
+            story.run(number, title, work)
+        conclude(story)
     return place.verdict.passed
 
 
@@ -132,8 +138,9 @@ class Workplace:
     @cached_property
     def tunings(self) -> list[Tuning]:
         """What the tuner found, one temperature after the other."""
-        found = json.loads((self.out / "tuning.json").read_text(encoding="utf-8"))
-        return [Tuning.model_validate(values) for values in found]
+        file = self.out / "tuning.json"
+        saved = read_sealed(file, f"Delete {self.out / STORY}, and the story is told again.")
+        return [Tuning.model_validate(values) for values in saved["tunings"]]
 
     def suites(self, target: Target, first: int | None = None, last: int | None = None) -> list[Suite]:
         """Return the suites with their `first` prompts, or their `last` ones."""
@@ -172,7 +179,7 @@ def tune_plans(place: Workplace) -> str:
         tune(place.target, head, suites, settings.model_copy(update={"temperatures": [t]}))
         for t in place.measured.temperatures
     ]
-    write_atomically(place.out / "tuning.json", json.dumps([t.model_dump() for t in found], indent=1) + "\n")
+    write_json(place.out / "tuning.json", {"tunings": [t.model_dump() for t in found]}, indent=1)
     return "; ".join(f"at temperature {t.temperature:g}: {t.batches[0]}" for t in found)
 
 
@@ -285,7 +292,7 @@ class Story:
     """What story.json holds: the stages that are done, and the sizes that the first one found."""
 
     def __init__(self, place: Workplace):
-        self.place, self.file = place, place.out / "story.json"
+        self.place, self.file = place, place.out / STORY
         self.done: dict[str, dict[str, Any]] = {}
         self._open()
         self.reused = len(self.done)
@@ -321,7 +328,7 @@ class Story:
     def _open(self) -> None:
         if not self.file.is_file():
             return
-        saved = json.loads(self.file.read_text())
+        saved = read_sealed(self.file, "Delete it, and the story is told again.")
         if saved["identity"] != self._identity:
             raise BadInputError(
                 f"{self.place.out} holds a quickstart that was run with another target, budget or version; "
@@ -331,10 +338,9 @@ class Story:
         self.place.sizes = None if saved["sizes"] is None else Sizes.restored(saved["sizes"])
 
     def _save(self) -> None:
-        self.place.out.mkdir(parents=True, exist_ok=True)
         sizes = None if self.place.sizes is None else asdict(self.place.sizes)
         told = {"identity": self._identity, "sizes": sizes, "stages": self.done}
-        write_atomically(self.file, json.dumps(told, indent=2) + "\n")
+        write_json(self.file, told)
 
     @cached_property
     def _identity(self) -> dict[str, Any]:
@@ -415,11 +421,9 @@ def fine_tune(recipe: Recipe, budget: Budget, folder: Path, console: Console) ->
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-    part = folder.with_name(folder.name + ".part")
-    model.save_pretrained(str(part))
-    # There if an earlier run ended between this line and its note in story.json.
-    shutil.rmtree(folder, ignore_errors=True)
-    part.rename(folder)
+    with replacing_folder(folder) as building:
+        model.save_pretrained(str(building))
+        digests.seal(building)
     few = max(1, len(losses) // 10)
     return sum(losses[:few]) / few, sum(losses[-few:]) / few
 

@@ -26,6 +26,7 @@ from ..pair.pair import tuned_drafter
 from ..recipes import EvalSpec, Recipe, load_recipe
 from ..targets import Target
 from ..targets.fingerprint import digest_json
+from ..train.provenance import require_result
 
 
 @dataclass
@@ -202,7 +203,7 @@ def load_target(recipe: Recipe) -> Target:
                 f"the recipe trains its target, too, and there is no adapter in {recipe.output_folder}: "
                 "run `outrider train` with it first."
             )
-        spec["adapter"] = str(adapter)
+        spec["adapter"] = str(require_result(recipe.output_folder, "adapter"))
     return Target.load(**spec | ({} if recipe.eval.dtype == "auto" else {"dtype": recipe.eval.dtype}))
 
 
@@ -214,4 +215,4 @@ def trained_drafter(recipe: Recipe, target: Target, folder: Path | None = None) 
             f"there is no trained drafter in {recipe.output_folder}: "
             "run `outrider train` with this recipe first, or name the folder of a saved one with --drafter."
         )
-    return load_drafter(folder or own, target)
+    return load_drafter(folder or require_result(recipe.output_folder, "drafter"), target)

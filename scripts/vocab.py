@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -19,13 +20,16 @@ from ..eval.reports.render import fitted, print_table
 from ..eval.reports.tables import Cell, Table
 from ..eval.reports.vocabulary import VocabularyReport, size_figures
 from ..ground.files import write_atomically
+from ..ground.locks import locked
 from ..ground.progress import progress
+from ..ground.sealed import write_json
 from ..heads import drafter_config
 from ..recipes import Recipe
 from ..targets import Target
 from ..train.data import IGNORED, Rows, collate, split, token_counts
 
 BATCH_SIZE = 8
+_PATIENCE = 60.0  # seconds that a finished study waits for another one in the same folder
 
 
 def study(
@@ -123,7 +127,6 @@ def show(report: VocabularyReport, console: Console) -> None:
 def save(report: VocabularyReport, folder: Path) -> Path:
     """vocabulary.json and vocabulary.svg, in a folder named after the counts: other counts are another folder."""
     place = folder / report.counts_digest[:16]
-    place.mkdir(parents=True, exist_ok=True)
     lines = {
         "response tokens covered": [(s.size, s.covered) for s in report.sizes],
         "acceptance of a perfect drafter at temperature 1": [(s.size, s.alpha_max) for s in report.sizes],
@@ -135,6 +138,8 @@ def save(report: VocabularyReport, folder: Path) -> Path:
     drawn = plots.standalone(
         plots.shares_by_size(lines, f"Draft vocabularies of {report.recipe}", "tokens of the draft vocabulary")
     )
-    write_atomically(place / "vocabulary.svg", drawn)
-    write_atomically(place / "vocabulary.json", report.model_dump_json(indent=1) + "\n")
+    with locked(folder, wait=_PATIENCE):
+        place.mkdir(parents=True, exist_ok=True)
+        write_atomically(place / "vocabulary.svg", drawn)
+        write_json(place / "vocabulary.json", json.loads(report.model_dump_json()), indent=1)
     return place

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from ..ground.digests import LIST, file_digest
+from ..ground.sealed import digest_json
 from .quantised import parts
 
 # Config fields that say where or with what a model was saved, not what it computes.
@@ -102,20 +104,15 @@ def digest_tensor(tensor: torch.Tensor) -> str:
     return digest.hexdigest()
 
 
-def digest_json(value: Any) -> str:
-    """Return the SHA-256 of a value as canonical JSON."""
-    return hashlib.sha256(json.dumps(value, sort_keys=True, ensure_ascii=False, default=str).encode()).hexdigest()
-
-
 def digest_file(path: Path) -> str:
-    """Return the SHA-256 of a file's contents."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    """Return the SHA-256 of a file's contents, which are read now."""
+    return file_digest(path, again=True)
 
 
 def digest_files(folder: Path) -> dict[str, str]:
-    """Return the SHA-256 of each file under `folder`, by its path in there."""
-    return {p.relative_to(folder).as_posix(): digest_file(p) for p in sorted(folder.rglob("*")) if p.is_file()}
+    """Return the SHA-256 of each file under `folder` but the list of their digests, by its path in there."""
+    files = [p for p in sorted(folder.rglob("*")) if p.is_file() and p.name != LIST]
+    return {p.relative_to(folder).as_posix(): digest_file(p) for p in files}
 
 
 def digest_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:

@@ -1,12 +1,12 @@
 """Checkpoint folders: which of them are whole, which is the last, which may go.
 
-The trainer writes a checkpoint file by file. A marker, written when all of them are there, tells a whole checkpoint
-from one that a crash, a kill or a full disk cut short; only whole ones are ever resumed from or counted.
+The trainer writes a checkpoint file by file. The sealed list of their digests, written when all of them are on the
+disk, tells a whole checkpoint from one that a crash, a kill or a full disk cut short, or that was altered later; only
+whole ones are ever resumed from.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import shutil
 from collections.abc import Iterator
@@ -14,28 +14,54 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from safetensors import SafetensorError
+from transformers import TrainingArguments
 
-from ..ground import BadInputError
-from ..ground.files import read_json, readable_bytes, write_atomically
+from ..ground import Refusal, digests
+from ..ground.disk import CannotWriteError, failure, readable_bytes
+from ..ground.files import read_json
+from ..ground.replacing import move
 
-MARKER = "complete.json"
 PREFIX = "checkpoint-"
+_OLD_MARKER = "complete.json"  # of versions without digests
 
 _log = logging.getLogger(__name__)
 
 
 def mark_complete(folder: Path) -> None:
-    """Declare `folder` whole: the marker lists each file with its size in bytes."""
-    sizes = {str(f.relative_to(folder)): f.stat().st_size for f in sorted(folder.rglob("*")) if f.is_file()}
-    write_atomically(folder / MARKER, json.dumps({"files": sizes}, indent=2) + "\n")
+    """Declare `folder` whole, once the disk holds it."""
+    digests.seal(folder)
 
 
-def is_complete(folder: Path) -> bool:
-    """Tell whether every file that was there when `folder` was declared whole is still there, at its full size."""
-    if not (folder / MARKER).is_file():
-        return False
-    sizes = read_json(folder / MARKER)["files"]
-    return all((folder / name).is_file() and (folder / name).stat().st_size == size for name, size in sizes.items())
+def is_marked(folder: Path) -> bool:
+    """Tell whether `folder` was declared whole; whether its files still are what they were, `problems` tells."""
+    return digests.is_sealed(folder) or (folder / _OLD_MARKER).is_file()
+
+
+def problems(folder: Path) -> list[str]:
+    """Return what differs from when `folder` was declared whole, one line each, with the file's name first."""
+    if (folder / digests.LIST).exists() or not (folder / _OLD_MARKER).is_file():
+        return digests.problems(folder)
+    _log.warning("%s was written by an older Outrider: of its files only the sizes can be checked.", folder)
+    sizes = read_json(folder / _OLD_MARKER).get("files", {})
+    return [f"{name}: missing or cut short" for name, size in sizes.items() if not _has_size(folder / name, size)]
+
+
+def _has_size(file: Path, size: int) -> bool:
+    return file.is_file() and file.stat().st_size == size
+
+
+def require_whole(folder: Path) -> None:
+    """Refuse a checkpoint that was named and is not whole.
+
+    Raises:
+        Refusal: names the files that differ.
+    """
+    found = problems(folder) if folder.is_dir() else ["the folder is missing"]
+    if found:
+        raise Refusal(
+            f"{folder} cannot be continued: {'; '.join(found)}. Leave out training.resume_from_checkpoint, and the "
+            "last whole checkpoint of this output is taken."
+        )
 
 
 def step_of(folder: Path) -> int:
@@ -51,16 +77,37 @@ def checkpoints(folder: Path) -> list[Path]:
 def last_complete(folder: Path) -> Path | None:
     """Return the whole checkpoint with the highest step; later ones that are not whole are named in a warning."""
     for found in reversed(checkpoints(folder)):
-        if is_complete(found):
+        if not is_marked(found):
+            _log.warning("%s is not a whole checkpoint (its writing was interrupted); skipped.", found)
+            continue
+        altered = problems(found)
+        if not altered:
             return found
-        _log.warning("%s is not a whole checkpoint (its writing was interrupted); skipped.", found)
+        _log.warning("%s was altered or damaged after it was written (%s); skipped.", found, "; ".join(altered))
     return None
+
+
+def what_is_kept(args: TrainingArguments) -> str:
+    """Return a sentence that says what a training which ends now leaves to continue from."""
+    good = last_complete(Path(args.output_dir or ""))
+    if good is not None:
+        return f"The last good checkpoint is {good}."
+    if args.save_strategy == "no":
+        return "Nothing of the training was kept: training.save_strategy is 'no'."
+    return "There is no checkpoint yet."
+
+
+def remove_broken(folder: Path, after: Path | None) -> None:
+    """Delete what was skipped on the way to the whole checkpoint `after`: the training writes it anew."""
+    for found in checkpoints(folder):
+        if after is None or step_of(found) > step_of(after):
+            shutil.rmtree(found, ignore_errors=True)
 
 
 def rotate(folder: Path, limit: int | None, best: str | None) -> None:
     """Delete the oldest checkpoints down to `limit`, and those that are not whole; the last and the `best` one stay."""
     found = checkpoints(folder)
-    whole = [f for f in found if is_complete(f)]
+    whole = [f for f in found if is_marked(f)]
     protected = {whole[-1]} | {f for f in whole if best is not None and f.resolve() == Path(best).resolve()}
     excess = 0 if not limit else max(len(whole) - max(limit, len(protected)), 0)
     doomed = [f for f in whole if f not in protected][:excess] + [f for f in found if f not in whole]
@@ -75,7 +122,7 @@ def set_aside(folder: Path) -> Path | None:
     number = 1
     while (aside := folder.with_name(f"{folder.name}.old-{number}")).exists():
         number += 1
-    folder.rename(aside)
+    move(folder, aside)
     return aside
 
 
@@ -85,12 +132,14 @@ def explained(folder: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, RuntimeError, SafetensorError) as error:
-        free = readable_bytes(shutil.disk_usage(folder.parent).free)
+        if not folder.parent.exists() and (gone := failure(error, folder)) is not None:
+            raise CannotWriteError(gone.what, "No checkpoint is left.", gone.advice) from error
+        free = readable_bytes(shutil.disk_usage(folder.parent).free) if folder.parent.exists() else "nothing"
         shutil.rmtree(folder, ignore_errors=True)
         good = last_complete(folder.parent)
-        kept = f"The last good checkpoint is {good}" if good else "There is no earlier checkpoint"
         what = str(error).strip().splitlines()[0]
-        raise BadInputError(
-            f"{folder} could not be written: {what} ({free} free on that disk). {kept}. Make room there, then run the "
-            "same command again: it continues."
+        raise CannotWriteError(
+            f"{folder} could not be written: {what} ({free} free on that disk).",
+            f"The last good checkpoint is {good}." if good else "There is no earlier checkpoint.",
+            "Make room there, then run the same command again: it continues.",
         ) from error

@@ -12,7 +12,6 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
@@ -23,12 +22,12 @@ from ..eval.reports.render import write_report
 from ..eval.reports.report import ContestantInfo, TrainingInfo
 from ..eval.suites import load_suites
 from ..ground import BadInputError
-from ..ground.files import read_json
+from ..ground.locks import locked
 from ..heads import load_drafter
 from ..recipes import Recipe
 from ..targets import Target
 from .arguments import check_training
-from .provenance import PROVENANCE, check_same_run
+from .provenance import PROVENANCE, check_same_run, read_provenance, require_result
 from .trainer import train
 from .warmstart import check_drafter, check_makes
 
@@ -67,6 +66,13 @@ def compare(
         raise BadInputError(f"the budget must be more than 0 seconds of training, and come to an end, got {seconds:g}.")
     check_comparable(recipes)
     place = Path(folder).expanduser()
+    with locked(place):
+        return _compare(recipes, seconds, place, target, console)
+
+
+def _compare(
+    recipes: Sequence[Recipe], seconds: float, place: Path, target: Target | None, console: Console | None
+) -> Report:
     moved = [_in_folder(recipe, place) for recipe in recipes]
     finished = [_finished(recipe, seconds) for recipe in moved]
     first, given = moved[0], target
@@ -81,9 +87,8 @@ def compare(
     if given is None and first.eval.dtype not in ("auto", first.target.dtype):
         target = Target.load(**first.target.model_dump() | {"dtype": first.eval.dtype})
     plan = plan_of(first.eval)
-    drafters = [(recipe.name, load_drafter(recipe.output_folder / "drafter", target)) for recipe in moved] + [
-        (b.name, b) for b in baselines
-    ]
+    drafters = [(r.name, load_drafter(require_result(r.output_folder, "drafter"), target)) for r in moved]
+    drafters += [(b.name, b) for b in baselines]
     entrants = [Contestant.of(name, d, plan) for name, d in drafters]
     report = measure(target, entrants, suites, first.eval, console=console)
     trained = {recipe.name: _how(recipe) for recipe in moved}
@@ -148,7 +153,7 @@ def _finished(recipe: Recipe, seconds: float) -> bool:
     check_same_run(recipe, output)
     if not ((output / PROVENANCE).is_file() and (output / "drafter").is_dir()):
         return False
-    spent = read_json(output / PROVENANCE)["training"].get("budget")
+    spent = read_provenance(output)["training"].get("budget")
     if spent != seconds:
         then = "without a time budget" if spent is None else f"for {spent:g} seconds"
         raise BadInputError(
@@ -174,7 +179,7 @@ def _train(recipe: Recipe, seconds: float, target: Target, is_done: bool, consol
 
 
 def _how(recipe: Recipe) -> TrainingInfo:
-    saved: dict[str, Any] = read_json(recipe.output_folder / PROVENANCE)
+    saved = read_provenance(recipe.output_folder)
     training = saved["training"]
     return TrainingInfo(
         seconds=training["spent"],

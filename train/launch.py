@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import torch
@@ -18,8 +18,11 @@ from torch import Tensor
 from transformers import TrainingArguments
 
 from ..ground.files import write_atomically
+from ..ground.locks import locked
 from ..targets import Target
 from ..targets.sharding import follow, leading
+
+_SIGN = ".ready-"  # and a number that only this run knows
 
 
 class Together:
@@ -46,6 +49,18 @@ class Together:
         return bool(self.sum(torch.tensor(float(flag), device=self.args.device)).item())
 
 
+@contextmanager
+def alone_in(folder: Path, args: TrainingArguments) -> Iterator[None]:
+    """Hold the lock of `folder` inside, by the main process for all of them."""
+    if args.process_index != 0:
+        yield
+        return
+    with locked(folder):
+        for sign in folder.glob(f"{_SIGN}*"):  # of a run that was killed
+            sign.unlink()
+        yield
+
+
 def main_first(args: TrainingArguments, folder: Path, work: Callable[[], Path], target: Target) -> Path:
     """Do `work` on the main process only, and return in every process the path it returns, once that exists.
 
@@ -56,7 +71,7 @@ def main_first(args: TrainingArguments, folder: Path, work: Callable[[], Path], 
     """
     if args.world_size == 1:
         return work()
-    sign = folder / f".ready-{broadcast_object_list([uuid.uuid4().hex])[0]}"
+    sign = folder / f"{_SIGN}{broadcast_object_list([uuid.uuid4().hex])[0]}"
     if args.process_index == 0:
         with leading(target) if target.sharded else nullcontext():
             result = work()

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-import json
+import logging
 from pathlib import Path
 from typing import Any
 
 from ..distill.responses import provenance as data_provenance
-from ..ground import BadInputError
+from ..ground import BadInputError, Refusal, digests
 from ..ground.files import write_atomically
+from ..ground.sealed import read_sealed, seal_problem, sealed_text, write_json
 from ..ground.versions import versions
 from ..recipes import Recipe, load_recipe
 from ..targets import Target
 
 RECIPE, PROVENANCE = "recipe.yaml", "provenance.json"
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
+_WITHOUT_DIGESTS = 1  # what older versions wrote
+
+_log = logging.getLogger(__name__)
 
 # Training settings that may change between an interrupted run and the one that continues it.
 _FREE = {
@@ -57,7 +61,11 @@ def check_same_run(recipe: Recipe, output: Path) -> None:
         BadInputError: names each setting that differs from `<output>/recipe.yaml`.
     """
     if not (output / RECIPE).is_file():
+        if (output / "checkpoints").is_dir():
+            _log.warning("%s is missing: nobody can tell whether its run was of this recipe.", output / RECIPE)
         return
+    if (problem := seal_problem(output / RECIPE)) is not None:
+        _log.warning("%s: %s. It is compared as it is, and written anew.", output / RECIPE, problem)
     then, now = _what_decides(load_recipe(output / RECIPE)), _what_decides(recipe)
     changed = [
         f"{k} (was {then.get(k)!r}, is {now.get(k)!r})"
@@ -85,7 +93,7 @@ def _what_decides(recipe: Recipe) -> dict[str, Any]:
 
 def write_recipe(recipe: Recipe, output: Path) -> None:
     output.mkdir(parents=True, exist_ok=True)
-    write_atomically(output / RECIPE, recipe.to_yaml())
+    write_atomically(output / RECIPE, sealed_text(recipe.to_yaml()))
 
 
 def write_provenance(output: Path, target: Target, data: Path, facts: dict[str, Any]) -> None:
@@ -99,4 +107,35 @@ def write_provenance(output: Path, target: Target, data: Path, facts: dict[str, 
         **facts,
         "versions": versions(),
     }
-    write_atomically(output / PROVENANCE, json.dumps(whole, indent=2) + "\n")
+    write_json(output / PROVENANCE, whole)
+
+
+def read_provenance(output: Path) -> dict[str, Any]:
+    """Return what `write_provenance` wrote.
+
+    Raises:
+        BadInputError: it is missing, damaged, or was altered after it was written.
+    """
+    advice = "Train again with the same recipe: a finished training only writes its result anew."
+    saved = read_sealed(output / PROVENANCE, advice, required=False)
+    if saved.get("schema_version") not in (_WITHOUT_DIGESTS, SCHEMA_VERSION):
+        raise Refusal.of(
+            output / PROVENANCE, f"schema version {saved.get('schema_version')!r}", f"{SCHEMA_VERSION}", advice
+        )
+    return saved
+
+
+def require_result(output: Path, name: str) -> Path:
+    """Return the folder of what a training left in `output` (its drafter, or its adapter), checked.
+
+    Raises:
+        Refusal: it was altered or damaged after it was written, and in which files.
+    """
+    folder = output / name
+    has_ended = (output / PROVENANCE).is_file()
+    if not has_ended:
+        _log.warning("%s is missing: the training of %s did not come to its end.", output / PROVENANCE, folder)
+    sealed = has_ended and read_provenance(output)["schema_version"] != _WITHOUT_DIGESTS
+    if sealed or (folder / digests.LIST).exists():
+        digests.require_whole(folder, "Run `outrider train` with its recipe again: a finished training writes it anew.")
+    return folder

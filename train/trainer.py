@@ -12,8 +12,10 @@
 from __future__ import annotations
 
 import logging
+import signal
 import time
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +28,9 @@ from transformers import PreTrainedModel, TrainingArguments, set_seed
 
 from ..distill.features import FeatureStore
 from ..distill.responses import distill, load_responses
-from ..ground.files import save_whole
+from ..ground.digests import save_whole
+from ..ground.disk import keeping
+from ..ground.signals import StoppedError, how, number_of
 from ..heads import Drafter
 from ..recipes import Recipe
 from ..targets import Target
@@ -37,7 +41,7 @@ from .check import check, check_recomputes, check_with_target
 from .data import Batches, CachedBatches, OnlineBatches, Rows, split, token_counts
 from .hooks import enable_checkpointing
 from .joint import ADAPTER, Adapter, Joint, JointBatches, adapted
-from .launch import main_first
+from .launch import alone_in, main_first
 from .loop import DrafterTrainer, Lessons
 from .onpolicy import OnPolicy
 from .stopping import Until
@@ -46,10 +50,8 @@ from .warmstart import made_for
 _log = logging.getLogger(__name__)
 
 
-class TrainingInterruptedError(KeyboardInterrupt):
-    """Ctrl-C during training, after a checkpoint was saved. The message says how to continue."""
-
-    exit_code = 130
+class TrainingInterruptedError(StoppedError):
+    """A training that was asked to stop. The message says what is kept, and how to continue."""
 
 
 @dataclass
@@ -97,40 +99,65 @@ def train(
         until: when to end before the last step (see `train.stopping`); the curve of τ goes into provenance.json.
 
     Raises:
-        BadInputError: anything in the recipe or the launch that cannot work, before any model is loaded; a loss that is
-            not finite; a disk that is full.
+        BadInputError: anything in the recipe or the launch that cannot work, before any model is loaded; another
+            training in this output; files of it that were altered; a loss that is not finite; a disk that is full.
         IncompatibleError: data or a drafter made for another target.
-        TrainingInterruptedError: Ctrl-C; a checkpoint was saved.
+        TrainingInterruptedError: Ctrl-C, SIGTERM or SIGHUP; within the loop, a checkpoint was saved.
     """
     args = check(recipe, drafter, seconds)
-    if seconds is not None:
-        follow_clock(args)
-    start = _starting_point(recipe, args, resume, seconds)
-    target = _frozen(target or Target.load(**recipe.target.model_dump(), device=args.device), args.device)
-    check_with_target(recipe, args, target, drafter)
-    training = _Training(recipe, args, target, console, seconds, until)
-    data = main_first(args, recipe.output_folder, lambda: distill(recipe, target, console), target)
-    with adapted(target, recipe.joint, args.seed) as adapter:
-        trainer = training.trainer(data, drafter, adapter)
-        return training.finish(trainer, data, start)
+    with _end_explained(args), alone_in(recipe.output_folder, args):
+        if seconds is not None:
+            follow_clock(args)
+        start = _starting_point(recipe, args, resume, seconds)
+        target = _frozen(target or Target.load(**recipe.target.model_dump(), device=args.device), args.device)
+        check_with_target(recipe, args, target, drafter)
+        training = _Training(recipe, args, target, console, seconds, until)
+        data = main_first(args, recipe.output_folder, lambda: distill(recipe, target, console), target)
+        with adapted(target, recipe.joint, args.seed) as adapter:
+            trainer = training.trainer(data, drafter, adapter)
+            return training.finish(trainer, data, start)
+
+
+@contextmanager
+def _end_explained(args: TrainingArguments) -> Iterator[None]:
+    """Say what is kept when the training is asked to stop, or cannot write, inside."""
+    try:
+        with keeping(lambda: checkpoints.what_is_kept(args)):
+            yield
+    except TrainingInterruptedError:
+        raise
+    except KeyboardInterrupt as error:
+        raise TrainingInterruptedError(
+            f"{how(error)}. {checkpoints.what_is_kept(args)} Run the same command again to continue.", number_of(error)
+        ) from error
 
 
 def _starting_point(recipe: Recipe, args: TrainingArguments, resume: bool, seconds: float | None) -> Path | None:
     """Return the checkpoint to continue from, or None; every process asks, only the main one changes what is there."""
-    folder, output = Path(args.output_dir or ""), recipe.output_folder
-    found = Path(args.resume_from_checkpoint) if args.resume_from_checkpoint else checkpoints.last_complete(folder)
+    folder, output, is_main = Path(args.output_dir or ""), recipe.output_folder, args.process_index == 0
+    found = _found(folder, args.resume_from_checkpoint) if resume else None
     args.distributed_state.wait_for_everyone()
     if not resume:
-        if args.process_index == 0 and (aside := checkpoints.set_aside(folder)):
+        if is_main and (aside := checkpoints.set_aside(folder)):
             _log.warning("starting over; the earlier checkpoints are now in %s", aside)
-        found = None
-    elif found is not None and not args.resume_from_checkpoint:
-        provenance.check_same_run(recipe, output)
-        check_same_budget(found, seconds)
+    elif not args.resume_from_checkpoint:
+        if found is not None:
+            provenance.check_same_run(recipe, output)
+            check_same_budget(found, seconds)
+        if is_main:
+            checkpoints.remove_broken(folder, found)
     args.distributed_state.wait_for_everyone()
-    if args.process_index == 0:
+    if is_main:
         provenance.write_recipe(recipe, output)
     return found
+
+
+def _found(folder: Path, named: str | None) -> Path | None:
+    """Return the checkpoint that the recipe names, whole, or else the last whole one of `folder`."""
+    if not named:
+        return checkpoints.last_complete(folder)
+    checkpoints.require_whole(Path(named))
+    return Path(named)
 
 
 def _frozen(target: Target, device: torch.device) -> Target:
@@ -193,7 +220,8 @@ class _Training:
         def build() -> Path:
             return FeatureStore.build(place, target, table, drafter.taps, target.dtype, self.console).folder
 
-        store = FeatureStore(main_first(args, self.recipe.output_folder, build, target))
+        # The process that built it has read all of it.
+        store = FeatureStore(main_first(args, self.recipe.output_folder, build, target), check=False)
         return CachedBatches(target, drafter.taps, store)
 
     # ------------------------------------------------------------ the loop, and what comes out
@@ -233,7 +261,8 @@ class _Training:
         if trainer.stop.stopped_at is not None:
             raise TrainingInterruptedError(
                 f"stopped after step {trainer.stop.stopped_at}; saved in {trainer.last_good()}. Run the same command "
-                "again to continue."
+                "again to continue.",
+                trainer.stop.number or signal.SIGTERM,  # another process was asked
             )
         return result.global_step, dict(result.metrics)
 

@@ -14,9 +14,12 @@ from rich.table import Table as Grid
 from rich.text import Text
 
 from ...ground.files import write_atomically
+from ...ground.locks import locked
 from . import plots, tables
 from .report import REPORT_FILE, Report
 from .tables import Table
+
+_PATIENCE = 60.0  # seconds that a finished report waits for another one in the same folder
 
 # The columns of a summary that a narrow terminal loses, in this order.
 _DROPPED = ("rule", "acceptance", "vs generate", "tokens/s")
@@ -34,13 +37,14 @@ _COMPARISON_PLOTS = (
 def write_report(report: Report, folder: str | Path) -> Path:
     """Write report.json, report.md and report.html; each appears complete or not at all. Return the folder."""
     place = Path(folder)
-    place.mkdir(parents=True, exist_ok=True)
     files = {"report.md": markdown(report), "report.html": html(report)}
     if report.is_comparison:
         files["comparison.svg"] = comparison_plot(report)
     # The JSON comes last: where it is, the others are.
-    for name, text in (files | {REPORT_FILE: report.to_json()}).items():
-        write_atomically(place / name, text)
+    with locked(place, wait=_PATIENCE):
+        place.mkdir(parents=True, exist_ok=True)
+        for name, text in (files | {REPORT_FILE: report.to_json()}).items():
+            write_atomically(place / name, text)
     return place
 
 

@@ -9,12 +9,15 @@ from typing import Any
 
 from pydantic import Field, ValidationError
 
-from ...ground import BadInputError
+from ...ground import BadInputError, refuse_unknown_keys
+from ...ground.foreign import MEGABYTE, Limits, Unreadable, parse_json, read_text
+from ...ground.sealed import CHECKSUM, digest_json, unsealed
 from .figures import ALL, Baselines, Figures, Model, Record
 from .intervals import CONFIDENCE, RESAMPLES
 
 SCHEMA_VERSION = 1
 REPORT_FILE = "report.json"
+_LIMITS = Limits(num_bytes=64 * MEGABYTE)
 
 DEFINITIONS = {
     "τ (tau)": (
@@ -210,10 +213,11 @@ class Report(Model):
         return sorted(names, key=lambda name: (name == self.baselines.plain, -taus[name]))
 
     def to_json(self) -> str:
-        """Return the whole report as JSON; one line per prompt record."""
+        """Return the whole report as JSON with its checksum; one line per prompt record."""
         body = self.model_dump_json(exclude={"records"}, indent=1).removesuffix("\n}")
         lines = ",\n".join(r.model_dump_json() for r in self.records)
-        return f'{body},\n "records": [\n{lines}\n]}}\n'
+        text = f'{body},\n "records": [\n{lines}\n]'
+        return f'{text},\n "{CHECKSUM}": "{digest_json(json.loads(text + "}"))}"}}\n'
 
     @classmethod
     def load(cls, path: str | Path) -> Report:
@@ -225,16 +229,17 @@ class Report(Model):
         file = Path(path).expanduser()
         file = file / REPORT_FILE if file.is_dir() else file
         try:
-            values = json.loads(file.read_text(encoding="utf-8"))
+            values = parse_json(read_text(file, _LIMITS.num_bytes), str(file), _LIMITS)
         except OSError as error:
             raise BadInputError(
                 f"no report at {str(path)!r}: {file} cannot be read ({error.strerror}). "
                 "Run `outrider eval` first, or give its folder."
             ) from error
-        except ValueError as error:
-            raise BadInputError(
-                f"{file}: damaged, not valid JSON ({error}). Measure again, or copy it again."
-            ) from error
+        except Unreadable as error:
+            raise BadInputError(f"{file}: damaged ({error.reason}). Measure again, or copy it again.") from error
+        if isinstance(values, dict):
+            values = unsealed(file, values, "Measure again, or copy it again.", required=False)
+            refuse_unknown_keys(values, cls.model_fields, str(file))
         return cls.from_dict(values, str(file))
 
     @classmethod

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ...ground import BadInputError
+from ...ground import BadInputError, digests
 from ...targets import Target
 from ..base import Drafter, DrafterConfig, read_config
 
@@ -37,9 +37,15 @@ def drafter_config(values: dict[str, Any], where: str = "drafter") -> tuple[type
 
 
 def restore_drafter(path: str | Path, target: Target | None = None) -> Drafter:
-    """Restore a saved drafter of any kind, as it was saved."""
+    """Restore a saved drafter of any kind, as it was saved.
+
+    Raises:
+        Refusal: a training wrote it, and its files were altered since.
+    """
+    if (Path(path) / digests.LIST).exists():
+        digests.require_whole(Path(path), "Copy it again, or let its training write it anew.")
     values = read_config(path)
-    kind = values.pop("drafter_type", None) or ("draft_model" if "model_type" in values else None)
+    kind = values.pop("drafter_type", None) or _kind_of_model(values)
     if kind is None:
         raise BadInputError(f"{path}: config.json names no 'drafter_type' and no 'model_type'; this is not a drafter.")
     form = FORMS.get(kind) if isinstance(kind, str) else None
@@ -48,7 +54,7 @@ def restore_drafter(path: str | Path, target: Target | None = None) -> Drafter:
 
 def saved_type(values: dict[str, Any]) -> str:
     """Return the type of the drafter whose config.json holds `values`; "" where it says none."""
-    kind = values.get("drafter_type") or ("draft_model" if "model_type" in values else "")
+    kind = values.get("drafter_type") or _kind_of_model(values) or ""
     return str(values.get("base_type", "") if kind in FORMS else kind)
 
 
@@ -67,3 +73,10 @@ def load_drafter(path: str | Path, target: Target | None = None, dtype: torch.dt
     if dtype is not None:
         drafter.cast(dtype)
     return drafter.eval()
+
+
+def _kind_of_model(values: dict[str, Any]) -> str | None:
+    """Return what a Hugging Face checkpoint is as a drafter; None if its config is not that of one."""
+    if "model_type" not in values:
+        return None
+    return "pard" if values.get("spd_type") == "pard" else "draft_model"

@@ -24,6 +24,7 @@ from outrider.eval.measure import Contestant
 from outrider.eval.race import make_jobs, threads
 from outrider.eval.reports.plots import speedup_by_batch, standalone
 from outrider.eval.suites import load_suites
+from outrider.ground.files import write_atomically
 from outrider.ground.progress import progress
 from outrider.pair import Pair
 from outrider.recipes import EvalSpec
@@ -113,7 +114,7 @@ def main(given: Sequence[str] | None = None) -> int:
     show(points)
     write({"conditions": about, "points": [p.to_dict() for p in points]}, arguments.out)
     if arguments.out and (drawn := speedup_lines(points)):
-        arguments.out.with_suffix(".svg").write_text(standalone(speedup_by_batch(drawn)))
+        write_atomically(arguments.out.with_suffix(".svg"), standalone(speedup_by_batch(drawn)))
     return 0
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from outrider.ground import OutriderError
+from outrider.ground.files import write_atomically
 from outrider.ground.machine import device_name
 from outrider.ground.versions import versions
 from outrider.targets import Target
@@ -48,4 +49,4 @@ def command(main: Callable[[], int]) -> int:
 def write(result: dict[str, Any], file: Path | None) -> None:
     """What is known so far; a run that is cut short leaves that."""
     if file is not None:
-        file.write_text(json.dumps(result, indent=2) + "\n")
+        write_atomically(file, json.dumps(result, indent=2) + "\n")

@@ -19,6 +19,7 @@ import torch
 
 from outrider.decode import Decoder, Plan
 from outrider.eval.suites import load_suites
+from outrider.ground.files import write_atomically
 from outrider.heads import Drafter, Ngram, load_drafter
 from outrider.targets import Target
 
@@ -116,7 +117,7 @@ def main() -> int:
         "torch": torch.__version__,
     }
     if arguments.out:
-        arguments.out.write_text(json.dumps({"conditions": conditions, "results": found}, indent=2) + "\n")
+        write_atomically(arguments.out, json.dumps({"conditions": conditions, "results": found}, indent=2) + "\n")
     return int(any(row["different"] for row in found.values()))
 
 

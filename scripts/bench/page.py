@@ -17,6 +17,7 @@ from typing import Any
 
 import yaml
 
+from ...ground.files import write_atomically
 from .page_tables import Result, table, tables_of
 
 FOLDER = Path(__file__).parent
@@ -119,7 +120,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if the page is out of date")
     file, made = FOLDER / PAGE, page(FOLDER / "results")
     if not parser.parse_args(arguments).check:
-        file.write_text(made, encoding="utf-8")
+        write_atomically(file, made)
     elif not file.is_file() or file.read_text(encoding="utf-8") != made:
         print(f"{PAGE} is not what the result files say: run python -m outrider.scripts.bench.page", file=sys.stderr)
         return 1

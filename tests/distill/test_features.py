@@ -180,11 +180,39 @@ def test_missing_and_damaged_shards_are_named(tmp_path: Path, target: Target, da
     store = FeatureStore.build(tmp_path, target, dataset, TAPS, shard_bytes=SMALL)
     shard = store.folder / "states-00001.safetensors"
     shard.write_bytes(shard.read_bytes()[:-8])
-    with pytest.raises(BadInputError, match=r"states-00001\.safetensors: damaged"):
-        FeatureStore(store.folder).batch([3])
-    shard.unlink()
-    with pytest.raises(BadInputError, match=r"states-00001\.safetensors is missing"):
+    with pytest.raises(BadInputError, match=r"states-00001\.safetensors: content differs .* only what is damaged"):
         FeatureStore(store.folder)
+    with pytest.raises(BadInputError, match=r"states-00001\.safetensors: damaged"):
+        FeatureStore(store.folder, check=False).batch([3])
+    shard.unlink()
+    with pytest.raises(BadInputError, match=r"states-00001\.safetensors: missing"):
+        FeatureStore(store.folder)
+
+
+@pytest.mark.parametrize("alter", ["flip", "truncate", "remove", "forget", "index"])
+def test_a_damaged_shard_is_computed_again_and_said(
+    tmp_path: Path, target: Target, dataset: Dataset, alter: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = FeatureStore.build(tmp_path, target, dataset, TAPS, shard_bytes=SMALL).folder
+    good = {f.name: f.read_bytes() for f in folder.iterdir()}
+    shard, content = folder / "states-00001.safetensors", good["states-00001.safetensors"]
+    if alter == "flip":
+        shard.write_bytes(content[:-9] + bytes([content[-9] ^ 4]) + content[-8:])
+    elif alter == "truncate":
+        shard.write_bytes(content[:-8])
+    elif alter == "remove":
+        shard.unlink()
+    elif alter == "forget":
+        (folder / "SHA256SUMS").unlink()
+    else:
+        (folder / "features.json").write_bytes(good["features.json"][:-1])
+    times = (folder / "states-00000.safetensors").stat().st_mtime_ns
+    FeatureStore.build(tmp_path, target, dataset, TAPS, shard_bytes=SMALL)
+    assert {f.name: f.read_bytes() for f in folder.iterdir()} == good
+    named = {"forget": "states-00000.safetensors: not in SHA256SUMS", "index": "features.json: content differs"}
+    assert named.get(alter, "states-00001.safetensors: ") in caplog.text
+    is_kept = (folder / "states-00000.safetensors").stat().st_mtime_ns == times
+    assert is_kept == (alter != "forget"), "the others are not computed again, where they are known to be whole"
 
 
 def test_a_store_travels_to_a_loaders_worker(tmp_path: Path, target: Target, dataset: Dataset) -> None:

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 
 from outrider.decode import Decoder, Output
 from outrider.distill import distill, load_responses, provenance
-from outrider.ground import BadInputError, IncompatibleError
+from outrider.ground import BadInputError, IncompatibleError, Refusal, digests
 from outrider.recipes import Recipe
 from outrider.targets import Target
 
@@ -189,7 +189,8 @@ def test_a_full_disk_is_said_in_a_sentence_and_keeps_what_was_done(
         ):
             distill(make_recipe(), tiny_target)
     partial = make_recipe().output_folder / "data.partial"
-    assert sorted(p.name for p in partial.iterdir()) == ["00000.jsonl", "identity.json"], "no half-written file is left"
+    kept = ["00000.jsonl", "SHA256SUMS", "identity.json"]
+    assert sorted(p.name for p in partial.iterdir()) == kept, "no half-written file is left"
     sizes = count_prompts(monkeypatch)
     assert len(rows(distill(make_recipe(), tiny_target))) == len(TEXTS)
     assert sum(sizes) == len(TEXTS) - 3
@@ -307,6 +308,10 @@ def test_progress_is_drawn_on_a_terminal_only(make_recipe: MakeRecipe, tiny_targ
 def test_a_damaged_data_folder_is_refused(make_recipe: MakeRecipe, tiny_target: Target) -> None:
     folder = distill(make_recipe(), tiny_target)
     next(folder.glob("*.arrow")).write_bytes(b"garbage")
+    for use in (lambda: load_responses(folder), lambda: distill(make_recipe(), tiny_target)):
+        with pytest.raises(Refusal, match=r"data-00000-of-00001\.arrow: content differs .* run distill again"):
+            use()
+    digests.seal(folder)
     with pytest.raises(BadInputError, match="its data set cannot be read"):
         load_responses(folder)
     (folder / "provenance.json").write_text('{"schema_version": 99}')

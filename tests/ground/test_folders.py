@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from outrider.ground.files import replacing_folder
 from outrider.ground.locks import locked
+from outrider.ground.replacing import replacing_folder
 
 
 @pytest.fixture

@@ -136,7 +136,7 @@ def test_another_pair_in_the_same_folder_is_left_alone(
     (first.folder / "pair.json").write_text((other.folder / "pair.json").read_text())
     with pytest.raises(BadInputError, match="another pair by now"):
         first.store_tuning(make_tuning({1: 4}))
-    assert Pair.load(first.folder).manifest.tuning == []
+    assert Pair.load(first.folder, check=False).manifest.tuning == []
 
 
 def test_a_new_measurement_of_the_same_pair_keeps_the_tuning(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import shutil
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from outrider.ground import Refusal
 from outrider.train import checkpoints as folders
 
 MakeCheckpoint = Callable[..., Path]
@@ -39,39 +41,64 @@ def names(folder: Path) -> list[str]:
 # ------------------------------------------------------------ whole or not
 
 
-def test_the_marker_lists_every_file_with_its_size(saved: MakeCheckpoint) -> None:
-    marker = saved(1) / "complete.json"
-    sizes = {"drafter/model.safetensors": 7, "empty": 0, "optimizer.pt": 9}
-    assert marker.read_text(encoding="utf-8") == json.dumps({"files": sizes}, indent=2) + "\n"
+def test_the_marker_lists_every_file_with_its_digest(saved: MakeCheckpoint) -> None:
+    *files, last = (saved(1) / "SHA256SUMS").read_text(encoding="utf-8").splitlines()
+    content = {"drafter/model.safetensors": b"weights", "empty": b"", "optimizer.pt": b"optimizer"}
+    assert files == [f"{hashlib.sha256(data).hexdigest()}  {name}" for name, data in content.items()]
+    assert last.startswith("# complete: 3 files, ")
+
+
+def test_one_altered_byte_makes_a_checkpoint_damaged_and_an_earlier_one_is_taken(
+    saved: MakeCheckpoint, caplog: pytest.LogCaptureFixture
+) -> None:
+    first, altered = saved(1), saved(20)
+    (altered / "optimizer.pt").write_bytes(b"optimizes")
+    with caplog.at_level(logging.WARNING):
+        assert folders.last_complete(first.parent) == first
+    assert f"{altered} was altered or damaged after it was written (optimizer.pt: content differs" in caplog.text
+    with pytest.raises(Refusal, match=r"checkpoint-20 cannot be continued: optimizer\.pt: content differs"):
+        folders.require_whole(altered)
+
+
+def test_a_checkpoint_of_an_older_version_counts_by_the_sizes_of_its_files(
+    saved: MakeCheckpoint, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = saved(1, whole=False)
+    marker = folder / "complete.json"
+    marker.write_text(json.dumps({"files": {"optimizer.pt": 9, "drafter/model.safetensors": 7}}))
+    assert folders.last_complete(folder.parent) == folder
+    assert "written by an older Outrider" in caplog.text
+    marker.write_text(json.dumps({"files": {"optimizer.pt": 8}}))
+    assert folders.last_complete(folder.parent) is None
 
 
 def test_a_checkpoint_is_whole_once_it_is_marked(saved: MakeCheckpoint) -> None:
     folder = saved(1, whole=False)
-    assert not folders.is_complete(folder)
+    assert folders.problems(folder)
     folders.mark_complete(folder)
-    assert folders.is_complete(folder)
+    assert not folders.problems(folder)
 
 
 @pytest.mark.parametrize("name", ["optimizer.pt", "empty", "drafter/model.safetensors"])
 def test_a_checkpoint_that_lacks_a_file_is_not_whole(saved: MakeCheckpoint, name: str) -> None:
     folder = saved(1)
     (folder / name).unlink()
-    assert not folders.is_complete(folder)
+    assert folders.problems(folder)
     (folder / name).mkdir()
-    assert not folders.is_complete(folder), "a folder of that name is no file"
+    assert folders.problems(folder), "a folder of that name is no file"
 
 
 @pytest.mark.parametrize("content", [b"weight", b"weights!"])
 def test_a_checkpoint_with_a_file_of_another_size_is_not_whole(saved: MakeCheckpoint, content: bytes) -> None:
     folder = saved(1)
     (folder / "drafter" / "model.safetensors").write_bytes(content)
-    assert not folders.is_complete(folder)
+    assert folders.problems(folder)
 
 
 def test_a_file_that_came_later_changes_nothing(saved: MakeCheckpoint) -> None:
     folder = saved(1)
     (folder / "notes.txt").write_text("mine")
-    assert folders.is_complete(folder)
+    assert not folders.problems(folder)
 
 
 # ------------------------------------------------------------ the last one

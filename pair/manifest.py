@@ -25,6 +25,7 @@ from ..targets.fingerprint import digest_json
 from .listing import InsideName
 
 MANIFEST, RECIPE, CALIBRATION = "pair.json", "recipe.yaml", "calibration.jsonl"
+SIGNATURE = "pair.json.sig"  # whose seal it is; see `signature`
 DRAFTER, TOKENIZER, REPORTS, ADAPTER, SUITES = "drafter", "tokenizer", "reports", "adapter", "suites"
 SCHEMA_VERSION: Final = 2
 _SMALLER_IDENTITY = 1  # the schema whose identity did not cover tokenizer and adapter

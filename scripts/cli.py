@@ -547,23 +547,47 @@ def pair_verify(
     folder: PairFolder,
     target: Annotated[str | None, typer.Option(help="Compare this target's content too.")] = None,
     adapter: Adapter = None,
+    signer: Annotated[
+        Path | None, typer.Option(help="Must be signed with this public key, or one of an allowed_signers file.")
+    ] = None,
+    identity: Annotated[
+        str | None, typer.Option(help="Of an allowed_signers file, only the keys of this name.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Recompute every digest. Exit code 1 if anything differs, and what."""
+    """Recompute every digest, and check the signature. Exit code 1 if anything differs, and what."""
     from ..pair import Pair, verify
 
     differences = verify(folder)
     if target is not None and not differences:  # an altered pair.json cannot be asked how to load a target
         differences = verify(folder, Pair.load(folder).load_target(target, adapter=adapter))
+    found: str | None = None
+    if signer is not None and not differences:
+        from .signing import signer_of
+
+        found, problem = signer_of(folder, signer, identity)
+        differences = [problem] if found is None else []
     code = FINDING if differences else 0
     if as_json:
-        _answer("pair-verify", {"folder": str(folder), "intact": not differences, "differences": differences}, code)
+        body = {"folder": str(folder), "intact": not differences, "differences": differences, "signer": found}
+        _answer("pair-verify", body, code)
     else:
         console = Console(highlight=False, soft_wrap=True)
-        for line in differences or [f"{folder} is intact"]:
+        for line in differences or [f"{folder} is intact" + ("" if found is None else f", signed by {found}")]:
             console.print(("[red]✗[/red] " if differences else "[green]✓[/green] ") + escape(line))
     if code:
         raise typer.Exit(code)
+
+
+@pair_app.command(name="sign")
+def pair_sign(
+    folder: PairFolder,
+    key: Annotated[Path, typer.Option(help="An Ed25519 private key of OpenSSH.")],
+) -> None:
+    """Sign a pair, so that others can tell who made it: pair.json.sig, which `ssh-keygen -Y verify` reads, too."""
+    from .signing import sign_pair
+
+    Console(highlight=False, soft_wrap=True).print(escape(sign_pair(folder, key)))
 
 
 def _print_pair(pair: Pair, console: Console) -> None:

@@ -22,7 +22,7 @@ from .backbone import Backbone, at_places
 from .cache import RaggedCache
 from .fingerprint import Fingerprint
 from .footprint import Footprint, measure
-from .layers import decoder_layers
+from .layers import body_of, decoder_layers
 from .layout import CacheLayout, circumstances
 from .loading import expanded, load_model_and_tokenizer
 from .placement import Nodes
@@ -202,7 +202,8 @@ class Target(Backbone):
     @torch.no_grad()
     def _look_at_a_token(self) -> CacheLayout:
         layout = super()._look_at_a_token()
-        if not self.sharded and self.device.type != "meta":
+        whole = self.body is body_of(self.model)  # not cut by `shallow`
+        if whole and not self.sharded and self.device.type != "meta":
             try_reading(self, layout)
         return layout
 

@@ -54,7 +54,7 @@ def restore_drafter(path: str | Path, target: Target | None = None) -> Drafter:
 
 def saved_type(values: dict[str, Any]) -> str:
     """Return the type of the drafter whose config.json holds `values`; "" where it says none."""
-    kind = values.get("drafter_type") or ("draft_model" if "model_type" in values else "")
+    kind = values.get("drafter_type") or _kind_of_model(values) or ""
     return str(values.get("base_type", "") if kind in FORMS else kind)
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import statistics
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -39,8 +40,9 @@ SMALL = {"num_hidden_layers": 2}
 
 def new_drafters(target: Target, depth: int) -> dict[str, Drafter]:
     """Return a drafter of each kind, for chains of `depth`."""
-    counts, pruned = torch.arange(target.vocab_size), {"draft_vocab_size": target.vocab_size // 2}
-    masked = {"mask_token_id": 1, "num_layers": 2}
+    counts = torch.arange(target.vocab_size)
+    pruned: dict[str, Any] = {"draft_vocab_size": target.vocab_size // 2}
+    masked: dict[str, Any] = {"mask_token_id": 1, "num_layers": 2}
     return {
         "eagle3": Eagle3.build(Eagle3Config(**pruned, norm_taps=True, norm_output=True), target, counts),
         "draft_model": DraftModel.build(DraftModelConfig(model=SMALL), target),
@@ -51,7 +53,7 @@ def new_drafters(target: Target, depth: int) -> dict[str, Drafter]:
     }
 
 
-def measure(target: Target, depth: int, batch: int, turns: int, repeats: int) -> dict[str, dict[str, list[float]]]:
+def measure(target: Target, depth: int, batch: int, turns: int, repeats: int) -> dict[str, dict[str, Any]]:
     """Return milliseconds of drafting by depth for each drafter: the median over turns, and each turn's."""
     drafters = new_drafters(target, depth)
     found: dict[str, list[list[float]]] = {name: [] for name in drafters}

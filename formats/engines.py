@@ -13,6 +13,7 @@ from typing import Any
 
 from ..ground import BadInputError, IncompatibleError
 from ..heads import DrafterConfig, head_class
+from .blocks import SpeculatorsDFlash, SpeculatorsDSpark
 from .eagle import EagleLayout
 from .early_exit import EarlyExit
 from .gguf import FILE as GGUF_FILE
@@ -32,8 +33,14 @@ LAYOUTS: dict[str, dict[str, Layout]] = {
         "medusa": MedusaVllm(),
         "draft_model": Plain(),
         "mtp": NativeMtp(),
+        "dflash": SpeculatorsDFlash(vllm=True),
+        "dspark": SpeculatorsDSpark(vllm=True),
     },
-    "speculators": {"eagle3": Speculators()},
+    "speculators": {
+        "eagle3": Speculators(),
+        "dflash": SpeculatorsDFlash(),
+        "dspark": SpeculatorsDSpark(),
+    },
     "sglang": {"eagle3": Sglang(), "eagle1": EagleLayout("sglang"), "draft_model": Plain(), "mtp": NativeMtp()},
     "hf": {"draft_model": Plain(), "self_speculative": EarlyExit()},
     "medusa": {"medusa": MedusaRepository()},
@@ -45,6 +52,8 @@ LAYOUTS: dict[str, dict[str, Layout]] = {
 # Every layout once, in the order in which config.json is asked; a draft model is what is nothing else.
 KNOWN: tuple[Layout, ...] = (
     Speculators(),
+    SpeculatorsDFlash(),
+    SpeculatorsDSpark(),
     Sglang(),
     MedusaRepository(),
     MedusaVllm(),
@@ -133,7 +142,9 @@ def launch(to: str, drafter: str, target: str, folder: str, depth: int, dtype: s
 
 
 # What vLLM and SGLang call our drafters.
-_VLLM_METHODS = {"eagle3": "eagle3", "eagle1": "eagle", "medusa": "medusa", "draft_model": "draft_model", "mtp": "mtp"}
+_VLLM_METHODS = {"eagle1": "eagle"} | {
+    name: name for name in ("eagle3", "medusa", "draft_model", "mtp", "dflash", "dspark")
+}
 _SGLANG_ALGORITHMS = {"eagle3": "EAGLE3", "eagle1": "EAGLE", "draft_model": "STANDALONE", "mtp": "NEXTN"}
 
 

@@ -118,7 +118,7 @@ class Layers:
         self.heads = int(config["num_attention_heads"])
         self.kv_heads = int(config.get("num_key_value_heads") or self.heads)
         self.size = int(config.get("head_dim") or config["hidden_size"] // self.heads)
-        rotary = LlamaRotaryEmbedding(_rotary_config(config, self.size))
+        rotary = LlamaRotaryEmbedding(rotary_config(config, self.size))
         every = torch.arange(length, device=device)[None]
         self.cos, self.sin = rotary.to(device)(torch.zeros(1, device=device), every)
 
@@ -146,7 +146,7 @@ class Layers:
         return mixed[0].transpose(0, 1).flatten(1)
 
 
-def _rotary_config(config: Mapping[str, Any], size: int) -> LlamaConfig:
+def rotary_config(config: Mapping[str, Any], size: int) -> LlamaConfig:
     """Return what the rotary positions are made of; `rope_parameters`, or what older files say."""
     parameters = config.get("rope_parameters") or {
         "rope_type": "default",

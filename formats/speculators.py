@@ -241,7 +241,7 @@ def _settings(values: dict[str, Any], taps: Sequence[int], where: str, problems:
 def fill_eagle3(head: Eagle3, theirs: dict[str, Tensor], target: Target, folder: Path) -> None:
     """Load the weights into `head`, each of them and nothing else, and check that it fits the target."""
     weights = {_ours(name, head.config): tensor for name, tensor in theirs.items() if name not in BESIDE}
-    weights["token_ids"] = _token_ids(theirs, head.config, folder)
+    weights["token_ids"] = draft_ids(theirs, head.config.draft_vocab_size, head.config.vocab_size, folder)
     check_embeddings(theirs.get(EMBEDDINGS), target, folder)
     # Ours are ascending: whatever the order there, ids and rows move together.
     order = weights["token_ids"].argsort()
@@ -263,24 +263,23 @@ def _ours(name: str, config: Eagle3Config) -> str:
     return f"others.{int(number) - 1}.{rest}" if start == "layers" and number.isdigit() else name
 
 
-def _token_ids(theirs: dict[str, Tensor], config: Eagle3Config, folder: Path) -> Tensor:
-    """Return the target id of each draft token, `[V']`."""
-    every = torch.arange(config.draft_vocab_size)
+def draft_ids(theirs: dict[str, Tensor], draft_vocab_size: int, vocab_size: int, folder: Path) -> Tensor:
+    """Return the target id of each draft token, `[V']`, of a checkpoint's tensors."""
+    every = torch.arange(draft_vocab_size)
     if "d2t" not in theirs:
-        if config.draft_vocab_size < config.vocab_size:
+        if draft_vocab_size < vocab_size:
             raise BadInputError(
-                f"{folder}: d2t is missing, but the draft vocabulary has {config.draft_vocab_size} of "
-                f"{config.vocab_size} tokens."
+                f"{folder}: d2t is missing, but the draft vocabulary has {draft_vocab_size} of {vocab_size} tokens."
             )
         return every
     offsets = theirs["d2t"]
     if offsets.shape != every.shape:
         raise BadInputError(f"{folder}: d2t has the shape {tuple(offsets.shape)}, expected {tuple(every.shape)}.")
     ids = every + offsets.long()
-    kept = torch.zeros(config.vocab_size, dtype=torch.bool)
-    if ids.min() < 0 or ids.max() >= config.vocab_size or len(ids.unique()) < len(ids):
+    kept = torch.zeros(vocab_size, dtype=torch.bool)
+    if ids.min() < 0 or ids.max() >= vocab_size or len(ids.unique()) < len(ids):
         raise BadInputError(
-            f"{folder}: d2t does not name {len(ids)} different tokens of the {config.vocab_size} (it holds offsets: "
+            f"{folder}: d2t does not name {len(ids)} different tokens of the {vocab_size} (it holds offsets: "
             "token i + d2t[i])."
         )
     kept[ids] = True

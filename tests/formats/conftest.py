@@ -26,7 +26,12 @@ def make_drafter(target: Target, tiny_llama: Callable) -> Callable[..., Drafter]
         torch.manual_seed(0)
         if kind == "draft_model":
             return DraftModel(tiny_llama(layers=2, vocab=target.vocab_size, seed=1))
-        defaults = {"eagle3": {"taps": [1, 3, 5], "draft_vocab_size": 100}}
+        block = {"taps": [1, 3, 5], "draft_vocab_size": 100, "num_layers": 2, "mask_token_id": target.vocab_size - 1}
+        defaults = {
+            "eagle3": {"taps": [1, 3, 5], "draft_vocab_size": 100},
+            "dflash": block | {"block_size": 4},
+            "dspark": block | {"block_size": 3, "markov_rank": 8},
+        }
         head, config = drafter_config({"type": kind} | defaults.get(kind, {}) | settings)
         drafter = head.build(config, on or target, torch.randperm((on or target).vocab_size))
         for parameter in drafter.parameters():

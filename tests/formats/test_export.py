@@ -28,6 +28,15 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
     ],
     "eagle1": [{}, {"fc_bias": True}, {"num_layers": 2}, {"norm_inputs": True}, {"norm_first": True}],
     "medusa": [{}, {"bias": True, "num_layers": 2, "num_heads": 2}, {"share_lm_head": True}, {"draft_vocab_size": 100}],
+    "dflash": [
+        {},
+        {"draft_vocab_size": 0, "rope_parameters": LINEAR_ROPE},
+        {"sliding_window": 6, "window_from": "anchor", "causal": True},
+        {"sliding_window": 6, "window_from": "anchor"},
+        {"sliding_window": 6},
+        {"causal": True},
+    ],
+    "dspark": [{}, {"markov_head": "gated"}, {"markov_head": "rnn"}, {"from_anchor": False, "block_size": 4}],
     "draft_model": [{}],
     "self_speculative": [{"exit_layer": 2, "num_blocks": 0}, {"exit_layer": 2}],
 }
@@ -71,6 +80,18 @@ def test_taps_that_an_engine_would_take_otherwise_are_refused(
     with pytest.raises(IncompatibleError, match=words):
         export_drafter(make_drafter("eagle3", **settings), target, "vllm", tmp_path / "out", 3)
     assert not (tmp_path / "out").exists()
+
+
+def test_a_block_that_engines_would_read_otherwise_is_refused(
+    target: Target, make_drafter: Callable[..., Drafter], tmp_path: Path
+) -> None:
+    """Fewer drafts are a shorter block there, which says something else unless it is causal; masks are tokens."""
+    with pytest.raises(IncompatibleError, match="trained for 3 drafts, 2 were asked for; export it with depth 3"):
+        export_drafter(make_drafter("dflash"), target, "vllm", tmp_path / "out", 2)
+    causal = make_drafter("dflash", causal=True, sliding_window=6, window_from="anchor")
+    assert export_drafter(causal, target, "vllm", tmp_path / "causal", 2).difference < 1e-4
+    with pytest.raises(IncompatibleError, match="learned its mask"):
+        export_drafter(make_drafter("dflash", mask_token_id=None), target, "vllm", tmp_path / "out", 3)
 
 
 def test_a_folder_that_holds_something_is_left_alone(

@@ -26,6 +26,14 @@ UNUSUAL = {
     "medusa": [{"bias": True}, {"share_lm_head": True}, {"draft_vocab_size": 100}],
     "mtp": [{"hidden_first": True}, {"recursive": False, "depth": 2}, {"draft_vocab_size": 100}],
     "self_speculative": [{"num_blocks": 1}, {"num_blocks": 0, "share_lm_head": False}],
+    "dflash": [
+        {"draft_vocab_size": 100},
+        {"causal": True},
+        {"from_anchor": True},
+        {"sliding_window": 8},
+        {"sliding_window": 8, "window_from": "anchor", "causal": True},
+    ],
+    "dspark": [{"draft_vocab_size": 100}, {"markov_head": "gated"}, {"markov_rank": 0}, {"from_anchor": False}],
     "draft_model": [],
 }
 PLAIN = {"eagle3": {"taps": [1, 3, 5]}, "self_speculative": {"num_blocks": 0}}

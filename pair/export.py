@@ -23,6 +23,7 @@ from ..eval.reports.report import ContestantInfo, Report
 from ..formats import Exported, Launch, export_drafter, launch
 from ..formats.early_exit import save_target
 from ..ground import BadInputError
+from ..ground.files import write_atomically
 from ..heads.parts.registry import restore_drafter
 from ..targets import Target, embedded_path
 from ..targets.loading import EMBEDDED
@@ -158,8 +159,8 @@ def _write_beside(pair: Pair, made: PairExport) -> None:
         "expected": expected,
     }
     for name, values in ((LAUNCH, asdict(made.launch)), (SERVED, served)):
-        (made.folder / name).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
-    (made.folder / README).write_text(_readme(pair, made, expected), encoding="utf-8")
+        write_atomically(made.folder / name, json.dumps(values, indent=2) + "\n")
+    write_atomically(made.folder / README, _readme(pair, made, expected))
 
 
 def _readme(pair: Pair, made: PairExport, expected: list[dict[str, Any]]) -> str:

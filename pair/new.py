@@ -289,7 +289,7 @@ def _save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     file = folder / "tokenizer_config.json"
     if file.exists():
         config = {name: value for name, value in read_json(file).items() if name not in _INCIDENTAL}
-        file.write_text(json.dumps(config, indent=2, ensure_ascii=False, sort_keys=True) + "\n", encoding="utf-8")
+        write_atomically(file, json.dumps(config, indent=2, ensure_ascii=False, sort_keys=True) + "\n")
 
 
 def _completed(manifest: Manifest, partial: Path, measurements: Measurements) -> Manifest:

@@ -25,6 +25,7 @@ from ..eval.reports.intervals import Interval
 from ..eval.reports.report import Baselines, Conditions, ContestantInfo, Figures, Report
 from ..eval.reports.vocabulary import VocabularyReport
 from ..eval.tuning import Tuning
+from ..ground.files import write_atomically
 from ..pair import Pair, ProbeResult
 from ..pair.manifest import Figure, Lineage, Manifest
 from ..pair.registry import Entry, Registry, Version
@@ -381,7 +382,7 @@ def write_schemas(folder: Path = SCHEMAS) -> Sequence[Path]:
     """Write all schemas into `folder`, and return the files."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, value in schemas().items():
-        (folder / name).write_text(schema_text(value), encoding="utf-8")
+        write_atomically(folder / name, schema_text(value))
     return sorted(folder / name for name in schemas())
 
 

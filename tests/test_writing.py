@@ -105,6 +105,7 @@ def test_whole_folders_are_written_by_few() -> None:
         "formats/plain.py",
         "heads/draft_model.py",
         "pair/new.py",
+        "scripts/bench/changed.py",
         "scripts/bench/peers_speculators.py",
         "scripts/quickstart.py",
         "serving/session.py",

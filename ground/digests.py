@@ -142,7 +142,8 @@ def problems_so_far(folder: Path, grown: Iterable[str]) -> list[str]:
     except FileNotFoundError:
         lines = []
     torn = [f"{LIST}: a line is cut short or damaged"] * any(not _LINE.fullmatch(line) for line in lines)
-    return torn + [f"{n}: not in {LIST}" for n in grown if n not in known] + listed_problems(folder, known)
+    differing = [f"{line} (by {LIST})" for line in listed_problems(folder, known)]  # which of the two is not told
+    return torn + [f"{n}: not in {LIST}" for n in grown if n not in known] + differing
 
 
 def is_sealed(folder: Path) -> bool:

@@ -27,6 +27,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from ..ground import BadInputError, IncompatibleError
+from ..ground.digests import LIST
+from ..ground.files import write_atomically
+from ..ground.replacing import replacing
 from ..targets import Target
 from ..targets.adapters import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from .base import CONFIG, Drafter, DrafterConfig, DrafterLoss, TargetBatch, read_config
@@ -110,9 +113,11 @@ class LowRank(Drafter[LowRankConfig]):
         """Write the base as it was, and the change in peft's format."""
         folder = Path(path)
         shutil.rmtree(folder / BASE, ignore_errors=True)
-        shutil.copytree(self.base_folder, folder / BASE)
-        save_file(self._in_peft(), folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
-        (folder / ADAPTER_CONFIG).write_text(json.dumps(self._peft_config(), indent=2) + "\n", encoding="utf-8")
+        # The list of digests is that of the folder it was in; whoever seals this one lists the base's files, too.
+        shutil.copytree(self.base_folder, folder / BASE, ignore=shutil.ignore_patterns(LIST))
+        with replacing(folder / ADAPTER_WEIGHTS) as temporary:
+            save_file(self._in_peft(), temporary, metadata={"format": "pt"})
+        write_atomically(folder / ADAPTER_CONFIG, json.dumps(self._peft_config(), indent=2) + "\n")
         self.save_config(folder)
 
     def check(self, target: Target) -> None:

@@ -26,6 +26,7 @@ from ..eval.reports.report import Baselines, Conditions, ContestantInfo, Figures
 from ..eval.reports.vocabulary import VocabularyReport
 from ..eval.tuning import Tuning
 from ..formats.look import Finding
+from ..ground.files import write_atomically
 from ..pair import Pair, ProbeResult
 from ..pair.manifest import Figure, Lineage, Manifest
 from ..pair.registry import Entry, Registry, Version
@@ -395,7 +396,7 @@ def write_schemas(folder: Path = SCHEMAS) -> Sequence[Path]:
     """Write all schemas into `folder`, and return the files."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, value in schemas().items():
-        (folder / name).write_text(schema_text(value), encoding="utf-8")
+        write_atomically(folder / name, schema_text(value))
     return sorted(folder / name for name in schemas())
 
 

@@ -112,6 +112,7 @@ def rotate(folder: Path, limit: int | None, best: str | None) -> None:
     excess = 0 if not limit else max(len(whole) - max(limit, len(protected)), 0)
     doomed = [f for f in whole if f not in protected][:excess] + [f for f in found if f not in whole]
     for old in doomed:
+        (old / digests.LIST).unlink(missing_ok=True)  # first: a kill from here on leaves one that is not whole
         shutil.rmtree(old, ignore_errors=True)
 
 

@@ -146,6 +146,8 @@ def _starting_point(recipe: Recipe, args: TrainingArguments, resume: bool, secon
             check_same_budget(found, seconds)
         if is_main:
             checkpoints.remove_broken(folder, found)
+            if found is not None and not args.load_best_model_at_end:  # a kill may have come before this
+                checkpoints.rotate(folder, args.save_total_limit, None)
     args.distributed_state.wait_for_everyone()
     if is_main:
         provenance.write_recipe(recipe, output)

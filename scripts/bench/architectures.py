@@ -28,6 +28,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from outrider.decode import Decoder, Plan
 from outrider.ground import IncompatibleError, OutriderError
+from outrider.ground.files import write_atomically
 from outrider.heads import Drafter, Eagle3, Eagle3Config, Ngram, Suffix, SuffixConfig
 from outrider.targets import Target
 
@@ -213,7 +214,7 @@ def main() -> int:
     print(dict(counts))
     if arguments.out is not None:
         conditions = {"transformers": transformers.__version__, "torch": torch.__version__, "new_tokens": NEW}
-        arguments.out.write_text(json.dumps({"conditions": conditions, "types": found}, indent=1) + "\n")
+        write_atomically(arguments.out, json.dumps({"conditions": conditions, "types": found}, indent=1) + "\n")
     return 1 if counts[WRONG] or counts[CRASH] else 0
 
 

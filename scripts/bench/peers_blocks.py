@@ -25,6 +25,7 @@ from speculators.proposals.greedy import GreedyTokenProposalConfig
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config
 
+from outrider.ground.files import write_atomically
 from outrider.heads import DFlash, DFlashConfig, DSpark, DSparkConfig
 from outrider.heads.parts.anchors import Anchors
 from outrider.targets import Target
@@ -186,7 +187,7 @@ def main() -> None:
     for name, (kind, changes) in CASES.items():
         found[name] = difference(random_drafter(kind, target, changes), target)
         print(f"{name}: {found[name]:.1e}")
-    arguments.out.write_text(json.dumps({"largest difference of logits, fp32": found}, indent=2) + "\n")
+    write_atomically(arguments.out, json.dumps({"largest difference of logits, fp32": found}, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -203,3 +203,15 @@ def test_a_folder_without_checkpoints_stays_where_it_is(tmp_path: Path) -> None:
     assert folders.set_aside(tmp_path / "checkpoints") is None
     assert folders.set_aside(tmp_path / "nothing") is None
     assert names(tmp_path) == ["checkpoints"]
+
+
+def test_a_checkpoint_that_was_being_deleted_when_its_run_was_killed_is_not_whole(
+    saved: MakeCheckpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = [saved(step) for step in (1, 2, 3)]
+    monkeypatch.setattr(shutil, "rmtree", lambda folder, ignore_errors: None)  # as a kill leaves it
+    folders.rotate(made[0].parent, 2, None)
+    assert [folders.is_marked(folder) for folder in made] == [False, True, True]
+    monkeypatch.undo()
+    folders.rotate(made[0].parent, 2, None)
+    assert names(made[0].parent) == ["checkpoint-2", "checkpoint-3"]

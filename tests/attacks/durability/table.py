@@ -11,7 +11,7 @@ from typing import Any
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "security" / "durability.md"
 FIGURES = PAGE.with_suffix(".json")
-BEGIN, END = "## Tried\n\n", "All of it, with seeds"
+BEGIN, END = "## Tried\n\n", "The tables are of a run"
 
 
 def tables(found: dict[str, list[dict[str, Any]]]) -> str:
@@ -30,11 +30,21 @@ def tables(found: dict[str, list[dict[str, Any]]]) -> str:
     lines += [_row(r["subject"], r["attempts"], r["refused"], r["repaired"], len(r["failures"])) for r in altered]
     sums = [sum(r[n] for r in altered) for n in ("attempts", "refused", "repaired")]
     lines += [_row("**together**", *sums, sum(len(r["failures"]) for r in altered)), ""]
-    lines += ["| at once | ended well | refused with exit code 2 | what was stored |", _rule(4)]
+    return "\n".join(lines) + _more(writers, costs)
+
+
+def _more(writers: list[dict[str, Any]], costs: list[dict[str, Any]]) -> str:
+    """Return the tables of writers at once and of costs, where they were run, and where the figures are."""
+    lines = ["| at once | ended well | refused with exit code 2 | what was stored |", _rule(4)]
     lines += [_row(f"{r['writers']} {r['case']}", r["won"], r["refused"], _stored(r)) for r in writers]
-    lines += ["", "| seconds of one core | MB read | without digests | first time | second time |", _rule(5)]
+    lines = lines if writers else []
+    lines += (
+        []
+        if not costs
+        else ["", "| seconds of one core | MB read | without digests | first time | second time |", _rule(5)]
+    )
     lines += [_row(r["operation"], r["megabytes"], r["without"], r["first"], r["second"]) for r in costs]
-    return "\n".join(lines) + "\n\nThe figures are in [durability.json](durability.json).\n\n"
+    return "\n".join(lines) + "\nThe figures are in [durability.json](durability.json).\n\n"
 
 
 def _stored(row: dict[str, Any]) -> str:

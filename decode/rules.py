@@ -80,6 +80,13 @@ class Case:
         return probabilities(self.logits, self.sampling)
 
     @property
+    def peaks(self) -> Tensor:
+        """A number of each place that is finite only if all its logits are numbers, `[B, 1 + N]`."""
+        if self.sampling.greedy:
+            return self.logits.gather(-1, self.best[:, :, None])[:, :, 0]
+        return self.probs[:, :, 0]
+
+    @property
     def positions(self) -> Tensor:
         """The index in its text of the token that each place predicts, `[B, 1 + N]`."""
         return self.keys.first[:, None] + self.proposal.nodes.depths

@@ -5,6 +5,7 @@ Shapes: B active rows, T tokens of the longest prompt.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -13,12 +14,15 @@ import torch
 from torch import Tensor
 
 from ..ground import BadInputError
+from ..ground.libraries import LIBRARY_ERRORS
 from ..ground.machine import clock
 from ..heads import Abilities, Drafter, EmptySession, Session
 from ..targets import Counts, Target
+from ..targets.attention import steady_kernels
 from . import round as stage
-from .control import Controller
+from .control import Controller, Schedule
 from .drafting import Drawing
+from .finite import BROKEN, Witness, not_finite_error
 from .memory import Load, require_memory
 from .plan import Plan
 from .room import Room, Rooms
@@ -27,6 +31,7 @@ from .sampling import Keys, Processors, Sampling, Seed, seed_on
 from .stats import DecodeStats, Round, Seconds
 
 Stop = Callable[[list[int]], bool]
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -183,6 +188,7 @@ class Run:
         self.device = target.device  # asked once: a model looks through its modules for it
         self.drafter = drafter if any(request.wanting) and request.plan.depth else None
         request.check(target)
+        target.check_batch(len(request.prompts))
         self.wanting = request.wanting
         plan = request.plan if drafter is None else request.plan.up_to(drafter.max_depth)
         abilities = Abilities() if drafter is None else drafter.abilities
@@ -211,17 +217,18 @@ class Run:
     def steps(self) -> Iterator[list[Event]]:
         """Run to the end; yield, per step, one event for each prompt that was still active.
 
-        Inference mode is entered per step: a generator must not leave it on in its caller.
+        Inference mode is entered per step, as is the choice of kernels: a generator must not leave them on in its
+        caller.
         """
         try:
             began = time.perf_counter()
-            with torch.inference_mode():
+            with torch.inference_mode(), steady_kernels():
                 state, events = self._prefill()
             self.seconds.total = time.perf_counter() - began
             yield events
             while not all(sequence.done for sequence in self.sequences):
                 began = time.perf_counter()
-                with torch.inference_mode():
+                with torch.inference_mode(), steady_kernels():
                     state, events = self._round(self._leave(state))
                 self.seconds.total += time.perf_counter() - began
                 yield events
@@ -239,11 +246,13 @@ class Run:
         out = self.target.forward(tokens, state.cache, taps=self.setup.taps, at=counts.tensor[:, None] - 1)
         state.cache.advance(counts)
         keys = Keys(state.seed, state.sequences, counts.tensor)
-        verdict = stage.judge(self.setup, state, stage.no_draft(self.setup, state.root), out.logits, keys)
+        verdict, _ = stage.judge(self.setup, state, stage.no_draft(self.setup, state.root), out.logits, keys)
         state.session.absorb(tokens, out.hidden, counts)
         nothing = verdict.accepted
-        state, packed = stage.commit(self.setup, state, tokens[:, :0], verdict, nothing, nothing)
-        events = [sequence.start(row[0]) for sequence, row in zip(self.sequences, packed.tolist(), strict=True)]
+        state, packed = stage.commit(state, tokens[:, :0], verdict, nothing, nothing)
+        first = packed.tolist()
+        self._require_finite(first)
+        events = [sequence.start(row[0]) for sequence, row in zip(self.sequences, first, strict=True)]
         self.seconds.prefill += self._clock() - began
         return state, events
 
@@ -251,7 +260,7 @@ class Run:
         """Take memory for the prompts `[B, T]` and what follows, for the target and the drafter."""
         request, drafter, rows = self.request, self.drafter, len(tokens)
         fixed = self.rooms.wanted and self.target.rewinds
-        fixed = fixed and (drafter is None or self.setup.abilities.fixed_shapes)
+        fixed = fixed and (drafter is None or self.setup.abilities.fixed_shapes or self.setup.abilities.from_text)
         depth = 0 if drafter is None else self.setup.plan.depth
         nodes = 0 if drafter is None or self.setup.abilities.reads_nodes else drafter.max_nodes(depth)
         sizes = (rows, max(counts.values), request.max_new_tokens, depth)
@@ -338,6 +347,7 @@ class Run:
 
     def _emit(self, packed: list[list[int]]) -> list[Event]:
         """Note a round's outcome for every sequence that was still active."""
+        self._require_finite(packed)
         events = []
         for i, (*drafts, following, accepted, drafted, tried) in zip(self.active, packed, strict=True):
             if self.sequences[i].done:
@@ -347,10 +357,53 @@ class Run:
                 self.controller.note(i, tried, accepted)
         return events
 
+    # ------------------------------------------------------------ no numbers
+
+    def _require_finite(self, packed: list[list[int]]) -> None:
+        """Raise an error that names the layer, if the logits of an unfinished row are not finite.
+
+        Raises:
+            BadInputError: they are not.
+        """
+        for i, row in zip(self.active, packed, strict=True):
+            if row[-4] == BROKEN and not self.sequences[i].done:
+                witness = self._traced(i)
+                raise not_finite_error(witness, self.target.dtype, i, len(self.sequences[i].tokens))
+
+    def _traced(self, i: int) -> Witness:
+        """Return a witness of one prefill and one round of sequence `i` alone, up to where it is now."""
+        models = {"the target": self.target.model} | ({} if self.drafter is None else {"the drafter": self.drafter})
+        witness, request = Witness(models), self.request
+        tokens = [*request.prompts[i], *self.sequences[i].tokens[:-1]]
+        again = replace(
+            request,
+            prompts=[tokens],
+            max_new_tokens=2,
+            sampling=replace(request.sampling, min_new_tokens=0),
+            plan=replace(request.plan, control=None),
+            stop=None,
+            sequence_ids=[request.ids[i]],
+            speculate=[self.wanting[i]],
+        )
+        try:
+            with witness.watching():
+                for _ in _Again(self.target, self.drafter, again, Rooms(self.target, False)).steps():
+                    pass
+        except LIBRARY_ERRORS:  # too little memory for a second cache, for example; what was seen until then counts
+            _log.debug("tracing numbers that are not finite broke off", exc_info=True)
+        return witness
+
+
+class _Again(Run):
+    """A generation that is repeated for a witness: it goes on whatever its numbers are."""
+
+    def _require_finite(self, packed: list[list[int]]) -> None:
+        pass
+
 
 def _controller(plan: Plan, abilities: Abilities, sequences: int) -> Controller | None:
     """Return the controller that the plan asks for; of a tree it may choose the whole tree or nothing."""
-    if plan.control is None or not plan.depth:
+    if plan.control is None or isinstance(plan.control, Schedule) or not plan.depth:
         return None
     if plan.is_tree and abilities.reads_nodes:
         return Controller(plan.control, sequences, [plan.depth], [plan.max_nodes])

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ..ground import BadInputError
+from ..ground.values import TEMPERATURES, is_temperature
 
 # Streams keep draws for different purposes independent of each other.
 DRAFT, ACCEPT, CORRECT, COUPLED = 1, 2, 3, 4
@@ -48,7 +49,7 @@ class Sampling:
 
     def __post_init__(self) -> None:
         checks = [
-            (self.temperature >= 0, "temperature must be >= 0", self.temperature),
+            (is_temperature(self.temperature), f"temperature must be {TEMPERATURES}", self.temperature),
             (self.top_k is None or self.top_k >= 1, "top_k must be >= 1", self.top_k),
             (self.top_p is None or 0 < self.top_p <= 1, "top_p must be in (0, 1]", self.top_p),
             (self.min_p is None or 0 <= self.min_p <= 1, "min_p must be in [0, 1]", self.min_p),

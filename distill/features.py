@@ -26,7 +26,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ..ground import BadInputError, digests
-from ..ground.files import disk_full_explained, read_json, readable_bytes, require_space, write_atomically
+from ..ground.disk import keeping, readable_bytes, require_space, writing
+from ..ground.files import read_json, write_atomically
 from ..ground.locks import locked
 from ..ground.progress import progress
 from ..ground.replacing import replacing
@@ -127,7 +128,7 @@ class FeatureStore:
             raise BadInputError("there are no sequences to compute hidden states for; the data set is empty.")
         target.check_taps(taps)
         builder = _Builder(Path(folder), target, dataset, tuple(taps), _dtype(dtype, target), shard_bytes)
-        with locked(builder.folder), disk_full_explained(builder.folder, "The finished shards are kept there."):
+        with locked(builder.folder), keeping(lambda: "The finished shards are kept there."), writing(builder.folder):
             builder.run(console, batch_size)
         return cls(builder.folder, check=False)
 

@@ -24,7 +24,8 @@ from rich.console import Console
 
 from ..decode import Decoder, Plan, Sampling
 from ..ground import BadInputError, IncompatibleError, digests
-from ..ground.files import disk_full_explained, read_json, write_atomically
+from ..ground.disk import keeping, writing
+from ..ground.files import read_json, write_atomically
 from ..ground.locks import locked
 from ..ground.progress import progress
 from ..ground.replacing import replacing_folder
@@ -68,7 +69,7 @@ def distill(recipe: Recipe, target: Target | None = None, console: Console | Non
     run = _Answering(data_folder(recipe), spec, target, found)
     with locked(recipe.output_folder):
         if not run.finished():
-            with disk_full_explained(run.folder, f"The responses finished so far are kept in {run.partial}."):
+            with keeping(run.kept), writing(run.folder):
                 run.answer(console)
                 run.assemble()
     return run.folder
@@ -170,6 +171,12 @@ class _Answering:
                 f"{folder} was made with other settings: {'; '.join(lines)}. Choose another `output`, or delete that "
                 "folder."
             )
+
+    def kept(self) -> str:
+        """Return a sentence about what is there if the run ends now."""
+        if not self._shards():
+            return "No responses were kept."
+        return f"The responses finished so far are kept in {self.partial}."
 
     # ------------------------------------------------------------ answering
 

@@ -1,6 +1,7 @@
 """The errors a user can cause, and the exit code each one ends a command with.
 
-0 fine · 1 a finding (gate failed, pair stale) · 2 bad usage or input · 3 incompatible · 130 interrupted
+0 fine · 1 a finding (gate failed, pair stale) · 2 bad usage or input · 3 incompatible · 130, 143, 129 stopped by a
+signal (`signals`)
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 
+from .disk import writing
 from .leftovers import leftovers_beside, leftovers_within, working_name
 
 _HERE, _EXCHANGE = -100, 2  # AT_FDCWD (fcntl.h), RENAME_EXCHANGE (linux/fs.h)
@@ -27,12 +28,14 @@ def replacing(file: Path) -> Iterator[Path]:
     """Yield a temporary file that takes the place of `file` when the block ends well: all of it or nothing."""
     temporary = working_name(file, "tmp")
     try:
-        yield temporary
-        sync(temporary)
-        temporary.replace(file)
-        sync(file.parent)
+        with writing(file):
+            yield temporary
+            sync(temporary)
+            temporary.replace(file)
+            sync(file.parent)
     finally:
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):  # what cannot be written, cannot be tidied either
+            temporary.unlink(missing_ok=True)
 
 
 @contextmanager
@@ -42,12 +45,13 @@ def replacing_folder(folder: Path) -> Iterator[Path]:
     A block that removes it leaves `folder` as it is.
     """
     building = working_name(folder, "new")
-    building.mkdir(parents=True)
     try:
-        yield building
-        if building.exists():
-            sync_tree(building)
-            _put(building, folder)
+        with writing(folder):
+            building.mkdir(parents=True)
+            yield building
+            if building.exists():
+                sync_tree(building)
+                _put(building, folder)
     finally:
         shutil.rmtree(building, ignore_errors=True)
 

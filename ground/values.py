@@ -11,6 +11,22 @@ from pydantic import BeforeValidator, ConfigDict, PydanticSchemaGenerationError,
 
 from .errors import BadInputError
 
+# At the ends, float32 still holds the quotients of any logits that models make.
+COLDEST, HOTTEST = 1e-4, 1e4
+TEMPERATURES = f"0 (greedy), or from {COLDEST:g} to {HOTTEST:g}"
+
+
+def is_temperature(value: float) -> bool:
+    """Tell whether logits can be divided by `value`, or it is 0."""
+    return value == 0 or COLDEST <= value <= HOTTEST
+
+
+def checked_temperature(value: float) -> float:
+    """Return a temperature; raises ValueError for what is none."""
+    if not is_temperature(value):
+        raise ValueError(f"expected {TEMPERATURES}, found {value:g}")
+    return value
+
 
 def checked_value(where: str, value: Any, hint: Any) -> Any:
     """Return `value` in the type `hint`: text that is a number becomes one (YAML reads `3e-3` as text), true does not.

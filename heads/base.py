@@ -22,6 +22,7 @@ from ..ground.foreign import read_json
 from ..ground.replacing import replacing
 from ..ground.values import checked_value
 from ..targets import RaggedCache, Target
+from ..targets.fingerprint import digest_json, digest_tensor
 from ..targets.vetting import check_config, check_regular
 from ..targets.weights import WEIGHTS, restored
 from .session import Abilities, Session
@@ -77,6 +78,8 @@ class TargetBatch:
         supervised: `[B, T]` bool, True at the tokens a drafter should learn to predict (the target's own responses).
         hidden: the drafter's taps, `[B, T, K, H]`; None for drafters without taps.
         last: the target's last hidden state, `[B, T, H]`; `target.lm_head(last)` are its logits.
+        step: seeds what a loss draws of a row, beside the row's text: so neither the batch that a row stands in nor the
+            process that learns it changes what is drawn.
     """
 
     target: Target
@@ -84,6 +87,7 @@ class TargetBatch:
     supervised: Tensor
     hidden: Tensor | None
     last: Tensor
+    step: int = 0
 
 
 Sum = tuple[Tensor, Tensor]  # (sum, count): divided once, after everything was added up
@@ -182,6 +186,18 @@ class Drafter(nn.Module, Generic[C]):
         """Write config.json into `folder`."""
         values = {"drafter_type": self.name, **self.config.to_dict()}
         write_atomically(folder / CONFIG, json.dumps(values, indent=2) + "\n")
+
+    def identity_settings(self) -> dict[str, Any]:
+        """Return the settings that are part of `digest`, as plain values."""
+        return self.config.to_dict()
+
+    def digest(self) -> str:
+        """Return the drafter's identity by content: SHA-256 of its type, its settings and its weights.
+
+        A drafter that was saved and loaded again, in the same dtype, has the same one. Reads every weight once.
+        """
+        weights = {name: digest_tensor(tensor) for name, tensor in sorted(self.state_dict().items())}
+        return digest_json({"type": self.name, "settings": self.identity_settings(), "weights": weights})
 
     def cast(self, dtype: torch.dtype) -> Self:
         """Turn the drafter's parameters into `dtype` and return it.

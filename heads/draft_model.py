@@ -21,13 +21,14 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ..ground import BadInputError, IncompatibleError, refuse_unknown_keys
 from ..targets import Counts, Nodes, RaggedCache, Target, load_causal_lm, load_tokenizer, require_same_vocabulary
+from ..targets.fingerprint import plain_config
 from ..targets.tokenizers import tokenizer_of
 from .base import Drafter, DrafterConfig, DrafterLoss, TargetBatch
 from .losses import LossName, acceptance_metrics, ahead, chunked_compare, divergence
 from .parts.model_runner import ModelRunner, runs
 from .parts.nodes import Branches, required
 from .parts.pruning import check_names, pruned
-from .session import Abilities, ChainSession
+from .session import Abilities, ChainSession, NodeSession
 
 
 @dataclass
@@ -114,6 +115,9 @@ class DraftModel(Drafter[DraftModelConfig]):
         Path(path).mkdir(parents=True, exist_ok=True)
         self.model.save_pretrained(path)
 
+    def identity_settings(self) -> dict[str, Any]:
+        return plain_config(self.model)  # how it was once made is not what it is
+
     def check(self, target: Target) -> None:
         own, theirs = self.runner.vocab_size, target.vocab_size
         if own != theirs:
@@ -171,7 +175,7 @@ class DraftModel(Drafter[DraftModelConfig]):
 
     def open(
         self, target: Target, batch_size: int, max_length: int, spare: int = 0, cache: RaggedCache | None = None
-    ) -> DraftModelSession:
+    ) -> NodeSession:
         runner = self.runner
         needed = min(max_length, target.max_context or max_length)
         if runner.max_context is not None and runner.max_context < needed:

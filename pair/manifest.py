@@ -25,7 +25,7 @@ from ..targets.fingerprint import digest_json
 from .listing import InsideName
 
 MANIFEST, RECIPE, CALIBRATION = "pair.json", "recipe.yaml", "calibration.jsonl"
-DRAFTER, TOKENIZER, REPORTS, ADAPTER = "drafter", "tokenizer", "reports", "adapter"
+DRAFTER, TOKENIZER, REPORTS, ADAPTER, SUITES = "drafter", "tokenizer", "reports", "adapter", "suites"
 SCHEMA_VERSION: Final = 2
 _SMALLER_IDENTITY = 1  # the schema whose identity did not cover tokenizer and adapter
 
@@ -190,6 +190,31 @@ class Measurements(Record):
     baseline: Baseline | None
 
 
+class ServedFigures(Record):
+    """An engine's figures at one temperature, beside ours on the same prompts: `served` there, `own` here."""
+
+    temperature: float
+    num_prompts: int
+    own: Figure
+    served: Figure
+    speedup: Figure
+
+
+class ServedRecord(Record):
+    """What one engine made of the pair (`outrider served`).
+
+    Attributes:
+        agrees: whether served equals measured. suspicions: if not, what is probably wrong.
+    """
+
+    created: str
+    engine: str
+    depth: int
+    agrees: bool
+    suspicions: list[str]
+    figures: list[ServedFigures]
+
+
 class Parent(Record):
     """The version that a pair was refreshed from."""
 
@@ -208,8 +233,10 @@ class Lineage(Record):
 class Manifest(Record):
     """The whole of pair.json.
 
-    `tuning` says which plan is fastest where. It depends on machines, so it is no part of the identity; without any it
-    is not written: a pair that was never tuned reads as it always did.
+    `suites` are the prompt files that the pair is measured on and that no package ships. `tuning` says which plan is
+    fastest where, `served` what engines made of it, the latest of each engine. Both depend on machines, so they are no
+    part of the identity. What there is none of is not written: a pair that was never tuned, on packaged suites, reads
+    as it always did.
     """
 
     schema_version: Literal[1, 2]
@@ -221,18 +248,20 @@ class Manifest(Record):
     recipe: str
     calibration: str | None
     reports: dict[InsideName, str]
+    suites: dict[InsideName, str] = {}
     plan: PlanRecord
     measurements: Measurements
     lineage: Lineage
     created: str
     outrider_version: str
     tuning: list[Tuning] = []
+    served: list[ServedRecord] = []
     checksum: str = ""
 
     @model_serializer(mode="wrap")
     def _written(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
         values: dict[str, Any] = write(self)
-        return {k: v for k, v in values.items() if k != "tuning" or v}
+        return {k: v for k, v in values.items() if k not in ("tuning", "served", "suites") or v}
 
     def identity(self, schema_version: int | None = None) -> str:
         """Return the identity digest, computed from what it covers.
@@ -259,12 +288,18 @@ class Manifest(Record):
         """Return this manifest, sealed, with `tuning` in place of what was known of the same conditions."""
         return self.model_copy(update={"tuning": merged(self.tuning, tuning)}).sealed()
 
+    def with_served(self, found: ServedRecord) -> Manifest:
+        """Return this manifest, sealed, with `found` in place of what was known of the same engine and depth."""
+        others = [r for r in self.served if (r.engine, r.depth) != (found.engine, found.depth)]
+        return self.model_copy(update={"served": [*others, found]}).sealed()
+
     def files(self) -> dict[str, str]:
         """Return the SHA-256 of every file of the pair but pair.json, by path inside the folder."""
         found = {RECIPE: self.recipe} | {f"{REPORTS}/{name}": digest for name, digest in self.reports.items()}
         if self.calibration is not None:
             found[CALIBRATION] = self.calibration
         found |= {f"{DRAFTER}/{name}": digest for name, digest in self.drafter.files.items()}
+        found |= {f"{SUITES}/{name}": digest for name, digest in self.suites.items()}
         return found | self.target.kept_files()
 
     def to_text(self) -> str:
@@ -321,7 +356,18 @@ def inspect_manifest(folder: Path) -> tuple[Manifest, list[str]]:
         BadInputError: it cannot be understood at all.
     """
     file = folder / MANIFEST
-    text = _read(file)
+    return inspect_text(file, _read(file))
+
+
+def inspect_text(file: Path, text: str) -> tuple[Manifest, list[str]]:
+    """Return the manifest that `text` holds, and what says that it was altered after it was written.
+
+    Args:
+        file: where it came from, for the error.
+
+    Raises:
+        BadInputError: it cannot be understood at all.
+    """
     manifest = _validated(file, _parsed(file, text))
     alterations = []
     if manifest.computed_checksum() != manifest.checksum:

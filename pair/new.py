@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ..distill.prompts import Prompt
 from ..eval.reports.report import ContestantInfo, Report
+from ..eval.suites import PACKAGED
 from ..ground import BadInputError, Refusal
 from ..ground.digests import listed_problems
 from ..ground.files import write_atomically
@@ -36,6 +37,7 @@ from .manifest import (
     RECIPE,
     REPORTS,
     SCHEMA_VERSION,
+    SUITES,
     TOKENIZER,
     Baseline,
     DrafterRecord,
@@ -53,9 +55,9 @@ from .manifest import (
 from .pair import Pair, verify
 
 _COPIED = {".json", ".safetensors", ".jinja", ".model", ".txt"}
+_log = logging.getLogger(__name__)
 # Where a tokenizer was loaded from, with what, and code that came with it.
 _INCIDENTAL = ("name_or_path", "_name_or_path", "is_local", "local_files_only", "transformers_version", "auto_map")
-_log = logging.getLogger(__name__)
 _REPORT_FILES = ("report.json", "report.md", "report.html")
 
 
@@ -89,9 +91,9 @@ def new_pair(
     with locked(final), replacing_folder(final) as partial:
         existing = _existing(final)
         saved = _save_drafter(drafter, partial / DRAFTER, target)
-        write_atomically(partial / RECIPE, recipe.to_yaml())
+        write_atomically(partial / RECIPE, _keep_suites(recipe, partial).to_yaml())
         report = _copy_report(report_folder, partial / REPORTS)
-        _check_report(report, target)
+        _check_report(report, target, saved)
         manifest = _identified(partial, target, saved, recipe, _plan(report, saved, recipe), parent)
         if existing is not None:
             manifest = _keep_adapter(existing, partial, manifest)
@@ -140,6 +142,7 @@ def _adds_nothing(existing: Pair, manifest: Manifest) -> bool:
     known = set(old.reports.values())
     same = (
         old.recipe == manifest.recipe
+        and old.suites == manifest.suites
         and old.lineage == manifest.lineage
         and known.issuperset(manifest.reports.values())
     )
@@ -204,6 +207,25 @@ def _leads_out(file: Path, folder: Path) -> bool:
     return not any(shown.is_relative_to(home) for home in (here, *(p / "blobs" for p in here.parents[1:2])))
 
 
+def _keep_suites(recipe: Recipe, partial: Path) -> Recipe:
+    """Copy the prompt files that the recipe measures on, and return it with the copies' names.
+
+    Prompts are named after their file or its folder, so that a copy keeps both names.
+    """
+    names = [_keep_suite(name, partial) for name in recipe.eval.suites]
+    return recipe.model_copy(update={"eval": recipe.eval.model_copy(update={"suites": names})})
+
+
+def _keep_suite(name: str, partial: Path) -> str:
+    file = Path(name).expanduser().resolve()
+    if name in PACKAGED or not file.is_file():
+        return name
+    copy = Path(SUITES) / file.parent.name / file.name
+    (partial / copy).parent.mkdir(parents=True, exist_ok=True)
+    shutil.copyfile(file, partial / copy)
+    return copy.as_posix()
+
+
 def _copy_adapter(target: Target, folder: Path) -> None:
     """Keep the target's adapter if it is a local one: one that was trained with the drafter is found nowhere else.
 
@@ -261,6 +283,7 @@ def _identified(
         recipe=digest_file(partial / RECIPE),
         calibration=None,
         reports=digest_files(partial / REPORTS),
+        suites=digest_files(partial / SUITES),
         plan=plan,
         measurements=Measurements(headline=[], suites={}, conditions={}, baseline=None),
         lineage=_lineage(parent, fingerprint),
@@ -344,10 +367,26 @@ def _headline(report: Report, contestant: str, temperature: float) -> Headline:
     )
 
 
-def _check_report(report: Report | None, target: Target) -> None:
-    """Refuse a report about another target: what is bound together must have been measured together."""
+def _check_report(report: Report | None, target: Target, drafter: Drafter) -> None:
+    """Refuse a report about another target or drafter: what is bound together must have been measured together."""
     if report is None:
         return
+    _check_measured_target(report, target)
+    measured, own = _about(report, drafter).digest, drafter.digest()
+    if measured is None:
+        raise BadInputError(
+            "the report does not say which weights of the drafter were measured: an older Outrider made it. Measure "
+            "again with `outrider eval`."
+        )
+    if measured != own:
+        raise BadInputError(
+            f"the report is about other weights or settings of a {drafter.name}: the drafter measured has the digest "
+            f"{measured[:12]}…, this one {own[:12]}…. Measure this one with `outrider eval`, or name the one that was "
+            "measured."
+        )
+
+
+def _check_measured_target(report: Report, target: Target) -> None:
     said, found = report.conditions.target.get("fingerprint"), target.fingerprint().digest
     if said != found:
         raise BadInputError(

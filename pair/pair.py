@@ -7,13 +7,14 @@
     tokenizer/           the target's tokenizer, to name the first token that differs in another one
     adapter/             the target's PEFT adapter, where it has a local one
     reports/<date>/      what was measured
+    suites/              the prompt files that it was measured on, where no package ships them
 
 The target's own weights are not here: the pair names them by content.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -38,8 +39,10 @@ from .manifest import (
     DRAFTER,
     MANIFEST,
     RECIPE,
+    SUITES,
     TOKENIZER,
     Manifest,
+    ServedRecord,
     inspect_manifest,
     read_manifest,
 )
@@ -139,14 +142,25 @@ class Pair:
         Raises:
             BadInputError: the folder holds another pair by now, or somebody else keeps writing it.
         """
+        return self._store(lambda now: now.tuned(tuning))
+
+    def store_served(self, found: ServedRecord) -> Pair:
+        """Store what an engine made of the pair, in place of what was known of the same engine and depth.
+
+        Raises:
+            BadInputError: the folder holds another pair by now, or somebody else keeps writing it.
+        """
+        return self._store(lambda now: now.with_served(found))
+
+    def _store(self, change: Callable[[Manifest], Manifest]) -> Pair:
         with locked(self.folder, wait=_PATIENCE):
-            now = read_manifest(self.folder)  # tuning takes minutes: what else was written since stays
+            now = read_manifest(self.folder)  # measuring takes minutes: what else was written since stays
             if now.digest != self.digest:
                 raise BadInputError(
                     f"{self.folder} holds another pair by now ({now.name} version {now.version}); nothing was stored. "
-                    "Tune that one."
+                    "Measure that one."
                 )
-            manifest = now.tuned(tuning)
+            manifest = change(now)
             manifest.write(self.folder, instead_of=now)
         return replace(self, manifest=manifest)
 
@@ -167,8 +181,19 @@ class Pair:
         """Return the fingerprint of the target the pair was made for."""
         return self.manifest.target.fingerprint.restored()
 
-    def recipe(self) -> Recipe:
-        return load_recipe(self.recipe_file)
+    def recipe(self, overrides: Sequence[str] = ()) -> Recipe:
+        """Return the recipe with `overrides` (`key.path=value`); suites that the pair keeps are named by their files.
+
+        Raises:
+            BadInputError: the recipe is damaged, or an override cannot be used.
+        """
+        recipe = load_recipe(self.recipe_file, overrides)
+        suites = [self._kept_suite(name) for name in recipe.eval.suites]
+        return recipe.model_copy(update={"eval": recipe.eval.model_copy(update={"suites": suites})})
+
+    def _kept_suite(self, name: str) -> str:
+        kept = name.removeprefix(f"{SUITES}/") in self.manifest.suites and name.startswith(f"{SUITES}/")
+        return str(self.folder.resolve() / name) if kept else name
 
     def tokenizer(self) -> Any | None:
         """Return the tokenizer of the target the pair was made for; None if that had none."""
@@ -296,7 +321,7 @@ def verify(folder: str | Path, target: Target | None = None) -> list[str]:
     found = [f"{MANIFEST}: {line}" for line in alterations] + list(_altered_files(path, manifest, _altered))
     if target is not None:
         found += [
-            f"target: {line} differs"
+            f"target: differs in {line}"
             for line in manifest.target.fingerprint.restored().differences(target.fingerprint())
         ]
     return found

@@ -15,15 +15,15 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypeGuard, Union, get_args, get_origin
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from ..ground import BadInputError
-from ..ground.values import tree_depths
+from ..ground.values import checked_temperature, tree_depths
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Positive = Annotated[int, Field(ge=1)]
 Probability = Annotated[float, Field(gt=0, le=1)]
-Temperature = Annotated[float, Field(ge=0)]
+Temperature = Annotated[float, AfterValidator(checked_temperature)]
 
 
 class Section(BaseModel):

@@ -3,12 +3,11 @@
 Torch and transformers take seconds to import, so they are imported inside the verbs: `outrider --help` answers at once.
 
 Exit codes: 0 fine · 1 a finding (the gate failed, the pair is stale or altered) · 2 bad usage or bad input ·
-3 incompatible · 70 a fault in Outrider itself · 130 interrupted, what was done is kept.
+3 incompatible · 70 a fault in Outrider itself · 130, 143, 129 stopped by Ctrl-C, SIGTERM, SIGHUP.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import sys
@@ -28,7 +27,12 @@ from typer.core import TyperGroup
 
 from ..ground import OutriderError
 from ..ground.allocation import keep_large_blocks, remember_few_shapes
-from ..ground.files import is_disk_full
+from ..ground.disk import is_disk_full, require_folder
+from ..ground.files import write_atomically
+from ..ground.signals import how, number_of, stoppable
+from . import doors, registry, served, watch
+from .examples import EXAMPLES
+from .speaking import answering, console_for, tell
 
 if TYPE_CHECKING:
     from ..eval import Report
@@ -37,20 +41,31 @@ if TYPE_CHECKING:
     from ..pair.manifest import Figure
     from ..recipes import Recipe
 
-FINDING, BAD_INPUT, FAULT, INTERRUPTED = 1, 2, 70, 130
+FINDING, BAD_INPUT, FAULT = 1, 2, 70
+# Verbs that keep what is finished when they are asked to stop.
+RESUMED = ("distill", "train", "compare", "refresh", "quickstart")
+GOES_ON = "what was done is kept, and the same command goes on from there."
 
 
 class Verbs(TyperGroup):
-    """Runs a verb and turns what it raises into one line on stderr and an exit code."""
+    """Runs a verb and turns what it raises into one line on stderr and an exit code.
+
+    A verb that was asked for JSON answers with an error's JSON on stdout, too.
+    """
 
     def invoke(self, ctx: Any) -> Any:
+        as_json = "--json" in [*ctx.args, *getattr(ctx, "_protected_args", [])]
+        with answering(as_json):
+            return self._invoke(ctx, as_json)
+
+    def _invoke(self, ctx: Any, as_json: bool) -> Any:
         try:
-            return super().invoke(ctx)
+            with stoppable():
+                return super().invoke(ctx)
         except KeyboardInterrupt as error:
-            _complain(
-                str(error) or "interrupted; what was done is kept, and the same command goes on from there.", label=""
-            )
-            raise typer.Exit(INTERRUPTED) from None
+            after = GOES_ON if ctx.invoked_subcommand in RESUMED else "nothing was written; run the same command again."
+            _complain(str(error) or f"{how(error)}; {after}", label="")
+            raise typer.Exit(128 + number_of(error)) from None
         except Exception as error:
             code = exit_code(error)
             if code is None:
@@ -61,7 +76,9 @@ class Verbs(TyperGroup):
                 traceback.print_exc()
                 _complain("this is a fault in Outrider, please report it with the lines above.", label="fault: ")
             else:
-                _complain(_disk_full_message(error) if is_disk_full(error) else str(error))
+                _complain(said(error))
+            if as_json:
+                _answer("error", {"error": said(error)}, code)
             raise typer.Exit(code) from None
 
 
@@ -70,25 +87,36 @@ def exit_code(error: Exception) -> int | None:
 
     None for those that typer handles (usage errors, exits, closed pipes).
     """
-    if is_disk_full(error):
-        return BAD_INPUT
     if isinstance(error, OutriderError):
         return int(error.exit_code)
     module = type(error).__module__.partition(".")[0]
     if module in ("typer", "click") or isinstance(error, BrokenPipeError):
         return None
-    return FAULT
+    return BAD_INPUT if is_disk_full(error) or _is_about_a_users_file(error) else FAULT
 
 
-def _disk_full_message(error: BaseException) -> str:
-    found: BaseException | None = error
-    while found is not None and not getattr(found, "filename", None):
-        found = found.__cause__ or found.__context__
-    folder = Path(found.filename).resolve().parent if isinstance(found, OSError) else Path.cwd()
-    return (
-        f"the disk is full: nothing more can be written to {folder}. "
-        "Free some space and run the same command again; what was finished before is kept."
-    )
+def _is_about_a_users_file(error: Exception) -> bool:
+    """Tell whether the system refused a file outside of this package: permissions, a folder that was deleted, …"""
+    named = error.filename if isinstance(error, OSError) else None
+    return isinstance(named, str) and not Path(named).resolve().is_relative_to(Path(__file__).resolve().parents[1])
+
+
+def said(error: Exception) -> str:
+    """Return the sentence about an error that a user can do something about."""
+    if isinstance(error, OutriderError):
+        return str(error)
+    named = error.filename if isinstance(error, OSError) else None
+    if is_disk_full(error):
+        place = "a disk" if named is None else f"the disk that holds {Path(named).resolve().parent}"
+        return f"{place} is full ({str(error).splitlines()[0]}). Free some space, then run the same command again."
+    reason = error.strerror if isinstance(error, OSError) else error
+    return f"{named}: {reason}. Look whether it is there and may be read and written, then run the same command again."
+
+
+def _answer(kind: str, body: Any, code: int = 0) -> None:
+    from .answers import say
+
+    say(kind, body, code)
 
 
 def _complain(message: str, label: str = "error: ") -> None:
@@ -98,15 +126,17 @@ def _complain(message: str, label: str = "error: ") -> None:
 app = typer.Typer(
     cls=Verbs,
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
     help="Train drafters for your target, measure them in a lossless speculative decoder, and version both as a pair.",
-    epilog="Exit codes: 0 fine · 1 a finding · 2 bad usage or input · 3 incompatible · 130 interrupted. "
+    epilog="Exit codes: 0 fine · 1 a finding · 2 bad usage or input · 3 incompatible · 130, 143, 129 stopped. "
     "OUTRIDER_DEBUG=1 shows tracebacks.",
 )
 pair_app = typer.Typer(no_args_is_help=True, help="Make, show and verify pairs.")
 app.add_typer(pair_app, name="pair")
+doors.add_verbs(app)
+served.add_verbs(app)
+watch.add_verbs(app)
 
 RecipeName = Annotated[
     str, typer.Argument(metavar="RECIPE", help="A YAML file, or the name of a packaged recipe such as embedded-eagle3.")
@@ -118,6 +148,20 @@ Overrides = Annotated[
 PairFolder = Annotated[Path, typer.Argument(metavar="PAIR", help="A pair's folder.")]
 NewTarget = Annotated[str, typer.Option("--target", help="The changed target: a folder, a Hub id, or 'embedded'.")]
 Adapter = Annotated[str | None, typer.Option(help="A PEFT adapter that changed the target.")]
+AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on stdout, for programs.")]
+
+
+def _temperatures(asked: Any) -> Any:
+    """Return the temperatures of an option, refused before anything is loaded."""
+    from ..ground.values import TEMPERATURES, is_temperature
+
+    for value in asked if isinstance(asked, list) else [asked or 0.0]:
+        if not is_temperature(value):
+            raise typer.BadParameter(f"expected {TEMPERATURES}, found {value:g}.")
+    return asked
+
+
+Temperature = Annotated[float, typer.Option(callback=_temperatures)]
 
 
 def _print_version(wanted: bool) -> None:
@@ -147,14 +191,18 @@ def _every_verb(
 
 
 @app.command()
-def distill(recipe: RecipeName, changes: Overrides = None) -> None:
+def distill(recipe: RecipeName, changes: Overrides = None, as_json: AsJson = False) -> None:
     """Let the target answer the recipe's prompts: the data a drafter learns from."""
     loaded = _load_recipe(recipe, changes)
+    require_folder(loaded.output_folder)
     from ..distill import distill as run
+    from .answers import DistillBody, say
 
-    console = Console()
+    console = console_for(as_json)
     folder = run(loaded, console=console)
-    console.print(f"responses: [bold]{folder}[/bold]")
+    console.print(f"responses: [bold]{escape(str(folder))}[/bold]")
+    if as_json:
+        say("distill", DistillBody.of(folder))
 
 
 @app.command()
@@ -164,12 +212,16 @@ def train(
     fresh: Annotated[
         bool, typer.Option("--fresh", help="Start over; checkpoints of an earlier run are moved aside.")
     ] = False,
+    engine: doors.Engine = None,
+    as_json: AsJson = False,
 ) -> None:
     """Train a drafter (distils first if needed). For many processes: accelerate launch -m outrider.train RECIPE."""
     loaded = _load_recipe(recipe, changes)
+    doors.check_servable(loaded, engine)
     from ..train import train as run
+    from .answers import TrainBody, say
 
-    console = Console()
+    console = console_for(as_json)
     result = run(loaded, resume=not fresh, console=console)
     console.print(f"drafter after {result.steps} steps: [bold]{result.drafter_folder}[/bold]")
     if result.adapter_folder is not None:
@@ -177,6 +229,8 @@ def train(
             f"for the target with the adapter [bold]{escape(str(result.adapter_folder))}[/bold], "
             "which it was trained with"
         )
+    if as_json:
+        say("train", TrainBody.of(result))
 
 
 @app.command()
@@ -187,19 +241,20 @@ def vocab(
         list[int] | None, typer.Option(min=1, help="A size beside the usual ones; may be repeated.")
     ] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Responses that acceptance is measured on, at most.")] = 200,
-    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Which draft vocabulary to keep: what each size covers of the target's responses, and the acceptance that
     pruning loses.
     """
     loaded = _load_recipe(recipe, changes)
+    require_folder(loaded.output_folder / "vocabulary")
     from .vocab import save, show, study
 
-    console = Console(stderr=as_json)
+    console = console_for(as_json)
     report = study(loaded, size or (), limit, console=console)
     folder = save(report, loaded.output_folder / "vocabulary")
     if as_json:
-        typer.echo(report.model_dump_json(indent=1))
+        _answer("vocab", report)
         return
     show(report, console)
     console.print(f"kept in [bold]{escape(str(folder))}[/bold]")
@@ -218,19 +273,20 @@ def plan(
     ] = None,
     accelerate_config: Annotated[Path | None, typer.Option(help="A file written by `accelerate config`.")] = None,
     rows: Annotated[int | None, typer.Option(min=1, help="Prompts, where the recipe's sources do not tell.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+    engine: doors.Engine = None,
+    as_json: AsJson = False,
 ) -> None:
     """Before anything is spent: parameters, memory, disk, operations and time on named GPUs, from the configs alone."""
     loaded = _load_recipe(recipe, changes)
-    from dataclasses import asdict
-
+    doors.check_servable(loaded, engine)
     from ..train.planning import plan as run
+    from .answers import PlanBody
     from .plan import read_launch, show
 
     launched = read_launch(accelerate_config) if accelerate_config else (1, "none")
     found = run(loaded, processes or launched[0], sharding or launched[1], rows)  # type: ignore[arg-type]
     if as_json:
-        typer.echo(json.dumps(asdict(found) | {"peak_memory": found.memory.peak}, indent=2))
+        _answer("plan", PlanBody.of(found))
     else:
         show(found, Console())
 
@@ -252,6 +308,8 @@ def evaluate(
     ],
     changes: Overrides = None,
     drafter: Annotated[Path | None, typer.Option(help="Measure this saved drafter instead.")] = None,
+    target: Annotated[str | None, typer.Option(help="Measure a pair on this changed target instead.")] = None,
+    adapter: Adapter = None,
     suite: Annotated[
         list[str] | None, typer.Option(help="code, docs, prose, or a prompt file; may be repeated.")
     ] = None,
@@ -264,16 +322,18 @@ def evaluate(
     nodes: Annotated[
         int | None, typer.Option(min=1, help="Nodes of a tree that are verified (default: width × depth).")
     ] = None,
-    temperature: Annotated[list[float] | None, typer.Option(min=0, help="May be repeated.")] = None,
+    temperature: Annotated[list[float] | None, typer.Option(callback=_temperatures, help="May be repeated.")] = None,
     tuned: Annotated[bool, typer.Option("--tuned", help="Measure a pair's tuned plan too, beside its own.")] = False,
     out: Annotated[Path | None, typer.Option(help="Folder of the report.")] = None,
+    as_json: AsJson = False,
 ) -> None:
     """Measure τ, acceptance and speedup with confidence intervals, beside n-gram drafting and plain decoding."""
     from ..eval.reports.render import print_report, write_report
     from ..ground.locks import locked
-    from .subject import load_subject
+    from .answers import ReportBody, say
+    from .subject import Asked, load_subject
 
-    asked = {
+    given = {
         "suites": suite,
         "limit": limit,
         "depth": depth,
@@ -281,14 +341,20 @@ def evaluate(
         "nodes": nodes,
         "temperatures": temperature,
     }
-    subject = load_subject(name, changes or [], drafter, {k: v for k, v in asked.items() if v}, tuned)
-    console = Console()
+    if out is not None:
+        require_folder(out, "the report")
+    settings = {name: value for name, value in given.items() if value}
+    subject = load_subject(name, Asked(changes or [], settings, drafter, target, adapter, tuned))
     folder = out or subject.report_folder
+    require_folder(folder, "the report")
+    console = console_for(as_json)
     with locked(folder):
         report = subject.measure(console)
         write_report(report, folder)
     print_report(report, console)
     console.print(f"report: [bold]{escape(str(folder))}[/bold]")
+    if as_json:
+        say("eval", ReportBody.of(report, folder))
 
 
 @app.command()
@@ -303,20 +369,22 @@ def compare(
     out: Annotated[
         Path, typer.Option(help="Folder of responses, trainings and report; what is finished in it is reused.")
     ] = Path("runs/compare"),
-    as_json: Annotated[bool, typer.Option("--json", help="The report without its prompts, for programs.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Train every recipe for the same time on the same data, then measure all in one run: τ, speedup,
     parameters, with intervals.
     """
     changes = [word for word in recipes if "=" in word]
     loaded = [_load_recipe(word, changes) for word in recipes if "=" not in word]
+    require_folder(out)
     from ..eval.reports.render import print_comparison
     from ..train.compare import compare as run
+    from .answers import ReportBody, say
 
-    console = Console(stderr=as_json)
+    console = console_for(as_json)
     report = run(loaded, budget, out, console=console)
     if as_json:
-        typer.echo(report.model_dump_json(exclude={"records"}, indent=1))
+        say("compare", ReportBody.of(report, out / "report"))
         return
     print_comparison(report, console)
     console.print(f"report: [bold]{escape(str(out / 'report'))}[/bold]")
@@ -333,26 +401,31 @@ def tune(
         typer.Option(help="code, docs, prose, or a prompt file; may be repeated (default: the pair's)."),
     ] = None,
     limit: Annotated[int, typer.Option(min=1, help="Prompts per suite.")] = 6,
-    temperature: Annotated[float, typer.Option(min=0)] = 0.0,
+    temperature: Temperature = 0.0,
     max_new_tokens: Annotated[int, typer.Option(min=1)] = 96,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Store nothing in the pair.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Find the fastest depth or tree for this machine, by costs and acceptance, then by measurement; the pair
     keeps it.
     """
     from ..pair import Pair
-    from .subject import load_subject
+    from .answers import TuneBody, say
+    from .subject import Asked, load_subject
 
     loaded = Pair.load(pair)
-    asked = {
+    if not dry_run:
+        require_folder(pair, "the tuned plan")
+    settings = {
         "suites": suite,
         "limit": limit,
         "temperatures": [temperature],
         "max_new_tokens": max_new_tokens,
         "repeats": 2,
     }
-    console = Console()
-    tuning = load_subject(str(pair), asked={k: v for k, v in asked.items() if v}).tune(batch or [1], console)
+    asked = Asked(settings={name: value for name, value in settings.items() if value})
+    console = console_for(as_json)
+    tuning = load_subject(str(pair), asked).tune(batch or [1], console)
     console.print(
         f"{tuning.num_prompts} prompts ({', '.join(tuning.suites)}), temperature {temperature:g}, "
         f"{tuning.dtype} on {tuning.device_name}",
@@ -363,6 +436,8 @@ def tune(
         console.print(
             f"kept in [bold]{escape(str(pair / 'pair.json'))}[/bold]; `outrider generate` uses it from now on"
         )
+    if as_json:
+        say("tune", TuneBody(folder=str(pair), stored=not dry_run, tuning=tuning))
 
 
 # ------------------------------------------------------------ generating
@@ -380,7 +455,7 @@ def generate(
         bool, typer.Option(help="Afterwards run the plain target on the same prompt and print the speedup.")
     ] = True,
     max_new_tokens: Annotated[int, typer.Option(min=1)] = 128,
-    temperature: Annotated[float, typer.Option(min=0)] = 0.0,
+    temperature: Temperature = 0.0,
     seed: Annotated[int, typer.Option()] = 0,
     depth: Annotated[
         int | None, typer.Option(min=0, help="Draft tokens per round (default: the tuned plan, else the pair's).")
@@ -423,31 +498,42 @@ def pair_new(
     report: Annotated[
         Path | None, typer.Option(help="A report's folder (default: the run's, if there is one).")
     ] = None,
+    as_json: AsJson = False,
 ) -> None:
     """Bind target, drafter and measurements into one versioned folder."""
     loaded = _load_recipe(recipe, changes)
+    require_folder(folder, "the pair")
     from ..pair import new_pair
-    from .subject import load_target, trained_drafter
+    from .answers import PairBody, say
+    from .subject import load_target, report_folder, trained_drafter
 
+    console = console_for(as_json)
     target = load_target(loaded)
-    default = loaded.output_folder / "report"
+    bound = trained_drafter(loaded, target, drafter)
+    default = report_folder(recipe, changes or [], other=None if drafter is None else bound)
     measured = report or (default if default.is_dir() else None)
-    console = Console()
-    made = new_pair(folder, target, trained_drafter(loaded, target, drafter), loaded, measured, console=console)
+    if measured is None:
+        console.print(
+            f"no report in {escape(str(default))}: this pair holds no figures. `outrider eval` with the same words "
+            "measures them; --report names another one."
+        )
+    made = new_pair(folder, target, bound, loaded, measured, console=console)
     _print_pair(made, console)
+    if as_json:
+        say("pair-new", PairBody.of(made))
 
 
 @pair_app.command(name="show")
 def pair_show(
     folder: PairFolder,
-    as_json: Annotated[bool, typer.Option("--json", help="The whole of pair.json.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="The whole of pair.json, as it is.")] = False,
 ) -> None:
     """What a pair is, where it comes from, and what it achieved."""
     from ..pair import Pair
 
     pair = Pair.load(folder)
     if as_json:
-        typer.echo(pair.manifest.to_text(), nl=False)
+        tell(pair.manifest.to_text())
     else:
         _print_pair(pair, Console())
 
@@ -457,6 +543,7 @@ def pair_verify(
     folder: PairFolder,
     target: Annotated[str | None, typer.Option(help="Compare this target's content too.")] = None,
     adapter: Adapter = None,
+    as_json: AsJson = False,
 ) -> None:
     """Recompute every digest. Exit code 1 if anything differs, and what."""
     from ..pair import Pair, verify
@@ -464,12 +551,15 @@ def pair_verify(
     differences = verify(folder)
     if target is not None and not differences:  # an altered pair.json cannot be asked how to load a target
         differences = verify(folder, Pair.load(folder).load_target(target, adapter=adapter))
-    console = Console(highlight=False, soft_wrap=True)
-    for line in differences:
-        console.print(f"[red]✗[/red] {escape(line)}")
-    if differences:
-        raise typer.Exit(FINDING)
-    console.print(f"[green]✓[/green] {escape(str(folder))} is intact")
+    code = FINDING if differences else 0
+    if as_json:
+        _answer("pair-verify", {"folder": str(folder), "intact": not differences, "differences": differences}, code)
+    else:
+        console = Console(highlight=False, soft_wrap=True)
+        for line in differences or [f"{folder} is intact"]:
+            console.print(("[red]✗[/red] " if differences else "[green]✓[/green] ") + escape(line))
+    if code:
+        raise typer.Exit(code)
 
 
 def _print_pair(pair: Pair, console: Console) -> None:
@@ -513,18 +603,23 @@ def _figure(figure: Figure) -> str:
 
 
 @app.command()
-def probe(pair: PairFolder, target: NewTarget, adapter: Adapter = None) -> None:
+def probe(pair: PairFolder, target: NewTarget, adapter: Adapter = None, as_json: AsJson = False) -> None:
     """Is the pair still right for a changed target? Exit code 0: fresh, 1: stale, 3: incompatible."""
     from ..pair import Pair
     from ..pair import probe as run
+    from .answers import ProbeBody, say
 
     loaded = Pair.load(pair)
-    console = Console(highlight=False, soft_wrap=True)
-    result = run(loaded, loaded.load_target(target, adapter=adapter), console=console)
-    colour = {"fresh": "green", "stale": "yellow", "incompatible": "red"}[result.verdict]
-    console.print(f"[bold {colour}]{result.verdict}[/bold {colour}]")
-    for line in result.lines:
-        console.print(escape(line))
+    console = console_for(as_json)
+    changed = loaded.load_target(target, adapter=adapter)
+    result = run(loaded, changed, console=console)
+    if as_json:
+        say("probe", ProbeBody.of(loaded, changed.fingerprint().digest, result), result.exit_code)
+    else:
+        colour = {"fresh": "green", "stale": "yellow", "incompatible": "red"}[result.verdict]
+        console.print(f"[bold {colour}]{result.verdict}[/bold {colour}]")
+        for line in result.lines:
+            console.print(escape(line), highlight=False, soft_wrap=True)
     if result.exit_code:
         raise typer.Exit(result.exit_code)
 
@@ -536,15 +631,20 @@ def refresh(
     out: Annotated[Path, typer.Option(help="Working folder of the refresh; the next version is OUT/pair.")],
     changes: Overrides = None,
     adapter: Adapter = None,
+    as_json: AsJson = False,
 ) -> None:
     """Train the drafter on for a changed target, from where it is, and write the next version."""
     from ..pair import Pair
     from ..pair.refresh import refresh as run
+    from .answers import PairBody, say
 
     loaded = Pair.load(pair)
-    console = Console()
+    require_folder(out)
+    console = console_for(as_json)
     made = run(loaded, loaded.load_target(target, adapter=adapter), out, changes or [], console=console)
     _print_pair(made, console)
+    if as_json:
+        say("refresh", PairBody.of(made))
 
 
 @app.command()
@@ -553,20 +653,32 @@ def gate(
     against: Annotated[Path, typer.Option(help="The baseline: a pair's or a report's folder.")],
     tolerance: Annotated[float, typer.Option(min=0, max=1, help="How far τ may fall, as a fraction.")] = 0.03,
     confidence: Annotated[float, typer.Option(min=0.5, max=0.999)] = 0.95,
+    junit: Annotated[Path | None, typer.Option(help="Also write a JUnit XML report to this file.")] = None,
+    markdown: Annotated[Path | None, typer.Option(help="Also write Markdown for a pull request to this file.")] = None,
+    as_json: AsJson = False,
 ) -> None:
     """For CI: exit code 1 if τ fell beyond the tolerance, with confidence."""
     from ..eval.reports.gate import gate as run
+    from ..eval.reports.gate_texts import to_junit, to_markdown
     from ..pair import Pair, gate_pairs
+    from .answers import GateBody, say
 
     if all((folder / "pair.json").is_file() for folder in (pair, against)):
         result = gate_pairs(Pair.load(pair), Pair.load(against), tolerance, confidence)
     else:
         result = run(_find_report(pair), _find_report(against), tolerance=tolerance, confidence=confidence)
-    console = Console(highlight=False, soft_wrap=True)
-    for i, line in enumerate(result.lines):
-        console.print(escape(line), style=("green" if result.passed else "red") if i == 0 else None)
-    if not result.passed:
-        raise typer.Exit(FINDING)
+    for file, text in ((junit, to_junit), (markdown, to_markdown)):
+        if file is not None:
+            write_atomically(file, text(result))
+    code = 0 if result.passed else FINDING
+    if as_json:
+        say("gate", GateBody.of(result), code)
+    else:
+        console = Console(highlight=False, soft_wrap=True)
+        for i, line in enumerate(result.lines):
+            console.print(escape(line), style=("green" if result.passed else "red") if i == 0 else None)
+    if code:
+        raise typer.Exit(code)
 
 
 def _find_report(folder: Path) -> Report:
@@ -581,13 +693,13 @@ def _find_report(folder: Path) -> Report:
 
 
 @app.command()
-def doctor(as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False) -> None:
+def doctor(as_json: AsJson = False) -> None:
     """Versions, device, memory, and what is missing for which feature."""
     from .doctor import examine, render
 
     found = examine()
     if as_json:
-        typer.echo(json.dumps(found, indent=2))
+        _answer("doctor", found)
     else:
         render(found, Console())
 
@@ -601,8 +713,22 @@ def quickstart(
     """
     from .quickstart import tell
 
+    require_folder(out)
     if not tell(out, Console()):
         raise typer.Exit(FINDING)
+
+
+def _show_examples(group: typer.Typer, prefix: str = "") -> None:
+    """Put the examples of every verb below its help."""
+    for command in group.registered_commands:
+        name = prefix + str(command.name or getattr(command.callback, "__name__", ""))
+        if name in EXAMPLES:
+            command.epilog = "\n\n".join(["[bold]Examples[/bold]", *map(escape, EXAMPLES[name])])
+
+
+registry.register(pair_app)
+_show_examples(app)
+_show_examples(pair_app, "pair ")
 
 
 def main() -> None:

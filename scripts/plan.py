@@ -14,7 +14,7 @@ from rich.text import Text
 from ..eval.reports.render import print_table
 from ..eval.reports.tables import Cell, Table, counted
 from ..ground import BadInputError
-from ..ground.files import readable_bytes
+from ..ground.disk import readable_bytes
 from ..ground.foreign import YAML, parse_yaml, read_text
 from ..train.planning import BANDWIDTH, COMPUTE, GPUS, ROOM, Needs
 
@@ -61,9 +61,10 @@ def _sharding(values: dict[str, Any], file: Path) -> str:
     kind = str(values["distributed_type"]).upper()
     if kind == "FSDP":
         return "fsdp"
-    deepspeed: Any = values.get("deepspeed_config")
-    zero = kind == "DEEPSPEED" and isinstance(deepspeed, dict)
-    stage = _count(deepspeed, "zero_stage", 0, file) if zero else 0
+    deepspeed = values.get("deepspeed_config")
+    stage = 0
+    if kind == "DEEPSPEED" and isinstance(deepspeed, dict):
+        stage = _count(deepspeed, "zero_stage", 0, file)
     return f"zero{stage}" if stage else "none"
 
 

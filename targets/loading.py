@@ -21,7 +21,7 @@ from .tokenizers import tokenizer_of
 from .vetting import check_files, is_local, without_questions
 
 EMBEDDED = "embedded"
-_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
+PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 
 
 def load_model_and_tokenizer(
@@ -101,7 +101,7 @@ def refuse_pickles(folder: Path) -> None:
     """Raise BadInputError if `folder` holds no safetensors: neither pickled weights nor none at all are read."""
     if any(folder.glob("*.safetensors")):
         return
-    pickled = [file.name for pattern in _PICKLES for file in folder.glob(pattern)]
+    pickled = [file.name for pattern in PICKLES for file in folder.glob(pattern)]
     if pickled:
         raise BadInputError(
             f"{folder}: {pickled[0]} is a pickle, which can run code when loaded; Outrider reads safetensors only. "

@@ -12,12 +12,13 @@ from rich.console import Console
 
 from ..ground import OutriderError
 from ..ground.allocation import keep_large_blocks, remember_few_shapes
+from ..ground.signals import how, number_of, stop_with_launcher, stoppable
 from ..recipes import load_recipe
 from .trainer import TrainingInterruptedError, train
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Train a recipe; returns the exit code (0 fine, 2 bad input, 3 incompatible, 130 interrupted)."""
+    """Train a recipe; returns the exit code (0 fine, 2 bad input, 3 incompatible, 130, 143 or 129 stopped)."""
     parser = argparse.ArgumentParser(
         prog="python -m outrider.train", description="Train a drafter for a target, as a recipe says."
     )
@@ -34,24 +35,24 @@ def main(arguments: list[str] | None = None) -> int:
     logging.getLogger("outrider").setLevel(logging.INFO if rank == "0" else logging.ERROR)
     keep_large_blocks()
     remember_few_shapes()
+    stop_with_launcher()
     return _run(given, "" if rank == "0" else f"[process {rank}] ")
 
 
 def _run(given: argparse.Namespace, prefix: str) -> int:
     try:
-        result = train(
-            load_recipe(given.recipe, given.overrides),
-            resume=not given.fresh,
-            console=None if prefix else Console(stderr=True),
-        )
+        with stoppable():
+            result = train(
+                load_recipe(given.recipe, given.overrides),
+                resume=not given.fresh,
+                console=None if prefix else Console(stderr=True),
+            )
     except OutriderError as error:
         return _say(f"{prefix}error: {error}", error.exit_code)
     except TrainingInterruptedError as stopped:
         return _say(f"{prefix}{stopped}", stopped.exit_code)
-    except KeyboardInterrupt:
-        return _say(
-            f"{prefix}interrupted; the last whole checkpoint is kept. Run the same command again to continue.", 130
-        )
+    except KeyboardInterrupt as error:
+        return _say(f"{prefix}{how(error)}. Run the same command again.", 128 + number_of(error))
     finally:
         _leave_group()
     tau = result.metrics.get("eval_tau")

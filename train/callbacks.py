@@ -1,4 +1,4 @@
-"""What watches the training loop: shuffling per epoch, the finite guard, Ctrl-C, and the progress line."""
+"""What watches the training loop: shuffling per epoch, the finite guard, requests to stop, and the progress line."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import logging
 import math
 import re
 import signal
-import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from transformers.trainer_callback import ProgressCallback
 
 from ..ground import BadInputError
+from ..ground.signals import ECHO, StoppedError, listening
 from .data import Order
 
 _log = logging.getLogger(__name__)
@@ -39,17 +40,42 @@ class EpochOrder(TrainerCallback):
         self.order.set_epoch(int(state.epoch or 0))
 
 
+@dataclass
+class Step:
+    """What an optimizer step has learned from so far.
+
+    Attributes:
+        loss: the sum of its micro-batches' losses, `[]`.
+        inputs: the micro-batches, as the collator makes them.
+    """
+
+    loss: Tensor
+    inputs: list[dict[str, Tensor]] = field(default_factory=list)
+
+    def add(self, inputs: dict[str, Tensor], loss: Tensor) -> None:
+        """Add a micro-batch."""
+        self.inputs.append(inputs)
+        self.loss = self.loss + loss.detach()
+
+
 class FiniteGuard(TrainerCallback):
     """A callback that stops before an optimizer step whose loss or gradient is not finite: the weights stay good.
 
     Args:
-        loss: gives the loss of the step about to be applied.
+        take: gives the step about to be applied, and begins the next one.
+        describe: says which rows a step learned from, and what is wrong with them.
         last_good: the last whole checkpoint, if there is one.
         scaled: True under fp16, whose gradient scaler expects and skips overflowing steps itself.
     """
 
-    def __init__(self, loss: Callable[[], Tensor], last_good: Callable[[], Path | None], scaled: bool):
-        self.loss, self.last_good, self.scaled = loss, last_good, scaled
+    def __init__(
+        self,
+        take: Callable[[], Step],
+        describe: Callable[[Step], str],
+        last_good: Callable[[], Path | None],
+        scaled: bool,
+    ):
+        self.take, self.describe, self.last_good, self.scaled = take, describe, last_good, scaled
 
     def on_pre_optimizer_step(
         self,
@@ -60,13 +86,13 @@ class FiniteGuard(TrainerCallback):
         **kwargs: Any,
     ) -> None:
         gradients = [] if self.scaled or model is None else [p.grad for p in model.parameters() if p.grad is not None]
-        loss = self.loss()
-        norm = nn.utils.get_total_norm(gradients) if gradients else torch.zeros_like(loss)
-        found = torch.stack([loss, norm.to(loss)]).tolist()
+        taken = self.take()
+        norm = nn.utils.get_total_norm(gradients) if gradients else torch.zeros_like(taken.loss)
+        found = torch.stack([taken.loss, norm.to(taken.loss)]).tolist()
         if not all(map(math.isfinite, found)):
-            raise BadInputError(self._message(args, state.global_step + 1, *found))
+            raise BadInputError(self._message(args, state.global_step + 1, self.describe(taken), *found))
 
-    def _message(self, args: TrainingArguments, step: int, loss: float, norm: float) -> str:
+    def _message(self, args: TrainingArguments, step: int, rows: str, loss: float, norm: float) -> str:
         what = f"the loss is {loss}" if not math.isfinite(loss) else f"the gradient's norm is {norm} (loss {loss:.4g})"
         advice = [
             f"lower training.learning_rate (now {args.learning_rate:g})",
@@ -79,44 +105,57 @@ class FiniteGuard(TrainerCallback):
             if kept
             else "No checkpoint yet."
         )
-        return f"training stopped before step {step}, which was not applied: {what}. Try: {'; '.join(advice)}. {after}"
+        return (
+            f"training stopped before step {step}, which was not applied: {what}. {rows} "
+            f"Try: {'; '.join(advice)}. {after}"
+        )
 
 
 class GracefulStop(TrainerCallback):
-    """A callback by which Ctrl-C ends the step in progress with a checkpoint; a second Ctrl-C ends at once.
+    """A callback by which a request to stop ends the step in progress with a checkpoint.
+
+    The requests are those of `ground.signals`. A second Ctrl-C ends at once; schedulers have SIGKILL for that.
 
     Attributes:
+        number: the signal that asked this process; 0 if none did.
         stopped_at: the step after which training was stopped; None if it was not.
     """
 
     def __init__(self, any_process: Callable[[bool], bool]):
         self.any_process = any_process
-        self.asked = False
+        self.number = 0
         self.stopped_at: int | None = None
+        self._since = 0.0
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        if threading.current_thread() is not threading.main_thread():
-            yield  # only the main thread may listen for signals
-            return
-        before = signal.signal(signal.SIGINT, self._ask)
-        try:
+        """Note inside what asks this process to stop."""
+        with listening(self._ask):
             yield
-        finally:
-            signal.signal(signal.SIGINT, before)
 
-    def _ask(self, number: int, frame: FrameType | None) -> None:
-        if self.asked:
-            raise KeyboardInterrupt
-        self.asked = True
-        _log.warning("stopping after this step, with a checkpoint; press Ctrl-C again to stop at once.")
+    def is_asked(self) -> bool:
+        """Tell whether any process was asked to stop. All of them must call this together."""
+        return self.any_process(self.number != 0)
+
+    def _ask(self, number: int) -> None:
+        now = time.monotonic()
+        if not self.number:
+            self.number, self._since = number, now
+            again = "; press Ctrl-C again to stop at once" if number == signal.SIGINT else ""
+            _log.warning("%s: stopping after this step, with a checkpoint%s.", signal.Signals(number).name, again)
+        elif number == signal.SIGINT and now - self._since > ECHO[signal.SIGINT]:
+            raise StoppedError(number=number)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         # Signals reach the processes at different steps; they must stop at the same one.
-        if self.any_process(self.asked) and state.global_step < state.max_steps:
-            self.stopped_at = state.global_step
+        if self.is_asked():
             control.should_evaluate = False
-            control.should_save = control.should_training_stop = True
+            self.stop(state, control)
+
+    def stop(self, state: TrainerState, control: TrainerControl) -> None:
+        """End the training after the step that was just taken, with a checkpoint."""
+        self.stopped_at = state.global_step
+        control.should_save = control.should_training_stop = True
 
 
 class Progress(ProgressCallback):

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel, TrainingArguments
 
 from ..distill.responses import data_folder
 from ..ground import BadInputError
+from ..ground.disk import require_folder
 from ..heads import HEADS, Drafter
 from ..heads.losses import divergence
 from ..recipes import DataSpec, JointSpec, Recipe
@@ -40,6 +41,8 @@ def check(recipe: Recipe, drafter: Drafter | None = None, seconds: float | None 
     check_learns(drafter_class)
     check_writes(drafter_class, recipe.data)
     args = training_arguments(recipe)
+    if args.process_index == 0:
+        require_folder(recipe.output_folder)
     check_number_of_processes(args)
     check_kind_of_processes(args)
     check_drafter_is_whole(args)

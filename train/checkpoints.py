@@ -14,9 +14,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from safetensors import SafetensorError
+from transformers import TrainingArguments
 
-from ..ground import BadInputError, Refusal, digests
-from ..ground.files import read_json, readable_bytes
+from ..ground import Refusal, digests
+from ..ground.disk import CannotWriteError, failure, readable_bytes
+from ..ground.files import read_json
 from ..ground.replacing import move
 
 PREFIX = "checkpoint-"
@@ -85,6 +87,16 @@ def last_complete(folder: Path) -> Path | None:
     return None
 
 
+def what_is_kept(args: TrainingArguments) -> str:
+    """Return a sentence that says what a training which ends now leaves to continue from."""
+    good = last_complete(Path(args.output_dir or ""))
+    if good is not None:
+        return f"The last good checkpoint is {good}."
+    if args.save_strategy == "no":
+        return "Nothing of the training was kept: training.save_strategy is 'no'."
+    return "There is no checkpoint yet."
+
+
 def remove_broken(folder: Path, after: Path | None) -> None:
     """Delete what was skipped on the way to the whole checkpoint `after`: the training writes it anew."""
     for found in checkpoints(folder):
@@ -120,12 +132,14 @@ def explained(folder: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, RuntimeError, SafetensorError) as error:
-        free = readable_bytes(shutil.disk_usage(folder.parent).free)
+        if not folder.parent.exists() and (gone := failure(error, folder)) is not None:
+            raise CannotWriteError(gone.what, "No checkpoint is left.", gone.advice) from error
+        free = readable_bytes(shutil.disk_usage(folder.parent).free) if folder.parent.exists() else "nothing"
         shutil.rmtree(folder, ignore_errors=True)
         good = last_complete(folder.parent)
-        kept = f"The last good checkpoint is {good}" if good else "There is no earlier checkpoint"
         what = str(error).strip().splitlines()[0]
-        raise BadInputError(
-            f"{folder} could not be written: {what} ({free} free on that disk). {kept}. Make room there, then run the "
-            "same command again: it continues."
+        raise CannotWriteError(
+            f"{folder} could not be written: {what} ({free} free on that disk).",
+            f"The last good checkpoint is {good}." if good else "There is no earlier checkpoint.",
+            "Make room there, then run the same command again: it continues.",
         ) from error

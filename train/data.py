@@ -16,10 +16,11 @@ from typing import Any, Protocol
 import datasets
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset, Sampler
+from torch.utils.data import Dataset, Sampler, get_worker_info
 
 from ..distill.features import FeatureStore
 from ..ground import BadInputError, IncompatibleError
+from ..ground.signals import let_parent_decide
 from ..heads import TargetBatch
 from ..targets import Target
 
@@ -58,6 +59,11 @@ class Rows(Dataset):
         ]
         return {"index": index, "input_ids": tokens, "labels": labels}
 
+    def names(self, indices: Sequence[int]) -> str:
+        """Return the ids of rows of the table, for a sentence."""
+        ids = [str(self.table[i]["id"]) for i in indices if i != EMPTY]
+        return f"the rows {', '.join(ids[:8])}" + (f" and {len(ids) - 8} more" if len(ids) > 8 else "")
+
     def prompt(self, index: int) -> list[int]:
         """Return what stands before the first response of row `index` of the table."""
         row = self.table[index]
@@ -66,6 +72,8 @@ class Rows(Dataset):
 
 def collate(rows: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
     """Return `input_ids` and `labels` `[B, T]`, padded on the right, and `index` `[B]`."""
+    if get_worker_info() is not None:  # a loader's worker, whose first work this is
+        let_parent_decide()
     length = max(len(row["input_ids"]) for row in rows)
     return {
         "input_ids": torch.tensor([row["input_ids"] + [0] * (length - len(row["input_ids"])) for row in rows]),

@@ -249,7 +249,7 @@ class JointBatches:
             return JointBatch(self.target, tokens, supervised, before.hidden, before.last)
         with torch.autocast(tokens.device.type, self.precision, enabled=self.precision is not None):
             out = self.target.forward(tokens, taps=self.taps, logits=False)
-        return JointBatch(self.target, tokens, supervised, out.hidden, out.last, before.last)
+        return JointBatch(self.target, tokens, supervised, out.hidden, out.last, original=before.last)
 
 
 class Joint(nn.Module):

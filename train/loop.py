@@ -28,7 +28,7 @@ from ..ground import BadInputError
 from ..heads import Drafter, DrafterLoss, load_drafter
 from . import checkpoints, muon
 from .budget import TimeBudget, saved_clock
-from .callbacks import EpochOrder, FiniteGuard, GracefulStop, LogLines, Progress
+from .callbacks import EpochOrder, FiniteGuard, GracefulStop, LogLines, Progress, Step
 from .data import IGNORED, Batches, Order, Rows, collate
 from .hooks import HookedTrainer
 from .joint import ADAPTER, Joint, Stages
@@ -64,7 +64,7 @@ class DrafterTrainer(HookedTrainer):
         joint: the drafter and what is trained with it; None for the drafter alone.
 
     Attributes:
-        stop: whether and where Ctrl-C ended the training.
+        stop: whether and where a request to stop ended the training.
         budget: None without `seconds`.
     """
 
@@ -87,7 +87,7 @@ class DrafterTrainer(HookedTrainer):
         self.lessons, self.joint = lessons, joint
         self.together = Together(args, self.accelerator)
         self._sums = Sums()
-        self._step_loss = torch.zeros((), device=args.device)
+        self._step = Step(torch.zeros((), device=args.device))
         self._checked_counts = False
         self.stop = GracefulStop(self.together.any)
         self.budget = None if seconds is None else TimeBudget(seconds, args, self.together.mean)
@@ -99,7 +99,7 @@ class DrafterTrainer(HookedTrainer):
         if self.joint is not None:
             self.add_callback(Stages(self.joint.adapter, self.joint.spec.heads_first))
         is_scaled = getattr(self.accelerator, "scaler", None) is not None
-        self.add_callback(FiniteGuard(self._take_step_loss, self.last_good, is_scaled))
+        self.add_callback(FiniteGuard(self._take_step, self._describe, self.last_good, is_scaled))
         if self.budget is not None:
             self.add_callback(self.budget)
             self.remove_callback(PrinterCallback)
@@ -202,7 +202,9 @@ class DrafterTrainer(HookedTrainer):
         num_items_in_batch: Tensor | int | None = None,
     ) -> Tensor | tuple[Tensor, DrafterLoss]:
         """Return this micro-batch's share of the global batch's mean loss."""
-        loss: DrafterLoss = model(self.lessons.batches.of(inputs))
+        batch = self.lessons.batches.of(inputs)
+        batch.step = self.args.seed * 1_000_003 + self.state.global_step
+        loss: DrafterLoss = model(batch)
         if not self._checked_counts:
             assert int(loss.count) == int((inputs["labels"] != IGNORED).sum()), (
                 "a drafter must count the positions that the collator labels"
@@ -215,12 +217,22 @@ class DrafterTrainer(HookedTrainer):
         # Data parallelism averages gradients over processes; the items were counted over all of them.
         processes = self.accelerator.num_processes if self.args.average_tokens_across_devices else 1
         value = loss.total * (processes / items.clamp(min=1))
-        self._step_loss = self._step_loss + value.detach()
+        self._step.add(inputs, value)
         return (value, loss) if return_outputs else value
 
-    def _take_step_loss(self) -> Tensor:
-        taken, self._step_loss = self._step_loss, torch.zeros_like(self._step_loss)
+    def _take_step(self) -> Step:
+        taken, self._step = self._step, Step(torch.zeros_like(self._step.loss))
         return taken
+
+    @torch.no_grad()
+    def _describe(self, step: Step) -> str:
+        """Say which rows of this process a step learned from, and whether the target made no numbers of them."""
+        for inputs in step.inputs if not self.lessons.batches.target.sharded else []:
+            if not bool(self.lessons.batches.of(inputs).last.isfinite().all()):
+                names = self.lessons.training.names(inputs["index"].tolist())
+                return f"The target's own hidden states of {names} are not finite: look at the target, or its features."
+        indices = [i for inputs in step.inputs for i in inputs["index"].tolist()]
+        return f"It would have learned from {self.lessons.training.names(indices)}."
 
     # ------------------------------------------------------------ logging and evaluation
 
@@ -249,13 +261,24 @@ class DrafterTrainer(HookedTrainer):
         model = self.model_for_evaluation()
         model.eval()
         self.callback_handler.eval_dataloader = dataloader
-        sums = Sums()
+        sums, may_stop = Sums(), self._may_cut_evaluation()
         for inputs in dataloader:
+            if may_stop and self.stop.is_asked():
+                self.stop.stop(self.state, self.control)
+                return EvalLoopOutput((), None, {}, 0)  # type: ignore[arg-type]
             sums.add_loss(model(self.lessons.batches.of(self.on_device(inputs))))
             self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
         metrics = {f"{metric_key_prefix}_{name}": value for name, value in sums.means(self.together.sum).items()}
         rows = len(self.lessons.held_out)
         return EvalLoopOutput((), None, metrics, rows)  # type: ignore[arg-type]
+
+    def _may_cut_evaluation(self) -> bool:
+        """Tell whether a request to stop may end an evaluation: it may not where the training's course depends on it.
+
+        An evaluation can take longer than a scheduler's grace. (After the training nobody listens through `stop`.)
+        """
+        decides = self.args.metric_for_best_model is not None or self.args.lr_scheduler_type == "reduce_lr_on_plateau"
+        return self.is_in_train and not decides
 
     # ------------------------------------------------------------ checkpoints
 

@@ -12,8 +12,10 @@
 from __future__ import annotations
 
 import logging
+import signal
 import time
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +29,8 @@ from transformers import PreTrainedModel, TrainingArguments, set_seed
 from ..distill.features import FeatureStore
 from ..distill.responses import distill, load_responses
 from ..ground.digests import save_whole
+from ..ground.disk import keeping
+from ..ground.signals import StoppedError, how, number_of
 from ..heads import Drafter
 from ..recipes import Recipe
 from ..targets import Target
@@ -45,10 +49,8 @@ from .warmstart import made_for
 _log = logging.getLogger(__name__)
 
 
-class TrainingInterruptedError(KeyboardInterrupt):
-    """Ctrl-C during training, after a checkpoint was saved. The message says how to continue."""
-
-    exit_code = 130
+class TrainingInterruptedError(StoppedError):
+    """A training that was asked to stop. The message says what is kept, and how to continue."""
 
 
 @dataclass
@@ -97,10 +99,10 @@ def train(
         BadInputError: anything in the recipe or the launch that cannot work, before any model is loaded; another
             training in this output; files of it that were altered; a loss that is not finite; a disk that is full.
         IncompatibleError: data or a drafter made for another target.
-        TrainingInterruptedError: Ctrl-C; a checkpoint was saved.
+        TrainingInterruptedError: Ctrl-C, SIGTERM or SIGHUP; within the loop, a checkpoint was saved.
     """
     args = check(recipe, drafter, seconds)
-    with alone_in(recipe.output_folder, args):
+    with _end_explained(args), alone_in(recipe.output_folder, args):
         if seconds is not None:
             follow_clock(args)
         start = _starting_point(recipe, args, resume, seconds)
@@ -111,6 +113,20 @@ def train(
         with adapted(target, recipe.joint, args.seed) as adapter:
             trainer = training.trainer(data, drafter, adapter)
             return training.finish(trainer, data, start)
+
+
+@contextmanager
+def _end_explained(args: TrainingArguments) -> Iterator[None]:
+    """Say what is kept when the training is asked to stop, or cannot write, inside."""
+    try:
+        with keeping(lambda: checkpoints.what_is_kept(args)):
+            yield
+    except TrainingInterruptedError:
+        raise
+    except KeyboardInterrupt as error:
+        raise TrainingInterruptedError(
+            f"{how(error)}. {checkpoints.what_is_kept(args)} Run the same command again to continue.", number_of(error)
+        ) from error
 
 
 def _starting_point(recipe: Recipe, args: TrainingArguments, resume: bool, seconds: float | None) -> Path | None:
@@ -241,7 +257,8 @@ class _Training:
         if trainer.stop.stopped_at is not None:
             raise TrainingInterruptedError(
                 f"stopped after step {trainer.stop.stopped_at}; saved in {trainer.last_good()}. Run the same command "
-                "again to continue."
+                "again to continue.",
+                trainer.stop.number or signal.SIGTERM,  # another process was asked
             )
         return result.global_step, dict(result.metrics)
 

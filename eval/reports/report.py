@@ -72,12 +72,14 @@ class ContestantInfo(Model):
 
     Attributes:
         kind: drafter, plain or generate.
+        digest: the drafter's identity by content; None for the target alone.
         verify: the rule that was asked for. shape: the plan in words.
     """
 
     name: str
     kind: str
     drafter: str | None = None
+    digest: str | None = None
     depth: int | None = None
     width: int = 1
     nodes: int | None = None

@@ -9,7 +9,7 @@ Two layouts, N the target's layers (`{layer}` stands for the tensors of a decode
 
 Both project [embedding; hidden], and read the target's hidden state after its final norm (vLLM's and transformers' code
 agree). `transformers` does not load these tensors with the target, and does not save them: the checkpoint must be the
-published one. (pair/mtp_native.py writes them back.)
+published one. (formats/mtp.py writes them back.)
 """
 
 from __future__ import annotations

@@ -160,6 +160,9 @@ def test_the_most_probable_token_survives_every_filter():
     ("field", "value"),
     [
         ("temperature", -1),
+        ("temperature", 1e-38),
+        ("temperature", float("inf")),
+        ("temperature", float("nan")),
         ("top_k", 0),
         ("top_p", 0),
         ("top_p", 1.5),

@@ -115,6 +115,7 @@ def test_a_later_override_wins(tmp_path: Path) -> None:
         ("data.holdout=1", "data.holdout: expected a value < 1.0, found 1."),
         ("data.sampling.top_p=0", "data.sampling.top_p: expected a value > 0.0, found 0."),
         ("data.sampling.temperature=.nan", "data.sampling.temperature: expected"),
+        ("eval.temperatures=[1.0e-38]", "expected 0 (greedy), or from 0.0001 to 10000, found 1e-38"),
         ("data.prompts=[]", "data.prompts: expected at least one entry, found []."),
         ("data.prompts=a.jsonl", "data.prompts: expected a list, found 'a.jsonl'."),
         ("data.prompts=[a, 3]", "data.prompts[1]: expected text, found 3."),

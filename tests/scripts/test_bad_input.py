@@ -121,6 +121,15 @@ def test_usage_errors_end_with_2(outrider: Command) -> None:
         assert result.exit_code == 2, (arguments, result.output)
 
 
+@pytest.mark.parametrize("verb", ["eval", "tune", "generate"])
+@pytest.mark.parametrize("value", ["1e-38", "inf", "nan"])
+def test_a_temperature_that_no_logits_can_be_divided_by_is_refused(outrider: Command, verb: str, value: str) -> None:
+    """Before anything is read: the pair does not exist."""
+    result = outrider(verb, "nowhere", *(["text"] if verb == "generate" else []), "--temperature", value)
+    assert result.exit_code == 2
+    assert "from 0.0001 to 10000" in " ".join(result.stderr.replace("│", "").split())
+
+
 @pytest.mark.parametrize(
     "error",
     [
@@ -131,10 +140,12 @@ def test_usage_errors_end_with_2(outrider: Command) -> None:
 def test_a_full_disk_names_the_folder(
     outrider: Command, recipe_file: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
-    """Reported by the system, or only in the words of a library."""
+    """Reported by the system, or only in the words of a library, which do not say where: no other folder is named."""
     raising(monkeypatch, error)
-    folder = "/somewhere/run/data" if isinstance(error, OSError) else str(Path.cwd())
-    refused(outrider("distill", recipe_file), 2, "the disk is full", folder, "what was finished before is kept")
+    place = "the disk that holds /somewhere/run/data is full" if isinstance(error, OSError) else "a disk is full"
+    result = outrider("distill", recipe_file)
+    refused(result, 2, place, "No space left on device", "Free some space")
+    assert str(Path.cwd()) not in result.stderr
 
 
 def test_a_fault_of_ours_is_not_mistaken_for_a_finding(
@@ -163,8 +174,9 @@ def raising(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
     monkeypatch.setattr("outrider.distill.distill", fail)
 
 
-def test_ctrl_c_ends_with_130_and_the_same_command_goes_on(
-    outrider: Command, recipe_file: Path, tmp_path: Path
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_ends_with_its_code_and_the_same_command_goes_on(
+    outrider: Command, recipe_file: Path, tmp_path: Path, number: int, code: int
 ) -> None:
     """A real signal to a real process in the middle of distilling; then the rest, here."""
     longer = ["data.max_new_tokens=60", "data.batch_size=1", "data.limit=4"]
@@ -172,9 +184,9 @@ def test_ctrl_c_ends_with_130_and_the_same_command_goes_on(
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     partial = tmp_path / "run" / "data.partial"
     wait_for(lambda: any(partial.glob("0*.jsonl")), process)
-    process.send_signal(signal.SIGINT)
+    process.send_signal(number)
     _, said = process.communicate(timeout=60)
-    assert process.returncode == 130, said
+    assert process.returncode == code, said
     assert "what was done is kept" in said
     assert "Traceback" not in said
     kept = {f.name: f.read_bytes() for f in partial.glob("0*.jsonl")}

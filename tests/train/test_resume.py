@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import resource
@@ -227,12 +228,27 @@ def test_a_loss_that_is_not_finite_stops_before_the_step(
     in_call(monkeypatch, 6, act)
     with pytest.raises(
         BadInputError,
-        match=rf"before step 6, .*{seen}.*training.learning_rate \(now 0.003\).*max_grad_norm.*checkpoint-4;",
+        match=rf"before step 6, .*{seen}.* learned from the rows row-\d+, .*"
+        r"training.learning_rate \(now 0.003\).*max_grad_norm.*checkpoint-4;",
     ) as raised:
         train(recipe(), target)
     assert raised.value.exit_code == 2
     kept = load_drafter(folders.last_complete(recipe().output_folder / "checkpoints"), target)
     assert all(p.isfinite().all() for p in kept.parameters())
+
+
+def test_a_target_whose_states_are_not_finite_is_blamed_for_the_loss(
+    recipe: MakeRecipe, target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forward = target.forward
+
+    def broken(*args: Any, **kwargs: Any) -> Any:
+        out = forward(*args, **kwargs)
+        return dataclasses.replace(out, last=out.last * float("nan"))
+
+    monkeypatch.setattr(target, "forward", broken)
+    with pytest.raises(BadInputError, match=r"before step 1, .*The target's own hidden states of the rows row-\d+, "):
+        train(recipe(), target)
 
 
 def test_too_high_a_learning_rate_ends_with_exit_code_2(

@@ -1,0 +1,125 @@
+"""Requests to stop: Ctrl-C, and the signals by which schedulers and closed terminals ask for the same.
+
+Slurm and Kubernetes send SIGTERM, and SIGKILL after a grace (30 seconds, unless told otherwise); a terminal that closes
+sends SIGHUP. One request often arrives more than once: a scheduler signals every process of a job, and a launcher
+passes on what it got. So a repeated SIGTERM or SIGHUP means nothing more, and a repeated Ctrl-C only after a moment.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+Handler = Callable[[int], None]
+
+# In the order of how common they are; Windows knows the first two.
+_NAMES = ("SIGINT", "SIGTERM", "SIGHUP")
+STOPPING = tuple(getattr(signal, name) for name in _NAMES if hasattr(signal, name))
+# Seconds in which a repeated signal is an echo of the first.
+ECHO = {signal.SIGINT: 1.0}
+_LONG_ECHO = 5.0
+_PR_SET_PDEATHSIG = 1
+
+
+class StoppedError(KeyboardInterrupt):
+    """A signal asked this process to stop; the message says what was kept.
+
+    Attributes:
+        number: the signal.
+    """
+
+    def __init__(self, message: str = "", number: int = signal.SIGINT):
+        super().__init__(message)
+        self.number = number
+
+    @property
+    def exit_code(self) -> int:
+        """The exit code that shells give a process ended by this signal: 130, 143, 129."""
+        return 128 + self.number
+
+
+def how(error: KeyboardInterrupt) -> str:
+    """Return how a process was asked to stop, such as `stopped by SIGTERM`."""
+    number = number_of(error)
+    return "interrupted" if number == signal.SIGINT else f"stopped by {signal.Signals(number).name}"
+
+
+def number_of(error: KeyboardInterrupt) -> int:
+    """Return the signal that `error` stands for."""
+    return error.number if isinstance(error, StoppedError) else int(signal.SIGINT)
+
+
+@contextmanager
+def listening(handler: Handler) -> Iterator[None]:
+    """Call `handler` with the number of each signal that asks to stop, inside.
+
+    A signal that is ignored when this begins stays ignored: that is what `nohup` is for. Only the main thread may
+    listen; in another one, nothing changes.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def called(number: int, _frame: FrameType | None) -> None:
+        handler(number)
+
+    before = {number: signal.getsignal(number) for number in STOPPING}
+    heard = [number for number, old in before.items() if old not in (signal.SIG_IGN, None)]
+    for number in heard:
+        signal.signal(number, called)
+    try:
+        yield
+    finally:
+        for number in heard:
+            signal.signal(number, before[number])
+
+
+@contextmanager
+def stoppable() -> Iterator[None]:
+    """Raise a StoppedError inside, at the first signal that asks to stop; its echoes do not disturb the clean-up."""
+    since = -_LONG_ECHO
+
+    def stop(number: int) -> None:
+        nonlocal since
+        now = time.monotonic()
+        if now - since >= ECHO.get(signal.Signals(number), _LONG_ECHO):
+            since = now
+            raise StoppedError(number=number)
+
+    with listening(stop):
+        yield
+
+
+def let_parent_decide() -> None:
+    """Leave requests to stop to the parent process, in a worker that loads data for it.
+
+    A scheduler signals workers, too; one that ended would take the training with it, before that has saved anything.
+    Their parent ends them by SIGTERM, if all else fails: the second one counts.
+    """
+    asked = 0
+
+    def second(_number: int, _frame: FrameType | None) -> None:
+        nonlocal asked
+        asked += 1
+        if asked > 1:
+            os._exit(0)
+
+    for number in STOPPING:
+        signal.signal(number, second if number == signal.SIGTERM else signal.SIG_IGN)
+
+
+def stop_with_launcher() -> None:
+    """Ask Linux for a SIGTERM when the process that started this one ends.
+
+    `accelerate launch` with one process does not pass on what it gets: without this, a training whose launcher was
+    stopped would go on unseen, or be killed without a checkpoint.
+    """
+    if sys.platform.startswith("linux") and ("ACCELERATE_MIXED_PRECISION" in os.environ or "LOCAL_RANK" in os.environ):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0)

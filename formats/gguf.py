@@ -104,7 +104,9 @@ def read_gguf(file: Path) -> Any:
         BadInputError: it cannot be read.
     """
     try:
-        model = AutoModelForCausalLM.from_pretrained(str(file.parent), gguf_file=file.name, dtype=torch.float32)
+        model = AutoModelForCausalLM.from_pretrained(
+            str(file.parent), gguf_file=file.name, dtype=torch.float32, trust_remote_code=False
+        )
     except (OSError, ValueError, KeyError) as error:
         raise BadInputError(f"{file}: cannot be read as GGUF ({str(error).splitlines()[0]}).") from error
     return model.eval().requires_grad_(False)

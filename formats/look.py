@@ -5,7 +5,6 @@ Nothing is run. Shapes: H hidden size, V target vocabulary.
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 from safetensors import safe_open
 from torch import Tensor
 
+from ..ground import BadInputError
 from ..ground.files import read_json
 from ..targets import embedded_path
 from ..targets.loading import EMBEDDED
@@ -122,7 +122,6 @@ class Look:
 def _beside(file: Path) -> dict[str, Any]:
     """Return what a JSON file beside the weights says; {} if there is none, or not an object."""
     try:
-        values = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        return read_json(file)
+    except BadInputError:
         return {}
-    return values if isinstance(values, dict) else {}

@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import yaml
-
+from ..ground.foreign import parse_yaml
 from .manifest import RECIPE, TOKENIZER, Figure, Headline, Manifest
 
 _TOKENS = f"{TOKENIZER}/tokenizer.json"
@@ -83,7 +82,7 @@ def _vocabulary(text: str) -> dict[str, int]:
 
 
 def _recipe(one: Side, other: Side) -> Iterator[str]:
-    before, after = (dict(_flat(yaml.safe_load(side.read(RECIPE)) or {})) for side in (one, other))
+    before, after = (dict(_flat(parse_yaml(side.read(RECIPE), RECIPE) or {})) for side in (one, other))
     for key in sorted(before.keys() | after.keys()):
         if before.get(key) != after.get(key):
             yield f"{key}: {_shown(before, key)} → {_shown(after, key)}"

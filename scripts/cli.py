@@ -92,7 +92,8 @@ def exit_code(error: Exception) -> int | None:
     module = type(error).__module__.partition(".")[0]
     if module in ("typer", "click") or isinstance(error, BrokenPipeError):
         return None
-    return BAD_INPUT if is_disk_full(error) or _is_about_a_users_file(error) else FAULT
+    bad = isinstance(error, MemoryError) or is_disk_full(error) or _is_about_a_users_file(error)
+    return BAD_INPUT if bad else FAULT
 
 
 def _is_about_a_users_file(error: Exception) -> bool:
@@ -105,6 +106,11 @@ def said(error: Exception) -> str:
     """Return the sentence about an error that a user can do something about."""
     if isinstance(error, OutriderError):
         return str(error)
+    if isinstance(error, MemoryError):
+        return (
+            "there is not enough memory for the sizes that were asked for: look for one that is larger than it should "
+            "be in the recipe, the config or the command."
+        )
     named = error.filename if isinstance(error, OSError) else None
     if is_disk_full(error):
         place = "a disk" if named is None else f"the disk that holds {Path(named).resolve().parent}"

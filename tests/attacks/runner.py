@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 SECONDS, GIGABYTES = 10.0, 2.0
-_PATIENCE = 60.0  # seconds of the wall's clock: other processes may have the processor
+_PATIENCE = 240.0  # seconds of the wall's clock: other processes may have the processor
 _YES = b"y\nyes\nY\n1\n" * 50
 
 

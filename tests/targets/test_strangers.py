@@ -1,0 +1,243 @@
+"""Models, tokenizers and adapters of strangers: no code runs, no pattern hangs, and no memory is taken for sizes that
+the weights do not have.
+"""
+
+from __future__ import annotations
+
+import ast
+import io
+import json
+import os
+import struct
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+
+from outrider.ground import BadInputError, IncompatibleError, OutriderError, Refusal
+from outrider.heads import Eagle3, Eagle3Config, load_drafter
+from outrider.targets import Target, load_tokenizer
+from outrider.targets.stored import stored_tensors
+
+ROOT = Path(__file__).parents[2]
+LOADS = ("from_pretrained", "from_config")
+# Whose `from_pretrained` opens a config or weights only, and knows no code.
+WITHOUT_CODE = ("PeftModel", "made")
+
+
+@pytest.fixture
+def model(tmp_path: Path, tiny_llama: Callable[..., LlamaForCausalLM], tiny_tokenizer: PreTrainedTokenizerFast) -> Path:
+    tiny_llama(vocab=len(tiny_tokenizer)).save_pretrained(tmp_path / "model")
+    tiny_tokenizer.save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+@pytest.fixture
+def adapter(model: Path, tmp_path: Path) -> Path:
+    base = LlamaForCausalLM.from_pretrained(model)
+    get_peft_model(base, LoraConfig(r=4, target_modules=["q_proj", "v_proj"])).save_pretrained(tmp_path / "adapter")
+    return tmp_path / "adapter"
+
+
+def edit(file: Path, **changes: Any) -> None:
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+# ------------------------------------------------------------ code
+
+
+def test_every_loading_call_says_whether_code_may_run() -> None:
+    silent = []
+    rooms = [p for p in ROOT.iterdir() if (p / "py.typed").is_file()]
+    for file in sorted(f for room in rooms for f in room.rglob("*.py")):
+        for call in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if not (isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr in LOADS):
+                continue
+            said = any(word.arg == "trust_remote_code" for word in call.keywords)
+            if not said and ast.unparse(call.func.value) not in WITHOUT_CODE:
+                silent.append(f"{file.relative_to(ROOT)}:{call.lineno}")
+    assert silent == []
+
+
+@pytest.mark.parametrize("stdin", ["y\nyes\n1\n", "", None])
+def test_code_beside_a_tokenizer_never_runs_whatever_stdin_holds(
+    model: Path, tmp_path: Path, stdin: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdin", None if stdin is None else io.StringIO(stdin))
+    (model / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Evil: pass\n")
+    edit(model / "tokenizer_config.json", auto_map={"AutoTokenizer": ["evil.Evil", "evil.Evil"]})
+    load_tokenizer(model)
+    edit(model / "tokenizer_config.json", tokenizer_class="Evil")
+    for load in (load_tokenizer, Target.load):
+        with pytest.raises(BadInputError, match="custom code"):
+            load(model)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_tokenizer_that_loads_two_others_asks_nobody_and_is_refused(
+    model: Path, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The library's own call for them says nothing about code: it would ask on stdin."""
+    monkeypatch.setattr(sys, "stdin", io.StringIO("y\ny\ny\n"))
+    folder = tmp_path / "tokenizer"
+    tiny_tokenizer.save_pretrained(folder)
+    for part in ("question_encoder_tokenizer", "generator_tokenizer"):
+        tiny_tokenizer.save_pretrained(folder / part)
+        edit(
+            folder / part / "tokenizer_config.json", tokenizer_class="Evil", auto_map={"AutoTokenizer": ["e.E", "e.E"]}
+        )
+        for place in (folder, folder / part):
+            (place / "e.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass E: pass\n")
+    edit(folder / "tokenizer_config.json", tokenizer_class="RagTokenizer")
+    parts = {"question_encoder": {"model_type": "dpr"}, "generator": {"model_type": "bart"}}
+    (folder / "config.json").write_text(json.dumps({"model_type": "rag", **parts}))
+    with pytest.raises(OutriderError):
+        load_tokenizer(folder)
+    assert not (tmp_path / "ran").exists()
+
+
+# ------------------------------------------------------------ sizes
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"intermediate_size": 10**9}, "do not fit its config.json"),
+        ({"hidden_size": 2**20}, "do not fit its config.json"),
+        ({"vocab_size": 10**9}, "do not fit its config.json"),
+        ({"num_hidden_layers": 999}, "asks for a network of more than"),
+        ({"num_hidden_layers": 10**7}, "at most 1000"),
+        ({"num_hidden_layers": 10**12}, "at most 1000"),
+        ({"hidden_size": "large"}, "hidden_size"),
+        ({"_attn_implementation": "evil/kernel"}, "names code of the Hub"),
+    ],
+)
+def test_a_config_that_asks_for_more_than_its_weights_is_refused_at_once(
+    model: Path, changes: dict[str, Any], said: str
+) -> None:
+    edit(model / "config.json", **changes)
+    began = time.process_time()
+    with pytest.raises(OutriderError, match=said):
+        Target.load(model)
+    assert time.process_time() - began < 5
+
+
+def test_weights_relabelled_as_integers_are_refused(model: Path) -> None:
+    file = model / "model.safetensors"
+    content = file.read_bytes()
+    file.write_bytes(content.replace(b'"dtype":"F32"', b'"dtype":"I32"', 1))
+    with pytest.raises(IncompatibleError, match="is I32, expected floating-point numbers"):
+        Target.load(model)
+
+
+@pytest.mark.parametrize(
+    "changes", [{"num_layers": 10**7}, {"intermediate_size": 10**9}, {"draft_vocab_size": 2**31 - 1}]
+)
+def test_a_drafters_sizes_are_compared_with_its_file_before_memory_is_taken(
+    tiny_target: Target, tmp_path: Path, changes: dict[str, int]
+) -> None:
+    Eagle3.build(Eagle3Config(steps=2), tiny_target).save(tmp_path / "drafter")
+    config = tmp_path / "drafter" / "config.json"
+    if not changes.keys() <= json.loads(config.read_text()).keys():
+        pytest.skip("no such size")
+    edit(config, **changes)
+    with pytest.raises((IncompatibleError, BadInputError)):
+        load_drafter(tmp_path / "drafter", tiny_target)
+
+
+def test_a_drafters_integers_in_the_place_of_weights_are_refused(tiny_target: Target, tmp_path: Path) -> None:
+    Eagle3.build(Eagle3Config(steps=2), tiny_target).save(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    name = next(n for n, w in weights.items() if w.dtype == torch.float32)
+    save_file(weights | {name: weights[name].view(torch.int32)}, tmp_path / "model.safetensors")
+    with pytest.raises(IncompatibleError, match=r"is I32, expected torch\.float32"):
+        load_drafter(tmp_path, tiny_target)
+
+
+@pytest.mark.parametrize("length", [0, 1, 2**20, 2**33, 2**64 - 1])
+def test_a_header_of_another_length_is_refused(model: Path, length: int) -> None:
+    file = model / "model.safetensors"
+    file.write_bytes(struct.pack("<Q", length) + file.read_bytes()[8:])
+    with pytest.raises(Refusal, match="damaged or not a safetensors file"):
+        stored_tensors(file)
+
+
+def test_an_index_that_leads_out_of_its_folder_is_refused(model: Path) -> None:
+    weights = load_file(model / "model.safetensors")
+    (model / "model.safetensors").rename(model / "one.safetensors")
+    index = {"weight_map": dict.fromkeys(weights, "../model/one.safetensors")}
+    (model / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(Refusal, match="no plain weight_map"):
+        Target.load(model)
+
+
+def test_a_pipe_among_a_models_files_is_refused_and_never_waited_for(model: Path) -> None:
+    os.mkfifo(model / "generation_config.json.pipe")
+    with pytest.raises(Refusal, match="a pipe"):
+        Target.load(model)
+
+
+def test_an_adapter_in_a_models_folder_is_not_applied_without_a_word(model: Path, adapter: Path) -> None:
+    (model / "adapter_config.json").write_bytes((adapter / "adapter_config.json").read_bytes())
+    with pytest.raises(Refusal, match="Give the adapter as such"):
+        Target.load(model)
+
+
+# ------------------------------------------------------------ adapters
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"peft_type": "PROMPT_TUNING"}, "one of LORA"),
+        ({"peft_type": ["LORA"]}, "one of LORA"),
+        ({"megatron_config": {"x": 1}, "megatron_core": "evil"}, "megatron_config is"),
+        ({"layer_replication": [[0, 6]] * 100_000}, "layer_replication is"),
+        ({"corda_config": {"cache_file": "evil.pt"}, "init_lora_weights": "corda"}, "corda_config is"),
+        ({"init_lora_weights": "pissa"}, "changes the target's own weights"),
+        ({"r": 10**9}, "at most 1048576"),
+        ({"r": 2**20}, "does not fit"),
+        ({"r": 8}, "does not fit"),
+        ({"rank_pattern": {"q_proj": 2**20}}, "does not fit"),
+        ({"target_modules": "((a|a)*)*b"}, "repeats groups, or too much"),
+        ({"target_modules": r"(.*a){30}"}, "repeats groups, or too much"),
+        ({"target_modules": "a?" * 30 + "a" * 30}, "repeats groups, or too much"),
+        ({"target_modules": ["q_proj", "(x+x+)+y"]}, "repeats groups, or too much"),
+        ({"exclude_modules": "(" * 50}, "is no pattern"),
+        ({"alpha_pattern": {"(a+)+$": 2}}, "repeats groups, or too much"),
+        ({"target_modules": "x" * 5000}, "repeats groups, or too much"),
+        ({"target_modules": []}, "adapter"),
+    ],
+)
+def test_an_adapter_that_asks_for_more_than_merging_is_refused_at_once(
+    model: Path, adapter: Path, changes: dict[str, Any], said: str
+) -> None:
+    edit(adapter / "adapter_config.json", **changes)
+    began = time.process_time()
+    with pytest.raises(OutriderError, match=said):
+        Target.load(model, adapter=adapter)
+    assert time.process_time() - began < 10
+
+
+@pytest.mark.parametrize(
+    "modules",
+    [r".*\.(q|v)_proj", r"^model\.layers\.\d+\.self_attn\.(q_proj|v_proj)$", r".*[qv]_proj$", ["q_proj", "v_proj"]],
+)
+def test_patterns_that_people_write_are_read(model: Path, adapter: Path, modules: str | list[str]) -> None:
+    edit(adapter / "adapter_config.json", target_modules=modules)
+    Target.load(model, adapter=adapter)
+
+
+def test_an_adapter_without_some_of_its_weights_is_refused(model: Path, adapter: Path) -> None:
+    weights = load_file(adapter / "adapter_model.safetensors")
+    dropped = next(iter(weights))
+    save_file({n: w for n, w in weights.items() if n != dropped}, adapter / "adapter_model.safetensors")
+    with pytest.raises(IncompatibleError, match=f"missing {dropped}"):
+        Target.load(model, adapter=adapter)

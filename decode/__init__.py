@@ -1,6 +1,6 @@
 """How drafter and target run together, losslessly."""
 
-from .control import Control, Controller, Costs, expected_tokens
+from .control import Control, Controller, Costs, Schedule, expected_tokens
 from .engine import Decoder
 from .plan import Plan
 from .rules import LOSSLESS, LOSSY
@@ -22,6 +22,7 @@ __all__ = [
     "Plan",
     "Round",
     "Sampling",
+    "Schedule",
     "Tree",
     "best_tree",
     "depth_counts",

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor, nn
 
 from ..ground import BadInputError
 
@@ -45,7 +47,7 @@ class Costs:
         if min(t for _, t in self.verify) <= 0 or min(self.draft) < 0 or self.host < 0:
             raise BadInputError("costs: times must be positive.")
 
-    def verify_time(self, drafts: int) -> float:
+    def verify_time(self, drafts: float) -> float:
         """Return the time of a target pass over the root and `drafts` drafts."""
         widths, times = zip(*self.verify, strict=True)
         return float(np.interp(drafts, widths, times))
@@ -57,7 +59,7 @@ class Costs:
         step = self.draft[-1] - self.draft[-2] if len(self.draft) > 1 else 0.0
         return self.draft[-1] + step * (depth - len(self.draft) + 1)
 
-    def round_time(self, depth: int, nodes: int | None = None) -> float:
+    def round_time(self, depth: int, nodes: float | None = None) -> float:
         """Return the time of a whole round that drafts `depth` levels and verifies `nodes` drafts (None: a chain)."""
         return self.draft_time(depth) + self.verify_time(depth if nodes is None else nodes) + self.host
 
@@ -94,6 +96,8 @@ class Control:
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Control:
         """Build a control from what `to_dict` returned."""
+        if values.get("by") == "confidence":
+            return Schedule(Costs(**values["costs"]), values["rates"])
         return cls(**values | {"costs": Costs(**values["costs"])})
 
     def to_dict(self) -> dict[str, Any]:
@@ -104,6 +108,35 @@ class Control:
             "host": self.costs.host,
         }
         return {"costs": costs, "rates": list(self.rates), "weight": self.weight}
+
+
+@dataclass(frozen=True)
+class Schedule(Control):
+    """A rule for each round of a batch: of all rows' drafts those are verified of which the drafter is most sure.
+
+    Drafts are taken in the order of how probable they are to be reached and accepted, while the expected tokens per
+    second of the round rise; the first that does not raise them ends it (DSpark, arXiv 2607.05147). Only then is it
+    lossless: a search past that draft would look at confidences that know the tokens it decides about. For drafters
+    that tell their confidence; the depth of what is drafted is the plan's.
+    """
+
+    def lengths(self, reach: Tensor) -> Tensor:
+        """Return how many drafts of each row are verified, `[B]`.
+
+        Args:
+            reach: how probable each draft is to be reached and accepted; it falls along a row, `[B, N]`.
+        """
+        rows, drafts = reach.shape
+        sure, order = reach.flatten().double().sort(descending=True, stable=True)
+        seconds = [self.costs.round_time(drafts, m / rows) for m in range(rows * drafts + 1)]
+        gained = nn.functional.pad(sure.cumsum(0), (1, 0)) + rows
+        speed = gained / torch.tensor(seconds, dtype=torch.float64, device=reach.device)
+        rising = (speed[1:] > speed[:-1]).long().cumprod(0).bool()
+        taken = torch.zeros_like(rising).scatter(0, order, rising)
+        return taken.view(rows, drafts).sum(1)
+
+    def to_dict(self) -> dict[str, Any]:
+        return super().to_dict() | {"by": "confidence"}
 
 
 def _odds(rate: np.ndarray) -> np.ndarray:

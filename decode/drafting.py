@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from ..heads import NodeSession, Proposal
 from .rules import Pick, Rule
 from .sampling import (
     DRAFT,
@@ -50,8 +51,11 @@ class Chooser:
         rule: how the proposal will be verified; decides how tokens are picked.
         keys: of every draw; `keys.first` is the first token drafted.
         context: of that token, if there are processors.
-        confidence: a chain ends after the first token to which the drafter gives less than this; 0 for never.
+        confidence: a chain ends after the first token to which the drafter gives less than this; 0 for never. Where a
+            drafter tells its confidence (`expect`), before the first token that is reached with less than this.
         depth: tokens of the chain so far.
+        reach: how probable each token of the chain is to be reached and accepted, as the drafter told it (`expect`),
+            `[B]` each.
         probs: what tokens were drawn from: for a chain `[B, V]` per depth, for a tree `[B, W, V]` per pass.
         peaks: a number of each distribution, finite only if its logits are (see `finite`), `[B, 1 or W]` per pass.
         certain: which rows have not ended yet, `[B]`. lengths: tokens of each row so far, `[B]`. Both None without
@@ -66,6 +70,7 @@ class Chooser:
     depth: int = field(default=0, init=False)
     probs: list[Tensor] = field(default_factory=list, init=False)
     peaks: list[Tensor] = field(default_factory=list, init=False)
+    reach: list[Tensor] = field(default_factory=list, init=False)
     certain: Tensor | None = field(default=None, init=False)
     lengths: Tensor | None = field(default=None, init=False)
 
@@ -90,6 +95,16 @@ class Chooser:
             )
         return chosen
 
+    def expect(self, confidence: Tensor) -> None:
+        """Take note of how probable the token that is picked next is to be accepted if it is looked at, `[B]`.
+
+        It is a function of the tokens before that one, so a chain may end before it: the token itself decides nothing.
+        """
+        self.reach.append(self.reach[-1] * confidence if self.reach else confidence)
+        if self.confidence:
+            certain = self.reach[-1] >= self.confidence
+            self.certain = certain if self.certain is None else self.certain & certain
+
     def ended(self) -> bool:
         """Tell whether every row has had an uncertain token (read back from the device)."""
         return self.certain is not None and not bool(self.certain.any())
@@ -99,9 +114,11 @@ class Chooser:
 
         The uncertain token itself is still proposed: leaving it out would bias the text.
         """
-        if self.certain is None or self.lengths is None:
-            self.certain, self.lengths = torch.ones_like(chosen, dtype=torch.bool), torch.zeros_like(chosen)
-        self.lengths = self.lengths + self.certain
+        if self.certain is None:
+            self.certain = torch.ones_like(chosen, dtype=torch.bool)
+        self.lengths = self.certain + (torch.zeros_like(chosen) if self.lengths is None else self.lengths)
+        if self.reach:  # the drafter has told what decides
+            return
         self.certain = self.certain & (probs.gather(-1, chosen[:, None])[:, 0] >= self.confidence)
 
     def _pick(self, logits: Tensor) -> Tensor:
@@ -192,3 +209,22 @@ def _spread(logits: Tensor, token_ids: Tensor | None, vocab: int) -> Tensor:
         return logits
     whole = logits.new_full((*logits.shape[:-1], vocab), float("-inf"))
     return whole.scatter(-1, token_ids.expand_as(logits), logits)
+
+
+def propose_confidently(session: NodeSession, root: Tensor, depth: int, chooser: Chooser, asks: bool) -> Proposal:
+    """Draft a chain after `root` `[B]` with a session that says, before each token, how sure it is of it.
+
+    Args:
+        asks: whether the host may be asked if all rows have ended.
+    """
+    depth = min(depth, session.max_depth or depth)
+    logits, drafted = session.begin(root), list[Tensor]()
+    while True:
+        chooser.expect(session.confidence())
+        if drafted and asks and chooser.ended():
+            break
+        drafted.append(chooser(logits, session.output_ids))
+        if len(drafted) == depth:
+            break
+        logits = session.extend(drafted[-1][:, None])[:, 0]
+    return Proposal.chain(torch.stack(drafted, 1))

@@ -7,9 +7,12 @@ the next state's there.
 
 from __future__ import annotations
 
+import gc
 import logging
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Generic, Protocol, Self, TypeVar
 
 import torch
@@ -108,17 +111,20 @@ class Graphs(Generic[S, R]):
         inputs = [tensor.clone() for tensor in before]
         state = state.at(inputs)
         graph, on_gpu = torch.cuda.CUDAGraph(), self.device.type == "cuda"
-        stream = torch.cuda.Stream(self.device) if on_gpu else None
+        stream = _stream(self.device) if on_gpu else None
         outer = torch.cuda.current_stream(self.device) if on_gpu else None
         try:
             # The outer stream is taken up again even where a capture breaks off.
             with (
+                _no_collection(),
                 torch.cuda.device(self.device if on_gpu else -1),
                 torch.cuda.stream(outer),
                 torch.cuda.graph(graph, pool=self._pool, stream=stream),
             ):
                 after, result = work(state)
                 _copy(inputs, after.tensors())
+        except torch.OutOfMemoryError:
+            raise
         except RuntimeError as error:
             reason = str(error).splitlines()[0]
             _log.warning("rounds cannot be captured as CUDA graphs here, they run eagerly from now on: %s", reason)
@@ -128,6 +134,24 @@ class Graphs(Generic[S, R]):
         state.at(before)
         self._pool = self._pool or graph.pool()
         return _Graph(graph, inputs, result, work)
+
+
+@cache
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    """Return the stream on which everything of a device is captured: cuBLAS keeps a workspace for each stream."""
+    return torch.cuda.Stream(device)
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Keep Python from searching for cycles: what it frees on the way may call CUDA, which ends a capture."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _copy(places: list[Tensor], values: list[Tensor]) -> None:

@@ -24,6 +24,8 @@ class Plan:
         tree: a static tree instead; it decides the depth.
         verify: "auto", or the name of a rule (`decode.rules.RULES`); see `choose_rule`.
         confidence: a chain ends after the first draft that the drafter gives less probability than this; 0 for never.
+            A drafter that tells how sure it is before it draws (`Abilities.confident`) ends a chain before the first
+            draft that it takes to be reached and accepted with less than this.
         control: decides the depth of every round, up to `depth`, or that it drafts nothing (a tree is drafted
             whole or not at all).
     """

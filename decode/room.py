@@ -2,8 +2,8 @@
 
 Every pass reads a window of the caches, whatever its rows' lengths; windows come in a few sizes, and a graph serves one
 window, depth, plan and sampling (seeds and sequence ids are inputs). A round drafts, verifies, accepts, compacts and
-leaves the next round's inputs without the host; the host then reads what it emitted, once. Rows that have finished run
-on idly and are ignored.
+leaves the next round's inputs without the host; the host then reads what it emitted, once. Where the host itself makes
+the proposal, of the text alone, it is an input. Rows that have finished run on idly and are ignored.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ..heads import Drafter, EmptySession, Session
 from ..targets import RaggedCache, Target
 from ..targets.weights import weight_versions
 from .graphs import Graphs
-from .round import Outcome, RoundState, Setup, absorb, play
+from .round import Drafted, Outcome, RoundState, Setup, absorb, play, verify
 
 _LEAST = 256
 
@@ -56,10 +56,13 @@ class Room:
         self.length, self.spare = window_of(length), spare
         self.cache: RaggedCache = target.new_cache(rows, self.length)
         self.session = self._open()
-        self.graphs: Graphs[RoundState, Outcome] = Graphs(target.device, target.device.type == "cuda")
+        captures = target.device.type == "cuda"
+        self.graphs: Graphs[RoundState, Outcome] = Graphs(target.device, captures)
+        self.proposed: Graphs[Drafted, Outcome] = Graphs(target.device, captures)  # where the host makes proposals
         self._weights = self._weights_now()
         self._pinned: Tensor | None = None
         self._idle: tuple[tuple[int, ...], Tensor] = ((), self.cache.lengths)
+        self._proposing = list(range(rows))  # rows that a session of texts still has
 
     def _open(self) -> Session:
         if self.drafter is None:
@@ -82,6 +85,9 @@ class Room:
         A drafter that was trained on in between starts over: its session may hold what it made of its weights.
         """
         self.cache.reset()
+        if self.drafter is not None and self.drafter.abilities.from_text:
+            self.session, self._proposing = self._open(), list(range(self.cache.batch_size))
+            return
         if self._weights != (now := self._weights_now()):
             self.graphs.clear()
             self.session = EmptySession()  # the old one's memory is freed before more is asked for
@@ -110,17 +116,17 @@ class Room:
             cache.window = window
             if idle:  # what an idle row writes must stay inside the window, and its positions inside the context
                 cache.lengths.masked_fill_(self._mask(tuple(idle)), 1)
-        state, outcome = self._graphed(setup, state, depth, window)
+        if setup.abilities.from_text:
+            state, outcome = self._of_text(setup, state, depth, window, idle)
+        else:
+            state, outcome = self._graphed(setup, state, depth, window)
         packed = self._read(outcome.packed)
         known = zip(self.cache.host_lengths, packed, strict=True)
         self.cache.host_lengths = [1 if r in idle else length + row[-3] + 1 for r, (length, row) in enumerate(known)]
         return state, packed, outcome.rule
 
     def _graphed(self, setup: Setup, state: RoundState, depth: int, window: int) -> tuple[RoundState, Outcome]:
-        drawing = setup.drawing
-        sampling = replace(drawing.sampling, seed=0)  # a seed is an input
-        ends = None if drawing.processors is None else drawing.processors.eos
-        key: Hashable = (depth, window, setup.plan, sampling, ends)
+        key = _key(setup, depth, window)
         if depth:
             state, outcome, _ = self.graphs.play(key, partial(play, setup, depth=depth), state)
             return state, outcome
@@ -132,6 +138,33 @@ class Room:
         state = replace(state, session=session)
         absorb(state, outcome.cloned() if replayed else outcome)
         return state, outcome
+
+    def _of_text(
+        self, setup: Setup, state: RoundState, depth: int, window: int, idle: Sequence[int]
+    ) -> tuple[RoundState, Outcome]:
+        """Play a round whose proposal, if there is one, the host makes; a row that has finished is no text any more."""
+        session, rows = state.session, self._still_proposing(state.session, idle)
+        state = replace(state, session=EmptySession())
+        if depth and self.drafter is not None:
+            proposal = session.propose(state.root[rows], depth, _no_choice)
+            proposal = proposal.spread(rows, self.cache.batch_size, self.drafter.max_nodes(depth))
+            key = (_key(setup, depth, window), proposal.depth, proposal.parents is None)
+            work = partial(verify, setup)
+            drafted, outcome, replayed = self.proposed.play(key, work, Drafted(state, proposal))
+            state = drafted.state
+        else:
+            state, outcome, replayed = self.graphs.play(_key(setup, 0, window), partial(play, setup, depth=0), state)
+        state = replace(state, session=session)
+        absorb(state, (outcome.cloned() if replayed else outcome).of(rows))
+        return state, outcome
+
+    def _still_proposing(self, session: Session, idle: Sequence[int]) -> list[int]:
+        """Return the rows whose texts go on, and let the session drop the others."""
+        staying = [place for place, row in enumerate(self._proposing) if row not in idle]
+        if len(staying) < len(self._proposing):
+            session.select(staying)
+            self._proposing = [self._proposing[place] for place in staying]
+        return self._proposing
 
     def _mask(self, rows: tuple[int, ...]) -> Tensor:
         """Return True at `rows`, `[B]`; made when another row finishes."""
@@ -145,11 +178,24 @@ class Room:
         """Read what the host needs: the one read of a round."""
         if packed.device.type != "cuda":
             return packed.tolist()
-        if self._pinned is None or self._pinned.shape != packed.shape:
-            self._pinned = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=True)
-        self._pinned.copy_(packed, non_blocking=True)
+        if self._pinned is None or len(self._pinned) < packed.numel():
+            self._pinned = torch.empty(packed.numel(), dtype=packed.dtype, pin_memory=True)
+        place = self._pinned[: packed.numel()].view(packed.shape)
+        place.copy_(packed, non_blocking=True)
         torch.cuda.current_stream(packed.device).synchronize()
-        return self._pinned.tolist()
+        return place.tolist()
+
+
+def _key(setup: Setup, depth: int, window: int) -> Hashable:
+    """Return what decides a round's work, beside the tensors that it reads."""
+    drawing = setup.drawing
+    sampling = replace(drawing.sampling, seed=0)  # a seed is an input
+    ends = None if drawing.processors is None else drawing.processors.eos
+    return depth, window, setup.plan, sampling, ends
+
+
+def _no_choice(logits: Tensor, token_ids: Tensor | None) -> Tensor:  # noqa: ARG001 (it stands for a `Choose`)
+    raise RuntimeError("a session of texts has no logits to choose from.")
 
 
 class Rooms:

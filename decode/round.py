@@ -19,7 +19,8 @@ from torch import Tensor
 
 from ..heads import Abilities, NodeSession, Proposal, Session
 from ..targets import Counts, RaggedCache, Target
-from .drafting import Chooser, Drawing
+from .control import Schedule
+from .drafting import Chooser, Drawing, propose_confidently
 from .finite import BROKEN, are_finite
 from .growth import Layout, grow_dynamic, grow_static
 from .plan import Plan
@@ -137,6 +138,8 @@ class Outcome:
         hidden: their tapped states, `[B, 1 + D, K, H]`; None without taps.
         counts: how many of them stay, `[B]`.
         read: when the session read each draft of a tree's path, `[B, D]`; None for a chain. See `Session.absorb`.
+        best: the target's most probable token at every place of the proposal, `[B, 1 + N]`; None where no session
+            observes it.
         rule: the name of the rule that judged.
     """
 
@@ -145,13 +148,22 @@ class Outcome:
     hidden: Tensor | None
     counts: Counts
     read: Tensor | None
+    best: Tensor | None
     rule: str
+
+    def of(self, rows: list[int]) -> Outcome:
+        """Return what it says of these rows."""
+        if len(rows) == len(self.packed):
+            return self
+        hidden, read, best = (None if t is None else t[rows] for t in (self.hidden, self.read, self.best))
+        counts = self.counts.select(rows)
+        return Outcome(self.packed[rows], self.tokens[rows], hidden, counts, read, best, self.rule)
 
     def cloned(self) -> Outcome:
         """Return a copy that a replay of the round does not overwrite."""
-        hidden, read = (None if t is None else t.clone() for t in (self.hidden, self.read))
+        hidden, read, best = (None if t is None else t.clone() for t in (self.hidden, self.read, self.best))
         counts = Counts(self.counts.tensor.clone())
-        return replace(self, tokens=self.tokens.clone(), hidden=hidden, counts=counts, read=read)
+        return replace(self, tokens=self.tokens.clone(), hidden=hidden, counts=counts, read=read, best=best)
 
 
 def play(setup: Setup, state: RoundState, depth: int) -> tuple[RoundState, Outcome]:
@@ -193,7 +205,10 @@ def draft(setup: Setup, state: RoundState, depth: int) -> Draft:
     rule = RULES[setup.rule(setup.abilities.deterministic)]
     chooser = Chooser(rule, setup.drawing, state.keys, state.context, setup.plan.confidence)
     proposal, probs = _propose(setup, state, depth, chooser)
-    proposal = _wanted(state, proposal, chooser.lengths)
+    lengths = _lengths(setup, chooser, proposal)
+    proposal = _wanted(state, proposal, lengths)
+    if lengths is not None and setup.asks:
+        proposal, probs = _cut(proposal, probs)
     return Draft(proposal, probs, setup.rule(proposal.deterministic), chooser.peaks)
 
 
@@ -204,8 +219,18 @@ def _propose(setup: Setup, state: RoundState, depth: int, chooser: Chooser) -> t
             return grow_static(session, root, setup.layout, chooser)
         if plan.shape is Shape.DYNAMIC:
             return grow_dynamic(session, root, plan.width, plan.max_nodes, depth, chooser), None
+        if setup.abilities.confident and (plan.confidence or isinstance(plan.control, Schedule)):
+            proposal = propose_confidently(session, root, depth, chooser, setup.asks)
+            return proposal, torch.stack(chooser.probs, 1) if chooser.probs else None
     proposal = session.propose(root, depth, chooser, chooser.ended if setup.asks else None)
     return proposal, torch.stack(chooser.probs, 1) if chooser.probs else None
+
+
+def _lengths(setup: Setup, chooser: Chooser, proposal: Proposal) -> Tensor | None:
+    """Return how many tokens of its chain each row really proposes, `[B]`; None for all."""
+    if isinstance(setup.plan.control, Schedule) and chooser.reach:
+        return setup.plan.control.lengths(torch.stack(chooser.reach[: proposal.depth], 1))
+    return chooser.lengths
 
 
 def _wanted(state: RoundState, proposal: Proposal, lengths: Tensor | None) -> Proposal:
@@ -218,7 +243,51 @@ def _wanted(state: RoundState, proposal: Proposal, lengths: Tensor | None) -> Pr
     return proposal if real is proposal.real else replace(proposal, real=real)
 
 
+def _cut(proposal: Proposal, probs: Tensor | None) -> tuple[Proposal, Tensor | None]:
+    """Return a chain, and what it was drawn from, without what no row proposes: the target would read it in vain."""
+    longest = int(proposal.lengths.max())
+    if longest == proposal.depth:
+        return proposal, probs
+    chain = Proposal(
+        proposal.tokens[:, :longest], proposal.real[:, :longest], longest, deterministic=proposal.deterministic
+    )
+    return chain, None if probs is None or not longest else probs[:, :longest]
+
+
 # ------------------------------------------------------------ verify
+
+
+@dataclass(frozen=True)
+class Drafted:
+    """A round whose proposal was made by the host: what verifying it reads.
+
+    Attributes:
+        proposal: of one size for every row and round, see `Proposal.spread`.
+    """
+
+    state: RoundState
+    proposal: Proposal
+
+    def tensors(self) -> list[Tensor]:
+        """Return everything that verification reads, in a fixed order."""
+        proposal = self.proposal
+        tree = [tensor for tensor in (proposal.parents, proposal.read) if tensor is not None]
+        return [proposal.tokens, proposal.real, *tree, *self.state.tensors()]
+
+    def at(self, tensors: list[Tensor]) -> Drafted:
+        """Return the same in other places in memory, given in the order of `tensors`."""
+        rest = iter(tensors)
+        moved = replace(self.proposal, tokens=next(rest), real=next(rest))
+        if moved.parents is not None:
+            moved = replace(moved, parents=next(rest), read=next(rest))
+        return Drafted(self.state.at(list(rest)), moved)
+
+
+def verify(setup: Setup, drafted: Drafted) -> tuple[Drafted, Outcome]:
+    """Verify what the host proposed and commit what stays; its session takes note elsewhere."""
+    proposal = _wanted(drafted.state, drafted.proposal, None)
+    state, outcome = settle(setup, drafted.state, Draft(proposal, None, setup.rule(proposal.deterministic)))
+    return replace(drafted, state=state), outcome
 
 
 def settle(setup: Setup, state: RoundState, draft: Draft) -> tuple[RoundState, Outcome]:
@@ -227,7 +296,7 @@ def settle(setup: Setup, state: RoundState, draft: Draft) -> tuple[RoundState, O
     tokens = torch.cat([state.root[:, None], proposal.tokens], 1)  # [B, 1 + N]
     nodes = None if proposal.parents is None else proposal.nodes
     out = setup.target.forward(tokens, state.cache, taps=setup.taps, nodes=nodes)
-    verdict = judge(setup, state, draft, out.logits, state.keys)
+    verdict, best = judge(setup, state, draft, out.logits, state.keys)
     chosen, hidden, read = proposal.tokens, out.hidden, None
     if verdict.path is not None:
         tokens, hidden, read = _keep_path(state.cache, proposal, verdict.path, tokens, hidden)
@@ -235,30 +304,34 @@ def settle(setup: Setup, state: RoundState, draft: Draft) -> tuple[RoundState, O
     counts = Counts(verdict.accepted + 1)
     state.cache.advance(counts)
     state, packed = commit(state, chosen, verdict, proposal.lengths, _tried(proposal, verdict))
-    return state, Outcome(packed, tokens, hidden, counts, read, draft.rule)
+    return state, Outcome(packed, tokens, hidden, counts, read, best, draft.rule)
 
 
-def judge(setup: Setup, state: RoundState, draft: Draft, logits: Tensor | None, keys: Keys) -> Verdict:
-    """Let the rule decide, from the target's logits after root and drafts, `[B, 1 + N, V]`."""
+def judge(
+    setup: Setup, state: RoundState, draft: Draft, logits: Tensor | None, keys: Keys
+) -> tuple[Verdict, Tensor | None]:
+    """Let the rule decide, from the target's logits after root and drafts, `[B, 1 + N, V]`.
+
+    Also return the most probable token at each place, `[B, 1 + N]`, if a session wants to observe it.
+    """
     assert logits is not None
     proposal, drawing = draft.proposal, setup.drawing
     if drawing.processors is not None and state.context is not None:
         logits = drawing.processors(logits, state.context.then(proposal.tokens, proposal.nodes.sees[:, :, 1:]))
     case = Case(proposal, logits, draft.probs, drawing.sampling, keys)
-    if setup.abilities.observes and proposal.tokens.shape[1]:
-        state.session.observe(case.best)
+    best = case.best if setup.abilities.observes and proposal.tokens.shape[1] else None
     verdict = RULES[draft.rule].judge(case)
     if setup.watch is not None:
         setup.watch(verdict)
     if drawing.processors is None:
-        return _unless_broken(verdict, [case.peaks, *draft.peaks])
+        return _unless_broken(verdict, [case.peaks, *draft.peaks]), best
     end = verdict.accepted  # the place after what was accepted
     if verdict.path is not None:
         end = torch.nn.functional.pad(verdict.path + 1, (1, 0)).gather(1, end[:, None])[:, 0]
     dead = nothing_left(logits)
     dead_end = dead.gather(1, end[:, None])[:, 0]
     verdict = verdict._replace(following=verdict.following.masked_fill(dead_end, NOTHING))
-    return _unless_broken(verdict, [case.peaks.masked_fill(dead, 0), *draft.peaks])
+    return _unless_broken(verdict, [case.peaks.masked_fill(dead, 0), *draft.peaks]), best
 
 
 def _unless_broken(verdict: Verdict, peaks: list[Tensor]) -> Verdict:
@@ -314,4 +387,6 @@ def commit(
 
 def absorb(state: RoundState, outcome: Outcome) -> None:
     """Let the session take note of a round."""
+    if outcome.best is not None:
+        state.session.observe(outcome.best)
     state.session.absorb(outcome.tokens, outcome.hidden, outcome.counts, outcome.read)

@@ -18,8 +18,9 @@ from ..ground.libraries import LIBRARY_ERRORS
 from ..ground.machine import clock
 from ..heads import Abilities, Drafter, EmptySession, Session
 from ..targets import Counts, Target
+from ..targets.attention import steady_kernels
 from . import round as stage
-from .control import Controller
+from .control import Controller, Schedule
 from .drafting import Drawing
 from .finite import BROKEN, Witness, not_finite_error
 from .memory import Load, require_memory
@@ -187,6 +188,7 @@ class Run:
         self.device = target.device  # asked once: a model looks through its modules for it
         self.drafter = drafter if any(request.wanting) and request.plan.depth else None
         request.check(target)
+        target.check_batch(len(request.prompts))
         self.wanting = request.wanting
         plan = request.plan if drafter is None else request.plan.up_to(drafter.max_depth)
         abilities = Abilities() if drafter is None else drafter.abilities
@@ -215,17 +217,18 @@ class Run:
     def steps(self) -> Iterator[list[Event]]:
         """Run to the end; yield, per step, one event for each prompt that was still active.
 
-        Inference mode is entered per step: a generator must not leave it on in its caller.
+        Inference mode is entered per step, as is the choice of kernels: a generator must not leave them on in its
+        caller.
         """
         try:
             began = time.perf_counter()
-            with torch.inference_mode():
+            with torch.inference_mode(), steady_kernels():
                 state, events = self._prefill()
             self.seconds.total = time.perf_counter() - began
             yield events
             while not all(sequence.done for sequence in self.sequences):
                 began = time.perf_counter()
-                with torch.inference_mode():
+                with torch.inference_mode(), steady_kernels():
                     state, events = self._round(self._leave(state))
                 self.seconds.total += time.perf_counter() - began
                 yield events
@@ -243,7 +246,7 @@ class Run:
         out = self.target.forward(tokens, state.cache, taps=self.setup.taps, at=counts.tensor[:, None] - 1)
         state.cache.advance(counts)
         keys = Keys(state.seed, state.sequences, counts.tensor)
-        verdict = stage.judge(self.setup, state, stage.no_draft(self.setup, state.root), out.logits, keys)
+        verdict, _ = stage.judge(self.setup, state, stage.no_draft(self.setup, state.root), out.logits, keys)
         state.session.absorb(tokens, out.hidden, counts)
         nothing = verdict.accepted
         state, packed = stage.commit(state, tokens[:, :0], verdict, nothing, nothing)
@@ -257,7 +260,7 @@ class Run:
         """Take memory for the prompts `[B, T]` and what follows, for the target and the drafter."""
         request, drafter, rows = self.request, self.drafter, len(tokens)
         fixed = self.rooms.wanted and self.target.rewinds
-        fixed = fixed and (drafter is None or self.setup.abilities.fixed_shapes)
+        fixed = fixed and (drafter is None or self.setup.abilities.fixed_shapes or self.setup.abilities.from_text)
         depth = 0 if drafter is None else self.setup.plan.depth
         nodes = 0 if drafter is None or self.setup.abilities.reads_nodes else drafter.max_nodes(depth)
         sizes = (rows, max(counts.values), request.max_new_tokens, depth)
@@ -400,7 +403,7 @@ class _Again(Run):
 
 def _controller(plan: Plan, abilities: Abilities, sequences: int) -> Controller | None:
     """Return the controller that the plan asks for; of a tree it may choose the whole tree or nothing."""
-    if plan.control is None or not plan.depth:
+    if plan.control is None or isinstance(plan.control, Schedule) or not plan.depth:
         return None
     if plan.is_tree and abilities.reads_nodes:
         return Controller(plan.control, sequences, [plan.depth], [plan.max_nodes])

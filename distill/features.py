@@ -216,7 +216,7 @@ class _Builder:
         """Compute the shards that are missing or damaged; a finished store stays as it is."""
         self.folder.mkdir(parents=True, exist_ok=True)
         found = self._problems()
-        if not found and (self.folder / INDEX).is_file():
+        if not found and digests.is_sealed(self.folder):
             return
         for line in found:
             _log.warning("%s: %s. It is computed again.", self.folder, line)
@@ -236,9 +236,10 @@ class _Builder:
 
     def _problems(self) -> list[str]:
         """Return what is not as it was written, one line each, with the file's name first."""
-        found = digests.listed_problems(self.folder, digests.listed(self.folder))
-        is_finished = (self.folder / INDEX).is_file()
-        return found if not is_finished or digests.is_sealed(self.folder) else [*digests.problems(self.folder), *found]
+        if digests.is_sealed(self.folder):
+            return digests.problems(self.folder)
+        shards = [_shard_file(self.folder, i) for i in self._numbers()]
+        return digests.problems_so_far(self.folder, [f.name for f in shards if f.exists()])
 
     def _missing(self, damaged: set[str]) -> list[int]:
         """Return the shards that were never finished, and those whose files are `damaged`."""

@@ -7,7 +7,6 @@ same.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -20,10 +19,23 @@ from datasets import load_dataset
 from transformers import PreTrainedTokenizerBase
 
 from ..ground import BadInputError
+from ..ground.foreign import (
+    MEGABYTE,
+    Limits,
+    Unreadable,
+    parse_json,
+    read_json_lines,
+    read_lines,
+    read_text,
+    require_regular,
+)
 from ..recipes import embedded_file
 from ..targets.fingerprint import digest_json
+from .templates import apply_template
 
 EMBEDDED = "embedded:"
+_LARGEST = Limits(num_bytes=128 * MEGABYTE, containers=4_000_000)  # of a list of rows in one .json file
+_AT_ONCE = 256  # rows of a parquet file: what is compressed in one may be a megabyte
 SUFFIXES = (".jsonl", ".json", ".parquet", ".txt")
 
 Row = dict[str, Any]
@@ -171,12 +183,11 @@ def render(
             "tokenizer.chat_template."
         )
     try:
-        return str(
-            tokenizer.apply_chat_template(list(messages), tools=tools, tokenize=False, add_generation_prompt=answer)
-        )
+        return apply_template(tokenizer, messages, tools, answer)
     except Exception as error:  # templates raise what they like: TemplateError, UndefinedError, TypeError
+        what = str(error) or type(error).__name__
         raise BadInputError(
-            f"{where}: the target's chat template refuses this conversation: {error}. Its roles: "
+            f"{where}: the target's chat template refuses this conversation: {what}. Its roles: "
             f"{[m['role'] for m in messages]}."
         ) from error
 
@@ -343,15 +354,7 @@ def _rows(source: str) -> Iterator[Row]:
 
 
 def _jsonl_rows(file: Path) -> Iterator[Row]:
-    for number, line in enumerate(_lines(file), 1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise BadInputError(
-                f"{file}: line {number} is not valid JSON ({error.msg} at column {error.colno})."
-            ) from error
+    for number, row in read_json_lines(file):
         if not isinstance(row, dict):
             raise BadInputError(
                 f"{file}: line {number} is a {type(row).__name__}; expected an object with named fields."
@@ -361,33 +364,26 @@ def _jsonl_rows(file: Path) -> Iterator[Row]:
 
 def _json_rows(file: Path) -> Iterator[Row]:
     try:
-        rows = json.loads("".join(_lines(file)))
-    except json.JSONDecodeError as error:
-        raise BadInputError(f"{file}: not valid JSON ({error}). One object per line is a .jsonl file.") from error
+        rows = parse_json(read_text(file, _LARGEST.num_bytes), str(file), _LARGEST)
+    except Unreadable as error:
+        raise BadInputError(f"{error} One object per line is a .jsonl file.") from error
     if not isinstance(rows, list) or not all(isinstance(r, dict) for r in rows):
         raise BadInputError(f"{file}: expected a list of objects, found {str(rows)[:60]!r}.")
     yield from rows
 
 
 def _text_rows(file: Path) -> Iterator[Row]:
-    for line in _lines(file):
+    for line in read_lines(file):
         if line.strip():
-            yield {"text": line.rstrip("\n")}
-
-
-def _lines(file: Path) -> Iterator[str]:
-    try:
-        with file.open(encoding="utf-8") as opened:
-            yield from opened
-    except UnicodeDecodeError as error:
-        raise BadInputError(f"{file}: not UTF-8 text ({error.reason} at byte {error.start}).") from error
+            yield {"text": line.rstrip("\r\n")}
 
 
 def _parquet_rows(file: Path) -> Iterator[Row]:
     try:
-        for batch in pyarrow.parquet.ParquetFile(file).iter_batches():
+        require_regular(file)
+        for batch in pyarrow.parquet.ParquetFile(file).iter_batches(_AT_ONCE):
             yield from batch.to_pylist()
-    except pyarrow.ArrowInvalid as error:
+    except (pyarrow.ArrowException, OSError) as error:
         raise BadInputError(f"{file}: not a readable parquet file ({error}).") from error
 
 

@@ -252,11 +252,12 @@ class _Answering:
     def _answered(self) -> dict[int, list[int]]:
         """Return responses by prompt index, from the finished batches. A damaged file only costs its batch."""
         answered: dict[int, list[int]] = {}
-        known = digests.listed(self.partial)
+        found = digests.problems_so_far(self.partial, [file.name for file in self._shards()])
+        for line in found:
+            _log.warning("%s/%s; its responses are generated again", self.partial, line)
+        damaged = {line.partition(":")[0] for line in found}
         for file in self._shards():
-            problem = digests.problem_of(file, known[file.name]) if file.name in known else "not finished"
-            if problem is not None:
-                _log.warning("%s: %s; its responses are generated again", file, problem)
+            if file.name in damaged:
                 file.unlink()
                 continue
             rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]

@@ -19,6 +19,7 @@ from ..decode.room import margin, window_of
 from ..ground import BadInputError
 from ..heads import Drafter
 from ..targets import Counts, RaggedCache, Target
+from ..targets.attention import steady_kernels
 from .timing import Replay, captured, medians, timed, turns
 
 _GROWTH = 64  # a text that is drafted from gets this much longer before it is begun anew
@@ -52,7 +53,7 @@ def verify_times(
         )
     longest = max(widths)
     _check(target, batch, context, repeats, ahead=longest + 1)
-    with torch.inference_mode():
+    with torch.inference_mode(), steady_kernels():
         room = _window(context, longest) - context if _is_fixed(target) else longest + 1
         cache = committed_cache(target, batch, context, room)
         tokens = random_tokens(target, batch, longest + 1)
@@ -124,7 +125,7 @@ def draft_times(
     _check(target, batch, context, repeats, ahead=_first(context) + _grown(depth) + depth + 1 - context)
     drafter.check(target)
     drafter.to(target.device).eval()
-    with torch.inference_mode():
+    with torch.inference_mode(), steady_kernels():
         if _is_fixed(target) and drafter.abilities.fixed_shapes:
             return [0.0, *(_captured_draft(target, drafter, d, batch, context, repeats) for d in range(1, depth + 1))]
         drafting = _Drafting(target, drafter, batch, context, depth)

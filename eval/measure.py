@@ -18,6 +18,7 @@ from ..ground.versions import versions
 from ..heads import Drafter, drafter_config
 from ..recipes import EvalSpec
 from ..targets import Target
+from ..targets.attention import steady_kernels
 from .race import Answer, Job, Racer, check_lengths, make_jobs, race, threads
 from .reports.figures import Baselines, Record
 from .reports.report import Conditions, ContestantInfo, Report, SuiteInfo
@@ -213,7 +214,7 @@ class GenerateRacer:
         tokens = torch.tensor([job.prompt.tokens], device=self.target.device)
         config = self._config(temperature)
         devices = [self.target.device] if self.target.device.type == "cuda" else []
-        with torch.random.fork_rng(devices), torch.inference_mode():
+        with torch.random.fork_rng(devices), torch.inference_mode(), steady_kernels():
             torch.manual_seed(self.settings.seed * 1_000_003 + job.sequence)
             began = clock(self.target.device)
             everything = torch.ones_like(tokens)
@@ -292,6 +293,7 @@ def _info(contestant: Contestant) -> ContestantInfo:
         name=contestant.name,
         kind="drafter",
         drafter=contestant.drafter.name,
+        digest=contestant.drafter.digest(),
         **contestant.plan.to_dict(),
         shape=str(contestant.plan),
         parameters=sum(p.numel() for p in contestant.drafter.parameters()),

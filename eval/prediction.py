@@ -63,12 +63,13 @@ def loop_of(done: Sequence[BatchAnswer]) -> Loop:
     )
 
 
-def costs_in_loop(curve: dict[int, float], loops: dict[int, Loop]) -> Costs:
+def costs_in_loop(curve: dict[int, float], loops: dict[int, Loop], one_pass: bool = False) -> Costs:
     """Return costs whose rounds take what they take in the decoder's loop.
 
     Args:
         curve: seconds of a target pass by itself, by number of drafts.
         loops: of chains, by depth; 0 is plain.
+        one_pass: drafting costs the same at any depth (`Abilities.one_pass`): the median of what it took is the price.
 
     A plain round is a pass and the `host`; where it is faster than a pass by itself (captured graphs), passes count as
     what they take beyond it. What a chain takes beyond its pass is drafting. Depths between those timed are
@@ -82,6 +83,9 @@ def costs_in_loop(curve: dict[int, float], loops: dict[int, Loop]) -> Costs:
         tuple((n, round(base + seconds - alone[0], 7)) for n, seconds in zip(widths, alone, strict=True)),
         host=round(rounds[0] - base, 7),
     )
+    if one_pass and len(depths) > 1:
+        drafting = [max(0.0, s - passes.round_time(d)) for d, s in zip(depths, rounds, strict=True) if d]
+        return replace(passes, draft=(0.0, *[round(statistics.median(drafting), 7)] * max(depths)))
     between = np.interp(range(max(depths) + 1), depths, rounds)
     return replace(
         passes,

@@ -88,6 +88,8 @@ def captured(
     try:
         with torch.cuda.graph(graph, pool=pool):
             work()
+    except torch.OutOfMemoryError:
+        raise
     except RuntimeError as error:
         _log.warning(
             "a pass cannot be captured as a CUDA graph here, it is timed as it is: %s", str(error).splitlines()[0]

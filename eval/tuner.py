@@ -215,7 +215,7 @@ class _Tuner:
         curve = self._curve(size, context)
         depths = [0, *(d for d in _TIMED_DEPTHS if d < most), most]
         loops = dict(zip(depths, self._time([Plan(d) for d in depths], groups), strict=True))
-        costs = costs_in_loop(curve, loops)
+        costs = costs_in_loop(curve, loops, self.drafter.abilities.one_pass)
         options = chain_options(costs, loops, self.seen, size)
         trees = self._tree_options(hopeful_trees(costs, options, self.seen, size), groups, size, loops[0])
         controlled = control_option(options[1:], costs, self.seen, most)

@@ -14,6 +14,7 @@ import hashlib
 import os
 import re
 import stat
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Protocol
@@ -127,6 +128,21 @@ def listed(folder: Path) -> dict[str, str]:
     except FileNotFoundError:
         return {}
     return {found["name"]: found["digest"] for line in lines if (found := _LINE.fullmatch(line))}
+
+
+def problems_so_far(folder: Path, grown: Iterable[str]) -> list[str]:
+    """Return what is wrong in a folder that grows, one line each, with the file's name first.
+
+    Args:
+        grown: the names of the files there that should be in the list by now; one that is not was never finished.
+    """
+    known = listed(folder)
+    try:
+        lines = (folder / LIST).read_text(encoding="utf-8", errors="replace").splitlines()
+    except FileNotFoundError:
+        lines = []
+    torn = [f"{LIST}: a line is cut short or damaged"] * any(not _LINE.fullmatch(line) for line in lines)
+    return torn + [f"{n}: not in {LIST}" for n in grown if n not in known] + listed_problems(folder, known)
 
 
 def is_sealed(folder: Path) -> bool:

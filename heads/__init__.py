@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from .base import Drafter, DrafterConfig, DrafterLoss, TargetBatch
 from .cascade import Cascade, CascadeConfig
+from .dflash import DFlash, DFlashConfig
 from .draft_model import DraftModel, DraftModelConfig
+from .dspark import DSpark, DSparkConfig
 from .eagle1 import Eagle1, Eagle1Config
 from .eagle3 import Eagle3, Eagle3Config
 from .fusion import Fusion, FusionConfig, fuse
@@ -13,14 +15,18 @@ from .lookahead import Lookahead, LookaheadConfig
 from .medusa import Medusa, MedusaConfig
 from .mtp import Mtp, MtpConfig
 from .ngram import Ngram, NgramConfig
+from .pard import Pard, PardConfig
 from .parts.registry import HEADS, drafter_config, head_class, load_drafter, restore_drafter
+from .peagle import PEagle, PEagleConfig
 from .self_speculative import SelfSpeculative, SelfSpeculativeConfig
 from .session import Abilities, ChainSession, Choose, EmptySession, Ended, NodeSession, Proposal, Session, TextSession
 from .suffix import Suffix, SuffixConfig
 
 HEADS |= {
     "cascade": Cascade,
+    "dflash": DFlash,
     "draft_model": DraftModel,
+    "dspark": DSpark,
     "eagle1": Eagle1,
     "eagle3": Eagle3,
     "fusion": Fusion,
@@ -29,6 +35,8 @@ HEADS |= {
     "medusa": Medusa,
     "mtp": Mtp,
     "ngram": Ngram,
+    "pard": Pard,
+    "peagle": PEagle,
     "self_speculative": SelfSpeculative,
     "suffix": Suffix,
 }
@@ -41,6 +49,10 @@ __all__ = [
     "CascadeConfig",
     "ChainSession",
     "Choose",
+    "DFlash",
+    "DFlashConfig",
+    "DSpark",
+    "DSparkConfig",
     "DraftModel",
     "DraftModelConfig",
     "Drafter",
@@ -65,6 +77,10 @@ __all__ = [
     "Ngram",
     "NgramConfig",
     "NodeSession",
+    "PEagle",
+    "PEagleConfig",
+    "Pard",
+    "PardConfig",
     "Proposal",
     "SelfSpeculative",
     "SelfSpeculativeConfig",

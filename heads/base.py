@@ -18,13 +18,17 @@ from torch import Tensor, nn
 
 from ..ground import BadInputError, refuse_unknown_keys
 from ..ground.files import write_atomically
+from ..ground.foreign import read_json
 from ..ground.replacing import replacing
 from ..ground.values import checked_value
 from ..targets import RaggedCache, Target
-from ..targets.weights import WEIGHTS, load_weights
+from ..targets.fingerprint import digest_json, digest_tensor
+from ..targets.vetting import check_config, check_regular
+from ..targets.weights import WEIGHTS, restored
 from .session import Abilities, Session
 
 CONFIG = "config.json"
+_MAX_SIZE = 2**31 - 1  # of any length or count
 
 
 @dataclass
@@ -51,6 +55,8 @@ class DrafterConfig:
         for name, value in checked.items():
             if isinstance(value, int | float) and not 0 <= value < math.inf:
                 raise BadInputError(f"{where}.{name}: expected 0 or more, found {value}.")
+            if isinstance(value, int) and value > _MAX_SIZE:
+                raise BadInputError(f"{where}.{name}: expected at most {_MAX_SIZE}, found {value}.")
         return cls(**checked)
 
     def to_dict(self) -> dict[str, Any]:
@@ -72,6 +78,8 @@ class TargetBatch:
         supervised: `[B, T]` bool, True at the tokens a drafter should learn to predict (the target's own responses).
         hidden: the drafter's taps, `[B, T, K, H]`; None for drafters without taps.
         last: the target's last hidden state, `[B, T, H]`; `target.lm_head(last)` are its logits.
+        step: seeds what a loss draws of a row, beside the row's text: so neither the batch that a row stands in nor the
+            process that learns it changes what is drawn.
     """
 
     target: Target
@@ -79,6 +87,7 @@ class TargetBatch:
     supervised: Tensor
     hidden: Tensor | None
     last: Tensor
+    step: int = 0
 
 
 Sum = tuple[Tensor, Tensor]  # (sum, count): divided once, after everything was added up
@@ -161,9 +170,8 @@ class Drafter(nn.Module, Generic[C]):
     @classmethod
     def from_folder(cls, folder: Path, values: dict[str, Any], target: Target | None) -> Self:
         """Restore the drafter that `save` wrote; `values` is config.json without `drafter_type`."""
-        drafter = cls(cls.configured(values, f"{folder / CONFIG}: drafter"))
-        load_weights(drafter, folder)
-        return drafter
+        config = cls.configured(values, f"{folder / CONFIG}: drafter")
+        return restored(lambda: cls(config), folder)
 
     def save(self, path: str | Path) -> None:
         """Write config.json and model.safetensors into the folder `path`."""
@@ -178,6 +186,18 @@ class Drafter(nn.Module, Generic[C]):
         """Write config.json into `folder`."""
         values = {"drafter_type": self.name, **self.config.to_dict()}
         write_atomically(folder / CONFIG, json.dumps(values, indent=2) + "\n")
+
+    def identity_settings(self) -> dict[str, Any]:
+        """Return the settings that are part of `digest`, as plain values."""
+        return self.config.to_dict()
+
+    def digest(self) -> str:
+        """Return the drafter's identity by content: SHA-256 of its type, its settings and its weights.
+
+        A drafter that was saved and loaded again, in the same dtype, has the same one. Reads every weight once.
+        """
+        weights = {name: digest_tensor(tensor) for name, tensor in sorted(self.state_dict().items())}
+        return digest_json({"type": self.name, "settings": self.identity_settings(), "weights": weights})
 
     def cast(self, dtype: torch.dtype) -> Self:
         """Turn the drafter's parameters into `dtype` and return it.
@@ -243,7 +263,7 @@ def read_config(path: str | Path) -> dict[str, Any]:
     file = Path(path) / CONFIG
     if not file.exists():
         raise BadInputError(f"no drafter at {str(path)!r}: {CONFIG} is missing there.")
-    try:
-        return dict(json.loads(file.read_text()))
-    except json.JSONDecodeError as error:
-        raise BadInputError(f"{file}: not valid JSON ({error}).") from error
+    check_regular(Path(path))
+    values = read_json(file)
+    check_config(values, str(file))
+    return values

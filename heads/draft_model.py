@@ -21,12 +21,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from ..ground import BadInputError, IncompatibleError, refuse_unknown_keys
 from ..targets import Counts, Nodes, RaggedCache, Target, load_causal_lm, load_tokenizer, require_same_vocabulary
+from ..targets.fingerprint import plain_config
 from .base import Drafter, DrafterConfig, DrafterLoss, TargetBatch
 from .losses import LossName, acceptance_metrics, ahead, chunked_compare, divergence
 from .parts.model_runner import ModelRunner, runs
 from .parts.nodes import Branches, required
 from .parts.pruning import check_names, pruned
-from .session import Abilities, ChainSession
+from .session import Abilities, ChainSession, NodeSession
 
 
 @dataclass
@@ -99,7 +100,7 @@ class DraftModel(Drafter[DraftModelConfig]):
             return cls(_cut(model, target).requires_grad_(True), config)
         if config.init == "prune":
             return cls(pruned(target, config.model, token_counts), config)
-        return cls(AutoModelForCausalLM.from_config(_smaller(target.config, config.model), dtype=torch.float32), config)
+        return cls(_new(_smaller(target.config, config.model)), config)
 
     @classmethod
     def from_folder(cls, folder: Path, values: dict[str, Any], target: Target | None) -> Self:
@@ -112,6 +113,9 @@ class DraftModel(Drafter[DraftModelConfig]):
         """Write a plain Hugging Face checkpoint: `transformers`, vLLM, SGLang and TGI load it as it is."""
         Path(path).mkdir(parents=True, exist_ok=True)
         self.model.save_pretrained(path)
+
+    def identity_settings(self) -> dict[str, Any]:
+        return plain_config(self.model)  # how it was once made is not what it is
 
     def check(self, target: Target) -> None:
         own, theirs = self.runner.vocab_size, target.vocab_size
@@ -170,7 +174,7 @@ class DraftModel(Drafter[DraftModelConfig]):
 
     def open(
         self, target: Target, batch_size: int, max_length: int, spare: int = 0, cache: RaggedCache | None = None
-    ) -> DraftModelSession:
+    ) -> NodeSession:
         runner = self.runner
         needed = min(max_length, target.max_context or max_length)
         if runner.max_context is not None and runner.max_context < needed:
@@ -322,6 +326,11 @@ class DraftModelSession(ChainSession):
         self.unread = self.unread[rows]
 
 
+def _new(config: Any) -> Any:
+    """Return a new model of a config, in fp32."""
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
+
+
 def _known(tokens: Tensor, model: Target) -> Tensor:
     """Return the tokens with ids that the narrower `model` has (see the module's docstring)."""
     return tokens.clamp(max=model.vocab_size - 1)
@@ -340,7 +349,7 @@ def _check_tokenizer(path: str, target: Target) -> None:
 def _tokenizer_on_hub(name: str) -> Any:
     """Return the tokenizer; None if there is none, or no way to it: the weights' own error says that better."""
     try:
-        return AutoTokenizer.from_pretrained(name)
+        return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     except (OSError, ValueError):
         return None
 

@@ -10,7 +10,7 @@ The paper's numbers are for features of about unit scale. Targets differ, so bot
 the true feature's root mean square: they mean the same for every target. (A final norm makes it nearly the same at all
 positions.)
 
-What a head says here, its methods from `fuse` to `feature_loss`, is documented in parts/feature_drafter.py, which
+What a head says here, its methods from `before` to `feature_loss`, is documented in parts/feature_drafter.py, which
 trains it and drafts with it.
 
 Shapes: B rows, T positions, P supervised positions, H hidden size, S unrolled steps.
@@ -27,7 +27,7 @@ from ..ground import BadInputError
 from ..targets import Target
 from .base import DrafterConfig
 from .losses import LossName, smooth_l1
-from .parts.decoder_layer import JointLayer, Layer, norm_of, normed, rotary_of
+from .parts.decoder_layer import Before, JointLayer, Layer, norm_of, rotary_of
 from .parts.feature_drafter import FeatureConfig, FeatureDrafter
 
 
@@ -108,7 +108,11 @@ class Eagle1(FeatureDrafter):
 
     # ------------------------------------------------------------ the network
 
-    def fuse(self, hidden: Tensor) -> Tensor:
+    @property
+    def before(self) -> Before:
+        return Before(self.fc, list(self.input_norms or ()))
+
+    def fuse(self, hidden: Tensor, first: JointLayer | None = None) -> Tensor:
         return hidden[:, :, 0].to(self.fc.weight.dtype)
 
     def disturb(self, hidden: Tensor) -> Tensor:
@@ -118,22 +122,14 @@ class Eagle1(FeatureDrafter):
         return hidden + noise * _scale(hidden).to(hidden.dtype)
 
     def read(self, embedded: Tensor, first: JointLayer) -> Tensor:
-        return embedded if self.input_norms is None else normed(embedded, self.input_norms[0])
+        return embedded
 
     def enter(self, read: Tensor, hidden: Tensor, first: JointLayer) -> tuple[Tensor, Tensor]:
-        if self.input_norms is not None:
-            hidden = normed(hidden, self.input_norms[1])
-        hidden = self.fc(torch.cat([read, hidden], -1))
+        hidden = first.before(torch.cat([read, hidden], -1))
         return first.enter(hidden), hidden
 
-    def feedback(self, output: Tensor) -> Tensor:
-        return output
-
-    def logits(self, output: Tensor, target: Target) -> Tensor:
-        return target.lm_head(output)
-
-    def output_weights(self) -> list[nn.Parameter]:
-        return []
+    def embed_output(self, finished: Tensor, target: Target) -> Tensor:
+        return target.lm_head(finished)
 
     def feature_loss(self, outputs: Tensor, features: Tensor) -> Tensor | None:
         if not self.config.feature_loss:

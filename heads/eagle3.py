@@ -4,7 +4,7 @@ It runs over pairs (f_t, x_{t+1}), where f_t are the target's features at three 
 attention reads cat[norm(embedding), norm(hidden)], and its output is added to the hidden state (normed too with
 `norm_before_residual`).
 
-What a head says here, its methods from `fuse` to `output_weights`, is documented in parts/feature_drafter.py, which
+What a head says here, its methods from `before` to `output_weights`, is documented in parts/feature_drafter.py, which
 trains it on its own outputs and drafts with it; what its layers compute stands in parts/decoder_layer.py.
 
 Shapes: B rows, T positions, K taps, H hidden size, V' draft vocabulary.
@@ -13,6 +13,7 @@ Shapes: B rows, T positions, K taps, H hidden size, V' draft vocabulary.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 from ..ground import BadInputError
 from ..targets import Target
 from .base import DrafterConfig
-from .parts.decoder_layer import JointLayer, Layer, norm_of, normed, rotary_of
+from .parts.decoder_layer import Before, JointLayer, Layer, norm_of, normed, rotary_of
 from .parts.feature_drafter import FeatureConfig, FeatureDrafter
 from .parts.vocabulary import draft_vocabulary
 
@@ -30,7 +31,7 @@ class Eagle3Config(FeatureConfig):
     """Settings of an EAGLE-3 head; zeros mean "as the target".
 
     Attributes:
-        taps: HF `hidden_states` indices; () for EAGLE-3's (2, N//2, N−3).
+        taps: HF `hidden_states` indices; () for EAGLE-3's, see `default_taps`.
         draft_vocab_size: the most frequent training tokens kept as outputs; 0 for all.
         norm_taps, norm_output: EAGLE-3.1 (arXiv 2605.09992): a norm on each tap; the normed output is what the next
             step reads.
@@ -54,19 +55,28 @@ class Eagle3Config(FeatureConfig):
         if self.norm_taps and self.norm_before_fc:
             raise BadInputError("drafter: norm_taps and norm_before_fc are two ways to norm the taps; take one.")
 
-    def completed(self, target: Target) -> Eagle3Config:
+    @property
+    def feeds_finished(self) -> bool:
+        return self.norm_output
+
+    def completed(self, target: Target) -> Self:
         """Return this config with every open size taken from `target`."""
-        layers = target.num_layers
-        if layers < 4 and not self.taps:
-            raise BadInputError(
-                f"eagle3: a target with {layers} layers has no default taps (2, N//2, N−3); "
-                "name them: drafter.taps=[…]."
-            )
         sizes = {
-            "taps": self.taps or (2, layers // 2, layers - 3),
+            "taps": self.taps or default_taps(target.num_layers),
             "draft_vocab_size": self.draft_vocab_size or target.vocab_size,
         }
-        return Eagle3Config(**(self.to_dict() | self.sizes(target) | sizes))
+        return type(self)(**(self.to_dict() | self.sizes(target) | sizes))
+
+
+def default_taps(layers: int) -> tuple[int, ...]:
+    """Return the taps of EAGLE-3's authors, 2, N/2 and N − 3, or in a target of few layers three that differ.
+
+    Raises:
+        BadInputError: there are too few layers.
+    """
+    if layers < 4:
+        raise BadInputError(f"eagle3: a target with {layers} layers has no default taps; name them: drafter.taps=[…].")
+    return (2, layers // 2, layers - 3) if layers > 6 else (1, layers // 2, layers - 1)
 
 
 class _FirstLayer(Layer):
@@ -111,7 +121,7 @@ class Eagle3(FeatureDrafter):
         return None if self.config.draft_vocab_size == self.config.vocab_size else self.token_ids
 
     @classmethod
-    def build(cls, config: DrafterConfig, target: Target, token_counts: Tensor | None = None) -> Eagle3:
+    def build(cls, config: DrafterConfig, target: Target, token_counts: Tensor | None = None) -> Self:
         assert isinstance(config, Eagle3Config)
         config = config.completed(target)
         if config.hidden_size != target.hidden_size:
@@ -133,12 +143,13 @@ class Eagle3(FeatureDrafter):
 
     # ------------------------------------------------------------ the network
 
-    def fuse(self, hidden: Tensor) -> Tensor:
-        hidden = hidden.to(self.fc.weight.dtype).flatten(2)
-        if self.tap_norms is not None:
-            parts = hidden.chunk(len(self.tap_norms), -1)
-            hidden = torch.cat([normed(part, norm) for norm, part in zip(self.tap_norms, parts, strict=True)], -1)
-        return self.fc(hidden)
+    @property
+    def before(self) -> Before:
+        return Before(self.fc, list(self.tap_norms or ()))
+
+    def fuse(self, hidden: Tensor, first: JointLayer | None = None) -> Tensor:
+        product = self.before.product() if first is None else first.before
+        return product(hidden.to(self.fc.weight.dtype).flatten(2))
 
     def read(self, embedded: Tensor, first: JointLayer) -> Tensor:
         return first.keep(normed(embedded, self.layer.input_layernorm))
@@ -147,11 +158,11 @@ class Eagle3(FeatureDrafter):
         own = normed(hidden, self.layer.hidden_norm)
         return first.join(read, own), own if self.config.norm_before_residual else hidden
 
-    def feedback(self, output: Tensor) -> Tensor:
-        return normed(output, self.norm) if self.config.norm_output else output
+    def finish(self, output: Tensor) -> Tensor:
+        return normed(output, self.norm)
 
-    def logits(self, output: Tensor, target: Target) -> Tensor:
-        return self.lm_head(normed(output, self.norm))
+    def embed_output(self, finished: Tensor, target: Target) -> Tensor:
+        return self.lm_head(finished)
 
     def output_weights(self) -> list[nn.Parameter]:
         return [*self.norm.parameters(), *self.lm_head.parameters()]

@@ -65,8 +65,8 @@ class TwoDrafters(Drafter[F]):
             )
         if not statistical.abilities.continues:
             raise BadInputError(
-                f"{self.name}: the model goes on after a chain, {statistical.name} proposes trees; "
-                "take ngram, or give suffix a width of 1."
+                f"{self.name}: the model goes on after what the other drafter found, and {statistical.name} as it is "
+                "set here cannot say how a text goes on; take ngram, or suffix with a width of 1."
             )
         config = config or self.configured({}, self.name)
         super().__init__(
@@ -216,7 +216,7 @@ def fuse(statistical: dict[str, Any], model: Drafter) -> Fusion:
     """Return the fusion of a drafter without weights, as a mapping like `{type: ngram}`, with a trained one in memory.
 
     Raises:
-        BadInputError: `statistical` names no drafter without weights that goes on after a chain, or `model` is one.
+        BadInputError: `statistical` names no drafter without weights that says how a text goes on, or `model` is one.
     """
     config = FusionConfig(statistical=statistical)
     return Fusion(Fusion._statistical(config), model, config)

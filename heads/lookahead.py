@@ -146,7 +146,7 @@ class Lookahead(Drafter[LookaheadConfig]):
 
     @property
     def abilities(self) -> Abilities:
-        return Abilities(observes=True, deterministic=True)
+        return Abilities(observes=True, deterministic=True, from_text=True)
 
     def open(
         self, target: Target, batch_size: int, max_length: int, spare: int = 0, cache: RaggedCache | None = None

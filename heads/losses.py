@@ -60,6 +60,7 @@ __all__ = [
     "smooth_l1",
     "soft_cross_entropy",
     "total_variation",
+    "with_slopes",
 ]
 
 Head = Callable[[Tensor], Tensor]
@@ -181,11 +182,15 @@ def chunked_compare(
                         slope += other
     loss, alpha, top1 = results if draft_hidden.ndim == 3 else results[:, 0]
     total = (results[0] * weights).sum()
-    if learning:  # a value with these slopes: what the backward pass multiplies and hands on
-        pairs = [(steps, columns), *zip(trained, slopes, strict=True)]
-        linear = torch.stack([(x.float() * slope).sum() for x, slope in pairs]).sum()
-        total = total + (linear - linear.detach())
+    if learning:
+        total = with_slopes(total, [(steps, columns), *zip(trained, slopes, strict=True)])
     return Comparison(total, loss, alpha, top1)
+
+
+def with_slopes(total: Tensor, pairs: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+    """Return `total` with these slopes in (x, slope) `pairs`: what the backward pass multiplies and hands on."""
+    linear = torch.stack([(x.float() * slope).sum() for x, slope in pairs]).sum()
+    return total + (linear - linear.detach())
 
 
 def ahead(values: Tensor, by: int) -> Tensor:

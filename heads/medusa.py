@@ -33,6 +33,7 @@ class MedusaConfig(HeadConfig):
     Attributes:
         num_heads: K, and so the deepest proposal.
         num_layers: residual blocks of each head.
+        bias: whether the blocks add a bias, as those of published heads do.
         share_lm_head: all heads use the target's own output embedding, which is not trained, instead of a copy each.
         draft_vocab_size: the most frequent training tokens kept as outputs; 0 for all.
         decay: weight of head k is `decay ** (k − 1)`.
@@ -42,6 +43,7 @@ class MedusaConfig(HeadConfig):
 
     num_heads: int = 4
     num_layers: int = 1
+    bias: bool = False
     share_lm_head: bool = False
     draft_vocab_size: int = 0
     decay: float = 0.8
@@ -58,12 +60,13 @@ class MedusaConfig(HeadConfig):
 
 
 class Block(nn.Module):
-    """A residual block: x + SiLU(W cat[x, conditions]). W starts at zero: a new block changes nothing."""
+    """A residual block: x + SiLU(W cat[x, conditions] + b). W and b start at zero: a new block changes nothing."""
 
-    def __init__(self, size: int, conditions: int = 0):
+    def __init__(self, size: int, conditions: int = 0, bias: bool = False):
         super().__init__()
-        self.linear = nn.Linear((1 + conditions) * size, size, bias=False)
-        nn.init.zeros_(self.linear.weight)
+        self.linear = nn.Linear((1 + conditions) * size, size, bias=bias)
+        for parameter in self.linear.parameters():
+            nn.init.zeros_(parameter)
 
     def forward(self, x: Tensor, conditions: Tensor | None = None) -> Tensor:
         """Return the block's output `[..., H]` for `x` `[..., H]` and `conditions` `[..., C · H]`."""
@@ -79,8 +82,9 @@ class Head(nn.Module):
 
     def __init__(self, config: MedusaConfig, conditions: int = 0):
         super().__init__()
-        self.first = Block(config.hidden_size, conditions)
-        self.others = nn.ModuleList(Block(config.hidden_size) for _ in range(config.num_layers - 1))
+        size, bias = config.hidden_size, config.bias
+        self.first = Block(size, conditions, bias)
+        self.others = nn.ModuleList(Block(size, bias=bias) for _ in range(config.num_layers - 1))
         self.lm_head = (
             None if config.share_lm_head else nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
         )

@@ -44,7 +44,7 @@ class Ngram(Drafter[NgramConfig]):
 
     @property
     def abilities(self) -> Abilities:
-        return Abilities(continues=True, deterministic=True)
+        return Abilities(continues=True, deterministic=True, from_text=True)
 
     def open(
         self, target: Target, batch_size: int, max_length: int, spare: int = 0, cache: RaggedCache | None = None

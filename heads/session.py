@@ -40,7 +40,11 @@ class Abilities:
             it.
         continues: its session says how texts go on that the target has not seen (`continuations`).
         observes: its session wants the target's most probable tokens after each of its proposals (`observe`).
+        confident: its session says how probable the next draft of a chain is to be accepted, before that is drawn
+            (`NodeSession.confidence`).
+        one_pass: a round's drafting costs the same however deep it drafts: one pass says all drafts.
         deterministic: its proposals are never samples; the rules then have no distribution to reject against.
+        from_text: the host makes its proposals, of the text alone: rounds of fixed shapes begin with them.
     """
 
     reads_nodes: bool = False
@@ -48,7 +52,10 @@ class Abilities:
     reads_chains: bool = False
     continues: bool = False
     observes: bool = False
+    confident: bool = False
+    one_pass: bool = False
     deterministic: bool = False
+    from_text: bool = False
 
 
 @dataclass
@@ -84,6 +91,23 @@ class Proposal:
     def tree(cls, tokens: Tensor, parents: Tensor, real: Tensor, read: Tensor, depth: int) -> Proposal:
         """Make a tree that was grown from a session's logits."""
         return cls(tokens, real, depth, parents, read)
+
+    def spread(self, rows: list[int], batch_size: int, size: int) -> Proposal:
+        """Return it as that of a batch in which its own rows are `rows`, filled up to `size` tokens that are not real.
+
+        So proposals of all lengths, for whichever rows are left, have one shape.
+        """
+
+        def placed(values: Tensor, filled: int) -> Tensor:
+            wide = values.new_full((batch_size, size), filled)
+            wide[rows, : values.shape[1]] = values
+            return wide
+
+        tokens, real = placed(self.tokens, 0), placed(self.real, 0)
+        if self.parents is None or self.read is None:
+            return Proposal(tokens, real, size, deterministic=self.deterministic)
+        parents, read = placed(self.parents, -1), placed(self.read, -1)
+        return Proposal(tokens, real, self.depth, parents, read, self.deterministic)
 
     @cached_property
     def lengths(self) -> Tensor:
@@ -196,6 +220,13 @@ class NodeSession(Session):
             parents: indices of nodes that were read before, in the order of reading, `[B, W]`; −1 is the root. None: a
                 chain, in which this one node follows the last.
         """
+
+    def confidence(self) -> Tensor:
+        """Return how probable the next draft of a chain is to be accepted if it is looked at, `[B]`.
+
+        It knows the tokens before that draft and nothing of the draft itself. For drafters that declare it.
+        """
+        raise NotImplementedError(f"{type(self).__name__} says nothing of how sure it is.")
 
     def propose(self, root: Tensor, depth: int, choose: Choose, ended: Ended | None = None) -> Proposal:
         """Draft a chain, token by token."""

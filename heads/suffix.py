@@ -317,7 +317,7 @@ class Suffix(Drafter[SuffixConfig]):
 
     @property
     def abilities(self) -> Abilities:
-        return Abilities(continues=self.config.width == 1, deterministic=True)
+        return Abilities(continues=self.config.width == 1, deterministic=True, from_text=True)
 
     def open(
         self, target: Target, batch_size: int, max_length: int, spare: int = 0, cache: RaggedCache | None = None

@@ -1,5 +1,6 @@
 """What ships: drafter, target and figures as one versioned pair, and what keeps it right when the target changes."""
 
+from .export import PairExport, export_pair
 from .gate import gate_pairs, newest_report
 from .manifest import Manifest
 from .new import new_pair
@@ -10,9 +11,11 @@ __all__ = [
     "Compatibility",
     "Manifest",
     "Pair",
+    "PairExport",
     "ProbeResult",
     "StaleError",
     "compatibility",
+    "export_pair",
     "gate_pairs",
     "new_pair",
     "newest_report",

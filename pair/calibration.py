@@ -12,9 +12,10 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from math import ceil
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from rich.console import Console
 
 from ..decode import Decoder, Plan, Round
@@ -22,6 +23,7 @@ from ..distill.prompts import Message, Prompt, render
 from ..eval.suites import load_suites
 from ..ground import BadInputError
 from ..ground.files import write_atomically
+from ..ground.foreign import read_json_lines
 from ..ground.progress import progress
 from ..heads import Drafter, TargetBatch
 from ..recipes import Recipe
@@ -30,6 +32,18 @@ from .manifest import Baseline, PromptMeasure
 
 NUM_PROMPTS, MAX_NEW_TOKENS = 32, 64
 _AT_ONCE = 32  # prompts decoded in one batch
+
+
+class _Row(BaseModel):
+    """A line of calibration.jsonl."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    id: str
+    suite: str
+    tokens: Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(min_length=1)]
+    text: str = ""
+    messages: list[dict[str, Any]] | None = None
 
 
 def choose_prompts(recipe: Recipe, target: Target, num_prompts: int = NUM_PROMPTS) -> list[Prompt]:
@@ -154,15 +168,21 @@ def read_calibration(file: Path) -> list[Prompt]:
         BadInputError: a row cannot be read.
     """
     try:
-        # Not splitlines(): a prompt may hold U+2028, which JSON leaves as it is.
-        rows = [json.loads(line) for line in file.read_text(encoding="utf-8").split("\n") if line]
-        return [_restored(row) for row in rows]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        return [_restored(row) for _, row in read_json_lines(file)]
+    except (OSError, ValueError) as error:
         raise BadInputError(
-            f"{file}: damaged ({error}). Run `outrider pair verify` and take a good copy of the pair."
+            f"{file}: damaged ({_in_one_line(error)}). Run `outrider pair verify` and take a good copy of the pair."
         ) from error
 
 
-def _restored(row: dict[str, Any]) -> Prompt:
-    messages = None if row["messages"] is None else tuple(row["messages"])
-    return Prompt(**row | {"tokens": tuple(row["tokens"]), "messages": messages})
+def _in_one_line(error: Exception) -> str:
+    if not isinstance(error, ValidationError):
+        return str(error)
+    first = error.errors(include_url=False)[0]
+    return f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+
+
+def _restored(row: Any) -> Prompt:
+    read = _Row.model_validate(row)
+    messages = None if read.messages is None else tuple(read.messages)
+    return Prompt(read.id, read.suite, tuple(read.tokens), read.text, messages)

@@ -19,13 +19,16 @@ from ..eval.reports.intervals import Interval
 from ..eval.tuning import Tuning, merged
 from ..ground import BadInputError
 from ..ground.files import write_atomically
+from ..ground.foreign import Unreadable, parse_json, read_bytes
 from ..targets import Fingerprint
 from ..targets.fingerprint import digest_json
+from .listing import InsideName
 
 MANIFEST, RECIPE, CALIBRATION = "pair.json", "recipe.yaml", "calibration.jsonl"
 SIGNATURE = "pair.json.sig"  # whose seal it is; see `signature`
-DRAFTER, TOKENIZER, REPORTS, ADAPTER = "drafter", "tokenizer", "reports", "adapter"
-SCHEMA_VERSION: Final = 1
+DRAFTER, TOKENIZER, REPORTS, ADAPTER, SUITES = "drafter", "tokenizer", "reports", "adapter", "suites"
+SCHEMA_VERSION: Final = 2
+_SMALLER_IDENTITY = 1  # the schema whose identity did not cover tokenizer and adapter
 
 
 class Record(BaseModel):
@@ -67,8 +70,13 @@ class TargetRecord(Record):
 
     fingerprint: FingerprintRecord
     source: Source
-    tokenizer_files: dict[str, str]
-    adapter_files: dict[str, str] = {}
+    tokenizer_files: dict[InsideName, str]
+    adapter_files: dict[InsideName, str] = {}
+
+    def kept_files(self) -> dict[str, str]:
+        """Return the SHA-256 of the target's files that the pair keeps, by path inside the folder."""
+        found = {f"{TOKENIZER}/{name}": digest for name, digest in self.tokenizer_files.items()}
+        return found | {f"{ADAPTER}/{name}": digest for name, digest in self.adapter_files.items()}
 
     @model_serializer(mode="wrap")
     def _written(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
@@ -80,7 +88,7 @@ class DrafterRecord(Record):
     """The drafter: its type, and the SHA-256 of each file in drafter/."""
 
     type: str
-    files: dict[str, str]
+    files: dict[InsideName, str]
 
 
 class PlanRecord(Record):
@@ -183,6 +191,31 @@ class Measurements(Record):
     baseline: Baseline | None
 
 
+class ServedFigures(Record):
+    """An engine's figures at one temperature, beside ours on the same prompts: `served` there, `own` here."""
+
+    temperature: float
+    num_prompts: int
+    own: Figure
+    served: Figure
+    speedup: Figure
+
+
+class ServedRecord(Record):
+    """What one engine made of the pair (`outrider served`).
+
+    Attributes:
+        agrees: whether served equals measured. suspicions: if not, what is probably wrong.
+    """
+
+    created: str
+    engine: str
+    depth: int
+    agrees: bool
+    suspicions: list[str]
+    figures: list[ServedFigures]
+
+
 class Parent(Record):
     """The version that a pair was refreshed from."""
 
@@ -201,11 +234,13 @@ class Lineage(Record):
 class Manifest(Record):
     """The whole of pair.json.
 
-    `tuning` says which plan is fastest where. It depends on machines, so it is no part of the identity; without any it
-    is not written: a pair that was never tuned reads as it always did.
+    `suites` are the prompt files that the pair is measured on and that no package ships. `tuning` says which plan is
+    fastest where, `served` what engines made of it, the latest of each engine. Both depend on machines, so they are no
+    part of the identity. What there is none of is not written: a pair that was never tuned, on packaged suites, reads
+    as it always did.
     """
 
-    schema_version: Literal[1]
+    schema_version: Literal[1, 2]
     name: str
     version: int
     digest: str
@@ -213,23 +248,35 @@ class Manifest(Record):
     drafter: DrafterRecord
     recipe: str
     calibration: str | None
-    reports: dict[str, str]
+    reports: dict[InsideName, str]
+    suites: dict[InsideName, str] = {}
     plan: PlanRecord
     measurements: Measurements
     lineage: Lineage
     created: str
     outrider_version: str
     tuning: list[Tuning] = []
+    served: list[ServedRecord] = []
     checksum: str = ""
 
     @model_serializer(mode="wrap")
     def _written(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
         values: dict[str, Any] = write(self)
-        return {k: v for k, v in values.items() if k != "tuning" or v}
+        return {k: v for k, v in values.items() if k not in ("tuning", "served", "suites") or v}
 
-    def identity(self) -> str:
-        """Return the identity digest, computed from what it covers."""
-        return identity_digest(self.target.fingerprint.restored(), self.drafter.files, self.plan)
+    def identity(self, schema_version: int | None = None) -> str:
+        """Return the identity digest, computed from what it covers.
+
+        Args:
+            schema_version: whose identity; None for this manifest's own.
+        """
+        smaller = (schema_version or self.schema_version) == _SMALLER_IDENTITY
+        kept = None if smaller else self.target.kept_files()
+        return identity_digest(self.target.fingerprint.restored(), self.drafter.files, self.plan, kept)
+
+    def identified(self) -> Manifest:
+        """Return this manifest with the identity digest of what it says."""
+        return self.model_copy(update={"digest": self.identity()})
 
     def computed_checksum(self) -> str:
         return digest_json(self.model_dump(exclude={"checksum"}))
@@ -242,18 +289,19 @@ class Manifest(Record):
         """Return this manifest, sealed, with `tuning` in place of what was known of the same conditions."""
         return self.model_copy(update={"tuning": merged(self.tuning, tuning)}).sealed()
 
+    def with_served(self, found: ServedRecord) -> Manifest:
+        """Return this manifest, sealed, with `found` in place of what was known of the same engine and depth."""
+        others = [r for r in self.served if (r.engine, r.depth) != (found.engine, found.depth)]
+        return self.model_copy(update={"served": [*others, found]}).sealed()
+
     def files(self) -> dict[str, str]:
         """Return the SHA-256 of every file of the pair but pair.json, by path inside the folder."""
         found = {RECIPE: self.recipe} | {f"{REPORTS}/{name}": digest for name, digest in self.reports.items()}
         if self.calibration is not None:
             found[CALIBRATION] = self.calibration
-        for folder, files in (
-            (DRAFTER, self.drafter.files),
-            (TOKENIZER, self.target.tokenizer_files),
-            (ADAPTER, self.target.adapter_files),
-        ):
-            found |= {f"{folder}/{name}": digest for name, digest in files.items()}
-        return found
+        found |= {f"{DRAFTER}/{name}": digest for name, digest in self.drafter.files.items()}
+        found |= {f"{SUITES}/{name}": digest for name, digest in self.suites.items()}
+        return found | self.target.kept_files()
 
     def to_text(self) -> str:
         """Return the one way in which this manifest is written: any other bytes are an alteration."""
@@ -274,9 +322,17 @@ class Manifest(Record):
         write_atomically(file, self.to_text())
 
 
-def identity_digest(fingerprint: Fingerprint, drafter_files: dict[str, str], plan: PlanRecord) -> str:
-    """Return a pair's identity by content: equal for the same target, drafter and plan, wherever and whenever made."""
-    return digest_json({"target": fingerprint.digest, "drafter": drafter_files, "plan": plan.model_dump()})
+def identity_digest(
+    fingerprint: Fingerprint, drafter_files: dict[str, str], plan: PlanRecord, kept: dict[str, str] | None = None
+) -> str:
+    """Return a pair's identity by content: equal for the same target, drafter and plan, wherever and whenever made.
+
+    Args:
+        kept: the target's files that the pair keeps, and that are loaded with it; None for the identity of pairs of
+            schema version 1, which did not cover them.
+    """
+    parts = {"target": fingerprint.digest, "drafter": drafter_files, "plan": plan.model_dump()}
+    return digest_json(parts if kept is None else parts | {"kept": kept})
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -301,7 +357,18 @@ def inspect_manifest(folder: Path) -> tuple[Manifest, list[str]]:
         BadInputError: it cannot be understood at all.
     """
     file = folder / MANIFEST
-    text = _read(file)
+    return inspect_text(file, _read(file))
+
+
+def inspect_text(file: Path, text: str) -> tuple[Manifest, list[str]]:
+    """Return the manifest that `text` holds, and what says that it was altered after it was written.
+
+    Args:
+        file: where it came from, for the error.
+
+    Raises:
+        BadInputError: it cannot be understood at all.
+    """
     manifest = _validated(file, _parsed(file, text))
     alterations = []
     if manifest.computed_checksum() != manifest.checksum:
@@ -317,20 +384,18 @@ def inspect_manifest(folder: Path) -> tuple[Manifest, list[str]]:
 
 def _read(file: Path) -> str:
     try:
-        return file.read_bytes().decode("utf-8")
+        return read_bytes(file).decode("utf-8")
     except FileNotFoundError as error:
         raise BadInputError(f"no pair at {str(file.parent)!r}: {MANIFEST} is missing there.") from error
     except UnicodeDecodeError as error:
         _damaged(file, str(error))
-    except OSError as error:
-        raise BadInputError(f"{file}: cannot be read ({error.strerror}).") from error
 
 
 def _parsed(file: Path, text: str) -> dict[str, Any]:
     try:
-        values = json.loads(text)
-    except json.JSONDecodeError as error:
-        _damaged(file, f"not valid JSON: {error}")
+        values = parse_json(text, str(file))
+    except Unreadable as error:
+        _damaged(file, error.reason)
     if not isinstance(values, dict):
         _damaged(file, f"expected an object, found {type(values).__name__}")
     return values

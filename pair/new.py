@@ -11,19 +11,23 @@ from importlib.metadata import version as installed_version
 from pathlib import Path
 
 from rich.console import Console
+from transformers import PreTrainedTokenizerBase
 
 from ..distill.prompts import Prompt
 from ..eval.reports.report import ContestantInfo, Report
+from ..eval.suites import PACKAGED
 from ..ground import BadInputError, Refusal
 from ..ground.digests import listed_problems
 from ..ground.files import write_atomically
+from ..ground.foreign import read_json
 from ..ground.locks import locked
 from ..ground.replacing import replacing_folder
 from ..heads import Drafter, Fusion, load_drafter
 from ..recipes import Recipe
 from ..targets import Fingerprint, Target
+from ..targets.adapters import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from ..targets.fingerprint import digest_file, digest_files
-from ..targets.loading import ADAPTER_CONFIG, ADAPTER_WEIGHTS, is_local
+from ..targets.loading import is_local
 from .calibration import calibrate, choose_prompts, settings, write_calibration
 from .manifest import (
     ADAPTER,
@@ -33,6 +37,7 @@ from .manifest import (
     RECIPE,
     REPORTS,
     SCHEMA_VERSION,
+    SUITES,
     TOKENIZER,
     Baseline,
     DrafterRecord,
@@ -46,12 +51,13 @@ from .manifest import (
     PlanRecord,
     Source,
     TargetRecord,
-    identity_digest,
 )
 from .pair import Pair, verify
 
 _COPIED = {".json", ".safetensors", ".jinja", ".model", ".txt"}
 _log = logging.getLogger(__name__)
+# Where a tokenizer was loaded from, with what, and code that came with it.
+_INCIDENTAL = ("name_or_path", "_name_or_path", "is_local", "local_files_only", "transformers_version", "auto_map")
 _REPORT_FILES = ("report.json", "report.md", "report.html")
 
 
@@ -85,18 +91,18 @@ def new_pair(
     with locked(final), replacing_folder(final) as partial:
         existing = _existing(final)
         saved = _save_drafter(drafter, partial / DRAFTER, target)
-        write_atomically(partial / RECIPE, recipe.to_yaml())
+        write_atomically(partial / RECIPE, _keep_suites(recipe, partial).to_yaml())
         report = _copy_report(report_folder, partial / REPORTS)
-        _check_report(report, target)
+        _check_report(report, target, saved)
         manifest = _identified(partial, target, saved, recipe, _plan(report, saved, recipe), parent)
         if existing is not None:
+            manifest = _keep_adapter(existing, partial, manifest)
             _require_same(existing, manifest)
             if _adds_nothing(existing, manifest):
                 shutil.rmtree(partial)
                 return existing
             _keep_reports(existing, partial)
-            target_record = _keep_adapter(existing, partial, manifest.target)
-            manifest = manifest.model_copy(update={"tuning": existing.manifest.tuning, "target": target_record})
+            manifest = manifest.model_copy(update={"tuning": existing.manifest.tuning})
         prompts = choose_prompts(recipe, target) if calibration is None else calibration
         baseline = _calibrated(partial, target, saved, settings(recipe), manifest.plan, prompts, console)
         manifest = _completed(manifest, partial, _measurements(report, saved, baseline))
@@ -121,7 +127,7 @@ def _existing(final: Path) -> Pair | None:
 
 
 def _require_same(existing: Pair, manifest: Manifest) -> None:
-    if existing.digest != manifest.digest:
+    if existing.digest != manifest.identity(existing.manifest.schema_version):
         raise BadInputError(
             f"{str(existing.folder)!r} already holds another pair: {existing.name} version {existing.version} "
             f"({existing.digest[:12]}…), "
@@ -136,6 +142,7 @@ def _adds_nothing(existing: Pair, manifest: Manifest) -> bool:
     known = set(old.reports.values())
     same = (
         old.recipe == manifest.recipe
+        and old.suites == manifest.suites
         and old.lineage == manifest.lineage
         and known.issuperset(manifest.reports.values())
     )
@@ -154,7 +161,7 @@ def _keep_reports(existing: Pair, partial: Path) -> None:
             shutil.copytree(older, partial / REPORTS / older.name)
 
 
-def _keep_adapter(existing: Pair, partial: Path, record: TargetRecord) -> TargetRecord:
+def _keep_adapter(existing: Pair, partial: Path, manifest: Manifest) -> Manifest:
     """Copy the adapter that the pair keeps where the same target came without it, as one in memory does.
 
     It may be the only copy there is.
@@ -163,8 +170,8 @@ def _keep_adapter(existing: Pair, partial: Path, record: TargetRecord) -> Target
         Refusal: its files were altered.
     """
     older = existing.manifest.target
-    if record.adapter_files or not older.adapter_files:
-        return record
+    if manifest.target.adapter_files or not older.adapter_files:
+        return manifest
     altered = listed_problems(existing.folder / ADAPTER, older.adapter_files)
     if altered:
         raise Refusal(
@@ -172,7 +179,8 @@ def _keep_adapter(existing: Pair, partial: Path, record: TargetRecord) -> Target
             "written; take a good copy of that pair, or choose another folder."
         )
     shutil.copytree(existing.folder / ADAPTER, partial / ADAPTER)
-    return record.model_copy(update={"source": older.source, "adapter_files": older.adapter_files})
+    record = manifest.target.model_copy(update={"source": older.source, "adapter_files": older.adapter_files})
+    return manifest.model_copy(update={"target": record}).identified()
 
 
 def _save_drafter(drafter: Drafter | str | Path, folder: Path, target: Target) -> Drafter:
@@ -190,6 +198,25 @@ def _save_drafter(drafter: Drafter | str | Path, folder: Path, target: Target) -
     return load_drafter(folder, target)
 
 
+def _keep_suites(recipe: Recipe, partial: Path) -> Recipe:
+    """Copy the prompt files that the recipe measures on, and return it with the copies' names.
+
+    Prompts are named after their file or its folder, so that a copy keeps both names.
+    """
+    names = [_keep_suite(name, partial) for name in recipe.eval.suites]
+    return recipe.model_copy(update={"eval": recipe.eval.model_copy(update={"suites": names})})
+
+
+def _keep_suite(name: str, partial: Path) -> str:
+    file = Path(name).expanduser().resolve()
+    if name in PACKAGED or not file.is_file():
+        return name
+    copy = Path(SUITES) / file.parent.name / file.name
+    (partial / copy).parent.mkdir(parents=True, exist_ok=True)
+    shutil.copyfile(file, partial / copy)
+    return copy.as_posix()
+
+
 def _copy_adapter(target: Target, folder: Path) -> None:
     """Keep the target's adapter if it is a local one: one that was trained with the drafter is found nowhere else.
 
@@ -200,7 +227,7 @@ def _copy_adapter(target: Target, folder: Path) -> None:
         return
     folder.mkdir()
     shutil.copyfile(adapter / ADAPTER_WEIGHTS, folder / ADAPTER_WEIGHTS)
-    config = json.loads((adapter / ADAPTER_CONFIG).read_text(encoding="utf-8"))
+    config = read_json(adapter / ADAPTER_CONFIG)
     base = config.get("base_model_name_or_path")
     config["base_model_name_or_path"] = None if base is None or is_local(base) else base
     write_atomically(folder / ADAPTER_CONFIG, json.dumps(config, indent=2, sort_keys=True))
@@ -233,7 +260,7 @@ def _identified(
     """Return the manifest as far as it is known before anything is measured."""
     fingerprint = target.fingerprint()
     if target.tokenizer is not None:
-        target.tokenizer.save_pretrained(str(partial / TOKENIZER))
+        _save_tokenizer(target.tokenizer, partial / TOKENIZER)
     _copy_adapter(target, partial / ADAPTER)
     kept = {"tokenizer_files": digest_files(partial / TOKENIZER), "adapter_files": digest_files(partial / ADAPTER)}
     files = digest_files(partial / DRAFTER)
@@ -241,18 +268,28 @@ def _identified(
         schema_version=SCHEMA_VERSION,
         name=recipe.name,
         version=1 if parent is None else parent.version + 1,
-        digest=identity_digest(fingerprint, files, plan),
+        digest="",
         target=TargetRecord(fingerprint=FingerprintRecord(**fingerprint.to_dict()), source=_source(target), **kept),
         drafter=DrafterRecord(type=drafter.name, files=files),
         recipe=digest_file(partial / RECIPE),
         calibration=None,
         reports=digest_files(partial / REPORTS),
+        suites=digest_files(partial / SUITES),
         plan=plan,
         measurements=Measurements(headline=[], suites={}, conditions={}, baseline=None),
         lineage=_lineage(parent, fingerprint),
         created=_today(),
         outrider_version=installed_version("outrider"),
-    )
+    ).identified()
+
+
+def _save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Write the tokenizer without what says where it once was: its files are part of the pair's identity."""
+    tokenizer.save_pretrained(str(folder))
+    file = folder / "tokenizer_config.json"
+    if file.exists():
+        config = {name: value for name, value in read_json(file).items() if name not in _INCIDENTAL}
+        file.write_text(json.dumps(config, indent=2, ensure_ascii=False, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def _completed(manifest: Manifest, partial: Path, measurements: Measurements) -> Manifest:
@@ -321,10 +358,26 @@ def _headline(report: Report, contestant: str, temperature: float) -> Headline:
     )
 
 
-def _check_report(report: Report | None, target: Target) -> None:
-    """Refuse a report about another target: what is bound together must have been measured together."""
+def _check_report(report: Report | None, target: Target, drafter: Drafter) -> None:
+    """Refuse a report about another target or drafter: what is bound together must have been measured together."""
     if report is None:
         return
+    _check_measured_target(report, target)
+    measured, own = _about(report, drafter).digest, drafter.digest()
+    if measured is None:
+        raise BadInputError(
+            "the report does not say which weights of the drafter were measured: an older Outrider made it. Measure "
+            "again with `outrider eval`."
+        )
+    if measured != own:
+        raise BadInputError(
+            f"the report is about other weights or settings of a {drafter.name}: the drafter measured has the digest "
+            f"{measured[:12]}…, this one {own[:12]}…. Measure this one with `outrider eval`, or name the one that was "
+            "measured."
+        )
+
+
+def _check_measured_target(report: Report, target: Target) -> None:
     said, found = report.conditions.target.get("fingerprint"), target.fingerprint().digest
     if said != found:
         raise BadInputError(

@@ -7,6 +7,7 @@
     tokenizer/           the target's tokenizer, to name the first token that differs in another one
     adapter/             the target's PEFT adapter, where it has a local one
     reports/<date>/      what was measured
+    suites/              the prompt files that it was measured on, where no package ships them
     pair.json.sig        who signed it, where somebody did (signature.py)
 
 The target's own weights are not here: the pair names them by content.
@@ -14,7 +15,7 @@ The target's own weights are not here: the pair names them by content.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -32,6 +33,7 @@ from ..recipes import Recipe, load_recipe
 from ..targets import Fingerprint, Target, load_tokenizer, require_same_vocabulary
 from ..targets.fingerprint import digest_file
 from .calibration import read_calibration
+from .listing import irregular
 from .manifest import (
     ADAPTER,
     CALIBRATION,
@@ -39,8 +41,10 @@ from .manifest import (
     MANIFEST,
     RECIPE,
     SIGNATURE,
+    SUITES,
     TOKENIZER,
     Manifest,
+    ServedRecord,
     inspect_manifest,
     read_manifest,
 )
@@ -140,14 +144,25 @@ class Pair:
         Raises:
             BadInputError: the folder holds another pair by now, or somebody else keeps writing it.
         """
+        return self._store(lambda now: now.tuned(tuning))
+
+    def store_served(self, found: ServedRecord) -> Pair:
+        """Store what an engine made of the pair, in place of what was known of the same engine and depth.
+
+        Raises:
+            BadInputError: the folder holds another pair by now, or somebody else keeps writing it.
+        """
+        return self._store(lambda now: now.with_served(found))
+
+    def _store(self, change: Callable[[Manifest], Manifest]) -> Pair:
         with locked(self.folder, wait=_PATIENCE):
-            now = read_manifest(self.folder)  # tuning takes minutes: what else was written since stays
+            now = read_manifest(self.folder)  # measuring takes minutes: what else was written since stays
             if now.digest != self.digest:
                 raise BadInputError(
                     f"{self.folder} holds another pair by now ({now.name} version {now.version}); nothing was stored. "
-                    "Tune that one."
+                    "Measure that one."
                 )
-            manifest = now.tuned(tuning)
+            manifest = change(now)
             manifest.write(self.folder, instead_of=now)
         return replace(self, manifest=manifest)
 
@@ -168,8 +183,19 @@ class Pair:
         """Return the fingerprint of the target the pair was made for."""
         return self.manifest.target.fingerprint.restored()
 
-    def recipe(self) -> Recipe:
-        return load_recipe(self.recipe_file)
+    def recipe(self, overrides: Sequence[str] = ()) -> Recipe:
+        """Return the recipe with `overrides` (`key.path=value`); suites that the pair keeps are named by their files.
+
+        Raises:
+            BadInputError: the recipe is damaged, or an override cannot be used.
+        """
+        recipe = load_recipe(self.recipe_file, overrides)
+        suites = [self._kept_suite(name) for name in recipe.eval.suites]
+        return recipe.model_copy(update={"eval": recipe.eval.model_copy(update={"suites": suites})})
+
+    def _kept_suite(self, name: str) -> str:
+        kept = name.removeprefix(f"{SUITES}/") in self.manifest.suites and name.startswith(f"{SUITES}/")
+        return str(self.folder.resolve() / name) if kept else name
 
     def tokenizer(self) -> Any | None:
         """Return the tokenizer of the target the pair was made for; None if that had none."""
@@ -297,13 +323,17 @@ def verify(folder: str | Path, target: Target | None = None) -> list[str]:
     found = [f"{MANIFEST}: {line}" for line in alterations] + list(_altered_files(path, manifest, _altered))
     if target is not None:
         found += [
-            f"target: {line} differs"
+            f"target: differs in {line}"
             for line in manifest.target.fingerprint.restored().differences(target.fingerprint())
         ]
     return found
 
 
 def _altered_files(folder: Path, manifest: Manifest, problem_with: Callable[[Path, str], str | None]) -> Iterator[str]:
+    odd = list(irregular(folder))
+    yield from odd
+    if odd:  # what a link or a device shows is not looked at
+        return
     expected = manifest.files()
     present = {p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file() or p.is_symlink()}
     present -= {MANIFEST, SIGNATURE, *_in_the_way(folder)}

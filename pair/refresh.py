@@ -22,7 +22,7 @@ from ..eval.suites import load_suites
 from ..ground import BadInputError
 from ..ground.locks import locked
 from ..heads import HEADS, Drafter, load_drafter
-from ..recipes import Recipe, load_recipe
+from ..recipes import Recipe
 from ..targets import Target
 from ..targets.fingerprint import digest_files, digest_json
 from ..train import train
@@ -68,6 +68,7 @@ def refresh_recipe(pair: Pair, target: Target, out: Path, overrides: Sequence[st
     The drafter is trained for the target as it is, also where a joint training made the pair. A pair that was itself
     refreshed has a recipe of that length already; it is not cut again.
     """
+    _refuse_other_targets(overrides)
     recipe = pair.recipe()
     changes: dict[str, Any] = {
         "output": str(out),
@@ -79,13 +80,20 @@ def refresh_recipe(pair: Pair, target: Target, out: Path, overrides: Sequence[st
         changes["target"] = (
             recipe.target.model_dump()
             | {k: target.source.get(k) for k in ("path", "revision", "adapter")}
-            | {"dtype": _dtype(target)}
+            | {"dtype": _dtype(target), "trust_remote_code": False}  # a pair's recipe is not the user's word
         )
     if pair.manifest.lineage.parent is None:
         changes |= _shorter(recipe.training)
-    return load_recipe(
-        pair.recipe_file, [*(f"{key}={json.dumps(value)}" for key, value in changes.items()), *overrides]
-    )
+    return pair.recipe([*(f"{key}={json.dumps(value)}" for key, value in changes.items()), *overrides])
+
+
+def _refuse_other_targets(overrides: Sequence[str]) -> None:
+    """Refuse overrides that a refresh cannot follow: its target is given, and so is where its results go."""
+    for override in overrides:
+        section = override.partition("=")[0].strip().partition(".")[0]
+        if section in ("target", "output"):
+            option = "--target and --adapter" if section == "target" else "--out"
+            raise BadInputError(f"a refresh cannot follow the override {override!r}: {option} say that.")
 
 
 def _shorter(training: dict[str, Any]) -> dict[str, Any]:

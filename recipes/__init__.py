@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import difflib
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from ..ground import BadInputError
+from ..ground.foreign import YAML, parse_yaml, read_text
 from .schema import DataSpec, EvalSpec, JointSpec, Recipe, SamplingSpec, TargetSpec
 
 __all__ = [
@@ -80,11 +78,7 @@ def _find(name: str) -> Path:
 
 
 def _read(file: Path) -> dict[str, Any]:
-    try:
-        text = file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise BadInputError(f"{file}: cannot be read ({error}).") from error
-    values = _parse(text, str(file))
+    values = parse_yaml(read_text(file, YAML.num_bytes), str(file))
     if not isinstance(values, dict):
         found = "nothing" if values is None else f"a {type(values).__name__}"
         raise BadInputError(
@@ -110,34 +104,4 @@ def _override(values: dict[str, Any], override: str) -> None:
             raise BadInputError(
                 f"cannot use the override {override!r}: {'.'.join(keys[:depth])} is {here!r}, not a mapping."
             )
-    here[keys[-1]] = _parse(text, f"override {override!r}")
-
-
-def _parse(text: str, where: str) -> Any:
-    try:
-        return yaml.load(text, Loader=_Loader)
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
-        place = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
-        raise BadInputError(f"{where}: not valid YAML: {place}{error.problem or error.context}.") from error
-    except yaml.YAMLError as error:
-        raise BadInputError(f"{where}: not valid YAML: {error}.") from error
-
-
-class _Loader(yaml.SafeLoader):
-    """PyYAML's safe loader with two surprises removed: `3e-3` is a number, and a repeated key is an error."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen: set[str] = set()
-        for key, _ in node.value:
-            if key.value in seen:
-                raise yaml.constructor.ConstructorError(
-                    None, None, f"the key {key.value!r} stands here twice", key.start_mark
-                )
-            seen.add(key.value if isinstance(key.value, str) else "")
-        return super().construct_mapping(node, deep)
-
-
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"^[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
-)
+    here[keys[-1]] = parse_yaml(text, f"override {override!r}")

@@ -8,7 +8,6 @@ Exit codes: 0 fine · 1 a finding (the gate failed, the pair is stale or altered
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import sys
@@ -29,7 +28,11 @@ from typer.core import TyperGroup
 from ..ground import OutriderError
 from ..ground.allocation import keep_large_blocks, remember_few_shapes
 from ..ground.disk import is_disk_full, require_folder
+from ..ground.files import write_atomically
 from ..ground.signals import how, number_of, stoppable
+from . import doors, registry, served, watch
+from .examples import EXAMPLES
+from .speaking import answering, console_for, tell
 
 if TYPE_CHECKING:
     from ..eval import Report
@@ -45,9 +48,17 @@ GOES_ON = "what was done is kept, and the same command goes on from there."
 
 
 class Verbs(TyperGroup):
-    """Runs a verb and turns what it raises into one line on stderr and an exit code."""
+    """Runs a verb and turns what it raises into one line on stderr and an exit code.
+
+    A verb that was asked for JSON answers with an error's JSON on stdout, too.
+    """
 
     def invoke(self, ctx: Any) -> Any:
+        as_json = "--json" in [*ctx.args, *getattr(ctx, "_protected_args", [])]
+        with answering(as_json):
+            return self._invoke(ctx, as_json)
+
+    def _invoke(self, ctx: Any, as_json: bool) -> Any:
         try:
             with stoppable():
                 return super().invoke(ctx)
@@ -66,6 +77,8 @@ class Verbs(TyperGroup):
                 _complain("this is a fault in Outrider, please report it with the lines above.", label="fault: ")
             else:
                 _complain(said(error))
+            if as_json:
+                _answer("error", {"error": said(error)}, code)
             raise typer.Exit(code) from None
 
 
@@ -96,8 +109,15 @@ def said(error: Exception) -> str:
     if is_disk_full(error):
         place = "a disk" if named is None else f"the disk that holds {Path(named).resolve().parent}"
         return f"{place} is full ({str(error).splitlines()[0]}). Free some space, then run the same command again."
-    reason = error.strerror if isinstance(error, OSError) else error
-    return f"{named}: {reason}. Look whether it is there and may be read and written, then run the same command again."
+    if not isinstance(error, OSError) or named is None:
+        return f"{type(error).__name__}: {error}"
+    return f"{named}: {error.strerror}. Look whether it is there and may be read and written, then run the same command again."
+
+
+def _answer(kind: str, body: Any, code: int = 0) -> None:
+    from .answers import say
+
+    say(kind, body, code)
 
 
 def _complain(message: str, label: str = "error: ") -> None:
@@ -107,7 +127,6 @@ def _complain(message: str, label: str = "error: ") -> None:
 app = typer.Typer(
     cls=Verbs,
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
     help="Train drafters for your target, measure them in a lossless speculative decoder, and version both as a pair.",
@@ -116,6 +135,9 @@ app = typer.Typer(
 )
 pair_app = typer.Typer(no_args_is_help=True, help="Make, show and verify pairs.")
 app.add_typer(pair_app, name="pair")
+doors.add_verbs(app)
+served.add_verbs(app)
+watch.add_verbs(app)
 
 RecipeName = Annotated[
     str, typer.Argument(metavar="RECIPE", help="A YAML file, or the name of a packaged recipe such as embedded-eagle3.")
@@ -127,6 +149,7 @@ Overrides = Annotated[
 PairFolder = Annotated[Path, typer.Argument(metavar="PAIR", help="A pair's folder.")]
 NewTarget = Annotated[str, typer.Option("--target", help="The changed target: a folder, a Hub id, or 'embedded'.")]
 Adapter = Annotated[str | None, typer.Option(help="A PEFT adapter that changed the target.")]
+AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on stdout, for programs.")]
 
 
 def _temperatures(asked: Any) -> Any:
@@ -169,15 +192,18 @@ def _every_verb(
 
 
 @app.command()
-def distill(recipe: RecipeName, changes: Overrides = None) -> None:
+def distill(recipe: RecipeName, changes: Overrides = None, as_json: AsJson = False) -> None:
     """Let the target answer the recipe's prompts: the data a drafter learns from."""
     loaded = _load_recipe(recipe, changes)
     require_folder(loaded.output_folder)
     from ..distill import distill as run
+    from .answers import DistillBody, say
 
-    console = Console()
+    console = console_for(as_json)
     folder = run(loaded, console=console)
-    console.print(f"responses: [bold]{folder}[/bold]")
+    console.print(f"responses: [bold]{escape(str(folder))}[/bold]")
+    if as_json:
+        say("distill", DistillBody.of(folder))
 
 
 @app.command()
@@ -187,12 +213,16 @@ def train(
     fresh: Annotated[
         bool, typer.Option("--fresh", help="Start over; checkpoints of an earlier run are moved aside.")
     ] = False,
+    engine: doors.Engine = None,
+    as_json: AsJson = False,
 ) -> None:
     """Train a drafter (distils first if needed). For many processes: accelerate launch -m outrider.train RECIPE."""
     loaded = _load_recipe(recipe, changes)
+    doors.check_servable(loaded, engine)
     from ..train import train as run
+    from .answers import TrainBody, say
 
-    console = Console()
+    console = console_for(as_json)
     result = run(loaded, resume=not fresh, console=console)
     console.print(f"drafter after {result.steps} steps: [bold]{result.drafter_folder}[/bold]")
     if result.adapter_folder is not None:
@@ -200,6 +230,8 @@ def train(
             f"for the target with the adapter [bold]{escape(str(result.adapter_folder))}[/bold], "
             "which it was trained with"
         )
+    if as_json:
+        say("train", TrainBody.of(result))
 
 
 @app.command()
@@ -210,7 +242,7 @@ def vocab(
         list[int] | None, typer.Option(min=1, help="A size beside the usual ones; may be repeated.")
     ] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Responses that acceptance is measured on, at most.")] = 200,
-    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Which draft vocabulary to keep: what each size covers of the target's responses, and the acceptance that
     pruning loses.
@@ -219,11 +251,11 @@ def vocab(
     require_folder(loaded.output_folder / "vocabulary")
     from .vocab import save, show, study
 
-    console = Console(stderr=as_json)
+    console = console_for(as_json)
     report = study(loaded, size or (), limit, console=console)
     folder = save(report, loaded.output_folder / "vocabulary")
     if as_json:
-        typer.echo(report.model_dump_json(indent=1))
+        _answer("vocab", report)
         return
     show(report, console)
     console.print(f"kept in [bold]{escape(str(folder))}[/bold]")
@@ -242,19 +274,20 @@ def plan(
     ] = None,
     accelerate_config: Annotated[Path | None, typer.Option(help="A file written by `accelerate config`.")] = None,
     rows: Annotated[int | None, typer.Option(min=1, help="Prompts, where the recipe's sources do not tell.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+    engine: doors.Engine = None,
+    as_json: AsJson = False,
 ) -> None:
     """Before anything is spent: parameters, memory, disk, operations and time on named GPUs, from the configs alone."""
     loaded = _load_recipe(recipe, changes)
-    from dataclasses import asdict
-
+    doors.check_servable(loaded, engine)
     from ..train.planning import plan as run
+    from .answers import PlanBody
     from .plan import read_launch, show
 
     launched = read_launch(accelerate_config) if accelerate_config else (1, "none")
     found = run(loaded, processes or launched[0], sharding or launched[1], rows)  # type: ignore[arg-type]
     if as_json:
-        typer.echo(json.dumps(asdict(found) | {"peak_memory": found.memory.peak}, indent=2))
+        _answer("plan", PlanBody.of(found))
     else:
         show(found, Console())
 
@@ -276,6 +309,8 @@ def evaluate(
     ],
     changes: Overrides = None,
     drafter: Annotated[Path | None, typer.Option(help="Measure this saved drafter instead.")] = None,
+    target: Annotated[str | None, typer.Option(help="Measure a pair on this changed target instead.")] = None,
+    adapter: Adapter = None,
     suite: Annotated[
         list[str] | None, typer.Option(help="code, docs, prose, or a prompt file; may be repeated.")
     ] = None,
@@ -291,13 +326,15 @@ def evaluate(
     temperature: Annotated[list[float] | None, typer.Option(callback=_temperatures, help="May be repeated.")] = None,
     tuned: Annotated[bool, typer.Option("--tuned", help="Measure a pair's tuned plan too, beside its own.")] = False,
     out: Annotated[Path | None, typer.Option(help="Folder of the report.")] = None,
+    as_json: AsJson = False,
 ) -> None:
     """Measure τ, acceptance and speedup with confidence intervals, beside n-gram drafting and plain decoding."""
     from ..eval.reports.render import print_report, write_report
     from ..ground.locks import locked
-    from .subject import load_subject
+    from .answers import ReportBody, say
+    from .subject import Asked, load_subject
 
-    asked = {
+    given = {
         "suites": suite,
         "limit": limit,
         "depth": depth,
@@ -307,15 +344,18 @@ def evaluate(
     }
     if out is not None:
         require_folder(out, "the report")
-    subject = load_subject(name, changes or [], drafter, {k: v for k, v in asked.items() if v}, tuned)
-    console = Console()
+    settings = {name: value for name, value in given.items() if value}
+    subject = load_subject(name, Asked(changes or [], settings, drafter, target, adapter, tuned))
     folder = out or subject.report_folder
     require_folder(folder, "the report")
+    console = console_for(as_json)
     with locked(folder):
         report = subject.measure(console)
         write_report(report, folder)
     print_report(report, console)
     console.print(f"report: [bold]{escape(str(folder))}[/bold]")
+    if as_json:
+        say("eval", ReportBody.of(report, folder))
 
 
 @app.command()
@@ -330,7 +370,7 @@ def compare(
     out: Annotated[
         Path, typer.Option(help="Folder of responses, trainings and report; what is finished in it is reused.")
     ] = Path("runs/compare"),
-    as_json: Annotated[bool, typer.Option("--json", help="The report without its prompts, for programs.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Train every recipe for the same time on the same data, then measure all in one run: τ, speedup,
     parameters, with intervals.
@@ -340,11 +380,12 @@ def compare(
     require_folder(out)
     from ..eval.reports.render import print_comparison
     from ..train.compare import compare as run
+    from .answers import ReportBody, say
 
-    console = Console(stderr=as_json)
+    console = console_for(as_json)
     report = run(loaded, budget, out, console=console)
     if as_json:
-        typer.echo(report.model_dump_json(exclude={"records"}, indent=1))
+        say("compare", ReportBody.of(report, out / "report"))
         return
     print_comparison(report, console)
     console.print(f"report: [bold]{escape(str(out / 'report'))}[/bold]")
@@ -364,25 +405,28 @@ def tune(
     temperature: Temperature = 0.0,
     max_new_tokens: Annotated[int, typer.Option(min=1)] = 96,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Store nothing in the pair.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Find the fastest depth or tree for this machine, by costs and acceptance, then by measurement; the pair
     keeps it.
     """
     from ..pair import Pair
-    from .subject import load_subject
+    from .answers import TuneBody, say
+    from .subject import Asked, load_subject
 
     loaded = Pair.load(pair)
     if not dry_run:
         require_folder(pair, "the tuned plan")
-    asked = {
+    settings = {
         "suites": suite,
         "limit": limit,
         "temperatures": [temperature],
         "max_new_tokens": max_new_tokens,
         "repeats": 2,
     }
-    console = Console()
-    tuning = load_subject(str(pair), asked={k: v for k, v in asked.items() if v}).tune(batch or [1], console)
+    asked = Asked(settings={name: value for name, value in settings.items() if value})
+    console = console_for(as_json)
+    tuning = load_subject(str(pair), asked).tune(batch or [1], console)
     console.print(
         f"{tuning.num_prompts} prompts ({', '.join(tuning.suites)}), temperature {temperature:g}, "
         f"{tuning.dtype} on {tuning.device_name}",
@@ -393,6 +437,8 @@ def tune(
         console.print(
             f"kept in [bold]{escape(str(pair / 'pair.json'))}[/bold]; `outrider generate` uses it from now on"
         )
+    if as_json:
+        say("tune", TuneBody(folder=str(pair), stored=not dry_run, tuning=tuning))
 
 
 # ------------------------------------------------------------ generating
@@ -453,32 +499,42 @@ def pair_new(
     report: Annotated[
         Path | None, typer.Option(help="A report's folder (default: the run's, if there is one).")
     ] = None,
+    as_json: AsJson = False,
 ) -> None:
     """Bind target, drafter and measurements into one versioned folder."""
     loaded = _load_recipe(recipe, changes)
     require_folder(folder, "the pair")
     from ..pair import new_pair
-    from .subject import load_target, trained_drafter
+    from .answers import PairBody, say
+    from .subject import load_target, report_folder, trained_drafter
 
+    console = console_for(as_json)
     target = load_target(loaded)
-    default = loaded.output_folder / "report"
+    bound = trained_drafter(loaded, target, drafter)
+    default = report_folder(recipe, changes or [], other=None if drafter is None else bound)
     measured = report or (default if default.is_dir() else None)
-    console = Console()
-    made = new_pair(folder, target, trained_drafter(loaded, target, drafter), loaded, measured, console=console)
+    if measured is None:
+        console.print(
+            f"no report in {escape(str(default))}: this pair holds no figures. `outrider eval` with the same words "
+            "measures them; --report names another one."
+        )
+    made = new_pair(folder, target, bound, loaded, measured, console=console)
     _print_pair(made, console)
+    if as_json:
+        say("pair-new", PairBody.of(made))
 
 
 @pair_app.command(name="show")
 def pair_show(
     folder: PairFolder,
-    as_json: Annotated[bool, typer.Option("--json", help="The whole of pair.json.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="The whole of pair.json, as it is.")] = False,
 ) -> None:
     """What a pair is, where it comes from, and what it achieved."""
     from ..pair import Pair
 
     pair = Pair.load(folder)
     if as_json:
-        typer.echo(pair.manifest.to_text(), nl=False)
+        tell(pair.manifest.to_text())
     else:
         _print_pair(pair, Console())
 
@@ -494,6 +550,7 @@ def pair_verify(
     identity: Annotated[
         str | None, typer.Option(help="Of an allowed_signers file, only the keys of this name.")
     ] = None,
+    as_json: AsJson = False,
 ) -> None:
     """Recompute every digest, and check the signature. Exit code 1 if anything differs, and what."""
     from ..pair import Pair, verify
@@ -501,18 +558,22 @@ def pair_verify(
     differences = verify(folder)
     if target is not None and not differences:  # an altered pair.json cannot be asked how to load a target
         differences = verify(folder, Pair.load(folder).load_target(target, adapter=adapter))
-    by = ""
+    by = None
     if signer is not None and not differences:
         from .signing import signer_of
 
-        found, problem = signer_of(folder, signer, identity)
-        by, differences = f", signed by {found}", [problem] if found is None else []
-    console = Console(highlight=False, soft_wrap=True)
-    for line in differences:
-        console.print(f"[red]✗[/red] {escape(line)}")
-    if differences:
-        raise typer.Exit(FINDING)
-    console.print(f"[green]✓[/green] {escape(str(folder))} is intact{escape(by)}")
+        by, problem = signer_of(folder, signer, identity)
+        differences = [problem] if by is None else []
+    code = FINDING if differences else 0
+    if as_json:
+        found = {"folder": str(folder), "intact": not differences, "differences": differences, "signed_by": by}
+        _answer("pair-verify", found, code)
+    else:
+        console = Console(highlight=False, soft_wrap=True)
+        for line in differences or [f"{folder} is intact{'' if by is None else f', signed by {by}'}"]:
+            console.print(("[red]✗[/red] " if differences else "[green]✓[/green] ") + escape(line))
+    if code:
+        raise typer.Exit(code)
 
 
 @pair_app.command(name="sign")
@@ -567,18 +628,23 @@ def _figure(figure: Figure) -> str:
 
 
 @app.command()
-def probe(pair: PairFolder, target: NewTarget, adapter: Adapter = None) -> None:
+def probe(pair: PairFolder, target: NewTarget, adapter: Adapter = None, as_json: AsJson = False) -> None:
     """Is the pair still right for a changed target? Exit code 0: fresh, 1: stale, 3: incompatible."""
     from ..pair import Pair
     from ..pair import probe as run
+    from .answers import ProbeBody, say
 
     loaded = Pair.load(pair)
-    console = Console(highlight=False, soft_wrap=True)
-    result = run(loaded, loaded.load_target(target, adapter=adapter), console=console)
-    colour = {"fresh": "green", "stale": "yellow", "incompatible": "red"}[result.verdict]
-    console.print(f"[bold {colour}]{result.verdict}[/bold {colour}]")
-    for line in result.lines:
-        console.print(escape(line))
+    console = console_for(as_json)
+    changed = loaded.load_target(target, adapter=adapter)
+    result = run(loaded, changed, console=console)
+    if as_json:
+        say("probe", ProbeBody.of(loaded, changed.fingerprint().digest, result), result.exit_code)
+    else:
+        colour = {"fresh": "green", "stale": "yellow", "incompatible": "red"}[result.verdict]
+        console.print(f"[bold {colour}]{result.verdict}[/bold {colour}]")
+        for line in result.lines:
+            console.print(escape(line), highlight=False, soft_wrap=True)
     if result.exit_code:
         raise typer.Exit(result.exit_code)
 
@@ -590,16 +656,20 @@ def refresh(
     out: Annotated[Path, typer.Option(help="Working folder of the refresh; the next version is OUT/pair.")],
     changes: Overrides = None,
     adapter: Adapter = None,
+    as_json: AsJson = False,
 ) -> None:
     """Train the drafter on for a changed target, from where it is, and write the next version."""
     from ..pair import Pair
     from ..pair.refresh import refresh as run
+    from .answers import PairBody, say
 
     loaded = Pair.load(pair)
     require_folder(out)
-    console = Console()
+    console = console_for(as_json)
     made = run(loaded, loaded.load_target(target, adapter=adapter), out, changes or [], console=console)
     _print_pair(made, console)
+    if as_json:
+        say("refresh", PairBody.of(made))
 
 
 @app.command()
@@ -608,20 +678,32 @@ def gate(
     against: Annotated[Path, typer.Option(help="The baseline: a pair's or a report's folder.")],
     tolerance: Annotated[float, typer.Option(min=0, max=1, help="How far τ may fall, as a fraction.")] = 0.03,
     confidence: Annotated[float, typer.Option(min=0.5, max=0.999)] = 0.95,
+    junit: Annotated[Path | None, typer.Option(help="Also write a JUnit XML report to this file.")] = None,
+    markdown: Annotated[Path | None, typer.Option(help="Also write Markdown for a pull request to this file.")] = None,
+    as_json: AsJson = False,
 ) -> None:
     """For CI: exit code 1 if τ fell beyond the tolerance, with confidence."""
     from ..eval.reports.gate import gate as run
+    from ..eval.reports.gate_texts import to_junit, to_markdown
     from ..pair import Pair, gate_pairs
+    from .answers import GateBody, say
 
     if all((folder / "pair.json").is_file() for folder in (pair, against)):
         result = gate_pairs(Pair.load(pair), Pair.load(against), tolerance, confidence)
     else:
         result = run(_find_report(pair), _find_report(against), tolerance=tolerance, confidence=confidence)
-    console = Console(highlight=False, soft_wrap=True)
-    for i, line in enumerate(result.lines):
-        console.print(escape(line), style=("green" if result.passed else "red") if i == 0 else None)
-    if not result.passed:
-        raise typer.Exit(FINDING)
+    for file, text in ((junit, to_junit), (markdown, to_markdown)):
+        if file is not None:
+            write_atomically(file, text(result))
+    code = 0 if result.passed else FINDING
+    if as_json:
+        say("gate", GateBody.of(result), code)
+    else:
+        console = Console(highlight=False, soft_wrap=True)
+        for i, line in enumerate(result.lines):
+            console.print(escape(line), style=("green" if result.passed else "red") if i == 0 else None)
+    if code:
+        raise typer.Exit(code)
 
 
 def _find_report(folder: Path) -> Report:
@@ -636,13 +718,13 @@ def _find_report(folder: Path) -> Report:
 
 
 @app.command()
-def doctor(as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False) -> None:
+def doctor(as_json: AsJson = False) -> None:
     """Versions, device, memory, and what is missing for which feature."""
     from .doctor import examine, render
 
     found = examine()
     if as_json:
-        typer.echo(json.dumps(found, indent=2))
+        _answer("doctor", found)
     else:
         render(found, Console())
 
@@ -659,6 +741,19 @@ def quickstart(
     require_folder(out)
     if not tell(out, Console()):
         raise typer.Exit(FINDING)
+
+
+def _show_examples(group: typer.Typer, prefix: str = "") -> None:
+    """Put the examples of every verb below its help."""
+    for command in group.registered_commands:
+        name = prefix + str(command.name or getattr(command.callback, "__name__", ""))
+        if name in EXAMPLES:
+            command.epilog = "\n\n".join(["[bold]Examples[/bold]", *map(escape, EXAMPLES[name])])
+
+
+registry.register(pair_app)
+_show_examples(app)
+_show_examples(pair_app, "pair ")
 
 
 def main() -> None:

@@ -6,7 +6,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import yaml
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table as Grid
@@ -16,6 +15,7 @@ from ..eval.reports.render import print_table
 from ..eval.reports.tables import Cell, Table, counted
 from ..ground import BadInputError
 from ..ground.disk import readable_bytes
+from ..ground.foreign import YAML, parse_yaml, read_text
 from ..train.planning import BANDWIDTH, COMPUTE, GPUS, ROOM, Needs
 
 _WORDS = {
@@ -38,8 +38,8 @@ def read_launch(file: Path) -> tuple[int, str]:
         BadInputError: no such file, or not one of accelerate's.
     """
     try:
-        values = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        values = parse_yaml(read_text(file, YAML.num_bytes), str(file))
+    except (OSError, BadInputError) as error:
         raise BadInputError(
             f"the accelerate config {str(file)!r} cannot be read ({error}); `accelerate config` writes one."
         ) from error
@@ -47,14 +47,24 @@ def read_launch(file: Path) -> tuple[int, str]:
         raise BadInputError(
             f"{file}: is no accelerate config (distributed_type is missing); `accelerate config` writes one."
         )
-    return int(values.get("num_processes") or 1), _sharding(values)
+    return _count(values, "num_processes", 1, file), _sharding(values, file)
 
 
-def _sharding(values: dict[str, Any]) -> str:
+def _count(values: dict[str, Any], name: str, otherwise: int, file: Path) -> int:
+    found = values.get(name) or otherwise
+    if not isinstance(found, int) or not 0 <= found <= 1_000_000:
+        raise BadInputError(f"{file}: {name}: expected a number of at most a million, found {str(found)[:80]!r}.")
+    return found
+
+
+def _sharding(values: dict[str, Any], file: Path) -> str:
     kind = str(values["distributed_type"]).upper()
     if kind == "FSDP":
         return "fsdp"
-    stage = int((values.get("deepspeed_config") or {}).get("zero_stage", 0)) if kind == "DEEPSPEED" else 0
+    deepspeed = values.get("deepspeed_config")
+    stage = 0
+    if kind == "DEEPSPEED" and isinstance(deepspeed, dict):
+        stage = _count(deepspeed, "zero_stage", 0, file)
     return f"zero{stage}" if stage else "none"
 
 

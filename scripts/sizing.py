@@ -33,7 +33,9 @@ class Budget:
         temperatures: that a plan is tuned for; the first is the one that is measured.
         gate_prompts: what pair v1 remembers, so that probes repeat some and the gate counts all.
         lora_steps, lora_rows, lora_length, lora_rate, lora_rank: the LoRA fine-tune that changes the target.
-        tolerance, confidence: of the gate.
+        tolerance, confidence: of the gate. The tolerance is the smallest that so many prompts decide in 4 runs of 5 if
+            nothing fell: over 160 of them the ratio of two τ had a standard error of 2.3%, so over 240 one of 1.9%,
+            and a bound at 95% needs 2.5 times that. `pair gate` by itself takes 3%, for which 560 prompts are needed.
     """
 
     seconds: float = 360.0
@@ -51,13 +53,13 @@ class Budget:
     tune_prompts: int = 2
     tune_tokens: int = 32
     temperatures: tuple[float, ...] = (0.0, 0.7)
-    gate_prompts: int = 160
+    gate_prompts: int = 240
     lora_steps: int = 60
     lora_rows: int = 4
     lora_length: int = 128
     lora_rate: float = 4e-3
     lora_rank: int = 32
-    tolerance: float = 0.03
+    tolerance: float = 0.05
     confidence: float = 0.95
 
     def changes(self, output: Path, sizes: Sizes | None = None) -> list[str]:

@@ -12,6 +12,7 @@ from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
 from ..decode import Decoder, Event, Plan, Sampling
+from ..distill.prompts import render
 from ..ground import BadInputError
 from ..heads import Drafter
 from ..targets import Target
@@ -163,4 +164,4 @@ def prompt_tokens(tokenizer: PreTrainedTokenizerBase, prompt: str, chat: bool) -
             "--chat: this target's tokenizer has no chat template; leave --chat out to continue the text as it is."
         )
     turns: list[dict[str, Any]] = [{"role": "user", "content": prompt}]
-    return list(tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=False))
+    return list(tokenizer(render(tokenizer, turns, "--chat"), add_special_tokens=False)["input_ids"])

@@ -7,7 +7,7 @@ It comes from a recipe's run or from a pair. The target is loaded in the dtype t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from ..pair import Pair
 from ..pair.pair import tuned_drafter
 from ..recipes import EvalSpec, Recipe, load_recipe
 from ..targets import Target
+from ..targets.fingerprint import digest_json
 from ..train.provenance import require_result
 
 
@@ -58,55 +59,126 @@ class Subject:
         return load_suites(self.settings.suites, self.target.require_tokenizer(), self.settings.limit)
 
 
-def load_subject(
-    name: str,
-    changes: Sequence[str] = (),
-    drafter: Path | None = None,
-    asked: dict[str, Any] | None = None,
-    tuned: bool = False,
-) -> Subject:
-    """A recipe's run or a pair, by whether `name` is a folder that holds a pair.json.
+@dataclass(frozen=True)
+class Asked:
+    """What a command asks for beside a recipe or a pair.
 
-    Args:
-        changes: `key=value` overrides of the recipe (a pair brings its own).
+    Attributes:
+        changes: `key=value` overrides. A pair can follow those of `eval`.
+        settings: fields of EvalSpec that replace the recipe's.
         drafter: a saved drafter to take instead.
-        asked: fields of EvalSpec that replace the recipe's.
+        target, adapter: a changed target to measure a pair on.
         tuned: whether a pair's tuned plan is measured too.
+    """
+
+    changes: Sequence[str] = ()
+    settings: dict[str, Any] = field(default_factory=dict)
+    drafter: Path | None = None
+    target: str | None = None
+    adapter: str | None = None
+    tuned: bool = False
+
+    def other_shape(self) -> bool:
+        """Tell whether another shape of drafts than the recipe's is asked for."""
+        return bool(_SHAPE & set(self.settings)) or bool(
+            {f"eval.{name}" for name in (*_SHAPE, "tree")} & set(map(_key, self.changes))
+        )
+
+    def settings_of(self, recipe: Recipe) -> EvalSpec:
+        """Return the recipe's settings with what is asked for."""
+        shape = {"tree": None} if _SHAPE & set(self.settings) else {}
+        return recipe.eval.model_copy(update=self.settings | shape)
+
+
+_SHAPE = {"depth", "width", "nodes"}
+
+
+def load_subject(name: str, asked: Asked | None = None) -> Subject:
+    """Load a recipe's run or a pair, by whether `name` is a folder that holds a pair.json.
 
     Raises:
-        BadInputError: there is no such recipe or pair, or no tuned plan.
+        BadInputError: there is no such recipe or pair, no tuned plan, or something is asked for that it cannot follow.
     """
-    is_pair = (Path(name).expanduser() / "pair.json").is_file()
-    recipe = load_recipe(str(Path(name).expanduser() / "recipe.yaml") if is_pair else name, changes)
-    asked = dict(asked or {})
-    other_shape = bool({"depth", "width", "nodes"} & set(asked))
-    settings = recipe.eval.model_copy(update=asked | ({"tree": None} if other_shape else {}))
-    if is_pair:
-        return _of_pair(Path(name), settings, drafter, other_shape, tuned)
-    if tuned:
+    asked = asked or Asked()
+    folder = Path(name).expanduser()
+    return _of_pair(folder, asked) if (folder / "pair.json").is_file() else _of_recipe(name, asked)
+
+
+def _of_recipe(name: str, asked: Asked) -> Subject:
+    if asked.tuned:
         raise BadInputError(
             f"--tuned: {name!r} is a recipe; tuned plans are kept in pairs. "
             "Make one with `outrider pair new`, then run `outrider tune`."
         )
+    if asked.target is not None or asked.adapter is not None:
+        raise BadInputError(
+            f"--target and --adapter measure a pair on a changed target; {name!r} is a recipe. Say target.path=… and "
+            "target.adapter=… instead."
+        )
+    recipe = load_recipe(name, asked.changes)
+    settings = asked.settings_of(recipe)
     target = load_target(recipe)
-    return Subject(
-        target, trained_drafter(recipe, target, drafter), plan_of(settings), settings, recipe.output_folder / "report"
-    )
+    drafter = trained_drafter(recipe, target, asked.drafter)
+    folder = report_folder(name, asked.changes, settings, None if asked.drafter is None else drafter)
+    return Subject(target, drafter, plan_of(settings), settings, folder)
 
 
-def _of_pair(folder: Path, settings: EvalSpec, drafter: Path | None, other_shape: bool, tuned: bool) -> Subject:
+def report_folder(
+    name: str, changes: Sequence[str] = (), settings: EvalSpec | None = None, other: Drafter | None = None
+) -> Path:
+    """Return where a measurement of a recipe's run goes: `report`, if it is the one that the recipe describes.
+
+    Any other measurement, by other settings or of an`other` drafter, has a folder of its own under `reports`.
+    `outrider pair new` looks in the same place, so that a quick look never takes the place of the real figures.
+
+    Args:
+        settings: what is measured (default: what the recipe says with `changes`).
+    """
+    recipe = load_recipe(name, changes)
+    settings = settings or recipe.eval
+    described = load_recipe(name, [c for c in changes if _key(c).partition(".")[0] != "eval"]).eval
+    if settings == described and other is None:
+        return recipe.output_folder / "report"
+    subject = [settings.model_dump(), None if other is None else other.digest()]
+    return recipe.output_folder / "reports" / digest_json(subject)[:12]
+
+
+def _of_pair(folder: Path, asked: Asked) -> Subject:
+    _refuse_unfollowed(asked)
     pair = Pair.load(folder)
-    target, own, plan = pair.open()
-    plan = replace(plan_of(settings), verify=plan.verify) if other_shape else plan
+    changed = asked.target is not None
+    target = pair.load_target(asked.target, adapter=asked.adapter) if changed else pair.load_target()
+    target, own, plan = pair.open(target, check=not changed)
     # The pair's target has the pair's dtype, whatever the recipe once asked for.
-    settings = settings.model_copy(update={"dtype": "auto"})
-    found = pair.tuned(target, temperature=settings.temperatures[0]) if tuned else None
-    if tuned and found is None:
+    settings = asked.settings_of(pair.recipe(asked.changes)).model_copy(update={"dtype": "auto"})
+    plan = replace(plan_of(settings), verify=plan.verify) if asked.other_shape() else plan
+    found = pair.tuned(target, temperature=settings.temperatures[0]) if asked.tuned else None
+    if asked.tuned and found is None:
         raise BadInputError(
             f"--tuned: this pair was not tuned for this machine and dtype; run `outrider tune {folder}` first."
         )
-    report_folder = Path("runs") / "reports" / f"{pair.name}-v{pair.version}"
-    return Subject(target, load_drafter(drafter, target) if drafter else own, plan, settings, report_folder, found)
+    report = f"{pair.name}-v{pair.version}" + (f"-on-{target.fingerprint().digest[:12]}" if changed else "")
+    drafter = load_drafter(asked.drafter, target) if asked.drafter else own
+    return Subject(target, drafter, plan, settings, Path("runs") / "reports" / report, found)
+
+
+def _refuse_unfollowed(asked: Asked) -> None:
+    """Refuse what a pair cannot follow: it is what it is, and only how it is measured can be changed."""
+    for change in asked.changes:
+        key = _key(change)
+        if not key.startswith("eval.") or key == "eval.dtype":
+            raise BadInputError(
+                f"a pair cannot follow the override {change!r}: its target, drafter and data are what they are, only "
+                "settings of eval can be changed. --target (with --adapter) measures it on a changed target, --drafter "
+                "another drafter."
+            )
+    if asked.adapter is not None and asked.target is None:
+        raise BadInputError("--adapter changes a target; name that with --target.")
+
+
+def _key(change: str) -> str:
+    """Return the key of a `key=value` override."""
+    return change.partition("=")[0].strip()
 
 
 def tuned_contestant(found: BatchTuning, drafter: Drafter) -> Contestant:

@@ -13,6 +13,8 @@ Shapes: B rows, H heads, G heads that share keys, K = H / G, Q queries, L keys, 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -23,15 +25,30 @@ from transformers.masking_utils import sdpa_mask
 
 NAME = "outrider"
 _MOST_QUERIES = 64
-_ALIGNED = 16  # the GPU's kernel wants masks whose rows begin at multiples of it
+_ALIGNED = 16  # keys; the GPU's kernel wants masks whose rows begin at multiples of it, those of a part too
 _LEAST_PART = 128  # keys
 _BLOCKS = 256  # a part for each; two per multiprocessor of a large GPU
+
+
+@contextmanager
+def steady_kernels() -> Iterator[None]:
+    """Attend without cuDNN inside; on a GPU only that makes a difference.
+
+    cuDNN is torch's first choice on recent GPUs. It makes a plan for every new shape, which takes tens of milliseconds
+    for each new length of a prompt, and its masked kernels have open faults (pytorch issues 193893 and 196678).
+    """
+    was_on = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    try:
+        yield
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(was_on)
 
 
 def num_parts(blocks: int, length: int) -> int:
     """Return into how many equal parts to cut `length` keys, where `blocks` blocks run side by side anyway."""
     parts = 1
-    while blocks * parts < _BLOCKS and length % (2 * parts) == 0 and length // (2 * parts) >= _LEAST_PART:
+    while blocks * parts < _BLOCKS and length % (2 * parts * _ALIGNED) == 0 and length // (2 * parts) >= _LEAST_PART:
         parts *= 2
     return parts
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from ..ground.errors import IncompatibleError
+from ..ground.errors import BadInputError, IncompatibleError
 from .attention import NAME as SPLIT_ATTENTION
 from .attention import register
 from .cache import RaggedCache
@@ -23,6 +23,8 @@ from .masks import attention_masks, needs_mask
 from .placement import Nodes
 from .recurrent import RecurrentCache, has_states
 from .taps import TapReader
+
+_CAPTURING = ("reduce-overhead", "max-autotune")  # modes of torch.compile
 
 
 class Backbone:
@@ -109,11 +111,23 @@ class Backbone:
     def compile(self, **options: Any) -> None:
         """Let `torch.compile` fuse the passes of rounds of fixed shapes (`Decoder(static=True)`).
 
-        Other passes, such as those over prompts, stay as they are.
+        Other passes, such as those over prompts, stay as they are. On a GPU a model that attends by SDPA gets split
+        attention: compiled, the library's repeats keys and values for heads that share them, even for one token.
 
         Args:
             options: what `torch.compile` takes, such as `mode` or `backend`.
+
+        Raises:
+            BadInputError: a mode that makes CUDA graphs of its own. Rounds are captured as a whole already, and graphs
+                cannot hold each other.
         """
+        if (mode := options.get("mode")) in _CAPTURING:
+            raise BadInputError(
+                f"compile: the mode {mode!r} captures CUDA graphs, and rounds of fixed shapes are captured as a whole "
+                "already; leave it out, or take mode='max-autotune-no-cudagraphs'."
+            )
+        if self.device.type == "cuda" and self.config._attn_implementation == "sdpa":
+            self.use_split_attention()
         # There is one compilation per number of tokens, rows, and window, each of the whole model.
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
         self._compiled = torch.compile(self.body, dynamic=False, fullgraph=True, **options)

@@ -58,7 +58,7 @@ class Fingerprint:
         template = getattr(tokenizer, "chat_template", None)
         return cls(
             tensors={name: digest_tensor(tensor) for name, tensor in sorted(model.state_dict().items())},
-            config=digest_json(_plain_config(model.config.get_text_config().to_dict())),
+            config=digest_json(plain_config(model)),
             tokenizer=None if tokenizer is None else digest_tokenizer(tokenizer),
             chat_template=None if template is None else digest_json(template),
             dtype=str(next(model.parameters()).dtype).removeprefix("torch."),
@@ -78,12 +78,17 @@ class Fingerprint:
             for name in ("config", "tokenizer", "chat_template", "dtype")
             if getattr(self, name) != getattr(other, name)
         ]
-        changed = sorted(
-            n for n in self.tensors.keys() | other.tensors.keys() if self.tensors.get(n) != other.tensors.get(n)
-        )
-        if changed:
-            found.append(f"{len(changed)} of {len(self.tensors)} weights (first: {changed[0]})")
-        return found
+        return found + _changed_weights(self.tensors, other.tensors)
+
+
+def _changed_weights(own: dict[str, str], others: dict[str, str]) -> list[str]:
+    """Say how many weights of one name differ, how many are missing in `others`, and how many are new there."""
+    shared = own.keys() & others.keys()
+    changed = sorted(name for name in shared if own[name] != others[name])
+    missing, new = sorted(own.keys() - others.keys()), sorted(others.keys() - own.keys())
+    found = [f"{len(changed)} of {len(shared)} weights (first: {changed[0]})"] if changed else []
+    found += [f"{len(missing)} missing weights (first: {missing[0]})"] if missing else []
+    return found + ([f"{len(new)} additional weights (first: {new[0]})"] if new else [])
 
 
 def digest_tensor(tensor: torch.Tensor) -> str:
@@ -117,5 +122,14 @@ def digest_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:
     return digest_json([sorted(tokenizer.get_vocab().items()), tokenizer.special_tokens_map])
 
 
-def _plain_config(config: dict[str, Any]) -> dict[str, Any]:
-    return {k: _plain_config(v) if isinstance(v, dict) else v for k, v in config.items() if k not in _INCIDENTAL}
+def plain_config(model: PreTrainedModel) -> dict[str, Any]:
+    """Return what of a model's config changes what it computes, as plain values."""
+    return _without_incidentals(model.config.get_text_config().to_dict())
+
+
+def _without_incidentals(config: dict[str, Any]) -> dict[str, Any]:
+    return {
+        key: _without_incidentals(value) if isinstance(value, dict) else value
+        for key, value in config.items()
+        if key not in _INCIDENTAL
+    }

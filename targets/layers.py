@@ -15,10 +15,15 @@ from ..ground.errors import IncompatibleError
 def body_of(model: PreTrainedModel) -> PreTrainedModel:
     """Return the model without its output embedding.
 
-    PEFT's wrapper around the model is looked through; the layers that PEFT has put into it stay.
+    PEFT's wrapper around the model is looked through; the layers that PEFT has put into it stay. Some models name their
+    body wrongly (Llama 4's text model): it is their part that has the input embedding.
     """
     unwrap = getattr(model, "get_base_model", None)
-    return cast(PreTrainedModel, (model if unwrap is None else unwrap()).base_model)
+    whole = model if unwrap is None else unwrap()
+    if whole.base_model is not whole or not hasattr(whole, "lm_head"):
+        return cast(PreTrainedModel, whole.base_model)
+    embedding = whole.get_input_embeddings()
+    return cast(PreTrainedModel, next((part for part in whole.children() if embedding in part.modules()), whole))
 
 
 def decoder_layers(body: nn.Module, count: int) -> nn.ModuleList:

@@ -57,6 +57,9 @@ class CacheLayout:
         return batch_size * (self.row_bytes + per_entry * RecurrentCache.room(max_length))
 
 
+ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}  # kinds of layers that masks serve
+
+
 def circumstances(model: PreTrainedModel, config: PreTrainedConfig) -> Hashable:
     """Return what a model's layout and footprint depend on.
 
@@ -77,20 +80,23 @@ def circumstances(model: PreTrainedModel, config: PreTrainedConfig) -> Hashable:
 def check_layers(model: PreTrainedModel, body: PreTrainedModel, config: PreTrainedConfig) -> None:
     """Refuse a model with layers that neither our caches nor 4-D masks can serve.
 
-    These are other recurrent states, attention in chunks, and ALiBi, which is read off a padding mask.
+    These are other recurrent states, and ALiBi, which is read off a padding mask.
 
     Raises:
         IncompatibleError: it has such layers.
     """
-    other = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+    other = set(getattr(config, "layer_types", None) or ()) - ATTENTION
     if config.model_type in MODELS:
         other -= KINDS
     elif getattr(body, "_is_stateful", False) and not other:
         other.add("recurrent")
     if getattr(config, "alibi", False) or config.model_type == "bloom":
         other.add("ALiBi")
+    if config.model_type == "cpmant":
+        other.add("prefix")  # it reads 32 tokens of its own before every text
     if other:
         raise IncompatibleError(
-            f"{type(model).__name__} uses {', '.join(sorted(other))} layers; the decoder handles full_attention and "
-            f"sliding_attention, and recurrent layers of {', '.join(MODELS)}. Take a target of these kinds."
+            f"{type(model).__name__} uses {', '.join(sorted(other))} layers; the decoder handles "
+            f"{', '.join(sorted(ATTENTION))}, and recurrent layers of {', '.join(MODELS)}. Take a target of these "
+            "kinds."
         )

@@ -8,20 +8,19 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from huggingface_hub import snapshot_download
-from peft import PeftModel
-from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..ground import digests
-from ..ground.errors import BadInputError, IncompatibleError, OutriderError
+from ..ground.errors import BadInputError, IncompatibleError, OutriderError, Refusal
+from .adapters import ADAPTER_CONFIG, merge_adapter
 from .attention import NAME as SPLIT_ATTENTION
 from .attention import register
+from .fitting import check_sizes
 from .sketch import sketch_causal_lm, sketching
+from .vetting import check_files, is_local
 
 EMBEDDED = "embedded"
-ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
+PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 
 
 def load_model_and_tokenizer(
@@ -41,7 +40,7 @@ def load_model_and_tokenizer(
         tokenizer = AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=trust_remote_code)
     except Exception as error:
         raise _load_error(f"tokenizer of {name}", error) from error
-    return model if adapter is None else _merge_adapter(model, adapter), tokenizer
+    return model if adapter is None else merge_adapter(model, adapter), tokenizer
 
 
 def load_causal_lm(
@@ -65,7 +64,7 @@ def load_causal_lm(
     """
     if sketching():
         return sketch_causal_lm(name, dtype, revision, trust_remote_code)
-    _check_folder(name)
+    _check_folder(name, dtype, trust_remote_code)
     try:
         loaded = AutoModelForCausalLM.from_pretrained(
             name,
@@ -76,6 +75,8 @@ def load_causal_lm(
             trust_remote_code=trust_remote_code,
             output_loading_info=True,
         )
+    except OutriderError:
+        raise
     except Exception as error:
         raise _load_error(name, error) from error
     model, info = cast(tuple[PreTrainedModel, dict[str, Any]], loaded)
@@ -94,16 +95,11 @@ def embedded_path() -> Path:
     return Path(str(resources.files("outrider.recipes"))) / "embedded" / "target"
 
 
-def is_local(name: str) -> bool:
-    """Return whether `name` is a folder rather than an id of the Hub: it exists, or does not look like org/name."""
-    return Path(name).expanduser().exists() or name.startswith((".", "/", "~")) or name.count("/") != 1
-
-
 def refuse_pickles(folder: Path) -> None:
     """Raise BadInputError if `folder` holds no safetensors: neither pickled weights nor none at all are read."""
     if any(folder.glob("*.safetensors")):
         return
-    pickled = [file.name for pattern in _PICKLES for file in folder.glob(pattern)]
+    pickled = [file.name for pattern in PICKLES for file in folder.glob(pattern)]
     if pickled:
         raise BadInputError(
             f"{folder}: {pickled[0]} is a pickle, which can run code when loaded; Outrider reads safetensors only. "
@@ -118,7 +114,7 @@ def expanded(path: str | Path) -> str:
     return os.path.expanduser(path)
 
 
-def _check_folder(name: str) -> None:
+def _check_folder(name: str, dtype: str | torch.dtype, trust_remote_code: bool) -> None:
     if not is_local(name):
         return
     folder = Path(name).expanduser()
@@ -129,49 +125,18 @@ def _check_folder(name: str) -> None:
     if not (folder / "config.json").exists():
         raise BadInputError(f"no model at {name!r}: the folder has no config.json.")
     refuse_pickles(folder)
-
-
-def _merge_adapter(model: PreTrainedModel, adapter: str) -> PreTrainedModel:
-    """Return the model with the adapter in its weights.
-
-    The adapter's products are summed in fp64: rounded to the weights' own precision they are then the same whatever
-    library multiplies, and so is the target's fingerprint.
-    """
-    try:
-        with_adapter = PeftModel.from_pretrained(model, str(_adapter_folder(adapter)))
-        _widen(with_adapter, cast(str, with_adapter.base_model.prefix))
-        return cast(PreTrainedModel, with_adapter.merge_and_unload())
-    except OutriderError:
-        raise
-    except Exception as error:
-        raise BadInputError(f"the adapter at {adapter!r} cannot be loaded: {error}") from error
-
-
-def _widen(model: nn.Module, prefix: str) -> None:
-    """Cast the parameters of an adapter, whose names contain `prefix`, to fp64."""
-    for name, parameter in model.named_parameters():
-        if prefix in name:
-            parameter.data = parameter.data.double()
-
-
-def _adapter_folder(adapter: str) -> Path:
-    """Return where the adapter is on this machine: its own folder, or one in the Hub's cache.
-
-    Raises:
-        BadInputError: its weights are in no safetensors file: peft would open a pickle.
-    """
-    folder = Path(adapter)
-    if not folder.exists():
-        folder = Path(snapshot_download(adapter, allow_patterns=[ADAPTER_CONFIG, ADAPTER_WEIGHTS]))
-    if not (folder / ADAPTER_WEIGHTS).is_file():
-        raise BadInputError(
-            f"the adapter at {adapter!r} has no {ADAPTER_WEIGHTS}: Outrider reads safetensors only, as a pickle "
-            "(adapter_model.bin) can run code when loaded. Convert it once, in a place you trust: load it there with "
-            "peft, and save it anew."
+    check_files(folder, trust_remote_code)
+    if (folder / ADAPTER_CONFIG).exists():
+        raise Refusal.of(
+            folder / ADAPTER_CONFIG,
+            "an adapter in a model's folder, which would be applied without a word",
+            "a model",
+            "Give the adapter as such: target.adapter in a recipe, --adapter elsewhere.",
         )
     if (folder / digests.LIST).exists():
         digests.require_whole(folder, "Copy it again, or let its training write it anew.")
-    return folder
+    if not trust_remote_code:
+        check_sizes(folder, dtype)
 
 
 def _load_error(name: str, error: Exception) -> BadInputError:

@@ -46,6 +46,8 @@ def attention_masks(
     masks = {"full_attention": visible}
     if "sliding_attention" in kinds:
         masks["sliding_attention"] = visible & cache.within(window)
+    if "chunked_attention" in kinds:  # Llama 4
+        masks["chunked_attention"] = visible & cache.in_chunk(config.attention_chunk_size)
     # Recurrent layers take no mask: they see what was read, in its order.
     return {kind: float_mask(masks[kind], dtype) if kind in masks else None for kind in set(kinds)}
 
@@ -53,7 +55,9 @@ def attention_masks(
 def float_mask(visible: Tensor, dtype: torch.dtype) -> Tensor:
     """Return `visible` `[B, Q, used]` as a mask `[B, 1, Q, used]` to add to scores.
 
-    Eager attention takes a bool mask without complaint and computes something wrong.
+    Eager attention takes a bool mask without complaint and computes something wrong. Half of the least number hides as
+    well as all of it. A GPU's kernel multiplies the masked scores by log2(e): the least number would become −inf, and
+    the logarithm of a sum of nothing is 0 there.
     """
     mask = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
-    return mask.masked_fill_(~visible, torch.finfo(dtype).min)[:, None]
+    return mask.masked_fill_(~visible, torch.finfo(dtype).min / 2)[:, None]

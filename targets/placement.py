@@ -90,6 +90,10 @@ class Placement:
         """Return which slots lie at most `window` − 1 places before each token, `[B, Q, used]` bool."""
         return self._places()[:, None] > self.positions[:, :, None] - window
 
+    def in_chunk(self, size: int) -> Tensor:
+        """Return which slots lie in the same part of `size` places as each token, `[B, Q, used]` bool."""
+        return self._places()[:, None] // size == self.positions[:, :, None] // size
+
     def _seen_by_nodes(self, sees: Tensor) -> Tensor:
         """Return which slots nodes see, `[B, Q, used]`, given which uncommitted entries they see, `[B, Q, N]`."""
         after, count = self._after_committed(), sees.shape[2]

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from ..ground.errors import BadInputError
+from .vetting import check_files, is_local
 
 
 def sketching() -> bool:
@@ -28,6 +30,8 @@ def sketch_causal_lm(
     Raises:
         BadInputError: there is no such config, or it cannot be reached.
     """
+    if is_local(name):
+        check_files(Path(name).expanduser(), trust_remote_code)
     try:
         config = AutoConfig.from_pretrained(
             os.path.expanduser(name), revision=revision, trust_remote_code=trust_remote_code

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..ground.errors import IncompatibleError
 from .layers import decoder_layers, hidden_states
 
 
@@ -55,8 +56,16 @@ class TapReader:
 
         Args:
             last: what the pass returned, `[B, Q, H]`.
+
+        Raises:
+            IncompatibleError: the pass did not come by all of them.
         """
         self.seen[self._num_layers] = last
+        if missing := [tap for tap in taps if tap not in self.seen]:
+            raise IncompatibleError(
+                f"{type(self._body).__name__} does not run the layers that hidden states {missing} would be read from; "
+                "take a drafter that reads the last one only, or none."
+            )
         hidden = torch.stack([self.seen[tap] for tap in taps], dim=2) if taps else None
         self.seen.clear()
         return hidden

@@ -23,10 +23,11 @@ from .cache import RaggedCache
 from .fingerprint import Fingerprint
 from .footprint import Footprint, measure
 from .layers import decoder_layers
-from .layout import circumstances
+from .layout import CacheLayout, circumstances
 from .loading import expanded, load_model_and_tokenizer
 from .placement import Nodes
 from .sharding import all_processes, in_turn, processes, settle, share, split
+from .trial import reads_ragged_rows, try_reading
 
 
 @dataclass
@@ -69,6 +70,7 @@ class Target(Backbone):
         self.sharded = False
         self._fingerprint: Fingerprint | None = None  # of a sharded target, whose weights are in other processes
         self._footprints: dict[Hashable, Footprint] = {}
+        self._ragged: bool | None = None  # whether rows of different lengths can be read together, once it was tried
 
     # ------------------------------------------------------------ loading
 
@@ -153,6 +155,25 @@ class Target(Backbone):
                     f"(valid taps: 0 to {self.num_layers})."
                 )
 
+    def check_batch(self, rows: int) -> None:
+        """Raise IncompatibleError if so many rows cannot be decoded together: rounds leave them at different lengths.
+
+        A model that takes no position ids may read a token's place off the longest row.
+        """
+        if rows == 1 or not self.rewinds or self._takes_positions():
+            return
+        if self._ragged is None:
+            self._ragged = reads_ragged_rows(self, self.cache_layout())
+        if not self._ragged:
+            raise IncompatibleError(
+                f"{type(self.model).__name__} takes no position ids and counts places by the longest row, so rows of "
+                f"different lengths cannot be decoded together; decode one prompt at a time, not {rows} "
+                "(data.batch_size: 1)."
+            )
+
+    def _takes_positions(self) -> bool:
+        return "position_ids" in inspect.signature(self.body.forward).parameters
+
     def check_trees(self) -> None:
         """Raise IncompatibleError if nodes of a tree cannot be verified.
 
@@ -163,13 +184,20 @@ class Target(Backbone):
                 f"{type(self.model).__name__} has recurrent layers, whose states have no branches, so it cannot verify "
                 "trees; draft chains."
             )
-        if "position_ids" not in inspect.signature(self.body.forward).parameters:
+        if not self._takes_positions():
             raise IncompatibleError(
                 f"{type(self.model).__name__} takes no position ids (it uses ALiBi, for example), so it cannot verify "
                 "trees; draft chains."
             )
 
     # ------------------------------------------------------------ passes
+
+    @torch.no_grad()
+    def _look_at_a_token(self) -> CacheLayout:
+        layout = super()._look_at_a_token()
+        if not self.sharded and self.device.type != "meta":
+            try_reading(self, layout)
+        return layout
 
     def forward(
         self,

@@ -8,6 +8,7 @@ from pathlib import Path
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from ..ground.errors import BadInputError, IncompatibleError
+from .vetting import check_files
 
 _FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
@@ -65,8 +66,9 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase | None:
     """
     if not any((folder / name).exists() for name in _FILES):
         return None
+    check_files(folder)
     try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(str(folder))
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
     except Exception as error:
         raise BadInputError(f"the tokenizer in {str(folder)!r} cannot be loaded: {error}") from error
     return tokenizer

@@ -2,41 +2,60 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import TypeVar
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from ..ground import BadInputError, IncompatibleError
 from .loading import refuse_pickles
+from .stored import Stored, misfits, no_more_than, stored_tensors
 
 WEIGHTS = "model.safetensors"
 
+M = TypeVar("M", bound=nn.Module)
+
+
+def restored(make: Callable[[], M], folder: Path) -> M:
+    """Return the module that `make` makes, filled from the weights in `folder`.
+
+    It is made without contents first: memory is only taken for sizes that the file has.
+
+    Raises:
+        BadInputError: the weights are missing or damaged.
+        IncompatibleError: they are not those of such a module.
+    """
+    refuse_pickles(folder)
+    stored = stored_tensors(folder / WEIGHTS)
+    with torch.device("meta"), no_more_than(len(stored), str(folder / WEIGHTS)):
+        sketch = make()
+    _require_fit(sketch, stored, folder)
+    module = make()
+    load_weights(module, folder)
+    return module
+
 
 def load_weights(module: nn.Module, folder: Path) -> None:
-    """Fill `module` from model.safetensors, strictly: no missing, no unexpected names, equal shapes."""
+    """Fill `module` from model.safetensors, strictly: no missing, no unexpected names, equal shapes and kinds."""
     refuse_pickles(folder)
+    _require_fit(module, stored_tensors(folder / WEIGHTS), folder)
     try:
-        weights = load_file(folder / WEIGHTS)
+        module.load_state_dict(load_file(folder / WEIGHTS))
     except (SafetensorError, OSError) as error:
         raise BadInputError(
             f"{folder / WEIGHTS}: damaged or not a safetensors file ({error}). "
             "Copy it again, or take the last good checkpoint."
         ) from error
-    own = module.state_dict()
-    problems = [f"missing {n}" for n in own.keys() - weights.keys()] + [
-        f"unexpected {n}" for n in weights.keys() - own.keys()
-    ]
-    problems += [
-        f"{n} is {tuple(weights[n].shape)}, expected {tuple(own[n].shape)}"
-        for n in own.keys() & weights.keys()
-        if own[n].shape != weights[n].shape
-    ]
+
+
+def _require_fit(module: nn.Module, stored: dict[str, Stored], folder: Path) -> None:
+    problems = misfits(module.state_dict(), stored)
     if problems:
-        raise IncompatibleError(f"{folder / WEIGHTS} does not fit its config.json: {'; '.join(sorted(problems)[:4])}.")
-    module.load_state_dict(weights)
+        raise IncompatibleError(f"{folder / WEIGHTS} does not fit its config.json: {'; '.join(problems[:4])}.")
 
 
 def weight_versions(weights: Iterable[Tensor]) -> list[tuple[int, int]]:

@@ -42,6 +42,16 @@ CHAT_TEMPLATE = (
 )
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark as slow what a module's `SLOW` names: rows of a table of parameters that is used in many tests."""
+    for item in items:
+        if isinstance(item, pytest.Function) and (slow := getattr(item.module, "SLOW", ())):
+            values = item.callspec.params.values() if hasattr(item, "callspec") else ()
+            if any(value in slow for value in values if isinstance(value, str)):
+                item.add_marker(pytest.mark.slow)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def one_thread() -> None:
     """Tiny models run fastest on one thread, and sums are made in one order."""

@@ -33,7 +33,8 @@ from ..heads import Drafter, DrafterLoss, TargetBatch
 from ..heads.losses import Comparison, chunked_compare, divergence, own_precision
 from ..recipes import JointSpec
 from ..targets import Target
-from ..targets.loading import ADAPTER_WEIGHTS, refuse_pickles
+from ..targets.adapters import ADAPTER_WEIGHTS
+from ..targets.loading import refuse_pickles
 from .data import IGNORED, OnlineBatches
 
 ADAPTER = "adapter"
@@ -248,7 +249,7 @@ class JointBatches:
             return JointBatch(self.target, tokens, supervised, before.hidden, before.last)
         with torch.autocast(tokens.device.type, self.precision, enabled=self.precision is not None):
             out = self.target.forward(tokens, taps=self.taps, logits=False)
-        return JointBatch(self.target, tokens, supervised, out.hidden, out.last, before.last)
+        return JointBatch(self.target, tokens, supervised, out.hidden, out.last, original=before.last)
 
 
 class Joint(nn.Module):

@@ -202,7 +202,9 @@ class DrafterTrainer(HookedTrainer):
         num_items_in_batch: Tensor | int | None = None,
     ) -> Tensor | tuple[Tensor, DrafterLoss]:
         """Return this micro-batch's share of the global batch's mean loss."""
-        loss: DrafterLoss = model(self.lessons.batches.of(inputs))
+        batch = self.lessons.batches.of(inputs)
+        batch.step = self.args.seed * 1_000_003 + self.state.global_step
+        loss: DrafterLoss = model(batch)
         if not self._checked_counts:
             assert int(loss.count) == int((inputs["labels"] != IGNORED).sum()), (
                 "a drafter must count the positions that the collator labels"

@@ -132,7 +132,10 @@ def require_result(output: Path, name: str) -> Path:
         Refusal: it was altered or damaged after it was written, and in which files.
     """
     folder = output / name
-    sealed = (output / PROVENANCE).is_file() and read_provenance(output)["schema_version"] != _WITHOUT_DIGESTS
+    has_ended = (output / PROVENANCE).is_file()
+    if not has_ended:
+        _log.warning("%s is missing: the training of %s did not come to its end.", output / PROVENANCE, folder)
+    sealed = has_ended and read_provenance(output)["schema_version"] != _WITHOUT_DIGESTS
     if sealed or (folder / digests.LIST).exists():
         digests.require_whole(folder, "Run `outrider train` with its recipe again: a finished training writes it anew.")
     return folder

@@ -32,6 +32,7 @@ class Finding:
         conclusion: `PASSED`, `FAILED` or `UNDECIDED`.
         ratio: τ_new / τ_old; the interval's ends are one-sided bounds.
         line: the finding in words.
+        before, after: τ of the baseline, and now; nan where a report has none.
         smallest_drop: relative, the smallest one that four of five such comparisons fail on; nan where there is no
             interval.
     """
@@ -41,6 +42,8 @@ class Finding:
     ratio: Interval
     line: str
     smallest_drop: float = math.nan
+    before: float = math.nan
+    after: float = math.nan
 
 
 @dataclass(frozen=True)
@@ -69,11 +72,27 @@ class Beside:
 
 @dataclass(frozen=True)
 class GateResult:
-    """What the gate says: `passed` is False only for a proven drop; `lines` are for people, warnings included."""
+    """What the gate says.
+
+    Attributes:
+        passed: False only for a proven drop.
+        lines: all of it for people, the summary first, warnings and notes last.
+        label: what was gated, in words.
+        targets: the fingerprints' digests of both reports' targets, the new one first.
+    """
 
     passed: bool
     lines: list[str]
     findings: list[Finding] = field(default_factory=list)
+    label: str = ""
+    tolerance: float = math.nan
+    confidence: float = math.nan
+    targets: tuple[str, str] = ("", "")
+
+    @property
+    def remarks(self) -> list[str]:
+        """Return the lines that are neither the summary nor a finding: warnings and notes."""
+        return self.lines[1 + len(self.findings) :]
 
 
 def gate(
@@ -109,11 +128,13 @@ def gate(
     temperatures = report.conditions.temperatures
     findings = [judge(t, beside if beside is not None and beside.temperature == t else None) for t in temperatures]
     passed = all(f.conclusion != FAILED for f in findings)
+    label = report.contestant(name).label
     summary = (
-        f"gate {'passed' if passed else 'FAILED'}: {report.contestant(name).label}, τ may fall by {tolerance:.1%}, "
+        f"gate {'passed' if passed else 'FAILED'}: {label}, τ may fall by {tolerance:.1%}, "
         f"{confidence:.0%} one-sided confidence"
     )
-    return GateResult(passed, [summary, *(f.line for f in findings), *_remarks(report, baseline)], findings)
+    lines = [summary, *(f.line for f in findings), *_remarks(report, baseline)]
+    return GateResult(passed, lines, findings, label, tolerance, confidence, _targets(report, baseline))
 
 
 def _same_conditions(report: Report, baseline: Report, name: str) -> None:
@@ -160,21 +181,25 @@ def _judge(
     drop = _smallest_drop(ratio, floor, confidence)
     power = "" if math.isnan(drop) else f"; a drop of {drop:.1%} would have failed in 4 runs of 5"
     line = (
-        f"temperature {temperature:g}: τ {found.before} → {found.after}, ratio {ratio.text(3)} ({found.how}): "
-        f"{word}: {why}{power}"
+        f"temperature {temperature:g}: τ {_shown(found.before)} → {_shown(found.after)}, "
+        f"ratio {ratio.text(3)} ({found.how}): {word}: {why}{power}"
     )
-    return Finding(temperature, conclusion, ratio, line, drop)
+    return Finding(temperature, conclusion, ratio, line, drop, found.before, found.after)
+
+
+def _shown(tau: float) -> str:
+    return "–" if math.isnan(tau) else f"{tau:.2f}"
 
 
 @dataclass(frozen=True)
 class _Compared:
-    """τ_new / τ_old with one-sided bounds, how it was made, over how many prompts, and both τ in words."""
+    """τ_new / τ_old with one-sided bounds, how it was made, over how many prompts, and both τ."""
 
     ratio: Interval
     how: str
     num_prompts: int
-    before: str
-    after: str
+    before: float
+    after: float
 
 
 def _compared(
@@ -189,14 +214,14 @@ def _compared(
         more = [c for c in beside.new if (c.suite, c.prompt) not in known]
         new, old = [*new, *more], [*old, *_aligned(beside.old, beside.new, {(c.suite, c.prompt) for c in more})]
         how = f"paired over {len(new)} prompts, {len(more)} of them calibration prompts"
-    before, after = (f"{1 + sum(c.accepted for c in s) / max(1, sum(c.rounds for c in s)):.2f}" for s in (old, new))
+    before, after = (1 + sum(c.accepted for c in s) / max(1, sum(c.rounds for c in s)) for s in (old, new))
     return _Compared(_paired(new, old, confidence, report.conditions.seed), how, len(new), before, after)
 
 
 def _of_figures(report: Report, baseline: Report, name: str, temperature: float, confidence: float) -> _Compared:
     """Return the comparison of two reports of which one has no records of single prompts."""
     new, old = (r.headline(name, temperature) for r in (report, baseline))
-    before, after = (figures.tau.main() if figures.tau else "–" for figures in (old, new))
+    before, after = (figures.tau.value if figures.tau else math.nan for figures in (old, new))
     ratio = _unpaired(new.tau, old.tau, confidence)
     return _Compared(ratio, "unpaired: a report without prompt records", new.num_prompts, before, after)
 
@@ -260,7 +285,24 @@ def _needed(ratio: Interval, floor: float, num_prompts: int) -> str:
 
 
 def _remarks(report: Report, baseline: Report) -> list[str]:
-    """Name the conditions that may move τ a little, and differ."""
+    """Name the conditions that may move τ, and differ."""
     new, old = report.conditions, baseline.conditions
     pairs = [("dtype", new.dtype, old.dtype), ("device", new.device, old.device), ("seed", new.seed, old.seed)]
-    return [f"warning: {what} is {now} here and {then} in the baseline" for what, now, then in pairs if now != then]
+    differing = [(what, now, then) for what, now, then in pairs if now != then]
+    warnings = [f"warning: {what} is {now} here and {then} in the baseline" for what, now, then in differing]
+    return [*_other_target(report, baseline), *warnings]
+
+
+def _other_target(report: Report, baseline: Report) -> list[str]:
+    """Say that the reports are about two targets, if they are, and what that does to the comparison."""
+    new, old = _targets(report, baseline)
+    if new == old:
+        return []
+    return [
+        f"note: the two reports are about different targets ({new[:12]}… here, {old[:12]}… in the baseline): what "
+        "their difference made easier or harder to predict is in the ratio, too"
+    ]
+
+
+def _targets(report: Report, baseline: Report) -> tuple[str, str]:
+    return tuple(str(r.conditions.target.get("fingerprint")) for r in (report, baseline))  # type: ignore[return-value]

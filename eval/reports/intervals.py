@@ -7,12 +7,16 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from numpy.typing import ArrayLike
-from pydantic import BeforeValidator
+from pydantic import BeforeValidator, WithJsonSchema
 
 RESAMPLES, CONFIDENCE = 2000, 0.95  # of every interval, unless it says otherwise
 
 # JSON has no nan: a number that does not exist is written as null.
-Number = Annotated[float, BeforeValidator(lambda value: math.nan if value is None else value)]
+Number = Annotated[
+    float,
+    BeforeValidator(lambda value: math.nan if value is None else value),
+    WithJsonSchema({"anyOf": [{"type": "number"}, {"type": "null"}]}),
+]
 
 
 @dataclass(frozen=True)

@@ -10,12 +10,14 @@ from typing import Any
 from pydantic import Field, ValidationError
 
 from ...ground import BadInputError, refuse_unknown_keys
+from ...ground.foreign import MEGABYTE, Limits, Unreadable, parse_json, read_text
 from ...ground.sealed import CHECKSUM, digest_json, unsealed
 from .figures import ALL, Baselines, Figures, Model, Record
 from .intervals import CONFIDENCE, RESAMPLES
 
 SCHEMA_VERSION = 1
 REPORT_FILE = "report.json"
+_LIMITS = Limits(num_bytes=64 * MEGABYTE)
 
 DEFINITIONS = {
     "τ (tau)": (
@@ -70,12 +72,14 @@ class ContestantInfo(Model):
 
     Attributes:
         kind: drafter, plain or generate.
+        digest: the drafter's identity by content; None for the target alone.
         verify: the rule that was asked for. shape: the plan in words.
     """
 
     name: str
     kind: str
     drafter: str | None = None
+    digest: str | None = None
     depth: int | None = None
     width: int = 1
     nodes: int | None = None
@@ -225,16 +229,14 @@ class Report(Model):
         file = Path(path).expanduser()
         file = file / REPORT_FILE if file.is_dir() else file
         try:
-            values = json.loads(file.read_text(encoding="utf-8"))
+            values = parse_json(read_text(file, _LIMITS.num_bytes), str(file), _LIMITS)
         except OSError as error:
             raise BadInputError(
                 f"no report at {str(path)!r}: {file} cannot be read ({error.strerror}). "
                 "Run `outrider eval` first, or give its folder."
             ) from error
-        except ValueError as error:
-            raise BadInputError(
-                f"{file}: damaged, not valid JSON ({error}). Measure again, or copy it again."
-            ) from error
+        except Unreadable as error:
+            raise BadInputError(f"{file}: damaged ({error.reason}). Measure again, or copy it again.") from error
         if isinstance(values, dict):
             values = unsealed(file, values, "Measure again, or copy it again.", required=False)
             refuse_unknown_keys(values, cls.model_fields, str(file))

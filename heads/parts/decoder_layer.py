@@ -10,7 +10,7 @@ Shapes: B rows, T positions, Q new entries, H hidden size, N heads, D head size,
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -194,10 +194,14 @@ class Joint:
 
     Args:
         width: if given, an input of several times that width has a product for each part of it.
+        norms: of equal parts of the input, one each: their weights are multiplied into the product's, which leaves
+            one operation for all of them.
     """
 
-    def __init__(self, linears: Sequence[nn.Linear], width: int | None = None):
-        weight = _together([linear.weight for linear in linears])
+    def __init__(self, linears: Sequence[nn.Linear], width: int | None = None, norms: Sequence[Any] = ()):
+        self.norms = norms
+        scale = torch.cat([norm.weight for norm in norms]) if norms else None
+        weight = _together([linear.weight if scale is None else linear.weight * scale for linear in linears])
         # Columns of a larger matrix are slow to multiply with: each part's are a matrix of their own.
         self.weights = [part.contiguous() for part in weight.split(width or weight.shape[1], 1)]
         biases = [linear.bias for linear in linears if linear.bias is not None]
@@ -205,6 +209,9 @@ class Joint:
 
     def __call__(self, x: Tensor, part: int = 0) -> Tensor:
         """Multiply the input, or that part of it; what comes of each part is added up."""
+        if self.norms:
+            parts = x.reshape(*x.shape[:-1], len(self.norms), -1)
+            x = torch.rms_norm(parts, parts.shape[-1:], None, self.norms[0].variance_epsilon).view(x.shape)
         return nn.functional.linear(x, self.weights[part], None if part else self.bias)
 
     def tensors(self) -> list[Tensor]:
@@ -220,6 +227,23 @@ def _together(weights: Sequence[Tensor]) -> Tensor:
     return torch.cat(list(weights))
 
 
+@dataclass(frozen=True)
+class Before:
+    """A product that stands before a head's first layer.
+
+    Attributes:
+        linear: the product.
+        norms: of equal parts of what it reads, one each, all of one epsilon; none if it reads them as they are.
+    """
+
+    linear: nn.Linear
+    norms: Sequence[Any] = ()
+
+    def product(self) -> Callable[[Tensor], Tensor]:
+        """Return what computes it: the linear layer itself, or a copy of it with the norms' weights multiplied in."""
+        return Joint([self.linear], norms=self.norms) if self.norms else self.linear
+
+
 class JointLayer:
     """What a decoder layer computes, all but how its queries attend.
 
@@ -227,10 +251,16 @@ class JointLayer:
         layer: a `Layer`, or one of the library's with modules of the same names.
         config: its number of heads, and of heads that keys are made for, as the library calls them.
         in_halves: an input that is two side by side has a product for each: see `keep`.
+        before: what a head has before it; `before` of this object computes it.
     """
 
-    def __init__(self, layer: Any, config: Any, in_halves: bool = False):
+    def __init__(self, layer: Any, config: Any, in_halves: bool = False, before: Before | None = None):
         self.layer = layer
+        # Looking a module up takes as long as a small operation: a draft step would notice.
+        self.attention, self.mlp = layer.self_attn, layer.mlp
+        self.attention_output, self.mlp_output = layer.self_attn.o_proj, layer.mlp.down_proj
+        self.attention_norm, self.mlp_norm = layer.input_layernorm, layer.post_attention_layernorm
+        self.before = before.product() if before else nn.Identity()
         self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
         parts = _attention_parts(layer)
         self.in_halves = in_halves and parts[0].in_features == 2 * layer.self_attn.o_proj.out_features
@@ -241,7 +271,7 @@ class JointLayer:
 
     def enter(self, hidden: Tensor) -> Tensor:
         """Return what q_proj, k_proj and v_proj make of an input `[B, Q, H]`: `[B, Q, (heads + 2 kv_heads) · D]`."""
-        return self.qkv(normed(hidden, self.layer.input_layernorm))
+        return self.qkv(normed(hidden, self.attention_norm))
 
     def keep(self, x: Tensor) -> Tensor:
         """Return what `join` needs of the first half `[B, Q, H]` of an input.
@@ -258,12 +288,11 @@ class JointLayer:
     def split(self, projected: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries `[B, heads, Q, D]`, and keys and values `[B, kv_heads, Q, D]`, of what was projected."""
         every = projected.view(*projected.shape[:2], -1, self.size).transpose(1, 2)
-        qk, v = every.split([self.heads + self.kv_heads, self.kv_heads], 1)
+        qk, v = every.split_with_sizes([self.heads + self.kv_heads, self.kv_heads], 1)
         if self.norms_heads:
-            q, k = qk.split([self.heads, self.kv_heads], 1)
-            attention = self.layer.self_attn
-            qk = torch.cat([normed(q, attention.q_norm), normed(k, attention.k_norm)], 1)
-        q, k = turned(qk, rotary).split([self.heads, self.kv_heads], 1)
+            q, k = qk.split_with_sizes([self.heads, self.kv_heads], 1)
+            qk = torch.cat([normed(q, self.attention.q_norm), normed(k, self.attention.k_norm)], 1)
+        q, k = turned(qk, rotary).split_with_sizes([self.heads, self.kv_heads], 1)
         return q, k, v
 
     def finish(self, mixed: Tensor, hidden: Tensor) -> Tensor:
@@ -273,15 +302,14 @@ class JointLayer:
             mixed: what its queries have gathered, `[B, heads, Q, D]`.
             hidden: what attention's output is added to, `[B, Q, H]`.
         """
-        hidden = hidden + self.layer.self_attn.o_proj(mixed.transpose(1, 2).flatten(2))
-        return hidden + self._mlp(normed(hidden, self.layer.post_attention_layernorm))
+        hidden = hidden + self.attention_output(mixed.transpose(1, 2).flatten(2))
+        return hidden + self._mlp(normed(hidden, self.mlp_norm))
 
     def _mlp(self, x: Tensor) -> Tensor:
-        mlp = self.layer.mlp
         if self.gate_up is None:
-            return mlp(x)
+            return self.mlp(x)
         gate, up = self.gate_up(x).chunk(2, -1)
-        return mlp.down_proj(nn.functional.silu(gate) * up)
+        return self.mlp_output(nn.functional.silu(gate) * up)
 
 
 # ------------------------------------------------------------ how its queries attend
@@ -295,12 +323,17 @@ class UnrolledLayers:
     on.
 
     Args:
+        before: what stands before the first layer.
         begins: where each row begins to learn.
         length: of the whole rows, T.
     """
 
-    def __init__(self, layers: Sequence[Layer], config: LayerConfig, begins: Sequence[int], length: int):
-        self.layers = [JointLayer(layer, config, in_halves=True) for layer in layers]
+    def __init__(
+        self, layers: Sequence[Layer], config: LayerConfig, before: Before, begins: Sequence[int], length: int
+    ):
+        first, *others = layers
+        self.layers = [JointLayer(first, config, in_halves=True, before=before)]
+        self.layers += [JointLayer(layer, config) for layer in others]
         self.groups = config.num_attention_heads // config.num_key_value_heads
         self.begins, self.kept = begins, length - min(begins)
         self.entries: list[list[Entry]] = [[] for _ in layers]  # of each layer, one for each step
@@ -347,26 +380,35 @@ class CachedLayers:
         config: their number of heads, and of heads that keys are made for, as the library calls them.
         rotary: gives the angles, as the library's does; they must depend on nothing but the position.
         windows: how far each layer sees; 0 for all of it.
+        before: what stands before the first layer.
     """
 
     @torch.no_grad()
     def __init__(
-        self, layers: Sequence[Any], config: Any, rotary: nn.Module, max_length: int, windows: Sequence[int] = ()
+        self,
+        layers: Sequence[Any],
+        config: Any,
+        rotary: nn.Module,
+        max_length: int,
+        windows: Sequence[int] = (),
+        before: Before | None = None,
     ):
-        self.layers, self.max_length = [JointLayer(layer, config) for layer in layers], max_length
-        self.windows = windows or [0] * len(layers)
-        self.versions = weight_versions(copied(layers))
+        first, *others = layers
+        self.layers = [JointLayer(first, config, before=before), *(JointLayer(layer, config) for layer in others)]
+        self.windows, self.max_length, self.before = windows or [0] * len(layers), max_length, before
+        self.versions = weight_versions(_read(layers, before))
         like = self.layers[0].qkv.weights[0]
         cos, sin = angles(rotary, like, torch.arange(max_length, device=like.device)[None])
         self.cos, self.sin = cos[0, 0], sin[0, 0]  # [max_length, D]
 
     def fits(self, layers: Iterable[Any], max_length: int) -> bool:
         """Whether it is long enough, and was made of these layers, whose copied weights have not changed since."""
-        return self.max_length >= max_length and self.versions == weight_versions(copied(layers))
+        return self.max_length >= max_length and self.versions == weight_versions(_read(layers, self.before))
 
     def tensors(self) -> list[Tensor]:
         """Return what it holds; `copied_bytes` announces their size."""
-        joints = [joint for layer in self.layers for joint in (layer.qkv, layer.gate_up) if joint is not None]
+        products = [product for layer in self.layers for product in (layer.before, layer.qkv, layer.gate_up)]
+        joints = [product for product in products if isinstance(product, Joint)]
         return [self.cos, self.sin, *(tensor for joint in joints for tensor in joint.tensors())]
 
     def through(
@@ -399,23 +441,37 @@ class CachedLayers:
 
 
 def _gathered(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-    """Return what queries `[B, heads, Q, D]` gather of keys and values `[B, kv_heads, used, D]`, in their shape."""
+    """Return what queries `[B, heads, Q, D]` gather of keys and values `[B, kv_heads, used, D]`, in their shape.
+
+    Heads that share keys are as good as queries: nothing is repeated for them, and a GPU need not fall back to a slow
+    kernel, as it does for shared keys with a mask.
+
+    Args:
+        mask: which entries each query sees, `[B, 1, Q, used]`, or those of one query for all heads, `[B, 1, 1, used]`.
+    """
     rows, heads, count, size = q.shape
-    kv_heads = k.shape[1]
-    if count > 1 or heads == kv_heads:
-        return nn.functional.scaled_dot_product_attention(q, k, v, mask, enable_gqa=heads > kv_heads)
-    # Heads that share keys are as good as queries, and nothing is repeated for them.
-    q = q.reshape(rows, kv_heads, heads // kv_heads, size)
-    return nn.functional.scaled_dot_product_attention(q, k, v, mask).reshape(rows, heads, 1, size)
+    group = heads // k.shape[1]
+    if group == 1:
+        return nn.functional.scaled_dot_product_attention(q, k, v, mask)
+    if mask is not None and count > 1:
+        mask = mask.repeat(1, 1, group, 1)
+    folded = nn.functional.scaled_dot_product_attention(q.reshape(rows, -1, group * count, size), k, v, mask)
+    return folded.reshape(rows, heads, count, size)
 
 
-def copied(layers: Iterable[Any]) -> list[Tensor]:
+def copied(layers: Iterable[Any], before: Before | None = None) -> list[Tensor]:
     """Return the parameters of which `CachedLayers` of these layers hold copies."""
     parts = [part for layer in layers for part in _attention_parts(layer) + _mlp_parts(layer)]
+    parts += [before.linear] if before and before.norms else []
     return [parameter for part in parts for parameter in part.parameters()]
 
 
-def copied_bytes(layers: Iterable[Any], size: int, max_length: int) -> int:
+def _read(layers: Iterable[Any], before: Before | None) -> list[Tensor]:
+    """Return the parameters that make those copies what they are."""
+    return copied(layers, before) + [norm.weight for norm in (before.norms if before else ())]
+
+
+def copied_bytes(layers: Iterable[Any], size: int, max_length: int, before: Before | None = None) -> int:
     """Return what `CachedLayers` of these layers allocate, for heads of `size`."""
-    weights = copied(layers)
+    weights = copied(layers, before)
     return (sum(weight.numel() for weight in weights) + 2 * max_length * size) * weights[0].dtype.itemsize

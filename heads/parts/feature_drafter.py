@@ -6,7 +6,7 @@ output of step i−1, the token is the ground truth shifted by i, and attention 
 entry per later step (EAGLE-3's training-time test, arXiv 2503.01840). With one step it is teacher forcing (EAGLE, arXiv
 2401.15077).
 
-A head says its network once (`fuse`, `read`, `enter`, `feedback`, `logits`). A training step is
+A head says its network once (`fuse`, `read`, `enter`, `finish`, `embed_output`). A training step is
 `FeatureDrafter.unroll`, a draft step is `FeatureSession._step`: the same calls, over layers that attend differently
 (decoder_layer.py).
 
@@ -28,7 +28,16 @@ from ...targets import Counts, Nodes, RaggedCache, Target
 from ..base import Drafter, DrafterLoss, TargetBatch
 from ..losses import LossName, chunked_compare, divergence, metrics_by_depth
 from ..session import Abilities, NodeSession
-from .decoder_layer import CachedLayers, JointLayer, Layer, LayerConfig, UnrolledLayers, angles, copied_bytes
+from .decoder_layer import (
+    Before,
+    CachedLayers,
+    JointLayer,
+    Layer,
+    LayerConfig,
+    UnrolledLayers,
+    angles,
+    copied_bytes,
+)
 from .nodes import Branches, Unread, gathered, required
 
 
@@ -52,6 +61,11 @@ class FeatureConfig(LayerConfig):
         divergence(self.loss)
         if self.steps < 1:
             raise BadInputError(f"drafter: steps must be at least 1, got {self.steps}.")
+
+    @property
+    def feeds_finished(self) -> bool:
+        """Whether a step reads what `FeatureDrafter.finish` made of the last one's output, and not the output."""
+        return False
 
 
 class FeatureDrafter(Drafter):
@@ -87,8 +101,16 @@ class FeatureDrafter(Drafter):
 
     # ------------------------------------------------------------ what a head says
 
-    def fuse(self, hidden: Tensor) -> Tensor:
-        """Return the hidden input of the first step `[B, T, H]` of taps `[B, T, K, H]`."""
+    @property
+    def before(self) -> Before:
+        """The product before the first layer, which `fuse` or `enter` asks of that layer."""
+        raise NotImplementedError
+
+    def fuse(self, hidden: Tensor, first: JointLayer | None = None) -> Tensor:
+        """Return the hidden input of the first step `[B, T, H]` of taps `[B, T, K, H]`.
+
+        `first`: the first layer, whose `before` is ready; without it the product before it is made for this once.
+        """
         raise NotImplementedError
 
     def disturb(self, hidden: Tensor) -> Tensor:
@@ -111,17 +133,17 @@ class FeatureDrafter(Drafter):
         """
         raise NotImplementedError
 
-    def feedback(self, output: Tensor) -> Tensor:
-        """Return the hidden input of the next step, of the last layer's output `[..., H]`."""
-        raise NotImplementedError
+    def finish(self, output: Tensor) -> Tensor:
+        """Return what the output embedding reads `[..., H]`, of the last layer's output: by default that itself."""
+        return output
 
-    def logits(self, output: Tensor, target: Target) -> Tensor:
-        """Return draft logits `[..., V']`, of the last layer's output `[..., H]`."""
+    def embed_output(self, finished: Tensor, target: Target) -> Tensor:
+        """Return draft logits `[..., V']` of what `finish` returned."""
         raise NotImplementedError
 
     def output_weights(self) -> list[nn.Parameter]:
-        """Return the weights of the head that `logits` reads."""
-        raise NotImplementedError
+        """Return the weights of the head that `finish` and `embed_output` read; by default none."""
+        return []
 
     def feature_loss(self, outputs: Tensor, features: Tensor) -> Tensor | None:
         """Return what outputs lose beside their logits, `[S, P]`; None for nothing.
@@ -131,6 +153,10 @@ class FeatureDrafter(Drafter):
             features: the true last hidden states there, `[P, H]`.
         """
         return None
+
+    def logits(self, output: Tensor, target: Target) -> Tensor:
+        """Return draft logits `[..., V']` of the last layer's output `[..., H]`."""
+        return self.embed_output(self.finish(output), target)
 
     # ------------------------------------------------------------ training
 
@@ -185,15 +211,17 @@ class FeatureDrafter(Drafter):
         no such token, it means nothing. `begin` `[B]` is 0 if None; before it, rows are only attended to.
         """
         begins = [0] * len(tokens) if begin is None else [int(b) for b in begin]
-        layers = UnrolledLayers(self.layers, self.config, begins, tokens.shape[1])
-        first, state = layers.layers[0], self.disturb(self.fuse(hidden))
+        layers = UnrolledLayers(self.layers, self.config, self.before, begins, tokens.shape[1])
+        first = layers.layers[0]
+        state = self.disturb(self.fuse(hidden, first))
         read = self.read(target.embed(tokens).to(state.dtype), first)
         every = torch.arange(tokens.shape[1], device=tokens.device)[None]
         at = every if begin is None else begin[:, None] + every[:, : layers.kept]
         outputs = [layers.through(*self.enter(read.roll(-1, 1), state, first), angles(self.rotary, state, every))]
         for i in range(1, self.config.steps):
             rotary = angles(self.rotary, outputs[-1], at + i)
-            entered = self.enter(layers.cut(read, 1 + i), self.feedback(outputs[-1]), first)
+            state = self.finish(outputs[-1]) if self.config.feeds_finished else outputs[-1]
+            entered = self.enter(layers.cut(read, 1 + i), state, first)
             outputs.append(layers.through(*entered, rotary))
         return outputs
 
@@ -205,7 +233,7 @@ class FeatureDrafter(Drafter):
 
     def open(
         self, target: Target, batch_size: int, max_length: int, spare: int = 0, cache: RaggedCache | None = None
-    ) -> FeatureSession:
+    ) -> NodeSession:
         shapes = [layer.self_attn.kept(target.device) for layer in self.layers]
         own = RaggedCache(len(shapes), batch_size, max_length + spare, target.device, shapes)
         return FeatureSession(self, target, own, self._cached(max_length))
@@ -213,12 +241,15 @@ class FeatureDrafter(Drafter):
     def state_bytes(self, target: Target, batch_size: int, max_length: int, spare: int = 0) -> int:
         shapes = [layer.self_attn.kept(target.device) for layer in self.layers]
         cache = sum(shape.num_bytes(batch_size, max_length + spare) for shape in shapes)
-        copies = 0 if self._fitting(max_length) else copied_bytes(self.layers, self.config.head_dim, max_length)
-        return cache + copies
+        if self._fitting(max_length):
+            return cache
+        return cache + copied_bytes(self.layers, self.config.head_dim, max_length, self.before)
 
     def _cached(self, max_length: int) -> CachedLayers:
         """Return its layers for decoding; they are kept until they are too short or weights have changed."""
-        self._kept = self._fitting(max_length) or CachedLayers(self.layers, self.config, self.rotary, max_length)
+        self._kept = self._fitting(max_length) or CachedLayers(
+            self.layers, self.config, self.rotary, max_length, before=self.before
+        )
         return self._kept
 
     def _fitting(self, max_length: int) -> CachedLayers | None:
@@ -258,12 +289,12 @@ class FeatureSession(NodeSession):
             unread = unread.trimmed()
         last = (unread.counts.tensor - 1)[:, None]
         following = unread.tokens.roll(-1, 1).scatter(1, last, root[:, None])
-        output = self._step(following, self.head.fuse(unread.hidden), 0)
+        output = self._step(following, self.head.fuse(unread.hidden, self.layers.layers[0]), 0)
         self.cache.advance(unread.counts)
         self.unread, self.branches = None, None
         output = output.gather(1, last[:, :, None].expand(-1, -1, output.shape[-1]))
-        self.outputs = self.head.feedback(output)
-        return self.head.logits(output, self.target)[:, 0]
+        self.outputs = output[:, :0]
+        return self._answer(output)[:, 0]
 
     def extend(self, tokens: Tensor, parents: Tensor | None = None) -> Tensor:
         read, nodes = self.outputs.shape[1] - 1, None
@@ -273,9 +304,13 @@ class FeatureSession(NodeSession):
             self.branches = self.branches or Branches(len(tokens), 0, tokens.device)
             nodes = self.branches.grow(parents)
             before = gathered(self.outputs, parents + 1)
-        output = self._step(tokens, before, read, nodes)
-        self.outputs = torch.cat([self.outputs, self.head.feedback(output)], 1)
-        return self.head.logits(output, self.target)
+        return self._answer(self._step(tokens, before, read, nodes))
+
+    def _answer(self, output: Tensor) -> Tensor:
+        """Return the draft logits `[B, Q, V']` of the last layer's output, and keep what the next step reads of it."""
+        finished = self.head.finish(output)
+        self.outputs = torch.cat([self.outputs, finished if self.head.config.feeds_finished else output], 1)
+        return self.head.embed_output(finished, self.target)
 
     def _step(self, tokens: Tensor, hidden: Tensor, offset: int, nodes: Nodes | None = None) -> Tensor:
         """Return the last layer's output `[B, Q, H]` for `tokens` `[B, Q]`, `offset` after the committed entries."""

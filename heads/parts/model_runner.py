@@ -47,16 +47,19 @@ def _as_made(module: nn.Module, home: str) -> bool:
     return own and not (module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module))
 
 
+def layer_windows(model: Any) -> list[int]:
+    """Return how far each layer of such a model sees; 0 for all of the text."""
+    config = model.config
+    kinds, window = getattr(config, "layer_types", None), getattr(config, "sliding_window", None) or 0
+    return [window if kinds is None or kinds[i] == "sliding_attention" else 0 for i in range(config.num_hidden_layers)]
+
+
 class ModelRunner(CachedLayers):
     """A model that `runs`."""
 
     def __init__(self, model: Any, max_length: int):
         body, config = model.model, model.config
-        kinds, window = getattr(config, "layer_types", None), getattr(config, "sliding_window", None) or 0
-        windows = [
-            window if kinds is None or kinds[i] == "sliding_attention" else 0 for i in range(config.num_hidden_layers)
-        ]
-        super().__init__(list(body.layers), config, body.rotary_emb, max_length, windows)
+        super().__init__(list(body.layers), config, body.rotary_emb, max_length, layer_windows(model))
         self.model = model
 
     def serves(self, model: Any, max_length: int) -> bool:
@@ -71,9 +74,12 @@ class ModelRunner(CachedLayers):
 
     def read(self, tokens: Tensor, cache: RaggedCache, offset: int, nodes: Nodes | None) -> Tensor:
         """Return the last hidden states `[B, Q, H]` of `tokens` `[B, Q]`, normed; places as for `Target.forward`."""
-        positions = cache.place(tokens.shape[1], offset, nodes)
+        return self.read_placed(tokens, cache, cache.place(tokens.shape[1], offset, nodes), nodes is not None)
+
+    def read_placed(self, tokens: Tensor, cache: RaggedCache, positions: Tensor, in_tree: bool = True) -> Tensor:
+        """Return the last hidden states `[B, Q, H]`, normed, of `tokens` `[B, Q]` for which the cache has a place."""
         hidden = nn.functional.embedding(tokens, self.model.model.embed_tokens.weight)
-        output = self.through(self.layers[0].enter(hidden), hidden, cache, positions, nodes is not None)
+        output = self.through(self.layers[0].enter(hidden), hidden, cache, positions, in_tree)
         return normed(output, self.model.model.norm)
 
     def lm_head(self, hidden: Tensor) -> Tensor:

@@ -9,12 +9,11 @@ Two layouts, N the target's layers (`{layer}` stands for the tensors of a decode
 
 Both project [embedding; hidden], and read the target's hidden state after its final norm (vLLM's and transformers' code
 agree). `transformers` does not load these tensors with the target, and does not save them: the checkpoint must be the
-published one. (pair/mtp_native.py writes them back.)
+published one. (formats/mtp.py writes them back.)
 """
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -29,6 +28,7 @@ from transformers.utils import cached_file
 from ...ground import BadInputError, IncompatibleError
 from ...targets import Target, embedded_path
 from ...targets.loading import EMBEDDED
+from ...targets.stored import plain_weight_map, stored_tensors
 from .target_layer import plain_body
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -96,9 +96,9 @@ class Checkpoint:
         index = self._find(INDEX)
         self.files: dict[str, str] = {}  # by tensor
         if index is not None:
-            self.files = json.loads(index.read_text())["weight_map"]
+            self.files = plain_weight_map(index)
         elif (single := self._find(SINGLE)) is not None:
-            self.files = dict.fromkeys(_names(single), SINGLE)
+            self.files = dict.fromkeys(stored_tensors(single), SINGLE)
         else:
             raise BadInputError(
                 f"mtp: no {SINGLE} and no {INDEX} at {path!r}; "
@@ -180,11 +180,6 @@ class Checkpoint:
         return [n for n in self.files if n.startswith(place.layer) and n not in taken and not n.endswith(_ANGLES)]
 
 
-def _names(file: Path) -> list[str]:
-    with safe_open(file, framework="pt") as source:
-        return list(source.keys())
-
-
 def folder_of(source: str) -> str:
     """Return the folder or the id of the Hub that a recipe's `source` means."""
     return str(embedded_path() if source == EMBEDDED else Path(source).expanduser())
@@ -249,6 +244,7 @@ def _layer_from(values: dict[str, Any], tensors: dict[str, Tensor], path: str) -
             config=plain.config,
             state_dict=rest | {f"layers.0.{n}": t for n, t in tensors.items()},
             dtype=torch.float32,
+            trust_remote_code=False,
             output_loading_info=True,
         )
     except (RuntimeError, ValueError) as error:

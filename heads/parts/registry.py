@@ -42,7 +42,7 @@ def restore_drafter(path: str | Path, target: Target | None = None) -> Drafter:
     if (Path(path) / digests.LIST).exists():
         digests.require_whole(Path(path), "Copy it again, or let its training write it anew.")
     values = read_config(path)
-    kind = values.pop("drafter_type", None) or ("draft_model" if "model_type" in values else None)
+    kind = values.pop("drafter_type", None) or _kind_of_model(values)
     if kind is None:
         raise BadInputError(f"{path}: config.json names no 'drafter_type' and no 'model_type'; this is not a drafter.")
     return head_class(kind).from_folder(Path(path), values, target)
@@ -63,3 +63,10 @@ def load_drafter(path: str | Path, target: Target | None = None, dtype: torch.dt
     if dtype is not None:
         drafter.cast(dtype)
     return drafter.eval()
+
+
+def _kind_of_model(values: dict[str, Any]) -> str | None:
+    """Return what a Hugging Face checkpoint is as a drafter; None if its config is not that of one."""
+    if "model_type" not in values:
+        return None
+    return "pard" if values.get("spd_type") == "pard" else "draft_model"

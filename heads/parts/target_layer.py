@@ -82,7 +82,7 @@ def plain_body(values: dict[str, Any]) -> Any:
         )
     try:
         config = AutoConfig.for_model(kind, **{k: v for k, v in values.items() if k not in _NOT_OF_A_LAYER})
-        body = AutoModel.from_config(config, dtype=torch.float32)
+        body = AutoModel.from_config(config, dtype=torch.float32, trust_remote_code=False)
     except LIBRARY_ERRORS as error:
         raise IncompatibleError(
             f"mtp: transformers cannot make a layer of a {kind!r} model ({reason(error)})."

@@ -5,10 +5,13 @@ Shapes: V vocabulary, V' draft vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...ground import BadInputError
+from ...targets import Target
 
 
 def draft_vocabulary(size: int, vocab_size: int, token_counts: Tensor | None, name: str) -> Tensor:
@@ -37,3 +40,15 @@ def most_frequent(token_counts: Tensor | None, size: int, name: str) -> Tensor:
 def by_frequency(token_counts: Tensor) -> Tensor:
     """Return all tokens by their counts `[V]`, the most frequent first; of equal ones the lower id first, `[V]`."""
     return token_counts.cpu().argsort(descending=True, stable=True)
+
+
+def kept_head(target: Target, token_ids: Tensor | None) -> Callable[[Tensor], Tensor]:
+    """Return the target's output embedding, restricted to a draft vocabulary `[V']` whose rows are copied once.
+
+    None is the whole one, as it is.
+    """
+    if token_ids is None:
+        return target.lm_head
+    head = target.model.get_output_embeddings()
+    weight, bias = head.weight[token_ids], None if head.bias is None else head.bias[token_ids]
+    return lambda hidden: target.scale(nn.functional.linear(hidden.to(weight.dtype), weight, bias))

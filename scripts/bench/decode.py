@@ -46,6 +46,7 @@ from outrider.ground.machine import best_device, clock
 from outrider.heads import Drafter, DraftModel, Ngram, load_drafter
 from outrider.recipes import EvalSpec
 from outrider.targets import Target
+from outrider.targets.attention import steady_kernels
 
 from . import random_targets as models
 from .cells import Cell, CellSettings
@@ -68,7 +69,7 @@ class Drafting:
         mask = torch.ones_like(tokens)
         began = clock(self.target.device)
         model: Any = self.target.model
-        with torch.inference_mode():
+        with torch.inference_mode(), steady_kernels():
             out = model.generate(
                 tokens, attention_mask=mask, max_new_tokens=self.max_new_tokens, do_sample=False, **self.options
             )

@@ -19,6 +19,7 @@ from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaLis
 from outrider.decode import Decoder, Plan
 from outrider.ground.machine import clock
 from outrider.targets import Target
+from outrider.targets.attention import steady_kernels
 
 from .forced import Forced
 
@@ -159,7 +160,7 @@ class Theirs:
         steps = _steps(mark, tokens.shape[1], self.target.device)
         options = {} if self.assistant is None else {"assistant_model": self.assistant}
         passes = self.target.model.register_forward_hook(steps.see)
-        with torch.inference_mode(), library_attention(self.target), self.around(), passes:
+        with torch.inference_mode(), steady_kernels(), library_attention(self.target), self.around(), passes:
             began = _now(self.target.device)
             out = self.target.model.generate(  # type: ignore[operator]
                 tokens,

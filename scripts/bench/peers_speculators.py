@@ -17,8 +17,8 @@ from speculators.train.data import CollateFn
 from torch import Tensor, nn
 from transformers import AutoConfig
 
+from outrider.formats import load_speculators
 from outrider.heads import Drafter
-from outrider.pair.peers import load_speculators
 from outrider.targets import embedded_path
 
 from .peers_training import THEIRS, Row, Settings

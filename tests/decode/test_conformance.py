@@ -22,9 +22,11 @@ from outrider.decode.rules import RULES as RULE_TABLE
 from outrider.decode.run import Run
 from outrider.decode.sampling import probabilities
 from outrider.heads import HEADS, Drafter, TargetBatch
+from outrider.heads.session import Abilities
 from outrider.targets import Counts, Target
 
-from ..heads.test_drafters import MAKERS, WITH_WEIGHTS, best
+from ..conftest import make_llama
+from ..heads.test_drafters import MAKERS, SLOW, WITH_WEIGHTS, best  # noqa: F401 (SLOW is read by conftest.py)
 from .test_distribution import p_value
 
 PROMPTS = [
@@ -45,13 +47,16 @@ ROLLOUTS, WRITTEN, FEW = 2_000, 3, Sampling(1.0, top_k=3)  # 27 texts
 SIZE = 1e-6  # of all tests of a rule and a drafter together
 
 
-# They read no nodes: nothing grows trees from their logits.
-WITHOUT_TREES = ("cascade", "fusion", "lookahead", "ngram", "suffix")
+@cache
+def abilities() -> dict[str, Abilities]:
+    """What each drafter of the table declares that it can do."""
+    target = Target(make_llama(layers=6))
+    return {name: make(target, make_llama).abilities for name, make in MAKERS.items()}
 
 
 def fitting(shape: str) -> list[str]:
-    """Drafters of the table that draft in this shape."""
-    return [name for name in MAKERS if shape == "chain" or name.split()[0] not in WITHOUT_TREES]
+    """Drafters of the table that draft in this shape: trees grow from the logits of those that read nodes."""
+    return [name for name in MAKERS if shape == "chain" or abilities()[name].reads_nodes]
 
 
 @pytest.fixture(scope="module")
@@ -63,9 +68,7 @@ def target(tiny_llama) -> Target:
 def make(target, tiny_llama) -> Callable[[str], Drafter]:
     def make(name: str) -> Drafter:
         torch.manual_seed(3)
-        drafter = MAKERS[name](target, tiny_llama)
-        assert drafter.abilities.reads_nodes is (name.split()[0] not in WITHOUT_TREES)
-        return drafter
+        return MAKERS[name](target, tiny_llama)
 
     return cache(make)
 
@@ -174,7 +177,7 @@ def test_a_requests_caches_end_with_it(name, shape, make, target, caches):
     assert all(cache() is None for cache in caches)
 
 
-@pytest.mark.parametrize("name", [n for n in WITH_WEIGHTS if HEADS[n.split()[0]].trainable])
+@pytest.mark.parametrize("name", WITH_WEIGHTS)
 @torch.no_grad()
 def test_what_training_promises_decoding_keeps(name, make, target):
     """Of rounds of one draft at temperature 1 as many are accepted as the training loss's analytic alpha says.

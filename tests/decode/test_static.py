@@ -7,6 +7,7 @@ and a replay runs the same operations on the same memory, with nothing of the Py
 from __future__ import annotations
 
 import copy
+import gc
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,7 +22,18 @@ from outrider.decode import round as stage
 from outrider.decode.graphs import Graphs
 from outrider.decode.room import window_of
 from outrider.decode.run import Request
-from outrider.heads import Drafter, DraftModel, Eagle3, Eagle3Config, Ngram
+from outrider.heads import (
+    Drafter,
+    DraftModel,
+    Eagle3,
+    Eagle3Config,
+    Lookahead,
+    LookaheadConfig,
+    Ngram,
+    NgramConfig,
+    Suffix,
+    SuffixConfig,
+)
 from outrider.heads.parts.feature_drafter import FeatureSession
 from outrider.targets import Counts, Target
 
@@ -345,6 +357,34 @@ def test_replayed_rounds_write_the_same_text(target, replays, plan, sampling):
     assert sum(graph.count for graph in replays) > 3 * len(replays), "most rounds were replayed"
 
 
+OF_TEXT = {
+    "ngram": lambda: Ngram(NgramConfig(min_match=1)),
+    "suffix": lambda: Suffix(SuffixConfig(max_match=3, tree_depth=5)),
+    "suffix tree": lambda: Suffix(SuffixConfig(width=2)),
+    "lookahead": lambda: Lookahead(LookaheadConfig(window=3, ngram=3, guesses=2)),
+}
+
+
+@pytest.mark.parametrize("sampling", ["greedy", "sampled", "processed"])
+@pytest.mark.parametrize("name", OF_TEXT)
+def test_what_the_host_proposes_is_verified_by_replays(target, replays, name, sampling):
+    """Rows end at different times, some want no drafts, and the next request knows what the first has taught."""
+    texts = [prompt * 3 for prompt in PROMPTS]
+    usual, fixed = (Decoder(target, OF_TEXT[name](), static=static) for static in (False, True))
+    for request in range(2):
+        arguments: dict[str, Any] = {
+            "sampling": Sampling(**vars(SAMPLINGS[sampling]) | {"seed": request}),
+            "plan": Plan(3),
+            "speculate": [True, True, request == 0, True],
+        }
+        a, b = fixed.generate(texts, 40, **arguments), usual.generate(texts, 40, **arguments)
+        assert a.tokens == b.tokens
+        assert a.rounds == b.rounds
+        assert a.rule == b.rule
+        assert len({len(tokens) for tokens in a.tokens}) > 1
+    assert sum(graph.count for graph in replays) > 10
+
+
 def test_rows_that_finish_and_rows_without_drafts_replay_too(target, replays):
     drafter = make_drafters(target)["eagle3"]
     for _ in range(2):
@@ -401,6 +441,32 @@ def test_where_capture_fails_rounds_run_eagerly_and_say_so(target, replays, monk
     assert a.tokens == b.tokens
     assert "cannot be captured" in caplog.text
     assert len(caplog.records) == 1
+
+
+def test_too_little_memory_is_no_reason_to_run_eagerly(target, replays, monkeypatch):
+    """It would not get better, and whoever asked must hear of it."""
+
+    def full(graph: Any, pool: Any = None, stream: Any = None) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(torch.cuda, "graph", full)
+    with pytest.raises(torch.OutOfMemoryError):
+        Decoder(target, make_drafters(target)["draft_model"], static=True).generate(PROMPTS, 24, plan=Plan(3))
+
+
+def test_python_frees_nothing_during_a_capture(target, replays, monkeypatch):
+    capture, enabled = torch.cuda.graph, []
+
+    @contextmanager
+    def noted(*arguments: Any, **options: Any) -> Any:
+        enabled.append(gc.isenabled())
+        with capture(*arguments, **options):
+            yield
+
+    monkeypatch.setattr(torch.cuda, "graph", noted)
+    Decoder(target, static=True).generate(PROMPTS, 24)
+    assert enabled == [False]
+    assert gc.isenabled()
 
 
 # ------------------------------------------------------------ on a GPU

@@ -209,7 +209,7 @@ def test_a_damaged_shard_is_computed_again_and_said(
     times = (folder / "states-00000.safetensors").stat().st_mtime_ns
     FeatureStore.build(tmp_path, target, dataset, TAPS, shard_bytes=SMALL)
     assert {f.name: f.read_bytes() for f in folder.iterdir()} == good
-    named = {"forget": "SHA256SUMS: missing", "index": "features.json: content differs"}
+    named = {"forget": "states-00000.safetensors: not in SHA256SUMS", "index": "features.json: content differs"}
     assert named.get(alter, "states-00001.safetensors: ") in caplog.text
     is_kept = (folder / "states-00000.safetensors").stat().st_mtime_ns == times
     assert is_kept == (alter != "forget"), "the others are not computed again, where they are known to be whole"

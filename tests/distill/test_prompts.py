@@ -180,7 +180,7 @@ def test_json_parquet_and_text_files_hold_the_same_prompts(
 @pytest.mark.parametrize(
     ("name", "content", "expected"),
     [
-        ("a.jsonl", '{"text": "x"}\n{"text": \n', "line 2 is not valid JSON"),
+        ("a.jsonl", '{"text": "x"}\n{"text": \n', "line 2: not valid JSON"),
         ("a.jsonl", "[1]\n", "line 1 is a list; expected an object"),
         ("a.jsonl", "\n", "no prompts in .* it is empty"),
         ("a.jsonl", '{"text": ""}\n', "none of its 1 rows can be used"),

@@ -97,3 +97,12 @@ def test_the_controlled_chain_may_go_a_little_deeper_than_the_best() -> None:
     assert found.plan.control == Control(costs, seen.rates, 16.0)
     assert prediction.control_option(options[2:], costs, seen, 8).plan.depth == 8
     assert prediction.control_option(options[:2], costs, seen, 4).plan.depth == 4
+
+
+def test_drafting_in_one_pass_costs_the_same_at_any_depth() -> None:
+    """What it took at the depths that were timed is one price, their median, and no deeper chain pays more."""
+    loops = {0: Loop(0, 0.012), 1: Loop(0, 0.0163), 4: Loop(0, 0.0191), 8: Loop(0, 0.0232)}
+    costs = prediction.costs_in_loop(CURVE, loops, one_pass=True)
+    assert costs.draft == pytest.approx([0.0] + [0.0032] * 8)
+    assert costs.draft_time(30) == costs.draft_time(1)
+    assert costs.round_time(8) - costs.round_time(1) == pytest.approx(CURVE[8] - CURVE[1])

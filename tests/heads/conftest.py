@@ -30,7 +30,8 @@ def decoded_logits() -> Callable[..., list[list[Tensor]]]:
             # As in the decoder: rows are padded with drafts that were thrown away, here with another place's tokens.
             width = int(counts.max()) + 1
             where = (committed[:, None] + torch.arange(width)).clamp(max=tokens.shape[1] - 1)
-            state.absorb(tokens[rows[:, None], where], hidden[rows[:, None], where], Counts.of(counts.tolist(), "cpu"))
+            states = None if hidden is None else hidden[rows[:, None], where]
+            state.absorb(tokens[rows[:, None], where], states, Counts.of(counts.tolist(), "cpu"))
             logits: list[Tensor] = []
 
             def choose(

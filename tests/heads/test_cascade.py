@@ -422,9 +422,12 @@ def test_a_cascade_is_made_from_a_folder_and_saved_with_its_model(target, tiny_l
         ({"statistical": {"type": "eagle3"}}, "cascade.statistical: 'eagle3' is no drafter without weights"),
         (
             {"statistical": {"type": "suffix", "width": 2}},
-            "cascade: the model goes on after a chain, suffix proposes trees; take ngram, or give suffix a width",
+            "and suffix as it is set here cannot say how a text goes on; take ngram, or suffix with a width of 1",
         ),
-        ({"statistical": {"type": "lookahead"}}, "cascade: the model goes on after a chain, lookahead proposes trees"),
+        (
+            {"statistical": {"type": "lookahead"}},
+            "and lookahead as it is set here cannot say how a text goes on",
+        ),
         ({"model_depht": 2}, "unknown key 'model_depht'; did you mean 'model_depth'"),
         ({"model_depth": 0}, "model_depth must be at least 1, got 0"),
         ({"vertical": False}, "nothing to do; set vertical, or give a model_depth"),

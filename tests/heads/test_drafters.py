@@ -21,8 +21,12 @@ from outrider.heads import (
     HEADS,
     Cascade,
     CascadeConfig,
+    DFlash,
+    DFlashConfig,
     Drafter,
     DraftModel,
+    DSpark,
+    DSparkConfig,
     Eagle1,
     Eagle1Config,
     Eagle3,
@@ -38,6 +42,10 @@ from outrider.heads import (
     MtpConfig,
     Ngram,
     NgramConfig,
+    Pard,
+    PardConfig,
+    PEagle,
+    PEagleConfig,
     SelfSpeculative,
     SelfSpeculativeConfig,
     Suffix,
@@ -53,7 +61,7 @@ from outrider.targets import Counts, Target
 def shaken(drafter: Drafter) -> Drafter:
     """With random weights where new ones are zero, so that what they read makes a difference."""
     for name, weight in drafter.named_parameters():
-        if "linear" in name or "down" in name:
+        if any(part in name for part in ("linear", "down", "markov_w2")):
             torch.nn.init.normal_(weight, std=0.2)
     return drafter
 
@@ -66,7 +74,33 @@ MAKERS: dict[str, Callable[[Target, Callable], Drafter]] = {
     "cascade eagle3": lambda target, llama: Cascade(
         Ngram(), Eagle3.build(Eagle3Config(), target), CascadeConfig(vertical=False, model_depth=2)
     ),
+    "dflash": lambda target, llama: DFlash.build(DFlashConfig(num_layers=2), target),
+    "dflash causal": lambda target, llama: DFlash.build(
+        DFlashConfig(
+            num_layers=1,
+            block_size=4,
+            from_anchor=True,
+            causal=True,
+            sliding_window=6,
+            mask_token_id=63,
+            weighting="dpace",
+        ),
+        target,
+    ),
+    "dflash pruned": lambda target, llama: DFlash.build(
+        DFlashConfig(num_layers=1, taps=(0, 6), draft_vocab_size=20, sliding_window=8, window_from="anchor"),
+        target,
+        torch.arange(64),
+    ),
     "draft_model": lambda target, llama: DraftModel(llama(layers=2, seed=1)),
+    "dspark": lambda target, llama: shaken(DSpark.build(DSparkConfig(num_layers=1, markov_rank=8), target)),
+    "dspark rnn": lambda target, llama: shaken(
+        DSpark.build(
+            DSparkConfig(num_layers=1, markov_rank=8, markov_head="rnn", draft_vocab_size=20, causal=True),
+            target,
+            torch.arange(64),
+        )
+    ),
     "eagle1": lambda target, llama: Eagle1.build(Eagle1Config(), target),
     "eagle1 two layers": lambda target, llama: Eagle1.build(
         Eagle1Config(num_layers=2, steps=2, norm_inputs=True, norm_first=True), target
@@ -90,6 +124,13 @@ MAKERS: dict[str, Callable[[Target, Callable], Drafter]] = {
         Hydra.build(HydraConfig(draft_vocab_size=20, share_lm_head=True), target, torch.arange(64))
     ),
     "ngram": lambda target, llama: Ngram(NgramConfig(max_match=3)),
+    "pard": lambda target, llama: Pard(llama(layers=2, seed=1), PardConfig(steps=5, mask_token_id=63)),
+    "peagle": lambda target, llama: PEagle.build(PEagleConfig(num_layers=2, steps=5), target),
+    "peagle pruned": lambda target, llama: PEagle.build(
+        PEagleConfig(num_layers=1, steps=4, draft_vocab_size=20, mask_token_id=63, norm_taps=True),
+        target,
+        torch.arange(64),
+    ),
     "self_speculative": lambda target, llama: shaken(
         SelfSpeculative.build(SelfSpeculativeConfig(exit_layer=3), target)
     ),
@@ -103,8 +144,10 @@ MAKERS: dict[str, Callable[[Target, Callable], Drafter]] = {
     "fusion": lambda target, llama: Fusion(Suffix(), DraftModel(llama(layers=2, seed=1))),
     "fusion eagle3": lambda target, llama: Fusion(Ngram(), Eagle3.build(Eagle3Config(), target)),
 }
-# A fusion's and a cascade's are their model's, in a folder below their own.
-WITH_WEIGHTS = [name for name in MAKERS if name.split()[0] not in ("cascade", "fusion", "lookahead", "ngram", "suffix")]
+# A fusion's and a cascade's weights are their model's, in a folder below their own: they are not `trainable`.
+WITH_WEIGHTS = [name for name in MAKERS if HEADS[name.split()[0]].trainable]
+# Further rows of block drafters: their layers, caches and sessions are those of the first rows, in other settings.
+SLOW = ("dflash causal", "dflash pruned", "dspark rnn", "peagle pruned")
 KNOWN = ", ".join(sorted(HEADS))
 PROMPTS = [torch.randint(0, 64, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (5, 1, 9, 3)]
 
@@ -243,7 +286,7 @@ def test_dropped_rows_do_not_change_the_others(drafter, target):
 @pytest.mark.parametrize(
     "loss", ["forward_kl", "hard_ce", {"lk_hybrid(3)": 1.0, "jsd(0.2)": 0.5, "hard_ce": 0.1}], ids=str
 )
-@pytest.mark.parametrize("name", [n for n in WITH_WEIGHTS if HEADS[n.split()[0]].trainable])
+@pytest.mark.parametrize("name", WITH_WEIGHTS)
 def test_a_loss_of_any_name_can_be_overfitted(name, loss, target, tiny_llama):
     torch.manual_seed(3)
     drafter = MAKERS[name](target, tiny_llama).requires_grad_(True).train()
@@ -260,7 +303,7 @@ def test_a_loss_of_any_name_can_be_overfitted(name, loss, target, tiny_llama):
         optimizer.step()
         losses.append(loss_now.item())
     assert losses[-1] < 0.8 * losses[0]
-    assert drafter(batch).count == 20 + 2 * (name.split()[0] in ("draft_model", "self_speculative")), (
+    assert drafter(batch).count == 20 + 2 * (name.split()[0] in ("draft_model", "pard", "self_speculative")), (
         "x_0 has nothing before it, and of pairs (f, x) the first predicts x_2"
     )
 

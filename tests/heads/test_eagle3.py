@@ -79,8 +79,8 @@ def test_the_loss_is_a_decayed_sum_over_supervised_positions(target, loss, promp
 # ------------------------------------------------------------ making
 
 
-def test_default_taps_are_eagle_3s(tiny_llama):
-    for layers, taps in ((4, (2, 2, 1)), (6, (2, 3, 3)), (12, (2, 6, 9)), (32, (2, 16, 29))):
+def test_default_taps_are_eagle_3s_and_differ_in_targets_of_few_layers(tiny_llama):
+    for layers, taps in ((4, (1, 2, 3)), (6, (1, 3, 5)), (7, (2, 3, 4)), (12, (2, 6, 9)), (32, (2, 16, 29))):
         model = tiny_llama(layers=layers, hidden=8, num_attention_heads=1, num_key_value_heads=1)
         assert Eagle3.build(Eagle3Config(), Target(model)).taps == taps
 

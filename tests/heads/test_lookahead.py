@@ -348,6 +348,6 @@ def test_a_target_that_cannot_verify_trees_is_refused(target, monkeypatch):
 
 def test_a_model_cannot_go_on_after_its_trees(target, tiny_llama):
     with pytest.raises(
-        BadInputError, match="fusion: the model goes on after a chain, lookahead proposes trees; take ngram"
+        BadInputError, match="and lookahead as it is set here cannot say how a text goes on; take ngram"
     ):
         Fusion(Lookahead(), DraftModel(tiny_llama(layers=1)))

@@ -15,11 +15,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from outrider.decode import Decoder, Plan, Sampling
+from outrider.formats import export_drafter, import_drafter, recognised
+from outrider.formats.mtp import main, save_native
 from outrider.ground import BadInputError, IncompatibleError
 from outrider.heads import Mtp, MtpConfig, TargetBatch, load_drafter
 from outrider.heads.losses import DIVERGENCES
 from outrider.heads.parts.target_layer import plain_body
-from outrider.pair.mtp_native import main, save_native
 from outrider.targets import Counts, PeakBytes, Target
 from outrider.train.warmstart import make_drafter
 
@@ -406,6 +407,26 @@ def test_what_is_written_back_is_the_drafter(family, tmp_path):
     assert all(
         torch.equal(a, b) for a, b in zip(drafter.state_dict().values(), again.state_dict().values(), strict=True)
     )
+
+
+@pytest.mark.parametrize("family", ["glm4_moe", "qwen3_next", "qwen3_5"], indirect=True)
+def test_a_trained_module_leaves_inside_its_targets_checkpoint_and_comes_back(family, tmp_path):
+    """What an engine loads is the whole target, with this module in the place of the one that it came with."""
+    target = family.target()
+    normed = family.config.model_type != "glm4_moe"  # as engines hand its output on
+    drafter = shaken(native(family, target, norm_output=normed))
+    made = export_drafter(drafter, target, "vllm", tmp_path / "out", 2)
+    assert (made.layout, made.difference) == ("mtp-native", 0.0)
+    assert recognised(tmp_path / "out").name == "mtp-native"
+    back = import_drafter(tmp_path / "out", target)
+    for name, tensor in drafter.state_dict().items():
+        assert torch.equal(back.state_dict()[name], tensor)
+    before, after = (load_file(folder / "model.safetensors") for folder in (family.folder, tmp_path / "out"))
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[n], after[n]) for n in before.keys() - family.native.keys())
+    refused = native(family, target, norm_output=not normed)
+    with pytest.raises(IncompatibleError, match=f"nearest that can be served: norm_output: {str(normed).lower()}"):
+        export_drafter(refused, target, "vllm", tmp_path / "other", 2)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

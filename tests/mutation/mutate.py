@@ -59,6 +59,8 @@ MODULES = {
     "sampling": Module("decode/sampling.py", ("tests/decode/test_sampling.py",)),
     "control": Module("decode/control.py", ("tests/decode/test_control.py",)),
     "statistics": Module("eval/reports/statistics.py", ("tests/eval/reports/test_statistics.py",)),
+    "intervals": Module("eval/reports/intervals.py", ("tests/eval/reports/test_statistics.py",)),
+    "files": Module("ground/files.py", ("tests/ground/test_folders.py",)),
     "gate": Module("eval/reports/gate.py", ("tests/eval/reports/test_gate.py",)),
     "divergences": Module("heads/parts/divergences.py", ("tests/heads/test_losses.py",)),
     "losses": Module("heads/losses.py", ("tests/heads/test_losses.py",)),

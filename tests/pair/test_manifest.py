@@ -228,7 +228,7 @@ def test_all_alterations_are_named_at_once(tmp_path: Path) -> None:
             "damaged or not a pair ('utf-8' codec can't decode byte 0xff in position 0: invalid start byte). "
             "Take a good copy of the pair.",
         ),
-        (b'{"schema_version": 2}', "schema version 2 is newer than the 1 that this Outrider reads; upgrade Outrider."),
+        (b'{"schema_version": 3}', "schema version 3 is newer than the 2 that this Outrider reads; upgrade Outrider."),
     ],
 )
 def test_a_damaged_file_is_named_with_what_is_wrong(tmp_path: Path, content: bytes, message: str) -> None:
@@ -269,4 +269,4 @@ def test_no_pair_and_one_that_cannot_be_read_are_told_apart(tmp_path: Path) -> N
     (tmp_path / "pair.json").mkdir()
     with pytest.raises(BadInputError) as refused:
         inspect_manifest(tmp_path)
-    assert str(refused.value) == f"{tmp_path / 'pair.json'}: cannot be read (Is a directory)."
+    assert str(refused.value) == f"{tmp_path / 'pair.json'}: expected a regular file, found a folder."

@@ -387,7 +387,7 @@ def test_verify_says_what_differs_and_how(make_pair: Callable[..., Pair], make_t
     assert found[0].startswith("drafter/config.json: content differs (SHA-256 44136fa355b3…, recorded ")
     assert found[0].endswith(f"recorded {recorded[:12]}…)")
     assert found[1] == "drafter/model.safetensors: cannot be read (No such file or directory)"
-    assert found[2:] == [f"target: {line} differs" for line in pair.fingerprint().differences(changed.fingerprint())]
+    assert found[2:] == [f"target: differs in {line}" for line in pair.fingerprint().differences(changed.fingerprint())]
 
 
 def test_verify_names_the_file_whose_text_was_altered(make_pair: Callable[..., Pair]) -> None:

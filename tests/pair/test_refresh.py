@@ -137,3 +137,11 @@ def test_a_refresh_never_writes_into_the_pair(trained: Callable[..., Pair], make
     with pytest.raises(BadInputError, match="lies inside the pair"):
         refresh(pair, make_target(), pair.folder / "next")
     assert verify(pair.folder) == []
+
+
+@pytest.mark.parametrize("override", ["target.path=elsewhere", "target={path: x}", "output=elsewhere"])
+def test_overrides_that_a_refresh_cannot_follow_are_refused(
+    trained: Callable[..., Pair], make_target: Callable[..., Target], tmp_path: Path, override: str
+) -> None:
+    with pytest.raises(BadInputError, match="a refresh cannot follow"):
+        refresh(trained("ngram"), make_target(), tmp_path / "out", [override])

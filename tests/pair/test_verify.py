@@ -110,7 +110,7 @@ def test_another_target_is_named_by_what_differs(pair: Pair, make_target: Callab
         ("{", "not valid JSON"),
         ("[]", "expected an object"),
         ("{}", "Field required"),
-        ('{"schema_version": 2}', "upgrade Outrider"),
+        ('{"schema_version": 3}', "upgrade Outrider"),
         ("\udcff", "utf-8"),
     ],
 )

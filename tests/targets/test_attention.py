@@ -9,9 +9,10 @@ import torch
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
 from outrider.decode import Decoder, Plan, Tree
-from outrider.ground import IncompatibleError
+from outrider.ground import BadInputError, IncompatibleError
 from outrider.heads import Eagle3, Eagle3Config
 from outrider.targets import Target, attention, load_causal_lm
+from outrider.targets.masks import float_mask
 
 PROMPTS = [torch.randint(0, 64, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (5, 1, 9, 3)]
 PLANS = [Plan(3), Plan(tree=Tree((-1, -1, 0, 0, 1, 2)))]
@@ -42,10 +43,60 @@ def test_split_attention_equals_the_librarys(many_parts, rows, group, shared, qu
 
 @pytest.mark.parametrize(
     ("blocks", "length", "parts"),
-    [(8, 1024, 8), (8, 8192, 32), (64, 1024, 4), (256, 8192, 1), (8, 384, 2), (1, 100, 1)],
+    [(8, 1024, 8), (8, 8192, 32), (64, 1024, 4), (256, 8192, 1), (8, 384, 2), (1, 100, 1), (8, 1040, 1), (8, 1056, 2)],
 )
-def test_parts_are_equal_and_not_too_small(blocks, length, parts):
+def test_parts_are_equal_and_aligned_and_not_too_small(blocks, length, parts):
     assert attention.num_parts(blocks, length) == parts
+
+
+def efficient_kernel(query, key, value, mask, scale):
+    """What CUDA's memory-efficient kernel computes, as its source says: in base 2, in which the mask may overflow.
+
+    A part in which nothing is seen then has a logarithm of 0.
+    """
+    assert mask.stride(-2) % 8 == 0, "its rows begin at multiples of 16 bytes"
+    to_base_2 = 1.4426950408889634
+    scores = ((query.float() @ key.float().transpose(-1, -2)) * scale + mask) * to_base_2
+    most = scores.amax(-1, keepdim=True)
+    weights = torch.where(most.isinf(), 0.0, (scores - most).exp2())
+    total = weights.sum(-1)
+    sums = torch.where(total == 0, 0.0, total.log() + most[..., 0] / to_base_2)
+    return (weights @ value.float() / total.clamp(min=1e-30)[..., None]).to(value.dtype), sums
+
+
+@pytest.mark.parametrize("seen", [1, 20, 1000])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_parts_in_which_nothing_is_seen_weigh_nothing_on_a_gpu(monkeypatch, seen, dtype):
+    """With low scores, beside which a part that counts as e⁰ would be most of the sum."""
+    torch.manual_seed(0)
+    keys, values = torch.randn(2, 1, 2, 1536, 16, dtype=dtype)
+    query = -4 * keys[:, :, :1].repeat_interleave(4, 1)
+    mask = float_mask((torch.arange(1536) < seen)[None, None], dtype)
+    monkeypatch.setattr(attention, "attend", efficient_kernel)
+    found, _ = attention.split_attention(torch.nn.Module(), query, keys, values, mask)
+    repeated = (t.double().repeat_interleave(4, 1)[:, :, :seen] for t in (keys, values))
+    expected = torch.nn.functional.scaled_dot_product_attention(query.double(), *repeated).transpose(1, 2)
+    torch.testing.assert_close(found.double(), expected, rtol=0, atol=2e-2 if dtype == torch.bfloat16 else 1e-5)
+
+
+def test_decoding_never_attends_by_cudnn_and_leaves_the_choice_as_it_was(tiny_llama, monkeypatch):
+    target, chosen = Target(tiny_llama(layers=2)), []
+    forward = target.forward
+    monkeypatch.setattr(
+        target,
+        "forward",
+        lambda *a, **k: [chosen.append(torch.backends.cuda.cudnn_sdp_enabled()), forward(*a, **k)][1],
+    )
+    assert torch.backends.cuda.cudnn_sdp_enabled()
+    for _ in Decoder(target).stream(PROMPTS[0], 5):
+        assert torch.backends.cuda.cudnn_sdp_enabled()
+    assert chosen == [False] * 5
+
+
+@pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune"])
+def test_modes_of_compile_that_capture_graphs_are_refused(tiny_llama, mode):
+    with pytest.raises(BadInputError, match="captured as a whole already"):
+        Target(tiny_llama(layers=2)).compile(mode=mode)
 
 
 def make(kind: str, tiny_llama) -> Target:
@@ -117,13 +168,13 @@ def test_compiled_rounds_write_the_same_text_and_see_the_same_taps(tiny_llama, s
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, and -m gpu")
 @pytest.mark.parametrize("length", [1023, 1024])
+@pytest.mark.parametrize("seen", [1, 20, 700])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_split_attention_on_a_gpu(dtype, length):
+def test_split_attention_on_a_gpu(dtype, seen, length):
     torch.manual_seed(0)
     keys, values = torch.randn(2, 2, 8, 1200, 128, device="cuda", dtype=dtype)[:, :, :, :length]
     query = torch.randn(2, 32, 5, 128, device="cuda", dtype=dtype)
-    mask = torch.zeros(2, 1, 5, length, device="cuda", dtype=dtype)
-    mask[..., 700:] = torch.finfo(dtype).min
+    mask = float_mask((torch.arange(length, device="cuda") < seen).expand(2, 5, -1), dtype)
     found, _ = attention.split_attention(torch.nn.Module(), query, keys, values, mask)
     repeated = (t.repeat_interleave(4, 1).double() for t in (keys, values))
     expected = torch.nn.functional.scaled_dot_product_attention(query.double(), *repeated, mask.double()).transpose(

@@ -281,7 +281,7 @@ def test_a_target_that_is_not_there_is_refused(name, message):
 def test_a_damaged_file_is_refused(saved):
     file = saved / "model.safetensors"
     file.write_bytes(file.read_bytes()[:100])
-    with pytest.raises(BadInputError, match="damaged: copy it again"):
+    with pytest.raises(BadInputError, match=r"damaged or not a safetensors file.*Copy it again"):
         Target.load(saved)
 
 
@@ -341,6 +341,29 @@ def test_a_fingerprint_is_a_function_of_content(tiny_target, tiny_llama):
     moved = Target(tiny_llama(layers=2), source={"path": "elsewhere"})
     moved.model.config._name_or_path = "elsewhere"
     assert moved.fingerprint().digest == print_of()
+
+
+def test_no_more_weights_differ_than_there_are(tiny_llama):
+    """A deeper target shares some names, has more, and lacks none: each of these is counted by itself."""
+    shallow, deep = (Target(tiny_llama(layers=layers, seed=layers)).fingerprint() for layers in (1, 2))
+    per_layer = len(deep.tensors) - len(shallow.tensors)
+    changed, new = shallow.differences(deep)[-2:]
+    assert changed == f"{len(shallow.tensors) - 3} of {len(shallow.tensors)} weights (first: lm_head.weight)", (
+        "not norms"
+    )
+    assert new == f"{per_layer} additional weights (first: model.layers.1.input_layernorm.weight)"
+    assert f"{per_layer} missing weights (first: model.layers.1.input_layernorm.weight)" in deep.differences(shallow)
+
+
+def test_the_same_weights_in_other_shards_are_the_same_target(tiny_target, tmp_path):
+    tiny_target.model.save_pretrained(tmp_path / "one")
+    tiny_target.model.save_pretrained(tmp_path / "many", max_shard_size="20KB")
+    for folder in ("one", "many"):
+        tiny_target.tokenizer.save_pretrained(tmp_path / folder)
+    assert len(list((tmp_path / "many").glob("*.safetensors"))) > 2
+    one, many = (Target.load(tmp_path / folder).fingerprint() for folder in ("one", "many"))
+    assert one.differences(many) == []
+    assert one.digest == many.digest == tiny_target.fingerprint().digest
 
 
 def test_one_changed_weight_template_or_token_is_seen(tiny_target, tiny_tokenizer):

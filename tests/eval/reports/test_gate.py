@@ -420,3 +420,15 @@ def test_the_smallest_drop_is_found_in_four_runs_of_five(make_report) -> None:
         for i in range(40)
     )
     assert 24 <= failed <= 40  # P(fewer | 80%) = 0.1%
+
+
+def test_two_targets_are_named(make_report) -> None:
+    """A refresh is gated against its parent on another target: that is said, and does not decide anything."""
+    report, baseline = make_report(rounds(20, 0.6)), make_report(rounds(20, 0.6))
+    assert gate(report, baseline).remarks == []
+    baseline.conditions.target["fingerprint"] = "0123456789abcdef"
+    result = gate(report, baseline)
+    assert result.passed
+    assert result.targets[1] == "0123456789abcdef"
+    assert "about different targets" in result.remarks[0]
+    assert "0123456789ab… in the baseline" in result.lines[-1]

@@ -1,15 +1,20 @@
-"""MTP modules written back as their target's checkpoint holds them (see parts/mtp_checkpoint.py).
+"""MTP modules written back as their target's checkpoint holds them (see heads/parts/mtp_checkpoint.py).
+
+An engine reads them with the target: an export is the whole checkpoint again, with this drafter's modules in the place
+of those that it came with.
 
 # safetensors files to put in the place of CHECKPOINT's
-python -m outrider.pair.mtp_native DRAFTER CHECKPOINT OUT
+python -m outrider.formats.mtp DRAFTER CHECKPOINT OUT
 """
 
 from __future__ import annotations
 
 import argparse
 import re
+import shutil
 import sys
 import tempfile
+from collections.abc import Set
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +23,89 @@ from torch import Tensor
 
 from ..ground import BadInputError, IncompatibleError, OutriderError
 from ..ground.replacing import replacing
-from ..heads.mtp import Mtp
-from ..heads.parts.mtp_checkpoint import KEPT, LAYER, SINGLE, Checkpoint, folder_of
+from ..heads import Drafter, DrafterConfig
+from ..heads.base import read_config
+from ..heads.mtp import Mtp, MtpConfig
+from ..heads.parts.mtp_checkpoint import KEPT, LAYER, SINGLE, Checkpoint, folder_of, places_in
 from ..heads.parts.registry import load_drafter
 from ..heads.parts.target_layer import plain_body
+from ..targets import Target
+from .comparing import session_logits
+from .drafter_files import DrafterFiles
+from .layout import Lack, Layout
+from .reading import Passage
+
+# What of the target's folder an export brings along.
+_COPIED = {".json", ".safetensors", ".jinja", ".model", ".txt"}
+# Families whose engines hand on the layer's own output; the others hand on the normed one.
+_HANDS_ON_RAW = ("deepseek_v3", "glm4_moe")
+
+
+class NativeMtp(Layout):
+    """MTP modules inside their target's checkpoint."""
+
+    name = "mtp-native"
+    drafter = "mtp"
+
+    def lacks(self, config: DrafterConfig, num_layers: int) -> list[Lack]:
+        assert isinstance(config, MtpConfig)
+        lacks = []
+        if config.hidden_first:
+            why = "native modules project [embedding; hidden]"
+            lacks.append(Lack("hidden_first: true", why, "hidden_first: false"))
+        if config.draft_vocab_size not in (0, config.vocab_size):
+            why = "native modules use the target's whole output embedding"
+            lacks.append(Lack(f"draft_vocab_size: {config.draft_vocab_size}", why, "draft_vocab_size: 0"))
+        if config.depth > 1:
+            why = "engines run the first module again and again"
+            lacks.append(Lack(f"depth: {config.depth}", why, "recursive: true, without depth"))
+        normed = config.layer.get("model_type") not in _HANDS_ON_RAW
+        if "model_type" in config.layer and config.norm_output != normed:
+            why = f"engines hand on {'the normed output' if normed else 'the output without its norm'} in this family"
+            found = f"norm_output: {str(config.norm_output).lower()}"
+            lacks.append(Lack(found, why, f"norm_output: {str(normed).lower()}"))
+        return lacks
+
+    def write(self, drafter: Drafter, target: Target, depth: int) -> DrafterFiles:
+        raise NotImplementedError("native modules are written into the target's own files, see save.")
+
+    def save(self, drafter: Drafter, target: Target, folder: Path, depth: int) -> None:
+        assert isinstance(drafter, Mtp)
+        source = target.source.get("path")
+        if source is None:
+            raise BadInputError("mtp: this target was not loaded from a checkpoint, so there is none to write into.")
+        if target.source.get("adapter") is not None:
+            raise BadInputError(
+                "mtp: this target's adapter is not in its checkpoint; merge it, put the MTP modules beside the merged "
+                "weights, and load the target from there."
+            )
+        original = Path(folder_of(source))
+        if not original.is_dir():
+            raise BadInputError(f"mtp: {source!r} is no folder; download the checkpoint, and load the target from it.")
+        changed = {file.name for file in save_native(drafter, source, folder)}
+        for file in sorted(original.iterdir()):
+            if file.is_file() and file.name not in changed and file.suffix in _COPIED:
+                shutil.copyfile(file, folder / file.name)
+
+    def load(self, folder: Path) -> DrafterFiles:
+        """Return its config and names alone: it is as large as the target."""
+        return DrafterFiles(read_config(folder), {}, folder)
+
+    def logits(self, found: DrafterFiles, target: Target, passage: Passage) -> Tensor:
+        drafter = self.read(found, target)
+        return session_logits(drafter, target, passage)
+
+    def shapes(self, config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+        return {}
+
+    def recognises(self, config: dict[str, Any], names: Set[str]) -> bool:
+        layers = (config.get("text_config") or config).get("num_hidden_layers")
+        return layers is not None and bool(places_in(names, layers))
+
+    def read(self, found: DrafterFiles, target: Target) -> Mtp:
+        normed = found.config.get("model_type") not in _HANDS_ON_RAW
+        config = MtpConfig(init="native", path=str(found.folder), norm_output=normed)
+        return Mtp.build(config, target).eval()
 
 
 def save_native(drafter: Mtp, checkpoint: str, folder: str | Path) -> list[Path]:
@@ -104,7 +188,7 @@ def main(arguments: list[str] | None = None) -> int:
         the exit code: 0 fine, 2 bad input, 3 incompatible.
     """
     parser = argparse.ArgumentParser(
-        prog="python -m outrider.pair.mtp_native", description="Write MTP modules back under their native names."
+        prog="python -m outrider.formats.mtp", description="Write MTP modules back under their native names."
     )
     parser.add_argument("drafter", help="the folder of a trained mtp drafter")
     parser.add_argument("checkpoint", help="the target's published checkpoint: a folder or a Hub id")

@@ -14,9 +14,9 @@ from torch import Tensor
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from outrider.decode import Decoder, Plan
+from outrider.formats import load_speculators
 from outrider.ground import BadInputError, IncompatibleError
 from outrider.heads import Eagle3, load_drafter
-from outrider.pair.peers import load_speculators
 from outrider.targets import Target
 
 VOCAB, KEPT, H, HEADS, KV_HEADS, D, INNER = 64, 20, 32, 4, 2, 8, 24

@@ -1,0 +1,49 @@
+"""A chat template, rendered within limits: it came with a target, and whoever wrote it wrote a program.
+
+The library runs it in a sandbox, which keeps it from everything outside; a sandbox does not keep it from running for
+ever or from filling the memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+from jinja2 import Environment
+from transformers import PreTrainedTokenizerBase
+
+from ..ground.budget import limited
+from ..ground.foreign import MEGABYTE
+
+SECONDS, MEMORY, _LONGEST = 3.0, 512 * MEGABYTE, MEGABYTE
+_COMPILED = "<template>"  # what jinja calls the code that it makes of one
+
+
+def apply_template(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, Any]], tools: Any, answer: bool
+) -> str:
+    """Return what the tokenizer's chat template makes of a conversation.
+
+    Raises:
+        Exception: whatever the template raises; OverBudgetError, MemoryError or ValueError where it asks for too much.
+    """
+    template = tokenizer.chat_template
+    for text in template.values() if isinstance(template, dict) else [template]:
+        _require_plain(str(text))
+    with limited(SECONDS, MEMORY, _COMPILED):
+        return str(
+            tokenizer.apply_chat_template(list(messages), tools=tools, tokenize=False, add_generation_prompt=answer)
+        )
+
+
+@lru_cache(maxsize=16)
+def _require_plain(template: str) -> None:
+    """Raise ValueError for a template that is too long, or has powers: 9 ** 9 ** 9 takes hours in a single step."""
+    if len(template) > _LONGEST:
+        raise ValueError(f"it is longer than {_LONGEST // MEGABYTE} MB")
+    before = ""
+    for _, kind, text in Environment().lex(template):
+        if kind == "operator" and text == "**" and before not in ("(", ","):  # not the ** of a call
+            raise ValueError("it computes powers (**), which no conversation needs")
+        before = before if kind == "whitespace" else text

@@ -1,0 +1,79 @@
+"""What an engine reads of a drafter: config.json, and tensors by name."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from ..ground import BadInputError
+from ..heads.base import CONFIG, read_config
+from ..targets.loading import refuse_pickles
+from ..targets.weights import WEIGHTS
+
+
+@dataclass(frozen=True)
+class DrafterFiles:
+    """A drafter in an engine's layout.
+
+    Attributes:
+        config: the contents of config.json.
+        tensors: by their names in the layout.
+        folder: where it was read from, for messages.
+    """
+
+    config: dict[str, Any]
+    tensors: dict[str, Tensor]
+    folder: Path = Path()
+
+    @property
+    def config_file(self) -> Path:
+        return self.folder / CONFIG
+
+    def save(self, folder: Path, weights: str = WEIGHTS) -> None:
+        """Write config.json and the weights into `folder`."""
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / CONFIG).write_text(json.dumps(self.config, indent=2) + "\n", encoding="utf-8")
+        held = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in self.tensors.items()}
+        save_file(held, folder / weights, metadata={"format": "pt"})
+        shutil.copymode(folder / CONFIG, folder / weights)  # safetensors lets only its own user read what it writes
+
+    @classmethod
+    def load(cls, folder: str | Path) -> DrafterFiles:
+        """Read config.json and every safetensors file of `folder`.
+
+        Raises:
+            BadInputError: there is no such checkpoint, or a damaged one, or one of pickles.
+        """
+        folder = Path(folder).expanduser()
+        return cls(read_config(folder), read_tensors(folder), folder)
+
+
+def read_tensors(folder: Path) -> dict[str, Tensor]:
+    """Return all tensors of the safetensors files in `folder`."""
+    refuse_pickles(folder)
+    tensors: dict[str, Tensor] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        try:
+            tensors |= load_file(file)
+        except (SafetensorError, OSError) as error:
+            raise BadInputError(f"{file}: damaged or not a safetensors file ({error}).") from error
+    return tensors
+
+
+def header_names(folder: Path) -> set[str]:
+    """Return the names of all tensors in `folder`, without reading them."""
+    names: set[str] = set()
+    for file in sorted(folder.glob("*.safetensors")):
+        try:
+            with safe_open(file, framework="pt") as source:
+                names |= set(source.keys())
+        except (SafetensorError, OSError) as error:
+            raise BadInputError(f"{file}: damaged or not a safetensors file ({error}).") from error
+    return names

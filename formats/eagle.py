@@ -1,0 +1,117 @@
+"""EAGLE heads (the first EAGLE) as engines read them: a Llama config, `fc`, and layers of which the first has no norm.
+
+Engines differ in one tensor. The method's own repository has `fc.bias` if its config says `bias`; SGLang always adds a
+bias, and invents one that is missing; vLLM has none and refuses the tensor.
+
+Shapes: H hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Set
+from typing import Any, Literal
+
+from torch import Tensor
+
+from ..heads import Drafter, DrafterConfig, Eagle1, Eagle1Config
+from ..targets import Target
+from .drafter_files import DrafterFiles
+from .filling import fill
+from .layout import Lack, Layout
+from .llama import EMBEDDINGS, check_embeddings, layer_sizes, llama_config, shapes_of
+from .reading import Passage, eagle1_logits, embedding_table
+
+_FIRST, _FIRST_OURS = "layers.0.", "layer."
+
+
+class EagleLayout(Layout):
+    """EAGLE heads.
+
+    Args:
+        engine: whose dialect is written; all are read.
+    """
+
+    name = "eagle"
+    drafter = "eagle1"
+    optional = (EMBEDDINGS, "fc.bias")
+
+    def __init__(self, engine: Literal["vllm", "sglang", "eagle"]):
+        self.engine = engine
+
+    def lacks(self, config: DrafterConfig, num_layers: int) -> list[Lack]:
+        assert isinstance(config, Eagle1Config)
+        lacks = []
+        for name, why in (
+            ("norm_inputs", "it reads embedding and hidden state as they are"),
+            ("norm_first", "its first layer has no norm before attention"),
+        ):
+            if getattr(config, name):
+                lacks.append(Lack(f"{name}: true", why, f"{name}: false, or an eagle3 drafter"))
+        if config.fc_bias and self.engine == "vllm":
+            lacks.append(Lack("fc_bias: true", "its fc has no bias", "fc_bias: false"))
+        return lacks
+
+    def write(self, drafter: Drafter, target: Target, depth: int) -> DrafterFiles:
+        assert isinstance(drafter, Eagle1)
+        tensors = {_theirs(name): tensor for name, tensor in drafter.state_dict().items()}
+        weight = drafter.fc.weight
+        if self.engine == "sglang" and not drafter.config.fc_bias:
+            tensors["fc.bias"] = weight.new_zeros(len(weight))
+        if self.engine == "eagle":
+            tensors[EMBEDDINGS] = embedding_table(target)
+        return DrafterFiles(self._config(drafter), tensors)
+
+    def _config(self, drafter: Eagle1) -> dict[str, Any]:
+        # vLLM puts "Eagle" before the name of a Llama by itself.
+        name = "LlamaForCausalLMEagle" if self.engine == "sglang" else "LlamaForCausalLM"
+        dtype = str(drafter.fc.weight.dtype).removeprefix("torch.")
+        return llama_config(drafter.config) | {
+            "architectures": [name],
+            "bias": drafter.config.fc_bias,
+            "eagle_fc_bias": drafter.config.fc_bias,
+            "dtype": dtype,
+        }
+
+    def logits(self, found: DrafterFiles, target: Target, passage: Passage) -> Tensor:
+        return eagle1_logits(found.tensors, found.config, passage)
+
+    def recognises(self, config: dict[str, Any], names: Set[str]) -> bool:
+        architectures = config.get("architectures") or []
+        eagle3 = "draft_vocab_size" in config or any("Eagle3" in name for name in architectures)
+        named = any("Eagle" in name for name in architectures) or "bias" in config or "eagle_fc_bias" in config
+        return named and not eagle3 and "speculators_model_type" not in config
+
+    def shapes(self, config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+        bias = bool(config.get("bias") or config.get("eagle_fc_bias"))
+        settings = Eagle1Config(**layer_sizes(config, "config.json"), fc_bias=bias)
+        return shapes_of(Eagle1, settings, _theirs)
+
+    def read(self, found: DrafterFiles, target: Target) -> Eagle1:
+        bias = found.tensors.get("fc.bias")
+        # A bias of zeros, which SGLang wants to see, is none.
+        has_bias = bias is not None and bool(bias.any())
+        sizes = layer_sizes(found.config, str(found.config_file))
+        drafter = Eagle1(Eagle1Config(**sizes, fc_bias=has_bias, target_layers=target.num_layers))
+        weights = {_ours(name): tensor for name, tensor in found.tensors.items() if name != EMBEDDINGS}
+        if not has_bias:
+            weights.pop("fc.bias", None)
+        fill(drafter, weights, [], str(found.folder))
+        check_embeddings(found.tensors.get(EMBEDDINGS), target, found.folder)
+        drafter.check(target)
+        return drafter.eval()
+
+
+def _theirs(name: str) -> str:
+    """Return their name of our tensor: the inverse of `_ours`."""
+    if name.startswith(_FIRST_OURS):
+        return _FIRST + name.removeprefix(_FIRST_OURS)
+    start, number, rest = [*name.split(".", 2), "", ""][:3]
+    return f"layers.{int(number) + 1}.{rest}" if start == "others" else name
+
+
+def _ours(name: str) -> str:
+    """Return our name of their tensor; an unknown one stays as it is, and is refused as unexpected."""
+    if name.startswith(_FIRST):
+        return _FIRST_OURS + name.removeprefix(_FIRST)
+    start, number, rest = [*name.split(".", 2), "", ""][:3]
+    return f"others.{int(number) - 1}.{rest}" if start == "layers" and number.isdigit() else name

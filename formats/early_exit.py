@@ -1,0 +1,99 @@
+"""Early exits (LayerSkip) for `transformers`: the target, with a generation config that makes its first layers draft.
+
+`generate` then leaves after layer E through the target's own final norm and output embedding. Where a LoRA taught the
+early layers to speak, it is merged into the weights that are written.
+
+Shapes: k draft tokens, V target vocabulary.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Set
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig
+
+from ..ground import BadInputError
+from ..ground.files import read_json
+from ..heads import Drafter, DrafterConfig, SelfSpeculative, SelfSpeculativeConfig
+from ..heads.base import read_config
+from ..targets import Target, load_causal_lm
+from .drafter_files import DrafterFiles
+from .layout import Lack, Layout
+from .reading import Passage
+
+GENERATION, EXIT = "generation_config.json", "assistant_early_exit"
+
+
+def early_exit_of(folder: Path) -> int | None:
+    """Return after which layer `generate` leaves the model in `folder` to draft; None if it does not."""
+    file = folder / GENERATION
+    found: int | None = read_json(file).get(EXIT) if file.is_file() else None
+    return found
+
+
+class EarlyExit(Layout):
+    """Early exits without weights of their own."""
+
+    name = "early-exit"
+    drafter = "self_speculative"
+
+    def lacks(self, config: DrafterConfig, num_layers: int) -> list[Lack]:
+        assert isinstance(config, SelfSpeculativeConfig)
+        lacks = []
+        if config.num_blocks:
+            why = "it leaves through the target's own norm and output embedding"
+            lacks.append(Lack(f"num_blocks: {config.num_blocks}", why, "num_blocks: 0, with `joint` training"))
+        if not config.share_lm_head:
+            lacks.append(Lack("share_lm_head: false", "it has no other output embedding", "share_lm_head: true"))
+        if config.draft_vocab_size not in (0, config.vocab_size):
+            found = f"draft_vocab_size: {config.draft_vocab_size}"
+            lacks.append(Lack(found, "it drafts from the whole vocabulary", "draft_vocab_size: 0"))
+        return lacks
+
+    def write(self, drafter: Drafter, target: Target, depth: int) -> DrafterFiles:
+        raise NotImplementedError("an early exit is a setting of the target, see save.")
+
+    def save(self, drafter: Drafter, target: Target, folder: Path, depth: int) -> None:
+        assert isinstance(drafter, SelfSpeculative)
+        save_target(target, folder)
+        settings: dict[str, Any] = {EXIT: drafter.config.exit_layer, "num_assistant_tokens": depth}
+        settings["num_assistant_tokens_schedule"] = "constant"
+        file = folder / GENERATION
+        before = read_json(file) if file.is_file() else GenerationConfig().to_diff_dict()
+        file.write_text(json.dumps(before | settings, indent=2) + "\n", encoding="utf-8")
+
+    def load(self, folder: Path) -> DrafterFiles:
+        """Return its config alone: it is as large as the target."""
+        return DrafterFiles(read_config(folder), {}, folder)
+
+    @torch.no_grad()
+    def logits(self, found: DrafterFiles, target: Target, passage: Passage) -> Tensor:
+        model: Any = load_causal_lm(str(found.folder), strict=True).eval().to(target.device)
+        model.config.num_hidden_layers = early_exit_of(found.folder)  # as `generate` does while it drafts
+        text = torch.cat([passage.tokens, passage.drafts])[None]
+        logits: Tensor = model(text, use_cache=False).logits[0, -1 - len(passage.drafts) :]
+        return logits.float()
+
+    def shapes(self, config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+        return {}
+
+    def recognises(self, config: dict[str, Any], names: Set[str]) -> bool:
+        return False  # its generation config tells: see `transfer.recognised`
+
+    def read(self, found: DrafterFiles, target: Target) -> SelfSpeculative:
+        layer = early_exit_of(found.folder)
+        if layer is None:
+            raise BadInputError(f"{found.folder / GENERATION}: {EXIT} is missing.")
+        return SelfSpeculative.build(SelfSpeculativeConfig(exit_layer=layer, num_blocks=0), target)
+
+
+def save_target(target: Target, folder: Path) -> None:
+    """Write the target as it is served, its adapter merged, with its tokenizer."""
+    target.model.save_pretrained(folder)
+    if target.tokenizer is not None:
+        target.tokenizer.save_pretrained(str(folder))

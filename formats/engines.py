@@ -1,0 +1,172 @@
+"""Which engine serves which drafter: in which layout, and started how.
+
+Engines count drafts differently. vLLM's `num_speculative_tokens` is our depth. SGLang has steps, children of a node and
+tokens that are verified, the root included: depth, 1 and depth + 1.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+from dataclasses import dataclass
+from typing import Any
+
+from ..ground import BadInputError, IncompatibleError
+from ..heads import DrafterConfig
+from .eagle import EagleLayout
+from .early_exit import EarlyExit
+from .gguf import FILE as GGUF_FILE
+from .gguf import Gguf
+from .layout import Lack, Layout, refuse_lacks
+from .medusa import MedusaRepository, MedusaVllm
+from .mtp import NativeMtp
+from .plain import Plain
+from .sglang import Sglang
+from .speculators import Speculators
+
+# What can be written for whom: `--to`, our drafter, and the layout.
+LAYOUTS: dict[str, dict[str, Layout]] = {
+    "vllm": {
+        "eagle3": Speculators(embeddings=False),
+        "eagle1": EagleLayout("vllm"),
+        "medusa": MedusaVllm(),
+        "draft_model": Plain(),
+        "mtp": NativeMtp(),
+    },
+    "speculators": {"eagle3": Speculators()},
+    "sglang": {"eagle3": Sglang(), "eagle1": EagleLayout("sglang"), "draft_model": Plain(), "mtp": NativeMtp()},
+    "hf": {"draft_model": Plain(), "self_speculative": EarlyExit()},
+    "medusa": {"medusa": MedusaRepository()},
+    "eagle": {"eagle1": EagleLayout("eagle")},
+    "gguf": {"draft_model": Gguf()},
+}
+
+
+# Every layout once, in the order in which config.json is asked; a draft model is what is nothing else.
+KNOWN: tuple[Layout, ...] = (
+    Speculators(),
+    Sglang(),
+    MedusaRepository(),
+    MedusaVllm(),
+    EagleLayout("eagle"),
+    NativeMtp(),
+    Plain(),
+)
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How an engine is started with an export.
+
+    Attributes:
+        engine: its name.
+        command: one line for a shell; None for a layout that several programs read.
+        settings: the part of it that configures drafting, as the engine takes it.
+    """
+
+    engine: str
+    command: str | None
+    settings: dict[str, Any]
+
+
+def layout_of(to: str, drafter: str) -> Layout:
+    """Return the layout of a drafter of this type for `to`.
+
+    Raises:
+        BadInputError: nobody knows `to`.
+        IncompatibleError: it has no layout for this type; what it has is named.
+    """
+    if to not in LAYOUTS:
+        raise BadInputError(f"unknown format or engine {to!r}; known: {', '.join(LAYOUTS)}.")
+    if drafter not in LAYOUTS[to]:
+        others = [name for name, layouts in LAYOUTS.items() if drafter in layouts]
+        elsewhere = f"; {drafter} drafters can go to: {', '.join(others)}" if others else ""
+        raise IncompatibleError(f"{to} serves no {drafter} drafter; it serves: {', '.join(LAYOUTS[to])}{elsewhere}.")
+    return LAYOUTS[to][drafter]
+
+
+def require_served(to: str, drafter: str, config: DrafterConfig, num_layers: int) -> Layout:
+    """Return the layout of a drafter for `to`, if it can serve one with these settings.
+
+    Raises:
+        BadInputError, IncompatibleError: as `layout_of`, or a setting that cannot be served, with the nearest that can.
+    """
+    layout = layout_of(to, drafter)
+    refuse_lacks(layout.lacks(config, num_layers), to)
+    return layout
+
+
+def lacks(to: str, drafter: str, config: DrafterConfig, num_layers: int) -> list[Lack]:
+    """Return what of a drafter's settings `to` cannot serve."""
+    return layout_of(to, drafter).lacks(config, num_layers)
+
+
+# ------------------------------------------------------------ how they are started
+
+
+def launch(to: str, drafter: str, target: str, folder: str, depth: int, dtype: str = "auto") -> Launch:
+    """Return how `to` is started with a drafter of this type.
+
+    Args:
+        target: the target's path or Hub id, as the engine will find it.
+        folder: the export's.
+        depth: draft tokens of a round, in our counting.
+        dtype: of the target's weights, as it was measured.
+    """
+    if to == "vllm":
+        return _vllm(drafter, target, folder, depth, dtype)
+    if to == "sglang":
+        return _sglang(drafter, target, folder, depth, dtype)
+    if drafter == "self_speculative":
+        return Launch("transformers", None, {"model": folder, "num_assistant_tokens": depth})
+    if to == "hf":
+        settings = {"assistant_model": folder, "num_assistant_tokens": depth}
+        return Launch("transformers", None, settings | {"num_assistant_tokens_schedule": "constant"})
+    if to == "gguf":
+        return _llama(f"{folder}/{GGUF_FILE}", depth)
+    return Launch(to, None, {"depth": depth})
+
+
+# What vLLM and SGLang call our drafters.
+_VLLM_METHODS = {"eagle3": "eagle3", "eagle1": "eagle", "medusa": "medusa", "draft_model": "draft_model", "mtp": "mtp"}
+_SGLANG_ALGORITHMS = {"eagle3": "EAGLE3", "eagle1": "EAGLE", "draft_model": "STANDALONE", "mtp": "NEXTN"}
+
+
+def _vllm(drafter: str, target: str, folder: str, depth: int, dtype: str) -> Launch:
+    settings: dict[str, Any] = {"method": _VLLM_METHODS[drafter], "model": folder, "num_speculative_tokens": depth}
+    if drafter == "mtp":  # the drafter is a part of the target's checkpoint
+        target = str(settings.pop("model"))
+    if drafter != "medusa":  # whose drafts are always the most probable tokens
+        # Without this the drafts above temperature 0 are greedy, and a third of what drafting gains is lost.
+        settings["draft_sample_method"] = "probabilistic"
+    words = ["vllm", "serve", target, "--dtype", dtype, "--speculative-config", json.dumps(settings)]
+    return Launch("vllm", shlex.join(words), settings)
+
+
+def _sglang(drafter: str, target: str, folder: str, depth: int, dtype: str) -> Launch:
+    settings: dict[str, Any] = {
+        "speculative-algorithm": _SGLANG_ALGORITHMS[drafter],
+        "speculative-draft-model-path": folder,
+        "speculative-num-steps": depth,
+        "speculative-eagle-topk": 1,
+        "speculative-num-draft-tokens": depth + 1,
+    }
+    if drafter == "mtp":
+        target = str(settings.pop("speculative-draft-model-path"))
+    words = ["python", "-m", "sglang.launch_server", "--model-path", target, "--dtype", dtype]
+    words += [word for name, value in settings.items() for word in (f"--{name}", str(value))]
+    return Launch("sglang", shlex.join(words), settings)
+
+
+def _llama(file: str, depth: int) -> Launch:
+    # Without spec-draft-p-min it ends a draft at the first token that the draft model is not sure of.
+    settings = {
+        "model-draft": file,
+        "spec-type": "draft-simple",
+        "spec-draft-n-max": depth,
+        "spec-draft-n-min": 0,
+        "spec-draft-p-min": 0.0,
+    }
+    words = ["llama-server", "--model", "TARGET.gguf"]
+    words += [word for name, value in settings.items() for word in (f"--{name}", str(value))]
+    return Launch("llama.cpp", shlex.join(words), settings)

@@ -1,0 +1,253 @@
+"""Draft models as GGUF files, for llama.cpp: one file with weights, sizes and the tokenizer.
+
+Read back by `transformers`, whose reader knows nothing of ours. Engines want target and draft model with the same
+tokenizer metadata: `write_gguf` writes either.
+
+Shapes: V vocabulary.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Set
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+
+from ..ground import BadInputError, IncompatibleError
+from ..heads import Drafter, DrafterConfig, DraftModel
+from ..targets import Target
+from .drafter_files import DrafterFiles
+from .layout import Lack, Layout
+from .plain import require_one_vocabulary
+from .reading import Passage
+
+FILE = "draft.gguf"
+_ARCHITECTURES = {
+    "llama": gguf.MODEL_ARCH.LLAMA,
+    "mistral": gguf.MODEL_ARCH.LLAMA,
+    "qwen2": gguf.MODEL_ARCH.QWEN2,
+    "qwen3": gguf.MODEL_ARCH.QWEN3,
+}
+# What a pre-tokenizer is called there, by a part of its regular expression; without one it is GPT-2's own.
+_PRE_TOKENIZERS = {
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}": "llama-bpe",
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}|": "qwen2",
+}
+# Normalisations that llama.cpp leaves out: they change no text that is normal already.
+_HARMLESS = (None, {"type": "NFC"})
+_KINDS = {
+    torch.float32: gguf.GGMLQuantizationType.F32,
+    torch.float16: gguf.GGMLQuantizationType.F16,
+    torch.bfloat16: gguf.GGMLQuantizationType.BF16,
+}
+
+
+class Gguf(Layout):
+    """Draft models as llama.cpp reads them."""
+
+    name = "gguf"
+    drafter = "draft_model"
+
+    def lacks(self, config: DrafterConfig, num_layers: int) -> list[Lack]:
+        return []  # what cannot be written shows only in the model itself
+
+    def write(self, drafter: Drafter, target: Target, depth: int) -> DrafterFiles:
+        raise NotImplementedError("a GGUF file is written at once, see save.")
+
+    def save(self, drafter: Drafter, target: Target, folder: Path, depth: int) -> None:
+        assert isinstance(drafter, DraftModel)
+        require_one_vocabulary(drafter, target)
+        write_gguf(drafter.model, target.require_tokenizer(), folder / FILE)
+
+    def load(self, folder: Path) -> DrafterFiles:
+        return DrafterFiles({}, {}, folder)
+
+    @torch.no_grad()
+    def logits(self, found: DrafterFiles, target: Target, passage: Passage) -> Tensor:
+        text = torch.cat([passage.tokens, passage.drafts])[None]
+        model = read_gguf(_file(found.folder))
+        return model.to(text.device)(text).logits[0, -1 - len(passage.drafts) :]
+
+    def shapes(self, config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+        return {}
+
+    def recognises(self, config: dict[str, Any], names: Set[str]) -> bool:
+        return False  # it has no config.json: see `transfer.recognised`
+
+    def read(self, found: DrafterFiles, target: Target) -> Drafter:
+        file = _file(found.folder)
+        if target.tokenizer is not None:
+            _require_same_tokens(file, target.tokenizer)
+        return DraftModel(read_gguf(file))
+
+
+def _file(folder: Path) -> Path:
+    found = sorted(folder.glob("*.gguf"))
+    if len(found) != 1:
+        raise BadInputError(f"{folder}: expected one .gguf file, found {len(found)}.")
+    return found[0]
+
+
+# ------------------------------------------------------------ reading
+
+
+def read_gguf(file: Path) -> Any:
+    """Return the model in `file`, in fp32, as `transformers` reads it.
+
+    Raises:
+        BadInputError: it cannot be read.
+    """
+    try:
+        model = AutoModelForCausalLM.from_pretrained(str(file.parent), gguf_file=file.name, dtype=torch.float32)
+    except (OSError, ValueError, KeyError) as error:
+        raise BadInputError(f"{file}: cannot be read as GGUF ({str(error).splitlines()[0]}).") from error
+    return model.eval().requires_grad_(False)
+
+
+def _require_same_tokens(file: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    found = gguf.GGUFReader(str(file)).get_field("tokenizer.ggml.tokens")
+    theirs = [] if found is None else found.contents()
+    for token, index in tokenizer.get_vocab().items():
+        if index >= len(theirs) or theirs[index] != token:
+            other = theirs[index] if index < len(theirs) else "nothing"
+            raise IncompatibleError(f"{file}: token {index} is {other!r} there, the target's is {token!r}.")
+
+
+# ------------------------------------------------------------ writing
+
+
+def write_gguf(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, file: Path) -> None:
+    """Write a causal LM and its tokenizer into `file`, in the precision of its weights.
+
+    Raises:
+        IncompatibleError: of an architecture, with rotary positions, or a tokenizer, that this does not write.
+    """
+    config: Any = model.config
+    if config.model_type not in _ARCHITECTURES:
+        raise IncompatibleError(
+            f"gguf: models of the type {config.model_type!r} are not written ({', '.join(_ARCHITECTURES)} are). Export "
+            "it with --to hf, and use llama.cpp's own converter."
+        )
+    architecture = _ARCHITECTURES[config.model_type]
+    writer = gguf.GGUFWriter(str(file), gguf.MODEL_ARCH_NAMES[architecture])
+    _write_sizes(writer, config)
+    _write_tokenizer(writer, tokenizer, config.vocab_size)
+    for name, tensor in _named(model, architecture):
+        _write_tensor(writer, name, tensor)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def _write_sizes(writer: gguf.GGUFWriter, config: Any) -> None:
+    heads = config.num_attention_heads
+    size = getattr(config, "head_dim", None) or config.hidden_size // heads
+    writer.add_vocab_size(config.vocab_size)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(getattr(config, "num_key_value_heads", None) or heads)
+    writer.add_key_length(size)
+    writer.add_value_length(size)
+    writer.add_rope_dimension_count(size)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    rope = dict(config.rope_parameters)
+    writer.add_rope_freq_base(float(rope.get("rope_theta", 10000.0)))
+    kind = rope.get("rope_type", "default")
+    if kind == "linear":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+        writer.add_rope_scaling_factor(float(rope["factor"]))
+    elif kind != "default":
+        raise IncompatibleError(f"gguf: rotary positions of the type {kind!r} are not written; default and linear are.")
+
+
+def _named(model: PreTrainedModel, architecture: Any) -> Iterator[tuple[str, Tensor]]:
+    """Yield the model's tensors under llama.cpp's names."""
+    config: Any = model.config
+    names = gguf.get_tensor_name_map(architecture, config.num_hidden_layers)
+    tied = model.get_input_embeddings().weight is model.get_output_embeddings().weight
+    for name, tensor in model.state_dict().items():
+        if name == "lm_head.weight" and tied:
+            continue
+        theirs = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        if theirs is None:
+            raise IncompatibleError(f"gguf: {name} has no name there.")
+        if architecture is gguf.MODEL_ARCH.LLAMA and ".self_attn." in name:
+            tensor = _interleaved(name, tensor, config)
+        yield theirs, tensor
+
+
+def _interleaved(name: str, tensor: Tensor, config: Any) -> Tensor:
+    """Return queries' and keys' rows in the order in which llama.cpp turns this architecture's: neighbours in pairs."""
+    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
+    count = next((number for part, number in heads.items() if f".{part}." in name), None)
+    if count is None:
+        return tensor
+    return tensor.view(count, 2, len(tensor) // count // 2, -1).transpose(1, 2).reshape(tensor.shape)
+
+
+def _write_tensor(writer: gguf.GGUFWriter, name: str, tensor: Tensor) -> None:
+    kind = _KINDS.get(tensor.dtype if tensor.ndim > 1 else torch.float32)
+    if kind is None:
+        raise IncompatibleError(f"gguf: {name} is of {tensor.dtype}; float32, bfloat16 and float16 are written.")
+    values: np.ndarray = tensor.detach().float().cpu().contiguous().numpy()
+    writer.add_tensor(name, gguf.quants.quantize(values, kind), raw_dtype=kind)
+
+
+# ------------------------------------------------------------ the tokenizer
+
+
+def _write_tokenizer(writer: gguf.GGUFWriter, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> None:
+    backend = json.loads(tokenizer.backend_tokenizer.to_str())
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(_pre_tokenizer(backend))
+    tokens = {index: token for token, index in tokenizer.get_vocab().items()}
+    added = tokenizer.added_tokens_decoder
+    writer.add_token_list([tokens.get(i, f"[PAD{i}]") for i in range(vocab_size)])
+    writer.add_token_types([_token_type(i, tokens, added) for i in range(vocab_size)])
+    writer.add_token_merges([m if isinstance(m, str) else " ".join(m) for m in backend["model"]["merges"]])
+    for name in ("bos", "eos", "unk", "pad"):
+        if (index := getattr(tokenizer, f"{name}_token_id", None)) is not None:
+            getattr(writer, f"add_{name}_token_id")(index)
+    writer.add_add_bos_token(bool(getattr(tokenizer, "add_bos_token", False)))
+    if isinstance(tokenizer.chat_template, str):
+        writer.add_chat_template(tokenizer.chat_template)
+
+
+def _token_type(index: int, tokens: dict[int, str], added: dict[int, Any]) -> int:
+    if index not in tokens:
+        return int(gguf.TokenType.UNUSED)
+    if index not in added:
+        return int(gguf.TokenType.NORMAL)
+    return int(gguf.TokenType.CONTROL if added[index].special else gguf.TokenType.USER_DEFINED)
+
+
+def _pre_tokenizer(backend: dict[str, Any]) -> str:
+    """Return llama.cpp's name of how the tokenizer splits a text before it merges bytes."""
+    split = backend.get("pre_tokenizer") or {}
+    parts = split.get("pretokenizers", [split])
+    byte_level = next((part for part in parts if part.get("type") == "ByteLevel"), None)
+    pattern = next((part["pattern"].get("Regex", "") for part in parts if part.get("type") == "Split"), None)
+    if (
+        backend["model"].get("type", "BPE") == "BPE"
+        and byte_level is not None
+        and backend.get("normalizer") in _HARMLESS
+    ):
+        if pattern is None and byte_level.get("use_regex", True):
+            return "gpt-2"
+        for beginning, name in _PRE_TOKENIZERS.items():
+            if pattern is not None and pattern.startswith(beginning):
+                return name
+    raise IncompatibleError(
+        "gguf: this tokenizer is not one of the byte-level BPEs that are written (GPT-2's, Llama 3's, Qwen2's way of "
+        "splitting). Export the draft model with --to hf, and use llama.cpp's own converter for it and the target."
+    )

@@ -1,0 +1,121 @@
+"""What layouts of Llama-like heads share: the config of their layers, and copies of the target's embeddings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import LlamaConfig
+
+from ..ground import IncompatibleError
+from ..heads.parts.decoder_layer import LayerConfig
+from ..heads.parts.feature_drafter import FeatureConfig, FeatureDrafter
+from ..targets import Target
+
+EMBEDDINGS = "embed_tokens.weight"
+
+
+def llama_config(config: LayerConfig) -> dict[str, Any]:
+    """Return a Llama's config.json for a head's layers, as engines read it.
+
+    Rotary positions are said twice: as `transformers` 5 has them, and as older readers look for them.
+    """
+    return {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_attention_heads,
+        "num_key_value_heads": config.num_key_value_heads,
+        "head_dim": config.head_dim,
+        "hidden_act": "silu",
+        "rms_norm_eps": config.rms_norm_eps,
+        "max_position_embeddings": config.max_position_embeddings,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "tie_word_embeddings": False,
+        **rope_fields(config.rope_parameters),
+    }
+
+
+def rope_fields(parameters: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields that say how positions turn, for new and old readers."""
+    kind = parameters.get("rope_type", "default")
+    scaling = None if kind == "default" else {k: v for k, v in parameters.items() if k != "rope_theta"}
+    return {
+        "rope_parameters": dict(parameters),
+        "rope_theta": parameters.get("rope_theta", 10000.0),
+        "rope_scaling": scaling,
+    }
+
+
+def layer_sizes(layer: dict[str, Any], where: str, problems: Sequence[str] = ()) -> dict[str, Any]:
+    """Return the sizes of our layers, from the config of theirs.
+
+    Args:
+        problems: what else of the head ours cannot do.
+
+    Raises:
+        IncompatibleError: there are problems, layers of another kind than Llama's, or with what ours do not have.
+    """
+    llama: Any = LlamaConfig(**{k: v for k, v in layer.items() if k != "model_type"})
+    if problems := [*problems, *unknown_to_layers(layer, llama)]:
+        raise IncompatibleError(
+            f"{where}: {'; '.join(problems)}. Our head cannot do that; train it without, or import another one."
+        )
+    return {
+        "vocab_size": llama.vocab_size,
+        "num_layers": llama.num_hidden_layers,
+        "hidden_size": llama.hidden_size,
+        "intermediate_size": llama.intermediate_size,
+        "head_dim": llama.head_dim,
+        "num_attention_heads": llama.num_attention_heads,
+        "num_key_value_heads": llama.num_key_value_heads,
+        "rms_norm_eps": llama.rms_norm_eps,
+        "rope_parameters": dict(llama.rope_parameters),
+        "max_position_embeddings": llama.max_position_embeddings,
+    }
+
+
+def unknown_to_layers(layer: dict[str, Any], llama: Any) -> list[str]:
+    """Return what their layers do that ours cannot, each in a few words."""
+    found = [f"{name}: true" for name in ("attention_bias", "mlp_bias") if getattr(llama, name, False)]
+    if (kind := layer.get("model_type", "qwen3")) != "llama":
+        found.append(f"layers of the kind {kind!r} instead of 'llama'")
+    if llama.hidden_act != "silu":
+        found.append(f"hidden_act: {llama.hidden_act!r} instead of 'silu'")
+    if "sliding_attention" in (layer.get("layer_types") or []):
+        found.append(f"a sliding window of {layer.get('sliding_window')} tokens")
+    return found
+
+
+@torch.no_grad()
+def check_embeddings(theirs: Tensor | None, target: Target, folder: Path) -> None:
+    """Refuse another target's embeddings: ours reads the target's own, and the copy must be the same up to rounding."""
+    if theirs is None:
+        return
+    if theirs.shape != (target.vocab_size, target.hidden_size):
+        raise IncompatibleError(
+            f"{folder}: made for embeddings of the shape {tuple(theirs.shape)}, the target's is "
+            f"{(target.vocab_size, target.hidden_size)}."
+        )
+    own = target.embed(torch.arange(target.vocab_size, device=target.device)[None])[0].float().cpu()
+    rounding = max(torch.finfo(theirs.dtype).eps, torch.finfo(target.dtype).eps)
+    if not torch.allclose(theirs.float(), own, rtol=2 * rounding, atol=1e-6):
+        raise IncompatibleError(
+            f"{folder}: its {EMBEDDINGS} differs from the target's embeddings: it was made for another target."
+        )
+
+
+def shapes_of(
+    head: type[FeatureDrafter], settings: FeatureConfig, named: Callable[[str], str]
+) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of a head's tensors, by the names that `named` makes of ours."""
+    with torch.device("meta"):
+        made = head(settings)
+    return {named(name): tuple(t.shape) for name, t in made.state_dict().items() if name != "token_ids"}

@@ -1,0 +1,264 @@
+"""What an engine computes from a checkpoint: its logits, by the names and flags that the engine reads.
+
+This is written from the engines' own model files, in plain functions over tensors, and shares no code with our heads:
+an export is read back by it, and compared with the drafter that it was made of.
+
+Shapes: T tokens of a text, k draft tokens, N layers of the target, H hidden size, K taps, V target vocabulary, V' draft
+vocabulary, A attention heads, D head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
+
+from ..targets import Target
+
+
+@dataclass(frozen=True)
+class Passage:
+    """A text, as a target has processed it, and drafts after it.
+
+    Attributes:
+        tokens: `[T + 1]`, the last of which the target has not processed (the root of a round).
+        drafts: `[k − 1]`, the draft tokens that are read to give the next ones.
+        hidden: every hidden state of the target at the processed tokens, by HF index, `[N + 1, T, H]`.
+        embed: gives embeddings `[..., H]`, as the target's first layer reads them.
+        table: the rows of the target's input embedding, `[V, H]`.
+        lm_head: the target's own output embedding, logits `[..., V]` of `[..., H]`.
+    """
+
+    tokens: Tensor
+    drafts: Tensor
+    hidden: Tensor
+    embed: Callable[[Tensor], Tensor]
+    table: Tensor
+    lm_head: Callable[[Tensor], Tensor]
+
+    @property
+    def read(self) -> Tensor:
+        """The tokens that heads read beside hidden states: each one's follower, then the drafts, `[T + k − 1]`."""
+        return torch.cat([self.tokens[1:], self.drafts])
+
+    @classmethod
+    @torch.no_grad()
+    def of(cls, target: Target, tokens: list[int], drafts: list[int]) -> Passage:
+        """Return the passage `tokens` and its `drafts`, as `target` processes it, in fp32."""
+        given = torch.tensor(tokens, device=target.device)
+        every = tuple(range(target.num_layers + 1))
+        hidden = target.forward(given[None, :-1], taps=every, logits=False).hidden
+        assert hidden is not None
+        return cls(
+            given,
+            torch.tensor(drafts, device=target.device, dtype=torch.long),
+            hidden[0].transpose(0, 1).float(),
+            lambda ids: target.embed(ids).float(),
+            embedding_table(target).float(),
+            lambda x: target.lm_head(x).float(),
+        )
+
+
+@dataclass(frozen=True)
+class Flags:
+    """What an engine takes from config.json for an EAGLE-3 head; the defaults are those of vLLM and SGLang."""
+
+    taps: tuple[int, ...]
+    norm_before_residual: bool = False
+    norm_before_fc: bool = False
+    fc_norm: bool = False
+    norm_output: bool = False
+
+
+def embedding_table(target: Target) -> Tensor:
+    """Return the target's input embeddings, `[V, H]`, as they are stored."""
+    return cast(Tensor, target.model.get_input_embeddings().weight)
+
+
+def output_table(target: Target) -> Tensor:
+    """Return the target's output embedding, `[V, H]`, as it is stored."""
+    return cast(Tensor, target.model.get_output_embeddings().weight)
+
+
+class Weights:
+    """Tensors by name, in fp32; a missing one is said to be missing."""
+
+    def __init__(self, tensors: Mapping[str, Tensor], config: Mapping[str, Any]):
+        self.tensors, self.config = tensors, config
+
+    def __call__(self, name: str) -> Tensor:
+        return self.tensors[name].float()
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.tensors
+
+    def linear(self, x: Tensor, name: str) -> Tensor:
+        """Return `x` times the matrix `name`, plus its bias if it has one."""
+        bias = f"{name}.bias"
+        return functional.linear(x, self(f"{name}.weight"), self(bias) if bias in self else None)
+
+    def norm(self, x: Tensor, name: str) -> Tensor:
+        """Return the RMS norm of `x` with the weight `name`."""
+        weight = self(f"{name}.weight")
+        return functional.rms_norm(x, weight.shape, weight, float(self.config.get("rms_norm_eps", 1e-6)))
+
+
+class Layers:
+    """Llama's decoder layers over one sequence, as weights' names say them."""
+
+    def __init__(self, weights: Weights, length: int, device: torch.device):
+        self.weights = weights
+        config = weights.config
+        self.heads = int(config["num_attention_heads"])
+        self.kv_heads = int(config.get("num_key_value_heads") or self.heads)
+        self.size = int(config.get("head_dim") or config["hidden_size"] // self.heads)
+        rotary = LlamaRotaryEmbedding(_rotary_config(config, self.size))
+        every = torch.arange(length, device=device)[None]
+        self.cos, self.sin = rotary.to(device)(torch.zeros(1, device=device), every)
+
+    def __call__(self, at: str, entered: Tensor, residual: Tensor) -> Tensor:
+        """Return the output `[T, H]` of the layer whose names begin with `at`.
+
+        Args:
+            entered: what its attention reads, `[T, ·]`.
+            residual: what attention's output is added to, `[T, H]`.
+        """
+        weights = self.weights
+        residual = residual + weights.linear(self._attended(at, entered), f"{at}self_attn.o_proj")
+        x = weights.norm(residual, f"{at}post_attention_layernorm")
+        gate = functional.silu(weights.linear(x, f"{at}mlp.gate_proj"))
+        return residual + weights.linear(gate * weights.linear(x, f"{at}mlp.up_proj"), f"{at}mlp.down_proj")
+
+    def _attended(self, at: str, x: Tensor) -> Tensor:
+        count = len(x)
+        q, k, v = (
+            self.weights.linear(x, f"{at}self_attn.{name}_proj").view(1, count, -1, self.size).transpose(1, 2)
+            for name in "qkv"
+        )
+        q, k = apply_rotary_pos_emb(q, k, self.cos[:, :count], self.sin[:, :count])
+        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.heads > self.kv_heads)
+        return mixed[0].transpose(0, 1).flatten(1)
+
+
+def _rotary_config(config: Mapping[str, Any], size: int) -> LlamaConfig:
+    """Return what the rotary positions are made of; `rope_parameters`, or what older files say."""
+    parameters = config.get("rope_parameters") or {
+        "rope_type": "default",
+        "rope_theta": config.get("rope_theta", 10000.0),
+        **(config.get("rope_scaling") or {}),
+    }
+    return LlamaConfig(
+        hidden_size=size,
+        num_attention_heads=1,
+        head_dim=size,
+        rope_parameters=dict(parameters),
+        max_position_embeddings=int(config.get("max_position_embeddings") or 2048),
+    )
+
+
+# ------------------------------------------------------------ EAGLE-3
+
+
+@torch.no_grad()
+def eagle3_logits(tensors: Mapping[str, Tensor], layer: Mapping[str, Any], flags: Flags, passage: Passage) -> Tensor:
+    """Return the draft logits of an EAGLE-3 head at each depth, `[k, V]`; −inf outside its draft vocabulary.
+
+    Args:
+        tensors: by the names that vLLM uses (`layers.0.…`).
+        layer: the config of its layers.
+    """
+    weights = Weights(tensors, layer)
+    read = passage.read
+    own = "embed_tokens.weight"
+    embedded = functional.embedding(read, weights(own) if own in weights else passage.table)
+    layers = Layers(weights, len(read), read.device)
+    states = _fused(weights, flags, passage)
+    found: list[Tensor] = []
+    while len(found) <= len(passage.drafts):
+        output = _eagle3_layers(weights, layers, flags, embedded[: len(states)], states)
+        normed = weights.norm(output[-1:], "norm")
+        found.append(_scattered(weights, normed, len(passage.table)))
+        states = torch.cat([states, normed if flags.norm_output else output[-1:]])
+    return torch.cat(found)
+
+
+def _fused(weights: Weights, flags: Flags, passage: Passage) -> Tensor:
+    """Return what the first step reads, `[T, H]`."""
+    taps = [passage.hidden[tap] for tap in flags.taps]
+    if flags.norm_before_fc:
+        taps = [weights.norm(torch.cat(taps, -1), "input_norm")]
+    if flags.fc_norm:
+        taps = [weights.norm(tap, f"fc_norm.{i}") for i, tap in enumerate(taps)]
+    return weights.linear(torch.cat(taps, -1), "fc")
+
+
+def _eagle3_layers(weights: Weights, layers: Layers, flags: Flags, embedded: Tensor, states: Tensor) -> Tensor:
+    normed = weights.norm(states, "layers.0.hidden_norm")
+    entered = torch.cat([weights.norm(embedded, "layers.0.input_layernorm"), normed], -1)
+    x = layers("layers.0.", entered, normed if flags.norm_before_residual else states)
+    for i in range(1, int(weights.config["num_hidden_layers"])):
+        x = layers(f"layers.{i}.", weights.norm(x, f"layers.{i}.input_layernorm"), x)
+    return x
+
+
+def _scattered(weights: Weights, normed: Tensor, vocab_size: int) -> Tensor:
+    """Return logits over the target's vocabulary, `[1, V]`, of normed outputs `[1, H]`."""
+    logits = weights.linear(normed, "lm_head")
+    if "d2t" not in weights:
+        return logits
+    ids = torch.arange(logits.shape[-1], device=logits.device) + weights.tensors["d2t"].to(logits.device)
+    return logits.new_full((1, vocab_size), -torch.inf).index_copy(1, ids, logits)
+
+
+# ------------------------------------------------------------ EAGLE
+
+
+@torch.no_grad()
+def eagle1_logits(tensors: Mapping[str, Tensor], config: Mapping[str, Any], passage: Passage) -> Tensor:
+    """Return the draft logits of an EAGLE head at each depth, `[k, V]`.
+
+    Its first layer has no norm before attention, its output goes to the target's own output embedding.
+    """
+    weights = Weights(tensors, config)
+    read = passage.read
+    embedded, layers = functional.embedding(read, passage.table), Layers(weights, len(read), read.device)
+    states, found = passage.hidden[-1], list[Tensor]()
+    while len(found) <= len(passage.drafts):
+        x = weights.linear(torch.cat([embedded[: len(states)], states], -1), "fc")
+        for i in range(int(config["num_hidden_layers"])):
+            x = layers(f"layers.{i}.", weights.norm(x, f"layers.{i}.input_layernorm") if i else x, x)
+        states = torch.cat([states, x[-1:]])
+        found.append(passage.lm_head(x[-1:]))
+    return torch.cat(found)
+
+
+# ------------------------------------------------------------ Medusa
+
+
+@torch.no_grad()
+def medusa_logits(tensors: Mapping[str, Tensor], config: Mapping[str, Any], passage: Passage) -> Tensor:
+    """Return the logits of Medusa's heads at their depths, `[k, V]`, as vLLM names and computes them."""
+    weights = Weights(tensors, {})
+    heads, blocks = int(config["num_heads"]), int(config["num_hidden_layers"])
+    scale = float(config.get("logit_scale", 1.0))
+    found = []
+    for i in range(heads):
+        x = passage.hidden[-1][-1:]
+        for j in range(blocks):
+            x = x + functional.silu(weights.linear(x, f"blocks.{i}.layers.{j}"))
+        logits = scale * weights.linear(x, "lm_heads.0" if config.get("original_lm_head") else f"lm_heads.{i}")
+        found.append(_mapped(logits, weights, len(passage.table)))
+    return torch.cat(found)
+
+
+def _mapped(logits: Tensor, weights: Weights, vocab_size: int) -> Tensor:
+    if "token_map" not in weights:
+        return logits
+    wide = logits.new_full((1, vocab_size), -torch.inf)
+    return wide.index_copy(1, weights.tensors["token_map"].to(logits.device), logits)

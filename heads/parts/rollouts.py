@@ -1,0 +1,268 @@
+"""Rollouts: what a causal drafter says several tokens ahead in one pass, with mask tokens in place of the drafts.
+
+P-EAGLE (arXiv 2602.01469) and PARD (arXiv 2504.18583) differ in what they read; what they see is the same. The text is
+read as it is: its entries see each other causally. After a place a rollout begins: mask tokens at the places that
+follow, each of which sees the text up to the rollout's anchor, and the masks of its own rollout up to itself. What the
+mask at depth d says is the draft d + 1.
+
+Training all depths at all places would cost as many times the text as there are depths. So of the anchors that reach
+depth d − 1 only a part goes on to depth d (conditional drop): those that go on are among those that came so far, so
+that every mask finds the ones before it.
+
+Shapes: R rows, T tokens, E masks of a row, N heads, D head size, H hidden size, S masks after a text, P drafts.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.models.llama.modeling_llama import repeat_kv
+
+from ...targets import Counts, Nodes, RaggedCache
+from ..losses import Comparison, acceptance_metrics
+from .decoder_layer import JointLayer, angles
+
+_QUERIES = 256  # of one product with the keys: more of them would see more that is masked
+
+
+def kept_counts(first: int, depths: int, ratio: float, least: float) -> list[int]:
+    """Return how many of `first` anchors each of `depths` depths keeps at most: (n − d)·max(ratio^d, least)."""
+    return [max(0, int((first - d) * max(ratio**d, least))) for d in range(depths)]
+
+
+@dataclass(frozen=True)
+class Rollouts:
+    """The masks of a batch's rollouts, by anchor, and of an anchor by depth.
+
+    Attributes:
+        anchors: the place after which each mask's rollout begins, `[R, E]`.
+        depths: how many places after it the mask stands, from 1 on, `[R, E]`.
+        real: which are masks at all: rows differ in how many they have, `[R, E]` bool.
+        spans: between which places the anchors of each column stand, in all rows together.
+    """
+
+    anchors: Tensor
+    depths: Tensor
+    real: Tensor
+    spans: tuple[tuple[int, int], ...]
+
+    @classmethod
+    def drawn(cls, learned: Tensor, tokens: Tensor, depths: int, ratio: float, least: float, step: int = 0) -> Rollouts:
+        """Draw rollouts of up to `depths` − 1 masks: see `kept_counts`.
+
+        Args:
+            learned: at which places the text says a token that is to be learned, `[R, T]`; a mask that stands d places
+                after an anchor is drawn only if it would say such a token, too.
+            tokens: the rows' texts, which seed the draws with `step`, `[R, T]`.
+        """
+        if learned.device.type == "meta":
+            return cls._without_contents(learned, depths, ratio, least)
+        found = [
+            _row(row, text, depths, ratio, least, step) for row, text in zip(learned.cpu(), tokens.cpu(), strict=True)
+        ]
+        width = max(1, *map(len, found))
+        # A row without that many repeats a mask: it needs something that it may see.
+        filled = [row + [row[-1] if row else (0, 1)] * (width - len(row)) for row in found]
+        device = learned.device
+        both = torch.tensor(filled, device=device)
+        real = torch.tensor([[True] * len(row) + [False] * (width - len(row)) for row in found], device=device)
+        spans = tuple((min(column), max(column)) for column in zip(*both[:, :, 0].tolist(), strict=True))
+        return cls(both[:, :, 0], both[:, :, 1], real, spans)
+
+    @classmethod
+    def _without_contents(cls, learned: Tensor, depths: int, ratio: float, least: float) -> Rollouts:
+        """Return as many masks as there can be, spread evenly: a training is planned on tensors without contents."""
+        rows, length = learned.shape
+        width = max(1, sum(kept_counts(length, depths, ratio, least)[1:]))
+        even = [i * (length - 1) // width for i in range(width)]
+        places = torch.ones(rows, width, dtype=torch.long, device="meta")
+        return cls(places, places, places.bool(), tuple(zip(even, even, strict=True)))
+
+    @property
+    def places(self) -> Tensor:
+        """Where the masks stand in their texts, `[R, E]`."""
+        return self.anchors + self.depths
+
+    def sees(self, begin: int, end: int, context: int) -> Tensor:
+        """Return what the masks from `begin` to `end` see of the first `context` places of the text and of each other.
+
+        `[R, 1, end − begin, context + end − begin]` bool.
+        """
+        anchors, depths = self.anchors[:, begin:end], self.depths[:, begin:end]
+        text = torch.arange(context, device=anchors.device) <= anchors[:, :, None]
+        own = (anchors[:, :, None] == anchors[:, None]) & (depths[:, :, None] >= depths[:, None])
+        # What fills up a row repeats a mask, and is seen by nobody but itself.
+        own = own & (self.real[:, None, begin:end] | torch.eye(end - begin, dtype=torch.bool, device=own.device))
+        return torch.cat([text, own], 2)[:, None]
+
+
+def _row(learned: Tensor, text: Tensor, depths: int, ratio: float, least: float, step: int) -> list[tuple[int, int]]:
+    """Return the masks of one row, (anchor, depth) each, by anchor and depth."""
+    pool = learned.nonzero()[:, 0]
+    if not len(pool):
+        return []
+    length, content = len(learned), text[: int(pool[-1]) + 1].contiguous().numpy().tobytes()  # without padding
+    generator = torch.Generator().manual_seed(zlib.crc32(content + str(step).encode()))
+    found: list[tuple[int, int]] = []
+    for depth, count in enumerate(kept_counts(len(pool), depths, ratio, least)):
+        if depth:
+            pool = pool[pool + depth < length]
+            pool = pool[learned[pool + depth]]
+            pool = pool[torch.randperm(len(pool), generator=generator)[:count]].sort().values
+            found += [(place, depth) for place in pool.tolist()]
+    return sorted(found)
+
+
+class RolledLayers:
+    """Layers in one training step, over whole texts and rollouts after them.
+
+    Args:
+        config: their number of heads, and of heads that keys are made for, as the library calls them.
+        rotary: gives the angles of places.
+    """
+
+    def __init__(self, layers: Sequence[nn.Module], config: Any, rotary: nn.Module, rollouts: Rollouts):
+        self.layers = [JointLayer(layer, config) for layer in layers]
+        self.groups = config.num_attention_heads // config.num_key_value_heads
+        self.rotary, self.rollouts = rotary, rollouts
+
+    def through(self, projected: Tensor, hidden: Tensor) -> Tensor:
+        """Return the last layer's output for texts and the masks after them, `[R, T + E, H]`.
+
+        Args:
+            projected: what the first layer's `split` takes.
+            hidden: what the first layer's attention is added to.
+        """
+        length = hidden.shape[1] - len(self.rollouts.spans)
+        places = torch.arange(length, device=hidden.device).expand(len(hidden), -1)
+        rotary = angles(self.rotary, hidden, torch.cat([places, self.rollouts.places], 1))
+        for index, layer in enumerate(self.layers):
+            q, k, v = layer.split(layer.enter(hidden) if index else projected, rotary)
+            mixed = self._attend(q, repeat_kv(k, self.groups), repeat_kv(v, self.groups), length)
+            hidden = layer.finish(mixed, hidden)
+        return hidden
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, length: int) -> Tensor:
+        """Return what queries `[R, N, T + E, D]` gather, in their shape, a part of the masks at a time."""
+        attend = nn.functional.scaled_dot_product_attention
+        found = [attend(q[:, :, :length], k[:, :, :length], v[:, :, :length], is_causal=True)]
+        for begin, end, context in self._parts():
+            own = slice(length + begin, length + end)
+            keys, values = (torch.cat([x[:, :, :context], x[:, :, own]], 2) for x in (k, v))
+            found.append(attend(q[:, :, own], keys, values, self.rollouts.sees(begin, end, context)))
+        return torch.cat(found, 2)
+
+    def _parts(self) -> list[tuple[int, int, int]]:
+        """Return the masks in parts, in which all rows' rollouts are whole, and how much of the text each sees."""
+        spans, found, begin = self.rollouts.spans, list[tuple[int, int, int]](), 0
+        cuts = self._cuts()
+        for cut in cuts:
+            if cut - begin >= _QUERIES or cut == len(spans):
+                found.append((begin, cut, max(latest for _, latest in spans[begin:cut]) + 1))
+                begin = cut
+        return found
+
+    def _cuts(self) -> list[int]:
+        """Return after how many masks a rollout of every row has ended."""
+        anchors = self.rollouts.anchors
+        if anchors.device.type == "meta":
+            return list(range(1, anchors.shape[1] + 1))
+        ends = (anchors[:, 1:] != anchors[:, :-1]).all(0).nonzero()[:, 0] + 1
+        return [*ends.tolist(), anchors.shape[1]]
+
+
+@dataclass(frozen=True)
+class RolledDrafts:
+    """The drafts of a batch that are to be learned.
+
+    Attributes:
+        rows, places: where the entry of the text stands that says the same token, `[P]`.
+        entries: which entry of the pass says it, `[P]`.
+        depths: 0 for what the text's own entry says, else the depth of the mask, `[P]`.
+    """
+
+    rows: Tensor
+    places: Tensor
+    entries: Tensor
+    depths: Tensor
+
+    @classmethod
+    def of(cls, learned: Tensor, rollouts: Rollouts) -> RolledDrafts:
+        """Return the drafts at places `learned` `[B, T]`, and those of the rollouts' real masks."""
+        rows, places = learned.nonzero(as_tuple=True)
+        real = rollouts.real.flatten()
+        every = torch.arange(len(real), device=real.device)[real]
+        width = rollouts.real.shape[1]
+        parts = [
+            (rows, every // width),
+            (places, rollouts.places.flatten()[real]),
+            (places, learned.shape[1] + every % width),
+            (torch.zeros_like(places), rollouts.depths.flatten()[real]),
+        ]
+        return cls(*(torch.cat(pair) for pair in parts))
+
+    def per_row(self, wanted: Tensor, decay: float) -> Tensor:
+        """Return decay^depth, divided by its sum in each row and times the row's tokens to learn, `[P]`."""
+        weights = decay ** self.depths.float()
+        sums = weights.new_zeros(len(wanted)).index_add(0, self.rows, weights)
+        return weights * (wanted.sum(1) / sums.clamp(min=torch.finfo(sums.dtype).tiny))[self.rows]
+
+    def metrics(self, found: Comparison, shape: torch.Size, drafts: int) -> dict[str, tuple[Tensor, Tensor]]:
+        """Return `loss_d1`, `top1_d1`, … and the acceptance of chains, as (sum, count) pairs."""
+        metrics: dict[str, tuple[Tensor, Tensor]] = {}
+        alphas, measured = [], []
+        begins = self.places - self.depths
+        for depth in range(drafts):
+            here = (self.depths == depth).float()
+            for name, values in (("loss", found.loss), ("top1", found.top1)):
+                metrics[f"{name}_d{depth + 1}"] = ((values * here).sum(), here.sum())
+            index = self.rows * shape[1] + begins
+            grid = found.alpha.new_zeros(shape.numel())
+            alphas.append(grid.index_add(0, index, found.alpha * here).view(shape))
+            measured.append(grid.index_add(0, index, here).view(shape) > 0)
+        return metrics | acceptance_metrics(alphas, measured)
+
+
+# ------------------------------------------------------------ decoding
+
+
+def after_texts(counts: Counts, width: int, masks: int) -> Nodes:
+    """Return the places of new texts `[B, width]`, of which row b has `counts`, and of `masks` masks after each.
+
+    The texts are a chain. A mask sees its row's whole text and the masks before it: what stands between them means
+    nothing.
+    """
+    device, rows = counts.tensor.device, len(counts.tensor)
+    count = counts.tensor[:, None]
+    texts, tail = torch.arange(width, device=device), torch.arange(masks, device=device)
+    depths = torch.cat([texts.expand(rows, -1), count + tail], 1)
+    sees = torch.zeros(rows, width + masks, width + masks, dtype=torch.bool, device=device)
+    sees[:, :width, :width] = texts <= texts[:, None]
+    sees[:, width:, :width] = (texts < count)[:, None]
+    sees[:, width:, width:] = tail <= tail[:, None]
+    return Nodes(depths, sees)
+
+
+def said(output: Tensor, counts: Counts, masks: int) -> Tensor:
+    """Return what says the drafts, `[B, 1 + masks, H]`: each text's last entry, and the masks after it.
+
+    Args:
+        output: of texts and masks as `after_texts` places them, `[B, width + masks, H]`.
+    """
+    last = (counts.tensor - 1)[:, None, None].expand(-1, 1, output.shape[2])
+    return torch.cat([output.gather(1, last), output[:, output.shape[1] - masks :]], 1)
+
+
+def place_texts(cache: RaggedCache, counts: Counts, width: int, masks: int) -> Tensor:
+    """Say where texts and masks of the next pass stand, as `after_texts` has them; return positions, `[B, Q]`."""
+    window = cache.window
+    if window is not None:  # a round's margin is for what the decoder reads, not for masks
+        cache.window = window + masks + 1
+    positions = cache.place(width + masks, 0, after_texts(counts, width, masks))
+    cache.window = window
+    return positions

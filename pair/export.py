@@ -1,0 +1,189 @@
+"""A pair leaves for an engine: its drafter in the engine's layout, how to start it, and what to expect of it.
+
+| file | what it says |
+|---|---|
+| config.json, *.safetensors | the drafter, as the engine reads it |
+| launch.json | the engine, its command, and the part of it that configures drafting |
+| served.json | what was measured here, to compare with what is served there |
+| written.json | the config as it was written, and a digest of every tensor, for `outrider lint` |
+| README.md | the same for people |
+| target/ | the target with its adapter merged, where it has one |
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from ..decode import Plan
+from ..eval.reports.figures import ALL, Record
+from ..eval.reports.report import ContestantInfo, Report
+from ..formats import Exported, Launch, export_drafter, launch
+from ..formats.early_exit import save_target
+from ..ground import BadInputError
+from ..heads.parts.registry import restore_drafter
+from ..targets import Target, embedded_path
+from ..targets.loading import EMBEDDED
+from .gate import newest_report
+from .manifest import Figure
+from .pair import Pair
+
+LAUNCH, SERVED, README, TARGET = "launch.json", "served.json", "README.md", "target"
+
+
+@dataclass(frozen=True)
+class PairExport:
+    """A pair that was written for an engine."""
+
+    exported: Exported
+    launch: Launch
+    depth: int
+
+    @property
+    def folder(self) -> Path:
+        return self.exported.folder
+
+
+def export_pair(
+    pair: Pair, to: str, folder: str | Path | None = None, depth: int | None = None, target: Target | None = None
+) -> PairExport:
+    """Write a pair's drafter for an engine, with all that serving it needs.
+
+    Args:
+        to: an engine or a format, see `outrider.formats.LAYOUTS`.
+        folder: where it goes; None for `runs/exports/NAME-vVERSION-TO`.
+        depth: draft tokens of a round; None for the tuned plan's, else the pair's.
+        target: the pair's target; None loads it.
+
+    Raises:
+        BadInputError, IncompatibleError: as `outrider.formats.export_drafter` does.
+        StaleError: the target's content is not what the pair was made for.
+    """
+    target, drafter, _ = pair.open(target)
+    drafter = restore_drafter(pair.drafter_folder, target).to(target.device).eval()  # in the precision it was saved in
+    depth = depth or export_depth(pair, drafter.max_depth)
+    folder = Path(folder or Path("runs") / "exports" / f"{pair.name}-v{pair.version}-{to}").expanduser()
+    path = served_path(target, folder)
+    exported = export_drafter(drafter, target, to, folder, depth)
+    if target.source.get("adapter") is not None:
+        save_target(target, folder / TARGET)
+    started = launch(to, drafter.name, path, str(folder), depth, pair.dtype)
+    made = PairExport(exported, started, depth)
+    _write_beside(pair, made)
+    return made
+
+
+def export_depth(pair: Pair, max_depth: int | None) -> int:
+    """Return how deep an engine drafts for this pair: as deep as was tuned somewhere, else as the pair's plan says.
+
+    Args:
+        max_depth: the deepest that the drafter drafts, if it has a limit.
+    """
+    tuned = [batch.plan for tuning in pair.manifest.tuning for batch in tuning.batches if batch.statistical is None]
+    depth = next((plan.depth for plan in tuned if plan.depth), None) or pair.plan.depth or Plan.depth
+    return min(depth, max_depth or depth)
+
+
+def served_path(target: Target, folder: Path) -> str:
+    """Return where an engine finds the target; one with an adapter goes into the export's `folder`, with it merged."""
+    path = target.source.get("path")
+    if target.source.get("adapter") is not None:
+        return str(folder / TARGET)
+    if path is None:
+        raise BadInputError("this target was given in memory; load it from a folder that the engine can read, too.")
+    return str(embedded_path()) if path == EMBEDDED else path
+
+
+# ------------------------------------------------------------ what is expected of it
+
+
+def expectations(pair: Pair) -> list[dict[str, Any]]:
+    """Return what the pair's newest report measured of its drafter, by plan and temperature; [] without one."""
+    report = newest_report(pair) if pair.manifest.reports else None
+    if report is None:
+        return []
+    plans = [c for c in report.contestants if c.drafter == pair.manifest.drafter.type]
+    return [_expected(report, plan, temperature) for plan in plans for temperature in report.conditions.temperatures]
+
+
+def _expected(report: Report, plan: ContestantInfo, temperature: float) -> dict[str, Any]:
+    figures = report.headline(plan.name, temperature, ALL)
+    records = report.records_of(plan.name, temperature)
+    return {
+        "contestant": plan.name,
+        "temperature": temperature,
+        "rule": figures.rule,
+        "depth": plan.depth,
+        # An engine drafts a chain of one length in every round; trees and controllers have another tau.
+        "is_fixed_chain": plan.width == 1 and plan.tree is None and plan.control is None and not plan.confidence,
+        "num_prompts": figures.num_prompts,
+        "max_new_tokens": report.conditions.max_new_tokens,
+        "rounds": figures.num_rounds,
+        "tokens": figures.num_tokens,
+        "tau": Figure.of(figures.tau).model_dump(),
+        "drafted_at": by_position([r.drafted for r in records]),
+        "accepted_at": by_position([r.accepted for r in records]),
+        "by_prompt": [_of_prompt(r) for r in records],
+    }
+
+
+def _of_prompt(record: Record) -> dict[str, Any]:
+    rounds, accepted = len(record.accepted), sum(record.accepted)
+    return {"id": record.prompt, "suite": record.suite, "rounds": rounds, "accepted": accepted, "tokens": record.tokens}
+
+
+def by_position(counts: list[list[int]]) -> list[int]:
+    """Return in how many rounds at least 1, 2, … drafts were counted."""
+    every = [count for prompt in counts for count in prompt]
+    return [sum(count > position for count in every) for position in range(max(every, default=0))]
+
+
+# ------------------------------------------------------------ the files beside the weights
+
+
+def _write_beside(pair: Pair, made: PairExport) -> None:
+    expected = expectations(pair)
+    served = {
+        "schema_version": 1,
+        "pair": {"name": pair.name, "version": pair.version, "digest": pair.digest},
+        "target": {"digest": pair.fingerprint().digest, "dtype": pair.dtype},
+        "drafter": pair.manifest.drafter.type,
+        "engine": made.launch.engine,
+        "layout": made.exported.layout,
+        "depth": made.depth,
+        "logits_differ_by": made.exported.difference,
+        "suites": pair.manifest.measurements.suites,
+        "expected": expected,
+    }
+    for name, values in ((LAUNCH, asdict(made.launch)), (SERVED, served)):
+        (made.folder / name).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+    (made.folder / README).write_text(_readme(pair, made, expected), encoding="utf-8")
+
+
+def _readme(pair: Pair, made: PairExport, expected: list[dict[str, Any]]) -> str:
+    lines = [
+        f"# {pair.name} version {pair.version}, for {made.launch.engine}",
+        "",
+        f"A speculative drafter of type {pair.manifest.drafter.type}, written by Outrider in the layout "
+        f"`{made.exported.layout}`. Read back as the engine reads it, its logits are the drafter's own (largest "
+        f"difference {made.exported.difference:.1e} of their spread).",
+        "",
+        f"It drafts for one target only, whose content has the SHA-256 `{pair.fingerprint().digest}` ({pair.dtype}).",
+    ]
+    if made.launch.command is not None:
+        lines += ["", "```sh", made.launch.command, "```"]
+    lines += ["", f"It drafts {made.depth} tokens a round. Measured by Outrider, τ being the mean number of tokens "]
+    lines[-1] += "emitted per round, with the target's own:" if expected else "emitted per round: nothing yet."
+    lines += [""] * bool(expected) + [_said(entry) for entry in expected]
+    return "\n".join([*lines, "", f"`{SERVED}` holds these figures for programs.", ""])
+
+
+def _said(entry: dict[str, Any]) -> str:
+    tau = entry["tau"]
+    figure = "not known" if tau["value"] is None else f"{tau['value']:.3f} [{tau['low']:.3f}, {tau['high']:.3f}]"
+    return (
+        f"- temperature {entry['temperature']:g}, depth {entry['depth']}: τ {figure} on {entry['num_prompts']} "
+        f"prompts; accepted by position {', '.join(map(str, entry['accepted_at']))} of {entry['rounds']} rounds"
+    )

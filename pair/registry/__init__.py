@@ -1,0 +1,44 @@
+"""Versions of pairs in one place, which several people and machines share.
+
+`open_registry("runs/registry")`, `open_registry("hf://org/pairs")` or `open_registry("wandb://team/project")`; what is
+in there has the same layout everywhere (`layout`).
+"""
+
+from __future__ import annotations
+
+from ...ground import BadInputError
+from .folder import FolderStore
+from .hub import HubStore
+from .layout import Entry, Reference, Store
+from .registry import Registry, Version
+from .tracked import WandbStore
+
+__all__ = [
+    "Entry",
+    "FolderStore",
+    "HubStore",
+    "Reference",
+    "Registry",
+    "Store",
+    "Version",
+    "WandbStore",
+    "open_registry",
+]
+
+
+def open_registry(where: str) -> Registry:
+    """Return the registry at `where`: a folder, `hf://ORG/REPOSITORY` or `wandb://[ENTITY/]PROJECT`.
+
+    Raises:
+        BadInputError: it is none of these.
+    """
+    kind, separator, name = where.partition("://")
+    if not separator:
+        return Registry(FolderStore(where))
+    if kind == "hf" and name.count("/") == 1:
+        return Registry(HubStore(name))
+    if kind == "wandb" and name and name.count("/") <= 1:
+        return Registry(WandbStore(name))
+    raise BadInputError(
+        f"{where!r} is no registry: expected a folder, hf://ORG/REPOSITORY or wandb://[ENTITY/]PROJECT."
+    )

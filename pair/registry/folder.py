@@ -1,0 +1,151 @@
+"""A registry that is a plain folder, on a local disk or a shared one: no server, and no lock that a crash could leave.
+
+Writers never wait for one another. A blob is written beside its place and renamed to it; two that write the same one
+write the same bytes. An entry is linked to its name, which the file system does for one of several only.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import stat
+from collections.abc import Sequence
+from pathlib import Path
+from typing import BinaryIO
+
+from ...ground import BadInputError
+from ...ground.digests import problem_of
+from ...ground.errors import Refusal
+from ...ground.leftovers import leftovers_within, working_name
+from ...ground.locks import locked
+from ...ground.replacing import replacing, sync
+from .layout import MAX_ENTRY, PAIRS, blob_path
+
+_CHUNK = 1 << 20
+_NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
+_WAIT = 60.0  # seconds, on a disk without links
+
+
+class FolderStore:
+    """A folder with a registry's files."""
+
+    def __init__(self, folder: str | Path):
+        self.folder = Path(folder).expanduser()
+
+    @property
+    def where(self) -> str:
+        return str(self.folder)
+
+    def entries(self) -> Sequence[str]:
+        return [file.relative_to(self.folder).as_posix() for file in self.folder.glob(f"{PAIRS}/*/*.json")]
+
+    def read(self, path: str) -> bytes:
+        with self._opened(path, MAX_ENTRY) as file:
+            return file.read(MAX_ENTRY + 1)
+
+    def add(self, blobs: dict[str, Path], entry: str, content: bytes) -> bool:
+        try:
+            self._sweep()
+            for digest, source in blobs.items():
+                self._keep(digest, source)
+            return self._publish(self.folder / entry, content)
+        except PermissionError as error:
+            raise BadInputError(f"{self.folder}: cannot be written ({error.strerror}: {error.filename}).") from error
+
+    def fetch(self, digest: str, to: Path) -> None:
+        with self._opened(blob_path(digest)) as source, to.open("xb") as copy:
+            found = copied(source, copy)
+        if found != digest:
+            raise Refusal.of(
+                self.folder / blob_path(digest), f"SHA-256 {found[:12]}…", f"{digest[:12]}…", "Push the pair again."
+            )
+
+    # ------------------------------------------------------------ writing
+
+    def _keep(self, digest: str, source: Path) -> None:
+        """Copy a file to its blob unless it is there already, whole."""
+        blob = self.folder / blob_path(digest)
+        if blob.is_file() and not blob.is_symlink() and problem_of(blob, digest) is None:
+            return
+        blob.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(blob) as temporary:
+            with source.open("rb") as opened, temporary.open("xb") as copy:
+                found = copied(opened, copy)
+            if found != digest:
+                raise BadInputError(f"{source}: altered while it was pushed; nothing was published.")
+            temporary.chmod(0o444)
+
+    def _publish(self, place: Path, content: bytes) -> bool:
+        """Give the entry its name in one step; False if another has it."""
+        place.parent.mkdir(parents=True, exist_ok=True)
+        temporary = working_name(place, "tmp")
+        try:
+            temporary.write_bytes(content)
+            temporary.chmod(0o444)
+            sync(temporary)
+            published = _linked(temporary, place)
+        finally:
+            temporary.unlink(missing_ok=True)
+        sync(place.parent)
+        return published
+
+    def _sweep(self) -> None:
+        """Remove what writers that died have left; a living one's files stay."""
+        for found in leftovers_within(self.folder):
+            if not found.in_work():
+                found.remove()
+
+    # ------------------------------------------------------------ reading
+
+    def _opened(self, path: str, limit: int | None = None) -> BinaryIO:
+        """Open a file of the registry: a regular one, reached without any link."""
+        place = self.folder / path
+        if place.parent.resolve() != self.folder.resolve() / Path(path).parent:
+            raise Refusal.of(place, "a link on the way to it", "folders", "Nothing was taken from it.")
+        try:
+            flags = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
+            opened = os.fdopen(os.open(place, flags), "rb")
+        except FileNotFoundError as error:
+            raise Refusal.of(place, "nothing", "a file of the registry", "Push the pair again.") from error
+        except OSError as error:
+            raise Refusal.of(
+                place, error.strerror or "nothing readable", "a file that can be read", "Nothing was taken from it."
+            ) from error
+        status = os.fstat(opened.fileno())
+        if not stat.S_ISREG(status.st_mode) or (limit is not None and status.st_size > limit):
+            opened.close()
+            found = "no regular file" if not stat.S_ISREG(status.st_mode) else f"{status.st_size} bytes"
+            raise Refusal.of(place, found, f"a regular file of at most {limit} bytes", "Nothing was taken from it.")
+        return opened
+
+
+def copied(source: BinaryIO, copy: BinaryIO) -> str:
+    """Copy a file's content, and return the SHA-256 of the bytes that were written."""
+    digest = hashlib.sha256()
+    buffer = memoryview(bytearray(_CHUNK))
+    while count := source.readinto(buffer):  # type: ignore[attr-defined]
+        digest.update(buffer[:count])
+        copy.write(buffer[:count])
+    return digest.hexdigest()
+
+
+def _linked(temporary: Path, place: Path) -> bool:
+    try:
+        os.link(temporary, place)
+    except FileExistsError:
+        return False
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+        return _renamed(temporary, place)
+    return True
+
+
+def _renamed(temporary: Path, place: Path) -> bool:
+    """Give a file a name that nobody has, on a disk without links: one writer at a time."""
+    with locked(place.parent, wait=_WAIT):
+        if place.exists():
+            return False
+        temporary.rename(place)
+        return True

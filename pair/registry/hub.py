@@ -1,0 +1,122 @@
+"""A registry in a repository of the Hugging Face Hub, with the files of `layout`.
+
+One commit adds an entry with all its blobs. It names the commit that it follows, so that of two writers at the same
+time one is refused by the Hub, looks again, and follows the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from huggingface_hub import CommitOperationAdd, HfApi
+from huggingface_hub.errors import (
+    EntryNotFoundError,
+    GatedRepoError,
+    HfHubHTTPError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    OfflineModeIsEnabled,
+    RepositoryNotFoundError,
+)
+
+from ...ground import BadInputError
+from ...ground.errors import Refusal
+from .folder import copied
+from .layout import PAIRS, blob_path
+
+_OUTRUN = (409, 412)  # HTTP: the repository has moved on
+
+
+class HubStore:
+    """A repository of models on the Hub; made, private, by the first push.
+
+    Args:
+        repository: such as `org/pairs`.
+        api: with another endpoint or token than the environment's.
+    """
+
+    def __init__(self, repository: str, api: HfApi | None = None):
+        self.repository, self.api = repository, api or HfApi()
+        self._head: str | None = None
+
+    @property
+    def where(self) -> str:
+        return f"hf://{self.repository}"
+
+    def entries(self) -> Sequence[str]:
+        return [path for path in self._files() if path.startswith(f"{PAIRS}/")]
+
+    def read(self, path: str) -> bytes:
+        return self._downloaded(path).read_bytes()
+
+    def add(self, blobs: dict[str, Path], entry: str, content: bytes) -> bool:
+        there = set(self._files())
+        if entry in there:
+            return False
+        additions = [
+            CommitOperationAdd(blob_path(digest), file)
+            for digest, file in blobs.items()
+            if blob_path(digest) not in there
+        ]
+        with _explained(self.where):
+            if self._head is None:
+                self.api.create_repo(self.repository, private=True, exist_ok=True)
+            try:
+                self.api.create_commit(
+                    self.repository,
+                    [*additions, CommitOperationAdd(entry, content)],
+                    commit_message=f"Add {Path(entry).parent.name} version {Path(entry).name.partition('.')[0]}",
+                    parent_commit=self._head,
+                )
+            except HfHubHTTPError as error:
+                if error.response is not None and error.response.status_code in _OUTRUN:
+                    return False
+                raise
+        return True
+
+    def fetch(self, digest: str, to: Path) -> None:
+        path = blob_path(digest)
+        with self._downloaded(path).open("rb") as source, to.open("xb") as copy:
+            found = copied(source, copy)
+        if found != digest:
+            raise Refusal.of(
+                f"{self.where}/{path}", f"SHA-256 {found[:12]}…", f"{digest[:12]}…", "Push the pair again."
+            )
+
+    # ------------------------------------------------------------ the Hub
+
+    def _files(self) -> list[str]:
+        """Return all files of the newest commit, which is then the one that is read and followed; [] without one."""
+        with _explained(self.where):
+            try:
+                self._head = self.api.model_info(self.repository).sha
+                return self.api.list_repo_files(self.repository, revision=self._head)
+            except GatedRepoError:
+                raise
+            except RepositoryNotFoundError:
+                self._head = None
+                return []
+
+    def _downloaded(self, path: str) -> Path:
+        with _explained(self.where):
+            return Path(self.api.hf_hub_download(self.repository, path, revision=self._head))
+
+
+@contextmanager
+def _explained(where: str) -> Iterator[None]:
+    """Turn what the Hub's library raises into one sentence."""
+    try:
+        yield
+    except (EntryNotFoundError, LocalEntryNotFoundError) as error:
+        raise Refusal(f"{where}: {_first_line(error)} Push the pair again.") from error
+    except (HfHubHTTPError, HFValidationError, OfflineModeIsEnabled, OSError) as error:
+        raise BadInputError(
+            f"{where}: {_first_line(error)} Check the name, the network and your access (`hf auth login`)."
+        ) from error
+
+
+def _first_line(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return (lines[0] if lines else type(error).__name__).rstrip(".") + "."

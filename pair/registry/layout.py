@@ -1,0 +1,143 @@
+"""How a registry is laid out, in a folder, on the Hub and in a wandb artifact alike.
+
+    blobs/ab/abcd…                  a file of a pair, by the SHA-256 of its content: each content is stored once
+    pairs/NAME/VERSION.REVISION.json    a pair.json as it is; it names the blobs of all other files
+
+An entry under `pairs` appears after all its blobs, in one step, and never changes. The same version with more known
+about it (a tuning, another measurement) is the next revision. Another pair under the same name and version is refused.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Protocol
+
+from ...ground import BadInputError
+from ...ground.errors import Refusal
+from ..manifest import ADAPTER, CALIBRATION, DRAFTER, RECIPE, REPORTS, SUITES, TOKENIZER, Manifest, inspect_text
+
+BLOBS, PAIRS = "blobs", "pairs"
+MAX_ENTRY = 64_000_000  # bytes of a pair.json; those of the largest models have about one
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,127}")
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+_ENTRY = re.compile(rf"{PAIRS}/({_NAME.pattern})/([1-9][0-9]{{0,8}})\.([1-9][0-9]{{0,8}})\.json")
+_FOLDERS = {DRAFTER, TOKENIZER, REPORTS, ADAPTER, SUITES}
+_FILES = {RECIPE, CALIBRATION}
+
+
+class Store(Protocol):
+    """A place with files in it: a folder, or a service."""
+
+    @property
+    def where(self) -> str:
+        """The place in words, as a user gives it."""
+
+    def entries(self) -> Sequence[str]:
+        """Return the paths of all files under `pairs`, in any order; [] where there is no registry yet."""
+
+    def read(self, path: str) -> bytes:
+        """Return the content of the entry at `path`."""
+
+    def add(self, blobs: dict[str, Path], entry: str, content: bytes) -> bool:
+        """Publish an entry with its blobs (files by digest), all or nothing; False if the entry's path is taken."""
+
+    def fetch(self, digest: str, to: Path) -> None:
+        """Write the blob with this digest to the new file `to`, checked.
+
+        Raises:
+            Refusal: it is missing, no regular file, or its content has another digest.
+        """
+
+
+@dataclass(frozen=True, order=True)
+class Entry:
+    """The name, version and revision that an entry's path says."""
+
+    name: str
+    version: int
+    revision: int
+
+    @classmethod
+    def at(cls, path: str) -> Entry | None:
+        """Return the entry at `path`; None for a file that is none."""
+        found = _ENTRY.fullmatch(path)
+        return None if found is None else cls(found[1], int(found[2]), int(found[3]))
+
+    @property
+    def path(self) -> str:
+        return f"{PAIRS}/{self.name}/{self.version}.{self.revision}.json"
+
+    def __str__(self) -> str:
+        return f"{self.name}@{self.version}"
+
+
+@dataclass(frozen=True)
+class Reference:
+    """A pair in a registry: its name and, unless the newest is meant, its version."""
+
+    name: str
+    version: int | None
+
+    @classmethod
+    def parse(cls, text: str) -> Reference:
+        """Return what `NAME` or `NAME@VERSION` means.
+
+        Raises:
+            BadInputError: it is neither.
+        """
+        name, at, version = text.partition("@")
+        number = version.removeprefix("v")
+        if not _NAME.fullmatch(name) or (at and not (number.isascii() and number.isdigit() and 0 < len(number) < 10)):
+            raise BadInputError(f"{text!r} names no pair of a registry: expected NAME or NAME@VERSION, such as mine@2.")
+        return cls(name, int(number) if at else None)
+
+
+def blob_path(digest: str) -> str:
+    """Return the path of the blob with this digest."""
+    return f"{BLOBS}/{digest[:2]}/{digest}"
+
+
+def read_entry(entry: Entry, content: bytes, where: str) -> Manifest:
+    """Return the manifest of an entry, refused if anything about it is not as `push` writes it.
+
+    Raises:
+        BadInputError: it is damaged, altered, of another pair, or names files that no pair has.
+    """
+    place = Path(where) / entry.path
+    if len(content) > MAX_ENTRY:
+        raise Refusal.of(place, f"{len(content)} bytes", f"at most {MAX_ENTRY}", "Nothing was taken from it.")
+    try:
+        text = content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise Refusal.of(place, f"no UTF-8 ({error.reason})", "a pair.json", "Nothing was taken from it.") from error
+    manifest, alterations = inspect_text(place, text)
+    if alterations:
+        raise Refusal.of(
+            place, "; ".join(alterations), "a pair.json as it was written", "Push a good copy of the pair."
+        )
+    if (manifest.name, manifest.version) != (entry.name, entry.version):
+        found = f"{manifest.name} version {manifest.version}"
+        raise Refusal.of(place, found, f"{entry.name} version {entry.version}", "Nothing was taken from it.")
+    check_files(manifest.files(), place)
+    return manifest
+
+
+def check_name(name: str) -> None:
+    """Refuse a pair's name that could not be part of a path."""
+    if not _NAME.fullmatch(name):
+        raise Refusal(f"the pair's name is {name!r}; expected up to 128 letters, digits, '.', '_' and '-'.")
+
+
+def check_files(files: dict[str, str], place: Path) -> None:
+    """Refuse names that lead out of a pair's folder or that no pair has, and digests that are none."""
+    for name, digest in files.items():
+        path = PurePosixPath(name)
+        inside = not path.is_absolute() and ".." not in path.parts and "\\" not in name and "\0" not in name
+        known = name in _FILES or (path.parts[:1] and path.parts[0] in _FOLDERS and len(path.parts) > 1)
+        if not (inside and known and str(path) == name):
+            raise Refusal.of(place, f"a file called {name!r}", "files of a pair only", "Nothing was taken from it.")
+        if not _DIGEST.fullmatch(digest):
+            raise Refusal.of(place, f"{digest!r} for {name!r}", "a SHA-256", "Nothing was taken from it.")

@@ -1,0 +1,164 @@
+"""Pairs in a registry: pushed, listed, and pulled, every byte verified on each way."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from tempfile import TemporaryDirectory
+
+from rich.console import Console
+
+from ...ground import BadInputError
+from ...ground.progress import progress
+from ...ground.replacing import replacing_folder
+from ..manifest import MANIFEST, Manifest
+from ..pair import Pair, verify
+from .layout import Entry, Reference, Store, check_files, check_name, read_entry
+
+_ATTEMPTS = 100  # at an entry's name, each lost to another writer
+
+
+@dataclass(frozen=True)
+class Version:
+    """A version of a pair as a registry holds it: the newest revision, and its pair.json."""
+
+    entry: Entry
+    manifest: Manifest
+
+
+class Registry:
+    """Versions of pairs in one place."""
+
+    def __init__(self, store: Store):
+        self.store = store
+
+    def push(self, pair: Pair, console: Console | None = None) -> Entry:
+        """Add a pair as it is; the same one a second time changes nothing.
+
+        Returns:
+            its name, version and revision here.
+
+        Raises:
+            BadInputError: the pair is altered, or another pair has its name and version.
+        """
+        _require_whole(pair)
+        check_name(pair.name)
+        content = (pair.folder / MANIFEST).read_bytes()
+        files = pair.manifest.files()
+        check_files(files, pair.folder / MANIFEST)
+        blobs = {digest: pair.folder / name for name, digest in files.items()}
+        with progress(console, "pushing", 1, transient=True):
+            for _ in range(_ATTEMPTS):
+                entry, known = self._place(pair.manifest, content)
+                if known or self.store.add(blobs, entry.path, content):
+                    return entry
+        raise BadInputError(f"{self.store.where}: others publish {pair.name} all the time; try again later.")
+
+    def pull(self, reference: Reference, folder: Path, console: Console | None = None) -> Pair:
+        """Write a version into `folder`, which appears whole or not at all.
+
+        Raises:
+            BadInputError: there is no such version, something else is in `folder`, or a file is missing or damaged.
+        """
+        version = self.version(reference)
+        if (existing := _existing(folder, version.manifest)) is not None:
+            return existing
+        files = version.manifest.files()
+        with (
+            replacing_folder(folder) as building,
+            progress(console, f"pulling {version.entry}", len(files), transient=True) as advance,
+        ):
+            for name, digest in files.items():
+                place = building / PurePosixPath(name)
+                place.parent.mkdir(parents=True, exist_ok=True)
+                self.store.fetch(digest, place)
+                advance(1, name)
+            version.manifest.write(building)
+        return Pair.load(folder)
+
+    def version(self, reference: Reference) -> Version:
+        """Return a version, the newest one if the reference names none.
+
+        Raises:
+            BadInputError: there is none; says which there are.
+        """
+        of_name = [entry for entry in self._newest() if entry.name == reference.name]
+        wanted = [entry for entry in of_name if reference.version in (None, entry.version)]
+        if wanted:
+            return self._read(max(wanted))
+        if of_name:
+            there = ", ".join(str(entry.version) for entry in of_name)
+            wrong = f"{reference.version} is none of them"
+            raise BadInputError(f"{self.store.where} has {reference.name} in the versions {there}; {wrong}.")
+        names = ", ".join(sorted({entry.name for entry in self._newest()})) or "none"
+        raise BadInputError(f"{self.store.where} has no pair called {reference.name!r}; there are: {names}.")
+
+    def versions(self, name: str | None = None) -> list[Version]:
+        """Return all versions of all pairs, or of one, in the order of their numbers."""
+        return [self._read(entry) for entry in self._newest() if name in (None, entry.name)]
+
+    def text(self, version: Version, name: str) -> str:
+        """Return the text of a small file of a version, such as its recipe; "" where it has none."""
+        digest = version.manifest.files().get(name)
+        if digest is None:
+            return ""
+        with TemporaryDirectory() as temporary:
+            self.store.fetch(digest, Path(temporary) / "text")
+            return (Path(temporary) / "text").read_text(encoding="utf-8", errors="replace")
+
+    # ------------------------------------------------------------ entries
+
+    def _place(self, manifest: Manifest, content: bytes) -> tuple[Entry, bool]:
+        """Return where a pair.json belongs, and whether it is there already."""
+        there = [e for e in self._entries() if (e.name, e.version) == (manifest.name, manifest.version)]
+        for entry in there:
+            found = self.store.read(entry.path)
+            if found == content:
+                return entry, True
+            _require_same(read_entry(entry, found, self.store.where), manifest, self.store.where)
+        return Entry(manifest.name, manifest.version, 1 + max((e.revision for e in there), default=0)), False
+
+    def _read(self, entry: Entry) -> Version:
+        return Version(entry, read_entry(entry, self.store.read(entry.path), self.store.where))
+
+    def _entries(self) -> list[Entry]:
+        return sorted(found for path in self.store.entries() if (found := Entry.at(path)) is not None)
+
+    def _newest(self) -> Iterable[Entry]:
+        """Return the newest revision of each version."""
+        return {(entry.name, entry.version): entry for entry in self._entries()}.values()
+
+
+def _require_whole(pair: Pair) -> None:
+    differences = verify(pair.folder)
+    if differences:
+        raise BadInputError(
+            f"{pair.folder} was altered: {'; '.join(differences[:3])}. Nothing was pushed; take a good copy."
+        )
+
+
+def _require_same(there: Manifest, own: Manifest, where: str) -> None:
+    if there.digest != own.digest:
+        raise BadInputError(
+            f"{where} has another {own.name} version {own.version}: {there.digest[:12]}…, this one is "
+            f"{own.digest[:12]}…. Nothing was pushed; give one of them another name (`name` in the recipe), or refresh "
+            "from the newest version."
+        )
+
+
+def _existing(folder: Path, wanted: Manifest) -> Pair | None:
+    """Return the pair that is in `folder` already, whole.
+
+    Raises:
+        BadInputError: something else is there.
+    """
+    if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
+        return None
+    if (folder / MANIFEST).is_file():
+        pair = Pair.load(folder)
+        if pair.manifest == wanted and not verify(folder):
+            return pair
+    raise BadInputError(
+        f"{str(folder)!r} exists and is not that version, whole; nothing was written. Choose a new folder."
+    )

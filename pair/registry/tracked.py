@@ -1,0 +1,127 @@
+"""A registry in the artifacts of a Weights & Biases project, with the files of `layout`.
+
+Each pair's name is an artifact of the type `outrider-pair`; each push logs one version of it, which holds one entry and
+its blobs (wandb stores equal files once), under the alias `pair-VERSION.REVISION`. What is downloaded is a small
+registry in a folder, and is verified as such.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any
+
+from ...ground import BadInputError
+from ...ground.errors import Refusal
+from .folder import FolderStore
+from .layout import Entry, blob_path
+
+TYPE = "outrider-pair"
+
+
+class WandbStore:
+    """A project of wandb.
+
+    Args:
+        project: `ENTITY/PROJECT`, or `PROJECT` of the user's own.
+        folder: what is pushed is laid out there, and what is pulled is downloaded to it (default: a temporary one).
+    """
+
+    def __init__(self, project: str, folder: Path | None = None):
+        entity, _, name = project.rpartition("/")
+        self.entity, self.project = entity or None, name
+        self.folder = folder or Path(mkdtemp(prefix="outrider-wandb-"))
+        self._versions: dict[str, Any] = {}
+        self._pulled: list[FolderStore] = []
+
+    @property
+    def where(self) -> str:
+        return f"wandb://{self.entity}/{self.project}" if self.entity else f"wandb://{self.project}"
+
+    def entries(self) -> Sequence[str]:
+        """Return the entries of all artifacts. Where wandb is offline nobody knows any: [] then."""
+        if _is_offline():
+            return []
+        self._versions = {path: found for found in self._artifacts() if (path := found.metadata.get("entry"))}
+        return list(self._versions)
+
+    def read(self, path: str) -> bytes:
+        if path not in self._versions:
+            raise Refusal.of(f"{self.where}/{path}", "nothing", "an entry", "Push the pair again.")
+        place = self.folder / "pulled" / path.replace("/", "-")
+        with _explained(self.where):
+            self._versions[path].download(root=str(place))
+        self._pulled.append(FolderStore(place))
+        return self._pulled[-1].read(path)
+
+    def fetch(self, digest: str, to: Path) -> None:
+        holding = [store for store in self._pulled if (store.folder / blob_path(digest)).exists()]
+        if not holding:
+            raise Refusal.of(f"{self.where}/{blob_path(digest)}", "nothing", "a file of the pair", "Push it again.")
+        holding[-1].fetch(digest, to)
+
+    def add(self, blobs: dict[str, Path], entry: str, content: bytes) -> bool:
+        """Log an entry and its blobs as a version of its pair's artifact, in a run of its own.
+
+        Offline, the run waits in its folder for `wandb sync`. wandb has no step that fails for the second of two
+        writers: of two that push one version at one time both are kept, and the later one is the newest.
+        """
+        found, place = Entry.at(entry), self.folder / "pushed" / entry.replace("/", "-")
+        assert found is not None, "push gives entries their paths"
+        FolderStore(place).add(blobs, entry, content)
+        artifact = _library().Artifact(found.name, TYPE, metadata={"entry": entry})
+        artifact.add_dir(str(place))
+        aliases = ["latest", f"pair-{found.version}.{found.revision}"]
+        with _explained(self.where), _library().init(**self._place, job_type="outrider pair push") as run:
+            logged = run.log_artifact(artifact, aliases=aliases)
+            if not run.offline:
+                logged.wait()
+        return True
+
+    @property
+    def _place(self) -> dict[str, Any]:
+        return {"entity": self.entity, "project": self.project}
+
+    def _artifacts(self) -> Iterator[Any]:
+        """Yield all versions of all artifacts of this kind in the project; none where there is no such project."""
+        wandb = _library()
+        try:
+            api = wandb.Api()
+            project = f"{self.entity or api.default_entity}/{self.project}"
+            for collection in api.artifact_type(TYPE, project).collections():
+                yield from collection.artifacts()
+        except wandb.errors.CommError as error:
+            if "not found" not in str(error).lower():
+                raise BadInputError(f"{self.where}: {error}") from error
+
+
+@contextmanager
+def _explained(where: str) -> Iterator[None]:
+    """Turn what wandb raises into one sentence."""
+    try:
+        yield
+    except _library().errors.Error as error:
+        said = str(error).strip().splitlines() or [type(error).__name__]
+        raise BadInputError(
+            f"{where}: {said[0]} Check the name, the network and your access (`wandb login`)."
+        ) from error
+
+
+def _is_offline() -> bool:
+    return os.environ.get("WANDB_MODE", "online") in ("offline", "dryrun", "disabled")
+
+
+def _library() -> Any:
+    """Return the wandb package, which is an extra.
+
+    Raises:
+        BadInputError: it is not installed.
+    """
+    try:
+        return importlib.import_module("wandb")
+    except ImportError as error:
+        raise BadInputError("wandb is not installed: pip install 'outrider[wandb]'.") from error

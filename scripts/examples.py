@@ -1,0 +1,49 @@
+"""Examples of every verb, which `--help` shows. Tests hold them to what the command line takes."""
+
+from __future__ import annotations
+
+EXAMPLES = {
+    "distill": ["outrider distill embedded-eagle3", "outrider distill my.yaml data.limit=500"],
+    "train": ["outrider train embedded-eagle3", "outrider train my.yaml training.max_steps=100 --fresh"],
+    "vocab": ["outrider vocab embedded-eagle3 --size 1024 --size 2048"],
+    "plan": ["outrider plan llama-3.1-8b-eagle3 --processes 8 --sharding zero2"],
+    "eval": [
+        "outrider eval embedded-eagle3",
+        "outrider eval runs/pair-v1 --suite code --limit 10 --depth 6",
+        "outrider eval runs/pair-v1 --target path/to/target --adapter path/to/lora",
+    ],
+    "compare": ["outrider compare embedded-eagle3 embedded-eagle1 --budget 180"],
+    "tune": ["outrider tune runs/pair-v1 --batch 1 --batch 8", "outrider tune runs/pair-v1 --temperature 1 --dry-run"],
+    "generate": [
+        'outrider generate runs/pair-v1 "def read_lines(path):"',
+        "outrider generate runs/pair-v1 - --plain --max-new-tokens 64",
+    ],
+    "probe": ["outrider probe runs/pair-v1 --target path/to/target --adapter path/to/lora --json"],
+    "refresh": ["outrider refresh runs/pair-v1 --target path/to/target --out runs/v2"],
+    "gate": [
+        "outrider gate runs/v2/pair --against runs/pair-v1",
+        "outrider gate runs/v2/pair --against runs/pair-v1 --tolerance 0.05 --junit gate.xml --markdown gate.md",
+    ],
+    "doctor": ["outrider doctor --json"],
+    "quickstart": ["outrider quickstart --out quickstart"],
+    "pair new": [
+        "outrider pair new runs/pair-v1 embedded-eagle3",
+        "outrider pair new runs/other embedded-eagle3 --drafter path/to/drafter --report path/to/report",
+    ],
+    "pair push": [
+        "outrider pair push runs/pair-v1 --registry path/to/registry",
+        "outrider pair push runs/pair-v1 --registry hf://org/pairs",
+    ],
+    "pair pull": ["outrider pair pull my-target-eagle3@2 runs/pair-v2 --registry path/to/registry"],
+    "pair log": ["outrider pair log --registry path/to/registry"],
+    "pair diff": [
+        "outrider pair diff runs/pair-v1 runs/v2/pair",
+        "outrider pair diff my-target-eagle3@1 my-target-eagle3@2 --registry path/to/registry",
+    ],
+    "pair show": ["outrider pair show runs/pair-v1 --json"],
+    "pair verify": [
+        "outrider pair verify runs/pair-v1",
+        "outrider pair verify runs/pair-v1 --target path/to/target --signer allowed_signers",
+    ],
+    "pair sign": ["outrider pair sign runs/pair-v1 --key ~/.ssh/release"],
+}

@@ -1,0 +1,215 @@
+"""What a pair should achieve in any engine: what our own decoder writes and accepts on the same prompts.
+
+It is JSON, so that it can be made where the target runs in Outrider and compared where the engine runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+from rich.console import Console
+
+from ..decode import Decoder, Plan, Round, Sampling
+from ..eval.suites import Suite
+from ..ground import BadInputError
+from ..ground.files import write_atomically
+from ..ground.progress import Advance, progress
+from ..heads import Drafter
+from ..targets import Target
+
+BATCH = 16  # prompts that our decoder answers at once
+
+
+class Model(BaseModel):
+    """A part of an expectation; unknown keys are refused."""
+
+    model_config = ConfigDict(extra="forbid")
+
+
+class Counts(Model):
+    """The drafting of one prompt, as an engine counts it: rounds in which nothing was drafted do not count.
+
+    Attributes:
+        by_position: rounds that kept the draft at each position, the first one first.
+    """
+
+    rounds: float = 0
+    drafted: float = 0
+    accepted: float = 0
+    by_position: list[float] = []
+
+    @classmethod
+    def of(cls, rounds: Sequence[Round]) -> Counts:
+        """Return the counts of the rounds of our decoder."""
+        drafting = [r for r in rounds if r.drafted]
+        deepest = max((r.drafted for r in drafting), default=0)
+        return cls(
+            rounds=len(drafting),
+            drafted=sum(r.drafted for r in drafting),
+            accepted=sum(r.accepted for r in drafting),
+            by_position=[sum(r.accepted > i for r in drafting) for i in range(deepest)],
+        )
+
+    @property
+    def tau(self) -> float:
+        """Mean tokens per round, with the target's own token; nan without rounds."""
+        return 1 + self.accepted / self.rounds if self.rounds else float("nan")
+
+
+class Asked(Model):
+    """One prompt. `tokens` are the ids that it is sent as."""
+
+    suite: str
+    id: str
+    tokens: list[int]
+
+
+class Answered(Model):
+    """What our decoder did with one prompt at one temperature.
+
+    Attributes:
+        tokens: the text that it wrote, of the first seed. ended: whether the target ended it, not the length.
+        lengths: new tokens, of every seed. counts: of every seed.
+    """
+
+    tokens: list[int]
+    ended: bool
+    lengths: list[int]
+    counts: list[Counts]
+
+
+class Expectation(Model):
+    """What a pair does with some prompts, temperature by temperature.
+
+    Attributes:
+        target: the digest of the target's content. drafter: the drafter's type.
+        answers: by temperature (as text, for JSON), in the order of the prompts.
+        one_hot: the same, had the most probable drafts been proposed instead of drawn ones; engines differ in that.
+        mistakes: what the drafter does at temperature 0 if an engine reads it wrongly, by the mistake's name in
+            `hypotheses.HYPOTHESES`; {} while nobody asked.
+    """
+
+    target: str
+    drafter: str
+    depth: int
+    max_new_tokens: int
+    prompts: list[Asked]
+    dtype: str = "float32"
+    answers: dict[str, list[Answered]] = {}
+    one_hot: dict[str, list[Answered]] = {}
+    mistakes: dict[str, list[Answered]] = {}
+
+    @property
+    def temperatures(self) -> list[float]:
+        return [float(t) for t in self.answers]
+
+    def at(self, temperature: float) -> list[Answered]:
+        """Return the answers at a temperature."""
+        return self.answers[f"{temperature:g}"]
+
+    def never_drawn(self) -> Expectation:
+        """Return what is expected of an engine that always proposes the most probable drafts."""
+        return self.model_copy(update={"answers": self.answers | self.one_hot, "one_hot": {}})
+
+    def save(self, file: Path) -> None:
+        """Write it as JSON, whole or not at all."""
+        write_atomically(file, self.model_dump_json(indent=1) + "\n")
+
+    @classmethod
+    def load(cls, file: Path) -> Expectation:
+        """Read one that was saved; BadInputError if it cannot be read."""
+        try:
+            return cls.model_validate_json(file.read_text(encoding="utf-8"))
+        except (OSError, ValidationError) as error:
+            raise BadInputError(f"{file}: cannot be read as an expectation ({error}). Make it again.") from error
+
+
+@dataclass(frozen=True)
+class Trial:
+    """How the expectation is made.
+
+    Attributes:
+        depth: draft tokens per round. limit: prompts per suite, None for all.
+        seeds: how many times each prompt is answered above temperature 0: more of them narrow our side's interval.
+    """
+
+    temperatures: tuple[float, ...] = (0.0, 1.0)
+    depth: int = 4
+    max_new_tokens: int = 64
+    limit: int | None = 12
+    seeds: int = 3
+
+
+def expect(
+    target: Target, drafter: Drafter, suites: Sequence[Suite], trial: Trial, console: Console | None = None
+) -> Expectation:
+    """Answer the suites' prompts with our decoder, at every temperature.
+
+    Raises:
+        BadInputError: a prompt leaves no room in the target's context.
+    """
+    asked = [Asked(suite=s.name, id=p.id, tokens=list(p.tokens)) for s in suites for p in s.prompts[: trial.limit]]
+    found = Expectation(
+        target=target.fingerprint().digest,
+        drafter=drafter.name,
+        depth=trial.depth,
+        max_new_tokens=trial.max_new_tokens,
+        dtype=str(target.dtype).removeprefix("torch."),
+        prompts=asked,
+    )
+    writer = _Writer(target, drafter, trial, asked)
+    total = len(asked) * sum(1 if t == 0 else 2 * trial.seeds for t in trial.temperatures)
+    with progress(console, "our own decoder", total, transient=True) as advance:
+        for temperature in trial.temperatures:
+            key = f"{temperature:g}"
+            found.answers[key] = writer.answer(temperature, "auto", advance)
+            if temperature > 0:
+                found.one_hot[key] = writer.answer(temperature, "candidates", advance)
+    return found
+
+
+def expect_mistakes(
+    target: Target, drafters: Iterable[tuple[str, Drafter]], expected: Expectation, console: Console | None = None
+) -> Expectation:
+    """Return the expectation with what wrongly read drafters do, by their names, at temperature 0."""
+    trial = Trial((0.0,), expected.depth, expected.max_new_tokens)
+    found = {}
+    for name, drafter in drafters:
+        with progress(console, f"our decoder, mistaken: {name}", len(expected.prompts), transient=True) as advance:
+            found[name] = _Writer(target, drafter, trial, expected.prompts).answer(0.0, "auto", advance)
+    return expected.model_copy(update={"mistakes": found})
+
+
+class _Writer:
+    """Our decoder, answering the prompts in batches: text and rounds do not depend on what else is in a batch."""
+
+    def __init__(self, target: Target, drafter: Drafter, trial: Trial, asked: Sequence[Asked]):
+        self.trial, self.asked, self.eos = trial, asked, set(target.eos_ids)
+        self.decoder = Decoder(target, drafter)
+
+    def answer(self, temperature: float, rule: str, advance: Advance) -> list[Answered]:
+        """Answer every prompt with each seed (at temperature 0 all seeds are the same)."""
+        seeds = range(self.trial.seeds if temperature else 1)
+        texts = [list(self._seed(Sampling(temperature=temperature, seed=s), rule, advance)) for s in seeds]
+        return [self._answered(per_seed) for per_seed in zip(*texts, strict=True)]
+
+    def _seed(self, sampling: Sampling, rule: str, advance: Advance) -> Iterator[tuple[list[int], list[Round]]]:
+        plan = Plan(depth=self.trial.depth, verify=rule)
+        for first in range(0, len(self.asked), BATCH):
+            batch = [a.tokens for a in self.asked[first : first + BATCH]]
+            numbers = range(first, first + len(batch))
+            output = self.decoder.generate(batch, self.trial.max_new_tokens, sampling, plan, sequence_ids=list(numbers))
+            advance(len(batch), "")
+            yield from zip(output.tokens, output.rounds, strict=True)
+
+    def _answered(self, per_seed: Sequence[tuple[list[int], list[Round]]]) -> Answered:
+        first = per_seed[0][0]
+        return Answered(
+            tokens=first,
+            ended=bool(first) and first[-1] in self.eos,
+            lengths=[len(tokens) for tokens, _ in per_seed],
+            counts=[Counts.of(rounds) for _, rounds in per_seed],
+        )

@@ -1,0 +1,140 @@
+"""Starting an engine of the user's own on this machine, and stopping it again, whatever happens in between."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..ground import BadInputError
+from .engine import Engine
+
+START_SECONDS, STOP_SECONDS = 600.0, 30.0
+LAST_LINES = 12  # of an engine's log, in the message that it did not start
+
+# On a CPU vLLM wants to be told how much memory its cache may take, and binds threads to cores that it may not have.
+CPU_ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How a vLLM is started.
+
+    Attributes:
+        python: of the environment that vLLM is installed in: the user's, never ours.
+        target: folder or Hub id of the target. dtype: of its weights.
+        speculation: its `--speculative-config`; None serves the plain target.
+        max_length: tokens of a prompt and its answer together.
+        arguments: more of the server's own.
+        environment: more environment variables.
+    """
+
+    python: Path
+    target: str
+    dtype: str
+    speculation: Mapping[str, Any] | None = None
+    max_length: int = 1024
+    arguments: tuple[str, ...] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+    def command(self, port: int) -> list[str]:
+        """Return the command line."""
+        words = [str(self.python), "-m", "vllm.entrypoints.openai.api_server", "--model", self.target]
+        words += ["--served-model-name", "target", "--host", "127.0.0.1", "--port", str(port), "--dtype", self.dtype]
+        words += ["--max-model-len", str(self.max_length), "--max-num-seqs", "4", "--enforce-eager"]
+        if self.speculation is not None:
+            words += ["--speculative-config", json.dumps(dict(self.speculation))]
+        return [*words, *self.arguments]
+
+    def variables(self) -> dict[str, str]:
+        """Return the environment that the server runs in; what the user has set wins."""
+        return CPU_ENVIRONMENT | {"HF_HUB_OFFLINE": "1"} | dict(os.environ) | dict(self.environment)
+
+
+def python_of(environment: Path) -> Path:
+    """Return the Python of a virtual environment, given as its folder or as the interpreter itself.
+
+    Raises:
+        BadInputError: there is none.
+    """
+    found = environment.expanduser()
+    found = found / "bin" / "python" if found.is_dir() else found
+    if not found.is_file():
+        raise BadInputError(f"there is no Python at {found}; give the folder of the environment that has the engine.")
+    return found.absolute()  # not resolved: the link's place is what makes it that environment's
+
+
+@contextmanager
+def running(launch: Launch, log: Path) -> Iterator[Engine]:
+    """Start a server, yield a client of it as soon as it answers, and stop it at the end.
+
+    Args:
+        log: what the server says goes there.
+
+    Raises:
+        BadInputError: it ended, did not answer in time, or refused a request; with its last lines.
+    """
+    port = _free_port()
+    with log.open("wb") as output:
+        server = subprocess.Popen(
+            launch.command(port),
+            env=launch.variables(),
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # so that its workers can be stopped together with it
+        )
+    try:
+        yield _answering(server, f"http://127.0.0.1:{port}")
+    except BadInputError as error:
+        raise BadInputError(f"{error}\nThe engine's last lines:\n{_last(log)}") from error
+    finally:
+        _stop(server)
+
+
+def _answering(server: subprocess.Popen[bytes], url: str) -> Engine:
+    limit = time.monotonic() + START_SECONDS
+    while time.monotonic() < limit:
+        if server.poll() is not None:
+            raise BadInputError(f"the engine ended with exit code {server.returncode} as it started.")
+        try:
+            engine = Engine(url)
+            engine.counters()
+            return engine
+        except BadInputError:
+            time.sleep(0.5)
+    raise BadInputError(f"the engine did not answer within {START_SECONDS:g} s.")
+
+
+def _stop(server: subprocess.Popen[bytes]) -> None:
+    """End the server and its workers: asked first, then at once."""
+    for sign, patience in ((signal.SIGTERM, STOP_SECONDS), (signal.SIGKILL, STOP_SECONDS)):
+        try:
+            os.killpg(server.pid, sign)
+        except ProcessLookupError:
+            break
+        try:
+            server.wait(patience)
+        except subprocess.TimeoutExpired:
+            continue
+
+
+def _free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
+def _last(log: Path) -> str:
+    """Return the lines of a log that tell of errors, the last ones; simply the last ones if there are none."""
+    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+    errors = [line for line in lines if "Error" in line]
+    return "\n".join((errors or lines)[-LAST_LINES:])

@@ -1,0 +1,123 @@
+"""Attacks on what Outrider reads from strangers, counted.
+
+# every attempt to run code through a file, with "y" on stdin
+python tests/attacks/attack.py execution
+
+# 1000 damaged and hostile files, and what became of each command
+python tests/attacks/attack.py fuzz --count 1000 --seed 0 --out figures.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import runner
+from world import copied, make_world
+
+
+def execution(world: Path, folder: Path, only: str) -> dict[str, Any]:
+    """Try every attempt to run code; return counts, and what ran or ended as no command may."""
+    from execution import MARK, attempts
+
+    _require_alarm(world, folder)
+    ran, odd, codes, commands = [], [], Counter[int](), 0
+    chosen = [a for a in attempts() if only in a.name]
+    for attempt in chosen:
+        copied(world, folder)
+        attempt.plant(folder)
+        for command in attempt.commands:
+            outcome = runner.run(command, folder)
+            _say(attempt.name, command, outcome)
+            commands += 1
+            codes[outcome.code] += 1
+            if not outcome.held:
+                odd.append({"attempt": attempt.name, "command": command, **outcome.to_dict()})
+            if (folder / MARK).exists():
+                ran.append({"attempt": attempt.name, "command": command})
+                (folder / MARK).unlink()
+    return {"attempts": len(chosen), "commands": commands, "ran": ran, "codes": dict(codes), "odd": odd}
+
+
+def _require_alarm(world: Path, folder: Path) -> None:
+    """Show that code which runs is noticed: with the user's word, a target's own code does."""
+    from execution import MARK, attempts
+
+    copied(world, folder)
+    next(a for a in attempts() if a.name == "auto_map both in target").plant(folder)
+    outcome = runner.run(["distill", "eagle.yaml", "output=new", "target.trust_remote_code=true"], folder)
+    if not (folder / MARK).exists():
+        raise RuntimeError(f"code that was trusted left no mark: {outcome.said}")
+
+
+def fuzz(world: Path, folder: Path, count: int, seed: int, only: str) -> dict[str, Any]:
+    """Damage one file at a time in `count` ways; return counts and what ended as no command may."""
+    from fuzzing import damaged
+
+    odd, codes, kinds = [], Counter[int](), Counter[str]()
+    most = {"cpu": 0.0, "seconds": 0.0, "gigabytes": 0.0}
+    for case in damaged(count, seed):
+        if only not in case.name:
+            continue
+        copied(world, folder)
+        case.plant(folder)
+        outcome = runner.run(case.command, folder)
+        _say(case.name, case.command, outcome)
+        codes[outcome.code] += 1
+        kinds[case.file] += 1
+        most = {name: max(value, getattr(outcome, name)) for name, value in most.items()}
+        if not outcome.held:
+            odd.append({"case": case.name, "command": case.command, **outcome.to_dict()})
+    return {
+        "cases": sum(codes.values()),
+        "seed": seed,
+        "codes": dict(codes),
+        "files": dict(kinds),
+        "most": most,
+        "odd": odd,
+    }
+
+
+def _say(name: str, command: list[str], outcome: runner.Outcome) -> None:
+    """Say on stderr what became of a command: it takes a while until all are counted."""
+    odd = "" if outcome.held else " ODD"
+    last = (outcome.said.strip().splitlines() or [""])[-1][:150]
+    line = f"{outcome.code} {outcome.cpu} s {outcome.gigabytes} GB{odd} · {name} · {' '.join(command[:3])} · {last}"
+    print(line, file=sys.stderr, flush=True)
+
+
+def main() -> int:
+    """Run one program; the exit code is 1 if anything did not hold."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("program", choices=("execution", "fuzz"))
+    parser.add_argument("--count", type=int, default=1000, help="files to damage")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", default="", help="attempts whose name holds this")
+    parser.add_argument("--out", type=Path, help="where the figures go, as JSON")
+    given = parser.parse_args()
+    runner.prepare()
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory() as scratch:
+        world, folder = Path(scratch) / "world", Path(scratch) / "attacked"
+        world.mkdir()
+        make_world(world)
+        if given.program == "execution":
+            found = execution(world, folder, given.only)
+        else:
+            found = fuzz(world, folder, given.count, given.seed, given.only)
+    found["minutes"] = round((time.monotonic() - began) / 60, 1)
+    text = json.dumps(found, indent=1)
+    if given.out:
+        given.out.write_text(text + "\n")
+    print(text)
+    return int(bool(found["odd"] or found.get("ran")))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,123 @@
+"""Attempts in processes of their own: forked from one that has everything loaded, and killed at a chosen moment."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import io
+import logging
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from outrider.ground import OutriderError
+
+HERE = Path(__file__).resolve().parent
+FAULT = 70
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How an attempt ended: its exit code (negative for a signal), what it said, what it counted."""
+
+    code: int
+    said: str
+    operations: int = 0
+
+    @property
+    def is_refusal(self) -> bool:
+        return self.code in (2, 3)
+
+
+def under_interposition(folder: Path) -> None:
+    """Start this program again with the operations on files counted; return in the process that counts."""
+    if "OUTRIDER_ATTACK" in os.environ:
+        return
+    library = folder / "interpose.so"
+    subprocess.run(["cc", "-shared", "-fPIC", "-O1", "-o", library, HERE / "interpose.c", "-ldl"], check=True)
+    os.environ |= {"OUTRIDER_ATTACK": str(folder), "LD_PRELOAD": str(library)}
+    os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
+
+
+def attempt(action: Callable[[], object], kill_before: int | None = None, kill_after: float | None = None) -> Outcome:
+    """Run `action` in a forked process.
+
+    Args:
+        kill_before: SIGKILL before this operation on a file; 0 only counts them.
+        kill_after: SIGKILL after so many seconds.
+    """
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(reading)
+        _act(action, writing, kill_before)
+    os.close(writing)
+    said = _heard(reading, child, kill_after)
+    _, status = os.waitpid(child, 0)
+    text, _, count = said.partition("\n# operations ")
+    return Outcome(os.waitstatus_to_exitcode(status), text, int(count or 0))
+
+
+def _act(action: Callable[[], object], writing: int, kill_before: int | None) -> None:
+    """Run the action as the command line would, tell what it says, and leave without any cleaning up."""
+    for descriptor in (1, 2):
+        os.dup2(writing, descriptor)
+    sys.stdout = sys.stderr = io.TextIOWrapper(io.FileIO(writing, "w"), write_through=True)
+    logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr, force=True)
+    code, shim = 0, ctypes.CDLL(None)
+    if kill_before is not None:
+        shim.attack_arm(ctypes.c_long(kill_before))
+    try:
+        action()
+    except OutriderError as error:
+        print(f"error: {error}")
+        code = error.exit_code
+    except BaseException:
+        traceback.print_exc()
+        code = FAULT
+    if kill_before is not None:
+        print(f"\n# operations {shim.attack_count()}", end="")
+    os._exit(code)
+
+
+def _heard(reading: int, child: int, kill_after: float | None) -> str:
+    """Return all that the child says; kill it when its time is up."""
+    parts, deadline = [], None if kill_after is None else time.monotonic() + kill_after
+    while True:
+        left = None if deadline is None else max(0.0, deadline - time.monotonic())
+        if left is not None and not select.select([reading], [], [], left)[0]:
+            with suppress(ProcessLookupError):
+                os.kill(child, signal.SIGKILL)
+            deadline = None
+            continue
+        part = os.read(reading, 65536)
+        if not part:
+            os.close(reading)
+            return b"".join(parts).decode(errors="replace")
+        parts.append(part)
+
+
+# ------------------------------------------------------------ what is on the disk
+
+
+def names(folder: Path) -> set[str]:
+    """Return the paths of all files and empty folders in `folder`."""
+    found = (p for p in folder.rglob("*") if not p.is_dir() or not any(p.iterdir()))
+    return {p.relative_to(folder).as_posix() for p in found}
+
+
+def contents(folder: Path, skipped: Callable[[str], bool] = lambda name: False) -> dict[str, str]:
+    """Return the digest of each file in `folder` whose path is not skipped."""
+    return {
+        name: hashlib.sha256((folder / name).read_bytes()).hexdigest()
+        for name in sorted(names(folder))
+        if not skipped(name) and (folder / name).is_file()
+    }

@@ -1,0 +1,116 @@
+"""SIGKILL before chosen operations on files, and at chosen times: nothing is lost, and a second run ends as the first.
+
+After each kill the same verb runs again. It must end well, leave what an uninterrupted run leaves (bit for bit, but for
+what holds times), and nothing beside it. A pair must be whole at any moment, before anything is cleared.
+"""
+
+from __future__ import annotations
+
+import random
+import shutil
+import signal
+import time
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+
+from harness import Outcome, attempt, contents, names
+from subjects import VERBS, Verb, Workshop, is_intact, template
+
+TIMED_SHARE = 0.25  # of the kills come at a time instead of before an operation
+
+
+@dataclass
+class Kills:
+    """What the kills of one verb came to.
+
+    Attributes:
+        operations: on files, of an uninterrupted run.
+        kills: that hit. missed: whose run had ended before.
+        failures: of what must hold, one line each.
+    """
+
+    verb: str
+    operations: int = 0
+    kills: int = 0
+    missed: int = 0
+    failures: list[str] = field(default_factory=list)
+
+
+def run_kills(root: Path, seed: int, share: float = 1.0, only: str | None = None) -> list[Kills]:
+    """Attack every verb with its number of kills, times `share`."""
+    workshop = Workshop(root)
+    _ = workshop.target, workshop.changed, workshop.prompts
+    chosen = [v for v in VERBS if v.kills and only in (None, v.name)]
+    return [_attack(workshop, v, random.Random(f"{seed} {v.name}"), max(1, round(v.kills * share))) for v in chosen]
+
+
+def _attack(workshop: Workshop, verb: Verb, chance: random.Random, count: int) -> Kills:
+    start, found = template(workshop, verb, _must_end), Kills(verb.name)
+    _copy(start, workshop.work)
+    began = time.monotonic()
+    whole = attempt(lambda: verb.act(workshop), kill_before=0)
+    seconds = time.monotonic() - began
+    assert whole.code == 0, whole.said
+    found.operations = whole.operations
+    expected = names(workshop.work), contents(workshop.work, verb.varies)
+    num_timed = round(count * TIMED_SHARE)
+    places: list[int | float] = [chance.uniform(0, seconds) for _ in range(num_timed)]
+    places += _places(chance, whole.operations, count - num_timed)
+    for place in places:
+        _copy(start, workshop.work)
+        _kill(workshop, verb, place, expected, found)
+    print(f"{verb.name}: {found}", flush=True)
+    return found
+
+
+def _places(chance: random.Random, operations: int, count: int) -> list[int]:
+    """Return operations to be killed before: one from each of `count` equal parts, with the first and the last."""
+    edges = [1 + round(i * operations / count) for i in range(count + 1)]
+    inner = [chance.randrange(low, max(low + 1, high)) for low, high in pairwise(edges)]
+    return sorted({1, operations, *inner[1:-1]})
+
+
+def _kill(
+    workshop: Workshop, verb: Verb, place: int | float, expected: tuple[set[str], dict[str, str]], found: Kills
+) -> None:
+    timed = isinstance(place, float)
+    first = attempt(
+        lambda: verb.act(workshop),
+        kill_before=None if timed else int(place),
+        kill_after=float(place) if timed else None,
+    )
+    if first.code != -signal.SIGKILL:
+        found.missed += 1
+        if first.code:
+            found.failures.append(f"{place}: {first.said[-600:]}")
+        return
+    found.kills += 1
+    if verb.intact and (lines := is_intact(workshop)):
+        found.failures.append(f"{place}: the pair is not whole: {lines}")
+    second = attempt(lambda: verb.act(workshop))
+    found.failures += [f"{place}: {line}" for line in _differences(workshop, verb, second, expected)]
+
+
+def _differences(
+    workshop: Workshop, verb: Verb, second: Outcome, expected: tuple[set[str], dict[str, str]]
+) -> list[str]:
+    """Return what the run after a kill left that an uninterrupted one does not, or the other way round."""
+    if second.code:
+        return [f"the second run ended with {second.code}: {second.said[-800:]}"]
+    there, same = names(workshop.work), contents(workshop.work, verb.varies)
+    lines = [f"left behind: {name}" for name in sorted(there - expected[0])]
+    lines += [f"missing: {name}" for name in sorted(expected[0] - there)]
+    return lines + [f"differs: {n}" for n in sorted(same.keys() & expected[1].keys()) if same[n] != expected[1][n]]
+
+
+def _copy(start: Path, work: Path) -> None:
+    shutil.rmtree(work, ignore_errors=True)
+    for beside in work.parent.glob(f".{work.name}*"):
+        beside.unlink()
+    shutil.copytree(start, work, symlinks=True)
+
+
+def _must_end(action: object) -> None:
+    outcome = attempt(action)  # type: ignore[arg-type]
+    assert outcome.code == 0, outcome.said

@@ -1,0 +1,74 @@
+"""The attacks on what Outrider writes and reads back; the figures go to a file, and a table of them to the terminal.
+
+    python tests/attacks/durability/run.py kills alterations writers costs --out docs/security/durability.json
+
+All is decided by --seed. Needs Linux and a C compiler for the kills.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import sys
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+
+os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
+os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+from harness import under_interposition
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("attacks", nargs="+", choices=["kills", "alterations", "writers", "costs"])
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--share", type=float, default=1.0, help="of the usual number of attempts")
+    parser.add_argument("--only", help="one verb or one subject")
+    parser.add_argument("--out", type=Path, help="a JSON file; what it holds of other attacks stays")
+    given = parser.parse_args()
+    root = Path(os.environ.get("OUTRIDER_ATTACK") or tempfile.mkdtemp(prefix="outrider-attack-"))
+    under_interposition(root)
+    os.environ["XDG_CACHE_HOME"] = str(root / "cache")
+    try:
+        found = {name: attack(name, root, given) for name in given.attacks}
+    finally:
+        shutil.rmtree(root, ignore_errors=True)
+    if given.out:
+        before = json.loads(given.out.read_text()) if given.out.exists() else {}
+        given.out.write_text(json.dumps(before | found, indent=1) + "\n")
+    print(json.dumps(found, indent=1))
+    return int(any(row["failures"] for rows in found.values() for row in rows if "failures" in row))
+
+
+def attack(name: str, root: Path, given: argparse.Namespace) -> list[dict]:
+    """Run one kind of attack and return its rows."""
+    import datasets
+    import torch
+
+    torch.set_num_threads(1)
+    datasets.disable_progress_bars()
+    if name == "kills":
+        from kills import run_kills
+
+        rows = run_kills(root, given.seed, given.share, given.only)
+    elif name == "alterations":
+        from alterations import run_alterations
+
+        rows = run_alterations(root, given.seed, given.share, given.only)
+    elif name == "writers":
+        from writers import run_writers
+
+        rows = run_writers(root)
+    else:
+        from costs import run_costs
+
+        rows = run_costs(root)
+    return [{"seed": given.seed} | asdict(row) for row in rows]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,283 @@
+"""What is attacked: every verb that writes, on a target of a few thousand weights."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from outrider.distill import distill
+from outrider.distill.prompts import Prompt
+from outrider.eval import Report
+from outrider.eval.measure import contestants, measure
+from outrider.eval.reports.render import write_report
+from outrider.eval.suites import make_suite
+from outrider.eval.tuning import BatchTuning, Candidate, CostRecord, Tuning
+from outrider.pair import Pair, new_pair, verify
+from outrider.pair.refresh import refresh
+from outrider.recipes import Recipe
+from outrider.targets import Target
+from outrider.train import train
+from outrider.train.compare import compare
+
+TEXTS = [
+    "def add(first, second):",
+    "for name in sorted(names):\n",
+    "The target verifies",
+    "class Stack:\n    def",
+    "print(len(name))",
+    "return first + second",
+    "while queue:\n    item",
+    "The text stays the same",
+]
+
+
+def tiny_target(noise: float = 0.0) -> Target:
+    """Return a random Llama with a tokenizer of 320 entries, the same each time."""
+    tokenizer = tiny_tokenizer()
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=4096,
+        initializer_range=0.2,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    model = LlamaForCausalLM(config).eval().requires_grad_(False)
+    for weight in model.parameters():
+        weight += noise * torch.randn(weight.shape)
+    return Target(model, tokenizer)
+
+
+def tiny_tokenizer() -> PreTrainedTokenizerFast:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=320,
+        special_tokens=["<|pad|>", "<|end|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(TEXTS * 4, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>", pad_token="<|pad|>")
+
+
+@dataclass
+class Workshop:
+    """The folder that is attacked (always the same path, since recipes name it), and what all verbs share."""
+
+    root: Path
+
+    @property
+    def work(self) -> Path:
+        return self.root / "work"
+
+    @property
+    def out(self) -> Path:
+        return self.work / "out"
+
+    @property
+    def pair(self) -> Path:
+        return self.work / "pair"
+
+    @cached_property
+    def target(self) -> Target:
+        return tiny_target()
+
+    @cached_property
+    def changed(self) -> Target:
+        return tiny_target(noise=0.01)
+
+    @cached_property
+    def prompts(self) -> list[Prompt]:
+        tokenizer = self.target.require_tokenizer()
+        return [Prompt(f"a/{i}", "a", tuple(tokenizer(t)["input_ids"]), t) for i, t in enumerate(TEXTS[:4])]
+
+    def recipe(self, name: str = "tiny", joint: bool = False, **training: Any) -> Recipe:
+        file = self.root / "prompts.txt"
+        if not file.exists():
+            file.write_text("\n\n".join(TEXTS))
+        values: dict[str, Any] = {
+            "name": name,
+            "output": str(self.out),
+            "target": {"path": "in-memory"},
+            "drafter": {"type": "medusa", "num_heads": 2},
+            "data": {
+                "prompts": [str(file)],
+                "max_new_tokens": 12,
+                "batch_size": 2,
+                "holdout": 0.0,
+                "features": "online" if joint else "cached",
+            },
+            "training": {
+                "max_steps": 6,
+                "save_steps": 2,
+                "save_total_limit": 2,
+                "per_device_train_batch_size": 4,
+                "disable_tqdm": True,
+                "learning_rate": 1e-3,
+                "use_cpu": True,
+            }
+            | training,
+            "eval": {"depth": 2, "max_new_tokens": 8, "repeats": 1, "temperatures": [0.0], "baselines": []},
+        }
+        if joint:
+            lora = {"r": 2, "lora_alpha": 4, "target_modules": "all-linear"}
+            values["joint"] = {"lora": lora, "learning_rate": 1e-3, "heads_first": 0.4}
+        return Recipe.from_dict(values)
+
+    # ------------------------------------------------------------ the verbs
+
+    def distill(self) -> None:
+        distill(self.recipe(), self.target)
+
+    def train(self) -> None:
+        train(self.recipe(), self.target)
+
+    def train_jointly(self) -> None:
+        train(self.recipe(joint=True), self.target)
+
+    def make_pair(self) -> None:
+        new_pair(self.pair, self.target, self.out / "drafter", self.recipe(), calibration=self.prompts)
+
+    def replace_pair(self) -> None:
+        again = self.recipe(name="again")
+        new_pair(self.pair, self.target, self.out / "drafter", again, calibration=self.prompts)
+
+    def store(self) -> None:
+        Pair.load(self.pair).store_tuning(tuning(1))
+
+    def report(self) -> None:
+        write_report(Report.load(self.root / "report"), self.work / "report")
+
+    def measure(self) -> None:
+        """Write the report that `report` copies; times are never the same twice."""
+        from outrider.heads import load_drafter
+
+        suites = [make_suite("a", self.prompts)]
+        settings = self.recipe().eval
+        drafter = load_drafter(self.out / "drafter", self.target)
+        report = measure(self.target, contestants(self.target, drafter, settings), suites, settings)
+        write_report(report, self.root / "report")
+        write_report(report.model_copy(update={"created": "before"}), self.work / "report")
+
+    def refresh(self) -> None:
+        refresh(Pair.load(self.pair), self.changed, self.work / "refreshed", ["eval.suites=[code]", "eval.limit=1"])
+
+    def compare(self) -> None:
+        recipes = [self.recipe(name, disable_tqdm=True) for name in ("one", "two")]
+        for recipe in recipes:
+            recipe.eval.suites, recipe.eval.limit = ["code"], 1
+        compare(recipes, 0.3, self.work / "compared", self.target)
+
+
+def tuning(depth: int, machine: str = "a machine") -> Tuning:
+    """Return a tuning as the tuner writes it."""
+    costs = CostRecord(widths=[0, 8], verify=[0.01, 0.02], draft=[0.0, 0.001], host=0.0005)
+    best = Candidate(
+        plan={"depth": depth}, weight=16.0, predicted_tau=2.0, round_seconds=0.01, predicted=99.5, speedup=1.5
+    )
+    batch = BatchTuning(
+        batch_size=1, context=64, rates=[0.5], ranks=[], costs=costs, candidates=[best], chosen=best, reason="The best."
+    )
+    values = {
+        "created": "2031-01-01",
+        "device": "cpu",
+        "device_name": machine,
+        "dtype": "float32",
+        "threads": 1,
+        "versions": {"torch": "2"},
+        "drafter": "medusa",
+        "temperature": 0.0,
+        "max_new_tokens": 16,
+        "repeats": 2,
+        "seed": 0,
+        "suites": {"a": "d"},
+        "num_prompts": 3,
+        "batches": [batch],
+    }
+    return Tuning.model_validate(values)
+
+
+@dataclass(frozen=True)
+class Verb:
+    """A verb that writes: what it does, where it starts from, and how many kills it gets.
+
+    Attributes:
+        after: verbs that were run before, in a folder that is kept for all attempts.
+        varies: tells of a path whether its content differs from run to run (times, dates).
+        intact: whether a pair was there, which must be whole at any moment.
+    """
+
+    name: str
+    act: Callable[[Workshop], None]
+    after: tuple[str, ...]
+    kills: int
+    varies: Callable[[str], bool] = lambda name: False
+    intact: bool = False
+
+
+def timed(name: str) -> bool:
+    """Tell whether a file of a training holds times."""
+    last = name.rsplit("/", 1)[-1]
+    in_checkpoint = "/checkpoints/" in name and last in ("trainer_state.json", "SHA256SUMS", "training_args.bin")
+    return in_checkpoint or (last == "provenance.json" and "/data/" not in name)
+
+
+def measured(name: str) -> bool:
+    """Tell whether a file of a refresh or a comparison holds measured times, or follows from them."""
+    return timed(name) or "/reports/" in name or name.endswith("pair.json") or "/report/" in name
+
+
+VERBS = [
+    Verb("distill", Workshop.distill, (), 30),
+    Verb("train", Workshop.train, ("distill",), 60, timed),
+    Verb("train jointly", Workshop.train_jointly, ("distill",), 20, lambda n: timed(n) or n.endswith("optimizer.pt")),
+    Verb("pair new", Workshop.make_pair, ("distill", "train"), 25),
+    Verb("pair new, in place of one", Workshop.replace_pair, ("distill", "train", "pair new", "tune"), 35, intact=True),
+    Verb("tune", Workshop.store, ("distill", "train", "pair new"), 20, intact=True),
+    Verb("measure", Workshop.measure, ("distill", "train"), 0, lambda name: True),
+    Verb("eval", Workshop.report, ("distill", "train", "measure"), 20),
+    Verb("refresh", Workshop.refresh, ("distill", "train", "pair new"), 20, measured, intact=True),
+    Verb("compare", Workshop.compare, (), 6, lambda name: "/data/" not in name),
+]
+
+
+def verb(name: str) -> Verb:
+    return next(v for v in VERBS if v.name == name)
+
+
+def template(workshop: Workshop, wanted: Verb, run: Callable[[Callable[[], object]], None]) -> Path:
+    """Return a folder with what `wanted` starts from, made once; `run` does each step in a process of its own."""
+    kept = workshop.root / "templates" / "+".join(wanted.after or ("nothing",))
+    if kept.exists():
+        return kept
+    shutil.rmtree(workshop.work, ignore_errors=True)
+    if wanted.after:
+        before = verb(wanted.after[-1])
+        shutil.copytree(template(workshop, before, run), workshop.work, symlinks=True)
+        run(lambda: before.act(workshop))
+    else:
+        workshop.work.mkdir()
+    kept.parent.mkdir(exist_ok=True)
+    os.rename(workshop.work, kept)
+    return kept
+
+
+def is_intact(workshop: Workshop) -> list[str]:
+    return verify(workshop.pair)

@@ -1,0 +1,36 @@
+"""A tiny target, and drafters of every kind that other engines read, with random weights everywhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedTokenizerFast
+
+from outrider.heads import Drafter, DraftModel, drafter_config
+from outrider.targets import Target
+
+
+@pytest.fixture(scope="session")
+def target(tiny_llama: Callable, tiny_tokenizer: PreTrainedTokenizerFast) -> Target:
+    return Target(tiny_llama(layers=6, vocab=len(tiny_tokenizer)), tiny_tokenizer)
+
+
+@pytest.fixture(scope="session")
+def make_drafter(target: Target, tiny_llama: Callable) -> Callable[..., Drafter]:
+    """`make_drafter(type, on=target, **settings)`: weights are random, norms included, and the same each time."""
+
+    def make(kind: str, on: Target | None = None, **settings: Any) -> Drafter:
+        torch.manual_seed(0)
+        if kind == "draft_model":
+            return DraftModel(tiny_llama(layers=2, vocab=target.vocab_size, seed=1))
+        defaults = {"eagle3": {"taps": [1, 3, 5], "draft_vocab_size": 100}}
+        head, config = drafter_config({"type": kind} | defaults.get(kind, {}) | settings)
+        drafter = head.build(config, on or target, torch.randperm((on or target).vocab_size))
+        for parameter in drafter.parameters():
+            parameter.data += 0.2 * torch.randn_like(parameter)
+        return drafter.eval()
+
+    return make

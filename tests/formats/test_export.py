@@ -1,0 +1,109 @@
+"""Drafters leave for engines and come back: what an engine reads is what was measured, and comes in bit for bit."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from outrider.formats import LAYOUTS, export_drafter, import_drafter
+from outrider.formats.comparing import passage_of, session_logits
+from outrider.ground import BadInputError, IncompatibleError
+from outrider.heads import Drafter
+from outrider.targets import Target
+
+LINEAR_ROPE = {"rope_type": "linear", "factor": 4.0, "rope_theta": 500.0}
+VARIANTS: dict[str, list[dict[str, Any]]] = {
+    "eagle3": [
+        {},
+        {"norm_taps": True, "norm_output": True},
+        {"norm_before_fc": True, "norm_before_residual": True},
+        {"norm_taps": True, "num_layers": 2, "draft_vocab_size": 0},
+        {"taps": [1, 4], "norm_output": True, "num_attention_heads": 2, "head_dim": 16},
+        {"rope_parameters": LINEAR_ROPE},
+    ],
+    "eagle1": [{}, {"fc_bias": True}, {"num_layers": 2}, {"norm_inputs": True}, {"norm_first": True}],
+    "medusa": [{}, {"bias": True, "num_layers": 2, "num_heads": 2}, {"share_lm_head": True}, {"draft_vocab_size": 100}],
+    "draft_model": [{}],
+    "self_speculative": [{"exit_layer": 2, "num_blocks": 0}, {"exit_layer": 2}],
+}
+
+
+CASES = [
+    pytest.param(to, kind, settings, id=f"{to}-{kind}-{settings or 'plain'}")
+    for to, layouts in LAYOUTS.items()
+    for kind in layouts
+    for settings in VARIANTS.get(kind, [])  # mtp needs a target of another family: tests/heads/test_mtp.py
+]
+
+
+@pytest.mark.parametrize(("to", "kind", "settings"), CASES)
+def test_what_leaves_is_read_as_it_was_measured_and_comes_back_bit_for_bit(
+    target: Target, make_drafter: Callable[..., Drafter], tmp_path: Path, to: str, kind: str, settings: dict[str, Any]
+) -> None:
+    """Where an engine lacks a setting, nothing is written, and the message says what it would serve."""
+    drafter, out = make_drafter(kind, **settings), tmp_path / "out"
+    if LAYOUTS[to][kind].lacks(drafter.config, target.num_layers):
+        with pytest.raises(IncompatibleError, match="nearest that can be served"):
+            export_drafter(drafter, target, to, out, 3)
+        assert not out.exists()
+        return
+    assert export_drafter(drafter, target, to, out, 3).difference < 1e-4
+    back, passage = import_drafter(out, target), passage_of(target, drafter.max_depth)
+    assert type(back) is type(drafter)
+    assert torch.equal(session_logits(back, target, passage), session_logits(drafter, target, passage))
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"taps": [4, 2, 1]}, r"taps: \[4, 2, 1\].*nearest that can be served: taps: \[1, 2, 4\]"),
+        ({"taps": [1, 3, 6]}, r"taps: \[1, 3, 6\].*nearest that can be served: taps: \[1, 3, 5\]"),
+    ],
+)
+def test_taps_that_an_engine_would_take_otherwise_are_refused(
+    target: Target, make_drafter: Callable[..., Drafter], tmp_path: Path, settings: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(IncompatibleError, match=words):
+        export_drafter(make_drafter("eagle3", **settings), target, "vllm", tmp_path / "out", 3)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_folder_that_holds_something_is_left_alone(
+    target: Target, make_drafter: Callable[..., Drafter], tmp_path: Path
+) -> None:
+    (tmp_path / "precious").write_text("kept")
+    with pytest.raises(BadInputError, match="not empty"):
+        export_drafter(make_drafter("eagle3"), target, "vllm", tmp_path, 3)
+    assert (tmp_path / "precious").read_text() == "kept"
+
+
+def test_an_unknown_engine_and_an_unserved_drafter_are_refused_with_what_is_known(
+    target: Target, make_drafter: Callable[..., Drafter], tmp_path: Path
+) -> None:
+    with pytest.raises(BadInputError, match="unknown format or engine 'vlm'; known: vllm"):
+        export_drafter(make_drafter("eagle3"), target, "vlm", tmp_path / "out", 3)
+    with pytest.raises(IncompatibleError, match=r"sglang serves no medusa drafter.*can go to: vllm, medusa"):
+        export_drafter(make_drafter("medusa"), target, "sglang", tmp_path / "out", 3)
+
+
+def test_engines_that_run_as_another_user_can_read_the_weights(
+    target: Target, make_drafter: Callable[..., Drafter], tmp_path: Path
+) -> None:
+    export_drafter(make_drafter("eagle3"), target, "vllm", tmp_path / "out", 3)
+    modes = {file.name: file.stat().st_mode for file in (tmp_path / "out").iterdir()}
+    assert modes["model.safetensors"] == modes["config.json"]
+
+
+def test_taps_are_written_in_each_engines_own_counting(
+    target: Target, make_drafter: Callable[..., Drafter], tmp_path: Path
+) -> None:
+    for to in ("vllm", "sglang"):
+        export_drafter(make_drafter("eagle3"), target, to, tmp_path / to, 3)
+    vllm, sglang = (json.loads((tmp_path / to / "config.json").read_text()) for to in ("vllm", "sglang"))
+    assert vllm["eagle_aux_hidden_state_layer_ids"] == [1, 3, 5]
+    assert sglang["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [0, 2, 4]

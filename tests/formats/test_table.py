@@ -1,0 +1,59 @@
+"""The table of formats in the documentation is what the layouts say; the round-trip test has its rows as cases."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from outrider.formats import LAYOUTS
+from outrider.heads import Drafter, drafter_config
+from outrider.targets import Target
+
+PAGE = Path(__file__).parents[2] / "docs" / "guides" / "formats.md"
+BEGIN, END = "<!-- written by tests/formats/test_table.py -->\n", "<!-- end -->"
+# Settings that some engine cannot serve, by drafter: the table says which, and what it serves instead.
+UNUSUAL = {
+    "eagle3": [
+        {"norm_taps": True},
+        {"norm_output": True},
+        {"norm_before_fc": True},
+        {"norm_before_residual": True},
+        {"num_layers": 2},
+        {"taps": [3]},
+    ],
+    "eagle1": [{"fc_bias": True}, {"norm_inputs": True}, {"norm_first": True}, {"num_layers": 2}],
+    "medusa": [{"bias": True}, {"share_lm_head": True}, {"draft_vocab_size": 100}],
+    "mtp": [{"hidden_first": True}, {"recursive": False, "depth": 2}, {"draft_vocab_size": 100}],
+    "self_speculative": [{"num_blocks": 1}, {"num_blocks": 0, "share_lm_head": False}],
+    "draft_model": [],
+}
+PLAIN = {"eagle3": {"taps": [1, 3, 5]}, "self_speculative": {"num_blocks": 0}}
+
+
+def said(settings: dict[str, object]) -> str:
+    return ", ".join(f"{name}: {str(value).lower()}" for name, value in settings.items())
+
+
+def row(to: str, kind: str, target: Target) -> str:
+    layout, served, refused = LAYOUTS[to][kind], [], []
+    for settings in UNUSUAL[kind]:
+        _, config = drafter_config({"type": kind} | PLAIN.get(kind, {}) | settings)
+        lacks = layout.lacks(config, target.num_layers)
+        (refused if lacks else served).append((settings, lacks))
+    yes = ", ".join(f"`{said(settings)}`" for settings, _ in served) or "–"
+    no = "; ".join(f"`{said(settings)}` → {lacks[0].nearest}" for settings, lacks in refused) or "–"
+    return f"| {to} | {kind} | {layout.name} | {yes} | {no} |"
+
+
+def test_the_table_of_formats_is_what_the_layouts_say(target: Target, make_drafter: Callable[..., Drafter]) -> None:
+    """With OUTRIDER_WRITE_TABLES=1 in the environment the table is written anew."""
+    rows = [row(to, kind, target) for to, layouts in LAYOUTS.items() for kind in layouts]
+    head = ["| `--to` | drafter | layout | serves, too | refused → nearest that is served |", "|---|---|---|---|---|"]
+    table = "\n".join([*head, *rows]) + "\n"
+    text = PAGE.read_text(encoding="utf-8")
+    before, rest = text.split(BEGIN)
+    if os.environ.get("OUTRIDER_WRITE_TABLES"):
+        PAGE.write_text(before + BEGIN + table + END + rest.split(END)[1], encoding="utf-8")
+    else:
+        assert rest.split(END)[0] == table

@@ -1,0 +1,191 @@
+"""PARD: a draft model whose masks say, in one pass, what as many passes with masks appended would."""
+
+from __future__ import annotations
+
+import json
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import MistralConfig, MistralForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from outrider.decode import Decoder, Plan, Sampling
+from outrider.ground import BadInputError
+from outrider.heads import DraftModel, DraftModelConfig, Pard, PardConfig, TargetBatch, load_drafter
+from outrider.heads.parts.rollouts import Rollouts
+from outrider.targets import Counts, Target
+
+VOCAB, LENGTH = 64, 20
+
+
+@pytest.fixture
+def target(tiny_llama) -> Target:
+    return Target(tiny_llama(layers=4))
+
+
+def qwen3() -> Qwen3ForCausalLM:
+    torch.manual_seed(2)
+    config = Qwen3Config(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        initializer_range=0.2,
+    )
+    return Qwen3ForCausalLM(config).eval().requires_grad_(False)
+
+
+@pytest.fixture(params=["llama", "qwen3"])
+def drafter(request, tiny_llama) -> Pard:
+    model = tiny_llama(layers=2, seed=1) if request.param == "llama" else qwen3()
+    return Pard(model, PardConfig(steps=5, mask_token_id=63)).eval()
+
+
+def sequences(rows: int = 3, length: int = LENGTH) -> Tensor:
+    return torch.randint(0, VOCAB - 1, (rows, length), generator=torch.Generator().manual_seed(1))
+
+
+def rolled(places: list[tuple[int, int]], rows: int) -> Rollouts:
+    both = torch.tensor(places).expand(rows, -1, -1)
+    real = torch.ones(both.shape[:2], dtype=torch.bool)
+    return Rollouts(both[:, :, 0], both[:, :, 1], real, tuple((a, a) for a, _ in places))
+
+
+def every(length: int, steps: int) -> list[tuple[int, int]]:
+    return [(t, d) for t in range(length) for d in range(1, steps)]
+
+
+def passes(drafter: Pard, text: list[int], steps: int) -> Tensor:
+    """What the library's model says after a text with 0, 1, …, steps − 1 masks appended, `[steps, V]`."""
+    return torch.stack(
+        [drafter.model(torch.tensor([text + [63] * masks]), use_cache=False).logits[0, -1] for masks in range(steps)]
+    )
+
+
+@torch.inference_mode()
+def test_a_pass_says_what_as_many_passes_of_the_library_say(drafter):
+    tokens, masks = sequences(2), every(LENGTH, 5)
+    logits = drafter.model.lm_head(drafter.roll(tokens, rolled(masks, 2)))
+    for row, place in product(range(2), (0, 3, 11, 19)):
+        entries = [place] + [LENGTH + masks.index((place, d)) for d in range(1, 5)]
+        expected = passes(drafter, tokens[row, : place + 1].tolist(), 5)
+        torch.testing.assert_close(logits[row, entries], expected, rtol=1e-4, atol=1e-5)
+
+
+@torch.inference_mode()
+def test_the_decoder_says_the_same(target, drafter, decoded_logits):
+    tokens, starts = sequences(), [[1, 3, 4, 9], [5, 6, 9, 12], [2, 3, 6, 7]]
+    for number, logits in enumerate(decoded_logits(drafter, target, tokens, starts, 5)):
+        for row in range(3):
+            expected = passes(drafter, tokens[row, : starts[row][number] + 1].tolist(), 5)
+            found = torch.stack([logits[d][row] for d in range(5)])
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_one_draft_is_the_training_of_a_language_model(target, tiny_llama):
+    model = tiny_llama(layers=2, seed=1)
+    drafter = Pard(model, PardConfig(steps=1, mask_token_id=63, loss="forward_kl"))
+    plain = DraftModel(model, DraftModelConfig(loss="forward_kl"))
+    tokens = sequences(1)
+    seen = target.forward(tokens)
+    data = TargetBatch(target, tokens, torch.ones_like(tokens, dtype=torch.bool), None, seen.last)
+    mine, theirs = drafter.loss(data), plain.loss(data)
+    assert float(mine.total) == pytest.approx(float(theirs.total), rel=1e-5)
+    assert mine.count == theirs.count
+
+
+def test_the_loss_is_a_mean_over_what_was_drawn(target, drafter):
+    tokens, supervised = sequences(2), torch.zeros(2, LENGTH, dtype=torch.bool)
+    supervised[0, 5:16] = supervised[1, 9:] = True
+    seen = target.forward(tokens)
+    found = drafter.loss(TargetBatch(target, tokens, supervised, None, seen.last))
+    learned, total = nn.functional.pad(supervised, (0, 1))[:, 1:], 0.0
+    some = Rollouts.drawn(learned, tokens, 5, 0.7, 0.2)
+    logits, own = target.model(tokens).logits, drafter.model.lm_head(drafter.roll(tokens, some))
+    for row in range(2):
+        entries = [(t, 0, t) for t in learned[row].nonzero().flatten().tolist()]
+        entries += [
+            (int(some.anchors[row, e]), int(some.depths[row, e]), LENGTH + e)
+            for e in some.real[row].nonzero().flatten().tolist()
+        ]
+        losses = []
+        for anchor, depth, entry in entries:
+            p, q = logits[row, anchor + depth].softmax(-1), own[row, entry].log_softmax(-1)
+            losses.append(float((p * (p.log() - q)).sum()))
+        total += int(supervised[row].sum()) * sum(losses) / len(losses)
+    assert float(found.total) == pytest.approx(total, rel=1e-4)
+
+
+def test_rounds_at_temperature_0_can_be_told_from_the_text(target, drafter):
+    prompts = [sequences(1, n)[0].tolist() for n in (3, 6, 9)]
+    out = Decoder(target, drafter).generate(prompts, 24, Sampling(0.0), Plan(5), ignore_eos=True)
+    with torch.inference_mode():
+        for prompt, text, rounds in zip(prompts, out.tokens, out.rounds, strict=True):
+            whole, place, told = prompt + text, len(prompt), []
+            for one in rounds:
+                said = passes(drafter, whole[: place + 1], 5).argmax(-1)
+                there = torch.tensor(whole[place + 1 : place + 6])
+                right = int((said[: len(there)] == there).long().cumprod(0).sum())
+                told.append(min(right, one.drafted))
+                place += one.accepted + 1
+            assert told[:-1] == [one.accepted for one in rounds][:-1]
+
+
+@torch.inference_mode()
+def test_no_mask_stays_in_the_cache(target, drafter):
+    tokens = sequences(1)
+    session, fresh = (drafter.open(target, 1, LENGTH + 8) for _ in range(2))
+    for begin, end in ((0, 4), (4, 5), (5, 9)):
+        session.absorb(tokens[:, begin:end], None, Counts.of([end - begin], "cpu"))
+        session.begin(tokens[:, end])
+    fresh.absorb(tokens[:, :9], None, Counts.of([9], "cpu"))
+    fresh.begin(tokens[:, 9])
+    for mine, alone in zip(session.cache._stores, fresh.cache._stores, strict=True):
+        torch.testing.assert_close(mine.keys[:, :, :9], alone.keys[:, :, :9], rtol=1e-5, atol=1e-5)
+
+
+def test_it_is_saved_as_a_plain_checkpoint_that_names_its_mask(target, drafter, tmp_path):
+    drafter.save(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert (config["spd_type"], config["pard_token"]) == ("pard", 63)
+    config.pop("drafter_type")  # as AMD's checkpoints are
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    loaded = load_drafter(tmp_path, target)
+    assert isinstance(loaded, Pard)
+    assert (loaded.config.mask_token_id, loaded.config.steps) == (63, 5)
+
+
+def test_memory_is_what_was_announced(target, drafter):
+    told = drafter.state_bytes(target, 3, 50, 2)
+    session = drafter.open(target, 3, 50, 2)
+    assert told == session.cache.num_bytes() + sum(t.numel() * t.element_size() for t in session.layers.tensors())
+
+
+def test_what_cannot_be_built_is_refused(target):
+    model: dict[str, Any] = {"num_hidden_layers": 1}
+    for changes, message in (
+        ({"keep_least": 2.0}, "keep_least is a share between 0 and 1"),
+        ({"steps": 0}, "steps must be at least 1"),
+        ({}, "name a token that no response has: drafter.mask_token_id"),
+        ({"mask_token_id": 64}, "outside the target's vocabulary"),
+    ):
+        with pytest.raises(BadInputError, match=message):
+            Pard.build(PardConfig(model=model, **changes), target)
+    windowed = MistralForCausalLM(
+        MistralConfig(
+            vocab_size=VOCAB,
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=1,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            sliding_window=8,
+        )
+    )
+    with pytest.raises(BadInputError, match="not of Llama's kind, with full attention"):
+        Pard.build(PardConfig(mask_token_id=63), Target(windowed))

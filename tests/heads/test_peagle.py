@@ -1,0 +1,264 @@
+"""P-EAGLE: what is trained is what is decoded, rollouts see what they should, and what is drawn is nested."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from outrider.decode import Decoder, Plan, Sampling
+from outrider.ground import BadInputError
+from outrider.heads import Eagle3, Eagle3Config, PEagle, PEagleConfig, TargetBatch
+from outrider.heads.parts.rollouts import Rollouts, kept_counts
+from outrider.targets import Counts, Target
+
+VOCAB, LENGTH = 64, 20
+VARIANTS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "one layer, pruned vocabulary": {"num_layers": 1, "draft_vocab_size": 20},
+    "mask token, normed taps": {"mask_token_id": 63, "norm_taps": True, "norm_before_residual": True},
+    "one draft": {"steps": 1},
+}
+
+
+@pytest.fixture
+def target(tiny_llama) -> Target:
+    return Target(tiny_llama(layers=6))
+
+
+def made(target: Target, **changes: Any) -> PEagle:
+    torch.manual_seed(7)
+    config = PEagleConfig(**{"num_layers": 2, "steps": 5} | changes)
+    drafter = PEagle.build(config, target, torch.randint(0, 1000, (target.vocab_size,)))
+    for name, weight in drafter.named_parameters():
+        if "norm" in name:
+            nn.init.uniform_(weight, 0.5, 1.5)
+        elif name == "mask":
+            nn.init.normal_(weight)
+    return drafter.eval().requires_grad_(False)
+
+
+@pytest.fixture(params=VARIANTS)
+def drafter(request, target) -> PEagle:
+    return made(target, **VARIANTS[request.param])
+
+
+def sequences(rows: int = 3, length: int = LENGTH) -> Tensor:
+    return torch.randint(0, VOCAB, (rows, length), generator=torch.Generator().manual_seed(1))
+
+
+def batch(target: Target, drafter: PEagle, tokens: Tensor, supervised: Tensor | None = None) -> TargetBatch:
+    seen = target.forward(tokens, taps=drafter.taps)
+    learned = torch.ones_like(tokens, dtype=torch.bool) if supervised is None else supervised
+    return TargetBatch(target, tokens, learned, seen.hidden, seen.last)
+
+
+def rolled(places: list[tuple[int, int]], rows: int) -> Rollouts:
+    """The same masks, (anchor, depth), in every row."""
+    both = torch.tensor(places).expand(rows, -1, -1)
+    real = torch.ones(both.shape[:2], dtype=torch.bool)
+    return Rollouts(both[:, :, 0], both[:, :, 1], real, tuple((a, a) for a, _ in places))
+
+
+def every(length: int, steps: int) -> list[tuple[int, int]]:
+    return [(t, d) for t in range(length) for d in range(1, steps)] or [(0, 1)]
+
+
+def test_logits_in_training_are_the_decoders(target, drafter, decoded_logits):
+    """All rollouts of all places in one pass, in several parts, against ragged rounds that begin there; fp32."""
+    tokens, starts, steps = sequences(), [[1, 3, 4, 9], [5, 6, 9, 12], [2, 3, 6, 7]], drafter.max_depth
+    data, masks = batch(target, drafter, tokens), every(LENGTH, steps)
+    trained = drafter.logits(drafter.roll(data, rolled(masks, 3)), target)
+    for number, logits in enumerate(decoded_logits(drafter, target, tokens, starts, steps)):
+        for row, d in product(range(3), range(steps)):
+            place = starts[row][number] - 1
+            entry = place if not d else LENGTH + masks.index((place, d))
+            difference = float((logits[d][row] - trained[row, entry]).abs().max())
+            assert difference < 1e-5, f"round {number}, row {row}, depth {d + 1}: {difference:.1e}"
+
+
+def test_what_was_dropped_changes_nothing_that_is_left(target, drafter):
+    """Rows of different numbers of masks, filled up: each entry is what it is among all of them."""
+    tokens, steps = sequences(), max(2, drafter.max_depth)
+    data = batch(target, drafter, tokens)
+    masks = every(LENGTH, steps)
+    whole = drafter.roll(data, rolled(masks, 3))
+    learned = torch.ones(3, LENGTH, dtype=torch.bool)
+    learned[0, :12] = learned[2, 9:] = False
+    some = Rollouts.drawn(learned, tokens, steps, 0.8, 0.2)
+    found = drafter.roll(data, some)
+    torch.testing.assert_close(found[:, :LENGTH], whole[:, :LENGTH], rtol=1e-5, atol=1e-5)
+    assert not some.real.all()
+    for row, entry in some.real.nonzero().tolist():
+        mask = int(some.anchors[row, entry]), int(some.depths[row, entry])
+        expected = whole[row, LENGTH + masks.index(mask)]
+        torch.testing.assert_close(found[row, LENGTH + entry], expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_rollout_sees_the_text_up_to_its_anchor_and_no_other_rollout(target, drafter):
+    tokens, place = sequences(), 8
+    data = batch(target, drafter, tokens)
+    before = drafter.roll(data, rolled([(4, 1), (place, 1), (place, 2)], 3))[:, LENGTH + 1 :]
+    data.hidden[:, place + 1 :] = torch.randn_like(data.hidden[:, place + 1 :])
+    data.tokens[:, place + 2 :] = 5
+    after = drafter.roll(data, rolled([(5, 1), (place, 1), (place, 2)], 3))[:, LENGTH + 1 :]
+    torch.testing.assert_close(before, after, rtol=1e-6, atol=1e-6)
+    data.hidden[:, place] = torch.randn_like(data.hidden[:, place])
+    assert (drafter.roll(data, rolled([(5, 1), (place, 1), (place, 2)], 3))[:, LENGTH + 1 :] != after).any(-1).all()
+
+
+def test_true_pairs_are_eagle_3s(target):
+    """Depth 1 of every rollout is EAGLE-3's first step; with one draft the losses are the same, too."""
+    drafter = made(target, steps=1)
+    plain = Eagle3.build(Eagle3Config(num_layers=2, steps=1), target).eval().requires_grad_(False)
+    plain.load_state_dict({k: v for k, v in drafter.state_dict().items() if "mask" not in k})
+    tokens = sequences()
+    supervised = torch.rand(3, LENGTH, generator=torch.Generator().manual_seed(2)) < 0.7
+    data = batch(target, drafter, tokens, supervised)
+    for row in range(3):  # of several rows ours is the mean of each, times its tokens: here all count alike
+        part = slice(row, row + 1)
+        alone = TargetBatch(target, tokens[part], supervised[part], data.hidden[part], data.last[part])
+        assert float(drafter.loss(alone).total) == pytest.approx(float(plain.loss(alone).total), rel=1e-5)
+        assert drafter.loss(alone).count == plain.loss(alone).count
+    found = drafter.roll(data, rolled([(0, 1)], 3))[:, :LENGTH]
+    torch.testing.assert_close(found, plain.unroll(target, tokens, data.hidden)[0], rtol=1e-5, atol=1e-5)
+
+
+def test_the_loss_is_a_mean_over_what_was_drawn(target, drafter):
+    tokens, supervised = sequences(2), torch.zeros(2, LENGTH, dtype=torch.bool)
+    supervised[0, 5:16] = supervised[1, 9:] = True
+    data = batch(target, drafter, tokens, supervised)
+    found = drafter.loss(data)
+    learned = nn.functional.pad(supervised, (0, 2))[:, 2:]
+    some = Rollouts.drawn(learned, tokens, drafter.max_depth, 0.8, 0.2)
+    output, logits = drafter.roll(data, some), target.model(tokens).logits
+    total = 0.0
+    for row in range(2):
+        entries = [(t, 0, t) for t in learned[row].nonzero().flatten().tolist()]
+        entries += [
+            (int(some.anchors[row, e]), int(some.depths[row, e]), LENGTH + e)
+            for e in some.real[row].nonzero().flatten().tolist()
+        ]
+        losses = []
+        for anchor, depth, entry in entries:
+            q = drafter.logits(output[row, entry], target).log_softmax(-1)
+            p = logits[row, anchor + depth + 1][drafter.token_ids].softmax(-1)
+            losses.append(-float((p * q).sum()))
+        total += int(supervised[row].sum()) * sum(losses) / len(losses)
+    assert float(found.total) == pytest.approx(total, rel=1e-4)
+    assert int(found.metrics["loss_d1"][1]) == int(supervised.sum())
+
+
+def test_gradients_reach_the_masks(target):
+    drafter = made(target).train().requires_grad_(True)
+    drafter.loss(batch(target, drafter, sequences())).mean.backward()
+    for name, p in drafter.named_parameters():
+        assert float(p.grad.abs().sum()) > 0, name
+
+
+# ------------------------------------------------------------ what is drawn
+
+
+def test_golden_counts():
+    """(n − d)·max(r^d, r_min): 8, 4, 2, 1 of 8 at r = .7 and r_min = .2."""
+    assert kept_counts(8, 4, 0.7, 0.2) == [8, 4, 2, 1]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_drawn_rollouts_are_whole(seed):
+    """With a mask come all masks of its rollout before it, and all of them say tokens that are to be learned."""
+    generator = torch.Generator().manual_seed(seed)
+    learned = torch.rand(4, 60, generator=generator) < 0.8
+    tokens = torch.randint(0, 64, (4, 60), generator=generator)
+    found = Rollouts.drawn(learned, tokens, 6, 0.8, 0.2)
+    for row in range(4):
+        masks = [
+            (int(a), int(d))
+            for a, d, real in zip(found.anchors[row], found.depths[row], found.real[row], strict=True)
+            if real
+        ]
+        assert masks == sorted(set(masks))
+        for anchor, depth in masks:
+            assert learned[row, anchor]
+            assert learned[row, anchor + depth]
+            assert depth == 1 or (anchor, depth - 1) in masks
+        counts = [sum(d == depth for _, d in masks) for depth in range(1, 6)]
+        most = kept_counts(int(learned[row].sum()), 6, 0.8, 0.2)[1:]
+        assert all(c <= m for c, m in zip(counts, most, strict=True))
+        assert counts[0] == most[0] or counts[0] == int((learned[row, :-1] & learned[row, 1:]).sum())
+
+
+def test_without_drops_everything_is_drawn():
+    learned, tokens = torch.ones(1, 12, dtype=torch.bool), torch.arange(12)[None]
+    found = Rollouts.drawn(learned, tokens, 4, 1.0, 0.2)
+    masks = list(zip(found.anchors[0].tolist(), found.depths[0].tolist(), strict=True))
+    assert masks == [(t, d) for t in range(12) for d in range(1, 4) if t + d < 12]
+
+
+def test_a_batch_can_be_put_together_in_any_way(target):
+    drafter = made(target).train()
+    tokens, supervised = sequences(3, 30), torch.ones(3, 30, dtype=torch.bool)
+    supervised[0, 18:] = supervised[1, 25:] = False
+    tokens = tokens.masked_fill(~supervised, 0)
+    data = batch(target, drafter, tokens, supervised)
+
+    def loss(rows: slice, length: int, step: int = 0) -> float:
+        part = (rows, slice(0, length))
+        return float(
+            drafter.loss(
+                TargetBatch(target, tokens[part], supervised[part], data.hidden[part], data.last[part], step)
+            ).total
+        )
+
+    whole = loss(slice(0, 3), 30)
+    apart = [loss(slice(0, 1), 18), loss(slice(1, 2), 27), loss(slice(2, 3), 30)]
+    assert whole == pytest.approx(sum(apart), rel=1e-5)
+    assert abs(whole - loss(slice(0, 3), 30, step=1)) > 1e-3
+
+
+# ------------------------------------------------------------ decoding
+
+
+def test_rounds_at_temperature_0_can_be_told_from_the_text(target):
+    drafter = made(target)
+    prompts = [sequences(1, n)[0].tolist() for n in (3, 6, 9)]
+    out = Decoder(target, drafter).generate(prompts, 32, Sampling(0.0), Plan(5), ignore_eos=True)
+    for prompt, text, rounds in zip(prompts, out.tokens, out.rounds, strict=True):
+        tokens = torch.tensor([prompt + text])
+        length, place = tokens.shape[1], len(prompt)
+        masks = every(length, 5)
+        said = drafter.logits(drafter.roll(batch(target, drafter, tokens), rolled(masks, 1)), target)[0].argmax(-1)
+        told = []
+        for one in rounds:
+            entries = [place - 1] + [length + masks.index((place - 1, d)) for d in range(1, 5)]
+            there = tokens[0, place + 1 : place + 6]
+            right = int((said[entries][: len(there)] == there).long().cumprod(0).sum())
+            told.append(min(right, one.drafted))
+            place += one.accepted + 1
+        assert told[:-1] == [one.accepted for one in rounds][:-1]
+
+
+def test_no_mask_stays_in_the_cache(target, drafter):
+    tokens = sequences(1)
+    hidden = target.forward(tokens, taps=drafter.taps).hidden
+    session, fresh = (drafter.open(target, 1, LENGTH + 8) for _ in range(2))
+    with torch.inference_mode():
+        for begin, end in ((0, 4), (4, 5), (5, 9)):
+            session.absorb(tokens[:, begin:end], hidden[:, begin:end], Counts.of([end - begin], "cpu"))
+            session.begin(tokens[:, end])
+        fresh.absorb(tokens[:, :9], hidden[:, :9], Counts.of([9], "cpu"))
+        fresh.begin(tokens[:, 9])
+    assert session.cache.host_lengths == fresh.cache.host_lengths == [9]
+    for mine, alone in zip(session.cache._stores, fresh.cache._stores, strict=True):
+        torch.testing.assert_close(mine.keys[:, :, :9], alone.keys[:, :, :9], rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(mine.values[:, :, :9], alone.values[:, :, :9], rtol=1e-5, atol=1e-5)
+
+
+def test_what_cannot_be_built_is_refused(target):
+    with pytest.raises(BadInputError, match="keep_ratio is a share between 0 and 1"):
+        PEagleConfig(keep_ratio=1.5)
+    with pytest.raises(BadInputError, match="outside the target's vocabulary"):
+        made(target, mask_token_id=64)

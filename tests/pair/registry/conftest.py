@@ -1,0 +1,62 @@
+"""Many versions of a small pair, made by hand: a registry never opens weights."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from outrider.distill.prompts import Prompt
+from outrider.heads import Drafter
+from outrider.pair import Pair, new_pair
+from outrider.pair.manifest import Lineage, Manifest, Parent
+from outrider.recipes import Recipe
+from outrider.targets import Target
+from outrider.targets.fingerprint import digest_files
+
+MakeVersion = Callable[..., Pair]
+
+
+def versioned(pair: Pair, folder: Path, version: int, name: str, weights: bytes, parent: Pair | None) -> Pair:
+    """Write `pair` with other weights, name, version and parent into `folder`; sealed as a real one."""
+    shutil.copytree(pair.folder, folder)
+    (folder / "drafter" / "model.safetensors").write_bytes(weights)
+    files = digest_files(folder / "drafter")
+    reason = "first version" if parent is None else "the target changed: 3 of 57 weights"
+    lineage = Lineage(
+        parent=parent and Parent(name=parent.name, version=parent.version, digest=parent.digest), reason=reason
+    )
+    record = pair.manifest.drafter.model_copy(update={"files": files})
+    values = {"name": name, "version": version, "drafter": record, "lineage": lineage}
+    made: Manifest = pair.manifest.model_copy(update=values)
+    made = made.model_copy(update={"digest": made.identity()}).sealed()
+    made.write(folder)
+    return Pair(folder, made)
+
+
+@pytest.fixture(scope="session")
+def first(
+    tmp_path_factory: pytest.TempPathFactory,
+    make_target: Callable[..., Target],
+    make_drafter: Callable[[str, Target], Drafter],
+    recipe: Recipe,
+    prompts: list[Prompt],
+) -> Pair:
+    """One real pair, which the others are made from; nobody changes it."""
+    target, folder = make_target(), tmp_path_factory.mktemp("first") / "pair"
+    return new_pair(folder, target, make_drafter("ngram", target), recipe, calibration=prompts[:1])
+
+
+@pytest.fixture
+def make_version(first: Pair, tmp_path: Path) -> MakeVersion:
+    """`make_version(version, name="tiny", parent=None, weights=None)`: a sealed pair in a folder of its own."""
+
+    def make(version: int, name: str = "tiny", parent: Pair | None = None, weights: bytes | None = None) -> Pair:
+        content = weights if weights is not None else os.urandom(512)
+        folder = tmp_path / f"{name}-{version}-{os.urandom(4).hex()}"
+        return versioned(first, folder, version, name, content, parent)
+
+    return make

@@ -1,0 +1,146 @@
+"""A registry on the Hub, as far as that can be tried without it.
+
+The real Hub is never reached here. `Repository` keeps commits in a folder; every call that it takes is one that
+`huggingface_hub.HfApi` takes, and what is uploaded is what its own `CommitOperationAdd` makes of it.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from huggingface_hub import CommitOperationAdd, HfApi
+from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError
+
+from outrider.ground import BadInputError
+from outrider.pair import Pair, verify
+from outrider.pair.registry import HubStore, Reference, Registry
+from outrider.pair.registry.layout import Entry
+
+MakeVersion = Callable[..., Pair]
+
+
+class Info:
+    def __init__(self, sha: str):
+        self.sha = sha
+
+
+class Repository(HfApi):
+    """What one repository answers, commit by commit. `before_commit` is what another writer does meanwhile."""
+
+    def __init__(self, folder: Path):
+        super().__init__(endpoint="http://localhost:1")
+        self.folder, self.commits, self.private = folder, [], None
+        self.before_commit: Callable[[], None] = lambda: None
+
+    def files(self, revision: str) -> dict[str, Path]:
+        return json.loads((self.folder / revision / "tree.json").read_text())
+
+    def create_repo(self, repo_id: str, **options: Any) -> None:
+        inspect.signature(HfApi.create_repo).bind(self, repo_id, **options)
+        self.private = options["private"]
+
+    def model_info(self, repo_id: str, **options: Any) -> Info:
+        inspect.signature(HfApi.model_info).bind(self, repo_id, **options)
+        if not self.commits:
+            raise RepositoryNotFoundError("404: no such repository", response=response(404))
+        return Info(self.commits[-1])
+
+    def list_repo_files(self, repo_id: str, **options: Any) -> list[str]:
+        inspect.signature(HfApi.list_repo_files).bind(self, repo_id, **options)
+        return list(self.files(options["revision"]))
+
+    def create_commit(self, repo_id: str, operations: list[CommitOperationAdd], **options: Any) -> None:
+        inspect.signature(HfApi.create_commit).bind(self, repo_id, operations, **options)
+        meanwhile, self.before_commit = self.before_commit, lambda: None
+        meanwhile()
+        if options["parent_commit"] != (self.commits[-1] if self.commits else None):
+            raise HfHubHTTPError("412: a commit has happened since", response=response(412))
+        revision = f"{len(self.commits):040x}"
+        place = self.folder / revision
+        place.mkdir(parents=True)
+        there = self.files(self.commits[-1]) if self.commits else {}
+        for number, operation in enumerate(operations):
+            with operation.as_file() as file:
+                (place / str(number)).write_bytes(file.read())
+            assert operation.upload_info.size == (place / str(number)).stat().st_size
+            there[operation.path_in_repo] = str(place / str(number))
+        (place / "tree.json").write_text(json.dumps(there))
+        self.commits.append(revision)
+
+    def hf_hub_download(self, repo_id: str, filename: str, **options: Any) -> str:
+        inspect.signature(HfApi.hf_hub_download).bind(self, repo_id, filename, **options)
+        return str(self.files(options["revision"])[filename])
+
+
+def response(status: int) -> httpx.Response:
+    return httpx.Response(status, request=httpx.Request("GET", "http://localhost"))
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Repository:
+    return Repository(tmp_path / "hub")
+
+
+def registry(repository: Repository) -> Registry:
+    return Registry(HubStore("org/pairs", repository))
+
+
+def test_versions_go_in_and_out(repository: Repository, make_version: MakeVersion, tmp_path: Path) -> None:
+    """The same files as in a folder, one commit for each version, equal ones once; the repository is private."""
+    first, second = (make_version(n, weights=b"the same") for n in (1, 2))
+    assert registry(repository).versions() == []
+    for pair in (first, second):
+        registry(repository).push(pair)
+    assert (len(repository.commits), repository.private) == (2, True)
+    names = set(repository.files(repository.commits[-1]))
+    assert {name for name in names if name.startswith("pairs/")} == {"pairs/tiny/1.1.json", "pairs/tiny/2.1.json"}
+    assert len(names) == 2 + len(set(first.manifest.files().values()))
+    assert registry(repository).push(first) == Entry("tiny", 1, 1)
+    assert len(repository.commits) == 2, "nothing new"
+    pulled = registry(repository).pull(Reference.parse("tiny@1"), tmp_path / "pulled")
+    assert pulled.manifest == first.manifest
+    assert verify(pulled.folder) == []
+
+
+def test_of_two_writers_one_follows_the_other(repository: Repository, make_version: MakeVersion) -> None:
+    """The Hub refuses the commit that was outrun; it is made again after the other's."""
+    first, second = make_version(1), make_version(2)
+    registry(repository).push(make_version(3))
+    repository.before_commit = lambda: registry(repository).push(first)  # type: ignore[assignment]
+    registry(repository).push(second)
+    assert [v.entry.version for v in registry(repository).versions()] == [1, 2, 3]
+
+
+def test_of_two_pairs_with_one_version_the_later_is_refused(repository: Repository, make_version: MakeVersion) -> None:
+    registry(repository).push(make_version(1))
+    rival = make_version(2)
+    repository.before_commit = lambda: registry(repository).push(rival)  # type: ignore[assignment]
+    with pytest.raises(BadInputError, match="has another tiny version 2"):
+        registry(repository).push(make_version(2))
+
+
+def test_what_was_altered_on_the_hub_is_refused(
+    repository: Repository, make_version: MakeVersion, tmp_path: Path
+) -> None:
+    registry(repository).push(make_version(1))
+    for name, file in repository.files(repository.commits[-1]).items():
+        content = Path(file).read_bytes()
+        Path(file).write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+        with pytest.raises(BadInputError):
+            registry(repository).pull(Reference.parse("tiny"), tmp_path / "pulled")
+        assert not (tmp_path / "pulled").exists(), name
+        Path(file).write_bytes(content)
+
+
+def test_without_a_network_it_says_what_to_look_at(make_version: MakeVersion) -> None:
+    """By the real library, which is offline in the tests."""
+    with pytest.raises(BadInputError, match=r"hf://org/pairs: .* Check the name, the network and your access"):
+        Registry(HubStore("org/pairs")).push(make_version(1))
+    with pytest.raises(BadInputError, match=r"hf://not a name/x"):
+        Registry(HubStore("not a name/x")).versions()

@@ -1,0 +1,304 @@
+"""A registry in a folder: what was pushed is what is pulled, stored once, and never half there."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from outrider.ground import BadInputError
+from outrider.pair import Pair, verify
+from outrider.pair.registry import FolderStore, Reference, Registry, open_registry
+from outrider.pair.registry.layout import BLOBS, Entry, blob_path
+
+MakeVersion = Callable[..., Pair]
+
+
+@pytest.fixture
+def registry(tmp_path: Path) -> Registry:
+    return open_registry(str(tmp_path / "registry"))
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {p.relative_to(folder).as_posix(): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+def tree(registry: Registry) -> dict[str, bytes]:
+    return contents(Path(registry.store.where))
+
+
+# ------------------------------------------------------------ there and back
+
+
+def test_what_is_pulled_is_what_was_pushed(registry: Registry, make_version: MakeVersion, tmp_path: Path) -> None:
+    pair = make_version(1)
+    assert registry.push(pair) == Entry("tiny", 1, 1)
+    pulled = registry.pull(Reference.parse("tiny@1"), tmp_path / "deep" / "pulled")
+    assert contents(pulled.folder) == contents(pair.folder)
+    assert verify(pulled.folder) == []
+
+
+def test_the_newest_version_is_pulled_unless_one_is_named(
+    registry: Registry, make_version: MakeVersion, tmp_path: Path
+) -> None:
+    pairs = [make_version(number) for number in (2, 10, 1)]
+    for pair in pairs:
+        registry.push(pair)
+    assert registry.pull(Reference.parse("tiny"), tmp_path / "newest").digest == pairs[1].digest
+    assert registry.pull(Reference.parse("tiny@v2"), tmp_path / "second").digest == pairs[0].digest
+    assert [v.entry.version for v in registry.versions()] == [1, 2, 10]
+
+
+def test_equal_files_are_stored_once(registry: Registry, make_version: MakeVersion) -> None:
+    for version in range(1, 6):
+        registry.push(make_version(version, weights=b"the same weights"))
+    entries = [name for name in tree(registry) if name.startswith("pairs/")]
+    assert len(entries) == 5
+    files = make_version(9, weights=b"the same weights").manifest.files()
+    assert len(tree(registry)) - len(entries) == len(set(files.values()))
+
+
+def test_a_second_push_changes_nothing(registry: Registry, make_version: MakeVersion) -> None:
+    pair = make_version(1)
+    registry.push(pair)
+    before = {p: p.stat().st_mtime_ns for p in Path(registry.store.where).rglob("*")}
+    assert registry.push(pair) == Entry("tiny", 1, 1)
+    assert {p: p.stat().st_mtime_ns for p in Path(registry.store.where).rglob("*")} == before
+
+
+def test_more_known_of_a_version_is_its_next_revision(
+    registry: Registry, make_version: MakeVersion, tmp_path: Path
+) -> None:
+    """The identity stays; nothing that was published is changed, and the newest is what is pulled."""
+    pair = make_version(1)
+    registry.push(pair)
+    earlier = tree(registry)
+    retold = pair.manifest.model_copy(update={"created": "2040-01-01"}).sealed()
+    retold.write(pair.folder)
+    assert registry.push(Pair.load(pair.folder)) == Entry("tiny", 1, 2)
+    assert earlier.items() <= tree(registry).items()
+    assert registry.pull(Reference.parse("tiny"), tmp_path / "pulled").manifest == retold
+    assert len(registry.versions()) == 1
+
+
+def test_another_pair_of_the_same_name_and_version_is_refused(registry: Registry, make_version: MakeVersion) -> None:
+    registry.push(make_version(3))
+    before = tree(registry)
+    with pytest.raises(BadInputError, match=r"has another tiny version 3: .* Nothing was pushed"):
+        registry.push(make_version(3))
+    assert tree(registry) == before
+
+
+def test_an_altered_pair_is_not_pushed(registry: Registry, make_version: MakeVersion) -> None:
+    pair = make_version(1)
+    (pair.folder / "recipe.yaml").write_text("altered")
+    with pytest.raises(BadInputError, match=r"was altered: recipe\.yaml"):
+        registry.push(pair)
+    assert not Path(registry.store.where).exists()
+
+
+def test_what_is_not_there_is_named(registry: Registry, make_version: MakeVersion, tmp_path: Path) -> None:
+    with pytest.raises(BadInputError, match="no pair called 'tiny'; there are: none"):
+        registry.pull(Reference.parse("tiny"), tmp_path / "pulled")
+    registry.push(make_version(1))
+    with pytest.raises(BadInputError, match="has tiny in the versions 1; 2 is none of them"):
+        registry.pull(Reference.parse("tiny@2"), tmp_path / "pulled")
+    assert not (tmp_path / "pulled").exists()
+
+
+def test_a_pull_never_takes_the_place_of_something_else(
+    registry: Registry, make_version: MakeVersion, tmp_path: Path
+) -> None:
+    pair, other = make_version(1), make_version(2)
+    registry.push(pair)
+    registry.push(other)
+    pulled = registry.pull(Reference.parse("tiny@1"), tmp_path / "pulled")
+    assert registry.pull(Reference.parse("tiny@1"), pulled.folder) == pulled, "it is there already"
+    with pytest.raises(BadInputError, match="nothing was written"):
+        registry.pull(Reference.parse("tiny@2"), pulled.folder)
+    assert contents(pulled.folder) == contents(pair.folder)
+
+
+@pytest.mark.parametrize("text", ["", "@1", "a b", "../x", "tiny@", "tiny@one", "tiny@-1", "tiny@1@2", ".x", "x" * 200])
+def test_references_that_are_none_are_refused(text: str) -> None:
+    with pytest.raises(BadInputError, match="names no pair"):
+        Reference.parse(text)
+
+
+@pytest.mark.parametrize("where", ["hf://pairs", "hf://a/b/c", "wandb://", "wandb://a/b/c", "s3://bucket/x"])
+def test_places_that_are_no_registry_are_refused(where: str) -> None:
+    with pytest.raises(BadInputError, match="is no registry"):
+        open_registry(where)
+
+
+# ------------------------------------------------------------ damage
+
+
+def test_every_byte_is_verified(registry: Registry, make_version: MakeVersion, tmp_path: Path) -> None:
+    """One flipped bit, a cut, or a missing file, in every blob and in the entry: refused, and nothing is written."""
+    registry.push(make_version(1))
+    root, good = Path(registry.store.where), tree(registry)
+    for name, content in good.items():
+        file = root / name
+        file.chmod(0o644)
+        flipped = bytes([content[0] ^ 1]) + content[1:]
+        for bad in (flipped, content[:-1], content + b"\0", None):
+            file.unlink()
+            if bad is not None:
+                file.write_bytes(bad)
+            with pytest.raises(BadInputError):
+                registry.pull(Reference.parse("tiny"), tmp_path / "pulled")
+            assert not (tmp_path / "pulled").exists(), name
+            file.write_bytes(content)
+    assert verify(registry.pull(Reference.parse("tiny"), tmp_path / "pulled").folder) == []
+
+
+def test_a_push_repairs_a_damaged_blob(registry: Registry, make_version: MakeVersion, tmp_path: Path) -> None:
+    pair = make_version(1)
+    registry.push(pair)
+    retold = pair.manifest.model_copy(update={"created": "2040-01-01"}).sealed()
+    retold.write(pair.folder)
+    blob = Path(registry.store.where) / blob_path(pair.manifest.drafter.files["model.safetensors"])
+    blob.chmod(0o644)
+    blob.write_bytes(b"damaged")
+    registry.push(Pair.load(pair.folder))
+    assert verify(registry.pull(Reference.parse("tiny"), tmp_path / "pulled").folder) == []
+
+
+def test_what_a_dead_writer_left_is_swept_and_what_a_living_one_writes_is_not(
+    registry: Registry, make_version: MakeVersion
+) -> None:
+    pair = make_version(1)
+    root = Path(registry.store.where)
+    dead, living = (root / BLOBS / "ab" / f".abcd.{process}.tmp" for process in (999_999_999, os.getpid()))
+    dead.parent.mkdir(parents=True)
+    for file in (dead, living):
+        file.write_bytes(b"half")
+    registry.push(pair)
+    assert (dead.exists(), living.exists()) == (False, True)
+
+
+# ------------------------------------------------------------ a stranger's registry
+
+
+def forge(registry: Registry, pair: Pair, **changes: object) -> None:
+    """Publish an entry that says these things, sealed like a real one."""
+    registry.push(pair)
+    entry = Path(registry.store.where) / Entry(pair.name, pair.version, 1).path
+    made = pair.manifest.model_copy(update=changes)
+    entry.chmod(0o644)
+    entry.write_text(made.model_copy(update={"digest": made.identity()}).sealed().to_text())
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["../../../escaped", "/tmp/escaped", "a/../../escaped", "x\0y", "..", "", ".", "a//b", "a/./b", "back\\..\\slash"],
+)
+def test_files_that_lead_out_of_the_pair_are_refused(
+    registry: Registry, make_version: MakeVersion, tmp_path: Path, name: str
+) -> None:
+    pair = make_version(1)
+    digest = pair.manifest.drafter.files["config.json"]
+    forge(registry, pair, drafter=pair.manifest.drafter.model_copy(update={"files": {name: digest}}))
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(BadInputError, match="files of a pair only"):
+        registry.pull(Reference.parse("tiny"), tmp_path / "pulled")
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize("digest", ["", "../../first/pair.json", "0" * 63, "Z" * 64, "A" * 64, "0" * 64 + "\n"])
+def test_digests_that_are_none_are_refused(
+    registry: Registry, make_version: MakeVersion, tmp_path: Path, digest: str
+) -> None:
+    pair = make_version(1)
+    forge(registry, pair, recipe=digest)
+    with pytest.raises(BadInputError):
+        registry.pull(Reference.parse("tiny"), tmp_path / "pulled")
+    assert not (tmp_path / "pulled").exists()
+
+
+def test_an_entry_in_anothers_place_is_refused(registry: Registry, make_version: MakeVersion, tmp_path: Path) -> None:
+    """A stranger cannot hand out version 1 as version 2, nor one pair under another's name."""
+    pair = make_version(1)
+    registry.push(pair)
+    root = Path(registry.store.where) / "pairs"
+    (root / "other").mkdir()
+    for copy in (root / "tiny" / "2.1.json", root / "other" / "1.1.json"):
+        shutil.copy(root / "tiny" / "1.1.json", copy)
+    for reference in ("tiny@2", "other"):
+        with pytest.raises(BadInputError, match=r"expected (tiny version 2|other version 1)"):
+            registry.pull(Reference.parse(reference), tmp_path / "pulled")
+
+
+def test_links_and_special_files_are_refused_at_once(
+    registry: Registry, make_version: MakeVersion, tmp_path: Path
+) -> None:
+    """A link to a secret, a pipe that nobody writes, an endless device, a linked folder: nothing hangs or leaks."""
+    pair = make_version(1)
+    registry.push(pair)
+    root = Path(registry.store.where)
+    blob = root / blob_path(pair.manifest.drafter.files["model.safetensors"])
+    content = blob.read_bytes()
+    (tmp_path / "secret").write_bytes(content)
+
+    def attempt() -> None:
+        with pytest.raises(BadInputError):
+            registry.pull(Reference.parse("tiny"), tmp_path / "pulled")
+        assert not (tmp_path / "pulled").exists()
+
+    for plant in (
+        lambda: blob.symlink_to(tmp_path / "secret"),
+        lambda: os.mkfifo(blob),
+        lambda: blob.mkdir(),
+        lambda: blob.symlink_to("/dev/zero"),
+    ):
+        blob.unlink()
+        plant()
+        attempt()
+        shutil.rmtree(blob) if blob.is_dir() and not blob.is_symlink() else None
+        blob.unlink(missing_ok=True)
+        blob.write_bytes(content)
+    moved = tmp_path / "elsewhere"
+    blob.parent.rename(moved)
+    blob.parent.symlink_to(moved)
+    attempt()
+
+
+def test_huge_and_deep_entries_are_refused(registry: Registry, make_version: MakeVersion, tmp_path: Path) -> None:
+    registry.push(make_version(1))
+    entry = Path(registry.store.where) / "pairs" / "tiny" / "1.1.json"
+    entry.chmod(0o644)
+    with entry.open("wb") as file:
+        file.truncate(1 << 40)  # a terabyte that takes no room
+    with pytest.raises(BadInputError, match="at most"):
+        registry.versions()
+    for text in (
+        "[" * 1_000_000,
+        '{"a":' * 100_000,
+        "null",
+        "[]",
+        '{"schema_version": 99}',
+        '{"schema_version": 1}',
+        "\ud800",
+    ):
+        entry.write_text(text, errors="surrogatepass")
+        with pytest.raises(BadInputError):
+            registry.versions()
+
+
+def test_files_that_are_no_entries_are_left_alone(registry: Registry, make_version: MakeVersion) -> None:
+    registry.push(make_version(1))
+    place = Path(registry.store.where) / "pairs" / "tiny"
+    for name in ("README.md", "01.1.json", "1.json", "1.0.json", "x.1.json", ".1.2.json.123.tmp", "1.1.json.bak"):
+        (place / name).write_text("mine")
+    assert [v.entry.version for v in registry.versions()] == [1]
+
+
+def test_a_store_says_where_it_is(tmp_path: Path) -> None:
+    assert FolderStore(tmp_path).where == str(tmp_path)
+    assert json.dumps(open_registry("hf://org/pairs").store.where) == '"hf://org/pairs"'
+    assert open_registry("wandb://team/drafters").store.where == "wandb://team/drafters"

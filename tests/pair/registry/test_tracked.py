@@ -1,0 +1,100 @@
+"""A registry in wandb's artifacts: pushes are real offline runs; what is pulled comes from what a run had staged."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from outrider.ground import BadInputError
+from outrider.pair import Pair, verify
+from outrider.pair.registry import FolderStore, Reference, Registry, WandbStore
+from outrider.pair.registry.layout import Entry
+
+MakeVersion = Callable[..., Pair]
+
+wandb = pytest.importorskip("wandb")
+
+
+class Downloaded:
+    """A version of an artifact as the service gives it: its metadata, and its files."""
+
+    def __init__(self, artifact: Any):
+        self.artifact, self.metadata = artifact, artifact.metadata
+
+    def download(self, root: str) -> str:
+        for name, entry in self.artifact.manifest.entries.items():
+            place = Path(root) / name
+            place.parent.mkdir(parents=True, exist_ok=True)
+            place.write_bytes(Path(entry.local_path).read_bytes())
+        return root
+
+
+class Project(WandbStore):
+    """A project that keeps the artifacts which were logged to it, as the service would."""
+
+    logged: list[Any]
+
+    def _artifacts(self) -> Any:
+        return map(Downloaded, self.logged)
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Project:
+    for name in ("WANDB_DIR", "WANDB_DATA_DIR", "WANDB_CACHE_DIR", "WANDB_CONFIG_DIR"):
+        monkeypatch.setenv(name, str(tmp_path / "wandb"))
+    (tmp_path / "wandb").mkdir()
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    found = Project("team/drafters", tmp_path / "work")
+    found.logged = []
+    log = wandb.Run.log_artifact
+
+    def noted(run: Any, artifact: Any, **options: Any) -> Any:
+        assert (run.offline, run.project, run.entity) == (True, "drafters", "team")
+        assert options["aliases"][0] == "latest"
+        found.logged.append(artifact)
+        return log(run, artifact, **options)
+
+    monkeypatch.setattr(wandb.Run, "log_artifact", noted)
+    return found
+
+
+def test_a_pair_is_an_artifact_with_the_layout_of_a_folder(
+    project: Project, make_version: MakeVersion, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair = make_version(3)
+    assert Registry(project).push(pair) == Entry("tiny", 3, 1)
+    (artifact,) = project.logged
+    assert (artifact.name.partition(":")[0], artifact.type) == ("tiny", "outrider-pair")
+    assert artifact.metadata == {"entry": "pairs/tiny/3.1.json"}
+    blobs = {digest: pair.folder / name for name, digest in pair.manifest.files().items()}
+    FolderStore(tmp_path / "folder").add(blobs, "pairs/tiny/3.1.json", b"x")
+    laid_out = {p.relative_to(tmp_path / "folder").as_posix() for p in (tmp_path / "folder").rglob("*") if p.is_file()}
+    assert set(artifact.manifest.entries) == laid_out
+    assert list((tmp_path / "wandb" / "wandb").glob("offline-run-*/*.wandb")), "for `wandb sync`"
+
+    monkeypatch.setenv("WANDB_MODE", "online")  # only now somebody can be asked what is there
+    pulled = Registry(project).pull(Reference.parse("tiny@3"), tmp_path / "pulled")
+    assert pulled.manifest == pair.manifest
+    assert verify(pulled.folder) == []
+    assert [v.entry for v in Registry(project).versions()] == [Entry("tiny", 3, 1)]
+
+
+def test_a_download_is_verified(
+    project: Project, make_version: MakeVersion, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Registry(project).push(make_version(1))
+    monkeypatch.setenv("WANDB_MODE", "online")
+    entries = project.logged[0].manifest.entries
+    name = next(name for name in entries if name.startswith("blobs/"))
+    staged = Path(entries[name].local_path)
+    staged.chmod(0o644)
+    staged.write_bytes(b"altered")
+    with pytest.raises(BadInputError, match="expected"):
+        Registry(project).pull(Reference.parse("tiny"), tmp_path / "pulled")
+    project.logged[0].metadata["entry"] = "pairs/../../escaped/1.1.json"
+    assert Registry(project).versions() == []
+    assert json.dumps(project.where) == '"wandb://team/drafters"'

@@ -1,0 +1,67 @@
+"""A pair leaves with what serving it needs: its target, too, where an adapter made that another model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from peft import LoraConfig, get_peft_model
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+
+from outrider.ground import BadInputError
+from outrider.heads import Medusa, MedusaConfig
+from outrider.pair import Pair, export_pair, new_pair
+from outrider.pair.export import by_position, export_depth
+from outrider.recipes import Recipe
+from outrider.targets import Target
+
+
+@pytest.fixture
+def adapted(
+    tmp_path: Path, tiny_llama: Callable[..., LlamaForCausalLM], tiny_tokenizer: PreTrainedTokenizerFast
+) -> Target:
+    """A target on disk with an adapter that changes it."""
+    base, adapter = tmp_path / "base", tmp_path / "adapter"
+    model = tiny_llama(vocab=len(tiny_tokenizer))
+    model.save_pretrained(base)
+    tiny_tokenizer.save_pretrained(base)
+    get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)).save_pretrained(adapter)
+    return Target.load(base, adapter=adapter, device="cpu")
+
+
+def test_heads_that_were_trained_with_an_adapter_leave_with_the_target_that_has_it(
+    adapted: Target, recipe: Recipe, tmp_path: Path
+) -> None:
+    drafter = Medusa.build(MedusaConfig(num_heads=2), adapted)
+    pair = new_pair(tmp_path / "pair", adapted, drafter, recipe, calibration=[])
+    made = export_pair(pair, "vllm", tmp_path / "out")
+    served = Target.load(tmp_path / "out" / "target", device="cpu")
+    assert served.fingerprint().digest == pair.fingerprint().digest
+    assert str(tmp_path / "out" / "target") in str(made.launch.command)
+    assert made.depth == 2  # as deep as the heads draft, though the plan says more
+    assert made.launch.settings == {"method": "medusa", "model": str(tmp_path / "out"), "num_speculative_tokens": 2}
+
+
+def test_an_engine_drafts_as_deep_as_the_pair_says_and_never_deeper_than_the_drafter(
+    make_pair: Callable[..., Pair],
+) -> None:
+    pair = make_pair("eagle3")
+    assert export_depth(pair, None) == pair.plan.depth == 3
+    assert export_depth(pair, 2) == 2
+
+
+def test_a_target_that_is_only_in_memory_cannot_be_named_to_an_engine(
+    make_pair: Callable[..., Pair], make_target: Callable[..., Target], tmp_path: Path
+) -> None:
+    target = make_target()
+    pair = make_pair("draft_model", target=target)
+    with pytest.raises(BadInputError, match="given in memory"):
+        export_pair(pair, "hf", tmp_path / "out", target=target)
+    assert not (tmp_path / "out").exists()
+
+
+def test_positions_are_counted_over_rounds() -> None:
+    """Of three rounds that kept 2, 0 and 1 drafts, two kept a first one, and one a second."""
+    assert by_position([[2, 0], [1]]) == [2, 1]
+    assert by_position([[]]) == []

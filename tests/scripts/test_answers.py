@@ -1,0 +1,215 @@
+"""Every `--json` answer is one object on stdout, as its shipped schema says; so are pair.json and report.json."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+import typer
+from jsonschema import Draft202012Validator
+from typer.testing import Result
+
+from outrider.scripts.answers import BODIES, SCHEMAS, schema_text, schemas
+from outrider.scripts.cli import app
+from outrider.scripts.examples import EXAMPLES
+from outrider.targets import Target
+
+Command = Callable[..., Result]
+
+
+def shipped(name: str) -> Draft202012Validator:
+    return Draft202012Validator(json.loads((SCHEMAS / f"{name}.json").read_text(encoding="utf-8")))
+
+
+def answer(kind: str, result: Result, code: int = 0) -> dict[str, Any]:
+    """The answer on stdout, which is nothing else, and valid."""
+    assert result.exit_code == code, (result.output, result.exception)
+    found: dict[str, Any] = json.loads(result.stdout)
+    assert (found["schema"], found["exit_code"]) == (f"outrider.{kind}/1", code)
+    shipped(kind).validate(found)
+    return found
+
+
+def test_the_shipped_schemas_are_those_of_the_code() -> None:
+    """After a change of an answer: python -m outrider.scripts.answers."""
+    found = schemas()
+    assert {file.name for file in SCHEMAS.glob("*.json")} == set(found)
+    for name, value in found.items():
+        assert (SCHEMAS / name).read_text(encoding="utf-8") == schema_text(value), name
+        Draft202012Validator.check_schema(value)
+
+
+def test_a_schema_refuses_what_is_no_answer() -> None:
+    good = {"schema": "outrider.pair-verify/1", "exit_code": 0, "folder": "p", "intact": True, "differences": []}
+    schema = shipped("pair-verify")
+    assert schema.is_valid(good)
+    for bad in ({"exit_code": "0"}, {"schema": "outrider.gate/1"}, {"differences": None}, {"more": 1}):
+        assert not schema.is_valid(good | bad), bad
+    assert not schema.is_valid({k: v for k, v in good.items() if k != "intact"})
+
+
+def altered(source: Path, folder: Path) -> Path:
+    target = Target.load(source)
+    target.model.model.layers[0].mlp.down_proj.weight.data *= 1.5
+    target.model.save_pretrained(folder)
+    target.require_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def test_every_verb_answers_as_its_schema_says(
+    outrider: Command, recipe_file: Path, tmp_path: Path, target_folder: Path
+) -> None:
+    """The life of a pair, each verb with --json; what it says is what it left on disk."""
+    run, pair = tmp_path / "run", tmp_path / "pair"
+    assert answer("distill", outrider("distill", recipe_file, "--json"))["counts"]["sequences"] == 6
+    trained = answer("train", outrider("train", recipe_file, "--json"))
+    assert (trained["steps"], trained["adapter"], trained["drafter"]) == (2, None, str(run / "drafter"))
+    report = answer("eval", outrider("eval", recipe_file, "--json"))
+    assert report["folder"] == str(run / "report")
+    saved = json.loads((run / "report" / "report.json").read_text())
+    shipped("report").validate(saved)
+    assert report["figures"] == saved["figures"]
+
+    made = answer("pair-new", outrider("pair", "new", pair, recipe_file, "--json"))
+    manifest = json.loads(outrider("pair", "show", pair, "--json").stdout)
+    shipped("pair").validate(manifest)
+    assert (made["digest"], made["version"]) == (manifest["digest"], 1)
+    assert [h["tau"] for h in made["headline"]] == [h["tau"] for h in manifest["measurements"]["headline"]]
+    assert answer("pair-verify", outrider("pair", "verify", pair, "--json"))["intact"]
+
+    tuned = answer("tune", outrider("tune", pair, "--limit", 1, "--max-new-tokens", 4, "--dry-run", "--json"))
+    assert not tuned["stored"]
+    changed = altered(target_folder, tmp_path / "changed")
+    probed = outrider("probe", pair, "--target", changed, "--json")
+    found = answer("probe", probed, probed.exit_code)
+    assert (found["verdict"], found["pair"]) == ({0: "fresh", 1: "stale"}[probed.exit_code], made["digest"])
+    arguments = ["refresh", pair, "--target", changed, "--out", tmp_path / "next", "training.max_steps=1", "--json"]
+    assert answer("refresh", outrider(*arguments))["lineage"]["parent"]["digest"] == made["digest"]
+
+    gated = outrider("gate", tmp_path / "next" / "pair", "--against", pair, "--json")
+    verdict = answer("gate", gated, gated.exit_code)
+    assert verdict["passed"] == (gated.exit_code == 0)
+    assert not verdict["same_target"]
+    assert "different targets" in verdict["remarks"][0]
+    assert answer("gate", outrider("gate", pair, "--against", pair, "--json"))["same_target"]
+
+    (pair / "recipe.yaml").write_text("altered")
+    differences = answer("pair-verify", outrider("pair", "verify", pair, "--json"), 1)["differences"]
+    assert [line.partition(":")[0] for line in differences] == ["recipe.yaml"]
+
+
+def test_the_answers_about_one_recipe(outrider: Command, recipe_file: Path, tmp_path: Path) -> None:
+    answer("doctor", outrider("doctor", "--json"))
+    assert answer("plan", outrider("plan", recipe_file, "--json"))["peak_memory"] > 0
+    answer("vocab", outrider("vocab", recipe_file, "--json"))
+    arguments = ["compare", recipe_file, "--budget", "0.2", "--out", tmp_path / "compared", "eval.limit=1", "--json"]
+    result = outrider(*arguments)
+    if result.exit_code == 0:
+        answer("compare", result)
+    else:
+        answer("error", result, result.exit_code)
+
+
+def test_what_went_wrong_is_an_answer_too(outrider: Command, tmp_path: Path) -> None:
+    for words in (("gate", tmp_path, "--against", tmp_path), ("pair", "verify", tmp_path), ("eval", "no-such-recipe")):
+        result = outrider(*words, "--json")
+        said = answer("error", result, 2)["error"]
+        assert said in result.stderr.replace("\n", " ") or said in result.stderr
+
+
+def test_every_answer_is_shown_by_a_test() -> None:
+    source = Path(__file__).read_text(encoding="utf-8") + Path(__file__).with_name("test_pair_registry.py").read_text()
+    assert [kind for kind in BODIES if f'answer("{kind}"' not in source] == []
+
+
+# ------------------------------------------------------------ the gate's files
+
+
+def test_the_gate_writes_junit_and_markdown(outrider: Command, recipe_file: Path, tmp_path: Path) -> None:
+    """A failure is a failure there, too; what the files say is what the answer says."""
+    for words in (["train", recipe_file], ["eval", recipe_file]):
+        assert outrider(*words).exit_code == 0
+    good, bad = tmp_path / "run" / "report", tmp_path / "bad"
+    bad.mkdir()
+    report = json.loads((good / "report.json").read_text())
+    for record in report["records"]:
+        if record["contestant"] == "eagle3":
+            record["accepted"] = [accepted + 4 for accepted in record["accepted"]]
+    (bad / "report.json").write_text(json.dumps(report))
+    junit, markdown = tmp_path / "gate.xml", tmp_path / "gate.md"
+    for against, failures in ((good, 0), (bad, 1)):
+        result = outrider("gate", good, "--against", against, "--junit", junit, "--markdown", markdown, "--json")
+        verdict = answer("gate", result, failures)
+        suites = ElementTree.fromstring(junit.read_text(encoding="utf-8"))
+        assert (suites.get("tests"), suites.get("failures")) == ("1", str(failures))
+        assert len(suites.findall("./testsuite/testcase/failure")) == failures
+        (line,) = (found["line"] for found in verdict["findings"])
+        assert line in junit.read_text(encoding="utf-8").replace("&gt;", ">")
+        text = markdown.read_text(encoding="utf-8")
+        assert text.startswith("### ❌ gate failed" if failures else "### ✅ gate passed")
+        assert f"{verdict['findings'][0]['tau_after']:.2f}" in text
+
+
+# ------------------------------------------------------------ help and completion
+
+
+def verbs() -> dict[str, typer.models.CommandInfo]:
+    root = typer.main.get_command(app)
+    found: dict[str, Any] = {}
+    for name, command in root.commands.items():  # type: ignore[attr-defined]
+        inner = getattr(command, "commands", None)
+        found |= {name: command} if inner is None else {f"{name} {sub}": c for sub, c in inner.items()}
+    return found
+
+
+def test_every_verb_has_examples_that_the_command_line_takes() -> None:
+    known = verbs()
+    assert set(EXAMPLES) == set(known)
+    for verb, lines in EXAMPLES.items():
+        for line in lines:
+            words = shlex.split(line)
+            assert words[: 1 + len(verb.split())] == ["outrider", *verb.split()]
+            known[verb].make_context(verb, words[1 + len(verb.split()) :])  # type: ignore[attr-defined]
+
+
+def test_help_shows_the_examples(outrider: Command) -> None:
+    for verb, lines in EXAMPLES.items():
+        shown = " ".join(outrider(*verb.split(), "--help").stdout.split())
+        assert " ".join(lines[0].split()) in shown, verb
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_shells_complete_verbs(shell: str) -> None:
+    """The script that a shell loads, and what it asks for then."""
+    command = [sys.executable, "-m", "outrider.scripts.cli"]
+    environment = {"_OUTRIDER_COMPLETE": f"source_{shell}", "PATH": "/usr/bin:/bin"}
+    script = subprocess.run(command, capture_output=True, text=True, env=environment).stdout
+    assert "_OUTRIDER_COMPLETE=complete_" in script
+    asked = {"bash": {"COMP_WORDS": "outrider pro", "COMP_CWORD": "1"}}.get(
+        shell, {"_TYPER_COMPLETE_ARGS": "outrider pro", "_TYPER_COMPLETE_FISH_ACTION": "get-args"}
+    )
+    found = subprocess.run(
+        command, capture_output=True, text=True, env={"_OUTRIDER_COMPLETE": f"complete_{shell}", **asked}
+    ).stdout
+    assert "probe" in found
+
+
+def test_what_libraries_print_never_gets_into_an_answer(
+    outrider: Command, monkeypatch: pytest.MonkeyPatch, recipe_file: Path
+) -> None:
+    """Some print while they are imported, others while they work."""
+    from outrider.scripts import doctor
+
+    examine = doctor.examine
+    monkeypatch.setattr(doctor, "examine", lambda: print("chatter of a library") or examine())
+    result = outrider("doctor", "--json")
+    assert "chatter" in result.stderr
+    answer("doctor", result)
+    assert "chatter" in outrider("doctor").stdout

@@ -1,0 +1,86 @@
+"""The verbs at the doors, on a tiny pair: out to an engine, in again, and looked at."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from typer.testing import Result
+
+
+@pytest.fixture
+def pair(recipe_file: Path, outrider: Callable[..., Result]) -> Path:
+    """A trained, measured pair."""
+    taps, folder = "drafter.taps=[1,3,5]", recipe_file.parent / "pair"
+    for verb in (("train",), ("eval",), ("pair", "new", folder)):
+        result = outrider(*verb, recipe_file, taps)
+        assert result.exit_code == 0, result.output
+    return folder
+
+
+def test_a_pair_is_exported_with_its_launch_and_its_expectations(pair: Path, outrider: Callable[..., Result]) -> None:
+    out = pair.parent / "vllm"
+    result = outrider("export", pair, "--to", "vllm", "--out", out)
+    assert result.exit_code == 0, result.output
+    launch = json.loads((out / "launch.json").read_text())
+    assert launch["settings"] == {
+        "method": "eagle3",
+        "model": str(out),
+        "num_speculative_tokens": 2,
+        "draft_sample_method": "probabilistic",
+    }
+    assert launch["command"] in result.output
+    assert launch["command"] in (out / "README.md").read_text()
+    served = json.loads((out / "served.json").read_text())
+    expected = served["expected"][0]
+    report = json.loads(next((pair / "reports").rglob("report.json")).read_text())
+    records = [r for r in report["records"] if r["contestant"] == "eagle3"]
+    accepted = [a for r in records for a in r["accepted"]]
+    assert expected["accepted_at"] == [n for n in (sum(a > d for a in accepted) for d in range(2)) if n]
+    assert expected["tau"]["value"] == pytest.approx(1 + sum(accepted) / len(accepted))
+    assert served["suites"] == json.loads((pair / "pair.json").read_text())["measurements"]["suites"]
+
+
+def test_what_was_exported_is_imported_as_a_pair_that_measures_and_probes(
+    pair: Path, target_folder: Path, outrider: Callable[..., Result]
+) -> None:
+    out, back = pair.parent / "sglang", pair.parent / "back"
+    assert outrider("export", pair, "--to", "sglang", "--out", out).exit_code == 0
+    result = outrider("import", out, "--target", target_folder, "--out", back, "--pair")
+    assert result.exit_code == 0, result.output
+    assert "pair of type eagle3, from the layout sglang" in result.output
+    for verb in (("pair", "verify", back), ("probe", back, "--target", target_folder)):
+        result = outrider(*verb)
+        assert result.exit_code == 0, result.output
+    weights = [folder / "drafter" / "model.safetensors" for folder in (pair, back)]
+    assert weights[0].read_bytes() == weights[1].read_bytes()
+
+
+def test_lint_says_nothing_of_a_good_export_and_ends_with_1_on_a_fault(
+    pair: Path, outrider: Callable[..., Result]
+) -> None:
+    out = pair.parent / "vllm"
+    assert outrider("export", pair, "--to", "vllm", "--out", out).exit_code == 0
+    good = outrider("lint", out)
+    assert (good.exit_code, "nothing found" in good.output) == (0, True)
+    config = json.loads((out / "config.json").read_text())
+    (out / "config.json").write_text(json.dumps({k: v for k, v in config.items() if not k.startswith("eagle_aux")}))
+    bad = outrider("lint", out, "--json")
+    assert bad.exit_code == 1
+    assert "taps-missing" in [finding["check"] for finding in json.loads(bad.output)["findings"]]
+
+
+@pytest.mark.parametrize("verb", ["train", "plan"])
+def test_a_drafter_that_its_engine_cannot_serve_is_refused_before_it_is_trained(
+    recipe_file: Path, outrider: Callable[..., Result], verb: str
+) -> None:
+    changes = ("drafter.taps=[1,3,5]", "drafter.norm_before_residual=true")
+    refused = outrider(verb, recipe_file, *changes, "--for", "sglang")
+    assert refused.exit_code == 3
+    assert "norm_before_residual: true" in refused.output
+    assert "nearest that can be served: norm_before_residual: false" in refused.output
+    assert not (recipe_file.parent / "run").exists()
+    assert outrider("plan", recipe_file, *changes, "--for", "vllm").exit_code == 0
+    assert outrider("plan", recipe_file, *changes, "--for", "llm").exit_code == 2

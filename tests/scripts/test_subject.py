@@ -1,0 +1,165 @@
+"""What eval, tune and pair new work on: what was asked for is followed or refused, never silently something else."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
+from typer.testing import Result
+
+from outrider.heads import Ngram
+from outrider.pair import Pair, new_pair, verify
+from outrider.recipes import load_recipe
+from outrider.scripts.subject import Asked, load_subject
+from outrider.targets import Target
+
+Command = Callable[..., Result]
+
+
+def succeeded(result: Result) -> Result:
+    assert result.exit_code == 0, (result.output, result.exception)
+    return result
+
+
+def refused(result: Result, *words: str) -> None:
+    assert result.exit_code == 2, result.output
+    said = " ".join(result.stderr.split())
+    assert [w for w in words if w not in said] == [], said
+
+
+@pytest.fixture
+def pair(recipe_file: Path, tmp_path: Path, target_folder: Path) -> Path:
+    recipe = load_recipe(str(recipe_file), ["drafter={type: ngram}"])
+    return new_pair(tmp_path / "pair", Target.load(target_folder), Ngram(), recipe).folder
+
+
+@pytest.fixture
+def adapter(tmp_path: Path, target_folder: Path) -> Path:
+    torch.manual_seed(0)
+    model = get_peft_model(Target.load(target_folder).model, LoraConfig(target_modules=["down_proj"], r=2))
+    for name, weight in model.named_parameters():
+        if "lora_B" in name:
+            weight.data.normal_()
+    model.save_pretrained(tmp_path / "lora")
+    return tmp_path / "lora"
+
+
+# ------------------------------------------------------------ a pair
+
+
+@pytest.mark.parametrize(
+    "change", ["target.path=embedded", "drafter.depth=1", "data.limit=5", "eval.dtype=bfloat16", "name=x"]
+)
+def test_overrides_that_a_pair_cannot_follow_are_refused(outrider: Command, pair: Path, change: str) -> None:
+    refused(outrider("eval", pair, change), change, "a pair cannot follow", "--target")
+
+
+def test_overrides_of_eval_are_followed(pair: Path) -> None:
+    subject = load_subject(str(pair), Asked(["eval.depth=1", "eval.limit=2", "eval.max_new_tokens=5"]))
+    assert (subject.plan.depth, subject.settings.limit, subject.settings.max_new_tokens) == (1, 2, 5)
+    static = load_subject(str(pair), Asked(["eval.tree=[-1, -1]"])).plan.tree
+    assert static is not None
+    assert static.parents == (-1, -1)
+
+
+def test_a_pair_is_measured_on_a_changed_target(
+    outrider: Command, pair: Path, adapter: Path, target_folder: Path, tmp_path: Path
+) -> None:
+    """The report is about the changed target, and lies beside the one about the pair's own."""
+    arguments = ["eval", pair, "--target", target_folder, "--adapter", adapter, "--limit", 1, "--json"]
+    report = json.loads(succeeded(outrider(*arguments, "--out", tmp_path / "report")).stdout)
+    changed = Target.load(target_folder, adapter=adapter).fingerprint().digest
+    assert report["conditions"]["target"]["fingerprint"] == changed
+    own, other = (load_subject(str(pair), Asked(target=t)).report_folder for t in (None, str(target_folder)))
+    assert own.name == "tiny-v1"
+    assert other.name.startswith("tiny-v1-on-")
+
+
+def test_an_adapter_needs_a_target(outrider: Command, pair: Path, adapter: Path, recipe_file: Path) -> None:
+    refused(outrider("eval", pair, "--adapter", adapter), "--target")
+    refused(outrider("eval", recipe_file, "--target", "embedded"), "is a recipe", "target.path")
+
+
+def test_a_pair_needs_no_working_directory(
+    outrider: Command, target_folder: Path, tmp_path: Path, recipe_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its suites are named by relative path: it is measured, probed and refreshed elsewhere, without these files."""
+    home, elsewhere = tmp_path / "home", tmp_path / "elsewhere"
+    (home / "mine").mkdir(parents=True)
+    elsewhere.mkdir()
+    shutil.copy(tmp_path / "prompts.jsonl", home / "mine" / "test.jsonl")
+    monkeypatch.chdir(home)
+    recipe = load_recipe(str(recipe_file), ["drafter={type: ngram}", "eval.suites=[mine/test.jsonl]"])
+    target = Target.load(target_folder)
+    made = new_pair(home / "pair", target, Ngram(), recipe)
+    assert sorted(made.manifest.suites) == ["mine/test.jsonl"]
+    shutil.move(home / "pair", elsewhere / "pair")
+    shutil.rmtree(home)
+    monkeypatch.chdir(elsewhere)
+    report = json.loads(succeeded(outrider("eval", "pair", "--json")).stdout)
+    assert [(suite["name"], suite["num_prompts"]) for suite in report["conditions"]["suites"]] == [("test", 3)]
+    assert {m.suite for m in made.manifest.measurements.baseline.prompts} == {"test"}
+    succeeded(outrider("refresh", "pair", "--target", target_folder, "--out", "next"))
+    child = Pair.load("next/pair")
+    assert child.manifest.suites == made.manifest.suites
+    assert child.recipe_file.read_text().count("suites/mine/test.jsonl") == 1
+    assert verify("next/pair") == []
+    (elsewhere / "pair" / "suites" / "mine" / "test.jsonl").write_text("{}")
+    assert verify("pair")[0].startswith("suites/mine/test.jsonl: content differs")
+
+
+# ------------------------------------------------------------ a recipe
+
+
+@pytest.fixture
+def trained(outrider: Command, recipe_file: Path) -> Path:
+    succeeded(outrider("train", recipe_file))
+    succeeded(outrider("eval", recipe_file))
+    return recipe_file
+
+
+def test_a_quick_look_never_takes_the_place_of_the_real_figures(
+    outrider: Command, trained: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    real = (run / "report" / "report.json").read_bytes()
+    shutil.copytree(run / "drafter", tmp_path / "other")
+    for words in (["--limit", 1], ["--drafter", tmp_path / "other"], ["eval.limit=2"], ["--depth", 1]):
+        succeeded(outrider("eval", trained, *words))
+        assert (run / "report" / "report.json").read_bytes() == real, words
+    assert len(list((run / "reports").iterdir())) == 4
+    succeeded(outrider("pair", "new", tmp_path / "pair", trained))
+    assert next((tmp_path / "pair" / "reports").glob("*/report.json")).read_bytes() == real
+
+
+def test_pair_new_takes_the_report_of_what_it_binds(outrider: Command, trained: Path, tmp_path: Path) -> None:
+    """With the same words eval and pair new mean the same measurement; without one the pair says that it has none."""
+    succeeded(outrider("eval", trained, "eval.limit=2"))
+    succeeded(outrider("pair", "new", tmp_path / "pair", trained, "eval.limit=2"))
+    assert Pair.load(tmp_path / "pair").manifest.measurements.headline[0].num_prompts == 2
+    shown = succeeded(outrider("pair", "new", tmp_path / "other", trained, "eval.limit=1"))
+    assert "this pair holds no figures" in " ".join(shown.stdout.split())
+    assert Pair.load(tmp_path / "other").manifest.measurements.headline == []
+
+
+def test_a_report_of_other_weights_is_refused(outrider: Command, trained: Path, tmp_path: Path) -> None:
+    """A headline that other weights earned, of the same type and shape, is no headline of these."""
+    drafter = tmp_path / "run" / "drafter"
+    weights = load_file(drafter / "model.safetensors")
+    name = next(n for n, w in weights.items() if w.is_floating_point())
+    weights[name] = weights[name] + 0.5
+    save_file(weights, drafter / "model.safetensors", metadata={"format": "pt"})
+    refused(outrider("pair", "new", tmp_path / "pair", trained), "other weights", "Measure this one")
+    assert not (tmp_path / "pair").exists()
+    report = tmp_path / "run" / "report" / "report.json"
+    values = json.loads(report.read_text())
+    for contestant in values["contestants"]:
+        contestant.pop("digest")
+    report.write_text(json.dumps(values))
+    refused(outrider("pair", "new", tmp_path / "pair", trained), "does not say which weights", "Measure again")

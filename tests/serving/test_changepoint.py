@@ -1,0 +1,84 @@
+"""The test for a change keeps what it promises: false alarms seldom, delays as stated."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from outrider.ground import BadInputError
+from outrider.serving.changepoint import LONGEST, Baseline, Chart, Limits, Sums
+
+
+def prompts(generator: np.random.Generator, count: int, rate: float) -> tuple[list[float], list[float]]:
+    """Return rounds and accepted drafts of prompts of which each has an acceptance of its own."""
+    rounds = generator.integers(10, 40, count)
+    own = generator.beta(20 * rate, 20 * (1 - rate), count)
+    return list(map(float, rounds)), [float(generator.binomial(3 * n, p)) for n, p in zip(rounds, own, strict=True)]
+
+
+def first_alarm(baseline: Baseline, chart: Chart, generator: np.random.Generator, rate: float, windows: int) -> int:
+    """Return the number of windows until an alarm, 0 for none, on traffic of prompts."""
+    sums, rounds, accepted = Sums(), 0.0, 0.0
+    number = 0
+    while number < windows:
+        for n, a in zip(*prompts(generator, 20, rate), strict=True):
+            rounds, accepted = rounds + n, accepted + a
+            if rounds >= chart.limits.window:
+                number += 1
+                sums = sums.after(baseline.score(rounds, accepted))
+                rounds = accepted = 0.0
+                if sums.alarm(chart.threshold):
+                    return number
+    return 0
+
+
+def test_quiet_traffic_raises_alarms_as_seldom_as_promised() -> None:
+    limits = Limits(window=100, false_alarms=0.05, quiet=50)
+    alarmed = 0
+    for seed in range(60):
+        generator = np.random.default_rng(seed)
+        baseline = Baseline.of(*prompts(generator, 400, 0.5), "learned")
+        chart = Chart.calibrated(baseline, limits)
+        alarmed += first_alarm(baseline, chart, generator, 0.5, limits.quiet) > 0
+    assert alarmed <= 8, "the mean is 3; more than 8 has a probability below 0.003"
+
+
+def test_a_fall_is_found_after_about_as_many_rounds_as_stated() -> None:
+    limits, delays, stated = Limits(window=100), [], 0.0
+    for seed in range(40):
+        generator = np.random.default_rng(seed)
+        baseline = Baseline.of(*prompts(generator, 400, 0.5), "learned")
+        chart = Chart.calibrated(baseline, limits)
+        stated = chart.delay_in_rounds(baseline, 0.3)
+        found = first_alarm(baseline, chart, generator, 0.35, 100)
+        assert found, "a fall by 30% is always found"
+        delays.append(found * limits.window)
+    assert 0.5 * stated <= np.median(delays) <= 2 * stated
+
+
+def test_a_baseline_from_few_windows_makes_the_test_more_careful() -> None:
+    thresholds = [
+        Chart.calibrated(Baseline(tau=2, spread=1, rounds=rounds, source=""), Limits()).threshold
+        for rounds in (2_000, 10_000, 100_000)
+    ]
+    assert thresholds == sorted(thresholds, reverse=True)
+
+
+def test_a_change_too_small_to_be_found_is_said_to_be() -> None:
+    chart = Chart.calibrated(Baseline(tau=2, spread=1, rounds=100_000, source=""), Limits())
+    assert chart.delay(0.0) > LONGEST
+    assert chart.delay(1.0) < chart.delay(0.7)
+
+
+def test_falls_and_rises_are_told_apart_and_dated() -> None:
+    sums = Sums()
+    for score in (0.1, -0.2, 3.0, 3.0, 3.0):
+        sums = sums.after(score)
+    assert sums.alarm(7.0) == "rise"
+    assert sums.risen == 3
+    assert sums.after(-30.0).alarm(7.0) == "fall"
+
+
+def test_a_baseline_needs_more_than_a_few_prompts() -> None:
+    with pytest.raises(BadInputError, match="too few"):
+        Baseline.of([10.0, 12.0], [4.0, 5.0], "a pair")

@@ -1,0 +1,178 @@
+"""Two sides are compared prompt by prompt, and what parts them names the suspicion."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from outrider.decode import Round
+from outrider.serving.comparison import Comparison, Replies, Reply, compare
+from outrider.serving.expectation import Answered, Asked, Counts, Expectation
+from outrider.serving.hypotheses import explain
+from outrider.serving.suspicion import suspicions
+
+PROMPTS, DEPTH, TOKENS = 24, 4, 60
+RIGHT = (0.6, 0.6, 0.6, 0.6)  # acceptance at each position, given the one before
+
+
+def drafted(alphas: tuple[float, ...], seed: int, depth: int = DEPTH) -> list[Counts]:
+    """Return the rounds of prompts whose drafts are accepted with these probabilities, each prompt a little off."""
+    found = []
+    for prompt in range(PROMPTS):
+        generator = np.random.default_rng([seed, prompt])
+        shift = np.random.default_rng([0, prompt]).normal(0, 0.05)
+        rounds, left = [], TOKENS
+        while left > 0:
+            accepted = 0
+            while accepted < depth and generator.random() < alphas[min(accepted, DEPTH - 1)] + shift:
+                accepted += 1
+            rounds.append(Round(depth, accepted, accepted + 1))
+            left -= accepted + 1
+        found.append(Counts.of(rounds))
+    return found
+
+
+def answers(counts: list[Counts]) -> list[Answered]:
+    return [Answered(tokens=list(range(TOKENS)), ended=False, lengths=[TOKENS], counts=[c]) for c in counts]
+
+
+def expectation(temperature: float = 0.0, one_hot: tuple[float, ...] | None = None) -> Expectation:
+    def seeded(alphas: tuple[float, ...], first: int) -> list[Answered]:
+        seeds = [drafted(alphas, first + s) for s in range(3)]
+        return [
+            Answered(tokens=list(range(TOKENS)), ended=False, lengths=[TOKENS] * 3, counts=list(c))
+            for c in zip(*seeds, strict=True)
+        ]
+
+    key = f"{temperature:g}"
+    return Expectation(
+        target="t",
+        drafter="eagle3",
+        depth=DEPTH,
+        max_new_tokens=TOKENS,
+        prompts=[Asked(suite="code", id=str(i), tokens=[1, 2]) for i in range(PROMPTS)],
+        answers={key: seeded(RIGHT, 10)},
+        one_hot={} if one_hot is None else {key: seeded(one_hot, 20)},
+    )
+
+
+def replies(counts: list[Counts], temperature: float = 0.0, **changes: object) -> Replies:
+    values = {"text": "", "tokens": list(range(TOKENS)), "length": TOKENS, "ended": False, "seconds": 1.0} | changes
+    return Replies(temperature=temperature, drafting=[Reply(counts=c, **values) for c in counts])  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def compared() -> Callable[..., Comparison]:
+    """`compared(alphas, temperature=0, one_hot=None, depth=4, **reply)`: an engine whose drafts do as well as that."""
+
+    def made(
+        alphas: tuple[float, ...],
+        temperature: float = 0.0,
+        one_hot: tuple[float, ...] | None = None,
+        depth: int = DEPTH,
+        **changes: object,
+    ) -> Comparison:
+        return compare(expectation(temperature, one_hot), replies(drafted(alphas, 1, depth), temperature, **changes))
+
+    return made
+
+
+def kinds(*found: Comparison, exact: bool = False) -> list[str]:
+    """Return the suspicions; the two sides of these tests draw their drafts independently, so they are not exact."""
+    return [s.kind for s in suspicions(found, 0.02, exact)]
+
+
+def test_the_same_acceptance_is_no_finding(compared: Callable[..., Comparison]) -> None:
+    found = compared(RIGHT)
+    assert kinds(found) == []
+    assert found.identical == PROMPTS
+    assert found.parts_at is None
+
+
+def test_counts_of_rounds_are_those_of_an_engine() -> None:
+    """Rounds in which nothing was drafted do not count, and a position counts the rounds that kept it."""
+    found = Counts.of([Round(4, 2, 3), Round(0, 0, 1), Round(4, 0, 1), Round(4, 4, 5)])
+    assert (found.rounds, found.drafted, found.accepted, found.by_position) == (3, 12, 6, [2, 2, 1, 1])
+    assert found.tau == 3.0
+
+
+@pytest.mark.parametrize(
+    ("alphas", "kind", "parts_at"),
+    [
+        ((0.35, 0.6, 0.6, 0.6), "first", 1),
+        ((0.6, 0.2, 0.2, 0.2), "later", 2),
+        ((0.02, 0.6, 0.6, 0.6), "vocabulary", 1),
+    ],
+)
+def test_the_first_position_that_parts_names_the_suspicion(
+    compared: Callable[..., Comparison], alphas: tuple[float, ...], kind: str, parts_at: int
+) -> None:
+    found = compared(alphas)
+    assert kinds(found) == [kind]
+    assert found.parts_at == parts_at
+
+
+def test_another_depth_is_seen_in_the_drafts_themselves(compared: Callable[..., Comparison]) -> None:
+    assert kinds(compared(RIGHT, depth=5)) == ["depth"]
+    assert kinds(compared(RIGHT, depth=3)) == ["depth"]
+
+
+def test_right_at_zero_and_low_above_it_is_the_engines_sampling(compared: Callable[..., Comparison]) -> None:
+    right, low = compared(RIGHT), compared((0.1, 0.0, 0.0, 0.0), 1.0, one_hot=(0.45, 0.45, 0.45, 0.45))
+    assert kinds(right, low) == ["sampling"]
+
+
+def test_picked_drafts_are_told_from_wrong_sampling(compared: Callable[..., Comparison]) -> None:
+    picked = (0.45, 0.45, 0.45, 0.45)
+    assert kinds(compared(RIGHT), compared(picked, 1.0, one_hot=picked)) == ["one-hot"]
+
+
+def test_texts_that_end_early_are_a_finding_though_tau_is_right(compared: Callable[..., Comparison]) -> None:
+    found = compared(RIGHT, 1.0, length=TOKENS - 7)
+    assert kinds(compared(RIGHT), found) == ["sampling"]
+
+
+def test_other_texts_are_another_target_and_one_late_one_is_a_near_tie(compared: Callable[..., Comparison]) -> None:
+    other = compared(RIGHT, tokens=[7, *range(1, TOKENS)])
+    assert other.identical == 0
+    assert kinds(other) == ["target"]
+    late = replies(drafted(RIGHT, 1))
+    late.drafting[3].tokens = [*range(50), 99]
+    found = compare(expectation(), late)
+    assert (found.identical, found.divergences[0].index) == (PROMPTS - 1, 50)
+    assert kinds(found) == ["tie"]
+
+
+def test_an_engine_that_returns_text_alone_is_compared_by_text() -> None:
+    answered = replies(drafted(RIGHT, 1), tokens=None, text=str(list(range(TOKENS))))
+    assert compare(expectation(), answered, str).identical == PROMPTS
+
+
+def test_in_float32_other_drafts_are_a_finding_though_as_many_are_accepted(
+    compared: Callable[..., Comparison],
+) -> None:
+    found = compared(RIGHT)
+    assert found.agrees(0.02)
+    assert found.same_drafts is not None
+    assert found.same_drafts < PROMPTS / 2
+    assert kinds(found, exact=True) == ["first"]
+
+
+def test_a_mistake_that_does_exactly_the_same_is_the_explanation() -> None:
+    right, wrong, other = (drafted(RIGHT, seed) for seed in (1, 2, 3))
+    tried = {"taps - 1": answers(other), "norm_output": answers(wrong)}
+    found = explain(wrong, answers(right), tried)
+    assert found is not None
+    assert (found.kind, found.same, found.remaining) == ("later", PROMPTS, 0.0)
+    assert found.is_certain
+    assert "norm_output" in str(found)
+    assert explain(right, answers(right), tried) is None, "nothing is to be explained"
+    assert explain(drafted(RIGHT, 4), answers(right), tried) is None, "no mistake comes near"
+
+
+def test_a_paired_difference_is_surer_than_two_intervals(compared: Callable[..., Comparison]) -> None:
+    found = compared((0.55, 0.55, 0.55, 0.55))
+    apart = found.served.high - found.served.low + found.own.high - found.own.low
+    assert found.difference.high - found.difference.low < apart

@@ -1,0 +1,71 @@
+"""Every engine's page of metrics says the same after it was read, whatever the names on it.
+
+The pages hold the names of the engines' own sources; that of vLLM was taken from a running server.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from outrider.ground import BadInputError
+from outrider.serving.counters import Counters, read_counters
+
+PAGES = Path(__file__).parent / "pages"
+
+
+def page(name: str) -> str:
+    return (PAGES / f"{name}.txt").read_text()
+
+
+@pytest.mark.parametrize("name", ["vllm", "vllm-0.8", "tgi", "llama-cpp"])
+def test_each_engine_counts_200_rounds_that_kept_300_drafts(name: str) -> None:
+    found = read_counters(page(name))
+    assert (found.rounds, found.accepted, found.tau) == (200, 300, 2.5)
+
+
+@pytest.mark.parametrize("name", ["vllm", "llama-cpp"])
+def test_positions_are_summed_over_the_engines_of_a_server(name: str) -> None:
+    found = read_counters(page(name))
+    assert found.by_position == (130, 100, 50, 20)
+    assert sum(found.by_position) == found.accepted
+    assert found.depth == 4
+
+
+def test_an_average_alone_becomes_rounds_of_that_many_tokens() -> None:
+    """SGLang shows the mean of its latest rounds, and counts tokens."""
+    found = read_counters(page("sglang")).since(None)
+    assert (found.rounds, found.accepted, found.tau) == (200, 300, 2.5)
+
+
+@pytest.mark.parametrize("name", ["vllm", "sglang", "tgi", "llama-cpp"])
+def test_names_may_have_lost_their_colons(name: str) -> None:
+    """Exporters between engine and reader write `_` for `:`."""
+    text = page(name)
+    changed = text.replace("vllm:", "vllm_").replace("sglang:", "sglang_").replace("llamacpp:", "llamacpp_")
+    assert read_counters(changed) == read_counters(text)
+
+
+def test_what_was_counted_between_two_looks() -> None:
+    first = Counters("vllm", 10, 40, 15, (8, 5, 2), 30, started=1.0)
+    then = Counters("vllm", 30, 120, 45, (22, 15, 6, 2), 80, started=1.0)
+    assert then.since(first) == Counters("vllm", 20, 80, 30, (14, 10, 4, 2), 50, started=1.0)
+    assert then.since(first).tau == 2.5
+
+
+def test_after_a_restart_everything_counted_is_new() -> None:
+    before = Counters("vllm", 100, 400, 150, (80, 50, 20), 300, started=1.0)
+    fallen = Counters("vllm", 30, 120, 45, (22, 15, 8), 80)
+    assert fallen.restarted(before)
+    assert fallen.since(before) == fallen
+    busier = Counters("vllm", 130, 520, 195, (100, 65, 30), 380, started=2.0)
+    assert busier.restarted(before), "it has counted more than before, but began later"
+    assert busier.since(before).rounds == 130
+
+
+def test_a_page_of_something_else_is_refused_with_what_to_do() -> None:
+    with pytest.raises(BadInputError, match="--enable-metrics"):
+        read_counters("# TYPE up gauge\nup 1\n")
+    with pytest.raises(BadInputError, match="no page of Prometheus metrics"):
+        read_counters("<html>{not metrics</html>")

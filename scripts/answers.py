@@ -222,12 +222,11 @@ class PairBody(Body):
 
 
 class VerifyBody(Body):
-    """Whether a pair is intact, and what differs if it is not; with `--signer`, who signed it."""
+    """Whether a pair is intact, and what differs if it is not."""
 
     folder: str
     intact: bool
     differences: list[str]
-    signed_by: str | None = None
 
 
 class PushBody(Body):

@@ -566,7 +566,7 @@ def pair_verify(
         differences = [problem] if by is None else []
     code = FINDING if differences else 0
     if as_json:
-        found = {"folder": str(folder), "intact": not differences, "differences": differences, "signed_by": by}
+        found = {"folder": str(folder), "intact": not differences, "differences": differences}
         _answer("pair-verify", found, code)
     else:
         console = Console(highlight=False, soft_wrap=True)

@@ -111,7 +111,8 @@ def said(error: Exception) -> str:
         return f"{place} is full ({str(error).splitlines()[0]}). Free some space, then run the same command again."
     if not isinstance(error, OSError) or named is None:
         return f"{type(error).__name__}: {error}"
-    return f"{named}: {error.strerror}. Look whether it is there and may be read and written, then run the same command again."
+    look = "Look whether it is there and may be read and written, then run the same command again."
+    return f"{named}: {error.strerror}. {look}"
 
 
 def _answer(kind: str, body: Any, code: int = 0) -> None:

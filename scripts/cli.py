@@ -115,8 +115,10 @@ def said(error: Exception) -> str:
     if is_disk_full(error):
         place = "a disk" if named is None else f"the disk that holds {Path(named).resolve().parent}"
         return f"{place} is full ({str(error).splitlines()[0]}). Free some space, then run the same command again."
-    reason = error.strerror if isinstance(error, OSError) else error
-    return f"{named}: {reason}. Look whether it is there and may be read and written, then run the same command again."
+    if not isinstance(error, OSError) or named is None:
+        return f"{type(error).__name__}: {error}"
+    look = "Look whether it is there and may be read and written, then run the same command again."
+    return f"{named}: {error.strerror}. {look}"
 
 
 def _answer(kind: str, body: Any, code: int = 0) -> None:

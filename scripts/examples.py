@@ -55,5 +55,9 @@ EXAMPLES = {
         "outrider pair diff my-target-eagle3@1 my-target-eagle3@2 --registry path/to/registry",
     ],
     "pair show": ["outrider pair show runs/pair-v1 --json"],
-    "pair verify": ["outrider pair verify runs/pair-v1", "outrider pair verify runs/pair-v1 --target path/to/target"],
+    "pair verify": [
+        "outrider pair verify runs/pair-v1",
+        "outrider pair verify runs/pair-v1 --target path/to/target --signer allowed_signers",
+    ],
+    "pair sign": ["outrider pair sign runs/pair-v1 --key ~/.ssh/release"],
 }

@@ -29,6 +29,8 @@ from ..formats.look import Finding
 from ..pair import Pair, ProbeResult
 from ..pair.manifest import Figure, Lineage, Manifest
 from ..pair.registry import Entry, Registry, Version
+from ..serving.events import Event
+from ..serving.result import ServedResult
 from ..train import TrainResult
 from ..train.planning import Needs
 from .speaking import tell
@@ -223,11 +225,12 @@ class PairBody(Body):
 
 
 class VerifyBody(Body):
-    """Whether a pair is intact, and what differs if it is not."""
+    """Whether a pair is intact, what differs if it is not, and who signed it, if that was asked."""
 
     folder: str
     intact: bool
     differences: list[str]
+    signer: str | None = None
 
 
 class PushBody(Body):
@@ -343,6 +346,8 @@ BODIES: dict[str, Any] = {
     "refresh": PairBody,
     "gate": GateBody,
     "lint": LintBody,
+    "served": ServedResult,
+    "watch": Event,
     "doctor": dict[str, Any],
 }
 

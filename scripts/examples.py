@@ -30,6 +30,14 @@ EXAMPLES = {
     ],
     "import": ["outrider import path/to/head --target path/to/target --out runs/head-v1 --pair"],
     "lint": ["outrider lint path/to/head --target path/to/target", "outrider lint runs/vllm --json"],
+    "served": [
+        "outrider served runs/pair-v1 --start vllm --python path/to/venv",
+        "outrider served runs/pair-v1 --url http://127.0.0.1:8000 --temperature 0 --json",
+    ],
+    "watch": [
+        "outrider watch http://127.0.0.1:8000 --pair runs/pair-v1 --json",
+        "outrider watch http://127.0.0.1:8000 --once --state watch.json",
+    ],
     "doctor": ["outrider doctor --json"],
     "quickstart": ["outrider quickstart --out quickstart"],
     "pair new": [

@@ -9,11 +9,20 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
+from jsonschema import Draft202012Validator
 
 from outrider.decode import Decoder, Plan, Sampling
 from outrider.heads import Drafter
+from outrider.scripts.answers import SCHEMAS
 from outrider.serving.expectation import Counts
 from outrider.targets import Target
+
+
+def answer(kind: str, text: str) -> dict[str, Any]:
+    """Return the body of a verb's answer, which its shipped schema must allow."""
+    found: dict[str, Any] = json.loads(text)
+    Draft202012Validator(json.loads((SCHEMAS / f"{kind}.json").read_text(encoding="utf-8"))).validate(found)
+    return {name: value for name, value in found.items() if name not in ("schema", "exit_code")}
 
 
 class Metrics:

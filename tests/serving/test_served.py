@@ -27,7 +27,7 @@ from outrider.serving.result import ServedResult
 from outrider.serving.served import Survey
 from outrider.targets import Target
 
-from .conftest import Server
+from .conftest import Server, answer
 
 TEXTS = ["def add(first, second):", "for name in sorted(names):\n", "The target verifies", "class Stack:\n    def"]
 TRIAL = Trial(temperatures=(0.0,), depth=3, max_new_tokens=24)
@@ -143,9 +143,7 @@ def test_the_verb_compares_stores_and_says_it_in_json(
     words += ["--temperature", 0, "--expect", tmp_path / "expected.json", "--json"]
     found = CliRunner().invoke(app, [str(w) for w in words])
     assert found.exit_code == 0, found.output
-    said = json.loads(found.stdout)
-    assert (said.pop("schema"), said.pop("exit_code")) == ("outrider.served/1", 0)
-    result = ServedResult.model_validate(said)
+    result = ServedResult.model_validate(answer("served", found.stdout))
     assert result.agrees
     assert result.at(0.0).speedup is not None
     assert Expectation.load(tmp_path / "expected.json").drafter == "eagle3"

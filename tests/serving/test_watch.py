@@ -20,7 +20,7 @@ from outrider.serving.events import Event
 from outrider.serving.expectation import Counts
 from outrider.serving.watching import LEARNED, State, Watch, load_states, save_states
 
-from .conftest import Server
+from .conftest import Server, answer
 
 LIMITS = Limits(window=100)
 
@@ -112,9 +112,7 @@ def test_single_looks_find_the_same_as_one_long_watch(
         found = run(server.url, "--once", "--state", file, "--window", 100, "--json", "--webhook", told.url)
         codes.append(found.exit_code)
         for line in found.stdout.splitlines():
-            said = json.loads(line)
-            assert said.pop("schema") == "outrider.watch/1"
-            Event.model_validate({k: v for k, v in said.items() if k != "exit_code"})
+            Event.model_validate(answer("watch", line))
     assert 1 in codes
     assert codes[0] == 0
     assert [e["kind"] for e in told.posted] == ["alarm"] * sum(codes)

@@ -219,7 +219,7 @@ class Pair:
                 f"{self.folder}: this pair's target was given in memory, so it cannot be loaded again; name the target."
             )
         try:
-            recorded = {"dtype": self.dtype, "quantize": source.quantize}
+            recorded = {"dtype": self.dtype} | ({} if source.quantize is None else {"quantize": source.quantize})
             return Target.load(source.path, source.revision, self._adapter(), **recorded | options)
         except BadInputError as error:
             raise BadInputError(

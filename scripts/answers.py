@@ -27,6 +27,7 @@ from ..eval.reports.vocabulary import VocabularyReport
 from ..eval.tuning import Tuning
 from ..formats.look import Finding
 from ..ground.files import write_atomically
+from ..ground.sealed import CHECKSUM
 from ..pair import Pair, ProbeResult
 from ..pair.manifest import Figure, Lineage, Manifest
 from ..pair.registry import Entry, Registry, Version
@@ -384,7 +385,9 @@ def schema(kind: str) -> dict[str, Any]:
 def schemas() -> dict[str, dict[str, Any]]:
     """Return all schemas by their files' names: one for each answer, those of pair.json and of report.json."""
     found = {f"{kind}.json": schema(kind) for kind in BODIES}
-    return found | {"pair.json": Manifest.model_json_schema(), "report.json": Report.model_json_schema()}
+    report = Report.model_json_schema()
+    report["properties"][CHECKSUM] = {"type": "string", "pattern": "^[0-9a-f]{64}$"}  # of everything else in the file
+    return found | {"pair.json": Manifest.model_json_schema(), "report.json": report}
 
 
 def schema_text(value: dict[str, Any]) -> str:

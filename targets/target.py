@@ -55,7 +55,7 @@ class Target(Backbone):
     Attributes:
         model: the unmodified `transformers` model.
         tokenizer: its tokenizer, or None.
-        source: what it was loaded from, for people: `{"path", "revision", "adapter", "quantize"}`.
+        source: what it was loaded from, for people: `{"path", "revision", "adapter"}`, and "quantize" if it was.
         sharded: whether each process holds only a part of its layers, see `targets.sharding`.
     """
 
@@ -111,7 +111,8 @@ class Target(Backbone):
         cast(nn.Module, model).to(device or best_device()).eval().requires_grad_(False)
         if quantize is not None:
             quantise(model, quantize)
-        return cls(model, tokenizer, {"path": path, "revision": revision, "adapter": adapter, "quantize": quantize})
+        source = {"path": path, "revision": revision, "adapter": adapter}
+        return cls(model, tokenizer, source if quantize is None else source | {"quantize": quantize})
 
     # ------------------------------------------------------------ facts
 

@@ -185,7 +185,8 @@ def test_a_full_disk_is_said_in_a_sentence_and_keeps_what_was_done(
         patch.setattr(Path, "replace", full)
         with pytest.raises(
             BadInputError,
-            match=r"the disk that holds .*/run/data is full.*kept in .*data\.partial.*run the same command again",
+            match=r"the disk that holds .*/run/data\.partial is full.*kept in .*data\.partial.*"
+            "run the same command again",
         ):
             distill(make_recipe(), tiny_target)
     partial = make_recipe().output_folder / "data.partial"

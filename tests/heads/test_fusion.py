@@ -313,7 +313,7 @@ def test_a_fusion_is_made_from_a_folder_and_saved_with_its_model(target, tiny_ll
         ({"type": "fusion"}, r"fusion.statistical: 'fusion' is no drafter"),
         ({"type": "suffix", "min_macth": 3}, "fusion.statistical: unknown key 'min_macth'; did you mean 'm"),
         ({"min_match": 3}, "fusion.statistical: 'type' is missing"),
-        ({"type": "suffix", "width": 2}, "give suffix a width of 1"),
+        ({"type": "suffix", "width": 2}, "take ngram, or suffix with a width of 1"),
     ],
 )
 def test_statistical_drafters_that_cannot_be_fused_are_refused(target, tiny_llama, tmp_path, statistical, message):

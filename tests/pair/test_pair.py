@@ -384,12 +384,13 @@ def test_verify_says_what_differs_and_how(make_pair: Callable[..., Pair], make_t
     recorded = pair.manifest.drafter.files["config.json"]
     config.write_text("{}")
     weights.unlink()
-    weights.symlink_to("nowhere")
     found = verify(pair.folder, changed)
     assert found[0].startswith("drafter/config.json: content differs (SHA-256 44136fa355b3…, recorded ")
     assert found[0].endswith(f"recorded {recorded[:12]}…)")
-    assert found[1] == "drafter/model.safetensors: cannot be read (No such file or directory)"
+    assert found[1] == "drafter/model.safetensors: missing"
     assert found[2:] == [f"target: differs in {line}" for line in pair.fingerprint().differences(changed.fingerprint())]
+    weights.symlink_to("nowhere")
+    assert verify(pair.folder) == ["drafter/model.safetensors: a link; a pair holds regular files only"]
 
 
 def test_verify_names_the_file_whose_text_was_altered(make_pair: Callable[..., Pair]) -> None:

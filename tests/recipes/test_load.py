@@ -106,7 +106,8 @@ def test_a_later_override_wins(tmp_path: Path) -> None:
         ("top_p=0.5", "unknown key top_p; did you mean data.sampling.top_p?"),
         (
             "target.xyz=1",
-            "unknown key target.xyz; known keys here: path, revision, adapter, dtype, trust_remote_code, sharding.",
+            "unknown key target.xyz; known keys here: path, revision, adapter, dtype, trust_remote_code, sharding, "
+            "quantize.",
         ),
         ("data.limit=many", "data.limit: expected an integer or null, found 'many'."),
         ("data.limit=true", "data.limit: expected an integer or null, found True."),

@@ -115,7 +115,7 @@ def test_the_story_on_the_embedded_target_ends_well(tmp_path: Path) -> None:
 
 def test_a_slow_machine_gets_fewer_prompts_and_no_machine_fewer_than_the_least() -> None:
     """The story shrinks with the pace; what was recorded comes back as it was."""
-    fast = Pace("float32", False, prefill=1e-4, answer=1e-3, step=0.1, token=4e-3)
+    fast = Pace("float32", False, prefill=1e-4, answer=1e-3, step=0.09, token=4e-3)
     budget, taken = Budget(), []
     for factor in (1, 2, 4, 100):
         pace = replace(fast, **{n: factor * getattr(fast, n) for n in ("prefill", "answer", "step", "token")})

@@ -13,6 +13,8 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from typer.testing import Result
 
+from outrider.ground.digests import seal
+from outrider.ground.sealed import CHECKSUM
 from outrider.heads import Ngram
 from outrider.pair import Pair, new_pair, verify
 from outrider.recipes import load_recipe
@@ -155,11 +157,13 @@ def test_a_report_of_other_weights_is_refused(outrider: Command, trained: Path, 
     name = next(n for n, w in weights.items() if w.is_floating_point())
     weights[name] = weights[name] + 0.5
     save_file(weights, drafter / "model.safetensors", metadata={"format": "pt"})
+    seal(drafter)
     refused(outrider("pair", "new", tmp_path / "pair", trained), "other weights", "Measure this one")
     assert not (tmp_path / "pair").exists()
     report = tmp_path / "run" / "report" / "report.json"
     values = json.loads(report.read_text())
     for contestant in values["contestants"]:
         contestant.pop("digest")
+    del values[CHECKSUM]
     report.write_text(json.dumps(values))
     refused(outrider("pair", "new", tmp_path / "pair", trained), "does not say which weights", "Measure again")

@@ -26,6 +26,7 @@ from .errors import BadInputError
 from .replacing import recover
 
 _COMMAND_LENGTH = 200
+_WITHIN = (".*.lock", "*/.*.lock", "*/*/.*.lock")  # the folders in a folder that have locks of their own
 _NO_LOCKS = {errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK}
 
 _log = logging.getLogger(__name__)
@@ -68,6 +69,7 @@ def locked(folder: str | Path, wait: float = 0.0) -> Iterator[None]:
     _held[key] = _Held(lock)
     try:
         recover(resolved)
+        _clear_locks(resolved)
         yield
     finally:
         del _held[key]
@@ -111,6 +113,23 @@ def _acquired(folder: Path, wait: float) -> BaseFileLock | None:
 def _advice(wait: float) -> str:
     waited = f"{wait:g} seconds were not enough for it. " if wait else ""
     return f"{waited}Wait until it ends, or choose another folder."
+
+
+def _clear_locks(folder: Path) -> None:
+    """Remove the lock files below `folder` of processes that died; those that are held stay."""
+    for file in (f for pattern in _WITHIN for f in folder.glob(pattern) if _is_ours(f)):
+        lock = FileLock(file, thread_local=False)
+        with suppress(OSError):  # Timeout is one: it is held
+            lock.acquire(timeout=0)
+            _release(lock)
+
+
+def _is_ours(file: Path) -> bool:
+    try:
+        owner = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(owner, dict) and owner.keys() == {"process", "command", "machine", "since"}
 
 
 def _release(lock: BaseFileLock) -> None:

@@ -145,6 +145,17 @@ def test_the_lock_of_a_mount_point_lies_inside(tmp_path: Path) -> None:
     assert lock_file(tmp_path) == tmp_path.with_name(f".{tmp_path.name}.lock")
 
 
+def test_locks_that_dead_processes_left_inside_go_and_held_ones_stay(
+    holder: subprocess.Popen[str], tmp_path: Path
+) -> None:
+    (tmp_path / ".other.lock").write_text("another program's")
+    left = tmp_path / ".dead.lock"
+    left.write_text((tmp_path / ".out.lock").read_text())
+    with locked(tmp_path):
+        assert names(tmp_path) == [".other.lock", ".out.lock"]
+    assert "is being written" in refusal(tmp_path / "out")
+
+
 # ------------------------------------------------------------ leftovers
 
 

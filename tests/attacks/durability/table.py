@@ -11,7 +11,7 @@ from typing import Any
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "security" / "durability.md"
 FIGURES = PAGE.with_suffix(".json")
-BEGIN, END = "## Tried\n\n", "The tables are of a run"
+BEGIN, END = "## Tried\n\n", "The tables are of "
 
 
 def tables(found: dict[str, list[dict[str, Any]]]) -> str:
@@ -21,7 +21,7 @@ def tables(found: dict[str, list[dict[str, Any]]]) -> str:
         "| killed (SIGKILL) while it ran | operations on files | kills | lost, left behind or different |",
         _rule(4),
     ]
-    lines += [_row(r["verb"], r["operations"], r["kills"], len(r["failures"])) for r in kills]
+    lines += [_row(f"{r['verb']}, seed {r['seed']}", r["operations"], r["kills"], len(r["failures"])) for r in kills]
     lines += [_row("**together**", "", sum(r["kills"] for r in kills), sum(len(r["failures"]) for r in kills)), ""]
     lines += [
         "| altered, cut short or removed | attempts | refused | repaired | silent, traceback or crash |",
@@ -30,7 +30,7 @@ def tables(found: dict[str, list[dict[str, Any]]]) -> str:
     lines += [_row(r["subject"], r["attempts"], r["refused"], r["repaired"], len(r["failures"])) for r in altered]
     sums = [sum(r[n] for r in altered) for n in ("attempts", "refused", "repaired")]
     lines += [_row("**together**", *sums, sum(len(r["failures"]) for r in altered)), ""]
-    return "\n".join(lines) + _more(writers, costs)
+    return "\n".join(lines) + "\n" + _more(writers, costs)
 
 
 def _more(writers: list[dict[str, Any]], costs: list[dict[str, Any]]) -> str:
@@ -44,7 +44,7 @@ def _more(writers: list[dict[str, Any]], costs: list[dict[str, Any]]) -> str:
         else ["", "| seconds of one core | MB read | without digests | first time | second time |", _rule(5)]
     )
     lines += [_row(r["operation"], r["megabytes"], r["without"], r["first"], r["second"]) for r in costs]
-    return "\n".join(lines) + "\nThe figures are in [durability.json](durability.json).\n\n"
+    return "\n".join(lines) + "\n\nThe figures are in [durability.json](durability.json).\n\n"
 
 
 def _stored(row: dict[str, Any]) -> str:

@@ -17,6 +17,7 @@ from pathlib import Path
 from .errors import BadInputError
 
 _AGAIN = "then run the same command again."
+_NEARLY_FULL = 2**20  # bytes that are left
 _FULL = {errno.ENOSPC, errno.EDQUOT}
 # What a place, and not a program, is the reason of.
 _REFUSED = {
@@ -105,7 +106,7 @@ def failure(error: Exception, place: Path) -> CannotWriteError | None:
     number, gone = _number(error, place), None
     if number in (errno.ENOENT, errno.ENOTDIR) or "does not exist" in str(error):
         gone = next((p for p in reversed(place.absolute().parents) if not p.exists()), None)
-    if is_disk_full(error):
+    if is_disk_full(error) or _was_filled(error, place.parent):
         what = f"the disk that holds {place.parent} is full: {place.name} could not be written ({_line(error)})."
         return CannotWriteError(what, advice=f"Free some space, {_AGAIN}")
     if gone is not None:
@@ -130,6 +131,13 @@ def is_disk_full(error: BaseException | None) -> bool:
             return True
         error = error.__cause__ or error.__context__
     return False
+
+
+def _was_filled(error: Exception, folder: Path) -> bool:
+    """Tell whether torch, which does not say why, could not write a file because `folder`'s disk is full."""
+    said = str(error)
+    of_torch = isinstance(error, RuntimeError) and ("inline_container" in said or "iostream error" in said)
+    return of_torch and folder.exists() and shutil.disk_usage(folder).free < _NEARLY_FULL
 
 
 def _number(error: Exception, place: Path) -> int | None:

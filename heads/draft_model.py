@@ -24,7 +24,7 @@ from ..targets import Counts, Nodes, RaggedCache, Target, load_causal_lm, load_t
 from ..targets.fingerprint import plain_config
 from ..targets.tokenizers import tokenizer_of
 from .base import Drafter, DrafterConfig, DrafterLoss, TargetBatch
-from .losses import LossName, acceptance_metrics, ahead, chunked_compare, divergence
+from .losses import ComparisonSettings, LossName, acceptance_metrics, ahead, chunked_compare, divergence
 from .parts.model_runner import ModelRunner, runs
 from .parts.nodes import Branches, required
 from .parts.pruning import check_names, pruned
@@ -150,11 +150,13 @@ class DraftModel(Drafter[DraftModelConfig]):
         result = chunked_compare(
             batch.last[:, :-1][wanted],
             hidden[wanted],
-            batch.target.lm_head,
-            lambda last: own.lm_head(last)[..., :vocab],
-            divergence(self.config.loss),
-            self.output_ids,
-            parameters=list(self.model.get_output_embeddings().parameters()),
+            ComparisonSettings(
+                batch.target.lm_head,
+                lambda last: own.lm_head(last)[..., :vocab],
+                divergence(self.config.loss),
+                self.output_ids,
+                parameters=list(self.model.get_output_embeddings().parameters()),
+            ),
             following=batch.tokens[:, 1:][wanted],
         )
         count = wanted.sum()

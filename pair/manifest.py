@@ -25,6 +25,7 @@ from ..targets.fingerprint import digest_json
 from .listing import InsideName
 
 MANIFEST, RECIPE, CALIBRATION = "pair.json", "recipe.yaml", "calibration.jsonl"
+SIGNATURE = "pair.json.sig"  # whose seal it is; see `signature`
 DRAFTER, TOKENIZER, REPORTS, ADAPTER, SUITES = "drafter", "tokenizer", "reports", "adapter", "suites"
 SCHEMA_VERSION: Final = 2
 _SMALLER_IDENTITY = 1  # the schema whose identity did not cover tokenizer and adapter
@@ -57,6 +58,12 @@ class Source(Record):
     path: str | None = None
     revision: str | None = None
     adapter: str | None = None
+    quantize: str | None = None
+
+    @model_serializer(mode="wrap")
+    def _written(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        values: dict[str, Any] = write(self)
+        return {k: v for k, v in values.items() if k != "quantize" or v is not None}
 
 
 class TargetRecord(Record):

@@ -198,15 +198,6 @@ def _save_drafter(drafter: Drafter | str | Path, folder: Path, target: Target) -
     return load_drafter(folder, target)
 
 
-def _leads_out(file: Path, folder: Path) -> bool:
-    """Tell whether a link shows something that does not belong to the drafter in `folder`: a pair is given away.
-
-    Folders of the Hub's cache hold links to the files beside them.
-    """
-    here, shown = folder.resolve(), file.resolve()
-    return not any(shown.is_relative_to(home) for home in (here, *(p / "blobs" for p in here.parents[1:2])))
-
-
 def _keep_suites(recipe: Recipe, partial: Path) -> Recipe:
     """Copy the prompt files that the recipe measures on, and return it with the copies' names.
 
@@ -224,6 +215,15 @@ def _keep_suite(name: str, partial: Path) -> str:
     (partial / copy).parent.mkdir(parents=True, exist_ok=True)
     shutil.copyfile(file, partial / copy)
     return copy.as_posix()
+
+
+def _leads_out(file: Path, folder: Path) -> bool:
+    """Tell whether a link shows something that does not belong to the drafter in `folder`: a pair is given away.
+
+    Folders of the Hub's cache hold links to the files beside them.
+    """
+    here, shown = folder.resolve(), file.resolve()
+    return not any(shown.is_relative_to(home) for home in (here, *(p / "blobs" for p in here.parents[1:2])))
 
 
 def _copy_adapter(target: Target, folder: Path) -> None:
@@ -315,7 +315,12 @@ def _source(target: Target) -> Source:
         value = target.source.get(name)
         return str(Path(value).resolve()) if value is not None and Path(value).exists() else value
 
-    return Source(path=found("path"), revision=target.source.get("revision"), adapter=found("adapter"))
+    return Source(
+        path=found("path"),
+        revision=target.source.get("revision"),
+        adapter=found("adapter"),
+        quantize=target.source.get("quantize"),
+    )
 
 
 def _lineage(parent: Pair | None, fingerprint: Fingerprint) -> Lineage:

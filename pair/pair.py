@@ -8,6 +8,7 @@
     adapter/             the target's PEFT adapter, where it has a local one
     reports/<date>/      what was measured
     suites/              the prompt files that it was measured on, where no package ships them
+    pair.json.sig        who signed it, where somebody did (signature.py)
 
 The target's own weights are not here: the pair names them by content.
 """
@@ -39,6 +40,7 @@ from .manifest import (
     DRAFTER,
     MANIFEST,
     RECIPE,
+    SIGNATURE,
     SUITES,
     TOKENIZER,
     Manifest,
@@ -217,7 +219,8 @@ class Pair:
                 f"{self.folder}: this pair's target was given in memory, so it cannot be loaded again; name the target."
             )
         try:
-            return Target.load(source.path, source.revision, self._adapter(), **{"dtype": self.dtype} | options)
+            recorded = {"dtype": self.dtype, "quantize": source.quantize}
+            return Target.load(source.path, source.revision, self._adapter(), **recorded | options)
         except BadInputError as error:
             raise BadInputError(
                 f"the target recorded in {self.folder} cannot be loaded; name one that can. {error}"
@@ -334,7 +337,7 @@ def _altered_files(folder: Path, manifest: Manifest, problem_with: Callable[[Pat
         return
     expected = manifest.files()
     found = (p for p in folder.rglob("*") if (p.is_file() or p.is_symlink()) and not _is_in_the_way(folder, p))
-    present = {p.relative_to(folder).as_posix() for p in found} - {MANIFEST}
+    present = {p.relative_to(folder).as_posix() for p in found} - {MANIFEST, SIGNATURE}
     for name in sorted(expected.keys() | present):
         if name not in present:
             yield f"{name}: missing"

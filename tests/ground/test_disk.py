@@ -111,9 +111,8 @@ def test_a_full_disk_is_said_with_its_folder_and_what_was_kept(tmp_path: Path, w
     said = str(raised.value)
     assert f"{disk / 'run'}" in said
     assert "All of yesterday's was kept." in said
-    if write is not write_torch:  # which does not say why
-        assert said.startswith(f"the disk that holds {disk / 'run'} is full: result could not be written")
-        assert said.endswith("Free some space, then run the same command again.")
+    assert said.startswith(f"the disk that holds {disk / 'run'} is full: result could not be written")
+    assert said.endswith("Free some space, then run the same command again.")
 
 
 @pytest.mark.parametrize("write", WRITERS[:2])

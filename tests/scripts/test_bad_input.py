@@ -121,6 +121,21 @@ def test_usage_errors_end_with_2(outrider: Command) -> None:
         assert result.exit_code == 2, (arguments, result.output)
 
 
+@pytest.mark.parametrize("verb", ["distill", "train", "vocab", "compare", "eval", "pair new"])
+def test_an_impossible_output_is_refused_before_any_work(
+    outrider: Command, recipe_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verb: str
+) -> None:
+    """A file is in the way: no target is loaded first."""
+    monkeypatch.setattr("outrider.targets.Target.load", lambda *_, **__: pytest.fail("the target was loaded"))
+    (tmp_path / "file").write_text("")
+    out = tmp_path / "file" / "run"
+    arguments = {"compare": [recipe_file, "--out", out], "eval": [recipe_file, "--out", out]}
+    arguments["pair new"] = [out, recipe_file]
+    result = outrider(*verb.split(), *arguments.get(verb, [recipe_file, f"output={out}"]))
+    refused(result, 2, "cannot be written into", str(out), f"{tmp_path / 'file'} is a file", "Choose another folder.")
+    assert not list(tmp_path.glob("file/*"))
+
+
 @pytest.mark.parametrize("verb", ["eval", "tune", "generate"])
 @pytest.mark.parametrize("value", ["1e-38", "inf", "nan"])
 def test_a_temperature_that_no_logits_can_be_divided_by_is_refused(outrider: Command, verb: str, value: str) -> None:

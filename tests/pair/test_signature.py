@@ -1,0 +1,195 @@
+"""A signed pair: only the owner of the key can seal it again, and ssh-keygen verifies it without Outrider."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from outrider.ground import BadInputError
+from outrider.pair import Pair, verify
+from outrider.pair.manifest import MANIFEST, SIGNATURE
+from outrider.pair.signature import NAMESPACE, check_signature, is_encrypted, read_signers, sign
+from outrider.scripts.cli import app
+
+pytestmark = pytest.mark.skipif(shutil.which("ssh-keygen") is None, reason="needs OpenSSH's ssh-keygen")
+
+
+def made(key: Path, kind: str = "ed25519", passphrase: str = "") -> Path:
+    subprocess.run(
+        ["ssh-keygen", "-q", "-a", "1", "-t", kind, "-N", passphrase, "-C", "ci@example.com", "-f", str(key)],
+        check=True,
+    )
+    return key
+
+
+@pytest.fixture(scope="module")
+def key(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return made(tmp_path_factory.mktemp("keys") / "key")
+
+
+@pytest.fixture(scope="module")
+def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return made(tmp_path_factory.mktemp("keys") / "other")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """What a signature is over: of the rest of a pair, pair.json holds the digests."""
+    (tmp_path / "pair").mkdir()
+    (tmp_path / "pair" / MANIFEST).write_text('{"any": "manifest"}\n')
+    return tmp_path / "pair"
+
+
+def public(key: Path) -> Path:
+    return key.with_name(f"{key.name}.pub")
+
+
+def allowed(file: Path, key: Path, options: str = "", name: str = "ci@example.com") -> Path:
+    kind, encoded, *_ = public(key).read_text().split()
+    file.write_text(f"# who may sign\n\n{name} {options} {kind} {encoded} a comment\n")
+    return file
+
+
+def ssh_keygen_verifies(folder: Path, signers: Path, name: str = "ci@example.com") -> bool:
+    command = ["ssh-keygen", "-Y", "verify", "-f", signers, "-I", name, "-n", NAMESPACE, "-s", folder / SIGNATURE]
+    manifest = (folder / MANIFEST).read_bytes()
+    return subprocess.run(list(map(str, command)), input=manifest, capture_output=True).returncode == 0
+
+
+# ------------------------------------------------------------ both ways with ssh-keygen
+
+
+@pytest.mark.parametrize("passphrase", ["", "correct horse"])
+def test_ssh_keygen_verifies_what_we_sign(folder: Path, tmp_path: Path, passphrase: str) -> None:
+    key = made(tmp_path / "key", passphrase=passphrase)
+    assert is_encrypted(key) == bool(passphrase)
+    sign(folder, key, passphrase.encode() or None)
+    assert ssh_keygen_verifies(folder, allowed(tmp_path / "signers", key))
+    (folder / MANIFEST).write_text('{"any": "other"}\n')
+    assert not ssh_keygen_verifies(folder, tmp_path / "signers")
+
+
+def test_we_verify_what_ssh_keygen_signs(folder: Path, key: Path) -> None:
+    subprocess.run(
+        ["ssh-keygen", "-q", "-Y", "sign", "-f", str(key), "-n", NAMESPACE, str(folder / MANIFEST)], check=True
+    )
+    signer, problem = check_signature(folder, read_signers(public(key)))
+    assert (signer and signer.name, problem) == ("ci@example.com", "")
+    listed = subprocess.run(["ssh-keygen", "-l", "-f", str(key)], capture_output=True, text=True, check=True).stdout
+    assert signer is not None
+    assert signer.fingerprint in listed
+    ours = (folder / SIGNATURE).read_text()
+    sign(folder, key)
+    assert (folder / SIGNATURE).read_text() == ours, "the same bytes: Ed25519 leaves nothing to chance"
+
+
+# ------------------------------------------------------------ what does not count
+
+
+def test_every_flipped_bit_is_found(folder: Path, key: Path) -> None:
+    """Of the signature file's letters, and of what it signs."""
+    sign(folder, key)
+    signers = read_signers(public(key))
+    for file in (folder / SIGNATURE, folder / MANIFEST):
+        whole = file.read_bytes()
+        for place in range(len(whole)):
+            file.write_bytes(whole[:place] + bytes([whole[place] ^ 2]) + whole[place + 1 :])
+            signer, problem = check_signature(folder, signers)
+            assert signer is None or whole[place : place + 1] == b"\n", (file.name, place)
+            assert signer is not None or problem.startswith(SIGNATURE)
+        file.write_bytes(whole)
+    assert check_signature(folder, signers)[0] is not None
+
+
+def test_a_stranger_cannot_renew_the_seal(folder: Path, key: Path, other: Path) -> None:
+    sign(folder, other)
+    signer, problem = check_signature(folder, read_signers(public(key)))
+    assert signer is None
+    assert read_signers(public(other))[0].fingerprint in problem
+    (folder / SIGNATURE).unlink()
+    assert "the pair is not signed" in check_signature(folder, read_signers(public(key)))[1]
+
+
+def test_a_signature_for_another_purpose_is_none(folder: Path, key: Path) -> None:
+    """The same key signs commits: such a signature over the same bytes says nothing about pairs."""
+    subprocess.run(["ssh-keygen", "-q", "-Y", "sign", "-f", str(key), "-n", "git", str(folder / MANIFEST)], check=True)
+    assert "made for 'git'" in check_signature(folder, read_signers(public(key)))[1]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "x",
+        "-----BEGIN SSH SIGNATURE-----",
+        "é",
+        "\0" * 100_000,
+        "-----BEGIN SSH SIGNATURE-----\nU1NI\n-----END SSH SIGNATURE-----",
+    ],
+)
+def test_anything_else_in_its_place_is_a_finding(folder: Path, key: Path, text: str) -> None:
+    (folder / SIGNATURE).write_text(text)
+    assert "no signature of a pair" in check_signature(folder, read_signers(public(key)))[1]
+
+
+# ------------------------------------------------------------ signers
+
+
+@pytest.mark.parametrize(
+    ("options", "name", "counts"),
+    [
+        ("", None, True),
+        ("", "ci@example.com", True),
+        ("", "eve@example.com", False),
+        (f'namespaces="git,{NAMESPACE}"', None, True),
+        ('namespaces="git"', None, False),
+        ("cert-authority", None, False),
+        ('valid-before="20200101"', None, False),
+    ],
+)
+def test_options_of_allowed_signers(tmp_path: Path, key: Path, options: str, name: str | None, counts: bool) -> None:
+    file = allowed(tmp_path / "signers", key, options)
+    if counts:
+        assert len(read_signers(file, name)) == 1
+    else:
+        with pytest.raises(BadInputError, match="holds no Ed25519 key"):
+            read_signers(file, name)
+
+
+def test_keys_that_cannot_sign_are_refused_with_what_can(folder: Path, tmp_path: Path, key: Path) -> None:
+    for bad in (made(tmp_path / "ecdsa", "ecdsa"), public(key), tmp_path / "missing", tmp_path):
+        with pytest.raises(BadInputError, match=r"ssh-keygen -t ed25519|no such file"):
+            sign(folder, bad)
+    with pytest.raises(BadInputError, match="cannot be read as a private key"):
+        sign(folder, made(tmp_path / "locked", passphrase="right one"), b"wrong one")
+    assert not (folder / SIGNATURE).exists()
+
+
+# ------------------------------------------------------------ the command
+
+
+def test_the_command_signs_and_verifies(make_pair: Callable[..., Pair], key: Path, other: Path, tmp_path: Path) -> None:
+    """A signed pair is a pair like any other; one that was altered, or tuned, is not the one that was signed."""
+
+    def outrider(*arguments: object) -> tuple[int, str]:
+        result = CliRunner().invoke(app, [str(a) for a in arguments])
+        return result.exit_code, " ".join(result.output.split())
+
+    pair = make_pair("eagle3")
+    assert outrider("pair", "verify", pair.folder, "--signer", public(key))[0] == 1
+    assert outrider("pair", "sign", pair.folder, "--key", key)[0] == 0
+    assert verify(pair.folder) == []
+    assert Pair.load(pair.folder).manifest == pair.manifest
+    signers = allowed(tmp_path / "signers", key)
+    code, said = outrider("pair", "verify", pair.folder, "--signer", signers, "--identity", "ci@example.com")
+    assert (code, "is intact, signed by ci@example.com, SHA256:" in said) == (0, True), said
+    assert outrider("pair", "verify", pair.folder, "--signer", public(other))[0] == 1
+    (pair.folder / "recipe.yaml").write_text("name: other")
+    assert outrider("pair", "verify", pair.folder, "--signer", signers)[0] == 1
+    code, said = outrider("pair", "sign", pair.folder, "--key", key)
+    assert (code, "was altered after it was made, and is not signed" in said) == (2, True), said

@@ -89,7 +89,7 @@ def large_target() -> Target:
         tie_word_embeddings=False,
     )
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, trust_remote_code=False)
     return Target(model.eval().requires_grad_(False))
 
 

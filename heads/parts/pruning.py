@@ -122,7 +122,9 @@ def pruned(target: Target, model: dict[str, Any], token_counts: Tensor | None = 
     narrower = bool(set(model) - {LAYERS}) and sizes != Sizes.of(target, {LAYERS: sizes.layers})
     if narrower:
         _require_llama_like(target)
-    small = AutoModelForCausalLM.from_config(_config(target, sizes, narrower), dtype=torch.float32)
+    small = AutoModelForCausalLM.from_config(
+        _config(target, sizes, narrower), dtype=torch.float32, trust_remote_code=False
+    )
     if narrower:
         _cut(target, small, sizes, token_counts)
     else:

@@ -98,7 +98,9 @@ def build(kind: str) -> PreTrainedModel:
     """Return a small model of this type, with weights so wide that no two tokens tie."""
     config = small(AutoConfig.for_model(kind))
     torch.manual_seed(0)
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(config).eval().requires_grad_(False)
+    model: PreTrainedModel = (
+        AutoModelForCausalLM.from_config(config, trust_remote_code=False).eval().requires_grad_(False)
+    )
     for name, weight in model.named_parameters():
         if weight.ndim > 1 and "norm" not in name:
             torch.nn.init.normal_(weight, std=0.2)

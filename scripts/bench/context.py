@@ -86,7 +86,7 @@ class Session:
 
 
 def build_target(arguments: argparse.Namespace) -> Target:
-    values = AutoConfig.from_pretrained(embedded_path()).to_dict()
+    values = AutoConfig.from_pretrained(embedded_path(), trust_remote_code=False).to_dict()
     kept = (
         "model_type",
         "hidden_size",

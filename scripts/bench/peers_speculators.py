@@ -78,7 +78,7 @@ def packed(rows: Sequence[Row]) -> dict[str, Tensor]:
 
 def _make(path: str, config: Any, token_ids: Tensor, attention: str) -> Any:
     """A new head of the same sizes and options as ours, with its weights from the current seed."""
-    layer = AutoConfig.from_pretrained(path)
+    layer = AutoConfig.from_pretrained(path, trust_remote_code=False)
     layer.num_hidden_layers, layer.dtype = config.num_layers, torch.float32
     kept = torch.zeros(config.vocab_size, dtype=torch.bool)
     kept[token_ids] = True

@@ -154,7 +154,7 @@ def _random_model(shape: dict[str, Any], dtype: torch.dtype, device: torch.devic
     )
     torch.manual_seed(seed)
     with _on(device):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
     return model.to(device).eval().requires_grad_(False)
 
 

@@ -109,12 +109,22 @@ def random_tokens(target: Target, batch: int, count: int, seed: int = 0) -> Tens
 
 
 def draft_times(
-    target: Target, drafter: Drafter, depth: int, batch: int = 1, context: int = 128, repeats: int = 20
+    target: Target,
+    drafter: Drafter,
+    depth: int,
+    batch: int = 1,
+    context: int = 128,
+    repeats: int = 20,
+    whole: bool = False,
 ) -> list[float]:
     """Return the median seconds of drafting a chain of 0, 1, …, `depth` tokens greedily; the first is 0.
 
     Each is timed as the decoder asks for it: after an `absorb` of a round of that depth, of whose drafts half were
     kept. `absorb` itself is not part of it. The text stays near `context`.
+
+    Args:
+        whole: that `absorb` is timed along. Some drafters read there what others read when they draft; where rounds
+            have fixed shapes it is never part of it.
 
     Raises:
         BadInputError: a size below its least value, or one that leaves the target's context.
@@ -129,7 +139,7 @@ def draft_times(
         if _is_fixed(target) and drafter.abilities.fixed_shapes:
             return [0.0, *(_captured_draft(target, drafter, d, batch, context, repeats) for d in range(1, depth + 1))]
         drafting = _Drafting(target, drafter, batch, context, depth)
-        return [0.0, *_in_rounds(drafting, range(1, depth + 1), repeats).values()]
+        return [0.0, *_in_rounds(drafting, range(1, depth + 1), repeats, whole).values()]
 
 
 def _captured_draft(target: Target, drafter: Drafter, depth: int, batch: int, context: int, repeats: int) -> float:
@@ -149,14 +159,18 @@ def _captured_draft(target: Target, drafter: Drafter, depth: int, batch: int, co
     return _in_rounds(drafting, [depth], repeats)[depth]
 
 
-def _in_rounds(drafting: _Drafting, depths: Sequence[int], repeats: int) -> dict[int, float]:
-    """Return the median seconds of drafting each of `depths`, one real round after the other."""
+def _in_rounds(drafting: _Drafting, depths: Sequence[int], repeats: int, whole: bool = False) -> dict[int, float]:
+    """Return the median seconds of drafting each of `depths`, one real round after the other.
+
+    `whole`: and of absorbing what came of it.
+    """
     spent: dict[int, list[float]] = {d: [] for d in depths}
     for d, counts in turns(depths, repeats):
         drafting.make_room(d)
         drafting.round(d)  # so that the one that is timed absorbs as much as it drafts
-        seconds = timed(partial(drafting.draft, d), drafting.target.device)
-        drafting.absorb(d)
+        seconds = timed(partial(drafting.round if whole else drafting.draft, d), drafting.target.device)
+        if not whole:
+            drafting.absorb(d)
         if counts:
             spent[d].append(seconds)
     return {d: statistics.median(times) for d, times in spent.items()}

@@ -14,11 +14,13 @@ from torch import Tensor
 
 from ..ground import OutriderError
 from ..targets.loading import PICKLES
+from .arrival import NONSENSE
 from .llama import EMBEDDINGS
 from .look import Finding, Look
 from .record import digest
 
 _INV_FREQ = "inv_freq"
+_UNREADABLE: tuple[type[Exception], ...] = (OutriderError, *NONSENSE)
 
 
 def pickles(folder: Path) -> Iterator[Finding]:
@@ -54,7 +56,7 @@ def names_and_shapes(look: Look) -> Iterator[Finding]:
     """Find tensors that are missing, unknown, or of another shape than config.json says."""
     try:
         expected = look.layout.shapes(look.config)
-    except (OutriderError, TypeError, ValueError, KeyError, AttributeError) as error:
+    except _UNREADABLE as error:
         yield Finding("config", f"config.json describes no head: {error}.", "The engine does not start, or guesses.")
         return
     for name in sorted(expected.keys() - look.tensors.keys()):

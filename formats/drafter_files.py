@@ -13,6 +13,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from ..ground import BadInputError
+from ..ground.files import write_atomically
+from ..ground.replacing import replacing
 from ..heads.base import CONFIG, read_config
 from ..targets.loading import refuse_pickles
 from ..targets.weights import WEIGHTS
@@ -39,9 +41,10 @@ class DrafterFiles:
     def save(self, folder: Path, weights: str = WEIGHTS) -> None:
         """Write config.json and the weights into `folder`."""
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / CONFIG).write_text(json.dumps(self.config, indent=2) + "\n", encoding="utf-8")
+        write_atomically(folder / CONFIG, json.dumps(self.config, indent=2) + "\n")
         held = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in self.tensors.items()}
-        save_file(held, folder / weights, metadata={"format": "pt"})
+        with replacing(folder / weights) as temporary:
+            save_file(held, temporary, metadata={"format": "pt"})
         shutil.copymode(folder / CONFIG, folder / weights)  # safetensors lets only its own user read what it writes
 
     @classmethod

@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import GenerationConfig
 
 from ..ground import BadInputError
-from ..ground.files import read_json
+from ..ground.files import read_json, write_atomically
 from ..heads import Drafter, DrafterConfig, SelfSpeculative, SelfSpeculativeConfig
 from ..heads.base import read_config
 from ..targets import Target, load_causal_lm
@@ -65,7 +65,7 @@ class EarlyExit(Layout):
         settings["num_assistant_tokens_schedule"] = "constant"
         file = folder / GENERATION
         before = read_json(file) if file.is_file() else GenerationConfig().to_diff_dict()
-        file.write_text(json.dumps(before | settings, indent=2) + "\n", encoding="utf-8")
+        write_atomically(file, json.dumps(before | settings, indent=2) + "\n")
 
     def load(self, folder: Path) -> DrafterFiles:
         """Return its config alone: it is as large as the target."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..ground import BadInputError, IncompatibleError
-from ..heads import DrafterConfig
+from ..heads import DrafterConfig, head_class
 from .eagle import EagleLayout
 from .early_exit import EarlyExit
 from .gguf import FILE as GGUF_FILE
@@ -78,6 +78,11 @@ def layout_of(to: str, drafter: str) -> Layout:
     """
     if to not in LAYOUTS:
         raise BadInputError(f"unknown format or engine {to!r}; known: {', '.join(LAYOUTS)}.")
+    if not head_class(drafter).trainable:
+        raise IncompatibleError(
+            f"a {drafter} drafter has no weights to export: it is a setting of the engine (vLLM: "
+            '{"method": "ngram", "prompt_lookup_max": …} or {"method": "suffix"}, SGLang: NGRAM).'
+        )
     if drafter not in LAYOUTS[to]:
         others = [name for name, layouts in LAYOUTS.items() if drafter in layouts]
         elsewhere = f"; {drafter} drafters can go to: {', '.join(others)}" if others else ""

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from . import checks, eagle_checks
+from .arrival import nonsense_explained, recognised
 from .look import Finding, Look
-from .transfer import recognised
 
 # Every check is asked of every checkpoint; one that does not concern a layout finds nothing in it.
 CHECKS: tuple[Callable[[Look], Iterator[Finding]], ...] = (
@@ -39,6 +39,8 @@ def lint(folder: str | Path, target: str | None = None) -> list[Finding]:
     folder = Path(folder).expanduser()
     if not any(folder.glob("*.safetensors")) and (pickled := list(checks.pickles(folder))):
         return pickled
-    look = Look.at(folder, recognised(folder), target)
-    findings = [*checks.pickles(folder), *(finding for check in CHECKS for finding in check(look))]
+    layout = recognised(folder)
+    with nonsense_explained(folder):
+        look = Look.at(folder, layout, target)
+        findings = [*checks.pickles(folder), *(finding for check in CHECKS for finding in check(look))]
     return sorted(findings, key=lambda finding: not finding.is_fault)

@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig
 
-from ..ground import IncompatibleError
+from ..ground import BadInputError, IncompatibleError
 from ..heads.parts.decoder_layer import LayerConfig
 from ..heads.parts.feature_drafter import FeatureConfig, FeatureDrafter
 from ..targets import Target
 
 EMBEDDINGS = "embed_tokens.weight"
+_SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 
 
 def llama_config(config: LayerConfig) -> dict[str, Any]:
@@ -64,6 +65,7 @@ def layer_sizes(layer: dict[str, Any], where: str, problems: Sequence[str] = ())
         IncompatibleError: there are problems, layers of another kind than Llama's, or with what ours do not have.
     """
     llama: Any = LlamaConfig(**{k: v for k, v in layer.items() if k != "model_type"})
+    check_sizes(llama, where)
     if problems := [*problems, *unknown_to_layers(layer, llama)]:
         raise IncompatibleError(
             f"{where}: {'; '.join(problems)}. Our head cannot do that; train it without, or import another one."
@@ -80,6 +82,14 @@ def layer_sizes(layer: dict[str, Any], where: str, problems: Sequence[str] = ())
         "rope_parameters": dict(llama.rope_parameters),
         "max_position_embeddings": llama.max_position_embeddings,
     }
+
+
+def check_sizes(llama: Any, where: str) -> None:
+    """Raise BadInputError unless every size of the layers is a whole number of 1 or more."""
+    for name in (*_SIZES, "num_key_value_heads", "head_dim"):
+        size = getattr(llama, name, None)
+        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+            raise BadInputError(f"{where}: {name} must be a whole number of 1 or more, found {size!r}.")
 
 
 def unknown_to_layers(layer: dict[str, Any], llama: Any) -> list[str]:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..ground.files import read_json
+from ..ground.files import read_json, write_atomically
 from .drafter_files import DrafterFiles
 
 RECORD = "written.json"
@@ -31,7 +31,7 @@ def write_record(folder: Path, written: DrafterFiles, layout: str) -> None:
         "config": written.config,
         "tensors": {name: digest(tensor) for name, tensor in sorted(written.tensors.items())},
     }
-    (folder / RECORD).write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
+    write_atomically(folder / RECORD, json.dumps(values, indent=1) + "\n")
 
 
 def read_record(folder: Path) -> dict[str, Any] | None:

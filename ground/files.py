@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
+from . import foreign
 from .errors import BadInputError
 from .replacing import replacing
 
@@ -23,6 +23,8 @@ def read_json(file: Path) -> dict[str, Any]:
         BadInputError: the file cannot be read, or holds something else.
     """
     try:
-        return dict(json.loads(file.read_text(encoding="utf-8")))
-    except (OSError, ValueError) as error:
+        return foreign.read_json(file)
+    except foreign.Unreadable as error:
+        raise BadInputError(f"{file}: cannot be read ({error.reason}).") from error
+    except OSError as error:
         raise BadInputError(f"{file}: cannot be read ({error}).") from error

@@ -245,8 +245,8 @@ def parse_yaml(text: str, where: str, limits: Limits = YAML) -> Any:
     """
     if len(text) > limits.num_bytes:
         raise Unreadable(where, f"longer than the {limits.num_bytes / 1000:.0f} kB that such a text may have")
-    loader = _Loader(text)
     try:
+        loader = _Loader(text)
         node = loader.get_single_node()
         if node is None:
             return None
@@ -263,9 +263,7 @@ def parse_yaml(text: str, where: str, limits: Limits = YAML) -> Any:
     except UnicodeEncodeError as error:
         raise _lone_surrogate(where, error) from error
     except (yaml.YAMLError, ValueError, OverflowError) as error:
-        raise Unreadable(where, f"not valid YAML: {error}") from error
-    finally:
-        loader.dispose()
+        raise Unreadable(where, f"not valid YAML: {' '.join(str(error).split())}") from error
     return values
 
 

@@ -12,11 +12,12 @@ from .eagle3 import Eagle3, Eagle3Config
 from .fusion import Fusion, FusionConfig, fuse
 from .hydra import Hydra, HydraConfig
 from .lookahead import Lookahead, LookaheadConfig
+from .low_rank import LowRank, LowRankConfig
 from .medusa import Medusa, MedusaConfig
 from .mtp import Mtp, MtpConfig
 from .ngram import Ngram, NgramConfig
 from .pard import Pard, PardConfig
-from .parts.registry import HEADS, drafter_config, head_class, load_drafter, restore_drafter
+from .parts.registry import FORMS, HEADS, drafter_config, head_class, load_drafter, restore_drafter
 from .peagle import PEagle, PEagleConfig
 from .self_speculative import SelfSpeculative, SelfSpeculativeConfig
 from .session import Abilities, ChainSession, Choose, EmptySession, Ended, NodeSession, Proposal, Session, TextSession
@@ -40,6 +41,7 @@ HEADS |= {
     "self_speculative": SelfSpeculative,
     "suffix": Suffix,
 }
+FORMS |= {"low_rank": LowRank}
 
 
 __all__ = [
@@ -70,6 +72,8 @@ __all__ = [
     "HydraConfig",
     "Lookahead",
     "LookaheadConfig",
+    "LowRank",
+    "LowRankConfig",
     "Medusa",
     "MedusaConfig",
     "Mtp",

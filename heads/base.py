@@ -187,6 +187,10 @@ class Drafter(nn.Module, Generic[C]):
         values = {"drafter_type": self.name, **self.config.to_dict()}
         write_atomically(folder / CONFIG, json.dumps(values, indent=2) + "\n")
 
+    def plain(self) -> Drafter[Any]:
+        """Return the drafter in the form in which it drafts: itself, unless it was saved as a change of another."""
+        return self
+
     def identity_settings(self) -> dict[str, Any]:
         """Return the settings that are part of `digest`, as plain values."""
         return self.config.to_dict()

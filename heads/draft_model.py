@@ -17,13 +17,14 @@ from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ..ground import BadInputError, IncompatibleError, refuse_unknown_keys
 from ..targets import Counts, Nodes, RaggedCache, Target, load_causal_lm, load_tokenizer, require_same_vocabulary
 from ..targets.fingerprint import plain_config
+from ..targets.tokenizers import tokenizer_of
 from .base import Drafter, DrafterConfig, DrafterLoss, TargetBatch
-from .losses import LossName, acceptance_metrics, ahead, chunked_compare, divergence
+from .losses import ComparisonSettings, LossName, acceptance_metrics, ahead, chunked_compare, divergence
 from .parts.model_runner import ModelRunner, runs
 from .parts.nodes import Branches, required
 from .parts.pruning import check_names, pruned
@@ -149,11 +150,13 @@ class DraftModel(Drafter[DraftModelConfig]):
         result = chunked_compare(
             batch.last[:, :-1][wanted],
             hidden[wanted],
-            batch.target.lm_head,
-            lambda last: own.lm_head(last)[..., :vocab],
-            divergence(self.config.loss),
-            self.output_ids,
-            parameters=list(self.model.get_output_embeddings().parameters()),
+            ComparisonSettings(
+                batch.target.lm_head,
+                lambda last: own.lm_head(last)[..., :vocab],
+                divergence(self.config.loss),
+                self.output_ids,
+                parameters=list(self.model.get_output_embeddings().parameters()),
+            ),
             following=batch.tokens[:, 1:][wanted],
         )
         count = wanted.sum()
@@ -349,7 +352,7 @@ def _check_tokenizer(path: str, target: Target) -> None:
 def _tokenizer_on_hub(name: str) -> Any:
     """Return the tokenizer; None if there is none, or no way to it: the weights' own error says that better."""
     try:
-        return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+        return tokenizer_of(name)
     except (OSError, ValueError):
         return None
 

@@ -40,6 +40,7 @@ __all__ = [
     "DIVERGENCES",
     "HARD",
     "Comparison",
+    "ComparisonSettings",
     "Divergence",
     "Loss",
     "LossName",
@@ -126,16 +127,40 @@ class _SoftCrossEntropy(torch.autograd.Function):
         return (draft_probs - renormalised).mul_(slope[:, None]), None, None
 
 
+@dataclass(frozen=True)
+class ComparisonSettings:
+    """How logits are made of the hidden states that `chunked_compare` compares, and by which rule they are judged.
+
+    Attributes:
+        target_head: makes logits `[P, V]` of the target's hidden states `[P, H]`.
+        draft_head: makes logits `[P, V']` of the drafter's; one for all steps, or one for each.
+        kept: token ids `[V']` of a pruned draft vocabulary.
+        parameters: what `draft_head` trains. Others get no gradient from the comparison.
+        chunk: how many positions have logits at a time.
+    """
+
+    target_head: Head
+    draft_head: Head | Sequence[Head]
+    rule: Loss
+    kept: Tensor | None = None
+    parameters: Sequence[Tensor] = ()
+    chunk: int = 512
+
+    def reference(self, target_hidden: Tensor, following: Tensor | None) -> Reference:
+        """Return the target's side of a chunk, from its hidden states `[P, H]` and the tokens that followed `[P]`."""
+        with torch.no_grad(), own_precision(target_hidden.device):
+            return Reference.of(self.target_head(target_hidden), self.kept, following)
+
+    def draft_heads(self, num_steps: int) -> Sequence[Head]:
+        """Return the head of each step."""
+        return [self.draft_head] * num_steps if callable(self.draft_head) else self.draft_head
+
+
 def chunked_compare(
     target_hidden: Tensor,  # [P, H]
     draft_hidden: Tensor,  # [P, H'] or [S, P, H']
-    target_head: Head,
-    draft_head: Head | Sequence[Head],
-    rule: Loss,
-    kept: Tensor | None = None,
+    settings: ComparisonSettings,
     weights: Tensor | None = None,  # [P] or [S, P]
-    parameters: Sequence[Tensor] = (),
-    chunk: int = 512,
     following: Tensor | None = None,  # [P]
 ) -> Comparison:
     """Return what `compare` says of the logits of hidden states, a chunk at a time, so that `[P, V]` never exists.
@@ -144,47 +169,62 @@ def chunked_compare(
     2410.10989): no logits are kept for the backward pass, and none are computed twice.
 
     Args:
-        draft_head: one for all steps, or one for each.
-        kept: token ids `[V']` of a pruned draft vocabulary.
         weights: of each loss in the total; 1 if None.
-        parameters: what `draft_head` trains. Others get no gradient from here.
         following: the tokens that really followed, for a hard loss.
     """
     steps = draft_hidden if draft_hidden.ndim == 3 else draft_hidden[None]
-    draft_heads = [draft_head] * len(steps) if callable(draft_head) else draft_head
-    weights = (
-        steps.new_ones(steps.shape[:2], dtype=torch.float32)
-        if weights is None
-        else weights.reshape(steps.shape[:2]).float()
-    )
-    learning = torch.is_grad_enabled()
-    trained = [p for p in parameters if p.requires_grad] if learning else []
-    slopes = [torch.zeros_like(p, dtype=torch.float32) for p in trained]
-    results, columns = steps.new_zeros(3, *steps.shape[:2], dtype=torch.float32), torch.zeros_like(steps)
-    for begin in range(0, len(target_hidden), chunk):
-        part = slice(begin, begin + chunk)
-        with torch.no_grad(), own_precision(target_hidden.device):
-            reference = Reference.of(
-                target_head(target_hidden[part]), kept, None if following is None else following[part]
-            )
-        for i in range(len(steps)):
-            hidden = steps[i, part].detach().requires_grad_(learning)
-            found = compare(reference, draft_heads[i](hidden), rule)
-            results[:, i, part] = torch.stack([f.detach() for f in found])
-            if learning:
-                # Where each step has a head of its own, the others' weights have no part in it.
-                first, *others = torch.autograd.grad(
-                    (found[0] * weights[i, part]).sum(), [hidden, *trained], allow_unused=True
-                )
-                columns[i, part] = first
-                for slope, other in zip(slopes, others, strict=True):
-                    if other is not None:
-                        slope += other
-    loss, alpha, top1 = results if draft_hidden.ndim == 3 else results[:, 0]
-    total = (results[0] * weights).sum()
-    if learning:
-        total = with_slopes(total, [(steps, columns), *zip(trained, slopes, strict=True)])
-    return Comparison(total, loss, alpha, top1)
+    if weights is None:
+        weights = steps.new_ones(steps.shape[:2], dtype=torch.float32)
+    chunks = _Chunks(steps, weights.reshape(steps.shape[:2]).float(), settings)
+    for begin in range(0, len(target_hidden), settings.chunk):
+        part = slice(begin, begin + settings.chunk)
+        chunks.add(part, settings.reference(target_hidden[part], None if following is None else following[part]))
+    loss, alpha, top1 = chunks.results if draft_hidden.ndim == 3 else chunks.results[:, 0]
+    return Comparison(chunks.total(), loss, alpha, top1)
+
+
+class _Chunks:
+    """What the chunks of a comparison have given so far.
+
+    Attributes:
+        results: loss, alpha and top1, `[3, S, P]`.
+        columns: the slopes of the total in the drafter's hidden states, `[S, P, H']`.
+        slopes: those in what is trained.
+    """
+
+    def __init__(self, steps: Tensor, weights: Tensor, settings: ComparisonSettings):
+        self.steps, self.weights, self.rule = steps, weights, settings.rule
+        self.heads = settings.draft_heads(len(steps))
+        self.learning = torch.is_grad_enabled()
+        self.trained = [p for p in settings.parameters if p.requires_grad] if self.learning else []
+        self.slopes = [torch.zeros_like(p, dtype=torch.float32) for p in self.trained]
+        self.results = steps.new_zeros(3, *steps.shape[:2], dtype=torch.float32)
+        self.columns = torch.zeros_like(steps)
+
+    def add(self, part: slice, reference: Reference) -> None:
+        """Compare the positions of `part` in all steps."""
+        for i, head in enumerate(self.heads):
+            hidden = self.steps[i, part].detach().requires_grad_(self.learning)
+            found = compare(reference, head(hidden), self.rule)
+            self.results[:, i, part] = torch.stack([f.detach() for f in found])
+            if self.learning:
+                self.columns[i, part] = self._learn((found[0] * self.weights[i, part]).sum(), hidden)
+
+    def _learn(self, loss: Tensor, hidden: Tensor) -> Tensor:
+        """Add the slopes of a chunk's loss to those of what is trained; return those in its hidden states."""
+        # Where each step has a head of its own, the others' weights have no part in it.
+        own, *others = torch.autograd.grad(loss, [hidden, *self.trained], allow_unused=True)
+        for slope, other in zip(self.slopes, others, strict=True):
+            if other is not None:
+                slope += other
+        return own
+
+    def total(self) -> Tensor:
+        """Return Σ weight · loss, with the slopes that the backward pass multiplies and hands on."""
+        total = (self.results[0] * self.weights).sum()
+        if not self.learning:
+            return total
+        return with_slopes(total, [(self.steps, self.columns), *zip(self.trained, self.slopes, strict=True)])
 
 
 def with_slopes(total: Tensor, pairs: Sequence[tuple[Tensor, Tensor]]) -> Tensor:

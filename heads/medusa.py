@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from ..ground import BadInputError, IncompatibleError
 from ..targets import Counts, RaggedCache, Target
 from .base import DrafterLoss, TargetBatch
-from .losses import LossName, chunked_compare, divergence, metrics_by_depth
+from .losses import ComparisonSettings, LossName, chunked_compare, divergence, metrics_by_depth
 from .parts.head_drafter import HeadConfig, HeadDrafter
 from .parts.nodes import required
 from .session import Abilities, NodeSession
@@ -152,13 +152,15 @@ class Medusa(HeadDrafter[MedusaConfig]):
         result = chunked_compare(
             batch.last[rows, places - 1],
             outputs,
-            batch.target.lm_head,
-            [self.lm_head(k, batch.target) for k in range(count)],
-            divergence(self.config.loss),
-            self.output_ids,
-            decay[:, None] * here,
+            ComparisonSettings(
+                batch.target.lm_head,
+                [self.lm_head(k, batch.target) for k in range(count)],
+                divergence(self.config.loss),
+                self.output_ids,
+                parameters=[own.weight for own in self._own_outputs()],
+            ),
+            weights=decay[:, None] * here,
             following=batch.tokens[rows, places],
-            parameters=[own.weight for own in self._own_outputs()],
         )
         return DrafterLoss(result.total, wanted.sum(), metrics_by_depth(result, wanted, here))
 

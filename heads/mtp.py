@@ -35,7 +35,7 @@ from ..ground import BadInputError
 from ..targets import Backbone, Counts, Nodes, RaggedCache, Target
 from ..targets.sketch import sketching
 from .base import DrafterLoss, TargetBatch
-from .losses import LossName, chunked_compare, divergence, metrics_by_depth
+from .losses import ComparisonSettings, LossName, chunked_compare, divergence, metrics_by_depth
 from .parts.head_drafter import HeadConfig, HeadDrafter
 from .parts.mtp_checkpoint import load_native
 from .parts.nodes import Branches, Unread, gathered, required
@@ -191,11 +191,10 @@ class Mtp(HeadDrafter[MtpConfig]):
         result = chunked_compare(
             batch.last[rows, places - 1],
             torch.stack([o[rows, i.clamp(min=0)] for o, i in zip(outputs, index, strict=True)]),
-            batch.target.lm_head,
-            self.lm_head(batch.target),
-            divergence(self.config.loss),
-            self.output_ids,
-            (weights / weights.sum())[:, None] * here,
+            ComparisonSettings(
+                batch.target.lm_head, self.lm_head(batch.target), divergence(self.config.loss), self.output_ids
+            ),
+            weights=(weights / weights.sum())[:, None] * here,
             following=batch.tokens[rows, places],
         )
         return DrafterLoss(result.total, wanted.sum(), metrics_by_depth(result, wanted, here))

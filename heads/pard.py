@@ -21,7 +21,7 @@ from ..ground import BadInputError
 from ..targets import Counts, RaggedCache, Target
 from .base import DrafterLoss, TargetBatch
 from .draft_model import DraftModel, DraftModelConfig
-from .losses import chunked_compare, divergence
+from .losses import ComparisonSettings, chunked_compare, divergence
 from .parts.block_session import OnePassSession
 from .parts.decoder_layer import normed
 from .parts.mask_token import check_mask, unused_token
@@ -136,12 +136,14 @@ class Pard(DraftModel):
         found = chunked_compare(
             batch.last[drafts.rows, drafts.places],
             output[drafts.rows, drafts.entries],
-            batch.target.lm_head,
-            lambda states: head(states)[..., :vocab],
-            divergence(config.loss),
-            self.output_ids,
-            drafts.per_row(wanted, config.decay),
-            list(head.parameters()),
+            ComparisonSettings(
+                batch.target.lm_head,
+                lambda states: head(states)[..., :vocab],
+                divergence(config.loss),
+                self.output_ids,
+                parameters=list(head.parameters()),
+            ),
+            weights=drafts.per_row(wanted, config.decay),
             following=batch.tokens[drafts.rows, drafts.places + 1],
         )
         return DrafterLoss(found.total, wanted.sum(), drafts.metrics(found, wanted.shape, config.steps))

@@ -22,9 +22,9 @@ from ..ground import BadInputError
 from ..targets import Counts, RaggedCache, Target
 from .base import DrafterConfig, DrafterLoss, TargetBatch
 from .eagle3 import Eagle3, Eagle3Config
-from .losses import chunked_compare, divergence
+from .losses import ComparisonSettings, chunked_compare, divergence
 from .parts.block_session import OnePassSession
-from .parts.decoder_layer import CachedLayers
+from .parts.decoder_layer import CachedLayers, JointLayer
 from .parts.mask_token import check_mask, mean_embedding, unused_token
 from .parts.nodes import Unread, required
 from .parts.rollouts import RolledDrafts, RolledLayers, Rollouts, place_texts, said
@@ -87,9 +87,9 @@ class PEagle(Eagle3):
             head.mask.data.copy_(mean_embedding(target))
         return head
 
-    def masks(self, target: Target) -> tuple[Tensor, Tensor]:
+    def masks(self, target: Target, first: JointLayer | None = None) -> tuple[Tensor, Tensor]:
         """Return what a mask's pair is read as: an embedding `[1, 1, H]`, and the fused hidden input, `[1, 1, H]`."""
-        hidden = self.fuse(self.mask_hidden.view(1, 1, len(self.taps), -1))
+        hidden = self.fuse(self.mask_hidden.view(1, 1, len(self.taps), -1), first)
         if self.mask is not None:
             return self.mask.expand(1, 1, -1), hidden
         token = torch.full((1, 1), self.config.mask_token_id or 0, device=hidden.device)
@@ -111,12 +111,14 @@ class PEagle(Eagle3):
         found = chunked_compare(
             batch.last[drafts.rows, drafts.places + 1],
             output[drafts.rows, drafts.entries],
-            batch.target.lm_head,
-            partial(self.logits, target=batch.target),
-            divergence(config.loss),
-            self.output_ids,
-            weights,
-            self.output_weights(),
+            ComparisonSettings(
+                batch.target.lm_head,
+                partial(self.logits, target=batch.target),
+                divergence(config.loss),
+                self.output_ids,
+                parameters=self.output_weights(),
+            ),
+            weights=weights,
             following=batch.tokens[drafts.rows, drafts.places + 2],
         )
         return DrafterLoss(found.total, wanted.sum(), drafts.metrics(found, wanted.shape, config.steps))
@@ -172,10 +174,11 @@ class PEagleSession(OnePassSession):
             unread = unread.trimmed()
         last, masks = (unread.counts.tensor - 1)[:, None], self.drafts - 1
         following = unread.tokens.roll(-1, 1).scatter(1, last, root[:, None])
-        mask, masked = self.drafter.masks(self.target)
+        first = self.layers.layers[0]
+        mask, masked = self.drafter.masks(self.target, first)
         embedded = self.target.embed(following).to(masked.dtype)
         embedded = torch.cat([embedded, mask.expand(len(root), masks, -1)], 1)
-        hidden = torch.cat([self.drafter.fuse(unread.hidden), masked.expand(len(root), masks, -1)], 1)
+        hidden = torch.cat([self.drafter.fuse(unread.hidden, first), masked.expand(len(root), masks, -1)], 1)
         output = self._pass(embedded, hidden, unread.counts, following.shape[1])
         self.cache.advance(unread.counts)
         self.unread = None

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from ..ground import BadInputError, IncompatibleError
 from ..targets import Counts, RaggedCache, Target
 from .base import DrafterLoss, TargetBatch
-from .losses import LossName, acceptance_metrics, ahead, chunked_compare, divergence, own_precision
+from .losses import ComparisonSettings, LossName, acceptance_metrics, ahead, chunked_compare, divergence, own_precision
 from .parts.head_drafter import HeadConfig, HeadDrafter
 from .parts.nodes import Branches, required
 from .session import Abilities, NodeSession
@@ -178,11 +178,13 @@ class SelfSpeculative(HeadDrafter[SelfSpeculativeConfig]):
         result = chunked_compare(
             batch.last[:, :-1][wanted],
             self.exit(self._early(batch)[:, :-1][wanted]),
-            batch.target.lm_head,
-            lambda x: self.output(x, batch.target),
-            divergence(self.config.loss),
-            self.output_ids,
-            parameters=[own.weight for own in self._own_outputs()],
+            ComparisonSettings(
+                batch.target.lm_head,
+                lambda x: self.output(x, batch.target),
+                divergence(self.config.loss),
+                self.output_ids,
+                parameters=[own.weight for own in self._own_outputs()],
+            ),
             following=batch.tokens[:, 1:][wanted],
         )
         alpha = torch.zeros(wanted.shape, device=wanted.device).masked_scatter(wanted, result.alpha)

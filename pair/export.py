@@ -13,7 +13,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,10 @@ from ..eval.reports.figures import ALL, Record
 from ..eval.reports.report import ContestantInfo, Report
 from ..formats import Exported, Launch, export_drafter, launch
 from ..formats.early_exit import save_target
+from ..formats.transfer import require_new
 from ..ground import BadInputError
+from ..ground.files import write_atomically
+from ..ground.replacing import replacing_folder
 from ..heads.parts.registry import restore_drafter
 from ..targets import Target, embedded_path
 from ..targets.loading import EMBEDDED
@@ -65,13 +68,14 @@ def export_pair(
     drafter = restore_drafter(pair.drafter_folder, target).to(target.device).eval()  # in the precision it was saved in
     depth = depth or export_depth(pair, drafter.max_depth)
     folder = Path(folder or Path("runs") / "exports" / f"{pair.name}-v{pair.version}-{to}").expanduser()
-    path = served_path(target, folder)
-    exported = export_drafter(drafter, target, to, folder, depth)
-    if target.source.get("adapter") is not None:
-        save_target(target, folder / TARGET)
-    started = launch(to, drafter.name, path, str(folder), depth, pair.dtype)
-    made = PairExport(exported, started, depth)
-    _write_beside(pair, made)
+    require_new(folder)
+    started = launch(to, drafter.name, served_path(target, folder), str(folder), depth, pair.dtype)
+    with replacing_folder(folder) as building:
+        exported = export_drafter(drafter, target, to, building, depth)
+        if target.source.get("adapter") is not None:
+            save_target(target, building / TARGET)
+        made = PairExport(replace(exported, folder=folder), started, depth)
+        _write_beside(pair, made, building)
     return made
 
 
@@ -86,10 +90,10 @@ def export_depth(pair: Pair, max_depth: int | None) -> int:
     return min(depth, max_depth or depth)
 
 
-def served_path(target: Target, folder: Path) -> str:
+def served_path(target: Target, folder: Path | None = None) -> str:
     """Return where an engine finds the target; one with an adapter goes into the export's `folder`, with it merged."""
     path = target.source.get("path")
-    if target.source.get("adapter") is not None:
+    if folder is not None and target.source.get("adapter") is not None:
         return str(folder / TARGET)
     if path is None:
         raise BadInputError("this target was given in memory; load it from a folder that the engine can read, too.")
@@ -143,7 +147,7 @@ def by_position(counts: list[list[int]]) -> list[int]:
 # ------------------------------------------------------------ the files beside the weights
 
 
-def _write_beside(pair: Pair, made: PairExport) -> None:
+def _write_beside(pair: Pair, made: PairExport, folder: Path) -> None:
     expected = expectations(pair)
     served = {
         "schema_version": 1,
@@ -158,8 +162,8 @@ def _write_beside(pair: Pair, made: PairExport) -> None:
         "expected": expected,
     }
     for name, values in ((LAUNCH, asdict(made.launch)), (SERVED, served)):
-        (made.folder / name).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
-    (made.folder / README).write_text(_readme(pair, made, expected), encoding="utf-8")
+        write_atomically(folder / name, json.dumps(values, indent=2) + "\n")
+    write_atomically(folder / README, _readme(pair, made, expected))
 
 
 def _readme(pair: Pair, made: PairExport, expected: list[dict[str, Any]]) -> str:

@@ -58,6 +58,12 @@ class Source(Record):
     path: str | None = None
     revision: str | None = None
     adapter: str | None = None
+    quantize: str | None = None
+
+    @model_serializer(mode="wrap")
+    def _written(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        values: dict[str, Any] = write(self)
+        return {k: v for k, v in values.items() if k != "quantize" or v is not None}
 
 
 class TargetRecord(Record):

@@ -191,7 +191,7 @@ def _save_drafter(drafter: Drafter | str | Path, folder: Path, target: Target) -
         source = Path(drafter).expanduser()
         load_drafter(source, target)
         for file in sorted(source.rglob("*")):
-            if file.is_file() and file.suffix in _COPIED:
+            if file.is_file() and file.suffix in _COPIED and not _leads_out(file, source):
                 copy = folder / file.relative_to(source)
                 copy.parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(file, copy)
@@ -215,6 +215,15 @@ def _keep_suite(name: str, partial: Path) -> str:
     (partial / copy).parent.mkdir(parents=True, exist_ok=True)
     shutil.copyfile(file, partial / copy)
     return copy.as_posix()
+
+
+def _leads_out(file: Path, folder: Path) -> bool:
+    """Tell whether a link shows something that does not belong to the drafter in `folder`: a pair is given away.
+
+    Folders of the Hub's cache hold links to the files beside them.
+    """
+    here, shown = folder.resolve(), file.resolve()
+    return not any(shown.is_relative_to(home) for home in (here, *(p / "blobs" for p in here.parents[1:2])))
 
 
 def _copy_adapter(target: Target, folder: Path) -> None:
@@ -289,7 +298,7 @@ def _save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     file = folder / "tokenizer_config.json"
     if file.exists():
         config = {name: value for name, value in read_json(file).items() if name not in _INCIDENTAL}
-        file.write_text(json.dumps(config, indent=2, ensure_ascii=False, sort_keys=True) + "\n", encoding="utf-8")
+        write_atomically(file, json.dumps(config, indent=2, ensure_ascii=False, sort_keys=True) + "\n")
 
 
 def _completed(manifest: Manifest, partial: Path, measurements: Measurements) -> Manifest:
@@ -306,7 +315,12 @@ def _source(target: Target) -> Source:
         value = target.source.get(name)
         return str(Path(value).resolve()) if value is not None and Path(value).exists() else value
 
-    return Source(path=found("path"), revision=target.source.get("revision"), adapter=found("adapter"))
+    return Source(
+        path=found("path"),
+        revision=target.source.get("revision"),
+        adapter=found("adapter"),
+        quantize=target.source.get("quantize"),
+    )
 
 
 def _lineage(parent: Pair | None, fingerprint: Fingerprint) -> Lineage:

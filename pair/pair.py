@@ -25,7 +25,7 @@ from ..distill.prompts import Prompt
 from ..eval.tuning import BatchTuning, Tuning, nearest
 from ..ground import BadInputError, IncompatibleError, OutriderError, Refusal
 from ..ground.digests import problem_of
-from ..ground.leftovers import leftovers_beside
+from ..ground.leftovers import Leftover
 from ..ground.locks import lock_file, locked
 from ..ground.machine import device_name
 from ..heads import Drafter, fuse, load_drafter
@@ -219,7 +219,8 @@ class Pair:
                 f"{self.folder}: this pair's target was given in memory, so it cannot be loaded again; name the target."
             )
         try:
-            return Target.load(source.path, source.revision, self._adapter(), **{"dtype": self.dtype} | options)
+            recorded = {"dtype": self.dtype, "quantize": source.quantize}
+            return Target.load(source.path, source.revision, self._adapter(), **recorded | options)
         except BadInputError as error:
             raise BadInputError(
                 f"the target recorded in {self.folder} cannot be loaded; name one that can. {error}"
@@ -335,8 +336,8 @@ def _altered_files(folder: Path, manifest: Manifest, problem_with: Callable[[Pat
     if odd:  # what a link or a device shows is not looked at
         return
     expected = manifest.files()
-    present = {p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file() or p.is_symlink()}
-    present -= {MANIFEST, SIGNATURE, *_in_the_way(folder)}
+    found = (p for p in folder.rglob("*") if (p.is_file() or p.is_symlink()) and not _is_in_the_way(folder, p))
+    present = {p.relative_to(folder).as_posix() for p in found} - {MANIFEST, SIGNATURE}
     for name in sorted(expected.keys() | present):
         if name not in present:
             yield f"{name}: missing"
@@ -346,10 +347,10 @@ def _altered_files(folder: Path, manifest: Manifest, problem_with: Callable[[Pat
             yield f"{name}: {problem}"
 
 
-def _in_the_way(folder: Path) -> Iterator[str]:
-    """Yield the names of what a writer of pair.json has there for a moment, or left when it was killed."""
-    for path in (lock_file(folder), *(found.path for found in leftovers_beside(folder / MANIFEST))):
-        yield path.name
+def _is_in_the_way(folder: Path, path: Path) -> bool:
+    """Tell whether a writer of pair.json has this file there for a moment, or left it when it was killed."""
+    unfinished = Leftover.at(path)
+    return path == lock_file(folder) or (unfinished is not None and unfinished.place == folder / MANIFEST)
 
 
 def _altered(file: Path, expected: str) -> str | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from math import ceil
 from pathlib import Path
 from typing import Any
@@ -20,23 +21,50 @@ from ..eval.measure import contestants, measure
 from ..eval.reports.render import write_report
 from ..eval.suites import load_suites
 from ..ground import BadInputError
+from ..ground.files import write_atomically
 from ..ground.locks import locked
-from ..heads import HEADS, Drafter, load_drafter
+from ..heads import HEADS, Drafter, LowRank, load_drafter
 from ..recipes import Recipe
 from ..targets import Target
 from ..targets.fingerprint import digest_files, digest_json
 from ..train import train
+from ..train.stopping import Until
 from .calibration import rendered
 from .new import new_pair
 from .pair import Pair
 
 # Of the first training's length: the drafter starts from one that was good for almost the same target.
 BUDGET = 0.4
+HOW = "refresh.json"  # how it was asked for, in its working folder
 _DEFAULT_EPOCHS = 3.0  # of transformers.TrainingArguments
 
 
+@dataclass(frozen=True)
+class How:
+    """How a refresh trains.
+
+    Attributes:
+        rank: of a low-rank change that is learnt instead of all weights (`heads.low_rank`); None for all of them.
+        seconds: of training, instead of the recipe's steps; None for those.
+        until: when it ends before the last step; None never.
+    """
+
+    rank: int | None = None
+    seconds: float | None = None
+    until: Until | None = None
+
+    def __post_init__(self) -> None:
+        if self.seconds is not None and self.until is not None:
+            raise BadInputError("a refresh ends after a time, or after tokens or a flat curve; choose one of the two.")
+
+
 def refresh(
-    pair: Pair, target: Target, out: str | Path, overrides: Sequence[str] = (), console: Console | None = None
+    pair: Pair,
+    target: Target,
+    out: str | Path,
+    overrides: Sequence[str] = (),
+    console: Console | None = None,
+    how: How | None = None,
 ) -> Pair:
     """Train the pair's drafter on for `target`, measure it, and write the next version to `out`/pair.
 
@@ -45,6 +73,7 @@ def refresh(
     Args:
         out: a folder outside of the pair's own.
         overrides: changes to the pair's recipe, `key.path=value`; they win over what a refresh sets itself.
+        how: all weights, for the recipe's steps, unless it says otherwise.
 
     Raises:
         IncompatibleError: the drafter cannot be warm-started for this target (tokenizer, vocabulary, taps).
@@ -54,7 +83,7 @@ def refresh(
     pair.drafter_for(target)
     recipe = refresh_recipe(pair, target, folder, overrides)
     with locked(folder):
-        drafter_folder = _trained(pair, recipe, target, console)
+        drafter_folder = _trained(pair, recipe, target, console, how or How())
         drafter = load_drafter(drafter_folder, target)
         report_folder = _measured(recipe, target, drafter, drafter_folder, console)
         return new_pair(
@@ -79,7 +108,7 @@ def refresh_recipe(pair: Pair, target: Target, out: Path, overrides: Sequence[st
     if target.source.get("path"):
         changes["target"] = (
             recipe.target.model_dump()
-            | {k: target.source.get(k) for k in ("path", "revision", "adapter")}
+            | {k: target.source.get(k) for k in ("path", "revision", "adapter", "quantize")}
             | {"dtype": _dtype(target), "trust_remote_code": False}  # a pair's recipe is not the user's word
         )
     if pair.manifest.lineage.parent is None:
@@ -115,11 +144,23 @@ def _outside(out: Path, pair: Pair) -> Path:
     return out
 
 
-def _trained(pair: Pair, recipe: Recipe, target: Target, console: Console | None) -> Path:
+def _trained(pair: Pair, recipe: Recipe, target: Target, console: Console | None, how: How) -> Path:
     """Return the folder of the drafter after training; a drafter that learns nothing stays as it is."""
     if not HEADS[pair.manifest.drafter.type].trainable:
         return pair.drafter_folder
-    return train(recipe, target=target, console=console).drafter_folder
+    finished, asked = recipe.output_folder / "drafter", recipe.output_folder / HOW
+    said = json.dumps(asdict(how), indent=1) + "\n"
+    if asked.is_file() and asked.read_text(encoding="utf-8") != said:
+        raise BadInputError(
+            f"{recipe.output_folder} holds a refresh that was asked for in another way ({asked.name} there); choose "
+            "another --out."
+        )
+    asked.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(asked, said)
+    if finished.is_dir() and how.until is not None:  # its last step may never come
+        return finished
+    drafter = None if how.rank is None else LowRank.over(pair.drafter_folder, target, how.rank)
+    return train(recipe, target, drafter, console=console, seconds=how.seconds, until=how.until).drafter_folder
 
 
 def _measured(recipe: Recipe, target: Target, drafter: Drafter, drafter_folder: Path, console: Console | None) -> Path:

@@ -38,6 +38,7 @@ class TargetSpec(Section):
     Attributes:
         sharding: `fsdp2` splits a target that is too large for one GPU over the processes of a training. (The drafter
             is not split.)
+        quantize: `int8` (weights) or `int8-dynamic` (products, too), by torchao, after the adapter was merged.
     """
 
     path: str
@@ -46,6 +47,7 @@ class TargetSpec(Section):
     dtype: Dtype = "auto"
     trust_remote_code: bool = False
     sharding: Literal["none", "fsdp2"] = "none"
+    quantize: Literal["int8", "int8-dynamic"] | None = None
 
 
 class SamplingSpec(Section):

@@ -25,9 +25,12 @@ from ..eval.reports.intervals import Interval
 from ..eval.reports.report import Baselines, Conditions, ContestantInfo, Figures, Report
 from ..eval.reports.vocabulary import VocabularyReport
 from ..eval.tuning import Tuning
+from ..formats.look import Finding
 from ..pair import Pair, ProbeResult
 from ..pair.manifest import Figure, Lineage, Manifest
 from ..pair.registry import Entry, Registry, Version
+from ..serving.events import Event
+from ..serving.result import ServedResult
 from ..train import TrainResult
 from ..train.planning import Needs
 from .speaking import tell
@@ -222,11 +225,12 @@ class PairBody(Body):
 
 
 class VerifyBody(Body):
-    """Whether a pair is intact, and what differs if it is not."""
+    """Whether a pair is intact, what differs if it is not, and who signed it, if that was asked."""
 
     folder: str
     intact: bool
     differences: list[str]
+    signer: str | None = None
 
 
 class PushBody(Body):
@@ -316,6 +320,13 @@ class PlanBody(Needs):
 
 
 # The body of every answer, by the verb that gives it.
+class LintBody(Body):
+    """What lint found in a drafter's files; a fault is surely wrong, anything else unusual."""
+
+    folder: str
+    findings: list[Finding]
+
+
 BODIES: dict[str, Any] = {
     "error": ErrorBody,
     "distill": DistillBody,
@@ -334,6 +345,9 @@ BODIES: dict[str, Any] = {
     "probe": ProbeBody,
     "refresh": PairBody,
     "gate": GateBody,
+    "lint": LintBody,
+    "served": ServedResult,
+    "watch": Event,
     "doctor": dict[str, Any],
 }
 

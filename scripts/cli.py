@@ -150,6 +150,9 @@ Overrides = Annotated[
 PairFolder = Annotated[Path, typer.Argument(metavar="PAIR", help="A pair's folder.")]
 NewTarget = Annotated[str, typer.Option("--target", help="The changed target: a folder, a Hub id, or 'embedded'.")]
 Adapter = Annotated[str | None, typer.Option(help="A PEFT adapter that changed the target.")]
+Quantize = Annotated[
+    str | None, typer.Option(help="int8 or int8-dynamic: the target's weights are quantised so, by torchao.")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on stdout, for programs.")]
 
 
@@ -312,6 +315,7 @@ def evaluate(
     drafter: Annotated[Path | None, typer.Option(help="Measure this saved drafter instead.")] = None,
     target: Annotated[str | None, typer.Option(help="Measure a pair on this changed target instead.")] = None,
     adapter: Adapter = None,
+    quantize: Quantize = None,
     suite: Annotated[
         list[str] | None, typer.Option(help="code, docs, prose, or a prompt file; may be repeated.")
     ] = None,
@@ -346,7 +350,7 @@ def evaluate(
     if out is not None:
         require_folder(out, "the report")
     settings = {name: value for name, value in given.items() if value}
-    subject = load_subject(name, Asked(changes or [], settings, drafter, target, adapter, tuned))
+    subject = load_subject(name, Asked(changes or [], settings, drafter, target, adapter, quantize, tuned))
     folder = out or subject.report_folder
     require_folder(folder, "the report")
     console = console_for(as_json)
@@ -559,19 +563,19 @@ def pair_verify(
     differences = verify(folder)
     if target is not None and not differences:  # an altered pair.json cannot be asked how to load a target
         differences = verify(folder, Pair.load(folder).load_target(target, adapter=adapter))
-    by = None
+    found: str | None = None
     if signer is not None and not differences:
         from .signing import signer_of
 
-        by, problem = signer_of(folder, signer, identity)
-        differences = [problem] if by is None else []
+        found, problem = signer_of(folder, signer, identity)
+        differences = [problem] if found is None else []
     code = FINDING if differences else 0
     if as_json:
-        found = {"folder": str(folder), "intact": not differences, "differences": differences}
-        _answer("pair-verify", found, code)
+        body = {"folder": str(folder), "intact": not differences, "differences": differences, "signer": found}
+        _answer("pair-verify", body, code)
     else:
         console = Console(highlight=False, soft_wrap=True)
-        for line in differences or [f"{folder} is intact{'' if by is None else f', signed by {by}'}"]:
+        for line in differences or [f"{folder} is intact" + ("" if found is None else f", signed by {found}")]:
             console.print(("[red]✗[/red] " if differences else "[green]✓[/green] ") + escape(line))
     if code:
         raise typer.Exit(code)
@@ -629,7 +633,13 @@ def _figure(figure: Figure) -> str:
 
 
 @app.command()
-def probe(pair: PairFolder, target: NewTarget, adapter: Adapter = None, as_json: AsJson = False) -> None:
+def probe(
+    pair: PairFolder,
+    target: NewTarget,
+    adapter: Adapter = None,
+    quantize: Quantize = None,
+    as_json: AsJson = False,
+) -> None:
     """Is the pair still right for a changed target? Exit code 0: fresh, 1: stale, 3: incompatible."""
     from ..pair import Pair
     from ..pair import probe as run
@@ -637,7 +647,7 @@ def probe(pair: PairFolder, target: NewTarget, adapter: Adapter = None, as_json:
 
     loaded = Pair.load(pair)
     console = console_for(as_json)
-    changed = loaded.load_target(target, adapter=adapter)
+    changed = loaded.load_target(target, adapter=adapter, quantize=quantize)
     result = run(loaded, changed, console=console)
     if as_json:
         say("probe", ProbeBody.of(loaded, changed.fingerprint().digest, result), result.exit_code)
@@ -657,17 +667,33 @@ def refresh(
     out: Annotated[Path, typer.Option(help="Working folder of the refresh; the next version is OUT/pair.")],
     changes: Overrides = None,
     adapter: Adapter = None,
+    quantize: Quantize = None,
+    low_rank: Annotated[
+        int | None, typer.Option(min=1, help="Learn a change of this rank instead of all weights (LoRA).")
+    ] = None,
+    seconds: Annotated[
+        float | None, typer.Option(min=0.1, help="Train for so long, not for the recipe's steps.")
+    ] = None,
+    tokens: Annotated[int | None, typer.Option(min=1, help="End after learning from so many tokens.")] = None,
+    until_flat: Annotated[
+        float | None,
+        typer.Option(min=0, max=0.5, help="End when held-out τ rises by less than this share, such as 0.01."),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Train the drafter on for a changed target, from where it is, and write the next version."""
     from ..pair import Pair
+    from ..pair.refresh import How
     from ..pair.refresh import refresh as run
+    from ..train.stopping import Until
     from .answers import PairBody, say
 
     loaded = Pair.load(pair)
     require_folder(out)
     console = console_for(as_json)
-    made = run(loaded, loaded.load_target(target, adapter=adapter), out, changes or [], console=console)
+    until = None if tokens is None and until_flat is None else Until(tokens, until_flat)
+    changed = loaded.load_target(target, adapter=adapter, quantize=quantize)
+    made = run(loaded, changed, out, changes or [], console, How(low_rank, seconds, until))
     _print_pair(made, console)
     if as_json:
         say("refresh", PairBody.of(made))

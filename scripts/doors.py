@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 from rich.markup import escape
+
+from .speaking import answering
 
 if TYPE_CHECKING:
     from ..formats.look import Finding
@@ -103,13 +103,17 @@ def lint(
     """What is wrong or unusual in a drafter's files, and what an engine would do with it. Exit code 1 for a fault."""
     from ..formats.lint import lint as run
 
-    findings = run(folder, target)
-    if as_json:
-        typer.echo(json.dumps({"folder": str(folder), "findings": [asdict(found) for found in findings]}, indent=2))
-    else:
-        _print_findings(findings, folder)
-    if any(found.is_fault for found in findings):
-        raise typer.Exit(1)
+    with answering(as_json):
+        findings = run(folder, target)
+        code = int(any(found.is_fault for found in findings))
+        if as_json:
+            from .answers import LintBody, say
+
+            say("lint", LintBody(folder=str(folder), findings=findings), code)
+        else:
+            _print_findings(findings, folder)
+    if code:
+        raise typer.Exit(code)
 
 
 def _print_findings(findings: Sequence[Finding], folder: Path) -> None:

@@ -24,6 +24,20 @@ EXAMPLES = {
         "outrider gate runs/v2/pair --against runs/pair-v1",
         "outrider gate runs/v2/pair --against runs/pair-v1 --tolerance 0.05 --junit gate.xml --markdown gate.md",
     ],
+    "export": [
+        "outrider export runs/pair-v1 --to vllm --out runs/vllm",
+        "outrider export runs/pair-v1 --to sglang --out runs/sglang --depth 3",
+    ],
+    "import": ["outrider import path/to/head --target path/to/target --out runs/head-v1 --pair"],
+    "lint": ["outrider lint path/to/head --target path/to/target", "outrider lint runs/vllm --json"],
+    "served": [
+        "outrider served runs/pair-v1 --start vllm --python path/to/venv",
+        "outrider served runs/pair-v1 --url http://127.0.0.1:8000 --temperature 0 --json",
+    ],
+    "watch": [
+        "outrider watch http://127.0.0.1:8000 --pair runs/pair-v1 --json",
+        "outrider watch http://127.0.0.1:8000 --once --state watch.json",
+    ],
     "doctor": ["outrider doctor --json"],
     "quickstart": ["outrider quickstart --out quickstart"],
     "pair new": [

@@ -37,7 +37,7 @@ def served(
     depth: Annotated[int | None, typer.Option(min=1, help="Draft tokens per round (default: the pair's).")] = None,
     temperature: Annotated[list[float] | None, typer.Option(min=0, help="May be repeated (default: 0 and 1).")] = None,
     max_new_tokens: Annotated[int, typer.Option(min=2)] = 64,
-    seeds: Annotated[int, typer.Option(min=1, help="Of our own decoder, above temperature 0.")] = 3,
+    seeds: Annotated[int, typer.Option(min=1, help="Answers to each prompt above temperature 0.")] = 3,
     tolerance: Annotated[float, typer.Option(min=0, help="Of τ: a smaller difference is no finding.")] = 0.02,
     expect: Annotated[
         Path | None, typer.Option(help="What our decoder does, as JSON: read if it is there, else written.")
@@ -60,8 +60,9 @@ def served(
     from ..pair import Pair
     from ..serving.engine import Engine
     from ..serving.expectation import Expectation, Trial
-    from ..serving.served import lines
+    from ..serving.result import lines
     from ..serving.session import Session, Start, record_of
+    from .answers import say
 
     console = Console(highlight=False, soft_wrap=True, stderr=as_json)
     loaded = Pair.load(pair)
@@ -82,7 +83,7 @@ def served(
     if not dry_run:
         loaded.store_served(record_of(found))
     if as_json:
-        typer.echo(found.model_dump_json(indent=1))
+        say("served", found, found.exit_code)
     else:
         for i, line in enumerate(lines(found)):
             console.print(escape(line), style=None if i else ("green" if found.agrees else "red"))

@@ -67,7 +67,7 @@ class Asked:
         changes: `key=value` overrides. A pair can follow those of `eval`.
         settings: fields of EvalSpec that replace the recipe's.
         drafter: a saved drafter to take instead.
-        target, adapter: a changed target to measure a pair on.
+        target, adapter, quantize: a changed target to measure a pair on.
         tuned: whether a pair's tuned plan is measured too.
     """
 
@@ -76,6 +76,7 @@ class Asked:
     drafter: Path | None = None
     target: str | None = None
     adapter: str | None = None
+    quantize: str | None = None
     tuned: bool = False
 
     def other_shape(self) -> bool:
@@ -110,7 +111,7 @@ def _of_recipe(name: str, asked: Asked) -> Subject:
             f"--tuned: {name!r} is a recipe; tuned plans are kept in pairs. "
             "Make one with `outrider pair new`, then run `outrider tune`."
         )
-    if asked.target is not None or asked.adapter is not None:
+    if asked.target or asked.adapter or asked.quantize:
         raise BadInputError(
             f"--target and --adapter measure a pair on a changed target; {name!r} is a recipe. Say target.path=… and "
             "target.adapter=… instead."
@@ -147,7 +148,8 @@ def _of_pair(folder: Path, asked: Asked) -> Subject:
     _refuse_unfollowed(asked)
     pair = Pair.load(folder)
     changed = asked.target is not None
-    target = pair.load_target(asked.target, adapter=asked.adapter) if changed else pair.load_target()
+    options = {"adapter": asked.adapter, "quantize": asked.quantize}
+    target = pair.load_target(asked.target, **options) if changed else pair.load_target()
     target, own, plan = pair.open(target, check=not changed)
     # The pair's target has the pair's dtype, whatever the recipe once asked for.
     settings = asked.settings_of(pair.recipe(asked.changes)).model_copy(update={"dtype": "auto"})
@@ -172,8 +174,8 @@ def _refuse_unfollowed(asked: Asked) -> None:
                 "settings of eval can be changed. --target (with --adapter) measures it on a changed target, --drafter "
                 "another drafter."
             )
-    if asked.adapter is not None and asked.target is None:
-        raise BadInputError("--adapter changes a target; name that with --target.")
+    if (asked.adapter or asked.quantize) and asked.target is None:
+        raise BadInputError("--adapter and --quantize change a target; name that with --target.")
 
 
 def _key(change: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,10 +13,12 @@ from rich.console import Console
 from rich.markup import escape
 
 from ..ground import BadInputError
+from .speaking import console_for, tell
 
 if TYPE_CHECKING:
     from ..serving.changepoint import Limits
-    from ..serving.watching import Event, Watch
+    from ..serving.events import Event
+    from ..serving.watching import Watch
 
 STATE = Path("runs") / "watch.json"
 Urls = Annotated[list[str], typer.Argument(metavar="URL...", help="Of running engines: vLLM, SGLang, TGI, llama.cpp.")]
@@ -50,18 +53,22 @@ def watch(
     from ..pair import Pair
     from ..serving.changepoint import Limits
     from ..serving.watching import Watch, baseline_of, load_states, post, save_states
+    from .answers import answer
 
     limits = Limits(window, false_alarms)
     baseline = None if pair is None else baseline_of(Pair.load(pair))
     states = load_states(state, urls, baseline) if once else load_states(Path(), urls, baseline)
     watches = [Watch(known, limits) for known in states]
-    console = Console(highlight=False, soft_wrap=True)
+    console = console_for(as_json)
     told = Console(highlight=False, soft_wrap=True, stderr=True)
     for line in promises(watches, limits):
         told.print(escape(line), style="dim")
     alarms = 0
     for event in _events(watches, key, 0.0 if once else every, 0.0 if once else seconds):
-        console.print(event.model_dump_json(exclude_none=True) if as_json else escape(str(event)), markup=not as_json)
+        if as_json:
+            tell(json.dumps(answer("watch", event), ensure_ascii=False) + "\n")
+        else:
+            console.print(escape(str(event)))
         alarms += event.kind == "alarm"
         if event.kind == "alarm" and webhook is not None and (problem := post(webhook, event)):
             told.print(escape(problem), style="red")

@@ -34,17 +34,16 @@ class Model(BaseModel):
 
 
 class Reply(Model):
-    """What the engine did with one prompt.
+    """What the engine did with one prompt: once at temperature 0, above it as often as our decoder did.
 
     Attributes:
-        tokens: the new token ids; None where the engine returns text alone.
-        length: new tokens. ended: whether the target ended the text. counts: None if they could not be told apart.
+        text: of the first answer. tokens: its new token ids; None where the engine returns text alone.
+        lengths: new tokens of every answer. seconds, counts: of all of them.
     """
 
     text: str
     tokens: list[int] | None
-    length: int
-    ended: bool
+    lengths: list[int]
     seconds: float
     counts: Counts
 
@@ -193,7 +192,7 @@ class _Sides:
     def texts(self) -> dict[str, Interval]:
         """Return how much longer the engine's texts are than ours, and how many more of them the target ended."""
         count = [1] * len(self.answers)
-        lengths = Ratio([r.length for r in self.replies.drafting], count)
+        lengths = Ratio([sum(r.lengths) / len(r.lengths) for r in self.replies.drafting], count)
         own = Ratio([sum(a.lengths) / len(a.lengths) for a in self.answers], count)
         return {"length": self.resampled.difference(lengths, own)}
 
@@ -255,7 +254,7 @@ def _alpha(counts: Sequence[Counts], index: int) -> Ratio:
 
 
 def _speed(replies: Sequence[Reply]) -> Ratio:
-    return Ratio([r.length for r in replies], [r.seconds for r in replies])
+    return Ratio([sum(r.lengths) for r in replies], [r.seconds for r in replies])
 
 
 def _sum(values: ArrayLike) -> float:

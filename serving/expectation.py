@@ -110,6 +110,10 @@ class Expectation(Model):
         """Return the answers at a temperature."""
         return self.answers[f"{temperature:g}"]
 
+    def seeds(self, temperature: float) -> int:
+        """Return how often each prompt was answered at a temperature."""
+        return len(self.at(temperature)[0].counts)
+
     def never_drawn(self) -> Expectation:
         """Return what is expected of an engine that always proposes the most probable drafts."""
         return self.model_copy(update={"answers": self.answers | self.one_hot, "one_hot": {}})

@@ -4,65 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import UTC, datetime
-from typing import Any, Literal
+from functools import reduce
+from typing import Any
 
-from pydantic import BaseModel, ConfigDict
 from rich.console import Console
 
 from ..ground.progress import Advance, progress
-from .comparison import Comparison, Replies, Reply, Write, compare
+from .comparison import Replies, Reply, Write, compare
 from .counters import Counters
 from .engine import Ask, Completion, Engine
 from .expectation import Counts, Expectation
 from .hypotheses import Explanation, explain
-from .suspicion import Suspicion, drafts_differ, suspicions
-
-SCHEMA_VERSION = 1
-TOLERANCE = 0.02  # of τ: a difference that is certain, but smaller than this, is nobody's concern
-
-
-class ServedResult(BaseModel):
-    """What `outrider served` found.
-
-    Attributes:
-        engine: what it is, what it said of itself, and how it was started.
-        target, drafter, depth, max_new_tokens: what was compared.
-        tolerance: see `Comparison.agrees`.
-        foreign: new tokens that the engine counted and we did not ask for: traffic of others, in the counts too.
-    """
-
-    model_config = ConfigDict(extra="forbid")
-
-    schema_version: Literal[1] = 1
-    created: str
-    engine: dict[str, Any]
-    target: str
-    drafter: str
-    depth: int
-    max_new_tokens: int
-    tolerance: float
-    comparisons: list[Comparison]
-    suspicions: list[Suspicion]
-    foreign: int = 0
-
-    @property
-    def agrees(self) -> bool:
-        """Whether the engine does what our decoder does."""
-        return not self.suspicions
-
-    @property
-    def exit_code(self) -> int:
-        return 0 if self.agrees else 1
-
-    def at(self, temperature: float) -> Comparison:
-        """Return the comparison at a temperature."""
-        return next(c for c in self.comparisons if c.temperature == temperature)
+from .result import TOLERANCE, ServedResult
+from .suspicion import drafts_differ, suspicions
 
 
 def ask_all(
     engines: Sequence[Engine], expected: Expectation, temperature: float, advance: Advance
 ) -> tuple[list[list[Reply]], int]:
     """Send every prompt to every engine, in turns, and read the engine's counters after each answer.
+
+    Above temperature 0 each prompt is sent as often as our own decoder answered it.
 
     Returns:
         The replies of each engine, and how many new tokens the engines counted that were not ours.
@@ -76,16 +38,22 @@ def ask_all(
     for number, prompt in enumerate(expected.prompts):
         for i in range(len(engines)):
             turn = (number + i) % len(engines)
-            found = engines[turn].complete(prompt.tokens, ask)
-            now = engines[turn].settled(looks[turn], found.num_tokens)
-            counted, looks[turn] = now.since(looks[turn]), now
-            foreign += max(0, round(counted.tokens) - found.num_tokens)
-            replies[turn].append(_reply(found, counted))
+            found = []
+            for _ in range(expected.seeds(temperature)):
+                answer = engines[turn].complete(prompt.tokens, ask)
+                now = engines[turn].settled(looks[turn], answer.num_tokens)
+                counted, looks[turn] = now.since(looks[turn]), now
+                foreign += max(0, round(counted.tokens) - answer.num_tokens)
+                found.append((answer, counted))
+            replies[turn].append(_reply(found))
         advance(1, "")
     return replies, foreign
 
 
-def _reply(found: Completion, counted: Counters) -> Reply:
+def _reply(found: Sequence[tuple[Completion, Counters]]) -> Reply:
+    """Return one prompt's reply: the text of the first answer, and the sums over all of them."""
+    first = found[0][0]
+    counted = reduce(Counters.plus, (c for _, c in found))
     counts = Counts(
         rounds=counted.rounds,
         drafted=counted.drafted,
@@ -93,11 +61,10 @@ def _reply(found: Completion, counted: Counters) -> Reply:
         by_position=list(counted.by_position),
     )
     return Reply(
-        text=found.text,
-        tokens=None if found.tokens is None else list(found.tokens),
-        length=found.num_tokens,
-        ended=found.ended,
-        seconds=found.seconds,
+        text=first.text,
+        tokens=None if first.tokens is None else list(first.tokens),
+        lengths=[answer.num_tokens for answer, _ in found],
+        seconds=sum(answer.seconds for answer, _ in found),
         counts=counts,
     )
 
@@ -161,33 +128,6 @@ class Survey:
             suspicions=suspicions(comparisons, tolerance, self.exact, self._explanation()),
             foreign=self.foreign,
         )
-
-
-# ------------------------------------------------------------ for people
-
-
-def lines(result: ServedResult) -> list[str]:
-    """Return the result in sentences, the verdict first."""
-    verdict = "served equals measured" if result.agrees else "served differs from measured"
-    found = [f"{verdict}: {result.drafter}, depth {result.depth}, {result.engine.get('name', 'engine')}"]
-    for c in result.comparisons:
-        found += _figures(c)
-    if result.foreign:
-        found.append(f"{result.foreign} tokens of others were counted too: measure on an engine that nobody else uses")
-    return found + [str(s) for s in result.suspicions]
-
-
-def _figures(found: Comparison) -> list[str]:
-    texts = "" if found.identical is None else f"; {found.identical} of {found.num_prompts} texts identical"
-    speed = "" if found.speedup is None else f"; {found.speedup.text(unit='×')} the speed of that engine without drafts"
-    first = (
-        f"temperature {found.temperature:g}: τ {found.served.text(3)} there, {found.own.text(3)} here, "
-        f"difference {found.difference.value:+.3f} {found.difference.bounds(3)}{texts}{speed}"
-    )
-    positions = ", ".join(
-        f"{p.position}: {p.served:.2f} / {p.own:.2f}{' !' if p.parted else ''}" for p in found.positions
-    )
-    return [first, f"  accepted by position, there / here: {positions}"] if positions else [first]
 
 
 def engine_facts(engine: Engine, extra: Sequence[tuple[str, Any]] = ()) -> dict[str, Any]:

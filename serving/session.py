@@ -152,7 +152,7 @@ class Session:
             folder = export_pair(self.pair, "vllm", place / "export", depth, self.target).folder
         if (folder / LAUNCH).is_file():  # as the export says that it is started
             return dict(read_json(folder / LAUNCH)["settings"]) | {"model": str(folder)}
-        return launch("vllm", drafter, served_path(self.target, place), str(folder), depth, self.pair.dtype).settings
+        return launch("vllm", drafter, served_path(self.target, folder), str(folder), depth, self.pair.dtype).settings
 
 
 def _lookup(pair: Pair) -> dict[str, int]:

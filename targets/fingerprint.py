@@ -16,6 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..ground.digests import LIST, file_digest
 from ..ground.sealed import digest_json
+from .quantised import parts
 
 # Config fields that say where or with what a model was saved, not what it computes.
 _INCIDENTAL = {
@@ -92,7 +93,11 @@ def _changed_weights(own: dict[str, str], others: dict[str, str]) -> list[str]:
 
 
 def digest_tensor(tensor: torch.Tensor) -> str:
-    """Return the SHA-256 of a tensor's dtype, shape and contents."""
+    """Return the SHA-256 of a tensor's dtype, shape and contents; a quantised one's are those of its parts."""
+    if (found := parts(tensor)) is not None:
+        inner, rest = found
+        digests = {name: digest_tensor(part) for name, part in sorted(inner.items())}
+        return digest_json([str(tensor.dtype), list(tensor.shape), digests, str(rest)])
     data = tensor.detach().cpu().contiguous()
     digest = hashlib.sha256(f"{data.dtype}{tuple(data.shape)}".encode())
     digest.update(data.reshape(-1).view(torch.uint8).numpy().data)

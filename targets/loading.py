@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..ground import digests
 from ..ground.errors import BadInputError, IncompatibleError, OutriderError, Refusal
@@ -17,7 +17,8 @@ from .attention import NAME as SPLIT_ATTENTION
 from .attention import register
 from .fitting import check_sizes
 from .sketch import sketch_causal_lm, sketching
-from .vetting import check_files, is_local
+from .tokenizers import tokenizer_of
+from .vetting import check_files, is_local, without_questions
 
 EMBEDDED = "embedded"
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
@@ -37,7 +38,7 @@ def load_model_and_tokenizer(
     name = str(embedded_path()) if path == EMBEDDED else path
     model = load_causal_lm(name, dtype, revision, trust_remote_code, attention)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=trust_remote_code)
+        tokenizer = tokenizer_of(name, revision, trust_remote_code)
     except Exception as error:
         raise _load_error(f"tokenizer of {name}", error) from error
     return model if adapter is None else merge_adapter(model, adapter), tokenizer
@@ -66,15 +67,16 @@ def load_causal_lm(
         return sketch_causal_lm(name, dtype, revision, trust_remote_code)
     _check_folder(name, dtype, trust_remote_code)
     try:
-        loaded = AutoModelForCausalLM.from_pretrained(
-            name,
-            dtype=dtype,
-            use_safetensors=True,
-            attn_implementation=attention,
-            revision=revision,
-            trust_remote_code=trust_remote_code,
-            output_loading_info=True,
-        )
+        with without_questions():
+            loaded = AutoModelForCausalLM.from_pretrained(
+                name,
+                dtype=dtype,
+                use_safetensors=True,
+                attn_implementation=attention,
+                revision=revision,
+                trust_remote_code=trust_remote_code,
+                output_loading_info=True,
+            )
     except OutriderError:
         raise
     except Exception as error:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from ..ground.errors import BadInputError
-from .vetting import check_files, is_local
+from ..ground.errors import BadInputError, OutriderError
+from ..ground.libraries import reason
+from .vetting import check_files, is_local, without_questions
 
 
 def sketching() -> bool:
@@ -33,17 +35,33 @@ def sketch_causal_lm(
     if is_local(name):
         check_files(Path(name).expanduser(), trust_remote_code)
     try:
-        config = AutoConfig.from_pretrained(
-            os.path.expanduser(name), revision=revision, trust_remote_code=trust_remote_code
-        )
+        with without_questions():
+            config = AutoConfig.from_pretrained(
+                os.path.expanduser(name), revision=revision, trust_remote_code=trust_remote_code
+            )
     except Exception as error:
         what = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise BadInputError(
             f"the config of {name!r} cannot be read: {what} Without a connection give a folder that holds its "
             "config.json; weights are not needed."
         ) from error
-    chosen = getattr(config.get_text_config(), "dtype", None) or torch.float32 if dtype == "auto" else dtype
-    chosen = getattr(torch, chosen) if isinstance(chosen, str) else chosen
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=chosen, trust_remote_code=trust_remote_code)
+    try:
+        with torch.device("meta"):
+            made = AutoModelForCausalLM.from_config(
+                config, dtype=_dtype(config, dtype), trust_remote_code=trust_remote_code
+            )
+    except OutriderError:
+        raise
+    except Exception as error:  # libraries raise what they like at settings that make no sense
+        raise BadInputError(f"the config of {name!r} describes no model that can be made: {reason(error)}") from error
+    model: PreTrainedModel = made
     return model.eval().requires_grad_(False)
+
+
+def _dtype(config: Any, asked: str | torch.dtype) -> torch.dtype:
+    """Return the dtype that was asked for; of "auto" the config's, or float32 where it says nothing."""
+    chosen = asked if asked != "auto" else getattr(config.get_text_config(), "dtype", None) or torch.float32
+    found = getattr(torch, chosen, None) if isinstance(chosen, str) else chosen
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"dtype is {str(chosen)[:80]!r}, which torch does not have")
+    return found

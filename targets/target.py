@@ -22,10 +22,11 @@ from .backbone import Backbone, at_places
 from .cache import RaggedCache
 from .fingerprint import Fingerprint
 from .footprint import Footprint, measure
-from .layers import decoder_layers
+from .layers import body_of, decoder_layers
 from .layout import CacheLayout, circumstances
 from .loading import expanded, load_model_and_tokenizer
 from .placement import Nodes
+from .quantised import quantise
 from .sharding import all_processes, in_turn, processes, settle, share, split
 from .trial import reads_ragged_rows, try_reading
 
@@ -54,7 +55,7 @@ class Target(Backbone):
     Attributes:
         model: the unmodified `transformers` model.
         tokenizer: its tokenizer, or None.
-        source: what it was loaded from, for people: `{"path", "revision", "adapter"}`.
+        source: what it was loaded from, for people: `{"path", "revision", "adapter", "quantize"}`.
         sharded: whether each process holds only a part of its layers, see `targets.sharding`.
     """
 
@@ -85,6 +86,7 @@ class Target(Backbone):
         trust_remote_code: bool = False,
         attention: str | None = None,
         sharding: str = "none",
+        quantize: str | None = None,
     ) -> Target:
         """Load a target from a folder, the Hub, or `"embedded"` (the model that ships with Outrider).
 
@@ -93,18 +95,23 @@ class Target(Backbone):
             attention: one of the library's implementations, or "outrider" (see `targets.attention`).
             sharding: "fsdp2" splits the layers over the processes, if there are several (see `targets.sharding`). The
                 processes load the target one after the other, each into main memory first.
+            quantize: "int8" or "int8-dynamic" (see `targets.quantised`); None leaves the weights as they are.
 
         Raises:
             BadInputError: the folder is missing, has no config, or holds only pickled weights.
             IncompatibleError: the weights do not fit the config.
         """
         if sharding != "none" and processes() > 1:
-            whole = partial(cls.load, path, revision, adapter, dtype, "cpu", trust_remote_code, attention)
+            whole = partial(
+                cls.load, path, revision, adapter, dtype, "cpu", trust_remote_code, attention, quantize=quantize
+            )
             return _load_sharded(whole, torch.device(device or best_device()))
         path, adapter = expanded(path), None if adapter is None else expanded(adapter)
         model, tokenizer = load_model_and_tokenizer(path, revision, adapter, dtype, trust_remote_code, attention)
         cast(nn.Module, model).to(device or best_device()).eval().requires_grad_(False)
-        return cls(model, tokenizer, {"path": path, "revision": revision, "adapter": adapter})
+        if quantize is not None:
+            quantise(model, quantize)
+        return cls(model, tokenizer, {"path": path, "revision": revision, "adapter": adapter, "quantize": quantize})
 
     # ------------------------------------------------------------ facts
 
@@ -195,7 +202,8 @@ class Target(Backbone):
     @torch.no_grad()
     def _look_at_a_token(self) -> CacheLayout:
         layout = super()._look_at_a_token()
-        if not self.sharded and self.device.type != "meta":
+        whole = self.body is body_of(self.model)  # not cut by `shallow`
+        if whole and not self.sharded and self.device.type != "meta":
             try_reading(self, layout)
         return layout
 

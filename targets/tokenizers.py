@@ -8,7 +8,7 @@ from pathlib import Path
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from ..ground.errors import BadInputError, IncompatibleError
-from .vetting import check_files
+from .vetting import check_files, without_questions
 
 _FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
@@ -68,10 +68,22 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase | None:
         return None
     check_files(folder)
     try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
+        return tokenizer_of(str(folder))
     except Exception as error:
         raise BadInputError(f"the tokenizer in {str(folder)!r} cannot be loaded: {error}") from error
-    return tokenizer
+
+
+def tokenizer_of(name: str, revision: str | None = None, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+    """Return the tokenizer in a folder or on the Hub; whatever the library raises is raised.
+
+    Raises:
+        IncompatibleError: it is one that the library loads for other things than text.
+    """
+    with without_questions():
+        found = AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=trust_remote_code)
+    if not isinstance(found, PreTrainedTokenizerBase):
+        raise IncompatibleError(f"{type(found).__name__} is no tokenizer of one language model.")
+    return found
 
 
 def _by_id(tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:

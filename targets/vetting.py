@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import stat
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from transformers import dynamic_module_utils
 
 from ..ground.errors import Refusal
 from ..ground.foreign import MEGABYTE, Limits, Unreadable, kind_of, read_json
@@ -45,6 +48,20 @@ _IMPLEMENTATIONS = (
 def is_local(name: str) -> bool:
     """Return whether `name` is a folder rather than an id of the Hub: it exists, or does not look like org/name."""
     return Path(name).expanduser().exists() or name.startswith((".", "/", "~")) or name.count("/") != 1
+
+
+@contextmanager
+def without_questions() -> Iterator[None]:
+    """Let the library refuse code inside where nobody said that it may run, in place of asking on stdin.
+
+    Each loading call of ours says it; some load others in turn, without a word.
+    """
+    seconds = dynamic_module_utils.TIME_OUT_REMOTE_CODE
+    dynamic_module_utils.TIME_OUT_REMOTE_CODE = 0
+    try:
+        yield
+    finally:
+        dynamic_module_utils.TIME_OUT_REMOTE_CODE = seconds
 
 
 def check_regular(folder: Path) -> None:

@@ -20,6 +20,7 @@ from transformers.trainer_utils import IntervalStrategy
 from ..ground import BadInputError
 from ..ground.files import read_json
 from ..ground.progress import progress
+from .hooks import states_explained
 
 ENDLESS = 10**9  # steps
 RESOLUTION = 10_000  # points of a schedule between the first second and the last
@@ -165,5 +166,6 @@ def saved_clock(checkpoint: Path) -> dict[str, float]:
     file = checkpoint / "scheduler.pt"
     if not file.is_file():
         return {}
-    first = (torch.load(file, weights_only=True).get("lr_lambdas") or [None])[0]
+    with states_explained(checkpoint):
+        first = (torch.load(file, weights_only=True).get("lr_lambdas") or [None])[0]
     return first if isinstance(first, dict) and "spent" in first else {}

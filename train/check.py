@@ -163,7 +163,12 @@ def check_target_is_whole(recipe: Recipe) -> None:
 
 
 def kind_of_processes(args: TrainingArguments) -> str:
-    """Return accelerate's word for how the processes work together: NO, MULTI_CPU, MULTI_GPU, FSDP, DEEPSPEED, …"""
+    """Return accelerate's word for how the processes work together: NO, MULTI_CPU, MULTI_GPU, FSDP, DEEPSPEED, …
+
+    accelerate itself says DEEPSPEED only once the training has an engine.
+    """
+    if getattr(args, "deepspeed_plugin", None) is not None:
+        return "DEEPSPEED"
     return "NO" if args.distributed_state is None else str(args.distributed_state.distributed_type.value)
 
 

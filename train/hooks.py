@@ -6,6 +6,7 @@ for each of them; `TRIED` says with which versions they were tried, and `pyproje
 
 from __future__ import annotations
 
+import pickle
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -17,10 +18,30 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset, Sampler
 from transformers import PreTrainedModel, Trainer, TrainingArguments
 
+from ..ground.errors import Refusal
+from ..ground.libraries import reason
 from .checkpoints import PREFIX
 
 # The first and the last version that all tests passed with.
 TRIED = {"transformers": ("5.17", "5.23"), "accelerate": ("1.10", "1.15")}
+
+
+# What torch raises where a state is no state, or a pickle that asks for more than one: it opens nothing else.
+_NO_STATE = (pickle.UnpicklingError, RuntimeError, KeyError, EOFError, TypeError, ValueError, AttributeError, OSError)
+
+
+@contextmanager
+def states_explained(checkpoint: str | Path | None) -> Iterator[None]:
+    """Refuse a checkpoint whose optimizer, schedule or random states are not what a training wrote."""
+    try:
+        yield
+    except _NO_STATE as error:
+        raise Refusal.of(
+            checkpoint or "the checkpoint",
+            f"its optimizer, schedule or random states cannot be read ({reason(error)})",
+            "those of a training",
+            "Remove this checkpoint, and the one before it is taken, or start over (--fresh).",
+        ) from error
 
 
 class HookedTrainer(Trainer, ABC):
@@ -69,6 +90,14 @@ class HookedTrainer(Trainer, ABC):
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         self.load_weights(Path(resume_from_checkpoint))
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        with states_explained(checkpoint):
+            super()._load_optimizer_and_scheduler(checkpoint)
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        with states_explained(checkpoint):
+            super()._load_rng_state(checkpoint)
 
     def _load_best_model(self) -> None:
         self.load_weights(Path(self.state.best_model_checkpoint or ""))

@@ -30,7 +30,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from ..ground import BadInputError, IncompatibleError, refuse_unknown_keys
 from ..heads import Drafter, DrafterLoss, TargetBatch
-from ..heads.losses import Comparison, chunked_compare, divergence, own_precision
+from ..heads.losses import Comparison, ComparisonSettings, chunked_compare, divergence, own_precision
 from ..recipes import JointSpec
 from ..targets import Target
 from ..targets.adapters import ADAPTER_WEIGHTS
@@ -298,9 +298,7 @@ class Joint(nn.Module):
             return chunked_compare(
                 original[rows, places - 1],
                 batch.last[rows, places - 1],
-                head,
-                head,
-                self._rule,
+                ComparisonSettings(head, head, self._rule),
                 following=batch.tokens[rows, places],
             )
 

@@ -25,7 +25,7 @@ from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from transformers.trainer_utils import EvalLoopOutput
 
 from ..ground import BadInputError
-from ..heads import Drafter, DrafterLoss, load_drafter
+from ..heads import Drafter, DrafterLoss, restore_drafter
 from . import checkpoints, muon
 from .budget import TimeBudget, saved_clock
 from .callbacks import EpochOrder, FiniteGuard, GracefulStop, LogLines, Progress, Step
@@ -35,6 +35,7 @@ from .joint import ADAPTER, Joint, Stages
 from .launch import Together
 from .metrics import Sums
 from .onpolicy import OnPolicy
+from .stopping import Until, Watch
 
 COLUMNS = ["index", "input_ids", "labels"]
 
@@ -62,10 +63,11 @@ class DrafterTrainer(HookedTrainer):
         seconds: of training; None trains the steps that `args` say. See `train.budget`, also for what it takes from
             `args`.
         joint: the drafter and what is trained with it; None for the drafter alone.
+        until: when it ends before its last step; None never.
 
     Attributes:
         stop: whether and where a request to stop ended the training.
-        budget: None without `seconds`.
+        budget: None without `seconds`. watch: keeps the curve of evaluations, and ends the training by `until`.
     """
 
     def __init__(
@@ -75,6 +77,7 @@ class DrafterTrainer(HookedTrainer):
         lessons: Lessons,
         seconds: float | None = None,
         joint: Joint | None = None,
+        until: Until | None = None,
     ):
         super().__init__(
             model=drafter if joint is None else joint,
@@ -91,6 +94,8 @@ class DrafterTrainer(HookedTrainer):
         self._checked_counts = False
         self.stop = GracefulStop(self.together.any)
         self.budget = None if seconds is None else TimeBudget(seconds, args, self.together.mean)
+        self.watch = None if until is None else Watch(until, self.tokens_learnt, len(lessons.held_out) > 0)
+        self._tokens = torch.zeros((), dtype=torch.long, device=args.device)
         self._watch()
 
     def _watch(self) -> None:
@@ -100,12 +105,18 @@ class DrafterTrainer(HookedTrainer):
             self.add_callback(Stages(self.joint.adapter, self.joint.spec.heads_first))
         is_scaled = getattr(self.accelerator, "scaler", None) is not None
         self.add_callback(FiniteGuard(self._take_step, self._describe, self.last_good, is_scaled))
+        if self.watch is not None:
+            self.add_callback(self.watch)
         if self.budget is not None:
             self.add_callback(self.budget)
             self.remove_callback(PrinterCallback)
         else:
             use_our_progress(self)
             use_whole_steps(self.args, self.planned_steps)
+
+    def tokens_learnt(self) -> int:
+        """Return how many supervised tokens all processes have learnt from in this run."""
+        return int(self.together.sum(self._tokens.double()[None])[0])
 
     @property
     def drafter(self) -> Drafter:
@@ -211,6 +222,7 @@ class DrafterTrainer(HookedTrainer):
             )
             self._checked_counts = True
         self._sums.add_loss(loss)
+        self._tokens = self._tokens + loss.count.detach()
         items = torch.as_tensor(
             loss.count if num_items_in_batch is None else num_items_in_batch, device=loss.total.device
         )
@@ -313,7 +325,7 @@ class DrafterTrainer(HookedTrainer):
             BadInputError: damaged weights, or a drafter of another type.
             IncompatibleError: other names or shapes.
         """
-        saved = load_drafter(folder)
+        saved = restore_drafter(folder)
         if type(saved) is not type(self.drafter):
             raise BadInputError(
                 f"{folder} holds a {saved.name} drafter, this run trains {self.drafter.name}; choose another output."

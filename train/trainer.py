@@ -44,6 +44,7 @@ from .joint import ADAPTER, Adapter, Joint, JointBatches, adapted
 from .launch import alone_in, main_first
 from .loop import DrafterTrainer, Lessons
 from .onpolicy import OnPolicy
+from .stopping import Until
 from .warmstart import made_for
 
 _log = logging.getLogger(__name__)
@@ -79,6 +80,7 @@ def train(
     resume: bool = True,
     console: Console | None = None,
     seconds: float | None = None,
+    until: Until | None = None,
 ) -> TrainResult:
     """Train a drafter for a target, as a recipe says.
 
@@ -94,6 +96,7 @@ def train(
         console: shows the progress of distilling.
         seconds: of training, instead of the recipe's steps or epochs; the learning rate follows the time (see
             `train.budget`).
+        until: when to end before the last step (see `train.stopping`); the curve of τ goes into provenance.json.
 
     Raises:
         BadInputError: anything in the recipe or the launch that cannot work, before any model is loaded; another
@@ -108,7 +111,7 @@ def train(
         start = _starting_point(recipe, args, resume, seconds)
         target = _frozen(target or Target.load(**recipe.target.model_dump(), device=args.device), args.device)
         check_with_target(recipe, args, target, drafter)
-        training = _Training(recipe, args, target, console, seconds)
+        training = _Training(recipe, args, target, console, seconds, until)
         data = main_first(args, recipe.output_folder, lambda: distill(recipe, target, console), target)
         with adapted(target, recipe.joint, args.seed) as adapter:
             trainer = training.trainer(data, drafter, adapter)
@@ -172,6 +175,7 @@ class _Training:
     target: Target
     console: Console | None = None
     seconds: float | None = None
+    until: Until | None = None
 
     # ------------------------------------------------------------ what is trained, and on what
 
@@ -191,7 +195,7 @@ class _Training:
         joint = None if adapter is None or recipe.joint is None else Joint(drafter, adapter, recipe.joint)
         if isinstance(inner := getattr(drafter, "model", None), PreTrainedModel):
             enable_checkpointing(inner, self.args)
-        return DrafterTrainer(drafter, self.args, lessons, self.seconds, joint)
+        return DrafterTrainer(drafter, self.args, lessons, self.seconds, joint, self.until)
 
     def _say_what_is_held_out(self, training: Rows, held_out: Rows) -> None:
         if self.recipe.data.holdout > 0 and not len(held_out):
@@ -293,6 +297,7 @@ class _Training:
             "processes": self.args.world_size,
             "device": self.args.device.type,
             "seconds": round(seconds, 1),
+            **({} if trainer.watch is None else trainer.watch.facts()),
             **({} if joint is None else {"adapter_parameters": sum(p.numel() for p in joint.lora)}),
             **({} if budget is None else {"budget": budget.clock.seconds, "spent": round(budget.clock.spent, 2)}),
         }

@@ -17,6 +17,7 @@ from ..ground import BadInputError, OutriderError
 from ..ground.libraries import LIBRARY_ERRORS, reason
 from ..heads import Drafter, DrafterConfig, drafter_config, head_class, load_drafter
 from ..heads.base import CONFIG, read_config
+from ..heads.parts.registry import saved_type
 from ..recipes import Recipe
 from ..targets import Target
 
@@ -125,7 +126,7 @@ def _folder(values: dict[str, Any]) -> Path:
 
 def _saved_kind(values: dict[str, Any]) -> str:
     saved = read_config(_folder(values))
-    kind = str(saved.get("drafter_type") or ("draft_model" if "model_type" in saved else ""))
+    kind = saved_type(saved)
     if values.get("type", kind) != kind:
         raise BadInputError(
             f"drafter.init holds a drafter of type {kind!r}, drafter.type says {values['type']!r}; they must agree."

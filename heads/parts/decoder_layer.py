@@ -244,6 +244,11 @@ class Before:
         return Joint([self.linear], norms=self.norms) if self.norms else self.linear
 
 
+def _nothing_before(_: Tensor) -> Tensor:
+    """Raise ValueError: a head asks its first layer for a product that the layer was made without."""
+    raise ValueError("this layer was made without what the head has before it; give JointLayer its `before`.")
+
+
 class JointLayer:
     """What a decoder layer computes, all but how its queries attend.
 
@@ -257,10 +262,9 @@ class JointLayer:
     def __init__(self, layer: Any, config: Any, in_halves: bool = False, before: Before | None = None):
         self.layer = layer
         # Looking a module up takes as long as a small operation: a draft step would notice.
-        self.attention, self.mlp = layer.self_attn, layer.mlp
         self.attention_output, self.mlp_output = layer.self_attn.o_proj, layer.mlp.down_proj
-        self.attention_norm, self.mlp_norm = layer.input_layernorm, layer.post_attention_layernorm
-        self.before = before.product() if before else nn.Identity()
+        self.mlp_norm = layer.post_attention_layernorm
+        self.before = before.product() if before else _nothing_before
         self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
         parts = _attention_parts(layer)
         self.in_halves = in_halves and parts[0].in_features == 2 * layer.self_attn.o_proj.out_features
@@ -271,7 +275,7 @@ class JointLayer:
 
     def enter(self, hidden: Tensor) -> Tensor:
         """Return what q_proj, k_proj and v_proj make of an input `[B, Q, H]`: `[B, Q, (heads + 2 kv_heads) · D]`."""
-        return self.qkv(normed(hidden, self.attention_norm))
+        return self.qkv(normed(hidden, self.layer.input_layernorm))
 
     def keep(self, x: Tensor) -> Tensor:
         """Return what `join` needs of the first half `[B, Q, H]` of an input.
@@ -291,7 +295,8 @@ class JointLayer:
         qk, v = every.split_with_sizes([self.heads + self.kv_heads, self.kv_heads], 1)
         if self.norms_heads:
             q, k = qk.split_with_sizes([self.heads, self.kv_heads], 1)
-            qk = torch.cat([normed(q, self.attention.q_norm), normed(k, self.attention.k_norm)], 1)
+            attention = self.layer.self_attn
+            qk = torch.cat([normed(q, attention.q_norm), normed(k, attention.k_norm)], 1)
         q, k = turned(qk, rotary).split_with_sizes([self.heads, self.kv_heads], 1)
         return q, k, v
 
@@ -307,7 +312,7 @@ class JointLayer:
 
     def _mlp(self, x: Tensor) -> Tensor:
         if self.gate_up is None:
-            return self.mlp(x)
+            return self.layer.mlp(x)
         gate, up = self.gate_up(x).chunk(2, -1)
         return self.mlp_output(nn.functional.silu(gate) * up)
 

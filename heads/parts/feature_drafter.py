@@ -26,7 +26,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from ...ground import BadInputError, IncompatibleError
 from ...targets import Counts, Nodes, RaggedCache, Target
 from ..base import Drafter, DrafterLoss, TargetBatch
-from ..losses import LossName, chunked_compare, divergence, metrics_by_depth
+from ..losses import ComparisonSettings, LossName, chunked_compare, divergence, metrics_by_depth
 from ..session import Abilities, NodeSession
 from .decoder_layer import (
     Before,
@@ -188,12 +188,14 @@ class FeatureDrafter(Drafter):
         result = chunked_compare(
             before,
             predicted,
-            batch.target.lm_head,
-            partial(self.logits, target=batch.target),
-            divergence(self.config.loss),
-            self.output_ids,
+            ComparisonSettings(
+                batch.target.lm_head,
+                partial(self.logits, target=batch.target),
+                divergence(self.config.loss),
+                self.output_ids,
+                parameters=self.output_weights(),
+            ),
             weights=weights,
-            parameters=self.output_weights(),
             following=tokens[wanted],
         )
         total, metrics = result.total, metrics_by_depth(result, wanted, here)
@@ -241,19 +243,15 @@ class FeatureDrafter(Drafter):
     def state_bytes(self, target: Target, batch_size: int, max_length: int, spare: int = 0) -> int:
         shapes = [layer.self_attn.kept(target.device) for layer in self.layers]
         cache = sum(shape.num_bytes(batch_size, max_length + spare) for shape in shapes)
-        if self._fitting(max_length):
+        if self._kept is not None and self._kept.fits(self.layers, max_length):
             return cache
         return cache + copied_bytes(self.layers, self.config.head_dim, max_length, self.before)
 
     def _cached(self, max_length: int) -> CachedLayers:
         """Return its layers for decoding; they are kept until they are too short or weights have changed."""
-        self._kept = self._fitting(max_length) or CachedLayers(
-            self.layers, self.config, self.rotary, max_length, before=self.before
-        )
+        if self._kept is None or not self._kept.fits(self.layers, max_length):
+            self._kept = CachedLayers(self.layers, self.config, self.rotary, max_length, before=self.before)
         return self._kept
-
-    def _fitting(self, max_length: int) -> CachedLayers | None:
-        return self._kept if self._kept is not None and self._kept.fits(self.layers, max_length) else None
 
 
 class FeatureSession(NodeSession):

@@ -17,6 +17,9 @@ from ..base import Drafter, DrafterConfig, read_config
 
 HEADS: dict[str, type[Drafter]] = {}
 
+# Forms in which drafters of any type may be saved, which no recipe names; filled by heads/__init__.py, too.
+FORMS: dict[str, type[Drafter]] = {}
+
 
 def head_class(name: str) -> type[Drafter]:
     """Return the drafter class of that name; an unknown one is refused with the known names."""
@@ -45,7 +48,14 @@ def restore_drafter(path: str | Path, target: Target | None = None) -> Drafter:
     kind = values.pop("drafter_type", None) or _kind_of_model(values)
     if kind is None:
         raise BadInputError(f"{path}: config.json names no 'drafter_type' and no 'model_type'; this is not a drafter.")
-    return head_class(kind).from_folder(Path(path), values, target)
+    form = FORMS.get(kind) if isinstance(kind, str) else None
+    return (form or head_class(kind)).from_folder(Path(path), values, target)
+
+
+def saved_type(values: dict[str, Any]) -> str:
+    """Return the type of the drafter whose config.json holds `values`; "" where it says none."""
+    kind = values.get("drafter_type") or ("draft_model" if "model_type" in values else "")
+    return str(values.get("base_type", "") if kind in FORMS else kind)
 
 
 def load_drafter(path: str | Path, target: Target | None = None, dtype: torch.dtype | None = None) -> Drafter:
@@ -55,7 +65,7 @@ def load_drafter(path: str | Path, target: Target | None = None, dtype: torch.dt
         target: whom it will draft for: it is checked against, and its device is taken.
         dtype: of the parameters; None for the target's (as saved without one, or if that is no floating-point type).
     """
-    drafter = restore_drafter(path, target)
+    drafter: Drafter = restore_drafter(path, target).plain()
     if target is not None:
         drafter.to(target.device)
         drafter.check(target)

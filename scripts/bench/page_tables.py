@@ -187,6 +187,36 @@ def _of_p_values(result: Result) -> list[str]:
     return [table(["rule", "cases", "smallest p", "smallest p after Holm"], rows), text]
 
 
+def _of_served(result: Result) -> list[str]:
+    head = [
+        "pair",
+        "T",
+        "τ there",
+        "τ here",
+        "difference",
+        "accepted by position, there / here",
+        "text",
+        "speedup there",
+    ]
+    rows = [_served_row(name, row) for name, found in result["served"].items() for row in found]
+    said = [f"- {name}: {s}" for name, found in result["served"].items() for row in found for s in row["suspicions"]]
+    return [table(head, rows), *(["What `outrider served` said:\n\n" + "\n".join(said)] if said else [])]
+
+
+def _served_row(name: str, row: Result) -> list[str]:
+    positions = ", ".join(f"{p['served']:.2f} / {p['own']:.2f}" for p in row["positions"]) or NOTHING
+    return [
+        name,
+        f"{row['temperature']:g}",
+        interval(row["served"], 3),
+        interval(row["own"], 3),
+        interval(row["difference"], 3, "+"),
+        positions,
+        NOTHING if row["identical"] is None else f"{row['identical']} of {row['prompts']}",
+        interval(row["speedup"]),
+    ]
+
+
 def _of_peers_speed(result: Result) -> list[str]:
     texts = []
     for part in result["speed"]:
@@ -241,6 +271,7 @@ def _of_variants(title: str, found: Result) -> list[str]:
 KINDS: dict[tuple[str, ...], Callable[[Result], list[str]]] = {
     ("contestants", "figures"): _of_report,
     ("tokens_per_second_ratios", "loop_overhead"): _of_decode,
+    ("served",): _of_served,
     ("points",): _of_batches,
     ("plain", "drafted", "memory"): _of_context,
     ("control", "suites"): _of_control,

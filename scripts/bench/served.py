@@ -17,7 +17,7 @@ from outrider.eval.reports.intervals import Interval
 from outrider.pair import Pair
 from outrider.serving.comparison import Comparison
 from outrider.serving.expectation import Expectation, Trial
-from outrider.serving.served import TOLERANCE, ServedResult
+from outrider.serving.result import TOLERANCE, ServedResult
 from outrider.serving.session import Session, Start
 
 from .conditions import command, conditions, write

@@ -35,6 +35,8 @@ def execution(world: Path, folder: Path, only: str) -> dict[str, Any]:
         for command in attempt.commands:
             outcome = runner.run(command, folder)
             _say(attempt.name, command, outcome)
+            if only and not outcome.held:
+                print(outcome.said, file=sys.stderr)
             commands += 1
             codes[outcome.code] += 1
             if not outcome.held:
@@ -56,19 +58,21 @@ def _require_alarm(world: Path, folder: Path) -> None:
         raise RuntimeError(f"code that was trusted left no mark: {outcome.said}")
 
 
-def fuzz(world: Path, folder: Path, count: int, seed: int, only: str) -> dict[str, Any]:
+def fuzz(world: Path, folder: Path, count: int, seed: int, numbers: list[int]) -> dict[str, Any]:
     """Damage one file at a time in `count` ways; return counts and what ended as no command may."""
     from fuzzing import damaged
 
     odd, codes, kinds = [], Counter[int](), Counter[str]()
     most = {"cpu": 0.0, "seconds": 0.0, "gigabytes": 0.0}
     for case in damaged(count, seed):
-        if only not in case.name:
+        if numbers and int(case.name.partition(":")[0]) not in numbers:
             continue
         copied(world, folder)
         case.plant(folder)
         outcome = runner.run(case.command, folder)
         _say(case.name, case.command, outcome)
+        if numbers:
+            print(outcome.said, file=sys.stderr)
         codes[outcome.code] += 1
         kinds[case.file] += 1
         most = {name: max(value, getattr(outcome, name)) for name, value in most.items()}
@@ -98,6 +102,9 @@ def main() -> int:
     parser.add_argument("program", choices=("execution", "fuzz"))
     parser.add_argument("--count", type=int, default=1000, help="files to damage")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--numbers", type=int, nargs="*", default=[], help="only these damaged files, with all they say"
+    )
     parser.add_argument("--only", default="", help="attempts whose name holds this")
     parser.add_argument("--out", type=Path, help="where the figures go, as JSON")
     given = parser.parse_args()
@@ -105,12 +112,13 @@ def main() -> int:
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as scratch:
         world, folder = Path(scratch) / "world", Path(scratch) / "attacked"
-        world.mkdir()
-        make_world(world)
+        folder.mkdir()
+        make_world(folder)  # pairs say where their target is: every copy lies where the first world was
+        folder.rename(world)
         if given.program == "execution":
             found = execution(world, folder, given.only)
         else:
-            found = fuzz(world, folder, given.count, given.seed, given.only)
+            found = fuzz(world, folder, given.count, given.seed, given.numbers)
     found["minutes"] = round((time.monotonic() - began) / 60, 1)
     text = json.dumps(found, indent=1)
     if given.out:

@@ -123,6 +123,9 @@ def _auto_map() -> Iterator[Attempt]:
         yield Attempt(f"custom_generate in {name}", _custom_generate(name), commands)
         yield Attempt(f"processor in {name}", _processor(name), commands)
     yield Attempt("auto_map in an MTP layer", _mtp_layer, read_pair("pair-mtp"))
+    for name, commands in {"target": READ_TARGET, "pair-eagle/tokenizer": read_pair("pair-eagle")}.items():
+        for place in ("question_encoder_tokenizer", "generator_tokenizer"):
+            yield Attempt(f"auto_map in {place} of a tokenizer of two in {name}", _rag(name, place), commands)
 
 
 def _planted(folder: str, variant: str) -> Callable[[Path], None]:
@@ -162,6 +165,25 @@ def _processor(folder: str) -> Callable[[Path], None]:
         (world / folder / "evil.py").write_text(code(world))
         for name in ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json"):
             edit(world / folder / name, auto_map={"AutoProcessor": "evil.Evil"}, processor_class="Evil")
+        _resealed(world, folder)
+
+    return plant
+
+
+def _rag(folder: str, place: str) -> Callable[[Path], None]:
+    """Plant a tokenizer that loads two others itself, without saying whether code may run."""
+
+    def plant(world: Path) -> None:
+        here = world / folder
+        for name in ("question_encoder_tokenizer", "generator_tokenizer"):
+            shutil.copytree(world / "small", here / name, ignore=shutil.ignore_patterns("*.safetensors", "config.json"))
+            (here / name / "evil.py").write_text(code(world))
+        (here / "evil.py").write_text(code(world))
+        edit(here / place / "tokenizer_config.json", auto_map=_MAPS["tokenizer"], tokenizer_class="EvilTokenizer")
+        edit(here / "tokenizer_config.json", tokenizer_class="RagTokenizer")
+        if folder != "target":
+            parts = {"question_encoder": {"model_type": "dpr"}, "generator": {"model_type": "bart"}}
+            edit(here / "config.json", model_type="rag", **parts)
         _resealed(world, folder)
 
     return plant

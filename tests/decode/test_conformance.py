@@ -217,7 +217,7 @@ def test_what_is_found_is_accepted_as_often_as_p_says(name, make, target, monkey
     promised, kept, sampling, honest = [], [], Sampling(1.0, seed=5), stage.judge
 
     def watched(setup, state, draft, logits, keys):
-        verdict = honest(setup, state, draft, logits, keys)
+        verdict, best = honest(setup, state, draft, logits, keys)
         proposal, draft_probs, accepted = draft.proposal, draft.probs, verdict.accepted
         p = probabilities(logits, sampling)
         if proposal.parents is not None:  # the first level of a tree
@@ -237,7 +237,7 @@ def test_what_is_found_is_accepted_as_often_as_p_says(name, make, target, monkey
             there = real & (accepted >= d)
             promised.extend(share[there].tolist())
             kept.extend((accepted > d)[there].tolist())
-        return verdict
+        return verdict, best
 
     monkeypatch.setattr(stage, "judge", watched)
     out = Decoder(target, make(name)).generate([PROMPTS[0]] * 64, 80, sampling, Plan(3), ignore_eos=True)

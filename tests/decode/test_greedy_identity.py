@@ -115,6 +115,13 @@ MORE: dict[str, dict[str, Any]] = {
     "gptj": {"rotary_dim": 4},
     "gpt_bigcode": {},
     "falcon": {},
+    "llama4_text": {
+        "attention_chunk_size": 4,
+        "num_local_experts": 2,
+        "intermediate_size_mlp": 64,
+        "head_dim": 8,
+        "layer_types": ["chunked_attention", "full_attention"] * 2,
+    },
     "mpt": {"d_model": 32, "n_heads": 4, "n_layers": 4, "tie_word_embeddings": False},
     "deepseek_v3": {
         **EXPERTS,
@@ -619,17 +626,13 @@ def test_greedy_text_is_the_librarys_under_processors(kind):
     ("kind", "changes"),
     [
         ("mamba", {}),
-        (
-            "llama4_text",
-            {"attention_chunk_size": 4, "num_local_experts": 2, "intermediate_size_mlp": 64, "head_dim": 8},
-        ),
         ("bloom", {}),
     ],
 )
 def test_an_architecture_that_cannot_be_rewound_by_position_is_refused(kind, changes):
     """What cannot be decoded gets an error that says so, before any text.
 
-    These are recurrent state, chunked attention, and position biases built from a padding mask.
+    These are recurrent state, and position biases built from a padding mask.
     """
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **(COMMON | changes)))
     with pytest.raises(IncompatibleError, match=f"{type(model).__name__}.*"):

@@ -87,6 +87,8 @@ def test_an_unknown_engine_and_an_unserved_drafter_are_refused_with_what_is_know
 ) -> None:
     with pytest.raises(BadInputError, match="unknown format or engine 'vlm'; known: vllm"):
         export_drafter(make_drafter("eagle3"), target, "vlm", tmp_path / "out", 3)
+    with pytest.raises(IncompatibleError, match="no weights to export: it is a setting of the engine"):
+        export_drafter(make_drafter("ngram"), target, "vllm", tmp_path / "out", 3)
     with pytest.raises(IncompatibleError, match=r"sglang serves no medusa drafter.*can go to: vllm, medusa"):
         export_drafter(make_drafter("medusa"), target, "sglang", tmp_path / "out", 3)
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from outrider.heads import losses
-from outrider.heads.losses import DIVERGENCES, HARD, Reference, chunked_compare, compare, divergence
+from outrider.heads.losses import DIVERGENCES, HARD, ComparisonSettings, Reference, chunked_compare, compare, divergence
 from outrider.heads.parts import liger
 
 pytestmark = pytest.mark.gpu  # where there is one, the kernels run on it
@@ -234,13 +234,8 @@ def test_a_training_step_is_that_of_torch(kernels, monkeypatch, name, kept):
             result = chunked_compare(
                 target_hidden,
                 hidden,
-                target_head,
-                draft_head,
-                divergence(name),
-                kept,
-                weights,
-                parameters,
-                chunk=4,
+                ComparisonSettings(target_head, draft_head, divergence(name), kept, parameters=parameters, chunk=4),
+                weights=weights,
                 following=following,
             )
             both.append(

@@ -15,6 +15,7 @@ from outrider.heads.losses import (
     DIVERGENCES,
     HARD,
     Comparison,
+    ComparisonSettings,
     Reference,
     acceptance_metrics,
     ahead,
@@ -247,14 +248,11 @@ def test_values_and_gradients_are_those_of_the_whole_logits_at_once(name, kept):
         result = chunked_compare(
             target_hidden,
             hidden,
-            target_head,
-            draft_head,
-            divergence(name),
-            kept,
-            weights,
-            list(draft_head.parameters()),
-            chunk,
-            following,
+            ComparisonSettings(
+                target_head, draft_head, divergence(name), kept, parameters=list(draft_head.parameters()), chunk=chunk
+            ),
+            weights=weights,
+            following=following,
         )
         torch.testing.assert_close((result.loss, result.alpha), (losses.detach(), alpha.detach()))
         assert torch.equal(result.top1, (best == p.argmax(-1)).float())
@@ -299,7 +297,10 @@ def test_steps_may_have_heads_of_their_own():
     parameters = [p for head in own for p in head.parameters()]
     hidden = start.clone().requires_grad_()
     together = chunked_compare(
-        target_hidden, hidden, target_head, own, divergence("tv"), weights=weights, parameters=parameters, chunk=4
+        target_hidden,
+        hidden,
+        ComparisonSettings(target_head, own, divergence("tv"), parameters=parameters, chunk=4),
+        weights=weights,
     )
     found = torch.autograd.grad(together.total, [hidden, *parameters])
     for i, head in enumerate(own):
@@ -307,11 +308,8 @@ def test_steps_may_have_heads_of_their_own():
         alone = chunked_compare(
             target_hidden,
             single,
-            target_head,
-            head,
-            divergence("tv"),
+            ComparisonSettings(target_head, head, divergence("tv"), parameters=list(head.parameters())),
             weights=weights[i],
-            parameters=list(head.parameters()),
         )
         torch.testing.assert_close(together.loss[i], alone.loss)
         expected = torch.autograd.grad(alone.total, [single, *head.parameters()])
@@ -324,10 +322,7 @@ def test_without_gradients_nothing_is_differentiated():
         result = chunked_compare(
             torch.randn(3, 5),
             torch.randn(3, 4),
-            target_head,
-            draft_head,
-            divergence("tv"),
-            parameters=list(draft_head.parameters()),
+            ComparisonSettings(target_head, draft_head, divergence("tv"), parameters=list(draft_head.parameters())),
         )
     assert not result.total.requires_grad
     assert result.total.item() == pytest.approx(result.loss.sum().item())
@@ -342,11 +337,9 @@ def test_no_logits_are_kept_for_the_backward_pass():
         result = chunked_compare(
             torch.randn(50, 5),
             hidden,
-            target_head,
-            draft_head,
-            divergence("tv"),
-            parameters=list(draft_head.parameters()),
-            chunk=10,
+            ComparisonSettings(
+                target_head, draft_head, divergence("tv"), parameters=list(draft_head.parameters()), chunk=10
+            ),
         )
         inside = len(saved)
         result.total.backward()
@@ -371,11 +364,9 @@ def test_peak_memory_grows_with_the_chunk_and_not_with_positions_or_steps(name):
             chunked_compare(
                 target_hidden,
                 hidden,
-                target_head,
-                draft_head,
-                rule,
-                parameters=list(draft_head.parameters()),
-                chunk=chunk,
+                ComparisonSettings(
+                    target_head, draft_head, rule, parameters=list(draft_head.parameters()), chunk=chunk
+                ),
                 following=following,
             ).total.backward()
         draft_head.zero_grad(set_to_none=True)
@@ -397,7 +388,9 @@ def test_values_and_slopes_of_half_precision_are_summed_in_single():
     for count in (1, 600):
         hidden = one.expand(count, -1).clone().requires_grad_()
         theirs, trained = torch.ones(count, 5).bfloat16(), [draft_head.weight]
-        result = chunked_compare(theirs, hidden, target_head, draft_head, divergence("tv"), parameters=trained, chunk=1)
+        result = chunked_compare(
+            theirs, hidden, ComparisonSettings(target_head, draft_head, divergence("tv"), parameters=trained, chunk=1)
+        )
         assert result.loss.dtype == result.alpha.dtype == result.top1.dtype == result.total.dtype == torch.float32
         found[count] = torch.autograd.grad(result.total, [hidden, draft_head.weight])[1].float()
     torch.testing.assert_close(found[600], 600 * found[1], rtol=0.02, atol=0.01)
@@ -411,7 +404,7 @@ def test_512_positions_are_compared_at_a_time_if_nothing_else_is_asked_for():
         seen.append(len(hidden))
         return target_head(hidden)
 
-    chunked_compare(torch.randn(1025, 5), torch.randn(1025, 4), head, draft_head, divergence("tv"))
+    chunked_compare(torch.randn(1025, 5), torch.randn(1025, 4), ComparisonSettings(head, draft_head, divergence("tv")))
     assert seen == [512, 512, 1]
 
 
@@ -419,7 +412,9 @@ def test_512_positions_are_compared_at_a_time_if_nothing_else_is_asked_for():
 def test_no_positions_give_no_values_and_a_graph_that_can_be_walked(kept):
     target_head, draft_head = heads(kept)
     draft_hidden = torch.randn(0, 4, requires_grad=True)
-    result = chunked_compare(torch.randn(0, 5), draft_hidden, target_head, draft_head, divergence("tv"), kept)
+    result = chunked_compare(
+        torch.randn(0, 5), draft_hidden, ComparisonSettings(target_head, draft_head, divergence("tv"), kept)
+    )
     assert result.loss.shape == result.alpha.shape == result.top1.shape == (0,)
     result.total.backward()
     assert draft_hidden.grad.shape == (0, 4)
@@ -436,12 +431,16 @@ def test_mass_that_a_pruned_vocabulary_cannot_reach_counts_as_rejected():
     """p = (.5, .3, .2), q on the last two symbols = (.6, .4): alpha = .3 + .2; the loss renormalises p to (.6, .4)."""
     p, kept = torch.tensor([[0.5, 0.3, 0.2]]).log(), torch.tensor([1, 2])
     result = chunked_compare(
-        p, torch.tensor([[0.6, 0.4]]).log(), lambda x: x, lambda x: x, divergence("forward_kl"), kept
+        p,
+        torch.tensor([[0.6, 0.4]]).log(),
+        ComparisonSettings(lambda x: x, lambda x: x, divergence("forward_kl"), kept),
     )
     assert result.alpha.item() == pytest.approx(0.5)
     assert result.loss.item() == pytest.approx(0, abs=1e-6)
     assert result.top1.item() == 0
-    result = chunked_compare(p, torch.tensor([[0.1, 0.9]]).log(), lambda x: x, lambda x: x, divergence("tv"), kept)
+    result = chunked_compare(
+        p, torch.tensor([[0.1, 0.9]]).log(), ComparisonSettings(lambda x: x, lambda x: x, divergence("tv"), kept)
+    )
     assert result.alpha.item() == pytest.approx(0.1 + 0.2)
     assert result.loss.item() == pytest.approx(0.5)
 
@@ -464,7 +463,7 @@ def test_mixed_precision_is_for_the_drafter_alone():
             exact = target_head(target_hidden)
         with own_precision(torch.device("meta")):
             assert target_head(target_hidden).dtype == torch.bfloat16
-        found = chunked_compare(target_hidden, hidden, target_head, draft_head, divergence("tv"))
+        found = chunked_compare(target_hidden, hidden, ComparisonSettings(target_head, draft_head, divergence("tv")))
         drafted = draft_head(hidden).float()
     assert torch.equal(exact, target_head(target_hidden))
     torch.testing.assert_close(

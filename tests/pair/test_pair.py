@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,7 +17,8 @@ from outrider.distill.prompts import Prompt
 from outrider.eval.measure import Contestant, measure
 from outrider.eval.reports.render import write_report
 from outrider.eval.suites import make_suite
-from outrider.ground import BadInputError, IncompatibleError
+from outrider.ground import BadInputError, IncompatibleError, Refusal
+from outrider.ground.leftovers import working_name
 from outrider.heads import Drafter
 from outrider.pair import Pair, StaleError, compatibility, new_pair, verify
 from outrider.pair import new as making
@@ -401,3 +403,43 @@ def test_verify_needs_a_pair(tmp_path: Path) -> None:
     with pytest.raises(BadInputError) as refused:
         verify(tmp_path)
     assert str(refused.value) == f"no pair at {str(tmp_path)!r}: pair.json is missing there."
+
+
+# ------------------------------------------------------------ altered, or written by many
+
+
+def test_a_pair_whose_files_were_altered_is_neither_loaded_nor_opened(
+    make_pair: Callable[..., Pair], make_target: Callable[..., Target]
+) -> None:
+    target = make_target()
+    pair = make_pair("eagle3", target=target)
+    for name in sorted(pair.manifest.files()):
+        file = pair.folder / name
+        good = file.read_bytes()
+        file.write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
+        with pytest.raises(Refusal, match=rf"{re.escape(name)}: content differs .* Take a good copy of the pair"):
+            Pair.load(pair.folder)
+        with pytest.raises(Refusal, match=re.escape(name)):
+            pair.open(target)
+        assert Pair.load(pair.folder, check=False).digest == pair.digest
+        file.write_bytes(good)
+    (pair.folder / "more.txt").touch()
+    with pytest.raises(Refusal, match=r"more\.txt: not listed in pair\.json"):
+        Pair.load(pair.folder)
+
+
+def test_what_a_killed_writer_left_alters_nothing(make_pair: Callable[..., Pair]) -> None:
+    pair = make_pair("ngram")
+    working_name(pair.folder / "pair.json", "tmp").touch()
+    assert verify(pair.folder) == []
+    Pair.load(pair.folder)
+
+
+def test_a_manifest_that_somebody_else_wrote_meanwhile_is_not_overwritten(make_pair: Callable[..., Pair]) -> None:
+    """Where the disk has no locks, the second writer notices."""
+    pair = make_pair("ngram")
+    other = pair.manifest.model_copy(update={"created": "2031-01-01"}).sealed()
+    other.write(pair.folder)
+    with pytest.raises(BadInputError, match="was written by somebody else at the same time; nothing was stored"):
+        pair.manifest.write(pair.folder, instead_of=pair.manifest)
+    assert Pair.load(pair.folder).manifest == other

@@ -5,9 +5,13 @@ show.
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
+import torch
+from peft import LoraConfig, get_peft_model
 from transformers import PreTrainedTokenizerFast
 
 from outrider.decode import Decoder
@@ -155,3 +159,44 @@ def test_a_pair_without_calibration_cannot_be_probed(
 ) -> None:
     with pytest.raises(BadInputError, match="without calibration prompts"):
         probe(make_pair("ngram", calibration=[]), make_target())
+
+
+@pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="needs torchao")
+def test_a_quantised_target_is_probed_and_bound(
+    make_pair: Callable[..., Pair], make_target: Callable[..., Target], tmp_path: Path
+) -> None:
+    """It is another target, for which the drafter is nearly as good; a pair of it is opened quantised again."""
+    target = make_target()
+    target.model.save_pretrained(tmp_path / "target")
+    target.require_tokenizer().save_pretrained(tmp_path / "target")
+    pair = make_pair("draft_model", target=Target.load(tmp_path / "target"))
+    quantised = pair.load_target(str(tmp_path / "target"), quantize="int8")
+    found = probe(pair, quantised)
+    assert found.verdict == "fresh"
+    assert "weights" in found.lines[0]
+    bound = make_pair("ngram", target=quantised)
+    assert bound.manifest.target.source.quantize == "int8"
+    assert bound.open()[0].fingerprint().digest == quantised.fingerprint().digest
+
+
+def test_a_merged_adapter_is_the_same_target(
+    make_pair: Callable[..., Pair], make_target: Callable[..., Target], tmp_path: Path
+) -> None:
+    """Loaded with its adapter or merged and saved, sharded or not: one target, and the pair is right for it."""
+    base = make_target()
+    base.model.save_pretrained(tmp_path / "base")
+    torch.manual_seed(0)
+    adapted = get_peft_model(make_target().model, LoraConfig(target_modules=["down_proj"], r=2))
+    for name, weight in adapted.named_parameters():
+        if "lora_B" in name:
+            weight.data.normal_(std=0.1)
+    adapted.save_pretrained(tmp_path / "lora")
+    for folder in ("base", "merged"):
+        base.require_tokenizer().save_pretrained(tmp_path / folder)
+    loaded = Target.load(tmp_path / "base", adapter=tmp_path / "lora")
+    pair = make_pair("ngram", target=loaded)
+    loaded.model.save_pretrained(tmp_path / "merged", max_shard_size="20KB")
+    assert len(list((tmp_path / "merged").glob("*.safetensors"))) > 2
+    merged = pair.load_target(str(tmp_path / "merged"))
+    assert pair.open(merged)[0] is merged
+    assert probe(pair, merged).lines[0] == "the target is the one this pair was made for"

@@ -12,9 +12,10 @@ from safetensors.torch import load_file
 
 from outrider.ground import BadInputError, IncompatibleError
 from outrider.pair import Pair, probe, verify
-from outrider.pair.refresh import refresh, refresh_recipe
+from outrider.pair.refresh import How, refresh, refresh_recipe
 from outrider.recipes import Recipe
 from outrider.targets import Target
+from outrider.train.stopping import Until
 
 TEXTS = [
     "def add(first, second):",
@@ -145,3 +146,63 @@ def test_overrides_that_a_refresh_cannot_follow_are_refused(
 ) -> None:
     with pytest.raises(BadInputError, match="a refresh cannot follow"):
         refresh(trained("ngram"), make_target(), tmp_path / "out", [override])
+
+
+def test_a_low_rank_refresh_keeps_the_parents_weights_as_they_are(
+    trained: Callable[..., Pair], make_target: Callable[..., Target], tmp_path: Path
+) -> None:
+    """Two targets' versions hold the parent's file and a small change each; they draft as plain ones of its type."""
+    parent = trained(max_steps=3)
+    weights = parent.drafter_folder / "model.safetensors"
+    for name, noise in (("one", 0.05), ("other", 0.1)):
+        target = make_target(noise=noise)
+        made = refresh(parent, target, tmp_path / name, ["training.max_steps=4"], how=How(rank=2))
+        assert (made.drafter_folder / "base" / "model.safetensors").read_bytes() == weights.read_bytes()
+        assert (made.drafter_folder / "adapter_model.safetensors").stat().st_size < weights.stat().st_size / 2
+        assert (made.manifest.drafter.type, made.version) == ("eagle3", 2)
+        assert type(made.drafter_for(target)).__name__ == "Eagle3"
+        assert verify(made.folder) == []
+        assert probe(made, target).exit_code == 0
+    again = refresh(made, target, tmp_path / "third", ["training.max_steps=2"], how=How(rank=2))
+    assert (again.drafter_folder / "base" / "model.safetensors").read_bytes() == weights.read_bytes()
+    whole = refresh(made, target, tmp_path / "whole", ["training.max_steps=2"])
+    assert sorted(whole.manifest.drafter.files) == ["config.json", "model.safetensors"]
+
+
+def test_a_refresh_ends_after_so_many_tokens_and_says_so(
+    trained: Callable[..., Pair], make_target: Callable[..., Target], tmp_path: Path
+) -> None:
+    pair, target = trained(max_steps=50), make_target(noise=0.05)
+    how = How(until=Until(tokens=60, every=2))
+    refresh(pair, target, tmp_path / "out", ["data.holdout=0.6"], how=how)
+    told = json.loads((tmp_path / "out" / "provenance.json").read_text())["training"]
+    assert "tokens were learnt from, of 60" in told["ended"]
+    assert 0 < told["steps"] < 20
+    assert told["curve"][0]["step"] == 2
+    assert all(point["tau"] > 1 for point in told["curve"])
+    before = (tmp_path / "out" / "provenance.json").stat().st_mtime_ns
+    refresh(pair, target, tmp_path / "out", ["data.holdout=0.6"], how=how)
+    assert (tmp_path / "out" / "provenance.json").stat().st_mtime_ns == before, "it had ended"
+    with pytest.raises(BadInputError, match="asked for in another way"):
+        refresh(pair, target, tmp_path / "out", ["data.holdout=0.6"], how=How(until=Until(tokens=70, every=2)))
+
+
+def test_a_refresh_ends_when_nothing_more_is_gained(
+    trained: Callable[..., Pair], make_target: Callable[..., Target], tmp_path: Path
+) -> None:
+    """With a learning rate of nearly nothing the curve is flat from the start."""
+    overrides = ["data.holdout=0.6", "training.learning_rate=1e-12", "training.max_steps=40"]
+    refresh(trained(max_steps=50), make_target(), tmp_path / "out", overrides, how=How(until=Until(gain=0.01, every=2)))
+    told = json.loads((tmp_path / "out" / "provenance.json").read_text())["training"]
+    assert told["ended"].startswith("τ has risen by less than 1.0% over 2 evaluations")
+    assert (told["steps"], len(told["curve"])) == (6, 3)
+
+
+def test_a_refresh_trains_for_a_time(
+    trained: Callable[..., Pair], make_target: Callable[..., Target], tmp_path: Path
+) -> None:
+    refresh(trained(max_steps=50), make_target(), tmp_path / "out", how=How(seconds=0.3))
+    told = json.loads((tmp_path / "out" / "provenance.json").read_text())["training"]
+    assert told["budget"] == 0.3
+    with pytest.raises(BadInputError, match="choose one of the two"):
+        How(seconds=1.0, until=Until(tokens=1))

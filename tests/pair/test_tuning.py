@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -187,3 +188,12 @@ def test_a_tuned_fusion_is_opened_with_the_pairs_own_drafter(
 def test_a_plan_without_a_fusion_is_written_as_before(make_pair: Callable[..., Pair], make_tuning: MakeTuning) -> None:
     pair = make_pair("ngram").store_tuning(make_tuning({1: 4}))
     assert "statistical" not in (pair.folder / "pair.json").read_text()
+
+
+def test_many_stores_at_once_are_all_kept(make_pair: Callable[..., Pair], make_tuning: MakeTuning) -> None:
+    pair = make_pair("ngram")
+    made = [make_tuning({1: 4}, device_name=f"machine {n}") for n in range(12)]
+    with ThreadPoolExecutor(12) as threads:
+        list(threads.map(pair.store_tuning, made))
+    assert {t.device_name for t in Pair.load(pair.folder).manifest.tuning} == {t.device_name for t in made}
+    assert verify(pair.folder) == []

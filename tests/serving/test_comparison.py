@@ -59,7 +59,7 @@ def expectation(temperature: float = 0.0, one_hot: tuple[float, ...] | None = No
 
 
 def replies(counts: list[Counts], temperature: float = 0.0, **changes: object) -> Replies:
-    values = {"text": "", "tokens": list(range(TOKENS)), "length": TOKENS, "ended": False, "seconds": 1.0} | changes
+    values = {"text": "", "tokens": list(range(TOKENS)), "lengths": [TOKENS], "seconds": 1.0} | changes
     return Replies(temperature=temperature, drafting=[Reply(counts=c, **values) for c in counts])  # type: ignore[arg-type]
 
 
@@ -130,7 +130,7 @@ def test_picked_drafts_are_told_from_wrong_sampling(compared: Callable[..., Comp
 
 
 def test_texts_that_end_early_are_a_finding_though_tau_is_right(compared: Callable[..., Comparison]) -> None:
-    found = compared(RIGHT, 1.0, length=TOKENS - 7)
+    found = compared(RIGHT, 1.0, lengths=[TOKENS - 7])
     assert kinds(compared(RIGHT), found) == ["sampling"]
 
 

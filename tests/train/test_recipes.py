@@ -43,6 +43,8 @@ SMALL = [
 EMBEDDED = [name for name in packaged_recipes() if load_recipe(name).target.path == "embedded"]
 PUBLISHED = [name for name in packaged_recipes() if name not in EMBEDDED]
 
+LAST_TOKEN = 319  # of the tiny tokenizer: a published mask's id is far outside of its vocabulary
+
 LLAMA3 = {
     "rope_type": "llama3",
     "factor": 8.0,
@@ -157,6 +159,7 @@ def at_hand(name: str, published: Callable[[str], Path], folder: Path) -> Recipe
         f"output={folder / 'run'}",
     ]
     changes += [f"drafter.path={published(recipe.drafter['path'])}"] if "path" in recipe.drafter else []
+    changes += [f"drafter.mask_token_id={LAST_TOKEN}"] if "mask_token_id" in recipe.drafter else []
     changes += ["drafter.draft_vocab_size=96"] if "draft_vocab_size" in recipe.drafter else []
     return load_recipe(name, changes)
 

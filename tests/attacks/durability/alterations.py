@@ -6,12 +6,13 @@ a sentence that names the file; or well, having said which file was damaged, wit
 
 from __future__ import annotations
 
+import json
 import random
 import shutil
 import signal
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from harness import Outcome, attempt, contents
@@ -85,6 +86,7 @@ def _drafter(workshop: Workshop) -> None:
 
 
 SHARD_BYTES = 4000
+FLIPS = 0.3  # of the alterations at least are single bits
 
 
 def _in(folder: str) -> Callable[[str], bool]:
@@ -158,11 +160,11 @@ SUBJECTS = [
 ]
 
 
-def run_alterations(root: Path, seed: int, share: float = 1.0, only: str | None = None) -> list[Alterations]:
+def run_alterations(root: Path, seed: int, share: float = 1.0, only: list[str] | None = None) -> list[Alterations]:
     """Attack every kind of folder with its number of alterations, times `share`."""
     workshop = Workshop(root)
     _ = workshop.target, workshop.changed, workshop.prompts
-    chosen = [s for s in SUBJECTS if only in (None, s.name)]
+    chosen = [s for s in SUBJECTS if not only or s.name in only]
     return [_attack(workshop, s, random.Random(f"{seed} {s.name}"), max(2, round(s.attempts * share))) for s in chosen]
 
 
@@ -178,13 +180,13 @@ def _attack(workshop: Workshop, subject: Subject, chance: random.Random, count: 
     for number in range(count):
         _copy(good, workshop.work)
         names = files if "every" in subject.name else [files[number % len(files)]]
-        kind = chance.choice(list(KINDS))
+        kind = "flip" if chance.random() < FLIPS else chance.choice(list(KINDS))
         named = [_altered(workshop.work / name, kind, chance) for name in names]
         kinds[kind] += 1
         found.attempts += 1
         _judge(found, attempt(lambda: subject.read(workshop)), f"{kind} {names[0]}", named, workshop, subject, expected)
-    found.kinds = dict(sorted(kinds.items()))
-    print(f"{subject.name}: {found}", flush=True)
+        found.kinds = dict(sorted(kinds.items()))
+        print(json.dumps(asdict(found)), flush=True)
     return found
 
 
@@ -231,8 +233,6 @@ def _swap(data: bytes, chance: random.Random) -> bytes:
 
 KINDS: dict[str, Callable[[bytes, random.Random], bytes | None]] = {
     "flip": _flip,
-    "flip ": _flip,  # half of all
-    "flip  ": _flip,
     "truncate": lambda data, chance: data[: chance.randrange(len(data))],
     "empty": lambda data, chance: b"",
     "lengthen": lambda data, chance: data + bytes([chance.randrange(256)]),

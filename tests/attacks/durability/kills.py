@@ -6,11 +6,12 @@ what holds times), and nothing beside it. A pair must be whole at any moment, be
 
 from __future__ import annotations
 
+import json
 import random
 import shutil
 import signal
 import time
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from pathlib import Path
 
@@ -37,11 +38,11 @@ class Kills:
     failures: list[str] = field(default_factory=list)
 
 
-def run_kills(root: Path, seed: int, share: float = 1.0, only: str | None = None) -> list[Kills]:
+def run_kills(root: Path, seed: int, share: float = 1.0, only: list[str] | None = None) -> list[Kills]:
     """Attack every verb with its number of kills, times `share`."""
     workshop = Workshop(root)
     _ = workshop.target, workshop.changed, workshop.prompts
-    chosen = [v for v in VERBS if v.kills and only in (None, v.name)]
+    chosen = [v for v in VERBS if v.kills and (not only or v.name in only)]
     return [_attack(workshop, v, random.Random(f"{seed} {v.name}"), max(1, round(v.kills * share))) for v in chosen]
 
 
@@ -60,7 +61,7 @@ def _attack(workshop: Workshop, verb: Verb, chance: random.Random, count: int) -
     for place in places:
         _copy(start, workshop.work)
         _kill(workshop, verb, place, expected, found)
-    print(f"{verb.name}: {found}", flush=True)
+        print(json.dumps(asdict(found)), flush=True)
     return found
 
 

@@ -27,8 +27,10 @@ def main() -> int:
     parser.add_argument("attacks", nargs="+", choices=["kills", "alterations", "writers", "costs"])
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--share", type=float, default=1.0, help="of the usual number of attempts")
-    parser.add_argument("--only", help="one verb or one subject")
-    parser.add_argument("--out", type=Path, help="a JSON file; what it holds of other attacks stays")
+    parser.add_argument("--only", action="append", help="a verb or a subject; may be repeated")
+    parser.add_argument(
+        "--out", type=Path, help="a JSON file; what it holds of other attacks, verbs and subjects stays"
+    )
     given = parser.parse_args()
     root = Path(os.environ.get("OUTRIDER_ATTACK") or tempfile.mkdtemp(prefix="outrider-attack-"))
     under_interposition(root)
@@ -39,9 +41,15 @@ def main() -> int:
         shutil.rmtree(root, ignore_errors=True)
     if given.out:
         before = json.loads(given.out.read_text()) if given.out.exists() else {}
-        given.out.write_text(json.dumps(before | found, indent=1) + "\n")
+        kept = {name: [r for r in before.get(name, []) if titles(r) not in map(titles, found[name])] for name in found}
+        given.out.write_text(json.dumps(before | {n: kept[n] + found[n] for n in found}, indent=1) + "\n")
     print(json.dumps(found, indent=1))
     return int(any(row["failures"] for rows in found.values() for row in rows if "failures" in row))
+
+
+def titles(row: dict) -> str:
+    """Return what a row is about: its first entry after the seed."""
+    return str(next(value for key, value in row.items() if key != "seed"))
 
 
 def attack(name: str, root: Path, given: argparse.Namespace) -> list[dict]:

@@ -246,15 +246,15 @@ def measured(name: str) -> bool:
 
 VERBS = [
     Verb("distill", Workshop.distill, (), 30),
-    Verb("train", Workshop.train, ("distill",), 60, timed),
-    Verb("train jointly", Workshop.train_jointly, ("distill",), 20, lambda n: timed(n) or n.endswith("optimizer.pt")),
+    Verb("train", Workshop.train, ("distill",), 50, timed),
+    Verb("train jointly", Workshop.train_jointly, ("distill",), 15, lambda n: timed(n) or n.endswith("optimizer.pt")),
     Verb("pair new", Workshop.make_pair, ("distill", "train"), 25),
-    Verb("pair new, in place of one", Workshop.replace_pair, ("distill", "train", "pair new", "tune"), 35, intact=True),
-    Verb("tune", Workshop.store, ("distill", "train", "pair new"), 20, intact=True),
+    Verb("pair new, in place of one", Workshop.replace_pair, ("distill", "train", "pair new", "tune"), 45, intact=True),
+    Verb("tune", Workshop.store, ("distill", "train", "pair new"), 30, intact=True),
     Verb("measure", Workshop.measure, ("distill", "train"), 0, lambda name: True),
-    Verb("eval", Workshop.report, ("distill", "train", "measure"), 20),
-    Verb("refresh", Workshop.refresh, ("distill", "train", "pair new"), 20, measured, intact=True),
-    Verb("compare", Workshop.compare, (), 6, lambda name: "/data/" not in name),
+    Verb("eval", Workshop.report, ("distill", "train", "measure"), 25),
+    Verb("refresh", Workshop.refresh, ("distill", "train", "pair new"), 12, measured, intact=True),
+    Verb("compare", Workshop.compare, (), 4, lambda name: "/data/" not in name),
 ]
 
 

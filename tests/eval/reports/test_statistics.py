@@ -11,7 +11,7 @@ from pydantic import TypeAdapter
 from scipy import stats
 
 from outrider.eval import Interval, Ratio
-from outrider.eval.reports.statistics import Bootstrap
+from outrider.eval.reports.statistics import Bootstrap, strata_of
 
 
 def test_the_value_is_the_ratio_of_sums_not_the_mean_of_ratios() -> None:
@@ -169,3 +169,8 @@ def test_an_interval_holds_its_ends() -> None:
     assert not Interval(1.42, 1.38, 1.46).excludes(1.38)
     assert not Interval(1.42, 1.38, 1.46).excludes(1.46)
     assert not Interval(1.42, 0.9, 1.46).excludes(1.0)
+
+
+def test_strata_are_the_suites_sizes_in_the_order_of_their_first_prompts() -> None:
+    assert strata_of(["docs", "docs", "code", "docs"]) == [3, 1]
+    assert strata_of([]) == []

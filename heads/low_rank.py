@@ -1,0 +1,203 @@
+"""A drafter that is learnt as a small change of another one: to each matrix W a product of two thin ones is added.
+
+W' = W + (α / r) B A with A [r, in], B [out, r] (LoRA, arXiv 2106.09685). Only A and B learn; B begins at zero, so that
+a new one drafts as its base does. What is saved is the base as it was, and A and B in peft's own format: many drafters
+over one base share its file wherever files are stored by content, such as in a registry of pairs.
+
+    config.json                 drafter_type: low_rank, and the base's type
+    base/                       the base drafter, as it was saved
+    adapter_config.json, adapter_model.safetensors      as `peft` writes them
+
+Loaded to draft, it is a plain drafter of the base's type with the changed matrices (`plain`).
+
+Shapes: r rank.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from ..ground import BadInputError, IncompatibleError
+from ..targets import Target
+from ..targets.adapters import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from .base import CONFIG, Drafter, DrafterConfig, DrafterLoss, TargetBatch, read_config
+from .parts.registry import restore_drafter
+
+BASE = "base"
+_PREFIX = "base_model.model."  # of every name in peft's files
+
+
+@dataclass
+class LowRankConfig(DrafterConfig):
+    """Settings of the change.
+
+    Attributes:
+        rank: r, of every product. alpha: α; 0 for twice the rank.
+        base_type: the base's type.
+    """
+
+    rank: int = 8
+    alpha: float = 0.0
+    base_type: str = ""
+
+    def __post_init__(self) -> None:
+        if self.rank < 1:
+            raise BadInputError(f"low_rank: rank must be at least 1, got {self.rank}.")
+        self.alpha = self.alpha or 2.0 * self.rank
+
+
+class LowRank(Drafter[LowRankConfig]):
+    """A change of another drafter that is being trained.
+
+    Args:
+        base: is frozen.
+        base_folder: where it was saved; its files are what `save` copies.
+    """
+
+    name = "low_rank"
+    config_class = LowRankConfig
+    writes_text: ClassVar[bool] = False
+
+    def __init__(self, config: LowRankConfig, base: Drafter, base_folder: Path):
+        if not base.trainable:
+            raise BadInputError(f"a {base.name} drafter has no weights: there is nothing that a low rank could change.")
+        config.base_type = base.name
+        super().__init__(config)
+        self.base, self.base_folder = base, base_folder
+        matrices = dict(_matrices(base, config.rank))
+        if not matrices:
+            raise BadInputError(f"no matrix of this {base.name} drafter is larger than rank {config.rank}; lower it.")
+        self._learning = [parameter for parameter in base.parameters() if parameter.requires_grad]
+        base.requires_grad_(False)
+        self.names = list(matrices)
+        self.down = nn.ParameterList([_thin(config.rank, m.shape[1]) for m in matrices.values()])  # [r, in]
+        self.up = nn.ParameterList([nn.Parameter(torch.zeros(m.shape[0], config.rank)) for m in matrices.values()])
+
+    @classmethod
+    def over(cls, folder: Path, target: Target, rank: int) -> Self:
+        """Return a change of the drafter in `folder` to be trained for `target`, in fp32.
+
+        A drafter that is itself such a change, of the same rank, goes on from there; one of another rank begins anew
+        over the same base.
+        """
+        values = read_config(folder)
+        is_changed = values.pop("drafter_type", None) == cls.name
+        if is_changed and values.get("rank") == rank:
+            found = cls.from_folder(folder, values, target)
+        else:
+            base_folder = folder / BASE if is_changed else folder
+            found = cls(LowRankConfig(rank), restore_drafter(base_folder, target), base_folder)
+        found.to(target.device).check(target)
+        return found.float()
+
+    @classmethod
+    def from_folder(cls, folder: Path, values: dict[str, Any], target: Target | None) -> Self:
+        config = cls.configured(values, f"{folder / CONFIG}: drafter")
+        found = cls(config, restore_drafter(folder / BASE, target), folder / BASE)
+        found._load(folder / ADAPTER_WEIGHTS)
+        return found
+
+    def save(self, path: str | Path) -> None:
+        """Write the base as it was, and the change in peft's format."""
+        folder = Path(path)
+        shutil.rmtree(folder / BASE, ignore_errors=True)
+        shutil.copytree(self.base_folder, folder / BASE)
+        save_file(self._in_peft(), folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
+        (folder / ADAPTER_CONFIG).write_text(json.dumps(self._peft_config(), indent=2) + "\n", encoding="utf-8")
+        self.save_config(folder)
+
+    def check(self, target: Target) -> None:
+        self.base.check(target)
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        return self.base.taps
+
+    def plain(self) -> Drafter:
+        """Return the base with the change in its weights, summed in fp64 and rounded once."""
+        weights = self.base.state_dict()
+        for name, down, up in zip(self.names, self.down, self.up, strict=True):
+            changed = weights[name].double() + self.scale * (up.double() @ down.double())
+            weights[name].copy_(changed.to(weights[name].dtype))
+        for parameter in self._learning:
+            parameter.requires_grad_(True)
+        return self.base
+
+    # ------------------------------------------------------------ training
+
+    @property
+    def scale(self) -> float:
+        """α / r, by which the products are multiplied."""
+        return self.config.alpha / self.config.rank
+
+    def loss(self, batch: TargetBatch) -> DrafterLoss:
+        """Return the base's loss with the changed matrices in its own ones' place."""
+        own = dict(self.base.named_parameters())
+        changed = {
+            name: own[name] + self.scale * (up @ down)
+            for name, down, up in zip(self.names, self.down, self.up, strict=True)
+        }
+        found: DrafterLoss = torch.func.functional_call(self.base, changed, (batch,))
+        return found
+
+    # ------------------------------------------------------------ peft's format
+
+    def _in_peft(self) -> dict[str, Tensor]:
+        """Return A and B under peft's names."""
+        found: dict[str, Tensor] = {}
+        for name, down, up in zip(self.names, self.down, self.up, strict=True):
+            module = _PREFIX + name.removesuffix(".weight")
+            found[f"{module}.lora_A.weight"] = down.detach().cpu().contiguous()
+            found[f"{module}.lora_B.weight"] = up.detach().cpu().contiguous()
+        return found
+
+    def _peft_config(self) -> dict[str, Any]:
+        modules = [name.removesuffix(".weight") for name in self.names]
+        return {
+            "peft_type": "LORA",
+            "r": self.config.rank,
+            "lora_alpha": self.config.alpha,
+            "target_modules": modules,
+            "base_model_name_or_path": None,
+            "inference_mode": True,
+        }
+
+    def _load(self, file: Path) -> None:
+        try:
+            found = load_file(file)
+        except Exception as error:  # the library raises what it likes at a damaged file
+            raise BadInputError(f"{file}: damaged or not a safetensors file ({error}). Copy it again.") from error
+        own = self._in_peft()
+        wrong = sorted(own.keys() ^ found.keys()) or sorted(n for n in own if own[n].shape != found[n].shape)
+        if wrong:
+            raise IncompatibleError(f"{file} does not fit its base drafter: {wrong[0]} is missing or of another shape.")
+        for name, down, up in zip(self.names, self.down, self.up, strict=True):
+            module = _PREFIX + name.removesuffix(".weight")
+            down.data.copy_(found[f"{module}.lora_A.weight"])
+            up.data.copy_(found[f"{module}.lora_B.weight"])
+
+
+def _matrices(base: Drafter, rank: int) -> list[tuple[str, Tensor]]:
+    """Return the weights of the base's linear layers that learn and are larger than the rank, by their names."""
+    linears = {f"{name}.weight": module for name, module in base.named_modules() if isinstance(module, nn.Linear)}
+    return [
+        (name, parameter)
+        for name, parameter in base.named_parameters()
+        if name in linears and parameter.requires_grad and min(parameter.shape) > rank
+    ]
+
+
+def _thin(rank: int, width: int) -> nn.Parameter:
+    """Return a new A, drawn as peft draws it."""
+    weight = nn.Parameter(torch.empty(rank, width))
+    nn.init.kaiming_uniform_(weight, a=math.sqrt(5))
+    return weight

@@ -1,0 +1,59 @@
+"""The tables of docs/security/durability.md, from the figures beside it.
+
+python tests/attacks/durability/table.py
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "security" / "durability.md"
+FIGURES = PAGE.with_suffix(".json")
+BEGIN, END = "## Tried\n\n", "All of it, with seeds"
+
+
+def tables(found: dict[str, list[dict[str, Any]]]) -> str:
+    """Return the tables in Markdown."""
+    kills, altered, writers, costs = (found[name] for name in ("kills", "alterations", "writers", "costs"))
+    lines = [
+        "| killed (SIGKILL) while it ran | operations on files | kills | lost, left behind or different |",
+        _rule(4),
+    ]
+    lines += [_row(r["verb"], r["operations"], r["kills"], len(r["failures"])) for r in kills]
+    lines += [_row("**together**", "", sum(r["kills"] for r in kills), sum(len(r["failures"]) for r in kills)), ""]
+    lines += [
+        "| altered, cut short or removed | attempts | refused | repaired | silent, traceback or crash |",
+        _rule(5),
+    ]
+    lines += [_row(r["subject"], r["attempts"], r["refused"], r["repaired"], len(r["failures"])) for r in altered]
+    sums = [sum(r[n] for r in altered) for n in ("attempts", "refused", "repaired")]
+    lines += [_row("**together**", *sums, sum(len(r["failures"]) for r in altered)), ""]
+    lines += ["| at once | ended well | refused with exit code 2 | what was stored |", _rule(4)]
+    lines += [_row(f"{r['writers']} {r['case']}", r["won"], r["refused"], _stored(r)) for r in writers]
+    lines += ["", "| seconds of one core | MB read | without digests | first time | second time |", _rule(5)]
+    lines += [_row(r["operation"], r["megabytes"], r["without"], r["first"], r["second"]) for r in costs]
+    return "\n".join(lines) + "\n\nThe figures are in [durability.json](durability.json).\n\n"
+
+
+def _stored(row: dict[str, Any]) -> str:
+    return f"{row['kept']} of {row['writers']} kept" if row["kept"] else "one training's, whole"
+
+
+def _row(*cells: object) -> str:
+    return f"| {' | '.join(map(str, cells))} |"
+
+
+def _rule(columns: int) -> str:
+    return "|---" * columns + "|"
+
+
+def page_with_tables(page: str, found: dict[str, list[dict[str, Any]]]) -> str:
+    """Return the page with its tables made anew."""
+    before, _, rest = page.partition(BEGIN)
+    return before + BEGIN + tables(found) + END + rest.partition(END)[2]
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page_with_tables(PAGE.read_text(), json.loads(FIGURES.read_text())))

@@ -1,0 +1,100 @@
+"""What Outrider writes is read by the libraries that own the layouts, in their own code."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from gguf import GGUFReader
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from outrider.formats import export_drafter
+from outrider.heads import Drafter, Eagle3
+from outrider.targets import Target
+
+STEPS, LENGTH = 3, 16
+SPECULATORS = os.environ.get("OUTRIDER_SPECULATORS_PYTHON")
+
+
+def test_generate_drafts_with_an_exported_draft_model(
+    target: Target, make_drafter: Callable[..., Drafter], tmp_path: Path
+) -> None:
+    """Greedy text with it is the target's own."""
+    export_drafter(make_drafter("draft_model"), target, "hf", tmp_path / "out", 3)
+    assistant = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    prompt = torch.tensor([[5, 9, 31, 77]])
+    options: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False}
+    with_it = target.model.generate(prompt, assistant_model=assistant, **options)
+    assert torch.equal(with_it, target.model.generate(prompt, **options))
+
+
+def test_generate_leaves_early_as_an_exported_target_says(
+    target: Target, make_drafter: Callable[..., Drafter], tmp_path: Path
+) -> None:
+    export_drafter(make_drafter("self_speculative", exit_layer=2, num_blocks=0), target, "hf", tmp_path / "out", 3)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert (model.generation_config.assistant_early_exit, model.generation_config.num_assistant_tokens) == (2, 3)
+    prompt = torch.tensor([[5, 9, 31, 77]])
+    options: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False}
+    assert torch.equal(model.generate(prompt, **options), target.model.generate(prompt, **options))
+
+
+def test_a_gguf_file_holds_the_targets_tokenizer(
+    target: Target, make_drafter: Callable[..., Drafter], tmp_path: Path
+) -> None:
+    export_drafter(make_drafter("draft_model"), target, "gguf", tmp_path / "out", 3)
+    found = GGUFReader(str(tmp_path / "out" / "draft.gguf"))
+    tokenizer = target.require_tokenizer()
+    tokens = found.get_field("tokenizer.ggml.tokens").contents()
+    assert {token: i for i, token in enumerate(tokens)} == tokenizer.get_vocab()
+    assert found.get_field("tokenizer.ggml.eos_token_id").contents() == tokenizer.eos_token_id
+    types = found.get_field("tokenizer.ggml.token_type").contents()
+    control = {i for i, kind in enumerate(types) if kind == 3}
+    assert control == set(tokenizer.all_special_ids)
+
+
+@pytest.mark.served
+@pytest.mark.skipif(SPECULATORS is None, reason="OUTRIDER_SPECULATORS_PYTHON names no environment with speculators")
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"norm_taps": True, "norm_output": True},
+        {"norm_before_fc": True, "norm_before_residual": True},
+        {"num_layers": 2, "draft_vocab_size": 0},
+    ],
+    ids=str,
+)
+def test_speculators_computes_our_logits_from_an_exported_head(
+    target: Target, make_drafter: Callable[..., Drafter], tmp_path: Path, settings: dict[str, Any]
+) -> None:
+    """At every unrolled step; its loader fills what it misses with random weights, so only logits prove anything."""
+    target.model.save_pretrained(tmp_path / "target")
+    target.require_tokenizer().save_pretrained(str(tmp_path / "target"))
+    named = Target(target.model, target.tokenizer, {"path": str(tmp_path / "target")})
+    head = make_drafter("eagle3", steps=STEPS, **settings)
+    assert isinstance(head, Eagle3)
+    export_drafter(head, named, "speculators", tmp_path / "out", STEPS)
+    tokens = torch.randint(target.vocab_size, (1, LENGTH), generator=torch.Generator().manual_seed(1))
+    hidden = target.forward(tokens, taps=head.taps).hidden
+    assert hidden is not None
+    # It reads features beside the token that follows them, and so is one shorter.
+    save_file(
+        {"hidden": hidden[:, :-1].flatten(2).contiguous(), "tokens": tokens[:, 1:].contiguous()}, tmp_path / "inputs"
+    )
+    script = Path(__file__).with_name("read_by_speculators.py")
+    words = [str(SPECULATORS), str(script), *map(str, (tmp_path / "out", tmp_path / "inputs", tmp_path / "logits"))]
+    done = subprocess.run([*words, str(STEPS)], capture_output=True, text=True, env=os.environ, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    theirs = load_file(tmp_path / "logits")
+    with torch.no_grad():
+        ours = [head.logits(output, target)[0] for output in head.unroll(target, tokens, hidden)]
+    for step, logits in enumerate(ours):
+        count = LENGTH - 1 - step
+        torch.testing.assert_close(theirs[str(step)][:count], logits[:count], atol=1e-4, rtol=1e-4)

@@ -1,0 +1,164 @@
+"""Faults of block drafters that were seen in the field, planted one by one: each is found by what the tests compare.
+
+The comparison is that of test_dflash.py and test_dspark.py: logits in training against the decoder's. A fault in one of
+the two must show in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from outrider.heads import DFlash, DFlashConfig, DSpark, DSparkConfig
+from outrider.heads.dflash import BlockSession
+from outrider.heads.parts.anchors import Anchors
+from outrider.heads.parts.block_layers import CachedBlocks, Sight
+from outrider.heads.parts.decoder_layer import normed, rotary_of
+from outrider.targets import RaggedCache, Target
+
+STARTS = [[4, 9], [6, 12], [3, 7]]
+Plant = Callable[[pytest.MonkeyPatch, DFlash], None]
+
+
+@pytest.fixture
+def target(tiny_llama) -> Target:
+    return Target(tiny_llama(layers=6))
+
+
+def made(target: Target) -> DSpark:
+    torch.manual_seed(7)
+    config = DSparkConfig(num_layers=1, block_size=5, markov_rank=8, sliding_window=6, draft_vocab_size=40)
+    drafter = DSpark.build(config, target, torch.arange(64))
+    for name, weight in drafter.named_parameters():
+        if "norm" in name:
+            torch.nn.init.uniform_(weight, 0.5, 1.5)
+        elif "markov" in name or name == "mask":
+            torch.nn.init.normal_(weight, std=0.5)
+    return drafter.eval().requires_grad_(False)
+
+
+def sequences() -> Tensor:
+    return torch.randint(0, 64, (3, 22), generator=torch.Generator().manual_seed(1))
+
+
+def trained(target: Target, drafter: DSpark, tokens: Tensor) -> Tensor:
+    """Logits of training, `[3, 2, k, V']`."""
+    places = torch.tensor(STARTS)
+    spans = tuple((min(column), max(column)) for column in zip(*STARTS, strict=True))
+    anchors = Anchors(places, torch.ones_like(places, dtype=torch.bool), spans)
+    hidden = target.forward(tokens, taps=drafter.taps).hidden
+    states = drafter.states(target, tokens, hidden, anchors)
+    before = tokens.gather(1, (places[:, :, None] + torch.arange(5)).flatten(1)).view(3, 2, 5)
+    readings = drafter.markov_head.along(drafter.code(before).flatten(0, 1), states.flatten(0, 1))
+    return target.lm_head(states, drafter.output_ids) + drafter.markov_head.bias(readings).view(3, 2, 5, -1)
+
+
+def apart(found: list[list[Tensor]], expected: Tensor) -> float:
+    """The largest difference of the decoder's logits, by round and depth, from those of training."""
+    return max(
+        float((logits[d] - expected[:, number, d]).abs().max()) for number, logits in enumerate(found) for d in range(5)
+    )
+
+
+# ------------------------------------------------------------ faults
+
+
+def context_holds_the_anchor(patch: pytest.MonkeyPatch, drafter: DFlash) -> None:
+    honest = Sight.context
+    patch.setattr(Sight, "context", lambda sight, anchors, places: honest(sight, anchors + 1, places))
+
+
+def window_is_one_longer(patch: pytest.MonkeyPatch, drafter: DFlash) -> None:
+    honest = RaggedCache.within
+    patch.setattr(RaggedCache, "within", lambda cache, window: honest(cache, window + 1))
+
+
+def positions_are_another_rows(patch: pytest.MonkeyPatch, drafter: DFlash) -> None:
+    honest = CachedBlocks.through
+
+    def rolled(layers: CachedBlocks, projected: Tensor, hidden: Tensor, cache: Any, positions: Tensor, tree: bool):
+        return honest(layers, projected, hidden, cache, positions.roll(1, 0), tree)
+
+    patch.setattr(CachedBlocks, "through", rolled)
+
+
+def rotary_has_a_default_base(patch: pytest.MonkeyPatch, drafter: DFlash) -> None:
+    drafter.config.rope_parameters = {"rope_type": "default", "rope_theta": 5e5}
+    drafter.rotary, drafter._kept = rotary_of(drafter.config), None
+
+
+def context_is_normed_twice(patch: pytest.MonkeyPatch, drafter: DFlash) -> None:
+    honest = drafter.fuse
+    patch.setattr(drafter, "fuse", lambda hidden: normed(honest(hidden), drafter.hidden_norm))
+
+
+def layout_is_flipped(patch: pytest.MonkeyPatch, drafter: DFlash) -> None:
+    patch.setattr(drafter, "drafting", lambda output: normed(output, drafter.norm).roll(-1, -2))
+
+
+def taps_are_one_off(patch: pytest.MonkeyPatch, drafter: DFlash) -> None:
+    drafter.config.taps = tuple(tap - 1 for tap in drafter.taps)
+
+
+def the_head_reads_the_token_before_the_last(patch: pytest.MonkeyPatch, drafter: DFlash) -> None:
+    honest = drafter.code
+    patch.setattr(drafter, "code", lambda tokens: honest((tokens - 1).clamp(min=0)))
+
+
+def block_entries_stay(patch: pytest.MonkeyPatch, drafter: DFlash) -> None:
+    honest = BlockSession.draft
+
+    def draft(session: BlockSession, root: Tensor) -> Tensor:
+        found = honest(session, root)
+        session.cache.lengths = session.cache.lengths + 1
+        session.cache.host_lengths = [n + 1 for n in session.cache.host_lengths]
+        return found
+
+    patch.setattr(BlockSession, "draft", draft)
+
+
+def block_is_causal(patch: pytest.MonkeyPatch, drafter: DFlash) -> None:
+    ones = torch.ones(5, 5, dtype=torch.bool)
+    patch.setattr(Sight, "own", lambda sight, device: ones.tril())
+
+
+FAULTS: list[Plant] = [
+    context_holds_the_anchor,
+    window_is_one_longer,
+    positions_are_another_rows,
+    rotary_has_a_default_base,
+    context_is_normed_twice,
+    layout_is_flipped,
+    taps_are_one_off,
+    the_head_reads_the_token_before_the_last,
+    block_entries_stay,
+    block_is_causal,
+]
+
+
+def test_without_a_fault_they_agree(target, decoded_logits):
+    drafter, tokens = made(target), sequences()
+    assert apart(decoded_logits(drafter, target, tokens, STARTS, 5), trained(target, drafter, tokens)) < 1e-5
+
+
+@pytest.mark.parametrize("plant", FAULTS, ids=lambda plant: plant.__name__)
+def test_a_planted_fault_is_found(target, decoded_logits, monkeypatch, plant):
+    """Training without the fault, decoding with it; where both share the code, the one as it was before."""
+    drafter, tokens = made(target), sequences()
+    both = trained(target, drafter, tokens), decoded_logits(drafter, target, tokens, STARTS, 5)
+    plant(monkeypatch, drafter)
+    changed = trained(target, drafter, tokens), decoded_logits(drafter, target, tokens, STARTS, 5)
+    assert max(apart(both[1], changed[0]), apart(changed[1], both[0])) > 1e-3
+
+
+def test_positions_turn_as_the_targets_do(tiny_llama):
+    """Rotary parameters come from the target, not from a default."""
+    turning = {"rope_type": "default", "rope_theta": 123456.0}
+    drafter = DFlash.build(DFlashConfig(num_layers=1), Target(tiny_llama(rope_parameters=turning)))
+    assert drafter.config.rope_parameters["rope_theta"] == 123456.0
+    size = drafter.config.head_dim
+    torch.testing.assert_close(drafter.rotary.inv_freq, 123456.0 ** -(torch.arange(0, size, 2) / size))

@@ -1,0 +1,136 @@
+"""A low-rank change of a drafter: it learns nothing else, drafts as a plain one, and peft reads what it saves."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig, inject_adapter_in_model, set_peft_model_state_dict
+from safetensors.torch import load_file
+
+from outrider.ground import BadInputError, IncompatibleError
+from outrider.heads import (
+    Drafter,
+    Eagle3,
+    Eagle3Config,
+    LowRank,
+    Medusa,
+    MedusaConfig,
+    Ngram,
+    load_drafter,
+    restore_drafter,
+)
+from outrider.heads.base import TargetBatch
+from outrider.targets import Target
+
+Build = Callable[[Target], Drafter]
+KINDS: dict[str, Build] = {
+    "eagle3": lambda target: Eagle3.build(Eagle3Config(steps=2), target),
+    "medusa": lambda target: Medusa.build(MedusaConfig(num_heads=2), target),
+}
+
+
+@pytest.fixture(params=KINDS)
+def saved(request: pytest.FixtureRequest, tiny_target: Target, tmp_path: Path) -> Path:
+    torch.manual_seed(0)
+    KINDS[request.param](tiny_target).save(tmp_path / "saved")
+    return tmp_path / "saved"
+
+
+def batch(target: Target, drafter: Drafter) -> TargetBatch:
+    tokens = torch.randint(5, 300, (2, 12), generator=torch.Generator().manual_seed(0))
+    out = target.forward(tokens, taps=drafter.taps, logits=False)
+    return TargetBatch(target, tokens, torch.ones_like(tokens, dtype=torch.bool), out.hidden, out.last)
+
+
+def moved(drafter: LowRank) -> LowRank:
+    for weight in drafter.up:
+        torch.nn.init.normal_(weight, std=0.1, generator=torch.Generator().manual_seed(1))
+    return drafter
+
+
+def test_a_new_change_changes_nothing(saved: Path, tiny_target: Target) -> None:
+    base, changed = load_drafter(saved, tiny_target), LowRank.over(saved, tiny_target, 4)
+    one, other = (d.loss(batch(tiny_target, d)).total for d in (base, changed))
+    assert torch.equal(one, other)
+    assert LowRank.over(saved, tiny_target, 4).plain().digest() == base.digest()
+
+
+def test_only_the_change_learns(saved: Path, tiny_target: Target) -> None:
+    changed = moved(LowRank.over(saved, tiny_target, 4))
+    changed.loss(batch(tiny_target, changed)).total.backward()
+    learning = {name for name, p in changed.named_parameters() if p.requires_grad}
+    assert {name.partition(".")[0] for name in learning} == {"down", "up"}
+    assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in changed.parameters() if p.requires_grad)
+    assert 2 * sum(p.numel() for p in changed.down) < sum(p.numel() for p in changed.base.parameters())
+
+
+def test_what_learns_is_what_drafts(saved: Path, tiny_target: Target, tmp_path: Path) -> None:
+    """Saved and loaded to draft it is a plain drafter of the base's type, with the same loss."""
+    changed = moved(LowRank.over(saved, tiny_target, 4))
+    expected = changed.loss(batch(tiny_target, changed)).total
+    changed.save(tmp_path / "changed")
+    plain = load_drafter(tmp_path / "changed", tiny_target)
+    assert type(plain) is type(restore_drafter(saved))
+    assert torch.allclose(plain.loss(batch(tiny_target, plain)).total, expected, rtol=1e-5)
+    again = restore_drafter(tmp_path / "changed")
+    assert isinstance(again, LowRank)
+    assert all(torch.equal(w, again.state_dict()[n]) for n, w in changed.state_dict().items())
+
+
+def test_the_base_is_saved_as_it_was(saved: Path, tiny_target: Target, tmp_path: Path) -> None:
+    """So that a registry stores it once for all the changes of it."""
+    moved(LowRank.over(saved, tiny_target, 4)).save(tmp_path / "changed")
+    for file in saved.iterdir():
+        assert (tmp_path / "changed" / "base" / file.name).read_bytes() == file.read_bytes()
+
+
+def test_peft_reads_it(saved: Path, tiny_target: Target, tmp_path: Path) -> None:
+    """The same drafter comes of peft's own injection and merge."""
+    moved(LowRank.over(saved, tiny_target, 4)).save(tmp_path / "changed")
+    config = LoraConfig(**json.loads((tmp_path / "changed" / "adapter_config.json").read_text()))
+    base = restore_drafter(saved)
+    inject_adapter_in_model(config, base)
+    weights = load_file(tmp_path / "changed" / "adapter_model.safetensors")
+    short = {name.removeprefix("base_model.model."): weight for name, weight in weights.items()}
+    found = set_peft_model_state_dict(base, short)
+    assert not found.unexpected_keys
+    layers = [module for module in base.modules() if hasattr(module, "merge")]
+    for layer in layers:
+        layer.merge()
+    merged = {name.replace(".base_layer", ""): w for name, w in base.state_dict().items() if "lora_" not in name}
+    ours = load_drafter(tmp_path / "changed").state_dict()
+    assert len(layers) == len(weights) // 2
+    assert merged.keys() == ours.keys()
+    assert all(torch.allclose(weight, ours[name], atol=1e-6) for name, weight in merged.items())
+
+
+def test_a_change_of_the_same_rank_goes_on_and_of_another_begins_anew(
+    saved: Path, tiny_target: Target, tmp_path: Path
+) -> None:
+    moved(LowRank.over(saved, tiny_target, 4)).save(tmp_path / "changed")
+    assert all(up.abs().sum() > 0 for up in LowRank.over(tmp_path / "changed", tiny_target, 4).up)
+    other = LowRank.over(tmp_path / "changed", tiny_target, 2)
+    assert all(up.abs().sum() == 0 for up in other.up)
+    assert other.base.digest() == restore_drafter(saved).digest()
+
+
+def test_what_cannot_be_changed_is_refused(saved: Path, tiny_target: Target, tmp_path: Path) -> None:
+    with pytest.raises(BadInputError, match="rank must be at least 1"):
+        LowRank.over(saved, tiny_target, 0)
+    with pytest.raises(BadInputError, match="larger than rank"):
+        LowRank.over(saved, tiny_target, 100_000)
+    Ngram().save(tmp_path / "ngram")
+    with pytest.raises(BadInputError, match="has no weights"):
+        LowRank.over(tmp_path / "ngram", tiny_target, 4)
+    moved(LowRank.over(saved, tiny_target, 4)).save(tmp_path / "changed")
+    config = tmp_path / "changed" / "config.json"
+    config.write_text(config.read_text().replace('"rank": 4', '"rank": 5'))
+    with pytest.raises(IncompatibleError, match="does not fit its base drafter"):
+        load_drafter(tmp_path / "changed", tiny_target)
+    (tmp_path / "changed" / "adapter_model.safetensors").write_bytes(b"damaged")
+    with pytest.raises(BadInputError, match="damaged"):
+        load_drafter(tmp_path / "changed", tiny_target)

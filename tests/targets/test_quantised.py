@@ -1,0 +1,71 @@
+"""A quantised target is another target with nearly the same words; its own identity is stable."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from outrider.ground import BadInputError
+from outrider.targets import Target
+
+installed = pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="needs torchao")
+
+
+@pytest.fixture
+def folder(tiny_target: Target, tmp_path: Path) -> Path:
+    tiny_target.model.save_pretrained(tmp_path / "target")
+    tiny_target.require_tokenizer().save_pretrained(tmp_path / "target")
+    return tmp_path / "target"
+
+
+def test_an_unknown_kind_is_refused_with_the_known_ones(folder: Path) -> None:
+    with pytest.raises(BadInputError, match="expected one of int8, int8-dynamic, found 'int3'"):
+        Target.load(folder, quantize="int3")
+
+
+def test_without_torchao_it_says_what_to_install(folder: Path) -> None:
+    script = (
+        "import sys; sys.modules['torchao'] = None; from outrider.targets import Target; "
+        f"Target.load({str(folder)!r}, quantize='int8')"
+    )
+    shown = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True).stderr
+    assert shown.splitlines()[-1].endswith("quantised targets need torchao: pip install 'outrider[quantised]'.")
+
+
+@installed
+@pytest.mark.parametrize("kind", ["int8", "int8-dynamic"])
+def test_it_says_nearly_the_same(folder: Path, kind: str) -> None:
+    tokens = torch.randint(5, 300, (2, 16), generator=torch.Generator().manual_seed(0))
+    plain, quantised = (Target.load(folder, quantize=q).forward(tokens).logits for q in (None, kind))
+    assert plain is not None
+    assert quantised is not None
+    assert 0 < (plain - quantised).abs().mean() < 0.1 * plain.abs().mean()
+
+
+@installed
+def test_its_identity_is_its_own_and_stable(folder: Path) -> None:
+    kinds = (None, "int8", "int8-dynamic")
+    first, again = ([Target.load(folder, quantize=kind).fingerprint() for kind in kinds] for _ in range(2))
+    assert [f.digest for f in first] == [f.digest for f in again]
+    assert len({f.digest for f in first}) == 3
+    changed = first[0].differences(first[1])
+    assert changed[0].startswith(f"{6 * 7} of ")
+    quantised = Target.load(folder, quantize="int8")
+    linear = quantised.model.model.layers[0].mlp.down_proj
+    assert isinstance(linear, nn.Linear)
+    linear.weight.qdata[0, 0] += 1
+    assert quantised.fingerprint().digest != first[1].digest
+
+
+@installed
+def test_the_output_embedding_stays_as_it_is(folder: Path) -> None:
+    plain, quantised = (Target.load(folder, quantize=kind) for kind in (None, "int8"))
+    heads = [target.model.get_output_embeddings().weight for target in (plain, quantised)]
+    assert torch.equal(*heads)
+    assert quantised.source["quantize"] == "int8"

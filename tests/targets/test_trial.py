@@ -1,0 +1,98 @@
+"""What a model is, is tried before it is decoded: none writes another text than its own `generate` without a word."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+
+from outrider.decode import Decoder, Plan
+from outrider.ground import IncompatibleError
+from outrider.heads import Ngram
+from outrider.targets import Target
+
+SMALL = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 128,
+}
+SMALL_BART = {
+    "vocab_size": 64,
+    "d_model": 32,
+    "decoder_layers": 2,
+    "decoder_attention_heads": 4,
+    "decoder_ffn_dim": 64,
+    "max_position_embeddings": 128,
+}
+PROMPTS = [[5, 6, 7, 5, 6, 7, 5, 6], [9, 10, 9, 10, 9]]
+
+
+def make(kind: str, **changes: Any) -> PreTrainedModel:
+    torch.manual_seed(0)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **changes)).eval()
+    model.requires_grad_(False)
+    for weight in model.parameters():
+        if weight.ndim > 1:
+            torch.nn.init.normal_(weight, std=0.3)
+    model.generation_config = GenerationConfig()  # no end, and no forced tokens
+    return model
+
+
+def texts(model: PreTrainedModel, count: int = 12) -> list[list[int]]:
+    """What `generate` says after each prompt alone."""
+    found = []
+    for prompt in PROMPTS:
+        tokens = torch.tensor([prompt])
+        mask = torch.ones_like(tokens)
+        out = model.generate(tokens, attention_mask=mask, max_new_tokens=count, do_sample=False, pad_token_id=0)
+        found.append(out[0, len(prompt) :].tolist())
+    return found
+
+
+@pytest.mark.parametrize("kind", ["bert", "roberta", "electra", "ernie", "big_bird", "rembert"])
+def test_encoders_that_load_as_causal_models_are_refused(kind: str) -> None:
+    with pytest.raises(IncompatibleError, match=r"reads a text in both directions.*is_decoder: true"):
+        Decoder(Target(make(kind, **SMALL))).generate(PROMPTS, 4)
+
+
+def test_the_same_as_a_decoder_writes_its_own_text() -> None:
+    model = make("bert-generation", **SMALL, is_decoder=True)
+    assert Decoder(Target(model), Ngram()).generate(PROMPTS, 12, plan=Plan(3)).tokens == texts(model)
+
+
+def test_logits_that_are_not_made_by_the_output_embedding_alone_are_refused() -> None:
+    """An ELECTRA decoder, as a BERT, has a layer between its states and its output embedding."""
+    with pytest.raises(IncompatibleError, match="does not make its logits of its last hidden state"):
+        Decoder(Target(make("electra", **SMALL, embedding_size=32, is_decoder=True))).generate(PROMPTS, 4)
+
+
+def test_a_causal_model_that_says_it_is_no_decoder_is_taken() -> None:
+    model = make("gpt_neox", **SMALL)
+    assert model.config.is_decoder is False
+    assert Decoder(Target(model)).generate(PROMPTS, 12).tokens == texts(model)
+
+
+def test_a_model_that_counts_places_by_the_longest_row_is_decoded_one_prompt_at_a_time() -> None:
+    model = make("bart", **SMALL_BART)
+    decoder = Decoder(Target(model), Ngram())
+    assert [decoder.generate([prompt], 12, plan=Plan(3)).tokens[0] for prompt in PROMPTS] == texts(model)
+    with pytest.raises(IncompatibleError, match="one prompt at a time, not 2"):
+        decoder.generate(PROMPTS, 12, plan=Plan(3))
+
+
+def test_a_model_that_needs_no_places_is_decoded_in_ragged_batches() -> None:
+    model = make("mpt", vocab_size=64, d_model=32, n_heads=4, n_layers=2)
+    assert Decoder(Target(model)).generate(PROMPTS, 12).tokens == texts(model)
+
+
+def test_attention_in_chunks_is_that_of_the_library() -> None:
+    """Prompts and texts cross the ends of chunks of four."""
+    changes = {"attention_chunk_size": 4, "num_local_experts": 2, "intermediate_size_mlp": 64, "head_dim": 8}
+    model = make("llama4_text", **SMALL, **changes, num_key_value_heads=2, layer_types=["chunked_attention"] * 2)
+    for drafter, plan in ((None, Plan(0)), (Ngram(), Plan(3)), (Ngram(), Plan(3))):
+        assert Decoder(Target(model), drafter).generate(PROMPTS, 12, plan=plan).tokens == texts(model)

@@ -133,7 +133,7 @@ class Chooser:
             noise = shared_gumbel(keys.seed, keys.sequences, positions, self.drawing.vocab)
             return (probs.double().log() + noise).argmax(-1)
         self.probs.append(probs)
-        self.peaks.append(probs[:, :1])
+        self.peaks.append(probs[:, :1].clone())
         return draw(probs, uniforms(keys.seed, DRAFT, keys.sequences, keys.first, positions))
 
     # ------------------------------------------------------------ trees
@@ -168,7 +168,7 @@ class Chooser:
             # arXiv 1903.06059).
             noise = gumbel(keys.seed, DRAFT, vocab, rows, first, nodes)
             self.probs.append(probs)
-            self.peaks.append(probs[:, :, 0])
+            self.peaks.append(probs[:, :, 0].clone())
         tokens = (log_probs + noise).topk(count, -1).indices
         return tokens, log_probs.gather(-1, tokens)
 

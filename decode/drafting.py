@@ -129,11 +129,9 @@ class Chooser:
         keys, probs = self.keys, probabilities(logits, self.drawing.sampling)
         positions = keys.first + self.depth
         if self.rule.pick is Pick.SHARED_NOISE:
-            self.peaks.append(probs[:, :1].clone())  # a view would keep all of them
             noise = shared_gumbel(keys.seed, keys.sequences, positions, self.drawing.vocab)
             return (probs.double().log() + noise).argmax(-1)
         self.probs.append(probs)
-        self.peaks.append(probs[:, :1].clone())
         return draw(probs, uniforms(keys.seed, DRAFT, keys.sequences, keys.first, positions))
 
     # ------------------------------------------------------------ trees
@@ -161,14 +159,12 @@ class Chooser:
         keys, vocab, probs = self.keys, self.drawing.vocab, probabilities(logits, self.drawing.sampling)
         log_probs, rows, first = probs.double().log(), keys.sequences[:, None], keys.first[:, None]
         if self.rule.pick is Pick.SHARED_NOISE:
-            self.peaks.append(probs[:, :, 0].clone())
             noise = shared_gumbel(keys.seed, rows, first + depth - 1, vocab)
         else:
             # The largest of log q + Gumbel noise are draws without replacement, in order (Kool et al.,
             # arXiv 1903.06059).
             noise = gumbel(keys.seed, DRAFT, vocab, rows, first, nodes)
             self.probs.append(probs)
-            self.peaks.append(probs[:, :, 0].clone())
         tokens = (log_probs + noise).topk(count, -1).indices
         return tokens, log_probs.gather(-1, tokens)
 

@@ -57,7 +57,7 @@ EXAMPLES = {
     "pair show": ["outrider pair show runs/pair-v1 --json"],
     "pair verify": [
         "outrider pair verify runs/pair-v1",
-        "outrider pair verify runs/pair-v1 --target path/to/target --signer allowed_signers",
+        "outrider pair verify runs/pair-v1 --signer allowed_signers",
     ],
     "pair sign": ["outrider pair sign runs/pair-v1 --key ~/.ssh/release"],
 }

@@ -6,7 +6,7 @@ The depth of a round depends on earlier rounds alone, never on the tokens it dra
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -120,6 +120,10 @@ class Schedule(Control):
     that tell their confidence; the depth of what is drafted is the plan's.
     """
 
+    _made: dict[tuple[int, int, torch.device], Tensor] = field(
+        default_factory=dict, init=False, compare=False, repr=False
+    )
+
     def lengths(self, reach: Tensor) -> Tensor:
         """Return how many drafts of each row are verified, `[B]`.
 
@@ -128,12 +132,22 @@ class Schedule(Control):
         """
         rows, drafts = reach.shape
         sure, order = reach.flatten().double().sort(descending=True, stable=True)
-        seconds = [self.costs.round_time(drafts, m / rows) for m in range(rows * drafts + 1)]
         gained = nn.functional.pad(sure.cumsum(0), (1, 0)) + rows
-        speed = gained / torch.tensor(seconds, dtype=torch.float64, device=reach.device)
+        speed = gained / self._seconds(rows, drafts, reach.device)
         rising = (speed[1:] > speed[:-1]).long().cumprod(0).bool()
         taken = torch.zeros_like(rising).scatter(0, order, rising)
         return taken.view(rows, drafts).sum(1)
+
+    def _seconds(self, rows: int, drafts: int, device: torch.device) -> Tensor:
+        """Return how long a round takes that verifies 0, 1, … drafts of all rows together, on the device.
+
+        Made once: a round of fixed shapes may not copy from the host.
+        """
+        key = rows, drafts, device
+        if key not in self._made:
+            seconds = [self.costs.round_time(drafts, m / rows) for m in range(rows * drafts + 1)]
+            self._made[key] = torch.tensor(seconds, dtype=torch.float64, device=device)
+        return self._made[key]
 
     def to_dict(self) -> dict[str, Any]:
         return super().to_dict() | {"by": "confidence"}

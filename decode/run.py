@@ -270,6 +270,7 @@ class Run:
         if fixed:
             self.room, self.margin = self.rooms.reserve(rows, load.length, load.spare, drafter), load.margin
             self.setup = replace(self.setup, asks=False)
+            _ = self.setup.layout  # made now: a capture may not copy from the host
             cache, session = self.room.cache, self.room.session
         else:
             cache, session = self.target.new_cache(rows, load.target_length), EmptySession()

@@ -118,7 +118,9 @@ def collect(
     plan = Plan(drafter.max_depth, confidence=1e-30)  # every draft is proposed, and its confidence is asked for
     for number, prompt in enumerate(prompts):
         with _listening(drafter) as heard:
-            out = Decoder(target, drafter).generate([prompt], max_new_tokens, sampling, plan, sequence_ids=[number])
+            out = Decoder(target, drafter, static=False).generate(
+                [prompt], max_new_tokens, sampling, plan, sequence_ids=[number]
+            )
         rounds = out.rounds[0][:-1]  # the last one may have been cut by the text's end
         whole = [
             (heard[i : i + drafter.max_depth], one.accepted)

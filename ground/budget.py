@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,6 +21,7 @@ try:
 except ImportError:  # Windows, whose limits are set from outside
     resource = None  # type: ignore[assignment]
 
+_one_at_a_time = threading.RLock()
 _OWN_SIZES = Path("/proc/self/statm")
 
 
@@ -62,6 +64,11 @@ def _limited_memory(num_bytes: int) -> Iterator[None]:
     if resource is None or not _OWN_SIZES.exists():
         yield
         return
+    with _one_at_a_time:  # the limit is the process's: of two that overlap the later would leave the other's behind
+        yield from _with_limit(num_bytes)
+
+
+def _with_limit(num_bytes: int) -> Iterator[None]:
     before = resource.getrlimit(resource.RLIMIT_AS)
     now = int(_OWN_SIZES.read_text(encoding="ascii").split()[0]) * os.sysconf("SC_PAGE_SIZE")
     most = [limit for limit in before if limit != resource.RLIM_INFINITY]

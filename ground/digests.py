@@ -157,6 +157,15 @@ def is_sealed(folder: Path) -> bool:
     return found is not None and found["digest"] == _digest_of_text(lines)
 
 
+def has_seal(folder: Path) -> bool:
+    """Tell whether there is a list of ours: one with a line that seals it, whether that still holds or not.
+
+    Others make lists of this name and format by `sha256sum`.
+    """
+    file = folder / LIST
+    return file.is_file() and "# complete: " in file.read_text(encoding="utf-8", errors="replace")
+
+
 def problems(folder: Path) -> list[str]:
     """Return what differs from when `folder` was sealed, one line each, with the file's name first; [] if nothing."""
     if not is_sealed(folder):

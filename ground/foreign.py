@@ -44,12 +44,14 @@ class Limits:
         containers: lists and mappings in it, all together, and values for which a YAML file's aliases stand.
         depth: lists and mappings inside each other.
         digits: of an integer. Real ones have up to 31: that many say "no limit" in tokenizers' configs.
+        infinite: whether JSON may hold NaN and Infinity, as Python's own writer makes it.
     """
 
     num_bytes: int = 32 * MEGABYTE
     containers: int = 1_000_000
     depth: int = 100
     digits: int = 40
+    infinite: bool = False
 
 
 JSON = Limits()
@@ -159,7 +161,8 @@ def parse_json(text: str, where: str, limits: Limits = JSON) -> Any:
     if text.count("[") + text.count("{") > limits.containers:
         raise Unreadable(where, f"holds more than {limits.containers} lists and objects")
     try:
-        values = json.loads(text, parse_int=lambda digits: _integer(digits, limits), parse_constant=_no_number)
+        constant = float if limits.infinite else _no_number
+        values = json.loads(text, parse_int=lambda digits: _integer(digits, limits), parse_constant=constant)
         _require_shallow(values, limits.depth)
         if _SURROGATE.search(text):
             json.dumps(values, ensure_ascii=False).encode()
@@ -347,6 +350,18 @@ class _Loader(yaml.SafeLoader):
 _Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_limited)
 _Loader.add_constructor("tag:yaml.org,2002:float", _Loader.construct_number)
 _Loader.add_constructor(None, _Loader.construct_undefined)
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"^[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
-)
+
+
+class _Dumper(yaml.SafeDumper):
+    """A writer of YAML that puts quotes around text which `_Loader` would read as a number."""
+
+
+for _kind in (_Loader, _Dumper):
+    _kind.add_implicit_resolver(
+        "tag:yaml.org,2002:float", re.compile(r"^[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
+    )
+
+
+def yaml_text(values: Any) -> str:
+    """Return plain values as YAML, from which `parse_yaml` gives the same again."""
+    return yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True)

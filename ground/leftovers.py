@@ -72,8 +72,10 @@ class Leftover:
             return time.time() - changed < _FOREIGN_AGE
         try:
             return psutil.Process(self.process).create_time() <= changed + 1.0  # a later one only has its number
-        except psutil.Error:
+        except psutil.NoSuchProcess:
             return False
+        except psutil.Error:
+            return True  # somebody else's, of whom the system tells nothing
 
     def remove(self) -> None:
         if self.path.is_dir() and not self.path.is_symlink():

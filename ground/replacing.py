@@ -20,6 +20,7 @@ from .disk import writing
 from .leftovers import leftovers_beside, leftovers_within, working_name
 
 _HERE, _EXCHANGE = -100, 2  # AT_FDCWD (fcntl.h), RENAME_EXCHANGE (linux/fs.h)
+_CANNOT_SYNC = {errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EBADF}
 _NOT_EXCHANGED = {errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.EPERM}
 
 
@@ -147,7 +148,7 @@ def sync(path: Path) -> None:
     try:
         os.fsync(descriptor)
     except OSError as error:
-        if error.errno != errno.EINVAL:  # a file system that cannot: nothing more can be done
+        if error.errno not in _CANNOT_SYNC:  # a file system that cannot: nothing more can be done
             raise
     finally:
         os.close(descriptor)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -24,6 +25,7 @@ _MOST = 10_000
 # A file that was changed so recently may be changed again within one tick of the file system's clock.
 _UNSETTLED = 2_000_000_000  # nanoseconds
 
+_keeping = threading.Lock()  # files are read by several threads
 _known: dict[str, str] = {}
 
 
@@ -45,7 +47,7 @@ def remember(file: Path, before: os.stat_result, after: os.stat_result, digest: 
         return
     _known[key] = digest
     if before.st_size >= _WORTH_KEEPING:
-        with suppress(OSError):  # it only costs time
+        with _keeping, suppress(OSError, RuntimeError):  # it only costs time
             _keep(key, digest)
 
 

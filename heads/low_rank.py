@@ -112,9 +112,10 @@ class LowRank(Drafter[LowRankConfig]):
     def save(self, path: str | Path) -> None:
         """Write the base as it was, and the change in peft's format."""
         folder = Path(path)
-        shutil.rmtree(folder / BASE, ignore_errors=True)
-        # The list of digests is that of the folder it was in; whoever seals this one lists the base's files, too.
-        shutil.copytree(self.base_folder, folder / BASE, ignore=shutil.ignore_patterns(LIST))
+        if self.base_folder.resolve() != (folder / BASE).resolve():  # else it is there already
+            shutil.rmtree(folder / BASE, ignore_errors=True)
+            # The list of digests is that of the folder it was in; whoever seals this one lists the base's files, too.
+            shutil.copytree(self.base_folder, folder / BASE, ignore=shutil.ignore_patterns(LIST))
         with replacing(folder / ADAPTER_WEIGHTS) as temporary:
             save_file(self._in_peft(), temporary, metadata={"format": "pt"})
         write_atomically(folder / ADAPTER_CONFIG, json.dumps(self._peft_config(), indent=2) + "\n")

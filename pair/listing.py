@@ -29,7 +29,10 @@ def irregular(folder: Path) -> Iterator[str]:
                 if count > _MAX_FILES or depth > _MAX_DEPTH:
                     yield f"more than {_MAX_FILES} files, or {_MAX_DEPTH} folders inside each other"
                     return
-                mode = entry.stat(follow_symlinks=False).st_mode
+                try:
+                    mode = entry.stat(follow_symlinks=False).st_mode
+                except FileNotFoundError:  # a temporary file of whoever writes pair.json now
+                    continue
                 if stat.S_ISDIR(mode):
                     waiting.append((Path(entry.path), depth + 1))
                 elif not stat.S_ISREG(mode):

@@ -87,7 +87,7 @@ def new_pair(
             read.
         IncompatibleError: the drafter cannot draft for this target.
     """
-    final = Path(folder).expanduser()
+    final = Path(folder).expanduser().resolve()
     with locked(final), replacing_folder(final) as partial:
         existing = _existing(final)
         saved = _save_drafter(drafter, partial / DRAFTER, target)
@@ -102,7 +102,8 @@ def new_pair(
                 shutil.rmtree(partial)
                 return existing
             _keep_reports(existing, partial)
-            manifest = manifest.model_copy(update={"tuning": existing.manifest.tuning})
+            older = existing.manifest
+            manifest = manifest.model_copy(update={"tuning": older.tuning, "served": older.served})
         prompts = choose_prompts(recipe, target) if calibration is None else calibration
         baseline = _calibrated(partial, target, saved, settings(recipe), manifest.plan, prompts, console)
         manifest = _completed(manifest, partial, _measurements(report, saved, baseline))

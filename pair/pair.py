@@ -335,7 +335,7 @@ def _altered_files(folder: Path, manifest: Manifest, problem_with: Callable[[Pat
     yield from odd
     if odd:  # what a link or a device shows is not looked at
         return
-    expected = manifest.files()
+    folder, expected = folder.resolve(), manifest.files()
     found = (p for p in folder.rglob("*") if (p.is_file() or p.is_symlink()) and not _is_in_the_way(folder, p))
     present = {p.relative_to(folder).as_posix() for p in found} - {MANIFEST, SIGNATURE}
     for name in sorted(expected.keys() | present):
@@ -350,7 +350,8 @@ def _altered_files(folder: Path, manifest: Manifest, problem_with: Callable[[Pat
 def _is_in_the_way(folder: Path, path: Path) -> bool:
     """Tell whether a writer of pair.json has this file there for a moment, or left it when it was killed."""
     unfinished = Leftover.at(path)
-    return path == lock_file(folder) or (unfinished is not None and unfinished.place == folder / MANIFEST)
+    places = (folder / MANIFEST, folder / SIGNATURE)
+    return path == lock_file(folder) or (unfinished is not None and unfinished.place in places)
 
 
 def _altered(file: Path, expected: str) -> str | None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import base64
 import binascii
 import hashlib
+import re
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -33,6 +34,7 @@ NAMESPACE = "outrider-pair"
 _MAGIC, _VERSION, _HASH, _KIND = b"SSHSIG", 1, "sha512", b"ssh-ed25519"
 _BEGIN, _END = "-----BEGIN SSH SIGNATURE-----", "-----END SSH SIGNATURE-----"
 _LARGEST = 64 * 1024  # bytes of a file that a stranger wrote; ours has 300
+_NAMESPACES = re.compile(r'namespaces="([^"]*)"')  # alone: a date or an authority beside it is not looked at
 _WIDTH = 70  # letters to a line, as ssh-keygen has them
 
 
@@ -179,16 +181,22 @@ def _signers(line: str, source: str, name: str | None) -> Iterator[Signer]:
         principals, options = " ".join(words[2:]) or source, []
     else:
         principals, options = words[0], words[1:place]
-    named = name is None or any(fnmatchcase(name, pattern) for pattern in principals.split(","))
+    named = name is None or _matches(name, principals)
     if named and all(_permits(option) for option in options):
         yield Signer(name or principals, key)
 
 
 def _permits(option: str) -> bool:
     """Tell whether an option of an allowed_signers line is known, and lets the key sign pairs."""
-    word, _, value = option.partition("=")
-    allowed = value.strip('"').split(",")
-    return word == "namespaces" and any(fnmatchcase(NAMESPACE, pattern) for pattern in allowed)
+    found = _NAMESPACES.fullmatch(option)
+    return found is not None and _matches(NAMESPACE, found[1])
+
+
+def _matches(name: str, patterns: str) -> bool:
+    """Tell whether a list of patterns has `name`, as OpenSSH reads it: one with a `!` that matches takes it out."""
+    chosen = patterns.split(",")
+    denied = any(fnmatchcase(name, pattern[1:]) for pattern in chosen if pattern.startswith("!"))
+    return not denied and any(fnmatchcase(name, pattern) for pattern in chosen if not pattern.startswith("!"))
 
 
 def _parsed(text: bytes) -> tuple[bytes, bytes]:

@@ -14,10 +14,10 @@ import types
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeGuard, Union, get_args, get_origin
 
-import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from ..ground import BadInputError
+from ..ground.foreign import yaml_text
 from ..ground.values import checked_temperature, tree_depths
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
@@ -237,7 +237,7 @@ class Recipe(Section):
 
     def to_yaml(self) -> str:
         """Return the recipe with every default written out; `load_recipe` reads it back to an equal one."""
-        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+        return yaml_text(self.model_dump(mode="json"))
 
 
 # ------------------------------------------------------------ pydantic's errors, in our words

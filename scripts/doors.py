@@ -10,8 +10,6 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from .speaking import answering
-
 if TYPE_CHECKING:
     from ..formats.look import Finding
     from ..recipes import Recipe
@@ -103,15 +101,14 @@ def lint(
     """What is wrong or unusual in a drafter's files, and what an engine would do with it. Exit code 1 for a fault."""
     from ..formats.lint import lint as run
 
-    with answering(as_json):
-        findings = run(folder, target)
-        code = int(any(found.is_fault for found in findings))
-        if as_json:
-            from .answers import LintBody, say
+    findings = run(folder, target)
+    code = int(any(found.is_fault for found in findings))
+    if as_json:
+        from .answers import LintBody, say
 
-            say("lint", LintBody(folder=str(folder), findings=findings), code)
-        else:
-            _print_findings(findings, folder)
+        say("lint", LintBody(folder=str(folder), findings=findings), code)
+    else:
+        _print_findings(findings, folder)
     if code:
         raise typer.Exit(code)
 

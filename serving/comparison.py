@@ -115,7 +115,12 @@ class Comparison(Model):
     speedup: Interval | None = None
 
     def agrees(self, tolerance: float) -> bool:
-        """Whether τ is ours: no certain difference, or one of at most `tolerance` times our τ."""
+        """Whether τ is ours: no certain difference, or one of at most `tolerance` times our τ.
+
+        Where there is no difference to be sure of, as without any round, the values themselves are compared.
+        """
+        if not self.difference.known:
+            return abs(self.served.value - self.own.value) <= tolerance * self.own.value  # False of no number
         return not self.difference.excludes(0.0) or abs(self.difference.value) <= tolerance * self.own.value
 
     @property

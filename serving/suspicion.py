@@ -114,7 +114,7 @@ def _text(found: Comparison) -> Iterator[Suspicion]:
 
 
 def _depth_differs(found: Comparison) -> bool:
-    return abs(found.drafted_served - found.drafted_own) > 0.3
+    return not abs(found.drafted_served - found.drafted_own) <= 0.3  # nor where nothing was drafted
 
 
 def _drafts(found: Comparison) -> str:

@@ -135,7 +135,7 @@ def _check_folder(name: str, dtype: str | torch.dtype, trust_remote_code: bool) 
             "a model",
             "Give the adapter as such: target.adapter in a recipe, --adapter elsewhere.",
         )
-    if (folder / digests.LIST).exists():
+    if digests.has_seal(folder):
         digests.require_whole(folder, "Copy it again, or let its training write it anew.")
     if not trust_remote_code:
         check_sizes(folder, dtype)

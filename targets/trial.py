@@ -42,8 +42,10 @@ def try_reading(target: Readable, layout: CacheLayout) -> None:
     """Refuse a target whose text would be another than its own `generate`'s, or that fails on the way.
 
     Raises:
-        IncompatibleError: it is not causal, makes its logits in another way, or cannot be read piece by piece.
+        IncompatibleError: it is in training mode, is not causal, makes its logits in another way, or cannot be read
+            piece by piece.
     """
+    _check_frozen(target)
     try:
         _check_causal(target)
         _check_logits(target)
@@ -56,6 +58,16 @@ def try_reading(target: Readable, layout: CacheLayout) -> None:
             f"{type(target.model).__name__} cannot be read piece by piece over a cache, as decoding does: {reason}. "
             "Take another target."
         ) from error
+
+
+def _check_frozen(target: Readable) -> None:
+    """Refuse a model that drops out: no two of its passes would be the same."""
+    training = (module for module in target.model.modules() if module.training)
+    if any(isinstance(module, torch.nn.Dropout) and module.p > 0 for module in training):
+        raise IncompatibleError(
+            f"{type(target.model).__name__} is in training mode and drops parts out, so it says something else each "
+            "time; call model.eval() first."
+        )
 
 
 def _check_causal(target: Readable) -> None:

@@ -32,7 +32,7 @@ _SMALL = (
 )
 _VOCABULARIES = ("tokenizer.json", "vocab.json", "vocab.txt", "merges.txt", "tokenizer.model")
 _MAX_VOCABULARY, _MAX_ENTRIES, _MAX_LAYERS = 128 * MEGABYTE, 10_000, 1000
-_LIMITS = Limits(containers=200_000, depth=20)
+_LIMITS = Limits(containers=200_000, depth=20, infinite=True)  # Mamba's configs hold an Infinity
 
 # How a model is computed is no part of what it is, and such a setting may name code of the Hub.
 _IMPLEMENTATIONS = (
@@ -101,8 +101,13 @@ def check_config(values: dict[str, Any], where: str) -> None:
             raise Refusal.of(
                 where, f"{name} names code of the Hub, {str(value)[:80]!r}", "a model without code", "Take it out."
             )
-        if "layer" in name and isinstance(value, int) and value > _MAX_LAYERS:
+        if _counts_layers(name) and isinstance(value, int) and value > _MAX_LAYERS:
             raise Refusal.of(where, f"{name} is {value}", f"at most {_MAX_LAYERS}", "Take a good copy of it.")
+
+
+def _counts_layers(name: str) -> bool:
+    """Tell whether a setting says how many layers there are: not `vocab_size_per_layer_input`, for example."""
+    return "layer" in name and "_per_" not in name
 
 
 def _settings(values: Any) -> Iterator[tuple[str, Any]]:

@@ -98,10 +98,19 @@ def what_is_kept(args: TrainingArguments) -> str:
 
 
 def remove_broken(folder: Path, after: Path | None) -> None:
-    """Delete what was skipped on the way to the whole checkpoint `after`: the training writes it anew."""
+    """Clear what was skipped on the way to the whole checkpoint `after`: the training writes it anew.
+
+    What was never finished is deleted. What was once whole is moved aside: a disk that could not be read for a moment,
+    or a list that was lost in a copy, must not cost a checkpoint.
+    """
     for found in checkpoints(folder):
         if after is None or step_of(found) > step_of(after):
-            shutil.rmtree(found, ignore_errors=True)
+            if (found / digests.LIST).exists():
+                aside = _free(found.with_name(f"damaged-{found.name}"))
+                move(found, aside)
+                _log.warning("%s was moved to %s.", found, aside)
+            else:
+                shutil.rmtree(found, ignore_errors=True)
 
 
 def rotate(folder: Path, limit: int | None, best: str | None) -> None:
@@ -120,11 +129,17 @@ def set_aside(folder: Path) -> Path | None:
     """Move the checkpoints of an earlier training out of the way, and return where; None if there were none."""
     if not checkpoints(folder):
         return None
-    number = 1
-    while (aside := folder.with_name(f"{folder.name}.old-{number}")).exists():
-        number += 1
+    aside = _free(folder.with_name(f"{folder.name}.old"))
     move(folder, aside)
     return aside
+
+
+def _free(place: Path) -> Path:
+    """Return the first of `place`-1, `place`-2, … that is not there."""
+    number = 1
+    while (free := place.with_name(f"{place.name}-{number}")).exists():
+        number += 1
+    return free
 
 
 @contextmanager

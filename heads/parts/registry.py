@@ -42,7 +42,7 @@ def restore_drafter(path: str | Path, target: Target | None = None) -> Drafter:
     Raises:
         Refusal: a training wrote it, and its files were altered since.
     """
-    if (Path(path) / digests.LIST).exists():
+    if digests.has_seal(Path(path)):
         digests.require_whole(Path(path), "Copy it again, or let its training write it anew.")
     values = read_config(path)
     kind = values.pop("drafter_type", None) or _kind_of_model(values)

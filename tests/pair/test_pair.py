@@ -400,6 +400,13 @@ def test_verify_names_the_file_whose_text_was_altered(make_pair: Callable[..., P
     assert verify(pair.folder) == ["pair.json: its bytes differ from the form it was written in"]
 
 
+def test_a_pair_is_found_from_inside(make_pair: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = make_pair("ngram")
+    monkeypatch.chdir(pair.folder)
+    assert verify(".") == []
+    assert Pair.load(".").digest == pair.digest
+
+
 def test_verify_needs_a_pair(tmp_path: Path) -> None:
     with pytest.raises(BadInputError) as refused:
         verify(tmp_path)

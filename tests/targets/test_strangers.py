@@ -25,6 +25,7 @@ from outrider.ground import BadInputError, IncompatibleError, OutriderError, Ref
 from outrider.heads import Eagle3, Eagle3Config, load_drafter
 from outrider.targets import Target, load_tokenizer
 from outrider.targets.stored import stored_tensors
+from outrider.targets.vetting import check_files
 
 ROOT = Path(__file__).parents[2]
 LOADS = ("from_pretrained", "from_config")
@@ -241,3 +242,15 @@ def test_an_adapter_without_some_of_its_weights_is_refused(model: Path, adapter:
     save_file({n: w for n, w in weights.items() if n != dropped}, adapter / "adapter_model.safetensors")
     with pytest.raises(IncompatibleError, match=f"missing {dropped}"):
         Target.load(model, adapter=adapter)
+
+
+def test_what_real_models_configs_hold_is_read(tmp_path: Path) -> None:
+    """Gemma 3n's vocabulary per layer is no number of layers, and Mamba's configs hold an Infinity."""
+    text = '{"vocab_size_per_layer_input": 262144, "num_hidden_layers": 30, "time_step_limit": [0.0, Infinity]}'
+    (tmp_path / "config.json").write_text(text)
+    check_files(tmp_path, trust_remote_code=False)
+
+
+def test_a_list_that_somebody_made_by_sha256sum_is_none_of_ours(model: Path) -> None:
+    (model / "SHA256SUMS").write_text("0" * 64 + "  model.safetensors\n")
+    assert Target.load(model, device="cpu").num_layers > 0

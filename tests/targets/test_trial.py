@@ -71,6 +71,11 @@ def test_logits_that_are_not_made_by_the_output_embedding_alone_are_refused() ->
         Decoder(Target(make("electra", **SMALL, embedding_size=32, is_decoder=True))).generate(PROMPTS, 4)
 
 
+def test_a_model_in_training_mode_that_drops_parts_out_is_refused_for_that() -> None:
+    with pytest.raises(IncompatibleError, match=r"is in training mode.*call model.eval\(\) first"):
+        Decoder(Target(make("gpt2", vocab_size=64, n_embd=32, n_layer=2, n_head=4).train())).generate(PROMPTS, 4)
+
+
 def test_a_causal_model_that_says_it_is_no_decoder_is_taken() -> None:
     model = make("gpt_neox", **SMALL)
     assert model.config.is_decoder is False

@@ -198,6 +198,15 @@ def test_checkpoints_of_an_earlier_run_are_set_aside_under_the_first_free_number
         assert names(folder.with_name(f"checkpoints.old-{number}")) == [f"checkpoint-{number}"]
 
 
+def test_what_cannot_be_continued_is_cleared_and_what_was_once_whole_is_kept(saved: MakeCheckpoint) -> None:
+    """A disk that cannot be read for a moment must not cost a checkpoint."""
+    whole, damaged, unfinished = (saved(step) for step in (1, 2, 3))
+    (damaged / "trainer_state.json").write_text("{}")
+    (unfinished / "SHA256SUMS").unlink()
+    folders.remove_broken(whole.parent, whole)
+    assert names(whole.parent) == ["checkpoint-1", "damaged-checkpoint-2-1"]
+
+
 def test_a_folder_without_checkpoints_stays_where_it_is(tmp_path: Path) -> None:
     (tmp_path / "checkpoints").mkdir()
     assert folders.set_aside(tmp_path / "checkpoints") is None

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding, repeat_kv
 
-from ...ground import BadInputError
+from ...ground import BadInputError, IncompatibleError
 from ...targets import LayerShape, RaggedCache, Store, Target
 from ...targets.weights import weight_versions
 from ..base import DrafterConfig
@@ -58,8 +58,14 @@ class LayerConfig(DrafterConfig):
             )
 
     def sizes(self, target: Target) -> dict[str, Any]:
-        """Return all sizes, the open ones as the target's."""
+        """Return all sizes, the open ones as the target's.
+
+        Raises:
+            IncompatibleError: the target has no heads to count, or its output embedding reads something else than its
+                hidden states.
+        """
         theirs = target.config
+        _check_widths(target, bool(self.num_attention_heads))
         heads = self.num_attention_heads or theirs.num_attention_heads
         return {
             "hidden_size": self.hidden_size or target.hidden_size,
@@ -88,6 +94,17 @@ class LayerConfig(DrafterConfig):
             rope_parameters=dict(self.rope_parameters),
             max_position_embeddings=self.max_position_embeddings,
         )
+
+
+def _check_widths(target: Target, heads_given: bool) -> None:
+    name, width = type(target.model).__name__, target.model.get_output_embeddings().weight.shape[1]
+    if width != target.hidden_size:
+        raise IncompatibleError(
+            f"{name} has hidden states of {target.hidden_size} numbers, and an output embedding that reads {width}: no "
+            "head can be trained on them; take a draft model."
+        )
+    if not heads_given and not hasattr(target.config, "num_attention_heads"):
+        raise IncompatibleError(f"{name} has no attention heads whose number a head could take; take a draft model.")
 
 
 def _plain_rope(config: Any) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Pre
 
 from outrider.decode import Decoder, Plan
 from outrider.ground import IncompatibleError
-from outrider.heads import Ngram
+from outrider.heads import Eagle3, Eagle3Config, Ngram
 from outrider.targets import Target
 
 SMALL = {
@@ -93,6 +93,20 @@ def test_a_model_that_counts_places_by_the_longest_row_is_decoded_one_prompt_at_
 def test_a_model_that_needs_no_places_is_decoded_in_ragged_batches() -> None:
     model = make("mpt", vocab_size=64, d_model=32, n_heads=4, n_layers=2)
     assert Decoder(Target(model)).generate(PROMPTS, 12).tokens == texts(model)
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "said"),
+    [
+        ("opt", {**SMALL, "word_embed_proj_dim": 16, "ffn_dim": 64}, "output embedding that reads 16"),
+        ("mamba", {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 4}, "no attention heads"),
+    ],
+)
+def test_a_head_for_a_target_that_has_no_place_for_one_is_refused(
+    kind: str, changes: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(IncompatibleError, match=said):
+        Eagle3.build(Eagle3Config(taps=(1, 2)), Target(make(kind, **changes)))
 
 
 def test_attention_in_chunks_is_that_of_the_library() -> None:

@@ -127,6 +127,7 @@ class Chooser:
             self.peaks.append(logits.gather(-1, best[:, None]))
             return best
         keys, probs = self.keys, probabilities(logits, self.drawing.sampling)
+        self.peaks.append(probs[:, :1].clone())  # a view would keep the whole distribution
         positions = keys.first + self.depth
         if self.rule.pick is Pick.SHARED_NOISE:
             noise = shared_gumbel(keys.seed, keys.sequences, positions, self.drawing.vocab)
@@ -157,6 +158,7 @@ class Chooser:
         if self._is_certain:
             return self._top(logits, count)
         keys, vocab, probs = self.keys, self.drawing.vocab, probabilities(logits, self.drawing.sampling)
+        self.peaks.append(probs[:, :, 0].clone())
         log_probs, rows, first = probs.double().log(), keys.sequences[:, None], keys.first[:, None]
         if self.rule.pick is Pick.SHARED_NOISE:
             noise = shared_gumbel(keys.seed, rows, first + depth - 1, vocab)

@@ -126,36 +126,39 @@ class Room:
         return state, packed, outcome.rule
 
     def _graphed(self, setup: Setup, state: RoundState, depth: int, window: int) -> tuple[RoundState, Outcome]:
-        key = _key(setup, depth, window)
         if depth:
-            state, outcome, _ = self.graphs.play(key, partial(play, setup, depth=depth), state)
+            work = partial(play, setup, depth=depth)
+            state, outcome, _ = self.graphs.play(_key(setup, depth, window), work, state)
             return state, outcome
-        # What a session makes of a round without drafts grows from one such round to the next: the graph leaves it out.
-        session = state.session
-        state, outcome, replayed = self.graphs.play(
-            key, partial(play, setup, depth=0), replace(state, session=EmptySession())
-        )
-        state = replace(state, session=session)
-        absorb(state, outcome.cloned() if replayed else outcome)
+        state, outcome, own = self._plain(setup, state, window)
+        absorb(state, own)
         return state, outcome
+
+    def _plain(self, setup: Setup, state: RoundState, window: int) -> tuple[RoundState, Outcome, Outcome]:
+        """Play a round without drafts, of which the session has yet to take note.
+
+        What a session makes of such rounds grows from one to the next, so the graph leaves it out. Also return the
+        outcome as the session may keep it.
+        """
+        alone = replace(state, session=EmptySession())
+        after, outcome, replayed = self.graphs.play(_key(setup, 0, window), partial(play, setup, depth=0), alone)
+        return replace(after, session=state.session), outcome, outcome.cloned() if replayed else outcome
 
     def _of_text(
         self, setup: Setup, state: RoundState, depth: int, window: int, idle: Sequence[int]
     ) -> tuple[RoundState, Outcome]:
         """Play a round whose proposal, if there is one, the host makes; a row that has finished is no text any more."""
         session, rows = state.session, self._still_proposing(state.session, idle)
-        state = replace(state, session=EmptySession())
         if depth and self.drafter is not None:
             proposal = session.propose(state.root[rows], depth, _no_choice)
             proposal = proposal.spread(rows, self.cache.batch_size, self.drafter.max_nodes(depth))
             key = (_key(setup, depth, window), proposal.depth, proposal.parents is None)
-            work = partial(verify, setup)
-            drafted, outcome, replayed = self.proposed.play(key, work, Drafted(state, proposal))
-            state = drafted.state
+            drafted = Drafted(replace(state, session=EmptySession()), proposal)
+            after, outcome, replayed = self.proposed.play(key, partial(verify, setup), drafted)
+            state, own = replace(after.state, session=session), outcome.cloned() if replayed else outcome
         else:
-            state, outcome, replayed = self.graphs.play(_key(setup, 0, window), partial(play, setup, depth=0), state)
-        state = replace(state, session=session)
-        absorb(state, (outcome.cloned() if replayed else outcome).of(rows))
+            state, outcome, own = self._plain(setup, state, window)
+        absorb(state, own.of(rows))
         return state, outcome
 
     def _still_proposing(self, session: Session, idle: Sequence[int]) -> list[int]:

@@ -25,12 +25,13 @@ from .files import write_atomically
 from .replacing import replacing_folder, sync, sync_tree
 
 LIST = "SHA256SUMS"
-_SEAL_FORM = "# complete: {count} file{s}, {digest}\n"
+_SEAL_BEGIN = "# complete: "
+_SEAL_FORM = _SEAL_BEGIN + "{count} file{s}, {digest}\n"
 
 _READERS = 4  # several disks' worth: hashing takes one core each
 
 _LINE = re.compile(r"(?P<digest>[0-9a-f]{64})  (?P<name>[^\n]+)")
-_SEAL = re.compile(r"# complete: \d+ files?, (?P<digest>[0-9a-f]{64})\n")
+_SEAL = re.compile(_SEAL_BEGIN + r"\d+ files?, (?P<digest>[0-9a-f]{64})\n")
 
 
 class Saveable(Protocol):
@@ -77,10 +78,14 @@ def _open_at_once(file: str, flags: int) -> int:
     return os.open(file, flags | getattr(os, "O_NONBLOCK", 0))
 
 
-def problem_of(file: Path, expected: str) -> str | None:
-    """Return what is wrong with a file whose SHA-256 should be `expected`, in words; None if nothing is."""
+def problem_of(file: Path, expected: str, again: bool = False) -> str | None:
+    """Return what is wrong with a file whose SHA-256 should be `expected`, in words; None if nothing is.
+
+    Args:
+        again: read it in any case, as `file_digest` does.
+    """
     try:
-        if file_digest(file) == expected:
+        if not again and file_digest(file) == expected:
             return None
         found = file_digest(file, again=True)  # only bytes that were read now are refused
     except FileNotFoundError:
@@ -123,11 +128,19 @@ def seal_grown(folder: Path, names: list[str]) -> None:
 
 def listed(folder: Path) -> dict[str, str]:
     """Return the digest of each file that the list of `folder` names; {} without a list. Lines cut short count not."""
+    return {found["name"]: found["digest"] for line in _lines(folder) if (found := _LINE.fullmatch(line))}
+
+
+def _lines(folder: Path) -> list[str]:
     try:
-        lines = (folder / LIST).read_text(encoding="utf-8", errors="replace").splitlines()
+        return _text(folder).splitlines()
     except FileNotFoundError:
-        return {}
-    return {found["name"]: found["digest"] for line in lines if (found := _LINE.fullmatch(line))}
+        return []
+
+
+def _text(folder: Path) -> str:
+    """Return the list of `folder` as it stands there; a byte that is no text makes a line that is none of ours."""
+    return (folder / LIST).read_text(encoding="utf-8", errors="replace")
 
 
 def problems_so_far(folder: Path, grown: Iterable[str]) -> list[str]:
@@ -137,11 +150,7 @@ def problems_so_far(folder: Path, grown: Iterable[str]) -> list[str]:
         grown: the names of the files there that should be in the list by now; one that is not was never finished.
     """
     known = listed(folder)
-    try:
-        lines = (folder / LIST).read_text(encoding="utf-8", errors="replace").splitlines()
-    except FileNotFoundError:
-        lines = []
-    torn = [f"{LIST}: a line is cut short or damaged"] * any(not _LINE.fullmatch(line) for line in lines)
+    torn = [f"{LIST}: a line is cut short or damaged"] * any(not _LINE.fullmatch(line) for line in _lines(folder))
     differing = [f"{line} (by {LIST})" for line in listed_problems(folder, known)]  # which of the two is not told
     return torn + [f"{n}: not in {LIST}" for n in grown if n not in known] + differing
 
@@ -149,10 +158,9 @@ def problems_so_far(folder: Path, grown: Iterable[str]) -> list[str]:
 def is_sealed(folder: Path) -> bool:
     """Tell whether the list of `folder` is there, and is as it was written when the folder was finished."""
     try:
-        text = (folder / LIST).read_text(encoding="utf-8", errors="replace")
+        lines, begin, rest = _text(folder).rpartition(_SEAL_BEGIN)
     except OSError:
         return False
-    lines, begin, rest = text.rpartition("# complete: ")
     found = _SEAL.fullmatch(begin + rest)
     return found is not None and found["digest"] == _digest_of_text(lines)
 
@@ -162,8 +170,7 @@ def has_seal(folder: Path) -> bool:
 
     Others make lists of this name and format by `sha256sum`.
     """
-    file = folder / LIST
-    return file.is_file() and "# complete: " in file.read_text(encoding="utf-8", errors="replace")
+    return (folder / LIST).is_file() and _SEAL_BEGIN in _text(folder)
 
 
 def problems(folder: Path) -> list[str]:

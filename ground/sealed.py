@@ -12,8 +12,8 @@ from .errors import Refusal
 from .files import read_json, write_atomically
 
 CHECKSUM = "checksum"
-_SEAL = re.compile(r"# sha256 of the lines above: ([0-9a-f]{64})\n?")
 _BEGIN = "# sha256 of the lines above: "
+_SEAL = re.compile(_BEGIN + r"([0-9a-f]{64})\n?")
 
 
 def digest_json(value: Any) -> str:

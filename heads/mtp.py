@@ -40,7 +40,8 @@ from .parts.head_drafter import HeadConfig, HeadDrafter
 from .parts.mtp_checkpoint import load_native
 from .parts.nodes import Branches, Unread, gathered, required
 from .parts.target_layer import layer_values, plain_body
-from .session import Abilities, NodeSession
+from .parts.unread_session import UnreadSession
+from .session import Abilities
 
 
 @dataclass
@@ -298,7 +299,7 @@ class Mtp(HeadDrafter[MtpConfig]):
         return module.answer(last)
 
 
-class MtpSession(NodeSession):
+class MtpSession(UnreadSession):
     """A session that holds the modules' caches, and what waits for the next token to be read with.
 
     Lists are by module.
@@ -306,7 +307,6 @@ class MtpSession(NodeSession):
     Attributes:
         previous: what each but the last handed on after its last committed entry, `[B, 1, H]`: the next module's next
             entry reads it.
-        unread: what the modules have not read of what was absorbed; None between `begin` and `absorb`.
         outputs: handed on after the root and each drafted node of this round, `[B, 1 + n, H]`.
         passes: of `extend` in this round: no node is deeper.
         branches: of this round's tree.
@@ -321,7 +321,6 @@ class MtpSession(NodeSession):
         weight = drafter.module(0).projection.weight
         empty = torch.zeros(batch_size, 1, drafter.config.hidden_size, dtype=weight.dtype, device=weight.device)
         self.previous = [empty.clone() for _ in self._caches[1:]]
-        self.unread: Unread | None = None
         self._begin_round([])
 
     def _begin_round(self, outputs: list[Tensor]) -> None:
@@ -332,13 +331,10 @@ class MtpSession(NodeSession):
         # The entry of the last hidden state needs the token after it: `begin` knows that one. It also reads accepted
         # drafts anew: now there are true hidden states for the first module.
         hidden = required(hidden, "mtp: absorb needs the target's hidden states.")
-        new = Unread(tokens, hidden[:, :, 0], counts)
-        self.unread = new if self.unread is None else self.unread.then(new)
+        self.note(Unread(tokens, hidden[:, :, 0], counts))
 
     def begin(self, root: Tensor) -> Tensor:
-        read = required(self.unread, "mtp: nothing was absorbed since the last round.")
-        if self._caches[0].window is None:  # the host may ask how many there are
-            read = read.trimmed()
+        read = self.waiting()
         last = (read.counts.tensor - 1)[:, None]
         embedded = self.target.embed(read.tokens.roll(-1, 1).scatter(1, last, root[:, None]))
         hidden, answers, outputs = read.hidden, [], []
@@ -396,23 +392,20 @@ class MtpSession(NodeSession):
         return self._caches
 
     def carried(self) -> list[Tensor]:
-        return [*required(self.unread, "mtp: nothing was absorbed.").tensors(), *self.previous]
+        return [*super().carried(), *self.previous]
 
     def carry(self, tensors: list[Tensor]) -> None:
-        self.unread, self.previous = Unread.of(tensors[:3]), tensors[3:]
+        super().carry(tensors[:3])
+        self.previous = tensors[3:]
 
     def reset(self) -> None:
         super().reset()
         self.previous = [torch.zeros_like(before) for before in self.previous]
-        self.unread = None
         self._begin_round([])
 
     def select(self, rows: list[int]) -> None:
-        for cache in self._caches:
-            cache.select(rows)
+        super().select(rows)
         self.previous = [before[rows] for before in self.previous]
-        if self.unread is not None:
-            self.unread = self.unread.select(rows)
 
 
 def _by_depth(found: list[Tensor], depths: Tensor) -> Tensor:

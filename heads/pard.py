@@ -28,6 +28,7 @@ from .parts.mask_token import check_mask, unused_token
 from .parts.model_runner import ModelRunner, layer_windows, runs
 from .parts.nodes import Unread, required
 from .parts.rollouts import RolledDrafts, RolledLayers, Rollouts, place_texts, said
+from .parts.unread_session import UnreadSession
 from .session import Abilities
 
 _KEYS = {"mask_token_id": "pard_token", "steps": "pard_steps"}  # as the checkpoint's config calls them
@@ -175,26 +176,18 @@ class Pard(DraftModel):
         return super().state_bytes(target, batch_size, max_length, spare + self.config.steps)
 
 
-class PardSession(OnePassSession):
-    """A session that reads, in one pass, what was committed since the last round, the root, and the masks after it.
-
-    Attributes:
-        unread: tokens that the cache lacks; None before the first `absorb`.
-    """
+class PardSession(UnreadSession, OnePassSession):
+    """A session that reads, in one pass, what was committed since the last round, the root, and the masks after it."""
 
     def __init__(self, drafter: Pard, layers: ModelRunner, cache: RaggedCache, vocab: int, mask: int):
         super().__init__(cache, partial(_logits, layers, vocab), drafter.output_ids, drafter.max_depth, drafter.name)
         self.layers, self.mask, self.highest = layers, mask, drafter.runner.vocab_size - 1
-        self.unread: Unread | None = None
 
     def absorb(self, tokens: Tensor, hidden: Tensor | None, counts: Counts, path: Tensor | None = None) -> None:
-        new = Unread(tokens, tokens, counts)
-        self.unread = new if self.unread is None else self.unread.then(new)
+        self.note(Unread(tokens, tokens, counts))
 
     def draft(self, root: Tensor) -> Tensor:
-        unread = self._absorbed()
-        if self.cache.window is None:
-            unread = unread.trimmed()
+        unread = self.waiting()
         tokens = nn.functional.pad(unread.tokens, (0, 1)).scatter(1, unread.counts.tensor[:, None], root[:, None])
         counts, masks = Counts(unread.counts.tensor + 1), self.drafts - 1
         positions = place_texts(self.cache, counts, tokens.shape[1], masks)
@@ -203,24 +196,6 @@ class PardSession(OnePassSession):
         self.cache.advance(unread.counts)  # the root is committed with the tokens that follow it
         self.unread = None
         return said(output, counts, masks)
-
-    def _absorbed(self) -> Unread:
-        return required(self.unread, "nothing was absorbed since the last round; call absorb after each of them.")
-
-    def carried(self) -> list[Tensor]:
-        return self._absorbed().tensors()
-
-    def carry(self, tensors: list[Tensor]) -> None:
-        self.unread = Unread.of(tensors)
-
-    def reset(self) -> None:
-        super().reset()
-        self.unread = None
-
-    def select(self, rows: list[int]) -> None:
-        super().select(rows)
-        if self.unread is not None:
-            self.unread = self.unread.select(rows)
 
 
 def _logits(layers: ModelRunner, vocab: int, states: Tensor) -> Tensor:

@@ -28,6 +28,7 @@ from .parts.decoder_layer import CachedLayers, JointLayer
 from .parts.mask_token import check_mask, mean_embedding, unused_token
 from .parts.nodes import Unread, required
 from .parts.rollouts import RolledDrafts, RolledLayers, Rollouts, place_texts, said
+from .parts.unread_session import UnreadSession
 from .session import Abilities
 
 
@@ -152,26 +153,19 @@ class PEagle(Eagle3):
         return super().state_bytes(target, batch_size, max_length + spare + self.config.steps)
 
 
-class PEagleSession(OnePassSession):
-    """A session that reads, in one pass, what the target has processed since the last round and the masks after it.
-
-    Attributes:
-        unread: None from `begin` to the next `absorb`.
-    """
+class PEagleSession(UnreadSession, OnePassSession):
+    """A session that reads, in one pass, what the target has processed since the last round and the masks after it."""
 
     def __init__(self, head: PEagle, target: Target, cache: RaggedCache, layers: CachedLayers):
         super().__init__(cache, partial(head.logits, target=target), head.output_ids, head.max_depth, head.name)
         self.drafter, self.target, self.layers = head, target, layers
-        self.unread: Unread | None = None
 
     def absorb(self, tokens: Tensor, hidden: Tensor | None, counts: Counts, path: Tensor | None = None) -> None:
-        new = Unread(tokens, required(hidden, f"{self.name}: absorb needs the target's hidden states."), counts)
-        self.unread = new if self.unread is None else self.unread.then(new)
+        hidden = required(hidden, f"{self.name}: absorb needs the target's hidden states.")
+        self.note(Unread(tokens, hidden, counts))
 
     def draft(self, root: Tensor) -> Tensor:
-        unread = self._absorbed()
-        if self.cache.window is None:
-            unread = unread.trimmed()
+        unread = self.waiting()
         last, masks = (unread.counts.tensor - 1)[:, None], self.drafts - 1
         following = unread.tokens.roll(-1, 1).scatter(1, last, root[:, None])
         first = self.layers.layers[0]
@@ -190,21 +184,3 @@ class PEagleSession(OnePassSession):
         positions = place_texts(self.cache, counts, width, self.drafts - 1)
         entered = self.drafter.enter(self.drafter.read(embedded, first), hidden, first)
         return self.layers.through(*entered, self.cache, positions, True)
-
-    def _absorbed(self) -> Unread:
-        return required(self.unread, "nothing was absorbed since the last round; call absorb after each of them.")
-
-    def carried(self) -> list[Tensor]:
-        return self._absorbed().tensors()
-
-    def carry(self, tensors: list[Tensor]) -> None:
-        self.unread = Unread.of(tensors)
-
-    def reset(self) -> None:
-        super().reset()
-        self.unread = None
-
-    def select(self, rows: list[int]) -> None:
-        super().select(rows)
-        if self.unread is not None:
-            self.unread = self.unread.select(rows)

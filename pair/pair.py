@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -31,7 +32,6 @@ from ..ground.machine import device_name
 from ..heads import Drafter, fuse, load_drafter
 from ..recipes import Recipe, load_recipe
 from ..targets import Fingerprint, Target, load_tokenizer, require_same_vocabulary
-from ..targets.fingerprint import digest_file
 from .calibration import read_calibration
 from .listing import irregular
 from .manifest import (
@@ -321,7 +321,8 @@ def verify(folder: str | Path, target: Target | None = None) -> list[str]:
         manifest, alterations = inspect_manifest(path)
     except BadInputError as error:
         return [str(error)]
-    found = [f"{MANIFEST}: {line}" for line in alterations] + list(_altered_files(path, manifest, _altered))
+    read_again = partial(problem_of, again=True)
+    found = [f"{MANIFEST}: {line}" for line in alterations] + list(_altered_files(path, manifest, read_again))
     if target is not None:
         found += [
             f"target: differs in {line}"
@@ -352,11 +353,3 @@ def _is_in_the_way(folder: Path, path: Path) -> bool:
     unfinished = Leftover.at(path)
     places = (folder / MANIFEST, folder / SIGNATURE)
     return path == lock_file(folder) or (unfinished is not None and unfinished.place in places)
-
-
-def _altered(file: Path, expected: str) -> str | None:
-    try:
-        found = digest_file(file)
-    except OSError as error:
-        return f"cannot be read ({error.strerror})"
-    return None if found == expected else f"content differs (SHA-256 {found[:12]}…, recorded {expected[:12]}…)"

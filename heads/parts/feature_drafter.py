@@ -38,7 +38,8 @@ from .decoder_layer import (
     angles,
     copied_bytes,
 )
-from .nodes import Branches, Unread, gathered, required
+from .nodes import Branches, Unread, gathered
+from .unread_session import UnreadSession
 
 
 @dataclass
@@ -254,7 +255,7 @@ class FeatureDrafter(Drafter):
         return self._kept
 
 
-class FeatureSession(NodeSession):
+class FeatureSession(UnreadSession):
     """A head that feeds on its own output, decoding a batch.
 
     A round begins with one pass over what the target has processed since the last one: true features, committed to the
@@ -262,7 +263,6 @@ class FeatureSession(NodeSession):
 
     Attributes:
         cache: keys and values of the head's layers.
-        unread: None from `begin` to the next `absorb`.
         outputs: what steps after the root and after each drafted node read, `[B, 1 + n, H]`; empty before `begin`.
         branches: where the nodes of this round's tree stand; None for a chain.
     """
@@ -270,7 +270,6 @@ class FeatureSession(NodeSession):
     def __init__(self, head: FeatureDrafter, target: Target, cache: RaggedCache, layers: CachedLayers):
         super().__init__(head.output_ids, head.max_depth)
         self.head, self.target, self.cache, self.layers = head, target, cache, layers
-        self.unread: Unread | None = None
         self.outputs = torch.empty(cache.batch_size, 0, head.config.hidden_size, device=target.device)
         self.branches: Branches | None = None
 
@@ -278,13 +277,10 @@ class FeatureSession(NodeSession):
         # The pair of the last of these tokens needs the token after it: `begin` knows that one.
         if hidden is None:
             raise ValueError("absorb: a head on hidden states was given none; open the target's pass with its taps.")
-        new = Unread(tokens, hidden, counts)
-        self.unread = new if self.unread is None else self.unread.then(new)
+        self.note(Unread(tokens, hidden, counts))
 
     def begin(self, root: Tensor) -> Tensor:
-        unread = self._absorbed()
-        if self.cache.window is None:
-            unread = unread.trimmed()
+        unread = self.waiting()
         last = (unread.counts.tensor - 1)[:, None]
         following = unread.tokens.roll(-1, 1).scatter(1, last, root[:, None])
         output = self._step(following, self.head.fuse(unread.hidden, self.layers.layers[0]), 0)
@@ -317,24 +313,9 @@ class FeatureSession(NodeSession):
         entered = self.head.enter(self.head.read(embedded, first), hidden, first)
         return self.layers.through(*entered, self.cache, positions, nodes is not None)
 
-    def _absorbed(self) -> Unread:
-        """Return what is unread; a round cannot begin without."""
-        return required(self.unread, "nothing was absorbed since the last round; call absorb after each of them.")
-
     def caches(self) -> list[RaggedCache]:
         return [self.cache]
 
-    def carried(self) -> list[Tensor]:
-        return self._absorbed().tensors()
-
-    def carry(self, tensors: list[Tensor]) -> None:
-        self.unread = Unread.of(tensors)
-
     def reset(self) -> None:
         super().reset()
-        self.unread, self.branches, self.outputs = None, None, self.outputs[:, :0]
-
-    def select(self, rows: list[int]) -> None:
-        self.cache.select(rows)
-        if self.unread is not None:
-            self.unread = self.unread.select(rows)
+        self.branches, self.outputs = None, self.outputs[:, :0]

@@ -7,7 +7,7 @@ same.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -60,6 +60,11 @@ class Prompt:
         tokens: the ids it is given, chat template and BOS included.
         text: the same as text, before any truncation, for people.
         messages: the chat it was rendered from; None for raw text.
+        later: what is said to the target after each of its answers (a user's next turn, the results of tools); () for
+            one question.
+        given: the answers that came with the row, one to each question, each as the assistant's messages; () for none.
+        tools: what the chat template is told about tools.
+        template: further arguments of the chat template, such as `enable_thinking`.
     """
 
     id: str
@@ -67,6 +72,10 @@ class Prompt:
     tokens: tuple[int, ...]
     text: str = ""
     messages: tuple[Message, ...] | None = None
+    later: tuple[tuple[Message, ...], ...] = ()
+    given: tuple[tuple[Message, ...], ...] = ()
+    tools: Any = None
+    template: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass
@@ -174,16 +183,25 @@ def chat_messages(turns: Any, where: str) -> list[Message]:
 
 
 def render(
-    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], where: str, tools: Any = None, answer: bool = True
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Message],
+    where: str,
+    tools: Any = None,
+    answer: bool = True,
+    template: Mapping[str, Any] | None = None,
 ) -> str:
-    """Return the chat as text; with `answer`, up to the place where the assistant's next turn begins."""
+    """Return the chat as text; with `answer`, up to the place where the assistant's next turn begins.
+
+    Args:
+        template: further arguments of the chat template, such as `enable_thinking`.
+    """
     if not getattr(tokenizer, "chat_template", None):
         raise BadInputError(
             f"{where}: is a chat, but the target's tokenizer has no chat template; use raw text (`text`), or set "
             "tokenizer.chat_template."
         )
     try:
-        return apply_template(tokenizer, messages, tools, answer)
+        return apply_template(tokenizer, messages, tools, answer, template or {})
     except Exception as error:  # templates raise what they like: TemplateError, UndefinedError, TypeError
         what = str(error) or type(error).__name__
         raise BadInputError(

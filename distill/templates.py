@@ -6,7 +6,7 @@ ever or from filling the memory.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -21,9 +21,13 @@ _COMPILED = "<template>"  # what jinja calls the code that it makes of one
 
 
 def apply_template(
-    tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, Any]], tools: Any, answer: bool
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[dict[str, Any]],
+    tools: Any,
+    answer: bool,
+    arguments: Mapping[str, Any],
 ) -> str:
-    """Return what the tokenizer's chat template makes of a conversation.
+    """Return what the tokenizer's chat template makes of a conversation, given further `arguments`.
 
     Raises:
         Exception: whatever the template raises; OverBudgetError, MemoryError or ValueError where it asks for too much.
@@ -33,7 +37,9 @@ def apply_template(
         _require_plain(str(text))
     with limited(SECONDS, MEMORY, _COMPILED):
         return str(
-            tokenizer.apply_chat_template(list(messages), tools=tools, tokenize=False, add_generation_prompt=answer)
+            tokenizer.apply_chat_template(
+                list(messages), tools=tools, tokenize=False, add_generation_prompt=answer, **arguments
+            )
         )
 
 

@@ -21,15 +21,18 @@ Supervised = tuple[list[int], list[int]]  # input_ids `[T]`, and a loss mask `[T
 
 
 def next_question(
-    prompt: Prompt, answers: Sequence[Tokens], tokenizer: PreTrainedTokenizerBase
+    prompt: Prompt,
+    answers: Sequence[Tokens],
+    tokenizer: PreTrainedTokenizerBase,
+    max_tokens: int | None = None,
 ) -> tuple[int, ...] | None:
     """Return the tokens after which the target writes its next answer; None if the prompt asks nothing more.
 
-    The first question is `prompt.tokens`. Questions grow from turn to turn: whoever asks compares their length to the
-    target's context, and ends the conversation where there is no room.
+    The first question is `prompt.tokens`; later ones begin with the conversation so far.
 
     Args:
         answers: token ids of the answers so far, in order, with or without the end token.
+        max_tokens: a conversation ends before a later question that is longer (`data.max_prompt_tokens`).
 
     Raises:
         BadInputError: the chat template refuses the conversation.
@@ -40,7 +43,7 @@ def next_question(
     for number, messages in enumerate(_conversations(prompt, answers, tokenizer), 1):
         if number == len(answers):
             question = _tokens(prompt, messages, tokenizer)
-    return question
+    return None if answers and max_tokens is not None and len(question) > max_tokens else question
 
 
 def sequences(prompt: Prompt, answers: Sequence[Tokens], tokenizer: PreTrainedTokenizerBase) -> list[Supervised]:

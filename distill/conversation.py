@@ -13,8 +13,10 @@ from collections.abc import Iterator, Sequence
 
 from transformers import PreTrainedTokenizerBase
 
+from .layouts import Message
 from .masks import supervised_mask
-from .prompts import Message, Prompt, render
+from .prompts import Prompt
+from .templates import render
 
 Tokens = Sequence[int]
 Supervised = tuple[list[int], list[int]]  # input_ids `[T]`, and a loss mask `[T]`: 1 where the target wrote

@@ -33,7 +33,9 @@ from ..ground.sealed import read_sealed, write_json
 from ..ground.versions import versions
 from ..recipes import DataSpec, Recipe
 from ..targets import Fingerprint, Target
-from .prompts import Collection, Prompt, check_sources, collect, digest_prompts
+from .gathering import gather
+from .prompts import Collection, Prompt, digest_prompts
+from .sources import check_sources
 
 PROVENANCE = "provenance.json"
 SCHEMA_VERSION = 2
@@ -65,7 +67,7 @@ def distill(recipe: Recipe, target: Target | None = None, console: Console | Non
         target = Target.load(**recipe.target.model_dump())
     if spec.responses is not None:
         return _given(data_folder(recipe), target)
-    found = collect(spec.prompts, target.require_tokenizer(), spec.limit, spec.max_prompt_tokens)
+    found = gather(recipe, target.require_tokenizer(), console)
     run = _Answering(data_folder(recipe), spec, target, found)
     with locked(recipe.output_folder):
         if not run.finished():
@@ -304,7 +306,11 @@ class _Answering:
         return {
             "schema_version": SCHEMA_VERSION,
             **self.identity.to_dict(),
-            "source": {"target": self.target.source, "prompts": self.spec.prompts, "limit": self.spec.limit},
+            "source": {
+                "target": self.target.source,
+                "prompts": self.spec.model_dump()["prompts"],
+                "limit": self.spec.limit,
+            },
             "counts": counts,
             "versions": versions("outrider", "torch", "transformers", "datasets"),
         }

@@ -8,7 +8,9 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from outrider.distill.conversation import given_sequences, next_question, sequences
-from outrider.distill.prompts import Message, Prompt, render
+from outrider.distill.layouts import Message
+from outrider.distill.prompts import Prompt
+from outrider.distill.templates import render
 
 SYSTEM = {"role": "system", "content": "be brief"}
 THINKING = (

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from transformers import PreTrainedTokenizerBase
 
 from .layouts import Message
-from .masks import supervised_mask
+from .masks import supervised_rows
 from .prompts import Prompt
 from .templates import render
 
@@ -84,8 +84,8 @@ def given_sequences(prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> list[
     messages = list(prompt.messages)
     for number, answer in enumerate(prompt.given):
         messages += [*(prompt.later[number - 1] if number else ()), *answer]
-    tokens, mask = supervised_mask(tokenizer, messages, prompt.tools, prompt.template)
-    return [(tokens, [int(m) for m in mask])]
+    rows = supervised_rows(tokenizer, messages, prompt.tools, prompt.template)
+    return [(tokens, [int(m) for m in mask]) for tokens, mask in rows]
 
 
 def _questions(

@@ -64,8 +64,8 @@ class Counts:
         dropped: rows that were left out, by reason: `too_long` chats (a chat cannot be cut without breaking its
             template), `unanswerable` rows without anything to answer, `unanswered` rows without the answer that is to
             be learnt, `duplicate` and `malformed` ones.
-        examples: a sentence about the first row of each reason.
         leaked: rows that are measured, too, and were allowed.
+        examples: a sentence about the first row of each reason, and about the first one that is leaked.
     """
 
     source: str
@@ -192,7 +192,10 @@ class _Reader:
         if reason is not None:
             counts.drop(reason, f"{where}: {_DROPPED[reason].format(len(tokens))}")
             return None
-        counts.leaked += self.reading.measured.check(asked, where)
+        leak = self.reading.measured.found(asked, where)
+        if leak is not None:
+            counts.leaked += 1
+            counts.examples.setdefault("leaked", leak)
         if asked.text is not None and self._is_long(tokens):
             counts.truncated += 1
             tokens = self._cut(tokens)

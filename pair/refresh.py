@@ -165,7 +165,7 @@ def _trained(pair: Pair, recipe: Recipe, target: Target, console: Console | None
 
 def _measured(recipe: Recipe, target: Target, drafter: Drafter, drafter_folder: Path, console: Console | None) -> Path:
     """Measure the drafter beside the recipe's baselines; a finished measurement of the same thing is used again."""
-    suites = load_suites(recipe.eval.suites, target.require_tokenizer(), recipe.eval.limit)
+    suites = load_suites(recipe.eval.suites, target.require_tokenizer(), recipe.eval.limit, recipe.template)
     subject = [
         target.fingerprint().digest,
         digest_files(drafter_folder),

@@ -84,8 +84,9 @@ class Session:
     def expected(self) -> Expectation:
         """What our own decoder does with the prompts."""
         target, drafter, _ = self.pair.open(self.target)
-        names = self.suites or tuple(self.pair.recipe().eval.suites)
-        suites = load_suites(names, target.require_tokenizer(), self.trial.limit)
+        recipe = self.pair.recipe()
+        names = self.suites or tuple(recipe.eval.suites)
+        suites = load_suites(names, target.require_tokenizer(), self.trial.limit, recipe.template)
         found = expect(target, drafter, suites, self.trial, self.console)
         return found.never_drawn() if drafter.name in NEVER_DRAWN else found
 

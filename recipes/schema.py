@@ -75,6 +75,7 @@ class DataSpec(Section):
         holdout: fraction of the sequences kept for evaluation during training.
         learn_prompts: also learn to predict the prompts' tokens (`completion_only_loss=False` in TRL): more to learn
             from per sequence, though not the target's own words. Held-out figures count responses only, either way.
+        drafter: folder of a drafter that our decoder speculates with while it answers; the text stays the same.
         responses: a finished data folder to use instead of generating one.
         on_policy: fraction of the rows of every step whose response the drafter writes anew and the target scores
             (`lmbda` in TRL's GKDConfig; DistillSpec, arXiv 2310.08461). Up to `max_new_tokens`; needs a drafter that is
@@ -91,6 +92,7 @@ class DataSpec(Section):
     features: Literal["online", "cached"] = "online"
     holdout: Annotated[float, Field(ge=0, lt=1)] = 0.05
     learn_prompts: bool = False
+    drafter: str | None = None
     responses: str | None = None
     on_policy: Annotated[float, Field(ge=0, le=1)] = 0.0
     on_policy_temperature: Temperature = 1.0

@@ -2,7 +2,8 @@
 
 A run is identified by what decides its text (target, prompts, sampling, length), not by how it was batched or by how
 many processes answered. Each finished batch becomes one file in `<folder>.partial/` (`partial`), so that an interrupted
-run continues; the finished data set (`data_set`) appears at once. Who answers is our own decoder (`decoding`).
+run continues; the finished data set (`data_set`) appears at once. Who answers is our own decoder (`decoding`), or
+servers (`servers`).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
+from accelerate import PartialState
 from rich.console import Console
 
 from ..ground import BadInputError, IncompatibleError
@@ -26,14 +28,17 @@ from ..ground.sealed import digest_json
 from ..ground.versions import versions
 from ..recipes import DataSpec, Recipe
 from ..targets import Fingerprint, Target
+from ..targets.sharding import processes
 from .conversation import sequences
 from .data_set import SCHEMA_VERSION, Row, provenance, require_whole, save_data_set
 from .decoding import Answering, answer_all, batches
 from .launched import crew_in, one_leads
 from .partial import Answers, Identity, Partial, Work
 from .prompts import Collection, Prompt, check_sources, collect, digest_prompts
+from .servers import answer_by_servers
 
 _EMPTY = "empty"  # the target ended at once
+_DROPPED = "_responses"  # ends the names of what is counted
 
 _log = logging.getLogger(__name__)
 
@@ -59,7 +64,7 @@ def distill(recipe: Recipe, target: Target | None = None, console: Console | Non
     if spec.responses is None:
         check_sources(spec.prompts)
     if target is None:
-        target = Target.load(**recipe.target.model_dump())
+        target = Target.load(**recipe.target.model_dump(), device=PartialState().device if processes() > 1 else None)
     folder = data_folder(recipe)
     with crew_in(recipe.output_folder) as crew:
         if spec.responses is not None:
@@ -109,7 +114,8 @@ class _Making:
         """Return the work that is left; "" if the data set is there. One made differently is never overwritten."""
         digest = digest_prompts(self.prompts)
         sampling = {**self.spec.sampling.model_dump(), "max_new_tokens": self.spec.max_new_tokens}
-        self.identity = Identity(self.target.fingerprint(), digest, sampling)
+        server = None if self.spec.servers is None else {"model": self.spec.requests.model}
+        self.identity = Identity(self.target.fingerprint(), digest, sampling, server)
         if self._finished():
             return ""
         self._check_room()
@@ -117,8 +123,8 @@ class _Making:
             self.partial.open(self.identity)
         answered = Answers(self.partial.files(), len(self.prompts))
         missing = [i for i in self._longest_first() if i not in answered]
-        processes = 1 if self.target.sharded else self.crew.size
-        return Work(digest, self.partial.next_number(), batches(missing, self.spec.batch_size, processes)).to_json()
+        at_work = 1 if self.target.sharded else self.crew.size
+        return Work(digest, self.partial.next_number(), batches(missing, self.spec.batch_size, at_work)).to_json()
 
     def _finished(self) -> bool:
         if not self.folder.exists():
@@ -163,7 +169,10 @@ class _Making:
             one_leads(self.crew, self.target),
             progress(console, "target answers", len(self.prompts), len(self.prompts) - left) as advance,
         ):
-            if not self.target.sharded or self.crew.is_main:
+            if self.spec.servers is not None:
+                if self.crew.is_main:
+                    answer_by_servers(self.target, self.prompts, self.spec, work, self.partial, advance)
+            elif not self.target.sharded or self.crew.is_main:
                 crew = Crew() if self.target.sharded else self.crew
                 answering = Answering.of(self.target, self.prompts, self.spec)
                 answer_all(answering, work, self.partial, crew, advance)
@@ -185,21 +194,33 @@ class _Making:
             answer = answers[index]
             reason = answer.dropped or _EMPTY * all(t in ending for turn in answer.turns for t in turn)
             if reason:
-                counts[f"{reason}_responses"] += 1
+                counts[f"{reason}{_DROPPED}"] += 1
                 continue
             for tokens, mask in sequences(prompt, answer.turns, tokenizer):
                 counts["sequences"] += 1
                 counts["response_tokens"] += sum(mask)
                 counts["prompt_tokens"] += len(mask) - sum(mask)
                 yield Row(prompt.id, prompt.suite, tokens, mask)
-        if not counts["sequences"]:
+        self._say_what_is_dropped(counts)
+
+    def _say_what_is_dropped(self, counts: Counter[str]) -> None:
+        dropped = {name: count for name, count in counts.items() if name.endswith(_DROPPED)}
+        words = ", ".join(f"{name.removesuffix(_DROPPED)} {count}" for name, count in dropped.items())
+        if counts[f"{_EMPTY}{_DROPPED}"] == len(self.prompts):
             raise BadInputError(
                 f"all {len(self.prompts)} responses are empty: the target ends at once. First prompt: "
                 f"{self.prompts[0].text[:200]!r}. Check its chat template."
             )
+        if not counts["sequences"]:
+            raise BadInputError(
+                f"nothing can be learnt from the {len(self.prompts)} responses ({words}). Does the server have this "
+                "target's tokenizer and chat template?"
+            )
+        if words:
+            _log.warning("of %d responses some are left out: %s", len(self.prompts), words)
 
     def _provenance(self, counts: Counter[str]) -> dict[str, Any]:
-        found = {**self.found.counts(), f"{_EMPTY}_responses": 0, **counts}
+        found = {**self.found.counts(), f"{_EMPTY}{_DROPPED}": 0, **counts}
         return {
             "schema_version": SCHEMA_VERSION,
             **self.identity.to_dict(),

@@ -30,6 +30,7 @@ Tokens = list[int]
 # The server is at fault, or busy: another attempt may do better. Other refusals are about the question.
 _PASSING = {408, 409, 425, 429, 500, 502, 503, 504, 520, 522, 524, 529}
 _OUR_FAULT = {401, 402, 403}
+_ABOUT_QUESTION = {400, 413, 422}
 _LARGEST_SEED = 2**31 - 1
 
 
@@ -47,11 +48,27 @@ class PassingError(Exception):
 
 
 class RefusedError(Exception):
-    """The server refuses this question, and would again."""
+    """The server refuses to be asked like this, and would again.
+
+    Attributes:
+        about_question: it may well answer another one.
+    """
+
+    def __init__(self, message: str, about_question: bool = True):
+        super().__init__(message)
+        self.about_question = about_question
 
 
 class DroppedError(Exception):
-    """An answer that nothing can be learnt from; the message is the name of the reason."""
+    """An answer that nothing can be learnt from; the message is the name of the reason.
+
+    Attributes:
+        about_form: all answers to questions that are asked in this way would be dropped.
+    """
+
+    def __init__(self, reason: str, about_form: bool = False):
+        super().__init__(reason)
+        self.about_form = about_form
 
 
 def require_client() -> None:
@@ -118,6 +135,7 @@ class Said:
         tokens, asked: ids of the answer, and of the prompt as it was read; None where the server does not tell.
         num_tokens, num_asked: how many there are, likewise.
         reason: why the answer ends; None for one that was cut off.
+        is_text: the text is all that was written; of a chat's, servers take out thoughts and calls of tools.
     """
 
     text: str = ""
@@ -126,6 +144,7 @@ class Said:
     num_tokens: int | None = None
     num_asked: int | None = None
     reason: str | None = None
+    is_text: bool = True
 
     def add(self, body: Any) -> None:
         """Add a whole response, or a part of one that is streamed."""
@@ -174,7 +193,7 @@ class Asker:
             BadInputError: it does not take us.
         """
         interface = client.chat.completions if form.chat else client.completions
-        said = Said()
+        said = Said(is_text=not form.chat)
         try:
             async with asyncio.timeout(self.spec.requests.timeout):
                 answer = await interface.create(**self._body(model, form, question))
@@ -231,7 +250,7 @@ class Asker:
             text = str(self.tokenizer.decode(left, clean_up_tokenization_spaces=False))
             if list(self.tokenizer(text)["input_ids"]) == plain:
                 return text
-        raise DroppedError("unwritable_prompt")
+        raise DroppedError("unwritable_prompt", about_form=True)
 
     # ------------------------------------------------------------ what was said
 
@@ -243,11 +262,12 @@ class Asker:
         """
         read = list(question.tokens)
         if (said.asked is not None and said.asked != read) or said.num_asked not in (None, len(read)):
-            raise DroppedError("other_prompt")  # the server rendered or read something else
-        if said.reason not in ("stop", "length"):
-            raise DroppedError("unfinished")  # a filter, a call of a tool that it took out of the text
+            raise DroppedError("other_prompt", about_form=True)  # the server rendered or read something else
+        # A tool's call ends as any other answer does, but its text is in other fields.
+        if said.reason not in ("stop", "length") and (said.reason, said.tokens is None) != ("tool_calls", False):
+            raise DroppedError("unfinished")
         found = self._read_again(said, read) if said.tokens is None else self._as_said(said)
-        if said.reason == "stop" and self.ending and (not found or found[-1] not in self.ending):
+        if said.reason != "length" and self.ending and (not found or found[-1] not in self.ending):
             found = [*found, self._end()]
         return found
 
@@ -255,7 +275,7 @@ class Asker:
         """Return the server's own ids, if the local tokenizer reads the text in them that came with them."""
         found = list(said.tokens or ())
         text = self.tokenizer.decode(found, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        if said.text and _bare(said.text) != _bare(str(text)):
+        if said.is_text and _bare(said.text) != _bare(str(text)):
             raise DroppedError("other_tokens")
         return found
 
@@ -291,7 +311,7 @@ def _of_status(error: openai.APIStatusError) -> Exception:
         return BadInputError(f"the server refuses us: {said}")
     if error.status_code in _PASSING or error.status_code >= 500:
         return PassingError(said, after=_after(error))
-    return RefusedError(said)
+    return RefusedError(said, error.status_code in _ABOUT_QUESTION)
 
 
 def _after(error: openai.APIStatusError) -> float:
@@ -306,7 +326,7 @@ def _is_unreachable(error: BaseException) -> bool:
     """Tell whether no connection came about at all."""
     seen: BaseException | None = error
     while seen is not None:
-        if "ConnectError" in type(seen).__name__ or isinstance(seen, ConnectionRefusedError):
+        if type(seen).__name__ in ("ConnectError", "ConnectTimeout") or isinstance(seen, ConnectionRefusedError):
             return True
         seen = seen.__cause__ or seen.__context__
     return False

@@ -29,6 +29,7 @@ from ..ground.versions import versions
 from ..recipes import DataSpec, Recipe
 from ..targets import Fingerprint, Target
 from ..targets.sharding import processes
+from .asking import require_client
 from .conversation import sequences
 from .data_set import SCHEMA_VERSION, Row, provenance, require_whole, save_data_set
 from .decoding import Answering, answer_all, batches
@@ -63,6 +64,8 @@ def distill(recipe: Recipe, target: Target | None = None, console: Console | Non
     spec = recipe.data
     if spec.responses is None:
         check_sources(spec.prompts)
+    if spec.servers is not None:
+        require_client()
     if target is None:
         target = Target.load(**recipe.target.model_dump(), device=PartialState().device if processes() > 1 else None)
     folder = data_folder(recipe)

@@ -255,11 +255,17 @@ class Server:
         )
 
     async def _try(self, question: Question) -> None:
-        for _ in range(_ATTEMPTS_AT_A_FORM - 1):
-            with suppress(PassingError):
+        for attempt in range(_ATTEMPTS_AT_A_FORM):
+            try:
                 await self.ask(question)
                 return
-        await self.ask(question)
+            except PassingError as error:
+                if error.unreachable or attempt + 1 == _ATTEMPTS_AT_A_FORM:
+                    raise
+            except DroppedError as error:
+                if error.about_form:
+                    raise
+                return  # of another question it may be fine
 
     def _about_key(self) -> str:
         requests = self.asker.spec.requests
@@ -326,7 +332,7 @@ class Fleet:
         for error in found:
             if isinstance(error, BaseException) and not isinstance(error, PassingError):
                 raise error
-        if all(found):
+        if all(isinstance(error, PassingError) and error.unreachable for error in found):
             lines = "; ".join(f"{server.url}: {server.plain(str(e))}" for server, e in zip(servers, found, strict=True))
             raise BadInputError(f"none of data.servers answers: {lines}. Are they running there?")
         for server, error in zip(servers, found, strict=True):
@@ -370,6 +376,9 @@ class Fleet:
                 return False
             self.unanswered.append(job)
         except RefusedError as error:
+            if not error.about_question:  # it took others before
+                server.failed(PassingError(str(error)))
+                return False
             self._log_refusal(job, server.plain(str(error)))
             self._end(Answer(job.index, dropped="refused"))
         except DroppedError as error:

@@ -48,7 +48,7 @@ class Server:
     http: ThreadingHTTPServer | None = None
 
     def start(self, port: int = 0) -> None:
-        self.lock = threading.Lock()
+        self.lock = threading.Lock()  # one pass at a time
         self.http = ThreadingHTTPServer(("127.0.0.1", port), _handler(self))
         threading.Thread(target=self.http.serve_forever, args=(0.02,), daemon=True).start()
 
@@ -163,7 +163,7 @@ def start_server(tiny_target: Target) -> Iterator[Callable[..., Server]]:
     started: list[Server] = []
 
     def start(**how: Any) -> Server:
-        started.append(Server(tiny_target, **how))
+        started.append(Server(**{"target": tiny_target, **how}))
         started[-1].start()
         return started[-1]
 

@@ -20,13 +20,19 @@ from typing import Any
 
 import pytest
 
-from outrider.distill import distill, load_responses, provenance
+from outrider.distill import distill, load_responses, provenance, servers
 from outrider.distill.prompts import read_prompts
 from outrider.recipes import Recipe
 from outrider.serving.launching import Launch, python_of
 from outrider.targets import Target, embedded_path
 
-NUM_PROMPTS, PORT = 60, 18741
+NUM_PROMPTS, PORT = 120, 18741
+
+
+@pytest.fixture(autouse=True)
+def often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half-way comes soon."""
+    monkeypatch.setattr(servers, "SECONDS_BETWEEN_FILES", 0.5)
 
 
 @pytest.fixture(scope="module")

@@ -137,37 +137,64 @@ class Queue:
             await self.changed.wait_for(lambda: not self.left)
 
 
-class Server:
-    """One server, and how it is doing.
+class Health:
+    """How a server is doing.
 
     Attributes:
-        up: set while it answers.
-        down_since: when it was put aside.
+        up: set while it answers. down_since: when it was put aside.
+        failures: in a row, of which `last` was the last.
+    """
+
+    def __init__(self) -> None:
+        self.up, self.down_since, self.failures, self.last = asyncio.Event(), time.monotonic(), 0, ""
+        self._not_before = 0.0
+
+    def answered(self) -> None:
+        """Note an answer."""
+        self.failures = 0
+
+    def failed(self, error: PassingError, message: str) -> bool:
+        """Note a failure, and tell whether the server is put aside for it: one too many in a row."""
+        self.failures, self.last = self.failures + 1, message
+        self._not_before = max(self._not_before, time.monotonic() + error.after)
+        if not self.up.is_set() or not (error.unreachable or self.failures >= FAILURES_IN_A_ROW):
+            return False
+        self.up.clear()
+        self.down_since = time.monotonic()
+        return True
+
+    async def pause(self) -> None:
+        """Wait until it answers, and a while after a failure: longer after each, by chance, so that nobody crowds."""
+        await self.up.wait()
+        if self.failures:
+            await asyncio.sleep(_delay(self.failures) * random.random())
+        await asyncio.sleep(max(0.0, self._not_before - time.monotonic()))
+
+
+class Server:
+    """One server.
+
+    Attributes:
         form: how it is asked; None before its first answer.
     """
 
     def __init__(self, url: str, concurrency: int, asker: Asker):
-        self.url, self.concurrency, self.asker = url.rstrip("/"), concurrency, asker
+        self.url, self.concurrency, self.asker, self.health = url.rstrip("/"), concurrency, asker, Health()
         requests = asker.spec.requests
         self.key = os.environ.get(requests.key, "")
-        # Its own attempts again would hide failures from us; without `/v1` at its end a URL means the same.
         base = self.url if self.url.endswith("/v1") else f"{self.url}/v1"
+        # The client's own further attempts would hide failures from us.
         self.client = openai.AsyncOpenAI(
             base_url=base, api_key=self.key or "none", timeout=requests.timeout, max_retries=0
         )
         self.model = requests.model or ""
         self.form: Form | None = None
-        self.up, self.down_since, self.failures, self.last = asyncio.Event(), time.monotonic(), 0, ""
-        self.not_before = 0.0
 
     def failed(self, error: PassingError) -> None:
-        """Count a failure; after several in a row, the server is put aside."""
-        self.failures, self.last = self.failures + 1, self.plain(str(error))
-        self.not_before = max(self.not_before, time.monotonic() + error.after)
-        if self.up.is_set() and (error.unreachable or self.failures >= FAILURES_IN_A_ROW):
-            self.up.clear()
-            self.down_since = time.monotonic()
-            _log.warning("%s does not answer (%s); the others go on, and it is tried again.", self.url, self.last)
+        """Note a failure; after several in a row, the server is put aside."""
+        if self.health.failed(error, self.plain(str(error))):
+            last = self.health.last
+            _log.warning("%s does not answer (%s); the others go on, and it is tried again.", self.url, last)
 
     async def ask(self, question: Question) -> Tokens:
         """Return the tokens of its answer.
@@ -180,32 +207,25 @@ class Server:
             said = await self.asker.ask(self.client, self.model, self.form, question)
         except BadInputError as error:
             raise BadInputError(self.plain(f"{self.url}: {error} {self._about_key()}")) from None
-        self.failures = 0
+        self.health.answered()
         return self.asker.tokens(said, question)
 
     def plain(self, message: str) -> str:
         """Return a message without the key, which some servers repeat."""
         return message.replace(self.key, "…") if self.key else message
 
-    async def pause(self) -> None:
-        """Wait until it answers, and a while after a failure: longer after each, by chance, so that nobody crowds."""
-        await self.up.wait()
-        if self.failures:
-            await asyncio.sleep(_delay(self.failures) * random.random())
-        await asyncio.sleep(max(0.0, self.not_before - time.monotonic()))
-
     async def watch(self, question: Question) -> None:
         """Look at the server, whenever it is put aside, until it answers."""
         attempts = 0
         while True:
-            if self.up.is_set():
+            if self.health.up.is_set():
                 attempts = 0
                 await asyncio.sleep(FIRST_DELAY)
                 continue
             try:
                 await self.greet(question)
             except PassingError as error:
-                self.last = self.plain(str(error))
+                self.health.last = self.plain(str(error))
                 attempts += 1
                 await asyncio.sleep(_delay(attempts) * (0.5 + random.random() / 2))
 
@@ -228,8 +248,8 @@ class Server:
             raise PassingError(str(error) or type(error).__name__, unreachable=True) from None
         if self.form is None:
             await self._find_form(question)
-        self.failures = 0
-        self.up.set()
+        self.health.answered()
+        self.health.up.set()
 
     async def _find_form(self, question: Question) -> None:
         """Take the best way to ask that the server understands."""
@@ -344,11 +364,11 @@ class Fleet:
         patience = self.asker.spec.requests.patience
         while True:
             await asyncio.sleep(min(1.0, patience))
-            since = max(server.down_since for server in servers)
-            if not any(server.up.is_set() for server in servers) and time.monotonic() - since > patience:
+            since = max(server.health.down_since for server in servers)
+            if not any(server.health.up.is_set() for server in servers) and time.monotonic() - since > patience:
                 raise BadInputError(
                     f"no server has answered for {patience:g} s (data.requests.patience): "
-                    f"{'; '.join(f'{server.url}: {server.last}' for server in servers)}."
+                    f"{'; '.join(f'{server.url}: {server.health.last}' for server in servers)}."
                 )
 
     # ------------------------------------------------------------ one request at a time
@@ -356,7 +376,7 @@ class Fleet:
     async def _work(self, server: Server, queue: Queue) -> None:
         """Ask the server one prompt after the other, for ever."""
         while True:
-            await server.pause()
+            await server.health.pause()
             job = await queue.take()
             if await self._converse(server, job):
                 await queue.end_one()

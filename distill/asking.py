@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from ..ground import BadInputError
 from ..recipes import DataSpec
 from .conversation import next_messages
-from .prompts import Prompt
+from .table import Prompt
 
 try:
     import openai

@@ -13,23 +13,28 @@ from collections.abc import Iterator, Sequence
 
 from transformers import PreTrainedTokenizerBase
 
+from .layouts import Message
 from .masks import supervised_mask
-from .prompts import Message, Prompt, render
+from .prompts import Prompt
+from .templates import render
 
 Tokens = Sequence[int]
 Supervised = tuple[list[int], list[int]]  # input_ids `[T]`, and a loss mask `[T]`: 1 where the target wrote
 
 
 def next_question(
-    prompt: Prompt, answers: Sequence[Tokens], tokenizer: PreTrainedTokenizerBase
+    prompt: Prompt,
+    answers: Sequence[Tokens],
+    tokenizer: PreTrainedTokenizerBase,
+    max_tokens: int | None = None,
 ) -> tuple[int, ...] | None:
     """Return the tokens after which the target writes its next answer; None if the prompt asks nothing more.
 
-    The first question is `prompt.tokens`. Questions grow from turn to turn: whoever asks compares their length to the
-    target's context, and ends the conversation where there is no room.
+    The first question is `prompt.tokens`; later ones begin with the conversation so far.
 
     Args:
         answers: token ids of the answers so far, in order, with or without the end token.
+        max_tokens: a conversation ends before a later question that is longer (`data.max_prompt_tokens`).
 
     Raises:
         BadInputError: the chat template refuses the conversation.
@@ -40,7 +45,7 @@ def next_question(
     for number, messages in enumerate(_conversations(prompt, answers, tokenizer), 1):
         if number == len(answers):
             question = _tokens(prompt, messages, tokenizer)
-    return question
+    return None if answers and max_tokens is not None and len(question) > max_tokens else question
 
 
 def next_messages(

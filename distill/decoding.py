@@ -22,7 +22,7 @@ from ..recipes import DataSpec
 from ..targets import Target
 from .conversation import next_question
 from .partial import Answer, Partial, Tokens, Work
-from .prompts import Prompt
+from .table import Prompt
 
 Advance = Callable[[int, str], None]
 
@@ -82,7 +82,7 @@ class Answering:
         if len(turns) > len(self.prompts[index].later):
             return None
         tokenizer, limit = self.decoder.target.require_tokenizer(), self.decoder.target.max_context
-        question = next_question(self.prompts[index], turns, tokenizer)
+        question = next_question(self.prompts[index], turns, tokenizer, self.spec.max_prompt_tokens)
         return question if question is None or fits(question, self.spec.max_new_tokens, limit) else None
 
 

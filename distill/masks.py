@@ -13,7 +13,8 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from ..ground import BadInputError
-from .prompts import chat_messages, render
+from .layouts import chat_messages
+from .templates import render
 
 Span = tuple[int, int]  # characters of the rendered text, end excluded
 

@@ -40,27 +40,28 @@ class Identity:
     Attributes:
         prompts: the digest of their tokens.
         sampling: with the length limit of a response.
-        server: what a server was asked for (the name of its model); None where our own decoder answers.
+        answered_by: the name of the model that servers were asked for, or that the answers came with the prompts; None
+            where our own decoder answers.
     """
 
     target: Fingerprint
     prompts: str
     sampling: dict[str, Any]
-    server: dict[str, Any] | None = None
+    answered_by: dict[str, Any] | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Return it as plain values that JSON can hold."""
         plain = {"target": self.target.to_dict(), "prompts": self.prompts, "sampling": self.sampling}
-        return plain if self.server is None else plain | {"server": self.server}
+        return plain if self.answered_by is None else plain | {"answered_by": self.answered_by}
 
     def differences(self, saved: dict[str, Any]) -> list[str]:
         """Return what was other when `saved` (from `to_dict`) was written."""
         changed = [f"target ({', '.join(Fingerprint.from_dict(saved['target']).differences(self.target))})"]
         lines = changed if saved["target"]["digest"] != self.target.digest else []
         lines += ["prompts (other sources, limit, or contents)"] if saved["prompts"] != self.prompts else []
-        then, server = saved["sampling"], saved.get("server")
+        then, who = saved["sampling"], saved.get("answered_by")
         lines += [f"{k} (was {then.get(k)}, is {v})" for k, v in self.sampling.items() if then.get(k) != v]
-        return lines if server == self.server else [*lines, f"who answers (was {_who(server)}, is {_who(self.server)})"]
+        return lines + ([f"who answers (was {_who(who)}, is {_who(self.answered_by)})"] * (who != self.answered_by))
 
     def require_same(self, folder: Path, saved: dict[str, Any]) -> None:
         """Raise BadInputError if `folder` was made with what `saved` says, and that is something else."""
@@ -72,8 +73,10 @@ class Identity:
             )
 
 
-def _who(server: dict[str, Any] | None) -> str:
-    return "our own decoder" if server is None else f"a server's {server['model']}"
+def _who(who: dict[str, Any] | None) -> str:
+    if who is None:
+        return "our own decoder"
+    return "whoever wrote the prompts" if "given" in who else f"a server's {who['model'] or 'model'}"
 
 
 @dataclass(frozen=True)

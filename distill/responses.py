@@ -30,13 +30,16 @@ from ..recipes import DataSpec, Recipe
 from ..targets import Fingerprint, Target
 from ..targets.sharding import processes
 from .asking import require_client
-from .conversation import sequences
+from .conversation import given_sequences, sequences
 from .data_set import SCHEMA_VERSION, Row, provenance, require_whole, save_data_set
 from .decoding import Answering, answer_all, batches
+from .gathering import gather
 from .launched import crew_in, one_leads
-from .partial import Answers, Identity, Partial, Work
-from .prompts import Collection, Prompt, check_sources, collect, digest_prompts
+from .partial import Answer, Answers, Identity, Partial, Work
+from .prompts import Collection, digest_prompts
 from .servers import answer_by_servers
+from .sources import check_sources
+from .table import Prompt
 
 _EMPTY = "empty"  # the target ended at once
 _DROPPED = "_responses"  # ends the names of what is counted
@@ -73,7 +76,7 @@ def distill(recipe: Recipe, target: Target | None = None, console: Console | Non
         if spec.responses is not None:
             return Path(crew.first("given", lambda: str(_given(folder, target))))
         # All processes read the prompts: those that only take part in passes need them as little as they harm.
-        found = collect(spec.prompts, target.require_tokenizer(), spec.limit, spec.max_prompt_tokens)
+        found = gather(recipe, target.require_tokenizer(), console)
         run = _Making(folder, spec, target, found, crew)
         run.make(locked(recipe.output_folder) if crew.is_main else nullcontext(), console)
     return folder
@@ -117,17 +120,21 @@ class _Making:
         """Return the work that is left; "" if the data set is there. One made differently is never overwritten."""
         digest = digest_prompts(self.prompts)
         sampling = {**self.spec.sampling.model_dump(), "max_new_tokens": self.spec.max_new_tokens}
-        server = None if self.spec.servers is None else {"model": self.spec.requests.model}
-        self.identity = Identity(self.target.fingerprint(), digest, sampling, server)
+        self.identity = Identity(self.target.fingerprint(), digest, sampling, self._who_answers())
         if self._finished():
             return ""
         self._check_room()
         with keeping(self._kept), writing(self.folder):
             self.partial.open(self.identity)
         answered = Answers(self.partial.files(), len(self.prompts))
-        missing = [i for i in self._longest_first() if i not in answered]
+        missing = [] if self._is_given else [i for i in self._longest_first() if i not in answered]
         at_work = 1 if self.target.sharded else self.crew.size
         return Work(digest, self.partial.next_number(), batches(missing, self.spec.batch_size, at_work)).to_json()
+
+    def _who_answers(self) -> dict[str, Any] | None:
+        if self._is_given:
+            return {"given": True}
+        return None if self.spec.servers is None else {"model": self.spec.requests.model}
 
     def _finished(self) -> bool:
         if not self.folder.exists():
@@ -140,7 +147,8 @@ class _Making:
 
     def _longest_first(self) -> list[int]:
         """Return the prompts by length: equal ones side by side, and the batch that needs most memory first."""
-        return sorted(range(len(self.prompts)), key=lambda i: (-len(self.prompts[i].tokens), i))
+        lengths = [len(prompt.tokens) for prompt in self.prompts]
+        return sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
 
     def _check_room(self) -> None:
         limit, longest = self.target.max_context, max(len(p.tokens) for p in self.prompts)
@@ -150,6 +158,11 @@ class _Making:
                 f"exceeds the target's context of {limit}. "
                 "Lower data.max_prompt_tokens or data.max_new_tokens."
             )
+
+    @property
+    def _is_given(self) -> bool:
+        """Whether the answers came with the prompts."""
+        return self.spec.answers == "given"
 
     def _require_same_prompts(self, work: Work) -> None:
         if not self.crew.is_main and not self.target.sharded and digest_prompts(self.prompts) != work.prompts:
@@ -194,12 +207,15 @@ class _Making:
         """Yield what is learnt, in the order of the prompts, and count it."""
         ending, tokenizer = set(self.target.eos_ids), self.target.require_tokenizer()
         for index, prompt in enumerate(self.prompts):
-            answer = answers[index]
-            reason = answer.dropped or _EMPTY * all(t in ending for turn in answer.turns for t in turn)
-            if reason:
+            answer = Answer(index) if self._is_given else answers[index]
+            is_empty = not self._is_given and all(t in ending for turn in answer.turns for t in turn)
+            if reason := answer.dropped or _EMPTY * is_empty:
                 counts[f"{reason}{_DROPPED}"] += 1
                 continue
-            for tokens, mask in sequences(prompt, answer.turns, tokenizer):
+            learnt = (
+                given_sequences(prompt, tokenizer) if self._is_given else sequences(prompt, answer.turns, tokenizer)
+            )
+            for tokens, mask in learnt:
                 counts["sequences"] += 1
                 counts["response_tokens"] += sum(mask)
                 counts["prompt_tokens"] += len(mask) - sum(mask)
@@ -227,7 +243,11 @@ class _Making:
         return {
             "schema_version": SCHEMA_VERSION,
             **self.identity.to_dict(),
-            "source": {"target": self.target.source, "prompts": self.spec.prompts, "limit": self.spec.limit},
+            "source": {
+                "target": self.target.source,
+                "prompts": self.spec.model_dump()["prompts"],
+                "limit": self.spec.limit,
+            },
             "counts": found,
             "versions": versions("outrider", "torch", "transformers", "datasets"),
         }

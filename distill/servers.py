@@ -35,7 +35,7 @@ from .asking import (
 from .conversation import next_question
 from .decoding import Advance, fits
 from .partial import Answer, Partial, Work
-from .prompts import Prompt
+from .table import Prompt
 
 SECONDS_BETWEEN_FILES, ANSWERS_OF_A_FILE = 5.0, 256
 FIRST_DELAY, LONGEST_DELAY = 0.25, 30.0
@@ -423,7 +423,7 @@ class Fleet:
         prompt = self.prompts[job.index]
         if len(job.turns) > len(prompt.later):
             return None
-        found = next_question(prompt, job.turns, self.asker.tokenizer)
+        found = next_question(prompt, job.turns, self.asker.tokenizer, self.asker.spec.max_prompt_tokens)
         fitting = found is not None and fits(found, self.asker.spec.max_new_tokens, self.max_context)
         return found if fitting or not job.turns else None
 

@@ -30,7 +30,7 @@ from outrider.distill import distill, load_responses
 from outrider.distill.data_set import Row, save_data_set
 from outrider.distill.decoding import batches
 from outrider.distill.partial import Answer, Answers, Partial
-from outrider.distill.prompts import collect, digest_prompts
+from outrider.distill.prompts import Reading, collect, digest_prompts
 from outrider.recipes import Recipe
 from outrider.targets import Target
 
@@ -107,7 +107,9 @@ def parts(arguments: argparse.Namespace) -> dict[str, float]:
     """Return the seconds of what one process does for all: of 1,000 prompts, and of a batch."""
     made = recipe(Path("unused"), arguments.limit, arguments.new_tokens, arguments.batch_size).data
     tokenizer = Target.load("embedded", dtype="float32", device="cpu").require_tokenizer()
-    read = timed(lambda: digest_prompts(collect(made.prompts, tokenizer, made.limit, made.max_prompt_tokens).prompts))
+    read = timed(
+        lambda: digest_prompts(collect(made.prompts, tokenizer, made.limit, Reading(made.max_prompt_tokens)).prompts)
+    )
     with tempfile.TemporaryDirectory() as folder:
         partial, count = Partial(Path(folder)), NUM_PARTS * arguments.batch_size
         grouped = batches(range(count), arguments.batch_size, 1)

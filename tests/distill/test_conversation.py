@@ -8,7 +8,9 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from outrider.distill.conversation import given_sequences, next_question, sequences
-from outrider.distill.prompts import Message, Prompt, render
+from outrider.distill.layouts import Message
+from outrider.distill.prompts import Prompt
+from outrider.distill.templates import render
 
 SYSTEM = {"role": "system", "content": "be brief"}
 THINKING = (
@@ -95,6 +97,15 @@ def test_a_conversation_that_stopped_early_is_learnt_as_far_as_it_went(tiny_toke
     assert sequences(prompt, [], tiny_tokenizer) == []
     with pytest.raises(ValueError, match="asks 3 questions, found 4 answers"):
         sequences(prompt, [[1]] * 4, tiny_tokenizer)
+
+
+def test_a_conversation_ends_before_a_question_that_is_too_long(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
+    prompt, answers = ask(tiny_tokenizer, "one", "two"), [said(tiny_tokenizer, "a")]
+    second = next_question(prompt, answers, tiny_tokenizer)
+    assert second is not None
+    assert next_question(prompt, answers, tiny_tokenizer, len(second)) == second
+    assert next_question(prompt, answers, tiny_tokenizer, len(second) - 1) is None
+    assert next_question(prompt, [], tiny_tokenizer, 1) == prompt.tokens, "the first one was measured when it was read"
 
 
 def test_a_template_that_drops_thoughts_gives_a_row_for_each_turn(tiny_tokenizer: PreTrainedTokenizerFast) -> None:

@@ -48,6 +48,22 @@ def next_question(
     return None if answers and max_tokens is not None and len(question) > max_tokens else question
 
 
+def next_messages(
+    prompt: Prompt, answers: Sequence[Tokens], tokenizer: PreTrainedTokenizerBase
+) -> tuple[Message, ...] | None:
+    """Return the chat whose rendering is the next question, for servers that render it; None for raw text.
+
+    Args:
+        answers: token ids of the answers so far; no more than `next_question` takes.
+    """
+    if prompt.messages is None:
+        return None
+    messages = prompt.messages
+    for conversation in _conversations(prompt, answers, tokenizer):
+        messages = tuple(conversation)
+    return messages
+
+
 def sequences(prompt: Prompt, answers: Sequence[Tokens], tokenizer: PreTrainedTokenizerBase) -> list[Supervised]:
     """Return the rows that a drafter learns from, each as (input_ids, loss_mask).
 

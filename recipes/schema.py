@@ -10,6 +10,7 @@ This module imports neither torch nor transformers, so that a command can check 
 from __future__ import annotations
 
 import difflib
+import re
 import types
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeGuard, Union, get_args, get_origin
@@ -71,6 +72,53 @@ class SamplingSpec(Section):
     seed: int = 0
 
 
+class ServerSpec(Section):
+    """A server that answers prompts.
+
+    Attributes:
+        url: such as `http://gpu1:8000/v1`.
+        concurrency: requests that it works on at once; null for `data.requests.concurrency`.
+    """
+
+    url: Annotated[str, Field(pattern=r"^https?://[^\s/@]+(/\S*)?$")]
+    concurrency: Positive | None = None
+
+
+class RequestsSpec(Section):
+    """How servers are asked.
+
+    Attributes:
+        model: the name that they serve the target under; null for the first one that each lists.
+        interface: `completions` sends prompts as token ids where the server takes them, `chat` sends messages; `auto`
+            takes the best that the server understands.
+        stream: answers arrive in parts, which keeps proxies from giving up on long ones.
+        concurrency: requests that each server works on at once.
+        retries: attempts at one prompt that may fail before it is left out of the run.
+        timeout: seconds that an answer may take.
+        patience: seconds without any server that answers, after which the run ends.
+        key: the name of the environment variable that holds the servers' key, which is written nowhere.
+    """
+
+    model: str | None = None
+    interface: Literal["auto", "completions", "chat"] = "auto"
+    stream: bool = False
+    concurrency: Positive = 32
+    retries: Positive = 8
+    timeout: Annotated[float, Field(gt=0)] = 600.0
+    patience: Annotated[float, Field(gt=0)] = 600.0
+    key: str = "OUTRIDER_SERVER_KEY"
+
+    @field_validator("key")
+    @classmethod
+    def _names_a_variable(cls, key: str) -> str:
+        if not re.fullmatch(r"[A-Z_][A-Z0-9_]*", key):
+            raise ValueError(
+                "the name of an environment variable that holds the key is expected here, in capitals, never the key "
+                "itself"
+            )
+        return key
+
+
 class SourceSpec(Section):
     """Where rows come from, and how they are read.
 
@@ -120,6 +168,10 @@ class DataSpec(Section):
         holdout: fraction of the sequences kept for evaluation during training.
         learn_prompts: also learn to predict the prompts' tokens (`completion_only_loss=False` in TRL): more to learn
             from per sequence, though not the target's own words. Held-out figures count responses only, either way.
+        servers: URLs of OpenAI-compatible servers of the target, which answer instead of our own decoder; each may be a
+            mapping with the keys url and concurrency.
+        requests: how they are asked.
+        drafter: folder of a drafter that our decoder speculates with while it answers; the text stays the same.
         responses: a finished data folder to use instead of generating one.
         on_policy: fraction of the rows of every step whose response the drafter writes anew and the target scores
             (`lmbda` in TRL's GKDConfig; DistillSpec, arXiv 2310.08461). Up to `max_new_tokens`; needs a drafter that is
@@ -139,9 +191,31 @@ class DataSpec(Section):
     features: Literal["online", "cached"] = "online"
     holdout: Annotated[float, Field(ge=0, lt=1)] = 0.05
     learn_prompts: bool = False
+    servers: Annotated[list[ServerSpec], Field(min_length=1)] | None = None
+    requests: RequestsSpec = Field(default_factory=RequestsSpec)
+    drafter: str | None = None
     responses: str | None = None
     on_policy: Annotated[float, Field(ge=0, le=1)] = 0.0
     on_policy_temperature: Temperature = 1.0
+
+    @field_validator("servers", mode="before")
+    @classmethod
+    def _are_urls_or_more(cls, servers: Any) -> Any:
+        if not isinstance(servers, list):
+            return servers
+        return [{"url": server} if isinstance(server, str) else server for server in servers]
+
+    @model_validator(mode="after")
+    def _has_one_who_answers(self) -> DataSpec:
+        if self.answers == "given" and (self.servers or self.drafter):
+            raise ValueError(
+                "answers: given takes those of the rows, so nobody else answers; leave out servers, drafter"
+            )
+        if self.servers is not None and self.drafter is not None:
+            raise ValueError(
+                "drafter speeds up our own decoder, and servers answer instead of it; leave out one of them"
+            )
+        return self
 
     @model_validator(mode="after")
     def _reads_what_is_new(self) -> DataSpec:

@@ -123,8 +123,9 @@ Piece = tuple[str, str]  # text and its style
 def _samples(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, count: int) -> Iterator[tuple[str, list[Piece]]]:
     """Yield the names and the coloured texts of some rows."""
     from ..distill.conversation import given_sequences
+    from ..distill.data_set import load_responses
     from ..distill.gathering import gather
-    from ..distill.responses import data_folder, load_responses
+    from ..distill.responses import data_folder
 
     folder = data_folder(recipe)
     if folder.is_dir():

@@ -19,8 +19,9 @@ import torch
 from torch import nn
 from transformers import TrainingArguments
 
+from ..distill.data_set import load_responses
 from ..distill.features import DTYPES
-from ..distill.responses import data_folder, load_responses
+from ..distill.responses import data_folder
 from ..distill.sources import count_rows
 from ..ground import BadInputError, OutriderError
 from ..ground.libraries import LIBRARY_ERRORS, reason

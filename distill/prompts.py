@@ -132,12 +132,17 @@ def collect(
     return Collection(PromptTable(islice(mixture, limit), reading.template, folder), found)
 
 
-def digest_prompts(prompts: Iterable[Prompt]) -> str:
-    """Return the identity of a list of prompts: a digest of their ids, suites, tokens and later turns, in order."""
+def digest_prompts(prompts: Iterable[Prompt], given: bool = False) -> str:
+    """Return the identity of a list of prompts: a digest of their ids, suites, tokens and later turns, in order.
+
+    Args:
+        given: also of the answers that came with them.
+    """
     digest = sha256(b"[")
     for number, p in enumerate(prompts):
         asked: list[Any] = [p.id, p.suite, list(p.tokens)]
         asked += [[p.later, p.tools, dict(p.template)]] if p.later else []  # of one question the tokens say it all
+        asked += [p.given] if given else []
         digest.update((b", " if number else b"") + canonical_json(asked).encode())
     digest.update(b"]")
     return digest.hexdigest()

@@ -13,10 +13,13 @@ import pytest
 from rich.console import Console
 from transformers import PreTrainedTokenizerFast
 
+from outrider.decode import Decoder
+from outrider.distill import distill, load_responses, provenance
 from outrider.distill.gathering import gather
 from outrider.distill.prompts import Collection, Reading, collect
 from outrider.ground import BadInputError
 from outrider.recipes import Recipe
+from outrider.targets import Target
 
 Rows = Callable[..., str]
 U, A = {"role": "user", "content": "u"}, {"role": "assistant", "content": "a"}
@@ -169,3 +172,28 @@ def test_ids_of_one_name_are_numbered_in_linear_time(rows: Rows, tiny_tokenizer:
     ids = [p.id for p in collect([source], tiny_tokenizer, reading=Reading()).prompts]
     assert ids[:3] == ["a/x", "a/x#2", "a/x#3"]
     assert len(set(ids)) == 4000
+
+
+def test_answers_that_came_with_the_rows_are_learnt_without_the_target(
+    rows: Rows, tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Decoder, "generate", None)  # nobody may be asked
+    source = rows(
+        "pairs.jsonl",
+        {"prompt": "def f():", "completion": " pass"},
+        {"messages": [U, A, {**U, "content": "v"}, {**A, "content": "b"}]},
+        {"question": "nobody answered"},
+        {"question": "far", "answer": ""},
+    )
+    made = recipe([source], answers="given", max_prompt_tokens=40, max_new_tokens=20)
+    made.output = str(tmp_path / "run")
+    folder = distill(made, tiny_target)
+    tokenizer = tiny_target.require_tokenizer()
+    found = [
+        tokenizer.decode([t for t, m in zip(row["input_ids"], row["loss_mask"], strict=True) if m])
+        for row in load_responses(folder)
+    ]
+    assert found == [" pass<|end|>", "a<|end|>b<|end|>", "<|end|>"]
+    counts = provenance(folder)["counts"]
+    assert (counts["unanswered"], counts["sequences"], counts["rows"]) == (1, 3, 4)
+    assert distill(made, tiny_target) == folder, "a finished folder is used as it is"

@@ -29,6 +29,7 @@ from transformers import PreTrainedTokenizerBase
 from outrider.distill.data_set import Row, save_data_set
 from outrider.distill.gathering import gather
 from outrider.distill.prompts import Collection
+from outrider.ground.files import write_atomically
 from outrider.ground.machine import cpu_name
 from outrider.ground.versions import versions
 from outrider.recipes import Recipe, embedded_file
@@ -75,10 +76,8 @@ def own_memory() -> int:
 def grow(file: Path, factor: int) -> None:
     """Write the embedded prompts so many times, each copy's texts with its number in front."""
     rows = [row for name in NAMES for row in embedded_file(f"prompts/{name}.jsonl").read_text().splitlines()]
-    with file.open("w") as out:
-        for copy in range(factor):
-            for row in map(json.loads, rows):
-                out.write(json.dumps(_numbered(row, copy)) + "\n")
+    copies = (_numbered(json.loads(row), copy) for copy in range(factor) for row in rows)
+    write_atomically(file, "".join(json.dumps(row) + "\n" for row in copies))
 
 
 def _numbered(row: dict[str, Any], copy: int) -> dict[str, Any]:

@@ -38,7 +38,7 @@ def test_entries_are_those_of_the_whole_list(
     [
         ("", "expected a list of objects"),
         ('{"a": 1}', "expected a list of objects"),
-        ("[1", "entry 1: not valid JSON"),
+        ("[1", "entry 1: not valid JSON: expected , or ] after it"),
         ("[1,", "entry 2: not valid JSON: the list ends without ]"),
         ("[1,]", "entry 2: not valid JSON"),
         ("[1 2]", "entry 1: not valid JSON: expected , or ] after it"),
@@ -46,7 +46,7 @@ def test_entries_are_those_of_the_whole_list(
         ('[{"a": NaN}]', "entry 1: not valid JSON: NaN is no number"),
         ("[" * 3000 + "]" * 3000, "lists and objects inside each other"),
         (b'["\xff"]', "not UTF-8 text"),
-        ('["' + "x" * 3000 + '"]', "entry 1"),
+        ('["' + "x" * 3000 + '"]', "entry 1: longer than 0.00190735 MB"),
     ],
 )
 def test_what_is_no_list_is_refused_with_its_place(tmp_path: Path, text: str | bytes, expected: str) -> None:

@@ -20,6 +20,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -142,16 +143,19 @@ def _in_a_process(factor: int) -> dict[str, Any]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--factors", type=int, nargs="+", default=[1, 10, 100])
-    parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--one", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.one is not None:
         print(json.dumps(measure(arguments.one, arguments.one.parent)))
         return 0
-    runs = [_in_a_process(factor) for _ in range(arguments.repeats) for factor in arguments.factors]
-    conditions = {"device_name": cpu_name(), "versions": versions("outrider", "datasets", "tokenizers")}
-    write({"conditions": conditions, "runs": runs}, arguments.out)
+    found = [_in_a_process(factor) for factor in arguments.factors]
+    conditions = {
+        "device_name": cpu_name(),
+        "created": datetime.now(UTC).date().isoformat(),
+        "versions": versions("outrider", "datasets", "tokenizers", "pyarrow"),
+    }
+    write({"conditions": conditions, "growth": found}, arguments.out)
     return 0
 
 

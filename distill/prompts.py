@@ -95,6 +95,11 @@ class Collection:
         dropped = {reason: sum(s.dropped[reason] for s in self.sources) for reason in DROPPED}
         return {"prompts": len(self.prompts), **sums, **dropped}
 
+    def by_source(self) -> list[dict[str, Any]]:
+        """Return what became of the rows of each source, as plain values."""
+        plain = ({k: dict(v) if isinstance(v, dict) else v for k, v in vars(s).items()} for s in self.sources)
+        return list(plain)
+
 
 def read_prompts(
     sources: Sequence[str | SourceSpec],

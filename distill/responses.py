@@ -264,6 +264,7 @@ class _Making:
                 "limit": self.spec.limit,
             },
             "counts": found,
+            "sources": self.found.by_source(),
             "versions": versions("outrider", "torch", "transformers", "datasets"),
         }
 

@@ -198,7 +198,7 @@ class DataCheckBody(Body):
     @classmethod
     def of(cls, found: Collection, lengths: dict[str, int]) -> DataCheckBody:
         """Return the body for prompts that were collected."""
-        sources = [SourceBody(**vars(counts)) for counts in found.sources]
+        sources = [SourceBody(**counts) for counts in found.by_source()]
         return cls(prompts=len(found.prompts), sources=sources, prompt_tokens=lengths)
 
 

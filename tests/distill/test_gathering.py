@@ -196,4 +196,6 @@ def test_answers_that_came_with_the_rows_are_learnt_without_the_target(
     assert found == [" pass<|end|>", "a<|end|>b<|end|>"]
     counts = provenance(folder)["counts"]
     assert (counts["unanswered"], counts["sequences"], counts["rows"]) == (2, 2, 4)
+    [told] = provenance(folder)["sources"]
+    assert (told["source"], told["kept"], told["dropped"]) == (source, 2, {"unanswered": 2})
     assert distill(made, tiny_target) == folder, "a finished folder is used as it is"

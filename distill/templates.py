@@ -51,7 +51,7 @@ def marked_tokens(
     if not tokenizer.is_fast:
         return None
     with limited(SECONDS, MEMORY, _COMPILED):
-        found = tokenizer.apply_chat_template(
+        found: Any = tokenizer.apply_chat_template(
             list(messages), tools=tools, return_dict=True, return_assistant_tokens_mask=True, **arguments
         )
     mask = [bool(marked) for marked in found["assistant_masks"]]

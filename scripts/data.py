@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 from rich.text import Text
 
 from ..ground import BadInputError
@@ -18,7 +17,7 @@ from .speaking import console_for
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from ..distill.prompts import Collection, Counts, Prompt
+    from ..distill.prompts import Collection, Prompt
     from ..recipes import Recipe
 
 FINDING = 1
@@ -184,17 +183,20 @@ def _lengths(found: Collection) -> dict[str, int]:
 def _print(found: Collection, recipe: Recipe, console: Console) -> None:
     from ..distill.gathering import left_out
 
-    table = Table("source", "layout", "rows", "kept", "left out", box=None, header_style="bold", pad_edge=False)
     for counts in found.sources:
-        layouts = "\n".join(f"{name}: {number:,}" for name, number in counts.layouts.most_common())
-        table.add_row(escape(counts.source), layouts, f"{counts.rows:,}", f"{counts.kept:,}", left_out(counts))
-    console.print(table)
-    for example in _examples(found.sources):
-        console.print(f"[yellow]?[/yellow] {escape(example)}", highlight=False, soft_wrap=True)
+        _say(console, f"[bold]{escape(counts.source)}[/bold]: {counts.kept:,} of {counts.rows:,} rows are kept")
+        for name, number in counts.layouts.most_common():
+            _say(console, f"  {number:,} read as {escape(name)}")
+        if counts.truncated:
+            _say(console, f"  {counts.truncated:,} texts lost their beginning")
+        if counts.dropped:
+            _say(console, f"  left out: {left_out(counts)}")
+        for example in counts.examples.values():
+            _say(console, f"  [yellow]?[/yellow] {escape(example)}")
     said = ", ".join(f"{name} {number:,}" for name, number in _lengths(found).items())
     longest = recipe.data.max_prompt_tokens
-    console.print(f"{len(found.prompts):,} prompts; tokens of a prompt: {said} (at most {longest:,})", highlight=False)
+    _say(console, f"{len(found.prompts):,} prompts; tokens of a prompt: {said} (at most {longest:,})")
 
 
-def _examples(sources: Sequence[Counts]) -> list[str]:
-    return [example for counts in sources for example in counts.examples.values()]
+def _say(console: Console, text: str) -> None:
+    console.print(text, highlight=False, soft_wrap=True)

@@ -120,6 +120,12 @@ def add(folder: Path, name: str) -> None:
     sync(folder)
 
 
+def start_list(folder: Path, names: list[str]) -> None:
+    """Write the list of a folder that grows, of the files `names`, which are there already."""
+    lines = [f"{file_digest(folder / name)}  {name}\n" for name in names]
+    write_atomically(folder / LIST, "".join(lines))
+
+
 def seal_grown(folder: Path, names: list[str]) -> None:
     """Seal the list of a folder that has grown to the files `names`, without reading them again."""
     known = listed(folder)

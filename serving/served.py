@@ -66,6 +66,7 @@ def _reply(found: Sequence[tuple[Completion, Counters]]) -> Reply:
         lengths=[answer.num_tokens for answer, _ in found],
         seconds=sum(answer.seconds for answer, _ in found),
         counts=counts,
+        uncounted=list(counted.uncounted),
     )
 
 
@@ -105,7 +106,7 @@ class Survey:
 
     def _explanation(self) -> Explanation | None:
         drafting = self.drafting.get(0.0)
-        if drafting is None:
+        if drafting is None or any(r.uncounted for r in drafting):
             return None
         return explain([r.counts for r in drafting], self.expected.at(0.0), self.expected.mistakes)
 

@@ -27,7 +27,7 @@ from outrider.serving.hypotheses import HYPOTHESES, mistaken
 from outrider.serving.launching import Launch, python_of, running
 from outrider.serving.result import ServedResult, lines
 from outrider.serving.served import Survey
-from outrider.serving.session import Session, depth_of, survey_in_turns, survey_one_by_one
+from outrider.serving.session import Session, Start, depth_of, survey_in_turns, survey_one_by_one
 from outrider.targets import Target
 
 from .conftest import Server, answer
@@ -225,6 +225,19 @@ def test_engines_answer_in_turns_or_one_by_one(
     diary = (tmp_path / "diary").read_text().splitlines()
     ends, begins = diary.index("drafting ends"), diary.index("plain begins")
     assert (begins < ends) == (ask is survey_in_turns)
+
+
+def test_a_session_starts_an_engine_and_tries_what_explains_it(
+    stored: Pair, small_engine: Launch, tmp_path: Path
+) -> None:
+    """The target's memory is free while the engine runs, and the target is there again to try mistakes on."""
+    session = Session(stored, Trial((0.0,), depth=2, max_new_tokens=6, limit=2))
+    found = session.start(Start(tmp_path, in_turns=False), 0.02)
+    assert not found.agrees
+    assert found.suspicions[0].kind == "target", "the small engine writes a text of its own"
+    assert (found.engine["name"], found.engine["in_turns"]) == ("vllm", False)
+    assert session.expected.mistakes
+    assert (tmp_path / "diary").read_text().splitlines()[-1] == "plain ends"
 
 
 def test_an_engine_that_counts_less_is_not_accused(

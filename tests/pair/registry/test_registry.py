@@ -179,7 +179,7 @@ def test_what_a_dead_writer_left_is_swept_and_what_a_living_one_writes_is_not(
     pair = make_version(1)
     root = Path(registry.store.where)
     living = working_name(root / BLOBS / "ab" / "abcd", "tmp")
-    dead = living.with_name(living.name.replace(f".{os.getpid()}-", ".999999999-"))
+    dead = living.with_name(living.name.replace(f"-{os.getpid()}-", "-999999999-"))
     dead.parent.mkdir(parents=True)
     for file in (dead, living):
         file.write_bytes(b"half")

@@ -164,7 +164,8 @@ def _first_apart(window: Counters, baseline: Baseline) -> int | None:
 
 
 def _counters(values: dict[str, Any]) -> Counters:
-    return replace(Counters(**values), by_position=tuple(values["by_position"]))
+    found = Counters(**values)
+    return replace(found, by_position=tuple(found.by_position), uncounted=tuple(found.uncounted))
 
 
 def _now() -> str:

@@ -16,6 +16,7 @@ from typer.testing import CliRunner, Result
 from outrider.decode import Round
 from outrider.ground import BadInputError
 from outrider.scripts.cli import app
+from outrider.scripts.watch import promises
 from outrider.serving.changepoint import Baseline, Limits, Sums
 from outrider.serving.counters import read_counters
 from outrider.serving.engine import read_metrics
@@ -190,6 +191,16 @@ def test_a_baseline_of_too_few_rounds_is_refused_with_what_to_do() -> None:
     with pytest.raises(BadInputError, match="leave out --pair"):
         require_sight(few, Limits())
     require_sight(few.model_copy(update={"rounds": 5_000}), Limits())
+
+
+def test_what_is_promised_is_said_and_what_is_not(start_server: Callable[..., Server]) -> None:
+    limits, known = Limits(), Baseline(tau=1.99, spread=3.4, rounds=930, parts=32, source="a pair")
+    states = [State(url="http://x", baseline=known), State(url="http://y")]
+    quiet, seen, learns = promises([Watch(state, limits) for state in states], limits)
+    assert "a false alarm in 200 windows of 200 rounds has a probability of 0.02" in quiet
+    assert "40% in" in seen
+    assert "10% or 20% hardly ever" in seen
+    assert "learned first" in learns
 
 
 class Broken(BaseHTTPRequestHandler):

@@ -7,33 +7,40 @@ as the target sees it, and a token counts only if it lies inside a turn as a who
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from ..ground import BadInputError
-from .prompts import chat_messages, render
+from .layouts import chat_messages
+from .templates import render
 
 Span = tuple[int, int]  # characters of the rendered text, end excluded
 
 
 def supervised_mask(
-    tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, Any]], tools: Any = None
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[dict[str, Any]],
+    tools: Any = None,
+    template: Mapping[str, Any] | None = None,
 ) -> tuple[list[int], list[bool]]:
     """Return the tokens of a rendered conversation, and True at those of the assistant's turns, end markers included.
 
     Some templates write an earlier turn differently once later ones follow (they drop its reasoning). Such a turn is
     not what the target says at that place, so it stays unsupervised; the last one always counts.
 
+    Args:
+        template: further arguments of the chat template, such as `enable_thinking`.
+
     Raises:
         BadInputError: nothing, or everything, would be supervised; the message shows a sample of the text.
     """
     where = "this conversation"
     turns = chat_messages(list(messages), where)
-    text = render(tokenizer, turns, where, tools, answer=False)
+    text = render(tokenizer, turns, where, tools, answer=False, template=template)
     tokens, ends = _encode(tokenizer, text)
-    spans = _assistant_spans(tokenizer, turns, text, tools)
+    spans = _assistant_spans(tokenizer, turns, text, tools, template)
     mask = [any(begin <= b and e <= end for begin, end in spans) for b, e in zip([0, *ends[:-1]], ends, strict=True)]
     mask = _without_trailing_space(tokenizer, tokens, mask)
     _check(tokenizer, tokens, mask, [turn["role"] for turn in turns])
@@ -41,14 +48,18 @@ def supervised_mask(
 
 
 def _assistant_spans(
-    tokenizer: PreTrainedTokenizerBase, turns: list[dict[str, Any]], text: str, tools: Any
+    tokenizer: PreTrainedTokenizerBase,
+    turns: list[dict[str, Any]],
+    text: str,
+    tools: Any,
+    template: Mapping[str, Any] | None,
 ) -> list[Span]:
     spans = []
     for i, turn in enumerate(turns):
         if turn["role"] != "assistant" or i == 0:
             continue
-        before = render(tokenizer, turns[:i], "this conversation", tools)
-        after = render(tokenizer, turns[: i + 1], "this conversation", tools, answer=False)
+        before = render(tokenizer, turns[:i], "this conversation", tools, template=template)
+        after = render(tokenizer, turns[: i + 1], "this conversation", tools, answer=False, template=template)
         if text.startswith(before) and text.startswith(after) and len(before) < len(after):
             spans.append((len(before), len(after)))
     return spans

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import difflib
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
 from ..distill.prompts import Prompt, digest_prompts, read_prompts
 from ..ground import BadInputError
-from ..recipes import embedded_file
+from ..recipes.suites import PACKAGED, find_suite
 from .reports.figures import ALL
-
-PACKAGED = ("code", "docs", "prose")
 
 
 @dataclass(frozen=True)
@@ -52,7 +48,7 @@ def load_suites(names: Sequence[str], tokenizer: PreTrainedTokenizerBase, limit:
 
 
 def _load(name: str, tokenizer: PreTrainedTokenizerBase, limit: int | None) -> Suite:
-    title, file = _find(name)
+    title, file = find_suite(name)
     return make_suite(title, read_prompts([str(file)], tokenizer, limit=limit))
 
 
@@ -75,19 +71,3 @@ def make_suite(name: str, prompts: Sequence[Prompt]) -> Suite:
             "reports are compared prompt by prompt, so ids must be unique."
         )
     return Suite(name, list(prompts), digest_prompts(prompts))
-
-
-def _find(name: str) -> tuple[str, Path]:
-    """Return a suite's title and file."""
-    if name in PACKAGED:
-        return name, embedded_file(f"suites/{name}.jsonl")
-    file = Path(name).expanduser()
-    if file.is_file():
-        return file.stem, file
-    near = difflib.get_close_matches(name, PACKAGED, n=1)
-    hint = (
-        f"did you mean {near[0]!r}?"
-        if near
-        else f"packaged suites: {', '.join(PACKAGED)}; anything else must be a prompt file."
-    )
-    raise BadInputError(f"no suite {name!r}: it is neither packaged nor a file; {hint}")

@@ -19,7 +19,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from rich.console import Console
 
 from ..decode import Decoder, Plan, Round
-from ..distill.prompts import Message, Prompt, render
+from ..distill.layouts import Message
+from ..distill.prompts import Prompt
+from ..distill.templates import render
 from ..eval.suites import load_suites
 from ..ground import BadInputError
 from ..ground.files import write_atomically

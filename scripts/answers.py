@@ -19,7 +19,7 @@ from typing import Any, Final
 import typer
 from pydantic import BaseModel, ConfigDict, TypeAdapter
 
-from ..distill.responses import provenance
+from ..distill.data_set import provenance
 from ..eval.reports.gate import GateResult
 from ..eval.reports.intervals import Interval
 from ..eval.reports.report import Baselines, Conditions, ContestantInfo, Figures, Report

@@ -12,7 +12,7 @@ from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
 from ..decode import Decoder, Event, Plan, Sampling
-from ..distill.prompts import render
+from ..distill.templates import render
 from ..ground import BadInputError
 from ..heads import Drafter
 from ..targets import Target

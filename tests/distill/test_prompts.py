@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from outrider.distill.prompts import check_sources, collect, digest_prompts, read_prompts
+from outrider.distill.prompts import Reading, collect, digest_prompts, read_prompts
+from outrider.distill.sources import check_sources
 from outrider.ground import BadInputError
 
 Rows = Callable[..., str]
@@ -130,10 +131,10 @@ def test_a_long_text_loses_its_beginning_and_keeps_its_bos(rows: Rows, tiny_toke
         single="<|pad|> $A", special_tokens=[("<|pad|>", with_bos.bos_token_id)]
     )
     file = rows("a.jsonl", {"text": "zyxwvutsrq"})
-    found = collect([file], with_bos, max_tokens=5)
+    found = collect([file], with_bos, reading=Reading(max_tokens=5))
     assert with_bos.decode(found.prompts[0].tokens) == "<|pad|>tsrq"
     assert found.prompts[0].text == "zyxwvutsrq"
-    assert found.truncated == 1
+    assert found.counts()["truncated"] == 1
     assert plain(tiny_tokenizer).decode(read_prompts([file], plain(tiny_tokenizer), max_tokens=5)[0].tokens) == "utsrq"
 
 
@@ -147,8 +148,18 @@ def test_long_chats_and_rows_that_ask_nothing_are_left_out_and_counted(
         {"text": ""},
         {"messages": [{"role": "system", "content": "s"}, {"role": "assistant", "content": "unasked"}]},
     )
-    found = collect([source], tiny_tokenizer, max_tokens=6)
-    assert found.counts() == {"prompts": 1, "truncated": 0, "too_long": 1, "unanswerable": 2}
+    found = collect([source], tiny_tokenizer, reading=Reading(max_tokens=6))
+    assert found.counts() == {
+        "prompts": 1,
+        "rows": 4,
+        "truncated": 0,
+        "leaked": 0,
+        "too_long": 1,
+        "unanswerable": 2,
+        "unanswered": 0,
+        "duplicate": 0,
+        "malformed": 0,
+    }
 
 
 def test_tools_reach_the_template(rows: Rows, tiny_tokenizer: PreTrainedTokenizerFast) -> None:
@@ -181,7 +192,7 @@ def test_json_parquet_and_text_files_hold_the_same_prompts(
     ("name", "content", "expected"),
     [
         ("a.jsonl", '{"text": "x"}\n{"text": \n', "line 2: not valid JSON"),
-        ("a.jsonl", "[1]\n", "line 1 is a list; expected an object"),
+        ("a.jsonl", "[1]\n", "line 1: is a list; expected an object"),
         ("a.jsonl", "\n", "no prompts in .* it is empty"),
         ("a.jsonl", '{"text": ""}\n', "none of its 1 rows can be used"),
         (
@@ -195,7 +206,7 @@ def test_json_parquet_and_text_files_hold_the_same_prompts(
         ("a.json", '{"text": "x"}', "expected a list of objects"),
         ("a.json", '{"text": "x"}\n{"text": "y"}', r"One object per line is a \.jsonl file"),
         ("a.parquet", "text", "not a readable parquet file"),
-        ("a.csv", "x", r"is a \.csv file; expected one of \.jsonl, \.json, \.parquet, \.txt"),
+        ("a.csv", "x", r"is a \.csv file; expected one of \.jsonl, \.json, \.parquet, \.arrow, \.txt"),
     ],
 )
 def test_an_unusable_file_is_refused_with_its_place(

@@ -135,7 +135,7 @@ def is_launch(words: list[str]) -> None:
     assert words[1] == "launch"
     asked = launch_command_parser().parse_args(words[2:])
     assert asked.module, words
-    assert asked.training_script == "outrider.train"
+    assert asked.training_script in ("outrider.train", "outrider.distill")
     assert asked.config_file is None or (ROOT / asked.config_file).is_file(), words
     (recipe,) = asked.training_script_args
     assert recipe == "my.yaml" or recipe in packaged_recipes()

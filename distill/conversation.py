@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from transformers import PreTrainedTokenizerBase
 
 from .layouts import Message
-from .masks import supervised_mask
+from .masks import supervised_rows
 from .prompts import Prompt
 from .templates import render
 
@@ -84,8 +84,13 @@ def sequences(prompt: Prompt, answers: Sequence[Tokens], tokenizer: PreTrainedTo
     return rows
 
 
-def given_sequences(prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> list[Supervised]:
+def given_sequences(
+    prompt: Prompt, tokenizer: PreTrainedTokenizerBase, max_tokens: int | None = None
+) -> list[Supervised]:
     """Return the rows that a drafter learns from the answers that came with the prompt (`prompt.given`).
+
+    Args:
+        max_tokens: longer rows lose their end; those that lose all of their answers are left out.
 
     Raises:
         ValueError: there are none.
@@ -93,6 +98,11 @@ def given_sequences(prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> list[
     """
     if not prompt.given:
         raise ValueError(f"{prompt.id} came without answers.")
+    rows = [(tokens[:max_tokens], mask[:max_tokens]) for tokens, mask in _given_rows(prompt, tokenizer)]
+    return [(tokens, mask) for tokens, mask in rows if any(mask)]
+
+
+def _given_rows(prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> list[Supervised]:
     if prompt.messages is None:
         text = "".join(str(message["content"]) for message in prompt.given[0])
         end = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
@@ -100,8 +110,8 @@ def given_sequences(prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> list[
     messages = list(prompt.messages)
     for number, answer in enumerate(prompt.given):
         messages += [*(prompt.later[number - 1] if number else ()), *answer]
-    tokens, mask = supervised_mask(tokenizer, messages, prompt.tools, prompt.template)
-    return [(tokens, [int(m) for m in mask])]
+    rows = supervised_rows(tokenizer, messages, prompt.tools, prompt.template)
+    return [(tokens, [int(m) for m in mask]) for tokens, mask in rows]
 
 
 def _questions(

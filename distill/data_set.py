@@ -24,20 +24,25 @@ PROVENANCE = "provenance.json"
 SCHEMA_VERSION = 2
 _WITHOUT_DIGESTS = 1  # what older versions wrote
 _TYPES = {"id": Value("string"), "suite": Value("string"), "input_ids": List(Value("int32"))}
-_FEATURES = Features(**_TYPES, loss_mask=List(Value("int8")))
-COLUMNS = tuple(_FEATURES)
+_NEEDED = Features(**_TYPES, loss_mask=List(Value("int8")))
+_FEATURES = Features(**_NEEDED, content=Value("string"))
+COLUMNS = tuple(_NEEDED)
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Row:
-    """What a drafter learns from: tokens `[T]`, and a mask that is 1 on those that the target wrote `[T]`."""
+    """What a drafter learns from: tokens `[T]`, and a mask that is 1 on those that the target wrote `[T]`.
+
+    `content` is a digest of what was asked: it decides which rows are held out, whatever their ids and places.
+    """
 
     id: str
     suite: str
     input_ids: list[int]
     loss_mask: list[int]
+    content: str = ""
 
 
 def load_responses(folder: str | Path) -> Dataset:

@@ -30,12 +30,14 @@ def gather(
     tokenizer: PreTrainedTokenizerBase,
     console: Console | None = None,
     folder: Path | None = None,
+    warn: bool = True,
 ) -> Collection:
     """Return the prompts that a recipe's target is to answer, and say what became of each source's rows.
 
     Args:
         console: hears one line for each source.
         folder: where the prompts lie until they were read; None for the system's place for temporary files.
+        warn: also of sources that lose more than a few rows.
 
     Raises:
         BadInputError: as `collect`; a prompt of `eval.suites` is among them, and `data.allow_leaks` is not set.
@@ -44,7 +46,8 @@ def gather(
     for counts in found.sources:
         if console is not None:
             console.print(line(counts), highlight=False, markup=False, soft_wrap=True)
-        _warn(counts)
+        if warn:
+            _warn(counts)
     return found
 
 

@@ -210,7 +210,7 @@ def _answer(row: Row, where: str) -> Turn:
     """Return the answer beside what a row asks; () for none."""
     for key in _ANSWERS:
         value = row.get(key)
-        if isinstance(value, str):
+        if isinstance(value, str) and value.strip():
             return ({"role": "assistant", "content": value},)
         if isinstance(value, list) and value and all(isinstance(v, dict) for v in value):
             return tuple(chat_messages(value, where))

@@ -44,20 +44,23 @@ class Measured:
                 places.setdefault(whole, where)
         return cls(places, allowed)
 
-    def check(self, asked: Asked, where: str) -> bool:
-        """Tell whether what is asked is measured, too.
+    def found(self, asked: Asked, where: str) -> str | None:
+        """Return a sentence about where the same is measured; None if it is not.
 
         Raises:
             BadInputError: it is, and that is not allowed.
         """
         texts = asked.users_texts() if self.places else []
         place = next((self.places[digest] for digest in _digests(texts) if digest in self.places), None)
-        if place is not None and not self.allowed:
-            raise BadInputError(
-                f"{where} asks what {place}, measures: {texts[0][:60]!r}. A drafter that learns what it is measured on "
-                "looks better than it is: take the row out of one of them, or go on with data.allow_leaks=true."
-            )
-        return place is not None
+        if place is None:
+            return None
+        said = f"{where} asks what {place}, measures: {texts[0][:60]!r}."
+        if self.allowed:
+            return said
+        raise BadInputError(
+            f"{said} A drafter that learns what it is measured on looks better than it is: take the row out of one of "
+            "them, or go on with data.allow_leaks=true."
+        )
 
 
 def _digests(texts: Iterable[str]) -> Iterator[bytes]:

@@ -64,8 +64,8 @@ class Counts:
         dropped: rows that were left out, by reason: `too_long` chats (a chat cannot be cut without breaking its
             template), `unanswerable` rows without anything to answer, `unanswered` rows without the answer that is to
             be learnt, `duplicate` and `malformed` ones.
-        examples: a sentence about the first row of each reason.
         leaked: rows that are measured, too, and were allowed.
+        examples: a sentence about the first row of each reason, and about the first one that is leaked.
     """
 
     source: str
@@ -94,6 +94,11 @@ class Collection:
         sums = {name: sum(getattr(s, name) for s in self.sources) for name in ("rows", "truncated", "leaked")}
         dropped = {reason: sum(s.dropped[reason] for s in self.sources) for reason in DROPPED}
         return {"prompts": len(self.prompts), **sums, **dropped}
+
+    def by_source(self) -> list[dict[str, Any]]:
+        """Return what became of the rows of each source, as plain values."""
+        plain = ({k: dict(v) if isinstance(v, dict) else v for k, v in vars(s).items()} for s in self.sources)
+        return list(plain)
 
 
 def read_prompts(
@@ -132,12 +137,17 @@ def collect(
     return Collection(PromptTable(islice(mixture, limit), reading.template, folder), found)
 
 
-def digest_prompts(prompts: Iterable[Prompt]) -> str:
-    """Return the identity of a list of prompts: a digest of their ids, suites, tokens and later turns, in order."""
+def digest_prompts(prompts: Iterable[Prompt], given: bool = False) -> str:
+    """Return the identity of a list of prompts: a digest of their ids, suites, tokens and later turns, in order.
+
+    Args:
+        given: also of the answers that came with them.
+    """
     digest = sha256(b"[")
     for number, p in enumerate(prompts):
         asked: list[Any] = [p.id, p.suite, list(p.tokens)]
         asked += [[p.later, p.tools, dict(p.template)]] if p.later else []  # of one question the tokens say it all
+        asked += [p.given] if given else []
         digest.update((b", " if number else b"") + canonical_json(asked).encode())
     digest.update(b"]")
     return digest.hexdigest()
@@ -192,7 +202,10 @@ class _Reader:
         if reason is not None:
             counts.drop(reason, f"{where}: {_DROPPED[reason].format(len(tokens))}")
             return None
-        counts.leaked += self.reading.measured.check(asked, where)
+        leak = self.reading.measured.found(asked, where)
+        if leak is not None:
+            counts.leaked += 1
+            counts.examples.setdefault("leaked", leak)
         if asked.text is not None and self._is_long(tokens):
             counts.truncated += 1
             tokens = self._cut(tokens)

@@ -85,6 +85,8 @@ class PromptTable(Sequence[Prompt]):
             folder: where the file lies; None for the system's place for temporary ones.
         """
         self._template = dict(template or {})
+        if folder is not None:
+            Path(folder).mkdir(parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(prefix=_FILE, suffix=".arrow", dir=folder)
         os.close(handle)
         try:

@@ -44,6 +44,20 @@ def apply_template(
         )
 
 
+def marked_tokens(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, Any]], tools: Any, arguments: Mapping[str, Any]
+) -> tuple[list[int], list[bool]] | None:
+    """Return the tokens of a whole chat and what the template's `{% generation %}` markers hold; None without any."""
+    if not tokenizer.is_fast:
+        return None
+    with limited(SECONDS, MEMORY, _COMPILED):
+        found: Any = tokenizer.apply_chat_template(
+            list(messages), tools=tools, return_dict=True, return_assistant_tokens_mask=True, **arguments
+        )
+    mask = [bool(marked) for marked in found["assistant_masks"]]
+    return (list(found["input_ids"]), mask) if any(mask) else None
+
+
 def render(
     tokenizer: PreTrainedTokenizerBase,
     messages: Sequence[dict[str, Any]],

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -27,18 +28,24 @@ class Suite:
     digest: str
 
 
-def load_suites(names: Sequence[str], tokenizer: PreTrainedTokenizerBase, limit: int | None = None) -> list[Suite]:
+def load_suites(
+    names: Sequence[str],
+    tokenizer: PreTrainedTokenizerBase,
+    limit: int | None = None,
+    template: Mapping[str, Any] | None = None,
+) -> list[Suite]:
     """Read suites: `code`, `docs` and `prose` ship with Outrider, anything else is a prompt file.
 
     Args:
         limit: the first so many prompts of each; None for all.
+        template: arguments of the chat template (`template` in a recipe).
 
     Raises:
         BadInputError: no such suite or file, an empty one, a suite given twice, or two prompts with one id.
     """
     if not names:
         raise BadInputError(f"no suites were given; packaged ones: {', '.join(PACKAGED)}.")
-    suites = [_load(name, tokenizer, limit) for name in names]
+    suites = [_load(name, tokenizer, limit, template) for name in names]
     for name, count in Counter(s.name for s in suites).items():
         if count > 1:
             raise BadInputError(
@@ -47,9 +54,11 @@ def load_suites(names: Sequence[str], tokenizer: PreTrainedTokenizerBase, limit:
     return suites
 
 
-def _load(name: str, tokenizer: PreTrainedTokenizerBase, limit: int | None) -> Suite:
+def _load(
+    name: str, tokenizer: PreTrainedTokenizerBase, limit: int | None, template: Mapping[str, Any] | None
+) -> Suite:
     title, file = find_suite(name)
-    return make_suite(title, read_prompts([str(file)], tokenizer, limit=limit))
+    return make_suite(title, read_prompts([str(file)], tokenizer, limit=limit, template=template))
 
 
 def make_suite(name: str, prompts: Sequence[Prompt]) -> Suite:

@@ -12,6 +12,7 @@ from typing import IO, Any
 from .foreign import JSON, MEGABYTE, Limits, Unreadable, parse_json, require_regular
 
 _PLAIN = json.JSONDecoder()
+_AFTER = tuple(",] \t\r\n")
 _SOMETHING = re.compile(r"[^ \t\r\n\ufeff]")
 
 
@@ -64,16 +65,19 @@ class _Items:
         self.place -= 1
         while True:
             end, problem = self._end(where)
-            if 0 <= end < len(self.text):
+            is_whole = end >= 0 and self.text[end : end + 1] in _AFTER  # a number may go on in the next piece
+            if (end if is_whole else len(self.text)) - self.place > self.limits.num_bytes:
+                raise Unreadable(where, f"longer than {self.limits.num_bytes / MEGABYTE:g} MB")
+            if is_whole:
                 text, self.place = self.text[self.place : end], end
                 return parse_json(text, where, self.limits)
-            if len(self.text) - self.place > self.limits.num_bytes or not self._read():
+            if not self._read():
                 raise Unreadable(where, f"not valid JSON: {problem}")
 
     def _end(self, where: str) -> tuple[int, str]:
         """Return where the entry ends, or -1 and why no end is found."""
         try:
-            return _PLAIN.raw_decode(self.text, self.place)[1], "the list ends without ]"
+            return _PLAIN.raw_decode(self.text, self.place)[1], "expected , or ] after it"
         except RecursionError as error:
             reason = f"holds more than {self.limits.depth} lists and objects inside each other"
             raise Unreadable(where, reason) from error

@@ -165,6 +165,28 @@ def test_given_answers_are_learnt_in_their_places(tiny_tokenizer: PreTrainedToke
     assert learnt(tiny_tokenizer, row).endswith("<|assistant|>[a<|end|>]<|user|>two<|end|><|assistant|>[b<|end|>]")
 
 
+def test_given_thoughts_that_the_template_drops_later_are_learnt_where_they_stand(
+    tiny_tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    tokenizer = with_template(tiny_tokenizer, THINKING)
+    given = tuple(({"role": "assistant", "content": f"<think>{text}</think>{text}"},) for text in "ab")
+    first, second = given_sequences(ask(tokenizer, "one", "two", given=given), tokenizer)
+    assert learnt(tokenizer, first).endswith("<|assistant|>[<think>a</think>a<|end|>]")
+    assert learnt(tokenizer, second).endswith(
+        "<|assistant|>a<|end|><|user|>two<|end|><|assistant|>[<think>b</think>b<|end|>]"
+    )
+
+
+def test_given_answers_that_are_too_long_lose_their_end(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
+    given = tuple(({"role": "assistant", "content": text},) for text in ("abc", "xyz"))
+    prompt = ask(tiny_tokenizer, "one", "two", given=given)
+    [(tokens, mask)] = given_sequences(prompt, tiny_tokenizer)
+    last = len(mask) - 1 - mask[::-1].index(1)
+    [(cut, cut_mask)] = given_sequences(prompt, tiny_tokenizer, last)
+    assert (cut, cut_mask) == (tokens[:last], mask[:last])
+    assert given_sequences(prompt, tiny_tokenizer, mask.index(1)) == []
+
+
 def test_a_given_completion_of_raw_text_ends_where_it_ends(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
     tokens = tuple(tiny_tokenizer("def f():", add_special_tokens=False)["input_ids"])
     prompt = Prompt("p", "s", tokens, "def f():", given=(({"role": "assistant", "content": " pass"},),))

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
+from outrider.distill.conversation import given_sequences
 from outrider.distill.prompts import Reading, collect, digest_prompts, read_prompts
 from outrider.distill.sources import check_sources
 from outrider.ground import BadInputError
@@ -252,9 +253,17 @@ def test_a_template_that_refuses_a_conversation_is_quoted(rows: Rows, tiny_token
 
 @pytest.mark.skipif("OUTRIDER_DATA" not in os.environ, reason="OUTRIDER_DATA names a folder of real prompt files")
 def test_real_prompt_files_are_readable(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
-    """Every .jsonl under $OUTRIDER_DATA gives a prompt for each of its rows."""
+    """Every .jsonl under $OUTRIDER_DATA gives a prompt for each of its rows, and what they answer is supervised."""
+    reading = Reading(whole=True)
     for file in sorted(Path(os.environ["OUTRIDER_DATA"]).rglob("*.jsonl")):
-        found = collect([str(file)], tiny_tokenizer)
+        found = collect([str(file)], tiny_tokenizer, reading=reading)
         assert len(found.prompts) == sum(1 for line in file.open() if line.strip()), file
         assert len({p.id for p in found.prompts}) == len(found.prompts)
+        for prompt in found.prompts[:200]:
+            supervised = "".join(
+                tiny_tokenizer.decode([t for t, m in zip(tokens, mask, strict=True) if m])
+                for tokens, mask in (given_sequences(prompt, tiny_tokenizer) if prompt.given else ())
+            )
+            for answer in prompt.given:
+                assert "".join(message["content"] for message in answer) in supervised
         print(file.name, found.counts())

@@ -127,7 +127,8 @@ class Session:
 
     def _result(self, survey: Survey, facts: dict[str, Any], tolerance: float) -> ServedResult:
         """Return the result; where drafts differ, the mistakes that could explain it are tried first."""
-        if self.explain and not self.expected.mistakes and survey.differs(tolerance):
+        wanted = self.explain and survey.counts_all and not self.expected.mistakes
+        if wanted and survey.differs(tolerance):
             _, drafter, _ = self.pair.open(self.target)
             self.expected = expect_mistakes(self.target, mistaken(drafter), self.expected, self.console)
             survey.expected = self.expected

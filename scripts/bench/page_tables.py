@@ -221,6 +221,24 @@ def _served_row(name: str, row: Result) -> list[str]:
     ]
 
 
+def _of_watched(result: Result) -> list[str]:
+    head = [
+        "traffic",
+        "usual τ",
+        "alarms in quiet runs",
+        "a restart",
+        "requests until the alarm",
+        "rounds stated for a fall of 40%",
+    ]
+    rows = []
+    for name, found in result["watched"].items():
+        alarms = f"{found['alarms_in_quiet_runs']} in {found['quiet_runs']}"
+        noticed = "noticed, no alarm" if found["restarts_noticed"] else "missed"
+        until, stated = found["requests_until_the_alarm"], found["rounds_stated"]["0.4"]
+        rows.append([name, f"{found['tau']:.3f}", alarms, noticed, str(until or "not found"), f"{stated:,.0f}"])
+    return [table(head, rows)]
+
+
 def _of_changed(result: Result) -> list[str]:
     head = [
         "the target changed by",
@@ -333,6 +351,7 @@ KINDS: dict[tuple[str, ...], Callable[[Result], list[str]]] = {
     ("contestants", "figures"): _of_report,
     ("tokens_per_second_ratios", "loop_overhead"): _of_decode,
     ("served",): _of_served,
+    ("watched",): _of_watched,
     ("changed",): _of_changed,
     ("curves",): _of_curves,
     ("points",): _of_batches,

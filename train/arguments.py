@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from transformers import TrainingArguments
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 
 from ..ground import BadInputError, refuse_unknown_keys
@@ -30,7 +31,7 @@ _MEANINGLESS = {
         "on CUDA, losses take the kernels of liger-kernel by themselves where it is installed; the models stay as they "
         "are"
     ),
-    "fsdp": "sharding a drafter with FSDP is not supported; data parallel training is (accelerate launch --multi_gpu)",
+    "fsdp": "the launcher says so (accelerate launch --config_file recipes/accelerate/fsdp2.yaml)",
 }
 
 # What torch or the library would refuse only when the training begins: at least the first, and less than the second.
@@ -90,6 +91,7 @@ def training_arguments(recipe: Recipe) -> TrainingArguments:
         device = args.device
     except (ValueError, TypeError, ImportError, RuntimeError) as error:
         raise BadInputError(f"training: {error}") from error
+    unset_hf_deepspeed_config()  # else ZeRO stage 3 would take apart any model that is loaded from now on: the target
     if with_muon:
         args.optim = muon.NAME  # not one of the library's names; DrafterTrainer knows it
     if args.n_gpu > 1:

@@ -5,6 +5,7 @@ Whether the processes are the ones that were asked for, `train.check` tells.
 
 from __future__ import annotations
 
+import os
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -23,6 +24,27 @@ from ..targets import Target
 from ..targets.sharding import follow, leading
 
 _SIGN = ".ready-"  # and a number that only this run knows
+
+
+def kind_of_processes(args: TrainingArguments) -> str:
+    """Return accelerate's word for how the processes work together: NO, MULTI_CPU, MULTI_GPU, FSDP, DEEPSPEED, …
+
+    accelerate itself says FSDP and DEEPSPEED only once the training has an engine.
+    """
+    if getattr(args, "deepspeed_plugin", None) is not None:
+        return "DEEPSPEED"
+    kind = "NO" if args.distributed_state is None else str(args.distributed_state.distributed_type.value)
+    return "FSDP" if is_asked_for("FSDP") and kind not in ("NO", "MULTI_CPU") else kind
+
+
+def is_asked_for(engine: str) -> bool:
+    """Tell whether the launcher was asked for `FSDP` or `DEEPSPEED`."""
+    return os.environ.get(f"ACCELERATE_USE_{engine}", "false").lower() in ("true", "1")
+
+
+def is_spread(args: TrainingArguments) -> bool:
+    """Tell whether an engine spreads the drafter, or what its optimizer keeps, over the processes: FSDP2, or ZeRO."""
+    return kind_of_processes(args) in ("FSDP", "DEEPSPEED")
 
 
 class Together:

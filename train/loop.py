@@ -29,12 +29,15 @@ from ..heads import Drafter, DrafterLoss, restore_drafter
 from . import checkpoints, muon
 from .budget import TimeBudget, saved_clock
 from .callbacks import EpochOrder, FiniteGuard, GracefulStop, LogLines, Progress, Step
+from .check import check_engine
 from .data import IGNORED, Batches, Order, Rows, collate
 from .hooks import HookedTrainer
 from .joint import ADAPTER, Joint, Stages
-from .launch import Together
+from .launch import Together, is_spread
 from .metrics import Sums
 from .onpolicy import OnPolicy
+from .parts import Parts, fit_engine, gradient_norm, loss_of
+from .states import FsdpStates, ZeroStates, read_state, write_state
 from .stopping import Until, Watch
 
 COLUMNS = ["index", "input_ids", "labels"]
@@ -79,13 +82,18 @@ class DrafterTrainer(HookedTrainer):
         joint: Joint | None = None,
         until: Until | None = None,
     ):
+        precision = torch.bfloat16 if args.bf16 else None
+        self.parts = Parts(drafter, precision) if is_spread(args) else None
         super().__init__(
-            model=drafter if joint is None else joint,
+            model=self.parts or joint or drafter,
             args=args,
             data_collator=collate,
             train_dataset=lessons.training,
             eval_dataset=lessons.held_out,
         )
+        check_engine(args, str(self.accelerator.distributed_type.value))
+        if self.parts is not None:
+            fit_engine(self.parts, self.accelerator)
         self.count_labels(COLUMNS)
         self.lessons, self.joint = lessons, joint
         self.together = Together(args, self.accelerator)
@@ -103,8 +111,8 @@ class DrafterTrainer(HookedTrainer):
         self.add_callback(self.stop)
         if self.joint is not None:
             self.add_callback(Stages(self.joint.adapter, self.joint.spec.heads_first))
-        is_scaled = getattr(self.accelerator, "scaler", None) is not None
-        self.add_callback(FiniteGuard(self._take_step, self._describe, self.last_good, is_scaled))
+        self._guard = FiniteGuard(self._take_step, self._describe, self.last_good, self._gradient_norm)
+        self.add_callback(self._guard)
         if self.watch is not None:
             self.add_callback(self.watch)
         if self.budget is not None:
@@ -122,7 +130,7 @@ class DrafterTrainer(HookedTrainer):
     def drafter(self) -> Drafter:
         """The drafter in training."""
         model = self.accelerator.unwrap_model(self.model)
-        drafter = model.drafter if isinstance(model, Joint) else model
+        drafter = model.drafter if isinstance(model, Joint | Parts) else model
         assert isinstance(drafter, Drafter)
         return drafter
 
@@ -199,7 +207,7 @@ class DrafterTrainer(HookedTrainer):
             if self.lessons.on_policy is None:
                 yield inputs
                 continue
-            inputs, figures = self.lessons.on_policy.rewritten(inputs, self.drafter, self.state.global_step)
+            inputs, figures = self.lessons.on_policy.rewritten(inputs, self.whole_drafter(), self.state.global_step)
             self._sums.add(figures)
             yield inputs
 
@@ -215,7 +223,7 @@ class DrafterTrainer(HookedTrainer):
         """Return this micro-batch's share of the global batch's mean loss."""
         batch = self.lessons.batches.of(inputs)
         batch.step = self.args.seed * 1_000_003 + self.state.global_step
-        loss: DrafterLoss = model(batch)
+        loss = loss_of(model(batch))
         if not self._checked_counts:
             assert int(loss.count) == int((inputs["labels"] != IGNORED).sum()), (
                 "a drafter must count the positions that the collator labels"
@@ -230,7 +238,19 @@ class DrafterTrainer(HookedTrainer):
         processes = self.accelerator.num_processes if self.args.average_tokens_across_devices else 1
         value = loss.total * (processes / items.clamp(min=1))
         self._step.add(inputs, value)
+        if self.is_deepspeed_enabled:  # it takes the step as soon as it has the gradients
+            worst = self.together.sum(value.detach())
+            self._guard.check(self.args, self.state.global_step + 1, self._step, float(worst))
         return (value, loss) if return_outputs else value
+
+    def _gradient_norm(self) -> Tensor:
+        """Return the norm of the gradients of the step about to be taken (under DeepSpeed, of the one just taken)."""
+        if getattr(self.accelerator, "scaler", None) is not None:
+            return torch.zeros(())
+        if self.is_deepspeed_enabled:
+            return torch.as_tensor(float(self.deepspeed.get_global_grad_norm() or 0.0))
+        assert isinstance(self.model, nn.Module)
+        return gradient_norm(self.model)
 
     def _take_step(self) -> Step:
         taken, self._step = self._step, Step(torch.zeros_like(self._step.loss))
@@ -278,7 +298,7 @@ class DrafterTrainer(HookedTrainer):
             if may_stop and self.stop.is_asked():
                 self.stop.stop(self.state, self.control)
                 return EvalLoopOutput((), None, {}, 0)  # type: ignore[arg-type]
-            sums.add_loss(model(self.lessons.batches.of(self.on_device(inputs))))
+            sums.add_loss(loss_of(model(self.lessons.batches.of(self.on_device(inputs)))))
             self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
         metrics = {f"{metric_key_prefix}_{name}": value for name, value in sums.means(self.together.sum).items()}
         rows = len(self.lessons.held_out)
@@ -312,11 +332,36 @@ class DrafterTrainer(HookedTrainer):
                 checkpoints.mark_complete(folder)
             checkpoints.rotate(folder.parent, self.args.save_total_limit, self.state.best_model_checkpoint)
 
+    def whole_drafter(self) -> Drafter:
+        """Return the drafter, or a whole copy where it is in parts. All processes must call this together."""
+        return self.drafter if self.parts is None else self.parts.whole()
+
+    def sizes(self) -> tuple[int, int]:
+        """Return how many numbers the drafter has, and how many of them are trained."""
+        if self.parts is not None:
+            return self.parts.sizes()
+        parameters = list(self.drafter.parameters())
+        return sum(p.numel() for p in parameters), sum(p.numel() for p in parameters if p.requires_grad)
+
     def save_weights(self, folder: Path) -> None:
         """Write the drafter into `folder`, and the adapter of its target where that learns, too."""
-        self.drafter.save(folder)
-        if self.joint is not None:
-            self.joint.adapter.save(folder / ADAPTER)
+        drafter = self.whole_drafter()
+        if self.args.should_save:
+            drafter.save(folder)
+            if self.joint is not None:
+                self.joint.adapter.save(folder / ADAPTER)
+
+    def save_states(self, folder: Path) -> None:
+        write_state(self._states(), folder)
+
+    def load_states(self, folder: Path) -> None:
+        read_state(self._states(), folder)
+
+    def _states(self) -> FsdpStates | ZeroStates:
+        optimizer: Any = self.optimizer
+        assert self.parts is not None
+        self.parts.settle()
+        return (FsdpStates if self.is_fsdp_enabled else ZeroStates)(self.parts, optimizer.optimizer)
 
     def load_weights(self, folder: Path) -> None:
         """Read the weights of a saved drafter into the one being trained, and those of its target's adapter.
@@ -331,7 +376,7 @@ class DrafterTrainer(HookedTrainer):
                 f"{folder} holds a {saved.name} drafter, this run trains {self.drafter.name}; choose another output."
             )
         try:
-            self.drafter.load_state_dict(saved.state_dict())
+            self._take(saved)
         except RuntimeError as error:
             raise BadInputError(
                 f"{folder} holds a drafter of other sizes than this run's; choose another output, or start over. "

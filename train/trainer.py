@@ -234,8 +234,9 @@ class _Training:
         steps, metrics = self._train(trainer, start)
         metrics |= self._held_out(trainer, steps)
         folder = self.recipe.output_folder / "drafter"
+        drafter = trainer.whole_drafter()
         if self.args.process_index == 0:
-            self._save(trainer, folder)
+            self._save(trainer, drafter, folder)
             facts = self._facts(trainer, steps, time.time() - began) | {"metrics": metrics}
             if trainer.joint is not None:
                 facts["adapter"] = {"files": digest_files(folder.with_name(ADAPTER))}
@@ -277,21 +278,18 @@ class _Training:
             return {name: value for name, value in logged[-1].items() if name.startswith("eval_")}
         return trainer.evaluate()
 
-    def _save(self, trainer: DrafterTrainer, folder: Path) -> None:
+    def _save(self, trainer: DrafterTrainer, drafter: Drafter, folder: Path) -> None:
         """Write the drafter, and beside it the adapter, which leaves the target: its own weights name it."""
         if trainer.joint is not None:
             save_whole(trainer.joint.adapter, folder.with_name(ADAPTER))
             trainer.joint.adapter.remove()
-        save_whole(trainer.drafter, folder)
+        save_whole(drafter, folder)
 
     def _facts(self, trainer: DrafterTrainer, steps: int, seconds: float) -> dict[str, Any]:
         """Return what provenance says of the drafter and its training."""
-        parameters, budget, joint = list(trainer.drafter.parameters()), trainer.budget, trainer.joint
-        drafter = {
-            "type": trainer.drafter.name,
-            "parameters": sum(p.numel() for p in parameters),
-            "trained_parameters": sum(p.numel() for p in parameters if p.requires_grad),
-        }
+        budget, joint = trainer.budget, trainer.joint
+        numel, trained = trainer.sizes()
+        drafter = {"type": trainer.drafter.name, "parameters": numel, "trained_parameters": trained}
         training = {
             "steps": steps,
             "rows": len(trainer.lessons.training),

@@ -1,0 +1,214 @@
+"""A drafter in parts: its weights, gradients or optimizer states are spread over the processes of a training.
+
+FSDP2 (torch, through accelerate) and ZeRO (DeepSpeed) do the spreading, and each keeps the parts in its own way. What
+leaves the training is whole: a checkpoint holds the drafter that one process would have written, and one optimizer
+state by the names of its weights. So a run continues under another number of processes, or another engine.
+
+Weights stay float32; in mixed precision the loss is computed under autocast, as in data parallel training.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor, distribute_tensor
+from transformers import PreTrainedModel
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
+from ..heads import Drafter, DrafterLoss, TargetBatch
+
+
+class Lesson(nn.Module):
+    """A drafter as engines want a model that they spread: it gives tensors in plain containers."""
+
+    def __init__(self, drafter: Drafter, precision: torch.dtype | None):
+        super().__init__()
+        self.drafter, self.precision = drafter, precision
+
+    def forward(self, batch: TargetBatch, anchor: Tensor) -> dict[str, Any]:
+        """Return the drafter's loss, plus `anchor`, which is zero; `loss_of` makes a DrafterLoss of it again."""
+        with torch.autocast(batch.tokens.device.type, self.precision, enabled=self.precision is not None):
+            found: DrafterLoss = self.drafter(batch)
+        metrics = {name: list(pair) for name, pair in found.metrics.items()}
+        return {"total": found.total + anchor, "count": found.count, "metrics": metrics}
+
+
+class Parts(nn.Module):
+    """A drafter that is spread over processes, and what is known of it as a whole.
+
+    Args:
+        precision: of the loss; None for float32.
+    """
+
+    def __init__(self, drafter: Drafter, precision: torch.dtype | None = None):
+        super().__init__()
+        self.lesson = Lesson(drafter, precision)
+        # FSDP gathers these one at a time, and the rest of the drafter as one.
+        self._no_split_modules = _blocks(drafter)
+        self._shell = _shell(drafter)
+
+    @property
+    def drafter(self) -> Drafter:
+        return self.lesson.drafter
+
+    def forward(self, batch: TargetBatch) -> dict[str, Any]:
+        """Return the drafter's loss.
+
+        An input with a gradient, which is the last one to be known, tells DeepSpeed when those of all weights are.
+        """
+        anchor = torch.zeros((), device=batch.tokens.device, requires_grad=torch.is_grad_enabled())
+        found: dict[str, Any] = self.lesson(batch, anchor)
+        return found
+
+    def whole(self) -> Drafter:
+        """Return a copy of the drafter with all of its weights. All processes must call this together."""
+        self.settle()
+        named = dict(self.drafter.named_parameters())
+        filled = {
+            id(part): nn.Parameter(gathered(named[name]), part.requires_grad)
+            for name, part in self._shell[0].named_parameters()
+        }
+        found: Drafter = copy.deepcopy(self._shell[0], filled)
+        return found.train(self.drafter.training)
+
+    @torch.no_grad()
+    def take(self, saved: Drafter) -> None:
+        """Put the weights of a drafter like this one into it. All processes must call this together.
+
+        Raises:
+            RuntimeError: it has other names or shapes.
+        """
+        weights = saved.state_dict()
+        self._shell[0].load_state_dict(weights)  # checks names and shapes; without weights, nothing is copied
+        self.settle()
+        for name, parameter in self.drafter.named_parameters():
+            replace(parameter, weights[name])
+        for name, buffer in self.drafter.named_buffers():
+            if name in weights:
+                buffer.copy_(weights[name])
+
+    def settle(self) -> None:
+        """Let go of what a pass without a backward pass leaves gathered: parts are read, and written, as parts."""
+        for module in self.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
+    def sizes(self) -> tuple[int, int]:
+        """Return how many numbers the drafter has, and how many of them are trained, in all processes together."""
+        parameters = list(self._shell[0].parameters())
+        return sum(p.numel() for p in parameters), sum(p.numel() for p in parameters if p.requires_grad)
+
+
+def loss_of(found: dict[str, Any] | DrafterLoss) -> DrafterLoss:
+    """Return what a model in training gave as a DrafterLoss."""
+    if isinstance(found, DrafterLoss):
+        return found
+    return DrafterLoss(found["total"], found["count"], {k: (v[0], v[1]) for k, v in found["metrics"].items()})
+
+
+def _blocks(drafter: Drafter) -> list[str]:
+    """Return the classes of layers that a Hugging Face drafter has many of."""
+    model = getattr(drafter, "model", None)
+    known = {type(module).__name__ for module in model.modules()} if isinstance(model, PreTrainedModel) else set()
+    return sorted(known & set(getattr(model, "_no_split_modules", None) or ()))
+
+
+def _shell(drafter: Drafter) -> tuple[Drafter]:
+    """Return the drafter with the shapes of its weights alone, in a tuple, which hides it from `modules`."""
+    bare = {id(p): nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad) for p in drafter.parameters()}
+    return (copy.deepcopy(drafter, bare),)
+
+
+# ------------------------------------------------------------ engines
+
+
+def fit_engine(parts: Parts, accelerator: Accelerator) -> None:
+    """Tell the engine of a training how to spread `parts`, before it does."""
+    fsdp: Any = getattr(accelerator.state, "fsdp_plugin", None)
+    if fsdp is not None:
+        _fit_fsdp(fsdp, parts)
+        return
+    plugin: Any = accelerator.state.deepspeed_plugin
+    for half in ("bf16", "fp16"):
+        plugin.deepspeed_config[half] = {"enabled": False}
+    unset_hf_deepspeed_config()  # the trainer has set it again: see `training_arguments`
+    if plugin.zero_stage == 3:
+        # Losses read weights outside of the modules that they belong to: the whole drafter is gathered for a step.
+        deepspeed().utils.set_z3_leaf_modules(parts, [Lesson])
+
+
+def _fit_fsdp(plugin: Any, parts: Parts) -> None:
+    plugin.cpu_ram_efficient_loading = False  # every process has made the drafter by itself
+    plugin.transformer_cls_names_to_wrap = list(parts._no_split_modules)
+    plugin.mixed_precision_policy = MixedPrecisionPolicy(param_dtype=parts.lesson.precision, reduce_dtype=torch.float32)
+
+
+def gradient_norm(model: nn.Module) -> Tensor:
+    """Return the norm of all gradients of a step, in all processes together; 0 without any. All must call this."""
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    norm = nn.utils.get_total_norm(gradients) if gradients else torch.zeros(())
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+
+# ------------------------------------------------------------ one weight
+
+
+def is_zero3(parameter: Tensor) -> bool:
+    """Tell whether ZeRO stage 3 holds only a part of this weight here."""
+    return hasattr(parameter, "ds_tensor")
+
+
+def gathered(parameter: nn.Parameter) -> Tensor:
+    """Return a copy of a weight, whole. All processes must call this together."""
+    if isinstance(parameter, DTensor):
+        return parameter.detach().full_tensor().clone()
+    with _gathering(parameter):
+        return parameter.detach().clone()
+
+
+@torch.no_grad()
+def replace(parameter: nn.Parameter, value: Tensor) -> None:
+    """Put another value, whole, into a weight of which there may be only a part here."""
+    if isinstance(parameter, DTensor):
+        local = value.to(parameter.device, parameter.dtype)
+        parameter.copy_(distribute_tensor(local, parameter.device_mesh, parameter.placements))
+        return
+    with _gathering(parameter, writes=True):
+        if parameter.shape == value.shape:
+            parameter.copy_(value)
+    if is_zero3(parameter):
+        deepspeed().utils.safe_set_local_fp32_param(parameter, own_part(parameter, value))
+    elif hasattr(parameter, "_hp_mapping"):  # ZeRO stage 1 or 2, whose optimizer has a copy
+        deepspeed().utils.safe_set_full_fp32_param(parameter, value.to(parameter.device, torch.float32))
+
+
+def own_part(parameter: nn.Parameter, value: Tensor) -> Tensor:
+    """Return what this process holds of a value, whole, under ZeRO stage 3: an equal share, filled up with zeros."""
+    found: Any = parameter
+    size, rank = found.ds_tensor.ds_numel, torch.distributed.get_rank()
+    flat = value.flatten().to(found.ds_tensor.device, torch.float32)
+    own = flat[size * rank : size * (rank + 1)]
+    return torch.nn.functional.pad(own, (0, size - own.numel()))
+
+
+@contextmanager
+def _gathering(parameter: nn.Parameter, writes: bool = False) -> Iterator[None]:
+    """Have a weight whole inside."""
+    if not is_zero3(parameter):
+        yield
+        return
+    with deepspeed().zero.GatheredParameters([parameter], modifier_rank=0 if writes else None):
+        yield
+
+
+def deepspeed() -> Any:
+    """Return the package, which only trainings under ZeRO need."""
+    return importlib.import_module("deepspeed")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import typing
 from dataclasses import fields
 from typing import Any
@@ -20,6 +21,8 @@ from . import muon
 from .hooks import train_on_one_gpu
 
 _log = logging.getLogger(__name__)
+
+MEASURED, GAP = "measured_tau", "tau_gap"  # what the decoder measures while training, see train/measured.py
 
 # Fields that change a loss or a model which a drafter does not have. Off by default, and refused when switched on.
 _MEANINGLESS = {
@@ -109,6 +112,12 @@ def _defaults(recipe: Recipe) -> dict[str, Any]:
     """Return what we set where the recipe is silent; steps below 1 are fractions of the training."""
     has_gpu = torch.cuda.is_available()
     evaluates = recipe.data.holdout > 0
+    best: dict[str, Any] = {}
+    if recipe.eval.training_prompts:
+        best = {"metric_for_best_model": f"eval_{MEASURED}", "greater_is_better": True}
+    if recipe.eval.patience is not None:
+        # The best checkpoint is one that was evaluated.
+        best |= {"load_best_model_at_end": True, "save_steps": recipe.training.get("eval_steps", 0.25)}
     return {
         "output_dir": str(recipe.output_folder / "checkpoints"),
         "run_name": recipe.name,
@@ -117,6 +126,7 @@ def _defaults(recipe: Recipe) -> dict[str, Any]:
         "average_tokens_across_devices": True,
         "use_cpu": not has_gpu,
         "dataloader_pin_memory": has_gpu,
+        "disable_tqdm": os.environ.get("WORLD_SIZE", "1") != "1",  # bars of several processes run through the lines
         "logging_steps": 10,
         "logging_first_step": True,
         "logging_nan_inf_filter": False,
@@ -125,4 +135,5 @@ def _defaults(recipe: Recipe) -> dict[str, Any]:
         "save_total_limit": 2,
         "eval_strategy": "steps" if evaluates else "no",
         "eval_steps": 0.25 if evaluates else None,
+        **best,
     }

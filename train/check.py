@@ -19,11 +19,12 @@ from ..heads.losses import divergence
 from ..recipes import DataSpec, JointSpec, Recipe
 from ..targets import Target
 from . import muon
-from .arguments import training_arguments
+from .arguments import MEASURED, training_arguments
 from .budget import check_schedule
 from .hooks import asks_for_checkpointing
 from .joint import adapted, lora_config
 from .launch import is_asked_for, is_spread, kind_of_processes
+from .reporting import check_reports
 from .warmstart import check_drafter, check_makes
 
 _TWO_ON_CPU = "ACCELERATE_USE_CPU=true accelerate launch --multi_gpu --num_processes N -m outrider.train RECIPE"
@@ -45,6 +46,8 @@ def check(recipe: Recipe, drafter: Drafter | None = None, seconds: float | None 
     args = training_arguments(recipe)
     if args.process_index == 0:
         require_folder(recipe.output_folder)
+    check_reports(args)
+    check_measures(recipe, args)
     check_number_of_processes(args)
     check_kind_of_processes(args)
     check_parts(args)
@@ -98,6 +101,24 @@ def check_recomputes(drafter: Drafter, args: TrainingArguments) -> None:
         raise BadInputError(
             f"training.gradient_checkpointing: a {drafter.name} drafter has one layer and keeps no logits; leave it "
             "out."
+        )
+
+
+# ------------------------------------------------------------ what is measured on the way
+
+
+def check_measures(recipe: Recipe, args: TrainingArguments) -> None:
+    """Refuse a figure to measure, or to choose the best checkpoint by, that no evaluation gives."""
+    if recipe.eval.training_prompts and recipe.data.holdout == 0:
+        raise BadInputError(
+            "eval.training_prompts: τ is measured where held-out rows are evaluated, and data.holdout is 0; set it to "
+            "0.05."
+        )
+    wanted = str(args.metric_for_best_model or "").removeprefix("eval_")
+    if wanted == MEASURED and not recipe.eval.training_prompts:
+        raise BadInputError(
+            f"training.metric_for_best_model is {MEASURED}, which nothing measures; set eval.training_prompts, to 16 "
+            "for example."
         )
 
 

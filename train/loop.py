@@ -27,6 +27,7 @@ from transformers.trainer_utils import EvalLoopOutput
 from ..ground import BadInputError
 from ..heads import Drafter, DrafterLoss, restore_drafter
 from . import checkpoints, muon
+from .arguments import GAP, MEASURED
 from .budget import TimeBudget, saved_clock
 from .callbacks import EpochOrder, FiniteGuard, GracefulStop, LogLines, Progress, Step
 from .check import check_engine
@@ -34,6 +35,7 @@ from .data import IGNORED, Batches, Order, Rows, collate
 from .hooks import HookedTrainer
 from .joint import ADAPTER, Joint, Stages
 from .launch import Together, is_spread
+from .measured import Measured
 from .metrics import Sums
 from .onpolicy import OnPolicy
 from .parts import Parts, fit_engine, gradient_norm, loss_of
@@ -51,12 +53,14 @@ class Lessons:
         batches: makes hidden states of rows.
         training: the rows that are learned; `held_out` the others.
         on_policy: puts the drafter's own responses into training batches; None leaves the target's.
+        measured: measures τ by the decoder at each evaluation; None does not.
     """
 
     batches: Batches
     training: Rows
     held_out: Rows
     on_policy: OnPolicy | None = None
+    measured: Measured | None = None
 
 
 class DrafterTrainer(HookedTrainer):
@@ -300,9 +304,19 @@ class DrafterTrainer(HookedTrainer):
                 return EvalLoopOutput((), None, {}, 0)  # type: ignore[arg-type]
             sums.add_loss(loss_of(model(self.lessons.batches.of(self.on_device(inputs)))))
             self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
-        metrics = {f"{metric_key_prefix}_{name}": value for name, value in sums.means(self.together.sum).items()}
+        found = sums.means(self.together.sum)
+        found |= self._measure(found.get("tau"))
+        metrics = {f"{metric_key_prefix}_{name}": value for name, value in found.items()}
         rows = len(self.lessons.held_out)
         return EvalLoopOutput((), None, metrics, rows)  # type: ignore[arg-type]
+
+    def _measure(self, analytic: float | None) -> dict[str, float]:
+        """Return τ as the decoder measures it, and how far the held-out rows' analytic one is above it."""
+        measured = self.lessons.measured
+        tau = None if measured is None else measured.tau(self.whole_drafter(), self.together)
+        if tau is None:
+            return {}
+        return {MEASURED: tau} | ({} if analytic is None else {GAP: analytic - tau})
 
     def _may_cut_evaluation(self) -> bool:
         """Tell whether a request to stop may end an evaluation: it may not where the training's course depends on it.

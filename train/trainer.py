@@ -24,7 +24,7 @@ import datasets
 import torch
 from rich.console import Console
 from torch import nn
-from transformers import PreTrainedModel, TrainingArguments, set_seed
+from transformers import EarlyStoppingCallback, PreTrainedModel, TrainingArguments, set_seed
 
 from ..distill.features import FeatureStore
 from ..distill.responses import distill, load_responses
@@ -43,7 +43,9 @@ from .hooks import enable_checkpointing
 from .joint import ADAPTER, Adapter, Joint, JointBatches, adapted
 from .launch import alone_in, main_first
 from .loop import DrafterTrainer, Lessons
+from .measured import Measured
 from .onpolicy import OnPolicy
+from .reporting import Reports, finish_reports
 from .stopping import Until
 from .warmstart import made_for
 
@@ -193,11 +195,19 @@ class _Training:
         check_recomputes(drafter, self.args)
         drafter.to(self.args.device).float()
         on_policy = OnPolicy.of(recipe.data, training, self.target, drafter, self.args.seed)
-        lessons = Lessons(self._batches(drafter, table, adapter), training, held_out, on_policy)
+        measured = Measured.of(recipe, self.target)
+        lessons = Lessons(self._batches(drafter, table, adapter), training, held_out, on_policy, measured)
         joint = None if adapter is None or recipe.joint is None else Joint(drafter, adapter, recipe.joint)
         if isinstance(inner := getattr(drafter, "model", None), PreTrainedModel):
             enable_checkpointing(inner, self.args)
-        return DrafterTrainer(drafter, self.args, lessons, self.seconds, joint, self.until)
+        trainer = DrafterTrainer(drafter, self.args, lessons, self.seconds, joint, self.until)
+        trainer.add_callback(self._reports(measured))
+        if recipe.eval.patience is not None:
+            trainer.add_callback(EarlyStoppingCallback(recipe.eval.patience))
+        return trainer
+
+    def _reports(self, measured: Measured | None) -> Reports:
+        return Reports(self.recipe, lambda: [] if measured is None else measured.samples)
 
     def _say_what_is_held_out(self, training: Rows, held_out: Rows) -> None:
         if self.recipe.data.holdout > 0 and not len(held_out):
@@ -241,6 +251,7 @@ class _Training:
             if trainer.joint is not None:
                 facts["adapter"] = {"files": digest_files(folder.with_name(ADAPTER))}
             provenance.write_provenance(self.recipe.output_folder, self.target, data, facts)
+            finish_reports(self.recipe, self.args)
         self.args.distributed_state.wait_for_everyone()
         # accelerate wraps mixed precision around the instance's `forward`; the caller may use the drafter again.
         vars(trainer.drafter.eval()).pop("forward", None)

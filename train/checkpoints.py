@@ -20,6 +20,7 @@ from ..ground import Refusal, digests
 from ..ground.disk import CannotWriteError, failure, readable_bytes
 from ..ground.files import read_json
 from ..ground.replacing import move
+from .launch import is_lost_peer
 
 PREFIX = "checkpoint-"
 _OLD_MARKER = "complete.json"  # of versions without digests
@@ -148,6 +149,9 @@ def explained(folder: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, RuntimeError, SafetensorError) as error:
+        if is_lost_peer(error):
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
         if not folder.parent.exists() and (gone := failure(error, folder)) is not None:
             raise CannotWriteError(gone.what, "No checkpoint is left.", gone.advice) from error
         free = readable_bytes(shutil.disk_usage(folder.parent).free) if folder.parent.exists() else "nothing"

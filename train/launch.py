@@ -18,10 +18,28 @@ from accelerate.utils import broadcast_object_list
 from torch import Tensor
 from transformers import TrainingArguments
 
+from ..ground import OutriderError
 from ..ground.files import write_atomically
 from ..ground.locks import locked
 from ..targets import Target
 from ..targets.sharding import follow, leading
+
+
+class PeerLostError(OutriderError):
+    """Another process of the launch ended while this one waited for it."""
+
+    exit_code = 1
+
+
+def is_lost_peer(error: Exception) -> bool:
+    """Tell whether an error is what is left of another process that ended."""
+    return isinstance(error, torch.distributed.DistError) or (
+        isinstance(error, RuntimeError) and any(word in str(error) for word in _LOST)
+    )
+
+
+# What torch says, in a RuntimeError of no kind of its own, when gloo or NCCL finds nobody on the other side.
+_LOST = ("gloo/transport", "Connection closed by peer", "Connection reset by peer", "NCCL communicator was aborted")
 
 _SIGN = ".ready-"  # and a number that only this run knows
 

@@ -41,7 +41,7 @@ from .check import check, check_recomputes, check_with_target
 from .data import Batches, CachedBatches, OnlineBatches, Rows, split, token_counts
 from .hooks import enable_checkpointing
 from .joint import ADAPTER, Adapter, Joint, JointBatches, adapted
-from .launch import alone_in, main_first
+from .launch import PeerLostError, alone_in, is_lost_peer, main_first
 from .loop import DrafterTrainer, Lessons
 from .measured import Measured
 from .onpolicy import OnPolicy
@@ -128,6 +128,13 @@ def _end_explained(args: TrainingArguments) -> Iterator[None]:
             yield
     except TrainingInterruptedError:
         raise
+    except RuntimeError as error:
+        if not is_lost_peer(error):
+            raise
+        raise PeerLostError(
+            f"another process of this launch ended in the middle of the training; what it said stands above, or in its "
+            f"own log. {checkpoints.what_is_kept(args)} Run the same command again to continue."
+        ) from error
     except KeyboardInterrupt as error:
         raise TrainingInterruptedError(
             f"{how(error)}. {checkpoints.what_is_kept(args)} Run the same command again to continue.", number_of(error)

@@ -74,6 +74,12 @@ class Probe(HookedTrainer):
     def load_weights(self, folder: Path) -> None:
         self.asked.append(("weights", folder.name))
 
+    def save_states(self, folder: Path) -> None:
+        self.asked.append(("states written", folder.name))
+
+    def load_states(self, folder: Path) -> None:
+        self.asked.append(("states read", folder.name))
+
     def compute_loss(self, model: nn.Module, inputs: dict[str, Tensor], *_: Any, **more: Any) -> Any:
         loss = model(inputs["index"]).square().mean()
         if (count := more.get("num_items_in_batch")) is not None:
@@ -152,6 +158,28 @@ def test_weights_are_read_back_on_resuming_and_for_the_best_checkpoint(make: Cal
     trainer.train(resume_from_checkpoint=True)
     assert trainer.of("weights")[0] == "checkpoint-2"
     assert len(trainer.of("weights")) == 2
+
+
+def test_a_model_in_parts_is_written_and_continued_in_our_way(
+    make: Callable[..., Probe], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`_prepare_for_training`, `_save_optimizer_and_scheduler`, `_load_optimizer_and_scheduler`, `_load_scaler`.
+
+    The base class writes and reads nothing of an engine; the schedule, and the rate it had come to, are restored.
+    """
+    monkeypatch.setattr(Probe, "in_parts", property(lambda self: True))
+    settings = {"learning_rate": 1.0, "lr_scheduler_type": "linear"}
+    first = make(**settings, save_total_limit=2)
+    first.train()
+    assert first.of("states written") == ["checkpoint-2", "checkpoint-4"]
+    folder = Path(first.args.output_dir or "") / "checkpoint-2"
+    assert not (folder / "optimizer.pt").exists()
+    again = make(**settings, logging_steps=1, save_strategy="no")
+    again.train(resume_from_checkpoint=str(folder))
+    assert again.of("states read") == ["checkpoint-2"]
+    assert again.of("weights") == ["checkpoint-2"]
+    rates = [entry["learning_rate"] for entry in again.state.log_history if "learning_rate" in entry]
+    assert rates[-2:] == pytest.approx([0.5, 0.25])
 
 
 def test_labels_of_the_whole_batch_are_counted(make: Callable[..., Probe]) -> None:

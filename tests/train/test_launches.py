@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import shutil
+import signal
 import socket
 import subprocess
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -182,3 +185,61 @@ def test_muon_needs_whole_matrices(launch: Launch, recipe: Callable[..., Recipe]
         run(launch, made)
     else:
         assert "muon moves whole matrices" in run(launch, made, ends=2).stderr
+
+
+def started(launch: Launch, made: Recipe, folder: Path) -> subprocess.Popen[bytes]:
+    """A training in the background, of which `folder/said` has what it says."""
+    (folder / "recipe.yaml").write_text(made.to_yaml())
+    changes = [f"target.path={folder / 'target'}", "target.dtype=float32"]
+    with (folder / "said").open("w") as said:
+        return subprocess.Popen(
+            launch.command(folder / "recipe.yaml", free_port(), changes),
+            cwd=folder,
+            env=launch.environment(),
+            stdout=subprocess.DEVNULL,
+            stderr=said,
+            start_new_session=True,
+        )
+
+
+def workers(process: subprocess.Popen[bytes]) -> list[int]:
+    return [int(n) for n in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
+
+
+def wait_for(said: Path, text: str, process: subprocess.Popen[bytes]) -> None:
+    until = time.monotonic() + 200
+    while text not in said.read_text():
+        assert process.poll() is None, said.read_text()[-3000:]
+        assert time.monotonic() < until
+        time.sleep(0.1)
+
+
+@pytest.mark.parametrize("launch", [*ENGINES, pytest.param(Launch("ddp", 2), id="ddp")])
+def test_a_worker_that_dies_ends_the_run_within_a_minute(
+    launch: Launch, recipe: Callable[..., Recipe], run: Run, tmp_path: Path
+) -> None:
+    """By SIGKILL, as from a machine without memory: the other one says what happened, and what is kept."""
+    made = recipe("run", optim="adamw_torch", max_steps=5000, save_steps=5, per_device_train_batch_size=4)
+    process = started(launch, made, tmp_path)
+    wait_for(tmp_path / "said", "step 6 ", process)
+    os.kill(workers(process)[-1], signal.SIGKILL)
+    assert process.wait(60) != 0
+    said = " ".join((tmp_path / "said").read_text().split())
+    assert "another process of this launch ended in the middle of the training" in said
+    assert "The last good checkpoint is" in said
+
+
+@pytest.mark.parametrize("launch", ENGINES)
+def test_sigterm_saves_and_the_same_command_continues(
+    launch: Launch, recipe: Callable[..., Recipe], run: Run, tmp_path: Path
+) -> None:
+    """One of two processes gets the signal; both stop after the same step, with a checkpoint."""
+    made = recipe("run", optim="adamw_torch", max_steps=60, save_strategy="no", per_device_train_batch_size=4)
+    process = started(launch, made, tmp_path)
+    wait_for(tmp_path / "said", "step 3 ", process)
+    os.kill(workers(process)[-1], signal.SIGTERM)
+    process.wait(60)
+    assert "saved in" in (tmp_path / "said").read_text()
+    again = run(launch, made)
+    assert "continuing from" in again.stderr
+    assert "60 steps" in again.stderr

@@ -23,22 +23,27 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
-from ..heads import Drafter, DrafterLoss, TargetBatch
+from ..heads import Drafter, DrafterConfig, DrafterLoss, TargetBatch
 
 
 class Lesson(nn.Module):
-    """A drafter as engines want a model that they spread: it gives tensors in plain containers."""
+    """A drafter's loss as engines that spread weights want a model's output: a tuple of tensors.
+
+    Attributes:
+        names: of the metrics that the last pass gave.
+    """
 
     def __init__(self, drafter: Drafter, precision: torch.dtype | None):
         super().__init__()
         self.drafter, self.precision = drafter, precision
+        self.names: list[str] = []
 
-    def forward(self, batch: TargetBatch, anchor: Tensor) -> dict[str, Any]:
-        """Return the drafter's loss, plus `anchor`, which is zero; `loss_of` makes a DrafterLoss of it again."""
+    def forward(self, batch: TargetBatch, anchor: Tensor) -> tuple[Tensor, ...]:
+        """Return the loss plus `anchor`, which is zero, the count, then sum and count of each metric."""
         with torch.autocast(batch.tokens.device.type, self.precision, enabled=self.precision is not None):
             found: DrafterLoss = self.drafter(batch)
-        metrics = {name: list(pair) for name, pair in found.metrics.items()}
-        return {"total": found.total + anchor, "count": found.count, "metrics": metrics}
+        self.names = list(found.metrics)
+        return found.total + anchor, found.count, *(value for pair in found.metrics.values() for value in pair)
 
 
 class Parts(nn.Module):
@@ -59,14 +64,21 @@ class Parts(nn.Module):
     def drafter(self) -> Drafter:
         return self.lesson.drafter
 
+    @property
+    def config(self) -> DrafterConfig:
+        """The drafter's settings, which trackers report."""
+        config: DrafterConfig = self.drafter.config
+        return config
+
     def forward(self, batch: TargetBatch) -> dict[str, Any]:
-        """Return the drafter's loss.
+        """Return the drafter's loss; `loss_of` makes a DrafterLoss of it again.
 
         An input with a gradient, which is the last one to be known, tells DeepSpeed when those of all weights are.
         """
         anchor = torch.zeros((), device=batch.tokens.device, requires_grad=torch.is_grad_enabled())
-        found: dict[str, Any] = self.lesson(batch, anchor)
-        return found
+        total, count, *values = self.lesson(batch, anchor)
+        pairs = [[values[i], values[i + 1]] for i in range(0, len(values), 2)]
+        return {"total": total, "count": count, "metrics": dict(zip(self.lesson.names, pairs, strict=True))}
 
     def whole(self) -> Drafter:
         """Return a copy of the drafter with all of its weights. All processes must call this together."""

@@ -94,8 +94,12 @@ class ZeroStates:
         self._link()
 
     def _link(self) -> None:
-        """Let stages 1 and 2 find the part of each weight in their vectors, as they do after a step."""
+        """Let stages 1 and 2 find the part of each weight in their vectors.
+
+        DeepSpeed does so once, when it has taken the first step of the first group, and so misses all other groups.
+        """
         if hasattr(self.optimizer, "_lazy_init_hp_params_optimizer_state"):
+            self.optimizer._hp_optimizer_states_linked = False
             self.optimizer._lazy_init_hp_params_optimizer_state()
 
     def _vectors(self) -> list[Tensor]:

@@ -6,6 +6,7 @@ Whether the processes are the ones that were asked for, `train.check` tells.
 from __future__ import annotations
 
 import os
+import re
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -87,6 +88,21 @@ class Together:
         if self.args.world_size == 1:
             return flag
         return bool(self.sum(torch.tensor(float(flag), device=self.args.device)).item())
+
+    def each(self, value: float) -> list[int]:
+        """Return the (whole) number of every process, in their order."""
+        own = torch.zeros(self.args.world_size, dtype=torch.double, device=self.args.device)
+        own[self.args.process_index] = value
+        return [int(found) for found in self.sum(own).tolist()]
+
+
+def peak_bytes(device: torch.device) -> int:
+    """Return the most memory that this process held: on a GPU that of tensors, else all that Linux gave it; else 0."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    status = Path("/proc/self/status")
+    found = re.search(r"VmHWM:\s+(\d+) kB", status.read_text()) if status.is_file() else None
+    return int(found[1]) * 1024 if found else 0
 
 
 @contextmanager

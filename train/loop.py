@@ -350,6 +350,10 @@ class DrafterTrainer(HookedTrainer):
         """Return the drafter, or a whole copy where it is in parts. All processes must call this together."""
         return self.drafter if self.parts is None else self.parts.whole()
 
+    def drafter_to_save(self) -> Drafter | None:
+        """Return the drafter with all of its weights in the first process. All processes must call this together."""
+        return self.drafter if self.parts is None else self.parts.whole_in_first()
+
     def sizes(self) -> tuple[int, int]:
         """Return how many numbers the drafter has, and how many of them are trained."""
         if self.parts is not None:
@@ -359,8 +363,8 @@ class DrafterTrainer(HookedTrainer):
 
     def save_weights(self, folder: Path) -> None:
         """Write the drafter into `folder`, and the adapter of its target where that learns, too."""
-        drafter = self.whole_drafter()
-        if self.args.should_save:
+        drafter = self.drafter_to_save()
+        if drafter is not None and self.args.should_save:
             drafter.save(folder)
             if self.joint is not None:
                 self.joint.adapter.save(folder / ADAPTER)

@@ -82,14 +82,32 @@ class Parts(nn.Module):
 
     def whole(self) -> Drafter:
         """Return a copy of the drafter with all of its weights. All processes must call this together."""
+        found = self._filled(self._gathered(keep=True))
+        return found.train(self.drafter.training)
+
+    def whole_in_first(self) -> Drafter | None:
+        """Return a copy of the drafter in the first process, in main memory. All processes must call this together."""
+        is_first = torch.distributed.get_rank() == 0
+        weights = self._gathered(keep=is_first, device=torch.device("cpu"))
+        return self._filled(weights).cpu() if is_first else None
+
+    def _gathered(self, keep: bool, device: torch.device | None = None) -> dict[str, Tensor]:
+        """Return each weight whole, gathered one after the other; none if this process is only to take part."""
         self.settle()
-        named = dict(self.drafter.named_parameters())
+        found = {}
+        for name, parameter in self.drafter.named_parameters():
+            value = gathered(parameter)
+            if keep:
+                found[name] = value if device is None else value.to(device)
+        return found
+
+    def _filled(self, weights: dict[str, Tensor]) -> Drafter:
         filled = {
-            id(part): nn.Parameter(gathered(named[name]), part.requires_grad)
+            id(part): nn.Parameter(weights[name], part.requires_grad)
             for name, part in self._shell[0].named_parameters()
         }
         found: Drafter = copy.deepcopy(self._shell[0], filled)
-        return found.train(self.drafter.training)
+        return found
 
     @torch.no_grad()
     def take(self, saved: Drafter) -> None:

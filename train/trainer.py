@@ -41,7 +41,7 @@ from .check import check, check_recomputes, check_with_target
 from .data import Batches, CachedBatches, OnlineBatches, Rows, split, token_counts
 from .hooks import enable_checkpointing
 from .joint import ADAPTER, Adapter, Joint, JointBatches, adapted
-from .launch import PeerLostError, alone_in, is_lost_peer, main_first
+from .launch import PeerLostError, alone_in, is_lost_peer, main_first, peak_bytes
 from .loop import DrafterTrainer, Lessons
 from .measured import Measured
 from .onpolicy import OnPolicy
@@ -251,10 +251,11 @@ class _Training:
         steps, metrics = self._train(trainer, start)
         metrics |= self._held_out(trainer, steps)
         folder = self.recipe.output_folder / "drafter"
-        drafter = trainer.whole_drafter()
-        if self.args.process_index == 0:
+        drafter, peaks = trainer.drafter_to_save(), trainer.together.each(peak_bytes(self.args.device))
+        if drafter is not None and self.args.process_index == 0:
             self._save(trainer, drafter, folder)
             facts = self._facts(trainer, steps, time.time() - began) | {"metrics": metrics}
+            facts["training"]["peak_bytes"] = peaks
             if trainer.joint is not None:
                 facts["adapter"] = {"files": digest_files(folder.with_name(ADAPTER))}
             provenance.write_provenance(self.recipe.output_folder, self.target, data, facts)

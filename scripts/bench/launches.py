@@ -2,8 +2,11 @@
 
     python -m outrider.scripts.bench.launches embedded-eagle3 --work build/launches --out launches-cpu.json
 
+    python -m outrider.scripts.bench.launches embedded-draft-model --memory --work build/memory --out memory-cpu.json
+
 Each launch trains the same rows with the same number of rows in a step, and its losses stand beside those of one
-process. Peak memory is the operating system's, of the largest process of a launch. Nothing is timed.
+process. With --memory a larger draft model is trained, and what the largest process held at most stands beside it:
+all that the system gave it, libraries and target included. Nothing is timed.
 """
 
 from __future__ import annotations
@@ -11,7 +14,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import resource
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -161,21 +163,43 @@ def equality(recipe: Recipe, work: Path, steps: int, in_step: int, launches: Seq
     return rows
 
 
+# A draft model of 59 million parameters for the embedded target: 0.9 GiB of weights, gradients and Adam's states.
+LARGE = {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 8, "num_attention_heads": 8}
+MEMORY = (Launch("one"), *(Launch(kind, n) for kind in ("ddp", "fsdp2", "zero2", "zero3") for n in (2, 4)))
+
+
+def memory(recipe: Recipe, work: Path, in_step: int) -> list[dict[str, Any]]:
+    """Return a row for each launch: what its largest process held at most in ten steps and a checkpoint."""
+    drafter = {"type": "draft_model", "model": {**LARGE, "num_key_value_heads": 8, "head_dim": 96}}
+    made, rows = with_responses(recipe, work, 10).model_copy(update={"drafter": drafter}), []
+    for place, launch in enumerate(MEMORY):
+        output = launched(launch, made, work, in_step, 29740 + place)
+        facts = json.loads((output / "provenance.json").read_text())
+        parameters, peak = facts["drafter"]["parameters"], max(facts["training"]["peak_bytes"])
+        rows.append({"launch": launch.name, "parameters": parameters, "peak_bytes": peak})
+        print(f"{launch.name}: {peak / 2**20:,.0f} MiB", flush=True)
+    return rows
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("recipe")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--memory", action="store_true", help="peak memory of a larger draft model instead")
     parser.add_argument("--steps", type=int, default=STEPS[-1])
     parser.add_argument("--rows", type=int, default=8, help="of a step, in all processes together")
     given = parser.parse_args()
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     recipe = load_recipe(given.recipe, given.overrides)
-    found = equality(recipe, given.work.resolve(), given.steps, given.rows, LAUNCHES)
+    work = given.work.resolve()
+    if given.memory:
+        name, found = "memory", memory(recipe, work, given.rows)
+    else:
+        name, found = "launches", equality(recipe, work, given.steps, given.rows, LAUNCHES)
     target = Target.load(**recipe.target.model_dump())
     settings = conditions(target, recipe=recipe.name, rows_in_a_step=given.rows, optimizer="adamw_torch")
-    write({"conditions": settings, "launches": found}, given.out)
+    write({"conditions": settings, name: found}, given.out)
     return 0
 
 

@@ -38,7 +38,7 @@ from .launch import Together, is_spread
 from .measured import Measured
 from .metrics import Sums
 from .onpolicy import OnPolicy
-from .parts import Parts, fit_engine, gradient_norm, loss_of
+from .parts import Parts, Undivided, fit_engine, gradient_norm, loss_of
 from .states import FsdpStates, ZeroStates, read_state, write_state
 from .stopping import Until, Watch
 
@@ -73,6 +73,7 @@ class DrafterTrainer(HookedTrainer):
         until: when it ends before its last step; None never.
 
     Attributes:
+        form: the drafter as this process has it, as one or in parts.
         stop: whether and where a request to stop ended the training.
         budget: None without `seconds`. watch: keeps the curve of evaluations, and ends the training by `until`.
     """
@@ -87,17 +88,17 @@ class DrafterTrainer(HookedTrainer):
         until: Until | None = None,
     ):
         precision = torch.bfloat16 if args.bf16 else None
-        self.parts = Parts(drafter, precision) if is_spread(args) else None
+        self.form = Parts(drafter, precision) if is_spread(args) else Undivided(drafter)
         super().__init__(
-            model=self.parts or joint or drafter,
+            model=self.form if isinstance(self.form, Parts) else joint or drafter,
             args=args,
             data_collator=collate,
             train_dataset=lessons.training,
             eval_dataset=lessons.held_out,
         )
         check_engine(args, str(self.accelerator.distributed_type.value))
-        if self.parts is not None:
-            fit_engine(self.parts, self.accelerator)
+        if isinstance(self.form, Parts):
+            fit_engine(self.form, self.accelerator)
         self.count_labels(COLUMNS)
         self.lessons, self.joint = lessons, joint
         self.together = Together(args, self.accelerator)
@@ -132,11 +133,8 @@ class DrafterTrainer(HookedTrainer):
 
     @property
     def drafter(self) -> Drafter:
-        """The drafter in training."""
-        model = self.accelerator.unwrap_model(self.model)
-        drafter = model.drafter if isinstance(model, Joint | Parts) else model
-        assert isinstance(drafter, Drafter)
-        return drafter
+        """The drafter in training; of one in parts, the part of this process."""
+        return self.form.drafter
 
     # ------------------------------------------------------------ optimizer
 
@@ -211,7 +209,7 @@ class DrafterTrainer(HookedTrainer):
             if self.lessons.on_policy is None:
                 yield inputs
                 continue
-            inputs, figures = self.lessons.on_policy.rewritten(inputs, self.whole_drafter(), self.state.global_step)
+            inputs, figures = self.lessons.on_policy.rewritten(inputs, self.form.whole(), self.state.global_step)
             self._sums.add(figures)
             yield inputs
 
@@ -313,7 +311,7 @@ class DrafterTrainer(HookedTrainer):
     def _measure(self, analytic: float | None) -> dict[str, float]:
         """Return τ as the decoder measures it, and how far the held-out rows' analytic one is above it."""
         measured = self.lessons.measured
-        tau = None if measured is None else measured.tau(self.whole_drafter(), self.together)
+        tau = None if measured is None else measured.tau(self.form.whole(), self.together)
         if tau is None:
             return {}
         return {MEASURED: tau} | ({} if analytic is None else {GAP: analytic - tau})
@@ -346,24 +344,9 @@ class DrafterTrainer(HookedTrainer):
                 checkpoints.mark_complete(folder)
             checkpoints.rotate(folder.parent, self.args.save_total_limit, self.state.best_model_checkpoint)
 
-    def whole_drafter(self) -> Drafter:
-        """Return the drafter, or a whole copy where it is in parts. All processes must call this together."""
-        return self.drafter if self.parts is None else self.parts.whole()
-
-    def drafter_to_save(self) -> Drafter | None:
-        """Return the drafter with all of its weights in the first process. All processes must call this together."""
-        return self.drafter if self.parts is None else self.parts.whole_in_first()
-
-    def sizes(self) -> tuple[int, int]:
-        """Return how many numbers the drafter has, and how many of them are trained."""
-        if self.parts is not None:
-            return self.parts.sizes()
-        parameters = list(self.drafter.parameters())
-        return sum(p.numel() for p in parameters), sum(p.numel() for p in parameters if p.requires_grad)
-
     def save_weights(self, folder: Path) -> None:
         """Write the drafter into `folder`, and the adapter of its target where that learns, too."""
-        drafter = self.drafter_to_save()
+        drafter = self.form.whole_in_first()
         if drafter is not None and self.args.should_save:
             drafter.save(folder)
             if self.joint is not None:
@@ -377,9 +360,9 @@ class DrafterTrainer(HookedTrainer):
 
     def _states(self) -> FsdpStates | ZeroStates:
         optimizer: Any = self.optimizer
-        assert self.parts is not None
-        self.parts.settle()
-        return (FsdpStates if self.is_fsdp_enabled else ZeroStates)(self.parts, optimizer.optimizer)
+        assert isinstance(self.form, Parts)
+        self.form.settle()
+        return (FsdpStates if self.is_fsdp_enabled else ZeroStates)(self.form, optimizer.optimizer)
 
     def load_weights(self, folder: Path) -> None:
         """Read the weights of a saved drafter into the one being trained, and those of its target's adapter.

@@ -133,8 +133,40 @@ class Parts(nn.Module):
 
     def sizes(self) -> tuple[int, int]:
         """Return how many numbers the drafter has, and how many of them are trained, in all processes together."""
-        parameters = list(self._shell[0].parameters())
-        return sum(p.numel() for p in parameters), sum(p.numel() for p in parameters if p.requires_grad)
+        return sizes_of(self._shell[0])
+
+
+class Undivided:
+    """A drafter that each process has as one: what `Parts` says of one that is spread, for this one."""
+
+    def __init__(self, drafter: Drafter):
+        self.drafter = drafter
+
+    def whole(self) -> Drafter:
+        """Return the drafter itself."""
+        return self.drafter
+
+    def whole_in_first(self) -> Drafter | None:
+        """Return the drafter itself, in every process."""
+        return self.drafter
+
+    def take(self, saved: Drafter) -> None:
+        """Put the weights of a drafter like this one into it.
+
+        Raises:
+            RuntimeError: it has other names or shapes.
+        """
+        self.drafter.load_state_dict(saved.state_dict())
+
+    def sizes(self) -> tuple[int, int]:
+        """Return how many numbers the drafter has, and how many of them are trained."""
+        return sizes_of(self.drafter)
+
+
+def sizes_of(drafter: Drafter) -> tuple[int, int]:
+    """Return how many numbers a drafter has, and how many of them are trained."""
+    parameters = list(drafter.parameters())
+    return sum(p.numel() for p in parameters), sum(p.numel() for p in parameters if p.requires_grad)
 
 
 def loss_of(found: dict[str, Any] | DrafterLoss) -> DrafterLoss:

@@ -251,7 +251,8 @@ class _Training:
         steps, metrics = self._train(trainer, start)
         metrics |= self._held_out(trainer, steps)
         folder = self.recipe.output_folder / "drafter"
-        drafter, peaks = trainer.drafter_to_save(), trainer.together.each(peak_bytes(self.args.device))
+        drafter = trainer.form.whole_in_first()
+        peaks = trainer.together.each(peak_bytes(self.args.device))
         if drafter is not None and self.args.process_index == 0:
             self._save(trainer, drafter, folder)
             facts = self._facts(trainer, steps, time.time() - began) | {"metrics": metrics}
@@ -307,7 +308,7 @@ class _Training:
     def _facts(self, trainer: DrafterTrainer, steps: int, seconds: float) -> dict[str, Any]:
         """Return what provenance says of the drafter and its training."""
         budget, joint = trainer.budget, trainer.joint
-        numel, trained = trainer.sizes()
+        numel, trained = trainer.form.sizes()
         drafter = {"type": trainer.drafter.name, "parameters": numel, "trained_parameters": trained}
         training = {
             "steps": steps,

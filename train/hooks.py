@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -120,11 +120,11 @@ class HookedTrainer(Trainer, ABC):
             self._load_scaler(own)
         return prepared
 
-    def _save_optimizer_and_scheduler(self, output_dir: str | None) -> None:
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         if not self.in_parts:
             super()._save_optimizer_and_scheduler(output_dir)
             return
-        folder = Path(output_dir or self.args.output_dir or "")
+        folder = Path(output_dir)
         self.save_states(folder)
         if self.args.should_save and self.lr_scheduler is not None:
             torch.save(self.lr_scheduler.state_dict(), folder / _SCHEDULER)
@@ -154,6 +154,11 @@ class HookedTrainer(Trainer, ABC):
         self.load_weights(Path(self.state.best_model_checkpoint or ""))
 
     # ------------------------------------------------------------ what it sets
+
+    def norm_of_last_step(self) -> float:
+        """Return the norm of all gradients of the step that DeepSpeed has just taken."""
+        engine: Any = self.deepspeed
+        return float(engine.get_global_grad_norm() or 0.0)
 
     def count_labels(self, columns: list[str]) -> None:
         """Let the base class count the labels of the whole global batch, and leave dividing to `compute_loss`.

@@ -87,6 +87,8 @@ class DrafterTrainer(HookedTrainer):
         joint: Joint | None = None,
         until: Until | None = None,
     ):
+        if args.ddp_find_unused_parameters is None:
+            args.ddp_find_unused_parameters = joint is not None or has_experts(drafter)
         precision = torch.bfloat16 if args.bf16 else None
         self.form = Parts(drafter, precision) if is_spread(args) else Undivided(drafter)
         super().__init__(
@@ -250,7 +252,7 @@ class DrafterTrainer(HookedTrainer):
         if getattr(self.accelerator, "scaler", None) is not None:
             return torch.zeros(())
         if self.is_deepspeed_enabled:
-            return torch.as_tensor(float(self.deepspeed.get_global_grad_norm() or 0.0))
+            return torch.as_tensor(self.norm_of_last_step())
         assert isinstance(self.model, nn.Module)
         return gradient_norm(self.model)
 
@@ -377,7 +379,7 @@ class DrafterTrainer(HookedTrainer):
                 f"{folder} holds a {saved.name} drafter, this run trains {self.drafter.name}; choose another output."
             )
         try:
-            self._take(saved)
+            self.form.take(saved)
         except RuntimeError as error:
             raise BadInputError(
                 f"{folder} holds a drafter of other sizes than this run's; choose another output, or start over. "
@@ -385,6 +387,11 @@ class DrafterTrainer(HookedTrainer):
             ) from error
         if self.joint is not None:
             self.joint.adapter.load(folder / ADAPTER)
+
+
+def has_experts(drafter: Drafter) -> bool:
+    """Tell whether a step may leave weights of a drafter without a gradient: those of experts that no token chose."""
+    return any("expert" in name for name, _ in drafter.named_modules())
 
 
 def use_our_progress(trainer: Trainer) -> None:

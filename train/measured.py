@@ -103,13 +103,15 @@ class Measured:
         return own.to(self.target.device).cast(self.target.dtype).eval().requires_grad_(False)
 
     def _sample(self, prompt: Sequence[int], out: Output, row: int) -> Sample:
-        tokenizer, tokens, rounds = self.target.require_tokenizer(), out.tokens[row], out.rounds[row]
+        text, tokens, rounds = self._text, out.tokens[row], out.rounds[row]
         tau = sum(1 + r.accepted for r in rounds) / len(rounds) if rounds else float("nan")
         marked = "".join(
-            f"[{tokenizer.decode(part)}]" if was_drafted else tokenizer.decode(part)
-            for part, was_drafted in drafted_parts(tokens, rounds)
+            f"[{text(part)}]" if was_drafted else text(part) for part, was_drafted in drafted_parts(tokens, rounds)
         )
-        return Sample(tokenizer.decode(list(prompt)), tokenizer.decode(tokens), marked, tau)
+        return Sample(text(prompt), text(tokens), marked, tau)
+
+    def _text(self, tokens: Sequence[int]) -> str:
+        return str(self.target.require_tokenizer().decode(list(tokens)))
 
 
 def _prompts(spec: EvalSpec, target: Target) -> list[tuple[int, ...]]:

@@ -312,10 +312,9 @@ class DrafterTrainer(HookedTrainer):
 
     def _measure(self, analytic: float | None) -> dict[str, float]:
         """Return τ as the decoder measures it, and how far the held-out rows' analytic one is above it."""
-        measured = self.lessons.measured
-        tau = None if measured is None else measured.tau(self.form.whole(), self.together)
-        if tau is None:
+        if self.lessons.measured is None:
             return {}
+        tau = self.lessons.measured.tau(self.form.whole(), self.together)
         return {MEASURED: tau} | ({} if analytic is None else {GAP: analytic - tau})
 
     def _may_cut_evaluation(self) -> bool:

@@ -69,8 +69,8 @@ class Measured:
             spec.max_new_tokens,
         )
 
-    def tau(self, drafter: Drafter, together: Together) -> float | None:
-        """Return τ over all prompts; None where every text ended with its first token. All processes call this."""
+    def tau(self, drafter: Drafter, together: Together) -> float:
+        """Return τ over all prompts; 1 where every text ended with its first token. All processes call this."""
         sums = torch.zeros(2, dtype=torch.double, device=self.target.device)
         rank, count = together.args.process_index, together.args.world_size
         if not self.target.sharded:
@@ -81,7 +81,7 @@ class Measured:
         else:
             follow(self.target)
         emitted, rounds = together.sum(sums).tolist()
-        return emitted / rounds if rounds else None
+        return float(emitted / rounds) if rounds else 1.0
 
     def _sums(self, drafter: Drafter, places: Sequence[int]) -> Tensor:
         """Return the tokens and the rounds of these prompts, `[2]`."""

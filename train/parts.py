@@ -117,7 +117,9 @@ class Parts(nn.Module):
             RuntimeError: it has other names or shapes.
         """
         weights = saved.state_dict()
-        self._shell[0].load_state_dict(weights)  # checks names and shapes; without weights, nothing is copied
+        expected = {name: value.shape for name, value in self._shell[0].state_dict().items()}
+        if differing := [n for n in expected.keys() | weights.keys() if expected.get(n) != _shape(weights.get(n))]:
+            raise RuntimeError(f"Other names or shapes: {', '.join(sorted(differing)[:4])}.")
         self.settle()
         for name, parameter in self.drafter.named_parameters():
             replace(parameter, weights[name])
@@ -174,6 +176,10 @@ def loss_of(found: dict[str, Any] | DrafterLoss) -> DrafterLoss:
     if isinstance(found, DrafterLoss):
         return found
     return DrafterLoss(found["total"], found["count"], {k: (v[0], v[1]) for k, v in found["metrics"].items()})
+
+
+def _shape(value: Tensor | None) -> torch.Size | None:
+    return None if value is None else value.shape
 
 
 def _blocks(drafter: Drafter) -> list[str]:

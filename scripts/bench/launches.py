@@ -113,6 +113,8 @@ def launched(launch: Launch, recipe: Recipe, work: Path, in_step: int, port: int
         f"training.per_device_train_batch_size={launch.rows(in_step)}",
         f"training.gradient_accumulation_steps={launch.accumulation}",
     ]
+    if (output / "provenance.json").is_file():
+        return output
     (work / "recipe.yaml").write_text(recipe.to_yaml())
     done = subprocess.run(
         launch.command(work / "recipe.yaml", port, changes),

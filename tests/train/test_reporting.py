@@ -24,7 +24,7 @@ MakeRecipe = Callable[..., Recipe]
     ("name", "said"),
     [
         ("tensorbord", r"training.report_to: unknown key 'tensorbord'; did you mean 'tensorboard'"),
-        ("neptune", r"training.report_to: neptune cannot report here: .* Install its package \(pip install neptune\)"),
+        ("swanlab", r"training.report_to: swanlab cannot report here: .* Install its package \(pip install swanlab\)"),
     ],
 )
 def test_a_tracker_that_is_not_there_is_refused_before_any_work(

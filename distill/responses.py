@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import logging
-import shutil
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -23,17 +22,17 @@ from datasets.utils.tqdm import are_progress_bars_disabled, disable_progress_bar
 from rich.console import Console
 
 from ..decode import Decoder, Plan, Sampling
-from ..ground import BadInputError, IncompatibleError, digests
+from ..ground import BadInputError, IncompatibleError, Refusal, digests
 from ..ground.disk import keeping, writing
 from ..ground.files import read_json, write_atomically
 from ..ground.locks import locked
 from ..ground.progress import progress
 from ..ground.replacing import replacing_folder
-from ..ground.sealed import read_sealed, write_json
 from ..ground.versions import versions
 from ..recipes import DataSpec, Recipe
 from ..targets import Fingerprint, Target
 from .prompts import Collection, Prompt, check_sources, collect, digest_prompts
+from .unfinished import Unfinished
 
 PROVENANCE = "provenance.json"
 SCHEMA_VERSION = 2
@@ -148,7 +147,7 @@ class _Answering:
     """One data set in the making."""
 
     def __init__(self, folder: Path, spec: DataSpec, target: Target, found: Collection):
-        self.folder, self.partial = folder, folder.with_name(folder.name + ".partial")
+        self.folder, self.unfinished = folder, Unfinished(folder.with_name(folder.name + ".partial"))
         self.spec, self.target, self.found = spec, target, found
         self.prompts: Sequence[Prompt] = found.prompts
         sampling = {**spec.sampling.model_dump(), "max_new_tokens": spec.max_new_tokens}
@@ -161,11 +160,16 @@ class _Answering:
         saved = provenance(self.folder)
         _require_whole(self.folder, saved)
         self._require_same(self.folder, saved)
-        shutil.rmtree(self.partial, ignore_errors=True)  # of a run that was killed just before it did so
+        self.unfinished.remove()  # of a run that was killed just before it did so
         return True
 
     def _require_same(self, folder: Path, saved: dict[str, Any]) -> None:
-        lines = self.identity.differences(saved)
+        try:
+            lines = self.identity.differences(saved)
+        except (KeyError, TypeError, AttributeError) as error:
+            raise Refusal(
+                f"{folder}: what it says of its target or sampling is damaged. Delete that folder."
+            ) from error
         if lines:
             raise BadInputError(
                 f"{folder} was made with other settings: {'; '.join(lines)}. Choose another `output`, or delete that "
@@ -174,33 +178,28 @@ class _Answering:
 
     def kept(self) -> str:
         """Return a sentence about what is there if the run ends now."""
-        if not self._shards():
+        if self.unfinished.is_empty():
             return "No responses were kept."
-        return f"The responses finished so far are kept in {self.partial}."
+        return f"The responses finished so far are kept in {self.unfinished.folder}."
 
     # ------------------------------------------------------------ answering
 
     def answer(self, console: Console | None) -> None:
         """Generate what is missing, batch by batch."""
         self._check_room()
-        self._open_partial()
-        answered = self._answered()
+        self.unfinished.open(self.identity.to_dict(), lambda saved: self._require_same(self.unfinished.folder, saved))
+        answered = self.unfinished.answered()
         missing = [i for i in self._longest_first() if i not in answered]
         decoder, size = Decoder(self.target), self.spec.batch_size
-        shard = 1 + max((int(f.stem) for f in self._shards()), default=-1)
+        number = self.unfinished.next_number()
         tokens, started = 0, time.perf_counter()
         with progress(console, "target answers", len(self.prompts), len(answered)) as advance:
             for begin in range(0, len(missing), size):
                 batch = missing[begin : begin + size]
                 responses = self._generate(decoder, batch)
-                lines = [json.dumps({"index": i, "tokens": r}) for i, r in zip(batch, responses, strict=True)]
-                self._keep(f"{shard:05d}.jsonl", "\n".join(lines) + "\n")
-                shard, tokens = shard + 1, tokens + sum(map(len, responses))
+                self.unfinished.keep(number, batch, responses)
+                number, tokens = number + 1, tokens + sum(map(len, responses))
                 advance(len(batch), f"{tokens / (time.perf_counter() - started):,.0f} tokens/s")
-
-    def _keep(self, name: str, text: str) -> None:
-        write_atomically(self.partial / name, text)
-        digests.add(self.partial, name)
 
     def _generate(self, decoder: Decoder, batch: list[int]) -> list[list[int]]:
         """Return responses to the prompts with these indices; each draws by its index, whatever the batch."""
@@ -233,42 +232,11 @@ class _Answering:
                 "Lower data.max_prompt_tokens or data.max_new_tokens."
             )
 
-    def _open_partial(self) -> None:
-        """Start an unfinished run, or check that the one there is ours."""
-        file = self.partial / "identity.json"
-        if file.is_file():
-            saved = read_sealed(file, f"Delete {self.partial}, and the responses are generated again.")
-            self._require_same(self.partial, saved)
-            return
-        if self._shards():
-            _log.warning("%s is missing: whose responses these are is not known; they are generated again.", file)
-            shutil.rmtree(self.partial)
-        self.partial.mkdir(parents=True, exist_ok=True)
-        write_json(file, self.identity.to_dict())
-
-    def _shards(self) -> list[Path]:
-        return sorted(f for f in self.partial.glob("*.jsonl") if f.stem.isdigit())
-
-    def _answered(self) -> dict[int, list[int]]:
-        """Return responses by prompt index, from the finished batches. A damaged file only costs its batch."""
-        answered: dict[int, list[int]] = {}
-        found = digests.problems_so_far(self.partial, [file.name for file in self._shards()])
-        for line in found:
-            _log.warning("%s/%s; its responses are generated again", self.partial, line)
-        damaged = {line.partition(":")[0] for line in found}
-        for file in self._shards():
-            if file.name in damaged:
-                file.unlink()
-                continue
-            rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
-            answered |= {row["index"]: row["tokens"] for row in rows}
-        return answered
-
     # ------------------------------------------------------------ the data set
 
     def assemble(self) -> None:
         """Write the data set beside its place, then move it there."""
-        answered, ending = self._answered(), set(self.target.eos_ids)
+        answered, ending = self.unfinished.answered(), set(self.target.eos_ids)
         kept = [i for i in range(len(self.prompts)) if any(t not in ending for t in answered[i])]
         if not kept:
             raise BadInputError(
@@ -280,7 +248,7 @@ class _Answering:
                 self._dataset(kept, answered).save_to_disk(str(building))
             write_atomically(building / PROVENANCE, json.dumps(self._provenance(kept, answered), indent=2) + "\n")
             digests.seal(building)
-        shutil.rmtree(self.partial)
+        self.unfinished.remove()
 
     def _dataset(self, kept: list[int], answered: dict[int, list[int]]) -> Dataset:
         rows = [(self.prompts[i], answered[i]) for i in kept]

@@ -200,6 +200,12 @@ def _keeping_all(args: TrainingArguments) -> Iterator[None]:
         args.save_total_limit = limit
 
 
+def block_classes(model: PreTrainedModel) -> list[str]:
+    """Return the classes of the layers that a Hugging Face model has many of."""
+    known = {type(module).__name__ for module in model.modules()}
+    return sorted(known & set(model._no_split_modules or ()))
+
+
 def train_on_one_gpu(args: TrainingArguments) -> None:
     """Make one process use one GPU. Several would mean torch's DataParallel, which cannot carry a TargetBatch."""
     args._n_gpu = 1

@@ -24,6 +24,7 @@ from transformers import PreTrainedModel
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from ..heads import Drafter, DrafterConfig, DrafterLoss, TargetBatch
+from .hooks import block_classes
 
 
 class Lesson(nn.Module):
@@ -56,8 +57,6 @@ class Parts(nn.Module):
     def __init__(self, drafter: Drafter, precision: torch.dtype | None = None):
         super().__init__()
         self.lesson = Lesson(drafter, precision)
-        # FSDP gathers these one at a time, and the rest of the drafter as one.
-        self._no_split_modules = _blocks(drafter)
         self._shell = _shell(drafter)
 
     @property
@@ -182,13 +181,6 @@ def _shape(value: Tensor | None) -> torch.Size | None:
     return None if value is None else value.shape
 
 
-def _blocks(drafter: Drafter) -> list[str]:
-    """Return the classes of layers that a Hugging Face drafter has many of."""
-    model = getattr(drafter, "model", None)
-    known = {type(module).__name__ for module in model.modules()} if isinstance(model, PreTrainedModel) else set()
-    return sorted(known & set(getattr(model, "_no_split_modules", None) or ()))
-
-
 def _shell(drafter: Drafter) -> tuple[Drafter]:
     """Return the drafter with the shapes of its weights alone, in a tuple, which hides it from `modules`."""
     bare = {id(p): nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad) for p in drafter.parameters()}
@@ -215,7 +207,9 @@ def fit_engine(parts: Parts, accelerator: Accelerator) -> None:
 
 def _fit_fsdp(plugin: Any, parts: Parts) -> None:
     plugin.cpu_ram_efficient_loading = False  # every process has made the drafter by itself
-    plugin.transformer_cls_names_to_wrap = list(parts._no_split_modules)
+    model = getattr(parts.drafter, "model", None)
+    # These are gathered one at a time, the rest of the drafter as one.
+    plugin.transformer_cls_names_to_wrap = block_classes(model) if isinstance(model, PreTrainedModel) else []
     plugin.mixed_precision_policy = MixedPrecisionPolicy(param_dtype=parts.lesson.precision, reduce_dtype=torch.float32)
 
 
@@ -253,6 +247,8 @@ def replace(parameter: nn.Parameter, value: Tensor) -> None:
     with _gathering(parameter, writes=True):
         if parameter.shape == value.shape:
             parameter.copy_(value)
+    if not parameter.requires_grad:
+        return
     if is_zero3(parameter):
         deepspeed().utils.safe_set_local_fp32_param(parameter, own_part(parameter, value))
     elif hasattr(parameter, "_hp_mapping"):  # ZeRO stage 1 or 2, whose optimizer has a copy

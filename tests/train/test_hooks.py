@@ -20,7 +20,14 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import Dataset, Sampler, SequentialSampler
 from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
 
-from outrider.train.hooks import TRIED, HookedTrainer, asks_for_checkpointing, enable_checkpointing, train_on_one_gpu
+from outrider.train.hooks import (
+    TRIED,
+    HookedTrainer,
+    asks_for_checkpointing,
+    block_classes,
+    enable_checkpointing,
+    train_on_one_gpu,
+)
 
 NUM_ROWS, STEPS = 8, 4
 
@@ -235,6 +242,12 @@ def test_one_process_uses_one_gpu(make: Callable[..., Probe]) -> None:
     args._n_gpu = 4
     train_on_one_gpu(args)
     assert args.n_gpu == 1
+
+
+def test_the_layers_of_a_model_are_known() -> None:
+    """`_no_split_modules`."""
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    assert block_classes(LlamaForCausalLM(LlamaConfig(vocab_size=8, **sizes))) == ["LlamaDecoderLayer"]
 
 
 @pytest.mark.parametrize("asked", [True, False])

@@ -339,6 +339,8 @@ class DrafterTrainer(HookedTrainer):
         self.accelerator.wait_for_everyone()
         with checkpoints.explained(folder):
             yield
+            if self.args.should_save:
+                checkpoints.write_launch(folder, self.args)
         self.accelerator.wait_for_everyone()  # the marker lists every process's random state
         if self.args.should_save:
             with checkpoints.explained(folder):

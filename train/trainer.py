@@ -152,7 +152,8 @@ def _starting_point(recipe: Recipe, args: TrainingArguments, resume: bool, secon
             _log.warning("starting over; the earlier checkpoints are now in %s", aside)
     elif not args.resume_from_checkpoint:
         if found is not None:
-            provenance.check_same_run(recipe, output)
+            provenance.check_same_run(recipe, output, may_spread=(found / checkpoints.LAUNCH).is_file())
+            checkpoints.check_same_rows(found, args)
             check_same_budget(found, seconds)
         if is_main:
             checkpoints.remove_broken(folder, found)

@@ -126,6 +126,7 @@ def test_a_drafter_in_parts_continues_in_any_number_of_processes(
     for place, other in enumerate(others):
         again = recipe(f"again-{place}", **settings | {"per_device_train_batch_size": 12 // other.processes})
         shutil.copytree(first, again.output_folder / "checkpoints" / first.name)
+        shutil.copy(whole.output_folder / "recipe.yaml", again.output_folder)
         said = run(other, again).stderr
         assert "continuing from" in said
         assert losses(again.output_folder)[4:] == pytest.approx(losses(whole.output_folder)[4:], rel=1e-3)

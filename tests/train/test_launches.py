@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import random
 import shutil
 import signal
 import socket
@@ -27,7 +28,7 @@ from outrider.recipes import Recipe
 from outrider.scripts.bench.launches import Launch, losses
 from outrider.targets import Target
 from outrider.train import train
-from outrider.train.checkpoints import checkpoints
+from outrider.train.checkpoints import checkpoints, last_complete, step_of
 
 from .conftest import DRAFT_MODEL, EAGLE3
 
@@ -244,3 +245,30 @@ def test_sigterm_saves_and_the_same_command_continues(
     again = run(launch, made)
     assert "continuing from" in again.stderr
     assert "60 steps" in again.stderr
+
+
+@pytest.mark.parametrize("launch", [pytest.param(Launch("ddp", 2), id="ddp"), *ENGINES])
+def test_kills_of_all_processes_at_random_times_lose_no_more_than_an_interval(
+    launch: Launch, recipe: Callable[..., Recipe], run: Run, tmp_path: Path
+) -> None:
+    """Three times SIGKILL to the launcher and its processes; in the end the losses are those of no kill (1e-4)."""
+    settings = {"optim": "adamw_torch", "max_steps": 60, "save_steps": 3, "per_device_train_batch_size": 4}
+    whole, made, chance = recipe("whole", **settings), recipe("killed", **settings), random.Random(7)
+    run(launch, whole)
+    for _ in range(3):
+        process = started(launch, made, tmp_path)
+        said, before = tmp_path / "said", reached(made)
+        wait_for(said, f"step {before + 1} ", process)
+        time.sleep(chance.uniform(0, 1.5))
+        logged = [int(line.split()[1]) for line in said.read_text().splitlines() if line.startswith("step ")]
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait(60)
+        assert reached(made) >= max(logged) - 2 * settings["save_steps"], "a checkpoint may be half written"
+    run(launch, made)
+    assert losses(made.output_folder) == pytest.approx(losses(whole.output_folder), rel=1e-4)
+
+
+def reached(made: Recipe) -> int:
+    """The step of the last whole checkpoint; 0 for none."""
+    last = last_complete(made.output_folder / "checkpoints")
+    return 0 if last is None else step_of(last)

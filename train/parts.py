@@ -231,8 +231,10 @@ def is_zero3(parameter: Tensor) -> bool:
 
 def gathered(parameter: nn.Parameter) -> Tensor:
     """Return a copy of a weight, whole. All processes must call this together."""
-    if isinstance(parameter, DTensor):
-        return parameter.detach().full_tensor().clone()
+    part: Any = parameter.detach()
+    if isinstance(part, DTensor):
+        whole: Tensor = part.full_tensor().clone()
+        return whole
     with _gathering(parameter):
         return parameter.detach().clone()
 

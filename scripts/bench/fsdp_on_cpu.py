@@ -12,7 +12,7 @@ from accelerate import PartialState
 from accelerate.utils import DistributedType
 
 os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"
-PartialState._prepare_backend = lambda *_, **__: ("gloo", DistributedType.MULTI_GPU)  # type: ignore[assignment]
+PartialState._prepare_backend = lambda *_, **__: ("gloo", DistributedType.MULTI_GPU)
 
 from ...train.__main__ import main  # noqa: E402 (after the patch)
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import struct
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -86,25 +87,38 @@ def test_an_offline_wandb_run_holds_everything(
 def records(file: Path) -> dict[str, list[Any]]:
     """What a .wandb file holds of these kinds."""
     from wandb.proto import wandb_internal_pb2
-    from wandb.sdk.internal.datastore import DataStore
 
     store: dict[str, list[Any]] = {"history": [], "config": [], "artifacts": []}
-    data = DataStore()
-    data.open_for_scan(str(file))
-    while (raw := data.scan_data()) is not None:
+    for raw in entries(file.read_bytes()):
         record = wandb_internal_pb2.Record()
         record.ParseFromString(raw)
         kind = record.WhichOneof("record_type")
         if kind == "history":
             items = record.history.item
             store["history"].append([{"key": i.key or ".".join(i.nested_key), "value": i.value_json} for i in items])
-        elif kind == "config":
-            store["config"].append({u.key or ".".join(u.nested_key) for u in record.config.update})
+        elif kind in ("config", "run"):
+            changes = record.config if kind == "config" else record.run.config
+            store["config"].append({u.key or ".".join(u.nested_key) for u in changes.update})
         elif kind == "artifact":
             store["artifacts"].append(record.artifact.name)
         elif kind == "request" and record.request.WhichOneof("request_type") == "log_artifact":
             store["artifacts"].append(record.request.log_artifact.artifact.name)
     return store
+
+
+def entries(log: bytes, header: int = 7, block: int = 32768) -> Iterator[bytes]:
+    """The entries of a log in LevelDB's format, after wandb's header: each a checksum, a length, a kind and bytes."""
+    place, parts = header, b""
+    while place + header <= len(log):
+        if block - place % block < header:
+            place += block - place % block
+            continue
+        _, length, kind = struct.unpack("<IHB", log[place : place + header])
+        parts += log[place + header : place + header + length]
+        place += header + length
+        if kind in (1, 4):  # whole, or the last of several
+            yield parts
+            parts = b""
 
 
 @pytest.mark.slow

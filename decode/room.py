@@ -54,7 +54,7 @@ class Room:
     def __init__(self, target: Target, drafter: Drafter | None, rows: int, length: int, spare: int):
         self.target, self.drafter = target, drafter
         self.length, self.spare = window_of(length), spare
-        self.cache: RaggedCache = target.new_cache(rows, self.length)
+        self.cache: RaggedCache = target.new_cache(rows, self.length, joined=True)
         self.session = self._open()
         captures = target.device.type == "cuda"
         self.graphs: Graphs[RoundState, Outcome] = Graphs(target.device, captures)
@@ -112,8 +112,10 @@ class Room:
             The next state, what the round packed, read back, and the name of the rule that judged.
         """
         window = min(window_of(needed), self.length)
+        if self.target.fast is not None and not state.session.caches():
+            window = self.length  # one graph serves all lengths
         for cache in (self.cache, *state.session.caches()):
-            cache.window = window
+            cache.window = self.length if cache is self.cache and self.target.fast is not None else window
             if idle:  # what an idle row writes must stay inside the window, and its positions inside the context
                 cache.lengths.masked_fill_(self._mask(tuple(idle)), 1)
         if setup.abilities.from_text:

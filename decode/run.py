@@ -19,6 +19,7 @@ from ..ground.machine import clock
 from ..heads import Abilities, Drafter, EmptySession, Session
 from ..targets import Counts, Target
 from ..targets.attention import steady_kernels
+from ..targets.fast import by_library
 from . import round as stage
 from .control import Controller, Schedule
 from .drafting import Drawing
@@ -387,7 +388,7 @@ class Run:
             speculate=[self.wanting[i]],
         )
         try:
-            with witness.watching():
+            with witness.watching(), by_library(self.target):
                 for _ in _Again(self.target, self.drafter, again, Rooms(self.target, False)).steps():
                     pass
         except LIBRARY_ERRORS:  # too little memory for a second cache, for example; what was seen until then counts

@@ -41,6 +41,7 @@ class Load:
         depth: most drafts on a path; 0 if nothing is drafted.
         fixed: whether rounds have fixed shapes (see `room`).
         nodes: most draft tokens of a row, where the drafter makes the proposal itself; 0 for not more than `depth`.
+        ahead: whether a round may be launched before the one before it is read: rows that have finished write one more.
     """
 
     rows: int
@@ -51,6 +52,7 @@ class Load:
     sampling: Sampling
     fixed: bool = False
     nodes: int = 0
+    ahead: bool = False
 
     @property
     def length(self) -> int:
@@ -61,7 +63,8 @@ class Load:
     @property
     def margin(self) -> int:
         """Entries that a round of fixed shape may write after the longest row."""
-        return margin(self.plan.max_nodes, self.plan.depth, self.plan.max_read) if self.depth else 3
+        once = margin(self.plan.max_nodes, self.plan.depth, self.plan.max_read) if self.depth else 3
+        return 2 * once if self.ahead else once
 
     @property
     def spare(self) -> int:
@@ -246,7 +249,7 @@ def _logit_bytes(target: Target, load: Load, places: int, sampled: bool) -> int:
     rule = RULES[NOT_DRAWN] if rule.samples and not sampled else rule
     logit, (each, once), greedy = footprint.kept, rule.logit_bytes, rule.name == AT_ZERO
     if greedy and target.device.type == "cpu" and logit < 4:
-        each = 4  # `most_probable` copies them
+        each = 4  # `highest` copies them
     filters = 0 if greedy else max(_NUCLEUS if sampling.top_p is not None else 0, _MIN_P if sampling.min_p else 0)
     processed, processing, context = _processor_bytes(logit, sampling)
     most = max(

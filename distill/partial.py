@@ -22,13 +22,14 @@ from typing import Any
 
 import numpy as np
 
-from ..ground import BadInputError, digests
-from ..ground.files import write_atomically
+from ..ground import BadInputError, Refusal, digests
+from ..ground.files import read_json, write_atomically
 from ..ground.locks import claiming
 from ..ground.sealed import read_sealed, write_json
 from ..targets import Fingerprint
 
 Tokens = list[int]
+_IDENTITY = "identity.json"
 
 _log = logging.getLogger(__name__)
 
@@ -64,8 +65,17 @@ class Identity:
         return lines + ([f"who answers (was {_who(who)}, is {_who(self.answered_by)})"] * (who != self.answered_by))
 
     def require_same(self, folder: Path, saved: dict[str, Any]) -> None:
-        """Raise BadInputError if `folder` was made with what `saved` says, and that is something else."""
-        lines = self.differences(saved)
+        """Raise BadInputError if `folder` was made with what `saved` says, and that is something else.
+
+        Raises:
+            Refusal: it says nothing of the kind.
+        """
+        try:
+            lines = self.differences(saved)
+        except (KeyError, TypeError, AttributeError) as error:
+            raise Refusal(
+                f"{folder}: what it says of its target or sampling is damaged. Delete that folder."
+            ) from error
         if lines:
             raise BadInputError(
                 f"{folder} was made with other settings: {'; '.join(lines)}. Choose another `output`, or delete that "
@@ -130,6 +140,21 @@ class Answers:
             return Answer.of(opened.readline().decode())
 
 
+def _is_readable(file: Path) -> bool:
+    """Tell whether a batch without a digest holds answers."""
+    try:
+        found = [Answer.of(line) for _, line in _lines(file)]
+        return all(
+            _is_count(n) for answer in found for n in [answer.index, *(t for turn in answer.turns for t in turn)]
+        )
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+def _is_count(number: Any) -> bool:
+    return isinstance(number, int) and 0 <= number < 2**31
+
+
 def _lines(file: Path) -> Iterator[tuple[int, str]]:
     """Yield where each line of `file` begins, and the line."""
     begin = 0
@@ -167,17 +192,40 @@ class Partial:
 
     def open(self, identity: Identity) -> None:
         """Start an unfinished run, or check that the one there is ours. Damaged files only cost their batches."""
-        file = self.folder / "identity.json"
-        if file.is_file():
+        file = self.folder / _IDENTITY
+        if self._is_older():
+            identity.require_same(self.folder, read_json(file))
+            self._adopt(identity)
+        elif file.is_file():
             saved = read_sealed(file, f"Delete {self.folder}, and the responses are generated again.")
             identity.require_same(self.folder, saved)
             self._remove_damaged()
-            return
+        else:
+            self._start(identity)
+
+    def _start(self, identity: Identity) -> None:
+        file = self.folder / _IDENTITY
         if self.files():
             _log.warning("%s is missing: whose responses these are is not known; they are generated again.", file)
             shutil.rmtree(self.folder)
         self.folder.mkdir(parents=True, exist_ok=True)
         write_json(file, identity.to_dict())
+
+    def _is_older(self) -> bool:
+        """Tell whether a version without digests wrote it: its identity has exactly what those wrote."""
+        file = self.folder / _IDENTITY
+        return file.is_file() and read_json(file).keys() == {"target", "prompts", "sampling"}
+
+    def _adopt(self, identity: Identity) -> None:
+        """Take over the batches of an older version. The identity is sealed last: a kill before repeats this."""
+        _log.warning(
+            "%s was written by an older Outrider: it is continued, and whether it was altered cannot be checked.",
+            self.folder,
+        )
+        if not (self.folder / digests.LIST).exists():
+            digests.start_list(self.folder, [file.name for file in self.files() if _is_readable(file)])
+        self._remove_damaged()
+        write_json(self.folder / _IDENTITY, identity.to_dict())
 
     def _remove_damaged(self) -> None:
         found = digests.problems_so_far(self.folder, [file.name for file in self.files()])

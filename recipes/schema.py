@@ -262,6 +262,11 @@ class EvalSpec(Section):
         repeats: timed passes over each suite; contestants are interleaved.
         baselines: drafters without weights that are measured beside the trained one.
         threads: of torch while measuring, on a CPU; null leaves its own choice.
+        training_prompts: on so many prompts of the suites, taken from them in turn, the decoder measures τ at each
+            evaluation of the training (training.eval_steps), at the first of the temperatures. It is logged as
+            `measured_tau`, and with `tau_gap`: what the held-out rows' analytic τ is above it.
+        patience: ends the training when so many evaluations brought no better measured τ, and keeps the best
+            checkpoint; null for all steps.
     """
 
     suites: Annotated[list[str], Field(min_length=1)] = Field(default_factory=lambda: ["code", "docs", "prose"])
@@ -277,6 +282,8 @@ class EvalSpec(Section):
     baselines: list[str] = Field(default_factory=lambda: ["ngram"])
     threads: Positive | None = None
     dtype: Dtype = "auto"
+    training_prompts: Annotated[int, Field(ge=0)] = 0
+    patience: Positive | None = None
 
     @field_validator("tree")
     @classmethod
@@ -284,6 +291,12 @@ class EvalSpec(Section):
         if tree is not None:
             _tree_depth(tree)
         return tree
+
+    @model_validator(mode="after")
+    def _waits_for_what_is_measured(self) -> EvalSpec:
+        if self.patience is not None and not self.training_prompts:
+            raise ValueError("patience waits for a better measured τ; set training_prompts, to 16 for example")
+        return self
 
     @model_validator(mode="after")
     def _is_one_shape(self) -> EvalSpec:

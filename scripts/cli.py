@@ -29,6 +29,7 @@ from ..ground import OutriderError
 from ..ground.allocation import keep_large_blocks, remember_few_shapes
 from ..ground.disk import is_disk_full, require_folder
 from ..ground.files import write_atomically
+from ..ground.hub import say_retries_once
 from ..ground.signals import how, number_of, stoppable
 from . import data, doors, registry, served, watch
 from .examples import EXAMPLES
@@ -195,6 +196,7 @@ def _every_verb(
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    say_retries_once()
     keep_large_blocks()
     remember_few_shapes()
 

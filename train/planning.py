@@ -36,7 +36,7 @@ from .rehearsal import rehearse, rehearse_optimizer
 from .warmstart import check_drafter, make_drafter
 
 Sharding = Literal["none", "zero1", "zero2", "zero3", "fsdp"]
-REFUSED = ("zero3", "fsdp")  # by `train.check`: a checkpoint must hold the whole drafter
+SPLIT_WEIGHTS = ("zero3", "fsdp")
 # Shares of a device's best that are assumed to be reached, and of its memory that can be used.
 COMPUTE, BANDWIDTH, ROOM = 0.4, 0.6, 0.9
 BUCKET = 500_000_000  # elements of a bucket in DeepSpeed's default config; it keeps two
@@ -512,10 +512,10 @@ class _Planning:
 
     def _notes(self) -> list[str]:
         notes = []
-        if self.sharding in REFUSED:
+        if self.sharding in SPLIT_WEIGHTS:
             notes.append(
-                f"{self.sharding} splits the drafter's weights, which the trainer refuses at present: use none, zero1 "
-                "or zero2."
+                f"{self.sharding} splits the drafter's weights; a checkpoint gathers them, one at a time, and the main "
+                "process then holds a whole copy."
             )
         if self.processes > 1:
             if self.recipe.target.sharding == "none":
@@ -570,9 +570,9 @@ def _sharded(whole: Memory, processes: int, sharding: Sharding) -> Memory:
     split = (
         {"optimizer_states", "optimizer_step"}
         | ({"gradients"} if sharding != "zero1" else set())
-        | ({"drafter_weights"} if sharding in REFUSED else set())
+        | ({"drafter_weights"} if sharding in SPLIT_WEIGHTS else set())
     )
-    if sharding in REFUSED:
+    if sharding in SPLIT_WEIGHTS:
         buffers = whole.drafter_weights  # a drafter is one layer or few: what is gathered for a pass is most of it
     else:
         # DeepSpeed keeps its part of the weights once more in float32, and two buckets for reduction.

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from accelerate import PartialState, debug_launcher
+from torch import distributed
 
 from outrider.decode import Decoder, Output
 from outrider.distill import distill, load_responses
@@ -55,11 +56,11 @@ def note_who_answers(monkeypatch: pytest.MonkeyPatch, notes: Path, slow_rank: st
     generate = Decoder.generate
 
     def noted(self: Decoder, prompts: Any, *args: Any, sequence_ids: Any, **kwargs: Any) -> Output:
-        rank = os.environ.get("RANK", "0")
+        rank = str(distributed.get_rank())
         if rank == slow_rank:
             time.sleep(2)
         elif slow_rank:
-            time.sleep(0.1)  # so that one process does not do all before the next has begun
+            time.sleep(0.2)  # so that one process does not do all before the next has begun
         name = "-".join(map(str, sequence_ids))
         assert not (notes / name).exists(), "a batch is answered once"
         (notes / name).write_text(rank)

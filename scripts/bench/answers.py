@@ -41,7 +41,7 @@ def make_prompts(file: Path, target: Target, count: int) -> None:
     tokenizer, texts = target.require_tokenizer(), list[str]()
     for prompt in read_prompts(["embedded:code", "embedded:docs", "embedded:prose"], tokenizer):
         pieces = range(0, len(prompt.tokens) - SHORT, SHORT)
-        texts += [tokenizer.decode(prompt.tokens[begin : begin + SHORT]) for begin in pieces]
+        texts += [str(tokenizer.decode(list(prompt.tokens[begin : begin + SHORT]))) for begin in pieces]
     different = [text for text in dict.fromkeys(texts) if text.strip()][:count]
     assert len(different) == count, f"there are only {len(different)}"
     write_atomically(file, "".join(json.dumps({"text": text}) + "\n" for text in different))

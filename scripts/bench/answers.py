@@ -24,6 +24,7 @@ from urllib.parse import urlsplit
 
 from outrider.distill import distill, load_responses, provenance
 from outrider.distill.prompts import read_prompts
+from outrider.ground.files import write_atomically
 from outrider.recipes import Recipe
 from outrider.serving.launching import Launch, python_of, running
 from outrider.targets import Target, embedded_path
@@ -43,7 +44,7 @@ def make_prompts(file: Path, target: Target, count: int) -> None:
         texts += [tokenizer.decode(prompt.tokens[begin : begin + SHORT]) for begin in pieces]
     different = [text for text in dict.fromkeys(texts) if text.strip()][:count]
     assert len(different) == count, f"there are only {len(different)}"
-    file.write_text("".join(json.dumps({"text": text}) + "\n" for text in different), encoding="utf-8")
+    write_atomically(file, "".join(json.dumps({"text": text}) + "\n" for text in different))
 
 
 def recipe(output: Path, prompts: Path, urls: Sequence[str], asked: argparse.Namespace, **data: Any) -> Recipe:

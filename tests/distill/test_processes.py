@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from accelerate import PartialState, debug_launcher
+from accelerate import debug_launcher
+from torch import distributed
 
 from outrider.decode import Decoder, Output
 from outrider.distill import distill, load_responses
@@ -55,7 +56,7 @@ def note_who_answers(monkeypatch: pytest.MonkeyPatch, notes: Path, slow_rank: st
     generate = Decoder.generate
 
     def noted(self: Decoder, prompts: Any, *args: Any, sequence_ids: Any, **kwargs: Any) -> Output:
-        rank = os.environ.get("RANK", "0")
+        rank = str(distributed.get_rank())
         if rank == slow_rank:
             time.sleep(2)
         elif slow_rank:
@@ -68,11 +69,6 @@ def note_who_answers(monkeypatch: pytest.MonkeyPatch, notes: Path, slow_rank: st
     monkeypatch.setattr(Decoder, "generate", noted)
 
 
-def distil_together(recipe: Recipe, target: Target) -> None:
-    PartialState(cpu=True)
-    distill(recipe, target)
-
-
 def content(folder: Path) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in folder.glob("*") if file.name != "SHA256SUMS"}
 
@@ -83,7 +79,7 @@ def test_any_number_of_processes_gives_the_same_data_set_and_a_slow_one_holds_no
     one = distill(make_recipe("one"), tiny_target)
     note_who_answers(monkeypatch, tmp_path / "notes", slow_rank="1")
     several = make_recipe("several")
-    debug_launcher(distil_together, (several, tiny_target), num_processes=3)
+    debug_launcher(distill, (several, tiny_target), num_processes=3)
     assert content(several.output_folder / "data") == content(one)
     answered = Counter(file.read_text() for file in (tmp_path / "notes").iterdir())
     assert set(answered) == {"0", "1", "2"}

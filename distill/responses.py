@@ -1,9 +1,9 @@
 """The target's own responses: what a drafter learns to predict.
 
 A run is identified by what decides its text (target, prompts, sampling, length), not by how it was batched or by how
-many processes answered. Each finished batch becomes one file in `<folder>.partial/` (`partial`), so that an interrupted
-run continues; the finished data set (`data_set`) appears at once. Who answers is our own decoder (`decoding`), or
-servers (`servers`).
+many processes answered. Each finished batch becomes one file in `<folder>.partial/` (`unfinished`), so that an
+interrupted run continues; the finished data set (`data_set`) appears at once. Who answers is our own decoder
+(`decoding`), or servers (`servers`).
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from .data_set import SCHEMA_VERSION, Row, provenance, require_whole, save_data_
 from .decoding import Answering, answer_all, batches
 from .gathering import gather
 from .launched import crew_in, one_leads
-from .partial import Answer, Answers, Identity, Partial, Work
 from .prompts import Collection, digest_prompts
 from .servers import answer_by_servers
 from .sources import check_sources
 from .table import Prompt
+from .unfinished import Answer, Answers, Identity, Unfinished, Work
 
 _EMPTY = "empty"  # the target ended at once
 _DROPPED = "_responses"  # ends the names of what is counted
@@ -93,7 +93,7 @@ class _Making:
     """One data set in the making."""
 
     def __init__(self, folder: Path, spec: DataSpec, target: Target, found: Collection, crew: Crew):
-        self.folder, self.partial = folder, Partial(folder.with_name(folder.name + ".partial"))
+        self.folder, self.partial = folder, Unfinished(folder.with_name(folder.name + ".partial"))
         self.spec, self.target, self.found, self.crew = spec, target, found, crew
         self.prompts: Sequence[Prompt] = found.prompts
 
@@ -173,7 +173,7 @@ class _Making:
 
     def _kept(self) -> str:
         """Return a sentence about what is there if the run ends now."""
-        if not self.partial.files():
+        if self.partial.is_empty():
             return "No responses were kept."
         return f"The responses finished so far are kept in {self.partial.folder}."
 

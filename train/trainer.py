@@ -136,7 +136,8 @@ def _end_explained(args: TrainingArguments) -> Iterator[None]:
 def _starting_point(recipe: Recipe, args: TrainingArguments, resume: bool, seconds: float | None) -> Path | None:
     """Return the checkpoint to continue from, or None; every process asks, only the main one changes what is there."""
     folder, output, is_main = Path(args.output_dir or ""), recipe.output_folder, args.process_index == 0
-    found = _found(folder, args.resume_from_checkpoint) if resume else None
+    with args.distributed_state.main_process_first():  # the others find the digests that it has computed
+        found = _found(folder, args.resume_from_checkpoint) if resume else None
     args.distributed_state.wait_for_everyone()
     if not resume:
         if is_main and (aside := checkpoints.set_aside(folder)):

@@ -195,7 +195,8 @@ def _of_served(result: Result) -> list[str]:
         "τ here",
         "difference",
         "accepted by position, there / here",
-        "text",
+        "texts that are ours",
+        "prompts with our drafts",
         "speedup there",
     ]
     rows = [_served_row(name, row) for name, found in result["served"].items() for row in found]
@@ -212,9 +213,44 @@ def _served_row(name: str, row: Result) -> list[str]:
         interval(row["own"], 3),
         interval(row["difference"], 3, "+"),
         positions,
-        NOTHING if row["identical"] is None else f"{row['identical']} of {row['prompts']}",
+        *(
+            NOTHING if row[name] is None else f"{row[name]} of {row['prompts']}"
+            for name in ("identical", "same_drafts")
+        ),
         interval(row["speedup"]),
     ]
+
+
+def _of_changed(result: Result) -> list[str]:
+    head = [
+        "the target changed by",
+        "probe",
+        "τ before",
+        "τ predicted",
+        "τ decoded",
+        "ratio predicted",
+        "ratio decoded",
+    ]
+    rows = []
+    for name, found in result["changed"].items():
+        verdict = found["verdict"] if found["certain"] else f"{found['verdict']}, not certain"
+        taus = (interval(found[f"tau_{kind}"], 3) for kind in ("before", "predicted", "decoded"))
+        rows.append([name, verdict, *taus, interval(found["ratio"], 3), interval(found["ratio_decoded"], 3)])
+    return [table(head, rows)]
+
+
+def _of_curves(result: Result) -> list[str]:
+    """Return τ on held-out rows by how much was learnt from, as shares of all that a full retraining learns from."""
+    curves = {name: [(p["tokens"], p["tau"]) for p in found["curve"]] for name, found in result["curves"].items()}
+    tokens, best = curves["scratch"][-1]
+    shares = (0.05, 0.1, 0.2, 0.4, 0.7, 1.0)
+    head = [f"τ after a share of {tokens:,} tokens", *(f"{share:.0%}" for share in shares), "90% of the full τ after"]
+    rows = []
+    for name, curve in curves.items():
+        reached = [[tau for seen, tau in curve if seen <= share * tokens][-1:] for share in shares]
+        enough = next((f"{seen / tokens:.0%}" for seen, tau in curve if tau >= 0.9 * best), NOTHING)
+        rows.append([name, *(f"{tau[0]:.3f}" if tau else NOTHING for tau in reached), enough])
+    return [table(head, rows)]
 
 
 def _of_peers_speed(result: Result) -> list[str]:
@@ -272,6 +308,8 @@ KINDS: dict[tuple[str, ...], Callable[[Result], list[str]]] = {
     ("contestants", "figures"): _of_report,
     ("tokens_per_second_ratios", "loop_overhead"): _of_decode,
     ("served",): _of_served,
+    ("changed",): _of_changed,
+    ("curves",): _of_curves,
     ("points",): _of_batches,
     ("plain", "drafted", "memory"): _of_context,
     ("control", "suites"): _of_control,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from itertools import cycle, islice
 from pathlib import Path
 
@@ -113,7 +114,7 @@ def test_a_planted_fault_is_found(name: str, session: Session, environment: Path
     export_pair(session.pair, "vllm", export, SMALL.depth, session.target)
     FAULTS[name](export)
     greedy = session.expected.model_copy(update={"answers": {"0": session.expected.at(0.0)}, "one_hot": {}})
-    faulty = Session(session.pair, SMALL, (), greedy)
+    faulty = Session(session.pair, replace(SMALL, temperatures=(0.0,)), ("code", "docs"), greedy)
     if name in REFUSED:
         with pytest.raises(BadInputError, match=REFUSED[name]):
             faulty.start(start(environment, export=export), TOLERANCE)

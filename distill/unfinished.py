@@ -22,13 +22,15 @@ from typing import Any
 
 import numpy as np
 
-from ..ground import BadInputError, digests
-from ..ground.files import write_atomically
+from ..ground import BadInputError, Refusal, digests
+from ..ground.files import read_json, write_atomically
 from ..ground.locks import claiming
 from ..ground.sealed import read_sealed, write_json
 from ..targets import Fingerprint
 
 Tokens = list[int]
+
+_IDENTITY = "identity.json"
 
 _log = logging.getLogger(__name__)
 
@@ -65,7 +67,12 @@ class Identity:
 
     def require_same(self, folder: Path, saved: dict[str, Any]) -> None:
         """Raise BadInputError if `folder` was made with what `saved` says, and that is something else."""
-        lines = self.differences(saved)
+        try:
+            lines = self.differences(saved)
+        except (KeyError, TypeError, AttributeError) as error:
+            raise Refusal(
+                f"{folder}: what it says of its target or sampling is damaged. Delete that folder."
+            ) from error
         if lines:
             raise BadInputError(
                 f"{folder} was made with other settings: {'; '.join(lines)}. Choose another `output`, or delete that "
@@ -157,7 +164,7 @@ class Work:
         return json.dumps(vars(self))
 
 
-class Partial:
+class Unfinished:
     """The folder of a data set in the making."""
 
     def __init__(self, folder: Path):
@@ -166,18 +173,46 @@ class Partial:
     # ------------------------------------------------------------ the main process alone
 
     def open(self, identity: Identity) -> None:
-        """Start an unfinished run, or check that the one there is ours. Damaged files only cost their batches."""
-        file = self.folder / "identity.json"
-        if file.is_file():
-            saved = read_sealed(file, f"Delete {self.folder}, and the responses are generated again.")
-            identity.require_same(self.folder, saved)
-            self._remove_damaged()
-            return
+        """Start it, or continue what is there. Damaged files only cost their batches.
+
+        Raises:
+            BadInputError: another identity's. Refusal: its identity was altered after it was written.
+        """
+        file = self.folder / _IDENTITY
+        if self._is_older():
+            identity.require_same(self.folder, read_json(file))
+            self._adopt(identity)
+        elif file.is_file():
+            advice = f"Delete {self.folder}, and the responses are generated again."
+            identity.require_same(self.folder, read_sealed(file, advice))
+        else:
+            self._start(identity)
+        self._remove_damaged()
+
+    def _start(self, identity: Identity) -> None:
         if self.files():
-            _log.warning("%s is missing: whose responses these are is not known; they are generated again.", file)
-            shutil.rmtree(self.folder)
+            _log.warning(
+                "%s is missing: whose responses these are is not known; they are generated again.",
+                self.folder / _IDENTITY,
+            )
+            self.remove()
         self.folder.mkdir(parents=True, exist_ok=True)
-        write_json(file, identity.to_dict())
+        write_json(self.folder / _IDENTITY, identity.to_dict())
+
+    def _is_older(self) -> bool:
+        """Tell whether a version without digests wrote it: its identity has exactly what those wrote."""
+        file = self.folder / _IDENTITY
+        return file.is_file() and read_json(file).keys() == {"target", "prompts", "sampling"}
+
+    def _adopt(self, identity: Identity) -> None:
+        """Take over the batches of an older version. The identity is sealed last: a kill before repeats this."""
+        _log.warning(
+            "%s was written by an older Outrider: it is continued, and whether it was altered cannot be checked.",
+            self.folder,
+        )
+        if not (self.folder / digests.LIST).exists():
+            digests.start_list(self.folder, [file.name for file in self.files() if _is_readable(file)])
+        write_json(self.folder / _IDENTITY, identity.to_dict())
 
     def _remove_damaged(self) -> None:
         found = digests.problems_so_far(self.folder, [file.name for file in self.files()])
@@ -187,10 +222,14 @@ class Partial:
             (self.folder / name).unlink(missing_ok=True)
 
     def remove(self) -> None:
-        """Remove the folder, whose answers are in the data set now."""
+        """Delete it; a file that cannot be deleted now stays for the next run."""
         shutil.rmtree(self.folder, ignore_errors=True)
 
     # ------------------------------------------------------------ every process
+
+    def is_empty(self) -> bool:
+        """Tell whether there is no response yet."""
+        return not self.files()
 
     def files(self) -> list[Path]:
         """Return the files of finished batches, in order."""
@@ -219,3 +258,16 @@ class Partial:
 
     def _file(self, number: int) -> Path:
         return self.folder / f"{number:05d}.jsonl"
+
+
+def _is_readable(file: Path) -> bool:
+    """Tell whether a batch without a digest holds responses."""
+    try:
+        found = [Answer.of(line) for _, line in _lines(file)]
+        return all(_is_count(number) for a in found for number in [a.index, *(t for turn in a.turns for t in turn)])
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+def _is_count(number: Any) -> bool:
+    return isinstance(number, int) and 0 <= number < 2**31

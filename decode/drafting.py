@@ -20,7 +20,7 @@ from .sampling import (
     Sampling,
     draw,
     gumbel,
-    most_probable,
+    highest,
     nothing_left,
     probabilities,
     shared_gumbel,
@@ -79,8 +79,7 @@ class Chooser:
     def __call__(self, logits: Tensor, token_ids: Tensor | None) -> Tensor:
         """Pick the next token of a chain, `[B]`, from logits `[B, V']`."""
         if self._is_certain and self.context is None:
-            best = most_probable(logits)
-            self.peaks.append(logits.gather(-1, best[:, None]))
+            best = self._highest(logits)
             if self.confidence:
                 self._note(logits.float().softmax(-1), best)
             return best if token_ids is None else token_ids.index_select(0, best)
@@ -123,17 +122,21 @@ class Chooser:
 
     def _pick(self, logits: Tensor) -> Tensor:
         if self._is_certain:
-            best = most_probable(logits)
-            self.peaks.append(logits.gather(-1, best[:, None]))
-            return best
+            return self._highest(logits)
         keys, probs = self.keys, probabilities(logits, self.drawing.sampling)
-        self.peaks.append(probs[:, :1].clone())  # a view would keep the whole distribution
         positions = keys.first + self.depth
         if self.rule.pick is Pick.SHARED_NOISE:
             noise = shared_gumbel(keys.seed, keys.sequences, positions, self.drawing.vocab)
-            return (probs.double().log() + noise).argmax(-1)
+            return self._highest(probs.double().log() + noise)
         self.probs.append(probs)
+        self.peaks.append(probs[:, :1])
         return draw(probs, uniforms(keys.seed, DRAFT, keys.sequences, keys.first, positions))
+
+    def _highest(self, logits: Tensor) -> Tensor:
+        """Return the token with the highest logit, `[B]`, and take note of that logit."""
+        found = highest(logits)
+        self.peaks.append(found.logit[:, None])
+        return found.token
 
     # ------------------------------------------------------------ trees
 
@@ -158,11 +161,12 @@ class Chooser:
         if self._is_certain:
             return self._top(logits, count)
         keys, vocab, probs = self.keys, self.drawing.vocab, probabilities(logits, self.drawing.sampling)
-        self.peaks.append(probs[:, :, 0].clone())
         log_probs, rows, first = probs.double().log(), keys.sequences[:, None], keys.first[:, None]
         if self.rule.pick is Pick.SHARED_NOISE:
+            self.peaks.append(probs[:, :, 0].clone())  # a view would keep the whole distribution
             noise = shared_gumbel(keys.seed, rows, first + depth - 1, vocab)
         else:
+            self.peaks.append(probs[:, :, 0])
             # The largest of log q + Gumbel noise are draws without replacement, in order (Kool et al.,
             # arXiv 1903.06059).
             noise = gumbel(keys.seed, DRAFT, vocab, rows, first, nodes)
@@ -172,7 +176,7 @@ class Chooser:
 
     def _top(self, logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
         tokens, scores = _top(logits, count)
-        self.peaks.append(scores[:, :, 0].clone())
+        self.peaks.append(scores[:, :, 0])
         return tokens, scores
 
     # ------------------------------------------------------------
@@ -197,7 +201,7 @@ def _top(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
     The first is the one that argmax takes, as the target does: topk orders ties at will.
     """
-    top, best = logits.float().log_softmax(-1).topk(count, -1), most_probable(logits, keepdim=True)
+    top, best = logits.float().log_softmax(-1).topk(count, -1), highest(logits).token[..., None]
     others = torch.where(top.indices == best, top.indices[..., :1], top.indices)[..., 1:]
     return torch.cat([best, others], -1), top.values
 

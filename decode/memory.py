@@ -249,7 +249,7 @@ def _logit_bytes(target: Target, load: Load, places: int, sampled: bool) -> int:
     rule = RULES[NOT_DRAWN] if rule.samples and not sampled else rule
     logit, (each, once), greedy = footprint.kept, rule.logit_bytes, rule.name == AT_ZERO
     if greedy and target.device.type == "cpu" and logit < 4:
-        each = 4  # `most_probable` copies them
+        each = 4  # `highest` copies them
     filters = 0 if greedy else max(_NUCLEUS if sampling.top_p is not None else 0, _MIN_P if sampling.min_p else 0)
     processed, processing, context = _processor_bytes(logit, sampling)
     most = max(

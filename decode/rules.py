@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..heads import Proposal
 from . import verify, verify_tree
-from .sampling import ACCEPT, CORRECT, Keys, Sampling, draw, most_probable, probabilities, shared_gumbel, uniforms
+from .sampling import ACCEPT, CORRECT, Highest, Keys, Sampling, draw, highest, probabilities, shared_gumbel, uniforms
 
 
 class Shape(Enum):
@@ -70,9 +70,14 @@ class Case:
     keys: Keys
 
     @cached_property
+    def highest(self) -> Highest:
+        """The target's most probable token at each place, and its logit, `[B, 1 + N]` each."""
+        return highest(self.logits)
+
+    @property
     def best(self) -> Tensor:
         """The target's most probable token at each place, `[B, 1 + N]`."""
-        return most_probable(self.logits)
+        return self.highest.token
 
     @cached_property
     def probs(self) -> Tensor:
@@ -83,7 +88,7 @@ class Case:
     def peaks(self) -> Tensor:
         """A number of each place that is finite only if all its logits are numbers, `[B, 1 + N]`."""
         if self.sampling.greedy:
-            return self.logits.gather(-1, self.best[:, :, None])[:, :, 0]
+            return self.highest.logit
         return self.probs[:, :, 0]
 
     @property

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -257,12 +258,24 @@ def _nucleus(logits: Tensor, top_p: float) -> Tensor:
 # ------------------------------------------------------------ draws
 
 
-def most_probable(logits: Tensor, keepdim: bool = False) -> Tensor:
-    """Return the token with the highest logit, `[...]`.
+class Highest(NamedTuple):
+    """The most probable token at each place, and its logit, `[...]` each.
 
-    On a CPU it looks at copies in fp32: argmax takes four times as long over 16-bit numbers.
+    The logit is a finite number only if all logits of the place are numbers, and one of them is finite.
     """
-    return (logits if logits.is_cuda else logits.float()).argmax(-1, keepdim=keepdim)
+
+    token: Tensor
+    logit: Tensor
+
+
+def highest(logits: Tensor) -> Highest:
+    """Return the first token with the highest logit of `[..., V]`, and that logit, in one reduction.
+
+    `max` finds the same token as `argmax`, which takes three times as long on a CPU. There it looks at copies in fp32:
+    numbers of 16 bits take longer.
+    """
+    found = (logits if logits.is_cuda else logits.float()).max(-1)
+    return Highest(found.indices, found.values)
 
 
 def draw(probs: Tensor, uniform: Tensor) -> Tensor:

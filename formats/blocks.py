@@ -50,12 +50,19 @@ class SpeculatorsBlocks(Layout):
     def lacks(self, config: DrafterConfig, num_layers: int) -> list[Lack]:
         assert isinstance(config, DFlashConfig)
         found = taps_lacking(config.taps, num_layers) if config.taps else []
-        if config.sliding_window and config.window_from != "anchor":
+        if config.sliding_window and self.vllm:
+            # Its layout has one meaning (all slots of a block see back to the same place), vLLM another: each slot's
+            # window ends at that slot.
+            why = "vLLM moves the window from slot to slot, which this layout cannot say"
+            found.append(Lack(f"sliding_window: {config.sliding_window}", why, "sliding_window: 0"))
+        elif config.sliding_window and config.window_from != "anchor":
             why = "it counts windows back from the block's first slot"
             found.append(Lack(f"window_from: {config.window_from}", why, "window_from: anchor"))
         if config.causal and not config.sliding_window:
             why = "layers that see all of the context see all of their block"
-            found.append(Lack("causal: true", why, "causal: false, or a sliding_window with it"))
+            found.append(
+                Lack("causal: true", why, f"causal: false{'' if self.vllm else ', or a sliding_window with it'}")
+            )
         if config.from_anchor and self.drafter == "dflash":
             why = "engines take DFlash's first slot for the root alone"
             found.append(Lack("from_anchor: true", why, "from_anchor: false, or a dspark drafter"))

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..ground import OutriderError
+from ..ground import IncompatibleError, OutriderError
 from ..targets.loading import PICKLES
 from .arrival import NONSENSE
 from .llama import EMBEDDINGS
@@ -56,19 +56,39 @@ def names_and_shapes(look: Look) -> Iterator[Finding]:
     """Find tensors that are missing, unknown, or of another shape than config.json says."""
     try:
         expected = look.layout.shapes(look.config)
+    except IncompatibleError as error:
+        found = (
+            f"config.json describes layers that Outrider does not have, so names and shapes were not compared: {error}"
+        )
+        yield Finding("config", found, "An engine that has them reads them.", False)
+        return
     except _UNREADABLE as error:
         yield Finding("config", f"config.json describes no head: {error}.", "The engine does not start, or guesses.")
         return
-    for name in sorted(expected.keys() - look.tensors.keys()):
+    yield from _spelled(look)
+    tensors = {look.layout.plain_name(name): tensor for name, tensor in look.tensors.items()}
+    for name in sorted(expected.keys() - tensors.keys()):
         yield Finding("missing", f"{name} is missing.", "Engines do not miss it: it stays random, and τ is near 1.")
     if not expected:
         return
-    for name in sorted(look.tensors.keys() - expected.keys() - set(look.layout.optional)):
+    for name in sorted(tensors.keys() - expected.keys() - set(look.layout.optional)):
         if not name.endswith(_INV_FREQ):
             engine = "vLLM refuses it; SGLang drops it, and what it should have filled stays random."
             yield Finding("unknown", f"{name} is no tensor of this head.", engine)
-    for name in sorted(expected.keys() & look.tensors.keys()):
-        yield from _shaped(name, tuple(look.tensors[name].shape), expected[name])
+    for name in sorted(expected.keys() & tensors.keys()):
+        yield from _shaped(name, tuple(tensors[name].shape), expected[name])
+
+
+def _spelled(look: Look) -> Iterator[Finding]:
+    """Find names that not every engine reads, though each has its tensor."""
+    others = {name for name in look.tensors if look.layout.plain_name(name) != name}
+    engines = {
+        "layers.0.": "vLLM reads them, SGLang drops them without a word: export for SGLang anew.",
+        "model.": "SGLang reads them, vLLM refuses them: export for vLLM anew.",
+    }
+    for start, engine in engines.items():
+        if count := sum(name.startswith(start) for name in others):
+            yield Finding("names", f"{count} tensors are called {start}*.", engine, False)
 
 
 def _shaped(name: str, shape: tuple[int, ...], expected: tuple[int, ...]) -> Iterator[Finding]:

@@ -44,9 +44,11 @@ def taps(look: Look) -> Iterator[Finding]:
     if not _is_eagle3(look):
         return
     found = _own_taps(look)
-    if found is None:
-        engine = "The engine silently taps its own default layers."
-        yield Finding("taps-missing", f"config.json has no {_TAPS}.", engine)
+    if not found:
+        # The method's own repository never writes them: its heads read what engines tap by default.
+        is_flat = look.layout.name != "speculators"
+        engine = "The engine silently taps its own default layers: right for heads that were trained on those."
+        yield Finding("taps-missing", f"config.json has no {_TAPS}.", engine, not is_flat)
         return
     if list(found) != sorted(set(found)):
         engine = "vLLM sorts them and takes each once, so fc reads them in another order, or too few."

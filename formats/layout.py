@@ -85,6 +85,10 @@ class Layout(ABC):
             BadInputError, IncompatibleError: config.json describes no drafter of this kind.
         """
 
+    def plain_name(self, name: str) -> str:
+        """Return the layout's own name of a tensor that other programs spell in another way."""
+        return name
+
     def save(self, drafter: Drafter, target: Target, folder: Path, depth: int) -> None:
         """Write the drafter into `folder`."""
         self.write(drafter, target, depth).save(folder)

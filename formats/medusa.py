@@ -94,13 +94,15 @@ class MedusaVllm(Layout):
             for j, block in enumerate(_blocks(head)):
                 tensors |= {f"blocks.{i}.layers.{j}.{n}": t for n, t in block.linear.named_parameters()}
             if not shared or i == 0:
-                tensors[f"lm_heads.{i}.weight"] = _output(head, drafter, target)
+                output = _output(head, drafter, target)
+                tensors[f"lm_heads.{i}.weight"] = output if shared else _widened(output, drafter)
         if pruned:
             tensors["token_map"] = drafter.token_ids
         return DrafterFiles(_vllm_config(drafter, target), tensors)
 
     def logits(self, found: DrafterFiles, target: Target, passage: Passage) -> Tensor:
-        return medusa_logits(found.tensors, found.config, passage)
+        logits = medusa_logits(found.tensors, found.config, passage)
+        return _proposable(logits, found.tensors.get("token_map"))
 
     def recognises(self, config: dict[str, Any], names: Set[str]) -> bool:
         return config.get("model_type") == "medusa" and "medusa_num_heads" not in config
@@ -110,7 +112,8 @@ class MedusaVllm(Layout):
 
     def shapes(self, config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
         size, heads, shared = config["hidden_size"], range(config["num_heads"]), bool(config.get("original_lm_head"))
-        rows = config.get("truncated_vocab_size") or config["vocab_size"]
+        # Of embeddings of the heads' own, vLLM makes room for the whole vocabulary.
+        rows = (config.get("truncated_vocab_size") if shared else None) or config["vocab_size"]
         blocks = [f"blocks.{i}.layers.{j}" for i in heads for j in range(config["num_hidden_layers"])]
         found: dict[str, tuple[int, ...]] = {f"{block}.weight": (size, size) for block in blocks}
         found |= {f"{block}.bias": (size,) for block in blocks if config.get("medusa_fc_bias")}
@@ -139,6 +142,30 @@ def _output(head: Head, drafter: Medusa, target: Target) -> Tensor:
     return table if drafter.output_ids is None else table[drafter.token_ids.to(table.device)]
 
 
+def _widened(output: Tensor, drafter: Medusa) -> Tensor:
+    """Return a head's own output embedding `[V', H]` as `[V, H]`, for vLLM makes room for the whole vocabulary there.
+
+    Every token that is not the head's gets the mean of all rows: its logit is the mean of theirs, hence never the
+    highest, and vLLM proposes nothing but the highest.
+    """
+    if drafter.output_ids is None:
+        return output
+    wide = output.float().mean(0).to(output.dtype).expand(drafter.config.vocab_size, -1)
+    return wide.index_copy(0, drafter.token_ids.to(output.device), output)
+
+
+def _proposable(logits: Tensor, ids: Tensor | None) -> Tensor:
+    """Return logits `[k, V]` with −inf for tokens that are not the heads' own, if those are never the highest."""
+    if ids is None:
+        return logits
+    others = torch.ones(logits.shape[-1], dtype=torch.bool, device=logits.device)
+    others[ids.to(logits.device)] = False
+    if not others.any():
+        return logits
+    never = logits[:, others].amax(-1) < logits[:, ~others].amax(-1)
+    return logits.masked_fill(others & never[:, None], -torch.inf)
+
+
 def _vllm_config(drafter: Medusa, target: Target) -> dict[str, Any]:
     config = drafter.config
     return {
@@ -146,7 +173,7 @@ def _vllm_config(drafter: Medusa, target: Target) -> dict[str, Any]:
         "model_type": "medusa",
         "hidden_size": config.hidden_size,
         "vocab_size": config.vocab_size,
-        "truncated_vocab_size": config.draft_vocab_size,
+        "truncated_vocab_size": config.draft_vocab_size if config.share_lm_head else config.vocab_size,
         "num_heads": config.num_heads,
         "num_hidden_layers": config.num_layers,
         "max_paths": 64,
@@ -206,7 +233,9 @@ def _read(tensors: dict[str, Tensor], config: dict[str, Any], target: Target, fo
     _require_target_rows(tensors, ids, shared, target, found)
     order = slice(None) if ids is None else ids.argsort()
     weights = {ours: tensors[theirs] for ours, theirs in _names(drafter, shared) if theirs in tensors}
-    weights |= {name: weight[order] for name, weight in weights.items() if name.endswith("lm_head.weight")}
+    for name in [name for name in weights if name.endswith("lm_head.weight")]:
+        wide = ids is not None and len(weights[name]) > len(ids)  # as `_widened` has them
+        weights[name] = (weights[name][ids] if wide else weights[name])[order]
     weights["token_ids"] = torch.arange(target.vocab_size) if ids is None else ids[order]
     known = {theirs for _, theirs in _names(drafter, shared)} | {"token_map"}
     known |= {"lm_heads.0.weight"} if shared else set()

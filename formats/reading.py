@@ -253,7 +253,9 @@ def medusa_logits(tensors: Mapping[str, Tensor], config: Mapping[str, Any], pass
         for j in range(blocks):
             x = x + functional.silu(weights.linear(x, f"blocks.{i}.layers.{j}"))
         logits = scale * weights.linear(x, "lm_heads.0" if config.get("original_lm_head") else f"lm_heads.{i}")
-        found.append(_mapped(logits, weights, len(passage.table)))
+        # vLLM reads token_map only where config.json says that there are fewer rows than tokens.
+        is_whole = logits.shape[-1] == len(passage.table)
+        found.append(logits if is_whole else _mapped(logits, weights, len(passage.table)))
     return torch.cat(found)
 
 

@@ -85,6 +85,10 @@ class Sglang(Layout):
         same = as_speculators(DrafterFiles(config, {}), 12)
         return {_there(name): shape for name, shape in Speculators().shapes(same.config).items()}
 
+    def plain_name(self, name: str) -> str:
+        """Return SGLang's name: ModelOpt writes `layers.0.` for `midlayer.`, others `model.` before everything."""
+        return _there(_here(name))
+
     def read(self, found: DrafterFiles, target: Target) -> Eagle3:
         return read_eagle3(as_speculators(found, target.num_layers), target)
 

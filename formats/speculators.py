@@ -77,8 +77,16 @@ class Speculators(Layout):
         return read_eagle3(found, target)
 
     def shapes(self, config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+        layer = config.get("transformer_layer_config") or {}
+        has_qwen_layers = layer.get("model_type") == "qwen3"  # Llama's, with norms of queries and keys
+        if has_qwen_layers:
+            config = config | {"transformer_layer_config": layer | {"model_type": "llama"}}
         settings = _settings(config, config.get(TAPS) or (0, 1, 2), "config.json", [])
-        return shapes_of(Eagle3, settings, lambda name: their_name(name, settings))
+        found = shapes_of(Eagle3, settings, lambda name: their_name(name, settings))
+        if has_qwen_layers:
+            parts = [f"layers.{i}.self_attn.{part}_norm.weight" for i in range(settings.num_layers) for part in "qk"]
+            found |= dict.fromkeys(parts, (settings.head_dim,))
+        return found
 
 
 def taps_lacking(taps: Sequence[int], num_layers: int) -> list[Lack]:

@@ -22,6 +22,7 @@ from typing import Protocol
 from . import seen
 from .errors import Refusal
 from .files import write_atomically
+from .harmless import is_harmless
 from .replacing import replacing_folder, sync, sync_tree
 
 LIST = "SHA256SUMS"
@@ -51,11 +52,12 @@ def save_whole(made: Saveable, folder: Path) -> None:
 # ------------------------------------------------------------ one file
 
 
-def file_digest(file: Path, again: bool = False) -> str:
+def file_digest(file: Path, again: bool = False, settled: bool | None = None) -> str:
     """Return the SHA-256 of a file's contents; a file that was read before, and has not changed since, is not read.
 
     Args:
         again: read it in any case.
+        settled: whether its next change will give it another time, as its writer knows (`seen.is_settled`).
 
     Raises:
         OSError: it cannot be read.
@@ -69,7 +71,7 @@ def file_digest(file: Path, again: bool = False) -> str:
         if known is not None:
             return known
         digest = hashlib.file_digest(opened, "sha256").hexdigest()
-        seen.remember(file, status, os.fstat(opened.fileno()), digest)
+        seen.remember(file, status, os.fstat(opened.fileno()), digest, settled)
     return digest
 
 
@@ -103,13 +105,17 @@ def problem_of(file: Path, expected: str, again: bool = False) -> str | None:
 def seal(folder: Path) -> None:
     """Write the list of all files in `folder`, once the disk holds them: from now on any change is found."""
     sync_tree(folder)
-    names = sorted(f.relative_to(folder).as_posix() for f in folder.rglob("*") if f.is_file() and f.name != LIST)
-    _write_list(folder, {name: file_digest(folder / name, again=True) for name in names})
+    found = (f for f in folder.rglob("*") if f.is_file() and f.name != LIST and not is_harmless(f))
+    names = sorted(f.relative_to(folder).as_posix() for f in found)
+    settled = seen.is_settled((folder / name for name in names), folder)
+    with seen.keeping_once():
+        _write_list(folder, {name: file_digest(folder / name, again=True, settled=settled) for name in names})
 
 
 def add(folder: Path, name: str) -> None:
     """Add the file `name`, which was written whole, to the list of a folder that grows."""
-    line = f"{file_digest(folder / name)}  {name}\n".encode()
+    settled = seen.is_settled([folder / name], folder)
+    line = f"{file_digest(folder / name, again=True, settled=settled)}  {name}\n".encode()
     file = folder / LIST
     with file.open("ab+") as opened:
         opened.seek(max(opened.tell() - 1, 0))
@@ -118,6 +124,12 @@ def add(folder: Path, name: str) -> None:
         opened.flush()
         os.fsync(opened.fileno())
     sync(folder)
+
+
+def start_list(folder: Path, names: list[str]) -> None:
+    """Write the list of a folder that grows, of the files `names`, which are there already."""
+    lines = [f"{file_digest(folder / name)}  {name}\n" for name in names]
+    write_atomically(folder / LIST, "".join(lines))
 
 
 def seal_grown(folder: Path, names: list[str]) -> None:
@@ -182,7 +194,7 @@ def problems(folder: Path) -> list[str]:
 
 def listed_problems(folder: Path, expected: dict[str, str]) -> list[str]:
     """Return what is wrong with files in `folder` that should have these digests, one line each, the name first."""
-    with ThreadPoolExecutor(_READERS) as readers:
+    with seen.keeping_once(), ThreadPoolExecutor(_READERS) as readers:
         found = readers.map(lambda name: problem_of(folder / name, expected[name]), expected)
         return [f"{name}: {problem}" for name, problem in zip(expected, found, strict=True) if problem is not None]
 

@@ -22,7 +22,20 @@ _FULL = {errno.ENOSPC, errno.EDQUOT}
 # What a place, and not a program, is the reason of.
 _REFUSED = {
     getattr(errno, name)
-    for name in ("EACCES", "EPERM", "EROFS", "EIO", "EFBIG", "ENAMETOOLONG", "ESTALE", "ENOTDIR", "EISDIR", "ENOENT")
+    for name in (
+        "EACCES",
+        "EPERM",
+        "EROFS",
+        "EIO",
+        "EFBIG",
+        "ENAMETOOLONG",
+        "ESTALE",
+        "ENOTDIR",
+        "EISDIR",
+        "ENOENT",
+        "EXDEV",
+        "EBUSY",
+    )
     if hasattr(errno, name)
 }
 _IN_WORDS = re.compile(r"\(os error (\d+)\)")  # how libraries in Rust report the system's errors

@@ -1,6 +1,6 @@
 """Names of what is being written, by which the next run knows what a dead process left.
 
-`.<name>.<process>-<machine>-<number>.<kind>` stands beside the file or folder `<name>` that it is going to be:
+`.<name>.outrider-<process>-<machine>-<number>.<kind>` stands beside the file or folder `<name>` that it is going to be:
 
     tmp    a file that is being written
     new    a folder that is being filled
@@ -29,10 +29,11 @@ _DEPTH = 4
 # After so many seconds without a change, what another machine was writing counts as left behind.
 _FOREIGN_AGE = 3600.0
 
-# The names that older versions gave end after the process.
 _NAME = re.compile(
-    r"\.(?P<name>.+)\.(?P<process>\d+)(?:-(?P<machine>[0-9a-f]{8})-\d+)?\.(?P<kind>tmp|new|ready|old)", re.DOTALL
+    r"\.(?P<name>.+)\.outrider-(?P<process>\d+)-(?P<machine>[0-9a-f]{8})-\d+\.(?P<kind>tmp|new|ready|old)", re.DOTALL
 )
+# Names that older versions gave to what they had moved out of its place, and others may give, too.
+_PERHAPS = re.compile(r"\.(?P<name>.+)\.\d+(?:-[0-9a-f]{8}-\d+)?\.(?:ready|old)", re.DOTALL)
 _number = itertools.count()
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
@@ -44,16 +45,16 @@ class Leftover:
     path: Path
     name: str
     process: int
-    machine: str | None
+    machine: str
     kind: str
 
     @classmethod
     def at(cls, path: Path) -> Leftover | None:
         """Return what `path` is by its name; None for anything that is not ours."""
         found = _NAME.fullmatch(path.name)
-        return (
-            None if found is None else cls(path, found["name"], int(found["process"]), found["machine"], found["kind"])
-        )
+        if found is None:
+            return None
+        return cls(path, found["name"], int(found["process"]), found["machine"], found["kind"])
 
     @property
     def place(self) -> Path:
@@ -66,9 +67,7 @@ class Leftover:
             changed = self.path.lstat().st_mtime
         except FileNotFoundError:
             return False
-        if self.machine is None and self.process == os.getpid():
-            return False  # of an older version, whose process had our number
-        if self.machine not in (None, machine_tag()):
+        if self.machine != machine_tag():
             return time.time() - changed < _FOREIGN_AGE
         try:
             return psutil.Process(self.process).create_time() <= changed + 1.0  # a later one only has its number
@@ -86,7 +85,7 @@ class Leftover:
 
 def working_name(place: Path, kind: str) -> Path:
     """Return a new name under which this process writes what is going to be `place`."""
-    return place.with_name(f".{place.name}.{os.getpid()}-{machine_tag()}-{next(_number)}.{kind}")
+    return place.with_name(f".{place.name}.outrider-{os.getpid()}-{machine_tag()}-{next(_number)}.{kind}")
 
 
 @cache
@@ -106,6 +105,14 @@ def leftovers_within(folder: Path, depth: int = _DEPTH) -> Iterator[Leftover]:
     yield from _in(folder)
     for inner in _folders(folder) if depth > 1 else ():
         yield from leftovers_within(inner, depth - 1)
+
+
+def perhaps_ours(folder: Path) -> Iterator[tuple[Path, Path]]:
+    """Yield what nobody can tell to be ours by its name, and the place that it left, where nothing stands now."""
+    for path in sorted(folder.glob(".*")):
+        found = _PERHAPS.fullmatch(path.name)
+        if found is not None and not (place := path.with_name(found["name"])).exists():
+            yield path, place
 
 
 def _in(folder: Path) -> list[Leftover]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import logging
 import os
 import shutil
 from collections.abc import Iterator
@@ -16,12 +17,14 @@ from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 
-from .disk import writing
-from .leftovers import leftovers_beside, leftovers_within, working_name
+from .disk import CannotWriteError, writing
+from .leftovers import leftovers_beside, leftovers_within, perhaps_ours, working_name
 
 _HERE, _EXCHANGE = -100, 2  # AT_FDCWD (fcntl.h), RENAME_EXCHANGE (linux/fs.h)
 _CANNOT_SYNC = {errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EBADF}
-_NOT_EXCHANGED = {errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.EPERM}
+_NOT_EXCHANGED = {errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.EPERM, errno.EXDEV}
+
+_log = logging.getLogger(__name__)
 
 
 @contextmanager
@@ -45,9 +48,11 @@ def replacing_folder(folder: Path) -> Iterator[Path]:
 
     A block that removes it leaves `folder` as it is.
     """
+    folder = folder.resolve()  # a link shows where its owner wants it to be
     building = working_name(folder, "new")
     try:
         with writing(folder):
+            _require_replaceable(folder)
             building.mkdir(parents=True)
             yield building
             if building.exists():
@@ -57,9 +62,25 @@ def replacing_folder(folder: Path) -> Iterator[Path]:
         shutil.rmtree(building, ignore_errors=True)
 
 
+def _require_replaceable(folder: Path) -> None:
+    """Raise CannotWriteError for a folder that has no name that could be another's: the root of a disk."""
+    if os.path.ismount(folder):
+        raise CannotWriteError(
+            f"{folder} is the root of a disk (a mount point), which cannot be replaced in one step.",
+            advice=f"Choose a folder inside it, such as {folder / 'out'}.",
+        )
+
+
 def move(folder: Path, free_place: Path) -> None:
-    """Give `folder` a name beside it that nothing has."""
-    folder.rename(free_place)
+    """Give `folder` a name beside it that nothing has; a folder that cannot be renamed is copied there."""
+    try:
+        folder.rename(free_place)
+    except OSError as error:
+        if error.errno != errno.EXDEV:
+            raise
+        with replacing_folder(free_place) as copy:
+            shutil.copytree(folder, copy, symlinks=True, dirs_exist_ok=True)
+        shutil.rmtree(folder)
     sync(free_place.parent)
 
 
@@ -79,7 +100,12 @@ def _finish(ready: Path, folder: Path) -> None:
     old = working_name(folder, "old")
     sync(folder.parent)
     if folder.exists():
-        folder.rename(old)
+        try:
+            folder.rename(old)
+        except OSError as error:
+            if error.errno != errno.EXDEV:
+                raise
+            shutil.rmtree(folder)  # of a lower layer; from here on `ready` is the one whole folder
     ready.rename(folder)
     sync(folder.parent)
     shutil.rmtree(old, ignore_errors=True)
@@ -115,6 +141,13 @@ def _renameat2() -> ctypes._NamedFuncPointer | None:
 def recover(folder: Path) -> None:
     """Finish or remove what dead processes left beside `folder` and in it; call it with the folder's lock only."""
     _settle(folder)
+    for path, place in (*((p, f) for p, f in perhaps_ours(folder.parent) if f == folder), *perhaps_ours(folder)):
+        _log.warning(
+            "%s is missing, and %s may be what an older Outrider moved out of its place: give it its name back if it "
+            "is. It is left as it is.",
+            place,
+            path,
+        )
     for found in leftovers_within(folder):
         if found.kind in ("ready", "old"):
             _settle(found.place)

@@ -11,12 +11,15 @@ import json
 import os
 import threading
 import time
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from .leftovers import machine_tag
+from .leftovers import machine_tag, working_name
 from .replacing import replacing
+
+Entries = dict[str, tuple[str, float]]  # digest and time of reading, by key
 
 KEPT_SECONDS = 24 * 3600
 _WORTH_KEEPING = 1_000_000  # bytes; a smaller file is read in a millisecond
@@ -24,9 +27,14 @@ _MOST = 10_000
 
 # A file that was changed so recently may be changed again within one tick of the file system's clock.
 _UNSETTLED = 2_000_000_000  # nanoseconds
+# How often, and for how many seconds in between, that clock is looked at until it has moved on.
+_LOOKS, _PAUSE = 25, 0.002
 
-_keeping = threading.Lock()  # files are read by several threads
+_keeping = threading.RLock()  # files are read by several threads
 _known: dict[str, str] = {}
+_new: dict[str, tuple[str, float]] = {}  # not in the cache folder yet
+_collecting = 0
+_read: tuple[tuple[int, ...], Entries] | None = None
 
 
 def digest_of(file: Path, status: os.stat_result) -> str | None:
@@ -39,21 +47,69 @@ def digest_of(file: Path, status: os.stat_result) -> str | None:
     return _known.get(key)
 
 
-def remember(file: Path, before: os.stat_result, after: os.stat_result, digest: str) -> None:
-    """Remember the digest of a file with the status that it had before and after it was read."""
+def remember(
+    file: Path, before: os.stat_result, after: os.stat_result, digest: str, settled: bool | None = None
+) -> None:
+    """Remember the digest of a file with the status that it had before and after it was read.
+
+    Args:
+        settled: whether its next change will give it another time, as far as its writer knows (`is_settled`).
+    """
     key = _key(file, before)
-    settled = time.time_ns() - max(before.st_mtime_ns, before.st_ctime_ns) > _UNSETTLED
+    if settled is None:
+        settled = time.time_ns() - max(before.st_mtime_ns, before.st_ctime_ns) > _UNSETTLED
     if not settled or key != _key(file, after):
         return
     _known[key] = digest
     if before.st_size >= _WORTH_KEEPING:
-        with _keeping, suppress(OSError, RuntimeError):  # it only costs time
-            _keep(key, digest)
+        with keeping_once():
+            _new[key] = digest, time.time()
+
+
+def is_settled(files: Iterable[Path], folder: Path) -> bool:
+    """Wait a few milliseconds, and tell whether whatever is written in `folder` from now on gets a later time.
+
+    Then these files, which lie there, cannot change without a trace. A digest that is computed now is theirs for as
+    long as their times stay.
+    """
+    newest = max((file.stat().st_ctime_ns for file in files), default=0)
+    probe = working_name(folder / "time", "tmp")
+    try:
+        for _ in range(_LOOKS):
+            probe.write_bytes(b"?")
+            if probe.stat().st_ctime_ns > newest:
+                return os.name != "nt"  # where it is the time of a file's making
+            time.sleep(_PAUSE)
+    except OSError:
+        pass
+    finally:
+        with suppress(OSError):
+            probe.unlink()
+    return False
+
+
+@contextmanager
+def keeping_once() -> Iterator[None]:
+    """Write what is remembered inside into the cache folder at its end, once."""
+    global _collecting
+    with _keeping:
+        _collecting += 1
+    try:
+        yield
+    finally:
+        with _keeping:
+            _collecting -= 1
+            if _new and not _collecting:
+                with suppress(OSError, RuntimeError):  # it only costs time
+                    _write(_kept() | _new)
+                _new.clear()
 
 
 def forget() -> None:
     """Forget what this process knows; what the cache folder holds stays."""
+    global _read
     _known.clear()
+    _read = None
 
 
 def cache_file() -> Path:
@@ -67,19 +123,23 @@ def _key(file: Path, status: os.stat_result) -> str:
     return " ".join([machine_tag(), *map(str, numbers), os.path.realpath(file)])
 
 
-def _kept() -> dict[str, tuple[str, float]]:
+def _kept() -> Entries:
     """Return digest and time of reading of what the cache folder knows; nothing where it is damaged or foreign."""
+    global _read
     try:
-        saved: dict[str, Any] = json.loads(cache_file().read_text(encoding="utf-8"))
+        status = cache_file().stat()
+        version = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
+        if _read is None or _read[0] != version:
+            saved: dict[str, Any] = json.loads(cache_file().read_text(encoding="utf-8"))
+            _read = version, {key: (str(digest), float(read)) for key, (digest, read) in saved.items()}
         now = time.time()
-        return {key: (str(d), float(t)) for key, (d, t) in saved.items() if 0 <= now - float(t) < KEPT_SECONDS}
+        return {key: entry for key, entry in _read[1].items() if 0 <= now - entry[1] < KEPT_SECONDS}
     except (OSError, ValueError, TypeError, AttributeError, RuntimeError):
         return {}
 
 
-def _keep(key: str, digest: str) -> None:
-    kept = _kept() | {key: (digest, time.time())}
-    newest = sorted(kept.items(), key=lambda entry: entry[1][1])[-_MOST:]
+def _write(entries: Entries) -> None:
+    newest = sorted(entries.items(), key=lambda entry: entry[1][1])[-_MOST:]
     cache_file().parent.mkdir(parents=True, exist_ok=True)
     with replacing(cache_file()) as temporary:
         temporary.write_text(json.dumps(dict(newest)), encoding="utf-8")

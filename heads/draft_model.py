@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from ..ground import BadInputError, IncompatibleError, refuse_unknown_keys
 from ..targets import Counts, Nodes, RaggedCache, Target, load_causal_lm, load_tokenizer, require_same_vocabulary
 from ..targets.fingerprint import plain_config
-from ..targets.tokenizers import tokenizer_of
+from ..targets.hub import model_folder
 from .base import Drafter, DrafterConfig, DrafterLoss, TargetBatch
 from .losses import ComparisonSettings, LossName, acceptance_metrics, ahead, chunked_compare, divergence
 from .parts.model_runner import ModelRunner, runs
@@ -343,18 +343,9 @@ def _check_tokenizer(path: str, target: Target) -> None:
     """Refuse a draft model that comes with a tokenizer other than the target's."""
     if target.tokenizer is None:
         return
-    folder = Path(path).expanduser()
-    own = load_tokenizer(folder) if folder.exists() else _tokenizer_on_hub(path)
+    own = load_tokenizer(model_folder(path, weights=False))
     if own is not None:
         require_same_vocabulary(own, target.tokenizer, f"the draft model in {path!r}")
-
-
-def _tokenizer_on_hub(name: str) -> Any:
-    """Return the tokenizer; None if there is none, or no way to it: the weights' own error says that better."""
-    try:
-        return tokenizer_of(name)
-    except (OSError, ValueError):
-        return None
 
 
 def _cut(model: Any, target: Target) -> Any:

@@ -26,6 +26,7 @@ from ..distill.prompts import Prompt
 from ..eval.tuning import BatchTuning, Tuning, nearest
 from ..ground import BadInputError, IncompatibleError, OutriderError, Refusal
 from ..ground.digests import problem_of
+from ..ground.harmless import is_harmless
 from ..ground.leftovers import Leftover
 from ..ground.locks import lock_file, locked
 from ..ground.machine import device_name
@@ -339,6 +340,7 @@ def _altered_files(folder: Path, manifest: Manifest, problem_with: Callable[[Pat
     folder, expected = folder.resolve(), manifest.files()
     found = (p for p in folder.rglob("*") if (p.is_file() or p.is_symlink()) and not _is_in_the_way(folder, p))
     present = {p.relative_to(folder).as_posix() for p in found} - {MANIFEST, SIGNATURE}
+    present -= {name for name in present - expected.keys() if is_harmless(Path(name))}
     for name in sorted(expected.keys() | present):
         if name not in present:
             yield f"{name}: missing"

@@ -3,46 +3,115 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 
 from ..ground import BadInputError
+from .options import grouped
+
+if TYPE_CHECKING:
+    from ..pair import Pair
+    from ..serving.expectation import Trial
+    from ..serving.result import ServedResult
+    from ..serving.session import Session, Start
 
 PairFolder = Annotated[Path, typer.Argument(metavar="PAIR", help="A pair's folder.")]
+Words = list[str] | None
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """Which engine is asked: one that runs, or one that is started and stopped here."""
+
+    url: Annotated[str | None, typer.Option(help="Of a running engine that serves the pair.")] = None
+    plain_url: Annotated[str | None, typer.Option(help="Of the same engine without drafts: the speedup there.")] = None
+    start: Annotated[str | None, typer.Option(help="Start this engine here instead, and stop it again: vllm.")] = None
+    python: Annotated[Path | None, typer.Option(help="The engine's own environment, or its Python.")] = None
+    export: Annotated[Path | None, typer.Option(help="What `outrider export` wrote (default: it is made).")] = None
+    arg: Annotated[Words, typer.Option(help="One more argument of the server; may be repeated.")] = None
+    env: Annotated[Words, typer.Option(metavar="NAME=VALUE", help="For the server; repeatable.")] = None
+    setting: Annotated[
+        Words, typer.Option(metavar="KEY=VALUE", help="A change to the engine's drafting; may be repeated.")
+    ] = None
+    plain: Annotated[bool, typer.Option(help="Start the engine without drafts, too: the speedup there.")] = True
+    in_turns: Annotated[
+        bool | None,
+        typer.Option(
+            "--in-turns/--one-by-one",
+            help="Both at once, answering in turns, or one after the other (default: the second where there is a GPU).",
+        ),
+    ] = None
+
+    def check(self) -> None:
+        """Refuse what cannot be meant, before anything is loaded."""
+        if (self.url is None) == (self.start is None):
+            raise BadInputError("give either --url, of an engine that runs, or --start vllm.")
+        if self.start not in (None, "vllm"):
+            raise BadInputError(
+                f"--start knows how to start vllm, not {self.start!r}; start it yourself and give its --url."
+            )
+        if self.start:
+            self.how()
+
+    def how(self) -> Start:
+        """Return how the engine is started."""
+        from ..serving.session import Start
+
+        if self.python is None:
+            raise BadInputError("--start needs --python, the environment that the engine is installed in.")
+        variables, arguments = _variables(self.env), tuple(self.arg or ())
+        settings = _settings(self.setting)
+        return Start(self.python, self.export, settings, arguments, variables, self.plain, self.in_turns)
+
+    def ask(self, session: Session, tolerance: float) -> ServedResult:
+        """Compare the session's pair with what the engine does."""
+        from ..serving.engine import Engine
+
+        if self.url is None:
+            return session.start(self.how(), tolerance)
+        return session.ask(Engine(self.url), Engine(self.plain_url) if self.plain_url else None, tolerance)
+
+
+@dataclass(frozen=True)
+class TrialOptions:
+    """What is asked of it."""
+
+    suite: Annotated[Words, typer.Option(help="A suite (default: the pair's); may be repeated.")] = None
+    limit: Annotated[int, typer.Option(min=1, help="Prompts per suite.")] = 12
+    depth: Annotated[
+        int | None, typer.Option(min=1, help="Draft tokens per round (default: as `outrider export` has it).")
+    ] = None
+    temperature: Annotated[list[float] | None, typer.Option(min=0, help="May be repeated (default: 0 and 1).")] = None
+    max_new_tokens: Annotated[int, typer.Option(min=2)] = 64
+    seeds: Annotated[int, typer.Option(min=1, help="Answers to each prompt above temperature 0.")] = 3
+
+    def trial(self, pair: Pair, export: Path | None) -> Trial:
+        """Return the trial of a pair, at the depth of its export if there is one."""
+        from ..serving.expectation import Trial
+        from ..serving.session import depth_of
+
+        temperatures = tuple(self.temperature or (0.0, 1.0))
+        return Trial(temperatures, depth_of(pair, export, self.depth), self.max_new_tokens, self.limit, self.seeds)
 
 
 def add_verbs(app: typer.Typer) -> None:
     """Add the verb to the command."""
-    app.command(name="served")(served)
+    app.command(name="served")(grouped(served))
 
 
 def served(
     pair: PairFolder,
-    url: Annotated[str | None, typer.Option(help="Of a running engine that serves the pair.")] = None,
-    plain_url: Annotated[str | None, typer.Option(help="Of the same engine without drafts: the speedup there.")] = None,
-    start: Annotated[str | None, typer.Option(help="Start this engine here instead, and stop it again: vllm.")] = None,
-    python: Annotated[Path | None, typer.Option(help="The engine's own environment, or its Python.")] = None,
-    export: Annotated[Path | None, typer.Option(help="What `outrider export` wrote (default: it is made).")] = None,
-    arg: Annotated[list[str] | None, typer.Option(help="One more argument of the server; may be repeated.")] = None,
-    env: Annotated[list[str] | None, typer.Option(metavar="NAME=VALUE", help="For the server; repeatable.")] = None,
-    setting: Annotated[
-        list[str] | None, typer.Option(metavar="KEY=VALUE", help="A change to the engine's drafting; may be repeated.")
-    ] = None,
-    suite: Annotated[list[str] | None, typer.Option(help="A suite (default: the pair's); may be repeated.")] = None,
-    limit: Annotated[int, typer.Option(min=1, help="Prompts per suite.")] = 12,
-    depth: Annotated[int | None, typer.Option(min=1, help="Draft tokens per round (default: the pair's).")] = None,
-    temperature: Annotated[list[float] | None, typer.Option(min=0, help="May be repeated (default: 0 and 1).")] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=2)] = 64,
-    seeds: Annotated[int, typer.Option(min=1, help="Answers to each prompt above temperature 0.")] = 3,
+    engine: EngineOptions,
+    asked: TrialOptions,
     tolerance: Annotated[float, typer.Option(min=0, help="Of τ: a smaller difference is no finding.")] = 0.02,
     expect: Annotated[
         Path | None, typer.Option(help="What our decoder does, as JSON: read if it is there, else written.")
     ] = None,
-    plain: Annotated[bool, typer.Option(help="Start the engine without drafts, too: the speedup there.")] = True,
     explain: Annotated[bool, typer.Option(help="Try which mistake explains drafts that are not ours.")] = True,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Store nothing in the pair.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="The whole result, for programs.")] = False,
@@ -51,33 +120,21 @@ def served(
 
     Exit code 1 if it does not, with what is probably wrong.
     """
-    if (url is None) == (start is None):
-        raise BadInputError("give either --url, of an engine that runs, or --start vllm.")
-    if start not in (None, "vllm"):
-        raise BadInputError(f"--start knows how to start vllm, not {start!r}; start it yourself and give its --url.")
-    if start and python is None:
-        raise BadInputError("--start needs --python, the environment that the engine is installed in.")
+    engine.check()
     from ..pair import Pair
-    from ..serving.engine import Engine
-    from ..serving.expectation import Expectation, Trial
-    from ..serving.result import lines
-    from ..serving.session import Session, Start, record_of
+    from ..serving.expectation import Expectation
+    from ..serving.session import Session, record_of
     from .answers import say
 
     console = Console(highlight=False, soft_wrap=True, stderr=as_json)
     loaded = Pair.load(pair)
-    trial = Trial(tuple(temperature or (0.0, 1.0)), depth or loaded.plan.depth, max_new_tokens, limit, seeds)
+    trial = asked.trial(loaded, engine.export)
     known = Expectation.load(expect) if expect is not None and expect.is_file() else None
-    session = Session(loaded, trial, tuple(suite or ()), known, console)
+    session = Session(loaded, trial, tuple(asked.suite or ()), known, console)
     session.explain = explain
     if expect is not None and known is None:
         session.expected.save(expect)
-    if url is not None:
-        found = session.ask(Engine(url), Engine(plain_url) if plain_url else None, tolerance)
-    else:
-        assert python is not None
-        how = Start(python, export, _settings(setting), tuple(arg or ()), _variables(env), plain)
-        found = session.start(how, tolerance)
+    found = engine.ask(session, tolerance)
     if expect is not None:
         session.expected.save(expect)  # with the mistakes that were tried
     if not dry_run:
@@ -85,10 +142,18 @@ def served(
     if as_json:
         say("served", found, found.exit_code)
     else:
-        for i, line in enumerate(lines(found)):
-            console.print(escape(line), style=None if i else ("green" if found.agrees else "red"))
+        _print(found, console)
     if found.exit_code:
         raise typer.Exit(found.exit_code)
+
+
+def _print(found: ServedResult, console: Console) -> None:
+    from ..serving.result import lines
+
+    verdict, *figures = lines(found)
+    console.print(escape(verdict), style="green" if found.agrees else "red")
+    for line in figures:
+        console.print(escape(line))
 
 
 def _settings(given: list[str] | None) -> dict[str, object]:

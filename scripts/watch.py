@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,9 +17,9 @@ from ..ground import BadInputError
 from .speaking import console_for, tell
 
 if TYPE_CHECKING:
-    from ..serving.changepoint import Limits
+    from ..serving.changepoint import Baseline, Chart, Limits
     from ..serving.events import Event
-    from ..serving.watching import Watch
+    from ..serving.watching import State, Watch
 
 STATE = Path("runs") / "watch.json"
 Urls = Annotated[list[str], typer.Argument(metavar="URL...", help="Of running engines: vLLM, SGLang, TGI, llama.cpp.")]
@@ -37,7 +38,7 @@ def watch(
     every: Annotated[float, typer.Option(min=0.01, help="Seconds between two looks.")] = 15.0,
     window: Annotated[int, typer.Option(min=10, help="Rounds of a window.")] = 200,
     false_alarms: Annotated[
-        float, typer.Option(min=0.0001, max=0.5, help="The probability of a false alarm in 200 windows.")
+        float, typer.Option(min=0.001, max=0.5, help="The probability of a false alarm in 200 windows.")
     ] = 0.02,
     once: Annotated[bool, typer.Option("--once", help="One look, for cron; what is known is kept in --state.")] = False,
     state: Annotated[Path, typer.Option(help="With --once: what is known between the looks.")] = STATE,
@@ -52,32 +53,59 @@ def watch(
     """
     from ..pair import Pair
     from ..serving.changepoint import Limits
-    from ..serving.watching import Watch, baseline_of, load_states, post, save_states
-    from .answers import answer
+    from ..serving.watching import State, baseline_of, kept_states, require_webhook
 
     limits = Limits(window, false_alarms)
-    baseline = None if pair is None else baseline_of(Pair.load(pair))
-    states = load_states(state, urls, baseline) if once else load_states(Path(), urls, baseline)
-    watches = [Watch(known, limits) for known in states]
-    console = console_for(as_json)
-    told = Console(highlight=False, soft_wrap=True, stderr=True)
-    for line in promises(watches, limits):
-        told.print(escape(line), style="dim")
-    alarms = 0
-    for event in _events(watches, key, 0.0 if once else every, 0.0 if once else seconds):
-        if as_json:
+    baseline = None if pair is None else baseline_of(Pair.load(pair), limits)
+    if webhook is not None:
+        require_webhook(webhook)
+    told = _Told(as_json, webhook, stops_at_silence=once)
+    if once:
+        with kept_states(state, urls, baseline) as states:
+            told.all(states, limits, key, 0.0, 0.0)
+    else:
+        told.all([State(url=url, baseline=baseline) for url in urls], limits, key, every, seconds)
+    if told.alarms:
+        raise typer.Exit(1)
+
+
+class _Told:
+    """Where a watch's events go: to the terminal or a program, and alarms to a webhook."""
+
+    def __init__(self, as_json: bool, webhook: str | None, stops_at_silence: bool):
+        self.as_json, self.webhook, self.stops_at_silence = as_json, webhook, stops_at_silence
+        self.console = console_for(as_json)
+        self.beside = Console(highlight=False, soft_wrap=True, stderr=True)
+        self.alarms = 0
+
+    def all(self, states: list[State], limits: Limits, key: str | None, every: float, seconds: float | None) -> None:
+        """Say what the test promises, then every event."""
+        from ..serving.watching import Watch
+
+        watches = [Watch(known, limits) for known in states]
+        for line in promises(watches, limits):
+            self.beside.print(escape(line), style="dim")
+        silent = None
+        for event in _events(watches, key, every, seconds):
+            self.one(event)
+            silent = event if event.kind == "silent" else silent
+        if silent is not None and self.stops_at_silence:
+            raise BadInputError(f"{silent.url} does not answer: {silent.reason}")
+
+    def one(self, event: Event) -> None:
+        """Say one event."""
+        from ..serving.watching import post
+        from .answers import answer
+
+        if self.as_json:
             tell(json.dumps(answer("watch", event), ensure_ascii=False) + "\n")
         else:
-            console.print(escape(str(event)))
-        alarms += event.kind == "alarm"
-        if event.kind == "alarm" and webhook is not None and (problem := post(webhook, event)):
-            told.print(escape(problem), style="red")
-        if event.kind == "silent" and once:
-            raise BadInputError(f"{event.url} does not answer: {event.reason}")
-    if once:
-        save_states(state, [w.state for w in watches])
-    if alarms:
-        raise typer.Exit(1)
+            self.console.print(escape(str(event)))
+        if event.kind != "alarm":
+            return
+        self.alarms += 1
+        if self.webhook is not None and (problem := post(self.webhook, event)):
+            self.beside.print(escape(problem), style="red")
 
 
 def _events(watches: list[Watch], key: str | None, every: float, seconds: float | None) -> Iterator[Event]:
@@ -106,9 +134,14 @@ def promises(watches: list[Watch], limits: Limits) -> list[str]:
         if baseline is None or chart is None:
             found.append(f"{one.state.url}: the baseline is learned first")
             continue
-        delays = (f"{fall:.0%} in {chart.delay_in_rounds(baseline, fall):,.0f}" for fall in (0.1, 0.2, 0.4))
-        found.append(
-            f"{one.state.url}: baseline τ {baseline.tau:.3f} ({baseline.source}); a fall of the accepted drafts by "
-            f"{', '.join(delays)} rounds is found in half of the cases"
-        )
+        found.append(f"{one.state.url}: baseline τ {baseline.tau:.3f} ({baseline.source}); {_found(chart, baseline)}")
     return found
+
+
+def _found(chart: Chart, baseline: Baseline) -> str:
+    """Return after how many rounds falls of the accepted drafts are found in half of the cases."""
+    delays = {fall: chart.delay_in_rounds(baseline, fall) for fall in (0.1, 0.2, 0.4)}
+    known = [f"{fall:.0%} in {delay:,.0f}" for fall, delay in delays.items() if math.isfinite(delay)]
+    said = f"a fall of the accepted drafts by {', '.join(known)} rounds is found in half of the cases"
+    missed = [f"{fall:.0%}" for fall, delay in delays.items() if not math.isfinite(delay)]
+    return f"{said}, one by {' or '.join(missed)} hardly ever" if missed else said

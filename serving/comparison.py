@@ -21,7 +21,10 @@ from ..eval.reports.statistics import Bootstrap, strata_of
 from .expectation import Counts, Expectation
 from .hypotheses import is_same
 
-CONFIDENCE_BY_POSITION = 0.99  # several positions are looked at, so each must be surer than one figure alone
+# Several positions, and τ and the texts' length at several temperatures, each decide whether an engine differs: each
+# must be surer than one figure alone, or one right engine in ten would be accused.
+CONFIDENCE_OF_DIFFERENCES = 0.99
+AVERAGED = 0.1  # of τ: what an engine's own average of its latest rounds may be off by, for it lags
 FEW = 8  # rounds that reach a position, below which nothing is said about it
 
 Write = Callable[[list[int]], str]  # from token ids to text
@@ -39,6 +42,7 @@ class Reply(Model):
     Attributes:
         text: of the first answer. tokens: its new token ids; None where the engine returns text alone.
         lengths: new tokens of every answer. seconds, counts: of all of them.
+        uncounted: what the engine never counts, see `counters.COUNTED`.
     """
 
     text: str
@@ -46,6 +50,7 @@ class Reply(Model):
     lengths: list[int]
     seconds: float
     counts: Counts
+    uncounted: list[str] = []
 
 
 class Position(Model):
@@ -82,12 +87,15 @@ class Comparison(Model):
     """Our decoder and the engine at one temperature.
 
     Attributes:
-        own, served: τ with its interval. difference: served − own, of paired prompts.
-        drafted_own, drafted_served: draft tokens per round.
+        own, served: τ with its interval. difference: served − own, of paired prompts; like all differences here it has
+            a 99% interval, since several of them decide.
+        drafted_own, drafted_served: draft tokens per round; None there if the engine does not count them.
+        uncounted: what the engine does not count, so that nothing is said about it. Without "rounds" its τ is its own
+            average of its latest rounds.
         rounds: of the engine. by_position: rounds of the engine that kept the draft at each position.
         identical: prompts whose text is ours (at temperature 0; None above it). divergences: the others.
         same_drafts: prompts in whose rounds the engine accepted exactly what our decoder did (at temperature 0): with
-            float32 on both sides that is nearly all of them.
+            float32 on both sides that is nearly all of them. None where an engine does not count by position.
         length: new tokens per prompt, served − own: texts of the same distribution are equally long.
         one_hot: τ of our decoder when it proposes the most probable drafts; None at temperature 0.
         tokens_per_second: of whole requests, one after the other. plain: of the engine without drafts.
@@ -100,7 +108,8 @@ class Comparison(Model):
     served: Interval
     difference: Interval
     drafted_own: float
-    drafted_served: float
+    drafted_served: float | None
+    uncounted: list[str] = []
     rounds: int
     by_position: list[int]
     positions: list[Position]
@@ -119,6 +128,8 @@ class Comparison(Model):
 
         Where there is no difference to be sure of, as without any round, the values themselves are compared.
         """
+        if "rounds" in self.uncounted:
+            tolerance = max(tolerance, AVERAGED)
         if not self.difference.known:
             return abs(self.served.value - self.own.value) <= tolerance * self.own.value  # False of no number
         return not self.difference.excludes(0.0) or abs(self.difference.value) <= tolerance * self.own.value
@@ -156,13 +167,14 @@ def compare(expected: Expectation, replies: Replies, write: Write = str) -> Comp
         num_prompts=len(expected.prompts),
         **figures,
         drafted_own=_share(sides.own, "drafted"),
-        drafted_served=_share(sides.served, "drafted"),
+        drafted_served=None if "drafted" in sides.uncounted else _share(sides.served, "drafted"),
+        uncounted=sorted(sides.uncounted),
         rounds=round(sum(c.rounds for c in sides.served)),
         by_position=[round(sum(_at(c, i) for c in sides.served)) for i in range(sides.depth)],
         positions=list(sides.positions()),
         identical=None if differing is None else len(expected.prompts) - len(differing),
         divergences=differing or [],
-        same_drafts=None if differing is None else sides.same(),
+        same_drafts=None if differing is None or "by_position" in sides.uncounted else sides.same(),
     )
 
 
@@ -174,9 +186,10 @@ class _Sides:
         self.own = [_mean(a.counts) for a in self.answers]
         self.one_hot = [_mean(a.counts) for a in expected.one_hot.get(f"{replies.temperature:g}", [])]
         self.served = [r.counts for r in replies.drafting]
+        self.uncounted = {name for r in replies.drafting for name in r.uncounted}
         strata = strata_of([p.suite for p in expected.prompts])
         self.resampled = Bootstrap(strata)
-        self.surer = Bootstrap(strata, confidence=CONFIDENCE_BY_POSITION)
+        self.surer = Bootstrap(strata, confidence=CONFIDENCE_OF_DIFFERENCES)
 
     @property
     def depth(self) -> int:
@@ -187,11 +200,11 @@ class _Sides:
         found: dict[str, Interval | None] = {
             "own": self.resampled.ratio(own),
             "served": self.resampled.ratio(served),
-            "difference": self.resampled.difference(served, own),
+            "difference": self.surer.difference(served, own),
         }
         if self.one_hot:
             found["one_hot"] = self.resampled.ratio(_tau(self.one_hot))
-            found["one_hot_difference"] = self.resampled.difference(served, _tau(self.one_hot))
+            found["one_hot_difference"] = self.surer.difference(served, _tau(self.one_hot))
         return found
 
     def texts(self) -> dict[str, Interval]:
@@ -199,7 +212,7 @@ class _Sides:
         count = [1] * len(self.answers)
         lengths = Ratio([sum(r.lengths) / len(r.lengths) for r in self.replies.drafting], count)
         own = Ratio([sum(a.lengths) / len(a.lengths) for a in self.answers], count)
-        return {"length": self.resampled.difference(lengths, own)}
+        return {"length": self.surer.difference(lengths, own)}
 
     def same(self) -> int:
         """Return in how many prompts both sides accepted the same, position by position."""
@@ -218,6 +231,8 @@ class _Sides:
 
     def positions(self) -> Iterator[Position]:
         """Yield the conditional acceptance at each position that enough rounds reached on both sides."""
+        if "by_position" in self.uncounted:
+            return
         for i in range(self.depth):
             own, served = _alpha(self.own, i), _alpha(self.served, i)
             if min(_sum(own.denominators), _sum(served.denominators)) < FEW:

@@ -13,6 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from ..ground import BadInputError
 
+COUNTED = ("rounds", "drafted", "by_position")  # what some engines count, and others do not
 SUMS = ("rounds", "drafted", "accepted", "tokens")  # what only ever grows while an engine runs
 
 
@@ -27,6 +28,7 @@ class Counters:
         tokens: new tokens of all requests, whether they were drafted or not.
         mean: tokens per round, where the engine shows only its own latest average; rounds are then derived from it.
         started: when the engine's process began, in seconds since 1970; None if it does not say.
+        uncounted: which of `COUNTED` this engine never counts: its zeros there say nothing.
     """
 
     engine: str
@@ -37,6 +39,7 @@ class Counters:
     tokens: float = 0.0
     mean: float | None = None
     started: float | None = None
+    uncounted: tuple[str, ...] = ()
 
     @property
     def tau(self) -> float:
@@ -146,6 +149,7 @@ def _plain(name: str) -> str:
 
 def _vllm(page: Page) -> Counters:
     """Read vLLM; before 0.9 it did not count rounds, but what they emitted: accepted tokens and one for each round."""
+    positions = "vllm:spec_decode_num_accepted_tokens_per_pos"
     accepted = page.total("vllm:spec_decode_num_accepted_tokens")
     if page.has("vllm:spec_decode_num_drafts"):
         rounds = page.total("vllm:spec_decode_num_drafts")
@@ -156,15 +160,19 @@ def _vllm(page: Page) -> Counters:
         rounds=rounds,
         drafted=page.total("vllm:spec_decode_num_draft_tokens"),
         accepted=accepted,
-        by_position=page.by_position("vllm:spec_decode_num_accepted_tokens_per_pos"),
+        by_position=page.by_position(positions),
         tokens=page.total("vllm:generation_tokens"),
+        uncounted=() if page.has(positions) else ("by_position",),
     )
 
 
 def _sglang(page: Page) -> Counters:
     """Read SGLang, which shows the mean of its latest rounds."""
     return Counters(
-        "sglang", tokens=page.total("sglang:generation_tokens"), mean=page.mean("sglang:spec_accept_length")
+        "sglang",
+        tokens=page.total("sglang:generation_tokens"),
+        mean=page.mean("sglang:spec_accept_length"),
+        uncounted=COUNTED,
     )
 
 
@@ -175,17 +183,20 @@ def _tgi(page: Page) -> Counters:
         rounds=page.total("tgi_request_skipped_tokens_count"),
         accepted=page.total("tgi_request_skipped_tokens_sum"),
         tokens=page.total("tgi_request_generated_tokens_sum"),
+        uncounted=("drafted", "by_position"),
     )
 
 
 def _llama_cpp(page: Page) -> Counters:
+    positions = "llamacpp:spec_decode_num_accepted_tokens_per_pos"
     return Counters(
         "llama.cpp",
         rounds=page.total("llamacpp:spec_decode_num_drafts"),
         drafted=page.total("llamacpp:spec_decode_num_draft_tokens"),
         accepted=page.total("llamacpp:spec_decode_num_accepted_tokens"),
-        by_position=page.by_position("llamacpp:spec_decode_num_accepted_tokens_per_pos"),
+        by_position=page.by_position(positions),
         tokens=page.total("llamacpp:tokens_predicted"),
+        uncounted=() if page.has(positions) else ("by_position",),
     )
 
 

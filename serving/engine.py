@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import http.client
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -137,5 +137,5 @@ def read_metrics(url: str, key: str | None = None, timeout: float = 10.0) -> str
     try:
         with urllib.request.urlopen(request, timeout=timeout) as answer:
             return str(answer.read().decode("utf-8"))
-    except (urllib.error.URLError, OSError, UnicodeDecodeError) as error:
+    except (OSError, http.client.HTTPException, ValueError) as error:
         raise BadInputError(f"{page} cannot be read ({error}). Is the engine running, with its metrics on?") from error

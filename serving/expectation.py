@@ -85,7 +85,8 @@ class Expectation(Model):
     """What a pair does with some prompts, temperature by temperature.
 
     Attributes:
-        target: the digest of the target's content. drafter: the drafter's type.
+        target: the digest of the target's content. drafter: the drafter's type. drafter_digest: of its files.
+        suites, limit, seeds_above_0: what was asked for; see `Trial`.
         answers: by temperature (as text, for JSON), in the order of the prompts.
         one_hot: the same, had the most probable drafts been proposed instead of drawn ones; engines differ in that.
         mistakes: what the drafter does at temperature 0 if an engine reads it wrongly, by the mistake's name in
@@ -94,8 +95,12 @@ class Expectation(Model):
 
     target: str
     drafter: str
+    drafter_digest: str = ""
     depth: int
     max_new_tokens: int
+    suites: list[str] = []
+    limit: int | None = None
+    seeds_above_0: int = 1
     prompts: list[Asked]
     dtype: str = "float32"
     answers: dict[str, list[Answered]] = {}

@@ -59,9 +59,24 @@ def lines(result: ServedResult) -> list[str]:
     found = [f"{verdict}: {result.drafter}, depth {result.depth}, {result.engine.get('name', 'engine')}"]
     for c in result.comparisons:
         found += _figures(c)
+    found += _unknown(result)
     if result.foreign:
         found.append(f"{result.foreign} tokens of others were counted too: measure on an engine that nobody else uses")
     return found + [str(s) for s in result.suspicions]
+
+
+_UNKNOWN = {
+    "rounds": "its rounds (its τ is its own average of the latest ones, so only differences above 10% count)",
+    "drafted": "its draft tokens (so nobody knows whether it drafts as deep)",
+    "by_position": "acceptance by position (so nobody knows where drafts differ)",
+}
+
+
+def _unknown(result: ServedResult) -> list[str]:
+    """Return what the engine does not count, so that nothing was compared there."""
+    uncounted = sorted({name for c in result.comparisons for name in c.uncounted})
+    name = result.engine.get("name", "this engine")
+    return [f"{name} does not count {', '.join(_UNKNOWN[u] for u in uncounted)}"] if uncounted else []
 
 
 def _figures(found: Comparison) -> list[str]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import gc
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -10,6 +11,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import torch
 from rich.console import Console
 
 from ..eval.suites import load_suites
@@ -18,9 +20,10 @@ from ..ground import BadInputError
 from ..ground.files import read_json
 from ..heads import Ngram
 from ..pair import Pair, export_pair
-from ..pair.export import LAUNCH, served_path
+from ..pair.export import LAUNCH, SERVED, export_depth, served_path
 from ..pair.manifest import Figure, ServedFigures, ServedRecord
 from ..targets import Target
+from ..targets.fingerprint import digest_json
 from .engine import Engine
 from .expectation import Expectation, Trial, expect, expect_mistakes
 from .hypotheses import mistaken
@@ -41,6 +44,8 @@ class Start:
         export: the drafter as the engine reads it; None makes it, in a temporary folder.
         settings: changes to the drafting configuration. arguments, variables: more of the server's own.
         plain: whether the engine also runs without drafts, for the speedup there.
+        in_turns: whether both run at once and answer in turns, so that whatever else the machine does slows both alike;
+            else one after the other. None: in turns, but on a GPU, where an engine takes nearly all of the memory.
     """
 
     environment: Path
@@ -49,6 +54,7 @@ class Start:
     arguments: tuple[str, ...] = ()
     variables: Mapping[str, str] = field(default_factory=dict)
     plain: bool = True
+    in_turns: bool | None = None
 
 
 class Session:
@@ -73,7 +79,7 @@ class Session:
         self.pair, self.trial, self.console = pair, trial, console
         self.suites, self.explain = suites, True
         if expected is not None:
-            self.expected = _checked(expected, pair)
+            self.expected = _checked(expected, pair, trial, self._suite_names)
 
     @cached_property
     def target(self) -> Target:
@@ -84,10 +90,15 @@ class Session:
     def expected(self) -> Expectation:
         """What our own decoder does with the prompts."""
         target, drafter, _ = self.pair.open(self.target)
-        names = self.suites or tuple(self.pair.recipe().eval.suites)
-        suites = load_suites(names, target.require_tokenizer(), self.trial.limit)
+        names, template = self._suite_names, self.pair.recipe().template
+        suites = load_suites(names, target.require_tokenizer(), self.trial.limit, template)
         found = expect(target, drafter, suites, self.trial, self.console)
+        found = found.model_copy(update=_asked(self.pair, self.trial, self._suite_names))
         return found.never_drawn() if drafter.name in NEVER_DRAWN else found
+
+    @property
+    def _suite_names(self) -> tuple[str, ...]:
+        return self.suites or tuple(self.pair.recipe().eval.suites)
 
     def ask(self, engine: Engine, plain: Engine | None, tolerance: float) -> ServedResult:
         """Compare with engines that run already, the second one without drafts."""
@@ -96,21 +107,28 @@ class Session:
         return self._result(survey, engine_facts(engine, [("url", engine.url)]), tolerance)
 
     def start(self, start: Start, tolerance: float) -> ServedResult:
-        """Start the engine with the pair's drafter and once more without; compare in turns, and stop both."""
+        """Start the engine with the pair's drafter, and without if that is asked for; compare, and stop it."""
         survey = Survey(self.expected, self.console)
-        with TemporaryDirectory(prefix="outrider-served-") as folder, ExitStack() as both:
+        in_turns = not torch.cuda.is_available() if start.in_turns is None else start.in_turns
+        with TemporaryDirectory(prefix="outrider-served-") as folder:
             place = Path(folder)
             drafting = self.launch(start, place)
-            engine = both.enter_context(running(drafting, place / "drafting.log"))
-            alone = replace(drafting, speculation=None)
-            plain = both.enter_context(running(alone, place / "plain.log")) if start.plain else None
-            facts = engine_facts(engine, [("speculation", dict(drafting.speculation or {}))])
-            survey.ask(engine, plain)
-        return self._result(survey, facts, tolerance)
+            plain = replace(drafting, speculation=None) if start.plain else None
+            self._forget_target()
+            ask = survey_in_turns if in_turns else survey_one_by_one
+            facts = ask(survey, drafting, plain, place)
+        return self._result(survey, facts | {"in_turns": in_turns and start.plain}, tolerance)
+
+    def _forget_target(self) -> None:
+        """Free the target's memory, which an engine on the same GPU needs; it is loaded again if it is wanted again."""
+        if self.__dict__.pop("target", None) is not None and torch.cuda.is_available():
+            gc.collect()
+            torch.cuda.empty_cache()
 
     def _result(self, survey: Survey, facts: dict[str, Any], tolerance: float) -> ServedResult:
         """Return the result; where drafts differ, the mistakes that could explain it are tried first."""
-        if self.explain and not self.expected.mistakes and survey.differs(tolerance):
+        wanted = self.explain and survey.counts_all and not self.expected.mistakes
+        if wanted and survey.differs(tolerance):
             _, drafter, _ = self.pair.open(self.target)
             self.expected = expect_mistakes(self.target, mistaken(drafter), self.expected, self.console)
             survey.expected = self.expected
@@ -161,14 +179,88 @@ def _lookup(pair: Pair) -> dict[str, int]:
     return {"prompt_lookup_max": drafter.config.max_match, "prompt_lookup_min": drafter.config.min_match}
 
 
-def _checked(expected: Expectation, pair: Pair) -> Expectation:
-    if (expected.target, expected.drafter) != (pair.fingerprint().digest, pair.manifest.drafter.type):
+def survey_in_turns(survey: Survey, drafting: Launch, plain: Launch | None, place: Path) -> dict[str, Any]:
+    """Ask an engine with drafts and one without, which run at once; return what is known of the first."""
+    with ExitStack() as both:
+        engine = both.enter_context(running(drafting, place / "drafting.log"))
+        alone = None if plain is None else both.enter_context(running(plain, place / "plain.log"))
+        facts = _facts(engine, drafting)
+        survey.ask(engine, alone)
+    return facts
+
+
+def survey_one_by_one(survey: Survey, drafting: Launch, plain: Launch | None, place: Path) -> dict[str, Any]:
+    """Ask an engine with drafts, stop it, and then ask one without; return what is known of the first."""
+    with running(drafting, place / "drafting.log") as engine:
+        facts = _facts(engine, drafting)
+        survey.ask(engine)
+    if plain is not None:
+        with running(plain, place / "plain.log") as alone:
+            survey.ask_plain(alone)
+    return facts
+
+
+def _facts(engine: Engine, launch: Launch) -> dict[str, Any]:
+    return engine_facts(engine, [("speculation", dict(launch.speculation or {}))])
+
+
+# ------------------------------------------------------------ what is asked for, and what is known already
+
+
+def depth_of(pair: Pair, export: Path | None = None, asked: int | None = None) -> int:
+    """Return how many tokens an engine drafts in a round: as asked for, as the export says, or as one would say.
+
+    Raises:
+        BadInputError: the export is for another depth than the one that was asked for.
+    """
+    if export is None or not (export / SERVED).is_file():
+        return asked or export_depth(pair, None)
+    exported = int(read_json(export / SERVED)["depth"])
+    if asked not in (None, exported):
         raise BadInputError(
-            f"the expectation is of another target or drafter (a {expected.drafter} for target "
-            f"{expected.target[:12]}…) than the pair ({pair.manifest.drafter.type}, "
-            f"{pair.fingerprint().digest[:12]}…); make it again."
+            f"{export} was exported for {exported} draft tokens a round, --depth says {asked}. Leave --depth out, or "
+            f"export the pair again with --depth {asked}."
+        )
+    return exported
+
+
+def _asked(pair: Pair, trial: Trial, suites: Sequence[str]) -> dict[str, Any]:
+    """Return what an expectation says of its making, beside the answers."""
+    return {
+        "drafter_digest": digest_json(pair.manifest.drafter.files),
+        "suites": list(suites),
+        "limit": trial.limit,
+        "seeds_above_0": trial.seeds,
+    }
+
+
+def _checked(expected: Expectation, pair: Pair, trial: Trial, suites: Sequence[str]) -> Expectation:
+    """Return the expectation if it is of this pair and of what is asked for now.
+
+    Raises:
+        BadInputError: it is not; what differs is named.
+    """
+    differing = list(_differing(expected, pair, trial, suites))
+    if differing:
+        raise BadInputError(
+            f"the expectation was made for something else: {'; '.join(differing)}. Ask for the same, or delete the "
+            "file, so that it is made again."
         )
     return expected
+
+
+def _differing(expected: Expectation, pair: Pair, trial: Trial, suites: Sequence[str]) -> Iterator[str]:
+    target, drafter = pair.fingerprint().digest, pair.manifest.drafter.type
+    if expected.target != target:
+        yield f"the target is {expected.target[:12]}… there, the pair's {target[:12]}…"
+    now = _asked(pair, trial, suites) | {"drafter": drafter, "depth": trial.depth}
+    now |= {"max_new_tokens": trial.max_new_tokens, "temperatures": list(trial.temperatures)}
+    for name, value in now.items():
+        there = getattr(expected, name)
+        if name == "drafter_digest" and there != value:
+            yield "the drafter has other weights"
+        elif there != value:
+            yield f"{name} is {there!r} there and {value!r} here"
 
 
 # ------------------------------------------------------------ into the pair

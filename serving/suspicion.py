@@ -20,7 +20,7 @@ class Suspicion(BaseModel):
     """What is probably wrong.
 
     Attributes:
-        kind: target, tie, depth, vocabulary, first, later, one-hot or sampling.
+        kind: target, tie, depth, drafts, vocabulary, first, later, one-hot or sampling.
         temperature: at which it shows.
         because: what was seen. suspect: what such a difference usually comes from.
     """
@@ -40,6 +40,10 @@ SUSPECTS = {
     "target": "another target: its weights, dtype, adapter, chat template or special tokens",
     "tie": "a near-tie that another order of sums decides otherwise (float32 on both sides would show)",
     "depth": "num_speculative_tokens, which each engine counts in its own way",
+    "drafts": (
+        "what the drafter reads or its weights; this engine does not count acceptance by position, which would tell "
+        "more (`outrider lint` looks at the files)"
+    ),
     "vocabulary": (
         "the draft vocabulary (d2t must hold offsets, not ids), weights that were never loaded, or a transposed or "
         "permuted tensor"
@@ -86,7 +90,7 @@ def _of(
 ) -> Iterator[Suspicion]:
     yield from _text(found)
     if _depth_differs(found):
-        seen = f"{found.drafted_served:.2f} draft tokens per round, {found.drafted_own:.2f} expected"
+        seen = f"{found.drafted_served or 0:.2f} draft tokens per round, {found.drafted_own:.2f} expected"
         yield _suspicion("depth", found, seen)
     elif found.temperature == 0 and explanation is not None and not greedy_is_right:
         yield Suspicion(kind=explanation.kind, temperature=0.0, because=_seen(found), suspect=str(explanation))
@@ -114,11 +118,15 @@ def _text(found: Comparison) -> Iterator[Suspicion]:
 
 
 def _depth_differs(found: Comparison) -> bool:
+    if found.drafted_served is None:
+        return False  # nobody knows
     return not abs(found.drafted_served - found.drafted_own) <= 0.3  # nor where nothing was drafted
 
 
 def _drafts(found: Comparison) -> str:
     """Return what is wrong with the drafts themselves, by the first position that differs."""
+    if "by_position" in found.uncounted:
+        return "drafts"
     first = found.positions[0] if found.positions else None
     if found.parts_at not in (None, 1):
         return "later"
@@ -137,6 +145,8 @@ def _sampled(found: Comparison, tolerance: float) -> str:
 
 def _seen(found: Comparison) -> str:
     where = f", from position {found.parts_at} on" if found.parts_at else ""
+    if "rounds" in found.uncounted:
+        where += "; the engine shows its own average of its latest rounds"
     if found.same_drafts is not None:
         where += f"; the same drafts are accepted in {found.same_drafts} of {found.num_prompts} prompts"
     return (

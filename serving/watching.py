@@ -2,28 +2,34 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import math
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from functools import reduce
 from pathlib import Path
 from typing import Any, Literal
+from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from ..ground import BadInputError
 from ..ground.files import write_atomically
+from ..ground.locks import locked
 from ..pair import Pair
-from .changepoint import Baseline, Chart, Limits, Sums
+from .changepoint import DEEP, Baseline, Chart, Limits, Sums
 from .counters import Counters
 from .events import Event
 
 LEARNED = 30  # windows that a baseline is learned from, where no pair gives one
+WINDOWS = (200, 100, 50, 25, 400)  # rounds, that are tried before a baseline is refused
 SURE = 3.0  # spreads by which a position must differ to be named
+PATIENCE = 120.0  # seconds that a look waits for another one with the same state file
 
 
 class State(BaseModel):
@@ -96,7 +102,7 @@ class Watch:
             yield from self._learn(window)
             return
         score = baseline.score(window.rounds, window.accepted)
-        self.state.sums = sums = self.state.sums.after(score)
+        self.state.sums = sums = self.state.sums.after(score, window.rounds / self.limits.window, chart.slack)
         yield self._window(window, score=score, fall=sums.fall, rise=sums.rise)
         change = sums.alarm(chart.threshold)
         if change is not None:
@@ -158,7 +164,8 @@ def _first_apart(window: Counters, baseline: Baseline) -> int | None:
 
 
 def _counters(values: dict[str, Any]) -> Counters:
-    return replace(Counters(**values), by_position=tuple(values["by_position"]))
+    found = Counters(**values)
+    return replace(found, by_position=tuple(found.by_position), uncounted=tuple(found.uncounted))
 
 
 def _now() -> str:
@@ -176,36 +183,75 @@ def learned(windows: Sequence[Counters], url: str) -> Baseline:
     return found.model_copy(update={"by_position": tuple(k / everything.rounds for k in everything.by_position)})
 
 
-def baseline_of(pair: Pair) -> Baseline:
+def baseline_of(pair: Pair, limits: Limits) -> Baseline:
     """Return how the pair drafted on its own target: what its probes compare with.
 
     Raises:
-        BadInputError: the pair has no such prompts.
+        BadInputError: the pair has no such prompts, or too few for windows of this size.
     """
     measured = pair.manifest.measurements.baseline
     if measured is None or not measured.prompts:
         raise BadInputError(f"{pair.folder}: this pair has no baseline; let the watch learn one (leave out --pair).")
     drafting = [p for p in measured.prompts if p.rounds]
     source = f"{pair.name} version {pair.version}, temperature {measured.temperature:g}"
-    return Baseline.of([p.rounds for p in drafting], [p.accepted for p in drafting], source)
+    found = Baseline.of([p.rounds for p in drafting], [p.accepted for p in drafting], source)
+    require_sight(found, limits)
+    return found
+
+
+def require_sight(baseline: Baseline, limits: Limits) -> None:
+    """Refuse a baseline from so few rounds that, with windows of this size, not even a deep fall would be found."""
+    if _sees(baseline, limits):
+        return
+    usable = (size for size in WINDOWS if _sees(baseline, replace(limits, window=size)))
+    size = next(usable, None)
+    advice = "Let the watch learn a baseline (leave out --pair)"
+    advice += f", or take --window {size}." if size else "."
+    raise BadInputError(
+        f"{baseline.source}: a baseline from {baseline.rounds:.0f} rounds is too uncertain for windows of "
+        f"{limits.window}: not even a fall of the accepted drafts by {DEEP:.0%} would be found. {advice}"
+    )
+
+
+def _sees(baseline: Baseline, limits: Limits) -> bool:
+    return math.isfinite(Chart.calibrated(baseline, limits).delay_in_rounds(baseline, DEEP))
 
 
 # ------------------------------------------------------------ between runs, and elsewhere
 
 
-def load_states(file: Path, urls: Sequence[str], baseline: Baseline | None) -> list[State]:
-    """Return what is known of each engine, from `file` if it is there.
+@contextmanager
+def kept_states(file: Path, urls: Sequence[str], baseline: Baseline | None) -> Iterator[list[State]]:
+    """Yield what is known of each engine, and write it to `file` at the end, beside what others keep there.
+
+    Nobody else looks with the same file meanwhile: looks of several cron jobs follow one another.
 
     Raises:
-        BadInputError: the file cannot be understood.
+        BadInputError: the file cannot be understood, or another look does not end.
     """
-    known: dict[str, State] = {}
-    if file.is_file():
+    with locked(file, PATIENCE):
+        known = _known(file)
+        states = [_continued(known.get(url), url, baseline) for url in urls]
         try:
-            known = {s["url"]: State.model_validate(s) for s in json.loads(file.read_text(encoding="utf-8"))}
-        except (OSError, ValueError, KeyError, ValidationError) as error:
-            raise BadInputError(f"{file}: cannot be read as the state of a watch ({error}); delete it.") from error
-    return [known.get(url) or State(url=url, baseline=baseline) for url in urls]
+            yield states
+        finally:  # an engine that does not answer takes nothing from the others
+            save_states(file, list((known | {s.url: s for s in states}).values()))
+
+
+def _known(file: Path) -> dict[str, State]:
+    if not file.is_file():
+        return {}
+    try:
+        return {s["url"]: State.model_validate(s) for s in json.loads(file.read_text(encoding="utf-8"))}
+    except (OSError, ValueError, KeyError, TypeError, ValidationError) as error:
+        raise BadInputError(f"{file}: cannot be read as the state of a watch ({error}); delete it.") from error
+
+
+def _continued(known: State | None, url: str, baseline: Baseline | None) -> State:
+    """Return what is known of an engine; the test begins again if a pair's baseline is given that is another one."""
+    if known is None or (baseline is not None and known.baseline != baseline):
+        return State(url=url, baseline=baseline, seen=None if known is None else known.seen)
+    return known
 
 
 def save_states(file: Path, states: Sequence[State]) -> None:
@@ -214,12 +260,32 @@ def save_states(file: Path, states: Sequence[State]) -> None:
     write_atomically(file, json.dumps([s.model_dump(mode="json") for s in states], indent=1) + "\n")
 
 
+def require_webhook(webhook: str) -> None:
+    """Refuse what is no address to send alarms to, before anybody relies on it.
+
+    Raises:
+        BadInputError: it is no http or https URL. It is not repeated: whoever knows a webhook's URL may post to it.
+    """
+    try:
+        place = urlsplit(webhook)
+        is_url = place.scheme in ("http", "https") and bool(place.hostname) and (place.port or 1) > 0
+        urllib.request.Request(webhook)
+    except ValueError:
+        is_url = False
+    if not is_url or not webhook.isprintable() or " " in webhook:
+        raise BadInputError("--webhook: this is no URL to post alarms to; it begins with http:// or https://.")
+
+
 def post(webhook: str, event: Event, timeout: float = 10.0) -> str | None:
-    """Send an event as JSON; return what went wrong, if anything did. A watch outlives its webhook."""
+    """Send an event as JSON; return what went wrong, if anything did. A watch outlives its webhook.
+
+    The answer names the webhook's host alone: its path is a secret.
+    """
     body = (event.model_dump_json(exclude_none=True)).encode()
     request = urllib.request.Request(webhook, body, {"Content-Type": "application/json"})
     try:
         with urllib.request.urlopen(request, timeout=timeout):
             return None
-    except (urllib.error.URLError, OSError) as error:
-        return f"the webhook {webhook} was not reached ({error})"
+    except (OSError, http.client.HTTPException, ValueError) as error:
+        reason = f"HTTP status {error.code}" if isinstance(error, urllib.error.HTTPError) else type(error).__name__
+        return f"the webhook at {urlsplit(webhook).hostname} was not reached ({reason}); this alarm was not sent"

@@ -15,6 +15,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..ground.digests import LIST, file_digest
+from ..ground.harmless import is_harmless
 from ..ground.sealed import digest_json
 from .quantised import parts
 
@@ -111,7 +112,7 @@ def digest_file(path: Path) -> str:
 
 def digest_files(folder: Path) -> dict[str, str]:
     """Return the SHA-256 of each file under `folder` but the list of their digests, by its path in there."""
-    files = [p for p in sorted(folder.rglob("*")) if p.is_file() and p.name != LIST]
+    files = [p for p in sorted(folder.rglob("*")) if p.is_file() and p.name != LIST and not is_harmless(p)]
     return {p.relative_to(folder).as_posix(): digest_file(p) for p in files}
 
 

@@ -11,9 +11,7 @@ from ..ground.errors import IncompatibleError
 from ..ground.foreign import read_json
 from .sketch import sketch_causal_lm
 from .stored import Stored, misfits, no_more_than, plain_weight_map, stored_tensors
-from .vetting import INDEX, MODEL_CONFIG
-
-SINGLE = "model.safetensors"
+from .vetting import INDEX, MODEL_CONFIG, SINGLE
 
 _PACKED = 32  # parameters of a quantised model in one element of its files, at most
 

@@ -16,9 +16,10 @@ from .adapters import ADAPTER_CONFIG, merge_adapter
 from .attention import NAME as SPLIT_ATTENTION
 from .attention import register
 from .fitting import check_sizes
+from .hub import model_folder
 from .sketch import sketch_causal_lm, sketching
 from .tokenizers import tokenizer_of
-from .vetting import check_files, is_local, without_questions
+from .vetting import check_files, without_questions
 
 EMBEDDED = "embedded"
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
@@ -37,11 +38,24 @@ def load_model_and_tokenizer(
         register()
     name = str(embedded_path()) if path == EMBEDDED else path
     model = load_causal_lm(name, dtype, revision, trust_remote_code, attention)
+    tokenizer = load_tokenizer_of(path, revision, trust_remote_code)
+    return model if adapter is None else merge_adapter(model, adapter), tokenizer
+
+
+def load_tokenizer_of(path: str, revision: str | None, trust_remote_code: bool) -> PreTrainedTokenizerBase:
+    """Return the tokenizer of a target, whose weights are not needed for it.
+
+    Raises:
+        BadInputError: it cannot be had.
+    """
+    name = str(embedded_path()) if path == EMBEDDED else path
     try:
-        tokenizer = tokenizer_of(name, revision, trust_remote_code)
+        folder = model_folder(name, revision, trust_remote_code, weights=False)
+        return tokenizer_of(folder, trust_remote_code)
+    except OutriderError:
+        raise
     except Exception as error:
         raise _load_error(f"tokenizer of {name}", error) from error
-    return model if adapter is None else merge_adapter(model, adapter), tokenizer
 
 
 def load_causal_lm(
@@ -65,15 +79,15 @@ def load_causal_lm(
     """
     if sketching():
         return sketch_causal_lm(name, dtype, revision, trust_remote_code)
-    _check_folder(name, dtype, trust_remote_code)
+    folder = model_folder(name, revision, trust_remote_code)
+    _check_folder(folder, name, dtype, trust_remote_code)
     try:
         with without_questions():
             loaded = AutoModelForCausalLM.from_pretrained(
-                name,
+                folder,
                 dtype=dtype,
                 use_safetensors=True,
                 attn_implementation=attention,
-                revision=revision,
                 trust_remote_code=trust_remote_code,
                 output_loading_info=True,
             )
@@ -89,6 +103,7 @@ def load_causal_lm(
         raise IncompatibleError(
             f"the weights in {name!r} do not fit its config.json: {'; '.join(sorted(problems)[:4])}."
         )
+    model.name_or_path = model.config.name_or_path = name  # not where the Hub's cache keeps it
     return model
 
 
@@ -116,10 +131,7 @@ def expanded(path: str | Path) -> str:
     return os.path.expanduser(path)
 
 
-def _check_folder(name: str, dtype: str | torch.dtype, trust_remote_code: bool) -> None:
-    if not is_local(name):
-        return
-    folder = Path(name).expanduser()
+def _check_folder(folder: Path, name: str, dtype: str | torch.dtype, trust_remote_code: bool) -> None:
     if not folder.is_dir():
         raise BadInputError(
             f"no model at {name!r}: the folder does not exist. Give a folder, a Hub id like 'org/name', or 'embedded'."

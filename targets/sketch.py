@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from ..ground.errors import BadInputError, OutriderError
+from ..ground.errors import BadInputError, OutriderError, Refusal
 from ..ground.libraries import reason
-from .vetting import check_files, is_local, without_questions
+from .hub import model_folder
+from .vetting import check_files, without_questions
 
 
 def sketching() -> bool:
@@ -32,13 +31,13 @@ def sketch_causal_lm(
     Raises:
         BadInputError: there is no such config, or it cannot be reached.
     """
-    if is_local(name):
-        check_files(Path(name).expanduser(), trust_remote_code)
     try:
+        folder = model_folder(name, revision, trust_remote_code, weights=False)
+        check_files(folder, trust_remote_code)
         with without_questions():
-            config = AutoConfig.from_pretrained(
-                os.path.expanduser(name), revision=revision, trust_remote_code=trust_remote_code
-            )
+            config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    except Refusal:
+        raise
     except Exception as error:
         what = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise BadInputError(

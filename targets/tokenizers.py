@@ -68,19 +68,19 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase | None:
         return None
     check_files(folder)
     try:
-        return tokenizer_of(str(folder))
+        return tokenizer_of(folder)
     except Exception as error:
         raise BadInputError(f"the tokenizer in {str(folder)!r} cannot be loaded: {error}") from error
 
 
-def tokenizer_of(name: str, revision: str | None = None, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    """Return the tokenizer in a folder or on the Hub; whatever the library raises is raised.
+def tokenizer_of(folder: Path, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+    """Return the tokenizer in a folder that was looked at; whatever the library raises is raised.
 
     Raises:
         IncompatibleError: it is one that the library loads for other things than text.
     """
     with without_questions():
-        found = AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=trust_remote_code)
+        found = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
     if not isinstance(found, PreTrainedTokenizerBase):
         raise IncompatibleError(f"{type(found).__name__} is no tokenizer of one language model.")
     return found

@@ -16,7 +16,7 @@ from transformers import dynamic_module_utils
 from ..ground.errors import Refusal
 from ..ground.foreign import MEGABYTE, Limits, Unreadable, kind_of, read_json
 
-MODEL_CONFIG, INDEX = "config.json", "model.safetensors.index.json"
+MODEL_CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 
 # What libraries read beside a model's weights. Vocabularies are large, and read by a parser with limits of its own.
 _SMALL = (

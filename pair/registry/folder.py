@@ -38,7 +38,8 @@ class FolderStore:
         return str(self.folder)
 
     def entries(self) -> Sequence[str]:
-        return [file.relative_to(self.folder).as_posix() for file in self.folder.glob(f"{PAIRS}/*/*.json")]
+        files = (file for kind in ("json", "sig") for file in self.folder.glob(f"{PAIRS}/*/*.{kind}"))
+        return [file.relative_to(self.folder).as_posix() for file in files]
 
     def read(self, path: str) -> bytes:
         with self._opened(path, MAX_ENTRY) as file:

@@ -24,7 +24,7 @@ from huggingface_hub.errors import (
 from ...ground import BadInputError
 from ...ground.errors import Refusal
 from .folder import copied
-from .layout import PAIRS, blob_path
+from .layout import PAIRS, blob_path, published_at
 
 _OUTRUN = (409, 412)  # HTTP: the repository has moved on
 
@@ -67,7 +67,7 @@ class HubStore:
                 self.api.create_commit(
                     self.repository,
                     [*additions, CommitOperationAdd(entry, content)],
-                    commit_message=f"Add {Path(entry).parent.name} version {Path(entry).name.partition('.')[0]}",
+                    commit_message=f"Add {published_at(entry)}",
                     parent_commit=self._head,
                 )
             except HfHubHTTPError as error:

@@ -2,6 +2,7 @@
 
     blobs/ab/abcd…                  a file of a pair, by the SHA-256 of its content: each content is stored once
     pairs/NAME/VERSION.REVISION.json    a pair.json as it is; it names the blobs of all other files
+    pairs/NAME/DIGEST.NUMBER.sig    a pair.json.sig, of the pair.json with this SHA-256; the highest number counts
 
 An entry under `pairs` appears after all its blobs, in one step, and never changes. The same version with more known
 about it (a tuning, another measurement) is the next revision. Another pair under the same name and version is refused.
@@ -21,9 +22,11 @@ from ..manifest import ADAPTER, CALIBRATION, DRAFTER, RECIPE, REPORTS, SUITES, T
 
 BLOBS, PAIRS = "blobs", "pairs"
 MAX_ENTRY = 64_000_000  # bytes of a pair.json; those of the largest models have about one
+MAX_SEAL, SEAL_BEGINS = 64_000, b"-----BEGIN SSH SIGNATURE-----"  # of a signature, which has 300 bytes
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,127}")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _ENTRY = re.compile(rf"{PAIRS}/({_NAME.pattern})/([1-9][0-9]{{0,8}})\.([1-9][0-9]{{0,8}})\.json")
+_SEAL = re.compile(rf"{PAIRS}/({_NAME.pattern})/({_DIGEST.pattern})\.([1-9][0-9]{{0,8}})\.sig")
 _FOLDERS = {DRAFTER, TOKENIZER, REPORTS, ADAPTER, SUITES}
 _FILES = {RECIPE, CALIBRATION}
 
@@ -42,7 +45,7 @@ class Store(Protocol):
         """Return the content of the entry at `path`."""
 
     def add(self, blobs: dict[str, Path], entry: str, content: bytes) -> bool:
-        """Publish an entry with its blobs (files by digest), all or nothing; False if the entry's path is taken."""
+        """Publish an entry (or a seal) with its blobs (files by digest), all or nothing; False if its path is taken."""
 
     def fetch(self, digest: str, to: Path) -> None:
         """Write the blob with this digest to the new file `to`, checked.
@@ -70,8 +73,48 @@ class Entry:
     def path(self) -> str:
         return f"{PAIRS}/{self.name}/{self.version}.{self.revision}.json"
 
+    @property
+    def label(self) -> str:
+        """What else it is called where paths are no names."""
+        return f"pair-{self.version}.{self.revision}"
+
     def __str__(self) -> str:
         return f"{self.name}@{self.version}"
+
+
+@dataclass(frozen=True, order=True)
+class Seal:
+    """A signature: of a pair of this name, over the pair.json with this SHA-256, and which of them it is."""
+
+    name: str
+    digest: str
+    number: int
+
+    @classmethod
+    def at(cls, path: str) -> Seal | None:
+        """Return the seal at `path`; None for a file that is none."""
+        found = _SEAL.fullmatch(path)
+        return None if found is None else cls(found[1], found[2], int(found[3]))
+
+    @property
+    def path(self) -> str:
+        return f"{PAIRS}/{self.name}/{self.digest}.{self.number}.sig"
+
+    @property
+    def label(self) -> str:
+        """What else it is called where paths are no names."""
+        return f"seal-{self.digest[:12]}.{self.number}"
+
+    def __str__(self) -> str:
+        return f"a signature of {self.name}"
+
+
+def published_at(path: str) -> Entry | Seal:
+    """Return what is published at a path that `push` makes."""
+    found = Entry.at(path) or Seal.at(path)
+    if found is None:
+        raise ValueError(f"{path!r} is neither an entry nor a seal")
+    return found
 
 
 @dataclass(frozen=True)
@@ -123,6 +166,18 @@ def read_entry(entry: Entry, content: bytes, where: str) -> Manifest:
         raise Refusal.of(place, found, f"{entry.name} version {entry.version}", "Nothing was taken from it.")
     check_files(manifest.files(), place)
     return manifest
+
+
+def check_seal(content: bytes, where: str) -> bytes:
+    """Return the content of a seal, refused unless it looks like a signature; `pair verify --signer` says whose it is.
+
+    Raises:
+        BadInputError: it does not.
+    """
+    if len(content) > MAX_SEAL or not content.startswith(SEAL_BEGINS):
+        found = f"{len(content)} bytes that are no signature"
+        raise Refusal.of(where, found, "what `outrider pair sign` writes", "Sign the pair, and push it again.")
+    return content
 
 
 def check_name(name: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -10,11 +11,13 @@ from tempfile import TemporaryDirectory
 from rich.console import Console
 
 from ...ground import BadInputError
+from ...ground.files import write_atomically
+from ...ground.locks import locked
 from ...ground.progress import progress
 from ...ground.replacing import replacing_folder
-from ..manifest import MANIFEST, Manifest
+from ..manifest import MANIFEST, SIGNATURE, Manifest
 from ..pair import Pair, verify
-from .layout import Entry, Reference, Store, check_files, check_name, read_entry
+from .layout import Entry, Reference, Seal, Store, check_files, check_name, check_seal, read_entry
 
 _ATTEMPTS = 100  # at an entry's name, each lost to another writer
 
@@ -34,7 +37,7 @@ class Registry:
         self.store = store
 
     def push(self, pair: Pair, console: Console | None = None) -> Entry:
-        """Add a pair as it is; the same one a second time changes nothing.
+        """Add a pair as it is, with its signature if it has one; the same one a second time changes nothing.
 
         Returns:
             its name, version and revision here.
@@ -49,6 +52,8 @@ class Registry:
         check_files(files, pair.folder / MANIFEST)
         blobs = {digest: pair.folder / name for name, digest in files.items()}
         with progress(console, "pushing", 1, transient=True):
+            self._place(pair.manifest, content)  # what is refused leaves no signature
+            self._seal(pair, content)  # so that nobody sees the entry without it
             for _ in range(_ATTEMPTS):
                 entry, known = self._place(pair.manifest, content)
                 if known or self.store.add(blobs, entry.path, content):
@@ -62,7 +67,12 @@ class Registry:
             BadInputError: there is no such version, something else is in `folder`, or a file is missing or damaged.
         """
         version = self.version(reference)
+        content = self.store.read(version.entry.path)
+        signature = self._signature(version.entry.name, content)
         if (existing := _existing(folder, version.manifest)) is not None:
+            if signature is not None:
+                with locked(folder):
+                    write_atomically(folder / SIGNATURE, signature)
             return existing
         files = version.manifest.files()
         with (
@@ -74,7 +84,9 @@ class Registry:
                 place.parent.mkdir(parents=True, exist_ok=True)
                 self.store.fetch(digest, place)
                 advance(1, name)
-            version.manifest.write(building)
+            write_atomically(building / MANIFEST, content)  # as it was signed
+            if signature is not None:
+                write_atomically(building / SIGNATURE, signature)
         return Pair.load(folder)
 
     def version(self, reference: Reference) -> Version:
@@ -107,6 +119,36 @@ class Registry:
             self.store.fetch(digest, Path(temporary) / "text")
             return (Path(temporary) / "text").read_text(encoding="utf-8", errors="replace")
 
+    # ------------------------------------------------------------ signatures
+
+    def _seal(self, pair: Pair, content: bytes) -> None:
+        """Add the pair's signature over `content`, its pair.json, if it has one that is not the newest here."""
+        file = pair.folder / SIGNATURE
+        if not file.is_file() or file.is_symlink():
+            return
+        signature = check_seal(file.read_bytes(), str(file))
+        for _ in range(_ATTEMPTS):
+            seals = self._seals(pair.name, content)
+            if seals and self.store.read(seals[-1].path) == signature:
+                return
+            number = 1 + (seals[-1].number if seals else 0)
+            if self.store.add({}, Seal(pair.name, _digest(content), number).path, signature):
+                return
+        raise BadInputError(f"{self.store.where}: others sign {pair.name} all the time; try again later.")
+
+    def _signature(self, name: str, content: bytes) -> str | None:
+        """Return the newest signature over a pair.json; None without one."""
+        seals = self._seals(name, content)
+        if not seals:
+            return None
+        path = seals[-1].path
+        return check_seal(self.store.read(path), f"{self.store.where}/{path}").decode("ascii", "replace")
+
+    def _seals(self, name: str, content: bytes) -> list[Seal]:
+        """Return the signatures over a pair.json, the newest last."""
+        found, digest = (Seal.at(path) for path in self.store.entries()), _digest(content)
+        return sorted(seal for seal in found if seal is not None and (seal.name, seal.digest) == (name, digest))
+
     # ------------------------------------------------------------ entries
 
     def _place(self, manifest: Manifest, content: bytes) -> tuple[Entry, bool]:
@@ -128,6 +170,10 @@ class Registry:
     def _newest(self) -> Iterable[Entry]:
         """Return the newest revision of each version."""
         return {(entry.name, entry.version): entry for entry in self._entries()}.values()
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
 
 
 def _require_whole(pair: Pair) -> None:

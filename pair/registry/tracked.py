@@ -18,7 +18,7 @@ from typing import Any
 from ...ground import BadInputError
 from ...ground.errors import Refusal
 from .folder import FolderStore
-from .layout import Entry, blob_path
+from .layout import blob_path, published_at
 
 TYPE = "outrider-pair"
 
@@ -70,12 +70,11 @@ class WandbStore:
         Offline, the run waits in its folder for `wandb sync`. wandb has no step that fails for the second of two
         writers: of two that push one version at one time both are kept, and the later one is the newest.
         """
-        found, place = Entry.at(entry), self.folder / "pushed" / entry.replace("/", "-")
-        assert found is not None, "push gives entries their paths"
+        found, place = published_at(entry), self.folder / "pushed" / entry.replace("/", "-")
         FolderStore(place).add(blobs, entry, content)
         artifact = _library().Artifact(found.name, TYPE, metadata={"entry": entry})
         artifact.add_dir(str(place))
-        aliases = ["latest", f"pair-{found.version}.{found.revision}"]
+        aliases = ["latest", found.label]
         with _explained(self.where), _library().init(**self._place, job_type="outrider pair push") as run:
             logged = run.log_artifact(artifact, aliases=aliases)
             if not run.offline:

@@ -195,7 +195,8 @@ def _of_served(result: Result) -> list[str]:
         "τ here",
         "difference",
         "accepted by position, there / here",
-        "text",
+        "texts that are ours",
+        "prompts with our drafts",
         "speedup there",
     ]
     rows = [_served_row(name, row) for name, found in result["served"].items() for row in found]
@@ -212,9 +213,62 @@ def _served_row(name: str, row: Result) -> list[str]:
         interval(row["own"], 3),
         interval(row["difference"], 3, "+"),
         positions,
-        NOTHING if row["identical"] is None else f"{row['identical']} of {row['prompts']}",
+        *(
+            NOTHING if row[name] is None else f"{row[name]} of {row['prompts']}"
+            for name in ("identical", "same_drafts")
+        ),
         interval(row["speedup"]),
     ]
+
+
+def _of_watched(result: Result) -> list[str]:
+    head = [
+        "traffic",
+        "usual τ",
+        "alarms in quiet runs",
+        "a restart",
+        "requests until the alarm",
+        "rounds stated for a fall of 40%",
+    ]
+    rows = []
+    for name, found in result["watched"].items():
+        alarms = f"{found['alarms_in_quiet_runs']} in {found['quiet_runs']}"
+        noticed = "noticed, no alarm" if found["restarts_noticed"] else "missed"
+        until, stated = found["requests_until_the_alarm"], found["rounds_stated"]["0.4"]
+        rows.append([name, f"{found['tau']:.3f}", alarms, noticed, str(until or "not found"), f"{stated:,.0f}"])
+    return [table(head, rows)]
+
+
+def _of_changed(result: Result) -> list[str]:
+    head = [
+        "the target changed by",
+        "probe",
+        "τ before",
+        "τ predicted",
+        "τ decoded",
+        "ratio predicted",
+        "ratio decoded",
+    ]
+    rows = []
+    for name, found in result["changed"].items():
+        verdict = found["verdict"] if found["certain"] else f"{found['verdict']}, not certain"
+        taus = (interval(found[f"tau_{kind}"], 3) for kind in ("before", "predicted", "decoded"))
+        rows.append([name, verdict, *taus, interval(found["ratio"], 3), interval(found["ratio_decoded"], 3)])
+    return [table(head, rows)]
+
+
+def _of_curves(result: Result) -> list[str]:
+    """Return τ on held-out rows by how much was learnt from, as shares of all that a full retraining learns from."""
+    curves = {name: [(p["tokens"], p["tau"]) for p in found["curve"]] for name, found in result["curves"].items()}
+    tokens, best = curves["scratch"][-1]
+    shares = (0.05, 0.1, 0.2, 0.4, 0.7, 1.0)
+    head = [f"τ after a share of {tokens:,} tokens", *(f"{share:.0%}" for share in shares), "90% of the full τ after"]
+    rows = []
+    for name, curve in curves.items():
+        reached = [[tau for seen, tau in curve if seen <= share * tokens][-1:] for share in shares]
+        enough = next((f"{seen / tokens:.0%}" for seen, tau in curve if tau >= 0.9 * best), NOTHING)
+        rows.append([name, *(f"{tau[0]:.3f}" if tau else NOTHING for tau in reached), enough])
+    return [table(head, rows)]
 
 
 def _of_peers_speed(result: Result) -> list[str]:
@@ -268,10 +322,56 @@ def _of_variants(title: str, found: Result) -> list[str]:
     return [table([f"`{title}`", *words], rows), table([f"{title}: more than `{first}`", *words], differences)]
 
 
+def _of_growth(result: Result) -> list[str]:
+    head = [
+        "rows",
+        "MB of the file",
+        "s to read",
+        "µs per row",
+        "s to write the data set",
+        "µs per row",
+        "MB of memory",
+    ]
+    rows = [
+        [
+            f"{r['rows']:,}",
+            f"{r['file_megabytes']:.1f}",
+            f"{r['read_seconds']:.1f}",
+            f"{1e6 * r['read_seconds'] / r['rows']:,.0f}",
+            f"{r['write_seconds']:.1f}",
+            f"{1e6 * r['write_seconds'] / r['rows']:,.0f}",
+            f"{r['memory_megabytes']:.1f}",
+        ]
+        for r in result["growth"]
+    ]
+    return [table(head, rows)]
+
+
+def _of_launches(result: Result) -> list[str]:
+    steps = list(result["launches"][0]["loss"])
+    rows = [
+        [row["launch"], *(f"{row['loss'][step]:.6f}" for step in steps), f"{row['furthest']:.1e}"]
+        for row in result["launches"]
+    ]
+    head = ["launch", *(f"loss, step {step}" for step in steps), "any step from one process, at most"]
+    return [table(head, rows)]
+
+
+def _of_memory(result: Result) -> list[str]:
+    rows = [
+        [row["launch"], f"{row['parameters'] / 1e6:.1f} M", f"{row['peak_bytes'] / 2**20:,.0f} MiB"]
+        for row in result["memory"]
+    ]
+    return [table(["launch", "parameters of the drafter", "peak of the largest process"], rows)]
+
+
 KINDS: dict[tuple[str, ...], Callable[[Result], list[str]]] = {
     ("contestants", "figures"): _of_report,
     ("tokens_per_second_ratios", "loop_overhead"): _of_decode,
     ("served",): _of_served,
+    ("watched",): _of_watched,
+    ("changed",): _of_changed,
+    ("curves",): _of_curves,
     ("points",): _of_batches,
     ("plain", "drafted", "memory"): _of_context,
     ("control", "suites"): _of_control,
@@ -279,4 +379,7 @@ KINDS: dict[tuple[str, ...], Callable[[Result], list[str]]] = {
     ("cases", "tests"): _of_p_values,
     ("speed", "memory"): _of_peers_speed,
     ("tau",): _of_peers_tau,
+    ("growth",): _of_growth,
+    ("launches",): _of_launches,
+    ("memory",): _of_memory,
 }

@@ -91,8 +91,12 @@ def _row(found: Comparison, result: ServedResult) -> dict[str, Any]:
         "served": _interval(found.served),
         "difference": _interval(found.difference),
         "positions": [{"own": p.own, "served": p.served, "parted": p.parted} for p in found.positions],
+        "drafted": {"own": found.drafted_own, "served": found.drafted_served},
         "identical": found.identical,
+        "same_drafts": found.same_drafts,
         "prompts": found.num_prompts,
+        "longer": _interval(found.length),
+        "one_hot": None if found.one_hot is None else _interval(found.one_hot),
         "speedup": None if found.speedup is None else _interval(found.speedup),
         "suspicions": [str(s) for s in result.suspicions if s.temperature == found.temperature],
     }

@@ -13,6 +13,7 @@ from torch import nn
 from transformers import LlamaForCausalLM
 
 from outrider.decode import Decoder, Plan, Sampling, Tree
+from outrider.decode.finite import are_finite
 from outrider.ground import BadInputError
 from outrider.heads import Drafter, drafter_config
 from outrider.targets import Target
@@ -47,6 +48,21 @@ def broken(weight: nn.Parameter, value: float) -> Iterator[None]:
         yield
     finally:
         weight.data.view(-1)[7] = kept
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("places", [1, 2, 7, 8, 9, 16, 17, 33])
+def test_one_number_that_is_none_is_noticed_at_any_place_and_large_ones_are_numbers(
+    dtype: torch.dtype, places: int
+) -> None:
+    largest = torch.finfo(dtype).max
+    for place in range(places):
+        for bad in (NAN, INF, -INF):
+            rows = torch.full((3, places), largest, dtype=dtype)
+            rows[2] *= -1
+            rows[1, place] = bad
+            assert are_finite([rows[:, :1], rows[:, 1:]]).tolist() == [True, False, True]
+            assert are_finite([rows]).tolist() == [True, False, True]
 
 
 @pytest.fixture(scope="module")

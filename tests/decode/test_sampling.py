@@ -32,7 +32,7 @@ from outrider.decode.sampling import (
     Processors,
     draw,
     gumbel,
-    most_probable,
+    highest,
     nothing_left,
     penalize,
     probabilities,
@@ -86,7 +86,7 @@ def test_filters_and_draws_take_any_number_of_dimensions():
         torch.rand(3, 4, generator=torch.Generator().manual_seed(1)).double(),
     )
     probs = probabilities(logits, sampling)
-    tokens, best = draw(probs, uniform), most_probable(logits)
+    tokens, best = draw(probs, uniform), highest(logits).token
     assert tokens.shape == best.shape == (3, 4)
     for row, place in product(range(3), range(4)):
         torch.testing.assert_close(probs[row, place], probabilities(logits[row, place], sampling))
@@ -407,8 +407,21 @@ def test_a_uniform_that_meets_the_edge_of_two_tokens_belongs_to_the_second():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_most_probable_token_is_the_first_of_the_highest(dtype):
     logits = torch.tensor([[0.0, 3.0, 3.0], [5.0, -1.0, 2.0]], dtype=dtype)
-    assert most_probable(logits).tolist() == [1, 0]
-    assert most_probable(logits, keepdim=True).tolist() == [[1], [0]]
+    assert highest(logits).token.tolist() == [1, 0]
+    assert highest(logits).logit.tolist() == [3, 5]
+
+
+@pytest.mark.parametrize("vocab", [1, 7, 8, 31, 64, 1000])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_highest_logit_is_argmaxs_and_no_number_where_one_is_none(dtype, vocab):
+    """With ties, NaN and infinities at any place."""
+    draws = torch.Generator().manual_seed(vocab)
+    for odd in (float("nan"), float("inf"), 3.0):
+        logits = torch.randint(0, 4, (50, vocab), generator=draws).to(dtype)
+        logits[torch.rand(50, vocab, generator=draws) < 0.05] = odd
+        found = highest(logits)
+        assert torch.equal(found.token, logits.argmax(-1))
+        assert torch.equal(found.logit.isfinite(), logits.isfinite().all(-1))
 
 
 # ------------------------------------------------------------ counter-based uniforms

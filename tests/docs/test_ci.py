@@ -46,7 +46,7 @@ def workplace(
         "name": "mine",
         "target": {"path": str(folder)},
         "drafter": {"type": "ngram"},
-        "data": {"prompts": [str(tmp_path / "prompts.jsonl")], "max_new_tokens": 8},
+        "data": {"prompts": [str(tmp_path / "prompts.jsonl")], "max_new_tokens": 8, "allow_leaks": True},
         "eval": {
             "suites": [str(tmp_path / "prompts.jsonl")],
             "max_new_tokens": 24,
@@ -119,7 +119,7 @@ def github_steps() -> tuple[list[dict[str, str]], str]:
     return steps, workflow["env"]["TARGET"]
 
 
-def github(place: Path) -> list[str]:
+def github(place: Path, event: str = "pull_request") -> list[str]:
     """Run the workflow's steps as GitHub would; return the names of those that ran and succeeded."""
     steps, target = github_steps()
     output, summary = place / "output", place / "summary.md"
@@ -127,9 +127,9 @@ def github(place: Path) -> list[str]:
     succeeded, failed = [], False
     for step in steps:
         condition = step.get("if", "")
-        if ("code == '1'" in condition and "code=1" not in output.read_text()) or (
-            failed and "always()" not in condition
-        ):
+        wanted = "code == '1'" not in condition or "code=1" in output.read_text()
+        wanted &= "event_name == 'push'" not in condition or event == "push"
+        if not wanted or (failed and "always()" not in condition):
             continue
         done = run(step["run"], place, environment)
         if done.returncode == 0:
@@ -158,10 +158,45 @@ def test_github_stops_a_version_that_serves_slower(workplace: Path) -> None:
     assert versions(workplace) == [1, 2]
 
 
-def gitlab(place: Path) -> int:
+@pytest.fixture
+def improved(workplace: Path) -> Path:
+    """The same place, where the target changed into one that the drafter fits better: the gate passes."""
+    shutil.rmtree(workplace / "registry")
+    target = Target.load(workplace / "changed")
+    report = measured(workplace, target)
+    recipe = load_recipe(str(workplace / "mine.yaml"), [f"target.path={workplace / 'changed'}"])
+    pair = new_pair(workplace / "poor", target, Ngram(), recipe, report)
+    open_registry(str(workplace / "registry")).push(pair)
+    return workplace
+
+
+@pytest.mark.slow
+def test_a_version_is_kept_when_its_change_was_merged(improved: Path) -> None:
+    """A pull request only says what would be; two of them do not fight for one version."""
+    ran = github(improved)
+    assert "Gate" in ran
+    assert "Keep the new version for all" not in ran
+    assert versions(improved) == [1]
+    for made in ("current", "refreshed"):
+        shutil.rmtree(improved / made)
+    (improved / "output").unlink()
+    assert "Keep the new version for all" in github(improved, "push")
+    assert versions(improved) == [1, 2]
+
+
+@pytest.mark.slow
+def test_gitlab_keeps_what_was_merged(improved: Path) -> None:
+    for branch, kept in (("feature", [1]), ("main", [1, 2])):
+        for made in ("current", "refreshed"):
+            shutil.rmtree(improved / made, ignore_errors=True)
+        assert gitlab(improved, {"CI_COMMIT_BRANCH": branch, "CI_DEFAULT_BRANCH": "main"}) == 0
+        assert versions(improved) == kept
+
+
+def gitlab(place: Path, branch: dict[str, str] | None = None) -> int:
     job = yaml.safe_load((CI / "gitlab.yaml").read_text())["drafter"]
     assert job["before_script"] == [INSTALL]
-    return run("\n".join(job["script"]), place, job["variables"]).returncode
+    return run("\n".join(job["script"]), place, job["variables"] | (branch or {})).returncode
 
 
 @pytest.mark.slow

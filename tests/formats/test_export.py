@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from outrider.formats import LAYOUTS, export_drafter, import_drafter
 from outrider.formats.comparing import passage_of, session_logits
+from outrider.formats.lint import lint
 from outrider.ground import BadInputError, IncompatibleError
 from outrider.heads import Drafter
 from outrider.targets import Target
@@ -27,7 +29,13 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
         {"rope_parameters": LINEAR_ROPE},
     ],
     "eagle1": [{}, {"fc_bias": True}, {"num_layers": 2}, {"norm_inputs": True}, {"norm_first": True}],
-    "medusa": [{}, {"bias": True, "num_layers": 2, "num_heads": 2}, {"share_lm_head": True}, {"draft_vocab_size": 100}],
+    "medusa": [
+        {},
+        {"bias": True, "num_layers": 2, "num_heads": 2},
+        {"share_lm_head": True},
+        {"draft_vocab_size": 100},
+        {"draft_vocab_size": 100, "share_lm_head": True},
+    ],
     "dflash": [
         {},
         {"draft_vocab_size": 0, "rope_parameters": LINEAR_ROPE},
@@ -89,9 +97,33 @@ def test_a_block_that_engines_would_read_otherwise_is_refused(
     with pytest.raises(IncompatibleError, match="trained for 3 drafts, 2 were asked for; export it with depth 3"):
         export_drafter(make_drafter("dflash"), target, "vllm", tmp_path / "out", 2)
     causal = make_drafter("dflash", causal=True, sliding_window=6, window_from="anchor")
-    assert export_drafter(causal, target, "vllm", tmp_path / "causal", 2).difference < 1e-4
+    assert export_drafter(causal, target, "speculators", tmp_path / "causal", 2).difference < 1e-4
+    with pytest.raises(
+        IncompatibleError, match=r"vLLM moves the window.*nearest that can be served: sliding_window: 0"
+    ):
+        export_drafter(causal, target, "vllm", tmp_path / "out", 2)
     with pytest.raises(IncompatibleError, match="learned its mask"):
         export_drafter(make_drafter("dflash", mask_token_id=None), target, "vllm", tmp_path / "out", 3)
+
+
+def test_pruned_heads_have_output_embeddings_of_the_whole_vocabulary_for_vllm(
+    target: Target, make_drafter: Callable[..., Drafter], tmp_path: Path
+) -> None:
+    """Its Medusa makes room for all of it; tokens that are not the heads' own are never the most probable ones."""
+    pruned = make_drafter("medusa", draft_vocab_size=20)
+    export_drafter(pruned, target, "vllm", tmp_path / "out", 3)
+    tensors = load_file(tmp_path / "out" / "model.safetensors")
+    assert tensors["lm_heads.0.weight"].shape == (target.vocab_size, target.hidden_size)
+    hidden = torch.randn(2000, target.hidden_size, generator=torch.Generator().manual_seed(1))
+    drafts = (hidden @ tensors["lm_heads.0.weight"].T).argmax(-1)
+    assert torch.isin(drafts, tensors["token_map"]).all()
+    assert lint(tmp_path / "out") == []
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    narrow = {n: t[tensors["token_map"]] if n.startswith("lm_heads") else t for n, t in tensors.items()}
+    save_file(narrow, tmp_path / "out" / "model.safetensors", metadata={"format": "pt"})
+    (tmp_path / "out" / "config.json").write_text(json.dumps(config | {"truncated_vocab_size": 20}))
+    (tmp_path / "out" / "written.json").unlink()
+    assert {f.check for f in lint(tmp_path / "out") if f.is_fault} == {"shape"}, "vLLM fails to load fewer rows"
 
 
 def test_a_folder_that_holds_something_is_left_alone(

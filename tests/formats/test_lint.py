@@ -9,6 +9,8 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from outrider.formats import export_drafter
 from outrider.formats.lint import lint
@@ -94,3 +96,74 @@ def test_planted_faults_are_named(export: Callable[[str], Path], fault: str) -> 
     (folder / "written.json").unlink()
     alone = {finding.check for finding in lint(folder)}
     assert (BY_FILES[fault] in alone) if fault in BY_FILES else not alone
+
+
+# ------------------------------------------------------------ other programs' habits
+
+
+@pytest.mark.parametrize(("start", "stands_for"), [("layers.0.", "midlayer."), ("model.", "")])
+def test_names_that_only_some_engines_read_are_no_fault(
+    export: Callable[[str], Path], start: str, stands_for: str
+) -> None:
+    """ModelOpt writes `layers.0.` for `midlayer.`, others put `model.` before everything; it is said who reads that."""
+    folder = export("sglang")
+    (folder / "written.json").unlink()
+    renamed = {
+        f"{start}{name.removeprefix(stands_for)}" if name.startswith(stands_for) else name: tensor
+        for name, tensor in load_file(folder / "model.safetensors").items()
+    }
+    save_file(renamed, folder / "model.safetensors", metadata={"format": "pt"})
+    (found,) = lint(folder)
+    assert (found.check, found.is_fault) == ("names", False)
+    assert "vLLM" in found.engine
+    assert "SGLang" in found.engine
+
+
+def test_a_tensor_that_is_missing_is_missed_under_any_name(export: Callable[[str], Path]) -> None:
+    folder = export("sglang")
+    (folder / "written.json").unlink()
+    renamed = {n.replace("midlayer.", "layers.0."): t for n, t in load_file(folder / "model.safetensors").items()}
+    del renamed["layers.0.mlp.up_proj.weight"]
+    save_file(renamed, folder / "model.safetensors", metadata={"format": "pt"})
+    assert [f.found for f in lint(folder) if f.is_fault] == ["midlayer.mlp.up_proj.weight is missing."]
+
+
+@pytest.mark.parametrize("eagle_config", [None, {}, {"eagle_aux_hidden_state_layer_ids": []}])
+def test_a_flat_config_without_taps_is_unusual_and_no_fault(
+    export: Callable[[str], Path], eagle_config: dict[str, list[int]] | None
+) -> None:
+    """As the method's own repository has it: its heads read what engines tap by default."""
+    folder = export("sglang")
+    (folder / "written.json").unlink()
+    config = json.loads((folder / "config.json").read_text()) | {"eagle_config": eagle_config}
+    (folder / "config.json").write_text(json.dumps(config))
+    assert [(f.check, f.is_fault) for f in lint(folder)] == [("taps-missing", False)]
+
+
+@pytest.mark.parametrize("to", ["speculators", "sglang"])
+def test_layers_of_qwen3_are_no_fault(export: Callable[[str], Path], to: str) -> None:
+    """They are Llama's with norms of queries and keys; one that is missing is missed."""
+    folder = export(to)
+    (folder / "written.json").unlink()
+    config, tensors = json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
+    layer = config.get("transformer_layer_config", config)
+    layer["model_type"] = "qwen3"
+    first = "layers.0." if to == "speculators" else "midlayer."
+    norms = {f"{first}self_attn.{part}_norm.weight": 1 + torch.rand(layer["head_dim"]) for part in "qk"}
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(tensors | norms, folder / "model.safetensors", metadata={"format": "pt"})
+    assert lint(folder) == []
+    norms.popitem()
+    save_file(tensors | norms, folder / "model.safetensors", metadata={"format": "pt"})
+    assert [f.check for f in lint(folder)] == ["missing"]
+
+
+def test_layers_that_outrider_does_not_have_are_no_fault_of_the_files(export: Callable[[str], Path]) -> None:
+    folder = export("speculators")
+    (folder / "written.json").unlink()
+    config = json.loads((folder / "config.json").read_text())
+    config["transformer_layer_config"]["hidden_act"] = "gelu"
+    (folder / "config.json").write_text(json.dumps(config))
+    (found,) = lint(folder)
+    assert (found.check, found.is_fault) == ("config", False)
+    assert "gelu" in found.found

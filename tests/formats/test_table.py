@@ -23,7 +23,12 @@ UNUSUAL = {
         {"taps": [3]},
     ],
     "eagle1": [{"fc_bias": True}, {"norm_inputs": True}, {"norm_first": True}, {"num_layers": 2}],
-    "medusa": [{"bias": True}, {"share_lm_head": True}, {"draft_vocab_size": 100}],
+    "medusa": [
+        {"bias": True},
+        {"share_lm_head": True},
+        {"draft_vocab_size": 100},
+        {"draft_vocab_size": 100, "share_lm_head": True},
+    ],
     "mtp": [{"hidden_first": True}, {"recursive": False, "depth": 2}, {"draft_vocab_size": 100}],
     "self_speculative": [{"num_blocks": 1}, {"num_blocks": 0, "share_lm_head": False}],
     "dflash": [

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import time
 from pathlib import Path
+from typing import IO, Any
 
 import pytest
 
@@ -120,6 +121,65 @@ def test_a_second_reading_is_spared_until_the_file_changes(tmp_path: Path, monke
         opened.write(b"\1")
     os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))  # what hides a change does not hide it here
     assert file_digest(file) != first
+
+
+def test_what_we_sealed_is_known_at_once_also_to_other_processes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("large", "small"):
+        (tmp_path / name).write_bytes(name.encode() * 400_000)
+    seal(tmp_path)
+    reads: list[Path] = []
+    digest = digests.hashlib.file_digest
+
+    def counted(opened: IO[bytes], algorithm: str) -> Any:
+        reads.append(Path(opened.name))
+        return digest(opened, algorithm)
+
+    monkeypatch.setattr(digests.hashlib, "file_digest", counted)
+    assert problems(tmp_path) == []
+    assert reads == []
+    seen.forget()  # as another process does
+    assert problems(tmp_path) == []
+    assert reads == []
+
+
+def test_a_change_at_once_after_the_seal_is_found_whatever_times_it_gets(tmp_path: Path) -> None:
+    """Same size, same file, and the time of its content set back: only its status tells."""
+    file = tmp_path / "weights"
+    for number in range(100):
+        file.write_bytes(bytes(1_000_000))
+        seal(tmp_path)
+        times = file.stat()
+        with file.open("r+b") as opened:
+            opened.seek(number)
+            opened.write(b"\1")
+        os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
+        assert [line[:24] for line in problems(tmp_path)] == ["weights: content differs"], number
+
+
+def test_the_cache_is_written_once_for_a_folder_and_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path.parent / f"{tmp_path.name}-cache"))  # nobody else writes there
+    writes, loads = [], []
+    write, load = seen._write, seen.json.loads
+    monkeypatch.setattr(seen, "_write", lambda entries: (writes.append(len(entries)), write(entries)))
+    monkeypatch.setattr(seen.json, "loads", lambda text: (loads.append(text), load(text))[1])
+    for number in range(30):
+        (tmp_path / f"{number}").write_bytes(bytes(1_000_000))
+    seal(tmp_path)
+    assert writes == [30]
+    seen.forget()
+    loads.clear()
+    assert problems(tmp_path) == []
+    assert len(loads) == 1
+    assert writes == [30]
+
+
+def test_files_that_a_file_manager_left_are_no_part_of_a_folder(tmp_path: Path) -> None:
+    for name in ("weights", ".DS_Store", "Thumbs.db", ".nfs000000000001", ".gitattributes"):
+        (tmp_path / name).write_text(name)
+    seal(tmp_path)
+    assert list(digests.listed(tmp_path)) == ["weights"]
 
 
 def test_a_file_that_was_just_written_is_read_again(tmp_path: Path) -> None:

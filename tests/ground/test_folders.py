@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import signal
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -109,11 +112,102 @@ def test_a_kill_at_any_moment_leaves_the_old_or_the_new_one(folder: Path, exchan
     assert ["new"] in found
 
 
-def test_a_folder_of_an_older_version_that_was_killed_between_two_renames_comes_back(folder: Path) -> None:
-    dead = subprocess.Popen([sys.executable, "-c", ""])
-    dead.wait()
-    folder.rename(folder.with_name(f".there.{dead.pid}.old"))
-    folder.with_name(f".there.{dead.pid}.new").mkdir()
+def test_a_folder_of_an_older_version_that_was_killed_between_two_renames_is_named_and_stays(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its name has no mark of ours: somebody else may have given it."""
+    aside = folder.with_name(".there.123.old")
+    folder.rename(aside)
+    aside.with_name(".there.123.new").mkdir()
     with locked(folder):
-        assert names(folder) == ["old"]
-    assert names(folder.parent) == ["there"]
+        assert not folder.exists()
+    assert names(folder.parent) == [".there.123.new", ".there.123.old"]
+    assert f"{folder} is missing, and {aside} may be" in caplog.text
+
+
+# ------------------------------------------------------------ other disks
+
+
+@pytest.fixture
+def elsewhere() -> Iterator[Path]:
+    """A folder on another file system than the tests' own."""
+    place = Path(tempfile.mkdtemp(dir="/dev/shm")) if os.path.isdir("/dev/shm") else None
+    if place is None or place.stat().st_dev == Path(tempfile.gettempdir()).stat().st_dev:
+        pytest.skip("there is one file system only")
+    yield place
+    shutil.rmtree(place)
+
+
+def test_a_link_to_another_disk_is_followed_and_stays(tmp_path: Path, elsewhere: Path) -> None:
+    (elsewhere / "data").mkdir()
+    (elsewhere / "data" / "old").touch()
+    (tmp_path / "data").symlink_to(elsewhere / "data")
+    with replacing_folder(tmp_path / "data") as building:
+        (building / "new").touch()
+        assert building.stat().st_dev == elsewhere.stat().st_dev, "it is written where it is going to be"
+    assert (tmp_path / "data").is_symlink()
+    assert names(elsewhere / "data") == ["new"]
+    assert names(elsewhere) == ["data"]
+
+
+in_own_namespace = pytest.mark.skipif(
+    shutil.which("unshare") is None or subprocess.run(["unshare", "-Urm", "true"], capture_output=True).returncode != 0,
+    reason="needs user namespaces",
+)
+
+
+def run_with_mounts(mounts: str, script: str, *arguments: Path) -> subprocess.CompletedProcess[str]:
+    """Run a script of Python after these mounts, which nobody else sees."""
+    command = f'{mounts} && exec "{sys.executable}" -c "$SCRIPT" "$@"'
+    return subprocess.run(
+        ["unshare", "-Urm", "sh", "-c", command, "sh", *map(str, arguments)],
+        env={**os.environ, "SCRIPT": script},
+        capture_output=True,
+        text=True,
+    )
+
+
+REPLACE = """
+import sys
+from pathlib import Path
+from outrider.ground import OutriderError
+from outrider.ground.replacing import move, replacing_folder
+names = lambda folder: sorted(f.name for f in folder.iterdir())
+folder = Path(sys.argv[1])
+try:
+    with replacing_folder(folder) as building:
+        (building / "new").touch()
+    print(names(folder), names(folder.parent))
+    move(folder, folder.with_name("aside"))
+    print(names(folder.parent), names(folder.with_name("aside")))
+except OutriderError as error:
+    print(error)
+"""
+
+
+@in_own_namespace
+def test_the_root_of_a_disk_is_refused_in_a_sentence_before_any_work(folder: Path) -> None:
+    ran = run_with_mounts('mount -t tmpfs tmpfs "$1"', REPLACE, folder)
+    assert ran.returncode == 0, ran.stderr
+    assert "is the root of a disk (a mount point)" in ran.stdout
+    assert f"such as {folder / 'out'}" in ran.stdout
+
+
+@in_own_namespace
+def test_a_folder_of_a_containers_image_is_replaced_and_moved_aside(folder: Path, tmp_path: Path) -> None:
+    """It lies in a lower layer, and cannot be renamed: the system says that it is on another disk."""
+    layers = tmp_path / "layers"
+    (layers / "lower" / "there").mkdir(parents=True)
+    (layers / "lower" / "there" / "old").touch()
+    (layers / "merged").mkdir()
+    mounts = (
+        'mount -t tmpfs tmpfs "$2/merged" && cd "$2" && mkdir merged/upper merged/work merged/all && '
+        "mount -t overlay overlay "
+        '-o lowerdir=lower,upperdir=merged/upper,workdir=merged/work,userxattr "$2/merged/all"'
+    )
+    there = layers / "merged" / "all" / "there"
+    ran = run_with_mounts(mounts, REPLACE, there, layers)
+    if "mount" in ran.stderr and ran.returncode == 32:
+        pytest.skip("no overlays here")
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.splitlines() == ["['new'] ['there']", "['aside'] ['new']"]

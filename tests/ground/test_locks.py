@@ -166,7 +166,7 @@ def dead_process() -> int:
 
 
 def left(place: Path, kind: str, process: int) -> Path:
-    name = working_name(place, kind).name.replace(f".{os.getpid()}-", f".{process}-")
+    name = working_name(place, kind).name.replace(f"-{os.getpid()}-", f"-{process}-", 1)
     return place.with_name(name)
 
 
@@ -176,7 +176,6 @@ def test_what_dead_processes_left_is_removed(tmp_path: Path) -> None:
     (out / "kept").touch()
     for file in (out / "recipe.yaml", out / "features" / "key" / "states", out):
         left(file, "tmp", dead).touch()
-    (out / f".recipe.yaml.{dead}.tmp").touch()  # as older versions named it
     left(out, "new", dead).mkdir()
     with locked(out):
         pass
@@ -191,7 +190,7 @@ def test_what_dead_processes_left_is_removed(tmp_path: Path) -> None:
 def test_what_living_processes_write_stays(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     mine, parents = working_name(tmp_path / "out" / "file", "tmp"), left(tmp_path / "out" / "file", "tmp", os.getppid())
-    foreign = mine.with_name(".file.1-00000000-0.tmp")
+    foreign = mine.with_name(".file.outrider-1-00000000-0.tmp")
     for file in (mine, parents, foreign):
         file.touch()
     with locked(tmp_path / "out"):
@@ -205,5 +204,22 @@ def test_what_living_processes_write_stays(tmp_path: Path) -> None:
 
 
 def test_other_hidden_files_are_nobodys_leftovers() -> None:
-    for name in (".out.lock", ".git", ".x.tmp", "x.12.tmp", ".x.12.part"):
+    for name in (".out.lock", ".git", ".x.tmp", "x.12.tmp", ".x.12.part", ".x.123.old", ".x.123-1a2b3c4d-0.tmp"):
         assert Leftover.at(Path(name)) is None, name
+
+
+def test_what_may_be_somebody_elses_stays_and_is_named_where_it_is_missed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A backup that a person made of one file, and a folder that an older version was killed with."""
+    out, dead = tmp_path / "out", dead_process()
+    (out / "data").mkdir(parents=True)
+    kept = [out / f".data.{dead}.old", out / f".features.{dead}.old", out / f".recipe.yaml.{dead}.tmp"]
+    for file in kept:
+        file.touch()
+    with locked(out):
+        pass
+    assert all(file.exists() for file in kept)
+    [said] = [record.getMessage() for record in caplog.records]
+    assert f"{out / 'features'} is missing, and {kept[1]} may be" in said
+    assert "give it its name back" in said

@@ -436,6 +436,19 @@ def test_a_pair_whose_files_were_altered_is_neither_loaded_nor_opened(
         Pair.load(pair.folder)
 
 
+def test_what_a_file_manager_or_git_left_alters_nothing_and_goes_nowhere(
+    make_pair: Callable[..., Pair], tmp_path: Path
+) -> None:
+    pair = make_pair("ngram")
+    for name in (".DS_Store", "drafter/Thumbs.db", "reports/.nfs0000000000b80003", ".gitattributes"):
+        (pair.folder / name).parent.mkdir(exist_ok=True)
+        (pair.folder / name).write_text("left here")
+    assert verify(pair.folder) == []
+    assert Pair.load(pair.folder).digest == pair.digest
+    (pair.folder / ".DS_Storage").touch()
+    assert verify(pair.folder) == [".DS_Storage: not listed in pair.json"]
+
+
 def test_what_a_killed_writer_left_alters_nothing(make_pair: Callable[..., Pair]) -> None:
     pair = make_pair("ngram")
     working_name(pair.folder / "pair.json", "tmp").touch()

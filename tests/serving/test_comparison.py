@@ -172,7 +172,52 @@ def test_a_mistake_that_does_exactly_the_same_is_the_explanation() -> None:
     assert explain(drafted(RIGHT, 4), answers(right), tried) is None, "no mistake comes near"
 
 
+def test_mistakes_that_do_the_same_are_all_named() -> None:
+    """With nothing accepted, ids in d2t look like weights that were never loaded."""
+    right, nothing = drafted(RIGHT, 1), drafted((-1.0,) * DEPTH, 2)
+    tried = {"d2t as ids": answers(nothing), "norm_output": answers(right), "untrained": answers(nothing)}
+    found = explain(nothing, answers(right), tried)
+    assert found is not None
+    assert found.is_certain
+    assert "ids instead of offsets, or weights that were never loaded" in str(found)
+
+
 def test_a_paired_difference_is_surer_than_two_intervals(compared: Callable[..., Comparison]) -> None:
     found = compared((0.55, 0.55, 0.55, 0.55))
     apart = found.served.high - found.served.low + found.own.high - found.own.low
     assert found.difference.high - found.difference.low < apart
+
+
+def test_what_an_engine_does_not_count_is_not_held_against_it() -> None:
+    """Neither positions nor draft tokens: τ and texts are what can be compared."""
+    counts = [Counts(rounds=c.rounds, accepted=c.accepted) for c in drafted(RIGHT, 1)]
+    found = compare(expectation(), replies(counts, uncounted=["drafted", "by_position"]))
+    assert kinds(found, exact=True) == []
+    assert (found.drafted_served, found.same_drafts, found.positions) == (None, None, [])
+    low = [Counts(rounds=c.rounds, accepted=c.accepted) for c in drafted((0.3, 0.3, 0.3, 0.3), 1)]
+    wrong = compare(expectation(), replies(low, uncounted=["drafted", "by_position"]))
+    assert kinds(wrong) == ["drafts"], "nobody can say at which position"
+
+
+def test_an_average_of_the_engines_own_is_compared_more_roughly() -> None:
+    uncounted = ["rounds", "drafted", "by_position"]
+    own = [c.tau for c in drafted(RIGHT, 10)]
+    for factor, said in ((0.95, []), (0.8, ["drafts"])):
+        tau = factor * sum(own) / len(own)
+        counts = [Counts(rounds=TOKENS / tau, accepted=TOKENS - TOKENS / tau) for _ in own]
+        assert kinds(compare(expectation(), replies(counts, uncounted=uncounted))) == said
+
+
+def test_a_right_engine_is_seldom_accused() -> None:
+    """τ and the texts' length decide at one temperature; both together accuse a right engine in about 2 of 100."""
+    accused = 0
+    for seed in range(1, 121):
+        generator = np.random.default_rng(seed)
+        answered = replies(drafted(RIGHT, 1000 + seed), 1.0)
+        for reply in answered.drafting:
+            reply.lengths = [int(TOKENS - generator.integers(0, 30))]
+        expected = expectation(1.0)
+        for answer in expected.at(1.0):
+            answer.lengths = [int(TOKENS - generator.integers(0, 30)) for _ in range(3)]
+        accused += bool(suspicions([compare(expected, answered)], 0.0, False))
+    assert accused <= 7, "of 120; with 95% intervals it was about 12"

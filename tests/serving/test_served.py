@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,15 +19,16 @@ from outrider.eval.suites import make_suite
 from outrider.ground import BadInputError
 from outrider.heads import Drafter, Eagle3, Eagle3Config
 from outrider.heads.base import TargetBatch
-from outrider.pair import Pair, new_pair, verify
+from outrider.pair import Pair, export_pair, new_pair, verify
 from outrider.recipes import Recipe
 from outrider.scripts.cli import app
 from outrider.serving.engine import Engine, root_url
-from outrider.serving.expectation import Expectation, Trial, expect, expect_mistakes
+from outrider.serving.expectation import Answered, Asked, Counts, Expectation, Trial, expect, expect_mistakes
 from outrider.serving.hypotheses import HYPOTHESES, mistaken
 from outrider.serving.launching import Launch, python_of, running
-from outrider.serving.result import ServedResult
+from outrider.serving.result import ServedResult, lines
 from outrider.serving.served import Survey
+from outrider.serving.session import Session, Start, depth_of, survey_in_turns, survey_one_by_one
 from outrider.targets import Target
 
 from .conftest import Server, answer
@@ -115,28 +119,10 @@ def test_traffic_of_others_is_counted_and_said(
 
 
 def test_the_verb_compares_stores_and_says_it_in_json(
-    tiny_target: Target,
-    head: Drafter,
-    start_engine: Callable[..., Server],
-    tmp_path: Path,
-    tiny_tokenizer: object,
+    stored: Pair, head: Drafter, start_engine: Callable[..., Server], tmp_path: Path
 ) -> None:
     """What is stored leaves the pair intact, and a pair that was never served is written as before."""
-    tiny_target.model.save_pretrained(str(tmp_path / "target"))
-    tiny_target.require_tokenizer().save_pretrained(str(tmp_path / "target"))
-    target = Target.load(str(tmp_path / "target"))
-    suite = tmp_path / "a.jsonl"
-    suite.write_text("".join(json.dumps({"id": str(i), "prompt": text}) + "\n" for i, text in enumerate(TEXTS)))
-    recipe = Recipe.from_dict(
-        {
-            "name": "tiny",
-            "target": {"path": str(tmp_path / "target")},
-            "drafter": {"type": "eagle3"},
-            "data": {"prompts": [str(suite)]},
-            "eval": {"suites": [str(suite)], "depth": 3, "max_new_tokens": 16},
-        }
-    )
-    pair = new_pair(tmp_path / "pair", target, head, recipe, calibration=[])
+    pair, target = stored, stored.load_target()
     assert "served" not in json.loads((pair.folder / "pair.json").read_text())
     server, plain = start_engine(target, head), start_engine(target, None)
     words = ["served", pair.folder, "--url", f"{server.url}/v1", "--plain-url", plain.url, "--max-new-tokens", 16]
@@ -151,6 +137,150 @@ def test_the_verb_compares_stores_and_says_it_in_json(
     assert verify(pair.folder) == []
     assert [(r.engine, r.agrees, r.depth) for r in stored.manifest.served] == [("vllm", True, 3)]
     assert stored.digest == pair.digest
+
+
+@pytest.fixture
+def stored(tiny_target: Target, head: Drafter, tmp_path: Path) -> Pair:
+    """A pair on the disk, with its own prompts."""
+    tiny_target.model.save_pretrained(str(tmp_path / "target"))
+    tiny_target.require_tokenizer().save_pretrained(str(tmp_path / "target"))
+    suite = tmp_path / "a.jsonl"
+    suite.write_text("".join(json.dumps({"id": str(i), "prompt": text}) + "\n" for i, text in enumerate(TEXTS)))
+    recipe = Recipe.from_dict(
+        {
+            "name": "tiny",
+            "target": {"path": str(tmp_path / "target")},
+            "drafter": {"type": "eagle3"},
+            "data": {"prompts": [str(suite)]},
+            "eval": {"suites": [str(suite)], "depth": 3, "max_new_tokens": 16},
+        }
+    )
+    return new_pair(tmp_path / "pair", Target.load(str(tmp_path / "target")), head, recipe, calibration=[])
+
+
+def test_an_expectation_of_something_else_is_refused(stored: Pair, tmp_path: Path) -> None:
+    """Other weights of the same drafter, another depth, fewer prompts: each is named."""
+    trial = Trial(depth=3, max_new_tokens=8, limit=2, seeds=1)
+    made = Session(stored, trial).expected
+    made.save(tmp_path / "expected.json")
+    known = Expectation.load(tmp_path / "expected.json")
+    assert Session(stored, trial, (), known).expected == made
+    for other, said in (
+        (replace(trial, depth=2), "depth is 3 there and 2 here"),
+        (replace(trial, limit=3), "limit is 2 there and 3 here"),
+        (replace(trial, temperatures=(0.0,)), "temperatures"),
+        (replace(trial, seeds=2), "seeds"),
+        (replace(trial, max_new_tokens=9), "max_new_tokens"),
+    ):
+        with pytest.raises(BadInputError, match=said):
+            Session(stored, other, (), known)
+    with pytest.raises(BadInputError, match="suites"):
+        Session(stored, trial, ("code",), known)
+    with pytest.raises(BadInputError, match="the drafter has other weights"):
+        Session(stored, trial, (), known.model_copy(update={"drafter_digest": "0" * 64}))
+
+
+def test_an_export_is_expected_to_draft_as_deep_as_it_was_exported(stored: Pair, tmp_path: Path) -> None:
+    """Its depth may be the tuned one, which is not that of the pair's plan."""
+    export = tmp_path / "export"
+    export_pair(stored, "vllm", export, depth=2)
+    assert depth_of(stored) == stored.plan.depth == 3
+    assert depth_of(stored, export) == 2
+    assert depth_of(stored, export, 2) == 2
+    assert depth_of(stored, None, 5) == 5
+    with pytest.raises(BadInputError, match="exported for 2 draft tokens"):
+        depth_of(stored, export, 3)
+
+
+@pytest.fixture
+def small_engine(tmp_path: Path) -> Launch:
+    """How a server is started that stands in for vLLM; its diary is in `tmp_path`."""
+    python = tmp_path / "bin" / "python"
+    python.parent.mkdir()
+    server = Path(__file__).with_name("small_engine.py")
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} {server} {tmp_path}/diary "$@"\n')
+    python.chmod(0o755)
+    return Launch(python_of(tmp_path), "target", "float32", {"method": "eagle3"})
+
+
+def answered() -> Expectation:
+    """What our decoder does, where it does what the small engine does."""
+    tokens, counts = [7, 8, 9, 10, 11, 12], Counts(rounds=3, drafted=6, accepted=3, by_position=[3, 0])
+    answer = Answered(tokens=tokens, ended=False, lengths=[6], counts=[counts])
+    asked = [Asked(suite="code", id=str(i), tokens=[1, 2]) for i in range(3)]
+    return Expectation(
+        target="t", drafter="eagle3", depth=2, max_new_tokens=6, prompts=asked, answers={"0": [answer] * 3}
+    )
+
+
+@pytest.mark.parametrize("ask", [survey_in_turns, survey_one_by_one])
+def test_engines_answer_in_turns_or_one_by_one(
+    ask: Callable[..., dict[str, object]], small_engine: Launch, tmp_path: Path
+) -> None:
+    """One GPU holds one of them: the one with drafts ends before the plain one begins."""
+    survey = Survey(answered())
+    facts = ask(survey, small_engine, replace(small_engine, speculation=None), tmp_path)
+    found = survey.result({"name": facts["name"]}, str)
+    assert found.agrees
+    assert found.at(0.0).speedup is not None
+    diary = (tmp_path / "diary").read_text().splitlines()
+    ends, begins = diary.index("drafting ends"), diary.index("plain begins")
+    assert (begins < ends) == (ask is survey_in_turns)
+
+
+WAITS = """
+import sys, time
+from pathlib import Path
+from outrider.ground.signals import stoppable
+from outrider.serving.launching import Launch, python_of, running
+with stoppable(), running(Launch(python_of(Path(sys.argv[1])), "target", "float32"), Path(sys.argv[1]) / "log"):
+    print("answers", flush=True)
+    time.sleep(60)
+"""
+
+
+def test_a_request_to_stop_ends_the_engine_too(small_engine: Launch, tmp_path: Path) -> None:
+    """It runs in a process session of its own, which a scheduler's signal does not reach."""
+    waiting = subprocess.Popen([sys.executable, "-c", WAITS, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    assert waiting.stdout is not None
+    assert waiting.stdout.readline() == "answers\n"
+    waiting.terminate()
+    waiting.wait(20)
+    assert (tmp_path / "diary").read_text().splitlines()[-1] == "plain ends"
+
+
+def test_a_session_starts_an_engine_and_tries_what_explains_it(
+    stored: Pair, small_engine: Launch, tmp_path: Path
+) -> None:
+    """The target's memory is free while the engine runs, and the target is there again to try mistakes on."""
+    session = Session(stored, Trial((0.0,), depth=2, max_new_tokens=6, limit=2))
+    found = session.start(Start(tmp_path, in_turns=False), 0.02)
+    assert not found.agrees
+    assert found.suspicions[0].kind == "target", "the small engine writes a text of its own"
+    assert (found.engine["name"], found.engine["in_turns"]) == ("vllm", False)
+    assert session.expected.mistakes
+    assert (tmp_path / "diary").read_text().splitlines()[-1] == "plain ends"
+
+
+def test_an_engine_that_counts_less_is_not_accused(
+    tiny_target: Target, head: Drafter, expected: Expectation, start_engine: Callable[..., Server]
+) -> None:
+    """Text Generation Inference counts rounds and accepted drafts alone."""
+    server = start_engine(tiny_target, head)
+
+    def page() -> str:
+        found = server.metrics
+        return (
+            f"tgi_request_skipped_tokens_count {found.counts.rounds}\n"
+            f"tgi_request_skipped_tokens_sum {found.counts.accepted}\n"
+            f"tgi_request_generated_tokens_sum {found.tokens}\n"
+        )
+
+    server.metrics.page = page  # type: ignore[method-assign]
+    found = ask(expected, server)
+    assert found.agrees
+    assert found.at(0.0).difference.value == 0
+    assert any("does not count" in line and "by position" in line for line in lines(found))
 
 
 def test_an_engine_that_cannot_start_says_why(tmp_path: Path) -> None:

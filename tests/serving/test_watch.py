@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import numpy as np
@@ -13,12 +16,13 @@ from typer.testing import CliRunner, Result
 from outrider.decode import Round
 from outrider.ground import BadInputError
 from outrider.scripts.cli import app
-from outrider.serving.changepoint import Baseline, Limits
+from outrider.scripts.watch import promises
+from outrider.serving.changepoint import Baseline, Limits, Sums
 from outrider.serving.counters import read_counters
 from outrider.serving.engine import read_metrics
 from outrider.serving.events import Event
 from outrider.serving.expectation import Counts
-from outrider.serving.watching import LEARNED, State, Watch, load_states, save_states
+from outrider.serving.watching import LEARNED, State, Watch, kept_states, post, require_sight, save_states
 
 from .conftest import Server, answer
 
@@ -103,8 +107,8 @@ def test_single_looks_find_the_same_as_one_long_watch(
     server, watch = watched
     file = tmp_path / "watch.json"
     save_states(file, [watch.state])
-    kept = load_states(file, [server.url], None)
-    assert [s.model_dump(mode="json") for s in kept] == [watch.state.model_dump(mode="json")]
+    with kept_states(file, [server.url], None) as kept:
+        assert [s.model_dump(mode="json") for s in kept] == [watch.state.model_dump(mode="json")]
     told = start_server()
     codes = []
     for _ in range(6):
@@ -140,5 +144,106 @@ def test_an_engine_that_does_not_answer(start_server: Callable[..., Server], tmp
 def test_a_damaged_state_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "watch.json"
     file.write_text('[{"url": 3}]')
-    with pytest.raises(BadInputError, match="delete it"):
-        load_states(file, ["http://x"], None)
+    with pytest.raises(BadInputError, match="delete it"), kept_states(file, ["http://x"], None):
+        pass
+
+
+def test_two_jobs_with_one_state_file_lose_nothing(start_server: Callable[..., Server], tmp_path: Path) -> None:
+    """Of two engines, looked at in turns; and one that does not answer takes nothing from the other."""
+    file, servers = tmp_path / "watch.json", [start_server(), start_server()]
+    for _ in range(3):
+        for server in servers:
+            serve(server, 0.6, 4)
+            assert run(server.url, "--once", "--state", file, "--window", 100).exit_code == 0
+    assert run(servers[0].url, "http://127.0.0.1:9", "--once", "--state", file, "--window", 100).exit_code == 2
+    kept = {s["url"]: s for s in json.loads(file.read_text())}
+    assert [kept[server.url]["windows"] for server in servers] == [2, 2], "the first look is where a watch begins"
+
+
+def test_looks_with_one_state_file_follow_one_another(start_server: Callable[..., Server], tmp_path: Path) -> None:
+    """Eight at once, of eight engines: each writes beside what the others wrote."""
+    file, servers = tmp_path / "watch.json", [start_server() for _ in range(8)]
+
+    def look_at(server: Server) -> None:
+        with kept_states(file, [server.url], None) as (state,):
+            list(Watch(state, LIMITS).look(read_counters(read_metrics(server.url))))
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(look_at, servers))
+    kept = json.loads(file.read_text())
+    assert {s["url"] for s in kept} == {server.url for server in servers}
+    assert all(s["seen"] for s in kept)
+
+
+def test_another_baseline_begins_the_test_anew(tmp_path: Path) -> None:
+    file = tmp_path / "watch.json"
+    old = Baseline(tau=2.2, spread=1.2, rounds=20_000, source="version 1")
+    new = old.model_copy(update={"tau": 2.6, "source": "version 2"})
+    save_states(file, [State(url="http://x", baseline=old, sums=Sums(fall=5.0), seen={"engine": "vllm"})])
+    with kept_states(file, ["http://x"], new) as (state,):
+        assert (state.baseline, state.sums, state.seen) == (new, Sums(), {"engine": "vllm"})
+    with kept_states(file, ["http://x"], None) as (state,):
+        assert state.baseline == new, "without --pair it goes on"
+
+
+def test_a_baseline_of_too_few_rounds_is_refused_with_what_to_do() -> None:
+    few = Baseline(tau=1.99, spread=3.4, rounds=100, parts=32, source="a pair")
+    with pytest.raises(BadInputError, match="leave out --pair"):
+        require_sight(few, Limits())
+    require_sight(few.model_copy(update={"rounds": 5_000}), Limits())
+
+
+def test_what_is_promised_is_said_and_what_is_not(start_server: Callable[..., Server]) -> None:
+    limits, known = Limits(), Baseline(tau=1.99, spread=3.4, rounds=930, parts=32, source="a pair")
+    states = [State(url="http://x", baseline=known), State(url="http://y")]
+    quiet, seen, learns = promises([Watch(state, limits) for state in states], limits)
+    assert "a false alarm in 200 windows of 200 rounds has a probability of 0.02" in quiet
+    assert "40% in" in seen
+    assert "10% or 20% hardly ever" in seen
+    assert "learned first" in learns
+
+
+class Broken(BaseHTTPRequestHandler):
+    """A server that does not speak HTTP as it should."""
+
+    def do_GET(self) -> None:
+        self.wfile.write(b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\nvllm")
+
+    def do_POST(self) -> None:
+        self.wfile.write(b"no HTTP at all\r\n")
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def broken() -> Iterator[str]:
+    """The URL of a broken server."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Broken)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_address[1]}"
+    server.shutdown()
+    server.server_close()
+
+
+def test_an_answer_that_is_no_http_ends_no_watch(broken: str, start_server: Callable[..., Server]) -> None:
+    found = run(broken, start_server().url, "--seconds", 0.1, "--every", 0.05)
+    assert found.exit_code == 0, found.exception
+    assert "no answer" in found.stdout
+
+
+def test_a_webhook_that_fails_ends_no_watch_and_stays_secret(broken: str) -> None:
+    alarm = Event(kind="alarm", url="http://engine", time="now")
+    for webhook in (f"{broken}/hooks/s3cret", "http://127.0.0.1:9/hooks/s3cret", "http://x.invalid/s3cret"):
+        said = post(webhook, alarm)
+        assert said is not None
+        assert "s3cret" not in said
+        assert "was not reached" in said
+
+
+@pytest.mark.parametrize("webhook", ["hooks/s3cret", "ftp://x/s3cret", "http:///s3cret", "http://x/s3cret here"])
+def test_what_is_no_webhook_is_refused_at_once(webhook: str, start_server: Callable[..., Server]) -> None:
+    found = run(start_server().url, "--seconds", 0, "--webhook", webhook)
+    assert found.exit_code == 2
+    assert "--webhook" in found.output
+    assert "s3cret" not in found.output

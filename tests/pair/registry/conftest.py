@@ -8,11 +8,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 
 from outrider.distill.prompts import Prompt
 from outrider.heads import Drafter
 from outrider.pair import Pair, new_pair
 from outrider.pair.manifest import Lineage, Manifest, Parent
+from outrider.pair.signature import Signer, sign
 from outrider.recipes import Recipe
 from outrider.targets import Target
 from outrider.targets.fingerprint import digest_files
@@ -58,5 +61,18 @@ def make_version(first: Pair, tmp_path: Path) -> MakeVersion:
         content = weights if weights is not None else os.urandom(512)
         folder = tmp_path / f"{name}-{version}-{os.urandom(4).hex()}"
         return versioned(first, folder, version, name, content, parent)
+
+    return make
+
+
+@pytest.fixture
+def signed(tmp_path: Path) -> Callable[[Pair], Signer]:
+    """`signed(pair)`: sign a pair's folder with a new key, and return by whom it is signed."""
+
+    def make(pair: Pair) -> Signer:
+        key = tmp_path / f"key-{os.urandom(4).hex()}"
+        private = Ed25519PrivateKey.generate()
+        key.write_bytes(private.private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption()))
+        return sign(pair.folder, key)
 
     return make

@@ -21,8 +21,10 @@ from outrider.ground import BadInputError
 from outrider.pair import Pair, verify
 from outrider.pair.registry import HubStore, Reference, Registry
 from outrider.pair.registry.layout import Entry
+from outrider.pair.signature import Signer, check_signature
 
 MakeVersion = Callable[..., Pair]
+Signed = Callable[[Pair], Signer]
 
 
 class Info:
@@ -106,6 +108,18 @@ def test_versions_go_in_and_out(repository: Repository, make_version: MakeVersio
     pulled = registry(repository).pull(Reference.parse("tiny@1"), tmp_path / "pulled")
     assert pulled.manifest == first.manifest
     assert verify(pulled.folder) == []
+
+
+def test_signatures_go_in_and_out(
+    repository: Repository, make_version: MakeVersion, signed: Signed, tmp_path: Path
+) -> None:
+    pair = make_version(1)
+    signer = signed(pair)
+    for _ in range(2):
+        registry(repository).push(pair)
+    assert len(repository.commits) == 2, "the signature, and then what it is over"
+    pulled = registry(repository).pull(Reference.parse("tiny@1"), tmp_path / "pulled")
+    assert check_signature(pulled.folder, [signer]) == (signer, "")
 
 
 def test_of_two_writers_one_follows_the_other(repository: Repository, make_version: MakeVersion) -> None:

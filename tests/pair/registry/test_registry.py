@@ -13,10 +13,13 @@ import pytest
 from outrider.ground import BadInputError
 from outrider.ground.leftovers import working_name
 from outrider.pair import Pair, verify
+from outrider.pair.manifest import SIGNATURE
 from outrider.pair.registry import FolderStore, Reference, Registry, open_registry
 from outrider.pair.registry.layout import BLOBS, Entry, blob_path
+from outrider.pair.signature import Signer, check_signature
 
 MakeVersion = Callable[..., Pair]
+Signed = Callable[[Pair], Signer]
 
 
 @pytest.fixture
@@ -176,7 +179,7 @@ def test_what_a_dead_writer_left_is_swept_and_what_a_living_one_writes_is_not(
     pair = make_version(1)
     root = Path(registry.store.where)
     living = working_name(root / BLOBS / "ab" / "abcd", "tmp")
-    dead = living.with_name(living.name.replace(f".{os.getpid()}-", ".999999999-"))
+    dead = living.with_name(living.name.replace(f"-{os.getpid()}-", "-999999999-"))
     dead.parent.mkdir(parents=True)
     for file in (dead, living):
         file.write_bytes(b"half")
@@ -298,6 +301,78 @@ def test_files_that_are_no_entries_are_left_alone(registry: Registry, make_versi
     for name in ("README.md", "01.1.json", "1.json", "1.0.json", "x.1.json", ".1.2.json.123.tmp", "1.1.json.bak"):
         (place / name).write_text("mine")
     assert [v.entry.version for v in registry.versions()] == [1]
+
+
+# ------------------------------------------------------------ signatures
+
+
+def test_a_signature_goes_with_its_pair(
+    registry: Registry, make_version: MakeVersion, signed: Signed, tmp_path: Path
+) -> None:
+    """Whoever pulls it can check who signed it; a pair that nobody signed has none."""
+    pair, other = make_version(1), make_version(2)
+    signer = signed(pair)
+    assert registry.push(pair) == Entry("tiny", 1, 1)
+    registry.push(other)
+    pulled = registry.pull(Reference.parse("tiny@1"), tmp_path / "pulled")
+    assert check_signature(pulled.folder, [signer]) == (signer, "")
+    assert verify(pulled.folder) == []
+    assert not (registry.pull(Reference.parse("tiny@2"), tmp_path / "other").folder / SIGNATURE).exists()
+    before = tree(registry)
+    registry.push(pair)
+    assert tree(registry) == before, "a second push changes nothing"
+
+
+def test_a_pair_may_be_signed_after_it_was_pushed_and_again(
+    registry: Registry, make_version: MakeVersion, signed: Signed, tmp_path: Path
+) -> None:
+    """Nothing that was published is changed; the newest signature counts, for a folder that was pulled before, too."""
+    pair = make_version(1)
+    registry.push(pair)
+    pulled = registry.pull(Reference.parse("tiny"), tmp_path / "pulled")
+    for _ in range(2):
+        earlier, signer = tree(registry), signed(pair)
+        assert registry.push(pair) == Entry("tiny", 1, 1)
+        assert earlier.items() <= tree(registry).items()
+        again = registry.pull(Reference.parse("tiny"), pulled.folder)
+        assert check_signature(again.folder, [signer]) == (signer, "")
+    assert [v.entry for v in registry.versions()] == [Entry("tiny", 1, 1)]
+
+
+def test_a_signature_of_an_earlier_revision_is_not_the_later_ones(
+    registry: Registry, make_version: MakeVersion, signed: Signed, tmp_path: Path
+) -> None:
+    pair = make_version(1)
+    signed(pair)
+    registry.push(pair)
+    (pair.folder / SIGNATURE).unlink()
+    pair.manifest.model_copy(update={"created": "2040-01-01"}).sealed().write(pair.folder)
+    assert registry.push(Pair.load(pair.folder)) == Entry("tiny", 1, 2)
+    assert not (registry.pull(Reference.parse("tiny"), tmp_path / "pulled").folder / SIGNATURE).exists()
+
+
+def test_what_is_no_signature_is_refused(
+    registry: Registry, make_version: MakeVersion, signed: Signed, tmp_path: Path
+) -> None:
+    """Neither pushed nor pulled; and what is refused for something else leaves no signature."""
+    pair = make_version(1)
+    signed(pair)
+    registry.push(pair)
+    (seal,) = Path(registry.store.where).glob("pairs/tiny/*.sig")
+    seal.chmod(0o644)
+    for content in (b"no signature", b"-----BEGIN SSH SIGNATURE-----" + bytes(100_000)):
+        seal.write_bytes(content)
+        with pytest.raises(BadInputError, match="no signature"):
+            registry.pull(Reference.parse("tiny"), tmp_path / "pulled")
+        assert not (tmp_path / "pulled").exists()
+    (pair.folder / SIGNATURE).write_text("no signature")
+    with pytest.raises(BadInputError, match="no signature"):
+        registry.push(pair)
+    rival, before = make_version(1), tree(registry)
+    signed(rival)
+    with pytest.raises(BadInputError, match="has another tiny version 1"):
+        registry.push(rival)
+    assert tree(registry) == before
 
 
 def test_a_store_says_where_it_is(tmp_path: Path) -> None:

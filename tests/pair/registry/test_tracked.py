@@ -13,8 +13,10 @@ from outrider.ground import BadInputError
 from outrider.pair import Pair, verify
 from outrider.pair.registry import FolderStore, Reference, Registry, WandbStore
 from outrider.pair.registry.layout import Entry
+from outrider.pair.signature import Signer, check_signature
 
 MakeVersion = Callable[..., Pair]
+Signed = Callable[[Pair], Signer]
 
 wandb = pytest.importorskip("wandb")
 
@@ -81,6 +83,22 @@ def test_a_pair_is_an_artifact_with_the_layout_of_a_folder(
     assert pulled.manifest == pair.manifest
     assert verify(pulled.folder) == []
     assert [v.entry for v in Registry(project).versions()] == [Entry("tiny", 3, 1)]
+
+
+def test_a_signature_is_a_version_of_the_artifact(
+    project: Project,
+    make_version: MakeVersion,
+    signed: Signed,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pair = make_version(3)
+    signer = signed(pair)
+    Registry(project).push(pair)
+    assert len(project.logged) == 2
+    monkeypatch.setenv("WANDB_MODE", "online")
+    pulled = Registry(project).pull(Reference.parse("tiny@3"), tmp_path / "pulled")
+    assert check_signature(pulled.folder, [signer]) == (signer, "")
 
 
 def test_a_download_is_verified(

@@ -90,7 +90,8 @@ class Session:
     def expected(self) -> Expectation:
         """What our own decoder does with the prompts."""
         target, drafter, _ = self.pair.open(self.target)
-        suites = load_suites(self._suite_names, target.require_tokenizer(), self.trial.limit)
+        names, template = self._suite_names, self.pair.recipe().template
+        suites = load_suites(names, target.require_tokenizer(), self.trial.limit, template)
         found = expect(target, drafter, suites, self.trial, self.console)
         found = found.model_copy(update=_asked(self.pair, self.trial, self._suite_names))
         return found.never_drawn() if drafter.name in NEVER_DRAWN else found

@@ -23,7 +23,9 @@ from transformers import PreTrainedModel
 
 from ..ground.errors import BadInputError, IncompatibleError, OutriderError, Refusal
 from ..ground.foreign import read_json
+from ..ground.libraries import reason
 from .stored import misfits, no_more_than, stored_tensors
+from .vetting import is_local
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
@@ -120,7 +122,8 @@ def merge_adapter(model: PreTrainedModel, adapter: str) -> PreTrainedModel:
     except OutriderError:
         raise
     except Exception as error:
-        raise BadInputError(f"the adapter at {adapter!r} cannot be loaded: {error}") from error
+        elsewhere = "" if Path(adapter).expanduser().exists() else " (no such folder is here, so the Hub was asked)"
+        raise BadInputError(f"the adapter at {adapter!r} cannot be loaded{elsewhere}: {reason(error)}") from error
 
 
 def checked_config(folder: Path, names: list[str]) -> PeftConfig:
@@ -211,8 +214,11 @@ def _require_fit(model: PreTrainedModel, config: PeftConfig, folder: Path) -> No
     wanted = get_peft_model_state_dict(sketch, save_embedding_layers=False)
     problems = [problem for problem in misfits(wanted, stored) if not problem.startswith("unexpected")]
     if problems or not wanted:
+        more = f" and {len(problems) - 3} more" if len(problems) > 3 else ""
         raise IncompatibleError(
-            f"{folder / ADAPTER_WEIGHTS} does not fit its {ADAPTER_CONFIG}: {'; '.join(problems[:4]) or 'no weights'}."
+            f"{folder / ADAPTER_WEIGHTS} does not fit this target: {'; '.join(problems[:3]) or 'no weights'}{more}. "
+            f"Its {ADAPTER_CONFIG} says that it was made for {config.base_model_name_or_path!r}; give that target, or "
+            "another adapter."
         )
 
 
@@ -229,7 +235,12 @@ def _adapter_folder(adapter: str) -> Path:
     Raises:
         BadInputError: its weights are in no safetensors file: peft would open a pickle.
     """
-    folder = Path(adapter)
+    folder = Path(adapter).expanduser()
+    if not folder.exists() and is_local(adapter):
+        raise BadInputError(
+            f"no adapter at {adapter!r}: the folder does not exist. Give the folder of a PEFT adapter, or a Hub id "
+            "like 'org/name'."
+        )
     if not folder.exists():
         folder = Path(snapshot_download(adapter, allow_patterns=[ADAPTER_CONFIG, ADAPTER_WEIGHTS]))
     if not (folder / ADAPTER_WEIGHTS).is_file():

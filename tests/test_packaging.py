@@ -104,6 +104,9 @@ def test_constraints_pin_every_direct_dependency_exactly() -> None:
         *PROJECT["project"]["dependencies"],
         *extras["dev"],
         *extras["wandb"],
+        *extras["deepspeed"],
+        *extras["tensorboard"],
+        *extras["trackio"],
         *extras["liger"],
         *extras["mutation"],
     ]

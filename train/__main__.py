@@ -8,10 +8,14 @@ import os
 import sys
 
 import torch
+from datasets import disable_progress_bars as hide_bars_of_datasets
+from huggingface_hub.utils import disable_progress_bars as hide_bars_of_the_hub
 from rich.console import Console
+from transformers.utils import logging as transformers_logging
 
 from ..ground import OutriderError
 from ..ground.allocation import keep_large_blocks, remember_few_shapes
+from ..ground.hub import say_retries_once
 from ..ground.signals import how, number_of, stop_with_launcher, stoppable
 from ..recipes import load_recipe
 from .trainer import TrainingInterruptedError, train
@@ -33,10 +37,20 @@ def main(arguments: list[str] | None = None) -> int:
     rank = os.environ.get("RANK", "0")
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     logging.getLogger("outrider").setLevel(logging.INFO if rank == "0" else logging.ERROR)
+    say_retries_once()
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        hide_bars()
     keep_large_blocks()
     remember_few_shapes()
     stop_with_launcher()
     return _run(given, "" if rank == "0" else f"[process {rank}] ")
+
+
+def hide_bars() -> None:
+    """Hide the progress bars of libraries: those of several processes would run through the lines of the log."""
+    hide_bars_of_datasets()
+    hide_bars_of_the_hub()
+    transformers_logging.disable_progress_bar()
 
 
 def _run(given: argparse.Namespace, prefix: str) -> int:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import typing
 from dataclasses import fields
 from typing import Any
 
 import torch
 from transformers import TrainingArguments
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 
 from ..ground import BadInputError, refuse_unknown_keys
@@ -19,6 +21,8 @@ from . import muon
 from .hooks import train_on_one_gpu
 
 _log = logging.getLogger(__name__)
+
+MEASURED, GAP = "measured_tau", "tau_gap"  # what the decoder measures while training, see train/measured.py
 
 # Fields that change a loss or a model which a drafter does not have. Off by default, and refused when switched on.
 _MEANINGLESS = {
@@ -30,7 +34,7 @@ _MEANINGLESS = {
         "on CUDA, losses take the kernels of liger-kernel by themselves where it is installed; the models stay as they "
         "are"
     ),
-    "fsdp": "sharding a drafter with FSDP is not supported; data parallel training is (accelerate launch --multi_gpu)",
+    "fsdp": "the launcher says so (accelerate launch --config_file recipes/accelerate/fsdp2.yaml)",
 }
 
 # What torch or the library would refuse only when the training begins: at least the first, and less than the second.
@@ -90,6 +94,7 @@ def training_arguments(recipe: Recipe) -> TrainingArguments:
         device = args.device
     except (ValueError, TypeError, ImportError, RuntimeError) as error:
         raise BadInputError(f"training: {error}") from error
+    unset_hf_deepspeed_config()  # else ZeRO stage 3 would take apart any model that is loaded from now on: the target
     if with_muon:
         args.optim = muon.NAME  # not one of the library's names; DrafterTrainer knows it
     if args.n_gpu > 1:
@@ -107,6 +112,12 @@ def _defaults(recipe: Recipe) -> dict[str, Any]:
     """Return what we set where the recipe is silent; steps below 1 are fractions of the training."""
     has_gpu = torch.cuda.is_available()
     evaluates = recipe.data.holdout > 0
+    best: dict[str, Any] = {}
+    if recipe.eval.training_prompts:
+        best = {"metric_for_best_model": f"eval_{MEASURED}", "greater_is_better": True}
+    if recipe.eval.patience is not None:
+        # The best checkpoint is one that was evaluated.
+        best |= {"load_best_model_at_end": True, "save_steps": recipe.training.get("eval_steps", 0.25)}
     return {
         "output_dir": str(recipe.output_folder / "checkpoints"),
         "run_name": recipe.name,
@@ -115,6 +126,7 @@ def _defaults(recipe: Recipe) -> dict[str, Any]:
         "average_tokens_across_devices": True,
         "use_cpu": not has_gpu,
         "dataloader_pin_memory": has_gpu,
+        "disable_tqdm": os.environ.get("WORLD_SIZE", "1") != "1",  # bars of several processes run through the lines
         "logging_steps": 10,
         "logging_first_step": True,
         "logging_nan_inf_filter": False,
@@ -123,4 +135,5 @@ def _defaults(recipe: Recipe) -> dict[str, Any]:
         "save_total_limit": 2,
         "eval_strategy": "steps" if evaluates else "no",
         "eval_steps": 0.25 if evaluates else None,
+        **best,
     }

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import ProgressCallback
 
@@ -65,7 +65,7 @@ class FiniteGuard(TrainerCallback):
         take: gives the step about to be applied, and begins the next one.
         describe: says which rows a step learned from, and what is wrong with them.
         last_good: the last whole checkpoint, if there is one.
-        scaled: True under fp16, whose gradient scaler expects and skips overflowing steps itself.
+        norm: gives the norm of the gradients; 0 where a scaler expects and skips overflowing steps itself.
     """
 
     def __init__(
@@ -73,24 +73,25 @@ class FiniteGuard(TrainerCallback):
         take: Callable[[], Step],
         describe: Callable[[Step], str],
         last_good: Callable[[], Path | None],
-        scaled: bool,
+        norm: Callable[[], Tensor],
     ):
-        self.take, self.describe, self.last_good, self.scaled = take, describe, last_good, scaled
+        self.take, self.describe, self.last_good, self.norm = take, describe, last_good, norm
 
     def on_pre_optimizer_step(
         self,
         args: TrainingArguments,
         state: TrainerState,
         control: TrainerControl,
-        model: nn.Module | None = None,
         **kwargs: Any,
     ) -> None:
-        gradients = [] if self.scaled or model is None else [p.grad for p in model.parameters() if p.grad is not None]
         taken = self.take()
-        norm = nn.utils.get_total_norm(gradients) if gradients else torch.zeros_like(taken.loss)
-        found = torch.stack([taken.loss, norm.to(taken.loss)]).tolist()
-        if not all(map(math.isfinite, found)):
-            raise BadInputError(self._message(args, state.global_step + 1, self.describe(taken), *found))
+        loss, norm = torch.stack([taken.loss, self.norm().to(taken.loss)]).tolist()
+        self.check(args, state.global_step + 1, taken, loss, norm)
+
+    def check(self, args: TrainingArguments, number: int, step: Step, loss: float, norm: float = 0.0) -> None:
+        """Refuse the step `number` if its loss or its gradient is not finite."""
+        if not (math.isfinite(loss) and math.isfinite(norm)):
+            raise BadInputError(self._message(args, number, self.describe(step), loss, norm))
 
     def _message(self, args: TrainingArguments, step: int, rows: str, loss: float, norm: float) -> str:
         what = f"the loss is {loss}" if not math.isfinite(loss) else f"the gradient's norm is {norm} (loss {loss:.4g})"

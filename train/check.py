@@ -18,10 +18,13 @@ from ..heads import HEADS, Drafter
 from ..heads.losses import divergence
 from ..recipes import DataSpec, JointSpec, Recipe
 from ..targets import Target
-from .arguments import training_arguments
+from . import muon
+from .arguments import MEASURED, training_arguments
 from .budget import check_schedule
 from .hooks import asks_for_checkpointing
 from .joint import adapted, lora_config
+from .launch import is_asked_for, is_spread, kind_of_processes
+from .reporting import check_reports
 from .warmstart import check_drafter, check_makes
 
 _TWO_ON_CPU = "ACCELERATE_USE_CPU=true accelerate launch --multi_gpu --num_processes N -m outrider.train RECIPE"
@@ -43,9 +46,11 @@ def check(recipe: Recipe, drafter: Drafter | None = None, seconds: float | None 
     args = training_arguments(recipe)
     if args.process_index == 0:
         require_folder(recipe.output_folder)
+    check_reports(args)
+    check_measures(recipe, args)
     check_number_of_processes(args)
     check_kind_of_processes(args)
-    check_drafter_is_whole(args)
+    check_parts(args)
     check_target_is_whole(recipe)
     if recipe.joint is not None:
         check_adapter(recipe.joint)
@@ -99,6 +104,24 @@ def check_recomputes(drafter: Drafter, args: TrainingArguments) -> None:
         )
 
 
+# ------------------------------------------------------------ what is measured on the way
+
+
+def check_measures(recipe: Recipe, args: TrainingArguments) -> None:
+    """Refuse a figure to measure, or to choose the best checkpoint by, that no evaluation gives."""
+    if recipe.eval.training_prompts and recipe.data.holdout == 0:
+        raise BadInputError(
+            "eval.training_prompts: τ is measured where held-out rows are evaluated, and data.holdout is 0; set it to "
+            "0.05."
+        )
+    wanted = str(args.metric_for_best_model or "").removeprefix("eval_")
+    if wanted == MEASURED and not recipe.eval.training_prompts:
+        raise BadInputError(
+            f"training.metric_for_best_model is {MEASURED}, which nothing measures; set eval.training_prompts, to 16 "
+            "for example."
+        )
+
+
 # ------------------------------------------------------------ the launch
 
 
@@ -124,26 +147,45 @@ def check_number_of_processes(args: TrainingArguments) -> None:
 def check_kind_of_processes(args: TrainingArguments) -> None:
     """Refuse a kind of parallelism that was asked for and is not there."""
     kind = kind_of_processes(args)
+    if kind == "DEEPSPEED" and os.environ.get("ACCELERATE_USE_CPU", "false").lower() in ("true", "1"):
+        raise BadInputError(
+            "the launcher asked for DEEPSPEED, and ACCELERATE_USE_CPU makes accelerate leave it out without a word; "
+            "unset ACCELERATE_USE_CPU and add training.use_cpu=true (CPU processes run ZeRO, too)."
+        )
     for name in ("FSDP", "DEEPSPEED"):
-        if os.environ.get(f"ACCELERATE_USE_{name}", "false").lower() in ("true", "1") and kind != name:
+        if is_asked_for(name) and kind != name:
             raise BadInputError(
                 f"the launcher asked for {name}, but accelerate set up {kind!r}; {name} needs an accelerator here: "
                 "leave it out."
             )
 
 
-def check_drafter_is_whole(args: TrainingArguments) -> None:
-    """Refuse a drafter in parts: a checkpoint must hold all of it, and each process would write its own part."""
-    if kind_of_processes(args) == "FSDP":
+def check_engine(args: TrainingArguments, found: str) -> None:
+    """Refuse to train with another engine (accelerate's word `found`) than the launcher was asked for."""
+    asked = kind_of_processes(args)
+    if found != asked:
         raise BadInputError(
-            "sharding a drafter with FSDP is not supported; launch with --multi_gpu (data parallel) instead."
+            f"the launch is {asked}, but accelerate would train as {found}; look at the launcher's options and at the "
+            "ACCELERATE_* variables of the environment."
         )
-    plugin = getattr(args, "deepspeed_plugin", None)
-    if plugin is not None and plugin.zero_stage == 3:
+
+
+def check_parts(args: TrainingArguments) -> None:
+    """Refuse what a drafter in parts (FSDP2, ZeRO) cannot be trained with."""
+    if not is_spread(args):
+        return
+    kind, stage = kind_of_processes(args), getattr(args.deepspeed_plugin, "zero_stage", None)
+    if stage == 0:
+        raise BadInputError("DeepSpeed ZeRO stage 0 splits nothing; take --zero_stage 1, 2 or 3, or --multi_gpu.")
+    if kind == "FSDP" and os.environ.get("FSDP_VERSION", "1") != "2":
+        raise BadInputError("FSDP: only version 2 is supported; add --fsdp_version 2 (fsdp_version: 2 in a config).")
+    if args.optim == muon.NAME:
         raise BadInputError(
-            "DeepSpeed ZeRO stage 3 splits the drafter's weights, which is not supported; use stage 1 or 2 "
-            "(--zero_stage 2), or --multi_gpu."
+            f"training.optim: muon moves whole matrices, and under {kind} each process has only parts of them; take "
+            "adamw_torch, or launch with --multi_gpu (data parallel)."
         )
+    if args.fp16:
+        raise BadInputError(f"training.fp16: under {kind} take training.bf16, which needs no scaled gradients.")
 
 
 def check_target_is_whole(recipe: Recipe) -> None:
@@ -160,16 +202,6 @@ def check_target_is_whole(recipe: Recipe) -> None:
             f"target.sharding is {sharding!r}, but joint training, self_speculative drafters and init prune need the "
             "target's whole layers; leave out target.sharding, or take another drafter."
         )
-
-
-def kind_of_processes(args: TrainingArguments) -> str:
-    """Return accelerate's word for how the processes work together: NO, MULTI_CPU, MULTI_GPU, FSDP, DEEPSPEED, …
-
-    accelerate itself says DEEPSPEED only once the training has an engine.
-    """
-    if getattr(args, "deepspeed_plugin", None) is not None:
-        return "DEEPSPEED"
-    return "NO" if args.distributed_state is None else str(args.distributed_state.distributed_type.value)
 
 
 # ------------------------------------------------------------ joint training

@@ -7,6 +7,7 @@ whole ones are ever resumed from.
 
 from __future__ import annotations
 
+import json
 import logging
 import shutil
 from collections.abc import Iterator
@@ -16,12 +17,14 @@ from pathlib import Path
 from safetensors import SafetensorError
 from transformers import TrainingArguments
 
-from ..ground import Refusal, digests
+from ..ground import BadInputError, Refusal, digests
 from ..ground.disk import CannotWriteError, failure, readable_bytes
-from ..ground.files import read_json
+from ..ground.files import read_json, write_atomically
 from ..ground.replacing import move
+from .launch import is_lost_peer
 
 PREFIX = "checkpoint-"
+LAUNCH = "launch.json"
 _OLD_MARKER = "complete.json"  # of versions without digests
 
 _log = logging.getLogger(__name__)
@@ -97,6 +100,35 @@ def what_is_kept(args: TrainingArguments) -> str:
     return "There is no checkpoint yet."
 
 
+def write_launch(folder: Path, args: TrainingArguments) -> None:
+    """Write into a checkpoint how many processes it is of, and how many rows all of them learned in a step."""
+    values = {"processes": args.world_size, "rows_in_a_step": rows_in_step(args)}
+    write_atomically(folder / LAUNCH, json.dumps(values) + "\n")
+
+
+def rows_in_step(args: TrainingArguments) -> int:
+    """Return the rows of an optimizer step, in all micro-batches of all processes."""
+    return args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
+
+
+def check_same_rows(folder: Path, args: TrainingArguments) -> None:
+    """Refuse to continue a checkpoint with other steps; their rows may be spread over processes in another way.
+
+    Raises:
+        BadInputError: names both numbers.
+    """
+    if not (folder / LAUNCH).is_file():
+        return
+    saved, now = read_json(folder / LAUNCH), rows_in_step(args)
+    if saved.get("rows_in_a_step") != now:
+        raise BadInputError(
+            f"{folder} learned {saved.get('rows_in_a_step')} rows in a step, in {saved.get('processes')} processes; "
+            f"this run would learn {now} in {args.world_size}. Set training.per_device_train_batch_size and "
+            "training.gradient_accumulation_steps so that their product with the number of processes stays the same, "
+            "or start over (--fresh)."
+        )
+
+
 def remove_broken(folder: Path, after: Path | None) -> None:
     """Clear what was skipped on the way to the whole checkpoint `after`: the training writes it anew.
 
@@ -148,6 +180,9 @@ def explained(folder: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, RuntimeError, SafetensorError) as error:
+        if is_lost_peer(error):
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
         if not folder.parent.exists() and (gone := failure(error, folder)) is not None:
             raise CannotWriteError(gone.what, "No checkpoint is left.", gone.advice) from error
         free = readable_bytes(shutil.disk_usage(folder.parent).free) if folder.parent.exists() else "nothing"

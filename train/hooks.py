@@ -11,11 +11,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils.data import Dataset, Sampler
+from torch.utils.data import DataLoader, Dataset, Sampler
 from transformers import PreTrainedModel, Trainer, TrainingArguments
 
 from ..ground.errors import Refusal
@@ -25,6 +26,8 @@ from .checkpoints import PREFIX
 # The first and the last version that all tests passed with.
 TRIED = {"transformers": ("5.17", "5.23"), "accelerate": ("1.10", "1.15")}
 
+
+_SCHEDULER = "scheduler.pt"  # as the base class calls it
 
 # What torch raises where a state is no state, or a pickle that asks for more than one: it opens nothing else.
 _NO_STATE = (pickle.UnpicklingError, RuntimeError, KeyError, EOFError, TypeError, ValueError, AttributeError, OSError)
@@ -61,9 +64,22 @@ class HookedTrainer(Trainer, ABC):
     def writing_checkpoint(self, folder: Path) -> AbstractContextManager[None]:
         """Open a context manager in which the base class writes the checkpoint `folder`."""
 
+    @property
+    def in_parts(self) -> bool:
+        """Whether an engine spreads the model, or what its optimizer keeps, over the processes."""
+        return self.is_fsdp_enabled or self.is_deepspeed_enabled
+
+    @abstractmethod
+    def save_states(self, folder: Path) -> None:
+        """Write what the optimizer keeps of a model in parts into `folder`; all processes are asked."""
+
+    @abstractmethod
+    def load_states(self, folder: Path) -> None:
+        """Read what `save_states` wrote; all processes are asked."""
+
     @abstractmethod
     def save_weights(self, folder: Path) -> None:
-        """Write the model into `folder`, on the one process that does so."""
+        """Write the model into `folder`; all processes are asked, and one of them writes."""
 
     @abstractmethod
     def load_weights(self, folder: Path) -> None:
@@ -83,17 +99,52 @@ class HookedTrainer(Trainer, ABC):
         with self.writing_checkpoint(folder), _keeping_all(self.args):
             super()._save_checkpoint(model, trial)
 
-    def _save(self, output_dir: str | None = None, state_dict: object = None) -> None:
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write the drafter's own format, so that every checkpoint is a drafter, and no pickled arguments."""
-        if self.args.should_save:
-            self.save_weights(Path(output_dir or self.args.output_dir or ""))
+        self.save_weights(Path(output_dir or self.args.output_dir or ""))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         self.load_weights(Path(resume_from_checkpoint))
 
+    def _prepare_for_training(
+        self, max_steps: int, train_dataloader: DataLoader, resume_from_checkpoint: str | None
+    ) -> tuple[nn.Module, DataLoader]:
+        """Continue a drafter in parts in our own way: the base class would look for files of the engines."""
+        own = resume_from_checkpoint if self.in_parts else None
+        prepared: tuple[nn.Module, DataLoader] = super()._prepare_for_training(
+            max_steps, train_dataloader, None if self.in_parts else resume_from_checkpoint
+        )
+        if own is not None:
+            self._load_from_checkpoint(own)
+            self._load_optimizer_and_scheduler(own)
+            self._load_scaler(own)
+        return prepared
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        if not self.in_parts:
+            super()._save_optimizer_and_scheduler(output_dir)
+            return
+        folder = Path(output_dir)
+        self.save_states(folder)
+        if self.args.should_save and self.lr_scheduler is not None:
+            torch.save(self.lr_scheduler.state_dict(), folder / _SCHEDULER)
+
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         with states_explained(checkpoint):
-            super()._load_optimizer_and_scheduler(checkpoint)
+            if self.in_parts and checkpoint is not None:
+                self.load_states(Path(checkpoint))
+                self._load_schedule(Path(checkpoint))
+            else:
+                super()._load_optimizer_and_scheduler(checkpoint)
+
+    def _load_schedule(self, folder: Path) -> None:
+        """Read the schedule, and set the rates that it had come to."""
+        scheduler, optimizer = self.lr_scheduler, self.optimizer
+        if scheduler is None or optimizer is None:
+            return
+        scheduler.load_state_dict(torch.load(folder / _SCHEDULER, weights_only=True))
+        for group, rate in zip(optimizer.param_groups, scheduler.get_last_lr(), strict=True):
+            group["lr"] = rate
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         with states_explained(checkpoint):
@@ -103,6 +154,11 @@ class HookedTrainer(Trainer, ABC):
         self.load_weights(Path(self.state.best_model_checkpoint or ""))
 
     # ------------------------------------------------------------ what it sets
+
+    def norm_of_last_step(self) -> float:
+        """Return the norm of all gradients of the step that DeepSpeed has just taken."""
+        engine: Any = self.deepspeed
+        return float(engine.get_global_grad_norm() or 0.0)
 
     def count_labels(self, columns: list[str]) -> None:
         """Let the base class count the labels of the whole global batch, and leave dividing to `compute_loss`.
@@ -129,7 +185,7 @@ class HookedTrainer(Trainer, ABC):
 
     def model_for_evaluation(self) -> nn.Module:
         """Return the model without its data parallel wrapper, with mixed precision."""
-        if self.accelerator._models:  # training prepares the model in place
+        if self.accelerator._models or self.in_parts:  # training prepares the model in place; parts see to precision
             return cast(nn.Module, self.model)
         return cast(nn.Module, self.accelerator.prepare_model(self.model, evaluation_mode=True))
 
@@ -142,6 +198,12 @@ def _keeping_all(args: TrainingArguments) -> Iterator[None]:
         yield
     finally:
         args.save_total_limit = limit
+
+
+def block_classes(model: PreTrainedModel) -> list[str]:
+    """Return the classes of the layers that a Hugging Face model has many of."""
+    known = {type(module).__name__ for module in model.modules()}
+    return sorted(known & set(model._no_split_modules or ()))
 
 
 def train_on_one_gpu(args: TrainingArguments) -> None:

@@ -5,24 +5,59 @@ Whether the processes are the ones that were asked for, `train.check` tells.
 
 from __future__ import annotations
 
-import time
-import uuid
+import os
+import re
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list
 from torch import Tensor
 from transformers import TrainingArguments
 
-from ..ground.files import write_atomically
+from ..distill.launched import crew_in, one_leads
+from ..ground import OutriderError
 from ..ground.locks import locked
 from ..targets import Target
-from ..targets.sharding import follow, leading
 
-_SIGN = ".ready-"  # and a number that only this run knows
+
+class PeerLostError(OutriderError):
+    """Another process of the launch ended while this one waited for it."""
+
+    exit_code = 1
+
+
+def is_lost_peer(error: Exception) -> bool:
+    """Tell whether an error is what is left of another process that ended."""
+    return isinstance(error, torch.distributed.DistError) or (
+        isinstance(error, RuntimeError) and any(word in str(error) for word in _LOST)
+    )
+
+
+# What torch says, in a RuntimeError of no kind of its own, when gloo or NCCL finds nobody on the other side.
+_LOST = ("gloo/transport", "Connection closed by peer", "Connection reset by peer", "NCCL communicator was aborted")
+
+
+def kind_of_processes(args: TrainingArguments) -> str:
+    """Return accelerate's word for how the processes work together: NO, MULTI_CPU, MULTI_GPU, FSDP, DEEPSPEED, …
+
+    accelerate itself says FSDP and DEEPSPEED only once the training has an engine.
+    """
+    if getattr(args, "deepspeed_plugin", None) is not None:
+        return "DEEPSPEED"
+    kind = "NO" if args.distributed_state is None else str(args.distributed_state.distributed_type.value)
+    return "FSDP" if is_asked_for("FSDP") and kind not in ("NO", "MULTI_CPU") else kind
+
+
+def is_asked_for(engine: str) -> bool:
+    """Tell whether the launcher was asked for `FSDP` or `DEEPSPEED`."""
+    return os.environ.get(f"ACCELERATE_USE_{engine}", "false").lower() in ("true", "1")
+
+
+def is_spread(args: TrainingArguments) -> bool:
+    """Tell whether an engine spreads the drafter, or what its optimizer keeps, over the processes: FSDP2, or ZeRO."""
+    return kind_of_processes(args) in ("FSDP", "DEEPSPEED")
 
 
 class Together:
@@ -48,6 +83,21 @@ class Together:
             return flag
         return bool(self.sum(torch.tensor(float(flag), device=self.args.device)).item())
 
+    def each(self, value: float) -> list[int]:
+        """Return the (whole) number of every process, in their order."""
+        own = torch.zeros(self.args.world_size, dtype=torch.double, device=self.args.device)
+        own[self.args.process_index] = value
+        return [int(found) for found in self.sum(own).tolist()]
+
+
+def peak_bytes(device: torch.device) -> int:
+    """Return the most memory that this process held: on a GPU that of tensors, else all that Linux gave it; else 0."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    status = Path("/proc/self/status")
+    found = re.search(r"VmHWM:\s+(\d+) kB", status.read_text()) if status.is_file() else None
+    return int(found[1]) * 1024 if found else 0
+
 
 @contextmanager
 def alone_in(folder: Path, args: TrainingArguments) -> Iterator[None]:
@@ -56,33 +106,13 @@ def alone_in(folder: Path, args: TrainingArguments) -> Iterator[None]:
         yield
         return
     with locked(folder):
-        for sign in folder.glob(f"{_SIGN}*"):  # of a run that was killed
-            sign.unlink()
         yield
 
 
-def main_first(args: TrainingArguments, folder: Path, work: Callable[[], Path], target: Target) -> Path:
+def main_first(folder: Path, work: Callable[[], Path], target: Target) -> Path:
     """Do `work` on the main process only, and return in every process the path it returns, once that exists.
 
-    The other processes take part in the passes of a sharded target.
-
-    The others watch for a file instead of waiting in a collective: those give up after half an hour, and a target may
-    need longer for its responses. All processes must see `folder`.
+    The other processes take part in the passes of a sharded target. All must see `folder`.
     """
-    if args.world_size == 1:
-        return work()
-    sign = folder / f"{_SIGN}{broadcast_object_list([uuid.uuid4().hex])[0]}"
-    if args.process_index == 0:
-        with leading(target) if target.sharded else nullcontext():
-            result = work()
-        folder.mkdir(parents=True, exist_ok=True)
-        write_atomically(sign, str(result))
-    elif target.sharded:
-        follow(target)
-    while not sign.exists():
-        time.sleep(0.2)
-    result = Path(sign.read_text())
-    args.distributed_state.wait_for_everyone()
-    if args.process_index == 0:
-        sign.unlink()
-    return result
+    with crew_in(folder) as crew, one_leads(crew, target):
+        return Path(crew.first("done", lambda: str(work())))

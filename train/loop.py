@@ -27,14 +27,19 @@ from transformers.trainer_utils import EvalLoopOutput
 from ..ground import BadInputError
 from ..heads import Drafter, DrafterLoss, restore_drafter
 from . import checkpoints, muon
+from .arguments import GAP, MEASURED
 from .budget import TimeBudget, saved_clock
 from .callbacks import EpochOrder, FiniteGuard, GracefulStop, LogLines, Progress, Step
+from .check import check_engine
 from .data import IGNORED, Batches, Order, Rows, collate
 from .hooks import HookedTrainer
 from .joint import ADAPTER, Joint, Stages
-from .launch import Together
+from .launch import Together, is_spread
+from .measured import Measured
 from .metrics import Sums
 from .onpolicy import OnPolicy
+from .parts import Parts, Undivided, fit_engine, gradient_norm, loss_of
+from .states import FsdpStates, ZeroStates, read_state, write_state
 from .stopping import Until, Watch
 
 COLUMNS = ["index", "input_ids", "labels"]
@@ -48,12 +53,14 @@ class Lessons:
         batches: makes hidden states of rows.
         training: the rows that are learned; `held_out` the others.
         on_policy: puts the drafter's own responses into training batches; None leaves the target's.
+        measured: measures τ by the decoder at each evaluation; None does not.
     """
 
     batches: Batches
     training: Rows
     held_out: Rows
     on_policy: OnPolicy | None = None
+    measured: Measured | None = None
 
 
 class DrafterTrainer(HookedTrainer):
@@ -66,6 +73,7 @@ class DrafterTrainer(HookedTrainer):
         until: when it ends before its last step; None never.
 
     Attributes:
+        form: the drafter as this process has it, as one or in parts.
         stop: whether and where a request to stop ended the training.
         budget: None without `seconds`. watch: keeps the curve of evaluations, and ends the training by `until`.
     """
@@ -79,13 +87,20 @@ class DrafterTrainer(HookedTrainer):
         joint: Joint | None = None,
         until: Until | None = None,
     ):
+        if args.ddp_find_unused_parameters is None:
+            args.ddp_find_unused_parameters = joint is not None or has_experts(drafter)
+        precision = torch.bfloat16 if args.bf16 else None
+        self.form = Parts(drafter, precision) if is_spread(args) else Undivided(drafter)
         super().__init__(
-            model=drafter if joint is None else joint,
+            model=self.form if isinstance(self.form, Parts) else joint or drafter,
             args=args,
             data_collator=collate,
             train_dataset=lessons.training,
             eval_dataset=lessons.held_out,
         )
+        check_engine(args, str(self.accelerator.distributed_type.value))
+        if isinstance(self.form, Parts):
+            fit_engine(self.form, self.accelerator)
         self.count_labels(COLUMNS)
         self.lessons, self.joint = lessons, joint
         self.together = Together(args, self.accelerator)
@@ -103,8 +118,8 @@ class DrafterTrainer(HookedTrainer):
         self.add_callback(self.stop)
         if self.joint is not None:
             self.add_callback(Stages(self.joint.adapter, self.joint.spec.heads_first))
-        is_scaled = getattr(self.accelerator, "scaler", None) is not None
-        self.add_callback(FiniteGuard(self._take_step, self._describe, self.last_good, is_scaled))
+        self._guard = FiniteGuard(self._take_step, self._describe, self.last_good, self._gradient_norm)
+        self.add_callback(self._guard)
         if self.watch is not None:
             self.add_callback(self.watch)
         if self.budget is not None:
@@ -120,11 +135,8 @@ class DrafterTrainer(HookedTrainer):
 
     @property
     def drafter(self) -> Drafter:
-        """The drafter in training."""
-        model = self.accelerator.unwrap_model(self.model)
-        drafter = model.drafter if isinstance(model, Joint) else model
-        assert isinstance(drafter, Drafter)
-        return drafter
+        """The drafter in training; of one in parts, the part of this process."""
+        return self.form.drafter
 
     # ------------------------------------------------------------ optimizer
 
@@ -199,7 +211,7 @@ class DrafterTrainer(HookedTrainer):
             if self.lessons.on_policy is None:
                 yield inputs
                 continue
-            inputs, figures = self.lessons.on_policy.rewritten(inputs, self.drafter, self.state.global_step)
+            inputs, figures = self.lessons.on_policy.rewritten(inputs, self.form.whole(), self.state.global_step)
             self._sums.add(figures)
             yield inputs
 
@@ -215,7 +227,7 @@ class DrafterTrainer(HookedTrainer):
         """Return this micro-batch's share of the global batch's mean loss."""
         batch = self.lessons.batches.of(inputs)
         batch.step = self.args.seed * 1_000_003 + self.state.global_step
-        loss: DrafterLoss = model(batch)
+        loss = loss_of(model(batch))
         if not self._checked_counts:
             assert int(loss.count) == int((inputs["labels"] != IGNORED).sum()), (
                 "a drafter must count the positions that the collator labels"
@@ -230,7 +242,19 @@ class DrafterTrainer(HookedTrainer):
         processes = self.accelerator.num_processes if self.args.average_tokens_across_devices else 1
         value = loss.total * (processes / items.clamp(min=1))
         self._step.add(inputs, value)
+        if self.is_deepspeed_enabled:  # it takes the step as soon as it has the gradients
+            worst = self.together.sum(value.detach())
+            self._guard.check(self.args, self.state.global_step + 1, self._step, float(worst))
         return (value, loss) if return_outputs else value
+
+    def _gradient_norm(self) -> Tensor:
+        """Return the norm of the gradients of the step about to be taken (under DeepSpeed, of the one just taken)."""
+        if getattr(self.accelerator, "scaler", None) is not None:
+            return torch.zeros(())
+        if self.is_deepspeed_enabled:
+            return torch.as_tensor(self.norm_of_last_step())
+        assert isinstance(self.model, nn.Module)
+        return gradient_norm(self.model)
 
     def _take_step(self) -> Step:
         taken, self._step = self._step, Step(torch.zeros_like(self._step.loss))
@@ -278,11 +302,20 @@ class DrafterTrainer(HookedTrainer):
             if may_stop and self.stop.is_asked():
                 self.stop.stop(self.state, self.control)
                 return EvalLoopOutput((), None, {}, 0)  # type: ignore[arg-type]
-            sums.add_loss(model(self.lessons.batches.of(self.on_device(inputs))))
+            sums.add_loss(loss_of(model(self.lessons.batches.of(self.on_device(inputs)))))
             self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
-        metrics = {f"{metric_key_prefix}_{name}": value for name, value in sums.means(self.together.sum).items()}
+        found = sums.means(self.together.sum)
+        found |= self._measure(found.get("tau"))
+        metrics = {f"{metric_key_prefix}_{name}": value for name, value in found.items()}
         rows = len(self.lessons.held_out)
         return EvalLoopOutput((), None, metrics, rows)  # type: ignore[arg-type]
+
+    def _measure(self, analytic: float | None) -> dict[str, float]:
+        """Return τ as the decoder measures it, and how far the held-out rows' analytic one is above it."""
+        if self.lessons.measured is None:
+            return {}
+        tau = self.lessons.measured.tau(self.form.whole(), self.together)
+        return {MEASURED: tau} | ({} if analytic is None else {GAP: analytic - tau})
 
     def _may_cut_evaluation(self) -> bool:
         """Tell whether a request to stop may end an evaluation: it may not where the training's course depends on it.
@@ -306,6 +339,8 @@ class DrafterTrainer(HookedTrainer):
         self.accelerator.wait_for_everyone()
         with checkpoints.explained(folder):
             yield
+            if self.args.should_save:
+                checkpoints.write_launch(folder, self.args)
         self.accelerator.wait_for_everyone()  # the marker lists every process's random state
         if self.args.should_save:
             with checkpoints.explained(folder):
@@ -314,9 +349,23 @@ class DrafterTrainer(HookedTrainer):
 
     def save_weights(self, folder: Path) -> None:
         """Write the drafter into `folder`, and the adapter of its target where that learns, too."""
-        self.drafter.save(folder)
-        if self.joint is not None:
-            self.joint.adapter.save(folder / ADAPTER)
+        drafter = self.form.whole_in_first()
+        if drafter is not None and self.args.should_save:
+            drafter.save(folder)
+            if self.joint is not None:
+                self.joint.adapter.save(folder / ADAPTER)
+
+    def save_states(self, folder: Path) -> None:
+        write_state(self._states(), folder)
+
+    def load_states(self, folder: Path) -> None:
+        read_state(self._states(), folder)
+
+    def _states(self) -> FsdpStates | ZeroStates:
+        optimizer: Any = self.optimizer
+        assert isinstance(self.form, Parts)
+        self.form.settle()
+        return (FsdpStates if self.is_fsdp_enabled else ZeroStates)(self.form, optimizer.optimizer)
 
     def load_weights(self, folder: Path) -> None:
         """Read the weights of a saved drafter into the one being trained, and those of its target's adapter.
@@ -331,7 +380,7 @@ class DrafterTrainer(HookedTrainer):
                 f"{folder} holds a {saved.name} drafter, this run trains {self.drafter.name}; choose another output."
             )
         try:
-            self.drafter.load_state_dict(saved.state_dict())
+            self.form.take(saved)
         except RuntimeError as error:
             raise BadInputError(
                 f"{folder} holds a drafter of other sizes than this run's; choose another output, or start over. "
@@ -339,6 +388,11 @@ class DrafterTrainer(HookedTrainer):
             ) from error
         if self.joint is not None:
             self.joint.adapter.load(folder / ADAPTER)
+
+
+def has_experts(drafter: Drafter) -> bool:
+    """Tell whether a step may leave weights of a drafter without a gradient: those of experts that no token chose."""
+    return any("expert" in name for name, _ in drafter.named_modules())
 
 
 def use_our_progress(trainer: Trainer) -> None:

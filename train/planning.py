@@ -10,6 +10,7 @@ Shapes: B rows, T tokens, K taps, H hidden size.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -18,13 +19,14 @@ import torch
 from torch import nn
 from transformers import TrainingArguments
 
+from ..distill.data_set import load_responses
 from ..distill.features import DTYPES
-from ..distill.prompts import count_rows
-from ..distill.responses import data_folder, load_responses
+from ..distill.responses import data_folder
+from ..distill.sources import count_rows
 from ..ground import BadInputError, OutriderError
 from ..ground.libraries import LIBRARY_ERRORS, reason
 from ..heads import Drafter
-from ..recipes import Recipe
+from ..recipes import Recipe, SourceSpec
 from ..targets import Target, decoder_layers, embedded_path
 from ..targets.loading import EMBEDDED
 from ..targets.sketch import sketch_causal_lm
@@ -34,7 +36,7 @@ from .rehearsal import rehearse, rehearse_optimizer
 from .warmstart import check_drafter, make_drafter
 
 Sharding = Literal["none", "zero1", "zero2", "zero3", "fsdp"]
-REFUSED = ("zero3", "fsdp")  # by `train.check`: a checkpoint must hold the whole drafter
+SPLIT_WEIGHTS = ("zero3", "fsdp")
 # Shares of a device's best that are assumed to be reached, and of its memory that can be used.
 COMPUTE, BANDWIDTH, ROOM = 0.4, 0.6, 0.9
 BUCKET = 500_000_000  # elements of a bucket in DeepSpeed's default config; it keeps two
@@ -277,7 +279,7 @@ def _of_responses(folder: Path, learn_prompts: bool) -> Workload:
     )
 
 
-def _count(sources: list[str], limit: int | None) -> int:
+def _count(sources: Sequence[str | SourceSpec], limit: int | None) -> int:
     counts = [count_rows(source) for source in sources]
     known = None if None in counts else sum(count or 0 for count in counts)
     if known is None and limit is None:
@@ -510,10 +512,10 @@ class _Planning:
 
     def _notes(self) -> list[str]:
         notes = []
-        if self.sharding in REFUSED:
+        if self.sharding in SPLIT_WEIGHTS:
             notes.append(
-                f"{self.sharding} splits the drafter's weights, which the trainer refuses at present: use none, zero1 "
-                "or zero2."
+                f"{self.sharding} splits the drafter's weights; a checkpoint gathers them, one at a time, and the main "
+                "process then holds a whole copy."
             )
         if self.processes > 1:
             if self.recipe.target.sharding == "none":
@@ -568,9 +570,9 @@ def _sharded(whole: Memory, processes: int, sharding: Sharding) -> Memory:
     split = (
         {"optimizer_states", "optimizer_step"}
         | ({"gradients"} if sharding != "zero1" else set())
-        | ({"drafter_weights"} if sharding in REFUSED else set())
+        | ({"drafter_weights"} if sharding in SPLIT_WEIGHTS else set())
     )
-    if sharding in REFUSED:
+    if sharding in SPLIT_WEIGHTS:
         buffers = whole.drafter_weights  # a drafter is one layer or few: what is gathered for a pass is most of it
     else:
         # DeepSpeed keeps its part of the weights once more in float32, and two buckets for reduction.

@@ -6,7 +6,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from ..distill.responses import provenance as data_provenance
+from ..distill.data_set import provenance as data_provenance
 from ..ground import BadInputError, Refusal, digests
 from ..ground.files import write_atomically
 from ..ground.sealed import read_sealed, seal_problem, sealed_text, write_json
@@ -54,8 +54,15 @@ _FREE = {
 }
 
 
-def check_same_run(recipe: Recipe, output: Path) -> None:
+# How the rows of a step are spread. Where a checkpoint says how many there are in all, only that must stay.
+_SPREAD = {"training.per_device_train_batch_size", "training.gradient_accumulation_steps"}
+
+
+def check_same_run(recipe: Recipe, output: Path, may_spread: bool = False) -> None:
     """Refuse to continue a run with another recipe: half the steps would be of one kind and half of the other.
+
+    Args:
+        may_spread: whether the rows of a step may be spread over processes and micro-batches in another way.
 
     Raises:
         BadInputError: names each setting that differs from `<output>/recipe.yaml`.
@@ -69,7 +76,7 @@ def check_same_run(recipe: Recipe, output: Path) -> None:
     then, now = _what_decides(load_recipe(output / RECIPE)), _what_decides(recipe)
     changed = [
         f"{k} (was {then.get(k)!r}, is {now.get(k)!r})"
-        for k in sorted(then.keys() | now.keys())
+        for k in sorted((then.keys() | now.keys()) - (_SPREAD if may_spread else set()))
         if then.get(k) != now.get(k)
     ]
     if changed:

@@ -24,10 +24,11 @@ import datasets
 import torch
 from rich.console import Console
 from torch import nn
-from transformers import PreTrainedModel, TrainingArguments, set_seed
+from transformers import EarlyStoppingCallback, PreTrainedModel, TrainingArguments, set_seed
 
+from ..distill.data_set import load_responses
 from ..distill.features import FeatureStore
-from ..distill.responses import distill, load_responses
+from ..distill.responses import distill
 from ..ground.digests import save_whole
 from ..ground.disk import keeping
 from ..ground.signals import StoppedError, how, number_of
@@ -41,9 +42,11 @@ from .check import check, check_recomputes, check_with_target
 from .data import Batches, CachedBatches, OnlineBatches, Rows, split, token_counts
 from .hooks import enable_checkpointing
 from .joint import ADAPTER, Adapter, Joint, JointBatches, adapted
-from .launch import alone_in, main_first
+from .launch import PeerLostError, alone_in, is_lost_peer, main_first, peak_bytes
 from .loop import DrafterTrainer, Lessons
+from .measured import Measured
 from .onpolicy import OnPolicy
+from .reporting import Reports, finish_reports
 from .stopping import Until
 from .warmstart import made_for
 
@@ -112,7 +115,7 @@ def train(
         target = _frozen(target or Target.load(**recipe.target.model_dump(), device=args.device), args.device)
         check_with_target(recipe, args, target, drafter)
         training = _Training(recipe, args, target, console, seconds, until)
-        data = main_first(args, recipe.output_folder, lambda: distill(recipe, target, console), target)
+        data = distill(recipe, target, console)
         with adapted(target, recipe.joint, args.seed) as adapter:
             trainer = training.trainer(data, drafter, adapter)
             return training.finish(trainer, data, start)
@@ -126,6 +129,13 @@ def _end_explained(args: TrainingArguments) -> Iterator[None]:
             yield
     except TrainingInterruptedError:
         raise
+    except RuntimeError as error:
+        if not is_lost_peer(error):
+            raise
+        raise PeerLostError(
+            f"another process of this launch ended in the middle of the training; what it said stands above, or in its "
+            f"own log. {checkpoints.what_is_kept(args)} Run the same command again to continue."
+        ) from error
     except KeyboardInterrupt as error:
         raise TrainingInterruptedError(
             f"{how(error)}. {checkpoints.what_is_kept(args)} Run the same command again to continue.", number_of(error)
@@ -143,7 +153,8 @@ def _starting_point(recipe: Recipe, args: TrainingArguments, resume: bool, secon
             _log.warning("starting over; the earlier checkpoints are now in %s", aside)
     elif not args.resume_from_checkpoint:
         if found is not None:
-            provenance.check_same_run(recipe, output)
+            provenance.check_same_run(recipe, output, may_spread=(found / checkpoints.LAUNCH).is_file())
+            checkpoints.check_same_rows(found, args)
             check_same_budget(found, seconds)
         if is_main:
             checkpoints.remove_broken(folder, found)
@@ -194,11 +205,19 @@ class _Training:
         check_recomputes(drafter, self.args)
         drafter.to(self.args.device).float()
         on_policy = OnPolicy.of(recipe.data, training, self.target, drafter, self.args.seed)
-        lessons = Lessons(self._batches(drafter, table, adapter), training, held_out, on_policy)
+        measured = Measured.of(recipe, self.target)
+        lessons = Lessons(self._batches(drafter, table, adapter), training, held_out, on_policy, measured)
         joint = None if adapter is None or recipe.joint is None else Joint(drafter, adapter, recipe.joint)
         if isinstance(inner := getattr(drafter, "model", None), PreTrainedModel):
             enable_checkpointing(inner, self.args)
-        return DrafterTrainer(drafter, self.args, lessons, self.seconds, joint, self.until)
+        trainer = DrafterTrainer(drafter, self.args, lessons, self.seconds, joint, self.until)
+        trainer.add_callback(self._reports(measured))
+        if recipe.eval.patience is not None:
+            trainer.add_callback(EarlyStoppingCallback(recipe.eval.patience))
+        return trainer
+
+    def _reports(self, measured: Measured | None) -> Reports:
+        return Reports(self.recipe, lambda: [] if measured is None else measured.samples)
 
     def _say_what_is_held_out(self, training: Rows, held_out: Rows) -> None:
         if self.recipe.data.holdout > 0 and not len(held_out):
@@ -224,7 +243,7 @@ class _Training:
             return FeatureStore.build(place, target, table, drafter.taps, target.dtype, self.console).folder
 
         # The process that built it has read all of it.
-        store = FeatureStore(main_first(args, self.recipe.output_folder, build, target), check=False)
+        store = FeatureStore(main_first(self.recipe.output_folder, build, target), check=False)
         return CachedBatches(target, drafter.taps, store)
 
     # ------------------------------------------------------------ the loop, and what comes out
@@ -235,12 +254,16 @@ class _Training:
         steps, metrics = self._train(trainer, start)
         metrics |= self._held_out(trainer, steps)
         folder = self.recipe.output_folder / "drafter"
-        if self.args.process_index == 0:
-            self._save(trainer, folder)
+        drafter = trainer.form.whole_in_first()
+        peaks = trainer.together.each(peak_bytes(self.args.device))
+        if drafter is not None and self.args.process_index == 0:
+            self._save(trainer, drafter, folder)
             facts = self._facts(trainer, steps, time.time() - began) | {"metrics": metrics}
+            facts["training"]["peak_bytes"] = peaks
             if trainer.joint is not None:
                 facts["adapter"] = {"files": digest_files(folder.with_name(ADAPTER))}
             provenance.write_provenance(self.recipe.output_folder, self.target, data, facts)
+            finish_reports(self.recipe, self.args)
         self.args.distributed_state.wait_for_everyone()
         # accelerate wraps mixed precision around the instance's `forward`; the caller may use the drafter again.
         vars(trainer.drafter.eval()).pop("forward", None)
@@ -278,21 +301,18 @@ class _Training:
             return {name: value for name, value in logged[-1].items() if name.startswith("eval_")}
         return trainer.evaluate()
 
-    def _save(self, trainer: DrafterTrainer, folder: Path) -> None:
+    def _save(self, trainer: DrafterTrainer, drafter: Drafter, folder: Path) -> None:
         """Write the drafter, and beside it the adapter, which leaves the target: its own weights name it."""
         if trainer.joint is not None:
             save_whole(trainer.joint.adapter, folder.with_name(ADAPTER))
             trainer.joint.adapter.remove()
-        save_whole(trainer.drafter, folder)
+        save_whole(drafter, folder)
 
     def _facts(self, trainer: DrafterTrainer, steps: int, seconds: float) -> dict[str, Any]:
         """Return what provenance says of the drafter and its training."""
-        parameters, budget, joint = list(trainer.drafter.parameters()), trainer.budget, trainer.joint
-        drafter = {
-            "type": trainer.drafter.name,
-            "parameters": sum(p.numel() for p in parameters),
-            "trained_parameters": sum(p.numel() for p in parameters if p.requires_grad),
-        }
+        budget, joint = trainer.budget, trainer.joint
+        numel, trained = trainer.form.sizes()
+        drafter = {"type": trainer.drafter.name, "parameters": numel, "trained_parameters": trained}
         training = {
             "steps": steps,
             "rows": len(trainer.lessons.training),

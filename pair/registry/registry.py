@@ -84,7 +84,7 @@ class Registry:
                 place.parent.mkdir(parents=True, exist_ok=True)
                 self.store.fetch(digest, place)
                 advance(1, name)
-            write_atomically(building / MANIFEST, content.decode("utf-8"))  # byte for byte as it was signed
+            write_atomically(building / MANIFEST, content)  # as it was signed
             if signature is not None:
                 write_atomically(building / SIGNATURE, signature)
         return Pair.load(folder)

@@ -322,6 +322,49 @@ def _of_variants(title: str, found: Result) -> list[str]:
     return [table([f"`{title}`", *words], rows), table([f"{title}: more than `{first}`", *words], differences)]
 
 
+def _of_growth(result: Result) -> list[str]:
+    head = [
+        "rows",
+        "MB of the file",
+        "s to read",
+        "µs per row",
+        "s to write the data set",
+        "µs per row",
+        "MB of memory",
+    ]
+    rows = [
+        [
+            f"{r['rows']:,}",
+            f"{r['file_megabytes']:.1f}",
+            f"{r['read_seconds']:.1f}",
+            f"{1e6 * r['read_seconds'] / r['rows']:,.0f}",
+            f"{r['write_seconds']:.1f}",
+            f"{1e6 * r['write_seconds'] / r['rows']:,.0f}",
+            f"{r['memory_megabytes']:.1f}",
+        ]
+        for r in result["growth"]
+    ]
+    return [table(head, rows)]
+
+
+def _of_launches(result: Result) -> list[str]:
+    steps = list(result["launches"][0]["loss"])
+    rows = [
+        [row["launch"], *(f"{row['loss'][step]:.6f}" for step in steps), f"{row['furthest']:.1e}"]
+        for row in result["launches"]
+    ]
+    head = ["launch", *(f"loss, step {step}" for step in steps), "any step from one process, at most"]
+    return [table(head, rows)]
+
+
+def _of_memory(result: Result) -> list[str]:
+    rows = [
+        [row["launch"], f"{row['parameters'] / 1e6:.1f} M", f"{row['peak_bytes'] / 2**20:,.0f} MiB"]
+        for row in result["memory"]
+    ]
+    return [table(["launch", "parameters of the drafter", "peak of the largest process"], rows)]
+
+
 KINDS: dict[tuple[str, ...], Callable[[Result], list[str]]] = {
     ("contestants", "figures"): _of_report,
     ("tokens_per_second_ratios", "loop_overhead"): _of_decode,
@@ -336,4 +379,7 @@ KINDS: dict[tuple[str, ...], Callable[[Result], list[str]]] = {
     ("cases", "tests"): _of_p_values,
     ("speed", "memory"): _of_peers_speed,
     ("tau",): _of_peers_tau,
+    ("growth",): _of_growth,
+    ("launches",): _of_launches,
+    ("memory",): _of_memory,
 }

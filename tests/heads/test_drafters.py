@@ -308,6 +308,18 @@ def test_a_loss_of_any_name_can_be_overfitted(name, loss, target, tiny_llama):
     )
 
 
+@pytest.mark.parametrize("supervised", [True, False])
+@pytest.mark.parametrize("name", WITH_WEIGHTS)
+def test_every_weight_has_a_gradient_even_of_rows_without_a_token_to_learn(name, supervised, target, tiny_llama):
+    """So data parallel training need not look for weights without one in every step."""
+    drafter = MAKERS[name](target, tiny_llama).requires_grad_(True).train()
+    tokens = torch.randint(0, 64, (2, 12), generator=torch.Generator().manual_seed(1))
+    out = target.forward(tokens, taps=drafter.taps)
+    wanted = torch.full_like(tokens, supervised, dtype=torch.bool)
+    drafter(TargetBatch(target, tokens, wanted, out.hidden, out.last)).total.backward()
+    assert [n for n, p in drafter.named_parameters() if p.requires_grad and p.grad is None] == []
+
+
 # Nodes in the order in which two passes of `extend` read them, per row: parents, the second pass's below the first's
 # or the root.
 PARENTS = [[[-1, -1, -1], [1, 1, -1]], [[-1, -1, -1], [0, 2, 2]], [[-1, -1, -1], [-1, 1, 2]], [[-1, -1, -1], [2, 0, 1]]]

@@ -208,8 +208,21 @@ def test_an_adapter_is_merged_on_loading(tiny_target, saved, tmp_path):
     torch.testing.assert_close(loaded.forward(tokens()).logits, model(tokens()).logits, rtol=1e-4, atol=1e-4)
     assert loaded.fingerprint().digest != tiny_target.fingerprint().digest
     assert any("weights" in line for line in loaded.fingerprint().differences(tiny_target.fingerprint()))
-    with pytest.raises(BadInputError, match=r"adapter at .* cannot be loaded"):
+    with pytest.raises(BadInputError, match=r"no adapter at '.*nothing': the folder does not exist"):
         Target.load(saved, adapter=tmp_path / "nothing", device="cpu")
+    with pytest.raises(BadInputError, match=r"'runs/adapter' cannot be loaded \(no such folder is here"):
+        Target.load(saved, adapter="runs/adapter", device="cpu")
+
+
+def test_an_adapter_made_for_another_base_is_one_line(adapter, tmp_path, tiny_llama, tiny_tokenizer):
+    """torch would list every layer, in four kilobytes."""
+    wider = tmp_path / "wider"
+    tiny_llama(hidden=64, vocab=len(tiny_tokenizer)).save_pretrained(wider)
+    tiny_tokenizer.save_pretrained(wider)
+    with pytest.raises(IncompatibleError, match=r"does not fit this target: .* and \d+ more\. .* made for") as raised:
+        Target.load(wider, adapter=adapter, device="cpu")
+    assert len(str(raised.value)) < 1000
+    assert "\n" not in str(raised.value)
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from outrider.recipes import Recipe
 from outrider.targets import Target
 from outrider.train import train
 from outrider.train.arguments import check_training, training_arguments
-from outrider.train.check import check_drafter_is_whole, check_kind_of_processes, check_number_of_processes
+from outrider.train.check import check_engine, check_kind_of_processes, check_number_of_processes, check_parts
 
 MakeRecipe = Callable[..., Recipe]
 
@@ -110,6 +110,8 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
         "ACCELERATE_MIXED_PRECISION",
         "ACCELERATE_USE_FSDP",
         "ACCELERATE_USE_DEEPSPEED",
+        "ACCELERATE_USE_CPU",
+        "FSDP_VERSION",
     ):
         monkeypatch.delenv(name, raising=False)
     return monkeypatch
@@ -145,15 +147,56 @@ def test_a_kind_of_parallelism_that_was_ignored_is_refused(environment: pytest.M
         check_kind_of_processes(fake(1, "NO"))
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_a_drafter_in_parts_is_refused(stage: int) -> None:
-    """ZeRO's first stages split what the optimizer keeps; the third, and FSDP, split the weights."""
+def test_zero_that_a_variable_switches_off_is_refused(environment: pytest.MonkeyPatch) -> None:
+    """accelerate would train two whole drafters, data parallel, and say nothing."""
+    args = zero(2)
+    check_kind_of_processes(args)
+    environment.setenv("ACCELERATE_USE_CPU", "true")
+    with pytest.raises(
+        BadInputError, match=r"ACCELERATE_USE_CPU makes accelerate leave it out.*training\.use_cpu=true"
+    ):
+        check_kind_of_processes(args)
+
+
+def test_another_engine_than_the_launcher_asked_for_is_refused(environment: pytest.MonkeyPatch) -> None:
+    check_engine(fake(2), "MULTI_CPU")
+    with pytest.raises(BadInputError, match="the launch is DEEPSPEED, but accelerate would train as MULTI_CPU"):
+        check_engine(zero(2), "MULTI_CPU")
+    environment.setenv("ACCELERATE_USE_FSDP", "true")
+    with pytest.raises(BadInputError, match="the launch is FSDP, but accelerate would train as MULTI_GPU"):
+        check_engine(fake(2, "MULTI_GPU"), "MULTI_GPU")
+
+
+def zero(stage: int, **values: Any) -> Any:
     args = fake(2, "DEEPSPEED")
     args.deepspeed_plugin = SimpleNamespace(zero_stage=stage)
-    if stage < 3:
-        check_drafter_is_whole(args)
-        return
-    with pytest.raises(BadInputError, match=r"ZeRO stage 3 splits the drafter's weights, .*; use stage 1 or 2"):
-        check_drafter_is_whole(args)
-    with pytest.raises(BadInputError, match=r"sharding a drafter with FSDP is not supported; launch with --multi_gpu"):
-        check_drafter_is_whole(fake(2, "FSDP"))
+    vars(args).update({"optim": "adamw_torch", "fp16": False} | values)
+    return args
+
+
+@pytest.mark.parametrize(
+    ("stage", "values", "said"),
+    [
+        (0, {}, r"ZeRO stage 0 splits nothing; take --zero_stage 1, 2 or 3"),
+        (2, {"optim": "muon"}, r"training.optim: muon moves whole matrices, and under DEEPSPEED .*; take adamw_torch"),
+        (3, {"fp16": True}, r"training.fp16: under DEEPSPEED take training.bf16"),
+    ],
+)
+def test_what_a_drafter_in_parts_cannot_be_trained_with_is_refused(
+    environment: pytest.MonkeyPatch, stage: int, values: dict[str, Any], said: str
+) -> None:
+    for able in (1, 2, 3):
+        check_parts(zero(able))
+    with pytest.raises(BadInputError, match=said):
+        check_parts(zero(stage, **values))
+
+
+def test_the_first_version_of_fsdp_is_refused(environment: pytest.MonkeyPatch) -> None:
+    environment.setenv("ACCELERATE_USE_FSDP", "true")
+    args = fake(2, "MULTI_GPU")
+    args.deepspeed_plugin, args.optim, args.fp16 = None, "adamw_torch", False
+    environment.setenv("FSDP_VERSION", "2")
+    check_parts(args)
+    environment.setenv("FSDP_VERSION", "1")
+    with pytest.raises(BadInputError, match="only version 2 is supported; add --fsdp_version 2"):
+        check_parts(args)

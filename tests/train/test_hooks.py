@@ -20,7 +20,14 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import Dataset, Sampler, SequentialSampler
 from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
 
-from outrider.train.hooks import TRIED, HookedTrainer, asks_for_checkpointing, enable_checkpointing, train_on_one_gpu
+from outrider.train.hooks import (
+    TRIED,
+    HookedTrainer,
+    asks_for_checkpointing,
+    block_classes,
+    enable_checkpointing,
+    train_on_one_gpu,
+)
 
 NUM_ROWS, STEPS = 8, 4
 
@@ -73,6 +80,12 @@ class Probe(HookedTrainer):
 
     def load_weights(self, folder: Path) -> None:
         self.asked.append(("weights", folder.name))
+
+    def save_states(self, folder: Path) -> None:
+        self.asked.append(("states written", folder.name))
+
+    def load_states(self, folder: Path) -> None:
+        self.asked.append(("states read", folder.name))
 
     def compute_loss(self, model: nn.Module, inputs: dict[str, Tensor], *_: Any, **more: Any) -> Any:
         loss = model(inputs["index"]).square().mean()
@@ -154,6 +167,28 @@ def test_weights_are_read_back_on_resuming_and_for_the_best_checkpoint(make: Cal
     assert len(trainer.of("weights")) == 2
 
 
+def test_a_model_in_parts_is_written_and_continued_in_our_way(
+    make: Callable[..., Probe], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`_prepare_for_training`, `_save_optimizer_and_scheduler`, `_load_optimizer_and_scheduler`, `_load_scaler`.
+
+    The base class writes and reads nothing of an engine; the schedule, and the rate it had come to, are restored.
+    """
+    monkeypatch.setattr(Probe, "in_parts", property(lambda self: True))
+    settings = {"learning_rate": 1.0, "lr_scheduler_type": "linear"}
+    first = make(**settings, save_total_limit=2)
+    first.train()
+    assert first.of("states written") == ["checkpoint-2", "checkpoint-4"]
+    folder = Path(first.args.output_dir or "") / "checkpoint-2"
+    assert not (folder / "optimizer.pt").exists()
+    again = make(**settings, logging_steps=1, save_strategy="no")
+    again.train(resume_from_checkpoint=str(folder))
+    assert again.of("states read") == ["checkpoint-2"]
+    assert again.of("weights") == ["checkpoint-2"]
+    rates = [entry["learning_rate"] for entry in again.state.log_history if "learning_rate" in entry]
+    assert rates[-2:] == pytest.approx([0.5, 0.25])
+
+
 def test_labels_of_the_whole_batch_are_counted(make: Callable[..., Probe]) -> None:
     """`model_accepts_loss_kwargs`, `_signature_columns`: 2 rows in each of 2 micro-batches, with one label each."""
     trainer = make(gradient_accumulation_steps=2, max_steps=1, save_strategy="no", remove_unused_columns=True)
@@ -207,6 +242,12 @@ def test_one_process_uses_one_gpu(make: Callable[..., Probe]) -> None:
     args._n_gpu = 4
     train_on_one_gpu(args)
     assert args.n_gpu == 1
+
+
+def test_the_layers_of_a_model_are_known() -> None:
+    """`_no_split_modules`."""
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    assert block_classes(LlamaForCausalLM(LlamaConfig(vocab_size=8, **sizes))) == ["LlamaDecoderLayer"]
 
 
 @pytest.mark.parametrize("asked", [True, False])

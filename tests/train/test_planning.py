@@ -371,9 +371,9 @@ def test_sharding_divides_what_it_says(recipe: MakeRecipe) -> None:
     )
 
 
-def test_a_sharding_that_the_trainer_refuses_is_named(recipe: MakeRecipe) -> None:
-    assert any("trainer refuses at present" in note for note in plan(recipe(), 2, "zero3").notes)
-    assert not any("refuses" in note for note in plan(recipe(), 2, "zero2").notes)
+def test_what_gathers_a_checkpoint_is_named(recipe: MakeRecipe) -> None:
+    assert any("the main process then holds a whole copy" in note for note in plan(recipe(), 2, "zero3").notes)
+    assert not any("whole copy" in note for note in plan(recipe(), 2, "zero2").notes)
     with pytest.raises(BadInputError, match="one of none, zero1"):
         plan(recipe(), 2, "zero4")  # type: ignore[arg-type]
 

@@ -147,6 +147,17 @@ def test_another_recipe_does_not_continue_a_run(recipe: MakeRecipe, target: Targ
         train(recipe(learning_rate=1e-3), target)
 
 
+def test_the_rows_of_a_step_may_be_spread_in_another_way_and_stay_as_many(recipe: MakeRecipe, target: Target) -> None:
+    """As another number of processes needs it; sums are ordered differently, and so losses differ by rounding."""
+    steady = {"max_steps": 8, "lr_scheduler_type": "constant"}
+    train(recipe("whole", **steady), target)
+    train(recipe(**steady | {"max_steps": 4}), target)
+    with pytest.raises(BadInputError, match=r"8 rows in a step, in 1 processes; this run would learn 4 in 1\."):
+        train(recipe(**steady, per_device_train_batch_size=4), target)
+    train(recipe(**steady, per_device_train_batch_size=4, gradient_accumulation_steps=2), target)
+    assert losses(recipe()) == pytest.approx(losses(recipe("whole")), rel=1e-4)
+
+
 def test_a_run_may_be_made_longer(recipe: MakeRecipe, target: Target) -> None:
     train(recipe(), target)
     assert train(recipe(max_steps=15), target).steps == 15

@@ -1,6 +1,6 @@
 """The attacks on what Outrider writes and reads back; the figures go to a file, and a table of them to the terminal.
 
-    python tests/attacks/durability/run.py kills alterations writers costs --out docs/security/durability.json
+    python tests/attacks/durability/run.py kills alterations writers costs rounds --out docs/security/durability.json
 
 All is decided by --seed. Needs Linux and a C compiler for the kills.
 """
@@ -24,7 +24,7 @@ from harness import under_interposition
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("attacks", nargs="+", choices=["kills", "alterations", "writers", "costs"])
+    parser.add_argument("attacks", nargs="+", choices=["kills", "alterations", "writers", "costs", "rounds"])
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--share", type=float, default=1.0, help="of the usual number of attempts")
     parser.add_argument("--only", action="append", help="a verb or a subject; may be repeated")
@@ -71,10 +71,14 @@ def attack(name: str, root: Path, given: argparse.Namespace) -> list[dict]:
         from writers import run_writers
 
         rows = run_writers(root)
-    else:
+    elif name == "costs":
         from costs import run_costs
 
         rows = run_costs(root)
+    else:
+        from rounds import run_rounds
+
+        rows = run_rounds()
     return [{"seed": given.seed} | asdict(row) for row in rows]
 
 

@@ -1,0 +1,274 @@
+"""Every way to launch a training learns what one process learns, and leaves what one process leaves.
+
+All processes are real, on a CPU. ZeRO needs the `deepspeed` extra, a compiler and ninja; where it is missing, its rows
+are skipped.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import random
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from outrider.heads import load_drafter
+from outrider.recipes import Recipe
+from outrider.scripts.bench.launches import Launch, losses
+from outrider.targets import Target
+from outrider.train import train
+from outrider.train.checkpoints import checkpoints, last_complete, step_of
+
+from .conftest import DRAFT_MODEL, EAGLE3
+
+pytestmark = pytest.mark.slow
+
+ONE = Launch("one")
+needs_deepspeed = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs the deepspeed extra")
+ENGINES = [
+    pytest.param(Launch("fsdp2", 2), id="fsdp2"),
+    pytest.param(Launch("zero2", 2), id="zero2", marks=needs_deepspeed),
+    pytest.param(Launch("zero3", 2), id="zero3", marks=needs_deepspeed),
+]
+TIED = {"type": "draft_model", "model": {"num_hidden_layers": 2, "tie_word_embeddings": True}}
+
+Run = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture
+def run(target: Target, tmp_path: Path) -> Run:
+    """`run(launch, recipe, changes…)` trains in processes of its own; an exit code other than `ends` fails."""
+    target.model.save_pretrained(tmp_path / "target")
+    target.require_tokenizer().save_pretrained(tmp_path / "target")
+
+    def start(launch: Launch, recipe: Recipe, *changes: str, ends: int = 0) -> subprocess.CompletedProcess[str]:
+        file = tmp_path / f"{recipe.name}.yaml"
+        file.write_text(recipe.to_yaml())
+        where = [f"target.path={tmp_path / 'target'}", "target.dtype=float32"]
+        command = launch.command(file, free_port(), [*where, *changes])
+        done = subprocess.run(
+            command, cwd=tmp_path, env=launch.environment(), timeout=400, capture_output=True, text=True
+        )
+        assert (done.returncode != 0) == (ends != 0), done.stderr[-3000:]
+        return done
+
+    return start
+
+
+def free_port() -> int:
+    with socket.socket() as asked:
+        asked.bind(("127.0.0.1", 0))
+        return int(asked.getsockname()[1])
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "model.safetensors")
+
+
+def are_close(ours: Path, theirs: Path) -> bool:
+    one, other = weights(ours), weights(theirs)
+    return one.keys() == other.keys() and all(torch.allclose(one[n].float(), other[n].float(), atol=2e-3) for n in one)
+
+
+def held_out(output: Path) -> float:
+    found: float = json.loads((output / "provenance.json").read_text())["metrics"]["eval_loss"]
+    return found
+
+
+@pytest.mark.parametrize("launch", ENGINES)
+@pytest.mark.parametrize("drafter", [EAGLE3, TIED], ids=["a head", "a tied draft model"])
+def test_a_drafter_in_parts_learns_what_one_process_learns(
+    launch: Launch, drafter: dict[str, Any], recipe: Callable[..., Recipe], target: Target, run: Run
+) -> None:
+    """The same losses in training (1e-4) and on held-out rows, the same weights in the result and in a checkpoint.
+
+    With weight decay, and 61 rows, of which the last batch of an epoch leaves one process nothing.
+    """
+    settings = {"optim": "adamw_torch", "weight_decay": 0.1}
+    one = recipe("one", drafter, **settings)
+    made = recipe("parts", drafter, per_device_train_batch_size=4, **settings)
+    train(one, target)
+    run(launch, made)
+    assert losses(made.output_folder) == pytest.approx(losses(one.output_folder), rel=1e-4)
+    assert held_out(made.output_folder) == pytest.approx(held_out(one.output_folder), rel=1e-4)
+    folders = [r.output_folder for r in (made, one)]
+    assert are_close(*(f / "drafter" for f in folders))
+    assert are_close(*(checkpoints(f / "checkpoints")[0] for f in folders))
+    load_drafter(checkpoints(folders[0] / "checkpoints")[0], target)
+    facts = [json.loads((f / "provenance.json").read_text())["drafter"] for f in folders]
+    assert facts[0] == facts[1]
+
+
+@pytest.mark.parametrize("launch", ENGINES)
+def test_a_drafter_in_parts_continues_in_any_number_of_processes(
+    launch: Launch, recipe: Callable[..., Recipe], target: Target, run: Run
+) -> None:
+    """From step 4 of two processes on, in two, and in three with another engine: the losses are those of no stop.
+
+    The checkpoint's states are read without unpickling anything but tensors and plain values.
+    """
+    settings = {"optim": "adamw_torch", "max_steps": 8, "per_device_train_batch_size": 6}
+    whole = recipe("whole", **settings)
+    run(launch, whole)
+    first = checkpoints(whole.output_folder / "checkpoints")[0]
+    assert set(torch.load(first / "optimizer.pt", weights_only=True)) == {"state", "param_groups"}
+    others = [launch, Launch("fsdp2", 3)]
+    for place, other in enumerate(others):
+        again = recipe(f"again-{place}", **settings | {"per_device_train_batch_size": 12 // other.processes})
+        shutil.copytree(first, again.output_folder / "checkpoints" / first.name)
+        shutil.copy(whole.output_folder / "recipe.yaml", again.output_folder)
+        said = run(other, again).stderr
+        assert "continuing from" in said
+        assert losses(again.output_folder)[4:] == pytest.approx(losses(whole.output_folder)[4:], rel=1e-3)
+
+
+@pytest.mark.parametrize("launch", ENGINES)
+def test_a_drafter_in_parts_learns_from_its_own_text_and_keeps_the_best_checkpoint(
+    launch: Launch, recipe: Callable[..., Recipe], target: Target, run: Run
+) -> None:
+    """Text is written by a whole copy in each process: figures and the best checkpoint are those of one process."""
+    settings = {
+        "optim": "adamw_torch",
+        "eval_steps": 4,
+        "eval_strategy": "steps",
+        "load_best_model_at_end": True,
+        "metric_for_best_model": "tau",
+        "greater_is_better": True,
+    }
+    data = {"on_policy": 0.5, "max_new_tokens": 8}
+    one = recipe("one", DRAFT_MODEL, data, **settings)
+    made = recipe("parts", DRAFT_MODEL, data, per_device_train_batch_size=4, **settings)
+    train(one, target)
+    run(launch, made)
+    assert losses(made.output_folder) == pytest.approx(losses(one.output_folder), rel=2e-3)
+    assert are_close(made.output_folder / "drafter", one.output_folder / "drafter")
+
+
+@pytest.mark.parametrize("launch", ENGINES)
+def test_mixed_precision_is_that_of_one_process(
+    launch: Launch, recipe: Callable[..., Recipe], target: Target, run: Run
+) -> None:
+    """In bfloat16 weights stay float32, so that losses differ only by rounding; checkpoints hold float32."""
+    settings = {"optim": "adamw_torch", "bf16": True, "max_steps": 6, "save_steps": 6}
+    one, made = recipe("one", **settings), recipe("parts", per_device_train_batch_size=4, **settings)
+    train(one, target)
+    run(launch, made)
+    assert losses(made.output_folder) == pytest.approx(losses(one.output_folder), rel=5e-3)
+    assert {w.dtype for w in weights(made.output_folder / "drafter").values() if w.is_floating_point()} == {
+        torch.float32
+    }
+
+
+@pytest.mark.parametrize("launch", ENGINES)
+def test_a_loss_that_is_not_finite_ends_a_training_in_parts(
+    launch: Launch, recipe: Callable[..., Recipe], run: Run
+) -> None:
+    made = recipe("wild", optim="adamw_torch", learning_rate=1e30, max_grad_norm=0, per_device_train_batch_size=4)
+    said = run(launch, made, ends=2).stderr
+    assert "training stopped before step" in said
+    assert "lower training.learning_rate (now 1e+30)" in said
+
+
+@pytest.mark.parametrize("launch", [*ENGINES, pytest.param(Launch("ddp", 2), id="ddp")])
+def test_muon_needs_whole_matrices(launch: Launch, recipe: Callable[..., Recipe], run: Run) -> None:
+    made = recipe("muon", optim="muon", max_steps=2, per_device_train_batch_size=4)
+    if launch.kind == "ddp":
+        assert "find_unused_parameters" not in run(launch, made).stderr
+    else:
+        assert "muon moves whole matrices" in run(launch, made, ends=2).stderr
+
+
+def started(launch: Launch, made: Recipe, folder: Path) -> subprocess.Popen[bytes]:
+    """A training in the background, of which `folder/said` has what it says."""
+    (folder / "recipe.yaml").write_text(made.to_yaml())
+    changes = [f"target.path={folder / 'target'}", "target.dtype=float32"]
+    with (folder / "said").open("w") as said:
+        return subprocess.Popen(
+            launch.command(folder / "recipe.yaml", free_port(), changes),
+            cwd=folder,
+            env=launch.environment(),
+            stdout=subprocess.DEVNULL,
+            stderr=said,
+            start_new_session=True,
+        )
+
+
+def workers(process: subprocess.Popen[bytes]) -> list[int]:
+    return [int(n) for n in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
+
+
+def wait_for(said: Path, text: str, process: subprocess.Popen[bytes]) -> None:
+    until = time.monotonic() + 200
+    while text not in said.read_text():
+        assert process.poll() is None, said.read_text()[-3000:]
+        assert time.monotonic() < until
+        time.sleep(0.1)
+
+
+@pytest.mark.parametrize("launch", [*ENGINES, pytest.param(Launch("ddp", 2), id="ddp")])
+def test_a_worker_that_dies_ends_the_run_within_a_minute(
+    launch: Launch, recipe: Callable[..., Recipe], run: Run, tmp_path: Path
+) -> None:
+    """By SIGKILL, as from a machine without memory: the other one says what happened, and what is kept."""
+    made = recipe("run", optim="adamw_torch", max_steps=5000, save_steps=5, per_device_train_batch_size=4)
+    process = started(launch, made, tmp_path)
+    wait_for(tmp_path / "said", "step 6 ", process)
+    os.kill(workers(process)[-1], signal.SIGKILL)
+    assert process.wait(60) != 0
+    said = " ".join((tmp_path / "said").read_text().split())
+    assert "another process of this launch ended in the middle of the training" in said
+    assert "The last good checkpoint is" in said
+
+
+@pytest.mark.parametrize("launch", ENGINES)
+def test_sigterm_saves_and_the_same_command_continues(
+    launch: Launch, recipe: Callable[..., Recipe], run: Run, tmp_path: Path
+) -> None:
+    """One of two processes gets the signal; both stop after the same step, with a checkpoint."""
+    made = recipe("run", optim="adamw_torch", max_steps=60, save_strategy="no", per_device_train_batch_size=4)
+    process = started(launch, made, tmp_path)
+    wait_for(tmp_path / "said", "step 3 ", process)
+    os.kill(workers(process)[-1], signal.SIGTERM)
+    process.wait(60)
+    assert "saved in" in (tmp_path / "said").read_text()
+    again = run(launch, made)
+    assert "continuing from" in again.stderr
+    assert "60 steps" in again.stderr
+
+
+@pytest.mark.parametrize("launch", [pytest.param(Launch("ddp", 2), id="ddp"), *ENGINES])
+def test_kills_of_all_processes_at_random_times_lose_no_more_than_an_interval(
+    launch: Launch, recipe: Callable[..., Recipe], run: Run, tmp_path: Path
+) -> None:
+    """Three times SIGKILL to the launcher and its processes; in the end the losses are those of no kill (1e-4)."""
+    settings = {"optim": "adamw_torch", "max_steps": 60, "save_steps": 3, "per_device_train_batch_size": 4}
+    whole, made, chance = recipe("whole", **settings), recipe("killed", **settings), random.Random(7)
+    run(launch, whole)
+    for _ in range(3):
+        process = started(launch, made, tmp_path)
+        said, before = tmp_path / "said", reached(made)
+        wait_for(said, f"step {before + 1} ", process)
+        time.sleep(chance.uniform(0, 1.5))
+        logged = [int(line.split()[1]) for line in said.read_text().splitlines() if line.startswith("step ")]
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait(60)
+        assert reached(made) >= max(logged) - 2 * settings["save_steps"], "a checkpoint may be half written"
+    run(launch, made)
+    assert losses(made.output_folder) == pytest.approx(losses(whole.output_folder), rel=1e-4)
+
+
+def reached(made: Recipe) -> int:
+    """The step of the last whole checkpoint; 0 for none."""
+    last = last_complete(made.output_folder / "checkpoints")
+    return 0 if last is None else step_of(last)

@@ -1,0 +1,136 @@
+"""Trackers get the settings, the curves, the texts and the report; a tracker that cannot is refused first."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from outrider.ground import BadInputError
+from outrider.recipes import Recipe
+from outrider.targets import Target
+from outrider.train import train
+
+MakeRecipe = Callable[..., Recipe]
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("tensorbord", r"training.report_to: unknown key 'tensorbord'; did you mean 'tensorboard'"),
+        ("swanlab", r"training.report_to: swanlab cannot report here: .* Install its package \(pip install swanlab\)"),
+    ],
+)
+def test_a_tracker_that_is_not_there_is_refused_before_any_work(
+    recipe: MakeRecipe, target: Target, name: str, said: str
+) -> None:
+    made = recipe(report_to=name)
+    with pytest.raises(BadInputError, match=said):
+        train(made, target)
+    assert not made.output_folder.exists()
+
+
+def test_wandb_without_an_account_is_refused_before_any_work(recipe: MakeRecipe, tmp_path: Path) -> None:
+    """In a process of its own: wandb keeps what it learned of its environment."""
+    pytest.importorskip("wandb")
+    (tmp_path / "recipe.yaml").write_text(recipe(report_to="wandb").to_yaml())
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("WANDB")}
+    done = subprocess.run(
+        [sys.executable, "-m", "outrider.train", str(tmp_path / "recipe.yaml")],
+        cwd=tmp_path,
+        env=environment | {"HOME": str(tmp_path), "NETRC": str(tmp_path / "none")},
+        capture_output=True,
+        text=True,
+        stdin=subprocess.DEVNULL,
+        timeout=120,
+    )
+    assert done.returncode == 2, done.stderr
+    assert "training.report_to: wandb cannot log in" in done.stderr
+    assert "set WANDB_MODE=offline" in done.stderr
+
+
+def measuring(recipe: MakeRecipe, folder: Path, tracker: str) -> Recipe:
+    (folder / "asked.jsonl").write_text(json.dumps({"text": "def add("}) + "\n")
+    made = recipe("followed", max_steps=4, eval_steps=2, report_to=tracker).model_dump()
+    spec = {"suites": [str(folder / "asked.jsonl")], "depth": 2, "max_new_tokens": 8, "training_prompts": 1}
+    return Recipe.from_dict(made | {"eval": spec})
+
+
+def test_an_offline_wandb_run_holds_everything(
+    recipe: MakeRecipe, target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Read back from its file: settings, per-depth curves, a table of texts at each evaluation, and the report."""
+    wandb: Any = pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_DIR", str(tmp_path))
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    train(measuring(recipe, tmp_path, "wandb"), target)
+    wandb.finish()
+    found = records(next(tmp_path.glob("wandb/offline-run-*/run-*.wandb")))
+    history = [{item["key"]: item["value"] for item in record} for record in found["history"]]
+    curves = {name for row in history for name in row}
+    assert {"train/alpha_d1", "train/alpha_d2", "train/tau", "eval/measured_tau", "eval/tau_gap"} <= curves
+    tables = [json.loads(row["drafted"]) for row in history if "drafted" in row]
+    assert [table["_type"] for table in tables] == ["table-file"] * 2
+    settings = {key for record in found["config"] for key in record}
+    assert {"recipe", "learning_rate"} <= settings
+    assert "followed-report" in found["artifacts"]
+
+
+def records(file: Path) -> dict[str, list[Any]]:
+    """What a .wandb file holds of these kinds."""
+    from wandb.proto import wandb_internal_pb2
+
+    store: dict[str, list[Any]] = {"history": [], "config": [], "artifacts": []}
+    for raw in entries(file.read_bytes()):
+        record = wandb_internal_pb2.Record()
+        record.ParseFromString(raw)
+        kind = record.WhichOneof("record_type")
+        if kind == "history":
+            items = record.history.item
+            store["history"].append([{"key": i.key or ".".join(i.nested_key), "value": i.value_json} for i in items])
+        elif kind in ("config", "run"):
+            changes = record.config if kind == "config" else record.run.config
+            store["config"].append({u.key or ".".join(u.nested_key) for u in changes.update})
+        elif kind == "artifact":
+            store["artifacts"].append(record.artifact.name)
+        elif kind == "request" and record.request.WhichOneof("request_type") == "log_artifact":
+            store["artifacts"].append(record.request.log_artifact.artifact.name)
+    return store
+
+
+def entries(log: bytes, header: int = 7, block: int = 32768) -> Iterator[bytes]:
+    """The entries of a log in LevelDB's format, after wandb's header: each a checksum, a length, a kind and bytes."""
+    place, parts = header, b""
+    while place + header <= len(log):
+        if block - place % block < header:
+            place += block - place % block
+            continue
+        _, length, kind = struct.unpack("<IHB", log[place : place + header])
+        parts += log[place + header : place + header + length]
+        place += header + length
+        if kind in (1, 4):  # whole, or the last of several
+            yield parts
+            parts = b""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tracker", ["tensorboard", "trackio"])
+def test_other_trackers_get_the_texts_too(
+    recipe: MakeRecipe, target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tracker: str
+) -> None:
+    pytest.importorskip(tracker)
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+    made = measuring(recipe, tmp_path, tracker)
+    train(made, target)
+    if tracker == "tensorboard":
+        assert list((made.output_folder / "checkpoints" / "runs").rglob("drafted/events.*"))
+    else:
+        assert list((tmp_path / "trackio").rglob("*.db"))

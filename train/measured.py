@@ -1,0 +1,139 @@
+"""τ as the decoder measures it, while training: the figure that held-out rows only stand in for.
+
+At each evaluation the drafter, as it is then, drafts for a few prompts of the recipe's suites. Every process takes its
+share of them; where the target's layers are split the first decodes alone, and the others take part in its passes.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from ..decode import Decoder, Output, Plan, Round, Sampling
+from ..eval.measure import plan_of
+from ..eval.suites import load_suites
+from ..ground import BadInputError
+from ..heads import Drafter
+from ..recipes import EvalSpec, Recipe
+from ..targets import Target
+from ..targets.sharding import follow, leading
+from .launch import Together
+
+
+@dataclass(frozen=True)
+class Sample:
+    """What was written after a prompt: the target's text, and in it, in brackets, what the drafter had proposed."""
+
+    prompt: str
+    target: str
+    drafted: str
+    tau: float
+
+
+@dataclass
+class Measured:
+    """A measurement of τ by the decoder.
+
+    Attributes:
+        prompts: token ids; places: of each, its number among all.
+        samples: of the last measurement, by this process.
+    """
+
+    target: Target
+    prompts: Sequence[tuple[int, ...]]
+    plan: Plan
+    sampling: Sampling
+    max_new_tokens: int
+    samples: list[Sample] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, recipe: Recipe, target: Target) -> Measured | None:
+        """Return what a recipe's `eval.training_prompts` asks for; None for no prompts.
+
+        Raises:
+            BadInputError: the target has no tokenizer, or there are no such suites.
+        """
+        spec = recipe.eval
+        if not spec.training_prompts:
+            return None
+        return cls(
+            target,
+            _prompts(spec, target),
+            plan_of(spec),
+            Sampling(temperature=spec.temperatures[0], seed=spec.seed),
+            spec.max_new_tokens,
+        )
+
+    def tau(self, drafter: Drafter, together: Together) -> float:
+        """Return τ over all prompts; 1 where every text ended with its first token. All processes call this."""
+        sums = torch.zeros(2, dtype=torch.double, device=self.target.device)
+        rank, count = together.args.process_index, together.args.world_size
+        if not self.target.sharded:
+            sums += self._sums(drafter, range(rank, len(self.prompts), count))
+        elif rank == 0:
+            with leading(self.target) if count > 1 else nullcontext():
+                sums += self._sums(drafter, range(len(self.prompts)))
+        else:
+            follow(self.target)
+        emitted, rounds = together.sum(sums).tolist()
+        return float(emitted / rounds) if rounds else 1.0
+
+    def _sums(self, drafter: Drafter, places: Sequence[int]) -> Tensor:
+        """Return the tokens and the rounds of these prompts, `[2]`."""
+        self.samples = []
+        if not places:
+            return torch.zeros(2)
+        own = self._ready(drafter)
+        out = Decoder(self.target, own, static=False).generate(
+            [self.prompts[i] for i in places], self.max_new_tokens, self.sampling, self.plan, sequence_ids=list(places)
+        )
+        self.samples = [self._sample(self.prompts[i], out, row) for row, i in enumerate(places)]
+        rounds = [r for sequence in out.rounds for r in sequence]
+        return torch.tensor([float(sum(1 + r.accepted for r in rounds)), float(len(rounds))])
+
+    def _ready(self, drafter: Drafter) -> Drafter:
+        """Return a copy of the drafter as it will be served: in the target's dtype, without what training put on it."""
+        own: Drafter = copy.deepcopy(drafter)
+        vars(own).pop("forward", None)  # of mixed precision
+        return own.to(self.target.device).cast(self.target.dtype).eval().requires_grad_(False)
+
+    def _sample(self, prompt: Sequence[int], out: Output, row: int) -> Sample:
+        text, tokens, rounds = self._text, out.tokens[row], out.rounds[row]
+        tau = sum(1 + r.accepted for r in rounds) / len(rounds) if rounds else float("nan")
+        marked = "".join(
+            f"[{text(part)}]" if was_drafted else text(part) for part, was_drafted in drafted_parts(tokens, rounds)
+        )
+        return Sample(text(prompt), text(tokens), marked, tau)
+
+    def _text(self, tokens: Sequence[int]) -> str:
+        return str(self.target.require_tokenizer().decode(list(tokens)))
+
+
+def _prompts(spec: EvalSpec, target: Target) -> list[tuple[int, ...]]:
+    """Return the first prompts of the suites, taken from them in turn."""
+    suites = load_suites(spec.suites, target.require_tokenizer(), spec.training_prompts)
+    turns = max(len(suite.prompts) for suite in suites)
+    found = [tuple(s.prompts[i].tokens) for i in range(turns) for s in suites if i < len(s.prompts)]
+    longest, limit = max(map(len, found)), target.max_context
+    if limit is not None and longest + spec.max_new_tokens > limit:
+        raise BadInputError(
+            f"eval.training_prompts: the longest prompt of the suites has {longest} tokens; with eval.max_new_tokens="
+            f"{spec.max_new_tokens} it exceeds the target's context of {limit}. Lower eval.max_new_tokens."
+        )
+    return found[: spec.training_prompts]
+
+
+def drafted_parts(tokens: Sequence[int], rounds: Sequence[Round]) -> list[tuple[list[int], bool]]:
+    """Return a text in parts, each with whether the drafter had proposed it; the first token comes from the prefill."""
+    place = len(tokens) - sum(r.emitted for r in rounds)
+    parts = [(list(tokens[:place]), False)]
+    for r in rounds:
+        kept = min(r.accepted, r.emitted)
+        parts += [(list(tokens[place : place + kept]), True), (list(tokens[place + kept : place + r.emitted]), False)]
+        place += r.emitted
+    return [(part, was_drafted) for part, was_drafted in parts if part]

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from ..heads import Drafter
 from ..targets import Target
+from ..targets.fast import prefer_fast_pass, use_fast_pass
 from .plan import Plan
 from .room import Rooms
 from .run import Event, Output, Request, Run, Stop
@@ -19,14 +20,23 @@ class Decoder:
         drafter: None gives the plain target in the same engine: the baseline of every speedup.
         static: rounds of fixed shapes, captured as CUDA graphs on a GPU (see `decode.room`). None for on a GPU, where
             drafter and target allow it.
+        fast: whether the target reads few tokens at a time by kernels of our own (see `targets.fast`). None for on
+            a GPU, in bfloat16, where they serve the target and prove right. A target that has taken them keeps them.
 
     Raises:
-        IncompatibleError: the drafter cannot draft for this target (taps, sizes, vocabulary).
+        IncompatibleError: the drafter cannot draft for this target (taps, sizes, vocabulary), or the fast pass is asked
+            for and does not serve it.
     """
 
-    def __init__(self, target: Target, drafter: Drafter | None = None, static: bool | None = None):
+    def __init__(
+        self, target: Target, drafter: Drafter | None = None, static: bool | None = None, fast: bool | None = None
+    ):
         self.target, self.drafter = target, drafter
         on_gpu = target.device.type == "cuda" and not target.sharded
+        if fast:
+            use_fast_pass(target)
+        elif fast is None:
+            prefer_fast_pass(target)
         self.rooms = Rooms(target, on_gpu if static is None else static)
         if drafter is not None:
             drafter.check(target)

@@ -41,6 +41,7 @@ class Load:
         depth: most drafts on a path; 0 if nothing is drafted.
         fixed: whether rounds have fixed shapes (see `room`).
         nodes: most draft tokens of a row, where the drafter makes the proposal itself; 0 for not more than `depth`.
+        ahead: whether a round may be launched before the one before it is read: rows that have finished write one more.
     """
 
     rows: int
@@ -51,6 +52,7 @@ class Load:
     sampling: Sampling
     fixed: bool = False
     nodes: int = 0
+    ahead: bool = False
 
     @property
     def length(self) -> int:
@@ -61,7 +63,8 @@ class Load:
     @property
     def margin(self) -> int:
         """Entries that a round of fixed shape may write after the longest row."""
-        return margin(self.plan.max_nodes, self.plan.depth, self.plan.max_read) if self.depth else 3
+        once = margin(self.plan.max_nodes, self.plan.depth, self.plan.max_read) if self.depth else 3
+        return 2 * once if self.ahead else once
 
     @property
     def spare(self) -> int:

@@ -8,8 +8,8 @@ the proposal, of the text alone, it is an input. Rows that have finished run on 
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -43,6 +43,23 @@ def margin(nodes: int, depth: int, reads: int) -> int:
     return 2 * (1 + max(nodes, depth, reads)) + 1
 
 
+@dataclass(frozen=True)
+class Launched:
+    """A round that the device was given and that the host has not read.
+
+    Attributes:
+        state: what it leaves for the round after it, which may be launched at once.
+        packed: waits for it and returns what it packed, see `Outcome`.
+        idle: rows that had finished before it.
+        rule: the name of the rule that judges it.
+    """
+
+    state: RoundState
+    packed: Callable[[], list[list[int]]]
+    idle: tuple[int, ...]
+    rule: str
+
+
 class Room:
     """Caches, a session and graphs for rounds of `rows` sequences of up to `length` entries.
 
@@ -54,13 +71,14 @@ class Room:
     def __init__(self, target: Target, drafter: Drafter | None, rows: int, length: int, spare: int):
         self.target, self.drafter = target, drafter
         self.length, self.spare = window_of(length), spare
-        self.cache: RaggedCache = target.new_cache(rows, self.length)
+        self.cache: RaggedCache = target.new_cache(rows, self.length, joined=True)
         self.session = self._open()
         captures = target.device.type == "cuda"
         self.graphs: Graphs[RoundState, Outcome] = Graphs(target.device, captures)
         self.proposed: Graphs[Drafted, Outcome] = Graphs(target.device, captures)  # where the host makes proposals
         self._weights = self._weights_now()
-        self._pinned: Tensor | None = None
+        self._pinned = [torch.empty(0, dtype=torch.long)] * 2  # taken in turns: one round may be read while one runs
+        self._turn = 0
         self._idle: tuple[tuple[int, ...], Tensor] = ((), self.cache.lengths)
         self._proposing = list(range(rows))  # rows that a session of texts still has
 
@@ -99,31 +117,34 @@ class Room:
 
     # ------------------------------------------------------------ a round
 
-    def play(
-        self, setup: Setup, state: RoundState, depth: int, idle: Sequence[int], needed: int
-    ) -> tuple[RoundState, list[list[int]], str]:
-        """Play one round of all rows.
+    def launch(self, setup: Setup, state: RoundState, depth: int, idle: Sequence[int], needed: int) -> Launched:
+        """Give the device one round of all rows; `read` waits for what comes of it.
 
         Args:
             idle: rows that have finished.
             needed: entries that the longest of the others may reach in this round.
-
-        Returns:
-            The next state, what the round packed, read back, and the name of the rule that judged.
         """
         window = min(window_of(needed), self.length)
+        if self.target.fast is not None and not state.session.caches():
+            window = self.length  # one graph serves all lengths
         for cache in (self.cache, *state.session.caches()):
-            cache.window = window
+            cache.window = self.length if cache is self.cache and self.target.fast is not None else window
             if idle:  # what an idle row writes must stay inside the window, and its positions inside the context
                 cache.lengths.masked_fill_(self._mask(tuple(idle)), 1)
         if setup.abilities.from_text:
             state, outcome = self._of_text(setup, state, depth, window, idle)
         else:
             state, outcome = self._graphed(setup, state, depth, window)
-        packed = self._read(outcome.packed)
+        return Launched(state, self._on_the_way(outcome.packed), tuple(idle), outcome.rule)
+
+    def read(self, launched: Launched) -> list[list[int]]:
+        """Wait for a round and return what it packed, `[B, D + 4]`: the one read of a round."""
+        packed = launched.packed()
         known = zip(self.cache.host_lengths, packed, strict=True)
-        self.cache.host_lengths = [1 if r in idle else length + row[-3] + 1 for r, (length, row) in enumerate(known)]
-        return state, packed, outcome.rule
+        self.cache.host_lengths = [
+            1 if r in launched.idle else length + row[-3] + 1 for r, (length, row) in enumerate(known)
+        ]
+        return packed
 
     def _graphed(self, setup: Setup, state: RoundState, depth: int, window: int) -> tuple[RoundState, Outcome]:
         if depth:
@@ -177,16 +198,24 @@ class Room:
             self._idle = (rows, mask.to(self.cache.lengths.device))
         return self._idle[1]
 
-    def _read(self, packed: Tensor) -> list[list[int]]:
-        """Read what the host needs: the one read of a round."""
+    def _on_the_way(self, packed: Tensor) -> Callable[[], list[list[int]]]:
+        """Start to copy what the host needs, and return what waits for it: the round after may overwrite `packed`."""
         if packed.device.type != "cuda":
-            return packed.tolist()
-        if self._pinned is None or len(self._pinned) < packed.numel():
-            self._pinned = torch.empty(packed.numel(), dtype=packed.dtype, pin_memory=True)
-        place = self._pinned[: packed.numel()].view(packed.shape)
+            return packed.clone().tolist
+        self._turn = 1 - self._turn
+        if self._pinned[self._turn].numel() < packed.numel():
+            self._pinned[self._turn] = torch.empty(packed.numel(), dtype=packed.dtype, pin_memory=True)
+        place = self._pinned[self._turn][: packed.numel()].view(packed.shape)
         place.copy_(packed, non_blocking=True)
-        torch.cuda.current_stream(packed.device).synchronize()
-        return place.tolist()
+        arrived = torch.cuda.Event()
+        arrived.record(torch.cuda.current_stream(packed.device))
+
+        def wait() -> list[list[int]]:
+            arrived.synchronize()
+            found: list[list[int]] = place.tolist()
+            return found
+
+        return wait
 
 
 def _key(setup: Setup, depth: int, window: int) -> Hashable:
@@ -206,10 +235,14 @@ class Rooms:
 
     Args:
         wanted: whether rounds have fixed shapes at all.
+
+    Attributes:
+        ahead: whether a round may be launched before the one before it is read, so that a GPU never waits for the host.
     """
 
     def __init__(self, target: Target, wanted: bool):
         self.target, self.wanted = target, wanted
+        self.ahead = wanted and target.device.type == "cuda"
         self.kept: dict[tuple[int, bool], Room] = {}
 
     def reserve(self, rows: int, length: int, spare: int, drafter: Drafter | None) -> Room:

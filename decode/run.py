@@ -19,13 +19,14 @@ from ..ground.machine import clock
 from ..heads import Abilities, Drafter, EmptySession, Session
 from ..targets import Counts, Target
 from ..targets.attention import steady_kernels
+from ..targets.fast import by_library
 from . import round as stage
 from .control import Controller, Schedule
 from .drafting import Drawing
 from .finite import BROKEN, Witness, not_finite_error
 from .memory import Load, require_memory
 from .plan import Plan
-from .room import Room, Rooms
+from .room import Launched, Room, Rooms
 from .round import NOTHING, RoundState, Setup
 from .sampling import Keys, Processors, Sampling, Seed, seed_on
 from .stats import DecodeStats, Round, Seconds
@@ -204,6 +205,7 @@ class Run:
         self.active = list(range(len(self.sequences)))  # active[i] is the sequence of row i
         self.seconds, self.rule = Seconds(), "none"
         self.room: Room | None = None
+        self._launched: Launched | None = None  # a round that runs while the one before it is read
         self.margin = 0  # entries that a round of fixed shape may write after the longest row
 
     def output(self) -> Output:
@@ -264,7 +266,7 @@ class Run:
         depth = 0 if drafter is None else self.setup.plan.depth
         nodes = 0 if drafter is None or self.setup.abilities.reads_nodes else drafter.max_nodes(depth)
         sizes = (rows, max(counts.values), request.max_new_tokens, depth)
-        load = Load(*sizes, self.setup.plan, request.sampling, fixed, nodes)
+        load = Load(*sizes, self.setup.plan, request.sampling, fixed, nodes, fixed and self._can_go_ahead)
         require_memory(self.target, drafter, load, self.rooms.held(rows, drafter) if fixed else 0)
         session: Session
         if fixed:
@@ -288,9 +290,7 @@ class Run:
         began = drafted = self._clock()
         state, depth = self._depth(state)
         if self.room is not None:
-            idle = [row for row, i in enumerate(self.active) if self.sequences[i].done]
-            needed = self._longest(state) + self.margin
-            state, packed, rule = self.room.play(self.setup, state, depth, idle, needed)
+            state, packed, rule = self._played(self.room, state, depth)
         else:
             proposed = stage.draft(self.setup, state, depth)
             drafted = self._clock()
@@ -303,6 +303,27 @@ class Run:
         self.seconds.draft += drafted - began
         self.seconds.verify += self._clock() - drafted
         return state, events
+
+    def _played(self, room: Room, state: RoundState, depth: int) -> tuple[RoundState, list[list[int]], str]:
+        """Return what a round of fixed shape left and packed; the one after it may be launched before it is read."""
+        played = self._launched or self._launch(room, state, depth)
+        after = replace(played.state, session=state.session)  # which nobody may want any more
+        self._launched = self._launch(room, after, depth) if self._goes_ahead(after, depth) else None
+        return after if self._launched is None else self._launched.state, room.read(played), played.rule
+
+    def _launch(self, room: Room, state: RoundState, depth: int) -> Launched:
+        idle = [row for row, i in enumerate(self.active) if self.sequences[i].done]
+        return room.launch(self.setup, state, depth, idle, self._longest(state) + self.margin)
+
+    @property
+    def _can_go_ahead(self) -> bool:
+        """Whether the host decides nothing between two rounds of this request."""
+        return self.rooms.ahead and self.controller is None and not self.setup.abilities.from_text
+
+    def _goes_ahead(self, state: RoundState, depth: int) -> bool:
+        """Tell whether the next round is launched before this one is read: not where it may pass the context's end."""
+        limit = self.target.max_context
+        return self._can_go_ahead and (limit is None or self._longest(state) + 2 * (1 + depth) < limit)
 
     def _leave(self, state: RoundState) -> RoundState:
         """Let the rows of finished sequences go (in rounds of fixed shapes they stay).
@@ -321,7 +342,8 @@ class Run:
         return state.select(rows)
 
     def _clock(self) -> float:
-        return clock(self.device)
+        """Return the time; after the device has finished, where it has nothing to do while the host reads."""
+        return time.perf_counter() if self._launched is not None else clock(self.device)
 
     # ------------------------------------------------------------ depth
 
@@ -387,7 +409,7 @@ class Run:
             speculate=[self.wanting[i]],
         )
         try:
-            with witness.watching():
+            with witness.watching(), by_library(self.target):
                 for _ in _Again(self.target, self.drafter, again, Rooms(self.target, False)).steps():
                     pass
         except LIBRARY_ERRORS:  # too little memory for a second cache, for example; what was seen until then counts

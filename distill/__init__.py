@@ -1,9 +1,10 @@
 """What a drafter learns from: prompts, the target's responses, loss masks, hidden states."""
 
+from .data_set import load_responses, provenance
 from .features import FeatureStore
 from .masks import supervised_mask
 from .prompts import Prompt, digest_prompts, read_prompts
-from .responses import distill, load_responses, provenance
+from .responses import distill
 
 __all__ = [
     "FeatureStore",

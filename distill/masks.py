@@ -1,57 +1,118 @@
 """Which tokens of a whole conversation a drafter should learn: those of the assistant's turns.
 
-Works for any chat template, with or without `{% generation %}` markers: a turn is what rendering it adds to the
-rendered prefix that ends where the assistant answers. The boundaries are places in the text; the text is encoded once,
-as the target sees it, and a token counts only if it lies inside a turn as a whole.
+Works for any chat template: a turn is what rendering it adds to the rendered prefix that ends where the assistant
+answers. The boundaries are places in the text; the text is encoded once, as the target sees it, and a token counts only
+if it lies inside a turn as a whole. Where a template has `{% generation %}` markers, what they leave out is left out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from ..ground import BadInputError
-from .prompts import chat_messages, render
+from .layouts import chat_messages
+from .templates import marked_tokens, render
+
+_MARKERS = re.compile(r"\{%-?\s*generation\b")
 
 Span = tuple[int, int]  # characters of the rendered text, end excluded
 
 
 def supervised_mask(
-    tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, Any]], tools: Any = None
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[dict[str, Any]],
+    tools: Any = None,
+    template: Mapping[str, Any] | None = None,
 ) -> tuple[list[int], list[bool]]:
     """Return the tokens of a rendered conversation, and True at those of the assistant's turns, end markers included.
 
     Some templates write an earlier turn differently once later ones follow (they drop its reasoning). Such a turn is
     not what the target says at that place, so it stays unsupervised; the last one always counts.
 
+    Args:
+        template: further arguments of the chat template, such as `enable_thinking`.
+
     Raises:
         BadInputError: nothing, or everything, would be supervised; the message shows a sample of the text.
     """
-    where = "this conversation"
-    turns = chat_messages(list(messages), where)
-    text = render(tokenizer, turns, where, tools, answer=False)
-    tokens, ends = _encode(tokenizer, text)
-    spans = _assistant_spans(tokenizer, turns, text, tools)
+    chat = _Chat(tokenizer, chat_messages(list(messages), "this conversation"), tools, template)
+    return _masked(chat, [span for _, span in _assistant_spans(chat)])
+
+
+def supervised_rows(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[dict[str, Any]],
+    tools: Any = None,
+    template: Mapping[str, Any] | None = None,
+) -> list[tuple[list[int], list[bool]]]:
+    """Return the rows in which every turn of the assistant is supervised once, each as tokens and mask.
+
+    A turn that the template writes differently once later ones follow gets a row that ends with it; all others share
+    the whole conversation.
+
+    Raises:
+        BadInputError: as `supervised_mask`.
+    """
+    chat = _Chat(tokenizer, chat_messages(list(messages), "this conversation"), tools, template)
+    spans = dict(_assistant_spans(chat))
+    rows = []
+    for number in chat.answering():
+        if number not in spans:
+            early = replace(chat, messages=chat.messages[: number + 1])
+            rows.append(_masked(early, [span for n, span in _assistant_spans(early) if n == number]))
+    return [*rows, _masked(chat, list(spans.values()))]
+
+
+@dataclass(frozen=True)
+class _Chat:
+    """A conversation, and how it is rendered."""
+
+    tokenizer: PreTrainedTokenizerBase
+    messages: list[dict[str, Any]]
+    tools: Any
+    template: Mapping[str, Any] | None
+
+    def rendered(self, count: int, answer: bool = False) -> str:
+        """Return the text of the first `count` messages."""
+        where = "this conversation"
+        return render(self.tokenizer, self.messages[:count], where, self.tools, answer, self.template)
+
+    def answering(self) -> list[int]:
+        """Return the places of the assistant's messages that answer something."""
+        return [i for i, m in enumerate(self.messages) if m["role"] == "assistant" and i > 0]
+
+
+def _masked(chat: _Chat, spans: Sequence[Span]) -> tuple[list[int], list[bool]]:
+    tokenizer = chat.tokenizer
+    tokens, ends = _encode(tokenizer, chat.rendered(len(chat.messages)))
     mask = [any(begin <= b and e <= end for begin, end in spans) for b, e in zip([0, *ends[:-1]], ends, strict=True)]
     mask = _without_trailing_space(tokenizer, tokens, mask)
-    _check(tokenizer, tokens, mask, [turn["role"] for turn in turns])
+    if _MARKERS.search(str(tokenizer.chat_template)):
+        mask = _marked(chat, tokens, mask)
+    _check(tokenizer, tokens, mask, [message["role"] for message in chat.messages])
     return tokens, mask
 
 
-def _assistant_spans(
-    tokenizer: PreTrainedTokenizerBase, turns: list[dict[str, Any]], text: str, tools: Any
-) -> list[Span]:
-    spans = []
-    for i, turn in enumerate(turns):
-        if turn["role"] != "assistant" or i == 0:
-            continue
-        before = render(tokenizer, turns[:i], "this conversation", tools)
-        after = render(tokenizer, turns[: i + 1], "this conversation", tools, answer=False)
+def _assistant_spans(chat: _Chat) -> Iterator[tuple[int, Span]]:
+    """Yield the places of the assistant's messages, and what each one adds to the text, where it is still there."""
+    text = chat.rendered(len(chat.messages))
+    for i in chat.answering():
+        before, after = chat.rendered(i, answer=True), chat.rendered(i + 1)
         if text.startswith(before) and text.startswith(after) and len(before) < len(after):
-            spans.append((len(before), len(after)))
-    return spans
+            yield i, (len(before), len(after))
+
+
+def _marked(chat: _Chat, tokens: list[int], mask: list[bool]) -> list[bool]:
+    """Return the mask without what a template's own `{% generation %}` markers leave out of the assistant's turns."""
+    theirs = marked_tokens(chat.tokenizer, chat.messages, chat.tools, chat.template or {})
+    if theirs is None or theirs[0] != tokens:
+        return mask
+    return [own and marked for own, marked in zip(mask, theirs[1], strict=True)]
 
 
 def _encode(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[list[int], list[int]]:

@@ -1,195 +1,156 @@
-"""Prompts, from whatever they come in: packaged sets, files, the Hub.
+"""Prompts, from whatever they come in, in one deterministic order; every row that is not used is counted.
 
 A row is either raw text, which the target continues, or a chat, which its template renders up to the place where the
-assistant answers. Sources are read in turn, one row each, so that a limit leaves a mixture; the order is always the
-same.
+assistant answers. Sources are read in turn, one row each or by their weights, so that a limit leaves a mixture.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from hashlib import sha256
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import pyarrow
-import pyarrow.parquet
-from datasets import load_dataset
 from transformers import PreTrainedTokenizerBase
 
 from ..ground import BadInputError
-from ..ground.foreign import (
-    MEGABYTE,
-    Limits,
-    Unreadable,
-    parse_json,
-    read_json_lines,
-    read_lines,
-    read_text,
-    require_regular,
-)
-from ..recipes import embedded_file
-from ..targets.fingerprint import digest_json
-from .templates import apply_template
+from ..ground.sealed import canonical_json
+from ..recipes import SourceSpec
+from .layouts import Asked, Row, RowError, understand
+from .leaks import NO_LEAKS, Measured
+from .seen import Seen
+from .sources import as_specs, rows_of, title
+from .table import Prompt, PromptTable
+from .templates import RefusedChatError, render
 
-EMBEDDED = "embedded:"
-_LARGEST = Limits(num_bytes=128 * MEGABYTE, containers=4_000_000)  # of a list of rows in one .json file
-_AT_ONCE = 256  # rows of a parquet file: what is compressed in one may be a megabyte
-SUFFIXES = (".jsonl", ".json", ".parquet", ".txt")
-
-Row = dict[str, Any]
-Message = dict[str, Any]
-
-_ROLES = {
-    "human": "user",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "bot": "assistant",
-    "observation": "tool",
-    "function_response": "tool",
-}
-_NONDESCRIPT = {"question", "questions", "train", "test", "validation", "dev", "data", "prompts"}
+_IDS = ("id", "question_id", "task_id", "prompt_id", "conversation_id")
+DROPPED = ("too_long", "unanswerable", "unanswered", "duplicate", "malformed")
 
 
 @dataclass(frozen=True)
-class Prompt:
-    """What a target is asked.
+class Reading:
+    """How rows become prompts.
 
     Attributes:
-        tokens: the ids it is given, chat template and BOS included.
-        text: the same as text, before any truncation, for people.
-        messages: the chat it was rendered from; None for raw text.
+        max_tokens: longer raw texts lose their beginning; longer chats are left out.
+        template: arguments of the chat template.
+        whole: ask a chat from its first question on, the others later, with the target's own answers; otherwise the
+            last question is asked, after the row's own answers (and of `turns` the first).
+        given: rows without an answer of their own are left out.
+        drop_malformed: count a row that cannot be read, and leave it out; otherwise it is an error.
+        once: leave out rows that ask what another has asked.
+        measured: what must not be learnt from.
     """
 
-    id: str
-    suite: str
-    tokens: tuple[int, ...]
-    text: str = ""
-    messages: tuple[Message, ...] | None = None
+    max_tokens: int | None = None
+    template: Mapping[str, Any] = field(default_factory=dict)
+    whole: bool = False
+    given: bool = False
+    drop_malformed: bool = False
+    once: bool = False
+    measured: Measured = NO_LEAKS
+
+
+@dataclass
+class Counts:
+    """What became of the rows of one source.
+
+    Attributes:
+        layouts: rows by what they were recognised as, such as "question (key question)".
+        truncated: raw texts that lost their beginning.
+        dropped: rows that were left out, by reason: `too_long` chats (a chat cannot be cut without breaking its
+            template), `unanswerable` rows without anything to answer, `unanswered` rows without the answer that is to
+            be learnt, `duplicate` and `malformed` ones.
+        leaked: rows that are measured, too, and were allowed.
+        examples: a sentence about the first row of each reason, and about the first one that is leaked.
+    """
+
+    source: str
+    rows: int = 0
+    kept: int = 0
+    truncated: int = 0
+    leaked: int = 0
+    layouts: Counter[str] = field(default_factory=Counter)
+    dropped: Counter[str] = field(default_factory=Counter)
+    examples: dict[str, str] = field(default_factory=dict)
+
+    def drop(self, reason: str, example: str) -> None:
+        self.dropped[reason] += 1
+        self.examples.setdefault(reason, example)
 
 
 @dataclass
 class Collection:
-    """Prompts, and what became of the rows that are not among them.
+    """Prompts, and what became of the rows that are not among them, source by source."""
 
-    Attributes:
-        truncated: raw texts that lost their beginning.
-        too_long: chats left out because they exceed the limit (a chat cannot be cut without breaking its template).
-        unanswerable: rows without text, or without a turn to answer.
-    """
-
-    prompts: list[Prompt] = field(default_factory=list)
-    truncated: int = 0
-    too_long: int = 0
-    unanswerable: int = 0
+    prompts: Sequence[Prompt] = ()
+    sources: list[Counts] = field(default_factory=list)
 
     def counts(self) -> dict[str, int]:
-        return {
-            "prompts": len(self.prompts),
-            "truncated": self.truncated,
-            "too_long": self.too_long,
-            "unanswerable": self.unanswerable,
-        }
+        """Return the numbers of all sources together."""
+        sums = {name: sum(getattr(s, name) for s in self.sources) for name in ("rows", "truncated", "leaked")}
+        dropped = {reason: sum(s.dropped[reason] for s in self.sources) for reason in DROPPED}
+        return {"prompts": len(self.prompts), **sums, **dropped}
+
+    def by_source(self) -> list[dict[str, Any]]:
+        """Return what became of the rows of each source, as plain values."""
+        plain = ({k: dict(v) if isinstance(v, dict) else v for k, v in vars(s).items()} for s in self.sources)
+        return list(plain)
 
 
 def read_prompts(
-    sources: Sequence[str],
+    sources: Sequence[str | SourceSpec],
     tokenizer: PreTrainedTokenizerBase,
     limit: int | None = None,
     max_tokens: int | None = None,
+    template: Mapping[str, Any] | None = None,
 ) -> list[Prompt]:
-    """Return the prompts from all `sources`; see `collect`."""
-    return collect(sources, tokenizer, limit, max_tokens).prompts
+    """Return the prompts from all `sources`, one question of each row; see `collect`."""
+    return list(collect(sources, tokenizer, limit, Reading(max_tokens, template or {})).prompts)
 
 
 def collect(
-    sources: Sequence[str],
+    sources: Sequence[str | SourceSpec],
     tokenizer: PreTrainedTokenizerBase,
     limit: int | None = None,
-    max_tokens: int | None = None,
+    reading: Reading | None = None,
+    folder: Path | None = None,
 ) -> Collection:
-    """Read `sources` in turn, one row each, until they end or there are `limit` prompts.
+    """Read `sources` by turns, until they end or there are `limit` prompts.
 
     Args:
-        sources: `embedded:NAME`, a .jsonl, .json, .parquet or .txt file (one prompt per line), or a Hub data set:
-            `org/name`, `org/name/config`, either with `:split`. A row holds `text` or `prompt` (raw), `question` or
-            `turns` (its first is asked), or `messages` / `conversations` (a final assistant turn is cut off: the target
-            answers itself). Both `role`/`content` and ShareGPT's `from`/`value` are understood.
-        max_tokens: longer raw texts lose their beginning; longer chats are left out.
+        sources: see `outrider.distill.sources` for what they are, and `outrider.distill.layouts` for their rows.
+        folder: where the prompts lie until they were read; None for the system's place for temporary files.
 
     Raises:
-        BadInputError: a source is missing, unreadable, or gives no prompt at all; a row has none of these keys.
+        BadInputError: a source is missing, unreadable, or gives no prompt at all; a row is malformed, or is measured.
     """
-    reader = _Reader(tokenizer, max_tokens)
-    streams = [reader.read(source) for source in sources]
-    reader.found.prompts.extend(islice(_in_turn(streams), limit))
-    return reader.found
+    reading, specs = reading or Reading(), as_specs(sources)
+    found = [Counts(spec.path) for spec in specs]
+    reader = _Reader(tokenizer, reading)
+    streams = [reader.read(spec, counts) for spec, counts in zip(specs, found, strict=True)]
+    weighted = any(spec.weight is not None for spec in specs)
+    mixture = _weighted(streams, [spec.weight or 1.0 for spec in specs]) if weighted else _in_turn(streams)
+    return Collection(PromptTable(islice(mixture, limit), reading.template, folder), found)
 
 
-def check_sources(sources: Sequence[str]) -> None:
-    """Raise BadInputError for a source that cannot exist, before anything expensive is loaded."""
-    for source in sources:
-        if not _is_hub(source):
-            locate(source)
+def digest_prompts(prompts: Iterable[Prompt], given: bool = False) -> str:
+    """Return the identity of a list of prompts: a digest of their ids, suites, tokens and later turns, in order.
 
-
-def count_rows(source: str) -> int | None:
-    """Return how many rows a source has, among them those that turn out to be no prompts.
-
-    A Hub data set is not read for that; the answer is None.
+    Args:
+        given: also of the answers that came with them.
     """
-    return None if _is_hub(source) else sum(1 for _ in _rows(source))
-
-
-def digest_prompts(prompts: Iterable[Prompt]) -> str:
-    """Return the identity of a list of prompts: a digest of their ids, suites and tokens, in order."""
-    return digest_json([[p.id, p.suite, list(p.tokens)] for p in prompts])
-
-
-def locate(source: str) -> Path:
-    """Return the file that an `embedded:` name or a path means."""
-    if source.startswith(EMBEDDED):
-        return embedded_file(f"prompts/{source.removeprefix(EMBEDDED)}.jsonl")
-    file = Path(source).expanduser()
-    if not file.is_file():
-        what = "is a folder" if file.is_dir() else "does not exist"
-        raise BadInputError(
-            f"the prompt source {source!r} {what}; expected embedded:code, embedded:docs, embedded:prose, a file, or a "
-            "Hub id like org/name."
-        )
-    if file.suffix not in SUFFIXES:
-        raise BadInputError(
-            f"the prompt source {source!r} is a {file.suffix or 'suffixless'} file; expected one of "
-            f"{', '.join(SUFFIXES)}."
-        )
-    return file
-
-
-def chat_messages(turns: Any, where: str) -> list[Message]:
-    """Return messages with `role` and `content`, from either convention; entries without a value are dropped."""
-    if not isinstance(turns, list) or not all(isinstance(t, dict) for t in turns):
-        raise BadInputError(f"{where}: expected a list of messages, found {str(turns)[:80]!r}.")
-    return [_message(turn, where) for turn in turns]
-
-
-def render(
-    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], where: str, tools: Any = None, answer: bool = True
-) -> str:
-    """Return the chat as text; with `answer`, up to the place where the assistant's next turn begins."""
-    if not getattr(tokenizer, "chat_template", None):
-        raise BadInputError(
-            f"{where}: is a chat, but the target's tokenizer has no chat template; use raw text (`text`), or set "
-            "tokenizer.chat_template."
-        )
-    try:
-        return apply_template(tokenizer, messages, tools, answer)
-    except Exception as error:  # templates raise what they like: TemplateError, UndefinedError, TypeError
-        what = str(error) or type(error).__name__
-        raise BadInputError(
-            f"{where}: the target's chat template refuses this conversation: {what}. Its roles: "
-            f"{[m['role'] for m in messages]}."
-        ) from error
+    digest = sha256(b"[")
+    for number, p in enumerate(prompts):
+        asked: list[Any] = [p.id, p.suite, list(p.tokens)]
+        asked += [[p.later, p.tools, dict(p.template)]] if p.later else []  # of one question the tokens say it all
+        asked += [p.given] if given else []
+        digest.update((b", " if number else b"") + canonical_json(asked).encode())
+    digest.update(b"]")
+    return digest.hexdigest()
 
 
 # ------------------------------------------------------------ rows to prompts
@@ -198,122 +159,117 @@ def render(
 class _Reader:
     """A reader that turns the rows of each source into prompts, and counts the rest."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, max_tokens: int | None):
-        self.tokenizer, self.max_tokens = tokenizer, max_tokens
-        self.found = Collection()
-        self.ids: set[str] = set()
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, reading: Reading):
+        self.tokenizer, self.reading = tokenizer, reading
+        self.ids, self.seen = Seen(), Seen()
+        self.repeated: dict[str, int] = {}
 
-    def read(self, source: str) -> Iterator[Prompt]:
+    def read(self, source: SourceSpec, counts: Counts) -> Iterator[Prompt]:
         """Yield the prompts of one source; it is an error if there are none."""
-        name, num_rows, num_prompts = _suite_name(source), 0, 0
-        for number, row in enumerate(_rows(source), 1):
-            num_rows = number
-            prompt = self.prompt(row, number, name, f"{source}, row {number}")
+        name = title(source.path)
+        for number, row in enumerate(rows_of(source), 1):
+            counts.rows = number
+            prompt = self._used(row, f"{source.path}, row {number}", source.layout, counts)
             if prompt is not None:
-                num_prompts += 1
-                yield prompt
-        if not num_prompts:
-            raise BadInputError(f"no prompts in {source!r}: {self._why_none(num_rows)}")
+                counts.kept += 1
+                yield self._named(prompt, row, number, name)
+        if not counts.kept:
+            raise BadInputError(f"no prompts in {source.path!r}: {_why_none(counts, self.reading.max_tokens)}")
 
-    def _why_none(self, num_rows: int) -> str:
-        if not num_rows:
-            return "it is empty."
-        return (
-            f"none of its {num_rows} rows can be used. Left out so far, all sources together: {self.found.too_long} "
-            "chats longer than "
-            f"{self.max_tokens} tokens (raise data.max_prompt_tokens), {self.found.unanswerable} rows with nothing to "
-            "answer."
-        )
-
-    def prompt(self, row: Row, number: int, name: str, where: str) -> Prompt | None:
-        """Return the prompt of one row; None (and a count) if it cannot be used."""
-        text, messages = self._content(row, where)
-        tokens = self._tokens(text, raw=messages is None)
-        if not tokens:
-            self.found.unanswerable += 1
+    def _used(self, row: Row | RowError, where: str, layout: str | None, counts: Counts) -> Prompt | None:
+        """Return the prompt of one row, not named yet; None (and a count) if it is left out."""
+        try:
+            if isinstance(row, RowError):
+                raise row
+            asked = understand(row, where, layout)
+            counts.layouts[f"{asked.layout} (key {asked.key})"] += 1
+            return self._prompt(asked if self.reading.whole else asked.last_question(), where, counts)
+        except (RowError, RefusedChatError) as error:
+            if not self.reading.drop_malformed:
+                raise
+            counts.drop("malformed", str(error))
             return None
-        if self.max_tokens is not None and len(tokens) > self.max_tokens:
-            if messages is not None:
-                self.found.too_long += 1
-                return None
-            self.found.truncated += 1
-            tokens = self._cut(tokens, self.max_tokens)
-        suite = str(row.get("suite") or name)
-        return Prompt(
-            self._id(row, number, suite), suite, tuple(tokens), text, None if messages is None else tuple(messages)
-        )
 
-    def _content(self, row: Row, where: str) -> tuple[str, list[Message] | None]:
-        """Return the text to continue and its messages (None for raw text). Without text there is nothing to answer."""
-        kind, value = _field(row, where)
-        if kind == "raw" or (kind == "question" and not getattr(self.tokenizer, "chat_template", None)):
-            return value, None
-        messages = [{"role": "user", "content": value}] if kind == "question" else _asked(chat_messages(value, where))
-        if not messages:
-            return "", None
-        return render(self.tokenizer, messages, where, row.get("tools") or None), messages
+    def _prompt(self, asked: Asked, where: str, counts: Counts) -> Prompt | None:
+        if asked.layout in ("question", "turns") and not getattr(self.tokenizer, "chat_template", None):
+            asked = asked.as_text()
+        text = asked.text
+        if text is None and asked.messages:
+            template = self.reading.template
+            text = render(self.tokenizer, asked.messages, where, asked.tools, template=template)
+        tokens = self._tokens(text or "", raw=asked.text is not None)
+        reason = self._why_dropped(asked, tokens)
+        if reason is not None:
+            counts.drop(reason, f"{where}: {_DROPPED[reason].format(len(tokens))}")
+            return None
+        leak = self.reading.measured.found(asked, where)
+        if leak is not None:
+            counts.leaked += 1
+            counts.examples.setdefault("leaked", leak)
+        if asked.text is not None and self._is_long(tokens):
+            counts.truncated += 1
+            tokens = self._cut(tokens)
+        messages = asked.messages if asked.text is None else None
+        return Prompt("", "", tuple(tokens), text or "", messages, asked.later, asked.given, asked.tools)
+
+    def _why_dropped(self, asked: Asked, tokens: list[int]) -> str | None:
+        """Return the reason for which a row is left out; None if it is used."""
+        if not tokens or (asked.text is not None and not asked.text.strip()):
+            return "unanswerable"
+        if self.reading.given and not asked.given:
+            return "unanswered"
+        if asked.text is None and self._is_long(tokens):
+            return "too_long"
+        if self.reading.once and not self.seen.add(asked.canonical(with_answers=self.reading.given)):
+            return "duplicate"
+        return None
+
+    def _is_long(self, tokens: list[int]) -> bool:
+        return self.reading.max_tokens is not None and len(tokens) > self.reading.max_tokens
 
     def _tokens(self, text: str, raw: bool) -> list[int]:
         # A template writes its own special tokens; raw text gets those the tokenizer puts around any text.
         return list(self.tokenizer(text, add_special_tokens=raw)["input_ids"]) if text else []
 
-    def _cut(self, tokens: list[int], length: int) -> list[int]:
-        """Return the last `length` tokens; a BOS in front stays in front."""
+    def _cut(self, tokens: list[int]) -> list[int]:
+        """Return the last tokens, as many as may be; a BOS in front stays in front."""
+        length = self.reading.max_tokens or len(tokens)
         first = tokens[:1] if tokens[0] == self.tokenizer.bos_token_id and length > 1 else []
         return first + tokens[len(tokens) - length + len(first) :]
 
-    def _id(self, row: Row, number: int, suite: str) -> str:
-        """Return the row's own id under its suite's name, or its number; a repeated one gets a number after it."""
-        given = next((row[k] for k in ("id", "question_id", "task_id") if row.get(k) is not None), number)
-        name = str(given) if str(given).startswith(f"{suite}/") else f"{suite}/{given}"
-        unique, count = name, 1
-        while unique in self.ids:
-            count += 1
-            unique = f"{name}#{count}"
-        self.ids.add(unique)
-        return unique
+    def _named(self, prompt: Prompt, row: Row | RowError, number: int, name: str) -> Prompt:
+        """Return a prompt with the row's own id under its suite's name, or its number; a repeated one is numbered."""
+        own = row if isinstance(row, dict) else {}
+        suite = str(own.get("suite") or name)
+        given = next((own[key] for key in _IDS if own.get(key) is not None), number)
+        first = str(given) if str(given).startswith(f"{suite}/") else f"{suite}/{given}"
+        unique = first
+        while not self.ids.add(unique):
+            self.repeated[first] = self.repeated.get(first, 1) + 1
+            unique = f"{first}#{self.repeated[first]}"
+        return replace(prompt, id=unique, suite=suite)
 
 
-def _field(row: Row, where: str) -> tuple[str, Any]:
-    """Return what a row asks, as (raw | question | chat, value)."""
-    for key in ("messages", "conversations", "conversation"):
-        if row.get(key) is not None:
-            return "chat", row[key]
-    if row.get("turns") is not None:
-        turns = row["turns"]
-        if not isinstance(turns, list) or not turns:
-            raise BadInputError(f"{where}: `turns` must be a list that is not empty, found {turns!r}.")
-        return ("chat", turns) if isinstance(turns[0], dict) else ("question", str(turns[0]))
-    for key, kind in (("question", "question"), ("prompt", "raw"), ("text", "raw")):
-        value = row.get(key)
-        if isinstance(value, list):  # trl's conversational form of `prompt`
-            return "chat", value
-        if value is not None:
-            return kind, str(value)
-    raise BadInputError(
-        f"{where}: expected one of text, prompt, question, messages, conversations, turns; found "
-        f"{', '.join(map(str, row)) or 'no keys'}."
-    )
+_DROPPED = {
+    "too_long": "a chat of {} tokens",
+    "unanswerable": "nothing to answer",
+    "unanswered": "no answer of its own",
+    "duplicate": "asks what another row asks",
+}
 
 
-def _message(turn: Message, where: str) -> Message:
-    role, content = turn.get("role", turn.get("from")), turn.get("content", turn.get("value"))
-    if not isinstance(role, str):
-        raise BadInputError(
-            f"{where}: a message needs `role` and `content` (or `from` and `value`); found the keys {', '.join(turn)}."
-        )
-    rest = {k: v for k, v in turn.items() if k not in ("role", "from", "content", "value") and v is not None}
-    return {"role": _ROLES.get(role, role), "content": "" if content is None else content, **rest}
-
-
-def _asked(messages: list[Message]) -> list[Message]:
-    """Return the conversation up to its last turn that is not the assistant's; [] if nobody asks anything."""
-    while messages and messages[-1]["role"] == "assistant":
-        messages = messages[:-1]
-    return messages if any(m["role"] != "system" for m in messages) else []
-
-
-# ------------------------------------------------------------ sources to rows
+def _why_none(counts: Counts, max_tokens: int | None) -> str:
+    if not counts.rows:
+        return "it is empty."
+    left = {
+        "too_long": f"chats longer than {max_tokens} tokens (raise data.max_prompt_tokens)",
+        "unanswerable": "rows with nothing to answer",
+        "unanswered": "rows without an answer of their own (leave out data.answers: given)",
+        "duplicate": "rows that ask what another row asks",
+        "malformed": "malformed rows",
+    }
+    found = ", ".join(f"{counts.dropped[reason]} {words}" for reason, words in left.items() if counts.dropped[reason])
+    return f"none of its {counts.rows} rows can be used. Left out: {found}."
 
 
 def _in_turn(streams: Sequence[Iterator[Prompt]]) -> Iterator[Prompt]:
@@ -328,77 +284,17 @@ def _in_turn(streams: Sequence[Iterator[Prompt]]) -> Iterator[Prompt]:
                 yield prompt
 
 
-def _is_hub(source: str) -> bool:
-    if source.startswith((EMBEDDED, ".", "/", "~")) or Path(source).exists():
-        return False
-    return Path(source).suffix not in SUFFIXES
+def _weighted(streams: Sequence[Iterator[Prompt]], weights: Sequence[float]) -> Iterator[Prompt]:
+    """Yield from the streams in the proportion of their weights, until the first has ended.
 
-
-def _suite_name(source: str) -> str:
-    """Return the name of a source's prompts: the file's, or its folder's if the file's says nothing."""
-    if source.startswith(EMBEDDED):
-        return source.removeprefix(EMBEDDED)
-    if _is_hub(source):
-        return source.partition(":")[0].split("/")[-1]
-    file = Path(source).expanduser().resolve()
-    return file.parent.name if file.stem in _NONDESCRIPT else file.stem
-
-
-def _rows(source: str) -> Iterator[Row]:
-    if _is_hub(source):
-        return _hub_rows(source)
-    file = locate(source)
-    return {".jsonl": _jsonl_rows, ".json": _json_rows, ".parquet": _parquet_rows, ".txt": _text_rows}[file.suffix](
-        file
-    )
-
-
-def _jsonl_rows(file: Path) -> Iterator[Row]:
-    for number, row in read_json_lines(file):
-        if not isinstance(row, dict):
-            raise BadInputError(
-                f"{file}: line {number} is a {type(row).__name__}; expected an object with named fields."
-            )
-        yield row
-
-
-def _json_rows(file: Path) -> Iterator[Row]:
-    try:
-        rows = parse_json(read_text(file, _LARGEST.num_bytes), str(file), _LARGEST)
-    except Unreadable as error:
-        raise BadInputError(f"{error} One object per line is a .jsonl file.") from error
-    if not isinstance(rows, list) or not all(isinstance(r, dict) for r in rows):
-        raise BadInputError(f"{file}: expected a list of objects, found {str(rows)[:60]!r}.")
-    yield from rows
-
-
-def _text_rows(file: Path) -> Iterator[Row]:
-    for line in read_lines(file):
-        if line.strip():
-            yield {"text": line.rstrip("\r\n")}
-
-
-def _parquet_rows(file: Path) -> Iterator[Row]:
-    try:
-        require_regular(file)
-        for batch in pyarrow.parquet.ParquetFile(file).iter_batches(_AT_ONCE):
-            yield from batch.to_pylist()
-    except (pyarrow.ArrowException, OSError) as error:
-        raise BadInputError(f"{file}: not a readable parquet file ({error}).") from error
-
-
-def _hub_rows(source: str) -> Iterator[Row]:
-    """Yield the rows of a Hub data set, streamed: a limit then costs no more than it reads."""
-    name, _, split = source.partition(":")
-    organisation, _, rest = name.partition("/")
-    repository, _, config = rest.partition("/")
-    identifier = f"{organisation}/{repository}" if repository else organisation
-    try:
-        rows = load_dataset(identifier, config or None, split=split or "train", streaming=True)
-    except Exception as error:  # the library raises many kinds; all mean that the rows cannot be had
-        what = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise BadInputError(
-            f"the prompt source {source!r} is no file here, and the Hub gives no data set for it: {what} Expected "
-            "org/name[/config][:split]."
-        ) from error
-    yield from rows
+    It ends there so that the proportion holds to the last prompt.
+    """
+    owed = [0.0] * len(weights)
+    while True:
+        owed = [debt + weight for debt, weight in zip(owed, weights, strict=True)]
+        number = owed.index(max(owed))
+        owed[number] -= sum(weights)
+        prompt = next(streams[number], None)
+        if prompt is None:
+            return
+        yield prompt

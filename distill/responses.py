@@ -1,43 +1,48 @@
 """The target's own responses: what a drafter learns to predict.
 
-A run is identified by what decides its text (target, prompts, sampling, length), not by how it was batched. Each
-finished batch becomes one file in `<folder>.partial/`, so that an interrupted run continues; the finished data set
-appears at once.
+A run is identified by what decides its text (target, prompts, sampling, length), not by how it was batched or by how
+many processes answered. Each finished batch becomes one file in `<folder>.partial/` (`partial`), so that an interrupted
+run continues; the finished data set (`data_set`) appears at once. Who answers is our own decoder (`decoding`), or
+servers (`servers`).
 """
 
 from __future__ import annotations
 
 import json
 import logging
-import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
-import torch
-from datasets import Dataset, Features, List, Value, load_from_disk
-from datasets.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+from accelerate import PartialState
 from rich.console import Console
 
-from ..decode import Decoder, Plan, Sampling
-from ..ground import BadInputError, IncompatibleError, Refusal, digests
+from ..ground import BadInputError, IncompatibleError
+from ..ground.crew import Crew
 from ..ground.disk import keeping, writing
-from ..ground.files import read_json, write_atomically
 from ..ground.locks import locked
 from ..ground.progress import progress
-from ..ground.replacing import replacing_folder
+from ..ground.sealed import digest_json
 from ..ground.versions import versions
 from ..recipes import DataSpec, Recipe
 from ..targets import Fingerprint, Target
-from .prompts import Collection, Prompt, check_sources, collect, digest_prompts
-from .unfinished import Unfinished
+from ..targets.sharding import processes
+from .asking import require_client
+from .conversation import Supervised, given_sequences, sequences
+from .data_set import SCHEMA_VERSION, Row, provenance, require_whole, save_data_set
+from .decoding import Answering, answer_all, batches
+from .gathering import gather
+from .launched import crew_in, one_leads
+from .partial import Answer, Answers, Identity, Partial, Work
+from .prompts import Collection, digest_prompts
+from .servers import answer_by_servers
+from .sources import check_sources
+from .table import Prompt
 
-PROVENANCE = "provenance.json"
-SCHEMA_VERSION = 2
-_WITHOUT_DIGESTS = 1  # what older versions wrote
-COLUMNS = ("id", "suite", "input_ids", "loss_mask")
+_EMPTY = "empty"  # the target ended at once
+_DROPPED = "_responses"  # ends the names of what is counted
 
 _log = logging.getLogger(__name__)
 
@@ -45,7 +50,8 @@ _log = logging.getLogger(__name__)
 def distill(recipe: Recipe, target: Target | None = None, console: Console | None = None) -> Path:
     """Let the target answer the recipe's prompts, and return the folder of the data set, `<output>/data`.
 
-    A finished folder of the same target, prompts and sampling is used as it is; an unfinished one is continued.
+    A finished folder of the same target, prompts and sampling is used as it is; an unfinished one is continued. Where a
+    launcher started several processes, all of them call this, and all answer.
 
     Args:
         target: loaded from the recipe if None.
@@ -56,22 +62,24 @@ def distill(recipe: Recipe, target: Target | None = None, console: Console | Non
             other settings (names them), one whose files were altered (names them), a full disk, another process that
             writes there.
         IncompatibleError: `data.responses` were tokenized differently.
+        CrewError: another process of the launch failed; it says why.
     """
     spec = recipe.data
     if spec.responses is None:
         check_sources(spec.prompts)
+    if spec.servers is not None:
+        require_client()
     if target is None:
-        target = Target.load(**recipe.target.model_dump())
-    if spec.responses is not None:
-        return _given(data_folder(recipe), target)
-    found = collect(spec.prompts, target.require_tokenizer(), spec.limit, spec.max_prompt_tokens)
-    run = _Answering(data_folder(recipe), spec, target, found)
-    with locked(recipe.output_folder):
-        if not run.finished():
-            with keeping(run.kept), writing(run.folder):
-                run.answer(console)
-                run.assemble()
-    return run.folder
+        target = Target.load(**recipe.target.model_dump(), device=PartialState().device if processes() > 1 else None)
+    folder = data_folder(recipe)
+    with crew_in(recipe.output_folder) as crew:
+        if spec.responses is not None:
+            return Path(crew.first("given", lambda: str(_given(folder, target))))
+        # All processes read the prompts: those that only take part in passes need them as little as they harm.
+        found = gather(recipe, target.require_tokenizer(), console, recipe.output_folder, warn=crew.is_main)
+        run = _Making(folder, spec, target, found, crew)
+        run.make(locked(recipe.output_folder) if crew.is_main else nullcontext(), console)
+    return folder
 
 
 def data_folder(recipe: Recipe) -> Path:
@@ -81,147 +89,66 @@ def data_folder(recipe: Recipe) -> Path:
     )
 
 
-def load_responses(folder: str | Path) -> Dataset:
-    """Return the data set in `folder`: id, suite, input_ids (prompt and response), loss_mask (1 on response tokens)."""
-    _require_whole(Path(folder), provenance(folder))
-    try:
-        dataset = load_from_disk(str(folder))
-    except Exception as error:
-        raise BadInputError(
-            f"{folder}: its data set cannot be read ({error}). Delete the folder and run distill again."
-        ) from error
-    missing = [c for c in COLUMNS if c not in dataset.column_names]
-    if missing:
-        raise BadInputError(
-            f"{folder}: the columns {', '.join(missing)} are missing; found {', '.join(dataset.column_names)}."
-        )
-    return dataset
-
-
-def provenance(folder: str | Path) -> dict[str, Any]:
-    """Return where a data folder came from: target fingerprint, prompts, sampling, versions, counts."""
-    file = Path(folder) / PROVENANCE
-    if not file.is_file():
-        raise BadInputError(f"{folder}: is no data folder made by distill ({PROVENANCE} is missing).")
-    saved = read_json(file)
-    if saved.get("schema_version") not in (_WITHOUT_DIGESTS, SCHEMA_VERSION):
-        raise BadInputError(
-            f"{file}: has schema version {saved.get('schema_version')}, this Outrider reads {SCHEMA_VERSION}; distill "
-            "into another `output`."
-        )
-    return saved
-
-
-def _require_whole(folder: Path, saved: dict[str, Any]) -> None:
-    """Refuse responses that were altered after they were written; of an older version's nobody can tell."""
-    if saved["schema_version"] == _WITHOUT_DIGESTS and not (folder / digests.LIST).exists():
-        _log.warning("%s was written by an older Outrider: whether it was altered since cannot be checked.", folder)
-        return
-    digests.require_whole(folder, "Take a good copy, or delete the folder and run distill again.")
-
-
-@dataclass(frozen=True)
-class Identity:
-    """What decides the text of a run. Two runs with equal identities give the same data set.
-
-    `sampling` includes the length limit of a response; `prompts` is the digest of their tokens.
-    """
-
-    target: Fingerprint
-    prompts: str
-    sampling: dict[str, Any]
-
-    def to_dict(self) -> dict[str, Any]:
-        return {"target": self.target.to_dict(), "prompts": self.prompts, "sampling": self.sampling}
-
-    def differences(self, saved: dict[str, Any]) -> list[str]:
-        """Return what was other when `saved` (from `to_dict`) was written."""
-        changed = [f"target ({', '.join(Fingerprint.from_dict(saved['target']).differences(self.target))})"]
-        lines = changed if saved["target"]["digest"] != self.target.digest else []
-        lines += ["prompts (other sources, limit, or contents)"] if saved["prompts"] != self.prompts else []
-        then = saved["sampling"]
-        return lines + [f"{k} (was {then.get(k)}, is {v})" for k, v in self.sampling.items() if then.get(k) != v]
-
-
-class _Answering:
+class _Making:
     """One data set in the making."""
 
-    def __init__(self, folder: Path, spec: DataSpec, target: Target, found: Collection):
-        self.folder, self.unfinished = folder, Unfinished(folder.with_name(folder.name + ".partial"))
-        self.spec, self.target, self.found = spec, target, found
+    def __init__(self, folder: Path, spec: DataSpec, target: Target, found: Collection, crew: Crew):
+        self.folder, self.partial = folder, Partial(folder.with_name(folder.name + ".partial"))
+        self.spec, self.target, self.found, self.crew = spec, target, found, crew
         self.prompts: Sequence[Prompt] = found.prompts
-        sampling = {**spec.sampling.model_dump(), "max_new_tokens": spec.max_new_tokens}
-        self.identity = Identity(target.fingerprint(), digest_prompts(self.prompts), sampling)
 
-    def finished(self) -> bool:
-        """Tell whether the data set exists. One that was made differently is never overwritten."""
+    def make(self, alone: AbstractContextManager[None], console: Console | None) -> None:
+        """Answer what is missing, with the other processes, and write the data set, on the main one.
+
+        Args:
+            alone: what the main process holds meanwhile.
+        """
+        with alone:
+            said = self.crew.first("work", self._open)
+            if not said:
+                return
+            work = Work(**json.loads(said))
+            self._require_same_prompts(work)
+            with keeping(self._kept), writing(self.folder):
+                self._answer(work, console)
+                self.crew.meet("answered")
+                self.crew.first("written", self._write)
+
+    # ------------------------------------------------------------ what is there
+
+    def _open(self) -> str:
+        """Return the work that is left; "" if the data set is there. One made differently is never overwritten."""
+        digest = digest_prompts(self.prompts, self._is_given)
+        sampling = {**self.spec.sampling.model_dump(), "max_new_tokens": self.spec.max_new_tokens}
+        self.identity = Identity(self.target.fingerprint(), digest, sampling, self._who_answers())
+        if self._finished():
+            return ""
+        self._check_room()
+        with keeping(self._kept), writing(self.folder):
+            self.partial.open(self.identity)
+        answered = Answers(self.partial.files(), len(self.prompts))
+        missing = [] if self._is_given else [i for i in self._longest_first() if i not in answered]
+        at_work = 1 if self.target.sharded else self.crew.size
+        return Work(digest, self.partial.next_number(), batches(missing, self.spec.batch_size, at_work)).to_json()
+
+    def _who_answers(self) -> dict[str, Any] | None:
+        if self._is_given:
+            return {"given": True}
+        return None if self.spec.servers is None else {"model": self.spec.requests.model}
+
+    def _finished(self) -> bool:
         if not self.folder.exists():
             return False
         saved = provenance(self.folder)
-        _require_whole(self.folder, saved)
-        self._require_same(self.folder, saved)
-        self.unfinished.remove()  # of a run that was killed just before it did so
+        require_whole(self.folder, saved)
+        self.identity.require_same(self.folder, saved)
+        self.partial.remove()  # of a run that was killed just before it did so
         return True
-
-    def _require_same(self, folder: Path, saved: dict[str, Any]) -> None:
-        try:
-            lines = self.identity.differences(saved)
-        except (KeyError, TypeError, AttributeError) as error:
-            raise Refusal(
-                f"{folder}: what it says of its target or sampling is damaged. Delete that folder."
-            ) from error
-        if lines:
-            raise BadInputError(
-                f"{folder} was made with other settings: {'; '.join(lines)}. Choose another `output`, or delete that "
-                "folder."
-            )
-
-    def kept(self) -> str:
-        """Return a sentence about what is there if the run ends now."""
-        if self.unfinished.is_empty():
-            return "No responses were kept."
-        return f"The responses finished so far are kept in {self.unfinished.folder}."
-
-    # ------------------------------------------------------------ answering
-
-    def answer(self, console: Console | None) -> None:
-        """Generate what is missing, batch by batch."""
-        self._check_room()
-        self.unfinished.open(self.identity.to_dict(), lambda saved: self._require_same(self.unfinished.folder, saved))
-        answered = self.unfinished.answered()
-        missing = [i for i in self._longest_first() if i not in answered]
-        decoder, size = Decoder(self.target), self.spec.batch_size
-        number = self.unfinished.next_number()
-        tokens, started = 0, time.perf_counter()
-        with progress(console, "target answers", len(self.prompts), len(answered)) as advance:
-            for begin in range(0, len(missing), size):
-                batch = missing[begin : begin + size]
-                responses = self._generate(decoder, batch)
-                self.unfinished.keep(number, batch, responses)
-                number, tokens = number + 1, tokens + sum(map(len, responses))
-                advance(len(batch), f"{tokens / (time.perf_counter() - started):,.0f} tokens/s")
-
-    def _generate(self, decoder: Decoder, batch: list[int]) -> list[list[int]]:
-        """Return responses to the prompts with these indices; each draws by its index, whatever the batch."""
-        sampling = Sampling(**self.spec.sampling.model_dump())
-        try:
-            out = decoder.generate(
-                [self.prompts[i].tokens for i in batch],
-                self.spec.max_new_tokens,
-                sampling,
-                Plan(depth=0),
-                sequence_ids=batch,
-            )
-        except torch.OutOfMemoryError as error:
-            raise BadInputError(
-                f"the device has too little memory for data.batch_size={self.spec.batch_size}. Finished responses are "
-                "kept; run again with a smaller one."
-            ) from error
-        return out.tokens
 
     def _longest_first(self) -> list[int]:
         """Return the prompts by length: equal ones side by side, and the batch that needs most memory first."""
-        return sorted(range(len(self.prompts)), key=lambda i: (-len(self.prompts[i].tokens), i))
+        lengths = [len(prompt.tokens) for prompt in self.prompts]
+        return sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
 
     def _check_room(self) -> None:
         limit, longest = self.target.max_context, max(len(p.tokens) for p in self.prompts)
@@ -232,48 +159,112 @@ class _Answering:
                 "Lower data.max_prompt_tokens or data.max_new_tokens."
             )
 
-    # ------------------------------------------------------------ the data set
+    @property
+    def _is_given(self) -> bool:
+        """Whether the answers came with the prompts."""
+        return self.spec.answers == "given"
 
-    def assemble(self) -> None:
+    def _require_same_prompts(self, work: Work) -> None:
+        if (
+            not self.crew.is_main
+            and not self.target.sharded
+            and digest_prompts(self.prompts, self._is_given) != work.prompts
+        ):
+            raise BadInputError(
+                f"process {self.crew.rank} reads other prompts than process 0: the files of data.prompts must be the "
+                "same on all machines."
+            )
+
+    def _kept(self) -> str:
+        """Return a sentence about what is there if the run ends now."""
+        if not self.partial.files():
+            return "No responses were kept."
+        return f"The responses finished so far are kept in {self.partial.folder}."
+
+    # ------------------------------------------------------------ answers, and the data set of them
+
+    def _answer(self, work: Work, console: Console | None) -> None:
+        left = sum(map(len, work.batches))
+        with (
+            one_leads(self.crew, self.target),
+            progress(console, "target answers", len(self.prompts), len(self.prompts) - left) as advance,
+        ):
+            if self.spec.servers is not None:
+                if self.crew.is_main:
+                    answer_by_servers(self.target, self.prompts, self.spec, work, self.partial, advance)
+            elif not self.target.sharded or self.crew.is_main:
+                crew = Crew() if self.target.sharded else self.crew
+                answering = Answering.of(self.target, self.prompts, self.spec)
+                answer_all(answering, work, self.partial, crew, advance)
+
+    def _write(self) -> str:
         """Write the data set beside its place, then move it there."""
-        answered, ending = self.unfinished.answered(), set(self.target.eos_ids)
-        kept = [i for i in range(len(self.prompts)) if any(t not in ending for t in answered[i])]
-        if not kept:
+        answers, counts = Answers(self.partial.files(), len(self.prompts)), Counter[str]()
+        name = digest_json(self.identity.to_dict())[:16]
+        save_data_set(
+            self.folder, self._rows(answers, counts), self.partial.folder, lambda: self._provenance(counts), name
+        )
+        self.partial.remove()
+        return str(self.folder)
+
+    def _rows(self, answers: Answers, counts: Counter[str]) -> Iterator[Row]:
+        """Yield what is learnt, in the order of the prompts, and count it."""
+        for index, prompt in enumerate(self.prompts):
+            reason, learnt = self._given(prompt) if self._is_given else self._learnt(prompt, answers[index])
+            if reason:
+                counts[f"{reason}{_DROPPED}"] += 1
+            for tokens, mask in learnt:
+                counts["sequences"] += 1
+                counts["response_tokens"] += sum(mask)
+                counts["prompt_tokens"] += len(mask) - sum(mask)
+                yield Row(prompt.id, prompt.suite, tokens, mask, prompt.content)
+        self._say_what_is_dropped(counts)
+
+    def _learnt(self, prompt: Prompt, answer: Answer) -> tuple[str, list[Supervised]]:
+        """Return what is learnt of the target's answers to a prompt, or the name of the reason why nothing is."""
+        ending = self.target.eos_ids
+        is_empty = all(t in ending for turn in answer.turns for t in turn)
+        reason = answer.dropped or _EMPTY * is_empty
+        return reason, [] if reason else sequences(prompt, answer.turns, self.target.require_tokenizer())
+
+    def _given(self, prompt: Prompt) -> tuple[str, list[Supervised]]:
+        """Return what is learnt of the answers that came with a prompt, as `_learnt` does."""
+        longest = self.spec.max_prompt_tokens + self.spec.max_new_tokens
+        try:
+            found = given_sequences(prompt, self.target.require_tokenizer(), longest)
+        except BadInputError as error:
+            _log.debug("%s", error)
+            found = []
+        return "" if found else "unlearnable", found
+
+    def _say_what_is_dropped(self, counts: Counter[str]) -> None:
+        dropped = {name: count for name, count in counts.items() if name.endswith(_DROPPED)}
+        words = ", ".join(f"{name.removesuffix(_DROPPED)} {count}" for name, count in dropped.items())
+        if counts[f"{_EMPTY}{_DROPPED}"] == len(self.prompts):
             raise BadInputError(
                 f"all {len(self.prompts)} responses are empty: the target ends at once. First prompt: "
                 f"{self.prompts[0].text[:200]!r}. Check its chat template."
             )
-        with replacing_folder(self.folder) as building:
-            with _quiet_datasets():
-                self._dataset(kept, answered).save_to_disk(str(building))
-            write_atomically(building / PROVENANCE, json.dumps(self._provenance(kept, answered), indent=2) + "\n")
-            digests.seal(building)
-        self.unfinished.remove()
+        if not counts["sequences"]:
+            raise BadInputError(
+                f"nothing can be learnt from the {len(self.prompts)} responses ({words}). Does the server have this "
+                "target's tokenizer and chat template?"
+            )
+        if words:
+            _log.warning("of %d responses some are left out: %s", len(self.prompts), words)
 
-    def _dataset(self, kept: list[int], answered: dict[int, list[int]]) -> Dataset:
-        rows = [(self.prompts[i], answered[i]) for i in kept]
-        columns = {
-            "id": [p.id for p, _ in rows],
-            "suite": [p.suite for p, _ in rows],
-            "input_ids": [[*p.tokens, *response] for p, response in rows],
-            "loss_mask": [[0] * len(p.tokens) + [1] * len(response) for p, response in rows],
-        }
-        types = Features(
-            id=Value("string"), suite=Value("string"), input_ids=List(Value("int32")), loss_mask=List(Value("int8"))
-        )
-        return Dataset.from_dict(columns, features=types)
-
-    def _provenance(self, kept: list[int], answered: dict[int, list[int]]) -> dict[str, Any]:
-        counts = {**self.found.counts(), "empty_responses": len(self.prompts) - len(kept), "sequences": len(kept)}
-        counts |= {
-            "prompt_tokens": sum(len(self.prompts[i].tokens) for i in kept),
-            "response_tokens": sum(len(answered[i]) for i in kept),
-        }
+    def _provenance(self, counts: Counter[str]) -> dict[str, Any]:
+        found = {**self.found.counts(), f"{_EMPTY}{_DROPPED}": 0, **counts}
         return {
             "schema_version": SCHEMA_VERSION,
             **self.identity.to_dict(),
-            "source": {"target": self.target.source, "prompts": self.spec.prompts, "limit": self.spec.limit},
-            "counts": counts,
+            "source": {
+                "target": self.target.source,
+                "prompts": self.spec.model_dump()["prompts"],
+                "limit": self.spec.limit,
+            },
+            "counts": found,
+            "sources": self.found.by_source(),
             "versions": versions("outrider", "torch", "transformers", "datasets"),
         }
 
@@ -281,7 +272,7 @@ class _Answering:
 def _given(folder: Path, target: Target) -> Path:
     """Return a folder that the recipe names, checked: responses of another target with the same tokens are allowed."""
     whole = provenance(folder)
-    _require_whole(folder, whole)
+    require_whole(folder, whole)
     saved = whole["target"]
     differences = Fingerprint.from_dict(saved).differences(target.fingerprint())
     if "tokenizer" in differences:
@@ -296,15 +287,3 @@ def _given(folder: Path, target: Target) -> Path:
             "; ".join(differences),
         )
     return folder
-
-
-@contextmanager
-def _quiet_datasets() -> Iterator[None]:
-    """Turn off the library's own progress bars inside, which would run through ours."""
-    was_quiet = are_progress_bars_disabled()
-    disable_progress_bars()
-    try:
-        yield
-    finally:
-        if not was_quiet:
-            enable_progress_bars()

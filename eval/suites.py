@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import difflib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from ..distill.prompts import Prompt, digest_prompts, read_prompts
 from ..ground import BadInputError
-from ..recipes import embedded_file
+from ..recipes.suites import PACKAGED, find_suite
 from .reports.figures import ALL
-
-PACKAGED = ("code", "docs", "prose")
 
 
 @dataclass(frozen=True)
@@ -31,18 +28,24 @@ class Suite:
     digest: str
 
 
-def load_suites(names: Sequence[str], tokenizer: PreTrainedTokenizerBase, limit: int | None = None) -> list[Suite]:
+def load_suites(
+    names: Sequence[str],
+    tokenizer: PreTrainedTokenizerBase,
+    limit: int | None = None,
+    template: Mapping[str, Any] | None = None,
+) -> list[Suite]:
     """Read suites: `code`, `docs` and `prose` ship with Outrider, anything else is a prompt file.
 
     Args:
         limit: the first so many prompts of each; None for all.
+        template: arguments of the chat template (`template` in a recipe).
 
     Raises:
         BadInputError: no such suite or file, an empty one, a suite given twice, or two prompts with one id.
     """
     if not names:
         raise BadInputError(f"no suites were given; packaged ones: {', '.join(PACKAGED)}.")
-    suites = [_load(name, tokenizer, limit) for name in names]
+    suites = [_load(name, tokenizer, limit, template) for name in names]
     for name, count in Counter(s.name for s in suites).items():
         if count > 1:
             raise BadInputError(
@@ -51,9 +54,11 @@ def load_suites(names: Sequence[str], tokenizer: PreTrainedTokenizerBase, limit:
     return suites
 
 
-def _load(name: str, tokenizer: PreTrainedTokenizerBase, limit: int | None) -> Suite:
-    title, file = _find(name)
-    return make_suite(title, read_prompts([str(file)], tokenizer, limit=limit))
+def _load(
+    name: str, tokenizer: PreTrainedTokenizerBase, limit: int | None, template: Mapping[str, Any] | None
+) -> Suite:
+    title, file = find_suite(name)
+    return make_suite(title, read_prompts([str(file)], tokenizer, limit=limit, template=template))
 
 
 def make_suite(name: str, prompts: Sequence[Prompt]) -> Suite:
@@ -75,19 +80,3 @@ def make_suite(name: str, prompts: Sequence[Prompt]) -> Suite:
             "reports are compared prompt by prompt, so ids must be unique."
         )
     return Suite(name, list(prompts), digest_prompts(prompts))
-
-
-def _find(name: str) -> tuple[str, Path]:
-    """Return a suite's title and file."""
-    if name in PACKAGED:
-        return name, embedded_file(f"suites/{name}.jsonl")
-    file = Path(name).expanduser()
-    if file.is_file():
-        return file.stem, file
-    near = difflib.get_close_matches(name, PACKAGED, n=1)
-    hint = (
-        f"did you mean {near[0]!r}?"
-        if near
-        else f"packaged suites: {', '.join(PACKAGED)}; anything else must be a prompt file."
-    )
-    raise BadInputError(f"no suite {name!r}: it is neither packaged nor a file; {hint}")

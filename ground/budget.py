@@ -1,7 +1,7 @@
 """A limit of time and memory around work that a stranger's text decides about, such as rendering a template.
 
-It stops what Python runs, in this thread: each line of the watched code, and each call in it, looks at the clock. One
-long call into a library is not stopped, but cannot take more memory than is left.
+It stops what Python runs, in this thread: each line of the watched code, and each call in it, looks at how long the
+thread has worked. One long call into a library is not stopped, but cannot take more memory than is left.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class OverBudgetError(Exception):
 
 @contextmanager
 def limited(seconds: float, num_bytes: int, code: str) -> Iterator[None]:
-    """Run the block with at most so much time and so much more memory than the process has now.
+    """Run the block with at most so much of the processor's time and so much more memory than the process has now.
 
     Args:
         code: the file name of code whose lines look at the clock, too; of other code only calls do.
@@ -42,7 +42,7 @@ def limited(seconds: float, num_bytes: int, code: str) -> Iterator[None]:
     """
     tracing = sys.gettrace()
     with _limited_memory(num_bytes):
-        sys.settrace(_watch(time.monotonic() + seconds, seconds, code))
+        sys.settrace(_watch(time.thread_time() + seconds, seconds, code))
         try:
             yield
         finally:
@@ -51,7 +51,7 @@ def limited(seconds: float, num_bytes: int, code: str) -> Iterator[None]:
 
 def _watch(until: float, seconds: float, code: str) -> Any:
     def look(frame: FrameType, *_: object) -> Any:
-        if time.monotonic() > until:
+        if time.thread_time() > until:
             raise OverBudgetError(f"it takes longer than {seconds:g} seconds")
         return look if frame.f_code.co_filename == code else None
 

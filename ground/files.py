@@ -10,10 +10,10 @@ from .errors import BadInputError
 from .replacing import replacing
 
 
-def write_atomically(file: Path, text: str) -> None:
+def write_atomically(file: Path, content: str | bytes) -> None:
     """Write `file` so that a reader, or a run that continues after a crash, sees all of it or nothing."""
-    with replacing(file) as temporary, temporary.open("w", encoding="utf-8") as opened:
-        opened.write(text)
+    with replacing(file) as temporary:
+        temporary.write_bytes(content.encode() if isinstance(content, str) else content)
 
 
 def read_json(file: Path) -> dict[str, Any]:

@@ -194,6 +194,16 @@ def read_lines(file: Path, limit: int = JSON.num_bytes) -> Iterator[str]:
     Raises:
         Unreadable: it is no regular file, a line is longer, or not in UTF-8.
     """
+    for number, line in enumerate(read_byte_lines(file, limit), 1):
+        yield decoded(line, f"{file}: line {number}")
+
+
+def read_byte_lines(file: Path, limit: int = JSON.num_bytes) -> Iterator[bytes]:
+    """Yield the lines of a file of any length as bytes, each with its end and of at most `limit` bytes.
+
+    Raises:
+        Unreadable: it is no regular file, or a line is longer.
+    """
     require_regular(file)
     with file.open("rb") as opened:
         for number in range(1, 2**63):
@@ -202,7 +212,7 @@ def read_lines(file: Path, limit: int = JSON.num_bytes) -> Iterator[str]:
                 return
             if len(line) > limit:
                 raise Unreadable(f"{file}: line {number}", f"longer than {limit / MEGABYTE:g} MB")
-            yield decoded(line, f"{file}: line {number}")
+            yield line
 
 
 def _lone_surrogate(where: str, error: UnicodeEncodeError) -> Unreadable:

@@ -77,6 +77,33 @@ def locked(folder: str | Path, wait: float = 0.0) -> Iterator[None]:
 
 
 @contextmanager
+def claiming(file: Path, wait: float = 0.0) -> Iterator[bool | None]:
+    """Try for the lock file `file`, and yield whether this process holds it inside; None on a disk without locks.
+
+    Unlike `locked`, it belongs to no folder, nothing is cleared, and somebody else's is no error. Whoever held it and
+    died, holds it no longer.
+
+    Args:
+        wait: seconds to wait for whoever holds it; -1 for as long as it takes.
+    """
+    lock = FileLock(file, thread_local=False, fallback_to_soft=False)
+    try:
+        lock.acquire(timeout=wait)
+    except Timeout:
+        yield False
+        return
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+        yield None
+        return
+    try:
+        yield True
+    finally:
+        _release(lock)
+
+
+@contextmanager
 def _again(held: _Held) -> Iterator[None]:
     held.depth += 1
     try:

@@ -18,7 +18,12 @@ _SEAL = re.compile(_BEGIN + r"([0-9a-f]{64})\n?")
 
 def digest_json(value: Any) -> str:
     """Return the SHA-256 of a value as canonical JSON."""
-    return hashlib.sha256(json.dumps(value, sort_keys=True, ensure_ascii=False, default=str).encode()).hexdigest()
+    return hashlib.sha256(canonical_json(value).encode()).hexdigest()
+
+
+def canonical_json(value: Any) -> str:
+    """Return a value as JSON whose keys are in order: equal values give equal text."""
+    return json.dumps(value, sort_keys=True, ensure_ascii=False, default=str)
 
 
 def checksummed(values: dict[str, Any]) -> dict[str, Any]:

@@ -66,6 +66,11 @@ __all__ = [
 
 Head = Callable[[Tensor], Tensor]
 
+# Positions that have logits at a time. A GPU reads and writes all gradients of an output embedding with each chunk, at
+# 8B shape 2 GB: there larger ones are worth their memory. (On the meta device trainings on a GPU are planned.)
+CHUNK = 512
+CHUNKS = {"cuda": 2048, "meta": 2048}
+
 
 @dataclass
 class Comparison:
@@ -136,7 +141,7 @@ class ComparisonSettings:
         draft_head: makes logits `[P, V']` of the drafter's; one for all steps, or one for each.
         kept: token ids `[V']` of a pruned draft vocabulary.
         parameters: what `draft_head` trains. Others get no gradient from the comparison.
-        chunk: how many positions have logits at a time.
+        chunk: how many positions have logits at a time; 0 for as many as suit the device.
     """
 
     target_head: Head
@@ -144,7 +149,7 @@ class ComparisonSettings:
     rule: Loss
     kept: Tensor | None = None
     parameters: Sequence[Tensor] = ()
-    chunk: int = 512
+    chunk: int = 0
 
     def reference(self, target_hidden: Tensor, following: Tensor | None) -> Reference:
         """Return the target's side of a chunk, from its hidden states `[P, H]` and the tokens that followed `[P]`."""
@@ -176,8 +181,9 @@ def chunked_compare(
     if weights is None:
         weights = steps.new_ones(steps.shape[:2], dtype=torch.float32)
     chunks = _Chunks(steps, weights.reshape(steps.shape[:2]).float(), settings)
-    for begin in range(0, len(target_hidden), settings.chunk):
-        part = slice(begin, begin + settings.chunk)
+    size = settings.chunk or CHUNKS.get(target_hidden.device.type, CHUNK)
+    for begin in range(0, len(target_hidden), size):
+        part = slice(begin, begin + size)
         chunks.add(part, settings.reference(target_hidden[part], None if following is None else following[part]))
     loss, alpha, top1 = chunks.results if draft_hidden.ndim == 3 else chunks.results[:, 0]
     return Comparison(chunks.total(), loss, alpha, top1)

@@ -19,13 +19,14 @@ from torch import Tensor, nn
 
 from ..ground import BadInputError
 from ..targets import Counts, RaggedCache, Target
+from ..targets.llama_kind import layer_windows
 from .base import DrafterLoss, TargetBatch
 from .draft_model import DraftModel, DraftModelConfig
 from .losses import ComparisonSettings, chunked_compare, divergence
 from .parts.block_session import OnePassSession
 from .parts.decoder_layer import normed
 from .parts.mask_token import check_mask, unused_token
-from .parts.model_runner import ModelRunner, layer_windows, runs
+from .parts.model_runner import ModelRunner, runs
 from .parts.nodes import Unread, required
 from .parts.rollouts import RolledDrafts, RolledLayers, Rollouts, place_texts, said
 from .parts.unread_session import UnreadSession

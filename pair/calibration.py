@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from math import ceil
 from pathlib import Path
@@ -19,7 +19,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from rich.console import Console
 
 from ..decode import Decoder, Plan, Round
-from ..distill.prompts import Message, Prompt, render
+from ..distill.layouts import Message
+from ..distill.prompts import Prompt
+from ..distill.templates import render
 from ..eval.suites import load_suites
 from ..ground import BadInputError
 from ..ground.files import write_atomically
@@ -51,9 +53,8 @@ def choose_prompts(recipe: Recipe, target: Target, num_prompts: int = NUM_PROMPT
 
     Prompts that leave no room for a response in the target's context are left out.
     """
-    suites = load_suites(
-        recipe.eval.suites, target.require_tokenizer(), limit=ceil(num_prompts / len(recipe.eval.suites))
-    )
+    limit = ceil(num_prompts / len(recipe.eval.suites))
+    suites = load_suites(recipe.eval.suites, target.require_tokenizer(), limit, recipe.template)
     room = (target.max_context or sys.maxsize) - settings(recipe).max_new_tokens
     # Two files may both call their rows "test"; a suite's name is unique, and it is what the bootstrap draws within.
     named = [replace(prompt, suite=suite.name) for suite in suites for prompt in suite.prompts]
@@ -70,14 +71,18 @@ def first_of_each_suite(prompts: Sequence[Prompt], num_prompts: int) -> list[Pro
     return [prompts[place] for place in sorted(place for _, place in sorted(placed)[:num_prompts])]
 
 
-def rendered(prompts: Sequence[Prompt], target: Target) -> list[Prompt]:
-    """Return the prompts as `target`'s own chat template asks them: another template shows the drafter other tokens."""
-    return [p if p.messages is None else _render(p, p.messages, target) for p in prompts]
+def rendered(prompts: Sequence[Prompt], target: Target, template: Mapping[str, Any]) -> list[Prompt]:
+    """Return the prompts as `target`'s own chat template asks them: another template shows the drafter other tokens.
+
+    Args:
+        template: its arguments, such as `enable_thinking`.
+    """
+    return [p if p.messages is None else _render(p, p.messages, target, template) for p in prompts]
 
 
-def _render(prompt: Prompt, messages: Sequence[Message], target: Target) -> Prompt:
+def _render(prompt: Prompt, messages: Sequence[Message], target: Target, template: Mapping[str, Any]) -> Prompt:
     tokenizer = target.require_tokenizer()
-    text = render(tokenizer, messages, f"calibration prompt {prompt.id}")
+    text = render(tokenizer, messages, f"calibration prompt {prompt.id}", template=template)
     return replace(prompt, text=text, tokens=tuple(tokenizer(text, add_special_tokens=False)["input_ids"]))
 
 

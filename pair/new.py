@@ -15,7 +15,6 @@ from transformers import PreTrainedTokenizerBase
 
 from ..distill.prompts import Prompt
 from ..eval.reports.report import ContestantInfo, Report
-from ..eval.suites import PACKAGED
 from ..ground import BadInputError, Refusal
 from ..ground.digests import listed_problems
 from ..ground.files import write_atomically
@@ -24,6 +23,7 @@ from ..ground.locks import locked
 from ..ground.replacing import replacing_folder
 from ..heads import Drafter, Fusion, load_drafter
 from ..recipes import Recipe
+from ..recipes.suites import PACKAGED
 from ..targets import Fingerprint, Target
 from ..targets.adapters import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from ..targets.fingerprint import digest_file, digest_files

@@ -17,10 +17,10 @@ cancels. The same ratio times the τ of the pair's report predicts the τ that i
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
-from typing import Literal
+from typing import Any, Literal
 
 from rich.console import Console
 
@@ -75,6 +75,7 @@ def probe(
     seed: int = 0,
     tolerance: float = TOLERANCE,
     console: Console | None = None,
+    template: Mapping[str, Any] | None = None,
 ) -> ProbeResult:
     """Measure the pair's drafter on `target` and compare it with the pair's baseline.
 
@@ -85,6 +86,7 @@ def probe(
         num_prompts: of the pair's calibration prompts, at most all.
         max_new_tokens: None for the baseline's; another length would compare different things.
         seed: of the bootstrap. The texts are keyed by the baseline's own.
+        template: arguments that the chat template gets now; None for the pair's own.
 
     Raises:
         BadInputError: the pair has no baseline, or another response length is asked for.
@@ -96,8 +98,11 @@ def probe(
         return ProbeResult("incompatible", lines=[str(error)])
     changes = pair.fingerprint().differences(target.fingerprint())
     prompts = first_of_each_suite(pair.calibration(), num_prompts)
-    if "chat_template" in changes:
-        prompts = rendered(prompts, target)
+    own = pair.recipe().template
+    now = own if template is None else dict(template)
+    if "chat_template" in changes or now != own:
+        prompts = rendered(prompts, target, now)
+    changes += [_argument(name, own, now) for name in sorted({*own, *now}) if own.get(name) != now.get(name)]
     measured = calibrate(target, drafter, prompts, baseline, pair.plan, console)
     known = {m.id: m for m in baseline.prompts}
     return _judge(pair, baseline, changes, measured, [known[m.id] for m in measured], tolerance, seed)
@@ -209,6 +214,11 @@ def _changes(changes: list[str]) -> list[str]:
     return (
         [f"the target changed: {', '.join(changes)}"] if changes else ["the target is the one this pair was made for"]
     )
+
+
+def _argument(name: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    was, is_now = (repr(given[name]) if name in given else "not given" for given in (before, now))
+    return f"the chat template's argument {name} (was {was}, is {is_now})"
 
 
 def _figures(result: ProbeResult, compared: _Comparison, baseline: Baseline) -> list[str]:

@@ -8,7 +8,7 @@ out/pair/                   the new version
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from math import ceil
 from pathlib import Path
@@ -86,9 +86,8 @@ def refresh(
         drafter_folder = _trained(pair, recipe, target, console, how or How())
         drafter = load_drafter(drafter_folder, target)
         report_folder = _measured(recipe, target, drafter, drafter_folder, console)
-        return new_pair(
-            folder / "pair", target, drafter_folder, recipe, report_folder, pair, _calibration(pair, target), console
-        )
+        prompts = _calibration(pair, target, recipe.template)
+        return new_pair(folder / "pair", target, drafter_folder, recipe, report_folder, pair, prompts, console)
 
 
 def refresh_recipe(pair: Pair, target: Target, out: Path, overrides: Sequence[str] = ()) -> Recipe:
@@ -165,7 +164,7 @@ def _trained(pair: Pair, recipe: Recipe, target: Target, console: Console | None
 
 def _measured(recipe: Recipe, target: Target, drafter: Drafter, drafter_folder: Path, console: Console | None) -> Path:
     """Measure the drafter beside the recipe's baselines; a finished measurement of the same thing is used again."""
-    suites = load_suites(recipe.eval.suites, target.require_tokenizer(), recipe.eval.limit)
+    suites = load_suites(recipe.eval.suites, target.require_tokenizer(), recipe.eval.limit, recipe.template)
     subject = [
         target.fingerprint().digest,
         digest_files(drafter_folder),
@@ -179,7 +178,8 @@ def _measured(recipe: Recipe, target: Target, drafter: Drafter, drafter_folder: 
     return folder
 
 
-def _calibration(pair: Pair, target: Target) -> list[Prompt]:
+def _calibration(pair: Pair, target: Target, template: Mapping[str, Any]) -> list[Prompt]:
     """Return the parent's prompts, as the new target's template asks them: the two versions can be compared on them."""
     changed = "chat_template" in pair.fingerprint().differences(target.fingerprint())
-    return rendered(pair.calibration(), target) if changed else pair.calibration()
+    changed |= dict(template) != pair.recipe().template
+    return rendered(pair.calibration(), target, template) if changed else pair.calibration()

@@ -9,7 +9,7 @@ from typing import Any
 
 from ..ground import BadInputError
 from ..ground.foreign import YAML, parse_yaml, read_text
-from .schema import DataSpec, EvalSpec, JointSpec, Recipe, SamplingSpec, TargetSpec
+from .schema import DataSpec, EvalSpec, JointSpec, Recipe, SamplingSpec, SourceSpec, TargetSpec
 
 __all__ = [
     "DataSpec",
@@ -17,6 +17,7 @@ __all__ = [
     "JointSpec",
     "Recipe",
     "SamplingSpec",
+    "SourceSpec",
     "TargetSpec",
     "embedded_file",
     "load_recipe",

@@ -10,11 +10,22 @@ This module imports neither torch nor transformers, so that a command can check 
 from __future__ import annotations
 
 import difflib
+import re
 import types
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeGuard, Union, get_args, get_origin
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 from ..ground import BadInputError
 from ..ground.foreign import yaml_text
@@ -61,20 +72,106 @@ class SamplingSpec(Section):
     seed: int = 0
 
 
+class ServerSpec(Section):
+    """A server that answers prompts.
+
+    Attributes:
+        url: such as `http://gpu1:8000/v1`.
+        concurrency: requests that it works on at once; null for `data.requests.concurrency`.
+    """
+
+    url: Annotated[str, Field(pattern=r"^https?://[^\s/@]+(/\S*)?$")]
+    concurrency: Positive | None = None
+
+
+class RequestsSpec(Section):
+    """How servers are asked.
+
+    Attributes:
+        model: the name that they serve the target under; null for the first one that each lists.
+        interface: `completions` sends prompts as token ids where the server takes them, `chat` sends messages; `auto`
+            takes the best that the server understands.
+        stream: answers arrive in parts, which keeps proxies from giving up on long ones.
+        concurrency: requests that each server works on at once.
+        retries: attempts at one prompt that may fail before it is left out of the run.
+        timeout: seconds that an answer may take.
+        patience: seconds without any server that answers, after which the run ends.
+        key: the name of the environment variable that holds the servers' key, which is written nowhere.
+    """
+
+    model: str | None = None
+    interface: Literal["auto", "completions", "chat"] = "auto"
+    stream: bool = False
+    concurrency: Positive = 32
+    retries: Positive = 8
+    timeout: Annotated[float, Field(gt=0)] = 600.0
+    patience: Annotated[float, Field(gt=0)] = 600.0
+    key: str = "OUTRIDER_SERVER_KEY"
+
+    @field_validator("key")
+    @classmethod
+    def _names_a_variable(cls, key: str) -> str:
+        if not re.fullmatch(r"[A-Z_][A-Z0-9_]*", key):
+            raise ValueError(
+                "the name of an environment variable that holds the key is expected here, in capitals, never the key "
+                "itself"
+            )
+        return key
+
+
+class SourceSpec(Section):
+    """Where rows come from, and how they are read.
+
+    Attributes:
+        path: as in `data.prompts`.
+        weight: share of this source in the mixture, relative to the others; without any weights each is read whole.
+        layout: how a row is read, where its keys do not say what it is; see `outrider.distill.layouts`.
+        split: of a folder or a Hub data set; `train` if it has one.
+        limit: the first so many rows.
+    """
+
+    path: str
+    weight: Annotated[float, Field(gt=0)] | None = None
+    layout: Literal["text", "question", "turns", "messages"] | None = None
+    split: str | None = None
+    limit: Positive | None = None
+
+
+_TEXT, _MAPPING = "(text)", "(mapping)"  # pydantic puts these into the path of an error
+
+
+def _form(value: Any) -> str:
+    return _MAPPING if isinstance(value, (dict, SourceSpec)) else _TEXT
+
+
+Source = Annotated[
+    Annotated[str, Tag(_TEXT)] | Annotated[SourceSpec, Tag(_MAPPING)],
+    Discriminator(_form),
+]
+
+
 class DataSpec(Section):
     """What the drafter learns from.
 
     Attributes:
-        prompts: `embedded:code`, `embedded:docs`, `embedded:prose`, a .jsonl/.json/.parquet/.txt file, or a Hub data
-            set (`org/name` or `org/name:split`).
+        prompts: `embedded:code`, `embedded:docs`, `embedded:prose`, a .jsonl/.json/.parquet/.arrow/.txt file, a folder
+            of them, or a Hub data set (`org/name` or `org/name:split`); each a text, or a mapping with `path`.
         limit: prompts used in all, taken from the sources in turn; null for all.
-        max_prompt_tokens: longer raw texts lose their beginning, longer chats are left out.
+        answers: `target` has the target answer every turn itself; `given` takes the answers that came with the rows.
+        max_prompt_tokens: longer raw texts lose their beginning, longer chats are left out, and a conversation ends
+            before a longer question.
+        malformed: whether a row that cannot be read ends the run (`refuse`) or is counted and left out (`drop`).
+        allow_leaks: take prompts that are measured in `eval.suites`, too; otherwise they are an error.
         max_new_tokens: length limit of a response.
         batch_size: prompts the target answers at once.
         features: whether hidden states are computed while training ("online") or once, to disk ("cached").
         holdout: fraction of the sequences kept for evaluation during training.
         learn_prompts: also learn to predict the prompts' tokens (`completion_only_loss=False` in TRL): more to learn
             from per sequence, though not the target's own words. Held-out figures count responses only, either way.
+        servers: URLs of OpenAI-compatible servers of the target, which answer instead of our own decoder; each may be a
+            mapping with the keys url and concurrency.
+        requests: how they are asked.
+        drafter: folder of a drafter that our decoder speculates with while it answers; the text stays the same.
         responses: a finished data folder to use instead of generating one.
         on_policy: fraction of the rows of every step whose response the drafter writes anew and the target scores
             (`lmbda` in TRL's GKDConfig; DistillSpec, arXiv 2310.08461). Up to `max_new_tokens`; needs a drafter that is
@@ -82,18 +179,43 @@ class DataSpec(Section):
         on_policy_temperature: at which it writes them.
     """
 
-    prompts: Annotated[list[str], Field(min_length=1)]
+    prompts: Annotated[list[Source], Field(min_length=1)]
     limit: Positive | None = None
-    max_prompt_tokens: Positive = 256
+    answers: Literal["target", "given"] = "target"
+    max_prompt_tokens: Positive = 2048
+    malformed: Literal["refuse", "drop"] = "refuse"
+    allow_leaks: bool = False
     max_new_tokens: Positive = 192
     sampling: SamplingSpec = Field(default_factory=SamplingSpec)
     batch_size: Positive = 32
     features: Literal["online", "cached"] = "online"
     holdout: Annotated[float, Field(ge=0, lt=1)] = 0.05
     learn_prompts: bool = False
+    servers: Annotated[list[ServerSpec], Field(min_length=1)] | None = None
+    requests: RequestsSpec = Field(default_factory=RequestsSpec)
+    drafter: str | None = None
     responses: str | None = None
     on_policy: Annotated[float, Field(ge=0, le=1)] = 0.0
     on_policy_temperature: Temperature = 1.0
+
+    @field_validator("servers", mode="before")
+    @classmethod
+    def _are_urls_or_more(cls, servers: Any) -> Any:
+        if not isinstance(servers, list):
+            return servers
+        return [{"url": server} if isinstance(server, str) else server for server in servers]
+
+    @model_validator(mode="after")
+    def _has_one_who_answers(self) -> DataSpec:
+        if self.answers == "given" and (self.servers or self.drafter):
+            raise ValueError(
+                "answers: given takes those of the rows, so nobody else answers; leave out servers, drafter"
+            )
+        if self.servers is not None and self.drafter is not None:
+            raise ValueError(
+                "drafter speeds up our own decoder, and servers answer instead of it; leave out one of them"
+            )
+        return self
 
     @model_validator(mode="after")
     def _reads_what_is_new(self) -> DataSpec:
@@ -204,6 +326,7 @@ class Recipe(Section):
         drafter: `type` and the fields of that drafter's config; `init: <folder>` starts from a saved drafter. (A draft
             model's `init` may also be random, pretrained or prune.)
         training: fields of `transformers.TrainingArguments`.
+        template: arguments of the target's chat template, such as `enable_thinking: false`, for data and suites.
         joint: trains the target, too; the run's target is then `target` with `<output>/adapter`.
         output: where everything of this run goes; `{name}` is replaced.
     """
@@ -212,6 +335,7 @@ class Recipe(Section):
     target: TargetSpec
     drafter: dict[str, Any]
     data: DataSpec
+    template: dict[str, Any] = Field(default_factory=dict)
     training: dict[str, Any] = Field(default_factory=dict)
     joint: JointSpec | None = None
     eval: EvalSpec = Field(default_factory=EvalSpec)
@@ -275,7 +399,8 @@ _WORDS = {
 
 def _explain(error: Any) -> str:
     """Return one pydantic error as `data.limit: expected an integer or null, found 'many'`."""
-    path, kind, context = error["loc"], error["type"], error.get("ctx", {})
+    path = tuple(part for part in error["loc"] if part not in (_TEXT, _MAPPING))
+    kind, context = error["type"], error.get("ctx", {})
     name, found = _dotted(path), error["input"]
     if kind == "value_error":
         return f"{name}: {context['error']}."
@@ -308,7 +433,8 @@ def _annotation(path: tuple[str | int, ...]) -> Any:
     """Return the declared type at a path of the recipe."""
     here: Any = Recipe
     for part in path:
-        here = _member(next(a for a in _alternatives(here) if a is not type(None)), part)
+        forms = [a for a in _alternatives(here) if a is not type(None)]
+        here = _member(next(filter(_is_section, forms), forms[0]), part)
     return here
 
 
@@ -351,7 +477,7 @@ def _suggestion(path: tuple[str | int, ...]) -> str:
     """Return the nearest known key: among its neighbours first, then one of that name elsewhere in the recipe."""
     key, parents = str(path[-1]), path[:-1]
     known = _known_keys(Recipe)
-    prefix = ".".join(map(str, parents))
+    prefix = ".".join(part for part in parents if isinstance(part, str))
     siblings = [k for k in known if k.rpartition(".")[0] == prefix]
     for candidates in (siblings, known):
         names = {k.rpartition(".")[2]: k for k in reversed(candidates)}
@@ -364,6 +490,12 @@ def _known_keys(section: type[BaseModel], prefix: str = "") -> list[str]:
     """Return every typed key of the recipe by dotted path, outermost first."""
     keys = [prefix + name for name in section.model_fields]
     for name, field in section.model_fields.items():
-        for member in filter(_is_section, _alternatives(field.annotation)):
+        inside = [m for a in _alternatives(field.annotation) for m in _entries(a)]
+        for member in filter(_is_section, inside):
             keys += _known_keys(member, f"{prefix}{name}.")
     return keys
+
+
+def _entries(annotation: Any) -> tuple[Any, ...]:
+    """Return the types of a list's entries; another type as it is."""
+    return _alternatives(get_args(annotation)[0]) if get_origin(annotation) is list else (annotation,)

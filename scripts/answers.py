@@ -19,7 +19,8 @@ from typing import Any, Final
 import typer
 from pydantic import BaseModel, ConfigDict, TypeAdapter
 
-from ..distill.responses import provenance
+from ..distill.data_set import provenance
+from ..distill.prompts import Collection
 from ..eval.reports.gate import GateResult
 from ..eval.reports.intervals import Interval
 from ..eval.reports.report import Baselines, Conditions, ContestantInfo, Figures, Report
@@ -172,6 +173,33 @@ class DistillBody(Body):
     def of(cls, folder: Path) -> DistillBody:
         """Return the body of finished responses."""
         return cls(folder=str(folder), counts=provenance(folder)["counts"])
+
+
+class SourceBody(Body):
+    """What became of the rows of one source, by reason, with one example of each."""
+
+    source: str
+    rows: int
+    kept: int
+    truncated: int
+    leaked: int
+    layouts: dict[str, int]
+    dropped: dict[str, int]
+    examples: dict[str, str]
+
+
+class DataCheckBody(Body):
+    """What a recipe's data amounts to; `prompt_tokens` are quantiles of the lengths of the prompts that are kept."""
+
+    prompts: int
+    sources: list[SourceBody]
+    prompt_tokens: dict[str, int]
+
+    @classmethod
+    def of(cls, found: Collection, lengths: dict[str, int]) -> DataCheckBody:
+        """Return the body for prompts that were collected."""
+        sources = [SourceBody(**counts) for counts in found.by_source()]
+        return cls(prompts=len(found.prompts), sources=sources, prompt_tokens=lengths)
 
 
 class TrainBody(Body):
@@ -332,6 +360,7 @@ class LintBody(Body):
 BODIES: dict[str, Any] = {
     "error": ErrorBody,
     "distill": DistillBody,
+    "data-check": DataCheckBody,
     "train": TrainBody,
     "vocab": VocabularyReport,
     "plan": PlanBody,

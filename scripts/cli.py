@@ -31,7 +31,7 @@ from ..ground.disk import is_disk_full, require_folder
 from ..ground.files import write_atomically
 from ..ground.hub import say_retries_once
 from ..ground.signals import how, number_of, stoppable
-from . import doors, registry, served, watch
+from . import data, doors, registry, served, watch
 from .examples import EXAMPLES
 from .speaking import answering, console_for, tell
 
@@ -143,6 +143,7 @@ app = typer.Typer(
 )
 pair_app = typer.Typer(no_args_is_help=True, help="Make, show and verify pairs.")
 app.add_typer(pair_app, name="pair")
+data.add_verbs(app)
 doors.add_verbs(app)
 served.add_verbs(app)
 watch.add_verbs(app)
@@ -474,6 +475,7 @@ def generate(
     depth: Annotated[
         int | None, typer.Option(min=0, help="Draft tokens per round (default: the tuned plan, else the pair's).")
     ] = None,
+    template: data.Template = None,
 ) -> None:
     """Stream a completion: [green]accepted draft tokens[/green] and [magenta]the target's own[/magenta]."""
     from ..decode import Sampling
@@ -487,7 +489,9 @@ def generate(
         target, drafter, plan = loaded.open()
         plan = replace(plan, depth=depth, tree=None)
     text = sys.stdin.read() if prompt == "-" else prompt
-    completion = Completion(target, drafter, plan, Sampling(temperature=temperature, seed=seed), max_new_tokens)
+    sampling, arguments = Sampling(temperature=temperature, seed=seed), data.arguments(template)
+    completion = Completion(target, drafter, plan, sampling, max_new_tokens)
+    completion.template = loaded.recipe().template | (arguments or {})
     if plain:
         for piece, _ in completion.stream(text, chat):
             sys.stdout.write(piece)
@@ -646,6 +650,7 @@ def probe(
     target: NewTarget,
     adapter: Adapter = None,
     quantize: Quantize = None,
+    template: data.Template = None,
     as_json: AsJson = False,
 ) -> None:
     """Is the pair still right for a changed target? Exit code 0: fresh, 1: stale, 3: incompatible."""
@@ -653,10 +658,11 @@ def probe(
     from ..pair import probe as run
     from .answers import ProbeBody, say
 
-    loaded = Pair.load(pair)
+    loaded, asked = Pair.load(pair), data.arguments(template)
     console = console_for(as_json)
     changed = loaded.load_target(target, adapter=adapter, quantize=quantize)
-    result = run(loaded, changed, console=console)
+    arguments = None if asked is None else loaded.recipe().template | asked
+    result = run(loaded, changed, console=console, template=arguments)
     if as_json:
         say("probe", ProbeBody.of(loaded, changed.fingerprint().digest, result), result.exit_code)
     else:

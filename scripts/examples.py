@@ -4,6 +4,8 @@ from __future__ import annotations
 
 EXAMPLES = {
     "distill": ["outrider distill embedded-eagle3", "outrider distill my.yaml data.limit=500"],
+    "data show": ["outrider data show embedded-eagle3 --count 2", "outrider data show my.yaml data.answers=given"],
+    "data check": ["outrider data check embedded-eagle3", "outrider data check my.yaml data.limit=1000 --json"],
     "train": ["outrider train embedded-eagle3", "outrider train my.yaml training.max_steps=100 --fresh"],
     "vocab": ["outrider vocab embedded-eagle3 --size 1024 --size 2048"],
     "plan": ["outrider plan llama-3.1-8b-eagle3 --processes 8 --sharding zero2"],

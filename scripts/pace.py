@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ..decode import Decoder, Plan
-from ..distill.prompts import Prompt, collect
+from ..distill.prompts import Prompt, Reading, collect
 from ..eval.costs import verify_times
 from ..eval.race import threads
 from ..ground.machine import clock
@@ -79,7 +79,10 @@ def measure_pace(recipe: Recipe) -> Pace:
     """
     target = _loaded(recipe, "float32")
     prompts = collect(
-        recipe.data.prompts, target.require_tokenizer(), recipe.data.batch_size, recipe.data.max_prompt_tokens
+        recipe.data.prompts,
+        target.require_tokenizer(),
+        recipe.data.batch_size,
+        Reading(recipe.data.max_prompt_tokens, recipe.template, whole=True),
     ).prompts
     full = _measured(recipe, target, prompts, bf16=False)
     step = _step_seconds(recipe, target, prompts, bf16=True)

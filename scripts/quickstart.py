@@ -35,7 +35,8 @@ from rich.text import Text
 from torch import Tensor
 
 from ..distill import distill, provenance
-from ..distill.prompts import Prompt, collect
+from ..distill.gathering import gather
+from ..distill.prompts import Prompt
 from ..eval import Figures, Report
 from ..eval.measure import Contestant, contestants, measure
 from ..eval.reports.gate import GateResult
@@ -212,7 +213,8 @@ def unseen_prompts(place: Workplace) -> list[Prompt]:
     """Return what probes repeat and the gate counts: the suites, and prompts that no training of this story sees."""
     tokenizer, spec = place.target.require_tokenizer(), place.recipe.data
     suites = [replace(p, suite=s.name) for s in place.suites(place.target) for p in s.prompts]
-    others = collect(spec.prompts, tokenizer, None, spec.max_prompt_tokens).prompts[place.budget.prompts :]
+    everything = place.recipe.model_copy(update={"data": spec.model_copy(update={"limit": None})})
+    others = gather(everything, tokenizer).prompts[place.budget.prompts :]
     found = [*suites, *others[: max(0, place.budget.gate_prompts - len(suites))]][: place.budget.gate_prompts]
     return sorted(found, key=lambda prompt: prompt.suite)  # suite by suite, as they are resampled
 

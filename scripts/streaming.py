@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +12,7 @@ from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
 from ..decode import Decoder, Event, Plan, Sampling
-from ..distill.prompts import render
+from ..distill.templates import render
 from ..ground import BadInputError
 from ..heads import Drafter
 from ..targets import Target
@@ -104,11 +104,12 @@ class Completion:
     max_new_tokens: int
     tally: Tally = field(default_factory=Tally)
     prompt: list[int] = field(default_factory=list)
+    template: Mapping[str, Any] = field(default_factory=dict)
 
     def stream(self, prompt: str, chat: bool = False) -> Iterator[tuple[str, bool]]:
         """`(text, was it drafted)` as it comes."""
         tokenizer = self.target.require_tokenizer()
-        self.prompt = prompt_tokens(tokenizer, prompt, chat)
+        self.prompt = prompt_tokens(tokenizer, prompt, chat, self.template)
         decoder = Decoder(self.target, self.drafter)
         decoder.generate(
             [self.prompt], min(8, self.max_new_tokens), self.sampling, self.plan
@@ -155,8 +156,10 @@ def harmless(text: str) -> str:
     return "".join(c if c in "\n\t" or c.isprintable() else "\u00b7" for c in text)
 
 
-def prompt_tokens(tokenizer: PreTrainedTokenizerBase, prompt: str, chat: bool) -> list[int]:
-    """The prompt as ids: raw text, or one user turn through the chat template."""
+def prompt_tokens(
+    tokenizer: PreTrainedTokenizerBase, prompt: str, chat: bool, template: Mapping[str, Any] | None = None
+) -> list[int]:
+    """Return the prompt as ids: raw text, or one user turn through the chat template with its arguments."""
     if not chat:
         return list(tokenizer(prompt)["input_ids"])
     if not tokenizer.chat_template:
@@ -164,4 +167,4 @@ def prompt_tokens(tokenizer: PreTrainedTokenizerBase, prompt: str, chat: bool) -
             "--chat: this target's tokenizer has no chat template; leave --chat out to continue the text as it is."
         )
     turns: list[dict[str, Any]] = [{"role": "user", "content": prompt}]
-    return list(tokenizer(render(tokenizer, turns, "--chat"), add_special_tokens=False)["input_ids"])
+    return list(tokenizer(render(tokenizer, turns, "--chat", template=template), add_special_tokens=False)["input_ids"])

@@ -6,7 +6,7 @@ It comes from a recipe's run or from a pair. The target is loaded in the dtype t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -44,6 +44,7 @@ class Subject:
     settings: EvalSpec
     report_folder: Path
     tuned: BatchTuning | None = None
+    template: Mapping[str, Any] = field(default_factory=dict)
 
     def measure(self, console: Console | None = None) -> Report:
         """Measure the drafter beside its baselines and the plain target."""
@@ -56,7 +57,8 @@ class Subject:
         return tune(self.target, self.drafter, self._suites(), self.settings, batch_sizes, console)
 
     def _suites(self) -> list[Suite]:
-        return load_suites(self.settings.suites, self.target.require_tokenizer(), self.settings.limit)
+        tokenizer = self.target.require_tokenizer()
+        return load_suites(self.settings.suites, tokenizer, self.settings.limit, self.template)
 
 
 @dataclass(frozen=True)
@@ -121,7 +123,7 @@ def _of_recipe(name: str, asked: Asked) -> Subject:
     target = load_target(recipe)
     drafter = trained_drafter(recipe, target, asked.drafter)
     folder = report_folder(name, asked.changes, settings, None if asked.drafter is None else drafter)
-    return Subject(target, drafter, plan_of(settings), settings, folder)
+    return Subject(target, drafter, plan_of(settings), settings, folder, template=recipe.template)
 
 
 def report_folder(
@@ -152,7 +154,8 @@ def _of_pair(folder: Path, asked: Asked) -> Subject:
     target = pair.load_target(asked.target, **options) if changed else pair.load_target()
     target, own, plan = pair.open(target, check=not changed)
     # The pair's target has the pair's dtype, whatever the recipe once asked for.
-    settings = asked.settings_of(pair.recipe(asked.changes)).model_copy(update={"dtype": "auto"})
+    recipe = pair.recipe(asked.changes)
+    settings = asked.settings_of(recipe).model_copy(update={"dtype": "auto"})
     plan = replace(plan_of(settings), verify=plan.verify) if asked.other_shape() else plan
     found = pair.tuned(target, temperature=settings.temperatures[0]) if asked.tuned else None
     if asked.tuned and found is None:
@@ -161,7 +164,7 @@ def _of_pair(folder: Path, asked: Asked) -> Subject:
         )
     report = f"{pair.name}-v{pair.version}" + (f"-on-{target.fingerprint().digest[:12]}" if changed else "")
     drafter = load_drafter(asked.drafter, target) if asked.drafter else own
-    return Subject(target, drafter, plan, settings, Path("runs") / "reports" / report, found)
+    return Subject(target, drafter, plan, settings, Path("runs") / "reports" / report, found, recipe.template)
 
 
 def _refuse_unfollowed(asked: Asked) -> None:

@@ -77,14 +77,16 @@ def explain(served: Sequence[Counts], own: Sequence[Answered], tried: dict[str, 
     right = _distance(served, own)
     if not right or not tried:
         return None
-    name = min(tried, key=lambda name: _distance(served, tried[name]))
-    same = sum(is_same(s, a.counts[0]) for s, a in zip(served, tried[name], strict=True))
+    apart = {name: _distance(served, answers) for name, answers in tried.items()}
+    nearest = [name for name, distance in apart.items() if distance == min(apart.values())]
+    same = sum(is_same(s, a.counts[0]) for s, a in zip(served, tried[nearest[0]], strict=True))
     found = Explanation(
-        kind=HYPOTHESES[name].kind,
-        says=HYPOTHESES[name].says,
+        kind=HYPOTHESES[nearest[0]].kind,
+        # Mistakes that do the same, such as those that nothing is accepted with, cannot be told apart.
+        says=", or ".join(dict.fromkeys(HYPOTHESES[name].says for name in nearest)),
         same=same,
         num_prompts=len(served),
-        remaining=_distance(served, tried[name]) / right,
+        remaining=apart[nearest[0]] / right,
     )
     return found if found.is_certain or found.remaining <= LIKELY else None
 

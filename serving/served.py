@@ -105,6 +105,11 @@ class Survey:
         """Whether both sides compute in float32."""
         return self.expected.dtype == "float32"
 
+    @property
+    def counts_all(self) -> bool:
+        """Whether the engine counts all that mistakes are told apart by."""
+        return not any(reply.uncounted for replies in self.drafting.values() for reply in replies)
+
     def differs(self, tolerance: float) -> bool:
         """Tell whether the engine's drafts at temperature 0 are not ours."""
         drafting = self.drafting.get(0.0)
@@ -114,7 +119,7 @@ class Survey:
 
     def _explanation(self) -> Explanation | None:
         drafting = self.drafting.get(0.0)
-        if drafting is None or any(r.uncounted for r in drafting):
+        if drafting is None or not self.counts_all:
             return None
         return explain([r.counts for r in drafting], self.expected.at(0.0), self.expected.mistakes)
 

@@ -90,7 +90,8 @@ class Session:
     def expected(self) -> Expectation:
         """What our own decoder does with the prompts."""
         target, drafter, _ = self.pair.open(self.target)
-        suites = load_suites(self._suite_names, target.require_tokenizer(), self.trial.limit)
+        names, template = self._suite_names, self.pair.recipe().template
+        suites = load_suites(names, target.require_tokenizer(), self.trial.limit, template)
         found = expect(target, drafter, suites, self.trial, self.console)
         found = found.model_copy(update=_asked(self.pair, self.trial, self._suite_names))
         return found.never_drawn() if drafter.name in NEVER_DRAWN else found
@@ -126,7 +127,8 @@ class Session:
 
     def _result(self, survey: Survey, facts: dict[str, Any], tolerance: float) -> ServedResult:
         """Return the result; where drafts differ, the mistakes that could explain it are tried first."""
-        if self.explain and not self.expected.mistakes and survey.differs(tolerance):
+        wanted = self.explain and survey.counts_all and not self.expected.mistakes
+        if wanted and survey.differs(tolerance):
             _, drafter, _ = self.pair.open(self.target)
             self.expected = expect_mistakes(self.target, mistaken(drafter), self.expected, self.console)
             survey.expected = self.expected

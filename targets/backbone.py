@@ -17,6 +17,7 @@ from ..ground.errors import BadInputError, IncompatibleError
 from .attention import NAME as SPLIT_ATTENTION
 from .attention import register
 from .cache import RaggedCache
+from .fast import Fast
 from .layers import body_of, decoder_layers, find_final_norm, first_layers
 from .layout import CacheLayout, check_layers, circumstances
 from .masks import attention_masks, needs_mask
@@ -40,6 +41,8 @@ class Backbone:
     Attributes:
         model: the unmodified `transformers` model.
         body: the same without its output embedding.
+        fast: what runs passes over few tokens in the place of its modules (see `targets.fast`), or None. Such passes
+            cost what is in a cache, whatever its window holds.
     """
 
     def __init__(self, model: PreTrainedModel, reads_embeddings: bool = False):
@@ -51,6 +54,7 @@ class Backbone:
         self._layouts: dict[Hashable, CacheLayout] = {}
         self._compiled: Callable[..., Any] | None = None
         self._final_norm: nn.Module | None = None
+        self.fast: Fast | None = None
 
     # ------------------------------------------------------------ facts
 
@@ -94,6 +98,11 @@ class Backbone:
 
     # ------------------------------------------------------------ how it runs
 
+    @property
+    def compiled(self) -> bool:
+        """Whether `compile` was called."""
+        return self._compiled is not None
+
     def use_split_attention(self) -> None:
         """Attend as `targets.attention` does, which is made for decoding on a GPU.
 
@@ -134,13 +143,16 @@ class Backbone:
 
     # ------------------------------------------------------------ caches
 
-    def new_cache(self, batch_size: int, max_length: int) -> RaggedCache:
+    def new_cache(self, batch_size: int, max_length: int, joined: bool = False) -> RaggedCache:
         """Make a cache for `batch_size` rows of up to `max_length` entries, allocated whole: `cache_bytes` of memory.
+
+        Args:
+            joined: keep all layers in one tensor where they have one shape (see `RaggedCache`).
 
         Raises:
             IncompatibleError: the model keeps something that our caches cannot hold.
         """
-        return self.cache_layout().allocate(batch_size, max_length, self.device)
+        return self.cache_layout().allocate(batch_size, max_length, self.device, joined)
 
     def cache_bytes(self, batch_size: int, max_length: int) -> int:
         """Return the bytes that `new_cache` allocates."""
@@ -197,6 +209,8 @@ class Backbone:
             The last hidden states after the final norm, `[B, Q, H]`, and those at the taps, `[B, Q, K, H]`, or None if
             there are no taps.
         """
+        if self.fast is not None and cache is not None and self.fast.serves(inputs, cache):
+            return self.fast.run(inputs, cache, taps, offset, nodes)
         asked = None
         if isinstance(cache, RecurrentCache):
             inputs, asked = self._with_unread(inputs, cache, offset)
@@ -248,6 +262,7 @@ class Backbone:
         found.body = first_layers(self.body, decoder_layers(self.body, self.num_layers), num_layers)
         found._config = self.model.config, config
         found._taps, found._compiled = TapReader(found.body, num_layers), None
+        found.fast = None if self.fast is None else self.fast.shallow(num_layers)
         return found
 
     def final_norm(self, hidden: Tensor) -> Tensor:

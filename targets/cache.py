@@ -124,14 +124,22 @@ class AttentionStore(CacheLayerMixin):
             return None
         return LayerShape(Store.of(self.keys), Store.of(self.values))
 
+    def take(self, keys: Tensor, values: Tensor) -> None:
+        """Keep entries in memory that the cache has allocated for all layers."""
+        self.keys, self.values, self.is_initialized = keys, values, True
+
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self._allocate(LayerShape(Store.of(key_states), Store.of(value_states)))
 
     def _allocate(self, shape: LayerShape) -> tuple[Tensor, Tensor]:
         rows, length = self.cache.batch_size, self.cache.max_length
         keys, values = shape.keys.allocate(rows, length), shape.values.allocate(rows, length)
-        self.keys, self.values, self.is_initialized = keys, values, True
+        self.take(keys, values)
         return keys, values
+
+    def entries(self, shape: LayerShape) -> tuple[Tensor, Tensor]:
+        """Return all keys and values, `[B, H, L, D]`; allocated in this shape if they are not yet."""
+        return self._allocate(shape) if self.keys is None or self.values is None else (self.keys, self.values)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Write a pass's entries `[B, H, Q, D]`, and return all that the pass reads, `[B, H, used, D]`."""
@@ -154,8 +162,7 @@ class AttentionStore(CacheLayerMixin):
     def move(self, source: Tensor, destination: Tensor) -> None:
         for store in (self.keys, self.values):
             if store is not None:
-                moved = store.gather(2, source[:, None, :, None].expand(-1, store.shape[1], -1, store.shape[3]))
-                store.scatter_(2, destination[:, None, :, None].expand_as(moved), moved)
+                _move(store, source, destination)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.cache.used, 0
@@ -172,6 +179,13 @@ class AttentionStore(CacheLayerMixin):
 
     def num_bytes(self) -> int:
         return sum(t.numel() * t.element_size() for t in (self.keys, self.values) if t is not None)
+
+
+def _move(entries: Tensor, source: Tensor, destination: Tensor) -> None:
+    """Copy the entries `[..., B, H, L, D]` at slots `source` `[B, N]` to `destination` `[B, N]`."""
+    shape = (*entries.shape[:-2], source.shape[1], entries.shape[-1])
+    moved = entries.gather(-2, source[:, None, :, None].expand(shape))
+    entries.scatter_(-2, destination[:, None, :, None].expand(shape), moved)
 
 
 def _selected(store: Tensor, rows: list[int]) -> Tensor:
@@ -223,6 +237,8 @@ class RaggedCache(Cache):
     Args:
         shapes: what each layer keeps; all are then allocated at once. A layer without one is allocated when its first
             entries come.
+        joined: keep the entries of all layers in one tensor, where they have one shape, so that `keep` moves them all
+            in two steps. For rows that stay: `select` would free nothing of it.
 
     Attributes:
         lengths: committed entries per row, `[B]` (int64, on the device).
@@ -241,6 +257,7 @@ class RaggedCache(Cache):
         max_length: int,
         device: torch.device | str,
         shapes: Sequence[Shape | None] = (),
+        joined: bool = False,
     ):
         self.max_length = max_length
         self.lengths = torch.zeros(batch_size, dtype=torch.long, device=device)
@@ -248,11 +265,27 @@ class RaggedCache(Cache):
         self.window: int | None = None
         self.first = 0
         self.placed = Placement(self.lengths, 0, self.lengths[:, None], self.lengths[:, None], slice(0, 0))
-        self._stores = [
+        self._all: Tensor | None = None  # of joined layers, [layers, 2, B, H, L, D]
+        self._stores = self._joined(shapes) if joined else []
+        self._stores = self._stores or [
             self.blank_layer(index) if shape is None else shape.new_layer(self)
             for index, shape in enumerate(shapes or (None,) * num_layers)
         ]
         super().__init__(layers=[cast(CacheLayerMixin, store) for store in self._stores])
+
+    def _joined(self, shapes: Sequence[Shape | None]) -> list[LayerStore]:
+        """Allocate all layers in one tensor; nothing, if they or their keys and values differ in shape."""
+        first = shapes[0] if shapes else None
+        if not isinstance(first, LayerShape) or first.keys != first.values or any(shape != first for shape in shapes):
+            return []
+        size = (len(shapes), 2, self.batch_size, first.keys.heads, self.max_length, first.keys.size)
+        self._all = torch.zeros(size, dtype=first.keys.dtype, device=first.keys.device)
+        stores: list[LayerStore] = []
+        for keys, values in self._all:
+            store = AttentionStore(self)
+            store.take(keys, values)
+            stores.append(store)
+        return stores
 
     def blank_layer(self, index: int) -> LayerStore:
         """Make the layer at `index`, to be allocated when its first entries come."""
@@ -359,8 +392,12 @@ class RaggedCache(Cache):
         """
         wanted = torch.arange(path.shape[1], device=path.device)
         source = self.lengths[:, None] + torch.where(path < 0, wanted, path)
+        destination = self.lengths[:, None] + wanted
+        if self._all is not None:
+            _move(self._all, source, destination)
+            return
         for store in self._stores:
-            store.move(source, self.lengths[:, None] + wanted)
+            store.move(source, destination)
 
     def advance(self, counts: Counts) -> None:
         """Commit the first `counts` of each row's uncommitted entries."""
@@ -383,5 +420,6 @@ class RaggedCache(Cache):
         """Keep these rows only, in this order."""
         self.lengths = self.lengths[rows]
         self.host_lengths = [self.host_lengths[r] for r in rows]
+        self._all = None  # each layer goes on alone
         for store in self._stores:
             store.select(rows)

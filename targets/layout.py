@@ -43,10 +43,10 @@ class CacheLayout:
     def entry_bytes(self) -> int:
         return sum(shape.entry_bytes for shape in self.shapes if shape is not None)
 
-    def allocate(self, batch_size: int, max_length: int, device: torch.device) -> RaggedCache:
+    def allocate(self, batch_size: int, max_length: int, device: torch.device, joined: bool = False) -> RaggedCache:
         """Make a cache for `batch_size` rows of up to `max_length` entries; layers of known shape are allocated."""
         if self.kinds is None:
-            return RaggedCache(len(self.shapes), batch_size, max_length, device, self.shapes)
+            return RaggedCache(len(self.shapes), batch_size, max_length, device, self.shapes, joined)
         return RecurrentCache(self.kinds, batch_size, max_length, device, self.shapes)
 
     def num_bytes(self, batch_size: int, max_length: int) -> int:

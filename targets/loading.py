@@ -38,14 +38,24 @@ def load_model_and_tokenizer(
         register()
     name = str(embedded_path()) if path == EMBEDDED else path
     model = load_causal_lm(name, dtype, revision, trust_remote_code, attention)
+    tokenizer = load_tokenizer_of(path, revision, trust_remote_code)
+    return model if adapter is None else merge_adapter(model, adapter), tokenizer
+
+
+def load_tokenizer_of(path: str, revision: str | None, trust_remote_code: bool) -> PreTrainedTokenizerBase:
+    """Return the tokenizer of a target, whose weights are not needed for it.
+
+    Raises:
+        BadInputError: it cannot be had.
+    """
+    name = str(embedded_path()) if path == EMBEDDED else path
     try:
         folder = model_folder(name, revision, trust_remote_code, weights=False)
-        tokenizer = tokenizer_of(folder, trust_remote_code)
+        return tokenizer_of(folder, trust_remote_code)
     except OutriderError:
         raise
     except Exception as error:
         raise _load_error(f"tokenizer of {name}", error) from error
-    return model if adapter is None else merge_adapter(model, adapter), tokenizer
 
 
 def load_causal_lm(

@@ -6,6 +6,7 @@ Shapes: B rows, Q tokens per row, K taps, H hidden size.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,6 +14,27 @@ from torch import Tensor, nn
 
 from ..ground.errors import IncompatibleError
 from .layers import decoder_layers, hidden_states
+
+
+@dataclass(frozen=True)
+class Tap:
+    """A hook that notes a layer's hidden states, and changes nothing.
+
+    Attributes:
+        seen: where it notes them, under `index`.
+        before: whether it stands before the layer.
+    """
+
+    seen: dict[int, Tensor]
+    index: int
+    before: bool = False
+
+    def __call__(self, layer: nn.Module, *call: Any) -> None:
+        if not self.before:
+            self.seen[self.index] = hidden_states(call[-1])
+            return
+        args, kwargs = call
+        self.seen[self.index] = hidden_states(args[0] if args else kwargs["hidden_states"])
 
 
 class TapReader:
@@ -40,16 +62,10 @@ class TapReader:
         self._hooked |= new
 
     def _hook(self, tap: int, layers: nn.ModuleList) -> None:
-        def on_entry(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            self.seen[tap] = hidden_states(args[0] if args else kwargs["hidden_states"])
-
-        def on_exit(*call: Any) -> None:
-            self.seen[tap] = hidden_states(call[-1])
-
         if tap == 0:
-            layers[0].register_forward_pre_hook(on_entry, with_kwargs=True)
+            layers[0].register_forward_pre_hook(Tap(self.seen, tap, before=True), with_kwargs=True)
         else:
-            layers[tap - 1].register_forward_hook(on_exit)
+            layers[tap - 1].register_forward_hook(Tap(self.seen, tap))
 
     def collect(self, taps: Sequence[int], last: Tensor) -> Tensor | None:
         """Return the pass's hidden states at `taps`, `[B, Q, K, H]`, and forget them; None if there are no taps.

@@ -20,6 +20,7 @@ os.environ.setdefault("WANDB_MODE", "offline")
 # here.)
 if "PYTEST_XDIST_WORKER" not in os.environ and not any("gpu" in argument.split() for argument in sys.argv[1:]):
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    os.environ["TRITON_INTERPRET"] = "1"
 
 import pytest
 import torch

@@ -77,7 +77,7 @@ def _compare(
     finished = [_finished(recipe, seconds) for recipe in moved]
     first, given = moved[0], target
     target = given or Target.load(**first.target.model_dump())
-    suites = load_suites(first.eval.suites, target.require_tokenizer(), first.eval.limit)
+    suites = load_suites(first.eval.suites, target.require_tokenizer(), first.eval.limit, first.template)
     baselines = [baseline(name, target) for name in first.eval.baselines]
     for recipe in (r for r, is_done in zip(moved, finished, strict=True) if not is_done):
         check_makes(recipe, target)

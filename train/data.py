@@ -115,16 +115,18 @@ class Order(Sampler[int]):
 
 
 def split(table: datasets.Dataset, holdout: float, prompts: bool = False) -> tuple[Rows, Rows]:
-    """Return (training rows, held-out rows): the hash of a row's id decides, whatever its place in the table.
+    """Return (training rows, held-out rows): a hash of what a row asks decides, whatever its id and place.
+
+    (In data of older versions, the hash of its id.)
 
     `prompts`: the training rows also teach their prompts' tokens. Rows without a token to learn are left out.
 
     Raises:
         BadInputError: nothing to train on.
     """
-    ids = table["id"]
+    asked = table["content" if "content" in table.column_names else "id"]
     learnable = [i for i, mask in enumerate(table["loss_mask"]) if any(mask[FIRST_LEARNED:])]
-    held = {i for i in learnable if is_held_out(ids[i], holdout)}
+    held = {i for i in learnable if is_held_out(asked[i], holdout)}
     training = [i for i in learnable if i not in held]
     if not training:
         raise BadInputError(
@@ -135,8 +137,8 @@ def split(table: datasets.Dataset, holdout: float, prompts: bool = False) -> tup
     return Rows(table, training, prompts), Rows(table, sorted(held))
 
 
-def is_held_out(row_id: str, holdout: float) -> bool:
-    share = int.from_bytes(hashlib.sha256(row_id.encode()).digest()[:8], "big") / 2**64
+def is_held_out(asked: str, holdout: float) -> bool:
+    share = int.from_bytes(hashlib.sha256(asked.encode()).digest()[:8], "big") / 2**64
     return share < holdout
 
 

@@ -7,23 +7,19 @@ from __future__ import annotations
 
 import os
 import re
-import time
-import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list
 from torch import Tensor
 from transformers import TrainingArguments
 
+from ..distill.launched import crew_in, one_leads
 from ..ground import OutriderError
-from ..ground.files import write_atomically
 from ..ground.locks import locked
 from ..targets import Target
-from ..targets.sharding import follow, leading
 
 
 class PeerLostError(OutriderError):
@@ -41,8 +37,6 @@ def is_lost_peer(error: Exception) -> bool:
 
 # What torch says, in a RuntimeError of no kind of its own, when gloo or NCCL finds nobody on the other side.
 _LOST = ("gloo/transport", "Connection closed by peer", "Connection reset by peer", "NCCL communicator was aborted")
-
-_SIGN = ".ready-"  # and a number that only this run knows
 
 
 def kind_of_processes(args: TrainingArguments) -> str:
@@ -112,33 +106,13 @@ def alone_in(folder: Path, args: TrainingArguments) -> Iterator[None]:
         yield
         return
     with locked(folder):
-        for sign in folder.glob(f"{_SIGN}*"):  # of a run that was killed
-            sign.unlink()
         yield
 
 
-def main_first(args: TrainingArguments, folder: Path, work: Callable[[], Path], target: Target) -> Path:
+def main_first(folder: Path, work: Callable[[], Path], target: Target) -> Path:
     """Do `work` on the main process only, and return in every process the path it returns, once that exists.
 
-    The other processes take part in the passes of a sharded target.
-
-    The others watch for a file instead of waiting in a collective: those give up after half an hour, and a target may
-    need longer for its responses. All processes must see `folder`.
+    The other processes take part in the passes of a sharded target. All must see `folder`.
     """
-    if args.world_size == 1:
-        return work()
-    sign = folder / f"{_SIGN}{broadcast_object_list([uuid.uuid4().hex])[0]}"
-    if args.process_index == 0:
-        with leading(target) if target.sharded else nullcontext():
-            result = work()
-        folder.mkdir(parents=True, exist_ok=True)
-        write_atomically(sign, str(result))
-    elif target.sharded:
-        follow(target)
-    while not sign.exists():
-        time.sleep(0.2)
-    result = Path(sign.read_text())
-    args.distributed_state.wait_for_everyone()
-    if args.process_index == 0:
-        sign.unlink()
-    return result
+    with crew_in(folder) as crew, one_leads(crew, target):
+        return Path(crew.first("done", lambda: str(work())))

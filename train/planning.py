@@ -10,6 +10,7 @@ Shapes: B rows, T tokens, K taps, H hidden size.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -18,13 +19,14 @@ import torch
 from torch import nn
 from transformers import TrainingArguments
 
+from ..distill.data_set import load_responses
 from ..distill.features import DTYPES
-from ..distill.prompts import count_rows
-from ..distill.responses import data_folder, load_responses
+from ..distill.responses import data_folder
+from ..distill.sources import count_rows
 from ..ground import BadInputError, OutriderError
 from ..ground.libraries import LIBRARY_ERRORS, reason
 from ..heads import Drafter
-from ..recipes import Recipe
+from ..recipes import Recipe, SourceSpec
 from ..targets import Target, decoder_layers, embedded_path
 from ..targets.loading import EMBEDDED
 from ..targets.sketch import sketch_causal_lm
@@ -277,7 +279,7 @@ def _of_responses(folder: Path, learn_prompts: bool) -> Workload:
     )
 
 
-def _count(sources: list[str], limit: int | None) -> int:
+def _count(sources: Sequence[str | SourceSpec], limit: int | None) -> int:
     counts = [count_rows(source) for source in sources]
     known = None if None in counts else sum(count or 0 for count in counts)
     if known is None and limit is None:

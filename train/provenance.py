@@ -6,7 +6,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from ..distill.responses import provenance as data_provenance
+from ..distill.data_set import provenance as data_provenance
 from ..ground import BadInputError, Refusal, digests
 from ..ground.files import write_atomically
 from ..ground.sealed import read_sealed, seal_problem, sealed_text, write_json

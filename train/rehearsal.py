@@ -9,7 +9,6 @@ Shapes: B rows, T tokens, K taps, H hidden size.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,17 +17,15 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 from transformers import Trainer, TrainingArguments
 
 from ..ground import BadInputError
+from ..ground.flops import FUSED_ATTENTION, Flops
 from ..heads import Drafter, TargetBatch
 from ..targets import PeakBytes, Target
 from . import muon
 
 aten = torch.ops.aten
-_FUSED = aten._scaled_dot_product_flash_attention_for_cpu  # the one fused attention that runs without contents
-_FUSED_BACKWARD = aten._scaled_dot_product_flash_attention_for_cpu_backward
 _INDEXED = {
     aten.index.Tensor,
     aten._unsafe_index.Tensor,
@@ -136,34 +133,6 @@ def _optimizer(
 # ------------------------------------------------------------ modes
 
 
-class Flops(TorchDispatchMode):
-    """A counter of operations, as torch.utils.flop_counter counts.
-
-    Its own mode also tracks modules, which `autograd.grad` inside a loss does not allow.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.total = 0
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        made = func(*args, **(kwargs or {}))
-        packet = func._overloadpacket
-        if packet in flop_registry:
-            self.total += flop_registry[packet](*args, **(kwargs or {}), out_val=made)
-        elif (
-            packet is aten._grouped_mm
-        ):  # tokens by their experts: weights `[experts, in, out]`, or the gradient of those
-            self.total += 2 * math.prod(args[0].shape) * args[1].shape[-1]
-        elif packet is _FUSED:
-            self.total += sdpa_flop_count(*(t.shape for t in args[:3]))
-        elif packet is _FUSED_BACKWARD:
-            self.total += sdpa_backward_flop_count(*(t.shape for t in args[:4]))
-        return made
-
-
 class Assumed(TorchDispatchMode):
     """A mode that gives what depends on contents an assumed size: see the top of this file."""
 
@@ -227,4 +196,4 @@ def _attend(
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(attn_mask.logical_not(), float("-inf"))
-    return _FUSED(query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale)[0]
+    return FUSED_ATTENTION(query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale)[0]

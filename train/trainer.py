@@ -26,8 +26,9 @@ from rich.console import Console
 from torch import nn
 from transformers import EarlyStoppingCallback, PreTrainedModel, TrainingArguments, set_seed
 
+from ..distill.data_set import load_responses
 from ..distill.features import FeatureStore
-from ..distill.responses import distill, load_responses
+from ..distill.responses import distill
 from ..ground.digests import save_whole
 from ..ground.disk import keeping
 from ..ground.signals import StoppedError, how, number_of
@@ -114,7 +115,7 @@ def train(
         target = _frozen(target or Target.load(**recipe.target.model_dump(), device=args.device), args.device)
         check_with_target(recipe, args, target, drafter)
         training = _Training(recipe, args, target, console, seconds, until)
-        data = main_first(args, recipe.output_folder, lambda: distill(recipe, target, console), target)
+        data = distill(recipe, target, console)
         with adapted(target, recipe.joint, args.seed) as adapter:
             trainer = training.trainer(data, drafter, adapter)
             return training.finish(trainer, data, start)
@@ -242,7 +243,7 @@ class _Training:
             return FeatureStore.build(place, target, table, drafter.taps, target.dtype, self.console).folder
 
         # The process that built it has read all of it.
-        store = FeatureStore(main_first(args, self.recipe.output_folder, build, target), check=False)
+        store = FeatureStore(main_first(self.recipe.output_folder, build, target), check=False)
         return CachedBatches(target, drafter.taps, store)
 
     # ------------------------------------------------------------ the loop, and what comes out

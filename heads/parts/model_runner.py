@@ -8,50 +8,15 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor, nn
-from transformers.activations import SiLUActivation
 
 from ...targets import Nodes, RaggedCache
+from ...targets.llama_kind import is_of_llama_kind, layer_windows
 from .decoder_layer import CachedLayers, copied_bytes, normed
-
-_KINDS = ("llama", "mistral", "qwen2", "qwen3")
-_PARTS = {nn.Linear, nn.Embedding, nn.ModuleList, SiLUActivation, nn.SiLU}
-_ROPES = ("default", "linear", "llama3", "yarn")  # whose angles depend on nothing but the position
 
 
 def runs(model: Any) -> bool:
-    """Whether `ModelRunner` computes what `model` does.
-
-    It does for these kinds, if all modules are as the library made them. Adapters, quantised weights, hooks, and
-    weights that are split over processes are none of that.
-    """
-    home = type(model).__module__
-    if home not in [f"transformers.models.{kind}.modeling_{kind}" for kind in _KINDS] or not type(
-        model
-    ).__name__.endswith("ForCausalLM"):
-        return False
-    config, parameters = model.config, list(model.parameters())
-    return (
-        all(type(p) is nn.Parameter and type(p.data) is Tensor for p in parameters)
-        and len({(p.dtype, p.device) for p in parameters}) == 1
-        and all(_as_made(module, home) for module in model.modules())
-        and not getattr(config, "is_heterogeneous", False)
-        and config._attn_implementation == "sdpa"
-        and type(model.model.layers[0].mlp.act_fn) in _PARTS
-        and model.model.rotary_emb.rope_type in _ROPES
-        and not (model.training and config.attention_dropout)
-    )
-
-
-def _as_made(module: nn.Module, home: str) -> bool:
-    own = type(module) in _PARTS or type(module).__module__ == home
-    return own and not (module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module))
-
-
-def layer_windows(model: Any) -> list[int]:
-    """Return how far each layer of such a model sees; 0 for all of the text."""
-    config = model.config
-    kinds, window = getattr(config, "layer_types", None), getattr(config, "sliding_window", None) or 0
-    return [window if kinds is None or kinds[i] == "sliding_attention" else 0 for i in range(config.num_hidden_layers)]
+    """Whether `ModelRunner` computes what `model` does: it is of Llama's kind, and attends by SDPA."""
+    return is_of_llama_kind(model) and model.config._attn_implementation == "sdpa"
 
 
 class ModelRunner(CachedLayers):

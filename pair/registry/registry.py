@@ -84,7 +84,7 @@ class Registry:
                 place.parent.mkdir(parents=True, exist_ok=True)
                 self.store.fetch(digest, place)
                 advance(1, name)
-            (building / MANIFEST).write_bytes(content)  # as it was signed
+            write_atomically(building / MANIFEST, content)  # as it was signed
             if signature is not None:
                 write_atomically(building / SIGNATURE, signature)
         return Pair.load(folder)

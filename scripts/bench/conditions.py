@@ -14,6 +14,7 @@ import torch
 from outrider.ground import OutriderError
 from outrider.ground.files import write_atomically
 from outrider.ground.machine import device_name
+from outrider.ground.signals import how, number_of, stoppable
 from outrider.ground.versions import versions
 from outrider.targets import Target
 
@@ -38,12 +39,19 @@ def conditions(target: Target, /, **settings: Any) -> dict[str, Any]:
 
 
 def command(main: Callable[[], int]) -> int:
-    """The exit code of `main`; what a user can put right is one line, as from `outrider` itself."""
+    """The exit code of `main`; what a user can put right is one line, as from `outrider` itself.
+
+    A request to stop ends what `main` has started, such as engines.
+    """
     try:
-        return main()
+        with stoppable():
+            return main()
     except OutriderError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
+    except KeyboardInterrupt as error:
+        print(how(error), file=sys.stderr)
+        return 128 + number_of(error)
 
 
 def write(result: dict[str, Any], file: Path | None) -> None:

@@ -221,6 +221,24 @@ def _served_row(name: str, row: Result) -> list[str]:
     ]
 
 
+def _of_watched(result: Result) -> list[str]:
+    head = [
+        "traffic",
+        "usual τ",
+        "alarms in quiet runs",
+        "a restart",
+        "requests until the alarm",
+        "rounds stated for a fall of 40%",
+    ]
+    rows = []
+    for name, found in result["watched"].items():
+        alarms = f"{found['alarms_in_quiet_runs']} in {found['quiet_runs']}"
+        noticed = "noticed, no alarm" if found["restarts_noticed"] else "missed"
+        until, stated = found["requests_until_the_alarm"], found["rounds_stated"]["0.4"]
+        rows.append([name, f"{found['tau']:.3f}", alarms, noticed, str(until or "not found"), f"{stated:,.0f}"])
+    return [table(head, rows)]
+
+
 def _of_changed(result: Result) -> list[str]:
     head = [
         "the target changed by",
@@ -304,6 +322,31 @@ def _of_variants(title: str, found: Result) -> list[str]:
     return [table([f"`{title}`", *words], rows), table([f"{title}: more than `{first}`", *words], differences)]
 
 
+def _of_growth(result: Result) -> list[str]:
+    head = [
+        "rows",
+        "MB of the file",
+        "s to read",
+        "µs per row",
+        "s to write the data set",
+        "µs per row",
+        "MB of memory",
+    ]
+    rows = [
+        [
+            f"{r['rows']:,}",
+            f"{r['file_megabytes']:.1f}",
+            f"{r['read_seconds']:.1f}",
+            f"{1e6 * r['read_seconds'] / r['rows']:,.0f}",
+            f"{r['write_seconds']:.1f}",
+            f"{1e6 * r['write_seconds'] / r['rows']:,.0f}",
+            f"{r['memory_megabytes']:.1f}",
+        ]
+        for r in result["growth"]
+    ]
+    return [table(head, rows)]
+
+
 def _of_launches(result: Result) -> list[str]:
     steps = list(result["launches"][0]["loss"])
     rows = [
@@ -326,6 +369,7 @@ KINDS: dict[tuple[str, ...], Callable[[Result], list[str]]] = {
     ("contestants", "figures"): _of_report,
     ("tokens_per_second_ratios", "loop_overhead"): _of_decode,
     ("served",): _of_served,
+    ("watched",): _of_watched,
     ("changed",): _of_changed,
     ("curves",): _of_curves,
     ("points",): _of_batches,
@@ -335,6 +379,7 @@ KINDS: dict[tuple[str, ...], Callable[[Result], list[str]]] = {
     ("cases", "tests"): _of_p_values,
     ("speed", "memory"): _of_peers_speed,
     ("tau",): _of_peers_tau,
+    ("growth",): _of_growth,
     ("launches",): _of_launches,
     ("memory",): _of_memory,
 }

@@ -47,7 +47,7 @@ from typing import Any
 import torch
 
 from outrider.decode import Decoder, Plan, Sampling
-from outrider.distill.responses import load_responses
+from outrider.distill.data_set import load_responses
 from outrider.eval.race import race, threads
 from outrider.eval.reports.statistics import Bootstrap
 from outrider.eval.suites import load_suites

@@ -86,7 +86,13 @@ def _write_recipe(file: Path, name: str, drafter: dict[str, Any]) -> None:
         "name": name,
         "target": {"path": "target", "dtype": "float32"},
         "drafter": drafter,
-        "data": {"prompts": ["prompts.jsonl"], "max_new_tokens": 8, "batch_size": 2, "holdout": 0.0},
+        "data": {
+            "prompts": ["prompts.jsonl"],
+            "max_new_tokens": 8,
+            "batch_size": 2,
+            "holdout": 0.0,
+            "allow_leaks": True,
+        },
         "training": {"max_steps": 2, "per_device_train_batch_size": 2, "disable_tqdm": True},
         "eval": {
             "suites": ["prompts.jsonl"],

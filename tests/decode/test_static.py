@@ -20,7 +20,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from outrider.decode import Control, Costs, Decoder, Plan, Sampling, Tree, graphs
 from outrider.decode import round as stage
 from outrider.decode.graphs import Graphs
-from outrider.decode.room import window_of
+from outrider.decode.room import Room, window_of
 from outrider.decode.run import Request
 from outrider.heads import (
     Drafter,
@@ -99,6 +99,63 @@ def test_rounds_of_fixed_shapes_write_the_same_text(target, plan, sampling):
         assert fixed.rounds == usual.rounds, name
         assert (fixed.rule, fixed.lossy) == (usual.rule, usual.lossy)
         assert len(set(map(len, usual.tokens))) > 1
+
+
+def ahead(target: Target, drafter: Drafter | None) -> Decoder:
+    """Return a decoder that launches each round before it reads the one before it, as on a GPU."""
+    decoder = Decoder(target, drafter, static=True)
+    decoder.rooms.ahead = True
+    return decoder
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_rounds_that_are_launched_before_the_last_one_is_read_write_the_same_text(target, plan):
+    """Also where rows finish at different times, and run on for one round more than they must."""
+    sampling = SAMPLINGS["greedy" if plan in ("chain", "static tree") else "sampled"]
+    for name, drafter in make_drafters(target).items():
+        usual = Decoder(target, drafter, static=False).generate(PROMPTS, 24, sampling, PLANS[plan])
+        found = ahead(target, drafter).generate(PROMPTS, 24, sampling, PLANS[plan])
+        assert found.tokens == usual.tokens, name
+        assert found.rounds == usual.rounds, name
+
+
+def test_the_plain_target_and_texts_are_launched_ahead_or_not(target):
+    for drafter in (None, Ngram()):
+        usual = Decoder(target, drafter, static=False).generate(PROMPTS, 24)
+        assert ahead(target, drafter).generate(PROMPTS, 24).tokens == usual.tokens
+
+
+def test_two_rounds_are_on_the_device_while_the_host_reads(target, monkeypatch):
+    """Where a controller chooses the depth, or the host makes the proposal, a round is read before the next."""
+    happened: list[str] = []
+
+    def noted(name: str) -> Any:
+        right = getattr(Room, name)
+
+        def call(*given: Any) -> Any:
+            happened.append(name)
+            return right(*given)
+
+        return call
+
+    for name in ("launch", "read"):
+        monkeypatch.setattr(Room, name, noted(name))
+    ahead(target, None).generate(PROMPTS[:1], 4, ignore_eos=True)
+    assert happened == ["launch", "launch", "read", "launch", "read", "launch", "read"]
+    for drafter, plan in ((make_drafters(target)["eagle3"], PLANS["control"]), (Ngram(), Plan(3))):
+        happened.clear()
+        ahead(target, drafter).generate(PROMPTS[:1], 6, plan=plan, ignore_eos=True)
+        assert happened == ["launch", "read"] * (len(happened) // 2)
+
+
+def test_a_round_ahead_stays_inside_the_context(tiny_llama):
+    target = Target(tiny_llama(layers=4, max_position_embeddings=64))
+    drafter = make_drafters(target)["draft_model"]
+    prompts = [PROMPTS[2], PROMPTS[0][:5]]
+    usual = Decoder(target, drafter, static=False).generate(prompts, 55, plan=Plan(4)).tokens
+    found = ahead(target, drafter).generate(prompts, 55, plan=Plan(4)).tokens
+    assert found == usual
+    assert len(found[0]) == 55
 
 
 def test_the_plain_target_and_a_drafter_that_is_no_model_too(target):

@@ -144,3 +144,17 @@ def test_everything_supervised_is_an_error_that_shows_the_text(tiny_tokenizer: P
     )
     with pytest.raises(BadInputError, match=r"every token .*As rendered: 'hi'"):
         supervised_mask(tokenizer, [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "hi"}])
+
+
+def test_what_the_templates_markers_leave_out_of_a_turn_is_not_supervised(
+    tiny_tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    template = (
+        "{% for m in messages %}<|{{ m.role }}|>{% if m.role == 'assistant' %}[quiet]{% generation %}{{ m.content }}"
+        "<|end|>{% endgeneration %}{% else %}{{ m.content }}<|end|>{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    )
+    tokenizer = with_template(tiny_tokenizer, template)
+    tokens, mask = supervised_mask(tokenizer, CHAT)
+    assert "<|assistant|>[quiet]sorted" in tokenizer.decode(tokens)
+    assert marked(tokenizer, tokens, mask) == "sorted(names)<|end|>for name in names:\n    print(name) é<|end|>"

@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from outrider.distill.prompts import check_sources, collect, digest_prompts, read_prompts
+from outrider.distill.conversation import given_sequences
+from outrider.distill.prompts import Reading, collect, digest_prompts, read_prompts
+from outrider.distill.sources import check_sources
 from outrider.ground import BadInputError
 
 Rows = Callable[..., str]
@@ -130,10 +132,10 @@ def test_a_long_text_loses_its_beginning_and_keeps_its_bos(rows: Rows, tiny_toke
         single="<|pad|> $A", special_tokens=[("<|pad|>", with_bos.bos_token_id)]
     )
     file = rows("a.jsonl", {"text": "zyxwvutsrq"})
-    found = collect([file], with_bos, max_tokens=5)
+    found = collect([file], with_bos, reading=Reading(max_tokens=5))
     assert with_bos.decode(found.prompts[0].tokens) == "<|pad|>tsrq"
     assert found.prompts[0].text == "zyxwvutsrq"
-    assert found.truncated == 1
+    assert found.counts()["truncated"] == 1
     assert plain(tiny_tokenizer).decode(read_prompts([file], plain(tiny_tokenizer), max_tokens=5)[0].tokens) == "utsrq"
 
 
@@ -147,8 +149,18 @@ def test_long_chats_and_rows_that_ask_nothing_are_left_out_and_counted(
         {"text": ""},
         {"messages": [{"role": "system", "content": "s"}, {"role": "assistant", "content": "unasked"}]},
     )
-    found = collect([source], tiny_tokenizer, max_tokens=6)
-    assert found.counts() == {"prompts": 1, "truncated": 0, "too_long": 1, "unanswerable": 2}
+    found = collect([source], tiny_tokenizer, reading=Reading(max_tokens=6))
+    assert found.counts() == {
+        "prompts": 1,
+        "rows": 4,
+        "truncated": 0,
+        "leaked": 0,
+        "too_long": 1,
+        "unanswerable": 2,
+        "unanswered": 0,
+        "duplicate": 0,
+        "malformed": 0,
+    }
 
 
 def test_tools_reach_the_template(rows: Rows, tiny_tokenizer: PreTrainedTokenizerFast) -> None:
@@ -181,7 +193,7 @@ def test_json_parquet_and_text_files_hold_the_same_prompts(
     ("name", "content", "expected"),
     [
         ("a.jsonl", '{"text": "x"}\n{"text": \n', "line 2: not valid JSON"),
-        ("a.jsonl", "[1]\n", "line 1 is a list; expected an object"),
+        ("a.jsonl", "[1]\n", "line 1: is a list; expected an object"),
         ("a.jsonl", "\n", "no prompts in .* it is empty"),
         ("a.jsonl", '{"text": ""}\n', "none of its 1 rows can be used"),
         (
@@ -195,7 +207,7 @@ def test_json_parquet_and_text_files_hold_the_same_prompts(
         ("a.json", '{"text": "x"}', "expected a list of objects"),
         ("a.json", '{"text": "x"}\n{"text": "y"}', r"One object per line is a \.jsonl file"),
         ("a.parquet", "text", "not a readable parquet file"),
-        ("a.csv", "x", r"is a \.csv file; expected one of \.jsonl, \.json, \.parquet, \.txt"),
+        ("a.csv", "x", r"is a \.csv file; expected one of \.jsonl, \.json, \.parquet, \.arrow, \.txt"),
     ],
 )
 def test_an_unusable_file_is_refused_with_its_place(
@@ -241,9 +253,17 @@ def test_a_template_that_refuses_a_conversation_is_quoted(rows: Rows, tiny_token
 
 @pytest.mark.skipif("OUTRIDER_DATA" not in os.environ, reason="OUTRIDER_DATA names a folder of real prompt files")
 def test_real_prompt_files_are_readable(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
-    """Every .jsonl under $OUTRIDER_DATA gives a prompt for each of its rows."""
+    """Every .jsonl under $OUTRIDER_DATA gives a prompt for each of its rows, and what they answer is supervised."""
+    reading = Reading(whole=True)
     for file in sorted(Path(os.environ["OUTRIDER_DATA"]).rglob("*.jsonl")):
-        found = collect([str(file)], tiny_tokenizer)
+        found = collect([str(file)], tiny_tokenizer, reading=reading)
         assert len(found.prompts) == sum(1 for line in file.open() if line.strip()), file
         assert len({p.id for p in found.prompts}) == len(found.prompts)
+        for prompt in found.prompts[:200]:
+            supervised = "".join(
+                tiny_tokenizer.decode([t for t, m in zip(tokens, mask, strict=True) if m])
+                for tokens, mask in (given_sequences(prompt, tiny_tokenizer) if prompt.given else ())
+            )
+            for answer in prompt.given:
+                assert "".join(message["content"] for message in answer) in supervised
         print(file.name, found.counts())

@@ -365,7 +365,7 @@ def test_progress_is_drawn_on_a_terminal_only(make_recipe: MakeRecipe, tiny_targ
     distill(make_recipe("b"), tiny_target, Console(file=pipe, force_terminal=False))
     assert "7/7" in terminal.getvalue()
     assert "tokens/s" in terminal.getvalue()
-    assert pipe.getvalue() == ""
+    assert pipe.getvalue().strip().endswith("7 of 7 rows"), "a log says what was read, and draws nothing"
 
 
 def test_a_damaged_data_folder_is_refused(make_recipe: MakeRecipe, tiny_target: Target) -> None:

@@ -9,7 +9,7 @@ import time
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from outrider.distill.prompts import render
+from outrider.distill.templates import render
 from outrider.ground import BadInputError
 
 CHAT = [{"role": "user", "content": "def add("}, {"role": "assistant", "content": "a, b):"}]

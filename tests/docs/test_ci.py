@@ -46,7 +46,7 @@ def workplace(
         "name": "mine",
         "target": {"path": str(folder)},
         "drafter": {"type": "ngram"},
-        "data": {"prompts": [str(tmp_path / "prompts.jsonl")], "max_new_tokens": 8},
+        "data": {"prompts": [str(tmp_path / "prompts.jsonl")], "max_new_tokens": 8, "allow_leaks": True},
         "eval": {
             "suites": [str(tmp_path / "prompts.jsonl")],
             "max_new_tokens": 24,

@@ -159,6 +159,7 @@ def test_a_change_at_once_after_the_seal_is_found_whatever_times_it_gets(tmp_pat
 
 
 def test_the_cache_is_written_once_for_a_folder_and_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path.parent / f"{tmp_path.name}-cache"))  # nobody else writes there
     writes, loads = [], []
     write, load = seen._write, seen.json.loads
     monkeypatch.setattr(seen, "_write", lambda entries: (writes.append(len(entries)), write(entries)))

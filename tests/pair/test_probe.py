@@ -120,6 +120,19 @@ def test_a_changed_chat_template_asks_the_prompts_anew(
     assert target.require_tokenizer().decode(seen[0]) == f"{prompts[0].text} ->"
 
 
+def test_other_arguments_of_the_template_ask_the_prompts_anew_and_are_named(
+    make_pair: Callable[..., Pair], make_target: Callable[..., Target], prompts: list[Prompt]
+) -> None:
+    target = make_target()
+    target.require_tokenizer().chat_template = "{{ messages[0]['content'] }}{{ ' ->' if thinking }}"
+    chats = [dataclasses.replace(p, messages=({"role": "user", "content": p.text},)) for p in prompts]
+    pair = make_pair("ngram", target=target, calibration=chats)
+    assert probe(pair, target, template={}).lines[0] == "the target is the one this pair was made for"
+    assert probe(pair, target, template={"thinking": True}).lines[0] == (
+        "the target changed: the chat template's argument thinking (was not given, is True)"
+    )
+
+
 def test_fewer_prompts_are_spread_over_the_suites(prompts: list[Prompt]) -> None:
     assert [p.id for p in first_of_each_suite(prompts, 3)] == ["a/0", "a/1", "b/3"]
     assert first_of_each_suite(prompts, 100) == prompts

@@ -36,7 +36,12 @@ def trained(tmp_path: Path, recipe: Recipe, make_pair: Callable[..., Pair]) -> C
     def make(kind: str = "eagle3", **training: Any) -> Pair:
         values = recipe.model_dump() | {
             "drafter": {"type": kind, "steps": 3} if kind == "eagle3" else {"type": kind},
-            "data": {"prompts": [str(tmp_path / "prompts.jsonl")], "max_new_tokens": 12, "holdout": 0.0},
+            "data": {
+                "prompts": [str(tmp_path / "prompts.jsonl")],
+                "max_new_tokens": 12,
+                "holdout": 0.0,
+                "allow_leaks": True,
+            },
             "training": {
                 "report_to": "none",
                 "per_device_train_batch_size": 2,

@@ -119,7 +119,10 @@ def test_a_later_override_wins(tmp_path: Path) -> None:
         ("eval.temperatures=[1.0e-38]", "expected 0 (greedy), or from 0.0001 to 10000, found 1e-38"),
         ("data.prompts=[]", "data.prompts: expected at least one entry, found []."),
         ("data.prompts=a.jsonl", "data.prompts: expected a list, found 'a.jsonl'."),
-        ("data.prompts=[a, 3]", "data.prompts[1]: expected text, found 3."),
+        (
+            "data.prompts=[a, 3]",
+            "data.prompts[1]: expected text or a mapping with the keys path, weight, layout, split, limit, found 3.",
+        ),
         ("data=null", "data: expected a mapping with the keys prompts, limit,"),
         ("data.features=disk", "data.features: expected one of 'online', 'cached', found 'disk'."),
         ("eval.temperatures=[0, hot]", "eval.temperatures[1]: expected a number, found 'hot'."),
@@ -173,7 +176,8 @@ def test_a_missing_section_is_named(tmp_path: Path) -> None:
         ("name: !!python/object/apply:os.getcwd []\n", "line 1, column 7"),
         (
             "- a\n",
-            "expected a mapping with the keys name, target, drafter, data, training, joint, eval, output; found a list",
+            "expected a mapping with the keys name, target, drafter, data, template, training, joint, eval, output; "
+            "found a list",
         ),
         ("", "found nothing"),
     ],

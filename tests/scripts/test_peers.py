@@ -16,7 +16,7 @@ import pytest
 import torch
 from typer.testing import Result
 
-from outrider.distill.responses import load_responses
+from outrider.distill.data_set import load_responses
 from outrider.heads import Drafter
 from outrider.scripts.bench import peers
 from outrider.scripts.bench.conditions import command

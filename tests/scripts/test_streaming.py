@@ -89,3 +89,10 @@ def test_chat_without_a_template_is_refused(tiny_tokenizer: PreTrainedTokenizerF
 def test_chat_goes_through_the_template(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
     tokens = prompt_tokens(tiny_tokenizer, "hello", chat=True)
     assert tiny_tokenizer.decode(tokens) == "<|user|>hello<|end|><|assistant|>"
+
+
+def test_the_template_gets_its_arguments(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
+    template = "{{ messages[0].content }}{% if not thinking %} briefly{% endif %}"
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=tiny_tokenizer.backend_tokenizer, chat_template=template)
+    asked = [prompt_tokens(tokenizer, "hello", True, given) for given in ({"thinking": False}, {"thinking": True})]
+    assert [tokenizer.decode(tokens) for tokens in asked] == ["hello briefly", "hello"]

@@ -172,6 +172,16 @@ def test_a_mistake_that_does_exactly_the_same_is_the_explanation() -> None:
     assert explain(drafted(RIGHT, 4), answers(right), tried) is None, "no mistake comes near"
 
 
+def test_mistakes_that_do_the_same_are_all_named() -> None:
+    """With nothing accepted, ids in d2t look like weights that were never loaded."""
+    right, nothing = drafted(RIGHT, 1), drafted((-1.0,) * DEPTH, 2)
+    tried = {"d2t as ids": answers(nothing), "norm_output": answers(right), "untrained": answers(nothing)}
+    found = explain(nothing, answers(right), tried)
+    assert found is not None
+    assert found.is_certain
+    assert "ids instead of offsets, or weights that were never loaded" in str(found)
+
+
 def test_a_paired_difference_is_surer_than_two_intervals(compared: Callable[..., Comparison]) -> None:
     found = compared((0.55, 0.55, 0.55, 0.55))
     apart = found.served.high - found.served.low + found.own.high - found.own.low

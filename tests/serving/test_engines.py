@@ -14,12 +14,14 @@ from itertools import cycle, islice
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from outrider.distill import distill
 from outrider.eval.suites import load_suites
 from outrider.ground import BadInputError
 from outrider.pair import Pair, export_pair, new_pair
 from outrider.recipes import load_recipe
+from outrider.scripts.cli import app
 from outrider.serving.changepoint import Limits
 from outrider.serving.engine import Ask, Engine
 from outrider.serving.expectation import Trial
@@ -160,13 +162,36 @@ class Traffic:
 def test_another_domain_is_found_and_quiet_traffic_is_not(
     usual: str, then: str, served: Engine, session: Session
 ) -> None:
-    """The baseline is learned, ten quiet stretches raise no alarm, and the shift is found within 60 requests."""
+    """The baseline is learned, ten quiet stretches raise no alarm, and the shift is found within 200 requests.
+
+    Code differs so much from prompt to prompt that a change of its τ by a third takes that many; see the results page.
+    """
     traffic = Traffic(served, session)
     while traffic.watch.state.baseline is None:
         traffic.send(usual, 1, traffic.watch.state.windows)
     for run in range(10):
         assert [e for e in traffic.send(usual, 10, 10 * run) if e.kind == "alarm"] == []
-    assert "alarm" in [e.kind for e in traffic.send(then, 60)]
+    assert any(e.kind == "alarm" for sent in range(200) for e in traffic.send(then, 1, sent))
+
+
+def test_a_restart_is_noticed_and_raises_no_alarm(session: Session, environment: Path, tmp_path: Path) -> None:
+    """Counters fall back to zero in the middle of a watch, and of a look from cron."""
+    watch, seen, state = Watch(State(url="http://engine"), Limits(window=25)), list[Event](), tmp_path / "watch.json"
+    prompts = [asked.tokens for asked in session.expected.prompts]
+    for number in range(2):
+        place = tmp_path / str(number)
+        place.mkdir()
+        with running(session.launch(start(environment), place), place / "log") as engine:
+            for tokens in islice(cycle(prompts), 40):
+                engine.complete(tokens, Ask(48))
+                seen += watch.look(engine.counters())
+            for _ in range(2):
+                looked = CliRunner().invoke(app, ["watch", engine.url, "--once", "--state", str(state)])
+                assert looked.exit_code == 0, looked.output
+    kinds = [event.kind for event in seen]
+    assert kinds.count("restart") == 1
+    assert kinds.count("learned") == 1
+    assert "alarm" not in kinds
 
 
 def test_the_engines_page_is_read_in_full(served: Engine) -> None:

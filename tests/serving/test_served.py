@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -225,6 +226,27 @@ def test_engines_answer_in_turns_or_one_by_one(
     diary = (tmp_path / "diary").read_text().splitlines()
     ends, begins = diary.index("drafting ends"), diary.index("plain begins")
     assert (begins < ends) == (ask is survey_in_turns)
+
+
+WAITS = """
+import sys, time
+from pathlib import Path
+from outrider.ground.signals import stoppable
+from outrider.serving.launching import Launch, python_of, running
+with stoppable(), running(Launch(python_of(Path(sys.argv[1])), "target", "float32"), Path(sys.argv[1]) / "log"):
+    print("answers", flush=True)
+    time.sleep(60)
+"""
+
+
+def test_a_request_to_stop_ends_the_engine_too(small_engine: Launch, tmp_path: Path) -> None:
+    """It runs in a process session of its own, which a scheduler's signal does not reach."""
+    waiting = subprocess.Popen([sys.executable, "-c", WAITS, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    assert waiting.stdout is not None
+    assert waiting.stdout.readline() == "answers\n"
+    waiting.terminate()
+    waiting.wait(20)
+    assert (tmp_path / "diary").read_text().splitlines()[-1] == "plain ends"
 
 
 def test_a_session_starts_an_engine_and_tries_what_explains_it(

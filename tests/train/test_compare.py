@@ -55,7 +55,13 @@ def recipe(tmp_path: Path) -> MakeRecipe:
                 "name": name,
                 "target": {"path": "in memory"},
                 "drafter": drafter or DRAFTERS[name],
-                "data": {"prompts": [str(prompts)], "max_new_tokens": 8, "holdout": 0.2, **(data or {})},
+                "data": {
+                    "prompts": [str(prompts)],
+                    "max_new_tokens": 8,
+                    "holdout": 0.2,
+                    "allow_leaks": True,
+                    **(data or {}),
+                },
                 "training": {"per_device_train_batch_size": 4, "max_steps": 2, "save_total_limit": 1} | training,
                 "eval": settings | (measured or {}),
             }

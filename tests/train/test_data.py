@@ -68,6 +68,18 @@ def test_held_out_rows_do_not_depend_on_the_order_or_on_other_rows() -> None:
     }
 
 
+def test_what_is_asked_decides_what_is_held_out_whatever_the_ids() -> None:
+    rows = [
+        {"id": f"a/{i}", "suite": "s", "input_ids": [1, 2, 3], "loss_mask": [0, 0, 1], "content": f"question {i}"}
+        for i in range(100)
+    ]
+    numbered_anew = [{**row, "id": f"a/{i}"} for i, row in enumerate([{**rows[0], "content": "new"}, *rows])]
+    held, later = (split(Dataset.from_list(given), 0.2)[1] for given in (rows, numbered_anew))
+    asked = {held.table[i]["content"] for i in held.indices}
+    assert 5 < len(asked) < 40
+    assert {later.table[i]["content"] for i in later.indices} - {"new"} == asked
+
+
 def test_no_row_is_both_trained_on_and_held_out() -> None:
     rows = [{"id": f"row-{i}", "suite": "s", "input_ids": [1, 2, 3], "loss_mask": [0, 0, 1]} for i in range(50)]
     training, held = split(Dataset.from_list(rows), 0.3)

@@ -36,7 +36,7 @@ MIXED = {"on_policy": 0.5, "max_new_tokens": 8}
 
 @pytest.fixture
 def table(data: Path) -> Any:
-    from outrider.distill.responses import load_responses
+    from outrider.distill.data_set import load_responses
 
     return load_responses(data)
 

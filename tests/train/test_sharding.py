@@ -16,7 +16,7 @@ import torch
 from accelerate import debug_launcher
 from transformers import PreTrainedTokenizerFast
 
-from outrider.distill.responses import load_responses
+from outrider.distill.data_set import load_responses
 from outrider.ground import BadInputError
 from outrider.heads import load_drafter
 from outrider.recipes import Recipe

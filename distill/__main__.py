@@ -1,0 +1,79 @@
+"""`accelerate launch -m outrider.distill RECIPE [key=value …]`: every process of the launch answers prompts.
+
+`outrider distill RECIPE` does the same with one process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+
+import torch
+from accelerate import PartialState
+from rich.console import Console
+
+from ..ground import BadInputError, OutriderError
+from ..ground.allocation import keep_large_blocks, remember_few_shapes
+from ..ground.machine import best_device
+from ..ground.signals import how, number_of, stop_with_launcher, stoppable
+from ..recipes import load_recipe
+from .responses import distill
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Distil a recipe; returns the exit code (0 fine, 2 bad input, 3 incompatible, 130, 143 or 129 stopped)."""
+    parser = argparse.ArgumentParser(
+        prog="python -m outrider.distill", description="Let the target answer the recipe's prompts."
+    )
+    parser.add_argument("recipe", help="a YAML file, or the name of a packaged recipe such as embedded-eagle3")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="settings to change, for example data.limit=100"
+    )
+    given = parser.parse_intermixed_args(arguments)
+    rank = os.environ.get("RANK", "0")
+    logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    logging.getLogger("outrider").setLevel(logging.INFO if rank == "0" else logging.ERROR)
+    keep_large_blocks()
+    remember_few_shapes()
+    stop_with_launcher()
+    return _run(given, "" if rank == "0" else f"[process {rank}] ")
+
+
+def _run(given: argparse.Namespace, prefix: str) -> int:
+    try:
+        with stoppable():
+            state = _started()
+            recipe = load_recipe(given.recipe, given.overrides)
+            folder = distill(recipe, console=None if prefix else Console(stderr=True))
+    except OutriderError as error:
+        return _say(f"{prefix}error: {error}", error.exit_code)
+    except KeyboardInterrupt as error:
+        return _say(f"{prefix}{error or how(error)}; run the same command again.", 128 + number_of(error))
+    finally:
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+    processes = f" ({state.num_processes} processes)" if state.num_processes > 1 else ""
+    return 0 if prefix else _say(f"responses: {folder}{processes}", 0)
+
+
+def _started() -> PartialState:
+    """Return the processes of the launch, which now know each other."""
+    asked = int(os.environ.get("WORLD_SIZE", "1"))
+    state = PartialState(cpu=asked > 1 and best_device().type == "cpu")
+    if state.num_processes != asked:
+        raise BadInputError(
+            f"the launcher started {asked} processes, but they run as {state.num_processes}. Start them with "
+            "`accelerate launch --multi_gpu` or torchrun."
+        )
+    return state
+
+
+def _say(line: str, code: int) -> int:
+    sys.stderr.write(line + "\n")
+    return code
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

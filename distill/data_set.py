@@ -1,0 +1,119 @@
+"""The finished data set of responses: a folder that says where it came from, and that tells whether it was altered."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from datasets import Dataset, Features, List, Value, load_from_disk
+from datasets.arrow_writer import ArrowWriter
+from datasets.table import MemoryMappedTable
+from datasets.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+
+from ..ground import BadInputError, digests
+from ..ground.files import read_json, write_atomically
+from ..ground.replacing import replacing_folder
+
+PROVENANCE = "provenance.json"
+SCHEMA_VERSION = 2
+_WITHOUT_DIGESTS = 1  # what older versions wrote
+_TYPES = {"id": Value("string"), "suite": Value("string"), "input_ids": List(Value("int32"))}
+_NEEDED = Features(**_TYPES, loss_mask=List(Value("int8")))
+_FEATURES = Features(**_NEEDED, content=Value("string"))
+COLUMNS = tuple(_NEEDED)
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Row:
+    """What a drafter learns from: tokens `[T]`, and a mask that is 1 on those that the target wrote `[T]`.
+
+    `content` is a digest of what was asked: it decides which rows are held out, whatever their ids and places.
+    """
+
+    id: str
+    suite: str
+    input_ids: list[int]
+    loss_mask: list[int]
+    content: str = ""
+
+
+def load_responses(folder: str | Path) -> Dataset:
+    """Return the data set in `folder`: id, suite, input_ids (prompt and response), loss_mask (1 on response tokens)."""
+    require_whole(Path(folder), provenance(folder))
+    try:
+        dataset = load_from_disk(str(folder))
+    except Exception as error:
+        raise BadInputError(
+            f"{folder}: its data set cannot be read ({error}). Delete the folder and run distill again."
+        ) from error
+    missing = [c for c in COLUMNS if c not in dataset.column_names]
+    if missing:
+        raise BadInputError(
+            f"{folder}: the columns {', '.join(missing)} are missing; found {', '.join(dataset.column_names)}."
+        )
+    return dataset
+
+
+def provenance(folder: str | Path) -> dict[str, Any]:
+    """Return where a data folder came from: target fingerprint, prompts, sampling, versions, counts."""
+    file = Path(folder) / PROVENANCE
+    if not file.is_file():
+        raise BadInputError(f"{folder}: is no data folder made by distill ({PROVENANCE} is missing).")
+    saved = read_json(file)
+    if saved.get("schema_version") not in (_WITHOUT_DIGESTS, SCHEMA_VERSION):
+        raise BadInputError(
+            f"{file}: has schema version {saved.get('schema_version')}, this Outrider reads {SCHEMA_VERSION}; distill "
+            "into another `output`."
+        )
+    return saved
+
+
+def require_whole(folder: Path, saved: dict[str, Any]) -> None:
+    """Refuse responses that were altered after they were written; of an older version's nobody can tell."""
+    if saved["schema_version"] == _WITHOUT_DIGESTS and not (folder / digests.LIST).exists():
+        _log.warning("%s was written by an older Outrider: whether it was altered since cannot be checked.", folder)
+        return
+    digests.require_whole(folder, "Take a good copy, or delete the folder and run distill again.")
+
+
+def save_data_set(
+    folder: Path, rows: Iterable[Row], workplace: Path, describe: Callable[[], dict[str, Any]], name: str
+) -> None:
+    """Write a data set beside its place, then move it there. Its rows are never all in memory.
+
+    Args:
+        workplace: a folder for what is made on the way.
+        describe: returns the provenance, when all rows were written.
+        name: of this content, by which the library knows what it has computed of it.
+    """
+    with TemporaryDirectory(dir=workplace) as temporary:
+        stream = str(Path(temporary, "rows.arrow"))
+        with ArrowWriter(path=stream, features=_FEATURES) as writer:
+            for row in rows:
+                writer.write(vars(row))
+            writer.finalize()
+        with replacing_folder(folder) as building:
+            with _quiet_datasets():
+                Dataset(MemoryMappedTable.from_file(stream), fingerprint=name).save_to_disk(str(building))
+            write_atomically(building / PROVENANCE, json.dumps(describe(), indent=2) + "\n")
+            digests.seal(building)
+
+
+@contextmanager
+def _quiet_datasets() -> Iterator[None]:
+    """Turn off the library's own progress bars inside, which would run through ours."""
+    was_quiet = are_progress_bars_disabled()
+    disable_progress_bars()
+    try:
+        yield
+    finally:
+        if not was_quiet:
+            enable_progress_bars()

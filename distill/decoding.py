@@ -1,0 +1,143 @@
+"""Answers by our own decoder, on as many processes as there are.
+
+Work is handed out a batch at a time, to whoever is free, so that a slow process holds nobody up. A batch belongs to the
+process that holds its claim; the batch of one that dies is free again. A prompt's text depends on nobody: its draws are
+keyed by its index.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from ..decode import Decoder, Plan, Sampling
+from ..ground import BadInputError
+from ..ground.crew import POLL_SECONDS, Crew
+from ..heads import load_drafter
+from ..recipes import DataSpec
+from ..targets import Target
+from .conversation import next_question
+from .partial import Answer, Partial, Tokens, Work
+from .table import Prompt
+
+Advance = Callable[[int, str], None]
+
+
+@dataclass(frozen=True)
+class Answering:
+    """A process that answers prompts by its decoder.
+
+    Attributes:
+        prompts: all of them, of which batches are indices.
+    """
+
+    decoder: Decoder
+    prompts: Sequence[Prompt]
+    spec: DataSpec
+
+    @classmethod
+    def of(cls, target: Target, prompts: Sequence[Prompt], spec: DataSpec) -> Answering:
+        """Return one with the drafter that the recipe names."""
+        drafter = None if spec.drafter is None else load_drafter(Path(spec.drafter).expanduser(), target)
+        return cls(Decoder(target, drafter), prompts, spec)
+
+    def batch(self, indices: Sequence[int]) -> list[Answer]:
+        """Return the answers to the prompts with these indices, turn by turn, as long as there is something to ask."""
+        turns: dict[int, list[Tokens]] = {index: [] for index in indices}
+        asked = {index: self.prompts[index].tokens for index in indices}
+        while asked:
+            for index, answer in zip(asked, self._generate(asked), strict=True):
+                turns[index].append(answer)
+            asked = {i: question for i in asked if (question := self._next(i, turns[i])) is not None}
+        return [Answer(index, tuple(turns[index])) for index in indices]
+
+    def _generate(self, asked: dict[int, tuple[int, ...]]) -> list[Tokens]:
+        """Return an answer to each question; each draws by its prompt's index, whatever the batch."""
+        try:
+            out = self.decoder.generate(
+                list(asked.values()),
+                self.spec.max_new_tokens,
+                Sampling(**self.spec.sampling.model_dump()),
+                self._plan(),
+                sequence_ids=list(asked),
+            )
+        except torch.OutOfMemoryError as error:
+            raise BadInputError(
+                f"the device has too little memory for data.batch_size={self.spec.batch_size}. Finished responses are "
+                "kept; run again with a smaller one."
+            ) from error
+        return out.tokens
+
+    def _plan(self) -> Plan:
+        if self.decoder.drafter is None:
+            return Plan(depth=0)
+        # The one rule under which what is drawn does not depend on who drafts, nor on whether anybody does.
+        return Plan(verify="auto" if self.spec.sampling.temperature == 0 else "coupled")
+
+    def _next(self, index: int, turns: Sequence[Tokens]) -> tuple[int, ...] | None:
+        if len(turns) > len(self.prompts[index].later):
+            return None
+        tokenizer, limit = self.decoder.target.require_tokenizer(), self.decoder.target.max_context
+        question = next_question(self.prompts[index], turns, tokenizer, self.spec.max_prompt_tokens)
+        return question if question is None or fits(question, self.spec.max_new_tokens, limit) else None
+
+
+def fits(question: Sequence[int], max_new_tokens: int, limit: int | None) -> bool:
+    """Tell whether a question and its answer have room in a context of `limit` tokens."""
+    return limit is None or len(question) + max_new_tokens <= limit
+
+
+# ------------------------------------------------------------ who does what
+
+
+def batches(indices: Sequence[int], size: int, processes: int) -> list[list[int]]:
+    """Return `indices` in batches of `size`, for several processes smaller ones towards the end.
+
+    So nobody waits long for the last one (guided self-scheduling; Polychronopoulos and Kuck 1987).
+    """
+    found, left, least = [], list(indices), max(1, size // 4)
+    while left:
+        share = size if processes == 1 else -(-len(left) // (2 * processes))
+        count = min(size, max(least, share))
+        found.append(left[:count])
+        left = left[count:]
+    return found
+
+
+def answer_all(answering: Answering, work: Work, partial: Partial, crew: Crew, advance: Advance) -> None:
+    """Answer batches that nobody else answers, until all are finished."""
+    tokens, started, seen = 0, time.perf_counter(), 0
+    for number in _claimed(work, partial, crew):
+        answers = answering.batch(work.batches[number])
+        partial.keep(work.begin + number, answers)
+        tokens += sum(len(turn) for answer in answers for turn in answer.turns)
+        if crew.is_main:  # who shows what all have done
+            done = sum(len(b) for n, b in enumerate(work.batches) if partial.has(work.begin + n))
+            rate = f"{tokens / (time.perf_counter() - started):,.0f} tokens/s"
+            advance(done - seen, rate if crew.size == 1 else f"{rate} in each of {crew.size} processes")
+            seen = done
+
+
+def _claimed(work: Work, partial: Partial, crew: Crew) -> Iterator[int]:
+    """Yield the numbers of batches that this process has the claim to, until all batches are finished."""
+    left = list(range(len(work.batches)))
+    while left:
+        held = []
+        for number in left:
+            if partial.has(work.begin + number):
+                continue
+            with partial.claiming(work.begin + number) as mine:
+                taken = number % crew.size != crew.rank if mine is None else not mine
+                if taken:
+                    held.append(number)
+                elif not partial.has(work.begin + number):  # its last owner finished it just now
+                    crew.look()
+                    yield number
+        left = held
+        if left:
+            crew.look()
+            time.sleep(POLL_SECONDS)

@@ -1,0 +1,46 @@
+"""The processes that a launcher started together, as a crew; and what one of them does for all."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+
+from torch import distributed
+
+from ..ground.crew import PREFIX, Crew, clear_crews
+from ..targets import Target
+from ..targets.sharding import follow, leading, processes, share
+
+
+@contextmanager
+def crew_in(folder: Path) -> Iterator[Crew]:
+    """Yield this process's place among those of its launch, which all see `folder`. All of them call it together."""
+    if processes() == 1:
+        yield Crew()
+        return
+    rank = distributed.get_rank()
+    if rank == 0:
+        clear_crews(folder)
+    crew = Crew(folder / f"{PREFIX}{share(uuid.uuid4().hex)}", rank, processes())
+    with crew.working(distributed.barrier):
+        yield crew
+
+
+@contextmanager
+def one_leads(crew: Crew, target: Target) -> Iterator[None]:
+    """Let the main process alone do what is inside; the others take part in the passes of a sharded target.
+
+    They have nothing to do inside themselves.
+    """
+    if crew.size == 1 or not target.sharded:
+        with nullcontext():
+            yield
+    elif crew.is_main:
+        with leading(target):
+            yield
+    else:
+        with crew.watched():
+            follow(target)
+        yield

@@ -1,0 +1,310 @@
+"""What a row of data asks, whatever its layout: raw text, one question, several turns, or a chat.
+
+| layout | keys | what it is |
+|---|---|---|
+| text | text, prompt | raw text, which the target continues |
+| question | question, instruction (with `input`) | one user's message |
+| turns | turns | a user's messages, one after the other |
+| messages | messages, conversations, conversation, or a list in `prompt` | a chat, in either convention |
+
+A row may bring its own answers: the assistant's turns of a chat, or `answer`, `response`, `completion`, `output` or
+`reference` beside what is asked. `system` and `tools` (or `functions`) are given to the chat template.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from itertools import groupby
+from typing import Any
+
+from ..ground import BadInputError
+from ..ground.foreign import JSON, Unreadable, parse_json
+from ..ground.sealed import canonical_json
+
+Row = dict[str, Any]
+Message = dict[str, Any]
+Turn = tuple[Message, ...]
+
+CHATS = ("messages", "conversations", "conversation")
+KEYS = {  # in the order in which a row is recognised
+    "messages": CHATS,
+    "turns": ("turns",),
+    "question": ("question", "instruction"),
+    "text": ("prompt", "text"),
+}
+_FORCED = {
+    "messages": (*CHATS, "prompt", "turns"),
+    "turns": ("turns", *CHATS),
+    "question": ("question", "instruction", "prompt", "text"),
+    "text": ("text", "prompt", "question", "instruction"),
+}
+_EXPECTED = "text, prompt, question, messages, conversations, turns"
+_ANSWERS = ("answer", "response", "completion", "output", "reference")
+
+_NAMES = {
+    "human": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "bot": "assistant",
+    "model": "assistant",
+    "observation": "tool",
+    "function_response": "tool",
+    "function_call": "assistant",
+}
+_ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
+
+
+class RowError(BadInputError):
+    """A row that is not what its layout says; `reason` is the sentence without its place."""
+
+    def __init__(self, where: str, reason: str):
+        super().__init__(f"{where}: {reason}")
+        self.reason = reason
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a row asks.
+
+    Attributes:
+        layout, key: what it was recognised as, and by which key.
+        text: raw text; None for a chat.
+        messages: the chat before the first answer; () if nobody asks anything.
+        later: what is said after each answer.
+        given: the row's own answers, one after each question.
+        tools: what the chat template is told about tools.
+    """
+
+    layout: str
+    key: str
+    text: str | None = None
+    messages: Turn = ()
+    later: tuple[Turn, ...] = ()
+    given: tuple[Turn, ...] = ()
+    tools: list[Any] | None = None
+
+    def canonical(self, with_answers: bool = False) -> str:
+        """Return what is asked as one text: equal for rows that ask the same."""
+        asked = self.text if self.text is not None else [self.messages, self.later, self.tools]
+        return canonical_json([asked, self.given] if with_answers else asked)
+
+    def users_texts(self) -> list[str]:
+        """Return what the user says, turn by turn; of raw text the text."""
+        if self.text is not None:
+            return [self.text]
+        turns = [message for turn in (self.messages, *self.later) for message in turn]
+        return [str(message["content"]) for message in turns if message["role"] == "user"]
+
+    def as_text(self) -> Asked:
+        """Return a single question as raw text, for a target without a chat template."""
+        [message] = self.messages[-1:] or [{"content": ""}]
+        return replace(self, text=message["content"], messages=(), later=(), given=self.given[:1])
+
+    def last_question(self) -> Asked:
+        """Return it as one question: of a chat the last one, after the row's own answers; of `turns` the first."""
+        if not self.later or not self.given:
+            return replace(self, later=(), given=self.given[:1])
+        messages = list(self.messages)
+        for answer, said in zip(self.given, self.later, strict=False):
+            messages += [*answer, *said]
+        return replace(self, messages=tuple(messages), later=(), given=self.given[len(self.later) :])
+
+
+def understand(row: Row, where: str, layout: str | None = None) -> Asked:
+    """Return what a row asks.
+
+    Args:
+        where: the row's place, for errors.
+        layout: one of the table above, by which it is read; None recognises it by its keys.
+
+    Raises:
+        RowError: none of the keys, or a value of another kind than its key says.
+    """
+    kind, key = _recognised(row, where, layout)
+    if kind == "text":
+        answer = _answer(row, where)
+        return Asked(kind, key, _text(row[key], key, where), given=(answer,) if answer else ())
+    chat = {"messages": _chat, "turns": _turns, "question": _question}[kind](row, key, where)
+    return replace(chat, messages=_with_system(row, chat.messages), tools=_tools(row, where))
+
+
+def chat_messages(turns: Any, where: str) -> list[Message]:
+    """Return messages with `role` and `content`, from either convention; entries without a value are dropped.
+
+    Raises:
+        RowError: a message without a role or content, or of a role that nobody has.
+    """
+    if not isinstance(turns, list) or not all(isinstance(t, dict) for t in turns):
+        raise RowError(where, f"expected a list of messages, found {_shown(turns)}.")
+    return [_message(turn, where) for turn in turns]
+
+
+# ------------------------------------------------------------ which layout
+
+
+def _recognised(row: Row, where: str, layout: str | None) -> tuple[str, str]:
+    """Return the layout of a row and the key that tells it."""
+    for kind, keys in KEYS.items() if layout is None else [(layout, _FORCED[layout])]:
+        for key in keys:
+            if row.get(key) is not None:
+                return _kind(kind, row[key], layout), key
+    expected = _EXPECTED if layout is None else f"{', '.join(_FORCED[layout])} (data.prompts says layout: {layout})"
+    found = ", ".join(f"{key} (null)" if value is None else str(key) for key, value in row.items())
+    raise RowError(where, f"expected one of {expected}; found {found or 'no keys'}.")
+
+
+def _kind(kind: str, value: Any, layout: str | None) -> str:
+    """Return the layout that a value has, where the key alone does not tell."""
+    holds_messages = isinstance(value, list) and value and isinstance(value[0], dict)
+    return "messages" if layout is None and holds_messages else kind  # such as trl's conversational `prompt`
+
+
+# ------------------------------------------------------------ the layouts
+
+
+def _question(row: Row, key: str, where: str) -> Asked:
+    asked = _text(row[key], key, where)
+    if key == "instruction" and row.get("input"):
+        asked = f"{asked}\n\n{_text(row['input'], 'input', where)}"
+    answer = _answer(row, where)
+    return Asked("question", key, messages=_said(asked), given=(answer,) if answer else ())
+
+
+def _turns(row: Row, key: str, where: str) -> Asked:
+    turns = row[key]
+    if not isinstance(turns, list) or not turns:
+        raise RowError(where, f"`{key}` must be a list that is not empty, found {_shown(turns)}.")
+    for number, turn in enumerate(turns, 1):
+        if not isinstance(turn, str):
+            raise RowError(where, f"`{key}` must hold text; its entry {number} is {_shown(turn)}.")
+    answers = row.get("reference")
+    known = answers if isinstance(answers, list) and all(isinstance(a, str) for a in answers) else []
+    given = tuple(({"role": "assistant", "content": answer},) for answer in known[: len(turns)])
+    said = [_said(turn) for turn in turns]
+    if not all(said):  # a turn that says nothing is not asked, and nobody can tell whose answers the others are
+        said, given = [turn for turn in said if turn] or [()], ()
+    return Asked("turns", key, messages=said[0], later=tuple(said[1:]), given=given)
+
+
+def _chat(row: Row, key: str, where: str) -> Asked:
+    messages = chat_messages(row[key], where)
+    if key == "prompt":
+        messages += _answer(row, where)
+    asking = [n for n, message in enumerate(messages) if message["role"] == "user" and message["content"].strip()]
+    first = asking[0] if asking else len(messages)
+    # What an assistant says before anybody asks is no answer, and many templates refuse it.
+    spoken = [m for n, m in enumerate(messages) if n > first or m["role"] != "assistant"]
+    turns = [tuple(group) for _, group in groupby(spoken, lambda message: message["role"] == "assistant")]
+    if not asking:
+        return Asked("messages", key)
+    return Asked("messages", key, messages=turns[0], later=tuple(turns[2::2]), given=tuple(turns[1::2]))
+
+
+def _said(text: str) -> Turn:
+    """Return a user's turn; () if it says nothing."""
+    return ({"role": "user", "content": text},) if text.strip() else ()
+
+
+def _answer(row: Row, where: str) -> Turn:
+    """Return the answer beside what a row asks; () for none."""
+    for key in _ANSWERS:
+        value = row.get(key)
+        if isinstance(value, str) and value.strip():
+            return ({"role": "assistant", "content": value},)
+        if isinstance(value, list) and value and all(isinstance(v, dict) for v in value):
+            return tuple(chat_messages(value, where))
+    return ()
+
+
+def _with_system(row: Row, messages: Turn) -> Turn:
+    system = row.get("system")
+    if not isinstance(system, str) or not system or not messages or messages[0]["role"] == "system":
+        return messages
+    return ({"role": "system", "content": system}, *messages)
+
+
+def _tools(row: Row, where: str) -> list[Any] | None:
+    """Return the tools of a row: a list, or JSON text of one."""
+    tools = row.get("tools") or row.get("functions")
+    if isinstance(tools, str):
+        try:
+            tools = parse_json(tools, "tools")
+        except Unreadable as error:
+            raise RowError(where, f"`tools` must be a list, or JSON of one: {error.reason}.") from error
+    if tools is not None and not isinstance(tools, list):
+        raise RowError(where, f"`tools` must be a list, or JSON of one; found {_shown(tools)}.")
+    return _without_nulls(tools) or None
+
+
+# ------------------------------------------------------------ messages
+
+
+def _message(turn: Message, where: str) -> Message:
+    role, content = turn.get("role", turn.get("from")), turn.get("content", turn.get("value"))
+    if not isinstance(role, str):
+        raise RowError(
+            where, f"a message needs `role` and `content` (or `from` and `value`); found the keys {', '.join(turn)}."
+        )
+    role = _NAMES.get(role, role)
+    if role not in _ROLES:
+        raise RowError(where, f"a message has the role {role!r}; expected one of {', '.join(_ROLES)}, human, gpt.")
+    rest = {k: _without_nulls(v) for k, v in turn.items() if k not in ("role", "from", "content", "value")}
+    rest = {k: v for k, v in rest.items() if v is not None}
+    if calls := rest.get("tool_calls"):
+        rest["tool_calls"] = [_call(call, where) for call in _listed(calls, where)]
+    return {"role": role, "content": _content(content, role, rest, where), **rest}
+
+
+def _content(content: Any, role: str, rest: Message, where: str) -> str:
+    """Return what a message says. An assistant that calls tools or only thinks may say nothing."""
+    if content is None and role == "assistant" and any(rest.get(k) for k in ("tool_calls", "reasoning_content")):
+        return ""
+    if isinstance(content, list):  # parts, as the OpenAI API has them
+        parts = [part.get("text") if isinstance(part, dict) else part for part in content]
+        texts = [part for part in parts if isinstance(part, str)]
+        if len(texts) == len(parts):
+            return "".join(texts)
+    if not isinstance(content, str):
+        raise RowError(where, f"the content of a message ({role}) must be text, found {_shown(content)}.")
+    return content
+
+
+def _call(call: Any, where: str) -> Any:
+    """Return a tool call with its arguments as an object, as templates expect them; engines do the same."""
+    if not isinstance(call, dict):
+        raise RowError(where, f"a tool call must be an object, found {_shown(call)}.")
+    function = call.get("function")
+    holder = function if isinstance(function, dict) else call
+    arguments = holder.get("arguments")
+    if isinstance(arguments, str):
+        try:
+            parsed = parse_json(arguments, "arguments", JSON)
+        except Unreadable:
+            return call  # as the model wrote it: a template that takes text takes this text
+        holder = {**holder, "arguments": parsed}
+    return {**call, "function": holder} if function is not None else holder
+
+
+def _listed(calls: Any, where: str) -> list[Any]:
+    if not isinstance(calls, list):
+        raise RowError(where, f"`tool_calls` must be a list, found {_shown(calls)}.")
+    return calls
+
+
+def _without_nulls(value: Any) -> Any:
+    """Return a value without the entries that are null, which tables put into every row that lacks them."""
+    if isinstance(value, dict):
+        return {k: _without_nulls(v) for k, v in value.items() if v is not None}
+    return [_without_nulls(v) for v in value] if isinstance(value, list) else value
+
+
+def _text(value: Any, key: str, where: str) -> str:
+    if not isinstance(value, str):
+        raise RowError(where, f"`{key}` must be text, found {_shown(value)}.")
+    return value
+
+
+def _shown(value: Any) -> str:
+    shown = json.dumps(value, ensure_ascii=False, default=str)
+    return shown if len(shown) <= 80 else f"{shown[:77]}..."

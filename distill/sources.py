@@ -1,0 +1,268 @@
+"""Where rows of data come from: packaged sets, files, folders, the Hub. Every source is read as a stream.
+
+A source is a string in a recipe (`embedded:code`, `chats.jsonl`, `org/name:split`), or a mapping that says more about
+it: {path, weight, layout, split, limit}.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+from datasets import load_dataset
+
+from ..ground import BadInputError
+from ..ground.foreign import Unreadable, decoded, parse_json, read_byte_lines, read_lines, require_regular
+from ..ground.items import read_json_items
+from ..recipes import SourceSpec, embedded_file
+from .layouts import Row, RowError
+
+EMBEDDED = "embedded:"
+SUFFIXES = (".jsonl", ".json", ".parquet", ".arrow", ".txt")
+
+_AT_ONCE = 256  # rows of a table that are held: what is compressed in one may be a megabyte
+_SAVED = ("state.json", "dataset_info.json", "dataset_dict.json")  # what `save_to_disk` writes beside the rows
+_SPLITS = ("train", "test", "validation", "valid", "dev", "eval")
+_NONDESCRIPT = {"question", "questions", "data", "prompts", *_SPLITS}
+
+
+def as_specs(sources: Sequence[str | SourceSpec]) -> list[SourceSpec]:
+    """Return sources as mappings; a string is a path."""
+    return [source if isinstance(source, SourceSpec) else SourceSpec(path=source) for source in sources]
+
+
+def check_sources(sources: Sequence[str | SourceSpec]) -> None:
+    """Raise BadInputError for a source that cannot exist, before anything expensive is loaded."""
+    for source in as_specs(sources):
+        if not is_hub(source.path):
+            files_of(source)
+
+
+def count_rows(source: str | SourceSpec) -> int | None:
+    """Return how many rows a source has, among them those that turn out to be no prompts.
+
+    A Hub data set is not read for that; the answer is None.
+    """
+    [spec] = as_specs([source])
+    if is_hub(spec.path):
+        return None
+    files = files_of(spec)
+    if all(file.suffix == ".parquet" for file in files):
+        return min(sum(map(_parquet_length, files)), spec.limit or 2**63)
+    return sum(1 for _ in rows_of(spec))
+
+
+def rows_of(source: SourceSpec) -> Iterator[Row | RowError]:
+    """Yield the rows of a source, at most `source.limit`; for a line that is no row, what is wrong with it.
+
+    Raises:
+        BadInputError: the source is missing or cannot be read.
+    """
+    for number, row in enumerate(_all_rows(source)):
+        if number == source.limit:
+            return
+        yield row
+
+
+def title(source: str) -> str:
+    """Return the name of a source's prompts: the file's or folder's, or that of the folder around it."""
+    if source.startswith(EMBEDDED):
+        return source.removeprefix(EMBEDDED)
+    if is_hub(source):
+        return source.partition(":")[0].split("/")[-1]
+    file = Path(source).expanduser().resolve()
+    return file.parent.name if file.stem in _NONDESCRIPT else file.stem
+
+
+def is_hub(source: str) -> bool:
+    """Tell whether a source is neither packaged nor a path: what is left is a name on the Hub."""
+    if source.startswith((EMBEDDED, ".", "/", "~")) or Path(source).exists():
+        return False
+    return Path(source).suffix not in SUFFIXES
+
+
+def locate(source: str) -> Path:
+    """Return the file or folder that an `embedded:` name or a path means.
+
+    Raises:
+        BadInputError: there is none, or it is a file of another kind.
+    """
+    if source.startswith(EMBEDDED):
+        return embedded_file(f"prompts/{source.removeprefix(EMBEDDED)}.jsonl")
+    file = Path(source).expanduser()
+    if not file.exists():
+        raise BadInputError(
+            f"the prompt source {source!r} does not exist; expected embedded:code, embedded:docs, embedded:prose, a "
+            "file, a folder, or a Hub id like org/name."
+        )
+    if not file.is_dir() and file.suffix not in SUFFIXES:
+        raise BadInputError(
+            f"the prompt source {source!r} is a {file.suffix or 'suffixless'} file; expected one of "
+            f"{', '.join(SUFFIXES)}."
+        )
+    return file
+
+
+def files_of(source: SourceSpec) -> list[Path]:
+    """Return the files of a local source in the order of their names; of a folder those of its split."""
+    place = locate(source.path)
+    if not place.is_dir():
+        if source.split is not None:
+            raise BadInputError(
+                f"{source.path}: one file has no splits, and the recipe asks for {source.split!r}; leave `split` out, "
+                "or name a folder."
+            )
+        return [place]
+    found = sorted(_inside(place))
+    kinds = sorted({f.suffix for f in found})
+    if len(kinds) != 1:
+        held = f"with {', '.join(kinds)} files" if kinds else "without files of rows"
+        raise BadInputError(
+            f"the prompt source {source.path!r} is a folder {held}; expected one kind of {', '.join(SUFFIXES)}."
+        )
+    return _of_split(found, place, source)
+
+
+def _inside(folder: Path) -> Iterator[Path]:
+    """Yield the files of rows in a folder and the folders in it; those whose names begin with a dot are left out."""
+    for place, folders, names in os.walk(folder):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        for name in names:
+            if Path(name).suffix in SUFFIXES and name not in _SAVED and not name.startswith("."):
+                yield Path(place, name)
+
+
+def _of_split(files: list[Path], folder: Path, source: SourceSpec) -> list[Path]:
+    """Return the files of the split that is asked for; `train`, if nobody says and there is one."""
+    splits = {file: _split_name(file, folder) for file in files}
+    named = sorted({name for name in splits.values() if name})
+    if source.split is None:
+        chosen = [f for f in files if splits[f] in ("train", None)] if "train" in named else files
+    else:
+        chosen = [f for f in files if splits[f] == source.split]
+    if not chosen:
+        raise BadInputError(
+            f"the prompt source {source.path!r} has no split {source.split!r}; it has {', '.join(named) or 'none'}."
+        )
+    return chosen
+
+
+def _split_name(file: Path, folder: Path) -> str | None:
+    """Return the split that a file's or a folder's name says: train.jsonl, train-00000-of-00002.parquet, train/…"""
+    for part in file.relative_to(folder).parts:
+        name = part.partition(".")[0].partition("-")[0]
+        if name in _SPLITS:
+            return name
+    return None
+
+
+# ------------------------------------------------------------ rows
+
+
+def _all_rows(source: SourceSpec) -> Iterator[Row | RowError]:
+    if is_hub(source.path):
+        yield from _hub_rows(source)
+        return
+    for file in files_of(source):
+        yield from _READERS[file.suffix](file)
+
+
+def _jsonl_rows(file: Path) -> Iterator[Row | RowError]:
+    for number, line in enumerate(read_byte_lines(file), 1):
+        where = f"{file}: line {number}"
+        try:
+            text = decoded(line, where)
+            row = parse_json(text, where) if text.strip() else None
+        except Unreadable as error:
+            yield RowError(where, f"{error.reason}.")
+            continue
+        if row is None and not text.strip():
+            continue
+        yield row if isinstance(row, dict) else _no_object(where, row)
+
+
+def _json_rows(file: Path) -> Iterator[Row | RowError]:
+    try:
+        for number, row in enumerate(read_json_items(file), 1):
+            yield row if isinstance(row, dict) else _no_object(f"{file}: entry {number}", row)
+    except Unreadable as error:
+        raise BadInputError(f"{error} One object per line is a .jsonl file.") from error
+
+
+def _no_object(where: str, row: Any) -> RowError:
+    return RowError(where, f"is a {type(row).__name__}; expected an object with named fields.")
+
+
+def _text_rows(file: Path) -> Iterator[Row]:
+    for line in read_lines(file):
+        if line.strip():
+            yield {"text": line.rstrip("\r\n")}
+
+
+def _parquet_rows(file: Path) -> Iterator[Row]:
+    try:
+        require_regular(file)
+        for batch in pyarrow.parquet.ParquetFile(file).iter_batches(_AT_ONCE):
+            yield from batch.to_pylist()
+    except (pyarrow.ArrowException, OSError) as error:
+        raise BadInputError(f"{file}: not a readable parquet file ({error}).") from error
+
+
+def _parquet_length(file: Path) -> int:
+    try:
+        require_regular(file)
+        return int(pyarrow.parquet.ParquetFile(file).metadata.num_rows)
+    except (pyarrow.ArrowException, OSError) as error:
+        raise BadInputError(f"{file}: not a readable parquet file ({error}).") from error
+
+
+def _arrow_rows(file: Path) -> Iterator[Row]:
+    """Yield the rows of an Arrow file, as a stream (so `datasets` writes them) or with an index at its end."""
+    try:
+        require_regular(file)
+        with pyarrow.memory_map(str(file)) as mapped:
+            for batch in _arrow_batches(mapped):
+                for begin in range(0, batch.num_rows, _AT_ONCE):
+                    yield from batch.slice(begin, _AT_ONCE).to_pylist()
+    except (pyarrow.ArrowException, OSError) as error:
+        raise BadInputError(f"{file}: not a readable arrow file ({error}).") from error
+
+
+def _arrow_batches(mapped: pyarrow.MemoryMappedFile) -> Iterator[pyarrow.RecordBatch]:
+    if mapped.read(6) == b"ARROW1":
+        indexed = pyarrow.ipc.open_file(mapped)
+        for number in range(indexed.num_record_batches):
+            yield indexed.get_batch(number)
+        return
+    mapped.seek(0)
+    yield from pyarrow.ipc.open_stream(mapped)
+
+
+_READERS: dict[str, Callable[[Path], Iterator[Row | RowError]]] = {
+    ".jsonl": _jsonl_rows,
+    ".json": _json_rows,
+    ".parquet": _parquet_rows,
+    ".arrow": _arrow_rows,
+    ".txt": _text_rows,
+}
+
+
+def _hub_rows(source: SourceSpec) -> Iterator[Row]:
+    """Yield the rows of a Hub data set, streamed: a limit then costs no more than it reads."""
+    name, _, split = source.path.partition(":")
+    organisation, _, rest = name.partition("/")
+    repository, _, config = rest.partition("/")
+    identifier = f"{organisation}/{repository}" if repository else organisation
+    try:
+        rows = load_dataset(identifier, config or None, split=source.split or split or "train", streaming=True)
+    except Exception as error:  # the library raises many kinds; all mean that the rows cannot be had
+        what = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise BadInputError(
+            f"the prompt source {source.path!r} is no file here, and the Hub gives no data set for it: {what} Expected "
+            "org/name[/config][:split]."
+        ) from error
+    yield from rows

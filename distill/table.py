@@ -1,0 +1,153 @@
+"""One prompt, and a table of many on disk, of which the memory holds the ones that are looked at.
+
+A table lies in an Arrow file that the system maps into memory. On POSIX the file has no name once it is written: it is
+gone when nobody reads it any more, however the process ends.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import Any, overload
+
+import numpy as np
+import pyarrow
+
+from ..ground.sealed import digest_json
+from .layouts import Message, Turn
+
+_AT_ONCE = 1024  # prompts of one batch of the file
+_FILE = "prompts-"
+_SCHEMA = pyarrow.schema(
+    [
+        ("id", pyarrow.string()),
+        ("suite", pyarrow.string()),
+        ("tokens", pyarrow.list_(pyarrow.int32())),
+        ("text", pyarrow.string()),
+        ("chat", pyarrow.string()),  # JSON of `_CHAT`; null where all of them are empty
+    ]
+)
+_CHAT = ("messages", "later", "given", "tools")
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """What a target is asked.
+
+    Attributes:
+        tokens: the ids it is given, chat template and BOS included.
+        text: the same as text, before any truncation, for people.
+        messages: the chat it was rendered from; None for raw text.
+        later: what is said to the target after each of its answers (a user's next turn, the results of tools); () for
+            one question.
+        given: the answers that came with the row, one to each question, each as the assistant's messages; () for none.
+        tools: what the chat template is told about tools.
+        template: further arguments of the chat template, such as `enable_thinking`.
+    """
+
+    id: str
+    suite: str
+    tokens: tuple[int, ...]
+    text: str = ""
+    messages: tuple[Message, ...] | None = None
+    later: tuple[Turn, ...] = ()
+    given: tuple[Turn, ...] = ()
+    tools: Any = None
+    template: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def content(self) -> str:
+        """SHA-256 of what is asked, whatever the tokenizer, the row's place and its id."""
+        asked = self.text or list(self.tokens) if self.messages is None else [self.messages, self.later, self.tools]
+        return digest_json(asked)
+
+
+class PromptTable(Sequence[Prompt]):
+    """A list of prompts that lies on disk.
+
+    Attributes:
+        lengths: tokens of each prompt, int32 `[N]`, in memory.
+    """
+
+    def __init__(
+        self, prompts: Iterable[Prompt], template: Mapping[str, Any] | None = None, folder: str | Path | None = None
+    ):
+        """Write down `prompts`, which are read once.
+
+        Args:
+            template: of all prompts.
+            folder: where the file lies; None for the system's place for temporary ones.
+        """
+        self._template = dict(template or {})
+        if folder is not None:
+            Path(folder).mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(prefix=_FILE, suffix=".arrow", dir=folder)
+        os.close(handle)
+        try:
+            self.lengths = _write(iter(prompts), name)
+            self._batches = _mapped(name)
+        finally:
+            if os.name == "posix":
+                os.unlink(name)
+        self._ends = np.cumsum([batch.num_rows for batch in self._batches]).tolist()
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __iter__(self) -> Iterator[Prompt]:
+        for batch in self._batches:
+            for begin in range(0, batch.num_rows, 64):
+                yield from map(self._prompt, batch.slice(begin, 64).to_pylist())
+
+    @overload
+    def __getitem__(self, index: int) -> Prompt: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Prompt]: ...
+    def __getitem__(self, index: int | slice) -> Prompt | list[Prompt]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        place = range(len(self))[index]
+        number = bisect_right(self._ends, place)
+        batch = self._batches[number]
+        [row] = batch.slice(place - self._ends[number] + batch.num_rows, 1).to_pylist()
+        return self._prompt(row)
+
+    def _prompt(self, row: dict[str, Any]) -> Prompt:
+        chat = json.loads(row["chat"] or "{}")
+        later, given = (tuple(map(tuple, chat.get(name, ()))) for name in ("later", "given"))
+        messages = tuple(chat["messages"]) if "messages" in chat else None
+        rest = (messages, later, given, chat.get("tools"), self._template)
+        return Prompt(row["id"], row["suite"], tuple(row["tokens"]), row["text"], *rest)
+
+
+def _write(prompts: Iterator[Prompt], file: str) -> np.ndarray:
+    """Write prompts batch by batch, and return their lengths, int32 `[N]`."""
+    lengths = [np.zeros(0, dtype=np.int32)]
+    with pyarrow.OSFile(file, "wb") as sink, pyarrow.ipc.new_file(sink, _SCHEMA) as writer:
+        while batch := list(islice(prompts, _AT_ONCE)):
+            writer.write_batch(pyarrow.RecordBatch.from_pylist([_row(p) for p in batch], schema=_SCHEMA))
+            lengths.append(np.array([len(p.tokens) for p in batch], dtype=np.int32))
+    return np.concatenate(lengths)
+
+
+def _row(prompt: Prompt) -> dict[str, Any]:
+    chat = {name: value for name in _CHAT if (value := getattr(prompt, name))}
+    return {
+        "id": prompt.id,
+        "suite": prompt.suite,
+        "tokens": prompt.tokens,
+        "text": prompt.text,
+        "chat": json.dumps(chat) if chat else None,
+    }
+
+
+def _mapped(file: str) -> list[pyarrow.RecordBatch]:
+    """Return the batches of a file as views of it."""
+    reader = pyarrow.ipc.open_file(pyarrow.memory_map(file))
+    return [reader.get_batch(number) for number in range(reader.num_record_batches)]

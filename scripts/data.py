@@ -1,0 +1,202 @@
+"""`outrider data show | check`: what a recipe's drafter would learn from, before anything is spent on it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.text import Text
+
+from ..ground import BadInputError
+from .speaking import console_for
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from ..distill.prompts import Collection, Prompt
+    from ..recipes import Recipe
+
+FINDING = 1
+LEARNT, READ, NOTE = "green", "dim", "magenta"
+_LONGEST = 1500  # characters of a text that nobody learns; of longer ones the middle is left out
+
+RecipeName = Annotated[str, typer.Argument(metavar="RECIPE", help="A YAML file, or the name of a packaged recipe.")]
+Overrides = Annotated[
+    list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Changes to the recipe, e.g. data.limit=1000.")
+]
+Template = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="KEY=VALUE",
+        help="An argument of the chat template, e.g. enable_thinking=false; may be repeated (default: the pair's).",
+    ),
+]
+
+data_app = typer.Typer(no_args_is_help=True, help="Look at what a recipe's drafter learns from.")
+
+
+def add_verbs(app: typer.Typer) -> None:
+    """Add these verbs to the command."""
+    app.add_typer(data_app, name="data")
+    for name, verb in (("show", show), ("check", check)):
+        data_app.command(name=name)(verb)
+
+
+def arguments(given: Sequence[str] | None) -> dict[str, Any] | None:
+    """Return the template's arguments that options say; None for no options.
+
+    Raises:
+        BadInputError: one of them is no KEY=VALUE.
+    """
+    from ..ground.foreign import parse_yaml
+
+    if not given:
+        return None
+    found = {}
+    for option in given:
+        key, equals, value = option.partition("=")
+        if not equals or not key.isidentifier():
+            raise BadInputError(f"--template {option!r}: expected KEY=VALUE, for example enable_thinking=false.")
+        found[key] = parse_yaml(value, f"--template {option}")
+    return found
+
+
+def show(
+    recipe: RecipeName,
+    changes: Overrides = None,
+    count: Annotated[int, typer.Option(min=1, help="Rows to show.")] = 3,
+) -> None:
+    """A sample of what is learnt: [green]what is supervised[/green], and what is only read. Of the finished responses
+    where there are some, else of the rows' own answers, else of the prompts.
+    """
+    from ..recipes import load_recipe
+
+    loaded, console = load_recipe(recipe, changes or []), Console(highlight=False, soft_wrap=True)
+    tokenizer = _tokenizer(loaded)
+    for name, pieces in _samples(loaded, tokenizer, count):
+        console.rule(escape(name), align="left", style=READ)
+        console.print(Text.assemble(*pieces))
+
+
+def check(
+    recipe: RecipeName,
+    changes: Overrides = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout, for programs.")] = False,
+) -> None:
+    """Read all of a recipe's data and count what is kept and left out, and why. Exit code 1 for rows that cannot be
+    read, and for prompts that the recipe measures.
+    """
+    from ..distill.gathering import gather
+    from ..recipes import load_recipe
+    from .answers import DataCheckBody, say
+
+    loaded = load_recipe(recipe, changes or [])
+    tolerant = loaded.data.model_copy(update={"malformed": "drop", "allow_leaks": True})
+    found = gather(loaded.model_copy(update={"data": tolerant}), _tokenizer(loaded), warn=False)
+    code = FINDING if any(s.leaked or s.dropped["malformed"] for s in found.sources) else 0
+    if as_json:
+        say("data-check", DataCheckBody.of(found, _lengths(found)), code)
+    else:
+        _print(found, loaded, console_for(as_json))
+    if code:
+        raise typer.Exit(code)
+
+
+def _tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
+    """Return the tokenizer of a recipe's target, whose weights are not loaded."""
+    from ..targets.loading import expanded, load_tokenizer_of
+
+    spec = recipe.target
+    return load_tokenizer_of(expanded(spec.path), spec.revision, spec.trust_remote_code)
+
+
+# ------------------------------------------------------------ a sample
+
+Piece = tuple[str, str]  # text and its style
+
+
+def _samples(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, count: int) -> Iterator[tuple[str, list[Piece]]]:
+    """Yield the names and the coloured texts of some rows."""
+    from ..distill.conversation import given_sequences
+    from ..distill.data_set import load_responses
+    from ..distill.gathering import gather
+    from ..distill.responses import data_folder
+
+    folder = data_folder(recipe)
+    if folder.is_dir():
+        table = load_responses(folder)
+        for index in range(0, len(table), max(1, len(table) // count))[:count]:
+            row = table[index]
+            yield f"{row['id']} (row {index} of {folder})", _coloured(row["input_ids"], row["loss_mask"], tokenizer)
+        return
+    few = recipe.model_copy(update={"data": recipe.data.model_copy(update={"limit": count})})
+    for prompt in gather(few, tokenizer, warn=False).prompts:
+        if recipe.data.answers == "target":
+            yield f"{prompt.id} (the target has not answered yet)", _asked(prompt)
+            continue
+        for tokens, mask in given_sequences(prompt, tokenizer):
+            yield f"{prompt.id} (its own answers)", _coloured(tokens, mask, tokenizer)
+
+
+def _coloured(tokens: Sequence[int], mask: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> list[Piece]:
+    """Return the text of a row in pieces, each supervised as a whole or not at all."""
+    pieces = []
+    for supervised, run in groupby(zip(tokens, mask, strict=True), lambda pair: bool(pair[1])):
+        text = str(tokenizer.decode([token for token, _ in run], clean_up_tokenization_spaces=False))
+        pieces.append(_piece(text, LEARNT if supervised else READ))
+    return pieces
+
+
+def _asked(prompt: Prompt) -> list[Piece]:
+    """Return what a prompt asks, with a note where each answer will stand."""
+    pieces = [_piece(prompt.text, READ), ("[the target's answer]", NOTE)]
+    for turn in prompt.later:
+        said = "\n".join(f"{message['role']}: {message['content']}" for message in turn)
+        pieces += [_piece(f"\n{said}\n", READ), ("[the target's answer]", NOTE)]
+    return pieces
+
+
+def _piece(text: str, style: str) -> Piece:
+    from .streaming import harmless
+
+    if style == READ and len(text) > _LONGEST:
+        text = f"{text[: _LONGEST // 2]} […] {text[-_LONGEST // 2 :]}"
+    return harmless(text), style
+
+
+# ------------------------------------------------------------ counts
+
+
+def _lengths(found: Collection) -> dict[str, int]:
+    """Return quantiles of the prompts' lengths in tokens."""
+    import numpy as np
+
+    lengths = [len(prompt.tokens) for prompt in found.prompts]
+    shares = {"median": 0.5, "p95": 0.95, "longest": 1.0}
+    return {name: int(np.quantile(lengths, share, method="higher")) for name, share in shares.items()}
+
+
+def _print(found: Collection, recipe: Recipe, console: Console) -> None:
+    from ..distill.gathering import left_out
+
+    for counts in found.sources:
+        _say(console, f"[bold]{escape(counts.source)}[/bold]: {counts.kept:,} of {counts.rows:,} rows are kept")
+        for name, number in counts.layouts.most_common():
+            _say(console, f"  {number:,} read as {escape(name)}")
+        if counts.truncated:
+            _say(console, f"  {counts.truncated:,} texts lost their beginning")
+        if counts.dropped:
+            _say(console, f"  left out: {left_out(counts)}")
+        for example in counts.examples.values():
+            _say(console, f"  [yellow]?[/yellow] {escape(example)}")
+    said = ", ".join(f"{name} {number:,}" for name, number in _lengths(found).items())
+    longest = recipe.data.max_prompt_tokens
+    _say(console, f"{len(found.prompts):,} prompts; tokens of a prompt: {said} (at most {longest:,})")
+
+
+def _say(console: Console, text: str) -> None:
+    console.print(text, highlight=False, soft_wrap=True)

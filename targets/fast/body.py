@@ -1,0 +1,224 @@
+"""The layers of a target of Llama's kind, read by few launches: merged products, and kernels with much in each.
+
+Where the library's modules launch 40 kernels for a token and a layer (56 with norms of queries and keys), this launches
+seven. The merged weights are the library's own: its modules see them through views, so nothing takes memory twice, and
+what is written to the one is read by the other. Only passes over few tokens come here; prompts are the library's.
+
+Shapes: B rows, Q tokens per row, M = B·Q, H hidden size, D head size, K taps.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..cache import AttentionStore, LayerShape, RaggedCache, Store
+from ..llama_kind import is_as_made, layer_windows
+from ..placement import Nodes
+from . import operations
+from .operations import Split
+from .products import Matrix, Products
+
+MOST_TOKENS = 64  # of a row in one pass
+
+
+@dataclass(frozen=True)
+class Heads:
+    """A layer's heads.
+
+    Attributes:
+        count: of queries. shared: of keys and values.
+        size: D, a power of two.
+        kept: what a cache keeps of them.
+        norms: of queries and of keys, `[D]` each; none where they have none.
+        eps: of these norms. scale: of scores.
+        window: how far a token sees; 0 for all of the text.
+    """
+
+    count: int
+    shared: int
+    size: int
+    kept: LayerShape
+    norms: tuple[Tensor, ...]
+    eps: float
+    scale: float
+    window: int
+
+
+class FastBody:
+    """Passes over few tokens through the layers of a model of Llama's kind.
+
+    Args:
+        model: one for which `why_not` found no reason. Its weights are merged; the modules keep views of them.
+    """
+
+    @torch.no_grad()
+    def __init__(self, model: Any):
+        self.model, self.body = model, model.model
+        layers, windows = list(self.body.layers), layer_windows(model)
+        self.heads = [_heads(layer.self_attn, window) for layer, window in zip(layers, windows, strict=True)]
+        self.products = Products(
+            {
+                "joined": [_joined(layer) for layer in layers],
+                "mixed": [Matrix(p.weight, bias=p.bias) for p in (layer.self_attn.o_proj for layer in layers)],
+                "gated": [_gated(layer) for layer in layers],
+                "down": [Matrix(layer.mlp.down_proj.weight) for layer in layers],
+            }
+        )
+        self._merged = [part.weight for layer in layers for part in _merged(layer)]
+        self._places = [_place(p) for p in self._merged]
+        self._modules = list(model.modules())
+        # What each module has, where its dictionaries are: adapters and new weights are put there.
+        self._parts = [
+            (held, name, part)
+            for module in self._modules
+            for held in (module._modules, module._parameters)
+            for name, part in held.items()
+        ]
+
+    def shallow(self, count: int) -> FastBody:
+        """Return the same cut after its first `count` layers."""
+        found = copy.copy(self)
+        found.heads = self.heads[:count]
+        return found
+
+    def serves(self, inputs: Tensor, cache: RaggedCache) -> bool:
+        """Tell whether it can run a pass over `inputs` `[B, Q]` or `[B, Q, H]` as the model would now."""
+        return (
+            inputs.shape[1] <= MOST_TOKENS
+            and not cache.first
+            and not self.model.training
+            and not torch.is_autocast_enabled(inputs.device.type)
+            and not (torch.is_grad_enabled() and self._merged[0].requires_grad)
+            and all(held.get(name) is part for held, name, part in self._parts)
+            and self._places == [_place(p) for p in self._merged]
+            and all(is_as_made(module) for module in self._modules)
+        )
+
+    def run(
+        self,
+        inputs: Tensor,  # [B, Q], or [B, Q, H]
+        cache: RaggedCache,
+        taps: Sequence[int] = (),
+        offset: int = 0,
+        nodes: Nodes | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Run one pass as `Backbone.run` does, with a cache."""
+        rows, queries = inputs.shape[:2]
+        cache.place(queries, offset, nodes)
+        if inputs.ndim == 2:
+            hidden = nn.functional.embedding(inputs, self.body.embed_tokens.weight)
+        else:
+            hidden = inputs.clone(memory_format=torch.contiguous_format)
+        width = hidden.shape[2]
+        tapped = hidden.new_empty(rows, queries, len(taps), width) if taps else None
+        hidden = hidden.view(-1, width)
+        for layer in range(len(self.heads)):
+            _note(hidden, tapped, taps, layer)
+            self._layer(layer, hidden, cache)
+        norm = self.body.norm
+        last = torch.rms_norm(hidden, norm.weight.shape, norm.weight, norm.variance_epsilon)
+        _note(last, tapped, taps, len(self.heads))
+        return last.view(rows, queries, width), tapped
+
+    def _layer(self, layer: int, hidden: Tensor, cache: RaggedCache) -> None:
+        """Run one layer on `hidden` `[M, H]`, in place."""
+        heads, store, placed = self.heads[layer], cache.layers[layer], cache.placed
+        assert isinstance(store, AttentionStore)
+        keys, values = store.entries(heads.kept)
+        rotary, multiply = self.body.rotary_emb, self.products.multiply
+        joined = multiply("joined", layer, hidden).view(len(hidden), -1, heads.size)
+        turning = (rotary.inv_freq, placed.positions, placed.slots)
+        query = operations.place_heads(
+            joined, list(heads.norms), *turning, keys, values, heads.eps, float(rotary.attention_scaling)
+        )
+        split = Split.of(*keys.shape[:2], heads.count // heads.shared * placed.slots.shape[1], cache.max_length)
+        mixed = operations.attend(query, keys, values, placed, heads.scale, heads.window, split)
+        multiply("mixed", layer, mixed.view(len(hidden), -1), onto=hidden)
+        multiply("down", layer, multiply("gated", layer, hidden), onto=hidden)
+
+
+def _note(hidden: Tensor, tapped: Tensor | None, taps: Sequence[int], index: int) -> None:
+    """Copy hidden states `[M, H]` to where they are tapped, `[B, Q, K, H]`."""
+    for place, tap in enumerate(taps):
+        if tap == index and tapped is not None:
+            tapped[:, :, place] = hidden.view(*tapped.shape[:2], -1)
+
+
+# ------------------------------------------------------------ weights
+
+
+def why_not(model: Any) -> str | None:
+    """Return what about a model of Llama's kind the fast pass does not compute; None if it computes all of it."""
+    attention, mlp = model.model.layers[0].self_attn, model.model.layers[0].mlp
+    size = attention.head_dim
+    if size & (size - 1) or not 16 <= size <= 256:
+        return f"heads of {size} numbers; sizes of 16 to 256 that are powers of two are served"
+    if mlp.gate_proj.bias is not None or mlp.down_proj.bias is not None:
+        return "biases in its MLPs"
+    return None
+
+
+def _heads(attention: Any, window: int) -> Heads:
+    size = attention.head_dim
+    count, shared = (len(part.weight) // size for part in (attention.q_proj, attention.k_proj))
+    key = attention.k_proj.weight
+    norms = (attention.q_norm, attention.k_norm) if hasattr(attention, "q_norm") else ()
+    eps = norms[0].variance_epsilon if norms else 0.0
+    kept = Store(shared, size, key.dtype, key.device)
+    weights = tuple(norm.weight for norm in norms)
+    return Heads(count, shared, size, LayerShape(kept, kept), weights, eps, float(attention.scaling), window)
+
+
+def _merged(layer: Any) -> list[nn.Linear]:
+    """Return the linear layers whose weights are merged: three before attention, two in the MLP."""
+    attention, mlp = layer.self_attn, layer.mlp
+    return [attention.q_proj, attention.k_proj, attention.v_proj, mlp.gate_proj, mlp.up_proj]
+
+
+def _joined(layer: Any) -> Matrix:
+    parts = _merged(layer)[:3]
+    norm = layer.input_layernorm
+    bias = None if parts[0].bias is None else merge([part.bias for part in parts])
+    return Matrix(merge([part.weight for part in parts]), norm.weight, bias, norm.variance_epsilon)
+
+
+def _gated(layer: Any) -> Matrix:
+    norm = layer.post_attention_layernorm
+    weight = merge([part.weight for part in _merged(layer)[3:]])
+    return Matrix(weight, norm.weight, None, norm.variance_epsilon, gated=True)
+
+
+def merge(parameters: Sequence[nn.Parameter]) -> Tensor:
+    """Return parameters one below the other in one tensor, of which they become views.
+
+    Parameters that stand so already are left where they are: another target may have merged them.
+    """
+    first = parameters[0]
+    if not _adjoin(parameters):
+        whole = torch.cat([p.data for p in parameters])
+        for parameter, part in zip(parameters, whole.split([len(p) for p in parameters]), strict=True):
+            parameter.data = part
+        return whole
+    rows = sum(len(p) for p in parameters)
+    return first.data.as_strided((rows, *first.shape[1:]), first.stride())
+
+
+def _adjoin(parameters: Sequence[Tensor]) -> bool:
+    """Tell whether tensors follow each other in one storage."""
+    storage, offset = _place(parameters[0])
+    for parameter in parameters:
+        if _place(parameter) != (storage, offset) or not parameter.is_contiguous():
+            return False
+        offset += parameter.numel()
+    return True
+
+
+def _place(tensor: Tensor) -> tuple[int, int]:
+    """Return where a tensor's numbers are: its storage, and its place in it. Fake tensors know theirs as well."""
+    return tensor.untyped_storage()._cdata, int(tensor.storage_offset())

@@ -1,0 +1,172 @@
+"""OpenAI-compatible servers of a tiny target: our own decoder answers, in the ways in which servers differ."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+
+from outrider.decode import Decoder
+from outrider.targets import Target
+
+
+@dataclass
+class Server:
+    """A server of `target`.
+
+    Attributes:
+        ids: it takes prompts as token ids, and returns ids where it is asked to. (vLLM does; `transformers serve` does
+            neither, and refuses fields that it does not know.)
+        completions, chat: the interfaces that it has.
+        key: that it wants.
+        busy: so many requests it answers by a 429.
+        refuses: prompts whose text holds this.
+        changed: what it does to every answer before it is sent.
+        asked: how often each prompt was answered. bodies: of all requests.
+    """
+
+    target: Target
+    ids: bool = True
+    completions: bool = True
+    chat: bool = True
+    key: str = ""
+    busy: int = 0
+    refuses: str = "\0"
+    changed: Callable[[dict[str, Any]], None] = lambda choice: None
+    seconds: float = 0.0
+    asked: Counter[tuple[int, ...]] = field(default_factory=Counter)
+    bodies: list[dict[str, Any]] = field(default_factory=list)
+    at_once: int = 0
+    most_at_once: int = 0
+    http: ThreadingHTTPServer | None = None
+
+    def start(self, port: int = 0) -> None:
+        self.lock = threading.Lock()  # one pass at a time
+        self.http = ThreadingHTTPServer(("127.0.0.1", port), _handler(self))
+        threading.Thread(target=self.http.serve_forever, args=(0.02,), daemon=True).start()
+
+    def stop(self) -> None:
+        assert self.http is not None
+        self.http.shutdown()
+        self.http.server_close()
+
+    @property
+    def port(self) -> int:
+        assert self.http is not None
+        return int(self.http.server_address[1])
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def answer(self, path: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        """Return status and body of an answer."""
+        is_chat = path.endswith("/chat/completions")
+        if not (self.chat if is_chat else self.completions):
+            return 404, {"error": {"message": "Not Found"}}
+        if self.busy > 0:
+            self.busy -= 1
+            return 429, {"error": {"message": "busy"}}
+        more = {"return_token_ids", "top_k", "min_p", "repetition_penalty", "chat_template_kwargs"} & body.keys()
+        if not self.ids and (more or not isinstance(body.get("prompt", ""), str)):
+            return 422, {"error": {"message": f"Unexpected fields in the request: {more}"}}
+        tokens = self._tokens(body)
+        if self.refuses in self.target.require_tokenizer().decode(tokens):
+            return 400, {"error": {"message": "this prompt is refused"}}
+        return 200, self._completed(body, tokens, is_chat)
+
+    def _tokens(self, body: dict[str, Any]) -> list[int]:
+        tokenizer = self.target.require_tokenizer()
+        if "messages" in body:
+            text = tokenizer.apply_chat_template(body["messages"], tokenize=False, add_generation_prompt=True)
+            return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+        prompt = body["prompt"]
+        return list(tokenizer(prompt)["input_ids"]) if isinstance(prompt, str) else prompt
+
+    def _completed(self, body: dict[str, Any], tokens: list[int], is_chat: bool) -> dict[str, Any]:
+        with self.lock:
+            answer = Decoder(self.target).generate([tokens], body["max_tokens"]).tokens[0]
+            self.asked[tuple(tokens)] += 1
+        text = self.target.require_tokenizer().decode(answer, skip_special_tokens=True)
+        ended = answer[-1] in self.target.eos_ids
+        choice: dict[str, Any] = {"index": 0, "finish_reason": "stop" if ended else "length", "logprobs": None}
+        choice |= {"message": {"role": "assistant", "content": text}} if is_chat else {"text": text}
+        if body.get("return_token_ids"):
+            choice |= {"token_ids": answer, "prompt_token_ids": tokens}
+        self.changed(choice)
+        usage = {"prompt_tokens": len(tokens), "completion_tokens": len(answer), "total_tokens": 0}
+        return {"id": "1", "object": "", "created": 0, "model": "m", "choices": [choice], "usage": usage}
+
+
+def _handler(server: Server) -> type[BaseHTTPRequestHandler]:
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self._send(200, {"object": "list", "data": [{"id": "tiny", "object": "model"}]})
+
+        def do_POST(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            server.bodies.append(body)
+            if server.key and self.headers["Authorization"] != f"Bearer {server.key}":
+                sent = self.headers["Authorization"].removeprefix("Bearer ")
+                self._send(401, {"error": {"message": f"Incorrect API key provided: {sent}"}})
+                return
+            server.at_once += 1
+            server.most_at_once = max(server.most_at_once, server.at_once)
+            time.sleep(server.seconds)
+            status, answer = server.answer(self.path, body)
+            server.at_once -= 1
+            self._send(status, answer) if not body.get("stream") or status != 200 else self._stream(answer)
+
+        def _send(self, status: int, answer: dict[str, Any]) -> None:
+            content = json.dumps(answer).encode()
+            self.send_response(status)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(content)
+
+        def _stream(self, answer: dict[str, Any]) -> None:
+            """Send the answer in two parts and the usage in a third, without saying how long they are."""
+            self.send_response(200)
+            self.send_header("Content-Type", "text/event-stream")
+            self.end_headers()
+            choice = answer["choices"][0]
+            half = len(choice["text"]) // 2
+            first = {
+                **choice,
+                "text": choice["text"][:half],
+                "token_ids": choice.get("token_ids"),
+                "finish_reason": None,
+            }
+            last = {**choice, "text": choice["text"][half:], "token_ids": []}
+            for part in ([first], [last], []):
+                body = {**answer, "choices": part} | ({"usage": None} if part else {})
+                self.wfile.write(f"data: {json.dumps(body)}\n\n".encode())
+            self.wfile.write(b"data: [DONE]\n\n")
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    return Handler
+
+
+@pytest.fixture
+def start_server(tiny_target: Target) -> Iterator[Callable[..., Server]]:
+    """`start_server(**how)`: a running server of the tiny target."""
+    started: list[Server] = []
+
+    def start(**how: Any) -> Server:
+        started.append(Server(**{"target": tiny_target, **how}))
+        started[-1].start()
+        return started[-1]
+
+    yield start
+    for server in started:
+        server.stop()

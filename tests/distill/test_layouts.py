@@ -1,0 +1,166 @@
+"""Rows of every layout say what is asked, what was answered and with which tools; another kind of value is an error."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from outrider.distill.layouts import RowError, understand
+from outrider.distill.prompts import Reading, collect
+
+U, A, S = ({"role": role, "content": text} for role, text in (("user", "u"), ("assistant", "a"), ("system", "s")))
+CALL = {"type": "function", "function": {"name": "ls", "arguments": '{"path": "."}'}}
+
+
+def said(turns: tuple[tuple[dict[str, Any], ...], ...]) -> list[str]:
+    return ["+".join(message["content"] for message in turn) for turn in turns]
+
+
+@pytest.mark.parametrize(
+    ("row", "layout", "asked"),
+    [
+        ({"messages": [S, U, A, U, A]}, "messages", (["s+u", "u"], ["a", "a"])),
+        ({"messages": [U, A, U]}, "messages", (["u", "u"], ["a"])),
+        ({"messages": [A, U, A, A]}, "messages", (["u"], ["a+a"])),
+        ({"messages": [S, A, U]}, "messages", (["s+u"], [])),
+        (
+            {"conversations": [{"from": "human", "value": "u"}, {"from": "gpt", "value": "a"}]},
+            "messages",
+            (["u"], ["a"]),
+        ),
+        ({"system": "s", "conversation": [U, A]}, "messages", (["s+u"], ["a"])),
+        ({"prompt": [U], "completion": [A]}, "messages", (["u"], ["a"])),
+        ({"turns": ["u", "v"], "reference": ["a", "b"]}, "turns", (["u", "v"], ["a", "b"])),
+        ({"turns": ["u", " ", "v"], "reference": ["a", "b", "c"]}, "turns", (["u", "v"], [])),
+        ({"turns": [U, A]}, "messages", (["u"], ["a"])),
+        ({"question": "u", "answer": "a"}, "question", (["u"], ["a"])),
+        ({"instruction": "u", "input": "v", "output": "a"}, "question", (["u\n\nv"], ["a"])),
+        ({"instruction": "u", "input": "", "output": "a"}, "question", (["u"], ["a"])),
+        ({"messages": [S, A]}, "messages", ([""], [])),
+        ({"messages": [{"role": "user", "content": " "}, A]}, "messages", ([""], [])),
+        ({"messages": [{"role": "user", "content": [{"type": "text", "text": "u"}]}]}, "messages", (["u"], [])),
+    ],
+)
+def test_a_chat_is_told_apart_into_questions_and_answers(
+    row: dict[str, Any], layout: str, asked: tuple[list[str], list[str]]
+) -> None:
+    found = understand(row, "here")
+    assert (found.layout, found.text) == (layout, None)
+    assert (said((found.messages, *found.later)), said(found.given)) == asked
+
+
+@pytest.mark.parametrize(
+    ("row", "text", "answer"),
+    [
+        ({"text": "t"}, "t", []),
+        ({"prompt": "t", "completion": "c"}, "t", ["c"]),
+        ({"prompt": "t", "response": "c", "text": "x"}, "t", ["c"]),
+    ],
+)
+def test_raw_text_may_bring_its_continuation(row: dict[str, Any], text: str, answer: list[str]) -> None:
+    found = understand(row, "here")
+    assert (found.layout, found.text, said(found.given)) == ("text", text, answer)
+
+
+def test_a_recipe_can_force_the_layout() -> None:
+    assert understand({"prompt": "x"}, "here").text == "x"
+    forced = understand({"prompt": "x", "response": "y"}, "here", "question")
+    assert (forced.layout, said((forced.messages,)), said(forced.given)) == ("question", ["x"], ["y"])
+    assert understand({"question": "x"}, "here", "text").text == "x"
+    assert understand({"text": "t", "messages": [U]}, "here", "text").text == "t"
+    with pytest.raises(RowError, match=r"expected one of turns, .* \(data.prompts says layout: turns\); found text"):
+        understand({"text": "x"}, "here", "turns")
+
+
+def test_one_question_is_the_last_of_a_chat_and_the_first_of_turns() -> None:
+    chat = understand({"messages": [S, U, A, {"role": "user", "content": "v"}, A]}, "here").last_question()
+    assert (said((chat.messages,)), chat.later, said(chat.given)) == (["s+u+a+v"], (), ["a"])
+    turns = understand({"turns": ["u", "v"]}, "here").last_question()
+    assert (said((turns.messages,)), turns.later) == (["u"], ())
+
+
+def test_tool_calls_hold_objects_as_templates_expect_them_and_nulls_of_tables_are_gone() -> None:
+    row = {
+        "tools": '[{"type": "function", "function": {"name": "ls"}}]',
+        "messages": [
+            {"role": "user", "content": "u", "tool_calls": None},
+            {"role": "assistant", "content": None, "reasoning_content": "hm", "tool_calls": [{**CALL, "id": None}]},
+            {"role": "tool", "content": "file", "name": None},
+            {"role": "assistant", "content": "a"},
+        ],
+    }
+    found = understand(row, "here")
+    assert found.tools == [{"type": "function", "function": {"name": "ls"}}]
+    assert found.messages == (U,)
+    [[call], [answer]] = found.given
+    assert call == {
+        "role": "assistant",
+        "content": "",
+        "reasoning_content": "hm",
+        "tool_calls": [{"type": "function", "function": {"name": "ls", "arguments": {"path": "."}}}],
+    }
+    assert (said(found.later), answer["content"]) == (["file"], "a")
+
+
+def test_arguments_that_are_no_json_stay_as_the_model_wrote_them() -> None:
+    broken = {"type": "function", "function": {"name": "ls", "arguments": '{"path": '}}
+    found = understand({"messages": [U, {"role": "assistant", "content": "", "tool_calls": [broken]}]}, "here")
+    assert found.given[0][0]["tool_calls"] == [broken]
+
+
+FAULTS = [
+    ({}, "expected one of text, prompt, question, messages, conversations, turns; found no keys."),
+    ({"txet": "x"}, "found txet."),
+    ({"text": None, "id": 1}, "found text (null), id."),
+    ({"text": 5}, "`text` must be text, found 5."),
+    ({"prompt": 5}, "`prompt` must be text, found 5."),
+    ({"prompt": ["a"]}, '`prompt` must be text, found ["a"].'),
+    ({"question": {"a": 1}}, '`question` must be text, found {"a": 1}.'),
+    ({"instruction": "x", "input": 3}, "`input` must be text, found 3."),
+    ({"turns": []}, "`turns` must be a list that is not empty, found []."),
+    ({"turns": "x"}, '`turns` must be a list that is not empty, found "x".'),
+    ({"turns": [1, 2]}, "`turns` must hold text; its entry 1 is 1."),
+    ({"turns": ["x", None]}, "`turns` must hold text; its entry 2 is null."),
+    ({"messages": "x"}, 'expected a list of messages, found "x".'),
+    ({"messages": ["x"]}, 'expected a list of messages, found ["x"].'),
+    ({"messages": {"role": "user"}}, "expected a list of messages, found "),
+    (
+        {"messages": [{"text": "x"}]},
+        "a message needs `role` and `content` (or `from` and `value`); found the keys text.",
+    ),
+    ({"messages": [{"role": 3, "content": "x"}]}, "a message needs `role` and `content`"),
+    ({"messages": [{"role": "usr", "content": "x"}]}, "a message has the role 'usr'; expected one of system, "),
+    ({"messages": [{"role": "user", "content": None}]}, "the content of a message (user) must be text, found null."),
+    ({"messages": [{"role": "user"}]}, "the content of a message (user) must be text, found null."),
+    ({"messages": [U, {"role": "assistant", "content": None}]}, "a message (assistant) must be text, found null."),
+    ({"messages": [{"role": "user", "content": 7}]}, "the content of a message (user) must be text, found 7."),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+        "the content of a message (user) must be text, found [{",
+    ),
+    ({"messages": [U, {**A, "tool_calls": "ls"}]}, '`tool_calls` must be a list, found "ls".'),
+    ({"messages": [U, {**A, "tool_calls": ["ls"]}]}, 'a tool call must be an object, found "ls".'),
+    ({"messages": [U], "tools": "ls"}, "`tools` must be a list, or JSON of one: not valid JSON"),
+    ({"messages": [U], "tools": {"name": "ls"}}, "`tools` must be a list, or JSON of one; found {"),
+    ({"prompt": [U], "completion": [{"role": "assistant"}]}, "a message (assistant) must be text, found null."),
+]
+
+
+@pytest.mark.parametrize(("row", "expected"), FAULTS)
+def test_a_planted_fault_is_named_with_its_place(
+    tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerFast, row: dict[str, Any], expected: str
+) -> None:
+    """In the third row of a real file, which is read as a recipe's is."""
+    file = tmp_path / "chats.jsonl"
+    file.write_text("".join(json.dumps(r) + "\n" for r in ({"text": "a"}, {"text": "b"}, row)))
+    with pytest.raises(RowError) as caught:
+        collect([str(file)], tiny_tokenizer)
+    assert str(caught.value).startswith(f"{file}, row 3: ")
+    assert expected in str(caught.value)
+    found = collect([str(file)], tiny_tokenizer, reading=Reading(drop_malformed=True))
+    assert (len(found.prompts), found.counts()["malformed"]) == (2, 1)
+    assert expected in found.sources[0].examples["malformed"]

@@ -1,0 +1,146 @@
+"""Rows come from files and folders of every kind, as streams."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+from datasets import Dataset, DatasetDict
+
+from outrider.distill.layouts import RowError
+from outrider.distill.sources import check_sources, count_rows, rows_of, title
+from outrider.ground import BadInputError
+from outrider.recipes import SourceSpec
+
+ROWS = [{"text": "one"}, {"text": "two é"}, {"text": "three"}]
+
+
+def texts(path: Path, **said: Any) -> list[str]:
+    found = []
+    for row in rows_of(SourceSpec(path=str(path), **said)):
+        assert not isinstance(row, RowError)
+        found.append(row["text"])
+    return found
+
+
+def jsonl(file: Path, rows: list[dict[str, Any]]) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def parquet(file: Path, rows: list[dict[str, Any]]) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), file)
+
+
+def arrow_stream(file: Path, rows: list[dict[str, Any]]) -> None:
+    table = pyarrow.Table.from_pylist(rows)
+    with pyarrow.OSFile(str(file), "wb") as sink, pyarrow.ipc.new_stream(sink, table.schema) as writer:
+        writer.write_table(table)
+
+
+def arrow_file(file: Path, rows: list[dict[str, Any]]) -> None:
+    table = pyarrow.Table.from_pylist(rows)
+    with pyarrow.OSFile(str(file), "wb") as sink, pyarrow.ipc.new_file(sink, table.schema) as writer:
+        writer.write_table(table, max_chunksize=2)
+
+
+def listed(file: Path, rows: list[dict[str, Any]]) -> None:
+    file.write_text(json.dumps(rows))
+
+
+def lines(file: Path, rows: list[dict[str, Any]]) -> None:
+    file.write_text("\n\n".join(row["text"] for row in rows))
+
+
+@pytest.mark.parametrize(
+    ("name", "write"),
+    [
+        ("a.jsonl", jsonl),
+        ("a.json", listed),
+        ("a.txt", lines),
+        ("a.parquet", parquet),
+        ("a.arrow", arrow_stream),
+        ("a.arrow", arrow_file),
+        ("saved", lambda folder, rows: Dataset.from_list(rows).save_to_disk(str(folder), num_shards=2)),
+        ("saved", lambda folder, rows: DatasetDict(train=Dataset.from_list(rows)).save_to_disk(str(folder))),
+        ("hub", lambda folder, rows: parquet(folder / "data" / "train-00000-of-00001.parquet", rows)),
+    ],
+)
+def test_the_same_rows_come_from_every_kind_of_source(
+    tmp_path: Path, name: str, write: Callable[[Path, list[dict[str, Any]]], None]
+) -> None:
+    place = tmp_path / name
+    write(place, ROWS)
+    assert texts(place) == ["one", "two é", "three"]
+    assert texts(place, limit=2) == ["one", "two é"]
+    assert (count_rows(str(place)), count_rows(SourceSpec(path=str(place), limit=2))) == (3, 2)
+    check_sources([str(place)])
+
+
+def test_a_byte_order_mark_is_no_part_of_the_first_row(tmp_path: Path) -> None:
+    for name, text in (("a.jsonl", '{"text": "x"}\n'), ("a.json", '[{"text": "x"}]'), ("a.txt", "x\n")):
+        (tmp_path / name).write_bytes(b"\xef\xbb\xbf" + text.encode())
+        assert texts(tmp_path / name) == ["x"]
+
+
+def test_a_folder_has_splits(tmp_path: Path) -> None:
+    folder = tmp_path / "chats"
+    parquet(folder / "data" / "train-00000-of-00002.parquet", ROWS[:1])
+    parquet(folder / "data" / "train-00001-of-00002.parquet", ROWS[1:2])
+    parquet(folder / "data" / "test-00000-of-00001.parquet", ROWS[2:])
+    (folder / ".cache").mkdir()
+    (folder / ".cache" / "x.json").write_text("[]")
+    assert texts(folder) == ["one", "two é"]
+    assert texts(folder, split="test") == ["three"]
+    assert title(str(folder)) == "chats"
+    with pytest.raises(BadInputError, match=r"has no split 'dev'; it has test, train\."):
+        texts(folder, split="dev")
+
+
+@pytest.mark.parametrize(
+    ("files", "split", "expected"),
+    [
+        ({}, None, "is a folder without files of rows"),
+        ({"a.txt": "x", "b.jsonl": ""}, None, r"is a folder with \.jsonl, \.txt files; expected one kind of"),
+        ({"README.md": "x", "data.bin": "x"}, None, "without files of rows"),
+    ],
+)
+def test_a_folder_that_is_no_source_is_refused(
+    tmp_path: Path, files: dict[str, str], split: str | None, expected: str
+) -> None:
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    with pytest.raises(BadInputError, match=expected):
+        check_sources([SourceSpec(path=str(tmp_path), split=split)])
+
+
+def test_one_file_has_no_splits(tmp_path: Path) -> None:
+    jsonl(tmp_path / "a.jsonl", ROWS)
+    with pytest.raises(BadInputError, match="one file has no splits, and the recipe asks for 'test'"):
+        texts(tmp_path / "a.jsonl", split="test")
+
+
+def test_lines_that_are_no_rows_are_named_and_the_rest_is_read(tmp_path: Path) -> None:
+    file = tmp_path / "a.jsonl"
+    file.write_bytes(b'{"text": "a"}\n{"text": \n[1]\n\n"x"\n{"text": "\xff"}\nnull\n{"text": "b"}\n')
+    found = list(rows_of(SourceSpec(path=str(file))))
+    assert [row for row in found if isinstance(row, dict)] == [{"text": "a"}, {"text": "b"}]
+    faults = [str(row).removeprefix(f"{file}: ") for row in found if isinstance(row, RowError)]
+    assert faults[0].startswith("line 2: not valid JSON")
+    assert faults[1] == "line 3: is a list; expected an object with named fields."
+    assert faults[2] == "line 5: is a str; expected an object with named fields."
+    assert faults[3].startswith("line 6: cannot be read: not UTF-8 text")
+    assert faults[4] == "line 7: is a NoneType; expected an object with named fields."
+
+
+@pytest.mark.parametrize(("name", "what"), [("a.parquet", "parquet"), ("a.arrow", "arrow")])
+def test_a_damaged_table_is_refused(tmp_path: Path, name: str, what: str) -> None:
+    (tmp_path / name).write_text("this is no table at all")
+    with pytest.raises(BadInputError, match=f"not a readable {what} file"):
+        texts(tmp_path / name)

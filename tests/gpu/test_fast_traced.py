@@ -1,0 +1,90 @@
+"""The fast pass launches seven kernels for a layer, where the library's modules launch dozens.
+
+Counted on the CUDA device that computes nothing, from passes of models that differ by one layer.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from outrider.targets import Counts, Nodes, Target
+from outrider.targets import target as target_module
+
+from .fake_cuda import Trace, can_fake_cuda, fake_cuda, make_guard, on_fake_cuda
+
+pytest.importorskip("triton")
+from outrider.targets.fast.body import FastBody
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+KINDS = {"llama": (LlamaConfig, LlamaForCausalLM), "qwen3": (Qwen3Config, Qwen3ForCausalLM)}
+BEFORE = {"llama": 40, "qwen3": 56}
+GOAL = {"llama": 9, "qwen3": 11}
+
+pytestmark = pytest.mark.skipif(not can_fake_cuda(), reason="needs g++, or a CUDA build of torch")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def guard(tmp_path_factory: Any) -> None:
+    make_guard(tmp_path_factory.mktemp("guard"))
+
+
+@pytest.fixture(autouse=True)
+def untried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave out what is tried of a target once: it looks at values, of which fake tensors have none."""
+    monkeypatch.setattr(target_module, "try_reading", lambda target, layout: None)
+
+
+def launched(kind: str, layers: int, tokens: int, fast: bool, tree: bool = False) -> Trace:
+    """Return what a pass over `tokens` of one row launches."""
+    config, made = KINDS[kind]
+    model = made(config(**SIZES, num_hidden_layers=layers)).eval().requires_grad_(False).to(torch.bfloat16)
+    with fake_cuda():
+        on_fake_cuda(model)
+        target = Target(model)
+        cache = target.new_cache(1, 512)
+        cache.advance(Counts.of([100], "cuda"))
+        cache.window = 512
+        given = torch.zeros(1, tokens, dtype=torch.long, device="cuda")
+        nodes = Nodes.of_tree(torch.zeros(1, tokens - 1, dtype=torch.long, device="cuda") - 1, 1) if tree else None
+        if fast:
+            target.fast = FastBody(model)
+            assert target.fast.serves(given, cache)
+        with Trace() as traced:
+            target.run(given, cache, nodes=nodes)
+    return traced
+
+
+def per_layer(kind: str, tokens: int, fast: bool, tree: bool = False) -> int:
+    return launched(kind, 3, tokens, fast, tree).launches - launched(kind, 2, tokens, fast, tree).launches
+
+
+@pytest.mark.parametrize(("tokens", "tree"), [(1, False), (8, False), (64, True)])
+@pytest.mark.parametrize("kind", KINDS)
+def test_launches_for_a_layer(kind, tokens, tree):
+    assert per_layer(kind, tokens, True, tree) == 7 <= GOAL[kind]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_librarys_modules_launch_as_many_as_are_said(kind):
+    """If the library comes to launch fewer, the pages that compare with it are wrong."""
+    assert per_layer(kind, 1, False) == BEFORE[kind]
+
+
+def test_a_pass_launches_little_beside_its_layers():
+    """The embedding, the last norm, and what places the tokens."""
+    traced = launched("llama", 2, 1, True)
+    assert traced.launches - 2 * 7 <= 12, traced.kernels

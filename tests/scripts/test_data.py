@@ -1,0 +1,79 @@
+"""`outrider data`: what would be learnt, and what is left out, before anything is spent."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from typer.testing import Result
+
+from outrider.ground import BadInputError
+from outrider.scripts.data import arguments
+
+Command = Callable[..., Result]
+
+CHAT = [{"role": "user", "content": "sort"}, {"role": "assistant", "content": "sorted"}]
+
+
+@pytest.fixture
+def chats(tmp_path: Path) -> Path:
+    file = tmp_path / "chats.jsonl"
+    rows = [{"messages": CHAT}, {"messages": CHAT}, {"prompt": 5}, {"turns": ["one", "two"]}, {"text": ""}]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
+
+
+def test_check_counts_what_is_left_out_and_why(outrider: Command, recipe_file: Path, chats: Path) -> None:
+    result = outrider("data", "check", recipe_file, f"data.prompts=[{chats}]", "--json")
+    assert result.exit_code == 1, result.output
+    answer = json.loads(result.stdout)
+    [source] = answer["sources"]
+    assert (answer["schema"], answer["exit_code"], answer["prompts"]) == ("outrider.data-check/1", 1, 2)
+    assert (source["rows"], source["kept"]) == (5, 2)
+    assert source["dropped"] == {"duplicate": 1, "malformed": 1, "unanswerable": 1}
+    assert source["layouts"] == {"messages (key messages)": 2, "turns (key turns)": 1, "text (key text)": 1}
+    assert source["examples"]["malformed"] == f"{chats}, row 3: `prompt` must be text, found 5."
+    shown = " ".join(outrider("data", "check", recipe_file, f"data.prompts=[{chats}]").stdout.split())
+    assert "row 3: `prompt` must be text, found 5." in shown
+    assert "2 prompts; tokens of a prompt: median" in shown
+
+
+def test_check_finds_prompts_that_are_measured(outrider: Command, recipe_file: Path) -> None:
+    """The recipe of these tests learns what it measures: three of its prompts."""
+    result = outrider("data", "check", recipe_file, "--json")
+    [source] = json.loads(result.stdout)["sources"]
+    assert (result.exit_code, source["leaked"], source["kept"]) == (1, 3, 6)
+    assert "row 1 asks what the suite" in source["examples"]["leaked"]
+
+
+def test_a_recipe_without_findings_passes(outrider: Command) -> None:
+    result = outrider("data", "check", "embedded-eagle3", "data.limit=20")
+    assert result.exit_code == 0, result.output
+    assert "20 prompts; tokens of a prompt" in result.stdout
+
+
+def test_show_shows_answers_where_there_are_some(outrider: Command, recipe_file: Path, chats: Path) -> None:
+    words = ["data", "show", recipe_file, f"data.prompts=[{chats}]", "data.malformed=drop"]
+    prompts = outrider(*words).stdout
+    assert "chats/1 (the target has not answered yet)" in prompts
+    assert "<|user|>one<|end|><|assistant|>[the target's answer]\nuser: two\n[the target's answer]" in prompts
+    own = outrider(*words, "data.answers=given").stdout
+    assert "chats/1 (its own answers)" in own
+    assert "<|user|>sort<|end|><|assistant|>sorted<|end|>" in own
+    assert outrider("distill", recipe_file).exit_code == 0
+    written = outrider("data", "show", recipe_file, "--count", 2).stdout
+    assert "prompts/p0 (row 0 of" in written
+    assert "prompts/p3 (row 3 of" in written
+
+
+def test_arguments_of_the_template_are_yaml() -> None:
+    assert arguments(None) is None
+    assert arguments(["enable_thinking=false", "effort=low", "n=3"]) == {
+        "enable_thinking": False,
+        "effort": "low",
+        "n": 3,
+    }
+    with pytest.raises(BadInputError, match=r"--template 'thinking': expected KEY=VALUE"):
+        arguments(["thinking"])

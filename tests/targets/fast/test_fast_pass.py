@@ -1,0 +1,332 @@
+"""The fast pass gives what the library's modules give, wherever a pass stands, and decoding through it stays lossless.
+
+Its kernels are interpreted here; models have one or two layers.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from outrider.decode import Decoder, Plan, Sampling, Tree
+from outrider.decode.verify import rejection
+from outrider.ground import IncompatibleError
+from outrider.heads import DraftModel, Eagle3, Eagle3Config
+from outrider.targets import Counts, Nodes, Target
+from outrider.targets.fast import by_library, operations, prefer_fast_pass, proof, use_fast_pass
+
+VOCAB = 48
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 40,
+    "intermediate_size": 56,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 256,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+KINDS: dict[str, Callable[..., Any]] = {
+    "llama": lambda **more: LlamaForCausalLM(LlamaConfig(**SIZES | more)),
+    "llama with biases": lambda **more: LlamaForCausalLM(LlamaConfig(**SIZES | more, attention_bias=True)),
+    "mistral": lambda **more: MistralForCausalLM(MistralConfig(**SIZES | more, sliding_window=9)),
+    "qwen2": lambda **more: Qwen2ForCausalLM(Qwen2Config(**SIZES | more)),
+    "qwen3": lambda **more: Qwen3ForCausalLM(Qwen3Config(**SIZES | more)),
+}
+
+
+def build(kind: str, dtype: torch.dtype = torch.float32, **more: Any) -> Target:
+    """Return a target whose attention and norms matter: weights as they are after training, and not as they begin."""
+    torch.manual_seed(0)
+    model = KINDS[kind](**more).eval().requires_grad_(False).to(dtype)
+    for weight in model.parameters():
+        if weight.ndim == 1:
+            weight.uniform_(0.5, 1.5)
+        else:
+            weight.normal_(0, 0.2)
+    return Target(model)
+
+
+def distance(one: torch.Tensor, other: torch.Tensor) -> float:
+    return ((one.double() - other.double()).norm() / other.double().norm()).item()
+
+
+PROOF = proof.differs
+
+
+@pytest.fixture(autouse=True)
+def unproven(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave out the proof on the device, which takes seconds: here it is what is tested."""
+    monkeypatch.setattr(proof, "differs", lambda fast, target: None)
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[] if kind in ("mistral", "qwen3") else [pytest.mark.slow]) for kind in KINDS]
+)
+def test_passes_give_what_the_modules_give(kind):
+    """One token, a chain, tokens after uncommitted ones, and a tree, after rows of different lengths."""
+    target = build(kind)
+    use_fast_pass(target)
+    tokens = torch.randint(0, VOCAB, (2, 20), generator=torch.Generator().manual_seed(0))
+    caches = [target.new_cache(2, 64) for _ in range(2)]
+    parents = torch.tensor([[-1, -1, 0, 2], [-1, 0, 0, 1]])
+    with torch.inference_mode():
+        for cache in caches:
+            with by_library(target):
+                target.forward(tokens, cache)
+            cache.advance(Counts.of([20, 13], "cpu"))
+        for count, offset, nodes in ((1, 0, None), (3, 0, None), (2, 3, None), (5, 0, Nodes.of_tree(parents, 3))):
+            given = tokens[:, :count]
+            fast = target.forward(given, caches[0], (0, 1, 2), offset=offset, nodes=nodes)
+            with by_library(target):
+                right = target.forward(given, caches[1], (0, 1, 2), offset=offset, nodes=nodes)
+            assert distance(fast.logits, right.logits) < 2e-6
+            assert distance(fast.hidden, right.hidden) < 2e-6
+
+
+def test_a_pass_of_fixed_shape_reads_nothing_after_its_entries():
+    """A window of any size holds NaN there."""
+    target = build("qwen3", num_hidden_layers=1)
+    use_fast_pass(target)
+    cache = target.new_cache(1, 64)
+    with torch.inference_mode():
+        for length in (1, 1, 2):
+            cache.window = 64
+            for layer in cache.layers:
+                for entries in (layer.keys, layer.values):
+                    entries[:, :, int(cache.lengths) :] = float("nan")
+            assert target.forward(torch.ones(1, length, dtype=torch.long), cache).logits.isfinite().all()
+            cache.advance(Counts(torch.tensor([length])))
+
+
+# ------------------------------------------------------------ weights
+
+
+def test_merged_weights_are_the_librarys_own():
+    """Nothing takes memory twice, and what is written to a module is what the next pass reads."""
+    target = build("qwen2", num_hidden_layers=1)
+    before = {name: weight.clone() for name, weight in target.model.state_dict().items()}
+    digest = target.fingerprint().digest
+    use_fast_pass(target)
+    for name, weight in target.model.state_dict().items():
+        assert torch.equal(weight, before[name])
+    assert target.fingerprint().digest == digest
+    attention = target.model.model.layers[0].self_attn
+    assert attention.q_proj.weight.untyped_storage().data_ptr() == attention.v_proj.weight.untyped_storage().data_ptr()
+    attention.v_proj.weight.zero_()
+    attention.v_proj.bias.zero_()
+    cache, token = target.new_cache(1, 8), torch.zeros(1, 1, dtype=torch.long)
+    target.run(token, cache)
+    assert not cache.layers[0].values.any()
+
+
+def test_a_merged_model_is_saved_and_loaded_as_before(tmp_path):
+    target = build("llama", num_hidden_layers=1)
+    before = copy.deepcopy(target.model.state_dict())
+    use_fast_pass(target)
+    target.model.save_pretrained(tmp_path)
+    again = LlamaForCausalLM.from_pretrained(tmp_path)
+    assert all(torch.equal(weight, before[name]) for name, weight in again.state_dict().items())
+
+
+def test_two_targets_of_one_model_share_what_was_merged():
+    first = build("llama", num_hidden_layers=1)
+    use_fast_pass(first)
+    second = Target(first.model)
+    use_fast_pass(second)
+    cache = first.new_cache(1, 8)
+    assert first.fast.serves(torch.zeros(1, 1), cache)
+    assert second.fast.serves(torch.zeros(1, 1), cache)
+
+
+@pytest.mark.parametrize(
+    "change", ["weights put elsewhere", "another weight", "another layer", "a hook", "a prompt", "training"]
+)
+def test_what_it_does_not_compute_is_left_to_the_modules(change):
+    target = build("llama", num_hidden_layers=1)
+    use_fast_pass(target)
+    cache, token = target.new_cache(1, 128), torch.zeros(1, 1, dtype=torch.long)
+    target.run(token, cache, taps=(0,))  # taps do no harm
+    assert target.fast.serves(token, cache)
+    layer = target.model.model.layers[0]
+    if change == "weights put elsewhere":
+        layer.self_attn.k_proj.weight.data = layer.self_attn.k_proj.weight.data.clone()
+    elif change == "another weight":
+        layer.mlp.down_proj.weight = torch.nn.Parameter(layer.mlp.down_proj.weight.clone(), requires_grad=False)
+    elif change == "another layer":  # as adapters are put in
+        layer.self_attn.q_proj = torch.nn.Sequential(layer.self_attn.q_proj)
+    elif change == "a hook":
+        layer.mlp.register_forward_hook(lambda *call: call[-1] * 2)
+    elif change == "gradients":
+        target.model.requires_grad_(True)
+    elif change == "training":
+        target.model.train()
+    else:
+        token = torch.zeros(1, 100, dtype=torch.long)
+    assert not target.fast.serves(token, cache)
+
+
+# ------------------------------------------------------------ where it is refused
+
+
+def test_other_models_are_refused_with_the_reason(tiny_llama, monkeypatch):
+    with pytest.raises(IncompatibleError, match="biases in its MLPs"):
+        use_fast_pass(build("llama", mlp_bias=True, num_hidden_layers=1))
+    with pytest.raises(IncompatibleError, match="heads of 24 numbers"):
+        use_fast_pass(build("llama", head_dim=24, num_hidden_layers=1))
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    target = build("llama", num_hidden_layers=1)
+    with pytest.raises(IncompatibleError, match="run on a GPU"):
+        use_fast_pass(target)
+    assert not prefer_fast_pass(target)
+    assert Decoder(target).target.fast is None
+
+
+MORE = ("place_heads", "merge_parts")
+
+
+@pytest.mark.slow
+def test_kernels_that_are_right_prove_so(monkeypatch):
+    monkeypatch.setattr(proof, "differs", PROOF)
+    target = build("mistral", num_hidden_layers=1)
+    use_fast_pass(target)
+    assert target.fast is not None
+
+
+@pytest.mark.parametrize("part", ["attend_parts", *(pytest.param(p, marks=pytest.mark.slow) for p in MORE)])
+def test_a_kernel_that_is_wrong_on_a_device_is_found_before_it_is_used(part, monkeypatch):
+    """Each kernel in turn leaves a little of its result undone."""
+    right = getattr(operations, part)
+
+    def wrong(*given: Any) -> Any:
+        found = right(*given)
+        first, *others = found if isinstance(found, tuple) else (found,)
+        if part == "attend_parts":  # the logarithm of an empty part is 0, as a library's kernel once had it
+            mixed, sums = others
+            return first, mixed, sums.masked_fill(sums == float("-inf"), 0.0)
+        return torch.cat([first[:, :-1], first[:, -1:] * 0], 1)
+
+    monkeypatch.setattr(operations, part, wrong)
+    monkeypatch.setattr(proof, "differs", PROOF)
+    target = build("llama", num_hidden_layers=1)
+    with pytest.raises(IncompatibleError, match="other numbers"):
+        use_fast_pass(target)
+    assert target.fast is None
+
+
+# ------------------------------------------------------------ lossless
+
+
+PROMPTS = [[3, 7, 11, 5], [9]]
+FEW: dict[str, Any] = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
+PLANS = {
+    "chain": Plan(3),
+    "static tree": Plan(tree=Tree((-1, -1, 0, 0, 1))),
+    "dynamic tree": Plan(3, width=2, nodes=4),
+}
+
+
+def drafter(target: Target, name: str) -> Any:
+    torch.manual_seed(1)
+    if name == "eagle3":
+        return Eagle3.build(Eagle3Config(taps=(0, 1)), target)
+    model = copy.deepcopy(target.model)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.mul_(1.05)
+    return DraftModel(model)
+
+
+@pytest.mark.parametrize(
+    ("kind", "plan", "static"),
+    [
+        ("llama", "chain", True),
+        pytest.param("qwen3", "static tree", True, marks=pytest.mark.slow),
+        pytest.param("qwen2", "chain", False, marks=pytest.mark.slow),
+        pytest.param("mistral", "dynamic tree", False, marks=pytest.mark.slow),
+        pytest.param("mistral", "dynamic tree", True, marks=pytest.mark.slow),
+    ],
+)
+def test_the_text_is_the_librarys_own(kind, plan, static):
+    """Greedy, in a ragged batch, plainly and with drafts: the text that the library's modules give."""
+    target = build(kind, **FEW)
+    own = Decoder(target).generate(PROMPTS, 8).tokens
+    made = drafter(target, "draft_model")
+    by_modules = Decoder(target, made).generate(PROMPTS, 8, plan=PLANS[plan])
+    assert own == by_modules.tokens
+    use_fast_pass(target)
+    assert Decoder(target, static=static).generate(PROMPTS, 4).tokens == [text[:4] for text in own]
+    drafted = Decoder(target, made, static=static).generate(PROMPTS, 8, plan=PLANS[plan])
+    assert drafted.tokens == own
+    assert drafted.rounds == by_modules.rounds
+
+
+@pytest.mark.slow
+def test_a_head_that_reads_taps_drafts_the_same_through_it():
+    target = build("llama", **FEW)
+    made, sampling = drafter(target, "eagle3"), Sampling(1.0, seed=3)
+    right = Decoder(target, made).generate(PROMPTS, 8, sampling, Plan(2))
+    use_fast_pass(target)
+    found = Decoder(target, made, static=True).generate(PROMPTS, 8, sampling, Plan(2))
+    assert found.tokens == right.tokens
+    assert found.rounds == right.rounds
+
+
+def cells(*points: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the middles and the lengths of the parts into which `points` cut the numbers from 0 to 1."""
+    ends = torch.cat([torch.tensor([0.0, 1.0]).double(), *(p.double().flatten() for p in points)]).clamp(0, 1).unique()
+    return (ends[1:] + ends[:-1]) / 2, ends[1:] - ends[:-1]
+
+
+def test_rejection_through_it_emits_the_law_of_the_library():
+    """Enumerated: every draft and every part of the uniforms, verified by passes of our kernels, for two tokens."""
+    target = build("qwen3", **FEW, vocab_size=3)
+    prompt, drafts = torch.tensor([[2, 0, 1, 1]]).expand(3, -1), torch.arange(3)
+    own = target.model(torch.cat([prompt, drafts[:, None]], 1)).logits.double().softmax(-1)[:, -2:]
+    expected = own[0, 0][:, None] * own[:, 1]
+    use_fast_pass(target)
+    cache = target.new_cache(3, 8)
+    with by_library(target):
+        target.forward(prompt[:, :-1], cache)
+    cache.advance(Counts.of([3, 3, 3], "cpu"))
+    passed = target.forward(torch.stack([prompt[:, -1], drafts], 1), cache).logits.double().softmax(-1)  # [3, 2, V]
+    q = torch.tensor([0.2, 0.3, 0.5]).double()
+    left = (passed[0, 0] - q).clamp(min=0)
+    first, first_weights = cells(passed[0, 0] / q)
+    then, then_weights = cells(passed.cumsum(-1), (left / left.sum()).cumsum(-1))
+    law = torch.zeros(3, 3).double()
+    for draft in range(3):
+        given, following = (grid.flatten() for grid in torch.meshgrid(first, then, indexing="ij"))
+        weights = q[draft] * (first_weights[:, None] * then_weights).flatten()
+        count = len(given)
+        accepted, emitted = rejection(
+            torch.full((count, 1), draft),
+            torch.ones(count, dtype=torch.long),
+            passed[draft].expand(count, -1, -1),
+            q.expand(count, 1, -1),
+            given[:, None],
+            following,
+        )
+        kept = accepted == 1
+        law[draft].index_add_(0, emitted[kept], weights[kept])
+        for token in range(3):
+            law[token] += weights[~kept & (emitted == token)].sum() * own[token, 1]
+    assert float((law - expected).abs().sum() / 2) < 1e-6
+    assert float((expected - expected.T).abs().sum()) > 0.05, "the law depends on what came before"

@@ -519,10 +519,7 @@ class _Planning:
             )
         if self.processes > 1:
             if self.recipe.target.sharding == "none":
-                notes.append(
-                    "the target is whole in every process, and the main process alone writes the responses; neither is "
-                    "sharded."
-                )
+                notes.append("the target is whole in every process; all of them write responses.")
             else:
                 notes.append(
                     "the target's layers are split over the processes; gathering them, for every token of the "

@@ -133,7 +133,7 @@ def _claim(partial: Unfinished, number: int) -> None:
 
 def _save(partial: Unfinished, folder: Path, count: int) -> None:
     found = Answers(partial.files(), count)
-    rows = (Row(str(i), "s", found[i].turns[0], [1] * NUM_TOKENS) for i in range(count))
+    rows = (Row(str(i), "s", found[i].turns[0], [1] * NUM_TOKENS, str(i)) for i in range(count))
     save_data_set(folder / "data", rows, folder, dict, "bench")
 
 

@@ -211,8 +211,8 @@ def recorded_caches(target: Target) -> Iterator[list[RaggedCache]]:
     found: list[RaggedCache] = []
     make = target.new_cache
 
-    def new_cache(batch_size: int, max_length: int, joint: bool = False) -> RaggedCache:
-        found.append(make(batch_size, max_length, joint))
+    def new_cache(batch_size: int, max_length: int, joined: bool = False) -> RaggedCache:
+        found.append(make(batch_size, max_length, joined))
         return found[-1]
 
     target.new_cache = new_cache  # type: ignore[method-assign]

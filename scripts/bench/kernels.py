@@ -30,6 +30,7 @@ from outrider.targets.fast.proof import exact_attention
 from outrider.targets.placement import Nodes, Placement
 
 from .conditions import command, write
+from .interpreter import multiply_bfloat16
 
 SPARE = 9  # slots after a pass's entries, which nobody may read
 
@@ -223,6 +224,8 @@ def main(given: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args(given)
     device = best_device()
+    if device.type == "cpu":
+        multiply_bfloat16()
     result: dict[str, Any] = {"device": str(device), "device_name": device_name(device), "versions": versions()}
     for dtype in arguments.dtypes:
         cases = [

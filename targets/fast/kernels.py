@@ -292,9 +292,9 @@ def attend_parts(
         scores = tl.dot(asked, key, input_precision="ieee") * (scale * 1.4426950408889634)
         place = slot
         if TREE:
-            entry = slot - length
+            entry = (slot - length).to(tl.int32)
             known = (entry >= 0) & (entry < num_entries)
-            look = sees + row * sees_row + token[:, None] * sees_token + entry[None, :]
+            look = sees + row * sees_row + (token[:, None] * sees_token + entry[None, :])
             seen = tl.load(look, mask=known[None, :] & live[:, None], other=0) != 0
             seen = there[None, :] & (seen | (entry < 0)[None, :])
             if WINDOW:

@@ -218,6 +218,7 @@ def attend_parts(
         WINDOW=window,
         BLOCK_M=block,
         BLOCK_L=_BLOCK_L,
+        num_warps=8 if block > 32 else 4,
     )
     return out, mixed, sums
 

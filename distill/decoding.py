@@ -21,8 +21,8 @@ from ..heads import load_drafter
 from ..recipes import DataSpec
 from ..targets import Target
 from .conversation import next_question
-from .partial import Answer, Partial, Tokens, Work
 from .table import Prompt
+from .unfinished import Answer, Tokens, Unfinished, Work
 
 Advance = Callable[[int, str], None]
 
@@ -108,7 +108,7 @@ def batches(indices: Sequence[int], size: int, processes: int) -> list[list[int]
     return found
 
 
-def answer_all(answering: Answering, work: Work, partial: Partial, crew: Crew, advance: Advance) -> None:
+def answer_all(answering: Answering, work: Work, partial: Unfinished, crew: Crew, advance: Advance) -> None:
     """Answer batches that nobody else answers, until all are finished."""
     tokens, started, seen = 0, time.perf_counter(), 0
     for number in _claimed(work, partial, crew):
@@ -122,7 +122,7 @@ def answer_all(answering: Answering, work: Work, partial: Partial, crew: Crew, a
             seen = done
 
 
-def _claimed(work: Work, partial: Partial, crew: Crew) -> Iterator[int]:
+def _claimed(work: Work, partial: Unfinished, crew: Crew) -> Iterator[int]:
     """Yield the numbers of batches that this process has the claim to, until all batches are finished."""
     left = list(range(len(work.batches)))
     while left:

@@ -34,8 +34,8 @@ from .asking import (
 )
 from .conversation import next_question
 from .decoding import Advance, fits
-from .partial import Answer, Partial, Work
 from .table import Prompt
+from .unfinished import Answer, Unfinished, Work
 
 SECONDS_BETWEEN_FILES, ANSWERS_OF_A_FILE = 5.0, 256
 FIRST_DELAY, LONGEST_DELAY = 0.25, 30.0
@@ -46,7 +46,7 @@ _log = logging.getLogger(__name__)
 
 
 def answer_by_servers(
-    target: Target, prompts: Sequence[Prompt], spec: DataSpec, work: Work, partial: Partial, advance: Advance
+    target: Target, prompts: Sequence[Prompt], spec: DataSpec, work: Work, partial: Unfinished, advance: Advance
 ) -> None:
     """Let the servers answer what is left.
 
@@ -79,7 +79,7 @@ class Job:
 class Kept:
     """What was answered, written to the disk every few seconds."""
 
-    def __init__(self, partial: Partial, begin: int):
+    def __init__(self, partial: Unfinished, begin: int):
         self.partial, self.number = partial, begin
         self.waiting: list[Answer] = []
 

@@ -258,11 +258,10 @@ def _hub_rows(source: SourceSpec) -> Iterator[Row]:
     repository, _, config = rest.partition("/")
     identifier = f"{organisation}/{repository}" if repository else organisation
     try:
-        rows = load_dataset(identifier, config or None, split=source.split or split or "train", streaming=True)
+        yield from load_dataset(identifier, config or None, split=source.split or split or "train", streaming=True)
     except Exception as error:  # the library raises many kinds; all mean that the rows cannot be had
         what = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise BadInputError(
             f"the prompt source {source.path!r} is no file here, and the Hub gives no data set for it: {what} Expected "
             "org/name[/config][:split]."
         ) from error
-    yield from rows

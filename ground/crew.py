@@ -28,7 +28,7 @@ from .locks import claiming
 from .signals import STOPPING, StoppedError, how, number_of
 
 PREFIX = ".crew-"
-POLL_SECONDS = 0.1
+POLL_SECONDS, SECONDS_BETWEEN_LOOKS = 0.1, 0.5  # what 64 processes ask of a shared disk adds up
 # Every so often the locks of all the others are tried: 64 processes do that 13 times a second each.
 SECONDS_BETWEEN_ROLL_CALLS = 5.0
 _FAULT = 70
@@ -55,6 +55,7 @@ class Crew:
     folder: Path = field(default_factory=Path)
     rank: int = 0
     size: int = 1
+    _looked: float = field(default=0.0, repr=False)
     _roll_called: float = field(default=0.0, repr=False)
     _heard: bool = field(default=False, repr=False)  # that another one failed
 
@@ -97,14 +98,16 @@ class Crew:
 
     def look(self) -> None:
         """Raise the error of a process that failed, or died."""
-        if self.size == 1:
+        now = time.monotonic()
+        if self.size == 1 or now - self._looked < SECONDS_BETWEEN_LOOKS:
             return
+        self._looked = now
         for file in sorted(self.folder.glob("failed-*")):
             if file != self._file("failed", self.rank):
                 self._raise(file)
-        if time.monotonic() - self._roll_called > SECONDS_BETWEEN_ROLL_CALLS:
+        if now - self._roll_called > SECONDS_BETWEEN_ROLL_CALLS:
             self._call_roll()
-            self._roll_called = time.monotonic()
+            self._roll_called = now
 
     def _raise(self, file: Path) -> None:
         said = json.loads(file.read_text(encoding="utf-8"))

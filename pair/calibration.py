@@ -9,7 +9,7 @@ import json
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from math import ceil
 from pathlib import Path
 from typing import Annotated, Any
@@ -46,6 +46,7 @@ class _Row(BaseModel):
     tokens: Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(min_length=1)]
     text: str = ""
     messages: list[dict[str, Any]] | None = None
+    tools: list[Any] | None = None
 
 
 def choose_prompts(recipe: Recipe, target: Target, num_prompts: int = NUM_PROMPTS) -> list[Prompt]:
@@ -82,7 +83,7 @@ def rendered(prompts: Sequence[Prompt], target: Target, template: Mapping[str, A
 
 def _render(prompt: Prompt, messages: Sequence[Message], target: Target, template: Mapping[str, Any]) -> Prompt:
     tokenizer = target.require_tokenizer()
-    text = render(tokenizer, messages, f"calibration prompt {prompt.id}", template=template)
+    text = render(tokenizer, messages, f"calibration prompt {prompt.id}", prompt.tools, template=template)
     return replace(prompt, text=text, tokens=tuple(tokenizer(text, add_special_tokens=False)["input_ids"]))
 
 
@@ -163,7 +164,13 @@ def _analytic(target: Target, drafter: Drafter, prompt: Sequence[int], response:
 
 
 def write_calibration(file: Path, prompts: Sequence[Prompt]) -> None:
-    write_atomically(file, "".join(json.dumps(asdict(prompt), ensure_ascii=False) + "\n" for prompt in prompts))
+    write_atomically(file, "".join(json.dumps(_row(prompt), ensure_ascii=False) + "\n" for prompt in prompts))
+
+
+def _row(prompt: Prompt) -> dict[str, Any]:
+    """Return a prompt's one question as a line holds it. Tools are rare, and written where there are some."""
+    values = {name: getattr(prompt, name) for name in ("id", "suite", "tokens", "text", "messages")}
+    return values | ({"tools": prompt.tools} if prompt.tools else {})
 
 
 def read_calibration(file: Path) -> list[Prompt]:
@@ -190,4 +197,4 @@ def _in_one_line(error: Exception) -> str:
 def _restored(row: Any) -> Prompt:
     read = _Row.model_validate(row)
     messages = None if read.messages is None else tuple(read.messages)
-    return Prompt(read.id, read.suite, tuple(read.tokens), read.text, messages)
+    return Prompt(read.id, read.suite, tuple(read.tokens), read.text, messages, tools=read.tools)

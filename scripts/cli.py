@@ -795,6 +795,7 @@ def _show_examples(group: typer.Typer, prefix: str = "") -> None:
 registry.register(pair_app)
 _show_examples(app)
 _show_examples(pair_app, "pair ")
+_show_examples(data.data_app, "data ")
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Which mistake would explain what an engine does? Each one is tried on our own head, in our own decoder.
+"""Which mistake would explain what an engine does? Each one is tried on our own drafter, in our own decoder.
 
 At temperature 0 a head drafts the same whenever it runs. So an engine that reads a head wrongly accepts, prompt by
 prompt, exactly as many drafts as our decoder does with a head that was made wrong in the same way.
@@ -14,9 +14,10 @@ import torch
 from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 
-from ..heads import Drafter, Eagle3, Eagle3Config
+from ..heads import Drafter, Eagle3, Eagle3Config, Ngram
 from ..heads.parts.decoder_layer import JointLayer
 from .expectation import Answered, Counts
+from .lookup import FirstPlace
 
 CERTAIN = 0.75  # of the prompts must be the same for a certain explanation
 LIKELY = 0.5  # of the distance to the right head may remain for a likely one
@@ -81,9 +82,9 @@ def explain(served: Sequence[Counts], own: Sequence[Answered], tried: dict[str, 
     nearest = [name for name, distance in apart.items() if distance == min(apart.values())]
     same = sum(is_same(s, a.counts[0]) for s, a in zip(served, tried[nearest[0]], strict=True))
     found = Explanation(
-        kind=HYPOTHESES[nearest[0]].kind,
+        kind=_KNOWN[nearest[0]][0],
         # Mistakes that do the same, such as those that nothing is accepted with, cannot be told apart.
-        says=", or ".join(dict.fromkeys(HYPOTHESES[name].says for name in nearest)),
+        says=", or ".join(dict.fromkeys(_KNOWN[name][1] for name in nearest)),
         same=same,
         num_prompts=len(served),
         remaining=apart[nearest[0]] / right,
@@ -110,8 +111,10 @@ def _row(counts: Counts, depth: int) -> list[float]:
     return [counts.rounds, *counts.by_position, *[0.0] * (depth - len(counts.by_position))]
 
 
-def mistaken(drafter: Drafter) -> Iterator[tuple[str, Eagle3]]:
+def mistaken(drafter: Drafter) -> Iterator[tuple[str, Drafter]]:
     """Yield the drafter with each mistake that it can have; nothing for drafters that no mistakes are known of."""
+    if isinstance(drafter, Ngram):
+        yield FIRST_PLACE, FirstPlace(drafter.config)
     if isinstance(drafter, Eagle3):
         for name, hypothesis in HYPOTHESES.items():
             made = hypothesis.made(drafter)
@@ -276,4 +279,14 @@ HYPOTHESES: dict[str, Hypothesis] = {
         "first", "embeddings that are not the target's", lambda head: _rebuilt(head, kind=_Elsewhere)
     ),
     "untrained": Hypothesis("vocabulary", "weights that were never loaded", _random),
+}
+
+FIRST_PLACE = "first place"
+# What each mistake is suspected to be, and what it says; of n-grams it is no mistake, but another choice.
+_KNOWN = {name: (hypothesis.kind, hypothesis.says) for name, hypothesis in HYPOTHESES.items()} | {
+    FIRST_PLACE: (
+        "lookup",
+        "how the engine looks up what follows: it copies from the first place where the last tokens stood, and no "
+        "further than the text goes, where ours takes the latest place, and goes on",
+    )
 }

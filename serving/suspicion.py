@@ -20,7 +20,7 @@ class Suspicion(BaseModel):
     """What is probably wrong.
 
     Attributes:
-        kind: target, tie, depth, drafts, vocabulary, first, later, one-hot or sampling.
+        kind: target, tie, depth, drafts, lookup, vocabulary, first, later, one-hot or sampling.
         temperature: at which it shows.
         because: what was seen. suspect: what such a difference usually comes from.
     """

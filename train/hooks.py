@@ -13,7 +13,6 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, cast
 
-import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset, Sampler
@@ -26,8 +25,6 @@ from .checkpoints import PREFIX
 # The first and the last version that all tests passed with.
 TRIED = {"transformers": ("5.17", "5.23"), "accelerate": ("1.10", "1.15")}
 
-
-_SCHEDULER = "scheduler.pt"  # as the base class calls it
 
 # What torch raises where a state is no state, or a pickle that asks for more than one: it opens nothing else.
 _NO_STATE = (pickle.UnpicklingError, RuntimeError, KeyError, EOFError, TypeError, ValueError, AttributeError, OSError)
@@ -71,7 +68,11 @@ class HookedTrainer(Trainer, ABC):
 
     @abstractmethod
     def save_states(self, folder: Path) -> None:
-        """Write what the optimizer keeps of a model in parts into `folder`; all processes are asked."""
+        """Write what optimizer and schedule keep, for a model in parts, into `folder`; all processes are asked."""
+
+    def reads_states(self, folder: Path) -> bool:
+        """Tell whether `load_states` reads a checkpoint, and not the base class."""
+        return self.in_parts
 
     @abstractmethod
     def load_states(self, folder: Path) -> None:
@@ -121,30 +122,17 @@ class HookedTrainer(Trainer, ABC):
         return prepared
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        if not self.in_parts:
+        if self.in_parts:
+            self.save_states(Path(output_dir))
+        else:
             super()._save_optimizer_and_scheduler(output_dir)
-            return
-        folder = Path(output_dir)
-        self.save_states(folder)
-        if self.args.should_save and self.lr_scheduler is not None:
-            torch.save(self.lr_scheduler.state_dict(), folder / _SCHEDULER)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         with states_explained(checkpoint):
-            if self.in_parts and checkpoint is not None:
+            if checkpoint is not None and self.reads_states(Path(checkpoint)):
                 self.load_states(Path(checkpoint))
-                self._load_schedule(Path(checkpoint))
             else:
                 super()._load_optimizer_and_scheduler(checkpoint)
-
-    def _load_schedule(self, folder: Path) -> None:
-        """Read the schedule, and set the rates that it had come to."""
-        scheduler, optimizer = self.lr_scheduler, self.optimizer
-        if scheduler is None or optimizer is None:
-            return
-        scheduler.load_state_dict(torch.load(folder / _SCHEDULER, weights_only=True))
-        for group, rate in zip(optimizer.param_groups, scheduler.get_last_lr(), strict=True):
-            group["lr"] = rate
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         with states_explained(checkpoint):

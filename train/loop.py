@@ -39,7 +39,17 @@ from .measured import Measured
 from .metrics import Sums
 from .onpolicy import OnPolicy
 from .parts import Parts, Undivided, fit_engine, gradient_norm, loss_of
-from .states import FsdpStates, ZeroStates, read_state, write_state
+from .states import (
+    FsdpStates,
+    States,
+    WholeStates,
+    ZeroStates,
+    is_named,
+    read_schedule,
+    read_state,
+    write_schedule,
+    write_state,
+)
 from .stopping import Until, Watch
 
 COLUMNS = ["index", "input_ids", "labels"]
@@ -356,16 +366,31 @@ class DrafterTrainer(HookedTrainer):
                 self.joint.adapter.save(folder / ADAPTER)
 
     def save_states(self, folder: Path) -> None:
-        write_state(self._states(), folder)
+        states = self._states()
+        assert not isinstance(states, WholeStates)
+        write_state(states, folder)
+        if self.lr_scheduler is not None:
+            write_schedule(self.lr_scheduler, folder)
+
+    def reads_states(self, folder: Path) -> bool:
+        return self.in_parts or is_named(folder)
 
     def load_states(self, folder: Path) -> None:
         read_state(self._states(), folder)
+        if self.lr_scheduler is not None and self.optimizer is not None:
+            read_schedule(self.lr_scheduler, self.optimizer, folder)
 
-    def _states(self) -> FsdpStates | ZeroStates:
+    def _states(self) -> States:
         optimizer: Any = self.optimizer
-        assert isinstance(self.form, Parts)
+        if not isinstance(self.form, Parts):
+            return WholeStates(self.drafter, optimizer.optimizer)
         self.form.settle()
-        return (FsdpStates if self.is_fsdp_enabled else ZeroStates)(self.form, optimizer.optimizer)
+        if self.is_fsdp_enabled:
+            return FsdpStates(self.form, optimizer.optimizer)
+        decaying = set(self.get_decay_parameter_names(self.form))
+        trained = [name for name, p in self.form.named_parameters() if p.requires_grad]
+        groups = [[n for n in trained if (n in decaying) == decays] for decays in (True, False)]
+        return ZeroStates(self.form, optimizer.optimizer, groups)
 
     def load_weights(self, folder: Path) -> None:
         """Read the weights of a saved drafter into the one being trained, and those of its target's adapter.

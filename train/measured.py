@@ -74,10 +74,10 @@ class Measured:
         sums = torch.zeros(2, dtype=torch.double, device=self.target.device)
         rank, count = together.args.process_index, together.args.world_size
         if not self.target.sharded:
-            sums += self._sums(drafter, range(rank, len(self.prompts), count))
+            sums += self._sums(drafter, range(rank, len(self.prompts), count)).to(sums)
         elif rank == 0:
             with leading(self.target) if count > 1 else nullcontext():
-                sums += self._sums(drafter, range(len(self.prompts)))
+                sums += self._sums(drafter, range(len(self.prompts))).to(sums)
         else:
             follow(self.target)
         emitted, rounds = together.sum(sums).tolist()

@@ -1,11 +1,12 @@
 """The optimizer's state of a drafter in parts, as one: by the names of its weights, each whole.
 
-A file of it holds what `torch.optim` would keep for each weight, and its groups without their weights; it is read with
-`weights_only`. Any number of processes reads it, under FSDP2 or any stage of ZeRO.
+A file of it is what `torch.optim` saves, with names in the place of numbers; it is read with `weights_only`. Every
+launch reads every such file, that of a drafter which was whole in each process, too.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,12 @@ from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
+from torch.optim.lr_scheduler import LRScheduler
 
-from ..ground import BadInputError
 from .parts import deepspeed, is_zero3, own_part
 
-OPTIMIZER = "optimizer.pt"
+OPTIMIZER, SCHEDULE = "optimizer.pt", "scheduler.pt"  # as transformers calls them
+INSIDE = "lesson.drafter."  # where `Parts` has the drafter's weights
 
 _WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
@@ -35,6 +37,11 @@ class FsdpStates:
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer):
         self.model, self.optimizer = model, optimizer
 
+    @property
+    def groups(self) -> list[list[str]]:
+        """The names of the weights in each group."""
+        return names_in_groups(self.model, self.optimizer)
+
     def gathered(self) -> dict[str, Any]:
         """Return it, whole, in the first process. All must call this together."""
         return dict(get_optimizer_state_dict(self.model, self.optimizer, options=_WHOLE))
@@ -44,16 +51,36 @@ class FsdpStates:
         set_optimizer_state_dict(self.model, self.optimizer, saved, options=_WHOLE)
 
 
+class WholeStates:
+    """The state of an optimizer whose weights each process has whole."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer):
+        self.model, self.optimizer = model, optimizer
+
+    @property
+    def groups(self) -> list[list[str]]:
+        """The names of the weights in each group."""
+        return names_in_groups(self.model, self.optimizer)
+
+    def spread(self, saved: dict[str, Any]) -> None:
+        """Take over a state by names."""
+        numbers = {name: number for number, name in enumerate(name for group in self.groups for name in group)}
+        groups = [{**group, "params": [numbers[n] for n in group["params"]]} for group in saved["param_groups"]]
+        state = {numbers[name]: values for name, values in saved["state"].items()}
+        self.optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+
 class ZeroStates:
     """The state of an optimizer under ZeRO, whose own is one long vector for many weights.
 
     Args:
         optimizer: DeepSpeed's, around that of the recipe.
         model: with the drafter's names.
+        groups: the names of the weights in each group, as the optimizer was made with them.
     """
 
-    def __init__(self, model: nn.Module, optimizer: Any):
-        self.optimizer, self.base = optimizer, optimizer.optimizer
+    def __init__(self, model: nn.Module, optimizer: Any, groups: list[list[str]]):
+        self.optimizer, self.base, self.groups = optimizer, optimizer.optimizer, groups
         self.trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
 
     def gathered(self) -> dict[str, Any]:
@@ -71,7 +98,7 @@ class ZeroStates:
             if is_first:
                 whole = {key: value.detach().float().cpu().clone() for key, value in found.items()}
                 state[name] = {**whole, **shared}
-        groups = [{k: v for k, v in group.items() if k != "params"} for group in self.base.param_groups]
+        groups = [{**group, "params": names} for group, names in zip(self.base.param_groups, self.groups, strict=True)]
         return {"state": state, "param_groups": groups}
 
     def spread(self, saved: dict[str, Any]) -> None:
@@ -82,7 +109,7 @@ class ZeroStates:
         shared = {k: v for k, v in one.items() if not isinstance(v, Tensor) or v.ndim == 0}
         self._begin([key for key in one if key not in shared], shared)
         for name, parameter in self.trained.items():
-            for key, value in saved["state"][name].items():
+            for key, value in saved["state"].get(name, {}).items():
                 if key not in shared:
                     self._put(parameter, key, value)
 
@@ -115,23 +142,57 @@ class ZeroStates:
             utils.safe_set_full_optimizer_state(parameter, value.to(parameter.device), key)
 
 
+States = FsdpStates | ZeroStates | WholeStates
+
+
+def names_in_groups(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[str]]:
+    """Return the names of the weights in each of an optimizer's groups."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    return [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
+
+
 def write_state(states: FsdpStates | ZeroStates, folder: Path) -> None:
     """Write the optimizer's state into `folder`, by the first process. All must call this together."""
-    found = states.gathered()
+    found = _renamed(states.gathered(), lambda name: name.removeprefix(INSIDE))
     if torch.distributed.get_rank() == 0:
         torch.save(found, folder / OPTIMIZER)
 
 
-def read_state(states: FsdpStates | ZeroStates, folder: Path) -> None:
-    """Read what `write_state` wrote. All processes must call this together.
+def write_schedule(schedule: LRScheduler, folder: Path) -> None:
+    """Write where a schedule has come to into `folder`, by the first process."""
+    if torch.distributed.get_rank() == 0:
+        torch.save(schedule.state_dict(), folder / SCHEDULE)
 
-    Raises:
-        BadInputError: it is of another kind of launch, or of other weights.
-    """
+
+def read_schedule(schedule: LRScheduler, optimizer: torch.optim.Optimizer, folder: Path) -> None:
+    """Read what `write_schedule` wrote, and set the rates that it had come to."""
+    schedule.load_state_dict(torch.load(folder / SCHEDULE, weights_only=True))
+    for group, rate in zip(optimizer.param_groups, schedule.get_last_lr(), strict=True):
+        group["lr"] = rate
+
+
+def is_named(folder: Path) -> bool:
+    """Tell whether the optimizer's state in a checkpoint is one by names: of a drafter in parts."""
+    file = folder / OPTIMIZER
+    return file.is_file() and _has_names(torch.load(file, weights_only=True, mmap=True, map_location="cpu"))
+
+
+def read_state(states: States, folder: Path) -> None:
+    """Read what `write_state`, or the launch of a whole drafter, wrote. All processes must call this together."""
     saved = torch.load(folder / OPTIMIZER, weights_only=True, map_location="cpu")
-    if not all(isinstance(name, str) for name in saved.get("state", {})):
-        raise BadInputError(
-            f"{folder} was written by a training whose drafter was whole in every process; continue it with such a "
-            "launch (one process, or --multi_gpu), or start over (--fresh)."
-        )
-    states.spread(saved)
+    inside = "" if isinstance(states, WholeStates) else INSIDE
+    if _has_names(saved):
+        states.spread(_renamed(saved, lambda name: inside + name))
+    else:
+        names = dict(enumerate(name for group in states.groups for name in group))
+        states.spread(_renamed(saved, lambda number: names[number]))
+
+
+def _has_names(saved: dict[str, Any]) -> bool:
+    return any(isinstance(name, str) for name in saved["state"])
+
+
+def _renamed(saved: dict[str, Any], name: Callable[[Any], Any]) -> dict[str, Any]:
+    """Return a state in which every weight is called differently."""
+    groups = [{**group, "params": [name(p) for p in group["params"]]} for group in saved["param_groups"]]
+    return {"state": {name(key): values for key, values in saved["state"].items()}, "param_groups": groups}

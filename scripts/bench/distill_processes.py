@@ -29,8 +29,8 @@ from accelerate import PartialState
 from outrider.distill import distill, load_responses
 from outrider.distill.data_set import Row, save_data_set
 from outrider.distill.decoding import batches
-from outrider.distill.partial import Answer, Answers, Partial
 from outrider.distill.prompts import Reading, collect, digest_prompts
+from outrider.distill.unfinished import Answer, Answers, Unfinished
 from outrider.recipes import Recipe
 from outrider.targets import Target
 
@@ -111,7 +111,7 @@ def parts(arguments: argparse.Namespace) -> dict[str, float]:
         lambda: digest_prompts(collect(made.prompts, tokenizer, made.limit, Reading(made.max_prompt_tokens)).prompts)
     )
     with tempfile.TemporaryDirectory() as folder:
-        partial, count = Partial(Path(folder)), NUM_PARTS * arguments.batch_size
+        partial, count = Unfinished(Path(folder)), NUM_PARTS * arguments.batch_size
         grouped = batches(range(count), arguments.batch_size, 1)
         answers = [[Answer(i, (list(range(NUM_TOKENS)),)) for i in batch] for batch in grouped]
         keep = timed(lambda: [partial.keep(n, a) for n, a in enumerate(answers)])
@@ -126,12 +126,12 @@ def parts(arguments: argparse.Namespace) -> dict[str, float]:
     }
 
 
-def _claim(partial: Partial, number: int) -> None:
+def _claim(partial: Unfinished, number: int) -> None:
     with partial.claiming(number + 10**6):
         partial.has(number)
 
 
-def _save(partial: Partial, folder: Path, count: int) -> None:
+def _save(partial: Unfinished, folder: Path, count: int) -> None:
     found = Answers(partial.files(), count)
     rows = (Row(str(i), "s", found[i].turns[0], [1] * NUM_TOKENS) for i in range(count))
     save_data_set(folder / "data", rows, folder, dict, "bench")

@@ -152,6 +152,8 @@ def main() -> int:
     found = [_in_a_process(factor) for factor in arguments.factors]
     conditions = {
         "device_name": cpu_name(),
+        "prompts": "embedded:code, docs and prose",
+        "answer_tokens": len(ANSWER),
         "created": datetime.now(UTC).date().isoformat(),
         "versions": versions("outrider", "datasets", "tokenizers", "pyarrow"),
     }

@@ -23,6 +23,7 @@ from typing import Any
 
 from outrider.distill.responses import distill
 from outrider.ground import BadInputError
+from outrider.ground.files import write_atomically
 from outrider.recipes import Recipe, load_recipe
 from outrider.targets import Target
 
@@ -115,7 +116,7 @@ def launched(launch: Launch, recipe: Recipe, work: Path, in_step: int, port: int
     ]
     if (output / "provenance.json").is_file():
         return output
-    (work / "recipe.yaml").write_text(recipe.to_yaml())
+    write_atomically(work / "recipe.yaml", recipe.to_yaml())
     done = subprocess.run(
         launch.command(work / "recipe.yaml", port, changes),
         cwd=work,

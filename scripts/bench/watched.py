@@ -3,7 +3,7 @@
     python -m outrider.scripts.bench.watched PAIR --python ENVIRONMENT --out FILE [--mended FOLDER] [--shifts A:B …]
 
 For each shift a vLLM is started with the pair's drafter. The watch learns how drafting goes on one suite's prompts; ten
-quiet runs follow, of ten requests each, then the engine is started anew, and then the prompts of another suite come.
+quiet runs follow, then the engine is started anew, and then the prompts of another suite come.
 What is in FILE already is not measured again.
 """
 
@@ -30,7 +30,7 @@ from outrider.serving.watching import State, Watch
 
 from .conditions import command, conditions, write
 
-QUIET_RUNS, REQUESTS, MOST = 10, 10, 150  # quiet runs, requests of each, and requests after which a shift is missed
+QUIET_RUNS, MOST = 10, 150  # quiet runs, and requests after which a shift is missed
 
 
 class Traffic:
@@ -53,13 +53,18 @@ class Traffic:
         return None
 
 
-def shifted(traffic: Traffic, launch: Launch, place: Path, usual: str, then: str) -> dict[str, Any]:
-    """Return what the watch found on the traffic of one shift, with a restart of the engine before it."""
-    with running(launch, place / "before.log") as engine:
+def shifted(traffic: Traffic, launch: Launch, log: Path, shift: tuple[str, str], quiet: int) -> dict[str, Any]:
+    """Return what the watch found on the traffic of one shift, with a restart of the engine before it.
+
+    Args:
+        shift: the usual suite, and the one that comes then. quiet: requests of each quiet run.
+    """
+    usual, then = shift
+    with running(launch, log) as engine:
         learned = traffic.until(engine, usual, "learned", 2000)
-        runs = [[e for _ in range(REQUESTS) for e in traffic.send(engine, usual)] for _ in range(QUIET_RUNS)]
-    with running(launch, place / "after.log") as engine:
-        anew = [e for _ in range(REQUESTS) for e in traffic.send(engine, usual)]
+        runs = [[e for _ in range(quiet) for e in traffic.send(engine, usual)] for _ in range(QUIET_RUNS)]
+    with running(launch, log) as engine:
+        anew = [e for _ in range(quiet) for e in traffic.send(engine, usual)]
         found = traffic.until(engine, then, "alarm", MOST)
     return {
         "requests_to_learn": learned,
@@ -94,13 +99,19 @@ def main() -> int:
     parser.add_argument("--shifts", nargs="+", default=["docs:prose", "docs:code", "code:docs"])
     parser.add_argument("--window", type=int, default=50)
     parser.add_argument("--tokens", type=int, default=48)
+    parser.add_argument("--quiet", type=int, default=10, help="requests of each of the ten quiet runs")
     asked = parser.parse_args()
     done: dict[str, Any] = json.loads(asked.out.read_text()) if asked.out.is_file() else {"watched": {}}
     pair, limits = Pair.load(asked.pair), Limits(window=asked.window)
     session = Session(pair, Trial((0.0,), depth_of(pair), asked.tokens, 1), ("code", "docs", "prose"))
     suites = load_suites(["code", "docs", "prose"], session.target.require_tokenizer())
     prompts = {suite.name: [prompt.tokens for prompt in suite.prompts] for suite in suites}
-    settings = {"window": asked.window, "false_alarms": limits.false_alarms, "max_new_tokens": asked.tokens}
+    settings = {
+        "window": asked.window,
+        "false_alarms": limits.false_alarms,
+        "max_new_tokens": asked.tokens,
+        "requests_of_a_quiet_run": asked.quiet,
+    }
     done.setdefault("conditions", conditions(session.target, engine="vllm", depth=depth_of(pair), **settings))
     variables = {} if asked.mended is None else {"PYTHONPATH": str(asked.mended.resolve())}
     for usual, then in _shifts(asked.shifts):
@@ -109,8 +120,8 @@ def main() -> int:
             continue
         with TemporaryDirectory(prefix="outrider-watched-") as folder:
             launch = replace(session.launch(Start(asked.python, variables=variables), Path(folder)), max_length=1024)
-            traffic = Traffic(prompts, limits, asked.tokens)
-            done["watched"][name] = shifted(traffic, launch, Path(folder), usual, then)
+            traffic, log = Traffic(prompts, limits, asked.tokens), Path(folder) / "log"
+            done["watched"][name] = shifted(traffic, launch, log, (usual, then), asked.quiet)
         write(done, asked.out)
         print(name, done["watched"][name], flush=True)
     return 0

@@ -119,7 +119,7 @@ def github_steps() -> tuple[list[dict[str, str]], str]:
     return steps, workflow["env"]["TARGET"]
 
 
-def github(place: Path, event: str = "pull_request") -> list[str]:
+def github(place: Path, event: str = "pull_request", lenient: bool = False) -> list[str]:
     """Run the workflow's steps as GitHub would; return the names of those that ran and succeeded."""
     steps, target = github_steps()
     output, summary = place / "output", place / "summary.md"
@@ -131,7 +131,7 @@ def github(place: Path, event: str = "pull_request") -> list[str]:
         wanted &= "event_name == 'push'" not in condition or event == "push"
         if not wanted or (failed and "always()" not in condition):
             continue
-        done = run(step["run"], place, environment)
+        done = run(leniently(step["run"], lenient), place, environment)
         if done.returncode == 0:
             succeeded.append(step["name"])
         else:
@@ -158,45 +158,41 @@ def test_github_stops_a_version_that_serves_slower(workplace: Path) -> None:
     assert versions(workplace) == [1, 2]
 
 
-@pytest.fixture
-def improved(workplace: Path) -> Path:
-    """The same place, where the target changed into one that the drafter fits better: the gate passes."""
-    shutil.rmtree(workplace / "registry")
-    target = Target.load(workplace / "changed")
-    report = measured(workplace, target)
-    recipe = load_recipe(str(workplace / "mine.yaml"), [f"target.path={workplace / 'changed'}"])
-    pair = new_pair(workplace / "poor", target, Ngram(), recipe, report)
-    open_registry(str(workplace / "registry")).push(pair)
-    return workplace
-
-
 @pytest.mark.slow
-def test_a_version_is_kept_when_its_change_was_merged(improved: Path) -> None:
-    """A pull request only says what would be; two of them do not fight for one version."""
-    ran = github(improved)
-    assert "Gate" in ran
-    assert "Keep the new version for all" not in ran
-    assert versions(improved) == [1]
+def test_a_version_is_kept_when_its_change_was_merged(workplace: Path) -> None:
+    """A pull request only says what would be, though the gate lets it through; two do not fight for one version."""
+    shutil.copytree(workplace / "changed", workplace / "models" / "my-target", dirs_exist_ok=True)
+    assert "Keep the new version for all" not in github(workplace, lenient=True)
+    assert json.loads((workplace / "probe.json").read_text())["verdict"] == "stale"
+    assert versions(workplace) == [1]
     for made in ("current", "refreshed"):
-        shutil.rmtree(improved / made)
-    (improved / "output").unlink()
-    assert "Keep the new version for all" in github(improved, "push")
-    assert versions(improved) == [1, 2]
+        shutil.rmtree(workplace / made)
+    (workplace / "output").unlink()
+    assert "Keep the new version for all" in github(workplace, "push", lenient=True)
+    assert versions(workplace) == [1, 2]
 
 
 @pytest.mark.slow
-def test_gitlab_keeps_what_was_merged(improved: Path) -> None:
+def test_gitlab_keeps_what_was_merged(workplace: Path) -> None:
+    shutil.copytree(workplace / "changed", workplace / "models" / "my-target", dirs_exist_ok=True)
     for branch, kept in (("feature", [1]), ("main", [1, 2])):
         for made in ("current", "refreshed"):
-            shutil.rmtree(improved / made, ignore_errors=True)
-        assert gitlab(improved, {"CI_COMMIT_BRANCH": branch, "CI_DEFAULT_BRANCH": "main"}) == 0
-        assert versions(improved) == kept
+            shutil.rmtree(workplace / made, ignore_errors=True)
+        names = {"CI_COMMIT_BRANCH": branch, "CI_DEFAULT_BRANCH": "main"}
+        assert gitlab(workplace, names, lenient=True) == 0
+        assert versions(workplace) == kept
 
 
-def gitlab(place: Path, branch: dict[str, str] | None = None) -> int:
+def leniently(script: str, lenient: bool) -> str:
+    """Return a script whose gate lets through what n-grams, which learn nothing, make of another target."""
+    return script.replace("--tolerance 0.05", "--tolerance 0.9") if lenient else script
+
+
+def gitlab(place: Path, branch: dict[str, str] | None = None, lenient: bool = False) -> int:
     job = yaml.safe_load((CI / "gitlab.yaml").read_text())["drafter"]
     assert job["before_script"] == [INSTALL]
-    return run("\n".join(job["script"]), place, job["variables"] | (branch or {})).returncode
+    script = leniently("\n".join(job["script"]), lenient)
+    return run(script, place, job["variables"] | (branch or {})).returncode
 
 
 @pytest.mark.slow

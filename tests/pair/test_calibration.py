@@ -56,8 +56,8 @@ def test_each_suite_gives_its_share_of_prompts_that_leave_room(
     target, asked = make_target(), []
     lengths = {"one": [3, 496, 497], "two": [5], "three": [500]}
 
-    def suites(wanted: object, tokenizer: object, limit: int) -> list[Suite]:
-        asked.append((wanted, tokenizer, limit))
+    def suites(wanted: object, tokenizer: object, limit: int, template: object) -> list[Suite]:
+        asked.append((wanted, tokenizer, limit, template))
         return [
             make_suite(name, [Prompt(f"{name}/{n}", "test", (1,) * n) for n in counts])
             for name, counts in lengths.items()
@@ -71,7 +71,8 @@ def test_each_suite_gives_its_share_of_prompts_that_leave_room(
         ("two/5", "two"),
     ]
     choose_prompts(three, target, 7)
-    assert asked == [(["one", "two", "three"], target.tokenizer, 11), (["one", "two", "three"], target.tokenizer, 3)]
+    names = ["one", "two", "three"]
+    assert asked == [(names, target.tokenizer, 11, {}), (names, target.tokenizer, 3, {})]
 
 
 def test_a_context_without_an_end_has_room_for_any_prompt(
@@ -95,7 +96,7 @@ def test_prompts_of_messages_are_asked_as_the_targets_template_asks_them(
 ) -> None:
     target = make_target()
     chat = dataclasses.replace(prompts[0], messages=({"role": "user", "content": "Why?"},), text="old", tokens=(1,))
-    plain, asked = rendered([prompts[1], chat], target)
+    plain, asked = rendered([prompts[1], chat], target, {})
     assert plain is prompts[1]
     assert asked.text == "<|user|>Why?<|end|><|assistant|>"
     assert asked.tokens == tuple(target.tokenizer(asked.text, add_special_tokens=False)["input_ids"])
@@ -105,7 +106,7 @@ def test_prompts_of_messages_are_asked_as_the_targets_template_asks_them(
         single="<|pad|> $A", special_tokens=[("<|pad|>", 0)]
     )
     assert beginning("Why?")["input_ids"][0] == 0
-    assert rendered([chat], Target(target.model, beginning))[0].tokens == asked.tokens, (
+    assert rendered([chat], Target(target.model, beginning), {})[0].tokens == asked.tokens, (
         "a template writes its own first token"
     )
 
@@ -203,12 +204,16 @@ def test_nothing_to_measure_on_is_refused(
 
 def test_prompts_are_written_one_a_line_as_people_read_them(prompts: list[Prompt], tmp_path: Path) -> None:
     chat = dataclasses.replace(prompts[0], text="schön", messages=({"role": "user", "content": "schön"},))
+    tools = dataclasses.replace(chat, tools=[{"name": "ls"}])
     write_calibration(tmp_path / "c.jsonl", [chat, prompts[1]])
     text = (tmp_path / "c.jsonl").read_text(encoding="utf-8")
     assert text.count("\n") == 2
     assert text.endswith("\n")
     assert "schön" in text
     assert read_calibration(tmp_path / "c.jsonl") == [chat, prompts[1]]
+    assert "tools" not in text, "older versions refuse what they do not know"
+    write_calibration(tmp_path / "c.jsonl", [tools])
+    assert read_calibration(tmp_path / "c.jsonl") == [tools]
 
 
 @pytest.mark.parametrize(

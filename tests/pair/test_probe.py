@@ -121,10 +121,13 @@ def test_a_changed_chat_template_asks_the_prompts_anew(
 
 
 def test_other_arguments_of_the_template_ask_the_prompts_anew_and_are_named(
-    make_pair: Callable[..., Pair], make_target: Callable[..., Target], prompts: list[Prompt]
+    make_pair: Callable[..., Pair],
+    make_target: Callable[..., Target],
+    prompts: list[Prompt],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     target = make_target()
-    target.require_tokenizer().chat_template = "{{ messages[0]['content'] }}{{ ' ->' if thinking }}"
+    monkeypatch.setattr(target.tokenizer, "chat_template", "{{ messages[0]['content'] }}{{ ' ->' if thinking }}")
     chats = [dataclasses.replace(p, messages=({"role": "user", "content": p.text},)) for p in prompts]
     pair = make_pair("ngram", target=target, calibration=chats)
     assert probe(pair, target, template={}).lines[0] == "the target is the one this pair was made for"

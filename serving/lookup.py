@@ -1,0 +1,47 @@
+"""Prompt lookup as vLLM 0.32 does it, which is another choice of what to copy than ours.
+
+It copies from the first place where the last tokens stood, and no further than the text goes. Ours copies from the
+latest place, since texts resemble most what was just written, and goes on with what it copied itself.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ..heads import Ngram, NgramConfig
+from ..heads.ngram import NgramSession
+from ..targets import Counts, RaggedCache, Target
+
+
+class FirstPlace(Ngram):
+    """A drafter that copies from the first place where the last tokens stood."""
+
+    def open(
+        self, target: Target, batch_size: int, max_length: int, spare: int = 0, cache: RaggedCache | None = None
+    ) -> NgramSession:
+        return _FirstPlaceSession(self.config, batch_size)
+
+
+class _FirstPlaceSession(NgramSession):
+    """A session that keeps the texts `texts` and searches them from their beginnings."""
+
+    def __init__(self, config: NgramConfig, batch_size: int):
+        super().__init__(config, batch_size)
+        self.texts: list[list[int]] = [[] for _ in range(batch_size)]
+
+    def absorb(self, tokens: Tensor, hidden: Tensor | None, counts: Counts, path: Tensor | None = None) -> None:
+        for text, new, count in zip(self.texts, tokens.tolist(), counts.values, strict=True):
+            text += new[:count]
+
+    def continuations(self, tails: list[list[int]], depth: int) -> list[list[int]]:
+        return [self._copied([*text, *tail], depth) for text, tail in zip(self.texts, tails, strict=True)]
+
+    def _copied(self, text: list[int], depth: int) -> list[int]:
+        for n in range(min(self.config.max_match, len(text) - 1), self.config.min_match - 1, -1):
+            ends = (i + n for i in range(len(text) - n) if text[i : i + n] == text[-n:])
+            if (end := next(ends, None)) is not None:
+                return text[end : end + depth]
+        return []
+
+    def select(self, rows: list[int]) -> None:
+        self.texts = [self.texts[row] for row in rows]

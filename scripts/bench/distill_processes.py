@@ -183,7 +183,7 @@ def measure(arguments: argparse.Namespace) -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--processes", type=int, default=2)
-    parser.add_argument("--limit", type=int, default=384, help="prompts")
+    parser.add_argument("--limit", type=int, default=288, help="prompts")
     parser.add_argument("--new-tokens", type=int, default=96)
     parser.add_argument("--batch-size", type=int, default=16)
     parser.add_argument("--repeats", type=int, default=3)

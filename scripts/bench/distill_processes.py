@@ -41,7 +41,7 @@ NUM_PARTS, NUM_TOKENS = 512, 96  # of which the parts by themselves are measured
 
 def recipe(output: Path, limit: int, new_tokens: int, batch_size: int) -> Recipe:
     """Return what is distilled."""
-    data = {"prompts": ["embedded:code", "embedded:docs"], "limit": limit, "max_prompt_tokens": 128}
+    data = {"prompts": ["embedded:code", "embedded:docs"], "limit": limit, "max_prompt_tokens": 256}
     return Recipe.from_dict(
         {
             "name": "processes",

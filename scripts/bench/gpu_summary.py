@@ -151,11 +151,16 @@ PARTS = {
 }
 
 
+def rows(lines: list[str]) -> list[str]:
+    """Return a part's lines; nothing, if they are the head of an empty table."""
+    return [] if len(lines) == 2 and lines[1].startswith("|---") else lines
+
+
 def page(folder: Path) -> str:
     """Return the page."""
     results, lines = Results(folder), ["# First light"]
     for title, part in PARTS.items():
-        lines += ["", f"## {title}", "", *(list(part(results)) or ["Not measured."])]
+        lines += ["", f"## {title}", "", *(rows(list(part(results))) or ["Not measured."])]
     lines += ["", "## What failed", "", *(list(results.failed()) or ["Nothing."])]
     return "\n".join(lines) + "\n"
 

@@ -31,12 +31,16 @@ def run(out: Path, *words: str, **environment: str) -> str:
 def test_a_step_whose_file_is_there_is_skipped_and_one_that_fails_ends_nothing(tmp_path):
     """Also, what a step that was cut off had written is not taken for its result."""
     (tmp_path / "versions.txt").write_text("from the call before")
-    (tmp_path / "tests.txt.part").write_text("cut off")
-    said = run(tmp_path, "versions", "tests", PYTEST_ADDOPTS="--no-such-option")
+    (tmp_path / "ceilings.json.part").write_text("cut off")
+    planted = tmp_path / "planted"
+    planted.mkdir()
+    (planted / "torch.py").write_text("raise SystemExit('a planted fault')")
+    said = run(tmp_path, "versions", "ceilings", "training", PYTHONPATH=str(planted))
     assert "· versions: there already" in said
-    assert "· tests: FAILED" in said
-    assert not (tmp_path / "tests.txt").exists()
-    assert "--no-such-option" in (tmp_path / "summary.md").read_text()
+    assert "· ceilings: FAILED" in said
+    assert "· training: FAILED" in said
+    assert not (tmp_path / "ceilings.json").exists()
+    assert "**ceilings**: exit code 1; a planted fault" in (tmp_path / "summary.md").read_text()
 
 
 @pytest.mark.slow
@@ -86,4 +90,4 @@ def test_the_page_says_goals_figures_and_failures(tmp_path):
     assert "| Llama-3.1-8B, fast, 1024 | 4.000 | 85.0% / 78.1% | 1.020 | 1.300 |" in said
     assert "**tests**: exit code 1; 3 failed" in said
     assert "**passes-llama, compiled**: RuntimeError: no compiler" in said
-    assert said.count("Not measured.") == 3
+    assert said.count("Not measured.") == 4

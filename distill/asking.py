@@ -9,6 +9,7 @@ tokens as it was asked, or the same ones where it says which.
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -32,6 +33,7 @@ _PASSING = {408, 409, 425, 429, 500, 502, 503, 504, 520, 522, 524, 529}
 _OUR_FAULT = {401, 402, 403}
 _ABOUT_QUESTION = {400, 413, 422}
 _LARGEST_SEED = 2**31 - 1
+_LONGEST_AFTER = 300.0
 
 
 class PassingError(Exception):
@@ -75,6 +77,21 @@ def require_client() -> None:
     """Raise BadInputError if the client of servers is not installed."""
     if openai is None:
         raise BadInputError("data.servers needs the package openai; install it with `pip install 'outrider[serving]'`.")
+
+
+def read_key(variable: str) -> str:
+    """Return the servers' key that an environment variable holds, without white space around it; "" for none.
+
+    Raises:
+        BadInputError: no header can carry it. The message does not repeat it.
+    """
+    key = os.environ.get(variable, "").strip()
+    if not key.isascii() or not key.isprintable():
+        raise BadInputError(
+            f"${variable} holds a key with line breaks, control characters or letters outside ASCII, which no request "
+            "can carry. Set it to the key alone."
+        )
+    return key
 
 
 @dataclass(frozen=True)
@@ -147,16 +164,21 @@ class Said:
     is_text: bool = True
 
     def add(self, body: Any) -> None:
-        """Add a whole response, or a part of one that is streamed."""
+        """Add a whole response, or a part of one that is streamed.
+
+        Raises:
+            ValueError, TypeError, AttributeError: it is not what the interface says; nothing of a reply is checked
+                before this.
+        """
         if usage := getattr(body, "usage", None):
-            self.num_tokens, self.num_asked = usage.completion_tokens, usage.prompt_tokens
+            self.num_tokens, self.num_asked = _count(usage.completion_tokens), _count(usage.prompt_tokens)
         self.asked = getattr(body, "prompt_token_ids", None) or self.asked
         for choice in body.choices[:1]:
             part = getattr(choice, "message", None) or getattr(choice, "delta", None)
             self.text += (getattr(choice, "text", None) if part is None else part.content) or ""
             self.asked = getattr(choice, "prompt_token_ids", None) or self.asked
             if (ids := getattr(choice, "token_ids", None)) is not None:
-                self.tokens = [*(self.tokens or ()), *ids]
+                self.tokens = [*(self.tokens or ()), *map(_id, ids)]
             self.reason = choice.finish_reason or self.reason
 
 
@@ -166,11 +188,29 @@ class Asker:
     Args:
         ending: the target's end tokens.
         with_raw: some prompts are raw text, which nobody can ask as a chat.
+        num_ids: size of the target's vocabulary; None takes any id.
     """
 
-    def __init__(self, spec: DataSpec, tokenizer: PreTrainedTokenizerBase, ending: Sequence[int], with_raw: bool):
+    def __init__(
+        self,
+        spec: DataSpec,
+        tokenizer: PreTrainedTokenizerBase,
+        ending: Sequence[int],
+        with_raw: bool,
+        num_ids: int | None = None,
+    ):
+        self.num_ids = num_ids
         self.spec, self.tokenizer, self.ending, self.with_raw = spec, tokenizer, tuple(ending), with_raw
         self.special = set(tokenizer.all_special_ids)
+        self.key = read_key(spec.requests.key)
+
+    def plain(self, message: str) -> str:
+        """Return a message without the key, which some servers repeat."""
+        return message.replace(self.key, "…") if self.key else message
+
+    def line(self, error: BaseException) -> str:
+        """Return the first line of an error, without the key; it is taken out first, for half of it would stay."""
+        return (self.plain(str(error)).strip() or type(error).__name__).splitlines()[0][:200]
 
     def forms(self, prompt: Prompt) -> list[Form]:
         """Return the ways in which a server may be asked, the best first, by one of the prompts."""
@@ -202,16 +242,17 @@ class Asker:
                         said.add(part)
                 else:
                     said.add(answer)
+            said.text.encode()  # half of a pair of surrogates is no text
         except TimeoutError:
             raise PassingError(f"no answer within {self.spec.requests.timeout:g} s") from None
         except openai.APIStatusError as error:
-            raise _of_status(error) from None
+            raise self._of_status(error) from None
         except openai.APIConnectionError as error:
-            raise PassingError(_line(error.__cause__ or error), unreachable=_is_unreachable(error)) from None
+            raise PassingError(self.line(error.__cause__ or error), unreachable=_is_unreachable(error)) from None
         except (openai.APIError, ValueError, TypeError, AttributeError) as error:  # not what the interface says
-            raise PassingError(f"an answer that cannot be read ({_line(error)})") from None
+            raise PassingError(f"an answer that cannot be read ({self.line(error)})") from None
         except Exception as error:  # a stream that breaks off raises what the library of the connection raises
-            raise PassingError(_line(error)) from None
+            raise PassingError(self.line(error)) from None
         if said.reason is None:
             raise PassingError("an answer that was broken off")
         return said
@@ -227,8 +268,7 @@ class Asker:
         else:
             body["prompt"] = list(question.tokens) if form.ids else self._text(question.tokens)
         if self.spec.requests.stream:
-            body["stream"] = True
-            body |= {"stream_options": {"include_usage": True}} if form.more else {}
+            body |= {"stream": True, "stream_options": {"include_usage": True}}
         return body | ({"extra_body": self._more(form, question)} if form.more else {})
 
     def _more(self, form: Form, question: Question) -> dict[str, Any]:
@@ -252,9 +292,17 @@ class Asker:
                 return text
         raise DroppedError("unwritable_prompt", about_form=True)
 
+    def _of_status(self, error: openai.APIStatusError) -> Exception:
+        said = f"HTTP {error.status_code}, {self.line(error)}"
+        if error.status_code in _OUR_FAULT:
+            return BadInputError(f"the server refuses us: {said}")
+        if error.status_code in _PASSING or error.status_code >= 500:
+            return PassingError(said, after=_after(error))
+        return RefusedError(said, error.status_code in _ABOUT_QUESTION)
+
     # ------------------------------------------------------------ what was said
 
-    def tokens(self, said: Said, question: Question) -> Tokens:
+    def tokens(self, said: Said, question: Question, form: Form) -> Tokens:
         """Return the tokens of an answer, with its end token where the target ended it.
 
         Raises:
@@ -263,6 +311,9 @@ class Asker:
         read = list(question.tokens)
         if (said.asked is not None and said.asked != read) or said.num_asked not in (None, len(read)):
             raise DroppedError("other_prompt", about_form=True)  # the server rendered or read something else
+        uncounted = (said.asked, said.num_asked) == (None, None) or (said.tokens, said.num_tokens) == (None, None)
+        if uncounted and not form.ids:
+            raise DroppedError("uncounted", about_form=True)  # nobody can tell whether text is read as it was written
         # A tool's call ends as any other answer does, but its text is in other fields.
         if said.reason not in ("stop", "length") and (said.reason, said.tokens is None) != ("tool_calls", False):
             raise DroppedError("unfinished")
@@ -274,6 +325,8 @@ class Asker:
     def _as_said(self, said: Said) -> Tokens:
         """Return the server's own ids, if the local tokenizer reads the text in them that came with them."""
         found = list(said.tokens or ())
+        if self.num_ids is not None and any(token >= self.num_ids for token in found):
+            raise DroppedError("foreign_tokens", about_form=True)  # the server has another vocabulary
         text = self.tokenizer.decode(found, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         if said.is_text and _bare(said.text) != _bare(str(text)):
             raise DroppedError("other_tokens")
@@ -305,19 +358,22 @@ def _bare(text: str) -> str:
     return text.strip().rstrip("\ufffd").strip()
 
 
-def _of_status(error: openai.APIStatusError) -> Exception:
-    said = f"HTTP {error.status_code}, {_line(error)}"
-    if error.status_code in _OUR_FAULT:
-        return BadInputError(f"the server refuses us: {said}")
-    if error.status_code in _PASSING or error.status_code >= 500:
-        return PassingError(said, after=_after(error))
-    return RefusedError(said, error.status_code in _ABOUT_QUESTION)
+def _id(value: Any) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 2**31:
+        raise ValueError(f"a token id is expected, found {value!r}")
+    return value
+
+
+def _count(value: Any) -> int | None:
+    if value is None or (isinstance(value, int) and not isinstance(value, bool)):
+        return value
+    raise ValueError(f"a number of tokens is expected, found {value!r}")
 
 
 def _after(error: openai.APIStatusError) -> float:
-    """Return the seconds that a busy server asks for."""
+    """Return the seconds that a busy server asks for, up to some minutes: it may recover earlier than it thinks."""
     try:
-        return max(0.0, float(error.response.headers.get("retry-after", 0)))
+        return min(_LONGEST_AFTER, max(0.0, float(error.response.headers.get("retry-after", 0))))
     except ValueError:  # a date
         return 0.0
 
@@ -330,7 +386,3 @@ def _is_unreachable(error: BaseException) -> bool:
             return True
         seen = seen.__cause__ or seen.__context__
     return False
-
-
-def _line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0][:200]

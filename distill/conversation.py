@@ -9,6 +9,7 @@ Shapes: T tokens of a row.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 
 from transformers import PreTrainedTokenizerBase
@@ -16,10 +17,12 @@ from transformers import PreTrainedTokenizerBase
 from .layouts import Message
 from .masks import supervised_rows
 from .prompts import Prompt
-from .templates import render
+from .templates import RefusedChatError, render
 
 Tokens = Sequence[int]
 Supervised = tuple[list[int], list[int]]  # input_ids `[T]`, and a loss mask `[T]`: 1 where the target wrote
+
+_log = logging.getLogger(__name__)
 
 
 def next_question(
@@ -30,22 +33,29 @@ def next_question(
 ) -> tuple[int, ...] | None:
     """Return the tokens after which the target writes its next answer; None if the prompt asks nothing more.
 
-    The first question is `prompt.tokens`; later ones begin with the conversation so far.
+    The first question is `prompt.tokens`; later ones begin with the conversation so far. A conversation that the chat
+    template refuses with the target's answers in it ends there (see `why_ended`).
 
     Args:
         answers: token ids of the answers so far, in order, with or without the end token.
         max_tokens: a conversation ends before a later question that is longer (`data.max_prompt_tokens`).
-
-    Raises:
-        BadInputError: the chat template refuses the conversation.
     """
-    if len(answers) > len(prompt.later):
+    if not answers or len(answers) > len(prompt.later):
+        return None if answers else prompt.tokens
+    try:
+        [*_, messages] = _conversations(prompt, answers, tokenizer)
+        question = _tokens(prompt, messages, tokenizer)
+    except RefusedChatError as error:
+        _log.debug("%s ends after %d answers: %s", prompt.id, len(answers), error)
         return None
-    question = prompt.tokens
-    for number, messages in enumerate(_conversations(prompt, answers, tokenizer), 1):
-        if number == len(answers):
-            question = _tokens(prompt, messages, tokenizer)
-    return None if answers and max_tokens is not None and len(question) > max_tokens else question
+    return None if max_tokens is not None and len(question) > max_tokens else question
+
+
+def why_ended(prompt: Prompt, answers: Sequence[Tokens], tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return why a conversation has fewer answers than questions: "template" refused one, or "length"; else ""."""
+    if not answers or len(answers) > len(prompt.later):
+        return ""
+    return "template" if next_question(prompt, answers, tokenizer) is None else "length"
 
 
 def next_messages(
@@ -77,7 +87,8 @@ def sequences(prompt: Prompt, answers: Sequence[Tokens], tokenizer: PreTrainedTo
     if len(answers) > 1 + len(prompt.later):
         raise ValueError(f"{prompt.id} asks {1 + len(prompt.later)} questions, found {len(answers)} answers.")
     rows: list[Supervised] = []
-    for question, answer in zip(_questions(prompt, answers, tokenizer), answers, strict=False):
+    # The answers come first: after the last one, no further question is rendered.
+    for answer, question in zip(answers, _questions(prompt, answers, tokenizer), strict=False):
         tokens, mask = rows.pop() if rows and list(question[: len(rows[-1][0])]) == rows[-1][0] else ([], [])
         unlearnt = [0] * (len(question) - len(tokens))
         rows.append(([*question, *answer], [*mask, *unlearnt, *[1] * len(answer)]))
@@ -146,11 +157,15 @@ def _answer(prompt: Prompt, messages: Sequence[Message], answer: Tokens, tokeniz
     """Return an answer's tokens as a message for the chat template.
 
     A tokenizer that knows how its model's answers are built (`response_template` in transformers) tells thoughts and
-    tool calls from the text. Otherwise all of it is the text, up to the end token, which the template writes itself.
+    tool calls from the text. Otherwise, and where it cannot read an answer (one that was cut off in a call of a tool,
+    for example), all of it is the text, up to the end token, which the template writes itself.
     """
     if getattr(tokenizer, "response_template", None):
         before = _rendered(prompt, messages, tokenizer)
-        return {"role": "assistant", **tokenizer.parse_response(list(answer), prefix=before)}
+        try:
+            return {"role": "assistant", **tokenizer.parse_response(list(answer), prefix=before)}
+        except Exception as error:  # parsers raise what they like: ValueError, JSONDecodeError, KeyError
+            _log.debug("an answer to %s cannot be taken apart (%s)", prompt.id, error)
     kept, special = list(answer), set(tokenizer.all_special_ids)
     while kept and kept[-1] in special:
         kept.pop()

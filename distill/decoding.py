@@ -99,27 +99,30 @@ def batches(indices: Sequence[int], size: int, processes: int) -> list[list[int]
 
     So nobody waits long for the last one (guided self-scheduling; Polychronopoulos and Kuck 1987).
     """
-    found, left, least = [], list(indices), max(1, size // 4)
-    while left:
-        share = size if processes == 1 else -(-len(left) // (2 * processes))
+    found, begin, least = [], 0, max(1, size // 4)
+    while left := len(indices) - begin:
+        share = size if processes == 1 else -(-left // (2 * processes))
         count = min(size, max(least, share))
-        found.append(left[:count])
-        left = left[count:]
+        found.append(list(indices[begin : begin + count]))
+        begin += count
     return found
 
 
 def answer_all(answering: Answering, work: Work, partial: Unfinished, crew: Crew, advance: Advance) -> None:
     """Answer batches that nobody else answers, until all are finished."""
-    tokens, started, seen = 0, time.perf_counter(), 0
+    tokens, started, unfinished = 0, time.perf_counter(), set(range(len(work.batches)))
     for number in _claimed(work, partial, crew):
         answers = answering.batch(work.batches[number])
         partial.keep(work.begin + number, answers)
         tokens += sum(len(turn) for answer in answers for turn in answer.turns)
         if crew.is_main:  # who shows what all have done
-            done = sum(len(b) for n, b in enumerate(work.batches) if partial.has(work.begin + n))
+            ended = {n for n in unfinished if partial.has(work.begin + n)} if crew.size > 1 else {number}
+            unfinished -= ended
             rate = f"{tokens / (time.perf_counter() - started):,.0f} tokens/s"
-            advance(done - seen, rate if crew.size == 1 else f"{rate} in each of {crew.size} processes")
-            seen = done
+            advance(
+                sum(len(work.batches[n]) for n in ended),
+                rate if crew.size == 1 else f"{rate} in each of {crew.size} processes",
+            )
 
 
 def _claimed(work: Work, partial: Unfinished, crew: Crew) -> Iterator[int]:

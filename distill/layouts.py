@@ -52,6 +52,20 @@ _NAMES = {
     "function_response": "tool",
     "function_call": "assistant",
 }
+# What chat templates read of a message beside role and content; anything else is a note of whoever made the data.
+_READ = (
+    "tool_calls",
+    "tool_call_id",
+    "function_call",
+    "name",
+    "tools",
+    "functions",
+    "reasoning_content",
+    "reasoning",
+    "thinking",
+    "tool_plan",
+)
+_SPEAKING = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking", "tool_plan")
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
 
 
@@ -103,7 +117,7 @@ class Asked:
 
     def last_question(self) -> Asked:
         """Return it as one question: of a chat the last one, after the row's own answers; of `turns` the first."""
-        if not self.later or not self.given:
+        if self.layout == "turns" or not self.later or not self.given:
             return replace(self, later=(), given=self.given[:1])
         messages = list(self.messages)
         for answer, said in zip(self.given, self.later, strict=False):
@@ -252,8 +266,7 @@ def _message(turn: Message, where: str) -> Message:
     role = _NAMES.get(role, role)
     if role not in _ROLES:
         raise RowError(where, f"a message has the role {role!r}; expected one of {', '.join(_ROLES)}, human, gpt.")
-    rest = {k: _without_nulls(v) for k, v in turn.items() if k not in ("role", "from", "content", "value")}
-    rest = {k: v for k, v in rest.items() if v is not None}
+    rest = {k: _without_nulls(turn[k]) for k in _READ if turn.get(k) is not None}
     if calls := rest.get("tool_calls"):
         rest["tool_calls"] = [_call(call, where) for call in _listed(calls, where)]
     return {"role": role, "content": _content(content, role, rest, where), **rest}
@@ -261,7 +274,7 @@ def _message(turn: Message, where: str) -> Message:
 
 def _content(content: Any, role: str, rest: Message, where: str) -> str:
     """Return what a message says. An assistant that calls tools or only thinks may say nothing."""
-    if content is None and role == "assistant" and any(rest.get(k) for k in ("tool_calls", "reasoning_content")):
+    if content is None and role == "assistant" and any(rest.get(k) for k in _SPEAKING):
         return ""
     if isinstance(content, list):  # parts, as the OpenAI API has them
         parts = [part.get("text") if isinstance(part, dict) else part for part in content]

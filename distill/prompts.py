@@ -165,7 +165,11 @@ class _Reader:
         self.repeated: dict[str, int] = {}
 
     def read(self, source: SourceSpec, counts: Counts) -> Iterator[Prompt]:
-        """Yield the prompts of one source; it is an error if there are none."""
+        """Yield the prompts of one source.
+
+        It is an error if there are none, except where the other sources have them; by weights nothing is mixed with
+        nothing, so that is one, too.
+        """
         name = title(source.path)
         for number, row in enumerate(rows_of(source), 1):
             counts.rows = number
@@ -173,7 +177,7 @@ class _Reader:
             if prompt is not None:
                 counts.kept += 1
                 yield self._named(prompt, row, number, name)
-        if not counts.kept:
+        if not counts.kept and (source.weight is not None or not counts.dropped["duplicate"]):
             raise BadInputError(f"no prompts in {source.path!r}: {_why_none(counts, self.reading.max_tokens)}")
 
     def _used(self, row: Row | RowError, where: str, source: SourceSpec, counts: Counts) -> Prompt | None:

@@ -29,8 +29,8 @@ from ..ground.versions import versions
 from ..recipes import DataSpec, Recipe
 from ..targets import Fingerprint, Target
 from ..targets.sharding import processes
-from .asking import require_client
-from .conversation import Supervised, given_sequences, sequences
+from .asking import read_key, require_client
+from .conversation import Supervised, given_sequences, sequences, why_ended
 from .data_set import SCHEMA_VERSION, Row, provenance, require_whole, save_data_set
 from .decoding import Answering, answer_all, batches
 from .gathering import gather
@@ -38,8 +38,8 @@ from .launched import crew_in, one_leads
 from .prompts import Collection, digest_prompts
 from .servers import answer_by_servers
 from .sources import check_sources
-from .table import Prompt
-from .unfinished import Answer, Answers, Identity, Unfinished, Work
+from .table import Prompt, PromptTable
+from .unfinished import LONGEST_QUESTION, Answer, Answers, Identity, Unfinished, Work
 
 _EMPTY = "empty"  # the target ended at once
 _DROPPED = "_responses"  # ends the names of what is counted
@@ -69,6 +69,7 @@ def distill(recipe: Recipe, target: Target | None = None, console: Console | Non
         check_sources(spec.prompts)
     if spec.servers is not None:
         require_client()
+        read_key(spec.requests.key)
     if target is None:
         target = Target.load(**recipe.target.model_dump(), device=PartialState().device if processes() > 1 else None)
     folder = data_folder(recipe)
@@ -119,8 +120,7 @@ class _Making:
     def _open(self) -> str:
         """Return the work that is left; "" if the data set is there. One made differently is never overwritten."""
         digest = digest_prompts(self.prompts, self._is_given)
-        sampling = {**self.spec.sampling.model_dump(), "max_new_tokens": self.spec.max_new_tokens}
-        self.identity = Identity(self.target.fingerprint(), digest, sampling, self._who_answers())
+        self.identity = Identity(self.target.fingerprint(), digest, self._sampling(), self._who_answers())
         if self._finished():
             return ""
         self._check_room()
@@ -130,6 +130,13 @@ class _Making:
         missing = [] if self._is_given else [i for i in self._longest_first() if i not in answered]
         at_work = 1 if self.target.sharded else self.crew.size
         return Work(digest, self.partial.next_number(), batches(missing, self.spec.batch_size, at_work)).to_json()
+
+    def _sampling(self) -> dict[str, Any]:
+        """Return how answers are drawn, and how long questions and answers may be."""
+        found = {**self.spec.sampling.model_dump(), "max_new_tokens": self.spec.max_new_tokens}
+        # Of a single question the prompts say it all; a conversation ends by it, and so do rows with their answers.
+        decides = self._is_given or any(prompt.later for prompt in self.prompts)
+        return found | ({LONGEST_QUESTION: self.spec.max_prompt_tokens} if decides else {})
 
     def _who_answers(self) -> dict[str, Any] | None:
         if self._is_given:
@@ -147,11 +154,17 @@ class _Making:
 
     def _longest_first(self) -> list[int]:
         """Return the prompts by length: equal ones side by side, and the batch that needs most memory first."""
-        lengths = [len(prompt.tokens) for prompt in self.prompts]
+        lengths = self._lengths()
         return sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
 
+    def _lengths(self) -> list[int]:
+        """Return the numbers of the prompts' tokens; a table knows them without reading the prompts."""
+        if isinstance(self.prompts, PromptTable):
+            return [int(length) for length in self.prompts.lengths]
+        return [len(prompt.tokens) for prompt in self.prompts]
+
     def _check_room(self) -> None:
-        limit, longest = self.target.max_context, max(len(p.tokens) for p in self.prompts)
+        limit, longest = self.target.max_context, max(self._lengths())
         if limit is not None and longest + self.spec.max_new_tokens > limit:
             raise BadInputError(
                 f"the longest prompt has {longest} tokens; with data.max_new_tokens={self.spec.max_new_tokens} it "
@@ -210,7 +223,11 @@ class _Making:
     def _rows(self, answers: Answers, counts: Counter[str]) -> Iterator[Row]:
         """Yield what is learnt, in the order of the prompts, and count it."""
         for index, prompt in enumerate(self.prompts):
-            reason, learnt = self._given(prompt) if self._is_given else self._learnt(prompt, answers[index])
+            if self._is_given:
+                reason, learnt = self._given(prompt)
+            else:
+                reason, learnt = self._learnt(prompt, answers[index])
+                self._count_early_end(prompt, answers[index], counts)
             if reason:
                 counts[f"{reason}{_DROPPED}"] += 1
             for tokens, mask in learnt:
@@ -226,6 +243,11 @@ class _Making:
         is_empty = all(t in ending for turn in answer.turns for t in turn)
         reason = answer.dropped or _EMPTY * is_empty
         return reason, [] if reason else sequences(prompt, answer.turns, self.target.require_tokenizer())
+
+    def _count_early_end(self, prompt: Prompt, answer: Answer, counts: Counter[str]) -> None:
+        why = why_ended(prompt, answer.turns, self.target.require_tokenizer())
+        if why:
+            counts[f"conversations_ended_by_{why}"] += 1
 
     def _given(self, prompt: Prompt) -> tuple[str, list[Supervised]]:
         """Return what is learnt of the answers that came with a prompt, as `_learnt` does."""

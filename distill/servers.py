@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import random
 import time
 from collections import deque
@@ -56,7 +55,7 @@ def answer_by_servers(
     """
     require_client()
     with_raw = any(prompt.messages is None for prompt in prompts)
-    asker = Asker(spec, target.require_tokenizer(), target.eos_ids, with_raw)
+    asker = Asker(spec, target.require_tokenizer(), target.eos_ids, with_raw, target.vocab_size)
     fleet = Fleet(asker, prompts, target.max_context, Kept(partial, work.begin), advance)
     fleet.answer([index for batch in work.batches for index in batch])
 
@@ -141,17 +140,17 @@ class Health:
     """How a server is doing.
 
     Attributes:
-        up: set while it answers. down_since: when it was put aside.
+        up: set while it answers. last_answer: when it last did; at first, when we began.
         failures: in a row, of which `last` was the last.
     """
 
     def __init__(self) -> None:
-        self.up, self.down_since, self.failures, self.last = asyncio.Event(), time.monotonic(), 0, ""
+        self.up, self.last_answer, self.failures, self.last = asyncio.Event(), time.monotonic(), 0, ""
         self._not_before = 0.0
 
     def answered(self) -> None:
         """Note an answer."""
-        self.failures = 0
+        self.failures, self.last_answer = 0, time.monotonic()
 
     def failed(self, error: PassingError, message: str) -> bool:
         """Note a failure, and tell whether the server is put aside for it: one too many in a row."""
@@ -160,7 +159,6 @@ class Health:
         if not self.up.is_set() or not (error.unreachable or self.failures >= FAILURES_IN_A_ROW):
             return False
         self.up.clear()
-        self.down_since = time.monotonic()
         return True
 
     async def pause(self) -> None:
@@ -181,18 +179,17 @@ class Server:
     def __init__(self, url: str, concurrency: int, asker: Asker):
         self.url, self.concurrency, self.asker, self.health = url.rstrip("/"), concurrency, asker, Health()
         requests = asker.spec.requests
-        self.key = os.environ.get(requests.key, "")
         base = self.url if self.url.endswith("/v1") else f"{self.url}/v1"
         # The client's own further attempts would hide failures from us.
         self.client = openai.AsyncOpenAI(
-            base_url=base, api_key=self.key or "none", timeout=requests.timeout, max_retries=0
+            base_url=base, api_key=asker.key or "none", timeout=requests.timeout, max_retries=0
         )
         self.model = requests.model or ""
         self.form: Form | None = None
 
     def failed(self, error: PassingError) -> None:
         """Note a failure; after several in a row, the server is put aside."""
-        if self.health.failed(error, self.plain(str(error))):
+        if self.health.failed(error, str(error)):
             last = self.health.last
             _log.warning("%s does not answer (%s); the others go on, and it is tried again.", self.url, last)
 
@@ -206,13 +203,9 @@ class Server:
         try:
             said = await self.asker.ask(self.client, self.model, self.form, question)
         except BadInputError as error:
-            raise BadInputError(self.plain(f"{self.url}: {error} {self._about_key()}")) from None
+            raise BadInputError(f"{self.url}: {error} {self._about_key()}") from None
         self.health.answered()
-        return self.asker.tokens(said, question)
-
-    def plain(self, message: str) -> str:
-        """Return a message without the key, which some servers repeat."""
-        return message.replace(self.key, "…") if self.key else message
+        return self.asker.tokens(said, question, self.form)
 
     async def watch(self, question: Question) -> None:
         """Look at the server, whenever it is put aside, until it answers."""
@@ -225,7 +218,7 @@ class Server:
             try:
                 await self.greet(question)
             except PassingError as error:
-                self.health.last = self.plain(str(error))
+                self.health.last = str(error)
                 attempts += 1
                 await asyncio.sleep(_delay(attempts) * (0.5 + random.random() / 2))
 
@@ -238,18 +231,28 @@ class Server:
         try:
             if not self.model or self.form is not None:
                 models = await self.client.models.list(timeout=30.0)
-                self.model = self.model or models.data[0].id
+                self.model = self.model or str(models.data[0].id)
         except openai.APIStatusError as error:
             if error.status_code in (401, 403):
-                raise BadInputError(self.plain(f"{self.url} refuses us: {error}. {self._about_key()}")) from None
+                raise BadInputError(f"{self.url} refuses us: {self.asker.line(error)}. {self._about_key()}") from None
             if error.status_code >= 500 or not self.model:
                 raise PassingError(f"HTTP {error.status_code}") from None
-        except (openai.APIError, IndexError, AttributeError, TypeError) as error:
-            raise PassingError(str(error) or type(error).__name__, unreachable=True) from None
-        if self.form is None:
-            await self._find_form(question)
+        except (openai.APIError, LookupError, AttributeError, TypeError, ValueError) as error:  # or what is no JSON
+            raise PassingError(self.asker.line(error), unreachable=True) from None
+        await (self._find_form(question) if self.form is None else self._ask_again(question))
         self.health.answered()
         self.health.up.set()
+
+    async def _ask_again(self, question: Question) -> None:
+        """Ask a server that was put aside: that it lists its models does not say that it answers.
+
+        Raises:
+            PassingError: it does not.
+        """
+        try:
+            await self._try(question)
+        except (RefusedError, DroppedError) as error:
+            raise PassingError(str(error)) from None
 
     async def _find_form(self, question: Question) -> None:
         """Take the best way to ask that the server understands."""
@@ -267,11 +270,8 @@ class Server:
                 _log.info("%s (%s) is asked for %s", self.url, self.model, self.form)
                 return
         raise BadInputError(
-            self.plain(
-                f"{self.url} cannot be asked in any way ({'; '.join(refused) or 'there is none'}). Raw text needs "
-                "completions; top_k, min_p, repetition_penalty and template need a server that knows them, such as "
-                "vLLM."
-            )
+            f"{self.url} cannot be asked in any way ({'; '.join(refused) or 'there is none'}). Raw text needs "
+            "completions; top_k, min_p, repetition_penalty and template need a server that knows them, such as vLLM."
         )
 
     async def _try(self, question: Question) -> None:
@@ -289,7 +289,7 @@ class Server:
 
     def _about_key(self) -> str:
         requests = self.asker.spec.requests
-        return f"The key is read from ${requests.key}, which is {'set' if self.key else 'not set'}."
+        return f"The key is read from ${requests.key}, which is {'set' if self.asker.key else 'not set'}."
 
 
 def _delay(failures: int) -> float:
@@ -327,7 +327,8 @@ class Fleet:
             Server(server.url, server.concurrency or spec.requests.concurrency, self.asker)
             for server in spec.servers or ()
         ]
-        queue, first = Queue(indices), self._question(Job(indices[0]))
+        # The shortest prompt greets them: they come longest first, and a long one may be refused for its length.
+        queue, first = Queue(indices), self._question(Job(indices[-1]))
         await self._greet_all(servers, first)
         forever = [server.watch(first) for server in servers]
         forever += [self._work(server, queue) for server in servers for _ in range(server.concurrency)]
@@ -353,19 +354,23 @@ class Fleet:
             if isinstance(error, BaseException) and not isinstance(error, PassingError):
                 raise error
         if all(isinstance(error, PassingError) and error.unreachable for error in found):
-            lines = "; ".join(f"{server.url}: {server.plain(str(e))}" for server, e in zip(servers, found, strict=True))
+            lines = "; ".join(f"{server.url}: {e}" for server, e in zip(servers, found, strict=True))
             raise BadInputError(f"none of data.servers answers: {lines}. Are they running there?")
         for server, error in zip(servers, found, strict=True):
             if error is not None:
                 _log.warning("%s does not answer (%s); the others begin without it.", server.url, error)
 
     async def _be_patient(self, servers: Sequence[Server]) -> None:
-        """Raise BadInputError when no server has answered for too long."""
-        patience = self.asker.spec.requests.patience
+        """Raise BadInputError when no server has answered for too long.
+
+        One that is not put aside may still be at work on an answer, for as long as that may take.
+        """
+        patience, timeout = self.asker.spec.requests.patience, self.asker.spec.requests.timeout
         while True:
             await asyncio.sleep(min(1.0, patience))
-            since = max(server.health.down_since for server in servers)
-            if not any(server.health.up.is_set() for server in servers) and time.monotonic() - since > patience:
+            since = time.monotonic() - max(server.health.last_answer for server in servers)
+            at_work = any(server.health.up.is_set() for server in servers)
+            if since > patience + timeout * at_work:
                 raise BadInputError(
                     f"no server has answered for {patience:g} s (data.requests.patience): "
                     f"{'; '.join(f'{server.url}: {server.health.last}' for server in servers)}."
@@ -389,20 +394,24 @@ class Fleet:
             while not await self._ask(server, job):
                 pass
         except PassingError as error:
-            server.failed(error)
-            # That a server is gone is no fault of the prompt's.
-            job.failures, job.last = job.failures + (not error.unreachable), server.plain(str(error))
-            if job.failures < self.asker.spec.requests.retries:
-                return False
-            self.unanswered.append(job)
+            return self._failed(server, job, error)
         except RefusedError as error:
             if not error.about_question:  # it took others before
-                server.failed(PassingError(str(error)))
-                return False
-            self._log_refusal(job, server.plain(str(error)))
+                return self._failed(server, job, PassingError(str(error)))
+            self._log_refusal(job, str(error))
             self._end(Answer(job.index, dropped="refused"))
         except DroppedError as error:
             self._end(Answer(job.index, dropped=str(error)))
+        return True
+
+    def _failed(self, server: Server, job: Job, error: PassingError) -> bool:
+        """Note an attempt that failed, and tell whether it was the last one."""
+        server.failed(error)
+        # That a server is gone is no fault of the prompt's.
+        job.failures, job.last = job.failures + (not error.unreachable), str(error)
+        if job.failures < self.asker.spec.requests.retries:
+            return False
+        self.unanswered.append(job)
         return True
 
     async def _ask(self, server: Server, job: Job) -> bool:

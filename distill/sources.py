@@ -208,7 +208,7 @@ def _parquet_rows(file: Path) -> Iterator[Row]:
         require_regular(file)
         for batch in pyarrow.parquet.ParquetFile(file).iter_batches(_AT_ONCE):
             yield from batch.to_pylist()
-    except (pyarrow.ArrowException, OSError) as error:
+    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:  # text that is not UTF-8
         raise BadInputError(f"{file}: not a readable parquet file ({error}).") from error
 
 
@@ -228,7 +228,7 @@ def _arrow_rows(file: Path) -> Iterator[Row]:
             for batch in _arrow_batches(mapped):
                 for begin in range(0, batch.num_rows, _AT_ONCE):
                     yield from batch.slice(begin, _AT_ONCE).to_pylist()
-    except (pyarrow.ArrowException, OSError) as error:
+    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
         raise BadInputError(f"{file}: not a readable arrow file ({error}).") from error
 
 

@@ -1,12 +1,13 @@
 """One prompt, and a table of many on disk, of which the memory holds the ones that are looked at.
 
-A table lies in an Arrow file that the system maps into memory. On POSIX the file has no name once it is written: it is
-gone when nobody reads it any more, however the process ends.
+A table lies in an Arrow file that the system maps into memory. On POSIX the file has no name from the beginning: it
+is gone when nobody reads it any more, however the process ends.
 """
 
 from __future__ import annotations
 
 import json
+import mmap
 import os
 import tempfile
 from bisect import bisect_right
@@ -14,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import Any, overload
+from typing import Any, BinaryIO, overload
 
 import numpy as np
 import pyarrow
@@ -88,13 +89,11 @@ class PromptTable(Sequence[Prompt]):
         if folder is not None:
             Path(folder).mkdir(parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(prefix=_FILE, suffix=".arrow", dir=folder)
-        os.close(handle)
-        try:
-            self.lengths = _write(iter(prompts), name)
-            self._batches = _mapped(name)
-        finally:
+        with os.fdopen(handle, "w+b") as file:
             if os.name == "posix":
                 os.unlink(name)
+            self.lengths = _write(iter(prompts), file)
+            self._batches = _mapped(file)
         self._ends = np.cumsum([batch.num_rows for batch in self._batches]).tolist()
 
     def __len__(self) -> int:
@@ -126,10 +125,10 @@ class PromptTable(Sequence[Prompt]):
         return Prompt(row["id"], row["suite"], tuple(row["tokens"]), row["text"], *rest)
 
 
-def _write(prompts: Iterator[Prompt], file: str) -> np.ndarray:
+def _write(prompts: Iterator[Prompt], file: BinaryIO) -> np.ndarray:
     """Write prompts batch by batch, and return their lengths, int32 `[N]`."""
     lengths = [np.zeros(0, dtype=np.int32)]
-    with pyarrow.OSFile(file, "wb") as sink, pyarrow.ipc.new_file(sink, _SCHEMA) as writer:
+    with pyarrow.ipc.new_file(file, _SCHEMA) as writer:
         while batch := list(islice(prompts, _AT_ONCE)):
             writer.write_batch(pyarrow.RecordBatch.from_pylist([_row(p) for p in batch], schema=_SCHEMA))
             lengths.append(np.array([len(p.tokens) for p in batch], dtype=np.int32))
@@ -147,7 +146,9 @@ def _row(prompt: Prompt) -> dict[str, Any]:
     }
 
 
-def _mapped(file: str) -> list[pyarrow.RecordBatch]:
-    """Return the batches of a file as views of it."""
-    reader = pyarrow.ipc.open_file(pyarrow.memory_map(file))
+def _mapped(file: BinaryIO) -> list[pyarrow.RecordBatch]:
+    """Return the batches of a file as views of it, which outlive its handle."""
+    file.flush()
+    mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    reader = pyarrow.ipc.open_file(pyarrow.BufferReader(pyarrow.py_buffer(mapped)))
     return [reader.get_batch(number) for number in range(reader.num_record_batches)]

@@ -31,6 +31,7 @@ from ..targets import Fingerprint
 Tokens = list[int]
 
 _IDENTITY = "identity.json"
+LONGEST_QUESTION = "max_prompt_tokens"
 
 _log = logging.getLogger(__name__)
 
@@ -41,7 +42,7 @@ class Identity:
 
     Attributes:
         prompts: the digest of their tokens.
-        sampling: with the length limit of a response.
+        sampling: with the length limit of a response, and that of a question where it decides what is asked.
         answered_by: the name of the model that servers were asked for, or that the answers came with the prompts; None
             where our own decoder answers.
     """
@@ -61,8 +62,9 @@ class Identity:
         changed = [f"target ({', '.join(Fingerprint.from_dict(saved['target']).differences(self.target))})"]
         lines = changed if saved["target"]["digest"] != self.target.digest else []
         lines += ["prompts (other sources, limit, or contents)"] if saved["prompts"] != self.prompts else []
-        then, who = saved["sampling"], saved.get("answered_by")
-        lines += [f"{k} (was {then.get(k)}, is {v})" for k, v in self.sampling.items() if then.get(k) != v]
+        then, now, who = _deciding(saved["sampling"]), _deciding(self.sampling), saved.get("answered_by")
+        unknown = {LONGEST_QUESTION} - then.keys()  # older versions did not write it
+        lines += [f"{k} (was {then.get(k)}, is {v})" for k, v in now.items() if then.get(k) != v and k not in unknown]
         return lines + ([f"who answers (was {_who(who)}, is {_who(self.answered_by)})"] * (who != self.answered_by))
 
     def require_same(self, folder: Path, saved: dict[str, Any]) -> None:
@@ -78,6 +80,12 @@ class Identity:
                 f"{folder} was made with other settings: {'; '.join(lines)}. Choose another `output`, or delete that "
                 "folder."
             )
+
+
+def _deciding(sampling: dict[str, Any]) -> dict[str, Any]:
+    """Return what of the sampling decides a text: at temperature 0 nothing is drawn, whatever the draws would be."""
+    idle = () if sampling["temperature"] else ("seed", "top_k", "top_p", "min_p")
+    return {name: value for name, value in sampling.items() if name not in idle}
 
 
 def _who(who: dict[str, Any] | None) -> str:

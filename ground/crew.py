@@ -18,11 +18,11 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from .errors import OutriderError
+from .errors import BadInputError, OutriderError
 from .files import write_atomically
 from .locks import claiming
 from .signals import STOPPING, StoppedError, how, number_of
@@ -31,6 +31,7 @@ PREFIX = ".crew-"
 POLL_SECONDS, SECONDS_BETWEEN_LOOKS = 0.1, 0.5  # what 64 processes ask of a shared disk adds up
 # Every so often the locks of all the others are tried: 64 processes do that 13 times a second each.
 SECONDS_BETWEEN_ROLL_CALLS = 5.0
+SECONDS_UNTIL_SEEN = 60.0  # shared disks show a new file late: NFS keeps what a folder held for up to a minute
 _FAULT = 70
 
 
@@ -102,12 +103,15 @@ class Crew:
         if self.size == 1 or now - self._looked < SECONDS_BETWEEN_LOOKS:
             return
         self._looked = now
-        for file in sorted(self.folder.glob("failed-*")):
-            if file != self._file("failed", self.rank):
-                self._raise(file)
+        self._hear_failures()
         if now - self._roll_called > SECONDS_BETWEEN_ROLL_CALLS:
             self._call_roll()
             self._roll_called = now
+
+    def _hear_failures(self) -> None:
+        for file in sorted(self.folder.glob("failed-*")):
+            if file != self._file("failed", self.rank):
+                self._raise(file)
 
     def _raise(self, file: Path) -> None:
         said = json.loads(file.read_text(encoding="utf-8"))
@@ -141,9 +145,11 @@ class Crew:
             meet: waits until every process has called it.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
-        with claiming(self._file("alive", self.rank)):
+        with claiming(self._file("alive", self.rank)) as mine:
             meet()
             try:
+                if mine is not None:  # a disk without locks may not even have the files
+                    self._require_shared_folder()
                 yield
                 self.meet("ending")
                 self.tell("left")
@@ -160,7 +166,21 @@ class Crew:
             message, code = str(error) or how(error), 128 + number_of(error)
         if not self._heard:
             message = f"process {self.rank} of {self.size} ended: {message}"
-        self.tell("failed", json.dumps({"message": message, "exit_code": code}))
+        with suppress(OSError):  # of a full disk: what is raised here would hide why
+            self.tell("failed", json.dumps({"message": message, "exit_code": code}))
+
+    def _require_shared_folder(self) -> None:
+        """Raise BadInputError if this process does not see the others' files, all of which are there by now."""
+        patient_until = time.monotonic() + SECONDS_UNTIL_SEEN
+        unseen = [self._file("alive", rank) for rank in range(self.size) if self.size > 1]
+        while unseen := [file for file in unseen if not file.exists()]:
+            if time.monotonic() > patient_until:
+                raise BadInputError(
+                    f"process {self.rank} of {self.size} does not see {unseen[0]}, which another process of the launch "
+                    "wrote: the output folder must lie on a disk that all machines share."
+                )
+            self._hear_failures()  # one that failed already may have taken its file away
+            time.sleep(POLL_SECONDS)
 
     @contextmanager
     def watched(self) -> Iterator[None]:

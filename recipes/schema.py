@@ -80,8 +80,21 @@ class ServerSpec(Section):
         concurrency: requests that it works on at once; null for `data.requests.concurrency`.
     """
 
-    url: Annotated[str, Field(pattern=r"^https?://[^\s/@]+(/\S*)?$")]
+    url: str
     concurrency: Positive | None = None
+
+    @field_validator("url")
+    @classmethod
+    def _is_an_address_alone(cls, url: str) -> str:
+        """Refuse whatever may hold a secret; the message does not repeat it, for it would reach the log."""
+        if "@" in url.partition("://")[2].partition("/")[0] or "?" in url or "#" in url:
+            raise ValueError(
+                "a server's address holds no user, no password, no `?` and no `#`; a key is read from the environment "
+                "variable that data.requests.key names"
+            )
+        if not re.fullmatch(r"https?://([\w.-]+|\[[0-9A-Fa-f:.]+\])(:\d{1,5})?(/\S*)?", url):
+            raise ValueError("the address of a server is expected here, such as http://gpu1:8000/v1")
+        return url
 
 
 class RequestsSpec(Section):

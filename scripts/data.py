@@ -138,7 +138,12 @@ def _samples(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, count: int) -> 
         if recipe.data.answers == "target":
             yield f"{prompt.id} (the target has not answered yet)", _asked(prompt)
             continue
-        for tokens, mask in given_sequences(prompt, tokenizer):
+        try:
+            learnt = given_sequences(prompt, tokenizer)
+        except BadInputError as error:  # a run leaves it out and counts it
+            yield f"{prompt.id} (nothing of its own answers can be learnt)", [(str(error), NOTE)]
+            continue
+        for tokens, mask in learnt:
             yield f"{prompt.id} (its own answers)", _coloured(tokens, mask, tokenizer)
 
 

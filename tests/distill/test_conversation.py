@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from outrider.distill.conversation import given_sequences, next_question, sequences
+from outrider.distill.conversation import given_sequences, next_question, sequences, why_ended
 from outrider.distill.layouts import Message
 from outrider.distill.prompts import Prompt
 from outrider.distill.templates import render
@@ -194,3 +194,42 @@ def test_a_given_completion_of_raw_text_ends_where_it_ends(tiny_tokenizer: PreTr
     assert learnt(tiny_tokenizer, row) == "def f():[ pass<|end|>]"
     with pytest.raises(ValueError, match="came without answers"):
         given_sequences(Prompt("p", "s", (1,)), tiny_tokenizer)
+
+
+DISLIKING = (
+    "{% for m in messages %}{% if m.role == 'assistant' and 'no' in m.content %}{{ raise_exception('I dislike it') }}"
+    "{% endif %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+def test_a_conversation_ends_at_an_answer_that_the_template_dislikes_and_says_so(
+    tiny_tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    tokenizer = with_template(tiny_tokenizer, DISLIKING)
+    prompt = ask(tokenizer, "one", "two", "three")
+    answers = [said(tokenizer, "a"), said(tokenizer, "no")]
+    assert next_question(prompt, answers[:1], tokenizer) is not None
+    assert next_question(prompt, answers, tokenizer) is None
+    assert why_ended(prompt, answers, tokenizer) == "template"
+    assert why_ended(prompt, answers[:1], tokenizer) == "length"
+    assert why_ended(prompt, [*answers, answers[0]], tokenizer) == ""
+    [row] = sequences(prompt, answers, tokenizer)
+    assert learnt(tokenizer, row).endswith("[a<|end|>]<|user|>two<|end|><|assistant|>[no<|end|>]"), "its turns stay"
+
+
+def test_an_answer_that_cannot_be_taken_apart_is_text(
+    tiny_tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as a call of a tool that was cut off in the middle of its JSON."""
+    tokenizer = with_template(tiny_tokenizer, DISLIKING)
+    tokenizer.response_template = {
+        "start_anchor": "<|assistant|>",
+        "fields": {"content": {"close": ["<|end|>"], "content": "json"}},
+    }
+    cut = said(tokenizer, '{"name": ')[:-1]
+    with pytest.raises(Exception, match=r"."):
+        tokenizer.parse_response(cut, prefix="<|assistant|>")
+    question = next_question(ask(tokenizer, "one", "two"), [cut], tokenizer)
+    assert question is not None
+    assert '<|assistant|>{"name":' in tokenizer.decode(question)

@@ -199,3 +199,12 @@ def test_answers_that_came_with_the_rows_are_learnt_without_the_target(
     [told] = provenance(folder)["sources"]
     assert (told["source"], told["kept"], told["dropped"]) == (source, 2, {"unanswered": 2})
     assert distill(made, tiny_target) == folder, "a finished folder is used as it is"
+
+
+def test_a_source_whose_rows_all_repeat_another_adds_nothing(
+    rows: Rows, tiny_tokenizer: PreTrainedTokenizerFast, caplog: pytest.LogCaptureFixture
+) -> None:
+    files = [rows("first.jsonl", {"text": "a"}, {"text": "b"}), rows("second.jsonl", {"text": "a"})]
+    found = gather(recipe(files), tiny_tokenizer)
+    assert (len(found.prompts), found.counts()["duplicate"]) == (2, 1)
+    assert "second.jsonl: 100.0% of the rows were left out" in caplog.text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 from pathlib import Path
 from typing import Any
@@ -179,3 +180,17 @@ def test_a_planted_fault_is_named_with_its_place(
     found = collect([str(file)], tiny_tokenizer, reading=Reading(drop_malformed=True))
     assert (len(found.prompts), found.counts()["malformed"]) == (2, 1)
     assert expected in found.sources[0].examples["malformed"]
+
+
+def test_what_no_template_reads_of_a_message_is_left_out() -> None:
+    """A time of a parquet file is no JSON, and a number of the message would tell equal questions apart."""
+    notes = {"timestamp": datetime.datetime(2026, 1, 1), "id": 7, "score": 0.5, "metadata": {"by": "x"}}
+    kept = {"reasoning_content": "hm", "name": "ann", "tool_call_id": "1"}
+    noted = understand({"messages": [{**U, **notes}, {**A, **kept, **notes}]}, "here")
+    assert (noted.messages, noted.given) == ((U,), (({**A, **kept},),))
+    assert noted.canonical(with_answers=True) == understand({"messages": [U, {**A, **kept}]}, "here").canonical(True)
+
+
+def test_one_question_of_turns_is_the_first_whether_or_not_there_are_references() -> None:
+    asked = understand({"turns": ["u", "v"], "reference": ["a", "b"]}, "here").last_question()
+    assert (said((asked.messages,)), asked.later, said(asked.given)) == (["u"], (), ["a"])

@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerFast
 
 from outrider.decode import Decoder, Output
 from outrider.distill import distill, load_responses, provenance, read_prompts
+from outrider.distill.unfinished import Identity
 from outrider.ground import BadInputError, IncompatibleError, Refusal, digests
 from outrider.recipes import Recipe
 from outrider.targets import Target
@@ -388,3 +389,50 @@ def test_a_damaged_data_folder_is_refused(make_recipe: MakeRecipe, tiny_target: 
     (folder / "provenance.json").write_text('{"schema_version": 99}')
     with pytest.raises(BadInputError, match="schema version 99"):
         provenance(folder)
+
+
+def test_what_decides_no_text_at_temperature_0_may_change(make_recipe: MakeRecipe, tiny_target: Target) -> None:
+    folder = distill(make_recipe(sampling={"seed": 1}), tiny_target)
+    assert distill(make_recipe(sampling={"seed": 2, "top_k": 5, "top_p": 0.9, "min_p": 0.1}), tiny_target) == folder
+    with pytest.raises(BadInputError, match="repetition_penalty"):
+        distill(make_recipe(sampling={"repetition_penalty": 1.5}), tiny_target)
+
+
+def test_the_longest_question_decides_conversations_and_given_answers_and_no_single_questions(
+    make_recipe: MakeRecipe, tiny_target: Target, tmp_path: Path
+) -> None:
+    folder = distill(make_recipe(max_prompt_tokens=50), tiny_target)
+    assert distill(make_recipe(max_prompt_tokens=60), tiny_target) == folder, "the prompts are the same"
+    user, assistant = ({"role": role, "content": "x"} for role in ("user", "assistant"))
+    rows = {"turns": [user, assistant, user], "given": [user, assistant]}
+    for name, chat in rows.items():
+        file = tmp_path / f"{name}.jsonl"
+        file.write_text(json.dumps({"messages": chat}) + "\n")
+        data = {"prompts": [str(file)], "answers": "given" if name == "given" else "target"}
+        distill(make_recipe(name, **data, max_prompt_tokens=50), tiny_target)
+        with pytest.raises(BadInputError, match=r"max_prompt_tokens \(was 50, is 60\)"):
+            distill(make_recipe(name, **data, max_prompt_tokens=60), tiny_target)
+
+
+def test_of_older_folders_the_longest_question_is_not_known(tiny_target: Target) -> None:
+    def made(**lengths: int) -> Identity:
+        return Identity(tiny_target.fingerprint(), "p", {"temperature": 0.0, **lengths})
+
+    assert made(max_prompt_tokens=5).differences(made().to_dict()) == []
+    assert made(max_prompt_tokens=5).differences(made(max_prompt_tokens=6).to_dict())
+
+
+def test_a_conversation_that_the_template_ends_is_counted_and_the_run_goes_on(
+    make_recipe: MakeRecipe, tmp_path: Path
+) -> None:
+    target = Target.load("embedded", dtype="float32", device="cpu")
+    tokenizer = target.require_tokenizer()
+    tokenizer.chat_template = (
+        "{% if messages | length > 1 %}{{ raise_exception('no answers, please') }}{% endif %}{{ messages[0].content }}"
+    )
+    file = tmp_path / "chats.jsonl"
+    user, assistant = ({"role": role, "content": "def f():"} for role in ("user", "assistant"))
+    file.write_text(json.dumps({"messages": [user, assistant, user]}) + "\n")
+    folder = distill(make_recipe("ended", prompts=[str(file)]), target)
+    assert provenance(folder)["counts"]["conversations_ended_by_template"] == 1
+    assert len(rows(folder)) == 1

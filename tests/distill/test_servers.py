@@ -7,13 +7,16 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import httpx
+import openai
 import pytest
 
 from outrider.decode import Decoder
-from outrider.distill import distill, load_responses, provenance, responses, servers
+from outrider.distill import asking, distill, load_responses, provenance, responses, servers
 from outrider.distill.prompts import Collection
 from outrider.distill.table import Prompt
 from outrider.distill.templates import render
@@ -294,3 +297,162 @@ def test_every_turn_of_a_conversation_is_answered_after_the_targets_own_earlier_
         for begin in begins:
             written = Decoder(tiny_target).generate([row["input_ids"][:begin]], 6).tokens[0]
             assert row["input_ids"][begin : begin + len(written)] == written
+
+
+def test_no_half_of_the_key_reaches_a_message(
+    make_recipe: MakeRecipe,
+    tiny_target: Target,
+    start_server: Start,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A server repeats the key where the message is cut, while it fails and while it refuses."""
+    server, key = start_server(), "sesame-1234567890"
+    monkeypatch.setenv("MY_KEY", f" {key}\n")
+    answer, statuses = server.answer, iter([200, 500, 503, 400, 404, 500])
+
+    def failing(path: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        status = next(statuses, 200)
+        pad = "x" * (120 + server.asked.total() * 5)
+        return answer(path, body) if status == 200 else (status, {"error": {"message": f"{pad}{key} {key}"}})
+
+    monkeypatch.setattr(server, "answer", failing)
+    monkeypatch.setattr(servers, "FAILURES_IN_A_ROW", 1)
+    with caplog.at_level(logging.INFO, logger="outrider"):
+        distill(make_recipe("h", server, requests={"key": "MY_KEY", "concurrency": 1}), tiny_target)
+    assert "does not answer" in caplog.text
+    assert "sesa" not in caplog.text
+    monkeypatch.setenv("MY_KEY", "sesame\nsesame")
+    with pytest.raises(BadInputError, match=r"\$MY_KEY holds a key with line breaks") as refused:
+        distill(make_recipe("h2", server, requests={"key": "MY_KEY"}), tiny_target)
+    assert "sesame" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "spoilt",
+    [
+        {"token_ids": [2**40]},
+        {"token_ids": [-1]},
+        {"token_ids": ["a"]},
+        {"token_ids": [None]},
+        {"token_ids": [True]},
+        {"token_ids": 5},
+        {"text": 5},
+        {"text": "\ud800", "token_ids": None},
+    ],
+    ids=str,
+)
+def test_an_odd_reply_is_a_failed_attempt(
+    make_recipe: MakeRecipe, tiny_target: Target, start_server: Start, spoilt: dict[str, Any]
+) -> None:
+    left = [0, 1, 1, 0]
+
+    def spoil(choice: dict[str, Any]) -> None:
+        choice.update(spoilt if left and left.pop() else {})
+
+    server = start_server(changed=spoil)
+    found = make_recipe("odd", server, rows=[{"text": text} for text in TEXTS[:4]], requests={"concurrency": 1})
+    assert len(rows(distill(found, tiny_target))) == 4
+
+
+def test_counts_that_are_no_numbers_and_lists_of_models_that_are_no_json_are_failed_attempts(
+    make_recipe: MakeRecipe, tiny_target: Target, start_server: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = start_server(ids=False)
+    completed, odd = server._completed, iter([False, False, True])
+
+    def spoil(*args: Any) -> dict[str, Any]:
+        body = completed(*args)
+        return body | ({"usage": {"prompt_tokens": "many", "completion_tokens": "some"}} if next(odd, False) else {})
+
+    monkeypatch.setattr(server, "_completed", spoil)
+    texts = [{"text": text} for text in TEXTS[:4]]
+    assert rows(distill(make_recipe("c", server, rows=texts, requests={"concurrency": 1}), tiny_target))
+    with ThreadingHTTPServer(("127.0.0.1", 0), _NoJson) as other:
+        threading.Thread(target=other.serve_forever, args=(0.02,), daemon=True).start()
+        url = f"http://127.0.0.1:{other.server_address[1]}"
+        with pytest.raises(BadInputError, match=r"none of data\.servers answers"):
+            distill(make_recipe("j", url, rows=texts), tiny_target)
+        other.shutdown()
+
+
+class _NoJson(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", "9")
+        self.end_headers()
+        self.wfile.write(b'{"data": ')
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+def test_ids_that_the_target_does_not_have_are_found_out_at_once(
+    make_recipe: MakeRecipe, tiny_target: Target, start_server: Start
+) -> None:
+    def spoil(choice: dict[str, Any]) -> None:
+        if "message" in choice:
+            choice["token_ids"] = [10**6]
+
+    server = start_server(completions=False, changed=spoil)
+    requests = {"interface": "chat"}
+    sampling = {"temperature": 1.0, "top_k": 5}
+    with pytest.raises(BadInputError, match="foreign_tokens"):
+        distill(make_recipe("v", server, rows=CHATS, requests=requests, sampling=sampling), tiny_target)
+
+
+@pytest.mark.parametrize("status", [404, 405])
+def test_a_server_that_lists_models_but_refuses_every_question_ends_the_run(
+    make_recipe: MakeRecipe, tiny_target: Target, start_server: Start, monkeypatch: pytest.MonkeyPatch, status: int
+) -> None:
+    server = start_server()
+    answer = server.answer
+
+    def refusing(path: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        return answer(path, body) if not server.asked else (status, {"error": {"message": "Not Found"}})
+
+    monkeypatch.setattr(server, "answer", refusing)
+    recipe = make_recipe("e", server, requests={"concurrency": 2, "patience": 0.3, "timeout": 5})
+    with pytest.raises(BadInputError, match=rf"no server has answered for 0\.3 s .*HTTP {status}"):
+        distill(recipe, tiny_target)
+
+
+def test_a_server_that_wants_to_be_left_alone_for_a_day_is_asked_again_earlier() -> None:
+    for wanted, taken in (("86400", 300.0), ("inf", 300.0), ("nan", 0.0), ("2", 2.0), ("-1", 0.0)):
+        response = httpx.Response(429, headers={"Retry-After": wanted}, request=httpx.Request("GET", "http://host"))
+        assert asking._after(openai.RateLimitError("busy", response=response, body=None)) == taken
+
+
+def test_the_shortest_prompt_greets_the_servers(
+    make_recipe: MakeRecipe, tiny_target: Target, start_server: Start
+) -> None:
+    """A server that takes less than the longest prompt still tells how it is asked."""
+    server = start_server(refuses="long long")
+    texts = [{"text": "long " * 8}, *({"text": text} for text in TEXTS[:3])]
+    folder = distill(make_recipe("s", server, rows=texts), tiny_target)
+    assert provenance(folder)["counts"]["refused_responses"] == 1
+    assert len(rows(folder)) == 3
+
+
+@pytest.mark.parametrize("how", [{"ids": False}, {"completions": False, "ids": False}], ids=["text", "chat"])
+def test_a_server_that_counts_no_tokens_is_not_believed_where_it_reads_text(
+    make_recipe: MakeRecipe,
+    tiny_target: Target,
+    start_server: Start,
+    monkeypatch: pytest.MonkeyPatch,
+    how: dict[str, Any],
+) -> None:
+    server = start_server(**how)
+    completed = server._completed
+    monkeypatch.setattr(server, "_completed", lambda *args: {**completed(*args), "usage": None})
+    with pytest.raises(BadInputError, match=r"cannot be asked in any way .*uncounted"):
+        distill(make_recipe("u", server, rows=CHATS), tiny_target)
+
+
+def test_of_a_stream_the_tokens_are_always_counted(
+    make_recipe: MakeRecipe, tiny_target: Target, start_server: Start
+) -> None:
+    server = start_server(ids=False)
+    distill(make_recipe("n", server, rows=[{"text": "x"}], requests={"stream": True}), tiny_target)
+    assert all(body["stream_options"] == {"include_usage": True} for body in server.bodies)

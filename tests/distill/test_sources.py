@@ -144,3 +144,16 @@ def test_a_damaged_table_is_refused(tmp_path: Path, name: str, what: str) -> Non
     (tmp_path / name).write_text("this is no table at all")
     with pytest.raises(BadInputError, match=f"not a readable {what} file"):
         texts(tmp_path / name)
+
+
+@pytest.mark.parametrize("kind", ["parquet", "arrow"])
+def test_a_table_whose_text_is_not_utf_8_is_named(tmp_path: Path, kind: str) -> None:
+    file = tmp_path / f"bad.{kind}"
+    table = pyarrow.table({"text": pyarrow.array([b"caf\xe9"]).view(pyarrow.string())})
+    if kind == "parquet":
+        pyarrow.parquet.write_table(table, file)
+    else:
+        with pyarrow.OSFile(str(file), "wb") as sink, pyarrow.ipc.new_stream(sink, table.schema) as writer:
+            writer.write_table(table)
+    with pytest.raises(BadInputError, match=rf"bad\.{kind}: not a readable {kind} file .*utf-8"):
+        texts(file)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import multiprocessing
 import os
 import signal
@@ -121,3 +122,24 @@ def test_a_process_in_a_collective_is_ended_with_the_message(tmp_path: Path, cap
     other.join(20)
     assert other.exitcode == 2
     assert "error: process 0 of 2 ended: the disk is full." in capfd.readouterr().err
+
+
+def test_a_folder_that_not_all_see_is_told_as_that(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(crew, "SECONDS_UNTIL_SEEN", 0.1)
+    with (
+        pytest.raises(BadInputError, match=r"process 0 of 2 does not see .*alive-1.*a disk that all machines share"),
+        Crew(tmp_path / f"{crew.PREFIX}1", 0, 2).working(lambda: None),
+    ):
+        pass
+
+
+def test_a_full_disk_does_not_hide_why_a_process_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    folder = tmp_path / f"{crew.PREFIX}1"
+    folder.mkdir()
+    (folder / "alive-1").touch()
+    monkeypatch.setattr(crew, "write_atomically", full)
+    with pytest.raises(BadInputError, match="the reason"), Crew(folder, 0, 2).working(lambda: None):
+        raise BadInputError("the reason")

@@ -213,3 +213,19 @@ def test_a_recipe_from_a_mapping_is_validated_alike() -> None:
 def test_a_missing_embedded_file_is_refused() -> None:
     with pytest.raises(BadInputError, match=r"no embedded file 'suites/poetry\.jsonl'"):
         embedded_file("suites/poetry.jsonl")
+
+
+@pytest.mark.parametrize(
+    "url", ["http://user:pw5678@host:8000", "http://host/v1?api_key=pw5678", "http://host#pw5678", "host:pw5678"]
+)
+def test_an_address_of_a_server_that_may_hold_a_secret_is_refused_without_repeating_it(url: str) -> None:
+    values = {"name": "t", "target": {"path": "p"}, "drafter": {}, "data": {"prompts": ["a"], "servers": [url]}}
+    with pytest.raises(BadInputError, match=r"data\.servers\[0\]\.url: .*address") as refused:
+        Recipe.from_dict(values)
+    assert "pw5678" not in str(refused.value)
+
+
+def test_addresses_of_servers_are_taken() -> None:
+    for url in ("http://gpu1:8000/v1", "https://[::1]:8000", "http://127.0.0.1:9", "https://api.example.org/a@b/v1/"):
+        data = {"prompts": ["a"], "servers": [url]}
+        Recipe.from_dict({"name": "t", "target": {"path": "p"}, "drafter": {}, "data": data})

@@ -10,7 +10,8 @@ import pytest
 from typer.testing import Result
 
 from outrider.ground import BadInputError
-from outrider.scripts.data import arguments
+from outrider.recipes import load_recipe
+from outrider.scripts.data import _samples, _tokenizer, arguments
 
 Command = Callable[..., Result]
 
@@ -77,3 +78,12 @@ def test_arguments_of_the_template_are_yaml() -> None:
     }
     with pytest.raises(BadInputError, match=r"--template 'thinking': expected KEY=VALUE"):
         arguments(["thinking"])
+
+
+def test_show_goes_on_after_a_conversation_of_which_nothing_can_be_learnt(recipe_file: Path, chats: Path) -> None:
+    recipe = load_recipe(str(recipe_file), [f"data.prompts=[{chats}]", "data.malformed=drop", "data.answers=given"])
+    tokenizer = _tokenizer(recipe)
+    tokenizer.chat_template = "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}"
+    [(name, [(said, _)])] = list(_samples(recipe, tokenizer, 3))
+    assert name == "chats/1 (nothing of its own answers can be learnt)"
+    assert "no token of this conversation would be supervised" in said

@@ -219,7 +219,7 @@ class _Making:
                 counts["sequences"] += 1
                 counts["response_tokens"] += sum(mask)
                 counts["prompt_tokens"] += len(mask) - sum(mask)
-                yield Row(prompt.id, prompt.suite, tokens, mask)
+                yield Row(prompt.id, prompt.suite, tokens, mask, prompt.content)
         self._say_what_is_dropped(counts)
 
     def _say_what_is_dropped(self, counts: Counter[str]) -> None:

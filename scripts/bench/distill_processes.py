@@ -41,7 +41,7 @@ NUM_PARTS, NUM_TOKENS = 512, 96  # of which the parts by themselves are measured
 
 def recipe(output: Path, limit: int, new_tokens: int, batch_size: int) -> Recipe:
     """Return what is distilled."""
-    data = {"prompts": ["embedded:code", "embedded:docs"], "limit": limit, "max_prompt_tokens": 128}
+    data = {"prompts": ["embedded:code", "embedded:docs"], "limit": limit, "max_prompt_tokens": 256}
     return Recipe.from_dict(
         {
             "name": "processes",
@@ -133,7 +133,7 @@ def _claim(partial: Unfinished, number: int) -> None:
 
 def _save(partial: Unfinished, folder: Path, count: int) -> None:
     found = Answers(partial.files(), count)
-    rows = (Row(str(i), "s", found[i].turns[0], [1] * NUM_TOKENS) for i in range(count))
+    rows = (Row(str(i), "s", found[i].turns[0], [1] * NUM_TOKENS, str(i)) for i in range(count))
     save_data_set(folder / "data", rows, folder, dict, "bench")
 
 
@@ -183,7 +183,7 @@ def measure(arguments: argparse.Namespace) -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--processes", type=int, default=2)
-    parser.add_argument("--limit", type=int, default=384, help="prompts")
+    parser.add_argument("--limit", type=int, default=288, help="prompts")
     parser.add_argument("--new-tokens", type=int, default=96)
     parser.add_argument("--batch-size", type=int, default=16)
     parser.add_argument("--repeats", type=int, default=3)

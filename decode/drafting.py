@@ -57,7 +57,8 @@ class Chooser:
         reach: how probable each token of the chain is to be reached and accepted, as the drafter told it (`expect`),
             `[B]` each.
         probs: what tokens were drawn from: for a chain `[B, V]` per depth, for a tree `[B, W, V]` per pass.
-        peaks: a number of each distribution, finite only if its logits are (see `finite`), `[B, 1 or W]` per pass.
+        peaks: of each distribution that is not among `probs` a number, finite only if its logits are (see `finite`),
+            `[B, 1 or W]` per pass.
         certain: which rows have not ended yet, `[B]`. lengths: tokens of each row so far, `[B]`. Both None without
             `confidence`.
     """
@@ -129,7 +130,6 @@ class Chooser:
             noise = shared_gumbel(keys.seed, keys.sequences, positions, self.drawing.vocab)
             return self._highest(probs.double().log() + noise)
         self.probs.append(probs)
-        self.peaks.append(probs[:, :1])
         return draw(probs, uniforms(keys.seed, DRAFT, keys.sequences, keys.first, positions))
 
     def _highest(self, logits: Tensor) -> Tensor:
@@ -166,7 +166,6 @@ class Chooser:
             self.peaks.append(probs[:, :, 0].clone())  # a view would keep the whole distribution
             noise = shared_gumbel(keys.seed, rows, first + depth - 1, vocab)
         else:
-            self.peaks.append(probs[:, :, 0])
             # The largest of log q + Gumbel noise are draws without replacement, in order (Kool et al.,
             # arXiv 1903.06059).
             noise = gumbel(keys.seed, DRAFT, vocab, rows, first, nodes)

@@ -184,7 +184,7 @@ class Draft:
         probs: what its tokens were drawn from: for a chain `[B, N, V]`, for a tree at each place `[B, 1 + N, V]`; None
             if they were not drawn.
         rule: the name of the rule that will judge it.
-        peaks: see `Chooser.peaks`.
+        peaks: a number of each of the drafter's distributions, finite only if its logits are, `[B, …]` each.
     """
 
     proposal: Proposal
@@ -205,11 +205,12 @@ def draft(setup: Setup, state: RoundState, depth: int) -> Draft:
     rule = RULES[setup.rule(setup.abilities.deterministic)]
     chooser = Chooser(rule, setup.drawing, state.keys, state.context, setup.plan.confidence)
     proposal, probs = _propose(setup, state, depth, chooser)
+    peaks = chooser.peaks if probs is None else [*chooser.peaks, probs[:, :, 0]]
     lengths = _lengths(setup, chooser, proposal)
     proposal = _wanted(state, proposal, lengths)
     if lengths is not None and setup.asks:
         proposal, probs = _cut(proposal, probs)
-    return Draft(proposal, probs, setup.rule(proposal.deterministic), chooser.peaks)
+    return Draft(proposal, probs, setup.rule(proposal.deterministic), peaks)
 
 
 def _propose(setup: Setup, state: RoundState, depth: int, chooser: Chooser) -> tuple[Proposal, Tensor | None]:

@@ -42,7 +42,7 @@ class Row:
     suite: str
     input_ids: list[int]
     loss_mask: list[int]
-    content: str = ""
+    content: str
 
 
 def load_responses(folder: str | Path) -> Dataset:

@@ -111,17 +111,18 @@ class Asked:
         return replace(self, messages=tuple(messages), later=(), given=self.given[len(self.later) :])
 
 
-def understand(row: Row, where: str, layout: str | None = None) -> Asked:
+def understand(row: Row, where: str, layout: str | None = None, column: str | None = None) -> Asked:
     """Return what a row asks.
 
     Args:
         where: the row's place, for errors.
         layout: one of the table above, by which it is read; None recognises it by its keys.
+        column: the key of what is asked; None for those of the table.
 
     Raises:
         RowError: none of the keys, or a value of another kind than its key says.
     """
-    kind, key = _recognised(row, where, layout)
+    kind, key = _recognised(row, where, layout, (column,) if column else None)
     if kind == "text":
         answer = _answer(row, where)
         return Asked(kind, key, _text(row[key], key, where), given=(answer,) if answer else ())
@@ -143,13 +144,15 @@ def chat_messages(turns: Any, where: str) -> list[Message]:
 # ------------------------------------------------------------ which layout
 
 
-def _recognised(row: Row, where: str, layout: str | None) -> tuple[str, str]:
-    """Return the layout of a row and the key that tells it."""
-    for kind, keys in KEYS.items() if layout is None else [(layout, _FORCED[layout])]:
+def _recognised(row: Row, where: str, layout: str | None, columns: tuple[str, ...] | None) -> tuple[str, str]:
+    """Return the layout of a row and the key that tells it; both may be said by the recipe."""
+    asked = None if layout is None and columns is None else columns or _FORCED[layout or "text"]
+    for kind, keys in KEYS.items() if asked is None else [(layout or "text", asked)]:
         for key in keys:
             if row.get(key) is not None:
                 return _kind(kind, row[key], layout), key
-    expected = _EXPECTED if layout is None else f"{', '.join(_FORCED[layout])} (data.prompts says layout: {layout})"
+    said = f"layout: {layout}" if columns is None else f"column: {columns[0]}"
+    expected = _EXPECTED if asked is None else f"{', '.join(asked)} (data.prompts says {said})"
     found = ", ".join(f"{key} (null)" if value is None else str(key) for key, value in row.items())
     raise RowError(where, f"expected one of {expected}; found {found or 'no keys'}.")
 

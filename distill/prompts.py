@@ -169,19 +169,19 @@ class _Reader:
         name = title(source.path)
         for number, row in enumerate(rows_of(source), 1):
             counts.rows = number
-            prompt = self._used(row, f"{source.path}, row {number}", source.layout, counts)
+            prompt = self._used(row, f"{source.path}, row {number}", source, counts)
             if prompt is not None:
                 counts.kept += 1
                 yield self._named(prompt, row, number, name)
         if not counts.kept:
             raise BadInputError(f"no prompts in {source.path!r}: {_why_none(counts, self.reading.max_tokens)}")
 
-    def _used(self, row: Row | RowError, where: str, layout: str | None, counts: Counts) -> Prompt | None:
+    def _used(self, row: Row | RowError, where: str, source: SourceSpec, counts: Counts) -> Prompt | None:
         """Return the prompt of one row, not named yet; None (and a count) if it is left out."""
         try:
             if isinstance(row, RowError):
                 raise row
-            asked = understand(row, where, layout)
+            asked = understand(row, where, source.layout, source.column)
             counts.layouts[f"{asked.layout} (key {asked.key})"] += 1
             return self._prompt(asked if self.reading.whole else asked.last_question(), where, counts)
         except (RowError, RefusedChatError) as error:

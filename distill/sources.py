@@ -1,7 +1,7 @@
 """Where rows of data come from: packaged sets, files, folders, the Hub. Every source is read as a stream.
 
 A source is a string in a recipe (`embedded:code`, `chats.jsonl`, `org/name:split`), or a mapping that says more about
-it: {path, weight, layout, split, limit}.
+it: {path, weight, layout, column, split, limit}.
 """
 
 from __future__ import annotations

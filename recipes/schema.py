@@ -126,6 +126,7 @@ class SourceSpec(Section):
         path: as in `data.prompts`.
         weight: share of this source in the mixture, relative to the others; without any weights each is read whole.
         layout: how a row is read, where its keys do not say what it is; see `outrider.distill.layouts`.
+        column: the key that holds what is asked, where it is none of the known ones.
         split: of a folder or a Hub data set; `train` if it has one.
         limit: the first so many rows.
     """
@@ -133,6 +134,7 @@ class SourceSpec(Section):
     path: str
     weight: Annotated[float, Field(gt=0)] | None = None
     layout: Literal["text", "question", "turns", "messages"] | None = None
+    column: str | None = None
     split: str | None = None
     limit: Positive | None = None
 

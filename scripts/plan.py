@@ -60,6 +60,9 @@ def _count(values: dict[str, Any], name: str, otherwise: int, file: Path) -> int
 def _sharding(values: dict[str, Any], file: Path) -> str:
     kind = str(values["distributed_type"]).upper()
     if kind == "FSDP":
+        fsdp = values.get("fsdp_config")
+        if not isinstance(fsdp, dict) or _count(fsdp, "fsdp_version", 1, file) != 2:
+            raise BadInputError(f"{file}: only FSDP's version 2 is supported; set fsdp_version: 2 in its fsdp_config.")
         return "fsdp"
     deepspeed = values.get("deepspeed_config")
     stage = 0

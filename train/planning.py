@@ -481,15 +481,19 @@ class _Planning:
         ]
 
     def _answering(self, gpu: Gpu, flops: float) -> float:
-        """Return the seconds in which the main process answers alone: each new token reads all weights once."""
-        batches = math.ceil(self.work.sequences / self.recipe.data.batch_size)
+        """Return the seconds of the responses: each new token reads all weights once.
+
+        All processes answer, but for a target in parts, whose passes they share.
+        """
+        at_work = 1 if self.recipe.target.sharding != "none" else self.processes
+        batches = math.ceil(self.work.sequences / self.recipe.data.batch_size / at_work)
         reading = (
             batches
             * self.recipe.data.max_new_tokens
             * weight_bytes(self.target.model)
             / (gpu.bandwidth * 1e9 * BANDWIDTH)
         )
-        return max(reading, flops / self._speed(gpu, self._name(self.target.dtype)))
+        return max(reading, flops / at_work / self._speed(gpu, self._name(self.target.dtype)))
 
     def _step_seconds(self, gpu: Gpu, flops: tuple[float, float], memory: Memory) -> float:
         """Return the seconds of both kinds of passes, and of the optimizer, which moves its states."""
@@ -519,10 +523,7 @@ class _Planning:
             )
         if self.processes > 1:
             if self.recipe.target.sharding == "none":
-                notes.append(
-                    "the target is whole in every process, and the main process alone writes the responses; neither is "
-                    "sharded."
-                )
+                notes.append("the target is whole in every process; all of them write responses.")
             else:
                 notes.append(
                     "the target's layers are split over the processes; gathering them, for every token of the "

@@ -52,7 +52,7 @@ step() {
         echo "· $name: done in $((SECONDS - began)) s"
     else
         [ $status -eq 124 ] && echo "ran past its limit of $limit s" >>"$out/$name.log"
-        { echo "exit code $status"; tail -n 3 "$out/$name.log"; } >"$out/$name.failed"
+        { echo "exit code $status"; grep -v '^[[:space:]]*$' "$out/$name.log" | tail -n 5; } >"$out/$name.failed"
         echo "· $name: FAILED ($status) after $((SECONDS - began)) s"
     fi
 }

@@ -122,7 +122,7 @@ def save(found: Collection, place: Path, tokenizer: PreTrainedTokenizerBase) -> 
     from outrider.distill.conversation import sequences
 
     rows = (
-        Row(prompt.id, prompt.suite, *sequence)
+        Row(prompt.id, prompt.suite, *sequence, prompt.content)
         for prompt in found.prompts
         for sequence in sequences(prompt, [ANSWER], tokenizer)
     )

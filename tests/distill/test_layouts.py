@@ -76,6 +76,21 @@ def test_a_recipe_can_force_the_layout() -> None:
         understand({"text": "x"}, "here", "turns")
 
 
+def test_a_recipe_can_name_the_column() -> None:
+    row = {"problem": "x", "text": "t", "answer": "y"}
+    assert understand(row, "here", column="problem").text == "x"
+    asked = understand(row, "here", "question", "problem")
+    assert (asked.layout, asked.key, said((asked.messages,)), said(asked.given)) == (
+        "question",
+        "problem",
+        ["x"],
+        ["y"],
+    )
+    assert understand({"dialogue": [U, A]}, "here", column="dialogue").layout == "messages"
+    with pytest.raises(RowError, match=r"expected one of task \(data.prompts says column: task\); found problem"):
+        understand(row, "here", "question", "task")
+
+
 def test_one_question_is_the_last_of_a_chat_and_the_first_of_turns() -> None:
     chat = understand({"messages": [S, U, A, {"role": "user", "content": "v"}, A]}, "here").last_question()
     assert (said((chat.messages,)), chat.later, said(chat.given)) == (["s+u+a+v"], (), ["a"])

@@ -14,7 +14,7 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 from outrider.decode import Decoder, Output
-from outrider.distill import distill, load_responses, provenance
+from outrider.distill import distill, load_responses, provenance, read_prompts
 from outrider.ground import BadInputError, IncompatibleError, Refusal, digests
 from outrider.recipes import Recipe
 from outrider.targets import Target
@@ -83,6 +83,14 @@ def test_rows_are_prompt_and_response_in_the_order_of_the_prompts(make_recipe: M
         assert row["input_ids"][: len(prompt)] == prompt
         assert row["loss_mask"] == [0] * len(prompt) + [1] * len(response)
         assert response == Decoder(tiny_target).generate([prompt], max_new_tokens=8).tokens[0]
+
+
+def test_a_row_says_what_it_asks_whatever_its_id_and_place(make_recipe: MakeRecipe, tiny_target: Target) -> None:
+    """By that, rows are held out: the same ones when data grows, and not all or none of them."""
+    found = load_responses(distill(make_recipe(), tiny_target))
+    prompts = read_prompts(make_recipe().data.prompts, tiny_target.require_tokenizer())
+    assert list(found["content"]) == [prompt.content for prompt in prompts]
+    assert len(set(found["content"])) == len(TEXTS)
 
 
 def test_provenance_names_target_prompts_sampling_versions_and_counts(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Callable
 from importlib.metadata import version
@@ -17,6 +16,7 @@ from outrider.eval.measure import Contestant, measure
 from outrider.eval.reports.render import write_report
 from outrider.eval.suites import make_suite
 from outrider.ground import BadInputError
+from outrider.ground.leftovers import machine_tag
 from outrider.heads import Drafter
 from outrider.pair import Pair, new_pair, verify
 from outrider.pair import new as making
@@ -320,7 +320,7 @@ def test_an_empty_folder_is_taken_and_a_file_is_not(make_pair: MakePair, tmp_pat
 
 
 def test_what_an_interrupted_attempt_left_does_not_get_into_the_pair(make_pair: MakePair, tmp_path: Path) -> None:
-    left = tmp_path / f".pair.{os.getpid()}.new"
+    left = tmp_path / f".pair.outrider-999999999-{machine_tag()}-0.new"  # of a process that has died
     left.mkdir()
     (left / "old.txt").write_text("old")
     pair = make_pair("ngram", tmp_path / "pair")

@@ -121,7 +121,8 @@ def test_a_later_override_wins(tmp_path: Path) -> None:
         ("data.prompts=a.jsonl", "data.prompts: expected a list, found 'a.jsonl'."),
         (
             "data.prompts=[a, 3]",
-            "data.prompts[1]: expected text or a mapping with the keys path, weight, layout, split, limit, found 3.",
+            "data.prompts[1]: expected text or a mapping with the keys path, weight, layout, column, split, limit, "
+            "found 3.",
         ),
         ("data=null", "data: expected a mapping with the keys prompts, limit,"),
         ("data.features=disk", "data.features: expected one of 'online', 'cached', found 'disk'."),

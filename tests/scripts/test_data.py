@@ -64,8 +64,8 @@ def test_show_shows_answers_where_there_are_some(outrider: Command, recipe_file:
     assert "<|user|>sort<|end|><|assistant|>sorted<|end|>" in own
     assert outrider("distill", recipe_file).exit_code == 0
     written = outrider("data", "show", recipe_file, "--count", 2).stdout
-    assert "prompts/p0 (row 0 of" in written
-    assert "prompts/p3 (row 3 of" in written
+    assert "/p0 (row 0 of" in written
+    assert "/p3 (row 3 of" in written
 
 
 def test_arguments_of_the_template_are_yaml() -> None:

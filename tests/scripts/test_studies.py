@@ -114,10 +114,14 @@ def test_plan_reads_an_accelerate_config(outrider: Command, recipe_file: Path, t
     )
     found = json.loads(succeeded(outrider("plan", recipe_file, "--accelerate-config", file, "--json")).stdout)
     assert (found["processes"], found["sharding"]) == (8, "zero2")
-    file.write_text(yaml.safe_dump({"distributed_type": "FSDP", "num_processes": 2}))
-    assert "the trainer refuses" in " ".join(
-        succeeded(outrider("plan", recipe_file, "--accelerate-config", file)).stdout.split()
-    )
+    sharded = {"distributed_type": "FSDP", "num_processes": 2, "fsdp_config": {"fsdp_version": 2}}
+    file.write_text(yaml.safe_dump(sharded))
+    found = json.loads(succeeded(outrider("plan", recipe_file, "--accelerate-config", file, "--json")).stdout)
+    assert (found["processes"], found["sharding"]) == (2, "fsdp")
+    file.write_text(yaml.safe_dump(sharded | {"fsdp_config": {}}))
+    result = outrider("plan", recipe_file, "--accelerate-config", file)
+    assert result.exit_code == 2
+    assert "set fsdp_version: 2" in " ".join(result.stderr.split())
     file.write_text("num_processes: 2\n")
     result = outrider("plan", recipe_file, "--accelerate-config", file)
     assert result.exit_code == 2

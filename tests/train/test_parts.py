@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from outrider.heads import DraftModel, Eagle3, TargetBatch, drafter_config
+from outrider.heads import DraftModel, DraftModelConfig, Eagle3, Eagle3Config, TargetBatch
 from outrider.targets import Target
 from outrider.train.parts import Parts, Undivided, loss_of
 from outrider.train.states import WholeStates, is_named, read_state
@@ -18,7 +18,7 @@ from outrider.train.states import WholeStates, is_named, read_state
 
 def head(target: Target, seed: int = 0, **changes: int) -> Eagle3:
     torch.manual_seed(seed)
-    config = drafter_config({"type": "eagle3", "steps": 2, "draft_vocab_size": 96} | changes)
+    config = Eagle3Config(**{"steps": 2, "draft_vocab_size": 96} | changes)
     counts = torch.arange(target.vocab_size)
     return Eagle3.build(config, target, counts).train()
 
@@ -56,7 +56,7 @@ def test_the_whole_drafter_is_a_copy_and_takes_the_weights_of_another(target: Ta
 
 
 def test_tied_weights_stay_tied_in_a_copy(target: Target) -> None:
-    config = drafter_config({"type": "draft_model", "model": {"num_hidden_layers": 1, "tie_word_embeddings": True}})
+    config = DraftModelConfig(model={"num_hidden_layers": 1, "tie_word_embeddings": True})
     copied = Parts(DraftModel.build(config, target)).whole()
     assert copied.model.get_input_embeddings().weight is copied.model.get_output_embeddings().weight
 

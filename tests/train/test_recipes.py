@@ -210,12 +210,3 @@ def test_what_a_recipe_asks_of_the_trainer_is_what_it_gets(name: str, tmp_path: 
     assert args.bf16
     assert 0 < args.get_warmup_steps(1000) <= 100
     assert args.lr_scheduler_type == "cosine"
-
-
-@pytest.mark.parametrize(("name", "kind"), [("multi-gpu", "MULTI_GPU"), ("zero2", "DEEPSPEED")])
-def test_the_accelerate_configs_are_ones_that_accelerate_reads(name: str, kind: str) -> None:
-    """An unknown key is an error there."""
-    from accelerate.commands.config.config_args import load_config_from_file
-
-    found = load_config_from_file(str(packaged_recipes()["embedded-eagle3"].parent / "accelerate" / f"{name}.yaml"))
-    assert (found.distributed_type, found.num_processes, found.mixed_precision) == (kind, 8, "bf16")

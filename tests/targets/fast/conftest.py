@@ -16,8 +16,10 @@ else:
 
 
 @pytest.fixture(autouse=True)
-def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+def few_programs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Cut work into as few programs as still show how parts fit together."""
+    if request.node.get_closest_marker("gpu"):
+        return
     monkeypatch.setattr(operations, "_PROGRAMS", 4)
     monkeypatch.setattr(products, "ways", lambda tokens: [Fused(Tiles(0 if tokens == 1 else 16, 128, 64))])
 

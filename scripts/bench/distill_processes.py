@@ -161,12 +161,13 @@ def forecast(cost: dict[str, float], seconds: float, arguments: argparse.Namespa
 
 
 def measure(arguments: argparse.Namespace) -> int:
-    """Run all, and write the result."""
+    """Run all, and write the result; the runs so far after each."""
     runs: dict[str, list[dict[str, Any]]] = {"1": [], str(arguments.processes): []}
     for _ in range(arguments.repeats):
         for processes, found in runs.items():
             found.append(launched(int(processes), arguments))
             print(processes, found[-1], flush=True)
+            write({"runs": runs}, arguments.out)
     rates = {name: median(run["tokens_per_second"] for run in found) for name, found in runs.items()}
     one, cost = median(run["seconds"] for run in runs["1"]), parts(arguments)
     target = Target.load("embedded", dtype="float32", device="cpu")
@@ -189,8 +190,8 @@ def measure(arguments: argparse.Namespace) -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--processes", type=int, default=2)
-    parser.add_argument("--limit", type=int, default=288, help="prompts")
-    parser.add_argument("--new-tokens", type=int, default=96)
+    parser.add_argument("--limit", type=int, default=160, help="prompts")
+    parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--batch-size", type=int, default=16)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--out", type=Path)

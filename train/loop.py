@@ -47,6 +47,7 @@ from .states import (
     is_named,
     read_schedule,
     read_state,
+    without_empty_groups,
     write_schedule,
     write_state,
 )
@@ -162,6 +163,8 @@ class DrafterTrainer(HookedTrainer):
             )
             return super().create_optimizer(model)
         made: torch.optim.Optimizer = super().create_optimizer(model)
+        if is_new and self.in_parts:
+            without_empty_groups(made)
         for group in further if is_new else []:
             made.add_param_group(group)
         return made
@@ -376,9 +379,9 @@ class DrafterTrainer(HookedTrainer):
         return self.in_parts or is_named(folder)
 
     def load_states(self, folder: Path) -> None:
-        read_state(self._states(), folder)
+        places = read_state(self._states(), folder)
         if self.lr_scheduler is not None and self.optimizer is not None:
-            read_schedule(self.lr_scheduler, self.optimizer, folder)
+            read_schedule(self.lr_scheduler, self.optimizer, folder, places)
 
     def _states(self) -> States:
         optimizer: Any = self.optimizer
@@ -390,7 +393,7 @@ class DrafterTrainer(HookedTrainer):
         decaying = set(self.get_decay_parameter_names(self.form))
         trained = [name for name, p in self.form.named_parameters() if p.requires_grad]
         groups = [[n for n in trained if (n in decaying) == decays] for decays in (True, False)]
-        return ZeroStates(self.form, optimizer.optimizer, groups)
+        return ZeroStates(self.form, optimizer.optimizer, [names for names in groups if names])
 
     def load_weights(self, folder: Path) -> None:
         """Read the weights of a saved drafter into the one being trained, and those of its target's adapter.

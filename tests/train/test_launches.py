@@ -42,6 +42,7 @@ ENGINES = [
     pytest.param(Launch("zero3", 2), id="zero3", marks=needs_deepspeed),
 ]
 TIED = {"type": "draft_model", "model": {"num_hidden_layers": 2, "tie_word_embeddings": True}}
+MEDUSA = {"type": "medusa", "num_heads": 2}  # has neither norms nor biases
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -87,7 +88,7 @@ def held_out(output: Path) -> float:
 
 
 @pytest.mark.parametrize("launch", ENGINES)
-@pytest.mark.parametrize("drafter", [EAGLE3, TIED], ids=["a head", "a tied draft model"])
+@pytest.mark.parametrize("drafter", [EAGLE3, TIED, MEDUSA], ids=["a head", "a tied draft model", "matrices alone"])
 def test_a_drafter_in_parts_learns_what_one_process_learns(
     launch: Launch, drafter: dict[str, Any], recipe: Callable[..., Recipe], target: Target, run: Run
 ) -> None:
@@ -111,8 +112,9 @@ def test_a_drafter_in_parts_learns_what_one_process_learns(
 
 
 @pytest.mark.parametrize("launch", ENGINES)
+@pytest.mark.parametrize("drafter", [EAGLE3, MEDUSA], ids=["a head", "matrices alone"])
 def test_a_drafter_in_parts_continues_in_any_number_of_processes(
-    launch: Launch, recipe: Callable[..., Recipe], target: Target, run: Run
+    launch: Launch, drafter: dict[str, Any], recipe: Callable[..., Recipe], target: Target, run: Run
 ) -> None:
     """From step 4 of two processes on: in two, in three under FSDP2, and in one with the whole drafter.
 
@@ -120,14 +122,16 @@ def test_a_drafter_in_parts_continues_in_any_number_of_processes(
     tensors and plain values.
     """
     settings = {"optim": "adamw_torch", "max_steps": 8, "per_device_train_batch_size": 6}
-    whole, alone = recipe("whole", **settings), recipe("alone", **settings | {"per_device_train_batch_size": 12})
+    whole = recipe("whole", drafter, **settings)
+    alone = recipe("alone", drafter, **settings | {"per_device_train_batch_size": 12})
     run(launch, whole)
     train(alone, target)
     ours, theirs = (checkpoints(r.output_folder / "checkpoints")[0] for r in (whole, alone))
     assert set(torch.load(ours / "optimizer.pt", weights_only=True)) == {"state", "param_groups"}
     starts = [(ours, launch), (ours, Launch("fsdp2", 3)), (ours, ONE), (theirs, launch)]
     for place, (first, other) in enumerate(starts):
-        again = recipe(f"again-{place}", **settings | {"per_device_train_batch_size": 12 // other.processes})
+        rows = {"per_device_train_batch_size": 12 // other.processes}
+        again = recipe(f"again-{place}", drafter, **settings | rows)
         shutil.copytree(first, again.output_folder / "checkpoints" / first.name)
         assert "continuing from" in run(other, again).stderr
         assert losses(again.output_folder)[4:] == pytest.approx(losses(whole.output_folder)[4:], rel=1e-3)

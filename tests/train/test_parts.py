@@ -10,10 +10,27 @@ from pathlib import Path
 import pytest
 import torch
 
-from outrider.heads import DraftModel, DraftModelConfig, Eagle3, Eagle3Config, TargetBatch
+from outrider.heads import (
+    Drafter,
+    DraftModel,
+    DraftModelConfig,
+    Eagle3,
+    Eagle3Config,
+    Medusa,
+    MedusaConfig,
+    TargetBatch,
+)
 from outrider.targets import Target
 from outrider.train.parts import Parts, Undivided, loss_of
-from outrider.train.states import WholeStates, is_named, read_state
+from outrider.train.states import (
+    SCHEDULE,
+    WholeStates,
+    is_named,
+    read_schedule,
+    read_state,
+    regrouped,
+    without_empty_groups,
+)
 
 
 def head(target: Target, seed: int = 0, **changes: int) -> Eagle3:
@@ -23,7 +40,7 @@ def head(target: Target, seed: int = 0, **changes: int) -> Eagle3:
     return Eagle3.build(config, target, counts).train()
 
 
-def batch(target: Target, drafter: Eagle3) -> TargetBatch:
+def batch(target: Target, drafter: Drafter) -> TargetBatch:
     tokens = torch.randint(0, 64, (2, 12), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         out = target.forward(tokens, taps=drafter.taps)
@@ -88,9 +105,62 @@ def test_a_state_by_names_continues_a_whole_drafter(target: Target, tmp_path: Pa
     assert is_named(tmp_path)
 
 
-def stepped(drafter: Eagle3, target: Target) -> torch.optim.Optimizer:
+def grouped(drafter: Drafter) -> torch.optim.Optimizer:
+    """An optimizer as the trainer makes it: the second group, without decay, is for norms and biases."""
+    parameters = list(drafter.parameters())
+    groups = [{"params": [p for p in parameters if (p.ndim > 1) == decays]} for decays in (True, False)]
+    return torch.optim.AdamW([groups[0], groups[1] | {"weight_decay": 0.0}], lr=1e-3, weight_decay=0.1)
+
+
+def test_a_drafter_without_norms_and_biases_continues_whatever_became_of_their_group(
+    target: Target, tmp_path: Path
+) -> None:
+    """DeepSpeed keeps no group without weights, and one process does: state, rates and schedule pass both ways."""
+    one, two = (Medusa.build(MedusaConfig(num_heads=2), target).train() for _ in range(2))
+    whole, parts = grouped(one), grouped(two)
+    without_empty_groups(parts)
+    assert [len(group["params"]) > 0 for group in whole.param_groups + parts.param_groups] == [True, False, True]
+    for drafter, first, other in ((two, parts, whole), (one, whole, parts)):
+        stepped(drafter, target, first)
+        names, again = [name for name, _ in drafter.named_parameters()], one if other is whole else two
+        write_named(first, names, tmp_path, rate=0.25e-3)
+        schedule = half(other)
+        read_schedule(schedule, other, tmp_path, read_state(WholeStates(again, other), tmp_path))
+        assert {group["lr"] for group in other.param_groups} == {0.25e-3}
+        schedule.step()
+        saved, found = (list(o.state_dict()["state"].values()) for o in (first, other))
+        assert all(torch.equal(a["exp_avg"], b["exp_avg"]) for a, b in zip(saved, found, strict=True))
+
+
+def half(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LambdaLR:
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+
+
+def write_named(optimizer: torch.optim.Optimizer, names: list[str], folder: Path, rate: float) -> None:
+    """Write what a launch in parts leaves of an optimizer and its schedule after two steps."""
+    saved, schedule = optimizer.state_dict(), half(optimizer)
+    schedule.step(), schedule.step()
+    groups = [
+        {**group, "lr": rate, "params": [names[n] for n in group["params"]]} for group in saved["param_groups"]
+    ]
+    state = {names[number]: values for number, values in saved["state"].items()}
+    torch.save({"state": state, "param_groups": groups}, folder / "optimizer.pt")
+    torch.save(schedule.state_dict(), folder / SCHEDULE)
+
+
+def test_settings_of_groups_follow_the_names_of_their_weights() -> None:
+    """And not their places."""
+    optimizer = torch.optim.AdamW([{"params": [torch.zeros(1)]}, {"params": [torch.zeros(2)]}, {"params": []}], lr=1.0)
+    saved = [{"params": ["norm"], "lr": 0.1}, {"params": ["matrix"], "lr": 0.2}]
+    found = regrouped(saved, [["matrix"], ["norm"], []], optimizer)
+    assert [(group["params"], group["lr"]) for group in found] == [(["matrix"], 0.2), (["norm"], 0.1), ([], 1.0)]
+
+
+def stepped(
+    drafter: Drafter, target: Target, optimizer: torch.optim.Optimizer | None = None
+) -> torch.optim.Optimizer:
     """An optimizer that has taken a step."""
-    optimizer = torch.optim.AdamW(drafter.parameters())
+    optimizer = optimizer or torch.optim.AdamW(drafter.parameters())
     drafter(batch(target, drafter)).total.backward()
     optimizer.step()
     return optimizer

@@ -15,7 +15,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from safetensors import SafetensorError
-from transformers import TrainingArguments
+from transformers import TrainerState, TrainingArguments
+from transformers.trainer import TRAINER_STATE_NAME
 
 from ..ground import BadInputError, Refusal, digests
 from ..ground.disk import CannotWriteError, failure, readable_bytes
@@ -69,6 +70,24 @@ def require_whole(folder: Path) -> None:
 
 def step_of(folder: Path) -> int:
     return int(folder.name.removeprefix(PREFIX))
+
+
+def state_of(folder: Path) -> TrainerState:
+    """Return what the trainer knew when it wrote a checkpoint: its steps, logs, and the best checkpoint."""
+    return TrainerState.load_from_json(str(folder / TRAINER_STATE_NAME))
+
+
+def best_before(folder: Path) -> Path:
+    """Return the best checkpoint of the training that a checkpoint ended; that one itself where there is none.
+
+    It is looked for beside the given one: an output may have been moved.
+    """
+    named = state_of(folder).best_model_checkpoint
+    best = folder if named is None else folder.with_name(Path(named).name)
+    if best != folder and problems(best):
+        _log.warning("%s, the best checkpoint, is missing or damaged; %s is taken.", best, folder)
+        return folder
+    return best
 
 
 def checkpoints(folder: Path) -> list[Path]:

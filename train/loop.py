@@ -51,7 +51,7 @@ from .states import (
     write_schedule,
     write_state,
 )
-from .stopping import Until, Watch
+from .stopping import Patience, Until, Watch
 
 COLUMNS = ["index", "input_ids", "labels"]
 
@@ -206,7 +206,12 @@ class DrafterTrainer(HookedTrainer):
         """Tell whether nothing is left to train after a checkpoint of this training."""
         if self.budget is not None:
             return saved_clock(checkpoint).get("spent", 0.0) >= self.budget.clock.seconds
-        return checkpoints.step_of(checkpoint) >= self.planned_steps()
+        return checkpoints.step_of(checkpoint) >= self.planned_steps() or self._has_lost_patience(checkpoint)
+
+    def _has_lost_patience(self, checkpoint: Path) -> bool:
+        """Tell whether a training ended with a checkpoint because its evaluations had not been better for long."""
+        state = checkpoints.state_of(checkpoint)
+        return any(isinstance(c, Patience) and c.is_over(state) for c in self.callback_handler.callbacks)
 
     # ------------------------------------------------------------ text
 
@@ -220,11 +225,13 @@ class DrafterTrainer(HookedTrainer):
         return super().get_batch_samples(self._with_own_text(epoch_iterator), num_batches, device)
 
     def _with_own_text(self, batches: Iterator[dict[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
+        drafter = None  # gathered once, and let go of with the step
         for inputs in batches:
             if self.lessons.on_policy is None:
                 yield inputs
                 continue
-            inputs, figures = self.lessons.on_policy.rewritten(inputs, self.form.whole(), self.state.global_step)
+            drafter = drafter or self.form.whole()
+            inputs, figures = self.lessons.on_policy.rewritten(inputs, drafter, self.state.global_step)
             self._sums.add(figures)
             yield inputs
 
@@ -358,7 +365,7 @@ class DrafterTrainer(HookedTrainer):
         if self.args.should_save:
             with checkpoints.explained(folder):
                 checkpoints.mark_complete(folder)
-            checkpoints.rotate(folder.parent, self.args.save_total_limit, self.state.best_model_checkpoint)
+            checkpoints.rotate(folder.parent, self.checkpoints_kept, self.state.best_model_checkpoint)
 
     def save_weights(self, folder: Path) -> None:
         """Write the drafter into `folder`, and the adapter of its target where that learns, too."""

@@ -160,12 +160,14 @@ def test_a_drafter_in_parts_learns_from_its_own_text_and_keeps_the_best_checkpoi
 
 
 @pytest.mark.parametrize("launch", ENGINES)
+@pytest.mark.parametrize("drafter", [EAGLE3, TIED], ids=["a head", "a tied draft model"])
 def test_mixed_precision_is_that_of_one_process(
-    launch: Launch, recipe: Callable[..., Recipe], target: Target, run: Run
+    launch: Launch, drafter: dict[str, Any], recipe: Callable[..., Recipe], target: Target, run: Run
 ) -> None:
     """In bfloat16 weights stay float32, so that losses differ only by rounding; checkpoints hold float32."""
     settings = {"optim": "adamw_torch", "bf16": True, "max_steps": 6, "save_steps": 6}
-    one, made = recipe("one", **settings), recipe("parts", per_device_train_batch_size=4, **settings)
+    one = recipe("one", drafter, **settings)
+    made = recipe("parts", drafter, per_device_train_batch_size=4, **settings)
     train(one, target)
     run(launch, made)
     assert losses(made.output_folder) == pytest.approx(losses(one.output_folder), rel=5e-3)

@@ -6,6 +6,7 @@ What only real processes show is in test_launches.py.
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ from outrider.heads import (
     TargetBatch,
 )
 from outrider.targets import Target
-from outrider.train.parts import Parts, Undivided, loss_of
+from outrider.train.parts import Parts, Undivided, _fit_fsdp, loss_of
 from outrider.train.states import (
     SCHEDULE,
     WholeStates,
@@ -33,10 +34,11 @@ from outrider.train.states import (
 )
 
 
-def head(target: Target, seed: int = 0, **changes: int) -> Eagle3:
+def head(target: Target, seed: int = 0, frequent_first: bool = False, **changes: int) -> Eagle3:
     torch.manual_seed(seed)
     config = Eagle3Config(**{"steps": 2, "draft_vocab_size": 96} | changes)
     counts = torch.arange(target.vocab_size)
+    counts = counts.flip(0) if frequent_first else counts
     return Eagle3.build(config, target, counts).train()
 
 
@@ -61,7 +63,8 @@ def test_the_loss_its_metrics_and_its_gradients_are_the_drafters(target: Target)
 
 
 def test_the_whole_drafter_is_a_copy_and_takes_the_weights_of_another(target: Target) -> None:
-    parts, other = Parts(head(target)), head(target, seed=1)
+    parts, other = Parts(head(target)), head(target, seed=1, frequent_first=True)
+    assert not torch.equal(parts.drafter.token_ids, other.token_ids)
     parts.take(other)
     copied = parts.whole()
     assert copied.digest() == other.digest()
@@ -70,6 +73,16 @@ def test_the_whole_drafter_is_a_copy_and_takes_the_weights_of_another(target: Ta
         next(iter(copied.parameters())).zero_()
     assert parts.whole().digest() == other.digest()
     assert parts.sizes() == Undivided(other).sizes()
+
+
+def test_layers_pass_on_what_autocast_gives_them(target: Target) -> None:
+    """FSDP2 would round the residual stream to bfloat16 between the layers of a draft model."""
+    plugin = SimpleNamespace()
+    config = DraftModelConfig(model={"num_hidden_layers": 2})
+    _fit_fsdp(plugin, Parts(DraftModel.build(config, target), torch.bfloat16))
+    assert plugin.mixed_precision_policy.param_dtype == torch.bfloat16
+    assert not plugin.mixed_precision_policy.cast_forward_inputs
+    assert plugin.transformer_cls_names_to_wrap
 
 
 def test_tied_weights_stay_tied_in_a_copy(target: Target) -> None:
@@ -140,9 +153,7 @@ def write_named(optimizer: torch.optim.Optimizer, names: list[str], folder: Path
     """Write what a launch in parts leaves of an optimizer and its schedule after two steps."""
     saved, schedule = optimizer.state_dict(), half(optimizer)
     schedule.step(), schedule.step()
-    groups = [
-        {**group, "lr": rate, "params": [names[n] for n in group["params"]]} for group in saved["param_groups"]
-    ]
+    groups = [{**group, "lr": rate, "params": [names[n] for n in group["params"]]} for group in saved["param_groups"]]
     state = {names[number]: values for number, values in saved["state"].items()}
     torch.save({"state": state, "param_groups": groups}, folder / "optimizer.pt")
     torch.save(schedule.state_dict(), folder / SCHEDULE)
@@ -156,9 +167,7 @@ def test_settings_of_groups_follow_the_names_of_their_weights() -> None:
     assert [(group["params"], group["lr"]) for group in found] == [(["matrix"], 0.2), (["norm"], 0.1), ([], 1.0)]
 
 
-def stepped(
-    drafter: Drafter, target: Target, optimizer: torch.optim.Optimizer | None = None
-) -> torch.optim.Optimizer:
+def stepped(drafter: Drafter, target: Target, optimizer: torch.optim.Optimizer | None = None) -> torch.optim.Optimizer:
     """An optimizer that has taken a step."""
     optimizer = optimizer or torch.optim.AdamW(drafter.parameters())
     drafter(batch(target, drafter)).total.backward()

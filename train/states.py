@@ -158,8 +158,8 @@ def names_in_groups(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[
 def without_empty_groups(optimizer: torch.optim.Optimizer) -> None:
     """Take the groups without weights out of an optimizer that has not taken a step.
 
-    Medusa has nothing but matrices, and so none without weight decay. DeepSpeed would drop such a group by itself, after
-    the schedule was made with a rate for it.
+    Medusa has nothing but matrices, and so none without weight decay. DeepSpeed would drop such a group by itself,
+    after the schedule was made with a rate for it.
     """
     optimizer.param_groups[:] = [group for group in optimizer.param_groups if group["params"]]
 

@@ -76,7 +76,7 @@ class Room:
         captures = target.device.type == "cuda"
         self.graphs: Graphs[RoundState, Outcome] = Graphs(target.device, captures)
         self.proposed: Graphs[Drafted, Outcome] = Graphs(target.device, captures)  # where the host makes proposals
-        self._weights = self._weights_now()
+        self._drafts_by = self._drafts_by_now()
         self._pinned = [torch.empty(0, dtype=torch.long)] * 2  # taken in turns: one round may be read while one runs
         self._turn = 0
         self._idle: tuple[tuple[int, ...], Tensor] = ((), self.cache.lengths)
@@ -100,20 +100,25 @@ class Room:
     def reset(self) -> None:
         """Become ready for another request.
 
-        A drafter that was trained on in between starts over: its session may hold what it made of its weights.
+        A drafter that was trained on, or set otherwise, in between starts over: its session may hold what it made of
+        its weights, and a graph has the numbers of its settings in it.
         """
         self.cache.reset()
         if self.drafter is not None and self.drafter.abilities.from_text:
             self.session, self._proposing = self._open(), list(range(self.cache.batch_size))
             return
-        if self._weights != (now := self._weights_now()):
+        if self._drafts_by != (now := self._drafts_by_now()):
             self.graphs.clear()
             self.session = EmptySession()  # the old one's memory is freed before more is asked for
-            self._weights, self.session = now, self._open()
+            self._drafts_by, self.session = now, self._open()
         self.session.reset()
 
-    def _weights_now(self) -> list[tuple[int, int]]:
-        return [] if self.drafter is None else weight_versions(self.drafter.parameters())
+    def _drafts_by_now(self) -> list[Hashable]:
+        """Return what changes when anything does that the drafter drafts by: its weights, or its settings."""
+        if self.drafter is None:
+            return []
+        settings = [repr(part.config) for part in self.drafter.modules() if isinstance(part, Drafter)]
+        return [*weight_versions(self.drafter.parameters()), *settings]
 
     # ------------------------------------------------------------ a round
 

@@ -30,7 +30,7 @@ from ..recipes import DataSpec, Recipe
 from ..targets import Fingerprint, Target
 from ..targets.sharding import processes
 from .asking import require_client
-from .conversation import given_sequences, sequences
+from .conversation import Supervised, given_sequences, sequences
 from .data_set import SCHEMA_VERSION, Row, provenance, require_whole, save_data_set
 from .decoding import Answering, answer_all, batches
 from .gathering import gather
@@ -42,6 +42,7 @@ from .table import Prompt
 from .unfinished import Answer, Answers, Identity, Unfinished, Work
 
 _EMPTY = "empty"  # the target ended at once
+_UNLEARNABLE = "unlearnable"  # of an answer that came with its prompt, the template or the length leaves nothing
 _DROPPED = "_responses"  # ends the names of what is counted
 
 _log = logging.getLogger(__name__)
@@ -76,7 +77,7 @@ def distill(recipe: Recipe, target: Target | None = None, console: Console | Non
         if spec.responses is not None:
             return Path(crew.first("given", lambda: str(_given(folder, target))))
         # All processes read the prompts: those that only take part in passes need them as little as they harm.
-        found = gather(recipe, target.require_tokenizer(), console)
+        found = gather(recipe, target.require_tokenizer(), console, recipe.output_folder, warn=crew.is_main)
         run = _Making(folder, spec, target, found, crew)
         run.make(locked(recipe.output_folder) if crew.is_main else nullcontext(), console)
     return folder
@@ -118,7 +119,7 @@ class _Making:
 
     def _open(self) -> str:
         """Return the work that is left; "" if the data set is there. One made differently is never overwritten."""
-        digest = digest_prompts(self.prompts)
+        digest = digest_prompts(self.prompts, self._is_given)
         sampling = {**self.spec.sampling.model_dump(), "max_new_tokens": self.spec.max_new_tokens}
         self.identity = Identity(self.target.fingerprint(), digest, sampling, self._who_answers())
         if self._finished():
@@ -165,7 +166,11 @@ class _Making:
         return self.spec.answers == "given"
 
     def _require_same_prompts(self, work: Work) -> None:
-        if not self.crew.is_main and not self.target.sharded and digest_prompts(self.prompts) != work.prompts:
+        if (
+            not self.crew.is_main
+            and not self.target.sharded
+            and digest_prompts(self.prompts, self._is_given) != work.prompts
+        ):
             raise BadInputError(
                 f"process {self.crew.rank} reads other prompts than process 0: the files of data.prompts must be the "
                 "same on all machines."
@@ -205,22 +210,33 @@ class _Making:
 
     def _rows(self, answers: Answers, counts: Counter[str]) -> Iterator[Row]:
         """Yield what is learnt, in the order of the prompts, and count it."""
-        ending, tokenizer = set(self.target.eos_ids), self.target.require_tokenizer()
         for index, prompt in enumerate(self.prompts):
-            answer = Answer(index) if self._is_given else answers[index]
-            is_empty = not self._is_given and all(t in ending for turn in answer.turns for t in turn)
-            if reason := answer.dropped or _EMPTY * is_empty:
+            reason, learnt = self._given(prompt) if self._is_given else self._learnt(prompt, answers[index])
+            if reason:
                 counts[f"{reason}{_DROPPED}"] += 1
-                continue
-            learnt = (
-                given_sequences(prompt, tokenizer) if self._is_given else sequences(prompt, answer.turns, tokenizer)
-            )
             for tokens, mask in learnt:
                 counts["sequences"] += 1
                 counts["response_tokens"] += sum(mask)
                 counts["prompt_tokens"] += len(mask) - sum(mask)
                 yield Row(prompt.id, prompt.suite, tokens, mask, prompt.content)
         self._say_what_is_dropped(counts)
+
+    def _learnt(self, prompt: Prompt, answer: Answer) -> tuple[str, list[Supervised]]:
+        """Return what is learnt of the target's answers to a prompt, or the name of the reason why nothing is."""
+        ending = self.target.eos_ids
+        is_empty = all(t in ending for turn in answer.turns for t in turn)
+        reason = answer.dropped or _EMPTY * is_empty
+        return reason, [] if reason else sequences(prompt, answer.turns, self.target.require_tokenizer())
+
+    def _given(self, prompt: Prompt) -> tuple[str, list[Supervised]]:
+        """Return what is learnt of the answers that came with a prompt, as `_learnt` does."""
+        longest = self.spec.max_prompt_tokens + self.spec.max_new_tokens
+        try:
+            found = given_sequences(prompt, self.target.require_tokenizer(), longest)
+        except BadInputError as error:
+            _log.debug("%s", error)
+            found = []
+        return "" if found else _UNLEARNABLE, found
 
     def _say_what_is_dropped(self, counts: Counter[str]) -> None:
         dropped = {name: count for name, count in counts.items() if name.endswith(_DROPPED)}
@@ -249,6 +265,7 @@ class _Making:
                 "limit": self.spec.limit,
             },
             "counts": found,
+            "sources": self.found.by_source(),
             "versions": versions("outrider", "torch", "transformers", "datasets"),
         }
 

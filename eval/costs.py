@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ..decode.room import margin, window_of
+from ..decode.sampling import highest
 from ..ground import BadInputError
 from ..heads import Drafter
 from ..targets import Counts, RaggedCache, Target
@@ -263,7 +264,7 @@ class _Drafting:
 
 
 def _most_probable(logits: Tensor, token_ids: Tensor | None) -> Tensor:
-    best = logits.argmax(-1)
+    best = highest(logits).token
     return best if token_ids is None else token_ids[best]
 
 

@@ -15,7 +15,7 @@ from huggingface_hub.errors import StrictDataclassError
 
 from ..ground import BadInputError, OutriderError
 from ..heads import Drafter
-from ..heads.base import read_config
+from ..heads.saved import read_config
 from ..targets import Target
 from .drafter_files import DrafterFiles, header_names
 from .early_exit import early_exit_of

@@ -9,8 +9,9 @@ Shapes: V target vocabulary, V' draft vocabulary, H hidden size.
 
 from __future__ import annotations
 
-from collections.abc import Set
-from typing import Any
+from abc import abstractmethod
+from collections.abc import Sequence, Set
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -28,13 +29,74 @@ from .reading import Passage, output_table
 from .speculators import VERSION, draft_ids, taps_lacking, verifier, vocabulary_maps
 
 TAPS = "aux_hidden_state_layer_ids"
-_CLASSES: dict[str, tuple[type[DFlash], type[DFlashConfig], str]] = {
+CLASSES: dict[str, tuple[type[DFlash], type[DFlashConfig], str]] = {
     "dflash": (DFlash, DFlashConfig, "DFlashDraftModel"),
     "dspark": (DSpark, DSparkConfig, "DSparkDraftModel"),
 }
 
 
-class SpeculatorsBlocks(Layout):
+class BlockLayout(Layout):
+    """A layout of block drafters: tensors have our names, and config.json has the layers' sizes and a few flags."""
+
+    beside: ClassVar[tuple[str, ...]] = ()  # tensors that are no part of our drafter
+
+    @abstractmethod
+    def layer(self, config: dict[str, Any]) -> dict[str, Any]:
+        """Return the config of the layers, which is that of a Qwen3."""
+
+    @abstractmethod
+    def flags(self, config: dict[str, Any], where: str) -> BlockFlags:
+        """Return what engines take from a config.json of this layout.
+
+        Raises:
+            BadInputError: it lacks what nobody can guess.
+        """
+
+    def logits(self, found: DrafterFiles, target: Target, passage: Passage) -> Tensor:
+        config = found.config
+        return block_logits(found.tensors, self.layer(config), self.flags(config, str(found.config_file)), passage)
+
+    def read(self, found: DrafterFiles, target: Target) -> DFlash:
+        config = self.settings(found.config, str(found.config_file), target.num_layers)
+        drafter = CLASSES[self.drafter][0](config)
+        weights = {name: tensor for name, tensor in found.tensors.items() if name not in self.beside}
+        weights["token_ids"] = draft_ids(found.tensors, config.draft_vocab_size, config.vocab_size, found.folder)
+        fill(drafter, weights, [], str(found.folder))
+        drafter.check(target)
+        return drafter.eval()
+
+    def shapes(self, config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+        settings = self.settings(config, "config.json", 0)
+        with torch.device("meta"):
+            made = CLASSES[self.drafter][0](settings)
+        return {name: tuple(t.shape) for name, t in made.state_dict().items() if name != "token_ids"}
+
+    def settings(self, values: dict[str, Any], where: str, num_layers: int) -> DFlashConfig:
+        """Return our config of theirs.
+
+        Raises:
+            BadInputError, IncompatibleError: config.json lacks something, or says what our drafter cannot do.
+        """
+        flags, layer = self.flags(values, where), self.layer(values)
+        kinds = set(layer.get("layer_types") or ["full_attention"])
+        problems = ["layers with a window and layers without one"] if len(kinds) > 1 else []
+        plain = layer | {"model_type": "llama", "layer_types": None}
+        common: dict[str, Any] = {
+            "taps": flags.taps,
+            "block_size": flags.slots,
+            "from_anchor": flags.from_anchor,
+            "causal": flags.causal,
+            "sliding_window": flags.window or 0,
+            "window_from": "anchor" if flags.window else "slot",
+            "mask_token_id": flags.mask,
+            "target_layers": num_layers,
+            **layer_sizes({k: v for k, v in plain.items() if v is not None}, where, problems),
+        }
+        common["draft_vocab_size"] = int(values.get("draft_vocab_size") or common["vocab_size"])
+        return CLASSES[self.drafter][1](**common, **(_heads(values) if self.drafter == "dspark" else {}))
+
+
+class SpeculatorsBlocks(BlockLayout):
     """Block drafters as the `speculators` package keeps them.
 
     Args:
@@ -42,7 +104,7 @@ class SpeculatorsBlocks(Layout):
     """
 
     name = "speculators-blocks"
-    optional = ("d2t", "t2d", "lm_head.weight", "embed_tokens.weight")
+    optional = beside = ("d2t", "t2d", "lm_head.weight", "embed_tokens.weight")
 
     def __init__(self, vllm: bool = False):
         self.vllm = vllm
@@ -81,8 +143,7 @@ class SpeculatorsBlocks(Layout):
 
     def write(self, drafter: Drafter, target: Target, depth: int) -> DrafterFiles:
         assert isinstance(drafter, DFlash)
-        _require_mask(drafter)
-        _require_whole(drafter, depth)
+        require_servable(drafter, depth)
         tensors = {name: tensor for name, tensor in drafter.state_dict().items() if name != "token_ids"}
         tensors |= vocabulary_maps(drafter.token_ids, drafter.config.vocab_size)
         if drafter.output_ids is not None:
@@ -90,28 +151,25 @@ class SpeculatorsBlocks(Layout):
             tensors["lm_head.weight"] = table[drafter.token_ids.to(table.device)]
         return DrafterFiles(_written_config(drafter, target, depth), tensors)
 
-    def logits(self, found: DrafterFiles, target: Target, passage: Passage) -> Tensor:
-        return block_logits(found.tensors, found.config["transformer_layer_config"], _flags(found.config), passage)
-
     def recognises(self, config: dict[str, Any], names: Set[str]) -> bool:
         return config.get("speculators_model_type") == self.drafter
 
-    def read(self, found: DrafterFiles, target: Target) -> DFlash:
-        where = str(found.config_file)
-        config = _settings(found.config, where, target.num_layers)
-        drafter = _CLASSES[self.drafter][0](config)
-        beside = {"d2t", "t2d", "lm_head.weight", "embed_tokens.weight"}
-        weights = {name: tensor for name, tensor in found.tensors.items() if name not in beside}
-        weights["token_ids"] = draft_ids(found.tensors, config.draft_vocab_size, config.vocab_size, found.folder)
-        fill(drafter, weights, [], str(found.folder))
-        drafter.check(target)
-        return drafter.eval()
+    def layer(self, config: dict[str, Any]) -> dict[str, Any]:
+        return dict(config["transformer_layer_config"])
 
-    def shapes(self, config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-        settings = _settings(config, "config.json", 0)
-        with torch.device("meta"):
-            made = _CLASSES[self.drafter][0](settings)
-        return {name: tuple(t.shape) for name, t in made.state_dict().items() if name != "token_ids"}
+    def flags(self, config: dict[str, Any], where: str) -> BlockFlags:
+        require_fields(config, ("transformer_layer_config", TAPS, "mask_token_id", "block_size"), where)
+        layer, kind = self.layer(config), config["speculators_model_type"]
+        sliding = "sliding_attention" in (layer.get("layer_types") or [])
+        return BlockFlags(
+            taps=tuple(config[TAPS]),
+            mask=int(config["mask_token_id"]),
+            slots=int(config["block_size"]),
+            from_anchor=bool(config.get("sample_from_anchor", kind == "dspark")),
+            causal=sliding and not config.get("sliding_window_non_causal", False),
+            window=int(layer["sliding_window"]) if sliding else None,
+            markov=config.get("markov_head_type", "vanilla") if config.get("markov_rank") else None,
+        )
 
 
 class SpeculatorsDFlash(SpeculatorsBlocks):
@@ -126,17 +184,24 @@ class SpeculatorsDSpark(SpeculatorsBlocks):
     drafter = "dspark"
 
 
-def _require_mask(drafter: DFlash) -> None:
-    """Refuse a drafter whose mask is a vector of its own: engines embed a token in its place."""
+def require_fields(config: dict[str, Any], names: Sequence[str], where: str) -> None:
+    """Refuse a config.json without one of these fields."""
+    for name in names:
+        if config.get(name) is None:
+            raise BadInputError(f"{where}: {name} is missing; without it nobody knows what the drafter reads.")
+
+
+def require_servable(drafter: DFlash, depth: int) -> None:
+    """Refuse a drafter that engines would read otherwise than it was trained.
+
+    They embed a token in the place of its mask, and read a shorter block where fewer drafts are asked for, which says
+    something else.
+    """
     if drafter.config.mask_token_id is None:
         raise IncompatibleError(
             f"this {drafter.name} drafter has learned its mask, and engines embed a token in its place; train it with "
             "a drafter.mask_token_id that no text has."
         )
-
-
-def _require_whole(drafter: DFlash, depth: int) -> None:
-    """Refuse fewer drafts than were trained: engines then read a shorter block, which says something else."""
     if depth != drafter.max_depth and not drafter.config.causal:
         raise IncompatibleError(
             f"engines read as many slots as they draft, and a block of this {drafter.name} drafter is read whole: it "
@@ -149,7 +214,7 @@ def _written_config(drafter: DFlash, target: Target, depth: int) -> dict[str, An
     config, kind = drafter.config, drafter.name
     method = {"proposal_type": "greedy", "speculative_tokens": depth, "verifier_accept_k": 1, "accept_tolerance": 0.0}
     found = {
-        "architectures": [_CLASSES[kind][2]],
+        "architectures": [CLASSES[kind][2]],
         "model_type": "speculators",
         "speculators_model_type": kind,
         "speculators_version": VERSION,
@@ -159,7 +224,7 @@ def _written_config(drafter: DFlash, target: Target, depth: int) -> dict[str, An
             "default_proposal_method": "greedy",
             "verifier": verifier(target),
         },
-        "transformer_layer_config": _layer_config(config),
+        "transformer_layer_config": layer_config(config),
         "draft_vocab_size": config.draft_vocab_size,
         "block_size": config.block_size,
         TAPS: list(config.taps),
@@ -170,10 +235,11 @@ def _written_config(drafter: DFlash, target: Target, depth: int) -> dict[str, An
         "dtype": str(drafter.dtype).removeprefix("torch."),
         "transformers_version": versions()["transformers"],
     }
-    return found | (_head_fields(config) if isinstance(config, DSparkConfig) else {})
+    return found | (head_fields(config) if isinstance(config, DSparkConfig) else {})
 
 
-def _layer_config(config: DFlashConfig) -> dict[str, Any]:
+def layer_config(config: DFlashConfig) -> dict[str, Any]:
+    """Return a Qwen3's config.json for a block drafter's layers."""
     kind = "sliding_attention" if config.sliding_window else "full_attention"
     return llama_config(config) | {
         "model_type": "qwen3",
@@ -184,7 +250,8 @@ def _layer_config(config: DFlashConfig) -> dict[str, Any]:
     }
 
 
-def _head_fields(config: DSparkConfig) -> dict[str, Any]:
+def head_fields(config: DSparkConfig) -> dict[str, Any]:
+    """Return how DSpark's heads are described, in every layout."""
     return {
         "markov_rank": config.markov_rank,
         "markov_head_type": config.markov_head,
@@ -193,54 +260,11 @@ def _head_fields(config: DSparkConfig) -> dict[str, Any]:
     }
 
 
-def _flags(config: dict[str, Any]) -> BlockFlags:
-    """Return the flags that vLLM takes from a config.json of this layout."""
-    layer, kind = config["transformer_layer_config"], config["speculators_model_type"]
-    sliding = "sliding_attention" in (layer.get("layer_types") or [])
-    return BlockFlags(
-        taps=tuple(config[TAPS]),
-        mask=int(config["mask_token_id"]),
-        slots=int(config["block_size"]),
-        from_anchor=bool(config.get("sample_from_anchor", kind == "dspark")),
-        causal=sliding and not config.get("sliding_window_non_causal", False),
-        window=int(layer["sliding_window"]) if sliding else None,
-        markov=config.get("markov_head_type", "vanilla") if config.get("markov_rank") else None,
-    )
-
-
-def _settings(values: dict[str, Any], where: str, num_layers: int) -> DFlashConfig:
-    """Return our config of theirs.
-
-    Raises:
-        BadInputError, IncompatibleError: config.json lacks something, or says what our drafter cannot do.
-    """
-    kind = values.get("speculators_model_type", "")
-    for name in ("transformer_layer_config", TAPS, "mask_token_id", "block_size"):
-        if values.get(name) is None:
-            raise BadInputError(f"{where}: {name} is missing; without it nobody knows what the drafter reads.")
-    layer = dict(values["transformer_layer_config"])
-    kinds = set(layer.get("layer_types") or ["full_attention"])
-    problems = ["layers with a window and layers without one"] if len(kinds) > 1 else []
-    plain = layer | {"model_type": "llama", "layer_types": None}
-    flags = _flags(values)
-    common: dict[str, Any] = {
-        "taps": flags.taps,
-        "block_size": flags.slots,
-        "from_anchor": flags.from_anchor,
-        "causal": flags.causal,
-        "sliding_window": flags.window or 0,
-        "window_from": "anchor" if flags.window else "slot",
-        "mask_token_id": flags.mask,
-        "target_layers": num_layers,
-        **layer_sizes({k: v for k, v in plain.items() if v is not None}, where, problems),
+def _heads(values: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings of our heads, from their description: the inverse of `head_fields`."""
+    return {
+        "markov_rank": int(values.get("markov_rank", 0)),
+        "markov_head": str(values.get("markov_head_type", "vanilla")),
+        "confidence": bool(values.get("enable_confidence_head", False)),
+        "confidence_reads_markov": bool(values.get("confidence_head_with_markov", False)),
     }
-    common["draft_vocab_size"] = int(values.get("draft_vocab_size") or common["vocab_size"])
-    if kind != "dspark":
-        return DFlashConfig(**common)
-    return DSparkConfig(
-        **common,
-        markov_rank=int(values.get("markov_rank", 0)),
-        markov_head=str(values.get("markov_head_type", "vanilla")),
-        confidence=bool(values.get("enable_confidence_head", False)),
-        confidence_reads_markov=bool(values.get("confidence_head_with_markov", False)),
-    )

@@ -15,7 +15,7 @@ from torch import Tensor
 from ..ground import BadInputError
 from ..ground.files import write_atomically
 from ..ground.replacing import replacing
-from ..heads.base import CONFIG, read_config
+from ..heads.saved import CONFIG, read_config
 from ..targets.loading import refuse_pickles
 from ..targets.weights import WEIGHTS
 

@@ -13,17 +13,22 @@ from torch import Tensor
 
 from .look import Finding, Look
 from .sglang import as_speculators
+from .speculators import Speculators
 
 _TAPS = "eagle_aux_hidden_state_layer_ids"
 
 
 def _is_eagle3(look: Look) -> bool:
-    return look.layout.drafter == "eagle3"
+    return look.layout.drafter in ("eagle3", "peagle")
+
+
+def _is_speculators(look: Look) -> bool:
+    return isinstance(look.layout, Speculators)
 
 
 def _named(look: Look) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return config and tensors in the words of the `speculators` layout."""
-    if look.layout.name == "speculators":
+    if _is_speculators(look):
         return look.config, look.tensors
     same = as_speculators(look.found, (look.target and look.target.num_layers) or 12)
     return same.config, same.tensors
@@ -31,7 +36,7 @@ def _named(look: Look) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 def _own_taps(look: Look) -> list[int] | None:
     """Return the taps as they are written, in the layout's own numbering; None if they are missing."""
-    if look.layout.name == "speculators":
+    if _is_speculators(look):
         return look.config.get(_TAPS)
     return (look.config.get("eagle_config") or {}).get(_TAPS)
 
@@ -60,7 +65,7 @@ def _counted(look: Look, found: list[int]) -> Iterator[Finding]:
     layers = look.target and look.target.num_layers
     if not layers:
         return
-    here = look.layout.name == "speculators"
+    here = _is_speculators(look)
     if min(found) < 0 or max(found) > layers - (0 if here else 1):
         engine = "The engine fails, or taps nothing there."
         yield Finding("taps-range", f"{_TAPS} is {found}, the target has {layers} layers.", engine)
@@ -81,7 +86,7 @@ def norm_flags(look: Look) -> Iterator[Finding]:
     if not _is_eagle3(look):
         return
     config, tensors = _named(look)
-    if look.layout.name == "speculators" and "norm_before_residual" not in look.config:
+    if _is_speculators(look) and "norm_before_residual" not in look.config:
         engine = "vLLM takes true for this layout and false for others."
         yield Finding("norm-flag-missing", "config.json has no norm_before_residual.", engine)
     for flag, prefix in (("fc_norm", "fc_norm."), ("norm_before_fc", "input_norm.")):

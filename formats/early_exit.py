@@ -20,7 +20,7 @@ from transformers import GenerationConfig
 from ..ground import BadInputError
 from ..ground.files import read_json, write_atomically
 from ..heads import Drafter, DrafterConfig, SelfSpeculative, SelfSpeculativeConfig
-from ..heads.base import read_config
+from ..heads.saved import read_config
 from ..targets import Target, load_causal_lm
 from .drafter_files import DrafterFiles
 from .layout import Lack, Layout

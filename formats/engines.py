@@ -21,7 +21,9 @@ from .gguf import Gguf
 from .layout import Lack, Layout, refuse_lacks
 from .medusa import MedusaRepository, MedusaVllm
 from .mtp import NativeMtp
+from .peagle import SpeculatorsPEagle
 from .plain import Plain
+from .raw_blocks import DeepSpec, ZLab
 from .sglang import Sglang
 from .speculators import Speculators
 
@@ -40,8 +42,18 @@ LAYOUTS: dict[str, dict[str, Layout]] = {
         "eagle3": Speculators(),
         "dflash": SpeculatorsDFlash(),
         "dspark": SpeculatorsDSpark(),
+        "peagle": SpeculatorsPEagle(),
     },
-    "sglang": {"eagle3": Sglang(), "eagle1": EagleLayout("sglang"), "draft_model": Plain(), "mtp": NativeMtp()},
+    "sglang": {
+        "eagle3": Sglang(),
+        "eagle1": EagleLayout("sglang"),
+        "draft_model": Plain(),
+        "mtp": NativeMtp(),
+        "dflash": ZLab(),
+        "dspark": DeepSpec(),
+    },
+    "z-lab": {"dflash": ZLab()},
+    "deepspec": {"dspark": DeepSpec()},
     "hf": {"draft_model": Plain(), "self_speculative": EarlyExit()},
     "medusa": {"medusa": MedusaRepository()},
     "eagle": {"eagle1": EagleLayout("eagle")},
@@ -52,8 +64,11 @@ LAYOUTS: dict[str, dict[str, Layout]] = {
 # Every layout once, in the order in which config.json is asked; a draft model is what is nothing else.
 KNOWN: tuple[Layout, ...] = (
     Speculators(),
+    SpeculatorsPEagle(),
     SpeculatorsDFlash(),
     SpeculatorsDSpark(),
+    ZLab(),
+    DeepSpec(),
     Sglang(),
     MedusaRepository(),
     MedusaVllm(),
@@ -145,7 +160,10 @@ def launch(to: str, drafter: str, target: str, folder: str, depth: int, dtype: s
 _VLLM_METHODS = {"eagle1": "eagle"} | {
     name: name for name in ("eagle3", "medusa", "draft_model", "mtp", "dflash", "dspark")
 }
-_SGLANG_ALGORITHMS = {"eagle3": "EAGLE3", "eagle1": "EAGLE", "draft_model": "STANDALONE", "mtp": "NEXTN"}
+_SGLANG_ALGORITHMS = {"eagle3": "EAGLE3", "eagle1": "EAGLE", "draft_model": "STANDALONE", "mtp": "NEXTN"} | {
+    "dflash": "DFLASH",
+    "dspark": "DSPARK",
+}
 
 
 def _vllm(drafter: str, target: str, folder: str, depth: int, dtype: str) -> Launch:
@@ -167,6 +185,8 @@ def _sglang(drafter: str, target: str, folder: str, depth: int, dtype: str) -> L
         "speculative-eagle-topk": 1,
         "speculative-num-draft-tokens": depth + 1,
     }
+    if drafter in ("dflash", "dspark"):  # one pass, one token at each place
+        del settings["speculative-num-steps"], settings["speculative-eagle-topk"]
     if drafter == "mtp":
         target = str(settings.pop("speculative-draft-model-path"))
     words = ["python", "-m", "sglang.launch_server", "--model-path", target, "--dtype", dtype]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from . import checks, eagle_checks
+from . import block_checks, checks, eagle_checks
 from .arrival import nonsense_explained, recognised
 from .look import Finding, Look
 
@@ -24,6 +24,12 @@ CHECKS: tuple[Callable[[Look], Iterator[Finding]], ...] = (
     eagle_checks.norm_flags,
     eagle_checks.vocabulary,
     eagle_checks.tied,
+    block_checks.taps,
+    block_checks.target_layers,
+    block_checks.mask,
+    block_checks.slots,
+    block_checks.architecture,
+    block_checks.heads,
 )
 
 

@@ -101,6 +101,9 @@ def unknown_to_layers(layer: dict[str, Any], llama: Any) -> list[str]:
         found.append(f"hidden_act: {llama.hidden_act!r} instead of 'silu'")
     if "sliding_attention" in (layer.get("layer_types") or []):
         found.append(f"a sliding window of {layer.get('sliding_window')} tokens")
+    turned = layer.get("partial_rotary_factor") or (layer.get("rope_parameters") or {}).get("partial_rotary_factor")
+    if turned not in (None, 1, 1.0):
+        found.append(f"partial_rotary_factor: {turned}, so that positions turn a part of each head")
     return found
 
 

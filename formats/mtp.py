@@ -24,11 +24,11 @@ from torch import Tensor
 from ..ground import BadInputError, IncompatibleError, OutriderError
 from ..ground.replacing import replacing
 from ..heads import Drafter, DrafterConfig
-from ..heads.base import read_config
 from ..heads.mtp import Mtp, MtpConfig
 from ..heads.parts.mtp_checkpoint import KEPT, LAYER, SINGLE, Checkpoint, folder_of, places_in
 from ..heads.parts.registry import load_drafter
 from ..heads.parts.target_layer import plain_body
+from ..heads.saved import read_config
 from ..targets import Target
 from .comparing import session_logits
 from .drafter_files import DrafterFiles

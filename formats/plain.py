@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..ground import IncompatibleError
 from ..heads import Drafter, DrafterConfig, DraftModel
-from ..heads.base import read_config
+from ..heads.saved import read_config
 from ..targets import Target, load_causal_lm
 from .drafter_files import DrafterFiles
 from .layout import Lack, Layout

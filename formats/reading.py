@@ -190,7 +190,11 @@ def eagle3_logits(tensors: Mapping[str, Tensor], layer: Mapping[str, Any], flags
 
 def _fused(weights: Weights, flags: Flags, passage: Passage) -> Tensor:
     """Return what the first step reads, `[T, H]`."""
-    taps = [passage.hidden[tap] for tap in flags.taps]
+    return _joined(weights, flags, [passage.hidden[tap] for tap in flags.taps])
+
+
+def _joined(weights: Weights, flags: Flags, taps: list[Tensor]) -> Tensor:
+    """Return what is made of taps `[T, H]` each, `[T, H]`."""
     if flags.norm_before_fc:
         taps = [weights.norm(torch.cat(taps, -1), "input_norm")]
     if flags.fc_norm:
@@ -208,12 +212,31 @@ def _eagle3_layers(weights: Weights, layers: Layers, flags: Flags, embedded: Ten
 
 
 def _scattered(weights: Weights, normed: Tensor, vocab_size: int) -> Tensor:
-    """Return logits over the target's vocabulary, `[1, V]`, of normed outputs `[1, H]`."""
+    """Return logits over the target's vocabulary, `[P, V]`, of normed outputs `[P, H]`."""
     logits = weights.linear(normed, "lm_head")
     if "d2t" not in weights:
         return logits
     ids = torch.arange(logits.shape[-1], device=logits.device) + weights.tensors["d2t"].to(logits.device)
-    return logits.new_full((1, vocab_size), -torch.inf).index_copy(1, ids, logits)
+    return logits.new_full((len(logits), vocab_size), -torch.inf).index_copy(1, ids, logits)
+
+
+@torch.no_grad()
+def peagle_logits(
+    tensors: Mapping[str, Tensor], layer: Mapping[str, Any], flags: Flags, mask: int, passage: Passage
+) -> Tensor:
+    """Return the draft logits of a P-EAGLE head at each depth, `[k, V]`: those of one pass over text and masks.
+
+    Args:
+        mask: the token that stands in place of drafts.
+    """
+    weights, count = Weights(tensors, layer), len(passage.drafts)
+    read = torch.cat([passage.tokens[1:], torch.full_like(passage.drafts, mask)])
+    masked = _joined(weights, flags, list(weights("mask_hidden")[0].chunk(len(flags.taps), -1)))
+    states = torch.cat([_fused(weights, flags, passage), masked.expand(count, -1)])
+    own = "embed_tokens.weight"
+    embedded = functional.embedding(read, weights(own) if own in weights else passage.table)
+    output = _eagle3_layers(weights, Layers(weights, len(read), read.device), flags, embedded, states)
+    return _scattered(weights, weights.norm(output[-1 - count :], "norm"), len(passage.table))
 
 
 # ------------------------------------------------------------ EAGLE

@@ -81,7 +81,7 @@ class Speculators(Layout):
         has_qwen_layers = layer.get("model_type") == "qwen3"  # Llama's, with norms of queries and keys
         if has_qwen_layers:
             config = config | {"transformer_layer_config": layer | {"model_type": "llama"}}
-        settings = _settings(config, config.get(TAPS) or (0, 1, 2), "config.json", [])
+        settings = Eagle3Config(**read_settings(config, "config.json", [], (0, 1, 2)))
         found = shapes_of(Eagle3, settings, lambda name: their_name(name, settings))
         if has_qwen_layers:
             parts = [f"layers.{i}.self_attn.{part}_norm.weight" for i in range(settings.num_layers) for part in "qk"]
@@ -228,22 +228,28 @@ def eagle3_config(values: dict[str, Any], target: Target, where: str) -> Eagle3C
     problems = ["embed_requires_grad: true"] if values.get("embed_requires_grad") else []
     if target.num_layers in taps:
         problems.append(f"tap {target.num_layers}, the target's last state before its final norm")
-    return _settings(values, taps, where, problems)
+    return Eagle3Config(**read_settings(values, where, problems, taps))
 
 
-def _settings(values: dict[str, Any], taps: Sequence[int], where: str, problems: list[str]) -> Eagle3Config:
+def read_settings(values: dict[str, Any], where: str, problems: list[str], taps: Sequence[int] = ()) -> dict[str, Any]:
+    """Return the settings of our head, from a config.json of `speculators`.
+
+    Args:
+        problems: what else of the head ours cannot do.
+        taps: where it names none.
+    """
     sizes = layer_sizes(values.get("transformer_layer_config", {}), where, problems)
     proposals = values.get("speculators_config", {}).get("proposal_methods") or [{}]
-    return Eagle3Config(
-        taps=tuple(taps),
-        steps=int(proposals[0].get("speculative_tokens") or Eagle3Config.steps),
-        draft_vocab_size=int(values.get("draft_vocab_size") or sizes["vocab_size"]),
-        norm_taps=bool(values.get("fc_norm")),
-        norm_output=bool(values.get("norm_output")),
-        norm_before_fc=bool(values.get("norm_before_fc")),
-        norm_before_residual=bool(values.get("norm_before_residual")),
+    return {
+        "taps": tuple(values.get(TAPS) or taps),
+        "steps": int(proposals[0].get("speculative_tokens") or Eagle3Config.steps),
+        "draft_vocab_size": int(values.get("draft_vocab_size") or sizes["vocab_size"]),
+        "norm_taps": bool(values.get("fc_norm")),
+        "norm_output": bool(values.get("norm_output")),
+        "norm_before_fc": bool(values.get("norm_before_fc")),
+        "norm_before_residual": bool(values.get("norm_before_residual")),
         **sizes,
-    )
+    }
 
 
 def fill_eagle3(head: Eagle3, theirs: dict[str, Tensor], target: Target, folder: Path) -> None:

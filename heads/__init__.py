@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .base import Drafter, DrafterConfig, DrafterLoss, TargetBatch
+from .base import Drafter, DrafterLoss, TargetBatch
 from .cascade import Cascade, CascadeConfig
 from .dflash import DFlash, DFlashConfig
 from .draft_model import DraftModel, DraftModelConfig
@@ -19,6 +19,7 @@ from .ngram import Ngram, NgramConfig
 from .pard import Pard, PardConfig
 from .parts.registry import FORMS, HEADS, drafter_config, head_class, load_drafter, restore_drafter
 from .peagle import PEagle, PEagleConfig
+from .saved import DrafterConfig
 from .self_speculative import SelfSpeculative, SelfSpeculativeConfig
 from .session import Abilities, ChainSession, Choose, EmptySession, Ended, NodeSession, Proposal, Session, TextSession
 from .suffix import Suffix, SuffixConfig

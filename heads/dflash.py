@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar, Self, TypeVar, cast
 
 import torch
@@ -255,51 +256,14 @@ class DFlash(Drafter[C]):
         wanted[:, :FIRST_LEARNED] = False
         eligible = eligible_places(wanted, strict=self.training)
         anchors = Anchors.of(eligible, batch.tokens, self.config.num_anchors, batch.step)
-        lessons = Lessons.of(anchors, wanted, self.config.drafts)
+        learning = self.learning(batch, wanted, Lessons.of(anchors, wanted, self.config.drafts))
         states = kept(self.states(batch.target, batch.tokens, batch.hidden, anchors), anchors.real)
-        found = compare_blocks(self.lesson_states(states, batch, lessons), self._sides(batch, wanted, lessons))
-        return DrafterLoss(found.total, wanted.sum(), found.metrics(lessons.counts))
+        found = compare_blocks(learning.states(states), learning.sides())
+        return DrafterLoss(found.total, wanted.sum(), found.metrics(learning.lessons.counts))
 
-    def _sides(self, batch: TargetBatch, wanted: Tensor, lessons: Lessons) -> Sides:
-        """Return what the drafts are compared with, and how."""
-        following = lessons.of_tokens(batch.tokens)
-
-        def reference(part: slice) -> Reference:
-            before = batch.last[lessons.rows[part, None], lessons.places[part] - 1].flatten(0, 1)
-            return Reference.of(batch.target.lm_head(before), self.output_ids, following[part].flatten())
-
-        return Sides(
-            reference,
-            self.draft_logits(batch, lessons),
-            divergence(self.config.loss),
-            Weighting(self.config.weighting, self._weights(wanted, lessons), self.config.pace_floor),
-            self.beside(batch, lessons),
-            self.output_weights(),
-        )
-
-    def _weights(self, wanted: Tensor, lessons: Lessons) -> Tensor:
-        """Return what drafts weigh as far as it is known beforehand, `[A, k]`."""
-        weights = lessons.counts.float()
-        if self.config.weighting == "decay":
-            gamma = self.config.gamma or default_gamma(self.config.drafts)
-            weights = weights * decay_weights(self.config.drafts, gamma, weights.device)
-        return lessons.per_row(weights, wanted)
-
-    def lesson_states(self, states: Tensor, batch: TargetBatch, lessons: Lessons) -> Tensor:
-        """Return what `draft_logits` and `beside` read of the drafts' states `[A, k, H]`, `[A, k, ·]`."""
-        return states
-
-    def draft_logits(self, batch: TargetBatch, lessons: Lessons) -> Callable[[Tensor, slice], Tensor]:
-        """Return how a part of `lesson_states`, `[a, k, ·]`, becomes draft logits `[a · k, V']`."""
-        return lambda states, _: batch.target.lm_head(states.flatten(0, 1), self.output_ids)
-
-    def beside(self, batch: TargetBatch, lessons: Lessons) -> Beside | None:
-        """Return what drafts lose beside their divergence; None for nothing."""
-        return None
-
-    def output_weights(self) -> list[nn.Parameter]:
-        """Return the weights that `draft_logits` and `beside` train."""
-        return []
+    def learning(self, batch: TargetBatch, wanted: Tensor, lessons: Lessons) -> BlockLearning:
+        """Return how this drafter learns `lessons` of a batch, of which `wanted` `[B, T]` are learned."""
+        return BlockLearning(self, batch, wanted, lessons)
 
     # ------------------------------------------------------------ decoding
 
@@ -323,7 +287,8 @@ class DFlash(Drafter[C]):
         length = self._length(max_length, spare)
         shapes = [layer.self_attn.kept(target.device) for layer in self.own_layers]
         cache = sum(shape.num_bytes(batch_size, length) for shape in shapes)
-        copies = 0 if self._fitting(length) else cached_bytes(self.own_layers, self.config.head_dim, length)
+        is_kept = self._kept is not None and self._kept.fits(self.own_layers, length)
+        copies = 0 if is_kept else cached_bytes(self.own_layers, self.config.head_dim, length)
         head = 0 if self.output_ids is None else len(self.token_ids) * target.hidden_size * target.dtype.itemsize
         return cache + copies + head
 
@@ -333,13 +298,66 @@ class DFlash(Drafter[C]):
 
     def _cached(self, length: int) -> CachedBlocks:
         """Return its layers for decoding; they are kept until they are too short or weights have changed."""
-        self._kept = self._fitting(length) or CachedBlocks(
-            self.own_layers, self.config, self.rotary, length, self.config.sight
-        )
+        if self._kept is None or not self._kept.fits(self.own_layers, length):
+            self._kept = CachedBlocks(self.own_layers, self.config, self.rotary, length, self.config.sight)
         return self._kept
 
-    def _fitting(self, length: int) -> CachedBlocks | None:
-        return self._kept if self._kept is not None and self._kept.fits(self.own_layers, length) else None
+
+@dataclass
+class BlockLearning:
+    """What the drafts of a batch are compared with, and how.
+
+    Attributes:
+        wanted: which tokens are learned, `[B, T]`.
+        lessons: the drafts after each anchor.
+    """
+
+    drafter: DFlash
+    batch: TargetBatch
+    wanted: Tensor
+    lessons: Lessons
+
+    def sides(self) -> Sides:
+        """Return both sides of the comparison."""
+        config, following = self.drafter.config, self.lessons.of_tokens(self.batch.tokens)
+        return Sides(
+            partial(self._reference, following),
+            self.logits(),
+            divergence(config.loss),
+            Weighting(config.weighting, self._weights(), config.pace_floor),
+            self.beside(),
+            self.output_weights(),
+        )
+
+    def _reference(self, following: Tensor, part: slice) -> Reference:
+        lessons, target = self.lessons, self.batch.target
+        before = self.batch.last[lessons.rows[part, None], lessons.places[part] - 1].flatten(0, 1)
+        return Reference.of(target.lm_head(before), self.drafter.output_ids, following[part].flatten())
+
+    def _weights(self) -> Tensor:
+        """Return what drafts weigh as far as it is known beforehand, `[A, k]`."""
+        config, weights = self.drafter.config, self.lessons.counts.float()
+        if config.weighting == "decay":
+            gamma = config.gamma or default_gamma(config.drafts)
+            weights = weights * decay_weights(config.drafts, gamma, weights.device)
+        return self.lessons.per_row(weights, self.wanted)
+
+    def states(self, states: Tensor) -> Tensor:
+        """Return what `logits` and `beside` read of the drafts' states `[A, k, H]`, `[A, k, ·]`."""
+        return states
+
+    def logits(self) -> Callable[[Tensor, slice], Tensor]:
+        """Return how a part of `states`, `[a, k, ·]`, becomes draft logits `[a · k, V']`."""
+        target, output_ids = self.batch.target, self.drafter.output_ids
+        return lambda states, _: target.lm_head(states.flatten(0, 1), output_ids)
+
+    def beside(self) -> Beside | None:
+        """Return what drafts lose beside their divergence; None for nothing."""
+        return None
+
+    def output_weights(self) -> list[nn.Parameter]:
+        """Return the weights that `logits` and `beside` train."""
+        return []
 
 
 class BlockSession(OnePassSession):

@@ -23,11 +23,12 @@ from ..ground import BadInputError, IncompatibleError, refuse_unknown_keys
 from ..targets import Counts, Nodes, RaggedCache, Target, load_causal_lm, load_tokenizer, require_same_vocabulary
 from ..targets.fingerprint import plain_config
 from ..targets.hub import model_folder
-from .base import Drafter, DrafterConfig, DrafterLoss, TargetBatch
+from .base import Drafter, DrafterLoss, TargetBatch
 from .losses import ComparisonSettings, LossName, acceptance_metrics, ahead, chunked_compare, divergence
 from .parts.model_runner import ModelRunner, runs
 from .parts.nodes import Branches, required
 from .parts.pruning import check_names, pruned
+from .saved import DrafterConfig
 from .session import Abilities, ChainSession, NodeSession
 
 

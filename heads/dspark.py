@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from ..ground import BadInputError
 from ..targets import RaggedCache, Target
 from .base import TargetBatch
-from .dflash import BlockSession, DFlash, DFlashConfig
+from .dflash import BlockLearning, BlockSession, DFlash, DFlashConfig
 from .losses import LossName
 from .parts.anchors import Lessons
 from .parts.block_layers import CachedBlocks
@@ -93,24 +93,42 @@ class DSpark(DFlash[DSparkConfig]):
             return torch.zeros(*tokens.shape, 0, dtype=self.dtype, device=tokens.device)
         return self.markov_head.code(tokens)
 
-    # ------------------------------------------------------------ training
+    def learning(self, batch: TargetBatch, wanted: Tensor, lessons: Lessons) -> MarkovLearning:
+        return MarkovLearning(self, batch, wanted, lessons)
 
-    def lesson_states(self, states: Tensor, batch: TargetBatch, lessons: Lessons) -> Tensor:
+    # ------------------------------------------------------------ decoding
+
+    @property
+    def abilities(self) -> Abilities:
+        return replace(super().abilities, confident=self.confidence_head is not None)
+
+    def session(self, target: Target, cache: RaggedCache, layers: CachedBlocks) -> BlockSession:
+        return MarkovSession(self, target, cache, layers)
+
+
+@dataclass
+class MarkovLearning(BlockLearning):
+    """What DSpark's drafts are compared with: logits that know the token before, and confidences beside."""
+
+    drafter: DSpark
+
+    def states(self, states: Tensor) -> Tensor:
         # The codes stand beside the states: so their gradients are rows, not whole matrices for every part.
-        return torch.cat([states, self.code(lessons.before_tokens(batch.tokens)).to(states.dtype)], -1)
+        codes = self.drafter.code(self.lessons.before_tokens(self.batch.tokens))
+        return torch.cat([states, codes.to(states.dtype)], -1)
 
-    def draft_logits(self, batch: TargetBatch, lessons: Lessons) -> Callable[[Tensor, slice], Tensor]:
-        plain, head = super().draft_logits(batch, lessons), self.markov_head
+    def logits(self) -> Callable[[Tensor, slice], Tensor]:
+        plain, head = super().logits(), self.drafter.markov_head
 
-        def logits(states: Tensor, part: slice) -> Tensor:
+        def corrected(states: Tensor, part: slice) -> Tensor:
             hidden, codes = self._split(states)
             found = plain(hidden, part)
             return found if head is None else found + head.bias(head.along(codes, hidden)).flatten(0, 1)
 
-        return logits
+        return corrected
 
-    def beside(self, batch: TargetBatch, lessons: Lessons) -> Beside | None:
-        head, weight = self.confidence_head, self.config.confidence_weight
+    def beside(self) -> Beside | None:
+        head, weight = self.drafter.confidence_head, self.drafter.config.confidence_weight
         if head is None:
             return None
 
@@ -122,22 +140,13 @@ class DSpark(DFlash[DSparkConfig]):
         return lost
 
     def _split(self, states: Tensor) -> tuple[Tensor, Tensor]:
-        """Return states `[..., H]` and codes `[..., r]` of what `lesson_states` put side by side."""
-        size = self.config.hidden_size
+        """Return states `[..., H]` and codes `[..., r]` of what `states` put side by side."""
+        size = self.drafter.config.hidden_size
         return states[..., :size], states[..., size:]
 
     def output_weights(self) -> list[nn.Parameter]:
-        heads = [head for head in (self.markov_head, self.confidence_head) if head is not None]
+        heads = [head for head in (self.drafter.markov_head, self.drafter.confidence_head) if head is not None]
         return [p for head in heads for name, p in head.named_parameters() if name != "markov_w1.weight"]
-
-    # ------------------------------------------------------------ decoding
-
-    @property
-    def abilities(self) -> Abilities:
-        return replace(super().abilities, confident=self.confidence_head is not None)
-
-    def session(self, target: Target, cache: RaggedCache, layers: CachedBlocks) -> BlockSession:
-        return MarkovSession(self, target, cache, layers)
 
 
 class MarkovSession(BlockSession):

@@ -25,10 +25,10 @@ from torch import Tensor, nn
 
 from ..ground import BadInputError
 from ..targets import Target
-from .base import DrafterConfig
 from .losses import LossName, smooth_l1
 from .parts.decoder_layer import Before, JointLayer, Layer, norm_of, rotary_of
 from .parts.feature_drafter import FeatureConfig, FeatureDrafter
+from .saved import DrafterConfig
 
 
 @dataclass

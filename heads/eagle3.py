@@ -20,10 +20,10 @@ from torch import Tensor, nn
 
 from ..ground import BadInputError
 from ..targets import Target
-from .base import DrafterConfig
 from .parts.decoder_layer import Before, JointLayer, Layer, norm_of, normed, rotary_of
 from .parts.feature_drafter import FeatureConfig, FeatureDrafter
 from .parts.vocabulary import draft_vocabulary
+from .saved import DrafterConfig
 
 
 @dataclass

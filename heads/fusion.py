@@ -26,8 +26,9 @@ from torch import Tensor
 
 from ..ground import BadInputError
 from ..targets import Counts, RaggedCache, Target
-from .base import CONFIG, Drafter, DrafterConfig
+from .base import Drafter
 from .parts.registry import drafter_config, load_drafter, restore_drafter
+from .saved import CONFIG, DrafterConfig
 from .session import Abilities, Choose, Ended, Proposal, Session, TextSession
 
 MODEL = "model"

@@ -32,8 +32,9 @@ from ..ground.files import write_atomically
 from ..ground.replacing import replacing
 from ..targets import Target
 from ..targets.adapters import ADAPTER_CONFIG, ADAPTER_WEIGHTS
-from .base import CONFIG, Drafter, DrafterConfig, DrafterLoss, TargetBatch, read_config
+from .base import Drafter, DrafterLoss, TargetBatch
 from .parts.registry import restore_drafter
+from .saved import CONFIG, DrafterConfig, read_config
 
 BASE = "base"
 _PREFIX = "base_model.model."  # of every name in peft's files

@@ -15,8 +15,9 @@ from torch import Tensor
 
 from ..ground import BadInputError
 from ..targets import Counts, RaggedCache, Target
-from .base import Drafter, DrafterConfig
+from .base import Drafter
 from .parts.nodes import padded
+from .saved import DrafterConfig
 from .session import Abilities, Choose, Ended, Proposal, TextSession
 
 

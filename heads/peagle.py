@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from ..ground import BadInputError
 from ..targets import Counts, RaggedCache, Target
-from .base import DrafterConfig, DrafterLoss, TargetBatch
+from .base import DrafterLoss, TargetBatch
 from .eagle3 import Eagle3, Eagle3Config
 from .losses import ComparisonSettings, chunked_compare, divergence
 from .parts.block_session import OnePassSession
@@ -29,6 +29,7 @@ from .parts.mask_token import check_mask, mean_embedding, unused_token
 from .parts.nodes import Unread, required
 from .parts.rollouts import RolledDrafts, RolledLayers, Rollouts, place_texts, said
 from .parts.unread_session import UnreadSession
+from .saved import DrafterConfig
 from .session import Abilities
 
 

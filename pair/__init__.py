@@ -1,10 +1,11 @@
 """What ships: drafter, target and figures as one versioned pair, and what keeps it right when the target changes."""
 
+from .contents import verify
 from .export import PairExport, export_pair
 from .gate import gate_pairs, newest_report
 from .manifest import Manifest
 from .new import new_pair
-from .pair import Compatibility, Pair, StaleError, compatibility, verify
+from .pair import Compatibility, Pair, StaleError, compatibility
 from .probe import ProbeResult, probe
 
 __all__ = [

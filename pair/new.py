@@ -29,6 +29,7 @@ from ..targets.adapters import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from ..targets.fingerprint import digest_file, digest_files
 from ..targets.vetting import is_local
 from .calibration import calibrate, choose_prompts, settings, write_calibration
+from .contents import verify
 from .manifest import (
     ADAPTER,
     CALIBRATION,
@@ -52,7 +53,7 @@ from .manifest import (
     Source,
     TargetRecord,
 )
-from .pair import Pair, verify
+from .pair import Pair
 
 _COPIED = {".json", ".safetensors", ".jinja", ".model", ".txt"}
 _log = logging.getLogger(__name__)

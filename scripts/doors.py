@@ -44,7 +44,9 @@ def check_servable(recipe: Recipe, engine: str | None) -> None:
 
 def export(
     pair: PairFolder,
-    to: Annotated[str, typer.Option("--to", help="vllm, speculators, sglang, hf, medusa, eagle or gguf.")],
+    to: Annotated[
+        str, typer.Option("--to", help="vllm, speculators, sglang, hf, medusa, eagle, z-lab, deepspec or gguf.")
+    ],
     out: Annotated[Path | None, typer.Option(help="A new folder (default: runs/exports/NAME-vVERSION-TO).")] = None,
     depth: Annotated[
         int | None, typer.Option(min=1, help="Draft tokens of a round (default: the tuned plan's, else the pair's).")

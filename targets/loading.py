@@ -51,6 +51,8 @@ def load_tokenizer_of(path: str, revision: str | None, trust_remote_code: bool) 
     name = str(embedded_path()) if path == EMBEDDED else path
     try:
         folder = model_folder(name, revision, trust_remote_code, weights=False)
+        if folder.is_dir():
+            check_files(folder, trust_remote_code)
         return tokenizer_of(folder, trust_remote_code)
     except OutriderError:
         raise

@@ -185,9 +185,9 @@ def regrouped(
 
 def write_state(states: FsdpStates | ZeroStates, folder: Path) -> None:
     """Write the optimizer's state into `folder`, by the first process. All must call this together."""
-    found = _renamed(states.gathered(), lambda name: name.removeprefix(INSIDE))
-    if torch.distributed.get_rank() == 0:
-        torch.save(found, folder / OPTIMIZER)
+    found = states.gathered()
+    if torch.distributed.get_rank() == 0:  # the others may have nothing of it
+        torch.save(_renamed(found, lambda name: name.removeprefix(INSIDE)), folder / OPTIMIZER)
 
 
 def write_schedule(schedule: LRScheduler, folder: Path) -> None:

@@ -16,8 +16,8 @@ from torch import Tensor
 from ..ground import BadInputError, OutriderError
 from ..ground.libraries import LIBRARY_ERRORS, reason
 from ..heads import Drafter, DrafterConfig, drafter_config, head_class, load_drafter
-from ..heads.base import CONFIG, read_config
 from ..heads.parts.registry import saved_type
+from ..heads.saved import CONFIG, read_config
 from ..recipes import Recipe
 from ..targets import Target
 

@@ -22,7 +22,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, Lla
 from ...ground import BadInputError, IncompatibleError
 from ...targets import LayerShape, RaggedCache, Store, Target
 from ...targets.weights import weight_versions
-from ..base import DrafterConfig
+from ..saved import DrafterConfig
 from .unrolled_attention import Entry, attend
 
 Rotary = tuple[Tensor, Tensor]  # cosines and sines as `angles` gives them, [B, 1, Q, D] each

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from ...ground import BadInputError, IncompatibleError
 from ...targets import Target
-from ..base import Drafter, DrafterConfig
+from ..base import Drafter
+from ..saved import DrafterConfig
 from .vocabulary import draft_vocabulary
 
 

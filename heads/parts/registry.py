@@ -13,7 +13,8 @@ import torch
 
 from ...ground import BadInputError, digests
 from ...targets import Target
-from ..base import Drafter, DrafterConfig, read_config
+from ..base import Drafter
+from ..saved import DrafterConfig, read_config
 
 HEADS: dict[str, type[Drafter]] = {}
 

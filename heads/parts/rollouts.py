@@ -14,9 +14,11 @@ Shapes: R rows, T tokens, E masks of a row, N heads, D head size, H hidden size,
 
 from __future__ import annotations
 
+import itertools
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -27,7 +29,7 @@ from ...targets import Counts, Nodes, RaggedCache
 from ..losses import Comparison, acceptance_metrics
 from .decoder_layer import JointLayer, angles
 
-_QUERIES = 256  # of one product with the keys: more of them would see more that is masked
+_PART = 256  # masks in one product with the keys: more of them would see more that is masked
 
 
 def kept_counts(first: int, depths: int, ratio: float, least: float) -> list[int]:
@@ -42,14 +44,17 @@ class Rollouts:
     Attributes:
         anchors: the place after which each mask's rollout begins, `[R, E]`.
         depths: how many places after it the mask stands, from 1 on, `[R, E]`.
-        real: which are masks at all: rows differ in how many they have, `[R, E]` bool.
-        spans: between which places the anchors of each column stand, in all rows together.
+        real: which are masks at all: rows differ in how many they have, and no rollout begins in one part of the masks
+            and ends in another, `[R, E]` bool.
+        size: masks of a part; the last one may have fewer.
+        contexts: of how many places of the text, from the first on, each part sees some.
     """
 
     anchors: Tensor
     depths: Tensor
     real: Tensor
-    spans: tuple[tuple[int, int], ...]
+    size: int
+    contexts: tuple[int, ...]
 
     @classmethod
     def drawn(cls, learned: Tensor, tokens: Tensor, depths: int, ratio: float, least: float, step: int = 0) -> Rollouts:
@@ -62,31 +67,40 @@ class Rollouts:
         """
         if learned.device.type == "meta":
             return cls._without_contents(learned, depths, ratio, least)
-        found = [
-            _row(row, text, depths, ratio, least, step) for row, text in zip(learned.cpu(), tokens.cpu(), strict=True)
-        ]
+        rows = zip(learned.cpu(), tokens.cpu(), strict=True)
+        found = [_row(row, text, depths, ratio, least, step) for row, text in rows]
+        return cls.of(found, max(_PART, depths - 1), learned.device)
+
+    @classmethod
+    def of(cls, rows: Sequence[list[tuple[int, int]]], size: int, device: torch.device | str) -> Rollouts:
+        """Return the masks (anchor, depth) of each row, by anchor and depth, in parts of `size`, on `device`."""
+        found = [_in_parts(row, size) for row in rows]
         width = max(1, *map(len, found))
-        # A row without that many repeats a mask: it needs something that it may see.
-        filled = [row + [row[-1] if row else (0, 1)] * (width - len(row)) for row in found]
-        device = learned.device
-        both = torch.tensor(filled, device=device)
-        real = torch.tensor([[True] * len(row) + [False] * (width - len(row)) for row in found], device=device)
-        spans = tuple((min(column), max(column)) for column in zip(*both[:, :, 0].tolist(), strict=True))
-        return cls(both[:, :, 0], both[:, :, 1], real, spans)
+        masks = torch.tensor([_filled(row, width) for row in found])
+        contexts = tuple(1 + int(part[:, :, 0].max()) for part in masks.split(size, 1))
+        anchors, depths, real = masks.to(device).unbind(2)
+        return cls(anchors, depths, real.bool(), size, contexts)
 
     @classmethod
     def _without_contents(cls, learned: Tensor, depths: int, ratio: float, least: float) -> Rollouts:
         """Return as many masks as there can be, spread evenly: a training is planned on tensors without contents."""
         rows, length = learned.shape
-        width = max(1, sum(kept_counts(length, depths, ratio, least)[1:]))
-        even = [i * (length - 1) // width for i in range(width)]
+        size, first = max(_PART, depths - 1), len(learned.nonzero()) // rows
+        width = max(1, sum(kept_counts(first, depths, ratio, least)[1:]))
+        contexts = tuple(1 + min(begin + size, width) * (length - 1) // width for begin in range(0, width, size))
         places = torch.ones(rows, width, dtype=torch.long, device="meta")
-        return cls(places, places, places.bool(), tuple(zip(even, even, strict=True)))
+        return cls(places, places, places.bool(), size, contexts)
 
     @property
     def places(self) -> Tensor:
         """Where the masks stand in their texts, `[R, E]`."""
         return self.anchors + self.depths
+
+    @property
+    def parts(self) -> list[tuple[int, int, int]]:
+        """Where each part of the masks begins and ends, and how much of the text it sees."""
+        width = self.anchors.shape[1]
+        return [(i * self.size, min((i + 1) * self.size, width), seen) for i, seen in enumerate(self.contexts)]
 
     def sees(self, begin: int, end: int, context: int) -> Tensor:
         """Return what the masks from `begin` to `end` see of the first `context` places of the text and of each other.
@@ -99,6 +113,14 @@ class Rollouts:
         # What fills up a row repeats a mask, and is seen by nobody but itself.
         own = own & (self.real[:, None, begin:end] | torch.eye(end - begin, dtype=torch.bool, device=own.device))
         return torch.cat([text, own], 2)[:, None]
+
+    def bias(self, dtype: torch.dtype) -> list[Tensor]:
+        """Return for each part what is added to its scores: 0, or −∞ for what is not seen; of the shape of `sees`.
+
+        Attention makes this of a mask of truths, once for each layer, and keeps it until the gradients are there.
+        """
+        seen = (self.sees(*part) for part in self.parts)
+        return [torch.zeros_like(s, dtype=dtype).masked_fill_(s.logical_not(), float("-inf")) for s in seen]
 
 
 def _row(learned: Tensor, text: Tensor, depths: int, ratio: float, least: float, step: int) -> list[tuple[int, int]]:
@@ -118,6 +140,23 @@ def _row(learned: Tensor, text: Tensor, depths: int, ratio: float, least: float,
     return sorted(found)
 
 
+def _in_parts(masks: list[tuple[int, int]], size: int) -> list[tuple[int, int, bool]]:
+    """Return a row's masks, and which are real: the others fill parts that the next rollout does not fit into."""
+    found: list[tuple[int, int, bool]] = []
+    for _, rollout in itertools.groupby(masks, itemgetter(0)):
+        whole = list(rollout)
+        if len(found) % size + len(whole) > size:
+            found = _filled(found, len(found) + -len(found) % size)
+        found += [(anchor, depth, True) for anchor, depth in whole]
+    return found
+
+
+def _filled(row: list[tuple[int, int, bool]], width: int) -> list[tuple[int, int, bool]]:
+    """Return a row of `width` masks, of which the last is repeated: what fills it needs something that it may see."""
+    anchor, depth, _ = row[-1] if row else (0, 1, False)
+    return row + [(anchor, depth, False)] * (width - len(row))
+
+
 class RolledLayers:
     """Layers in one training step, over whole texts and rollouts after them.
 
@@ -130,6 +169,7 @@ class RolledLayers:
         self.layers = [JointLayer(layer, config) for layer in layers]
         self.groups = config.num_attention_heads // config.num_key_value_heads
         self.rotary, self.rollouts = rotary, rollouts
+        self.bias: list[Tensor] = []
 
     def through(self, projected: Tensor, hidden: Tensor) -> Tensor:
         """Return the last layer's output for texts and the masks after them, `[R, T + E, H]`.
@@ -138,7 +178,7 @@ class RolledLayers:
             projected: what the first layer's `split` takes.
             hidden: what the first layer's attention is added to.
         """
-        length = hidden.shape[1] - len(self.rollouts.spans)
+        length = hidden.shape[1] - self.rollouts.anchors.shape[1]
         places = torch.arange(length, device=hidden.device).expand(len(hidden), -1)
         rotary = angles(self.rotary, hidden, torch.cat([places, self.rollouts.places], 1))
         for index, layer in enumerate(self.layers):
@@ -150,30 +190,13 @@ class RolledLayers:
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, length: int) -> Tensor:
         """Return what queries `[R, N, T + E, D]` gather, in their shape, a part of the masks at a time."""
         attend = nn.functional.scaled_dot_product_attention
+        self.bias = self.bias or self.rollouts.bias(q.dtype)  # all layers see the same
         found = [attend(q[:, :, :length], k[:, :, :length], v[:, :, :length], is_causal=True)]
-        for begin, end, context in self._parts():
+        for (begin, end, context), bias in zip(self.rollouts.parts, self.bias, strict=True):
             own = slice(length + begin, length + end)
             keys, values = (torch.cat([x[:, :, :context], x[:, :, own]], 2) for x in (k, v))
-            found.append(attend(q[:, :, own], keys, values, self.rollouts.sees(begin, end, context)))
+            found.append(attend(q[:, :, own], keys, values, bias))
         return torch.cat(found, 2)
-
-    def _parts(self) -> list[tuple[int, int, int]]:
-        """Return the masks in parts, in which all rows' rollouts are whole, and how much of the text each sees."""
-        spans, found, begin = self.rollouts.spans, list[tuple[int, int, int]](), 0
-        cuts = self._cuts()
-        for cut in cuts:
-            if cut - begin >= _QUERIES or cut == len(spans):
-                found.append((begin, cut, max(latest for _, latest in spans[begin:cut]) + 1))
-                begin = cut
-        return found
-
-    def _cuts(self) -> list[int]:
-        """Return after how many masks a rollout of every row has ended."""
-        anchors = self.rollouts.anchors
-        if anchors.device.type == "meta":
-            return list(range(1, anchors.shape[1] + 1))
-        ends = (anchors[:, 1:] != anchors[:, :-1]).all(0).nonzero()[:, 0] + 1
-        return [*ends.tolist(), anchors.shape[1]]
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,9 @@ from ...ground.files import write_atomically
 from ...ground.locks import locked
 from ...ground.progress import progress
 from ...ground.replacing import replacing_folder
+from ..contents import verify
 from ..manifest import MANIFEST, SIGNATURE, Manifest
-from ..pair import Pair, verify
+from ..pair import Pair
 from .layout import Entry, Reference, Seal, Store, check_files, check_name, check_seal, read_entry
 
 _ATTEMPTS = 100  # at an entry's name, each lost to another writer

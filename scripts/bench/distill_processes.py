@@ -41,7 +41,7 @@ NUM_PARTS, NUM_TOKENS = 512, 96  # of which the parts by themselves are measured
 
 def recipe(output: Path, limit: int, new_tokens: int, batch_size: int) -> Recipe:
     """Return what is distilled."""
-    data = {"prompts": ["embedded:code", "embedded:docs"], "limit": limit, "max_prompt_tokens": 128}
+    data = {"prompts": ["embedded:code", "embedded:docs"], "limit": limit, "max_prompt_tokens": 256}
     return Recipe.from_dict(
         {
             "name": "processes",
@@ -114,8 +114,8 @@ def parts(arguments: argparse.Namespace) -> dict[str, float]:
         partial, count = Unfinished(Path(folder)), NUM_PARTS * arguments.batch_size
         grouped = batches(range(count), arguments.batch_size, 1)
         answers = [[Answer(i, (list(range(NUM_TOKENS)),)) for i in batch] for batch in grouped]
-        keep = timed(lambda: [partial.keep(n, a) for n, a in enumerate(answers)])
-        claim = timed(lambda: [_claim(partial, n) for n in range(len(grouped))])
+        keep = timed(lambda: _keep(partial, answers))
+        claim = timed(lambda: _claim(partial, len(grouped)))
         save = timed(lambda: _save(partial, Path(folder), count))
     thousand = 1000 / arguments.limit
     return {
@@ -126,9 +126,15 @@ def parts(arguments: argparse.Namespace) -> dict[str, float]:
     }
 
 
-def _claim(partial: Unfinished, number: int) -> None:
-    with partial.claiming(number + 10**6):
-        partial.has(number)
+def _keep(partial: Unfinished, answers: list[list[Answer]]) -> None:
+    for number, batch in enumerate(answers):
+        partial.keep(number, batch)
+
+
+def _claim(partial: Unfinished, count: int) -> None:
+    for number in range(count):
+        with partial.claiming(number + 10**6):
+            partial.has(number)
 
 
 def _save(partial: Unfinished, folder: Path, count: int) -> None:

@@ -228,11 +228,11 @@ def main(given: Sequence[str] | None = None) -> int:
         multiply_bfloat16()
     result: dict[str, Any] = {"device": str(device), "device_name": device_name(device), "versions": versions()}
     for dtype in arguments.dtypes:
-        cases = [
-            {"kernel": kernel, "case": case, "error": error}
-            for kernel, case, error in errors(getattr(torch, dtype), device)
-        ]
-        largest = {case["kernel"]: max(c["error"] for c in cases if c["kernel"] == case["kernel"]) for case in cases}
+        largest: dict[str, float] = {}
+        cases = []
+        for kernel, case, error in errors(getattr(torch, dtype), device):
+            cases.append({"kernel": kernel, "case": case, "error": error})
+            largest[kernel] = max(error, largest.get(kernel, 0.0))
         result[dtype] = {"largest": largest, "cases": cases}
         for kernel, error in largest.items():
             print(f"{dtype:9} {kernel:30} {error:.2g}")

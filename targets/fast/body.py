@@ -137,7 +137,8 @@ class FastBody:
         query = operations.place_heads(
             joined, list(heads.norms), *turning, keys, values, heads.eps, float(rotary.attention_scaling)
         )
-        split = Split.of(*keys.shape[:2], heads.count // heads.shared * placed.slots.shape[1], cache.max_length)
+        rows, queries = placed.slots.shape
+        split = Split.of(rows, heads.shared, heads.count // heads.shared * queries, cache.max_length)
         mixed = operations.attend(query, keys, values, placed, heads.scale, heads.window, split)
         multiply("mixed", layer, mixed.view(len(hidden), -1), onto=hidden)
         multiply("down", layer, multiply("gated", layer, hidden), onto=hidden)
@@ -194,7 +195,7 @@ def _gated(layer: Any) -> Matrix:
     return Matrix(weight, norm.weight, None, norm.variance_epsilon, gated=True)
 
 
-def merge(parameters: Sequence[nn.Parameter]) -> Tensor:
+def merge(parameters: Sequence[Tensor]) -> Tensor:
     """Return parameters one below the other in one tensor, of which they become views.
 
     Parameters that stand so already are left where they are: another target may have merged them.

@@ -25,6 +25,8 @@ from outrider.decode.run import Request
 from outrider.heads import (
     Drafter,
     DraftModel,
+    DSpark,
+    DSparkConfig,
     Eagle3,
     Eagle3Config,
     Lookahead,
@@ -440,6 +442,24 @@ def test_what_the_host_proposes_is_verified_by_replays(target, replays, name, sa
         assert a.rule == b.rule
         assert len({len(tokens) for tokens in a.tokens}) > 1
     assert sum(graph.count for graph in replays) > 10
+
+
+def test_confidences_that_are_calibrated_after_a_capture_end_chains_of_the_next_request(target, replays):
+    """A graph has the temperatures' numbers in it: it must not be replayed with others."""
+    torch.manual_seed(3)
+    drafter = DSpark.build(DSparkConfig(block_size=4, num_layers=1, markov_rank=4), target, None)
+    decoder, plan = Decoder(target, drafter, static=True), Plan(3, confidence=0.5)
+    lengths = []
+    for temperatures in ((), (0.01,) * 4, (100.0,) * 4):
+        drafter.config.temperatures = temperatures
+        for _ in range(2):  # the second request is a replay from its first round on
+            found = decoder.generate(PROMPTS, 24, plan=plan, ignore_eos=True)
+            usual = Decoder(target, drafter, static=False).generate(PROMPTS, 24, plan=plan, ignore_eos=True)
+            assert found.tokens == usual.tokens
+            assert found.rounds == usual.rounds
+        lengths.append(sum(one.drafted for rounds in found.rounds for one in rounds))
+    assert len(set(lengths)) > 1, "temperatures decide"
+    assert sum(graph.count for graph in replays) > 20
 
 
 def test_rows_that_finish_and_rows_without_drafts_replay_too(target, replays):

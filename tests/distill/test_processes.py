@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from accelerate import debug_launcher
+from accelerate import PartialState, debug_launcher
 from torch import distributed
 
 from outrider.decode import Decoder, Output
@@ -60,13 +60,18 @@ def note_who_answers(monkeypatch: pytest.MonkeyPatch, notes: Path, slow_rank: st
         if rank == slow_rank:
             time.sleep(2)
         elif slow_rank:
-            time.sleep(0.1)  # so that one process does not do all before the next has begun
+            time.sleep(0.2)  # so that one process does not do all before the next has begun
         name = "-".join(map(str, sequence_ids))
         assert not (notes / name).exists(), "a batch is answered once"
         (notes / name).write_text(rank)
         return generate(self, prompts, *args, sequence_ids=sequence_ids, **kwargs)
 
     monkeypatch.setattr(Decoder, "generate", noted)
+
+
+def distil_together(recipe: Recipe, target: Target) -> None:
+    PartialState(cpu=True)
+    distill(recipe, target)
 
 
 def content(folder: Path) -> dict[str, bytes]:
@@ -79,7 +84,7 @@ def test_any_number_of_processes_gives_the_same_data_set_and_a_slow_one_holds_no
     one = distill(make_recipe("one"), tiny_target)
     note_who_answers(monkeypatch, tmp_path / "notes", slow_rank="1")
     several = make_recipe("several")
-    debug_launcher(distill, (several, tiny_target), num_processes=3)
+    debug_launcher(distil_together, (several, tiny_target), num_processes=3)
     assert content(several.output_folder / "data") == content(one)
     answered = Counter(file.read_text() for file in (tmp_path / "notes").iterdir())
     assert set(answered) == {"0", "1", "2"}

@@ -282,7 +282,7 @@ def test_every_turn_of_a_conversation_is_answered_after_the_targets_own_earlier_
     first, *later = ([{"role": "user", "content": text}] for text in ("first", "second", "third"))
     text = render(tokenizer, first, "here")
     prompt = Prompt("a/1", "a", tuple(tokenizer(text)["input_ids"]), text, tuple(first), tuple(map(tuple, later)))
-    monkeypatch.setattr(responses, "gather", lambda *_: Collection([prompt]))
+    monkeypatch.setattr(responses, "gather", lambda *_, **__: Collection([prompt]))
     fleet = [start_server()] if served else []
     found = rows(distill(make_recipe("turns", *fleet, max_new_tokens=6), tiny_target))
     learnt = sum(sum(row["loss_mask"]) for row in found)

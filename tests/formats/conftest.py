@@ -29,6 +29,8 @@ def make_drafter(target: Target, tiny_llama: Callable) -> Callable[..., Drafter]
         block = {"taps": [1, 3, 5], "draft_vocab_size": 100, "num_layers": 2, "mask_token_id": target.vocab_size - 1}
         defaults = {
             "eagle3": {"taps": [1, 3, 5], "draft_vocab_size": 100},
+            "peagle": {"taps": [1, 3, 5], "draft_vocab_size": 100, "num_layers": 2, "steps": 3}
+            | {"mask_token_id": target.vocab_size - 1},
             "dflash": block | {"block_size": 4},
             "dspark": block | {"block_size": 3, "markov_rank": 8},
         }

@@ -36,6 +36,7 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
         {"draft_vocab_size": 100},
         {"draft_vocab_size": 100, "share_lm_head": True},
     ],
+    "peagle": [{}, {"norm_taps": True}, {"norm_before_fc": True, "num_layers": 1}, {"draft_vocab_size": 0}],
     "dflash": [
         {},
         {"draft_vocab_size": 0, "rope_parameters": LINEAR_ROPE},
@@ -43,8 +44,12 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
         {"sliding_window": 6, "window_from": "anchor"},
         {"sliding_window": 6},
         {"causal": True},
+        {"draft_vocab_size": 0, "causal": True},
+        {"draft_vocab_size": 0, "taps": [1, 2, 4, 5], "num_layers": 1},
     ],
-    "dspark": [{}, {"markov_head": "gated"}, {"markov_head": "rnn"}, {"from_anchor": False, "block_size": 4}],
+    "dspark": [{}, {"markov_head": "gated"}, {"markov_head": "rnn"}, {"from_anchor": False, "block_size": 4}]
+    + [{"draft_vocab_size": 0, "markov_head": head} for head in ("vanilla", "gated", "rnn")]
+    + [{"draft_vocab_size": 0, "confidence": False}, {"draft_vocab_size": 0, "taps": [0, 3]}],
     "draft_model": [{}],
     "self_speculative": [{"exit_layer": 2, "num_blocks": 0}, {"exit_layer": 2}],
 }

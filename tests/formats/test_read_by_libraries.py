@@ -15,7 +15,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from outrider.formats import export_drafter
-from outrider.heads import Drafter, Eagle3
+from outrider.heads import Drafter, Eagle3, PEagle, TargetBatch
+from outrider.heads.parts.rollouts import Rollouts
 from outrider.targets import Target
 
 STEPS, LENGTH = 3, 16
@@ -98,3 +99,37 @@ def test_speculators_computes_our_logits_from_an_exported_head(
     for step, logits in enumerate(ours):
         count = LENGTH - 1 - step
         torch.testing.assert_close(theirs[str(step)][:count], logits[:count], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.served
+@pytest.mark.skipif(SPECULATORS is None, reason="OUTRIDER_SPECULATORS_PYTHON names no environment with speculators")
+@pytest.mark.parametrize("settings", [{}, {"norm_taps": True, "num_layers": 1}, {"norm_before_fc": True}], ids=str)
+def test_speculators_computes_our_logits_from_an_exported_peagle(
+    target: Target, make_drafter: Callable[..., Drafter], tmp_path: Path, settings: dict[str, Any]
+) -> None:
+    """At every depth after every place, in its own training pass, fp32."""
+    target.model.save_pretrained(tmp_path / "target")
+    target.require_tokenizer().save_pretrained(str(tmp_path / "target"))
+    named = Target(target.model, target.tokenizer, {"path": str(tmp_path / "target")})
+    head = make_drafter("peagle", steps=STEPS, **settings)
+    assert isinstance(head, PEagle)
+    export_drafter(head, named, "speculators", tmp_path / "out", STEPS)
+    tokens = torch.randint(target.vocab_size - 1, (1, LENGTH), generator=torch.Generator().manual_seed(1))
+    seen = target.forward(tokens, taps=head.taps)
+    assert seen.hidden is not None
+    given = {"hidden": seen.hidden[:, :-1].flatten(2), "tokens": tokens[:, 1:], "last": seen.last[:, 1:]}
+    save_file({name: tensor.contiguous() for name, tensor in given.items()}, tmp_path / "inputs")
+    script = Path(__file__).with_name("peagle_by_speculators.py")
+    words = [str(SPECULATORS), str(script), *map(str, (tmp_path / "out", tmp_path / "inputs", tmp_path / "logits"))]
+    done = subprocess.run([*words, str(STEPS)], capture_output=True, text=True, env=os.environ, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    theirs = load_file(tmp_path / "logits")
+    places, depths = theirs["places"].tolist(), theirs["depths"].tolist()
+    masks = sorted((place, depth) for place, depth in zip(places, depths, strict=True) if depth)
+    assert len(masks) > LENGTH
+    batch = TargetBatch(target, tokens, torch.ones_like(tokens, dtype=torch.bool), seen.hidden, seen.last)
+    with torch.no_grad():
+        ours = head.logits(head.roll(batch, Rollouts.of([masks], 256, "cpu")), target)[0]
+    every = zip(places, depths, strict=True)
+    entries = [place if not depth else LENGTH + masks.index((place, depth)) for place, depth in every]
+    torch.testing.assert_close(theirs["logits"], ours[entries], atol=1e-5, rtol=1e-5)

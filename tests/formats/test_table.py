@@ -31,6 +31,7 @@ UNUSUAL = {
     ],
     "mtp": [{"hidden_first": True}, {"recursive": False, "depth": 2}, {"draft_vocab_size": 100}],
     "self_speculative": [{"num_blocks": 1}, {"num_blocks": 0, "share_lm_head": False}],
+    "peagle": [{"norm_taps": True}, {"norm_before_fc": True}, {"taps": [5, 3]}],
     "dflash": [
         {"draft_vocab_size": 100},
         {"causal": True},

@@ -51,9 +51,7 @@ def sequences(rows: int = 3, length: int = LENGTH) -> Tensor:
 
 
 def rolled(places: list[tuple[int, int]], rows: int) -> Rollouts:
-    both = torch.tensor(places).expand(rows, -1, -1)
-    real = torch.ones(both.shape[:2], dtype=torch.bool)
-    return Rollouts(both[:, :, 0], both[:, :, 1], real, tuple((a, a) for a, _ in places))
+    return Rollouts.of([places] * rows, 16, "cpu")
 
 
 def every(length: int, steps: int) -> list[tuple[int, int]]:

@@ -56,11 +56,9 @@ def batch(target: Target, drafter: PEagle, tokens: Tensor, supervised: Tensor | 
     return TargetBatch(target, tokens, learned, seen.hidden, seen.last)
 
 
-def rolled(places: list[tuple[int, int]], rows: int) -> Rollouts:
+def rolled(places: list[tuple[int, int]], rows: int, size: int = 256) -> Rollouts:
     """The same masks, (anchor, depth), in every row."""
-    both = torch.tensor(places).expand(rows, -1, -1)
-    real = torch.ones(both.shape[:2], dtype=torch.bool)
-    return Rollouts(both[:, :, 0], both[:, :, 1], real, tuple((a, a) for a, _ in places))
+    return Rollouts.of([places] * rows, size, "cpu")
 
 
 def every(length: int, steps: int) -> list[tuple[int, int]]:
@@ -71,7 +69,10 @@ def test_logits_in_training_are_the_decoders(target, drafter, decoded_logits):
     """All rollouts of all places in one pass, in several parts, against ragged rounds that begin there; fp32."""
     tokens, starts, steps = sequences(), [[1, 3, 4, 9], [5, 6, 9, 12], [2, 3, 6, 7]], drafter.max_depth
     data, masks = batch(target, drafter, tokens), every(LENGTH, steps)
-    trained = drafter.logits(drafter.roll(data, rolled(masks, 3)), target)
+    rollouts = rolled(masks, 3, 3 * max(1, steps - 1))
+    assert len(rollouts.parts) == -(-len(masks) // rollouts.size)
+    assert rollouts.real.all(), "the parts are full"
+    trained = drafter.logits(drafter.roll(data, rollouts), target)
     for number, logits in enumerate(decoded_logits(drafter, target, tokens, starts, steps)):
         for row, d in product(range(3), range(steps)):
             place = starts[row][number] - 1
@@ -96,6 +97,23 @@ def test_what_was_dropped_changes_nothing_that_is_left(target, drafter):
         mask = int(some.anchors[row, entry]), int(some.depths[row, entry])
         expected = whole[row, LENGTH + masks.index(mask)]
         torch.testing.assert_close(found[row, LENGTH + entry], expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("size", [5, 8, 64])
+def test_parts_change_nothing_whatever_rows_they_are_of(target, drafter, size):
+    """Rows of other numbers of masks, whose rollouts end nowhere together: each part holds some of every row."""
+    tokens, steps = sequences(), drafter.max_depth
+    data = batch(target, drafter, tokens)
+    learned = torch.rand(3, LENGTH, generator=torch.Generator().manual_seed(size)) < torch.tensor([[0.9], [0.4], [0.7]])
+    rows = [[(t, d) for t in row.nonzero()[:, 0].tolist() for d in range(1, steps)] for row in learned]
+    whole, parts = (Rollouts.of(rows, n, "cpu") for n in (10_000, size))
+    assert len(whole.parts) == 1
+    assert len(parts.parts) >= len(rows[0]) // size
+    assert all(end - begin <= size for begin, end, _ in parts.parts)
+    expected, found = (drafter.roll(data, made)[:, LENGTH:] for made in (whole, parts))
+    for row in range(3):
+        assert int(parts.real[row].sum()) == len(rows[row])
+        torch.testing.assert_close(found[row, parts.real[row]], expected[row, whole.real[row]], rtol=1e-5, atol=1e-5)
 
 
 def test_a_rollout_sees_the_text_up_to_its_anchor_and_no_other_rollout(target, drafter):

@@ -65,8 +65,9 @@ MODULES = {
     "divergences": Module("heads/parts/divergences.py", ("tests/heads/test_losses.py",)),
     "losses": Module("heads/losses.py", ("tests/heads/test_losses.py",)),
     "checkpoints": Module("train/checkpoints.py", ("tests/train/test_checkpoints.py",)),
-    "pair": Module(
-        "pair/pair.py", ("tests/pair/test_pair.py", "tests/pair/test_verify.py", "tests/pair/test_tuning.py")
+    "pair": Module("pair/pair.py", ("tests/pair/test_pair.py", "tests/pair/test_tuning.py")),
+    "contents": Module(
+        "pair/contents.py", ("tests/pair/test_pair.py", "tests/pair/test_verify.py", "tests/pair/test_tuning.py")
     ),
     "manifest": Module("pair/manifest.py", ("tests/pair/test_manifest.py", "tests/pair/test_tuning.py")),
     "calibration": Module("pair/calibration.py", ("tests/pair/test_calibration.py",)),

@@ -31,12 +31,16 @@ def run(out: Path, *words: str, **environment: str) -> str:
 def test_a_step_whose_file_is_there_is_skipped_and_one_that_fails_ends_nothing(tmp_path):
     """Also, what a step that was cut off had written is not taken for its result."""
     (tmp_path / "versions.txt").write_text("from the call before")
-    (tmp_path / "tests.txt.part").write_text("cut off")
-    said = run(tmp_path, "versions", "tests", PYTEST_ADDOPTS="--no-such-option")
+    (tmp_path / "ceilings.json.part").write_text("cut off")
+    planted = tmp_path / "planted"
+    planted.mkdir()
+    (planted / "torch.py").write_text("raise SystemExit('a planted fault')")
+    said = run(tmp_path, "versions", "ceilings", "training", PYTHONPATH=str(planted))
     assert "· versions: there already" in said
-    assert "· tests: FAILED" in said
-    assert not (tmp_path / "tests.txt").exists()
-    assert "--no-such-option" in (tmp_path / "summary.md").read_text()
+    assert "· ceilings: FAILED" in said
+    assert "· training: FAILED" in said
+    assert not (tmp_path / "ceilings.json").exists()
+    assert "**ceilings**: exit code 1; a planted fault" in (tmp_path / "summary.md").read_text()
 
 
 @pytest.mark.slow
@@ -79,11 +83,18 @@ def test_the_page_says_goals_figures_and_failures(tmp_path):
     ]
     runners = {"fast": {"passes": passes}, "compiled": {"error": "RuntimeError: no compiler"}}
     (tmp_path / "passes-llama.json").write_text(json.dumps({"floor": {"weight_bytes": 15e9}, "runners": runners}))
+    rounds = {"plain": 0.004, "transformers.generate": 0.018, "eagle3, forced 1": 0.005}
+    loops = {name: {"seconds_per_round": time, "steady_tokens_per_second": 1 / time} for name, time in rounds.items()}
+    cell = {"loops": loops, "gaps": {"plain": {"between": 0.00004}}}
+    (tmp_path / "decode-llama.json").write_text(json.dumps({"cells": [cell]}))
     (tmp_path / "tests.failed").write_text("exit code 1\n3 failed\n")
     said = page(tmp_path)
     assert "plain pass 85.0% of the measured floor (goal: 80%)" in said
     assert "T(8)/T(1) 1.020 (goal: at most 1.05)" in said
     assert "| Llama-3.1-8B, fast, 1024 | 4.000 | 85.0% / 78.1% | 1.020 | 1.300 |" in said
+    assert "llama: 4.50 times `transformers.generate`" in said
+    assert "llama: host gap 1.0% of a plain round" in said
+    assert "an EAGLE-3 round of depth 4 is 1.25 plain rounds" in said
     assert "**tests**: exit code 1; 3 failed" in said
     assert "**passes-llama, compiled**: RuntimeError: no compiler" in said
     assert said.count("Not measured.") == 3

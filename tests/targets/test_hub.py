@@ -18,6 +18,7 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 from outrider.ground import BadInputError, IncompatibleError, OutriderError, Refusal
 from outrider.heads import DraftModel, DraftModelConfig
 from outrider.targets import Target, load_causal_lm
+from outrider.targets.loading import load_tokenizer_of
 
 COMMIT = "c" * 40
 NAME = "someone/model"
@@ -113,6 +114,15 @@ def test_a_pipe_among_the_hubs_files_is_refused_and_never_waited_for(model: Path
     os.mkfifo(keep_in_cache(model, hub) / "vocab.json")
     with pytest.raises(Refusal, match="a pipe"):
         Target.load(NAME)
+
+
+@pytest.mark.parametrize("place", ["the Hub", "a folder"])
+def test_a_tokenizer_alone_is_looked_at_too(model: Path, hub: Path, place: str) -> None:
+    """As the verbs read it that need no weights."""
+    edit(model / "tokenizer_config.json", attn_implementation="evil/kernel")
+    keep_in_cache(model, hub)
+    with pytest.raises(Refusal, match="names code of the Hub"):
+        load_tokenizer_of(NAME if place == "the Hub" else str(model), None, False)
 
 
 def test_only_pickles_are_refused(model: Path, hub: Path) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from outrider.ground import Refusal
+from outrider.ground import Refusal, seen
 from outrider.train import checkpoints as folders
 
 MakeCheckpoint = Callable[..., Path]
@@ -70,6 +70,25 @@ def test_a_checkpoint_of_an_older_version_counts_by_the_sizes_of_its_files(
     assert "written by an older Outrider" in caplog.text
     marker.write_text(json.dumps({"files": {"optimizer.pt": 8}}))
     assert folders.last_complete(folder.parent) is None
+
+
+def test_a_checkpoint_that_was_just_written_is_not_read_again(
+    saved: MakeCheckpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither by the process that wrote it, nor by those beside it: they find the digests of large files."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    seen.forget()
+    folder = saved(1, whole=False)
+    (folder / "empty").unlink()
+    for name in ("optimizer.pt", "drafter/model.safetensors"):
+        (folder / name).write_bytes(bytes(1_000_000))
+    folders.mark_complete(folder)
+    reads: list[int] = []
+    monkeypatch.setattr(hashlib, "file_digest", lambda *_: reads.append(1))
+    assert folders.last_complete(folder.parent) == folder
+    seen.forget()  # as another process does
+    assert folders.last_complete(folder.parent) == folder
+    assert reads == []
 
 
 def test_a_checkpoint_is_whole_once_it_is_marked(saved: MakeCheckpoint) -> None:

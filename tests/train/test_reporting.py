@@ -73,6 +73,7 @@ def test_an_offline_wandb_run_holds_everything(
     monkeypatch.setenv("WANDB_SILENT", "true")
     train(measuring(recipe, tmp_path, "wandb"), target)
     wandb.finish()
+    wandb.teardown()  # what its service still held is in the file now
     found = records(next(tmp_path.glob("wandb/offline-run-*/run-*.wandb")))
     history = [{item["key"]: item["value"] for item in record} for record in found["history"]]
     curves = {name for row in history for name in row}

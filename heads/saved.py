@@ -1,0 +1,129 @@
+"""A drafter on the disk: its settings and its weights, and what it is by content.
+
+config.json          its type and its settings
+model.safetensors    its weights
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, ClassVar, Generic, Self, TypeVar, cast, get_type_hints
+
+from safetensors.torch import save_file
+from torch import nn
+
+from ..ground import BadInputError, refuse_unknown_keys
+from ..ground.files import write_atomically
+from ..ground.foreign import read_json
+from ..ground.replacing import replacing
+from ..ground.values import checked_value
+from ..targets import Target
+from ..targets.fingerprint import digest_json, digest_tensor
+from ..targets.vetting import check_config, check_regular
+from ..targets.weights import WEIGHTS, restored
+
+CONFIG = "config.json"
+_MAX_SIZE = 2**31 - 1  # of any length or count
+
+
+@dataclass
+class DrafterConfig:
+    """The settings of a drafter, saved as config.json beside its weights.
+
+    `init_words`: what its setting `init` may be; a recipe's `init` that is none of them is the folder of a saved
+        drafter.
+    """
+
+    init_words: ClassVar[tuple[str, ...]] = ()
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any], where: str = "drafter") -> Self:
+        """Build a config from a mapping of plain values. All numbers are sizes, counts or weights.
+
+        Raises:
+            BadInputError: an unknown key (the nearest known one is suggested), a value of another type than its
+                field's, or a negative number.
+        """
+        refuse_unknown_keys(values, [f.name for f in fields(cls)], where)
+        hints = get_type_hints(cls)
+        checked = {name: checked_value(f"{where}.{name}", value, hints[name]) for name, value in values.items()}
+        for name, value in checked.items():
+            if isinstance(value, int | float) and not 0 <= value < math.inf:
+                raise BadInputError(f"{where}.{name}: expected 0 or more, found {value}.")
+            if isinstance(value, int) and value > _MAX_SIZE:
+                raise BadInputError(f"{where}.{name}: expected at most {_MAX_SIZE}, found {value}.")
+        return cls(**checked)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the settings as plain values, as config.json holds them."""
+        return asdict(self)
+
+    def to_json_string(self) -> str:
+        """Return the settings as `transformers` configs give theirs: its tensorboard report asks for it."""
+        return json.dumps(self.to_dict(), indent=2)
+
+
+C = TypeVar("C", bound=DrafterConfig)
+
+
+class SavedDrafter(nn.Module, Generic[C]):
+    """What of a drafter is kept: settings and weights, written, restored, and known by their content."""
+
+    name: ClassVar[str]
+    config_class: ClassVar[type[DrafterConfig]] = DrafterConfig
+    config: C
+
+    def __init__(self, config: C):
+        super().__init__()
+        self.config = config
+
+    @classmethod
+    def configured(cls, values: dict[str, Any], where: str) -> C:
+        """Return a config of this drafter's kind from plain values, see `DrafterConfig.from_dict`."""
+        return cast(C, cls.config_class.from_dict(values, where))
+
+    @classmethod
+    def from_folder(cls, folder: Path, values: dict[str, Any], target: Target | None) -> Self:
+        """Restore the drafter that `save` wrote; `values` is config.json without `drafter_type`."""
+        config = cls.configured(values, f"{folder / CONFIG}: drafter")
+        return restored(lambda: cls(config), folder)
+
+    def save(self, path: str | Path) -> None:
+        """Write config.json and model.safetensors into the folder `path`."""
+        folder = Path(path)
+        folder.mkdir(parents=True, exist_ok=True)
+        weights = {name: tensor.detach().cpu().contiguous() for name, tensor in self.state_dict().items()}
+        with replacing(folder / WEIGHTS) as temporary:
+            save_file(weights, temporary, metadata={"format": "pt"})
+        self.save_config(folder)
+
+    def save_config(self, folder: Path) -> None:
+        """Write config.json into `folder`."""
+        values = {"drafter_type": self.name, **self.config.to_dict()}
+        write_atomically(folder / CONFIG, json.dumps(values, indent=2) + "\n")
+
+    def identity_settings(self) -> dict[str, Any]:
+        """Return the settings that are part of `digest`, as plain values."""
+        return self.config.to_dict()
+
+    def digest(self) -> str:
+        """Return the drafter's identity by content: SHA-256 of its type, its settings and its weights.
+
+        A drafter that was saved and loaded again, in the same dtype, has the same one. Reads every weight once.
+        """
+        weights = {name: digest_tensor(tensor) for name, tensor in sorted(self.state_dict().items())}
+        return digest_json({"type": self.name, "settings": self.identity_settings(), "weights": weights})
+
+
+def read_config(path: str | Path) -> dict[str, Any]:
+    """Read the config.json of a saved drafter."""
+    file = Path(path) / CONFIG
+    if not file.exists():
+        raise BadInputError(f"no drafter at {str(path)!r}: {CONFIG} is missing there.")
+    check_regular(Path(path))
+    values = read_json(file)
+    check_config(values, str(file))
+    return values

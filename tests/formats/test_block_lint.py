@@ -1,0 +1,219 @@
+"""Lint names what goes wrong with block drafters between those who write them and those who read them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from outrider.formats import export_drafter, import_drafter
+from outrider.formats.lint import lint
+from outrider.ground import IncompatibleError, OutriderError
+from outrider.heads import Drafter
+from outrider.targets import Target
+
+Config = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def deep(tiny_llama: Callable, tmp_path_factory: pytest.TempPathFactory) -> Target:
+    folder = tmp_path_factory.mktemp("target")
+    model = tiny_llama(layers=8)
+    model.save_pretrained(folder)
+    return Target(model, None, {"path": str(folder)})
+
+
+@pytest.fixture
+def export(deep: Target, make_drafter: Callable[..., Drafter], tmp_path: Path) -> Callable[[str, str], Path]:
+    """`export(layout, type)`: a drafter with the usual taps."""
+
+    def make(to: str, kind: str) -> Path:
+        settings = {"taps": [2, 4, 6], "draft_vocab_size": 0, "num_layers": 2, "mask_token_id": 63}
+        export_drafter(make_drafter(kind, on=deep, **settings), deep, to, tmp_path / to, 3)
+        return tmp_path / to
+
+    return make
+
+
+def found_in(folder: Path, target: Target) -> set[str]:
+    return {finding.check for finding in lint(folder, target.source["path"])}
+
+
+WRITTEN = [("speculators", "dflash"), ("speculators", "dspark"), ("z-lab", "dflash"), ("deepspec", "dspark")]
+
+
+@pytest.mark.parametrize(("to", "kind"), WRITTEN)
+def test_nothing_is_found_in_what_was_just_exported(
+    deep: Target, export: Callable[[str, str], Path], to: str, kind: str
+) -> None:
+    assert found_in(export(to, kind), deep) == set()
+
+
+def shifted(name: str, by: int) -> Callable[[Config], Any]:
+    def change(config: Config) -> None:
+        holder = config if name in config else config["dflash_config"]
+        holder[name] = [tap + by for tap in holder[name]]
+
+    return change
+
+
+OURS, THEIRS = "aux_hidden_state_layer_ids", "target_layer_ids"
+FAULTS: list[tuple[str, str, str, Callable[[Config], Any], str]] = [
+    ("taps as outputs of layers", "speculators", "dflash", shifted(OURS, -1), "taps-off-by-one"),
+    ("taps as hidden states", "z-lab", "dflash", shifted(THEIRS, 1), "taps-off-by-one"),
+    ("taps as hidden states in DSpark", "deepspec", "dspark", shifted(THEIRS, 1), "taps-off-by-one"),
+    ("taps out of range", "z-lab", "dflash", shifted(THEIRS, 3), "taps-range"),
+    ("taps missing", "z-lab", "dflash", lambda c: c["dflash_config"].pop(THEIRS), "taps-missing"),
+    ("taps out of order", "speculators", "dspark", lambda c: c.update({OURS: [6, 4, 2]}), "taps-order"),
+    ("the last layer tapped", "deepspec", "dspark", lambda c: c.update({THEIRS: [1, 3, 7]}), "taps-last"),
+    ("another target's depth", "z-lab", "dflash", lambda c: c.update(num_target_layers=36), "target-layers"),
+    ("mask missing", "speculators", "dflash", lambda c: c.pop("mask_token_id"), "mask-missing"),
+    ("mask out of range", "deepspec", "dspark", lambda c: c.update(mask_token_id=64), "mask"),
+    ("layout missing", "speculators", "dspark", lambda c: c.pop("sample_from_anchor"), "layout-missing"),
+    ("layout of DSpark", "speculators", "dflash", lambda c: c.update(sample_from_anchor=True), "layout"),
+    ("layout of Domino", "z-lab", "dflash", lambda c: c["dflash_config"].update(shift_label=True), "layout"),
+    ("causal missing", "z-lab", "dflash", lambda c: c["dflash_config"].pop("causal"), "causal-missing"),
+    ("two sizes", "z-lab", "dflash", lambda c: c["dflash_config"].update(block_size=9), "block-size"),
+    ("no size", "z-lab", "dflash", lambda c: c.pop("block_size"), "block-size-missing"),
+    ("a window", "z-lab", "dflash", lambda c: c["dflash_config"].update(use_swa=True), "window"),
+    (
+        "one layer with a window",
+        "speculators",
+        "dflash",
+        lambda c: c["transformer_layer_config"].update(layer_types=["sliding_attention", "full_attention"]),
+        "mixed-layers",
+    ),
+    (
+        "fewer drafts than a block",
+        "speculators",
+        "dflash",
+        lambda c: c["speculators_config"]["proposal_methods"][0].update(speculative_tokens=2),
+        "block-depth",
+    ),
+    ("DSpark as DFlash", "z-lab", "dflash", lambda c: c["dflash_config"].update(projector_type="dspark"), "projector"),
+    (
+        "vLLM's other class",
+        "deepspec",
+        "dspark",
+        lambda c: c.update(architectures=["DSparkDraftModel"]),
+        "architecture",
+    ),
+    (
+        "the config's class",
+        "speculators",
+        "dspark",
+        lambda c: c.update(architectures=["DSparkSpeculator"]),
+        "architecture",
+    ),
+    ("a head that is not named", "deepspec", "dspark", lambda c: c.update(enable_confidence_head=False), "head-flag"),
+    ("a kind that vLLM lacks", "speculators", "dspark", lambda c: c.update(markov_head_type="gated"), "markov-kind"),
+    (
+        "positions of a part of each head",
+        "z-lab",
+        "dflash",
+        lambda c: c.update(partial_rotary_factor=0.5),
+        "rope",
+    ),
+]
+
+
+@pytest.mark.parametrize(("to", "kind", "plant", "check"), [fault[1:] for fault in FAULTS], ids=[f[0] for f in FAULTS])
+def test_planted_faults_are_named_by_the_files_alone(
+    deep: Target,
+    export: Callable[[str, str], Path],
+    to: str,
+    kind: str,
+    plant: Callable[[Config], Any],
+    check: str,
+) -> None:
+    folder = export(to, kind)
+    (folder / "written.json").unlink(missing_ok=True)
+    config = json.loads((folder / "config.json").read_text())
+    plant(config)
+    (folder / "config.json").write_text(json.dumps(config))
+    assert check in found_in(folder, deep)
+
+
+def rename(folder: Path, name: Callable[[str], str]) -> None:
+    tensors: dict[str, Tensor] = {name(n): t for n, t in load_file(folder / "model.safetensors").items()}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def test_flat_names_of_heads_are_named(deep: Target, export: Callable[[str, str], Path]) -> None:
+    folder = export("deepspec", "dspark")
+    rename(folder, lambda name: name.replace("markov_head.", "").replace("confidence_head.proj", "confidence_proj"))
+    assert {"head-names", "head-flag", "missing"} <= found_in(folder, deep)
+
+
+def test_other_names_of_the_same_tensors_are_read(
+    deep: Target, make_drafter: Callable[..., Drafter], tmp_path: Path
+) -> None:
+    """As SGLang reads them: below `model.`, and the fused context's as an encoder's."""
+    drafter = make_drafter("dflash", on=deep, draft_vocab_size=0, mask_token_id=63)
+    export_drafter(drafter, deep, "z-lab", tmp_path / "out", 3)
+    other = {"fc.": "encoder.fc.", "hidden_norm.": "encoder.output_norm_enc."}
+    rename(
+        tmp_path / "out",
+        lambda name: next(
+            (new + name.removeprefix(old) for old, new in other.items() if name.startswith(old)), "model." + name
+        ),
+    )
+    back = import_drafter(tmp_path / "out", deep)
+    assert all(torch.equal(t, back.state_dict()[n]) for n, t in drafter.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("plant", "said"),
+    [
+        (lambda c: c["dflash_config"].update(projector_type="dspark"), "no plain DFlash drafter"),
+        (lambda c: c["dflash_config"].update(use_swa=True), "see a sliding window"),
+        (lambda c: c.update(partial_rotary_factor=0.5), "a part of each head"),
+        (lambda c: c["rope_parameters"].update(partial_rotary_factor=0.5), "a part of each head"),
+        (lambda c: c["dflash_config"].pop("mask_token_id"), "mask_token_id is missing"),
+    ],
+)
+def test_what_would_have_to_be_guessed_is_refused(
+    deep: Target, export: Callable[[str, str], Path], plant: Callable[[Config], Any], said: str
+) -> None:
+    folder = export("z-lab", "dflash")
+    config = json.loads((folder / "config.json").read_text())
+    plant(config)
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(OutriderError, match=said):
+        import_drafter(folder, deep)
+
+
+@pytest.mark.parametrize("name", ["embed_tokens.weight", "lm_head.weight"])
+def test_another_targets_embeddings_are_refused(deep: Target, export: Callable[[str, str], Path], name: str) -> None:
+    folder = export("deepspec", "dspark")
+    tensors = load_file(folder / "model.safetensors")
+    save_file(tensors | {name: tensors[name].roll(1, 0)}, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(IncompatibleError, match="made for another target"):
+        import_drafter(folder, deep)
+
+
+def test_config_and_names_are_those_of_published_files(deep: Target, export: Callable[[str, str], Path]) -> None:
+    """Held against the lists in public code, not only against our own reading."""
+    z_lab, deepspec = export("z-lab", "dflash"), export("deepspec", "dspark")
+    config = json.loads((z_lab / "config.json").read_text())
+    assert config["dflash_config"] == {"mask_token_id": 63, "target_layer_ids": [1, 3, 5], "causal": False}
+    assert (config["architectures"], config["model_type"]) == (["DFlashDraftModel"], "qwen3")
+    assert {"block_size", "num_target_layers", "head_dim", "rope_theta", "layer_types"} <= config.keys()
+    layer = [f"self_attn.{n}.weight" for n in ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")]
+    layer += [f"mlp.{n}_proj.weight" for n in ("gate", "up", "down")]
+    layer += ["input_layernorm.weight", "post_attention_layernorm.weight"]
+    names = {f"layers.{i}.{n}" for i in range(2) for n in layer} | {"fc.weight", "hidden_norm.weight", "norm.weight"}
+    assert load_file(z_lab / "model.safetensors").keys() == names
+    config = json.loads((deepspec / "config.json").read_text())
+    assert config["target_layer_ids"] == [1, 3, 5]
+    assert config["architectures"] == ["Qwen3DSparkModel"]
+    assert {"mask_token_id", "block_size", "num_anchors", "markov_rank", "markov_head_type"} <= config.keys()
+    heads = {f"markov_head.markov_{n}.weight" for n in ("w1", "w2")}
+    heads |= {f"confidence_head.proj.{n}" for n in ("weight", "bias")} | {"embed_tokens.weight", "lm_head.weight"}
+    assert load_file(deepspec / "model.safetensors").keys() == names | heads

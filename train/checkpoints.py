@@ -16,7 +16,6 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 from transformers import TrainerState, TrainingArguments
-from transformers.trainer import TRAINER_STATE_NAME
 
 from ..ground import BadInputError, Refusal, digests
 from ..ground.disk import CannotWriteError, failure, readable_bytes
@@ -26,6 +25,7 @@ from .launch import is_lost_peer
 
 PREFIX = "checkpoint-"
 LAUNCH = "launch.json"
+STATE = "trainer_state.json"  # as transformers calls it
 _OLD_MARKER = "complete.json"  # of versions without digests
 
 _log = logging.getLogger(__name__)
@@ -74,7 +74,7 @@ def step_of(folder: Path) -> int:
 
 def state_of(folder: Path) -> TrainerState:
     """Return what the trainer knew when it wrote a checkpoint: its steps, logs, and the best checkpoint."""
-    return TrainerState.load_from_json(str(folder / TRAINER_STATE_NAME))
+    return TrainerState.load_from_json(str(folder / STATE))
 
 
 def best_before(folder: Path) -> Path:

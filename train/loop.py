@@ -210,8 +210,8 @@ class DrafterTrainer(HookedTrainer):
 
     def _has_lost_patience(self, checkpoint: Path) -> bool:
         """Tell whether a training ended with a checkpoint because its evaluations had not been better for long."""
-        state = checkpoints.state_of(checkpoint)
-        return any(isinstance(c, Patience) and c.is_over(state) for c in self.callback_handler.callbacks)
+        waiting = [callback for callback in self.callback_handler.callbacks if isinstance(callback, Patience)]
+        return any(callback.is_over(checkpoints.state_of(checkpoint)) for callback in waiting)
 
     # ------------------------------------------------------------ text
 

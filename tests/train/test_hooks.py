@@ -159,7 +159,7 @@ def test_a_checkpoint_is_written_inside_and_no_older_one_is_deleted_meanwhile(ma
     assert not (folder / "training_args.bin").exists(), "no pickled arguments"
 
 
-def test_the_end_of_a_training_deletes_no_checkpoint_but_ours_does(make: Callable[..., Probe]) -> None:
+def test_the_end_of_a_training_deletes_no_checkpoint(make: Callable[..., Probe]) -> None:
     """`_finalize_training` would delete all but the best: also the one that a signal had just asked for."""
     best = {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 2, "metric_for_best_model": "loss"}
     trainer = make(**best, greater_is_better=True)

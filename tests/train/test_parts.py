@@ -151,9 +151,12 @@ def half(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LambdaLR:
 
 def write_named(optimizer: torch.optim.Optimizer, names: list[str], folder: Path, rate: float) -> None:
     """Write what a launch in parts leaves of an optimizer and its schedule after two steps."""
-    saved, schedule = optimizer.state_dict(), half(optimizer)
-    schedule.step(), schedule.step()
-    groups = [{**group, "lr": rate, "params": [names[n] for n in group["params"]]} for group in saved["param_groups"]]
+    for group in optimizer.param_groups:
+        group["lr"] = 4 * rate
+    schedule = half(optimizer)
+    optimizer.step(), schedule.step(), schedule.step()
+    saved = optimizer.state_dict()
+    groups = [{**group, "params": [names[n] for n in group["params"]]} for group in saved["param_groups"]]
     state = {names[number]: values for number, values in saved["state"].items()}
     torch.save({"state": state, "param_groups": groups}, folder / "optimizer.pt")
     torch.save(schedule.state_dict(), folder / SCHEDULE)

@@ -383,7 +383,7 @@ def _of_compiled(result: Result) -> list[str]:
     found: dict[str, list[Result]] = {}
     for kernel in result["kernels"]:
         found.setdefault(kernel["kernel"], []).append(kernel)
-    rows = [[f"`{name}`", len(made), *(_most(made, each) for each in _SPENT)] for name, made in found.items()]
+    rows = [[f"`{name}`", str(len(made)), *(_most(made, each) for each in _SPENT)] for name, made in found.items()]
     head = ["kernel", "compiled", *(f"{each.replace('_', ' ')}, at most" for each in _SPENT)]
     return [f"Target: {result['target']}, Triton {result['triton']}.", table(head, rows)]
 

@@ -19,11 +19,12 @@ from typing import Any, overload
 import numpy as np
 import pyarrow
 
+from ..ground.leftovers import working_name
 from ..ground.sealed import digest_json
 from .layouts import Message, Turn
 
 _AT_ONCE = 1024  # prompts of one batch of the file
-_FILE = "prompts-"
+_FILE = "prompts.arrow"
 _SCHEMA = pyarrow.schema(
     [
         ("id", pyarrow.string()),
@@ -85,16 +86,13 @@ class PromptTable(Sequence[Prompt]):
             folder: where the file lies; None for the system's place for temporary ones.
         """
         self._template = dict(template or {})
-        if folder is not None:
-            Path(folder).mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(prefix=_FILE, suffix=".arrow", dir=folder)
-        os.close(handle)
+        name = _new_file(None if folder is None else Path(folder))
         try:
             self.lengths = _write(iter(prompts), name)
             self._batches = _mapped(name)
         finally:
             if os.name == "posix":
-                os.unlink(name)
+                Path(name).unlink(missing_ok=True)
         self._ends = np.cumsum([batch.num_rows for batch in self._batches]).tolist()
 
     def __len__(self) -> int:
@@ -124,6 +122,16 @@ class PromptTable(Sequence[Prompt]):
         messages = tuple(chat["messages"]) if "messages" in chat else None
         rest = (messages, later, given, chat.get("tools"), self._template)
         return Prompt(row["id"], row["suite"], tuple(row["tokens"]), row["text"], *rest)
+
+
+def _new_file(folder: Path | None) -> str:
+    """Return a new file's name; in `folder`, one that the next run there clears away if this process is killed."""
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+        return str(working_name(folder / _FILE, "tmp"))
+    handle, name = tempfile.mkstemp(suffix=_FILE)
+    os.close(handle)
+    return name
 
 
 def _write(prompts: Iterator[Prompt], file: str) -> np.ndarray:

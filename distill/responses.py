@@ -42,6 +42,7 @@ from .table import Prompt, PromptTable
 from .unfinished import LONGEST_QUESTION, Answer, Answers, Identity, Unfinished, Work
 
 _EMPTY = "empty"  # the target ended at once
+_UNLEARNABLE = "unlearnable"  # of an answer that came with its prompt, the template or the length leaves nothing
 _DROPPED = "_responses"  # ends the names of what is counted
 
 _log = logging.getLogger(__name__)
@@ -257,7 +258,7 @@ class _Making:
         except BadInputError as error:
             _log.debug("%s", error)
             found = []
-        return "" if found else "unlearnable", found
+        return "" if found else _UNLEARNABLE, found
 
     def _say_what_is_dropped(self, counts: Counter[str]) -> None:
         dropped = {name: count for name, count in counts.items() if name.endswith(_DROPPED)}

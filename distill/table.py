@@ -1,13 +1,12 @@
 """One prompt, and a table of many on disk, of which the memory holds the ones that are looked at.
 
-A table lies in an Arrow file that the system maps into memory. On POSIX the file has no name from the beginning: it
-is gone when nobody reads it any more, however the process ends.
+A table lies in an Arrow file that the system maps into memory. On POSIX the file has no name once it is written: it is
+gone when nobody reads it any more, however the process ends.
 """
 
 from __future__ import annotations
 
 import json
-import mmap
 import os
 import tempfile
 from bisect import bisect_right
@@ -15,16 +14,17 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import Any, BinaryIO, overload
+from typing import Any, overload
 
 import numpy as np
 import pyarrow
 
+from ..ground.leftovers import working_name
 from ..ground.sealed import digest_json
 from .layouts import Message, Turn
 
 _AT_ONCE = 1024  # prompts of one batch of the file
-_FILE = "prompts-"
+_FILE = "prompts.arrow"
 _SCHEMA = pyarrow.schema(
     [
         ("id", pyarrow.string()),
@@ -86,14 +86,13 @@ class PromptTable(Sequence[Prompt]):
             folder: where the file lies; None for the system's place for temporary ones.
         """
         self._template = dict(template or {})
-        if folder is not None:
-            Path(folder).mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(prefix=_FILE, suffix=".arrow", dir=folder)
-        with os.fdopen(handle, "w+b") as file:
+        name = _new_file(None if folder is None else Path(folder))
+        try:
+            self.lengths = _write(iter(prompts), name)
+            self._batches = _mapped(name)
+        finally:
             if os.name == "posix":
-                os.unlink(name)
-            self.lengths = _write(iter(prompts), file)
-            self._batches = _mapped(file)
+                Path(name).unlink(missing_ok=True)
         self._ends = np.cumsum([batch.num_rows for batch in self._batches]).tolist()
 
     def __len__(self) -> int:
@@ -125,10 +124,20 @@ class PromptTable(Sequence[Prompt]):
         return Prompt(row["id"], row["suite"], tuple(row["tokens"]), row["text"], *rest)
 
 
-def _write(prompts: Iterator[Prompt], file: BinaryIO) -> np.ndarray:
+def _new_file(folder: Path | None) -> str:
+    """Return a new file's name; in `folder`, one that the next run there clears away if this process is killed."""
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+        return str(working_name(folder / _FILE, "tmp"))
+    handle, name = tempfile.mkstemp(suffix=_FILE)
+    os.close(handle)
+    return name
+
+
+def _write(prompts: Iterator[Prompt], file: str) -> np.ndarray:
     """Write prompts batch by batch, and return their lengths, int32 `[N]`."""
     lengths = [np.zeros(0, dtype=np.int32)]
-    with pyarrow.ipc.new_file(file, _SCHEMA) as writer:
+    with pyarrow.OSFile(file, "wb") as sink, pyarrow.ipc.new_file(sink, _SCHEMA) as writer:
         while batch := list(islice(prompts, _AT_ONCE)):
             writer.write_batch(pyarrow.RecordBatch.from_pylist([_row(p) for p in batch], schema=_SCHEMA))
             lengths.append(np.array([len(p.tokens) for p in batch], dtype=np.int32))
@@ -146,9 +155,7 @@ def _row(prompt: Prompt) -> dict[str, Any]:
     }
 
 
-def _mapped(file: BinaryIO) -> list[pyarrow.RecordBatch]:
-    """Return the batches of a file as views of it, which outlive its handle."""
-    file.flush()
-    mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    reader = pyarrow.ipc.open_file(pyarrow.BufferReader(pyarrow.py_buffer(mapped)))
+def _mapped(file: str) -> list[pyarrow.RecordBatch]:
+    """Return the batches of a file as views of it."""
+    reader = pyarrow.ipc.open_file(pyarrow.memory_map(file))
     return [reader.get_batch(number) for number in range(reader.num_record_batches)]

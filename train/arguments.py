@@ -59,6 +59,12 @@ def check_training(values: dict[str, Any]) -> dict[str, Any]:
     """
     known = {f.name for f in fields(TrainingArguments) if f.init}
     refuse_unknown_keys(values, known, "training")
+    for name in values:
+        if name.endswith("_token") and values[name] is not None:  # which the message must not repeat
+            raise BadInputError(
+                f"training.{name}: found a secret in the recipe, which the output and trackers keep; leave it out, and "
+                "set the environment variable HF_TOKEN."
+            )
     hints = typing.get_type_hints(TrainingArguments)
     checked = {name: _checked(name, value, hints[name]) for name, value in values.items()}
     for name, (low, high) in _RANGES.items():
@@ -108,13 +114,24 @@ def training_arguments(recipe: Recipe) -> TrainingArguments:
     return args
 
 
+def _chooses(recipe: Recipe) -> bool:
+    """Tell whether evaluations decide what is kept, or how it goes on; such ones are never cut short by a signal."""
+    training = recipe.training
+    return (
+        recipe.eval.patience is not None
+        or bool(training.get("load_best_model_at_end"))
+        or training.get("lr_scheduler_type") == "reduce_lr_on_plateau"
+    )
+
+
 def _defaults(recipe: Recipe) -> dict[str, Any]:
     """Return what we set where the recipe is silent; steps below 1 are fractions of the training."""
     has_gpu = torch.cuda.is_available()
     evaluates = recipe.data.holdout > 0
     best: dict[str, Any] = {}
-    if recipe.eval.training_prompts:
-        best = {"metric_for_best_model": f"eval_{MEASURED}", "greater_is_better": True}
+    if recipe.eval.training_prompts and _chooses(recipe):
+        # Which way is better, transformers tells by the name, also by another one that the recipe may give.
+        best = {"metric_for_best_model": f"eval_{MEASURED}"}
     if recipe.eval.patience is not None:
         # The best checkpoint is one that was evaluated.
         best |= {"load_best_model_at_end": True, "save_steps": recipe.training.get("eval_steps", 0.25)}

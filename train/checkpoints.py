@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from safetensors import SafetensorError
-from transformers import TrainingArguments
+from transformers import TrainerState, TrainingArguments
 
 from ..ground import BadInputError, Refusal, digests
 from ..ground.disk import CannotWriteError, failure, readable_bytes
@@ -25,6 +25,7 @@ from .launch import is_lost_peer
 
 PREFIX = "checkpoint-"
 LAUNCH = "launch.json"
+STATE = "trainer_state.json"  # as transformers calls it
 _OLD_MARKER = "complete.json"  # of versions without digests
 
 _log = logging.getLogger(__name__)
@@ -69,6 +70,24 @@ def require_whole(folder: Path) -> None:
 
 def step_of(folder: Path) -> int:
     return int(folder.name.removeprefix(PREFIX))
+
+
+def state_of(folder: Path) -> TrainerState:
+    """Return what the trainer knew when it wrote a checkpoint: its steps, logs, and the best checkpoint."""
+    return TrainerState.load_from_json(str(folder / STATE))
+
+
+def best_before(folder: Path) -> Path:
+    """Return the best checkpoint of the training that a checkpoint ended; that one itself where there is none.
+
+    It is looked for beside the given one: an output may have been moved.
+    """
+    named = state_of(folder).best_model_checkpoint
+    best = folder if named is None else folder.with_name(Path(named).name)
+    if best != folder and problems(best):
+        _log.warning("%s, the best checkpoint, is missing or damaged; %s is taken.", best, folder)
+        return folder
+    return best
 
 
 def checkpoints(folder: Path) -> list[Path]:

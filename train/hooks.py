@@ -13,14 +13,17 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset, Sampler
 from transformers import PreTrainedModel, Trainer, TrainingArguments
+from transformers.trainer_utils import TrainOutput
 
 from ..ground.errors import Refusal
 from ..ground.libraries import reason
 from .checkpoints import PREFIX
+from .launch import is_lost_peer
 
 # The first and the last version that all tests passed with.
 TRIED = {"transformers": ("5.17", "5.23"), "accelerate": ("1.10", "1.15")}
@@ -32,10 +35,15 @@ _NO_STATE = (pickle.UnpicklingError, RuntimeError, KeyError, EOFError, TypeError
 
 @contextmanager
 def states_explained(checkpoint: str | Path | None) -> Iterator[None]:
-    """Refuse a checkpoint whose optimizer, schedule or random states are not what a training wrote."""
+    """Refuse a checkpoint whose optimizer, schedule or random states are not what a training wrote.
+
+    Another process that ended meanwhile, or too little memory, says nothing against the checkpoint.
+    """
     try:
         yield
     except _NO_STATE as error:
+        if is_lost_peer(error) or isinstance(error, torch.OutOfMemoryError):
+            raise
         raise Refusal.of(
             checkpoint or "the checkpoint",
             f"its optimizer, schedule or random states cannot be read ({reason(error)})",
@@ -45,7 +53,13 @@ def states_explained(checkpoint: str | Path | None) -> Iterator[None]:
 
 
 class HookedTrainer(Trainer, ABC):
-    """A `transformers.Trainer` whose private hooks ask its subclass for the order of rows and for checkpoints."""
+    """A `transformers.Trainer` whose private hooks ask its subclass for the order of rows and for checkpoints.
+
+    Attributes:
+        checkpoints_kept: in training, how many checkpoints stay, for `writing_checkpoint` to delete the others.
+    """
+
+    checkpoints_kept: int | None = None
 
     # ------------------------------------------------------------ what a subclass says
 
@@ -95,9 +109,18 @@ class HookedTrainer(Trainer, ABC):
     def _get_eval_sampler(self, eval_dataset: Dataset) -> Sampler[int]:
         return self.evaluation_order(eval_dataset)
 
+    def train(self, *args: Any, **kwargs: Any) -> TrainOutput:
+        """Train as the base class does, which may not delete any checkpoint meanwhile.
+
+        It would delete some before we know that a new one is whole, and in the end the one that a signal asked for.
+        """
+        with _keeping_all(self.args) as self.checkpoints_kept:
+            trained: TrainOutput = super().train(*args, **kwargs)
+        return trained
+
     def _save_checkpoint(self, model: nn.Module, trial: object) -> None:
         folder = Path(self._get_output_dir(trial)) / f"{PREFIX}{self.state.global_step}"
-        with self.writing_checkpoint(folder), _keeping_all(self.args):
+        with self.writing_checkpoint(folder):
             super()._save_checkpoint(model, trial)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
@@ -179,11 +202,11 @@ class HookedTrainer(Trainer, ABC):
 
 
 @contextmanager
-def _keeping_all(args: TrainingArguments) -> Iterator[None]:
-    """Keep old checkpoints inside: the base class would delete some before we know that the new one is whole."""
+def _keeping_all(args: TrainingArguments) -> Iterator[int | None]:
+    """Let the base class keep all checkpoints inside, and give the limit that was asked for."""
     limit, args.save_total_limit = args.save_total_limit, None
     try:
-        yield
+        yield limit
     finally:
         args.save_total_limit = limit
 

@@ -47,10 +47,11 @@ from .states import (
     is_named,
     read_schedule,
     read_state,
+    without_empty_groups,
     write_schedule,
     write_state,
 )
-from .stopping import Until, Watch
+from .stopping import Patience, Until, Watch
 
 COLUMNS = ["index", "input_ids", "labels"]
 
@@ -162,6 +163,8 @@ class DrafterTrainer(HookedTrainer):
             )
             return super().create_optimizer(model)
         made: torch.optim.Optimizer = super().create_optimizer(model)
+        if is_new and self.in_parts:
+            without_empty_groups(made)
         for group in further if is_new else []:
             made.add_param_group(group)
         return made
@@ -203,7 +206,12 @@ class DrafterTrainer(HookedTrainer):
         """Tell whether nothing is left to train after a checkpoint of this training."""
         if self.budget is not None:
             return saved_clock(checkpoint).get("spent", 0.0) >= self.budget.clock.seconds
-        return checkpoints.step_of(checkpoint) >= self.planned_steps()
+        return checkpoints.step_of(checkpoint) >= self.planned_steps() or self._has_lost_patience(checkpoint)
+
+    def _has_lost_patience(self, checkpoint: Path) -> bool:
+        """Tell whether a training ended with a checkpoint because its evaluations had not been better for long."""
+        waiting = [callback for callback in self.callback_handler.callbacks if isinstance(callback, Patience)]
+        return any(callback.is_over(checkpoints.state_of(checkpoint)) for callback in waiting)
 
     # ------------------------------------------------------------ text
 
@@ -217,11 +225,13 @@ class DrafterTrainer(HookedTrainer):
         return super().get_batch_samples(self._with_own_text(epoch_iterator), num_batches, device)
 
     def _with_own_text(self, batches: Iterator[dict[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
+        drafter = None  # gathered once, and let go of with the step
         for inputs in batches:
             if self.lessons.on_policy is None:
                 yield inputs
                 continue
-            inputs, figures = self.lessons.on_policy.rewritten(inputs, self.form.whole(), self.state.global_step)
+            drafter = drafter or self.form.whole()
+            inputs, figures = self.lessons.on_policy.rewritten(inputs, drafter, self.state.global_step)
             self._sums.add(figures)
             yield inputs
 
@@ -355,7 +365,7 @@ class DrafterTrainer(HookedTrainer):
         if self.args.should_save:
             with checkpoints.explained(folder):
                 checkpoints.mark_complete(folder)
-            checkpoints.rotate(folder.parent, self.args.save_total_limit, self.state.best_model_checkpoint)
+            checkpoints.rotate(folder.parent, self.checkpoints_kept, self.state.best_model_checkpoint)
 
     def save_weights(self, folder: Path) -> None:
         """Write the drafter into `folder`, and the adapter of its target where that learns, too."""
@@ -376,9 +386,9 @@ class DrafterTrainer(HookedTrainer):
         return self.in_parts or is_named(folder)
 
     def load_states(self, folder: Path) -> None:
-        read_state(self._states(), folder)
+        places = read_state(self._states(), folder)
         if self.lr_scheduler is not None and self.optimizer is not None:
-            read_schedule(self.lr_scheduler, self.optimizer, folder)
+            read_schedule(self.lr_scheduler, self.optimizer, folder, places)
 
     def _states(self) -> States:
         optimizer: Any = self.optimizer
@@ -390,7 +400,7 @@ class DrafterTrainer(HookedTrainer):
         decaying = set(self.get_decay_parameter_names(self.form))
         trained = [name for name, p in self.form.named_parameters() if p.requires_grad]
         groups = [[n for n in trained if (n in decaying) == decays] for decays in (True, False)]
-        return ZeroStates(self.form, optimizer.optimizer, groups)
+        return ZeroStates(self.form, optimizer.optimizer, [names for names in groups if names])
 
     def load_weights(self, folder: Path) -> None:
         """Read the weights of a saved drafter into the one being trained, and those of its target's adapter.

@@ -101,7 +101,11 @@ class Parts(nn.Module):
         return found
 
     def _filled(self, weights: dict[str, Tensor]) -> Drafter:
-        filled = {
+        buffers = dict(self.drafter.named_buffers())  # `take` may have changed them since the shell was made
+        filled: dict[int, Any] = {
+            id(part): buffers[name].detach().clone() for name, part in self._shell[0].named_buffers()
+        }
+        filled |= {
             id(part): nn.Parameter(weights[name], part.requires_grad)
             for name, part in self._shell[0].named_parameters()
         }
@@ -210,7 +214,10 @@ def _fit_fsdp(plugin: Any, parts: Parts) -> None:
     model = getattr(parts.drafter, "model", None)
     # These are gathered one at a time, the rest of the drafter as one.
     plugin.transformer_cls_names_to_wrap = block_classes(model) if isinstance(model, PreTrainedModel) else []
-    plugin.mixed_precision_policy = MixedPrecisionPolicy(param_dtype=parts.lesson.precision, reduce_dtype=torch.float32)
+    # Autocast chooses the precision of what passes between layers: casting it, too, would round the residual stream.
+    plugin.mixed_precision_policy = MixedPrecisionPolicy(
+        param_dtype=parts.lesson.precision, reduce_dtype=torch.float32, cast_forward_inputs=False
+    )
 
 
 def gradient_norm(model: nn.Module) -> Tensor:

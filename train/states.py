@@ -24,6 +24,8 @@ from .parts import deepspeed, is_zero3, own_part
 OPTIMIZER, SCHEDULE = "optimizer.pt", "scheduler.pt"  # as transformers calls them
 INSIDE = "lesson.drafter."  # where `Parts` has the drafter's weights
 
+_PER_GROUP = {"base_lrs", "_last_lr", "lr_lambdas", "min_lrs"}  # of a schedule: one value for each group
+
 _WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 
@@ -48,6 +50,7 @@ class FsdpStates:
 
     def spread(self, saved: dict[str, Any]) -> None:
         """Give each process its parts of what `gathered` returned."""
+        saved = {**saved, "param_groups": regrouped(saved["param_groups"], self.groups, self.optimizer)}
         set_optimizer_state_dict(self.model, self.optimizer, saved, options=_WHOLE)
 
 
@@ -65,7 +68,8 @@ class WholeStates:
     def spread(self, saved: dict[str, Any]) -> None:
         """Take over a state by names."""
         numbers = {name: number for number, name in enumerate(name for group in self.groups for name in group)}
-        groups = [{**group, "params": [numbers[n] for n in group["params"]]} for group in saved["param_groups"]]
+        found = regrouped(saved["param_groups"], self.groups, self.optimizer)
+        groups = [{**group, "params": [numbers[n] for n in group["params"]]} for group in found]
         state = {numbers[name]: values for name, values in saved["state"].items()}
         self.optimizer.load_state_dict({"state": state, "param_groups": groups})
 
@@ -151,11 +155,39 @@ def names_in_groups(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[
     return [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
 
 
+def without_empty_groups(optimizer: torch.optim.Optimizer) -> None:
+    """Take the groups without weights out of an optimizer that has not taken a step.
+
+    Medusa has nothing but matrices, and so none without weight decay. DeepSpeed would drop such a group by itself,
+    after the schedule was made with a rate for it.
+    """
+    optimizer.param_groups[:] = [group for group in optimizer.param_groups if group["params"]]
+
+
+def places_of(saved: list[dict[str, Any]], own: list[list[str]]) -> list[int | None]:
+    """Return, for each of our groups of names, which of the saved groups has its weights; None if none has."""
+    places = {name: place for place, group in enumerate(saved) for name in group["params"]}
+    return [next((places[name] for name in names if name in places), None) for names in own]
+
+
+def regrouped(
+    saved: list[dict[str, Any]], own: list[list[str]], optimizer: torch.optim.Optimizer
+) -> list[dict[str, Any]]:
+    """Return our groups with the settings (rate, decay, …) of the saved ones that had their weights.
+
+    Launches differ in whether they keep a group without weights; such a group leaves its own settings.
+    """
+    found = []
+    for place, names, group in zip(places_of(saved, own), own, optimizer.param_groups, strict=True):
+        found.append({**(group if place is None else saved[place]), "params": names})
+    return found
+
+
 def write_state(states: FsdpStates | ZeroStates, folder: Path) -> None:
     """Write the optimizer's state into `folder`, by the first process. All must call this together."""
-    found = _renamed(states.gathered(), lambda name: name.removeprefix(INSIDE))
-    if torch.distributed.get_rank() == 0:
-        torch.save(found, folder / OPTIMIZER)
+    found = states.gathered()
+    if torch.distributed.get_rank() == 0:  # the others may have nothing of it
+        torch.save(_renamed(found, lambda name: name.removeprefix(INSIDE)), folder / OPTIMIZER)
 
 
 def write_schedule(schedule: LRScheduler, folder: Path) -> None:
@@ -164,9 +196,19 @@ def write_schedule(schedule: LRScheduler, folder: Path) -> None:
         torch.save(schedule.state_dict(), folder / SCHEDULE)
 
 
-def read_schedule(schedule: LRScheduler, optimizer: torch.optim.Optimizer, folder: Path) -> None:
-    """Read what `write_schedule` wrote, and set the rates that it had come to."""
-    schedule.load_state_dict(torch.load(folder / SCHEDULE, weights_only=True))
+def read_schedule(
+    schedule: LRScheduler, optimizer: torch.optim.Optimizer, folder: Path, places: list[int | None]
+) -> None:
+    """Read what `write_schedule` wrote, and set the rates that it had come to.
+
+    Args:
+        places: of the saved group for each of ours, as `read_state` returns them.
+    """
+    saved = torch.load(folder / SCHEDULE, weights_only=True)
+    for key in _PER_GROUP & saved.keys():
+        if isinstance(values := saved[key], list) and values:
+            saved[key] = [values[place or 0] for place in places]
+    schedule.load_state_dict(saved)
     for group, rate in zip(optimizer.param_groups, schedule.get_last_lr(), strict=True):
         group["lr"] = rate
 
@@ -177,15 +219,21 @@ def is_named(folder: Path) -> bool:
     return file.is_file() and _has_names(torch.load(file, weights_only=True, mmap=True, map_location="cpu"))
 
 
-def read_state(states: States, folder: Path) -> None:
-    """Read what `write_state`, or the launch of a whole drafter, wrote. All processes must call this together."""
+def read_state(states: States, folder: Path) -> list[int | None]:
+    """Read what `write_state`, or the launch of a whole drafter, wrote. All processes must call this together.
+
+    Returns:
+        For each group of weights, which of the saved groups it was; None for one without weights.
+    """
     saved = torch.load(folder / OPTIMIZER, weights_only=True, map_location="cpu")
     inside = "" if isinstance(states, WholeStates) else INSIDE
     if _has_names(saved):
-        states.spread(_renamed(saved, lambda name: inside + name))
+        saved = _renamed(saved, lambda name: inside + name)
     else:
         names = dict(enumerate(name for group in states.groups for name in group))
-        states.spread(_renamed(saved, lambda number: names[number]))
+        saved = _renamed(saved, lambda number: names[number])
+    states.spread(saved)
+    return places_of(saved["param_groups"], states.groups)
 
 
 def _has_names(saved: dict[str, Any]) -> bool:

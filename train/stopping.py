@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import EarlyStoppingCallback, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from ..ground import BadInputError
 
@@ -37,6 +37,27 @@ class Until:
                 raise BadInputError(f"{name}: expected at least 1, got {value}.")
         if self.gain is not None and not 0 <= self.gain < 1:
             raise BadInputError(f"gain is the share by which τ must rise, at least 0 and below 1; got {self.gain}.")
+
+
+class Patience(EarlyStoppingCallback):
+    """A callback that ends the training after so many evaluations without a better one, resumes included."""
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        super().on_train_begin(args, state, control, **kwargs)
+        self.early_stopping_patience_counter = evaluations_since_best(state)
+
+    def is_over(self, state: TrainerState) -> bool:
+        """Tell whether a training that reached `state` ended there for want of a better evaluation."""
+        return evaluations_since_best(state) >= self.early_stopping_patience
+
+
+def evaluations_since_best(state: TrainerState) -> int:
+    """Return how many evaluations followed the best one; 0 before there is one."""
+    best = state.best_global_step
+    steps = {entry["step"] for entry in state.log_history if "eval_loss" in entry}
+    return 0 if best is None else sum(step > best for step in steps)
 
 
 @dataclass(frozen=True)

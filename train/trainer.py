@@ -24,7 +24,7 @@ import datasets
 import torch
 from rich.console import Console
 from torch import nn
-from transformers import EarlyStoppingCallback, PreTrainedModel, TrainingArguments, set_seed
+from transformers import PreTrainedModel, TrainingArguments, set_seed
 
 from ..distill.data_set import load_responses
 from ..distill.features import FeatureStore
@@ -47,7 +47,7 @@ from .loop import DrafterTrainer, Lessons
 from .measured import Measured
 from .onpolicy import OnPolicy
 from .reporting import Reports, finish_reports
-from .stopping import Until
+from .stopping import Patience, Until
 from .warmstart import made_for
 
 _log = logging.getLogger(__name__)
@@ -151,10 +151,11 @@ def _starting_point(recipe: Recipe, args: TrainingArguments, resume: bool, secon
     if not resume:
         if is_main and (aside := checkpoints.set_aside(folder)):
             _log.warning("starting over; the earlier checkpoints are now in %s", aside)
-    elif not args.resume_from_checkpoint:
+    elif found is not None:
+        checkpoints.check_same_rows(found, args)
+    if resume and not args.resume_from_checkpoint:
         if found is not None:
             provenance.check_same_run(recipe, output, may_spread=(found / checkpoints.LAUNCH).is_file())
-            checkpoints.check_same_rows(found, args)
             check_same_budget(found, seconds)
         if is_main:
             checkpoints.remove_broken(folder, found)
@@ -213,7 +214,7 @@ class _Training:
         trainer = DrafterTrainer(drafter, self.args, lessons, self.seconds, joint, self.until)
         trainer.add_callback(self._reports(measured))
         if recipe.eval.patience is not None:
-            trainer.add_callback(EarlyStoppingCallback(recipe.eval.patience))
+            trainer.add_callback(Patience(recipe.eval.patience))
         return trainer
 
     def _reports(self, measured: Measured | None) -> Reports:
@@ -274,7 +275,7 @@ class _Training:
         budget = trainer.budget
         if start is not None and trainer.is_end(start):
             _log.warning("%s is the end of this run: nothing is left to train.", start)
-            trainer.load_weights(start)
+            trainer.load_weights(checkpoints.best_before(start) if self.args.load_best_model_at_end else start)
             if budget is not None:
                 budget.clock.spent = saved_clock(start)["spent"]
             return checkpoints.step_of(start), {}

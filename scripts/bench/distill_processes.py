@@ -114,8 +114,8 @@ def parts(arguments: argparse.Namespace) -> dict[str, float]:
         partial, count = Unfinished(Path(folder)), NUM_PARTS * arguments.batch_size
         grouped = batches(range(count), arguments.batch_size, 1)
         answers = [[Answer(i, (list(range(NUM_TOKENS)),)) for i in batch] for batch in grouped]
-        keep = timed(lambda: [partial.keep(n, a) for n, a in enumerate(answers)])
-        claim = timed(lambda: [_claim(partial, n) for n in range(len(grouped))])
+        keep = timed(lambda: _keep(partial, answers))
+        claim = timed(lambda: _claim(partial, len(grouped)))
         save = timed(lambda: _save(partial, Path(folder), count))
     thousand = 1000 / arguments.limit
     return {
@@ -126,9 +126,15 @@ def parts(arguments: argparse.Namespace) -> dict[str, float]:
     }
 
 
-def _claim(partial: Unfinished, number: int) -> None:
-    with partial.claiming(number + 10**6):
-        partial.has(number)
+def _keep(partial: Unfinished, answers: list[list[Answer]]) -> None:
+    for number, batch in enumerate(answers):
+        partial.keep(number, batch)
+
+
+def _claim(partial: Unfinished, count: int) -> None:
+    for number in range(count):
+        with partial.claiming(number + 10**6):
+            partial.has(number)
 
 
 def _save(partial: Unfinished, folder: Path, count: int) -> None:
@@ -155,12 +161,13 @@ def forecast(cost: dict[str, float], seconds: float, arguments: argparse.Namespa
 
 
 def measure(arguments: argparse.Namespace) -> int:
-    """Run all, and write the result."""
+    """Run all, and write the result; the runs so far after each."""
     runs: dict[str, list[dict[str, Any]]] = {"1": [], str(arguments.processes): []}
     for _ in range(arguments.repeats):
         for processes, found in runs.items():
             found.append(launched(int(processes), arguments))
             print(processes, found[-1], flush=True)
+            write({"runs": runs}, arguments.out)
     rates = {name: median(run["tokens_per_second"] for run in found) for name, found in runs.items()}
     one, cost = median(run["seconds"] for run in runs["1"]), parts(arguments)
     target = Target.load("embedded", dtype="float32", device="cpu")
@@ -183,8 +190,8 @@ def measure(arguments: argparse.Namespace) -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--processes", type=int, default=2)
-    parser.add_argument("--limit", type=int, default=288, help="prompts")
-    parser.add_argument("--new-tokens", type=int, default=96)
+    parser.add_argument("--limit", type=int, default=160, help="prompts")
+    parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--batch-size", type=int, default=16)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--out", type=Path)

@@ -136,9 +136,27 @@ def goals(results: Results) -> Iterator[str]:
         elif row["tokens"] in (8, 64):
             goal = 1.05 if row["tokens"] == 8 else 1.2
             yield f"- {shape}: T({row['tokens']})/T(1) {row['over_one_token']:.3f} (goal: at most {goal})"
+    for name in ("decode-llama", "decode-qwen3"):
+        for cell in results.read(name).get("cells", []):
+            yield from _loop_goals(name.removeprefix("decode-"), cell)
     best = max((row["mfu"] for row in results.read("training").get("steps", []) if "mfu" in row), default=None)
     if best is not None:
         yield f"- training MFU {best:.1%} (goal: 40%)"
+
+
+def _loop_goals(shape: str, cell: dict[str, Any]) -> Iterator[str]:
+    loops = {loop: row for loop, row in cell.get("loops", {}).items() if isinstance(row, dict)}
+    plain, generate = loops.get("plain"), loops.get("transformers.generate")
+    speed, theirs = _speed(plain), _speed(generate)
+    if speed and theirs:
+        yield f"- {shape}: {speed / theirs:.2f} times `transformers.generate` (goal: 4)"
+    one = (plain or {}).get("seconds_per_round")
+    gap = (cell.get("gaps", {}).get("plain") or {}).get("between")
+    if one and gap:
+        yield f"- {shape}: host gap {gap / one:.1%} of a plain round, under the profiler (goal: below 3%)"
+    drafted = loops.get("eagle3, forced 1", {}).get("seconds_per_round")
+    if one and drafted:
+        yield f"- {shape}: an EAGLE-3 round of depth 4 is {drafted / one:.2f} plain rounds (goal: at most 1.35)"
 
 
 PARTS = {

@@ -61,7 +61,9 @@ class Entry:
 
     @property
     def conditions(self) -> Result:
-        return self.result["conditions"]
+        """What a file says of the run; of kernels it stands beside the figures."""
+        beside = {name: value for name, value in self.result.items() if name in ("device", "device_name", "versions")}
+        return self.result.get("conditions", beside)
 
     def machine(self) -> str:
         """Return the processor or device as far as the file names it."""

@@ -365,6 +365,29 @@ def _of_memory(result: Result) -> list[str]:
     return [table(["launch", "parameters of the drafter", "peak of the largest process"], rows)]
 
 
+def _of_errors(result: Result) -> list[str]:
+    dtypes = ["float32", "bfloat16"]
+    kernels = sorted(result["float32"]["largest"])
+    rows = [[f"`{name}`", *(f"{result[dtype]['largest'][name]:.1e}" for dtype in dtypes)] for name in kernels]
+    return [table(["kernel", *(f"largest relative error, {dtype}" for dtype in dtypes)], rows)]
+
+
+_SPENT = ("registers", "spilled_bytes", "shared_bytes")
+
+
+def _most(kernels: list[Result], each: str) -> str:
+    return f"{max(kernel[each] for kernel in kernels):,}"
+
+
+def _of_compiled(result: Result) -> list[str]:
+    found: dict[str, list[Result]] = {}
+    for kernel in result["kernels"]:
+        found.setdefault(kernel["kernel"], []).append(kernel)
+    rows = [[f"`{name}`", str(len(made)), *(_most(made, each) for each in _SPENT)] for name, made in found.items()]
+    head = ["kernel", "compiled", *(f"{each.replace('_', ' ')}, at most" for each in _SPENT)]
+    return [f"Target: {result['target']}, Triton {result['triton']}.", table(head, rows)]
+
+
 KINDS: dict[tuple[str, ...], Callable[[Result], list[str]]] = {
     ("contestants", "figures"): _of_report,
     ("tokens_per_second_ratios", "loop_overhead"): _of_decode,
@@ -380,6 +403,8 @@ KINDS: dict[tuple[str, ...], Callable[[Result], list[str]]] = {
     ("speed", "memory"): _of_peers_speed,
     ("tau",): _of_peers_tau,
     ("growth",): _of_growth,
+    ("float32", "bfloat16"): _of_errors,
+    ("kernels", "triton"): _of_compiled,
     ("launches",): _of_launches,
     ("memory",): _of_memory,
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -18,8 +19,9 @@ from accelerate import PartialState, debug_launcher
 from torch import distributed
 
 from outrider.decode import Decoder, Output
-from outrider.distill import distill, load_responses
+from outrider.distill import distill, load_responses, table
 from outrider.distill.decoding import batches
+from outrider.distill.table import Prompt
 from outrider.recipes import Recipe
 from outrider.targets import Target
 
@@ -90,6 +92,26 @@ def test_any_number_of_processes_gives_the_same_data_set_and_a_slow_one_holds_no
     assert set(answered) == {"0", "1", "2"}
     assert answered["1"] <= 3 < answered["0"] + answered["2"]
     assert [p.name for p in several.output_folder.iterdir()] == ["data"], "nothing is left beside it"
+
+
+def test_a_run_killed_while_it_reads_the_prompts_leaves_nothing_for_the_next(
+    make_recipe: MakeRecipe, tiny_target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = make_recipe("cut")
+
+    def killed(_: Prompt) -> dict[str, Any]:
+        os.kill(os.getpid(), signal.SIGKILL)
+        raise AssertionError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(table, "_row", killed)
+        child = multiprocessing.get_context("fork").Process(target=distill, args=(recipe, tiny_target))
+        child.start()
+        child.join(60)
+    assert child.exitcode == -signal.SIGKILL
+    assert list(recipe.output_folder.iterdir()), "what it had begun to write"
+    distill(recipe, tiny_target)
+    assert [p.name for p in recipe.output_folder.iterdir()] == ["data"]
 
 
 def test_batches_become_smaller_towards_the_end_for_several_processes_only() -> None:

@@ -93,6 +93,33 @@ def test_silence_gets_our_defaults_and_speech_wins(recipe: MakeRecipe) -> None:
     assert (spoken.save_total_limit, spoken.output_dir) == (7, "elsewhere")
 
 
+def test_a_secret_is_refused_and_not_repeated() -> None:
+    """Trackers get the whole recipe."""
+    with pytest.raises(BadInputError, match=r"training\.hub_token: found a secret .* HF_TOKEN") as raised:
+        check_training({"hub_token": "hf_secret"})
+    assert "hf_secret" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("training", "metric", "greater"),
+    [
+        ({}, None, None),
+        ({"load_best_model_at_end": True}, "eval_measured_tau", True),
+        ({"load_best_model_at_end": True, "metric_for_best_model": "loss"}, "loss", False),
+        ({"lr_scheduler_type": "reduce_lr_on_plateau"}, "eval_measured_tau", True),
+    ],
+)
+def test_a_better_measured_tau_is_a_greater_one_and_a_better_loss_a_smaller_one(
+    recipe: MakeRecipe, training: dict[str, Any], metric: str | None, greater: bool | None
+) -> None:
+    """Where nothing is chosen, there is no metric, and an evaluation may be cut short."""
+    settings = {"eval_steps": 4, "save_steps": 4} | training
+    made = recipe(**settings)
+    made = made.model_copy(update={"eval": made.eval.model_copy(update={"training_prompts": 4})})
+    args = training_arguments(made)
+    assert (args.metric_for_best_model, args.greater_is_better) == (metric, greater)
+
+
 # ------------------------------------------------------------ launches
 
 

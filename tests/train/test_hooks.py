@@ -20,12 +20,14 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import Dataset, Sampler, SequentialSampler
 from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
 
+from outrider.ground.errors import Refusal
 from outrider.train.hooks import (
     TRIED,
     HookedTrainer,
     asks_for_checkpointing,
     block_classes,
     enable_checkpointing,
+    states_explained,
     train_on_one_gpu,
 )
 
@@ -155,6 +157,30 @@ def test_a_checkpoint_is_written_inside_and_no_older_one_is_deleted_meanwhile(ma
     folder = Path(trainer.args.output_dir or "") / "checkpoint-4"
     assert (folder / "slope.pt").is_file()
     assert not (folder / "training_args.bin").exists(), "no pickled arguments"
+
+
+def test_the_end_of_a_training_deletes_no_checkpoint(make: Callable[..., Probe]) -> None:
+    """`_finalize_training` would delete all but the best: also the one that a signal had just asked for."""
+    best = {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 2, "metric_for_best_model": "loss"}
+    trainer = make(**best, greater_is_better=True)
+    trainer.train()
+    assert (trainer.checkpoints_kept, trainer.args.save_total_limit) == (1, 1)
+    assert {f.name for f in Path(trainer.args.output_dir or "").iterdir()} >= {"checkpoint-2", "checkpoint-4"}
+
+
+@pytest.mark.parametrize(
+    ("error", "raised"),
+    [
+        (RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer"), RuntimeError),
+        (torch.OutOfMemoryError("out of memory"), torch.OutOfMemoryError),
+        (RuntimeError("PytorchStreamReader failed reading zip archive"), Refusal),
+    ],
+    ids=["a process that died", "no memory", "a damaged file"],
+)
+def test_only_a_damaged_checkpoint_is_called_one(error: Exception, raised: type[Exception]) -> None:
+    with pytest.raises(raised) as found, states_explained("checkpoint-4"):
+        raise error
+    assert ("Remove this checkpoint" in str(found.value)) == (raised is Refusal)
 
 
 def test_weights_are_read_back_on_resuming_and_for_the_best_checkpoint(make: Callable[..., Probe]) -> None:

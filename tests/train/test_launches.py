@@ -42,6 +42,7 @@ ENGINES = [
     pytest.param(Launch("zero3", 2), id="zero3", marks=needs_deepspeed),
 ]
 TIED = {"type": "draft_model", "model": {"num_hidden_layers": 2, "tie_word_embeddings": True}}
+MEDUSA = {"type": "medusa", "num_heads": 2}  # has neither norms nor biases
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -87,7 +88,7 @@ def held_out(output: Path) -> float:
 
 
 @pytest.mark.parametrize("launch", ENGINES)
-@pytest.mark.parametrize("drafter", [EAGLE3, TIED], ids=["a head", "a tied draft model"])
+@pytest.mark.parametrize("drafter", [EAGLE3, TIED, MEDUSA], ids=["a head", "a tied draft model", "matrices alone"])
 def test_a_drafter_in_parts_learns_what_one_process_learns(
     launch: Launch, drafter: dict[str, Any], recipe: Callable[..., Recipe], target: Target, run: Run
 ) -> None:
@@ -111,8 +112,9 @@ def test_a_drafter_in_parts_learns_what_one_process_learns(
 
 
 @pytest.mark.parametrize("launch", ENGINES)
+@pytest.mark.parametrize("drafter", [EAGLE3, MEDUSA], ids=["a head", "matrices alone"])
 def test_a_drafter_in_parts_continues_in_any_number_of_processes(
-    launch: Launch, recipe: Callable[..., Recipe], target: Target, run: Run
+    launch: Launch, drafter: dict[str, Any], recipe: Callable[..., Recipe], target: Target, run: Run
 ) -> None:
     """From step 4 of two processes on: in two, in three under FSDP2, and in one with the whole drafter.
 
@@ -120,14 +122,16 @@ def test_a_drafter_in_parts_continues_in_any_number_of_processes(
     tensors and plain values.
     """
     settings = {"optim": "adamw_torch", "max_steps": 8, "per_device_train_batch_size": 6}
-    whole, alone = recipe("whole", **settings), recipe("alone", **settings | {"per_device_train_batch_size": 12})
+    whole = recipe("whole", drafter, **settings)
+    alone = recipe("alone", drafter, **settings | {"per_device_train_batch_size": 12})
     run(launch, whole)
     train(alone, target)
     ours, theirs = (checkpoints(r.output_folder / "checkpoints")[0] for r in (whole, alone))
     assert set(torch.load(ours / "optimizer.pt", weights_only=True)) == {"state", "param_groups"}
     starts = [(ours, launch), (ours, Launch("fsdp2", 3)), (ours, ONE), (theirs, launch)]
     for place, (first, other) in enumerate(starts):
-        again = recipe(f"again-{place}", **settings | {"per_device_train_batch_size": 12 // other.processes})
+        rows = {"per_device_train_batch_size": 12 // other.processes}
+        again = recipe(f"again-{place}", drafter, **settings | rows)
         shutil.copytree(first, again.output_folder / "checkpoints" / first.name)
         assert "continuing from" in run(other, again).stderr
         assert losses(again.output_folder)[4:] == pytest.approx(losses(whole.output_folder)[4:], rel=1e-3)
@@ -155,13 +159,18 @@ def test_a_drafter_in_parts_learns_from_its_own_text_and_keeps_the_best_checkpoi
     assert are_close(made.output_folder / "drafter", one.output_folder / "drafter")
 
 
-@pytest.mark.parametrize("launch", ENGINES)
+@pytest.mark.parametrize("launch", ENGINES[1:])
+@pytest.mark.parametrize("drafter", [EAGLE3, TIED], ids=["a head", "a tied draft model"])
 def test_mixed_precision_is_that_of_one_process(
-    launch: Launch, recipe: Callable[..., Recipe], target: Target, run: Run
+    launch: Launch, drafter: dict[str, Any], recipe: Callable[..., Recipe], target: Target, run: Run
 ) -> None:
-    """In bfloat16 weights stay float32, so that losses differ only by rounding; checkpoints hold float32."""
+    """In bfloat16 weights stay float32, so that losses differ only by rounding; checkpoints hold float32.
+
+    (Not under FSDP2: transformers refuses bfloat16 where it is told of an accelerator that is not there.)
+    """
     settings = {"optim": "adamw_torch", "bf16": True, "max_steps": 6, "save_steps": 6}
-    one, made = recipe("one", **settings), recipe("parts", per_device_train_batch_size=4, **settings)
+    one = recipe("one", drafter, **settings)
+    made = recipe("parts", drafter, per_device_train_batch_size=4, **settings)
     train(one, target)
     run(launch, made)
     assert losses(made.output_folder) == pytest.approx(losses(one.output_folder), rel=5e-3)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,11 @@ from outrider.ground import BadInputError
 from outrider.heads import load_drafter
 from outrider.recipes import Recipe
 from outrider.targets import Target
-from outrider.train import train
+from outrider.train import TrainingInterruptedError, train
 from outrider.train.checkpoints import checkpoints
 from outrider.train.measured import Measured, drafted_parts
 
+from .test_stopping import asked_in
 from .test_trainer import history
 
 MakeRecipe = Callable[..., Recipe]
@@ -63,10 +65,21 @@ def test_measuring_changes_nothing_of_what_is_learned(
     assert ours == theirs
 
 
+def test_patience_outlasts_a_stop(measuring: MakeRecipe, target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two evaluations without a better one, one of them before a signal and one after it."""
+    made = measuring(spec={"patience": 2}, learning_rate=0.0, max_steps=30)
+    with monkeypatch.context() as patch:
+        asked_in(patch, 8, signal.SIGTERM)
+        with pytest.raises(TrainingInterruptedError, match="stopped after step 8"):
+            train(made, target)
+    assert train(made, target).steps == 9
+
+
 def test_the_training_ends_when_it_is_not_better_and_keeps_the_best(measuring: MakeRecipe, target: Target) -> None:
     """Nothing can be learned at a rate of zero, so the second evaluation is no better than the first."""
     made = measuring(spec={"patience": 1}, learning_rate=0.0, max_steps=30)
     assert train(made, target).steps == 6
+    assert train(made, target).steps == 6, "it is finished, also when it is started again"
     state = json.loads((made.output_folder / "checkpoints" / "checkpoint-6" / "trainer_state.json").read_text())
     assert state["best_model_checkpoint"].endswith("checkpoint-3")
     assert state["best_metric"] == state["log_history"][-1]["eval_measured_tau"]

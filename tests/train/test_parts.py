@@ -6,24 +6,43 @@ What only real processes show is in test_launches.py.
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from outrider.heads import DraftModel, DraftModelConfig, Eagle3, Eagle3Config, TargetBatch
+from outrider.heads import (
+    Drafter,
+    DraftModel,
+    DraftModelConfig,
+    Eagle3,
+    Eagle3Config,
+    Medusa,
+    MedusaConfig,
+    TargetBatch,
+)
 from outrider.targets import Target
-from outrider.train.parts import Parts, Undivided, loss_of
-from outrider.train.states import WholeStates, is_named, read_state
+from outrider.train.parts import Parts, Undivided, _fit_fsdp, loss_of
+from outrider.train.states import (
+    SCHEDULE,
+    WholeStates,
+    is_named,
+    read_schedule,
+    read_state,
+    regrouped,
+    without_empty_groups,
+)
 
 
-def head(target: Target, seed: int = 0, **changes: int) -> Eagle3:
+def head(target: Target, seed: int = 0, frequent_first: bool = False, **changes: int) -> Eagle3:
     torch.manual_seed(seed)
     config = Eagle3Config(**{"steps": 2, "draft_vocab_size": 96} | changes)
     counts = torch.arange(target.vocab_size)
+    counts = counts.flip(0) if frequent_first else counts
     return Eagle3.build(config, target, counts).train()
 
 
-def batch(target: Target, drafter: Eagle3) -> TargetBatch:
+def batch(target: Target, drafter: Drafter) -> TargetBatch:
     tokens = torch.randint(0, 64, (2, 12), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         out = target.forward(tokens, taps=drafter.taps)
@@ -44,7 +63,8 @@ def test_the_loss_its_metrics_and_its_gradients_are_the_drafters(target: Target)
 
 
 def test_the_whole_drafter_is_a_copy_and_takes_the_weights_of_another(target: Target) -> None:
-    parts, other = Parts(head(target)), head(target, seed=1)
+    parts, other = Parts(head(target)), head(target, seed=1, frequent_first=True)
+    assert not torch.equal(parts.drafter.token_ids, other.token_ids)
     parts.take(other)
     copied = parts.whole()
     assert copied.digest() == other.digest()
@@ -53,6 +73,16 @@ def test_the_whole_drafter_is_a_copy_and_takes_the_weights_of_another(target: Ta
         next(iter(copied.parameters())).zero_()
     assert parts.whole().digest() == other.digest()
     assert parts.sizes() == Undivided(other).sizes()
+
+
+def test_layers_pass_on_what_autocast_gives_them(target: Target) -> None:
+    """FSDP2 would round the residual stream to bfloat16 between the layers of a draft model."""
+    plugin = SimpleNamespace()
+    config = DraftModelConfig(model={"num_hidden_layers": 2})
+    _fit_fsdp(plugin, Parts(DraftModel.build(config, target), torch.bfloat16))
+    assert plugin.mixed_precision_policy.param_dtype == torch.bfloat16
+    assert not plugin.mixed_precision_policy.cast_forward_inputs
+    assert plugin.transformer_cls_names_to_wrap
 
 
 def test_tied_weights_stay_tied_in_a_copy(target: Target) -> None:
@@ -88,9 +118,61 @@ def test_a_state_by_names_continues_a_whole_drafter(target: Target, tmp_path: Pa
     assert is_named(tmp_path)
 
 
-def stepped(drafter: Eagle3, target: Target) -> torch.optim.Optimizer:
+def grouped(drafter: Drafter) -> torch.optim.Optimizer:
+    """An optimizer as the trainer makes it: the second group, without decay, is for norms and biases."""
+    parameters = list(drafter.parameters())
+    groups = [{"params": [p for p in parameters if (p.ndim > 1) == decays]} for decays in (True, False)]
+    return torch.optim.AdamW([groups[0], groups[1] | {"weight_decay": 0.0}], lr=1e-3, weight_decay=0.1)
+
+
+def test_a_drafter_without_norms_and_biases_continues_whatever_became_of_their_group(
+    target: Target, tmp_path: Path
+) -> None:
+    """DeepSpeed keeps no group without weights, and one process does: state, rates and schedule pass both ways."""
+    one, two = (Medusa.build(MedusaConfig(num_heads=2), target).train() for _ in range(2))
+    whole, parts = grouped(one), grouped(two)
+    without_empty_groups(parts)
+    assert [len(group["params"]) > 0 for group in whole.param_groups + parts.param_groups] == [True, False, True]
+    for drafter, first, other in ((two, parts, whole), (one, whole, parts)):
+        stepped(drafter, target, first)
+        names, again = [name for name, _ in drafter.named_parameters()], one if other is whole else two
+        write_named(first, names, tmp_path, rate=0.25e-3)
+        schedule = half(other)
+        read_schedule(schedule, other, tmp_path, read_state(WholeStates(again, other), tmp_path))
+        assert {group["lr"] for group in other.param_groups} == {0.25e-3}
+        schedule.step()
+        saved, found = (list(o.state_dict()["state"].values()) for o in (first, other))
+        assert all(torch.equal(a["exp_avg"], b["exp_avg"]) for a, b in zip(saved, found, strict=True))
+
+
+def half(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LambdaLR:
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+
+
+def write_named(optimizer: torch.optim.Optimizer, names: list[str], folder: Path, rate: float) -> None:
+    """Write what a launch in parts leaves of an optimizer and its schedule after two steps."""
+    for group in optimizer.param_groups:
+        group["lr"] = 4 * rate
+    schedule = half(optimizer)
+    optimizer.step(), schedule.step(), schedule.step()
+    saved = optimizer.state_dict()
+    groups = [{**group, "params": [names[n] for n in group["params"]]} for group in saved["param_groups"]]
+    state = {names[number]: values for number, values in saved["state"].items()}
+    torch.save({"state": state, "param_groups": groups}, folder / "optimizer.pt")
+    torch.save(schedule.state_dict(), folder / SCHEDULE)
+
+
+def test_settings_of_groups_follow_the_names_of_their_weights() -> None:
+    """And not their places."""
+    optimizer = torch.optim.AdamW([{"params": [torch.zeros(1)]}, {"params": [torch.zeros(2)]}, {"params": []}], lr=1.0)
+    saved = [{"params": ["norm"], "lr": 0.1}, {"params": ["matrix"], "lr": 0.2}]
+    found = regrouped(saved, [["matrix"], ["norm"], []], optimizer)
+    assert [(group["params"], group["lr"]) for group in found] == [(["matrix"], 0.2), (["norm"], 0.1), ([], 1.0)]
+
+
+def stepped(drafter: Drafter, target: Target, optimizer: torch.optim.Optimizer | None = None) -> torch.optim.Optimizer:
     """An optimizer that has taken a step."""
-    optimizer = torch.optim.AdamW(drafter.parameters())
+    optimizer = optimizer or torch.optim.AdamW(drafter.parameters())
     drafter(batch(target, drafter)).total.backward()
     optimizer.step()
     return optimizer

@@ -134,6 +134,26 @@ def test_a_finished_run_is_not_trained_further(recipe: MakeRecipe, target: Targe
     assert again.metrics["eval_tau"] == pytest.approx(first.metrics["eval_tau"], rel=1e-6)
 
 
+def test_a_finished_run_is_its_best_checkpoint_also_when_started_again(recipe: MakeRecipe, target: Target) -> None:
+    """The best of the highest loss is the first. It stays beside the last one, which is what is continued from."""
+    best = {"load_best_model_at_end": True, "metric_for_best_model": "loss", "greater_is_better": True}
+    made = recipe(eval_steps=4, save_total_limit=1, **best)
+    first = weights(train(made, target).drafter_folder)
+    saved = made.output_folder / "checkpoints"
+    assert [folders.step_of(f) for f in folders.checkpoints(saved)] == [4, 12]
+    again = train(made, target)
+    assert (again.steps, weights(again.drafter_folder)) == (12, first)
+    assert first == weights(saved / "checkpoint-4")
+
+
+def test_a_named_checkpoint_is_continued_with_the_rows_of_its_steps(recipe: MakeRecipe, target: Target) -> None:
+    made = recipe(max_steps=4)
+    train(made, target)
+    named = str(made.output_folder / "checkpoints" / "checkpoint-4")
+    with pytest.raises(BadInputError, match=r"8 rows in a step, in 1 processes; this run would learn 4 in 1\."):
+        train(recipe("other", resume_from_checkpoint=named, per_device_train_batch_size=4), target)
+
+
 def test_resume_false_starts_over_and_keeps_the_old_checkpoints(recipe: MakeRecipe, target: Target) -> None:
     train(recipe(), target)
     again = train(recipe(learning_rate=1e-4), target, resume=False)

@@ -85,6 +85,18 @@ def test_an_evaluation_is_cut_short(
     assert resumed == whole
 
 
+def test_the_checkpoint_that_was_asked_for_stays_beside_the_best_one(
+    recipe: MakeRecipe, target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With room for one checkpoint: the highest loss, here the best one, is the first."""
+    best = {"load_best_model_at_end": True, "metric_for_best_model": "loss", "greater_is_better": True}
+    made = recipe("stopped", max_steps=8, eval_steps=2, save_steps=2, save_total_limit=1, **best)
+    asked_in(monkeypatch, 5, signal.SIGTERM)
+    with pytest.raises(TrainingInterruptedError, match=r"stopped after step 5; saved in .*checkpoint-5"):
+        train(made, target)
+    assert {f.name for f in (made.output_folder / "checkpoints").iterdir()} == {"checkpoint-2", "checkpoint-5"}
+
+
 def test_after_the_last_step_what_is_left_is_done_by_the_next_run(
     recipe: MakeRecipe, target: Target, monkeypatch: pytest.MonkeyPatch, whole: bytes
 ) -> None:

@@ -47,7 +47,7 @@ def _more(writers: list[dict[str, Any]], costs: list[dict[str, Any]], rounds: li
     lines += (
         [] if not rounds else ["", "| a round, µs of one core | without the finite check | with it | ratio |", _rule(4)]
     )
-    lines += [_row(r["case"], r["without"], r["checked"], f"{r['ratio']} [{r['low']}, {r['high']}]") for r in rounds]
+    lines += [_row(r["case"], r["without"], r["checked"], f"{r['ratio']} ({r['low']} to {r['high']})") for r in rounds]
     return "\n".join(lines) + "\n\nThe figures are in [durability.json](durability.json).\n\n"
 
 

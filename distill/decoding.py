@@ -102,7 +102,7 @@ def batches(indices: Sequence[int], size: int, processes: int) -> list[list[int]
     found, begin, least = [], 0, max(1, size // 4)
     while left := len(indices) - begin:
         share = size if processes == 1 else -(-left // (2 * processes))
-        count = min(size, max(least, share))
+        count = min(size, max(least, share), left)
         found.append(list(indices[begin : begin + count]))
         begin += count
     return found

@@ -63,6 +63,7 @@ _READ = (
     "reasoning_content",
     "reasoning",
     "thinking",
+    "thoughts",
     "tool_plan",
 )
 _SPEAKING = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking", "tool_plan")

@@ -7,6 +7,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -454,5 +455,7 @@ def test_of_a_stream_the_tokens_are_always_counted(
     make_recipe: MakeRecipe, tiny_target: Target, start_server: Start
 ) -> None:
     server = start_server(ids=False)
-    distill(make_recipe("n", server, rows=[{"text": "x"}], requests={"stream": True}), tiny_target)
+    with suppress(BadInputError):  # so small a target writes hardly a text that reads as the same tokens
+        distill(make_recipe("n", server, rows=[{"text": "x"}], requests={"stream": True}), tiny_target)
+    assert server.bodies
     assert all(body["stream_options"] == {"include_usage": True} for body in server.bodies)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -52,16 +50,6 @@ def test_nothing_is_left_behind_when_reading_fails(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="a bad row"):
         PromptTable(broken(), folder=tmp_path)
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.skipif(os.name != "posix", reason="elsewhere an open file keeps its name")
-def test_a_table_that_is_being_written_has_no_file_that_a_kill_could_leave(tmp_path: Path) -> None:
-    def watched() -> Iterator[Prompt]:
-        for prompt in PROMPTS:
-            assert list(tmp_path.iterdir()) == []
-            yield prompt
-
-    assert list(PromptTable(watched(), folder=tmp_path)) == PROMPTS
 
 
 def test_the_digest_of_prompts_is_that_of_ids_suites_and_tokens_and_of_what_comes_later() -> None:

@@ -71,6 +71,7 @@ def test_an_offline_wandb_run_holds_everything(
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_DIR", str(tmp_path))
     monkeypatch.setenv("WANDB_SILENT", "true")
+    wandb.teardown()  # what it learned of another test's environment is forgotten
     train(measuring(recipe, tmp_path, "wandb"), target)
     wandb.finish()
     wandb.teardown()  # what its service still held is in the file now

@@ -56,22 +56,28 @@ def answered(output: Path) -> int:
 
 
 def start(act: Callable[[], object], size: int) -> list[Process]:
-    """Start a launch of `size` processes which all do `act`."""
+    """Start a launch of `size` processes which all do `act`, and wait until they know each other.
+
+    Until then they are in torch's own rendezvous, which waits ten minutes for one that is gone.
+    """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     fork = multiprocessing.get_context("fork")
-    processes = [fork.Process(target=_act, args=(act, rank, size, port)) for rank in range(size)]
+    met = fork.Barrier(size + 1)
+    processes = [fork.Process(target=_act, args=(act, rank, size, port, met)) for rank in range(size)]
     for process in processes:
         process.start()
+    met.wait(120)
     return processes
 
 
-def _act(act: Callable[[], object], rank: int, size: int, port: int) -> None:
+def _act(act: Callable[[], object], rank: int, size: int, port: int, met: Any) -> None:
     if size > 1:
         launch = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         os.environ.update({name: str(value) for name, value in launch.items()})
         PartialState(cpu=True)
+    met.wait(120)
     act()
 
 
@@ -100,7 +106,7 @@ def test_processes_killed_at_random_end_as_one_that_is_not(tiny_target: Target, 
         now = answered(made.output_folder)
         assert now >= before, "what was finished is kept"
         before = now
-        if now == len(TEXTS):  # from the beginning, until there were as many kills
+        if (made.output_folder / "data").exists():  # from the beginning, until there were as many kills
             assert content(made.output_folder / "data") == content(whole)
             made, before = recipe(tmp_path, f"killed-{kills}", sampling={"temperature": 1.0}), 0
     for process in start(partial(distill, made, tiny_target), size):
@@ -138,7 +144,7 @@ def test_servers_and_those_who_ask_them_killed_at_random_answer_every_prompt_onc
         now = answered(made.output_folder)
         assert now >= before
         before = now
-        if now == len(TEXTS):
+        if (made.output_folder / "data").exists():
             assert content(made.output_folder / "data") == content(whole)
             made, before = recipe(tmp_path, f"killed-{kills}", **asked), 0
     distill(made, tiny_target)

@@ -365,6 +365,31 @@ def _of_memory(result: Result) -> list[str]:
     return [table(["launch", "parameters of the drafter", "peak of the largest process"], rows)]
 
 
+def _of_lengths(result: Result) -> list[str]:
+    rows = [
+        [
+            f"{row['length']:,}",
+            f"{1000 * row['seconds']:,.0f}",
+            f"{row['tokens_per_second']:,.0f}",
+            f"{row['peak_bytes'] / 2**20:,.0f} MiB",
+        ]
+        for row in result["lengths"]
+    ]
+    line = result["memory"]
+    fitted = f"Memory is {line['a'] / 2**20:,.0f} MiB and {line['b'] / 2**10:,.1f} KiB a token, R² {line['r2']:.4f}."
+    return [table(["tokens of the row", "ms of a step", "tokens/s", "memory of a step"], rows), fitted]
+
+
+def _of_kills(result: Result) -> list[str]:
+    kills, lost = result["kills"], result["lost_steps"]
+    rows = [[phase, str(count)] for phase, count in kills.items()]
+    said = (
+        f"After these kills {result['trainings']} trainings came to their end, and {len(result['failures'])} things in "
+        f"them were not those of a training without kills. A kill cost at most {max(lost)} steps."
+    )
+    return [table(["killed during", "kills"], [*rows, ["together", str(sum(kills.values()))]]), said]
+
+
 def _of_errors(result: Result) -> list[str]:
     dtypes = ["float32", "bfloat16"]
     kernels = sorted(result["float32"]["largest"])
@@ -403,6 +428,8 @@ KINDS: dict[tuple[str, ...], Callable[[Result], list[str]]] = {
     ("speed", "memory"): _of_peers_speed,
     ("tau",): _of_peers_tau,
     ("growth",): _of_growth,
+    ("lengths", "memory"): _of_lengths,
+    ("kills", "lost_steps"): _of_kills,
     ("float32", "bfloat16"): _of_errors,
     ("kernels", "triton"): _of_compiled,
     ("launches",): _of_launches,

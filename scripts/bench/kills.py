@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import multiprocessing
 import os
 import random
@@ -37,7 +38,7 @@ from .conditions import command, conditions, write
 GENERATION, FEATURES, TRAINING, CHECKPOINT = "generation", "hidden states", "training", "a checkpoint's writing"
 PHASES = (GENERATION, FEATURES, TRAINING, CHECKPOINT)
 SPANS = {GENERATION: 2.0, FEATURES: 0.3, TRAINING: 1.0, CHECKPOINT: 0.05}  # seconds from its begin to a kill, at most
-INTERVAL, STEPS, PROMPTS = 3, 36, 48
+INTERVAL, STEPS, PROMPTS = 3, 24, 32
 _LIMIT = 120.0  # seconds that a phase may take to begin
 
 Process = Any
@@ -90,6 +91,7 @@ class Attempt:
         with self.said.open("w") as said:
             os.dup2(said.fileno(), 1)
             os.dup2(said.fileno(), 2)
+        logging.basicConfig(level=logging.INFO, format="%(message)s")
         train(recipe(self.output), self.target)
 
     def phase(self) -> str:
@@ -154,7 +156,7 @@ def recipe(output: Path) -> Recipe:
             "drafter": {"type": "eagle3", "steps": 2, "draft_vocab_size": 1024},
             "data": {
                 "prompts": [str(prompts)],
-                "max_new_tokens": 32,
+                "max_new_tokens": 24,
                 "batch_size": 4,
                 "features": "cached",
                 "allow_leaks": True,

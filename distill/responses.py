@@ -227,8 +227,9 @@ class _Making:
             if self._is_given:
                 reason, learnt = self._given(prompt)
             else:
-                reason, learnt = self._learnt(prompt, answers[index])
-                self._count_early_end(prompt, answers[index], counts)
+                answer = answers[index]
+                reason, learnt = self._learnt(prompt, answer)
+                self._count_early_end(prompt, answer, counts)
             if reason:
                 counts[f"{reason}{_DROPPED}"] += 1
             for tokens, mask in learnt:

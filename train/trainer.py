@@ -275,7 +275,7 @@ class _Training:
         budget = trainer.budget
         if start is not None and trainer.is_end(start):
             _log.warning("%s is the end of this run: nothing is left to train.", start)
-            trainer.load_weights(checkpoints.best_before(start) if self.args.load_best_model_at_end else start)
+            trainer.keeper.load_weights(checkpoints.best_before(start) if self.args.load_best_model_at_end else start)
             if budget is not None:
                 budget.clock.spent = saved_clock(start)["spent"]
             return checkpoints.step_of(start), {}
@@ -287,8 +287,8 @@ class _Training:
             result = trainer.train(resume_from_checkpoint=None if start is None else str(start))
         if trainer.stop.stopped_at is not None:
             raise TrainingInterruptedError(
-                f"stopped after step {trainer.stop.stopped_at}; saved in {trainer.last_good()}. Run the same command "
-                "again to continue.",
+                f"stopped after step {trainer.stop.stopped_at}; saved in {trainer.keeper.last_good()}. Run the same "
+                "command again to continue.",
                 trainer.stop.number or signal.SIGTERM,  # another process was asked
             )
         return result.global_step, dict(result.metrics)

@@ -456,10 +456,8 @@ class CachedLayers:
         """Return by window which entries each token may see, `[B, 1, Q, used]`; None for all of them."""
         if alone and not any(self.windows):
             return {0: None}
-        visible = cache.visible()
-        return {
-            window: (visible & cache.within(window) if window else visible)[:, None] for window in set(self.windows)
-        }
+        visible, within = cache.visible(), cache.placed.within
+        return {window: (visible & within(window) if window else visible)[:, None] for window in set(self.windows)}
 
 
 def _gathered(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:

@@ -22,7 +22,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -239,21 +239,25 @@ def _judge(attempt: Attempt, before: tuple[int, int], found: Found) -> None:
             found.failures.append(f"{place}: step {taken} was taken, and {reached} is what there is")
 
 
+def _earlier(file: Path | None) -> list[dict[str, Any]]:
+    """Return what was found with other seeds."""
+    return json.loads(file.read_text())["kills"] if file is not None and file.exists() else []
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=60)
     parser.add_argument("--seed", type=int, default=20261122)
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--out", type=Path, help="a JSON file; what it holds of other seeds stays")
     given = parser.parse_args()
     torch.set_num_threads(1)
     target = Target.load("embedded", dtype="float32", device="cpu")
-    settings = {"seed": given.seed, "steps": STEPS, "steps_between_checkpoints": INTERVAL, "prompts": PROMPTS}
-    described = conditions(target, **settings)
+    described = conditions(target, steps=STEPS, steps_between_checkpoints=INTERVAL, prompts=PROMPTS)
+    others = [run for run in _earlier(given.out) if run["seed"] != given.seed]
     with tempfile.TemporaryDirectory() as work:
         for found in attack(target, Path(work), given.kills, given.seed):
             print(f"{found.count} kills, {found.ended} trainings, {found.failures}", flush=True)
-            kept = {"kills": found.kills, "trainings": found.ended, "lost_steps": found.lost}
-            write({"conditions": described, **kept, "failures": found.failures}, given.out)
+            write({"conditions": described, "kills": [*others, {"seed": given.seed, **asdict(found)}]}, given.out)
     return 1 if found.failures else 0
 
 

@@ -136,7 +136,7 @@ def main() -> int:
     parser.add_argument("--prompts", type=int, default=5000)
     parser.add_argument("--new-tokens", type=int, default=8)
     parser.add_argument("--concurrency", type=int, default=32)
-    parser.add_argument("--timeout", type=float, default=10.0)
+    parser.add_argument("--timeout", type=float, default=5.0, help="seconds; what a time-out costs")
     parser.add_argument("--share", type=float, default=0.05)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--fleet-prompts", type=int, default=500)

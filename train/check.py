@@ -19,7 +19,7 @@ from ..heads.losses import divergence
 from ..recipes import DataSpec, JointSpec, Recipe
 from ..targets import Target
 from . import muon
-from .arguments import MEASURED, training_arguments
+from .arguments import MEASURED, packing_of, training_arguments
 from .budget import check_schedule
 from .hooks import asks_for_checkpointing
 from .joint import adapted, lora_config
@@ -43,6 +43,7 @@ def check(recipe: Recipe, drafter: Drafter | None = None, seconds: float | None 
     drafter_class = check_drafter(recipe.drafter) if drafter is None else type(drafter)
     check_learns(drafter_class)
     check_writes(drafter_class, recipe.data)
+    check_packs(drafter_class, recipe)
     args = training_arguments(recipe)
     if args.process_index == 0:
         require_folder(recipe.output_folder)
@@ -93,6 +94,20 @@ def check_writes(drafter_class: type[Drafter], spec: DataSpec) -> None:
             "own (it reads the target's hidden states, or has no weights); leave out data.on_policy, or train a "
             "draft_model."
         )
+
+
+def check_packs(drafter_class: type[Drafter], recipe: Recipe) -> None:
+    """Refuse packed rows for a drafter that cannot keep their texts apart, and where the target learns, too."""
+    if packing_of(recipe.training) is None:
+        return
+    if not drafter_class.packs:
+        able = ", ".join(name for name, known in HEADS.items() if known.packs)
+        raise BadInputError(
+            f"training.packing: a {drafter_class.name} drafter's loss does not keep the texts of a row apart; leave "
+            f"out training.packing, or take one of these: {able}."
+        )
+    if recipe.joint is not None:
+        raise BadInputError("training.packing: with joint each row is one text; leave out training.packing.")
 
 
 def check_recomputes(drafter: Drafter, args: TrainingArguments) -> None:

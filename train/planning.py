@@ -20,8 +20,8 @@ from torch import nn
 from transformers import TrainingArguments
 
 from ..distill.data_set import load_responses
-from ..distill.features import DTYPES
 from ..distill.responses import data_folder
+from ..distill.shards import precision_of, stored_taps
 from ..distill.sources import count_rows
 from ..ground import BadInputError, OutriderError
 from ..ground.libraries import LIBRARY_ERRORS, reason
@@ -319,10 +319,10 @@ def pass_flops(target: Target, rows: int, length: int) -> float:
     return rows * length * (2 * active_weights(target.model, config) + attending * 4 * length * heads * size)
 
 
-def features_bytes(target: Target, taps: int, tokens: int) -> int:
-    """Return the bytes of so many tokens' states in a feature store: taps and the last one, in the target's dtype."""
-    name = str(target.dtype).removeprefix("torch.")
-    return tokens * (taps + 1) * target.hidden_size * DTYPES.get(name, target.dtype).itemsize
+def features_bytes(target: Target, taps: Sequence[int], tokens: int, dtype: str = "auto") -> int:
+    """Return the bytes of so many tokens' states in a feature store of `data.features_dtype`."""
+    vectors = len(stored_taps(taps, target.num_layers)) + 1
+    return tokens * precision_of(dtype, target.dtype).bytes_per_token(vectors, target.hidden_size)
 
 
 def weight_bytes(model: nn.Module) -> int:
@@ -359,7 +359,7 @@ class _Planning:
             self.steps,
             self._rows_per_step * work.mean_length,
             memory,
-            features_bytes(self.target, len(self.drafter.taps), work.tokens),
+            features_bytes(self.target, self.drafter.taps, work.tokens, recipe.data.features_dtype),
             recipe.data.features == "cached",
             self._checkpoints(memory),
             stages,
@@ -467,25 +467,22 @@ class _Planning:
             found.append(Stage("responses", answered, {gpu.name: self._answering(gpu, answered) for gpu in GPUS}))
         if self.recipe.data.features == "cached":
             states = pass_flops(self.target, 1, work.mean_length) * work.sequences
-            found.append(
-                Stage(
-                    "features",
-                    states,
-                    {gpu.name: states / self._speed(gpu, self._name(self.target.dtype)) for gpu in GPUS},
-                )
-            )
+            share, dtype = states / self._at_work, self._name(self.target.dtype)
+            found.append(Stage("features", states, {gpu.name: share / self._speed(gpu, dtype) for gpu in GPUS}))
         total = sum(flops) * self.steps
         return [
             *found,
             Stage("training", total, {gpu.name: self.steps * self._step_seconds(gpu, flops, memory) for gpu in GPUS}),
         ]
 
-    def _answering(self, gpu: Gpu, flops: float) -> float:
-        """Return the seconds of the responses: each new token reads all weights once.
+    @property
+    def _at_work(self) -> int:
+        """How many processes answer, and compute features: all, but for a target in parts, whose passes they share."""
+        return 1 if self.recipe.target.sharding != "none" else self.processes
 
-        All processes answer, but for a target in parts, whose passes they share.
-        """
-        at_work = 1 if self.recipe.target.sharding != "none" else self.processes
+    def _answering(self, gpu: Gpu, flops: float) -> float:
+        """Return the seconds of the responses: each new token reads all weights once."""
+        at_work = self._at_work
         batches = math.ceil(self.work.sequences / self.recipe.data.batch_size / at_work)
         reading = (
             batches

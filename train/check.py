@@ -7,13 +7,14 @@ recipe may say by itself is checked where it is read: `training` in `arguments`,
 
 from __future__ import annotations
 
+import logging
 import os
 
 from transformers import PreTrainedModel, TrainingArguments
 
 from ..distill.responses import data_folder
 from ..ground import BadInputError
-from ..ground.disk import require_folder
+from ..ground.disk import free_bytes, readable_bytes, require_folder
 from ..heads import HEADS, Drafter
 from ..heads.losses import divergence
 from ..recipes import DataSpec, JointSpec, Recipe
@@ -24,8 +25,11 @@ from .budget import check_schedule
 from .hooks import asks_for_checkpointing
 from .joint import adapted, lora_config
 from .launch import is_asked_for, is_spread, kind_of_processes
+from .planning import features_bytes, workload
 from .reporting import check_reports
 from .warmstart import check_drafter, check_makes
+
+_log = logging.getLogger(__name__)
 
 _TWO_ON_CPU = "ACCELERATE_USE_CPU=true accelerate launch --multi_gpu --num_processes N -m outrider.train RECIPE"
 
@@ -70,11 +74,15 @@ def check_with_target(recipe: Recipe, args: TrainingArguments, target: Target, d
         BadInputError, IncompatibleError: an adapter, or a drafter, that cannot be trained for this target.
     """
     check_adapter_fits(recipe, target, args.seed)
+    is_answered = data_folder(recipe).is_dir()
     if drafter is not None:
         drafter.check(target)
+    elif not is_answered:  # else the drafter itself is made, and checked, at once
+        drafter = check_makes(recipe, target)
+    if drafter is not None:
         check_recomputes(drafter, args)
-    elif not data_folder(recipe).is_dir():  # else the drafter itself is made, and checked, at once
-        check_recomputes(check_makes(recipe, target), args)
+        if not is_answered and args.process_index == 0:  # else the store says exactly what it needs
+            warn_of_features(recipe, target, drafter)
 
 
 # ------------------------------------------------------------ the drafter
@@ -116,6 +124,31 @@ def check_recomputes(drafter: Drafter, args: TrainingArguments) -> None:
         raise BadInputError(
             f"training.gradient_checkpointing: a {drafter.name} drafter has one layer and keeps no logits; leave it "
             "out."
+        )
+
+
+# ------------------------------------------------------------ the disk
+
+
+def warn_of_features(recipe: Recipe, target: Target, drafter: Drafter) -> None:
+    """Warn before any prompt is answered if hidden states may not find room on the disk, as far as that is known."""
+    if recipe.data.features != "cached":
+        return
+    try:
+        work = workload(recipe)
+    except BadInputError:  # nobody knows how many prompts there are
+        return
+    most = features_bytes(target, drafter.taps, work.tokens, recipe.data.features_dtype)
+    free = free_bytes(recipe.output_folder)
+    if free < most:
+        _log.warning(
+            "data.features: cached takes up to %s on the disk of %s, which has %s free (%s). The exact number is "
+            "known, and checked, when they are answered. Free some, store less (data.features_dtype), or compute "
+            "hidden states while training (data.features=online).",
+            readable_bytes(most),
+            recipe.output_folder,
+            readable_bytes(free),
+            work.source,
         )
 
 

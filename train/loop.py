@@ -335,7 +335,8 @@ class DrafterTrainer(HookedTrainer):
         """Return τ as the decoder measures it, and how far the held-out rows' analytic one is above it."""
         if self.lessons.measured is None:
             return {}
-        tau = self.lessons.measured.tau(self.form.whole(), self.together)
+        drafter = self.form.whole()
+        tau = self.lessons.measured.tau(drafter, self.together, is_copy=drafter is not self.drafter)
         return {MEASURED: tau} | ({} if analytic is None else {GAP: analytic - tau})
 
     def _may_cut_evaluation(self) -> bool:

@@ -173,7 +173,7 @@ class FeatureDrafter(Drafter):
         wanted[:, :2] = False
         # Later steps run where something is learned: from S + 1 before a text's first such token, index 0 from here on.
         places = places_of(wanted, 1 + self.config.steps, batch.documents)
-        outputs = self.unroll(batch.target, batch.tokens, batch.hidden, places)
+        outputs = self.unroll(batch.target, batch.tokens, batch.hidden, places=places)
         length, at = places.width, places.at
         wanted = nn.functional.pad(wanted, (0, length)).gather(1, at)
         # Index t of step i has read the tokens up to x_{t+1+i} and predicts x_{t+2+i}: all stands at that one here.
@@ -208,13 +208,23 @@ class FeatureDrafter(Drafter):
             }
         return DrafterLoss(total, wanted.sum(), metrics)
 
-    def unroll(self, target: Target, tokens: Tensor, hidden: Tensor, places: Places | None = None) -> list[Tensor]:
+    def unroll(
+        self,
+        target: Target,
+        tokens: Tensor,
+        hidden: Tensor,
+        begin: Tensor | None = None,
+        places: Places | None = None,
+    ) -> list[Tensor]:
         """Return the last layer's output at each of the S steps of a training-time test, `[B, T', H]` each.
 
         Index j of row b and step i stands for t = places.at[b, j] and the pair whose token is x_{t+1+i}; where a text
-        has no such token, it means nothing. Without `places` all steps run over whole rows.
+        has no such token, it means nothing. Without `places` rows are one text each, of which t = begin[b] + j; `begin`
+        `[B]` is 0 if None; before it, rows are only attended to.
         """
-        places = places or WholeRows([0] * len(tokens), tokens.shape[1], tokens.device)
+        if places is None:
+            begins = [0] * len(tokens) if begin is None else [int(b) for b in begin]
+            places = WholeRows(begins, tokens.shape[1], tokens.device)
         layers = UnrolledLayers(self.layers, self.config, self.before, places)
         first = layers.layers[0]
         state = self.disturb(self.fuse(hidden, first))

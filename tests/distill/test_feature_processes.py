@@ -48,15 +48,18 @@ def build_together(folder: Path, target: Target, dataset: Dataset) -> None:
         FeatureStore.build(folder / "features", target, dataset, TAPS, shard_bytes=SMALL, crew=crew)
 
 
+def store_in(folder: Path) -> Path:
+    [found] = (path for path in (folder / "features").iterdir() if path.is_dir())
+    return found
+
+
 def content(folder: Path) -> dict[str, bytes]:
-    [store] = (folder / "features").iterdir()
-    return {file.name: file.read_bytes() for file in store.iterdir()}
+    return {file.name: file.read_bytes() for file in store_in(folder).iterdir()}
 
 
 def places(folder: Path) -> dict[str, tuple[int, int]]:
     """Which files there are: a file that is written again is another one."""
-    [store] = (folder / "features").iterdir()
-    return {f.name: (f.stat().st_ino, f.stat().st_mtime_ns) for f in store.glob("states-*")}
+    return {f.name: (f.stat().st_ino, f.stat().st_mtime_ns) for f in store_in(folder).glob("states-*")}
 
 
 def note_who_computes(monkeypatch: pytest.MonkeyPatch, notes: Path) -> None:
@@ -119,6 +122,7 @@ def test_what_a_killed_build_has_finished_is_kept_also_by_two_processes(
     debug_launcher(build_together, (cut, target, dataset), num_processes=2)
     assert content(cut) == content(tmp_path / "whole"), "and no claim of the dead process is left"
     assert kept.items() <= places(cut).items()
+    assert len(list((cut / "features").iterdir())) == 1, "nor its lock"
 
 
 @pytest.mark.parametrize("alter", ["flip", "cut", "remove"])
@@ -127,8 +131,7 @@ def test_two_processes_write_a_damaged_shard_again_and_leave_the_others_alone(
 ) -> None:
     build_together(tmp_path, target, dataset)
     good, before = content(tmp_path), places(tmp_path)
-    [store] = (tmp_path / "features").iterdir()
-    shard = store / "states-00002.safetensors"
+    shard = store_in(tmp_path) / "states-00002.safetensors"
     if alter == "remove":
         shard.unlink()
     else:

@@ -21,6 +21,7 @@ from outrider.train import train
 from outrider.train.check import check
 from outrider.train.data import EMPTY, IGNORED, OnlineBatches, Rows, collate, split
 from outrider.train.packing import PackedBatches, Packs, packs_of
+from outrider.train.planning import plan
 
 MakeRecipe = Callable[..., Recipe]
 
@@ -180,6 +181,16 @@ def test_two_processes_with_packs_train_as_one(recipe: MakeRecipe, target: Targe
     assert losses(two) == pytest.approx(losses(one), rel=1e-5)
     ours, theirs = (load_drafter(made.output_folder / "drafter").state_dict() for made in (one, two))
     assert all(torch.allclose(ours[name].float(), theirs[name].float(), atol=1e-4) for name in ours)
+
+
+def test_a_plan_counts_packs_as_if_they_were_full(recipe: MakeRecipe, target: Target, tmp_path: Path) -> None:
+    """So that a training takes at least the steps, and at most a fifth more."""
+    target.model.save_pretrained(tmp_path / "target")
+    settings = {"packing": True, "max_length": 48, "per_device_train_batch_size": 2, "max_steps": -1}
+    made = recipe("planned", KINDS["eagle3"], **settings | {"num_train_epochs": 2})
+    planned = plan(Recipe.from_dict(made.model_dump() | {"target": {"path": str(tmp_path / "target")}}))
+    assert planned.tokens_per_step == 96
+    assert planned.steps <= train(made, target).steps <= 1.2 * planned.steps
 
 
 @pytest.mark.parametrize(

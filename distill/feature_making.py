@@ -42,6 +42,8 @@ from ..targets.fingerprint import digest_json
 from .launched import one_leads
 from .shards import INDEX, PRECISIONS, Layout, Precision, shard_file, shard_size, stored_taps
 
+AT_ONCE = 16  # sequences of a pass of the target
+
 _log = logging.getLogger(__name__)
 
 Tokens = np.ndarray  # int32 [T]
@@ -55,7 +57,6 @@ class Making:
         folder: of its key.
         sequences: whose `input_ids` come as Arrow, which lie on the disk until they are asked for.
         taps: that are stored beside the last state.
-        batch_size: sequences per pass of the target.
     """
 
     folder: Path
@@ -65,7 +66,6 @@ class Making:
     taps: tuple[int, ...]
     precision: Precision
     layout: Layout
-    batch_size: int
 
     @classmethod
     def of(
@@ -76,7 +76,6 @@ class Making:
         taps: Sequence[int],
         precision: Precision,
         shard_bytes: int | None,
-        batch_size: int,
     ) -> Making:
         """Return the making of the store under `parent` that these decide."""
         stored = stored_taps(taps, target.num_layers)
@@ -86,7 +85,7 @@ class Making:
         shard_bytes = shard_bytes or shard_size(sum(lengths) * bytes_per_token)
         decides = [target.fingerprint().digest, digest, list(stored), str(precision.dtype), shard_bytes]
         key, layout = digest_json(decides), Layout.of(lengths, bytes_per_token, shard_bytes)
-        return cls(parent / key[:16], key, target, sequences, stored, precision, layout, batch_size)
+        return cls(parent / key[:16], key, target, sequences, stored, precision, layout)
 
     def run(self, crew: Crew, console: Console | None) -> None:
         """Compute the shards that are missing or damaged, with the other processes; a finished store stays as it is."""
@@ -207,8 +206,8 @@ class Making:
         tokens_of = dict(zip(members, _rows(self.sequences, members), strict=True))
         order = sorted(members, key=lambda i: len(tokens_of[i]))  # equal lengths side by side: little padding
         found: dict[int, dict[str, Tensor]] = {}
-        for begin in range(0, len(order), self.batch_size):
-            batch = order[begin : begin + self.batch_size]
+        for begin in range(0, len(order), AT_ONCE):
+            batch = order[begin : begin + AT_ONCE]
             rows = [torch.from_numpy(tokens_of[i]).long() for i in batch]
             tokens = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True).to(self.target.device)
             out = self.target.forward(tokens, taps=self.taps, logits=False)

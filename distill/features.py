@@ -76,7 +76,6 @@ class FeatureStore:
         taps: Sequence[int],
         dtype: torch.dtype | str = "auto",
         console: Console | None = None,
-        batch_size: int = 16,
         shard_bytes: int | None = None,
         crew: Crew | None = None,
     ) -> FeatureStore:
@@ -84,7 +83,6 @@ class FeatureStore:
 
         Args:
             dtype: of the stored states, a name of `shards.PRECISIONS`; "auto" for the target's own.
-            batch_size: sequences per pass of the target.
             shard_bytes: sequences are gathered into files of about this size; None for one that suits all of them.
             crew: the processes that make it, all of which call this together; None for this one alone.
 
@@ -98,7 +96,7 @@ class FeatureStore:
         target.check_taps(taps)
         crew = crew or Crew()
         precision = precision_of(str(dtype), target.dtype)
-        making = Making.of(Path(folder), target, dataset, taps, precision, shard_bytes, batch_size)
+        making = Making.of(Path(folder), target, dataset, taps, precision, shard_bytes)
         alone = locked(making.folder) if crew.is_main else nullcontext()
         with alone, keeping(lambda: "The finished shards are kept there."), writing(making.folder):
             making.run(crew, console)

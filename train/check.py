@@ -56,6 +56,7 @@ def check(recipe: Recipe, drafter: Drafter | None = None, seconds: float | None 
     check_number_of_processes(args)
     check_kind_of_processes(args)
     check_parts(args)
+    check_packs_of_parts(drafter_class, recipe, args)
     check_target_is_whole(recipe)
     if recipe.joint is not None:
         check_adapter(recipe.joint)
@@ -234,6 +235,18 @@ def check_parts(args: TrainingArguments) -> None:
         )
     if args.fp16:
         raise BadInputError(f"training.fp16: under {kind} take training.bf16, which needs no scaled gradients.")
+
+
+def check_packs_of_parts(drafter_class: type[Drafter], recipe: Recipe, args: TrainingArguments) -> None:
+    """Refuse packed rows for a language model under FSDP2: it reads a pack in as many passes as its texts want.
+
+    Each pass gathers the layers, which all processes must do together.
+    """
+    if packing_of(recipe.training) and drafter_class.writes_text and kind_of_processes(args) == "FSDP":
+        raise BadInputError(
+            f"training.packing: under FSDP2 a {drafter_class.name} must make as many passes in every process, and "
+            "packs want different numbers; leave out training.packing, or launch with --multi_gpu or ZeRO."
+        )
 
 
 def check_target_is_whole(recipe: Recipe) -> None:

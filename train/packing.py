@@ -7,29 +7,22 @@ whatever its layers are, and no mask of a whole row is needed.
 
 Which texts stand together is decided by their lengths alone, once for the whole training.
 
-Shapes: B packs, T tokens of the longest, D texts of a pass, K taps, H target hidden size.
+Shapes: B packs, T tokens of the longest, K taps, H target hidden size.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
 
 from ..heads import TargetBatch
-from ..heads.parts.documents import Document, Documents
-from ..targets import Target
+from ..heads.parts.documents import Documents
 from .data import EMPTY, IGNORED, Batches, Rows
-
-# A pass of the target takes shorter texts, too, until it has so many tokens: smaller passes take no less time.
-_PASS_TOKENS = 2048
-_ALIKE = 0.75  # of the longest text of a pass: shorter ones would be padding for a quarter
 
 
 def packs_of(lengths: Sequence[int], size: int) -> list[list[int]]:
@@ -107,15 +100,11 @@ class Packs(Dataset):
 # ------------------------------------------------------------ what the target made of them
 
 
-@dataclass
 class PackedBatches:
     """A maker of batches of packs, by one of batches of single texts."""
 
-    inner: Batches
-
-    @property
-    def target(self) -> Target:
-        return self.inner.target
+    def __init__(self, inner: Batches):
+        self.inner, self.target = inner, inner.target
 
     def of(self, inputs: dict[str, Tensor]) -> TargetBatch:
         """Return the batch; inputs that are not packed are the inner maker's."""
@@ -128,43 +117,15 @@ class PackedBatches:
 
     def _states(self, tokens: Tensor, documents: Documents, index: Tensor) -> tuple[Tensor | None, Tensor]:
         """Return the hidden states of packs, `[B, T, K, H]` (None without taps) and `[B, T, H]`; zero in padding."""
-        indices = [row[: len(lengths)] for row, lengths in zip(index.tolist(), documents.lengths, strict=True)]
-        texts = list(zip(documents, (i for row in indices for i in row), strict=True))
-        texts.sort(key=lambda text: -len(text[0].places))
-        hidden, last = None, torch.zeros(0)
+        rows = zip(index.tolist(), documents.lengths, strict=True)
+        indices = [i for row, lengths in rows for i in row[: len(lengths)]]
+        hidden, last = [], []
         # Of a target in parts all processes make equally many passes.
-        for part in [texts] if self.target.sharded else list(_passes(texts)):
-            found = self.inner.of(_alone(tokens, part))
-            if hidden is None and found.hidden is not None:
-                hidden = found.hidden.new_zeros(*tokens.shape, *found.hidden.shape[2:])
-            last = found.last.new_zeros(*tokens.shape, found.last.shape[2]) if not last.numel() else last
-            for row, (document, _) in enumerate(part):
-                places = slice(document.places.start, document.places.stop)
-                last[document.row, places] = found.last[row, : len(document.places)]
-                if hidden is not None and found.hidden is not None:
-                    hidden[document.row, places] = found.hidden[row, : len(document.places)]
-        return hidden, last
-
-
-Text = tuple[Document, int]  # where a text stands, and its index in the data set
-
-
-def _passes(texts: Sequence[Text]) -> Iterator[list[Text]]:
-    """Yield texts, of which the longest come first, in parts of about one length."""
-    part: list[Text] = []
-    for text in texts:
-        length = len(text[0].places)
-        is_enough = part and len(part) * len(part[0][0].places) >= _PASS_TOKENS
-        if is_enough and length < _ALIKE * len(part[0][0].places):
-            yield part
-            part = []
-        part.append(text)
-    if part:
-        yield part
-
-
-def _alone(tokens: Tensor, texts: Sequence[Text]) -> dict[str, Tensor]:
-    """Return texts of packs `[B, T]` as rows of their own: what the collator gives of single texts."""
-    rows = [tokens[document.row, document.places.start : document.places.stop] for document, _ in texts]
-    padded = pad_sequence(rows, batch_first=True)
-    return {"input_ids": padded, "labels": padded, "index": torch.tensor([index for _, index in texts])}
+        for part in documents.passes(together=self.target.sharded):
+            alone = documents.alone(tokens, part)
+            found = self.inner.of(
+                {"input_ids": alone, "labels": alone, "index": torch.tensor([indices[number] for number in part])}
+            )
+            last.append((part, found.last))
+            hidden += [] if found.hidden is None else [(part, found.hidden)]
+        return documents.packed(hidden) if hidden else None, documents.packed(last)

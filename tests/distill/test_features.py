@@ -49,9 +49,10 @@ def count_passes(monkeypatch: pytest.MonkeyPatch, fail_at: int | None = None) ->
 
 
 def test_a_batch_is_what_the_target_computes_padded_with_zeros(
-    tmp_path: Path, target: Target, dataset: Dataset
+    tmp_path: Path, target: Target, dataset: Dataset, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store = FeatureStore.build(tmp_path, target, dataset, TAPS, batch_size=3, shard_bytes=SMALL)
+    monkeypatch.setattr("outrider.distill.feature_making.AT_ONCE", 3)
+    store = FeatureStore.build(tmp_path, target, dataset, TAPS, shard_bytes=SMALL)
     assert len(store) == len(LENGTHS)
     indices = [4, 0, 6]
     hidden, last = store.batch(indices, 15)

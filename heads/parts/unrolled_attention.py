@@ -95,7 +95,7 @@ def _seen(begins: Sequence[int], queries: int, device: torch.device) -> tuple[Te
 
 
 def _seen_in(spans: Sequence[Span], q: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the same of rows that hold several texts; a query that stands in none sees one place."""
+    """Return the first and the last place of its text that each query sees; one that stands in no text sees one."""
     last = torch.zeros(len(q), q.shape[2], dtype=torch.long)
     earliest = torch.zeros_like(last)
     for span in spans:

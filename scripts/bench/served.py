@@ -35,7 +35,7 @@ def main() -> int:
             continue
         found = session.start(_start(asked, name), TOLERANCE)
         done.setdefault("conditions", _conditions(session, found, asked))
-        done.setdefault("served", {})[name] = [_row(c, found) for c in found.comparisons]
+        done.setdefault("served", {})[name] = [row(c, found) for c in found.comparisons]
         write(done, asked.out)
         print(name, "agrees" if found.agrees else [str(s) for s in found.suspicions], flush=True)
     return 0
@@ -87,7 +87,8 @@ def _conditions(session: Session, found: ServedResult, asked: argparse.Namespace
     )
 
 
-def _row(found: Comparison, result: ServedResult) -> dict[str, Any]:
+def row(found: Comparison, result: ServedResult) -> dict[str, Any]:
+    """Return what a result file keeps of one temperature."""
     return {
         "temperature": found.temperature,
         "rounds": found.rounds,

@@ -96,7 +96,7 @@ def main() -> int:
     parser.add_argument("--python", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--mended", type=Path, help="a folder for the engine's PYTHONPATH")
-    parser.add_argument("--shifts", nargs="+", default=["docs:prose", "docs:code", "code:docs"])
+    parser.add_argument("--shifts", nargs="+", default=["docs:prose", "code:prose", "prose:docs"])
     parser.add_argument("--window", type=int, default=50)
     parser.add_argument("--tokens", type=int, default=48)
     parser.add_argument("--quiet", type=int, default=10, help="requests of each of the ten quiet runs")

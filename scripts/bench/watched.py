@@ -114,7 +114,8 @@ def main() -> int:
     session = Session(pair, Trial((0.0,), depth_of(pair), asked.tokens, None, 1), ("code", "docs", "prose"))
     suites = load_suites(["code", "docs", "prose"], session.target.require_tokenizer())
     prompts = {suite.name: [prompt.tokens for prompt in suite.prompts] for suite in suites}
-    settings = {
+    settings: dict[str, Any] = {
+        "depth": depth_of(pair),
         "window": asked.window,
         "false_alarms": limits.false_alarms,
         "max_new_tokens": asked.tokens,

@@ -122,9 +122,7 @@ def main() -> int:
         "requests_of_a_quiet_run": asked.quiet,
     }
     settings["tau_of_our_decoder"] = {name: round(tau, 3) for name, tau in taus(session.expected).items()}
-    done.setdefault("conditions", {}).update(
-        conditions(session.target, engine="vllm", depth=depth_of(pair), **settings)
-    )
+    done.setdefault("conditions", {}).update(conditions(session.target, engine="vllm", **settings))
     variables = {} if asked.mended is None else {"PYTHONPATH": str(asked.mended.resolve())}
     for usual, then in _shifts(asked.shifts):
         name = f"{usual}, then {then}"

@@ -36,6 +36,7 @@ from .launch import Together, is_spread
 from .measured import Measured
 from .metrics import Sums
 from .onpolicy import OnPolicy
+from .packing import Packs
 from .parts import Parts, Undivided, fit_engine, gradient_norm, loss_of
 from .states import without_empty_groups
 from .stopping import Patience, Until, Watch
@@ -49,13 +50,13 @@ class Lessons:
 
     Attributes:
         batches: makes hidden states of rows.
-        training: the rows that are learned; `held_out` the others.
+        training: the rows that are learned, or packs of them; `held_out` the others, which are never packed.
         on_policy: puts the drafter's own responses into training batches; None leaves the target's.
         measured: measures τ by the decoder at each evaluation; None does not.
     """
 
     batches: Batches
-    training: Rows
+    training: Rows | Packs
     held_out: Rows
     on_policy: OnPolicy | None = None
     measured: Measured | None = None
@@ -271,9 +272,9 @@ class DrafterTrainer(HookedTrainer):
         """Say which rows of this process a step learned from, and whether the target made no numbers of them."""
         for inputs in step.inputs if not self.lessons.batches.target.sharded else []:
             if not bool(self.lessons.batches.of(inputs).last.isfinite().all()):
-                names = self.lessons.training.names(inputs["index"].tolist())
+                names = self.lessons.training.names(inputs["index"].flatten().tolist())
                 return f"The target's own hidden states of {names} are not finite: look at the target, or its features."
-        indices = [i for inputs in step.inputs for i in inputs["index"].tolist()]
+        indices = [i for inputs in step.inputs for i in inputs["index"].flatten().tolist()]
         return f"It would have learned from {self.lessons.training.names(indices)}."
 
     # ------------------------------------------------------------ logging and evaluation
@@ -312,7 +313,8 @@ class DrafterTrainer(HookedTrainer):
             self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
         found = sums.means(self.together.sum)
         if self.lessons.measured is not None:
-            tau = self.lessons.measured.tau(self.form.whole(), self.together)
+            drafter = self.form.whole()
+            tau = self.lessons.measured.tau(drafter, self.together, is_copy=drafter is not self.drafter)
             found |= {MEASURED: tau} | ({GAP: found["tau"] - tau} if "tau" in found else {})
         metrics = {f"{metric_key_prefix}_{name}": value for name, value in found.items()}
         rows = len(self.lessons.held_out)

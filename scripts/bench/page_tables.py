@@ -248,13 +248,23 @@ def _of_changed(result: Result) -> list[str]:
         "τ decoded",
         "ratio predicted",
         "ratio decoded",
+        "τ served",
+        "texts that are ours",
     ]
     rows = []
     for name, found in result["changed"].items():
         verdict = found["verdict"] if found["certain"] else f"{found['verdict']}, not certain"
         taus = (interval(found[f"tau_{kind}"], 3) for kind in ("before", "predicted", "decoded"))
-        rows.append([name, verdict, *taus, interval(found["ratio"], 3), interval(found["ratio_decoded"], 3)])
+        ratios = (interval(found[name], 3) for name in ("ratio", "ratio_decoded"))
+        rows.append([name, verdict, *taus, *ratios, *_served_there(found.get("served"))])
     return [table(head, rows)]
+
+
+def _served_there(found: Result | None) -> list[str]:
+    """Return τ of a changed target in an engine, and how many texts are ours there."""
+    if found is None:
+        return [NOTHING, NOTHING]
+    return [interval(found["tau_served"], 3), f"{found['identical']} of {found['prompts']}"]
 
 
 def _of_curves(result: Result) -> list[str]:
@@ -263,11 +273,14 @@ def _of_curves(result: Result) -> list[str]:
     tokens, best = curves["scratch"][-1]
     shares = (0.05, 0.1, 0.2, 0.4, 0.7, 1.0)
     head = [f"τ after a share of {tokens:,} tokens", *(f"{share:.0%}" for share in shares), "90% of the full τ after"]
+    head += ["τ decoded at the end", "over that of scratch"]
     rows = []
     for name, curve in curves.items():
-        reached = [[tau for seen, tau in curve if seen <= share * tokens][-1:] for share in shares]
+        ends = curve[-1][0] / tokens + 0.05  # a shorter training has nothing to say of larger shares
+        reached = [[tau for seen, tau in curve if seen <= share * tokens and share < ends][-1:] for share in shares]
         enough = next((f"{seen / tokens:.0%}" for seen, tau in curve if tau >= 0.9 * best), NOTHING)
-        rows.append([name, *(f"{tau[0]:.3f}" if tau else NOTHING for tau in reached), enough])
+        at_end = (interval(result["curves"][name].get(kind), 3) for kind in ("tau_decoded", "ratio_to_scratch"))
+        rows.append([name, *(f"{tau[0]:.3f}" if tau else NOTHING for tau in reached), enough, *at_end])
     return [table(head, rows)]
 
 

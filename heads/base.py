@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..targets import RaggedCache, Target
-from .parts.documents import Documents
+from ..targets.documents import Documents
 from .saved import C, SavedDrafter
 from .session import Abilities, Session
 
@@ -28,7 +28,7 @@ class TargetBatch:
         supervised: `[B, T]` bool, True at the tokens a drafter should learn to predict (the target's own responses).
         hidden: the drafter's taps, `[B, T, K, H]`; None for drafters without taps.
         last: the target's last hidden state, `[B, T, H]`; `target.lm_head(last)` are its logits.
-        documents: the texts of each row, where rows hold several (see parts/documents.py); None where each holds one.
+        documents: the texts of each row, where rows hold several (see targets/documents.py); None where each holds one.
             Only for drafters that `pack`.
         step: seeds what a loss draws of a row, beside the row's text: so neither the batch that a row stands in nor the
             process that learns it changes what is drawn.

@@ -21,11 +21,11 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ..ground import BadInputError, IncompatibleError, refuse_unknown_keys
 from ..targets import Counts, Nodes, RaggedCache, Target, load_causal_lm, load_tokenizer, require_same_vocabulary
+from ..targets.documents import Documents
 from ..targets.fingerprint import plain_config
 from ..targets.hub import model_folder
 from .base import Drafter, DrafterLoss, TargetBatch
 from .losses import ComparisonSettings, LossName, acceptance_metrics, ahead, chunked_compare, divergence
-from .parts.documents import Documents
 from .parts.model_runner import ModelRunner, runs
 from .parts.nodes import Branches, required
 from .parts.pruning import check_names, pruned

@@ -1,7 +1,7 @@
 """Packing: rows of about the same number of tokens, each made of several texts of the data set.
 
 A batch of single texts is padded to its longest one. Packed, hardly anything of it is padding, and a batch has the same
-number of tokens at every step. The drafter keeps the texts of a row apart (heads/parts/documents.py). The target reads
+number of tokens at every step. The drafter keeps the texts of a row apart (targets/documents.py). The target reads
 each text as a row of its own, texts of about one length together: so its hidden states are those of the text alone,
 whatever its layers are, and no mask of a whole row is needed.
 
@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from ..heads import TargetBatch
-from ..heads.parts.documents import Documents
+from ..targets.documents import Documents
 from .data import EMPTY, IGNORED, Batches, Rows
 
 

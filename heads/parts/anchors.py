@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from .documents import Documents
+from ...targets.documents import Documents
 
 FIRST = 1  # an anchor has at least one token before it: a root always follows a prompt
 

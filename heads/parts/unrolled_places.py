@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from .documents import Documents
+from ...targets.documents import Documents
 from .unrolled_attention import Entry, Span, attend
 
 

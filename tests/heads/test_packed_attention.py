@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from outrider.heads.parts.documents import Documents
 from outrider.heads.parts.unrolled_attention import Span, attend, fused, plain
 from outrider.heads.parts.unrolled_places import PackedRows, places_of
+from outrider.targets.documents import Documents
 
 ROWS, HEADS, LENGTH, KEPT, SIZE = 3, 2, 70, 50, 8
 # Two texts in the first row, one and padding in the second, nothing in the third.

@@ -19,6 +19,7 @@ _FORGET = 0.95  # per round: what a sequence did long ago says less about what c
 _ENTER, _SWITCH = 1.03, 1.02  # gains below these are noise: they change nothing
 _FIRST_WAIT, _LONGEST_WAIT = 8, 64  # plain rounds until drafting is tried again
 _LEAST_RATE, _MOST_RATE = 0.02, 0.98
+_BY_CONFIDENCE = "confidence"
 
 
 @dataclass(frozen=True)
@@ -96,9 +97,9 @@ class Control:
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Control:
         """Build a control from what `to_dict` returned."""
-        if values.get("by") == "confidence":
-            return Schedule(Costs(**values["costs"]), values["rates"])
-        return cls(**values | {"costs": Costs(**values["costs"])})
+        kind = Schedule if values.get("by") == _BY_CONFIDENCE else cls
+        rest = {name: value for name, value in values.items() if name != "by"}
+        return kind(**rest | {"costs": Costs(**values["costs"])})
 
     def to_dict(self) -> dict[str, Any]:
         """Return the control as plain values that JSON can hold."""
@@ -150,7 +151,7 @@ class Schedule(Control):
         return self._made[key]
 
     def to_dict(self) -> dict[str, Any]:
-        return super().to_dict() | {"by": "confidence"}
+        return super().to_dict() | {"by": _BY_CONFIDENCE}
 
 
 def _odds(rate: np.ndarray) -> np.ndarray:

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from datasets import Dataset, Features, List, Value, load_from_disk
@@ -18,6 +17,7 @@ from datasets.utils.tqdm import are_progress_bars_disabled, disable_progress_bar
 
 from ..ground import BadInputError, digests
 from ..ground.files import read_json, write_atomically
+from ..ground.leftovers import working_name
 from ..ground.replacing import replacing_folder
 
 PROVENANCE = "provenance.json"
@@ -94,17 +94,19 @@ def save_data_set(
         describe: returns the provenance, when all rows were written.
         name: of this content, by which the library knows what it has computed of it.
     """
-    with TemporaryDirectory(dir=workplace) as temporary:
-        stream = str(Path(temporary, "rows.arrow"))
-        with ArrowWriter(path=stream, features=_FEATURES) as writer:
+    stream = working_name(workplace / "rows.arrow", "tmp")  # by which the next run clears what a kill leaves
+    try:
+        with ArrowWriter(path=str(stream), features=_FEATURES) as writer:
             for row in rows:
                 writer.write(vars(row))
             writer.finalize()
         with replacing_folder(folder) as building:
             with _quiet_datasets():
-                Dataset(MemoryMappedTable.from_file(stream), fingerprint=name).save_to_disk(str(building))
+                Dataset(MemoryMappedTable.from_file(str(stream)), fingerprint=name).save_to_disk(str(building))
             write_atomically(building / PROVENANCE, json.dumps(describe(), indent=2) + "\n")
             digests.seal(building)
+    finally:
+        stream.unlink(missing_ok=True)
 
 
 @contextmanager

@@ -8,7 +8,7 @@ keyed by its index.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,7 +16,7 @@ import torch
 
 from ..decode import Decoder, Plan, Sampling
 from ..ground import BadInputError
-from ..ground.crew import POLL_SECONDS, Crew
+from ..ground.crew import Crew
 from ..heads import load_drafter
 from ..recipes import DataSpec
 from ..targets import Target
@@ -111,7 +111,12 @@ def batches(indices: Sequence[int], size: int, processes: int) -> list[list[int]
 def answer_all(answering: Answering, work: Work, partial: Unfinished, crew: Crew, advance: Advance) -> None:
     """Answer batches that nobody else answers, until all are finished."""
     tokens, started, unfinished = 0, time.perf_counter(), set(range(len(work.batches)))
-    for number in _claimed(work, partial, crew):
+    batches = crew.take(
+        range(len(work.batches)),
+        lambda number: partial.has(work.begin + number),
+        lambda number: partial.claiming(work.begin + number),
+    )
+    for number in batches:
         answers = answering.batch(work.batches[number])
         partial.keep(work.begin + number, answers)
         tokens += sum(len(turn) for answer in answers for turn in answer.turns)
@@ -123,24 +128,3 @@ def answer_all(answering: Answering, work: Work, partial: Unfinished, crew: Crew
                 sum(len(work.batches[n]) for n in ended),
                 rate if crew.size == 1 else f"{rate} in each of {crew.size} processes",
             )
-
-
-def _claimed(work: Work, partial: Unfinished, crew: Crew) -> Iterator[int]:
-    """Yield the numbers of batches that this process has the claim to, until all batches are finished."""
-    left = list(range(len(work.batches)))
-    while left:
-        held = []
-        for number in left:
-            if partial.has(work.begin + number):
-                continue
-            with partial.claiming(work.begin + number) as mine:
-                taken = number % crew.size != crew.rank if mine is None else not mine
-                if taken:
-                    held.append(number)
-                elif not partial.has(work.begin + number):  # its last owner finished it just now
-                    crew.look()
-                    yield number
-        left = held
-        if left:
-            crew.look()
-            time.sleep(POLL_SECONDS)

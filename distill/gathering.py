@@ -67,7 +67,7 @@ def reading_of(recipe: Recipe) -> Reading:
 
 def line(counts: Counts) -> str:
     """Return what became of a source's rows, as one line."""
-    layouts = ", ".join(f"{name}" for name, _ in counts.layouts.most_common())
+    layouts = ", ".join(name for name, _ in counts.layouts.most_common())
     parts = [f"{counts.source}: {layouts}; {counts.kept:,} of {counts.rows:,} rows"]
     parts += [f"left out: {left_out(counts)}"] if counts.dropped else []
     parts += [f"{counts.truncated:,} texts lost their beginning"] if counts.truncated else []

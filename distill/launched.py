@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 
 from torch import distributed
@@ -35,8 +35,7 @@ def one_leads(crew: Crew, target: Target) -> Iterator[None]:
     They have nothing to do inside themselves.
     """
     if crew.size == 1 or not target.sharded:
-        with nullcontext():
-            yield
+        yield
     elif crew.is_main:
         with leading(target):
             yield

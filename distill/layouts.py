@@ -53,20 +53,9 @@ _NAMES = {
     "function_call": "assistant",
 }
 # What chat templates read of a message beside role and content; anything else is a note of whoever made the data.
-_READ = (
-    "tool_calls",
-    "tool_call_id",
-    "function_call",
-    "name",
-    "tools",
-    "functions",
-    "reasoning_content",
-    "reasoning",
-    "thinking",
-    "thoughts",
-    "tool_plan",
-)
+# Fields of a message beside its role and content: those in which an assistant without content says something, and all.
 _SPEAKING = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking", "tool_plan")
+_READ = (*_SPEAKING, "thoughts", "tool_call_id", "name", "tools", "functions")
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
 
 

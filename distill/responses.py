@@ -16,6 +16,7 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
+import torch
 from accelerate import PartialState
 from rich.console import Console
 
@@ -72,7 +73,7 @@ def distill(recipe: Recipe, target: Target | None = None, console: Console | Non
         require_client()
         read_key(spec.requests.key)
     if target is None:
-        target = Target.load(**recipe.target.model_dump(), device=PartialState().device if processes() > 1 else None)
+        target = Target.load(**recipe.target.model_dump(), device=_device(spec))
     folder = data_folder(recipe)
     with crew_in(recipe.output_folder) as crew:
         if spec.responses is not None:
@@ -82,6 +83,13 @@ def distill(recipe: Recipe, target: Target | None = None, console: Console | Non
         run = _Making(folder, spec, target, found, crew)
         run.make(locked(recipe.output_folder) if crew.is_main else nullcontext(), console)
     return folder
+
+
+def _device(spec: DataSpec) -> torch.device | None:
+    """Return where a target is loaded to. Where servers answer it is only asked who it is: main memory will do."""
+    if spec.servers is not None:
+        return torch.device("cpu")
+    return PartialState().device if processes() > 1 else None
 
 
 def data_folder(recipe: Recipe) -> Path:
@@ -227,8 +235,9 @@ class _Making:
             if self._is_given:
                 reason, learnt = self._given(prompt)
             else:
-                reason, learnt = self._learnt(prompt, answers[index])
-                self._count_early_end(prompt, answers[index], counts)
+                answer = answers[index]
+                reason, learnt = self._learnt(prompt, answer)
+                self._count_early_end(prompt, answer, counts)
             if reason:
                 counts[f"{reason}{_DROPPED}"] += 1
             for tokens, mask in learnt:

@@ -195,13 +195,15 @@ def _sglang(drafter: str, target: str, folder: str, depth: int, dtype: str) -> L
 
 
 def _llama(file: str, depth: int) -> Launch:
-    # Without spec-draft-p-min it ends a draft at the first token that the draft model is not sure of.
+    # Without spec-draft-p-min it ends a draft at the first token that the draft model is not sure of, and unless told
+    # otherwise it picks the most probable drafts at any temperature.
     settings = {
         "model-draft": file,
         "spec-type": "draft-simple",
         "spec-draft-n-max": depth,
         "spec-draft-n-min": 0,
         "spec-draft-p-min": 0.0,
+        "spec-draft-sampling": "probabilistic",
     }
     words = ["llama-server", "--model", "TARGET.gguf"]
     words += [word for name, value in settings.items() for word in (f"--{name}", str(value))]

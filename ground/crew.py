@@ -7,6 +7,8 @@ would not tell why another process is gone. Each process holds a lock, which the
     failed-3       why it failed: {"message", "exit_code"}
     left-3         it ended well
     TOPIC-3        what it had to say
+
+What many can do is handed out piece by piece, by claims (`Crew.take`), so that a slow process holds nobody up.
 """
 
 from __future__ import annotations
@@ -17,8 +19,8 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -96,6 +98,39 @@ class Crew:
             self.tell(topic)
             for rank in range(self.size):
                 self.hear(topic, rank)
+
+    def take(
+        self,
+        pieces: Sequence[int],
+        is_finished: Callable[[int], bool],
+        claim: Callable[[int], AbstractContextManager[bool | None]],
+    ) -> Iterator[int]:
+        """Yield the pieces of work that this process has the claim to, until all `pieces` are finished.
+
+        The piece of a process that dies is free again, for this launch or for another one.
+
+        Args:
+            is_finished: tells whether somebody has finished a piece.
+            claim: tries for the claim to a piece, as `ground.locks.claiming` does for a file. On a disk without locks
+                every process has its share instead.
+        """
+        left = list(pieces)
+        while left:
+            held = []
+            for piece in left:
+                if is_finished(piece):
+                    continue
+                with claim(piece) as mine:
+                    taken = piece % self.size != self.rank if mine is None else not mine
+                    if taken:
+                        held.append(piece)
+                    elif not is_finished(piece):  # its last owner finished it just now
+                        self.look()
+                        yield piece
+            left = held
+            if left:
+                self.look()
+                time.sleep(POLL_SECONDS)
 
     def look(self) -> None:
         """Raise the error of a process that failed, or died."""

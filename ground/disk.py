@@ -170,9 +170,15 @@ def _line(error: Exception) -> str:
 # ------------------------------------------------------------ room
 
 
+def free_bytes(folder: Path) -> int:
+    """Return the bytes that are free on the disk of `folder`, which need not be there yet."""
+    folder = folder.expanduser().absolute()
+    return shutil.disk_usage(next(place for place in (folder, *folder.parents) if place.exists())).free
+
+
 def require_space(folder: Path, num_bytes: int, advice: str) -> None:
     """Raise BadInputError now if `num_bytes` do not fit on the disk that holds `folder`, rather than after hours."""
-    free = shutil.disk_usage(folder).free
+    free = free_bytes(folder)
     if free < num_bytes:
         raise BadInputError(
             f"{folder} needs {readable_bytes(num_bytes)}, but its disk has {readable_bytes(free)} free. {advice}"

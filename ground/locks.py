@@ -14,6 +14,7 @@ import platform
 import shlex
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ from .replacing import recover
 
 _COMMAND_LENGTH = 200
 _WITHIN = (".*.lock", "*/.*.lock", "*/*/.*.lock")  # the folders in a folder that have locks of their own
+_SIGNING_TRIES, _SIGNING_PAUSE = 20, 0.1  # how often, after how many seconds, a holder's name is looked for
 _NO_LOCKS = {errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK}
 
 _log = logging.getLogger(__name__)
@@ -179,10 +181,16 @@ def _sign(descriptor: int) -> None:
 
 
 def _holder(file: Path) -> str:
-    """Return who holds the lock, as far as the file says."""
-    try:
-        owner = json.loads(file.read_text(encoding="utf-8"))
-        said = "process {process} ({command}) on {machine}, since {since}".format(**owner)
-    except (OSError, ValueError, KeyError, TypeError):
-        return "another process"
-    return "".join(letter if letter.isprintable() else "?" for letter in said)
+    """Return who holds the lock, as far as the file says.
+
+    Who has just taken it signs a moment later, which is waited for.
+    """
+    for _ in range(_SIGNING_TRIES):
+        try:
+            owner = json.loads(file.read_text(encoding="utf-8"))
+            said = "process {process} ({command}) on {machine}, since {since}".format(**owner)
+        except (OSError, ValueError, KeyError, TypeError):
+            time.sleep(_SIGNING_PAUSE)
+        else:
+            return "".join(letter if letter.isprintable() else "?" for letter in said)
+    return "another process"

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..targets import RaggedCache, Target
+from ..targets.documents import Documents
 from .saved import C, SavedDrafter
 from .session import Abilities, Session
 
@@ -27,6 +28,8 @@ class TargetBatch:
         supervised: `[B, T]` bool, True at the tokens a drafter should learn to predict (the target's own responses).
         hidden: the drafter's taps, `[B, T, K, H]`; None for drafters without taps.
         last: the target's last hidden state, `[B, T, H]`; `target.lm_head(last)` are its logits.
+        documents: the texts of each row, where rows hold several (see targets/documents.py); None where each holds one.
+            Only for drafters that `pack`.
         step: seeds what a loss draws of a row, beside the row's text: so neither the batch that a row stands in nor the
             process that learns it changes what is drawn.
     """
@@ -37,6 +40,7 @@ class TargetBatch:
     hidden: Tensor | None
     last: Tensor
     step: int = 0
+    documents: Documents | None = None
 
 
 Sum = tuple[Tensor, Tensor]  # (sum, count): divided once, after everything was added up
@@ -70,11 +74,13 @@ class Drafter(SavedDrafter[C]):
     `writes_text`: it is a whole language model, which needs no target to write: see `writer`.
     `trains_target`: its loss may train the hidden states that it reads, so that the target learns with it
         (train/joint.py).
+    `packs`: its loss keeps the documents of a row apart, so that texts can be packed (`TargetBatch.documents`).
     """
 
     trainable: ClassVar[bool] = True
     writes_text: ClassVar[bool] = False
     trains_target: ClassVar[bool] = False
+    packs: ClassVar[bool] = False
 
     @property
     def taps(self) -> tuple[int, ...]:

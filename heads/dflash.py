@@ -70,7 +70,7 @@ class DFlashConfig(LayerConfig):
         mask_token_id: the token whose embedding stands in the open slots. It should be one that no text has. None: the
             first row of the embedding that the tokenizer does not use; without such a one a vector that is learned.
         draft_vocab_size: the most frequent training tokens kept as outputs; 0 for all.
-        num_anchors: most anchors of a row that a training step learns from.
+        num_anchors: most anchors of a text that a training step learns from.
         loss: see `losses.divergence`. The paper's is hard_ce, against the token that followed.
         weighting: what drafts weigh: `decay` as in the paper, `dpace` (arXiv 2605.18810) or `overlap`; see
             `parts.block_losses.Weighting`.
@@ -153,6 +153,7 @@ class DFlash(Drafter[C]):
     """A drafter of whole blocks. Embedding and output embedding are the target's; everything else is its own."""
 
     name = "dflash"
+    packs = True
     config_class: ClassVar[type[DFlashConfig]] = DFlashConfig
     token_ids: Tensor  # [V']
 
@@ -250,12 +251,12 @@ class DFlash(Drafter[C]):
     # ------------------------------------------------------------ training
 
     def loss(self, batch: TargetBatch) -> DrafterLoss:
-        """Return the mean of the drafts' losses in each row, by their weights, times the row's tokens to learn."""
+        """Return the mean of the drafts' losses in each text, by their weights, times the text's tokens to learn."""
         assert batch.hidden is not None
         wanted = batch.supervised.clone()
         wanted[:, :FIRST_LEARNED] = False
         eligible = eligible_places(wanted, strict=self.training)
-        anchors = Anchors.of(eligible, batch.tokens, self.config.num_anchors, batch.step)
+        anchors = Anchors.of(eligible, batch.tokens, self.config.num_anchors, batch.step, batch.documents)
         learning = self.learning(batch, wanted, Lessons.of(anchors, wanted, self.config.drafts))
         states = kept(self.states(batch.target, batch.tokens, batch.hidden, anchors), anchors.real)
         found = compare_blocks(learning.states(states), learning.sides())
@@ -340,7 +341,7 @@ class BlockLearning:
         if config.weighting == "decay":
             gamma = config.gamma or default_gamma(config.drafts)
             weights = weights * decay_weights(config.drafts, gamma, weights.device)
-        return self.lessons.per_row(weights, self.wanted)
+        return self.lessons.per_row(weights, self.wanted, self.batch.documents)
 
     def states(self, states: Tensor) -> Tensor:
         """Return what `logits` and `beside` read of the drafts' states `[A, k, H]`, `[A, k, ·]`."""

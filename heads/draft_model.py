@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ..ground import BadInputError, IncompatibleError, refuse_unknown_keys
 from ..targets import Counts, Nodes, RaggedCache, Target, load_causal_lm, load_tokenizer, require_same_vocabulary
+from ..targets.documents import Documents
 from ..targets.fingerprint import plain_config
 from ..targets.hub import model_folder
 from .base import Drafter, DrafterLoss, TargetBatch
@@ -86,6 +87,7 @@ class DraftModel(Drafter[DraftModelConfig]):
 
     name = "draft_model"
     writes_text = True
+    packs = True
     config_class = DraftModelConfig
 
     def __init__(self, model: PreTrainedModel, config: DraftModelConfig | None = None):
@@ -147,7 +149,7 @@ class DraftModel(Drafter[DraftModelConfig]):
         own, vocab = Target(self.model), batch.target.vocab_size
         self._narrower = own.vocab_size < vocab
         tokens = _known(batch.tokens, own) if self._narrower else batch.tokens
-        hidden = own.forward(tokens, logits=False).last[:, :-1]
+        hidden = _hidden(own, tokens, batch.documents)[:, :-1]
         result = chunked_compare(
             batch.last[:, :-1][wanted],
             hidden[wanted],
@@ -328,6 +330,15 @@ class DraftModelSession(ChainSession):
     def select(self, rows: list[int]) -> None:
         self.cache.select(rows)
         self.unread = self.unread[rows]
+
+
+def _hidden(model: Target, tokens: Tensor, documents: Documents | None) -> Tensor:
+    """Return a model's last hidden states of rows `[B, T]`, `[B, T, H]`; of several texts in a row, of each alone."""
+
+    def last(rows: Tensor) -> Tensor:
+        return model.forward(rows, logits=False).last
+
+    return last(tokens) if documents is None else documents.read(tokens, last)
 
 
 def _new(config: Any) -> Any:

@@ -179,7 +179,7 @@ def chunked_compare(
     """
     steps = draft_hidden if draft_hidden.ndim == 3 else draft_hidden[None]
     if weights is None:
-        weights = steps.new_ones(steps.shape[:2], dtype=torch.float32)
+        weights = steps.new_ones(steps.shape[:2])
     chunks = _Chunks(steps, weights.reshape(steps.shape[:2]).float(), settings)
     size = settings.chunk or CHUNKS.get(target_hidden.device.type, CHUNK)
     for begin in range(0, len(target_hidden), size):

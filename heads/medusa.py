@@ -107,6 +107,7 @@ class Medusa(HeadDrafter[MedusaConfig]):
     name = "medusa"
     config_class = MedusaConfig
     trains_target = True
+    packs = True
 
     def __init__(self, config: MedusaConfig):
         super().__init__(config)
@@ -174,7 +175,8 @@ class Medusa(HeadDrafter[MedusaConfig]):
         found = [
             self.head(k)(batch.last[rows, t.clamp(min=0)], self._given(batch, k, rows, t)) for k, t in enumerate(begins)
         ]
-        return torch.stack(found), torch.stack([t >= 0 for t in begins])
+        starts = 0 if batch.documents is None else batch.documents.starts(rows.device)[rows, places]
+        return torch.stack(found), torch.stack([t >= starts for t in begins])
 
     def _given(self, batch: TargetBatch, index: int, rows: Tensor, begins: Tensor) -> Tensor | None:
         """Return what the head at `index` reads beside the hidden states at `begins` `[P]` of `rows`, `[P, C · H]`."""

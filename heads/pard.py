@@ -68,6 +68,7 @@ class Pard(DraftModel):
 
     name = "pard"
     writes_text = False
+    packs = False  # its masks are drawn of whole rows
     config_class = PardConfig
     config: PardConfig
 

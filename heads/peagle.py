@@ -69,6 +69,7 @@ class PEagle(Eagle3):
     """An EAGLE-3 head that drafts in one pass."""
 
     name = "peagle"
+    packs = False  # rollouts are drawn of whole rows
     config_class = PEagleConfig
     config: PEagleConfig
 

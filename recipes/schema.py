@@ -180,6 +180,8 @@ class DataSpec(Section):
         max_new_tokens: length limit of a response.
         batch_size: prompts the target answers at once.
         features: whether hidden states are computed while training ("online") or once, to disk ("cached").
+        features_dtype: how cached ones are stored: "auto" as the target computes them; float8_e4m3fn with a scale for
+            each vector.
         holdout: fraction of the sequences kept for evaluation during training.
         learn_prompts: also learn to predict the prompts' tokens (`completion_only_loss=False` in TRL): more to learn
             from per sequence, though not the target's own words. Held-out figures count responses only, either way.
@@ -204,6 +206,7 @@ class DataSpec(Section):
     sampling: SamplingSpec = Field(default_factory=SamplingSpec)
     batch_size: Positive = 32
     features: Literal["online", "cached"] = "online"
+    features_dtype: Literal["auto", "float32", "bfloat16", "float16", "float8_e4m3fn"] = "auto"
     holdout: Annotated[float, Field(ge=0, lt=1)] = 0.05
     learn_prompts: bool = False
     servers: Annotated[list[ServerSpec], Field(min_length=1)] | None = None
@@ -229,6 +232,15 @@ class DataSpec(Section):
         if self.servers is not None and self.drafter is not None:
             raise ValueError(
                 "drafter speeds up our own decoder, and servers answer instead of it; leave out one of them"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _stores_what_it_rounds(self) -> DataSpec:
+        if self.features_dtype != "auto" and self.features == "online":
+            raise ValueError(
+                "features_dtype is how features are stored, and online ones are not; set features: cached, or leave it "
+                "out"
             )
         return self
 

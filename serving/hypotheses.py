@@ -17,7 +17,7 @@ from torch import Tensor
 from ..heads import Drafter, Eagle3, Eagle3Config, Ngram
 from ..heads.parts.decoder_layer import JointLayer
 from .expectation import Answered, Counts
-from .lookup import FirstPlace
+from .lookup import FirstPlace, WholeCopy
 
 CERTAIN = 0.75  # of the prompts must be the same for a certain explanation
 LIKELY = 0.5  # of the distance to the right head may remain for a likely one
@@ -115,6 +115,7 @@ def mistaken(drafter: Drafter) -> Iterator[tuple[str, Drafter]]:
     """Yield the drafter with each mistake that it can have; nothing for drafters that no mistakes are known of."""
     if isinstance(drafter, Ngram):
         yield FIRST_PLACE, FirstPlace(drafter.config)
+        yield WHOLE_COPY, WholeCopy(drafter.config)
     if isinstance(drafter, Eagle3):
         for name, hypothesis in HYPOTHESES.items():
             made = hypothesis.made(drafter)
@@ -281,12 +282,17 @@ HYPOTHESES: dict[str, Hypothesis] = {
     "untrained": Hypothesis("vocabulary", "weights that were never loaded", _random),
 }
 
-FIRST_PLACE = "first place"
+FIRST_PLACE, WHOLE_COPY = "first place", "whole copy"
 # What each mistake is suspected to be, and what it says; of n-grams it is no mistake, but another choice.
 _KNOWN = {name: (hypothesis.kind, hypothesis.says) for name, hypothesis in HYPOTHESES.items()} | {
     FIRST_PLACE: (
         "lookup",
         "how the engine looks up what follows: it copies from the first place where the last tokens stood, and no "
         "further than the text goes, where ours takes the latest place, and goes on",
-    )
+    ),
+    WHOLE_COPY: (
+        "lookup",
+        "how the engine looks up what follows: it copies after the longest match alone, no further than the text goes "
+        "and not less than that match, where ours also tries shorter ones, and goes on",
+    ),
 }

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from ..ground import BadInputError
 from .engine import Engine
@@ -22,6 +22,16 @@ LAST_LINES = 12  # of an engine's log, in the message that it did not start
 
 # On a CPU vLLM wants to be told how much memory its cache may take, and binds threads to cores that it may not have.
 CPU_ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+
+
+class Command(Protocol):
+    """A server that can be started on a port."""
+
+    def command(self, port: int) -> list[str]:
+        """Return the command line."""
+
+    def variables(self) -> dict[str, str]:
+        """Return the environment that it runs in."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +83,7 @@ def python_of(environment: Path) -> Path:
 
 
 @contextmanager
-def running(launch: Launch, log: Path) -> Iterator[Engine]:
+def running(launch: Command, log: Path) -> Iterator[Engine]:
     """Start a server, yield a client of it as soon as it answers, and stop it at the end.
 
     Args:

@@ -1,7 +1,8 @@
-"""Prompt lookup as vLLM 0.32 does it, which is another choice of what to copy than ours.
+"""Prompt lookup as engines do it, which make other choices of what to copy than ours.
 
-It copies from the first place where the last tokens stood, and no further than the text goes. Ours copies from the
-latest place, since texts resemble most what was just written, and goes on with what it copied itself.
+Ours copies from the latest place where the last tokens stood, since texts resemble most what was just written, and goes
+on with what it copied itself. vLLM (0.32) copies from the first place, and no further than the text goes. llama.cpp's
+`ngram-simple` copies from the latest place, no further than the text goes, and only what is long enough.
 """
 
 from __future__ import annotations
@@ -45,3 +46,25 @@ class _FirstPlaceSession(NgramSession):
 
     def select(self, rows: list[int]) -> None:
         self.texts = [self.texts[row] for row in rows]
+
+
+class WholeCopy(Ngram):
+    """A drafter that copies as llama.cpp's `ngram-simple` does: runs of one length, `max_match`."""
+
+    def open(
+        self, target: Target, batch_size: int, max_length: int, spare: int = 0, cache: RaggedCache | None = None
+    ) -> NgramSession:
+        return _WholeCopySession(self.config, batch_size)
+
+
+class _WholeCopySession(_FirstPlaceSession):
+    """A session that searches its texts from their ends."""
+
+    def _copied(self, text: list[int], depth: int) -> list[int]:
+        size, known = self.config.max_match, len(text) - 1  # without the last token, as it counts them
+        if known <= size + depth + 1:
+            return []
+        places = (at for at in range(known - size - 1, 0, -1) if text[at : at + size] == text[-size:])
+        at = next(places, None)
+        found = [] if at is None else text[at + size : min(at + size + depth, known)]
+        return found if len(found) >= size else []

@@ -372,14 +372,6 @@ class RaggedCache(Cache):
         """Return which slots each token of the placed pass may see, `[B, Q, used]` bool."""
         return self.placed.visible(self.first)
 
-    def within(self, window: int) -> Tensor:
-        """Return which slots lie at most `window` − 1 places before each token of the pass, `[B, Q, used]` bool."""
-        return self.placed.within(window)
-
-    def in_chunk(self, size: int) -> Tensor:
-        """Return which slots lie in the same part of `size` places as each token of the pass, `[B, Q, used]` bool."""
-        return self.placed.in_chunk(size)
-
     # ------------------------------------------------------------ what stays
 
     def keep(self, path: Tensor) -> None:

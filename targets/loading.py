@@ -157,9 +157,12 @@ def _check_folder(folder: Path, name: str, dtype: str | torch.dtype, trust_remot
 
 def _load_error(name: str, error: Exception) -> BadInputError:
     what = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-    hint = (
-        "Its safetensors file is damaged: copy it again."
-        if "safetensor" in type(error).__name__.lower()
-        else "Check the path, or the Hub id and your access to it."
-    )
+    hint = "Check the path, or the Hub id and your access to it."
+    if "safetensor" in type(error).__name__.lower():
+        hint = "Its safetensors file is damaged: copy it again."
+    elif isinstance(error, ImportError):  # of what its config.json says that it was quantised by, such as bitsandbytes
+        hint = (
+            "Install what it asks for; or take the model as it was before it was quantised, and target.quantize: int8 "
+            "(--quantize int8), which needs torchao alone."
+        )
     return BadInputError(f"the model {name!r} cannot be loaded: {what} {hint}")

@@ -42,12 +42,12 @@ def attention_masks(
     kinds = getattr(config, "layer_types", None)
     if kinds is None:
         windowed = window and getattr(config, "use_sliding_window", True)
-        return float_mask(visible & cache.within(window) if windowed else visible, dtype)
+        return float_mask(visible & cache.placed.within(window) if windowed else visible, dtype)
     masks = {"full_attention": visible}
     if "sliding_attention" in kinds:
-        masks["sliding_attention"] = visible & cache.within(window)
+        masks["sliding_attention"] = visible & cache.placed.within(window)
     if "chunked_attention" in kinds:  # Llama 4
-        masks["chunked_attention"] = visible & cache.in_chunk(config.attention_chunk_size)
+        masks["chunked_attention"] = visible & cache.placed.in_chunk(config.attention_chunk_size)
     # Recurrent layers take no mask: they see what was read, in its order.
     return {kind: float_mask(masks[kind], dtype) if kind in masks else None for kind in set(kinds)}
 

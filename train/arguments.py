@@ -6,7 +6,7 @@ import logging
 import math
 import os
 import typing
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -47,7 +47,28 @@ _RANGES: dict[str, tuple[int, float]] = {
     "adam_beta1": (0, 1),
     "adam_beta2": (0, 1),
     "adam_epsilon": (0, math.inf),
+    "max_length": (1, math.inf),
 }
+
+
+@dataclass(frozen=True)
+class Packing:
+    """What `training:` says of packing, in TRL's words, which are no `TrainingArguments`.
+
+    Attributes:
+        max_length: tokens of a pack; None for those of the longest row.
+    """
+
+    max_length: int | None = None
+
+
+_OWN = {"packing": bool, "max_length": int | None}
+
+
+def packing_of(values: dict[str, Any]) -> Packing | None:
+    """Return how a recipe's `training` packs; None if it does not."""
+    checked = check_training(values)
+    return Packing(checked.get("max_length")) if checked.get("packing") else None
 
 
 def check_training(values: dict[str, Any]) -> dict[str, Any]:
@@ -57,7 +78,7 @@ def check_training(values: dict[str, Any]) -> dict[str, Any]:
         BadInputError: an unknown field (the nearest one is suggested), a value of the wrong type or out of range, or a
             field without meaning here.
     """
-    known = {f.name for f in fields(TrainingArguments) if f.init}
+    known = {f.name for f in fields(TrainingArguments) if f.init} | _OWN.keys()
     refuse_unknown_keys(values, known, "training")
     for name in values:
         if name.endswith("_token") and values[name] is not None:  # which the message must not repeat
@@ -65,14 +86,19 @@ def check_training(values: dict[str, Any]) -> dict[str, Any]:
                 f"training.{name}: found a secret in the recipe, which the output and trackers keep; leave it out, and "
                 "set the environment variable HF_TOKEN."
             )
-    hints = typing.get_type_hints(TrainingArguments)
+    hints = typing.get_type_hints(TrainingArguments) | _OWN
     checked = {name: _checked(name, value, hints[name]) for name, value in values.items()}
     for name, (low, high) in _RANGES.items():
-        if name in checked and not low <= checked[name] < high:
+        if checked.get(name) is not None and not low <= checked[name] < high:
             below = "" if high == math.inf else f" and less than {high}"
             raise BadInputError(f"training.{name}: expected {low} or more{below}, found {checked[name]:g}.")
     if checked.get("optim") == muon.NAME and checked.get("optim_args"):
         raise BadInputError("training.optim_args: muon takes none here; leave it out.")
+    if checked.get("max_length") is not None and not checked.get("packing"):
+        raise BadInputError(
+            "training.max_length is the length of a pack: set training.packing: true, or leave it out (rows are as "
+            "long as data.max_prompt_tokens and data.max_new_tokens allow)."
+        )
     for name, reason in _MEANINGLESS.items():
         if checked.get(name):
             raise BadInputError(f"training.{name}: leave it out: {reason}.")
@@ -94,6 +120,7 @@ def training_arguments(recipe: Recipe) -> TrainingArguments:
         BadInputError: a field that does not exist, or a value that cannot be used.
     """
     values = _defaults(recipe) | check_training(recipe.training)
+    values = {name: value for name, value in values.items() if name not in _OWN}
     with_muon = values.get("optim") == muon.NAME
     try:
         args = TrainingArguments(**values | ({"optim": "adamw_torch"} if with_muon else {}))

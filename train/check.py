@@ -7,25 +7,29 @@ recipe may say by itself is checked where it is read: `training` in `arguments`,
 
 from __future__ import annotations
 
+import logging
 import os
 
 from transformers import PreTrainedModel, TrainingArguments
 
 from ..distill.responses import data_folder
 from ..ground import BadInputError
-from ..ground.disk import require_folder
+from ..ground.disk import free_bytes, readable_bytes, require_folder
 from ..heads import HEADS, Drafter
 from ..heads.losses import divergence
 from ..recipes import DataSpec, JointSpec, Recipe
 from ..targets import Target
 from . import muon
-from .arguments import MEASURED, training_arguments
+from .arguments import MEASURED, packing_of, training_arguments
 from .budget import check_schedule
 from .hooks import asks_for_checkpointing
 from .joint import adapted, lora_config
 from .launch import is_asked_for, is_spread, kind_of_processes
+from .planning import features_bytes, workload
 from .reporting import check_reports
 from .warmstart import check_drafter, check_makes
+
+_log = logging.getLogger(__name__)
 
 _TWO_ON_CPU = "ACCELERATE_USE_CPU=true accelerate launch --multi_gpu --num_processes N -m outrider.train RECIPE"
 
@@ -43,6 +47,7 @@ def check(recipe: Recipe, drafter: Drafter | None = None, seconds: float | None 
     drafter_class = check_drafter(recipe.drafter) if drafter is None else type(drafter)
     check_learns(drafter_class)
     check_writes(drafter_class, recipe.data)
+    check_packs(drafter_class, recipe)
     args = training_arguments(recipe)
     if args.process_index == 0:
         require_folder(recipe.output_folder)
@@ -51,6 +56,7 @@ def check(recipe: Recipe, drafter: Drafter | None = None, seconds: float | None 
     check_number_of_processes(args)
     check_kind_of_processes(args)
     check_parts(args)
+    check_packs_of_parts(drafter_class, recipe, args)
     check_target_is_whole(recipe)
     if recipe.joint is not None:
         check_adapter(recipe.joint)
@@ -69,11 +75,15 @@ def check_with_target(recipe: Recipe, args: TrainingArguments, target: Target, d
         BadInputError, IncompatibleError: an adapter, or a drafter, that cannot be trained for this target.
     """
     check_adapter_fits(recipe, target, args.seed)
+    is_answered = data_folder(recipe).is_dir()
     if drafter is not None:
         drafter.check(target)
+    elif not is_answered:  # else the drafter itself is made, and checked, at once
+        drafter = check_makes(recipe, target)
+    if drafter is not None:
         check_recomputes(drafter, args)
-    elif not data_folder(recipe).is_dir():  # else the drafter itself is made, and checked, at once
-        check_recomputes(check_makes(recipe, target), args)
+        if not is_answered and args.process_index == 0:  # else the store says exactly what it needs
+            warn_of_features(recipe, target, drafter)
 
 
 # ------------------------------------------------------------ the drafter
@@ -95,12 +105,51 @@ def check_writes(drafter_class: type[Drafter], spec: DataSpec) -> None:
         )
 
 
+def check_packs(drafter_class: type[Drafter], recipe: Recipe) -> None:
+    """Refuse packed rows for a drafter that cannot keep their texts apart, and where the target learns, too."""
+    if packing_of(recipe.training) is None:
+        return
+    if not drafter_class.packs:
+        able = ", ".join(name for name, known in HEADS.items() if known.packs)
+        raise BadInputError(
+            f"training.packing: a {drafter_class.name} drafter's loss does not keep the texts of a row apart; leave "
+            f"out training.packing, or take one of these: {able}."
+        )
+    if recipe.joint is not None:
+        raise BadInputError("training.packing: with joint each row is one text; leave out training.packing.")
+
+
 def check_recomputes(drafter: Drafter, args: TrainingArguments) -> None:
     """Refuse activation checkpointing for a drafter without a Hugging Face model: it has one layer and keeps little."""
     if asks_for_checkpointing(args) and not isinstance(getattr(drafter, "model", None), PreTrainedModel):
         raise BadInputError(
             f"training.gradient_checkpointing: a {drafter.name} drafter has one layer and keeps no logits; leave it "
             "out."
+        )
+
+
+# ------------------------------------------------------------ the disk
+
+
+def warn_of_features(recipe: Recipe, target: Target, drafter: Drafter) -> None:
+    """Warn before any prompt is answered if hidden states may not find room on the disk, as far as that is known."""
+    if recipe.data.features != "cached":
+        return
+    try:
+        work = workload(recipe)
+    except BadInputError:  # nobody knows how many prompts there are
+        return
+    most = features_bytes(target, drafter.taps, work.tokens, recipe.data.features_dtype)
+    free = free_bytes(recipe.output_folder)
+    if free < most:
+        _log.warning(
+            "data.features: cached takes up to %s on the disk of %s, which has %s free (%s). The exact number is "
+            "known, and checked, when they are answered. Free some, store less (data.features_dtype), or compute "
+            "hidden states while training (data.features=online).",
+            readable_bytes(most),
+            recipe.output_folder,
+            readable_bytes(free),
+            work.source,
         )
 
 
@@ -186,6 +235,18 @@ def check_parts(args: TrainingArguments) -> None:
         )
     if args.fp16:
         raise BadInputError(f"training.fp16: under {kind} take training.bf16, which needs no scaled gradients.")
+
+
+def check_packs_of_parts(drafter_class: type[Drafter], recipe: Recipe, args: TrainingArguments) -> None:
+    """Refuse packed rows for a language model under FSDP2: it reads a pack in as many passes as its texts want.
+
+    Each pass gathers the layers, which all processes must do together.
+    """
+    if packing_of(recipe.training) and drafter_class.writes_text and kind_of_processes(args) == "FSDP":
+        raise BadInputError(
+            f"training.packing: under FSDP2 a {drafter_class.name} must make as many passes in every process, and "
+            "packs want different numbers; leave out training.packing, or launch with --multi_gpu or ZeRO."
+        )
 
 
 def check_target_is_whole(recipe: Recipe) -> None:

@@ -71,15 +71,26 @@ class Rows(Dataset):
 
 
 def collate(rows: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
-    """Return `input_ids` and `labels` `[B, T]`, padded on the right, and `index` `[B]`."""
+    """Return `input_ids` and `labels` `[B, T]`, padded on the right, and `index` `[B]`.
+
+    Of packs (see `train.packing`) `index` is that of each text, `[B, D]`, and there are their `lengths`, `[B, D]`.
+    """
     if get_worker_info() is not None:  # a loader's worker, whose first work this is
         let_parent_decide()
-    length = max(len(row["input_ids"]) for row in rows)
-    return {
-        "input_ids": torch.tensor([row["input_ids"] + [0] * (length - len(row["input_ids"])) for row in rows]),
-        "labels": torch.tensor([row["labels"] + [IGNORED] * (length - len(row["labels"])) for row in rows]),
-        "index": torch.tensor([row["index"] for row in rows]),
+    found = {
+        "input_ids": _padded([row["input_ids"] for row in rows], 0),
+        "labels": _padded([row["labels"] for row in rows], IGNORED),
     }
+    if "lengths" not in rows[0]:
+        return {**found, "index": torch.tensor([row["index"] for row in rows])}
+    index, lengths = (_padded([row[name] for row in rows], fill) for name, fill in (("index", EMPTY), ("lengths", 0)))
+    return {**found, "index": index, "lengths": lengths}
+
+
+def _padded(rows: Sequence[list[int]], fill: int) -> Tensor:
+    """Return lists as the rows of a tensor, filled up on the right."""
+    length = max(map(len, rows))
+    return torch.tensor([row + [fill] * (length - len(row)) for row in rows])
 
 
 class Order(Sampler[int]):

@@ -52,13 +52,43 @@ def states_explained(checkpoint: str | Path | None) -> Iterator[None]:
         ) from error
 
 
+class Keeper(ABC):
+    """What writes a training's checkpoints and reads them. All processes ask theirs together."""
+
+    @abstractmethod
+    def writing(self, folder: Path) -> AbstractContextManager[None]:
+        """Open a context manager in which the base class writes the checkpoint `folder`."""
+
+    @abstractmethod
+    def save_weights(self, folder: Path) -> None:
+        """Write the model into `folder`, by one process."""
+
+    @abstractmethod
+    def load_weights(self, folder: Path) -> None:
+        """Read the model from a folder that `save_weights` wrote."""
+
+    @abstractmethod
+    def save_states(self, folder: Path) -> None:
+        """Write what optimizer and schedule keep, for a model in parts, into `folder`."""
+
+    @abstractmethod
+    def reads_states(self, folder: Path) -> bool:
+        """Tell whether `load_states` reads a checkpoint, and not the base class."""
+
+    @abstractmethod
+    def load_states(self, folder: Path) -> None:
+        """Read what `save_states` wrote."""
+
+
 class HookedTrainer(Trainer, ABC):
-    """A `transformers.Trainer` whose private hooks ask its subclass for the order of rows and for checkpoints.
+    """A `transformers.Trainer` whose private hooks ask its subclass for the order of rows, and a keeper for the rest.
 
     Attributes:
-        checkpoints_kept: in training, how many checkpoints stay, for `writing_checkpoint` to delete the others.
+        keeper: writes and reads its checkpoints; the subclass sets it.
+        checkpoints_kept: in training, how many checkpoints stay, for the keeper to delete the others.
     """
 
+    keeper: Keeper
     checkpoints_kept: int | None = None
 
     # ------------------------------------------------------------ what a subclass says
@@ -71,34 +101,10 @@ class HookedTrainer(Trainer, ABC):
     def evaluation_order(self, rows: Dataset) -> Sampler[int]:
         """Return the order of the rows `rows` that are evaluated."""
 
-    @abstractmethod
-    def writing_checkpoint(self, folder: Path) -> AbstractContextManager[None]:
-        """Open a context manager in which the base class writes the checkpoint `folder`."""
-
     @property
     def in_parts(self) -> bool:
         """Whether an engine spreads the model, or what its optimizer keeps, over the processes."""
         return self.is_fsdp_enabled or self.is_deepspeed_enabled
-
-    @abstractmethod
-    def save_states(self, folder: Path) -> None:
-        """Write what optimizer and schedule keep, for a model in parts, into `folder`; all processes are asked."""
-
-    def reads_states(self, folder: Path) -> bool:
-        """Tell whether `load_states` reads a checkpoint, and not the base class."""
-        return self.in_parts
-
-    @abstractmethod
-    def load_states(self, folder: Path) -> None:
-        """Read what `save_states` wrote; all processes are asked."""
-
-    @abstractmethod
-    def save_weights(self, folder: Path) -> None:
-        """Write the model into `folder`; all processes are asked, and one of them writes."""
-
-    @abstractmethod
-    def load_weights(self, folder: Path) -> None:
-        """Read the model from a folder that `save_weights` wrote."""
 
     # ------------------------------------------------------------ the hooks
 
@@ -120,15 +126,15 @@ class HookedTrainer(Trainer, ABC):
 
     def _save_checkpoint(self, model: nn.Module, trial: object) -> None:
         folder = Path(self._get_output_dir(trial)) / f"{PREFIX}{self.state.global_step}"
-        with self.writing_checkpoint(folder):
+        with self.keeper.writing(folder):
             super()._save_checkpoint(model, trial)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write the drafter's own format, so that every checkpoint is a drafter, and no pickled arguments."""
-        self.save_weights(Path(output_dir or self.args.output_dir or ""))
+        self.keeper.save_weights(Path(output_dir or self.args.output_dir or ""))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        self.load_weights(Path(resume_from_checkpoint))
+        self.keeper.load_weights(Path(resume_from_checkpoint))
 
     def _prepare_for_training(
         self, max_steps: int, train_dataloader: DataLoader, resume_from_checkpoint: str | None
@@ -146,14 +152,14 @@ class HookedTrainer(Trainer, ABC):
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         if self.in_parts:
-            self.save_states(Path(output_dir))
+            self.keeper.save_states(Path(output_dir))
         else:
             super()._save_optimizer_and_scheduler(output_dir)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         with states_explained(checkpoint):
-            if checkpoint is not None and self.reads_states(Path(checkpoint)):
-                self.load_states(Path(checkpoint))
+            if checkpoint is not None and self.keeper.reads_states(Path(checkpoint)):
+                self.keeper.load_states(Path(checkpoint))
             else:
                 super()._load_optimizer_and_scheduler(checkpoint)
 
@@ -162,7 +168,7 @@ class HookedTrainer(Trainer, ABC):
             super()._load_rng_state(checkpoint)
 
     def _load_best_model(self) -> None:
-        self.load_weights(Path(self.state.best_model_checkpoint or ""))
+        self.keeper.load_weights(Path(self.state.best_model_checkpoint or ""))
 
     # ------------------------------------------------------------ what it sets
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -16,10 +16,8 @@ from accelerate import Accelerator
 from torch import Tensor
 from transformers import TrainingArguments
 
-from ..distill.launched import crew_in, one_leads
 from ..ground import OutriderError
 from ..ground.locks import locked
-from ..targets import Target
 
 
 class PeerLostError(OutriderError):
@@ -107,12 +105,3 @@ def alone_in(folder: Path, args: TrainingArguments) -> Iterator[None]:
         return
     with locked(folder):
         yield
-
-
-def main_first(folder: Path, work: Callable[[], Path], target: Target) -> Path:
-    """Do `work` on the main process only, and return in every process the path it returns, once that exists.
-
-    The other processes take part in the passes of a sharded target. All must see `folder`.
-    """
-    with crew_in(folder) as crew, one_leads(crew, target):
-        return Path(crew.first("done", lambda: str(work())))

@@ -9,9 +9,7 @@ Shapes: B rows, T tokens.
 from __future__ import annotations
 
 import math
-import shutil
 from collections.abc import Callable, Iterator, Sized
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,8 +22,7 @@ from transformers import Trainer, TrainingArguments
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from transformers.trainer_utils import EvalLoopOutput
 
-from ..ground import BadInputError
-from ..heads import Drafter, DrafterLoss, restore_drafter
+from ..heads import Drafter, DrafterLoss
 from . import checkpoints, muon
 from .arguments import GAP, MEASURED
 from .budget import TimeBudget, saved_clock
@@ -33,24 +30,15 @@ from .callbacks import EpochOrder, FiniteGuard, GracefulStop, LogLines, Progress
 from .check import check_engine
 from .data import IGNORED, Batches, Order, Rows, collate
 from .hooks import HookedTrainer
-from .joint import ADAPTER, Joint, Stages
+from .joint import Joint, Stages
+from .keeping import DrafterKeeper
 from .launch import Together, is_spread
 from .measured import Measured
 from .metrics import Sums
 from .onpolicy import OnPolicy
+from .packing import Packs
 from .parts import Parts, Undivided, fit_engine, gradient_norm, loss_of
-from .states import (
-    FsdpStates,
-    States,
-    WholeStates,
-    ZeroStates,
-    is_named,
-    read_schedule,
-    read_state,
-    without_empty_groups,
-    write_schedule,
-    write_state,
-)
+from .states import without_empty_groups
 from .stopping import Patience, Until, Watch
 
 COLUMNS = ["index", "input_ids", "labels"]
@@ -62,13 +50,13 @@ class Lessons:
 
     Attributes:
         batches: makes hidden states of rows.
-        training: the rows that are learned; `held_out` the others.
+        training: the rows that are learned, or packs of them; `held_out` the others, which are never packed.
         on_policy: puts the drafter's own responses into training batches; None leaves the target's.
         measured: measures τ by the decoder at each evaluation; None does not.
     """
 
     batches: Batches
-    training: Rows
+    training: Rows | Packs
     held_out: Rows
     on_policy: OnPolicy | None = None
     measured: Measured | None = None
@@ -114,6 +102,7 @@ class DrafterTrainer(HookedTrainer):
             fit_engine(self.form, self.accelerator)
         self.count_labels(COLUMNS)
         self.lessons, self.joint = lessons, joint
+        self.keeper: DrafterKeeper = DrafterKeeper(self, self.form, joint)
         self.together = Together(args, self.accelerator)
         self._sums = Sums()
         self._step = Step(torch.zeros((), device=args.device))
@@ -129,7 +118,7 @@ class DrafterTrainer(HookedTrainer):
         self.add_callback(self.stop)
         if self.joint is not None:
             self.add_callback(Stages(self.joint.adapter, self.joint.spec.heads_first))
-        self._guard = FiniteGuard(self._take_step, self._describe, self.last_good, self._gradient_norm)
+        self._guard = FiniteGuard(self._take_step, self._describe, self.keeper.last_good, self._gradient_norm)
         self.add_callback(self._guard)
         if self.watch is not None:
             self.add_callback(self.watch)
@@ -206,12 +195,10 @@ class DrafterTrainer(HookedTrainer):
         """Tell whether nothing is left to train after a checkpoint of this training."""
         if self.budget is not None:
             return saved_clock(checkpoint).get("spent", 0.0) >= self.budget.clock.seconds
-        return checkpoints.step_of(checkpoint) >= self.planned_steps() or self._has_lost_patience(checkpoint)
-
-    def _has_lost_patience(self, checkpoint: Path) -> bool:
-        """Tell whether a training ended with a checkpoint because its evaluations had not been better for long."""
         waiting = [callback for callback in self.callback_handler.callbacks if isinstance(callback, Patience)]
-        return any(callback.is_over(checkpoints.state_of(checkpoint)) for callback in waiting)
+        return checkpoints.step_of(checkpoint) >= self.planned_steps() or any(
+            callback.is_over(checkpoints.state_of(checkpoint)) for callback in waiting
+        )
 
     # ------------------------------------------------------------ text
 
@@ -285,9 +272,9 @@ class DrafterTrainer(HookedTrainer):
         """Say which rows of this process a step learned from, and whether the target made no numbers of them."""
         for inputs in step.inputs if not self.lessons.batches.target.sharded else []:
             if not bool(self.lessons.batches.of(inputs).last.isfinite().all()):
-                names = self.lessons.training.names(inputs["index"].tolist())
+                names = self.lessons.training.names(inputs["index"].flatten().tolist())
                 return f"The target's own hidden states of {names} are not finite: look at the target, or its features."
-        indices = [i for inputs in step.inputs for i in inputs["index"].tolist()]
+        indices = [i for inputs in step.inputs for i in inputs["index"].flatten().tolist()]
         return f"It would have learned from {self.lessons.training.names(indices)}."
 
     # ------------------------------------------------------------ logging and evaluation
@@ -325,17 +312,13 @@ class DrafterTrainer(HookedTrainer):
             sums.add_loss(loss_of(model(self.lessons.batches.of(self.on_device(inputs)))))
             self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
         found = sums.means(self.together.sum)
-        found |= self._measure(found.get("tau"))
+        if self.lessons.measured is not None:
+            drafter = self.form.whole()
+            tau = self.lessons.measured.tau(drafter, self.together, is_copy=drafter is not self.drafter)
+            found |= {MEASURED: tau} | ({GAP: found["tau"] - tau} if "tau" in found else {})
         metrics = {f"{metric_key_prefix}_{name}": value for name, value in found.items()}
         rows = len(self.lessons.held_out)
         return EvalLoopOutput((), None, metrics, rows)  # type: ignore[arg-type]
-
-    def _measure(self, analytic: float | None) -> dict[str, float]:
-        """Return τ as the decoder measures it, and how far the held-out rows' analytic one is above it."""
-        if self.lessons.measured is None:
-            return {}
-        tau = self.lessons.measured.tau(self.form.whole(), self.together)
-        return {MEASURED: tau} | ({} if analytic is None else {GAP: analytic - tau})
 
     def _may_cut_evaluation(self) -> bool:
         """Tell whether a request to stop may end an evaluation: it may not where the training's course depends on it.
@@ -344,85 +327,6 @@ class DrafterTrainer(HookedTrainer):
         """
         decides = self.args.metric_for_best_model is not None or self.args.lr_scheduler_type == "reduce_lr_on_plateau"
         return self.is_in_train and not decides
-
-    # ------------------------------------------------------------ checkpoints
-
-    def last_good(self) -> Path | None:
-        """Return the last whole checkpoint; None before there is one."""
-        return checkpoints.last_complete(Path(self.args.output_dir or ""))
-
-    @contextmanager
-    def writing_checkpoint(self, folder: Path) -> Iterator[None]:
-        """Write a checkpoint inside, declare it whole, and only then delete older ones."""
-        if self.args.should_save:
-            shutil.rmtree(folder, ignore_errors=True)
-        self.accelerator.wait_for_everyone()
-        with checkpoints.explained(folder):
-            yield
-            if self.args.should_save:
-                checkpoints.write_launch(folder, self.args)
-        self.accelerator.wait_for_everyone()  # the marker lists every process's random state
-        if self.args.should_save:
-            with checkpoints.explained(folder):
-                checkpoints.mark_complete(folder)
-            checkpoints.rotate(folder.parent, self.checkpoints_kept, self.state.best_model_checkpoint)
-
-    def save_weights(self, folder: Path) -> None:
-        """Write the drafter into `folder`, and the adapter of its target where that learns, too."""
-        drafter = self.form.whole_in_first()
-        if drafter is not None and self.args.should_save:
-            drafter.save(folder)
-            if self.joint is not None:
-                self.joint.adapter.save(folder / ADAPTER)
-
-    def save_states(self, folder: Path) -> None:
-        states = self._states()
-        assert not isinstance(states, WholeStates)
-        write_state(states, folder)
-        if self.lr_scheduler is not None:
-            write_schedule(self.lr_scheduler, folder)
-
-    def reads_states(self, folder: Path) -> bool:
-        return self.in_parts or is_named(folder)
-
-    def load_states(self, folder: Path) -> None:
-        places = read_state(self._states(), folder)
-        if self.lr_scheduler is not None and self.optimizer is not None:
-            read_schedule(self.lr_scheduler, self.optimizer, folder, places)
-
-    def _states(self) -> States:
-        optimizer: Any = self.optimizer
-        if not isinstance(self.form, Parts):
-            return WholeStates(self.drafter, optimizer.optimizer)
-        self.form.settle()
-        if self.is_fsdp_enabled:
-            return FsdpStates(self.form, optimizer.optimizer)
-        decaying = set(self.get_decay_parameter_names(self.form))
-        trained = [name for name, p in self.form.named_parameters() if p.requires_grad]
-        groups = [[n for n in trained if (n in decaying) == decays] for decays in (True, False)]
-        return ZeroStates(self.form, optimizer.optimizer, [names for names in groups if names])
-
-    def load_weights(self, folder: Path) -> None:
-        """Read the weights of a saved drafter into the one being trained, and those of its target's adapter.
-
-        Raises:
-            BadInputError: damaged weights, or a drafter of another type.
-            IncompatibleError: other names or shapes.
-        """
-        saved = restore_drafter(folder)
-        if type(saved) is not type(self.drafter):
-            raise BadInputError(
-                f"{folder} holds a {saved.name} drafter, this run trains {self.drafter.name}; choose another output."
-            )
-        try:
-            self.form.take(saved)
-        except RuntimeError as error:
-            raise BadInputError(
-                f"{folder} holds a drafter of other sizes than this run's; choose another output, or start over. "
-                f"{error}"
-            ) from error
-        if self.joint is not None:
-            self.joint.adapter.load(folder / ADAPTER)
 
 
 def has_experts(drafter: Drafter) -> bool:

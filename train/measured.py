@@ -10,9 +10,10 @@ import copy
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..decode import Decoder, Output, Plan, Round, Sampling
 from ..eval.measure import plan_of
@@ -69,26 +70,30 @@ class Measured:
             spec.max_new_tokens,
         )
 
-    def tau(self, drafter: Drafter, together: Together) -> float:
-        """Return τ over all prompts; 1 where every text ended with its first token. All processes call this."""
+    def tau(self, drafter: Drafter, together: Together, is_copy: bool = False) -> float:
+        """Return τ over all prompts; 1 where every text ended with its first token. All processes call this.
+
+        Args:
+            is_copy: whether the drafter was made for this, and may be changed.
+        """
         sums = torch.zeros(2, dtype=torch.double, device=self.target.device)
         rank, count = together.args.process_index, together.args.world_size
         if not self.target.sharded:
-            sums += self._sums(drafter, range(rank, len(self.prompts), count)).to(sums)
+            sums += self._sums(drafter, range(rank, len(self.prompts), count), is_copy).to(sums)
         elif rank == 0:
             with leading(self.target) if count > 1 else nullcontext():
-                sums += self._sums(drafter, range(len(self.prompts))).to(sums)
+                sums += self._sums(drafter, range(len(self.prompts)), is_copy).to(sums)
         else:
             follow(self.target)
         emitted, rounds = together.sum(sums).tolist()
         return float(emitted / rounds) if rounds else 1.0
 
-    def _sums(self, drafter: Drafter, places: Sequence[int]) -> Tensor:
+    def _sums(self, drafter: Drafter, places: Sequence[int], is_copy: bool) -> Tensor:
         """Return the tokens and the rounds of these prompts, `[2]`."""
         self.samples = []
         if not places:
             return torch.zeros(2)
-        own = self._ready(drafter)
+        own = self.ready(drafter, is_copy)
         out = Decoder(self.target, own, static=False).generate(
             [self.prompts[i] for i in places], self.max_new_tokens, self.sampling, self.plan, sequence_ids=list(places)
         )
@@ -96,11 +101,21 @@ class Measured:
         rounds = [r for sequence in out.rounds for r in sequence]
         return torch.tensor([float(sum(1 + r.accepted for r in rounds)), float(len(rounds))])
 
-    def _ready(self, drafter: Drafter) -> Drafter:
-        """Return a copy of the drafter as it will be served: in the target's dtype, without what training put on it."""
-        own: Drafter = copy.deepcopy(drafter)
+    def ready(self, drafter: Drafter, is_copy: bool = False) -> Drafter:
+        """Return the drafter as it will be served: in the target's dtype, without what training put on it.
+
+        It is a copy, whose weights are made in that dtype at once; one that `is_copy` already is changed in place.
+        """
+        device, dtype = self.target.device, self.target.dtype
+        own = drafter
+        if not is_copy:
+            weights = {
+                id(p): nn.Parameter(p.detach().to(device, dtype, copy=True), False) for p in drafter.parameters()
+            }
+            memory: dict[int, Any] = {**weights}
+            own = copy.deepcopy(drafter, memory)
         vars(own).pop("forward", None)  # of mixed precision
-        return own.to(self.target.device).cast(self.target.dtype).eval().requires_grad_(False)
+        return own.to(device).cast(dtype).eval().requires_grad_(False)
 
     def _sample(self, prompt: Sequence[int], out: Output, row: int) -> Sample:
         text, tokens, rounds = self._text, out.tokens[row], out.rounds[row]

@@ -20,8 +20,8 @@ from torch import nn
 from transformers import TrainingArguments
 
 from ..distill.data_set import load_responses
-from ..distill.features import DTYPES
 from ..distill.responses import data_folder
+from ..distill.shards import precision_of, stored_taps
 from ..distill.sources import count_rows
 from ..ground import BadInputError, OutriderError
 from ..ground.libraries import LIBRARY_ERRORS, reason
@@ -30,7 +30,7 @@ from ..recipes import Recipe, SourceSpec
 from ..targets import Target, decoder_layers, embedded_path
 from ..targets.loading import EMBEDDED
 from ..targets.sketch import sketch_causal_lm
-from .arguments import training_arguments
+from .arguments import packing_of, training_arguments
 from .data import FIRST_LEARNED
 from .rehearsal import rehearse, rehearse_optimizer
 from .warmstart import check_drafter, make_drafter
@@ -319,10 +319,10 @@ def pass_flops(target: Target, rows: int, length: int) -> float:
     return rows * length * (2 * active_weights(target.model, config) + attending * 4 * length * heads * size)
 
 
-def features_bytes(target: Target, taps: int, tokens: int) -> int:
-    """Return the bytes of so many tokens' states in a feature store: taps and the last one, in the target's dtype."""
-    name = str(target.dtype).removeprefix("torch.")
-    return tokens * (taps + 1) * target.hidden_size * DTYPES.get(name, target.dtype).itemsize
+def features_bytes(target: Target, taps: Sequence[int], tokens: int, dtype: str = "auto") -> int:
+    """Return the bytes of so many tokens' states in a feature store of `data.features_dtype`."""
+    vectors = len(stored_taps(taps, target.num_layers)) + 1
+    return tokens * precision_of(dtype, target.dtype).bytes_per_token(vectors, target.hidden_size)
 
 
 def weight_bytes(model: nn.Module) -> int:
@@ -357,9 +357,9 @@ class _Planning:
             sum(p.numel() for p in self.drafter.parameters()),
             trained,
             self.steps,
-            self._rows_per_step * work.mean_length,
+            self._rows_per_step * self._mean_length,
             memory,
-            features_bytes(self.target, len(self.drafter.taps), work.tokens),
+            features_bytes(self.target, self.drafter.taps, work.tokens, recipe.data.features_dtype),
             recipe.data.features == "cached",
             self._checkpoints(memory),
             stages,
@@ -385,7 +385,21 @@ class _Planning:
 
     @property
     def _rows(self) -> int:
-        return max(1, round(self.work.sequences * (1 - self.recipe.data.holdout)))
+        """How many rows there are to learn from; packed ones are assumed to be full."""
+        share = 1 - self.recipe.data.holdout
+        if self._pack:
+            return max(1, math.ceil(self.work.tokens * share / self._pack))
+        return max(1, round(self.work.sequences * share))
+
+    @property
+    def _pack(self) -> int:
+        """The tokens of a packed row; 0 where each row is one text."""
+        packing = packing_of(self.recipe.training)
+        return 0 if packing is None else packing.max_length or self.work.longest
+
+    @property
+    def _mean_length(self) -> int:
+        return self._pack or self.work.mean_length
 
     @property
     def _rows_per_step(self) -> int:
@@ -403,7 +417,7 @@ class _Planning:
     # ------------------------------------------------------------ memory
 
     def _memory(self) -> Memory:
-        rows, length = self.args.per_device_train_batch_size, self.work.longest
+        rows, length = self.args.per_device_train_batch_size, max(self.work.longest, self._pack)
         trained = sum(p.numel() * 4 for p in self.drafter.parameters() if p.requires_grad)
         weights = weight_bytes(self.drafter)
         # Autocast keeps a copy of the weights in its own precision until the step is over; activations are all in it.
@@ -449,13 +463,15 @@ class _Planning:
 
     def _step_flops(self) -> tuple[float, float]:
         """Return the operations of one optimizer step, in all processes: the target's passes, and the drafter's."""
-        rows, length = self.args.per_device_train_batch_size, self.work.mean_length
+        rows, length = self.args.per_device_train_batch_size, self._mean_length
+        texts = math.ceil(rows * length / self.work.mean_length)
         batches = self.args.gradient_accumulation_steps * self.processes
         online = self.recipe.data.features == "online"
         # In its own precision: without contents torch multiplies by groups of experts in bfloat16 only.
         drafted = rehearse(self.drafter.cast(self._dtype), self.target, rows, length, self.work.supervised).flops
         self.drafter.cast(torch.float32)
-        return (pass_flops(self.target, rows, length) * batches if online else 0.0), float(drafted * batches)
+        read = pass_flops(self.target, texts, self.work.mean_length) * batches if online else 0.0
+        return read, float(drafted * batches)
 
     def _stages(self, flops: tuple[float, float], memory: Memory) -> list[Stage]:
         work, found = self.work, []
@@ -467,25 +483,22 @@ class _Planning:
             found.append(Stage("responses", answered, {gpu.name: self._answering(gpu, answered) for gpu in GPUS}))
         if self.recipe.data.features == "cached":
             states = pass_flops(self.target, 1, work.mean_length) * work.sequences
-            found.append(
-                Stage(
-                    "features",
-                    states,
-                    {gpu.name: states / self._speed(gpu, self._name(self.target.dtype)) for gpu in GPUS},
-                )
-            )
+            share, dtype = states / self._at_work, self._name(self.target.dtype)
+            found.append(Stage("features", states, {gpu.name: share / self._speed(gpu, dtype) for gpu in GPUS}))
         total = sum(flops) * self.steps
         return [
             *found,
             Stage("training", total, {gpu.name: self.steps * self._step_seconds(gpu, flops, memory) for gpu in GPUS}),
         ]
 
-    def _answering(self, gpu: Gpu, flops: float) -> float:
-        """Return the seconds of the responses: each new token reads all weights once.
+    @property
+    def _at_work(self) -> int:
+        """How many processes answer, and compute features: all, but for a target in parts, whose passes they share."""
+        return 1 if self.recipe.target.sharding != "none" else self.processes
 
-        All processes answer, but for a target in parts, whose passes they share.
-        """
-        at_work = 1 if self.recipe.target.sharding != "none" else self.processes
+    def _answering(self, gpu: Gpu, flops: float) -> float:
+        """Return the seconds of the responses: each new token reads all weights once."""
+        at_work = self._at_work
         batches = math.ceil(self.work.sequences / self.recipe.data.batch_size / at_work)
         reading = (
             batches

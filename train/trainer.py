@@ -28,6 +28,7 @@ from transformers import PreTrainedModel, TrainingArguments, set_seed
 
 from ..distill.data_set import load_responses
 from ..distill.features import FeatureStore
+from ..distill.launched import crew_in
 from ..distill.responses import distill
 from ..ground.digests import save_whole
 from ..ground.disk import keeping
@@ -37,15 +38,17 @@ from ..recipes import Recipe
 from ..targets import Target
 from ..targets.fingerprint import digest_files
 from . import checkpoints, provenance
+from .arguments import packing_of
 from .budget import check_same_budget, follow_clock, saved_clock
 from .check import check, check_recomputes, check_with_target
 from .data import Batches, CachedBatches, OnlineBatches, Rows, split, token_counts
 from .hooks import enable_checkpointing
 from .joint import ADAPTER, Adapter, Joint, JointBatches, adapted
-from .launch import PeerLostError, alone_in, is_lost_peer, main_first, peak_bytes
+from .launch import PeerLostError, alone_in, is_lost_peer, peak_bytes
 from .loop import DrafterTrainer, Lessons
 from .measured import Measured
 from .onpolicy import OnPolicy
+from .packing import PackedBatches, Packs
 from .reporting import Reports, finish_reports
 from .stopping import Patience, Until
 from .warmstart import made_for
@@ -207,7 +210,8 @@ class _Training:
         drafter.to(self.args.device).float()
         on_policy = OnPolicy.of(recipe.data, training, self.target, drafter, self.args.seed)
         measured = Measured.of(recipe, self.target)
-        lessons = Lessons(self._batches(drafter, table, adapter), training, held_out, on_policy, measured)
+        batches, learned = self._packed(self._batches(drafter, table, adapter), training)
+        lessons = Lessons(batches, learned, held_out, on_policy, measured)
         joint = None if adapter is None or recipe.joint is None else Joint(drafter, adapter, recipe.joint)
         if isinstance(inner := getattr(drafter, "model", None), PreTrainedModel):
             enable_checkpointing(inner, self.args)
@@ -216,6 +220,15 @@ class _Training:
         if recipe.eval.patience is not None:
             trainer.add_callback(Patience(recipe.eval.patience))
         return trainer
+
+    def _packed(self, batches: Batches, training: Rows) -> tuple[Batches, Rows | Packs]:
+        """Return what makes batches and what is learned: of packs, if the recipe asks for them."""
+        packing = packing_of(self.recipe.training)
+        if packing is None:
+            return batches, training
+        packs = Packs(training, packing.max_length)
+        _log.info("%s", packs.summary())
+        return PackedBatches(batches), packs
 
     def _reports(self, measured: Measured | None) -> Reports:
         return Reports(self.recipe, lambda: [] if measured is None else measured.samples)
@@ -238,13 +251,9 @@ class _Training:
             return JointBatches(target, drafter.taps, adapter, precision)
         if self.recipe.data.features == "online":
             return OnlineBatches(target, drafter.taps, precision)
-        place = self.recipe.output_folder / "features"
-
-        def build() -> Path:
-            return FeatureStore.build(place, target, table, drafter.taps, target.dtype, self.console).folder
-
-        # The process that built it has read all of it.
-        store = FeatureStore(main_first(self.recipe.output_folder, build, target), check=False)
+        output, dtype = self.recipe.output_folder, self.recipe.data.features_dtype
+        with crew_in(output) as crew:
+            store = FeatureStore.build(output / "features", target, table, drafter.taps, dtype, self.console, crew=crew)
         return CachedBatches(target, drafter.taps, store)
 
     # ------------------------------------------------------------ the loop, and what comes out
@@ -275,7 +284,7 @@ class _Training:
         budget = trainer.budget
         if start is not None and trainer.is_end(start):
             _log.warning("%s is the end of this run: nothing is left to train.", start)
-            trainer.load_weights(checkpoints.best_before(start) if self.args.load_best_model_at_end else start)
+            trainer.keeper.load_weights(checkpoints.best_before(start) if self.args.load_best_model_at_end else start)
             if budget is not None:
                 budget.clock.spent = saved_clock(start)["spent"]
             return checkpoints.step_of(start), {}
@@ -287,8 +296,8 @@ class _Training:
             result = trainer.train(resume_from_checkpoint=None if start is None else str(start))
         if trainer.stop.stopped_at is not None:
             raise TrainingInterruptedError(
-                f"stopped after step {trainer.stop.stopped_at}; saved in {trainer.last_good()}. Run the same command "
-                "again to continue.",
+                f"stopped after step {trainer.stop.stopped_at}; saved in {trainer.keeper.last_good()}. Run the same "
+                "command again to continue.",
                 trainer.stop.number or signal.SIGTERM,  # another process was asked
             )
         return result.global_step, dict(result.metrics)
@@ -316,7 +325,8 @@ class _Training:
         drafter = {"type": trainer.drafter.name, "parameters": numel, "trained_parameters": trained}
         training = {
             "steps": steps,
-            "rows": len(trainer.lessons.training),
+            "rows": len(trainer.lessons.training.indices),
+            **({"packs": len(trainer.lessons.training)} if packing_of(self.recipe.training) else {}),
             "held_out_rows": len(trainer.lessons.held_out),
             "processes": self.args.world_size,
             "device": self.args.device.type,

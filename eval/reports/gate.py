@@ -228,7 +228,7 @@ def _of_figures(report: Report, baseline: Report, name: str, temperature: float,
 
 def _smallest_drop(ratio: Interval, floor: float, confidence: float) -> float:
     """Return the relative drop that is found in `POWER` of all runs, taking ln of the ratio to be normal."""
-    if not ratio.known or ratio.low <= 0:
+    if not ratio.known:
         return math.nan
     error = math.log(ratio.high / ratio.low) / (2 * float(ndtri(confidence)))
     return 1 - floor * math.exp(-error * float(ndtri(confidence) + ndtri(POWER)))

@@ -6,7 +6,7 @@ at a + j and all that stand between it and the anchor are to be learned, as in d
 before it were right.
 
 Which anchors are drawn depends on the text and on the number of the step alone: not on the batch it stands in, its
-padding, or the process that reads it.
+padding, the texts that it is packed with, or the process that reads it.
 
 Shapes: R rows, T tokens, n anchors of a row, A anchors of a batch, k drafts.
 """
@@ -18,6 +18,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+
+from ...targets.documents import Documents
 
 FIRST = 1  # an anchor has at least one token before it: a root always follows a prompt
 
@@ -31,15 +33,21 @@ class Anchors:
         real: which are anchors at all: rows differ in how many they have, `[R, n]` bool.
         spans: between which places the anchors of each column stand, in all rows together; known without asking the
             device.
+        documents: the texts that the rows hold; None where each is one.
+        earliest: where the first text of each column begins.
     """
 
     places: Tensor
     real: Tensor
     spans: tuple[tuple[int, int], ...]
+    documents: Documents | None = None
+    earliest: tuple[int, ...] = ()
 
     @classmethod
-    def of(cls, eligible: Tensor, tokens: Tensor, count: int, step: int = 0) -> Anchors:
-        """Draw up to `count` anchors of each row from its `eligible` places `[R, T]`, without replacement.
+    def of(
+        cls, eligible: Tensor, tokens: Tensor, count: int, step: int = 0, documents: Documents | None = None
+    ) -> Anchors:
+        """Draw up to `count` anchors of each text from its `eligible` places `[R, T]`, without replacement.
 
         Args:
             tokens: the rows' texts, which seed the draws, `[R, T]`.
@@ -47,15 +55,27 @@ class Anchors:
         """
         if eligible.device.type == "meta":
             return cls._without_contents(eligible, count)
-        found = [_drawn(row, text, count, step) for row, text in zip(eligible.cpu(), tokens.cpu(), strict=True)]
+        if documents is None:
+            found = [_drawn(row, text, count, step) for row, text in zip(eligible.cpu(), tokens.cpu(), strict=True)]
+        else:
+            found = _drawn_in(documents, eligible.cpu(), tokens.cpu(), count, step)
         width = max(1, *map(len, found))
         # A row without that many repeats a place: its queries need something that they may attend to.
         fill = min(FIRST, eligible.shape[1] - 1)
         places = [row + [row[-1] if row else fill] * (width - len(row)) for row in found]
         real = [[True] * len(row) + [False] * (width - len(row)) for row in found]
         spans = tuple((min(column), max(column)) for column in zip(*places, strict=True))
-        device = eligible.device
-        return cls(torch.tensor(places, device=device), torch.tensor(real, device=device), spans)
+        device, earliest = eligible.device, [0] * width
+        if documents is not None:
+            earliest = documents.starts(torch.device("cpu")).gather(1, torch.tensor(places)).amin(0).tolist()
+        tensors = torch.tensor(places, device=device), torch.tensor(real, device=device)
+        return cls(*tensors, spans, documents, tuple(earliest))
+
+    def starts(self) -> Tensor | None:
+        """Return where the text of each anchor begins, `[R, n]`; None where each row is one text."""
+        if self.documents is None:
+            return None
+        return self.documents.starts(self.places.device).gather(1, self.places)
 
     @classmethod
     def _without_contents(cls, eligible: Tensor, count: int) -> Anchors:
@@ -64,9 +84,8 @@ class Anchors:
         width = max(1, min(count, length - 1 - FIRST))
         even = [FIRST + i * (length - 1 - FIRST) // width for i in range(width)]
         places = torch.zeros(rows, width, dtype=torch.long, device="meta")
-        return cls(
-            places, torch.zeros(rows, width, dtype=torch.bool, device="meta"), tuple(zip(even, even, strict=True))
-        )
+        real = torch.zeros(rows, width, dtype=torch.bool, device="meta")
+        return cls(places, real, tuple(zip(even, even, strict=True)), earliest=(0,) * width)
 
 
 def eligible_places(supervised: Tensor, strict: bool) -> Tensor:
@@ -92,6 +111,16 @@ def _drawn(eligible: Tensor, text: Tensor, count: int, step: int) -> list[int]:
         generator = torch.Generator().manual_seed(zlib.crc32(content + str(step).encode()))
         places = places[torch.randperm(len(places), generator=generator)[:count]].sort().values
     return places.tolist()
+
+
+def _drawn_in(documents: Documents, eligible: Tensor, tokens: Tensor, count: int, step: int) -> list[list[int]]:
+    """Return up to `count` of the eligible places of each document, ascending in each row."""
+    found: list[list[int]] = [[] for _ in documents.lengths]
+    for document in documents:
+        row, begin, end = document.row, document.places.start, document.places.stop
+        drawn = _drawn(eligible[row, begin:end], tokens[row, begin:end], count, step)
+        found[row] += [begin + place for place in drawn]
+    return found
 
 
 @dataclass(frozen=True)
@@ -128,18 +157,24 @@ class Lessons:
         """Return `values` `[R, T, ...]` at the places before the drafts', `[A, k, ...]`."""
         return values[self.rows[:, None], self.places - 1]
 
-    def per_row(self, weights: Tensor, supervised: Tensor) -> Tensor:
-        """Return weights `[A, k]`, divided by their sum in each row, and times the row's tokens to learn.
+    def per_row(self, weights: Tensor, supervised: Tensor, documents: Documents | None = None) -> Tensor:
+        """Return weights `[A, k]`, divided by their sum in each text, and times the text's tokens to learn.
 
-        So a row's drafts count together what its tokens do, however many anchors were drawn, and a batch can be put
+        So a text's drafts count together what its tokens do, however many anchors were drawn, and a batch can be put
         together, or divided, in any way.
 
         Args:
             supervised: `[R, T]`.
+            documents: the texts that the rows hold; None where each is one.
         """
-        sums = weights.new_zeros(len(supervised)).index_add(0, self.rows, weights.sum(1))
-        factors = supervised.sum(1) / sums.clamp(min=torch.finfo(sums.dtype).tiny)
-        return weights * factors[self.rows][:, None]
+        texts, learned = self.rows, supervised.sum(1)
+        if documents is not None:
+            numbers = documents.numbers(weights.device)
+            texts = numbers[self.rows, self.places[:, 0] - 1]  # of the anchor
+            learned = learned.new_zeros(len(documents) + 1).index_add(0, numbers.flatten(), supervised.flatten().long())
+        sums = weights.new_zeros(len(learned)).index_add(0, texts, weights.sum(1))
+        factors = learned / sums.clamp(min=torch.finfo(sums.dtype).tiny)
+        return weights * factors[texts][:, None]
 
 
 def kept(values: Tensor, real: Tensor) -> Tensor:

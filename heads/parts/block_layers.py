@@ -63,10 +63,15 @@ class Sight:
         whole = torch.ones(self.slots, self.slots, dtype=torch.bool, device=device)
         return whole.tril() if self.causal else whole
 
-    def context(self, anchors: Tensor, places: Tensor) -> Tensor:
-        """Return which `places` `[K]` of the context slots of blocks at `anchors` `[R, n]` see, `[R, n, S, K]`."""
+    def context(self, anchors: Tensor, places: Tensor, starts: Tensor | None = None) -> Tensor:
+        """Return which `places` `[K]` of the context slots of blocks at `anchors` `[R, n]` see, `[R, n, S, K]`.
+
+        `starts` `[R, n]`: where the anchors' texts begin; None for the rows' beginnings.
+        """
         begins = anchors[:, :, None, None]
         seen = (places < begins).expand(-1, -1, self.slots, -1)
+        if starts is not None:
+            seen = seen & (places >= starts[:, :, None, None])
         if not self.window:
             return seen
         slots = torch.arange(self.slots, device=anchors.device)[:, None]
@@ -126,19 +131,23 @@ class TrainedBlocks:
         Args:
             context: the fused hidden states of each row, `[R, T, H]`.
         """
-        shape, device = hidden.shape, hidden.device
-        places = anchors.places[:, :, None] + torch.arange(self.sight.slots, device=device)
-        here = angles(self.rotary, context, torch.arange(context.shape[1], device=device)[None])
+        shape, device, starts = hidden.shape, hidden.device, anchors.starts()
+        every, own = torch.arange(context.shape[1], device=device)[None], anchors.places
+        if anchors.documents is not None:
+            every = anchors.documents.positions(device)
+            own = every.gather(1, own)
+        places = own[:, :, None] + torch.arange(self.sight.slots, device=device)
+        here = angles(self.rotary, context, every)
         rotary, hidden = angles(self.rotary, context, places.flatten(1)), hidden.flatten(1, 2)
         for joint in self.layers:
             attention = joint.layer.self_attn
             q, k, v = joint.split(joint.enter(hidden), rotary)
             given = context_entries(joint.layer, attention.k_proj(context), attention.v_proj(context), here)
             every = [repeat_kv(x, self.groups) for x in (*given, k, v)]
-            hidden = joint.finish(self._attend(q, every, anchors), hidden)
+            hidden = joint.finish(self._attend(q, every, anchors, starts), hidden)
         return hidden.view(shape)
 
-    def _attend(self, q: Tensor, entries: Sequence[Tensor], anchors: Anchors) -> Tensor:
+    def _attend(self, q: Tensor, entries: Sequence[Tensor], anchors: Anchors, starts: Tensor | None) -> Tensor:
         """Return what queries `[R, N, n · S, D]` gather, in their shape.
 
         Blocks stand in the order of their anchors. A few of them at a time see the context up to the last one's, so
@@ -146,6 +155,7 @@ class TrainedBlocks:
 
         Args:
             entries: keys and values of the context `[R, N, T, D]`, then of the blocks, `[R, N, n · S, D]`.
+            starts: where the anchors' texts begin, `[R, n]`; None for the rows' beginnings.
         """
         slots, found = self.sight.slots, []
         step = max(1, _QUERIES // slots)
@@ -154,21 +164,23 @@ class TrainedBlocks:
             blocks = slice(begin * slots, end * slots)
             last = max(latest for _, latest in anchors.spans[begin:end])
             first = self.sight.first(min(earliest for earliest, _ in anchors.spans[begin:end]))
+            first = max(first, min(anchors.earliest[begin:end], default=0))
             keys, values = (
                 torch.cat([given[:, :, first:last], own[:, :, blocks]], 2)
                 for given, own in (entries[::2], entries[1::2])
             )
-            mask = self._mask(anchors.places[:, begin:end], first, last)
+            begun = None if starts is None else starts[:, begin:end]
+            mask = self._mask(anchors.places[:, begin:end], first, last, begun)
             found.append(nn.functional.scaled_dot_product_attention(q[:, :, blocks], keys, values, mask))
         return torch.cat(found, 2)
 
-    def _mask(self, places: Tensor, first: int, last: int) -> Tensor:
+    def _mask(self, places: Tensor, first: int, last: int, starts: Tensor | None) -> Tensor:
         """Return what blocks at `places` `[R, n']` see of the context from `first` to `last` and of each other.
 
         `[R, 1, n' · S, last − first + n' · S]` bool.
         """
         (rows, count), device = places.shape, places.device
-        context = self.sight.context(places, torch.arange(first, last, device=device)).flatten(1, 2)
+        context = self.sight.context(places, torch.arange(first, last, device=device), starts).flatten(1, 2)
         own = torch.block_diag(*[self.sight.own(device)] * count) if count > 1 else self.sight.own(device)
         return torch.cat([context, own.expand(rows, -1, -1)], 2)[:, None]
 

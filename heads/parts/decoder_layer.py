@@ -23,7 +23,8 @@ from ...ground import BadInputError, IncompatibleError
 from ...targets import LayerShape, RaggedCache, Store, Target
 from ...targets.weights import weight_versions
 from ..saved import DrafterConfig
-from .unrolled_attention import Entry, attend
+from .unrolled_attention import Entry
+from .unrolled_places import Places
 
 Rotary = tuple[Tensor, Tensor]  # cosines and sines as `angles` gives them, [B, 1, Q, D] each
 
@@ -341,54 +342,38 @@ class UnrolledLayers:
     """The layers of a head in one training step, which unrolls it on its own output.
 
     A query sees the entries of step 0 up to its own place, and one entry of its own per later step. Step 0 runs over
-    whole rows, so that there are such entries; its last layer's queries, and all later steps, stand from `begins[b]`
-    on.
+    whole rows, so that there are such entries; its last layer's queries and all later steps run where `places` says.
 
     Args:
         before: what stands before the first layer.
-        begins: where each row begins to learn.
-        length: of the whole rows, T.
     """
 
-    def __init__(
-        self, layers: Sequence[Layer], config: LayerConfig, before: Before, begins: Sequence[int], length: int
-    ):
+    def __init__(self, layers: Sequence[Layer], config: LayerConfig, before: Before, places: Places):
         first, *others = layers
         self.layers = [JointLayer(first, config, in_halves=True, before=before)]
         self.layers += [JointLayer(layer, config) for layer in others]
         self.groups = config.num_attention_heads // config.num_key_value_heads
-        self.begins, self.kept = begins, length - min(begins)
+        self.places = places
         self.entries: list[list[Entry]] = [[] for _ in layers]  # of each layer, one for each step
 
     def through(self, projected: Tensor, hidden: Tensor, rotary: Rotary) -> Tensor:
-        """Return the last layer's output at the next step, `[B, T', H]` with T' = T − min(begins).
+        """Return the last layer's output at the next step, `[B, T', H]`.
 
         Args:
-            projected: what the first layer's `split` takes. At step 0 of whole rows, then from `begins` on, as the
-                rest.
+            projected: what the first layer's `split` takes. At step 0 of whole rows, then of the places of later steps,
+                as the rest.
             hidden: what the first layer's attention is added to.
             rotary: the angles of their positions.
         """
-        later = bool(self.entries[0])
+        later, places = bool(self.entries[0]), self.places
         for layer, entries in zip(self.layers, self.entries, strict=True):
             q, k, v = layer.split(layer.enter(hidden) if layer is not self.layers[0] else projected, rotary)
             entries.append((repeat_kv(k, self.groups), repeat_kv(v, self.groups)))
-            begins = self.begins
-            if not later and layer is self.layers[-1]:
-                q, hidden = self.cut(q.transpose(1, 2)).transpose(1, 2), self.cut(hidden)
-            elif not later:
-                begins = [0] * len(begins)
-            hidden = layer.finish(attend(q, entries[0], begins, entries[1:]), hidden)
+            whole = not later and layer is not self.layers[-1]
+            if not later and not whole:
+                q, hidden = places.cut(q.transpose(1, 2)).transpose(1, 2), places.cut(hidden)
+            hidden = layer.finish(places.attend(q, entries[0], entries[1:], whole), hidden)
         return hidden
-
-    def cut(self, x: Tensor, later: int = 0) -> Tensor:
-        """Return `x` `[B, T, ...]` from `later` places after each row's begin on, zeros after T: `[B, T', ...]`."""
-        begins = [begin + later for begin in self.begins]
-        if (missing := max(begins) + self.kept - x.shape[1]) > 0:
-            x = nn.functional.pad(x, [0, 0] * (x.ndim - 2) + [0, missing])
-        if len(set(begins)) == 1:
-            return x[:, begins[0] : begins[0] + self.kept]
-        return torch.stack([row[begin : begin + self.kept] for row, begin in zip(x, begins, strict=True)])
 
 
 class CachedLayers:
@@ -456,10 +441,8 @@ class CachedLayers:
         """Return by window which entries each token may see, `[B, 1, Q, used]`; None for all of them."""
         if alone and not any(self.windows):
             return {0: None}
-        visible = cache.visible()
-        return {
-            window: (visible & cache.within(window) if window else visible)[:, None] for window in set(self.windows)
-        }
+        visible, within = cache.visible(), cache.placed.within
+        return {window: (visible & within(window) if window else visible)[:, None] for window in set(self.windows)}
 
 
 def _gathered(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:

@@ -40,6 +40,7 @@ from .decoder_layer import (
 )
 from .nodes import Branches, Unread, gathered
 from .unread_session import UnreadSession
+from .unrolled_places import Places, WholeRows, places_of
 
 
 @dataclass
@@ -72,6 +73,7 @@ class FeatureConfig(LayerConfig):
 class FeatureDrafter(Drafter):
     """A head that feeds on its own output; an architecture says what stands before and after its layers."""
 
+    packs = True
     config: FeatureConfig
     layer: Layer  # the first
     others: nn.ModuleList
@@ -169,11 +171,10 @@ class FeatureDrafter(Drafter):
         assert batch.hidden is not None
         wanted = batch.supervised.clone()
         wanted[:, :2] = False
-        # Later steps run where something is learned: from S + 1 before a row's first such token, index 0 from here on.
-        begin = (wanted.int().argmax(1) - 1 - self.config.steps).clamp(min=0)
-        outputs = self.unroll(batch.target, batch.tokens, batch.hidden, begin)
-        length = outputs[0].shape[1]
-        at = begin[:, None] + torch.arange(length, device=begin.device)
+        # Later steps run where something is learned: from S + 1 before a text's first such token, index 0 from here on.
+        places = places_of(wanted, 1 + self.config.steps, batch.documents)
+        outputs = self.unroll(batch.target, batch.tokens, batch.hidden, places=places)
+        length, at = places.width, places.at
         wanted = nn.functional.pad(wanted, (0, length)).gather(1, at)
         # Index t of step i has read the tokens up to x_{t+1+i} and predicts x_{t+2+i}: all stands at that one here.
         predicted = torch.stack(
@@ -183,8 +184,8 @@ class FeatureDrafter(Drafter):
             gathered(batch.last, at - 1)[wanted],
             nn.functional.pad(batch.tokens, (0, length)).gather(1, at),
         )
-        places = torch.arange(length, device=wanted.device).expand_as(wanted)[wanted]
-        here = torch.stack([places >= 2 + i for i in range(len(outputs))])  # [S, P]
+        within = places.within.expand_as(wanted)[wanted]
+        here = torch.stack([within >= 2 + i for i in range(len(outputs))])  # [S, P]
         weights = self.config.decay ** torch.arange(len(outputs), device=wanted.device)[:, None] * here
         result = chunked_compare(
             before,
@@ -207,24 +208,33 @@ class FeatureDrafter(Drafter):
             }
         return DrafterLoss(total, wanted.sum(), metrics)
 
-    def unroll(self, target: Target, tokens: Tensor, hidden: Tensor, begin: Tensor | None = None) -> list[Tensor]:
+    def unroll(
+        self,
+        target: Target,
+        tokens: Tensor,
+        hidden: Tensor,
+        begin: Tensor | None = None,
+        places: Places | None = None,
+    ) -> list[Tensor]:
         """Return the last layer's output at each of the S steps of a training-time test, `[B, T', H]` each.
 
-        Index j of row b and step i stands for t = begin[b] + j and the pair whose token is x_{t+1+i}; where a row has
-        no such token, it means nothing. `begin` `[B]` is 0 if None; before it, rows are only attended to.
+        Index j of row b and step i stands for t = places.at[b, j] and the pair whose token is x_{t+1+i}; where a text
+        has no such token, it means nothing. Without `places` rows are one text each, of which t = begin[b] + j; `begin`
+        `[B]` is 0 if None; before it, rows are only attended to.
         """
-        begins = [0] * len(tokens) if begin is None else [int(b) for b in begin]
-        layers = UnrolledLayers(self.layers, self.config, self.before, begins, tokens.shape[1])
+        if places is None:
+            begins = [0] * len(tokens) if begin is None else [int(b) for b in begin]
+            places = WholeRows(begins, tokens.shape[1], tokens.device)
+        layers = UnrolledLayers(self.layers, self.config, self.before, places)
         first = layers.layers[0]
         state = self.disturb(self.fuse(hidden, first))
         read = self.read(target.embed(tokens).to(state.dtype), first)
-        every = torch.arange(tokens.shape[1], device=tokens.device)[None]
-        at = every if begin is None else begin[:, None] + every[:, : layers.kept]
-        outputs = [layers.through(*self.enter(read.roll(-1, 1), state, first), angles(self.rotary, state, every))]
+        rotary = angles(self.rotary, state, places.positions)
+        outputs = [layers.through(*self.enter(read.roll(-1, 1), state, first), rotary)]
         for i in range(1, self.config.steps):
-            rotary = angles(self.rotary, outputs[-1], at + i)
+            rotary = angles(self.rotary, outputs[-1], places.positions_of(i))
             state = self.finish(outputs[-1]) if self.config.feeds_finished else outputs[-1]
-            entered = self.enter(layers.cut(read, 1 + i), state, first)
+            entered = self.enter(places.cut(read, 1 + i), state, first)
             outputs.append(layers.through(*entered, rotary))
         return outputs
 

@@ -26,13 +26,32 @@ Inputs = tuple[Tensor, Tensor, Tensor]  # queries, keys and values
 _log = logging.getLogger(__name__)
 
 
-def attend(q: Tensor, first: Entry, begins: Sequence[int], own: Sequence[Entry] = ()) -> Tensor:
+@dataclass(frozen=True)
+class Span:
+    """A text of a row that holds several: which entries of step 0 are its own, and which queries.
+
+    Attributes:
+        entries, queries: of the row.
+        begin: which of its entries stands at the place of its first query.
+    """
+
+    row: int
+    entries: slice
+    begin: int
+    queries: slice
+
+
+def attend(
+    q: Tensor, first: Entry, begins: Sequence[int], own: Sequence[Entry] = (), spans: Sequence[Span] | None = None
+) -> Tensor:
     """Return what queries `[B, N, T', D]` gather, in their shape.
 
     Args:
         first: the entries of step 0, `[B, N, T, D]`; query j of row b sees those up to `begins[b] + j`. Where there are
             fewer, the query means nothing.
         own: the entries of each later step, `[B, N, T', D]`; a query sees the one at its own index.
+        spans: the texts of rows that hold several, in the place of `begins`: a query sees entries of its own text only.
+            One that stands in no text means nothing.
     """
     kind = q.device.type
     if kind != "meta" and torch.is_autocast_enabled(kind):  # as a product of matrices would be
@@ -40,20 +59,23 @@ def attend(q: Tensor, first: Entry, begins: Sequence[int], own: Sequence[Entry] 
         q, first, own = q.to(dtype), _cast(first, dtype), [_cast(entry, dtype) for entry in own]
     kernel = fused(kind, q.dtype, q.shape[-1])
     if kernel is None:
-        return plain(q, first, begins, own)
-    return _Merged.apply(kernel, tuple(begins), q, *first, *(tensor for entry in own for tensor in entry))
+        return plain(q, first, begins, own, spans)
+    groups = _groups(kernel, begins, q.shape[2], first[0].shape[2]) if spans is None else _texts(kernel, spans)
+    return _Merged.apply(list(groups), q, *first, *(tensor for entry in own for tensor in entry))
 
 
 def _cast(entry: Entry, dtype: torch.dtype) -> Entry:
     return entry[0].to(dtype), entry[1].to(dtype)
 
 
-def plain(q: Tensor, first: Entry, begins: Sequence[int], own: Sequence[Entry] = ()) -> Tensor:
+def plain(
+    q: Tensor, first: Entry, begins: Sequence[int], own: Sequence[Entry] = (), spans: Sequence[Span] | None = None
+) -> Tensor:
     """Attend as `attend` does, on devices without such a kernel: write all scores down."""
     keys, values = first
     places = torch.arange(keys.shape[2], device=q.device)
-    last = torch.tensor(begins, device=q.device)[:, None, None, None] + places[: q.shape[2], None]
-    visible = places <= last  # [B, 1, T', T]
+    earliest, last = _seen(begins, q.shape[2], q.device) if spans is None else _seen_in(spans, q)
+    visible = ((places <= last[..., None]) & (places >= earliest[..., None]))[:, None]  # [B, 1, T', T]
     if not own:
         return nn.functional.scaled_dot_product_attention(q, keys, values, visible)
     scale = q.shape[-1] ** -0.5
@@ -64,6 +86,23 @@ def plain(q: Tensor, first: Entry, begins: Sequence[int], own: Sequence[Entry] =
     for i, (_, value) in enumerate(own):
         mixed = mixed + weights[..., keys.shape[2] + i, None] * value
     return mixed
+
+
+def _seen(begins: Sequence[int], queries: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return the first and the last place that each query sees, `[B, T']` both."""
+    last = torch.tensor(begins, device=device)[:, None] + torch.arange(queries, device=device)
+    return torch.zeros_like(last), last
+
+
+def _seen_in(spans: Sequence[Span], q: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the first and the last place of its text that each query sees; one that stands in no text sees one."""
+    last = torch.zeros(len(q), q.shape[2], dtype=torch.long)
+    earliest = torch.zeros_like(last)
+    for span in spans:
+        earliest[span.row, span.queries] = span.entries.start
+        begin, count = span.entries.start + span.begin, span.queries.stop - span.queries.start
+        last[span.row, span.queries] = torch.arange(begin, begin + count)
+    return earliest.to(q.device), last.to(q.device)
 
 
 # ------------------------------------------------------------ kernels
@@ -154,7 +193,8 @@ def _trial(kernel: Kernel, device: torch.device, dtype: torch.dtype, size: int) 
         numbers = torch.arange(5 * 2 * 2 * 5 * size, device=device).sin().to(dtype).view(5, 2, 2, 5, size)
         inputs = q, keys, values, key, value = [part.clone().requires_grad_() for part in numbers]
         q, own = q[:, :, :3], (key[:, :, :3], value[:, :, :3])
-        merged, expected = _Merged.apply(kernel, (2, 2), q, keys, values, *own), plain(q, (keys, values), (2, 2), [own])
+        groups = list(_groups(kernel, (2, 2), 3, 5))
+        merged, expected = _Merged.apply(groups, q, keys, values, *own), plain(q, (keys, values), (2, 2), [own])
         found = [merged, *torch.autograd.grad(merged.square().sum(), inputs)]
         wanted = [expected, *torch.autograd.grad(expected.square().sum(), inputs)]
         return (
@@ -167,19 +207,24 @@ def _trial(kernel: Kernel, device: torch.device, dtype: torch.dtype, size: int) 
 
 @dataclass(frozen=True)
 class _Group:
-    """Rows that begin at the same place.
+    """Rows that begin at the same place, or one text of a row.
 
     Their queries see all entries before it, and of those from there on the ones up to their own index.
+
+    Attributes:
+        entries: of the rows, that are theirs. begin: counted from the first of these.
+        queries: that mean something.
     """
 
     kernel: Kernel
     rows: slice
+    entries: slice
     begin: int
-    queries: int  # of them that mean something
+    queries: slice
 
     def inputs(self, q: Tensor, keys: Tensor, values: Tensor) -> tuple[Inputs, Inputs]:
         """Return the inputs of both products: with the entries from `begin` on, and with those before."""
-        q, keys, values = q[self.rows, :, : self.queries], keys[self.rows], values[self.rows]
+        q, keys, values = q[self.rows, :, self.queries], *(x[self.rows, :, self.entries] for x in (keys, values))
         return (q, keys[:, :, self.begin :], values[:, :, self.begin :]), (
             q,
             keys[:, :, : self.begin],
@@ -196,8 +241,8 @@ class _Group:
         return mixed.lerp(other, (level - total).sigmoid()[..., None].to(mixed.dtype)), torch.logaddexp(total, level)
 
     def backward(self, gradient: Tensor, inputs: Inputs, mixed: Tensor, total: Tensor) -> list[Tensor]:
-        """Return gradients of the queries that mean something, and of all keys and values."""
-        gradient, mixed, total = (x[self.rows, :, : self.queries].contiguous() for x in (gradient, mixed, total))
+        """Return gradients of its queries, and of its keys and values."""
+        gradient, mixed, total = (x[self.rows, :, self.queries].contiguous() for x in (gradient, mixed, total))
         within, before = self.inputs(*inputs)
         slopes = list(self.kernel.backward(gradient, *within, mixed, total, True))
         if self.begin:
@@ -205,22 +250,33 @@ class _Group:
             slopes = [slopes[0] + others[0], *(torch.cat(pair, 2) for pair in zip(others[1:], slopes[1:], strict=True))]
         return slopes
 
+    def is_all_of(self, q: Tensor, keys: Tensor) -> bool:
+        """Tell whether no other group has a part in queries and keys."""
+        parts = ((self.rows, len(q)), (self.queries, q.shape[2]), (self.entries, keys.shape[2]))
+        return all((part.start, part.stop) == (0, size) for part, size in parts)
+
 
 def _groups(kernel: Kernel, begins: Sequence[int], queries: int, length: int) -> Iterator[_Group]:
     row = 0
     for begin, alike in groupby(begins):
         rows = slice(row, row := row + len(list(alike)))
-        yield _Group(kernel, rows, begin, min(queries, length - begin))
+        yield _Group(kernel, rows, slice(0, length), begin, slice(0, min(queries, length - begin)))
+
+
+def _texts(kernel: Kernel, spans: Sequence[Span]) -> Iterator[_Group]:
+    for span in spans:
+        yield _Group(kernel, slice(span.row, span.row + 1), span.entries, span.begin, span.queries)
 
 
 def _of_step_0(groups: Sequence[_Group], q: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
     """Return the result over the entries of step 0 and its log-sum-exp; zeros and −inf for queries without meaning."""
+    if len(groups) == 1 and groups[0].is_all_of(q, keys):
+        return groups[0].forward(q, keys, values)
     found = [group.forward(q, keys, values) for group in groups]
-    if len(found) == 1:
-        return found[0]
-    mixed, total = torch.zeros_like(q), found[0][1].new_full(q.shape[:3], float("-inf"))
+    dtype = found[0][1].dtype if found else torch.float32
+    mixed, total = torch.zeros_like(q), q.new_full(q.shape[:3], float("-inf"), dtype=dtype)
     for group, (result, lse) in zip(groups, found, strict=True):
-        mixed[group.rows, :, : group.queries], total[group.rows, :, : group.queries] = result, lse
+        mixed[group.rows, :, group.queries], total[group.rows, :, group.queries] = result, lse
     return mixed, total
 
 
@@ -228,26 +284,26 @@ def _slopes_of_step_0(
     groups: Sequence[_Group], gradient: Tensor, inputs: Inputs, mixed: Tensor, total: Tensor
 ) -> list[Tensor]:
     """Return gradients of queries, keys and values, from the merged result and log-sum-exp."""
-    if len(groups) == 1:
+    if len(groups) == 1 and groups[0].is_all_of(*inputs[:2]):
         return groups[0].backward(gradient, inputs, mixed, total)
     slopes = [torch.zeros_like(x) for x in inputs]
     for group in groups:
-        for slope, part in zip(slopes, group.backward(gradient, inputs, mixed, total), strict=True):
-            slope[group.rows, :, : part.shape[2]] = part
+        places = (group.queries, group.entries, group.entries)
+        found = group.backward(gradient, inputs, mixed, total)
+        for slope, place, part in zip(slopes, places, found, strict=True):
+            slope[group.rows, :, place] = part
     return slopes
 
 
 class _Merged(torch.autograd.Function):
     """A differentiable `attend` by a kernel.
 
-    Inputs are the kernel, each row's beginning, queries, keys, values, and the keys and values of each later step.
+    Inputs are who gathers together, queries, keys, values, and the keys and values of each later step.
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, kernel: Kernel, begins: tuple[int, ...], q: Tensor, keys: Tensor, values: Tensor, *own: Tensor
-    ) -> Tensor:
-        ctx.groups = list(_groups(kernel, begins, q.shape[2], keys.shape[2]))
+    def forward(ctx: Any, groups: Sequence[_Group], q: Tensor, keys: Tensor, values: Tensor, *own: Tensor) -> Tensor:
+        ctx.groups = groups
         mixed, total = _of_step_0(ctx.groups, q, keys, values)
         weights = []
         if own:
@@ -275,4 +331,4 @@ class _Merged(torch.autograd.Function):
             slope = weight * ((gradient * value).sum(-1, keepdim=True) - level) * scale  # of the score
             slopes[0].addcmul_(slope, key)
             others += [slope * q, weight * gradient]
-        return None, None, *slopes, *others
+        return None, *slopes, *others

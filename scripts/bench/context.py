@@ -27,7 +27,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import AutoConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from outrider.decode import Decoder, Event, Plan
@@ -36,7 +35,7 @@ from outrider.eval.race import threads
 from outrider.eval.timing import turns
 from outrider.ground import BadInputError
 from outrider.ground.machine import best_device, clock
-from outrider.targets import RaggedCache, Target, embedded_path
+from outrider.targets import RaggedCache, Target
 
 from . import random_targets
 from .conditions import command, conditions, write
@@ -86,21 +85,7 @@ class Session:
 
 
 def build_target(arguments: argparse.Namespace) -> Target:
-    values = AutoConfig.from_pretrained(embedded_path(), trust_remote_code=False).to_dict()
-    kept = (
-        "model_type",
-        "hidden_size",
-        "intermediate_size",
-        "num_hidden_layers",
-        "num_attention_heads",
-        "num_key_value_heads",
-        "head_dim",
-        "vocab_size",
-        "rms_norm_eps",
-        "rope_parameters",
-        "tie_word_embeddings",
-    )
-    shape = {name: values[name] for name in kept} | {"max_position_embeddings": 2 * max(4096, *arguments.contexts)}
+    shape = random_targets.embedded_shape(2 * max(4096, *arguments.contexts))
     if arguments.layers:
         shape["num_hidden_layers"] = arguments.layers
     return random_targets.build_target(shape, getattr(torch, arguments.dtype), best_device())

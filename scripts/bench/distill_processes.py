@@ -3,9 +3,10 @@
     python -m outrider.scripts.bench.distill_processes --out scripts/bench/results/distill-processes-cpu.json
 
 One process and several, in turns, each with one thread: the recipe's prompts are answered by the target that ships with
-Outrider, from the moment when every process has it loaded to the finished data set. Then, in one process, what one
-alone does for all, by itself: reading the prompts, handing out batches, writing finished ones, writing the data set.
-From these follows how long 64 processes would take. The machine must be free.
+Outrider, from the moment when every process has it loaded to the finished data set. Beside them as many launches of one
+process at once, which know nothing of each other: what they answer together is what the machine can give. Then, in one
+process, what one alone does for all, by itself: reading the prompts, handing out batches, writing finished ones,
+writing the data set. From these follows how long 64 processes would take. The machine must be free.
 """
 
 from __future__ import annotations
@@ -19,6 +20,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from itertools import chain
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -36,6 +40,7 @@ from outrider.targets import Target
 
 from .conditions import command, conditions, write
 
+APART = "apart"  # launches that know nothing of each other
 NUM_PARTS, NUM_TOKENS = 512, 96  # of which the parts by themselves are measured: batches, tokens of each answer
 
 
@@ -92,6 +97,14 @@ def launched(processes: int, arguments: argparse.Namespace) -> dict[str, Any]:
         )
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
+
+
+def apart(processes: int, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return what so many launches of one process, at once, do together in the time of the slowest."""
+    with ThreadPoolExecutor(processes) as pool:
+        found = list(pool.map(lambda _: launched(1, arguments), range(processes)))
+    seconds, tokens = max(run["seconds"] for run in found), sum(run["tokens"] for run in found)
+    return {"seconds": seconds, "tokens": tokens, "tokens_per_second": tokens / seconds}
 
 
 # ------------------------------------------------------------ what one process does for all
@@ -162,12 +175,15 @@ def forecast(cost: dict[str, float], seconds: float, arguments: argparse.Namespa
 
 def measure(arguments: argparse.Namespace) -> int:
     """Run all, and write the result; the runs so far after each."""
-    runs: dict[str, list[dict[str, Any]]] = {"1": [], str(arguments.processes): []}
-    for _ in range(arguments.repeats):
-        for processes, found in runs.items():
-            found.append(launched(int(processes), arguments))
-            print(processes, found[-1], flush=True)
-            write({"runs": runs}, arguments.out)
+    several = str(arguments.processes)
+    kinds = {"1": partial(launched, 1), several: partial(launched, arguments.processes)}
+    kinds[APART] = partial(apart, arguments.processes)
+    runs: dict[str, list[dict[str, Any]]] = {name: [] for name in kinds}
+    turns = [list(kinds), *[["1", several]] * (arguments.repeats - 1)]  # what the machine gives is asked once
+    for name in chain.from_iterable(turns):
+        runs[name].append(kinds[name](arguments))
+        print(name, runs[name][-1], flush=True)
+        write({"runs": runs}, arguments.out)
     rates = {name: median(run["tokens_per_second"] for run in found) for name, found in runs.items()}
     one, cost = median(run["seconds"] for run in runs["1"]), parts(arguments)
     target = Target.load("embedded", dtype="float32", device="cpu")
@@ -177,12 +193,13 @@ def measure(arguments: argparse.Namespace) -> int:
         "conditions": conditions(target, threads_of_each_process=1, **settings),
         "runs": runs,
         "tokens_per_second": rates,
-        "times_one": rates[str(arguments.processes)] / rates["1"],
+        "times_one": rates[several] / rates["1"],
+        "times_one_apart": rates[APART] / rates["1"],
         "seconds_of_what_one_does_for_all": cost,
         "forecast": [forecast(cost, one, arguments, n) for n in (1, 2, 4, 8, 64)],
         "forecast_of_200_times_the_prompts": [forecast(cost, 200 * one, large, n) for n in (1, 2, 8, 64)],
     }
-    print(json.dumps({name: result[name] for name in ("tokens_per_second", "times_one", "forecast")}, indent=2))
+    print(json.dumps({name: result[name] for name in ("tokens_per_second", "times_one", "times_one_apart")}, indent=2))
     write(result, arguments.out)
     return 0
 

@@ -250,13 +250,23 @@ def _of_changed(result: Result) -> list[str]:
         "τ decoded",
         "ratio predicted",
         "ratio decoded",
+        "τ served",
+        "texts that are ours",
     ]
     rows = []
     for name, found in result["changed"].items():
         verdict = found["verdict"] if found["certain"] else f"{found['verdict']}, not certain"
         taus = (interval(found[f"tau_{kind}"], 3) for kind in ("before", "predicted", "decoded"))
-        rows.append([name, verdict, *taus, interval(found["ratio"], 3), interval(found["ratio_decoded"], 3)])
+        ratios = (interval(found[name], 3) for name in ("ratio", "ratio_decoded"))
+        rows.append([name, verdict, *taus, *ratios, *_served_there(found.get("served"))])
     return [table(head, rows)]
+
+
+def _served_there(found: Result | None) -> list[str]:
+    """Return τ of a changed target in an engine, and how many texts are ours there."""
+    if found is None:
+        return [NOTHING, NOTHING]
+    return [interval(found["tau_served"], 3), f"{found['identical']} of {found['prompts']}"]
 
 
 def _of_curves(result: Result) -> list[str]:
@@ -265,11 +275,14 @@ def _of_curves(result: Result) -> list[str]:
     tokens, best = curves["scratch"][-1]
     shares = (0.05, 0.1, 0.2, 0.4, 0.7, 1.0)
     head = [f"τ after a share of {tokens:,} tokens", *(f"{share:.0%}" for share in shares), "90% of the full τ after"]
+    head += ["τ decoded at the end", "over that of scratch"]
     rows = []
     for name, curve in curves.items():
-        reached = [[tau for seen, tau in curve if seen <= share * tokens][-1:] for share in shares]
+        ends = curve[-1][0] / tokens + 0.05  # a shorter training has nothing to say of larger shares
+        reached = [[tau for seen, tau in curve if seen <= share * tokens and share < ends][-1:] for share in shares]
         enough = next((f"{seen / tokens:.0%}" for seen, tau in curve if tau >= 0.9 * best), NOTHING)
-        rows.append([name, *(f"{tau[0]:.3f}" if tau else NOTHING for tau in reached), enough])
+        at_end = (interval(result["curves"][name].get(kind), 3) for kind in ("tau_decoded", "ratio_to_scratch"))
+        rows.append([name, *(f"{tau[0]:.3f}" if tau else NOTHING for tau in reached), enough, *at_end])
     return [table(head, rows)]
 
 
@@ -367,6 +380,83 @@ def _of_memory(result: Result) -> list[str]:
     return [table(["launch", "parameters of the drafter", "peak of the largest process"], rows)]
 
 
+def _of_lengths(result: Result) -> list[str]:
+    rows = [
+        [
+            f"{row['length']:,}",
+            f"{1000 * row['seconds']:,.0f}",
+            f"{row['tokens_per_second']:,.0f}",
+            f"{row['peak_bytes'] / 2**20:,.0f} MiB",
+        ]
+        for row in result["lengths"]
+    ]
+    line = result["memory"]
+    fitted = f"Memory is {line['a'] / 2**20:,.0f} MiB and {line['b'] / 2**10:,.1f} KiB a token, R² {line['r2']:.4f}."
+    return [table(["tokens of the row", "ms of a step", "tokens/s", "memory of a step"], rows), fitted]
+
+
+def _of_kills(result: Result) -> list[str]:
+    kills, lost = result["kills"], result["lost_steps"]
+    rows = [[phase, str(count)] for phase, count in kills.items()]
+    said = (
+        f"After these kills {result['trainings']} trainings came to their end, and {len(result['failures'])} things in "
+        f"them were not those of a training without kills. A kill cost at most {max(lost)} steps."
+    )
+    return [table(["killed during", "kills"], [*rows, ["together", str(sum(kills.values()))]]), said]
+
+
+def _of_processes(result: Result) -> list[str]:
+    rows = []
+    for count, runs in result["runs"].items():
+        seconds = ", ".join(f"{run['seconds']:.1f}" for run in runs)
+        rows.append([count, seconds, f"{result['tokens_per_second'][count]:,.0f}"])
+    measured = table(["processes", "seconds of each run", "tokens/s, median"], rows)
+    alone = result["seconds_of_what_one_does_for_all"]
+    costs = table(
+        ["what one process does for all", "ms"],
+        ([name.replace("_", " "), f"{1000 * seconds:,.2f}"] for name, seconds in alone.items()),
+    )
+    once, often = result["forecast"], {f["processes"]: f for f in result["forecast_of_200_times_the_prompts"]}
+    forecasts = (
+        [
+            str(one["processes"]),
+            f"{one['times_one']:.2f}",
+            f"{often[one['processes']]['times_one']:.2f}" if one["processes"] in often else NOTHING,
+        ]
+        for one in once
+    )
+    head = ["processes, computed", "times one, these prompts", "times one, 200 times as many"]
+    said = (
+        f"A launch of several is {result['times_one']:.2f} times as fast as one process, and as many launches of one, "
+        f"apart, {result['times_one_apart']:.2f} times: more this machine does not give."
+    )
+    return [measured, said, costs, table(head, forecasts)]
+
+
+def _of_answers(result: Result) -> list[str]:
+    rows = [
+        [
+            f"{100 * run['share']:.0f}%",
+            f"{run['prompts']:,}",
+            f"{run['requests']:,}",
+            ", ".join(f"{count} {kind}" for kind, count in sorted(run["faults"].items())) or NOTHING,
+            "yes" if run["all_answered_once"] else "no",
+            f"{run['seconds']:.1f}",
+        ]
+        for run in result["faults"]
+    ]
+    head = ["requests that fail", "prompts", "requests", "injected", "each answered once", "seconds"]
+    fleet = [
+        [count, ", ".join(f"{run['prompts_per_second']:.2f}" for run in runs)]
+        for count, runs in result["fleet"].items()
+    ]
+    said = (
+        f"With faults it takes {result['faulty_times_fault_free']:.2f} times as long; two servers answer "
+        f"{result['two_servers_times_one']:.2f} times as fast as one."
+    )
+    return [table(head, rows), table(["servers", "prompts/s of each run"], fleet), said]
+
+
 def _of_errors(result: Result) -> list[str]:
     dtypes = ["float32", "bfloat16"]
     kernels = sorted(result["float32"]["largest"])
@@ -431,6 +521,10 @@ KINDS: dict[tuple[str, ...], Callable[[Result], list[str]]] = {
     ("speed", "memory"): _of_peers_speed,
     ("tau",): _of_peers_tau,
     ("growth",): _of_growth,
+    ("lengths", "memory"): _of_lengths,
+    ("runs", "times_one"): _of_processes,
+    ("faults", "fleet"): _of_answers,
+    ("kills", "lost_steps"): _of_kills,
     ("float32", "bfloat16"): _of_errors,
     ("kernels", "triton"): _of_compiled,
     ("launches",): _of_launches,

@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from outrider.ground import BadInputError
 from outrider.heads import DraftModel, Eagle3, Eagle3Config
-from outrider.targets import Target
+from outrider.targets import Target, embedded_path
 
 STEP = 7919  # a prime: the text comes back to a token only when it has seen the whole vocabulary
 EMBEDDING = 128.0  # standard deviation of the input embeddings; the layers add some 15 to it
@@ -32,6 +32,20 @@ _LLAMA3_ROPE = {
     "original_max_position_embeddings": 8192,
 }
 _QWEN3_ROPE = {"rope_type": "default", "rope_theta": 1_000_000.0}
+
+_SHAPE = (  # of a configuration
+    "model_type",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "vocab_size",
+    "rms_norm_eps",
+    "rope_parameters",
+    "tie_word_embeddings",
+)
 
 SHAPES: dict[str, dict[str, Any]] = {
     "llama-3.1-8b": {
@@ -103,6 +117,12 @@ def shape_of(
         values["intermediate_size"] = max(1, values["intermediate_size"] * hidden // values["hidden_size"])
     changes = {"num_hidden_layers": layers, "hidden_size": hidden, "vocab_size": vocab}
     return values | {key: size for key, size in changes.items() if size is not None}
+
+
+def embedded_shape(positions: int) -> dict[str, Any]:
+    """The configuration of the target that ships with Outrider, with room for so many positions."""
+    values = AutoConfig.from_pretrained(embedded_path(), trust_remote_code=False).to_dict()
+    return {name: values[name] for name in _SHAPE} | {"max_position_embeddings": positions}
 
 
 def build_target(shape: dict[str, Any], dtype: torch.dtype, device: torch.device | str, seed: int = 0) -> Target:

@@ -31,9 +31,11 @@ def main() -> int:
         if name in done.get("served", {}):
             continue
         session = _session(folder, asked)
+        if asked.expect_only:
+            continue
         found = session.start(_start(asked, name), TOLERANCE)
         done.setdefault("conditions", _conditions(session, found, asked))
-        done.setdefault("served", {})[name] = [_row(c, found) for c in found.comparisons]
+        done.setdefault("served", {})[name] = [row(c, found) for c in found.comparisons]
         write(done, asked.out)
         print(name, "agrees" if found.agrees else [str(s) for s in found.suspicions], flush=True)
     return 0
@@ -50,11 +52,13 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--limit", type=int, default=12)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 1.0])
+    parser.add_argument("--expect-only", action="store_true", help="only what our own decoder does, into --expected")
     return parser.parse_args()
 
 
 def _session(folder: Path, asked: argparse.Namespace) -> Session:
-    trial = Trial(max_new_tokens=asked.tokens, limit=asked.limit, seeds=asked.seeds)
+    trial = Trial(tuple(asked.temperatures), max_new_tokens=asked.tokens, limit=asked.limit, seeds=asked.seeds)
     pair = Pair.load(folder)
     asked.expected.mkdir(parents=True, exist_ok=True)
     file = asked.expected / f"{folder.resolve().parent.name}.json"
@@ -83,7 +87,8 @@ def _conditions(session: Session, found: ServedResult, asked: argparse.Namespace
     )
 
 
-def _row(found: Comparison, result: ServedResult) -> dict[str, Any]:
+def row(found: Comparison, result: ServedResult) -> dict[str, Any]:
+    """Return what a result file keeps of one temperature."""
     return {
         "temperature": found.temperature,
         "rounds": found.rounds,

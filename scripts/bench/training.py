@@ -43,16 +43,18 @@ class Training:
 
     Attributes:
         module: what is called: the head, or what wraps it to train in several processes.
+        precision: of the loss; None for float32.
     """
 
     module: nn.Module
     optimizer: torch.optim.Optimizer
     batch: TargetBatch
+    precision: torch.dtype | None = torch.bfloat16
 
     def step(self) -> None:
         """Take one whole step."""
         device = self.batch.tokens.device.type
-        with torch.autocast(device, torch.bfloat16):
+        with torch.autocast(device, self.precision, enabled=self.precision is not None):
             loss = self.module(self.batch).mean
         loss.backward()
         self.optimizer.step()

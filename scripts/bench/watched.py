@@ -23,7 +23,7 @@ from outrider.pair import Pair
 from outrider.serving.changepoint import Limits
 from outrider.serving.engine import Ask, Engine
 from outrider.serving.events import Event
-from outrider.serving.expectation import Trial
+from outrider.serving.expectation import Counts, Expectation, Trial
 from outrider.serving.launching import Launch, running
 from outrider.serving.session import Session, Start, depth_of
 from outrider.serving.watching import State, Watch
@@ -84,6 +84,14 @@ def _stated(watch: Watch) -> dict[str, Any]:
     return {"tau": baseline.tau, "spread": baseline.spread, "rounds_stated": delays}
 
 
+def taus(expected: Expectation) -> dict[str, float]:
+    """Return τ of our decoder by suite: what shifts between two of them, if anything does."""
+    counts: dict[str, list[Counts]] = {}
+    for prompt, answer in zip(expected.prompts, expected.at(0.0), strict=True):
+        counts.setdefault(prompt.suite, []).append(answer.counts[0])
+    return {name: 1 + sum(c.accepted for c in found) / sum(c.rounds for c in found) for name, found in counts.items()}
+
+
 def _shifts(given: Sequence[str]) -> Iterator[tuple[str, str]]:
     for shift in given:
         usual, _, then = shift.partition(":")
@@ -96,23 +104,25 @@ def main() -> int:
     parser.add_argument("--python", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--mended", type=Path, help="a folder for the engine's PYTHONPATH")
-    parser.add_argument("--shifts", nargs="+", default=["docs:prose", "docs:code", "code:docs"])
+    parser.add_argument("--shifts", nargs="+", default=["docs:prose", "code:prose", "prose:docs"])
     parser.add_argument("--window", type=int, default=50)
     parser.add_argument("--tokens", type=int, default=48)
     parser.add_argument("--quiet", type=int, default=10, help="requests of each of the ten quiet runs")
     asked = parser.parse_args()
     done: dict[str, Any] = json.loads(asked.out.read_text()) if asked.out.is_file() else {"watched": {}}
     pair, limits = Pair.load(asked.pair), Limits(window=asked.window)
-    session = Session(pair, Trial((0.0,), depth_of(pair), asked.tokens, 1), ("code", "docs", "prose"))
+    session = Session(pair, Trial((0.0,), depth_of(pair), asked.tokens, None, 1), ("code", "docs", "prose"))
     suites = load_suites(["code", "docs", "prose"], session.target.require_tokenizer())
     prompts = {suite.name: [prompt.tokens for prompt in suite.prompts] for suite in suites}
-    settings = {
+    settings: dict[str, Any] = {
+        "depth": depth_of(pair),
         "window": asked.window,
         "false_alarms": limits.false_alarms,
         "max_new_tokens": asked.tokens,
         "requests_of_a_quiet_run": asked.quiet,
     }
-    done.setdefault("conditions", conditions(session.target, engine="vllm", depth=depth_of(pair), **settings))
+    settings["tau_of_our_decoder"] = {name: round(tau, 3) for name, tau in taus(session.expected).items()}
+    done.setdefault("conditions", {}).update(conditions(session.target, engine="vllm", **settings))
     variables = {} if asked.mended is None else {"PYTHONPATH": str(asked.mended.resolve())}
     for usual, then in _shifts(asked.shifts):
         name = f"{usual}, then {then}"

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import copy
+import json
 
 import pytest
 import torch
 
-from outrider.decode import Control, Controller, Costs, Decoder, Plan, Sampling, expected_tokens
+from outrider.decode import Control, Controller, Costs, Decoder, Plan, Sampling, Schedule, expected_tokens
 from outrider.ground import BadInputError
 from outrider.heads import Drafter, DraftModel, Eagle3, Eagle3Config, Ngram, draft_model
 from outrider.heads.draft_model import DraftModelSession
@@ -99,6 +100,36 @@ def test_a_plan_with_control_survives_json():
     plan = Plan(6, confidence=0.2, control=Control(CHEAP, (0.5, 0.4)))
     assert Plan.from_dict(plan.to_dict()) == plan
     assert str(plan) == "depth up to 6"
+
+
+def test_a_plan_with_a_schedule_survives_json():
+    plan = Plan(depth=2, control=Schedule(CHEAP, (0.5, 0.25), weight=3.0))
+    again = Plan.from_dict(json.loads(json.dumps(plan.to_dict())))
+    assert again == plan
+    assert isinstance(again.control, Schedule)
+
+
+def test_a_schedule_takes_drafts_by_their_promise_until_one_does_not_raise_the_speed():
+    """Of 2 rows × 3 drafts. A pass takes 1 + 0.2 m seconds for m drafts per row, drafting 0.5."""
+    schedule = Schedule(Costs(((0, 1.0), (3, 1.6)), (0.0, 0.5, 0.5, 0.5)), (0.5,))
+    reach = torch.tensor([[0.9, 0.2, 0.1], [0.8, 0.7, 0.05]])
+    # By promise: 0.9, 0.8, 0.7 | 0.2, 0.1, 0.05; tokens after m of them, over the seconds of the round:
+    tokens = [2, 2.9, 3.7, 4.4, 4.6, 4.7, 4.75]
+    speeds = [t / (1.5 + 0.1 * m) for m, t in enumerate(tokens)]
+    assert speeds[:4] == sorted(speeds[:4])
+    assert speeds[4] < speeds[3]
+    for _ in range(2):  # the second time with what the first one made
+        assert schedule.lengths(reach).tolist() == [1, 2]
+    assert schedule.lengths(reach[:1]).tolist() == [1]
+    assert schedule.lengths(reach.flip(0)).tolist() == [2, 1]
+
+
+def test_a_schedule_knows_costs_by_the_shape_of_the_batch():
+    """Beside one row of two drafts a round of four has other seconds."""
+    schedule = Schedule(Costs(((0, 1.0), (1, 1.0), (4, 9.0))), (0.5,))
+    assert schedule.lengths(torch.tensor([[0.9, 0.8]])).tolist() == [1]
+    assert schedule.lengths(torch.full((4, 1), 0.5)).tolist() == [1, 1, 1, 1]
+    assert schedule.lengths(torch.tensor([[0.9, 0.8, 0.7]])).tolist() == [1]
 
 
 def test_expected_tokens_is_the_closed_form_of_a_constant_rate():

@@ -18,7 +18,7 @@ from outrider.ground import BadInputError, IncompatibleError
 from outrider.targets import Target
 
 LENGTHS = [5, 12, 3, 9, 12, 1, 7]
-TAPS = (2, 3, 6)
+TAPS = (2, 3, 5)
 SMALL = 4 * 32 * 4 * 20  # bytes of 20 tokens with three taps: several shards
 
 
@@ -49,9 +49,10 @@ def count_passes(monkeypatch: pytest.MonkeyPatch, fail_at: int | None = None) ->
 
 
 def test_a_batch_is_what_the_target_computes_padded_with_zeros(
-    tmp_path: Path, target: Target, dataset: Dataset
+    tmp_path: Path, target: Target, dataset: Dataset, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store = FeatureStore.build(tmp_path, target, dataset, TAPS, batch_size=3, shard_bytes=SMALL)
+    monkeypatch.setattr("outrider.distill.feature_making.AT_ONCE", 3)
+    store = FeatureStore.build(tmp_path, target, dataset, TAPS, shard_bytes=SMALL)
     assert len(store) == len(LENGTHS)
     indices = [4, 0, 6]
     hidden, last = store.batch(indices, 15)
@@ -170,7 +171,7 @@ def test_a_disk_that_fills_while_writing_leaves_no_half_file(
             'Error while serializing: IoError(Os { code: 28, message: "No space left on device" })'
         )
 
-    monkeypatch.setattr("outrider.distill.features.save_file", full)
+    monkeypatch.setattr("outrider.distill.feature_making.save_file", full)
     with pytest.raises(BadInputError, match=r"the disk that holds .* is full.*finished shards are kept"):
         FeatureStore.build(tmp_path, target, dataset, TAPS)
     assert not list(next(tmp_path.iterdir()).iterdir())

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from outrider.formats import LAYOUTS, export_drafter, import_drafter
+from outrider.formats import LAYOUTS, export_drafter, import_drafter, launch
 from outrider.formats.comparing import passage_of, session_logits
 from outrider.formats.lint import lint
 from outrider.ground import BadInputError, IncompatibleError
@@ -167,3 +167,21 @@ def test_taps_are_written_in_each_engines_own_counting(
     vllm, sglang = (json.loads((tmp_path / to / "config.json").read_text()) for to in ("vllm", "sglang"))
     assert vllm["eagle_aux_hidden_state_layer_ids"] == [1, 3, 5]
     assert sglang["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [0, 2, 4]
+
+
+@pytest.mark.parametrize(
+    ("to", "drafter", "asked"),
+    [
+        ("vllm", "eagle3", {"draft_sample_method": "probabilistic"}),
+        ("vllm", "draft_model", {"draft_sample_method": "probabilistic"}),
+        ("gguf", "draft_model", {"spec-draft-sampling": "probabilistic", "spec-draft-p-min": 0.0}),
+    ],
+)
+def test_a_launch_asks_for_drawn_drafts_where_the_engine_would_pick_them(
+    to: str, drafter: str, asked: dict[str, Any]
+) -> None:
+    """Picked drafts cost a third of what drafting gains above temperature 0."""
+    started = launch(to, drafter, "target", "folder", 4)
+    assert started.settings.items() >= asked.items()
+    assert started.command is not None
+    assert all(str(value) in started.command for value in asked.values())

@@ -56,6 +56,19 @@ def test_a_second_process_is_refused_with_the_name_of_the_first(holder: subproce
     assert f"on {os.uname().nodename}, since 20" in said
 
 
+def test_who_has_just_taken_the_lock_and_not_signed_yet_is_waited_for_and_named(
+    holder: subprocess.Popen[str], tmp_path: Path
+) -> None:
+    """Of many that begin at once, the refused ones read the name in the moment in which it is being written."""
+    file = lock_file(tmp_path / "out")
+    signed = file.read_text()
+    os.truncate(file, 0)
+    signing = threading.Timer(0.3, file.write_text, [signed])
+    signing.start()
+    assert f"is being written by process {holder.pid} (-c " in refusal(tmp_path / "out")
+    signing.join()
+
+
 def test_a_killed_process_holds_nothing(holder: subprocess.Popen[str], tmp_path: Path) -> None:
     holder.send_signal(signal.SIGKILL)
     holder.wait()

@@ -464,3 +464,18 @@ def test_a_manifest_that_somebody_else_wrote_meanwhile_is_not_overwritten(make_p
     with pytest.raises(BadInputError, match="was written by somebody else at the same time; nothing was stored"):
         pair.manifest.write(pair.folder, instead_of=pair.manifest)
     assert Pair.load(pair.folder).manifest == other
+
+
+def test_the_recipe_names_the_kept_suites_by_their_files_and_the_others_as_they_are(
+    make_pair: Callable[..., Pair], recipe: Recipe, tmp_path: Path
+) -> None:
+    """A pair measures on what it was made for, wherever it lies."""
+    mine = tmp_path / "mine" / "prompts.txt"
+    mine.parent.mkdir()
+    mine.write_text("One.\n\nTwo.")
+    suites = [str(mine), "code", "suites/elsewhere.txt"]
+    made = recipe.model_copy(update={"eval": recipe.eval.model_copy(update={"suites": suites})})
+    pair = make_pair("ngram", recipe=made)
+    kept = pair.folder / "suites" / "mine" / "prompts.txt"
+    assert kept.read_text() == "One.\n\nTwo."
+    assert Pair.load(pair.folder).recipe().eval.suites == [str(kept.resolve()), "code", "suites/elsewhere.txt"]

@@ -14,6 +14,7 @@ from outrider.ground import BadInputError
 from outrider.ground.machine import device_name
 from outrider.heads import Fusion
 from outrider.pair import Pair, new_pair, verify
+from outrider.pair.manifest import Manifest, ServedRecord
 from outrider.recipes import Recipe
 from outrider.targets import Target
 
@@ -128,6 +129,41 @@ def test_two_tunings_at_once_keep_both(make_pair: Callable[..., Pair], make_tuni
     first.store_tuning(make_tuning({1: 4}))
     second.store_tuning(make_tuning({8: 2}))
     assert len(Pair.load(first.folder).manifest.tuning) == 2
+
+
+def served(engine: str, depth: int, agrees: bool = True) -> ServedRecord:
+    return ServedRecord(created="2031-01-01", engine=engine, depth=depth, agrees=agrees, suspicions=[], figures=[])
+
+
+def test_what_an_engine_made_of_the_pair_is_kept_once_for_each_engine_and_depth(make_pair: Callable[..., Pair]) -> None:
+    pair = make_pair("ngram")
+    for record in (served("vllm", 4), served("vllm", 2), served("llama.cpp", 4), served("vllm", 4, agrees=False)):
+        stored = Pair.load(pair.folder).store_served(record)
+    again = Pair.load(pair.folder)
+    assert again == stored
+    kept = [(r.engine, r.depth, r.agrees) for r in again.manifest.served]
+    assert kept == [("vllm", 2, True), ("llama.cpp", 4, True), ("vllm", 4, False)]
+    assert again.digest == pair.digest
+    assert verify(pair.folder) == []
+
+
+def test_a_manifest_that_somebody_else_wrote_meanwhile_is_never_replaced(
+    make_pair: Callable[..., Pair], make_tuning: MakeTuning, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a disk without locks: what was read and what is there are compared in the moment of writing."""
+    pair = make_pair("ngram")
+    other = Pair.load(pair.folder)
+    changed = Manifest.tuned
+
+    def late(manifest: Manifest, tuning: Tuning) -> Manifest:
+        monkeypatch.undo()
+        other.store_served(served("vllm", 4))
+        return changed(manifest, tuning)
+
+    monkeypatch.setattr(Manifest, "tuned", late)
+    with pytest.raises(BadInputError, match=r"pair\.json"):
+        pair.store_tuning(make_tuning({1: 4}))
+    assert [r.engine for r in Pair.load(pair.folder).manifest.served] == ["vllm"]
 
 
 def test_another_pair_in_the_same_folder_is_left_alone(

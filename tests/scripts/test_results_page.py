@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -95,3 +96,26 @@ def test_tables_and_intervals() -> None:
     assert table(["a", "b"], [["x|y", "2"]]) == "| a | b |\n| --- | --- |\n| x\\|y | 2 |"
     assert interval({"value": -0.0456, "low": -0.1, "high": 0.0}, sign="+") == "-0.05 [-0.10, +0.00]"
     assert interval(None) == "–"
+
+
+def test_a_curve_says_how_much_of_a_full_retraining_was_needed() -> None:
+    def learnt(*taus: float) -> dict[str, Any]:
+        end = {"value": taus[-1], "low": 1.0, "high": 3.0}
+        curve = [{"step": n, "tokens": 100 * n, "tau": tau} for n, tau in enumerate(taus, 1)]
+        return {"curve": curve, "tau_decoded": end, "ratio_to_scratch": end}
+
+    full = learnt(1.1, 1.2, 1.3, 1.4, 1.5, 1.6, 1.7, 1.8, 1.9, 2.0)
+    (made,) = tables_of({"curves": {"scratch": full, "warm": learnt(1.5, 1.7, 1.85, 1.9)}})
+    scratch, warm = ([cell.strip() for cell in line.split("|")[1:-1]] for line in made.splitlines()[2:])
+    assert scratch == [
+        "scratch",
+        "–",
+        "1.100",
+        "1.200",
+        "1.400",
+        "1.700",
+        "2.000",
+        "80%",
+        *2 * ["2.000 [1.000, 3.000]"],
+    ]
+    assert warm == ["warm", "–", "1.500", "1.700", "1.900", "–", "–", "30%", *2 * ["1.900 [1.000, 3.000]"]]

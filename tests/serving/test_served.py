@@ -26,7 +26,7 @@ from outrider.serving.engine import Engine, root_url
 from outrider.serving.expectation import Answered, Asked, Counts, Expectation, Trial, expect, expect_mistakes
 from outrider.serving.hypotheses import HYPOTHESES, mistaken
 from outrider.serving.launching import Launch, python_of, running
-from outrider.serving.lookup import FirstPlace
+from outrider.serving.lookup import FirstPlace, WholeCopy
 from outrider.serving.result import ServedResult, lines
 from outrider.serving.served import Survey
 from outrider.serving.session import Session, Start, depth_of, survey_in_turns, survey_one_by_one
@@ -112,6 +112,21 @@ def test_an_engine_that_looks_n_grams_up_otherwise_is_explained(
     assert found.at(0.0).identical == 8
     assert [s.kind for s in found.suspicions] == ["lookup"]
     assert "accepts the same in 8 of 8 prompts" in found.suspicions[0].suspect
+
+
+def test_llama_cpp_copies_from_the_latest_place_and_only_what_is_long_enough(tiny_target: Target) -> None:
+    """By hand from its source: runs of one length, none at the very beginning, none as long as the whole text."""
+
+    def copied(text: list[int], depth: int) -> list[int]:
+        session = WholeCopy(NgramConfig(max_match=2, min_match=2)).open(tiny_target, 1, 64)
+        session.absorb(torch.tensor([text[:-1]]), None, Counted.of([len(text) - 1], torch.device("cpu")))
+        return session.continuations([text[-1:]], depth)[0]
+
+    assert copied([9, 5, 6, 1, 2, 5, 6, 3, 4, 5, 6], 3) == [3, 4, 5], "the latest place"
+    assert copied([9, 1, 2, 3, 5, 6, 4, 5, 6], 3) == [4, 5], "the last token is no part of what is copied"
+    assert copied([9, 1, 2, 3, 5, 6, 5, 6], 2) == [], "one token is less than the match"
+    assert copied([5, 6, 1, 2, 3, 4, 5, 6], 2) == [], "the beginning of the text counts as no place"
+    assert copied([9, 5, 6, 1, 5, 6], 3) == [], "the text is too short"
 
 
 def test_every_mistake_can_be_made_of_a_head_that_can_have_it(tiny_target: Target) -> None:

@@ -10,8 +10,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from transformers import TrainerState, TrainingArguments
 
-from outrider.ground import Refusal, seen
+from outrider.ground import BadInputError, Refusal, seen
+from outrider.ground.disk import CannotWriteError
 from outrider.train import checkpoints as folders
 
 MakeCheckpoint = Callable[..., Path]
@@ -67,9 +69,11 @@ def test_a_checkpoint_of_an_older_version_counts_by_the_sizes_of_its_files(
     marker = folder / "complete.json"
     marker.write_text(json.dumps({"files": {"optimizer.pt": 9, "drafter/model.safetensors": 7}}))
     assert folders.last_complete(folder.parent) == folder
-    assert "written by an older Outrider" in caplog.text
+    assert f"{folder} was written by an older Outrider" in caplog.text
     marker.write_text(json.dumps({"files": {"optimizer.pt": 8}}))
     assert folders.last_complete(folder.parent) is None
+    marker.write_text("{}")
+    assert folders.last_complete(folder.parent) == folder, "it names no file that could be missing"
 
 
 def test_a_checkpoint_that_was_just_written_is_not_read_again(
@@ -118,6 +122,11 @@ def test_a_file_that_came_later_changes_nothing(saved: MakeCheckpoint) -> None:
     folder = saved(1)
     (folder / "notes.txt").write_text("mine")
     assert not folders.problems(folder)
+
+
+def test_a_checkpoint_that_is_not_there_cannot_be_continued(tmp_path: Path) -> None:
+    with pytest.raises(Refusal, match=r"checkpoint-9 cannot be continued: the folder is missing\. Leave out"):
+        folders.require_whole(tmp_path / "checkpoint-9")
 
 
 # ------------------------------------------------------------ the last one
@@ -243,3 +252,117 @@ def test_a_checkpoint_that_was_being_deleted_when_its_run_was_killed_is_not_whol
     monkeypatch.undo()
     folders.rotate(made[0].parent, 2, None)
     assert names(made[0].parent) == ["checkpoint-2", "checkpoint-3"]
+
+
+# ------------------------------------------------------------ the best one
+
+
+@pytest.fixture
+def ended(saved: MakeCheckpoint) -> Callable[[str | None], Path]:
+    """`ended(best)`: the last of two checkpoints, of a training whose best one was called `best`."""
+
+    def make(best: str | None) -> Path:
+        saved(4)
+        last = saved(8, whole=False)
+        TrainerState(best_model_checkpoint=best, global_step=8).save_to_json(str(last / "trainer_state.json"))
+        folders.mark_complete(last)
+        return last
+
+    return make
+
+
+def test_the_best_checkpoint_is_found_beside_the_last_one_wherever_both_were_moved(
+    ended: Callable[[str | None], Path],
+) -> None:
+    last = ended("where/it/was/checkpoint-4")
+    assert folders.state_of(last).global_step == 8
+    assert folders.best_before(last) == last.with_name("checkpoint-4")
+
+
+@pytest.mark.parametrize("best", [None, "where/it/was/checkpoint-8"])
+def test_the_last_one_is_the_best_where_none_is_named_or_itself_is(
+    ended: Callable[[str | None], Path], best: str | None
+) -> None:
+    last = ended(best)
+    (last / "optimizer.pt").unlink()  # it was checked before: nobody looks at it again
+    assert folders.best_before(last) == last
+
+
+def test_a_damaged_best_one_is_named_and_the_last_one_taken(
+    ended: Callable[[str | None], Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    last = ended("checkpoint-4")
+    best = last.with_name("checkpoint-4")
+    (best / "optimizer.pt").write_bytes(b"optimizes")
+    with caplog.at_level(logging.WARNING):
+        assert folders.best_before(last) == last
+    assert f"{best}, the best checkpoint, is missing or damaged; {last} is taken." in caplog.messages
+
+
+# ------------------------------------------------------------ what a training leaves, and continues from
+
+
+def arguments(folder: Path, **values: object) -> TrainingArguments:
+    return TrainingArguments(output_dir=str(folder), use_cpu=True, report_to="none", **values)
+
+
+def test_what_is_kept_is_said(saved: MakeCheckpoint) -> None:
+    last = saved(4)
+    assert folders.what_is_kept(arguments(last.parent)) == f"The last good checkpoint is {last}."
+    (last / "SHA256SUMS").unlink()
+    assert folders.what_is_kept(arguments(last.parent)) == "There is no checkpoint yet."
+    kept = folders.what_is_kept(arguments(last.parent, save_strategy="no"))
+    assert kept == "Nothing of the training was kept: training.save_strategy is 'no'."
+
+
+def test_a_checkpoint_is_continued_with_as_many_rows_in_a_step(saved: MakeCheckpoint) -> None:
+    folder = saved(4)
+    written = arguments(folder.parent, per_device_train_batch_size=3, gradient_accumulation_steps=4)
+    folders.check_same_rows(folder, written)  # of an older version, which wrote nothing about it
+    folders.write_launch(folder, written)
+    assert (folder / "launch.json").read_text() == '{"processes": 1, "rows_in_a_step": 12}\n'
+    folders.check_same_rows(
+        folder, arguments(folder.parent, per_device_train_batch_size=6, gradient_accumulation_steps=2)
+    )
+    other = arguments(folder.parent, per_device_train_batch_size=6, gradient_accumulation_steps=4)
+    with pytest.raises(BadInputError) as refused:
+        folders.check_same_rows(folder, other)
+    assert f"{folder} learned 12 rows in a step, in 1 processes; this run would learn 24 in 1. " in str(refused.value)
+
+
+def test_what_is_not_whole_and_not_there_any_more_is_cleared_without_a_word(
+    saved: MakeCheckpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another process may have deleted it meanwhile."""
+    unfinished, delete = saved(3, whole=False), shutil.rmtree
+
+    def late(folder: Path, ignore_errors: bool = False) -> None:
+        delete(folder)
+        delete(folder, ignore_errors=ignore_errors)
+
+    monkeypatch.setattr(shutil, "rmtree", late)
+    folders.remove_broken(unfinished.parent, None)
+    assert names(unfinished.parent) == []
+
+
+def test_a_checkpoint_that_cannot_be_written_leaves_nothing_and_names_the_last_good_one(saved: MakeCheckpoint) -> None:
+    good, late = saved(4), saved(8, whole=False)
+    with pytest.raises(CannotWriteError) as failed, folders.explained(late):
+        raise OSError(28, "No space left on device")
+    assert not late.exists()
+    assert f"{late} could not be written: " in str(failed.value)
+    assert f"The last good checkpoint is {good}." in str(failed.value)
+
+
+def test_the_first_checkpoint_that_cannot_be_written_says_that_there_is_no_earlier_one(saved: MakeCheckpoint) -> None:
+    late = saved(8, whole=False)
+    with pytest.raises(CannotWriteError, match=r"There is no earlier checkpoint\.") as failed, folders.explained(late):
+        raise RuntimeError("unexpected pos 64 vs 0\nat a place")
+    assert "could not be written: unexpected pos 64 vs 0 (" in str(failed.value)
+
+
+def test_a_folder_that_is_gone_is_said(saved: MakeCheckpoint) -> None:
+    folder = saved(8, whole=False)
+    shutil.rmtree(folder.parent)
+    with pytest.raises(CannotWriteError, match="No checkpoint is left"), folders.explained(folder):
+        (folder / "optimizer.pt").write_bytes(b"")

@@ -24,6 +24,7 @@ from outrider.ground.errors import Refusal
 from outrider.train.hooks import (
     TRIED,
     HookedTrainer,
+    Keeper,
     asks_for_checkpointing,
     block_classes,
     enable_checkpointing,
@@ -55,12 +56,41 @@ class Line(nn.Module):
         return self.slope * index.float()
 
 
+class Notes(Keeper):
+    """A keeper that notes what it is asked for."""
+
+    def __init__(self, trainer: Probe):
+        self.trainer, self.asked = trainer, trainer.asked
+
+    @contextmanager
+    def writing(self, folder: Path) -> Iterator[None]:
+        yield
+        self.asked.append(("checkpoint", (folder.name, sorted(f.name for f in folder.parent.iterdir()))))
+
+    def save_weights(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        torch.save({"slope": self.trainer.model.slope.detach()}, folder / "slope.pt")
+
+    def load_weights(self, folder: Path) -> None:
+        self.asked.append(("weights", folder.name))
+
+    def save_states(self, folder: Path) -> None:
+        self.asked.append(("states written", folder.name))
+
+    def reads_states(self, folder: Path) -> bool:
+        return self.trainer.in_parts
+
+    def load_states(self, folder: Path) -> None:
+        self.asked.append(("states read", folder.name))
+
+
 class Probe(HookedTrainer):
     """A trainer that notes what it is asked for."""
 
     def __init__(self, args: TrainingArguments):
         super().__init__(model=Line(), args=args, train_dataset=Rows(), eval_dataset=Rows())
         self.asked: list[tuple[str, Any]] = []
+        self.keeper = Notes(self)
         self.counts: list[int] = []
 
     def training_order(self) -> Sampler[int] | None:
@@ -70,24 +100,6 @@ class Probe(HookedTrainer):
     def evaluation_order(self, rows: Dataset) -> Sampler[int]:
         self.asked.append(("evaluation order", None))
         return SequentialSampler(Rows())
-
-    @contextmanager
-    def writing_checkpoint(self, folder: Path) -> Iterator[None]:
-        yield
-        self.asked.append(("checkpoint", (folder.name, sorted(f.name for f in folder.parent.iterdir()))))
-
-    def save_weights(self, folder: Path) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        torch.save({"slope": self.model.slope.detach()}, folder / "slope.pt")
-
-    def load_weights(self, folder: Path) -> None:
-        self.asked.append(("weights", folder.name))
-
-    def save_states(self, folder: Path) -> None:
-        self.asked.append(("states written", folder.name))
-
-    def load_states(self, folder: Path) -> None:
-        self.asked.append(("states read", folder.name))
 
     def compute_loss(self, model: nn.Module, inputs: dict[str, Tensor], *_: Any, **more: Any) -> Any:
         loss = model(inputs["index"]).square().mean()

@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from outrider.decode import Decoder, Plan, Round, Sampling
 from outrider.ground import BadInputError
-from outrider.heads import load_drafter
+from outrider.heads import Eagle3, Eagle3Config, load_drafter
 from outrider.recipes import Recipe
-from outrider.targets import Target
+from outrider.targets import PeakBytes, Target
 from outrider.train import TrainingInterruptedError, train
 from outrider.train.checkpoints import checkpoints
 from outrider.train.measured import Measured, drafted_parts
@@ -63,6 +64,26 @@ def test_measuring_changes_nothing_of_what_is_learned(
     results = [train(measuring("with"), target), train(measuring("without", {"training_prompts": 0}), target)]
     ours, theirs = (r.drafter_folder.joinpath("model.safetensors").read_bytes() for r in results)
     assert ours == theirs
+
+
+def test_the_drafter_that_is_measured_is_one_copy_in_the_targets_precision(
+    measuring: MakeRecipe, tiny_llama: Callable[..., Any], target: Target
+) -> None:
+    """At most two bytes for each weight are made; a copy that was gathered for this is not copied again."""
+    half = Target(tiny_llama(vocab=target.vocab_size).bfloat16(), target.tokenizer)
+    found = Measured.of(measuring(), half)
+    assert found is not None
+    drafter = Eagle3.build(Eagle3Config(steps=2), half).float()
+    numbers, before = sum(p.numel() for p in drafter.parameters()), [p.clone() for p in drafter.parameters()]
+    with PeakBytes() as made:
+        own = found.ready(drafter)
+    assert made.peak <= 2.05 * numbers
+    assert own is not drafter
+    assert all(torch.equal(p, q) for p, q in zip(drafter.parameters(), before, strict=True))
+    assert all(torch.equal(p, q.bfloat16()) for p, q in zip(own.parameters(), before, strict=True))
+    with PeakBytes() as made:
+        assert found.ready(drafter, is_copy=True) is drafter
+    assert made.peak <= 2.05 * numbers
 
 
 def test_patience_outlasts_a_stop(measuring: MakeRecipe, target: Target, monkeypatch: pytest.MonkeyPatch) -> None:

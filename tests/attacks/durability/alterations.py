@@ -74,7 +74,7 @@ def _read_data(workshop: Workshop) -> None:
 
 def _features(workshop: Workshop) -> None:
     table = load_responses(workshop.out / "data")
-    FeatureStore.build(workshop.out / "features", workshop.target, table, (4,), shard_bytes=SHARD_BYTES)
+    FeatureStore.build(workshop.out / "features", workshop.target, table, (2,), shard_bytes=SHARD_BYTES)
 
 
 def _adapter(workshop: Workshop) -> None:

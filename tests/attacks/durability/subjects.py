@@ -221,6 +221,7 @@ class Verb:
     Attributes:
         after: verbs that were run before, in a folder that is kept for all attempts.
         varies: tells of a path whether its content differs from run to run (times, dates).
+        wanders: tells of a path whether it is there in one run and not in another: checkpoints by the clock.
         intact: whether a pair was there, which must be whole at any moment.
     """
 
@@ -230,6 +231,7 @@ class Verb:
     kills: int
     varies: Callable[[str], bool] = lambda name: False
     intact: bool = False
+    wanders: Callable[[str], bool] = lambda name: False
 
 
 def timed(name: str) -> bool:
@@ -254,8 +256,8 @@ VERBS = [
     Verb("measure", Workshop.measure, ("distill", "train"), 0, lambda name: True),
     Verb("eval", Workshop.report, ("distill", "train", "measure"), 25),
     Verb("refresh", Workshop.refresh, ("distill", "train", "pair new"), 12, measured, intact=True),
-    # Its time budget gives other checkpoints in every run: there is nothing to compare with yet.
-    Verb("compare", Workshop.compare, (), 0, lambda name: "/data/" not in name),
+    # Its time budget gives other checkpoints, and so other weights, in every run.
+    Verb("compare", Workshop.compare, (), 20, lambda n: "/data/" not in n, wanders=lambda n: "/checkpoint-" in n),
 ]
 
 

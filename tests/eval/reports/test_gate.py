@@ -400,6 +400,12 @@ def test_a_prompt_of_both_counts_once_and_in_any_order(make_report) -> None:
     assert (result.findings[0].ratio.low, result.findings[0].ratio.high) == (1.0, 1.0)
 
 
+def test_both_sides_are_said_as_they_are(make_report) -> None:
+    """τ = 1 + accepted / rounds, of all prompts together."""
+    finding = gate(make_report([[2, 4], [3, 3]]), make_report([[1, 1], [2, 0]])).findings[0]
+    assert (finding.before, finding.after) == (2.0, 4.0)
+
+
 def test_counts_at_another_temperature_are_left_out(make_report) -> None:
     report = make_report(rounds(20, 0.6))
     more = counted(rounds(5, 0.6, seed=4))
@@ -426,9 +432,12 @@ def test_two_targets_are_named(make_report) -> None:
     """A refresh is gated against its parent on another target: that is said, and does not decide anything."""
     report, baseline = make_report(rounds(20, 0.6)), make_report(rounds(20, 0.6))
     assert gate(report, baseline).remarks == []
+    report.conditions.target["fingerprint"] = "fedcba9876543210"
     baseline.conditions.target["fingerprint"] = "0123456789abcdef"
     result = gate(report, baseline)
     assert result.passed
-    assert result.targets[1] == "0123456789abcdef"
-    assert "about different targets" in result.remarks[0]
-    assert "0123456789ab… in the baseline" in result.lines[-1]
+    assert result.targets == ("fedcba9876543210", "0123456789abcdef")
+    assert result.remarks == [
+        "note: the two reports are about different targets (fedcba987654… here, 0123456789ab… in the "
+        "baseline): what their difference made easier or harder to predict is in the ratio, too"
+    ]

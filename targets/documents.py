@@ -1,0 +1,121 @@
+"""Documents: several texts that stand one after the other in a row, each learned as if it stood alone.
+
+Rows of a batch are as long as the longest of them; short ones are mostly padding. Packed, a row holds as many texts as
+fit. A document sees nothing of the others: positions begin anew with each, and attention stays inside.
+
+Shapes: B rows, T places of a row, D documents of a batch, d of them in a pass, t tokens of the longest of these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+# A pass of a model takes shorter texts, too, until it has so many tokens: smaller passes take no less time.
+_PASS_TOKENS = 2048
+_ALIKE = 0.75  # of the longest text of a pass: of shorter ones a quarter would be padding
+
+
+@dataclass(frozen=True)
+class Document:
+    """Where a document stands.
+
+    Attributes:
+        places: in its row.
+    """
+
+    row: int
+    places: range
+
+
+@dataclass(frozen=True)
+class Documents:
+    """The documents of a batch.
+
+    Attributes:
+        lengths: of each row's documents, in order. What is left of a row is padding.
+        width: T.
+    """
+
+    lengths: Sequence[Sequence[int]]
+    width: int
+
+    def __iter__(self) -> Iterator[Document]:
+        for row, lengths in enumerate(self.lengths):
+            begin = 0
+            for length in lengths:
+                yield Document(row, range(begin, begin + length))
+                begin += length
+
+    def __len__(self) -> int:
+        return sum(map(len, self.lengths))
+
+    def numbers(self, device: torch.device) -> Tensor:
+        """Return the number of the document that each place belongs to, `[B, T]`; D in the padding."""
+        found = torch.full((len(self.lengths), self.width), len(self), dtype=torch.long)
+        for number, document in enumerate(self):
+            found[document.row, document.places.start : document.places.stop] = number
+        return found.to(device)
+
+    def starts(self, device: torch.device) -> Tensor:
+        """Return where the document of each place begins, `[B, T]`; 0 in the padding."""
+        found = torch.zeros(len(self.lengths), self.width, dtype=torch.long)
+        for document in self:
+            found[document.row, document.places.start : document.places.stop] = document.places.start
+        return found.to(device)
+
+    def positions(self, device: torch.device) -> Tensor:
+        """Return how many tokens of its document stand before each place, `[B, T]`."""
+        return torch.arange(self.width, device=device) - self.starts(device)
+
+    def passes(self, together: bool = False) -> Iterator[list[int]]:
+        """Yield the numbers of the documents in parts of about one length, the longest first.
+
+        A model that reads each part as rows of their own needs no mask, whatever its layers are, and reads little
+        padding.
+
+        Args:
+            together: in one part, whatever their lengths.
+        """
+        sizes = [len(document.places) for document in self]
+        part: list[int] = []
+        for number in sorted(range(len(sizes)), key=lambda n: -sizes[n]):
+            longest = sizes[part[0]] if part else 0
+            if not together and len(part) * longest >= _PASS_TOKENS and sizes[number] < _ALIKE * longest:
+                yield part
+                part = []
+            part.append(number)
+        if part:
+            yield part
+
+    def alone(self, tokens: Tensor, numbers: Sequence[int]) -> Tensor:
+        """Return documents of rows `[B, T]` as rows of their own, `[d, t]`, padded on the right."""
+        every = list(self)
+        return pad_sequence(
+            [tokens[every[n].row, every[n].places.start : every[n].places.stop] for n in numbers], batch_first=True
+        )
+
+    def packed(self, states: Sequence[tuple[list[int], Tensor]]) -> Tensor:
+        """Return states of documents, which each pass gave as `[d, t, ...]`, where they stand: `[B, T, ...]`.
+
+        Args:
+            states: the numbers of the documents of each pass, and what it gave. Padding is zero.
+        """
+        every, places, found = list(self), [], []
+        for numbers, given in states:
+            for row, number in enumerate(numbers):
+                document = every[number]
+                begin = document.row * self.width + document.places.start
+                places.append(torch.arange(begin, begin + len(document.places)))
+                found.append(given[row, : len(document.places)])
+        flat = torch.cat(found)
+        empty = flat.new_zeros(len(self.lengths) * self.width, *flat.shape[1:])
+        return empty.index_copy(0, torch.cat(places).to(flat.device), flat).unflatten(0, (-1, self.width))
+
+    def read(self, tokens: Tensor, model: Callable[[Tensor], Tensor]) -> Tensor:
+        """Return what a model makes of rows `[B, T]`, `[B, T, ...]`, whose documents it reads as rows of their own."""
+        return self.packed([(part, model(self.alone(tokens, part))) for part in self.passes()])

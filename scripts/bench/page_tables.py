@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -488,6 +490,32 @@ def _of_compiled(result: Result) -> list[str]:
     return [f"Target: {result['target']}, Triton {result['triton']}.", table(head, rows)]
 
 
+_WAYS = ("plain", "chain", "tree", "eagle3")
+
+
+def _of_types(result: Result) -> list[str]:
+    """Return how many types came out how, the names of those that are exact in every way, and a row for each other."""
+    types: dict[str, Result] = result["types"]
+    counts = Counter(one["result"] for one in types.values())
+    whole = [
+        kind for kind, one in types.items() if {way["result"] for way in one.get("ways", {}).values()} == {"exact"}
+    ]
+    named = ", ".join(f"`{kind}`" for kind in whole)
+    rows = [_type_row(kind, one) for kind, one in types.items() if kind not in whole]
+    return [
+        table(["result", "types"], ([name, str(count)] for name, count in counts.most_common())),
+        f"Exact in all four ways ({len(whole)}): {named}.",
+        table(["the others", *_WAYS, "why"], rows),
+    ]
+
+
+def _type_row(kind: str, one: Result) -> list[str]:
+    ways = one.get("ways", {})
+    told = [one.get("why"), *(way.get("why") for way in ways.values())]
+    found = [ways[name]["result"] if ways else NOTHING for name in _WAYS]
+    return [f"`{kind}`", *found, "; ".join(dict.fromkeys(re.sub(r"\b\w+Error: ", "", why) for why in told if why))]
+
+
 KINDS: dict[tuple[str, ...], Callable[[Result], list[str]]] = {
     ("contestants", "figures"): _of_report,
     ("tokens_per_second_ratios", "loop_overhead"): _of_decode,
@@ -510,5 +538,6 @@ KINDS: dict[tuple[str, ...], Callable[[Result], list[str]]] = {
     ("float32", "bfloat16"): _of_errors,
     ("kernels", "triton"): _of_compiled,
     ("launches",): _of_launches,
+    ("types",): _of_types,
     ("memory",): _of_memory,
 }

@@ -23,6 +23,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -206,7 +207,7 @@ def _kill_in_turns(attempt: Attempt, chance: random.Random, found: Found) -> Non
     for phase in PHASES:
         before = attempt.answers(), attempt.reached()
         process = attempt.start()
-        begun = _wait(process, lambda phase=phase: attempt.has_begun(phase))
+        begun = _wait(process, partial(attempt.has_begun, phase))
         process.join(chance.uniform(0, SPANS[phase]))
         if not begun or not process.is_alive():
             continue

@@ -127,7 +127,7 @@ def launched(
     done = subprocess.run(
         launch.command(work / "recipe.yaml", port, changes),
         cwd=work,
-        env=launch.environment() | (more or {}),
+        env={**launch.environment(), **(more or {})},
         capture_output=True,
         text=True,
     )

@@ -396,13 +396,23 @@ def _of_lengths(result: Result) -> list[str]:
 
 
 def _of_kills(result: Result) -> list[str]:
-    kills, lost = result["kills"], result["lost_steps"]
-    rows = [[phase, str(count)] for phase, count in kills.items()]
-    said = (
-        f"After these kills {result['trainings']} trainings came to their end, and {len(result['failures'])} things in "
-        f"them were not those of a training without kills. A kill cost at most {max(lost)} steps."
-    )
-    return [table(["killed during", "kills"], [*rows, ["together", str(sum(kills.values()))]]), said]
+    runs = result["kills"]
+    phases = list(runs[0]["kills"])
+    counts = [[run["kills"][phase] for phase in phases] for run in runs]
+    rows = [
+        [str(run["seed"]), *map(str, count), str(run["ended"]), str(max(run["lost"])), str(len(run["failures"]))]
+        for run, count in zip(runs, counts, strict=True)
+    ]
+    together = [str(sum(column)) for column in zip(*counts, strict=True)]
+    rows.append([f"**{sum(map(sum, counts))} kills**", *together, str(sum(run["ended"] for run in runs)), "", ""])
+    head = [
+        "seed",
+        *(f"during {phase}" for phase in phases),
+        "trainings",
+        "steps lost at most",
+        "differences in the end",
+    ]
+    return [table(head, rows)]
 
 
 def _of_processes(result: Result) -> list[str]:
@@ -524,7 +534,7 @@ KINDS: dict[tuple[str, ...], Callable[[Result], list[str]]] = {
     ("lengths", "memory"): _of_lengths,
     ("runs", "times_one"): _of_processes,
     ("faults", "fleet"): _of_answers,
-    ("kills", "lost_steps"): _of_kills,
+    ("kills",): _of_kills,
     ("float32", "bfloat16"): _of_errors,
     ("kernels", "triton"): _of_compiled,
     ("launches",): _of_launches,

@@ -89,7 +89,7 @@ def _proves_right(device: torch.device) -> bool:
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # Triton raises what it likes where a kernel does not compile: torch goes on
-        wrong = (str(error).splitlines() or [type(error).__name__])[0]
+        wrong = (str(error).strip() or type(error).__name__).splitlines()[0]
     if wrong:
         _log.warning("the kernel of uniforms is not used on %s, torch computes them: %s", device, wrong)
     return not wrong

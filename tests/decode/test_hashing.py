@@ -53,7 +53,7 @@ def test_a_kernel_that_is_wrong_on_a_device_is_not_used_there(fault, monkeypatch
 
     def wrong(*given: Any) -> torch.Tensor:
         if fault == "an error":
-            raise ValueError("no such instruction")
+            raise ValueError("\nno such instruction")
         return right(*given) + 2.0**-53
 
     monkeypatch.setattr(hashing_kernel, "uniforms", wrong)

@@ -108,6 +108,7 @@ def test_whole_folders_are_written_by_few() -> None:
         "pair/new.py",
         "scripts/bench/changed.py",
         "scripts/bench/peers_speculators.py",
+        "scripts/bench/with_mtp.py",
         "scripts/quickstart.py",
         "serving/session.py",
         "train/joint.py",

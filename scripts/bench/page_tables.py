@@ -374,10 +374,15 @@ def _of_launches(result: Result) -> list[str]:
 
 def _of_memory(result: Result) -> list[str]:
     rows = [
-        [row["launch"], f"{row['parameters'] / 1e6:.1f} M", f"{row['peak_bytes'] / 2**20:,.0f} MiB"]
+        [
+            row["launch"],
+            f"{row['parameters'] / 1e6:.1f} M",
+            *(f"{row[each] / 2**20:,.0f} MiB" for each in ("peak_bytes", "least_peak_bytes")),
+        ]
         for row in result["memory"]
     ]
-    return [table(["launch", "parameters of the drafter", "peak of the largest process"], rows)]
+    head = ["launch", "parameters of the drafter", "peak of the largest process", "of the smallest"]
+    return [table(head, rows)]
 
 
 def _of_lengths(result: Result) -> list[str]:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..heads import NodeSession, Proposal
+from .hashing import uniforms
 from .rules import Pick, Rule
 from .sampling import (
     DRAFT,
@@ -24,7 +25,6 @@ from .sampling import (
     nothing_left,
     probabilities,
     shared_gumbel,
-    uniforms,
 )
 
 

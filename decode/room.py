@@ -13,11 +13,11 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..heads import Drafter, EmptySession, Session
 from ..targets import RaggedCache, Target
-from ..targets.weights import weight_versions
+from ..targets.weights import module_versions, weight_versions
 from .graphs import Graphs
 from .round import Drafted, Outcome, RoundState, Setup, absorb, play, verify
 
@@ -76,7 +76,7 @@ class Room:
         captures = target.device.type == "cuda"
         self.graphs: Graphs[RoundState, Outcome] = Graphs(target.device, captures)
         self.proposed: Graphs[Drafted, Outcome] = Graphs(target.device, captures)  # where the host makes proposals
-        self._drafts_by = self._drafts_by_now()
+        self._computed_by = self._computes_by_now()
         self._pinned = [torch.empty(0, dtype=torch.long)] * 2  # taken in turns: one round may be read while one runs
         self._turn = 0
         self._idle: tuple[tuple[int, ...], Tensor] = ((), self.cache.lengths)
@@ -100,25 +100,31 @@ class Room:
     def reset(self) -> None:
         """Become ready for another request.
 
-        A drafter that was trained on, or set otherwise, in between starts over: its session may hold what it made of
-        its weights, and a graph has the numbers of its settings in it.
+        Where target or drafter were trained on, moved, or set otherwise in between, rounds start over: a session may
+        hold what it made of weights, and a graph reads them where they were, and has the numbers of settings in it.
         """
         self.cache.reset()
+        before, self._computed_by = self._computed_by, self._computes_by_now()
+        changed = before != self._computed_by
+        if changed:
+            self.graphs.clear()
+            self.proposed.clear()
         if self.drafter is not None and self.drafter.abilities.from_text:
             self.session, self._proposing = self._open(), list(range(self.cache.batch_size))
             return
-        if self._drafts_by != (now := self._drafts_by_now()):
-            self.graphs.clear()
+        if changed:
             self.session = EmptySession()  # the old one's memory is freed before more is asked for
-            self._drafts_by, self.session = now, self._open()
+            self.session = self._open()
         self.session.reset()
 
-    def _drafts_by_now(self) -> list[Hashable]:
-        """Return what changes when anything does that the drafter drafts by: its weights, or its settings."""
+    def _computes_by_now(self) -> list[Hashable]:
+        """Return what changes when anything does that rounds compute by: weights, modules, hooks, or settings."""
+        model: nn.Module = self.target.model
+        found = [*weight_versions(model.parameters()), *module_versions(model)]
         if self.drafter is None:
-            return []
+            return found
         settings = [repr(part.config) for part in self.drafter.modules() if isinstance(part, Drafter)]
-        return [*weight_versions(self.drafter.parameters()), *settings]
+        return [*found, *weight_versions(self.drafter.parameters()), *settings]
 
     # ------------------------------------------------------------ a round
 

@@ -23,9 +23,10 @@ from .control import Schedule
 from .drafting import Chooser, Drawing, propose_confidently
 from .finite import BROKEN, are_finite
 from .growth import Layout, grow_dynamic, grow_static
+from .hashing import Seed
 from .plan import Plan
 from .rules import LOSSY, RULES, Case, Shape, Verdict
-from .sampling import Context, Keys, Seed, nothing_left
+from .sampling import Context, Keys, nothing_left
 
 NOTHING = -1  # in place of a following token: the processors left none
 

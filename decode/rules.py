@@ -19,7 +19,8 @@ from torch import Tensor
 
 from ..heads import Proposal
 from . import verify, verify_tree
-from .sampling import ACCEPT, CORRECT, Highest, Keys, Sampling, draw, highest, probabilities, shared_gumbel, uniforms
+from .hashing import uniforms
+from .sampling import ACCEPT, CORRECT, Highest, Keys, Sampling, draw, highest, probabilities, shared_gumbel
 
 
 class Shape(Enum):

@@ -24,11 +24,12 @@ from . import round as stage
 from .control import Controller, Schedule
 from .drafting import Drawing
 from .finite import BROKEN, Witness, not_finite_error
+from .hashing import Seed, seed_on
 from .memory import Load, require_memory
 from .plan import Plan
 from .room import Launched, Room, Rooms
 from .round import NOTHING, RoundState, Setup
-from .sampling import Keys, Processors, Sampling, Seed, seed_on
+from .sampling import Keys, Processors, Sampling
 from .stats import DecodeStats, Round, Seconds
 
 Stop = Callable[[list[int]], bool]

@@ -3,9 +3,7 @@
 Shapes: B rows, Q places, N tokens that may stand before them (drafts), W tokens that bad words look back on,
 V vocabulary.
 
-Randomness is counter-based: each uniform is a hash of (seed, sequence, position, stream, token). No generator state
-exists, so a draw does not depend on what else is in the batch, on the order of calls, or on how many drafts were thrown
-away.
+Each uniform is a hash of (seed, sequence, position, stream, token), see `hashing`.
 """
 
 from __future__ import annotations
@@ -19,12 +17,14 @@ from torch import Tensor
 
 from ..ground import BadInputError
 from ..ground.values import TEMPERATURES, is_temperature
+from .hashing import Seed, uniforms
 
 # Streams keep draws for different purposes independent of each other.
 DRAFT, ACCEPT, CORRECT, COUPLED = 1, 2, 3, 4
 
 _NEVER = float("-inf")
 _NO_TOKEN, _ANY_TOKEN = -1, -2
+_BELOW_ONE = 1 - 2.0**-53
 
 
 @dataclass(frozen=True)
@@ -234,7 +234,7 @@ def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
     Temperature, top-k, top-p and min-p are applied in this order.
     """
     logits = logits if logits.dtype == torch.float64 else logits.float()
-    logits = logits / sampling.temperature
+    logits = logits if sampling.temperature == 1 else logits / sampling.temperature
     if sampling.top_k is not None and sampling.top_k < logits.shape[-1]:
         kth = logits.topk(sampling.top_k).values[..., -1:]
         logits = logits.masked_fill(logits < kth, _NEVER)
@@ -284,26 +284,13 @@ def draw(probs: Tensor, uniform: Tensor) -> Tensor:
     `probs` `[..., V]` need not sum to 1. A token of probability 0 is never drawn.
     """
     cumulative = probs.double().cumsum(-1)
-    token = torch.searchsorted(cumulative, (uniform * cumulative[..., -1]).unsqueeze(-1), right=True).squeeze(-1)
-    # Rounding must not step past the last possible token.
-    last = probs.shape[-1] - 1 - (probs > 0).flip(-1).to(torch.uint8).argmax(-1)
-    return torch.minimum(token, last)
+    # What is passed stays below the whole sum, so that no rounding steps past the last possible token.
+    passed = uniform.double().clamp(max=_BELOW_ONE)[..., None] * cumulative[..., -1:]
+    token = torch.searchsorted(cumulative, passed, right=True)[..., 0]
+    return token.clamp(max=probs.shape[-1] - 1)  # of probabilities that are no numbers, or all 0
 
 
-# ------------------------------------------------------------ counter-based randomness
-
-_MULTIPLIERS = (-4658895280553007687, -7723592293110705685)  # splitmix64's two, as signed 64-bit integers
-_GOLDEN = -7046029254386353131
-
-
-def _mix(x: Tensor) -> Tensor:
-    """Apply splitmix64's finaliser to int64 (products wrap around; shifts are made logical by masking)."""
-    x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * _MULTIPLIERS[0]
-    x = (x ^ ((x >> 27) & 0x1FFFFFFFFF)) * _MULTIPLIERS[1]
-    return x ^ ((x >> 31) & 0x1FFFFFFFF)
-
-
-Seed = int | Tensor  # a tensor [] where a captured graph must serve every seed
+# ------------------------------------------------------------ randomness by place
 
 
 @dataclass(frozen=True)
@@ -320,24 +307,6 @@ class Keys:
     seed: Seed
     sequences: Tensor
     first: Tensor
-
-
-def uniforms(seed: Seed, stream: int, *keys: Tensor) -> Tensor:
-    """Return uniforms in (0, 1), fp64, of the keys' broadcast shape: a hash of (seed, stream, keys)."""
-    state = _mix(seed_on(keys[0].device, seed) * 1_000_003 + (stream + _GOLDEN))
-    for key in keys:
-        state = _mix(state + (key + 1) * _GOLDEN)
-    return (((state >> 11) & 0x1FFFFFFFFFFFFF).double() + 0.5) * 2.0**-53
-
-
-def seed_on(device: torch.device, seed: Seed) -> Tensor:
-    """Return the seed as a number on `device`, `[]`.
-
-    Seeds count modulo 2**64; they are filled in there, never copied.
-    """
-    if isinstance(seed, Tensor):
-        return seed
-    return torch.full((), (seed + 2**63) % 2**64 - 2**63, dtype=torch.long, device=device)
 
 
 def gumbel(seed: Seed, stream: int, vocab: int, *keys: Tensor) -> Tensor:

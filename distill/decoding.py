@@ -111,12 +111,11 @@ def batches(indices: Sequence[int], size: int, processes: int) -> list[list[int]
 def answer_all(answering: Answering, work: Work, partial: Unfinished, crew: Crew, advance: Advance) -> None:
     """Answer batches that nobody else answers, until all are finished."""
     tokens, started, unfinished = 0, time.perf_counter(), set(range(len(work.batches)))
-    batches = crew.take(
+    for number in crew.take(
         range(len(work.batches)),
         lambda number: partial.has(work.begin + number),
         lambda number: partial.claiming(work.begin + number),
-    )
-    for number in batches:
+    ):
         answers = answering.batch(work.batches[number])
         partial.keep(work.begin + number, answers)
         tokens += sum(len(turn) for answer in answers for turn in answer.turns)

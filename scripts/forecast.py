@@ -95,4 +95,6 @@ def large_target() -> Target:
 
 def _part(share: float) -> str:
     """Return what part of a pass something costs, in words such as `1/10`."""
+    if share < 0.001:  # less than a clock tells, in a run of a few prompts
+        return "less than 1/1000"
     return f"1/{round(1 / share)}" if share < 0.75 else f"{share:.1f}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from pathlib import Path
 from typing import TypeVar
 
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from ..ground import BadInputError, IncompatibleError
 from .loading import refuse_pickles
 from .stored import Stored, misfits, no_more_than, stored_tensors
+from .taps import Tap
 
 WEIGHTS = "model.safetensors"
 
@@ -64,3 +65,24 @@ def weight_versions(weights: Iterable[Tensor]) -> list[tuple[int, int]]:
     Torch does not count the writes to weights made in inference mode: of those only the place is known.
     """
     return [(weight.data_ptr(), 0 if weight.is_inference() else weight._version) for weight in weights]
+
+
+def module_versions(model: nn.Module) -> list[Hashable]:
+    """Return what changes when a module is replaced or hooked into, or an adapter is chosen or switched off.
+
+    Taps change nothing of what a module computes, so they do not count.
+    """
+    found: list[Hashable] = []
+    for module in model.modules():
+        hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+        foreign = tuple(id(hook) for hook in hooks if not isinstance(hook, Tap))
+        found.append((id(module), id(vars(module).get("forward")), foreign, *_adapters(module)))
+    return found
+
+
+def _adapters(module: nn.Module) -> tuple[Hashable, ...]:
+    """Return which of PEFT's adapters a module computes with, and whether they are merged or switched off."""
+    chosen = getattr(module, "active_adapters", None)
+    if not isinstance(chosen, (list, tuple)):
+        return ()
+    return tuple(chosen), bool(getattr(module, "disable_adapters", False)), bool(getattr(module, "merged", False))

@@ -21,7 +21,7 @@ MODULES = {"torch", "numpy", "np", "json", "yaml", "pickle"}
 
 ALLOWED = {
     "scripts/make_embedded.py",  # no part of the package's work
-    "scripts/bench/peers.py",  # writes to the kernel
+    "scripts/bench/memory.py",  # writes to the kernel
     "pair/registry/folder.py",  # publishes by links, with the ground floor's names, which its sweep knows
     "pair/registry/hub.py",  # fetches into a folder that is being built
     "train/states.py",  # into a checkpoint, which counts only when its list is sealed
@@ -108,6 +108,7 @@ def test_whole_folders_are_written_by_few() -> None:
         "pair/new.py",
         "scripts/bench/changed.py",
         "scripts/bench/peers_speculators.py",
+        "scripts/bench/with_mtp.py",
         "scripts/quickstart.py",
         "serving/session.py",
         "train/joint.py",

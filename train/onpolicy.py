@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from ..decode import Decoder, Plan, Sampling
-from ..decode.sampling import uniforms
+from ..decode.hashing import uniforms
 from ..ground import BadInputError
 from ..heads import Drafter
 from ..heads.base import Sum

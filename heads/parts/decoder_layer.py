@@ -70,9 +70,7 @@ class LayerConfig(DrafterConfig):
         heads = self.num_attention_heads or theirs.num_attention_heads
         return {
             "hidden_size": self.hidden_size or target.hidden_size,
-            "intermediate_size": self.intermediate_size
-            or getattr(theirs, "intermediate_size", None)
-            or 4 * target.hidden_size,
+            "intermediate_size": self.intermediate_size or _mlp_width(theirs) or 4 * target.hidden_size,
             "num_attention_heads": heads,
             "num_key_value_heads": self.num_key_value_heads or getattr(theirs, "num_key_value_heads", None) or heads,
             "head_dim": self.head_dim or getattr(theirs, "head_dim", None) or target.hidden_size // heads,
@@ -95,6 +93,12 @@ class LayerConfig(DrafterConfig):
             rope_parameters=dict(self.rope_parameters),
             max_position_embeddings=self.max_position_embeddings,
         )
+
+
+def _mlp_width(config: Any) -> int:
+    """Return the intermediate size of a config, the largest where it has one for each layer; 0 if it has none."""
+    found = getattr(config, "intermediate_size", None) or 0
+    return int(max(found) if isinstance(found, (list, tuple)) else found)
 
 
 def _check_widths(target: Target, heads_given: bool) -> None:

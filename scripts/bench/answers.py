@@ -116,7 +116,7 @@ def measure(asked: argparse.Namespace) -> int:
         for turn in range(asked.repeats):
             for number in (1, 2):
                 made = recipe(folder / f"fleet-{number}-{turn}", few, urls[:number], asked)
-                made.data.max_new_tokens = asked.fleet_tokens
+                made.data.max_new_tokens, made.data.requests.timeout = asked.fleet_tokens, asked.fleet_timeout
                 result["fleet"][str(number)].append(run(made, target))
                 print(number, json.dumps(result["fleet"][str(number)][-1]), flush=True)
         rates = {name: median(r["prompts_per_second"] for r in runs) for name, runs in result["fleet"].items()}
@@ -136,11 +136,12 @@ def main() -> int:
     parser.add_argument("--prompts", type=int, default=5000)
     parser.add_argument("--new-tokens", type=int, default=8)
     parser.add_argument("--concurrency", type=int, default=32)
-    parser.add_argument("--timeout", type=float, default=10.0)
+    parser.add_argument("--timeout", type=float, default=5.0, help="seconds; what a time-out costs")
     parser.add_argument("--share", type=float, default=0.05)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--fleet-prompts", type=int, default=500)
     parser.add_argument("--fleet-tokens", type=int, default=32)
+    parser.add_argument("--fleet-timeout", type=float, default=60.0)
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--out", type=Path)
     return measure(parser.parse_args())

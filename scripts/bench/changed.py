@@ -9,7 +9,7 @@ each the probe's verdict and predicted τ stand beside τ of the decoder on prom
 vLLM on them, where its environment is given.
 
 With --curves the drafter learns from the target with the LoRA, on the same responses: from scratch, going on from the
-pair's weights, and by a change of low rank, for one epoch each, and then as a refresh does, for 0.4 of one. The file
+pair's weights, and by a change of low rank, both as a refresh does, for 0.4 of the epoch, and for all of it. The file
 holds held-out τ by tokens learnt from, and the decoder's τ at the end. What is in the file already is not made again.
 Nothing is timed.
 """
@@ -187,10 +187,10 @@ def _ways(pair: Pair, rank: int) -> dict[str, list[str]]:
     short = [f"training.num_train_epochs={BUDGET}"]
     return {
         "scratch": [f"drafter={anew}"],
-        "warm": [],
-        f"rank {rank}": [],
         f"warm, {BUDGET:.0%} of the steps": short,
         f"rank {rank}, {BUDGET:.0%} of the steps": short,
+        "warm": [],
+        f"rank {rank}": [],
     }
 
 

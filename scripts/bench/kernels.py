@@ -3,10 +3,10 @@
     python -m outrider.scripts.bench.kernels --out scripts/bench/results/kernels-h200.json
     TRITON_INTERPRET=1 python -m outrider.scripts.bench.kernels --out scripts/bench/results/kernels-interpreted.json
 
-Attention: one visible entry, scores that are all negative, rows of different lengths, heads that share keys by 1, 4
-and 8, heads of 64 and 128 numbers, a window, and a tree of 64 nodes; what must not be read is NaN. Products: one token
-and several, normed, biased, gated and added. Heads: with norms and without. An error is the distance from the exact
-result over its size, of the token at which it is largest.
+Attention: one visible entry, scores that are all negative, rows of different lengths, heads that share keys by 1, 4,
+5, 7 and 8, heads of 16, 64 and 128 numbers, a window, and a tree of 64 nodes; what must not be read is NaN. Products:
+one token and several, normed, biased, gated and added. Heads: with norms and without. An error is the distance from the
+exact result over its size, of the token at which it is largest.
 """
 
 from __future__ import annotations
@@ -68,6 +68,8 @@ ATTENTION = (
     Attention(group=4, size=128, negative=True),
     Attention(group=8, tree=True),
     Attention(group=1, size=128, tree=True, negative=True),
+    Attention((40, 100), 3, group=5, size=16, negative=True),
+    Attention(group=7, tree=True),
     Attention((70,), 64, group=4, tree=True),
     Attention((130,), 64, group=8, size=128, tree=True, negative=True),
     Attention((40, 100), 3, window=33),

@@ -22,13 +22,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from outrider.ground import BadInputError, digests
+from outrider.ground.files import write_atomically
 from outrider.recipes import Recipe
 from outrider.targets import Target
 from outrider.train import checkpoints, train
@@ -82,15 +83,15 @@ class Attempt:
 
     def start(self) -> Process:
         """Start it in a process of its own."""
-        self.said.write_text("")
+        self.said.unlink(missing_ok=True)
         process = multiprocessing.get_context("fork").Process(target=self._train)
         process.start()
         return process
 
     def _train(self) -> None:
-        with self.said.open("w") as said:
-            os.dup2(said.fileno(), 1)
-            os.dup2(said.fileno(), 2)
+        said = os.open(self.said, os.O_WRONLY | os.O_CREAT)
+        os.dup2(said, 1)
+        os.dup2(said, 2)
         logging.basicConfig(level=logging.INFO, format="%(message)s")
         train(recipe(self.output), self.target)
 
@@ -114,7 +115,8 @@ class Attempt:
 
     def steps_taken(self) -> int:
         """Return the last step that the last process logged; 0 for none."""
-        steps = re.findall(r"^step (\d+)", self.said.read_text(), re.MULTILINE)
+        said = self.said.read_text() if self.said.exists() else ""
+        steps = re.findall(r"^step (\d+)", said, re.MULTILINE)
         return int(steps[-1]) if steps else 0
 
     def reached(self) -> int:
@@ -146,9 +148,8 @@ def _holds_times(file: Path) -> bool:
 def recipe(output: Path) -> Recipe:
     """Return what is trained, on prompts that are written beside `output`."""
     prompts = output.with_name("prompts.jsonl")
-    prompts.write_text(
-        "".join(json.dumps({"text": f"def function_{i}(first, second):\n"}) + "\n" for i in range(PROMPTS))
-    )
+    texts = [f"def function_{i}(first, second):\n" for i in range(PROMPTS)]
+    write_atomically(prompts, "".join(json.dumps({"text": text}) + "\n" for text in texts))
     return Recipe.from_dict(
         {
             "name": "kills",
@@ -238,21 +239,25 @@ def _judge(attempt: Attempt, before: tuple[int, int], found: Found) -> None:
             found.failures.append(f"{place}: step {taken} was taken, and {reached} is what there is")
 
 
+def _earlier(file: Path | None) -> list[dict[str, Any]]:
+    """Return what was found with other seeds."""
+    return json.loads(file.read_text())["kills"] if file is not None and file.exists() else []
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=60)
     parser.add_argument("--seed", type=int, default=20261122)
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--out", type=Path, help="a JSON file; what it holds of other seeds stays")
     given = parser.parse_args()
     torch.set_num_threads(1)
     target = Target.load("embedded", dtype="float32", device="cpu")
-    settings = {"seed": given.seed, "steps": STEPS, "steps_between_checkpoints": INTERVAL, "prompts": PROMPTS}
-    described = conditions(target, **settings)
+    described = conditions(target, steps=STEPS, steps_between_checkpoints=INTERVAL, prompts=PROMPTS)
+    others = [run for run in _earlier(given.out) if run["seed"] != given.seed]
     with tempfile.TemporaryDirectory() as work:
         for found in attack(target, Path(work), given.kills, given.seed):
             print(f"{found.count} kills, {found.ended} trainings, {found.failures}", flush=True)
-            kept = {"kills": found.kills, "trainings": found.ended, "lost_steps": found.lost}
-            write({"conditions": described, **kept, "failures": found.failures}, given.out)
+            write({"conditions": described, "kills": [*others, {"seed": given.seed, **asdict(found)}]}, given.out)
     return 1 if found.failures else 0
 
 

@@ -16,7 +16,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ from outrider.targets import Target
 from .conditions import command, conditions, write
 
 STEPS = (1, 10, 100)
+Row = dict[str, Any]
 _ACCELERATE = (
     *("-m", "accelerate.commands.launch"),
     *("--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"),
@@ -105,8 +106,14 @@ def losses(output: Path) -> list[float]:
     return [entry["loss"] for entry in history if "loss" in entry]
 
 
-def launched(launch: Launch, recipe: Recipe, work: Path, in_step: int, port: int) -> Path:
-    """Train a recipe and return its output; what `work` holds of an earlier run is used again."""
+def launched(
+    launch: Launch, recipe: Recipe, work: Path, in_step: int, port: int, more: Mapping[str, str] | None = None
+) -> Path:
+    """Train a recipe and return its output; what `work` holds of an earlier run is used again.
+
+    Args:
+        more: variables of its environment.
+    """
     work.mkdir(parents=True, exist_ok=True)
     output = work / launch.name.replace(" ", "-").replace(",", "")
     changes = [
@@ -120,7 +127,7 @@ def launched(launch: Launch, recipe: Recipe, work: Path, in_step: int, port: int
     done = subprocess.run(
         launch.command(work / "recipe.yaml", port, changes),
         cwd=work,
-        env=launch.environment(),
+        env=launch.environment() | (more or {}),
         capture_output=True,
         text=True,
     )
@@ -153,35 +160,40 @@ def _answered(recipe: Recipe, work: Path) -> Path:
     return distill(recipe.model_copy(update={"output": str(work / "asked")}), target).resolve()
 
 
-def equality(recipe: Recipe, work: Path, steps: int, in_step: int, launches: Sequence[Launch]) -> list[dict[str, Any]]:
-    """Return a row for each launch: its losses at some steps, and how far any is from that of one process."""
-    made, rows, one = with_responses(recipe, work, steps), [], None
+def equality(recipe: Recipe, work: Path, steps: int, in_step: int, launches: Sequence[Launch]) -> Iterator[Row]:
+    """Yield a row for each launch: its losses at some steps, and how far any is from that of one process."""
+    made, one = with_responses(recipe, work, steps), None
     for place, launch in enumerate(launches):
         found = losses(launched(launch, made, work, in_step, 29700 + place))
         one = one or found
         furthest = max(abs(a - b) / abs(b) for a, b in zip(found, one, strict=True))
         at = {str(step): found[step - 1] for step in STEPS if step <= steps}
-        rows.append({"launch": launch.name, "loss": at, "furthest": furthest})
         print(f"{launch.name}: {at}, at most {furthest:.1e} from one process", flush=True)
-    return rows
+        yield {"launch": launch.name, "loss": at, "furthest": furthest}
 
 
 # A draft model of 59 million parameters for the embedded target: 0.9 GiB of weights, gradients and Adam's states.
 LARGE = {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 8, "num_attention_heads": 8}
-MEMORY = (Launch("one"), *(Launch(kind, n) for kind in ("ddp", "fsdp2", "zero2", "zero3") for n in (2, 4)))
+MEMORY = (Launch("one"), *(Launch(kind, n) for kind in ("fsdp2", "zero3", "zero2", "ddp") for n in (2, 4)))
+# What is freed goes back to the system at once, so that a peak is of what is held and not of what malloc keeps.
+GIVE_BACK = {"MALLOC_MMAP_THRESHOLD_": "131072", "MALLOC_TRIM_THRESHOLD_": "131072"}
 
 
-def memory(recipe: Recipe, work: Path, in_step: int) -> list[dict[str, Any]]:
-    """Return a row for each launch: what its largest process held at most in ten steps and a checkpoint."""
+def memory(recipe: Recipe, work: Path, in_step: int) -> Iterator[Row]:
+    """Yield a row for each launch: what its largest and its smallest process held at most in ten steps and a save."""
     drafter = {"type": "draft_model", "model": {**LARGE, "num_key_value_heads": 8, "head_dim": 96}}
-    made, rows = with_responses(recipe, work, 10).model_copy(update={"drafter": drafter}), []
+    made = with_responses(recipe, work, 10).model_copy(update={"drafter": drafter})
     for place, launch in enumerate(MEMORY):
-        output = launched(launch, made, work, in_step, 29740 + place)
+        output = launched(launch, made, work, in_step, 29740 + place, GIVE_BACK)
         facts = json.loads((output / "provenance.json").read_text())
-        parameters, peak = facts["drafter"]["parameters"], max(facts["training"]["peak_bytes"])
-        rows.append({"launch": launch.name, "parameters": parameters, "peak_bytes": peak})
-        print(f"{launch.name}: {peak / 2**20:,.0f} MiB", flush=True)
-    return rows
+        parameters, peaks = facts["drafter"]["parameters"], facts["training"]["peak_bytes"]
+        print(f"{launch.name}: {max(peaks) / 2**20:,.0f} MiB", flush=True)
+        yield {
+            "launch": launch.name,
+            "parameters": parameters,
+            "peak_bytes": max(peaks),
+            "least_peak_bytes": min(peaks),
+        }
 
 
 def main() -> int:
@@ -200,9 +212,14 @@ def main() -> int:
         name, found = "memory", memory(recipe, work, given.rows)
     else:
         name, found = "launches", equality(recipe, work, given.steps, given.rows, LAUNCHES)
-    target = Target.load(**recipe.target.model_dump())
-    settings = conditions(target, recipe=recipe.name, rows_in_a_step=given.rows, optimizer="adamw_torch")
-    write({"conditions": settings, name: found}, given.out)
+    target, rows = Target.load(**recipe.target.model_dump()), list[Row]()
+    changes = " ".join(given.overrides)
+    settings = conditions(
+        target, recipe=recipe.name, changes=changes, rows_in_a_step=given.rows, optimizer="adamw_torch"
+    )
+    for row in found:
+        rows.append(row)
+        write({"conditions": settings, name: rows}, given.out)
     return 0
 
 

@@ -29,6 +29,7 @@ from outrider.targets import Target
 
 from .conditions import command, conditions, write
 from .context import Fit
+from .memory import peak, reset_peak
 from .random_targets import build_target, embedded_shape
 from .training import LAYERS, WARM_UP, Training, build_head, optimizer_of, random_batch
 
@@ -62,14 +63,8 @@ def most_since(device: torch.device) -> Callable[[], int]:
         torch.cuda.reset_peak_memory_stats(device)
         there = torch.cuda.memory_allocated(device)
         return lambda: torch.cuda.max_memory_allocated(device) - there
-    Path("/proc/self/clear_refs").write_text("5")  # the most so far is what there is now
-    before = _resident("VmHWM")
-    return lambda: _resident("VmHWM") - before
-
-
-def _resident(name: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(f"{name}:"))
+    before = reset_peak()
+    return lambda: peak() - before
 
 
 def in_a_process(length: int, arguments: argparse.Namespace) -> dict[str, Any]:
@@ -85,8 +80,8 @@ def in_a_process(length: int, arguments: argparse.Namespace) -> dict[str, Any]:
 def together(turns: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the medians of several turns of one length."""
     length, seconds = turns[0]["length"], median(turn["seconds"] for turn in turns)
-    peak = median(turn["peak_bytes"] for turn in turns)
-    return {"length": length, "seconds": seconds, "tokens_per_second": length / seconds, "peak_bytes": peak}
+    most = median(turn["peak_bytes"] for turn in turns)
+    return {"length": length, "seconds": seconds, "tokens_per_second": length / seconds, "peak_bytes": most}
 
 
 def main(given: Sequence[str] | None = None) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -372,10 +374,15 @@ def _of_launches(result: Result) -> list[str]:
 
 def _of_memory(result: Result) -> list[str]:
     rows = [
-        [row["launch"], f"{row['parameters'] / 1e6:.1f} M", f"{row['peak_bytes'] / 2**20:,.0f} MiB"]
+        [
+            row["launch"],
+            f"{row['parameters'] / 1e6:.1f} M",
+            *(f"{row[each] / 2**20:,.0f} MiB" for each in ("peak_bytes", "least_peak_bytes")),
+        ]
         for row in result["memory"]
     ]
-    return [table(["launch", "parameters of the drafter", "peak of the largest process"], rows)]
+    head = ["launch", "parameters of the drafter", "peak of the largest process", "of the smallest"]
+    return [table(head, rows)]
 
 
 def _of_lengths(result: Result) -> list[str]:
@@ -394,13 +401,23 @@ def _of_lengths(result: Result) -> list[str]:
 
 
 def _of_kills(result: Result) -> list[str]:
-    kills, lost = result["kills"], result["lost_steps"]
-    rows = [[phase, str(count)] for phase, count in kills.items()]
-    said = (
-        f"After these kills {result['trainings']} trainings came to their end, and {len(result['failures'])} things in "
-        f"them were not those of a training without kills. A kill cost at most {max(lost)} steps."
-    )
-    return [table(["killed during", "kills"], [*rows, ["together", str(sum(kills.values()))]]), said]
+    runs = result["kills"]
+    phases = list(runs[0]["kills"])
+    counts = [[run["kills"][phase] for phase in phases] for run in runs]
+    rows = [
+        [str(run["seed"]), *map(str, count), str(run["ended"]), str(max(run["lost"])), str(len(run["failures"]))]
+        for run, count in zip(runs, counts, strict=True)
+    ]
+    together = [str(sum(column)) for column in zip(*counts, strict=True)]
+    rows.append([f"**{sum(map(sum, counts))} kills**", *together, str(sum(run["ended"] for run in runs)), "", ""])
+    head = [
+        "seed",
+        *(f"during {phase}" for phase in phases),
+        "trainings",
+        "steps lost at most",
+        "differences in the end",
+    ]
+    return [table(head, rows)]
 
 
 def _of_processes(result: Result) -> list[str]:
@@ -478,6 +495,32 @@ def _of_compiled(result: Result) -> list[str]:
     return [f"Target: {result['target']}, Triton {result['triton']}.", table(head, rows)]
 
 
+_WAYS = ("plain", "chain", "tree", "eagle3")
+
+
+def _of_types(result: Result) -> list[str]:
+    """Return how many types came out how, the names of those that are exact in every way, and a row for each other."""
+    types: dict[str, Result] = result["types"]
+    counts = Counter(one["result"] for one in types.values())
+    whole = [
+        kind for kind, one in types.items() if {way["result"] for way in one.get("ways", {}).values()} == {"exact"}
+    ]
+    named = ", ".join(f"`{kind}`" for kind in whole)
+    rows = [_type_row(kind, one) for kind, one in types.items() if kind not in whole]
+    return [
+        table(["result", "types"], ([name, str(count)] for name, count in counts.most_common())),
+        f"Exact in all four ways ({len(whole)}): {named}.",
+        table(["the others", *_WAYS, "why"], rows),
+    ]
+
+
+def _type_row(kind: str, one: Result) -> list[str]:
+    ways = one.get("ways", {})
+    told = [one.get("why"), *(way.get("why") for way in ways.values())]
+    found = [ways[name]["result"] if ways else NOTHING for name in _WAYS]
+    return [f"`{kind}`", *found, "; ".join(dict.fromkeys(re.sub(r"\b\w+Error: ", "", why) for why in told if why))]
+
+
 KINDS: dict[tuple[str, ...], Callable[[Result], list[str]]] = {
     ("contestants", "figures"): _of_report,
     ("tokens_per_second_ratios", "loop_overhead"): _of_decode,
@@ -496,9 +539,10 @@ KINDS: dict[tuple[str, ...], Callable[[Result], list[str]]] = {
     ("lengths", "memory"): _of_lengths,
     ("runs", "times_one"): _of_processes,
     ("faults", "fleet"): _of_answers,
-    ("kills", "lost_steps"): _of_kills,
+    ("kills",): _of_kills,
     ("float32", "bfloat16"): _of_errors,
     ("kernels", "triton"): _of_compiled,
     ("launches",): _of_launches,
+    ("types",): _of_types,
     ("memory",): _of_memory,
 }

@@ -58,6 +58,7 @@ from outrider.train.data import Rows, split, token_counts
 
 from .acceptance import Rounds, over_seeds, pooled, rounds_of, shown, tau
 from .conditions import command, conditions, write
+from .memory import peak, reset_peak
 from .peers_training import (
     FROZEN,
     OURS,
@@ -229,28 +230,9 @@ def one_step(settings: Settings, rows: Rows, make_peer: MakePeer, arguments: arg
     training = Training(contestant, "adamw", 1e-4, 10**6, 1, PRECISIONS[precision])
     long = one_row(settings, rows, arguments.memory_length)
     training.step(one_row(settings, rows, 64))  # the optimizer's state is there from now on
-    before = _reset_peak()
+    before = reset_peak()
     training.step(long)
-    peak = _status("VmHWM")
-    return {"step_bytes": peak - before, "peak_bytes": peak}
-
-
-def _reset_peak() -> int:
-    """Resident memory now; the process's peak is counted anew from here (Linux)."""
-    try:
-        Path("/proc/self/clear_refs").write_text("5")
-    except OSError as error:
-        raise BadInputError(
-            f"peak memory is read from Linux's /proc, which cannot be used here ({error}); "
-            "leave `memory` out of --parts."
-        ) from error
-    return _status("VmRSS")
-
-
-def _status(name: str) -> int:
-    """A line of /proc/self/status, in bytes."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
+    return {"step_bytes": peak() - before, "peak_bytes": peak()}
 
 
 # ------------------------------------------------------------ tau

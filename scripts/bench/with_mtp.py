@@ -74,7 +74,7 @@ def _renamed(name: str, stems: dict[str, str]) -> str:
 
 def write_with_mtp(out: Path) -> None:
     """Write the embedded target with a module at random into the new folder `out`."""
-    llama = AutoModelForCausalLM.from_pretrained(embedded_path(), dtype=torch.float32)
+    llama = AutoModelForCausalLM.from_pretrained(embedded_path(), dtype=torch.float32, trust_remote_code=False)
     made, layers = as_glm(llama), llama.config.num_hidden_layers
     with replacing_folder(out) as folder:
         made.save_pretrained(folder)

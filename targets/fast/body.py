@@ -57,6 +57,7 @@ class FastBody:
         model: one for which `why_not` found no reason. Its weights are merged; the modules keep views of them.
     """
 
+    @torch.inference_mode(False)  # a model's weights may be trained later, and counted by their versions
     @torch.no_grad()
     def __init__(self, model: Any):
         self.model, self.body = model, model.model
@@ -70,7 +71,8 @@ class FastBody:
                 "down": [Matrix(layer.mlp.down_proj.weight) for layer in layers],
             }
         )
-        self._merged = [part.weight for layer in layers for part in _merged(layer)]
+        parts = [part for layer in layers for part in _merged(layer)]
+        self._merged = [p for part in parts for p in (part.weight, part.bias) if p is not None]
         self._places = [_place(p) for p in self._merged]
         self._modules = list(model.modules())
         # What each module has, where its dictionaries are: adapters and new weights are put there.
@@ -162,6 +164,9 @@ def why_not(model: Any) -> str | None:
         return f"heads of {size} numbers; sizes of 16 to 256 that are powers of two are served"
     if mlp.gate_proj.bias is not None or mlp.down_proj.bias is not None:
         return "biases in its MLPs"
+    turned = 2 * len(model.model.rotary_emb.inv_freq)
+    if turned != size:
+        return f"heads of which {turned} of {size} numbers are turned"
     return None
 
 

@@ -2,8 +2,7 @@
 
 Each says what it computes and why it is our own. Sums are made in float32, and a result is rounded once. Lengths,
 places and trees are read on the device, so that no launch depends on them. With `TRITON_INTERPRET=1` in the environment
-before
-`triton` is imported, all of them run on a CPU, slowly: tests do that.
+before `triton` is imported, all of them run on a CPU, slowly: tests do that.
 
 Shapes: M tokens of all rows (B·Q), B rows, Q tokens per row, C numbers of an input, N outputs, D head size, P parts.
 """
@@ -145,8 +144,8 @@ def gate(
     It serves where cuBLAS multiplies. liger-kernel's SwiGLU takes gates and ups as tensors of their own, and keeps
     what a backward pass needs; torch has no such operation, and would launch two.
     """
-    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    token = tl.program_id(1).to(tl.int64)
+    token = tl.program_id(0).to(tl.int64)
+    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     row = both + token * 2 * num_out
     left = tl.load(row + n, mask=n < num_out, other=0.0).to(tl.float32)
     right = tl.load(row + num_out + n, mask=n < num_out, other=0.0).to(tl.float32)

@@ -81,7 +81,8 @@ def gate(both: Tensor) -> Tensor:
     tokens, outputs = both.shape[0], both.shape[1] // 2
     out = both.new_empty(tokens, outputs)
     block = min(1024, triton.next_power_of_2(outputs))
-    launch(kernels.gate, (triton.cdiv(outputs, block), tokens), both, out, outputs, BLOCK_N=block)
+    # Tokens first: a grid may be long in its first dimension only.
+    launch(kernels.gate, (tokens, triton.cdiv(outputs, block)), both, out, outputs, BLOCK_N=block)
     return out
 
 

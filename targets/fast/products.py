@@ -103,7 +103,7 @@ class Products:
             single one would stay in the GPU's cache.
 
     Attributes:
-        found: the way that is taken, by product and number of tokens.
+        found: the way that is taken, by product and number of tokens, a power of two.
         tried: the milliseconds of all layers' products by each way that was tried.
     """
 
@@ -117,12 +117,19 @@ class Products:
         return self.way(name, x, onto)(x, self.matrices[name][layer], onto)
 
     def way(self, name: str, x: Tensor, onto: Tensor | None) -> Way:
-        """Return how that product is computed for so many tokens."""
-        key = (name, len(x))
+        """Return how that product is computed for so many tokens: as for the next power of two, which is tried once.
+
+        A trial takes a good part of a second, and prompts come in all lengths.
+        """
+        tokens = triton.next_power_of_2(len(x))
+        if tokens > _MOST_TOKENS:
+            return ByLibrary()
+        key = (name, tokens)
         if key not in self.found:
             if not _can_try(x):
-                return ways(len(x))[0]
-            self.found[key] = self._fastest(name, torch.randn_like(x), None if onto is None else onto.clone())
+                return ways(tokens)[0]
+            like = x.new_empty(tokens, x.shape[1]).normal_()
+            self.found[key] = self._fastest(name, like, None if onto is None else onto.new_zeros(tokens, onto.shape[1]))
         return self.found[key]
 
     def _fastest(self, name: str, x: Tensor, onto: Tensor | None) -> Way:
@@ -137,7 +144,7 @@ class Products:
                 times[way] = _milliseconds(lambda way=way: _all(way, x, matrices, onto))  # type: ignore[misc]
             except torch.OutOfMemoryError:
                 raise
-            except RuntimeError as error:  # what a GPU has too little of for one way is no reason against others
+            except (RuntimeError, triton.TritonError) as error:  # a GPU may have too little of something for one way
                 _log.debug("%s of %d tokens by %s: %s", name, len(x), way, error)
         self.tried[name, len(x)] = times
         return min(times, key=lambda way: times[way], default=ByLibrary())

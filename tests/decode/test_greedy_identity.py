@@ -32,6 +32,7 @@ from outrider.heads import (
 )
 from outrider.heads.session import Ended
 from outrider.targets import Counts, RaggedCache, Target
+from outrider.targets.placement import Placement
 
 Plant = Callable[[pytest.MonkeyPatch], None]
 
@@ -501,10 +502,10 @@ def nodes_stand_in_their_order(patch: pytest.MonkeyPatch) -> None:
 
 
 def the_window_counts_slots(patch: pytest.MonkeyPatch) -> None:
-    def within(cache: RaggedCache, window: int) -> Tensor:
-        return torch.arange(cache.used)[None, None] > cache.placed.positions[:, :, None] - window
+    def within(placed: Placement, window: int) -> Tensor:
+        return torch.arange(placed.used)[None, None] > placed.positions[:, :, None] - window
 
-    patch.setattr(RaggedCache, "within", within)
+    patch.setattr(Placement, "within", within)
 
 
 def second_thoughts(model: PreTrainedModel, texts: list[list[int]]) -> DraftModel:

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import GPT2Config, GPT2LMHeadModel
@@ -460,6 +461,44 @@ def test_confidences_that_are_calibrated_after_a_capture_end_chains_of_the_next_
         lengths.append(sum(one.drafted for rounds in found.rounds for one in rounds))
     assert len(set(lengths)) > 1, "temperatures decide"
     assert sum(graph.count for graph in replays) > 20
+
+
+@pytest.mark.parametrize("change", ["weights put elsewhere", "a hook", "an adapter", "the adapter switched off"])
+def test_a_target_that_changes_after_a_capture_is_read_as_it_is(tiny_llama, replays, change):
+    """A graph reads weights where they were, and launches what the modules launched then."""
+    torch.manual_seed(3)
+    target = Target(tiny_llama(layers=4))
+    if change == "the adapter switched off":
+        adapt(target.model)
+    for drafter in (None, Ngram(NgramConfig(min_match=1))):
+        decoder, texts = Decoder(target, drafter, static=True), [prompt * 3 for prompt in PROMPTS]
+        before = decoder.generate(texts, 24, ignore_eos=True).tokens
+        layer = target.model.model.layers[1]
+        if change == "weights put elsewhere":
+            layer.mlp.down_proj.weight.data = layer.mlp.down_proj.weight.data * -1
+        elif change == "a hook":
+            layer.mlp.register_forward_hook(lambda *call: call[-1] * -1)
+        elif change == "an adapter":
+            adapt(target.model)
+        elif drafter is None:
+            target.model.disable_adapters()
+        else:
+            target.model.enable_adapters()
+        found = decoder.generate(texts, 24, ignore_eos=True).tokens
+        assert found == Decoder(target, static=False).generate(texts, 24, ignore_eos=True).tokens
+        assert found != before
+        if change == "an adapter":
+            target.model.delete_adapter("default")
+    assert sum(graph.count for graph in replays) > 20
+
+
+def adapt(model: Any) -> None:
+    """Give a model an adapter that changes what it says."""
+    model.add_adapter(LoraConfig(r=4, target_modules=["down_proj"]))
+    for name, weight in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(weight)
+    model.eval().requires_grad_(False)
 
 
 def test_rows_that_finish_and_rows_without_drafts_replay_too(target, replays):

@@ -18,7 +18,8 @@ from outrider.heads.dflash import BlockSession
 from outrider.heads.parts.anchors import Anchors
 from outrider.heads.parts.block_layers import CachedBlocks, Sight
 from outrider.heads.parts.decoder_layer import normed, rotary_of
-from outrider.targets import RaggedCache, Target
+from outrider.targets import Target
+from outrider.targets.placement import Placement
 
 STARTS = [[4, 9], [6, 12], [3, 7]]
 Plant = Callable[[pytest.MonkeyPatch, DFlash], None]
@@ -69,12 +70,12 @@ def apart(found: list[list[Tensor]], expected: Tensor) -> float:
 
 def context_holds_the_anchor(patch: pytest.MonkeyPatch, drafter: DFlash) -> None:
     honest = Sight.context
-    patch.setattr(Sight, "context", lambda sight, anchors, places: honest(sight, anchors + 1, places))
+    patch.setattr(Sight, "context", lambda sight, anchors, *more: honest(sight, anchors + 1, *more))
 
 
 def window_is_one_longer(patch: pytest.MonkeyPatch, drafter: DFlash) -> None:
-    honest = RaggedCache.within
-    patch.setattr(RaggedCache, "within", lambda cache, window: honest(cache, window + 1))
+    honest = Placement.within
+    patch.setattr(Placement, "within", lambda placed, window: honest(placed, window + 1))
 
 
 def positions_are_another_rows(patch: pytest.MonkeyPatch, drafter: DFlash) -> None:

@@ -131,3 +131,9 @@ def test_what_cannot_be_built_is_refused(target, tiny_llama):
             Eagle3.build(Eagle3Config(**changes), target)
     with pytest.raises(BadInputError, match="3 layers has no default taps"):
         Eagle3.build(Eagle3Config(), Target(tiny_llama(layers=3)))
+
+
+def test_a_head_is_as_wide_as_the_widest_layer_of_its_target(target):
+    """Gemma 3n has a size of the MLP for each layer."""
+    vars(target.config)["intermediate_size"] = [48, 64, 48, 48, 48, 48]
+    assert head(target).config.intermediate_size == 64

@@ -16,7 +16,7 @@ import torch
 from outrider.decode import Decoder, Plan
 from outrider.ground import BadInputError
 from outrider.heads import Drafter, DraftModel, Eagle3, Eagle3Config, Ngram, Session
-from outrider.scripts.bench import batches, context, decode
+from outrider.scripts.bench import batches, context, decode, lengths
 from outrider.scripts.bench.cells import guarded
 from outrider.scripts.bench.conditions import command
 from outrider.scripts.bench.context import Fit
@@ -448,6 +448,15 @@ def test_context_fits_a_line_and_counts_the_caches_bytes(tmp_path: Path) -> None
         assert result[kind]["mean_contexts"][0] >= 16
         assert {"a", "b", "b_error", "r2"} == result[kind]["fit"].keys()
     assert [row["bytes"] == row["computed"] for row in result["memory"]] == [True] * 6
+
+
+def test_a_step_on_a_row_has_its_time_and_its_memory() -> None:
+    found = lengths.measure(300, steps=2, repeats=1)
+    # At least what the row itself holds, in float32: three taps and the last state of every token.
+    assert found["peak_bytes"] > 300 * 4 * 256 * 4
+    assert found["seconds"] > 0
+    together = lengths.together([found, found | {"seconds": 3 * found["seconds"]}])
+    assert together["tokens_per_second"] == pytest.approx(150 / found["seconds"])
 
 
 def test_a_line_is_found_again() -> None:

@@ -87,13 +87,12 @@ def test_packed_rows_have_the_loss_the_metrics_and_the_gradients_of_single_ones(
     online = OnlineBatches(target, drafter.taps)
     single = online.of(collate([learned[i] for i in range(len(learned))]))
     packed = PackedBatches(online).of(collate([packs[i] for i in [*range(len(packs)), EMPTY]]))
-    pairs = list(zip(lesson(drafter, packed), lesson(drafter, single), strict=True))
-    torch.testing.assert_close(*pairs[0], rtol=1e-5, atol=0)  # the loss; of gradients some entries are nearly zero
-    assert torch.equal(*pairs[1])
-    for found, expected in pairs:
-        assert (found.float() - expected.float()).norm() <= 1e-4 * expected.float().norm() + 1e-5
-    apart, packed.documents = float(drafter.loss(packed).total.detach()), None
-    assert abs(float(drafter.loss(packed).total.detach()) - apart) > 1e-3
+    for found, expected in zip(lesson(drafter, packed), lesson(drafter, single), strict=True):
+        found, expected = found.float(), expected.float()
+        rounding = 2e-6 * float(expected.abs().max())  # of sums of numbers as large as its largest
+        torch.testing.assert_close(found, expected, rtol=2e-5, atol=rounding)
+    apart, packed.documents = float(drafter.loss(packed).total), None
+    assert abs(float(drafter.loss(packed).total) - apart) > 1e-3
 
 
 def test_the_kinds_above_are_those_that_say_that_they_pack() -> None:
@@ -125,7 +124,7 @@ def test_labels_of_packs_are_those_of_their_texts(learned: Rows) -> None:
 
 
 @pytest.mark.parametrize(
-    "values", [KINDS["eagle3 of two layers"], DFLASH | {"num_anchors": 64}], ids=["eagle3", "dflash"]
+    "values", [KINDS["eagle3 of two layers"], {**DFLASH, "num_anchors": 64}], ids=["eagle3", "dflash"]
 )
 def test_a_steps_memory_grows_with_the_length_of_packs_and_not_with_its_square(
     target: Target, values: dict[str, Any]
@@ -187,13 +186,13 @@ def test_two_processes_with_packs_train_as_one(recipe: MakeRecipe, target: Targe
 
 
 def test_a_plan_counts_packs_as_if_they_were_full(recipe: MakeRecipe, target: Target, tmp_path: Path) -> None:
-    """A training takes those steps, up to a fifth: which rows are held out, and how packs fill, is not known then."""
+    """A training takes a fifth more steps at most, or fewer: its share of held-out rows is what their contents say."""
     target.model.save_pretrained(tmp_path / "target")
     settings = {"packing": True, "max_length": 48, "per_device_train_batch_size": 2, "max_steps": -1}
     made = recipe("planned", KINDS["eagle3"], **settings | {"num_train_epochs": 2})
     planned = plan(Recipe.from_dict(made.model_dump() | {"target": {"path": str(tmp_path / "target")}}))
     assert planned.tokens_per_step == 96
-    assert 0.8 * planned.steps <= train(made, target).steps <= 1.2 * planned.steps
+    assert 0.85 * planned.steps <= train(made, target).steps <= 1.2 * planned.steps
 
 
 @pytest.mark.parametrize(

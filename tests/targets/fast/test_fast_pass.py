@@ -21,13 +21,14 @@ from transformers import (
     Qwen3Config,
     Qwen3ForCausalLM,
 )
+from triton.runtime.errors import OutOfResources
 
 from outrider.decode import Decoder, Plan, Sampling, Tree
 from outrider.decode.verify import rejection
 from outrider.ground import IncompatibleError
 from outrider.heads import DraftModel, Eagle3, Eagle3Config
 from outrider.targets import Counts, Nodes, Target
-from outrider.targets.fast import by_library, operations, prefer_fast_pass, proof, use_fast_pass
+from outrider.targets.fast import by_library, operations, prefer_fast_pass, products, proof, use_fast_pass
 
 VOCAB = 48
 SIZES: dict[str, Any] = {
@@ -156,11 +157,21 @@ def test_two_targets_of_one_model_share_what_was_merged():
     assert second.fast.serves(torch.zeros(1, 1), cache)
 
 
-@pytest.mark.parametrize(
-    "change", ["weights put elsewhere", "another weight", "another layer", "a hook", "a prompt", "training"]
+CHANGES = (
+    "weights put elsewhere",
+    "a bias put elsewhere",
+    "another weight",
+    "another layer",
+    "a hook",
+    "gradients",
+    "a prompt",
+    "training",
 )
+
+
+@pytest.mark.parametrize("change", CHANGES)
 def test_what_it_does_not_compute_is_left_to_the_modules(change):
-    target = build("llama", num_hidden_layers=1)
+    target = build("llama with biases", num_hidden_layers=1)
     use_fast_pass(target)
     cache, token = target.new_cache(1, 128), torch.zeros(1, 1, dtype=torch.long)
     target.run(token, cache, taps=(0,))  # taps do no harm
@@ -168,6 +179,8 @@ def test_what_it_does_not_compute_is_left_to_the_modules(change):
     layer = target.model.model.layers[0]
     if change == "weights put elsewhere":
         layer.self_attn.k_proj.weight.data = layer.self_attn.k_proj.weight.data.clone()
+    elif change == "a bias put elsewhere":
+        layer.self_attn.k_proj.bias.data = layer.self_attn.k_proj.bias.data + 1
     elif change == "another weight":
         layer.mlp.down_proj.weight = torch.nn.Parameter(layer.mlp.down_proj.weight.clone(), requires_grad=False)
     elif change == "another layer":  # as adapters are put in
@@ -183,6 +196,58 @@ def test_what_it_does_not_compute_is_left_to_the_modules(change):
     assert not target.fast.serves(token, cache)
 
 
+def test_weights_that_are_merged_in_inference_mode_can_be_trained():
+    target = build("qwen2", num_hidden_layers=1)
+    with torch.inference_mode():
+        use_fast_pass(target)
+    target.model.requires_grad_(True)
+    loss = target.model(torch.tensor([[1, 2, 3]])).logits.logsumexp(-1).sum()
+    loss.backward()
+    attention = target.model.model.layers[0].self_attn
+    for weight in (attention.k_proj.weight, attention.k_proj.bias):
+        before = weight._version
+        torch.optim.SGD([weight], 0.1).step()
+        assert weight._version > before
+
+
+def test_a_batch_of_any_size_is_gated():
+    """A grid is long in its first dimension only: the others end at 65,535."""
+    grids: list[tuple[int, ...]] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(operations, "launch", lambda kernel, grid, *_, **__: grids.append(grid))
+        operations.gate(torch.empty(70_000, 32))
+    assert max(grids[0][1:]) < 2**16
+
+
+def test_a_way_for_which_a_gpu_has_too_little_is_left_out(monkeypatch):
+    """Triton's own errors are no RuntimeErrors."""
+
+    def too_large(*_: Any) -> Any:
+        raise OutOfResources(164_864, 101_376, "shared memory")
+
+    monkeypatch.setattr(products, "ways", lambda tokens: [too_large, products.ByLibrary()])
+    monkeypatch.setattr(products, "_can_try", lambda x: True)
+    monkeypatch.setattr(products, "_milliseconds", lambda work: float(work() is not None))
+    target = build("llama", num_hidden_layers=1)
+    use_fast_pass(target)
+    target.run(torch.zeros(1, 1, dtype=torch.long), target.new_cache(1, 8))
+    assert set(target.fast.products.found.values()) == {products.ByLibrary()}
+
+
+def test_ways_are_tried_for_few_numbers_of_tokens(monkeypatch):
+    """Prompts come in all lengths, and each trial takes a good part of a second."""
+    trials: list[int] = []
+    monkeypatch.setattr(products, "ways", lambda tokens: [products.ByLibrary()])
+    monkeypatch.setattr(products, "_can_try", lambda x: True)
+    monkeypatch.setattr(products, "_milliseconds", lambda work: float(trials.append(1) is not None))
+    target = build("llama", num_hidden_layers=1)
+    use_fast_pass(target)
+    for rows, tokens in ((1, 1), (1, 3), (1, 4), (2, 5), (1, 9), (1, 16), (2, 60), (5, 33)):
+        target.run(torch.zeros(rows, tokens, dtype=torch.long), target.new_cache(rows, 64))
+    assert {tokens for _, tokens in target.fast.products.found} == {1, 4, 16}
+    assert len(trials) == 4 * 3
+
+
 # ------------------------------------------------------------ where it is refused
 
 
@@ -191,6 +256,10 @@ def test_other_models_are_refused_with_the_reason(tiny_llama, monkeypatch):
         use_fast_pass(build("llama", mlp_bias=True, num_hidden_layers=1))
     with pytest.raises(IncompatibleError, match="heads of 24 numbers"):
         use_fast_pass(build("llama", head_dim=24, num_hidden_layers=1))
+    target = build("llama", num_hidden_layers=1)
+    target.model.model.rotary_emb.inv_freq = torch.ones(4)
+    with pytest.raises(IncompatibleError, match="8 of 16 numbers are turned"):
+        use_fast_pass(target)
     monkeypatch.setenv("TRITON_INTERPRET", "0")
     target = build("llama", num_hidden_layers=1)
     with pytest.raises(IncompatibleError, match="run on a GPU"):
@@ -229,6 +298,29 @@ def test_a_kernel_that_is_wrong_on_a_device_is_found_before_it_is_used(part, mon
     with pytest.raises(IncompatibleError, match="other numbers"):
         use_fast_pass(target)
     assert target.fast is None
+
+
+def no_numbers(part: str) -> Any:
+    right = getattr(operations, part)
+    return lambda *given: right(*given) * float("nan")
+
+
+ATTEND_PARTS = operations.attend_parts
+
+
+def wrong_in_large_blocks(*given: Any) -> Any:
+    out, mixed, sums = ATTEND_PARTS(*given)
+    return out, mixed * (2 if given[-1] == 64 else 1), sums
+
+
+@pytest.mark.parametrize("part", ["place_heads", pytest.param("merge_parts", marks=pytest.mark.slow), "attend_parts"])
+def test_a_kernel_that_gives_no_numbers_or_wrong_ones_in_some_blocks_is_found(part, monkeypatch):
+    """A comparison with NaN is false, whatever it asks; and small proofs do not reach large blocks of queries."""
+    wrong = wrong_in_large_blocks if part == "attend_parts" else no_numbers(part)
+    monkeypatch.setattr(operations, part, wrong)
+    monkeypatch.setattr(proof, "differs", PROOF)
+    with pytest.raises(IncompatibleError, match="other numbers"):
+        use_fast_pass(build("llama", num_hidden_layers=1))
 
 
 # ------------------------------------------------------------ lossless

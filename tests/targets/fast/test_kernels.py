@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from triton.runtime import interpreter
 
 from outrider.scripts.bench.kernels import (
     ATTENTION,
@@ -15,6 +16,9 @@ from outrider.scripts.bench.kernels import (
     heads_error,
     product_error,
 )
+from outrider.targets.fast import operations
+from outrider.targets.fast.operations import Split
+from outrider.targets.placement import Placement
 
 CPU = torch.device("cpu")
 LIMITS = {torch.float32: 2e-6, torch.bfloat16: 0.008}  # the interpreter cuts bfloat16 off, where a GPU rounds
@@ -42,6 +46,29 @@ def test_attention_of_a_tree_of_64_nodes(case):
 def test_attention_in_as_many_parts_as_fill_a_gpu(case):
     for dtype, limit in LIMITS.items():
         assert attention_error(case, dtype, CPU, parts=64) < limit
+
+
+def test_entries_may_lie_where_32_bits_do_not_reach(monkeypatch):
+    """One tensor holds the entries of all rows and layers: at 70B shapes far more than 2^31 numbers.
+
+    Only the pages that are touched take memory. The interpreter would copy all of them onto themselves.
+    """
+    monkeypatch.setattr(interpreter.GridExecutor, "_restore_args_dev", lambda *given: None)
+    room, apart = 16, 2**30
+    near = torch.zeros(2, 3, 1, room, 16, dtype=torch.bfloat16)  # keys and values
+    far = torch.empty(2 * apart + near[0].numel() * 2, dtype=torch.bfloat16)
+    far = far.as_strided(near.shape, (3 * near[0, 0].numel(), apart, room * 16, 16, 1)).zero_()
+    joined, frequencies = torch.randn(6, 4, 16).bfloat16(), torch.rand(8)
+    lengths = torch.tensor([0, 5, 9])
+    slots = lengths[:, None] + torch.arange(2)
+    placed = Placement(lengths, room, slots, slots, (torch.arange(3)[:, None], slots))
+    found = []
+    for keys, values in (near, far):
+        query = operations.place_heads(joined, [], frequencies, slots, slots, keys, values, 0, 1)
+        found.append(operations.attend(query, keys, values, placed, 0.25, 0, Split(2, 16)))
+    assert torch.equal(near, far)
+    assert near[:, 2].any()
+    assert torch.equal(*found)
 
 
 @pytest.mark.parametrize("kind", ["normed", "gated", "added"])

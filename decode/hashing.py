@@ -1,0 +1,113 @@
+"""Counter-based randomness: each uniform is a hash of (seed, stream, keys), and no generator state exists.
+
+A draw does not depend on what else is in the batch, on the order of calls, or on how many drafts were thrown away.
+"""
+
+from __future__ import annotations
+
+import logging
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
+from itertools import product
+
+import torch
+from torch import Tensor
+
+Seed = int | Tensor  # a tensor [] where a captured graph must serve every seed
+
+_MULTIPLIERS = (-4658895280553007687, -7723592293110705685)  # splitmix64's two, as signed 64-bit integers
+_GOLDEN = -7046029254386353131
+_MOST_KEYS, _MOST_DIMENSIONS = 4, 3  # that the kernel takes
+_log = logging.getLogger("outrider")
+
+
+def uniforms(seed: Seed, stream: int, *keys: Tensor) -> Tensor:
+    """Return uniforms in (0, 1), fp64, of the keys' broadcast shape: a hash of (seed, stream, keys).
+
+    On a GPU one kernel computes it, where torch would launch dozens, each longer in starting than in its work.
+    """
+    if keys[0].is_cuda and _by_kernel(keys):
+        return _kernel(seed, stream, keys)
+    return uniforms_by_torch(seed, stream, *keys)
+
+
+def uniforms_by_torch(seed: Seed, stream: int, *keys: Tensor) -> Tensor:
+    """Return the same by operations of torch, which run everywhere."""
+    state = _mix(seed_on(keys[0].device, seed) * 1_000_003 + (stream + _GOLDEN))
+    for key in keys:
+        state = _mix(state + (key + 1) * _GOLDEN)
+    return (((state >> 11) & 0x1FFFFFFFFFFFFF).double() + 0.5) * 2.0**-53
+
+
+def _mix(x: Tensor) -> Tensor:
+    """Apply splitmix64's finaliser to int64 (products wrap around; shifts are made logical by masking)."""
+    x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * _MULTIPLIERS[0]
+    x = (x ^ ((x >> 27) & 0x1FFFFFFFFF)) * _MULTIPLIERS[1]
+    return x ^ ((x >> 31) & 0x1FFFFFFFF)
+
+
+def seed_on(device: torch.device, seed: Seed) -> Tensor:
+    """Return the seed as a number on `device`, `[]`.
+
+    Seeds count modulo 2**64; they are filled in there, never copied.
+    """
+    if isinstance(seed, Tensor):
+        return seed
+    return torch.full((), (seed + 2**63) % 2**64 - 2**63, dtype=torch.long, device=device)
+
+
+# ------------------------------------------------------------ the kernel
+
+
+_proven: dict[torch.device, bool] = {}
+
+
+def _by_kernel(keys: tuple[Tensor, ...]) -> bool:
+    """Tell whether the kernel serves these keys. What it computes is looked at once, and never during a capture."""
+    device = keys[0].device
+    fitting = len(keys) <= _MOST_KEYS and all(k.dtype == torch.long and k.ndim <= _MOST_DIMENSIONS for k in keys)
+    if not fitting or not _has_triton():
+        return False
+    if isinstance(keys[0], torch._subclasses.FakeTensor):
+        return True
+    capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    if device not in _proven and not capturing:
+        _proven[device] = _proves_right(device)
+    return _proven.get(device, False)
+
+
+@cache
+def _has_triton() -> bool:
+    return find_spec("triton") is not None
+
+
+def _proves_right(device: torch.device) -> bool:
+    """Tell whether the kernel gives on this device what torch gives, to the last bit."""
+    try:
+        wrong = differs(device)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # Triton raises what it likes where a kernel does not compile: torch goes on
+        wrong = (str(error).strip() or type(error).__name__).splitlines()[0]
+    if wrong:
+        _log.warning("the kernel of uniforms is not used on %s, torch computes them: %s", device, wrong)
+    return not wrong
+
+
+def differs(device: torch.device) -> str:
+    """Return what the kernel computes otherwise than torch on `device`; nothing, if it is the same to the last bit."""
+    rows = torch.tensor([[0], [1], [7], [2**40], [-1], [2**63 - 1]], device=device)
+    places, tokens = torch.arange(3, device=device), torch.arange(300, device=device)
+    cases = ((rows[:, 0],), (rows, places), (rows[:, None], rows[:, None], places[:, None], tokens))
+    for seed, keys in product((0, -1, 2**63 - 1), cases):
+        if not torch.equal(_kernel(seed, 4, keys), uniforms_by_torch(seed, 4, *keys)):
+            return f"it gives other numbers for seed {seed} and {len(keys)} keys"
+    return ""
+
+
+def _kernel(seed: Seed, stream: int, keys: tuple[Tensor, ...]) -> Tensor:
+    found: Tensor = import_module(".hashing_kernel", __package__).uniforms(
+        seed_on(keys[0].device, seed), stream, list(keys)
+    )
+    return found

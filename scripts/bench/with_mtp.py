@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, Glm4MoeConfig, Glm4MoeForCausalLM, LlamaForCausalLM
 
 from outrider.ground.files import write_atomically
-from outrider.ground.replacing import replacing_folder
+from outrider.ground.replacing import replacing, replacing_folder
 from outrider.targets import Target, embedded_path
 
 from .conditions import command
@@ -79,7 +79,8 @@ def write_with_mtp(out: Path) -> None:
     with replacing_folder(out) as folder:
         made.save_pretrained(folder)
         weights = load_file(folder / "model.safetensors")
-        save_file(weights | _around(made, layers), folder / "model.safetensors", metadata={"format": "pt"})
+        with replacing(folder / "model.safetensors") as file:
+            save_file(weights | _around(made, layers), file, metadata={"format": "pt"})
         config = json.loads((folder / "config.json").read_text()) | {"num_hidden_layers": layers}
         config["num_nextn_predict_layers"] = 1
         write_atomically(folder / "config.json", json.dumps(config, indent=2) + "\n")

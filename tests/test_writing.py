@@ -112,5 +112,4 @@ def test_whole_folders_are_written_by_few() -> None:
         "scripts/quickstart.py",
         "serving/session.py",
         "train/joint.py",
-        "scripts/bench/with_mtp.py",
     }

@@ -143,8 +143,8 @@ class TrainedBlocks:
             attention = joint.layer.self_attn
             q, k, v = joint.split(joint.enter(hidden), rotary)
             given = context_entries(joint.layer, attention.k_proj(context), attention.v_proj(context), here)
-            every = [repeat_kv(x, self.groups) for x in (*given, k, v)]
-            hidden = joint.finish(self._attend(q, every, anchors, starts), hidden)
+            entries = [repeat_kv(x, self.groups) for x in (*given, k, v)]
+            hidden = joint.finish(self._attend(q, entries, anchors, starts), hidden)
         return hidden.view(shape)
 
     def _attend(self, q: Tensor, entries: Sequence[Tensor], anchors: Anchors, starts: Tensor | None) -> Tensor:

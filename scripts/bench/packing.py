@@ -89,7 +89,10 @@ def main(given: Sequence[str] | None = None) -> int:
     rows = texts(arguments.texts, arguments.median, arguments.longest, target.vocab_size)
     head = Eagle3.build(Eagle3Config(steps=3), target, torch.arange(target.vocab_size)).float().train()
     online = OnlineBatches(target, head.taps)
-    packs = Packs(rows, max(arguments.longest, arguments.rows * sum(len(r["input_ids"]) for r in rows) // len(rows)))
+    packs = Packs(
+        rows,
+        max(arguments.longest, arguments.rows * sum(len(rows[i]["input_ids"]) for i in range(len(rows))) // len(rows)),
+    )
     ways: dict[str, tuple[Batches, list[dict[str, Tensor]]]] = {
         "padded": (online, list(padded(rows, arguments.rows))),
         "packed": (PackedBatches(online), list(packed(packs))),

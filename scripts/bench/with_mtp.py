@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, Glm4MoeConfig, Glm4MoeForCausalLM, LlamaForCausalLM
+from transformers import Glm4MoeConfig, Glm4MoeForCausalLM, LlamaForCausalLM
 
 from outrider.ground.files import write_atomically
 from outrider.ground.replacing import replacing, replacing_folder
@@ -30,9 +30,16 @@ EXPERTS, CHOSEN = 4, 2
 def glm_config(llama: LlamaForCausalLM, num_layers: int) -> Glm4MoeConfig:
     """Return the config of a GLM-4-MoE of `num_layers` layers of this Llama's sizes, the last ones with experts."""
     own = llama.config
-    same = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+    same: tuple[str, ...] = (
+        "vocab_size",
+        "hidden_size",
+        "intermediate_size",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "head_dim",
+    )
     same += ("max_position_embeddings", "rms_norm_eps", "hidden_act", "bos_token_id", "eos_token_id", "pad_token_id")
-    return Glm4MoeConfig(
+    made = Glm4MoeConfig(
         **{name: getattr(own, name) for name in same},
         num_hidden_layers=num_layers,
         first_k_dense_replace=own.num_hidden_layers - 1,
@@ -43,12 +50,13 @@ def glm_config(llama: LlamaForCausalLM, num_layers: int) -> Glm4MoeConfig:
         n_group=1,
         topk_group=1,
         routed_scaling_factor=1.0,
-        num_nextn_predict_layers=1,
         use_qk_norm=False,
         attention_bias=False,
         tie_word_embeddings=False,
-        rope_parameters={**own.rope_parameters, "partial_rotary_factor": 1.0},
+        rope_parameters={**(own.rope_parameters or {}), "partial_rotary_factor": 1.0},
     )
+    made.num_nextn_predict_layers = 1  # of published checkpoints; the library's class does not name it
+    return made
 
 
 @torch.no_grad()
@@ -74,7 +82,7 @@ def _renamed(name: str, stems: dict[str, str]) -> str:
 
 def write_with_mtp(out: Path) -> None:
     """Write the embedded target with a module at random into the new folder `out`."""
-    llama = AutoModelForCausalLM.from_pretrained(embedded_path(), dtype=torch.float32, trust_remote_code=False)
+    llama = LlamaForCausalLM.from_pretrained(embedded_path(), dtype=torch.float32, trust_remote_code=False)
     made, layers = as_glm(llama), llama.config.num_hidden_layers
     with replacing_folder(out) as folder:
         made.save_pretrained(folder)

@@ -26,7 +26,7 @@ from .sampling import Sampling
 SMALL = 64 * 2**20
 
 # What filters and the repetition penalty make of them at least, and what a tree's drafts are picked from.
-_NUCLEUS, _MIN_P, _PENALTY = 24, 13, 14
+_NUCLEUS, _MIN_P, _PENALTY, _DIVIDED = 20, 9, 14, 4
 _BEST, _DRAWN = 8, 40
 
 
@@ -251,6 +251,7 @@ def _logit_bytes(target: Target, load: Load, places: int, sampled: bool) -> int:
     if greedy and target.device.type == "cpu" and logit < 4:
         each = 4  # `highest` copies them
     filters = 0 if greedy else max(_NUCLEUS if sampling.top_p is not None else 0, _MIN_P if sampling.min_p else 0)
+    filters += _DIVIDED if filters and sampling.temperature != 1 else 0
     processed, processing, context = _processor_bytes(logit, sampling)
     most = max(
         places * footprint.per_logit,

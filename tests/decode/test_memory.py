@@ -89,6 +89,8 @@ RUNS: list[tuple[str, str, Plan, Sampling]] = [
     ("draft_model", "logits", Plan(5, verify="block"), WARM),
     ("draft_model", "logits", Plan(5, verify="coupled"), WARM),
     ("draft_model", "logits", Plan(5), Sampling(temperature=1.0, top_p=0.9, repetition_penalty=1.2)),
+    ("draft_model", "logits", Plan(5), Sampling(temperature=0.7, top_p=0.9)),
+    ("draft_model", "logits", Plan(5), Sampling(temperature=1.0, min_p=0.1)),
     ("draft_model", "logits", Plan(5), Sampling(bad_words=((3, 4),))),
     ("draft_model", "logits", TREE, WARM),
     ("draft_model", "logits", STATIC, WARM),
@@ -106,7 +108,7 @@ def test_the_budget_is_what_a_generation_allocates(name, size, plan, sampling):
     close(name, size, plan, sampling)
 
 
-FEW = [RUNS[i] for i in (0, 4, 8, 12, 17)]
+FEW = [RUNS[i] for i in (0, 4, 8, 14, 19)]
 
 
 @pytest.mark.parametrize(("name", "size", "plan", "sampling"), FEW)

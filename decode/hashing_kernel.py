@@ -70,7 +70,7 @@ def hash_keys(
     c = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     b, a = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     begun = tl.load(seed + c * 0).to(tl.uint64, bitcast=True) * 1000003
-    state = mix(begun + (stream.to(tl.uint64) + _GOLDEN))
+    state = mix(begun + stream + _GOLDEN)
     state = further(state, first, a, b, c, first_a, first_b, first_c, num_c)
     if KEYS > 1:
         state = further(state, second, a, b, c, second_a, second_b, second_c, num_c)

@@ -41,8 +41,7 @@ def attention_masks(
     window = getattr(config, "sliding_window", None) or 0
     kinds = getattr(config, "layer_types", None)
     if kinds is None:
-        windowed = window and getattr(config, "use_sliding_window", True)
-        return float_mask(visible & cache.placed.within(window) if windowed else visible, dtype)
+        return float_mask(visible & cache.placed.within(window) if window else visible, dtype)
     masks = {"full_attention": visible}
     if "sliding_attention" in kinds:
         masks["sliding_attention"] = visible & cache.placed.within(window)

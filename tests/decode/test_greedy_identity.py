@@ -96,6 +96,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
 # More of the same kinds; run before a release.
 MORE: dict[str, dict[str, Any]] = {
     "phi3 sliding": SLIDING,
+    "mistral against its word": {"use_sliding_window": False, **SLIDING},
     "qwen2 sliding": {"use_sliding_window": True, "max_window_layers": 2, **SLIDING},
     "llama tied, with biases": {"attention_bias": True, "tie_word_embeddings": True},
     "gemma": {"head_dim": 8, "tie_word_embeddings": False},
@@ -369,6 +370,13 @@ def test_greedy_text_is_the_librarys(architecture, ticks):
     found = differing(Target(model), texts, EVERY if architecture == "llama" else SOME)
     ticks[architecture, COLUMNS[0]] = not found
     assert found == []
+
+
+def test_a_window_is_the_librarys_whatever_a_config_says_beside_it():
+    """Mistral has no `use_sliding_window`: the library leaves what it does not know in the config."""
+    model = make("mistral against its word")
+    assert not model.config.use_sliding_window
+    assert differing(Target(model), reference(model, PROMPTS), SOME) == []
 
 
 @pytest.mark.slow

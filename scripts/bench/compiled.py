@@ -37,7 +37,8 @@ from .conditions import command, write
 
 TARGET = GPUTarget("cuda", 90, 32)
 SHARED = 227 * 1024  # bytes that one program may have
-TYPES = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.float64: "*fp64", torch.int64: "*i64", torch.bool: "*i1"}
+TYPES = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.float64: "*fp64"}
+TYPES |= {torch.int64: "*i64", torch.bool: "*i1"}
 HIDDEN, HEADS, SHARED_HEADS, SIZE = 4096, 32, 8, 128
 
 

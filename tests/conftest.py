@@ -70,11 +70,13 @@ def forkable() -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def interruptible() -> None:
-    """Let Ctrl-C interrupt what the tests start.
+    """Let Ctrl-C and SIGHUP interrupt what the tests start.
 
-    A shell starts background jobs with Ctrl-C ignored, and so would everything that the tests start and interrupt.
+    A shell starts background jobs with Ctrl-C ignored, and `nohup` its command with SIGHUP ignored; so would everything
+    that the tests start and interrupt.
     """
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 @pytest.fixture(scope="session", autouse=True)

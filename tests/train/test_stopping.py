@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +18,6 @@ from outrider.train import TrainingInterruptedError, train
 MakeRecipe = Callable[..., Recipe]
 
 EIGHT_STEPS = {"max_steps": 8, "save_strategy": "no"}
-
-
-@pytest.fixture(autouse=True)
-def default_signals() -> Iterator[None]:
-    """Hear SIGHUP in tests that were started by `nohup`, too, under which a training rightly does not."""
-    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
-    yield
-    signal.signal(signal.SIGHUP, before)
 
 
 def weights(folder: Path) -> bytes:

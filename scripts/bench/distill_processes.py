@@ -13,10 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import socket
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -39,6 +35,7 @@ from outrider.recipes import Recipe
 from outrider.targets import Target
 
 from .conditions import command, conditions, write
+from .launched import launched
 
 APART = "apart"  # launches that know nothing of each other
 NUM_PARTS, NUM_TOKENS = 512, 96  # of which the parts by themselves are measured: batches, tokens of each answer
@@ -79,30 +76,16 @@ def work(arguments: argparse.Namespace) -> None:
     state.destroy_process_group()
 
 
-def launched(processes: int, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return what the first of so many processes printed."""
-    with tempfile.TemporaryDirectory() as folder, socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        options = ["--limit", arguments.limit, "--new-tokens", arguments.new_tokens]
-        options += ["--batch-size", arguments.batch_size, "--work", folder]
-        launcher = ["-m", "torch.distributed.run", "--nproc_per_node", processes]
-        launcher += ["--master_port", free.getsockname()[1], "-m", "outrider.scripts.bench.distill_processes"]
-        free.close()
-        done = subprocess.run(
-            list(map(str, [sys.executable, *launcher, *options])),
-            env=os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
-            stdout=subprocess.PIPE,
-            text=True,
-            check=True,
-        )
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
+def distilled(processes: int, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return what so many processes took to distill."""
+    options = ["--limit", arguments.limit, "--new-tokens", arguments.new_tokens, "--batch-size", arguments.batch_size]
+    return launched("outrider.scripts.bench.distill_processes", processes, options)
 
 
 def apart(processes: int, arguments: argparse.Namespace) -> dict[str, Any]:
     """Return what so many launches of one process, at once, do together in the time of the slowest."""
     with ThreadPoolExecutor(processes) as pool:
-        found = list(pool.map(lambda _: launched(1, arguments), range(processes)))
+        found = list(pool.map(lambda _: distilled(1, arguments), range(processes)))
     seconds, tokens = max(run["seconds"] for run in found), sum(run["tokens"] for run in found)
     return {"seconds": seconds, "tokens": tokens, "tokens_per_second": tokens / seconds}
 

@@ -10,11 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import socket
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -31,6 +27,7 @@ from outrider.distill.shards import PRECISIONS
 from outrider.targets import Target
 
 from .conditions import command, conditions, write
+from .launched import launched
 
 TAPS = (1, 3, 5)
 SHARD_BYTES = 4_000_000
@@ -66,23 +63,10 @@ def work(arguments: argparse.Namespace) -> None:
     state.destroy_process_group()
 
 
-def launched(processes: int, arguments: argparse.Namespace, dtype: str = "auto") -> dict[str, Any]:
-    """Return what the first of so many processes printed."""
-    with tempfile.TemporaryDirectory() as folder, socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        launcher = ["-m", "torch.distributed.run", "--nproc_per_node", processes]
-        launcher += ["--master_port", free.getsockname()[1], "-m", "outrider.scripts.bench.stores"]
-        options = ["--texts", arguments.texts, "--length", arguments.length, "--dtype", dtype, "--work", folder]
-        free.close()
-        done = subprocess.run(
-            list(map(str, [sys.executable, *launcher, *options])),
-            env=os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
-            stdout=subprocess.PIPE,
-            text=True,
-            check=True,
-        )
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
+def stored(processes: int, arguments: argparse.Namespace, dtype: str = "auto") -> dict[str, Any]:
+    """Return what so many processes took to write a store."""
+    options = ["--texts", arguments.texts, "--length", arguments.length, "--dtype", dtype]
+    return launched("outrider.scripts.bench.stores", processes, options)
 
 
 def measure(arguments: argparse.Namespace) -> int:
@@ -90,10 +74,10 @@ def measure(arguments: argparse.Namespace) -> int:
     runs: dict[int, list[dict[str, Any]]] = {1: [], arguments.processes: []}
     for _ in range(arguments.repeats):
         for processes, found in runs.items():
-            found.append(launched(processes, arguments))
+            found.append(stored(processes, arguments))
             print(processes, found[-1], flush=True)
     rates = {str(name): median(run["tokens_per_second"] for run in found) for name, found in runs.items()}
-    sizes = {name: launched(1, arguments, name)["bytes_per_token"] for name in PRECISIONS}
+    sizes = {name: stored(1, arguments, name)["bytes_per_token"] for name in PRECISIONS}
     target = Target.load("embedded", dtype="float32", device="cpu")
     settings = {"texts": arguments.texts, "longest": arguments.length, "taps": len(TAPS), "shard_bytes": SHARD_BYTES}
     result = {

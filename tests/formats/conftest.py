@@ -18,6 +18,15 @@ def target(tiny_llama: Callable, tiny_tokenizer: PreTrainedTokenizerFast) -> Tar
     return Target(tiny_llama(layers=6, vocab=len(tiny_tokenizer)), tiny_tokenizer)
 
 
+@pytest.fixture(scope="module")
+def deep(tiny_llama: Callable, tmp_path_factory: pytest.TempPathFactory) -> Target:
+    """A target with enough layers for the usual taps to be three different ones."""
+    folder = tmp_path_factory.mktemp("target")
+    model = tiny_llama(layers=8)
+    model.save_pretrained(folder)
+    return Target(model, None, {"path": str(folder)})
+
+
 @pytest.fixture(scope="session")
 def make_drafter(target: Target, tiny_llama: Callable) -> Callable[..., Drafter]:
     """`make_drafter(type, on=target, **settings)`: weights are random, norms included, and the same each time."""

@@ -21,14 +21,6 @@ from outrider.targets import Target
 Config = dict[str, Any]
 
 
-@pytest.fixture(scope="module")
-def deep(tiny_llama: Callable, tmp_path_factory: pytest.TempPathFactory) -> Target:
-    folder = tmp_path_factory.mktemp("target")
-    model = tiny_llama(layers=8)
-    model.save_pretrained(folder)
-    return Target(model, None, {"path": str(folder)})
-
-
 @pytest.fixture
 def export(deep: Target, make_drafter: Callable[..., Drafter], tmp_path: Path) -> Callable[[str, str], Path]:
     """`export(layout, type)`: a drafter with the usual taps."""

@@ -56,15 +56,6 @@ BY_FILES = {
 }
 
 
-@pytest.fixture(scope="module")
-def deep(tiny_llama: Callable, tmp_path_factory: pytest.TempPathFactory) -> Target:
-    """A target with enough layers for the usual taps to be three different ones."""
-    folder = tmp_path_factory.mktemp("target")
-    model = tiny_llama(layers=8)
-    model.save_pretrained(folder)
-    return Target(model, None, {"path": str(folder)})
-
-
 @pytest.fixture
 def export(deep: Target, make_drafter: Callable[..., Drafter], tmp_path: Path) -> Callable[[str], Path]:
     """`export(engine)`: a head whose taps are the usual ones, written for it."""

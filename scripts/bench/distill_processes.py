@@ -159,7 +159,7 @@ def forecast(cost: dict[str, float], seconds: float, arguments: argparse.Namespa
 def measure(arguments: argparse.Namespace) -> int:
     """Run all, and write the result; the runs so far after each."""
     several = str(arguments.processes)
-    kinds = {"1": partial(launched, 1), several: partial(launched, arguments.processes)}
+    kinds = {"1": partial(distilled, 1), several: partial(distilled, arguments.processes)}
     kinds[APART] = partial(apart, arguments.processes)
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in kinds}
     turns = [list(kinds), *[["1", several]] * (arguments.repeats - 1)]  # what the machine gives is asked once

@@ -206,7 +206,7 @@ def _mean_rows(done: Sequence[BatchAnswer]) -> float:
 
 
 def speedup_lines(points: Sequence[Point]) -> dict[str, list[tuple[int, Interval]]]:
-    """Return speedups by contestant, as `plots.speedup_by_batch` draws them; the plain target is not among them."""
+    """Return speedups by contestant, as `plots.speedup_by_size` draws them; the plain target is not among them."""
     found: dict[str, list[tuple[int, Interval]]] = {}
     for point in sorted(points, key=lambda p: p.size):
         if point.tau is not None:

@@ -9,6 +9,7 @@ import socket
 import sys
 import weakref
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 # Read once, at import, by the libraries: so they stand above their imports. Subprocesses of tests inherit them.
@@ -108,6 +109,14 @@ def caches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[weakref.ref[RaggedC
     gc.disable()
     yield found
     gc.enable()
+
+
+def place_of(variable: str, what: str) -> Path:
+    """Return the path that an environment variable holds: the `served` group is for those who have an engine."""
+    found = os.environ.get(variable)
+    if not found:
+        pytest.fail(f"{variable} must name {what}; see docs/guides/served.md.")
+    return Path(found)
 
 
 def make_llama(layers: int = 6, hidden: int = 32, vocab: int = 64, seed: int = 0, **changes: Any) -> LlamaForCausalLM:

@@ -27,6 +27,7 @@ _SHAPES: tuple[Corners, ...] = (
     [(0, -5), (5, 4), (-5, 4)],
     [(-5, -4), (5, -4), (0, 5)],
     [(-1.5, -5), (1.5, -5), (1.5, 5), (-1.5, 5)],
+    [(-5, -1.5), (5, -1.5), (5, 1.5), (-5, 1.5)],
 )
 
 Scale = Callable[[float], float]
@@ -153,12 +154,16 @@ def accepted(report: Report, temperature: float) -> str:
     return _string(svg)
 
 
-def speedup_by_batch(lines: Lines) -> str:
-    """Draw speedup over the plain target against batch size (on a log scale), one line per contestant."""
+def speedup_by_size(lines: Lines, axis: str, when: str = "") -> str:
+    """Draw speedup over the plain target against sizes (on a log scale), one line per contestant.
+
+    Args:
+        axis: what the sizes are of. when: ends the title.
+    """
     most = _nice_limit(max([1.0, *(_top(interval) for line in lines.values() for _, interval in line)]))
-    title = "Speedup over the plain target by batch size"
+    title = f"Speedup over the plain target by {axis}{when}"
     words = _words(lines, lambda interval: interval.text(unit="×"))
-    axes = _SizeAxes(lines, 0, most, "batch size", distance=5)
+    axes = _SizeAxes(lines, 0, most, axis, distance=5)
     svg = _svg(axes.height, title, words)
     _frame(svg, axes.y, _ticks(most), lambda v: f"{v:g}×")
     _line(svg, LEFT, axes.y(1), WIDTH - RIGHT, axes.y(1), "reference")
@@ -228,8 +233,8 @@ class _SizeAxes:
             _text(svg, LEFT + 18, HEIGHT + 18 * i + 12, name, "name", "start")
 
 
-_LIGHT = ("#1f5fae", "#b4530a", "#1d7a57", "#7a3fb0", "#a8265f", "#6b6a12")
-_DARK = ("#6ea8ef", "#f0a05a", "#5fc79d", "#bf94ee", "#f08bb4", "#cfcb5e")
+_LIGHT = ("#1f5fae", "#b4530a", "#1d7a57", "#7a3fb0", "#a8265f", "#6b6a12", "#007c9e")
+_DARK = ("#6ea8ef", "#f0a05a", "#5fc79d", "#bf94ee", "#f08bb4", "#cfcb5e", "#5cc6e0")
 _SHAPE_RULES = (
     "text{font:12px system-ui,sans-serif} .reference{stroke-dasharray:4 3} "
     ".spread{stroke-width:1.6;opacity:.75} .curve{fill:none;stroke-width:2}"

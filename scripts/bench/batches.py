@@ -22,7 +22,7 @@ from outrider.decode import Plan
 from outrider.eval.batches import Point, make_groups, measure_batches, speedup_lines
 from outrider.eval.measure import Contestant
 from outrider.eval.race import make_jobs, threads
-from outrider.eval.reports.plots import speedup_by_batch, standalone
+from outrider.eval.reports.plots import speedup_by_size, standalone
 from outrider.eval.suites import load_suites
 from outrider.ground.files import write_atomically
 from outrider.ground.progress import progress
@@ -114,7 +114,7 @@ def main(given: Sequence[str] | None = None) -> int:
     show(points)
     write({"conditions": about, "points": [p.to_dict() for p in points]}, arguments.out)
     if arguments.out and (drawn := speedup_lines(points)):
-        write_atomically(arguments.out.with_suffix(".svg"), standalone(speedup_by_batch(drawn)))
+        write_atomically(arguments.out.with_suffix(".svg"), standalone(speedup_by_size(drawn, "batch size")))
     return 0
 
 

@@ -35,10 +35,15 @@ def main() -> int:
             continue
         found = session.start(_start(asked, name), TOLERANCE)
         done.setdefault("conditions", _conditions(session, found, asked))
-        done.setdefault("served", {})[name] = [row(c, found) for c in found.comparisons]
-        write(done, asked.out)
-        print(name, "agrees" if found.agrees else [str(s) for s in found.suspicions], flush=True)
+        keep(done, name, found, asked.out)
     return 0
+
+
+def keep(done: dict[str, Any], name: str, found: ServedResult, out: Path) -> None:
+    """Add what an engine did with the drafter called `name` to `done`, write it to `out`, and say whether it agrees."""
+    done.setdefault("served", {})[name] = [_row(c, found) for c in found.comparisons]
+    write(done, out)
+    print(name, "agrees" if found.agrees else [str(s) for s in found.suspicions], flush=True)
 
 
 def _arguments() -> argparse.Namespace:
@@ -87,7 +92,7 @@ def _conditions(session: Session, found: ServedResult, asked: argparse.Namespace
     )
 
 
-def row(found: Comparison, result: ServedResult) -> dict[str, Any]:
+def _row(found: Comparison, result: ServedResult) -> dict[str, Any]:
     """Return what a result file keeps of one temperature."""
     return {
         "temperature": found.temperature,

@@ -30,8 +30,8 @@ from outrider.serving.result import TOLERANCE, ServedResult
 from outrider.serving.served import Survey, engine_facts
 from outrider.targets import Target
 
-from .conditions import command, conditions, write
-from .served import row
+from .conditions import command, conditions
+from .served import keep
 
 MATCH = 2  # last tokens that are looked up; llama.cpp looks up runs of one length only
 EXACT = ("--cache-type-k", "f32", "--cache-type-v", "f32", "--flash-attn", "off", "--no-cache-prompt")
@@ -121,9 +121,7 @@ def main() -> int:
         with TemporaryDirectory(prefix="outrider-llama-") as folder:
             expected, found = bench.measured(name, Path(folder))
         done.setdefault("conditions", _conditions(bench, expected, asked))
-        done.setdefault("served", {})[name] = [row(c, found) for c in found.comparisons]
-        write(done, asked.out)
-        print(name, "agrees" if found.agrees else [str(s) for s in found.suspicions], flush=True)
+        keep(done, name, found, asked.out)
     return 0
 
 

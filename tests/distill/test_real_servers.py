@@ -26,6 +26,8 @@ from outrider.recipes import Recipe
 from outrider.serving.launching import Launch, python_of
 from outrider.targets import Target, embedded_path
 
+from ..conftest import place_of
+
 NUM_PROMPTS, PORT = 120, 18741
 
 
@@ -107,10 +109,8 @@ def answers(port: int) -> bool:
 
 @pytest.fixture(scope="session")
 def launch() -> Launch:
-    found = os.environ.get("OUTRIDER_VLLM_PYTHON")
-    if not found:
-        pytest.fail("OUTRIDER_VLLM_PYTHON must name the environment of a vLLM; see docs/guides/served.md.")
-    return Launch(python_of(Path(found)), str(embedded_path()), "float32", environment={"OMP_NUM_THREADS": "1"})
+    environment = place_of("OUTRIDER_VLLM_PYTHON", "the environment of a vLLM")
+    return Launch(python_of(environment), str(embedded_path()), "float32", environment={"OMP_NUM_THREADS": "1"})
 
 
 def vllm(launch: Launch, tmp_path: Path) -> Any:

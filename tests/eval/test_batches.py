@@ -14,7 +14,7 @@ from outrider.eval import batches as room
 from outrider.eval.batches import BatchAnswer, Point, make_groups, measure_batches, speedup_lines
 from outrider.eval.measure import Contestant
 from outrider.eval.race import Job
-from outrider.eval.reports.plots import speedup_by_batch, standalone
+from outrider.eval.reports.plots import speedup_by_size, standalone
 from outrider.ground import BadInputError
 from outrider.heads import DraftModel
 from outrider.recipes import EvalSpec
@@ -125,7 +125,7 @@ def test_the_plot_has_a_line_and_a_label_for_each_contestant_and_a_mark_for_each
     ]
     drawn = speedup_lines(points)
     assert {name: [size for size, _ in line] for name, line in drawn.items()} == {"a & b": [1, 2, 4], "c": [1, 2, 4]}
-    svg = ElementTree.fromstring(standalone(speedup_by_batch(drawn)))
+    svg = ElementTree.fromstring(standalone(speedup_by_size(drawn, "batch size")))
     space = "{http://www.w3.org/2000/svg}"
     words = [t.text for t in svg.iter(f"{space}text")]
     assert {"a & b", "c", "1", "2", "4", "batch size"} <= set(words)

@@ -12,6 +12,7 @@ import pytest
 import torch
 from gguf import GGUFReader
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from outrider.formats import export_drafter
@@ -60,6 +61,24 @@ def test_a_gguf_file_holds_the_targets_tokenizer(
     assert control == set(tokenizer.all_special_ids)
 
 
+def export_to_speculators(head: Drafter, target: Target, folder: Path) -> None:
+    """Write `head` to `folder/out`, and the target that it names to `folder/target`."""
+    target.model.save_pretrained(folder / "target")
+    target.require_tokenizer().save_pretrained(str(folder / "target"))
+    named = Target(target.model, target.tokenizer, {"path": str(folder / "target")})
+    export_drafter(head, named, "speculators", folder / "out", STEPS)
+
+
+def run(script: str, folder: Path, **inputs: Tensor) -> dict[str, Tensor]:
+    """Return what a script beside this file computes from the export in `folder/out`, run by speculators' Python."""
+    save_file({name: tensor.contiguous() for name, tensor in inputs.items()}, folder / "inputs")
+    words = [str(SPECULATORS), str(Path(__file__).with_name(script)), *(str(folder / n) for n in ("out", "inputs"))]
+    words += [str(folder / "logits"), str(STEPS)]
+    done = subprocess.run(words, capture_output=True, text=True, env=os.environ, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return load_file(folder / "logits")
+
+
 @pytest.mark.served
 @pytest.mark.skipif(SPECULATORS is None, reason="OUTRIDER_SPECULATORS_PYTHON names no environment with speculators")
 @pytest.mark.parametrize(
@@ -76,24 +95,14 @@ def test_speculators_computes_our_logits_from_an_exported_head(
     target: Target, make_drafter: Callable[..., Drafter], tmp_path: Path, settings: dict[str, Any]
 ) -> None:
     """At every unrolled step; its loader fills what it misses with random weights, so only logits prove anything."""
-    target.model.save_pretrained(tmp_path / "target")
-    target.require_tokenizer().save_pretrained(str(tmp_path / "target"))
-    named = Target(target.model, target.tokenizer, {"path": str(tmp_path / "target")})
     head = make_drafter("eagle3", steps=STEPS, **settings)
     assert isinstance(head, Eagle3)
-    export_drafter(head, named, "speculators", tmp_path / "out", STEPS)
+    export_to_speculators(head, target, tmp_path)
     tokens = torch.randint(target.vocab_size, (1, LENGTH), generator=torch.Generator().manual_seed(1))
     hidden = target.forward(tokens, taps=head.taps).hidden
     assert hidden is not None
     # It reads features beside the token that follows them, and so is one shorter.
-    save_file(
-        {"hidden": hidden[:, :-1].flatten(2).contiguous(), "tokens": tokens[:, 1:].contiguous()}, tmp_path / "inputs"
-    )
-    script = Path(__file__).with_name("read_by_speculators.py")
-    words = [str(SPECULATORS), str(script), *map(str, (tmp_path / "out", tmp_path / "inputs", tmp_path / "logits"))]
-    done = subprocess.run([*words, str(STEPS)], capture_output=True, text=True, env=os.environ, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
-    theirs = load_file(tmp_path / "logits")
+    theirs = run("read_by_speculators.py", tmp_path, hidden=hidden[:, :-1].flatten(2), tokens=tokens[:, 1:])
     with torch.no_grad():
         ours = [head.logits(output, target)[0] for output in head.unroll(target, tokens, hidden)]
     for step, logits in enumerate(ours):
@@ -108,22 +117,14 @@ def test_speculators_computes_our_logits_from_an_exported_peagle(
     target: Target, make_drafter: Callable[..., Drafter], tmp_path: Path, settings: dict[str, Any]
 ) -> None:
     """At every depth after every place, in its own training pass, fp32."""
-    target.model.save_pretrained(tmp_path / "target")
-    target.require_tokenizer().save_pretrained(str(tmp_path / "target"))
-    named = Target(target.model, target.tokenizer, {"path": str(tmp_path / "target")})
     head = make_drafter("peagle", steps=STEPS, **settings)
     assert isinstance(head, PEagle)
-    export_drafter(head, named, "speculators", tmp_path / "out", STEPS)
+    export_to_speculators(head, target, tmp_path)
     tokens = torch.randint(target.vocab_size - 1, (1, LENGTH), generator=torch.Generator().manual_seed(1))
     seen = target.forward(tokens, taps=head.taps)
     assert seen.hidden is not None
     given = {"hidden": seen.hidden[:, :-1].flatten(2), "tokens": tokens[:, 1:], "last": seen.last[:, 1:]}
-    save_file({name: tensor.contiguous() for name, tensor in given.items()}, tmp_path / "inputs")
-    script = Path(__file__).with_name("peagle_by_speculators.py")
-    words = [str(SPECULATORS), str(script), *map(str, (tmp_path / "out", tmp_path / "inputs", tmp_path / "logits"))]
-    done = subprocess.run([*words, str(STEPS)], capture_output=True, text=True, env=os.environ, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
-    theirs = load_file(tmp_path / "logits")
+    theirs = run("peagle_by_speculators.py", tmp_path, **given)
     places, depths = theirs["places"].tolist(), theirs["depths"].tolist()
     masks = sorted((place, depth) for place, depth in zip(places, depths, strict=True) if depth)
     assert len(masks) > LENGTH

@@ -32,6 +32,7 @@ from outrider.serving.watching import Event, State, Watch
 from outrider.targets import Target
 from outrider.train import train
 
+from ..conftest import place_of
 from ..formats.faults import FAULTS
 
 pytestmark = pytest.mark.served
@@ -45,10 +46,7 @@ SMALL = Trial(max_new_tokens=48, limit=8, seeds=2)
 @pytest.fixture(scope="session")
 def environment() -> Path:
     """Return the engine's environment; the group is for those who have one."""
-    found = os.environ.get("OUTRIDER_VLLM_PYTHON")
-    if not found:
-        pytest.fail("OUTRIDER_VLLM_PYTHON must name the environment of a vLLM; see docs/guides/served.md.")
-    return Path(found)
+    return place_of("OUTRIDER_VLLM_PYTHON", "the environment of a vLLM")
 
 
 @pytest.fixture(scope="session")

@@ -6,7 +6,6 @@ docs/guides/served.md says how it is built.
 from __future__ import annotations
 
 import copy
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -25,6 +24,8 @@ from outrider.serving.result import ServedResult
 from outrider.serving.served import Survey, engine_facts
 from outrider.targets import Target
 
+from ..conftest import place_of
+
 pytestmark = pytest.mark.served
 TRIAL = Trial(depth=4, max_new_tokens=48, limit=8, seeds=2)
 
@@ -32,10 +33,7 @@ TRIAL = Trial(depth=4, max_new_tokens=48, limit=8, seeds=2)
 @pytest.fixture(scope="module")
 def program() -> Path:
     """Return the engine's server; the group is for those who have one."""
-    found = os.environ.get("OUTRIDER_LLAMA_SERVER")
-    if not found:
-        pytest.fail("OUTRIDER_LLAMA_SERVER must name a llama-server; see docs/guides/served.md.")
-    return Path(found)
+    return place_of("OUTRIDER_LLAMA_SERVER", "a llama-server")
 
 
 @pytest.fixture(scope="module")

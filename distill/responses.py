@@ -16,7 +16,6 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
-import torch
 from accelerate import PartialState
 from rich.console import Console
 
@@ -28,7 +27,7 @@ from ..ground.progress import progress
 from ..ground.sealed import digest_json
 from ..ground.versions import versions
 from ..recipes import DataSpec, Recipe
-from ..targets import Fingerprint, Target
+from ..targets import Fingerprint, Target, absent_target
 from ..targets.sharding import processes
 from .asking import read_key, require_client
 from .conversation import Supervised, given_sequences, sequences, why_ended
@@ -56,7 +55,7 @@ def distill(recipe: Recipe, target: Target | None = None, console: Console | Non
     launcher started several processes, all of them call this, and all answer.
 
     Args:
-        target: loaded from the recipe if None.
+        target: loaded from the recipe if None, without its weights where somebody else answers.
         console: shows progress if it is a terminal.
 
     Raises:
@@ -72,8 +71,7 @@ def distill(recipe: Recipe, target: Target | None = None, console: Console | Non
     if spec.servers is not None:
         require_client()
         read_key(spec.requests.key)
-    if target is None:
-        target = Target.load(**recipe.target.model_dump(), device=_device(spec))
+    target = target or _target_of(recipe)
     folder = data_folder(recipe)
     with crew_in(recipe.output_folder) as crew:
         if spec.responses is not None:
@@ -85,11 +83,13 @@ def distill(recipe: Recipe, target: Target | None = None, console: Console | Non
     return folder
 
 
-def _device(spec: DataSpec) -> torch.device | None:
-    """Return where a target is loaded to. Where servers answer it is only asked who it is: main memory will do."""
-    if spec.servers is not None:
-        return torch.device("cpu")
-    return PartialState().device if processes() > 1 else None
+def _target_of(recipe: Recipe) -> Target:
+    """Return the recipe's target: on the device where it answers, or without weights where nobody asks it."""
+    spec, values = recipe.data, recipe.target.model_dump()
+    if spec.servers is None and spec.answers == "target" and spec.responses is None:
+        return Target.load(**values, device=PartialState().device if processes() > 1 else None)
+    del values["sharding"]  # there is nothing to share
+    return absent_target(**values)
 
 
 def data_folder(recipe: Recipe) -> Path:

@@ -1,5 +1,6 @@
 """The model being accelerated."""
 
+from .absent import absent_target
 from .backbone import Backbone
 from .cache import Counts, LayerShape, RaggedCache, Store
 from .fingerprint import Fingerprint
@@ -23,6 +24,7 @@ __all__ = [
     "Target",
     "TargetOutput",
     "TokenDifference",
+    "absent_target",
     "decoder_layers",
     "embedded_path",
     "first_difference",

@@ -55,11 +55,18 @@ class Fingerprint:
         object.__setattr__(self, "digest", digest_json(parts))
 
     @classmethod
-    def of(cls, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> Fingerprint:
-        """Return the fingerprint of a model with its tokenizer. Reads every weight once."""
+    def of(
+        cls, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, digested: Digested | None = None
+    ) -> Fingerprint:
+        """Return the fingerprint of a model with its tokenizer. Reads every weight once.
+
+        Args:
+            digested: weights whose contents are known already.
+        """
         template = getattr(tokenizer, "chat_template", None)
+        digest = digest_tensor if digested is None else digested.digest
         return cls(
-            tensors={name: digest_tensor(tensor) for name, tensor in sorted(model.state_dict().items())},
+            tensors={name: digest(tensor) for name, tensor in sorted(model.state_dict(keep_vars=True).items())},
             config=digest_json(plain_config(model)),
             tokenizer=None if tokenizer is None else digest_tokenizer(tokenizer),
             chat_template=None if template is None else digest_json(template),
@@ -81,6 +88,21 @@ class Fingerprint:
             if getattr(self, name) != getattr(other, name)
         ]
         return found + _changed_weights(self.tensors, other.tensors)
+
+
+class Digested:
+    """The digests of weights that have no contents any more."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[torch.Tensor, str]] = {}  # the tensor keeps its id from being given again
+
+    def add(self, tensor: torch.Tensor, digest: str) -> None:
+        """Note what the digest of a weight was, which `tensor` stands for now."""
+        self._known[id(tensor)] = tensor, digest
+
+    def digest(self, tensor: torch.Tensor) -> str:
+        """Return the digest of a weight: the noted one, or that of its contents."""
+        return self._known[id(tensor)][1] if id(tensor) in self._known else digest_tensor(tensor)
 
 
 def _changed_weights(own: dict[str, str], others: dict[str, str]) -> list[str]:

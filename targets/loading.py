@@ -36,8 +36,7 @@ def load_model_and_tokenizer(
     """Return the model and tokenizer that `Target.load` wraps, in main memory, with the adapter merged."""
     if attention == SPLIT_ATTENTION:
         register()
-    name = str(embedded_path()) if path == EMBEDDED else path
-    model = load_causal_lm(name, dtype, revision, trust_remote_code, attention)
+    model = load_causal_lm(target_path(path), dtype, revision, trust_remote_code, attention)
     tokenizer = load_tokenizer_of(path, revision, trust_remote_code)
     return model if adapter is None else merge_adapter(model, adapter), tokenizer
 
@@ -48,7 +47,7 @@ def load_tokenizer_of(path: str, revision: str | None, trust_remote_code: bool) 
     Raises:
         BadInputError: it cannot be had.
     """
-    name = str(embedded_path()) if path == EMBEDDED else path
+    name = target_path(path)
     try:
         folder = model_folder(name, revision, trust_remote_code, weights=False)
         if folder.is_dir():
@@ -81,8 +80,7 @@ def load_causal_lm(
     """
     if sketching():
         return sketch_causal_lm(name, dtype, revision, trust_remote_code)
-    folder = model_folder(name, revision, trust_remote_code)
-    _check_folder(folder, name, dtype, trust_remote_code)
+    folder = folder_of(name, dtype, revision, trust_remote_code)
     try:
         with without_questions():
             loaded = AutoModelForCausalLM.from_pretrained(
@@ -107,6 +105,22 @@ def load_causal_lm(
         )
     model.name_or_path = model.config.name_or_path = name  # not where the Hub's cache keeps it
     return model
+
+
+def folder_of(name: str, dtype: str | torch.dtype, revision: str | None, trust_remote_code: bool) -> Path:
+    """Return the folder of a model, its weights included, after all that can be checked without opening them.
+
+    Raises:
+        BadInputError, IncompatibleError, Refusal: as `load_causal_lm`.
+    """
+    folder = model_folder(name, revision, trust_remote_code)
+    _check_folder(folder, name, dtype, trust_remote_code)
+    return folder
+
+
+def target_path(path: str) -> str:
+    """Return where a target is: the folder of the one that ships with Outrider, or `path` as it is."""
+    return str(embedded_path()) if path == EMBEDDED else path
 
 
 def embedded_path() -> Path:

@@ -64,12 +64,13 @@ class Target(Backbone):
         model: PreTrainedModel,
         tokenizer: PreTrainedTokenizerBase | None = None,
         source: dict[str, str | None] | None = None,
+        fingerprint: Callable[[], Fingerprint] | None = None,
     ):
         super().__init__(model)
         self.tokenizer = tokenizer
         self.source = source or {}
         self.sharded = False
-        self._fingerprint: Fingerprint | None = None  # of a sharded target, whose weights are in other processes
+        self._fingerprint = fingerprint  # of a target whose weights are elsewhere; None reads those in the model
         self._footprints: dict[Hashable, Footprint] = {}
         self._ragged: bool | None = None  # whether rows of different lengths can be read together, once it was tried
 
@@ -143,7 +144,7 @@ class Target(Backbone):
 
     def fingerprint(self) -> Fingerprint:
         """Return the target's identity by content: digests of weights, config, tokenizer and chat template."""
-        return self._fingerprint or Fingerprint.of(self.model, self.tokenizer)
+        return Fingerprint.of(self.model, self.tokenizer) if self._fingerprint is None else self._fingerprint()
 
     def footprint(self) -> Footprint:
         """Return how much memory passes work with; measured once for each device and dtype."""
@@ -272,6 +273,7 @@ def _load_sharded(load: Callable[[], Target], device: torch.device) -> Target:
         target = load()
         found = target.fingerprint() if distributed.get_rank() == 0 else None
         split(target.model, decoder_layers(target.body, target.num_layers), device, mesh)
-    target.sharded, target._fingerprint = True, share(found)
+    shared = cast(Fingerprint, share(found))  # of the first process, which has it
+    target.sharded, target._fingerprint = True, lambda: shared
     settle(target)
     return target

@@ -17,12 +17,13 @@ from ..ground.errors import Refusal
 from ..ground.foreign import MEGABYTE, Limits, Unreadable, kind_of, read_json
 
 MODEL_CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+GENERATION_CONFIG = "generation_config.json"
 
 # What libraries read beside a model's weights. Vocabularies are large, and read by a parser with limits of its own.
 _SMALL = (
     MODEL_CONFIG,
     INDEX,
-    "generation_config.json",
+    GENERATION_CONFIG,
     "tokenizer_config.json",
     "special_tokens_map.json",
     "added_tokens.json",

@@ -6,7 +6,9 @@ V' the drafter's own vocabulary (V' <= V when it is pruned).
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, ClassVar, Self
 
 import torch
@@ -42,6 +44,26 @@ class TargetBatch:
     step: int = 0
     documents: Documents | None = None
 
+    def texts(self) -> Iterator[TargetBatch]:
+        """Yield batches whose rows are one text each: those of packed rows, of about one length together; else itself.
+
+        A loss that is the sum of theirs keeps texts apart whatever its layers are; what it draws of a text stays, too.
+        """
+        if self.documents is None:
+            yield self
+            return
+        for numbers in self.documents.passes():
+            alone = partial(self.documents.alone, numbers=numbers)
+            hidden = None if self.hidden is None else alone(self.hidden)
+            yield replace(
+                self,
+                tokens=alone(self.tokens),
+                supervised=alone(self.supervised),
+                hidden=hidden,
+                last=alone(self.last),
+                documents=None,
+            )
+
 
 Sum = tuple[Tensor, Tensor]  # (sum, count): divided once, after everything was added up
 
@@ -59,6 +81,17 @@ class DrafterLoss:
     total: Tensor
     count: Tensor
     metrics: dict[str, Sum] = field(default_factory=dict)
+
+    @classmethod
+    def sum(cls, losses: Iterable[DrafterLoss]) -> DrafterLoss:
+        """Return the loss of several batches together; there is at least one."""
+        first, *others = losses
+        for found in others:
+            metrics = {
+                name: (a + found.metrics[name][0], b + found.metrics[name][1]) for name, (a, b) in first.metrics.items()
+            }
+            first = cls(first.total + found.total, first.count + found.count, metrics)
+        return first
 
     @property
     def mean(self) -> Tensor:

@@ -143,6 +143,7 @@ class Mtp(HeadDrafter[MtpConfig]):
     """A drafter of MTP modules, with the target's embeddings and output embedding."""
 
     name = "mtp"
+    packs = True
     config_class = MtpConfig
 
     def __init__(self, config: MtpConfig):
@@ -179,6 +180,10 @@ class Mtp(HeadDrafter[MtpConfig]):
 
     def loss(self, batch: TargetBatch) -> DrafterLoss:
         """Return Σ_k decay^(k−1) / Σ_j decay^(j−1) · Σ_positions loss_k."""
+        return DrafterLoss.sum(self._loss_of_texts(texts) for texts in batch.texts())
+
+    def _loss_of_texts(self, batch: TargetBatch) -> DrafterLoss:
+        """Return the loss of rows that hold one text each."""
         wanted = batch.supervised.clone()
         wanted[:, :2] = False  # the first module's first prediction is x_2
         rows, places = wanted.nonzero(as_tuple=True)

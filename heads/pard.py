@@ -68,7 +68,6 @@ class Pard(DraftModel):
 
     name = "pard"
     writes_text = False
-    packs = False  # its masks are drawn of whole rows
     config_class = PardConfig
     config: PardConfig
 
@@ -126,7 +125,11 @@ class Pard(DraftModel):
     # ------------------------------------------------------------ training
 
     def loss(self, batch: TargetBatch) -> DrafterLoss:
-        """Return the mean loss of each row's drafts at all depths, times the row's tokens to learn."""
+        """Return the mean loss of each text's drafts at all depths, times the text's tokens to learn."""
+        return DrafterLoss.sum(self._loss_of_texts(texts) for texts in batch.texts())
+
+    def _loss_of_texts(self, batch: TargetBatch) -> DrafterLoss:
+        """Return the loss of rows that hold one text each."""
         wanted = batch.supervised.clone()
         wanted[:, :1] = False
         learned = nn.functional.pad(wanted, (0, 1))[:, 1:]  # the text says x_{t + 1} at t

@@ -69,7 +69,6 @@ class PEagle(Eagle3):
     """An EAGLE-3 head that drafts in one pass."""
 
     name = "peagle"
-    packs = False  # rollouts are drawn of whole rows
     config_class = PEagleConfig
     config: PEagleConfig
 
@@ -101,7 +100,11 @@ class PEagle(Eagle3):
     # ------------------------------------------------------------ training
 
     def loss(self, batch: TargetBatch) -> DrafterLoss:
-        """Return the mean loss of each row's drafts at all depths, times the row's tokens to learn."""
+        """Return the mean loss of each text's drafts at all depths, times the text's tokens to learn."""
+        return DrafterLoss.sum(self._loss_of_texts(texts) for texts in batch.texts())
+
+    def _loss_of_texts(self, batch: TargetBatch) -> DrafterLoss:
+        """Return the loss of rows that hold one text each."""
         wanted = batch.supervised.clone()
         wanted[:, :2] = False
         # The pair at t says x_{t + 2}, a mask d places after it x_{t + 2 + d}.

@@ -131,7 +131,7 @@ def understand(row: Row, where: str, layout: str | None = None, column: str | No
         answer = _answer(row, where)
         return Asked(kind, key, _text(row[key], key, where), given=(answer,) if answer else ())
     chat = {"messages": _chat, "turns": _turns, "question": _question}[kind](row, key, where)
-    return replace(chat, messages=_with_system(row, chat.messages), tools=_tools(row, where))
+    return replace(chat, messages=_with_system(row, chat.messages, where), tools=_tools(row, where))
 
 
 def chat_messages(turns: Any, where: str) -> list[Message]:
@@ -224,9 +224,9 @@ def _answer(row: Row, where: str) -> Turn:
     return ()
 
 
-def _with_system(row: Row, messages: Turn) -> Turn:
-    system = row.get("system")
-    if not isinstance(system, str) or not system or not messages or messages[0]["role"] == "system":
+def _with_system(row: Row, messages: Turn, where: str) -> Turn:
+    system = "" if row.get("system") is None else _text(row["system"], "system", where)
+    if not system or not messages or messages[0]["role"] == "system":
         return messages
     return ({"role": "system", "content": system}, *messages)
 
@@ -241,6 +241,9 @@ def _tools(row: Row, where: str) -> list[Any] | None:
             raise RowError(where, f"`tools` must be a list, or JSON of one: {error.reason}.") from error
     if tools is not None and not isinstance(tools, list):
         raise RowError(where, f"`tools` must be a list, or JSON of one; found {_shown(tools)}.")
+    for number, tool in enumerate(tools or [], 1):
+        if not isinstance(tool, dict):
+            raise RowError(where, f"`tools` must hold objects; its entry {number} is {_shown(tool)}.")
     return _without_nulls(tools) or None
 
 
@@ -282,6 +285,8 @@ def _call(call: Any, where: str) -> Any:
         raise RowError(where, f"a tool call must be an object, found {_shown(call)}.")
     function = call.get("function")
     holder = function if isinstance(function, dict) else call
+    if not isinstance(holder.get("name"), str):
+        raise RowError(where, f"a tool call must name its function, found {_shown(call)}.")
     arguments = holder.get("arguments")
     if isinstance(arguments, str):
         try:

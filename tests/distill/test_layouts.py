@@ -162,6 +162,9 @@ FAULTS = [
     ({"messages": [U, {**A, "tool_calls": ["ls"]}]}, 'a tool call must be an object, found "ls".'),
     ({"messages": [U], "tools": "ls"}, "`tools` must be a list, or JSON of one: not valid JSON"),
     ({"messages": [U], "tools": {"name": "ls"}}, "`tools` must be a list, or JSON of one; found {"),
+    ({"messages": [U], "tools": ["ls"]}, '`tools` must hold objects; its entry 1 is "ls".'),
+    ({"messages": [U, {**A, "tool_calls": [{"function": "ls"}]}]}, "a tool call must name its function, found {"),
+    ({"messages": [U], "system": 5}, "`system` must be text, found 5."),
     ({"prompt": [U], "completion": [{"role": "assistant"}]}, "a message (assistant) must be text, found null."),
 ]
 

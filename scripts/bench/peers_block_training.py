@@ -177,12 +177,12 @@ def main() -> int:
     target = load_target()
     settings = {"anchors": asked.anchors, "block_size": BLOCK, "depths": DEPTHS, "repeats": asked.repeats}
     names = [OURS, *(f"{THEIRS}, {attention}" for attention in asked.attention)]
-    result: dict[str, Any] = {"conditions": conditions(target, attentions=asked.attention, **settings), "found": []}
+    result: dict[str, Any] = {"conditions": conditions(target, attentions=asked.attention, **settings), "steps": []}
     for kind in asked.kinds:
         for length in asked.lengths:
             row = {"kind": kind, "length": length} | speed(kind, length, asked.anchors, names, asked.repeats)
             row["memory"] = memory(kind, length, asked.anchors, names)
-            result["found"].append(row)
+            result["steps"].append(row)
             print(kind, length, row["ours_over_their_fastest"], row["memory"]["ours_over_their_leanest"], flush=True)
             write(result, asked.out)
     return 0

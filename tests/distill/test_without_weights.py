@@ -9,12 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import PartialState, debug_launcher
 from safetensors.torch import load_file, save_file
+from torch import distributed
 
 from outrider.distill import distill, provenance
 from outrider.ground import BadInputError
 from outrider.recipes import Recipe
-from outrider.targets import Target
+from outrider.targets import Target, absent
 
 from .conftest import Server
 
@@ -75,6 +77,30 @@ def test_both_make_the_same_data_set(recipe: Callable[..., Recipe], saved: Path)
     names = [file.name for file in light.iterdir()]
     assert any(name.endswith(".arrow") for name in names)
     assert all((light / name).read_bytes() == (whole / name).read_bytes() for name in names)
+
+
+def distil_together(recipe: Recipe) -> None:
+    PartialState(cpu=True)
+    distill(recipe)
+
+
+@pytest.mark.usefixtures("unloaded")
+def test_of_several_processes_the_first_alone_reads_the_weights(
+    recipe: Callable[..., Recipe], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read, notes = absent.load_causal_lm, tmp_path / "notes"
+    notes.mkdir()
+
+    def noted(*arguments: Any, **named: Any) -> Any:
+        (notes / str(distributed.get_rank())).touch()
+        return read(*arguments, **named)
+
+    one = distill(recipe("one"))
+    monkeypatch.setattr(absent, "load_causal_lm", noted)
+    several = recipe("several")
+    debug_launcher(distil_together, (several,), num_processes=2)
+    assert [file.name for file in notes.iterdir()] == ["0"]
+    assert provenance(several.output_folder / "data") == provenance(one)
 
 
 @pytest.mark.usefixtures("unloaded")

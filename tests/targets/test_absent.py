@@ -190,7 +190,7 @@ def own_memory():
 def watch():
     while True:
         seen.append(own_memory())
-        time.sleep(0.001)
+        time.sleep(0.004)
 
 keep_large_blocks()  # as the command line does
 absent_target(sys.argv[1], dtype="float32").fingerprint()  # what the libraries keep

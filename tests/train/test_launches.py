@@ -42,6 +42,8 @@ ENGINES = [
     pytest.param(Launch("zero3", 2), id="zero3", marks=needs_deepspeed),
 ]
 TIED = {"type": "draft_model", "model": {"num_hidden_layers": 2, "tie_word_embeddings": True}}
+MTP = {"type": "mtp", "steps": 3}
+PEAGLE = {"type": "peagle", "steps": 3}
 MEDUSA = {"type": "medusa", "num_heads": 2}  # has neither norms nor biases
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
@@ -109,6 +111,20 @@ def test_a_drafter_in_parts_learns_what_one_process_learns(
     load_drafter(checkpoints(folders[0] / "checkpoints")[0], target)
     facts = [json.loads((f / "provenance.json").read_text())["drafter"] for f in folders]
     assert facts[0] == facts[1]
+
+
+@pytest.mark.parametrize("launch", [pytest.param(Launch("ddp", 2), id="ddp"), *ENGINES])
+@pytest.mark.parametrize("drafter", [MTP, PEAGLE], ids=["mtp", "peagle"])
+def test_packs_whose_texts_are_read_alone_want_other_numbers_of_passes_in_each_process(
+    launch: Launch, drafter: dict[str, Any], recipe: Callable[..., Recipe], target: Target, run: Run
+) -> None:
+    """The drafter is gathered as one for a step, so that nobody waits for a pass that another does not make."""
+    settings = {"optim": "adamw_torch", "packing": True, "max_length": 64, "max_steps": 6, "eval_strategy": "no"}
+    one = recipe("one", drafter, per_device_train_batch_size=4, **settings)
+    made = recipe("packs", drafter, per_device_train_batch_size=2, **settings)
+    train(one, target)
+    run(launch, made)
+    assert losses(made.output_folder) == pytest.approx(losses(one.output_folder), rel=1e-4)
 
 
 @pytest.mark.parametrize("launch", ENGINES)

@@ -87,6 +87,7 @@ class DraftModel(Drafter[DraftModelConfig]):
 
     name = "draft_model"
     writes_text = True
+    by_layers = True
     packs = True
     config_class = DraftModelConfig
 

@@ -68,6 +68,7 @@ class Pard(DraftModel):
 
     name = "pard"
     writes_text = False
+    by_layers = False  # see `RolledLayers`
     config_class = PardConfig
     config: PardConfig
 

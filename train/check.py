@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, TrainingArguments
 from ..distill.responses import data_folder
 from ..ground import BadInputError
 from ..ground.disk import free_bytes, readable_bytes, require_folder
-from ..heads import HEADS, Drafter, DraftModel
+from ..heads import HEADS, Drafter
 from ..heads.losses import divergence
 from ..recipes import DataSpec, JointSpec, Recipe
 from ..targets import Target
@@ -242,7 +242,7 @@ def check_packs_of_parts(drafter_class: type[Drafter], recipe: Recipe, args: Tra
 
     Each pass gathers the layers, which all processes must do together.
     """
-    if packing_of(recipe.training) and issubclass(drafter_class, DraftModel) and kind_of_processes(args) == "FSDP":
+    if packing_of(recipe.training) and drafter_class.by_layers and kind_of_processes(args) == "FSDP":
         raise BadInputError(
             f"training.packing: under FSDP2 a {drafter_class.name} must make as many passes in every process, and "
             "packs want different numbers; leave out training.packing, or launch with --multi_gpu or ZeRO."

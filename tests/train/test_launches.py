@@ -44,6 +44,7 @@ ENGINES = [
 TIED = {"type": "draft_model", "model": {"num_hidden_layers": 2, "tie_word_embeddings": True}}
 MTP = {"type": "mtp", "steps": 3}
 PEAGLE = {"type": "peagle", "steps": 3}
+PARD = {"type": "pard", "model": {"num_hidden_layers": 2}, "steps": 3, "mask_token_id": 319}
 MEDUSA = {"type": "medusa", "num_heads": 2}  # has neither norms nor biases
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
@@ -114,7 +115,7 @@ def test_a_drafter_in_parts_learns_what_one_process_learns(
 
 
 @pytest.mark.parametrize("launch", [pytest.param(Launch("ddp", 2), id="ddp"), *ENGINES])
-@pytest.mark.parametrize("drafter", [MTP, PEAGLE], ids=["mtp", "peagle"])
+@pytest.mark.parametrize("drafter", [MTP, PEAGLE, PARD], ids=["mtp", "peagle", "pard"])
 def test_packs_whose_texts_are_read_alone_want_other_numbers_of_passes_in_each_process(
     launch: Launch, drafter: dict[str, Any], recipe: Callable[..., Recipe], target: Target, run: Run
 ) -> None:

@@ -19,6 +19,8 @@ from outrider.heads import (
     Eagle3Config,
     Medusa,
     MedusaConfig,
+    Pard,
+    PardConfig,
     TargetBatch,
 )
 from outrider.targets import Target
@@ -83,6 +85,13 @@ def test_layers_pass_on_what_autocast_gives_them(target: Target) -> None:
     assert plugin.mixed_precision_policy.param_dtype == torch.bfloat16
     assert not plugin.mixed_precision_policy.cast_forward_inputs
     assert plugin.transformer_cls_names_to_wrap
+
+
+def test_a_loss_that_reads_weights_outside_of_their_layers_has_the_drafter_gathered_as_one(target: Target) -> None:
+    plugin = SimpleNamespace()
+    drafter = Pard.build(PardConfig(model={"num_hidden_layers": 2}, mask_token_id=319), target)
+    _fit_fsdp(plugin, Parts(drafter))
+    assert plugin.transformer_cls_names_to_wrap == []
 
 
 def test_tied_weights_stay_tied_in_a_copy(target: Target) -> None:

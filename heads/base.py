@@ -107,7 +107,7 @@ class Drafter(SavedDrafter[C]):
     `writes_text`: it is a whole language model, which needs no target to write: see `writer`.
     `trains_target`: its loss may train the hidden states that it reads, so that the target learns with it
         (train/joint.py).
-    `by_layers`: its loss runs the layers of its Hugging Face `model` as modules, so that FSDP2 may gather one at a time.
+    `by_layers`: its loss runs the layers of its Hugging Face `model` as modules: FSDP2 may gather one at a time.
     `packs`: its loss keeps the documents of a row apart, so that texts can be packed (`TargetBatch.documents`).
     """
 

@@ -211,10 +211,9 @@ def fit_engine(parts: Parts, accelerator: Accelerator) -> None:
 
 def _fit_fsdp(plugin: Any, parts: Parts) -> None:
     plugin.cpu_ram_efficient_loading = False  # every process has made the drafter by itself
-    model = getattr(parts.drafter, "model", None)
-    wrapped = parts.drafter.by_layers and isinstance(model, PreTrainedModel)
+    model = getattr(parts.drafter, "model", None) if parts.drafter.by_layers else None
     # These are gathered one at a time, the rest of the drafter as one.
-    plugin.transformer_cls_names_to_wrap = block_classes(model) if wrapped else []
+    plugin.transformer_cls_names_to_wrap = block_classes(model) if isinstance(model, PreTrainedModel) else []
     # Autocast chooses the precision of what passes between layers: casting it, too, would round the residual stream.
     plugin.mixed_precision_policy = MixedPrecisionPolicy(
         param_dtype=parts.lesson.precision, reduce_dtype=torch.float32, cast_forward_inputs=False

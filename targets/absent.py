@@ -9,6 +9,7 @@ what malloc keeps, and mapped pages of files, which the system takes back.
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -22,8 +23,10 @@ from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from ..ground import BadInputError
 from ..ground.allocation import give_back_unused
 from ..ground.foreign import read_json
+from ..ground.libraries import reason
 from .fingerprint import Digested, Fingerprint, digest_tensor
 from .loading import expanded, folder_of, load_causal_lm, load_tokenizer_of, target_path
 from .sketch import sketch_causal_lm
@@ -32,6 +35,8 @@ from .vetting import GENERATION_CONFIG
 
 _ENOUGH = 2**26  # bytes of weights that were put aside, after which malloc's holes are given back
 _IN_ADVANCE = "HF_DEACTIVATE_ASYNC_LOAD"  # the library reads all weights in advance unless this is set
+
+_log = logging.getLogger(__name__)
 
 
 def absent_target(
@@ -65,7 +70,7 @@ def absent_target(
     tokenizer = load_tokenizer_of(expanded(path), revision, trust_remote_code)
     source = {"path": expanded(path), "revision": revision, "adapter": None}
     read = partial(load_causal_lm, name, dtype, revision, trust_remote_code)
-    return Target(model, tokenizer, source, lambda: _fingerprint(read, tokenizer))
+    return Target(model, tokenizer, source, lambda: _fingerprint(read, tokenizer, load))
 
 
 def _is_plain(model: PreTrainedModel) -> bool:
@@ -81,11 +86,20 @@ def _read_endings(model: PreTrainedModel, folder: Path) -> None:
         model.generation_config = GenerationConfig.from_dict(read_json(folder / GENERATION_CONFIG))
 
 
-def _fingerprint(read: Callable[[], PreTrainedModel], tokenizer: PreTrainedTokenizerBase) -> Fingerprint:
-    """Return the fingerprint of the model that `read` reads, which is never whole in memory."""
-    with _one_at_a_time(), _putting_aside() as digested:
-        model = read()
-    return Fingerprint.of(model, tokenizer, digested)
+def _fingerprint(
+    read: Callable[[], PreTrainedModel], tokenizer: PreTrainedTokenizerBase, load: Callable[[], Target]
+) -> Fingerprint:
+    """Return the fingerprint of the model that `read` reads, which is never whole in memory.
+
+    A model that computes with its weights while it is loaded needs them there: `load` has them.
+    """
+    try:
+        with _one_at_a_time(), _putting_aside() as digested:
+            model = read()
+        return Fingerprint.of(model, tokenizer, digested)
+    except (BadInputError, NotImplementedError) as error:  # of a damaged file `load` says so, too
+        _log.warning("the target is loaded whole: its weights cannot be read one at a time (%s)", reason(error))
+        return load().fingerprint()
 
 
 @contextmanager

@@ -154,6 +154,21 @@ def test_what_cannot_be_known_from_the_files_alone_is_loaded_whole(save: Save, t
     require_same(folder, absent=False, adapter=str(tmp_path / "adapter"))
 
 
+def test_a_model_that_computes_with_its_weights_on_loading_is_loaded_whole_for_its_fingerprint(
+    save: Save, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    tie = LlamaForCausalLM.tie_weights
+
+    def computing(self: LlamaForCausalLM, *arguments: Any, missing_keys: Any = None, **named: Any) -> None:
+        tie(self, *arguments, missing_keys=missing_keys, **named)
+        if missing_keys is not None:  # it is being loaded
+            assert self.model.norm.weight.sum().item() > 0
+
+    monkeypatch.setattr(LlamaForCausalLM, "tie_weights", computing)
+    require_same(save())
+    assert "the target is loaded whole: its weights cannot be read one at a time" in caplog.text
+
+
 # ------------------------------------------------------------ what it takes
 
 

@@ -154,6 +154,7 @@ class DFlash(Drafter[C]):
 
     name = "dflash"
     packs = True
+    follows_rounds = True
     config_class: ClassVar[type[DFlashConfig]] = DFlashConfig
     token_ids: Tensor  # [V']
 
@@ -341,7 +342,11 @@ class BlockLearning:
         if config.weighting == "decay":
             gamma = config.gamma or default_gamma(config.drafts)
             weights = weights * decay_weights(config.drafts, gamma, weights.device)
-        return self.lessons.per_row(weights, self.wanted, self.batch.documents)
+        weights = self.lessons.per_row(weights, self.wanted, self.batch.documents)
+        if self.batch.verified is None:
+            return weights
+        rows, depths = self.lessons.rows[:, None], torch.arange(1, config.drafts + 1, device=weights.device)
+        return self.batch.verified.weighed(weights, rows, self.lessons.places, depths, self.batch.documents)
 
     def states(self, states: Tensor) -> Tensor:
         """Return what `logits` and `beside` read of the drafts' states `[A, k, H]`, `[A, k, ·]`."""

@@ -69,6 +69,7 @@ class Pard(DraftModel):
     name = "pard"
     writes_text = False
     packs = False  # its masks are drawn of whole rows
+    follows_rounds = True  # it reads masks in place of drafts
     config_class = PardConfig
     config: PardConfig
 
@@ -135,6 +136,9 @@ class Pard(DraftModel):
         rollouts = Rollouts.drawn(learned, batch.tokens, config.steps, config.keep_ratio, config.keep_least, batch.step)
         output = self.roll(batch.tokens, rollouts)
         drafts = RolledDrafts.of(learned, rollouts)
+        weights = drafts.per_row(wanted, config.decay)
+        if batch.verified is not None:
+            weights = batch.verified.weighed(weights, drafts.rows, drafts.places + 1, drafts.depths + 1)
         head = self.model.get_output_embeddings()
         found = chunked_compare(
             batch.last[drafts.rows, drafts.places],
@@ -146,7 +150,7 @@ class Pard(DraftModel):
                 self.output_ids,
                 parameters=list(head.parameters()),
             ),
-            weights=drafts.per_row(wanted, config.decay),
+            weights=weights,
             following=batch.tokens[drafts.rows, drafts.places + 1],
         )
         return DrafterLoss(found.total, wanted.sum(), drafts.metrics(found, wanted.shape, config.steps))

@@ -111,6 +111,8 @@ class PEagle(Eagle3):
         output = self.roll(batch, rollouts)
         drafts = RolledDrafts.of(learned, rollouts)
         weights = drafts.per_row(wanted, config.decay)
+        if batch.verified is not None:
+            weights = batch.verified.weighed(weights, drafts.rows, drafts.places + 2, drafts.depths + 1)
         found = chunked_compare(
             batch.last[drafts.rows, drafts.places + 1],
             output[drafts.rows, drafts.entries],

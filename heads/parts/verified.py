@@ -40,8 +40,18 @@ class Verified:
         """
         return self.depths[rows, places] == depths
 
+    def roots(self) -> Tensor:
+        """Return the roots of rounds, `[R, T]` bool: the tokens before those of depth 1."""
+        return torch.nn.functional.pad(self.depths == 1, (0, 1))[:, 1:]
+
     def weighed(
-        self, weights: Tensor, rows: Tensor, places: Tensor, depths: Tensor, documents: Documents | None = None
+        self,
+        weights: Tensor,
+        rows: Tensor,
+        places: Tensor,
+        depths: Tensor,
+        documents: Documents | None = None,
+        rest: Tensor | None = None,
     ) -> Tensor:
         """Return `weights` of drafts, of which the share has moved to what was reached; the sum of each text stays.
 
@@ -51,7 +61,9 @@ class Verified:
         Args:
             rows, places, depths: as in `reached`; they broadcast to `weights`.
             documents: the texts that rows hold; None where each is one.
+            rest: what drafts have instead of w in the first part, with the same sums; None for w.
         """
+        rest = weights if rest is None else rest
         reached = weights * self.reached(rows, places, depths)
         numbers = rows if documents is None else documents.numbers(rows.device)[rows, places]
         texts = numbers.expand_as(weights)
@@ -59,7 +71,7 @@ class Verified:
         whole, there = (_sums(values, texts, count) for values in (weights, reached))
         is_any = there > 0
         factors = torch.where(is_any, self.share * whole / there.where(is_any, torch.ones_like(there)), 0.0)
-        return (1 - self.share * is_any)[texts] * weights + factors[texts] * reached
+        return (1 - self.share * is_any)[texts] * rest + factors[texts] * reached
 
 
 def _sums(values: Tensor, texts: Tensor, count: int) -> Tensor:

@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from outrider.heads import HEADS, Drafter, TargetBatch, Verified, drafter_config
+from outrider.heads import HEADS, DFlash, Drafter, TargetBatch, Verified, drafter_config
 from outrider.heads.losses import Comparison
+from outrider.heads.parts.anchors import Anchors, Lessons, eligible_places
 from outrider.targets import Target
 from outrider.targets.documents import Documents
 
@@ -89,6 +90,53 @@ def test_a_text_of_which_nothing_was_reached_keeps_its_weights() -> None:
     assert found.tolist() == [0.5, 2.5, 3.0, 4.0]
     found = Verified(torch.tensor([[0, 1], [0, 0]]), 0.5).weighed(weights, places // 2, places % 2, ones)
     assert found.tolist() == [0.5, 2.5, 3.0, 4.0]
+
+
+# ------------------------------------------------------------ the anchors of blocks
+
+
+def test_a_share_of_the_anchors_is_drawn_from_roots_and_the_others_as_always() -> None:
+    """Of 10 anchors among 60 places, rounds of 4 tokens: 5 are roots; the other 5 are the first 5 of the usual draw."""
+    tokens, eligible = torch.arange(64)[None], torch.zeros(1, 64, dtype=torch.bool)
+    eligible[:, 3:63] = True
+    depths = torch.tensor([[0, 0, 0, 0, *[1, 2, 3, 4] * 15]])
+    roots = {place for place in range(63) if depths[0, place + 1] == 1}
+    found = Anchors.of(eligible, tokens, 10, 7, verified=Verified(depths, 0.5))
+    assert found.usual is not None
+    drawn = dict(zip(found.places[0].tolist(), found.usual[0].tolist(), strict=True))
+    assert sorted(drawn) == list(drawn)
+    evenly = {place for place, is_usual in drawn.items() if is_usual}
+    assert evenly < set(Anchors.of(eligible, tokens, 10, 7).places[0].tolist())
+    assert len(evenly) == 5
+    assert drawn.keys() - evenly <= roots
+    assert len(drawn.keys() & roots) >= 5
+    none = Anchors.of(eligible, tokens, 10, 7, verified=Verified(torch.zeros_like(depths), 0.5))
+    assert none.usual is None
+    assert torch.equal(none.places, Anchors.of(eligible, tokens, 10, 7).places)
+    every = Anchors.of(eligible, tokens, 60, 7, verified=Verified(depths, 0.5))
+    assert every.usual is None, "all places are anchors already"
+
+
+@pytest.mark.parametrize("share", [0.3, 0.5, 0.9, 1.0])
+def test_blocks_weigh_what_a_texts_tokens_do_and_the_rest_is_spread_without_what_was_drawn_for_rounds(
+    target: Target, share: float
+) -> None:
+    drafter = made(target, DFLASH | {"num_anchors": 2})
+    assert isinstance(drafter, DFlash)
+    given = batch(target, drafter, share)
+    wanted, verified = given.supervised, given.verified
+    for step in range(8):
+        anchors = Anchors.of(eligible_places(wanted, True), given.tokens, 2, step, verified=verified)
+        lessons = Lessons.of(anchors, wanted, drafter.max_depth)
+        weights = drafter.learning(given, wanted, lessons).sides().weighting.fixed
+        for row in range(2):
+            assert float(weights[lessons.rows == row].sum()) == pytest.approx(7)
+        if lessons.usual is None:
+            continue
+        reached = torch.tensor(DEPTHS)[lessons.places] == torch.arange(1, 4)
+        unreached = (lessons.rows == 0)[:, None] & ~reached & lessons.counts
+        assert bool((weights[unreached & ~lessons.usual[:, None]] == 0).all())
+        assert float(weights[unreached].sum()) <= (1 - share) * 7 + 1e-5
 
 
 # ------------------------------------------------------------ in the losses of drafters

@@ -11,6 +11,7 @@ from torch import Tensor
 from outrider.heads import HEADS, DFlash, Drafter, TargetBatch, Verified, drafter_config
 from outrider.heads.losses import Comparison
 from outrider.heads.parts.anchors import Anchors, Lessons, eligible_places
+from outrider.heads.parts.rollouts import RolledDrafts, Rollouts, Served, kept_counts
 from outrider.targets import Target
 from outrider.targets.documents import Documents
 
@@ -139,6 +140,62 @@ def test_blocks_weigh_what_a_texts_tokens_do_and_the_rest_is_spread_without_what
         assert float(weights[unreached].sum()) <= (1 - share) * 7 + 1e-5
 
 
+# ------------------------------------------------------------ the masks of rollouts
+
+
+def test_a_share_of_the_masks_follows_rounds_and_the_others_are_drawn_as_always() -> None:
+    """As many masks of each depth as without, none without those before it; half of them where rounds reached."""
+    tokens, learned = torch.arange(80)[None], torch.ones(1, 80, dtype=torch.bool)
+    depths = torch.tensor([[1, 2, 3, 4, 5] * 16])
+    served, drops = Served(Verified(depths, 0.5), says=1), (6, 0.7, 0.2)
+    found, usual = Rollouts.drawn(learned, tokens, *drops, 7, served), Rollouts.drawn(learned, tokens, *drops, 7)
+    assert found.usual is not None
+    assert usual.usual is None
+    masks, others = set(), set()
+    for anchor, depth, real, is_usual in zip(
+        found.anchors[0].tolist(),
+        found.depths[0].tolist(),
+        found.real[0].tolist(),
+        found.usual[0].tolist(),
+        strict=True,
+    ):
+        if real:
+            masks.add((anchor, depth))
+            others |= set() if is_usual else {(anchor, depth)}
+    assert all(depth == 1 or (anchor, depth - 1) in masks for anchor, depth in masks)
+    reached = {(a, d) for a, d in masks if a + 1 + d < 80 and depths[0, a + 1 + d] == d + 1}
+    assert others
+    assert others <= reached
+    for depth, most in enumerate(kept_counts(80, *drops)):
+        if depth:
+            assert sum(d == depth for _, d in masks) <= most
+            there = int((depths[0, 2 + depth :] == depth + 1).sum())
+            assert sum(d == depth for _, d in reached) >= min(int(0.5 * most), there) * (depth < 5) * 0.8
+    whole = Rollouts.drawn(learned, tokens, 6, 1.0, 0.2, 7, served)
+    assert whole.usual is None, "where nothing is dropped, all masks are there already"
+    none = Rollouts.drawn(learned, tokens, *drops, 7, Served(Verified(torch.zeros_like(depths), 0.5), says=1))
+    assert torch.equal(none.anchors, usual.anchors)
+    assert torch.equal(none.depths, usual.depths)
+
+
+@pytest.mark.parametrize("share", [0.3, 1.0])
+def test_masks_weigh_what_a_rows_tokens_do(share: float) -> None:
+    """The rest is spread over what was drawn evenly, and over what the text itself says."""
+    tokens, wanted = torch.arange(80)[None], torch.ones(1, 80, dtype=torch.bool)
+    wanted[:, :1] = False
+    learned = torch.nn.functional.pad(wanted, (0, 1))[:, 1:]
+    served = Served(Verified(torch.tensor([[1, 2, 3, 4, 5] * 16]), share), says=1)
+    rollouts = Rollouts.drawn(learned, tokens, 6, 0.7, 0.2, 7, served)
+    drafts = RolledDrafts.of(learned, rollouts)
+    weights = drafts.weights(wanted, 0.9, served)
+    assert float(weights.sum()) == pytest.approx(79, rel=1e-5)
+    reached = served.verified.reached(drafts.rows, drafts.places + 1, drafts.depths + 1)
+    assert drafts.usual is not None
+    assert bool(reached[~drafts.usual].all())
+    rest = float(weights[~reached].sum())
+    assert rest == pytest.approx(0, abs=1e-5) if share == 1 else 0.5 * 79 < rest < 0.7 * 79
+
+
 # ------------------------------------------------------------ in the losses of drafters
 
 
@@ -195,7 +252,7 @@ def test_the_loss_of_a_whole_share_is_that_of_drafts_in_served_places(target: Ta
         depths = torch.tensor([[0, 0, 0, 0, 1, 2, 3, 0, 0, 0]])
         whole = TargetBatch(target, tokens, given.supervised[:1], out.hidden, out.last)
         whole.verified = Verified(depths, 1.0)
-        losses.append(float(drafter.loss(whole).total))
+        losses.append(float(drafter.loss(whole).total.detach()))
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
     assert losses[0] > 0
 

@@ -314,10 +314,11 @@ class RolledDrafts:
             (places, learned.shape[1] + every % width),
             (torch.zeros_like(places), rollouts.depths.flatten()[real]),
         ]
-        drafts = [torch.cat(pair) for pair in parts]
-        if rollouts.usual is None:
-            return cls(*drafts)
-        return cls(*drafts, torch.cat([torch.ones_like(places, dtype=torch.bool), rollouts.usual.flatten()[real]]))
+        usual = None
+        if rollouts.usual is not None:
+            usual = torch.cat([torch.ones_like(places, dtype=torch.bool), rollouts.usual.flatten()[real]])
+        rows, places, entries, depths = (torch.cat(pair) for pair in parts)
+        return cls(rows, places, entries, depths, usual)
 
     def weights(self, wanted: Tensor, decay: float, served: Served | None = None) -> Tensor:
         """Return decay^depth, divided by its sum in each row and times the row's tokens to learn, `[P]`.

@@ -150,9 +150,9 @@ def test_an_interrupted_run_keeps_its_rounds(
 
 
 def test_responses_begun_without_a_drafter_may_be_finished_with_one(
-    make_recipe: MakeRecipe, tiny_target: Target, ngram: str
+    make_recipe: MakeRecipe, tiny_target: Target, ngram: str, similar: str
 ) -> None:
-    """Their text is the same; who has no rounds says so, row by row."""
+    """Or with another one. Their text is the same; who has no rounds says so, row by row; each drafter is named."""
     whole = distill(make_recipe("whole"), tiny_target)
     interrupt(make_recipe("cut"), tiny_target, after=2)
     cut = distill(make_recipe("cut", drafter=ngram), tiny_target)
@@ -160,6 +160,9 @@ def test_responses_begun_without_a_drafter_may_be_finished_with_one(
     assert [row["input_ids"] for row in found] == [row["input_ids"] for row in rows(whole)]
     assert sum(row["depths"] is None for row in found) == 4
     assert list(rounds_of(cut).values()) == [2]
+    interrupt(make_recipe("both", drafter=ngram), tiny_target, after=2)
+    both = rounds_of(distill(make_recipe("both", drafter=similar), tiny_target))
+    assert {who.split()[0]: count for who, count in both.items()} == {"ngram": 4, "draft_model": 2}
     assert load_responses(cut).data.column("depths").null_count == 4
 
 

@@ -131,6 +131,17 @@ def test_trainings_follow_rounds_however_their_batches_are_made(follow: MakeReci
     assert saved["data"]["rounds"] == {"eagle3 0123": 53}
 
 
+@pytest.mark.slow
+def test_two_processes_follow_rounds_as_one(follow: MakeRecipe, target: Target) -> None:
+    from accelerate import debug_launcher
+
+    one = follow("one", 0.5, max_steps=3, per_device_train_batch_size=8)
+    two = follow("two", 0.5, max_steps=3, per_device_train_batch_size=4)
+    train(one, target)
+    debug_launcher(train, (two, target), num_processes=2)
+    assert losses(two) == pytest.approx(losses(one), rel=1e-5)
+
+
 def test_without_a_share_a_training_is_bit_for_bit_that_without_rounds(
     recipe: MakeRecipe, follow: MakeRecipe, target: Target
 ) -> None:

@@ -101,7 +101,7 @@ install() {
     else
         say "· installing $what"
     fi
-    if ! "$venv/bin/python" -m pip install --disable-pip-version-check -c "$root/constraints.txt" "$@" >"$log" 2>&1; then
+    if ! "$venv/bin/python" -m pip install --disable-pip-version-check --no-compile -c "$root/constraints.txt" "$@" >"$log" 2>&1; then
         stop_ticker
         explain "$what" "$log"
     fi
@@ -131,5 +131,7 @@ ensure_environment() {
     # torch first and from the pin: whatever depends on it must find it there, or it would bring a build of its own.
     install "torch (the largest part)" torch
     install "outrider${extra:+ with the $extra extra}" -e "$root${extra:+[$extra]}"
+    # pip compiles with one core, which takes longer than all else that it does. (Some packages hold what does not compile.)
+    "$venv/bin/python" -m compileall -q -j 0 "$venv/lib" >/dev/null 2>&1 || true
     digest >"$venv/.installed-${extra:-base}"
 }

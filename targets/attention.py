@@ -15,6 +15,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from threading import Lock
 from typing import Any
 
 import torch
@@ -30,6 +31,33 @@ _LEAST_PART = 128  # keys
 _BLOCKS = 256  # a part for each; two per multiprocessor of a large GPU
 
 
+class _Inside:
+    """Who is inside `steady_kernels` now: the choice is the process's, and threads enter and leave in any order.
+
+    Attributes:
+        count: how many are. was_on: the choice that the last one to leave puts back.
+    """
+
+    def __init__(self) -> None:
+        self.lock, self.count, self.was_on = Lock(), 0, True
+
+    def enter(self) -> None:
+        with self.lock:
+            if not self.count:
+                self.was_on = torch.backends.cuda.cudnn_sdp_enabled()
+                torch.backends.cuda.enable_cudnn_sdp(False)
+            self.count += 1
+
+    def leave(self) -> None:
+        with self.lock:
+            self.count -= 1
+            if not self.count:
+                torch.backends.cuda.enable_cudnn_sdp(self.was_on)
+
+
+_inside = _Inside()
+
+
 @contextmanager
 def steady_kernels() -> Iterator[None]:
     """Attend without cuDNN inside; on a GPU only that makes a difference.
@@ -37,12 +65,11 @@ def steady_kernels() -> Iterator[None]:
     cuDNN is torch's first choice on recent GPUs. It makes a plan for every new shape, which takes tens of milliseconds
     for each new length of a prompt, and its masked kernels have open faults (pytorch issues 193893 and 196678).
     """
-    was_on = torch.backends.cuda.cudnn_sdp_enabled()
-    torch.backends.cuda.enable_cudnn_sdp(False)
+    _inside.enter()
     try:
         yield
     finally:
-        torch.backends.cuda.enable_cudnn_sdp(was_on)
+        _inside.leave()
 
 
 def num_parts(blocks: int, length: int) -> int:

@@ -92,10 +92,10 @@ def main() -> int:
     drafter = load_drafter(arguments.drafter, target)
     jobs = make_jobs(load_suites(arguments.suites, target.require_tokenizer()), arguments.limit)
     settings = {"drafter": drafter.name, "prompts": len(jobs), "tokens": arguments.tokens}
-    result: dict[str, Any] = {"conditions": conditions(target, **settings), "found": []}
+    result: dict[str, Any] = {"conditions": conditions(target, **settings), "trees": []}
     for heat in arguments.temperatures:
         found = measure(target, drafter, jobs, arguments.tokens, arguments.nodes, heat)
-        result["found"].append(found)
+        result["trees"].append(found)
         print(found)
         write(result, arguments.out)
     return 0

@@ -18,7 +18,8 @@ from typing import Any
 import yaml
 
 from ...ground.files import write_atomically
-from .page_tables import Result, table, tables_of
+from .page_cells import Result, table
+from .page_tables import tables_of
 
 FOLDER = Path(__file__).parent
 PAGE = "RESULTS.md"

@@ -4,26 +4,10 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable
 
-Result = dict[str, Any]
-NOTHING = "–"
-MEGABYTE = 1e6
-
-
-def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Return a Markdown table."""
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
-
-
-def interval(found: Result | None, digits: int = 2, sign: str = "") -> str:
-    """Return a value with its interval: `1.22 [1.09, 1.37]`."""
-    if found is None:
-        return NOTHING
-    value, low, high = (f"{found[key]:{sign}.{digits}f}" for key in ("value", "low", "high"))
-    return f"{value} [{low}, {high}]"
+from .page_blocks import of_budgets, of_costs, of_peers, of_trees
+from .page_cells import MEGABYTE, NOTHING, Result, interval, table
 
 
 def tables_of(result: Result) -> list[str]:
@@ -545,4 +529,8 @@ KINDS: dict[tuple[str, ...], Callable[[Result], list[str]]] = {
     ("launches",): _of_launches,
     ("types",): _of_types,
     ("memory",): _of_memory,
+    ("found",): of_budgets,
+    ("milliseconds",): of_costs,
+    ("trees",): of_trees,
+    ("steps",): of_peers,
 }

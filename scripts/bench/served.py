@@ -18,7 +18,7 @@ from outrider.pair import Pair
 from outrider.serving.comparison import Comparison
 from outrider.serving.expectation import Expectation, Trial
 from outrider.serving.result import TOLERANCE, ServedResult
-from outrider.serving.session import Session, Start
+from outrider.serving.session import Session, Start, depth_of
 
 from .conditions import command, conditions, write
 
@@ -57,14 +57,15 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--limit", type=int, default=12)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--depth", type=int, help="draft tokens per round; without it each pair's own")
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 1.0])
     parser.add_argument("--expect-only", action="store_true", help="only what our own decoder does, into --expected")
     return parser.parse_args()
 
 
 def _session(folder: Path, asked: argparse.Namespace) -> Session:
-    trial = Trial(tuple(asked.temperatures), max_new_tokens=asked.tokens, limit=asked.limit, seeds=asked.seeds)
     pair = Pair.load(folder)
+    trial = Trial(tuple(asked.temperatures), depth_of(pair, None, asked.depth), asked.tokens, asked.limit, asked.seeds)
     asked.expected.mkdir(parents=True, exist_ok=True)
     file = asked.expected / f"{folder.resolve().parent.name}.json"
     known = Expectation.load(file) if file.is_file() else None

@@ -79,6 +79,18 @@ def test_parts_in_which_nothing_is_seen_weigh_nothing_on_a_gpu(monkeypatch, seen
     torch.testing.assert_close(found.double(), expected, rtol=0, atol=2e-2 if dtype == torch.bfloat16 else 1e-5)
 
 
+def test_whoever_leaves_last_puts_the_choice_of_kernels_back():
+    """Threads that decode at once leave in any order."""
+    first, second = attention.steady_kernels(), attention.steady_kernels()
+    assert torch.backends.cuda.cudnn_sdp_enabled()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert not torch.backends.cuda.cudnn_sdp_enabled()
+    second.__exit__(None, None, None)
+    assert torch.backends.cuda.cudnn_sdp_enabled()
+
+
 def test_decoding_never_attends_by_cudnn_and_leaves_the_choice_as_it_was(tiny_llama, monkeypatch):
     target, chosen = Target(tiny_llama(layers=2)), []
     forward = target.forward

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..targets import RaggedCache, Target
 from ..targets.documents import Documents
+from .parts.verified import Verified
 from .saved import C, SavedDrafter
 from .session import Abilities, Session
 
@@ -30,6 +31,8 @@ class TargetBatch:
         last: the target's last hidden state, `[B, T, H]`; `target.lm_head(last)` are its logits.
         documents: the texts of each row, where rows hold several (see targets/documents.py); None where each holds one.
             Only for drafters that `pack`.
+        verified: what rounds of decoding reached in the rows, on which a share of the loss lies; None for a loss that
+            does not ask. Only for drafters that `follow_rounds`.
         step: seeds what a loss draws of a row, beside the row's text: so neither the batch that a row stands in nor the
             process that learns it changes what is drawn.
     """
@@ -41,6 +44,7 @@ class TargetBatch:
     last: Tensor
     step: int = 0
     documents: Documents | None = None
+    verified: Verified | None = None
 
 
 Sum = tuple[Tensor, Tensor]  # (sum, count): divided once, after everything was added up
@@ -75,12 +79,15 @@ class Drafter(SavedDrafter[C]):
     `trains_target`: its loss may train the hidden states that it reads, so that the target learns with it
         (train/joint.py).
     `packs`: its loss keeps the documents of a row apart, so that texts can be packed (`TargetBatch.documents`).
+    `follows_rounds`: its loss tells the depths of drafts apart, so that a share of it can lie on those that rounds of
+        decoding reached (`TargetBatch.verified`). One that reads the text itself drafts alike at every depth.
     """
 
     trainable: ClassVar[bool] = True
     writes_text: ClassVar[bool] = False
     trains_target: ClassVar[bool] = False
     packs: ClassVar[bool] = False
+    follows_rounds: ClassVar[bool] = False
 
     @property
     def taps(self) -> tuple[int, ...]:

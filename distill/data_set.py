@@ -26,6 +26,8 @@ _WITHOUT_DIGESTS = 1  # what older versions wrote
 _TYPES = {"id": Value("string"), "suite": Value("string"), "input_ids": List(Value("int32"))}
 _NEEDED = Features(**_TYPES, loss_mask=List(Value("int8")))
 _FEATURES = Features(**_NEEDED, content=Value("string"))
+DEPTHS = "depths"  # the column of a data set for which a drafter speculated
+ROUNDS = "rounds"  # what its provenance says of them
 COLUMNS = tuple(_NEEDED)
 
 _log = logging.getLogger(__name__)
@@ -35,7 +37,8 @@ _log = logging.getLogger(__name__)
 class Row:
     """What a drafter learns from: tokens `[T]`, and a mask that is 1 on those that the target wrote `[T]`.
 
-    `content` is a digest of what was asked: it decides which rows are held out, whatever their ids and places.
+    `content` is a digest of what was asked: it decides which rows are held out, whatever their ids and places. `depths`
+    says at which depth a round of decoding reached each token `[T]`, 0 where none did; None where nobody drafted.
     """
 
     id: str
@@ -43,10 +46,14 @@ class Row:
     input_ids: list[int]
     loss_mask: list[int]
     content: str
+    depths: list[int] | None = None
 
 
 def load_responses(folder: str | Path) -> Dataset:
-    """Return the data set in `folder`: id, suite, input_ids (prompt and response), loss_mask (1 on response tokens)."""
+    """Return the data set in `folder`: id, suite, input_ids (prompt and response), loss_mask (1 on response tokens).
+
+    Where a drafter speculated for some of them there are `depths`, too (see `Row`; null for the others).
+    """
     require_whole(Path(folder), provenance(folder))
     try:
         dataset = load_from_disk(str(folder))
@@ -76,6 +83,22 @@ def provenance(folder: str | Path) -> dict[str, Any]:
     return saved
 
 
+def rounds_of(folder: Path) -> dict[str, int]:
+    """Return for how many prompts of a data set each drafter speculated, whose rounds `depths` are.
+
+    Raises:
+        BadInputError: for none: nobody knows which tokens rounds of decoding reached.
+    """
+    found: dict[str, int] = provenance(folder).get(ROUNDS, {})
+    if not found:
+        raise BadInputError(
+            f"data.verified: the responses in {folder} were written without a drafter that speculates, or by an older "
+            "Outrider that kept no rounds. Name a drafter (data.drafter) and delete that folder, so that the target "
+            "answers again (the text will be the same), or leave out data.verified."
+        )
+    return found
+
+
 def require_whole(folder: Path, saved: dict[str, Any]) -> None:
     """Refuse responses that were altered after they were written; of an older version's nobody can tell."""
     if saved["schema_version"] == _WITHOUT_DIGESTS and not (folder / digests.LIST).exists():
@@ -85,7 +108,12 @@ def require_whole(folder: Path, saved: dict[str, Any]) -> None:
 
 
 def save_data_set(
-    folder: Path, rows: Iterable[Row], workplace: Path, describe: Callable[[], dict[str, Any]], name: str
+    folder: Path,
+    rows: Iterable[Row],
+    workplace: Path,
+    describe: Callable[[], dict[str, Any]],
+    name: str,
+    with_depths: bool = False,
 ) -> None:
     """Write a data set beside its place, then move it there. Its rows are never all in memory.
 
@@ -93,12 +121,14 @@ def save_data_set(
         workplace: a folder for what is made on the way.
         describe: returns the provenance, when all rows were written.
         name: of this content, by which the library knows what it has computed of it.
+        with_depths: whether there is a column of them.
     """
+    features = Features(**_FEATURES, **({DEPTHS: List(Value("int16"))} if with_depths else {}))
     stream = working_name(workplace / "rows.arrow", "tmp")  # by which the next run clears what a kill leaves
     try:
-        with ArrowWriter(path=str(stream), features=_FEATURES) as writer:
+        with ArrowWriter(path=str(stream), features=features) as writer:
             for row in rows:
-                writer.write(vars(row))
+                writer.write({column: value for column, value in vars(row).items() if column in features})
             writer.finalize()
         with replacing_folder(folder) as building:
             with _quiet_datasets():

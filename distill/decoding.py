@@ -10,11 +10,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import torch
 
-from ..decode import Decoder, Plan, Sampling
+from ..decode import Decoder, Output, Plan, Sampling
 from ..ground import BadInputError
 from ..ground.crew import Crew
 from ..heads import load_drafter
@@ -48,14 +49,24 @@ class Answering:
     def batch(self, indices: Sequence[int]) -> list[Answer]:
         """Return the answers to the prompts with these indices, turn by turn, as long as there is something to ask."""
         turns: dict[int, list[Tokens]] = {index: [] for index in indices}
+        rounds: dict[int, list[list[int]]] = {index: [] for index in indices}
         asked = {index: self.prompts[index].tokens for index in indices}
         while asked:
-            for index, answer in zip(asked, self._generate(asked), strict=True):
+            out = self._generate(asked)
+            for number, (index, answer) in enumerate(zip(asked, out.tokens, strict=True)):
                 turns[index].append(answer)
+                if self.drafter:
+                    rounds[index].append([one.emitted for one in out.rounds[number]])
             asked = {i: question for i in asked if (question := self._next(i, turns[i])) is not None}
-        return [Answer(index, tuple(turns[index])) for index in indices]
+        return [Answer(i, tuple(turns[i]), "", tuple(rounds[i]), self.drafter) for i in indices]
 
-    def _generate(self, asked: dict[int, tuple[int, ...]]) -> list[Tokens]:
+    @cached_property
+    def drafter(self) -> str:
+        """Who drafts, in words: its kind and the beginning of its digest; "" for nobody."""
+        found = self.decoder.drafter
+        return "" if found is None else f"{found.name} {found.digest()[:16]}"
+
+    def _generate(self, asked: dict[int, tuple[int, ...]]) -> Output:
         """Return an answer to each question; each draws by its prompt's index, whatever the batch."""
         try:
             out = self.decoder.generate(
@@ -70,13 +81,12 @@ class Answering:
                 f"the device has too little memory for data.batch_size={self.spec.batch_size}. Finished responses are "
                 "kept; run again with a smaller one."
             ) from error
-        return out.tokens
+        return out
 
     def _plan(self) -> Plan:
-        if self.decoder.drafter is None:
-            return Plan(depth=0)
         # The one rule under which what is drawn does not depend on who drafts, nor on whether anybody does.
-        return Plan(verify="auto" if self.spec.sampling.temperature == 0 else "coupled")
+        rule = "auto" if self.spec.sampling.temperature == 0 else "coupled"
+        return Plan(0 if self.decoder.drafter is None else self.spec.draft_depth, verify=rule)
 
     def _next(self, index: int, turns: Sequence[Tokens]) -> tuple[int, ...] | None:
         if len(turns) > len(self.prompts[index].later):

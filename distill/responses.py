@@ -31,8 +31,9 @@ from ..targets import Fingerprint, Target, absent_target
 from ..targets.sharding import processes
 from .asking import read_key, require_client
 from .conversation import Supervised, given_sequences, sequences, why_ended
-from .data_set import SCHEMA_VERSION, Row, provenance, require_whole, save_data_set
+from .data_set import ROUNDS, SCHEMA_VERSION, Row, provenance, require_whole, save_data_set
 from .decoding import Answering, answer_all, batches
+from .depths import along
 from .gathering import gather
 from .launched import crew_in, one_leads
 from .prompts import Collection, digest_prompts
@@ -224,7 +225,12 @@ class _Making:
         answers, counts = Answers(self.partial.files(), len(self.prompts)), Counter[str]()
         name = digest_json(self.identity.to_dict())[:16]
         save_data_set(
-            self.folder, self._rows(answers, counts), self.partial.folder, lambda: self._provenance(counts), name
+            self.folder,
+            self._rows(answers, counts),
+            self.partial.folder,
+            lambda: self._provenance(counts, answers.drafters),
+            name,
+            with_depths=bool(answers.drafters),
         )
         self.partial.remove()
         return str(self.folder)
@@ -232,19 +238,16 @@ class _Making:
     def _rows(self, answers: Answers, counts: Counter[str]) -> Iterator[Row]:
         """Yield what is learnt, in the order of the prompts, and count it."""
         for index, prompt in enumerate(self.prompts):
-            if self._is_given:
-                reason, learnt = self._given(prompt)
-            else:
-                answer = answers[index]
-                reason, learnt = self._learnt(prompt, answer)
-                self._count_early_end(prompt, answer, counts)
+            answer = Answer(index) if self._is_given else answers[index]
+            reason, learnt = self._given(prompt) if self._is_given else self._learnt(prompt, answer)
+            self._count_early_end(prompt, answer, counts)
             if reason:
                 counts[f"{reason}{_DROPPED}"] += 1
-            for tokens, mask in learnt:
+            for (tokens, mask), depths in zip(learnt, _depths(learnt, answer), strict=True):
                 counts["sequences"] += 1
                 counts["response_tokens"] += sum(mask)
                 counts["prompt_tokens"] += len(mask) - sum(mask)
-                yield Row(prompt.id, prompt.suite, tokens, mask, prompt.content)
+                yield Row(prompt.id, prompt.suite, tokens, mask, prompt.content, depths)
         self._say_what_is_dropped(counts)
 
     def _learnt(self, prompt: Prompt, answer: Answer) -> tuple[str, list[Supervised]]:
@@ -285,7 +288,7 @@ class _Making:
         if words:
             _log.warning("of %d responses some are left out: %s", len(self.prompts), words)
 
-    def _provenance(self, counts: Counter[str]) -> dict[str, Any]:
+    def _provenance(self, counts: Counter[str], drafters: Counter[str]) -> dict[str, Any]:
         found = {**self.found.counts(), f"{_EMPTY}{_DROPPED}": 0, **counts}
         return {
             "schema_version": SCHEMA_VERSION,
@@ -297,8 +300,15 @@ class _Making:
             },
             "counts": found,
             "sources": self.found.by_source(),
+            # Prompts for which each drafter speculated: the rounds are its own, the text is the target's.
+            **({ROUNDS: dict(drafters)} if drafters else {}),
             "versions": versions("outrider", "torch", "transformers", "datasets"),
         }
+
+
+def _depths(learnt: Sequence[Supervised], answer: Answer) -> Sequence[list[int] | None]:
+    """Return the depths at which rounds of decoding reached the tokens of each row; None where nobody drafted."""
+    return along([mask for _, mask in learnt], answer.rounds) if learnt and answer.rounds else [None] * len(learnt)
 
 
 def _given(folder: Path, target: Target) -> Path:

@@ -2,6 +2,7 @@
 
     identity.json   what decides the text; a run with other settings is refused
     00007.jsonl     answers: {"index": of the prompt, "answers": [token ids of each turn]}
+                    and, where a drafter speculated: {"rounds": tokens that each round emitted, of each turn, "drafter"}
                     or, of a prompt that nothing can be learnt from: {"index", "dropped": why}
     SHA256SUMS      a line for each of these, once it is whole
     .00008.claim    a lock: some process is at work on that batch
@@ -14,6 +15,7 @@ from __future__ import annotations
 import json
 import logging
 import shutil
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -102,36 +104,48 @@ class Answer:
         index: of the prompt.
         turns: token ids of each of the target's answers, in order.
         dropped: why nothing can be learnt from it; "" otherwise.
+        rounds: how many tokens each round of decoding emitted after the first, of each turn; () where nobody drafted.
+        drafter: who drafted; "" for nobody.
     """
 
     index: int
     turns: tuple[Tokens, ...] = ()
     dropped: str = ""
+    rounds: tuple[list[int], ...] = ()
+    drafter: str = ""
 
     def line(self) -> str:
         """Return it as a line of JSON, without its end."""
         found = {"dropped": self.dropped} if self.dropped else {"answers": self.turns}
-        return json.dumps({"index": self.index, **found})
+        played = {"rounds": self.rounds, "drafter": self.drafter} if self.rounds else {}
+        return json.dumps({"index": self.index, **found, **played})
 
     @classmethod
     def of(cls, line: str) -> Answer:
         """Return what `line` said; older versions wrote the tokens of a single turn."""
         row = json.loads(line)
         turns = [row["tokens"]] if "tokens" in row else row.get("answers", [])
-        return cls(row["index"], tuple(turns), row.get("dropped", ""))
+        rounds = tuple(row.get("rounds", ()))
+        return cls(row["index"], tuple(turns), row.get("dropped", ""), rounds, row.get("drafter", ""))
 
 
 class Answers:
-    """All answers so far, by index of the prompt. They stay on the disk; what is in memory is where."""
+    """All answers so far, by index of the prompt. They stay on the disk; what is in memory is where.
+
+    Attributes:
+        drafters: for how many of them each drafter speculated.
+    """
 
     def __init__(self, files: Sequence[Path], num_prompts: int):
         self.files = files
         self._file = np.full(num_prompts, -1, np.int32)
         self._begin = np.zeros(num_prompts, np.int64)
+        self.drafters = Counter[str]()
         for number, file in enumerate(files):
             for begin, line in _lines(file):
-                index = Answer.of(line).index
-                self._file[index], self._begin[index] = number, begin
+                answer = Answer.of(line)
+                self._file[answer.index], self._begin[answer.index] = number, begin
+                self.drafters.update([answer.drafter] if answer.drafter else [])
 
     def __contains__(self, index: int) -> bool:
         return bool(self._file[index] >= 0)

@@ -18,6 +18,7 @@ from .mtp import Mtp, MtpConfig
 from .ngram import Ngram, NgramConfig
 from .pard import Pard, PardConfig
 from .parts.registry import FORMS, HEADS, drafter_config, head_class, load_drafter, restore_drafter
+from .parts.verified import Verified
 from .peagle import PEagle, PEagleConfig
 from .saved import DrafterConfig
 from .self_speculative import SelfSpeculative, SelfSpeculativeConfig
@@ -94,6 +95,7 @@ __all__ = [
     "SuffixConfig",
     "TargetBatch",
     "TextSession",
+    "Verified",
     "drafter_config",
     "fuse",
     "head_class",

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ..targets import RaggedCache, Target
 from ..targets.documents import Documents
+from .parts.verified import Verified
 from .saved import C, SavedDrafter
 from .session import Abilities, Session
 
@@ -32,6 +33,8 @@ class TargetBatch:
         last: the target's last hidden state, `[B, T, H]`; `target.lm_head(last)` are its logits.
         documents: the texts of each row, where rows hold several (see targets/documents.py); None where each holds one.
             Only for drafters that `pack`.
+        verified: what rounds of decoding reached in the rows, on which a share of the loss lies; None for a loss that
+            does not ask. Only for drafters that `follow_rounds`.
         step: seeds what a loss draws of a row, beside the row's text: so neither the batch that a row stands in nor the
             process that learns it changes what is drawn.
     """
@@ -43,6 +46,7 @@ class TargetBatch:
     last: Tensor
     step: int = 0
     documents: Documents | None = None
+    verified: Verified | None = None
 
     def texts(self) -> Iterator[TargetBatch]:
         """Yield batches whose rows are one text each: those of packed rows, of about one length together; else itself.
@@ -55,6 +59,7 @@ class TargetBatch:
         for numbers in self.documents.passes():
             alone = partial(self.documents.alone, numbers=numbers)
             hidden = None if self.hidden is None else alone(self.hidden)
+            reached = None if self.verified is None else alone(self.verified.depths)
             yield replace(
                 self,
                 tokens=alone(self.tokens),
@@ -62,6 +67,7 @@ class TargetBatch:
                 hidden=hidden,
                 last=alone(self.last),
                 documents=None,
+                verified=None if reached is None or self.verified is None else replace(self.verified, depths=reached),
             )
 
 
@@ -109,6 +115,8 @@ class Drafter(SavedDrafter[C]):
         (train/joint.py).
     `by_layers`: its loss runs the layers of its Hugging Face `model` as modules: FSDP2 may gather one at a time.
     `packs`: its loss keeps the documents of a row apart, so that texts can be packed (`TargetBatch.documents`).
+    `follows_rounds`: its loss tells the depths of drafts apart, so that a share of it can lie on those that rounds of
+        decoding reached (`TargetBatch.verified`). One that reads the text itself drafts alike at every depth.
     """
 
     trainable: ClassVar[bool] = True
@@ -116,6 +124,7 @@ class Drafter(SavedDrafter[C]):
     trains_target: ClassVar[bool] = False
     by_layers: ClassVar[bool] = False
     packs: ClassVar[bool] = False
+    follows_rounds: ClassVar[bool] = False
 
     @property
     def taps(self) -> tuple[int, ...]:

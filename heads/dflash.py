@@ -154,6 +154,7 @@ class DFlash(Drafter[C]):
 
     name = "dflash"
     packs = True
+    follows_rounds = True
     config_class: ClassVar[type[DFlashConfig]] = DFlashConfig
     token_ids: Tensor  # [V']
 
@@ -256,7 +257,9 @@ class DFlash(Drafter[C]):
         wanted = batch.supervised.clone()
         wanted[:, :FIRST_LEARNED] = False
         eligible = eligible_places(wanted, strict=self.training)
-        anchors = Anchors.of(eligible, batch.tokens, self.config.num_anchors, batch.step, batch.documents)
+        anchors = Anchors.of(
+            eligible, batch.tokens, self.config.num_anchors, batch.step, batch.documents, batch.verified
+        )
         learning = self.learning(batch, wanted, Lessons.of(anchors, wanted, self.config.drafts))
         states = kept(self.states(batch.target, batch.tokens, batch.hidden, anchors), anchors.real)
         found = compare_blocks(learning.states(states), learning.sides())
@@ -337,11 +340,21 @@ class BlockLearning:
 
     def _weights(self) -> Tensor:
         """Return what drafts weigh as far as it is known beforehand, `[A, k]`."""
-        config, weights = self.drafter.config, self.lessons.counts.float()
+        config, lessons = self.drafter.config, self.lessons
+        documents, verified = self.batch.documents, self.batch.verified
+        weights = lessons.counts.float()
         if config.weighting == "decay":
             gamma = config.gamma or default_gamma(config.drafts)
             weights = weights * decay_weights(config.drafts, gamma, weights.device)
-        return self.lessons.per_row(weights, self.wanted, self.batch.documents)
+        whole = lessons.per_row(weights, self.wanted, documents)
+        if verified is None:
+            return whole
+        depths = torch.arange(1, config.drafts + 1, device=weights.device)
+        # Without the anchors that were drawn for rounds, the rest is spread as always. (A whole share leaves none.)
+        rest = whole
+        if lessons.usual is not None and verified.share < 1:
+            rest = lessons.per_row(weights * lessons.usual[:, None], self.wanted, documents)
+        return verified.weighed(whole, lessons.rows[:, None], lessons.places, depths, documents, rest)
 
     def states(self, states: Tensor) -> Tensor:
         """Return what `logits` and `beside` read of the drafts' states `[A, k, H]`, `[A, k, ·]`."""

@@ -108,6 +108,7 @@ class Medusa(HeadDrafter[MedusaConfig]):
     config_class = MedusaConfig
     trains_target = True
     packs = True
+    follows_rounds = True
 
     def __init__(self, config: MedusaConfig):
         super().__init__(config)
@@ -143,13 +144,19 @@ class Medusa(HeadDrafter[MedusaConfig]):
     # ------------------------------------------------------------ training
 
     def loss(self, batch: TargetBatch) -> DrafterLoss:
-        """Return Σ_k decay^(k−1) · Σ_positions loss_k."""
+        """Return Σ_k decay^(k−1) · Σ_positions loss_k.
+
+        `batch.verified` moves a share of these weights to what rounds of decoding reached.
+        """
         wanted = batch.supervised.clone()
         wanted[:, :2] = False  # the first head's first prediction is x_2
         rows, places = wanted.nonzero(as_tuple=True)
         outputs, here = self.outputs(batch, rows, places)
         count = self.config.num_heads
-        decay = self.config.decay ** torch.arange(count, device=wanted.device)
+        steps = torch.arange(count, device=wanted.device)[:, None]
+        weights = self.config.decay**steps * here
+        if batch.verified is not None:
+            weights = batch.verified.weighed(weights, rows, places, steps + 1, batch.documents)
         result = chunked_compare(
             batch.last[rows, places - 1],
             outputs,
@@ -160,7 +167,7 @@ class Medusa(HeadDrafter[MedusaConfig]):
                 self.output_ids,
                 parameters=[own.weight for own in self._own_outputs()],
             ),
-            weights=decay[:, None] * here,
+            weights=weights,
             following=batch.tokens[rows, places],
         )
         return DrafterLoss(result.total, wanted.sum(), metrics_by_depth(result, wanted, here))

@@ -144,6 +144,7 @@ class Mtp(HeadDrafter[MtpConfig]):
 
     name = "mtp"
     packs = True
+    follows_rounds = True
     config_class = MtpConfig
 
     def __init__(self, config: MtpConfig):
@@ -179,7 +180,10 @@ class Mtp(HeadDrafter[MtpConfig]):
     # ------------------------------------------------------------ training
 
     def loss(self, batch: TargetBatch) -> DrafterLoss:
-        """Return Σ_k decay^(k−1) / Σ_j decay^(j−1) · Σ_positions loss_k."""
+        """Return Σ_k decay^(k−1) / Σ_j decay^(j−1) · Σ_positions loss_k.
+
+        `batch.verified` moves a share of these weights to what rounds of decoding reached.
+        """
         return DrafterLoss.sum(self._loss_of_texts(texts) for texts in batch.texts())
 
     def _loss_of_texts(self, batch: TargetBatch) -> DrafterLoss:
@@ -191,16 +195,20 @@ class Mtp(HeadDrafter[MtpConfig]):
         begin = (wanted.int().argmax(1) - 1 - count).clamp(min=0)
         outputs = self.unroll(batch.target, batch.tokens, batch.last, begin)
         # [S, P], of the outputs that predict these tokens
-        index = places - 2 - begin[rows] - torch.arange(count, device=places.device)[:, None]
+        steps = torch.arange(count, device=places.device)[:, None]
+        index = places - 2 - begin[rows] - steps
         here = index >= 0
-        weights = self.config.decay ** torch.arange(count, device=places.device)
+        decay = self.config.decay**steps
+        weights = decay / decay.sum() * here
+        if batch.verified is not None:
+            weights = batch.verified.weighed(weights, rows, places, steps + 1)
         result = chunked_compare(
             batch.last[rows, places - 1],
             torch.stack([o[rows, i.clamp(min=0)] for o, i in zip(outputs, index, strict=True)]),
             ComparisonSettings(
                 batch.target.lm_head, self.lm_head(batch.target), divergence(self.config.loss), self.output_ids
             ),
-            weights=(weights / weights.sum())[:, None] * here,
+            weights=weights,
             following=batch.tokens[rows, places],
         )
         return DrafterLoss(result.total, wanted.sum(), metrics_by_depth(result, wanted, here))

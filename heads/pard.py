@@ -28,7 +28,7 @@ from .parts.decoder_layer import normed
 from .parts.mask_token import check_mask, unused_token
 from .parts.model_runner import ModelRunner, runs
 from .parts.nodes import Unread, required
-from .parts.rollouts import RolledDrafts, RolledLayers, Rollouts, place_texts, said
+from .parts.rollouts import RolledDrafts, RolledLayers, Rollouts, Served, place_texts, said
 from .parts.unread_session import UnreadSession
 from .session import Abilities
 
@@ -69,6 +69,7 @@ class Pard(DraftModel):
     name = "pard"
     writes_text = False
     by_layers = False  # see `RolledLayers`
+    follows_rounds = True  # it reads masks in place of drafts
     config_class = PardConfig
     config: PardConfig
 
@@ -136,9 +137,13 @@ class Pard(DraftModel):
         learned = nn.functional.pad(wanted, (0, 1))[:, 1:]  # the text says x_{t + 1} at t
         config, vocab = self.config, batch.target.vocab_size
         self._narrower = self.runner.vocab_size < vocab
-        rollouts = Rollouts.drawn(learned, batch.tokens, config.steps, config.keep_ratio, config.keep_least, batch.step)
+        served = None if batch.verified is None else Served(batch.verified, says=1)
+        rollouts = Rollouts.drawn(
+            learned, batch.tokens, config.steps, config.keep_ratio, config.keep_least, batch.step, served
+        )
         output = self.roll(batch.tokens, rollouts)
         drafts = RolledDrafts.of(learned, rollouts)
+        weights = drafts.weights(wanted, config.decay, served)
         head = self.model.get_output_embeddings()
         found = chunked_compare(
             batch.last[drafts.rows, drafts.places],
@@ -150,7 +155,7 @@ class Pard(DraftModel):
                 self.output_ids,
                 parameters=list(head.parameters()),
             ),
-            weights=drafts.per_row(wanted, config.decay),
+            weights=weights,
             following=batch.tokens[drafts.rows, drafts.places + 1],
         )
         return DrafterLoss(found.total, wanted.sum(), drafts.metrics(found, wanted.shape, config.steps))

@@ -27,7 +27,7 @@ from .parts.block_session import OnePassSession
 from .parts.decoder_layer import CachedLayers, JointLayer
 from .parts.mask_token import check_mask, mean_embedding, unused_token
 from .parts.nodes import Unread, required
-from .parts.rollouts import RolledDrafts, RolledLayers, Rollouts, place_texts, said
+from .parts.rollouts import RolledDrafts, RolledLayers, Rollouts, Served, place_texts, said
 from .parts.unread_session import UnreadSession
 from .saved import DrafterConfig
 from .session import Abilities
@@ -110,10 +110,13 @@ class PEagle(Eagle3):
         # The pair at t says x_{t + 2}, a mask d places after it x_{t + 2 + d}.
         learned = nn.functional.pad(wanted, (0, 2))[:, 2:]
         config = self.config
-        rollouts = Rollouts.drawn(learned, batch.tokens, config.steps, config.keep_ratio, config.keep_least, batch.step)
+        served = None if batch.verified is None else Served(batch.verified, says=2)
+        rollouts = Rollouts.drawn(
+            learned, batch.tokens, config.steps, config.keep_ratio, config.keep_least, batch.step, served
+        )
         output = self.roll(batch, rollouts)
         drafts = RolledDrafts.of(learned, rollouts)
-        weights = drafts.per_row(wanted, config.decay)
+        weights = drafts.weights(wanted, config.decay, served)
         found = chunked_compare(
             batch.last[drafts.rows, drafts.places + 1],
             output[drafts.rows, drafts.entries],

@@ -110,6 +110,8 @@ def refresh_recipe(pair: Pair, target: Target, out: Path, overrides: Sequence[st
             | {k: target.source.get(k) for k in ("path", "revision", "adapter", "quantize")}
             | {"dtype": _dtype(target), "trust_remote_code": False}  # a pair's recipe is not the user's word
         )
+    if recipe.data.verified:  # what is served from now on are this drafter's rounds
+        changes["data.drafter"] = str(pair.drafter_folder.resolve())
     if pair.manifest.lineage.parent is None:
         changes |= _shorter(recipe.training)
     return pair.recipe([*(f"{key}={json.dumps(value)}" for key, value in changes.items()), *overrides])

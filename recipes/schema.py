@@ -189,11 +189,16 @@ class DataSpec(Section):
             mapping with the keys url and concurrency.
         requests: how they are asked.
         drafter: folder of a drafter that our decoder speculates with while it answers; the text stays the same.
+        draft_depth: draft tokens of each of its rounds, which a drafter that reaches less deep cuts down.
         responses: a finished data folder to use instead of generating one.
         on_policy: fraction of the rows of every step whose response the drafter writes anew and the target scores
             (`lmbda` in TRL's GKDConfig; DistillSpec, arXiv 2310.08461). Up to `max_new_tokens`; needs a drafter that is
             a whole language model, and features online.
         on_policy_temperature: at which it writes them.
+        verified: share of the loss that lies on what rounds of decoding reached while `drafter` speculated: of the root
+            that a round began with, the drafts at depths up to one more than were accepted, by the drafter's own
+            weights of depths. The rest of the loss is spread as without it, over these drafts, too; each text's whole
+            weight stays. Held-out figures do not change. Needs a drafter that tells the depths of drafts apart.
     """
 
     prompts: Annotated[list[Source], Field(min_length=1)]
@@ -212,9 +217,11 @@ class DataSpec(Section):
     servers: Annotated[list[ServerSpec], Field(min_length=1)] | None = None
     requests: RequestsSpec = Field(default_factory=RequestsSpec)
     drafter: str | None = None
+    draft_depth: Positive = 4
     responses: str | None = None
     on_policy: Annotated[float, Field(ge=0, le=1)] = 0.0
     on_policy_temperature: Temperature = 1.0
+    verified: Annotated[float, Field(ge=0, le=1)] = 0.0
 
     @field_validator("servers", mode="before")
     @classmethod
@@ -232,6 +239,16 @@ class DataSpec(Section):
         if self.servers is not None and self.drafter is not None:
             raise ValueError(
                 "drafter speeds up our own decoder, and servers answer instead of it; leave out one of them"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _has_rounds_to_follow(self) -> DataSpec:
+        if self.verified > 0 and self.drafter is None and self.responses is None:
+            raise ValueError(
+                "verified follows the rounds in which our decoder writes the responses, and nobody drafts for it here "
+                "(nor for servers, nor in answers that are given); set drafter to the folder of a drafter that "
+                "speculates meanwhile, or leave out verified"
             )
         return self
 

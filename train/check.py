@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import logging
 import os
+from pathlib import Path
 
 from transformers import PreTrainedModel, TrainingArguments
 
+from ..distill.data_set import rounds_of
 from ..distill.responses import data_folder
 from ..ground import BadInputError
 from ..ground.disk import free_bytes, readable_bytes, require_folder
-from ..heads import HEADS, Drafter
+from ..heads import HEADS, Drafter, LowRank
 from ..heads.losses import divergence
 from ..recipes import DataSpec, JointSpec, Recipe
 from ..targets import Target
@@ -48,6 +50,8 @@ def check(recipe: Recipe, drafter: Drafter | None = None, seconds: float | None 
     check_learns(drafter_class)
     check_writes(drafter_class, recipe.data)
     check_packs(drafter_class, recipe)
+    check_follows(drafter_class if drafter is None else type(_learner(drafter)), recipe.data)
+    check_rounds(recipe.data, data_folder(recipe))
     args = training_arguments(recipe)
     if args.process_index == 0:
         require_folder(recipe.output_folder)
@@ -117,6 +121,28 @@ def check_packs(drafter_class: type[Drafter], recipe: Recipe) -> None:
         )
     if recipe.joint is not None:
         raise BadInputError("training.packing: with joint each row is one text; leave out training.packing.")
+
+
+def check_follows(drafter_class: type[Drafter], spec: DataSpec) -> None:
+    """Refuse a share for what rounds of decoding reached of a drafter that cannot tell it from anything else."""
+    if spec.verified and not drafter_class.follows_rounds:
+        able = ", ".join(name for name, known in HEADS.items() if known.follows_rounds)
+        raise BadInputError(
+            f"data.verified is {spec.verified:g}, but a {drafter_class.name} drafter reads the text itself, where the "
+            "drafts of a round are what they are everywhere: it has nothing to weigh. Leave out data.verified, or take "
+            f"one of these: {able}."
+        )
+
+
+def check_rounds(spec: DataSpec, folder: Path) -> None:
+    """Refuse responses that are there and do not say which of their tokens rounds of decoding reached."""
+    if spec.verified and folder.is_dir():
+        rounds_of(folder)
+
+
+def _learner(drafter: Drafter) -> Drafter:
+    """Return whose loss a drafter learns by: another one's, if it is a change of that."""
+    return drafter.base if isinstance(drafter, LowRank) else drafter
 
 
 def check_recomputes(drafter: Drafter, args: TrainingArguments) -> None:

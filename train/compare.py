@@ -35,6 +35,7 @@ _SHARED = ("target", "data", "eval")  # sections in which the recipes must say t
 _METHOD = (
     "data.on_policy",
     "data.on_policy_temperature",
+    "data.verified",
 )  # but for what a drafter adds to the data itself, which is part of its method
 
 _log = logging.getLogger(__name__)

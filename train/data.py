@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, Sampler, get_worker_info
 
+from ..distill.data_set import DEPTHS
 from ..distill.features import FeatureStore
 from ..ground import BadInputError, IncompatibleError
 from ..ground.signals import let_parent_decide
@@ -35,21 +36,24 @@ FIRST_LEARNED = 2
 class Rows(Dataset):
     """Rows of a distilled data set: `{"index", "input_ids", "labels"}`; `EMPTY` is a row with nothing to learn.
 
-    Labels are the responses' tokens, with `prompts` all of them.
+    Labels are the responses' tokens, with `prompts` all of them. With `depths` rows also have these: at which depth a
+    round of decoding reached each token, 0 where none did.
     """
 
-    def __init__(self, table: datasets.Dataset, indices: Sequence[int], prompts: bool = False):
-        self.table, self.indices, self.prompts = table, list(indices), prompts
+    def __init__(self, table: datasets.Dataset, indices: Sequence[int], prompts: bool = False, depths: bool = False):
+        self.table, self.indices, self.prompts, self.depths = table, list(indices), prompts, depths
 
     def __len__(self) -> int:
         return len(self.indices)
 
     def __getitem__(self, position: int) -> dict[str, Any]:
         if position == EMPTY:
-            return {"index": EMPTY, "input_ids": [0] * FIRST_LEARNED, "labels": [IGNORED] * FIRST_LEARNED}
+            found = {"index": EMPTY, "input_ids": [0] * FIRST_LEARNED, "labels": [IGNORED] * FIRST_LEARNED}
+            return found | ({DEPTHS: [0] * FIRST_LEARNED} if self.depths else {})
         index = self.indices[position]
         row = self.table[index]
-        return self.labelled(index, row["input_ids"], row["loss_mask"])
+        found = self.labelled(index, row["input_ids"], row["loss_mask"])
+        return found | ({DEPTHS: row[DEPTHS] or [0] * len(row["input_ids"])} if self.depths else {})
 
     def labelled(self, index: int, tokens: list[int], mask: Sequence[int]) -> dict[str, Any]:
         """Return a row of these tokens; `mask` is 1 on the response's."""
@@ -73,7 +77,8 @@ class Rows(Dataset):
 def collate(rows: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
     """Return `input_ids` and `labels` `[B, T]`, padded on the right, and `index` `[B]`.
 
-    Of packs (see `train.packing`) `index` is that of each text, `[B, D]`, and there are their `lengths`, `[B, D]`.
+    Of packs (see `train.packing`) `index` is that of each text, `[B, D]`, and there are their `lengths`, `[B, D]`. If
+    rows have `depths`, there are these, `[B, T]`.
     """
     if get_worker_info() is not None:  # a loader's worker, whose first work this is
         let_parent_decide()
@@ -81,6 +86,8 @@ def collate(rows: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
         "input_ids": _padded([row["input_ids"] for row in rows], 0),
         "labels": _padded([row["labels"] for row in rows], IGNORED),
     }
+    if DEPTHS in rows[0]:
+        found[DEPTHS] = _padded([row[DEPTHS] for row in rows], 0)
     if "lengths" not in rows[0]:
         return {**found, "index": torch.tensor([row["index"] for row in rows])}
     index, lengths = (_padded([row[name] for row in rows], fill) for name, fill in (("index", EMPTY), ("lengths", 0)))
@@ -125,12 +132,13 @@ class Order(Sampler[int]):
 # ------------------------------------------------------------ which rows
 
 
-def split(table: datasets.Dataset, holdout: float, prompts: bool = False) -> tuple[Rows, Rows]:
+def split(table: datasets.Dataset, holdout: float, prompts: bool = False, depths: bool = False) -> tuple[Rows, Rows]:
     """Return (training rows, held-out rows): a hash of what a row asks decides, whatever its id and place.
 
     (In data of older versions, the hash of its id.)
 
-    `prompts`: the training rows also teach their prompts' tokens. Rows without a token to learn are left out.
+    `prompts`: the training rows also teach their prompts' tokens. `depths`: they also have those. Rows without a token
+    to learn are left out.
 
     Raises:
         BadInputError: nothing to train on.
@@ -145,7 +153,7 @@ def split(table: datasets.Dataset, holdout: float, prompts: bool = False) -> tup
             "held out "
             f"(data.holdout {holdout}); use more prompts or a smaller data.holdout."
         )
-    return Rows(table, training, prompts), Rows(table, sorted(held))
+    return Rows(table, training, prompts, depths), Rows(table, sorted(held))
 
 
 def is_held_out(asked: str, holdout: float) -> bool:

@@ -22,7 +22,8 @@ from transformers import Trainer, TrainingArguments
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from transformers.trainer_utils import EvalLoopOutput
 
-from ..heads import Drafter, DrafterLoss
+from ..distill.data_set import DEPTHS
+from ..heads import Drafter, DrafterLoss, Verified
 from . import checkpoints, muon
 from .arguments import GAP, MEASURED
 from .budget import TimeBudget, saved_clock
@@ -53,6 +54,7 @@ class Lessons:
         training: the rows that are learned, or packs of them; `held_out` the others, which are never packed.
         on_policy: puts the drafter's own responses into training batches; None leaves the target's.
         measured: measures τ by the decoder at each evaluation; None does not.
+        verified: share of the loss of `training` that lies on what rounds of decoding reached; its rows have `depths`.
     """
 
     batches: Batches
@@ -60,6 +62,7 @@ class Lessons:
     held_out: Rows
     on_policy: OnPolicy | None = None
     measured: Measured | None = None
+    verified: float = 0.0
 
 
 class DrafterTrainer(HookedTrainer):
@@ -234,6 +237,8 @@ class DrafterTrainer(HookedTrainer):
         """Return this micro-batch's share of the global batch's mean loss."""
         batch = self.lessons.batches.of(inputs)
         batch.step = self.args.seed * 1_000_003 + self.state.global_step
+        if self.lessons.verified:
+            batch.verified = Verified(inputs[DEPTHS], self.lessons.verified)
         loss = loss_of(model(batch))
         if not self._checked_counts:
             assert int(loss.count) == int((inputs["labels"] != IGNORED).sum()), (

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from ..distill.data_set import DEPTHS
 from ..heads import TargetBatch
 from ..targets.documents import Documents
 from .data import EMPTY, IGNORED, Batches, Rows
@@ -55,6 +56,8 @@ def packs_of(lengths: Sequence[int], size: int) -> list[list[int]]:
 class Packs(Dataset):
     """Packs of rows: `{"index", "lengths", "input_ids", "labels"}`, the first two with an entry for each text.
 
+    If the rows have `depths`, packs have them, too.
+
     Attributes:
         rows: the single texts. groups: positions of these, of each pack.
         size: tokens of a pack, at most, but for texts that are longer.
@@ -72,11 +75,11 @@ class Packs(Dataset):
 
     def __getitem__(self, position: int) -> dict[str, Any]:
         found = [self.rows[text] for text in ([EMPTY] if position == EMPTY else self.groups[position])]
+        along_tokens = ["input_ids", "labels", *([DEPTHS] if self.rows.depths else [])]
         return {
             "index": [row["index"] for row in found],
             "lengths": [len(row["input_ids"]) for row in found],
-            "input_ids": [token for row in found for token in row["input_ids"]],
-            "labels": [label for row in found for label in row["labels"]],
+            **{name: [value for row in found for value in row[name]] for name in along_tokens},
         }
 
     @property

@@ -6,6 +6,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
+from ..distill.data_set import ROUNDS
 from ..distill.data_set import provenance as data_provenance
 from ..ground import BadInputError, Refusal, digests
 from ..ground.files import write_atomically
@@ -110,7 +111,7 @@ def write_provenance(output: Path, target: Target, data: Path, facts: dict[str, 
         "schema_version": SCHEMA_VERSION,
         "target": {"digest": target.fingerprint().digest, **target.source},
         "data": {"responses_of": saved["target"]["digest"]}
-        | {k: v for k, v in saved.items() if k in ("prompts", "sampling", "source", "counts")},
+        | {k: v for k, v in saved.items() if k in ("prompts", "sampling", "source", "counts", ROUNDS)},
         **facts,
         "versions": versions(),
     }

@@ -26,7 +26,7 @@ from rich.console import Console
 from torch import nn
 from transformers import PreTrainedModel, TrainingArguments, set_seed
 
-from ..distill.data_set import load_responses
+from ..distill.data_set import DEPTHS, load_responses, rounds_of
 from ..distill.features import FeatureStore
 from ..distill.launched import crew_in
 from ..distill.responses import distill
@@ -184,6 +184,22 @@ def _frozen(target: Target, device: torch.device) -> Target:
     return target
 
 
+def _say_whose_rounds(table: datasets.Dataset, data: Path) -> None:
+    """Say whose rounds a share of the loss lies on, and which rows have none.
+
+    Raises:
+        BadInputError: none has any; responses that were begun without a drafter may be finished so, too.
+    """
+    _log.info("data.verified follows the rounds of %s", ", ".join(rounds_of(data)))
+    without = table.data.column(DEPTHS).null_count
+    if without:
+        _log.warning(
+            "data.verified: of %d rows %d were written without a drafter, and weigh as without data.verified.",
+            len(table),
+            without,
+        )
+
+
 @dataclass(frozen=True)
 class _Training:
     """One training of a recipe for a target: makes its trainer, runs the loop, and writes what comes out."""
@@ -200,7 +216,9 @@ class _Training:
     def trainer(self, data: Path, drafter: Drafter | None, adapter: Adapter | None) -> DrafterTrainer:
         """Return the trainer of the given drafter, or of the recipe's, on the responses in `data`."""
         recipe, table = self.recipe, load_responses(data)
-        training, held_out = split(table, recipe.data.holdout, recipe.data.learn_prompts)
+        if recipe.data.verified:
+            _say_whose_rounds(table, data)
+        training, held_out = split(table, recipe.data.holdout, recipe.data.learn_prompts, recipe.data.verified > 0)
         self._say_what_is_held_out(training, held_out)
         set_seed(self.args.seed)
         if drafter is None:
@@ -211,7 +229,7 @@ class _Training:
         on_policy = OnPolicy.of(recipe.data, training, self.target, drafter, self.args.seed)
         measured = Measured.of(recipe, self.target)
         batches, learned = self._packed(self._batches(drafter, table, adapter), training)
-        lessons = Lessons(batches, learned, held_out, on_policy, measured)
+        lessons = Lessons(batches, learned, held_out, on_policy, measured, recipe.data.verified)
         joint = None if adapter is None or recipe.joint is None else Joint(drafter, adapter, recipe.joint)
         if isinstance(inner := getattr(drafter, "model", None), PreTrainedModel):
             enable_checkpointing(inner, self.args)

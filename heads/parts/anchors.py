@@ -6,7 +6,8 @@ at a + j and all that stand between it and the anchor are to be learned, as in d
 before it were right.
 
 Which anchors are drawn depends on the text and on the number of the step alone: not on the batch it stands in, its
-padding, the texts that it is packed with, or the process that reads it.
+padding, the texts that it is packed with, or the process that reads it. Where a share of the loss lies on what rounds
+of decoding reached (parts/verified.py), that share of a text's anchors is drawn from the roots of those rounds.
 
 Shapes: R rows, T tokens, n anchors of a row, A anchors of a batch, k drafts.
 """
@@ -14,12 +15,14 @@ Shapes: R rows, T tokens, n anchors of a row, A anchors of a batch, k drafts.
 from __future__ import annotations
 
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from ...targets.documents import Documents
+from .verified import Verified
 
 FIRST = 1  # an anchor has at least one token before it: a root always follows a prompt
 
@@ -35,6 +38,7 @@ class Anchors:
             device.
         documents: the texts that the rows hold; None where each is one.
         earliest: where the first text of each column begins.
+        usual: which were drawn evenly, and not for a round that began there, `[R, n]` bool; None for all of them.
     """
 
     places: Tensor
@@ -42,34 +46,54 @@ class Anchors:
     spans: tuple[tuple[int, int], ...]
     documents: Documents | None = None
     earliest: tuple[int, ...] = ()
+    usual: Tensor | None = None
 
     @classmethod
     def of(
-        cls, eligible: Tensor, tokens: Tensor, count: int, step: int = 0, documents: Documents | None = None
+        cls,
+        eligible: Tensor,
+        tokens: Tensor,
+        count: int,
+        step: int = 0,
+        documents: Documents | None = None,
+        verified: Verified | None = None,
     ) -> Anchors:
         """Draw up to `count` anchors of each text from its `eligible` places `[R, T]`, without replacement.
 
         Args:
             tokens: the rows' texts, which seed the draws, `[R, T]`.
             step: seeds them, too, so that a text that is read again has other anchors.
+            verified: its share of each text's anchors is drawn from the roots of rounds, as far as there are so many.
         """
         if eligible.device.type == "meta":
             return cls._without_contents(eligible, count)
-        if documents is None:
-            found = [_drawn(row, text, count, step) for row, text in zip(eligible.cpu(), tokens.cpu(), strict=True)]
-        else:
-            found = _drawn_in(documents, eligible.cpu(), tokens.cpu(), count, step)
-        width = max(1, *map(len, found))
+        draw = _Draw(count, step, 0.0 if verified is None else verified.share)
+        roots = torch.zeros_like(eligible) if verified is None else eligible & verified.roots()
+        rows = eligible.cpu(), roots.cpu(), tokens.cpu()
+        found = (
+            [draw.of(*row) for row in zip(*rows, strict=True)]
+            if documents is None
+            else draw.of_documents(documents, *rows)
+        )
+        return cls._filled(found, eligible, documents)
+
+    @classmethod
+    def _filled(cls, found: Sequence[_Drawn], eligible: Tensor, documents: Documents | None) -> Anchors:
+        """Return drawn anchors of rows, as many columns as the longest row has."""
+        width, device = max(1, *map(len, found)), eligible.device
         # A row without that many repeats a place: its queries need something that they may attend to.
         fill = min(FIRST, eligible.shape[1] - 1)
-        places = [row + [row[-1] if row else fill] * (width - len(row)) for row in found]
-        real = [[True] * len(row) + [False] * (width - len(row)) for row in found]
+        rows = [[place for place, _ in row] for row in found]
+        places = [row + [row[-1] if row else fill] * (width - len(row)) for row in rows]
+        real = [[True] * len(row) + [False] * (width - len(row)) for row in rows]
+        usual = [[is_usual for _, is_usual in row] + [True] * (width - len(row)) for row in found]
         spans = tuple((min(column), max(column)) for column in zip(*places, strict=True))
-        device, earliest = eligible.device, [0] * width
+        earliest = [0] * width
         if documents is not None:
             earliest = documents.starts(torch.device("cpu")).gather(1, torch.tensor(places)).amin(0).tolist()
         tensors = torch.tensor(places, device=device), torch.tensor(real, device=device)
-        return cls(*tensors, spans, documents, tuple(earliest))
+        drawn_for_rounds = None if all(map(all, usual)) else torch.tensor(usual, device=device)
+        return cls(*tensors, spans, documents, tuple(earliest), drawn_for_rounds)
 
     def starts(self) -> Tensor | None:
         """Return where the text of each anchor begins, `[R, n]`; None where each row is one text."""
@@ -103,24 +127,38 @@ def eligible_places(supervised: Tensor, strict: bool) -> Tensor:
     return found & (torch.arange(supervised.shape[1], device=supervised.device) >= FIRST)
 
 
-def _drawn(eligible: Tensor, text: Tensor, count: int, step: int) -> list[int]:
-    """Return up to `count` of a row's eligible places `[T]`, ascending."""
-    places = eligible.nonzero()[:, 0]
-    if len(places) > count:
+_Drawn = list[tuple[int, bool]]  # places, ascending, each with whether it was drawn evenly
+
+
+@dataclass(frozen=True)
+class _Draw:
+    """How anchors of a text are drawn: up to `count`, of which `share` are roots of rounds; see `Anchors.of`."""
+
+    count: int
+    step: int
+    share: float
+
+    def of(self, eligible: Tensor, roots: Tensor, text: Tensor) -> _Drawn:
+        """Return anchors of a text from its `eligible` places `[T]`, some of which are `roots` of rounds `[T]`."""
+        places = eligible.nonzero()[:, 0]
+        if len(places) <= self.count:
+            return [(place, True) for place in places.tolist()]
         content = text[: int(places[-1]) + 2].contiguous().numpy().tobytes()  # without padding
-        generator = torch.Generator().manual_seed(zlib.crc32(content + str(step).encode()))
-        places = places[torch.randperm(len(places), generator=generator)[:count]].sort().values
-    return places.tolist()
+        generator = torch.Generator().manual_seed(zlib.crc32(content + str(self.step).encode()))
+        begun = roots.nonzero()[:, 0]
+        wanted = min(int(self.share * self.count), len(begun))
+        evenly = places[torch.randperm(len(places), generator=generator)[: self.count - wanted]]
+        others = begun[torch.randperm(len(begun), generator=generator)[:wanted]]
+        return sorted((dict.fromkeys(others.tolist(), False) | dict.fromkeys(evenly.tolist(), True)).items())
 
-
-def _drawn_in(documents: Documents, eligible: Tensor, tokens: Tensor, count: int, step: int) -> list[list[int]]:
-    """Return up to `count` of the eligible places of each document, ascending in each row."""
-    found: list[list[int]] = [[] for _ in documents.lengths]
-    for document in documents:
-        row, begin, end = document.row, document.places.start, document.places.stop
-        drawn = _drawn(eligible[row, begin:end], tokens[row, begin:end], count, step)
-        found[row] += [begin + place for place in drawn]
-    return found
+    def of_documents(self, documents: Documents, eligible: Tensor, roots: Tensor, tokens: Tensor) -> list[_Drawn]:
+        """Return anchors of each document, ascending in each row; tensors are of whole rows, `[R, T]`."""
+        found: list[_Drawn] = [[] for _ in documents.lengths]
+        for document in documents:
+            row, places = document.row, slice(document.places.start, document.places.stop)
+            drawn = self.of(eligible[row, places], roots[row, places], tokens[row, places])
+            found[row] += [(places.start + place, is_usual) for place, is_usual in drawn]
+        return found
 
 
 @dataclass(frozen=True)
@@ -131,11 +169,13 @@ class Lessons:
         rows: the row of each anchor, `[A]`.
         places: where its drafts stand, inside the text, `[A, k]`.
         counts: which drafts are to be learned, `[A, k]` bool.
+        usual: which anchors were drawn evenly, `[A]` bool; None for all of them.
     """
 
     rows: Tensor
     places: Tensor
     counts: Tensor
+    usual: Tensor | None = None
 
     @classmethod
     def of(cls, anchors: Anchors, supervised: Tensor, drafts: int) -> Lessons:
@@ -147,7 +187,8 @@ class Lessons:
         inside = places < length
         places = places.clamp(max=length - 1)
         learned = supervised[rows[:, None], places] & inside
-        return cls(rows, places, learned.long().cumprod(1).bool())
+        usual = None if anchors.usual is None else kept(anchors.usual, anchors.real)
+        return cls(rows, places, learned.long().cumprod(1).bool(), usual)
 
     def of_tokens(self, values: Tensor) -> Tensor:
         """Return `values` `[R, T, ...]` at the drafts' places, `[A, k, ...]`."""

@@ -74,6 +74,7 @@ class FeatureDrafter(Drafter):
     """A head that feeds on its own output; an architecture says what stands before and after its layers."""
 
     packs = True
+    follows_rounds = True
     config: FeatureConfig
     layer: Layer  # the first
     others: nn.ModuleList
@@ -167,6 +168,7 @@ class FeatureDrafter(Drafter):
         """Return Σ_i decay^i · Σ_positions loss_i.
 
         Each is of the logits, against the target's softmax on the draft vocabulary, and of the features.
+        `batch.verified` moves a share of the weights to what rounds of decoding reached.
         """
         assert batch.hidden is not None
         wanted = batch.supervised.clone()
@@ -186,7 +188,11 @@ class FeatureDrafter(Drafter):
         )
         within = places.within.expand_as(wanted)[wanted]
         here = torch.stack([within >= 2 + i for i in range(len(outputs))])  # [S, P]
-        weights = self.config.decay ** torch.arange(len(outputs), device=wanted.device)[:, None] * here
+        steps = torch.arange(len(outputs), device=wanted.device)[:, None]
+        weights = self.config.decay**steps * here
+        if batch.verified is not None:  # step i says the draft at depth i + 1 of the root that it began with
+            rows = wanted.nonzero()[:, 0]
+            weights = batch.verified.weighed(weights, rows, at[wanted], steps + 1, batch.documents)
         result = chunked_compare(
             before,
             predicted,

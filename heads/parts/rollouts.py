@@ -7,7 +7,8 @@ mask at depth d says is the draft d + 1.
 
 Training all depths at all places would cost as many times the text as there are depths. So of the anchors that reach
 depth d − 1 only a part goes on to depth d (conditional drop): those that go on are among those that came so far, so
-that every mask finds the ones before it.
+that every mask finds the ones before it. Where a share of the loss lies on what rounds of decoding reached
+(parts/verified.py), that share of them are rollouts that follow a round as deep as it reached.
 
 Shapes: R rows, T tokens, E masks of a row, N heads, D head size, H hidden size, S masks after a text, P drafts.
 """
@@ -28,6 +29,7 @@ from transformers.models.llama.modeling_llama import repeat_kv
 from ...targets import Counts, Nodes, RaggedCache
 from ..losses import Comparison, acceptance_metrics
 from .decoder_layer import JointLayer, angles
+from .verified import Verified
 
 _PART = 256  # masks in one product with the keys: more of them would see more that is masked
 
@@ -48,6 +50,7 @@ class Rollouts:
             and ends in another, `[R, E]` bool.
         size: masks of a part; the last one may have fewer.
         contexts: of how many places of the text, from the first on, each part sees some.
+        usual: which were drawn evenly, and not because a round reached there, `[R, E]` bool; None for all of them.
     """
 
     anchors: Tensor
@@ -55,31 +58,60 @@ class Rollouts:
     real: Tensor
     size: int
     contexts: tuple[int, ...]
+    usual: Tensor | None = None
 
     @classmethod
-    def drawn(cls, learned: Tensor, tokens: Tensor, depths: int, ratio: float, least: float, step: int = 0) -> Rollouts:
+    def drawn(
+        cls,
+        learned: Tensor,
+        tokens: Tensor,
+        depths: int,
+        ratio: float,
+        least: float,
+        step: int = 0,
+        served: Served | None = None,
+    ) -> Rollouts:
         """Draw rollouts of up to `depths` − 1 masks: see `kept_counts`.
 
         Args:
             learned: at which places the text says a token that is to be learned, `[R, T]`; a mask that stands d places
                 after an anchor is drawn only if it would say such a token, too.
             tokens: the rows' texts, which seed the draws with `step`, `[R, T]`.
+            served: what rounds reached; None where no loss lies on it.
         """
         if learned.device.type == "meta":
             return cls._without_contents(learned, depths, ratio, least)
-        rows = zip(learned.cpu(), tokens.cpu(), strict=True)
-        found = [_row(row, text, depths, ratio, least, step) for row, text in rows]
-        return cls.of(found, max(_PART, depths - 1), learned.device)
+        drops, share = _Drops(depths, ratio, least, step), 0.0 if served is None else served.verified.share
+        none = torch.zeros(depths, *learned.shape, dtype=torch.bool)
+        reached = none if served is None else served.reached(depths).cpu()
+        rows = zip(learned.cpu(), reached.unbind(1), tokens.cpu(), strict=True)
+        found = [drops.of(*row, share) for row in rows]
+        masks = [sorted(evenly | others) for evenly, others in found]
+        return cls.of(masks, max(_PART, depths - 1), learned.device, [others - evenly for evenly, others in found])
 
     @classmethod
-    def of(cls, rows: Sequence[list[tuple[int, int]]], size: int, device: torch.device | str) -> Rollouts:
-        """Return the masks (anchor, depth) of each row, by anchor and depth, in parts of `size`, on `device`."""
+    def of(
+        cls,
+        rows: Sequence[list[tuple[int, int]]],
+        size: int,
+        device: torch.device | str,
+        others: Sequence[set[tuple[int, int]]] = (),
+    ) -> Rollouts:
+        """Return the masks (anchor, depth) of each row, by anchor and depth, in parts of `size`, on `device`.
+
+        `others`: those of each row that were not drawn evenly.
+        """
         found = [_in_parts(row, size) for row in rows]
         width = max(1, *map(len, found))
-        masks = torch.tensor([_filled(row, width) for row in found])
+        filled = [_filled(row, width) for row in found]
+        masks = torch.tensor(filled)
         contexts = tuple(1 + int(part[:, :, 0].max()) for part in masks.split(size, 1))
         anchors, depths, real = masks.to(device).unbind(2)
-        return cls(anchors, depths, real.bool(), size, contexts)
+        usual = None
+        if any(others):
+            known = zip(filled, others, strict=True)
+            usual = torch.tensor([[mask[:2] not in other for mask in row] for row, other in known], device=device)
+        return cls(anchors, depths, real.bool(), size, contexts, usual)
 
     @classmethod
     def _without_contents(cls, learned: Tensor, depths: int, ratio: float, least: float) -> Rollouts:
@@ -123,21 +155,74 @@ class Rollouts:
         return [torch.zeros_like(s, dtype=dtype).masked_fill_(s.logical_not(), float("-inf")) for s in seen]
 
 
-def _row(learned: Tensor, text: Tensor, depths: int, ratio: float, least: float, step: int) -> list[tuple[int, int]]:
-    """Return the masks of one row, (anchor, depth) each, by anchor and depth."""
-    pool = learned.nonzero()[:, 0]
-    if not len(pool):
-        return []
-    length, content = len(learned), text[: int(pool[-1]) + 1].contiguous().numpy().tobytes()  # without padding
-    generator = torch.Generator().manual_seed(zlib.crc32(content + str(step).encode()))
-    found: list[tuple[int, int]] = []
-    for depth, count in enumerate(kept_counts(len(pool), depths, ratio, least)):
-        if depth:
-            pool = pool[pool + depth < length]
-            pool = pool[learned[pool + depth]]
-            pool = pool[torch.randperm(len(pool), generator=generator)[:count]].sort().values
-            found += [(place, depth) for place in pool.tolist()]
-    return sorted(found)
+@dataclass(frozen=True)
+class Served:
+    """What rounds reached, for drafters whose entry at a place says the token `says` places later."""
+
+    verified: Verified
+    says: int
+
+    def reached(self, depths: int) -> Tensor:
+        """Return the anchors after which a round reached what the mask at depth 0, 1, … says, `[depths, R, T]` bool.
+
+        The text's own entry stands for the mask at depth 0.
+        """
+        found = [self.verified.depths.roll(-self.says - d, 1) == d + 1 for d in range(depths)]
+        for depth, reached in enumerate(found):
+            reached[:, max(0, reached.shape[1] - self.says - depth) :] = False
+        return torch.stack(found)
+
+
+_Masks = set[tuple[int, int]]  # (anchor, depth) each
+
+
+@dataclass(frozen=True)
+class _Drops:
+    """How deep the rollouts of a row go; see `Rollouts.drawn`."""
+
+    depths: int
+    ratio: float
+    least: float
+    step: int
+
+    def of(self, learned: Tensor, reached: Tensor, text: Tensor, share: float) -> tuple[_Masks, _Masks]:
+        """Return the masks of a row that were drawn evenly, and those that rounds reached.
+
+        Args:
+            learned: `[T]`. reached: as of `Served.reached`, `[depths, T]`.
+            share: of the masks of a depth, as far as rounds reached so many.
+        """
+        evenly: _Masks = set()
+        others: _Masks = set()
+        pool = learned.nonzero()[:, 0]
+        if not len(pool):
+            return evenly, others
+        content = text[: int(pool[-1]) + 1].contiguous().numpy().tobytes()  # without padding
+        generator = torch.Generator().manual_seed(zlib.crc32(content + str(self.step).encode()))
+        served, is_whole = (learned & reached[0]).nonzero()[:, 0], True
+        for depth, count in enumerate(kept_counts(len(pool), self.depths, self.ratio, self.least)):
+            if depth:
+                pool, served = (_going_on(places, learned, depth) for places in (pool, served))
+                served = served[reached[depth, served]]
+                is_whole = is_whole and len(pool) <= count  # all that can be is there already
+                wanted = 0 if is_whole else min(int(share * count), len(served))
+                pool = _some(pool, count - wanted, generator)
+                if not is_whole:
+                    served = _some(served, wanted, generator) if wanted else served[:0]
+                evenly |= {(place, depth) for place in pool.tolist()}
+                others |= {(place, depth) for place in served.tolist()}
+        return evenly, others
+
+
+def _going_on(places: Tensor, learned: Tensor, depth: int) -> Tensor:
+    """Return the anchors after which a mask at `depth` would say a token that is to be learned."""
+    places = places[places + depth < len(learned)]
+    return places[learned[places + depth]]
+
+
+def _some(places: Tensor, count: int, generator: torch.Generator) -> Tensor:
+    """Return up to `count` of some places, ascending."""
+    return places[torch.randperm(len(places), generator=generator)[:count]].sort().values
 
 
 def _in_parts(masks: list[tuple[int, int]], size: int) -> list[tuple[int, int, bool]]:
@@ -207,12 +292,14 @@ class RolledDrafts:
         rows, places: where the entry of the text stands that says the same token, `[P]`.
         entries: which entry of the pass says it, `[P]`.
         depths: 0 for what the text's own entry says, else the depth of the mask, `[P]`.
+        usual: which were drawn evenly, `[P]` bool; None for all of them.
     """
 
     rows: Tensor
     places: Tensor
     entries: Tensor
     depths: Tensor
+    usual: Tensor | None = None
 
     @classmethod
     def of(cls, learned: Tensor, rollouts: Rollouts) -> RolledDrafts:
@@ -227,11 +314,27 @@ class RolledDrafts:
             (places, learned.shape[1] + every % width),
             (torch.zeros_like(places), rollouts.depths.flatten()[real]),
         ]
-        return cls(*(torch.cat(pair) for pair in parts))
+        usual = None
+        if rollouts.usual is not None:
+            usual = torch.cat([torch.ones_like(places, dtype=torch.bool), rollouts.usual.flatten()[real]])
+        rows, places, entries, depths = (torch.cat(pair) for pair in parts)
+        return cls(rows, places, entries, depths, usual)
 
-    def per_row(self, wanted: Tensor, decay: float) -> Tensor:
-        """Return decay^depth, divided by its sum in each row and times the row's tokens to learn, `[P]`."""
+    def weights(self, wanted: Tensor, decay: float, served: Served | None = None) -> Tensor:
+        """Return decay^depth, divided by its sum in each row and times the row's tokens to learn, `[P]`.
+
+        A share of that is moved to what rounds reached, if a loss lies on it.
+        """
         weights = decay ** self.depths.float()
+        whole = self._per_row(weights, wanted)
+        if served is None:
+            return whole
+        # Without the masks that were drawn for rounds, the rest is spread as always.
+        rest = whole if self.usual is None else self._per_row(weights * self.usual, wanted)
+        places = self.places + served.says
+        return served.verified.weighed(whole, self.rows, places, self.depths + 1, rest=rest)
+
+    def _per_row(self, weights: Tensor, wanted: Tensor) -> Tensor:
         sums = weights.new_zeros(len(wanted)).index_add(0, self.rows, weights)
         return weights * (wanted.sum(1) / sums.clamp(min=torch.finfo(sums.dtype).tiny))[self.rows]
 

@@ -122,6 +122,22 @@ def test_the_recipe_of_a_refresh_points_at_the_new_target_and_the_old_drafter(
     assert (recipe.training["max_steps"], recipe.data.limit, recipe.output_folder) == (3, 2, tmp_path / "out")
 
 
+def test_a_refresh_follows_the_rounds_of_the_pairs_own_drafter(
+    trained: Callable[..., Pair],
+    make_pair: Callable[..., Pair],
+    make_target: Callable[..., Target],
+    tmp_path: Path,
+) -> None:
+    """Where the recipe follows rounds: those of an earlier drafter are no longer served."""
+    values = trained().recipe().model_dump()
+    values["data"] |= {"verified": 0.5, "drafter": "of/long/ago"}
+    pair = make_pair("eagle3", tmp_path / "follows", recipe=Recipe.from_dict(values))
+    found = refresh_recipe(pair, make_target(), tmp_path / "out").data
+    assert found.verified == 0.5
+    assert Path(found.drafter or "").samefile(pair.drafter_folder)
+    assert refresh_recipe(trained("ngram"), make_target(), tmp_path / "out").data.drafter is None
+
+
 def test_a_refreshed_pair_is_not_cut_again(
     trained: Callable[..., Pair], make_pair: Callable[..., Pair], make_target: Callable[..., Target], tmp_path: Path
 ) -> None:

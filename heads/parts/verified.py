@@ -1,0 +1,79 @@
+"""Verified drafts: which tokens of a text rounds of decoding reached, and the share of a loss that lies on those.
+
+While a drafter speculates, a round begins after a root and emits tokens: the drafts that were accepted, and after them
+the target's own. At each of these depths a draft was judged, or would have been if the drafter had gone one deeper; at
+none after them. So every token of an answer but its first was reached in one round, at one depth d, from the root that
+stands d places before it. A head that says the draft at depth d of that root is in exactly the place in which a served
+one was; at most other (root, depth) no served round ever asks.
+
+Shapes: R rows, T tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ...targets.documents import Documents
+
+
+@dataclass(frozen=True)
+class Verified:
+    """What rounds reached in a batch, and how much of the loss lies there.
+
+    Attributes:
+        depths: at which depth a round reached each token, `[R, T]`; 0 where none did.
+        share: of each text's weights.
+    """
+
+    depths: Tensor
+    share: float
+
+    def reached(self, rows: Tensor, places: Tensor, depths: Tensor) -> Tensor:
+        """Return which drafts rounds reached, bool.
+
+        Args:
+            rows, places: where the tokens stand that are drafted.
+            depths: of the drafts, from 1 on. All three broadcast.
+        """
+        return self.depths[rows, places] == depths
+
+    def roots(self) -> Tensor:
+        """Return the roots of rounds, `[R, T]` bool: the tokens before those of depth 1."""
+        return torch.nn.functional.pad(self.depths == 1, (0, 1))[:, 1:]
+
+    def weighed(
+        self,
+        weights: Tensor,
+        rows: Tensor,
+        places: Tensor,
+        depths: Tensor,
+        documents: Documents | None = None,
+        rest: Tensor | None = None,
+    ) -> Tensor:
+        """Return `weights` of drafts, of which the share has moved to what was reached; the sum of each text stays.
+
+        Draft i of a text whose weights are w has (1 − share) · w_i, and if it was reached also share · w_i · Σ w / Σ w
+        of the reached ones. A text of which nothing was reached keeps its weights.
+
+        Args:
+            rows, places, depths: as in `reached`; they broadcast to `weights`.
+            documents: the texts that rows hold; None where each is one.
+            rest: what drafts have instead of w in the first part, with the same sums; None for w.
+        """
+        rest = weights if rest is None else rest
+        reached = weights * self.reached(rows, places, depths)
+        numbers = rows if documents is None else documents.numbers(rows.device)[rows, places]
+        texts = numbers.expand_as(weights)
+        count = len(self.depths) if documents is None else len(documents) + 1
+        whole, there = (_sums(values, texts, count) for values in (weights, reached))
+        is_any = there > 0
+        factors = torch.where(is_any, self.share * whole / there.where(is_any, torch.ones_like(there)), 0.0)
+        return (1 - self.share * is_any)[texts] * rest + factors[texts] * reached
+
+
+def _sums(values: Tensor, texts: Tensor, count: int) -> Tensor:
+    """Return the sum of the values of each text, `[count]`."""
+    return values.new_zeros(count).index_add(0, texts.flatten(), values.flatten())

@@ -1,0 +1,261 @@
+"""A share of the loss lies on the drafts that served rounds reached, and each text keeps its whole weight."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from outrider.heads import HEADS, DFlash, Drafter, TargetBatch, Verified, drafter_config
+from outrider.heads.losses import Comparison
+from outrider.heads.parts.anchors import Anchors, Lessons, eligible_places
+from outrider.heads.parts.rollouts import RolledDrafts, Rollouts, Served, kept_counts
+from outrider.targets import Target
+from outrider.targets.documents import Documents
+
+DFLASH = {"type": "dflash", "num_layers": 2, "block_size": 4, "taps": [2, 4]}
+KINDS: dict[str, dict[str, Any]] = {
+    "eagle3": {"type": "eagle3", "steps": 3},
+    "eagle1": {"type": "eagle1", "steps": 2, "noise": 0.0},
+    "medusa": {"type": "medusa", "num_heads": 3},
+    "hydra": {"type": "hydra", "num_heads": 3},
+    "mtp": {"type": "mtp", "steps": 3},
+    "dflash": DFLASH,
+    "dspark": {**DFLASH, "type": "dspark", "from_anchor": True},
+    "peagle": {"type": "peagle", "num_layers": 1, "steps": 3, "keep_ratio": 1.0},
+    "pard": {"type": "pard", "model": {"num_hidden_layers": 1}, "steps": 3, "keep_ratio": 1.0, "mask_token_id": 63},
+}
+
+# Two rows of ten tokens, the last seven of which were answered. Of the first, rounds emitted 3, 1 and 2 tokens; of the
+# second nobody knows.
+PROMPT, DEPTHS = 3, [0, 0, 0, 0, 1, 2, 3, 1, 1, 2]
+
+
+@pytest.fixture(scope="module")
+def target(tiny_llama: Any) -> Target:
+    return Target(tiny_llama())
+
+
+def made(target: Target, values: dict[str, Any]) -> Drafter[Any]:
+    torch.manual_seed(3)
+    drafter_class, config = drafter_config(values)
+    drafter = drafter_class.build(config, target, torch.arange(target.vocab_size)).float().train()
+    for parameter in drafter.parameters():  # some begin at zero, and would hide what they read
+        parameter.data += 0.02 * torch.randn(parameter.shape)
+    return drafter
+
+
+def batch(target: Target, drafter: Drafter[Any], share: float | None) -> TargetBatch:
+    tokens = torch.randint(0, 60, (2, len(DEPTHS)), generator=torch.Generator().manual_seed(1))
+    supervised = torch.arange(len(DEPTHS)).expand(2, -1) >= PROMPT
+    out = target.forward(tokens, taps=drafter.taps)
+    found = TargetBatch(target, tokens, supervised, out.hidden, out.last)
+    if share is not None:
+        found.verified = Verified(torch.tensor([DEPTHS, [0] * len(DEPTHS)]), share)
+    return found
+
+
+def lesson(drafter: Drafter[Any], given: TargetBatch) -> list[Tensor]:
+    drafter.zero_grad()
+    found = drafter.loss(given)
+    found.total.backward()
+    return [found.total.detach(), found.count, *(p.grad.clone() for p in drafter.parameters() if p.grad is not None)]
+
+
+# ------------------------------------------------------------ the arithmetic, by hand
+
+
+def test_the_share_moves_to_what_was_reached_by_the_weights_that_were_there() -> None:
+    """Weights 4, 2, 1, 1 of one text, of which the second and the third were reached: half of 8 goes there, 2 : 1."""
+    verified = Verified(torch.tensor([[0, 1, 2, 1]]), 0.5)
+    rows, places, depths = torch.zeros(4, dtype=torch.long), torch.tensor([1, 1, 2, 3]), torch.tensor([2, 1, 2, 2])
+    found = verified.weighed(torch.tensor([4.0, 2.0, 1.0, 1.0]), rows, places, depths)
+    torch.testing.assert_close(found, torch.tensor([2.0, 1 + 8 / 3, 0.5 + 4 / 3, 0.5]))
+    assert float(found.sum()) == pytest.approx(8)
+
+
+def test_a_whole_share_leaves_nothing_elsewhere_and_none_changes_nothing() -> None:
+    depths, weights = torch.tensor([[0, 1, 2]]), torch.tensor([[3.0, 1.0], [2.0, 5.0]])  # [S, P]
+    arguments = weights, torch.zeros(2, dtype=torch.long), torch.tensor([1, 2]), torch.tensor([[1], [2]])
+    torch.testing.assert_close(Verified(depths, 1.0).weighed(*arguments), torch.tensor([[4.125, 0.0], [0.0, 6.875]]))
+    assert torch.equal(Verified(depths, 0.0).weighed(*arguments), weights)
+
+
+def test_a_text_of_which_nothing_was_reached_keeps_its_weights() -> None:
+    """Of two texts of one row, and of two rows, only the one with rounds changes; each keeps its sum."""
+    weights, places = torch.tensor([1.0, 2.0, 3.0, 4.0]), torch.tensor([0, 1, 2, 3])
+    verified, ones = Verified(torch.tensor([[0, 1, 0, 0]]), 0.5), torch.ones(4, dtype=torch.long)
+    found = verified.weighed(weights, torch.zeros(4, dtype=torch.long), places, ones, Documents([[2, 2]], 4))
+    assert found.tolist() == [0.5, 2.5, 3.0, 4.0]
+    found = Verified(torch.tensor([[0, 1], [0, 0]]), 0.5).weighed(weights, places // 2, places % 2, ones)
+    assert found.tolist() == [0.5, 2.5, 3.0, 4.0]
+
+
+# ------------------------------------------------------------ the anchors of blocks
+
+
+def test_a_share_of_the_anchors_is_drawn_from_roots_and_the_others_as_always() -> None:
+    """Of 10 anchors among 60 places, rounds of 4 tokens: 5 are roots; the other 5 are the first 5 of the usual draw."""
+    tokens, eligible = torch.arange(64)[None], torch.zeros(1, 64, dtype=torch.bool)
+    eligible[:, 3:63] = True
+    depths = torch.tensor([[0, 0, 0, 0, *[1, 2, 3, 4] * 15]])
+    roots = {place for place in range(63) if depths[0, place + 1] == 1}
+    found = Anchors.of(eligible, tokens, 10, 7, verified=Verified(depths, 0.5))
+    assert found.usual is not None
+    drawn = dict(zip(found.places[0].tolist(), found.usual[0].tolist(), strict=True))
+    assert sorted(drawn) == list(drawn)
+    evenly = {place for place, is_usual in drawn.items() if is_usual}
+    assert evenly < set(Anchors.of(eligible, tokens, 10, 7).places[0].tolist())
+    assert len(evenly) == 5
+    assert drawn.keys() - evenly <= roots
+    assert len(drawn.keys() & roots) >= 5
+    none = Anchors.of(eligible, tokens, 10, 7, verified=Verified(torch.zeros_like(depths), 0.5))
+    assert none.usual is None
+    assert torch.equal(none.places, Anchors.of(eligible, tokens, 10, 7).places)
+    every = Anchors.of(eligible, tokens, 60, 7, verified=Verified(depths, 0.5))
+    assert every.usual is None, "all places are anchors already"
+
+
+@pytest.mark.parametrize("share", [0.3, 0.5, 0.9, 1.0])
+def test_blocks_weigh_what_a_texts_tokens_do_and_the_rest_is_spread_without_what_was_drawn_for_rounds(
+    target: Target, share: float
+) -> None:
+    drafter = made(target, DFLASH | {"num_anchors": 2})
+    assert isinstance(drafter, DFlash)
+    given = batch(target, drafter, share)
+    wanted, verified = given.supervised, given.verified
+    for step in range(8):
+        anchors = Anchors.of(eligible_places(wanted, True), given.tokens, 2, step, verified=verified)
+        lessons = Lessons.of(anchors, wanted, drafter.max_depth)
+        weights = drafter.learning(given, wanted, lessons).sides().weighting.fixed
+        for row in range(2):
+            assert float(weights[lessons.rows == row].sum()) == pytest.approx(7)
+        if lessons.usual is None:
+            continue
+        reached = torch.tensor(DEPTHS)[lessons.places] == torch.arange(1, 4)
+        unreached = (lessons.rows == 0)[:, None] & ~reached & lessons.counts
+        assert bool((weights[unreached & ~lessons.usual[:, None]] == 0).all())
+        assert float(weights[unreached].sum()) <= (1 - share) * 7 + 1e-5
+
+
+# ------------------------------------------------------------ the masks of rollouts
+
+
+def test_a_share_of_the_masks_follows_rounds_and_the_others_are_drawn_as_always() -> None:
+    """As many masks of each depth as without, none without those before it; half of them where rounds reached."""
+    tokens, learned = torch.arange(80)[None], torch.ones(1, 80, dtype=torch.bool)
+    depths = torch.tensor([[1, 2, 3, 4, 5] * 16])
+    served, drops = Served(Verified(depths, 0.5), says=1), (6, 0.7, 0.2)
+    found, usual = Rollouts.drawn(learned, tokens, *drops, 7, served), Rollouts.drawn(learned, tokens, *drops, 7)
+    assert found.usual is not None
+    assert usual.usual is None
+    masks, others = set(), set()
+    for anchor, depth, real, is_usual in zip(
+        found.anchors[0].tolist(),
+        found.depths[0].tolist(),
+        found.real[0].tolist(),
+        found.usual[0].tolist(),
+        strict=True,
+    ):
+        if real:
+            masks.add((anchor, depth))
+            others |= set() if is_usual else {(anchor, depth)}
+    assert all(depth == 1 or (anchor, depth - 1) in masks for anchor, depth in masks)
+    reached = {(a, d) for a, d in masks if a + 1 + d < 80 and depths[0, a + 1 + d] == d + 1}
+    assert others
+    assert others <= reached
+    for depth, most in enumerate(kept_counts(80, *drops)):
+        if depth:
+            assert sum(d == depth for _, d in masks) <= most
+            there = int((depths[0, 2 + depth :] == depth + 1).sum())
+            assert sum(d == depth for _, d in reached) >= min(int(0.5 * most), there) * (depth < 5) * 0.8
+    whole = Rollouts.drawn(learned, tokens, 6, 1.0, 0.2, 7, served)
+    assert whole.usual is None, "where nothing is dropped, all masks are there already"
+    none = Rollouts.drawn(learned, tokens, *drops, 7, Served(Verified(torch.zeros_like(depths), 0.5), says=1))
+    assert torch.equal(none.anchors, usual.anchors)
+    assert torch.equal(none.depths, usual.depths)
+
+
+@pytest.mark.parametrize("share", [0.3, 1.0])
+def test_masks_weigh_what_a_rows_tokens_do(share: float) -> None:
+    """The rest is spread over what was drawn evenly, and over what the text itself says."""
+    tokens, wanted = torch.arange(80)[None], torch.ones(1, 80, dtype=torch.bool)
+    wanted[:, :1] = False
+    learned = torch.nn.functional.pad(wanted, (0, 1))[:, 1:]
+    served = Served(Verified(torch.tensor([[1, 2, 3, 4, 5] * 16]), share), says=1)
+    rollouts = Rollouts.drawn(learned, tokens, 6, 0.7, 0.2, 7, served)
+    drafts = RolledDrafts.of(learned, rollouts)
+    weights = drafts.weights(wanted, 0.9, served)
+    assert float(weights.sum()) == pytest.approx(79, rel=1e-5)
+    reached = served.verified.reached(drafts.rows, drafts.places + 1, drafts.depths + 1)
+    assert drafts.usual is not None
+    assert bool(reached[~drafts.usual].all())
+    rest = float(weights[~reached].sum())
+    assert rest == pytest.approx(0, abs=1e-5) if share == 1 else 0.5 * 79 < rest < 0.7 * 79
+
+
+# ------------------------------------------------------------ in the losses of drafters
+
+
+def compared(monkeypatch: pytest.MonkeyPatch, drafter: Drafter[Any], given: TargetBatch) -> tuple[Tensor, Tensor]:
+    """The weights of a feature head's comparison, `[S, P]`, and the tokens that are predicted, `[P]`."""
+    from outrider.heads.parts import feature_drafter
+
+    seen: list[Tensor] = []
+
+    def noted(*arguments: Any, weights: Tensor, following: Tensor) -> Comparison:
+        seen.extend([weights, following])
+        return compare(*arguments, weights=weights, following=following)
+
+    compare = feature_drafter.chunked_compare
+    monkeypatch.setattr(feature_drafter, "chunked_compare", noted)
+    drafter.loss(given)
+    return seen[0], seen[1]
+
+
+def test_each_step_learns_what_rounds_reached_at_its_depth(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the whole share, step i has weights at the tokens of depth i + 1 and nowhere else, as decay has them."""
+    drafter = made(target, {"type": "eagle3", "steps": 3, "decay": 0.5})
+    weights, following = compared(monkeypatch, drafter, batch(target, drafter, 1.0))
+    usual, _ = compared(monkeypatch, drafter, batch(target, drafter, None))
+    assert len(following) == 14
+    depths = torch.tensor(DEPTHS[PROMPT:])
+    reached = (depths == torch.tensor([[1], [2], [3]])) * torch.tensor([[1.0], [0.5], [0.25]])
+    torch.testing.assert_close(weights[:, :7], reached * usual[:, :7].sum() / reached.sum())
+    assert torch.equal(weights[:, 7:], usual[:, 7:]), "of the second row nothing was reached"
+
+
+@pytest.mark.parametrize("values", KINDS.values(), ids=KINDS)
+def test_a_share_of_nothing_is_the_usual_loss_and_weights_stay_in_all(target: Target, values: dict[str, Any]) -> None:
+    """Bit for bit without a share. With one, gradients change where rounds are; a constant loss has the same total."""
+    drafter = made(target, values)
+    usual, none, half = (lesson(drafter, batch(target, drafter, share)) for share in (None, 0.0, 0.5))
+    assert all(torch.equal(a, b) for a, b in zip(usual, none, strict=True))
+    assert int(half[1]) == int(usual[1])
+    assert any(not torch.allclose(a, b, rtol=1e-3) for a, b in zip(usual, half, strict=True))
+
+
+@pytest.mark.parametrize("values", KINDS.values(), ids=KINDS)
+def test_the_loss_of_a_whole_share_is_that_of_drafts_in_served_places(target: Target, values: dict[str, Any]) -> None:
+    """Changing what follows the deepest round changes only what was never reached, and so nothing of such a loss.
+
+    The row's rounds are the first only (three tokens); the loss of the whole share must not see any later token.
+    """
+    drafter, losses = made(target, values), []
+    for later in (5, 9):
+        given = batch(target, drafter, 1.0)
+        tokens = given.tokens[:1].clone()
+        tokens[:, 7:] = later
+        out = target.forward(tokens, taps=drafter.taps)
+        depths = torch.tensor([[0, 0, 0, 0, 1, 2, 3, 0, 0, 0]])
+        whole = TargetBatch(target, tokens, given.supervised[:1], out.hidden, out.last)
+        whole.verified = Verified(depths, 1.0)
+        losses.append(float(drafter.loss(whole).total.detach()))
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    assert losses[0] > 0
+
+
+def test_the_kinds_above_are_those_that_say_that_they_follow_rounds() -> None:
+    assert {values["type"] for values in KINDS.values()} == {n for n, kind in HEADS.items() if kind.follows_rounds}

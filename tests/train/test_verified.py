@@ -14,7 +14,7 @@ from torch import Tensor
 
 from outrider.distill import distill, load_responses
 from outrider.ground import BadInputError
-from outrider.heads import Ngram, TargetBatch, Verified
+from outrider.heads import HEADS, Ngram, TargetBatch, Verified
 from outrider.heads.low_rank import LowRank
 from outrider.recipes import Recipe
 from outrider.targets import Target
@@ -29,7 +29,7 @@ from .test_trainer import losses, weights
 
 MakeRecipe = Callable[..., Recipe]
 
-FOLLOW = {name: KINDS[name] for name in KINDS if name != "draft_model"}
+FOLLOW = {name: KINDS[name] for name in KINDS if HEADS[KINDS[name]["type"]].follows_rounds}
 
 
 def with_depths(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

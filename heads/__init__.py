@@ -18,12 +18,12 @@ from .mtp import Mtp, MtpConfig
 from .ngram import Ngram, NgramConfig
 from .pard import Pard, PardConfig
 from .parts.registry import FORMS, HEADS, drafter_config, head_class, load_drafter, restore_drafter
-from .parts.verified import Verified
 from .peagle import PEagle, PEagleConfig
 from .saved import DrafterConfig
 from .self_speculative import SelfSpeculative, SelfSpeculativeConfig
 from .session import Abilities, ChainSession, Choose, EmptySession, Ended, NodeSession, Proposal, Session, TextSession
 from .suffix import Suffix, SuffixConfig
+from .verified import Verified
 
 HEADS |= {
     "cascade": Cascade,

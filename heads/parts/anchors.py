@@ -7,7 +7,7 @@ before it were right.
 
 Which anchors are drawn depends on the text and on the number of the step alone: not on the batch it stands in, its
 padding, the texts that it is packed with, or the process that reads it. Where a share of the loss lies on what rounds
-of decoding reached (parts/verified.py), that share of a text's anchors is drawn from the roots of those rounds.
+of decoding reached (verified.py), that share of a text's anchors is drawn from the roots of those rounds.
 
 Shapes: R rows, T tokens, n anchors of a row, A anchors of a batch, k drafts.
 """
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from ...targets.documents import Documents
-from .verified import Verified
+from ..verified import Verified
 
 FIRST = 1  # an anchor has at least one token before it: a root always follows a prompt
 

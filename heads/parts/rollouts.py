@@ -8,7 +8,7 @@ mask at depth d says is the draft d + 1.
 Training all depths at all places would cost as many times the text as there are depths. So of the anchors that reach
 depth d − 1 only a part goes on to depth d (conditional drop): those that go on are among those that came so far, so
 that every mask finds the ones before it. Where a share of the loss lies on what rounds of decoding reached
-(parts/verified.py), that share of them are rollouts that follow a round as deep as it reached.
+(verified.py), that share of them are rollouts that follow a round as deep as it reached.
 
 Shapes: R rows, T tokens, E masks of a row, N heads, D head size, H hidden size, S masks after a text, P drafts.
 """
@@ -28,8 +28,8 @@ from transformers.models.llama.modeling_llama import repeat_kv
 
 from ...targets import Counts, Nodes, RaggedCache
 from ..losses import Comparison, acceptance_metrics
+from ..verified import Verified
 from .decoder_layer import JointLayer, angles
-from .verified import Verified
 
 _PART = 256  # masks in one product with the keys: more of them would see more that is masked
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ...targets.documents import Documents
+from ..targets.documents import Documents
 
 
 @dataclass(frozen=True)

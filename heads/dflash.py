@@ -156,6 +156,7 @@ class DFlash(Drafter[C]):
     packs = True
     follows_rounds = True
     config_class: ClassVar[type[DFlashConfig]] = DFlashConfig
+    cached_class: ClassVar[type[CachedBlocks]] = CachedBlocks
     token_ids: Tensor  # [V']
 
     def __init__(self, config: C):
@@ -303,7 +304,7 @@ class DFlash(Drafter[C]):
     def _cached(self, length: int) -> CachedBlocks:
         """Return its layers for decoding; they are kept until they are too short or weights have changed."""
         if self._kept is None or not self._kept.fits(self.own_layers, length):
-            self._kept = CachedBlocks(self.own_layers, self.config, self.rotary, length, self.config.sight)
+            self._kept = self.cached_class(self.own_layers, self.config, self.rotary, length, self.config.sight)
         return self._kept
 
 

@@ -14,7 +14,8 @@ import torch
 from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 
-from ..heads import Drafter, Eagle3, Eagle3Config, Ngram
+from ..heads import DFlash, DFlashConfig, Drafter, DSpark, Eagle3, Eagle3Config, Ngram
+from ..heads.parts.block_layers import CachedBlocks
 from ..heads.parts.decoder_layer import JointLayer
 from .expectation import Answered, Counts
 from .lookup import FirstPlace, WholeCopy
@@ -37,7 +38,7 @@ class Hypothesis:
 
     kind: str
     says: str
-    made: Callable[[Eagle3], Eagle3 | None]
+    made: Callable[[Any], Drafter | None]
 
 
 class Explanation(BaseModel):
@@ -116,11 +117,16 @@ def mistaken(drafter: Drafter) -> Iterator[tuple[str, Drafter]]:
     if isinstance(drafter, Ngram):
         yield FIRST_PLACE, FirstPlace(drafter.config)
         yield WHOLE_COPY, WholeCopy(drafter.config)
+    for name, hypothesis in _hypotheses_of(drafter).items():
+        made = hypothesis.made(drafter)
+        if made is not None:
+            yield name, made
+
+
+def _hypotheses_of(drafter: Drafter) -> dict[str, Hypothesis]:
     if isinstance(drafter, Eagle3):
-        for name, hypothesis in HYPOTHESES.items():
-            made = hypothesis.made(drafter)
-            if made is not None:
-                yield name, made
+        return HYPOTHESES
+    return BLOCK_HYPOTHESES if isinstance(drafter, DFlash) and not isinstance(drafter, DSpark) else {}
 
 
 # ------------------------------------------------------------ how mistakes are made
@@ -282,9 +288,48 @@ HYPOTHESES: dict[str, Hypothesis] = {
     "untrained": Hypothesis("vocabulary", "weights that were never loaded", _random),
 }
 
+
+class _FirstNorm(CachedBlocks):
+    """Layers of blocks whose context's keys all have the first layer's norm."""
+
+    def norming(self, index: int) -> Any:
+        return super().norming(0)
+
+
+class _NormedByFirst(DFlash):
+    """A drafter in an engine that norms the context's keys of all layers at once, by the first one's weights.
+
+    vLLM's CPU build 0.32 does: its norm there has no weights for each layer, as that of CUDA has.
+    """
+
+    cached_class = _FirstNorm
+
+
+def _block(kind: type[DFlash] = DFlash, taps: int = 0) -> Callable[[DFlash], DFlash | None]:
+    def made(drafter: DFlash) -> DFlash | None:
+        moved = tuple(tap + taps for tap in drafter.config.taps)
+        if min(moved) < 0:
+            return None
+        found = kind(DFlashConfig(**drafter.config.to_dict() | {"taps": moved}))
+        found.load_state_dict(drafter.state_dict())
+        return found.to(drafter.fc.weight.device).eval()
+
+    return made
+
+
+BLOCK_HYPOTHESES: dict[str, Hypothesis] = {
+    "block taps - 1": Hypothesis("first", "taps that are one too low", _block(taps=-1)),
+    "block taps + 1": Hypothesis("first", "taps that are one too high", _block(taps=1)),
+    "first k_norm": Hypothesis(
+        "first",
+        "the norm of the context's keys (k_norm), which is the first layer's in all layers",
+        _block(_NormedByFirst),
+    ),
+}
+
 FIRST_PLACE, WHOLE_COPY = "first place", "whole copy"
 # What each mistake is suspected to be, and what it says; of n-grams it is no mistake, but another choice.
-_KNOWN = {name: (hypothesis.kind, hypothesis.says) for name, hypothesis in HYPOTHESES.items()} | {
+_KNOWN = {name: (hypothesis.kind, hypothesis.says) for name, hypothesis in (HYPOTHESES | BLOCK_HYPOTHESES).items()} | {
     FIRST_PLACE: (
         "lookup",
         "how the engine looks up what follows: it copies from the first place where the last tokens stood, and no "

@@ -144,7 +144,7 @@ def _free_port() -> int:
 
 
 def _last(log: Path) -> str:
-    """Return the lines of a log that tell of errors, the last ones; simply the last ones if there are none."""
+    """Return the last lines of a log that tell of errors, each with the line after it; without any, the last ones."""
     lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
-    errors = [line for line in lines if "Error" in line]
-    return "\n".join((errors or lines)[-LAST_LINES:])
+    told = {place for i, line in enumerate(lines) if "Error" in line for place in (i, i + 1)}
+    return "\n".join(([line for i, line in enumerate(lines) if i in told] or lines)[-LAST_LINES:])

@@ -207,9 +207,13 @@ class CachedBlocks(CachedLayers):
         positions = cache.place(context.shape[1])
         rotary = self.cos[positions][:, None], self.sin[positions][:, None]
         parts = self.given(context).chunk(2 * len(self.layers), -1)
-        for index, joint in enumerate(self.layers):
+        for index in range(len(self.layers)):
             keys, values = parts[2 * index], parts[2 * index + 1]
-            cache.update(*context_entries(joint.layer, keys, values, rotary), index)
+            cache.update(*context_entries(self.norming(index), keys, values, rotary), index)
+
+    def norming(self, index: int) -> Any:
+        """Return the layer whose norm the context's keys in layer `index` get: that one."""
+        return self.layers[index].layer
 
     def block(self, hidden: Tensor, cache: RaggedCache) -> Tensor:
         """Return the last layer's output for a block `[B, S, H]` at each row's end, in its shape.

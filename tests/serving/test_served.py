@@ -17,14 +17,14 @@ from outrider.decode import Decoder, Plan
 from outrider.distill.prompts import Prompt
 from outrider.eval.suites import make_suite
 from outrider.ground import BadInputError
-from outrider.heads import Drafter, Eagle3, Eagle3Config, Ngram, NgramConfig
+from outrider.heads import DFlash, DFlashConfig, Drafter, Eagle3, Eagle3Config, Ngram, NgramConfig
 from outrider.heads.base import TargetBatch
 from outrider.pair import Pair, export_pair, new_pair, verify
 from outrider.recipes import Recipe
 from outrider.scripts.cli import app
 from outrider.serving.engine import Engine, root_url
 from outrider.serving.expectation import Answered, Asked, Counts, Expectation, Trial, expect, expect_mistakes
-from outrider.serving.hypotheses import HYPOTHESES, mistaken
+from outrider.serving.hypotheses import BLOCK_HYPOTHESES, HYPOTHESES, mistaken
 from outrider.serving.launching import Launch, python_of, running
 from outrider.serving.lookup import FirstPlace, WholeCopy
 from outrider.serving.result import ServedResult, lines
@@ -44,6 +44,11 @@ def head(tiny_target: Target) -> Eagle3:
     """A head that learned the target's own answers to the prompts by heart, for a second."""
     torch.manual_seed(3)
     made = Eagle3.build(Eagle3Config(steps=2, taps=(2, 4, 5), draft_vocab_size=0), tiny_target)
+    learn_by_heart(made, tiny_target)
+    return made
+
+
+def learn_by_heart(made: Drafter, tiny_target: Target) -> None:
     prompts = [tiny_target.require_tokenizer()(text)["input_ids"] for text in TEXTS]
     written = Decoder(tiny_target).generate(prompts, 24, plan=Plan(depth=0), ignore_eos=True).tokens
     rows = [torch.tensor([[*prompt, *answer]]) for prompt, answer in zip(prompts, written, strict=True)]
@@ -55,7 +60,7 @@ def head(tiny_target: Target) -> Eagle3:
         made.loss(batch).mean.backward()
         optimizer.step()
         optimizer.zero_grad()
-    return made.eval()
+    made.eval()
 
 
 @pytest.fixture
@@ -93,6 +98,26 @@ def test_an_engine_with_a_mistake_is_found_and_the_mistake_is_named(
     assert not result.agrees
     assert [s.kind for s in result.suspicions] == ["first"]
     assert "taps that are one too low" in result.suspicions[0].suspect
+
+
+def test_an_engine_that_norms_all_context_by_the_first_layer_is_explained(
+    tiny_target: Target, expected: Expectation, start_engine: Callable[..., Server]
+) -> None:
+    """As vLLM 0.32 does on a CPU with the keys of a DFlash drafter of several layers."""
+    torch.manual_seed(0)
+    config = DFlashConfig(num_layers=2, block_size=4, taps=(2, 4), mask_token_id=7)
+    drafter = DFlash.build(config, tiny_target, torch.ones(tiny_target.vocab_size))
+    torch.nn.init.uniform_(drafter.layers[0].self_attn.k_norm.weight, -3.0, 3.0)
+    learn_by_heart(drafter, tiny_target)
+    asked = [make_suite("a", [Prompt(p.id, "a", tuple(p.tokens), "") for p in expected.prompts])]
+    named = dict(mistaken(drafter))
+    assert named.keys() == BLOCK_HYPOTHESES.keys()
+    known = expect_mistakes(tiny_target, named.items(), expect(tiny_target, drafter, asked, TRIAL))
+    found = ask(known, start_engine(tiny_target, named["first k_norm"]))
+    assert found.at(0.0).own.value > 1.5
+    assert not found.agrees
+    assert "k_norm" in found.suspicions[0].suspect
+    assert "accepts the same in 4 of 4 prompts" in found.suspicions[0].suspect
 
 
 def test_an_engine_that_looks_n_grams_up_otherwise_is_explained(

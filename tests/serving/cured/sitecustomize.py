@@ -1,19 +1,21 @@
-"""Mends a fault of vLLM's CPU build (0.32) in the engine's own process: a test puts this folder on its PYTHONPATH.
+"""Mends two faults of vLLM's CPU build (0.32) in the engine's own process: a test puts this folder on its PYTHONPATH.
 
 To verify drafts above temperature 0, vLLM repeats each request's temperature, top-k and top-p once for each of its
 draft tokens. On a CPU it hands the C++ routine copies of its tensors converted to int64 and drops them afterwards: what
 was to be filled stays uninitialised memory, and requests are sampled at whatever temperature stood there.
+
+DFlash norms the context's keys of all layers in one call, with a weight for each layer. The CPU's norm takes the first
+one's for all of them.
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any
-
-FAULTY = "vllm.utils.cpu_triton_utils"
 
 
 def expand(output: Any, values: Any, ends: Any, replace_from: Any, replace_to: Any, *_: Any, **__: Any) -> None:
@@ -23,25 +25,47 @@ def expand(output: Any, values: Any, ends: Any, replace_from: Any, replace_to: A
     output.copy_(replaced.repeat_interleave(counts))
 
 
+def norm_keys(self: Any, keys: Any) -> Any:
+    """Norm the context's keys `[L, T, H, D]`, each layer's by its own weights."""
+    normed = keys.new_empty(keys.shape)
+    for index, layer in enumerate(self.layers):
+        normed[index] = layer.self_attn.k_norm(keys[index])
+    return normed
+
+
+def _mend_sampling(module: Any) -> None:
+    module._expand_kernel_impl = expand
+
+
+def _mend_dflash(module: Any) -> None:
+    module.DFlashQwen3Model._normalize_context_k = norm_keys
+
+
+MENDS: dict[str, Callable[[Any], None]] = {
+    "vllm.utils.cpu_triton_utils": _mend_sampling,
+    "vllm.model_executor.models.qwen3_dflash": _mend_dflash,
+}
+
+
 class _Mending(Loader):
-    def __init__(self, loader: Loader):
-        self.loader = loader
+    def __init__(self, loader: Loader, mend: Callable[[Any], None]):
+        self.loader, self.mend = loader, mend
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
         return self.loader.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
         self.loader.exec_module(module)
-        module._expand_kernel_impl = expand  # type: ignore[attr-defined]
+        self.mend(module)
 
 
 class _Finder(MetaPathFinder):
     def find_spec(self, name: str, path: Any, target: Any = None) -> ModuleSpec | None:
-        if name != FAULTY:
+        if name not in MENDS:
             return None
         found = PathFinder.find_spec(name, path, target)
         if found is not None and found.loader is not None:
-            found.loader = _Mending(found.loader)
+            found.loader = _Mending(found.loader, MENDS[name])
         return found
 
 

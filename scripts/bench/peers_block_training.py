@@ -65,9 +65,14 @@ class Material:
     def _drafter(self) -> Drafter:
         counts = torch.arange(self.target.vocab_size)
         if self.kind == "dflash":
-            settings = {"block_size": BLOCK, "num_anchors": self.anchors, "gamma": GAMMA, "loss": "soft_ce"}
+            settings: dict[str, Any] = {
+                "block_size": BLOCK,
+                "num_anchors": self.anchors,
+                "gamma": GAMMA,
+                "loss": "soft_ce",
+            }
             return DFlash.build(DFlashConfig(**SHARED, **settings), self.target, counts)
-        shares = {"steps": DEPTHS, "keep_ratio": RATIO, "keep_least": LEAST}
+        shares: dict[str, Any] = {"steps": DEPTHS, "keep_ratio": RATIO, "keep_least": LEAST}
         return PEagle.build(PEagleConfig(**SHARED, **shares, loss="soft_ce"), self.target, counts)
 
     def ours(self) -> tuple[nn.Module, Step]:
@@ -133,12 +138,13 @@ def speed(kind: str, length: int, anchors: int, names: list[str], repeats: int) 
             spent = training.step()
             if turn:  # the first warms up
                 seconds[name].append(spent)
-    rates = {
-        n: {"median": length / statistics.median(s), "fastest": length / min(s), "seconds": s}
-        for n, s in seconds.items()
-    }
+    rates = {n: {"median": length / statistics.median(s), "fastest": length / min(s)} for n, s in seconds.items()}
     best = {how: max(rates[n][how] for n in names if n != OURS) for how in ("median", "fastest")}
-    return {"tokens_per_second": rates, "ours_over_their_fastest": {h: rates[OURS][h] / best[h] for h in best}}
+    return {
+        "tokens_per_second": rates,
+        "seconds": seconds,
+        "ours_over_their_fastest": {h: rates[OURS][h] / best[h] for h in best},
+    }
 
 
 def memory(kind: str, length: int, anchors: int, names: list[str]) -> dict[str, Any]:

@@ -86,9 +86,9 @@ class Material:
         config_class = DFlashSpeculatorConfig if self.kind == "dflash" else PEagleSpeculatorConfig
         with tempfile.TemporaryDirectory() as folder:
             export_drafter(self.drafter, self.target, "speculators", Path(folder) / "out", DEPTHS - 1)
-            config = config_class.from_pretrained(Path(folder) / "out")
+            config = config_class.from_pretrained(Path(folder) / "out", trust_remote_code=False)
             config.transformer_layer_config._attn_implementation = attention
-            model = kind.from_pretrained(Path(folder) / "out", config=config).train()
+            model = kind.from_pretrained(Path(folder) / "out", config=config, trust_remote_code=False).train()
         return model, partial(self._their_loss, model)
 
     def _their_loss(self, model: Any) -> Tensor:

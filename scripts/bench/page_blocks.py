@@ -54,6 +54,12 @@ def of_trees(result: Result) -> list[str]:
     return [table(head, rows)]
 
 
+def of_replayed(result: Result) -> list[str]:
+    """Return how many rounds of each drafter training's pass tells."""
+    rows = [[n, *(f"{f[key]:,}" for key in ("prompts", "rounds", "told"))] for n, f in result["replayed"].items()]
+    return [table(["", "prompts", "rounds", "told by training's pass"], rows)]
+
+
 def of_peers(result: Result) -> list[str]:
     """Return tokens per second and memory of a training step of each, by kind and length."""
     head = ["", "tokens/s", "over the fastest of speculators", "MB of a step", "MB at the peak"]

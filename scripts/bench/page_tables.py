@@ -6,7 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Callable
 
-from .page_blocks import of_budgets, of_costs, of_peers, of_trees
+from .page_blocks import of_budgets, of_costs, of_peers, of_replayed, of_trees
 from .page_cells import MEGABYTE, NOTHING, Result, interval, table
 
 
@@ -533,4 +533,5 @@ KINDS: dict[tuple[str, ...], Callable[[Result], list[str]]] = {
     ("milliseconds",): of_costs,
     ("trees",): of_trees,
     ("steps",): of_peers,
+    ("replayed",): of_replayed,
 }

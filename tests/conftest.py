@@ -27,6 +27,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from outrider.heads import Drafter, drafter_config
 from outrider.targets import RaggedCache, Target
 
 TEXT = [
@@ -142,6 +143,19 @@ def make_llama(layers: int = 6, hidden: int = 32, vocab: int = 64, seed: int = 0
     }
     torch.manual_seed(seed)
     return LlamaForCausalLM(LlamaConfig(**values | changes)).eval().requires_grad_(False)
+
+
+def drafter_in_training(target: Target, values: dict[str, Any]) -> Drafter[Any]:
+    """Return a new drafter, as the section of a recipe says, without weights that are zero.
+
+    Some begin so, and would hide what they read.
+    """
+    torch.manual_seed(3)
+    drafter_class, config = drafter_config(values)
+    drafter = drafter_class.build(config, target, torch.arange(target.vocab_size)).float().train()
+    for parameter in drafter.parameters():
+        parameter.data += 0.02 * torch.randn(parameter.shape)
+    return drafter
 
 
 @pytest.fixture(scope="session")

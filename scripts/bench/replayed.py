@@ -9,7 +9,8 @@ says is right up to where the round stopped. All prompts of the three suites, ch
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,9 +39,9 @@ def said_after(drafter: Drafter, target: Target, tokens: Tensor, roots: Sequence
     if isinstance(drafter, DFlash):
         best = _blocks(drafter, target, batch, torch.tensor(roots))
     elif isinstance(drafter, PEagle):  # the pair before a root says the first draft, masks after it the others
-        best = _rolled(drafter, batch, [r - 1 for r in roots], lambda out: drafter.logits(out, target))
+        best = _rolled(drafter, batch, [r - 1 for r in roots], partial(drafter.logits, target=target))
     elif isinstance(drafter, Pard):
-        best = _rolled(drafter, batch, list(roots), lambda out: drafter.model.lm_head(out))
+        best = _rolled(drafter, batch, roots, drafter.model.lm_head)
     else:
         raise TypeError(f"{drafter.name} drafts no blocks")
     return best if drafter.output_ids is None else drafter.output_ids[best]
@@ -59,19 +60,15 @@ def _blocks(drafter: DFlash, target: Target, batch: TargetBatch, roots: Tensor) 
     return logits.argmax(-1)
 
 
-def _rolled(drafter: Any, batch: TargetBatch, anchors: Sequence[int], logits: Any) -> Tensor:
+def _rolled(drafter: Any, batch: TargetBatch, anchors: Sequence[int], logits: Callable[[Tensor], Tensor]) -> Tensor:
     depths, length = drafter.config.steps, batch.tokens.shape[1]
     masks = [(anchor, depth) for anchor in anchors for depth in range(1, depths)]
     rollouts = Rollouts.of([masks], PART, "cpu")
     output = drafter.roll(batch if isinstance(drafter, PEagle) else batch.tokens, rollouts)
-    places = dict(zip(_entries(rollouts), range(length, output.shape[1]), strict=False))
+    entries = zip(rollouts.anchors[0].tolist(), rollouts.depths[0].tolist(), strict=True)
+    places = {entry: length + place for place, entry in enumerate(entries)}
     rows = [[anchor, *(places[anchor, depth] for depth in range(1, depths))] for anchor in anchors]
-    best: Tensor = logits(output)[0].argmax(-1)
-    return best[torch.tensor(rows)]
-
-
-def _entries(rollouts: Rollouts) -> list[tuple[int, int]]:
-    return list(zip(rollouts.anchors[0].tolist(), rollouts.depths[0].tolist(), strict=True))
+    return logits(output)[0].argmax(-1)[torch.tensor(rows)]
 
 
 def agreement(drafter: Drafter, target: Target, prompt: Sequence[int], text: list[int], rounds: list[Round]) -> int:

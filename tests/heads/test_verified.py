@@ -8,12 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from outrider.heads import HEADS, DFlash, Drafter, TargetBatch, Verified, drafter_config
+from outrider.heads import HEADS, DFlash, Drafter, TargetBatch, Verified
 from outrider.heads.losses import Comparison
 from outrider.heads.parts.anchors import Anchors, Lessons, eligible_places
 from outrider.heads.parts.rollouts import RolledDrafts, Rollouts, Served, kept_counts
 from outrider.targets import Target
 from outrider.targets.documents import Documents
+
+from ..conftest import drafter_in_training
 
 DFLASH = {"type": "dflash", "num_layers": 2, "block_size": 4, "taps": [2, 4]}
 KINDS: dict[str, dict[str, Any]] = {
@@ -36,15 +38,6 @@ PROMPT, DEPTHS = 3, [0, 0, 0, 0, 1, 2, 3, 1, 1, 2]
 @pytest.fixture(scope="module")
 def target(tiny_llama: Any) -> Target:
     return Target(tiny_llama())
-
-
-def made(target: Target, values: dict[str, Any]) -> Drafter[Any]:
-    torch.manual_seed(3)
-    drafter_class, config = drafter_config(values)
-    drafter = drafter_class.build(config, target, torch.arange(target.vocab_size)).float().train()
-    for parameter in drafter.parameters():  # some begin at zero, and would hide what they read
-        parameter.data += 0.02 * torch.randn(parameter.shape)
-    return drafter
 
 
 def batch(target: Target, drafter: Drafter[Any], share: float | None) -> TargetBatch:
@@ -122,7 +115,7 @@ def test_a_share_of_the_anchors_is_drawn_from_roots_and_the_others_as_always() -
 def test_blocks_weigh_what_a_texts_tokens_do_and_the_rest_is_spread_without_what_was_drawn_for_rounds(
     target: Target, share: float
 ) -> None:
-    drafter = made(target, DFLASH | {"num_anchors": 2})
+    drafter = drafter_in_training(target, DFLASH | {"num_anchors": 2})
     assert isinstance(drafter, DFlash)
     given = batch(target, drafter, share)
     wanted, verified = given.supervised, given.verified
@@ -217,7 +210,7 @@ def compared(monkeypatch: pytest.MonkeyPatch, drafter: Drafter[Any], given: Targ
 
 def test_each_step_learns_what_rounds_reached_at_its_depth(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the whole share, step i has weights at the tokens of depth i + 1 and nowhere else, as decay has them."""
-    drafter = made(target, {"type": "eagle3", "steps": 3, "decay": 0.5})
+    drafter = drafter_in_training(target, {"type": "eagle3", "steps": 3, "decay": 0.5})
     weights, following = compared(monkeypatch, drafter, batch(target, drafter, 1.0))
     usual, _ = compared(monkeypatch, drafter, batch(target, drafter, None))
     assert len(following) == 14
@@ -230,7 +223,7 @@ def test_each_step_learns_what_rounds_reached_at_its_depth(target: Target, monke
 @pytest.mark.parametrize("values", KINDS.values(), ids=KINDS)
 def test_a_share_of_nothing_is_the_usual_loss_and_weights_stay_in_all(target: Target, values: dict[str, Any]) -> None:
     """Bit for bit without a share. With one, gradients change where rounds are; a constant loss has the same total."""
-    drafter = made(target, values)
+    drafter = drafter_in_training(target, values)
     usual, none, half = (lesson(drafter, batch(target, drafter, share)) for share in (None, 0.0, 0.5))
     assert all(torch.equal(a, b) for a, b in zip(usual, none, strict=True))
     assert int(half[1]) == int(usual[1])
@@ -243,7 +236,7 @@ def test_the_loss_of_a_whole_share_is_that_of_drafts_in_served_places(target: Ta
 
     The row's rounds are the first only (three tokens); the loss of the whole share must not see any later token.
     """
-    drafter, losses = made(target, values), []
+    drafter, losses = drafter_in_training(target, values), []
     for later in (5, 9):
         given = batch(target, drafter, 1.0)
         tokens = given.tokens[:1].clone()

@@ -14,7 +14,7 @@ from datasets import Dataset
 from torch import Tensor
 
 from outrider.ground import BadInputError
-from outrider.heads import HEADS, Drafter, TargetBatch, drafter_config, load_drafter
+from outrider.heads import HEADS, Drafter, TargetBatch, load_drafter
 from outrider.recipes import Recipe
 from outrider.targets import PeakBytes, Target
 from outrider.train import train
@@ -23,6 +23,7 @@ from outrider.train.data import EMPTY, IGNORED, OnlineBatches, Rows, collate, sp
 from outrider.train.packing import PackedBatches, Packs, packs_of
 from outrider.train.planning import plan
 
+from ..conftest import drafter_in_training
 from .test_trainer import losses
 
 MakeRecipe = Callable[..., Recipe]
@@ -64,15 +65,6 @@ def learned(target: Target) -> Rows:
     return split(Dataset.from_list(rows), 0.0)[0]
 
 
-def made(target: Target, values: dict[str, Any]) -> Drafter[Any]:
-    torch.manual_seed(3)
-    drafter_class, config = drafter_config(values)
-    drafter = drafter_class.build(config, target, torch.arange(target.vocab_size)).float().train()
-    for parameter in drafter.parameters():  # some begin at zero, and would hide what they read
-        parameter.data += 0.02 * torch.randn(parameter.shape)
-    return drafter
-
-
 def lesson(drafter: Drafter[Any], batch: TargetBatch) -> list[Tensor]:
     """The loss, the number of tokens learned, all metrics, and all gradients."""
     drafter.zero_grad()
@@ -87,7 +79,7 @@ def test_packed_rows_have_the_loss_the_metrics_and_the_gradients_of_single_ones(
     target: Target, learned: Rows, values: dict[str, Any]
 ) -> None:
     """Packs of several texts, and an empty row beside them; without their documents it would be another loss."""
-    drafter, packs = made(target, values), Packs(learned, 64)
+    drafter, packs = drafter_in_training(target, values), Packs(learned, 64)
     assert len(packs) < len(learned) / 2
     assert max(map(len, packs.groups)) > 2
     online = OnlineBatches(target, drafter.taps)
@@ -137,7 +129,7 @@ def test_a_steps_memory_grows_with_the_length_of_packs_and_not_with_its_square(
     target: Target, values: dict[str, Any]
 ) -> None:
     """From 1024 tokens to 2048 and 4096, in texts of 128: no scores and no mask of a whole row are ever in memory."""
-    drafter, peaks = made(target, values), []
+    drafter, peaks = drafter_in_training(target, values), []
     rows = Dataset.from_list(
         [{"id": str(i), "input_ids": [i % 90] * 128, "loss_mask": [0] * 20 + [1] * 108} for i in range(32)]
     )

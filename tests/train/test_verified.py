@@ -23,8 +23,9 @@ from outrider.train.check import check
 from outrider.train.data import EMPTY, OnlineBatches, Rows, collate, split
 from outrider.train.packing import PackedBatches, Packs
 
+from ..conftest import drafter_in_training
 from .conftest import EAGLE3, make_rows, write_data
-from .test_packing import KINDS, lesson, made
+from .test_packing import KINDS, lesson
 from .test_trainer import losses, weights
 
 MakeRecipe = Callable[..., Recipe]
@@ -76,7 +77,7 @@ def given(batches: Any, inputs: dict[str, Tensor], share: float = 0.5) -> Target
 @pytest.mark.parametrize("values", FOLLOW.values(), ids=FOLLOW)
 def test_packed_rows_follow_rounds_as_single_ones_do(target: Target, served: Path, values: dict[str, Any]) -> None:
     """The same loss and the same gradients, beside a text without rounds and an empty row; and not the usual ones."""
-    drafter = made(target, values)
+    drafter = drafter_in_training(target, values)
     rows = Rows(load_responses(served), range(14), depths=True)
     packs, online = Packs(rows, 64), OnlineBatches(target, drafter.taps)
     single = given(online, collate([rows[i] for i in [*range(14), EMPTY]]))
@@ -90,7 +91,7 @@ def test_packed_rows_follow_rounds_as_single_ones_do(target: Target, served: Pat
 
 @pytest.mark.parametrize("values", FOLLOW.values(), ids=FOLLOW)
 def test_what_a_row_teaches_does_not_depend_on_its_batch(target: Target, served: Path, values: dict[str, Any]) -> None:
-    drafter, rows = made(target, values), Rows(load_responses(served), range(8), depths=True)
+    drafter, rows = drafter_in_training(target, values), Rows(load_responses(served), range(8), depths=True)
     online = OnlineBatches(target, drafter.taps)
     whole = lesson(drafter, given(online, collate([rows[i] for i in range(8)])))[0]
     apart = [lesson(drafter, given(online, collate([rows[i]])))[0] for i in range(8)]
@@ -221,7 +222,7 @@ def test_a_drafter_that_cannot_tell_depths_apart_is_refused_before_anything_is_l
 
 def test_a_change_of_a_drafter_follows_rounds_if_that_does(follow: MakeRecipe, target: Target, tmp_path: Path) -> None:
     for name, works in (("eagle3", True), ("draft_model", False)):
-        made(target, KINDS[name]).save(tmp_path / name)
+        drafter_in_training(target, KINDS[name]).save(tmp_path / name)
         drafter = LowRank.over(tmp_path / name, target, 2)
         if works:
             check(follow("run", 0.5), drafter)

@@ -91,6 +91,11 @@ class LayerShape:
     keys: Store
     values: Store
 
+    @classmethod
+    def of(cls, keys: Tensor | None, values: Tensor | None) -> LayerShape | None:
+        """Read the shape off a layer's keys and values, `[B, H, *, D]`; None if it has none yet."""
+        return None if keys is None or values is None else cls(Store.of(keys), Store.of(values))
+
     @property
     def row_bytes(self) -> int:
         return 0
@@ -120,9 +125,7 @@ class AttentionStore(CacheLayerMixin):
 
     @property
     def shape(self) -> LayerShape | None:
-        if self.keys is None or self.values is None:
-            return None
-        return LayerShape(Store.of(self.keys), Store.of(self.values))
+        return LayerShape.of(self.keys, self.values)
 
     def take(self, keys: Tensor, values: Tensor) -> None:
         """Keep entries in memory that the cache has allocated for all layers."""

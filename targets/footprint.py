@@ -18,7 +18,8 @@ from torch.utils._pytree import tree_leaves
 
 from .attention import NAME as SPLIT_ATTENTION
 from .backbone import Backbone
-from .recurrent import KINDS, UNREAD
+from .masks import masked_kinds
+from .recurrent import UNREAD
 
 
 class PeakBytes(TorchDispatchMode):
@@ -154,6 +155,6 @@ def _score_bytes(backbone: Backbone) -> tuple[int, int]:
     """
     config = backbone.config
     kind, heads = getattr(config, "_attn_implementation", None), int(config.num_attention_heads)
-    masks = len(set(getattr(config, "layer_types", None) or ("all",)) - KINDS)
+    masks = len(masked_kinds(config))
     repeated = heads if kind == SPLIT_ATTENTION else 0
     return heads * 8 if kind == "eager" else 0, (masks + repeated) * backbone.dtype.itemsize

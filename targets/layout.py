@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable
 from dataclasses import dataclass
 
@@ -10,6 +11,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..ground.errors import IncompatibleError
 from .cache import RaggedCache, Shape
+from .masks import ATTENTION
 from .recurrent import KINDS, MODELS, RecurrentCache, has_states
 
 
@@ -57,7 +59,8 @@ class CacheLayout:
         return batch_size * (self.row_bytes + per_entry * RecurrentCache.room(max_length))
 
 
-ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}  # kinds of layers that masks serve
+_NOTHING = {"mlp", "moe"}  # kinds of layers that keep nothing of a text
+_NO_LIMIT = (0.0, math.inf)  # of the steps of Mamba layers
 
 
 def circumstances(model: PreTrainedModel, config: PreTrainedConfig) -> Hashable:
@@ -80,12 +83,13 @@ def circumstances(model: PreTrainedModel, config: PreTrainedConfig) -> Hashable:
 def check_layers(model: PreTrainedModel, body: PreTrainedModel, config: PreTrainedConfig) -> None:
     """Refuse a model with layers that neither our caches nor 4-D masks can serve.
 
-    These are other recurrent states, and ALiBi, which is read off a padding mask.
+    These are other recurrent states, states that move by other steps token by token, and ALiBi, which is read off a
+    padding mask.
 
     Raises:
         IncompatibleError: it has such layers.
     """
-    other = set(getattr(config, "layer_types", None) or ()) - ATTENTION
+    other = set(getattr(config, "layer_types", None) or ()) - ATTENTION - _NOTHING
     if config.model_type in MODELS:
         other -= KINDS
     elif getattr(body, "_is_stateful", False) and not other:
@@ -100,3 +104,15 @@ def check_layers(model: PreTrainedModel, body: PreTrainedModel, config: PreTrain
             f"{', '.join(sorted(ATTENTION))}, and recurrent layers of {', '.join(MODELS)}. Take a target of these "
             "kinds."
         )
+    if limit := _step_limit(body):
+        raise IncompatibleError(
+            f"{type(model).__name__} keeps the steps of its recurrent layers within {limit} where it reads several "
+            "tokens at once, and not where it reads one, as the library runs it: its text would depend on the drafts. "
+            "Set time_step_min to 0 in its config.json (or time_step_limit to [0, Infinity]), so that none are limited."
+        )
+
+
+def _step_limit(body: PreTrainedModel) -> tuple[float, ...] | None:
+    """Return the limits of the steps of a model's Mamba layers; None if there are none."""
+    limits = {tuple(getattr(layer, "time_step_limit", _NO_LIMIT)) for layer in body.modules()}
+    return min(limits - {_NO_LIMIT}, default=None)

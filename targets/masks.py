@@ -12,6 +12,9 @@ from transformers import PreTrainedConfig
 from .attention import NAME as SPLIT_ATTENTION
 from .cache import RaggedCache
 from .placement import Nodes
+from .recurrent import HYBRID
+
+ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}  # kinds of layers that masks serve
 
 
 def needs_mask(config: PreTrainedConfig, cache: RaggedCache, num_new: int, offset: int, nodes: Nodes | None) -> bool:
@@ -42,13 +45,22 @@ def attention_masks(
     kinds = getattr(config, "layer_types", None)
     if kinds is None:
         return float_mask(visible & cache.placed.within(window) if window else visible, dtype)
-    masks = {"full_attention": visible}
-    if "sliding_attention" in kinds:
-        masks["sliding_attention"] = visible & cache.placed.within(window)
-    if "chunked_attention" in kinds:  # Llama 4
-        masks["chunked_attention"] = visible & cache.placed.in_chunk(config.attention_chunk_size)
-    # Recurrent layers take no mask: they see what was read, in its order.
-    return {kind: float_mask(masks[kind], dtype) if kind in masks else None for kind in set(kinds)}
+    seen = {
+        "full_attention": lambda: visible,
+        "sliding_attention": lambda: visible & cache.placed.within(window),
+        "chunked_attention": lambda: visible & cache.placed.in_chunk(config.attention_chunk_size),  # Llama 4
+    }
+    masks: dict[str, Tensor | None] = dict.fromkeys({*kinds, "linear_attention"})
+    return masks | {kind: float_mask(seen[kind](), dtype) for kind in masked_kinds(config)}
+
+
+def masked_kinds(config: PreTrainedConfig) -> set[str]:
+    """Return the kinds of a model's layers for which there are masks.
+
+    Recurrent layers take none: they see what was read, in its order. A hybrid layer takes one for its attention.
+    """
+    kinds = set(getattr(config, "layer_types", None) or ("full_attention",))
+    return kinds & ATTENTION | ({"full_attention"} if HYBRID in kinds else set())
 
 
 def float_mask(visible: Tensor, dtype: torch.dtype) -> Tensor:

@@ -16,7 +16,7 @@ Shapes as in `cache.py`; C channels of a convolution, W its width.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,12 +26,17 @@ from transformers import PreTrainedConfig
 from transformers.cache_utils import LinearAttentionLayer
 
 from ..ground.errors import IncompatibleError
-from .cache import AttentionStore, Counts, LayerStore, RaggedCache, Shape
+from .cache import AttentionStore, Counts, LayerShape, LayerStore, RaggedCache, Shape
 from .placement import Nodes, Placement
 
-# Kinds of layers, and the models they were tried in. Other models update their states in ways of their own.
-KINDS = frozenset({"linear_attention", "conv"})
-MODELS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid", "lfm2", "lfm2_moe")
+# Kinds of layers, and the models they were tried in. Other models update their states in ways of their own. A hybrid
+# layer keeps states, and keys and values.
+HYBRID = "hybrid"
+KINDS = frozenset({"linear_attention", "conv", HYBRID})
+MODELS = (
+    *("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid", "lfm2", "lfm2_moe", "lfm3"),
+    *("bamba", "falcon_h1", "granitemoehybrid", "nemotron_h", "zamba2"),
+)
 
 # A pass reads up to this many committed tokens again before they get a pass of their own. Where a pass waits for
 # weights, reading these tokens with it is free; linear attention works in chunks of 64 in any case.
@@ -71,6 +76,12 @@ class StateShape:
     conv: State | None
     recurrent: State | None
 
+    @classmethod
+    def of(cls, *states: Tensor | None) -> StateShape | None:
+        """Read the shape off a layer's states; None if it has none yet."""
+        found = [None if state is None else State.of(state) for state in states]
+        return cls(*found) if any(found) else None
+
     @property
     def row_bytes(self) -> int:
         return sum(2 * state.num_bytes for state in (self.conv, self.recurrent) if state is not None)
@@ -87,16 +98,19 @@ class StateStore(LinearAttentionLayer):
     """The states of one layer: convolution inputs `[B, C, W]`, and a recurrent state `[B, heads, D, D']`.
 
     Attributes:
-        conv_states, recurrent_states: each row's own, under the key 0, as the library's models look for them.
+        conv_states: each row's own, under the key 0, as the library's models look for them.
+        recurrent_states: what the next pass starts from, under the key 0.
+        own_recurrent: each row's own.
         new_conv, new_recurrent: those at the end of the last pass.
     """
 
     def __init__(self, cache: RaggedCache, shape: StateShape | None = None):
         super().__init__()
         self.cache = weakref.proxy(cache)
-        # With these the model asks the layer for states, and never writes into them.
+        # With these the model asks the layer for states, and writes into no convolution's.
         self.record_past, self.has_previous_state = True, {0: True}
         self.new_conv: Tensor | None = None
+        self.own_recurrent: Tensor | None = None
         self.new_recurrent: Tensor | None = None
         if shape is not None and shape.conv is not None:
             self._allocate_conv(shape.conv)
@@ -110,13 +124,21 @@ class StateStore(LinearAttentionLayer):
 
     def _allocate_recurrent(self, state: State) -> Tensor:
         own, new = state.allocate(self.cache.batch_size), state.allocate(self.cache.batch_size)
-        self.recurrent_states[0], self.new_recurrent = own, new
+        self.own_recurrent, self.new_recurrent = own, new
         return new
+
+    def hand_over(self, num_new: int) -> None:
+        """Let the next pass, over `num_new` tokens of each row, start from the rows' own recurrent states.
+
+        For one token it gets a copy: Mamba's kernel for that writes the next state over the one that it is given.
+        """
+        self.recurrent_states[0] = self.own_recurrent
+        if num_new == 1 and self.own_recurrent is not None and self.new_recurrent is not None:
+            self.recurrent_states[0] = self.new_recurrent.copy_(self.own_recurrent)
 
     @property
     def shape(self) -> StateShape | None:
-        conv, recurrent = (None if state is None else State.of(state) for state in (self.new_conv, self.new_recurrent))
-        return None if conv is None and recurrent is None else StateShape(conv, recurrent)
+        return StateShape.of(self.new_conv, self.new_recurrent)
 
     def update_conv_state(
         self, conv_states: Tensor, state_idx: int = 0, conv_kernel_size: int | None = None, **kwargs: Any
@@ -142,15 +164,15 @@ class StateStore(LinearAttentionLayer):
         """Make the states at the end of the last pass the own states of these rows."""
         if len(rows) == self.cache.batch_size:
             self.conv_states[0], self.new_conv = self.new_conv, self.conv_states[0]
-            self.recurrent_states[0], self.new_recurrent = self.new_recurrent, self.recurrent_states[0]
+            self.own_recurrent, self.new_recurrent = self.new_recurrent, self.own_recurrent
             return
-        for own, new in ((self.conv_states[0], self.new_conv), (self.recurrent_states[0], self.new_recurrent)):
+        for own, new in ((self.conv_states[0], self.new_conv), (self.own_recurrent, self.new_recurrent)):
             if own is not None and new is not None:
                 own[rows] = new[rows]
 
     def clear(self) -> None:
         """Set the rows' own states to those of an empty text."""
-        for state in (self.conv_states[0], self.recurrent_states[0]):
+        for state in (self.conv_states[0], self.own_recurrent):
             if state is not None:
                 state.zero_()
 
@@ -158,7 +180,7 @@ class StateStore(LinearAttentionLayer):
         raise AssertionError("a state keeps no entries that could be moved")
 
     def select(self, rows: list[int]) -> None:
-        self.conv_states[0], self.new_conv, self.recurrent_states[0], self.new_recurrent = (
+        self.conv_states[0], self.new_conv, self.own_recurrent, self.new_recurrent = (
             None if state is None else state[rows] for state in self._all()
         )
 
@@ -166,7 +188,50 @@ class StateStore(LinearAttentionLayer):
         return sum(state.numel() * state.element_size() for state in self._all() if state is not None)
 
     def _all(self) -> tuple[Tensor | None, ...]:
-        return self.conv_states[0], self.new_conv, self.recurrent_states[0], self.new_recurrent
+        return self.conv_states[0], self.new_conv, self.own_recurrent, self.new_recurrent
+
+
+@dataclass(frozen=True)
+class HybridShape:
+    """What a layer keeps of a row that has states, and keys and values; either is None if it was never seen."""
+
+    states: StateShape | None
+    entries: LayerShape | None
+
+    @property
+    def row_bytes(self) -> int:
+        return 0 if self.states is None else self.states.row_bytes
+
+    @property
+    def entry_bytes(self) -> int:
+        return 0 if self.entries is None else self.entries.entry_bytes
+
+    def new_layer(self, cache: RaggedCache) -> HybridStore:
+        return HybridStore(cache, self)
+
+
+class HybridStore(StateStore, AttentionStore):
+    """The states of one layer, and its keys and values."""
+
+    def __init__(self, cache: RaggedCache, shape: HybridShape | None = None):
+        AttentionStore.__init__(self, cache, None if shape is None else shape.entries)
+        StateStore.__init__(self, cache, None if shape is None else shape.states)
+
+    @property
+    def shape(self) -> HybridShape | None:  # type: ignore[override]
+        states = StateShape.of(self.new_conv, self.new_recurrent)
+        entries = LayerShape.of(self.keys, self.values)
+        return None if states is None and entries is None else HybridShape(states, entries)
+
+    def move(self, source: Tensor, destination: Tensor) -> None:
+        AttentionStore.move(self, source, destination)
+
+    def select(self, rows: list[int]) -> None:
+        StateStore.select(self, rows)
+        AttentionStore.select(self, rows)
+
+    def num_bytes(self) -> int:
+        return StateStore.num_bytes(self) + AttentionStore.num_bytes(self)
 
 
 class RecurrentCache(RaggedCache):
@@ -212,6 +277,8 @@ class RecurrentCache(RaggedCache):
         return max_length + UNREAD
 
     def blank_layer(self, index: int) -> LayerStore:
+        if self.kinds[index] == HYBRID:
+            return HybridStore(self)
         return StateStore(self) if self.kinds[index] in KINDS else AttentionStore(self)
 
     def num_bytes(self) -> int:
@@ -268,7 +335,12 @@ class RecurrentCache(RaggedCache):
         index = slice(self.read[0], used) if even else (self._rows(), slots)
         self.placed = Placement(self.lengths, used, slots, slots, index)
         self._passed = [read + num_new for read in self.read]
+        for store in self._states():
+            store.hand_over(num_new)
         return slots
+
+    def _states(self) -> Iterator[StateStore]:
+        return (store for store in self._stores if isinstance(store, StateStore))
 
     # ------------------------------------------------------------ what stays
 
@@ -290,9 +362,8 @@ class RecurrentCache(RaggedCache):
 
     def _adopt(self, rows: list[int]) -> None:
         """Make the states at the end of the last pass the own states of these rows, and forget the others."""
-        for store in self._stores:
-            if rows and isinstance(store, StateStore):
-                store.adopt(rows)
+        for store in self._states() if rows else ():
+            store.adopt(rows)
         for row in rows:
             self.read[row] = self._passed[row]
         self._passed = []
@@ -307,9 +378,8 @@ class RecurrentCache(RaggedCache):
     def reset(self) -> None:
         super().reset()
         self.read, self._ends, self._passed = [0] * self.batch_size, [0] * self.batch_size, []
-        for store in self._stores:
-            if isinstance(store, StateStore):
-                store.clear()
+        for store in self._states():
+            store.clear()
 
     def select(self, rows: list[int]) -> None:
         super().select(rows)

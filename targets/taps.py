@@ -74,13 +74,18 @@ class TapReader:
             last: what the pass returned, `[B, Q, H]`.
 
         Raises:
-            IncompatibleError: the pass did not come by all of them.
+            IncompatibleError: the pass did not come by all of them, or layers hand on something else.
         """
         self.seen[self._num_layers] = last
         if missing := [tap for tap in taps if tap not in self.seen]:
             raise IncompatibleError(
                 f"{type(self._body).__name__} does not run the layers that hidden states {missing} would be read from; "
                 "take a drafter that reads the last one only, or none."
+            )
+        if others := [list(self.seen[tap].shape) for tap in taps if self.seen[tap].shape != last.shape]:
+            raise IncompatibleError(
+                f"layers of {type(self._body).__name__} hand on states of shape {others[0]}, and a drafter reads "
+                f"{list(last.shape)}; take a drafter that reads the last one only, or none."
             )
         hidden = torch.stack([self.seen[tap] for tap in taps], dim=2) if taps else None
         self.seen.clear()

@@ -60,13 +60,15 @@ _SMALL = {name: size for size, names in _SIZES.items() for name in names.split()
 
 # What some types need beside that: defaults that say nothing, or that no small model fulfils.
 _THETA = {"rope_type": "default", "rope_theta": 10_000.0}
+_MAMBA2 = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_chunk_size": 8}
 _MORE: dict[str, dict[str, Any]] = {
-    "bamba": {"attn_layer_indices": [1, 4]},
+    "bamba": {"attn_layer_indices": [1, 4], **_MAMBA2},
     "cohere_compass_text": {"rope_parameters": {"full_attention": _THETA, "sliding_attention": _THETA}},
     "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 10_000.0, "clip_qkv": 8.0}},
     "deepseek_v2": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1},
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
-    "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"] * (LAYERS // 2)},
+    "falcon_h1": {"mamba_d_ssm": 128, **_MAMBA2},
+    "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"] * (LAYERS // 2), **_MAMBA2},
     "dots3_note_text": {
         "swa_num_attention_heads": 4,
         "swa_num_key_value_heads": 4,
@@ -84,9 +86,23 @@ _MORE: dict[str, dict[str, Any]] = {
     "hunyuan_v1_dense": {"rope_parameters": _THETA, "head_dim": 16},
     "hunyuan_v1_moe": {"rope_parameters": _THETA, "head_dim": 16},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * (LAYERS // 2)},
-    "mamba2": {"num_heads": 8, "head_dim": 16},
+    "mamba2": {"num_heads": 8, "head_dim": 16, "n_groups": 2, "state_size": 16, "chunk_size": 8},
     "ministral": {"rope_parameters": _THETA},
     "nemotron": {"num_key_value_heads": 2},
+    "nemotron_h": {
+        "layers_block_type": ["linear_attention", "mlp", "full_attention"] * (LAYERS // 3),
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 16,
+        "n_groups": 2,
+        "ssm_state_size": 16,
+        "chunk_size": 8,
+    },
+    "zamba2": {
+        "layers_block_type": ["linear_attention", "hybrid", "linear_attention"] * (LAYERS // 3),
+        "mamba_d_state": 16,
+        "chunk_size": 8,
+        "num_key_value_heads": 4,
+    },
 }
 
 

@@ -148,12 +148,16 @@ LINEAR = {
     "layer_types": ["linear_attention", "full_attention"] * 2,
 }
 GATED = LINEAR | {"linear_num_key_heads": 2, "head_dim": 8}
-# States that no position rewinds: `target/recurrent.py`.
+# A chunk shorter than some prompts, so that states move on inside a pass, too.
+MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_chunk_size": 8}
+# States that no position rewinds: `targets/recurrent.py`.
 RECURRENT: dict[str, dict[str, Any]] = {
     "qwen3_next": GATED | EXPERTS | {"shared_expert_intermediate_size": 32},
     "qwen3_5_text": GATED,
     "olmo_hybrid": LINEAR,
     "lfm2": {"layer_types": ["conv", "full_attention"] * 2, "block_auto_adjust_ff_dim": False},
+    "falcon_h1": {"mamba_d_ssm": 64, **MAMBA},
+    "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"] * 2, "num_local_experts": 4, **MAMBA},
 }
 MORE |= RECURRENT
 EAGER = {"gemma2"}

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import math
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
 from outrider.ground import IncompatibleError
 from outrider.targets import Counts, Nodes, PeakBytes, Target
@@ -42,6 +44,21 @@ EXPERTS = {
     "shared_expert_intermediate_size": 16,
 }
 CONVOLUTIONS = {"layer_types": ["conv", "full_attention"] * 2, "block_auto_adjust_ff_dim": False}
+# A chunk shorter than prompts, so that states move on inside a pass, too.
+MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_chunk_size": 8}
+NEMOTRON = {
+    "num_hidden_layers": 6,
+    "layers_block_type": ["linear_attention", "mlp", "full_attention", "linear_attention", "moe", "full_attention"],
+    "head_dim": 8,
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 8,
+    "n_groups": 2,
+    "ssm_state_size": 8,
+    "chunk_size": 8,
+    "n_routed_experts": 4,
+    "moe_intermediate_size": 16,
+    "moe_shared_expert_intermediate_size": 16,
+}
 KINDS: dict[str, dict[str, Any]] = {
     "qwen3_next": GROUPED | EXPERTS,
     "qwen3_5_text": GROUPED,
@@ -49,16 +66,34 @@ KINDS: dict[str, dict[str, Any]] = {
     "olmo_hybrid": LINEAR,
     "lfm2": CONVOLUTIONS,
     "lfm2_moe": CONVOLUTIONS | EXPERTS | {"num_dense_layers": 1},
+    "lfm3": {"layer_types": ["conv", "full_attention", "conv", "sliding_attention"], "sliding_window": 16} | EXPERTS,
+    "bamba": MAMBA | {"attn_layer_indices": [1, 3]},
+    "falcon_h1": MAMBA | {"mamba_d_ssm": 64},
+    "granitemoehybrid": MAMBA | {"layer_types": ["linear_attention", "full_attention"] * 2, "num_local_experts": 4},
+    "nemotron_h": NEMOTRON,
+    "zamba2": {
+        "layers_block_type": ["linear_attention", "hybrid"] * 2,
+        "mamba_d_state": 8,
+        "chunk_size": 8,
+        "num_key_value_heads": 4,
+    },
 }
+
+LIMITED = ("nemotron_h", "zamba2")  # the library limits their steps, which a loaded config.json can undo
 
 
 def make(kind: str) -> Target:
     torch.manual_seed(0)
-    return Target(
-        AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **COMMON | KINDS[kind]))
-        .eval()
-        .requires_grad_(False)
-    )
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **COMMON | KINDS[kind]))
+    if kind in LIMITED:
+        set_step_limit(model, 0.0)
+    return Target(model.eval().requires_grad_(False))
+
+
+def set_step_limit(model: PreTrainedModel, least: float) -> None:
+    for layer in model.modules():
+        if hasattr(layer, "time_step_limit"):
+            layer.time_step_limit = (least, math.inf)
 
 
 def tokens(rows: int, length: int, seed: int = 0) -> Tensor:
@@ -78,9 +113,7 @@ def states(target: Target, text: list[int]) -> list[Tensor]:
 
 def own(cache: RecurrentCache, row: int) -> list[Tensor]:
     kept = [layer for layer in cache.layers if hasattr(layer, "conv_states")]
-    return [
-        s[row : row + 1] for layer in kept for s in (layer.conv_states[0], layer.recurrent_states[0]) if s is not None
-    ]
+    return [s[row : row + 1] for layer in kept for s in (layer.conv_states[0], layer.own_recurrent) if s is not None]
 
 
 def check(cache: RecurrentCache, target: Target, texts: list[list[int]]) -> None:
@@ -267,7 +300,7 @@ def test_trees_are_refused():
         ("mamba", {"state_size": 4}, "linear_attention"),
         ("jamba", EXPERTS, "linear_attention"),
         ("minimax", {"num_local_experts": 2}, "linear_attention"),
-        ("falcon_h1", {}, "hybrid"),
+        ("mamba2", {"num_heads": 8, "head_dim": 8, "state_size": 8}, "linear_attention"),
         ("rwkv", {}, "recurrent"),
     ],
 )
@@ -282,3 +315,33 @@ def test_other_recurrent_models_are_refused_before_anything_runs(kind, values, n
     ) as caught:
         target.new_cache(1, 10)
     assert caught.value.exit_code == 3
+
+
+@pytest.mark.parametrize("kind", [*LIMITED, "falcon_h1"])
+def test_a_model_that_reads_one_token_in_another_way_than_several_is_refused(kind):
+    """The library limits the steps of Mamba layers in passes over several tokens only: so the states part."""
+    target = make(kind)
+    target.new_cache(1, 10)
+    set_step_limit(target.model, 0.5)
+    text = torch.tensor([[1, 2, 3]])
+    whole, alone = DynamicCache(config=target.config), DynamicCache(config=target.config)
+    target.model(text, past_key_values=whole)
+    for number in range(3):
+        target.model(text[:, number : number + 1], past_key_values=alone)
+    both = [(a, b) for a, b in zip(whole.layers, alone.layers, strict=True) if hasattr(a, "recurrent_states")]
+    parted = [(a.recurrent_states[0] - b.recurrent_states[0]).abs().max() for a, b in both]
+    assert max(parted) > 0.01
+    with pytest.raises(
+        IncompatibleError, match=r"within \(0\.5, inf\) where it reads several tokens.*time_step_min to 0"
+    ):
+        Target(target.model).new_cache(1, 10)
+
+
+def test_a_config_lifts_the_limit(tmp_path):
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("nemotron_h", **COMMON | KINDS["nemotron_h"]))
+    model.save_pretrained(tmp_path)
+    with pytest.raises(IncompatibleError, match=r"within \(0\.001, inf\)"):
+        Target(AutoModelForCausalLM.from_pretrained(tmp_path, trust_remote_code=False)).new_cache(1, 10)
+    values = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(values | {"time_step_min": 0.0}))
+    Target(AutoModelForCausalLM.from_pretrained(tmp_path, trust_remote_code=False)).new_cache(1, 10)

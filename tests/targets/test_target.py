@@ -80,6 +80,27 @@ def test_logits_are_the_librarys(kind):
     assert target.forward(tokens()).hidden is None
 
 
+def test_taps_of_layers_that_hand_on_several_streams_are_refused():
+    """Gemma 3n carries four; its last hidden states are one."""
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "head_dim": 16,
+    }
+    small = {"vocab_size": 64, "vocab_size_per_layer_input": 64, "num_kv_shared_layers": 1, "laurel_rank": 4}
+    config = AutoConfig.for_model(
+        "gemma3n_text", **sizes, **small, num_key_value_heads=1, hidden_size_per_layer_input=8
+    )
+    target = Target(AutoModelForCausalLM.from_config(config).eval())
+    assert target.forward(tokens(), taps=(2,)).hidden.shape == (2, 7, 1, 32)
+    with pytest.raises(
+        IncompatibleError, match=r"shape \[4, 2, 7, 32\], and a drafter reads \[2, 7, 32\]; take a drafter"
+    ):
+        target.forward(tokens(), taps=(1, 2))
+
+
 def test_taps_with_a_cache_are_those_of_the_whole_text(tiny_target):
     text = tokens(2, 9)
     whole = tiny_target.forward(text, taps=(0, 3, 6)).hidden

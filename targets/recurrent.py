@@ -210,7 +210,7 @@ class HybridShape:
         return HybridStore(cache, self)
 
 
-class HybridStore(StateStore, AttentionStore):
+class HybridStore(StateStore, AttentionStore):  # type: ignore[override] # the library lets them say whether they crop
     """The states of one layer, and its keys and values."""
 
     def __init__(self, cache: RaggedCache, shape: HybridShape | None = None):

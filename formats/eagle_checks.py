@@ -148,6 +148,9 @@ def _mapped(d2t: Tensor, t2d: Tensor | None, vocab: int, kept: int) -> Iterator[
         yield Finding("d2t", f"d2t does not name {kept} different tokens of the {vocab}.", engine)
     elif t2d is not None and not torch.equal(t2d.bool(), _mask(ids, len(t2d))):
         yield Finding("d2t", "d2t and t2d name different tokens.", engine)
+    elif bool((ids.diff() < 0).any()):
+        what = "d2t's tokens do not ascend, as trainers write them: its rows may be shifted."
+        yield Finding("d2t", what, engine, is_fault=False)
 
 
 def _are_ids(d2t: Tensor, t2d: Tensor | None, vocab: int, kept: int) -> bool:

@@ -68,6 +68,14 @@ class EngineOptions:
         settings = _settings(self.setting)
         return Start(self.python, self.export, settings, arguments, variables, self.plain, self.in_turns)
 
+    def habits(self) -> str:
+        """Return the engine's name if drafting has habits of its own there; else ""."""
+        from ..serving.engine import Engine
+        from ..serving.expectation import HABITS
+
+        name = "" if self.url is None else Engine(self.url).counters().engine
+        return name if name in HABITS else ""
+
     def ask(self, session: Session, tolerance: float) -> ServedResult:
         """Compare the session's pair with what the engine does."""
         from ..serving.engine import Engine
@@ -90,13 +98,14 @@ class TrialOptions:
     max_new_tokens: Annotated[int, typer.Option(min=2)] = 64
     seeds: Annotated[int, typer.Option(min=1, help="Answers to each prompt above temperature 0.")] = 3
 
-    def trial(self, pair: Pair, export: Path | None) -> Trial:
-        """Return the trial of a pair, at the depth of its export if there is one."""
+    def trial(self, pair: Pair, export: Path | None, habits: str) -> Trial:
+        """Return the trial of a pair, at the depth of its export if there is one, for an engine with these habits."""
         from ..serving.expectation import Trial
         from ..serving.session import depth_of
 
         temperatures = tuple(self.temperature or (0.0, 1.0))
-        return Trial(temperatures, depth_of(pair, export, self.depth), self.max_new_tokens, self.limit, self.seeds)
+        depth = depth_of(pair, export, self.depth)
+        return Trial(temperatures, depth, self.max_new_tokens, self.limit, self.seeds, habits)
 
 
 def add_verbs(app: typer.Typer) -> None:
@@ -128,7 +137,7 @@ def served(
 
     console = Console(highlight=False, soft_wrap=True, stderr=as_json)
     loaded = Pair.load(pair)
-    trial = asked.trial(loaded, engine.export)
+    trial = asked.trial(loaded, engine.export, engine.habits())
     known = Expectation.load(expect) if expect is not None and expect.is_file() else None
     session = Session(loaded, trial, tuple(asked.suite or ()), known, console)
     session.explain = explain

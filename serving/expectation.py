@@ -6,18 +6,21 @@ It is JSON, so that it can be made where the target runs in Outrider and compare
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 from rich.console import Console
+from torch import Tensor, nn
 
 from ..decode import Decoder, Plan, Round, Sampling
 from ..eval.suites import Suite
 from ..ground import BadInputError
 from ..ground.files import write_atomically
 from ..ground.progress import Advance, progress
-from ..heads import Drafter
+from ..heads import Drafter, DraftModel
 from ..targets import Target
 
 BATCH = 16  # prompts that our decoder answers at once
@@ -42,21 +45,34 @@ class Counts(Model):
     by_position: list[float] = []
 
     @classmethod
-    def of(cls, rounds: Sequence[Round]) -> Counts:
-        """Return the counts of the rounds of our decoder."""
-        drafting = [r for r in rounds if r.drafted]
-        deepest = max((r.drafted for r in drafting), default=0)
+    def of(cls, rounds: Sequence[Round], room: int | None = None) -> Counts:
+        """Return the counts of one prompt's rounds in our decoder.
+
+        Args:
+            room: how many tokens these rounds may emit, for an engine that drafts no more than that.
+        """
+        kept = [(r.drafted, r.accepted) for r in rounds] if room is None else list(_within(rounds, room))
+        drafting = [(drafted, accepted) for drafted, accepted in kept if drafted]
+        deepest = max((drafted for drafted, _ in drafting), default=0)
         return cls(
             rounds=len(drafting),
-            drafted=sum(r.drafted for r in drafting),
-            accepted=sum(r.accepted for r in drafting),
-            by_position=[sum(r.accepted > i for r in drafting) for i in range(deepest)],
+            drafted=sum(drafted for drafted, _ in drafting),
+            accepted=sum(accepted for _, accepted in drafting),
+            by_position=[sum(accepted > i for _, accepted in drafting) for i in range(deepest)],
         )
 
     @property
     def tau(self) -> float:
         """Mean tokens per round, with the target's own token; nan without rounds."""
         return 1 + self.accepted / self.rounds if self.rounds else float("nan")
+
+
+def _within(rounds: Sequence[Round], room: int) -> Iterator[tuple[int, int]]:
+    """Yield what each round would have drafted and accepted, had it left room for the target's own token."""
+    for one in rounds:
+        drafted = min(one.drafted, room - 1)
+        yield drafted, min(one.accepted, drafted)
+        room -= one.emitted
 
 
 class Asked(Model):
@@ -86,7 +102,7 @@ class Expectation(Model):
 
     Attributes:
         target: the digest of the target's content. drafter: the drafter's type. drafter_digest: of its files.
-        suites, limit, seeds_above_0: what was asked for; see `Trial`.
+        suites, limit, seeds_above_0, habits: what was asked for; see `Trial`.
         answers: by temperature (as text, for JSON), in the order of the prompts.
         one_hot: the same, had the most probable drafts been proposed instead of drawn ones; engines differ in that.
         mistakes: what the drafter does at temperature 0 if an engine reads it wrongly, by the mistake's name in
@@ -101,6 +117,7 @@ class Expectation(Model):
     suites: list[str] = []
     limit: int | None = None
     seeds_above_0: int = 1
+    habits: str = ""
     prompts: list[Asked]
     dtype: str = "float32"
     answers: dict[str, list[Answered]] = {}
@@ -137,12 +154,47 @@ class Expectation(Model):
 
 
 @dataclass(frozen=True)
+class Habits:
+    """In what an engine's drafting differs from ours though it reads the drafter as we do.
+
+    Attributes:
+        within: whether it drafts no more tokens than the text still has room for.
+        most_probable: of how many of a draft model's most probable tokens it draws; None for all.
+    """
+
+    within: bool = False
+    most_probable: int | None = None
+
+    @contextmanager
+    def of(self, drafter: Drafter) -> Iterator[None]:
+        """Let a draft model propose as the engine has it."""
+        if self.most_probable is None or not isinstance(drafter, DraftModel):
+            yield
+            return
+        hook = drafter.model.get_output_embeddings().register_forward_hook(partial(_most_probable, self.most_probable))
+        try:
+            yield
+        finally:
+            hook.remove()
+
+
+def _most_probable(count: int, _head: nn.Module, _inputs: object, logits: Tensor) -> Tensor:
+    """Return the logits `[..., V]` with only the `count` largest of them left."""
+    return logits.masked_fill(logits < logits.topk(count).values[..., -1:], float("-inf"))
+
+
+# By the engine's name. llama.cpp (11434): `get_n_draft_max` of its server, `spec_retune` of its speculative.cpp.
+HABITS = {"llama.cpp": Habits(within=True, most_probable=10)}
+
+
+@dataclass(frozen=True)
 class Trial:
     """How the expectation is made.
 
     Attributes:
         depth: draft tokens per round. limit: prompts per suite, None for all.
         seeds: how many times each prompt is answered above temperature 0: more of them narrow our side's interval.
+        habits: of which engine of `HABITS` our decoder takes over the habits; "" for its own.
     """
 
     temperatures: tuple[float, ...] = (0.0, 1.0)
@@ -150,6 +202,7 @@ class Trial:
     max_new_tokens: int = 64
     limit: int | None = 12
     seeds: int = 3
+    habits: str = ""
 
 
 def expect(
@@ -167,6 +220,7 @@ def expect(
         depth=trial.depth,
         max_new_tokens=trial.max_new_tokens,
         dtype=str(target.dtype).removeprefix("torch."),
+        habits=trial.habits,
         prompts=asked,
     )
     writer = _Writer(target, drafter, trial, asked)
@@ -184,7 +238,7 @@ def expect_mistakes(
     target: Target, drafters: Iterable[tuple[str, Drafter]], expected: Expectation, console: Console | None = None
 ) -> Expectation:
     """Return the expectation with what wrongly read drafters do, by their names, at temperature 0."""
-    trial = Trial((0.0,), expected.depth, expected.max_new_tokens)
+    trial = Trial((0.0,), expected.depth, expected.max_new_tokens, habits=expected.habits)
     found = {}
     for name, drafter in drafters:
         with progress(console, f"our decoder, mistaken: {name}", len(expected.prompts), transient=True) as advance:
@@ -197,12 +251,14 @@ class _Writer:
 
     def __init__(self, target: Target, drafter: Drafter, trial: Trial, asked: Sequence[Asked]):
         self.trial, self.asked, self.eos = trial, asked, set(target.eos_ids)
-        self.decoder = Decoder(target, drafter)
+        self.decoder, self.drafter = Decoder(target, drafter), drafter
+        self.habits = HABITS.get(trial.habits, Habits())
 
     def answer(self, temperature: float, rule: str, advance: Advance) -> list[Answered]:
         """Answer every prompt with each seed (at temperature 0 all seeds are the same)."""
         seeds = range(self.trial.seeds if temperature else 1)
-        texts = [list(self._seed(Sampling(temperature=temperature, seed=s), rule, advance)) for s in seeds]
+        with self.habits.of(self.drafter):
+            texts = [list(self._seed(Sampling(temperature=temperature, seed=s), rule, advance)) for s in seeds]
         return [self._answered(per_seed) for per_seed in zip(*texts, strict=True)]
 
     def _seed(self, sampling: Sampling, rule: str, advance: Advance) -> Iterator[tuple[list[int], list[Round]]]:
@@ -216,9 +272,10 @@ class _Writer:
 
     def _answered(self, per_seed: Sequence[tuple[list[int], list[Round]]]) -> Answered:
         first = per_seed[0][0]
+        room = self.trial.max_new_tokens - 1 if self.habits.within else None  # the first token is no round's
         return Answered(
             tokens=first,
             ended=bool(first) and first[-1] in self.eos,
             lengths=[len(tokens) for tokens, _ in per_seed],
-            counts=[Counts.of(rounds) for _, rounds in per_seed],
+            counts=[Counts.of(rounds, room) for _, rounds in per_seed],
         )

@@ -187,10 +187,9 @@ def _as_ids(ids: Tensor, size: int) -> Tensor:
     return (ids + torch.arange(len(ids))) % size
 
 
-def _rolled(ids: Tensor, size: int) -> Tensor:
-    """Return the target ids of offsets that stand one place too late."""
-    numbers = torch.arange(len(ids))
-    return (numbers + (ids - numbers).roll(1)) % size
+def _rolled(ids: Tensor, _size: int) -> Tensor:
+    """Return the target ids of a table whose rows stand one place too late."""
+    return ids.roll(1)
 
 
 def _base(theta: float) -> Callable[[Eagle3], Eagle3 | None]:

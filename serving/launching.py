@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -105,7 +106,8 @@ def running(launch: Command, log: Path) -> Iterator[Engine]:
     try:
         yield _answering(server, f"http://127.0.0.1:{port}")
     except BadInputError as error:
-        raise BadInputError(f"{error}\nThe engine's last lines:\n{_last(log)}") from error
+        lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+        raise BadInputError(f"{error}{_beyond_vocabulary(lines)}\nThe engine's last lines:\n{_last(lines)}") from error
     finally:
         _stop(server)
 
@@ -143,8 +145,18 @@ def _free_port() -> int:
         return int(found.getsockname()[1])
 
 
-def _last(log: Path) -> str:
+def _last(lines: Sequence[str]) -> str:
     """Return the last lines of a log that tell of errors, each with the line after it; without any, the last ones."""
-    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
     told = {place for i, line in enumerate(lines) if "Error" in line for place in (i, i + 1)}
     return "\n".join(([line for i, line in enumerate(lines) if i in told] or lines)[-LAST_LINES:])
+
+
+def _beyond_vocabulary(lines: Sequence[str]) -> str:
+    """Return what to suspect if an engine stopped at a row that its embeddings do not have; else ""."""
+    found = next((m for line in lines if (m := re.search(r"index (\d+) is out of bounds .* size (\d+)", line))), None)
+    if found is None:
+        return ""
+    return (
+        f" It looked up row {found[1]} of {found[2]}: drafts that are no tokens of the target. Suspect the draft "
+        "vocabulary: d2t must hold offsets (target id - draft id), not ids. `outrider lint` reads the export's files."
+    )

@@ -231,6 +231,7 @@ def _asked(pair: Pair, trial: Trial, suites: Sequence[str]) -> dict[str, Any]:
         "suites": list(suites),
         "limit": trial.limit,
         "seeds_above_0": trial.seeds,
+        "habits": trial.habits,
     }
 
 

@@ -113,7 +113,7 @@ def main() -> int:
     pair = Pair.load(asked.pair)
     target = pair.load_target()
     suites = load_suites(["code", "docs"], target.require_tokenizer(), asked.limit)
-    trial = Trial(tuple(asked.temperatures), asked.depth, asked.tokens, asked.limit, asked.seeds)
+    trial = Trial(tuple(asked.temperatures), asked.depth, asked.tokens, asked.limit, asked.seeds, "llama.cpp")
     bench = Bench(pair, target, suites, trial, asked.server)
     for name in asked.drafters:
         if name in done.get("served", {}):

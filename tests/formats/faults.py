@@ -79,6 +79,12 @@ def _ids(tensors: dict[str, Tensor]) -> None:
     tensors["d2t"] = tensors["d2t"] + torch.arange(len(tensors["d2t"]))
 
 
+def _rolled(d2t: Tensor) -> Tensor:
+    """Let each draft id stand for the token of the one before it."""
+    numbers = torch.arange(len(d2t))
+    return (numbers + d2t).roll(1) - numbers
+
+
 def _untrained(tensors: dict[str, Tensor]) -> None:
     for name, tensor in tensors.items():
         if name.endswith("norm.weight") or "norm." in name:
@@ -114,7 +120,7 @@ FAULTS: dict[str, Plant] = {
     "norm before the residual flipped": _flip("norm_before_residual"),
     "norm before the residual missing": edit_config(lambda config: config.pop("norm_before_residual")),
     "d2t as ids": edit_tensors(_ids),
-    "d2t rolled by one": _replace("d2t", lambda d2t: d2t.roll(1)),
+    "d2t rolled by one": _replace("d2t", _rolled),
     "rope base": edit_config(_rope_base),
     "rope interleaved": edit_tensors(
         lambda t: t.update({n: _interleaved(t[n]) for n in t if n.endswith(("q_proj.weight", "k_proj.weight"))})

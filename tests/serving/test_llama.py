@@ -27,7 +27,7 @@ from outrider.targets import Target
 from ..conftest import place_of
 
 pytestmark = pytest.mark.served
-TRIAL = Trial(depth=4, max_new_tokens=48, limit=8, seeds=2)
+TRIAL = Trial(depth=4, max_new_tokens=48, limit=8, seeds=2, habits="llama.cpp")
 
 
 @pytest.fixture(scope="module")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import subprocess
 import sys
@@ -13,11 +14,11 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from outrider.decode import Decoder, Plan
+from outrider.decode import Decoder, Plan, Round
 from outrider.distill.prompts import Prompt
 from outrider.eval.suites import make_suite
 from outrider.ground import BadInputError
-from outrider.heads import DFlash, DFlashConfig, Drafter, Eagle3, Eagle3Config, Ngram, NgramConfig
+from outrider.heads import DFlash, DFlashConfig, Drafter, DraftModel, Eagle3, Eagle3Config, Ngram, NgramConfig
 from outrider.heads.base import TargetBatch
 from outrider.pair import Pair, export_pair, new_pair, verify
 from outrider.recipes import Recipe
@@ -152,6 +153,35 @@ def test_llama_cpp_copies_from_the_latest_place_and_only_what_is_long_enough(tin
     assert copied([9, 1, 2, 3, 5, 6, 5, 6], 2) == [], "one token is less than the match"
     assert copied([5, 6, 1, 2, 3, 4, 5, 6], 2) == [], "the beginning of the text counts as no place"
     assert copied([9, 5, 6, 1, 5, 6], 3) == [], "the text is too short"
+
+
+def test_rounds_count_as_an_engine_counts_them_that_drafts_no_further_than_the_text_goes() -> None:
+    """Of nine tokens after the first, the third round may draft one, and the last one none."""
+    rounds = [Round(4, 2, 3), Round(4, 3, 4), Round(4, 4, 2)]
+    whole, within = Counts.of(rounds), Counts.of(rounds, room=9)
+    assert (whole.rounds, whole.drafted, whole.accepted) == (3, 12, 9)
+    assert (within.rounds, within.drafted, within.accepted) == (3, 9, 6)
+    assert within.by_position == [3, 2, 1, 0]
+    assert Counts.of([*rounds[:2], Round(4, 0, 1), Round(4, 0, 1)], room=9).rounds == 3
+
+
+def share_accepted(expected: Expectation, temperature: float) -> float:
+    counts = [c for a in expected.at(temperature) for c in a.counts]
+    return sum(c.accepted for c in counts) / sum(c.drafted for c in counts)
+
+
+def test_an_engines_habit_narrows_draft_models_above_temperature_0_and_goes_again(tiny_target: Target) -> None:
+    """llama.cpp draws of ten tokens: fewer drafts are accepted; at temperature 0 the first is the first of all."""
+    drafter = DraftModel(copy.deepcopy(tiny_target.model))
+    tokenizer = tiny_target.require_tokenizer()
+    suites = [make_suite("x", [Prompt(text, "x", tuple(tokenizer(text)["input_ids"]), text) for text in TEXTS])]
+    trial = Trial((0.0, 1.0), depth=3, max_new_tokens=24, seeds=2)
+    own, llama, again = (expect(tiny_target, drafter, suites, replace(trial, habits=h)) for h in ("", "llama.cpp", ""))
+    assert again == own
+    assert share_accepted(own, 1.0) == 1, "a draft model that is the target is always right"
+    assert share_accepted(llama, 1.0) < 0.95
+    assert share_accepted(llama, 0.0) == 1
+    assert [a.tokens for a in llama.at(0.0)] == [a.tokens for a in own.at(0.0)]
 
 
 def test_every_mistake_can_be_made_of_a_head_that_can_have_it(tiny_target: Target) -> None:
@@ -345,16 +375,20 @@ def test_an_engine_that_counts_less_is_not_accused(
     assert any("does not count" in line and "by position" in line for line in lines(found))
 
 
-def test_an_engine_that_cannot_start_says_why(tmp_path: Path) -> None:
+ENDS = {
+    "ImportError: no engine here": r"started\.\nThe(.|\n)*ImportError: no engine here",
+    "IndexError: index 98 is out of bounds for dimension 0 with size 96": r"row 98 of 96: .*d2t must hold offsets",
+}
+
+
+@pytest.mark.parametrize(("said", "explained"), ENDS.items())
+def test_an_engine_that_cannot_start_says_why(tmp_path: Path, said: str, explained: str) -> None:
     python = tmp_path / "bin" / "python"
     python.parent.mkdir()
-    python.write_text("#!/bin/sh\necho 'ImportError: no engine here'\nexit 3\n")
+    python.write_text(f"#!/bin/sh\necho '{said}'\nexit 3\n")
     python.chmod(0o755)
     launch = Launch(python_of(tmp_path), "target", "float32")
-    with (
-        pytest.raises(BadInputError, match=r"exit code 3(.|\n)*ImportError: no engine here"),
-        running(launch, tmp_path / "log"),
-    ):
+    with pytest.raises(BadInputError, match=rf"exit code 3(.|\n)*{explained}"), running(launch, tmp_path / "log"):
         pass
 
 

@@ -40,6 +40,11 @@ from .conditions import command, conditions, write
 Runs = dict[str, list[Rounds]]  # of each variant, seed by seed
 
 
+def _answered(recipe: Recipe) -> object:
+    """Return what the responses of a recipe depend on; how much of the loss follows their rounds does not count."""
+    return recipe.target, recipe.data.model_copy(update={"verified": 0.0})
+
+
 def recipes_of(arguments: argparse.Namespace) -> dict[str, Recipe]:
     """By variant, on one folder of responses."""
     found = {
@@ -52,10 +57,10 @@ def recipes_of(arguments: argparse.Namespace) -> dict[str, Recipe]:
         )
     first, *others = found.values()
     for other in others:
-        if (first.target, first.data) != (other.target, other.data):
+        if _answered(first) != _answered(other):
             raise BadInputError(
                 "all variants learn the same responses of one target: "
-                "--vary changes drafter or training, not target or data."
+                "--vary changes drafter, training or data.verified, not target or other data."
             )
     responses = first.data.responses or str(arguments.work / "data")
     return {

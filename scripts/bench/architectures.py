@@ -85,6 +85,7 @@ _MORE: dict[str, dict[str, Any]] = {
     "hrm_text": {"num_layers_per_stack": 1, "num_hidden_layers": 8},
     "hunyuan_v1_dense": {"rope_parameters": _THETA, "head_dim": 16},
     "hunyuan_v1_moe": {"rope_parameters": _THETA, "head_dim": 16},
+    "lfm2": {"layer_types": ["conv", "full_attention"] * (LAYERS // 2)},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * (LAYERS // 2)},
     "mamba2": {"num_heads": 8, "head_dim": 16, "n_groups": 2, "state_size": 16, "chunk_size": 8},
     "ministral": {"rope_parameters": _THETA},

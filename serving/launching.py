@@ -157,6 +157,6 @@ def _beyond_vocabulary(lines: Sequence[str]) -> str:
     if found is None:
         return ""
     return (
-        f" It looked up row {found[1]} of {found[2]}: drafts that are no tokens of the target. Suspect the draft "
-        "vocabulary: d2t must hold offsets (target id - draft id), not ids. `outrider lint` reads the export's files."
+        f" It looked up row {found[1]} of {found[2]}. If these are embeddings, a draft was no token of the target: "
+        "suspect the draft vocabulary (d2t must hold offsets, not ids); `outrider lint` reads the export's files."
     )

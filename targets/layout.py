@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -12,7 +12,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from ..ground.errors import IncompatibleError
 from .cache import RaggedCache, Shape
 from .masks import ATTENTION
-from .recurrent import KINDS, MODELS, RecurrentCache, has_states
+from .recurrent import KINDS, MODELS, OVERWRITING, RecurrentCache, has_states
 
 
 @dataclass(frozen=True)
@@ -22,20 +22,22 @@ class CacheLayout:
     Attributes:
         shapes: what each layer keeps; None for one that keeps nothing.
         kinds: the kinds of all layers, where some of them keep states; else None.
+        overwrites: whether the model writes over the states that a pass of one token is given.
     """
 
     shapes: tuple[Shape | None, ...]
     kinds: tuple[str, ...] | None
+    overwrites: bool = False
 
     @classmethod
     def blank(cls, config: PreTrainedConfig) -> CacheLayout:
         """Return the layout of a model before anything is known of what its layers keep."""
         kinds = tuple(config.layer_types) if has_states(config) else None
-        return cls((None,) * int(config.num_hidden_layers), kinds)
+        return cls((None,) * int(config.num_hidden_layers), kinds, config.model_type in OVERWRITING)
 
     def seen_in(self, cache: RaggedCache) -> CacheLayout:
         """Return this layout with what a pass has written into `cache`."""
-        return CacheLayout(cache.shapes, self.kinds)
+        return replace(self, shapes=cache.shapes)
 
     @property
     def row_bytes(self) -> int:
@@ -49,7 +51,7 @@ class CacheLayout:
         """Make a cache for `batch_size` rows of up to `max_length` entries; layers of known shape are allocated."""
         if self.kinds is None:
             return RaggedCache(len(self.shapes), batch_size, max_length, device, self.shapes, joined)
-        return RecurrentCache(self.kinds, batch_size, max_length, device, self.shapes)
+        return RecurrentCache(self.kinds, batch_size, max_length, device, self.shapes, self.overwrites)
 
     def num_bytes(self, batch_size: int, max_length: int) -> int:
         """Return what `allocate` allocates."""
@@ -114,5 +116,5 @@ def check_layers(model: PreTrainedModel, body: PreTrainedModel, config: PreTrain
 
 def _step_limit(body: PreTrainedModel) -> tuple[float, ...] | None:
     """Return the limits of the steps of a model's Mamba layers; None if there are none."""
-    limits = {tuple(getattr(layer, "time_step_limit", _NO_LIMIT)) for layer in body.modules()}
+    limits = {tuple(getattr(layer, "time_step_limit", None) or _NO_LIMIT) for layer in body.modules()}
     return min(limits - {_NO_LIMIT}, default=None)

@@ -50,8 +50,11 @@ def attention_masks(
         "sliding_attention": lambda: visible & cache.placed.within(window),
         "chunked_attention": lambda: visible & cache.placed.in_chunk(config.attention_chunk_size),  # Llama 4
     }
-    masks: dict[str, Tensor | None] = dict.fromkeys({*kinds, "linear_attention"})
-    return masks | {kind: float_mask(seen[kind](), dtype) for kind in masked_kinds(config)}
+    wanted = masked_kinds(config)
+    # Masks come first, and always in one order: some models take the first that there is (MiniMax M3).
+    masks = {kind: float_mask(see(), dtype) for kind, see in seen.items() if kind in wanted}
+    without = {*kinds, *(["linear_attention"] if HYBRID in kinds else [])} - wanted
+    return masks | dict.fromkeys(sorted(without))
 
 
 def masked_kinds(config: PreTrainedConfig) -> set[str]:

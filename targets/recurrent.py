@@ -33,10 +33,9 @@ from .placement import Nodes, Placement
 # layer keeps states, and keys and values.
 HYBRID = "hybrid"
 KINDS = frozenset({"linear_attention", "conv", HYBRID})
-MODELS = (
-    *("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid", "lfm2", "lfm2_moe", "lfm3"),
-    *("bamba", "falcon_h1", "granitemoehybrid", "nemotron_h", "zamba2"),
-)
+# Those of Mamba layers overwrite the state that they are given where they read one token.
+OVERWRITING = ("bamba", "falcon_h1", "granitemoehybrid", "nemotron_h", "zamba2")
+MODELS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid", "lfm2", "lfm2_moe", "lfm3", *OVERWRITING)
 
 # A pass reads up to this many committed tokens again before they get a pass of their own. Where a pass waits for
 # weights, reading these tokens with it is free; linear attention works in chunks of 64 in any case.
@@ -127,13 +126,10 @@ class StateStore(LinearAttentionLayer):
         self.own_recurrent, self.new_recurrent = own, new
         return new
 
-    def hand_over(self, num_new: int) -> None:
-        """Let the next pass, over `num_new` tokens of each row, start from the rows' own recurrent states.
-
-        For one token it gets a copy: Mamba's kernel for that writes the next state over the one that it is given.
-        """
+    def hand_over(self, copied: bool) -> None:
+        """Let the next pass start from the rows' own recurrent states, or from a copy that it may overwrite."""
         self.recurrent_states[0] = self.own_recurrent
-        if num_new == 1 and self.own_recurrent is not None and self.new_recurrent is not None:
+        if copied and self.own_recurrent is not None and self.new_recurrent is not None:
             self.recurrent_states[0] = self.new_recurrent.copy_(self.own_recurrent)
 
     @property
@@ -180,6 +176,7 @@ class StateStore(LinearAttentionLayer):
         raise AssertionError("a state keeps no entries that could be moved")
 
     def select(self, rows: list[int]) -> None:
+        self.recurrent_states[0] = None
         self.conv_states[0], self.new_conv, self.own_recurrent, self.new_recurrent = (
             None if state is None else state[rows] for state in self._all()
         )
@@ -213,6 +210,8 @@ class HybridShape:
 class HybridStore(StateStore, AttentionStore):  # type: ignore[override] # the library lets them say whether they crop
     """The states of one layer, and its keys and values."""
 
+    is_compileable = False
+
     def __init__(self, cache: RaggedCache, shape: HybridShape | None = None):
         AttentionStore.__init__(self, cache, None if shape is None else shape.entries)
         StateStore.__init__(self, cache, None if shape is None else shape.states)
@@ -222,9 +221,6 @@ class HybridStore(StateStore, AttentionStore):  # type: ignore[override] # the l
         states = StateShape.of(self.new_conv, self.new_recurrent)
         entries = LayerShape.of(self.keys, self.values)
         return None if states is None and entries is None else HybridShape(states, entries)
-
-    def move(self, source: Tensor, destination: Tensor) -> None:
-        AttentionStore.move(self, source, destination)
 
     def select(self, rows: list[int]) -> None:
         StateStore.select(self, rows)
@@ -243,6 +239,7 @@ class RecurrentCache(RaggedCache):
 
     Args:
         kinds: the kinds of all layers, as in `config.layer_types`.
+        overwrites: whether the model writes over the states that a pass of one token is given.
 
     Attributes:
         read: how many tokens of each row its states have read; at most `host_lengths`.
@@ -258,8 +255,9 @@ class RecurrentCache(RaggedCache):
         max_length: int,
         device: torch.device | str,
         shapes: Sequence[Shape | None] = (),
+        overwrites: bool = False,
     ):
-        self.kinds = kinds
+        self.kinds, self.overwrites = kinds, overwrites
         super().__init__(len(kinds), batch_size, self.room(max_length), device, shapes)
         self.tokens = torch.zeros(batch_size, self.max_length, dtype=torch.long, device=device)
         self.read = [0] * batch_size
@@ -336,7 +334,7 @@ class RecurrentCache(RaggedCache):
         self.placed = Placement(self.lengths, used, slots, slots, index)
         self._passed = [read + num_new for read in self.read]
         for store in self._states():
-            store.hand_over(num_new)
+            store.hand_over(copied=self.overwrites and num_new == 1)
         return slots
 
     def _states(self) -> Iterator[StateStore]:

@@ -77,6 +77,13 @@ class TapReader:
             IncompatibleError: the pass did not come by all of them, or layers hand on something else.
         """
         self.seen[self._num_layers] = last
+        try:
+            self._check(taps, last)
+            return torch.stack([self.seen[tap] for tap in taps], dim=2) if taps else None
+        finally:
+            self.seen.clear()
+
+    def _check(self, taps: Sequence[int], last: Tensor) -> None:
         if missing := [tap for tap in taps if tap not in self.seen]:
             raise IncompatibleError(
                 f"{type(self._body).__name__} does not run the layers that hidden states {missing} would be read from; "
@@ -87,6 +94,3 @@ class TapReader:
                 f"layers of {type(self._body).__name__} hand on states of shape {others[0]}, and a drafter reads "
                 f"{list(last.shape)}; take a drafter that reads the last one only, or none."
             )
-        hidden = torch.stack([self.seen[tap] for tap in taps], dim=2) if taps else None
-        self.seen.clear()
-        return hidden

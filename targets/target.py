@@ -257,10 +257,11 @@ class Target(Backbone):
     def scale(self, logits: Tensor) -> Tensor:
         """Scale logits of the output embedding as the model itself does."""
         config = self.config
-        if divisor := getattr(config, "logits_scaling", None):  # Granite
-            logits = logits / divisor
-        if factor := getattr(config, "logit_scale", None):  # Cohere
-            logits = logits * factor
+        if scaling := getattr(config, "logits_scaling", None):  # HyperCLOVA X multiplies by it; Granite divides
+            logits = logits * scaling if config.model_type == "hyperclovax" else logits / scaling
+        for name in ("logit_scale", "lm_head_multiplier"):  # Cohere, Falcon-H1
+            if factor := getattr(config, name, None):
+                logits = logits * factor
         if cap := getattr(config, "final_logit_softcapping", None):  # Gemma 2
             logits = cap * torch.tanh(logits / cap)
         return logits

@@ -18,6 +18,7 @@ from .layout import CacheLayout
 
 # How far two results of the same sums, made in passes of other shapes, may lie apart: relative, and generous, since
 # low precision adds up over layers. What is looked for differs by its own size.
+_LOOKED_AT = 8  # tokens
 _TOLERANCE = 0.1
 
 
@@ -89,8 +90,9 @@ def _check_causal(target: Readable) -> None:
 
 def _check_logits(target: Readable) -> None:
     """Refuse a model whose logits are not what its output embedding makes of its last hidden state."""
-    token = torch.zeros(1, 1, dtype=torch.long, device=target.device)
-    own, ours = target.model(input_ids=token, use_cache=False).logits, target.lm_head(target.run(token)[0])
+    # Several tokens: the embedding of padding may be nothing.
+    tokens = torch.arange(min(_LOOKED_AT, int(target.config.vocab_size)), device=target.device)[None]
+    own, ours = target.model(input_ids=tokens, use_cache=False).logits, target.lm_head(target.run(tokens)[0])
     if own.shape != ours.shape or differ(own, ours):
         raise IncompatibleError(
             f"{type(target.model).__name__} does not make its logits of its last hidden state by its output embedding "

@@ -68,7 +68,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "lfm2_moe": CONVOLUTIONS | EXPERTS | {"num_dense_layers": 1},
     "lfm3": {"layer_types": ["conv", "full_attention", "conv", "sliding_attention"], "sliding_window": 16} | EXPERTS,
     "bamba": MAMBA | {"attn_layer_indices": [1, 3]},
-    "falcon_h1": MAMBA | {"mamba_d_ssm": 64},
+    "falcon_h1": MAMBA | {"mamba_d_ssm": 64, "lm_head_multiplier": 0.04},
     "granitemoehybrid": MAMBA | {"layer_types": ["linear_attention", "full_attention"] * 2, "num_local_experts": 4},
     "nemotron_h": NEMOTRON,
     "zamba2": {
@@ -280,6 +280,18 @@ def test_states_are_allocated_before_the_first_pass(kind):
         cache.advance(Counts.of([count] * 3, "cpu"))
     assert {t.data_ptr() for row in range(3) for t in own(cache, row)} == before, "two exchanges of state and new state"
     assert cache.num_bytes() == announced
+
+
+@pytest.mark.parametrize("kind", ["falcon_h1", "qwen3_next"])
+def test_rows_that_leave_free_their_states(kind):
+    target = make(kind)
+    cache = target.new_cache(4, 20)
+    target.forward(tokens(4, 5), cache)
+    cache.advance(Counts.of([5, 2, 1, 3], "cpu"))
+    cache.select([2])
+    held = {id(s): s.shape[0] for layer in cache.layers for s in vars(layer).values() if isinstance(s, Tensor)}
+    held |= {id(layer): (layer.recurrent_states[0] is not None) for layer in cache.layers if hasattr(layer, "new_conv")}
+    assert set(held.values()) <= {1, False}
 
 
 def test_trees_are_refused():

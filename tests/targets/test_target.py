@@ -17,6 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, Gemma3Config, Gemma3F
 
 from outrider.ground import BadInputError, IncompatibleError, refuse_unknown_keys
 from outrider.targets import Backbone, Counts, Fingerprint, Target, load_causal_lm
+from outrider.targets.masks import attention_masks
 
 COMMON = {
     "vocab_size": 64,
@@ -34,6 +35,7 @@ KINDS = {
     "gemma2": {"final_logit_softcapping": 3.0},
     "granite": {"logits_scaling": 4.0, "embedding_multiplier": 3.0},
     "cohere": {"logit_scale": 0.25},
+    "hyperclovax": {"logits_scaling": 0.25},
     "gpt2": {},
     "phi": {},
 }
@@ -78,6 +80,35 @@ def test_logits_are_the_librarys(kind):
     torch.testing.assert_close(target.forward(tokens(), at=at).logits[:, 0], expected[[0, 1], [1, 6]])
     assert target.forward(tokens(), logits=False).logits is None
     assert target.forward(tokens()).hidden is None
+
+
+def test_logits_of_an_unknown_scale_are_refused_though_the_padding_has_none():
+    """The padding's embedding is nothing, and so are its logits: they say nothing of a scale."""
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **COMMON, pad_token_id=0)).eval()
+    assert not model.get_input_embeddings().weight[0].any()
+
+    def halve(_model, _inputs, out):
+        out.logits = out.logits / 2
+
+    model.register_forward_hook(halve)
+    with pytest.raises(IncompatibleError, match="does not make its logits of its last hidden state"):
+        Target(model).new_cache(1, 8)
+
+
+def test_the_first_mask_is_one_whatever_kinds_of_layers_there_are(tiny_target):
+    """Some models take the first mask that there is; a set would give them another one with every process."""
+    kinds = ["linear_attention", "hybrid", "conv", "sliding_attention", "full_attention", "mlp"]
+    for some in (kinds, ["full_attention"], ["hybrid"], ["mlp", "full_attention"], ["conv", "sliding_attention"]):
+        config = copy.deepcopy(tiny_target.config)
+        config.layer_types, config.sliding_window = some, 4
+        cache = tiny_target.new_cache(2, 12)
+        cache.advance(Counts.of([5, 3], "cpu"))
+        cache.place(2)
+        masks = attention_masks(config, cache, torch.float32)
+        assert set(some) <= set(masks)
+        assert next(iter(masks.values())) is not None
+        assert (masks.get("hybrid"), masks.get("linear_attention")) == (None, None)
+        assert ("linear_attention" in masks) == bool({"hybrid", "linear_attention"} & set(some))
 
 
 def test_taps_of_layers_that_hand_on_several_streams_are_refused():

@@ -73,13 +73,14 @@ class Request:
             raise BadInputError(f"max_new_tokens must be at least 1, got {new}.")
         if self.sampling.min_new_tokens > new:
             raise BadInputError(f"min_new_tokens is {self.sampling.min_new_tokens}, more than max_new_tokens ({new}).")
+        limit = target.max_context
         for i, prompt in enumerate(self.prompts):
             if len(prompt) == 0:
                 raise BadInputError(f"prompt {i} is empty; give at least one token (for example the BOS token).")
-            if target.max_context is not None and len(prompt) + new > target.max_context:
+            if limit is not None and len(prompt) + new > limit:
                 raise BadInputError(
                     f"prompt {i} has {len(prompt)} tokens; with {new} new ones it exceeds the target's context of "
-                    f"{target.max_context}. Shorten the prompt or lower max_new_tokens."
+                    f"{limit}. Shorten the prompt or lower max_new_tokens."
                 )
 
     def tokens(self, vocab: int) -> tuple[Tensor, list[int]]:
@@ -89,9 +90,8 @@ class Request:
             BadInputError: a token outside the vocabulary.
         """
         lengths = [len(prompt) for prompt in self.prompts]
-        tokens = torch.zeros(len(lengths), max(lengths), dtype=torch.long)
-        for row, prompt in enumerate(self.prompts):
-            tokens[row, : len(prompt)] = torch.tensor(prompt, dtype=torch.long)
+        longest = max(lengths)
+        tokens = torch.tensor([[*prompt, *[0] * (longest - len(prompt))] for prompt in self.prompts], dtype=torch.long)
         least, most = int(tokens.min()), int(tokens.max())
         if least < 0 or most >= vocab:
             outside = least if least < 0 else most

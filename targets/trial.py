@@ -16,9 +16,10 @@ from ..ground.errors import IncompatibleError, OutriderError
 from .cache import Counts, RaggedCache
 from .layout import CacheLayout
 
+_LOOKED_AT = 8  # tokens
+
 # How far two results of the same sums, made in passes of other shapes, may lie apart: relative, and generous, since
 # low precision adds up over layers. What is looked for differs by its own size.
-_LOOKED_AT = 8  # tokens
 _TOLERANCE = 0.1
 
 

@@ -333,32 +333,33 @@ def forbidden(*args: Any, **kwargs: Any) -> Any:
 # ------------------------------------------------------------ recorded once, replayed
 
 
+def tensors_in(tree: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
 class Recorder(TorchDispatchMode):
     """Stands in for a CUDA graph on a CPU."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.operations: list[tuple[Any, tuple[Any, ...], dict[str, Any], Any]] = []
+        # Each with the tensors that its result is put into again; none where it writes into what it is given.
+        self.operations: list[tuple[Any, tuple[Any, ...], dict[str, Any], list[torch.Tensor]]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **kwargs or {})
-        self.operations.append((func, args, kwargs or {}, result))
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        made = [] if func._schema.is_mutable else tensors_in(result)
+        inputs = {tensor.untyped_storage().data_ptr() for tensor in tensors_in((args, kwargs))}
+        is_view = any(tensor.untyped_storage().data_ptr() in inputs for tensor in made)
+        if not is_view:  # which shows what its base holds
+            self.operations.append((func, args, kwargs, made))
         return result
 
     def replay(self) -> None:
-        for func, args, kwargs, before in self.operations:
-            inputs = {
-                t.untyped_storage().data_ptr() for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)
-            }
-            if not func._schema.is_mutable and any(
-                t.untyped_storage().data_ptr() in inputs for t in tree_leaves(before) if isinstance(t, torch.Tensor)
-            ):
-                continue  # a view shows what its base holds
+        for func, args, kwargs, made in self.operations:
             after = func(*args, **kwargs)
-            if not func._schema.is_mutable:
-                for old, new in zip(tree_leaves(before), tree_leaves(after), strict=True):
-                    if isinstance(old, torch.Tensor):
-                        old.copy_(new)
+            for old, new in zip(made, tensors_in(after) if made else (), strict=True):
+                old.copy_(new)
 
     def pool(self) -> None:
         return None

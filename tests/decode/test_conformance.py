@@ -8,13 +8,15 @@ The rules themselves are enumerated in `test_verify_exact.py`; `test_distributio
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 
 import numpy as np
 import pytest
 import torch
+from transformers import LlamaForCausalLM
 
 from outrider.decode import Decoder, Plan, Sampling, Tree
 from outrider.decode import round as stage
@@ -43,7 +45,11 @@ RULES = [
     ("static tree", "traversal"),
     ("dynamic tree", "candidates"),
 ]
-ROLLOUTS, WRITTEN, FEW = 2_000, 3, Sampling(1.0, top_k=3)  # 27 texts
+# Of three kinds of tokens drafts are often right; pruned heads have two of them. Four tokens are 81 texts, and rounds
+# end before, at and after the last one.
+KINDS, WRITTEN, ROLLOUTS = (3, 50, 51), 4, 2_000
+FEW = Sampling(1.0, suppress=tuple(token for token in range(64) if token not in KINDS))
+SHALLOW = {"chain": Plan(2), "static tree": Plan(tree=Tree((-1, -1, 0, 0, 1))), "dynamic tree": Plan(2, 3, 5)}
 SIZE = 1e-6  # of all tests of a rule and a drafter together
 
 
@@ -72,9 +78,21 @@ def alone(target: Target, sampling: Sampling, plan: Plan) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def make(target, tiny_llama) -> Callable[[str], Drafter]:
+    return maker(target, tiny_llama)
+
+
+@pytest.fixture(scope="module")
+def narrow(tiny_llama) -> tuple[Target, Callable[[str], Drafter]]:
+    """A target whose passes over thousands of rows are quick, and what makes drafters for it."""
+    llama = partial(tiny_llama, hidden=16, num_attention_heads=2, num_key_value_heads=1)
+    target = Target(llama(layers=6))
+    return target, maker(target, llama)
+
+
+def maker(target: Target, llama: Callable[..., LlamaForCausalLM]) -> Callable[[str], Drafter]:
     def make(name: str) -> Drafter:
         torch.manual_seed(3)
-        return MAKERS[name](target, tiny_llama)
+        return MAKERS[name](target, llama)
 
     return cache(make)
 
@@ -83,7 +101,7 @@ def make(target, tiny_llama) -> Callable[[str], Drafter]:
 def test_text_is_the_targets_alone_and_in_ragged_batches(name, shape, make, target):
     """Token for token: greedily, and above temperature 0 under the coupled rule."""
     drafter, plan = make(name), SHAPES[shape]
-    for sampling, verify in ((Sampling(0.0), "auto"), (Sampling(1.0, top_p=0.9, seed=3), "coupled")):
+    for sampling, verify in ((Sampling(0.0), "auto"), (replace(FEW, top_p=0.9, seed=3), "coupled")):
         plan = replace(plan, verify=verify)
         expected = alone(target, sampling, Plan(0, verify=verify))
         decoder = Decoder(target, drafter)
@@ -95,15 +113,18 @@ def test_text_is_the_targets_alone_and_in_ragged_batches(name, shape, make, targ
 
 
 @pytest.mark.parametrize(("name", "shape", "rule"), [(name, *how) for how in RULES for name in fitting(how[0])])
-def test_text_has_the_targets_law_under_sampling_rules(name, shape, rule, make, target):
-    """Chi-square of the texts of three tokens; proposals that are no samples are judged as candidates."""
-    drafter, plan = make(name), replace(SHAPES[shape], verify=rule)
+def test_text_has_the_targets_law_under_sampling_rules(name, shape, rule, narrow):
+    """Chi-square of the texts; proposals that are no samples are judged as candidates."""
+    target, make = narrow
+    drafter, plan = make(name), replace(SHALLOW[shape], verify=rule)
     out = Decoder(target, drafter).generate([PROMPTS[0]] * ROLLOUTS, WRITTEN, FEW, plan, ignore_eos=True)
     assert out.rule == ("candidates" if drafter.abilities.deterministic and RULE_TABLE[rule].samples else rule)
+    if not drafter.abilities.deterministic:
+        rounds = [one for rounds in out.rounds for one in rounds]
+        assert sum(one.accepted for one in rounds) > 0.3 * len(rounds), "or the test would see little of the rule"
     law = expected_law(target)
-    counts = np.zeros(len(law))
-    for text in out.tokens:
-        counts[list(law).index(tuple(text))] += 1
+    seen = Counter(map(tuple, out.tokens))
+    counts = np.array([seen[text] for text in law])
     assert p_value(counts, np.array(list(law.values()))) > SIZE / (len(MAKERS) * len(RULES))
 
 
@@ -161,17 +182,16 @@ def fresh_proposal(target: Target, drafter: Drafter, text: list[int], root: int,
 
 @cache
 def expected_law(target: Target) -> dict[tuple[int, ...], float]:
-    """Probability of every text of WRITTEN tokens that the filter leaves."""
+    """Probability of every text of WRITTEN tokens of KINDS."""
     law: dict[tuple[int, ...], float] = {(): 1.0}
     for _ in range(WRITTEN):
-        found = {}
-        for text, probability in law.items():
-            top = target.model(torch.tensor([[*PROMPTS[0], *text]]), use_cache=False).logits[0, -1].double().topk(3)
-            found |= {
-                (*text, int(token)): probability * float(p)
-                for token, p in zip(top.indices, top.values.softmax(-1), strict=True)
-            }
-        law = found
+        texts = torch.tensor([[*PROMPTS[0], *text] for text in law])
+        probs = target.model(texts, use_cache=False).logits[:, -1, list(KINDS)].double().softmax(-1)
+        law = {
+            (*text, token): before * float(p)
+            for (text, before), row in zip(law.items(), probs, strict=True)
+            for token, p in zip(KINDS, row, strict=True)
+        }
     return law
 
 

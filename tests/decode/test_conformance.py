@@ -101,15 +101,19 @@ def maker(target: Target, llama: Callable[..., LlamaForCausalLM]) -> Callable[[s
 def test_text_is_the_targets_alone_and_in_ragged_batches(name, shape, make, target):
     """Token for token: greedily, and above temperature 0 under the coupled rule."""
     drafter, plan = make(name), SHAPES[shape]
-    for sampling, verify in ((Sampling(0.0), "auto"), (replace(FEW, top_p=0.9, seed=3), "coupled")):
+    decoder = Decoder(target, drafter)
+    ways = ((Sampling(0.0), "auto"), (replace(FEW, temperature=0.0), "auto"), (replace(FEW, top_p=0.9), "coupled"))
+    for sampling, verify in ways:
         plan = replace(plan, verify=verify)
         expected = alone(target, sampling, Plan(0, verify=verify))
-        decoder = Decoder(target, drafter)
         together = decoder.generate(PROMPTS, NEW, sampling, plan)
         assert together.tokens == expected
         assert together.rule == ("greedy" if verify == "auto" else verify)
-        for row in (0, 4):
-            assert decoder.generate([PROMPTS[row]], NEW, sampling, plan, sequence_ids=[row]).tokens == [expected[row]]
+        if sampling.suppress:
+            assert together.stats.tau > 1.05, "or nothing would be seen of what follows an accepted draft"
+            for row in (0, 4):
+                alone_again = decoder.generate([PROMPTS[row]], NEW, sampling, plan, sequence_ids=[row])
+                assert alone_again.tokens == [expected[row]]
 
 
 @pytest.mark.parametrize(("name", "shape", "rule"), [(name, *how) for how in RULES for name in fitting(how[0])])
@@ -164,10 +168,11 @@ def test_a_round_proposes_what_a_drafter_that_read_the_text_at_once_would(name, 
     monkeypatch.setattr(stage, "draft", checked)
     monkeypatch.setattr(Run, "_depth", lambda run, state: (state, int(torch.randint(0, 5, (), generator=generator))))
     out = Decoder(target, drafter, static).generate(
-        PROMPTS[:4], 32, plan=Plan(4), stop=lambda text: len(text) == 32 - 8 * (text[0] % 4)
+        PROMPTS[:4], 32, replace(FEW, temperature=0.0), Plan(4), stop=lambda text: text.count(text[0]) == 12
     )
     assert len({len(text) for text in out.tokens}) > 1, "rows leave at different times"
     assert set(rounds) == {1, 2, 3, 4}
+    assert out.stats.tau > 1.05
 
 
 def fresh_proposal(target: Target, drafter: Drafter, text: list[int], root: int, depth: int) -> list[int]:
@@ -177,7 +182,12 @@ def fresh_proposal(target: Target, drafter: Drafter, text: list[int], root: int,
     cache.advance(counts)
     state = drafter.open(target, 1, len(text) + 8, cache=cache)
     state.absorb(tokens, hidden, counts)
-    return state.propose(torch.tensor([root]), depth, best).tokens[0].tolist()
+    return state.propose(torch.tensor([root]), depth, best_of_few).tokens[0].tolist()
+
+
+def best_of_few(logits: torch.Tensor, token_ids: torch.Tensor | None) -> torch.Tensor:
+    ids = torch.arange(logits.shape[-1]) if token_ids is None else token_ids
+    return best(logits.masked_fill(~torch.isin(ids, torch.tensor(KINDS)), float("-inf")), token_ids)
 
 
 @cache

@@ -27,6 +27,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from outrider.decode import Sampling
 from outrider.heads import Drafter, drafter_config
 from outrider.targets import RaggedCache, Target
 
@@ -156,6 +157,23 @@ def drafter_in_training(target: Target, values: dict[str, Any]) -> Drafter[Any]:
     for parameter in drafter.parameters():
         parameter.data += 0.02 * torch.randn(parameter.shape)
     return drafter
+
+
+KINDS = (3, 50, 51)  # heads that are pruned to 20 of 64 tokens have two of them
+
+
+def few(**settings: Any) -> Sampling:
+    """Let only three of 64 tokens be written: of so few, random drafters are often right.
+
+    Of all 64 they are almost never, and what follows an accepted draft would go unseen.
+    """
+    return Sampling(suppress=tuple(token for token in range(64) if token not in KINDS), **settings)
+
+
+def best_of_few(logits: torch.Tensor, token_ids: torch.Tensor | None = None) -> torch.Tensor:
+    """Return the most probable of the tokens that `few` leaves: `[...]` target ids of logits `[..., V']`."""
+    ids = torch.arange(logits.shape[-1]) if token_ids is None else token_ids
+    return ids[logits.masked_fill(~torch.isin(ids, torch.tensor(KINDS)), float("-inf")).argmax(-1)]
 
 
 @pytest.fixture(scope="session")

@@ -27,8 +27,8 @@ from outrider.heads import HEADS, Drafter, TargetBatch
 from outrider.heads.session import Abilities
 from outrider.targets import Counts, Target
 
-from ..conftest import make_llama
-from ..heads.test_drafters import MAKERS, SLOW, WITH_WEIGHTS, best  # noqa: F401 (SLOW is read by conftest.py)
+from ..conftest import KINDS, best_of_few, few, make_llama
+from ..heads.test_drafters import MAKERS, SLOW, WITH_WEIGHTS  # noqa: F401 (SLOW is read by conftest.py)
 from .test_distribution import p_value
 
 PROMPTS = [
@@ -45,10 +45,7 @@ RULES = [
     ("static tree", "traversal"),
     ("dynamic tree", "candidates"),
 ]
-# Of three kinds of tokens drafts are often right; pruned heads have two of them. Four tokens are 81 texts, and rounds
-# end before, at and after the last one.
-KINDS, WRITTEN, ROLLOUTS = (3, 50, 51), 4, 2_000
-FEW = Sampling(1.0, suppress=tuple(token for token in range(64) if token not in KINDS))
+WRITTEN, ROLLOUTS = 4, 2_000  # tokens of three kinds, 81 texts; rounds end before, at and after the last one
 SHALLOW = {"chain": Plan(2), "static tree": Plan(tree=Tree((-1, -1, 0, 0, 1))), "dynamic tree": Plan(2, 3, 5)}
 SIZE = 1e-6  # of all tests of a rule and a drafter together
 
@@ -102,7 +99,7 @@ def test_text_is_the_targets_alone_and_in_ragged_batches(name, shape, make, targ
     """Token for token: greedily, and above temperature 0 under the coupled rule."""
     drafter, plan = make(name), SHAPES[shape]
     decoder = Decoder(target, drafter)
-    ways = ((Sampling(0.0), "auto"), (replace(FEW, temperature=0.0), "auto"), (replace(FEW, top_p=0.9), "coupled"))
+    ways = ((Sampling(0.0), "auto"), (few(), "auto"), (few(temperature=1.0, top_p=0.9), "coupled"))
     for sampling, verify in ways:
         plan = replace(plan, verify=verify)
         expected = alone(target, sampling, Plan(0, verify=verify))
@@ -121,7 +118,9 @@ def test_text_has_the_targets_law_under_sampling_rules(name, shape, rule, narrow
     """Chi-square of the texts; proposals that are no samples are judged as candidates."""
     target, make = narrow
     drafter, plan = make(name), replace(SHALLOW[shape], verify=rule)
-    out = Decoder(target, drafter).generate([PROMPTS[0]] * ROLLOUTS, WRITTEN, FEW, plan, ignore_eos=True)
+    out = Decoder(target, drafter).generate(
+        [PROMPTS[0]] * ROLLOUTS, WRITTEN, few(temperature=1.0), plan, ignore_eos=True
+    )
     assert out.rule == ("candidates" if drafter.abilities.deterministic and RULE_TABLE[rule].samples else rule)
     if not drafter.abilities.deterministic:
         rounds = [one for rounds in out.rounds for one in rounds]
@@ -168,7 +167,7 @@ def test_a_round_proposes_what_a_drafter_that_read_the_text_at_once_would(name, 
     monkeypatch.setattr(stage, "draft", checked)
     monkeypatch.setattr(Run, "_depth", lambda run, state: (state, int(torch.randint(0, 5, (), generator=generator))))
     out = Decoder(target, drafter, static).generate(
-        PROMPTS[:4], 32, replace(FEW, temperature=0.0), Plan(4), stop=lambda text: text.count(text[0]) == 12
+        PROMPTS[:4], 32, few(), Plan(4), stop=lambda text: text.count(text[0]) == 12
     )
     assert len({len(text) for text in out.tokens}) > 1, "rows leave at different times"
     assert set(rounds) == {1, 2, 3, 4}
@@ -183,11 +182,6 @@ def fresh_proposal(target: Target, drafter: Drafter, text: list[int], root: int,
     state = drafter.open(target, 1, len(text) + 8, cache=cache)
     state.absorb(tokens, hidden, counts)
     return state.propose(torch.tensor([root]), depth, best_of_few).tokens[0].tolist()
-
-
-def best_of_few(logits: torch.Tensor, token_ids: torch.Tensor | None) -> torch.Tensor:
-    ids = torch.arange(logits.shape[-1]) if token_ids is None else token_ids
-    return best(logits.masked_fill(~torch.isin(ids, torch.tensor(KINDS)), float("-inf")), token_ids)
 
 
 @cache

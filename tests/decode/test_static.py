@@ -40,6 +40,8 @@ from outrider.heads import (
 from outrider.heads.parts.feature_drafter import FeatureSession
 from outrider.targets import Counts, Target
 
+from ..conftest import few
+
 VOCAB = 64
 PROMPTS = [torch.randint(0, VOCAB, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (5, 1, 9, 3)]
 PLANS = {
@@ -463,8 +465,8 @@ def test_confidences_that_are_calibrated_after_a_capture_end_chains_of_the_next_
     for temperatures in ((), (0.01,) * 4, (100.0,) * 4):
         drafter.config.temperatures = temperatures
         for _ in range(2):  # the second request is a replay from its first round on
-            found = decoder.generate(PROMPTS, 24, plan=plan, ignore_eos=True)
-            usual = Decoder(target, drafter, static=False).generate(PROMPTS, 24, plan=plan, ignore_eos=True)
+            found = decoder.generate(PROMPTS, 24, few(), plan, ignore_eos=True)
+            usual = Decoder(target, drafter, static=False).generate(PROMPTS, 24, few(), plan, ignore_eos=True)
             assert found.tokens == usual.tokens
             assert found.rounds == usual.rounds
         lengths.append(sum(one.drafted for rounds in found.rounds for one in rounds))
@@ -514,7 +516,9 @@ def test_rows_that_finish_and_rows_without_drafts_replay_too(target, replays):
     drafter = make_drafters(target)["eagle3"]
     for _ in range(2):
         a, b = (
-            Decoder(target, drafter, static=s).generate(PROMPTS, 30, plan=Plan(3), speculate=[True, False, True, True])
+            Decoder(target, drafter, static=s).generate(
+                PROMPTS, 30, SAMPLINGS["processed"], Plan(3), speculate=[True, False, True, True]
+            )
             for s in (True, False)
         )
         assert a.tokens == b.tokens

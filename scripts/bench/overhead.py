@@ -114,8 +114,6 @@ def loop_overhead(loop: Ours, batches: Sequence[Texts], repeats: int) -> Overhea
     Raises:
         BadInputError: no batch takes more than one round.
     """
-    from outrider.ground import BadInputError
-
     pairs = [pair for batch in batches if (pair := _medians(loop, batch, repeats)) is not None]
     if not pairs:
         raise BadInputError(

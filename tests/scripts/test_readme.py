@@ -17,7 +17,7 @@ import typer
 import yaml
 from typer.testing import Result
 
-from outrider.heads import Ngram, drafter_config
+from outrider.heads import HEADS, Ngram, drafter_config
 from outrider.pair import Pair, new_pair
 from outrider.recipes import Recipe, load_recipe, packaged_recipes
 from outrider.scripts.cli import app
@@ -199,6 +199,11 @@ def test_every_recipe_shown_in_full_is_valid() -> None:
         recipe = Recipe.from_dict(yaml.safe_load(block))
         drafter_config(recipe.drafter)
         check_training(recipe.training)
+
+
+def test_the_recipe_shown_names_every_drafter_that_is_trained() -> None:
+    [recipe] = blocks(README, "yaml")
+    assert {name for name, head in HEADS.items() if head.trainable} <= set(re.findall(r"\w+", recipe))
 
 
 def test_recipes_named_in_the_text_exist() -> None:

@@ -90,10 +90,13 @@ class Attempt:
         return process
 
     def _train(self) -> None:
-        said = os.open(self.said, os.O_WRONLY | os.O_CREAT)
+        said = os.open(self.said, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(said, 1)
         os.dup2(said, 2)
-        logging.basicConfig(level=logging.INFO, format="%(message)s")
+        # With `force`, since whoever started this may have put other handlers there, as pytest does.
+        logging.basicConfig(
+            level=logging.INFO, format="%(message)s", handlers=[logging.FileHandler(self.said)], force=True
+        )
         train(recipe(self.output), self.target)
 
     def phase(self) -> str:

@@ -57,7 +57,10 @@ MODULES = {
     "verify": Module("decode/verify.py", ("tests/decode/test_verify_exact.py", "tests/decode/test_verify_trees.py")),
     "verify_tree": Module("decode/verify_tree.py", ("tests/decode/test_verify_trees.py",)),
     "round": Module("decode/round.py", ("tests/decode/test_conformance.py", "tests/decode/test_static.py")),
-    "nodes": Module("heads/parts/nodes.py", ("tests/decode/test_conformance.py",)),
+    "nodes": Module(
+        "heads/parts/nodes.py",
+        ("tests/heads/test_feature_drafter.py", "tests/decode/test_conformance.py", "tests/decode/test_static.py"),
+    ),
     "sampling": Module("decode/sampling.py", ("tests/decode/test_sampling.py",)),
     "control": Module("decode/control.py", ("tests/decode/test_control.py",)),
     "statistics": Module("eval/reports/statistics.py", ("tests/eval/reports/test_statistics.py",)),

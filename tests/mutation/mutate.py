@@ -59,7 +59,7 @@ MODULES = {
     "round": Module("decode/round.py", ("tests/decode/test_conformance.py", "tests/decode/test_static.py")),
     "nodes": Module(
         "heads/parts/nodes.py",
-        ("tests/heads/test_feature_drafter.py", "tests/decode/test_conformance.py", "tests/decode/test_static.py"),
+        ("tests/heads/test_drafters.py", "tests/decode/test_conformance.py", "tests/decode/test_static.py"),
     ),
     "sampling": Module("decode/sampling.py", ("tests/decode/test_sampling.py",)),
     "control": Module("decode/control.py", ("tests/decode/test_control.py",)),

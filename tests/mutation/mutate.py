@@ -56,7 +56,15 @@ class Module:
 MODULES = {
     "verify": Module("decode/verify.py", ("tests/decode/test_verify_exact.py", "tests/decode/test_verify_trees.py")),
     "verify_tree": Module("decode/verify_tree.py", ("tests/decode/test_verify_trees.py",)),
-    "round": Module("decode/round.py", ("tests/decode/test_conformance.py", "tests/decode/test_static.py")),
+    "round": Module(
+        "decode/round.py",
+        (
+            "tests/decode/test_conformance.py",
+            "tests/decode/test_static.py",
+            "tests/decode/test_blocks.py",
+            "tests/heads/test_lookahead.py",
+        ),
+    ),
     "nodes": Module(
         "heads/parts/nodes.py",
         ("tests/heads/test_drafters.py", "tests/decode/test_conformance.py", "tests/decode/test_static.py"),

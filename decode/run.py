@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from ..ground import BadInputError
 from ..ground.libraries import LIBRARY_ERRORS
@@ -90,8 +91,8 @@ class Request:
             BadInputError: a token outside the vocabulary.
         """
         lengths = [len(prompt) for prompt in self.prompts]
-        longest = max(lengths)
-        tokens = torch.tensor([[*prompt, *[0] * (longest - len(prompt))] for prompt in self.prompts], dtype=torch.long)
+        rows = [torch.as_tensor(prompt, dtype=torch.long, device="cpu") for prompt in self.prompts]
+        tokens = pad_sequence(rows, batch_first=True)
         least, most = int(tokens.min()), int(tokens.max())
         if least < 0 or most >= vocab:
             outside = least if least < 0 else most

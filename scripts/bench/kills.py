@@ -93,7 +93,7 @@ class Attempt:
         said = os.open(self.said, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(said, 1)
         os.dup2(said, 2)
-        # With `force`, since whoever started this may have put other handlers there, as pytest does.
+        # Whoever started this may have put other handlers there, and its stderr need not be file 2: so with pytest.
         logging.basicConfig(
             level=logging.INFO, format="%(message)s", handlers=[logging.FileHandler(self.said)], force=True
         )

@@ -24,11 +24,11 @@ from outrider.decode.rules import RULES as RULE_TABLE
 from outrider.decode.run import Run
 from outrider.decode.sampling import probabilities
 from outrider.heads import HEADS, Drafter, TargetBatch
-from outrider.heads.session import Abilities
+from outrider.heads.session import Abilities, Choose
 from outrider.targets import Counts, Target
 
-from ..conftest import KINDS, best_of_few, few, make_llama
-from ..heads.test_drafters import MAKERS, SLOW, WITH_WEIGHTS  # noqa: F401 (SLOW is read by conftest.py)
+from ..conftest import FEW_TOKENS, best_of_few, few, make_llama
+from ..heads.test_drafters import MAKERS, SLOW, WITH_WEIGHTS, best  # noqa: F401 (SLOW is read by conftest.py)
 from .test_distribution import p_value
 
 PROMPTS = [
@@ -107,11 +107,11 @@ def test_text_is_the_targets_alone_and_in_ragged_batches(name, shape, make, targ
         together = decoder.generate(PROMPTS, NEW, sampling, plan)
         assert together.tokens == expected
         assert together.rule == ("greedy" if verify == "auto" else verify)
+        for row in (0, 4):
+            single = decoder.generate([PROMPTS[row]], NEW, sampling, plan, sequence_ids=[row])
+            assert single.tokens == [expected[row]]
         if sampling.suppress:
             assert together.stats.tau > 1.05, "or nothing would be seen of what follows an accepted draft"
-            for row in (0, 4):
-                found = decoder.generate([PROMPTS[row]], NEW, sampling, plan, sequence_ids=[row])
-                assert found.tokens == [expected[row]]
 
 
 @pytest.mark.parametrize(("name", "shape", "rule"), [(name, *how) for how in RULES for name in fitting(how[0])])
@@ -124,7 +124,7 @@ def test_text_has_the_targets_law_under_sampling_rules(name, shape, rule, narrow
     )
     assert out.rule == ("candidates" if drafter.abilities.deterministic and RULE_TABLE[rule].samples else rule)
     if not drafter.abilities.deterministic:
-        rounds = [one for rounds in out.rounds for one in rounds]
+        rounds = [one for row in out.rounds for one in row]
         assert sum(one.accepted for one in rounds) > 0.3 * len(rounds), "or the test would see little of the rule"
     law = expected_law(target)
     seen = Counter(map(tuple, out.tokens))
@@ -135,10 +135,14 @@ def test_text_has_the_targets_law_under_sampling_rules(name, shape, rule, narrow
 
 @pytest.mark.parametrize("name", [name for name in fitting("chain") if name not in ("lookahead", "suffix tree")])
 @pytest.mark.parametrize("static", [False, True])
-def test_a_round_proposes_what_a_drafter_that_read_the_text_at_once_would(name, static, make, target, monkeypatch):
+@pytest.mark.parametrize("sampling", [Sampling(), few()], ids=["all tokens", "few tokens"])
+def test_a_round_proposes_what_a_drafter_that_read_the_text_at_once_would(
+    name, static, sampling, make, target, monkeypatch
+):
     """The state is a function of the text, after rounds of any depths and plain ones between them.
 
-    Rows have left meanwhile. (Lookahead remembers more.)
+    Rows have left meanwhile. (Lookahead remembers more.) Of all tokens a wrong one in the state shows; of few, drafts
+    are kept.
     """
     drafter, draft, generator, rounds = make(name), stage.draft, torch.Generator().manual_seed(4), []
     if static and drafter.abilities.from_text:
@@ -159,7 +163,8 @@ def test_a_round_proposes_what_a_drafter_that_read_the_text_at_once_would(name, 
                 continue
             rounds.append(depth)
             *text, root = run.request.prompts[i] + run.sequences[i].tokens
-            fresh, count = fresh_proposal(target, drafter, text, root, depth), int(proposal.lengths[row])
+            choose = best_of_few if sampling.suppress else best
+            fresh, count = fresh_proposal(target, drafter, text, root, depth, choose), int(proposal.lengths[row])
             # Alone, a fusion does without its model where something was found.
             count = min(count, len(fresh)) if name.startswith("fusion") else count
             assert proposal.tokens[row].tolist()[:count] == fresh[:count]
@@ -169,34 +174,43 @@ def test_a_round_proposes_what_a_drafter_that_read_the_text_at_once_would(name, 
     monkeypatch.setattr(stage, "draft", checked)
     monkeypatch.setattr(Run, "_depth", lambda run, state: (state, int(torch.randint(0, 5, (), generator=generator))))
     out = Decoder(target, drafter, static).generate(
-        PROMPTS[:4], 32, few(), Plan(4), stop=lambda text: text.count(text[0]) == 12
+        PROMPTS[:4], 32, sampling, Plan(4), stop=STOPS[bool(sampling.suppress)]
     )
     assert len({len(text) for text in out.tokens}) > 1, "rows leave at different times"
     assert set(rounds) == {1, 2, 3, 4}
-    assert out.stats.tau > 1.05
+    assert out.stats.tau > 1.05 or not sampling.suppress
 
 
-def fresh_proposal(target: Target, drafter: Drafter, text: list[int], root: int, depth: int) -> list[int]:
+# Where rows end, of all tokens and of few, so that they leave at different times.
+STOPS: dict[bool, Callable[[list[int]], bool]] = {
+    False: lambda text: len(text) == 32 - 8 * (text[0] % 4),
+    True: lambda text: text.count(text[0]) == 12,
+}
+
+
+def fresh_proposal(
+    target: Target, drafter: Drafter, text: list[int], root: int, depth: int, choose: Choose
+) -> list[int]:
     tokens, counts = torch.tensor([text]), Counts.of([len(text)], "cpu")
     cache = target.new_cache(1, len(text) + 8)
     hidden = target.forward(tokens, cache, drafter.taps).hidden
     cache.advance(counts)
     state = drafter.open(target, 1, len(text) + 8, cache=cache)
     state.absorb(tokens, hidden, counts)
-    return state.propose(torch.tensor([root]), depth, best_of_few).tokens[0].tolist()
+    return state.propose(torch.tensor([root]), depth, choose).tokens[0].tolist()
 
 
 @cache
 def expected_law(target: Target) -> dict[tuple[int, ...], float]:
-    """Probability of every text of WRITTEN tokens of KINDS."""
+    """Probability of every text of WRITTEN tokens of FEW_TOKENS."""
     law: dict[tuple[int, ...], float] = {(): 1.0}
     for _ in range(WRITTEN):
         texts = torch.tensor([[*PROMPTS[0], *text] for text in law])
-        probs = target.model(texts, use_cache=False).logits[:, -1, list(KINDS)].double().softmax(-1)
+        probs = target.model(texts, use_cache=False).logits[:, -1, list(FEW_TOKENS)].double().softmax(-1)
         law = {
             (*text, token): before * float(p)
             for (text, before), row in zip(law.items(), probs, strict=True)
-            for token, p in zip(KINDS, row, strict=True)
+            for token, p in zip(FEW_TOKENS, row, strict=True)
         }
     return law
 

@@ -57,7 +57,7 @@ from outrider.heads import (
 )
 from outrider.targets import Counts, Target
 
-from ..conftest import KINDS, few
+from ..conftest import FEW_TOKENS, few
 
 
 def shaken(drafter: Drafter) -> Drafter:
@@ -277,7 +277,7 @@ def test_a_config_survives_saving(drafter, target, tmp_path):
 
 def test_dropped_rows_do_not_change_the_others(drafter, target):
     """Texts of different lengths: rows leave the batch one after another."""
-    target.model.generation_config.eos_token_id = KINDS[0]
+    target.model.generation_config.eos_token_id = FEW_TOKENS[0]
     sampling = few(min_new_tokens=3)
     expected = Decoder(target).generate(PROMPTS, 16, sampling, Plan(0)).tokens
     assert len({len(t) for t in expected}) > 2

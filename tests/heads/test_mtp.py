@@ -14,7 +14,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from outrider.decode import Decoder, Plan
+from outrider.decode import Decoder, Plan, Sampling
 from outrider.formats import export_drafter, import_drafter, recognised
 from outrider.formats.mtp import main, save_native
 from outrider.ground import BadInputError, IncompatibleError
@@ -675,9 +675,10 @@ def test_one_module_per_depth_drafts_no_deeper(target):
 def test_text_is_the_targets_in_every_kind_of_round(target, variant, plan, static):
     drafter = made(target, **VARIANTS[variant])
     prompts = [row[:n].tolist() for row, n in zip(sequences(4), (1, 9, 4, 2), strict=True)]
-    expected = Decoder(target).generate(prompts, 24, few(), ignore_eos=True).tokens
-    out = Decoder(target, drafter, static=static).generate(prompts, 24, few(), plan, ignore_eos=True)
-    assert out.tokens == expected
+    for sampling in (Sampling(), few()):
+        expected = Decoder(target).generate(prompts, 24, sampling, ignore_eos=True).tokens
+        out = Decoder(target, drafter, static=static).generate(prompts, 24, sampling, plan, ignore_eos=True)
+        assert out.tokens == expected
     assert out.stats.tau > 1.1
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
-from outrider.decode import Decoder, Plan, Tree
+from outrider.decode import Decoder, Plan, Sampling, Tree
 from outrider.ground import BadInputError, IncompatibleError
 from outrider.heads import Eagle3, Eagle3Config
 from outrider.targets import Target, attention, load_causal_lm
@@ -141,11 +141,12 @@ def test_a_target_with_split_attention_writes_the_same_text(tiny_llama, many_par
     target = make(kind, tiny_llama)
     torch.manual_seed(0)
     head = Eagle3.build(Eagle3Config(taps=(1, 2, 3)), target)
-    expected = Decoder(target, head).generate(PROMPTS, 30, few(), plan)
-    assert expected.stats.tau > 1.05
+    samplings = (Sampling(), few())
+    usual = [Decoder(target, head).generate(PROMPTS, 30, sampling, plan) for sampling in samplings]
+    assert usual[1].stats.tau > 1.05
     target.use_split_attention()
-    for static in (False, True):
-        found = Decoder(target, head, static=static).generate(PROMPTS, 30, few(), plan)
+    for static, (sampling, expected) in product((False, True), zip(samplings, usual, strict=True)):
+        found = Decoder(target, head, static=static).generate(PROMPTS, 30, sampling, plan)
         assert found.tokens == expected.tokens
         assert found.rounds == expected.rounds
 
@@ -171,6 +172,7 @@ def test_compiled_rounds_write_the_same_text_and_see_the_same_taps(tiny_llama, s
     if split:
         target.use_split_attention()
     expected = [Decoder(target, head).generate(PROMPTS, 30, few(), plan) for plan in PLANS]
+    assert all(usual.stats.tau > 1.05 for usual in expected)
     target.compile(backend="eager")
     torch._dynamo.utils.counters.clear()
     for plan, usual in zip(PLANS, expected, strict=True):

@@ -159,6 +159,7 @@ def drafter_in_training(target: Target, values: dict[str, Any]) -> Drafter[Any]:
     return drafter
 
 
+ALL_TOKENS = tuple(range(64))
 FEW_TOKENS = (3, 50, 51)  # heads that keep the last 20 of 64 tokens have two of them
 
 
@@ -168,7 +169,7 @@ def few(tokens: Sequence[int] = FEW_TOKENS, **settings: Any) -> Sampling:
     Of all 64 they are almost never, and what follows an accepted draft would go unseen. But texts of few tokens repeat
     themselves, and hide what reads a wrong place: such tests are run with all tokens, too.
     """
-    return Sampling(suppress=tuple(token for token in range(64) if token not in tokens), **settings)
+    return Sampling(suppress=tuple(token for token in ALL_TOKENS if token not in tokens), **settings)
 
 
 def best_of_few(

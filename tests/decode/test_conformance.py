@@ -9,7 +9,7 @@ The rules themselves are enumerated in `test_verify_exact.py`; `test_distributio
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache, partial
 
@@ -24,11 +24,11 @@ from outrider.decode.rules import RULES as RULE_TABLE
 from outrider.decode.run import Run
 from outrider.decode.sampling import probabilities
 from outrider.heads import HEADS, Drafter, TargetBatch
-from outrider.heads.session import Abilities, Choose
+from outrider.heads.session import Abilities
 from outrider.targets import Counts, Target
 
-from ..conftest import FEW_TOKENS, best_of_few, few, make_llama
-from ..heads.test_drafters import MAKERS, SLOW, WITH_WEIGHTS, best  # noqa: F401 (SLOW is read by conftest.py)
+from ..conftest import ALL_TOKENS, FEW_TOKENS, best_of_few, few, make_llama
+from ..heads.test_drafters import MAKERS, SLOW, WITH_WEIGHTS  # noqa: F401 (SLOW is read by conftest.py)
 from .test_distribution import p_value
 
 PROMPTS = [
@@ -133,11 +133,18 @@ def test_text_has_the_targets_law_under_sampling_rules(name, shape, rule, narrow
     assert p_value(counts, np.array(list(law.values()))) > SIZE / (len(MAKERS) * len(RULES))
 
 
+# Where rows end, so that they leave at different times.
+STOPS: dict[tuple[int, ...], Callable[[list[int]], bool]] = {
+    ALL_TOKENS: lambda text: len(text) == 32 - 8 * (text[0] % 4),
+    FEW_TOKENS: lambda text: text.count(text[0]) == 12,
+}
+
+
 @pytest.mark.parametrize("name", [name for name in fitting("chain") if name not in ("lookahead", "suffix tree")])
 @pytest.mark.parametrize("static", [False, True])
-@pytest.mark.parametrize("sampling", [Sampling(), few()], ids=["all tokens", "few tokens"])
+@pytest.mark.parametrize("tokens", STOPS, ids=["all tokens", "few tokens"])
 def test_a_round_proposes_what_a_drafter_that_read_the_text_at_once_would(
-    name, static, sampling, make, target, monkeypatch
+    name, static, tokens, make, target, monkeypatch
 ):
     """The state is a function of the text, after rounds of any depths and plain ones between them.
 
@@ -163,8 +170,7 @@ def test_a_round_proposes_what_a_drafter_that_read_the_text_at_once_would(
                 continue
             rounds.append(depth)
             *text, root = run.request.prompts[i] + run.sequences[i].tokens
-            choose = best_of_few if sampling.suppress else best
-            fresh, count = fresh_proposal(target, drafter, text, root, depth, choose), int(proposal.lengths[row])
+            fresh, count = fresh_proposal(target, drafter, text, root, depth, tokens), int(proposal.lengths[row])
             # Alone, a fusion does without its model where something was found.
             count = min(count, len(fresh)) if name.startswith("fusion") else count
             assert proposal.tokens[row].tolist()[:count] == fresh[:count]
@@ -173,23 +179,14 @@ def test_a_round_proposes_what_a_drafter_that_read_the_text_at_once_would(
     monkeypatch.setattr(Run, "steps", steps)
     monkeypatch.setattr(stage, "draft", checked)
     monkeypatch.setattr(Run, "_depth", lambda run, state: (state, int(torch.randint(0, 5, (), generator=generator))))
-    out = Decoder(target, drafter, static).generate(
-        PROMPTS[:4], 32, sampling, Plan(4), stop=STOPS[bool(sampling.suppress)]
-    )
+    out = Decoder(target, drafter, static).generate(PROMPTS[:4], 32, few(tokens), Plan(4), stop=STOPS[tokens])
     assert len({len(text) for text in out.tokens}) > 1, "rows leave at different times"
     assert set(rounds) == {1, 2, 3, 4}
-    assert out.stats.tau > 1.05 or not sampling.suppress
-
-
-# Where rows end, of all tokens and of few, so that they leave at different times.
-STOPS: dict[bool, Callable[[list[int]], bool]] = {
-    False: lambda text: len(text) == 32 - 8 * (text[0] % 4),
-    True: lambda text: text.count(text[0]) == 12,
-}
+    assert out.stats.tau > 1.05 or tokens == ALL_TOKENS
 
 
 def fresh_proposal(
-    target: Target, drafter: Drafter, text: list[int], root: int, depth: int, choose: Choose
+    target: Target, drafter: Drafter, text: list[int], root: int, depth: int, kept: Sequence[int]
 ) -> list[int]:
     tokens, counts = torch.tensor([text]), Counts.of([len(text)], "cpu")
     cache = target.new_cache(1, len(text) + 8)
@@ -197,7 +194,7 @@ def fresh_proposal(
     cache.advance(counts)
     state = drafter.open(target, 1, len(text) + 8, cache=cache)
     state.absorb(tokens, hidden, counts)
-    return state.propose(torch.tensor([root]), depth, choose).tokens[0].tolist()
+    return state.propose(torch.tensor([root]), depth, partial(best_of_few, tokens=kept)).tokens[0].tolist()
 
 
 @cache

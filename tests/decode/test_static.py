@@ -455,7 +455,8 @@ def test_what_the_host_proposes_is_verified_by_replays(target, replays, name, sa
     assert sum(graph.count for graph in replays) > 10
 
 
-def test_confidences_that_are_calibrated_after_a_capture_end_chains_of_the_next_request(target, replays):
+@pytest.mark.parametrize("sampling", [Sampling(), few()], ids=["all tokens", "few tokens"])
+def test_confidences_that_are_calibrated_after_a_capture_end_chains_of_the_next_request(target, replays, sampling):
     """A graph has the temperatures' numbers in it: it must not be replayed with others."""
     torch.manual_seed(3)
     drafter = DSpark.build(DSparkConfig(block_size=4, num_layers=1, markov_rank=4), target, None)
@@ -464,8 +465,8 @@ def test_confidences_that_are_calibrated_after_a_capture_end_chains_of_the_next_
     for temperatures in ((), (0.01,) * 4, (100.0,) * 4):
         drafter.config.temperatures = temperatures
         for _ in range(2):  # the second request is a replay from its first round on
-            found = decoder.generate(PROMPTS, 24, few(), plan, ignore_eos=True)
-            usual = Decoder(target, drafter, static=False).generate(PROMPTS, 24, few(), plan, ignore_eos=True)
+            found = decoder.generate(PROMPTS, 24, sampling, plan, ignore_eos=True)
+            usual = Decoder(target, drafter, static=False).generate(PROMPTS, 24, sampling, plan, ignore_eos=True)
             assert found.tokens == usual.tokens
             assert found.rounds == usual.rounds
         lengths.append(sum(one.drafted for rounds in found.rounds for one in rounds))

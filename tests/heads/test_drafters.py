@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from outrider.decode import Decoder, Plan
+from outrider.decode import Decoder, Plan, Sampling
 from outrider.ground import BadInputError, IncompatibleError
 from outrider.heads import (
     HEADS,
@@ -277,6 +277,15 @@ def test_a_config_survives_saving(drafter, target, tmp_path):
 
 def test_dropped_rows_do_not_change_the_others(drafter, target):
     """Texts of different lengths: rows leave the batch one after another."""
+    texts = Decoder(target).generate(PROMPTS, 16, ignore_eos=True).tokens
+    ends = {text[6 + 3 * i] for i, text in enumerate(texts[:3])}
+    target.model.generation_config.eos_token_id = sorted(ends)
+    expected = Decoder(target).generate(PROMPTS, 16, Sampling(), Plan(0)).tokens
+    assert len({len(t) for t in expected}) > 1
+    assert Decoder(target, drafter).generate(PROMPTS, 16, plan=Plan(3)).tokens == expected
+
+
+def test_dropped_rows_do_not_change_the_others_where_drafts_are_kept(drafter, target):
     target.model.generation_config.eos_token_id = FEW_TOKENS[0]
     sampling = few(min_new_tokens=3)
     expected = Decoder(target).generate(PROMPTS, 16, sampling, Plan(0)).tokens

@@ -171,12 +171,13 @@ def test_compiled_rounds_write_the_same_text_and_see_the_same_taps(tiny_llama, s
     head = Eagle3.build(Eagle3Config(taps=(1, 2, 3)), target)
     if split:
         target.use_split_attention()
-    expected = [Decoder(target, head).generate(PROMPTS, 30, few(), plan) for plan in PLANS]
-    assert all(usual.stats.tau > 1.05 for usual in expected)
+    ways = list(product((Sampling(), few()), PLANS))
+    expected = [Decoder(target, head).generate(PROMPTS, 30, *way) for way in ways]
+    assert all(usual.stats.tau > 1.05 for usual in expected[len(PLANS) :])
     target.compile(backend="eager")
     torch._dynamo.utils.counters.clear()
-    for plan, usual in zip(PLANS, expected, strict=True):
-        found = Decoder(target, head, static=True).generate(PROMPTS, 30, few(), plan)
+    for way, usual in zip(ways, expected, strict=True):
+        found = Decoder(target, head, static=True).generate(PROMPTS, 30, *way)
         assert found.tokens == usual.tokens
         assert found.rounds == usual.rounds
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] >= 2

@@ -61,7 +61,7 @@ from .sizing import Budget, Sizes
 from .subject import tuned_contestant
 
 # Of the heads that Outrider trains, eagle1 had the highest τ after 180 s of training on two CPU cores: 3.29, against
-# 2.86 of eagle3 and less of the others (`outrider compare`; scripts/bench/results/compare-cpu-fp32.json).
+# 2.86 of eagle3 and less of the others (`outrider compare`; benchmarks/results/compare-cpu-fp32.json).
 RECIPE = "embedded-eagle1"
 
 

@@ -17,9 +17,8 @@ ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 SETUPTOOLS = PROJECT["tool"]["setuptools"]
 NOT_OURS = {".venv", "build", "dist", "tests", ".git", "runs", "quickstart", "node_modules"}
-# Files beside the code that are for the checkout only, and packages that run from a checkout alone.
+# Files beside the code that are for the checkout only.
 CHECKOUT_ONLY = {"scripts/quickstart", "scripts/test", "scripts/environment.sh"}
-CHECKOUT_ONLY_PACKAGES = {"outrider.scripts.bench"}
 
 
 def package_folders() -> list[Path]:
@@ -39,7 +38,7 @@ def tracked_files() -> list[str]:
 
 def test_every_package_is_listed_and_every_listed_package_exists() -> None:
     found = {"outrider." + ".".join(f.relative_to(ROOT).parts) for f in package_folders()}
-    assert set(SETUPTOOLS["packages"]) == found - CHECKOUT_ONLY_PACKAGES
+    assert set(SETUPTOOLS["packages"]) == found
 
 
 def test_the_root_is_no_package() -> None:
@@ -62,7 +61,7 @@ def test_every_data_file_is_shipped() -> None:
     missing = []
     for name in tracked_files():
         package = package_of(name)
-        if package is None or name.endswith(".py") or is_checkout_only(name):
+        if package is None or name.endswith(".py") or name in CHECKOUT_ONLY:
             continue
         patterns = [*SETUPTOOLS["package-data"].get(package, []), *SETUPTOOLS["package-data"]["*"]]
         inside = name.removeprefix(package.removeprefix("outrider.").replace(".", "/") + "/")
@@ -77,16 +76,12 @@ def package_of(name: str) -> str | None:
     return next((package for package in packages if package in SETUPTOOLS["packages"]), None)
 
 
-def is_checkout_only(name: str) -> bool:
-    folders = (package.removeprefix("outrider.").replace(".", "/") + "/" for package in CHECKOUT_ONLY_PACKAGES)
-    return name in CHECKOUT_ONLY or name.startswith(tuple(folders))
-
-
 def test_benchmarks_run_from_a_checkout_and_nothing_that_is_installed_needs_them() -> None:
-    importlib.import_module("outrider.scripts.bench.page")
+    assert not (ROOT / "benchmarks" / "__init__.py").exists()
+    importlib.import_module("benchmarks.page")
     files = [ROOT / name for name in tracked_files() if name.endswith(".py")]
-    shipped = [f for f in files if not {"bench", "tests", "docs"} & set(f.relative_to(ROOT).parts)]
-    needing = re.compile(r"^\s*(from|import) [\w.]*\bbench\b", flags=re.MULTILINE)
+    shipped = [f for f in files if not {"benchmarks", "tests", "docs"} & set(f.relative_to(ROOT).parts)]
+    needing = re.compile(r"^\s*(from|import) [\w.]*\bbenchmarks\b", flags=re.MULTILINE)
     assert [f.name for f in shipped if needing.search(f.read_text(encoding="utf-8"))] == []
 
 
@@ -149,7 +144,7 @@ def test_the_wheel_holds_the_package_and_nothing_else(tmp_path: Path) -> None:
     assert not [
         n
         for n in names
-        if n.startswith(("outrider/tests", "outrider/.ci", "outrider/docs", "outrider/scripts/bench"))
+        if n.startswith(("outrider/tests", "outrider/.ci", "outrider/docs", "outrider/benchmarks"))
         or n.endswith((".sh", ".pyc"))
     ]
     assert "outrider/recipes/embedded-eagle3.yaml" in names

@@ -23,10 +23,10 @@ from outrider.distill.table import Prompt
 from outrider.distill.templates import render
 from outrider.ground import BadInputError
 from outrider.recipes import Recipe
-from outrider.scripts.bench.faults import FaultyProxy, running
 from outrider.targets import Target
 
 from .conftest import Server
+from .faulty_proxy import FaultyProxy, running
 
 TEXTS = [f"{text} {i}" for i in range(5) for text in ("def add(first, second):", "for name in", "class Stack:", "x")]
 

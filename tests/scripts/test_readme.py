@@ -27,7 +27,7 @@ from outrider.train.arguments import check_training
 ROOT = Path(__file__).parents[2]
 README, CONTRIBUTING = ROOT / "README.md", ROOT / "CONTRIBUTING.md"
 PAGES = [README, CONTRIBUTING, *sorted((ROOT / "docs").rglob("*.md"))]
-RESULTS = ROOT / "scripts" / "bench" / "RESULTS.md"
+RESULTS = ROOT / "benchmarks" / "RESULTS.md"
 # Finished in a moment, without a trained drafter.
 QUICK = {"doctor"}
 
@@ -174,7 +174,7 @@ KINDS: dict[str, Callable[[list[str]], None]] = {
 def test_every_other_command_is_one_that_would_start(capsys: pytest.CaptureFixture[str]) -> None:
     for words in all_commands():
         if words[0] != "outrider":
-            kind = "./scripts" if words[0].startswith("./scripts/") else words[0]
+            kind = "./scripts" if words[0].startswith(("./scripts/", "./benchmarks/")) else words[0]
             assert kind in KINDS, f"nothing checks {' '.join(words)}"
             KINDS[kind](words)
 
@@ -273,11 +273,12 @@ def test_every_page_is_reached_from_the_readme() -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=shown)
 def test_files_that_are_named_exist(page: Path) -> None:
-    rooms = "|".join(["tests", "docs", *(p.parent.name for p in ROOT.glob("*/__init__.py"))])
+    rooms = "|".join(["benchmarks", "tests", "docs", *(p.parent.name for p in ROOT.glob("*/__init__.py"))])
     named = set(re.findall(rf"`((?:{rooms})/[\w/.-]+)`", text_of(page)))
     assert [n for n in named if not (ROOT / n).exists()] == []
     results = set(re.findall(r"`([\w.-]+-[\w.-]+\.json)`", text_of(page)))
-    assert [r for r in results if not (RESULTS.parent / "results" / r).is_file()] == []
+    kept = {file.name for kind in ("results", "archive/*") for file in RESULTS.parent.glob(f"{kind}/*.json")}
+    assert results - kept == set()
 
 
 def intervals(text: str) -> set[str]:
@@ -293,7 +294,7 @@ def test_every_figure_with_an_interval_stands_on_the_results_page(page: Path) ->
 
 def test_every_folder_of_code_is_on_the_map() -> None:
     mapped = set(re.findall(r"^\| `(\w+)/` \|", text_of(ROOT / "docs/developers/house.md"), flags=re.MULTILINE))
-    assert mapped == {p.parent.name for p in ROOT.glob("*/__init__.py")} | {"tests", "docs"}
+    assert mapped == {p.parent.name for p in ROOT.glob("*/__init__.py")} | {"benchmarks", "tests", "docs"}
 
 
 def test_every_exit_code_is_explained() -> None:

@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.served_llama import LlamaServer
 from outrider.eval.suites import Suite, load_suites
 from outrider.formats import export_drafter, launch
 from outrider.formats.gguf import FILE, write_gguf
 from outrider.heads import Drafter, DraftModel, Ngram, NgramConfig
-from outrider.scripts.bench.served_llama import LlamaServer
 from outrider.serving.expectation import Expectation, Trial, expect, expect_mistakes
 from outrider.serving.hypotheses import mistaken
 from outrider.serving.launching import running

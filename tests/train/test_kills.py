@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from outrider.scripts.bench.kills import INTERVAL, attack
 from outrider.targets import Target
+
+from .kills import INTERVAL, attack
 
 
 @pytest.mark.slow

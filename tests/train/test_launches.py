@@ -24,9 +24,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from benchmarks.launches import Launch, losses
 from outrider.heads import load_drafter
 from outrider.recipes import Recipe
-from outrider.scripts.bench.launches import Launch, losses
 from outrider.targets import Target
 from outrider.train import train
 from outrider.train.checkpoints import checkpoints, last_complete, step_of

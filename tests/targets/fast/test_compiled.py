@@ -5,14 +5,17 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+
+ROOT = Path(__file__).parents[3]
 
 
 def compiled(*arguments: str) -> subprocess.CompletedProcess[str]:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    words = [sys.executable, "-m", "outrider.scripts.bench.compiled", *arguments]
-    return subprocess.run(words, capture_output=True, text=True, env=environment, check=False)
+    words = [sys.executable, "-m", "benchmarks.compiled", *arguments]
+    return subprocess.run(words, capture_output=True, text=True, env=environment, cwd=ROOT, check=False)
 
 
 def test_one_tiling_of_each_kernel_compiles_for_sm90(tmp_path):

@@ -1,6 +1,6 @@
 """Every kernel of the fast pass computes what sums in float64 give, up to rounding.
 
-On a CPU they are interpreted. `scripts/bench/kernels.py` has more cases, and runs on a GPU.
+On a CPU they are interpreted. `benchmarks/kernels.py` has more cases, and runs on a GPU.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import pytest
 import torch
 from triton.runtime import interpreter
 
-from outrider.scripts.bench.kernels import (
+from benchmarks.kernels import (
     ATTENTION,
     WAYS,
     attention_error,

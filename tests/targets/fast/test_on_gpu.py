@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from benchmarks.kernels import ATTENTION, attention_error, heads_error, product_error
 from outrider.decode import Decoder, Plan
 from outrider.heads import DraftModel
-from outrider.scripts.bench.kernels import ATTENTION, attention_error, heads_error, product_error
 from outrider.targets import Target
 from outrider.targets.fast import products, use_fast_pass
 

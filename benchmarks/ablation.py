@@ -1,0 +1,216 @@
+"""What a setting of a recipe is worth: variants trained alike over several seeds, and how much τ and acceptance differ.
+
+    python -m benchmarks.ablation embedded-eagle3 --out lk.json \\
+        --vary drafter.loss=soft_ce --vary drafter.loss=lk_nla
+    python -m benchmarks.ablation embedded-eagle3 data.limit=400 --out ttt.json \\
+        --vary drafter.steps=4 --vary drafter.steps=1
+
+Each --vary is one variant, one or more settings; the first is what the others are compared with. All learn the same
+responses for the same number of steps: seed s sets the first weights and the order of the rows, and is also the seed
+of sampling at temperature 1. Drafts are chains; prompts run in batches, nothing is timed. What is trained in --work
+is not trained again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from outrider.decode import Decoder, Plan, Sampling
+from outrider.distill.responses import distill
+from outrider.eval.race import threads
+from outrider.eval.reports.intervals import Ratio
+from outrider.eval.reports.statistics import Bootstrap
+from outrider.eval.suites import load_suites
+from outrider.ground import BadInputError
+from outrider.ground.files import read_json
+from outrider.heads import Drafter, load_drafter
+from outrider.recipes import Recipe, load_recipe
+from outrider.targets import Target
+from outrider.train import train
+from outrider.train.provenance import PROVENANCE, check_same_run
+
+from .acceptance import Rounds, alpha, number, over_seeds, pooled, rounds_of, shown, tau
+from .report import command, conditions, write
+
+Runs = dict[str, list[Rounds]]  # of each variant, seed by seed
+
+
+def _answered(recipe: Recipe) -> object:
+    """Return what the responses of a recipe depend on; how much of the loss follows their rounds does not count."""
+    return recipe.target, recipe.data.model_copy(update={"verified": 0.0})
+
+
+def recipes_of(arguments: argparse.Namespace) -> dict[str, Recipe]:
+    """By variant, on one folder of responses."""
+    found = {
+        " ".join(settings): load_recipe(arguments.recipe, [*arguments.changes, *settings])
+        for settings in arguments.vary
+    }
+    if len(found) < 2:
+        raise BadInputError(
+            "there is nothing to compare: give two or more different variants, each as --vary key=value."
+        )
+    first, *others = found.values()
+    for other in others:
+        if _answered(first) != _answered(other):
+            raise BadInputError(
+                "all variants learn the same responses of one target: "
+                "--vary changes drafter, training or data.verified, not target or other data."
+            )
+    responses = first.data.responses or str(arguments.work / "data")
+    return {
+        name: recipe.model_copy(update={"data": recipe.data.model_copy(update={"responses": responses})})
+        for name, recipe in found.items()
+    }
+
+
+def trained(recipe: Recipe, variant: str, seed: int, target: Target, work: Path) -> tuple[Drafter, int]:
+    """A variant of that seed, and the number of steps it took."""
+    output = work / f"{recipe.name}-{re.sub(r'[^A-Za-z0-9.=_-]+', '-', variant)}-seed-{seed}"
+    one = recipe.model_copy(update={"training": recipe.training | {"seed": seed}, "output": str(output)})
+    check_same_run(one, output)
+    if not ((output / PROVENANCE).is_file() and (output / "drafter").is_dir()):
+        train(one, target)
+    return load_drafter(output / "drafter", target), read_json(output / PROVENANCE)["training"]["steps"]
+
+
+def compare(runs: Runs, strata: Sequence[int], depth: int) -> dict[str, Any]:
+    """Return τ and alpha by depth of each variant over all seeds, and how much more they are than the first one's."""
+    bootstrap, (base, *others) = Bootstrap(strata), runs
+    figures = {"tau": tau} | {f"alpha_d{d}": _at(d) for d in range(1, depth + 1)}
+    together = {name: pooled(each) for name, each in runs.items()}
+    found: dict[str, Any] = {
+        name: {key: shown(bootstrap.ratio(figure(rounds))) for key, figure in figures.items()}
+        for name, rounds in together.items()
+    }
+    for name in others:
+        found[name]["more_than_first"] = {
+            key: shown(bootstrap.difference(figure(together[name]), figure(together[base])))
+            | _by_seed(
+                [bootstrap.difference(figure(a), figure(b)).value for a, b in zip(runs[name], runs[base], strict=True)]
+            )
+            for key, figure in figures.items()
+        }
+    return found
+
+
+def _at(depth: int) -> Callable[[Rounds], Ratio]:
+    return lambda rounds: alpha(rounds, depth)
+
+
+def _by_seed(values: list[float]) -> dict[str, Any]:
+    together = over_seeds(values)
+    return {
+        "by_seed": [number(v) for v in values],
+        "over_seeds": together and {name: number(v) for name, v in together.items()},
+    }
+
+
+def show(temperature: float, found: dict[str, Any]) -> None:
+    for name, row in found.items():
+        print(
+            f"T={temperature:g} {name:40} "
+            + "  ".join(f"{key} {_text(row[key], '.3f')}" for key in row if key != "more_than_first"),
+            flush=True,
+        )
+        for key, more in row.get("more_than_first", {}).items():
+            print(f"    {key:9} {_text(more, '+.3f')}  by seed {more['by_seed']}", flush=True)
+
+
+def _text(row: dict[str, float | None], how: str) -> str:
+    value, low, high = ("–" if row[name] is None else format(row[name], how) for name in ("value", "low", "high"))
+    return f"{value} [{low}, {high}]"
+
+
+def parse(given: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("recipe", help="a YAML file, or the name of a packaged recipe")
+    parser.add_argument("changes", nargs="*", metavar="KEY=VALUE", help="changes for all variants")
+    parser.add_argument(
+        "--vary",
+        nargs="+",
+        action="append",
+        required=True,
+        metavar="KEY=VALUE",
+        help="a variant; the first one is the reference",
+    )
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--work", type=Path, default=Path("runs/ablation"), help="responses and trainings")
+    parser.add_argument("--suites", nargs="+", default=["code", "docs", "prose"])
+    parser.add_argument("--limit", type=int, help="prompts per suite")
+    parser.add_argument("--max-new-tokens", type=int, default=64)
+    parser.add_argument("--batch", type=int, default=20, help="prompts that are decoded together")
+    parser.add_argument("--depth", type=int, default=4)
+    parser.add_argument("--temperatures", nargs="+", type=float, default=[0.0, 1.0])
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--out", type=Path)
+    return parser.parse_args(given)
+
+
+def main(given: Sequence[str] | None = None) -> int:
+    arguments = parse(given)
+
+    recipes = recipes_of(arguments)
+    first = next(iter(recipes.values()))
+    with threads(arguments.threads):
+        target = Target.load(**first.target.model_dump())
+        suites = load_suites(arguments.suites, target.require_tokenizer(), arguments.limit)
+        prompts = [list(p.tokens) for s in suites for p in s.prompts]
+        strata = [len(s.prompts) for s in suites]
+        if first.data.responses == str(arguments.work / "data"):
+            distill(
+                first.model_copy(
+                    update={"output": str(arguments.work), "data": first.data.model_copy(update={"responses": None})}
+                ),
+                target,
+            )
+        runs: dict[float, Runs] = {t: {name: [] for name in recipes} for t in arguments.temperatures}
+        steps: set[int] = set()
+        for seed in range(arguments.seeds):
+            for name, recipe in recipes.items():
+                drafter, taken = trained(recipe, name, seed, target, arguments.work)
+                steps.add(taken)
+                decoder = Decoder(target, drafter)
+                for t, by_name in runs.items():
+                    by_name[name].append(
+                        rounds_of(
+                            decoder,
+                            prompts,
+                            arguments.max_new_tokens,
+                            Sampling(t, seed=seed),
+                            Plan(arguments.depth),
+                            arguments.batch,
+                        )
+                    )
+            changes = [
+                change for change in arguments.changes if not change.startswith("data.responses=")
+            ]  # a place on this machine
+            told = conditions(
+                target,
+                recipe=first.name,
+                changes=changes,
+                variants=list(recipes),
+                training_steps=sorted(steps),
+                seeds=seed + 1,
+                depth=arguments.depth,
+                batch=arguments.batch,
+                max_new_tokens=arguments.max_new_tokens,
+                suites=arguments.suites,
+                prompts=len(prompts),
+                intervals="95%, bootstrap over prompts within suites, rounds of all seeds; "
+                "differences on the same prompts and seeds; over_seeds: Student's t",
+            )
+            result = {f"temperature {t:g}": compare(by_name, strata, arguments.depth) for t, by_name in runs.items()}
+            write({"conditions": told} | result, arguments.out)
+        for t in runs:
+            show(t, result[f"temperature {t:g}"])
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(command(main))

@@ -1,0 +1,122 @@
+"""Speedup as a function of the batch size: JSON and a plot.
+
+    python -m benchmarks.batches --drafter eagle3=runs/embedded-eagle3/drafter --sizes 1 2 4 8 16 32 64 \\
+        --out benchmarks/results/batches-cpu-fp32.json
+
+Writes the figures to --out and the plot beside it, as .svg. Prompts of the suites in random batches, ragged, each
+completed by the plain target and by every drafter at every depth (and by a pair under its own plan, --pair) in turns;
+rows are freed as their sequences end. Every speedup is over the plain target in the same batches, with a bootstrap
+interval over batches.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from outrider.decode import Plan
+from outrider.eval.batches import Point, make_groups, measure_batches, speedup_lines
+from outrider.eval.measure import Contestant
+from outrider.eval.race import make_jobs, threads
+from outrider.eval.reports.plots import speedup_by_size, standalone
+from outrider.eval.suites import load_suites
+from outrider.ground.files import write_atomically
+from outrider.ground.progress import progress
+from outrider.pair import Pair
+from outrider.recipes import EvalSpec
+from outrider.targets import Target
+
+from .identity import load_contestants
+from .report import command, conditions, write
+
+
+def build_contestants(target: Target, arguments: argparse.Namespace) -> list[Contestant]:
+    """The plain target, every drafter as chains of every depth, and the pair under its plan."""
+    found = []
+    for name, drafter in load_contestants(arguments.drafter, target).items():
+        if drafter is None:
+            found.append(Contestant(name, None, Plan(0)))
+        else:
+            found += [Contestant(f"{name}, depth {depth}", drafter, Plan(depth)) for depth in arguments.depths]
+    if arguments.pair:
+        _, drafter, plan = Pair.load(arguments.pair).open(target)
+        found.append(Contestant(f"pair, {plan}", drafter, plan))
+    return found
+
+
+def show(points: Sequence[Point]) -> None:
+    for p in sorted(points, key=lambda p: (p.size, p.contestant)):
+        tau = f"tau {p.tau.text()}" if p.tau else ""
+        print(
+            f"batch {p.size:3} {p.contestant:28} {p.tokens_per_second.value:9.1f} tokens/s  "
+            f"speedup {p.speedup.text(unit='×'):22} {tau:22} "
+            f"rows {p.rows:5.1f}  identical {p.identical}/{p.sequences}"
+        )
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", default="embedded")
+    parser.add_argument("--drafter", action="append", default=[], help="NAME=FOLDER, or ngram; repeatable")
+    parser.add_argument("--pair", help="folder of a pair, run under its own plan")
+    parser.add_argument("--sizes", nargs="+", type=int, default=[1, 2, 4, 8, 16, 32, 64])
+    parser.add_argument("--depths", nargs="+", type=int, default=[2, 4], help="of chains")
+    parser.add_argument("--suites", nargs="+", default=["code", "docs", "prose"])
+    parser.add_argument("--limit", type=int, help="prompts per suite")
+    parser.add_argument(
+        "--groups", type=int, default=8, help="batches of each size at least; more where the prompts fill more"
+    )
+    parser.add_argument("--max-new-tokens", type=int, default=96)
+    parser.add_argument("--repeats", type=int, default=1)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="default: the pair's, else float32")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--out", type=Path, help="JSON file; the plot goes beside it")
+    return parser.parse_args(arguments)
+
+
+def main(given: Sequence[str] | None = None) -> int:
+    arguments = parse(given)
+
+    if arguments.pair:
+        target = Pair.load(arguments.pair).load_target(
+            arguments.target, **({"dtype": arguments.dtype} if arguments.dtype else {})
+        )
+    else:
+        target = Target.load(arguments.target, dtype=arguments.dtype or "float32")
+    jobs = make_jobs(load_suites(arguments.suites, target.require_tokenizer()), arguments.limit)
+    contestants = build_contestants(target, arguments)
+    settings = EvalSpec(max_new_tokens=arguments.max_new_tokens, repeats=arguments.repeats, seed=arguments.seed)
+    total = sum(len(make_groups(jobs, size, arguments.groups)) for size in arguments.sizes) * arguments.repeats
+    with threads(arguments.threads), progress(Console(stderr=True), "measuring", total, transient=True) as advance:
+        points = measure_batches(
+            target, contestants, jobs, arguments.sizes, settings, arguments.groups, lambda: advance(1, "")
+        )
+        about = conditions(
+            target,
+            temperature=0,
+            sizes=arguments.sizes,
+            depths=arguments.depths,
+            max_new_tokens=arguments.max_new_tokens,
+            repeats=arguments.repeats,
+            suites=arguments.suites,
+            prompts=len(jobs),
+            seed=arguments.seed,
+            timing="whole requests, prefills included; contestants take turns on each batch",
+            batches="random, ragged; a size whose prompts fill fewer than --groups batches draws prompts again",
+            intervals="95%, bootstrap over batches",
+            tau="mean tokens per round and sequence, 1 + mean accepted",
+        )
+    show(points)
+    write({"conditions": about, "points": [p.to_dict() for p in points]}, arguments.out)
+    if arguments.out and (drawn := speedup_lines(points)):
+        write_atomically(arguments.out.with_suffix(".svg"), standalone(speedup_by_size(drawn, "batch size")))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(command(main))

@@ -1,0 +1,188 @@
+"""The fast pass's kernels compiled for an H200 where there is none: registers, what spills, shared memory, launches.
+
+    python -m benchmarks.compiled --out benchmarks/results/kernels-sm90.json
+    python -m benchmarks.compiled --few
+
+At the shapes of Llama-3.1-8B and Qwen3-8B, in bfloat16, by every tiling that `products.ways` tries for 1, 8 and 64
+tokens. A kernel that spills registers, or asks for more shared memory than a multiprocessor has, is a finding: exit
+code 1. `TRITON_INTERPRET` must not be set.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import astuple, dataclass
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import triton
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from outrider.ground import BadInputError
+from outrider.targets.fast import operations, products
+from outrider.targets.fast.operations import Split
+from outrider.targets.fast.products import Fused
+from outrider.targets.placement import Nodes, Placement
+
+from .report import command, write
+
+TARGET = GPUTarget("cuda", 90, 32)
+SHARED = 227 * 1024  # bytes that one program may have
+TYPES = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.float64: "*fp64"}
+TYPES |= {torch.int64: "*i64", torch.bool: "*i1"}
+HIDDEN, HEADS, SHARED_HEADS, SIZE = 4096, 32, 8, 128
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One launch as it would be: the kernel, what it is given, and what it is compiled with."""
+
+    kernel: Any
+    arguments: tuple[Any, ...]
+    options: dict[str, Any]
+
+    def compile(self) -> Any:
+        """Compile it for the target."""
+        names = self.kernel.arg_names
+        settings = {name: self.options[name] for name in self.options if name.startswith("num_")}
+        given = dict(zip(names, self.arguments, strict=False))
+        ones = {name: value for name, value in given.items() if isinstance(value, int) and value == 1}  # as at a launch
+        constants = ones | {name: value for name, value in self.options.items() if name not in settings}
+        signature = {name: "constexpr" if name in constants else _type(given[name]) for name in names}
+        aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if _is_aligned(given.get(name))}
+        source = ASTSource(self.kernel, signature, constants, aligned)
+        return triton.compile(source, target=TARGET, options=settings)
+
+
+def _type(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return TYPES[value.dtype]
+    return "fp32" if isinstance(value, float) else "i32"
+
+
+def _is_aligned(value: Any) -> bool:
+    return isinstance(value, Tensor) or (isinstance(value, int) and value % 16 == 0)
+
+
+def launches(work: Any) -> list[Launch]:
+    """Return what `work` would launch."""
+    found: list[Launch] = []
+
+    def note(kernel: Any, _: Any, *arguments: Any, **options: Any) -> None:
+        found.append(Launch(kernel, arguments, options))
+
+    with patch.object(operations, "launch", note):
+        work()
+    return found
+
+
+def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """Return memory that nobody touches: a matrix of 8B shape costs nothing so."""
+    return torch.empty(*shape, dtype=dtype)
+
+
+def cases(few: bool) -> Iterator[tuple[str, Any]]:
+    """Yield what is compiled: a name, and work that launches it."""
+    intermediates = {"llama": 14_336, "qwen3": 12_288}
+    for tokens in (1, 8) if few else (1, 8, 64):
+        for way in [way for way in products.ways(tokens) if isinstance(way, Fused)][: 1 if few else None]:
+            how = list(astuple(way.tiles))
+            x, norm, hidden = empty(tokens, HIDDEN), empty(HIDDEN), empty(tokens, HIDDEN)
+            for kind, width in list(intermediates.items())[: 1 if few else None]:
+                weight, out = empty(2 * width, HIDDEN), empty(tokens, width)
+                yield (
+                    f"gated, {kind}, {tokens} tokens, {how}",
+                    lambda a=(x, weight, norm, None, out, 1e-5, True, False, how): operations.product(*a),
+                )
+            if few:
+                continue
+            joined, out = empty((HEADS + 2 * SHARED_HEADS) * SIZE, HIDDEN), empty(tokens, 6144)
+            square = empty(HIDDEN, HIDDEN)
+            yield (
+                f"joined, {tokens} tokens, {how}",
+                lambda a=(x, joined, norm, None, out, 1e-5, False, False, how): operations.product(*a),
+            )
+            yield (
+                f"added, {tokens} tokens, {how}",
+                lambda a=(x, square, None, None, hidden, 0.0, False, True, how): operations.product(*a),
+            )
+    yield "gate", lambda: operations.gate(empty(8, 28_672))
+    for queries in (5,) if few else (1, 8, 64):
+        for tree in (True,) if few else (False, True):
+            yield f"attention, {queries} tokens, {'tree' if tree else 'chain'}", lambda q=queries, t=tree: attend(q, t)
+    for normed in (True,) if few else (False, True):
+        yield f"heads, {'normed' if normed else 'plain'}", lambda n=normed: place(n)
+
+
+def attend(queries: int, tree: bool) -> None:
+    lengths = torch.tensor([1000])
+    slots = lengths[:, None] + torch.arange(queries)
+    parents = torch.arange(queries - 1)[None] - 1
+    nodes = Nodes.of_tree(parents, queries) if tree else None
+    keys, values = empty(1, SHARED_HEADS, 4096, SIZE), empty(1, SHARED_HEADS, 4096, SIZE)
+    placed = Placement(lengths, 4096, slots, slots, slice(0, 0), nodes)
+    split = Split.of(1, SHARED_HEADS, HEADS // SHARED_HEADS * queries, 4096)
+    operations.attend(empty(queries, HEADS, SIZE), keys, values, placed, SIZE**-0.5, 0, split)
+
+
+def place(normed: bool) -> None:
+    joined, slots = empty(8, HEADS + 2 * SHARED_HEADS, SIZE), torch.arange(8)[None]
+    keys, values = empty(1, SHARED_HEADS, 4096, SIZE), empty(1, SHARED_HEADS, 4096, SIZE)
+    norms = [empty(SIZE), empty(SIZE)] if normed else []
+    frequencies = empty(SIZE // 2, dtype=torch.float32)
+    operations.place_heads(joined, norms, frequencies, slots, slots, keys, values, 1e-6, 1.0)
+
+
+def figures(launch: Launch) -> dict[str, Any]:
+    """Return what a compiled kernel needs of a multiprocessor."""
+    made = launch.compile()
+    assembler = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+        file.write(made.asm["ptx"])
+        file.flush()
+        told = subprocess.run(
+            [assembler, "-v", "--gpu-name=sm_90a", file.name, "-o", "/dev/null"],
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stderr
+    registers, spilled = (int(found[1]) if (found := re.search(p, told)) else 0 for p in (_REGISTERS, _SPILLED))
+    return {"registers": registers, "spilled_bytes": spilled, "shared_bytes": made.metadata.shared}
+
+
+_REGISTERS, _SPILLED = r"Used (\d+) registers", r"(\d+) bytes spill stores"
+
+
+def main(given: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--few", action="store_true", help="one tiling of each kernel")
+    parser.add_argument("--out", type=Path)
+    arguments = parser.parse_args(given)
+    if not hasattr(operations.kernels.gate, "arg_names") or "nterpreted" in type(operations.kernels.gate).__name__:
+        raise BadInputError("compiled: the kernels are interpreted; unset TRITON_INTERPRET.")
+    rows: list[dict[str, Any]] = []
+    for name, work in cases(arguments.few):
+        for launch in launches(work):
+            row = {"case": name, "kernel": launch.kernel.fn.__name__} | figures(launch)
+            row["fits"] = not row["spilled_bytes"] and row["shared_bytes"] <= SHARED
+            rows.append(row)
+            print(
+                f"{row['kernel']:16} {name:48} {row['registers']:4} registers {row['spilled_bytes']:5} B spilled "
+                f"{row['shared_bytes']:7} B shared{'' if row['fits'] else '  <-'}",
+                flush=True,
+            )
+        write({"target": "sm_90", "triton": triton.__version__, "kernels": rows}, arguments.out)
+    return 0 if all(row["fits"] for row in rows) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(command(main))

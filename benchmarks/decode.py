@@ -1,0 +1,450 @@
+"""Speed of the decoder against transformers' own loops, interleaved in one run, greedy.
+
+    python -m benchmarks.decode --eagle3 runs/embedded-eagle3/drafter \\
+        --draft-model runs/embedded-draft-model/drafter \\
+        --dtype bfloat16 --out benchmarks/results/decode-cpu-bf16.json
+    python -m benchmarks.decode --shape llama-3.1-8b --out benchmarks/results/decode-llama-3.1-8b.json
+    python -m benchmarks.decode --shape qwen3-8b --layers 1 --hidden 64 --vocab 512 \\
+        --context 96 --batch 1 2 --quick
+
+On the suites, batch 1: the plain target and the drafters in our engine, `transformers.generate`, transformers'
+assisted generation with the same draft model and its prompt lookup at the same k. Every quotient is one of tokens/s
+on the same prompts, with a bootstrap interval over prompts. Beside them what our loop costs over the bare passes of
+the models (`overhead.py`).
+
+At each --context and --batch: T_verify(n) / T_verify(1), the time of drafting, plain tokens/s and its share of the
+memory-bandwidth floor, tokens/s of all loops at forced acceptance (`forced.py`; labelled so), the loop's overhead,
+and how long the device waits for the host (`gaps.py`).
+
+--shape takes a target of that shape with random weights (`random_targets.py`), an untrained EAGLE-3 head and a random
+draft model for it; --layers, --hidden and --vocab shrink them for a try on a CPU. There are no suites then.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from outrider.decode import Decoder, Plan
+from outrider.eval.bandwidth import bandwidth
+from outrider.eval.costs import check_context, ragged_lengths
+from outrider.eval.measure import GENERATE, Contestant, DecoderRacer, GenerateRacer, make_records
+from outrider.eval.race import Answer, Job, Racer, make_jobs, race, threads
+from outrider.eval.reports.figures import Baselines, Figures, Record, speed_ratio
+from outrider.eval.reports.statistics import Bootstrap, strata_of
+from outrider.eval.suites import load_suites
+from outrider.eval.summary import summarise
+from outrider.ground import BadInputError
+from outrider.ground.machine import best_device, clock
+from outrider.heads import Drafter, DraftModel, Ngram, load_drafter
+from outrider.recipes import EvalSpec
+from outrider.targets import Target
+from outrider.targets.attention import steady_kernels
+from outrider.targets.fast import prefer_fast_pass
+
+from . import random_targets as models
+from .cells import Cell, CellSettings
+from .loops import Ours, Texts, assist
+from .overhead import loop_overhead
+from .prompts import joined_prompts, random_prompts
+from .report import command, conditions, write
+
+ASSISTED, LOOKUP = "transformers.assisted", "transformers.prompt_lookup"
+
+
+class Drafting:
+    """`transformers.generate` that drafts, with an assistant or by prompt lookup, on one job of a race."""
+
+    def __init__(self, name: str, target: Target, max_new_tokens: int, **options: Any):
+        self.name, self.target, self.max_new_tokens, self.options = name, target, max_new_tokens, options
+
+    def __call__(self, job: Job, temperature: float) -> Answer:
+        tokens = torch.tensor([job.prompt.tokens], device=self.target.device)
+        mask = torch.ones_like(tokens)
+        began = clock(self.target.device)
+        model: Any = self.target.model
+        with torch.inference_mode(), steady_kernels():
+            out = model.generate(
+                tokens, attention_mask=mask, max_new_tokens=self.max_new_tokens, do_sample=False, **self.options
+            )
+        return Answer(out[0, tokens.shape[1] :].tolist(), {"total": clock(self.target.device) - began})
+
+
+# ------------------------------------------------------------ suites
+
+
+def load_drafters(target: Target, arguments: argparse.Namespace) -> dict[str, Drafter]:
+    folders = {"eagle3": arguments.eagle3, "draft_model": arguments.draft_model}
+    found = {name: load_drafter(folder, target) for name, folder in folders.items() if folder}
+    for name, drafter in found.items():
+        if drafter.name != name:
+            raise BadInputError(
+                f"--{name.replace('_', '-')} {folders[name]}: expected a drafter of type {name}, found {drafter.name}."
+            )
+    return found
+
+
+def build_racers(target: Target, drafters: dict[str, Drafter], arguments: argparse.Namespace) -> list[Racer]:
+    settings = EvalSpec(max_new_tokens=arguments.max_new_tokens, seed=0)
+    plan, tree = Plan(arguments.depth), Plan(arguments.depth + 1, arguments.width, arguments.nodes)
+    found = [Contestant("plain", None, Plan(depth=0)), Contestant("ngram", Ngram(), plan)]
+    racers: list[Racer] = [Drafting(LOOKUP, target, arguments.max_new_tokens, prompt_lookup_num_tokens=arguments.depth)]
+    for name, drafter in drafters.items():
+        found.append(Contestant(name, drafter, plan))
+        if name == "eagle3":
+            found.append(Contestant("eagle3 tree", drafter, tree))
+        if isinstance(drafter, DraftModel):
+            racers.append(
+                Drafting(
+                    ASSISTED, target, arguments.max_new_tokens, assistant_model=assist(drafter.model, arguments.depth)
+                )
+            )
+    return [*(DecoderRacer(target, c, settings) for c in found), GenerateRacer(target, settings), *racers]
+
+
+def quotients(records: dict[str, list[Record]], pairs: list[tuple[str, str]]) -> dict[str, Any]:
+    """Tokens/s of one contestant over another's, on the same prompts."""
+    bootstrap = Bootstrap(strata_of([r.suite for r in records["plain"]]))
+    found = {}
+    for above, below in pairs:
+        if above in records and below in records:
+            interval = bootstrap.quotient(speed_ratio(records[above]), speed_ratio(records[below]))
+            found[f"{above} / {below}"] = {
+                "value": round(interval.value, 4),
+                "low": round(interval.low, 4),
+                "high": round(interval.high, 4),
+            }
+    return found
+
+
+def race_suites(
+    target: Target, drafters: dict[str, Drafter], jobs: list[Job], arguments: argparse.Namespace
+) -> tuple[dict[str, Any], list[Figures]]:
+    """Quotients of tokens/s, and every contestant's figures."""
+    racers = build_racers(target, drafters, arguments)
+    for racer in racers:
+        racer(jobs[0], 0.0)
+    records = make_records(race(racers, jobs, 0.0, arguments.repeats), jobs, 0.0, "plain")
+    rules = {(r.name, 0.0): "greedy" for r in racers}
+    by_name: dict[str, list[Record]] = {}
+    for record in sorted(records, key=lambda r: r.suite):
+        by_name.setdefault(record.contestant, []).append(record)
+    ours = [
+        ("eagle3", "plain"),
+        ("eagle3 tree", "plain"),
+        ("eagle3 tree", "eagle3"),
+        ("draft_model", "plain"),
+        ("ngram", "plain"),
+    ]
+    theirs = [("plain", GENERATE), ("draft_model", ASSISTED), ("ngram", LOOKUP), ("eagle3", GENERATE)]
+    return quotients(by_name, ours + theirs), summarise(records, rules, Baselines(plain="plain", generate=GENERATE))
+
+
+def measure_overheads(
+    target: Target, drafters: dict[str, Drafter], jobs: list[Job], arguments: argparse.Namespace
+) -> dict[str, Any]:
+    """Of plain rounds, and of each drafter's, on the suites' prompts with the acceptance that the drafter has there."""
+    chosen = [
+        job
+        for suite in dict.fromkeys(j.suite for j in jobs)
+        for job in [j for j in jobs if j.suite == suite][: arguments.overhead_prompts]
+    ]
+    batches = [[list(job.prompt.tokens)] for job in chosen]
+    loops = [Ours("plain", Decoder(target), Plan(0), arguments.max_new_tokens)]
+    loops += [
+        Ours(name, Decoder(target, drafter), Plan(arguments.depth), arguments.max_new_tokens)
+        for name, drafter in drafters.items()
+    ]
+    return {loop.name: loop_overhead(loop, batches, arguments.repeats).to_dict() for loop in loops}
+
+
+# ------------------------------------------------------------ cells
+
+
+def cell_settings(arguments: argparse.Namespace) -> CellSettings:
+    settings = CellSettings(
+        arguments.depth,
+        tuple(arguments.shares),
+        arguments.cell_tokens,
+        arguments.repeats,
+        arguments.cost_repeats,
+        tuple(arguments.widths),
+    )
+    if arguments.quick:
+        return replace(
+            settings,
+            shares=settings.shares[:1],
+            new_tokens=12,
+            repeats=1,
+            cost_repeats=2,
+            widths=(0, 1, settings.depth),
+        )
+    return settings
+
+
+def check_room(target: Target, arguments: argparse.Namespace) -> None:
+    """Raise BadInputError for a context that leaves no room for what is written after it."""
+    settings = cell_settings(arguments)
+    for context in arguments.context:
+        check_context(
+            target, context, max(settings.new_tokens + settings.depth, *settings.widths, 2 * settings.depth + 64) + 1
+        )
+
+
+def make_cells(
+    target: Target, drafters: dict[str, Drafter], texts: Texts | None, arguments: argparse.Namespace
+) -> Iterator[Cell]:
+    """Yield cells, the shortest context and smallest batch first; prompts are joined from `texts`, or random."""
+    settings = cell_settings(arguments)
+    prefer_fast_pass(target)  # single passes are timed before the first decoder is made
+    measured = bandwidth(target.device, arguments.bandwidth_bytes)
+    for context in arguments.context:
+        for batch in arguments.batch:
+            lengths = ragged_lengths(batch, context)
+            ahead = settings.new_tokens + settings.depth
+            prompts = (
+                random_prompts(target.vocab_size, lengths, ahead) if texts is None else joined_prompts(texts, lengths)
+            )
+            yield Cell(target, drafters, prompts, texts is None, settings, measured, lookup=not arguments.no_lookup)
+
+
+def random_models(arguments: argparse.Namespace) -> tuple[Target, dict[str, Drafter], dict[str, Any]]:
+    """A target of --shape, its drafters, and the words for it in the conditions."""
+    shape = models.shape_of(arguments.shape, arguments.layers, arguments.hidden, arguments.vocab)
+    target = models.build_target(shape, getattr(torch, arguments.dtype), best_device())
+    drafters: dict[str, Drafter] = {"eagle3": models.build_eagle3(target)}
+    if not arguments.no_draft_model:
+        drafters["draft_model"] = models.build_draft_model(arguments.shape, target, arguments.layers, arguments.hidden)
+    weights = (
+        f"random; output embedding = input embedding moved by {models.STEP} rows, "
+        f"input embeddings of standard deviation {models.EMBEDDING:g}: "
+        f"greedy text is known, and no near-tie of bf16 can end a forced acceptance"
+    )
+    known = {
+        name: {"parameters": sum(p.numel() for p in d.parameters()), "weights": "random"}
+        for name, d in drafters.items()
+    }
+    return (
+        target,
+        drafters,
+        {"target": {"shape": arguments.shape, "config": shape, "weights": weights}, "drafters": known},
+    )
+
+
+# ------------------------------------------------------------ what is printed
+
+
+def show_suites(compared: dict[str, Any], figures: Sequence[Figures], overheads: dict[str, Any]) -> None:
+    for name, row in compared.items():
+        print(f"{name:40} {row['value']:.3f} [{row['low']:.3f}, {row['high']:.3f}]")
+    for f in figures:
+        print(
+            f"{f.contestant:28} {f.suite:6} tau {f.tau.text() if f.tau else '-':24} "
+            f"identical to plain {f.identical}/{f.num_prompts}"
+        )
+    for name, row in overheads.items():
+        print(f"loop over bare passes, {name:17} {_overhead(row)}")
+
+
+def show_cell(cell: dict[str, Any]) -> None:
+    print(f"context {cell['context']}, batch {cell['batch']}")
+    if isinstance(cell["verify"], list):
+        print(
+            "  T_verify(n)/T_verify(1)  "
+            + "  ".join(f"{row['tokens']}: {row['over_one_token']:.2f}" for row in cell["verify"])
+        )
+    for name, times in cell["draft_seconds"].items():
+        print(
+            f"  draft {name:18} "
+            + (
+                "  ".join(f"{d}: {1e3 * t:.2f} ms" for d, t in enumerate(times))
+                if isinstance(times, list)
+                else times["error"]
+            )
+        )
+    if "error" in cell["loops"]:
+        print(f"  {cell['loops']['error']}")
+        return
+    floor = cell["floor"]
+    print(
+        f"  floor {floor['weight_bytes'] / 1e9:.3f} GB of weights at "
+        f"{floor['copy_bytes_per_second'] / 1e9:.1f} GB/s (copy), "
+        f"{floor['read_bytes_per_second'] / 1e9:.1f} GB/s (read); "
+        f"share {floor.get('share_at_copy', 0):.1%}, {floor.get('share_at_read', 0):.1%}"
+    )
+    for name, row in cell["loops"].items():
+        print(f"  {name:38} {_loop(row)}")
+    for name, row in cell["loop_overhead"].items():
+        print(
+            f"  loop over bare passes, {name:18} {_overhead(row)}"
+            if row is not None
+            else f"  loop over bare passes, {name:18} -"
+        )
+    for name, row in cell["gaps"].items():
+        if row is not None and "error" not in row:
+            between = "-" if row["between"] is None else f"{1e3 * row['between']:.3f} ms"
+            print(f"  device idle, {name:28} {row['idle_share']:.1%} under the profiler; between rounds {between}")
+
+
+def _loop(row: dict[str, Any]) -> str:
+    if "error" in row:
+        return str(row["error"])
+    forced = " (forced acceptance)" if row.get("forced acceptance") else ""
+    found = f"{row['tokens_per_second']:9.1f} tokens/s"
+    if row["seconds_per_round"] is not None:
+        found += f" {row['steady_tokens_per_second']:9.1f} steady  {1e3 * row['seconds_per_round']:8.2f} ms/round"
+        found += f"  tau {row['tau']:.2f}"
+    return found + forced
+
+
+def _overhead(row: dict[str, Any]) -> str:
+    if "error" in row:
+        return str(row["error"])
+    processor = "" if row["of_processor_time"] is None else f", of processor time {_share(row['of_processor_time'])}"
+    return f"{_share(row)}{processor}, {1e3 * row['loop_seconds_per_round']:.3f} ms a round"
+
+
+def _share(row: dict[str, Any]) -> str:
+    return f"{row['share']:+.1%}" + ("" if row["low"] is None else f" [{row['low']:.1%}, {row['high']:.1%}]")
+
+
+# ------------------------------------------------------------ the command
+
+
+def parse(given: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", default="embedded")
+    parser.add_argument("--eagle3", help="folder of an eagle3 drafter")
+    parser.add_argument("--draft-model", help="folder of a draft model")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="default: float32; of a --shape bfloat16")
+    parser.add_argument("--depth", type=int, default=4, help="of chains; the tree is one deeper")
+    parser.add_argument("--width", type=int, default=4, help="of the dynamic tree")
+    parser.add_argument("--nodes", type=int, default=12, help="of the dynamic tree")
+    parser.add_argument("--limit", type=int, help="prompts per suite")
+    parser.add_argument("--max-new-tokens", type=int, default=128)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--suites", nargs="+", default=["code", "docs", "prose"])
+    parser.add_argument("--cells-only", action="store_true", help="use the suites as text for the cells only")
+    parser.add_argument(
+        "--overhead-prompts", type=int, default=4, help="per suite, on which the loop's overhead is measured"
+    )
+    parser.add_argument("--out", type=Path)
+    cells = parser.add_argument_group("cells of context and batch size")
+    cells.add_argument("--context", nargs="*", type=int, help="default: 256; of a --shape 1024 8192")
+    cells.add_argument("--batch", nargs="*", type=int, help="default: 1; of a --shape 1 4 16 64")
+    cells.add_argument(
+        "--shares",
+        nargs="+",
+        type=float,
+        default=[1.0, 0.7],
+        help="forced acceptance at each depth, given the one before",
+    )
+    cells.add_argument(
+        "--cell-tokens",
+        type=int,
+        default=66,
+        help="new tokens of each row: 1 + a multiple of depth + 1 ends with a full round",
+    )
+    cells.add_argument("--cost-repeats", type=int, default=20, help="of single passes")
+    cells.add_argument(
+        "--widths", nargs="+", type=int, default=[0, 1, 2, 3, 4, 6, 8, 12, 16], help="drafts in a pass of the target"
+    )
+    cells.add_argument("--bandwidth-bytes", type=int, help="to copy and read; default: more than caches hold")
+    cells.add_argument(
+        "--split-attention", action="store_true", help="Target.use_split_attention; transformers' loops keep their own"
+    )
+    cells.add_argument("--compile", action="store_true", help="Target.compile")
+    cells.add_argument("--no-lookup", action="store_true", help="without n-gram and prompt lookup")
+    cells.add_argument("--quick", action="store_true", help="few repeats: to see that it runs")
+    shapes = parser.add_argument_group("random weights")
+    shapes.add_argument("--shape", choices=["llama-3.1-8b", "qwen3-8b"])
+    shapes.add_argument("--layers", type=int, help="of target and draft model")
+    shapes.add_argument("--hidden", type=int, help="size of target and draft model; heads stay as they are")
+    shapes.add_argument("--vocab", type=int)
+    shapes.add_argument("--no-draft-model", action="store_true")
+    return _completed(parser.parse_args(given))
+
+
+def _completed(arguments: argparse.Namespace) -> argparse.Namespace:
+    """What depends on the kind of target."""
+    of_shape = arguments.shape is not None
+    arguments.dtype = arguments.dtype or ("bfloat16" if of_shape else "float32")
+    arguments.context = arguments.context if arguments.context is not None else [1024, 8192] if of_shape else [256]
+    arguments.batch = arguments.batch if arguments.batch is not None else [1, 4, 16, 64] if of_shape else [1]
+    arguments.suites = [] if of_shape else arguments.suites
+    return arguments
+
+
+def told(arguments: argparse.Namespace, prompts: int, raced: bool) -> dict[str, Any]:
+    """The settings of the race on the suites, if there is one, and those of the cells."""
+    race = {
+        "batch": 1,
+        "temperature": 0,
+        "depth": arguments.depth,
+        "tree": {"depth": arguments.depth + 1, "width": arguments.width, "nodes": arguments.nodes},
+        "max_new_tokens": arguments.max_new_tokens,
+        "repeats": arguments.repeats,
+        "suites": arguments.suites,
+        "prompts": prompts,
+    }
+    cells = cell_settings(arguments).to_dict() | {
+        "context": arguments.context,
+        "batch": arguments.batch,
+        "temperature": 0,
+        "compiled": arguments.compile,
+        "timing": "medians; steady: all steps but the first, which reads the prompt; "
+        "loops take turns where there is memory for all of them",
+    }
+    return (race if raced else {}) | {"cells": cells}
+
+
+def main(given: Sequence[str] | None = None) -> int:
+    arguments = parse(given)
+
+    with threads(arguments.threads):
+        if arguments.shape:
+            target, drafters, described = random_models(arguments)
+        else:
+            target = Target.load(arguments.target, dtype=arguments.dtype)
+            drafters, described = load_drafters(target, arguments), {}
+        if arguments.split_attention:
+            target.use_split_attention()
+        if arguments.compile:
+            target.compile()
+        check_room(target, arguments)
+        jobs = (
+            make_jobs(load_suites(arguments.suites, target.require_tokenizer()), arguments.limit)
+            if arguments.suites
+            else []
+        )
+        raced = bool(jobs) and not arguments.cells_only
+        result: dict[str, Any] = {"conditions": conditions(target, **described, **told(arguments, len(jobs), raced))}
+        if raced:
+            compared, figures = race_suites(target, drafters, jobs, arguments)
+            overheads = measure_overheads(target, drafters, jobs, arguments) if target.device.type == "cpu" else {}
+            show_suites(compared, figures, overheads)
+            result |= {
+                "tokens_per_second_ratios": compared,
+                "loop_overhead": overheads,
+                "figures": [json.loads(f.model_dump_json()) for f in figures],
+            }
+            write(result, arguments.out)
+        result["cells"] = []
+        for cell in make_cells(target, drafters, [list(j.prompt.tokens) for j in jobs] or None, arguments):
+            found = cell.measure()
+            show_cell(found)
+            result["cells"].append(found)
+            write(result, arguments.out)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(command(main))

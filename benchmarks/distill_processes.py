@@ -1,0 +1,207 @@
+"""How much faster several processes answer than one, and what of distilling only one process can do.
+
+    python -m benchmarks.distill_processes --out benchmarks/results/distill-processes-cpu.json
+
+One process and several, in turns, each with one thread: the recipe's prompts are answered by the target that ships with
+Outrider, from the moment when every process has it loaded to the finished data set. Beside them as many launches of one
+process at once, which know nothing of each other: what they answer together is what the machine can give. Then, in one
+process, what one alone does for all, by itself: reading the prompts, handing out batches, writing finished ones,
+writing the data set. From these follows how long 64 processes would take. The machine must be free.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from itertools import chain
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from accelerate import PartialState
+
+from outrider.distill import distill, load_responses
+from outrider.distill.data_set import Row, save_data_set
+from outrider.distill.decoding import batches
+from outrider.distill.prompts import Reading, collect, digest_prompts
+from outrider.distill.unfinished import Answer, Answers, Unfinished
+from outrider.recipes import Recipe
+from outrider.targets import Target
+
+from .launched import launched
+from .report import command, conditions, write
+
+APART = "apart"  # launches that know nothing of each other
+NUM_PARTS, NUM_TOKENS = 512, 96  # of which the parts by themselves are measured: batches, tokens of each answer
+
+
+def recipe(output: Path, limit: int, new_tokens: int, batch_size: int) -> Recipe:
+    """Return what is distilled."""
+    data = {"prompts": ["embedded:code", "embedded:docs"], "limit": limit, "max_prompt_tokens": 256}
+    return Recipe.from_dict(
+        {
+            "name": "processes",
+            "target": {"path": "embedded", "dtype": "float32"},
+            "drafter": {},
+            "data": {**data, "max_new_tokens": new_tokens, "batch_size": batch_size},
+            "output": str(output),
+        }
+    )
+
+
+# ------------------------------------------------------------ one run, in a launch of its own
+
+
+def work(arguments: argparse.Namespace) -> None:
+    """Distil once, as one of the processes of a launch, and print the seconds; the first one does."""
+    torch.set_num_threads(1)
+    state = PartialState(cpu=True)
+    made = recipe(arguments.work, arguments.limit, arguments.new_tokens, arguments.batch_size)
+    target = Target.load(**made.target.model_dump(), device="cpu")
+    target.fingerprint()
+    state.wait_for_everyone()
+    began = time.perf_counter()
+    folder = distill(made, target)
+    seconds = time.perf_counter() - began
+    if state.is_main_process:
+        tokens = sum(map(sum, load_responses(folder)["loss_mask"]))
+        print(json.dumps({"seconds": seconds, "tokens": tokens, "tokens_per_second": tokens / seconds}), flush=True)
+    state.wait_for_everyone()
+    state.destroy_process_group()
+
+
+def distilled(processes: int, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return what so many processes took to distill."""
+    options = ["--limit", arguments.limit, "--new-tokens", arguments.new_tokens, "--batch-size", arguments.batch_size]
+    return launched("benchmarks.distill_processes", processes, options)
+
+
+def apart(processes: int, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return what so many launches of one process, at once, do together in the time of the slowest."""
+    with ThreadPoolExecutor(processes) as pool:
+        found = list(pool.map(lambda _: distilled(1, arguments), range(processes)))
+    seconds, tokens = max(run["seconds"] for run in found), sum(run["tokens"] for run in found)
+    return {"seconds": seconds, "tokens": tokens, "tokens_per_second": tokens / seconds}
+
+
+# ------------------------------------------------------------ what one process does for all
+
+
+def timed(act: Callable[[], Any]) -> float:
+    began = time.perf_counter()
+    act()
+    return time.perf_counter() - began
+
+
+def parts(arguments: argparse.Namespace) -> dict[str, float]:
+    """Return the seconds of what one process does for all: of 1,000 prompts, and of a batch."""
+    made = recipe(Path("unused"), arguments.limit, arguments.new_tokens, arguments.batch_size).data
+    tokenizer = Target.load("embedded", dtype="float32", device="cpu").require_tokenizer()
+    read = timed(
+        lambda: digest_prompts(collect(made.prompts, tokenizer, made.limit, Reading(made.max_prompt_tokens)).prompts)
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        partial, count = Unfinished(Path(folder)), NUM_PARTS * arguments.batch_size
+        grouped = batches(range(count), arguments.batch_size, 1)
+        answers = [[Answer(i, (list(range(NUM_TOKENS)),)) for i in batch] for batch in grouped]
+        keep = timed(lambda: _keep(partial, answers))
+        claim = timed(lambda: _claim(partial, len(grouped)))
+        save = timed(lambda: _save(partial, Path(folder), count))
+    thousand = 1000 / arguments.limit
+    return {
+        "reading_1000_prompts": read * thousand,
+        "claiming_a_batch": claim / len(grouped),
+        "keeping_a_batch": keep / len(grouped),
+        "writing_1000_rows": save * 1000 / count,
+    }
+
+
+def _keep(partial: Unfinished, answers: list[list[Answer]]) -> None:
+    for number, batch in enumerate(answers):
+        partial.keep(number, batch)
+
+
+def _claim(partial: Unfinished, count: int) -> None:
+    for number in range(count):
+        with partial.claiming(number + 10**6):
+            partial.has(number)
+
+
+def _save(partial: Unfinished, folder: Path, count: int) -> None:
+    found = Answers(partial.files(), count)
+    rows = (Row(str(i), "s", found[i].turns[0], [1] * NUM_TOKENS, str(i)) for i in range(count))
+    save_data_set(folder / "data", rows, folder, dict, "bench")
+
+
+def forecast(cost: dict[str, float], seconds: float, arguments: argparse.Namespace, processes: int) -> dict[str, float]:
+    """Return how long so many processes would take for the prompts that one answers in `seconds`, on paper.
+
+    Each reads all prompts. The first writes the data set while the others wait. A batch is claimed after one look at
+    each that others hold, and lists of finished batches are written one at a time. In the end somebody answers the last
+    batch, a quarter of a whole one, while the others wait.
+    """
+    thousands, num_batches = arguments.limit / 1000, arguments.limit / arguments.batch_size
+    serial = thousands * (cost["reading_1000_prompts"] + cost["writing_1000_rows"])
+    lists = num_batches * cost["keeping_a_batch"]
+    generation = seconds - serial - lists
+    claims = num_batches / processes * min(processes, num_batches) * cost["claiming_a_batch"]
+    tail = generation / num_batches / 4 if processes > 1 else 0.0
+    total = serial + max(generation / processes + claims + tail, lists)
+    return {"processes": processes, "seconds": total, "times_one": seconds / total}
+
+
+def measure(arguments: argparse.Namespace) -> int:
+    """Run all, and write the result; the runs so far after each."""
+    several = str(arguments.processes)
+    kinds = {"1": partial(distilled, 1), several: partial(distilled, arguments.processes)}
+    kinds[APART] = partial(apart, arguments.processes)
+    runs: dict[str, list[dict[str, Any]]] = {name: [] for name in kinds}
+    turns = [list(kinds), *[["1", several]] * (arguments.repeats - 1)]  # what the machine gives is asked once
+    for name in chain.from_iterable(turns):
+        runs[name].append(kinds[name](arguments))
+        print(name, runs[name][-1], flush=True)
+        write({"runs": runs}, arguments.out)
+    rates = {name: median(run["tokens_per_second"] for run in found) for name, found in runs.items()}
+    one, cost = median(run["seconds"] for run in runs["1"]), parts(arguments)
+    target = Target.load("embedded", dtype="float32", device="cpu")
+    settings = {"prompts": arguments.limit, "new_tokens": arguments.new_tokens, "batch_size": arguments.batch_size}
+    large = argparse.Namespace(**vars(arguments) | {"limit": 200 * arguments.limit})
+    result = {
+        "conditions": conditions(target, threads_of_each_process=1, **settings),
+        "runs": runs,
+        "tokens_per_second": rates,
+        "times_one": rates[several] / rates["1"],
+        "times_one_apart": rates[APART] / rates["1"],
+        "seconds_of_what_one_does_for_all": cost,
+        "forecast": [forecast(cost, one, arguments, n) for n in (1, 2, 4, 8, 64)],
+        "forecast_of_200_times_the_prompts": [forecast(cost, 200 * one, large, n) for n in (1, 2, 8, 64)],
+    }
+    print(json.dumps({name: result[name] for name in ("tokens_per_second", "times_one", "times_one_apart")}, indent=2))
+    write(result, arguments.out)
+    return 0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--limit", type=int, default=160, help="prompts")
+    parser.add_argument("--new-tokens", type=int, default=64)
+    parser.add_argument("--batch-size", type=int, default=16)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--work", type=Path, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.work is not None:
+        work(arguments)
+        return 0
+    return measure(arguments)
+
+
+if __name__ == "__main__":
+    raise SystemExit(command(main))

@@ -1,0 +1,101 @@
+#!/usr/bin/env bash
+# The first half hour on a GPU: ./benchmarks/gpu.sh [--out FOLDER] [--tiny] [--wheels FOLDER] [STEP…]
+#
+# Each step ends in a file of the output folder ($OUT, or build/gpu); a step whose file is there is skipped, so the same
+# call goes on where the last one was cut off. A step that fails or runs past its limit leaves NAME.failed, and the
+# others go on. Last comes summary.md, one page. --tiny runs all of it at small shapes, on a CPU if there is no GPU.
+#
+# It needs torch >= 2.11, transformers >= 5.17 and Python >= 3.11, of $PYTHON or python3; the checkout need not be
+# installed. Packages that are missing can be brought as wheels (--wheels): pydantic with pydantic-core,
+# annotated-types and typing-inspection for every step; datasets with dill and multiprocess for identity, decode and
+# head. Where these are missing, the other steps run all the same.
+set -uo pipefail
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+python=${PYTHON:-python3}
+out=${OUT:-$root/build/gpu}
+tiny="" wheels="" wanted=()
+while [ $# -gt 0 ]; do
+    case $1 in
+        --out) out=$2 && shift ;;
+        --wheels) wheels=$2 && shift ;;
+        --tiny) tiny=1 ;;
+        -*) echo "gpu.sh: unknown option $1 (known: --out, --tiny, --wheels)" >&2 && exit 2 ;;
+        *) wanted+=("$1") ;;
+    esac
+    shift
+done
+mkdir -p "$out"
+out=$(cd "$out" && pwd)
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+
+# The folders of the checkout are the subpackages of `outrider`: a link under that name is as good as an installation.
+ln -s "$root" "$work/outrider"
+export PYTHONPATH=$work${PYTHONPATH:+:$PYTHONPATH} HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false PYTHONUNBUFFERED=1
+if [ -n "$wheels" ]; then
+    "$python" -m pip install -q --no-index --no-deps --no-compile --target "$work/site" "$wheels"/*.whl || exit
+    export PYTHONPATH=$work/site:$PYTHONPATH
+fi
+cd "$root" || exit
+
+# step NAME SECONDS FILE COMMAND…: run COMMAND, which writes FILE.part, unless FILE is there.
+step() {
+    local name=$1 limit=$2 file=$out/$3 began=$SECONDS status
+    shift 3
+    if [ ${#wanted[@]} -gt 0 ] && [[ " ${wanted[*]} " != *" $name "* ]]; then return; fi
+    if [ -e "$file" ]; then echo "· $name: there already" && return; fi
+    rm -f "$out/$name.failed"
+    timeout --kill-after=10 "$limit" "$@" >"$out/$name.log" 2>&1
+    status=$?
+    if [ $status -eq 0 ]; then
+        if [ -e "$file.part" ]; then mv "$file.part" "$file"; else cp "$out/$name.log" "$file"; fi
+        echo "· $name: done in $((SECONDS - began)) s"
+    else
+        [ $status -eq 124 ] && echo "ran past its limit of $limit s" >>"$out/$name.log"
+        { echo "exit code $status"; grep -v '^[[:space:]]*$' "$out/$name.log" | tail -n 5; } >"$out/$name.failed"
+        echo "· $name: FAILED ($status) after $((SECONDS - began)) s"
+    fi
+}
+bench() { echo "$python -m benchmarks.$1"; }
+
+llama=(--shape llama-3.1-8b) qwen=(--shape qwen3-8b) scale=() floor=() numbers=(--dtypes bfloat16 float32)
+context=(--context 1024 8192) lengths=(--lengths 1024 2048 4096) chunks=() suite=() repeats=() quick=() interpret=0
+if [ -n "$tiny" ]; then
+    scale=(--layers 2 --hidden 64 --vocab 512) floor=(--bytes 1000000) numbers=(--dtypes float32)
+    context=(--context 64) lengths=(--lengths 32 --rows 2 --hidden 64 --vocab 512) chunks=(--chunks 16 512)
+    suite=(--max-new-tokens 8) repeats=(--repeats 2) quick=(--quick) interpret=1
+fi
+runners=(--runners library fast "split attention")
+
+# shellcheck disable=SC2046 # `bench` gives words
+{
+    step versions 60 versions.txt "$python" -c 'from outrider.ground.versions import versions; print(versions())'
+    if "$python" -c 'import torch; raise SystemExit(torch.cuda.is_available())'; then
+        TRITON_INTERPRET=$interpret step kernels 420 kernels.json \
+            $(bench kernels) "${numbers[@]}" --out "$out/kernels.json.part"
+    else
+        step kernels 240 kernels.json $(bench kernels) "${numbers[@]}" --out "$out/kernels.json.part"
+    fi
+    step ceilings 90 ceilings.json $(bench ceilings) "${floor[@]}" --out "$out/ceilings.json.part"
+    step passes-llama 300 passes-llama.json $(bench passes) "${llama[@]}" "${scale[@]}" "${context[@]}" \
+        "${repeats[@]}" "${floor[@]}" "${runners[@]}" --out "$out/passes-llama.json.part"
+    step passes-qwen3 300 passes-qwen3.json $(bench passes) "${qwen[@]}" "${scale[@]}" "${context[@]}" \
+        "${repeats[@]}" "${floor[@]}" "${runners[@]}" --out "$out/passes-qwen3.json.part"
+    step decode-llama 420 decode-llama.json $(bench decode) "${llama[@]}" "${scale[@]}" "${context[@]:0:2}" \
+        --batch 1 --widths 0 7 63 "${quick[@]}" --out "$out/decode-llama.json.part"
+    step training 300 training.json $(bench training) "${llama[@]}" "${lengths[@]}" "${chunks[@]}" \
+        "${repeats[@]}" --out "$out/training.json.part"
+    step decode-qwen3 420 decode-qwen3.json $(bench decode) "${qwen[@]}" "${scale[@]}" "${context[@]:0:2}" \
+        --batch 1 --widths 0 7 63 "${quick[@]}" --out "$out/decode-qwen3.json.part"
+    step tests 420 tests.txt "$python" -m pytest -q -n 0 -m gpu
+    step identity 300 identity.json $(bench identity) --drafter ngram --suites code "${suite[@]}" \
+        --out "$out/identity.json.part"
+    step head 420 head.txt "$root/benchmarks/gpu_head.sh" "$python" "$work" "$tiny"
+    step compiled 420 compiled.json $(bench passes) "${llama[@]}" "${scale[@]}" "${context[@]:0:2}" "${repeats[@]}" \
+        "${floor[@]}" --runners compiled --out "$out/compiled.json.part"
+    if [ "$("$python" -c 'import torch; print(torch.cuda.device_count())' 2>/dev/null)" -gt 1 ] 2>/dev/null; then
+        step scaling 420 scaling.json "$python" -m torch.distributed.run --nproc-per-node gpu \
+            -m benchmarks.scaling "${llama[@]}" --out "$out/scaling.json.part"
+    fi
+}
+$(bench gpu_summary) "$out" | tee "$out/summary.md"

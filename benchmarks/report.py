@@ -1,0 +1,114 @@
+"""What every benchmark does around its measurement: options, conditions, a result with its tables, one-line errors."""
+
+from __future__ import annotations
+
+import json
+import sys
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
+from collections.abc import Callable, Iterable, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from outrider.ground import OutriderError
+from outrider.ground.files import write_atomically
+from outrider.ground.machine import device_name
+from outrider.ground.signals import how, number_of, stoppable
+from outrider.ground.versions import versions
+from outrider.targets import Target
+
+NOTHING = "–"
+_COMMON: dict[str, dict[str, Any]] = {
+    "target": {},
+    "shape": {"help": "a target of this shape with random weights; --layers, --hidden and --vocab shrink it"},
+    "layers": {"type": int},
+    "hidden": {"type": int},
+    "vocab": {"type": int},
+    "suites": {"nargs": "*"},
+    "limit": {"type": int, "help": "prompts per suite"},
+    "max_new_tokens": {"type": int},
+    "batch": {"type": int, "help": "prompts that are decoded together"},
+    "depth": {"type": int, "help": "of chains"},
+    "seeds": {"type": int},
+    "repeats": {"type": int},
+    "threads": {"type": int},
+}
+
+
+def options(doc: str | None, **defaults: Any) -> ArgumentParser:
+    """Return a parser with --out and those common options that are given a default.
+
+    `shape` brings --layers, --hidden and --vocab along.
+    """
+    parser = ArgumentParser(description=doc, formatter_class=RawDescriptionHelpFormatter)
+    if "shape" in defaults:
+        defaults |= {"layers": None, "hidden": None, "vocab": None}
+    for name, value in defaults.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", default=value, **_COMMON[name])
+    parser.add_argument("--out", type=Path, help="JSON file for the figures; their tables go beside it, as .md")
+    return parser
+
+
+def conditions(target: Target, /, **settings: Any) -> dict[str, Any]:
+    """Return the target, the machine and the software, and the `settings` of the run.
+
+    A target that was made for the occasion has no fingerprint worth its name: `target=…` describes it instead.
+    """
+    return {
+        "target": settings.pop("target", None) or target.fingerprint().digest,
+        "dtype": str(target.dtype).removeprefix("torch."),
+        "device": str(target.device),
+        "device_name": device_name(target.device),
+        "threads": torch.get_num_threads(),
+        "attention": getattr(target.config, "_attn_implementation", None),
+        **settings,
+        "created": datetime.now(UTC).date().isoformat(),
+        "torch": torch.__version__,
+        "versions": versions(),
+    }
+
+
+def command(main: Callable[[], int]) -> int:
+    """Return the exit code of `main`; what a user can put right is one line, as from `outrider` itself.
+
+    A request to stop ends what `main` has started, such as engines.
+    """
+    try:
+        with stoppable():
+            return main()
+    except OutriderError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt as error:
+        print(how(error), file=sys.stderr)
+        return 128 + number_of(error)
+
+
+def write(result: dict[str, Any], file: Path | None, tables: Sequence[str] = ()) -> None:
+    """Write what is known so far, and its tables beside it; a run that is cut short leaves that."""
+    if file is not None:
+        write_atomically(file, json.dumps(result, indent=2) + "\n")
+        if tables:
+            write_atomically(file.with_suffix(".md"), "\n\n".join(tables) + "\n")
+
+
+def publish(result: dict[str, Any], file: Path | None, tables: Sequence[str]) -> None:
+    """Write a finished result, and print its tables."""
+    write(result, file, tables)
+    print("\n\n".join(tables), flush=True)
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a Markdown table."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
+
+
+def interval(row: dict[str, Any] | None, digits: int = 2, sign: str = "") -> str:
+    """Return a value with its interval: `1.22 [1.09, 1.37]`."""
+    if row is None or row["value"] is None:
+        return NOTHING
+    value, low, high = (f"{row[key]:{sign}.{digits}f}" for key in ("value", "low", "high"))
+    return f"{value} [{low}, {high}]"

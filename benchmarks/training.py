@@ -1,0 +1,158 @@
+"""A head's training step: tokens/s, MFU and peak memory, by length and by how many positions have logits at a time.
+
+    python -m benchmarks.training --shape llama-3.1-8b --lengths 1024 2048 4096 --out training.json
+    python -m benchmarks.training --hidden 64 --vocab 512 --lengths 64 --rows 2 --repeats 2
+
+An EAGLE-3 head with random weights on random hidden states of a target of that shape, whose layers take no part: mixed
+precision in bfloat16, AdamW, whole steps with their optimizer. MFU is the operations of matrix products and attention,
+counted in a step, over the time of a step and the rate of large products that is measured here; --peak-tflops gives
+another rate, such as a data sheet's. With several processes (`torchrun`), see `scaling.py`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import statistics
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from outrider.eval.timing import timed
+from outrider.ground.flops import Flops
+from outrider.ground.machine import best_device
+from outrider.heads import Eagle3, Eagle3Config, TargetBatch, losses
+from outrider.targets import Target
+
+from .ceilings import product_rate
+from .random_targets import PRUNED, build_target, shape_of
+from .report import command, conditions, write
+
+LAYERS = 4  # of the target: three taps want as many, and a step runs none of them
+WARM_UP = 3
+
+
+@dataclass
+class Training:
+    """A head in training on one batch.
+
+    Attributes:
+        module: what is called: the head, or what wraps it to train in several processes.
+        precision: of the loss; None for float32.
+    """
+
+    module: nn.Module
+    optimizer: torch.optim.Optimizer
+    batch: TargetBatch
+    precision: torch.dtype | None = torch.bfloat16
+
+    def step(self) -> None:
+        """Take one whole step."""
+        device = self.batch.tokens.device.type
+        with torch.autocast(device, self.precision, enabled=self.precision is not None):
+            loss = self.module(self.batch).mean
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+
+    @property
+    def tokens(self) -> int:
+        """Of a step."""
+        return self.batch.tokens.numel()
+
+
+def build_head(target: Target, steps: int) -> Eagle3:
+    """Return an untrained head with as many outputs as published ones have."""
+    torch.manual_seed(0)
+    config = Eagle3Config(draft_vocab_size=min(PRUNED, target.vocab_size), steps=steps)
+    head = Eagle3.build(config, target, torch.arange(target.vocab_size).float())
+    return head.float().to(target.device).train()
+
+
+def random_batch(target: Target, head: Eagle3, rows: int, length: int) -> TargetBatch:
+    """Return tokens and hidden states of whole rows, all of them learned."""
+    generator = torch.Generator(target.device).manual_seed(0)
+    shape = (rows, length, len(head.taps) + 1, target.hidden_size)
+    states = torch.randn(shape, generator=generator, device=target.device).to(target.dtype)
+    tokens = torch.randint(target.vocab_size, (rows, length), generator=generator, device=target.device)
+    return TargetBatch(target, tokens, torch.ones_like(tokens, dtype=torch.bool), states[:, :, :-1], states[:, :, -1])
+
+
+def optimizer_of(module: nn.Module, device: torch.device) -> torch.optim.Optimizer:
+    trained = [p for p in module.parameters() if p.requires_grad]
+    return torch.optim.AdamW(trained, lr=1e-4, fused=device.type == "cuda")
+
+
+def measure(training: Training, repeats: int, rate: float) -> dict[str, Any]:
+    """Return what a step takes."""
+    device = training.batch.tokens.device
+    for _ in range(WARM_UP - 1):
+        training.step()
+    with Flops() as flops:
+        training.step()
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    seconds = statistics.median(timed(training.step, device) for _ in range(repeats))
+    peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+    return {
+        "seconds": seconds,
+        "tokens_per_second": training.tokens / seconds,
+        "flops": flops.total,
+        "mfu": flops.total / seconds / rate,
+        "peak_bytes": peak,
+    }
+
+
+def main(given: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", default="llama-3.1-8b")
+    parser.add_argument("--hidden", type=int)
+    parser.add_argument("--vocab", type=int)
+    parser.add_argument("--rows", type=int, default=8)
+    parser.add_argument("--lengths", type=int, nargs="+", default=[2048])
+    parser.add_argument("--chunks", type=int, nargs="+", default=[512, 2048, 4096])
+    parser.add_argument("--steps", type=int, default=3, help="that the head is unrolled")
+    parser.add_argument("--repeats", type=int, default=10)
+    parser.add_argument("--peak-tflops", type=float)
+    parser.add_argument("--out", type=Path)
+    arguments = parser.parse_args(given)
+    device = best_device()
+    shape = shape_of(arguments.shape, LAYERS, arguments.hidden, arguments.vocab)
+    target = build_target(shape, torch.bfloat16, device)
+    rate = product_rate(device, 8192 if device.type == "cuda" else 512)
+    rate = rate if arguments.peak_tflops is None else arguments.peak_tflops * 1e12
+    settings = {"rows": arguments.rows, "unrolled_steps": arguments.steps, "flops_per_second_of_products": rate}
+    result: dict[str, Any] = {"conditions": conditions(target, target=arguments.shape, **settings), "steps": []}
+    for length in arguments.lengths:
+        for chunk in arguments.chunks:
+            row: dict[str, Any] = {"length": length, "chunk": chunk}
+            losses.CHUNKS[device.type] = chunk
+            try:
+                head = build_head(target, arguments.steps)
+                batch = random_batch(target, head, arguments.rows, length)
+                row |= measure(Training(head, optimizer_of(head, device), batch), arguments.repeats, rate)
+                memory = "" if row["peak_bytes"] is None else f"  {row['peak_bytes'] / 2**30:.1f} GiB"
+                print(
+                    f"length {length:6} chunk {chunk:5} {row['tokens_per_second']:10.0f} tokens/s  "
+                    f"MFU {row['mfu']:.1%}{memory}",
+                    flush=True,
+                )
+            except torch.OutOfMemoryError as error:
+                row["error"] = str(error).splitlines()[0]
+                print(f"length {length:6} chunk {chunk:5} out of memory", flush=True)
+            result["steps"].append(row)
+            head = batch = None  # type: ignore[assignment]
+            gc.collect()
+            if device.type == "cuda":
+                torch.cuda.empty_cache()
+            write(result, arguments.out)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(command(main))

@@ -1,0 +1,171 @@
+"""What benchmarks that time nothing make of rounds.
+
+Two of them have no file of their own: variants of a recipe, and shapes.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from benchmarks import ablation, shapes
+from benchmarks.acceptance import alpha, over_seeds, pooled, tau
+from benchmarks.report import command
+from outrider.decode import Round
+from outrider.eval.reports.intervals import Ratio
+from outrider.eval.reports.statistics import Bootstrap
+from outrider.heads import Eagle3, Eagle3Config
+from outrider.targets import Target
+
+
+def rounds(*accepted: int, drafted: int = 3) -> list[Round]:
+    return [Round(drafted=drafted, accepted=a, emitted=a + 1) for a in accepted]
+
+
+def test_tau_and_alpha_of_rounds_by_hand() -> None:
+    """Nobody reaches a depth: an alpha without a value, not an error."""
+    found = [rounds(0, 3, 1), rounds(2), []]
+    assert tau(found) == Ratio([4, 2, 0], [3, 1, 0], offset=1.0)
+    assert [alpha(found, d) for d in (1, 2, 3)] == [
+        Ratio([2, 1, 0], [3, 1, 0]),
+        Ratio([1, 1, 0], [2, 1, 0]),
+        Ratio([1, 0, 0], [1, 1, 0]),
+    ]
+    assert alpha(found, 4) == Ratio([0, 0, 0], [0, 0, 0])
+    assert pooled([found, found])[0] == rounds(0, 3, 1, 0, 3, 1)
+    assert np.isnan(Bootstrap([3]).ratio(alpha(found, 4)).value)
+
+
+def test_a_difference_is_paired() -> None:
+    """The interval of the difference has no width, those of the figures have.
+
+    Prompts differ widely, the two figures always by a tenth.
+    """
+    ones, values = [1.0] * 12, np.arange(12.0)
+    bootstrap = Bootstrap([12])
+    found = bootstrap.difference(Ratio(values + 0.1, ones), Ratio(values, ones))
+    assert (found.value, found.low, found.high) == pytest.approx((0.1, 0.1, 0.1))
+    alone = bootstrap.ratio(Ratio(values, ones))
+    assert alone.high - alone.low > 3
+
+
+def test_over_seeds_is_students_t() -> None:
+    """Of two values one apart: the mean ± 12.706 times their standard error, a half."""
+    found = over_seeds([1.0, 2.0])
+    assert found is not None
+    assert list(found.values()) == pytest.approx([1.5, 1.5 - 6.353, 1.5 + 6.353], abs=1e-3)
+    assert over_seeds([1.3]) is None
+
+
+def test_variants_are_trained_once_and_compared_with_the_first(
+    recipe_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The same loss by another name differs by exactly nothing; half of the training differs."""
+    out, work = tmp_path / "found.json", tmp_path / "work"
+    suite = str(recipe_file.parent / "prompts.jsonl")
+    variants = [
+        "--vary",
+        "drafter.loss=soft_ce",
+        "--vary",
+        "drafter.loss={soft_ce: 1.0}",
+        "--vary",
+        "training.learning_rate=0.5",
+        "training.max_steps=1",
+    ]
+    given = [
+        str(recipe_file),
+        *variants,
+        "--seeds",
+        "2",
+        "--work",
+        str(work),
+        "--suites",
+        suite,
+        "--max-new-tokens",
+        "8",
+        "--depth",
+        "2",
+        "--out",
+        str(out),
+    ]
+    assert command(lambda: ablation.main(given)) == 0
+    result = json.loads(out.read_text())
+    assert result["conditions"]["seeds"] == 2
+    assert result["conditions"]["training_steps"] == [1, 2]
+    for temperature in ("temperature 0", "temperature 1"):
+        first, same, other = result[temperature].values()
+        assert first["tau"] == same["tau"]
+        assert first["tau"]["value"] >= 1
+        for figure in ("tau", "alpha_d1"):
+            assert [same["more_than_first"][figure][k] for k in ("value", "low", "high")] == [0, 0, 0]
+            assert same["more_than_first"][figure]["by_seed"] == [0, 0]
+            assert other["more_than_first"][figure]["value"] == pytest.approx(
+                other[figure]["value"] - first[figure]["value"], abs=2e-4
+            )
+    assert "drafter.loss={soft_ce: 1.0}" in capsys.readouterr().out
+    trainings = sorted(work.glob("tiny-*/drafter/model.safetensors"))
+    assert len(trainings) == 6
+    before = [file.stat().st_mtime_ns for file in trainings]
+    assert command(lambda: ablation.main(given)) == 0
+    assert [file.stat().st_mtime_ns for file in trainings] == before
+    assert json.loads(out.read_text()) == result
+
+
+def test_variants_share_target_and_data(recipe_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert (
+        command(
+            lambda: ablation.main(
+                [str(recipe_file), "--vary", "data.max_new_tokens=8", "--vary", "data.max_new_tokens=9"]
+            )
+        )
+        == 2
+    )
+    assert "same responses" in capsys.readouterr().err
+    assert (
+        command(lambda: ablation.main([str(recipe_file), "--vary", "drafter.steps=2", "--vary", "drafter.steps=2"]))
+        == 2
+    )
+    assert "two or more different variants" in capsys.readouterr().err
+
+
+def test_shapes_and_rules_are_compared_on_the_same_prompts(
+    recipe_file: Path, target_folder: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "found.json"
+    Eagle3.build(Eagle3Config(), Target.load(target_folder)).save(tmp_path / "head")
+    given = [
+        "--target",
+        str(target_folder),
+        "--drafter",
+        str(tmp_path / "head"),
+        "--suites",
+        str(recipe_file.parent / "prompts.jsonl"),
+        "--limit",
+        "3",
+    ]
+    given += [
+        "--max-new-tokens",
+        "6",
+        "--deepest",
+        "2",
+        "--depth",
+        "2",
+        "--nodes",
+        "4",
+        "--seeds",
+        "2",
+        "--out",
+        str(out),
+    ]
+    assert command(lambda: shapes.main(given)) == 0
+    result = json.loads(out.read_text())
+    assert result["conditions"]["prompts"] == 3
+    assert {"chain, depth 1", "chain, depth 2"} <= result["temperature 0"]["tau"].keys()
+    assert result["temperature 1"]["quotients"].keys() >= {
+        "chain, block / chain, rejection",
+        "static tree, traversal / static tree, without_replacement",
+    }
+    assert all(row["value"] >= 1 for part in ("temperature 0", "temperature 1") for row in result[part]["tau"].values())

@@ -1,0 +1,460 @@
+"""Benchmarks measure what they say, and every command runs.
+
+Forced acceptance really drafts, bare passes are the loop's own, and gaps are read right.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks import batches, context, decode
+from benchmarks.cells import guarded
+from benchmarks.context import Fit
+from benchmarks.forced import Forced, forced_assistant, make_script
+from benchmarks.gaps import MARK, merged, read_trace, waits
+from benchmarks.loops import Ours, Theirs, Timed, assist
+from benchmarks.overhead import Passes, loop_overhead, of_parts
+from benchmarks.prompts import joined_prompts, random_prompts
+from benchmarks.random_targets import build_draft_model, build_eagle3, build_target, following, shape_of
+from benchmarks.report import command
+from outrider.decode import Decoder, Plan
+from outrider.ground import BadInputError
+from outrider.heads import Drafter, DraftModel, Eagle3, Eagle3Config, Ngram, Session
+from outrider.targets import Target
+
+PROMPTS = [[3, 1, 4, 1, 5, 9, 2], [2, 7, 1, 8], [1, 6, 1, 8, 0]]
+
+
+@pytest.fixture
+def target(tiny_llama: Callable) -> Target:
+    return Target(tiny_llama())
+
+
+def written(target: Target, count: int, prompts: list[list[int]] = PROMPTS) -> list[list[int]]:
+    return Decoder(target).generate(prompts, count).tokens
+
+
+def texts_of(target: Target, count: int) -> list[list[int]]:
+    return [p + t for p, t in zip(PROMPTS, written(target, count), strict=True)]
+
+
+# ------------------------------------------------------------ forced acceptance
+
+
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("kind", ["eagle3", "draft_model"])
+def test_forced_drafts_are_accepted_as_the_script_says_and_the_text_stays(
+    target: Target, tiny_llama: Callable, kind: str, static: bool
+) -> None:
+    inner: Drafter = (
+        Eagle3.build(Eagle3Config(), target) if kind == "eagle3" else DraftModel(tiny_llama(layers=1, seed=1))
+    )
+    texts = texts_of(target, 40)
+    decoder = Decoder(target, Forced(inner), static=static)
+    for share in (1.0, 0.5, 0.0):
+        script = make_script(texts, share, target.vocab_size, seed=3)
+        done = Ours("forced", decoder, Plan(3), 24, script=script)(PROMPTS)
+        assert done.tokens == written(target, 24)
+        assert done.accepted is not None
+        for row, (prompt, kept) in enumerate(zip(PROMPTS, done.accepted, strict=True)):
+            place = len(prompt)  # of the root
+            for accepted in kept[:-1]:
+                right = [bool(script[row, place + i] == texts[row][place + i]) for i in (1, 2, 3)]
+                assert accepted == (right.index(False) if False in right else 3)
+                place += accepted + 1
+
+
+def test_a_forced_drafter_really_drafts(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All its passes are made, and they read the tokens that are proposed."""
+    inner = Eagle3.build(Eagle3Config(), target)
+    honest, read = inner.open, []
+
+    def open_noted(*sizes: Any) -> Session:
+        session: Any = honest(*sizes)
+        begin, extend = session.begin, session.extend
+        session.begin = lambda root: (read.append("begin"), begin(root))[1]
+        session.extend = lambda tokens, parents=None: (read.append(int(tokens[0, 0])), extend(tokens, parents))[1]
+        return session
+
+    monkeypatch.setattr(inner, "open", open_noted)
+    text = texts_of(target, 30)[0]
+    Ours("forced", Decoder(target, Forced(inner)), Plan(3), 9, script=make_script([text], 1.0, 64))(PROMPTS[:1])
+    start = len(PROMPTS[0])
+    # The first token comes from the prompt; then each round reads its root and all drafts but the last.
+    assert read == ["begin", *text[start + 1 : start + 3], "begin", *text[start + 5 : start + 7]]
+
+
+def test_shares_are_met() -> None:
+    texts = [[7] * 20_000]
+    for share in (0.0, 0.3, 1.0):
+        right = (make_script(texts, share, 64) == 7).float().mean()
+        assert abs(float(right) - share) < 0.02
+
+
+@pytest.mark.parametrize("share", [1.0, 0.5])
+def test_transformers_assistant_is_forced_by_the_same_script(
+    target: Target, tiny_llama: Callable, share: float
+) -> None:
+    """Their loop takes as many rounds as ours, give or take the ends.
+
+    It has no token from the prompt, and drafts less before the last one.
+    """
+    assistant, texts = tiny_llama(layers=1, seed=1), texts_of(target, 60)[:1]
+    script = make_script(texts, share, 64)
+    theirs = Theirs("assisted", target, 41, assist(assistant, 4), around=lambda: forced_assistant(assistant, script))(
+        PROMPTS[:1]
+    )
+    ours = Ours("forced", Decoder(target, Forced(DraftModel(assistant))), Plan(4), 41, script=script)(PROMPTS[:1])
+    assert theirs.tokens == ours.tokens == written(target, 41, PROMPTS[:1])
+    assert abs(theirs.rounds - ours.rounds) <= 1 + (share < 1) * 2
+    assert theirs.rounds < 41 / 1.5
+    assert not assistant._forward_hooks
+
+
+# ------------------------------------------------------------ loops
+
+
+def test_the_steady_part_leaves_out_the_first_step(target: Target) -> None:
+    done = Ours("self", Decoder(target, DraftModel(target.model)), Plan(3), 14)(PROMPTS)
+    # 1 from the prompt, then rounds of 4: 1 + 4 | 4 + 4 + 1.
+    assert (done.rounds, done.steady_rounds, done.steady_tokens, done.tau) == (4, 3, 3 * 9, 4.0)
+    assert 0 < done.steady_seconds < done.seconds
+    plain = Theirs("generate", target, 14)(PROMPTS)
+    assert plain.tokens == done.tokens == written(target, 14)
+    assert (plain.rounds, plain.steady_rounds, plain.steady_tokens, plain.tau) == (14, 13, 3 * 13, 1.0)
+
+
+def test_prompt_lookup_writes_the_same_text(target: Target) -> None:
+    assert Theirs("lookup", target, 12, lookup=3)(PROMPTS[:1]).tokens == written(target, 12, PROMPTS[:1])
+
+
+def test_transformers_loops_keep_the_librarys_attention(target: Target) -> None:
+    target.use_split_attention()
+    kinds: list[str] = []
+    target.model.register_forward_pre_hook(lambda model, _: kinds.append(model.config._attn_implementation))
+    done = Theirs("generate", target, 3)(PROMPTS)
+    assert set(kinds) == {"sdpa"}
+    assert target.config._attn_implementation == "outrider"
+    assert done.tokens == written(target, 3)
+
+
+def test_marks_tell_when_the_prompt_was_read_and_each_token(target: Target) -> None:
+    for loop in (Ours("plain", Decoder(target), Plan(0), 5), Theirs("generate", target, 5)):
+        seen: list[int] = []
+        loop(PROMPTS, seen.append)
+        assert seen == [1, 2, 3, 4, 5]
+
+
+# ------------------------------------------------------------ overhead
+
+
+def passes_made(target: Target, run: Callable[[], object], monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """Tokens and committed entries of every pass of the target."""
+    seen: list[tuple[Any, ...]] = []
+    forward = target.forward
+
+    def spy(tokens: torch.Tensor, cache: Any, **more: Any) -> Any:
+        seen.append(
+            (tuple(tokens.shape), tokens[:, 0].tolist(), sorted(cache.host_lengths), tuple(more.get("taps", ())))
+        )
+        return forward(tokens, cache, **more)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(target, "forward", spy)
+        run()
+    return seen
+
+
+@pytest.mark.parametrize("drafted", [False, True])
+def test_bare_passes_are_those_of_the_loop(target: Target, drafted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same roots, widths, contexts and taps; rows that end leave; each round of the drafter's too."""
+    inner = Eagle3.build(Eagle3Config(), target)
+    script = make_script(texts_of(target, 40), 0.6, 64) if drafted else None
+    loop = Ours(
+        "loop", Decoder(target, Forced(inner) if drafted else None), Plan(3 if drafted else 0), 20, script=script
+    )
+    loop(PROMPTS)  # a target may look at itself first
+    known: list[Timed] = []
+    looped = passes_made(target, lambda: known.append(loop(PROMPTS)), monkeypatch)
+    assert known[0].accepted is not None
+    assert (len({len(kept) for kept in known[0].accepted}) > 1) == drafted  # rows end at different times
+    passes = Passes.of(loop, PROMPTS, known[0])
+
+    def bare() -> None:
+        passes.prefill()
+        for i in range(known[0].rounds):
+            assert passes.run(i).wall > 0
+
+    assert passes_made(target, bare, monkeypatch) == looped
+
+
+def test_overhead_is_what_the_loop_takes_beside_its_passes(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A decoder that sleeps 20 ms per round, beside passes of 1 ms."""
+    import time
+
+    from outrider.decode import round as stage
+
+    loop = Ours("plain", Decoder(target), Plan(0), 6)
+    assert loop_overhead(loop, [PROMPTS], 1).loop_seconds < 0.02
+    settle = stage.settle
+    monkeypatch.setattr(stage, "settle", lambda *arguments: (time.sleep(0.02), settle(*arguments))[1])
+    found = loop_overhead(loop, [[p] for p in PROMPTS], repeats=2)
+    assert found.loop_seconds - found.bare_seconds > 0.019
+    assert (
+        found.rounds == 2 * 3 * 4
+    )  # six tokens are one from the prompt and five rounds, the first of which is left out
+    assert found.share.value == pytest.approx(found.loop_seconds / found.bare_seconds - 1)
+    assert found.processor.value < found.share.value  # asleep, it uses no processor
+    assert found.to_dict()["of_processor_time"]["share"] == round(found.processor.value, 5)
+
+
+def test_overhead_needs_more_than_one_round(target: Target) -> None:
+    with pytest.raises(BadInputError, match="two rounds at least"):
+        loop_overhead(Ours("plain", Decoder(target), Plan(0), 2), [PROMPTS], 1)
+
+
+def test_overhead_of_parts() -> None:
+    assert of_parts(1.1, [0.2, 0.8])["share"] == pytest.approx(0.1)
+
+
+# ------------------------------------------------------------ gaps
+
+
+def test_overlapping_spans_become_one() -> None:
+    assert merged([(5, 6), (0, 2), (1, 3), (3, 4)]) == [(0, 4), (5, 6)]
+
+
+def test_a_wait_counts_once_and_only_if_a_mark_stands_in_it() -> None:
+    busy = [(0.0, 1.0), (3.0, 4.0), (5.0, 6.0), (9.0, 10.0)]
+    assert waits(busy, [2.0, 2.5, 6.0]) == [2.0, 3.0]
+    assert waits(busy, [0.5, 11.0, -1.0]) == []
+
+
+def test_a_trace_by_hand() -> None:
+    """Two rounds in 20 µs: kernels for 8 and 6, and in between the host reads and waits for 4."""
+    kernels = [("kernel", 0, 5), ("kernel", 4, 4), ("gpu_memcpy", 12, 2), ("kernel", 14, 4), ("kernel", 19, 1)]
+    events = [{"ph": "X", "cat": cat, "name": "k", "ts": ts, "dur": dur} for cat, ts, dur in kernels]
+    events += [
+        {"ph": "X", "cat": "user_annotation", "name": MARK, "ts": 9, "dur": 0},
+        {"ph": "X", "cat": "cpu_op", "name": "op", "ts": 8, "dur": 4},
+    ]
+    events += [
+        {"ph": "X", "cat": "gpu_user_annotation", "name": MARK, "ts": 18.5, "dur": 0},
+        {"ph": "M", "name": "meta"},
+    ]
+    gaps = read_trace({"traceEvents": events}, "cuda", rounds=2)
+    assert gaps is not None
+    assert (gaps.window, gaps.busy, gaps.between) == (pytest.approx(10e-6), pytest.approx(7.5e-6), pytest.approx(4e-6))
+    assert gaps.idle_share == pytest.approx(0.25)
+    shown = gaps.to_dict(round_seconds=9e-6)
+    assert shown["idle_seconds_without_profiler"] == pytest.approx(1.5e-6)
+    assert read_trace({"traceEvents": events[-2:]}, "cuda", rounds=2) is None
+
+
+# ------------------------------------------------------------ random weights
+
+
+@pytest.mark.parametrize("name", ["llama-3.1-8b", "qwen3-8b"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_random_targets_say_what_is_known_beforehand(name: str, dtype: torch.dtype) -> None:
+    target = build_target(shape_of(name, layers=4, hidden=64, vocab=512), dtype, "cpu")
+    assert (target.dtype, target.num_layers, target.hidden_size, target.vocab_size) == (dtype, 4, 64, 512)
+    (prompt,) = random_prompts(512, [60], ahead=20)
+    wanted = [prompt[-1]]
+    for _ in range(20):
+        wanted.append(following(wanted[-1], 512))
+    assert written(target, 20, [prompt]) == [wanted[1:]]
+    assert any(prompt[i : i + 21] == wanted for i in range(39))  # so that a lookup finds what follows
+    lookup = Decoder(target, Ngram()).generate([prompt], 13, plan=Plan(3))
+    assert {r.accepted for r in lookup.rounds[0]} == {3}
+    for drafter in (build_eagle3(target), build_draft_model(name, target, layers=1, hidden=32)):
+        out = Decoder(target, drafter).generate([prompt], 6, plan=Plan(2))
+        assert out.tokens == [wanted[1:7]]
+
+
+def test_real_shapes_are_those_that_were_published() -> None:
+    llama, qwen = shape_of("llama-3.1-8b"), shape_of("qwen3-8b")
+    assert [llama[k] for k in ("hidden_size", "num_hidden_layers", "intermediate_size", "vocab_size")] == [
+        4096,
+        32,
+        14336,
+        128256,
+    ]
+    assert [qwen[k] for k in ("hidden_size", "num_hidden_layers", "intermediate_size", "vocab_size", "head_dim")] == [
+        4096,
+        36,
+        12288,
+        151936,
+        128,
+    ]
+    with pytest.raises(BadInputError, match="hidden_size must be at least 1, got 0"):
+        shape_of("qwen3-8b", hidden=0)
+    with pytest.raises(BadInputError, match=r"known: llama-3\.1-8b, qwen3-8b"):
+        shape_of("gpt-5")
+
+
+def test_joined_prompts_have_the_lengths_asked_for() -> None:
+    assert joined_prompts([[1, 2], [3]], [4, 3, 5]) == [[1, 2, 3, 1], [3, 1, 2], [1, 2, 3, 1, 2]]
+
+
+def test_prompts_too_short_to_hold_what_follows_are_refused() -> None:
+    with pytest.raises(BadInputError, match="at least 23"):
+        random_prompts(64, [30, 22], ahead=20)
+
+
+# ------------------------------------------------------------ commands
+
+
+def test_too_little_memory_is_written_down() -> None:
+    def fail(error: Exception) -> None:
+        raise error
+
+    assert guarded(lambda: 5) == 5
+    assert guarded(lambda: fail(torch.OutOfMemoryError("CUDA out of memory.\nmore"))) == {
+        "error": "CUDA out of memory."
+    }
+    assert guarded(lambda: fail(BadInputError("needs 70 GiB"))) == {"error": "needs 70 GiB"}
+    with pytest.raises(KeyError):
+        guarded(lambda: fail(KeyError("a mistake of ours")))
+
+
+def test_a_users_mistake_is_one_line(capsys: pytest.CaptureFixture) -> None:
+    assert command(lambda: context.main(["--contexts", "16", "32"])) == 2
+    assert capsys.readouterr().err.startswith("error: --contexts: a line needs three lengths")
+
+
+def test_shapes_run_on_a_cpu(tmp_path: Path) -> None:
+    """The whole benchmark runs with random weights, tiny: every figure is there, and all loops write one text.
+
+    Forced figures say so.
+    """
+    out = tmp_path / "found.json"
+    shape = ["--shape", "llama-3.1-8b", "--layers", "1", "--hidden", "64", "--vocab", "512"]
+    assert (
+        decode.main(
+            [
+                *shape,
+                "--context",
+                "80",
+                "--batch",
+                "1",
+                "2",
+                "--quick",
+                "--bandwidth-bytes",
+                "100000",
+                "--out",
+                str(out),
+            ]
+        )
+        == 0
+    )
+    result = json.loads(out.read_text())
+    assert result["conditions"]["target"]["config"]["hidden_size"] == 64
+    assert {"dtype", "device", "device_name", "threads", "versions", "cells"} <= result["conditions"].keys()
+    one, two = result["cells"]
+    assert [(c["context"], c["batch"], c["interleaved"]) for c in (one, two)] == [(80, 1, True), (80, 2, True)]
+    assert [row["tokens"] for row in one["verify"]] == [1, 2, 5]
+    assert one["verify"][0]["over_one_token"] == 1.0
+    assert [len(times) for times in one["draft_seconds"].values()] == [5, 5]
+    assert {"weight_bytes", "copy_bytes_per_second", "read_bytes_per_second", "share_at_copy"} <= one["floor"].keys()
+    ours = {"plain", "eagle3, forced 1", "draft_model, forced 1", "ngram", "transformers.generate"}
+    assert one["loops"].keys() == ours | {"transformers.assisted, forced 1", "transformers.prompt_lookup"}
+    assert two["loops"].keys() == ours
+    for cell in (one, two):
+        for name, row in cell["loops"].items():
+            assert row["identical_to_plain"] == cell["batch"]
+            assert row.get("forced acceptance", False) == (name not in ("plain", "transformers.generate"))
+        assert cell["loop_overhead"].keys() == {"plain", "eagle3, forced 1", "draft_model, forced 1"}
+        assert cell["loops"]["eagle3, forced 1"]["tau"] == 5.0
+        assert all(row["idle_share"] is not None for row in cell["gaps"].values())
+
+
+@pytest.fixture
+def prompts_file(tmp_path: Path) -> Path:
+    file = tmp_path / "tiny.jsonl"
+    file.write_text(
+        "".join(
+            json.dumps({"id": f"p{i}", "text": f"def function_{i}(first, second):\n" * (1 + i % 2)}) + "\n"
+            for i in range(4)
+        )
+    )
+    return file
+
+
+def test_suites_and_cells_of_a_saved_target(target_folder: Path, prompts_file: Path, tmp_path: Path) -> None:
+    """The old keys stay: what reads earlier results reads these."""
+    drafters, out = tmp_path / "drafters", tmp_path / "found.json"
+    target = Target.load(target_folder)
+    Eagle3.build(Eagle3Config(), target).save(drafters / "eagle3")
+    target.model.save_pretrained(drafters / "draft_model")
+    common = ["--target", str(target_folder), "--suites", str(prompts_file), "--max-new-tokens", "8", "--repeats", "1"]
+    folders = ["--eagle3", str(drafters / "eagle3"), "--draft-model", str(drafters / "draft_model")]
+    cells = ["--context", "24", "--quick", "--bandwidth-bytes", "100000", "--overhead-prompts", "2", "--out", str(out)]
+    assert decode.main([*common, *folders, *cells]) == 0
+    result = json.loads(out.read_text())
+    assert {"conditions", "tokens_per_second_ratios", "figures"} <= result.keys()
+    assert result["conditions"]["prompts"] == 4
+    ratios = {
+        "plain / transformers.generate",
+        "draft_model / transformers.assisted",
+        "ngram / transformers.prompt_lookup",
+    }
+    assert ratios <= result["tokens_per_second_ratios"].keys()
+    assert {f["identical"] for f in result["figures"] if f["contestant"] != "plain" and f["suite"] == "all"} == {4}
+    assert result["loop_overhead"].keys() == {"plain", "eagle3", "draft_model"}
+    (cell,) = result["cells"]
+    assert cell["loops"]["ngram"]["forced acceptance"] is False
+    assert cell["loops"]["draft_model, forced 1"]["forced acceptance"] is True
+
+
+def test_a_drafter_of_another_kind_is_refused(target_folder: Path, capsys: pytest.CaptureFixture) -> None:
+    assert command(lambda: decode.main(["--target", str(target_folder), "--eagle3", str(target_folder)])) == 2
+    assert "expected a drafter of type eagle3, found draft_model" in capsys.readouterr().err
+
+
+def test_batches_write_figures_and_a_plot(target_folder: Path, prompts_file: Path, tmp_path: Path) -> None:
+    out = tmp_path / "batches.json"
+    common = ["--target", str(target_folder), "--suites", str(prompts_file), "--max-new-tokens", "6"]
+    assert (
+        batches.main(
+            [*common, "--drafter", "ngram", "--sizes", "1", "2", "--depths", "2", "--groups", "2", "--out", str(out)]
+        )
+        == 0
+    )
+    result = json.loads(out.read_text())
+    assert [(p["contestant"], p["size"]) for p in result["points"]] == [
+        ("plain", 1),
+        ("ngram, depth 2", 1),
+        ("plain", 2),
+        ("ngram, depth 2", 2),
+    ]
+    assert all(p["identical"] == p["sequences"] for p in result["points"])
+    assert result["conditions"]["prompts"] == 4
+    assert out.with_suffix(".svg").read_text().startswith("<svg xmlns=")
+
+
+def test_context_fits_a_line_and_counts_the_caches_bytes(tmp_path: Path) -> None:
+    out = tmp_path / "context.json"
+    assert context.main(["--contexts", "16", "32", "64", "--layers", "1", "--repeats", "2", "--out", str(out)]) == 0
+    result = json.loads(out.read_text())
+    for kind in ("plain", "drafted"):
+        assert [len(result[kind][name]) for name in ("round_seconds", "attention_seconds")] == [3, 3]
+        assert result[kind]["mean_contexts"][0] >= 16
+        assert {"a", "b", "b_error", "r2"} == result[kind]["fit"].keys()
+    assert [row["bytes"] == row["computed"] for row in result["memory"]] == [True] * 6
+
+
+def test_a_line_is_found_again() -> None:
+    fit = Fit.of([1, 2, 4], [5.0, 7.0, 11.0])
+    assert (fit.a, fit.b, fit.r2) == (pytest.approx(3), pytest.approx(2), pytest.approx(1))
+    assert fit.b_error == pytest.approx(0, abs=1e-9)
+    # By hand: means 2 and 17/6, products 3 over squares 2; left over 1/9 + 4/9 + 1/9 of 31/6.
+    fit = Fit.of([1, 2, 3], [1.0, 3.5, 4.0])
+    assert (fit.a, fit.b) == (pytest.approx(-1 / 6), pytest.approx(1.5))
+    assert (fit.b_error, fit.r2) == (pytest.approx((1 / 3) ** 0.5), pytest.approx(1 - (2 / 3) / (31 / 6)))

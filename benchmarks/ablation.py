@@ -35,7 +35,7 @@ from outrider.train import train
 from outrider.train.provenance import PROVENANCE, check_same_run
 
 from .acceptance import Rounds, alpha, number, over_seeds, pooled, rounds_of, shown, tau
-from .report import command, conditions, write
+from .report import command, conditions, interval, options, publish, table, write
 
 Runs = dict[str, list[Rounds]]  # of each variant, seed by seed
 
@@ -111,24 +111,23 @@ def _by_seed(values: list[float]) -> dict[str, Any]:
     }
 
 
-def show(temperature: float, found: dict[str, Any]) -> None:
-    for name, row in found.items():
-        print(
-            f"T={temperature:g} {name:40} "
-            + "  ".join(f"{key} {_text(row[key], '.3f')}" for key in row if key != "more_than_first"),
-            flush=True,
-        )
-        for key, more in row.get("more_than_first", {}).items():
-            print(f"    {key:9} {_text(more, '+.3f')}  by seed {more['by_seed']}", flush=True)
-
-
-def _text(row: dict[str, float | None], how: str) -> str:
-    value, low, high = ("–" if row[name] is None else format(row[name], how) for name in ("value", "low", "high"))
-    return f"{value} [{low}, {high}]"
+def tables(result: dict[str, Any]) -> list[str]:
+    """Return the figures of all variants, and how much more each has than the first, at each temperature."""
+    texts = []
+    for key in (key for key in result if key.startswith("temperature ")):
+        title, variants = key.replace("temperature", "T ="), result[key]
+        first, measures = next(iter(variants)), list(next(iter(variants.values())))
+        words = [m.replace("alpha_d", "alpha at depth ").replace("tau", "τ") for m in measures]
+        rows = [[name, *(interval(v[m]) for m in measures)] for name, v in variants.items()]
+        texts.append(table([f"`{title}`", *words], rows))
+        others = {name: v["more_than_first"] for name, v in variants.items() if "more_than_first" in v}
+        rows = [[name, *(interval(v[m], sign="+") for m in measures)] for name, v in others.items()]
+        texts.append(table([f"{title}: more than `{first}`", *words], rows))
+    return texts
 
 
 def parse(given: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options(__doc__, "suites", "limit", "batch", "depth", "seeds", "threads", max_new_tokens=64)
     parser.add_argument("recipe", help="a YAML file, or the name of a packaged recipe")
     parser.add_argument("changes", nargs="*", metavar="KEY=VALUE", help="changes for all variants")
     parser.add_argument(
@@ -139,16 +138,8 @@ def parse(given: Sequence[str] | None) -> argparse.Namespace:
         metavar="KEY=VALUE",
         help="a variant; the first one is the reference",
     )
-    parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--work", type=Path, default=Path("runs/ablation"), help="responses and trainings")
-    parser.add_argument("--suites", nargs="+", default=["code", "docs", "prose"])
-    parser.add_argument("--limit", type=int, help="prompts per suite")
-    parser.add_argument("--max-new-tokens", type=int, default=64)
-    parser.add_argument("--batch", type=int, default=20, help="prompts that are decoded together")
-    parser.add_argument("--depth", type=int, default=4)
     parser.add_argument("--temperatures", nargs="+", type=float, default=[0.0, 1.0])
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--out", type=Path)
     return parser.parse_args(given)
 
 
@@ -206,9 +197,9 @@ def main(given: Sequence[str] | None = None) -> int:
                 "differences on the same prompts and seeds; over_seeds: Student's t",
             )
             result = {f"temperature {t:g}": compare(by_name, strata, arguments.depth) for t, by_name in runs.items()}
-            write({"conditions": told} | result, arguments.out)
-        for t in runs:
-            show(t, result[f"temperature {t:g}"])
+            result = {"conditions": told} | result
+            write(result, arguments.out)
+        publish(result, arguments.out, tables(result))
     return 0
 
 

@@ -9,10 +9,10 @@ differs, or an error that is no refusal, is a finding: exit code 1.
 
 from __future__ import annotations
 
-import argparse
 import copy
 import json
 import logging
+import re
 import signal
 import sys
 import warnings
@@ -29,9 +29,10 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from outrider.decode import Decoder, Plan
 from outrider.ground import IncompatibleError, OutriderError
-from outrider.ground.files import write_atomically
 from outrider.heads import Drafter, Eagle3, Eagle3Config, Ngram, Suffix, SuffixConfig
 from outrider.targets import Target
+
+from .report import NOTHING, options, publish, table, write
 
 VOCAB, NEW, LAYERS = 192, 24, 6
 PROMPTS = [torch.randint(3, VOCAB, (n,), generator=torch.Generator().manual_seed(n)).tolist() * 2 for n in (7, 4, 11)]
@@ -282,10 +283,28 @@ def limited(seconds: int) -> Iterator[None]:
         signal.signal(signal.SIGPROF, before)
 
 
+def tables(result: dict[str, Any]) -> list[str]:
+    """Return how many types came out how, the names of those that are exact in every way, and a row for each other."""
+    types: dict[str, dict[str, Any]] = result["types"]
+    counts = Counter(one["result"] for one in types.values())
+    whole = [kind for kind, one in types.items() if {way["result"] for way in one.get("ways", {}).values()} == {EXACT}]
+    return [
+        table(["result", "types"], ([name, str(count)] for name, count in counts.most_common())),
+        f"Exact in all four ways ({len(whole)}): {', '.join(f'`{kind}`' for kind in whole)}.",
+        table(["the others", *WAYS, "why"], (_row(kind, one) for kind, one in types.items() if kind not in whole)),
+    ]
+
+
+def _row(kind: str, one: dict[str, Any]) -> list[str]:
+    ways = one.get("ways", {})
+    told = [one.get("why"), *(way.get("why") for way in ways.values())]
+    results = [ways[name]["result"] if ways else NOTHING for name in WAYS]
+    return [f"`{kind}`", *results, "; ".join(dict.fromkeys(re.sub(r"\b\w+Error: ", "", why) for why in told if why))]
+
+
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options(__doc__)
     parser.add_argument("--types", nargs="*", help="default: those that the file of --out does not have yet")
-    parser.add_argument("--out", type=Path, help="written after every type")
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
@@ -296,11 +315,10 @@ def main() -> int:
         found[kind] = _tried(kind)
         ways = " ".join(f"{name}: {way['result']}" for name, way in found[kind].get("ways", {}).items())
         print(f"{kind:28} {found[kind]['result']:20} {ways} {found[kind].get('why', '')[:110]}", flush=True)
-        if arguments.out is not None:
-            kept = {"conditions": conditions, "types": dict(sorted(found.items()))}
-            write_atomically(arguments.out, json.dumps(kept, indent=1) + "\n")
+        write({"conditions": conditions, "types": dict(sorted(found.items()))}, arguments.out)
+    result = {"conditions": conditions, "types": dict(sorted(found.items()))}
+    publish(result, arguments.out, tables(result))
     counts = Counter(one["result"] for one in found.values())
-    print(dict(counts))
     return 1 if counts[WRONG] or counts[CRASH] else 0
 
 

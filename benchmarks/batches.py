@@ -14,12 +14,12 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
 from outrider.decode import Plan
-from outrider.eval.batches import Point, make_groups, measure_batches, speedup_lines
+from outrider.eval.batches import make_groups, measure_batches, speedup_lines
 from outrider.eval.measure import Contestant
 from outrider.eval.race import make_jobs, threads
 from outrider.eval.reports.plots import speedup_by_size, standalone
@@ -31,7 +31,7 @@ from outrider.recipes import EvalSpec
 from outrider.targets import Target
 
 from .identity import load_contestants
-from .report import command, conditions, write
+from .report import command, conditions, interval, options, publish, table
 
 
 def build_contestants(target: Target, arguments: argparse.Namespace) -> list[Contestant]:
@@ -48,34 +48,33 @@ def build_contestants(target: Target, arguments: argparse.Namespace) -> list[Con
     return found
 
 
-def show(points: Sequence[Point]) -> None:
-    for p in sorted(points, key=lambda p: (p.size, p.contestant)):
-        tau = f"tau {p.tau.text()}" if p.tau else ""
-        print(
-            f"batch {p.size:3} {p.contestant:28} {p.tokens_per_second.value:9.1f} tokens/s  "
-            f"speedup {p.speedup.text(unit='×'):22} {tau:22} "
-            f"rows {p.rows:5.1f}  identical {p.identical}/{p.sequences}"
-        )
+def tables(result: dict[str, Any]) -> list[str]:
+    """Return speed and τ of each contestant at each batch size."""
+    rows = [
+        [
+            p["contestant"],
+            str(p["size"]),
+            interval(p["tokens_per_second"], 0),
+            interval(p["speedup"]),
+            interval(p["tau"]),
+            f"{p['identical']} of {p['sequences']}",
+        ]
+        for p in result["points"]
+    ]
+    return [table(["", "batch", "tokens/s", "speedup", "τ", "text of the plain target"], rows)]
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--target", default="embedded")
+    parser = options(__doc__, "target", "suites", "limit", "threads", max_new_tokens=96, repeats=1)
     parser.add_argument("--drafter", action="append", default=[], help="NAME=FOLDER, or ngram; repeatable")
     parser.add_argument("--pair", help="folder of a pair, run under its own plan")
     parser.add_argument("--sizes", nargs="+", type=int, default=[1, 2, 4, 8, 16, 32, 64])
     parser.add_argument("--depths", nargs="+", type=int, default=[2, 4], help="of chains")
-    parser.add_argument("--suites", nargs="+", default=["code", "docs", "prose"])
-    parser.add_argument("--limit", type=int, help="prompts per suite")
     parser.add_argument(
         "--groups", type=int, default=8, help="batches of each size at least; more where the prompts fill more"
     )
-    parser.add_argument("--max-new-tokens", type=int, default=96)
-    parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="default: the pair's, else float32")
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--out", type=Path, help="JSON file; the plot goes beside it")
     return parser.parse_args(arguments)
 
 
@@ -111,8 +110,8 @@ def main(given: Sequence[str] | None = None) -> int:
             intervals="95%, bootstrap over batches",
             tau="mean tokens per round and sequence, 1 + mean accepted",
         )
-    show(points)
-    write({"conditions": about, "points": [p.to_dict() for p in points]}, arguments.out)
+    result = {"conditions": about, "points": [p.to_dict() for p in points]}
+    publish(result, arguments.out, tables(result))
     if arguments.out and (drawn := speedup_lines(points)):
         write_atomically(arguments.out.with_suffix(".svg"), standalone(speedup_by_size(drawn, "batch size")))
     return 0

@@ -30,7 +30,7 @@ from outrider.targets import Target
 from outrider.train.compare import compare
 
 from .acceptance import shown
-from .report import command, conditions, write
+from .report import NOTHING, command, conditions, interval, options, publish, table, write
 
 RECIPES = ("eagle3", "eagle1", "mtp", "dflash", "dspark", "peagle", "pard")
 DEEPEST, NODES, WIDTH = 7, 16, 4
@@ -104,6 +104,30 @@ def plot(found: Sequence[dict[str, Any]], heat: float) -> str:
     return standalone(speedup_by_size(lines, "seconds of training", f", temperature {heat:g}, each in its best shape"))
 
 
+def tables(result: dict[str, Any]) -> list[str]:
+    """Return a table for each temperature: τ and speedup of each drafter's best shape, by seconds of training."""
+    rows = result["found"]
+    budgets, drafters = sorted({row["seconds"] for row in rows}), dict.fromkeys(row["drafter"] for row in rows)
+    texts = []
+    for heat in sorted({row["temperature"] for row in rows}):
+        head = [f"T = {heat:g}", *(f"{figure} after {s} s" for s in budgets for figure in ("τ", "speedup"))]
+        cells = []
+        for name in drafters:
+            mine = [r for r in rows if r["drafter"] == name and r["temperature"] == heat]
+            by_budget = [[r for r in mine if r["seconds"] == s] for s in budgets]
+            cells.append([name, *(_best(each, figure) for each in by_budget for figure in ("tau", "speedup"))])
+        texts.append(table(head, cells))
+    return texts
+
+
+def _best(rows: Sequence[dict[str, Any]], figure: str) -> str:
+    if not rows:
+        return NOTHING
+    best = max(rows, key=lambda row: row[figure]["value"])
+    value, _, bounds = interval(best[figure]).partition(" ")
+    return f"{value}{'×' if figure == 'speedup' else ''} {bounds}, {best['plan']}"
+
+
 def main() -> int:
     asked = _arguments()
     target = Target.load("embedded", dtype="float32", device="cpu")
@@ -116,16 +140,16 @@ def main() -> int:
             write(result, asked.out)
         for heat in {row["temperature"] for row in result["found"]} if asked.out else ():
             write_atomically(asked.out.with_name(f"{asked.out.stem}-t{heat:g}.svg"), plot(result["found"], heat))
+    publish(result, asked.out, tables(result))
     return 0
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options(__doc__)
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--seconds", type=int, nargs="+", default=[60, 120, 240])
     parser.add_argument("--limit", type=int, default=12, help="prompts of each suite")
     parser.add_argument("--tokens", type=int, default=64)
-    parser.add_argument("--out", type=Path)
     return parser.parse_args()
 
 

@@ -7,10 +7,8 @@ The bandwidth of reading and of copying; the rate of large products; and the tim
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,7 +18,7 @@ from outrider.eval.timing import WARM_UP, captured, timed
 from outrider.ground.machine import best_device, device_name
 from outrider.ground.versions import versions
 
-from .report import command, write
+from .report import command, options, write
 
 LAUNCHES = 1000
 REPEATS = 10
@@ -51,10 +49,9 @@ def launch_seconds(device: torch.device) -> float:
 
 
 def main(given: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options(__doc__)
     parser.add_argument("--bytes", type=int, help="that are read and copied")
     parser.add_argument("--size", type=int, help="of the matrices of the large product")
-    parser.add_argument("--out", type=Path)
     arguments = parser.parse_args(given)
     device = best_device()
     size = arguments.size or (8192 if device.type == "cuda" else 512)

@@ -10,7 +10,6 @@ code 1. `TRITON_INTERPRET` must not be set.
 
 from __future__ import annotations
 
-import argparse
 import re
 import subprocess
 import sys
@@ -33,7 +32,7 @@ from outrider.targets.fast.operations import Split
 from outrider.targets.fast.products import Fused
 from outrider.targets.placement import Nodes, Placement
 
-from .report import command, write
+from .report import command, options, publish, table, write
 
 TARGET = GPUTarget("cuda", 90, 32)
 SHARED = 227 * 1024  # bytes that one program may have
@@ -162,10 +161,23 @@ def figures(launch: Launch) -> dict[str, Any]:
 _REGISTERS, _SPILLED = r"Used (\d+) registers", r"(\d+) bytes spill stores"
 
 
+def tables(result: dict[str, Any]) -> list[str]:
+    """Return the most that any compiled form of each kernel needs."""
+    spent = ("registers", "spilled_bytes", "shared_bytes")
+    by_name: dict[str, list[dict[str, Any]]] = {}
+    for kernel in result["kernels"]:
+        by_name.setdefault(kernel["kernel"], []).append(kernel)
+    rows = [
+        [f"`{name}`", str(len(made)), *(f"{max(kernel[each] for kernel in made):,}" for each in spent)]
+        for name, made in by_name.items()
+    ]
+    head = ["kernel", "compiled", *(f"{each.replace('_', ' ')}, at most" for each in spent)]
+    return [f"Target: {result['target']}, Triton {result['triton']}.", table(head, rows)]
+
+
 def main(given: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options(__doc__)
     parser.add_argument("--few", action="store_true", help="one tiling of each kernel")
-    parser.add_argument("--out", type=Path)
     arguments = parser.parse_args(given)
     if not hasattr(operations.kernels.gate, "arg_names") or "nterpreted" in type(operations.kernels.gate).__name__:
         raise BadInputError("compiled: the kernels are interpreted; unset TRITON_INTERPRET.")
@@ -175,12 +187,11 @@ def main(given: Sequence[str] | None = None) -> int:
             row = {"case": name, "kernel": launch.kernel.fn.__name__} | figures(launch)
             row["fits"] = not row["spilled_bytes"] and row["shared_bytes"] <= SHARED
             rows.append(row)
-            print(
-                f"{row['kernel']:16} {name:48} {row['registers']:4} registers {row['spilled_bytes']:5} B spilled "
-                f"{row['shared_bytes']:7} B shared{'' if row['fits'] else '  <-'}",
-                flush=True,
-            )
-        write({"target": "sm_90", "triton": triton.__version__, "kernels": rows}, arguments.out)
+            if not row["fits"]:
+                print(f"{row['kernel']}, {name}: does not fit", flush=True)
+        result = {"target": "sm_90", "triton": triton.__version__, "kernels": rows}
+        write(result, arguments.out)
+    publish(result, arguments.out, tables(result))
     return 0 if all(row["fits"] for row in rows) else 1
 
 

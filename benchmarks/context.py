@@ -20,7 +20,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from itertools import product
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -39,7 +38,7 @@ from outrider.targets import RaggedCache, Target
 
 from . import random_targets
 from .random_targets import build_eagle3
-from .report import command, conditions, write
+from .report import NOTHING, command, conditions, options, publish, table
 
 PLAIN, DRAFTED = "plain", "drafted"
 OWN, ATTENTION, MASK = "round", "attention", "mask"
@@ -240,40 +239,30 @@ def memory(target: Target, key: tuple[str, int], cache: RaggedCache) -> dict[str
     }
 
 
-def show(result: dict[str, Any]) -> None:
+def tables(result: dict[str, Any]) -> list[str]:
+    """Return the time of rounds by context, the lines through them, and how many caches have the computed size."""
+    rows, fits = [], []
     for kind in (PLAIN, DRAFTED):
         row = result[kind]
-        for c, own, attention, mask in zip(
-            row["contexts"], row["round_seconds"], row["attention_seconds"], row["mask_seconds"], strict=True
-        ):
-            print(
-                f"{kind:8} context {c:5} {1e3 * own:9.3f} ms a round, "
-                f"attention {1e3 * attention:8.3f} ms, masks {1e3 * mask:7.3f} ms"
-            )
-        for name, fit in (("round", row["fit"]), ("attention", row["attention_fit"])):
-            print(
-                f"{kind:8} {name:9} = {1e3 * fit['a']:.3f} ms + {1e6 * fit['b']:.4f} "
-                f"(± {1e6 * fit['b_error']:.4f}) us x context, R2 {fit['r2']:.4f}"
-            )
-        share = "-" if row["share_of_growth"] is None else f"{row['share_of_growth']:.1%}"
-        print(f"{kind:8} attention and its masks explain {share} of the growth")
-    for row in result["memory"]:
-        print(
-            f"cache    {row['kind']:8} context {row['context']:5} {row['slots']:5} slots: "
-            f"{row['bytes']} bytes, computed {row['computed']}"
-        )
+        for part in ("round_seconds", "attention_seconds"):
+            rows.append([f"{kind}, {part.removesuffix('_seconds')}", *(f"{1000 * s:.2f}" for s in row[part])])
+        fit, share = row["fit"], row["share_of_growth"]
+        slope = f"{1e6 * fit['b']:.3f} ± {1e6 * fit['b_error']:.3f}"
+        explained = NOTHING if share is None else f"{100 * share:.0f}%"
+        fits.append([kind, f"{1000 * fit['a']:.2f}", slope, f"{fit['r2']:.3f}", explained])
+    head = ["a line through them", "ms at no context", "µs per token of context", "R²"]
+    head.append("attention's part of the growth")
+    exact = sum(row["bytes"] == row["computed"] for row in result["memory"])
+    said = f"The cache holds the bytes that were computed for it in {exact} of {len(result['memory'])} cases."
+    lengths = [f"{n:g}" for n in result[PLAIN]["contexts"]]
+    return [table(["ms at a context of", *lengths], rows), table(head, fits), said]
 
 
 def parse(given: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options(__doc__, "depth", "layers", "threads", repeats=40)
     parser.add_argument("--contexts", nargs="+", type=int, default=[128, 256, 512, 1024, 2048, 3072, 4096])
-    parser.add_argument("--depth", type=int, default=4, help="of chains")
     parser.add_argument("--outputs", type=int, default=2048, help="of the drafter")
-    parser.add_argument("--layers", type=int, help="of the target; default: the embedded target's")
-    parser.add_argument("--repeats", type=int, default=40, help="rounds of each kind after each context")
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--out", type=Path)
     return parser.parse_args(given)
 
 
@@ -297,8 +286,7 @@ def main(given: Sequence[str] | None = None) -> int:
             timing="medians over rounds; contexts, kinds and attention alone take turns",
         )
         result = {"conditions": about} | measure(target, arguments)
-    show(result)
-    write(result, arguments.out)
+    publish(result, arguments.out, tables(result))
     return 0
 
 

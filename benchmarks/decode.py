@@ -27,7 +27,7 @@ import json
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
+from itertools import cycle, islice
 from typing import Any
 
 import torch
@@ -53,8 +53,7 @@ from . import random_targets as models
 from .cells import Cell, CellSettings
 from .loops import Ours, Texts, assist
 from .overhead import loop_overhead
-from .prompts import joined_prompts, random_prompts
-from .report import command, conditions, write
+from .report import NOTHING, command, conditions, interval, options, table, write
 
 ASSISTED, LOOKUP = "transformers.assisted", "transformers.prompt_lookup"
 
@@ -198,6 +197,16 @@ def check_room(target: Target, arguments: argparse.Namespace) -> None:
         )
 
 
+def joined_prompts(texts: Sequence[Sequence[int]], lengths: Sequence[int]) -> Texts:
+    """Make prompts of these lengths from texts in a row; prompt i begins with text i, and texts may be used again."""
+    prompts = []
+    for row, length in enumerate(lengths):
+        start = row % len(texts)
+        tokens = (token for text in cycle([*texts[start:], *texts[:start]]) for token in text)
+        prompts.append(list(islice(tokens, length)))
+    return prompts
+
+
 def make_cells(
     target: Target, drafters: dict[str, Drafter], texts: Texts | None, arguments: argparse.Namespace
 ) -> Iterator[Cell]:
@@ -208,10 +217,10 @@ def make_cells(
     for context in arguments.context:
         for batch in arguments.batch:
             lengths = ragged_lengths(batch, context)
-            ahead = settings.new_tokens + settings.depth
-            prompts = (
-                random_prompts(target.vocab_size, lengths, ahead) if texts is None else joined_prompts(texts, lengths)
-            )
+            if texts is None:
+                prompts = models.random_prompts(target.vocab_size, lengths, settings.new_tokens + settings.depth)
+            else:
+                prompts = joined_prompts(texts, lengths)
             yield Cell(target, drafters, prompts, texts is None, settings, measured, lookup=not arguments.no_lookup)
 
 
@@ -241,102 +250,90 @@ def random_models(arguments: argparse.Namespace) -> tuple[Target, dict[str, Draf
 # ------------------------------------------------------------ what is printed
 
 
-def show_suites(compared: dict[str, Any], figures: Sequence[Figures], overheads: dict[str, Any]) -> None:
-    for name, row in compared.items():
-        print(f"{name:40} {row['value']:.3f} [{row['low']:.3f}, {row['high']:.3f}]")
-    for f in figures:
-        print(
-            f"{f.contestant:28} {f.suite:6} tau {f.tau.text() if f.tau else '-':24} "
-            f"identical to plain {f.identical}/{f.num_prompts}"
-        )
-    for name, row in overheads.items():
-        print(f"loop over bare passes, {name:17} {_overhead(row)}")
+def tables(result: dict[str, Any]) -> list[str]:
+    """Return the tables of the race on the suites."""
+    head = ["a round's overhead", "processor time", "wall time", "ms per round", "ms of its passes alone"]
+    return [
+        table(["tokens/s", "quotient"], ([n, interval(r)] for n, r in result["tokens_per_second_ratios"].items())),
+        table(head, ([name, *_overhead_cells(row)] for name, row in result["loop_overhead"].items())),
+        _overall(result["figures"]),
+        _by_suite(result["figures"]),
+    ]
+
+
+def _overhead_cells(row: dict[str, Any]) -> list[str]:
+    shares = (row["of_processor_time"], row)
+    percents = [f"{100 * s['share']:+.1f}% [{100 * s['low']:+.1f}, {100 * s['high']:+.1f}]" for s in shares]
+    return percents + [f"{1000 * row[key]:.2f}" for key in ("loop_seconds_per_round", "bare_seconds_per_round")]
+
+
+def _overall(figures: Sequence[dict[str, Any]]) -> str:
+    head = ["all suites", "shape", "T", "rule", "τ", "acceptance by depth", "tokens/s", "speedup"]
+    rows = [
+        [
+            f["contestant"],
+            NOTHING,
+            f"{f['temperature']:g}",
+            f["rule"],
+            interval(f["tau"]),
+            ", ".join(f"{a['alpha']['value']:.2f}" for a in f["alpha"]) or NOTHING,
+            interval(f["tokens_per_second"], 0),
+            interval(f["speedup"]),
+            NOTHING if f["identical"] is None else f"{f['identical']} of {f['num_prompts']} prompts",
+        ]
+        for f in figures
+        if f["suite"] == "all"
+    ]
+    return table([*head, "text of the plain target"], rows)
+
+
+def _by_suite(figures: Sequence[dict[str, Any]]) -> str:
+    suites = list(dict.fromkeys(f["suite"] for f in figures if f["suite"] != "all"))
+    cells = {(f["contestant"], f["temperature"], f["suite"]): f for f in figures}
+    rows = []
+    for contestant, temperature in dict.fromkeys((c, t) for c, t, _ in cells):
+        of_suites = [cells.get((contestant, temperature, suite)) for suite in suites]
+        texts = [f"{interval(f['tau'])}; {interval(f['speedup'])}" if f else NOTHING for f in of_suites]
+        rows.append([contestant, f"{temperature:g}", *texts])
+    return table(["τ; speedup", "T", *suites], rows)
 
 
 def show_cell(cell: dict[str, Any]) -> None:
-    print(f"context {cell['context']}, batch {cell['batch']}")
-    if isinstance(cell["verify"], list):
-        print(
-            "  T_verify(n)/T_verify(1)  "
-            + "  ".join(f"{row['tokens']}: {row['over_one_token']:.2f}" for row in cell["verify"])
-        )
-    for name, times in cell["draft_seconds"].items():
-        print(
-            f"  draft {name:18} "
-            + (
-                "  ".join(f"{d}: {1e3 * t:.2f} ms" for d, t in enumerate(times))
-                if isinstance(times, list)
-                else times["error"]
-            )
-        )
+    """Print the loops of a cell; all else that was measured is in the file."""
+    head = [f"context {cell['context']}, batch {cell['batch']}", "tokens/s", "steady", "a round", "τ"]
+    head += ["over bare passes", "device idle"]
     if "error" in cell["loops"]:
-        print(f"  {cell['loops']['error']}")
-        return
-    floor = cell["floor"]
-    print(
-        f"  floor {floor['weight_bytes'] / 1e9:.3f} GB of weights at "
-        f"{floor['copy_bytes_per_second'] / 1e9:.1f} GB/s (copy), "
-        f"{floor['read_bytes_per_second'] / 1e9:.1f} GB/s (read); "
-        f"share {floor.get('share_at_copy', 0):.1%}, {floor.get('share_at_read', 0):.1%}"
-    )
-    for name, row in cell["loops"].items():
-        print(f"  {name:38} {_loop(row)}")
-    for name, row in cell["loop_overhead"].items():
-        print(
-            f"  loop over bare passes, {name:18} {_overhead(row)}"
-            if row is not None
-            else f"  loop over bare passes, {name:18} -"
-        )
-    for name, row in cell["gaps"].items():
-        if row is not None and "error" not in row:
-            between = "-" if row["between"] is None else f"{1e3 * row['between']:.3f} ms"
-            print(f"  device idle, {name:28} {row['idle_share']:.1%} under the profiler; between rounds {between}")
+        print(f"{head[0]}: {cell['loops']['error']}", flush=True)
+    else:
+        print(table(head, (_loop_cells(cell, name, row) for name, row in cell["loops"].items())), flush=True)
 
 
-def _loop(row: dict[str, Any]) -> str:
+def _loop_cells(cell: dict[str, Any], name: str, row: dict[str, Any]) -> list[str]:
     if "error" in row:
-        return str(row["error"])
-    forced = " (forced acceptance)" if row.get("forced acceptance") else ""
-    found = f"{row['tokens_per_second']:9.1f} tokens/s"
-    if row["seconds_per_round"] is not None:
-        found += f" {row['steady_tokens_per_second']:9.1f} steady  {1e3 * row['seconds_per_round']:8.2f} ms/round"
-        found += f"  tau {row['tau']:.2f}"
-    return found + forced
-
-
-def _overhead(row: dict[str, Any]) -> str:
-    if "error" in row:
-        return str(row["error"])
-    processor = "" if row["of_processor_time"] is None else f", of processor time {_share(row['of_processor_time'])}"
-    return f"{_share(row)}{processor}, {1e3 * row['loop_seconds_per_round']:.3f} ms a round"
-
-
-def _share(row: dict[str, Any]) -> str:
-    return f"{row['share']:+.1%}" + ("" if row["low"] is None else f" [{row['low']:.1%}, {row['high']:.1%}]")
+        return [name, row["error"], *[NOTHING] * 5]
+    overhead, gaps = cell["loop_overhead"].get(name) or {}, cell["gaps"].get(name) or {}
+    figures = [row["tokens_per_second"], row["steady_tokens_per_second"], row["seconds_per_round"], row["tau"]]
+    ways = ("{:.1f}", "{:.1f}", "{:.5f} s", "{:.2f}")
+    texts = [NOTHING if figure is None else way.format(figure) for way, figure in zip(ways, figures, strict=True)]
+    shares = (overhead.get("share"), gaps.get("idle_share"))
+    return [name, *texts, *(NOTHING if share is None else f"{share:.1%}" for share in shares)]
 
 
 # ------------------------------------------------------------ the command
 
 
 def parse(given: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--target", default="embedded")
+    common = ("target", "suites", "limit", "depth", "threads")
+    parser = options(__doc__, *common, max_new_tokens=128, repeats=3, shape=None)
     parser.add_argument("--eagle3", help="folder of an eagle3 drafter")
     parser.add_argument("--draft-model", help="folder of a draft model")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="default: float32; of a --shape bfloat16")
-    parser.add_argument("--depth", type=int, default=4, help="of chains; the tree is one deeper")
-    parser.add_argument("--width", type=int, default=4, help="of the dynamic tree")
+    parser.add_argument("--width", type=int, default=4, help="of the dynamic tree, which is one deeper than chains")
     parser.add_argument("--nodes", type=int, default=12, help="of the dynamic tree")
-    parser.add_argument("--limit", type=int, help="prompts per suite")
-    parser.add_argument("--max-new-tokens", type=int, default=128)
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--suites", nargs="+", default=["code", "docs", "prose"])
     parser.add_argument("--cells-only", action="store_true", help="use the suites as text for the cells only")
     parser.add_argument(
         "--overhead-prompts", type=int, default=4, help="per suite, on which the loop's overhead is measured"
     )
-    parser.add_argument("--out", type=Path)
     cells = parser.add_argument_group("cells of context and batch size")
     cells.add_argument("--context", nargs="*", type=int, help="default: 256; of a --shape 1024 8192")
     cells.add_argument("--batch", nargs="*", type=int, help="default: 1; of a --shape 1 4 16 64")
@@ -364,12 +361,7 @@ def parse(given: Sequence[str] | None) -> argparse.Namespace:
     cells.add_argument("--compile", action="store_true", help="Target.compile")
     cells.add_argument("--no-lookup", action="store_true", help="without n-gram and prompt lookup")
     cells.add_argument("--quick", action="store_true", help="few repeats: to see that it runs")
-    shapes = parser.add_argument_group("random weights")
-    shapes.add_argument("--shape", choices=["llama-3.1-8b", "qwen3-8b"])
-    shapes.add_argument("--layers", type=int, help="of target and draft model")
-    shapes.add_argument("--hidden", type=int, help="size of target and draft model; heads stay as they are")
-    shapes.add_argument("--vocab", type=int)
-    shapes.add_argument("--no-draft-model", action="store_true")
+    parser.add_argument("--no-draft-model", action="store_true", help="of a --shape")
     return _completed(parser.parse_args(given))
 
 
@@ -430,13 +422,13 @@ def main(given: Sequence[str] | None = None) -> int:
         if raced:
             compared, figures = race_suites(target, drafters, jobs, arguments)
             overheads = measure_overheads(target, drafters, jobs, arguments) if target.device.type == "cpu" else {}
-            show_suites(compared, figures, overheads)
             result |= {
                 "tokens_per_second_ratios": compared,
                 "loop_overhead": overheads,
                 "figures": [json.loads(f.model_dump_json()) for f in figures],
             }
-            write(result, arguments.out)
+            write(result, arguments.out, tables(result))
+            print("\n\n".join(tables(result)), flush=True)
         result["cells"] = []
         for cell in make_cells(target, drafters, [list(j.prompt.tokens) for j in jobs] or None, arguments):
             found = cell.measure()

@@ -13,9 +13,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import socket
+import subprocess
+import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import chain
@@ -34,8 +38,7 @@ from outrider.distill.unfinished import Answer, Answers, Unfinished
 from outrider.recipes import Recipe
 from outrider.targets import Target
 
-from .launched import launched
-from .report import command, conditions, write
+from .report import NOTHING, command, conditions, options, publish, table, write
 
 APART = "apart"  # launches that know nothing of each other
 NUM_PARTS, NUM_TOKENS = 512, 96  # of which the parts by themselves are measured: batches, tokens of each answer
@@ -76,10 +79,28 @@ def work(arguments: argparse.Namespace) -> None:
     state.destroy_process_group()
 
 
+def launched(processes: int, given: Sequence[object]) -> dict[str, Any]:
+    """Return what the first of so many processes, one thread each, printed in its last line."""
+    with tempfile.TemporaryDirectory() as folder, socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        launcher = ["-m", "torch.distributed.run", "--nproc_per_node", processes]
+        launcher += ["--master_port", free.getsockname()[1], "-m", "benchmarks.distill_processes"]
+        free.close()
+        done = subprocess.run(
+            list(map(str, [sys.executable, *launcher, *given, "--work", folder])),
+            env=os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+            stdout=subprocess.PIPE,
+            text=True,
+            check=True,
+        )
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
 def distilled(processes: int, arguments: argparse.Namespace) -> dict[str, Any]:
     """Return what so many processes took to distill."""
-    options = ["--limit", arguments.limit, "--new-tokens", arguments.new_tokens, "--batch-size", arguments.batch_size]
-    return launched("benchmarks.distill_processes", processes, options)
+    given = ["--limit", arguments.limit, "--new-tokens", arguments.new_tokens, "--batch-size", arguments.batch_size]
+    return launched(processes, given)
 
 
 def apart(processes: int, arguments: argparse.Namespace) -> dict[str, Any]:
@@ -182,19 +203,38 @@ def measure(arguments: argparse.Namespace) -> int:
         "forecast": [forecast(cost, one, arguments, n) for n in (1, 2, 4, 8, 64)],
         "forecast_of_200_times_the_prompts": [forecast(cost, 200 * one, large, n) for n in (1, 2, 8, 64)],
     }
-    print(json.dumps({name: result[name] for name in ("tokens_per_second", "times_one", "times_one_apart")}, indent=2))
-    write(result, arguments.out)
+    publish(result, arguments.out, tables(result))
     return 0
 
 
+def tables(result: dict[str, Any]) -> list[str]:
+    """Return the runs, what one process does for all, and what follows for more processes."""
+    rows = []
+    for count, runs in result["runs"].items():
+        seconds = ", ".join(f"{run['seconds']:.1f}" for run in runs)
+        rows.append([count, seconds, f"{result['tokens_per_second'][count]:,.0f}"])
+    alone = result["seconds_of_what_one_does_for_all"].items()
+    often = {f["processes"]: f"{f['times_one']:.2f}" for f in result["forecast_of_200_times_the_prompts"]}
+    forecasts = (
+        [str(n := once["processes"]), f"{once['times_one']:.2f}", often.get(n, NOTHING)] for once in result["forecast"]
+    )
+    return [
+        table(["processes", "seconds of each run", "tokens/s, median"], rows),
+        f"A launch of several is {result['times_one']:.2f} times as fast as one process, and as many launches of one, "
+        f"apart, {result['times_one_apart']:.2f} times: more this machine does not give.",
+        table(
+            ["what one process does for all", "ms"],
+            ([name.replace("_", " "), f"{1000 * seconds:,.2f}"] for name, seconds in alone),
+        ),
+        table(["processes, computed", "times one, these prompts", "times one, 200 times as many"], forecasts),
+    ]
+
+
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = options(__doc__, limit=160, repeats=3)
     parser.add_argument("--processes", type=int, default=2)
-    parser.add_argument("--limit", type=int, default=160, help="prompts")
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--batch-size", type=int, default=16)
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--out", type=Path)
     parser.add_argument("--work", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.work is not None:

@@ -9,19 +9,18 @@ Exit code 1 if anything differs.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from outrider.decode import Decoder, Plan
 from outrider.eval.suites import load_suites
-from outrider.ground.files import write_atomically
 from outrider.heads import Drafter, Ngram, load_drafter
 from outrider.targets import Target
+
+from .report import command, conditions, options, publish, table
 
 
 def load_contestants(names: list[str], target: Target) -> dict[str, Drafter | None]:
@@ -75,51 +74,40 @@ def plans(drafter: Drafter | None, arguments: argparse.Namespace) -> dict[str, P
     return {str(chain): chain} | ({str(tree): tree} if drafter.abilities.reads_nodes else {})
 
 
+def tables(result: dict[str, Any]) -> list[str]:
+    """Return how many texts are the library's, and τ by suite."""
+    suites = list(next(iter(result["results"].values()))["tau"])
+    rows = [
+        [name, f"{r['identical']} of {r['prompts']}", *(f"{r['tau'][suite]:.2f}" for suite in suites)]
+        for name, r in result["results"].items()
+    ]
+    return [table(["", "tokens equal to `transformers.generate`'s", *(f"τ, {suite}" for suite in suites)], rows)]
+
+
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--target", default="embedded")
+    parser = options(__doc__, "target", "suites", "depth", "limit", "threads", max_new_tokens=64)
     parser.add_argument("--drafter", action="append", default=[], help="NAME=FOLDER, or ngram; repeatable")
-    parser.add_argument("--suites", nargs="+", default=["code", "docs", "prose"])
-    parser.add_argument("--max-new-tokens", type=int, default=64)
-    parser.add_argument("--depth", type=int, default=4, help="of chains; trees are one deeper")
-    parser.add_argument("--width", type=int, default=4, help="of dynamic trees")
+    parser.add_argument("--width", type=int, default=4, help="of dynamic trees, which are one deeper than chains")
     parser.add_argument("--nodes", type=int, default=16, help="of dynamic trees")
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--out", type=Path, help="JSON file for the figures")
     arguments = parser.parse_args()
 
     torch.set_num_threads(arguments.threads)
     target = Target.load(arguments.target, dtype="float32")
-    asked = [
-        (suite.name, list(p.tokens))
-        for suite in load_suites(arguments.suites, target.require_tokenizer())
-        for p in suite.prompts
-    ]
+    loaded = load_suites(arguments.suites, target.require_tokenizer(), arguments.limit)
+    asked = [(suite.name, list(p.tokens)) for suite in loaded for p in suite.prompts]
     suites, prompts = [name for name, _ in asked], [tokens for _, tokens in asked]
     wanted = [reference(target, p, arguments.max_new_tokens) for p in prompts]
-    found = {}
+    results = {}
     for name, drafter in load_contestants(arguments.drafter, target).items():
         for (shape, plan), batch in product(plans(drafter, arguments).items(), (1, 8)):
-            found[f"{name}, {shape}, batch {batch}"] = row = compare(
+            results[f"{name}, {shape}, batch {batch}"] = compare(
                 target, drafter, plan, prompts, suites, wanted, batch, arguments.max_new_tokens
             )
-            print(
-                f"{name}, {shape}, batch {batch}: {row['identical']}/{row['prompts']} identical, tau {row['tau']}",
-                flush=True,
-            )
-    conditions = {
-        "target": target.fingerprint().digest,
-        "dtype": "float32",
-        "device": str(target.device),
-        "temperature": 0,
-        "max_new_tokens": arguments.max_new_tokens,
-        "suites": arguments.suites,
-        "torch": torch.__version__,
-    }
-    if arguments.out:
-        write_atomically(arguments.out, json.dumps({"conditions": conditions, "results": found}, indent=2) + "\n")
-    return int(any(row["different"] for row in found.values()))
+    told = conditions(target, temperature=0, max_new_tokens=arguments.max_new_tokens, suites=arguments.suites)
+    result = {"conditions": told, "results": results}
+    publish(result, arguments.out, tables(result))
+    return int(any(row["different"] for row in results.values()))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(command(main))

@@ -11,15 +11,16 @@ exact result over its size, of the token at which it is largest.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+import triton.language as tl
 from torch import Tensor
+from triton.runtime import interpreter
 
 from outrider.ground.machine import best_device, device_name
 from outrider.ground.versions import versions
@@ -29,8 +30,7 @@ from outrider.targets.fast.products import ByLibrary, Fused, Matrix, Way
 from outrider.targets.fast.proof import exact_attention
 from outrider.targets.placement import Nodes, Placement
 
-from .interpreter import multiply_bfloat16
-from .report import command, write
+from .report import command, options, publish, table, write
 
 SPARE = 9  # slots after a pass's entries, which nobody may read
 
@@ -196,6 +196,29 @@ def exact_heads(
     return found[0], found[1]
 
 
+# ------------------------------------------------------------ Triton's interpreter, put right
+
+
+def multiply_bfloat16() -> None:
+    """Let products of bfloat16 be products of the numbers, for the rest of the process.
+
+    Triton's interpreter, up to 3.7, multiplies bfloat16 as if its bits were integers.
+    """
+    interpreter.InterpreterBuilder.create_dot = _create_dot
+
+
+def _create_dot(_builder: Any, a: Any, b: Any, d: Any, *_: Any) -> Any:
+    product = np.matmul(_numbers(a), _numbers(b), dtype=d.data.dtype)
+    return interpreter.TensorHandle(product + d.data, d.dtype.scalar)
+
+
+def _numbers(given: Any) -> Any:
+    """Return a block as floats: the interpreter keeps bfloat16 as its sixteen bits, the upper half of a float's."""
+    if given.dtype.scalar == tl.bfloat16:
+        return (given.data.astype(np.uint32) << 16).view(np.float32)
+    return given.data
+
+
 # ------------------------------------------------------------ all of them
 
 WAYS: dict[str, tuple[Way, tuple[int, ...]]] = {
@@ -220,10 +243,17 @@ def errors(dtype: torch.dtype, device: torch.device) -> Iterator[tuple[str, str,
             yield "place_heads", said, heads_error(normed, size, dtype, device)
 
 
+def tables(result: dict[str, Any]) -> list[str]:
+    """Return the largest error of each kernel in each dtype."""
+    dtypes = [dtype for dtype in ("float32", "bfloat16") if dtype in result]
+    kernels = sorted(result[dtypes[0]]["largest"])
+    rows = ([f"`{name}`", *(f"{result[dtype]['largest'][name]:.1e}" for dtype in dtypes)] for name in kernels)
+    return [table(["kernel", *(f"largest relative error, {dtype}" for dtype in dtypes)], rows)]
+
+
 def main(given: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options(__doc__)
     parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float32"])
-    parser.add_argument("--out", type=Path)
     arguments = parser.parse_args(given)
     device = best_device()
     if device.type == "cpu":
@@ -236,9 +266,8 @@ def main(given: Sequence[str] | None = None) -> int:
             cases.append({"kernel": kernel, "case": case, "error": error})
             largest[kernel] = max(error, largest.get(kernel, 0.0))
         result[dtype] = {"largest": largest, "cases": cases}
-        for kernel, error in largest.items():
-            print(f"{dtype:9} {kernel:30} {error:.2g}")
         write(result, arguments.out)
+    publish(result, arguments.out, tables(result))
     return 0
 
 

@@ -11,7 +11,6 @@ all that the system gave it, libraries and target included. Nothing is timed.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import subprocess
@@ -27,7 +26,7 @@ from outrider.ground.files import write_atomically
 from outrider.recipes import Recipe, load_recipe
 from outrider.targets import Target
 
-from .report import command, conditions, write
+from .report import command, conditions, options, publish, table, write
 
 STEPS = (1, 10, 100)
 Row = dict[str, Any]
@@ -196,12 +195,26 @@ def memory(recipe: Recipe, work: Path, in_step: int) -> Iterator[Row]:
         }
 
 
+def tables(result: dict[str, Any]) -> list[str]:
+    """Return the losses of each launch, or the memory of its processes."""
+    if rows := result.get("launches"):
+        steps = list(rows[0]["loss"])
+        losses = ([row["launch"], *(f"{row['loss'][s]:.6f}" for s in steps), f"{row['furthest']:.1e}"] for row in rows)
+        return [table(["launch", *(f"loss, step {s}" for s in steps), "any step from one process, at most"], losses)]
+    head = ["launch", "parameters of the drafter", "peak of the largest process", "of the smallest"]
+    peaks = ("peak_bytes", "least_peak_bytes")
+    cells = [
+        [row["launch"], f"{row['parameters'] / 1e6:.1f} M", *(f"{row[peak] / 2**20:,.0f} MiB" for peak in peaks)]
+        for row in result["memory"]
+    ]
+    return [table(head, cells)]
+
+
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options(__doc__)
     parser.add_argument("recipe")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     parser.add_argument("--work", type=Path, required=True)
-    parser.add_argument("--out", type=Path)
     parser.add_argument("--memory", action="store_true", help="peak memory of a larger draft model instead")
     parser.add_argument("--steps", type=int, default=STEPS[-1])
     parser.add_argument("--rows", type=int, default=8, help="of a step, in all processes together")
@@ -219,7 +232,9 @@ def main() -> int:
     )
     for row in found:
         rows.append(row)
-        write({"conditions": settings, name: rows}, given.out)
+        result = {"conditions": settings, name: rows}
+        write(result, given.out)
+    publish(result, given.out, tables(result))
     return 0
 
 

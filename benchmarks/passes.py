@@ -10,10 +10,8 @@ the time of reading the weights, at the bandwidth that is measured here.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,7 +23,7 @@ from outrider.targets import Target
 from outrider.targets.fast import use_fast_pass
 
 from .random_targets import build_target, shape_of
-from .report import command, conditions, write
+from .report import command, conditions, options, write
 
 
 def by_modules(target: Target) -> None:
@@ -84,17 +82,11 @@ def chosen(target: Target) -> dict[str, Any]:
 
 
 def main(given: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", default="llama-3.1-8b")
-    parser.add_argument("--layers", type=int)
-    parser.add_argument("--hidden", type=int)
-    parser.add_argument("--vocab", type=int)
+    parser = options(__doc__, "shape", repeats=20)
     parser.add_argument("--context", type=int, nargs="+", default=[1024])
     parser.add_argument("--widths", type=int, nargs="+", default=[0, 7, 63], help="drafts beside the root")
     parser.add_argument("--runners", nargs="+", choices=RUNNERS, default=list(RUNNERS))
-    parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--bytes", type=int, help="that are read to measure the bandwidth")
-    parser.add_argument("--out", type=Path)
     arguments = parser.parse_args(given)
     shape = shape_of(arguments.shape, arguments.layers, arguments.hidden, arguments.vocab)
     target = build_target(shape, torch.bfloat16, best_device())

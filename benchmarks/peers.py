@@ -57,7 +57,6 @@ from outrider.targets import Target
 from outrider.train.data import Rows, split, token_counts
 
 from .acceptance import Rounds, over_seeds, pooled, rounds_of, shown, tau
-from .memory import peak, reset_peak
 from .peers_training import (
     FROZEN,
     OURS,
@@ -73,7 +72,7 @@ from .peers_training import (
     one_row,
     with_features,
 )
-from .report import command, conditions, write
+from .report import NOTHING, command, conditions, interval, options, publish, table, write
 
 # ------------------------------------------------------------ speed
 
@@ -117,8 +116,7 @@ def measure_speed(
             for runner in runners:
                 runner(job, 0.0)  # first calls are slow
             found = {name: runs[0] for name, runs in race(runners, [job], 0.0, arguments.repeats).items()}
-            cells.append(cell := speed_cell(length, share, found))
-            show_speed(cell)
+            cells.append(speed_cell(length, share, found))
     return cells
 
 
@@ -154,18 +152,6 @@ def speed_cell(length: int, share: float, found: dict[str, list[Seconds]]) -> di
     }
 
 
-def show_speed(cell: dict[str, Any]) -> None:
-    print(f"{cell['tokens']} tokens, the first {cell['not_learned']:.0%} not learned")
-    ratios = cell["ours_over_their_fastest_at_equal_precision"]
-    for name, row in cell["tokens_per_second"].items():
-        over = (
-            f"  {ratios[name]['median']:.2f}x theirs, {ratios[name]['median_of_processor_time']:.2f}x by processor time"
-            if name in ratios
-            else ""
-        )
-        print(f"  {name:44} {row['median']:8.0f} tokens/s, best {row['best']:8.0f}{over}", flush=True)
-
-
 # ------------------------------------------------------------ memory
 
 
@@ -174,12 +160,7 @@ def measure_memory(arguments: argparse.Namespace) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for precision in PRECISIONS:
         for name in (OURS, *(f"{THEIRS}, {attention}" for attention in arguments.attention)):
-            found[f"{name}, {precision}"] = row = _in_a_process(name, precision, arguments)
-            print(
-                f"{name + ', ' + precision:44} {row['step_bytes'] / 1e6:8.0f} MB in a step, "
-                f"{row['peak_bytes'] / 1e6:8.0f} MB in all",
-                flush=True,
-            )
+            found[f"{name}, {precision}"] = _in_a_process(name, precision, arguments)
     ratios = {}
     for precision in PRECISIONS:
         peers = [row for name, row in found.items() if name.startswith(THEIRS) and name.endswith(precision)]
@@ -190,32 +171,10 @@ def measure_memory(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def _in_a_process(name: str, precision: str, arguments: argparse.Namespace) -> dict[str, int]:
     """Runs this file for one step; what it says on its last line."""
-    given = [
-        sys.executable,
-        "-m",
-        "benchmarks.peers",
-        "--one-step",
-        name,
-        precision,
-        "--data",
-        str(arguments.data),
-    ]
-    given += [
-        "--target",
-        arguments.target,
-        "--memory-length",
-        str(arguments.memory_length),
-        "--threads",
-        str(arguments.threads),
-    ]
-    given += [
-        "--draft-vocab",
-        str(arguments.draft_vocab),
-        "--unrolled",
-        str(arguments.unrolled),
-        "--taps",
-        *map(str, arguments.taps),
-    ]
+    given = [sys.executable, "-m", "benchmarks.peers", "--one-step", name, precision]
+    for option in ("data", "target", "memory_length", "threads", "draft_vocab", "unrolled"):
+        given += [f"--{option.replace('_', '-')}", str(getattr(arguments, option))]
+    given += ["--taps", *map(str, arguments.taps)]
     done = subprocess.run(given, capture_output=True, text=True)
     if done.returncode:
         said = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
@@ -233,6 +192,31 @@ def one_step(settings: Settings, rows: Rows, make_peer: MakePeer, arguments: arg
     before = reset_peak()
     training.step(long)
     return {"step_bytes": peak() - before, "peak_bytes": peak()}
+
+
+def reset_peak() -> int:
+    """Return the resident memory in bytes; the process's peak is counted anew from here.
+
+    Raises:
+        BadInputError: this system does not tell.
+    """
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError as error:
+        raise BadInputError(
+            f"peak memory is read from Linux's /proc, which cannot be used here ({error}); measure it on Linux."
+        ) from error
+    return _status("VmRSS")
+
+
+def peak() -> int:
+    """Return the most resident memory since `reset_peak`, in bytes."""
+    return _status("VmHWM")
+
+
+def _status(name: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
 
 
 # ------------------------------------------------------------ tau
@@ -302,10 +286,6 @@ def measure_tau(
                         decoder, prompts, arguments.max_new_tokens, sampling, Plan(arguments.depth), arguments.batch
                     )
                 )
-            print(
-                f"{optimizer}, seed {seed}: {name:40} " + "  ".join(f"{k} {v}" for k, v in trained[name][-1].items()),
-                flush=True,
-            )
     strata = [len(s.prompts) for s in suites]
     return {"trained": trained} | {f"temperature {t:g}": compare_tau(by_name, strata) for t, by_name in runs.items()}
 
@@ -324,12 +304,6 @@ def compare_tau(by_name: dict[str, list[Rounds]], strata: Sequence[int]) -> dict
             "by_seed": [round(q, 4) for q in each],
             "over_seeds": over_seeds_of_quotients(each),
         }
-    for name, row in found["tau"].items():
-        quotient = found["over_theirs"].get(name)
-        beside = (
-            f"  {quotient['value']:.3f}x theirs [{quotient['low']:.3f}, {quotient['high']:.3f}]" if quotient else ""
-        )
-        print(f"  tau of {name:40} {row['value']:.3f} [{row['low']:.3f}, {row['high']:.3f}]{beside}", flush=True)
     return found
 
 
@@ -337,6 +311,40 @@ def over_seeds_of_quotients(quotients: Sequence[float]) -> dict[str, float] | No
     """Their geometric mean, and its interval; see `over_seeds`."""
     found = over_seeds([math.log(q) for q in quotients])
     return found and {name: round(math.exp(log), 4) for name, log in found.items()}
+
+
+# ------------------------------------------------------------ tables
+
+
+def tables(result: dict[str, Any]) -> list[str]:
+    """Return the tables of those parts that were measured."""
+    texts = [_speed_table(cell) for cell in result.get("speed", ())]
+    if memory := result.get("memory"):
+        head = [f"memory at {memory['tokens']} tokens", "MB of a step", "MB at the peak"]
+        sizes = ("step_bytes", "peak_bytes")
+        texts.append(table(head, ([n, *(f"{b[s] / 1e6:,.0f}" for s in sizes)] for n, b in memory["bytes"].items())))
+    return texts + ([_tau_table(result["tau"])] if result.get("tau") else [])
+
+
+def _speed_table(cell: dict[str, Any]) -> str:
+    over = cell["ours_over_their_fastest_at_equal_precision"]
+    head = [f"rows of {cell['tokens']} tokens, {cell['not_learned']:.0%} not learned", "tokens/s"]
+    rows = [
+        [name, f"{rate['median']:,.0f}", f"{over[name]['median']:.2f}" if name in over else NOTHING]
+        for name, rate in cell["tokens_per_second"].items()
+    ]
+    return table([*head, "over the fastest of speculators"], rows)
+
+
+def _tau_table(by_optimizer: dict[str, Any]) -> str:
+    rows, names = [], []
+    for optimizer, found in by_optimizer.items():
+        for key in (key for key in found if key.startswith("temperature ")):
+            tau, over = found[key]["tau"], found[key]["over_theirs"][OURS]
+            values = (interval(t) for t in tau.values())
+            rows.append([optimizer, key.split()[1], *values, interval(over, 3), interval(over["over_seeds"])])
+            names = [f"τ, {name}" for name in tau]
+    return table(["optimizer", "T", *names, "ours over theirs", "by seeds alone"], rows)
 
 
 # ------------------------------------------------------------ the command
@@ -360,8 +368,18 @@ def load_peer() -> tuple[MakePeer, str]:
 
 
 def parse(given: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--target", default="embedded", help="a folder, or embedded")
+    parser = options(
+        __doc__,
+        "target",
+        "batch",
+        "limit",
+        "seeds",
+        "threads",
+        suites=["code", "docs"],
+        depth=3,
+        max_new_tokens=96,
+        repeats=20,
+    )
     parser.add_argument(
         "--data", type=Path, required=True, help="what `outrider distill` or `outrider train` left: RUN/data"
     )
@@ -376,14 +394,11 @@ def parse(given: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--draft-vocab", type=int, default=2048)
     parser.add_argument("--taps", nargs="*", type=int, default=[], help="HF hidden_states indices; default: EAGLE-3's")
     parser.add_argument("--unrolled", type=int, default=3, help="steps of the training-time test")
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--out", type=Path)
     speed = parser.add_argument_group("speed")
     speed.add_argument("--lengths", nargs="+", type=int, default=[512, 2048])
     speed.add_argument(
         "--share", nargs="+", type=float, default=[0.0, 0.5], help="of each row's tokens that are not learned"
     )
-    speed.add_argument("--repeats", type=int, default=20)
     memory = parser.add_argument_group("memory")
     memory.add_argument("--memory-length", type=int, default=4096)
     memory.add_argument("--one-step", nargs=2, metavar=("NAME", "PRECISION"), help=argparse.SUPPRESS)
@@ -395,12 +410,6 @@ def parse(given: Sequence[str] | None) -> argparse.Namespace:
     tau.add_argument("--rows", type=int, default=4, help="in a batch")
     tau.add_argument("--responses-only", action="store_true", help="do not learn the prompts' tokens")
     tau.add_argument("--frozen", action="store_true", help="also train ours with its output embedding frozen")
-    tau.add_argument("--seeds", type=int, default=3)
-    tau.add_argument("--suites", nargs="+", default=["code", "docs"])
-    tau.add_argument("--limit", type=int, help="prompts per suite")
-    tau.add_argument("--max-new-tokens", type=int, default=96)
-    tau.add_argument("--batch", type=int, default=20, help="prompts that are decoded together")
-    tau.add_argument("--depth", type=int, default=3)
     return parser.parse_args(given)
 
 
@@ -448,6 +457,7 @@ def main(given: Sequence[str] | None = None) -> int:
             for optimizer in arguments.optimizers:
                 result["tau"][optimizer] = measure_tau(settings, rows, make_peer, optimizer, arguments)
                 write(result, arguments.out)
+    publish(result, arguments.out, tables(result))
     return 0
 
 

@@ -8,6 +8,7 @@ sums. With weights that are random throughout, near-ties in bf16 would end every
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -139,6 +140,29 @@ def build_target(shape: dict[str, Any], dtype: torch.dtype, device: torch.device
 def following(token: int, vocab: int) -> int:
     """What such a target says after `token`."""
     return (token + STEP) % vocab
+
+
+def random_prompts(vocab: int, lengths: Sequence[int], ahead: int, seed: int = 0) -> list[list[int]]:
+    """Make random prompts for such a target; each holds the `ahead` tokens that follow its last token.
+
+    Raises:
+        BadInputError: a length that has no room for them.
+    """
+    if min(lengths) < ahead + 3:
+        raise BadInputError(
+            f"a context of {min(lengths)} tokens is too short for prompts that hold the {ahead} tokens "
+            f"that follow them; at least {ahead + 3}."
+        )
+    generator = torch.Generator().manual_seed(seed)
+    prompts = []
+    for length in lengths:
+        tokens = torch.randint(vocab, (length,), generator=generator).tolist()
+        run = [tokens[-1]]
+        for _ in range(ahead):
+            run.append(following(run[-1], vocab))
+        tokens[1 : 2 + ahead] = run
+        prompts.append(tokens)
+    return prompts
 
 
 def build_eagle3(target: Target, outputs: int = PRUNED, seed: int = 0) -> Eagle3:

@@ -21,32 +21,32 @@ from outrider.targets import Target
 
 NOTHING = "–"
 _COMMON: dict[str, dict[str, Any]] = {
-    "target": {},
-    "shape": {"help": "a target of this shape with random weights; --layers, --hidden and --vocab shrink it"},
+    "target": {"default": "embedded"},
+    "shape": {"default": "llama-3.1-8b", "help": "of random weights; --layers, --hidden and --vocab make it smaller"},
     "layers": {"type": int},
     "hidden": {"type": int},
     "vocab": {"type": int},
-    "suites": {"nargs": "*"},
+    "suites": {"nargs": "*", "default": ["code", "docs", "prose"]},
     "limit": {"type": int, "help": "prompts per suite"},
     "max_new_tokens": {"type": int},
-    "batch": {"type": int, "help": "prompts that are decoded together"},
-    "depth": {"type": int, "help": "of chains"},
-    "seeds": {"type": int},
+    "batch": {"type": int, "default": 20, "help": "prompts that are decoded together"},
+    "depth": {"type": int, "default": 4, "help": "of chains"},
+    "seeds": {"type": int, "default": 3},
     "repeats": {"type": int},
-    "threads": {"type": int},
+    "threads": {"type": int, "default": 1},
 }
 
 
-def options(doc: str | None, **defaults: Any) -> ArgumentParser:
-    """Return a parser with --out and those common options that are given a default.
+def options(doc: str | None, *names: str, **defaults: Any) -> ArgumentParser:
+    """Return a parser with --out and the common options of these names, or with a default of their own.
 
     `shape` brings --layers, --hidden and --vocab along.
     """
     parser = ArgumentParser(description=doc, formatter_class=RawDescriptionHelpFormatter)
-    if "shape" in defaults:
-        defaults |= {"layers": None, "hidden": None, "vocab": None}
-    for name, value in defaults.items():
-        parser.add_argument(f"--{name.replace('_', '-')}", default=value, **_COMMON[name])
+    names = (*names, *defaults)
+    for name in (*names, *(("layers", "hidden", "vocab") if "shape" in names else ())):
+        settings = _COMMON[name] | ({"default": defaults[name]} if name in defaults else {})
+        parser.add_argument(f"--{name.replace('_', '-')}", **settings)
     parser.add_argument("--out", type=Path, help="JSON file for the figures; their tables go beside it, as .md")
     return parser
 

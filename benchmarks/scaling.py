@@ -13,12 +13,10 @@ tokens/s at n processes and at one, over n, is the efficiency.
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,7 +30,7 @@ from outrider.targets.layers import decoder_layers
 from outrider.targets.sharding import all_processes, split
 
 from .random_targets import build_target, shape_of
-from .report import command, conditions, write
+from .report import command, conditions, options, write
 from .training import Training, build_head, optimizer_of
 
 WARM_UP = 2
@@ -80,16 +78,10 @@ def measure(target: Target, rows: int, length: int, repeats: int) -> dict[str, A
 
 
 def main(given: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", default="llama-3.1-8b")
-    parser.add_argument("--layers", type=int)
-    parser.add_argument("--hidden", type=int)
-    parser.add_argument("--vocab", type=int)
+    parser = options(__doc__, "shape", repeats=5)
     parser.add_argument("--rows", type=int, default=4, help="of each process")
     parser.add_argument("--lengths", type=int, nargs="+", default=[2048])
     parser.add_argument("--sharding", nargs="+", choices=["none", "fsdp2"], default=["none", "fsdp2"])
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--out", type=Path)
     arguments = parser.parse_args(given)
     device = join()
     shape = shape_of(arguments.shape, arguments.layers, arguments.hidden, arguments.vocab)

@@ -20,7 +20,7 @@ from outrider.serving.expectation import Expectation, Trial
 from outrider.serving.result import TOLERANCE, ServedResult
 from outrider.serving.session import Session, Start, depth_of
 
-from .report import command, conditions, write
+from .report import NOTHING, command, conditions, interval, table, write
 
 
 def main() -> int:
@@ -42,8 +42,33 @@ def main() -> int:
 def keep(done: dict[str, Any], name: str, found: ServedResult, out: Path) -> None:
     """Add what an engine did with the drafter called `name` to `done`, write it to `out`, and say whether it agrees."""
     done.setdefault("served", {})[name] = [_row(c, found) for c in found.comparisons]
-    write(done, out)
+    write(done, out, tables(done))
     print(name, "agrees" if found.agrees else [str(s) for s in found.suspicions], flush=True)
+
+
+def tables(result: dict[str, Any]) -> list[str]:
+    """Return τ there and here of every pair, and the suspicions."""
+    head = ["pair", "T", "τ there", "τ here", "difference", "accepted by position, there / here"]
+    head += ["texts that are ours", "prompts with our drafts", "speedup there"]
+    rows = [(name, row) for name, measured in result["served"].items() for row in measured]
+    said = [f"- {name}: {suspicion}" for name, row in rows for suspicion in row["suspicions"]]
+    texts = [table(head, (_cells(name, row) for name, row in rows))]
+    return [*texts, *(["What `outrider served` said:\n\n" + "\n".join(said)] if said else [])]
+
+
+def _cells(name: str, row: dict[str, Any]) -> list[str]:
+    positions = ", ".join(f"{p['served']:.2f} / {p['own']:.2f}" for p in row["positions"]) or NOTHING
+    counts = (row[count] for count in ("identical", "same_drafts"))
+    return [
+        name,
+        f"{row['temperature']:g}",
+        interval(row["served"], 3),
+        interval(row["own"], 3),
+        interval(row["difference"], 3, "+"),
+        positions,
+        *(NOTHING if count is None else f"{count} of {row['prompts']}" for count in counts),
+        interval(row["speedup"]),
+    ]
 
 
 def _arguments() -> argparse.Namespace:

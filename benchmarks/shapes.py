@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from outrider.decode import Decoder, Plan, Sampling, best_tree, depth_counts
@@ -24,7 +23,7 @@ from outrider.heads import load_drafter
 from outrider.targets import Target
 
 from .acceptance import Rounds, pooled, rounds_of, shown, tau
-from .report import command, conditions, write
+from .report import command, conditions, interval, options, publish, table, write
 
 
 def run(
@@ -60,8 +59,6 @@ def compare(bootstrap: Bootstrap, measured: dict[str, Rounds], pairs: list[tuple
         f"{above} / {below}": shown(bootstrap.quotient(tau(measured[above]), tau(measured[below])))
         for above, below in pairs
     }
-    for name, row in (found["tau"] | found["quotients"]).items():
-        print(f"{name:60} {row['value']:.3f} [{row['low']:.3f}, {row['high']:.3f}]", flush=True)
     return found
 
 
@@ -98,21 +95,24 @@ def sampled(
     return compare(bootstrap, measured, pairs) | {"depth": arguments.depth, "tree": list(tree.parents)}
 
 
+def tables(result: dict[str, Any]) -> list[str]:
+    """Return τ of each shape and the quotients, at each temperature."""
+    texts = []
+    for key in (key for key in result if key.startswith("temperature ")):
+        title, rows = key.replace("temperature", "T ="), result[key]
+        texts.append(table([title, "τ"], ([name, interval(t)] for name, t in rows["tau"].items())))
+        quotients = ([name, interval(q, 3)] for name, q in rows["quotients"].items())
+        texts.append(table([f"{title}: τ over τ", "quotient"], quotients))
+        texts += [f"The static tree: {rows['tree']}."] if "tree" in rows else []
+    return texts
+
+
 def main(given: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--target", default="embedded")
+    parser = options(__doc__, "target", "suites", "limit", "batch", "depth", "seeds", "threads", max_new_tokens=64)
     parser.add_argument("--drafter", required=True, help="folder of a drafter that grows trees")
-    parser.add_argument("--suites", nargs="+", default=["code", "docs", "prose"])
-    parser.add_argument("--limit", type=int, help="prompts per suite")
-    parser.add_argument("--max-new-tokens", type=int, default=64)
-    parser.add_argument("--batch", type=int, default=20)
     parser.add_argument("--deepest", type=int, default=8)
-    parser.add_argument("--depth", type=int, default=4, help="at temperature 1")
     parser.add_argument("--nodes", type=int, default=16, help="of the static tree at temperature 1")
-    parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--temperatures", type=int, nargs="+", choices=[0, 1], default=[0, 1])
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--out", type=Path)
     arguments = parser.parse_args(given)
 
     with threads(arguments.threads):
@@ -136,7 +136,7 @@ def main(given: Sequence[str] | None = None) -> int:
             write(result, arguments.out)
         if 1 in arguments.temperatures:
             result["temperature 1"] = sampled(decoder, prompts, bootstrap, arguments)
-            write(result, arguments.out)
+    publish(result, arguments.out, tables(result))
     return 0
 
 

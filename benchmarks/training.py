@@ -11,13 +11,11 @@ another rate, such as a data sheet's. With several processes (`torchrun`), see `
 
 from __future__ import annotations
 
-import argparse
 import gc
 import statistics
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,7 +29,7 @@ from outrider.targets import Target
 
 from .ceilings import product_rate
 from .random_targets import PRUNED, build_target, shape_of
-from .report import command, conditions, write
+from .report import command, conditions, options, write
 
 LAYERS = 4  # of the target: three taps want as many, and a step runs none of them
 WARM_UP = 3
@@ -109,17 +107,12 @@ def measure(training: Training, repeats: int, rate: float) -> dict[str, Any]:
 
 
 def main(given: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", default="llama-3.1-8b")
-    parser.add_argument("--hidden", type=int)
-    parser.add_argument("--vocab", type=int)
+    parser = options(__doc__, "shape", repeats=10)
     parser.add_argument("--rows", type=int, default=8)
     parser.add_argument("--lengths", type=int, nargs="+", default=[2048])
     parser.add_argument("--chunks", type=int, nargs="+", default=[512, 2048, 4096])
     parser.add_argument("--steps", type=int, default=3, help="that the head is unrolled")
-    parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--peak-tflops", type=float)
-    parser.add_argument("--out", type=Path)
     arguments = parser.parse_args(given)
     device = best_device()
     shape = shape_of(arguments.shape, LAYERS, arguments.hidden, arguments.vocab)

@@ -127,7 +127,7 @@ def test_a_peer_that_is_ourselves_ties(
     assert ratio == pytest.approx(mine / theirs, rel=1e-2)
     assert result["conditions"]["speculators"] == "0"
     assert result["conditions"]["dtype"] == "float32"
-    assert "tau of outrider" in capsys.readouterr().out
+    assert "τ, outrider" in capsys.readouterr().out
 
 
 def test_a_peer_that_forgets_loses(

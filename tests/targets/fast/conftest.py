@@ -9,7 +9,7 @@ import pytest
 if find_spec("triton") is None:
     collect_ignore_glob = ["test_*.py"]
 else:
-    from benchmarks.interpreter import multiply_bfloat16
+    from benchmarks.kernels import multiply_bfloat16
     from outrider.targets.fast import operations, products
     from outrider.targets.fast.operations import Tiles
     from outrider.targets.fast.products import Fused

@@ -7,15 +7,20 @@ down as that, and the rest goes on.
 
 from __future__ import annotations
 
+import bisect
 import gc
+import json
 import statistics
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.profiler import ProfilerActivity, record_function
 
 from outrider.decode import Decoder, Plan
 from outrider.eval.bandwidth import Bandwidth, Floor, weight_bytes
@@ -25,11 +30,13 @@ from outrider.heads import Drafter, DraftModel, Ngram
 from outrider.targets import Target
 
 from .forced import Forced, forced_assistant, make_script
-from .gaps import profile
 from .loops import Loop, Ours, Texts, Theirs, Timed, assist, take_turns
 from .overhead import loop_overhead, of_parts
 
 Result = TypeVar("Result")
+MARK = "outrider.read_back"
+BUSY = {"cuda": ("kernel", "gpu_memcpy", "gpu_memset"), "cpu": ("cpu_op",)}
+Span = tuple[float, float]
 
 
 @dataclass(frozen=True)
@@ -37,30 +44,19 @@ class CellSettings:
     """What is measured in every cell.
 
     Attributes:
-        depth: of chains. shares: acceptances that are forced, at each depth given the one before.
+        depth: of chains. forced_shares: acceptances that are forced, at each depth given the one before.
         new_tokens: of each row; one from the prompt, and 13 full rounds of depth 4. repeats: turns of the loops.
             cost_repeats: turns of single passes.
         widths: drafts beside the root in a pass of the target. seed: of what is accepted.
     """
 
     depth: int = 4
-    shares: tuple[float, ...] = (1.0, 0.7)
+    forced_shares: tuple[float, ...] = (1.0, 0.7)
     new_tokens: int = 66
     repeats: int = 3
     cost_repeats: int = 20
     widths: tuple[int, ...] = (0, 1, 2, 3, 4, 6, 8, 12, 16)
     seed: int = 0
-
-    def to_dict(self) -> dict[str, Any]:
-        return {
-            "depth": self.depth,
-            "forced_shares": list(self.shares),
-            "new_tokens": self.new_tokens,
-            "repeats": self.repeats,
-            "cost_repeats": self.cost_repeats,
-            "widths": list(self.widths),
-            "seed": self.seed,
-        }
 
 
 @dataclass(frozen=True)
@@ -146,9 +142,8 @@ class Cell:
         """All contestants, the plain target first; forced ones propose `continuation`."""
         target, new, plan = self.target, self.settings.new_tokens, _chain(self.settings.depth)
         texts = [list(prompt) + tokens for prompt, tokens in zip(self.prompts, continuation, strict=True)]
-        scripts = {
-            share: make_script(texts, share, target.vocab_size, self.settings.seed) for share in self.settings.shares
-        }
+        shares, vocab = self.settings.forced_shares, target.vocab_size
+        scripts = {share: make_script(texts, share, vocab, self.settings.seed) for share in shares}
         yield Ours("plain", Decoder(target), _chain(0), new)
         for name, drafter in self.drafters.items():
             decoder = Decoder(target, Forced(drafter))
@@ -278,3 +273,109 @@ def free_memory() -> None:
     if torch.cuda.is_available():
         gc.collect()
         torch.cuda.empty_cache()
+
+
+# ------------------------------------------------------------ what a profiler sees of a loop
+
+
+@dataclass(frozen=True)
+class Gaps:
+    """Seconds per round, from the first round on, read from the profiler's own trace.
+
+    On a GPU the device is busy while a kernel or a copy runs; on a CPU while an operator runs, so that there the rest
+    is Python. A profiler slows the host down: the share of idle time that it sees is the most there is. Beside it
+    stands what follows from its busy time and from the time of a round without it.
+
+    Attributes:
+        window: all of it, with the profiler running. busy: of which the device worked.
+        idle_share: 1 − busy ÷ window.
+        between: median wait around the moment at which the host has read a round back; None if it never did so with
+            the device at rest.
+        rounds: how many.
+    """
+
+    window: float
+    busy: float
+    idle_share: float
+    between: float | None
+    rounds: int
+
+    def to_dict(self, round_seconds: float | None = None) -> dict[str, Any]:
+        """With `round_seconds`, the time of a round without the profiler: what of it the device was not busy."""
+        found = asdict(self) | {"round_seconds_without_profiler": round_seconds}
+        return found | {
+            "idle_seconds_without_profiler": None if round_seconds is None else max(0.0, round_seconds - self.busy)
+        }
+
+
+def profile(loop: Loop, prompts: Sequence[Sequence[int]], device: str) -> Gaps | None:
+    """Complete `prompts` under the profiler, after a warm-up; None if it saw nothing of the device."""
+    loop(prompts)
+    activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if device == "cuda" else [])
+    profiler = torch.profiler.profile(activities=activities)
+    running = False
+
+    def mark(_: int) -> None:
+        nonlocal running
+        if not running:
+            running = True
+            profiler.start()
+        with record_function(MARK):
+            pass
+
+    try:
+        done = loop(prompts, mark)
+    finally:
+        if running:
+            profiler.stop()
+    if not running:
+        return None
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(file))
+        trace = json.loads(file.read_text())
+    rounds = (
+        done.rounds - 1 if done.accepted is None else done.rounds
+    )  # their first step is over when the prompts were read
+    return read_trace(trace, device, rounds)
+
+
+def read_trace(trace: dict[str, Any], device: str, rounds: int) -> Gaps | None:
+    """Gaps of a trace of `rounds` rounds, whose times are in microseconds."""
+    events = [e for e in trace.get("traceEvents", ()) if e.get("ph") == "X"]
+    busy = merged((e["ts"], e["ts"] + e["dur"]) for e in events if e.get("cat") in BUSY[device])
+    if not busy or rounds < 1:
+        return None
+    marks = [e["ts"] for e in events if e.get("name") == MARK and e.get("cat") != "gpu_user_annotation"]
+    window, worked = busy[-1][1] - busy[0][0], sum(end - begin for begin, end in busy)
+    between = waits(busy, marks)
+    return Gaps(
+        window=window / rounds / 1e6,
+        busy=worked / rounds / 1e6,
+        idle_share=1 - worked / window,
+        between=statistics.median(between) / 1e6 if between else None,
+        rounds=rounds,
+    )
+
+
+def merged(spans: Iterable[Span]) -> list[Span]:
+    """The same time as spans that do not overlap, in order."""
+    found: list[Span] = []
+    for begin, end in sorted(spans):
+        if found and begin <= found[-1][1]:
+            found[-1] = (found[-1][0], max(end, found[-1][1]))
+        else:
+            found.append((begin, end))
+    return found
+
+
+def waits(busy: Sequence[Span], marks: Iterable[float]) -> list[float]:
+    """Return the lengths of the waits between `busy` spans in which a mark stands; no mark elsewhere counts."""
+    begins = [begin for begin, _ in busy]
+    ends = {bisect.bisect_right(begins, mark) for mark in marks if _waiting(busy, begins, mark)}
+    return [busy[i][0] - busy[i - 1][1] for i in sorted(ends)]
+
+
+def _waiting(busy: Sequence[Span], begins: Sequence[float], mark: float) -> bool:
+    i = bisect.bisect_right(begins, mark)
+    return 0 < i < len(busy) and mark >= busy[i - 1][1]

@@ -14,7 +14,7 @@ the models (`overhead.py`).
 
 At each --context and --batch: T_verify(n) / T_verify(1), the time of drafting, plain tokens/s and its share of the
 memory-bandwidth floor, tokens/s of all loops at forced acceptance (`forced.py`; labelled so), the loop's overhead,
-and how long the device waits for the host (`gaps.py`).
+and how long the device waits for the host (`cells.py`).
 
 --shape takes a target of that shape with random weights (`random_targets.py`), an untrained EAGLE-3 head and a random
 draft model for it; --layers, --hidden and --vocab shrink them for a try on a CPU. There are no suites then.
@@ -26,7 +26,7 @@ import argparse
 import json
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import cycle, islice
 from typing import Any
 
@@ -179,7 +179,7 @@ def cell_settings(arguments: argparse.Namespace) -> CellSettings:
     if arguments.quick:
         return replace(
             settings,
-            shares=settings.shares[:1],
+            forced_shares=settings.forced_shares[:1],
             new_tokens=12,
             repeats=1,
             cost_repeats=2,
@@ -263,7 +263,10 @@ def tables(result: dict[str, Any]) -> list[str]:
 
 def _overhead_cells(row: dict[str, Any]) -> list[str]:
     shares = (row["of_processor_time"], row)
-    percents = [f"{100 * s['share']:+.1f}% [{100 * s['low']:+.1f}, {100 * s['high']:+.1f}]" for s in shares]
+    percents = [
+        f"{100 * s['share']:+.1f}%" + ("" if s["low"] is None else f" [{100 * s['low']:+.1f}, {100 * s['high']:+.1f}]")
+        for s in shares
+    ]
     return percents + [f"{1000 * row[key]:.2f}" for key in ("loop_seconds_per_round", "bare_seconds_per_round")]
 
 
@@ -387,7 +390,7 @@ def told(arguments: argparse.Namespace, prompts: int, raced: bool) -> dict[str, 
         "suites": arguments.suites,
         "prompts": prompts,
     }
-    cells = cell_settings(arguments).to_dict() | {
+    cells = asdict(cell_settings(arguments)) | {
         "context": arguments.context,
         "batch": arguments.batch,
         "temperature": 0,

@@ -49,6 +49,7 @@ step() {
     status=$?
     if [ $status -eq 0 ]; then
         if [ -e "$file.part" ]; then mv "$file.part" "$file"; else cp "$out/$name.log" "$file"; fi
+        if [ -e "$file.md" ]; then mv "$file.md" "${file%.json}.md"; fi # its tables, which a benchmark writes beside
         echo "· $name: done in $((SECONDS - began)) s"
     else
         [ $status -eq 124 ] && echo "ran past its limit of $limit s" >>"$out/$name.log"

@@ -368,18 +368,9 @@ def load_peer() -> tuple[MakePeer, str]:
 
 
 def parse(given: Sequence[str] | None) -> argparse.Namespace:
-    parser = options(
-        __doc__,
-        "target",
-        "batch",
-        "limit",
-        "seeds",
-        "threads",
-        suites=["code", "docs"],
-        depth=3,
-        max_new_tokens=96,
-        repeats=20,
-    )
+    common = ("target", "limit", "batch", "seeds", "threads")
+    own = {"suites": ["code", "docs"], "depth": 3, "max_new_tokens": 96, "repeats": 20}
+    parser = options(__doc__, *common, **own)
     parser.add_argument(
         "--data", type=Path, required=True, help="what `outrider distill` or `outrider train` left: RUN/data"
     )

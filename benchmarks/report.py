@@ -107,8 +107,9 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def interval(row: dict[str, Any] | None, digits: int = 2, sign: str = "") -> str:
-    """Return a value with its interval: `1.22 [1.09, 1.37]`."""
+    """Return a value with its interval, `1.22 [1.09, 1.37]`, or what of it is known."""
     if row is None or row["value"] is None:
         return NOTHING
-    value, low, high = (f"{row[key]:{sign}.{digits}f}" for key in ("value", "low", "high"))
-    return f"{value} [{low}, {high}]"
+    known = [row[key] for key in ("value", "low", "high") if row[key] is not None]
+    value, *bounds = (f"{number:{sign}.{digits}f}" for number in known)
+    return f"{value} [{', '.join(bounds)}]" if bounds else value

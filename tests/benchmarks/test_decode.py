@@ -14,11 +14,10 @@ import pytest
 import torch
 
 from benchmarks import batches, context, decode
-from benchmarks.cells import guarded
+from benchmarks.cells import MARK, guarded, merged, read_trace, waits
 from benchmarks.context import Fit
 from benchmarks.decode import joined_prompts
 from benchmarks.forced import Forced, forced_assistant, make_script
-from benchmarks.gaps import MARK, merged, read_trace, waits
 from benchmarks.loops import Ours, Theirs, Timed, assist
 from benchmarks.overhead import Passes, loop_overhead, of_parts
 from benchmarks.random_targets import build_draft_model, build_eagle3, build_target, following, random_prompts, shape_of

@@ -92,4 +92,5 @@ def test_a_result_is_written_with_its_tables_beside_it(folder: Path) -> None:
 def test_tables_and_intervals() -> None:
     assert table(["a", "b"], [["x|y", "2"]]) == "| a | b |\n| --- | --- |\n| x\\|y | 2 |"
     assert interval({"value": -0.0456, "low": -0.1, "high": 0.0}, sign="+") == "-0.05 [-0.10, +0.00]"
-    assert interval(None) == "–"
+    assert interval(None) == interval({"value": None, "low": None, "high": None}) == "–"
+    assert interval({"value": 1.5, "low": None, "high": None}) == "1.50"

@@ -22,13 +22,13 @@ import triton.language as tl
 from torch import Tensor
 from triton.runtime import interpreter
 
-from outrider.ground.machine import best_device, device_name
-from outrider.ground.versions import versions
+from outrider.common.machine import best_device, device_name
+from outrider.common.versions import versions
+from outrider.targets.cache_slots import Nodes, Placement
 from outrider.targets.fast import operations
 from outrider.targets.fast.operations import Split, Tiles
 from outrider.targets.fast.products import ByLibrary, Fused, Matrix, Way
-from outrider.targets.fast.proof import exact_attention
-from outrider.targets.placement import Nodes, Placement
+from outrider.targets.fast.validate import exact_attention
 
 from .report import command, options, publish, table, write
 

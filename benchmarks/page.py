@@ -17,7 +17,7 @@ from typing import Any
 
 import yaml
 
-from outrider.ground.files import write_atomically
+from outrider.common.atomic import write_atomically
 
 from .report import table
 

@@ -22,8 +22,8 @@ from benchmarks.loops import Ours, Theirs, Timed, assist
 from benchmarks.overhead import Passes, loop_overhead, of_parts
 from benchmarks.random_targets import build_draft_model, build_eagle3, build_target, following, random_prompts, shape_of
 from benchmarks.report import command
+from outrider.common import BadInputError
 from outrider.decode import Decoder, Plan
-from outrider.ground import BadInputError
 from outrider.heads import Drafter, DraftModel, Eagle3, Eagle3Config, Ngram, Session
 from outrider.targets import Target
 
@@ -76,9 +76,9 @@ def test_a_forced_drafter_really_drafts(target: Target, monkeypatch: pytest.Monk
 
     def open_noted(*sizes: Any) -> Session:
         session: Any = honest(*sizes)
-        begin, extend = session.begin, session.extend
-        session.begin = lambda root: (read.append("begin"), begin(root))[1]
-        session.extend = lambda tokens, parents=None: (read.append(int(tokens[0, 0])), extend(tokens, parents))[1]
+        begin, extend = session.prefill, session.decode
+        session.prefill = lambda root: (read.append("begin"), begin(root))[1]
+        session.decode = lambda tokens, parents=None: (read.append(int(tokens[0, 0])), extend(tokens, parents))[1]
         return session
 
     monkeypatch.setattr(inner, "open", open_noted)
@@ -201,7 +201,7 @@ def test_overhead_is_what_the_loop_takes_beside_its_passes(target: Target, monke
 
     loop = Ours("plain", Decoder(target), Plan(0), 6)
     assert loop_overhead(loop, [PROMPTS], 1).loop_seconds < 0.02
-    settle = stage.settle
+    settle = stage.verify_and_commit
     monkeypatch.setattr(stage, "settle", lambda *arguments: (time.sleep(0.02), settle(*arguments))[1])
     found = loop_overhead(loop, [[p] for p in PROMPTS], repeats=2)
     assert found.loop_seconds - found.bare_seconds > 0.019

@@ -11,8 +11,8 @@ import pytest
 SCRIPT = Path(__file__).parents[2] / "docs" / "developers" / "structure"
 
 FILES = {
-    "ground/__init__.py": "",
-    "ground/values.py": "from typing import Any\ndef positive(x: Any) -> Any:\n    return x\n",
+    "common/__init__.py": "",
+    "common/values.py": "from typing import Any\ndef positive(x: Any) -> Any:\n    return x\n",
     "heads/__init__.py": "from .eagle3 import Eagle3\n",
     "heads/base.py": """
 class Drafter:
@@ -29,10 +29,10 @@ class Layer:
 class Session:
     def __init__(self, head, a, b, c, d, e, f, g):
         self.head, self.cache = head, {}
-    def absorb(self, tokens):
+    def update(self, tokens):
         return self.head.layer(tokens)
 """,
-    "heads/eagle3.py": """
+    "heads/eagle/eagle3.py": """
 from .base import Drafter
 from .layer import Layer, Session
 class Eagle3(Drafter):

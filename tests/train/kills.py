@@ -22,8 +22,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from outrider.ground import BadInputError, digests
-from outrider.ground.files import write_atomically
+from outrider.common import BadInputError, digests
+from outrider.common.atomic import write_atomically
 from outrider.recipes import Recipe
 from outrider.targets import Target
 from outrider.train import checkpoints, train

@@ -1,0 +1,334 @@
+"""Attention of a head's unrolled steps, without scores in memory.
+
+A query of a later step sees the entries of step 0 up to its own place, and one entry of its own per later step. The
+first are what fused kernels compute; these also give the logarithm of their softmax's denominator, and with it the
+others are merged in. Merging is exact, and so is the backward pass: given the merged result and the merged denominator,
+a kernel's own backward pass is that of its part of the softmax. (Attention over several devices is built of the same
+pieces: ring attention, arXiv 2310.01889.)
+
+Shapes: B rows, N heads, T entries of step 0, T' queries, D head size.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache, reduce
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+Entry = tuple[Tensor, Tensor]  # keys and values
+Inputs = tuple[Tensor, Tensor, Tensor]  # queries, keys and values
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Span:
+    """A text of a row that holds several: which entries of step 0 are its own, and which queries.
+
+    Attributes:
+        entries, queries: of the row.
+        begin: which of its entries stands at the place of its first query.
+    """
+
+    row: int
+    entries: slice
+    begin: int
+    queries: slice
+
+
+def attend(
+    q: Tensor, first: Entry, begins: Sequence[int], own: Sequence[Entry] = (), spans: Sequence[Span] | None = None
+) -> Tensor:
+    """Return what queries `[B, N, T', D]` gather, in their shape.
+
+    Args:
+        first: the entries of step 0, `[B, N, T, D]`; query j of row b sees those up to `begins[b] + j`. Where there are
+            fewer, the query means nothing.
+        own: the entries of each later step, `[B, N, T', D]`; a query sees the one at its own index.
+        spans: the texts of rows that hold several, in the place of `begins`: a query sees entries of its own text only.
+            One that stands in no text means nothing.
+    """
+    kind = q.device.type
+    if kind != "meta" and torch.is_autocast_enabled(kind):  # as a product of matrices would be
+        dtype = torch.get_autocast_dtype(kind)
+        q, first, own = q.to(dtype), _cast(first, dtype), [_cast(entry, dtype) for entry in own]
+    kernel = fused(kind, q.dtype, q.shape[-1])
+    if kernel is None:
+        return plain(q, first, begins, own, spans)
+    groups = _groups(kernel, begins, q.shape[2], first[0].shape[2]) if spans is None else _texts(kernel, spans)
+    return _Merged.apply(list(groups), q, *first, *(tensor for entry in own for tensor in entry))
+
+
+def _cast(entry: Entry, dtype: torch.dtype) -> Entry:
+    return entry[0].to(dtype), entry[1].to(dtype)
+
+
+def plain(
+    q: Tensor, first: Entry, begins: Sequence[int], own: Sequence[Entry] = (), spans: Sequence[Span] | None = None
+) -> Tensor:
+    """Attend as `attend` does, on devices without such a kernel: write all scores down."""
+    keys, values = first
+    places = torch.arange(keys.shape[2], device=q.device)
+    earliest, last = _seen(begins, q.shape[2], q.device) if spans is None else _seen_in(spans, q)
+    visible = ((places <= last[..., None]) & (places >= earliest[..., None]))[:, None]  # [B, 1, T', T]
+    if not own:
+        return nn.functional.scaled_dot_product_attention(q, keys, values, visible)
+    scale = q.shape[-1] ** -0.5
+    scores = (q @ keys.transpose(-1, -2) * scale).masked_fill(~visible, float("-inf"))
+    diagonal = torch.stack([(q * key).sum(-1) * scale for key, _ in own], -1)  # [B, N, T', S − 1]
+    weights = torch.cat([scores, diagonal], -1).softmax(-1, dtype=torch.float32).to(q.dtype)
+    mixed = weights[..., : keys.shape[2]] @ values
+    for i, (_, value) in enumerate(own):
+        mixed = mixed + weights[..., keys.shape[2] + i, None] * value
+    return mixed
+
+
+def _seen(begins: Sequence[int], queries: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return the first and the last place that each query sees, `[B, T']` both."""
+    last = torch.tensor(begins, device=device)[:, None] + torch.arange(queries, device=device)
+    return torch.zeros_like(last), last
+
+
+def _seen_in(spans: Sequence[Span], q: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the first and the last place of its text that each query sees; one that stands in no text sees one."""
+    last = torch.zeros(len(q), q.shape[2], dtype=torch.long)
+    earliest = torch.zeros_like(last)
+    for span in spans:
+        earliest[span.row, span.queries] = span.entries.start
+        begin, count = span.entries.start + span.prefill, span.queries.stop - span.queries.start
+        last[span.row, span.queries] = torch.arange(begin, begin + count)
+    return earliest.to(q.device), last.to(q.device)
+
+
+# ------------------------------------------------------------ kernels
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A fused attention of queries `[B, N, Q, D]` over keys and values `[B, N, K, D]`: all, or up to its own index.
+
+    Attributes:
+        forward: (q, k, v, causal) to the result `[B, N, Q, D]` and the log-sum-exp of the scores `[B, N, Q]`.
+        backward: (gradient, q, k, v, result, log-sum-exp, causal) to the gradients of q, k and v.
+    """
+
+    forward: Callable[[Tensor, Tensor, Tensor, bool], tuple[Tensor, Tensor]]
+    backward: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, bool], tuple[Tensor, Tensor, Tensor]]
+
+
+def _flash(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
+
+
+def _flash_backward(
+    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, result: Tensor, lse: Tensor, causal: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        gradient, q, k, v, result, lse, 0.0, causal
+    )
+
+
+def _efficient(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+    result, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0, causal)
+    return result, lse[..., : q.shape[2]]  # it is padded
+
+
+def _efficient_backward(
+    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, result: Tensor, lse: Tensor, causal: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    padded = nn.functional.pad(lse, (0, -q.shape[2] % 32), value=float("inf")).contiguous()
+    result = result.transpose(1, 2).contiguous().transpose(1, 2)  # as the kernel itself lays it out, and assumes
+    seed = torch.zeros((), dtype=torch.long, device=q.device)  # of a dropout that there is none of
+    found = torch.ops.aten._scaled_dot_product_efficient_attention_backward(
+        gradient, q, k, v, None, result, padded, seed, seed, 0.0, [True, True, True, False], causal
+    )
+    return found[:3]
+
+
+_KERNELS = {
+    "cpu": Kernel(_flash, _flash_backward),
+    "meta": Kernel(_flash, _flash_backward),
+    "cuda": Kernel(_efficient, _efficient_backward),
+}
+
+
+@lru_cache
+def fused(kind: str, dtype: torch.dtype, size: int) -> Kernel | None:
+    """Return the kernel of a kind of device, for heads of that size; None without one that computes what `plain` does.
+
+    The kernels are no public interface of torch, so each is tried on a small example before it is used.
+    """
+    kernel = _KERNELS.get(kind)
+    if kernel is None or kind == "meta":
+        return kernel
+    try:
+        difference = _trial(kernel, torch.device(kind), dtype, size)
+    except (AttributeError, RuntimeError, TypeError, ValueError) as error:
+        _log.warning(
+            "training needs memory for all attention scores: no fused attention for %s in %s (%s)",
+            kind,
+            dtype,
+            str(error).splitlines()[0],
+        )
+        return None
+    if not difference < (1e-4 if dtype in (torch.float32, torch.float64) else 0.1):
+        _log.warning(
+            "training needs memory for all attention scores: fused attention in %s on %s is off by %.1e",
+            dtype,
+            kind,
+            difference,
+        )
+        return None
+    return kernel
+
+
+def _trial(kernel: Kernel, device: torch.device, dtype: torch.dtype, size: int) -> float:
+    """Return the largest difference between kernel and `plain`, in values and gradients, on a small example."""
+    with torch.inference_mode(False), torch.enable_grad(), torch.autocast(device.type, enabled=False):
+        numbers = torch.arange(5 * 2 * 2 * 5 * size, device=device).sin().to(dtype).view(5, 2, 2, 5, size)
+        inputs = q, keys, values, key, value = [part.clone().requires_grad_() for part in numbers]
+        q, own = q[:, :, :3], (key[:, :, :3], value[:, :, :3])
+        groups = list(_groups(kernel, (2, 2), 3, 5))
+        merged, expected = _Merged.apply(groups, q, keys, values, *own), plain(q, (keys, values), (2, 2), [own])
+        found = [merged, *torch.autograd.grad(merged.square().sum(), inputs)]
+        wanted = [expected, *torch.autograd.grad(expected.square().sum(), inputs)]
+        return (
+            torch.stack([(a - b).abs().max() for a, b in zip(found, wanted, strict=True)]).max().item()
+        )  # NaN, if one is
+
+
+# ------------------------------------------------------------ merging
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Rows that begin at the same place, or one text of a row.
+
+    Their queries see all entries before it, and of those from there on the ones up to their own index.
+
+    Attributes:
+        entries: of the rows, that are theirs. begin: counted from the first of these.
+        queries: that mean something.
+    """
+
+    kernel: Kernel
+    rows: slice
+    entries: slice
+    begin: int
+    queries: slice
+
+    def inputs(self, q: Tensor, keys: Tensor, values: Tensor) -> tuple[Inputs, Inputs]:
+        """Return the inputs of both products: with the entries from `prefill` on, and with those before."""
+        q, keys, values = q[self.rows, :, self.queries], *(x[self.rows, :, self.entries] for x in (keys, values))
+        return (q, keys[:, :, self.prefill :], values[:, :, self.prefill :]), (
+            q,
+            keys[:, :, : self.prefill],
+            values[:, :, : self.prefill],
+        )
+
+    def forward(self, q: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the result and its log-sum-exp."""
+        within, before = self.inputs(q, keys, values)
+        mixed, total = self.kernel.forward(*within, True)
+        if not self.prefill:
+            return mixed, total
+        other, level = self.kernel.forward(*before, False)
+        return mixed.lerp(other, (level - total).sigmoid()[..., None].to(mixed.dtype)), torch.logaddexp(total, level)
+
+    def backward(self, gradient: Tensor, inputs: Inputs, mixed: Tensor, total: Tensor) -> list[Tensor]:
+        """Return gradients of its queries, and of its keys and values."""
+        gradient, mixed, total = (x[self.rows, :, self.queries].contiguous() for x in (gradient, mixed, total))
+        within, before = self.inputs(*inputs)
+        slopes = list(self.kernel.backward(gradient, *within, mixed, total, True))
+        if self.prefill:
+            others = self.kernel.backward(gradient, *before, mixed, total, False)
+            slopes = [slopes[0] + others[0], *(torch.cat(pair, 2) for pair in zip(others[1:], slopes[1:], strict=True))]
+        return slopes
+
+    def is_all_of(self, q: Tensor, keys: Tensor) -> bool:
+        """Tell whether no other group has a part in queries and keys."""
+        parts = ((self.rows, len(q)), (self.queries, q.shape[2]), (self.entries, keys.shape[2]))
+        return all((part.start, part.stop) == (0, size) for part, size in parts)
+
+
+def _groups(kernel: Kernel, begins: Sequence[int], queries: int, length: int) -> Iterator[_Group]:
+    row = 0
+    for begin, alike in groupby(begins):
+        rows = slice(row, row := row + len(list(alike)))
+        yield _Group(kernel, rows, slice(0, length), begin, slice(0, min(queries, length - begin)))
+
+
+def _texts(kernel: Kernel, spans: Sequence[Span]) -> Iterator[_Group]:
+    for span in spans:
+        yield _Group(kernel, slice(span.row, span.row + 1), span.entries, span.prefill, span.queries)
+
+
+def _of_step_0(groups: Sequence[_Group], q: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the result over the entries of step 0 and its log-sum-exp; zeros and −inf for queries without meaning."""
+    if len(groups) == 1 and groups[0].is_all_of(q, keys):
+        return groups[0].forward(q, keys, values)
+    found = [group.forward(q, keys, values) for group in groups]
+    dtype = found[0][1].dtype if found else torch.float32
+    mixed, total = torch.zeros_like(q), q.new_full(q.shape[:3], float("-inf"), dtype=dtype)
+    for group, (result, lse) in zip(groups, found, strict=True):
+        mixed[group.rows, :, group.queries], total[group.rows, :, group.queries] = result, lse
+    return mixed, total
+
+
+def _slopes_of_step_0(
+    groups: Sequence[_Group], gradient: Tensor, inputs: Inputs, mixed: Tensor, total: Tensor
+) -> list[Tensor]:
+    """Return gradients of queries, keys and values, from the merged result and log-sum-exp."""
+    if len(groups) == 1 and groups[0].is_all_of(*inputs[:2]):
+        return groups[0].backward(gradient, inputs, mixed, total)
+    slopes = [torch.zeros_like(x) for x in inputs]
+    for group in groups:
+        places = (group.queries, group.entries, group.entries)
+        found = group.backward(gradient, inputs, mixed, total)
+        for slope, place, part in zip(slopes, places, found, strict=True):
+            slope[group.rows, :, place] = part
+    return slopes
+
+
+class _Merged(torch.autograd.Function):
+    """A differentiable `attend` by a kernel.
+
+    Inputs are who gathers together, queries, keys, values, and the keys and values of each later step.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, groups: Sequence[_Group], q: Tensor, keys: Tensor, values: Tensor, *own: Tensor) -> Tensor:
+        ctx.groups = groups
+        mixed, total = _of_step_0(ctx.groups, q, keys, values)
+        weights = []
+        if own:
+            scale = q.shape[-1] ** -0.5
+            scores = [(q * key).sum(-1, dtype=total.dtype) * scale for key in own[::2]]
+            merged = reduce(torch.logaddexp, scores, total)
+            mixed = mixed * (total - merged).exp()[..., None].to(mixed.dtype)
+            weights, total = [(score - merged).exp()[..., None].to(q.dtype) for score in scores], merged
+            for weight, value in zip(weights, own[1::2], strict=True):
+                mixed.addcmul_(weight, value)
+        ctx.save_for_backward(q, keys, values, mixed, total, *weights, *own)
+        return mixed
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        q, keys, values, mixed, total, *rest = ctx.saved_tensors
+        slopes = _slopes_of_step_0(ctx.groups, gradient, (q, keys, values), mixed, total)
+        steps = len(rest) // 3
+        weights, own = rest[:steps], rest[steps:]
+        if own:
+            scale, level = q.shape[-1] ** -0.5, (gradient * mixed).sum(-1, keepdim=True)
+        others: list[Tensor] = []
+        for weight, key, value in zip(weights, own[::2], own[1::2], strict=True):
+            slope = weight * ((gradient * value).sum(-1, keepdim=True) - level) * scale  # of the score
+            slopes[0].addcmul_(slope, key)
+            others += [slope * q, weight * gradient]
+        return None, *slopes, *others

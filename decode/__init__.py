@@ -4,7 +4,7 @@ from .control import Control, Controller, Costs, Schedule, expected_tokens
 from .engine import Decoder
 from .plan import Plan
 from .rules import LOSSLESS, LOSSY
-from .run import Event, Output
+from .run import Output, StreamEvent
 from .sampling import Sampling
 from .stats import DecodeStats, Round, depth_counts
 from .trees import Tree, best_tree
@@ -17,12 +17,12 @@ __all__ = [
     "Costs",
     "DecodeStats",
     "Decoder",
-    "Event",
     "Output",
     "Plan",
     "Round",
     "Sampling",
     "Schedule",
+    "StreamEvent",
     "Tree",
     "best_tree",
     "depth_counts",

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ..ground import BadInputError
+from ..common import BadInputError
 
 _FORGET = 0.95  # per round: what a sequence did long ago says less about what comes
 _ENTER, _SWITCH = 1.03, 1.02  # gains below these are noise: they change nothing

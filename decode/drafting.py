@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..heads import NodeSession, Proposal
 from .hashing import uniforms
-from .rules import Pick, Rule
+from .rules import DraftPolicy, Rule
 from .sampling import (
     DRAFT,
     Context,
@@ -29,7 +29,7 @@ from .sampling import (
 
 
 @dataclass(frozen=True)
-class Drawing:
+class SamplerConfig:
     """How tokens are drawn from logits, by drafter and target alike.
 
     Attributes:
@@ -44,7 +44,7 @@ class Drawing:
 
 
 @dataclass
-class Chooser:
+class DraftSampler:
     """Picks draft tokens under the target's own processors and filters, and remembers what they were drawn from.
 
     Attributes:
@@ -64,7 +64,7 @@ class Chooser:
     """
 
     rule: Rule
-    drawing: Drawing
+    drawing: SamplerConfig
     keys: Keys
     context: Context | None = None
     confidence: float = 0.0
@@ -126,7 +126,7 @@ class Chooser:
             return self._highest(logits)
         keys, probs = self.keys, probabilities(logits, self.drawing.sampling)
         positions = keys.first + self.depth
-        if self.rule.pick is Pick.SHARED_NOISE:
+        if self.rule.pick is DraftPolicy.SHARED_NOISE:
             noise = shared_gumbel(keys.seed, keys.sequences, positions, self.drawing.vocab)
             return self._highest(probs.double().log() + noise)
         self.probs.append(probs)
@@ -162,7 +162,7 @@ class Chooser:
             return self._top(logits, count)
         keys, vocab, probs = self.keys, self.drawing.vocab, probabilities(logits, self.drawing.sampling)
         log_probs, rows, first = probs.double().log(), keys.sequences[:, None], keys.first[:, None]
-        if self.rule.pick is Pick.SHARED_NOISE:
+        if self.rule.pick is DraftPolicy.SHARED_NOISE:
             self.peaks.append(probs[:, :, 0].clone())  # a view would keep the whole distribution
             noise = shared_gumbel(keys.seed, rows, first + depth - 1, vocab)
         else:
@@ -182,7 +182,7 @@ class Chooser:
 
     @property
     def _is_certain(self) -> bool:
-        return self.rule.pick is Pick.MOST_PROBABLE
+        return self.rule.pick is DraftPolicy.MOST_PROBABLE
 
     def _processed(self, logits: Tensor, context: Context | None) -> Tensor:
         """Return the logits `[B, W, V]` after the processors."""
@@ -214,14 +214,14 @@ def _spread(logits: Tensor, token_ids: Tensor | None, vocab: int) -> Tensor:
     return whole.scatter(-1, token_ids.expand_as(logits), logits)
 
 
-def propose_confidently(session: NodeSession, root: Tensor, depth: int, chooser: Chooser, asks: bool) -> Proposal:
+def propose_confidently(session: NodeSession, root: Tensor, depth: int, chooser: DraftSampler, asks: bool) -> Proposal:
     """Draft a chain after `root` `[B]` with a session that says, before each token, how sure it is of it.
 
     Args:
         asks: whether the host may be asked if all rows have ended.
     """
     depth = min(depth, session.max_depth or depth)
-    logits, drafted = session.begin(root), list[Tensor]()
+    logits, drafted = session.prefill(root), list[Tensor]()
     while True:
         chooser.expect(session.confidence())
         if drafted and asks and chooser.ended():
@@ -229,5 +229,5 @@ def propose_confidently(session: NodeSession, root: Tensor, depth: int, chooser:
         drafted.append(chooser(logits, session.output_ids))
         if len(drafted) == depth:
             break
-        logits = session.extend(drafted[-1][:, None])[:, 0]
+        logits = session.decode(drafted[-1][:, None])[:, 0]
     return Proposal.chain(torch.stack(drafted, 1))

@@ -8,9 +8,9 @@ from ..heads import Drafter
 from ..targets import Target
 from ..targets.fast import prefer_fast_pass, use_fast_pass
 from .plan import Plan
-from .room import Rooms
-from .run import Event, Output, Request, Run, Stop
+from .run import Output, Request, Run, Stop, StreamEvent
 from .sampling import Sampling
+from .static_batch import StaticBatches
 
 
 class Decoder:
@@ -37,7 +37,7 @@ class Decoder:
             use_fast_pass(target)
         elif fast is None:
             prefer_fast_pass(target)
-        self.rooms = Rooms(target, on_gpu if static is None else static)
+        self.rooms = StaticBatches(target, on_gpu if static is None else static)
         if drafter is not None:
             drafter.check(target)
             drafter.to(target.device).eval()
@@ -87,7 +87,7 @@ class Decoder:
         stop: Stop | None = None,
         ignore_eos: bool = False,
         speculate: bool = True,
-    ) -> Iterator[Event]:
+    ) -> Iterator[StreamEvent]:
         """Complete one prompt, yielding what each round emits."""
         how = (sampling or Sampling(), plan or Plan(), stop, ignore_eos, None, speculate)
         for events in self.run(Request([prompt], max_new_tokens, *how)).steps():

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..ground import BadInputError
+from ..common import BadInputError
 
 BROKEN = -2  # in place of a following token: some logits of the round are not finite
 
@@ -29,7 +29,7 @@ def are_finite(values: list[Tensor]) -> Tensor:
 
 
 @dataclass
-class Witness:
+class NonFiniteTracer:
     """Finds the first layer, in the order of computation, whose output is not finite.
 
     Attributes:
@@ -77,7 +77,7 @@ class Witness:
             yield from (f"{owner}'s {name}" for name, weight in model.named_parameters() if _count(weight))
 
 
-def not_finite_error(witness: Witness, dtype: torch.dtype, prompt: int, num_new: int) -> BadInputError:
+def not_finite_error(witness: NonFiniteTracer, dtype: torch.dtype, prompt: int, num_new: int) -> BadInputError:
     """Return the error that ends a generation whose logits are not finite."""
     narrow = " Or load the target in bfloat16 or float32: float16 ends at 65504." if dtype == torch.float16 else ""
     tokens = "token" if num_new == 1 else "tokens"

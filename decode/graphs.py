@@ -22,7 +22,7 @@ _MOST_GRAPHS = 64
 _log = logging.getLogger("outrider")
 
 
-class State(Protocol):
+class GraphTensors(Protocol):
     """Tensors by name, which may be moved to other places in memory."""
 
     def tensors(self) -> list[Tensor]:
@@ -32,7 +32,7 @@ class State(Protocol):
         """Return the same state in other places, given in that order."""
 
 
-S = TypeVar("S", bound=State)
+S = TypeVar("S", bound=GraphTensors)
 R = TypeVar("R")
 
 

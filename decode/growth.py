@@ -11,10 +11,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..ground import BadInputError
+from ..common import BadInputError
 from ..heads import NodeSession, Proposal
 from ..targets import Nodes
-from .drafting import Chooser
+from .drafting import DraftSampler
 from .trees import Tree
 
 # ------------------------------------------------------------ static trees
@@ -42,7 +42,7 @@ class Level:
 
 
 @dataclass(frozen=True)
-class Layout:
+class StaticTree:
     """A static tree as index tensors on a device.
 
     Attributes:
@@ -59,7 +59,7 @@ class Layout:
     levels: tuple[Level, ...]
 
     @classmethod
-    def of(cls, tree: Tree, device: torch.device) -> Layout:
+    def of(cls, tree: Tree, device: torch.device) -> StaticTree:
         """Lay out `tree` on `device`."""
 
         def index(values: Sequence[int]) -> Tensor:
@@ -82,7 +82,9 @@ class Layout:
         return cls(tree.depth, index(tree.parents), index(read), index(places), tuple(levels))
 
 
-def grow_static(session: NodeSession, root: Tensor, layout: Layout, chooser: Chooser) -> tuple[Proposal, Tensor | None]:
+def grow_static(
+    session: NodeSession, root: Tensor, layout: StaticTree, chooser: DraftSampler
+) -> tuple[Proposal, Tensor | None]:
     """Draft a proposal of the shape `layout` after `root` `[B]`.
 
     Returns:
@@ -94,7 +96,7 @@ def grow_static(session: NodeSession, root: Tensor, layout: Layout, chooser: Cho
     real = torch.ones(rows, count, dtype=torch.bool, device=root.device)
     before = chooser.context
     sees = None if before is None else Nodes.of_tree(parents, layout.depth).sees[:, :, 1:]
-    logits = session.begin(root)[:, None]
+    logits = session.prefill(root)[:, None]
     for depth, level in enumerate(layout.levels, 1):
         _check_width(level.widest, logits.shape[-1])
         here = None
@@ -104,7 +106,7 @@ def grow_static(session: NodeSession, root: Tensor, layout: Layout, chooser: Cho
         tokens[:, level.nodes] = chosen[:, level.which, level.ranks]
         real[:, level.nodes] = scores[:, level.which, level.ranks] > float("-inf")
         if depth < layout.depth:
-            logits = session.extend(tokens[:, level.read], level.above.expand(rows, -1))
+            logits = session.decode(tokens[:, level.read], level.above.expand(rows, -1))
     real, read = _under_real(real, parents, layout.depth), layout.read.expand(rows, -1)
     proposal = Proposal.tree(tokens, parents, real, read, layout.depth)
     if not chooser.probs:
@@ -188,7 +190,9 @@ class _Candidates:
         return Proposal.tree(self.tokens.gather(1, kept), above, real, self.read.gather(1, kept), depth)
 
 
-def grow_dynamic(session: NodeSession, root: Tensor, width: int, nodes: int, depth: int, chooser: Chooser) -> Proposal:
+def grow_dynamic(
+    session: NodeSession, root: Tensor, width: int, nodes: int, depth: int, chooser: DraftSampler
+) -> Proposal:
     """Draft EAGLE-2's tree after `root` `[B]`: expand the most probable nodes, keep the best of all.
 
     What is compared is the product of the drafter's probabilities along the path (arXiv 2406.16858, §4).
@@ -199,7 +203,7 @@ def grow_dynamic(session: NodeSession, root: Tensor, width: int, nodes: int, dep
         depth: the number of levels.
     """
     before = chooser.context
-    logits = session.begin(root)[:, None]
+    logits = session.prefill(root)[:, None]
     width = min(width, logits.shape[-1])
     found = _Candidates.none(root)
     known, known_scores = root.new_full((len(root), 1), -1), torch.zeros(len(root), 1, device=root.device)
@@ -215,5 +219,5 @@ def grow_dynamic(session: NodeSession, root: Tensor, width: int, nodes: int, dep
         known, known_scores = best + first, total.gather(1, best)
         order = found.parents_read(known)
         found.note_read(known, (level - 1) * width)
-        logits = session.extend(found.tokens.gather(1, known), order)
+        logits = session.decode(found.tokens.gather(1, known), order)
     return found.best(nodes, depth)

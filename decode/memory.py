@@ -13,14 +13,14 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from ..ground import BadInputError
-from ..ground.machine import free_bytes
+from ..common import BadInputError
+from ..common.machine import free_bytes
 from ..heads import Drafter, NodeSession
-from ..targets import Counts, PeakBytes, Target
+from ..targets import PeakBytes, RowLengths, Target
 from .plan import Plan
-from .room import margin, window_of
-from .rules import AT_ZERO, NOT_DRAWN, RULES, Pick, Rule
+from .rules import AT_ZERO, NOT_DRAWN, RULES, DraftPolicy, Rule
 from .sampling import Sampling
+from .static_batch import margin, window_of
 
 # Below this nothing is checked: short requests pay nothing.
 SMALL = 64 * 2**20
@@ -78,7 +78,7 @@ class Load:
 
 
 @dataclass(frozen=True)
-class Budget:
+class MemoryNeed:
     """Bytes that a generation needs beside the weights.
 
     Attributes:
@@ -96,12 +96,12 @@ class Budget:
         return self.target + self.drafter + self.working
 
 
-def budget(target: Target, drafter: Drafter | None, load: Load) -> Budget:
+def budget(target: Target, drafter: Drafter | None, load: Load) -> MemoryNeed:
     """Return what `load` needs."""
     drafter = drafter if load.depth else None
     # First: it may leave the drafter with a part of its state.
     working = max(_prompt_bytes(target, drafter, load), _round_bytes(target, drafter, load))
-    return Budget(target.cache_bytes(load.rows, load.target_length), _state_bytes(target, drafter, load), working)
+    return MemoryNeed(target.cache_bytes(load.rows, load.target_length), _state_bytes(target, drafter, load), working)
 
 
 def _state_bytes(target: Target, drafter: Drafter | None, load: Load) -> int:
@@ -228,7 +228,7 @@ def _drafting_bytes(target: Target, load: Load) -> int:
     widest = plan.width
     if plan.tree is not None:
         widest = max(Counter(plan.tree.depths[parent] for parent in set(plan.tree.parents) - {-1}).values(), default=1)
-    picked = _BEST if _rule(load).pick is Pick.MOST_PROBABLE else _DRAWN
+    picked = _BEST if _rule(load).pick is DraftPolicy.MOST_PROBABLE else _DRAWN
     return widest * (target.footprint().kept + picked)
 
 
@@ -273,7 +273,7 @@ def _processor_bytes(logit: int, sampling: Sampling) -> tuple[int, int, int]:
 
 
 @dataclass(frozen=True)
-class _Reading:
+class _PromptBytes:
     """Bytes that a drafter works with when it reads a prompt and begins.
 
     Attributes:
@@ -293,20 +293,20 @@ class _Reading:
         return int(rows * (self.per_row + length * (self.per_token + length * self.per_pair)))
 
 
-_measured: WeakKeyDictionary[Drafter, dict[torch.dtype, _Reading]] = WeakKeyDictionary()
+_measured: WeakKeyDictionary[Drafter, dict[torch.dtype, _PromptBytes]] = WeakKeyDictionary()
 
 
-def _reading(drafter: Drafter | None, target: Target) -> _Reading:
+def _reading(drafter: Drafter | None, target: Target) -> _PromptBytes:
     """Return what reading takes, measured once, on three short prompts."""
     if drafter is None or not drafter.abilities.reads_nodes:
-        return _Reading()
+        return _PromptBytes()
     known = _measured.setdefault(drafter, {})
     if target.dtype not in known:
         (short, kept, per_draft), (middle, *_), (long, *_) = (_read(drafter, target, n) for n in (16, 64, 112))
         per_pair = max(0.0, ((long - middle) - (middle - short)) / (2 * 48**2))
         per_token = (long - short) / 96 - 128 * per_pair
         per_row = max(0.0, short - 16 * per_token - 256 * per_pair)
-        known[target.dtype] = _Reading(per_row, per_token, per_pair, kept, per_draft)
+        known[target.dtype] = _PromptBytes(per_row, per_token, per_pair, kept, per_draft)
     return known[target.dtype]
 
 
@@ -324,9 +324,9 @@ def _read(drafter: Drafter, target: Target, length: int) -> tuple[int, int, int]
     tokens = torch.zeros(1, length, dtype=torch.long, device=target.device)
     hidden = torch.zeros(1, length, len(drafter.taps), target.hidden_size, dtype=target.dtype, device=target.device)
     with PeakBytes() as run:
-        session.absorb(tokens, hidden, Counts.of([length], target.device))
-        session.begin(tokens[:, 0])
+        session.update(tokens, hidden, RowLengths.of([length], target.device))
+        session.prefill(tokens[:, 0])
         peak, kept = run.peak, run.live
         if drafter.max_depth is None or drafter.max_depth > 1:
-            session.extend(tokens[:, :1])
+            session.decode(tokens[:, :1])
     return peak, kept, max(0, run.live - kept)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..ground import BadInputError
+from ..common import BadInputError
 from .control import Control
-from .rules import AT_ZERO, LOSSLESS, LOSSY, RULES, Shape, choose_rule, fitting_rules
+from .rules import AT_ZERO, LOSSLESS, LOSSY, RULES, DraftShape, choose_rule, fitting_rules
 from .trees import Tree
 
 
@@ -98,22 +98,22 @@ class Plan:
         }
 
     @property
-    def shape(self) -> Shape:
+    def shape(self) -> DraftShape:
         """Whether it asks for a chain, a static or a dynamic tree."""
         if self.tree is not None:
-            return Shape.STATIC
-        return Shape.DYNAMIC if self.width > 1 and self.depth > 0 else Shape.CHAIN
+            return DraftShape.STATIC
+        return DraftShape.DYNAMIC if self.width > 1 and self.depth > 0 else DraftShape.CHAIN
 
     @property
     def is_tree(self) -> bool:
-        return self.shape is not Shape.CHAIN
+        return self.shape is not DraftShape.CHAIN
 
     @property
     def chain(self) -> Plan:
         """A plan as deep as this one for a drafter that grows no trees."""
         if not self.is_tree:
             return self
-        fits = self.verify != "auto" and Shape.CHAIN in RULES[self.verify].shapes
+        fits = self.verify != "auto" and DraftShape.CHAIN in RULES[self.verify].shapes
         return Plan(self.depth, verify=self.verify if fits else "auto", control=self.control)
 
     def up_to(self, depth: int | None) -> Plan:

@@ -2,7 +2,7 @@
 
 A sequence is committed tokens plus a `root`: its last token, which the target has not processed yet. A round drafts
 after the root, verifies root and drafts in one pass of the target, and ends with a new root. It takes a `RoundState`
-and gives the next one, and an `Outcome`, of which the host reads one small tensor.
+and gives the next one, and an `RoundResult`, of which the host reads one small tensor.
 
 Shapes: B active rows, N draft tokens, D of them on the longest path (in a chain all), V vocabulary, K taps,
 H hidden size.
@@ -18,14 +18,14 @@ import torch
 from torch import Tensor
 
 from ..heads import Abilities, NodeSession, Proposal, Session
-from ..targets import Counts, RaggedCache, Target
+from ..targets import RaggedCache, RowLengths, Target
 from .control import Schedule
-from .drafting import Chooser, Drawing, propose_confidently
+from .drafting import DraftSampler, SamplerConfig, propose_confidently
 from .finite import BROKEN, are_finite
-from .growth import Layout, grow_dynamic, grow_static
+from .growth import StaticTree, grow_dynamic, grow_static
 from .hashing import Seed
 from .plan import Plan
-from .rules import LOSSY, RULES, Case, Shape, Verdict
+from .rules import LOSSY, RULES, DraftShape, Verdict, VerifyInputs
 from .sampling import Context, Keys, nothing_left
 
 NOTHING = -1  # in place of a following token: the processors left none
@@ -47,7 +47,7 @@ class Setup:
 
     target: Target
     plan: Plan
-    drawing: Drawing
+    drawing: SamplerConfig
     abilities: Abilities = field(default_factory=Abilities)
     taps: tuple[int, ...] = ()
     asks: bool = True
@@ -63,9 +63,9 @@ class Setup:
         return self.plan.rule(self.drawing.sampling.temperature, deterministic)
 
     @cached_property
-    def layout(self) -> Layout | None:
+    def layout(self) -> StaticTree | None:
         """The plan's static tree on the target's device; None if it has none."""
-        return None if self.plan.tree is None else Layout.of(self.plan.tree, self.target.device)
+        return None if self.plan.tree is None else StaticTree.of(self.plan.tree, self.target.device)
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,7 @@ class RoundState:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class RoundResult:
     """What a round did, on the device.
 
     Attributes:
@@ -138,7 +138,7 @@ class Outcome:
         tokens: root and drafts of the path, `[B, 1 + D]`.
         hidden: their tapped states, `[B, 1 + D, K, H]`; None without taps.
         counts: how many of them stay, `[B]`.
-        read: when the session read each draft of a tree's path, `[B, D]`; None for a chain. See `Session.absorb`.
+        read: when the session read each draft of a tree's path, `[B, D]`; None for a chain. See `Session.update`.
         best: the target's most probable token at every place of the proposal, `[B, 1 + N]`; None where no session
             observes it.
         rule: the name of the rule that judged.
@@ -147,30 +147,30 @@ class Outcome:
     packed: Tensor
     tokens: Tensor
     hidden: Tensor | None
-    counts: Counts
+    counts: RowLengths
     read: Tensor | None
     best: Tensor | None
     rule: str
 
-    def of(self, rows: list[int]) -> Outcome:
+    def of(self, rows: list[int]) -> RoundResult:
         """Return what it says of these rows."""
         if len(rows) == len(self.packed):
             return self
         hidden, read, best = (None if t is None else t[rows] for t in (self.hidden, self.read, self.best))
         counts = self.counts.select(rows)
-        return Outcome(self.packed[rows], self.tokens[rows], hidden, counts, read, best, self.rule)
+        return RoundResult(self.packed[rows], self.tokens[rows], hidden, counts, read, best, self.rule)
 
-    def cloned(self) -> Outcome:
+    def cloned(self) -> RoundResult:
         """Return a copy that a replay of the round does not overwrite."""
         hidden, read, best = (None if t is None else t.clone() for t in (self.hidden, self.read, self.best))
-        counts = Counts(self.counts.tensor.clone())
+        counts = RowLengths(self.counts.tensor.clone())
         return replace(self, tokens=self.tokens.clone(), hidden=hidden, counts=counts, read=read, best=best)
 
 
-def play(setup: Setup, state: RoundState, depth: int) -> tuple[RoundState, Outcome]:
+def step(setup: Setup, state: RoundState, depth: int) -> tuple[RoundState, RoundResult]:
     """Play a whole round of `depth` drafts: draft, verify, commit, and let the session take note."""
-    state, outcome = settle(setup, state, draft(setup, state, depth))
-    absorb(state, outcome)
+    state, outcome = verify_and_commit(setup, state, draft(setup, state, depth))
+    update_session(state, outcome)
     return state, outcome
 
 
@@ -204,7 +204,7 @@ def draft(setup: Setup, state: RoundState, depth: int) -> Draft:
     if not depth:
         return no_draft(setup, state.root)
     rule = RULES[setup.rule(setup.abilities.deterministic)]
-    chooser = Chooser(rule, setup.drawing, state.keys, state.context, setup.plan.confidence)
+    chooser = DraftSampler(rule, setup.drawing, state.keys, state.context, setup.plan.confidence)
     proposal, probs = _propose(setup, state, depth, chooser)
     peaks = chooser.peaks if probs is None else [*chooser.peaks, probs[:, :, 0]]
     lengths = _lengths(setup, chooser, proposal)
@@ -214,12 +214,12 @@ def draft(setup: Setup, state: RoundState, depth: int) -> Draft:
     return Draft(proposal, probs, setup.rule(proposal.deterministic), peaks)
 
 
-def _propose(setup: Setup, state: RoundState, depth: int, chooser: Chooser) -> tuple[Proposal, Tensor | None]:
+def _propose(setup: Setup, state: RoundState, depth: int, chooser: DraftSampler) -> tuple[Proposal, Tensor | None]:
     plan, session, root = setup.plan, state.session, state.root
     if isinstance(session, NodeSession) and setup.abilities.reads_nodes:
         if setup.layout is not None and depth == plan.depth:
             return grow_static(session, root, setup.layout, chooser)
-        if plan.shape is Shape.DYNAMIC:
+        if plan.shape is DraftShape.DYNAMIC:
             return grow_dynamic(session, root, plan.width, plan.max_nodes, depth, chooser), None
         if setup.abilities.confident and (plan.confidence or isinstance(plan.control, Schedule)):
             proposal = propose_confidently(session, root, depth, chooser, setup.asks)
@@ -228,7 +228,7 @@ def _propose(setup: Setup, state: RoundState, depth: int, chooser: Chooser) -> t
     return proposal, torch.stack(chooser.probs, 1) if chooser.probs else None
 
 
-def _lengths(setup: Setup, chooser: Chooser, proposal: Proposal) -> Tensor | None:
+def _lengths(setup: Setup, chooser: DraftSampler, proposal: Proposal) -> Tensor | None:
     """Return how many tokens of its chain each row really proposes, `[B]`; None for all."""
     if isinstance(setup.plan.control, Schedule) and chooser.reach:
         return setup.plan.control.lengths(torch.stack(chooser.reach[: proposal.depth], 1))
@@ -285,14 +285,14 @@ class Drafted:
         return Drafted(self.state.at(list(rest)), moved)
 
 
-def verify(setup: Setup, drafted: Drafted) -> tuple[Drafted, Outcome]:
+def verify(setup: Setup, drafted: Drafted) -> tuple[Drafted, RoundResult]:
     """Verify what the host proposed and commit what stays; its session takes note elsewhere."""
     proposal = _wanted(drafted.state, drafted.proposal, None)
-    state, outcome = settle(setup, drafted.state, Draft(proposal, None, setup.rule(proposal.deterministic)))
+    state, outcome = verify_and_commit(setup, drafted.state, Draft(proposal, None, setup.rule(proposal.deterministic)))
     return replace(drafted, state=state), outcome
 
 
-def settle(setup: Setup, state: RoundState, draft: Draft) -> tuple[RoundState, Outcome]:
+def verify_and_commit(setup: Setup, state: RoundState, draft: Draft) -> tuple[RoundState, RoundResult]:
     """Verify a draft in one pass of the target and commit what stays."""
     proposal = draft.proposal
     tokens = torch.cat([state.root[:, None], proposal.tokens], 1)  # [B, 1 + N]
@@ -303,10 +303,10 @@ def settle(setup: Setup, state: RoundState, draft: Draft) -> tuple[RoundState, O
     if verdict.path is not None:
         tokens, hidden, read = _keep_path(state.cache, proposal, verdict.path, tokens, hidden)
         chosen = tokens[:, 1:]
-    counts = Counts(verdict.accepted + 1)
+    counts = RowLengths(verdict.accepted + 1)
     state.cache.advance(counts)
     state, packed = commit(state, chosen, verdict, proposal.lengths, _tried(proposal, verdict))
-    return state, Outcome(packed, tokens, hidden, counts, read, best, draft.rule)
+    return state, RoundResult(packed, tokens, hidden, counts, read, best, draft.rule)
 
 
 def judge(
@@ -320,7 +320,7 @@ def judge(
     proposal, drawing = draft.proposal, setup.drawing
     if drawing.processors is not None and state.context is not None:
         logits = drawing.processors(logits, state.context.then(proposal.tokens, proposal.nodes.sees[:, :, 1:]))
-    case = Case(proposal, logits, draft.probs, drawing.sampling, keys)
+    case = VerifyInputs(proposal, logits, draft.probs, drawing.sampling, keys)
     best = case.best if setup.abilities.observes and proposal.tokens.shape[1] else None
     verdict = RULES[draft.rule].judge(case)
     if setup.watch is not None:
@@ -370,7 +370,7 @@ def _tried(proposal: Proposal, verdict: Verdict) -> Tensor:
 def commit(
     state: RoundState, chosen: Tensor, verdict: Verdict, drafted: Tensor, tried: Tensor
 ) -> tuple[RoundState, Tensor]:
-    """Make the token that follows the root; return what the host needs of the round, too (see `Outcome.packed`).
+    """Make the token that follows the root; return what the host needs of the round, too (see `RoundResult.packed`).
 
     Args:
         chosen: `[B, D]`, of which the first `verdict.accepted` stay.
@@ -387,8 +387,8 @@ def commit(
     return replace(state, root=root, context=context), packed
 
 
-def absorb(state: RoundState, outcome: Outcome) -> None:
+def update_session(state: RoundState, outcome: RoundResult) -> None:
     """Let the session take note of a round."""
     if outcome.best is not None:
-        state.session.observe(outcome.best)
-    state.session.absorb(outcome.tokens, outcome.hidden, outcome.counts, outcome.read)
+        state.session.on_target_argmax(outcome.best)
+    state.session.update(outcome.tokens, outcome.hidden, outcome.counts, outcome.read)

@@ -23,7 +23,7 @@ from .hashing import uniforms
 from .sampling import ACCEPT, CORRECT, Highest, Keys, Sampling, draw, highest, probabilities, shared_gumbel
 
 
-class Shape(Enum):
+class DraftShape(Enum):
     """The shapes that a plan can ask for; the value is its name in sentences."""
 
     CHAIN = "a chain"
@@ -31,7 +31,7 @@ class Shape(Enum):
     DYNAMIC = "a dynamic tree"
 
 
-class Pick(Enum):
+class DraftPolicy(Enum):
     """How draft tokens are picked from a drafter's distribution."""
 
     MOST_PROBABLE = "the most probable ones"
@@ -54,7 +54,7 @@ class Verdict(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Case:
+class VerifyInputs:
     """A proposal, and everything that a rule may look at to judge it.
 
     Attributes:
@@ -111,18 +111,18 @@ class Case:
 # ------------------------------------------------------------ judges
 
 
-def _greedy(case: Case) -> Verdict:
+def _greedy(case: VerifyInputs) -> Verdict:
     """Keep what the target itself would have said."""
     return _matched(case.proposal, case.best)
 
 
-def _candidates(case: Case) -> Verdict:
+def _candidates(case: VerifyInputs) -> Verdict:
     """Draw the target's own token at each place, keyed by the place: a draft x stays with probability p(x)."""
     own = draw(case.probs, uniforms(case.keys.seed, CORRECT, case.keys.sequences[:, None], case.positions))
     return _matched(case.proposal, own)
 
 
-def _coupled(case: Case) -> Verdict:
+def _coupled(case: VerifyInputs) -> Verdict:
     """Choose the target's token by Gumbel-max under the noise that the drafter had at the same place."""
     noise = shared_gumbel(case.keys.seed, case.keys.sequences[:, None], case.positions, case.probs.shape[-1])
     return _matched(case.proposal, (case.probs.double().log() + noise).argmax(-1))
@@ -136,17 +136,19 @@ def _matched(proposal: Proposal, wanted: Tensor) -> Verdict:
     return Verdict(*verify_tree.match_tree(tokens, parents, real, wanted, proposal.depth))
 
 
-def _token_by_token(case: Case) -> Verdict:
+def _token_by_token(case: VerifyInputs) -> Verdict:
     """Reject drafts one by one; down a tree, siblings in turn."""
     return _sampled(case, verify.rejection, verify_tree.without_replacement)
 
 
-def _path_by_path(case: Case) -> Verdict:
+def _path_by_path(case: VerifyInputs) -> Verdict:
     """Judge whole prefixes; in a tree, whole paths from the leaves up."""
     return _sampled(case, verify.block, verify_tree.traversal)
 
 
-def _sampled(case: Case, on_chain: Callable[..., tuple[Tensor, Tensor]], on_tree: Callable[..., tuple]) -> Verdict:
+def _sampled(
+    case: VerifyInputs, on_chain: Callable[..., tuple[Tensor, Tensor]], on_tree: Callable[..., tuple]
+) -> Verdict:
     proposal, draft_probs = case.proposal, case.draft_probs
     if draft_probs is None:  # nothing was drafted
         return _candidates(case)
@@ -157,7 +159,7 @@ def _sampled(case: Case, on_chain: Callable[..., tuple[Tensor, Tensor]], on_tree
     return Verdict(*on_tree(tokens, proposal.parents, proposal.real, *draws, proposal.depth))
 
 
-def _typical(case: Case) -> Verdict:
+def _typical(case: VerifyInputs) -> Verdict:
     """Keep what is typical of the target, whatever its own law says."""
     proposal = case.proposal
     probs = case.logits.float().softmax(-1) if case.sampling.greedy else case.probs
@@ -177,54 +179,54 @@ class Rule:
     Attributes:
         shapes: what a plan that names it may ask for.
         pick: how drafts are picked for it.
-        judge: decides a `Case`.
+        judge: decides a `VerifyInputs`.
         logit_bytes: memory it makes of each of the target's logits, and of those of one place per row.
         lossy: it changes what the target says: never chosen for anyone, and labelled in every figure.
     """
 
     name: str
-    shapes: frozenset[Shape]
-    pick: Pick
-    judge: Callable[[Case], Verdict]
+    shapes: frozenset[DraftShape]
+    pick: DraftPolicy
+    judge: Callable[[VerifyInputs], Verdict]
     logit_bytes: tuple[int, int]
     lossy: bool = False
 
     @property
     def samples(self) -> bool:
         """Whether it needs drafts that were drawn from the drafter's distribution, and that distribution."""
-        return self.pick is Pick.DRAWN
+        return self.pick is DraftPolicy.DRAWN
 
 
-_ANY = frozenset(Shape)
-_CHAIN = frozenset({Shape.CHAIN})
+_ANY = frozenset(DraftShape)
+_CHAIN = frozenset({DraftShape.CHAIN})
 # In a dynamic tree the drafter's certainty decides which draws are kept, so they are no draws any more.
-_STATIC = frozenset({Shape.STATIC})
+_STATIC = frozenset({DraftShape.STATIC})
 
 RULES: dict[str, Rule] = {
     rule.name: rule
     for rule in (
-        Rule("greedy", _ANY, Pick.MOST_PROBABLE, _greedy, (0, 0)),
-        Rule("candidates", _ANY, Pick.MOST_PROBABLE, _candidates, (20, 0)),
-        Rule("coupled", _ANY, Pick.SHARED_NOISE, _coupled, (28, 2)),
-        Rule("rejection", _CHAIN, Pick.DRAWN, _token_by_token, (7, 16)),
-        Rule("block", _CHAIN, Pick.DRAWN, _path_by_path, (16, 0)),
-        Rule("without_replacement", _STATIC, Pick.DRAWN, _token_by_token, (16, 0)),
-        Rule("traversal", _STATIC, Pick.DRAWN, _path_by_path, (16, 0)),
-        Rule("typical", _ANY, Pick.MOST_PROBABLE, _typical, (8, 0), lossy=True),
+        Rule("greedy", _ANY, DraftPolicy.MOST_PROBABLE, _greedy, (0, 0)),
+        Rule("candidates", _ANY, DraftPolicy.MOST_PROBABLE, _candidates, (20, 0)),
+        Rule("coupled", _ANY, DraftPolicy.SHARED_NOISE, _coupled, (28, 2)),
+        Rule("rejection", _CHAIN, DraftPolicy.DRAWN, _token_by_token, (7, 16)),
+        Rule("block", _CHAIN, DraftPolicy.DRAWN, _path_by_path, (16, 0)),
+        Rule("without_replacement", _STATIC, DraftPolicy.DRAWN, _token_by_token, (16, 0)),
+        Rule("traversal", _STATIC, DraftPolicy.DRAWN, _path_by_path, (16, 0)),
+        Rule("typical", _ANY, DraftPolicy.MOST_PROBABLE, _typical, (8, 0), lossy=True),
     )
 }
 LOSSLESS = tuple(name for name, rule in RULES.items() if not rule.lossy)
 LOSSY = tuple(name for name, rule in RULES.items() if rule.lossy)
 AT_ZERO, NOT_DRAWN = "greedy", "candidates"
-BY_SHAPE = {Shape.CHAIN: "rejection", Shape.STATIC: "without_replacement", Shape.DYNAMIC: NOT_DRAWN}
+BY_SHAPE = {DraftShape.CHAIN: "rejection", DraftShape.STATIC: "without_replacement", DraftShape.DYNAMIC: NOT_DRAWN}
 
 
-def fitting_rules(shape: Shape) -> tuple[str, ...]:
+def fitting_rules(shape: DraftShape) -> tuple[str, ...]:
     """Return the names of the rules that can judge proposals of `shape`."""
     return tuple(name for name, rule in RULES.items() if shape in rule.shapes)
 
 
-def choose_rule(wanted: str, shape: Shape, temperature: float, deterministic: bool) -> str:
+def choose_rule(wanted: str, shape: DraftShape, temperature: float, deterministic: bool) -> str:
     """Return the name of the rule that judges a proposal, for a plan that wants `wanted` ("auto" or a rule's name).
 
     Auto is greedy at temperature 0; above it candidates for proposals that are no samples (n-grams, dynamic trees),
@@ -238,4 +240,4 @@ def choose_rule(wanted: str, shape: Shape, temperature: float, deterministic: bo
     if temperature == 0:
         return AT_ZERO
     found = BY_SHAPE[shape] if wanted == "auto" else wanted
-    return NOT_DRAWN if RULES[found].samples and (deterministic or shape is Shape.DYNAMIC) else found
+    return NOT_DRAWN if RULES[found].samples and (deterministic or shape is DraftShape.DYNAMIC) else found

@@ -14,23 +14,23 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from ..ground import BadInputError
-from ..ground.libraries import LIBRARY_ERRORS
-from ..ground.machine import clock
-from ..heads import Abilities, Drafter, EmptySession, Session
-from ..targets import Counts, Target
+from ..common import BadInputError
+from ..common.libraries import LIBRARY_ERRORS
+from ..common.machine import clock
+from ..heads import Abilities, Drafter, NoDraftSession, Session
+from ..targets import RowLengths, Target
 from ..targets.attention import steady_kernels
 from ..targets.fast import by_library
 from . import round as stage
 from .control import Controller, Schedule
-from .drafting import Drawing
-from .finite import BROKEN, Witness, not_finite_error
+from .drafting import SamplerConfig
+from .finite import BROKEN, NonFiniteTracer, not_finite_error
 from .hashing import Seed, seed_on
 from .memory import Load, require_memory
 from .plan import Plan
-from .room import Launched, Room, Rooms
 from .round import NOTHING, RoundState, Setup
 from .sampling import Keys, Processors, Sampling
+from .static_batch import PendingRound, StaticBatch, StaticBatches
 from .stats import DecodeStats, Round, Seconds
 
 Stop = Callable[[list[int]], bool]
@@ -120,7 +120,7 @@ class Output:
 
 
 @dataclass(frozen=True)
-class Event:
+class StreamEvent:
     """One step of a stream: tokens that were just emitted; the first `accepted` of them were drafted."""
 
     tokens: list[int]
@@ -143,7 +143,7 @@ class _Sequence:
     rounds: list[Round] = field(default_factory=list)
     done: bool = False
 
-    def emit(self, new: list[int], drafted: int, tried: int) -> Event:
+    def emit(self, new: list[int], drafted: int, tried: int) -> StreamEvent:
         """Append what a round gave, up to the sequence's end: accepted drafts, then the target's own token."""
         accepted = len(new) - 1
         emitted: list[int] = []
@@ -165,9 +165,9 @@ class _Sequence:
                 self.done = True
                 break
         self.rounds.append(Round(drafted, accepted, len(emitted), None if tried == drafted else tried))
-        return Event(emitted, min(accepted, len(emitted)), drafted)
+        return StreamEvent(emitted, min(accepted, len(emitted)), drafted)
 
-    def start(self, token: int) -> Event:
+    def start(self, token: int) -> StreamEvent:
         """Append the first token, which comes from the prefill and belongs to no round."""
         event = self.emit([token], 0, 0)
         self.rounds.clear()
@@ -186,7 +186,7 @@ class Run:
         IncompatibleError: the plan drafts trees, and the target cannot verify them.
     """
 
-    def __init__(self, target: Target, drafter: Drafter | None, request: Request, rooms: Rooms):
+    def __init__(self, target: Target, drafter: Drafter | None, request: Request, rooms: StaticBatches):
         self.target, self.request, self.rooms = target, request, rooms
         self.device = target.device  # asked once: a model looks through its modules for it
         self.drafter = drafter if any(request.wanting) and request.plan.depth else None
@@ -199,15 +199,15 @@ class Run:
             target.check_trees()
         ends = frozenset(() if request.ignore_eos else target.eos_ids)
         processors = Processors(request.sampling, target.vocab_size, ends, target.device)
-        drawing = Drawing(request.sampling, None if processors.idle else processors, target.vocab_size)
+        drawing = SamplerConfig(request.sampling, None if processors.idle else processors, target.vocab_size)
         taps = () if self.drafter is None else self.drafter.taps
         self.setup = Setup(target, plan, drawing, abilities, taps)
         self.controller = None if self.drafter is None else _controller(plan, abilities, len(request.prompts))
         self.sequences = [_Sequence(request.max_new_tokens, ends, request.stop) for _ in request.prompts]
         self.active = list(range(len(self.sequences)))  # active[i] is the sequence of row i
         self.seconds, self.rule = Seconds(), "none"
-        self.room: Room | None = None
-        self._launched: Launched | None = None  # a round that runs while the one before it is read
+        self.room: StaticBatch | None = None
+        self._launched: PendingRound | None = None  # a round that runs while the one before it is read
         self.margin = 0  # entries that a round of fixed shape may write after the longest row
 
     def output(self) -> Output:
@@ -218,7 +218,7 @@ class Run:
 
     # ------------------------------------------------------------ the loop
 
-    def steps(self) -> Iterator[list[Event]]:
+    def steps(self) -> Iterator[list[StreamEvent]]:
         """Run to the end; yield, per step, one event for each prompt that was still active.
 
         Inference mode is entered per step, as is the choice of kernels: a generator must not leave them on in its
@@ -240,18 +240,18 @@ class Run:
             if self.room is not None:
                 self.rooms.give_back(self.room)
 
-    def _prefill(self) -> tuple[RoundState, list[Event]]:
+    def _prefill(self) -> tuple[RoundState, list[StreamEvent]]:
         """Process the prompts; the token that follows each becomes its root."""
         began = self._clock()
         tokens, lengths = self.request.tokens(self.target.vocab_size)
         tokens = tokens.to(self.target.device)
-        counts = Counts.of(lengths, tokens.device)
+        counts = RowLengths.of(lengths, tokens.device)
         state = self._open(tokens, counts)
         out = self.target.forward(tokens, state.cache, taps=self.setup.taps, at=counts.tensor[:, None] - 1)
         state.cache.advance(counts)
         keys = Keys(state.seed, state.sequences, counts.tensor)
         verdict, _ = stage.judge(self.setup, state, stage.no_draft(self.setup, state.root), out.logits, keys)
-        state.session.absorb(tokens, out.hidden, counts)
+        state.session.update(tokens, out.hidden, counts)
         nothing = verdict.accepted
         state, packed = stage.commit(state, tokens[:, :0], verdict, nothing, nothing)
         first = packed.tolist()
@@ -260,7 +260,7 @@ class Run:
         self.seconds.prefill += self._clock() - began
         return state, events
 
-    def _open(self, tokens: Tensor, counts: Counts) -> RoundState:
+    def _open(self, tokens: Tensor, counts: RowLengths) -> RoundState:
         """Take memory for the prompts `[B, T]` and what follows, for the target and the drafter."""
         request, drafter, rows = self.request, self.drafter, len(tokens)
         fixed = self.rooms.wanted and self.target.rewinds
@@ -277,7 +277,7 @@ class Run:
             _ = self.setup.layout  # made now: a capture may not copy from the host
             cache, session = self.room.cache, self.room.session
         else:
-            cache, session = self.target.new_cache(rows, load.target_length), EmptySession()
+            cache, session = self.target.new_cache(rows, load.target_length), NoDraftSession()
             spare = load.spare if self.setup.abilities.reads_nodes else 0
             if drafter is not None:
                 session = drafter.open(self.target, rows, load.length, spare, cache)
@@ -288,7 +288,7 @@ class Run:
         ids = torch.tensor(request.ids, device=tokens.device)
         return RoundState(tokens[:, 0], ids, seed, wanting, context, cache, session)
 
-    def _round(self, state: RoundState) -> tuple[RoundState, list[Event]]:
+    def _round(self, state: RoundState) -> tuple[RoundState, list[StreamEvent]]:
         began = drafted = self._clock()
         state, depth = self._depth(state)
         if self.room is not None:
@@ -296,9 +296,9 @@ class Run:
         else:
             proposed = stage.draft(self.setup, state, depth)
             drafted = self._clock()
-            state, outcome = stage.settle(self.setup, state, proposed)
+            state, outcome = stage.verify_and_commit(self.setup, state, proposed)
             packed, rule = outcome.packed.tolist(), outcome.rule
-            stage.absorb(state, outcome)
+            stage.update_session(state, outcome)
         if depth:
             self.rule = rule
         events = self._emit(packed)
@@ -306,14 +306,14 @@ class Run:
         self.seconds.verify += self._clock() - drafted
         return state, events
 
-    def _played(self, room: Room, state: RoundState, depth: int) -> tuple[RoundState, list[list[int]], str]:
+    def _played(self, room: StaticBatch, state: RoundState, depth: int) -> tuple[RoundState, list[list[int]], str]:
         """Return what a round of fixed shape left and packed; the one after it may be launched before it is read."""
         played = self._launched or self._launch(room, state, depth)
         after = replace(played.state, session=state.session)  # which nobody may want any more
         self._launched = self._launch(room, after, depth) if self._goes_ahead(after, depth) else None
         return after if self._launched is None else self._launched.state, room.read(played), played.rule
 
-    def _launch(self, room: Room, state: RoundState, depth: int) -> Launched:
+    def _launch(self, room: StaticBatch, state: RoundState, depth: int) -> PendingRound:
         idle = [row for row, i in enumerate(self.active) if self.sequences[i].done]
         return room.launch(self.setup, state, depth, idle, self._longest(state) + self.margin)
 
@@ -358,7 +358,7 @@ class Run:
             return state, 0
         wanting = [i for i in self.active if self.wanting[i] and not self.sequences[i].done]
         if not wanting:
-            return replace(state, session=EmptySession()), 0  # for good: nobody will ask the drafter again
+            return replace(state, session=NoDraftSession()), 0  # for good: nobody will ask the drafter again
         depth = self.setup.plan.depth if self.controller is None else self.controller.choose(wanting)
         limit = self.target.max_context
         return state, depth if limit is None else min(depth, limit - self._longest(state) - 1)
@@ -370,7 +370,7 @@ class Run:
 
     # ------------------------------------------------------------ emission
 
-    def _emit(self, packed: list[list[int]]) -> list[Event]:
+    def _emit(self, packed: list[list[int]]) -> list[StreamEvent]:
         """Note a round's outcome for every sequence that was still active."""
         self._require_finite(packed)
         events = []
@@ -395,10 +395,10 @@ class Run:
                 witness = self._traced(i)
                 raise not_finite_error(witness, self.target.dtype, i, len(self.sequences[i].tokens))
 
-    def _traced(self, i: int) -> Witness:
+    def _traced(self, i: int) -> NonFiniteTracer:
         """Return a witness of one prefill and one round of sequence `i` alone, up to where it is now."""
         models = {"the target": self.target.model} | ({} if self.drafter is None else {"the drafter": self.drafter})
-        witness, request = Witness(models), self.request
+        witness, request = NonFiniteTracer(models), self.request
         tokens = [*request.prompts[i], *self.sequences[i].tokens[:-1]]
         again = replace(
             request,
@@ -412,14 +412,14 @@ class Run:
         )
         try:
             with witness.watching(), by_library(self.target):
-                for _ in _Again(self.target, self.drafter, again, Rooms(self.target, False)).steps():
+                for _ in _Replay(self.target, self.drafter, again, StaticBatches(self.target, False)).steps():
                     pass
         except LIBRARY_ERRORS:  # too little memory for a second cache, for example; what was seen until then counts
             _log.debug("tracing numbers that are not finite broke off", exc_info=True)
         return witness
 
 
-class _Again(Run):
+class _Replay(Run):
     """A generation that is repeated for a witness: it goes on whatever its numbers are."""
 
     def _require_finite(self, packed: list[list[int]]) -> None:

@@ -15,8 +15,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..ground import BadInputError
-from ..ground.values import TEMPERATURES, is_temperature
+from ..common import BadInputError
+from ..common.values import TEMPERATURES, is_temperature
 from .hashing import Seed, uniforms
 
 # Streams keep draws for different purposes independent of each other.

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 
-from ..ground import BadInputError
-from ..ground.values import tree_depths
+from ..common import BadInputError
+from ..common.values import tree_depths
 
 
 @dataclass(frozen=True)

@@ -14,10 +14,10 @@ import torch
 from accelerate import PartialState
 from rich.console import Console
 
-from ..ground import BadInputError, OutriderError
-from ..ground.allocation import keep_large_blocks, remember_few_shapes
-from ..ground.machine import best_device
-from ..ground.signals import how, number_of, stop_with_launcher, stoppable
+from ..common import BadInputError, OutriderError
+from ..common.allocation import keep_large_blocks, remember_few_shapes
+from ..common.machine import best_device
+from ..common.signals import how, number_of, stop_with_launcher, stoppable
 from ..recipes import load_recipe
 from .responses import distill
 

@@ -15,10 +15,10 @@ from datasets.arrow_writer import ArrowWriter
 from datasets.table import MemoryMappedTable
 from datasets.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
-from ..ground import BadInputError, digests
-from ..ground.files import read_json, write_atomically
-from ..ground.leftovers import working_name
-from ..ground.replacing import replacing_folder
+from ..common import BadInputError, digests
+from ..common.atomic import replacing_folder
+from ..common.files import read_json, write_atomically
+from ..common.leftovers import working_name
 
 PROVENANCE = "provenance.json"
 SCHEMA_VERSION = 2
@@ -34,7 +34,7 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Row:
+class TrainingRow:
     """What a drafter learns from: tokens `[T]`, and a mask that is 1 on those that the target wrote `[T]`.
 
     `content` is a digest of what was asked: it decides which rows are held out, whatever their ids and places. `depths`
@@ -52,7 +52,7 @@ class Row:
 def load_responses(folder: str | Path) -> Dataset:
     """Return the data set in `folder`: id, suite, input_ids (prompt and response), loss_mask (1 on response tokens).
 
-    Where a drafter speculated for some of them there are `depths`, too (see `Row`; null for the others).
+    Where a drafter speculated for some of them there are `depths`, too (see `TrainingRow`; null for the others).
     """
     require_whole(Path(folder), provenance(folder))
     try:
@@ -109,7 +109,7 @@ def require_whole(folder: Path, saved: dict[str, Any]) -> None:
 
 def save_data_set(
     folder: Path,
-    rows: Iterable[Row],
+    rows: Iterable[TrainingRow],
     workplace: Path,
     describe: Callable[[], dict[str, Any]],
     name: str,

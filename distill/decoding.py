@@ -15,15 +15,15 @@ from pathlib import Path
 
 import torch
 
+from ..common import BadInputError
+from ..common.process_group import Crew
 from ..decode import Decoder, Output, Plan, Sampling
-from ..ground import BadInputError
-from ..ground.crew import Crew
 from ..heads import load_drafter
 from ..recipes import DataSpec
 from ..targets import Target
 from .conversation import next_question
+from .resume_store import Answer, RemainingWork, Tokens, Unfinished
 from .table import Prompt
-from .unfinished import Answer, Tokens, Unfinished, Work
 
 Advance = Callable[[int, str], None]
 
@@ -118,7 +118,7 @@ def batches(indices: Sequence[int], size: int, processes: int) -> list[list[int]
     return found
 
 
-def answer_all(answering: Answering, work: Work, partial: Unfinished, crew: Crew, advance: Advance) -> None:
+def answer_all(answering: Answering, work: RemainingWork, partial: Unfinished, crew: Crew, advance: Advance) -> None:
     """Answer batches that nobody else answers, until all are finished."""
     tokens, started, unfinished = 0, time.perf_counter(), set(range(len(work.batches)))
     for number in crew.take(

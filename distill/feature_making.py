@@ -30,17 +30,17 @@ from rich.console import Console
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ..ground import BadInputError, digests
-from ..ground.crew import Crew
-from ..ground.disk import readable_bytes, require_space
-from ..ground.files import write_atomically
-from ..ground.locks import claiming
-from ..ground.progress import progress
-from ..ground.replacing import replacing
+from ..common import BadInputError, digests
+from ..common.atomic import replacing
+from ..common.disk import readable_bytes, require_space
+from ..common.files import write_atomically
+from ..common.locks import claiming
+from ..common.process_group import Crew
+from ..common.progress import progress
 from ..targets import Target
 from ..targets.fingerprint import digest_json
 from .launched import one_leads
-from .shards import INDEX, PRECISIONS, Layout, Precision, shard_file, shard_size, stored_taps
+from .shards import INDEX, PRECISIONS, Precision, ShardIndex, shard_file, shard_size, stored_taps
 
 AT_ONCE = 16  # sequences of a pass of the target
 
@@ -50,7 +50,7 @@ Tokens = np.ndarray  # int32 [T]
 
 
 @dataclass(frozen=True)
-class Making:
+class FeatureStoreBuilder:
     """A store in the making.
 
     Attributes:
@@ -65,7 +65,7 @@ class Making:
     sequences: Dataset
     taps: tuple[int, ...]
     precision: Precision
-    layout: Layout
+    layout: ShardIndex
 
     @classmethod
     def of(
@@ -76,7 +76,7 @@ class Making:
         taps: Sequence[int],
         precision: Precision,
         shard_bytes: int | None,
-    ) -> Making:
+    ) -> FeatureStoreBuilder:
         """Return the making of the store under `parent` that these decide."""
         stored = stored_taps(taps, target.num_layers)
         sequences = dataset.select_columns(["input_ids"]).with_format("arrow")
@@ -84,7 +84,7 @@ class Making:
         bytes_per_token = precision.bytes_per_token(len(stored) + 1, target.hidden_size)
         shard_bytes = shard_bytes or shard_size(sum(lengths) * bytes_per_token)
         decides = [target.fingerprint().digest, digest, list(stored), str(precision.dtype), shard_bytes]
-        key, layout = digest_json(decides), Layout.of(lengths, bytes_per_token, shard_bytes)
+        key, layout = digest_json(decides), ShardIndex.of(lengths, bytes_per_token, shard_bytes)
         return cls(parent / key[:16], key, target, sequences, stored, precision, layout)
 
     def run(self, crew: Crew, console: Console | None) -> None:

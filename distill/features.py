@@ -20,14 +20,14 @@ from rich.console import Console
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from ..ground import BadInputError, digests
-from ..ground.crew import Crew
-from ..ground.disk import keeping, readable_bytes, writing
-from ..ground.files import read_json
-from ..ground.locks import locked
+from ..common import BadInputError, digests
+from ..common.disk import keeping, readable_bytes, writing
+from ..common.files import read_json
+from ..common.locks import locked
+from ..common.process_group import Crew
 from ..targets import Target
-from .feature_making import Making
-from .shards import INDEX, PRECISIONS, Layout, precision_of, shard_file
+from .feature_making import FeatureStoreBuilder
+from .shards import INDEX, PRECISIONS, ShardIndex, precision_of, shard_file
 
 
 class FeatureStore:
@@ -63,7 +63,7 @@ class FeatureStore:
         self.precision = PRECISIONS[index["dtype"]]
         self.dtype: torch.dtype = getattr(torch, index.get("given_as", index["dtype"]))
         self.hidden_size = int(index["hidden_size"])
-        self._layout = Layout(index["lengths"], [range(a, b) for a, b in index["shards"]])
+        self._layout = ShardIndex(index["lengths"], [range(a, b) for a, b in index["shards"]])
         self._places = self._layout.places()
         self._open: dict[int, Any] = {}
 
@@ -96,7 +96,7 @@ class FeatureStore:
         target.check_taps(taps)
         crew = crew or Crew()
         precision = precision_of(str(dtype), target.dtype)
-        making = Making.of(Path(folder), target, dataset, taps, precision, shard_bytes)
+        making = FeatureStoreBuilder.of(Path(folder), target, dataset, taps, precision, shard_bytes)
         alone = locked(making.folder) if crew.is_main else nullcontext()
         with alone, keeping(lambda: "The finished shards are kept there."), writing(making.folder):
             making.run(crew, console)

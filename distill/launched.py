@@ -9,7 +9,7 @@ from pathlib import Path
 
 from torch import distributed
 
-from ..ground.crew import PREFIX, Crew, clear_crews
+from ..common.process_group import PREFIX, Crew, clear_crews
 from ..targets import Target
 from ..targets.sharding import follow, leading, processes, share
 

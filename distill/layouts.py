@@ -18,9 +18,9 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
 
-from ..ground import BadInputError
-from ..ground.foreign import JSON, Unreadable, parse_json
-from ..ground.sealed import canonical_json
+from ..common import BadInputError
+from ..common.checksums import canonical_json
+from ..common.safe_load import JSON, Unreadable, parse_json
 
 Row = dict[str, Any]
 Message = dict[str, Any]
@@ -68,7 +68,7 @@ class RowError(BadInputError):
 
 
 @dataclass(frozen=True)
-class Asked:
+class RowPrompt:
     """What a row asks.
 
     Attributes:
@@ -100,12 +100,12 @@ class Asked:
         turns = [message for turn in (self.messages, *self.later) for message in turn]
         return [str(message["content"]) for message in turns if message["role"] == "user"]
 
-    def as_text(self) -> Asked:
+    def as_text(self) -> RowPrompt:
         """Return a single question as raw text, for a target without a chat template."""
         [message] = self.messages[-1:] or [{"content": ""}]
         return replace(self, text=message["content"], messages=(), later=(), given=self.given[:1])
 
-    def last_question(self) -> Asked:
+    def last_question(self) -> RowPrompt:
         """Return it as one question: of a chat the last one, after the row's own answers; of `turns` the first."""
         if self.layout == "turns" or not self.later or not self.given:
             return replace(self, later=(), given=self.given[:1])
@@ -115,7 +115,7 @@ class Asked:
         return replace(self, messages=tuple(messages), later=(), given=self.given[len(self.later) :])
 
 
-def understand(row: Row, where: str, layout: str | None = None, column: str | None = None) -> Asked:
+def understand(row: Row, where: str, layout: str | None = None, column: str | None = None) -> RowPrompt:
     """Return what a row asks.
 
     Args:
@@ -129,7 +129,7 @@ def understand(row: Row, where: str, layout: str | None = None, column: str | No
     kind, key = _recognised(row, where, layout, (column,) if column else None)
     if kind == "text":
         answer = _answer(row, where)
-        return Asked(kind, key, _text(row[key], key, where), given=(answer,) if answer else ())
+        return RowPrompt(kind, key, _text(row[key], key, where), given=(answer,) if answer else ())
     chat = {"messages": _chat, "turns": _turns, "question": _question}[kind](row, key, where)
     return replace(chat, messages=_with_system(row, chat.messages, where), tools=_tools(row, where))
 
@@ -170,15 +170,15 @@ def _kind(kind: str, value: Any, layout: str | None) -> str:
 # ------------------------------------------------------------ the layouts
 
 
-def _question(row: Row, key: str, where: str) -> Asked:
+def _question(row: Row, key: str, where: str) -> RowPrompt:
     asked = _text(row[key], key, where)
     if key == "instruction" and row.get("input"):
         asked = f"{asked}\n\n{_text(row['input'], 'input', where)}"
     answer = _answer(row, where)
-    return Asked("question", key, messages=_said(asked), given=(answer,) if answer else ())
+    return RowPrompt("question", key, messages=_said(asked), given=(answer,) if answer else ())
 
 
-def _turns(row: Row, key: str, where: str) -> Asked:
+def _turns(row: Row, key: str, where: str) -> RowPrompt:
     turns = row[key]
     if not isinstance(turns, list) or not turns:
         raise RowError(where, f"`{key}` must be a list that is not empty, found {_shown(turns)}.")
@@ -191,10 +191,10 @@ def _turns(row: Row, key: str, where: str) -> Asked:
     said = [_said(turn) for turn in turns]
     if not all(said):  # a turn that says nothing is not asked, and nobody can tell whose answers the others are
         said, given = [turn for turn in said if turn] or [()], ()
-    return Asked("turns", key, messages=said[0], later=tuple(said[1:]), given=given)
+    return RowPrompt("turns", key, messages=said[0], later=tuple(said[1:]), given=given)
 
 
-def _chat(row: Row, key: str, where: str) -> Asked:
+def _chat(row: Row, key: str, where: str) -> RowPrompt:
     messages = chat_messages(row[key], where)
     if key == "prompt":
         messages += _answer(row, where)
@@ -204,8 +204,8 @@ def _chat(row: Row, key: str, where: str) -> Asked:
     spoken = [m for n, m in enumerate(messages) if n > first or m["role"] != "assistant"]
     turns = [tuple(group) for _, group in groupby(spoken, lambda message: message["role"] == "assistant")]
     if not asking:
-        return Asked("messages", key)
-    return Asked("messages", key, messages=turns[0], later=tuple(turns[2::2]), given=tuple(turns[1::2]))
+        return RowPrompt("messages", key)
+    return RowPrompt("messages", key, messages=turns[0], later=tuple(turns[2::2]), given=tuple(turns[1::2]))
 
 
 def _said(text: str) -> Turn:

@@ -7,15 +7,15 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
-from ..ground import BadInputError
+from ..common import BadInputError
 from ..recipes import SourceSpec
 from ..recipes.suites import find_suite
-from .layouts import Asked, RowError, understand
+from .layouts import RowError, RowPrompt, understand
 from .sources import rows_of
 
 
 @dataclass(frozen=True)
-class Measured:
+class SuitePrompts:
     """The prompts of suites, by what a user says in them; white space does not count.
 
     Attributes:
@@ -27,7 +27,7 @@ class Measured:
     allowed: bool = False
 
     @classmethod
-    def of(cls, suites: Sequence[str], limit: int | None = None, allowed: bool = False) -> Measured:
+    def of(cls, suites: Sequence[str], limit: int | None = None, allowed: bool = False) -> SuitePrompts:
         """Return the prompts of suites, of each the first `limit`.
 
         Raises:
@@ -44,7 +44,7 @@ class Measured:
                 places.setdefault(whole, where)
         return cls(places, allowed)
 
-    def found(self, asked: Asked, where: str) -> str | None:
+    def found(self, asked: RowPrompt, where: str) -> str | None:
         """Return a sentence about where the same is measured; None if it is not.
 
         Raises:
@@ -71,4 +71,4 @@ def _digests(texts: Iterable[str]) -> Iterator[bytes]:
         yield digest.digest()
 
 
-NO_LEAKS = Measured()
+NO_LEAKS = SuitePrompts()

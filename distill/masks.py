@@ -14,7 +14,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from ..ground import BadInputError
+from ..common import BadInputError
 from .layouts import chat_messages
 from .templates import marked_tokens, render
 

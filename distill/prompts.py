@@ -16,11 +16,11 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from ..ground import BadInputError
-from ..ground.sealed import canonical_json
+from ..common import BadInputError
+from ..common.checksums import canonical_json
 from ..recipes import SourceSpec
-from .layouts import Asked, Row, RowError, understand
-from .leaks import NO_LEAKS, Measured
+from .layouts import Row, RowError, RowPrompt, understand
+from .leaks import NO_LEAKS, SuitePrompts
 from .seen import Seen
 from .sources import as_specs, rows_of, title
 from .table import Prompt, PromptTable
@@ -31,7 +31,7 @@ DROPPED = ("too_long", "unanswerable", "unanswered", "duplicate", "malformed")
 
 
 @dataclass(frozen=True)
-class Reading:
+class PromptReading:
     """How rows become prompts.
 
     Attributes:
@@ -51,11 +51,11 @@ class Reading:
     given: bool = False
     drop_malformed: bool = False
     once: bool = False
-    measured: Measured = NO_LEAKS
+    measured: SuitePrompts = NO_LEAKS
 
 
 @dataclass
-class Counts:
+class RowCounts:
     """What became of the rows of one source.
 
     Attributes:
@@ -87,7 +87,7 @@ class Collection:
     """Prompts, and what became of the rows that are not among them, source by source."""
 
     prompts: Sequence[Prompt] = ()
-    sources: list[Counts] = field(default_factory=list)
+    sources: list[RowCounts] = field(default_factory=list)
 
     def counts(self) -> dict[str, int]:
         """Return the numbers of all sources together."""
@@ -109,14 +109,14 @@ def read_prompts(
     template: Mapping[str, Any] | None = None,
 ) -> list[Prompt]:
     """Return the prompts from all `sources`, one question of each row; see `collect`."""
-    return list(collect(sources, tokenizer, limit, Reading(max_tokens, template or {})).prompts)
+    return list(collect(sources, tokenizer, limit, PromptReading(max_tokens, template or {})).prompts)
 
 
 def collect(
     sources: Sequence[str | SourceSpec],
     tokenizer: PreTrainedTokenizerBase,
     limit: int | None = None,
-    reading: Reading | None = None,
+    reading: PromptReading | None = None,
     folder: Path | None = None,
 ) -> Collection:
     """Read `sources` by turns, until they end or there are `limit` prompts.
@@ -128,8 +128,8 @@ def collect(
     Raises:
         BadInputError: a source is missing, unreadable, or gives no prompt at all; a row is malformed, or is measured.
     """
-    reading, specs = reading or Reading(), as_specs(sources)
-    found = [Counts(spec.path) for spec in specs]
+    reading, specs = reading or PromptReading(), as_specs(sources)
+    found = [RowCounts(spec.path) for spec in specs]
     reader = _Reader(tokenizer, reading)
     streams = [reader.read(spec, counts) for spec, counts in zip(specs, found, strict=True)]
     weighted = any(spec.weight is not None for spec in specs)
@@ -159,12 +159,12 @@ def digest_prompts(prompts: Iterable[Prompt], given: bool = False) -> str:
 class _Reader:
     """A reader that turns the rows of each source into prompts, and counts the rest."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, reading: Reading):
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, reading: PromptReading):
         self.tokenizer, self.reading = tokenizer, reading
         self.ids, self.seen = Seen(), Seen()
         self.repeated: dict[str, int] = {}
 
-    def read(self, source: SourceSpec, counts: Counts) -> Iterator[Prompt]:
+    def read(self, source: SourceSpec, counts: RowCounts) -> Iterator[Prompt]:
         """Yield the prompts of one source.
 
         It is an error if there are none, except where the other sources have them; by weights nothing is mixed with
@@ -180,7 +180,7 @@ class _Reader:
         if not counts.kept and (source.weight is not None or not counts.dropped["duplicate"]):
             raise BadInputError(f"no prompts in {source.path!r}: {_why_none(counts, self.reading.max_tokens)}")
 
-    def _used(self, row: Row | RowError, where: str, source: SourceSpec, counts: Counts) -> Prompt | None:
+    def _used(self, row: Row | RowError, where: str, source: SourceSpec, counts: RowCounts) -> Prompt | None:
         """Return the prompt of one row, not named yet; None (and a count) if it is left out."""
         try:
             if isinstance(row, RowError):
@@ -194,7 +194,7 @@ class _Reader:
             counts.drop("malformed", str(error))
             return None
 
-    def _prompt(self, asked: Asked, where: str, counts: Counts) -> Prompt | None:
+    def _prompt(self, asked: RowPrompt, where: str, counts: RowCounts) -> Prompt | None:
         if asked.layout in ("question", "turns") and not getattr(self.tokenizer, "chat_template", None):
             asked = asked.as_text()
         text = asked.text
@@ -216,7 +216,7 @@ class _Reader:
         messages = asked.messages if asked.text is None else None
         return Prompt("", "", tuple(tokens), text or "", messages, asked.later, asked.given, asked.tools)
 
-    def _why_dropped(self, asked: Asked, tokens: list[int]) -> str | None:
+    def _why_dropped(self, asked: RowPrompt, tokens: list[int]) -> str | None:
         """Return the reason for which a row is left out; None if it is used."""
         if not tokens or (asked.text is not None and not asked.text.strip()):
             return "unanswerable"
@@ -262,7 +262,7 @@ _DROPPED = {
 }
 
 
-def _why_none(counts: Counts, max_tokens: int | None) -> str:
+def _why_none(counts: RowCounts, max_tokens: int | None) -> str:
     if not counts.rows:
         return "it is empty."
     left = {

@@ -19,28 +19,28 @@ from typing import Any
 from accelerate import PartialState
 from rich.console import Console
 
-from ..ground import BadInputError, IncompatibleError
-from ..ground.crew import Crew
-from ..ground.disk import keeping, writing
-from ..ground.locks import locked
-from ..ground.progress import progress
-from ..ground.sealed import digest_json
-from ..ground.versions import versions
+from ..common import BadInputError, IncompatibleError
+from ..common.checksums import digest_json
+from ..common.disk import keeping, writing
+from ..common.locks import locked
+from ..common.process_group import Crew
+from ..common.progress import progress
+from ..common.versions import versions
 from ..recipes import DataSpec, Recipe
 from ..targets import Fingerprint, Target, absent_target
 from ..targets.sharding import processes
-from .asking import read_key, require_client
+from .client import read_key, require_client
+from .collect import gather
 from .conversation import Supervised, given_sequences, sequences, why_ended
-from .data_set import ROUNDS, SCHEMA_VERSION, Row, provenance, require_whole, save_data_set
+from .data_set import ROUNDS, SCHEMA_VERSION, TrainingRow, provenance, require_whole, save_data_set
 from .decoding import Answering, answer_all, batches
 from .depths import along
-from .gathering import gather
 from .launched import crew_in, one_leads
 from .prompts import Collection, digest_prompts
+from .resume_store import LONGEST_QUESTION, Answer, Answers, Identity, RemainingWork, Unfinished
 from .servers import answer_by_servers
 from .sources import check_sources
 from .table import Prompt, PromptTable
-from .unfinished import LONGEST_QUESTION, Answer, Answers, Identity, Unfinished, Work
 
 _EMPTY = "empty"  # the target ended at once
 _UNLEARNABLE = "unlearnable"  # of an answer that came with its prompt, the template or the length leaves nothing
@@ -79,7 +79,7 @@ def distill(recipe: Recipe, target: Target | None = None, console: Console | Non
             return Path(crew.first("given", lambda: str(_given(folder, target))))
         # All processes read the prompts: those that only take part in passes need them as little as they harm.
         found = gather(recipe, target.require_tokenizer(), console, recipe.output_folder, warn=crew.is_main)
-        run = _Making(folder, spec, target, found, crew)
+        run = _ResponsesBuilder(folder, spec, target, found, crew)
         run.make(locked(recipe.output_folder) if crew.is_main else nullcontext(), console)
     return folder
 
@@ -100,7 +100,7 @@ def data_folder(recipe: Recipe) -> Path:
     )
 
 
-class _Making:
+class _ResponsesBuilder:
     """One data set in the making."""
 
     def __init__(self, folder: Path, spec: DataSpec, target: Target, found: Collection, crew: Crew):
@@ -118,7 +118,7 @@ class _Making:
             said = self.crew.first("work", self._open)
             if not said:
                 return
-            work = Work(**json.loads(said))
+            work = RemainingWork(**json.loads(said))
             self._require_same_prompts(work)
             with keeping(self._kept), writing(self.folder):
                 self._answer(work, console)
@@ -139,7 +139,9 @@ class _Making:
         answered = Answers(self.partial.files(), len(self.prompts))
         missing = [] if self._is_given else [i for i in self._longest_first() if i not in answered]
         at_work = 1 if self.target.sharded else self.crew.size
-        return Work(digest, self.partial.next_number(), batches(missing, self.spec.batch_size, at_work)).to_json()
+        return RemainingWork(
+            digest, self.partial.next_number(), batches(missing, self.spec.batch_size, at_work)
+        ).to_json()
 
     def _sampling(self) -> dict[str, Any]:
         """Return how answers are drawn, and how long questions and answers may be."""
@@ -187,7 +189,7 @@ class _Making:
         """Whether the answers came with the prompts."""
         return self.spec.answers == "given"
 
-    def _require_same_prompts(self, work: Work) -> None:
+    def _require_same_prompts(self, work: RemainingWork) -> None:
         if (
             not self.crew.is_main
             and not self.target.sharded
@@ -206,7 +208,7 @@ class _Making:
 
     # ------------------------------------------------------------ answers, and the data set of them
 
-    def _answer(self, work: Work, console: Console | None) -> None:
+    def _answer(self, work: RemainingWork, console: Console | None) -> None:
         left = sum(map(len, work.batches))
         with (
             one_leads(self.crew, self.target),
@@ -235,7 +237,7 @@ class _Making:
         self.partial.remove()
         return str(self.folder)
 
-    def _rows(self, answers: Answers, counts: Counter[str]) -> Iterator[Row]:
+    def _rows(self, answers: Answers, counts: Counter[str]) -> Iterator[TrainingRow]:
         """Yield what is learnt, in the order of the prompts, and count it."""
         for index, prompt in enumerate(self.prompts):
             answer = Answer(index) if self._is_given else answers[index]
@@ -247,7 +249,7 @@ class _Making:
                 counts["sequences"] += 1
                 counts["response_tokens"] += sum(mask)
                 counts["prompt_tokens"] += len(mask) - sum(mask)
-                yield Row(prompt.id, prompt.suite, tokens, mask, prompt.content, depths)
+                yield TrainingRow(prompt.id, prompt.suite, tokens, mask, prompt.content, depths)
         self._say_what_is_dropped(counts)
 
     def _learnt(self, prompt: Prompt, answer: Answer) -> tuple[str, list[Supervised]]:

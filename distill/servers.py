@@ -17,24 +17,14 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from ..ground import BadInputError
+from ..common import BadInputError
 from ..recipes import DataSpec
 from ..targets import Target
-from .asking import (
-    Asker,
-    DroppedError,
-    Form,
-    PassingError,
-    Question,
-    RefusedError,
-    Tokens,
-    openai,
-    require_client,
-)
+from .client import Asker, DroppedError, Form, PassingError, Question, RefusedError, Tokens, openai, require_client
 from .conversation import next_question
 from .decoding import Advance, fits
+from .resume_store import Answer, RemainingWork, Unfinished
 from .table import Prompt
-from .unfinished import Answer, Unfinished, Work
 
 SECONDS_BETWEEN_FILES, ANSWERS_OF_A_FILE = 5.0, 256
 FIRST_DELAY, LONGEST_DELAY = 0.25, 30.0
@@ -45,7 +35,12 @@ _log = logging.getLogger(__name__)
 
 
 def answer_by_servers(
-    target: Target, prompts: Sequence[Prompt], spec: DataSpec, work: Work, partial: Unfinished, advance: Advance
+    target: Target,
+    prompts: Sequence[Prompt],
+    spec: DataSpec,
+    work: RemainingWork,
+    partial: Unfinished,
+    advance: Advance,
 ) -> None:
     """Let the servers answer what is left.
 
@@ -56,12 +51,12 @@ def answer_by_servers(
     require_client()
     with_raw = any(prompt.messages is None for prompt in prompts)
     asker = Asker(spec, target.require_tokenizer(), target.eos_ids, with_raw, target.vocab_size)
-    fleet = Fleet(asker, prompts, target.max_context, Kept(partial, work.begin), advance)
+    fleet = Fleet(asker, prompts, target.max_context, Journal(partial, work.begin), advance)
     fleet.answer([index for batch in work.batches for index in batch])
 
 
 @dataclass
-class Job:
+class ChatJob:
     """A conversation with a prompt.
 
     Attributes:
@@ -75,7 +70,7 @@ class Job:
     last: str = ""
 
 
-class Kept:
+class Journal:
     """What was answered, written to the disk every few seconds."""
 
     def __init__(self, partial: Unfinished, begin: int):
@@ -105,19 +100,19 @@ class Queue:
     """Prompts that nobody asks at present: those that came back first, then the next fresh one."""
 
     def __init__(self, indices: Sequence[int]):
-        self.fresh, self.returned, self.left = iter(indices), deque[Job](), len(indices)
+        self.fresh, self.returned, self.left = iter(indices), deque[ChatJob](), len(indices)
         self.changed = asyncio.Condition()
 
-    async def take(self) -> Job:
+    async def take(self) -> ChatJob:
         """Return the next one; where all are being asked, wait for one that comes back."""
         async with self.changed:
             while True:
-                job = self.returned.popleft() if self.returned else next(map(Job, self.fresh), None)
+                job = self.returned.popleft() if self.returned else next(map(ChatJob, self.fresh), None)
                 if job is not None:
                     return job
                 await self.changed.wait()
 
-    async def put_back(self, job: Job) -> None:
+    async def put_back(self, job: ChatJob) -> None:
         """Let somebody else ask it."""
         async with self.changed:
             self.returned.append(job)
@@ -299,9 +294,11 @@ def _delay(failures: int) -> float:
 class Fleet:
     """All servers, and the prompts that they answer."""
 
-    def __init__(self, asker: Asker, prompts: Sequence[Prompt], max_context: int | None, kept: Kept, advance: Advance):
+    def __init__(
+        self, asker: Asker, prompts: Sequence[Prompt], max_context: int | None, kept: Journal, advance: Advance
+    ):
         self.asker, self.prompts, self.max_context, self.kept = asker, prompts, max_context, kept
-        self.unanswered: list[Job] = []
+        self.unanswered: list[ChatJob] = []
         self.tokens, self.started = 0, time.perf_counter()
         self.advance = advance
 
@@ -328,7 +325,7 @@ class Fleet:
             for server in spec.servers or ()
         ]
         # The shortest prompt greets them: they come longest first, and a long one may be refused for its length.
-        queue, first = Queue(indices), self._question(Job(indices[-1]))
+        queue, first = Queue(indices), self._question(ChatJob(indices[-1]))
         await self._greet_all(servers, first)
         forever = [server.watch(first) for server in servers]
         forever += [self._work(server, queue) for server in servers for _ in range(server.concurrency)]
@@ -388,7 +385,7 @@ class Fleet:
             else:
                 await queue.put_back(job)
 
-    async def _converse(self, server: Server, job: Job) -> bool:
+    async def _converse(self, server: Server, job: ChatJob) -> bool:
         """Ask until the conversation ends or an attempt fails; tell whether it needs no further attempt."""
         try:
             while not await self._ask(server, job):
@@ -404,7 +401,7 @@ class Fleet:
             self._end(Answer(job.index, dropped=str(error)))
         return True
 
-    def _failed(self, server: Server, job: Job, error: PassingError) -> bool:
+    def _failed(self, server: Server, job: ChatJob, error: PassingError) -> bool:
         """Note an attempt that failed, and tell whether it was the last one."""
         server.failed(error)
         # That a server is gone is no fault of the prompt's.
@@ -414,7 +411,7 @@ class Fleet:
         self.unanswered.append(job)
         return True
 
-    async def _ask(self, server: Server, job: Job) -> bool:
+    async def _ask(self, server: Server, job: ChatJob) -> bool:
         """Ask the next question of a conversation, and tell whether it was the last."""
         job.turns.append(await server.ask(self._question(job)))
         if self._tokens(job) is not None:
@@ -422,12 +419,12 @@ class Fleet:
         self._end(Answer(job.index, tuple(job.turns)))
         return True
 
-    def _question(self, job: Job) -> Question:
+    def _question(self, job: ChatJob) -> Question:
         tokens = self._tokens(job)
         assert tokens is not None  # a job ends when nothing more is asked
         return Question.of(job.index, self.prompts[job.index], job.turns, tokens, self.asker)
 
-    def _tokens(self, job: Job) -> tuple[int, ...] | None:
+    def _tokens(self, job: ChatJob) -> tuple[int, ...] | None:
         """Return the tokens of the next question; None if there is none, or no room for it."""
         prompt = self.prompts[job.index]
         if len(job.turns) > len(prompt.later):
@@ -441,5 +438,5 @@ class Fleet:
         self.tokens += sum(map(len, answer.turns))
         self.advance(1, f"{self.tokens / (time.perf_counter() - self.started):,.0f} tokens/s")
 
-    def _log_refusal(self, job: Job, message: str) -> None:
+    def _log_refusal(self, job: ChatJob, message: str) -> None:
         _log.warning("%s is left out: the server refuses it (%s)", self.prompts[job.index].id, message)

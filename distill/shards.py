@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ..ground import BadInputError
+from ..common import BadInputError
 
 INDEX = "features.json"
 MOST_BYTES = 128_000_000  # one shard is built in memory; small enough for a laptop, big enough for few files
@@ -32,14 +32,14 @@ def shard_file(folder: Path, number: int) -> Path:
 
 
 @dataclass(frozen=True)
-class Layout:
+class ShardIndex:
     """The place of each sequence: `shards` are ranges of sequences, `lengths` their tokens."""
 
     lengths: list[int]
     shards: list[range]
 
     @classmethod
-    def of(cls, lengths: list[int], bytes_per_token: int, shard_bytes: int) -> Layout:
+    def of(cls, lengths: list[int], bytes_per_token: int, shard_bytes: int) -> ShardIndex:
         """Fill shards in order; a sequence that is bigger than a shard gets its own."""
         starts, size = [0], 0
         for i, length in enumerate(lengths):

@@ -15,9 +15,9 @@ import pyarrow
 import pyarrow.parquet
 from datasets import load_dataset
 
-from ..ground import BadInputError
-from ..ground.foreign import Unreadable, decoded, parse_json, read_byte_lines, read_lines, require_regular
-from ..ground.items import read_json_items
+from ..common import BadInputError
+from ..common.json_stream import read_json_items
+from ..common.safe_load import Unreadable, decoded, parse_json, read_byte_lines, read_lines, require_regular
 from ..recipes import SourceSpec, embedded_file
 from .layouts import Row, RowError
 

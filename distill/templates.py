@@ -13,9 +13,9 @@ from typing import Any
 from jinja2 import Environment
 from transformers import PreTrainedTokenizerBase
 
-from ..ground import BadInputError
-from ..ground.budget import limited
-from ..ground.foreign import MEGABYTE
+from ..common import BadInputError
+from ..common.limits import limited
+from ..common.safe_load import MEGABYTE
 
 SECONDS, MEMORY, _LONGEST = 3.0, 512 * MEGABYTE, MEGABYTE
 _COMPILED = "<template>"  # what jinja calls the code that it makes of one

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..ground import BadInputError
-from ..heads.parts.vocabulary import by_frequency, most_frequent
+from ..common import BadInputError
+from ..heads.vocabulary import by_frequency, most_frequent
 
 NUM_SIZES = 7
 

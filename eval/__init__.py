@@ -5,8 +5,8 @@ measures is imported from its module: `measure` (whole measurements), `batches` 
 round costs), `acceptance`, `pruning`, and `tuner`; `suites` holds the prompts.
 """
 
-from .reports.figures import ALL, Figures, Record
+from .reports.figures import ALL, Figures, PromptRecord
 from .reports.intervals import Interval, Ratio
 from .reports.report import Report
 
-__all__ = ["ALL", "Figures", "Interval", "Ratio", "Record", "Report"]
+__all__ = ["ALL", "Figures", "Interval", "PromptRecord", "Ratio", "Report"]

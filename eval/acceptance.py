@@ -10,13 +10,13 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
+from ..common import BadInputError
 from ..decode import Decoder, Plan, Sampling, Tree, depth_counts
 from ..decode.rules import Verdict
 from ..decode.run import Request
-from ..ground import BadInputError
 from ..heads import Drafter
 from ..targets import Target
-from .race import Job
+from .turns import PromptJob
 
 DEEPEST = 8
 PROBE_DEPTH, PROBE_WIDTH = 6, 6  # of the tree that shows how often which child is accepted
@@ -54,7 +54,7 @@ def deepest(drafter: Drafter) -> int:
 def measure_acceptance(
     target: Target,
     drafter: Drafter,
-    jobs: Sequence[Job],
+    jobs: Sequence[PromptJob],
     max_new_tokens: int,
     sampling: Sampling,
     trees: bool,
@@ -94,13 +94,13 @@ def measure_acceptance(
     )
 
 
-def _pieces(jobs: Sequence[Job], at_once: int = _AT_ONCE) -> list[list[Job]]:
+def _pieces(jobs: Sequence[PromptJob], at_once: int = _AT_ONCE) -> list[list[PromptJob]]:
     ordered = sorted(jobs, key=lambda j: len(j.prompt.tokens))
     return [ordered[i : i + at_once] for i in range(0, len(ordered), at_once)]
 
 
 def rank_rates(
-    target: Target, drafter: Drafter, jobs: Sequence[Job], max_new_tokens: int, sampling: Sampling
+    target: Target, drafter: Drafter, jobs: Sequence[PromptJob], max_new_tokens: int, sampling: Sampling
 ) -> tuple[tuple[float, ...], ...]:
     """Return how often a kept path goes on through the child of each rank, by depth, `[D][W]`.
 
@@ -145,7 +145,9 @@ def _path(tree: Tree, node: int) -> list[int]:
     return ranks[::-1]
 
 
-def _kept_ends(decoder: Decoder, jobs: Sequence[Job], max_new_tokens: int, sampling: Sampling, tree: Tree) -> list[int]:
+def _kept_ends(
+    decoder: Decoder, jobs: Sequence[PromptJob], max_new_tokens: int, sampling: Sampling, tree: Tree
+) -> list[int]:
     """Return the node at which each round's kept path ended (−1: the root).
 
     Rounds say how deep a path went, not along which children.

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 import torch
 from torch import Tensor
 
-from ..ground import BadInputError
+from ..common import BadInputError
 from ..targets import Target
 from .timing import WARM_UP, timed
 

@@ -12,15 +12,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from ..common import BadInputError
+from ..common.machine import clock
 from ..decode import Decoder, Plan, Round, Sampling
-from ..ground import BadInputError
-from ..ground.machine import clock
 from ..recipes import EvalSpec
 from ..targets import Target
 from .measure import Contestant
-from .race import Job, race
 from .reports.intervals import Interval, Ratio
 from .reports.statistics import Bootstrap
+from .turns import PromptJob, race
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class BatchAnswer:
 
 
 @dataclass(frozen=True)
-class Point:
+class BatchPoint:
     """What one contestant reaches at one batch size.
 
     Attributes:
@@ -95,12 +95,12 @@ def _interval(interval: Interval | None) -> dict[str, float | None] | None:
 def measure_batches(
     target: Target,
     contestants: Sequence[Contestant],
-    jobs: Sequence[Job],
+    jobs: Sequence[PromptJob],
     sizes: Sequence[int],
     settings: EvalSpec,
     least: int = 8,
     tick: Callable[[], None] = lambda: None,
-) -> list[Point]:
+) -> list[BatchPoint]:
     """Complete batches of every size with every contestant, greedily.
 
     The batches of all sizes come in a random order, and each is completed by all contestants in turns.
@@ -134,7 +134,7 @@ def measure_batches(
     ]
 
 
-def make_groups(jobs: Sequence[Job], size: int, least: int, seed: int = 0) -> list[list[Job]]:
+def make_groups(jobs: Sequence[PromptJob], size: int, least: int, seed: int = 0) -> list[list[PromptJob]]:
     """Return batches of `size` prompts, drawn at random: all prompts once, or as often as gives `least` batches.
 
     Within one pass over the prompts no two batches share one; those that a pass leaves over are not run.
@@ -144,7 +144,7 @@ def make_groups(jobs: Sequence[Job], size: int, least: int, seed: int = 0) -> li
     if least < 1:
         raise BadInputError(f"batches: at least one batch of each size is needed, got {least}.")
     generator = random.Random(seed)
-    groups: list[list[Job]] = []
+    groups: list[list[PromptJob]] = []
     wanted = max(least, len(jobs) // size)
     while len(groups) < wanted:
         shuffled = generator.sample(list(jobs), len(jobs))
@@ -158,7 +158,7 @@ class BatchRacer:
     def __init__(self, name: str, decoder: Decoder, plan: Plan, settings: EvalSpec):
         self.name, self.decoder, self.plan, self.settings = name, decoder, plan, settings
 
-    def __call__(self, job: Sequence[Job], temperature: float) -> BatchAnswer:
+    def __call__(self, job: Sequence[PromptJob], temperature: float) -> BatchAnswer:
         prompts, ids = [j.prompt.tokens for j in job], [j.sequence for j in job]
         sampling = Sampling(temperature=temperature, seed=self.settings.seed)
         began = clock(self.decoder.target.device)
@@ -175,12 +175,12 @@ def median_repeat(repeats: Sequence[BatchAnswer]) -> BatchAnswer:
     return replace(repeats[0], seconds=statistics.median_low([r.seconds for r in repeats]))
 
 
-def _point(name: str, plain: str, size: int, done: dict[str, list[BatchAnswer]], groups: Sequence[int]) -> Point:
+def _point(name: str, plain: str, size: int, done: dict[str, list[BatchAnswer]], groups: Sequence[int]) -> BatchPoint:
     """Return the figures over the batches at the indices `groups`."""
     own, base = [done[name][i] for i in groups], [done[plain][i] for i in groups]
     bootstrap = Bootstrap([len(groups)])
     tau = Ratio([c.num_accepted for c in own], [c.num_rounds for c in own], offset=1.0)
-    return Point(
+    return BatchPoint(
         contestant=name,
         size=size,
         groups=len(groups),
@@ -205,7 +205,7 @@ def _mean_rows(done: Sequence[BatchAnswer]) -> float:
     return round(sum(c.num_rounds for c in done) / passes, 2) if passes else 0.0
 
 
-def speedup_lines(points: Sequence[Point]) -> dict[str, list[tuple[int, Interval]]]:
+def speedup_lines(points: Sequence[BatchPoint]) -> dict[str, list[tuple[int, Interval]]]:
     """Return speedups by contestant, as `plots.speedup_by_size` draws them; the plain target is not among them."""
     found: dict[str, list[tuple[int, Interval]]] = {}
     for point in sorted(points, key=lambda p: p.size):

@@ -12,7 +12,7 @@ from .reports.statistics import Bootstrap
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredOption:
     """An option and what it did: τ, and tokens/s as a ratio over batches, beside the plain target's."""
 
     option: Option
@@ -26,7 +26,7 @@ class Measured:
         """Tokens per second over all batches."""
         return self.bootstrap.ratio(self.speed).value
 
-    def over(self, other: Measured) -> Interval:
+    def over(self, other: MeasuredOption) -> Interval:
         """Return how many times as fast as `other` it is."""
         return self.bootstrap.quotient(self.speed, other.speed)
 
@@ -45,18 +45,18 @@ class Measured:
 
 def measured_options(
     racing: Sequence[Option], answers: dict[str, list[list[BatchAnswer]]], bootstrap: Bootstrap
-) -> list[Measured]:
+) -> list[MeasuredOption]:
     """Return what each option did, in their order; the first is plain."""
     done = {name: [median_repeat(repeats) for repeats in per_group] for name, per_group in answers.items()}
     plain = batch_speed(done[racing[0].name])
-    return [Measured(o, _tau(done[o.name]), batch_speed(done[o.name]), plain, bootstrap) for o in racing]
+    return [MeasuredOption(o, _tau(done[o.name]), batch_speed(done[o.name]), plain, bootstrap) for o in racing]
 
 
 def _tau(done: Sequence[BatchAnswer]) -> float:
     return 1 + sum(c.num_accepted for c in done) / max(1, sum(c.num_rounds for c in done))
 
 
-def choose(measured: Sequence[Measured]) -> tuple[Measured, str]:
+def choose(measured: Sequence[MeasuredOption]) -> tuple[MeasuredOption, str]:
     """Return the one to keep, and why.
 
     The fastest fixed plan; of the drafter's own chain the controlled form, unless it is really slower; plain if nothing
@@ -78,7 +78,7 @@ def choose(measured: Sequence[Measured]) -> tuple[Measured, str]:
     return plain, reason
 
 
-def _controlled_or_fixed(fastest: Measured, controlled: Measured) -> tuple[Measured, str]:
+def _controlled_or_fixed(fastest: MeasuredOption, controlled: MeasuredOption) -> tuple[MeasuredOption, str]:
     quotient = controlled.over(fastest)
     found = f"with a controller {quotient.text(unit='×')} the speed of {fastest.option.name}"
     if fastest.option.plan.is_tree or fastest.option.statistical is not None:

@@ -18,10 +18,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..common import BadInputError
 from ..decode import Decoder, Plan, Sampling
-from ..ground import BadInputError
 from ..heads import Drafter, NodeSession
-from ..heads.dspark import DSpark
+from ..heads.block.dspark import DSpark
 from ..targets import Target
 
 GRID = tuple(float(t) for t in np.round(np.geomspace(0.25, 4.0, 81), 4))
@@ -29,7 +29,7 @@ BINS = 10
 
 
 @dataclass(frozen=True)
-class Told:
+class ConfidenceSample:
     """What a drafter said of its drafts, and what became of them.
 
     Attributes:
@@ -81,7 +81,7 @@ def calibration_error(said: np.ndarray, true: np.ndarray, count: int = BINS) -> 
     return sum(b.count * abs(b.said - b.true) for b in bins_of(said, true, count)) / max(1, len(said))
 
 
-def fit(told: Told, grid: Sequence[float] = GRID) -> Calibration:
+def fit(told: ConfidenceSample, grid: Sequence[float] = GRID) -> Calibration:
     """Return the temperatures that make the products come true, found from the first draft to the last.
 
     Raises:
@@ -103,7 +103,7 @@ def fit(told: Told, grid: Sequence[float] = GRID) -> Calibration:
 
 def collect(
     target: Target, drafter: Drafter, prompts: Sequence[list[int]], max_new_tokens: int, sampling: Sampling
-) -> Told:
+) -> ConfidenceSample:
     """Return what a drafter says of its drafts in rounds of the decoder itself, prompt by prompt.
 
     Raises:
@@ -129,7 +129,7 @@ def collect(
         ]
         odds += [said for said, _ in whole]
         accepted += [count for _, count in whole]
-    return Told(np.array(odds).reshape(-1, drafter.max_depth), np.array(accepted))
+    return ConfidenceSample(np.array(odds).reshape(-1, drafter.max_depth), np.array(accepted))
 
 
 @contextmanager

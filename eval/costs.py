@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..decode.room import margin, window_of
+from ..common import BadInputError
 from ..decode.sampling import highest
-from ..ground import BadInputError
+from ..decode.static_batch import margin, window_of
 from ..heads import Drafter
-from ..targets import Counts, RaggedCache, Target
+from ..targets import RaggedCache, RowLengths, Target
 from ..targets.attention import steady_kernels
-from .timing import Replay, captured, medians, timed, turns
+from .timing import CapturedReplay, captured, medians, timed, turns
 
 _GROWTH = 64  # a text that is drafted from gets this much longer before it is begun anew
 _CHUNK = 16_384  # tokens that a drafter reads at once while its session is filled
@@ -91,7 +91,7 @@ def committed_cache(target: Target, batch: int, context: int, room: int) -> Ragg
             store.normal_()
     else:
         target.forward(random_tokens(target, batch, context), cache, logits=False)
-    cache.advance(Counts.of(ragged_lengths(batch, context), target.device))
+    cache.advance(RowLengths.of(ragged_lengths(batch, context), target.device))
     return cache
 
 
@@ -120,11 +120,11 @@ def draft_times(
 ) -> list[float]:
     """Return the median seconds of drafting a chain of 0, 1, …, `depth` tokens greedily; the first is 0.
 
-    Each is timed as the decoder asks for it: after an `absorb` of a round of that depth, of whose drafts half were
-    kept. `absorb` itself is not part of it. The text stays near `context`.
+    Each is timed as the decoder asks for it: after an `update` of a round of that depth, of whose drafts half were
+    kept. `update` itself is not part of it. The text stays near `context`.
 
     Args:
-        whole: that `absorb` is timed along. Some drafters read there what others read when they draft; where rounds
+        whole: that `update` is timed along. Some drafters read there what others read when they draft; where rounds
             have fixed shapes it is never part of it.
 
     Raises:
@@ -152,7 +152,7 @@ def _captured_draft(target: Target, drafter: Drafter, depth: int, batch: int, co
     # The graph reads them: nobody may free them.
     inputs = [cache.lengths for cache in drafting.session.caches()] + drafting.session.carried()
     work = captured(partial(drafting.draft, depth), target.device, warm=False)  # the rounds were the warm-up
-    if isinstance(work, Replay):
+    if isinstance(work, CapturedReplay):
         found = medians({depth: work}, target.device, repeats)[depth]
         del inputs
         return found
@@ -171,7 +171,7 @@ def _in_rounds(drafting: _Drafting, depths: Sequence[int], repeats: int, whole: 
         drafting.round(d)  # so that the one that is timed absorbs as much as it drafts
         seconds = timed(partial(drafting.round if whole else drafting.draft, d), drafting.target.device)
         if not whole:
-            drafting.absorb(d)
+            drafting.update(d)
         if counts:
             spent[d].append(seconds)
     return {d: statistics.median(times) for d, times in spent.items()}
@@ -245,13 +245,13 @@ class _Drafting:
     def round(self, depth: int) -> None:
         """Draft, and absorb what the target makes of it."""
         self.draft(depth)
-        self.absorb(depth)
+        self.update(depth)
 
     def draft(self, depth: int) -> object:
         """Draft a chain greedily."""
         return self.session.propose(self.tokens[:, self.length], depth, _most_probable)
 
-    def absorb(self, depth: int) -> None:
+    def update(self, depth: int) -> None:
         """Absorb what the target has processed: the root and `depth` drafts, of which half stay."""
         self._absorb(1 + depth, [_kept(depth)] * self.batch)
 
@@ -259,7 +259,7 @@ class _Drafting:
         tokens, taps = self.tokens[:, self.length : self.length + width], self.drafter.taps
         shape = (self.batch, width, len(taps), self.target.hidden_size)
         hidden = torch.randn(shape, device=self.target.device, dtype=self.target.dtype) if taps else None
-        self.session.absorb(tokens, hidden, Counts.of(counts, self.target.device))
+        self.session.update(tokens, hidden, RowLengths.of(counts, self.target.device))
         self.length += max(counts)
 
 

@@ -10,20 +10,20 @@ import torch
 from rich.console import Console
 from transformers import GenerationConfig
 
+from ..common import BadInputError
+from ..common.machine import clock, device_name
+from ..common.progress import progress
+from ..common.versions import versions
 from ..decode import Decoder, Plan, Sampling, Tree
-from ..ground import BadInputError
-from ..ground.machine import clock, device_name
-from ..ground.progress import progress
-from ..ground.versions import versions
 from ..heads import Drafter, drafter_config
 from ..recipes import EvalSpec
 from ..targets import Target
 from ..targets.attention import steady_kernels
-from .race import Answer, Job, Racer, check_lengths, make_jobs, race, threads
-from .reports.figures import Baselines, Record
+from .reports.figures import Baselines, PromptRecord
 from .reports.report import Conditions, ContestantInfo, Report, SuiteInfo
 from .suites import Suite, make_suite
 from .summary import summarise
+from .turns import PromptJob, Racer, TimedCompletion, check_lengths, make_jobs, race, threads
 
 PLAIN, GENERATE = "plain", "transformers.generate"
 
@@ -72,7 +72,7 @@ def measure(
     _check(target, entrants, jobs, settings)
     plain = next(c.name for c in entrants if c.drafter is None)
     baselines = Baselines(plain=plain, generate=GENERATE if generate_baseline else None)
-    racers: list[Racer[Job, Answer]] = [DecoderRacer(target, c, settings) for c in entrants]
+    racers: list[Racer[PromptJob, TimedCompletion]] = [DecoderRacer(target, c, settings) for c in entrants]
     if generate_baseline:
         racers.append(GenerateRacer(target, settings))
     temperatures = list(dict.fromkeys(settings.temperatures))
@@ -91,15 +91,15 @@ def measure(
 
 def _race_at_each(
     temperatures: Sequence[float],
-    racers: Sequence[Racer[Job, Answer]],
-    jobs: Sequence[Job],
+    racers: Sequence[Racer[PromptJob, TimedCompletion]],
+    jobs: Sequence[PromptJob],
     plain: str,
     repeats: int,
     console: Console | None,
-) -> tuple[list[Record], dict[tuple[str, float], str]]:
+) -> tuple[list[PromptRecord], dict[tuple[str, float], str]]:
     """Return the records of a race at each temperature, and the rule by (contestant, temperature)."""
     rules: dict[tuple[str, float], str] = {}
-    records: list[Record] = []
+    records: list[PromptRecord] = []
     with progress(console, "measuring", len(temperatures) * len(jobs) * repeats, transient=True) as advance:
         for temperature in temperatures:
             for racer in racers:
@@ -111,7 +111,7 @@ def _race_at_each(
     return records, rules
 
 
-def _rule(answers: Sequence[Sequence[Answer]]) -> str:
+def _rule(answers: Sequence[Sequence[TimedCompletion]]) -> str:
     """Return the rule that ran: an answer that ends with its first token has none."""
     rules = [answer.rule for repeats in answers for answer in repeats]
     return next((rule for rule in rules if rule != "none"), "none")
@@ -154,7 +154,7 @@ def _with_plain(contestants: Sequence[Contestant]) -> list[Contestant]:
     return entrants
 
 
-def _check(target: Target, entrants: Sequence[Contestant], jobs: Sequence[Job], settings: EvalSpec) -> None:
+def _check(target: Target, entrants: Sequence[Contestant], jobs: Sequence[PromptJob], settings: EvalSpec) -> None:
     names = [c.name for c in entrants]
     if len(set(names)) < len(names) or GENERATE in names:
         raise BadInputError(f"contestants need names of their own, other than {GENERATE!r}; got {', '.join(names)}.")
@@ -189,7 +189,7 @@ class DecoderRacer:
         self.target = target
         self.decoder = Decoder(target, contestant.drafter)
 
-    def __call__(self, job: Job, temperature: float) -> Answer:
+    def __call__(self, job: PromptJob, temperature: float) -> TimedCompletion:
         sampling = Sampling(temperature=temperature, seed=self.settings.seed)
         began = clock(self.target.device)
         out = self.decoder.generate(
@@ -199,7 +199,7 @@ class DecoderRacer:
         spent = out.stats.seconds
         phases = {"prefill": spent.prefill, "draft": spent.draft, "verify": spent.verify}
         seconds = phases | {"host": max(0.0, total - sum(phases.values())), "total": total}
-        return Answer(out.tokens[0], seconds, out.rounds[0], f"{out.rule} (lossy)" if out.lossy else out.rule)
+        return TimedCompletion(out.tokens[0], seconds, out.rounds[0], f"{out.rule} (lossy)" if out.lossy else out.rule)
 
 
 class GenerateRacer:
@@ -210,7 +210,7 @@ class GenerateRacer:
     def __init__(self, target: Target, settings: EvalSpec):
         self.target, self.settings = target, settings
 
-    def __call__(self, job: Job, temperature: float) -> Answer:
+    def __call__(self, job: PromptJob, temperature: float) -> TimedCompletion:
         tokens = torch.tensor([job.prompt.tokens], device=self.target.device)
         config = self._config(temperature)
         devices = [self.target.device] if self.target.device.type == "cuda" else []
@@ -220,7 +220,7 @@ class GenerateRacer:
             everything = torch.ones_like(tokens)
             out = self.target.model.generate(tokens, attention_mask=everything, generation_config=config)  # type: ignore[operator]
             new = out[0, tokens.shape[1] :].tolist()
-            return Answer(new, {"total": clock(self.target.device) - began})
+            return TimedCompletion(new, {"total": clock(self.target.device) - began})
 
     def _config(self, temperature: float) -> GenerationConfig:
         """Return a config that says everything that the model's own might say otherwise."""
@@ -240,8 +240,8 @@ class GenerateRacer:
 
 
 def make_records(
-    answers: dict[str, list[list[Answer]]], jobs: Sequence[Job], temperature: float, plain: str
-) -> list[Record]:
+    answers: dict[str, list[list[TimedCompletion]]], jobs: Sequence[PromptJob], temperature: float, plain: str
+) -> list[PromptRecord]:
     """Return the records of a race.
 
     At temperature 0 every contestant's tokens are compared with those of the one called `plain`.
@@ -253,7 +253,9 @@ def make_records(
     ]
 
 
-def _record(name: str, temperature: float, job: Job, repeats: list[Answer], reference: list[int] | None) -> Record:
+def _record(
+    name: str, temperature: float, job: PromptJob, repeats: list[TimedCompletion], reference: list[int] | None
+) -> PromptRecord:
     """Return the record of one prompt.
 
     What happened is the same in every repeat; how long it took is told by the median one (the faster of two in the
@@ -263,7 +265,7 @@ def _record(name: str, temperature: float, job: Job, repeats: list[Answer], refe
     median = repeats[times.index(statistics.median_low(times))]
     first = repeats[0]
     same = None if reference is None else first.tokens == reference
-    return Record(
+    return PromptRecord(
         contestant=name,
         temperature=temperature,
         suite=job.suite,

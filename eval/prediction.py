@@ -20,8 +20,8 @@ from typing import Any
 import numpy as np
 from scipy.optimize import isotonic_regression
 
+from ..common import BadInputError
 from ..decode import Control, Costs, Plan, Tree, best_tree
-from ..ground import BadInputError
 from .acceptance import Acceptance
 from .batches import BatchAnswer
 from .tuning import plan_words

@@ -9,8 +9,8 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from ..common import BadInputError
 from ..distill.prompts import Prompt, digest_prompts, read_prompts
-from ..ground import BadInputError
 from ..recipes.suites import PACKAGED, find_suite
 from .reports.figures import ALL
 

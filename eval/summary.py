@@ -17,7 +17,7 @@ from .reports.figures import (
     Baselines,
     DepthFigure,
     Figures,
-    Record,
+    PromptRecord,
     speed_ratio,
     tau_ratio,
 )
@@ -26,7 +26,7 @@ from .reports.statistics import Bootstrap, Floats, strata_of
 
 
 def summarise(
-    records: Sequence[Record], rules: dict[tuple[str, float], str], baselines: Baselines, seed: int = 0
+    records: Sequence[PromptRecord], rules: dict[tuple[str, float], str], baselines: Baselines, seed: int = 0
 ) -> list[Figures]:
     """Return figures for every contestant and temperature, on all suites together and on each.
 
@@ -49,9 +49,11 @@ def summarise(
 class _SamePrompts:
     """All contestants on the same prompts at one temperature, compared by the same resamples."""
 
-    def __init__(self, suite: str, temperature: float, records: Sequence[Record], baselines: Baselines, seed: int):
+    def __init__(
+        self, suite: str, temperature: float, records: Sequence[PromptRecord], baselines: Baselines, seed: int
+    ):
         self.suite, self.temperature = suite, temperature
-        self.entries: dict[str, list[Record]] = {}
+        self.entries: dict[str, list[PromptRecord]] = {}
         for record in sorted(records, key=lambda r: r.suite):  # suite by suite, as the strata are
             self.entries.setdefault(record.contestant, []).append(record)
         self.plain = self.entries[baselines.plain]
@@ -62,7 +64,7 @@ class _SamePrompts:
         """Return the figures of every contestant."""
         return [self._figures(name, own, rules[name, self.temperature]) for name, own in self.entries.items()]
 
-    def _figures(self, name: str, own: list[Record], rule: str) -> Figures:
+    def _figures(self, name: str, own: list[PromptRecord], rule: str) -> Figures:
         drafted = [sum(r.drafted) for r in own]
         num_rounds = sum(len(r.accepted) for r in own)
         judged = [r.identical for r in own if r.identical is not None]
@@ -94,13 +96,13 @@ class _SamePrompts:
         return None if self.generate is None else self.bootstrap.quotient(speed, speed_ratio(self.generate))
 
 
-def _seconds_by_phase(records: Sequence[Record]) -> dict[str, Floats]:
+def _seconds_by_phase(records: Sequence[PromptRecord]) -> dict[str, Floats]:
     """Return the seconds of each prompt `[N]`, by the phases that all of them were timed in."""
     timed = [phase for phase in PHASES if all(phase in r.seconds for r in records)]
     return {phase: np.array([r.seconds[phase] for r in records]) for phase in timed}
 
 
-def _alpha(records: Sequence[Record], bootstrap: Bootstrap) -> list[DepthFigure]:
+def _alpha(records: Sequence[PromptRecord], bootstrap: Bootstrap) -> list[DepthFigure]:
     counts = [depth_counts(_rounds(r)) for r in records]
     deepest = max(map(len, counts), default=0)
     table = np.zeros((deepest, 2, len(records)), dtype=np.int64)  # [depth, reached | kept, N]
@@ -116,13 +118,13 @@ def _alpha(records: Sequence[Record], bootstrap: Bootstrap) -> list[DepthFigure]
     ]
 
 
-def _rounds(record: Record) -> list[Round]:
+def _rounds(record: PromptRecord) -> list[Round]:
     """Return the rounds that a record tells of."""
     told = zip(record.drafted, record.accepted, record.tried or record.drafted, strict=True)
     return [Round(drafted, accepted, accepted + 1, tried) for drafted, accepted, tried in told]
 
 
-def _histogram(records: Sequence[Record], bootstrap: Bootstrap) -> list[AcceptedFigure]:
+def _histogram(records: Sequence[PromptRecord], bootstrap: Bootstrap) -> list[AcceptedFigure]:
     most = max((a for r in records for a in r.accepted), default=0)
     counted = [np.bincount(np.asarray(r.accepted, dtype=np.int64), minlength=most + 1) for r in records]
     counts = np.stack(counted, 1)  # [accepted, N]

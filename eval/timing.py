@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from ..ground.machine import clock
+from ..common.machine import clock
 
 _log = logging.getLogger("outrider")
 WARM_UP = 2  # turns of each kind before the first one that counts
@@ -58,7 +58,7 @@ def timed(work: Callable[[], object], device: torch.device) -> float:
 
 
 @dataclass(frozen=True)
-class Replay:
+class CapturedReplay:
     """A captured piece of work, and what it was captured from, whose memory it reads."""
 
     graph: torch.cuda.CUDAGraph
@@ -95,4 +95,4 @@ def captured(
             "a pass cannot be captured as a CUDA graph here, it is timed as it is: %s", str(error).splitlines()[0]
         )
         return work
-    return Replay(graph, work)
+    return CapturedReplay(graph, work)

@@ -24,34 +24,24 @@ import torch
 from rich.console import Console
 from rich.text import Text
 
+from ..common import BadInputError, IncompatibleError
+from ..common.machine import device_name
+from ..common.progress import Advance, progress
+from ..common.versions import versions
 from ..decode import Decoder, Plan, Sampling, Tree
-from ..ground import BadInputError, IncompatibleError
-from ..ground.machine import device_name
-from ..ground.progress import Advance, progress
-from ..ground.versions import versions
 from ..heads import Drafter, fuse
 from ..recipes import EvalSpec
 from ..targets import Target
 from .acceptance import Acceptance, deepest, measure_acceptance
 from .batches import BatchAnswer, BatchRacer, make_groups
-from .choice import Measured, choose, measured_options
+from .choice import MeasuredOption, choose, measured_options
 from .costs import verify_times
 from .measure import suite_info
-from .prediction import (
-    Loop,
-    Option,
-    best,
-    chain_options,
-    control_option,
-    costs_in_loop,
-    hopeful_trees,
-    loop_of,
-    option,
-)
-from .race import Job, check_lengths, make_jobs, race, threads
+from .prediction import Loop, Option, best, chain_options, control_option, costs_in_loop, hopeful_trees, loop_of, option
 from .reports.statistics import Bootstrap, strata_of
 from .suites import Suite
 from .tuning import BatchTuning, Candidate, CostRecord, Tuning, print_batch
+from .turns import PromptJob, check_lengths, make_jobs, race, threads
 
 WIDTHS = (0, 1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 _WIDEST_ON_CPU = 64  # the largest tree that is tried; a wider pass would be timed for nothing, and is slow there
@@ -114,7 +104,7 @@ def _temperature(settings: EvalSpec) -> float:
     return float(settings.temperatures[0])
 
 
-def _check(target: Target, jobs: Sequence[Job], settings: EvalSpec, batch_sizes: Sequence[int]) -> None:
+def _check(target: Target, jobs: Sequence[PromptJob], settings: EvalSpec, batch_sizes: Sequence[int]) -> None:
     if not jobs:
         raise BadInputError("there are no prompts to tune on; name a suite that has some.")
     if len(settings.temperatures) != 1:
@@ -153,7 +143,7 @@ def _record(
 
 
 @dataclass(frozen=True)
-class _Fusion:
+class _FusedContestant:
     """The drafter together with one without weights, and a decoder of both."""
 
     statistical: dict[str, Any]
@@ -161,7 +151,7 @@ class _Fusion:
     decoder: Decoder
 
 
-def _fusions(target: Target, drafter: Drafter, statistical: Sequence[dict[str, Any]]) -> list[_Fusion]:
+def _fusions(target: Target, drafter: Drafter, statistical: Sequence[dict[str, Any]]) -> list[_FusedContestant]:
     """Return the fusions that are weighed: none of a drafter that has no weights, or is a fusion itself."""
     if not drafter.trainable or drafter.abilities.deterministic:
         return []
@@ -169,7 +159,7 @@ def _fusions(target: Target, drafter: Drafter, statistical: Sequence[dict[str, A
     if len(set(map(str, kinds))) < len(kinds):
         raise BadInputError(f"each kind of drafter is fused once; got {', '.join(map(str, kinds))}.")
     fused = [(values, fuse(values, drafter)) for values in statistical]
-    return [_Fusion(values, both, Decoder(target, both)) for values, both in fused]
+    return [_FusedContestant(values, both, Decoder(target, both)) for values, both in fused]
 
 
 class _Bars(Protocol):
@@ -197,12 +187,12 @@ class _Tuner:
     """
 
     def __init__(
-        self, target: Target, drafter: Drafter, jobs: list[Job], settings: EvalSpec, bars: _Bars, seen: Acceptance
+        self, target: Target, drafter: Drafter, jobs: list[PromptJob], settings: EvalSpec, bars: _Bars, seen: Acceptance
     ):
         self.target, self.drafter, self.jobs, self.settings = target, drafter, jobs, settings
         self.bars, self.seen = bars, seen
         self.plain, self.drafting = Decoder(target), Decoder(target, drafter)
-        self.fusions: list[_Fusion] = []
+        self.fusions: list[_FusedContestant] = []
 
     def batch(self, size: int) -> BatchTuning:
         """Return the fastest plan at one batch size, and what it was chosen by."""
@@ -246,7 +236,9 @@ class _Tuner:
         with self.bars(f"batch {size}: passes of the target", 1):
             return verify_times(self.target, widths, size, context, repeats=max(5, 20 // size), taps=self.drafter.taps)
 
-    def _time(self, plans: Sequence[Plan], groups: Sequence[list[Job]], drafting: Decoder | None = None) -> list[Loop]:
+    def _time(
+        self, plans: Sequence[Plan], groups: Sequence[list[PromptJob]], drafting: Decoder | None = None
+    ) -> list[Loop]:
         """Return what rounds under each of `plans` take, by batches of typical lengths.
 
         `drafting` decodes those that draft; None for the drafter by itself.
@@ -255,7 +247,9 @@ class _Tuner:
         answers = self._turns(named, _typical(groups, _TIMED_GROUPS), repeats=1, what="timing rounds")
         return [loop_of([repeats[0] for repeats in per_group]) for per_group in answers.values()]
 
-    def _tree_options(self, trees: Sequence[Tree], groups: Sequence[list[Job]], size: int, plain: Loop) -> list[Option]:
+    def _tree_options(
+        self, trees: Sequence[Tree], groups: Sequence[list[PromptJob]], size: int, plain: Loop
+    ) -> list[Option]:
         """Return trees with their times.
 
         The plain target is timed along: the machine may have changed its pace since `plain`.
@@ -270,7 +264,12 @@ class _Tuner:
         ]
 
     def _fused_options(
-        self, fusion: _Fusion, curve: dict[int, float], groups: Sequence[list[Job]], size: int, plain: Loop
+        self,
+        fusion: _FusedContestant,
+        curve: dict[int, float],
+        groups: Sequence[list[PromptJob]],
+        size: int,
+        plain: Loop,
     ) -> list[Option]:
         """Return the chains of a fusion with their times; the plain target is timed along, as with trees."""
         most = deepest(fusion.drafter)
@@ -285,7 +284,7 @@ class _Tuner:
         chains = chain_options(costs_in_loop(curve, loops), loops, seen, size)[1:]
         return [replace(chain, statistical=fusion.statistical) for chain in chains]
 
-    def _race(self, racing: Sequence[Option], groups: Sequence[list[Job]], size: int) -> list[Measured]:
+    def _race(self, racing: Sequence[Option], groups: Sequence[list[PromptJob]], size: int) -> list[MeasuredOption]:
         fusions = {f.statistical["type"]: f.decoder for f in self.fusions}
         entries = {
             o.name: (self._decoder(o.plan, fusions[o.statistical["type"]] if o.statistical else None), o.plan)
@@ -300,7 +299,7 @@ class _Tuner:
         return self.plain if plan.depth == 0 else drafting or self.drafting
 
     def _turns(
-        self, entries: dict[str, tuple[Decoder, Plan]], groups: Sequence[list[Job]], repeats: int, what: str
+        self, entries: dict[str, tuple[Decoder, Plan]], groups: Sequence[list[PromptJob]], repeats: int, what: str
     ) -> dict[str, list[list[BatchAnswer]]]:
         racers = [BatchRacer(name, decoder, plan, self.settings) for name, (decoder, plan) in entries.items()]
         longest = max(groups, key=lambda g: max(len(j.prompt.tokens) for j in g))
@@ -317,7 +316,7 @@ def _paced(plain: Loop, again: Loop, *loops: Loop) -> list[Loop]:
     return [replace(loop, prefill=pace * loop.prefill, seconds=pace * loop.seconds) for loop in loops]
 
 
-def _candidate(option: Option, measured: Measured | None) -> Candidate:
+def _candidate(option: Option, measured: MeasuredOption | None) -> Candidate:
     """Return the record of an option; of one that was measured with what it did."""
     usual = Plan().to_dict()
     values = {k: v for k, v in option.plan.to_dict().items() if k != "control" and v != usual[k]}
@@ -334,7 +333,7 @@ def _candidate(option: Option, measured: Measured | None) -> Candidate:
     )
 
 
-def _typical(groups: Sequence[list[Job]], count: int) -> list[list[Job]]:
+def _typical(groups: Sequence[list[PromptJob]], count: int) -> list[list[PromptJob]]:
     """Return the `count` batches whose prompts are nearest to the median length."""
     lengths = [statistics.mean(len(j.prompt.tokens) for j in group) for group in groups]
     middle = statistics.median(lengths)

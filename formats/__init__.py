@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from .arrival import import_drafter, recognised
 from .drafter_files import DrafterFiles
-from .engines import LAYOUTS, Launch, launch, layout_of, require_served
-from .layout import Lack, Layout
+from .engines import LAYOUTS, EngineLaunch, launch, layout_of, require_served
+from .export import Exported, export_drafter
+from .import_ import import_drafter, recognised
+from .layout import ExportLayout, Unsupported
 from .speculators import load_speculators
-from .transfer import Exported, export_drafter
 
 __all__ = [
     "LAYOUTS",
     "DrafterFiles",
+    "EngineLaunch",
+    "ExportLayout",
     "Exported",
-    "Lack",
-    "Launch",
-    "Layout",
+    "Unsupported",
     "export_drafter",
     "import_drafter",
     "launch",

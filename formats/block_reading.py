@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from .reading import Passage, Weights, rotary_config
+from .reading import ProbeSequence, Weights, rotary_config
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class BlockFlags:
 
 @torch.no_grad()
 def block_logits(
-    tensors: Mapping[str, Tensor], layer: Mapping[str, Any], flags: BlockFlags, passage: Passage
+    tensors: Mapping[str, Tensor], layer: Mapping[str, Any], flags: BlockFlags, passage: ProbeSequence
 ) -> Tensor:
     """Return the draft logits at each depth, `[k, V]`, −inf outside the draft vocabulary.
 

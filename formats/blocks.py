@@ -16,16 +16,16 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ..ground import BadInputError, IncompatibleError
-from ..ground.versions import versions
+from ..common import BadInputError, IncompatibleError
+from ..common.versions import versions
 from ..heads import DFlash, DFlashConfig, Drafter, DrafterConfig, DSpark, DSparkConfig
 from ..targets import Target
 from .block_reading import BlockFlags, block_logits
 from .drafter_files import DrafterFiles
-from .filling import fill
-from .layout import Lack, Layout
+from .layout import ExportLayout, Unsupported
 from .llama import layer_sizes, llama_config
-from .reading import Passage, output_table
+from .load_weights import fill
+from .reading import ProbeSequence, output_table
 from .speculators import VERSION, draft_ids, taps_lacking, verifier, vocabulary_maps
 
 TAPS = "aux_hidden_state_layer_ids"
@@ -35,7 +35,7 @@ CLASSES: dict[str, tuple[type[DFlash], type[DFlashConfig], str]] = {
 }
 
 
-class BlockLayout(Layout):
+class BlockLayout(ExportLayout):
     """A layout of block drafters: tensors have our names, and config.json has the layers' sizes and a few flags."""
 
     beside: ClassVar[tuple[str, ...]] = ()  # tensors that are no part of our drafter
@@ -52,7 +52,7 @@ class BlockLayout(Layout):
             BadInputError: it lacks what nobody can guess.
         """
 
-    def logits(self, found: DrafterFiles, target: Target, passage: Passage) -> Tensor:
+    def logits(self, found: DrafterFiles, target: Target, passage: ProbeSequence) -> Tensor:
         config = found.config
         return block_logits(found.tensors, self.layer(config), self.flags(config, str(found.config_file)), passage)
 
@@ -109,36 +109,38 @@ class SpeculatorsBlocks(BlockLayout):
     def __init__(self, vllm: bool = False):
         self.vllm = vllm
 
-    def lacks(self, config: DrafterConfig, num_layers: int) -> list[Lack]:
+    def lacks(self, config: DrafterConfig, num_layers: int) -> list[Unsupported]:
         assert isinstance(config, DFlashConfig)
         found = taps_lacking(config.taps, num_layers) if config.taps else []
         if config.sliding_window and self.vllm:
             # Its layout has one meaning (all slots of a block see back to the same place), vLLM another: each slot's
             # window ends at that slot.
             why = "vLLM moves the window from slot to slot, which this layout cannot say"
-            found.append(Lack(f"sliding_window: {config.sliding_window}", why, "sliding_window: 0"))
+            found.append(Unsupported(f"sliding_window: {config.sliding_window}", why, "sliding_window: 0"))
         elif config.sliding_window and config.window_from != "anchor":
             why = "it counts windows back from the block's first slot"
-            found.append(Lack(f"window_from: {config.window_from}", why, "window_from: anchor"))
+            found.append(Unsupported(f"window_from: {config.window_from}", why, "window_from: anchor"))
         if config.causal and not config.sliding_window:
             why = "layers that see all of the context see all of their block"
             found.append(
-                Lack("causal: true", why, f"causal: false{'' if self.vllm else ', or a sliding_window with it'}")
+                Unsupported("causal: true", why, f"causal: false{'' if self.vllm else ', or a sliding_window with it'}")
             )
         if config.from_anchor and self.drafter == "dflash":
             why = "engines take DFlash's first slot for the root alone"
-            found.append(Lack("from_anchor: true", why, "from_anchor: false, or a dspark drafter"))
+            found.append(Unsupported("from_anchor: true", why, "from_anchor: false, or a dspark drafter"))
         if isinstance(config, DSparkConfig):
             found += self._markov_lacks(config)
         return found
 
-    def _markov_lacks(self, config: DSparkConfig) -> list[Lack]:
+    def _markov_lacks(self, config: DSparkConfig) -> list[Unsupported]:
         if not config.markov_rank:
             return [
-                Lack("markov_rank: 0", "its DSpark has a Markov head", "markov_rank: 1 or more, or a dflash drafter")
+                Unsupported(
+                    "markov_rank: 0", "its DSpark has a Markov head", "markov_rank: 1 or more, or a dflash drafter"
+                )
             ]
         if self.vllm and config.markov_head != "vanilla":
-            return [Lack(f"markov_head: {config.markov_head}", "vLLM serves one kind", "markov_head: vanilla")]
+            return [Unsupported(f"markov_head: {config.markov_head}", "vLLM serves one kind", "markov_head: vanilla")]
         return []
 
     def write(self, drafter: Drafter, target: Target, depth: int) -> DrafterFiles:

@@ -12,10 +12,10 @@ import copy
 import torch
 from torch import Tensor
 
-from ..ground import IncompatibleError
+from ..common import IncompatibleError
 from ..heads import Drafter, NodeSession
-from ..targets import Counts, Target
-from .reading import Passage
+from ..targets import RowLengths, Target
+from .reading import ProbeSequence
 
 # A text long enough that positions, masks and rotary angles matter, and drafts deep enough that feedback does.
 _LENGTH, _DEPTH = 24, 4
@@ -23,7 +23,7 @@ _LENGTH, _DEPTH = 24, 4
 TOLERANCE = 2e-3
 
 
-def passage_of(target: Target, max_depth: int | None = None) -> Passage:
+def passage_of(target: Target, max_depth: int | None = None) -> ProbeSequence:
     """Return a passage of random tokens, the same for the same target, that both sides are asked about.
 
     Args:
@@ -33,20 +33,20 @@ def passage_of(target: Target, max_depth: int | None = None) -> Passage:
     length = min(_LENGTH, (target.max_context or _LENGTH) - depth - 1)
     generator = torch.Generator().manual_seed(0)
     drawn = torch.randint(target.vocab_size, (length + depth,), generator=generator).tolist()
-    return Passage.of(target, drawn[: length + 1], drawn[length + 1 :])
+    return ProbeSequence.of(target, drawn[: length + 1], drawn[length + 1 :])
 
 
 @torch.no_grad()
-def session_logits(drafter: Drafter, target: Target, passage: Passage) -> Tensor:
+def session_logits(drafter: Drafter, target: Target, passage: ProbeSequence) -> Tensor:
     """Return what a decoding session of `drafter`, in fp32, says at each depth of the passage, `[k, V]`."""
     drafter = copy.deepcopy(drafter).to(target.device).cast(torch.float32).eval()
     count = len(passage.tokens) - 1
     session = drafter.open(target, 1, count + len(passage.drafts) + 2)
     assert isinstance(session, NodeSession)
     hidden = passage.hidden[list(drafter.taps)].transpose(0, 1)[None] if drafter.taps else None
-    session.absorb(passage.tokens[None, :-1], hidden, Counts.of([count], target.device))
-    found = [session.begin(passage.tokens[-1:])]
-    found += [session.extend(draft[None, None])[:, 0] for draft in passage.drafts]
+    session.update(passage.tokens[None, :-1], hidden, RowLengths.of([count], target.device))
+    found = [session.prefill(passage.tokens[-1:])]
+    found += [session.decode(draft[None, None])[:, 0] for draft in passage.drafts]
     return _over_target(torch.cat(found).float(), drafter.output_ids, len(passage.table))
 
 

@@ -12,9 +12,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from ..ground import BadInputError
-from ..ground.files import write_atomically
-from ..ground.replacing import replacing
+from ..common import BadInputError
+from ..common.atomic import replacing
+from ..common.files import write_atomically
 from ..heads.saved import CONFIG, read_config
 from ..targets.loading import refuse_pickles
 from ..targets.weights import WEIGHTS

@@ -16,15 +16,15 @@ from torch import Tensor
 from ..heads import Drafter, DrafterConfig, Eagle1, Eagle1Config
 from ..targets import Target
 from .drafter_files import DrafterFiles
-from .filling import fill
-from .layout import Lack, Layout
+from .layout import ExportLayout, Unsupported
 from .llama import EMBEDDINGS, check_embeddings, layer_sizes, llama_config, shapes_of
-from .reading import Passage, eagle1_logits, embedding_table
+from .load_weights import fill
+from .reading import ProbeSequence, eagle1_logits, embedding_table
 
 _FIRST, _FIRST_OURS = "layers.0.", "layer."
 
 
-class EagleLayout(Layout):
+class EagleLayout(ExportLayout):
     """EAGLE heads.
 
     Args:
@@ -38,7 +38,7 @@ class EagleLayout(Layout):
     def __init__(self, engine: Literal["vllm", "sglang", "eagle"]):
         self.engine = engine
 
-    def lacks(self, config: DrafterConfig, num_layers: int) -> list[Lack]:
+    def lacks(self, config: DrafterConfig, num_layers: int) -> list[Unsupported]:
         assert isinstance(config, Eagle1Config)
         lacks = []
         for name, why in (
@@ -46,9 +46,9 @@ class EagleLayout(Layout):
             ("norm_first", "its first layer has no norm before attention"),
         ):
             if getattr(config, name):
-                lacks.append(Lack(f"{name}: true", why, f"{name}: false, or an eagle3 drafter"))
+                lacks.append(Unsupported(f"{name}: true", why, f"{name}: false, or an eagle3 drafter"))
         if config.fc_bias and self.engine == "vllm":
-            lacks.append(Lack("fc_bias: true", "its fc has no bias", "fc_bias: false"))
+            lacks.append(Unsupported("fc_bias: true", "its fc has no bias", "fc_bias: false"))
         return lacks
 
     def write(self, drafter: Drafter, target: Target, depth: int) -> DrafterFiles:
@@ -72,7 +72,7 @@ class EagleLayout(Layout):
             "dtype": dtype,
         }
 
-    def logits(self, found: DrafterFiles, target: Target, passage: Passage) -> Tensor:
+    def logits(self, found: DrafterFiles, target: Target, passage: ProbeSequence) -> Tensor:
         return eagle1_logits(found.tensors, found.config, passage)
 
     def recognises(self, config: dict[str, Any], names: Set[str]) -> bool:

@@ -17,14 +17,14 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig
 
-from ..ground import BadInputError
-from ..ground.files import read_json, write_atomically
+from ..common import BadInputError
+from ..common.files import read_json, write_atomically
 from ..heads import Drafter, DrafterConfig, SelfSpeculative, SelfSpeculativeConfig
 from ..heads.saved import read_config
 from ..targets import Target, load_causal_lm
 from .drafter_files import DrafterFiles
-from .layout import Lack, Layout
-from .reading import Passage
+from .layout import ExportLayout, Unsupported
+from .reading import ProbeSequence
 
 GENERATION, EXIT = "generation_config.json", "assistant_early_exit"
 
@@ -36,23 +36,23 @@ def early_exit_of(folder: Path) -> int | None:
     return found
 
 
-class EarlyExit(Layout):
+class EarlyExit(ExportLayout):
     """Early exits without weights of their own."""
 
     name = "early-exit"
     drafter = "self_speculative"
 
-    def lacks(self, config: DrafterConfig, num_layers: int) -> list[Lack]:
+    def lacks(self, config: DrafterConfig, num_layers: int) -> list[Unsupported]:
         assert isinstance(config, SelfSpeculativeConfig)
         lacks = []
         if config.num_blocks:
             why = "it leaves through the target's own norm and output embedding"
-            lacks.append(Lack(f"num_blocks: {config.num_blocks}", why, "num_blocks: 0, with `joint` training"))
+            lacks.append(Unsupported(f"num_blocks: {config.num_blocks}", why, "num_blocks: 0, with `joint` training"))
         if not config.share_lm_head:
-            lacks.append(Lack("share_lm_head: false", "it has no other output embedding", "share_lm_head: true"))
+            lacks.append(Unsupported("share_lm_head: false", "it has no other output embedding", "share_lm_head: true"))
         if config.draft_vocab_size not in (0, config.vocab_size):
             found = f"draft_vocab_size: {config.draft_vocab_size}"
-            lacks.append(Lack(found, "it drafts from the whole vocabulary", "draft_vocab_size: 0"))
+            lacks.append(Unsupported(found, "it drafts from the whole vocabulary", "draft_vocab_size: 0"))
         return lacks
 
     def write(self, drafter: Drafter, target: Target, depth: int) -> DrafterFiles:
@@ -72,7 +72,7 @@ class EarlyExit(Layout):
         return DrafterFiles(read_config(folder), {}, folder)
 
     @torch.no_grad()
-    def logits(self, found: DrafterFiles, target: Target, passage: Passage) -> Tensor:
+    def logits(self, found: DrafterFiles, target: Target, passage: ProbeSequence) -> Tensor:
         model: Any = load_causal_lm(str(found.folder), strict=True).eval().to(target.device)
         model.config.num_hidden_layers = early_exit_of(found.folder)  # as `generate` does while it drafts
         text = torch.cat([passage.tokens, passage.drafts])[None]

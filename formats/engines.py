@@ -11,14 +11,14 @@ import shlex
 from dataclasses import dataclass
 from typing import Any
 
-from ..ground import BadInputError, IncompatibleError
+from ..common import BadInputError, IncompatibleError
 from ..heads import DrafterConfig, head_class
 from .blocks import SpeculatorsDFlash, SpeculatorsDSpark
 from .eagle import EagleLayout
 from .early_exit import EarlyExit
 from .gguf import FILE as GGUF_FILE
 from .gguf import Gguf
-from .layout import Lack, Layout, refuse_lacks
+from .layout import ExportLayout, Unsupported, refuse_lacks
 from .medusa import MedusaRepository, MedusaVllm
 from .mtp import NativeMtp
 from .peagle import SpeculatorsPEagle
@@ -28,7 +28,7 @@ from .sglang import Sglang
 from .speculators import Speculators
 
 # What can be written for whom: `--to`, our drafter, and the layout.
-LAYOUTS: dict[str, dict[str, Layout]] = {
+LAYOUTS: dict[str, dict[str, ExportLayout]] = {
     "vllm": {
         "eagle3": Speculators(embeddings=False),
         "eagle1": EagleLayout("vllm"),
@@ -62,7 +62,7 @@ LAYOUTS: dict[str, dict[str, Layout]] = {
 
 
 # Every layout once, in the order in which config.json is asked; a draft model is what is nothing else.
-KNOWN: tuple[Layout, ...] = (
+KNOWN: tuple[ExportLayout, ...] = (
     Speculators(),
     SpeculatorsPEagle(),
     SpeculatorsDFlash(),
@@ -79,7 +79,7 @@ KNOWN: tuple[Layout, ...] = (
 
 
 @dataclass(frozen=True)
-class Launch:
+class EngineLaunch:
     """How an engine is started with an export.
 
     Attributes:
@@ -93,7 +93,7 @@ class Launch:
     settings: dict[str, Any]
 
 
-def layout_of(to: str, drafter: str) -> Layout:
+def layout_of(to: str, drafter: str) -> ExportLayout:
     """Return the layout of a drafter of this type for `to`.
 
     Raises:
@@ -114,7 +114,7 @@ def layout_of(to: str, drafter: str) -> Layout:
     return LAYOUTS[to][drafter]
 
 
-def require_served(to: str, drafter: str, config: DrafterConfig, num_layers: int) -> Layout:
+def require_served(to: str, drafter: str, config: DrafterConfig, num_layers: int) -> ExportLayout:
     """Return the layout of a drafter for `to`, if it can serve one with these settings.
 
     Raises:
@@ -125,7 +125,7 @@ def require_served(to: str, drafter: str, config: DrafterConfig, num_layers: int
     return layout
 
 
-def lacks(to: str, drafter: str, config: DrafterConfig, num_layers: int) -> list[Lack]:
+def lacks(to: str, drafter: str, config: DrafterConfig, num_layers: int) -> list[Unsupported]:
     """Return what of a drafter's settings `to` cannot serve."""
     return layout_of(to, drafter).lacks(config, num_layers)
 
@@ -133,7 +133,7 @@ def lacks(to: str, drafter: str, config: DrafterConfig, num_layers: int) -> list
 # ------------------------------------------------------------ how they are started
 
 
-def launch(to: str, drafter: str, target: str, folder: str, depth: int, dtype: str = "auto") -> Launch:
+def launch(to: str, drafter: str, target: str, folder: str, depth: int, dtype: str = "auto") -> EngineLaunch:
     """Return how `to` is started with a drafter of this type.
 
     Args:
@@ -147,13 +147,13 @@ def launch(to: str, drafter: str, target: str, folder: str, depth: int, dtype: s
     if to == "sglang":
         return _sglang(drafter, target, folder, depth, dtype)
     if drafter == "self_speculative":
-        return Launch("transformers", None, {"model": folder, "num_assistant_tokens": depth})
+        return EngineLaunch("transformers", None, {"model": folder, "num_assistant_tokens": depth})
     if to == "hf":
         settings = {"assistant_model": folder, "num_assistant_tokens": depth}
-        return Launch("transformers", None, settings | {"num_assistant_tokens_schedule": "constant"})
+        return EngineLaunch("transformers", None, settings | {"num_assistant_tokens_schedule": "constant"})
     if to == "gguf":
         return _llama(f"{folder}/{GGUF_FILE}", depth)
-    return Launch(to, None, {"depth": depth})
+    return EngineLaunch(to, None, {"depth": depth})
 
 
 # What vLLM and SGLang call our drafters.
@@ -166,7 +166,7 @@ _SGLANG_ALGORITHMS = {"eagle3": "EAGLE3", "eagle1": "EAGLE", "draft_model": "STA
 }
 
 
-def _vllm(drafter: str, target: str, folder: str, depth: int, dtype: str) -> Launch:
+def _vllm(drafter: str, target: str, folder: str, depth: int, dtype: str) -> EngineLaunch:
     settings: dict[str, Any] = {"method": _VLLM_METHODS[drafter], "model": folder, "num_speculative_tokens": depth}
     if drafter == "mtp":  # the drafter is a part of the target's checkpoint
         target = str(settings.pop("model"))
@@ -174,10 +174,10 @@ def _vllm(drafter: str, target: str, folder: str, depth: int, dtype: str) -> Lau
         # Without this the drafts above temperature 0 are greedy, and a third of what drafting gains is lost.
         settings["draft_sample_method"] = "probabilistic"
     words = ["vllm", "serve", target, "--dtype", dtype, "--speculative-config", json.dumps(settings)]
-    return Launch("vllm", shlex.join(words), settings)
+    return EngineLaunch("vllm", shlex.join(words), settings)
 
 
-def _sglang(drafter: str, target: str, folder: str, depth: int, dtype: str) -> Launch:
+def _sglang(drafter: str, target: str, folder: str, depth: int, dtype: str) -> EngineLaunch:
     settings: dict[str, Any] = {
         "speculative-algorithm": _SGLANG_ALGORITHMS[drafter],
         "speculative-draft-model-path": folder,
@@ -191,10 +191,10 @@ def _sglang(drafter: str, target: str, folder: str, depth: int, dtype: str) -> L
         target = str(settings.pop("speculative-draft-model-path"))
     words = ["python", "-m", "sglang.launch_server", "--model-path", target, "--dtype", dtype]
     words += [word for name, value in settings.items() for word in (f"--{name}", str(value))]
-    return Launch("sglang", shlex.join(words), settings)
+    return EngineLaunch("sglang", shlex.join(words), settings)
 
 
-def _llama(file: str, depth: int) -> Launch:
+def _llama(file: str, depth: int) -> EngineLaunch:
     # Without spec-draft-p-min it ends a draft at the first token that the draft model is not sure of, and unless told
     # otherwise it picks the most probable drafts at any temperature.
     settings = {
@@ -207,4 +207,4 @@ def _llama(file: str, depth: int) -> Launch:
     }
     words = ["llama-server", "--model", "TARGET.gguf"]
     words += [word for name, value in settings.items() for word in (f"--{name}", str(value))]
-    return Launch("llama.cpp", shlex.join(words), settings)
+    return EngineLaunch("llama.cpp", shlex.join(words), settings)

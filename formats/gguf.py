@@ -19,13 +19,13 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
-from ..ground import BadInputError, IncompatibleError
+from ..common import BadInputError, IncompatibleError
 from ..heads import Drafter, DrafterConfig, DraftModel
 from ..targets import Target
 from .drafter_files import DrafterFiles
-from .layout import Lack, Layout
+from .layout import ExportLayout, Unsupported
 from .plain import require_one_vocabulary
-from .reading import Passage
+from .reading import ProbeSequence
 
 FILE = "draft.gguf"
 _ARCHITECTURES = {
@@ -48,13 +48,13 @@ _KINDS = {
 }
 
 
-class Gguf(Layout):
+class Gguf(ExportLayout):
     """Draft models as llama.cpp reads them."""
 
     name = "gguf"
     drafter = "draft_model"
 
-    def lacks(self, config: DrafterConfig, num_layers: int) -> list[Lack]:
+    def lacks(self, config: DrafterConfig, num_layers: int) -> list[Unsupported]:
         return []  # what cannot be written shows only in the model itself
 
     def write(self, drafter: Drafter, target: Target, depth: int) -> DrafterFiles:
@@ -69,7 +69,7 @@ class Gguf(Layout):
         return DrafterFiles({}, {}, folder)
 
     @torch.no_grad()
-    def logits(self, found: DrafterFiles, target: Target, passage: Passage) -> Tensor:
+    def logits(self, found: DrafterFiles, target: Target, passage: ProbeSequence) -> Tensor:
         text = torch.cat([passage.tokens, passage.drafts])[None]
         model = read_gguf(_file(found.folder))
         return model.to(text.device)(text).logits[0, -1 - len(passage.drafts) :]

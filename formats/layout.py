@@ -10,15 +10,15 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from ..ground import IncompatibleError
+from ..common import IncompatibleError
 from ..heads import Drafter, DrafterConfig
 from ..targets import Target
 from .drafter_files import DrafterFiles
-from .reading import Passage
+from .reading import ProbeSequence
 
 
 @dataclass(frozen=True)
-class Lack:
+class Unsupported:
     """Something that a drafter uses and an engine cannot do.
 
     Attributes:
@@ -35,7 +35,7 @@ class Lack:
         return f"{self.found}: {self.why}; nearest that can be served: {self.nearest}"
 
 
-class Layout(ABC):
+class ExportLayout(ABC):
     """How one kind of drafter is written for one engine.
 
     Attributes:
@@ -49,7 +49,7 @@ class Layout(ABC):
     optional: ClassVar[tuple[str, ...]] = ()
 
     @abstractmethod
-    def lacks(self, config: DrafterConfig, num_layers: int) -> list[Lack]:
+    def lacks(self, config: DrafterConfig, num_layers: int) -> list[Unsupported]:
         """Return what of a drafter's settings cannot be said or served.
 
         Args:
@@ -61,7 +61,7 @@ class Layout(ABC):
         """Return the drafter in this layout; `depth` is how many tokens the engine drafts if nobody says otherwise."""
 
     @abstractmethod
-    def logits(self, found: DrafterFiles, target: Target, passage: Passage) -> Tensor:
+    def logits(self, found: DrafterFiles, target: Target, passage: ProbeSequence) -> Tensor:
         """Return the draft logits at each depth of the passage, `[k, V]`, as the engine makes them of the files."""
 
     @abstractmethod
@@ -98,7 +98,7 @@ class Layout(ABC):
         return DrafterFiles.load(folder)
 
 
-def refuse_lacks(lacks: list[Lack], where: str) -> None:
+def refuse_lacks(lacks: list[Unsupported], where: str) -> None:
     """Raise IncompatibleError if there is anything that `where` cannot serve, with the nearest setting for each."""
     if lacks:
         raise IncompatibleError(f"{where} cannot serve this drafter. " + ". ".join(map(str, lacks)) + ".")

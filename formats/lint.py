@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from . import block_checks, checks, eagle_checks
-from .arrival import nonsense_explained, recognised
-from .look import Finding, Look
+from .checkpoint_view import LintFinding, Look
+from .import_ import nonsense_explained, recognised
 
 # Every check is asked of every checkpoint; one that does not concern a layout finds nothing in it.
-CHECKS: tuple[Callable[[Look], Iterator[Finding]], ...] = (
+CHECKS: tuple[Callable[[Look], Iterator[LintFinding]], ...] = (
     checks.numbers,
     checks.initial,
     checks.names_and_shapes,
@@ -33,7 +33,7 @@ CHECKS: tuple[Callable[[Look], Iterator[Finding]], ...] = (
 )
 
 
-def lint(folder: str | Path, target: str | None = None) -> list[Finding]:
+def lint(folder: str | Path, target: str | None = None) -> list[LintFinding]:
     """Return what is wrong in the drafter's files in `folder`, faults first; [] for nothing.
 
     Args:

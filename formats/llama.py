@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig
 
-from ..ground import BadInputError, IncompatibleError
-from ..heads.parts.decoder_layer import LayerConfig
-from ..heads.parts.feature_drafter import FeatureConfig, FeatureDrafter
+from ..common import BadInputError, IncompatibleError
+from ..heads.decoder_layer import LayerConfig
+from ..heads.eagle.feature_drafter import FeatureConfig, FeatureDrafter
 from ..targets import Target
 
 EMBEDDINGS = "embed_tokens.weight"

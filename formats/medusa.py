@@ -17,30 +17,32 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..ground import BadInputError, IncompatibleError
+from ..common import BadInputError, IncompatibleError
 from ..heads import Drafter, DrafterConfig, Medusa, MedusaConfig
-from ..heads.medusa import Block, Head
+from ..heads.medusa import Head, MedusaBlock
 from ..targets import Target
 from .drafter_files import DrafterFiles
-from .filling import fill
-from .layout import Lack, Layout
-from .reading import Passage, medusa_logits, output_table
+from .layout import ExportLayout, Unsupported
+from .load_weights import fill
+from .reading import ProbeSequence, medusa_logits, output_table
 
 FILE = "medusa_lm_head.safetensors"
 
 
-class MedusaRepository(Layout):
+class MedusaRepository(ExportLayout):
     """Medusa heads as the method's own repository, and TGI, read them."""
 
     name = "medusa"
     drafter = "medusa"
 
-    def lacks(self, config: DrafterConfig, num_layers: int) -> list[Lack]:
+    def lacks(self, config: DrafterConfig, num_layers: int) -> list[Unsupported]:
         assert isinstance(config, MedusaConfig)
         if config.draft_vocab_size in (0, config.vocab_size):
             return []
         why = "its heads speak of the whole vocabulary"
-        return [Lack(f"draft_vocab_size: {config.draft_vocab_size}", why, "draft_vocab_size: 0, or export to vllm")]
+        return [
+            Unsupported(f"draft_vocab_size: {config.draft_vocab_size}", why, "draft_vocab_size: 0, or export to vllm")
+        ]
 
     def write(self, drafter: Drafter, target: Target, depth: int) -> DrafterFiles:
         assert isinstance(drafter, Medusa)
@@ -62,7 +64,7 @@ class MedusaRepository(Layout):
     def save(self, drafter: Drafter, target: Target, folder: Path, depth: int) -> None:
         self.write(drafter, target, depth).save(folder, FILE)
 
-    def logits(self, found: DrafterFiles, target: Target, passage: Passage) -> Tensor:
+    def logits(self, found: DrafterFiles, target: Target, passage: ProbeSequence) -> Tensor:
         return medusa_logits(*as_vllm(found), passage)
 
     def recognises(self, config: dict[str, Any], names: Set[str]) -> bool:
@@ -76,14 +78,14 @@ class MedusaRepository(Layout):
         return {}  # its config.json says no sizes
 
 
-class MedusaVllm(Layout):
+class MedusaVllm(ExportLayout):
     """Medusa heads as vLLM names them."""
 
     name = "medusa-vllm"
     drafter = "medusa"
     optional = ("token_map",)
 
-    def lacks(self, config: DrafterConfig, num_layers: int) -> list[Lack]:
+    def lacks(self, config: DrafterConfig, num_layers: int) -> list[Unsupported]:
         return []
 
     def write(self, drafter: Drafter, target: Target, depth: int) -> DrafterFiles:
@@ -100,7 +102,7 @@ class MedusaVllm(Layout):
             tensors["token_map"] = drafter.token_ids
         return DrafterFiles(_vllm_config(drafter, target), tensors)
 
-    def logits(self, found: DrafterFiles, target: Target, passage: Passage) -> Tensor:
+    def logits(self, found: DrafterFiles, target: Target, passage: ProbeSequence) -> Tensor:
         logits = medusa_logits(found.tensors, found.config, passage)
         return _proposable(logits, found.tensors.get("token_map"))
 
@@ -127,10 +129,10 @@ def _heads(drafter: Medusa) -> list[Head]:
     return [drafter.head(i) for i in range(drafter.config.num_heads)]
 
 
-def _blocks(head: Head) -> Iterator[Block]:
+def _blocks(head: Head) -> Iterator[MedusaBlock]:
     yield head.first
     for block in head.others:
-        assert isinstance(block, Block)
+        assert isinstance(block, MedusaBlock)
         yield block
 
 

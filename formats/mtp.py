@@ -1,4 +1,4 @@
-"""MTP modules written back as their target's checkpoint holds them (see heads/parts/mtp_checkpoint.py).
+"""MTP modules written back as their target's checkpoint holds them (see heads/mtp/mtp_checkpoint.py).
 
 An engine reads them with the target: an export is the whole checkpoint again, with this drafter's modules in the place
 of those that it came with.
@@ -21,19 +21,19 @@ from typing import Any
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from ..ground import BadInputError, IncompatibleError, OutriderError
-from ..ground.replacing import replacing
+from ..common import BadInputError, IncompatibleError, OutriderError
+from ..common.atomic import replacing
 from ..heads import Drafter, DrafterConfig
-from ..heads.mtp import Mtp, MtpConfig
-from ..heads.parts.mtp_checkpoint import KEPT, LAYER, SINGLE, Checkpoint, folder_of, places_in
-from ..heads.parts.registry import load_drafter
-from ..heads.parts.target_layer import plain_body
+from ..heads.mtp.mtp import Mtp, MtpConfig
+from ..heads.mtp.mtp_checkpoint import KEPT, LAYER, SINGLE, Checkpoint, folder_of, places_in
+from ..heads.mtp.target_layer import plain_body
+from ..heads.registry import load_drafter
 from ..heads.saved import read_config
 from ..targets import Target
 from .comparing import session_logits
 from .drafter_files import DrafterFiles
-from .layout import Lack, Layout
-from .reading import Passage
+from .layout import ExportLayout, Unsupported
+from .reading import ProbeSequence
 
 # What of the target's folder an export brings along.
 _COPIED = {".json", ".safetensors", ".jinja", ".model", ".txt"}
@@ -41,29 +41,29 @@ _COPIED = {".json", ".safetensors", ".jinja", ".model", ".txt"}
 _HANDS_ON_RAW = ("deepseek_v3", "glm4_moe")
 
 
-class NativeMtp(Layout):
+class NativeMtp(ExportLayout):
     """MTP modules inside their target's checkpoint."""
 
     name = "mtp-native"
     drafter = "mtp"
 
-    def lacks(self, config: DrafterConfig, num_layers: int) -> list[Lack]:
+    def lacks(self, config: DrafterConfig, num_layers: int) -> list[Unsupported]:
         assert isinstance(config, MtpConfig)
         lacks = []
         if config.hidden_first:
             why = "native modules project [embedding; hidden]"
-            lacks.append(Lack("hidden_first: true", why, "hidden_first: false"))
+            lacks.append(Unsupported("hidden_first: true", why, "hidden_first: false"))
         if config.draft_vocab_size not in (0, config.vocab_size):
             why = "native modules use the target's whole output embedding"
-            lacks.append(Lack(f"draft_vocab_size: {config.draft_vocab_size}", why, "draft_vocab_size: 0"))
+            lacks.append(Unsupported(f"draft_vocab_size: {config.draft_vocab_size}", why, "draft_vocab_size: 0"))
         if config.depth > 1:
             why = "engines run the first module again and again"
-            lacks.append(Lack(f"depth: {config.depth}", why, "recursive: true, without depth"))
+            lacks.append(Unsupported(f"depth: {config.depth}", why, "recursive: true, without depth"))
         normed = config.layer.get("model_type") not in _HANDS_ON_RAW
         if "model_type" in config.layer and config.norm_output != normed:
             why = f"engines hand on {'the normed output' if normed else 'the output without its norm'} in this family"
             found = f"norm_output: {str(config.norm_output).lower()}"
-            lacks.append(Lack(found, why, f"norm_output: {str(normed).lower()}"))
+            lacks.append(Unsupported(found, why, f"norm_output: {str(normed).lower()}"))
         return lacks
 
     def write(self, drafter: Drafter, target: Target, depth: int) -> DrafterFiles:
@@ -91,7 +91,7 @@ class NativeMtp(Layout):
         """Return its config and names alone: it is as large as the target."""
         return DrafterFiles(read_config(folder), {}, folder)
 
-    def logits(self, found: DrafterFiles, target: Target, passage: Passage) -> Tensor:
+    def logits(self, found: DrafterFiles, target: Target, passage: ProbeSequence) -> Tensor:
         drafter = self.read(found, target)
         return session_logits(drafter, target, passage)
 

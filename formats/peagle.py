@@ -8,12 +8,12 @@ from typing import Any
 
 from torch import Tensor
 
-from ..ground import BadInputError, IncompatibleError
+from ..common import BadInputError, IncompatibleError
 from ..heads import Drafter, PEagle, PEagleConfig
 from ..targets import Target
 from .drafter_files import DrafterFiles
 from .llama import shapes_of
-from .reading import Passage, peagle_logits
+from .reading import ProbeSequence, peagle_logits
 from .speculators import Speculators, fill_eagle3, read_settings, their_name, vllm_flags, write_eagle3
 
 _MASK = "mask_token_id"
@@ -45,7 +45,7 @@ class SpeculatorsPEagle(Speculators):
         }
         return replace(written, config=config)
 
-    def logits(self, found: DrafterFiles, target: Target, passage: Passage) -> Tensor:
+    def logits(self, found: DrafterFiles, target: Target, passage: ProbeSequence) -> Tensor:
         layer, flags = vllm_flags(found.config, target.num_layers)
         return peagle_logits(found.tensors, layer, flags, int(found.config[_MASK]), passage)
 

@@ -12,22 +12,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..ground import IncompatibleError
+from ..common import IncompatibleError
 from ..heads import Drafter, DrafterConfig, DraftModel
 from ..heads.saved import read_config
 from ..targets import Target, load_causal_lm
 from .drafter_files import DrafterFiles
-from .layout import Lack, Layout
-from .reading import Passage
+from .layout import ExportLayout, Unsupported
+from .reading import ProbeSequence
 
 
-class Plain(Layout):
+class Plain(ExportLayout):
     """Draft models."""
 
     name = "hf"
     drafter = "draft_model"
 
-    def lacks(self, config: DrafterConfig, num_layers: int) -> list[Lack]:
+    def lacks(self, config: DrafterConfig, num_layers: int) -> list[Unsupported]:
         return []
 
     def write(self, drafter: Drafter, target: Target, depth: int) -> DrafterFiles:
@@ -46,7 +46,7 @@ class Plain(Layout):
         return DrafterFiles(read_config(folder), {}, folder)
 
     @torch.no_grad()
-    def logits(self, found: DrafterFiles, target: Target, passage: Passage) -> Tensor:
+    def logits(self, found: DrafterFiles, target: Target, passage: ProbeSequence) -> Tensor:
         model: Any = load_causal_lm(str(found.folder), dtype=torch.float32, strict=True).eval()
         text = torch.cat([passage.tokens, passage.drafts])[None]
         return model.to(text.device)(text).logits[0, -1 - len(passage.drafts) :]

@@ -17,13 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..ground import BadInputError, IncompatibleError
+from ..common import BadInputError, IncompatibleError
 from ..heads import DFlash, DFlashConfig, Drafter, DrafterConfig, DSparkConfig
 from ..targets import Target
 from .block_reading import BlockFlags
 from .blocks import BlockLayout, head_fields, layer_config, require_fields, require_servable
 from .drafter_files import DrafterFiles
-from .layout import Lack
+from .layout import Unsupported
 from .llama import EMBEDDINGS, check_embeddings
 from .reading import embedding_table, output_table
 from .speculators import taps_lacking
@@ -50,15 +50,17 @@ class RawBlocks(BlockLayout):
         usual = {self.plain_name(name): tensor for name, tensor in found.tensors.items()}
         return super().read(replace(found, tensors=usual), target)
 
-    def lacks(self, config: DrafterConfig, num_layers: int) -> list[Lack]:
+    def lacks(self, config: DrafterConfig, num_layers: int) -> list[Unsupported]:
         assert isinstance(config, DFlashConfig)
         found = taps_lacking(config.taps, num_layers) if config.taps else []
         if config.sliding_window:
             why = "how this layout counts a window is said nowhere"
-            found.append(Lack(f"sliding_window: {config.sliding_window}", why, "sliding_window: 0, or speculators"))
+            found.append(
+                Unsupported(f"sliding_window: {config.sliding_window}", why, "sliding_window: 0, or speculators")
+            )
         if config.draft_vocab_size not in (0, config.vocab_size):
             why = "it drafts with the target's own output embedding"
-            found.append(Lack(f"draft_vocab_size: {config.draft_vocab_size}", why, "draft_vocab_size: 0"))
+            found.append(Unsupported(f"draft_vocab_size: {config.draft_vocab_size}", why, "draft_vocab_size: 0"))
         return found
 
 
@@ -68,16 +70,16 @@ class ZLab(RawBlocks):
     name = "z-lab"
     drafter = "dflash"
 
-    def lacks(self, config: DrafterConfig, num_layers: int) -> list[Lack]:
+    def lacks(self, config: DrafterConfig, num_layers: int) -> list[Unsupported]:
         assert isinstance(config, DFlashConfig)
         found = super().lacks(config, num_layers)
         if 0 in config.taps:
             taps = sorted({max(tap, 1) for tap in config.taps})
             why = "it taps outputs of layers, not embeddings"
-            found.append(Lack(f"taps: {list(config.taps)}", why, f"taps: {taps}"))
+            found.append(Unsupported(f"taps: {list(config.taps)}", why, f"taps: {taps}"))
         if config.from_anchor:
             why = "engines take DFlash's first slot for the root alone"
-            found.append(Lack("from_anchor: true", why, "from_anchor: false, or a dspark drafter"))
+            found.append(Unsupported("from_anchor: true", why, "from_anchor: false, or a dspark drafter"))
         return found
 
     def write(self, drafter: Drafter, target: Target, depth: int) -> DrafterFiles:
@@ -124,16 +126,16 @@ class DeepSpec(RawBlocks):
     drafter = "dspark"
     optional = beside = (EMBEDDINGS, OUTPUT)
 
-    def lacks(self, config: DrafterConfig, num_layers: int) -> list[Lack]:
+    def lacks(self, config: DrafterConfig, num_layers: int) -> list[Unsupported]:
         assert isinstance(config, DSparkConfig)
         found = super().lacks(config, num_layers)
         if not config.from_anchor:
-            found.append(Lack("from_anchor: false", "its first slot drafts, too", "from_anchor: true"))
+            found.append(Unsupported("from_anchor: false", "its first slot drafts, too", "from_anchor: true"))
         if config.causal:
-            found.append(Lack("causal: true", "it reads a block whole", "causal: false"))
+            found.append(Unsupported("causal: true", "it reads a block whole", "causal: false"))
         if not config.markov_rank:
             nearest = "markov_rank: 1 or more, or a dflash drafter"
-            found.append(Lack("markov_rank: 0", "its DSpark has a Markov head", nearest))
+            found.append(Unsupported("markov_rank: 0", "its DSpark has a Markov head", nearest))
         return found
 
     def write(self, drafter: Drafter, target: Target, depth: int) -> DrafterFiles:

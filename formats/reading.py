@@ -23,7 +23,7 @@ from ..targets import Target
 
 
 @dataclass(frozen=True)
-class Passage:
+class ProbeSequence:
     """A text, as a target has processed it, and drafts after it.
 
     Attributes:
@@ -49,7 +49,7 @@ class Passage:
 
     @classmethod
     @torch.no_grad()
-    def of(cls, target: Target, tokens: list[int], drafts: list[int]) -> Passage:
+    def of(cls, target: Target, tokens: list[int], drafts: list[int]) -> ProbeSequence:
         """Return the passage `tokens` and its `drafts`, as `target` processes it, in fp32."""
         given = torch.tensor(tokens, device=target.device)
         every = tuple(range(target.num_layers + 1))
@@ -166,7 +166,9 @@ def rotary_config(config: Mapping[str, Any], size: int) -> LlamaConfig:
 
 
 @torch.no_grad()
-def eagle3_logits(tensors: Mapping[str, Tensor], layer: Mapping[str, Any], flags: Flags, passage: Passage) -> Tensor:
+def eagle3_logits(
+    tensors: Mapping[str, Tensor], layer: Mapping[str, Any], flags: Flags, passage: ProbeSequence
+) -> Tensor:
     """Return the draft logits of an EAGLE-3 head at each depth, `[k, V]`; −inf outside its draft vocabulary.
 
     Args:
@@ -188,7 +190,7 @@ def eagle3_logits(tensors: Mapping[str, Tensor], layer: Mapping[str, Any], flags
     return torch.cat(found)
 
 
-def _fused(weights: Weights, flags: Flags, passage: Passage) -> Tensor:
+def _fused(weights: Weights, flags: Flags, passage: ProbeSequence) -> Tensor:
     """Return what the first step reads, `[T, H]`."""
     return _joined(weights, flags, [passage.hidden[tap] for tap in flags.taps])
 
@@ -222,7 +224,7 @@ def _scattered(weights: Weights, normed: Tensor, vocab_size: int) -> Tensor:
 
 @torch.no_grad()
 def peagle_logits(
-    tensors: Mapping[str, Tensor], layer: Mapping[str, Any], flags: Flags, mask: int, passage: Passage
+    tensors: Mapping[str, Tensor], layer: Mapping[str, Any], flags: Flags, mask: int, passage: ProbeSequence
 ) -> Tensor:
     """Return the draft logits of a P-EAGLE head at each depth, `[k, V]`: those of one pass over text and masks.
 
@@ -243,7 +245,7 @@ def peagle_logits(
 
 
 @torch.no_grad()
-def eagle1_logits(tensors: Mapping[str, Tensor], config: Mapping[str, Any], passage: Passage) -> Tensor:
+def eagle1_logits(tensors: Mapping[str, Tensor], config: Mapping[str, Any], passage: ProbeSequence) -> Tensor:
     """Return the draft logits of an EAGLE head at each depth, `[k, V]`.
 
     Its first layer has no norm before attention, its output goes to the target's own output embedding.
@@ -265,7 +267,7 @@ def eagle1_logits(tensors: Mapping[str, Tensor], config: Mapping[str, Any], pass
 
 
 @torch.no_grad()
-def medusa_logits(tensors: Mapping[str, Tensor], config: Mapping[str, Any], passage: Passage) -> Tensor:
+def medusa_logits(tensors: Mapping[str, Tensor], config: Mapping[str, Any], passage: ProbeSequence) -> Tensor:
     """Return the logits of Medusa's heads at their depths, `[k, V]`, as vLLM names and computes them."""
     weights = Weights(tensors, {})
     heads, blocks = int(config["num_heads"]), int(config["num_hidden_layers"])

@@ -15,41 +15,41 @@ from torch import Tensor
 from ..heads import Drafter, DrafterConfig, Eagle3, Eagle3Config
 from ..targets import Target
 from .drafter_files import DrafterFiles
-from .layout import Lack, Layout
+from .layout import ExportLayout, Unsupported
 from .llama import llama_config
-from .reading import Flags, Passage, eagle3_logits
+from .reading import Flags, ProbeSequence, eagle3_logits
 from .speculators import BESIDE, Speculators, read_eagle3, taps_lacking, write_eagle3
 
 _FIRST, _FIRST_THERE = "layers.0.", "midlayer."
 _ARCHITECTURE = "LlamaForCausalLMEagle3"
 
 
-class Sglang(Layout):
+class Sglang(ExportLayout):
     """EAGLE-3 heads as SGLang reads them."""
 
     name = "sglang"
     drafter = "eagle3"
     optional = BESIDE
 
-    def lacks(self, config: DrafterConfig, num_layers: int) -> list[Lack]:
+    def lacks(self, config: DrafterConfig, num_layers: int) -> list[Unsupported]:
         assert isinstance(config, Eagle3Config)
         lacks = taps_lacking(config.taps, num_layers)
         if 0 in config.taps:
             taps = sorted({max(tap, 1) for tap in config.taps})
             lacks.append(
-                Lack(f"taps: {list(config.taps)}", "it taps outputs of layers, not embeddings", f"taps: {taps}")
+                Unsupported(f"taps: {list(config.taps)}", "it taps outputs of layers, not embeddings", f"taps: {taps}")
             )
         if len(config.taps) == 1:
             why = "it leaves out fc where the taps are as wide as the head"
-            lacks.append(Lack(f"taps: {list(config.taps)}", why, "two taps or more"))
+            lacks.append(Unsupported(f"taps: {list(config.taps)}", why, "two taps or more"))
         for name, why, nearest in (
             ("norm_before_fc", "it norms taps one by one or not at all", "norm_taps: true instead"),
             ("norm_before_residual", "it adds to the hidden state as it is", "norm_before_residual: false"),
         ):
             if getattr(config, name):
-                lacks.append(Lack(f"{name}: true", why, nearest))
+                lacks.append(Unsupported(f"{name}: true", why, nearest))
         if config.num_layers > 1:
-            lacks.append(Lack(f"num_layers: {config.num_layers}", "its EAGLE-3 has one layer", "num_layers: 1"))
+            lacks.append(Unsupported(f"num_layers: {config.num_layers}", "its EAGLE-3 has one layer", "num_layers: 1"))
         return lacks
 
     def write(self, drafter: Drafter, target: Target, depth: int) -> DrafterFiles:
@@ -72,7 +72,7 @@ class Sglang(Layout):
         }
         return DrafterFiles(values, tensors)
 
-    def logits(self, found: DrafterFiles, target: Target, passage: Passage) -> Tensor:
+    def logits(self, found: DrafterFiles, target: Target, passage: ProbeSequence) -> Tensor:
         tensors = {_here(name): tensor for name, tensor in found.tensors.items()}
         return eagle3_logits(tensors, found.config, sglang_flags(found.config, target.num_layers), passage)
 

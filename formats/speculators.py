@@ -20,15 +20,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..ground import BadInputError
-from ..ground.versions import versions
+from ..common import BadInputError
+from ..common.versions import versions
 from ..heads import Drafter, DrafterConfig, Eagle3, Eagle3Config
 from ..targets import Target
 from .drafter_files import DrafterFiles
-from .filling import fill
-from .layout import Lack, Layout
+from .layout import ExportLayout, Unsupported
 from .llama import EMBEDDINGS, check_embeddings, layer_sizes, llama_config, shapes_of
-from .reading import Flags, Passage, eagle3_logits, embedding_table
+from .load_weights import fill
+from .reading import Flags, ProbeSequence, eagle3_logits, embedding_table
 
 TAPS = "eagle_aux_hidden_state_layer_ids"
 # Names in the format and ours: of single tensors, and of beginnings.
@@ -43,7 +43,7 @@ BESIDE = (EMBEDDINGS, "d2t", "t2d", "verifier_norm.weight", "verifier_lm_head.we
 VERSION = "0.9.0"
 
 
-class Speculators(Layout):
+class Speculators(ExportLayout):
     """EAGLE-3 heads as the `speculators` package keeps them.
 
     Args:
@@ -58,7 +58,7 @@ class Speculators(Layout):
     def __init__(self, embeddings: bool = True):
         self.embeddings = embeddings
 
-    def lacks(self, config: DrafterConfig, num_layers: int) -> list[Lack]:
+    def lacks(self, config: DrafterConfig, num_layers: int) -> list[Unsupported]:
         assert isinstance(config, Eagle3Config)
         return taps_lacking(config.taps, num_layers)
 
@@ -66,7 +66,7 @@ class Speculators(Layout):
         assert isinstance(drafter, Eagle3)
         return write_eagle3(drafter, target, depth, self.embeddings)
 
-    def logits(self, found: DrafterFiles, target: Target, passage: Passage) -> Tensor:
+    def logits(self, found: DrafterFiles, target: Target, passage: ProbeSequence) -> Tensor:
         layer, flags = vllm_flags(found.config, target.num_layers)
         return eagle3_logits(found.tensors, layer, flags, passage)
 
@@ -89,16 +89,16 @@ class Speculators(Layout):
         return found
 
 
-def taps_lacking(taps: Sequence[int], num_layers: int) -> list[Lack]:
+def taps_lacking(taps: Sequence[int], num_layers: int) -> list[Unsupported]:
     """Return what engines cannot do of these taps: they sort them, and know no state after the final norm."""
     found = f"taps: {list(taps)}"
     lacks = []
     if list(taps) != sorted(set(taps)):
-        lacks.append(Lack(found, "engines take each once, in ascending order", f"taps: {sorted(set(taps))}"))
+        lacks.append(Unsupported(found, "engines take each once, in ascending order", f"taps: {sorted(set(taps))}"))
     if num_layers in taps:
         before = sorted({min(tap, num_layers - 1) for tap in taps})
         why = f"engines give the state {num_layers} before the target's final norm, and it was trained on that after it"
-        lacks.append(Lack(found, why, f"taps: {before}"))
+        lacks.append(Unsupported(found, why, f"taps: {before}"))
     return lacks
 
 

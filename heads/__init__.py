@@ -2,28 +2,28 @@
 
 from __future__ import annotations
 
+from .accepted_positions import Verified
 from .base import Drafter, DrafterLoss, TargetBatch
-from .cascade import Cascade, CascadeConfig
-from .dflash import DFlash, DFlashConfig
-from .draft_model import DraftModel, DraftModelConfig
-from .dspark import DSpark, DSparkConfig
-from .eagle1 import Eagle1, Eagle1Config
-from .eagle3 import Eagle3, Eagle3Config
-from .fusion import Fusion, FusionConfig, fuse
+from .block.dflash import DFlash, DFlashConfig
+from .block.dspark import DSpark, DSparkConfig
+from .draft_model.draft_model import DraftModel, DraftModelConfig
+from .eagle.eagle1 import Eagle1, Eagle1Config
+from .eagle.eagle3 import Eagle3, Eagle3Config
 from .hydra import Hydra, HydraConfig
-from .lookahead import Lookahead, LookaheadConfig
+from .lookup.cascade import Cascade, CascadeConfig
+from .lookup.fusion import Fusion, FusionConfig, fuse
+from .lookup.lookahead import Lookahead, LookaheadConfig
+from .lookup.ngram import Ngram, NgramConfig
+from .lookup.suffix import Suffix, SuffixConfig
 from .low_rank import LowRank, LowRankConfig
 from .medusa import Medusa, MedusaConfig
-from .mtp import Mtp, MtpConfig
-from .ngram import Ngram, NgramConfig
-from .pard import Pard, PardConfig
-from .parts.registry import FORMS, HEADS, drafter_config, head_class, load_drafter, restore_drafter
-from .peagle import PEagle, PEagleConfig
+from .mtp.mtp import Mtp, MtpConfig
+from .parallel.pard import Pard, PardConfig
+from .parallel.peagle import PEagle, PEagleConfig
+from .registry import FORMS, HEADS, drafter_config, head_class, load_drafter, restore_drafter
 from .saved import DrafterConfig
 from .self_speculative import SelfSpeculative, SelfSpeculativeConfig
-from .session import Abilities, ChainSession, Choose, EmptySession, Ended, NodeSession, Proposal, Session, TextSession
-from .suffix import Suffix, SuffixConfig
-from .verified import Verified
+from .session import Abilities, ChainSession, Choose, Ended, NodeSession, NoDraftSession, Proposal, Session, TextSession
 
 HEADS |= {
     "cascade": Cascade,
@@ -66,7 +66,6 @@ __all__ = [
     "Eagle1Config",
     "Eagle3",
     "Eagle3Config",
-    "EmptySession",
     "Ended",
     "Fusion",
     "FusionConfig",
@@ -82,6 +81,7 @@ __all__ = [
     "MtpConfig",
     "Ngram",
     "NgramConfig",
+    "NoDraftSession",
     "NodeSession",
     "PEagle",
     "PEagleConfig",

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from ..targets import RaggedCache, Target
 from ..targets.documents import Documents
+from .accepted_positions import Verified
 from .saved import C, SavedDrafter
 from .session import Abilities, Session
-from .verified import Verified
 
 
 @dataclass

@@ -70,7 +70,7 @@ class HydraSession(HeadsSession):
     Attributes:
         paths: to the root and to each node read, both ends included, 0 after them, `[B, 1 + n, K]`; n is −1 before a
             round.
-        passes: of `extend` in this round: no node is deeper.
+        passes: of `decode` in this round: no node is deeper.
     """
 
     drafter: Hydra
@@ -80,12 +80,12 @@ class HydraSession(HeadsSession):
         self.passes = 0
         self.paths = torch.zeros(batch_size, 0, drafter.config.num_heads, dtype=torch.long, device=target.device)
 
-    def begin(self, root: Tensor) -> Tensor:
+    def prefill(self, root: Tensor) -> Tensor:
         self.passes, self.depths = 0, None
         self.paths = torch.nn.functional.pad(root[:, None, None], (0, self.drafter.config.num_heads - 1))
         return self._logits(0, self._answer(self.paths, 0))[:, 0]
 
-    def extend(self, tokens: Tensor, parents: Tensor | None = None) -> Tensor:
+    def decode(self, tokens: Tensor, parents: Tensor | None = None) -> Tensor:
         if parents is None:
             self.passes = self._checked(self.passes + 1)
             paths = self.paths[:, -1:].clone()

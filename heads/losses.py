@@ -15,14 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .parts import liger
-from .parts.divergences import (
+from . import liger
+from .divergences import (
     DIVERGENCES,
     HARD,
     Divergence,
     Loss,
     LossName,
-    Reference,
+    TargetDistribution,
     divergence,
     forward_kl,
     hard_cross_entropy,
@@ -39,12 +39,12 @@ from .parts.divergences import (
 __all__ = [
     "DIVERGENCES",
     "HARD",
-    "Comparison",
-    "ComparisonSettings",
     "Divergence",
     "Loss",
     "LossName",
-    "Reference",
+    "LossSettings",
+    "PositionLosses",
+    "TargetDistribution",
     "acceptance_metrics",
     "ahead",
     "chunked_compare",
@@ -73,7 +73,7 @@ CHUNKS = {"cuda": 2048, "meta": 2048}
 
 
 @dataclass
-class Comparison:
+class PositionLosses:
     """What a drafter made of P positions, `[P]` each, with S steps `[S, P]`.
 
     Attributes:
@@ -89,7 +89,7 @@ class Comparison:
     top1: Tensor
 
 
-def compare(reference: Reference, draft_logits: Tensor, rule: Loss) -> tuple[Tensor, Tensor, Tensor]:
+def compare(reference: TargetDistribution, draft_logits: Tensor, rule: Loss) -> tuple[Tensor, Tensor, Tensor]:
     """Return (loss, alpha, top1) of draft logits `[P, V']`; the loss is differentiable."""
     if liger.serves(rule, draft_logits.device.type):
         return liger.compare(reference, draft_logits, rule)
@@ -102,7 +102,7 @@ def compare(reference: Reference, draft_logits: Tensor, rule: Loss) -> tuple[Ten
     return rule(reference, log_q), alpha, top1
 
 
-def _softly(reference: Reference, draft_logits: Tensor, weight: float) -> tuple[Tensor, Tensor, Tensor]:
+def _softly(reference: TargetDistribution, draft_logits: Tensor, weight: float) -> tuple[Tensor, Tensor, Tensor]:
     """Return what `compare` does, by `weight` times the soft cross-entropy."""
     with own_precision(draft_logits.device):
         loss, alpha = _SoftCrossEntropy.apply(draft_logits, reference.renormalised, reference.probs)
@@ -133,7 +133,7 @@ class _SoftCrossEntropy(torch.autograd.Function):
 
 
 @dataclass(frozen=True)
-class ComparisonSettings:
+class LossSettings:
     """How logits are made of the hidden states that `chunked_compare` compares, and by which rule they are judged.
 
     Attributes:
@@ -151,10 +151,10 @@ class ComparisonSettings:
     parameters: Sequence[Tensor] = ()
     chunk: int = 0
 
-    def reference(self, target_hidden: Tensor, following: Tensor | None) -> Reference:
+    def reference(self, target_hidden: Tensor, following: Tensor | None) -> TargetDistribution:
         """Return the target's side of a chunk, from its hidden states `[P, H]` and the tokens that followed `[P]`."""
         with torch.no_grad(), own_precision(target_hidden.device):
-            return Reference.of(self.target_head(target_hidden), self.kept, following)
+            return TargetDistribution.of(self.target_head(target_hidden), self.kept, following)
 
     def draft_heads(self, num_steps: int) -> Sequence[Head]:
         """Return the head of each step."""
@@ -164,10 +164,10 @@ class ComparisonSettings:
 def chunked_compare(
     target_hidden: Tensor,  # [P, H]
     draft_hidden: Tensor,  # [P, H'] or [S, P, H']
-    settings: ComparisonSettings,
+    settings: LossSettings,
     weights: Tensor | None = None,  # [P] or [S, P]
     following: Tensor | None = None,  # [P]
-) -> Comparison:
+) -> PositionLosses:
     """Return what `compare` says of the logits of hidden states, a chunk at a time, so that `[P, V]` never exists.
 
     The gradient of each chunk is taken as soon as its loss is known (as in Liger's fused linear losses, arXiv
@@ -186,7 +186,7 @@ def chunked_compare(
         part = slice(begin, begin + size)
         chunks.add(part, settings.reference(target_hidden[part], None if following is None else following[part]))
     loss, alpha, top1 = chunks.results if draft_hidden.ndim == 3 else chunks.results[:, 0]
-    return Comparison(chunks.total(), loss, alpha, top1)
+    return PositionLosses(chunks.total(), loss, alpha, top1)
 
 
 class _Chunks:
@@ -198,7 +198,7 @@ class _Chunks:
         slopes: those in what is trained.
     """
 
-    def __init__(self, steps: Tensor, weights: Tensor, settings: ComparisonSettings):
+    def __init__(self, steps: Tensor, weights: Tensor, settings: LossSettings):
         self.steps, self.weights, self.rule = steps, weights, settings.rule
         self.heads = settings.draft_heads(len(steps))
         self.learning = torch.is_grad_enabled()
@@ -207,7 +207,7 @@ class _Chunks:
         self.results = steps.new_zeros(3, *steps.shape[:2], dtype=torch.float32)
         self.columns = torch.zeros_like(steps)
 
-    def add(self, part: slice, reference: Reference) -> None:
+    def add(self, part: slice, reference: TargetDistribution) -> None:
         """Compare the positions of `part` in all steps."""
         for i, head in enumerate(self.heads):
             hidden = self.steps[i, part].detach().requires_grad_(self.learning)
@@ -268,7 +268,7 @@ def acceptance_metrics(alphas: list[Tensor], wanted: list[Tensor]) -> dict[str, 
     return found
 
 
-def metrics_by_depth(found: Comparison, wanted: Tensor, here: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
+def metrics_by_depth(found: PositionLosses, wanted: Tensor, here: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
     """Return `loss_d1`, `top1_d1`, … of steps that are compared, and their `acceptance_metrics`.
 
     Args:

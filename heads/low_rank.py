@@ -26,14 +26,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from ..ground import BadInputError, IncompatibleError
-from ..ground.digests import LIST
-from ..ground.files import write_atomically
-from ..ground.replacing import replacing
+from ..common import BadInputError, IncompatibleError
+from ..common.atomic import replacing
+from ..common.digests import LIST
+from ..common.files import write_atomically
 from ..targets import Target
 from ..targets.adapters import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from .base import Drafter, DrafterLoss, TargetBatch
-from .parts.registry import restore_drafter
+from .registry import restore_drafter
 from .saved import CONFIG, DrafterConfig, read_config
 
 BASE = "base"

@@ -17,13 +17,13 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from ..ground import BadInputError, IncompatibleError
-from ..targets import Counts, RaggedCache, Target
+from ..common import BadInputError, IncompatibleError
+from ..targets import RaggedCache, RowLengths, Target
 from .base import DrafterLoss, TargetBatch
-from .losses import ComparisonSettings, LossName, chunked_compare, divergence, metrics_by_depth
-from .parts.head_drafter import HeadConfig, HeadDrafter
-from .parts.nodes import required
+from .head_drafter import HeadConfig, HeadDrafter
+from .losses import LossName, LossSettings, chunked_compare, divergence, metrics_by_depth
 from .session import Abilities, NodeSession
+from .tree_state import required
 
 
 @dataclass
@@ -59,7 +59,7 @@ class MedusaConfig(HeadConfig):
                 raise BadInputError(f"drafter: {name} must be at least 1, got {getattr(self, name)}.")
 
 
-class Block(nn.Module):
+class MedusaBlock(nn.Module):
     """A residual block: x + SiLU(W cat[x, conditions] + b). W and b start at zero: a new block changes nothing."""
 
     def __init__(self, size: int, conditions: int = 0, bias: bool = False):
@@ -83,8 +83,8 @@ class Head(nn.Module):
     def __init__(self, config: MedusaConfig, conditions: int = 0):
         super().__init__()
         size, bias = config.hidden_size, config.bias
-        self.first = Block(size, conditions, bias)
-        self.others = nn.ModuleList(Block(size, bias=bias) for _ in range(config.num_layers - 1))
+        self.first = MedusaBlock(size, conditions, bias)
+        self.others = nn.ModuleList(MedusaBlock(size, bias=bias) for _ in range(config.num_layers - 1))
         self.lm_head = (
             None if config.share_lm_head else nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
         )
@@ -160,7 +160,7 @@ class Medusa(HeadDrafter[MedusaConfig]):
         result = chunked_compare(
             batch.last[rows, places - 1],
             outputs,
-            ComparisonSettings(
+            LossSettings(
                 batch.target.lm_head,
                 [self.lm_head(k, batch.target) for k in range(count)],
                 divergence(self.config.loss),
@@ -205,7 +205,7 @@ class HeadsSession(NodeSession):
     """A session that holds each row's last hidden state, and where the nodes of this round's tree stand.
 
     Attributes:
-        hidden: the target's at the last token it has processed, `[B, H]`; of no size before the first `absorb`.
+        hidden: the target's at the last token it has processed, `[B, H]`; of no size before the first `update`.
         depths: of the root and of each node of a tree, `[B, 1 + n]`; None in a chain.
     """
 
@@ -215,7 +215,7 @@ class HeadsSession(NodeSession):
         self.hidden = torch.zeros(batch_size, 0, device=target.device)
         self.depths: Tensor | None = None
 
-    def absorb(self, tokens: Tensor, hidden: Tensor | None, counts: Counts, path: Tensor | None = None) -> None:
+    def update(self, tokens: Tensor, hidden: Tensor | None, counts: RowLengths, path: Tensor | None = None) -> None:
         hidden = required(hidden, f"{self.drafter.name}: absorb needs the target's hidden states.")
         last = (counts.tensor - 1)[:, None, None].expand(-1, 1, hidden.shape[-1])
         self.hidden = hidden[:, :, 0].gather(1, last)[:, 0]
@@ -264,11 +264,11 @@ class MedusaSession(HeadsSession):
         super().__init__(drafter, target, batch_size)
         self.logits: list[Tensor] = []
 
-    def begin(self, root: Tensor) -> Tensor:
+    def prefill(self, root: Tensor) -> Tensor:
         self.logits, self.depths = [], None
         return self._next()
 
-    def extend(self, tokens: Tensor, parents: Tensor | None = None) -> Tensor:
+    def decode(self, tokens: Tensor, parents: Tensor | None = None) -> Tensor:
         if parents is None:
             return self._next()[:, None]
         if len(self.logits) < self.drafter.config.num_heads:  # each pass reads at most one level deeper

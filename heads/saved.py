@@ -15,11 +15,11 @@ from typing import Any, ClassVar, Generic, Self, TypeVar, cast, get_type_hints
 from safetensors.torch import save_file
 from torch import nn
 
-from ..ground import BadInputError, refuse_unknown_keys
-from ..ground.files import write_atomically
-from ..ground.foreign import read_json
-from ..ground.replacing import replacing
-from ..ground.values import checked_value
+from ..common import BadInputError, refuse_unknown_keys
+from ..common.atomic import replacing
+from ..common.files import write_atomically
+from ..common.safe_load import read_json
+from ..common.values import checked_value
 from ..targets import Target
 from ..targets.fingerprint import digest_json, digest_tensor
 from ..targets.vetting import check_config, check_regular

@@ -24,13 +24,13 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from ..ground import BadInputError, IncompatibleError
-from ..targets import Counts, RaggedCache, Target
+from ..common import BadInputError, IncompatibleError
+from ..targets import RaggedCache, RowLengths, Target
 from .base import DrafterLoss, TargetBatch
-from .losses import ComparisonSettings, LossName, acceptance_metrics, ahead, chunked_compare, divergence, own_precision
-from .parts.head_drafter import HeadConfig, HeadDrafter
-from .parts.nodes import Branches, required
+from .head_drafter import HeadConfig, HeadDrafter
+from .losses import LossName, LossSettings, acceptance_metrics, ahead, chunked_compare, divergence, own_precision
 from .session import Abilities, NodeSession
+from .tree_state import TreeMask, required
 
 
 @dataclass
@@ -73,7 +73,7 @@ class SelfSpeculativeConfig(HeadConfig):
         return super().sizes(target) | own
 
 
-class Block(nn.Module):
+class ExitBlock(nn.Module):
     """A residual block: x + W_down (SiLU(W_gate n) · W_up n) with n = norm(x).
 
     W_down starts at zero: a new block changes nothing.
@@ -103,7 +103,7 @@ class SelfSpeculative(HeadDrafter[SelfSpeculativeConfig]):
     def __init__(self, config: SelfSpeculativeConfig):
         super().__init__(config)
         self.blocks = nn.ModuleList(
-            Block(config.hidden_size, config.intermediate_size) for _ in range(config.num_blocks)
+            ExitBlock(config.hidden_size, config.intermediate_size) for _ in range(config.num_blocks)
         )
         self.lm_head = (
             None if config.share_lm_head else nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
@@ -179,7 +179,7 @@ class SelfSpeculative(HeadDrafter[SelfSpeculativeConfig]):
         result = chunked_compare(
             batch.last[:, :-1][wanted],
             self.exit(self._early(batch)[:, :-1][wanted]),
-            ComparisonSettings(
+            LossSettings(
                 batch.target.lm_head,
                 lambda x: self.output(x, batch.target),
                 divergence(self.config.loss),
@@ -228,26 +228,26 @@ class SelfSpeculativeSession(NodeSession):
         self.drafter, self.target, self.size, self.lent = drafter, target, size, lent
         self.early = target.shallow(drafter.config.exit_layer)
         self.written = 0  # uncommitted entries: the root and the drafts that were read
-        self.branches: Branches | None = None
+        self.branches: TreeMask | None = None
 
     @cached_property
     def cache(self) -> RaggedCache:
         return self.early.new_cache(*self.size) if self.lent is None else self.lent
 
-    def absorb(self, tokens: Tensor, hidden: Tensor | None, counts: Counts, path: Tensor | None = None) -> None:
+    def update(self, tokens: Tensor, hidden: Tensor | None, counts: RowLengths, path: Tensor | None = None) -> None:
         self.written, self.branches = 0, None
         if self.lent is None:
             self.early.forward(tokens, self.cache, logits=False)
             self.cache.advance(counts)
 
-    def begin(self, root: Tensor) -> Tensor:
+    def prefill(self, root: Tensor) -> Tensor:
         self.written, self.branches = 0, None
-        return self.extend(root[:, None])[:, 0]
+        return self.decode(root[:, None])[:, 0]
 
-    def extend(self, tokens: Tensor, parents: Tensor | None = None) -> Tensor:
+    def decode(self, tokens: Tensor, parents: Tensor | None = None) -> Tensor:
         nodes = None
         if parents is not None:
-            self.branches = self.branches or Branches(len(tokens), 1, tokens.device)
+            self.branches = self.branches or TreeMask(len(tokens), 1, tokens.device)
             nodes = self.branches.grow(parents)
         early = self.early.forward(tokens, self.cache, logits=False, offset=self.written, nodes=nodes).last
         self.written += tokens.shape[1]

@@ -1,8 +1,8 @@
 """How a drafter decodes: a session is one drafter's side of a running batch.
 
 A session remembers what its rows' texts were, proposes what follows, and is told what the target made of it. Per batch:
-`absorb` once for the prompts; then per round `propose`, and `absorb` again. A session that reads nodes gives logits
-after them instead (`begin`, `extend`), from which the decoder grows chains and trees of any shape.
+`update` once for the prompts; then per round `propose`, and `update` again. A session that reads nodes gives logits
+after them instead (`prefill`, `decode`), from which the decoder grows chains and trees of any shape.
 
 Shapes: B rows, Q tokens of one pass, N draft tokens of a proposal, W nodes read at once, K taps, H target hidden size,
 V target vocabulary, V' the drafter's own vocabulary.
@@ -18,7 +18,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from ..targets import Counts, Nodes, RaggedCache
+from ..targets import Nodes, RaggedCache, RowLengths
 
 # Picks the draft token of each row from logits: (logits [B, V'], token_ids [V'] or None) -> target ids [B].
 # The decoder supplies it: temperature, filters and penalties are applied there, once, for drafter and target alike.
@@ -39,7 +39,7 @@ class Abilities:
         reads_chains: its session reads tokens that it has not chosen yet (`read_chain`), so that another may guess for
             it.
         continues: its session says how texts go on that the target has not seen (`continuations`).
-        observes: its session wants the target's most probable tokens after each of its proposals (`observe`).
+        observes: its session wants the target's most probable tokens after each of its proposals (`on_target_argmax`).
         confident: its session says how probable the next draft of a chain is to be accepted, before that is drawn
             (`NodeSession.confidence`).
         one_pass: a round's drafting costs the same however deep it drafts: one pass says all drafts.
@@ -68,7 +68,7 @@ class Proposal:
         depth: the depth of the deepest node; a chain's is N.
         parents: for a tree, the index of each token's parent, which comes before it; −1 is the root (the last committed
             token), `[B, N]`. None for a chain.
-        read: for a tree, when `extend` has read each token, −1 if it has not, `[B, N]`.
+        read: for a tree, when `decode` has read each token, −1 if it has not, `[B, N]`.
         deterministic: True if the tokens are not samples (so that there is no distribution q to score them with).
     """
 
@@ -126,7 +126,7 @@ class Session(ABC):
     """A drafter's side of a running batch: what it has read, and how it proposes."""
 
     @abstractmethod
-    def absorb(self, tokens: Tensor, hidden: Tensor | None, counts: Counts, path: Tensor | None = None) -> None:
+    def update(self, tokens: Tensor, hidden: Tensor | None, counts: RowLengths, path: Tensor | None = None) -> None:
         """Take note of what the target has processed.
 
         After rounds without drafts this is called several times before the next proposal; after rounds in which another
@@ -137,7 +137,7 @@ class Session(ABC):
                 `counts.values[b]`.
             hidden: their true tapped hidden states, `[B, Q, K, H]`; None for a drafter without taps.
             counts: how many stay in each row, at least 1.
-            path: after a tree, which of the nodes that `extend` has read the tokens after the first are, `[B, Q − 1]`;
+            path: after a tree, which of the nodes that `decode` has read the tokens after the first are, `[B, Q − 1]`;
                 −1 for one that it has not read. None after a chain.
         """
 
@@ -152,22 +152,22 @@ class Session(ABC):
     def select(self, rows: list[int]) -> None:
         """Keep only these rows, in this order (sequences finish at different times)."""
 
-    def observe(self, following: Tensor) -> None:
+    def on_target_argmax(self, following: Tensor) -> None:
         """Take note of the target's most probable token at each place, `[B, 1 + N]`.
 
-        The places are after the root and after each proposed token, kept or not. Called before `absorb`, for drafters
+        The places are after the root and after each proposed token, kept or not. Called before `update`, for drafters
         that declare it.
         """
         raise NotImplementedError(f"{type(self).__name__} does not observe.")
 
-    # Rounds of fixed shapes (decode/room.py): what such a round reads and the round before wrote.
+    # Rounds of fixed shapes (decode/static_batch.py): what such a round reads and the round before wrote.
 
     def caches(self) -> list[RaggedCache]:
         """Return the session's own caches; the target's, which it may have been lent, is not among them."""
         return []
 
     def carried(self) -> list[Tensor]:
-        """Return what `absorb` leaves for the next proposal, caches apart."""
+        """Return what `update` leaves for the next proposal, caches apart."""
         return []
 
     def carry(self, tensors: list[Tensor]) -> None:
@@ -180,10 +180,10 @@ class Session(ABC):
         raise NotImplementedError(f"{type(self).__name__} serves one request; open another.")
 
 
-class EmptySession(Session):
+class NoDraftSession(Session):
     """A session that never drafts: plain decoding."""
 
-    def absorb(self, tokens: Tensor, hidden: Tensor | None, counts: Counts, path: Tensor | None = None) -> None:
+    def update(self, tokens: Tensor, hidden: Tensor | None, counts: RowLengths, path: Tensor | None = None) -> None:
         """Take note of nothing."""
 
     def propose(self, root: Tensor, depth: int, choose: Choose, ended: Ended | None = None) -> Proposal:
@@ -198,7 +198,7 @@ class EmptySession(Session):
 
 
 class NodeSession(Session):
-    """A session that reads nodes and gives logits after them; chains and trees are loops over `begin` and `extend`.
+    """A session that reads nodes and gives logits after them; chains and trees are loops over `prefill` and `decode`.
 
     Args:
         output_ids: target ids of its logits, `[V']`; None where they are the whole vocabulary.
@@ -209,11 +209,11 @@ class NodeSession(Session):
         self.output_ids, self.max_depth = output_ids, max_depth
 
     @abstractmethod
-    def begin(self, root: Tensor) -> Tensor:
+    def prefill(self, root: Tensor) -> Tensor:
         """Read what was absorbed and `root` `[B]`; return logits of the first draft, `[B, V']`."""
 
     @abstractmethod
-    def extend(self, tokens: Tensor, parents: Tensor | None = None) -> Tensor:
+    def decode(self, tokens: Tensor, parents: Tensor | None = None) -> Tensor:
         """Read the drafted `tokens` `[B, W]`; return logits after each of them, `[B, W, V']`.
 
         Args:
@@ -231,9 +231,9 @@ class NodeSession(Session):
     def propose(self, root: Tensor, depth: int, choose: Choose, ended: Ended | None = None) -> Proposal:
         """Draft a chain, token by token."""
         depth = min(depth, self.max_depth or depth)
-        drafted = [choose(self.begin(root), self.output_ids)]
+        drafted = [choose(self.prefill(root), self.output_ids)]
         while len(drafted) < depth and not (ended is not None and ended()):
-            logits = self.extend(drafted[-1][:, None])
+            logits = self.decode(drafted[-1][:, None])
             drafted.append(choose(logits[:, 0], self.output_ids))
         return Proposal.chain(torch.stack(drafted, 1))
 
@@ -246,14 +246,14 @@ class NodeSession(Session):
 class ChainSession(NodeSession):
     """A session that can also read tokens it has not chosen, so that another drafter may guess for it.
 
-    See heads/cascade.py.
+    See heads/lookup/cascade.py.
     """
 
     @abstractmethod
     def read_chain(self, tokens: Tensor, after: Tensor | None = None) -> Tensor:
         """Read the chain `tokens` `[B, W]` in one pass; return logits after each, `[B, W, V']`.
 
-        This takes the place of `begin` and `extend`.
+        This takes the place of `prefill` and `decode`.
 
         Args:
             after: the node that each row's chain follows, in the order of reading, −1 for the root, `[B]`. None begins
@@ -262,7 +262,7 @@ class ChainSession(NodeSession):
 
     @abstractmethod
     def forget(self) -> None:
-        """Drop what was read in this round: the next `absorb` brings all that is kept."""
+        """Drop what was read in this round: the next `update` brings all that is kept."""
 
 
 class TextSession(Session):

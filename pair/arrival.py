@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from ..ground import BadInputError
+from ..common import BadInputError
 from ..heads import Drafter
 from ..recipes import Recipe
 from ..targets import Target

@@ -18,25 +18,25 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from rich.console import Console
 
+from ..common import BadInputError
+from ..common.files import write_atomically
+from ..common.progress import progress
+from ..common.safe_load import read_json_lines
 from ..decode import Decoder, Plan, Round
 from ..distill.layouts import Message
 from ..distill.prompts import Prompt
 from ..distill.templates import render
 from ..eval.suites import load_suites
-from ..ground import BadInputError
-from ..ground.files import write_atomically
-from ..ground.foreign import read_json_lines
-from ..ground.progress import progress
 from ..heads import Drafter, TargetBatch
 from ..recipes import Recipe
 from ..targets import Target
-from .manifest import Baseline, PromptMeasure
+from .manifest import ProbeBaseline, PromptMeasure
 
 NUM_PROMPTS, MAX_NEW_TOKENS = 32, 64
 _AT_ONCE = 32  # prompts decoded in one batch
 
 
-class _Row(BaseModel):
+class _CalibrationLine(BaseModel):
     """A line of calibration.jsonl."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
@@ -87,10 +87,10 @@ def _render(prompt: Prompt, messages: Sequence[Message], target: Target, templat
     return replace(prompt, text=text, tokens=tuple(tokenizer(text, add_special_tokens=False)["input_ids"]))
 
 
-def settings(recipe: Recipe) -> Baseline:
+def settings(recipe: Recipe) -> ProbeBaseline:
     """Return what a calibration runs under: greedy if the recipe measures greedy, else at its first temperature."""
     temperature = 0.0 if 0.0 in recipe.eval.temperatures else recipe.eval.temperatures[0]
-    return Baseline(
+    return ProbeBaseline(
         max_new_tokens=min(MAX_NEW_TOKENS, recipe.eval.max_new_tokens),
         temperature=temperature,
         seed=recipe.eval.seed,
@@ -102,7 +102,7 @@ def calibrate(
     target: Target,
     drafter: Drafter,
     prompts: Sequence[Prompt],
-    baseline: Baseline,
+    baseline: ProbeBaseline,
     plan: Plan,
     console: Console | None = None,
 ) -> list[PromptMeasure]:
@@ -195,6 +195,6 @@ def _in_one_line(error: Exception) -> str:
 
 
 def _restored(row: Any) -> Prompt:
-    read = _Row.model_validate(row)
+    read = _CalibrationLine.model_validate(row)
     messages = None if read.messages is None else tuple(read.messages)
     return Prompt(read.id, read.suite, tuple(read.tokens), read.text, messages, tools=read.tools)

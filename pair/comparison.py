@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from ..ground.foreign import parse_yaml
+from ..common.safe_load import parse_yaml
 from .manifest import RECIPE, TOKENIZER, Figure, Headline, Manifest
 
 _TOKENS = f"{TOKENIZER}/tokenizer.json"

@@ -21,14 +21,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
+from ..common import BadInputError, Refusal
+from ..common.digests import problem_of
+from ..common.harmless import is_harmless
+from ..common.leftovers import Leftover
+from ..common.locks import lock_file, locked
 from ..decode import Plan
 from ..distill.prompts import Prompt
 from ..eval.tuning import Tuning
-from ..ground import BadInputError, Refusal
-from ..ground.digests import problem_of
-from ..ground.harmless import is_harmless
-from ..ground.leftovers import Leftover
-from ..ground.locks import lock_file, locked
 from ..recipes import Recipe, load_recipe
 from ..targets import Fingerprint, Target, load_tokenizer
 from .calibration import read_calibration

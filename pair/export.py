@@ -17,16 +17,16 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from ..common import BadInputError
+from ..common.atomic import replacing_folder
+from ..common.files import write_atomically
 from ..decode import Plan
-from ..eval.reports.figures import ALL, Record
+from ..eval.reports.figures import ALL, PromptRecord
 from ..eval.reports.report import ContestantInfo, Report
-from ..formats import Exported, Launch, export_drafter, launch
+from ..formats import EngineLaunch, Exported, export_drafter, launch
 from ..formats.early_exit import save_target
-from ..formats.transfer import require_new
-from ..ground import BadInputError
-from ..ground.files import write_atomically
-from ..ground.replacing import replacing_folder
-from ..heads.parts.registry import restore_drafter
+from ..formats.export import require_new
+from ..heads.registry import restore_drafter
 from ..targets import Target, embedded_path
 from ..targets.loading import EMBEDDED
 from .gate import newest_report
@@ -41,7 +41,7 @@ class PairExport:
     """A pair that was written for an engine."""
 
     exported: Exported
-    launch: Launch
+    launch: EngineLaunch
     depth: int
 
     @property
@@ -133,7 +133,7 @@ def _expected(report: Report, plan: ContestantInfo, temperature: float) -> dict[
     }
 
 
-def _of_prompt(record: Record) -> dict[str, Any]:
+def _of_prompt(record: PromptRecord) -> dict[str, Any]:
     rounds, accepted = len(record.accepted), sum(record.accepted)
     return {"id": record.prompt, "suite": record.suite, "rounds": rounds, "accepted": accepted, "tokens": record.tokens}
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from ..eval.reports.gate import Beside, Counted, GateResult, gate
+from ..common import BadInputError
+from ..eval.reports.gate import Counted, GateComparison, GateResult, gate
 from ..eval.reports.report import Report
-from ..ground import BadInputError
-from .manifest import REPORTS, Baseline
+from .manifest import REPORTS, ProbeBaseline
 from .pair import Pair
 
 
@@ -33,19 +33,19 @@ def newest_report(pair: Pair) -> Report:
     return Report.load(dated[-1])
 
 
-def _calibration(new: Pair, old: Pair) -> Beside | None:
+def _calibration(new: Pair, old: Pair) -> GateComparison | None:
     """Return what both drafters did on the calibration prompts; None if these, plan or settings differ."""
     baselines = [pair.manifest.measurements.baseline for pair in (new, old)]
     same = (new.manifest.calibration, new.plan) == (old.manifest.calibration, old.plan)
     after, before = baselines
     if after is None or before is None or not same or _settings(after) != _settings(before):
         return None
-    return Beside(after.temperature, _counted(after), _counted(before))
+    return GateComparison(after.temperature, _counted(after), _counted(before))
 
 
-def _settings(baseline: Baseline) -> tuple[int, float, int]:
+def _settings(baseline: ProbeBaseline) -> tuple[int, float, int]:
     return baseline.max_new_tokens, baseline.temperature, baseline.seed
 
 
-def _counted(baseline: Baseline) -> list[Counted]:
+def _counted(baseline: ProbeBaseline) -> list[Counted]:
     return [Counted(m.suite, m.id, m.accepted, m.rounds) for m in baseline.prompts]

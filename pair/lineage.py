@@ -10,7 +10,7 @@ from .manifest import Headline, Manifest
 
 
 @dataclass
-class Node:
+class VersionNode:
     """A version, and the versions that were made from it.
 
     Attributes:
@@ -20,10 +20,10 @@ class Node:
 
     manifest: Manifest
     missing: str | None = None
-    children: list[Node] = field(default_factory=list)
+    children: list[VersionNode] = field(default_factory=list)
 
 
-def lineage(manifests: Sequence[Manifest]) -> list[Node]:
+def lineage(manifests: Sequence[Manifest]) -> list[VersionNode]:
     """Return the versions as trees: those without a parent here, each with its descendants, in the order given."""
     known = {manifest.digest for manifest in manifests}
     children: dict[str, list[Manifest]] = defaultdict(list)
@@ -38,14 +38,14 @@ def lineage(manifests: Sequence[Manifest]) -> list[Node]:
     return [_node(root, children, known) for root in roots]
 
 
-def _node(manifest: Manifest, children: dict[str, list[Manifest]], known: set[str]) -> Node:
+def _node(manifest: Manifest, children: dict[str, list[Manifest]], known: set[str]) -> VersionNode:
     parent = manifest.lineage.parent
     missing = None if parent is None or parent.digest in known else f"{parent.name} version {parent.version}"
-    root = Node(manifest, missing)
+    root = VersionNode(manifest, missing)
     open_nodes = [root]
     while open_nodes:  # not recursive: a lineage may have hundreds of versions
         node = open_nodes.pop()
-        node.children = [Node(child) for child in children.pop(node.manifest.digest, [])]
+        node.children = [VersionNode(child) for child in children.pop(node.manifest.digest, [])]
         open_nodes += node.children
     return root
 

@@ -10,7 +10,7 @@ from typing import Annotated
 
 from pydantic import AfterValidator
 
-from ..ground.foreign import kind_of
+from ..common.safe_load import kind_of
 
 _MAX_FILES, _MAX_DEPTH = 10_000, 20
 

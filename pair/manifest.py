@@ -14,12 +14,12 @@ from typing import Any, Final, Literal, NoReturn
 
 from pydantic import BaseModel, ConfigDict, SerializerFunctionWrapHandler, ValidationError, model_serializer
 
+from ..common import BadInputError
+from ..common.files import write_atomically
+from ..common.safe_load import Unreadable, parse_json, read_bytes
 from ..decode import Plan, Sampling
 from ..eval.reports.intervals import Interval
 from ..eval.tuning import Tuning, merged
-from ..ground import BadInputError
-from ..ground.files import write_atomically
-from ..ground.foreign import Unreadable, parse_json, read_bytes
 from ..targets import Fingerprint
 from ..targets.fingerprint import digest_json
 from .listing import InsideName
@@ -31,13 +31,13 @@ SCHEMA_VERSION: Final = 2
 _SMALLER_IDENTITY = 1  # the schema whose identity did not cover tokenizer and adapter
 
 
-class Record(BaseModel):
+class ManifestModel(BaseModel):
     """A part of pair.json; a key that the schema does not know is refused."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
-class FingerprintRecord(Record):
+class FingerprintRecord(ManifestModel):
     """An `outrider.targets.Fingerprint`, field by field."""
 
     tensors: dict[str, str]
@@ -52,7 +52,7 @@ class FingerprintRecord(Record):
         return Fingerprint.from_dict(self.model_dump())
 
 
-class Source(Record):
+class Source(ManifestModel):
     """Where the target was loaded from: for people, and for `Pair.open` without a target. No part of the identity."""
 
     path: str | None = None
@@ -66,7 +66,7 @@ class Source(Record):
         return {k: v for k, v in values.items() if k != "quantize" or v is not None}
 
 
-class TargetRecord(Record):
+class TargetRecord(ManifestModel):
     """The target by content: the fingerprint is of the weights with the adapter merged, if there is one.
 
     Attributes:
@@ -90,14 +90,14 @@ class TargetRecord(Record):
         return {k: v for k, v in values.items() if k != "adapter_files" or v}
 
 
-class DrafterRecord(Record):
+class DrafterRecord(ManifestModel):
     """The drafter: its type, and the SHA-256 of each file in drafter/."""
 
     type: str
     files: dict[InsideName, str]
 
 
-class PlanRecord(Record):
+class PlanRecord(ManifestModel):
     """How the drafter is meant to be run: an `outrider.decode.Plan`, without what that does not use."""
 
     depth: int
@@ -117,7 +117,7 @@ class PlanRecord(Record):
         return Plan.from_dict(self.model_dump())
 
 
-class Figure(Record):
+class Figure(ManifestModel):
     """A measured value with its confidence interval; None where nothing was measured."""
 
     value: float | None
@@ -132,7 +132,7 @@ class Figure(Record):
         return cls(**{name: _finite(getattr(interval, name)) for name in ("value", "low", "high")})
 
 
-class Headline(Record):
+class Headline(ManifestModel):
     """The drafter's figures at one temperature, on all suites together.
 
     Attributes:
@@ -148,7 +148,7 @@ class Headline(Record):
     speedup: Figure
 
 
-class PromptMeasure(Record):
+class PromptMeasure(ManifestModel):
     """What the drafter did on one calibration prompt.
 
     Attributes:
@@ -169,7 +169,7 @@ class PromptMeasure(Record):
     chains: int
 
 
-class Baseline(Record):
+class ProbeBaseline(ManifestModel):
     """The probe's figures for the pair's own target, prompt by prompt, and the settings that a probe must repeat."""
 
     max_new_tokens: int
@@ -181,7 +181,7 @@ class Baseline(Record):
         return Sampling(temperature=self.temperature, seed=self.seed)
 
 
-class Measurements(Record):
+class Measurements(ManifestModel):
     """What was measured for this pair.
 
     Attributes:
@@ -194,10 +194,10 @@ class Measurements(Record):
     headline: list[Headline]
     suites: dict[str, str]
     conditions: dict[str, Any]
-    baseline: Baseline | None
+    baseline: ProbeBaseline | None
 
 
-class ServedFigures(Record):
+class ServedFigures(ManifestModel):
     """An engine's figures at one temperature, beside ours on the same prompts: `served` there, `own` here."""
 
     temperature: float
@@ -207,7 +207,7 @@ class ServedFigures(Record):
     speedup: Figure
 
 
-class ServedRecord(Record):
+class ServedRecord(ManifestModel):
     """What one engine made of the pair (`outrider served`).
 
     Attributes:
@@ -222,7 +222,7 @@ class ServedRecord(Record):
     figures: list[ServedFigures]
 
 
-class Parent(Record):
+class Parent(ManifestModel):
     """The version that a pair was refreshed from."""
 
     name: str
@@ -230,14 +230,14 @@ class Parent(Record):
     digest: str
 
 
-class Lineage(Record):
+class Lineage(ManifestModel):
     """Where this version comes from, and why it was made."""
 
     parent: Parent | None
     reason: str
 
 
-class Manifest(Record):
+class Manifest(ManifestModel):
     """The whole of pair.json.
 
     `suites` are the prompt files that the pair is measured on and that no package ships. `tuning` says which plan is

@@ -13,14 +13,14 @@ from pathlib import Path
 from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
+from ..common import BadInputError, Refusal
+from ..common.atomic import replacing_folder
+from ..common.digests import listed_problems
+from ..common.files import write_atomically
+from ..common.locks import locked
+from ..common.safe_load import read_json
 from ..distill.prompts import Prompt
 from ..eval.reports.report import ContestantInfo, Report
-from ..ground import BadInputError, Refusal
-from ..ground.digests import listed_problems
-from ..ground.files import write_atomically
-from ..ground.foreign import read_json
-from ..ground.locks import locked
-from ..ground.replacing import replacing_folder
 from ..heads import Drafter, Fusion, load_drafter
 from ..recipes import Recipe
 from ..recipes.suites import PACKAGED
@@ -40,7 +40,6 @@ from .manifest import (
     SCHEMA_VERSION,
     SUITES,
     TOKENIZER,
-    Baseline,
     DrafterRecord,
     Figure,
     FingerprintRecord,
@@ -50,6 +49,7 @@ from .manifest import (
     Measurements,
     Parent,
     PlanRecord,
+    ProbeBaseline,
     Source,
     TargetRecord,
 )
@@ -340,11 +340,11 @@ def _calibrated(
     partial: Path,
     target: Target,
     drafter: Drafter,
-    under: Baseline,
+    under: ProbeBaseline,
     plan: PlanRecord,
     prompts: Sequence[Prompt],
     console: Console | None,
-) -> Baseline | None:
+) -> ProbeBaseline | None:
     """Measure the probe's baseline and keep its prompts; None without prompts."""
     if not prompts:
         return None
@@ -352,7 +352,7 @@ def _calibrated(
     return under.model_copy(update={"prompts": calibrate(target, drafter, prompts, under, plan.restored(), console)})
 
 
-def _measurements(report: Report | None, drafter: Drafter, baseline: Baseline | None) -> Measurements:
+def _measurements(report: Report | None, drafter: Drafter, baseline: ProbeBaseline | None) -> Measurements:
     if report is None:
         return Measurements(headline=[], suites={}, conditions={}, baseline=baseline)
     conditions = report.conditions.model_dump(mode="json")

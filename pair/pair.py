@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from ..common import BadInputError, IncompatibleError, OutriderError
+from ..common.machine import device_name
 from ..decode import Plan
 from ..eval.tuning import BatchTuning, nearest
-from ..ground import BadInputError, IncompatibleError, OutriderError
-from ..ground.machine import device_name
 from ..heads import Drafter, fuse, load_drafter
 from ..targets import Target, require_same_vocabulary
 from .contents import PairContents

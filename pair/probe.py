@@ -24,13 +24,13 @@ from typing import Any, Literal
 
 from rich.console import Console
 
+from ..common import BadInputError, IncompatibleError
 from ..eval.reports.intervals import Interval, Ratio
 from ..eval.reports.statistics import Bootstrap
-from ..ground import BadInputError, IncompatibleError
 from ..heads import HEADS
 from ..targets import Target
 from .calibration import NUM_PROMPTS, calibrate, first_of_each_suite, rendered
-from .manifest import Baseline, PromptMeasure
+from .manifest import ProbeBaseline, PromptMeasure
 from .pair import Pair
 
 TOLERANCE = 0.05
@@ -108,7 +108,7 @@ def probe(
     return _judge(pair, baseline, changes, measured, [known[m.id] for m in measured], tolerance, seed)
 
 
-def _baseline(pair: Pair, max_new_tokens: int | None) -> Baseline:
+def _baseline(pair: Pair, max_new_tokens: int | None) -> ProbeBaseline:
     baseline = pair.manifest.measurements.baseline
     if baseline is None:
         raise BadInputError(
@@ -127,7 +127,7 @@ def _baseline(pair: Pair, max_new_tokens: int | None) -> Baseline:
 
 
 @dataclass(frozen=True)
-class _Comparison:
+class _ProbeComparison:
     """The same prompts measured twice, resampled together; values are new, then the baseline's."""
 
     new: Sequence[PromptMeasure]
@@ -135,7 +135,7 @@ class _Comparison:
     bootstrap: Bootstrap
 
     @classmethod
-    def of(cls, new: Sequence[PromptMeasure], old: Sequence[PromptMeasure], seed: int) -> _Comparison:
+    def of(cls, new: Sequence[PromptMeasure], old: Sequence[PromptMeasure], seed: int) -> _ProbeComparison:
         strata = [len(list(group)) for _, group in groupby(new, key=lambda m: m.suite)]
         return cls(new, old, Bootstrap(strata, seed=seed))
 
@@ -164,14 +164,14 @@ def _top1(measures: Sequence[PromptMeasure]) -> Ratio:
 
 def _judge(
     pair: Pair,
-    baseline: Baseline,
+    baseline: ProbeBaseline,
     changes: list[str],
     new: Sequence[PromptMeasure],
     old: Sequence[PromptMeasure],
     tolerance: float,
     seed: int,
 ) -> ProbeResult:
-    compared = _Comparison.of(new, old, seed)
+    compared = _ProbeComparison.of(new, old, seed)
     deciding = _decoder_tau if baseline.temperature == 0 else _analytic_tau
     ratio = compared.change(deciding)
     if math.isnan(ratio.value):
@@ -221,7 +221,7 @@ def _argument(name: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> s
     return f"the chat template's argument {name} (was {was}, is {is_now})"
 
 
-def _figures(result: ProbeResult, compared: _Comparison, baseline: Baseline) -> list[str]:
+def _figures(result: ProbeResult, compared: _ProbeComparison, baseline: ProbeBaseline) -> list[str]:
     how = (
         "greedy, in the decoder"
         if baseline.temperature == 0
@@ -237,7 +237,7 @@ def _figures(result: ProbeResult, compared: _Comparison, baseline: Baseline) -> 
     return lines
 
 
-def _depth1(result: ProbeResult, compared: _Comparison, analytic: bool) -> str:
+def _depth1(result: ProbeResult, compared: _ProbeComparison, analytic: bool) -> str:
     if not analytic:
         return f"first drafts accepted: {result.alpha.text()}, was {result.baseline.text()}"
     top1, top1_then = compared.both(_top1)

@@ -16,13 +16,13 @@ from typing import Any
 
 from rich.console import Console
 
+from ..common import BadInputError
+from ..common.files import write_atomically
+from ..common.locks import locked
 from ..distill.prompts import Prompt
 from ..eval.measure import contestants, measure
 from ..eval.reports.render import write_report
 from ..eval.suites import load_suites
-from ..ground import BadInputError
-from ..ground.files import write_atomically
-from ..ground.locks import locked
 from ..heads import HEADS, Drafter, LowRank, load_drafter
 from ..recipes import Recipe
 from ..targets import Target

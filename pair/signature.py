@@ -25,9 +25,9 @@ from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat, load_ssh_private_key
 
-from ..ground import BadInputError
-from ..ground.files import write_atomically
-from ..ground.locks import locked
+from ..common import BadInputError
+from ..common.files import write_atomically
+from ..common.locks import locked
 from .manifest import MANIFEST, SIGNATURE
 
 NAMESPACE = "outrider-pair"

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ..ground import BadInputError
-from ..ground.foreign import YAML, parse_yaml, read_text
+from ..common import BadInputError
+from ..common.safe_load import YAML, parse_yaml, read_text
 from .schema import DataSpec, EvalSpec, JointSpec, Recipe, SamplingSpec, SourceSpec, TargetSpec
 
 __all__ = [

@@ -27,9 +27,9 @@ from pydantic import (
     model_validator,
 )
 
-from ..ground import BadInputError
-from ..ground.foreign import yaml_text
-from ..ground.values import checked_temperature, tree_depths
+from ..common import BadInputError
+from ..common.safe_load import yaml_text
+from ..common.values import checked_temperature, tree_depths
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Positive = Annotated[int, Field(ge=1)]

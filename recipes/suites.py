@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from pathlib import Path
 
-from ..ground import BadInputError
+from ..common import BadInputError
 from . import embedded_file
 
 PACKAGED = ("code", "docs", "prose")

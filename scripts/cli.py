@@ -25,15 +25,15 @@ from rich.markup import escape
 from rich.table import Table
 from typer.core import TyperGroup
 
-from ..ground import OutriderError
-from ..ground.allocation import keep_large_blocks, remember_few_shapes
-from ..ground.disk import is_disk_full, require_folder
-from ..ground.files import write_atomically
-from ..ground.hub import say_retries_once
-from ..ground.signals import how, number_of, stoppable
-from . import data, doors, registry, served, watch
+from ..common import OutriderError
+from ..common.allocation import keep_large_blocks, remember_few_shapes
+from ..common.disk import is_disk_full, require_folder
+from ..common.files import write_atomically
+from ..common.hub import say_retries_once
+from ..common.signals import how, number_of, stoppable
+from . import data, export_cli, registry, served, watch
 from .examples import EXAMPLES
-from .speaking import answering, console_for, tell
+from .output import answering, console_for, tell
 
 if TYPE_CHECKING:
     from ..eval import Report
@@ -123,7 +123,7 @@ def said(error: Exception) -> str:
 
 
 def _answer(kind: str, body: Any, code: int = 0) -> None:
-    from .answers import say
+    from .json_output import say
 
     say(kind, body, code)
 
@@ -144,7 +144,7 @@ app = typer.Typer(
 pair_app = typer.Typer(no_args_is_help=True, help="Make, show and verify pairs.")
 app.add_typer(pair_app, name="pair")
 data.add_verbs(app)
-doors.add_verbs(app)
+export_cli.add_verbs(app)
 served.add_verbs(app)
 watch.add_verbs(app)
 
@@ -166,7 +166,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on stdout,
 
 def _temperatures(asked: Any) -> Any:
     """Return the temperatures of an option, refused before anything is loaded."""
-    from ..ground.values import TEMPERATURES, is_temperature
+    from ..common.values import TEMPERATURES, is_temperature
 
     for value in asked if isinstance(asked, list) else [asked or 0.0]:
         if not is_temperature(value):
@@ -210,7 +210,7 @@ def distill(recipe: RecipeName, changes: Overrides = None, as_json: AsJson = Fal
     loaded = _load_recipe(recipe, changes)
     require_folder(loaded.output_folder)
     from ..distill import distill as run
-    from .answers import DistillBody, say
+    from .json_output import DistillBody, say
 
     console = console_for(as_json)
     folder = run(loaded, console=console)
@@ -226,14 +226,14 @@ def train(
     fresh: Annotated[
         bool, typer.Option("--fresh", help="Start over; checkpoints of an earlier run are moved aside.")
     ] = False,
-    engine: doors.Engine = None,
+    engine: export_cli.Engine = None,
     as_json: AsJson = False,
 ) -> None:
     """Train a drafter (distils first if needed). For many processes: accelerate launch -m outrider.train RECIPE."""
     loaded = _load_recipe(recipe, changes)
-    doors.check_servable(loaded, engine)
+    export_cli.check_servable(loaded, engine)
     from ..train import train as run
-    from .answers import TrainBody, say
+    from .json_output import TrainBody, say
 
     console = console_for(as_json)
     result = run(loaded, resume=not fresh, console=console)
@@ -287,14 +287,14 @@ def plan(
     ] = None,
     accelerate_config: Annotated[Path | None, typer.Option(help="A file written by `accelerate config`.")] = None,
     rows: Annotated[int | None, typer.Option(min=1, help="Prompts, where the recipe's sources do not tell.")] = None,
-    engine: doors.Engine = None,
+    engine: export_cli.Engine = None,
     as_json: AsJson = False,
 ) -> None:
     """Before anything is spent: parameters, memory, disk, operations and time on named GPUs, from the configs alone."""
     loaded = _load_recipe(recipe, changes)
-    doors.check_servable(loaded, engine)
+    export_cli.check_servable(loaded, engine)
     from ..train.planning import plan as run
-    from .answers import PlanBody
+    from .json_output import PlanBody
     from .plan import read_launch, show
 
     launched = read_launch(accelerate_config) if accelerate_config else (1, "none")
@@ -343,10 +343,10 @@ def evaluate(
     as_json: AsJson = False,
 ) -> None:
     """Measure τ, acceptance and speedup with confidence intervals, beside n-gram drafting and plain decoding."""
+    from ..common.locks import locked
     from ..eval.reports.render import print_report, write_report
-    from ..ground.locks import locked
-    from .answers import ReportBody, say
-    from .subject import Asked, load_subject
+    from .eval_setup import EvalOptions, load_subject
+    from .json_output import ReportBody, say
 
     given = {
         "suites": suite,
@@ -359,7 +359,7 @@ def evaluate(
     if out is not None:
         require_folder(out, "the report")
     settings = {name: value for name, value in given.items() if value}
-    subject = load_subject(name, Asked(changes or [], settings, drafter, target, adapter, quantize, tuned))
+    subject = load_subject(name, EvalOptions(changes or [], settings, drafter, target, adapter, quantize, tuned))
     folder = out or subject.report_folder
     require_folder(folder, "the report")
     console = console_for(as_json)
@@ -394,7 +394,7 @@ def compare(
     require_folder(out)
     from ..eval.reports.render import print_comparison
     from ..train.compare import compare as run
-    from .answers import ReportBody, say
+    from .json_output import ReportBody, say
 
     console = console_for(as_json)
     report = run(loaded, budget, out, console=console)
@@ -425,8 +425,8 @@ def tune(
     keeps it.
     """
     from ..pair import Pair
-    from .answers import TuneBody, say
-    from .subject import Asked, load_subject
+    from .eval_setup import EvalOptions, load_subject
+    from .json_output import TuneBody, say
 
     loaded = Pair.load(pair)
     if not dry_run:
@@ -438,7 +438,7 @@ def tune(
         "max_new_tokens": max_new_tokens,
         "repeats": 2,
     }
-    asked = Asked(settings={name: value for name, value in settings.items() if value})
+    asked = EvalOptions(settings={name: value for name, value in settings.items() if value})
     console = console_for(as_json)
     tuning = load_subject(str(pair), asked).tune(batch or [1], console)
     console.print(
@@ -480,7 +480,7 @@ def generate(
     """Stream a completion: [green]accepted draft tokens[/green] and [magenta]the target's own[/magenta]."""
     from ..decode import Sampling
     from ..pair import Pair
-    from .streaming import Completion
+    from .streaming import StreamedCompletion
 
     loaded = Pair.load(pair)
     if depth is None:
@@ -490,7 +490,7 @@ def generate(
         plan = replace(plan, depth=depth, tree=None)
     text = sys.stdin.read() if prompt == "-" else prompt
     sampling, arguments = Sampling(temperature=temperature, seed=seed), data.arguments(template)
-    completion = Completion(target, drafter, plan, sampling, max_new_tokens)
+    completion = StreamedCompletion(target, drafter, plan, sampling, max_new_tokens)
     completion.template = loaded.recipe().template | (arguments or {})
     if plain:
         for piece, _ in completion.stream(text, chat):
@@ -522,8 +522,8 @@ def pair_new(
     loaded = _load_recipe(recipe, changes)
     require_folder(folder, "the pair")
     from ..pair import new_pair
-    from .answers import PairBody, say
-    from .subject import load_target, report_folder, trained_drafter
+    from .eval_setup import load_target, report_folder, trained_drafter
+    from .json_output import PairBody, say
 
     console = console_for(as_json)
     target = load_target(loaded)
@@ -656,7 +656,7 @@ def probe(
     """Is the pair still right for a changed target? Exit code 0: fresh, 1: stale, 3: incompatible."""
     from ..pair import Pair
     from ..pair import probe as run
-    from .answers import ProbeBody, say
+    from .json_output import ProbeBody, say
 
     loaded, asked = Pair.load(pair), data.arguments(template)
     console = console_for(as_json)
@@ -700,7 +700,7 @@ def refresh(
     from ..pair.refresh import How
     from ..pair.refresh import refresh as run
     from ..train.stopping import Until
-    from .answers import PairBody, say
+    from .json_output import PairBody, say
 
     loaded = Pair.load(pair)
     require_folder(out)
@@ -727,7 +727,7 @@ def gate(
     from ..eval.reports.gate import gate as run
     from ..eval.reports.gate_texts import to_junit, to_markdown
     from ..pair import Pair, gate_pairs
-    from .answers import GateBody, say
+    from .json_output import GateBody, say
 
     if all((folder / "pair.json").is_file() for folder in (pair, against)):
         result = gate_pairs(Pair.load(pair), Pair.load(against), tolerance, confidence)

@@ -11,8 +11,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.text import Text
 
-from ..ground import BadInputError
-from .speaking import console_for
+from ..common import BadInputError
+from .output import console_for
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -52,7 +52,7 @@ def arguments(given: Sequence[str] | None) -> dict[str, Any] | None:
     Raises:
         BadInputError: one of them is no KEY=VALUE.
     """
-    from ..ground.foreign import parse_yaml
+    from ..common.safe_load import parse_yaml
 
     if not given:
         return None
@@ -90,9 +90,9 @@ def check(
     """Read all of a recipe's data and count what is kept and left out, and why. Exit code 1 for rows that cannot be
     read, and for prompts that the recipe measures.
     """
-    from ..distill.gathering import gather
+    from ..distill.collect import gather
     from ..recipes import load_recipe
-    from .answers import DataCheckBody, say
+    from .json_output import DataCheckBody, say
 
     loaded = load_recipe(recipe, changes or [])
     tolerant = loaded.data.model_copy(update={"malformed": "drop", "allow_leaks": True})
@@ -121,9 +121,9 @@ Piece = tuple[str, str]  # text and its style
 
 def _samples(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, count: int) -> Iterator[tuple[str, list[Piece]]]:
     """Yield the names and the coloured texts of some rows."""
+    from ..distill.collect import gather
     from ..distill.conversation import given_sequences
     from ..distill.data_set import load_responses
-    from ..distill.gathering import gather
     from ..distill.responses import data_folder
 
     folder = data_folder(recipe)
@@ -186,7 +186,7 @@ def _lengths(found: Collection) -> dict[str, int]:
 
 
 def _print(found: Collection, recipe: Recipe, console: Console) -> None:
-    from ..distill.gathering import left_out
+    from ..distill.collect import left_out
 
     for counts in found.sources:
         _say(console, f"[bold]{escape(counts.source)}[/bold]: {counts.kept:,} of {counts.rows:,} rows are kept")

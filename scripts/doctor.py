@@ -15,8 +15,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from ..ground.machine import cpu_multiplies_bfloat16, cpu_name
-from ..ground.versions import installed_version
+from ..common.machine import cpu_multiplies_bfloat16, cpu_name
+from ..common.versions import installed_version
 from ..targets import embedded_path
 
 PACKAGES = (

@@ -11,11 +11,11 @@ from rich.markup import escape
 from rich.table import Table as Grid
 from rich.text import Text
 
+from ..common import BadInputError
+from ..common.disk import readable_bytes
+from ..common.safe_load import YAML, parse_yaml, read_text
 from ..eval.reports.render import print_table
 from ..eval.reports.tables import Cell, Table, counted
-from ..ground import BadInputError
-from ..ground.disk import readable_bytes
-from ..ground.foreign import YAML, parse_yaml, read_text
 from ..train.planning import BANDWIDTH, COMPUTE, GPUS, ROOM, Needs
 
 _WORDS = {

@@ -34,8 +34,12 @@ from rich.table import Column, Table
 from rich.text import Text
 from torch import Tensor
 
+from ..common import BadInputError, digests
+from ..common.atomic import replacing_folder
+from ..common.checksums import read_sealed, write_json
+from ..common.locks import locked
 from ..distill import distill, provenance
-from ..distill.gathering import gather
+from ..distill.collect import gather
 from ..distill.prompts import Prompt
 from ..eval import Figures, Report
 from ..eval.measure import Contestant, contestants, measure
@@ -44,10 +48,6 @@ from ..eval.reports.render import write_report
 from ..eval.suites import Suite, load_suites, make_suite
 from ..eval.tuner import tune
 from ..eval.tuning import Tuning
-from ..ground import BadInputError, digests
-from ..ground.locks import locked
-from ..ground.replacing import replacing_folder
-from ..ground.sealed import read_sealed, write_json
 from ..heads import load_drafter
 from ..pair import Pair, gate_pairs, new_pair, newest_report, probe, verify
 from ..pair.refresh import refresh
@@ -55,10 +55,10 @@ from ..recipes import Recipe, embedded_file, load_recipe
 from ..targets import Target, embedded_path
 from ..targets.fingerprint import digest_file
 from ..train import train
+from .eval_setup import tuned_contestant
 from .forecast import forecast
-from .pace import measure_pace
-from .sizing import Budget, Sizes
-from .subject import tuned_contestant
+from .machine_speed import measure_pace
+from .quickstart_size import QuickstartBudget, QuickstartSizes
 
 # Of the heads that Outrider trains, eagle1 had the highest τ after 180 s of training on two CPU cores: 3.29, against
 # 2.86 of eagle3 and less of the others (`outrider compare`; scripts/bench/results/compare-cpu-fp32.json).
@@ -68,13 +68,13 @@ RECIPE = "embedded-eagle1"
 STORY = "story.json"
 
 
-def tell(out: Path, console: Console, budget: Budget | None = None) -> bool:
+def tell(out: Path, console: Console, budget: QuickstartBudget | None = None) -> bool:
     """Run every stage that is not done yet, then print what came of it; return whether the gate passed.
 
     Raises:
         BadInputError: `out` holds a story that was told with another budget, target or version, or is being written.
     """
-    place = Workplace(out, console, budget or Budget())
+    place = Workplace(out, console, budget or QuickstartBudget())
     with locked(out):
         out.mkdir(parents=True, exist_ok=True)
         story = Story(place)
@@ -94,9 +94,9 @@ class Workplace:
         sizes: how much of the story fits this machine; None until its first stage has measured it.
     """
 
-    def __init__(self, out: Path, console: Console, budget: Budget):
+    def __init__(self, out: Path, console: Console, budget: QuickstartBudget):
         self.out, self.console, self.budget = out, console, budget
-        self.sizes: Sizes | None = None
+        self.sizes: QuickstartSizes | None = None
         self.asked: Recipe = load_recipe(RECIPE, budget.changes(out))
 
     @cached_property
@@ -105,7 +105,7 @@ class Workplace:
         return load_recipe(RECIPE, self.budget.changes(self.out, self.measured))
 
     @property
-    def measured(self) -> Sizes:
+    def measured(self) -> QuickstartSizes:
         """The sizes that the first stage found."""
         if self.sizes is None:
             raise BadInputError("the story's first stage, which measures the machine, has not run.")
@@ -154,7 +154,7 @@ class Workplace:
 
 def look_at_the_machine(place: Workplace) -> str:
     """Measure for a few seconds, and take as much as fits the time."""
-    sizes = place.sizes = Sizes.fitting(place.budget, measure_pace(place.asked))
+    sizes = place.sizes = QuickstartSizes.fitting(place.budget, measure_pace(place.asked))
     precision = "bfloat16" if sizes.bf16 else "float32"
     return (
         f"{sizes.prompts} prompts, and {sizes.refresh_prompts} for the refresh, should take {sizes.seconds} s in all; "
@@ -337,7 +337,7 @@ class Story:
                 "delete it, or choose another --out."
             )
         self.done = dict(saved["stages"])
-        self.place.sizes = None if saved["sizes"] is None else Sizes.restored(saved["sizes"])
+        self.place.sizes = None if saved["sizes"] is None else QuickstartSizes.restored(saved["sizes"])
 
     def _save(self) -> None:
         sizes = None if self.place.sizes is None else asdict(self.place.sizes)
@@ -403,7 +403,7 @@ def _estimate(place: Workplace) -> str:
 # ------------------------------------------------------------ the fine-tune
 
 
-def fine_tune(recipe: Recipe, budget: Budget, folder: Path, console: Console) -> tuple[float, float]:
+def fine_tune(recipe: Recipe, budget: QuickstartBudget, folder: Path, console: Console) -> tuple[float, float]:
     """Train a LoRA adapter for the recipe's target on the packaged prose, into `folder`.
 
     Returns:
@@ -430,7 +430,7 @@ def fine_tune(recipe: Recipe, budget: Budget, folder: Path, console: Console) ->
     return sum(losses[:few]) / few, sum(losses[-few:]) / few
 
 
-def prose_windows(target: Target, budget: Budget) -> Iterator[Tensor]:
+def prose_windows(target: Target, budget: QuickstartBudget) -> Iterator[Tensor]:
     """Yield batches `[lora_rows, lora_length]` from random places of the packaged prose."""
     tokenizer = target.require_tokenizer()
     rows = embedded_file("texts/prose.jsonl").read_text(encoding="utf-8").splitlines()

@@ -10,12 +10,12 @@ from rich.console import Console
 from rich.markup import escape
 from rich.tree import Tree
 
-from ..ground import BadInputError
-from .speaking import console_for
+from ..common import BadInputError
+from .output import console_for
 
 if TYPE_CHECKING:
     from ..pair.comparison import Side
-    from ..pair.lineage import Node
+    from ..pair.lineage import VersionNode
     from ..pair.registry import Registry
 
 RegistryPlace = Annotated[
@@ -39,7 +39,7 @@ def register(pair_app: typer.Typer) -> None:
 def push(pair: PairFolder, registry: RegistryPlace = None, as_json: AsJson = False) -> None:
     """Add a pair to a registry, all of it or nothing; a second time changes nothing."""
     from ..pair import Pair
-    from .answers import PushBody, say
+    from .json_output import PushBody, say
 
     console = console_for(as_json)
     opened, loaded = _opened(registry), Pair.load(pair)
@@ -56,11 +56,11 @@ def pull(
     as_json: AsJson = False,
 ) -> None:
     """Write a version from a registry into a folder; every byte is verified."""
-    from ..pair.registry import Reference
-    from .answers import PairBody, say
+    from ..pair.registry import PairReference
+    from .json_output import PairBody, say
 
     console = console_for(as_json)
-    pair = _opened(registry).pull(Reference.parse(version), folder.expanduser(), console)
+    pair = _opened(registry).pull(PairReference.parse(version), folder.expanduser(), console)
     console.print(f"{pair.name} version {pair.version}: [bold]{escape(str(pair.folder))}[/bold], intact")
     if as_json:
         say("pair-pull", PairBody.of(pair))
@@ -73,7 +73,7 @@ def log(
 ) -> None:
     """The versions in a registry, each after the one that it was made from, with their τ."""
     from ..pair.lineage import lineage
-    from .answers import LogBody, say
+    from .json_output import LogBody, say
 
     opened = _opened(registry)
     versions = opened.versions(name)
@@ -97,7 +97,7 @@ def diff(
 ) -> None:
     """What differs between two pairs: target, tokenizer, drafter, recipe, data, τ."""
     from ..pair.comparison import compare
-    from .answers import say
+    from .json_output import say
 
     sides = [_side(reference, registry) for reference in (one, other)]
     found = compare(*sides)
@@ -124,13 +124,13 @@ def _side(reference: str, where: str | None) -> Side:
     """Return the pair in a folder, or a version of the registry."""
     from ..pair import Pair
     from ..pair.comparison import Side
-    from ..pair.registry import Reference
+    from ..pair.registry import PairReference
 
     folder = Path(reference).expanduser()
     if folder.is_dir() or where is None:
         return Side(Pair.load(folder).manifest, lambda name: _text(folder / name))
     opened = _opened(where)
-    version = opened.version(Reference.parse(reference))
+    version = opened.version(PairReference.parse(reference))
     return Side(version.manifest, lambda name: opened.text(version, name))
 
 
@@ -138,7 +138,7 @@ def _text(file: Path) -> str:
     return file.read_text(encoding="utf-8", errors="replace") if file.is_file() else ""
 
 
-def _draw(node: Node, tree: Tree) -> None:
+def _draw(node: VersionNode, tree: Tree) -> None:
     from ..pair.lineage import headline_text
 
     waiting = [(node, tree)]

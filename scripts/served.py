@@ -11,14 +11,14 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from ..ground import BadInputError
+from ..common import BadInputError
 from .options import grouped
 
 if TYPE_CHECKING:
     from ..pair import Pair
-    from ..serving.expectation import Trial
+    from ..serving.reference_run import Trial
     from ..serving.result import ServedResult
-    from ..serving.session import Session, Start
+    from ..serving.session import ServedSession, Start
 
 PairFolder = Annotated[Path, typer.Argument(metavar="PAIR", help="A pair's folder.")]
 Words = list[str] | None
@@ -71,12 +71,12 @@ class EngineOptions:
     def habits(self) -> str:
         """Return the engine's name if drafting has habits of its own there; else ""."""
         from ..serving.engine import Engine
-        from ..serving.expectation import HABITS
+        from ..serving.reference_run import HABITS
 
         name = "" if self.url is None else Engine(self.url).counters().engine
         return name if name in HABITS else ""
 
-    def ask(self, session: Session, tolerance: float) -> ServedResult:
+    def ask(self, session: ServedSession, tolerance: float) -> ServedResult:
         """Compare the session's pair with what the engine does."""
         from ..serving.engine import Engine
 
@@ -100,7 +100,7 @@ class TrialOptions:
 
     def trial(self, pair: Pair, export: Path | None, habits: str) -> Trial:
         """Return the trial of a pair, at the depth of its export if there is one, for an engine with these habits."""
-        from ..serving.expectation import Trial
+        from ..serving.reference_run import Trial
         from ..serving.session import depth_of
 
         temperatures = tuple(self.temperature or (0.0, 1.0))
@@ -131,15 +131,15 @@ def served(
     """
     engine.check()
     from ..pair import Pair
-    from ..serving.expectation import Expectation
-    from ..serving.session import Session, record_of
-    from .answers import say
+    from ..serving.reference_run import Expectation
+    from ..serving.session import ServedSession, record_of
+    from .json_output import say
 
     console = Console(highlight=False, soft_wrap=True, stderr=as_json)
     loaded = Pair.load(pair)
     trial = asked.trial(loaded, engine.export, engine.habits())
     known = Expectation.load(expect) if expect is not None and expect.is_file() else None
-    session = Session(loaded, trial, tuple(asked.suite or ()), known, console)
+    session = ServedSession(loaded, trial, tuple(asked.suite or ()), known, console)
     session.explain = explain
     if expect is not None and known is None:
         session.expected.save(expect)

@@ -8,7 +8,7 @@ from types import ModuleType
 
 import typer
 
-from ..ground import BadInputError
+from ..common import BadInputError
 
 PASSPHRASE = "OUTRIDER_KEY_PASSPHRASE"
 

@@ -11,9 +11,9 @@ from rich.console import Console
 from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
-from ..decode import Decoder, Event, Plan, Sampling
+from ..common import BadInputError
+from ..decode import Decoder, Plan, Sampling, StreamEvent
 from ..distill.templates import render
-from ..ground import BadInputError
 from ..heads import Drafter
 from ..targets import Target
 
@@ -79,7 +79,7 @@ class Tally:
     def tokens_per_second(self) -> float:
         return self.tokens / self.seconds if self.seconds else float("nan")
 
-    def watch(self, events: Iterator[Event]) -> Iterator[Event]:
+    def watch(self, events: Iterator[StreamEvent]) -> Iterator[StreamEvent]:
         """Pass `events` on, counting and timing them."""
         while True:
             began = time.perf_counter()
@@ -94,7 +94,7 @@ class Tally:
 
 
 @dataclass
-class Completion:
+class StreamedCompletion:
     """One prompt completed with a drafter, and what that amounted to."""
 
     target: Target
@@ -141,7 +141,7 @@ class Completion:
         return Decoder(self.target).generate([self.prompt], self.max_new_tokens, self.sampling).stats.tokens_per_second
 
 
-def pieces(events: Iterator[Event], text: TextStream) -> Iterator[tuple[str, bool]]:
+def pieces(events: Iterator[StreamEvent], text: TextStream) -> Iterator[tuple[str, bool]]:
     """`(text, was it drafted)` in the order of the tokens."""
     for event in events:
         for i, token in enumerate(event.tokens):

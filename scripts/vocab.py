@@ -11,6 +11,10 @@ from rich.console import Console
 from rich.text import Text
 from torch import Tensor
 
+from ..common.checksums import write_json
+from ..common.files import write_atomically
+from ..common.locks import locked
+from ..common.progress import progress
 from ..distill import distill, load_responses
 from ..distill.vocabulary import Vocabulary, check_size, ranks, usual_sizes
 from ..eval.pruning import measure_pruning
@@ -19,10 +23,6 @@ from ..eval.reports.intervals import Interval
 from ..eval.reports.render import fitted, print_table
 from ..eval.reports.tables import Cell, Table
 from ..eval.reports.vocabulary import VocabularyReport, size_figures
-from ..ground.files import write_atomically
-from ..ground.locks import locked
-from ..ground.progress import progress
-from ..ground.sealed import write_json
 from ..heads import drafter_config
 from ..recipes import Recipe
 from ..targets import Target

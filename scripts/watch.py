@@ -13,13 +13,13 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from ..ground import BadInputError
-from .speaking import console_for, tell
+from ..common import BadInputError
+from .output import console_for, tell
 
 if TYPE_CHECKING:
-    from ..serving.changepoint import Baseline, Chart, Limits
-    from ..serving.events import Event
-    from ..serving.watching import State, Watch
+    from ..serving.changepoint import Chart, NormalDrafting, WatchLimits
+    from ..serving.events import WatchEvent
+    from ..serving.watching import EngineWatch, WatchState
 
 STATE = Path("runs") / "watch.json"
 Urls = Annotated[list[str], typer.Argument(metavar="URL...", help="Of running engines: vLLM, SGLang, TGI, llama.cpp.")]
@@ -52,24 +52,24 @@ def watch(
     Exit code 1 if there was an alarm. An engine may be started anew meanwhile.
     """
     from ..pair import Pair
-    from ..serving.changepoint import Limits
-    from ..serving.watching import State, baseline_of, kept_states, require_webhook
+    from ..serving.changepoint import WatchLimits
+    from ..serving.watching import WatchState, baseline_of, kept_states, require_webhook
 
-    limits = Limits(window, false_alarms)
+    limits = WatchLimits(window, false_alarms)
     baseline = None if pair is None else baseline_of(Pair.load(pair), limits)
     if webhook is not None:
         require_webhook(webhook)
-    told = _Told(as_json, webhook, stops_at_silence=once)
+    told = _EventSink(as_json, webhook, stops_at_silence=once)
     if once:
         with kept_states(state, urls, baseline) as states:
             told.all(states, limits, key, 0.0, 0.0)
     else:
-        told.all([State(url=url, baseline=baseline) for url in urls], limits, key, every, seconds)
+        told.all([WatchState(url=url, baseline=baseline) for url in urls], limits, key, every, seconds)
     if told.alarms:
         raise typer.Exit(1)
 
 
-class _Told:
+class _EventSink:
     """Where a watch's events go: to the terminal or a program, and alarms to a webhook."""
 
     def __init__(self, as_json: bool, webhook: str | None, stops_at_silence: bool):
@@ -78,11 +78,13 @@ class _Told:
         self.beside = Console(highlight=False, soft_wrap=True, stderr=True)
         self.alarms = 0
 
-    def all(self, states: list[State], limits: Limits, key: str | None, every: float, seconds: float | None) -> None:
+    def all(
+        self, states: list[WatchState], limits: WatchLimits, key: str | None, every: float, seconds: float | None
+    ) -> None:
         """Say what the test promises, then every event."""
-        from ..serving.watching import Watch
+        from ..serving.watching import EngineWatch
 
-        watches = [Watch(known, limits) for known in states]
+        watches = [EngineWatch(known, limits) for known in states]
         for line in promises(watches, limits):
             self.beside.print(escape(line), style="dim")
         silent = None
@@ -92,10 +94,10 @@ class _Told:
         if silent is not None and self.stops_at_silence:
             raise BadInputError(f"{silent.url} does not answer: {silent.reason}")
 
-    def one(self, event: Event) -> None:
+    def one(self, event: WatchEvent) -> None:
         """Say one event."""
         from ..serving.watching import post
-        from .answers import answer
+        from .json_output import answer
 
         if self.as_json:
             tell(json.dumps(answer("watch", event), ensure_ascii=False) + "\n")
@@ -108,7 +110,7 @@ class _Told:
             self.beside.print(escape(problem), style="red")
 
 
-def _events(watches: list[Watch], key: str | None, every: float, seconds: float | None) -> Iterator[Event]:
+def _events(watches: list[EngineWatch], key: str | None, every: float, seconds: float | None) -> Iterator[WatchEvent]:
     """Yield what is to be said, look after look, until the time is over."""
     from ..serving.counters import read_counters
     from ..serving.engine import read_metrics
@@ -125,7 +127,7 @@ def _events(watches: list[Watch], key: str | None, every: float, seconds: float 
         time.sleep(every)
 
 
-def promises(watches: list[Watch], limits: Limits) -> list[str]:
+def promises(watches: list[EngineWatch], limits: WatchLimits) -> list[str]:
     """Return what the test promises for each engine whose baseline is known."""
     quiet = f"{limits.quiet} windows of {limits.window} rounds"
     found = [f"a false alarm in {quiet} has a probability of {limits.false_alarms:g}"]
@@ -138,7 +140,7 @@ def promises(watches: list[Watch], limits: Limits) -> list[str]:
     return found
 
 
-def _found(chart: Chart, baseline: Baseline) -> str:
+def _found(chart: Chart, baseline: NormalDrafting) -> str:
     """Return after how many rounds falls of the accepted drafts are found in half of the cases."""
     delays = {fall: chart.delay_in_rounds(baseline, fall) for fall in (0.1, 0.2, 0.4)}
     known = [f"{fall:.0%} in {delay:,.0f}" for fall, delay in delays.items() if math.isfinite(delay)]

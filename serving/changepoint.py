@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict
 
-from ..ground import BadInputError
+from ..common import BadInputError
 
 RUNS = 4000  # simulated at least; more of them for rarer alarms
 RARE = 40  # runs that must raise an alarm, for a threshold to be known
@@ -36,7 +36,7 @@ LONGEST = 400  # windows after which a simulated change counts as not found
 Floats = NDArray[np.float64]
 
 
-class Baseline(BaseModel):
+class NormalDrafting(BaseModel):
     """How drafting goes when all is well.
 
     Attributes:
@@ -58,7 +58,7 @@ class Baseline(BaseModel):
     source: str
 
     @classmethod
-    def of(cls, rounds: Sequence[float], accepted: Sequence[float], source: str) -> Baseline:
+    def of(cls, rounds: Sequence[float], accepted: Sequence[float], source: str) -> NormalDrafting:
         """Return the baseline of independent parts (prompts, or windows), by their rounds and accepted drafts.
 
         Raises:
@@ -83,7 +83,7 @@ class Baseline(BaseModel):
 
 
 @dataclass(frozen=True)
-class Limits:
+class WatchLimits:
     """What a watch promises.
 
     Attributes:
@@ -107,14 +107,14 @@ class Chart:
         parts: that the baseline's spread is known by.
     """
 
-    limits: Limits
+    limits: WatchLimits
     threshold: float
     slack: float
     error: float
     parts: int
 
     @classmethod
-    def calibrated(cls, baseline: Baseline, limits: Limits) -> Chart:
+    def calibrated(cls, baseline: NormalDrafting, limits: WatchLimits) -> Chart:
         """Return the chart that keeps what `limits` promise, for a baseline that is itself only estimated.
 
         Of several slacks it has the one that finds a deep fall first.
@@ -129,13 +129,13 @@ class Chart:
         """Return the median number of windows until a shift is found that moves the mean by `shift` spreads."""
         return _delay(self.error, self.parts, self.slack, self.threshold, round(abs(shift), 2))
 
-    def delay_in_rounds(self, baseline: Baseline, fall: float) -> float:
+    def delay_in_rounds(self, baseline: NormalDrafting, fall: float) -> float:
         """Return the median number of rounds until a fall of the accepted drafts is found, as a share of them."""
         shift = fall * (baseline.tau - 1) * math.sqrt(self.limits.window) / max(baseline.spread, 1e-9)
         return self.delay(shift) * self.limits.window
 
 
-class Sums(BaseModel):
+class CusumState(BaseModel):
     """Where the test stands: what falls and rises have added up to.
 
     Attributes:
@@ -149,14 +149,16 @@ class Sums(BaseModel):
     fallen: int = 0
     risen: int = 0
 
-    def after(self, score: float, size: float = 1.0, slack: float = SLACK) -> Sums:
+    def after(self, score: float, size: float = 1.0, slack: float = SLACK) -> CusumState:
         """Return the sums after one more window, of `size` times the rounds that the test was made for.
 
         As many windows of the usual size, with the same mean, lie `score / √size` spreads from the baseline each.
         """
         moved, kept = score * math.sqrt(size), slack * size
         fall, rise = max(0.0, self.fall - moved - kept), max(0.0, self.rise + moved - kept)
-        return Sums(fall=fall, rise=rise, fallen=self.fallen + 1 if fall else 0, risen=self.risen + 1 if rise else 0)
+        return CusumState(
+            fall=fall, rise=rise, fallen=self.fallen + 1 if fall else 0, risen=self.risen + 1 if rise else 0
+        )
 
     def alarm(self, threshold: float) -> str | None:
         """Return what has changed: "fall", "rise", or nothing."""
@@ -196,7 +198,7 @@ def _highest(scores: Floats, slack: float) -> Floats:
 
 
 @lru_cache(maxsize=256)
-def _threshold(error: float, parts: int, slack: float, limits: Limits) -> float:
+def _threshold(error: float, parts: int, slack: float, limits: WatchLimits) -> float:
     runs = max(RUNS, math.ceil(RARE / limits.false_alarms))
     highest = _highest(_scores(error, parts, limits.quiet, runs=runs), slack)[-1]
     return float(np.quantile(highest, 1 - limits.false_alarms))

@@ -18,8 +18,8 @@ from pydantic import BaseModel, ConfigDict
 
 from ..eval.reports.intervals import Interval, Ratio
 from ..eval.reports.statistics import Bootstrap, strata_of
-from .expectation import Counts, Expectation
-from .hypotheses import is_same
+from .fault_models import is_same
+from .reference_run import DraftCounts, Expectation
 
 # Several positions, and τ and the texts' length at several temperatures, each decide whether an engine differs: each
 # must be surer than one figure alone, or one right engine in ten would be accused.
@@ -30,13 +30,13 @@ FEW = 8  # rounds that reach a position, below which nothing is said about it
 Write = Callable[[list[int]], str]  # from token ids to text
 
 
-class Model(BaseModel):
+class ResultModel(BaseModel):
     """A part of the result; unknown keys are refused, and nan is written as null."""
 
     model_config = ConfigDict(extra="forbid", ser_json_inf_nan="null")
 
 
-class Reply(Model):
+class Reply(ResultModel):
     """What the engine did with one prompt: once at temperature 0, above it as often as our decoder did.
 
     Attributes:
@@ -49,11 +49,11 @@ class Reply(Model):
     tokens: list[int] | None
     lengths: list[int]
     seconds: float
-    counts: Counts
+    counts: DraftCounts
     uncounted: list[str] = []
 
 
-class Position(Model):
+class Position(ResultModel):
     """Acceptance at one position of the drafts, given that all drafts before it were accepted.
 
     Attributes:
@@ -71,7 +71,7 @@ class Position(Model):
         return self.difference.excludes(0.0)
 
 
-class Divergence(Model):
+class Divergence(ResultModel):
     """A text that is not ours: the index of the first new token that differs, of `length` of ours.
 
     (Where an engine returns text alone, both count characters.)
@@ -83,7 +83,7 @@ class Divergence(Model):
     length: int
 
 
-class Comparison(Model):
+class ServedComparison(ResultModel):
     """Our decoder and the engine at one temperature.
 
     Attributes:
@@ -140,7 +140,7 @@ class Comparison(Model):
         return next((p.position for p in self.positions if p.parted), None)
 
 
-class Replies(Model):
+class Replies(ResultModel):
     """What the engine answered at one temperature, in the order of the expectation's prompts.
 
     Attributes:
@@ -152,17 +152,17 @@ class Replies(Model):
     plain: list[Reply] | None = None
 
 
-def compare(expected: Expectation, replies: Replies, write: Write = str) -> Comparison:
+def compare(expected: Expectation, replies: Replies, write: Write = str) -> ServedComparison:
     """Compare what the engine did with what our decoder did, prompt by prompt.
 
     Args:
         write: turns token ids into text.
     """
-    sides = _Sides(expected, replies)
+    sides = _PairedCounts(expected, replies)
     temperature = replies.temperature
     differing = None if temperature else list(divergences(expected, replies, write))
     figures: dict[str, Any] = {**sides.taus(), **sides.texts(), **sides.speeds()}
-    return Comparison(
+    return ServedComparison(
         temperature=temperature,
         num_prompts=len(expected.prompts),
         **figures,
@@ -178,7 +178,7 @@ def compare(expected: Expectation, replies: Replies, write: Write = str) -> Comp
     )
 
 
-class _Sides:
+class _PairedCounts:
     """Both sides of a comparison, as sums by prompt `[N]`; our side is the mean over its seeds."""
 
     def __init__(self, expected: Expectation, replies: Replies):
@@ -248,10 +248,10 @@ class _Sides:
 # ------------------------------------------------------------ sums
 
 
-def _mean(seeds: Sequence[Counts]) -> Counts:
+def _mean(seeds: Sequence[DraftCounts]) -> DraftCounts:
     """Return the mean of the counts of several seeds."""
     depth = max((len(c.by_position) for c in seeds), default=0)
-    return Counts(
+    return DraftCounts(
         rounds=sum(c.rounds for c in seeds) / len(seeds),
         drafted=sum(c.drafted for c in seeds) / len(seeds),
         accepted=sum(c.accepted for c in seeds) / len(seeds),
@@ -259,15 +259,15 @@ def _mean(seeds: Sequence[Counts]) -> Counts:
     )
 
 
-def _at(counts: Counts, index: int) -> float:
+def _at(counts: DraftCounts, index: int) -> float:
     return counts.by_position[index] if index < len(counts.by_position) else 0.0
 
 
-def _tau(counts: Sequence[Counts]) -> Ratio:
+def _tau(counts: Sequence[DraftCounts]) -> Ratio:
     return Ratio([c.accepted for c in counts], [c.rounds for c in counts], offset=1.0)
 
 
-def _alpha(counts: Sequence[Counts], index: int) -> Ratio:
+def _alpha(counts: Sequence[DraftCounts], index: int) -> Ratio:
     """Return the acceptance at a position of the rounds that kept all drafts before it."""
     reached = [_at(c, index - 1) if index else c.rounds for c in counts]
     return Ratio([_at(c, index) for c in counts], reached)
@@ -281,7 +281,7 @@ def _sum(values: ArrayLike) -> float:
     return float(np.sum(values))
 
 
-def _share(counts: Sequence[Counts], name: str) -> float:
+def _share(counts: Sequence[DraftCounts], name: str) -> float:
     rounds = sum(c.rounds for c in counts)
     return sum(getattr(c, name) for c in counts) / rounds if rounds else math.nan
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from ..ground import BadInputError
+from ..common import BadInputError
 
 COUNTED = ("rounds", "drafted", "by_position")  # what some engines count, and others do not
 SUMS = ("rounds", "drafted", "accepted", "tokens")  # what only ever grows while an engine runs

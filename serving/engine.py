@@ -11,14 +11,14 @@ from typing import Any
 
 from openai import APIConnectionError, APIStatusError, OpenAI
 
-from ..ground import BadInputError
+from ..common import BadInputError
 from .counters import Counters, read_counters
 
 SETTLE_SECONDS = 5.0  # how long an engine may take to count what it has already answered
 
 
 @dataclass(frozen=True)
-class Completion:
+class EngineCompletion:
     """An engine's answer to one prompt.
 
     Attributes:
@@ -89,7 +89,7 @@ class Engine:
         """
         return read_counters(read_metrics(self.url, self.key))
 
-    def complete(self, tokens: Sequence[int], ask: Ask) -> Completion:
+    def complete(self, tokens: Sequence[int], ask: Ask) -> EngineCompletion:
         """Complete one prompt, given as token ids.
 
         Raises:
@@ -105,7 +105,7 @@ class Engine:
         ids = getattr(choice, "token_ids", None)
         count = answer.usage.completion_tokens if answer.usage else len(ids or ())
         ended = choice.finish_reason == "stop"
-        return Completion(choice.text, None if ids is None else tuple(ids), count, ended, seconds)
+        return EngineCompletion(choice.text, None if ids is None else tuple(ids), count, ended, seconds)
 
     def settled(self, earlier: Counters, tokens: int) -> Counters:
         """Return the counters, as soon as the engine has counted `tokens` new tokens after `earlier`."""

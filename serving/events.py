@@ -8,7 +8,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict
 
 
-class Event(BaseModel):
+class WatchEvent(BaseModel):
     """One line of a watch.
 
     Attributes:
@@ -42,7 +42,7 @@ class Event(BaseModel):
         return f"{self.time} {self.url} {_SAID[self.kind](self)}"
 
 
-_SAID: dict[str, Callable[[Event], str]] = {
+_SAID: dict[str, Callable[[WatchEvent], str]] = {
     "window": lambda e: f"τ {e.tau:.3f} in {e.rounds:.0f} rounds ({_scored(e)})",
     "learned": lambda e: f"baseline learned: τ {e.baseline:.3f}",
     "alarm": lambda e: (
@@ -54,5 +54,5 @@ _SAID: dict[str, Callable[[Event], str]] = {
 }
 
 
-def _scored(event: Event) -> str:
+def _scored(event: WatchEvent) -> str:
     return "learning" if event.score is None else f"{event.score:+.1f} spreads from {event.baseline:.3f}"

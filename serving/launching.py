@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from ..ground import BadInputError
+from ..common import BadInputError
 from .engine import Engine
 
 START_SECONDS, STOP_SECONDS = 600.0, 30.0
@@ -36,7 +36,7 @@ class Command(Protocol):
 
 
 @dataclass(frozen=True)
-class Launch:
+class VllmLaunch:
     """How a vLLM is started.
 
     Attributes:

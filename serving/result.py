@@ -6,8 +6,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
-from .comparison import Comparison
-from .suspicion import Suspicion
+from .comparison import ServedComparison
+from .diagnosis import Suspicion
 
 TOLERANCE = 0.02  # of τ: a difference that is certain, but smaller than this, is nobody's concern
 
@@ -18,7 +18,7 @@ class ServedResult(BaseModel):
     Attributes:
         engine: what it is, what it said of itself, and how it was started.
         target, drafter, depth, max_new_tokens: what was compared.
-        tolerance: see `Comparison.agrees`.
+        tolerance: see `ServedComparison.agrees`.
         foreign: new tokens that the engine counted and we did not ask for: traffic of others, in the counts too.
     """
 
@@ -32,7 +32,7 @@ class ServedResult(BaseModel):
     depth: int
     max_new_tokens: int
     tolerance: float
-    comparisons: list[Comparison]
+    comparisons: list[ServedComparison]
     suspicions: list[Suspicion]
     foreign: int = 0
 
@@ -45,7 +45,7 @@ class ServedResult(BaseModel):
     def exit_code(self) -> int:
         return 0 if self.agrees else 1
 
-    def at(self, temperature: float) -> Comparison:
+    def at(self, temperature: float) -> ServedComparison:
         """Return the comparison at a temperature."""
         return next(c for c in self.comparisons if c.temperature == temperature)
 
@@ -79,7 +79,7 @@ def _unknown(result: ServedResult) -> list[str]:
     return [f"{name} does not count {', '.join(_UNKNOWN[u] for u in uncounted)}"] if uncounted else []
 
 
-def _figures(found: Comparison) -> list[str]:
+def _figures(found: ServedComparison) -> list[str]:
     texts = "" if found.identical is None else f"; {found.identical} of {found.num_prompts} texts identical"
     speed = "" if found.speedup is None else f"; {found.speedup.text(unit='×')} the speed of that engine without drafts"
     first = (

@@ -9,14 +9,14 @@ from typing import Any
 
 from rich.console import Console
 
-from ..ground.progress import Advance, progress
+from ..common.progress import Advance, progress
 from .comparison import Replies, Reply, Write, compare
 from .counters import Counters
-from .engine import Ask, Completion, Engine
-from .expectation import Counts, Expectation
-from .hypotheses import Explanation, explain
+from .diagnosis import drafts_differ, suspicions
+from .engine import Ask, Engine, EngineCompletion
+from .fault_models import Explanation, explain
+from .reference_run import DraftCounts, Expectation
 from .result import TOLERANCE, ServedResult
-from .suspicion import drafts_differ, suspicions
 
 
 def ask_all(
@@ -50,11 +50,11 @@ def ask_all(
     return replies, foreign
 
 
-def _reply(found: Sequence[tuple[Completion, Counters]]) -> Reply:
+def _reply(found: Sequence[tuple[EngineCompletion, Counters]]) -> Reply:
     """Return one prompt's reply: the text of the first answer, and the sums over all of them."""
     first = found[0][0]
     counted = reduce(Counters.plus, (c for _, c in found))
-    counts = Counts(
+    counts = DraftCounts(
         rounds=counted.rounds,
         drafted=counted.drafted,
         accepted=counted.accepted,

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from rich.console import Console
 
+from ..common import BadInputError
+from ..common.files import read_json
 from ..eval.suites import load_suites
 from ..formats import launch
-from ..ground import BadInputError
-from ..ground.files import read_json
 from ..heads import Ngram
 from ..pair import Pair, export_pair
 from ..pair.export import LAUNCH, SERVED, export_depth, served_path
@@ -25,9 +25,9 @@ from ..pair.manifest import Figure, ServedFigures, ServedRecord
 from ..targets import Target
 from ..targets.fingerprint import digest_json
 from .engine import Engine
-from .expectation import Expectation, Trial, expect, expect_mistakes
-from .hypotheses import mistaken
-from .launching import Launch, python_of, running
+from .fault_models import mistaken
+from .launching import VllmLaunch, python_of, running
+from .reference_run import Expectation, Trial, expect, expect_mistakes
 from .served import ServedResult, Survey, engine_facts
 
 # Drafters whose proposals engines never draw, whatever they are asked for: above temperature 0 our own decoder must
@@ -57,7 +57,7 @@ class Start:
     in_turns: bool | None = None
 
 
-class Session:
+class ServedSession:
     """A pair, the prompts it is compared on, and what our own decoder does with them.
 
     Args:
@@ -134,10 +134,10 @@ class Session:
             survey.expected = self.expected
         return survey.result(facts, self.write, tolerance)
 
-    def launch(self, start: Start, place: Path) -> Launch:
+    def launch(self, start: Start, place: Path) -> VllmLaunch:
         """Return how the engine is started with the pair's drafter; the export is made in `place` if none is given."""
         longest = max(len(p.tokens) for p in self.expected.prompts) + self.expected.max_new_tokens
-        return Launch(
+        return VllmLaunch(
             python=python_of(start.environment),
             target=self._served_target(place),
             dtype=self.pair.dtype,
@@ -179,7 +179,7 @@ def _lookup(pair: Pair) -> dict[str, int]:
     return {"prompt_lookup_max": drafter.config.max_match, "prompt_lookup_min": drafter.config.min_match}
 
 
-def survey_in_turns(survey: Survey, drafting: Launch, plain: Launch | None, place: Path) -> dict[str, Any]:
+def survey_in_turns(survey: Survey, drafting: VllmLaunch, plain: VllmLaunch | None, place: Path) -> dict[str, Any]:
     """Ask an engine with drafts and one without, which run at once; return what is known of the first."""
     with ExitStack() as both:
         engine = both.enter_context(running(drafting, place / "drafting.log"))
@@ -189,7 +189,7 @@ def survey_in_turns(survey: Survey, drafting: Launch, plain: Launch | None, plac
     return facts
 
 
-def survey_one_by_one(survey: Survey, drafting: Launch, plain: Launch | None, place: Path) -> dict[str, Any]:
+def survey_one_by_one(survey: Survey, drafting: VllmLaunch, plain: VllmLaunch | None, place: Path) -> dict[str, Any]:
     """Ask an engine with drafts, stop it, and then ask one without; return what is known of the first."""
     with running(drafting, place / "drafting.log") as engine:
         facts = _facts(engine, drafting)
@@ -200,7 +200,7 @@ def survey_one_by_one(survey: Survey, drafting: Launch, plain: Launch | None, pl
     return facts
 
 
-def _facts(engine: Engine, launch: Launch) -> dict[str, Any]:
+def _facts(engine: Engine, launch: VllmLaunch) -> dict[str, Any]:
     return engine_facts(engine, [("speculation", dict(launch.speculation or {}))])
 
 

@@ -18,13 +18,13 @@ from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from ..ground import BadInputError
-from ..ground.files import write_atomically
-from ..ground.locks import locked
+from ..common import BadInputError
+from ..common.files import write_atomically
+from ..common.locks import locked
 from ..pair import Pair
-from .changepoint import DEEP, Baseline, Chart, Limits, Sums
+from .changepoint import DEEP, Chart, CusumState, NormalDrafting, WatchLimits
 from .counters import Counters
-from .events import Event
+from .events import WatchEvent
 
 LEARNED = 30  # windows that a baseline is learned from, where no pair gives one
 WINDOWS = (200, 100, 50, 25, 400)  # rounds, that are tried before a baseline is refused
@@ -32,7 +32,7 @@ SURE = 3.0  # spreads by which a position must differ to be named
 PATIENCE = 120.0  # seconds that a look waits for another one with the same state file
 
 
-class State(BaseModel):
+class WatchState(BaseModel):
     """What a watch of one engine knows; it is kept between runs of `outrider watch --once`.
 
     Attributes:
@@ -44,17 +44,17 @@ class State(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     url: str
-    baseline: Baseline | None = None
+    baseline: NormalDrafting | None = None
     seen: dict[str, Any] | None = None
     open: dict[str, Any] | None = None
     windows: int = 0
     learned: list[dict[str, Any]] = []
-    sums: Sums = Sums()
+    sums: CusumState = CusumState()
     restarts: int = 0
     alarms: int = 0
 
 
-class Watch:
+class EngineWatch:
     """The watch of one engine: counters in, events out.
 
     Args:
@@ -62,7 +62,7 @@ class Watch:
         limits: of the test.
     """
 
-    def __init__(self, state: State, limits: Limits):
+    def __init__(self, state: WatchState, limits: WatchLimits):
         self.state, self.limits = state, limits
         self._chart: Chart | None = None
 
@@ -73,7 +73,7 @@ class Watch:
             self._chart = Chart.calibrated(self.state.baseline, self.limits)
         return self._chart
 
-    def look(self, now: Counters) -> Iterator[Event]:
+    def look(self, now: Counters) -> Iterator[WatchEvent]:
         """Take in what the engine counts now, and yield what is to be said about it."""
         seen = None if self.state.seen is None else _counters(self.state.seen)
         self.state.seen = asdict(now)
@@ -91,11 +91,11 @@ class Watch:
         self.state.windows += 1
         yield from self._judge(gathered)
 
-    def silent(self, reason: str) -> Event:
+    def silent(self, reason: str) -> WatchEvent:
         """Return the event of an engine that does not answer."""
-        return Event(kind="silent", url=self.state.url, time=_now(), reason=reason)
+        return WatchEvent(kind="silent", url=self.state.url, time=_now(), reason=reason)
 
-    def _judge(self, window: Counters) -> Iterator[Event]:
+    def _judge(self, window: Counters) -> Iterator[WatchEvent]:
         baseline, chart = self.state.baseline, self.chart
         if baseline is None or chart is None:
             yield self._window(window)
@@ -107,19 +107,19 @@ class Watch:
         change = sums.alarm(chart.threshold)
         if change is not None:
             since = sums.fallen if change == "fall" else sums.risen
-            self.state.sums = Sums()  # the next alarm is about what comes now
+            self.state.sums = CusumState()  # the next alarm is about what comes now
             self.state.alarms += 1
             told = {"change": change, "since": since, "position": _first_apart(window, baseline)}
             yield self._window(window, "alarm", score=score, **told)
 
-    def _learn(self, window: Counters) -> Iterator[Event]:
+    def _learn(self, window: Counters) -> Iterator[WatchEvent]:
         self.state.learned.append(asdict(window))
         if len(self.state.learned) >= LEARNED:
             windows = [_counters(values) for values in self.state.learned]
             self.state.baseline, self.state.learned = learned(windows, self.state.url), []
             yield self._event("learned", window)
 
-    def _window(self, window: Counters, kind: Literal["window", "alarm"] = "window", **told: Any) -> Event:
+    def _window(self, window: Counters, kind: Literal["window", "alarm"] = "window", **told: Any) -> WatchEvent:
         found = self._event(kind, window)
         return found.model_copy(
             update={
@@ -131,9 +131,9 @@ class Watch:
             }
         )
 
-    def _event(self, kind: Literal["window", "learned", "alarm", "restart"], counters: Counters) -> Event:
+    def _event(self, kind: Literal["window", "learned", "alarm", "restart"], counters: Counters) -> WatchEvent:
         tau = None if self.state.baseline is None else self.state.baseline.tau
-        return Event(
+        return WatchEvent(
             kind=kind,
             url=self.state.url,
             time=_now(),
@@ -149,7 +149,7 @@ def conditional(counters: Counters) -> list[float]:
     return [kept / before for kept, before in zip(counters.by_position, reached, strict=False) if before]
 
 
-def _first_apart(window: Counters, baseline: Baseline) -> int | None:
+def _first_apart(window: Counters, baseline: NormalDrafting) -> int | None:
     """Return the first position whose conditional acceptance certainly differs from the baseline's."""
     usual = [1.0, *baseline.by_position]
     reached = [window.rounds, *window.by_position]
@@ -175,15 +175,15 @@ def _now() -> str:
 # ------------------------------------------------------------ baselines
 
 
-def learned(windows: Sequence[Counters], url: str) -> Baseline:
+def learned(windows: Sequence[Counters], url: str) -> NormalDrafting:
     """Return the baseline of an engine's own first windows."""
     source = f"the first {len(windows)} windows of {url}"
-    found = Baseline.of([w.rounds for w in windows], [w.accepted for w in windows], source)
+    found = NormalDrafting.of([w.rounds for w in windows], [w.accepted for w in windows], source)
     everything = reduce(Counters.plus, windows)
     return found.model_copy(update={"by_position": tuple(k / everything.rounds for k in everything.by_position)})
 
 
-def baseline_of(pair: Pair, limits: Limits) -> Baseline:
+def baseline_of(pair: Pair, limits: WatchLimits) -> NormalDrafting:
     """Return how the pair drafted on its own target: what its probes compare with.
 
     Raises:
@@ -194,12 +194,12 @@ def baseline_of(pair: Pair, limits: Limits) -> Baseline:
         raise BadInputError(f"{pair.folder}: this pair has no baseline; let the watch learn one (leave out --pair).")
     drafting = [p for p in measured.prompts if p.rounds]
     source = f"{pair.name} version {pair.version}, temperature {measured.temperature:g}"
-    found = Baseline.of([p.rounds for p in drafting], [p.accepted for p in drafting], source)
+    found = NormalDrafting.of([p.rounds for p in drafting], [p.accepted for p in drafting], source)
     require_sight(found, limits)
     return found
 
 
-def require_sight(baseline: Baseline, limits: Limits) -> None:
+def require_sight(baseline: NormalDrafting, limits: WatchLimits) -> None:
     """Refuse a baseline from so few rounds that, with windows of this size, not even a deep fall would be found."""
     if _sees(baseline, limits):
         return
@@ -213,7 +213,7 @@ def require_sight(baseline: Baseline, limits: Limits) -> None:
     )
 
 
-def _sees(baseline: Baseline, limits: Limits) -> bool:
+def _sees(baseline: NormalDrafting, limits: WatchLimits) -> bool:
     return math.isfinite(Chart.calibrated(baseline, limits).delay_in_rounds(baseline, DEEP))
 
 
@@ -221,7 +221,7 @@ def _sees(baseline: Baseline, limits: Limits) -> bool:
 
 
 @contextmanager
-def kept_states(file: Path, urls: Sequence[str], baseline: Baseline | None) -> Iterator[list[State]]:
+def kept_states(file: Path, urls: Sequence[str], baseline: NormalDrafting | None) -> Iterator[list[WatchState]]:
     """Yield what is known of each engine, and write it to `file` at the end, beside what others keep there.
 
     Nobody else looks with the same file meanwhile: looks of several cron jobs follow one another.
@@ -238,23 +238,23 @@ def kept_states(file: Path, urls: Sequence[str], baseline: Baseline | None) -> I
             save_states(file, list((known | {s.url: s for s in states}).values()))
 
 
-def _known(file: Path) -> dict[str, State]:
+def _known(file: Path) -> dict[str, WatchState]:
     if not file.is_file():
         return {}
     try:
-        return {s["url"]: State.model_validate(s) for s in json.loads(file.read_text(encoding="utf-8"))}
+        return {s["url"]: WatchState.model_validate(s) for s in json.loads(file.read_text(encoding="utf-8"))}
     except (OSError, ValueError, KeyError, TypeError, ValidationError) as error:
         raise BadInputError(f"{file}: cannot be read as the state of a watch ({error}); delete it.") from error
 
 
-def _continued(known: State | None, url: str, baseline: Baseline | None) -> State:
+def _continued(known: WatchState | None, url: str, baseline: NormalDrafting | None) -> WatchState:
     """Return what is known of an engine; the test begins again if a pair's baseline is given that is another one."""
     if known is None or (baseline is not None and known.baseline != baseline):
-        return State(url=url, baseline=baseline, seen=None if known is None else known.seen)
+        return WatchState(url=url, baseline=baseline, seen=None if known is None else known.seen)
     return known
 
 
-def save_states(file: Path, states: Sequence[State]) -> None:
+def save_states(file: Path, states: Sequence[WatchState]) -> None:
     """Write what is known of each engine, whole or not at all."""
     file.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(file, json.dumps([s.model_dump(mode="json") for s in states], indent=1) + "\n")
@@ -276,7 +276,7 @@ def require_webhook(webhook: str) -> None:
         raise BadInputError("--webhook: this is no URL to post alarms to; it begins with http:// or https://.")
 
 
-def post(webhook: str, event: Event, timeout: float = 10.0) -> str | None:
+def post(webhook: str, event: WatchEvent, timeout: float = 10.0) -> str | None:
     """Send an event as JSON; return what went wrong, if anything did. A watch outlives its webhook.
 
     The answer names the webhook's host alone: its path is a secret.

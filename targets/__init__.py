@@ -1,28 +1,28 @@
 """The model being accelerated."""
 
-from .absent import absent_target
 from .backbone import Backbone
-from .cache import Counts, LayerShape, RaggedCache, Store
+from .cache import LayerShape, RaggedCache, RowLengths, TensorShape
+from .cache_slots import Nodes
+from .config_only import absent_target
 from .fingerprint import Fingerprint
 from .footprint import Footprint, PeakBytes
 from .layers import decoder_layers
 from .loading import embedded_path, load_causal_lm
-from .placement import Nodes
 from .target import Target, TargetOutput
 from .tokenizers import TokenDifference, first_difference, load_tokenizer, require_same_vocabulary
 
 __all__ = [
     "Backbone",
-    "Counts",
     "Fingerprint",
     "Footprint",
     "LayerShape",
     "Nodes",
     "PeakBytes",
     "RaggedCache",
-    "Store",
+    "RowLengths",
     "Target",
     "TargetOutput",
+    "TensorShape",
     "TokenDifference",
     "absent_target",
     "decoder_layers",

@@ -21,9 +21,9 @@ from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..ground.errors import BadInputError, IncompatibleError, OutriderError, Refusal
-from ..ground.foreign import read_json
-from ..ground.libraries import reason
+from ..common.errors import BadInputError, IncompatibleError, OutriderError, Refusal
+from ..common.libraries import reason
+from ..common.safe_load import read_json
 from .stored import misfits, no_more_than, stored_tensors
 from .vetting import is_local
 

@@ -13,15 +13,15 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from ..ground.errors import BadInputError, IncompatibleError
+from ..common.errors import BadInputError, IncompatibleError
 from .attention import NAME as SPLIT_ATTENTION
 from .attention import register
 from .cache import RaggedCache
+from .cache_slots import Nodes
 from .fast import Fast
 from .layers import body_of, decoder_layers, find_final_norm, first_layers
 from .layout import CacheLayout, check_layers, circumstances
 from .masks import attention_masks, needs_mask
-from .placement import Nodes
 from .recurrent import RecurrentCache, has_states
 from .taps import TapReader
 

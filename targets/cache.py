@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from .placement import Nodes, Placement
+from .cache_slots import Nodes, Placement
 
 
 class LayerStore(Protocol):
@@ -34,7 +34,7 @@ class LayerStore(Protocol):
     cache: RaggedCache
 
     @property
-    def shape(self) -> Shape | None:
+    def shape(self) -> EntryShape | None:
         """What the layer keeps, once it is allocated."""
 
     def move(self, source: Tensor, destination: Tensor) -> None:
@@ -47,7 +47,7 @@ class LayerStore(Protocol):
         """Return the bytes that are allocated."""
 
 
-class Shape(Protocol):
+class EntryShape(Protocol):
     """What a layer keeps of a text: known before anything of it is allocated."""
 
     @property
@@ -63,7 +63,7 @@ class Shape(Protocol):
 
 
 @dataclass(frozen=True)
-class Store:
+class TensorShape:
     """The shape of one tensor of a layer: its keys, or its values."""
 
     heads: int
@@ -72,7 +72,7 @@ class Store:
     device: torch.device
 
     @classmethod
-    def of(cls, tensor: Tensor) -> Store:
+    def of(cls, tensor: Tensor) -> TensorShape:
         """Read the shape off keys or values, `[B, H, *, D]`."""
         return cls(tensor.shape[1], tensor.shape[3], tensor.dtype, tensor.device)
 
@@ -88,13 +88,13 @@ class Store:
 class LayerShape:
     """The shape of an attention layer's keys and values, which may differ."""
 
-    keys: Store
-    values: Store
+    keys: TensorShape
+    values: TensorShape
 
     @classmethod
     def of(cls, keys: Tensor | None, values: Tensor | None) -> LayerShape | None:
         """Read the shape off a layer's keys and values, `[B, H, *, D]`; None if it has none yet."""
-        return None if keys is None or values is None else cls(Store.of(keys), Store.of(values))
+        return None if keys is None or values is None else cls(TensorShape.of(keys), TensorShape.of(values))
 
     @property
     def row_bytes(self) -> int:
@@ -132,7 +132,7 @@ class AttentionStore(CacheLayerMixin):
         self.keys, self.values, self.is_initialized = keys, values, True
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        self._allocate(LayerShape(Store.of(key_states), Store.of(value_states)))
+        self._allocate(LayerShape(TensorShape.of(key_states), TensorShape.of(value_states)))
 
     def _allocate(self, shape: LayerShape) -> tuple[Tensor, Tensor]:
         rows, length = self.cache.batch_size, self.cache.max_length
@@ -148,7 +148,7 @@ class AttentionStore(CacheLayerMixin):
         """Write a pass's entries `[B, H, Q, D]`, and return all that the pass reads, `[B, H, used, D]`."""
         keys, values = self.keys, self.values
         if keys is None or values is None:
-            keys, values = self._allocate(LayerShape(Store.of(key_states), Store.of(value_states)))
+            keys, values = self._allocate(LayerShape(TensorShape.of(key_states), TensorShape.of(value_states)))
         self._write(keys, key_states)
         self._write(values, value_states)
         used = self.cache.placed.used  # torch.compile sees no properties through a weak reference
@@ -206,7 +206,7 @@ def _selected(store: Tensor, rows: list[int]) -> Tensor:
     return store[: len(rows)]
 
 
-class Counts:
+class RowLengths:
     """One number per row, `[B]`: on the device, and on the host where it is known or was asked for.
 
     Asking for `values` that the host does not know reads them back from the device, once.
@@ -223,15 +223,15 @@ class Counts:
         return self._values
 
     @classmethod
-    def of(cls, values: list[int], device: torch.device | str) -> Counts:
+    def of(cls, values: list[int], device: torch.device | str) -> RowLengths:
         """Put numbers that the host knows on the device as well."""
         return cls(torch.tensor(values, dtype=torch.long, device=device), values)
 
-    def plus(self, other: Counts) -> Counts:
-        return Counts(self.tensor + other.tensor)
+    def plus(self, other: RowLengths) -> RowLengths:
+        return RowLengths(self.tensor + other.tensor)
 
-    def select(self, rows: list[int]) -> Counts:
-        return Counts(self.tensor[rows], None if self._values is None else [self._values[r] for r in rows])
+    def select(self, rows: list[int]) -> RowLengths:
+        return RowLengths(self.tensor[rows], None if self._values is None else [self._values[r] for r in rows])
 
 
 class RaggedCache(Cache):
@@ -259,7 +259,7 @@ class RaggedCache(Cache):
         batch_size: int,
         max_length: int,
         device: torch.device | str,
-        shapes: Sequence[Shape | None] = (),
+        shapes: Sequence[EntryShape | None] = (),
         joined: bool = False,
     ):
         self.max_length = max_length
@@ -276,7 +276,7 @@ class RaggedCache(Cache):
         ]
         super().__init__(layers=[cast(CacheLayerMixin, store) for store in self._stores])
 
-    def _joined(self, shapes: Sequence[Shape | None]) -> list[LayerStore]:
+    def _joined(self, shapes: Sequence[EntryShape | None]) -> list[LayerStore]:
         """Allocate all layers in one tensor; nothing, if they or their keys and values differ in shape."""
         first = shapes[0] if shapes else None
         if not isinstance(first, LayerShape) or first.keys != first.values or any(shape != first for shape in shapes):
@@ -313,7 +313,7 @@ class RaggedCache(Cache):
         return max(self.host_lengths)
 
     @property
-    def shapes(self) -> tuple[Shape | None, ...]:
+    def shapes(self) -> tuple[EntryShape | None, ...]:
         """What each layer keeps; None for those that are not allocated."""
         return tuple(store.shape for store in self._stores)
 
@@ -394,7 +394,7 @@ class RaggedCache(Cache):
         for store in self._stores:
             store.move(source, destination)
 
-    def advance(self, counts: Counts) -> None:
+    def advance(self, counts: RowLengths) -> None:
         """Commit the first `counts` of each row's uncommitted entries."""
         self.lengths = self.lengths + counts.tensor
         if self.window is None:
@@ -405,7 +405,7 @@ class RaggedCache(Cache):
 
         Passes then cost what they cost after a text of that length.
         """
-        self.advance(Counts.of([count] * self.batch_size, self.lengths.device))
+        self.advance(RowLengths.of([count] * self.batch_size, self.lengths.device))
 
     def reset(self) -> None:
         """Forget everything, and keep the memory."""

@@ -7,9 +7,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ..ground.errors import IncompatibleError
-from ..ground.foreign import read_json
-from .sketch import sketch_causal_lm
+from ..common.errors import IncompatibleError
+from ..common.safe_load import read_json
+from .meta_model import sketch_causal_lm
 from .stored import Stored, misfits, no_more_than, plain_weight_map, stored_tensors
 from .vetting import INDEX, MODEL_CONFIG, SINGLE
 

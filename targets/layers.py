@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ..ground.errors import IncompatibleError
+from ..common.errors import IncompatibleError
 
 
 def body_of(model: PreTrainedModel) -> PreTrainedModel:

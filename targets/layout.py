@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from ..ground.errors import IncompatibleError
-from .cache import RaggedCache, Shape
+from ..common.errors import IncompatibleError
+from .cache import EntryShape, RaggedCache
 from .masks import ATTENTION
 from .recurrent import KINDS, MODELS, OVERWRITING, RecurrentCache, has_states
 
@@ -25,7 +25,7 @@ class CacheLayout:
         overwrites: whether the model writes over the states that a pass of one token is given.
     """
 
-    shapes: tuple[Shape | None, ...]
+    shapes: tuple[EntryShape | None, ...]
     kinds: tuple[str, ...] | None
     overwrites: bool = False
 

@@ -10,14 +10,14 @@ from typing import Any, cast
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
-from ..ground import digests
-from ..ground.errors import BadInputError, IncompatibleError, OutriderError, Refusal
+from ..common import digests
+from ..common.errors import BadInputError, IncompatibleError, OutriderError, Refusal
 from .adapters import ADAPTER_CONFIG, merge_adapter
 from .attention import NAME as SPLIT_ATTENTION
 from .attention import register
 from .fitting import check_sizes
 from .hub import model_folder
-from .sketch import sketch_causal_lm, sketching
+from .meta_model import sketch_causal_lm, sketching
 from .tokenizers import tokenizer_of
 from .vetting import check_files, without_questions
 

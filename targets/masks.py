@@ -11,7 +11,7 @@ from transformers import PreTrainedConfig
 
 from .attention import NAME as SPLIT_ATTENTION
 from .cache import RaggedCache
-from .placement import Nodes
+from .cache_slots import Nodes
 from .recurrent import HYBRID
 
 ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}  # kinds of layers that masks serve

@@ -12,7 +12,7 @@ from typing import Any, Final, Literal, get_args
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ..ground.errors import BadInputError
+from ..common.errors import BadInputError
 
 Kind = Literal["int8", "int8-dynamic"]
 # torchao's name for each: weights alone, or the products' other side as well, row by row.

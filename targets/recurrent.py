@@ -25,9 +25,9 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 from transformers.cache_utils import LinearAttentionLayer
 
-from ..ground.errors import IncompatibleError
-from .cache import AttentionStore, Counts, LayerShape, LayerStore, RaggedCache, Shape
-from .placement import Nodes, Placement
+from ..common.errors import IncompatibleError
+from .cache import AttentionStore, EntryShape, LayerShape, LayerStore, RaggedCache, RowLengths
+from .cache_slots import Nodes, Placement
 
 # Kinds of layers, and the models they were tried in. Other models update their states in ways of their own. A hybrid
 # layer keeps states, and keys and values.
@@ -48,7 +48,7 @@ def has_states(config: PreTrainedConfig) -> bool:
 
 
 @dataclass(frozen=True)
-class State:
+class RowState:
     """The shape of one state of a row."""
 
     size: tuple[int, ...]
@@ -56,7 +56,7 @@ class State:
     device: torch.device
 
     @classmethod
-    def of(cls, tensor: Tensor) -> State:
+    def of(cls, tensor: Tensor) -> RowState:
         """Read the shape off the states of all rows, `[B, ...]`."""
         return cls(tuple(tensor.shape[1:]), tensor.dtype, tensor.device)
 
@@ -72,13 +72,13 @@ class State:
 class StateShape:
     """What a recurrent layer keeps of a row: a convolution's inputs, a recurrent state, or both; each twice."""
 
-    conv: State | None
-    recurrent: State | None
+    conv: RowState | None
+    recurrent: RowState | None
 
     @classmethod
     def of(cls, *states: Tensor | None) -> StateShape | None:
         """Read the shape off a layer's states; None if it has none yet."""
-        found = [None if state is None else State.of(state) for state in states]
+        found = [None if state is None else RowState.of(state) for state in states]
         return cls(*found) if any(found) else None
 
     @property
@@ -116,12 +116,12 @@ class StateStore(LinearAttentionLayer):
         if shape is not None and shape.recurrent is not None:
             self._allocate_recurrent(shape.recurrent)
 
-    def _allocate_conv(self, state: State) -> tuple[Tensor, Tensor]:
+    def _allocate_conv(self, state: RowState) -> tuple[Tensor, Tensor]:
         own, new = state.allocate(self.cache.batch_size), state.allocate(self.cache.batch_size)
         self.conv_states[0], self.new_conv = own, new
         return own, new
 
-    def _allocate_recurrent(self, state: State) -> Tensor:
+    def _allocate_recurrent(self, state: RowState) -> Tensor:
         own, new = state.allocate(self.cache.batch_size), state.allocate(self.cache.batch_size)
         self.own_recurrent, self.new_recurrent = own, new
         return new
@@ -144,7 +144,7 @@ class StateStore(LinearAttentionLayer):
         own, new = self.conv_states[0], self.new_conv
         if own is None or new is None:
             size = (*conv_states.shape[1:-1], width)
-            own, new = self._allocate_conv(State(size, conv_states.dtype, conv_states.device))
+            own, new = self._allocate_conv(RowState(size, conv_states.dtype, conv_states.device))
         whole = torch.cat([own, conv_states], -1)
         new.copy_(whole[..., -width:])
         return whole
@@ -153,7 +153,7 @@ class StateStore(LinearAttentionLayer):
         """Note the state at the end of the pass, `[B, heads, D, D']`."""
         new = self.new_recurrent
         if new is None:
-            new = self._allocate_recurrent(State.of(recurrent_states))
+            new = self._allocate_recurrent(RowState.of(recurrent_states))
         return new.copy_(recurrent_states)
 
     def adopt(self, rows: list[int]) -> None:
@@ -254,7 +254,7 @@ class RecurrentCache(RaggedCache):
         batch_size: int,
         max_length: int,
         device: torch.device | str,
-        shapes: Sequence[Shape | None] = (),
+        shapes: Sequence[EntryShape | None] = (),
         overwrites: bool = False,
     ):
         self.kinds, self.overwrites = kinds, overwrites
@@ -342,7 +342,7 @@ class RecurrentCache(RaggedCache):
 
     # ------------------------------------------------------------ what stays
 
-    def advance(self, counts: Counts) -> None:
+    def advance(self, counts: RowLengths) -> None:
         super().advance(counts)
         # A row that was padded, or from which drafts were rejected, keeps its own state.
         lags = self._lags()

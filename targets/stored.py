@@ -20,8 +20,8 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 
-from ..ground.errors import IncompatibleError, Refusal
-from ..ground.foreign import MEGABYTE, read_json, require_regular
+from ..common.errors import IncompatibleError, Refusal
+from ..common.safe_load import MEGABYTE, read_json, require_regular
 
 MAX_HEADER = 32 * MEGABYTE
 

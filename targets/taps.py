@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..ground.errors import IncompatibleError
+from ..common.errors import IncompatibleError
 from .layers import decoder_layers, hidden_states
 
 

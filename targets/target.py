@@ -16,19 +16,19 @@ import torch
 from torch import Tensor, distributed, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..ground.errors import BadInputError, IncompatibleError
-from ..ground.machine import best_device
+from ..common.errors import BadInputError, IncompatibleError
+from ..common.machine import best_device
 from .backbone import Backbone, at_places
 from .cache import RaggedCache
+from .cache_slots import Nodes
 from .fingerprint import Fingerprint
 from .footprint import Footprint, measure
 from .layers import body_of, decoder_layers
 from .layout import CacheLayout, circumstances
 from .loading import expanded, load_model_and_tokenizer
-from .placement import Nodes
 from .quantised import quantise
 from .sharding import all_processes, in_turn, processes, settle, share, split
-from .trial import reads_ragged_rows, try_reading
+from .smoke_check import reads_ragged_rows, try_reading
 
 
 @dataclass

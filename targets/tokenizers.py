@@ -7,7 +7,7 @@ from pathlib import Path
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from ..ground.errors import BadInputError, IncompatibleError
+from ..common.errors import BadInputError, IncompatibleError
 from .vetting import check_files, without_questions
 
 _FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")

@@ -13,8 +13,8 @@ from typing import Any
 
 from transformers import dynamic_module_utils
 
-from ..ground.errors import Refusal
-from ..ground.foreign import MEGABYTE, Limits, Unreadable, kind_of, read_json
+from ..common.errors import Refusal
+from ..common.safe_load import MEGABYTE, FileLimits, Unreadable, kind_of, read_json
 
 MODEL_CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 GENERATION_CONFIG = "generation_config.json"
@@ -33,7 +33,7 @@ _SMALL = (
 )
 _VOCABULARIES = ("tokenizer.json", "vocab.json", "vocab.txt", "merges.txt", "tokenizer.model")
 _MAX_VOCABULARY, _MAX_ENTRIES, _MAX_LAYERS = 128 * MEGABYTE, 10_000, 1000
-_LIMITS = Limits(containers=200_000, depth=20, infinite=True)  # Mamba's configs hold an Infinity
+_LIMITS = FileLimits(containers=200_000, depth=20, infinite=True)  # Mamba's configs hold an Infinity
 
 # How a model is computed is no part of what it is, and such a setting may name code of the Hub.
 _IMPLEMENTATIONS = (

@@ -11,7 +11,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from ..ground import BadInputError, IncompatibleError
+from ..common import BadInputError, IncompatibleError
 from .loading import refuse_pickles
 from .stored import Stored, misfits, no_more_than, stored_tensors
 from .taps import Tap

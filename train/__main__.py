@@ -13,10 +13,10 @@ from huggingface_hub.utils import disable_progress_bars as hide_bars_of_the_hub
 from rich.console import Console
 from transformers.utils import logging as transformers_logging
 
-from ..ground import OutriderError
-from ..ground.allocation import keep_large_blocks, remember_few_shapes
-from ..ground.hub import say_retries_once
-from ..ground.signals import how, number_of, stop_with_launcher, stoppable
+from ..common import OutriderError
+from ..common.allocation import keep_large_blocks, remember_few_shapes
+from ..common.hub import say_retries_once
+from ..common.signals import how, number_of, stop_with_launcher, stoppable
 from ..recipes import load_recipe
 from .trainer import TrainingInterruptedError, train
 

@@ -14,15 +14,15 @@ from transformers import TrainingArguments
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 
-from ..ground import BadInputError, refuse_unknown_keys
-from ..ground.values import accepts, checked_value
+from ..common import BadInputError, refuse_unknown_keys
+from ..common.values import accepts, checked_value
 from ..recipes.schema import Recipe
 from . import muon
 from .hooks import train_on_one_gpu
 
 _log = logging.getLogger(__name__)
 
-MEASURED, GAP = "measured_tau", "tau_gap"  # what the decoder measures while training, see train/measured.py
+MEASURED, GAP = "measured_tau", "tau_gap"  # what the decoder measures while training, see train/decode_eval.py
 
 # Fields that change a loss or a model which a drafter does not have. Off by default, and refused when switched on.
 _MEANINGLESS = {

@@ -18,8 +18,8 @@ from torch import Tensor
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import ProgressCallback
 
-from ..ground import BadInputError
-from ..ground.signals import ECHO, StoppedError, listening
+from ..common import BadInputError
+from ..common.signals import ECHO, StoppedError, listening
 from .data import Order
 
 _log = logging.getLogger(__name__)
@@ -41,7 +41,7 @@ class EpochOrder(TrainerCallback):
 
 
 @dataclass
-class Step:
+class StepStats:
     """What an optimizer step has learned from so far.
 
     Attributes:
@@ -70,8 +70,8 @@ class FiniteGuard(TrainerCallback):
 
     def __init__(
         self,
-        take: Callable[[], Step],
-        describe: Callable[[Step], str],
+        take: Callable[[], StepStats],
+        describe: Callable[[StepStats], str],
         last_good: Callable[[], Path | None],
         norm: Callable[[], Tensor],
     ):
@@ -88,7 +88,7 @@ class FiniteGuard(TrainerCallback):
         loss, norm = torch.stack([taken.loss, self.norm().to(taken.loss)]).tolist()
         self.check(args, state.global_step + 1, taken, loss, norm)
 
-    def check(self, args: TrainingArguments, number: int, step: Step, loss: float, norm: float = 0.0) -> None:
+    def check(self, args: TrainingArguments, number: int, step: StepStats, loss: float, norm: float = 0.0) -> None:
         """Refuse the step `number` if its loss or its gradient is not finite."""
         if not (math.isfinite(loss) and math.isfinite(norm)):
             raise BadInputError(self._message(args, number, self.describe(step), loss, norm))
@@ -115,7 +115,7 @@ class FiniteGuard(TrainerCallback):
 class GracefulStop(TrainerCallback):
     """A callback by which a request to stop ends the step in progress with a checkpoint.
 
-    The requests are those of `ground.signals`. A second Ctrl-C ends at once; schedulers have SIGKILL for that.
+    The requests are those of `common.signals`. A second Ctrl-C ends at once; schedulers have SIGKILL for that.
 
     Attributes:
         number: the signal that asked this process; 0 if none did.

@@ -13,22 +13,22 @@ from pathlib import Path
 
 from transformers import PreTrainedModel, TrainingArguments
 
+from ..common import BadInputError
+from ..common.disk import free_bytes, readable_bytes, require_folder
 from ..distill.data_set import rounds_of
 from ..distill.responses import data_folder
-from ..ground import BadInputError
-from ..ground.disk import free_bytes, readable_bytes, require_folder
 from ..heads import HEADS, Drafter, LowRank
 from ..heads.losses import divergence
 from ..recipes import DataSpec, JointSpec, Recipe
 from ..targets import Target
 from . import muon
 from .arguments import MEASURED, packing_of, training_arguments
-from .budget import check_schedule
 from .hooks import asks_for_checkpointing
 from .joint import adapted, lora_config
 from .launch import is_asked_for, is_spread, kind_of_processes
 from .planning import features_bytes, workload
 from .reporting import check_reports
+from .time_budget import check_schedule
 from .warmstart import check_drafter, check_makes
 
 _log = logging.getLogger(__name__)

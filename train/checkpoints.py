@@ -17,10 +17,10 @@ from pathlib import Path
 from safetensors import SafetensorError
 from transformers import TrainerState, TrainingArguments
 
-from ..ground import BadInputError, Refusal, digests
-from ..ground.disk import CannotWriteError, failure, readable_bytes
-from ..ground.files import read_json, write_atomically
-from ..ground.replacing import move
+from ..common import BadInputError, Refusal, digests
+from ..common.atomic import move
+from ..common.disk import CannotWriteError, failure, readable_bytes
+from ..common.files import read_json, write_atomically
 from .launch import is_lost_peer
 
 PREFIX = "checkpoint-"

@@ -15,14 +15,14 @@ from pathlib import Path
 
 from rich.console import Console
 
+from ..common import BadInputError
+from ..common.locks import locked
 from ..distill.responses import distill
 from ..eval import Report
 from ..eval.measure import Contestant, baseline, measure, plan_of
 from ..eval.reports.render import write_report
 from ..eval.reports.report import ContestantInfo, TrainingInfo
 from ..eval.suites import load_suites
-from ..ground import BadInputError
-from ..ground.locks import locked
 from ..heads import load_drafter
 from ..recipes import Recipe
 from ..targets import Target

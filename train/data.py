@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, Sampler, get_worker_info
 
+from ..common import BadInputError, IncompatibleError
+from ..common.signals import let_parent_decide
 from ..distill.data_set import DEPTHS
 from ..distill.features import FeatureStore
-from ..ground import BadInputError, IncompatibleError
-from ..ground.signals import let_parent_decide
 from ..heads import TargetBatch
 from ..targets import Target
 

@@ -28,9 +28,9 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from ..ground import BadInputError, IncompatibleError, refuse_unknown_keys
+from ..common import BadInputError, IncompatibleError, refuse_unknown_keys
 from ..heads import Drafter, DrafterLoss, TargetBatch
-from ..heads.losses import Comparison, ComparisonSettings, chunked_compare, divergence, own_precision
+from ..heads.losses import LossSettings, PositionLosses, chunked_compare, divergence, own_precision
 from ..recipes import JointSpec
 from ..targets import Target
 from ..targets.adapters import ADAPTER_WEIGHTS
@@ -252,7 +252,7 @@ class JointBatches:
         return JointBatch(self.target, tokens, supervised, out.hidden, out.last, original=before.last)
 
 
-class Joint(nn.Module):
+class JointModule(nn.Module):
     """A module of what is trained: the drafter, and the adapter's parameters. The target is no part of it."""
 
     def __init__(self, drafter: Drafter, adapter: Adapter, spec: JointSpec):
@@ -270,7 +270,7 @@ class Joint(nn.Module):
         """Return the adapter's group of an optimizer."""
         return {"params": list(self.lora), "lr": self.spec.learning_rate, "weight_decay": 0.0}
 
-    def train(self, mode: bool = True) -> Joint:
+    def train(self, mode: bool = True) -> JointModule:
         self._adapter.train(mode)
         return super().train(mode)
 
@@ -289,7 +289,7 @@ class Joint(nn.Module):
         sums = {f"target_{name}": (getattr(kept, name).sum(), found.count) for name in ("loss", "alpha", "top1")}
         return replace(weighted, total=weighted.total + kept.total, metrics=weighted.metrics | sums)
 
-    def _kept(self, batch: JointBatch, original: Tensor) -> Comparison:
+    def _kept(self, batch: JointBatch, original: Tensor) -> PositionLosses:
         """Return how far the target is from what it was, at each supervised token."""
         rows, places = batch.supervised.nonzero(as_tuple=True)
         head = batch.target.lm_head
@@ -298,7 +298,7 @@ class Joint(nn.Module):
             return chunked_compare(
                 original[rows, places - 1],
                 batch.last[rows, places - 1],
-                ComparisonSettings(head, head, self._rule),
+                LossSettings(head, head, self._rule),
                 following=batch.tokens[rows, places],
             )
 

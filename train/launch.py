@@ -16,8 +16,8 @@ from accelerate import Accelerator
 from torch import Tensor
 from transformers import TrainingArguments
 
-from ..ground import OutriderError
-from ..ground.locks import locked
+from ..common import OutriderError
+from ..common.locks import locked
 
 
 class PeerLostError(OutriderError):

@@ -26,27 +26,27 @@ from ..distill.data_set import DEPTHS
 from ..heads import Drafter, DrafterLoss, Verified
 from . import checkpoints, muon
 from .arguments import GAP, MEASURED
-from .budget import TimeBudget, saved_clock
-from .callbacks import EpochOrder, FiniteGuard, GracefulStop, LogLines, Progress, Step
+from .callbacks import EpochOrder, FiniteGuard, GracefulStop, LogLines, Progress, StepStats
 from .check import check_engine
+from .checkpoint_io import DrafterKeeper
 from .data import IGNORED, Batches, Order, Rows, collate
+from .decode_eval import MeasuredTau
 from .hooks import HookedTrainer
-from .joint import Joint, Stages
-from .keeping import DrafterKeeper
+from .joint import JointModule, Stages
 from .launch import Together, is_spread
-from .measured import Measured
-from .metrics import Sums
+from .metrics import MetricSums
 from .onpolicy import OnPolicy
+from .optimizer_state import without_empty_groups
 from .packing import Packs
-from .parts import Parts, Undivided, fit_engine, gradient_norm, loss_of
-from .states import without_empty_groups
-from .stopping import Patience, Until, Watch
+from .sharded_drafter import Parts, Undivided, fit_engine, gradient_norm, loss_of
+from .stopping import Patience, TauWatch, Until
+from .time_budget import TimeBudget, saved_clock
 
 COLUMNS = ["index", "input_ids", "labels"]
 
 
 @dataclass(frozen=True)
-class Lessons:
+class TrainData:
     """What a drafter learns from, and is judged by.
 
     Attributes:
@@ -61,7 +61,7 @@ class Lessons:
     training: Rows | Packs
     held_out: Rows
     on_policy: OnPolicy | None = None
-    measured: Measured | None = None
+    measured: MeasuredTau | None = None
     verified: float = 0.0
 
 
@@ -84,9 +84,9 @@ class DrafterTrainer(HookedTrainer):
         self,
         drafter: Drafter,
         args: TrainingArguments,
-        lessons: Lessons,
+        lessons: TrainData,
         seconds: float | None = None,
-        joint: Joint | None = None,
+        joint: JointModule | None = None,
         until: Until | None = None,
     ):
         if args.ddp_find_unused_parameters is None:
@@ -107,12 +107,12 @@ class DrafterTrainer(HookedTrainer):
         self.lessons, self.joint = lessons, joint
         self.keeper: DrafterKeeper = DrafterKeeper(self, self.form, joint)
         self.together = Together(args, self.accelerator)
-        self._sums = Sums()
-        self._step = Step(torch.zeros((), device=args.device))
+        self._sums = MetricSums()
+        self._step = StepStats(torch.zeros((), device=args.device))
         self._checked_counts = False
         self.stop = GracefulStop(self.together.any)
         self.budget = None if seconds is None else TimeBudget(seconds, args, self.together.mean)
-        self.watch = None if until is None else Watch(until, self.tokens_learnt, len(lessons.held_out) > 0)
+        self.watch = None if until is None else TauWatch(until, self.tokens_learnt, len(lessons.held_out) > 0)
         self._tokens = torch.zeros((), dtype=torch.long, device=args.device)
         self._watch()
 
@@ -268,12 +268,12 @@ class DrafterTrainer(HookedTrainer):
         assert isinstance(self.model, nn.Module)
         return gradient_norm(self.model)
 
-    def _take_step(self) -> Step:
-        taken, self._step = self._step, Step(torch.zeros_like(self._step.loss))
+    def _take_step(self) -> StepStats:
+        taken, self._step = self._step, StepStats(torch.zeros_like(self._step.loss))
         return taken
 
     @torch.no_grad()
-    def _describe(self, step: Step) -> str:
+    def _describe(self, step: StepStats) -> str:
         """Say which rows of this process a step learned from, and whether the target made no numbers of them."""
         for inputs in step.inputs if not self.lessons.batches.target.sharded else []:
             if not bool(self.lessons.batches.of(inputs).last.isfinite().all()):
@@ -309,7 +309,7 @@ class DrafterTrainer(HookedTrainer):
         model = self.model_for_evaluation()
         model.eval()
         self.callback_handler.eval_dataloader = dataloader
-        sums, may_stop = Sums(), self._may_cut_evaluation()
+        sums, may_stop = MetricSums(), self._may_cut_evaluation()
         for inputs in dataloader:
             if may_stop and self.stop.is_asked():
                 self.stop.stop(self.state, self.control)

@@ -10,7 +10,7 @@ from torch import Tensor
 from ..heads import DrafterLoss
 
 
-class Sums:
+class MetricSums:
     """Pairs added up by name, on their device: nothing waits for the host before `means`."""
 
     def __init__(self) -> None:

@@ -19,9 +19,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from ..common import BadInputError
 from ..decode import Decoder, Plan, Sampling
 from ..decode.hashing import uniforms
-from ..ground import BadInputError
 from ..heads import Drafter
 from ..heads.base import Sum
 from ..recipes import DataSpec

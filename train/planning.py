@@ -19,17 +19,17 @@ import torch
 from torch import nn
 from transformers import TrainingArguments
 
+from ..common import BadInputError, OutriderError
+from ..common.libraries import LIBRARY_ERRORS, reason
 from ..distill.data_set import load_responses
 from ..distill.responses import data_folder
 from ..distill.shards import precision_of, stored_taps
 from ..distill.sources import count_rows
-from ..ground import BadInputError, OutriderError
-from ..ground.libraries import LIBRARY_ERRORS, reason
 from ..heads import Drafter
 from ..recipes import Recipe, SourceSpec
 from ..targets import Target, decoder_layers, embedded_path
 from ..targets.loading import EMBEDDED
-from ..targets.sketch import sketch_causal_lm
+from ..targets.meta_model import sketch_causal_lm
 from .arguments import packing_of, training_arguments
 from .data import FIRST_LEARNED
 from .rehearsal import rehearse, rehearse_optimizer

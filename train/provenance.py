@@ -6,12 +6,12 @@ import logging
 from pathlib import Path
 from typing import Any
 
+from ..common import BadInputError, Refusal, digests
+from ..common.checksums import read_sealed, seal_problem, sealed_text, write_json
+from ..common.files import write_atomically
+from ..common.versions import versions
 from ..distill.data_set import ROUNDS
 from ..distill.data_set import provenance as data_provenance
-from ..ground import BadInputError, Refusal, digests
-from ..ground.files import write_atomically
-from ..ground.sealed import read_sealed, seal_problem, sealed_text, write_json
-from ..ground.versions import versions
 from ..recipes import Recipe, load_recipe
 from ..targets import Target
 

@@ -19,8 +19,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Trainer, TrainingArguments
 
-from ..ground import BadInputError
-from ..ground.flops import FUSED_ATTENTION, Flops
+from ..common import BadInputError
+from ..common.flops import FUSED_ATTENTION, Flops
 from ..heads import Drafter, TargetBatch
 from ..targets import PeakBytes, Target
 from . import muon
@@ -36,7 +36,7 @@ _INDEXED = {
 
 
 @dataclass(frozen=True)
-class Step:
+class RehearsedStep:
     """One micro-batch, forward and backward.
 
     Attributes:
@@ -50,7 +50,7 @@ class Step:
     features: int
 
 
-def rehearse(drafter: Drafter, target: Target, rows: int, length: int, supervised: float) -> Step:
+def rehearse(drafter: Drafter, target: Target, rows: int, length: int, supervised: float) -> RehearsedStep:
     """Return what a step of `drafter` takes on a batch of whole rows, both on the meta device.
 
     Args:
@@ -77,7 +77,7 @@ def rehearse(drafter: Drafter, target: Target, rows: int, length: int, supervise
             f"a {drafter.name} drafter's training step cannot be planned without contents: {str(error).splitlines()[0]}"
         ) from error
     drafter.zero_grad(set_to_none=True)
-    return Step(flops.total, memory.peak, states.numel() * states.element_size())
+    return RehearsedStep(flops.total, memory.peak, states.numel() * states.element_size())
 
 
 @dataclass(frozen=True)

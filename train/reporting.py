@@ -16,10 +16,10 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from transformers.integrations import get_reporting_integration_callbacks
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
-from ..ground import BadInputError, refuse_unknown_keys
-from ..ground.libraries import reason
+from ..common import BadInputError, refuse_unknown_keys
+from ..common.libraries import reason
 from ..recipes import Recipe
-from .measured import Sample
+from .decode_eval import Sample
 from .provenance import PROVENANCE, RECIPE
 
 TABLE = "drafted"

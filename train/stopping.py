@@ -12,7 +12,7 @@ from typing import Any
 
 from transformers import EarlyStoppingCallback, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from ..ground import BadInputError
+from ..common import BadInputError
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ def evaluations_since_best(state: TrainerState) -> int:
 
 
 @dataclass(frozen=True)
-class Point:
+class TauPoint:
     """τ on held-out rows after so many steps and tokens."""
 
     step: int
@@ -69,7 +69,7 @@ class Point:
     tau: float
 
 
-class Watch(TrainerCallback):
+class TauWatch(TrainerCallback):
     """A callback that evaluates along the way, keeps the curve, and ends the training when `until` says.
 
     Args:
@@ -86,7 +86,7 @@ class Watch(TrainerCallback):
             raise BadInputError(
                 "nothing is held out, so nobody sees when τ is flat; set data.holdout to 0.05, or end by tokens."
             )
-        self.curve: list[Point] = []
+        self.curve: list[TauPoint] = []
         self.reason = ""
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
@@ -106,7 +106,7 @@ class Watch(TrainerCallback):
         tau = (metrics or {}).get("eval_tau")
         if tau is None or (self.curve and self.curve[-1].step == state.global_step):
             return
-        self.curve.append(Point(state.global_step, self.tokens(), tau))
+        self.curve.append(TauPoint(state.global_step, self.tokens(), tau))
         if self.is_flat():
             self._end(control, f"τ has risen by less than {self.until.gain:.1%} over {self.until.patience} evaluations")
 

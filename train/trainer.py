@@ -26,31 +26,31 @@ from rich.console import Console
 from torch import nn
 from transformers import PreTrainedModel, TrainingArguments, set_seed
 
+from ..common.digests import save_whole
+from ..common.disk import keeping
+from ..common.signals import StoppedError, how, number_of
 from ..distill.data_set import DEPTHS, load_responses, rounds_of
 from ..distill.features import FeatureStore
 from ..distill.launched import crew_in
 from ..distill.responses import distill
-from ..ground.digests import save_whole
-from ..ground.disk import keeping
-from ..ground.signals import StoppedError, how, number_of
 from ..heads import Drafter
 from ..recipes import Recipe
 from ..targets import Target
 from ..targets.fingerprint import digest_files
 from . import checkpoints, provenance
 from .arguments import packing_of
-from .budget import check_same_budget, follow_clock, saved_clock
 from .check import check, check_recomputes, check_with_target
 from .data import Batches, CachedBatches, OnlineBatches, Rows, split, token_counts
+from .decode_eval import MeasuredTau
 from .hooks import enable_checkpointing
-from .joint import ADAPTER, Adapter, Joint, JointBatches, adapted
+from .joint import ADAPTER, Adapter, JointBatches, JointModule, adapted
 from .launch import PeerLostError, alone_in, is_lost_peer, peak_bytes
-from .loop import DrafterTrainer, Lessons
-from .measured import Measured
+from .loop import DrafterTrainer, TrainData
 from .onpolicy import OnPolicy
 from .packing import PackedBatches, Packs
 from .reporting import Reports, finish_reports
 from .stopping import Patience, Until
+from .time_budget import check_same_budget, follow_clock, saved_clock
 from .warmstart import made_for
 
 _log = logging.getLogger(__name__)
@@ -227,10 +227,10 @@ class _Training:
         check_recomputes(drafter, self.args)
         drafter.to(self.args.device).float()
         on_policy = OnPolicy.of(recipe.data, training, self.target, drafter, self.args.seed)
-        measured = Measured.of(recipe, self.target)
+        measured = MeasuredTau.of(recipe, self.target)
         batches, learned = self._packed(self._batches(drafter, table, adapter), training)
-        lessons = Lessons(batches, learned, held_out, on_policy, measured, recipe.data.verified)
-        joint = None if adapter is None or recipe.joint is None else Joint(drafter, adapter, recipe.joint)
+        lessons = TrainData(batches, learned, held_out, on_policy, measured, recipe.data.verified)
+        joint = None if adapter is None or recipe.joint is None else JointModule(drafter, adapter, recipe.joint)
         if isinstance(inner := getattr(drafter, "model", None), PreTrainedModel):
             enable_checkpointing(inner, self.args)
         trainer = DrafterTrainer(drafter, self.args, lessons, self.seconds, joint, self.until)
@@ -248,7 +248,7 @@ class _Training:
         _log.info("%s", packs.summary())
         return PackedBatches(batches), packs
 
-    def _reports(self, measured: Measured | None) -> Reports:
+    def _reports(self, measured: MeasuredTau | None) -> Reports:
         return Reports(self.recipe, lambda: [] if measured is None else measured.samples)
 
     def _say_what_is_held_out(self, training: Rows, held_out: Rows) -> None:

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..ground import BadInputError, OutriderError
-from ..ground.libraries import LIBRARY_ERRORS, reason
+from ..common import BadInputError, OutriderError
+from ..common.libraries import LIBRARY_ERRORS, reason
 from ..heads import Drafter, DrafterConfig, drafter_config, head_class, load_drafter
-from ..heads.parts.registry import saved_type
+from ..heads.registry import saved_type
 from ..heads.saved import CONFIG, read_config
 from ..recipes import Recipe
 from ..targets import Target

@@ -13,13 +13,13 @@ ALL = "all"
 PHASES = ("prefill", "draft", "verify", "host", "total")
 
 
-class Model(BaseModel):
+class ReportModel(BaseModel):
     """A part of report.json: unknown keys are refused, and nan is written as null."""
 
     model_config = ConfigDict(extra="forbid", ser_json_inf_nan="null")
 
 
-class Record(Model):
+class PromptRecord(ReportModel):
     """What one contestant did with one prompt at one temperature.
 
     Attributes:
@@ -47,7 +47,7 @@ class Record(Model):
     diverges_at: int | None = None
 
 
-class DepthFigure(Model):
+class DepthFigure(ReportModel):
     """Acceptance at one depth d, alpha_d.
 
     Of `reached` rounds whose first d − 1 drafts were accepted and that drafted a d-th, `kept` accepted it too.
@@ -59,7 +59,7 @@ class DepthFigure(Model):
     alpha: Interval
 
 
-class AcceptedFigure(Model):
+class AcceptedFigure(ReportModel):
     """The number of rounds that kept exactly `accepted` drafts, and their share of all rounds."""
 
     accepted: int
@@ -67,7 +67,7 @@ class AcceptedFigure(Model):
     share: Interval
 
 
-class Figures(Model):
+class Figures(ReportModel):
     """What one contestant achieved on one suite (or on `all` of them) at one temperature.
 
     Attributes:
@@ -98,18 +98,18 @@ class Figures(Model):
     identical: int | None
 
 
-class Baselines(Model):
+class Baselines(ReportModel):
     """The names of the contestants that others are compared with."""
 
     plain: str
     generate: str | None
 
 
-def tau_ratio(records: Sequence[Record]) -> Ratio:
+def tau_ratio(records: Sequence[PromptRecord]) -> Ratio:
     """Return τ over the records: 1 + Σ accepted / Σ rounds."""
     return Ratio([sum(r.accepted) for r in records], [len(r.accepted) for r in records], offset=1.0)
 
 
-def speed_ratio(records: Sequence[Record]) -> Ratio:
+def speed_ratio(records: Sequence[PromptRecord]) -> Ratio:
     """Return tokens per second over the records: Σ tokens / Σ seconds of whole requests."""
     return Ratio([r.tokens for r in records], np.array([r.seconds["total"] for r in records]))

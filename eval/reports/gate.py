@@ -14,8 +14,8 @@ from functools import partial
 
 from scipy.special import ndtri
 
-from ...ground import BadInputError
-from .figures import Record
+from ...common import BadInputError
+from .figures import PromptRecord
 from .intervals import Interval, Ratio
 from .report import Report
 from .statistics import Bootstrap
@@ -25,7 +25,7 @@ POWER = 0.8  # of the smallest drop that a finding says it would have found: in 
 
 
 @dataclass(frozen=True)
-class Finding:
+class GateFinding:
     """What was found of one contestant at one temperature.
 
     Attributes:
@@ -56,13 +56,13 @@ class Counted:
     rounds: int
 
     @classmethod
-    def of(cls, record: Record) -> Counted:
+    def of(cls, record: PromptRecord) -> Counted:
         """Return the counts of a report's record."""
         return cls(record.suite, record.prompt, sum(record.accepted), len(record.accepted))
 
 
 @dataclass(frozen=True)
-class Beside:
+class GateComparison:
     """The same prompts, counted for the new side and for the old one at one temperature, beside the reports' own."""
 
     temperature: float
@@ -83,7 +83,7 @@ class GateResult:
 
     passed: bool
     lines: list[str]
-    findings: list[Finding] = field(default_factory=list)
+    findings: list[GateFinding] = field(default_factory=list)
     label: str = ""
     tolerance: float = math.nan
     confidence: float = math.nan
@@ -101,7 +101,7 @@ def gate(
     tolerance: float = 0.03,
     confidence: float = 0.95,
     contestant: str | None = None,
-    beside: Beside | None = None,
+    beside: GateComparison | None = None,
 ) -> GateResult:
     """Compare τ on all suites together, at every temperature.
 
@@ -167,8 +167,8 @@ def _judge(
     tolerance: float,
     confidence: float,
     temperature: float,
-    beside: Beside | None,
-) -> Finding:
+    beside: GateComparison | None,
+) -> GateFinding:
     found = _compared(report, baseline, name, temperature, confidence, beside)
     ratio, floor = found.ratio, 1 - tolerance
     if ratio.known and ratio.high < floor:
@@ -184,7 +184,7 @@ def _judge(
         f"temperature {temperature:g}: τ {_shown(found.before)} → {_shown(found.after)}, "
         f"ratio {ratio.text(3)} ({found.how}): {word}: {why}{power}"
     )
-    return Finding(temperature, conclusion, ratio, line, drop, found.before, found.after)
+    return GateFinding(temperature, conclusion, ratio, line, drop, found.before, found.after)
 
 
 def _shown(tau: float) -> str:
@@ -203,7 +203,7 @@ class _Compared:
 
 
 def _compared(
-    report: Report, baseline: Report, name: str, temperature: float, confidence: float, beside: Beside | None
+    report: Report, baseline: Report, name: str, temperature: float, confidence: float, beside: GateComparison | None
 ) -> _Compared:
     new, old = ([Counted.of(r) for r in which.records_of(name, temperature)] for which in (report, baseline))
     if not (new and old):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from xml.etree import ElementTree
 
-from .gate import FAILED, PASSED, Finding, GateResult
+from .gate import FAILED, PASSED, GateFinding, GateResult
 
 
 def to_junit(result: GateResult) -> str:
@@ -22,7 +22,7 @@ def to_junit(result: GateResult) -> str:
     return ElementTree.tostring(suites, encoding="unicode", xml_declaration=True) + "\n"
 
 
-def _case(suite: ElementTree.Element, result: GateResult, found: Finding) -> None:
+def _case(suite: ElementTree.Element, result: GateResult, found: GateFinding) -> None:
     name = f"τ at temperature {found.temperature:g}"
     case = ElementTree.SubElement(suite, "testcase", {"classname": f"outrider gate: {result.label}", "name": name})
     if found.conclusion == FAILED:
@@ -50,7 +50,7 @@ def to_markdown(result: GateResult) -> str:
     )
 
 
-def _row(found: Finding) -> str:
+def _row(found: GateFinding) -> str:
     mark = {PASSED: "✅", FAILED: "❌"}.get(found.conclusion, "⚠️")
     drop = "–" if math.isnan(found.smallest_drop) else f"{found.smallest_drop:.1%}"
     taus = " | ".join("–" if math.isnan(tau) else f"{tau:.2f}" for tau in (found.before, found.after))

@@ -13,8 +13,8 @@ from rich.console import Console
 from rich.table import Table as Grid
 from rich.text import Text
 
-from ...ground.files import write_atomically
-from ...ground.locks import locked
+from ...common.files import write_atomically
+from ...common.locks import locked
 from . import plots, tables
 from .report import REPORT_FILE, Report
 from .tables import Table

@@ -9,15 +9,15 @@ from typing import Any
 
 from pydantic import Field, ValidationError
 
-from ...ground import BadInputError, refuse_unknown_keys
-from ...ground.foreign import MEGABYTE, Limits, Unreadable, parse_json, read_text
-from ...ground.sealed import CHECKSUM, digest_json, unsealed
-from .figures import ALL, Baselines, Figures, Model, Record
+from ...common import BadInputError, refuse_unknown_keys
+from ...common.checksums import CHECKSUM, digest_json, unsealed
+from ...common.safe_load import MEGABYTE, FileLimits, Unreadable, parse_json, read_text
+from .figures import ALL, Baselines, Figures, PromptRecord, ReportModel
 from .intervals import CONFIDENCE, RESAMPLES
 
 SCHEMA_VERSION = 1
 REPORT_FILE = "report.json"
-_LIMITS = Limits(num_bytes=64 * MEGABYTE)
+_LIMITS = FileLimits(num_bytes=64 * MEGABYTE)
 
 DEFINITIONS = {
     "τ (tau)": (
@@ -42,7 +42,7 @@ DEFINITIONS = {
 }
 
 
-class SuiteInfo(Model):
+class SuiteInfo(ReportModel):
     """The prompts that were used; the digest covers their ids and tokens, in order."""
 
     name: str
@@ -50,7 +50,7 @@ class SuiteInfo(Model):
     num_prompts: int
 
 
-class TrainingInfo(Model):
+class TrainingInfo(ReportModel):
     """How a drafter was trained, where that is part of the comparison (`outrider compare`).
 
     Attributes:
@@ -67,7 +67,7 @@ class TrainingInfo(Model):
     held_out_tau: float | None = None
 
 
-class ContestantInfo(Model):
+class ContestantInfo(ReportModel):
     """A contestant that took part, and the plan that it drafted under.
 
     Attributes:
@@ -96,7 +96,7 @@ class ContestantInfo(Model):
         return self.name if self.depth is None else f"{self.name}, {self.shape or f'depth {self.depth}'}"
 
 
-class Conditions(Model):
+class Conditions(ReportModel):
     """What every figure of a report depends on.
 
     Attributes:
@@ -126,7 +126,7 @@ class Conditions(Model):
     versions: dict[str, str]
 
 
-class Report(Model):
+class Report(ReportModel):
     """The result of `measure`.
 
     Attributes:
@@ -141,7 +141,7 @@ class Report(Model):
     contestants: list[ContestantInfo]
     baselines: Baselines
     figures: list[Figures]
-    records: list[Record] = Field(default_factory=list)
+    records: list[PromptRecord] = Field(default_factory=list)
 
     @property
     def primary(self) -> str | None:
@@ -194,7 +194,7 @@ class Report(Model):
         """Whether drafters were trained for it, all for the same time."""
         return any(c.training is not None for c in self.contestants)
 
-    def records_of(self, contestant: str, temperature: float) -> list[Record]:
+    def records_of(self, contestant: str, temperature: float) -> list[PromptRecord]:
         """Return the records of a contestant at a temperature, in the order of the prompts."""
         return [r for r in self.records if r.contestant == contestant and r.temperature == temperature]
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from .figures import Model
+from .figures import ReportModel
 from .intervals import Interval, Ratio
 from .statistics import Bootstrap, Floats
 
 
-class SizeFigures(Model):
+class SizeFigures(ReportModel):
     """What a pruned vocabulary of one size holds and loses.
 
     Attributes:
@@ -29,7 +29,7 @@ class SizeFigures(Model):
     lost_greedy: Interval
 
 
-class VocabularyReport(Model):
+class VocabularyReport(ReportModel):
     """The report of `outrider vocab`: sizes of a draft vocabulary and what each costs.
 
     Attributes:

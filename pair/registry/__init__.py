@@ -6,10 +6,10 @@ in there has the same layout everywhere (`layout`).
 
 from __future__ import annotations
 
-from ...ground import BadInputError
+from ...common import BadInputError
 from .folder import FolderStore
 from .hub import HubStore
-from .layout import Entry, Reference, Store
+from .layout import Entry, PairReference, RegistryStore
 from .registry import Registry, Version
 from .tracked import WandbStore
 
@@ -17,9 +17,9 @@ __all__ = [
     "Entry",
     "FolderStore",
     "HubStore",
-    "Reference",
+    "PairReference",
     "Registry",
-    "Store",
+    "RegistryStore",
     "Version",
     "WandbStore",
     "open_registry",

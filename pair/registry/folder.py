@@ -14,12 +14,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import BinaryIO
 
-from ...ground import BadInputError
-from ...ground.digests import problem_of
-from ...ground.errors import Refusal
-from ...ground.leftovers import leftovers_within, working_name
-from ...ground.locks import locked
-from ...ground.replacing import replacing, sync
+from ...common import BadInputError
+from ...common.atomic import replacing, sync
+from ...common.digests import problem_of
+from ...common.errors import Refusal
+from ...common.leftovers import leftovers_within, working_name
+from ...common.locks import locked
 from .layout import MAX_ENTRY, PAIRS, blob_path
 
 _CHUNK = 1 << 20

@@ -21,8 +21,8 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
 )
 
-from ...ground import BadInputError
-from ...ground.errors import Refusal
+from ...common import BadInputError
+from ...common.errors import Refusal
 from .folder import copied
 from .layout import PAIRS, blob_path, published_at
 

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Protocol
 
-from ...ground import BadInputError
-from ...ground.errors import Refusal
+from ...common import BadInputError
+from ...common.errors import Refusal
 from ..manifest import ADAPTER, CALIBRATION, DRAFTER, RECIPE, REPORTS, SUITES, TOKENIZER, Manifest, inspect_text
 
 BLOBS, PAIRS = "blobs", "pairs"
@@ -31,7 +31,7 @@ _FOLDERS = {DRAFTER, TOKENIZER, REPORTS, ADAPTER, SUITES}
 _FILES = {RECIPE, CALIBRATION}
 
 
-class Store(Protocol):
+class RegistryStore(Protocol):
     """A place with files in it: a folder, or a service."""
 
     @property
@@ -118,14 +118,14 @@ def published_at(path: str) -> Entry | Seal:
 
 
 @dataclass(frozen=True)
-class Reference:
+class PairReference:
     """A pair in a registry: its name and, unless the newest is meant, its version."""
 
     name: str
     version: int | None
 
     @classmethod
-    def parse(cls, text: str) -> Reference:
+    def parse(cls, text: str) -> PairReference:
         """Return what `NAME` or `NAME@VERSION` means.
 
         Raises:

@@ -10,15 +10,15 @@ from tempfile import TemporaryDirectory
 
 from rich.console import Console
 
-from ...ground import BadInputError
-from ...ground.files import write_atomically
-from ...ground.locks import locked
-from ...ground.progress import progress
-from ...ground.replacing import replacing_folder
+from ...common import BadInputError
+from ...common.atomic import replacing_folder
+from ...common.files import write_atomically
+from ...common.locks import locked
+from ...common.progress import progress
 from ..contents import verify
 from ..manifest import MANIFEST, SIGNATURE, Manifest
 from ..pair import Pair
-from .layout import Entry, Reference, Seal, Store, check_files, check_name, check_seal, read_entry
+from .layout import Entry, PairReference, RegistryStore, Seal, check_files, check_name, check_seal, read_entry
 
 _ATTEMPTS = 100  # at an entry's name, each lost to another writer
 
@@ -34,7 +34,7 @@ class Version:
 class Registry:
     """Versions of pairs in one place."""
 
-    def __init__(self, store: Store):
+    def __init__(self, store: RegistryStore):
         self.store = store
 
     def push(self, pair: Pair, console: Console | None = None) -> Entry:
@@ -61,7 +61,7 @@ class Registry:
                     return entry
         raise BadInputError(f"{self.store.where}: others publish {pair.name} all the time; try again later.")
 
-    def pull(self, reference: Reference, folder: Path, console: Console | None = None) -> Pair:
+    def pull(self, reference: PairReference, folder: Path, console: Console | None = None) -> Pair:
         """Write a version into `folder`, which appears whole or not at all.
 
         Raises:
@@ -90,7 +90,7 @@ class Registry:
                 write_atomically(building / SIGNATURE, signature)
         return Pair.load(folder)
 
-    def version(self, reference: Reference) -> Version:
+    def version(self, reference: PairReference) -> Version:
         """Return a version, the newest one if the reference names none.
 
         Raises:

@@ -15,8 +15,8 @@ from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
 
-from ...ground import BadInputError
-from ...ground.errors import Refusal
+from ...common import BadInputError
+from ...common.errors import Refusal
 from .folder import FolderStore
 from .layout import blob_path, published_at
 

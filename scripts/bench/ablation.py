@@ -20,14 +20,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from outrider.common import BadInputError
+from outrider.common.files import read_json
 from outrider.decode import Decoder, Plan, Sampling
 from outrider.distill.responses import distill
-from outrider.eval.race import threads
 from outrider.eval.reports.intervals import Ratio
 from outrider.eval.reports.statistics import Bootstrap
 from outrider.eval.suites import load_suites
-from outrider.ground import BadInputError
-from outrider.ground.files import read_json
+from outrider.eval.turns import threads
 from outrider.heads import Drafter, load_drafter
 from outrider.recipes import Recipe, load_recipe
 from outrider.targets import Target

@@ -27,9 +27,9 @@ import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from outrider.common import IncompatibleError, OutriderError
+from outrider.common.files import write_atomically
 from outrider.decode import Decoder, Plan
-from outrider.ground import IncompatibleError, OutriderError
-from outrider.ground.files import write_atomically
 from outrider.heads import Drafter, Eagle3, Eagle3Config, Ngram, Suffix, SuffixConfig
 from outrider.targets import Target
 

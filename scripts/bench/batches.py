@@ -18,14 +18,14 @@ from pathlib import Path
 
 from rich.console import Console
 
+from outrider.common.files import write_atomically
+from outrider.common.progress import progress
 from outrider.decode import Plan
-from outrider.eval.batches import Point, make_groups, measure_batches, speedup_lines
+from outrider.eval.batches import BatchPoint, make_groups, measure_batches, speedup_lines
 from outrider.eval.measure import Contestant
-from outrider.eval.race import make_jobs, threads
 from outrider.eval.reports.plots import speedup_by_size, standalone
 from outrider.eval.suites import load_suites
-from outrider.ground.files import write_atomically
-from outrider.ground.progress import progress
+from outrider.eval.turns import make_jobs, threads
 from outrider.pair import Pair
 from outrider.recipes import EvalSpec
 from outrider.targets import Target
@@ -48,7 +48,7 @@ def build_contestants(target: Target, arguments: argparse.Namespace) -> list[Con
     return found
 
 
-def show(points: Sequence[Point]) -> None:
+def show(points: Sequence[BatchPoint]) -> None:
     for p in sorted(points, key=lambda p: (p.size, p.contestant)):
         tau = f"tau {p.tau.text()}" if p.tau else ""
         print(

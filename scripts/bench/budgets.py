@@ -15,15 +15,15 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from outrider.common.files import write_atomically
 from outrider.decode import Plan, Sampling, best_tree
 from outrider.eval import Report
 from outrider.eval.acceptance import measure_acceptance
 from outrider.eval.measure import Contestant, measure
-from outrider.eval.race import Job, make_jobs, threads
 from outrider.eval.reports.intervals import Interval
 from outrider.eval.reports.plots import speedup_by_size, standalone
 from outrider.eval.suites import load_suites, make_suite
-from outrider.ground.files import write_atomically
+from outrider.eval.turns import PromptJob, make_jobs, threads
 from outrider.heads import Drafter, load_drafter
 from outrider.recipes import Recipe, load_recipe
 from outrider.targets import Target
@@ -66,7 +66,7 @@ def reports(seconds: int, asked: argparse.Namespace) -> Iterator[tuple[str, Repo
         yield "tree", measure(target, trees, suites, at_heat, generate_baseline=False)
 
 
-def _tree(target: Target, drafter: Drafter, others: Sequence[Job], tokens: int, heat: float) -> Plan:
+def _tree(target: Target, drafter: Drafter, others: Sequence[PromptJob], tokens: int, heat: float) -> Plan:
     if heat == 0:
         return Plan(DEEPEST, WIDTH, NODES)
     seen = measure_acceptance(target, drafter, others, tokens, Sampling(heat, seed=2), trees=True)

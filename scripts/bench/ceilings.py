@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 
+from outrider.common.machine import best_device, device_name
+from outrider.common.versions import versions
 from outrider.eval.bandwidth import bandwidth
 from outrider.eval.timing import WARM_UP, captured, timed
-from outrider.ground.machine import best_device, device_name
-from outrider.ground.versions import versions
 
 from .conditions import command, write
 

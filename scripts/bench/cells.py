@@ -17,10 +17,10 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from outrider.common import BadInputError
 from outrider.decode import Decoder, Plan
 from outrider.eval.bandwidth import Bandwidth, Floor, weight_bytes
 from outrider.eval.costs import draft_times, verify_times
-from outrider.ground import BadInputError
 from outrider.heads import Drafter, DraftModel, Ngram
 from outrider.targets import Target
 

@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
-from outrider.ground import OutriderError
-from outrider.ground.files import write_atomically
-from outrider.ground.machine import device_name
-from outrider.ground.signals import how, number_of, stoppable
-from outrider.ground.versions import versions
+from outrider.common import OutriderError
+from outrider.common.files import write_atomically
+from outrider.common.machine import device_name
+from outrider.common.signals import how, number_of, stoppable
+from outrider.common.versions import versions
 from outrider.targets import Target
 
 

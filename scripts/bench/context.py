@@ -29,12 +29,12 @@ import torch
 from torch import Tensor
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from outrider.decode import Decoder, Event, Plan
+from outrider.common import BadInputError
+from outrider.common.machine import best_device, clock
+from outrider.decode import Decoder, Plan, StreamEvent
 from outrider.eval.costs import committed_cache, random_tokens
-from outrider.eval.race import threads
 from outrider.eval.timing import turns
-from outrider.ground import BadInputError
-from outrider.ground.machine import best_device, clock
+from outrider.eval.turns import threads
 from outrider.targets import RaggedCache, Target
 
 from . import random_targets
@@ -72,7 +72,7 @@ class Fit:
 class Session:
     """The rounds of one text that goes on and on; each call of `step` is one of them."""
 
-    stream: Iterator[Event]
+    stream: Iterator[StreamEvent]
     length: int
     contexts: list[int] = field(default_factory=list)  # before each round
 

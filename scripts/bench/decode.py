@@ -32,17 +32,17 @@ from typing import Any
 
 import torch
 
+from outrider.common import BadInputError
+from outrider.common.machine import best_device, clock
 from outrider.decode import Decoder, Plan
 from outrider.eval.bandwidth import bandwidth
 from outrider.eval.costs import check_context, ragged_lengths
 from outrider.eval.measure import GENERATE, Contestant, DecoderRacer, GenerateRacer, make_records
-from outrider.eval.race import Answer, Job, Racer, make_jobs, race, threads
-from outrider.eval.reports.figures import Baselines, Figures, Record, speed_ratio
+from outrider.eval.reports.figures import Baselines, Figures, PromptRecord, speed_ratio
 from outrider.eval.reports.statistics import Bootstrap, strata_of
 from outrider.eval.suites import load_suites
 from outrider.eval.summary import summarise
-from outrider.ground import BadInputError
-from outrider.ground.machine import best_device, clock
+from outrider.eval.turns import PromptJob, Racer, TimedCompletion, make_jobs, race, threads
 from outrider.heads import Drafter, DraftModel, Ngram, load_drafter
 from outrider.recipes import EvalSpec
 from outrider.targets import Target
@@ -65,7 +65,7 @@ class Drafting:
     def __init__(self, name: str, target: Target, max_new_tokens: int, **options: Any):
         self.name, self.target, self.max_new_tokens, self.options = name, target, max_new_tokens, options
 
-    def __call__(self, job: Job, temperature: float) -> Answer:
+    def __call__(self, job: PromptJob, temperature: float) -> TimedCompletion:
         tokens = torch.tensor([job.prompt.tokens], device=self.target.device)
         mask = torch.ones_like(tokens)
         began = clock(self.target.device)
@@ -74,7 +74,7 @@ class Drafting:
             out = model.generate(
                 tokens, attention_mask=mask, max_new_tokens=self.max_new_tokens, do_sample=False, **self.options
             )
-        return Answer(out[0, tokens.shape[1] :].tolist(), {"total": clock(self.target.device) - began})
+        return TimedCompletion(out[0, tokens.shape[1] :].tolist(), {"total": clock(self.target.device) - began})
 
 
 # ------------------------------------------------------------ suites
@@ -109,7 +109,7 @@ def build_racers(target: Target, drafters: dict[str, Drafter], arguments: argpar
     return [*(DecoderRacer(target, c, settings) for c in found), GenerateRacer(target, settings), *racers]
 
 
-def quotients(records: dict[str, list[Record]], pairs: list[tuple[str, str]]) -> dict[str, Any]:
+def quotients(records: dict[str, list[PromptRecord]], pairs: list[tuple[str, str]]) -> dict[str, Any]:
     """Tokens/s of one contestant over another's, on the same prompts."""
     bootstrap = Bootstrap(strata_of([r.suite for r in records["plain"]]))
     found = {}
@@ -125,7 +125,7 @@ def quotients(records: dict[str, list[Record]], pairs: list[tuple[str, str]]) ->
 
 
 def race_suites(
-    target: Target, drafters: dict[str, Drafter], jobs: list[Job], arguments: argparse.Namespace
+    target: Target, drafters: dict[str, Drafter], jobs: list[PromptJob], arguments: argparse.Namespace
 ) -> tuple[dict[str, Any], list[Figures]]:
     """Quotients of tokens/s, and every contestant's figures."""
     racers = build_racers(target, drafters, arguments)
@@ -133,7 +133,7 @@ def race_suites(
         racer(jobs[0], 0.0)
     records = make_records(race(racers, jobs, 0.0, arguments.repeats), jobs, 0.0, "plain")
     rules = {(r.name, 0.0): "greedy" for r in racers}
-    by_name: dict[str, list[Record]] = {}
+    by_name: dict[str, list[PromptRecord]] = {}
     for record in sorted(records, key=lambda r: r.suite):
         by_name.setdefault(record.contestant, []).append(record)
     ours = [
@@ -148,7 +148,7 @@ def race_suites(
 
 
 def measure_overheads(
-    target: Target, drafters: dict[str, Drafter], jobs: list[Job], arguments: argparse.Namespace
+    target: Target, drafters: dict[str, Drafter], jobs: list[PromptJob], arguments: argparse.Namespace
 ) -> dict[str, Any]:
     """Of plain rounds, and of each drafter's, on the suites' prompts with the acceptance that the drafter has there."""
     chosen = [

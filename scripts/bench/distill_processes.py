@@ -27,10 +27,10 @@ import torch
 from accelerate import PartialState
 
 from outrider.distill import distill, load_responses
-from outrider.distill.data_set import Row, save_data_set
+from outrider.distill.data_set import TrainingRow, save_data_set
 from outrider.distill.decoding import batches
-from outrider.distill.prompts import Reading, collect, digest_prompts
-from outrider.distill.unfinished import Answer, Answers, Unfinished
+from outrider.distill.prompts import PromptReading, collect, digest_prompts
+from outrider.distill.resume_store import Answer, Answers, Unfinished
 from outrider.recipes import Recipe
 from outrider.targets import Target
 
@@ -104,7 +104,9 @@ def parts(arguments: argparse.Namespace) -> dict[str, float]:
     made = recipe(Path("unused"), arguments.limit, arguments.new_tokens, arguments.batch_size).data
     tokenizer = Target.load("embedded", dtype="float32", device="cpu").require_tokenizer()
     read = timed(
-        lambda: digest_prompts(collect(made.prompts, tokenizer, made.limit, Reading(made.max_prompt_tokens)).prompts)
+        lambda: digest_prompts(
+            collect(made.prompts, tokenizer, made.limit, PromptReading(made.max_prompt_tokens)).prompts
+        )
     )
     with tempfile.TemporaryDirectory() as folder:
         partial, count = Unfinished(Path(folder)), NUM_PARTS * arguments.batch_size
@@ -135,7 +137,7 @@ def _claim(partial: Unfinished, count: int) -> None:
 
 def _save(partial: Unfinished, folder: Path, count: int) -> None:
     found = Answers(partial.files(), count)
-    rows = (Row(str(i), "s", found[i].turns[0], [1] * NUM_TOKENS, str(i)) for i in range(count))
+    rows = (TrainingRow(str(i), "s", found[i].turns[0], [1] * NUM_TOKENS, str(i)) for i in range(count))
     save_data_set(folder / "data", rows, folder, dict, "bench")
 
 

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outrider.ground import BadInputError
+from outrider.common import BadInputError
 from outrider.heads import Abilities, Choose, Drafter, DrafterConfig, Ended, NodeSession, Proposal
-from outrider.targets import Counts, RaggedCache, Target
+from outrider.targets import RaggedCache, RowLengths, Target
 
 
 def make_script(texts: Sequence[Sequence[int]], share: float, vocab: int, seed: int = 0) -> Tensor:
@@ -101,8 +101,8 @@ class ForcedSession(NodeSession):
         rows, length = (min(pair) for pair in zip(new.shape, self.script.shape, strict=True))
         self.script[:rows, :length] = new[:rows, :length].to(self.script.device)
 
-    def absorb(self, tokens: Tensor, hidden: Tensor | None, counts: Counts, path: Tensor | None = None) -> None:
-        self.inner.absorb(tokens, hidden, counts, path)
+    def update(self, tokens: Tensor, hidden: Tensor | None, counts: RowLengths, path: Tensor | None = None) -> None:
+        self.inner.update(tokens, hidden, counts, path)
         self.read = self.read + counts.tensor
 
     def propose(self, root: Tensor, depth: int, choose: Choose, ended: Ended | None = None) -> Proposal:
@@ -115,11 +115,11 @@ class ForcedSession(NodeSession):
 
         return self.inner.propose(root, depth, scripted, ended)
 
-    def begin(self, root: Tensor) -> Tensor:
-        return self.inner.begin(root)
+    def prefill(self, root: Tensor) -> Tensor:
+        return self.inner.prefill(root)
 
-    def extend(self, tokens: Tensor, parents: Tensor | None = None) -> Tensor:
-        return self.inner.extend(tokens, parents)
+    def decode(self, tokens: Tensor, parents: Tensor | None = None) -> Tensor:
+        return self.inner.decode(tokens, parents)
 
     def caches(self) -> list[RaggedCache]:
         return self.inner.caches()

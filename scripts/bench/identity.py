@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 
+from outrider.common.files import write_atomically
 from outrider.decode import Decoder, Plan
 from outrider.eval.suites import load_suites
-from outrider.ground.files import write_atomically
 from outrider.heads import Drafter, Ngram, load_drafter
 from outrider.targets import Target
 

@@ -21,13 +21,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outrider.ground.machine import best_device, device_name
-from outrider.ground.versions import versions
+from outrider.common.machine import best_device, device_name
+from outrider.common.versions import versions
+from outrider.targets.cache_slots import Nodes, Placement
 from outrider.targets.fast import operations
 from outrider.targets.fast.operations import Split, Tiles
 from outrider.targets.fast.products import ByLibrary, Fused, Matrix, Way
-from outrider.targets.fast.proof import exact_attention
-from outrider.targets.placement import Nodes, Placement
+from outrider.targets.fast.validate import exact_attention
 
 from .conditions import command, write
 from .interpreter import multiply_bfloat16

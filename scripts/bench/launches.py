@@ -21,9 +21,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from outrider.common import BadInputError
+from outrider.common.files import write_atomically
 from outrider.distill.responses import distill
-from outrider.ground import BadInputError
-from outrider.ground.files import write_atomically
 from outrider.recipes import Recipe, load_recipe
 from outrider.targets import Target
 

@@ -16,8 +16,8 @@ from typing import Any, Protocol
 import torch
 from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
 
+from outrider.common.machine import clock
 from outrider.decode import Decoder, Plan
-from outrider.ground.machine import clock
 from outrider.targets import Target
 from outrider.targets.attention import steady_kernels
 

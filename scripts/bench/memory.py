@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from outrider.ground import BadInputError
+from outrider.common import BadInputError
 
 
 def reset_peak() -> int:

@@ -25,12 +25,12 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from outrider.common import BadInputError
+from outrider.common.machine import clock
 from outrider.eval import Interval, Ratio
 from outrider.eval.reports.statistics import Bootstrap
-from outrider.ground import BadInputError
-from outrider.ground.machine import clock
 from outrider.heads import Drafter, NodeSession
-from outrider.targets import Counts, Target
+from outrider.targets import RowLengths, Target
 
 from .forced import Forced
 from .loops import Ours, Texts, Timed
@@ -200,7 +200,7 @@ class Passes:
     def prefill(self) -> None:
         """Read the prompts."""
         target, drafter = self.target, self.drafter
-        counts = Counts.of([len(p) for p in self.prompts], target.device)
+        counts = RowLengths.of([len(p) for p in self.prompts], target.device)
         self.texts, self.alive = self._texts(), list(range(len(self.prompts)))
         self.cache = target.new_cache(*self.texts.shape)
         tokens = self.texts[:, : max(counts.values)]
@@ -211,7 +211,7 @@ class Passes:
             session = drafter.open(target, *self.texts.shape)
             if not isinstance(session, NodeSession):
                 raise BadInputError(f"{drafter.name} reads no nodes: its passes cannot be told from its loop.")
-            session.absorb(tokens, out.hidden, counts)
+            session.update(tokens, out.hidden, counts)
             self.session = session
 
     def _texts(self) -> Tensor:
@@ -232,16 +232,16 @@ class Passes:
         tokens = self.texts.gather(1, places.clamp(max=self.texts.shape[1] - 1))  # the root, and the right drafts
         watch = _Watch(target.device)
         if session is not None:
-            watch.passed(partial(session.begin, tokens[:, 0]))
+            watch.passed(partial(session.prefill, tokens[:, 0]))
             for i in range(1, self.depth):
-                watch.passed(partial(session.extend, tokens[:, i : i + 1]))
+                watch.passed(partial(session.decode, tokens[:, i : i + 1]))
         out = watch.passed(partial(target.forward, tokens, self.cache, taps=self._taps()))
         self.cache.advance(counts)
         if session is not None:
-            watch.passed(partial(session.absorb, tokens, out.hidden, counts))  # some make a pass here
+            watch.passed(partial(session.update, tokens, out.hidden, counts))  # some make a pass here
         return watch.spent
 
-    def _counts(self, round: int) -> Counts:
+    def _counts(self, round: int) -> RowLengths:
         """What each row keeps of this round, the root included; rows that are finished are freed."""
         assert self.known.accepted is not None
         rows = [row for row in self.alive if len(self.known.accepted[row]) > round]
@@ -251,7 +251,7 @@ class Passes:
             self.cache.select(where)
             if self.session is not None:
                 self.session.select(where)
-        return Counts.of([self.known.accepted[row][round] + 1 for row in rows], self.target.device)
+        return RowLengths.of([self.known.accepted[row][round] + 1 for row in rows], self.target.device)
 
 
 class _Watch:

@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 
+from outrider.common.machine import best_device
 from outrider.eval.bandwidth import Floor, bandwidth, weight_bytes
 from outrider.eval.costs import verify_times
-from outrider.ground.machine import best_device
 from outrider.targets import Target
 from outrider.targets.fast import use_fast_pass
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import get_cosine_schedule_with_warmup
 
-from outrider.ground import BadInputError
+from outrider.common import BadInputError
 from outrider.heads import Drafter, Eagle3, Eagle3Config, TargetBatch
 from outrider.targets import Target
 from outrider.train.data import IGNORED, Order, Rows

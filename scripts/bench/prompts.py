@@ -7,7 +7,7 @@ from itertools import cycle, islice
 
 import torch
 
-from outrider.ground import BadInputError
+from outrider.common import BadInputError
 
 from .loops import Texts
 from .random_targets import following

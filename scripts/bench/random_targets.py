@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from outrider.ground import BadInputError
+from outrider.common import BadInputError
 from outrider.heads import DraftModel, Eagle3, Eagle3Config
 from outrider.targets import Target, embedded_path
 

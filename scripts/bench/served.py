@@ -15,10 +15,10 @@ from typing import Any
 
 from outrider.eval.reports.intervals import Interval
 from outrider.pair import Pair
-from outrider.serving.comparison import Comparison
-from outrider.serving.expectation import Expectation, Trial
+from outrider.serving.comparison import ServedComparison
+from outrider.serving.reference_run import Expectation, Trial
 from outrider.serving.result import TOLERANCE, ServedResult
-from outrider.serving.session import Session, Start, depth_of
+from outrider.serving.session import ServedSession, Start, depth_of
 
 from .conditions import command, conditions, write
 
@@ -63,13 +63,13 @@ def _arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _session(folder: Path, asked: argparse.Namespace) -> Session:
+def _session(folder: Path, asked: argparse.Namespace) -> ServedSession:
     pair = Pair.load(folder)
     trial = Trial(tuple(asked.temperatures), depth_of(pair, None, asked.depth), asked.tokens, asked.limit, asked.seeds)
     asked.expected.mkdir(parents=True, exist_ok=True)
     file = asked.expected / f"{folder.resolve().parent.name}.json"
     known = Expectation.load(file) if file.is_file() else None
-    session = Session(pair, trial, ("code", "docs"), known)
+    session = ServedSession(pair, trial, ("code", "docs"), known)
     if known is None:
         session.expected.save(file)
     return session
@@ -80,7 +80,7 @@ def _start(asked: argparse.Namespace, name: str) -> Start:
     return Start(asked.python, variables=variables, plain=name in asked.speed)
 
 
-def _conditions(session: Session, found: ServedResult, asked: argparse.Namespace) -> dict[str, Any]:
+def _conditions(session: ServedSession, found: ServedResult, asked: argparse.Namespace) -> dict[str, Any]:
     return conditions(
         session.target,
         engine=found.engine["name"],
@@ -93,7 +93,7 @@ def _conditions(session: Session, found: ServedResult, asked: argparse.Namespace
     )
 
 
-def _row(found: Comparison, result: ServedResult) -> dict[str, Any]:
+def _row(found: ServedComparison, result: ServedResult) -> dict[str, Any]:
     """Return what a result file keeps of one temperature."""
     return {
         "temperature": found.temperature,

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from outrider.decode import Decoder, Plan, Sampling, best_tree, depth_counts
-from outrider.eval.race import threads
 from outrider.eval.reports.statistics import Bootstrap
 from outrider.eval.suites import load_suites
+from outrider.eval.turns import threads
 from outrider.heads import load_drafter
 from outrider.targets import Target
 

@@ -23,9 +23,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from outrider.common.flops import Flops
+from outrider.common.machine import best_device
 from outrider.eval.timing import timed
-from outrider.ground.flops import Flops
-from outrider.ground.machine import best_device
 from outrider.heads import Eagle3, Eagle3Config, TargetBatch, losses
 from outrider.targets import Target
 

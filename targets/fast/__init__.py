@@ -5,6 +5,6 @@ knows them. `taking` imports them when they are asked for: `triton` is not insta
 against the library's modules on the device at hand.
 """
 
-from .taking import Fast, by_library, prefer_fast_pass, use_fast_pass
+from .select import Fast, by_library, prefer_fast_pass, use_fast_pass
 
 __all__ = ["Fast", "by_library", "prefer_fast_pass", "use_fast_pass"]

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..cache import AttentionStore, LayerShape, RaggedCache, Store
+from ..cache import AttentionStore, LayerShape, RaggedCache, TensorShape
+from ..cache_slots import Nodes
 from ..llama_kind import is_as_made, layer_windows
-from ..placement import Nodes
 from . import operations
 from .operations import Split
 from .products import Matrix, Products
@@ -176,7 +176,7 @@ def _heads(attention: Any, window: int) -> Heads:
     key = attention.k_proj.weight
     norms = (attention.q_norm, attention.k_norm) if hasattr(attention, "q_norm") else ()
     eps = norms[0].variance_epsilon if norms else 0.0
-    kept = Store(shared, size, key.dtype, key.device)
+    kept = TensorShape(shared, size, key.dtype, key.device)
     weights = tuple(norm.weight for norm in norms)
     return Heads(count, shared, size, LayerShape(kept, kept), weights, eps, float(attention.scaling), window)
 

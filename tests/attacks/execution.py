@@ -246,7 +246,7 @@ def _pickle_in(place: str, packed: bool, instead_of: str | None = None, unseal: 
 
 
 def _seal_again(listed: Path) -> None:
-    from outrider.ground.digests import seal
+    from outrider.common.digests import seal
 
     if listed.exists():
         seal(listed.parent)

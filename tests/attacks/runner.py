@@ -47,7 +47,7 @@ def prepare() -> None:
     import outrider.eval.reports.render
     import outrider.pair.refresh
     import outrider.scripts.cli
-    import outrider.scripts.subject
+    import outrider.scripts.eval_setup
     import outrider.train.planning  # noqa: F401
 
 

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from outrider.decode import Decoder, Plan
 from outrider.heads import Drafter, DraftModel, Ngram
-from outrider.targets import Counts, Target, embedded_path
+from outrider.targets import RowLengths, Target, embedded_path
 
 VOCAB = 256
 
@@ -32,7 +32,7 @@ def logits_along(target: Target, prompt: Sequence[int], text: Sequence[int], fir
     while done < tokens.shape[1]:
         new = tokens[:, done : done + size]
         out = target.forward(new, cache)
-        cache.advance(Counts.of([new.shape[1]], target.device))
+        cache.advance(RowLengths.of([new.shape[1]], target.device))
         found.append(out.logits[0, -1:] if done == 0 else out.logits[0])
         size = width if done else first
         done += new.shape[1]

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from outrider.decode import Costs, Decoder, Plan, Sampling, Schedule, verify
-from outrider.decode.drafting import Chooser, Drawing, propose_confidently
+from outrider.decode.drafting import DraftSampler, SamplerConfig, propose_confidently
 from outrider.decode.growth import grow_dynamic
 from outrider.decode.rules import RULES
 from outrider.decode.sampling import Keys
@@ -151,8 +151,8 @@ def emitted(session, name: str, residuals: list[Tensor], depth: int = 3, length=
 def drafted_rows(session, path: tuple[int, ...]) -> Tensor:
     """The session's law of each draft of a chain, `[len(path), V]`."""
     with torch.inference_mode():
-        found = [session.begin(torch.tensor([0]))]
-        found += [session.extend(torch.tensor([[token]]))[:, 0] for token in path[:-1]]
+        found = [session.prefill(torch.tensor([0]))]
+        found += [session.decode(torch.tensor([[token]]))[:, 0] for token in path[:-1]]
     return torch.cat(found).double().softmax(-1)
 
 
@@ -267,7 +267,9 @@ def product_of(factors: list[Fraction]) -> Fraction:
 
 def grown(session, count: int, width: int = 3) -> list[tuple[int, ...]]:
     """The paths to the nodes of the best tree, best first as far as their scores tell."""
-    chooser = Chooser(RULES["greedy"], Drawing(Sampling(0.0), None, 3), Keys(0, torch.zeros(1).long(), torch.ones(1)))
+    chooser = DraftSampler(
+        RULES["greedy"], SamplerConfig(Sampling(0.0), None, 3), Keys(0, torch.zeros(1).long(), torch.ones(1))
+    )
     with torch.inference_mode():
         found = grow_dynamic(session, torch.tensor([0]), width, count, 3, chooser)
     paths: list[tuple[int, ...]] = []
@@ -305,7 +307,7 @@ def test_a_tree_of_width_one_is_the_chain(target):
 # ------------------------------------------------------------ confidences
 
 
-class Forced(Chooser):
+class Forced(DraftSampler):
     """A chooser that draws what a test says."""
 
     path: tuple[int, ...] = ()
@@ -321,9 +323,9 @@ def confident_session(target: Target, odds: dict[tuple[int, ...], float]):
     torch.manual_seed(5)
     torch.nn.init.normal_(session.drafter.markov_head.markov_w2.weight)
     said: list[int] = []
-    begin, extend = session.begin, session.extend
-    session.begin = lambda root: said.clear() or begin(root)
-    session.extend = lambda tokens, parents=None: said.append(int(tokens[0, 0])) or extend(tokens, parents)
+    begin, extend = session.prefill, session.decode
+    session.prefill = lambda root: said.clear() or begin(root)
+    session.decode = lambda tokens, parents=None: said.append(int(tokens[0, 0])) or extend(tokens, parents)
     session.confidence = lambda: torch.tensor([odds.get(tuple(said), 1.0)], dtype=torch.float64)
     return session
 
@@ -333,7 +335,7 @@ ODDS = {(): 0.9, (0,): 0.9, (1,): 0.4, (2,): 0.8, (0, 0): 0.3, (0, 2): 0.9, (2, 
 
 def told_length(session, path: tuple[int, ...], threshold: float) -> int:
     keys = Keys(0, torch.zeros(1, dtype=torch.long), torch.ones(1, dtype=torch.long))
-    chooser = Forced(RULES["rejection"], Drawing(Sampling(1.0), None, 3), keys, confidence=threshold)
+    chooser = Forced(RULES["rejection"], SamplerConfig(Sampling(1.0), None, 3), keys, confidence=threshold)
     chooser.path = path
     with torch.inference_mode():
         propose_confidently(session, torch.tensor([0]), len(path), chooser, asks=False)

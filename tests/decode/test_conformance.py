@@ -25,7 +25,7 @@ from outrider.decode.run import Run
 from outrider.decode.sampling import probabilities
 from outrider.heads import HEADS, Drafter, TargetBatch
 from outrider.heads.session import Abilities
-from outrider.targets import Counts, Target
+from outrider.targets import RowLengths, Target
 
 from ..conftest import ALL_TOKENS, FEW_TOKENS, best_of_few, few, make_llama
 from ..heads.test_drafters import MAKERS, SLOW, WITH_WEIGHTS  # noqa: F401 (SLOW is read by conftest.py)
@@ -188,12 +188,12 @@ def test_a_round_proposes_what_a_drafter_that_read_the_text_at_once_would(
 def fresh_proposal(
     target: Target, drafter: Drafter, text: list[int], root: int, depth: int, kept: Sequence[int]
 ) -> list[int]:
-    tokens, counts = torch.tensor([text]), Counts.of([len(text)], "cpu")
+    tokens, counts = torch.tensor([text]), RowLengths.of([len(text)], "cpu")
     cache = target.new_cache(1, len(text) + 8)
     hidden = target.forward(tokens, cache, drafter.taps).hidden
     cache.advance(counts)
     state = drafter.open(target, 1, len(text) + 8, cache=cache)
-    state.absorb(tokens, hidden, counts)
+    state.update(tokens, hidden, counts)
     return state.propose(torch.tensor([root]), depth, partial(best_of_few, tokens=kept)).tokens[0].tolist()
 
 

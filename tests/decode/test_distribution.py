@@ -34,7 +34,7 @@ from transformers.generation.logits_process import (
 
 from outrider.decode import Decoder, Output, Plan, Sampling, Tree, drafting, rules, verify
 from outrider.decode import round as stage
-from outrider.decode.drafting import Chooser
+from outrider.decode.drafting import DraftSampler
 from outrider.decode.growth import grow_static
 from outrider.decode.sampling import ACCEPT, Context, Processors, draw, probabilities, uniforms
 from outrider.heads import Drafter, DraftModel, Eagle3, Eagle3Config, Ngram, Proposal
@@ -369,14 +369,14 @@ def broken_rejection(residual: str = "right", shift: int = 0, bonus: str = "p", 
     return rule
 
 
-def picks_the_most_probable(chooser: Chooser, logits: Tensor) -> Tensor:
+def picks_the_most_probable(chooser: DraftSampler, logits: Tensor) -> Tensor:
     probs = probabilities(logits, chooser.drawing.sampling)
     chooser.probs.append(probs)
     return probs.argmax(-1)
 
 
-def picks_at_another_temperature(chooser: Chooser, logits: Tensor) -> Tensor:
-    honest = Chooser.honest_pick(chooser, logits / 0.8)
+def picks_at_another_temperature(chooser: DraftSampler, logits: Tensor) -> Tensor:
+    honest = DraftSampler.honest_pick(chooser, logits / 0.8)
     chooser.probs[-1] = probabilities(logits, chooser.drawing.sampling)
     return honest
 
@@ -385,10 +385,10 @@ def with_rule(wrong: Rejection) -> Plant:
     return lambda patch: patch.setattr(rules, "verify", SimpleNamespace(rejection=wrong, match=verify.match))
 
 
-def with_pick(wrong: Callable[[Chooser, Tensor], Tensor]) -> Plant:
+def with_pick(wrong: Callable[[DraftSampler, Tensor], Tensor]) -> Plant:
     def plant(patch: pytest.MonkeyPatch) -> None:
-        patch.setattr(Chooser, "honest_pick", Chooser._pick, raising=False)
-        patch.setattr(Chooser, "_pick", wrong)
+        patch.setattr(DraftSampler, "honest_pick", DraftSampler._pick, raising=False)
+        patch.setattr(DraftSampler, "_pick", wrong)
 
     return plant
 

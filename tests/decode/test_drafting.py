@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from outrider.decode import Decoder, Plan, Sampling, Tree, drafting
 from outrider.decode import round as stage
-from outrider.decode.drafting import Chooser, Drawing
+from outrider.decode.drafting import DraftSampler, SamplerConfig
 from outrider.decode.growth import grow_dynamic
 from outrider.decode.rules import RULES
 from outrider.decode.sampling import DRAFT, Context, Keys, Processors, draw, gumbel, probabilities, shared_gumbel
@@ -38,9 +38,9 @@ def target(tiny_llama) -> Target:
 CELLS = 20_000
 
 
-def chooser(rule: str, sampling: Sampling, rows: int, vocab: int = 6) -> Chooser:
+def chooser(rule: str, sampling: Sampling, rows: int, vocab: int = 6) -> DraftSampler:
     keys = Keys(sampling.seed, torch.arange(rows), torch.full((rows,), 7))
-    return Chooser(RULES[rule], Drawing(sampling, None, vocab), keys)
+    return DraftSampler(RULES[rule], SamplerConfig(sampling, None, vocab), keys)
 
 
 def drawn_and_scored(
@@ -161,7 +161,7 @@ def the_drafter_ignores(kind: str, patch: pytest.MonkeyPatch) -> None:
             drafting, "probabilities", lambda logits, sampling: probabilities(logits, replace(sampling, **without))
         )
     else:
-        patch.setattr(Chooser, "_processed", lambda picks, logits, context: logits)
+        patch.setattr(DraftSampler, "_processed", lambda picks, logits, context: logits)
 
 
 @pytest.mark.parametrize("shape", ["chain, rejection", "static tree, without replacement", "static tree, coupled"])

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel
 
+from outrider.common import BadInputError, IncompatibleError
 from outrider.decode import Decoder, DecodeStats, Plan, Round, Sampling, Tree, depth_counts
-from outrider.ground import BadInputError, IncompatibleError
 from outrider.heads import (
     Abilities,
     Choose,
@@ -21,8 +21,8 @@ from outrider.heads import (
     DraftModel,
     Eagle3,
     Eagle3Config,
-    EmptySession,
     Ngram,
+    NoDraftSession,
     Proposal,
 )
 from outrider.heads.session import Ended
@@ -62,7 +62,7 @@ class Script(Drafter):
         return ScriptSession(list(self.rounds))
 
 
-class ScriptSession(EmptySession):
+class ScriptSession(NoDraftSession):
     def __init__(self, rounds: list[list[int]]):
         self.rounds = rounds
 

@@ -12,9 +12,9 @@ import torch
 from torch import nn
 from transformers import LlamaForCausalLM
 
+from outrider.common import BadInputError
 from outrider.decode import Decoder, Plan, Sampling, Tree
 from outrider.decode.finite import are_finite
-from outrider.ground import BadInputError
 from outrider.heads import Drafter, drafter_config
 from outrider.targets import Target
 

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from outrider.common import IncompatibleError
 from outrider.decode import Decoder, Plan, Sampling, Tree, rules
-from outrider.ground import IncompatibleError
 from outrider.heads import (
     Abilities,
     Choose,
@@ -31,8 +31,8 @@ from outrider.heads import (
     Session,
 )
 from outrider.heads.session import Ended
-from outrider.targets import Counts, RaggedCache, Target
-from outrider.targets.placement import Placement
+from outrider.targets import RaggedCache, RowLengths, Target
+from outrider.targets.cache_slots import Placement
 
 Plant = Callable[[pytest.MonkeyPatch], None]
 
@@ -213,7 +213,7 @@ class ProphetSession(Session):
     def __init__(self, texts: list[list[int]], batch_size: int):
         self.texts, self.rows, self.known, self.round = texts, list(range(batch_size)), [0] * batch_size, 0
 
-    def absorb(self, tokens: Tensor, hidden: Tensor | None, counts: Counts, path: Tensor | None = None) -> None:
+    def update(self, tokens: Tensor, hidden: Tensor | None, counts: RowLengths, path: Tensor | None = None) -> None:
         self.known = [n + c for n, c in zip(self.known, counts.values, strict=True)]
 
     def propose(self, root: Tensor, depth: int, choose: Choose, ended: Ended | None = None) -> Proposal:
@@ -485,8 +485,8 @@ def refused_drafts_stay(patch: pytest.MonkeyPatch) -> None:
     )
 
 
-def kept_too_many(counts: Counts) -> Counts:
-    return Counts.of([2 if n == 1 else n for n in counts.values], counts.tensor.device)
+def kept_too_many(counts: RowLengths) -> RowLengths:
+    return RowLengths.of([2 if n == 1 else n for n in counts.values], counts.tensor.device)
 
 
 def the_path_is_not_moved(patch: pytest.MonkeyPatch) -> None:

@@ -12,9 +12,9 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from outrider.common import BadInputError
 from outrider.decode import Decoder, Plan, Sampling, Tree, memory
-from outrider.decode.memory import Budget, Load, budget
-from outrider.ground import BadInputError
+from outrider.decode.memory import Load, MemoryNeed, budget
 from outrider.heads import Drafter, DraftModel, Eagle3, Eagle3Config, Ngram, drafter_config
 from outrider.targets import PeakBytes, Target
 
@@ -252,4 +252,4 @@ def test_memory_that_lasts_from_request_to_request_is_not_asked_for_twice(free):
 
 
 def test_a_budget_adds_up():
-    assert Budget(1, 2, 4).total == 7
+    assert MemoryNeed(1, 2, 4).total == 7

@@ -14,8 +14,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from outrider.common import IncompatibleError
 from outrider.decode import Decoder, Plan, Sampling, Tree
-from outrider.ground import IncompatibleError
 from outrider.heads import Drafter, DraftModel, Ngram
 from outrider.targets import Target
 

@@ -22,6 +22,7 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
+from outrider.common import BadInputError
 from outrider.decode import Sampling
 from outrider.decode.sampling import (
     ACCEPT,
@@ -39,7 +40,6 @@ from outrider.decode.sampling import (
     shared_gumbel,
     uniforms,
 )
-from outrider.ground import BadInputError
 
 NEVER = 1e-6  # p-values below this do not happen by chance in a lifetime of this suite
 

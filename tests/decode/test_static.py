@@ -21,8 +21,8 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from outrider.decode import Control, Costs, Decoder, Plan, Sampling, Tree, graphs
 from outrider.decode import round as stage
 from outrider.decode.graphs import Graphs
-from outrider.decode.room import Room, window_of
 from outrider.decode.run import Request
+from outrider.decode.static_batch import StaticBatch, window_of
 from outrider.heads import (
     Drafter,
     DraftModel,
@@ -37,8 +37,8 @@ from outrider.heads import (
     Suffix,
     SuffixConfig,
 )
-from outrider.heads.parts.feature_drafter import FeatureSession
-from outrider.targets import Counts, Target
+from outrider.heads.eagle.feature_drafter import FeatureSession
+from outrider.targets import RowLengths, Target
 
 from ..conftest import few
 
@@ -142,7 +142,7 @@ def test_two_rounds_are_on_the_device_while_the_host_reads(target, monkeypatch):
     happened: list[str] = []
 
     def noted(name: str) -> Any:
-        right = getattr(Room, name)
+        right = getattr(StaticBatch, name)
 
         def call(*given: Any) -> Any:
             happened.append(name)
@@ -151,7 +151,7 @@ def test_two_rounds_are_on_the_device_while_the_host_reads(target, monkeypatch):
         return call
 
     for name in ("launch", "read"):
-        monkeypatch.setattr(Room, name, noted(name))
+        monkeypatch.setattr(StaticBatch, name, noted(name))
     ahead(target, None).generate(PROMPTS[:1], 4, ignore_eos=True)
     assert happened == ["launch", "launch", "read", "launch", "read", "launch", "read"]
     for drafter, plan in ((make_drafters(target)["eagle3"], PLANS["control"]), (Ngram(), Plan(3))):
@@ -253,13 +253,13 @@ def test_rows_that_finished_may_do_what_they_like(tiny_llama):
 
 def test_a_drafter_that_nobody_wants_any_more_is_told_nothing(target, monkeypatch):
     drafter, widths = make_drafters(target)["eagle3"], []
-    original = FeatureSession.absorb
+    original = FeatureSession.update
 
     def watched(self, tokens, *rest):
         original(self, tokens, *rest)
         widths.append(self.unread.tokens.shape[1])
 
-    monkeypatch.setattr(FeatureSession, "absorb", watched)
+    monkeypatch.setattr(FeatureSession, "update", watched)
     first = Decoder(target).generate(PROMPTS[:1], 1).tokens[0][0]
     decoder = Decoder(target, drafter)
     decoder.generate(
@@ -320,15 +320,15 @@ def test_a_round_never_reads_a_tensor_on_the_host(tiny_llama, monkeypatch, plan,
             run = Decoder(target, drafter, static=True).run(request)
             tokens, counts = (
                 torch.zeros(4, 9, dtype=torch.long),
-                Counts(torch.ones(4, dtype=torch.long), [len(p) for p in PROMPTS]),
+                RowLengths(torch.ones(4, dtype=torch.long), [len(p) for p in PROMPTS]),
             )
             with torch.inference_mode():
                 state = run._open(tokens, counts)
-                state.session.absorb(tokens, torch.zeros(4, 9, len(drafter.taps), 32), counts)
+                state.session.update(tokens, torch.zeros(4, 9, len(drafter.taps), 32), counts)
                 for cache in (state.cache, *state.session.caches()):
                     cache.window = 256
                 for number in range(3):
-                    state, _ = stage.play(run.setup, state, run.setup.plan.depth)
+                    state, _ = stage.step(run.setup, state, run.setup.plan.depth)
                     if number == 0:  # what depends on the plan alone is made once
                         monkeypatch.setattr(torch, "tensor", forbidden)
                         monkeypatch.setattr(torch, "as_tensor", forbidden)

@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from outrider.common import BadInputError
 from outrider.decode import LOSSLESS, LOSSY, Decoder, Plan, Sampling, Tree, best_tree
-from outrider.ground import BadInputError
 from outrider.heads import DraftModel, Eagle3, Eagle3Config
 from outrider.targets import Target
 

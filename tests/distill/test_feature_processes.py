@@ -18,11 +18,11 @@ from accelerate import PartialState, debug_launcher
 from datasets import Dataset
 from torch import distributed
 
+from outrider.common import BadInputError
 from outrider.distill import FeatureStore
-from outrider.distill.feature_making import Making
+from outrider.distill.feature_making import FeatureStoreBuilder
 from outrider.distill.launched import crew_in
 from outrider.distill.shards import LEAST_BYTES, MOST_BYTES, precision_of, shard_size
-from outrider.ground import BadInputError
 from outrider.targets import Target
 
 TAPS = (2, 3, 6)  # the last one is the last state
@@ -65,16 +65,16 @@ def places(folder: Path) -> dict[str, tuple[int, int]]:
 def note_who_computes(monkeypatch: pytest.MonkeyPatch, notes: Path) -> None:
     """Write down who computes each shard; process 1 takes a second for each."""
     notes.mkdir()
-    compute = Making._compute
+    compute = FeatureStoreBuilder._compute
 
-    def noted(self: Making, shard: int) -> None:
+    def noted(self: FeatureStoreBuilder, shard: int) -> None:
         rank = distributed.get_rank()
         time.sleep(1.0 if rank == 1 else 0.1)
         assert not (notes / str(shard)).exists(), "a shard is computed once"
         (notes / str(shard)).write_text(str(rank))
         compute(self, shard)
 
-    monkeypatch.setattr(Making, "_compute", noted)
+    monkeypatch.setattr(FeatureStoreBuilder, "_compute", noted)
 
 
 def test_two_processes_leave_the_files_of_one_and_a_slow_one_holds_nobody_up(
@@ -93,16 +93,16 @@ def test_two_processes_leave_the_files_of_one_and_a_slow_one_holds_nobody_up(
 
 def killed_at(count: int, folder: Path, target: Target, dataset: Dataset) -> None:
     """Build in a process of its own, which is killed when it has begun shard `count`."""
-    compute, begun = Making._compute, []
+    compute, begun = FeatureStoreBuilder._compute, []
 
-    def counted(self: Making, shard: int) -> None:
+    def counted(self: FeatureStoreBuilder, shard: int) -> None:
         begun.append(shard)
         if len(begun) == count:
             os.kill(os.getpid(), signal.SIGKILL)
         compute(self, shard)
 
     def build() -> None:
-        Making._compute = counted  # type: ignore[method-assign]
+        FeatureStoreBuilder._compute = counted  # type: ignore[method-assign]
         build_together(folder, target, dataset)
 
     child = multiprocessing.get_context("fork").Process(target=build)

@@ -13,8 +13,8 @@ import pytest
 import torch
 from datasets import Dataset
 
+from outrider.common import BadInputError, IncompatibleError
 from outrider.distill import FeatureStore
-from outrider.ground import BadInputError, IncompatibleError
 from outrider.targets import Target
 
 LENGTHS = [5, 12, 3, 9, 12, 1, 7]

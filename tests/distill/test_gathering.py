@@ -13,11 +13,11 @@ import pytest
 from rich.console import Console
 from transformers import PreTrainedTokenizerFast
 
+from outrider.common import BadInputError
 from outrider.decode import Decoder
 from outrider.distill import distill, load_responses, provenance
-from outrider.distill.gathering import gather
-from outrider.distill.prompts import Collection, Reading, collect
-from outrider.ground import BadInputError
+from outrider.distill.collect import gather
+from outrider.distill.prompts import Collection, PromptReading, collect
 from outrider.recipes import Recipe
 from outrider.targets import Target
 
@@ -169,7 +169,7 @@ def test_arguments_reach_the_template(rows: Rows, tiny_tokenizer: PreTrainedToke
 
 def test_ids_of_one_name_are_numbered_in_linear_time(rows: Rows, tiny_tokenizer: PreTrainedTokenizerFast) -> None:
     source = rows("a.jsonl", *({"id": "x", "text": f"t{i}"} for i in range(4000)))
-    ids = [p.id for p in collect([source], tiny_tokenizer, reading=Reading()).prompts]
+    ids = [p.id for p in collect([source], tiny_tokenizer, reading=PromptReading()).prompts]
     assert ids[:3] == ["a/x", "a/x#2", "a/x#3"]
     assert len(set(ids)) == 4000
 

@@ -21,8 +21,8 @@ from typing import Any
 import pytest
 from accelerate import PartialState
 
+from outrider.common import process_group
 from outrider.distill import distill, servers
-from outrider.ground import crew
 from outrider.recipes import Recipe
 from outrider.targets import Target
 
@@ -84,7 +84,7 @@ def _act(act: Callable[[], object], rank: int, size: int, port: int, met: Any) -
 @pytest.fixture(autouse=True)
 def often(monkeypatch: pytest.MonkeyPatch) -> None:
     """Deaths are noticed soon."""
-    monkeypatch.setattr(crew, "SECONDS_BETWEEN_ROLL_CALLS", 0.3)
+    monkeypatch.setattr(process_group, "SECONDS_BETWEEN_ROLL_CALLS", 0.3)
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from outrider.distill.layouts import RowError, understand
-from outrider.distill.prompts import Reading, collect
+from outrider.distill.prompts import PromptReading, collect
 
 U, A, S = ({"role": role, "content": text} for role, text in (("user", "u"), ("assistant", "a"), ("system", "s")))
 CALL = {"type": "function", "function": {"name": "ls", "arguments": '{"path": "."}'}}
@@ -180,7 +180,7 @@ def test_a_planted_fault_is_named_with_its_place(
         collect([str(file)], tiny_tokenizer)
     assert str(caught.value).startswith(f"{file}, row 3: ")
     assert expected in str(caught.value)
-    found = collect([str(file)], tiny_tokenizer, reading=Reading(drop_malformed=True))
+    found = collect([str(file)], tiny_tokenizer, reading=PromptReading(drop_malformed=True))
     assert (len(found.prompts), found.counts()["malformed"]) == (2, 1)
     assert expected in found.sources[0].examples["malformed"]
 

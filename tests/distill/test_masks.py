@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
+from outrider.common import BadInputError
 from outrider.distill.masks import supervised_mask
-from outrider.ground import BadInputError
 
 CHAT = [
     {"role": "system", "content": "be brief"},

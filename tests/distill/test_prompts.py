@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
+from outrider.common import BadInputError
 from outrider.distill.conversation import given_sequences
-from outrider.distill.prompts import Reading, collect, digest_prompts, read_prompts
+from outrider.distill.prompts import PromptReading, collect, digest_prompts, read_prompts
 from outrider.distill.sources import check_sources
-from outrider.ground import BadInputError
 
 Rows = Callable[..., str]
 
@@ -132,7 +132,7 @@ def test_a_long_text_loses_its_beginning_and_keeps_its_bos(rows: Rows, tiny_toke
         single="<|pad|> $A", special_tokens=[("<|pad|>", with_bos.bos_token_id)]
     )
     file = rows("a.jsonl", {"text": "zyxwvutsrq"})
-    found = collect([file], with_bos, reading=Reading(max_tokens=5))
+    found = collect([file], with_bos, reading=PromptReading(max_tokens=5))
     assert with_bos.decode(found.prompts[0].tokens) == "<|pad|>tsrq"
     assert found.prompts[0].text == "zyxwvutsrq"
     assert found.counts()["truncated"] == 1
@@ -149,7 +149,7 @@ def test_long_chats_and_rows_that_ask_nothing_are_left_out_and_counted(
         {"text": ""},
         {"messages": [{"role": "system", "content": "s"}, {"role": "assistant", "content": "unasked"}]},
     )
-    found = collect([source], tiny_tokenizer, reading=Reading(max_tokens=6))
+    found = collect([source], tiny_tokenizer, reading=PromptReading(max_tokens=6))
     assert found.counts() == {
         "prompts": 1,
         "rows": 4,
@@ -254,7 +254,7 @@ def test_a_template_that_refuses_a_conversation_is_quoted(rows: Rows, tiny_token
 @pytest.mark.skipif("OUTRIDER_DATA" not in os.environ, reason="OUTRIDER_DATA names a folder of real prompt files")
 def test_real_prompt_files_are_readable(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
     """Every .jsonl under $OUTRIDER_DATA gives a prompt for each of its rows, and what they answer is supervised."""
-    reading = Reading(whole=True)
+    reading = PromptReading(whole=True)
     for file in sorted(Path(os.environ["OUTRIDER_DATA"]).rglob("*.jsonl")):
         found = collect([str(file)], tiny_tokenizer, reading=reading)
         assert len(found.prompts) == sum(1 for line in file.open() if line.strip()), file

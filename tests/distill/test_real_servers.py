@@ -23,7 +23,7 @@ import pytest
 from outrider.distill import distill, load_responses, provenance, servers
 from outrider.distill.prompts import read_prompts
 from outrider.recipes import Recipe
-from outrider.serving.launching import Launch, python_of
+from outrider.serving.launching import VllmLaunch, python_of
 from outrider.targets import Target, embedded_path
 
 from ..conftest import place_of
@@ -108,18 +108,18 @@ def answers(port: int) -> bool:
 
 
 @pytest.fixture(scope="session")
-def launch() -> Launch:
+def launch() -> VllmLaunch:
     environment = place_of("OUTRIDER_VLLM_PYTHON", "the environment of a vLLM")
-    return Launch(python_of(environment), str(embedded_path()), "float32", environment={"OMP_NUM_THREADS": "1"})
+    return VllmLaunch(python_of(environment), str(embedded_path()), "float32", environment={"OMP_NUM_THREADS": "1"})
 
 
-def vllm(launch: Launch, tmp_path: Path) -> Any:
+def vllm(launch: VllmLaunch, tmp_path: Path) -> Any:
     return running(launch.command(PORT), launch.variables(), PORT, tmp_path / "log")
 
 
 @pytest.mark.served
 def test_vllm_killed_half_way_and_restarted_gives_the_data_set_of_our_own_decoder(
-    launch: Launch, tmp_path: Path, prompts: Path, target: Target, own: dict[str, list[int]]
+    launch: VllmLaunch, tmp_path: Path, prompts: Path, target: Target, own: dict[str, list[int]]
 ) -> None:
     made, done = recipe(tmp_path / "run", prompts, PORT), threading.Event()
 
@@ -144,7 +144,7 @@ def test_vllm_killed_half_way_and_restarted_gives_the_data_set_of_our_own_decode
 
 @pytest.mark.served
 def test_killed_half_way_and_started_again_every_prompt_is_answered_once(
-    launch: Launch, tmp_path: Path, prompts: Path, target: Target, own: dict[str, list[int]]
+    launch: VllmLaunch, tmp_path: Path, prompts: Path, target: Target, own: dict[str, list[int]]
 ) -> None:
     made = recipe(tmp_path / "run", prompts, PORT, stream=True)
     (tmp_path / "recipe.yaml").write_text(made.to_yaml())

@@ -13,10 +13,10 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerFast
 
+from outrider.common import BadInputError, IncompatibleError, Refusal, digests
 from outrider.decode import Decoder, Output
 from outrider.distill import distill, load_responses, provenance, read_prompts
-from outrider.distill.unfinished import Identity
-from outrider.ground import BadInputError, IncompatibleError, Refusal, digests
+from outrider.distill.resume_store import Identity
 from outrider.recipes import Recipe
 from outrider.targets import Target
 

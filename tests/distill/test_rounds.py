@@ -12,11 +12,11 @@ import pytest
 import torch
 from datasets import Dataset
 
+from outrider.common import BadInputError
 from outrider.decode import Decoder, Output
 from outrider.distill import distill, load_responses, provenance
 from outrider.distill.data_set import rounds_of
 from outrider.distill.depths import along, depths_of
-from outrider.ground import BadInputError
 from outrider.heads import Drafter, DraftModel, Ngram, load_drafter
 from outrider.recipes import Recipe
 from outrider.targets import Target

@@ -16,12 +16,12 @@ import httpx
 import openai
 import pytest
 
+from outrider.common import BadInputError
 from outrider.decode import Decoder
-from outrider.distill import asking, distill, load_responses, provenance, responses, servers
+from outrider.distill import client, distill, load_responses, provenance, responses, servers
 from outrider.distill.prompts import Collection
 from outrider.distill.table import Prompt
 from outrider.distill.templates import render
-from outrider.ground import BadInputError
 from outrider.recipes import Recipe
 from outrider.scripts.bench.faults import FaultyProxy, running
 from outrider.targets import Target
@@ -160,15 +160,15 @@ def test_an_interrupted_run_asks_only_what_is_missing(
 ) -> None:
     server = start_server(seconds=0.02)
     recipe = make_recipe("cut", server, requests={"concurrency": 2})
-    write = servers.Kept.write
+    write = servers.Journal.write
 
-    def interrupted(self: servers.Kept) -> None:
+    def interrupted(self: servers.Journal) -> None:
         write(self)
         if self.number >= 2:
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(servers.Kept, "write", interrupted)
+        patch.setattr(servers.Journal, "write", interrupted)
         with pytest.raises(KeyboardInterrupt):
             distill(recipe, tiny_target)
     before = server.asked.total()
@@ -422,7 +422,7 @@ def test_a_server_that_lists_models_but_refuses_every_question_ends_the_run(
 def test_a_server_that_wants_to_be_left_alone_for_a_day_is_asked_again_earlier() -> None:
     for wanted, taken in (("86400", 300.0), ("inf", 300.0), ("nan", 0.0), ("2", 2.0), ("-1", 0.0)):
         response = httpx.Response(429, headers={"Retry-After": wanted}, request=httpx.Request("GET", "http://host"))
-        assert asking._after(openai.RateLimitError("busy", response=response, body=None)) == taken
+        assert client._after(openai.RateLimitError("busy", response=response, body=None)) == taken
 
 
 def test_the_shortest_prompt_greets_the_servers(

@@ -12,9 +12,9 @@ import pyarrow.parquet
 import pytest
 from datasets import Dataset, DatasetDict
 
+from outrider.common import BadInputError
 from outrider.distill.layouts import RowError
 from outrider.distill.sources import check_sources, count_rows, rows_of, title
-from outrider.ground import BadInputError
 from outrider.recipes import SourceSpec
 
 ROWS = [{"text": "one"}, {"text": "two é"}, {"text": "three"}]

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from outrider.common.checksums import digest_json
 from outrider.distill.prompts import Prompt, digest_prompts
 from outrider.distill.seen import Seen
 from outrider.distill.table import PromptTable
-from outrider.ground.sealed import digest_json
 
 USER = {"role": "user", "content": "u"}
 PROMPTS = [

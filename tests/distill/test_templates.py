@@ -9,8 +9,8 @@ import time
 import pytest
 from transformers import PreTrainedTokenizerFast
 
+from outrider.common import BadInputError
 from outrider.distill.templates import render
-from outrider.ground import BadInputError
 
 CHAT = [{"role": "user", "content": "def add("}, {"role": "assistant", "content": "a, b):"}]
 

@@ -13,10 +13,10 @@ from accelerate import PartialState, debug_launcher
 from safetensors.torch import load_file, save_file
 from torch import distributed
 
+from outrider.common import BadInputError
 from outrider.distill import distill, provenance
-from outrider.ground import BadInputError
 from outrider.recipes import Recipe
-from outrider.targets import Target, absent
+from outrider.targets import Target, config_only
 
 from .conftest import Server
 
@@ -88,7 +88,7 @@ def distil_together(recipe: Recipe) -> None:
 def test_of_several_processes_the_first_alone_reads_the_weights(
     recipe: Callable[..., Recipe], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    read, notes = absent.load_causal_lm, tmp_path / "notes"
+    read, notes = config_only.load_causal_lm, tmp_path / "notes"
     notes.mkdir()
 
     def noted(*arguments: Any, **named: Any) -> Any:
@@ -96,7 +96,7 @@ def test_of_several_processes_the_first_alone_reads_the_weights(
         return read(*arguments, **named)
 
     one = distill(recipe("one"))
-    monkeypatch.setattr(absent, "load_causal_lm", noted)
+    monkeypatch.setattr(config_only, "load_causal_lm", noted)
     several = recipe("several")
     debug_launcher(distil_together, (several,), num_processes=2)
     assert [file.name for file in notes.iterdir()] == ["0"]

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from outrider.distill.prompts import Prompt
-from outrider.eval import Record, Report
+from outrider.eval import PromptRecord, Report
 from outrider.eval.reports.figures import Baselines
 from outrider.eval.reports.report import Conditions, ContestantInfo, SuiteInfo
 from outrider.eval.suites import Suite, make_suite
@@ -28,13 +28,15 @@ def suites() -> list[Suite]:
     return [make_suite("code", prompts("code", 3, 1)), make_suite("docs", prompts("docs", 2, 30))]
 
 
-def _record(contestant: str, temperature: float, i: int, accepted: list[int], depth: int, seconds: float) -> Record:
+def _record(
+    contestant: str, temperature: float, i: int, accepted: list[int], depth: int, seconds: float
+) -> PromptRecord:
     compared = (
         {"identical": i != 0, "diverges_at": 4 if i == 0 else None}
         if temperature == 0 and contestant != "plain"
         else {}
     )
-    return Record(
+    return PromptRecord(
         contestant=contestant,
         temperature=temperature,
         suite="code",

@@ -10,8 +10,8 @@ from torch import Tensor
 from outrider.decode import Decoder, Plan, Sampling, Tree
 from outrider.eval import acceptance
 from outrider.eval.acceptance import Acceptance
-from outrider.eval.race import make_jobs
 from outrider.eval.suites import Suite
+from outrider.eval.turns import make_jobs
 from outrider.heads import DraftModel, Ngram
 from outrider.targets import Target
 
@@ -44,9 +44,9 @@ class SecondBest(DraftModel):
 
     def open(self, *sizes: Any, **more: Any) -> Any:
         session: Any = super().open(*sizes, **more)
-        begin, extend = session.begin, session.extend
-        session.begin = lambda root: swapped(begin(root))
-        session.extend = lambda tokens, parents=None: swapped(extend(tokens, parents))
+        begin, extend = session.prefill, session.decode
+        session.prefill = lambda root: swapped(begin(root))
+        session.decode = lambda tokens, parents=None: swapped(extend(tokens, parents))
         return session
 
 

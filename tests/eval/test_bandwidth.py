@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import pytest
 
+from outrider.common import BadInputError
 from outrider.eval import bandwidth as bandwidths
 from outrider.eval.bandwidth import Bandwidth, Floor, bandwidth, copy_bandwidth, read_bandwidth, weight_bytes
-from outrider.ground import BadInputError
 from outrider.targets import Target
 
 

@@ -7,37 +7,37 @@ from xml.etree import ElementTree
 
 import pytest
 
+from outrider.common import BadInputError
 from outrider.decode import Plan, Round
 from outrider.distill.prompts import Prompt
 from outrider.eval import Interval
 from outrider.eval import batches as room
-from outrider.eval.batches import BatchAnswer, Point, make_groups, measure_batches, speedup_lines
+from outrider.eval.batches import BatchAnswer, BatchPoint, make_groups, measure_batches, speedup_lines
 from outrider.eval.measure import Contestant
-from outrider.eval.race import Job
 from outrider.eval.reports.plots import speedup_by_size, standalone
-from outrider.ground import BadInputError
+from outrider.eval.turns import PromptJob
 from outrider.heads import DraftModel
 from outrider.recipes import EvalSpec
 from outrider.targets import Target
 
 
 @pytest.fixture
-def jobs() -> list[Job]:
+def jobs() -> list[PromptJob]:
     """Ten ragged prompts over a vocabulary of 64."""
     return [
-        Job("code", Prompt(f"p{i}", "code", tuple((7 * i + 3 * j) % 64 for j in range(3 + i % 4))), i)
+        PromptJob("code", Prompt(f"p{i}", "code", tuple((7 * i + 3 * j) % 64 for j in range(3 + i % 4))), i)
         for i in range(10)
     ]
 
 
-def test_batches_of_one_pass_share_no_prompt_and_all_are_full(jobs: list[Job]) -> None:
+def test_batches_of_one_pass_share_no_prompt_and_all_are_full(jobs: list[PromptJob]) -> None:
     groups = make_groups(jobs, 3, least=1)
     assert [len(g) for g in groups] == [3, 3, 3]
     used = [job.sequence for group in groups for job in group]
     assert len(set(used)) == 9
 
 
-def test_where_prompts_fill_too_few_batches_they_are_drawn_again(jobs: list[Job]) -> None:
+def test_where_prompts_fill_too_few_batches_they_are_drawn_again(jobs: list[PromptJob]) -> None:
     groups = make_groups(jobs, 4, least=5)
     assert [len(g) for g in groups] == [4] * 5
     assert len({tuple(sorted(job.sequence for job in g)) for g in groups}) == 5
@@ -45,7 +45,7 @@ def test_where_prompts_fill_too_few_batches_they_are_drawn_again(jobs: list[Job]
     assert len(make_groups(jobs, 1, least=2)) == 10
 
 
-def test_sizes_without_a_full_batch_are_refused(jobs: list[Job]) -> None:
+def test_sizes_without_a_full_batch_are_refused(jobs: list[PromptJob]) -> None:
     for size in (0, 11):
         with pytest.raises(BadInputError, match=f"between 1 and the number of prompts, 10; got {size}"):
             make_groups(jobs, size, 1)
@@ -53,7 +53,7 @@ def test_sizes_without_a_full_batch_are_refused(jobs: list[Job]) -> None:
         make_groups(jobs, 1, 0)
 
 
-def test_a_whole_measurement(tiny_llama: Callable, jobs: list[Job]) -> None:
+def test_a_whole_measurement(tiny_llama: Callable, jobs: list[PromptJob]) -> None:
     """The target as its own drafter keeps everything, whatever the batch.
 
     Text is the plain target's; rows leave as they end.
@@ -107,15 +107,15 @@ def test_figures_by_hand() -> None:
     assert room._point("plain", "plain", 2, {"own": own, "plain": base}, [0, 1]).tau is None
 
 
-def test_the_plain_target_must_take_part(tiny_llama: Callable, jobs: list[Job]) -> None:
+def test_the_plain_target_must_take_part(tiny_llama: Callable, jobs: list[PromptJob]) -> None:
     target = Target(tiny_llama(layers=1))
     with pytest.raises(BadInputError, match="the plain target must take part"):
         measure_batches(target, [Contestant("self", DraftModel(target.model), Plan(2))], jobs, [1], EvalSpec())
 
 
-def make_point(name: str, size: int, value: float, known: bool = True) -> Point:
+def make_point(name: str, size: int, value: float, known: bool = True) -> BatchPoint:
     interval = Interval(value, value - 0.1, value + 0.1) if known else Interval(value, float("nan"), float("nan"))
-    return Point(name, size, 8, 8, 80, interval, interval, None if name == "plain" else interval, 1.0, 8)
+    return BatchPoint(name, size, 8, 8, 80, interval, interval, None if name == "plain" else interval, 1.0, 8)
 
 
 def test_the_plot_has_a_line_and_a_label_for_each_contestant_and_a_mark_for_each_size() -> None:

@@ -7,18 +7,20 @@ import pytest
 from outrider.decode import Control, Costs, Plan, Round, Tree
 from outrider.eval import Ratio, choice
 from outrider.eval.batches import BatchAnswer
-from outrider.eval.choice import Measured
+from outrider.eval.choice import MeasuredOption
 from outrider.eval.prediction import Loop, Option
 from outrider.eval.reports.statistics import Bootstrap
 
 BOOTSTRAP = Bootstrap([6])
 
 
-def raced(plan: Plan, seconds: float, noise: float = 0.0) -> Measured:
+def raced(plan: Plan, seconds: float, noise: float = 0.0) -> MeasuredOption:
     """Six batches of 100 tokens in about `seconds` each."""
     times = [seconds * (1 + noise * (-1) ** i) for i in range(6)]
     plain = Ratio([100] * 6, [1.0] * 6)
-    return Measured(Option(plan, 2.0, Loop(0, 0.01), 100 / seconds), 2.0, Ratio([100] * 6, times), plain, BOOTSTRAP)
+    return MeasuredOption(
+        Option(plan, 2.0, Loop(0, 0.01), 100 / seconds), 2.0, Ratio([100] * 6, times), plain, BOOTSTRAP
+    )
 
 
 PLAIN, CHAIN, SHALLOW = raced(Plan(0), 1.0), raced(Plan(4), 0.6), raced(Plan(1), 0.8)
@@ -45,7 +47,7 @@ CONTROLLED = Plan(6, control=Control(Costs(((0, 0.01),)), (0.5,)))
     ],
 )
 def test_the_best_measured_plan_is_chosen(
-    fixed: list[Measured], controlled: Measured, expected: Plan, words: str
+    fixed: list[MeasuredOption], controlled: MeasuredOption, expected: Plan, words: str
 ) -> None:
     chosen, reason = choice.choose([PLAIN, *fixed, controlled])
     assert chosen.option.plan == expected

@@ -8,19 +8,19 @@ import numpy as np
 import pytest
 import torch
 
+from outrider.common import BadInputError
 from outrider.decode import Sampling
-from outrider.eval.confidence import Told, bins_of, calibration_error, collect, fit
-from outrider.ground import BadInputError
+from outrider.eval.confidence import ConfidenceSample, bins_of, calibration_error, collect, fit
 from outrider.heads import DFlash, DFlashConfig, DSpark, DSparkConfig
 from outrider.targets import Target
 
 
-def drawn(rounds: int, temperatures: tuple[float, ...], seed: int = 0) -> Told:
+def drawn(rounds: int, temperatures: tuple[float, ...], seed: int = 0) -> ConfidenceSample:
     """Rounds whose true odds are those that are told, divided by `temperatures`."""
     generator = np.random.default_rng(seed)
     odds = generator.normal(1.0, 2.0, (rounds, len(temperatures)))
     right = generator.random(odds.shape) < 1 / (1 + np.exp(-odds / np.array(temperatures)))
-    return Told(odds, right.cumprod(1).sum(1))
+    return ConfidenceSample(odds, right.cumprod(1).sum(1))
 
 
 def test_the_calibration_error_by_hand():
@@ -57,7 +57,7 @@ def test_believed_products_add_up_to_what_is_accepted():
 
 def test_without_rounds_there_is_nothing_to_fit():
     with pytest.raises(BadInputError, match="without rounds"):
-        fit(Told(np.zeros((0, 3)), np.zeros(0)))
+        fit(ConfidenceSample(np.zeros((0, 3)), np.zeros(0)))
 
 
 def test_what_is_collected_is_what_the_decoder_was_told(tiny_llama):

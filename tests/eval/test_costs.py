@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 from torch import Tensor
 
+from outrider.common import BadInputError
 from outrider.eval import costs
 from outrider.eval.costs import draft_times, verify_times
-from outrider.ground import BadInputError
 from outrider.heads import Drafter, DraftModel, Eagle3, Eagle3Config, Ngram
 from outrider.heads.session import Session
-from outrider.targets import Counts, Target
+from outrider.targets import RowLengths, Target
 
 
 @pytest.fixture
@@ -74,9 +74,9 @@ def test_what_is_timed_follows_a_round_of_the_same_depth(target: Target, monkeyp
 
     def spied(*sizes: Any) -> Session:
         session = opened(*sizes)
-        absorb, propose = session.absorb, session.propose
+        absorb, propose = session.update, session.propose
 
-        def spy_absorb(tokens: Tensor, hidden: Tensor, counts: Counts, path: Tensor | None = None) -> None:
+        def spy_absorb(tokens: Tensor, hidden: Tensor, counts: RowLengths, path: Tensor | None = None) -> None:
             absorbed.append(tokens.shape[1])
             assert hidden.shape == (*tokens.shape, 3, target.hidden_size)
             absorb(tokens, hidden, counts, path)
@@ -85,7 +85,7 @@ def test_what_is_timed_follows_a_round_of_the_same_depth(target: Target, monkeyp
             timed.append((depth, absorbed[-1]))
             return propose(root, depth, *more)
 
-        monkeypatch.setattr(session, "absorb", spy_absorb)
+        monkeypatch.setattr(session, "update", spy_absorb)
         monkeypatch.setattr(session, "propose", spy_propose)
         return session
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
+from outrider.common import BadInputError
 from outrider.decode import Decoder, Plan, Round, Sampling
 from outrider.distill.prompts import Prompt
 from outrider.eval import Report
 from outrider.eval.measure import GENERATE, Contestant, make_records, measure
-from outrider.eval.race import Answer, Job, make_jobs, race
 from outrider.eval.suites import Suite, make_suite
-from outrider.ground import BadInputError
+from outrider.eval.turns import PromptJob, TimedCompletion, make_jobs, race
 from outrider.heads import DraftModel, Medusa, MedusaConfig, Ngram
 from outrider.recipes import EvalSpec
 from outrider.targets import Target
@@ -33,9 +33,9 @@ class Fake:
     def __init__(self, name: str, turns: list[tuple[str, str]], seconds: list[float] | None = None):
         self.name, self.turns, self.seconds = name, turns, list(seconds or [])
 
-    def __call__(self, job: Job, temperature: float) -> Answer:
+    def __call__(self, job: PromptJob, temperature: float) -> TimedCompletion:
         self.turns.append((job.prompt.id, self.name))
-        return Answer([1, 2, 3], {"total": self.seconds.pop(0) if self.seconds else 1.0}, [Round(2, 1, 2)])
+        return TimedCompletion([1, 2, 3], {"total": self.seconds.pop(0) if self.seconds else 1.0}, [Round(2, 1, 2)])
 
 
 def test_every_contestant_runs_once_per_repeat_in_a_rotating_order(suites: list[Suite]) -> None:
@@ -60,9 +60,9 @@ def test_a_prompts_seconds_are_those_of_the_median_repeat(suites: list[Suite]) -
 def test_a_divergence_is_noted_with_its_place(suites: list[Suite]) -> None:
     jobs = make_jobs(suites)[:1]
     answers = {
-        "plain": [[Answer([1, 2, 3, 4], {"total": 1.0})]],
-        "other": [[Answer([1, 2, 9, 4], {"total": 1.0})]],
-        "short": [[Answer([1, 2], {"total": 1.0})]],
+        "plain": [[TimedCompletion([1, 2, 3, 4], {"total": 1.0})]],
+        "other": [[TimedCompletion([1, 2, 9, 4], {"total": 1.0})]],
+        "short": [[TimedCompletion([1, 2], {"total": 1.0})]],
     }
     plain, other, short = make_records(answers, jobs, 0.0, "plain")
     assert (plain.identical, plain.diverges_at) == (None, None)

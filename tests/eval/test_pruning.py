@@ -12,7 +12,7 @@ import torch
 from outrider.distill.vocabulary import ranks
 from outrider.eval.pruning import measure_pruning
 from outrider.eval.reports.vocabulary import size_figures
-from outrider.heads.losses import Reference, compare, divergence
+from outrider.heads.losses import TargetDistribution, compare, divergence
 from outrider.targets import Target
 
 VOCAB, SIZES = 64, [1, 16, 40, 64]
@@ -74,7 +74,7 @@ def test_what_is_lost_is_what_a_perfect_drafter_on_that_vocabulary_misses(
     for tokens, supervised in batches:
         with torch.no_grad():
             logits = target.model(tokens).logits[:, :-1][supervised[:, 1:]]
-        _, alpha, top1 = compare(Reference.of(logits, kept), logits[:, kept], divergence("tv"))
+        _, alpha, top1 = compare(TargetDistribution.of(logits, kept), logits[:, kept], divergence("tv"))
         alphas.append(alpha)
         agreed.append(top1)
     found = size_figures(sums, counts, [(16, "d", 0.5)])[0]

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from outrider.common import BadInputError
 from outrider.distill.prompts import Prompt
 from outrider.eval.suites import load_suites, make_suite
-from outrider.ground import BadInputError
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from outrider.eval import Figures, Record
+from outrider.eval import Figures, PromptRecord
 from outrider.eval.reports.figures import Baselines
 from outrider.eval.summary import summarise
 
@@ -15,9 +15,9 @@ BASELINES = Baselines(plain="plain", generate="generate")
 
 def record(
     contestant: str, suite: str, prompt: str, tokens: int, seconds: float, rounds: list[tuple[int, int]], **more: Any
-) -> Record:
+) -> PromptRecord:
     """`rounds`: (drafted, accepted) of each."""
-    return Record(
+    return PromptRecord(
         contestant=contestant,
         temperature=0.0,
         suite=suite,

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from outrider.common import BadInputError
 from outrider.decode import Plan
 from outrider.eval import prediction, tuner
 from outrider.eval.suites import Suite
 from outrider.eval.tuner import tune
 from outrider.eval.tuning import BatchTuning, Tuning
-from outrider.ground import BadInputError
 from outrider.heads import DraftModel, Ngram
 from outrider.recipes import EvalSpec
 from outrider.targets import Target

@@ -12,9 +12,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from outrider.common import IncompatibleError, OutriderError
 from outrider.formats import export_drafter, import_drafter
 from outrider.formats.lint import lint
-from outrider.ground import IncompatibleError, OutriderError
 from outrider.heads import Drafter
 from outrider.targets import Target
 

@@ -11,10 +11,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from outrider.common import BadInputError, IncompatibleError
 from outrider.formats import LAYOUTS, export_drafter, import_drafter, launch
 from outrider.formats.comparing import passage_of, session_logits
 from outrider.formats.lint import lint
-from outrider.ground import BadInputError, IncompatibleError
 from outrider.heads import Drafter
 from outrider.targets import Target
 

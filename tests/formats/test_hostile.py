@@ -12,9 +12,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from outrider.common import BadInputError, OutriderError
 from outrider.formats import export_drafter, import_drafter
 from outrider.formats.lint import lint
-from outrider.ground import BadInputError, OutriderError
 from outrider.heads import Drafter
 from outrider.targets import Target
 

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from outrider.formats import export_drafter
 from outrider.heads import Drafter, Eagle3, PEagle, TargetBatch
-from outrider.heads.parts.rollouts import Rollouts
+from outrider.heads.parallel.parallel_drafts import Rollouts
 from outrider.targets import Target
 
 STEPS, LENGTH = 3, 16

@@ -13,9 +13,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
+from outrider.common import BadInputError, IncompatibleError
 from outrider.decode import Decoder, Plan
 from outrider.formats import load_speculators
-from outrider.ground import BadInputError, IncompatibleError
 from outrider.heads import Eagle3, load_drafter
 from outrider.targets import Target
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from outrider.targets import Counts, Nodes, Target
+from outrider.targets import Nodes, RowLengths, Target
 from outrider.targets import target as target_module
 
 from .fake_cuda import Trace, can_fake_cuda, fake_cuda, make_guard, on_fake_cuda
@@ -56,7 +56,7 @@ def launched(kind: str, layers: int, tokens: int, fast: bool, tree: bool = False
         on_fake_cuda(model)
         target = Target(model)
         cache = target.new_cache(1, 512)
-        cache.advance(Counts.of([100], "cuda"))
+        cache.advance(RowLengths.of([100], "cuda"))
         cache.window = 512
         given = torch.zeros(1, tokens, dtype=torch.long, device="cuda")
         nodes = Nodes.of_tree(torch.zeros(1, tokens - 1, dtype=torch.long, device="cuda") - 1, 1) if tree else None

@@ -18,13 +18,13 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from outrider.decode import Plan, Sampling, Tree
-from outrider.decode.drafting import Drawing
-from outrider.decode.room import Room
-from outrider.decode.round import RoundState, Setup, play
-from outrider.decode.rules import RULES, Shape
+from outrider.decode.drafting import SamplerConfig
+from outrider.decode.round import RoundState, Setup, step
+from outrider.decode.rules import RULES, DraftShape
 from outrider.decode.sampling import Processors
+from outrider.decode.static_batch import StaticBatch
 from outrider.heads import Abilities, Drafter
-from outrider.targets import Counts, Target
+from outrider.targets import RowLengths, Target
 from outrider.targets import target as target_module
 
 from ..heads.test_drafters import MAKERS
@@ -33,9 +33,9 @@ from .fake_cuda import Trace, can_fake_cuda, fake_cuda, make_guard, on_fake_cuda
 BUDGET = Path(__file__).with_name("launches.json")
 ROWS, VOCAB, WINDOW = 2, 64, 256
 SHAPES = {
-    Shape.CHAIN: {"depth": 3},
-    Shape.STATIC: {"tree": Tree((-1, -1, 0, 0, 1, 2))},
-    Shape.DYNAMIC: {"depth": 3, "width": 2, "nodes": 5},
+    DraftShape.CHAIN: {"depth": 3},
+    DraftShape.STATIC: {"tree": Tree((-1, -1, 0, 0, 1, 2))},
+    DraftShape.DYNAMIC: {"depth": 3, "width": 2, "nodes": 5},
 }
 SAMPLINGS = {
     "greedy": Sampling(),
@@ -100,16 +100,16 @@ def plans(every_rule: bool) -> Iterator[tuple[str, Plan]]:
 def opened(target: Target, drafter: Drafter | None, plan: Plan, sampling: Sampling) -> tuple[Setup, RoundState]:
     """Return a request on the fake device, after its prompts of 5 and 3 tokens."""
     abilities = Abilities() if drafter is None else drafter.abilities
-    room = Room(target, drafter, ROWS, WINDOW, 16)
+    room = StaticBatch(target, drafter, ROWS, WINDOW, 16)
     processors = Processors(sampling, VOCAB, frozenset(), target.device)
-    drawing = Drawing(sampling, None if processors.idle else processors, VOCAB)
+    drawing = SamplerConfig(sampling, None if processors.idle else processors, VOCAB)
     setup = Setup(target, plan, drawing, abilities, () if drafter is None else drafter.taps, asks=False)
-    tokens, counts = torch.zeros(ROWS, 5, dtype=torch.long, device="cuda"), Counts.of([5, 3], "cuda")
+    tokens, counts = torch.zeros(ROWS, 5, dtype=torch.long, device="cuda"), RowLengths.of([5, 3], "cuda")
     for cache_ in (room.cache, *room.session.caches()):
         cache_.window = WINDOW
     out = target.forward(tokens, room.cache, setup.taps, at=counts.tensor[:, None] - 1)
     room.cache.advance(counts)
-    room.session.absorb(tokens, out.hidden, counts)
+    room.session.update(tokens, out.hidden, counts)
     context = None if processors.idle else processors.start(tokens, counts.tensor)
     rows, seed = torch.arange(ROWS, device="cuda"), torch.zeros((), dtype=torch.long, device="cuda")
     return setup, RoundState(tokens[:, 0], rows, seed, None, context, room.cache, room.session)
@@ -118,9 +118,9 @@ def opened(target: Target, drafter: Drafter | None, plan: Plan, sampling: Sampli
 def trace(target: Target, drafter: Drafter | None, plan: Plan, sampling: Sampling) -> Trace:
     """Return what a round does that could be captured: the first makes tables, the second is captured."""
     setup, state = opened(target, drafter, plan, sampling)
-    state, _ = play(setup, state, plan.depth)
+    state, _ = step(setup, state, plan.depth)
     with Trace() as traced:
-        after, _ = play(setup, state, plan.depth)
+        after, _ = step(setup, state, plan.depth)
     assert [t.shape for t in after.tensors()] == [t.shape for t in state.tensors()], (
         "a graph leaves the shapes it found"
     )

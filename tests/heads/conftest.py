@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from outrider.heads import Drafter
-from outrider.targets import Counts, Target
+from outrider.targets import RowLengths, Target
 
 
 @pytest.fixture
@@ -31,7 +31,7 @@ def decoded_logits() -> Callable[..., list[list[Tensor]]]:
             width = int(counts.max()) + 1
             where = (committed[:, None] + torch.arange(width)).clamp(max=tokens.shape[1] - 1)
             states = None if hidden is None else hidden[rows[:, None], where]
-            state.absorb(tokens[rows[:, None], where], states, Counts.of(counts.tolist(), "cpu"))
+            state.update(tokens[rows[:, None], where], states, RowLengths.of(counts.tolist(), "cpu"))
             logits: list[Tensor] = []
 
             def choose(

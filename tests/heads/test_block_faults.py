@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from outrider.heads import DFlash, DFlashConfig, DSpark, DSparkConfig
-from outrider.heads.dflash import BlockSession
-from outrider.heads.parts.anchors import Anchors
-from outrider.heads.parts.block_layers import CachedBlocks, Sight
-from outrider.heads.parts.decoder_layer import normed, rotary_of
+from outrider.heads.block.block_layers import BlockMask, CachedBlocks
+from outrider.heads.block.block_sampling import Anchors
+from outrider.heads.block.dflash import BlockSession
+from outrider.heads.decoder_layer import normed, rotary_of
 from outrider.targets import Target
-from outrider.targets.placement import Placement
+from outrider.targets.cache_slots import Placement
 
 STARTS = [[4, 9], [6, 12], [3, 7]]
 Plant = Callable[[pytest.MonkeyPatch, DFlash], None]
@@ -69,8 +69,8 @@ def apart(found: list[list[Tensor]], expected: Tensor) -> float:
 
 
 def context_holds_the_anchor(patch: pytest.MonkeyPatch, drafter: DFlash) -> None:
-    honest = Sight.context
-    patch.setattr(Sight, "context", lambda sight, anchors, *more: honest(sight, anchors + 1, *more))
+    honest = BlockMask.context
+    patch.setattr(BlockMask, "context", lambda sight, anchors, *more: honest(sight, anchors + 1, *more))
 
 
 def window_is_one_longer(patch: pytest.MonkeyPatch, drafter: DFlash) -> None:
@@ -124,7 +124,7 @@ def block_entries_stay(patch: pytest.MonkeyPatch, drafter: DFlash) -> None:
 
 def block_is_causal(patch: pytest.MonkeyPatch, drafter: DFlash) -> None:
     ones = torch.ones(5, 5, dtype=torch.bool)
-    patch.setattr(Sight, "own", lambda sight, device: ones.tril())
+    patch.setattr(BlockMask, "own", lambda sight, device: ones.tril())
 
 
 FAULTS: list[Plant] = [

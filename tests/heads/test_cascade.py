@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from outrider.common import BadInputError, IncompatibleError
 from outrider.decode import Decoder, Plan, Sampling, verify
-from outrider.ground import BadInputError, IncompatibleError
 from outrider.heads import (
     Cascade,
     CascadeConfig,
@@ -31,9 +31,9 @@ from outrider.heads import (
     drafter_config,
     load_drafter,
 )
-from outrider.heads.draft_model import DraftModelSession
-from outrider.heads.parts.nodes import Branches
-from outrider.targets import Counts, Nodes, Target
+from outrider.heads.draft_model.draft_model import DraftModelSession
+from outrider.heads.tree_state import TreeMask
+from outrider.targets import Nodes, RowLengths, Target
 
 from ..decode.test_verify_exact import DRAFTS, EXACT, GRID, TARGETS, Cases, distance, enumerate_rejection, grid
 from .test_lookahead import counting
@@ -131,7 +131,9 @@ def test_tokens_and_their_distributions_are_the_models(target, model, statistica
 def opened(drafter: Drafter, target: Target, texts: list[list[int]]) -> object:
     state, width = drafter.open(target, len(texts), 120), max(map(len, texts))
     tokens = torch.tensor([t + [0] * (width - len(t)) for t in texts])
-    state.absorb(tokens, target.forward(tokens, taps=drafter.taps).hidden, Counts.of([len(t) for t in texts], "cpu"))
+    state.update(
+        tokens, target.forward(tokens, taps=drafter.taps).hidden, RowLengths.of([len(t) for t in texts], "cpu")
+    )
     return state
 
 
@@ -188,12 +190,12 @@ def test_guesses_that_were_wrong_are_never_seen_again(target, model):
     for (root, kept), chain in zip(((1, (6, 2)), (1, (3, 0)), (1, (5, 6))), chains, strict=True):
         proposal = state.propose(torch.tensor([root, root]), 6, scripted(chain))
         tokens = torch.cat([torch.tensor([[root], [root]]), proposal.tokens], 1)
-        state.absorb(tokens, None, Counts.of([k + 1 for k in kept], "cpu"))
+        state.update(tokens, None, RowLengths.of([k + 1 for k in kept], "cpu"))
         texts = [t + row[: k + 1] for t, row, k in zip(texts, tokens.tolist(), kept, strict=True)]
         fresh = opened(model, target, texts)
         again = copy.deepcopy(state.model)
         torch.testing.assert_close(
-            again.begin(torch.tensor([9, 8])), fresh.begin(torch.tensor([9, 8])), rtol=1e-4, atol=1e-4
+            again.prefill(torch.tensor([9, 8])), fresh.prefill(torch.tensor([9, 8])), rtol=1e-4, atol=1e-4
         )
 
 
@@ -203,7 +205,7 @@ def test_more_guesses_than_the_cache_has_room_for_are_not_read(target, model, mo
     cascade = Cascade(Ngram(), model)
     state = cascade.open(target, 1, 12 + 24 + 1)
     tokens = torch.tensor([REPEATED])
-    state.absorb(tokens, None, Counts.of([12], "cpu"))
+    state.update(tokens, None, RowLengths.of([12], "cpu"))
     widths = passes(model, monkeypatch)
     state.propose(torch.tensor([1]), 24, scripted([4, 3, 2, 1] * 6))
     assert sum(widths) <= 24 + 64
@@ -221,8 +223,8 @@ def test_logits_of_a_chain_read_at_once_are_those_of_one_token_at_a_time(target,
     third = state.read_chain(torch.tensor([[18], [19]]), torch.tensor([-1, 3]))
     for row, path in enumerate([(10, 14, 15), (16, 17, 19)]):
         alone = opened(model, target, [texts[row]])
-        logits = [alone.begin(roots[row : row + 1])[0]]
-        logits += [alone.extend(torch.tensor([[token]]))[0, 0] for token in path]
+        logits = [alone.prefill(roots[row : row + 1])[0]]
+        logits += [alone.decode(torch.tensor([[token]]))[0, 0] for token in path]
         found = [
             [first[0, 0], first[0, 1], second[0, 0], second[0, 1]],
             [first[1, 0], second[1, 0], second[1, 1], third[1, 0]],
@@ -232,7 +234,7 @@ def test_logits_of_a_chain_read_at_once_are_those_of_one_token_at_a_time(target,
 
 
 def test_a_chain_of_nodes_is_what_growing_them_one_by_one_gives():
-    one, many = Branches(2, 1, "cpu"), Branches(2, 1, "cpu")
+    one, many = TreeMask(2, 1, "cpu"), TreeMask(2, 1, "cpu")
     for branches in (one, many):
         branches.grow(torch.tensor([[-1, -1], [-1, 0]][:1] * 2))
     after = torch.tensor([1, 0])
@@ -374,11 +376,11 @@ def test_the_model_has_read_what_was_kept_of_found_tokens(target, model, vertica
         if kept is not None:
             tokens = torch.cat([tokens, state.propose(root, 5, scripted([*drafted, -1, -1, -1])).tokens], 1)
         counts = [1, 1] if kept is None else [1 + min(k, tokens.shape[1] - 1) for k in kept]
-        state.absorb(tokens, None, Counts.of(counts, "cpu"))
+        state.update(tokens, None, RowLengths.of(counts, "cpu"))
         texts = [t + row[:c] for t, row, c in zip(texts, tokens.tolist(), counts, strict=True)]
         fresh, again = opened(model, target, texts), copy.deepcopy(state.model)
         torch.testing.assert_close(
-            again.begin(torch.tensor([9, 8])), fresh.begin(torch.tensor([9, 8])), rtol=1e-4, atol=1e-4
+            again.prefill(torch.tensor([9, 8])), fresh.prefill(torch.tensor([9, 8])), rtol=1e-4, atol=1e-4
         )
 
 

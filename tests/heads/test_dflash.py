@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 from transformers import MuseGlimmerAssistantConfig, MuseGlimmerAssistantModel
 
+from outrider.common import BadInputError
 from outrider.decode import Decoder, Plan, Sampling, Tree
-from outrider.ground import BadInputError
 from outrider.heads import DFlash, DFlashConfig, TargetBatch
-from outrider.heads.dflash import default_taps
+from outrider.heads.block.block_losses import decay_weights, pace_weights
+from outrider.heads.block.block_sampling import Anchors, BlockTargets, eligible_places
+from outrider.heads.block.dflash import default_taps
 from outrider.heads.losses import DIVERGENCES
-from outrider.heads.parts.anchors import Anchors, Lessons, eligible_places
-from outrider.heads.parts.block_losses import decay_weights, pace_weights
-from outrider.targets import Counts, Target
+from outrider.targets import RowLengths, Target
 
 from ..conftest import ALL_TOKENS, FEW_TOKENS, best_of_few, few
 
@@ -196,14 +196,14 @@ def test_the_cache_holds_the_context_alone_whatever_happened(target, drafter):
         for kept in ((4, 1, 2), (1, 3, 1), (2, 1, 4), (1, 1, 1)):
             width = max(kept) + 2  # drafts that were thrown away come with those that stayed
             where = (committed[:, None] + torch.arange(width)).clamp(max=LENGTH - 1)
-            session.absorb(tokens[rows[:, None], where], hidden[rows[:, None], where], Counts.of(list(kept), "cpu"))
+            session.update(tokens[rows[:, None], where], hidden[rows[:, None], where], RowLengths.of(list(kept), "cpu"))
             committed = committed + torch.tensor(kept)
-            session.begin(tokens[rows, committed])
+            session.prefill(tokens[rows, committed])
     for row in range(3):
         length = int(committed[row])
         fresh = drafter.open(target, 1, LENGTH + 8)
         with torch.inference_mode():
-            fresh.absorb(tokens[row, None, :length], hidden[row, None, :length], Counts.of([length], "cpu"))
+            fresh.update(tokens[row, None, :length], hidden[row, None, :length], RowLengths.of([length], "cpu"))
         assert session.cache.host_lengths[row] == length
         for mine, alone in zip(entries(session), entries(fresh), strict=True):
             for x, y in zip(mine, alone, strict=True):
@@ -287,7 +287,7 @@ def test_gradients_are_those_of_the_whole_loss(target):
     wanted = batch.supervised.clone()
     wanted[:, :2] = False
     anchors = Anchors.of(eligible_places(wanted, True), tokens, 512)
-    lessons = Lessons.of(anchors, wanted, drafter.max_depth)
+    lessons = BlockTargets.of(anchors, wanted, drafter.max_depth)
     logits = target.lm_head(drafter.states(target, tokens, seen.hidden, anchors)).flatten(0, 1)
     p = lessons.before_tokens(target.lm_head(seen.last)).softmax(-1)
     losses = -(p * logits.log_softmax(-1)).sum(-1)
@@ -338,7 +338,7 @@ def test_an_anchor_is_a_token_of_the_target_with_one_to_learn_after_it():
 
 def test_drafts_count_while_all_before_them_do():
     supervised = torch.tensor([[False, True, True, True, False, True, True, True]])
-    lessons = Lessons.of(anchored([[1, 2, 5, 6]]), supervised, 3)
+    lessons = BlockTargets.of(anchored([[1, 2, 5, 6]]), supervised, 3)
     assert lessons.counts.tolist() == [
         [True, True, False],
         [True, False, False],
@@ -431,11 +431,11 @@ def test_a_deeper_round_than_a_block_is_refused(target):
     drafter = made(target, block_size=3)
     session = drafter.open(target, 1, 30)
     tokens = sequences(1, 5)
-    session.absorb(tokens, taps(target, drafter, tokens), Counts.of([5], "cpu"))
-    session.begin(torch.tensor([1]))
-    session.extend(torch.tensor([[2]]))
+    session.update(tokens, taps(target, drafter, tokens), RowLengths.of([5], "cpu"))
+    session.prefill(torch.tensor([1]))
+    session.decode(torch.tensor([[2]]))
     with pytest.raises(BadInputError, match="has 2 drafts; lower the depth"):
-        session.extend(torch.tensor([[3]]))
+        session.decode(torch.tensor([[3]]))
 
 
 # ------------------------------------------------------------ peers

@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from outrider.common import BadInputError, IncompatibleError
 from outrider.decode import Decoder, Plan, Tree
-from outrider.ground import BadInputError, IncompatibleError
 from outrider.heads import DraftModel, DraftModelConfig, TargetBatch, load_drafter
 from outrider.heads.losses import DIVERGENCES
-from outrider.targets import Counts, Target
+from outrider.targets import RowLengths, Target
 
 VOCAB = 64
 
@@ -47,7 +47,7 @@ def test_proposals_are_the_plain_forward_pass(target, drafter, starts):
         counts = reached - committed
         width = depth + 1 if number else int(counts.max())
         where = (committed[:, None] + torch.arange(width)).clamp(max=19)
-        state.absorb(tokens[rows[:, None], where], None, Counts.of(counts.tolist(), "cpu"))
+        state.update(tokens[rows[:, None], where], None, RowLengths.of(counts.tolist(), "cpu"))
         logits: list[Tensor] = []
 
         def choose(

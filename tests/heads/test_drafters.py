@@ -15,8 +15,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from outrider.common import BadInputError, IncompatibleError
 from outrider.decode import Decoder, Plan, Sampling
-from outrider.ground import BadInputError, IncompatibleError
 from outrider.heads import (
     HEADS,
     Cascade,
@@ -55,7 +55,7 @@ from outrider.heads import (
     head_class,
     load_drafter,
 )
-from outrider.targets import Counts, Target
+from outrider.targets import RowLengths, Target
 
 from ..conftest import FEW_TOKENS, few
 
@@ -174,15 +174,15 @@ def saved(request, target, tiny_llama, tmp_path) -> Path:
 
 def proposals(drafter: Drafter, target: Target) -> list[list[int]]:
     """Two rounds of drafts on ragged prompts."""
-    counts = Counts.of([len(p) for p in PROMPTS], "cpu")
+    counts = RowLengths.of([len(p) for p in PROMPTS], "cpu")
     tokens = torch.tensor([p + [0] * (9 - len(p)) for p in PROMPTS])
     state, found = drafter.open(target, 4, 40), []
     with torch.inference_mode():
         for root in (tokens[:, 0], tokens[:, 1]):
             hidden = target.forward(tokens, taps=drafter.taps).hidden
-            state.absorb(tokens, hidden, counts)
+            state.update(tokens, hidden, counts)
             found.append(state.propose(root, 4, best).tokens.tolist())
-            tokens, counts = torch.cat([root[:, None], tokens[:, :4]], 1), Counts.of([1, 5, 3, 2], "cpu")
+            tokens, counts = torch.cat([root[:, None], tokens[:, :4]], 1), RowLengths.of([1, 5, 3, 2], "cpu")
     return found
 
 
@@ -199,11 +199,11 @@ def test_the_table_covers_the_registry():
     assert all(cls.name == name for name, cls in HEADS.items())
 
 
-def whole(target: Target, drafter: Drafter, texts: list[list[int]]) -> tuple[Tensor, Tensor | None, Counts]:
-    """Ragged texts as one pass of the target gives them to `absorb`."""
+def whole(target: Target, drafter: Drafter, texts: list[list[int]]) -> tuple[Tensor, Tensor | None, RowLengths]:
+    """Ragged texts as one pass of the target gives them to `update`."""
     width = max(map(len, texts))
     tokens = torch.tensor([t + [0] * (width - len(t)) for t in texts])
-    return tokens, target.forward(tokens, taps=drafter.taps).hidden, Counts.of([len(t) for t in texts], "cpu")
+    return tokens, target.forward(tokens, taps=drafter.taps).hidden, RowLengths.of([len(t) for t in texts], "cpu")
 
 
 def test_drafts_depend_on_the_text_alone_not_on_its_rounds(drafter, target):
@@ -220,13 +220,13 @@ def test_drafts_depend_on_the_text_alone_not_on_its_rounds(drafter, target):
     ]
     with torch.inference_mode():
         state = drafter.open(target, 4, 80)
-        state.absorb(*whole(target, drafter, texts))
+        state.update(*whole(target, drafter, texts))
         for number, (depth, kept) in enumerate(rounds):
             drafts = torch.zeros(4, 0, dtype=torch.long)
             if depth:
                 proposal = state.propose(torch.tensor(roots), depth, best)
                 fresh = drafter.open(target, 4, 80)
-                fresh.absorb(*whole(target, drafter, texts))
+                fresh.update(*whole(target, drafter, texts))
                 again = fresh.propose(torch.tensor(roots), depth, best)
                 assert torch.equal(proposal.real, again.real)
                 assert torch.equal(proposal.tokens, again.tokens), f"round {number}"
@@ -241,7 +241,7 @@ def test_drafts_depend_on_the_text_alone_not_on_its_rounds(drafter, target):
             if hidden is not None:
                 places = (torch.tensor(before)[:, None] + torch.arange(read.shape[1])).clamp(max=hidden.shape[1] - 1)
                 hidden = hidden.gather(1, places[:, :, None, None].expand(-1, -1, *hidden.shape[2:]))
-            state.absorb(read, hidden, Counts.of([k + 1 for k in kept], "cpu"))
+            state.update(read, hidden, RowLengths.of([k + 1 for k in kept], "cpu"))
             roots = [(r * 7 + number) % 64 for r in roots]
 
 
@@ -332,16 +332,16 @@ def test_every_weight_has_a_gradient_even_of_rows_without_a_token_to_learn(name,
     assert [n for n, p in drafter.named_parameters() if p.requires_grad and p.grad is None] == []
 
 
-# Nodes in the order in which two passes of `extend` read them, per row: parents, the second pass's below the first's
+# Nodes in the order in which two passes of `decode` read them, per row: parents, the second pass's below the first's
 # or the root.
 PARENTS = [[[-1, -1, -1], [1, 1, -1]], [[-1, -1, -1], [0, 2, 2]], [[-1, -1, -1], [-1, 1, 2]], [[-1, -1, -1], [2, 0, 1]]]
 
 
 def opened(drafter: Drafter, target: Target, prompts: list[list[int]]) -> object:
-    counts = Counts.of([len(p) for p in prompts], "cpu")
+    counts = RowLengths.of([len(p) for p in prompts], "cpu")
     tokens = torch.tensor([p + [0] * (max(counts.values) - len(p)) for p in prompts])
     state = drafter.open(target, len(prompts), 40)
-    state.absorb(tokens, target.forward(tokens, taps=drafter.taps).hidden, counts)
+    state.update(tokens, target.forward(tokens, taps=drafter.taps).hidden, counts)
     return state
 
 
@@ -352,11 +352,11 @@ def test_one_node_alone_sees_its_path_only(name, target, tiny_llama):
     torch.manual_seed(3)
     drafter = MAKERS[name](target, tiny_llama)
     state, chain, root = opened(drafter, target, PROMPTS[:1]), opened(drafter, target, PROMPTS[:1]), torch.tensor([7])
-    state.begin(root), chain.begin(root)
-    state.extend(torch.tensor([[11, 12]]), torch.tensor([[-1, -1]]))
-    found = state.extend(torch.tensor([[13]]), torch.tensor([[1]]))
-    chain.extend(torch.tensor([[12]]))
-    torch.testing.assert_close(found, chain.extend(torch.tensor([[13]])), rtol=1e-4, atol=1e-4)
+    state.prefill(root), chain.prefill(root)
+    state.decode(torch.tensor([[11, 12]]), torch.tensor([[-1, -1]]))
+    found = state.decode(torch.tensor([[13]]), torch.tensor([[1]]))
+    chain.decode(torch.tensor([[12]]))
+    torch.testing.assert_close(found, chain.decode(torch.tensor([[13]])), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", WITH_WEIGHTS)
@@ -369,18 +369,18 @@ def test_logits_in_a_tree_are_those_of_each_path_alone(name, target, tiny_llama)
     drafts = torch.randint(0, 64, (4, 6), generator=torch.Generator().manual_seed(5))
     state = opened(drafter, target, PROMPTS)
     passes = torch.tensor(PARENTS)
-    found = [state.begin(roots)[:, None]]
-    found += [state.extend(drafts[:, 3 * i : 3 * i + 3], passes[:, i]) for i in range(2)]
+    found = [state.prefill(roots)[:, None]]
+    found += [state.decode(drafts[:, 3 * i : 3 * i + 3], passes[:, i]) for i in range(2)]
     logits = torch.cat(found, 1)
     parents = passes.flatten(1).tolist()
     paths = [[path_of(parents[row], node) for node in range(6)] for row in range(4)]
     for row, prompt in enumerate(PROMPTS):
         for node, path in enumerate(paths[row]):
             alone = opened(drafter, target, [prompt])
-            expected = alone.begin(roots[row : row + 1])
+            expected = alone.prefill(roots[row : row + 1])
             torch.testing.assert_close(logits[row, 0], expected[0], rtol=1e-4, atol=1e-4)
             for i in path:
-                expected = alone.extend(drafts[row, i].view(1, 1))[:, 0]
+                expected = alone.decode(drafts[row, i].view(1, 1))[:, 0]
             torch.testing.assert_close(logits[row, 1 + node], expected[0], rtol=1e-4, atol=1e-4)
     # Accepted: a path whose last draft was read, one whose last was not (-1), one draft, none.
     texts = [[drafts[0, i].item() for i in paths[0][3]], [drafts[1, 0].item(), 33], [drafts[2, 2].item()], []]
@@ -392,10 +392,10 @@ def test_logits_in_a_tree_are_those_of_each_path_alone(name, target, tiny_llama)
         if drafter.taps:
             true = target.forward(torch.tensor([text]), taps=drafter.taps).hidden[0, len(PROMPTS[row]) :]
             hidden[row, : len(true)] = true
-    state.absorb(tokens, hidden if drafter.taps else None, Counts.of([1 + len(t) for t in texts], "cpu"), kept)
-    again = state.begin(torch.tensor([1, 2, 3, 4]))
+    state.update(tokens, hidden if drafter.taps else None, RowLengths.of([1 + len(t) for t in texts], "cpu"), kept)
+    again = state.prefill(torch.tensor([1, 2, 3, 4]))
     for row, text in enumerate(whole):
-        expected = opened(drafter, target, [text]).begin(torch.tensor([row + 1]))
+        expected = opened(drafter, target, [text]).prefill(torch.tensor([row + 1]))
         torch.testing.assert_close(again[row], expected[0], rtol=1e-4, atol=1e-4)
 
 

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from outrider.common import BadInputError
 from outrider.decode import Decoder, Plan, Sampling
-from outrider.ground import BadInputError
 from outrider.heads import DFlash, DFlashConfig, DSpark, DSparkConfig, TargetBatch
-from outrider.heads.parts.anchors import Anchors
-from outrider.targets import Counts, Target
+from outrider.heads.block.block_sampling import Anchors
+from outrider.targets import RowLengths, Target
 
 VOCAB, LENGTH = 64, 22
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -152,11 +152,11 @@ def test_temperatures_divide_the_log_odds_draft_by_draft(target):
     sessions = [d.open(target, 1, 30) for d in (drafter, cooler)]
     found = []
     for session in sessions:
-        session.absorb(tokens, hidden, Counts.of([3], "cpu"))
-        session.begin(torch.tensor([4]))
+        session.update(tokens, hidden, RowLengths.of([3], "cpu"))
+        session.prefill(torch.tensor([4]))
         odds = [session.confidence().logit()]
         for token in (5, 6, 7, 8):
-            session.extend(torch.tensor([[token]]))
+            session.decode(torch.tensor([[token]]))
             odds.append(session.confidence().logit())
         found.append(torch.cat(odds))
     torch.testing.assert_close(found[0] / found[1], torch.tensor([1.0, 2.0, 0.5, 3.0, 4.0]), rtol=1e-3, atol=1e-3)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from outrider.ground import BadInputError
+from outrider.common import BadInputError
 from outrider.heads import Eagle1, Eagle1Config, TargetBatch
 from outrider.targets import Target
 

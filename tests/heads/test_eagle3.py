@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from outrider.ground import BadInputError
+from outrider.common import BadInputError
 from outrider.heads import Eagle3, Eagle3Config, TargetBatch, load_drafter
 from outrider.heads.losses import DIVERGENCES
 from outrider.targets import Target

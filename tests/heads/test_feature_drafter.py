@@ -11,13 +11,12 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaModel, Qwen3Config, Qwen3ForCausalLM
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb, repeat_kv
 
+from outrider.common import BadInputError
 from outrider.decode import Decoder, Plan, Sampling, Tree
-from outrider.ground import BadInputError
-from outrider.heads import Eagle1, Eagle1Config, Eagle3, Eagle3Config, TargetBatch
-from outrider.heads.parts import decoder_layer
-from outrider.heads.parts.decoder_layer import JointLayer
-from outrider.heads.parts.feature_drafter import FeatureDrafter
-from outrider.heads.parts.unrolled_attention import attend
+from outrider.heads import Eagle1, Eagle1Config, Eagle3, Eagle3Config, TargetBatch, decoder_layer
+from outrider.heads.decoder_layer import FusedLayer
+from outrider.heads.eagle.feature_drafter import FeatureDrafter
+from outrider.heads.unrolled_attention import attend
 from outrider.targets import Target
 
 VOCAB, LENGTH = 64, 18
@@ -212,7 +211,7 @@ def test_memory_is_what_is_allocated(target, drafter):
 def test_attention_of_the_unrolled_steps_by_definition(target, kv_heads):
     """Written as loops: step 0 is causal; step i sees step 0's keys up to t and one key at t of each later step."""
     drafter = eagle3(target, num_key_value_heads=kv_heads)
-    attention, layer = drafter.layer.self_attn, JointLayer(drafter.layer, drafter.config)
+    attention, layer = drafter.layer.self_attn, FusedLayer(drafter.layer, drafter.config)
     length, own, naive_keys, naive_values = 6, [], [], []
     for step in range(3):
         x = torch.randn(2, length, 64, generator=torch.Generator().manual_seed(step))

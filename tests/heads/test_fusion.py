@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from outrider.common import BadInputError, IncompatibleError
 from outrider.decode import Decoder, Plan, Sampling
-from outrider.decode.drafting import Chooser, Drawing
+from outrider.decode.drafting import DraftSampler, SamplerConfig
 from outrider.decode.rules import RULES
 from outrider.decode.sampling import Keys, Processors
-from outrider.ground import BadInputError, IncompatibleError
 from outrider.heads import (
     Drafter,
     DraftModel,
@@ -31,7 +31,7 @@ from outrider.heads import (
     drafter_config,
     load_drafter,
 )
-from outrider.targets import Counts, Target
+from outrider.targets import RowLengths, Target
 
 VOCAB = 64
 # A period of three, which matches; tokens that never come back, which do not.
@@ -66,7 +66,9 @@ def best(logits: Tensor, token_ids: Tensor | None) -> Tensor:
 def opened(drafter: Drafter, target: Target, texts: list[list[int]]) -> object:
     state, width = drafter.open(target, len(texts), 120), max(map(len, texts))
     tokens = torch.tensor([t + [0] * (width - len(t)) for t in texts])
-    state.absorb(tokens, target.forward(tokens, taps=drafter.taps).hidden, Counts.of([len(t) for t in texts], "cpu"))
+    state.update(
+        tokens, target.forward(tokens, taps=drafter.taps).hidden, RowLengths.of([len(t) for t in texts], "cpu")
+    )
     return state
 
 
@@ -86,13 +88,13 @@ def test_a_row_proposes_what_was_found_and_else_what_the_model_says(target, mode
     found = drafted(fusion, opened(fusion, target, texts), roots)
     assert found[1] == drafted(model, opened(model, target, [FRESH]), [40])[0]
     state = opened(model, target, [REPEATED])
-    logits = state.begin(torch.tensor([1]))
+    logits = state.prefill(torch.tensor([1]))
     expected = [2, 3, 4]
     assert expected == drafted(fusion.statistical, opened(fusion.statistical, target, [REPEATED]), [1])[0], (
         "a match of 9 tokens"
     )
     for token in expected:
-        logits = state.extend(torch.tensor([[token]]))[:, 0]
+        logits = state.decode(torch.tensor([[token]]))[:, 0]
     assert found[0] == [*expected, int(best(logits, model.output_ids))]
 
 
@@ -100,7 +102,7 @@ def test_a_row_proposes_what_was_found_and_else_what_the_model_says(target, mode
 def test_a_row_alone_needs_no_model_where_something_was_found(target, model, monkeypatch):
     fusion = Fusion(Ngram(NgramConfig(4, 4)), model)
     state = opened(fusion, target, [REPEATED])
-    monkeypatch.setattr(state.model, "begin", lambda *_: pytest.fail("the model was asked"))
+    monkeypatch.setattr(state.model, "prefill", lambda *_: pytest.fail("the model was asked"))
     assert drafted(fusion, state, [1]) == [[2, 3, 4, 1]]
 
 
@@ -116,7 +118,7 @@ def test_a_match_that_is_too_short_or_promises_too_little_is_left_to_the_model(t
 # ------------------------------------------------------------ what the chooser knows
 
 
-def chooser(texts: list[list[int]], sampling: Sampling, confidence: float = 0.0) -> Chooser:
+def chooser(texts: list[list[int]], sampling: Sampling, confidence: float = 0.0) -> DraftSampler:
     """As the decoder's in a round after `texts`, roots included."""
     rows, width = len(texts), max(map(len, texts))
     processors = Processors(sampling, VOCAB, (), torch.device("cpu"))
@@ -126,7 +128,7 @@ def chooser(texts: list[list[int]], sampling: Sampling, confidence: float = 0.0)
     if processors.idle:
         processors = context = None
     keys = Keys(0, torch.arange(rows), torch.full((rows,), 9))
-    return Chooser(RULES["candidates"], Drawing(sampling, processors, VOCAB), keys, context, confidence)
+    return DraftSampler(RULES["candidates"], SamplerConfig(sampling, processors, VOCAB), keys, context, confidence)
 
 
 @torch.inference_mode()
@@ -138,10 +140,10 @@ def test_after_a_found_token_the_model_drafts_as_if_it_were_its_own_choice(targe
     fusion = Fusion(Suffix(SuffixConfig(min_match=4, factor=1 / 3)), model)
     texts, roots, found = [REPEATED, FRESH], [1, 40], [2, 3, 4]
     state = opened(model, target, [REPEATED])
-    logits = state.begin(torch.tensor([1]))
+    logits = state.prefill(torch.tensor([1]))
     for token in found:
         assert int(best(logits, model.output_ids)) != token, "or nothing is shown"
-        logits = state.extend(torch.tensor([[token]]))[:, 0]
+        logits = state.decode(torch.tensor([[token]]))[:, 0]
     plain = int(best(logits, model.output_ids))
     for sampling in (Sampling(repetition_penalty=1000.0), Sampling(bad_words=((4, plain),))):
         processors = Processors(sampling, VOCAB, (), torch.device("cpu"))
@@ -193,7 +195,7 @@ def play(
         for row, (text, count) in enumerate(zip(texts, counts, strict=True)):
             if drafter.taps:
                 hidden[row, :count] = target.forward(torch.tensor([text]), taps=drafter.taps).hidden[0, -count:]
-        state.absorb(torch.tensor(read), hidden if drafter.taps else None, Counts.of(counts, "cpu"))
+        state.update(torch.tensor(read), hidden if drafter.taps else None, RowLengths.of(counts, "cpu"))
     return found
 
 

@@ -17,9 +17,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from outrider.heads import losses
-from outrider.heads.losses import DIVERGENCES, HARD, ComparisonSettings, Reference, chunked_compare, compare, divergence
-from outrider.heads.parts import liger
+from outrider.heads import liger, losses
+from outrider.heads.losses import (
+    DIVERGENCES,
+    HARD,
+    LossSettings,
+    TargetDistribution,
+    chunked_compare,
+    compare,
+    divergence,
+)
 
 pytestmark = pytest.mark.gpu  # where there is one, the kernels run on it
 
@@ -61,7 +68,7 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     called: list[str] = []
 
     def kernel(rule: Callable[..., Tensor], hard: bool) -> Callable[..., Tensor]:
-        def of(reference: Reference, logits: Tensor, **settings: float) -> Tensor:
+        def of(reference: TargetDistribution, logits: Tensor, **settings: float) -> Tensor:
             called.append(rule.__name__)
             return rule(
                 reference.following if hard else reference.log_probs, logits.float().log_softmax(-1), **settings
@@ -145,16 +152,16 @@ def test_a_kernel_that_fails_or_computes_something_else_is_not_used(stand_ins, m
 # ------------------------------------------------------------ what they compute
 
 
-def example(kept: Tensor | None, positions: int = 7, vocab: int = 70) -> tuple[Reference, Tensor]:
+def example(kept: Tensor | None, positions: int = 7, vocab: int = 70) -> tuple[TargetDistribution, Tensor]:
     """A reference, where some of the tokens that followed are outside of `kept`, and draft logits."""
     generator = torch.Generator(DEVICE).manual_seed(0)
     theirs, ours = 3 * torch.randn(2, positions, vocab, generator=generator, device=DEVICE)
-    return Reference.of(theirs, kept, torch.arange(positions, device=DEVICE) % 3), ours if kept is None else ours[
-        :, kept
-    ]
+    return TargetDistribution.of(
+        theirs, kept, torch.arange(positions, device=DEVICE) % 3
+    ), ours if kept is None else ours[:, kept]
 
 
-def torchs(reference: Reference, draft_logits: Tensor, name: losses.LossName) -> tuple[Tensor, Tensor, Tensor]:
+def torchs(reference: TargetDistribution, draft_logits: Tensor, name: losses.LossName) -> tuple[Tensor, Tensor, Tensor]:
     """`compare`, by torch's operations."""
     log_q = draft_logits.float().log_softmax(-1)
     alpha, best = torch.minimum(reference.probs, log_q.exp()).sum(-1), log_q.argmax(-1)
@@ -162,7 +169,7 @@ def torchs(reference: Reference, draft_logits: Tensor, name: losses.LossName) ->
 
 
 def differentiated(
-    way: Callable[..., tuple[Tensor, ...]], reference: Reference, draft_logits: Tensor, name: losses.LossName
+    way: Callable[..., tuple[Tensor, ...]], reference: TargetDistribution, draft_logits: Tensor, name: losses.LossName
 ) -> list[Tensor]:
     """(loss, alpha, top1) and the gradient, where each position has a weight of its own."""
     start = draft_logits.clone().requires_grad_()
@@ -174,7 +181,7 @@ def differentiated(
     return [*(f.detach() for f in found), *gradient]
 
 
-def fused(reference: Reference, draft_logits: Tensor, name: losses.LossName) -> tuple[Tensor, Tensor, Tensor]:
+def fused(reference: TargetDistribution, draft_logits: Tensor, name: losses.LossName) -> tuple[Tensor, Tensor, Tensor]:
     rule = divergence(name)
     assert liger.serves(rule, DEVICE)
     return compare(reference, draft_logits, rule)
@@ -234,7 +241,7 @@ def test_a_training_step_is_that_of_torch(kernels, monkeypatch, name, kept):
             result = chunked_compare(
                 target_hidden,
                 hidden,
-                ComparisonSettings(target_head, draft_head, divergence(name), kept, parameters=parameters, chunk=4),
+                LossSettings(target_head, draft_head, divergence(name), kept, parameters=parameters, chunk=4),
                 weights=weights,
                 following=following,
             )

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from outrider.common import BadInputError, IncompatibleError
 from outrider.decode import Decoder, Output, Plan, Sampling
-from outrider.ground import BadInputError, IncompatibleError
 from outrider.heads import DraftModel, Fusion, Lookahead, LookaheadConfig
-from outrider.heads.lookahead import LookaheadSession, Pool
-from outrider.targets import Counts, Target
+from outrider.heads.lookup.lookahead import LookaheadSession, Pool
+from outrider.targets import RowLengths, Target
 
 PROMPT = [3, 17, 5, 9, 17, 5, 40]
 
@@ -47,8 +47,8 @@ class Recorded(Lookahead):
 class RecordedSession(LookaheadSession):
     seen: list[list[State]]
 
-    def observe(self, following):
-        super().observe(following)
+    def on_target_argmax(self, following):
+        super().on_target_argmax(following)
         self.seen.append(
             [([list(x) for x in row.levels], {k: list(v) for k, v in row.pool.known.items()}) for row in self.rows]
         )
@@ -136,7 +136,7 @@ def test_the_proposal_is_the_window_and_the_latest_ngrams_each_token_once(target
     """By hand: W = 3, N = 3, a full window, and n-grams that share tokens with it and with each other."""
     drafter = Lookahead(LookaheadConfig(3, 3, 2, from_text=False))
     state = drafter.open(target, 1, 40)
-    state.absorb(torch.tensor([[1, 2]]), None, Counts.of([2], "cpu"))
+    state.update(torch.tensor([[1, 2]]), None, RowLengths.of([2], "cpu"))
     state.rows[0].levels = [[10, 11], [10, 20, 21]]
     for rest in ((30, 31), (10, 40), (30, 32)):
         state.rows[0].pool.add(7, rest)
@@ -150,7 +150,7 @@ def test_the_proposal_is_the_window_and_the_latest_ngrams_each_token_once(target
     )
     assert proposal.depth == 3
     # What the target says after column 0 (place 1), column 1 (place 3) and column 2 (place 4).
-    state.observe(torch.tensor([[50, 51, 52, 53, 54, 55, 56, 57]]))
+    state.on_target_argmax(torch.tensor([[50, 51, 52, 53, 54, 55, 56, 57]]))
     assert state.rows[0].levels == [[20, 21], [51, 53, 54]]
     assert state.rows[0].pool.latest(7) == [(10, 51), (30, 32)]
     assert state.rows[0].pool.latest(10) == [(20, 53)]
@@ -201,7 +201,7 @@ def test_ngrams_of_the_text_are_remembered_across_rounds_and_only_if_asked_for(t
         drafter = Lookahead(LookaheadConfig(2, 3, 2, from_text))
         state = drafter.open(target, 1, 40)
         for tokens in ([1, 2], [3, 1], [9]):
-            state.absorb(torch.tensor([[*tokens, 77]]), None, Counts.of([len(tokens)], "cpu"))
+            state.update(torch.tensor([[*tokens, 77]]), None, RowLengths.of([len(tokens)], "cpu"))
         assert {k: list(v) for k, v in state.rows[0].pool.known.items()} == expected
 
 
@@ -286,14 +286,14 @@ def test_a_batch_gives_every_row_the_rounds_it_has_alone(target):
 def test_rounds_without_drafts_leave_the_window_alone(target):
     drafter = Lookahead(LookaheadConfig(3, 3, 2))
     state = drafter.open(target, 1, 40)
-    state.absorb(torch.tensor([PROMPT]), None, Counts.of([len(PROMPT)], "cpu"))
+    state.update(torch.tensor([PROMPT]), None, RowLengths.of([len(PROMPT)], "cpu"))
     for root in (1, 2):
         proposal = state.propose(torch.tensor([root]), 2, None)
-        state.observe(torch.arange(1 + proposal.tokens.shape[1])[None])
-        state.absorb(torch.tensor([[root]]), None, Counts.of([1], "cpu"))
+        state.on_target_argmax(torch.arange(1 + proposal.tokens.shape[1])[None])
+        state.update(torch.tensor([[root]]), None, RowLengths.of([1], "cpu"))
     before = [list(level) for level in state.rows[0].levels]
     for root in (3, 4):
-        state.absorb(torch.tensor([[root]]), None, Counts.of([1], "cpu"))
+        state.update(torch.tensor([[root]]), None, RowLengths.of([1], "cpu"))
     assert state.rows[0].levels == before
     assert state.propose(torch.tensor([5]), 2, None).tokens[0, :2].tolist() == before[0]
 

@@ -10,13 +10,14 @@ from scipy.spatial.distance import jensenshannon
 from scipy.special import huber
 from torch import Tensor
 
-from outrider.ground import BadInputError
+from outrider.common import BadInputError
+from outrider.heads import liger
 from outrider.heads.losses import (
     DIVERGENCES,
     HARD,
-    Comparison,
-    ComparisonSettings,
-    Reference,
+    LossSettings,
+    PositionLosses,
+    TargetDistribution,
     acceptance_metrics,
     ahead,
     chunked_compare,
@@ -27,7 +28,6 @@ from outrider.heads.losses import (
     own_precision,
     smooth_l1,
 )
-from outrider.heads.parts import liger
 from outrider.targets import PeakBytes
 
 P = np.array([[0.5, 0.3, 0.2], [0.9, 0.05, 0.05], [1 / 3, 1 / 3, 1 / 3], [0.2, 0.3, 0.5]])
@@ -77,7 +77,7 @@ def test_a_divergence_is_zero_only_where_the_two_agree(name):
 def value(name: str | dict[str, float], following: list[int] | None = None) -> np.ndarray:
     """The loss of that name of Q against P."""
     tokens = None if following is None else torch.tensor(following)
-    return divergence(name)(Reference.of(logits(P), following=tokens), log(Q)).numpy()
+    return divergence(name)(TargetDistribution.of(logits(P), following=tokens), log(Q)).numpy()
 
 
 @pytest.mark.parametrize("beta", [0.1, 0.5, 0.9])
@@ -233,7 +233,10 @@ def test_values_and_gradients_are_those_of_the_whole_logits_at_once(name, kept):
     target_hidden, start, weights = torch.randn(23, 5), torch.randn(3, 23, 4), torch.rand(3, 23)
     following = torch.arange(23) % 12
     wanted = start.clone().requires_grad_()
-    reference, log_q = Reference.of(target_head(target_hidden), kept, following), draft_head(wanted).log_softmax(-1)
+    reference, log_q = (
+        TargetDistribution.of(target_head(target_hidden), kept, following),
+        draft_head(wanted).log_softmax(-1),
+    )
     p = target_head(target_hidden).softmax(-1)
     p_kept = p if kept is None else p[:, kept]
     torch.testing.assert_close(reference.log_probs, (p_kept / p_kept.sum(-1, keepdim=True)).log())
@@ -248,7 +251,7 @@ def test_values_and_gradients_are_those_of_the_whole_logits_at_once(name, kept):
         result = chunked_compare(
             target_hidden,
             hidden,
-            ComparisonSettings(
+            LossSettings(
                 target_head, draft_head, divergence(name), kept, parameters=list(draft_head.parameters()), chunk=chunk
             ),
             weights=weights,
@@ -264,25 +267,27 @@ def test_values_and_gradients_are_those_of_the_whole_logits_at_once(name, kept):
 
 def test_a_token_outside_of_a_pruned_vocabulary_has_no_hard_loss():
     kept, draft = torch.tensor([1, 2, 5, 9]), torch.randn(3, 4)
-    reference = Reference.of(torch.randn(3, 12), kept, torch.tensor([5, 0, 9]))
+    reference = TargetDistribution.of(torch.randn(3, 12), kept, torch.tensor([5, 0, 9]))
     expected = -draft.log_softmax(-1)[[0, 2], [2, 3]]
     assert divergence(HARD)(reference, draft.log_softmax(-1)).tolist() == [expected[0].item(), 0, expected[1].item()]
 
 
 def test_what_a_pruned_vocabulary_lacks_is_minus_one():
     kept, target = torch.tensor([1, 2, 5, 9]), torch.nn.functional.one_hot(torch.tensor([9, 0, 2]), 12).float()
-    reference = Reference.of(target, kept, torch.tensor([5, 0, 3]))
+    reference = TargetDistribution.of(target, kept, torch.tensor([5, 0, 3]))
     assert reference.best.tolist() == [3, -1, 1]
     assert reference.following.tolist() == [2, -1, -1]
-    assert Reference.of(target, kept).following is None
-    assert Reference.of(target).following is None
+    assert TargetDistribution.of(target, kept).following is None
+    assert TargetDistribution.of(target).following is None
 
 
 @pytest.mark.parametrize("kept", [None, [1, 2, 5, 9]])
 def test_a_reference_is_made_where_the_logits_are(kept):
     """On the meta device, whose tensors mix with no others."""
     kept = kept and torch.tensor(kept, device="meta")
-    reference = Reference.of(torch.zeros(3, 12, device="meta"), kept, torch.zeros(3, dtype=torch.long, device="meta"))
+    reference = TargetDistribution.of(
+        torch.zeros(3, 12, device="meta"), kept, torch.zeros(3, dtype=torch.long, device="meta")
+    )
     assert all(
         part.is_meta
         for part in (reference.probs, reference.log_probs, reference.best, reference.following, reference.renormalised)
@@ -299,7 +304,7 @@ def test_steps_may_have_heads_of_their_own():
     together = chunked_compare(
         target_hidden,
         hidden,
-        ComparisonSettings(target_head, own, divergence("tv"), parameters=parameters, chunk=4),
+        LossSettings(target_head, own, divergence("tv"), parameters=parameters, chunk=4),
         weights=weights,
     )
     found = torch.autograd.grad(together.total, [hidden, *parameters])
@@ -308,7 +313,7 @@ def test_steps_may_have_heads_of_their_own():
         alone = chunked_compare(
             target_hidden,
             single,
-            ComparisonSettings(target_head, head, divergence("tv"), parameters=list(head.parameters())),
+            LossSettings(target_head, head, divergence("tv"), parameters=list(head.parameters())),
             weights=weights[i],
         )
         torch.testing.assert_close(together.loss[i], alone.loss)
@@ -322,7 +327,7 @@ def test_without_gradients_nothing_is_differentiated():
         result = chunked_compare(
             torch.randn(3, 5),
             torch.randn(3, 4),
-            ComparisonSettings(target_head, draft_head, divergence("tv"), parameters=list(draft_head.parameters())),
+            LossSettings(target_head, draft_head, divergence("tv"), parameters=list(draft_head.parameters())),
         )
     assert not result.total.requires_grad
     assert result.total.item() == pytest.approx(result.loss.sum().item())
@@ -337,9 +342,7 @@ def test_no_logits_are_kept_for_the_backward_pass():
         result = chunked_compare(
             torch.randn(50, 5),
             hidden,
-            ComparisonSettings(
-                target_head, draft_head, divergence("tv"), parameters=list(draft_head.parameters()), chunk=10
-            ),
+            LossSettings(target_head, draft_head, divergence("tv"), parameters=list(draft_head.parameters()), chunk=10),
         )
         inside = len(saved)
         result.total.backward()
@@ -364,9 +367,7 @@ def test_peak_memory_grows_with_the_chunk_and_not_with_positions_or_steps(name):
             chunked_compare(
                 target_hidden,
                 hidden,
-                ComparisonSettings(
-                    target_head, draft_head, rule, parameters=list(draft_head.parameters()), chunk=chunk
-                ),
+                LossSettings(target_head, draft_head, rule, parameters=list(draft_head.parameters()), chunk=chunk),
                 following=following,
             ).total.backward()
         draft_head.zero_grad(set_to_none=True)
@@ -389,7 +390,7 @@ def test_values_and_slopes_of_half_precision_are_summed_in_single():
         hidden = one.expand(count, -1).clone().requires_grad_()
         theirs, trained = torch.ones(count, 5).bfloat16(), [draft_head.weight]
         result = chunked_compare(
-            theirs, hidden, ComparisonSettings(target_head, draft_head, divergence("tv"), parameters=trained, chunk=1)
+            theirs, hidden, LossSettings(target_head, draft_head, divergence("tv"), parameters=trained, chunk=1)
         )
         assert result.loss.dtype == result.alpha.dtype == result.top1.dtype == result.total.dtype == torch.float32
         found[count] = torch.autograd.grad(result.total, [hidden, draft_head.weight])[1].float()
@@ -404,7 +405,7 @@ def test_512_positions_are_compared_at_a_time_if_nothing_else_is_asked_for():
         seen.append(len(hidden))
         return target_head(hidden)
 
-    chunked_compare(torch.randn(1025, 5), torch.randn(1025, 4), ComparisonSettings(head, draft_head, divergence("tv")))
+    chunked_compare(torch.randn(1025, 5), torch.randn(1025, 4), LossSettings(head, draft_head, divergence("tv")))
     assert seen == [512, 512, 1]
 
 
@@ -413,7 +414,7 @@ def test_no_positions_give_no_values_and_a_graph_that_can_be_walked(kept):
     target_head, draft_head = heads(kept)
     draft_hidden = torch.randn(0, 4, requires_grad=True)
     result = chunked_compare(
-        torch.randn(0, 5), draft_hidden, ComparisonSettings(target_head, draft_head, divergence("tv"), kept)
+        torch.randn(0, 5), draft_hidden, LossSettings(target_head, draft_head, divergence("tv"), kept)
     )
     assert result.loss.shape == result.alpha.shape == result.top1.shape == (0,)
     result.total.backward()
@@ -421,7 +422,7 @@ def test_no_positions_give_no_values_and_a_graph_that_can_be_walked(kept):
 
 
 def test_alpha_is_one_minus_total_variation():
-    _, alpha, top1 = compare(Reference.of(logits(P)), logits(Q), divergence("forward_kl"))
+    _, alpha, top1 = compare(TargetDistribution.of(logits(P)), logits(Q), divergence("forward_kl"))
     np.testing.assert_allclose(alpha.numpy(), 1 - SCIPY["tv"](P, Q), rtol=1e-6)
     np.testing.assert_allclose(alpha.numpy(), np.minimum(P, Q).sum(-1), rtol=1e-6)
     assert top1.tolist() == [0, 0, 1, 1]
@@ -433,13 +434,13 @@ def test_mass_that_a_pruned_vocabulary_cannot_reach_counts_as_rejected():
     result = chunked_compare(
         p,
         torch.tensor([[0.6, 0.4]]).log(),
-        ComparisonSettings(lambda x: x, lambda x: x, divergence("forward_kl"), kept),
+        LossSettings(lambda x: x, lambda x: x, divergence("forward_kl"), kept),
     )
     assert result.alpha.item() == pytest.approx(0.5)
     assert result.loss.item() == pytest.approx(0, abs=1e-6)
     assert result.top1.item() == 0
     result = chunked_compare(
-        p, torch.tensor([[0.1, 0.9]]).log(), ComparisonSettings(lambda x: x, lambda x: x, divergence("tv"), kept)
+        p, torch.tensor([[0.1, 0.9]]).log(), LossSettings(lambda x: x, lambda x: x, divergence("tv"), kept)
     )
     assert result.alpha.item() == pytest.approx(0.1 + 0.2)
     assert result.loss.item() == pytest.approx(0.5)
@@ -449,7 +450,7 @@ def test_a_loss_that_kernels_serve_is_theirs(monkeypatch):
     asked: list[tuple] = []
     monkeypatch.setattr(liger, "serves", lambda *arguments: bool(asked.append(arguments)) or True)
     monkeypatch.setattr(liger, "compare", lambda *arguments: arguments)
-    given = Reference.of(logits(P)), logits(Q), divergence("tv")
+    given = TargetDistribution.of(logits(P)), logits(Q), divergence("tv")
     assert all(a is b for a, b in zip(compare(*given), given, strict=True))
     assert asked == [(given[2], "cpu")]
 
@@ -463,11 +464,12 @@ def test_mixed_precision_is_for_the_drafter_alone():
             exact = target_head(target_hidden)
         with own_precision(torch.device("meta")):
             assert target_head(target_hidden).dtype == torch.bfloat16
-        found = chunked_compare(target_hidden, hidden, ComparisonSettings(target_head, draft_head, divergence("tv")))
+        found = chunked_compare(target_hidden, hidden, LossSettings(target_head, draft_head, divergence("tv")))
         drafted = draft_head(hidden).float()
     assert torch.equal(exact, target_head(target_hidden))
     torch.testing.assert_close(
-        found.loss, divergence("tv")(Reference.of(target_head(target_hidden)), drafted.log_softmax(-1)).detach()
+        found.loss,
+        divergence("tv")(TargetDistribution.of(target_head(target_hidden)), drafted.log_softmax(-1)).detach(),
     )
 
 
@@ -498,7 +500,7 @@ def test_metrics_by_depth_follow_each_chain_from_its_start():
     here = torch.tensor([[True] * 6, [False, True, True, True, False, True]])
     numbers = torch.arange(1.0, 13.0).view(2, 6) / 12
     alpha, loss, top1 = numbers, 10 + numbers, 1 - numbers
-    found = metrics_by_depth(Comparison(loss.sum(), loss, alpha, top1), wanted, here)
+    found = metrics_by_depth(PositionLosses(loss.sum(), loss, alpha, top1), wanted, here)
     values = {name: [round(part.item(), 5) for part in pair] for name, pair in found.items()}
     assert list(values) == ["loss_d1", "top1_d1", "loss_d2", "top1_d2", "alpha_d1", "alpha_d2", "tau"]
     assert values["loss_d1"] == [round(60 + 21 / 12, 5), 6]

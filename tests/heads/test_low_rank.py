@@ -11,7 +11,7 @@ import torch
 from peft import LoraConfig, inject_adapter_in_model, set_peft_model_state_dict
 from safetensors.torch import load_file
 
-from outrider.ground import BadInputError, IncompatibleError
+from outrider.common import BadInputError, IncompatibleError
 from outrider.heads import (
     Drafter,
     Eagle3,

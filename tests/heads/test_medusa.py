@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from outrider.common import BadInputError, IncompatibleError
 from outrider.decode import Control, Costs, Decoder, Plan, Sampling, Tree
 from outrider.decode import round as stage
 from outrider.decode.run import Request
-from outrider.ground import BadInputError, IncompatibleError
 from outrider.heads import Drafter, Hydra, HydraConfig, Medusa, MedusaConfig, TargetBatch
 from outrider.heads.losses import divergence
-from outrider.targets import Counts, Target
+from outrider.targets import RowLengths, Target
 
 VOCAB, LENGTH = 64, 18
 KINDS: dict[str, tuple[type[Medusa], type[MedusaConfig]]] = {
@@ -65,13 +65,13 @@ def drafted_logits(drafter: Medusa, target: Target, text: list[int], drafts: lis
     """Logits `[V']` of each head in a round whose root is the last token of `text`, along the chain of `drafts`."""
     tokens = torch.tensor([text])
     state = drafter.open(target, 1, 64)
-    state.absorb(
+    state.update(
         tokens[:, :-1],
         target.forward(tokens[:, :-1], taps=drafter.taps).hidden,
-        Counts.of([len(text) - 1], "cpu"),
+        RowLengths.of([len(text) - 1], "cpu"),
     )
-    found = [state.begin(tokens[:, -1])[0]]
-    return found + [state.extend(torch.tensor([[token]]))[0, 0] for token in drafts]
+    found = [state.prefill(tokens[:, -1])[0]]
+    return found + [state.decode(torch.tensor([[token]]))[0, 0] for token in drafts]
 
 
 # ------------------------------------------------------------ new heads
@@ -311,15 +311,15 @@ def test_a_round_never_reads_a_tensor_on_the_host(tiny_llama, kind, plan):
         run = Decoder(target, drafter, static=True).run(Request(PROMPTS, 20, Sampling(1.0), PLANS[plan]))
         tokens, counts = (
             torch.zeros(4, 9, dtype=torch.long),
-            Counts(torch.ones(4, dtype=torch.long), [len(p) for p in PROMPTS]),
+            RowLengths(torch.ones(4, dtype=torch.long), [len(p) for p in PROMPTS]),
         )
         with torch.inference_mode():
             state = run._open(tokens, counts)
-            state.session.absorb(tokens, torch.zeros(4, 9, 1, 32), counts)
+            state.session.update(tokens, torch.zeros(4, 9, 1, 32), counts)
             state.cache.window = 256
             shapes = [t.shape for t in state.session.carried()]
             for _ in range(2):
-                state, _ = stage.play(run.setup, state, run.setup.plan.depth)
+                state, _ = stage.step(run.setup, state, run.setup.plan.depth)
                 assert [t.shape for t in state.session.carried()] == shapes, (
                     "what is carried from round to round keeps its shape"
                 )

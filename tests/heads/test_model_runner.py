@@ -24,11 +24,10 @@ from transformers import (
 )
 
 from outrider.decode import Decoder, Plan, Tree
-from outrider.heads import DraftModel
-from outrider.heads.draft_model import DraftModelSession
-from outrider.heads.parts import decoder_layer
-from outrider.heads.parts.model_runner import ModelRunner, runs
-from outrider.targets import Counts, Target
+from outrider.heads import DraftModel, decoder_layer
+from outrider.heads.draft_model.draft_model import DraftModelSession
+from outrider.heads.draft_model.llama_runner import ModelRunner, runs
+from outrider.targets import RowLengths, Target
 
 VOCAB = 64
 SIZES: dict[str, Any] = {
@@ -144,27 +143,27 @@ def everything(drafter: DraftModel, target: Target, lengths: list[int], window: 
     def absorb(count: int, width: int, seed: int, path: Tensor | None = None) -> None:
         counts = [1 + (count + row) % width for row in range(rows)]
         for state in states:
-            state.absorb(tokens(rows, width, seed), None, Counts.of(counts, "cpu"), path)
+            state.update(tokens(rows, width, seed), None, RowLengths.of(counts, "cpu"), path)
 
     for state in states:
-        state.absorb(tokens(rows, max(lengths), 1), None, Counts.of(lengths, "cpu"))
+        state.update(tokens(rows, max(lengths), 1), None, RowLengths.of(lengths, "cpu"))
         state.cache.window = window
     for number in range(3):  # chains, of which some, all, and none are kept
-        agree(states, lambda s: s.begin(tokens(rows, 1, 2)[:, 0]))
+        agree(states, lambda s: s.prefill(tokens(rows, 1, 2)[:, 0]))
         for step in range(3):
-            agree(states, lambda s, step=step: s.extend(tokens(rows, 1, 3 + step)))
+            agree(states, lambda s, step=step: s.decode(tokens(rows, 1, 3 + step)))
         absorb(3 - number, 4, 4)
-    agree(states, lambda s: s.begin(tokens(rows, 1, 5)[:, 0]))
-    agree(states, lambda s: s.extend(tokens(rows, 3, 6), torch.full((rows, 3), -1)))
-    agree(states, lambda s: s.extend(tokens(rows, 2, 7), torch.tensor([[2, 0]]).expand(rows, -1)))
-    agree(states, lambda s: s.extend(tokens(rows, 1, 8), torch.tensor([[3]]).expand(rows, -1)))
+    agree(states, lambda s: s.prefill(tokens(rows, 1, 5)[:, 0]))
+    agree(states, lambda s: s.decode(tokens(rows, 3, 6), torch.full((rows, 3), -1)))
+    agree(states, lambda s: s.decode(tokens(rows, 2, 7), torch.tensor([[2, 0]]).expand(rows, -1)))
+    agree(states, lambda s: s.decode(tokens(rows, 1, 8), torch.tensor([[3]]).expand(rows, -1)))
     absorb(1, 4, 9, torch.tensor([[2, 3, 5]]).expand(rows, -1))
     agree(states, lambda s: s.read_chain(tokens(rows, 4, 10)))
     agree(states, lambda s: s.read_chain(tokens(rows, 2, 11), torch.arange(rows) % 3 - 1))
     for state in states:
         state.forget()
     absorb(2, 3, 12)
-    agree(states, lambda s: s.begin(tokens(rows, 1, 13)[:, 0]))
+    agree(states, lambda s: s.prefill(tokens(rows, 1, 13)[:, 0]))
 
 
 @pytest.mark.parametrize("lengths", [[9], [7, 1, 12]], ids=["alone", "ragged"])
@@ -202,9 +201,9 @@ def test_in_half_precision_it_is_as_exact_as_the_library(target, models):
         for state in both(half, target, 2):
             reference = exact.open(target, 2, 60)
             for own in (reference, state):
-                own.absorb(tokens(2, 30, 1), None, Counts.of([30, 22], "cpu"))
-            found = [state.begin(tokens(2, 1, 2)[:, 0]), state.extend(tokens(2, 1, 3))[:, 0]]
-            expected = [reference.begin(tokens(2, 1, 2)[:, 0]), reference.extend(tokens(2, 1, 3))[:, 0]]
+                own.update(tokens(2, 30, 1), None, RowLengths.of([30, 22], "cpu"))
+            found = [state.prefill(tokens(2, 1, 2)[:, 0]), state.decode(tokens(2, 1, 3))[:, 0]]
+            expected = [reference.prefill(tokens(2, 1, 2)[:, 0]), reference.decode(tokens(2, 1, 3))[:, 0]]
             off.append((torch.stack(found).float() - torch.stack(expected)).square().mean().sqrt().item())
         assert 0 < off[0] < 1.3 * off[1], name
 
@@ -311,8 +310,8 @@ def test_every_weight_that_changes_is_noticed(target, models):
 def short(drafter: DraftModel, target: Target) -> None:
     states = both(drafter, target, 1)
     for state in states:
-        state.absorb(tokens(1, 5, 1) % 50, None, Counts.of([5], "cpu"))
-    agree(states, lambda s: s.begin(tokens(1, 1, 2)[:, 0] % 50))
+        state.update(tokens(1, 5, 1) % 50, None, RowLengths.of([5], "cpu"))
+    agree(states, lambda s: s.prefill(tokens(1, 1, 2)[:, 0] % 50))
 
 
 def test_copies_last_from_request_to_request_until_weights_change_or_texts_are_longer(target, tiny_llama):

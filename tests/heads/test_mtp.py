@@ -14,14 +14,14 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from outrider.common import BadInputError, IncompatibleError
 from outrider.decode import Decoder, Plan, Sampling
 from outrider.formats import export_drafter, import_drafter, recognised
 from outrider.formats.mtp import main, save_native
-from outrider.ground import BadInputError, IncompatibleError
 from outrider.heads import Mtp, MtpConfig, TargetBatch, load_drafter
 from outrider.heads.losses import DIVERGENCES
-from outrider.heads.parts.target_layer import plain_body
-from outrider.targets import Counts, PeakBytes, Target
+from outrider.heads.mtp.target_layer import plain_body
+from outrider.targets import PeakBytes, RowLengths, Target
 from outrider.train.warmstart import make_drafter
 
 from ..conftest import few
@@ -491,10 +491,10 @@ def test_logits_and_greedy_proposals_are_those_of_transformers(family):
         last = target.forward(tokens[:, :-1]).last
         drafts, logits, _ = theirs(tokens[:, 1:], last, torch.ones_like(positions), positions, cache)
         state = drafter.open(target, 1, 40)
-        state.absorb(tokens[:, :-1], last[:, :, None], Counts.of([LENGTH - 1], "cpu"))
-        own = [state.begin(tokens[:, -1])]
+        state.update(tokens[:, :-1], last[:, :, None], RowLengths.of([LENGTH - 1], "cpu"))
+        own = [state.prefill(tokens[:, -1])]
         for k in range(family.depth - 1):
-            own.append(state.extend(drafts[:, k : k + 1])[:, 0])
+            own.append(state.decode(drafts[:, k : k + 1])[:, 0])
         assert (torch.stack(own, 1) - logits).abs().max() < 1e-5
         assert torch.stack(own, 1).argmax(-1).tolist() == drafts.tolist()
 
@@ -530,10 +530,10 @@ def test_rounds_propose_what_transformers_candidate_generator_does(family, monke
         for before, candidates in seen:
             tokens = torch.tensor([before])
             state = drafter.open(target, 1, 60)
-            state.absorb(
+            state.update(
                 tokens[:, :-1],
                 target.forward(tokens[:, :-1]).last[:, :, None],
-                Counts.of([len(before) - 1], "cpu"),
+                RowLengths.of([len(before) - 1], "cpu"),
             )
             proposal = state.propose(tokens[:, -1], family.depth, lambda logits, _: logits.argmax(-1))
             assert proposal.tokens[0].tolist() == candidates
@@ -659,11 +659,11 @@ def test_one_module_per_depth_drafts_no_deeper(target):
     state = drafter.open(target, 1, 20)
     tokens = sequences(1, 4)
     with torch.inference_mode():
-        state.absorb(tokens, target.forward(tokens, taps=drafter.taps).hidden, Counts.of([4], "cpu"))
-        state.begin(tokens[:, 0])
-        state.extend(tokens[:, :1])
+        state.update(tokens, target.forward(tokens, taps=drafter.taps).hidden, RowLengths.of([4], "cpu"))
+        state.prefill(tokens[:, 0])
+        state.decode(tokens[:, :1])
         with pytest.raises(BadInputError, match="2 modules, so it drafts no deeper"):
-            state.extend(tokens[:, :1])
+            state.decode(tokens[:, :1])
 
 
 # ------------------------------------------------------------ in the decoder
@@ -703,16 +703,16 @@ def test_rounds_of_fixed_shapes_never_read_a_tensor_on_the_host(tiny_llama, vari
         for cache in state.caches():
             cache.window = 256
         for width in (9, 4, 4):
-            state.absorb(
+            state.update(
                 torch.zeros(4, width, dtype=torch.long),
                 torch.zeros(4, width, 1, 32),
-                Counts(torch.ones(4, dtype=torch.long)),
+                RowLengths(torch.ones(4, dtype=torch.long)),
             )
             state.carry([torch.empty_like(t) for t in state.carried()])
-            state.begin(torch.zeros(4, dtype=torch.long))
+            state.prefill(torch.zeros(4, dtype=torch.long))
             for level in range(3):
                 drafted = torch.zeros(4, 3 if in_tree else 1, dtype=torch.long)
-                state.extend(drafted, torch.full_like(drafted, 3 * level - 1) if in_tree else None)
+                state.decode(drafted, torch.full_like(drafted, 3 * level - 1) if in_tree else None)
 
 
 @pytest.mark.parametrize("family", ["qwen3_next"], indirect=True)

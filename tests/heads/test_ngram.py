@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from outrider.ground import BadInputError
+from outrider.common import BadInputError
 from outrider.heads import Ngram, NgramConfig
-from outrider.targets import Counts
+from outrider.targets import RowLengths
 
 
 def propose(tokens: list[list[int]], roots: list[int], depth: int, **config: int) -> list[list[int]]:
@@ -15,7 +15,7 @@ def propose(tokens: list[list[int]], roots: list[int], depth: int, **config: int
     state = drafter.open(None, len(tokens), 100)
     width = max(map(len, tokens))
     padded = torch.tensor([t + [99] * (width - len(t)) for t in tokens])
-    state.absorb(padded, None, Counts.of([len(t) for t in tokens], "cpu"))
+    state.update(padded, None, RowLengths.of([len(t) for t in tokens], "cpu"))
     proposal = state.propose(torch.tensor(roots), depth, None)
     assert proposal.deterministic
     return [row[:n] for row, n in zip(proposal.tokens.tolist(), proposal.lengths.tolist(), strict=True)]
@@ -51,8 +51,8 @@ def test_matches_shorter_than_min_match_do_not_count(min_match, found):
 def test_rejected_drafts_are_forgotten_and_rows_can_be_dropped():
     drafter = Ngram()
     state = drafter.open(None, 2, 100)
-    state.absorb(torch.tensor([[1, 2], [3, 4]]), None, Counts.of([2, 2], "cpu"))
-    state.absorb(torch.tensor([[5, 6, 7], [8, 9, 1]]), None, Counts.of([1, 3], "cpu"))
+    state.update(torch.tensor([[1, 2], [3, 4]]), None, RowLengths.of([2, 2], "cpu"))
+    state.update(torch.tensor([[5, 6, 7], [8, 9, 1]]), None, RowLengths.of([1, 3], "cpu"))
     state.select([1])
     assert state.propose(torch.tensor([8]), 3, None).tokens.tolist() == [[9, 1, 8]]
     assert state.rows[0].tokens == [3, 4, 8, 9, 1]

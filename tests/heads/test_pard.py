@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 from transformers import MistralConfig, MistralForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
+from outrider.common import BadInputError
 from outrider.decode import Decoder, Plan
-from outrider.ground import BadInputError
 from outrider.heads import DraftModel, DraftModelConfig, Pard, PardConfig, TargetBatch, load_drafter
-from outrider.heads.parts.rollouts import Rollouts
-from outrider.targets import Counts, Target
+from outrider.heads.parallel.parallel_drafts import Rollouts
+from outrider.targets import RowLengths, Target
 
 from ..conftest import ALL_TOKENS, FEW_TOKENS, best_of_few, few
 
@@ -143,10 +143,10 @@ def test_no_mask_stays_in_the_cache(target, drafter):
     tokens = sequences(1)
     session, fresh = (drafter.open(target, 1, LENGTH + 8) for _ in range(2))
     for begin, end in ((0, 4), (4, 5), (5, 9)):
-        session.absorb(tokens[:, begin:end], None, Counts.of([end - begin], "cpu"))
-        session.begin(tokens[:, end])
-    fresh.absorb(tokens[:, :9], None, Counts.of([9], "cpu"))
-    fresh.begin(tokens[:, 9])
+        session.update(tokens[:, begin:end], None, RowLengths.of([end - begin], "cpu"))
+        session.prefill(tokens[:, end])
+    fresh.update(tokens[:, :9], None, RowLengths.of([9], "cpu"))
+    fresh.prefill(tokens[:, 9])
     for mine, alone in zip(session.cache._stores, fresh.cache._stores, strict=True):
         torch.testing.assert_close(mine.keys[:, :, :9], alone.keys[:, :, :9], rtol=1e-5, atol=1e-5)
 

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from outrider.common import BadInputError
 from outrider.decode import Decoder, Plan
-from outrider.ground import BadInputError
 from outrider.heads import Eagle3, Eagle3Config, PEagle, PEagleConfig, TargetBatch
-from outrider.heads.parts.rollouts import Rollouts, kept_counts
-from outrider.targets import Counts, Target
+from outrider.heads.parallel.parallel_drafts import Rollouts, kept_counts
+from outrider.targets import RowLengths, Target
 
 from ..conftest import ALL_TOKENS, FEW_TOKENS, best_of_few, few
 
@@ -270,10 +270,10 @@ def test_no_mask_stays_in_the_cache(target, drafter):
     session, fresh = (drafter.open(target, 1, LENGTH + 8) for _ in range(2))
     with torch.inference_mode():
         for begin, end in ((0, 4), (4, 5), (5, 9)):
-            session.absorb(tokens[:, begin:end], hidden[:, begin:end], Counts.of([end - begin], "cpu"))
-            session.begin(tokens[:, end])
-        fresh.absorb(tokens[:, :9], hidden[:, :9], Counts.of([9], "cpu"))
-        fresh.begin(tokens[:, 9])
+            session.update(tokens[:, begin:end], hidden[:, begin:end], RowLengths.of([end - begin], "cpu"))
+            session.prefill(tokens[:, end])
+        fresh.update(tokens[:, :9], hidden[:, :9], RowLengths.of([9], "cpu"))
+        fresh.prefill(tokens[:, 9])
     assert session.cache.host_lengths == fresh.cache.host_lengths == [9]
     for mine, alone in zip(session.cache._stores, fresh.cache._stores, strict=True):
         torch.testing.assert_close(mine.keys[:, :, :9], alone.keys[:, :, :9], rtol=1e-5, atol=1e-5)

@@ -30,9 +30,9 @@ from transformers import (
     StableLmForCausalLM,
 )
 
-from outrider.ground import BadInputError, IncompatibleError
+from outrider.common import BadInputError, IncompatibleError
 from outrider.heads import DraftModel, DraftModelConfig, load_drafter
-from outrider.heads.parts.pruning import chosen_layers, pruned
+from outrider.heads.draft_model.pruning import chosen_layers, pruned
 from outrider.targets import Target
 
 SIZES = {

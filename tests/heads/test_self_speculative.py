@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from outrider.common import BadInputError, IncompatibleError
 from outrider.decode import Control, Costs, Decoder, Plan, Sampling, Tree, memory
 from outrider.decode import round as stage
 from outrider.decode.memory import Load, budget
 from outrider.decode.run import Request
-from outrider.ground import BadInputError, IncompatibleError
 from outrider.heads import Fusion, Ngram, SelfSpeculative, SelfSpeculativeConfig, TargetBatch
 from outrider.heads.losses import divergence
-from outrider.targets import Counts, PeakBytes, RaggedCache, Target
+from outrider.targets import PeakBytes, RaggedCache, RowLengths, Target
 
 VOCAB, NEW = 64, 14
 PROMPTS = [torch.randint(0, VOCAB, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (5, 1, 9, 13, 2)]
@@ -186,23 +186,23 @@ def test_training_logits_are_the_decoders(architecture):
         trained = drafter.output(drafter.exit(drafter._early(batch(target, drafter, tokens))), target)
         cache = target.new_cache(3, 20)
         target.forward(tokens[:, :6], cache)
-        cache.advance(Counts.of([6] * 3, "cpu"))
+        cache.advance(RowLengths.of([6] * 3, "cpu"))
         state = drafter.open(target, 3, 20, cache=cache)
-        found = [state.begin(tokens[:, 6])] + [state.extend(tokens[:, [i]])[:, 0] for i in range(7, 12)]
+        found = [state.prefill(tokens[:, 6])] + [state.decode(tokens[:, [i]])[:, 0] for i in range(7, 12)]
         torch.testing.assert_close(torch.stack(found, 1), trained[:, 6:], rtol=1e-4, atol=1e-4)
 
 
 def test_without_a_lent_cache_it_keeps_one_of_its_own_and_drafts_the_same(target):
     drafter, tokens, roots = build(target), sequences(), torch.tensor([5, 6, 7])
-    counts = Counts.of([12, 7, 1], "cpu")
+    counts = RowLengths.of([12, 7, 1], "cpu")
     cache = target.new_cache(3, 20)
     target.forward(tokens, cache)
     cache.advance(counts)
     lent, alone = drafter.open(target, 3, 20, cache=cache), drafter.open(target, 3, 20)
     for state in (lent, alone):
-        state.absorb(tokens, None, counts)
+        state.update(tokens, None, counts)
     drafts = torch.tensor([[1, 2], [3, 4], [5, 6]])
-    for read in (lambda s: s.begin(roots), lambda s: s.extend(drafts, torch.tensor([[-1, -1]] * 3))):
+    for read in (lambda s: s.prefill(roots), lambda s: s.decode(drafts, torch.tensor([[-1, -1]] * 3))):
         torch.testing.assert_close(read(lent), read(alone), rtol=1e-4, atol=1e-4)
     assert (lent.caches(), len(alone.caches())) == ([], 1)
 
@@ -418,11 +418,11 @@ def test_a_round_of_fixed_shape_never_reads_a_tensor_on_the_host(tiny_llama, pla
         drafter = SelfSpeculative.build(SelfSpeculativeConfig(), target).to("meta")
         run = Decoder(target, drafter, static=True).run(Request(PROMPTS, 20, plan=PLANS[plan]))
         state = run._open(
-            torch.zeros(5, 13, dtype=torch.long), Counts(torch.ones(5, dtype=torch.long), [len(p) for p in PROMPTS])
+            torch.zeros(5, 13, dtype=torch.long), RowLengths(torch.ones(5, dtype=torch.long), [len(p) for p in PROMPTS])
         )
         state.cache.window = 256
         for _ in range(3):
-            state, _ = stage.play(run.setup, state, run.setup.plan.depth)
+            state, _ = stage.step(run.setup, state, run.setup.plan.depth)
         assert state.session.caches() == state.session.carried() == []
 
 

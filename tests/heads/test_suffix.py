@@ -11,11 +11,11 @@ from collections import Counter
 import pytest
 import torch
 
+from outrider.common import BadInputError, IncompatibleError
 from outrider.decode import Decoder, Plan, Sampling
-from outrider.ground import BadInputError, IncompatibleError
 from outrider.heads import Suffix, SuffixConfig
-from outrider.heads.suffix import Draft, History, SuffixSession, SuffixTree, Text
-from outrider.targets import Counts, Target
+from outrider.heads.lookup.suffix import History, SuffixProposal, SuffixSession, SuffixTree, Text
+from outrider.targets import RowLengths, Target
 
 SMALL = SuffixConfig(max_match=4, tree_depth=6, factor=2.0)
 
@@ -32,7 +32,7 @@ def propose(tokens: list[list[int]], roots: list[int], depth: int, **config: flo
     state = drafter.open(None, len(tokens), 100)
     width = max(map(len, tokens))
     padded = torch.tensor([t + [99] * (width - len(t)) for t in tokens])
-    state.absorb(padded, None, Counts.of([len(t) for t in tokens], "cpu"))
+    state.update(padded, None, RowLengths.of([len(t) for t in tokens], "cpu"))
     proposal = state.propose(torch.tensor(roots), depth, None)
     assert proposal.deterministic
     return [row[:n] for row, n in zip(proposal.tokens.tolist(), proposal.lengths.tolist(), strict=True)]
@@ -67,7 +67,7 @@ def test_drafts_are_as_long_as_the_match_times_the_factor_up_to_the_rounds_depth
 def test_the_score_is_the_expected_number_of_accepted_tokens():
     """After 5: 1 three times of four; after 5 1: 6 twice of three (the last has nothing after it but 7)."""
     tree = tree_of([5, 1, 6, 5, 1, 6, 5, 1, 7, 5, 2, 0], SuffixConfig(factor=2))
-    assert tree.draft([5], 9) == Draft([1, 6], [-1, 0], pytest.approx(3 / 4 + 3 / 4 * 2 / 3), 1)
+    assert tree.draft([5], 9) == SuffixProposal([1, 6], [-1, 0], pytest.approx(3 / 4 + 3 / 4 * 2 / 3), 1)
 
 
 def test_rows_propose_as_much_as_they_find():
@@ -87,8 +87,8 @@ def test_matches_that_are_too_short_or_promise_too_little_do_not_count(config, f
 def test_rejected_drafts_are_forgotten_and_rows_can_be_dropped():
     drafter = Suffix(SuffixConfig(factor=3))
     state = drafter.open(None, 2, 100)
-    state.absorb(torch.tensor([[1, 2], [3, 4]]), None, Counts.of([2, 2], "cpu"))
-    state.absorb(torch.tensor([[5, 6, 7], [8, 9, 1]]), None, Counts.of([1, 3], "cpu"))
+    state.update(torch.tensor([[1, 2], [3, 4]]), None, RowLengths.of([2, 2], "cpu"))
+    state.update(torch.tensor([[5, 6, 7], [8, 9, 1]]), None, RowLengths.of([1, 3], "cpu"))
     state.select([1])
     assert state.propose(torch.tensor([8]), 3, None).tokens.tolist() == [[9, 1]]
     assert state.rows[0].text.tokens == [3, 4, 8, 9, 1]
@@ -158,9 +158,9 @@ class Counted:
             found = self.followers(context) if context else Counter()
         return context, found
 
-    def draft(self, tail: list[int], most: int) -> Draft:
+    def draft(self, tail: list[int], most: int) -> SuffixProposal:
         start = self.match(tail)
-        draft, limit = Draft(match=len(start)), min(most, int(self.config.factor * len(start)))
+        draft, limit = SuffixProposal(match=len(start)), min(most, int(self.config.factor * len(start)))
         waiting: list[tuple[float, int, list[int], list[int]]] = []
 
         def offer(probability: float, parent: int, text: list[int], context: list[int]) -> None:
@@ -178,7 +178,7 @@ class Counted:
             draft.score += probability
             offer(probability, len(draft.tokens) - 1, text, context)
         draft.score = pytest.approx(draft.score)
-        return draft if draft.tokens else Draft()
+        return draft if draft.tokens else SuffixProposal()
 
 
 @pytest.mark.parametrize(
@@ -358,8 +358,8 @@ def test_rows_of_a_batch_learn_from_each_other():
     """What one row's answer said is proposed to another at once; what its prompt said is not."""
     drafter = Suffix(SuffixConfig(max_tokens=50))
     state = drafter.open(None, 2, 100)
-    state.absorb(torch.tensor([[1, 2, 8, 9], [2, 0, 0, 0]]), None, Counts.of([4, 1], "cpu"))
-    state.absorb(torch.tensor([[4, 5, 6, 7], [3, 0, 0, 0]]), None, Counts.of([4, 1], "cpu"))
+    state.update(torch.tensor([[1, 2, 8, 9], [2, 0, 0, 0]]), None, RowLengths.of([4, 1], "cpu"))
+    state.update(torch.tensor([[4, 5, 6, 7], [3, 0, 0, 0]]), None, RowLengths.of([4, 1], "cpu"))
     proposal = state.propose(torch.tensor([8, 5]), 2, None)
     assert proposal.tokens.tolist() == [[9, 4], [6, 7]]
     assert state.propose(torch.tensor([10, 8]), 2, None).lengths.tolist() == [0, 0]
@@ -369,8 +369,8 @@ def test_the_better_of_own_text_and_earlier_answers_is_proposed():
     """In its own text 5 6 follows once each way; an earlier answer knows three tokens before."""
     drafter = Suffix(SuffixConfig(max_tokens=50))
     other, own = (drafter.open(None, 1, 100) for _ in range(2))
-    other.absorb(torch.tensor([[1]]), None, Counts.of([1], "cpu"))
-    own.absorb(torch.tensor([[5, 9, 5, 8, 3, 4]]), None, Counts.of([6], "cpu"))
-    other.absorb(torch.tensor([[3, 4, 5, 6, 7]]), None, Counts.of([5], "cpu"))
+    other.update(torch.tensor([[1]]), None, RowLengths.of([1], "cpu"))
+    own.update(torch.tensor([[5, 9, 5, 8, 3, 4]]), None, RowLengths.of([6], "cpu"))
+    other.update(torch.tensor([[3, 4, 5, 6, 7]]), None, RowLengths.of([5], "cpu"))
     assert own.propose(torch.tensor([5]), 2, None).tokens.tolist() == [[6, 7]]
     assert own.propose(torch.tensor([9]), 2, None).tokens.tolist() == [[5, 8]], "unknown to the other"

@@ -13,10 +13,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from outrider.heads import Eagle1, Eagle1Config, Eagle3, Eagle3Config, TargetBatch
-from outrider.heads.parts import unrolled_attention
-from outrider.heads.parts.feature_drafter import FeatureDrafter
-from outrider.heads.parts.unrolled_attention import attend, fused, plain
+from outrider.heads import Eagle1, Eagle1Config, Eagle3, Eagle3Config, TargetBatch, unrolled_attention
+from outrider.heads.eagle.feature_drafter import FeatureDrafter
+from outrider.heads.unrolled_attention import attend, fused, plain
 from outrider.targets import PeakBytes, Target
 
 ROWS, HEADS, LENGTH, SIZE = 3, 2, 70, 8

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from outrider.heads import HEADS, DFlash, Drafter, TargetBatch, Verified
-from outrider.heads.losses import Comparison
-from outrider.heads.parts.anchors import Anchors, Lessons, eligible_places
-from outrider.heads.parts.rollouts import RolledDrafts, Rollouts, Served, kept_counts
+from outrider.heads.block.block_sampling import Anchors, BlockTargets, eligible_places
+from outrider.heads.losses import PositionLosses
+from outrider.heads.parallel.parallel_drafts import RolledDrafts, Rollouts, Served, kept_counts
 from outrider.targets import Target
 from outrider.targets.documents import Documents
 
@@ -121,7 +121,7 @@ def test_blocks_weigh_what_a_texts_tokens_do_and_the_rest_is_spread_without_what
     wanted, verified = given.supervised, given.verified
     for step in range(8):
         anchors = Anchors.of(eligible_places(wanted, True), given.tokens, 2, step, verified=verified)
-        lessons = Lessons.of(anchors, wanted, drafter.max_depth)
+        lessons = BlockTargets.of(anchors, wanted, drafter.max_depth)
         weights = drafter.learning(given, wanted, lessons).sides().weighting.fixed
         for row in range(2):
             assert float(weights[lessons.rows == row].sum()) == pytest.approx(7)
@@ -194,11 +194,11 @@ def test_masks_weigh_what_a_rows_tokens_do(share: float) -> None:
 
 def compared(monkeypatch: pytest.MonkeyPatch, drafter: Drafter[Any], given: TargetBatch) -> tuple[Tensor, Tensor]:
     """The weights of a feature head's comparison, `[S, P]`, and the tokens that are predicted, `[P]`."""
-    from outrider.heads.parts import feature_drafter
+    from outrider.heads.eagle import feature_drafter
 
     seen: list[Tensor] = []
 
-    def noted(*arguments: Any, weights: Tensor, following: Tensor) -> Comparison:
+    def noted(*arguments: Any, weights: Tensor, following: Tensor) -> PositionLosses:
         seen.extend([weights, following])
         return compare(*arguments, weights=weights, following=following)
 

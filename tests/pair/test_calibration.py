@@ -13,10 +13,10 @@ import pytest
 import torch
 from tokenizers.processors import TemplateProcessing
 
+from outrider.common import BadInputError
 from outrider.decode import Decoder, Plan, Sampling
 from outrider.distill.prompts import Prompt
 from outrider.eval.suites import Suite, make_suite
-from outrider.ground import BadInputError
 from outrider.heads import Drafter, TargetBatch
 from outrider.pair import calibration
 from outrider.pair.calibration import (

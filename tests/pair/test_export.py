@@ -9,7 +9,7 @@ import pytest
 from peft import LoraConfig, get_peft_model
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-from outrider.ground import BadInputError
+from outrider.common import BadInputError
 from outrider.heads import Medusa, MedusaConfig
 from outrider.pair import Pair, export_pair, new_pair
 from outrider.pair.export import by_position, export_depth

@@ -10,11 +10,10 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from outrider.common import BadInputError
 from outrider.decode import Plan, Sampling
 from outrider.eval import Interval
-from outrider.ground import BadInputError
 from outrider.pair.manifest import (
-    Baseline,
     DrafterRecord,
     Figure,
     FingerprintRecord,
@@ -22,6 +21,7 @@ from outrider.pair.manifest import (
     Manifest,
     Measurements,
     PlanRecord,
+    ProbeBaseline,
     Source,
     TargetRecord,
     identity_digest,
@@ -85,7 +85,7 @@ def test_a_plan_comes_back_with_all_its_settings() -> None:
 
 
 def test_a_baseline_says_how_a_probe_samples() -> None:
-    assert Baseline(max_new_tokens=4, temperature=0.7, seed=3, prompts=[]).sampling() == Sampling(
+    assert ProbeBaseline(max_new_tokens=4, temperature=0.7, seed=3, prompts=[]).sampling() == Sampling(
         temperature=0.7, seed=3
     )
 

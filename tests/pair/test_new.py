@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
+from outrider.common import BadInputError
+from outrider.common.leftovers import machine_tag
 from outrider.decode import Plan
 from outrider.distill.prompts import Prompt
 from outrider.eval.measure import Contestant, measure
 from outrider.eval.reports.render import write_report
 from outrider.eval.suites import make_suite
-from outrider.ground import BadInputError
-from outrider.ground.leftovers import machine_tag
 from outrider.heads import Drafter
 from outrider.pair import Pair, new_pair, verify
 from outrider.pair import new as making

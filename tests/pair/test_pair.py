@@ -12,13 +12,13 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerFast
 
+from outrider.common import BadInputError, IncompatibleError, Refusal
+from outrider.common.leftovers import working_name
 from outrider.decode import Decoder, Plan
 from outrider.distill.prompts import Prompt
 from outrider.eval.measure import Contestant, measure
 from outrider.eval.reports.render import write_report
 from outrider.eval.suites import make_suite
-from outrider.ground import BadInputError, IncompatibleError, Refusal
-from outrider.ground.leftovers import working_name
 from outrider.heads import Drafter
 from outrider.pair import Pair, StaleError, compatibility, new_pair, verify
 from outrider.pair import new as making

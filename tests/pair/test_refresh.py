@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from outrider.ground import BadInputError, IncompatibleError
+from outrider.common import BadInputError, IncompatibleError
 from outrider.pair import Pair, probe, verify
 from outrider.pair.refresh import How, refresh, refresh_recipe
 from outrider.recipes import Recipe

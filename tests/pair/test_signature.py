@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from outrider.ground import BadInputError
+from outrider.common import BadInputError
 from outrider.pair import Pair, verify
 from outrider.pair.manifest import MANIFEST, SIGNATURE
 from outrider.pair.signature import NAMESPACE, check_signature, is_encrypted, read_signers, sign

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from outrider.ground import BadInputError, OutriderError
+from outrider.common import BadInputError, OutriderError
 from outrider.pair import Pair, verify
 from outrider.pair.manifest import identity_digest, read_manifest
 

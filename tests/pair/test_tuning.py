@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from outrider.common import BadInputError
+from outrider.common.machine import device_name
 from outrider.decode import Control, Costs, Decoder, Plan
 from outrider.eval.tuning import BatchTuning, Candidate, CostRecord, Tuning
-from outrider.ground import BadInputError
-from outrider.ground.machine import device_name
 from outrider.heads import Fusion
 from outrider.pair import Pair, new_pair, verify
 from outrider.pair.manifest import Manifest, ServedRecord

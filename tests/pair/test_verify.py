@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from outrider.ground import BadInputError, seen
-from outrider.ground.digests import file_digest
+from outrider.common import BadInputError, digest_cache
+from outrider.common.digests import file_digest
 from outrider.pair import Pair, verify
 from outrider.targets import Target
 
@@ -60,7 +60,7 @@ def test_what_a_disk_altered_by_itself_is_found(pair: Pair) -> None:
     good, digest = file.read_bytes(), file_digest(file)
     file.write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
     status = file.stat()
-    seen.remember(file, status, status, digest, settled=True)
+    digest_cache.remember(file, status, status, digest, settled=True)
     assert file_digest(file) == digest
     assert any(file.name in line for line in verify(pair.folder))
 

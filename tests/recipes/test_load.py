@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from outrider.ground import BadInputError
+from outrider.common import BadInputError
 from outrider.recipes import Recipe, embedded_file, load_recipe, packaged_recipes
 
 MINIMAL = """

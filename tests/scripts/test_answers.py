@@ -16,10 +16,10 @@ import typer
 from jsonschema import Draft202012Validator
 from typer.testing import Result
 
-from outrider.ground.sealed import CHECKSUM
-from outrider.scripts.answers import BODIES, SCHEMAS, schema_text, schemas
+from outrider.common.checksums import CHECKSUM
 from outrider.scripts.cli import app
 from outrider.scripts.examples import EXAMPLES
+from outrider.scripts.json_output import BODIES, SCHEMAS, schema_text, schemas
 from outrider.targets import Target
 
 Command = Callable[..., Result]
@@ -39,7 +39,7 @@ def answer(kind: str, result: Result, code: int = 0) -> dict[str, Any]:
 
 
 def test_the_shipped_schemas_are_those_of_the_code() -> None:
-    """After a change of an answer: python -m outrider.scripts.answers."""
+    """After a change of an answer: python -m outrider.scripts.json_output."""
     found = schemas()
     assert {file.name for file in SCHEMAS.glob("*.json")} == set(found)
     for name, value in found.items():

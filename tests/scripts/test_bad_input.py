@@ -19,7 +19,7 @@ from safetensors import SafetensorError
 from transformers import PreTrainedTokenizerFast
 from typer.testing import Result
 
-from outrider.ground import IncompatibleError
+from outrider.common import IncompatibleError
 
 Command = Callable[..., Result]
 

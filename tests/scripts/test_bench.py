@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
+from outrider.common import BadInputError
 from outrider.decode import Decoder, Plan
-from outrider.ground import BadInputError
 from outrider.heads import Drafter, DraftModel, Eagle3, Eagle3Config, Ngram, Session
 from outrider.scripts.bench import batches, context, decode, lengths
 from outrider.scripts.bench.cells import guarded
@@ -77,9 +77,9 @@ def test_a_forced_drafter_really_drafts(target: Target, monkeypatch: pytest.Monk
 
     def open_noted(*sizes: Any) -> Session:
         session: Any = honest(*sizes)
-        begin, extend = session.begin, session.extend
-        session.begin = lambda root: (read.append("begin"), begin(root))[1]
-        session.extend = lambda tokens, parents=None: (read.append(int(tokens[0, 0])), extend(tokens, parents))[1]
+        begin, extend = session.prefill, session.decode
+        session.prefill = lambda root: (read.append("begin"), begin(root))[1]
+        session.decode = lambda tokens, parents=None: (read.append(int(tokens[0, 0])), extend(tokens, parents))[1]
         return session
 
     monkeypatch.setattr(inner, "open", open_noted)
@@ -202,7 +202,7 @@ def test_overhead_is_what_the_loop_takes_beside_its_passes(target: Target, monke
 
     loop = Ours("plain", Decoder(target), Plan(0), 6)
     assert loop_overhead(loop, [PROMPTS], 1).loop_seconds < 0.02
-    settle = stage.settle
+    settle = stage.verify_and_commit
     monkeypatch.setattr(stage, "settle", lambda *arguments: (time.sleep(0.02), settle(*arguments))[1])
     found = loop_overhead(loop, [[p] for p in PROMPTS], repeats=2)
     assert found.loop_seconds - found.bare_seconds > 0.019

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from typer.testing import Result
 
-from outrider.ground import BadInputError
+from outrider.common import BadInputError
 from outrider.recipes import load_recipe
 from outrider.scripts.data import _samples, _tokenizer, arguments
 

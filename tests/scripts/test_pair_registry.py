@@ -14,7 +14,7 @@ from typer.testing import Result
 from outrider.heads import Ngram, NgramConfig
 from outrider.pair import Pair, new_pair, verify
 from outrider.recipes import load_recipe
-from outrider.scripts.answers import SCHEMAS
+from outrider.scripts.json_output import SCHEMAS
 from outrider.targets import Target
 
 Command = Callable[..., Result]

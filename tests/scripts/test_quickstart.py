@@ -14,15 +14,15 @@ from rich.console import Console
 from transformers import PreTrainedTokenizerFast
 
 import outrider.recipes
+from outrider.common import BadInputError
 from outrider.eval import prediction, tuner
-from outrider.ground import BadInputError
 from outrider.pair import Pair
-from outrider.scripts.pace import Pace
+from outrider.scripts.machine_speed import Pace
 from outrider.scripts.quickstart import tell
-from outrider.scripts.sizing import Budget, Sizes, expected_seconds
+from outrider.scripts.quickstart_size import QuickstartBudget, QuickstartSizes, expected_seconds
 from outrider.targets import embedded_path
 
-TINY = Budget(
+TINY = QuickstartBudget(
     prompts=8,
     least_prompts=8,
     refresh_share=0.75,
@@ -70,7 +70,7 @@ def embedded(
         monkeypatch.setattr(f"{place}.embedded_path", lambda: here / "embedded" / "target")
 
 
-def told(out: Path, budget: Budget) -> tuple[bool, str]:
+def told(out: Path, budget: QuickstartBudget) -> tuple[bool, str]:
     text = io.StringIO()
     return tell(out, Console(file=text, width=140), budget), text.getvalue()
 
@@ -108,7 +108,7 @@ def test_the_story_runs_and_a_second_run_reuses_every_stage(tmp_path: Path, monk
 @pytest.mark.skipif(not embedded_path().exists(), reason="the embedded target is not installed")
 def test_the_story_on_the_embedded_target_ends_well(tmp_path: Path) -> None:
     """With the budget that users get: stale after the fine-tune, and the gate passes after the refresh."""
-    passed, text = told(tmp_path / "story", Budget())
+    passed, text = told(tmp_path / "story", QuickstartBudget())
     assert passed
     assert "stale" in text
 
@@ -116,12 +116,12 @@ def test_the_story_on_the_embedded_target_ends_well(tmp_path: Path) -> None:
 def test_a_slow_machine_gets_fewer_prompts_and_no_machine_fewer_than_the_least() -> None:
     """The story shrinks with the pace; what was recorded comes back as it was."""
     fast = Pace("float32", False, prefill=1e-4, answer=1e-3, step=0.09, token=4e-3)
-    budget, taken = Budget(), []
+    budget, taken = QuickstartBudget(), []
     for factor in (1, 2, 4, 100):
         pace = replace(fast, **{n: factor * getattr(fast, n) for n in ("prefill", "answer", "step", "token")})
-        sizes = Sizes.fitting(budget, pace)
+        sizes = QuickstartSizes.fitting(budget, pace)
         taken.append(sizes.prompts)
-        assert Sizes.restored(json.loads(json.dumps(asdict(sizes)))) == sizes
+        assert QuickstartSizes.restored(json.loads(json.dumps(asdict(sizes)))) == sizes
         if sizes.prompts > budget.least_prompts:
             assert expected_seconds(budget, sizes.prompts, sizes.temperatures, pace) <= budget.seconds
     assert taken == sorted(taken, reverse=True)

@@ -7,8 +7,8 @@ import math
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from outrider.decode import Event
-from outrider.ground import BadInputError
+from outrider.common import BadInputError
+from outrider.decode import StreamEvent
 from outrider.scripts.streaming import Tally, TextStream, harmless, pieces, prompt_tokens
 
 TEXTS = [
@@ -57,7 +57,7 @@ def test_special_tokens_are_not_shown(tiny_tokenizer: PreTrainedTokenizerFast) -
 
 def test_pieces_say_which_tokens_were_drafted(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
     a, b, c = (tiny_tokenizer(x)["input_ids"][0] for x in "abc")
-    events = iter([Event([a], 0, 0), Event([b, b, c], 2, 4)])
+    events = iter([StreamEvent([a], 0, 0), StreamEvent([b, b, c], 2, 4)])
     assert list(pieces(events, TextStream(tiny_tokenizer, []))) == [
         ("a", False),
         ("b", True),
@@ -69,7 +69,7 @@ def test_pieces_say_which_tokens_were_drafted(tiny_tokenizer: PreTrainedTokenize
 def test_tau_counts_the_bonus_token_and_leaves_the_prefill_out() -> None:
     """By hand: a prefill and two rounds that accept 3 and 1 drafts: 1 + (3 + 1) / 2 = 3."""
     tally = Tally()
-    events = [Event([1], 0, 0), Event([1, 2, 3, 4], 3, 4), Event([1, 2], 1, 4)]
+    events = [StreamEvent([1], 0, 0), StreamEvent([1, 2, 3, 4], 3, 4), StreamEvent([1, 2], 1, 4)]
     assert list(tally.watch(iter(events))) == events
     assert (tally.tau, tally.rounds, tally.tokens) == (3.0, 2, 7)
     assert math.isnan(Tally().tau)

@@ -13,12 +13,12 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from typer.testing import Result
 
-from outrider.ground.digests import seal
-from outrider.ground.sealed import CHECKSUM
+from outrider.common.checksums import CHECKSUM
+from outrider.common.digests import seal
 from outrider.heads import Ngram
 from outrider.pair import Pair, new_pair, verify
 from outrider.recipes import load_recipe
-from outrider.scripts.subject import Asked, load_subject
+from outrider.scripts.eval_setup import EvalOptions, load_subject
 from outrider.targets import Target
 
 Command = Callable[..., Result]
@@ -63,9 +63,9 @@ def test_overrides_that_a_pair_cannot_follow_are_refused(outrider: Command, pair
 
 
 def test_overrides_of_eval_are_followed(pair: Path) -> None:
-    subject = load_subject(str(pair), Asked(["eval.depth=1", "eval.limit=2", "eval.max_new_tokens=5"]))
+    subject = load_subject(str(pair), EvalOptions(["eval.depth=1", "eval.limit=2", "eval.max_new_tokens=5"]))
     assert (subject.plan.depth, subject.settings.limit, subject.settings.max_new_tokens) == (1, 2, 5)
-    static = load_subject(str(pair), Asked(["eval.tree=[-1, -1]"])).plan.tree
+    static = load_subject(str(pair), EvalOptions(["eval.tree=[-1, -1]"])).plan.tree
     assert static is not None
     assert static.parents == (-1, -1)
 
@@ -78,7 +78,7 @@ def test_a_pair_is_measured_on_a_changed_target(
     report = json.loads(succeeded(outrider(*arguments, "--out", tmp_path / "report")).stdout)
     changed = Target.load(target_folder, adapter=adapter).fingerprint().digest
     assert report["conditions"]["target"]["fingerprint"] == changed
-    own, other = (load_subject(str(pair), Asked(target=t)).report_folder for t in (None, str(target_folder)))
+    own, other = (load_subject(str(pair), EvalOptions(target=t)).report_folder for t in (None, str(target_folder)))
     assert own.name == "tiny-v1"
     assert other.name.startswith("tiny-v1-on-")
 

@@ -12,7 +12,7 @@ from typer.testing import Result
 from outrider.eval import tuner
 from outrider.pair import Pair, new_pair
 from outrider.recipes import load_recipe
-from outrider.scripts.subject import Asked, load_subject
+from outrider.scripts.eval_setup import EvalOptions, load_subject
 from outrider.targets import Target
 
 Command = Callable[..., Result]
@@ -106,8 +106,8 @@ def test_a_static_tree_of_the_recipe_is_measured_unless_another_shape_is_asked_f
     target = Target.load(target_folder)
     DraftModel(target.model).save(tmp_path / "run" / "drafter")
     tree = ["eval.tree=[-1, -1, 0]"]
-    plan = load_subject(str(recipe_file), Asked(tree)).plan
+    plan = load_subject(str(recipe_file), EvalOptions(tree)).plan
     assert plan.tree is not None
     assert plan.tree.parents == (-1, -1, 0)
-    assert load_subject(str(recipe_file), Asked(tree, {"depth": 3})).plan.tree is None
-    assert load_subject(str(recipe_file), Asked(tree, {"limit": 1})).plan == plan
+    assert load_subject(str(recipe_file), EvalOptions(tree, {"depth": 3})).plan.tree is None
+    assert load_subject(str(recipe_file), EvalOptions(tree, {"limit": 1})).plan == plan

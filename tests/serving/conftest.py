@@ -13,8 +13,8 @@ from jsonschema import Draft202012Validator
 
 from outrider.decode import Decoder, Plan, Sampling
 from outrider.heads import Drafter
-from outrider.scripts.answers import SCHEMAS
-from outrider.serving.expectation import Counts
+from outrider.scripts.json_output import SCHEMAS
+from outrider.serving.reference_run import DraftCounts
 from outrider.targets import Target
 
 
@@ -29,12 +29,12 @@ class Metrics:
     """The counters of a vLLM, and its page."""
 
     def __init__(self) -> None:
-        self.counts, self.tokens, self.started = Counts(), 0, 1000.0
+        self.counts, self.tokens, self.started = DraftCounts(), 0, 1000.0
 
-    def count(self, counts: Counts, tokens: int) -> None:
+    def count(self, counts: DraftCounts, tokens: int) -> None:
         depth = max(len(self.counts.by_position), len(counts.by_position))
         rows = [c.by_position + [0.0] * (depth - len(c.by_position)) for c in (self.counts, counts)]
-        self.counts = Counts(
+        self.counts = DraftCounts(
             rounds=self.counts.rounds + counts.rounds,
             drafted=self.counts.drafted + counts.drafted,
             accepted=self.counts.accepted + counts.accepted,
@@ -44,7 +44,7 @@ class Metrics:
 
     def restart(self) -> None:
         """Begin again, as a new process would."""
-        self.counts, self.tokens, self.started = Counts(), 0, self.started + 1
+        self.counts, self.tokens, self.started = DraftCounts(), 0, self.started + 1
 
     def page(self) -> str:
         label, name = 'model_name="target"', "vllm:spec_decode_num"
@@ -127,7 +127,7 @@ def start_engine(start_server: Callable[..., Server]) -> Callable[..., Server]:
             with lock:
                 out = decoder.generate([body["prompt"]], body["max_tokens"], sampling, Plan(depth=depth))
             tokens = out.tokens[0]
-            server.metrics.count(Counts.of(out.rounds[0]), len(tokens))
+            server.metrics.count(DraftCounts.of(out.rounds[0]), len(tokens))
             ended = bool(tokens) and tokens[-1] in target.eos_ids
             choice = {
                 "index": 0,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from outrider.ground import BadInputError
-from outrider.serving.changepoint import LONGEST, SLACK, Baseline, Chart, Limits, Sums
+from outrider.common import BadInputError
+from outrider.serving.changepoint import LONGEST, SLACK, Chart, CusumState, NormalDrafting, WatchLimits
 
 
 def prompts(generator: np.random.Generator, count: int, rate: float) -> tuple[list[float], list[float]]:
@@ -17,14 +17,14 @@ def prompts(generator: np.random.Generator, count: int, rate: float) -> tuple[li
 
 
 def first_alarm(
-    baseline: Baseline, chart: Chart, generator: np.random.Generator, rate: float, windows: int, at_once: int = 1
+    baseline: NormalDrafting, chart: Chart, generator: np.random.Generator, rate: float, windows: int, at_once: int = 1
 ) -> int:
     """Return the number of windows until an alarm, 0 for none, on traffic of prompts.
 
     Args:
         at_once: usual windows that one look gathers.
     """
-    sums, rounds, accepted = Sums(), 0.0, 0.0
+    sums, rounds, accepted = CusumState(), 0.0, 0.0
     number = 0
     while number < windows:
         for n, a in zip(*prompts(generator, 20, rate), strict=True):
@@ -40,21 +40,21 @@ def first_alarm(
 
 
 def test_quiet_traffic_raises_alarms_as_seldom_as_promised() -> None:
-    limits = Limits(window=100, false_alarms=0.05, quiet=50)
+    limits = WatchLimits(window=100, false_alarms=0.05, quiet=50)
     alarmed = 0
     for seed in range(60):
         generator = np.random.default_rng(seed)
-        baseline = Baseline.of(*prompts(generator, 400, 0.5), "learned")
+        baseline = NormalDrafting.of(*prompts(generator, 400, 0.5), "learned")
         chart = Chart.calibrated(baseline, limits)
         alarmed += first_alarm(baseline, chart, generator, 0.5, limits.quiet) > 0
     assert alarmed <= 8, "the mean is 3; more than 8 has a probability below 0.003"
 
 
 def test_a_fall_is_found_after_about_as_many_rounds_as_stated() -> None:
-    limits, delays, stated = Limits(window=100), [], 0.0
+    limits, delays, stated = WatchLimits(window=100), [], 0.0
     for seed in range(40):
         generator = np.random.default_rng(seed)
-        baseline = Baseline.of(*prompts(generator, 400, 0.5), "learned")
+        baseline = NormalDrafting.of(*prompts(generator, 400, 0.5), "learned")
         chart = Chart.calibrated(baseline, limits)
         stated = chart.delay_in_rounds(baseline, 0.3)
         found = first_alarm(baseline, chart, generator, 0.35, 100)
@@ -66,11 +66,11 @@ def test_a_fall_is_found_after_about_as_many_rounds_as_stated() -> None:
 @pytest.mark.parametrize("at_once", [1, 20])
 def test_windows_larger_than_asked_for_raise_no_more_alarms(at_once: int) -> None:
     """A busy engine counts many rounds between two looks, while its baseline was learned from as large windows."""
-    limits, alarmed = Limits(window=100, false_alarms=0.05, quiet=200), 0
+    limits, alarmed = WatchLimits(window=100, false_alarms=0.05, quiet=200), 0
     for seed in range(60):
         generator = np.random.default_rng(seed)
         gathered = [prompts(generator, 5 * at_once, 0.5) for _ in range(30)]
-        baseline = Baseline.of([sum(r) for r, _ in gathered], [sum(a) for _, a in gathered], "learned")
+        baseline = NormalDrafting.of([sum(r) for r, _ in gathered], [sum(a) for _, a in gathered], "learned")
         assert baseline.parts == 30
         chart = Chart.calibrated(baseline, limits)
         alarmed += first_alarm(baseline, chart, generator, 0.5, limits.quiet // at_once, at_once) > 0
@@ -79,14 +79,14 @@ def test_windows_larger_than_asked_for_raise_no_more_alarms(at_once: int) -> Non
 
 def test_a_fall_is_found_in_large_windows_after_as_many_rounds() -> None:
     generator = np.random.default_rng(1)
-    baseline = Baseline.of(*prompts(generator, 400, 0.5), "learned")
-    chart = Chart.calibrated(baseline, Limits(window=100))
+    baseline = NormalDrafting.of(*prompts(generator, 400, 0.5), "learned")
+    chart = Chart.calibrated(baseline, WatchLimits(window=100))
     assert 1 <= first_alarm(baseline, chart, generator, 0.35, 100, at_once=20) <= 2
 
 
 def test_a_baseline_from_few_windows_makes_the_test_more_careful() -> None:
     delays = [
-        Chart.calibrated(Baseline(tau=2, spread=1, rounds=rounds, source=""), Limits()).delay(1.5)
+        Chart.calibrated(NormalDrafting(tau=2, spread=1, rounds=rounds, source=""), WatchLimits()).delay(1.5)
         for rounds in (2_000, 10_000, 100_000)
     ]
     assert delays == sorted(delays, reverse=True)
@@ -96,7 +96,9 @@ def test_a_baseline_from_few_windows_makes_the_test_more_careful() -> None:
 def test_a_spread_known_from_few_prompts_makes_the_test_more_careful() -> None:
     """However many rounds each prompt has: the spread is between prompts."""
     thresholds = [
-        Chart.calibrated(Baseline(tau=2, spread=1, rounds=100_000, parts=parts, source=""), Limits()).threshold
+        Chart.calibrated(
+            NormalDrafting(tau=2, spread=1, rounds=100_000, parts=parts, source=""), WatchLimits()
+        ).threshold
         for parts in (5, 10, 100)
     ]
     assert thresholds == sorted(thresholds, reverse=True)
@@ -105,26 +107,26 @@ def test_a_spread_known_from_few_prompts_makes_the_test_more_careful() -> None:
 
 def test_an_uncertain_baseline_still_finds_a_deep_fall() -> None:
     """As of a pair that was measured on 32 prompts: fewer rounds than five windows have."""
-    baseline = Baseline(tau=1.99, spread=3.4, rounds=930, parts=32, source="a pair")
-    chart = Chart.calibrated(baseline, Limits(window=200))
+    baseline = NormalDrafting(tau=1.99, spread=3.4, rounds=930, parts=32, source="a pair")
+    chart = Chart.calibrated(baseline, WatchLimits(window=200))
     assert chart.slack > SLACK
     assert chart.delay_in_rounds(baseline, 0.4) < 10_000
 
 
 def test_rare_false_alarms_are_simulated_often_enough() -> None:
-    baseline = Baseline(tau=2, spread=1, rounds=100_000, source="")
-    often, seldom = (Chart.calibrated(baseline, Limits(false_alarms=p, quiet=50)).threshold for p in (0.02, 0.001))
+    baseline = NormalDrafting(tau=2, spread=1, rounds=100_000, source="")
+    often, seldom = (Chart.calibrated(baseline, WatchLimits(false_alarms=p, quiet=50)).threshold for p in (0.02, 0.001))
     assert seldom > often + 1
 
 
 def test_a_change_too_small_to_be_found_is_said_to_be() -> None:
-    chart = Chart.calibrated(Baseline(tau=2, spread=1, rounds=100_000, source=""), Limits())
+    chart = Chart.calibrated(NormalDrafting(tau=2, spread=1, rounds=100_000, source=""), WatchLimits())
     assert chart.delay(0.0) > LONGEST
     assert chart.delay(1.0) < chart.delay(0.7)
 
 
 def test_falls_and_rises_are_told_apart_and_dated() -> None:
-    sums = Sums()
+    sums = CusumState()
     for score in (0.1, -0.2, 3.0, 3.0, 3.0):
         sums = sums.after(score)
     assert sums.alarm(7.0) == "rise"
@@ -134,4 +136,4 @@ def test_falls_and_rises_are_told_apart_and_dated() -> None:
 
 def test_a_baseline_needs_more_than_a_few_prompts() -> None:
     with pytest.raises(BadInputError, match="too few"):
-        Baseline.of([10.0, 12.0], [4.0, 5.0], "a pair")
+        NormalDrafting.of([10.0, 12.0], [4.0, 5.0], "a pair")

@@ -8,16 +8,16 @@ import numpy as np
 import pytest
 
 from outrider.decode import Round
-from outrider.serving.comparison import Comparison, Replies, Reply, compare
-from outrider.serving.expectation import Answered, Asked, Counts, Expectation
-from outrider.serving.hypotheses import explain
-from outrider.serving.suspicion import suspicions
+from outrider.serving.comparison import Replies, Reply, ServedComparison, compare
+from outrider.serving.diagnosis import suspicions
+from outrider.serving.fault_models import explain
+from outrider.serving.reference_run import DraftCounts, Expectation, ServedAnswer, ServedPrompt
 
 PROMPTS, DEPTH, TOKENS = 24, 4, 60
 RIGHT = (0.6, 0.6, 0.6, 0.6)  # acceptance at each position, given the one before
 
 
-def drafted(alphas: tuple[float, ...], seed: int, depth: int = DEPTH) -> list[Counts]:
+def drafted(alphas: tuple[float, ...], seed: int, depth: int = DEPTH) -> list[DraftCounts]:
     """Return the rounds of prompts whose drafts are accepted with these probabilities, each prompt a little off."""
     found = []
     for prompt in range(PROMPTS):
@@ -30,19 +30,19 @@ def drafted(alphas: tuple[float, ...], seed: int, depth: int = DEPTH) -> list[Co
                 accepted += 1
             rounds.append(Round(depth, accepted, accepted + 1))
             left -= accepted + 1
-        found.append(Counts.of(rounds))
+        found.append(DraftCounts.of(rounds))
     return found
 
 
-def answers(counts: list[Counts]) -> list[Answered]:
-    return [Answered(tokens=list(range(TOKENS)), ended=False, lengths=[TOKENS], counts=[c]) for c in counts]
+def answers(counts: list[DraftCounts]) -> list[ServedAnswer]:
+    return [ServedAnswer(tokens=list(range(TOKENS)), ended=False, lengths=[TOKENS], counts=[c]) for c in counts]
 
 
 def expectation(temperature: float = 0.0, one_hot: tuple[float, ...] | None = None) -> Expectation:
-    def seeded(alphas: tuple[float, ...], first: int) -> list[Answered]:
+    def seeded(alphas: tuple[float, ...], first: int) -> list[ServedAnswer]:
         seeds = [drafted(alphas, first + s) for s in range(3)]
         return [
-            Answered(tokens=list(range(TOKENS)), ended=False, lengths=[TOKENS] * 3, counts=list(c))
+            ServedAnswer(tokens=list(range(TOKENS)), ended=False, lengths=[TOKENS] * 3, counts=list(c))
             for c in zip(*seeds, strict=True)
         ]
 
@@ -52,19 +52,19 @@ def expectation(temperature: float = 0.0, one_hot: tuple[float, ...] | None = No
         drafter="eagle3",
         depth=DEPTH,
         max_new_tokens=TOKENS,
-        prompts=[Asked(suite="code", id=str(i), tokens=[1, 2]) for i in range(PROMPTS)],
+        prompts=[ServedPrompt(suite="code", id=str(i), tokens=[1, 2]) for i in range(PROMPTS)],
         answers={key: seeded(RIGHT, 10)},
         one_hot={} if one_hot is None else {key: seeded(one_hot, 20)},
     )
 
 
-def replies(counts: list[Counts], temperature: float = 0.0, **changes: object) -> Replies:
+def replies(counts: list[DraftCounts], temperature: float = 0.0, **changes: object) -> Replies:
     values = {"text": "", "tokens": list(range(TOKENS)), "lengths": [TOKENS], "seconds": 1.0} | changes
     return Replies(temperature=temperature, drafting=[Reply(counts=c, **values) for c in counts])  # type: ignore[arg-type]
 
 
 @pytest.fixture
-def compared() -> Callable[..., Comparison]:
+def compared() -> Callable[..., ServedComparison]:
     """`compared(alphas, temperature=0, one_hot=None, depth=4, **reply)`: an engine whose drafts do as well as that."""
 
     def made(
@@ -73,18 +73,18 @@ def compared() -> Callable[..., Comparison]:
         one_hot: tuple[float, ...] | None = None,
         depth: int = DEPTH,
         **changes: object,
-    ) -> Comparison:
+    ) -> ServedComparison:
         return compare(expectation(temperature, one_hot), replies(drafted(alphas, 1, depth), temperature, **changes))
 
     return made
 
 
-def kinds(*found: Comparison, exact: bool = False) -> list[str]:
+def kinds(*found: ServedComparison, exact: bool = False) -> list[str]:
     """Return the suspicions; the two sides of these tests draw their drafts independently, so they are not exact."""
     return [s.kind for s in suspicions(found, 0.02, exact)]
 
 
-def test_the_same_acceptance_is_no_finding(compared: Callable[..., Comparison]) -> None:
+def test_the_same_acceptance_is_no_finding(compared: Callable[..., ServedComparison]) -> None:
     found = compared(RIGHT)
     assert kinds(found) == []
     assert found.identical == PROMPTS
@@ -93,7 +93,7 @@ def test_the_same_acceptance_is_no_finding(compared: Callable[..., Comparison]) 
 
 def test_counts_of_rounds_are_those_of_an_engine() -> None:
     """Rounds in which nothing was drafted do not count, and a position counts the rounds that kept it."""
-    found = Counts.of([Round(4, 2, 3), Round(0, 0, 1), Round(4, 0, 1), Round(4, 4, 5)])
+    found = DraftCounts.of([Round(4, 2, 3), Round(0, 0, 1), Round(4, 0, 1), Round(4, 4, 5)])
     assert (found.rounds, found.drafted, found.accepted, found.by_position) == (3, 12, 6, [2, 2, 1, 1])
     assert found.tau == 3.0
 
@@ -107,34 +107,36 @@ def test_counts_of_rounds_are_those_of_an_engine() -> None:
     ],
 )
 def test_the_first_position_that_parts_names_the_suspicion(
-    compared: Callable[..., Comparison], alphas: tuple[float, ...], kind: str, parts_at: int
+    compared: Callable[..., ServedComparison], alphas: tuple[float, ...], kind: str, parts_at: int
 ) -> None:
     found = compared(alphas)
     assert kinds(found) == [kind]
     assert found.parts_at == parts_at
 
 
-def test_another_depth_is_seen_in_the_drafts_themselves(compared: Callable[..., Comparison]) -> None:
+def test_another_depth_is_seen_in_the_drafts_themselves(compared: Callable[..., ServedComparison]) -> None:
     assert kinds(compared(RIGHT, depth=5)) == ["depth"]
     assert kinds(compared(RIGHT, depth=3)) == ["depth"]
 
 
-def test_right_at_zero_and_low_above_it_is_the_engines_sampling(compared: Callable[..., Comparison]) -> None:
+def test_right_at_zero_and_low_above_it_is_the_engines_sampling(compared: Callable[..., ServedComparison]) -> None:
     right, low = compared(RIGHT), compared((0.1, 0.0, 0.0, 0.0), 1.0, one_hot=(0.45, 0.45, 0.45, 0.45))
     assert kinds(right, low) == ["sampling"]
 
 
-def test_picked_drafts_are_told_from_wrong_sampling(compared: Callable[..., Comparison]) -> None:
+def test_picked_drafts_are_told_from_wrong_sampling(compared: Callable[..., ServedComparison]) -> None:
     picked = (0.45, 0.45, 0.45, 0.45)
     assert kinds(compared(RIGHT), compared(picked, 1.0, one_hot=picked)) == ["one-hot"]
 
 
-def test_texts_that_end_early_are_a_finding_though_tau_is_right(compared: Callable[..., Comparison]) -> None:
+def test_texts_that_end_early_are_a_finding_though_tau_is_right(compared: Callable[..., ServedComparison]) -> None:
     found = compared(RIGHT, 1.0, lengths=[TOKENS - 7])
     assert kinds(compared(RIGHT), found) == ["sampling"]
 
 
-def test_other_texts_are_another_target_and_one_late_one_is_a_near_tie(compared: Callable[..., Comparison]) -> None:
+def test_other_texts_are_another_target_and_one_late_one_is_a_near_tie(
+    compared: Callable[..., ServedComparison],
+) -> None:
     other = compared(RIGHT, tokens=[7, *range(1, TOKENS)])
     assert other.identical == 0
     assert kinds(other) == ["target"]
@@ -151,7 +153,7 @@ def test_an_engine_that_returns_text_alone_is_compared_by_text() -> None:
 
 
 def test_in_float32_other_drafts_are_a_finding_though_as_many_are_accepted(
-    compared: Callable[..., Comparison],
+    compared: Callable[..., ServedComparison],
 ) -> None:
     found = compared(RIGHT)
     assert found.agrees(0.02)
@@ -182,7 +184,7 @@ def test_mistakes_that_do_the_same_are_all_named() -> None:
     assert "ids instead of offsets, or weights that were never loaded" in str(found)
 
 
-def test_a_paired_difference_is_surer_than_two_intervals(compared: Callable[..., Comparison]) -> None:
+def test_a_paired_difference_is_surer_than_two_intervals(compared: Callable[..., ServedComparison]) -> None:
     found = compared((0.55, 0.55, 0.55, 0.55))
     apart = found.served.high - found.served.low + found.own.high - found.own.low
     assert found.difference.high - found.difference.low < apart
@@ -190,11 +192,11 @@ def test_a_paired_difference_is_surer_than_two_intervals(compared: Callable[...,
 
 def test_what_an_engine_does_not_count_is_not_held_against_it() -> None:
     """Neither positions nor draft tokens: τ and texts are what can be compared."""
-    counts = [Counts(rounds=c.rounds, accepted=c.accepted) for c in drafted(RIGHT, 1)]
+    counts = [DraftCounts(rounds=c.rounds, accepted=c.accepted) for c in drafted(RIGHT, 1)]
     found = compare(expectation(), replies(counts, uncounted=["drafted", "by_position"]))
     assert kinds(found, exact=True) == []
     assert (found.drafted_served, found.same_drafts, found.positions) == (None, None, [])
-    low = [Counts(rounds=c.rounds, accepted=c.accepted) for c in drafted((0.3, 0.3, 0.3, 0.3), 1)]
+    low = [DraftCounts(rounds=c.rounds, accepted=c.accepted) for c in drafted((0.3, 0.3, 0.3, 0.3), 1)]
     wrong = compare(expectation(), replies(low, uncounted=["drafted", "by_position"]))
     assert kinds(wrong) == ["drafts"], "nobody can say at which position"
 
@@ -204,7 +206,7 @@ def test_an_average_of_the_engines_own_is_compared_more_roughly() -> None:
     own = [c.tau for c in drafted(RIGHT, 10)]
     for factor, said in ((0.95, []), (0.8, ["drafts"])):
         tau = factor * sum(own) / len(own)
-        counts = [Counts(rounds=TOKENS / tau, accepted=TOKENS - TOKENS / tau) for _ in own]
+        counts = [DraftCounts(rounds=TOKENS / tau, accepted=TOKENS - TOKENS / tau) for _ in own]
         assert kinds(compare(expectation(), replies(counts, uncounted=uncounted))) == said
 
 

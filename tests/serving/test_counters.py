@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from outrider.ground import BadInputError
+from outrider.common import BadInputError
 from outrider.serving.counters import Counters, read_counters
 
 PAGES = Path(__file__).parent / "pages"

@@ -16,19 +16,19 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from outrider.common import BadInputError
 from outrider.distill import distill
 from outrider.eval.suites import load_suites
-from outrider.ground import BadInputError
 from outrider.pair import Pair, export_pair, new_pair
 from outrider.recipes import load_recipe
 from outrider.scripts.cli import app
-from outrider.serving.changepoint import Limits
+from outrider.serving.changepoint import WatchLimits
 from outrider.serving.engine import Ask, Engine
-from outrider.serving.expectation import Trial, expect
 from outrider.serving.launching import running
+from outrider.serving.reference_run import Trial, expect
 from outrider.serving.result import TOLERANCE, ServedResult
-from outrider.serving.session import Session, Start
-from outrider.serving.watching import Event, State, Watch
+from outrider.serving.session import ServedSession, Start
+from outrider.serving.watching import EngineWatch, WatchEvent, WatchState
 from outrider.targets import Target
 from outrider.train import train
 
@@ -63,9 +63,9 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="session")
-def session(pairs: dict[str, Path]) -> Session:
+def session(pairs: dict[str, Path]) -> ServedSession:
     """Return the EAGLE-3 pair, with what our own decoder does."""
-    return Session(Pair.load(pairs["eagle3"]), SMALL, ("code", "docs"))
+    return ServedSession(Pair.load(pairs["eagle3"]), SMALL, ("code", "docs"))
 
 
 def start(environment: Path, mended: bool = True, **changes: object) -> Start:
@@ -73,7 +73,7 @@ def start(environment: Path, mended: bool = True, **changes: object) -> Start:
     return Start(environment, variables=variables, plain=False, **changes)  # type: ignore[arg-type]
 
 
-def test_the_engine_as_it_is_raises_the_alarm_above_temperature_0(session: Session, environment: Path) -> None:
+def test_the_engine_as_it_is_raises_the_alarm_above_temperature_0(session: ServedSession, environment: Path) -> None:
     """The CPU build of vLLM 0.32 samples wrongly when it speculates; at temperature 0 all is right."""
     found = session.start(start(environment, mended=False), TOLERANCE)
     assert {(s.temperature, s.kind) for s in found.suspicions} == {(1.0, "sampling")}
@@ -89,7 +89,7 @@ def test_served_equals_measured(pairs: dict[str, Path], environment: Path) -> No
     """
     found = {}
     for name, folder in pairs.items():
-        session = Session(Pair.load(folder), SMALL, ("code", "docs"))
+        session = ServedSession(Pair.load(folder), SMALL, ("code", "docs"))
         found[name] = session.start(start(environment), TOLERANCE)
     unexplained = {name: [str(s) for s in f.suspicions if s.kind != "lookup"] for name, f in found.items()}
     assert {name: said for name, said in unexplained.items() if said} == {}
@@ -103,7 +103,7 @@ def _no_text_differs(found: dict[str, ServedResult]) -> None:
         assert at_zero.identical == at_zero.num_prompts, name
 
 
-def test_drafts_that_are_picked_are_told_apart(session: Session, environment: Path) -> None:
+def test_drafts_that_are_picked_are_told_apart(session: ServedSession, environment: Path) -> None:
     """An engine that is not asked for drawn drafts proposes the most probable ones."""
     settings = {"draft_sample_method": "greedy"}
     found = session.start(start(environment, settings=settings), TOLERANCE)
@@ -112,7 +112,7 @@ def test_drafts_that_are_picked_are_told_apart(session: Session, environment: Pa
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_planted_fault_is_found(
-    name: str, session: Session, pairs: dict[str, Path], environment: Path, tmp_path: Path
+    name: str, session: ServedSession, pairs: dict[str, Path], environment: Path, tmp_path: Path
 ) -> None:
     """What each is suspected to be stands in test_faults.py, for answers that were recorded here."""
     if name == "taps missing":
@@ -121,7 +121,7 @@ def test_a_planted_fault_is_found(
     export_pair(session.pair, "vllm", export, SMALL.depth, session.target)
     FAULTS[name](export)
     greedy = session.expected.model_copy(update={"answers": {"0": session.expected.at(0.0)}, "one_hot": {}})
-    faulty = Session(session.pair, replace(SMALL, temperatures=(0.0,)), ("code", "docs"), greedy)
+    faulty = ServedSession(session.pair, replace(SMALL, temperatures=(0.0,)), ("code", "docs"), greedy)
     if name in REFUSED:
         with pytest.raises(BadInputError, match=REFUSED[name]):
             faulty.start(start(environment, export=export), TOLERANCE)
@@ -131,18 +131,18 @@ def test_a_planted_fault_is_found(
     assert not found.agrees
 
 
-def tapped(pairs: dict[str, Path]) -> Session:
+def tapped(pairs: dict[str, Path]) -> ServedSession:
     """Return a head whose taps are not the engine's default ones, so that it matters whether they are named."""
     if "eagle3-taps" not in pairs:
         pytest.skip("there is no pair eagle3-taps; without named taps the engine reads those of the other heads")
-    return Session(Pair.load(pairs["eagle3-taps"]), SMALL, ("code", "docs"))
+    return ServedSession(Pair.load(pairs["eagle3-taps"]), SMALL, ("code", "docs"))
 
 
 # ------------------------------------------------------------ watch
 
 
 @pytest.fixture(scope="session")
-def served(session: Session, environment: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+def served(session: ServedSession, environment: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     """Return a running engine of the pair."""
     place = tmp_path_factory.mktemp("watch")
     with ExitStack() as open_engine:
@@ -152,25 +152,25 @@ def served(session: Session, environment: Path, tmp_path_factory: pytest.TempPat
 class Traffic:
     """Requests of one domain after the other, watched."""
 
-    def __init__(self, engine: Engine, session: Session):
+    def __init__(self, engine: Engine, session: ServedSession):
         self.engine = engine
         self.suites = {
             s.name: [p.tokens for p in s.prompts]
             for s in load_suites(["code", "docs", "prose"], session.target.require_tokenizer())
         }
-        self.watch = Watch(State(url=engine.url), Limits(window=50))
+        self.watch = EngineWatch(WatchState(url=engine.url), WatchLimits(window=50))
 
-    def send(self, suite: str, count: int, seed: int = 0) -> list[Event]:
+    def send(self, suite: str, count: int, seed: int = 0) -> list[WatchEvent]:
         """Send `count` prompts of a suite and return what the watch says after each."""
         prompts = islice(cycle(self.suites[suite]), seed, seed + count)
-        seen: list[Event] = []
+        seen: list[WatchEvent] = []
         for tokens in prompts:
             self.engine.complete(tokens, Ask(48))
             seen += self.watch.look(self.engine.counters())
         return seen
 
 
-def acceptance(session: Session, suite: str) -> float:
+def acceptance(session: ServedSession, suite: str) -> float:
     """Return the mean number of accepted drafts in our decoder's rounds on a suite's prompts."""
     target, drafter, _ = session.pair.open(session.target)
     suites = load_suites([suite], target.require_tokenizer())
@@ -180,7 +180,7 @@ def acceptance(session: Session, suite: str) -> float:
 
 @pytest.mark.parametrize(("usual", "then"), [("docs", "prose"), ("code", "prose"), ("prose", "docs")])
 def test_another_domain_is_found_and_quiet_traffic_is_not(
-    usual: str, then: str, served: Engine, session: Session
+    usual: str, then: str, served: Engine, session: ServedSession
 ) -> None:
     """The baseline is learned, ten quiet stretches raise no alarm, and the shift is found within 200 requests.
 
@@ -195,9 +195,13 @@ def test_another_domain_is_found_and_quiet_traffic_is_not(
     assert any(e.kind == "alarm" for sent in range(200) for e in traffic.send(then, 1, sent))
 
 
-def test_a_restart_is_noticed_and_raises_no_alarm(session: Session, environment: Path, tmp_path: Path) -> None:
+def test_a_restart_is_noticed_and_raises_no_alarm(session: ServedSession, environment: Path, tmp_path: Path) -> None:
     """Counters fall back to zero in the middle of a watch, and of a look from cron."""
-    watch, seen, state = Watch(State(url="http://engine"), Limits(window=25)), list[Event](), tmp_path / "watch.json"
+    watch, seen, state = (
+        EngineWatch(WatchState(url="http://engine"), WatchLimits(window=25)),
+        list[WatchEvent](),
+        tmp_path / "watch.json",
+    )
     prompts = [asked.tokens for asked in session.expected.prompts]
     for number in range(2):
         place = tmp_path / str(number)

@@ -14,27 +14,27 @@ from typing import Any
 import pytest
 
 from outrider.serving.comparison import Replies, Reply, compare
-from outrider.serving.expectation import Answered, Asked, Counts, Expectation
-from outrider.serving.hypotheses import explain
-from outrider.serving.suspicion import Suspicion, suspicions
+from outrider.serving.diagnosis import Suspicion, suspicions
+from outrider.serving.fault_models import explain
+from outrider.serving.reference_run import DraftCounts, Expectation, ServedAnswer, ServedPrompt
 
 RECORDED: dict[str, Any] = json.loads((Path(__file__).parent / "recorded" / "faults.json").read_text())
 TEXT = list(range(48))  # all texts were ours
 
 
-def counts(rows: list[list[float]]) -> list[Counts]:
+def counts(rows: list[list[float]]) -> list[DraftCounts]:
     """Return the counts of prompts, recorded as rounds, drafted tokens and acceptance by position."""
-    return [Counts(rounds=r, drafted=d, accepted=sum(p), by_position=list(p)) for r, d, *p in rows]
+    return [DraftCounts(rounds=r, drafted=d, accepted=sum(p), by_position=list(p)) for r, d, *p in rows]
 
 
-def answers(rows: list[list[float]]) -> list[Answered]:
-    return [Answered(tokens=TEXT, ended=False, lengths=[48], counts=[c]) for c in counts(rows)]
+def answers(rows: list[list[float]]) -> list[ServedAnswer]:
+    return [ServedAnswer(tokens=TEXT, ended=False, lengths=[48], counts=[c]) for c in counts(rows)]
 
 
 def judged(fault: str) -> list[Suspicion]:
     """Return what `served` says about the recorded answers."""
     own, served = answers(RECORDED["own"]), counts(RECORDED["served"][fault])
-    asked = [Asked(suite="code", id=str(i), tokens=[1]) for i in range(len(own))]
+    asked = [ServedPrompt(suite="code", id=str(i), tokens=[1]) for i in range(len(own))]
     expected = Expectation(target="t", drafter="eagle3", depth=4, max_new_tokens=48, prompts=asked, answers={"0": own})
     replies = [Reply(text="", tokens=TEXT, lengths=[48], seconds=1.0, counts=c) for c in served]
     found = compare(expected, Replies(temperature=0.0, drafting=replies))

@@ -14,24 +14,32 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from outrider.common import BadInputError
 from outrider.decode import Decoder, Plan, Round
 from outrider.distill.prompts import Prompt
 from outrider.eval.suites import make_suite
-from outrider.ground import BadInputError
 from outrider.heads import DFlash, DFlashConfig, Drafter, DraftModel, Eagle3, Eagle3Config, Ngram, NgramConfig
 from outrider.heads.base import TargetBatch
 from outrider.pair import Pair, export_pair, new_pair, verify
 from outrider.recipes import Recipe
 from outrider.scripts.cli import app
 from outrider.serving.engine import Engine, root_url
-from outrider.serving.expectation import Answered, Asked, Counts, Expectation, Trial, expect, expect_mistakes
-from outrider.serving.hypotheses import BLOCK_HYPOTHESES, HYPOTHESES, mistaken
-from outrider.serving.launching import Launch, python_of, running
-from outrider.serving.lookup import FirstPlace, WholeCopy
+from outrider.serving.engine_ngram import FirstPlace, WholeCopy
+from outrider.serving.fault_models import BLOCK_HYPOTHESES, HYPOTHESES, mistaken
+from outrider.serving.launching import VllmLaunch, python_of, running
+from outrider.serving.reference_run import (
+    DraftCounts,
+    Expectation,
+    ServedAnswer,
+    ServedPrompt,
+    Trial,
+    expect,
+    expect_mistakes,
+)
 from outrider.serving.result import ServedResult, lines
 from outrider.serving.served import Survey
-from outrider.serving.session import Session, Start, depth_of, survey_in_turns, survey_one_by_one
-from outrider.targets import Counts as Counted
+from outrider.serving.session import ServedSession, Start, depth_of, survey_in_turns, survey_one_by_one
+from outrider.targets import RowLengths as Counted
 from outrider.targets import Target
 
 from .conftest import Server, answer
@@ -131,7 +139,7 @@ def test_an_engine_that_looks_n_grams_up_otherwise_is_explained(
     known = expect_mistakes(tiny_target, mistaken(drafter), expected)
     other = FirstPlace(drafter.config)
     session = other.open(tiny_target, 1, 64)
-    session.absorb(torch.tensor([tokens[:-1]]), None, Counted.of([len(tokens) - 1], torch.device("cpu")))
+    session.update(torch.tensor([tokens[:-1]]), None, Counted.of([len(tokens) - 1], torch.device("cpu")))
     assert session.continuations([[6]], 4) == [[7, 5, 6, 8]]
     assert session.continuations([[8]], 9) == [[9, 5, 6, 7, 8, 5, 8]], "no further than the text goes"
     found = ask(known, start_engine(tiny_target, other))
@@ -145,7 +153,7 @@ def test_llama_cpp_copies_from_the_latest_place_and_only_what_is_long_enough(tin
 
     def copied(text: list[int], depth: int) -> list[int]:
         session = WholeCopy(NgramConfig(max_match=2, min_match=2)).open(tiny_target, 1, 64)
-        session.absorb(torch.tensor([text[:-1]]), None, Counted.of([len(text) - 1], torch.device("cpu")))
+        session.update(torch.tensor([text[:-1]]), None, Counted.of([len(text) - 1], torch.device("cpu")))
         return session.continuations([text[-1:]], depth)[0]
 
     assert copied([9, 5, 6, 1, 2, 5, 6, 3, 4, 5, 6], 3) == [3, 4, 5], "the latest place"
@@ -158,11 +166,11 @@ def test_llama_cpp_copies_from_the_latest_place_and_only_what_is_long_enough(tin
 def test_rounds_count_as_an_engine_counts_them_that_drafts_no_further_than_the_text_goes() -> None:
     """Of nine tokens after the first, the third round may draft one, and the last one none."""
     rounds = [Round(4, 2, 3), Round(4, 3, 4), Round(4, 4, 2)]
-    whole, within = Counts.of(rounds), Counts.of(rounds, room=9)
+    whole, within = DraftCounts.of(rounds), DraftCounts.of(rounds, room=9)
     assert (whole.rounds, whole.drafted, whole.accepted) == (3, 12, 9)
     assert (within.rounds, within.drafted, within.accepted) == (3, 9, 6)
     assert within.by_position == [3, 2, 1, 0]
-    assert Counts.of([*rounds[:2], Round(4, 0, 1), Round(4, 0, 1)], room=9).rounds == 3
+    assert DraftCounts.of([*rounds[:2], Round(4, 0, 1), Round(4, 0, 1)], room=9).rounds == 3
 
 
 def share_accepted(expected: Expectation, temperature: float) -> float:
@@ -252,10 +260,10 @@ def stored(tiny_target: Target, head: Drafter, tmp_path: Path) -> Pair:
 def test_an_expectation_of_something_else_is_refused(stored: Pair, tmp_path: Path) -> None:
     """Other weights of the same drafter, another depth, fewer prompts: each is named."""
     trial = Trial(depth=3, max_new_tokens=8, limit=2, seeds=1)
-    made = Session(stored, trial).expected
+    made = ServedSession(stored, trial).expected
     made.save(tmp_path / "expected.json")
     known = Expectation.load(tmp_path / "expected.json")
-    assert Session(stored, trial, (), known).expected == made
+    assert ServedSession(stored, trial, (), known).expected == made
     for other, said in (
         (replace(trial, depth=2), "depth is 3 there and 2 here"),
         (replace(trial, limit=3), "limit is 2 there and 3 here"),
@@ -264,11 +272,11 @@ def test_an_expectation_of_something_else_is_refused(stored: Pair, tmp_path: Pat
         (replace(trial, max_new_tokens=9), "max_new_tokens"),
     ):
         with pytest.raises(BadInputError, match=said):
-            Session(stored, other, (), known)
+            ServedSession(stored, other, (), known)
     with pytest.raises(BadInputError, match="suites"):
-        Session(stored, trial, ("code",), known)
+        ServedSession(stored, trial, ("code",), known)
     with pytest.raises(BadInputError, match="the drafter has other weights"):
-        Session(stored, trial, (), known.model_copy(update={"drafter_digest": "0" * 64}))
+        ServedSession(stored, trial, (), known.model_copy(update={"drafter_digest": "0" * 64}))
 
 
 def test_an_export_is_expected_to_draft_as_deep_as_it_was_exported(stored: Pair, tmp_path: Path) -> None:
@@ -284,21 +292,21 @@ def test_an_export_is_expected_to_draft_as_deep_as_it_was_exported(stored: Pair,
 
 
 @pytest.fixture
-def small_engine(tmp_path: Path) -> Launch:
+def small_engine(tmp_path: Path) -> VllmLaunch:
     """How a server is started that stands in for vLLM; its diary is in `tmp_path`."""
     python = tmp_path / "bin" / "python"
     python.parent.mkdir()
     server = Path(__file__).with_name("small_engine.py")
     python.write_text(f'#!/bin/sh\nexec {sys.executable} {server} {tmp_path}/diary "$@"\n')
     python.chmod(0o755)
-    return Launch(python_of(tmp_path), "target", "float32", {"method": "eagle3"})
+    return VllmLaunch(python_of(tmp_path), "target", "float32", {"method": "eagle3"})
 
 
 def answered() -> Expectation:
     """What our decoder does, where it does what the small engine does."""
-    tokens, counts = [7, 8, 9, 10, 11, 12], Counts(rounds=3, drafted=6, accepted=3, by_position=[3, 0])
-    answer = Answered(tokens=tokens, ended=False, lengths=[6], counts=[counts])
-    asked = [Asked(suite="code", id=str(i), tokens=[1, 2]) for i in range(3)]
+    tokens, counts = [7, 8, 9, 10, 11, 12], DraftCounts(rounds=3, drafted=6, accepted=3, by_position=[3, 0])
+    answer = ServedAnswer(tokens=tokens, ended=False, lengths=[6], counts=[counts])
+    asked = [ServedPrompt(suite="code", id=str(i), tokens=[1, 2]) for i in range(3)]
     return Expectation(
         target="t", drafter="eagle3", depth=2, max_new_tokens=6, prompts=asked, answers={"0": [answer] * 3}
     )
@@ -306,7 +314,7 @@ def answered() -> Expectation:
 
 @pytest.mark.parametrize("ask", [survey_in_turns, survey_one_by_one])
 def test_engines_answer_in_turns_or_one_by_one(
-    ask: Callable[..., dict[str, object]], small_engine: Launch, tmp_path: Path
+    ask: Callable[..., dict[str, object]], small_engine: VllmLaunch, tmp_path: Path
 ) -> None:
     """One GPU holds one of them: the one with drafts ends before the plain one begins."""
     survey = Survey(answered())
@@ -322,8 +330,8 @@ def test_engines_answer_in_turns_or_one_by_one(
 WAITS = """
 import sys, time
 from pathlib import Path
-from outrider.ground.signals import stoppable
-from outrider.serving.lookup import FirstPlace
+from outrider.common.signals import stoppable
+from outrider.serving.engine_ngram import FirstPlace
 from outrider.serving.launching import Launch, python_of, running
 with stoppable(), running(Launch(python_of(Path(sys.argv[1])), "target", "float32"), Path(sys.argv[1]) / "log"):
     print("answers", flush=True)
@@ -331,7 +339,7 @@ with stoppable(), running(Launch(python_of(Path(sys.argv[1])), "target", "float3
 """
 
 
-def test_a_request_to_stop_ends_the_engine_too(small_engine: Launch, tmp_path: Path) -> None:
+def test_a_request_to_stop_ends_the_engine_too(small_engine: VllmLaunch, tmp_path: Path) -> None:
     """It runs in a process session of its own, which a scheduler's signal does not reach."""
     waiting = subprocess.Popen([sys.executable, "-c", WAITS, str(tmp_path)], stdout=subprocess.PIPE, text=True)
     assert waiting.stdout is not None
@@ -342,10 +350,10 @@ def test_a_request_to_stop_ends_the_engine_too(small_engine: Launch, tmp_path: P
 
 
 def test_a_session_starts_an_engine_and_tries_what_explains_it(
-    stored: Pair, small_engine: Launch, tmp_path: Path
+    stored: Pair, small_engine: VllmLaunch, tmp_path: Path
 ) -> None:
     """The target's memory is free while the engine runs, and the target is there again to try mistakes on."""
-    session = Session(stored, Trial((0.0,), depth=2, max_new_tokens=6, limit=2))
+    session = ServedSession(stored, Trial((0.0,), depth=2, max_new_tokens=6, limit=2))
     found = session.start(Start(tmp_path, in_turns=False), 0.02)
     assert not found.agrees
     assert found.suspicions[0].kind == "target", "the small engine writes a text of its own"
@@ -387,7 +395,7 @@ def test_an_engine_that_cannot_start_says_why(tmp_path: Path, said: str, explain
     python.parent.mkdir()
     python.write_text(f"#!/bin/sh\necho '{said}'\nexit 3\n")
     python.chmod(0o755)
-    launch = Launch(python_of(tmp_path), "target", "float32")
+    launch = VllmLaunch(python_of(tmp_path), "target", "float32")
     with pytest.raises(BadInputError, match=rf"exit code 3(.|\n)*{explained}"), running(launch, tmp_path / "log"):
         pass
 

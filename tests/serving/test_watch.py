@@ -13,20 +13,20 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner, Result
 
+from outrider.common import BadInputError
 from outrider.decode import Round
-from outrider.ground import BadInputError
 from outrider.scripts.cli import app
 from outrider.scripts.watch import promises
-from outrider.serving.changepoint import Baseline, Limits, Sums
+from outrider.serving.changepoint import CusumState, NormalDrafting, WatchLimits
 from outrider.serving.counters import read_counters
 from outrider.serving.engine import read_metrics
-from outrider.serving.events import Event
-from outrider.serving.expectation import Counts
-from outrider.serving.watching import LEARNED, State, Watch, kept_states, post, require_sight, save_states
+from outrider.serving.events import WatchEvent
+from outrider.serving.reference_run import DraftCounts
+from outrider.serving.watching import LEARNED, EngineWatch, WatchState, kept_states, post, require_sight, save_states
 
 from .conftest import Server, answer
 
-LIMITS = Limits(window=100)
+LIMITS = WatchLimits(window=100)
 
 
 def serve(server: Server, rate: float, requests: int, seed: int = 0) -> None:
@@ -34,10 +34,10 @@ def serve(server: Server, rate: float, requests: int, seed: int = 0) -> None:
     generator = np.random.default_rng([seed, server.metrics.tokens])
     for _ in range(requests):
         accepted = [int((generator.random(3) < rate).cumprod().sum()) for _ in range(25)]
-        server.metrics.count(Counts.of([Round(3, a, a + 1) for a in accepted]), sum(accepted) + 25)
+        server.metrics.count(DraftCounts.of([Round(3, a, a + 1) for a in accepted]), sum(accepted) + 25)
 
 
-def look(watch: Watch, server: Server) -> list[Event]:
+def look(watch: EngineWatch, server: Server) -> list[WatchEvent]:
     return list(watch.look(read_counters(read_metrics(server.url))))
 
 
@@ -46,10 +46,10 @@ def run(*arguments: object) -> Result:
 
 
 @pytest.fixture
-def watched(start_server: Callable[..., Server]) -> tuple[Server, Watch]:
+def watched(start_server: Callable[..., Server]) -> tuple[Server, EngineWatch]:
     """A server, and a watch that has learned how it usually does."""
     server = start_server()
-    watch = Watch(State(url=server.url), LIMITS)
+    watch = EngineWatch(WatchState(url=server.url), LIMITS)
     look(watch, server)
     for _ in range(LEARNED):
         serve(server, 0.6, 4)
@@ -58,7 +58,7 @@ def watched(start_server: Callable[..., Server]) -> tuple[Server, Watch]:
     return server, watch
 
 
-def test_a_baseline_is_learned_from_the_first_windows(watched: tuple[Server, Watch]) -> None:
+def test_a_baseline_is_learned_from_the_first_windows(watched: tuple[Server, EngineWatch]) -> None:
     server, watch = watched
     baseline = watch.state.baseline
     assert baseline is not None
@@ -67,12 +67,12 @@ def test_a_baseline_is_learned_from_the_first_windows(watched: tuple[Server, Wat
     assert baseline.by_position[0] > baseline.by_position[1] > baseline.by_position[2]
 
 
-def test_a_fall_raises_an_alarm_that_names_the_position_and_the_moment(watched: tuple[Server, Watch]) -> None:
+def test_a_fall_raises_an_alarm_that_names_the_position_and_the_moment(watched: tuple[Server, EngineWatch]) -> None:
     server, watch = watched
     for _ in range(8):
         serve(server, 0.6, 4)
         assert [e.kind for e in look(watch, server)] == ["window"]
-    seen: list[Event] = []
+    seen: list[WatchEvent] = []
     for _ in range(10):
         serve(server, 0.35, 4)
         seen += look(watch, server)
@@ -83,7 +83,7 @@ def test_a_fall_raises_an_alarm_that_names_the_position_and_the_moment(watched: 
     assert [e.kind for e in seen].index("alarm") <= 8, "a fall this deep is found in a few windows"
 
 
-def test_a_restart_is_noticed_and_raises_no_alarm(watched: tuple[Server, Watch]) -> None:
+def test_a_restart_is_noticed_and_raises_no_alarm(watched: tuple[Server, EngineWatch]) -> None:
     server, watch = watched
     serve(server, 0.6, 2)
     assert look(watch, server) == []
@@ -96,13 +96,13 @@ def test_a_restart_is_noticed_and_raises_no_alarm(watched: tuple[Server, Watch])
 def test_what_was_counted_before_the_watch_began_is_nobodys_window(start_server: Callable[..., Server]) -> None:
     server = start_server()
     serve(server, 0.6, 40)
-    watch = Watch(State(url=server.url), LIMITS)
+    watch = EngineWatch(WatchState(url=server.url), LIMITS)
     assert look(watch, server) == []
     assert watch.state.windows == 0
 
 
 def test_single_looks_find_the_same_as_one_long_watch(
-    watched: tuple[Server, Watch], tmp_path: Path, start_server: Callable[..., Server]
+    watched: tuple[Server, EngineWatch], tmp_path: Path, start_server: Callable[..., Server]
 ) -> None:
     server, watch = watched
     file = tmp_path / "watch.json"
@@ -116,7 +116,7 @@ def test_single_looks_find_the_same_as_one_long_watch(
         found = run(server.url, "--once", "--state", file, "--window", 100, "--json", "--webhook", told.url)
         codes.append(found.exit_code)
         for line in found.stdout.splitlines():
-            Event.model_validate(answer("watch", line))
+            WatchEvent.model_validate(answer("watch", line))
     assert 1 in codes
     assert codes[0] == 0
     assert [e["kind"] for e in told.posted] == ["alarm"] * sum(codes)
@@ -125,8 +125,8 @@ def test_single_looks_find_the_same_as_one_long_watch(
 
 def test_a_pairs_baseline_needs_no_learning(start_server: Callable[..., Server]) -> None:
     server = start_server()
-    known = Baseline(tau=2.2, spread=1.2, rounds=20_000, source="a pair")
-    watch = Watch(State(url=server.url, baseline=known), LIMITS)
+    known = NormalDrafting(tau=2.2, spread=1.2, rounds=20_000, source="a pair")
+    watch = EngineWatch(WatchState(url=server.url, baseline=known), LIMITS)
     look(watch, server)
     serve(server, 0.1, 40)
     assert {e.kind for e in look(watch, server)} == {"window", "alarm"}
@@ -166,7 +166,7 @@ def test_looks_with_one_state_file_follow_one_another(start_server: Callable[...
 
     def look_at(server: Server) -> None:
         with kept_states(file, [server.url], None) as (state,):
-            list(Watch(state, LIMITS).look(read_counters(read_metrics(server.url))))
+            list(EngineWatch(state, LIMITS).look(read_counters(read_metrics(server.url))))
 
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(look_at, servers))
@@ -177,26 +177,26 @@ def test_looks_with_one_state_file_follow_one_another(start_server: Callable[...
 
 def test_another_baseline_begins_the_test_anew(tmp_path: Path) -> None:
     file = tmp_path / "watch.json"
-    old = Baseline(tau=2.2, spread=1.2, rounds=20_000, source="version 1")
+    old = NormalDrafting(tau=2.2, spread=1.2, rounds=20_000, source="version 1")
     new = old.model_copy(update={"tau": 2.6, "source": "version 2"})
-    save_states(file, [State(url="http://x", baseline=old, sums=Sums(fall=5.0), seen={"engine": "vllm"})])
+    save_states(file, [WatchState(url="http://x", baseline=old, sums=CusumState(fall=5.0), seen={"engine": "vllm"})])
     with kept_states(file, ["http://x"], new) as (state,):
-        assert (state.baseline, state.sums, state.seen) == (new, Sums(), {"engine": "vllm"})
+        assert (state.baseline, state.sums, state.seen) == (new, CusumState(), {"engine": "vllm"})
     with kept_states(file, ["http://x"], None) as (state,):
         assert state.baseline == new, "without --pair it goes on"
 
 
 def test_a_baseline_of_too_few_rounds_is_refused_with_what_to_do() -> None:
-    few = Baseline(tau=1.99, spread=3.4, rounds=100, parts=32, source="a pair")
+    few = NormalDrafting(tau=1.99, spread=3.4, rounds=100, parts=32, source="a pair")
     with pytest.raises(BadInputError, match="leave out --pair"):
-        require_sight(few, Limits())
-    require_sight(few.model_copy(update={"rounds": 5_000}), Limits())
+        require_sight(few, WatchLimits())
+    require_sight(few.model_copy(update={"rounds": 5_000}), WatchLimits())
 
 
 def test_what_is_promised_is_said_and_what_is_not(start_server: Callable[..., Server]) -> None:
-    limits, known = Limits(), Baseline(tau=1.99, spread=3.4, rounds=930, parts=32, source="a pair")
-    states = [State(url="http://x", baseline=known), State(url="http://y")]
-    quiet, seen, learns = promises([Watch(state, limits) for state in states], limits)
+    limits, known = WatchLimits(), NormalDrafting(tau=1.99, spread=3.4, rounds=930, parts=32, source="a pair")
+    states = [WatchState(url="http://x", baseline=known), WatchState(url="http://y")]
+    quiet, seen, learns = promises([EngineWatch(state, limits) for state in states], limits)
     assert "a false alarm in 200 windows of 200 rounds has a probability of 0.02" in quiet
     assert "40% in" in seen
     assert "10% or 20% hardly ever" in seen
@@ -233,7 +233,7 @@ def test_an_answer_that_is_no_http_ends_no_watch(broken: str, start_server: Call
 
 
 def test_a_webhook_that_fails_ends_no_watch_and_stays_secret(broken: str) -> None:
-    alarm = Event(kind="alarm", url="http://engine", time="now")
+    alarm = WatchEvent(kind="alarm", url="http://engine", time="now")
     for webhook in (f"{broken}/hooks/s3cret", "http://127.0.0.1:9/hooks/s3cret", "http://x.invalid/s3cret"):
         said = post(webhook, alarm)
         assert said is not None

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, Gemma3Config, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from outrider.ground import BadInputError, IncompatibleError, OutriderError, Refusal
+from outrider.common import BadInputError, IncompatibleError, OutriderError, Refusal
 from outrider.targets import Target, absent_target, load_causal_lm
 
 SIZES = {
@@ -195,7 +195,7 @@ def test_other_threads_make_modules_meanwhile_as_ever(save: Save, monkeypatch: p
 MEASURED = """
 import sys, threading, time
 from pathlib import Path
-from outrider.ground.allocation import keep_large_blocks
+from outrider.common.allocation import keep_large_blocks
 from outrider.targets import absent_target
 
 def own_memory():

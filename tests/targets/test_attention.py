@@ -8,8 +8,8 @@ import pytest
 import torch
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
+from outrider.common import BadInputError, IncompatibleError
 from outrider.decode import Decoder, Plan, Sampling, Tree
-from outrider.ground import BadInputError, IncompatibleError
 from outrider.heads import Eagle3, Eagle3Config
 from outrider.targets import Target, attention, load_causal_lm
 from outrider.targets.masks import float_mask

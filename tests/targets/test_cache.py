@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, MistralConfig, MistralForCausalLM
 
-from outrider.targets import Counts, Nodes, PeakBytes, RaggedCache, Target
+from outrider.targets import Nodes, PeakBytes, RaggedCache, RowLengths, Target
 
 VOCAB = 64
 
@@ -43,7 +43,7 @@ def test_ragged_passes_equal_the_librarys_cache_of_each_row(target):
     cache, lengths = target.new_cache(3, 40), [5, 1, 3]
     prompt = tokens(3, 5)
     target.forward(prompt, cache)
-    cache.advance(Counts.of(lengths, "cpu"))
+    cache.advance(RowLengths.of(lengths, "cpu"))
     texts = [prompt[row, :n].tolist() for row, n in enumerate(lengths)]
     for number, counts in enumerate([[1, 4, 2], [4, 4, 4], [1, 1, 1], [2, 3, 1], [1, 4, 4]]):
         new = tokens(3, 4, seed=number + 1)
@@ -51,7 +51,7 @@ def test_ragged_passes_equal_the_librarys_cache_of_each_row(target):
         for row, text in enumerate(texts):
             expected = library(target, text + new[row].tolist())[0][0, len(text) :]
             torch.testing.assert_close(logits[row], expected, rtol=1e-4, atol=1e-4)
-        cache.advance(Counts.of(counts, "cpu"))
+        cache.advance(RowLengths.of(counts, "cpu"))
         texts = [text + new[row, :n].tolist() for row, (text, n) in enumerate(zip(texts, counts, strict=True))]
     assert cache.host_lengths == cache.lengths.tolist() == [len(t) for t in texts]
     compare(cache, target, texts)
@@ -61,7 +61,7 @@ def test_selected_rows_keep_their_entries_in_the_asked_order(target):
     cache, lengths = target.new_cache(4, 20), [2, 6, 4, 1]
     prompt = tokens(4, 6)
     target.forward(prompt, cache)
-    cache.advance(Counts.of(lengths, "cpu"))
+    cache.advance(RowLengths.of(lengths, "cpu"))
     cache.select([2, 0])
     texts = [prompt[2, :4].tolist(), prompt[0, :2].tolist()]
     assert cache.batch_size == 2
@@ -80,11 +80,11 @@ def test_a_copy_goes_its_own_way(target):
     cache = target.new_cache(2, 16)
     texts = tokens(2, 5)
     target.forward(texts, cache=cache)
-    cache.advance(Counts.of([5, 3], "cpu"))
+    cache.advance(RowLengths.of([5, 3], "cpu"))
     copied = copy.deepcopy(cache)
     for each, seed in ((copied, 1), (cache, 2)):
         target.forward(tokens(2, 4, seed), cache=each)
-        each.advance(Counts.of([4, 4], "cpu"))
+        each.advance(RowLengths.of([4, 4], "cpu"))
     for each, seed in ((copied, 1), (cache, 2)):
         compare(
             each,
@@ -97,7 +97,7 @@ def test_nothing_is_committed_until_it_is_advanced(target):
     """The same slots are written again: a pass after a rejected one sees nothing of it."""
     cache, prompt = target.new_cache(2, 20), tokens(2, 4)
     target.forward(prompt, cache)
-    cache.advance(Counts.of([4, 4], "cpu"))
+    cache.advance(RowLengths.of([4, 4], "cpu"))
     clean = target.forward(tokens(2, 2, seed=3), cache).logits
     target.forward(tokens(2, 9, seed=2), cache)
     assert torch.equal(target.forward(tokens(2, 2, seed=3), cache).logits, clean)
@@ -109,7 +109,7 @@ def test_a_pass_can_start_before_or_after_the_committed_entries(target, lengths)
     text = tokens(2, 8)
     cache = target.new_cache(2, 20)
     target.forward(text[:, :3], cache)
-    cache.advance(Counts.of(lengths, "cpu"))
+    cache.advance(RowLengths.of(lengths, "cpu"))
     rows = torch.arange(2)[:, None]
     starts = torch.tensor(lengths)[:, None]
     again = target.forward(text[rows, starts - 1 + torch.arange(2)], cache, offset=-1).logits
@@ -151,7 +151,7 @@ def test_the_nodes_of_a_tree_see_their_paths_only(tiny_llama, lengths, window, s
     target = Target(tiny_mistral(window)) if window else Target(tiny_llama(layers=3))
     cache, prompt, new = target.new_cache(2, 30), tokens(2, 5), tokens(2, 7, seed=4)
     target.forward(prompt, cache)
-    cache.advance(Counts.of(lengths, "cpu"))
+    cache.advance(RowLengths.of(lengths, "cpu"))
     paths, nodes = tree()
     first = target.forward(new[:, :split], cache, nodes=Nodes(nodes.depths[:, :split], nodes.sees[:, :split, :split]))
     logits = [first.logits]
@@ -169,7 +169,7 @@ def test_the_nodes_of_a_tree_see_their_paths_only(tiny_llama, lengths, window, s
             torch.testing.assert_close(found[row, node], expected, rtol=1e-4, atol=1e-4)
     kept = [paths[0][4], paths[1][6]]  # a path of four entries, and one of two
     cache.keep(torch.tensor([kept[0], [*kept[1], -1, -1]]))
-    cache.advance(Counts.of([4, 2], "cpu"))
+    cache.advance(RowLengths.of([4, 2], "cpu"))
     behind = tokens(2, 2, seed=8)
     logits = target.forward(behind, cache).logits
     for row in range(2):
@@ -193,7 +193,7 @@ def tiny_mistral(window: int) -> MistralForCausalLM:
 
 def test_visibility_is_causal_per_row():
     cache = RaggedCache(1, 2, 10, "cpu")
-    cache.advance(Counts.of([3, 1], "cpu"))
+    cache.advance(RowLengths.of([3, 1], "cpu"))
     assert cache.place(2).tolist() == [[3, 4], [1, 2]]
     assert cache.used == 5
     assert cache.visible().long().tolist() == [[[1, 1, 1, 1, 0], [1, 1, 1, 1, 1]], [[1, 1, 0, 0, 0], [1, 1, 1, 0, 0]]]
@@ -201,7 +201,7 @@ def test_visibility_is_causal_per_row():
 
 def test_a_full_cache_says_what_is_needed():
     cache = RaggedCache(1, 2, 6, "cpu")
-    cache.advance(Counts.of([4, 1], "cpu"))
+    cache.advance(RowLengths.of([4, 1], "cpu"))
     cache.place(2)
     with pytest.raises(ValueError, match="holds 6 entries per row, 7 are needed"):
         cache.place(3)
@@ -272,7 +272,7 @@ def test_a_cache_is_allocated_whole_before_the_first_pass(kind):
     before = [t.data_ptr() for layer in cache.layers for t in (layer.keys, layer.values) if t is not None]
     for count in (5, 3):
         target.forward(tokens(2, count), cache)
-        cache.advance(Counts.of([count, count - 1], "cpu"))
+        cache.advance(RowLengths.of([count, count - 1], "cpu"))
     assert before == [t.data_ptr() for layer in cache.layers for t in (layer.keys, layer.values) if t is not None]
     assert cache.num_bytes() == announced
 
@@ -308,5 +308,5 @@ def test_looking_at_a_layer_once_leaves_nothing_behind(tiny_target):
 
 
 def test_counts_select_on_both_sides():
-    counts = Counts.of([4, 5, 6], "cpu").select([2, 0])
+    counts = RowLengths.of([4, 5, 6], "cpu").select([2, 0])
     assert counts.values == counts.tensor.tolist() == [6, 4]

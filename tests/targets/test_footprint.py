@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from outrider.targets import Counts, PeakBytes, Target
+from outrider.targets import PeakBytes, RowLengths, Target
 
 COMMON = {
     "vocab_size": 64,
@@ -70,7 +70,7 @@ def test_a_few_tokens_foretell_large_passes(kind, attention, dtype):
     with torch.inference_mode():
         with PeakBytes() as prompt:
             target.forward(text, cache, logits=False)
-        cache.advance(Counts.of([length, length - 7, length - 3, length - 1], "cpu"))
+        cache.advance(RowLengths.of([length, length - 7, length - 3, length - 1], "cpu"))
         for count in (1, 6):
             with PeakBytes() as verification:
                 target.forward(text[:, :count], cache, logits=False)

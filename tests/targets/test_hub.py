@@ -15,7 +15,7 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-from outrider.ground import BadInputError, IncompatibleError, OutriderError, Refusal
+from outrider.common import BadInputError, IncompatibleError, OutriderError, Refusal
 from outrider.heads import DraftModel, DraftModelConfig
 from outrider.targets import Target, load_causal_lm
 from outrider.targets.loading import load_tokenizer_of

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from outrider.ground import BadInputError
+from outrider.common import BadInputError
 from outrider.targets import Target
 
 installed = pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="needs torchao")

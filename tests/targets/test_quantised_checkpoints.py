@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from outrider.ground import BadInputError
+from outrider.common import BadInputError
 from outrider.targets import Target
 
 LIBRARIES = {

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
-from outrider.ground import IncompatibleError
-from outrider.targets import Counts, Nodes, PeakBytes, Target
+from outrider.common import IncompatibleError
+from outrider.targets import Nodes, PeakBytes, RowLengths, Target
 from outrider.targets.recurrent import MODELS, UNREAD, RecurrentCache
 
 VOCAB = 64
@@ -136,7 +136,7 @@ def test_rejected_drafts_leave_no_trace(kind):
     target, lengths = make(kind), [5, 40, 23, 1]
     cache, prompt = target.new_cache(4, 120), tokens(4, 40)
     first = target.forward(prompt, cache, at=torch.tensor(lengths)[:, None] - 1).logits
-    cache.advance(Counts.of(lengths, "cpu"))
+    cache.advance(RowLengths.of(lengths, "cpu"))
     texts = [prompt[row, :n].tolist() for row, n in enumerate(lengths)]
     for row, text in enumerate(texts):
         torch.testing.assert_close(
@@ -150,7 +150,7 @@ def test_rejected_drafts_leave_no_trace(kind):
             expected = target.model(torch.tensor([text + new[row].tolist()])).logits[0, len(text) :]
             torch.testing.assert_close(logits[row], expected, rtol=1e-3, atol=1e-3)
         counts = [5] * 4 if number == 7 else torch.randint(1, 6, (4,), generator=generator).tolist()
-        cache.advance(Counts.of(counts, "cpu"))
+        cache.advance(RowLengths.of(counts, "cpu"))
         texts = [text + new[row, :n].tolist() for row, (text, n) in enumerate(zip(texts, counts, strict=True))]
         check(cache, target, texts)
         behind = max(behind, *(len(t) - r for t, r in zip(texts, cache.read, strict=True)))
@@ -166,7 +166,7 @@ def test_a_row_that_keeps_everything_reads_nothing_twice():
     )
     for count in (9, 1, 1, 4, 1):
         target.forward(tokens(2, count), cache)
-        cache.advance(Counts.of([count, count], "cpu"))
+        cache.advance(RowLengths.of([count, count], "cpu"))
     assert widths == [9, 1, 1, 4, 1]
     assert cache.read == cache.host_lengths == [16, 16]
 
@@ -177,7 +177,7 @@ def test_a_row_far_behind_is_brought_up_by_passes_of_its_own():
     cache, widths = target.new_cache(3, 64), []
     prompt = tokens(3, 60)
     target.forward(prompt, cache)
-    cache.advance(Counts.of(lengths, "cpu"))
+    cache.advance(RowLengths.of(lengths, "cpu"))
     assert cache.read == [0, 0, 0]
     target.body.register_forward_pre_hook(
         lambda _, args, kwargs: widths.append(kwargs["input_ids"].shape[1]), with_kwargs=True
@@ -192,10 +192,10 @@ def test_a_full_row_leaves_room_for_what_others_read_again():
     target = make("qwen3_next")
     cache = target.new_cache(2, 45)
     target.forward(tokens(2, 30), cache)
-    cache.advance(Counts.of([30, 30], "cpu"))
+    cache.advance(RowLengths.of([30, 30], "cpu"))
     for number in range(3):
         target.forward(tokens(2, 5, seed=number), cache)
-        cache.advance(Counts.of([5, 1], "cpu"))
+        cache.advance(RowLengths.of([5, 1], "cpu"))
     assert cache.host_lengths == [45, 33]
     assert cache.read == [45, 30]
 
@@ -206,7 +206,7 @@ def test_a_pass_can_start_before_or_after_the_committed_entries(lengths):
     target = make("qwen3_next")
     text, cache = tokens(2, 9), target.new_cache(2, 20)
     target.forward(text[:, :6], cache)
-    cache.advance(Counts.of(lengths, "cpu"))
+    cache.advance(RowLengths.of(lengths, "cpu"))
     rows, starts = torch.arange(2)[:, None], torch.tensor(lengths)[:, None]
     again = target.forward(text[rows, starts - 1 + torch.arange(2)], cache, offset=-1).logits
     behind = target.forward(text[rows, starts + 1], cache, offset=1).logits
@@ -221,10 +221,10 @@ def test_what_a_pass_left_behind_is_not_taken_up_later():
     target = make("qwen3_next")
     prompt, cache = tokens(1, 6), target.new_cache(1, 30)
     target.forward(prompt, cache)
-    cache.advance(Counts.of([6], "cpu"))
+    cache.advance(RowLengths.of([6], "cpu"))
     target.forward(tokens(1, 3, seed=1), cache)
-    cache.advance(Counts.of([1], "cpu"))
-    cache.advance(Counts.of([2], "cpu"))
+    cache.advance(RowLengths.of([1], "cpu"))
+    cache.advance(RowLengths.of([2], "cpu"))
     assert cache.read == [6]
 
 
@@ -232,7 +232,7 @@ def test_taps_are_those_of_the_text():
     target, lengths = make("qwen3_next"), [30, 4]
     cache, prompt, new = target.new_cache(2, 60), tokens(2, 30), tokens(2, 3, seed=1)
     target.forward(prompt, cache)
-    cache.advance(Counts.of(lengths, "cpu"))
+    cache.advance(RowLengths.of(lengths, "cpu"))
     found = target.forward(new, cache, taps=(0, 2, 4)).hidden
     for row, n in enumerate(lengths):
         text = torch.cat([prompt[row : row + 1, :n], new[row : row + 1]], 1)
@@ -244,9 +244,9 @@ def test_selected_rows_keep_their_states_in_the_asked_order():
     target, lengths = make("qwen3_next"), [20, 26, 4, 9]
     cache, prompt = target.new_cache(4, 50), tokens(4, 26)
     target.forward(prompt, cache)
-    cache.advance(Counts.of(lengths, "cpu"))
+    cache.advance(RowLengths.of(lengths, "cpu"))
     target.forward(tokens(4, 2), cache)
-    cache.advance(Counts.of([2, 1, 1, 2], "cpu"))
+    cache.advance(RowLengths.of([2, 1, 1, 2], "cpu"))
     cache.select([2, 0])
     texts = [prompt[2, :4].tolist() + tokens(4, 2)[2, :1].tolist(), prompt[0, :20].tolist() + tokens(4, 2)[0].tolist()]
     check(cache, target, texts)
@@ -261,7 +261,7 @@ def test_a_cache_that_was_reset_is_a_new_one():
     target, prompt = make("qwen3_next"), tokens(2, 7)
     cache = target.new_cache(2, 30)
     expected = target.forward(prompt, cache).logits
-    cache.advance(Counts.of([7, 7], "cpu"))
+    cache.advance(RowLengths.of([7, 7], "cpu"))
     cache.reset()
     assert torch.equal(target.forward(prompt, cache).logits, expected)
 
@@ -277,7 +277,7 @@ def test_states_are_allocated_before_the_first_pass(kind):
     before = {t.data_ptr() for row in range(3) for t in own(cache, row)}
     for count in (4, 1):
         target.forward(tokens(3, count), cache)
-        cache.advance(Counts.of([count] * 3, "cpu"))
+        cache.advance(RowLengths.of([count] * 3, "cpu"))
     assert {t.data_ptr() for row in range(3) for t in own(cache, row)} == before, "two exchanges of state and new state"
     assert cache.num_bytes() == announced
 
@@ -287,7 +287,7 @@ def test_rows_that_leave_free_their_states(kind):
     target = make(kind)
     cache = target.new_cache(4, 20)
     target.forward(tokens(4, 5), cache)
-    cache.advance(Counts.of([5, 2, 1, 3], "cpu"))
+    cache.advance(RowLengths.of([5, 2, 1, 3], "cpu"))
     cache.select([2])
     held = {id(s): s.shape[0] for layer in cache.layers for s in vars(layer).values() if isinstance(s, Tensor)}
     held |= {id(layer): (layer.recurrent_states[0] is not None) for layer in cache.layers if hasattr(layer, "new_conv")}

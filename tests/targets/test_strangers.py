@@ -21,7 +21,7 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-from outrider.ground import BadInputError, IncompatibleError, OutriderError, Refusal
+from outrider.common import BadInputError, IncompatibleError, OutriderError, Refusal
 from outrider.heads import Eagle3, Eagle3Config, load_drafter
 from outrider.targets import Target, load_tokenizer
 from outrider.targets.stored import stored_tensors

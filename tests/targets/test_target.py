@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, Gemma3Config, Gemma3ForConditionalGeneration
 
-from outrider.ground import BadInputError, IncompatibleError, refuse_unknown_keys
-from outrider.targets import Backbone, Counts, Fingerprint, Target, load_causal_lm
+from outrider.common import BadInputError, IncompatibleError, refuse_unknown_keys
+from outrider.targets import Backbone, Fingerprint, RowLengths, Target, load_causal_lm
 from outrider.targets.masks import attention_masks
 
 COMMON = {
@@ -102,7 +102,7 @@ def test_the_first_mask_is_one_whatever_kinds_of_layers_there_are(tiny_target):
         config = copy.deepcopy(tiny_target.config)
         config.layer_types, config.sliding_window = some, 4
         cache = tiny_target.new_cache(2, 12)
-        cache.advance(Counts.of([5, 3], "cpu"))
+        cache.advance(RowLengths.of([5, 3], "cpu"))
         cache.place(2)
         masks = attention_masks(config, cache, torch.float32)
         assert set(some) <= set(masks)
@@ -137,7 +137,7 @@ def test_taps_with_a_cache_are_those_of_the_whole_text(tiny_target):
     whole = tiny_target.forward(text, taps=(0, 3, 6)).hidden
     cache = tiny_target.new_cache(2, 12)
     first = tiny_target.forward(text[:, :5], cache, taps=(0, 3, 6)).hidden
-    cache.advance(Counts.of([5, 5], "cpu"))
+    cache.advance(RowLengths.of([5, 5], "cpu"))
     second = tiny_target.forward(text[:, 5:], cache, taps=(0, 3, 6)).hidden
     torch.testing.assert_close(torch.cat([first, second], 1), whole, rtol=1e-4, atol=1e-4)
 
@@ -160,7 +160,7 @@ def test_a_backbone_can_read_embeddings_where_a_model_has_none_of_its_own(tiny_l
     cache = backbone.new_cache(2, 12)
     assert cache.num_bytes() == backbone.cache_bytes(2, 12) > 0
     first, _ = backbone.run(embedded[:, :5], cache)
-    cache.advance(Counts.of([5, 5], "cpu"))
+    cache.advance(RowLengths.of([5, 5], "cpu"))
     second, hidden = backbone.run(embedded[:, 5:], cache, taps=(3,))
     torch.testing.assert_close(torch.cat([first, second], 1), expected, rtol=1e-4, atol=1e-4)
     assert torch.equal(hidden[:, :, 0], second)

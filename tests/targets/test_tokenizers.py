@@ -9,7 +9,7 @@ import pytest
 from tokenizers import Tokenizer
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-from outrider.ground import IncompatibleError
+from outrider.common import IncompatibleError
 from outrider.heads import DraftModel, DraftModelConfig, load_drafter
 from outrider.targets import Target, TokenDifference, first_difference, require_same_vocabulary
 

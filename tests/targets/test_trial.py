@@ -8,8 +8,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
+from outrider.common import IncompatibleError
 from outrider.decode import Decoder, Plan
-from outrider.ground import IncompatibleError
 from outrider.heads import Eagle3, Eagle3Config, Ngram
 from outrider.targets import Target
 

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from outrider.common import BadInputError
+from outrider.common.locks import locked
 from outrider.distill import distill
-from outrider.ground import BadInputError
-from outrider.ground.locks import locked
 from outrider.recipes import Recipe
 from outrider.targets import Target
 from outrider.train import train

@@ -15,14 +15,14 @@ import pytest
 import torch
 from transformers import TrainingArguments
 
-from outrider.ground import BadInputError
+from outrider.common import BadInputError
 from outrider.recipes import Recipe
 from outrider.targets import Target
 from outrider.train import TrainingInterruptedError, train
-from outrider.train import budget as budgets
-from outrider.train.budget import ENDLESS, NUM_CHECKPOINTS, Clock, TimeBudget, check_schedule, saved_clock
+from outrider.train import time_budget as budgets
 from outrider.train.checkpoints import checkpoints, last_complete
 from outrider.train.loop import DrafterTrainer
+from outrider.train.time_budget import ENDLESS, NUM_CHECKPOINTS, Clock, TimeBudget, check_schedule, saved_clock
 
 MakeRecipe = Callable[..., Recipe]
 

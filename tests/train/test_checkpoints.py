@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from transformers import TrainerState, TrainingArguments
 
-from outrider.ground import BadInputError, Refusal, seen
-from outrider.ground.disk import CannotWriteError
+from outrider.common import BadInputError, Refusal, digest_cache
+from outrider.common.disk import CannotWriteError
 from outrider.train import checkpoints as folders
 
 MakeCheckpoint = Callable[..., Path]
@@ -81,7 +81,7 @@ def test_a_checkpoint_that_was_just_written_is_not_read_again(
 ) -> None:
     """Neither by the process that wrote it, nor by those beside it: they find the digests of large files."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    seen.forget()
+    digest_cache.forget()
     folder = saved(1, whole=False)
     (folder / "empty").unlink()
     for name in ("optimizer.pt", "drafter/model.safetensors"):
@@ -90,7 +90,7 @@ def test_a_checkpoint_that_was_just_written_is_not_read_again(
     reads: list[int] = []
     monkeypatch.setattr(hashlib, "file_digest", lambda *_: reads.append(1))
     assert folders.last_complete(folder.parent) == folder
-    seen.forget()  # as another process does
+    digest_cache.forget()  # as another process does
     assert folders.last_complete(folder.parent) == folder
     assert reads == []
 

@@ -12,9 +12,9 @@ import pytest
 from rich.console import Console
 from transformers import PreTrainedTokenizerFast
 
+from outrider.common import BadInputError
 from outrider.eval import Report
 from outrider.eval.reports.render import print_comparison
-from outrider.ground import BadInputError
 from outrider.recipes import Recipe
 from outrider.targets import Target
 from outrider.train import compare as module

@@ -8,7 +8,7 @@ import pytest
 import torch
 from datasets import Dataset
 
-from outrider.ground import BadInputError, IncompatibleError
+from outrider.common import BadInputError, IncompatibleError
 from outrider.targets import Target
 from outrider.train.data import EMPTY, IGNORED, OnlineBatches, Order, Rows, collate, split, token_counts
 

@@ -20,7 +20,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import Dataset, Sampler, SequentialSampler
 from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
 
-from outrider.ground.errors import Refusal
+from outrider.common.errors import Refusal
 from outrider.train.hooks import (
     TRIED,
     HookedTrainer,

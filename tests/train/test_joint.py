@@ -13,19 +13,19 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from outrider.common import BadInputError, IncompatibleError, digests
+from outrider.common.digests import LIST
 from outrider.decode import Decoder, Plan
-from outrider.ground import BadInputError, IncompatibleError, digests
-from outrider.ground.digests import LIST
 from outrider.heads import DrafterLoss, Medusa, MedusaConfig, SelfSpeculative, SelfSpeculativeConfig, load_drafter
 from outrider.pair import Pair, new_pair, verify
 from outrider.pair.refresh import refresh_recipe
 from outrider.recipes import JointSpec, Recipe
-from outrider.scripts.subject import load_target
+from outrider.scripts.eval_setup import load_target
 from outrider.targets import Target
 from outrider.targets.fingerprint import digest_file
 from outrider.train import TrainResult, train
 from outrider.train.compare import check_comparable
-from outrider.train.joint import Adapter, Joint, JointBatches, adapted
+from outrider.train.joint import Adapter, JointBatches, JointModule, adapted
 
 MakeRecipe = Callable[..., Recipe]
 
@@ -84,7 +84,7 @@ def test_the_loss_and_its_gradient_are_the_papers(target: Target) -> None:
         adapter.learns = True
         for weight in adapter.parameters:
             torch.nn.init.normal_(weight, std=0.1)
-        joint = Joint(drafter, adapter, JointSpec(lora=LORA, learning_rate=0.1, weight=0.3))
+        joint = JointModule(drafter, adapter, JointSpec(lora=LORA, learning_rate=0.1, weight=0.3))
         found = joint(JointBatches(target, drafter.taps, adapter).of({"input_ids": tokens, "labels": labels}))
         weights = [*adapter.parameters, *drafter.parameters()]
         slopes = torch.autograd.grad(found.total, weights)
@@ -134,7 +134,7 @@ def test_dropout_of_the_lora_is_on_in_training_alone(target: Target) -> None:
     spec = JointSpec(lora=LORA | {"lora_dropout": 0.5}, learning_rate=0.1)
     with adapted(target, spec, 0) as adapter:
         assert adapter is not None
-        joint = Joint(Medusa.build(MedusaConfig(num_heads=1), target), adapter, spec)
+        joint = JointModule(Medusa.build(MedusaConfig(num_heads=1), target), adapter, spec)
         for weight in adapter.parameters:
             torch.nn.init.normal_(weight, std=0.1)
         for mode, same in ((True, False), (False, True)):
@@ -201,7 +201,7 @@ def test_an_exits_loss_reaches_the_layers_that_draft_and_no_others(target: Targe
     with adapted(target, spec, 0) as adapter:
         assert adapter is not None
         adapter.learns = True
-        joint = Joint(SelfSpeculative.build(SelfSpeculativeConfig(exit_layer=2), target).float(), adapter, spec)
+        joint = JointModule(SelfSpeculative.build(SelfSpeculativeConfig(exit_layer=2), target).float(), adapter, spec)
         tokens = torch.randint(0, target.vocab_size, (2, 9), generator=torch.Generator().manual_seed(1))
         joint(
             JointBatches(target, joint.drafter.taps, adapter).of({"input_ids": tokens, "labels": tokens})

@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 import torch
 
+from outrider.common import BadInputError
 from outrider.decode import Decoder, Plan, Round, Sampling
-from outrider.ground import BadInputError
 from outrider.heads import Eagle3, Eagle3Config, load_drafter
 from outrider.recipes import Recipe
 from outrider.targets import PeakBytes, Target
 from outrider.train import TrainingInterruptedError, train
 from outrider.train.checkpoints import checkpoints
-from outrider.train.measured import Measured, drafted_parts
+from outrider.train.decode_eval import MeasuredTau, drafted_parts
 
 from .test_stopping import asked_in
 from .test_trainer import history
@@ -46,7 +46,7 @@ def test_it_is_what_the_decoder_measures_of_the_checkpoint(measuring: MakeRecipe
     made = measuring()
     result = train(made, target)
     logged = [entry for entry in history(made) if "eval_measured_tau" in entry]
-    found = Measured.of(made, target)
+    found = MeasuredTau.of(made, target)
     assert found is not None
     assert len(found.prompts) == 5
     for entry, folder in zip(logged, checkpoints(made.output_folder / "checkpoints"), strict=True):
@@ -71,7 +71,7 @@ def test_the_drafter_that_is_measured_is_one_copy_in_the_targets_precision(
 ) -> None:
     """At most two bytes for each weight are made; a copy that was gathered for this is not copied again."""
     half = Target(tiny_llama(vocab=target.vocab_size).bfloat16(), target.tokenizer)
-    found = Measured.of(measuring(), half)
+    found = MeasuredTau.of(measuring(), half)
     assert found is not None
     drafter = Eagle3.build(Eagle3Config(steps=2), half).float()
     numbers, before = sum(p.numel() for p in drafter.parameters()), [p.clone() for p in drafter.parameters()]

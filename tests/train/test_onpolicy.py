@@ -19,8 +19,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from outrider.common import BadInputError
 from outrider.decode import Decoder, Plan, Sampling
-from outrider.ground import BadInputError
 from outrider.heads import DraftModel, DraftModelConfig, TargetBatch, load_drafter
 from outrider.recipes import Recipe
 from outrider.targets import Target

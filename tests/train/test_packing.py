@@ -13,7 +13,7 @@ import torch
 from datasets import Dataset
 from torch import Tensor
 
-from outrider.ground import BadInputError
+from outrider.common import BadInputError
 from outrider.heads import HEADS, Drafter, TargetBatch, load_drafter
 from outrider.recipes import Recipe
 from outrider.targets import PeakBytes, Target

@@ -24,8 +24,7 @@ from outrider.heads import (
     TargetBatch,
 )
 from outrider.targets import Target
-from outrider.train.parts import Parts, Undivided, _fit_fsdp, loss_of
-from outrider.train.states import (
+from outrider.train.optimizer_state import (
     SCHEDULE,
     WholeStates,
     is_named,
@@ -34,6 +33,7 @@ from outrider.train.states import (
     regrouped,
     without_empty_groups,
 )
+from outrider.train.sharded_drafter import Parts, Undivided, _fit_fsdp, loss_of
 
 
 def head(target: Target, seed: int = 0, frequent_first: bool = False, **changes: int) -> Eagle3:

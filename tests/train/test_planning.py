@@ -15,15 +15,15 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
+from outrider.common import BadInputError, IncompatibleError
 from outrider.distill import FeatureStore, load_responses
-from outrider.ground import BadInputError, IncompatibleError
 from outrider.heads import HEADS
 from outrider.recipes import Recipe, load_recipe, packaged_recipes
 from outrider.targets import PeakBytes, Target
 from outrider.train import planning, train
 from outrider.train.arguments import training_arguments
 from outrider.train.data import OnlineBatches, collate, split
-from outrider.train.loop import DrafterTrainer, Lessons
+from outrider.train.loop import DrafterTrainer, TrainData
 from outrider.train.planning import GPUS, Memory, active_weights, pass_flops, plan, sketch_target
 from outrider.train.rehearsal import rehearse
 from outrider.train.warmstart import make_drafter
@@ -221,7 +221,7 @@ def test_optimizer_states_are_counted_to_the_byte(optim: str, recipe: MakeRecipe
     table = load_responses(made.data.responses)
     drafter = make_drafter(made.drafter, target, lambda: torch.arange(target.vocab_size))
     training, held_out = split(table, 0.0)
-    trainer = DrafterTrainer(drafter, args, Lessons(OnlineBatches(target, drafter.taps), training, held_out))
+    trainer = DrafterTrainer(drafter, args, TrainData(OnlineBatches(target, drafter.taps), training, held_out))
     trainer.train()
     tensors = [t for state in trainer.optimizer.state.values() for t in state.values() if isinstance(t, torch.Tensor)]
     assert plan(made).memory.optimizer_states == sum(t.numel() * t.element_size() for t in tensors)

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from outrider.ground import BadInputError
+from outrider.common import BadInputError
 from outrider.recipes import Recipe
 from outrider.targets import Target
 from outrider.train import train

@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 import torch
 
-from outrider.ground import BadInputError
-from outrider.ground.digests import LIST
+from outrider.common import BadInputError
+from outrider.common.digests import LIST
 from outrider.heads import DrafterLoss, Eagle3, load_drafter
 from outrider.recipes import Recipe
 from outrider.targets import Target

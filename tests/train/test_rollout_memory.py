@@ -10,8 +10,8 @@ from torch import Tensor
 from transformers import LlamaForCausalLM
 
 from outrider.heads import Drafter, Pard, PardConfig, PEagle, PEagleConfig, TargetBatch
-from outrider.heads.parts import rollouts
-from outrider.heads.parts.rollouts import Rollouts
+from outrider.heads.parallel import parallel_drafts
+from outrider.heads.parallel.parallel_drafts import Rollouts
 from outrider.targets import PeakBytes, Target
 from outrider.train.rehearsal import rehearse
 
@@ -59,14 +59,14 @@ def test_parts_of_masks_save_memory_though_rows_are_uneven(
     """All masks at once see all of the text and all other masks; the more there are, the more is hidden of that."""
     tokens, learned = uneven(MANY)
     in_parts = measured(*made, tokens, learned)
-    monkeypatch.setattr(rollouts, "_PART", 10**6)
+    monkeypatch.setattr(parallel_drafts, "_PART", 10**6)
     assert in_parts < 0.75 * measured(*made, tokens, learned)
 
 
 def test_parts_form_in_ordinary_batches_and_what_they_see_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
     tokens, learned = uneven(MANY)
     drawn = Rollouts.drawn(learned, tokens, 8, 0.8, 0.2)
-    monkeypatch.setattr(rollouts, "_PART", 10**6)
+    monkeypatch.setattr(parallel_drafts, "_PART", 10**6)
     whole = Rollouts.drawn(learned, tokens, 8, 0.8, 0.2)
     assert len(drawn.parts) > 10
     assert {end - begin for begin, end, _ in drawn.parts[:-1]} == {256}

@@ -16,8 +16,8 @@ import torch
 from accelerate import debug_launcher
 from transformers import PreTrainedTokenizerFast
 
+from outrider.common import BadInputError
 from outrider.distill.data_set import load_responses
-from outrider.ground import BadInputError
 from outrider.heads import load_drafter
 from outrider.recipes import Recipe
 from outrider.targets import Target

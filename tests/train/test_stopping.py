@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from outrider.ground.signals import StoppedError, stoppable
+from outrider.common.signals import StoppedError, stoppable
 from outrider.heads import DrafterLoss, Eagle3
 from outrider.recipes import Recipe
 from outrider.targets import Target

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from outrider.ground import BadInputError, IncompatibleError
+from outrider.common import BadInputError, IncompatibleError
 from outrider.heads import Eagle3, Ngram, drafter_config, load_drafter
 from outrider.recipes import Recipe
 from outrider.targets import Target

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from outrider.common import BadInputError
 from outrider.distill import distill, load_responses
-from outrider.ground import BadInputError
 from outrider.heads import HEADS, Ngram, TargetBatch, Verified
 from outrider.heads.low_rank import LowRank
 from outrider.recipes import Recipe

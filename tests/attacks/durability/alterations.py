@@ -23,7 +23,7 @@ from outrider.distill import distill, load_responses
 from outrider.distill.features import FeatureStore
 from outrider.eval import Report
 from outrider.pair import Pair
-from outrider.scripts.subject import trained_drafter
+from outrider.scripts.eval_setup import trained_drafter
 from outrider.train.provenance import require_result
 
 

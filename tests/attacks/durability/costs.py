@@ -19,7 +19,7 @@ import torch
 from harness import attempt
 from subjects import Workshop
 
-from outrider.ground import digests, seen
+from outrider.common import digest_cache, digests
 from outrider.heads import Medusa, MedusaConfig
 from outrider.pair import Pair, new_pair
 from outrider.train import checkpoints
@@ -105,7 +105,7 @@ def _timed(act: Callable[[], object]) -> tuple[float, float]:
     """Return the seconds of the processor and those on the clock."""
 
     def measured() -> None:
-        seen.forget()
+        digest_cache.forget()
         used, began = time.process_time(), time.perf_counter()
         act()
         print(f"{time.process_time() - used:.6f} {time.perf_counter() - began:.6f}")

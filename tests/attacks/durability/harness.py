@@ -18,7 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from outrider.ground import OutriderError
+from outrider.common import OutriderError
 
 HERE = Path(__file__).resolve().parent
 FAULT = 70

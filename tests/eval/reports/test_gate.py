@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from outrider.common import BadInputError
 from outrider.eval import Interval, Ratio, Report
-from outrider.eval.reports.gate import Beside, Counted, gate
+from outrider.eval.reports.gate import Counted, GateComparison, gate
 from outrider.eval.reports.report import SuiteInfo
 from outrider.eval.reports.statistics import Bootstrap
-from outrider.ground import BadInputError
 
 
 def rounds(num_prompts: int, alpha: float, seed: int = 0, num_rounds: int = 30) -> list[list[int]]:
@@ -382,12 +382,12 @@ def test_prompts_that_were_only_counted_add_power(make_report) -> None:
     """A few timed prompts cannot tell; many counted ones beside them can, and say how many they are."""
     report = make_report(rounds(4, 0.58, seed=1, num_rounds=8))
     baseline = make_report(rounds(4, 0.6, num_rounds=8))
-    more = Beside(0.0, counted(rounds(300, 0.62, seed=2)), counted(rounds(300, 0.6, seed=3)))
+    more = GateComparison(0.0, counted(rounds(300, 0.62, seed=2)), counted(rounds(300, 0.6, seed=3)))
     few, many = gate(report, baseline), gate(report, baseline, beside=more)
     assert (few.findings[0].conclusion, many.findings[0].conclusion) == ("not enough data", "passed")
     assert "paired over 304 prompts, 300 of them calibration prompts" in many.lines[1]
     assert many.findings[0].smallest_drop < few.findings[0].smallest_drop
-    worse = Beside(0.0, counted(rounds(300, 0.5, seed=2)), more.old)
+    worse = GateComparison(0.0, counted(rounds(300, 0.5, seed=2)), more.old)
     assert gate(report, baseline, beside=worse).findings[0].conclusion == "failed"
 
 
@@ -395,7 +395,7 @@ def test_a_prompt_of_both_counts_once_and_in_any_order(make_report) -> None:
     report = make_report(rounds(20, 0.6))
     known = [Counted.of(r) for r in report.records_of("draft", 0.0)]
     more = counted(rounds(5, 0.6, seed=4), suite="docs")
-    result = gate(report, report, beside=Beside(0.0, [*known, *more], [*reversed(more), *known]))
+    result = gate(report, report, beside=GateComparison(0.0, [*known, *more], [*reversed(more), *known]))
     assert "paired over 25 prompts, 5 of them" in result.lines[1]
     assert (result.findings[0].ratio.low, result.findings[0].ratio.high) == (1.0, 1.0)
 
@@ -409,7 +409,7 @@ def test_both_sides_are_said_as_they_are(make_report) -> None:
 def test_counts_at_another_temperature_are_left_out(make_report) -> None:
     report = make_report(rounds(20, 0.6))
     more = counted(rounds(5, 0.6, seed=4))
-    assert "paired over 20 prompts)" in gate(report, report, beside=Beside(1.0, more, more)).lines[1]
+    assert "paired over 20 prompts)" in gate(report, report, beside=GateComparison(1.0, more, more)).lines[1]
 
 
 def test_the_smallest_drop_is_found_in_four_runs_of_five(make_report) -> None:

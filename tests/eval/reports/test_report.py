@@ -16,9 +16,9 @@ from xml.etree import ElementTree
 import pytest
 from rich.console import Console
 
+from outrider.common import BadInputError
 from outrider.eval import Report, reports
 from outrider.eval.reports.render import print_report, write_report
-from outrider.ground import BadInputError
 
 ACCEPTED = [[4, 1, 0], [2, 2], [0, 3, 1, 4], [1, 1, 0]]
 VOID = {"meta", "link", "br", "img", "hr", "input"}

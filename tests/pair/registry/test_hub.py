@@ -17,9 +17,9 @@ import pytest
 from huggingface_hub import CommitOperationAdd, HfApi
 from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError
 
-from outrider.ground import BadInputError
+from outrider.common import BadInputError
 from outrider.pair import Pair, verify
-from outrider.pair.registry import HubStore, Reference, Registry
+from outrider.pair.registry import HubStore, PairReference, Registry
 from outrider.pair.registry.layout import Entry
 from outrider.pair.signature import Signer, check_signature
 
@@ -105,7 +105,7 @@ def test_versions_go_in_and_out(repository: Repository, make_version: MakeVersio
     assert len(names) == 2 + len(set(first.manifest.files().values()))
     assert registry(repository).push(first) == Entry("tiny", 1, 1)
     assert len(repository.commits) == 2, "nothing new"
-    pulled = registry(repository).pull(Reference.parse("tiny@1"), tmp_path / "pulled")
+    pulled = registry(repository).pull(PairReference.parse("tiny@1"), tmp_path / "pulled")
     assert pulled.manifest == first.manifest
     assert verify(pulled.folder) == []
 
@@ -118,7 +118,7 @@ def test_signatures_go_in_and_out(
     for _ in range(2):
         registry(repository).push(pair)
     assert len(repository.commits) == 2, "the signature, and then what it is over"
-    pulled = registry(repository).pull(Reference.parse("tiny@1"), tmp_path / "pulled")
+    pulled = registry(repository).pull(PairReference.parse("tiny@1"), tmp_path / "pulled")
     assert check_signature(pulled.folder, [signer]) == (signer, "")
 
 
@@ -147,7 +147,7 @@ def test_what_was_altered_on_the_hub_is_refused(
         content = Path(file).read_bytes()
         Path(file).write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
         with pytest.raises(BadInputError):
-            registry(repository).pull(Reference.parse("tiny"), tmp_path / "pulled")
+            registry(repository).pull(PairReference.parse("tiny"), tmp_path / "pulled")
         assert not (tmp_path / "pulled").exists(), name
         Path(file).write_bytes(content)
 

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from outrider.ground import BadInputError
-from outrider.ground.leftovers import working_name
+from outrider.common import BadInputError
+from outrider.common.leftovers import working_name
 from outrider.pair import Pair, verify
 from outrider.pair.manifest import SIGNATURE
-from outrider.pair.registry import FolderStore, Reference, Registry, open_registry
+from outrider.pair.registry import FolderStore, PairReference, Registry, open_registry
 from outrider.pair.registry.layout import BLOBS, Entry, blob_path
 from outrider.pair.signature import Signer, check_signature
 
@@ -41,7 +41,7 @@ def tree(registry: Registry) -> dict[str, bytes]:
 def test_what_is_pulled_is_what_was_pushed(registry: Registry, make_version: MakeVersion, tmp_path: Path) -> None:
     pair = make_version(1)
     assert registry.push(pair) == Entry("tiny", 1, 1)
-    pulled = registry.pull(Reference.parse("tiny@1"), tmp_path / "deep" / "pulled")
+    pulled = registry.pull(PairReference.parse("tiny@1"), tmp_path / "deep" / "pulled")
     assert contents(pulled.folder) == contents(pair.folder)
     assert verify(pulled.folder) == []
 
@@ -52,8 +52,8 @@ def test_the_newest_version_is_pulled_unless_one_is_named(
     pairs = [make_version(number) for number in (2, 10, 1)]
     for pair in pairs:
         registry.push(pair)
-    assert registry.pull(Reference.parse("tiny"), tmp_path / "newest").digest == pairs[1].digest
-    assert registry.pull(Reference.parse("tiny@v2"), tmp_path / "second").digest == pairs[0].digest
+    assert registry.pull(PairReference.parse("tiny"), tmp_path / "newest").digest == pairs[1].digest
+    assert registry.pull(PairReference.parse("tiny@v2"), tmp_path / "second").digest == pairs[0].digest
     assert [v.entry.version for v in registry.versions()] == [1, 2, 10]
 
 
@@ -85,7 +85,7 @@ def test_more_known_of_a_version_is_its_next_revision(
     retold.write(pair.folder)
     assert registry.push(Pair.load(pair.folder)) == Entry("tiny", 1, 2)
     assert earlier.items() <= tree(registry).items()
-    assert registry.pull(Reference.parse("tiny"), tmp_path / "pulled").manifest == retold
+    assert registry.pull(PairReference.parse("tiny"), tmp_path / "pulled").manifest == retold
     assert len(registry.versions()) == 1
 
 
@@ -107,10 +107,10 @@ def test_an_altered_pair_is_not_pushed(registry: Registry, make_version: MakeVer
 
 def test_what_is_not_there_is_named(registry: Registry, make_version: MakeVersion, tmp_path: Path) -> None:
     with pytest.raises(BadInputError, match="no pair called 'tiny'; there are: none"):
-        registry.pull(Reference.parse("tiny"), tmp_path / "pulled")
+        registry.pull(PairReference.parse("tiny"), tmp_path / "pulled")
     registry.push(make_version(1))
     with pytest.raises(BadInputError, match="has tiny in the versions 1; 2 is none of them"):
-        registry.pull(Reference.parse("tiny@2"), tmp_path / "pulled")
+        registry.pull(PairReference.parse("tiny@2"), tmp_path / "pulled")
     assert not (tmp_path / "pulled").exists()
 
 
@@ -120,17 +120,17 @@ def test_a_pull_never_takes_the_place_of_something_else(
     pair, other = make_version(1), make_version(2)
     registry.push(pair)
     registry.push(other)
-    pulled = registry.pull(Reference.parse("tiny@1"), tmp_path / "pulled")
-    assert registry.pull(Reference.parse("tiny@1"), pulled.folder) == pulled, "it is there already"
+    pulled = registry.pull(PairReference.parse("tiny@1"), tmp_path / "pulled")
+    assert registry.pull(PairReference.parse("tiny@1"), pulled.folder) == pulled, "it is there already"
     with pytest.raises(BadInputError, match="nothing was written"):
-        registry.pull(Reference.parse("tiny@2"), pulled.folder)
+        registry.pull(PairReference.parse("tiny@2"), pulled.folder)
     assert contents(pulled.folder) == contents(pair.folder)
 
 
 @pytest.mark.parametrize("text", ["", "@1", "a b", "../x", "tiny@", "tiny@one", "tiny@-1", "tiny@1@2", ".x", "x" * 200])
 def test_references_that_are_none_are_refused(text: str) -> None:
     with pytest.raises(BadInputError, match="names no pair"):
-        Reference.parse(text)
+        PairReference.parse(text)
 
 
 @pytest.mark.parametrize("where", ["hf://pairs", "hf://a/b/c", "wandb://", "wandb://a/b/c", "s3://bucket/x"])
@@ -155,10 +155,10 @@ def test_every_byte_is_verified(registry: Registry, make_version: MakeVersion, t
             if bad is not None:
                 file.write_bytes(bad)
             with pytest.raises(BadInputError):
-                registry.pull(Reference.parse("tiny"), tmp_path / "pulled")
+                registry.pull(PairReference.parse("tiny"), tmp_path / "pulled")
             assert not (tmp_path / "pulled").exists(), name
             file.write_bytes(content)
-    assert verify(registry.pull(Reference.parse("tiny"), tmp_path / "pulled").folder) == []
+    assert verify(registry.pull(PairReference.parse("tiny"), tmp_path / "pulled").folder) == []
 
 
 def test_a_push_repairs_a_damaged_blob(registry: Registry, make_version: MakeVersion, tmp_path: Path) -> None:
@@ -170,7 +170,7 @@ def test_a_push_repairs_a_damaged_blob(registry: Registry, make_version: MakeVer
     blob.chmod(0o644)
     blob.write_bytes(b"damaged")
     registry.push(Pair.load(pair.folder))
-    assert verify(registry.pull(Reference.parse("tiny"), tmp_path / "pulled").folder) == []
+    assert verify(registry.pull(PairReference.parse("tiny"), tmp_path / "pulled").folder) == []
 
 
 def test_what_a_dead_writer_left_is_swept_and_what_a_living_one_writes_is_not(
@@ -211,7 +211,7 @@ def test_files_that_lead_out_of_the_pair_are_refused(
     forge(registry, pair, drafter=pair.manifest.drafter.model_copy(update={"files": {name: digest}}))
     before = sorted(tmp_path.rglob("*"))
     with pytest.raises(BadInputError, match=r"files of a pair only|is no plain path inside the pair"):
-        registry.pull(Reference.parse("tiny"), tmp_path / "pulled")
+        registry.pull(PairReference.parse("tiny"), tmp_path / "pulled")
     assert sorted(tmp_path.rglob("*")) == before
 
 
@@ -222,7 +222,7 @@ def test_digests_that_are_none_are_refused(
     pair = make_version(1)
     forge(registry, pair, recipe=digest)
     with pytest.raises(BadInputError):
-        registry.pull(Reference.parse("tiny"), tmp_path / "pulled")
+        registry.pull(PairReference.parse("tiny"), tmp_path / "pulled")
     assert not (tmp_path / "pulled").exists()
 
 
@@ -236,7 +236,7 @@ def test_an_entry_in_anothers_place_is_refused(registry: Registry, make_version:
         shutil.copy(root / "tiny" / "1.1.json", copy)
     for reference in ("tiny@2", "other"):
         with pytest.raises(BadInputError, match=r"expected (tiny version 2|other version 1)"):
-            registry.pull(Reference.parse(reference), tmp_path / "pulled")
+            registry.pull(PairReference.parse(reference), tmp_path / "pulled")
 
 
 def test_links_and_special_files_are_refused_at_once(
@@ -252,7 +252,7 @@ def test_links_and_special_files_are_refused_at_once(
 
     def attempt() -> None:
         with pytest.raises(BadInputError):
-            registry.pull(Reference.parse("tiny"), tmp_path / "pulled")
+            registry.pull(PairReference.parse("tiny"), tmp_path / "pulled")
         assert not (tmp_path / "pulled").exists()
 
     for plant in (
@@ -314,10 +314,10 @@ def test_a_signature_goes_with_its_pair(
     signer = signed(pair)
     assert registry.push(pair) == Entry("tiny", 1, 1)
     registry.push(other)
-    pulled = registry.pull(Reference.parse("tiny@1"), tmp_path / "pulled")
+    pulled = registry.pull(PairReference.parse("tiny@1"), tmp_path / "pulled")
     assert check_signature(pulled.folder, [signer]) == (signer, "")
     assert verify(pulled.folder) == []
-    assert not (registry.pull(Reference.parse("tiny@2"), tmp_path / "other").folder / SIGNATURE).exists()
+    assert not (registry.pull(PairReference.parse("tiny@2"), tmp_path / "other").folder / SIGNATURE).exists()
     before = tree(registry)
     registry.push(pair)
     assert tree(registry) == before, "a second push changes nothing"
@@ -329,12 +329,12 @@ def test_a_pair_may_be_signed_after_it_was_pushed_and_again(
     """Nothing that was published is changed; the newest signature counts, for a folder that was pulled before, too."""
     pair = make_version(1)
     registry.push(pair)
-    pulled = registry.pull(Reference.parse("tiny"), tmp_path / "pulled")
+    pulled = registry.pull(PairReference.parse("tiny"), tmp_path / "pulled")
     for _ in range(2):
         earlier, signer = tree(registry), signed(pair)
         assert registry.push(pair) == Entry("tiny", 1, 1)
         assert earlier.items() <= tree(registry).items()
-        again = registry.pull(Reference.parse("tiny"), pulled.folder)
+        again = registry.pull(PairReference.parse("tiny"), pulled.folder)
         assert check_signature(again.folder, [signer]) == (signer, "")
     assert [v.entry for v in registry.versions()] == [Entry("tiny", 1, 1)]
 
@@ -348,7 +348,7 @@ def test_a_signature_of_an_earlier_revision_is_not_the_later_ones(
     (pair.folder / SIGNATURE).unlink()
     pair.manifest.model_copy(update={"created": "2040-01-01"}).sealed().write(pair.folder)
     assert registry.push(Pair.load(pair.folder)) == Entry("tiny", 1, 2)
-    assert not (registry.pull(Reference.parse("tiny"), tmp_path / "pulled").folder / SIGNATURE).exists()
+    assert not (registry.pull(PairReference.parse("tiny"), tmp_path / "pulled").folder / SIGNATURE).exists()
 
 
 def test_what_is_no_signature_is_refused(
@@ -363,7 +363,7 @@ def test_what_is_no_signature_is_refused(
     for content in (b"no signature", b"-----BEGIN SSH SIGNATURE-----" + bytes(100_000)):
         seal.write_bytes(content)
         with pytest.raises(BadInputError, match="no signature"):
-            registry.pull(Reference.parse("tiny"), tmp_path / "pulled")
+            registry.pull(PairReference.parse("tiny"), tmp_path / "pulled")
         assert not (tmp_path / "pulled").exists()
     (pair.folder / SIGNATURE).write_text("no signature")
     with pytest.raises(BadInputError, match="no signature"):

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from outrider.ground import BadInputError
+from outrider.common import BadInputError
 from outrider.pair import Pair, verify
-from outrider.pair.registry import FolderStore, Reference, Registry, WandbStore
+from outrider.pair.registry import FolderStore, PairReference, Registry, WandbStore
 from outrider.pair.registry.layout import Entry
 from outrider.pair.signature import Signer, check_signature
 
@@ -79,7 +79,7 @@ def test_a_pair_is_an_artifact_with_the_layout_of_a_folder(
     assert list((tmp_path / "wandb" / "wandb").glob("offline-run-*/*.wandb")), "for `wandb sync`"
 
     monkeypatch.setenv("WANDB_MODE", "online")  # only now somebody can be asked what is there
-    pulled = Registry(project).pull(Reference.parse("tiny@3"), tmp_path / "pulled")
+    pulled = Registry(project).pull(PairReference.parse("tiny@3"), tmp_path / "pulled")
     assert pulled.manifest == pair.manifest
     assert verify(pulled.folder) == []
     assert [v.entry for v in Registry(project).versions()] == [Entry("tiny", 3, 1)]
@@ -97,7 +97,7 @@ def test_a_signature_is_a_version_of_the_artifact(
     Registry(project).push(pair)
     assert len(project.logged) == 2
     monkeypatch.setenv("WANDB_MODE", "online")
-    pulled = Registry(project).pull(Reference.parse("tiny@3"), tmp_path / "pulled")
+    pulled = Registry(project).pull(PairReference.parse("tiny@3"), tmp_path / "pulled")
     assert check_signature(pulled.folder, [signer]) == (signer, "")
 
 
@@ -112,7 +112,7 @@ def test_a_download_is_verified(
     staged.chmod(0o644)
     staged.write_bytes(b"altered")
     with pytest.raises(BadInputError, match="expected"):
-        Registry(project).pull(Reference.parse("tiny"), tmp_path / "pulled")
+        Registry(project).pull(PairReference.parse("tiny"), tmp_path / "pulled")
     project.logged[0].metadata["entry"] = "pairs/../../escaped/1.1.json"
     assert Registry(project).versions() == []
     assert json.dumps(project.where) == '"wandb://team/drafters"'

@@ -19,10 +19,10 @@ from typing import Any
 
 import pytest
 
-from outrider.ground import BadInputError
-from outrider.ground.leftovers import leftovers_within
+from outrider.common import BadInputError
+from outrider.common.leftovers import leftovers_within
 from outrider.pair import Pair, verify
-from outrider.pair.registry import Reference, open_registry
+from outrider.pair.registry import PairReference, open_registry
 from outrider.pair.registry.layout import BLOBS
 from outrider.targets.fingerprint import digest_file
 
@@ -73,7 +73,7 @@ def check(root: Path, expected: dict[str, Pair], tmp_path: Path) -> None:
     found = {f"{v.entry.name}@{v.entry.version}": v for v in registry.versions()}
     assert set(found) == set(expected)
     for reference, pair in expected.items():
-        pulled = registry.pull(Reference.parse(reference), tmp_path / "pulled")
+        pulled = registry.pull(PairReference.parse(reference), tmp_path / "pulled")
         assert verify(pulled.folder) == []
         assert pulled.manifest == pair.manifest
         shutil.rmtree(pulled.folder)

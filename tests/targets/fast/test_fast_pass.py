@@ -23,12 +23,12 @@ from transformers import (
 )
 from triton.runtime.errors import OutOfResources
 
+from outrider.common import IncompatibleError
 from outrider.decode import Decoder, Plan, Sampling, Tree
 from outrider.decode.verify import rejection
-from outrider.ground import IncompatibleError
 from outrider.heads import DraftModel, Eagle3, Eagle3Config
-from outrider.targets import Counts, Nodes, Target
-from outrider.targets.fast import by_library, operations, prefer_fast_pass, products, proof, use_fast_pass
+from outrider.targets import Nodes, RowLengths, Target
+from outrider.targets.fast import by_library, operations, prefer_fast_pass, products, use_fast_pass, validate
 
 VOCAB = 48
 SIZES: dict[str, Any] = {
@@ -69,13 +69,13 @@ def distance(one: torch.Tensor, other: torch.Tensor) -> float:
     return ((one.double() - other.double()).norm() / other.double().norm()).item()
 
 
-PROOF = proof.differs
+PROOF = validate.differs
 
 
 @pytest.fixture(autouse=True)
 def unproven(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave out the proof on the device, which takes seconds: here it is what is tested."""
-    monkeypatch.setattr(proof, "differs", lambda fast, target: None)
+    monkeypatch.setattr(validate, "differs", lambda fast, target: None)
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,7 @@ def test_passes_give_what_the_modules_give(kind):
         for cache in caches:
             with by_library(target):
                 target.forward(tokens, cache)
-            cache.advance(Counts.of([20, 13], "cpu"))
+            cache.advance(RowLengths.of([20, 13], "cpu"))
         for count, offset, nodes in ((1, 0, None), (3, 0, None), (2, 3, None), (5, 0, Nodes.of_tree(parents, 3))):
             given = tokens[:, :count]
             fast = target.forward(given, caches[0], (0, 1, 2), offset=offset, nodes=nodes)
@@ -114,7 +114,7 @@ def test_a_pass_of_fixed_shape_reads_nothing_after_its_entries():
                 for entries in (layer.keys, layer.values):
                     entries[:, :, int(cache.lengths) :] = float("nan")
             assert target.forward(torch.ones(1, length, dtype=torch.long), cache).logits.isfinite().all()
-            cache.advance(Counts(torch.tensor([length])))
+            cache.advance(RowLengths(torch.tensor([length])))
 
 
 # ------------------------------------------------------------ weights
@@ -274,7 +274,7 @@ MORE = ("place_heads", "merge_parts")
 
 @pytest.mark.slow
 def test_kernels_that_are_right_prove_so(monkeypatch):
-    monkeypatch.setattr(proof, "differs", PROOF)
+    monkeypatch.setattr(validate, "differs", PROOF)
     target = build("mistral", num_hidden_layers=1)
     use_fast_pass(target)
     assert target.fast is not None
@@ -294,7 +294,7 @@ def test_a_kernel_that_is_wrong_on_a_device_is_found_before_it_is_used(part, mon
         return torch.cat([first[:, :-1], first[:, -1:] * 0], 1)
 
     monkeypatch.setattr(operations, part, wrong)
-    monkeypatch.setattr(proof, "differs", PROOF)
+    monkeypatch.setattr(validate, "differs", PROOF)
     target = build("llama", num_hidden_layers=1)
     with pytest.raises(IncompatibleError, match="other numbers"):
         use_fast_pass(target)
@@ -319,7 +319,7 @@ def test_a_kernel_that_gives_no_numbers_or_wrong_ones_in_some_blocks_is_found(pa
     """A comparison with NaN is false, whatever it asks; and small proofs do not reach large blocks of queries."""
     wrong = wrong_in_large_blocks if part == "attend_parts" else no_numbers(part)
     monkeypatch.setattr(operations, part, wrong)
-    monkeypatch.setattr(proof, "differs", PROOF)
+    monkeypatch.setattr(validate, "differs", PROOF)
     with pytest.raises(IncompatibleError, match="other numbers"):
         use_fast_pass(build("llama", num_hidden_layers=1))
 
@@ -398,7 +398,7 @@ def test_rejection_through_it_emits_the_law_of_the_library():
     cache = target.new_cache(3, 8)
     with by_library(target):
         target.forward(prompt[:, :-1], cache)
-    cache.advance(Counts.of([3, 3, 3], "cpu"))
+    cache.advance(RowLengths.of([3, 3, 3], "cpu"))
     passed = target.forward(torch.stack([prompt[:, -1], drafts], 1), cache).logits.double().softmax(-1)  # [3, 2, V]
     q = torch.tensor([0.2, 0.3, 0.5]).double()
     left = (passed[0, 0] - q).clamp(min=0)

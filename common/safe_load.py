@@ -1,0 +1,377 @@
+"""What a stranger wrote: text, JSON and YAML, read with limits and into plain values only.
+
+Pairs, models and recipes travel. Whatever Outrider reads of them comes through here, so that a file can be wrong, but
+can neither hang the reader nor fill the memory: regular files only, of a limited size, in UTF-8; JSON and YAML of a
+limited depth, without integers of thousands of digits and without text that no file can hold.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import stat
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+import yaml
+
+from .errors import Refusal
+
+MEGABYTE = 2**20
+
+_UTF16 = (b"\xff\xfe", b"\xfe\xff")
+_MARK = b"\xef\xbb\xbf"  # of UTF-8, as editors on Windows write it
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+
+
+class Unreadable(Refusal):
+    """A file that cannot be what it should be; `reason` says why, without its name."""
+
+    def __init__(self, where: str, reason: str):
+        super().__init__(f"{where}: {reason}.")
+        self.reason = reason
+
+
+@dataclass(frozen=True)
+class FileLimits:
+    """How large a stranger's file may be.
+
+    Attributes:
+        num_bytes: of the file.
+        containers: lists and mappings in it, all together, and values for which a YAML file's aliases stand.
+        depth: lists and mappings inside each other.
+        digits: of an integer. Real ones have up to 31: that many say "no limit" in tokenizers' configs.
+        infinite: whether JSON may hold NaN and Infinity, as Python's own writer makes it.
+    """
+
+    num_bytes: int = 32 * MEGABYTE
+    containers: int = 1_000_000
+    depth: int = 100
+    digits: int = 40
+    infinite: bool = False
+
+
+JSON = FileLimits()
+YAML = FileLimits(num_bytes=MEGABYTE // 4, containers=20_000, depth=40)  # its parser reads 200 kB in a second
+
+
+# ------------------------------------------------------------ files and text
+
+
+def read_bytes(file: Path, limit: int = JSON.num_bytes) -> bytes:
+    """Return what is in a regular file of at most `limit` bytes. A pipe or a device is refused, never waited for.
+
+    Raises:
+        Unreadable: it is something else, larger, or cannot be read.
+        FileNotFoundError: there is none.
+    """
+    try:
+        # Not blocking: a pipe that took the file's place after the first look is not waited for, either.
+        require_regular(file)
+        descriptor = os.open(file, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0))
+        with open(descriptor, "rb") as opened:
+            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+                raise Unreadable(str(file), "expected a regular file")
+            read = opened.read(limit + 1)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise Unreadable(str(file), f"cannot be read ({error.strerror})") from error
+    except ValueError as error:  # a name with a zero byte
+        _raise_again(file, error)
+    if len(read) > limit:
+        raise Unreadable(str(file), f"larger than the {limit / MEGABYTE:g} MB that such a file may have")
+    return read
+
+
+def _raise_again(file: Path, error: ValueError) -> NoReturn:
+    if isinstance(error, Unreadable):
+        raise error
+    raise Unreadable(repr(str(file)), f"cannot be read ({error})") from error
+
+
+def require_regular(file: Path) -> None:
+    """Raise Unreadable if `file` is there and is neither a regular file nor a link to one."""
+    mode = os.stat(file).st_mode
+    if not stat.S_ISREG(mode):
+        raise Unreadable(str(file), f"expected a regular file, found {kind_of(mode)}")
+
+
+def kind_of(mode: int) -> str:
+    """Return what a file of this mode is, in words."""
+    names = {
+        stat.S_IFDIR: "a folder",
+        stat.S_IFLNK: "a link",
+        stat.S_IFIFO: "a pipe",
+        stat.S_IFSOCK: "a socket",
+        stat.S_IFCHR: "a device",
+        stat.S_IFBLK: "a device",
+    }
+    return names.get(stat.S_IFMT(mode), "something else")
+
+
+def read_text(file: Path, limit: int = JSON.num_bytes) -> str:
+    """Return the text of a file in UTF-8, without a byte order mark.
+
+    Raises:
+        Unreadable: it is no such file, or larger than `limit` bytes.
+        FileNotFoundError: there is none.
+    """
+    return decoded(read_bytes(file, limit), str(file))
+
+
+def decoded(read: bytes, where: str) -> str:
+    """Return bytes in UTF-8 as text; Unreadable if they are in another encoding."""
+    if read.startswith(_UTF16):
+        raise Unreadable(where, "cannot be read: it is in UTF-16; save it as UTF-8")
+    try:
+        return read.removeprefix(_MARK).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise Unreadable(where, f"cannot be read: not UTF-8 text ({error.reason} at byte {error.start})") from error
+
+
+# ------------------------------------------------------------ JSON
+
+
+def read_json(file: Path, limits: FileLimits = JSON) -> dict[str, Any]:
+    """Return the JSON object in a file.
+
+    Raises:
+        Unreadable: it holds something else, or more than the limits allow.
+        FileNotFoundError: there is none.
+    """
+    values = parse_json(read_text(file, limits.num_bytes), str(file), limits)
+    if not isinstance(values, dict):
+        raise Unreadable(str(file), f"expected an object, found {type(values).__name__}")
+    return values
+
+
+def parse_json(text: str, where: str, limits: FileLimits = JSON) -> Any:
+    """Return the value that JSON text says: plain values of a limited depth and size, with numbers that are finite.
+
+    Args:
+        where: the text's place, for errors.
+
+    Raises:
+        Unreadable: it is no JSON, or more than the limits allow.
+    """
+    if text.count("[") + text.count("{") > limits.containers:
+        raise Unreadable(where, f"holds more than {limits.containers} lists and objects")
+    try:
+        constant = float if limits.infinite else _no_number
+        values = json.loads(text, parse_int=lambda digits: _integer(digits, limits), parse_constant=constant)
+        _require_shallow(values, limits.depth)
+        if _SURROGATE.search(text):
+            json.dumps(values, ensure_ascii=False).encode()
+    except RecursionError as error:
+        raise Unreadable(where, f"holds more than {limits.depth} lists and objects inside each other") from error
+    except UnicodeEncodeError as error:
+        raise _lone_surrogate(where, error) from error
+    except ValueError as error:
+        raise Unreadable(where, f"not valid JSON: {error}") from error
+    return values
+
+
+def read_json_lines(file: Path, limit: int = JSON.num_bytes) -> Iterator[tuple[int, Any]]:
+    """Yield the values of a .jsonl file's lines with the lines' numbers, from 1; empty lines are left out.
+
+    Raises:
+        Unreadable: a line is no JSON, longer than `limit` bytes, or not in UTF-8.
+    """
+    for number, line in enumerate(read_lines(file, limit), 1):
+        if line.strip():
+            yield number, parse_json(line, f"{file}: line {number}")
+
+
+def read_lines(file: Path, limit: int = JSON.num_bytes) -> Iterator[str]:
+    """Yield the lines of a text file of any length, each with its end and of at most `limit` bytes.
+
+    Only line feeds end a line: a JSON text may hold U+2028.
+
+    Raises:
+        Unreadable: it is no regular file, a line is longer, or not in UTF-8.
+    """
+    for number, line in enumerate(read_byte_lines(file, limit), 1):
+        yield decoded(line, f"{file}: line {number}")
+
+
+def read_byte_lines(file: Path, limit: int = JSON.num_bytes) -> Iterator[bytes]:
+    """Yield the lines of a file of any length as bytes, each with its end and of at most `limit` bytes.
+
+    Raises:
+        Unreadable: it is no regular file, or a line is longer.
+    """
+    require_regular(file)
+    with file.open("rb") as opened:
+        for number in range(1, 2**63):
+            line = opened.readline(limit + 1)
+            if not line:
+                return
+            if len(line) > limit:
+                raise Unreadable(f"{file}: line {number}", f"longer than {limit / MEGABYTE:g} MB")
+            yield line
+
+
+def _lone_surrogate(where: str, error: UnicodeEncodeError) -> Unreadable:
+    return Unreadable(where, f"holds text that no file can hold (a lone surrogate, {error.object[error.start]!r})")
+
+
+def _integer(digits: str, limits: FileLimits) -> int:
+    if len(digits) > limits.digits:
+        raise ValueError(f"an integer of {len(digits)} digits, {digits[:20]}…")
+    return int(digits)
+
+
+def _no_number(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no number of JSON")
+
+
+def _require_shallow(values: Any, depth: int) -> None:
+    """Raise RecursionError if lists and mappings are nested deeper than `depth`."""
+    level = [values]
+    for _ in range(depth + 1):
+        level = [inner for value in level for inner in _inside(value) if isinstance(inner, (dict, list))]
+        if not level:
+            return
+    raise RecursionError
+
+
+def _inside(value: Any) -> Any:
+    return value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+
+
+# ------------------------------------------------------------ YAML
+
+
+def parse_yaml(text: str, where: str, limits: FileLimits = YAML) -> Any:
+    """Return the value that YAML text says: mappings with text keys, lists, text, numbers, true, false and null.
+
+    Args:
+        where: the text's place, for errors.
+
+    Raises:
+        Unreadable: it is no YAML, with line and column; a key stands twice; or it is more than the limits allow, with
+            every alias counted as what it stands for.
+    """
+    if len(text) > limits.num_bytes:
+        raise Unreadable(where, f"longer than the {limits.num_bytes / 1000:.0f} kB that such a text may have")
+    try:
+        loader = _Loader(text)
+        node = loader.get_single_node()
+        if node is None:
+            return None
+        _require_small(node, limits, set())
+        values = loader.construct_document(node)
+        if _SURROGATE.search(text):
+            json.dumps(values, ensure_ascii=False).encode()
+    except RecursionError as error:
+        raise Unreadable(where, f"holds more than {limits.depth} lists and mappings inside each other") from error
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        place = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
+        raise Unreadable(where, f"not valid YAML: {place}{error.problem or error.context}") from error
+    except UnicodeEncodeError as error:
+        raise _lone_surrogate(where, error) from error
+    except (yaml.YAMLError, ValueError, OverflowError) as error:
+        raise Unreadable(where, f"not valid YAML: {' '.join(str(error).split())}") from error
+    return values
+
+
+def _require_small(root: yaml.Node, limits: FileLimits, above: set[yaml.Node]) -> None:
+    """Refuse a document that is too deep, that holds itself, or whose aliases stand for too much."""
+    sizes: dict[yaml.Node, int] = {}
+
+    def measured(node: yaml.Node, depth: int) -> int:
+        if node in above:
+            raise ValueError("a value that holds itself")
+        if depth > limits.depth:
+            raise RecursionError
+        if node not in sizes:
+            above.add(node)
+            sizes[node] = 1 + sum(measured(inner, depth + 1) for inner in _nodes_inside(node))
+            above.remove(node)
+        if sizes[node] > limits.containers:
+            raise ValueError(f"more than {limits.containers} values, each alias counted as what it stands for")
+        return sizes[node]
+
+    measured(root, 0)
+
+
+def _nodes_inside(node: yaml.Node) -> Iterator[yaml.Node]:
+    if isinstance(node, yaml.MappingNode):
+        for key, value in node.value:
+            yield key
+            yield value
+    elif isinstance(node, yaml.SequenceNode):
+        yield from node.value
+
+
+class _Loader(yaml.SafeLoader):
+    """PyYAML's safe loader for plain values, with its surprises removed.
+
+    `3e-3` is a number, a date is text, a repeated key is an error, and no integer has thousands of digits.
+    """
+
+    yaml_constructors = {  # noqa: RUF012 (as its parent declares it)
+        f"tag:yaml.org,2002:{name}": yaml.SafeLoader.yaml_constructors[f"tag:yaml.org,2002:{name}"]
+        for name in ("null", "bool", "float", "str", "seq", "map")
+    }
+    yaml_implicit_resolvers = {  # noqa: RUF012
+        first: [pair for pair in pairs if pair[0] != "tag:yaml.org,2002:timestamp"]
+        for first, pairs in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if not isinstance(key.value, str):
+                raise yaml.constructor.ConstructorError(None, None, "a key must be plain text", key.start_mark)
+            if key.value in seen:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"the key {key.value!r} stands here twice", key.start_mark
+                )
+            seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
+    def construct_limited(self, node: yaml.ScalarNode) -> int:
+        """Return an integer; one of too many digits is an error."""
+        if len(node.value) > YAML.digits:
+            raise yaml.constructor.ConstructorError(
+                None, None, f"an integer of {len(node.value)} digits, {node.value[:20]}…", node.start_mark
+            )
+        return int(self.construct_yaml_int(node))
+
+    def construct_number(self, node: yaml.ScalarNode) -> float:
+        """Return a number; one that is too large for it is an error."""
+        if len(node.value) > 10 * YAML.digits:
+            raise yaml.constructor.ConstructorError(None, None, "a number of too many digits", node.start_mark)
+        return float(self.construct_yaml_float(node))
+
+    def construct_undefined(self, node: yaml.Node) -> NoReturn:
+        """Refuse a tag: only plain values are read."""
+        raise yaml.constructor.ConstructorError(
+            None, None, f"could not determine a constructor for the tag {node.tag!r}", node.start_mark
+        )
+
+
+_Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_limited)
+_Loader.add_constructor("tag:yaml.org,2002:float", _Loader.construct_number)
+_Loader.add_constructor(None, _Loader.construct_undefined)
+
+
+class _Dumper(yaml.SafeDumper):
+    """A writer of YAML that puts quotes around text which `_Loader` would read as a number."""
+
+
+for _kind in (_Loader, _Dumper):
+    _kind.add_implicit_resolver(
+        "tag:yaml.org,2002:float", re.compile(r"^[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
+    )
+
+
+def yaml_text(values: Any) -> str:
+    """Return plain values as YAML, from which `parse_yaml` gives the same again."""
+    return yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True)

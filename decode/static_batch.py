@@ -1,0 +1,275 @@
+"""Memory for rounds of fixed shapes, which lasts from request to request: on a GPU such rounds are captured as graphs.
+
+Every pass reads a window of the caches, whatever its rows' lengths; windows come in a few sizes, and a graph serves one
+window, depth, plan and sampling (seeds and sequence ids are inputs). A round drafts, verifies, accepts, compacts and
+leaves the next round's inputs without the host; the host then reads what it emitted, once. Where the host itself makes
+the proposal, of the text alone, it is an input. Rows that have finished run on idly and are ignored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from ..heads import Drafter, NoDraftSession, Session
+from ..targets import RaggedCache, Target
+from ..targets.weights import module_versions, weight_versions
+from .graphs import Graphs
+from .round import Drafted, RoundResult, RoundState, Setup, step, update_session, verify
+
+_LEAST = 256
+
+
+def window_of(needed: int) -> int:
+    """Return the smallest window that holds `needed` entries: 256, 384, 512, 768, 1024, …"""
+    size = _LEAST
+    while size < needed:
+        size = size * 3 // 2 if size & (size - 1) == 0 else size * 4 // 3
+    return size
+
+
+def margin(nodes: int, depth: int, reads: int) -> int:
+    """Return how many entries a round may write after the longest row, in the target's cache and in a drafter's.
+
+    A drafter's cache is up to a round late, so there is room for two rounds.
+
+    Args:
+        nodes: most drafts that are verified. depth: of the deepest. reads: most drafts that the drafter reads.
+    """
+    return 2 * (1 + max(nodes, depth, reads)) + 1
+
+
+@dataclass(frozen=True)
+class PendingRound:
+    """A round that the device was given and that the host has not read.
+
+    Attributes:
+        state: what it leaves for the round after it, which may be launched at once.
+        packed: waits for it and returns what it packed, see `RoundResult`.
+        idle: rows that had finished before it.
+        rule: the name of the rule that judges it.
+    """
+
+    state: RoundState
+    packed: Callable[[], list[list[int]]]
+    idle: tuple[int, ...]
+    rule: str
+
+
+class StaticBatch:
+    """Caches, a session and graphs for rounds of `rows` sequences of up to `length` entries.
+
+    Args:
+        drafter: None for plain decoding.
+        spare: as for `Drafter.open`.
+    """
+
+    def __init__(self, target: Target, drafter: Drafter | None, rows: int, length: int, spare: int):
+        self.target, self.drafter = target, drafter
+        self.length, self.spare = window_of(length), spare
+        self.cache: RaggedCache = target.new_cache(rows, self.length, joined=True)
+        self.session = self._open()
+        captures = target.device.type == "cuda"
+        self.graphs: Graphs[RoundState, RoundResult] = Graphs(target.device, captures)
+        self.proposed: Graphs[Drafted, RoundResult] = Graphs(target.device, captures)  # where the host makes proposals
+        self._computed_by = self._computes_by_now()
+        self._pinned = [torch.empty(0, dtype=torch.long)] * 2  # taken in turns: one round may be read while one runs
+        self._turn = 0
+        self._idle: tuple[tuple[int, ...], Tensor] = ((), self.cache.lengths)
+        self._proposing = list(range(rows))  # rows that a session of texts still has
+
+    def _open(self) -> Session:
+        if self.drafter is None:
+            return NoDraftSession()
+        return self.drafter.open(self.target, self.cache.batch_size, self.length, self.spare, self.cache)
+
+    def fits(self, length: int, spare: int) -> bool:
+        """Tell whether it is large enough for a request."""
+        return length <= self.length and spare <= self.spare
+
+    def num_bytes(self) -> int:
+        """Return how many bytes both caches take."""
+        rows = self.cache.batch_size
+        state = 0 if self.drafter is None else self.drafter.state_bytes(self.target, rows, self.length, self.spare)
+        return self.cache.num_bytes() + state
+
+    def reset(self) -> None:
+        """Become ready for another request.
+
+        Where target or drafter were trained on, moved, or set otherwise in between, rounds start over: a session may
+        hold what it made of weights, and a graph reads them where they were, and has the numbers of settings in it.
+        """
+        self.cache.reset()
+        before, self._computed_by = self._computed_by, self._computes_by_now()
+        changed = before != self._computed_by
+        if changed:
+            self.graphs.clear()
+            self.proposed.clear()
+        if self.drafter is not None and self.drafter.abilities.from_text:
+            self.session, self._proposing = self._open(), list(range(self.cache.batch_size))
+            return
+        if changed:
+            self.session = NoDraftSession()  # the old one's memory is freed before more is asked for
+            self.session = self._open()
+        self.session.reset()
+
+    def _computes_by_now(self) -> list[Hashable]:
+        """Return what changes when anything does that rounds compute by: weights, modules, hooks, or settings."""
+        model: nn.Module = self.target.model
+        found = [*weight_versions(model.parameters()), *module_versions(model)]
+        if self.drafter is None:
+            return found
+        settings = [repr(part.config) for part in self.drafter.modules() if isinstance(part, Drafter)]
+        return [*found, *weight_versions(self.drafter.parameters()), *settings]
+
+    # ------------------------------------------------------------ a round
+
+    def launch(self, setup: Setup, state: RoundState, depth: int, idle: Sequence[int], needed: int) -> PendingRound:
+        """Give the device one round of all rows; `read` waits for what comes of it.
+
+        Args:
+            idle: rows that have finished.
+            needed: entries that the longest of the others may reach in this round.
+        """
+        window = min(window_of(needed), self.length)
+        if self.target.fast is not None and not state.session.caches():
+            window = self.length  # one graph serves all lengths
+        for cache in (self.cache, *state.session.caches()):
+            cache.window = self.length if cache is self.cache and self.target.fast is not None else window
+            if idle:  # what an idle row writes must stay inside the window, and its positions inside the context
+                cache.lengths.masked_fill_(self._mask(tuple(idle)), 1)
+        if setup.abilities.from_text:
+            state, outcome = self._of_text(setup, state, depth, window, idle)
+        else:
+            state, outcome = self._graphed(setup, state, depth, window)
+        return PendingRound(state, self._on_the_way(outcome.packed), tuple(idle), outcome.rule)
+
+    def read(self, launched: PendingRound) -> list[list[int]]:
+        """Wait for a round and return what it packed, `[B, D + 4]`: the one read of a round."""
+        packed = launched.packed()
+        known = zip(self.cache.host_lengths, packed, strict=True)
+        self.cache.host_lengths = [
+            1 if r in launched.idle else length + row[-3] + 1 for r, (length, row) in enumerate(known)
+        ]
+        return packed
+
+    def _graphed(self, setup: Setup, state: RoundState, depth: int, window: int) -> tuple[RoundState, RoundResult]:
+        if depth:
+            work = partial(step, setup, depth=depth)
+            state, outcome, _ = self.graphs.play(_key(setup, depth, window), work, state)
+            return state, outcome
+        state, outcome, own = self._plain(setup, state, window)
+        update_session(state, own)
+        return state, outcome
+
+    def _plain(self, setup: Setup, state: RoundState, window: int) -> tuple[RoundState, RoundResult, RoundResult]:
+        """Play a round without drafts, of which the session has yet to take note.
+
+        What a session makes of such rounds grows from one to the next, so the graph leaves it out. Also return the
+        outcome as the session may keep it.
+        """
+        alone = replace(state, session=NoDraftSession())
+        after, outcome, replayed = self.graphs.play(_key(setup, 0, window), partial(step, setup, depth=0), alone)
+        return replace(after, session=state.session), outcome, outcome.cloned() if replayed else outcome
+
+    def _of_text(
+        self, setup: Setup, state: RoundState, depth: int, window: int, idle: Sequence[int]
+    ) -> tuple[RoundState, RoundResult]:
+        """Play a round whose proposal, if there is one, the host makes; a row that has finished is no text any more."""
+        session, rows = state.session, self._still_proposing(state.session, idle)
+        if depth and self.drafter is not None:
+            proposal = session.propose(state.root[rows], depth, _no_choice)
+            proposal = proposal.spread(rows, self.cache.batch_size, self.drafter.max_nodes(depth))
+            key = (_key(setup, depth, window), proposal.depth, proposal.parents is None)
+            drafted = Drafted(replace(state, session=NoDraftSession()), proposal)
+            after, outcome, replayed = self.proposed.play(key, partial(verify, setup), drafted)
+            state, own = replace(after.state, session=session), outcome.cloned() if replayed else outcome
+        else:
+            state, outcome, own = self._plain(setup, state, window)
+        update_session(state, own.of(rows))
+        return state, outcome
+
+    def _still_proposing(self, session: Session, idle: Sequence[int]) -> list[int]:
+        """Return the rows whose texts go on, and let the session drop the others."""
+        staying = [place for place, row in enumerate(self._proposing) if row not in idle]
+        if len(staying) < len(self._proposing):
+            session.select(staying)
+            self._proposing = [self._proposing[place] for place in staying]
+        return self._proposing
+
+    def _mask(self, rows: tuple[int, ...]) -> Tensor:
+        """Return True at `rows`, `[B]`; made when another row finishes."""
+        if rows != self._idle[0]:
+            mask = torch.zeros(self.cache.batch_size, dtype=torch.bool)
+            mask[list(rows)] = True
+            self._idle = (rows, mask.to(self.cache.lengths.device))
+        return self._idle[1]
+
+    def _on_the_way(self, packed: Tensor) -> Callable[[], list[list[int]]]:
+        """Start to copy what the host needs, and return what waits for it: the round after may overwrite `packed`."""
+        if packed.device.type != "cuda":
+            return packed.clone().tolist
+        self._turn = 1 - self._turn
+        if self._pinned[self._turn].numel() < packed.numel():
+            self._pinned[self._turn] = torch.empty(packed.numel(), dtype=packed.dtype, pin_memory=True)
+        place = self._pinned[self._turn][: packed.numel()].view(packed.shape)
+        place.copy_(packed, non_blocking=True)
+        arrived = torch.cuda.Event()
+        arrived.record(torch.cuda.current_stream(packed.device))
+
+        def wait() -> list[list[int]]:
+            arrived.synchronize()
+            found: list[list[int]] = place.tolist()
+            return found
+
+        return wait
+
+
+def _key(setup: Setup, depth: int, window: int) -> Hashable:
+    """Return what decides a round's work, beside the tensors that it reads."""
+    drawing = setup.drawing
+    sampling = replace(drawing.sampling, seed=0)  # a seed is an input
+    ends = None if drawing.processors is None else drawing.processors.eos
+    return depth, window, setup.plan, sampling, ends
+
+
+def _no_choice(logits: Tensor, token_ids: Tensor | None) -> Tensor:  # noqa: ARG001 (it stands for a `Choose`)
+    raise RuntimeError("a session of texts has no logits to choose from.")
+
+
+class StaticBatches:
+    """The rooms of one decoder, kept from request to request: one for each number of rows, with a drafter and without.
+
+    Args:
+        wanted: whether rounds have fixed shapes at all.
+
+    Attributes:
+        ahead: whether a round may be launched before the one before it is read, so that a GPU never waits for the host.
+    """
+
+    def __init__(self, target: Target, wanted: bool):
+        self.target, self.wanted = target, wanted
+        self.ahead = wanted and target.device.type == "cuda"
+        self.kept: dict[tuple[int, bool], StaticBatch] = {}
+
+    def reserve(self, rows: int, length: int, spare: int, drafter: Drafter | None) -> StaticBatch:
+        """Lend a room until it is given back: what an earlier request of as many rows left, if it is large enough."""
+        found = self.kept.pop((rows, drafter is not None), None)
+        if found is None or not found.fits(length, spare):
+            found = None  # freed before more is asked for
+            found = StaticBatch(self.target, drafter, rows, length, spare)
+        found.reset()
+        return found
+
+    def give_back(self, room: StaticBatch) -> None:
+        """Keep what `reserve` lent for later requests."""
+        self.kept[room.cache.batch_size, room.drafter is not None] = room
+
+    def held(self, rows: int, drafter: Drafter | None) -> int:
+        """Return how many bytes `reserve` would use again or free."""
+        found = self.kept.get((rows, drafter is not None))
+        return 0 if found is None else found.num_bytes()

@@ -1,0 +1,127 @@
+"""A checkpoint as lint looks at it: its files, what stands beside them, and what the target's files say.
+
+Nothing is run. Shapes: H hidden size, V target vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from safetensors import safe_open
+from torch import Tensor
+
+from ..common import BadInputError
+from ..common.files import read_json
+from ..targets import embedded_path
+from ..targets.loading import EMBEDDED
+from .drafter_files import DrafterFiles
+from .layout import ExportLayout
+from .record import read_record
+
+
+@dataclass(frozen=True)
+class LintFinding:
+    """Something that lint found.
+
+    Attributes:
+        check: a short name for it, for programs.
+        found: what is there, and what was expected.
+        engine: what an engine would do with it.
+        is_fault: whether it is surely wrong; else it is unusual, and may be meant.
+    """
+
+    check: str
+    found: str
+    engine: str
+    is_fault: bool = True
+
+    def __str__(self) -> str:
+        return f"{self.check}: {self.found} {self.engine}"
+
+
+@dataclass(frozen=True)
+class TargetFacts:
+    """What a target's files say of it.
+
+    Attributes:
+        config: its config.json; of several models in one, the text's.
+        folder: where it is.
+    """
+
+    config: dict[str, Any]
+    folder: Path
+
+    @classmethod
+    def of(cls, path: str | Path | None) -> TargetFacts | None:
+        """Return the facts of the target in this folder; None if it is not on this machine."""
+        if path is None or not str(path):
+            return None
+        folder = embedded_path() if str(path) == EMBEDDED else Path(path).expanduser()
+        if not (folder / "config.json").is_file():
+            return None
+        config = read_json(folder / "config.json")
+        return cls(config.get("text_config") or config, folder)
+
+    @property
+    def num_layers(self) -> int | None:
+        return self.config.get("num_hidden_layers")
+
+    def embeddings(self) -> Tensor | None:
+        """Return the input embeddings `[V, H]`; None where they cannot be found."""
+        for file in sorted(self.folder.glob("*.safetensors")):
+            with safe_open(file, framework="pt") as source:
+                for name in source.keys():  # noqa: SIM118 (it is no mapping)
+                    if name.endswith("embed_tokens.weight"):
+                        return source.get_tensor(name)
+        return None
+
+
+@dataclass(frozen=True)
+class Look:
+    """A checkpoint, and what is known around it.
+
+    Attributes:
+        layout: the one that its config.json is in.
+        record: what Outrider wrote when it exported it, see `record`; None elsewhere.
+        launch: launch.json, how Outrider said it is started; {} without.
+        served: served.json; {} without.
+        target: the target's files; None if they are not at hand.
+    """
+
+    found: DrafterFiles
+    layout: ExportLayout
+    record: dict[str, Any] | None = None
+    launch: dict[str, Any] = field(default_factory=dict)
+    served: dict[str, Any] = field(default_factory=dict)
+    target: TargetFacts | None = None
+
+    @property
+    def config(self) -> dict[str, Any]:
+        return self.found.config
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        return self.found.tensors
+
+    @classmethod
+    def at(cls, folder: Path, layout: ExportLayout, target: str | None) -> Look:
+        """Look at the checkpoint in `folder`; `target` is the target's folder, None for the one it names.
+
+        Raises:
+            BadInputError: the checkpoint cannot be read.
+        """
+        found = layout.load(folder)
+        named = (found.config.get("speculators_config") or {}).get("verifier") or {}
+        path = target or named.get("name_or_path") or found.config.get("base_model_name_or_path")
+        launch, served = (_beside(folder / name) for name in ("launch.json", "served.json"))
+        return cls(found, layout, read_record(folder), launch, served, TargetFacts.of(path))
+
+
+def _beside(file: Path) -> dict[str, Any]:
+    """Return what a JSON file beside the weights says; {} if there is none, or not an object."""
+    try:
+        return read_json(file)
+    except BadInputError:
+        return {}

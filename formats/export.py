@@ -1,0 +1,60 @@
+"""Drafters out: written in an engine's layout, read back as that engine reads it, and compared."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..common import BadInputError
+from ..common.atomic import replacing_folder
+from ..heads import Drafter
+from ..targets import Target
+from .comparing import passage_of, require_same, session_logits
+from .engines import require_served
+from .record import write_record
+
+
+@dataclass(frozen=True)
+class Exported:
+    """A drafter that was written for an engine.
+
+    Attributes:
+        layout: the name of its layout.
+        difference: the largest difference between its logits, as the engine reads the files, and the drafter's own, in
+            units of their spread.
+    """
+
+    folder: Path
+    layout: str
+    difference: float
+
+
+def export_drafter(drafter: Drafter, target: Target, to: str, folder: str | Path, depth: int) -> Exported:
+    """Write `drafter` for `to` into `folder`, which must be new or empty.
+
+    Args:
+        to: an engine or a format, see `engines.LAYOUTS`.
+        depth: draft tokens of a round, for an engine that is told nothing else.
+
+    Raises:
+        BadInputError: an unknown format, or a folder that holds something.
+        IncompatibleError: the drafter uses what the engine lacks (with the nearest setting that it serves), or what was
+            written, read back, gives other logits than the drafter.
+    """
+    layout = require_served(to, drafter.name, drafter.config, target.num_layers)
+    final = Path(folder).expanduser()
+    require_new(final)
+    passage = passage_of(target, drafter.max_depth)
+    with replacing_folder(final) as partial:
+        layout.save(drafter, target, partial, depth)
+        written = layout.load(partial)
+        write_record(partial, written, layout.name)
+        theirs = layout.logits(written, target, passage)
+        apart = require_same(session_logits(drafter, target, passage), theirs, f"{drafter.name} for {to}")
+    return Exported(final, layout.name, apart)
+
+
+def require_new(folder: Path) -> None:
+    """Raise BadInputError if something is in `folder`."""
+    if folder.is_file() or (folder.is_dir() and any(folder.iterdir())):
+        raise BadInputError(f"{str(folder)!r} exists and is not empty; nothing was written. Choose a new folder.")

@@ -1,0 +1,1 @@
+"""DFlash and DSpark: a block of drafts in one pass."""

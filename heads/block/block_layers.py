@@ -1,0 +1,250 @@
+"""Decoder layers of block drafters: their queries see a context that the target gave, and their own block.
+
+A block stands at an anchor: its first slot holds the anchor's token, at the anchor's place, the others stand after it.
+Keys and values of the context come from fused hidden states of the target, without the layer's norm; those of the block
+from the block itself. A slot sees the context before its anchor, as far as a window reaches, and of its own block all
+slots, or those up to its own (causal). It never sees another block, nor the target's state at the anchor itself: in
+decoding that token has not been read yet.
+
+`TrainedBlocks` runs many blocks of a text at once, `CachedBlocks` one block for each row of a batch, over a cache.
+
+Shapes: R rows, T tokens, n blocks of a row, S slots of a block, L layers, H hidden size, N heads, D head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.models.llama.modeling_llama import repeat_kv
+
+from ...targets import Nodes, RaggedCache
+from ..decoder_layer import (
+    Attention,
+    CachedLayers,
+    FusedLayer,
+    FusedLinear,
+    Layer,
+    LayerConfig,
+    Rotary,
+    angles,
+    apply_rotary,
+    copied_bytes,
+    norm_of,
+    normed,
+)
+from .block_sampling import Anchors
+
+_QUERIES = 256  # of one product with the keys: more of them would see more that is masked
+
+
+@dataclass(frozen=True)
+class BlockMask:
+    """What a slot of a block sees beside the context before its anchor.
+
+    Attributes:
+        slots: S.
+        causal: of its own block the slots up to its own, not all of them.
+        window: of the context the last so many places; 0 for all of it.
+        from_anchor: they are counted back from the anchor, for all slots alike; else from each slot, and the slot
+            itself is one of them.
+    """
+
+    slots: int
+    causal: bool = False
+    window: int = 0
+    from_anchor: bool = False
+
+    def own(self, device: torch.device) -> Tensor:
+        """Return which slots of its own block each slot sees, `[S, S]` bool."""
+        whole = torch.ones(self.slots, self.slots, dtype=torch.bool, device=device)
+        return whole.tril() if self.causal else whole
+
+    def context(self, anchors: Tensor, places: Tensor, starts: Tensor | None = None) -> Tensor:
+        """Return which `places` `[K]` of the context slots of blocks at `anchors` `[R, n]` see, `[R, n, S, K]`.
+
+        `starts` `[R, n]`: where the anchors' texts begin; None for the rows' beginnings.
+        """
+        begins = anchors[:, :, None, None]
+        seen = (places < begins).expand(-1, -1, self.slots, -1)
+        if starts is not None:
+            seen = seen & (places >= starts[:, :, None, None])
+        if not self.window:
+            return seen
+        slots = torch.arange(self.slots, device=anchors.device)[:, None]
+        return seen & (places >= begins - self.window + (0 if self.from_anchor else slots + 1))
+
+    def first(self, anchor: int) -> int:
+        """Return the first place of the context that a block at `anchor` sees."""
+        return max(0, anchor - self.window) if self.window else 0
+
+
+class NormedAttention(Attention):
+    """An attention whose queries and keys are normed head by head, as Qwen3's."""
+
+    def __init__(self, config: LayerConfig, width: int):
+        super().__init__(config, width)
+        self.q_norm, self.k_norm = norm_of(config, self.size), norm_of(config, self.size)
+
+
+class BlockLayer(Layer):
+    """The weights of one layer of a block drafter, under Qwen3's names."""
+
+    def __init__(self, config: LayerConfig):
+        super().__init__(config)
+        self.self_attn = NormedAttention(config, config.hidden_size)
+
+
+def context_entries(layer: Any, keys: Tensor, values: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor]:
+    """Return a layer's keys and values of the context, `[R, kv_heads, T, D]`, of what it projected.
+
+    Args:
+        keys, values: `[R, T, kv_heads · D]`.
+        rotary: the angles of their places.
+    """
+    attention = layer.self_attn
+    keys, values = (x.view(*x.shape[:2], attention.kv_heads, attention.size).transpose(1, 2) for x in (keys, values))
+    return apply_rotary(normed(keys, attention.k_norm), rotary), values
+
+
+# ------------------------------------------------------------ training
+
+
+class TrainedBlocks:
+    """The layers in one training step, over all blocks of each row.
+
+    Args:
+        rotary: gives the angles of places.
+    """
+
+    def __init__(self, layers: Sequence[BlockLayer], config: LayerConfig, rotary: nn.Module, sight: BlockMask):
+        self.layers = [FusedLayer(layer, config) for layer in layers]
+        self.groups = config.num_attention_heads // config.num_key_value_heads
+        self.rotary, self.sight = rotary, sight
+
+    def through(self, context: Tensor, hidden: Tensor, anchors: Anchors) -> Tensor:
+        """Return the last layer's output for blocks `hidden` `[R, n, S, H]`, in their shape.
+
+        Args:
+            context: the fused hidden states of each row, `[R, T, H]`.
+        """
+        shape, device, starts = hidden.shape, hidden.device, anchors.starts()
+        every, own = torch.arange(context.shape[1], device=device)[None], anchors.places
+        if anchors.documents is not None:
+            every = anchors.documents.positions(device)
+            own = every.gather(1, own)
+        places = own[:, :, None] + torch.arange(self.sight.slots, device=device)
+        here = angles(self.rotary, context, every)
+        rotary, hidden = angles(self.rotary, context, places.flatten(1)), hidden.flatten(1, 2)
+        for joint in self.layers:
+            attention = joint.layer.self_attn
+            q, k, v = joint.split(joint.enter(hidden), rotary)
+            given = context_entries(joint.layer, attention.k_proj(context), attention.v_proj(context), here)
+            entries = [repeat_kv(x, self.groups) for x in (*given, k, v)]
+            hidden = joint.finish(self._attend(q, entries, anchors, starts), hidden)
+        return hidden.view(shape)
+
+    def _attend(self, q: Tensor, entries: Sequence[Tensor], anchors: Anchors, starts: Tensor | None) -> Tensor:
+        """Return what queries `[R, N, n · S, D]` gather, in their shape.
+
+        Blocks stand in the order of their anchors. A few of them at a time see the context up to the last one's, so
+        that neither scores nor masks of all blocks are ever in memory.
+
+        Args:
+            entries: keys and values of the context `[R, N, T, D]`, then of the blocks, `[R, N, n · S, D]`.
+            starts: where the anchors' texts begin, `[R, n]`; None for the rows' beginnings.
+        """
+        slots, found = self.sight.slots, []
+        step = max(1, _QUERIES // slots)
+        for begin in range(0, len(anchors.spans), step):
+            end = min(begin + step, len(anchors.spans))
+            blocks = slice(begin * slots, end * slots)
+            last = max(latest for _, latest in anchors.spans[begin:end])
+            first = self.sight.first(min(earliest for earliest, _ in anchors.spans[begin:end]))
+            first = max(first, min(anchors.earliest[begin:end], default=0))
+            keys, values = (
+                torch.cat([given[:, :, first:last], own[:, :, blocks]], 2)
+                for given, own in (entries[::2], entries[1::2])
+            )
+            begun = None if starts is None else starts[:, begin:end]
+            mask = self._mask(anchors.places[:, begin:end], first, last, begun)
+            found.append(nn.functional.scaled_dot_product_attention(q[:, :, blocks], keys, values, mask))
+        return torch.cat(found, 2)
+
+    def _mask(self, places: Tensor, first: int, last: int, starts: Tensor | None) -> Tensor:
+        """Return what blocks at `places` `[R, n']` see of the context from `first` to `last` and of each other.
+
+        `[R, 1, n' · S, last − first + n' · S]` bool.
+        """
+        (rows, count), device = places.shape, places.device
+        context = self.sight.context(places, torch.arange(first, last, device=device), starts).flatten(1, 2)
+        own = torch.block_diag(*[self.sight.own(device)] * count) if count > 1 else self.sight.own(device)
+        return torch.cat([context, own.expand(rows, -1, -1)], 2)[:, None]
+
+
+# ------------------------------------------------------------ decoding
+
+
+class CachedBlocks(CachedLayers):
+    """The layers as decoding runs them: one block for each row, over a cache that holds the context."""
+
+    @torch.no_grad()
+    def __init__(
+        self, layers: Sequence[BlockLayer], config: LayerConfig, rotary: nn.Module, max_length: int, sight: BlockMask
+    ):
+        super().__init__(layers, config, rotary, max_length, [sight.window] * len(layers))
+        self.sight = sight
+        self.given = FusedLinear(context_parts(layers))
+
+    def tensors(self) -> list[Tensor]:
+        return [*super().tensors(), *self.given.tensors()]
+
+    def read(self, context: Tensor, cache: RaggedCache) -> None:
+        """Write entries of `context` `[B, Q, H]` into the cache, where it was not committed yet."""
+        positions = cache.place(context.shape[1])
+        rotary = self.cos[positions][:, None], self.sin[positions][:, None]
+        parts = self.given(context).chunk(2 * len(self.layers), -1)
+        for index in range(len(self.layers)):
+            keys, values = parts[2 * index], parts[2 * index + 1]
+            cache.update(*context_entries(self.norming(index), keys, values, rotary), index)
+
+    def norming(self, index: int) -> Any:
+        """Return the layer whose norm the context's keys in layer `index` get: that one."""
+        return self.layers[index].layer
+
+    def block(self, hidden: Tensor, cache: RaggedCache) -> Tensor:
+        """Return the last layer's output for a block `[B, S, H]` at each row's end, in its shape.
+
+        The block's entries stand in the cache after the committed ones, where the next context is written.
+        """
+        window, device = cache.window, hidden.device
+        nodes = Nodes(
+            torch.arange(self.sight.slots, device=device).expand(len(hidden), -1),
+            self.sight.own(device).expand(len(hidden), -1, -1),
+        )
+        if window is not None:  # a round's margin is for what the decoder reads, not for whole blocks
+            cache.window = window + self.sight.slots
+        positions = cache.place(self.sight.slots, 0, nodes)
+        cache.window = window
+        return self.through(self.layers[0].enter(hidden), hidden, cache, positions, True)
+
+    def _masks(self, cache: RaggedCache, alone: bool) -> dict[int, Tensor | None]:
+        window = self.sight.window
+        if not (window and self.sight.from_anchor):
+            return super()._masks(cache, alone)
+        slots = torch.arange(cache.used, device=cache.lengths.device)
+        return {window: (cache.visible() & (slots >= cache.lengths[:, None] - window)[:, None])[:, None]}
+
+
+def context_parts(layers: Sequence[BlockLayer]) -> list[nn.Linear]:
+    """Return what projects the context, layer by layer: keys, then values."""
+    return [part for layer in layers for part in (layer.self_attn.k_proj, layer.self_attn.v_proj)]
+
+
+def cached_bytes(layers: Sequence[BlockLayer], size: int, max_length: int) -> int:
+    """Return what `CachedBlocks` of these layers allocates, for heads of `size`."""
+    given = sum(part.weight.numel() * part.weight.dtype.itemsize for part in context_parts(layers))
+    return copied_bytes(layers, size, max_length) + given

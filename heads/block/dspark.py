@@ -1,0 +1,206 @@
+"""DSpark: DFlash's block, and two small heads by which drafts follow one another (arXiv 2607.05147).
+
+The block's slots say, independently of each other, what may stand at each place. A Markov head then corrects each
+draft's logits by the token that was really drawn before it, and a confidence head says how probable the draft is to be
+accepted before it is drawn. What a draft is drawn from, and scored with, is the corrected distribution.
+
+A chain may end where the confidences so far multiply to less than a threshold, before the next draft is drawn: that
+decision reads nothing of the draft itself, so the text stays the target's. (The rule for q(x) in `decode.drafting` must
+keep the token that it looked at.)
+
+Shapes: B rows, n anchors of a row, A anchors of a batch, k drafts, W nodes, H hidden size, r rank, V' draft vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor, nn
+
+from ...common import BadInputError
+from ...targets import RaggedCache, Target
+from ..base import TargetBatch
+from ..losses import LossName
+from ..session import Abilities
+from ..tree_state import required, take_positions
+from .block_layers import CachedBlocks
+from .block_losses import Beside
+from .block_sampling import BlockTargets
+from .dflash import BlockLearning, BlockSession, DFlash, DFlashConfig
+from .markov import ConfidenceHead, MarkovHead, check_kind
+
+
+@dataclass
+class DSparkConfig(DFlashConfig):
+    """Settings of a DSpark drafter: DFlash's, with other defaults, and those of its heads.
+
+    Attributes:
+        block_size: 7 slots, and as many drafts.
+        loss: the paper's: 0.1 of the token that followed, and 0.9 of Σ |p − q|, which is twice the total variation.
+        gamma: the paper's decay.
+        markov_rank: r; 0 for no Markov head.
+        markov_head: `vanilla`, `gated` or `rnn`.
+        confidence: whether there is a confidence head.
+        confidence_reads_markov: it reads the code of the token before, too.
+        confidence_weight: of its loss, a binary cross-entropy with Σ min(p, q).
+        temperatures: of the confidences, one for each draft, as `eval.confidence` fits them; () for 1.
+    """
+
+    block_size: int = 7
+    from_anchor: bool = True
+    loss: LossName = field(default_factory=lambda: {"hard_ce": 0.1, "tv": 1.8})
+    gamma: float = 4.0
+    markov_rank: int = 256
+    markov_head: str = "vanilla"
+    confidence: bool = True
+    confidence_reads_markov: bool = True
+    confidence_weight: float = 1.0
+    temperatures: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_kind(self.markov_head)
+        self.temperatures = tuple(self.temperatures)
+        if self.temperatures and (len(self.temperatures) != self.drafts or min(self.temperatures) <= 0):
+            raise BadInputError(
+                f"drafter: temperatures are {self.drafts} numbers above 0, one for each draft of a block; found "
+                f"{list(self.temperatures)}."
+            )
+
+
+class DSpark(DFlash[DSparkConfig]):
+    """A DFlash drafter whose drafts know the one before them."""
+
+    name = "dspark"
+    config_class = DSparkConfig
+
+    def __init__(self, config: DSparkConfig):
+        super().__init__(config)
+        rank = config.markov_rank
+        self.markov_head = (
+            MarkovHead(config.markov_head, rank, config.hidden_size, config.vocab_size, config.draft_vocab_size)
+            if rank
+            else None
+        )
+        width = config.hidden_size + rank * config.confidence_reads_markov
+        self.confidence_head = ConfidenceHead(width) if config.confidence else None
+
+    def code(self, tokens: Tensor) -> Tensor:
+        """Return the Markov head's codes of `tokens` `[...]`, `[..., r]`; without one r is 0."""
+        if self.markov_head is None:
+            return torch.zeros(*tokens.shape, 0, dtype=self.dtype, device=tokens.device)
+        return self.markov_head.code(tokens)
+
+    def learning(self, batch: TargetBatch, wanted: Tensor, lessons: BlockTargets) -> MarkovLearning:
+        return MarkovLearning(self, batch, wanted, lessons)
+
+    # ------------------------------------------------------------ decoding
+
+    @property
+    def abilities(self) -> Abilities:
+        return replace(super().abilities, confident=self.confidence_head is not None)
+
+    def session(self, target: Target, cache: RaggedCache, layers: CachedBlocks) -> BlockSession:
+        return MarkovSession(self, target, cache, layers)
+
+
+@dataclass
+class MarkovLearning(BlockLearning):
+    """What DSpark's drafts are compared with: logits that know the token before, and confidences beside."""
+
+    drafter: DSpark
+
+    def states(self, states: Tensor) -> Tensor:
+        # The codes stand beside the states: so their gradients are rows, not whole matrices for every part.
+        codes = self.drafter.code(self.lessons.before_tokens(self.batch.tokens))
+        return torch.cat([states, codes.to(states.dtype)], -1)
+
+    def logits(self) -> Callable[[Tensor, slice], Tensor]:
+        plain, head = super().logits(), self.drafter.markov_head
+
+        def corrected(states: Tensor, part: slice) -> Tensor:
+            hidden, codes = self._split(states)
+            found = plain(hidden, part)
+            return found if head is None else found + head.bias(head.along(codes, hidden)).flatten(0, 1)
+
+        return corrected
+
+    def beside(self) -> Beside | None:
+        head, weight = self.drafter.confidence_head, self.drafter.config.confidence_weight
+        if head is None:
+            return None
+
+        def lost(states: Tensor, alpha: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+            odds = head(*self._split(states)).flatten().float()
+            missed = nn.functional.binary_cross_entropy_with_logits(odds, alpha, reduction="none")
+            return weight * missed, {"confidence": odds.detach().sigmoid()}
+
+        return lost
+
+    def _split(self, states: Tensor) -> tuple[Tensor, Tensor]:
+        """Return states `[..., H]` and codes `[..., r]` of what `states` put side by side."""
+        size = self.drafter.config.hidden_size
+        return states[..., :size], states[..., size:]
+
+    def output_weights(self) -> list[nn.Parameter]:
+        heads = [head for head in (self.drafter.markov_head, self.drafter.confidence_head) if head is not None]
+        return [p for head in heads for name, p in head.named_parameters() if name != "markov_w1.weight"]
+
+
+class MarkovSession(BlockSession):
+    """A session that corrects each draft's logits by the token before it.
+
+    Attributes:
+        states: what says the drafts of this round, `[B, k, H]`; None before `prefill`.
+        memory: of the Markov head after the root and each node that was read, `[B, 1 + n, r]`.
+        last: states and codes of the draft that a chain draws next, `[B, H]` and `[B, r]`.
+    """
+
+    drafter: DSpark
+
+    def __init__(self, drafter: DSpark, target: Target, cache: RaggedCache, layers: CachedBlocks):
+        super().__init__(drafter, target, cache, layers)
+        self.states: Tensor | None = None
+        self.memory = torch.zeros(0)
+        self.last: tuple[Tensor, Tensor] | None = None
+
+    def prefill(self, root: Tensor) -> Tensor:
+        self.states = self.draft(root)
+        self.logits = self.head(self.states)
+        self.depths, self.level = self._at_root(), 0
+        self.memory = self.states.new_zeros(len(root), 0, max(1, self.drafter.config.markov_rank))
+        return self._corrected(root[:, None], self._at_root(), None)[:, 0]
+
+    def decode(self, tokens: Tensor, parents: Tensor | None = None) -> Tensor:
+        if parents is None:
+            self.level = self._checked(self.level + 1)
+            depths = torch.full_like(tokens, self.level)
+            return self._corrected(tokens, depths, self.memory[:, -1:])
+        depths = self._place(parents).clamp(max=self.drafts - 1)
+        return self._corrected(tokens, depths, take_positions(self.memory, parents + 1))
+
+    def _corrected(self, tokens: Tensor, depths: Tensor, memory: Tensor | None) -> Tensor:
+        """Return logits `[B, W, V']` of the drafts after `tokens` `[B, W]`, which stand at `depths` `[B, W]`.
+
+        Args:
+            memory: after the tokens' parents, `[B, W, r]`; None before the root.
+        """
+        logits = required(self.logits, "decode: a round begins with the root; call prefill.")
+        states = required(self.states, "decode: a round begins with the root; call prefill.")
+        head, hidden = self.drafter.markov_head, take_positions(states, depths)
+        code = self.drafter.code(tokens)
+        self.last = hidden[:, -1], code[:, -1]
+        found = take_positions(logits, depths)
+        if head is None:
+            return found
+        reading, after = head.read(code, hidden, head.start(hidden) if memory is None else memory)
+        self.memory = torch.cat([self.memory, after], 1)
+        return found + head.bias(reading)
+
+    def confidence(self) -> Tensor:
+        head = required(self.drafter.confidence_head, "this drafter has no confidence head.")
+        odds = head(*required(self.last, "confidence: a round begins with the root; call prefill.")).float()
+        temperatures = self.drafter.config.temperatures
+        return torch.sigmoid(odds / temperatures[self.level] if temperatures else odds)

@@ -1,0 +1,486 @@
+"""Decoder layers of Llama's kind: their weights, what a layer computes, and the two ways in which its queries attend.
+
+A layer's computation stands once, in `FusedLayer`, for a head that is trained, a head that drafts, and a draft model of
+the library that drafts. It puts weights together that read the same input, since small products cost what their number
+costs: training once per step, and differentiates through it; decoding once for all requests, until a weight changes.
+`UnrolledLayers` attends as training unrolls a head on its own output, `CachedLayers` as decoding does, over a cache.
+
+Shapes: B rows, T positions, Q new entries, H hidden size, N heads, D head size, W width of an attention's input.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding, repeat_kv
+
+from ..common import BadInputError, IncompatibleError
+from ..targets import LayerShape, RaggedCache, Target, TensorShape
+from ..targets.weights import weight_versions
+from .saved import DrafterConfig
+from .unrolled_attention import Entry
+from .unrolled_places import Places
+
+Rotary = tuple[Tensor, Tensor]  # cosines and sines as `angles` gives them, [B, 1, Q, D] each
+
+
+@dataclass
+class LayerConfig(DrafterConfig):
+    """Sizes of the layers; zeros mean "as the target"."""
+
+    num_layers: int = 1
+    hidden_size: int = 0
+    intermediate_size: int = 0
+    num_attention_heads: int = 0
+    num_key_value_heads: int = 0
+    head_dim: int = 0
+    vocab_size: int = 0
+    rms_norm_eps: float = 1e-6
+    rope_parameters: dict[str, Any] = field(default_factory=dict)
+    max_position_embeddings: int = 0
+
+    def __post_init__(self) -> None:
+        if self.num_layers < 1:
+            raise BadInputError(f"drafter: num_layers must be at least 1, got {self.num_layers}.")
+        if self.head_dim % 2:
+            raise BadInputError(
+                "drafter: head_dim must be even, as rotary positions turn pairs of its dimensions, "
+                f"got {self.head_dim}."
+            )
+        if self.num_key_value_heads and self.num_attention_heads % self.num_key_value_heads:
+            raise BadInputError(
+                "drafter: num_attention_heads must be a multiple of num_key_value_heads, "
+                f"got {self.num_attention_heads} and {self.num_key_value_heads}."
+            )
+
+    def sizes(self, target: Target) -> dict[str, Any]:
+        """Return all sizes, the open ones as the target's.
+
+        Raises:
+            IncompatibleError: the target has no heads to count, or its output embedding reads something else than its
+                hidden states.
+        """
+        theirs = target.config
+        _check_widths(target, bool(self.num_attention_heads))
+        heads = self.num_attention_heads or theirs.num_attention_heads
+        return {
+            "hidden_size": self.hidden_size or target.hidden_size,
+            "intermediate_size": self.intermediate_size or _mlp_width(theirs) or 4 * target.hidden_size,
+            "num_attention_heads": heads,
+            "num_key_value_heads": self.num_key_value_heads or getattr(theirs, "num_key_value_heads", None) or heads,
+            "head_dim": self.head_dim or getattr(theirs, "head_dim", None) or target.hidden_size // heads,
+            "vocab_size": target.vocab_size,
+            "rope_parameters": self.rope_parameters or _plain_rope(theirs),
+            "max_position_embeddings": self.max_position_embeddings or target.max_context or 4096,
+        }
+
+    def llama(self) -> LlamaConfig:
+        """Return the config of the library's rotary positions and MLP.
+
+        They read no number of heads; the library refuses one that does not divide the hidden size, as some targets'
+        do not.
+        """
+        return LlamaConfig(
+            hidden_size=self.hidden_size,
+            intermediate_size=self.intermediate_size,
+            num_attention_heads=1,
+            head_dim=self.head_dim,
+            rope_parameters=dict(self.rope_parameters),
+            max_position_embeddings=self.max_position_embeddings,
+        )
+
+
+def _mlp_width(config: Any) -> int:
+    """Return the intermediate size of a config, the largest where it has one for each layer; 0 if it has none."""
+    found = getattr(config, "intermediate_size", None) or 0
+    return int(max(found) if isinstance(found, (list, tuple)) else found)
+
+
+def _check_widths(target: Target, heads_given: bool) -> None:
+    name, width = type(target.model).__name__, target.model.get_output_embeddings().weight.shape[1]
+    if width != target.hidden_size:
+        raise IncompatibleError(
+            f"{name} has hidden states of {target.hidden_size} numbers, and an output embedding that reads {width}: no "
+            "head can be trained on them; take a draft model."
+        )
+    if not heads_given and not hasattr(target.config, "num_attention_heads"):
+        raise IncompatibleError(f"{name} has no attention heads whose number a head could take; take a draft model.")
+
+
+def _plain_rope(config: Any) -> dict[str, Any]:
+    """Return the target's rotary parameters if they are of the plain form, else the default ones."""
+    found = getattr(config, "rope_parameters", None) or {}
+    return (
+        dict(found)
+        if "rope_type" in found
+        else {"rope_type": "default", "rope_theta": found.get("rope_theta", 10000.0)}
+    )
+
+
+# ------------------------------------------------------------ parts
+
+
+def normed(x: Tensor, norm: Any) -> Tensor:
+    """Return `norm(x)` of `x` `[..., H]` in one operation where it computes the same; `x` without a norm.
+
+    Calling the module takes half as long again, which a draft step would notice.
+    """
+    if norm is None:
+        return x
+    weight = norm.weight
+    if x.dtype != weight.dtype:  # mixed precision: the module rounds before it multiplies by the weight
+        return norm(x)
+    return torch.rms_norm(x, weight.shape, weight, norm.variance_epsilon)
+
+
+def norm_of(config: LayerConfig, width: int = 0) -> LlamaRMSNorm:
+    """Return a new norm; `width` 0 is the hidden size. Heads and layers apply it by `normed`."""
+    return LlamaRMSNorm(width or config.hidden_size, config.rms_norm_eps)
+
+
+def rotary_of(config: LayerConfig) -> LlamaRotaryEmbedding:
+    """Return the module that knows the angles of a head's positions."""
+    return LlamaRotaryEmbedding(config.llama())
+
+
+def angles(rotary: nn.Module, like: Tensor, positions: Tensor) -> Rotary:
+    """Return what `apply_rotary` reads at `positions` `[B, Q]`, in the precision and on the device of `like`."""
+    cos, sin = rotary(like, positions)
+    half = sin.shape[-1] // 2
+    # x cos + rotate_half(x) sin, with rotate_half's sign moved into the sine: its halves swapped are a roll.
+    return cos[:, None], torch.cat([-sin[..., :half], sin[..., half:]], -1)[:, None]
+
+
+def apply_rotary(x: Tensor, rotary: Rotary) -> Tensor:
+    """Return queries or keys `[B, N, Q, D]`, turned by their positions' angles."""
+    return x * rotary[0] + x.roll(x.shape[-1] // 2, -1) * rotary[1]
+
+
+class Attention(nn.Module):
+    """The weights of one attention, under the library's names."""
+
+    def __init__(self, config: LayerConfig, width: int):
+        super().__init__()
+        self.kv_heads, self.size = config.num_key_value_heads, config.head_dim
+        heads = config.num_attention_heads
+        self.q_proj = nn.Linear(width, heads * self.size, bias=False)
+        self.k_proj = nn.Linear(width, self.kv_heads * self.size, bias=False)
+        self.v_proj = nn.Linear(width, self.kv_heads * self.size, bias=False)
+        self.o_proj = nn.Linear(heads * self.size, config.hidden_size, bias=False)
+
+    def kept(self, device: torch.device) -> LayerShape:
+        """Return what a cache keeps of it."""
+        store = TensorShape(self.kv_heads, self.size, self.k_proj.weight.dtype, device)
+        return LayerShape(store, store)
+
+
+class Layer(nn.Module):
+    """The weights of one decoder layer, under the library's names; `FusedLayer` runs it.
+
+    Args:
+        width: of what its attention reads; 0 for the hidden size.
+        normed: whether there is a norm before attention.
+    """
+
+    def __init__(self, config: LayerConfig, width: int = 0, normed: bool = True):
+        super().__init__()
+        self.input_layernorm = norm_of(config) if normed else None
+        self.self_attn = Attention(config, width or config.hidden_size)
+        self.post_attention_layernorm = norm_of(config)
+        self.mlp = LlamaMLP(config.llama())
+
+
+# ------------------------------------------------------------ what a layer computes
+
+# Two products of more weights than this take no longer than one of both: together they would cost memory for nothing.
+_SMALL = 2**22
+
+
+def _attention_parts(layer: Any) -> list[nn.Linear]:
+    return [layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj]
+
+
+def _mlp_parts(layer: Any) -> list[nn.Linear]:
+    """Return the parts that read the MLP's input; none if they are too large to be put together."""
+    parts = [layer.mlp.gate_proj, layer.mlp.up_proj]
+    return parts if parts[0].weight.numel() <= _SMALL else []
+
+
+class FusedLinear:
+    """Linear layers that read the same input, as one product.
+
+    Args:
+        width: if given, an input of several times that width has a product for each part of it.
+        norms: of equal parts of the input, one each: their weights are multiplied into the product's, which leaves
+            one operation for all of them.
+    """
+
+    def __init__(self, linears: Sequence[nn.Linear], width: int | None = None, norms: Sequence[Any] = ()):
+        self.norms = norms
+        scale = torch.cat([norm.weight for norm in norms]) if norms else None
+        weight = _together([linear.weight if scale is None else linear.weight * scale for linear in linears])
+        # Columns of a larger matrix are slow to multiply with: each part's are a matrix of their own.
+        self.weights = [part.contiguous() for part in weight.split(width or weight.shape[1], 1)]
+        biases = [linear.bias for linear in linears if linear.bias is not None]
+        self.bias = _together(biases) if biases else None
+
+    def __call__(self, x: Tensor, part: int = 0) -> Tensor:
+        """Multiply the input, or that part of it; what comes of each part is added up."""
+        if self.norms:
+            parts = x.reshape(*x.shape[:-1], len(self.norms), -1)
+            x = torch.rms_norm(parts, parts.shape[-1:], None, self.norms[0].variance_epsilon).view(x.shape)
+        return nn.functional.linear(x, self.weights[part], None if part else self.bias)
+
+    def tensors(self) -> list[Tensor]:
+        """Return what it holds."""
+        return self.weights if self.bias is None else [*self.weights, self.bias]
+
+
+def _together(weights: Sequence[Tensor]) -> Tensor:
+    """Return matrices one below the other, in the precision of products."""
+    kind = weights[0].device.type
+    if kind != "meta" and torch.is_autocast_enabled(kind):
+        weights = [weight.to(torch.get_autocast_dtype(kind)) for weight in weights]
+    return torch.cat(list(weights))
+
+
+@dataclass(frozen=True)
+class InputProjection:
+    """A product that stands before a head's first layer.
+
+    Attributes:
+        linear: the product.
+        norms: of equal parts of what it reads, one each, all of one epsilon; none if it reads them as they are.
+    """
+
+    linear: nn.Linear
+    norms: Sequence[Any] = ()
+
+    def product(self) -> Callable[[Tensor], Tensor]:
+        """Return what computes it: the linear layer itself, or a copy of it with the norms' weights multiplied in."""
+        return FusedLinear([self.linear], norms=self.norms) if self.norms else self.linear
+
+
+def _nothing_before(_: Tensor) -> Tensor:
+    """Raise ValueError: a head asks its first layer for a product that the layer was made without."""
+    raise ValueError("this layer was made without what the head has before it; give JointLayer its `before`.")
+
+
+class FusedLayer:
+    """What a decoder layer computes, all but how its queries attend.
+
+    Args:
+        layer: a `Layer`, or one of the library's with modules of the same names.
+        config: its number of heads, and of heads that keys are made for, as the library calls them.
+        in_halves: an input that is two side by side has a product for each: see `keep`.
+        before: what a head has before it; `before` of this object computes it.
+    """
+
+    def __init__(self, layer: Any, config: Any, in_halves: bool = False, before: InputProjection | None = None):
+        self.layer = layer
+        # Looking a module up takes as long as a small operation: a draft step would notice.
+        self.attention_output, self.mlp_output = layer.self_attn.o_proj, layer.mlp.down_proj
+        self.mlp_norm = layer.post_attention_layernorm
+        self.before = before.product() if before else _nothing_before
+        self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
+        parts = _attention_parts(layer)
+        self.in_halves = in_halves and parts[0].in_features == 2 * layer.self_attn.o_proj.out_features
+        self.qkv = FusedLinear(parts, parts[0].in_features // 2 if self.in_halves else None)
+        self.gate_up = FusedLinear(parts) if (parts := _mlp_parts(layer)) else None
+        self.size = len(self.qkv.weights[0]) // (self.heads + 2 * self.kv_heads)
+        self.norms_heads = hasattr(layer.self_attn, "q_norm")
+
+    def enter(self, hidden: Tensor) -> Tensor:
+        """Return what q_proj, k_proj and v_proj make of an input `[B, Q, H]`: `[B, Q, (heads + 2 kv_heads) · D]`."""
+        return self.qkv(normed(hidden, self.layer.input_layernorm))
+
+    def keep(self, x: Tensor) -> Tensor:
+        """Return what `join` needs of the first half `[B, Q, H]` of an input.
+
+        It is the half's product, if the layer works in halves: unrolled steps read the same embeddings, each one
+        place later, and so training multiplies them once for all steps.
+        """
+        return self.qkv(x) if self.in_halves else x
+
+    def join(self, kept: Tensor, x: Tensor) -> Tensor:
+        """Return what `enter` does for an input whose first half was kept, and whose second is `x` `[B, Q, H]`."""
+        return kept + self.qkv(x, 1) if self.in_halves else self.qkv(torch.cat([kept, x], -1))
+
+    def split(self, projected: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries `[B, heads, Q, D]`, and keys and values `[B, kv_heads, Q, D]`, of what was projected."""
+        every = projected.view(*projected.shape[:2], -1, self.size).transpose(1, 2)
+        qk, v = every.split_with_sizes([self.heads + self.kv_heads, self.kv_heads], 1)
+        if self.norms_heads:
+            q, k = qk.split_with_sizes([self.heads, self.kv_heads], 1)
+            attention = self.layer.self_attn
+            qk = torch.cat([normed(q, attention.q_norm), normed(k, attention.k_norm)], 1)
+        q, k = apply_rotary(qk, rotary).split_with_sizes([self.heads, self.kv_heads], 1)
+        return q, k, v
+
+    def finish(self, mixed: Tensor, hidden: Tensor) -> Tensor:
+        """Return the layer's output `[B, Q, H]`.
+
+        Args:
+            mixed: what its queries have gathered, `[B, heads, Q, D]`.
+            hidden: what attention's output is added to, `[B, Q, H]`.
+        """
+        hidden = hidden + self.attention_output(mixed.transpose(1, 2).flatten(2))
+        return hidden + self._mlp(normed(hidden, self.mlp_norm))
+
+    def _mlp(self, x: Tensor) -> Tensor:
+        if self.gate_up is None:
+            return self.layer.mlp(x)
+        gate, up = self.gate_up(x).chunk(2, -1)
+        return self.mlp_output(nn.functional.silu(gate) * up)
+
+
+# ------------------------------------------------------------ how its queries attend
+
+
+class UnrolledLayers:
+    """The layers of a head in one training step, which unrolls it on its own output.
+
+    A query sees the entries of step 0 up to its own place, and one entry of its own per later step. Step 0 runs over
+    whole rows, so that there are such entries; its last layer's queries and all later steps run where `places` says.
+
+    Args:
+        before: what stands before the first layer.
+    """
+
+    def __init__(self, layers: Sequence[Layer], config: LayerConfig, before: InputProjection, places: Places):
+        first, *others = layers
+        self.layers = [FusedLayer(first, config, in_halves=True, before=before)]
+        self.layers += [FusedLayer(layer, config) for layer in others]
+        self.groups = config.num_attention_heads // config.num_key_value_heads
+        self.places = places
+        self.entries: list[list[Entry]] = [[] for _ in layers]  # of each layer, one for each step
+
+    def through(self, projected: Tensor, hidden: Tensor, rotary: Rotary) -> Tensor:
+        """Return the last layer's output at the next step, `[B, T', H]`.
+
+        Args:
+            projected: what the first layer's `split` takes. At step 0 of whole rows, then of the places of later steps,
+                as the rest.
+            hidden: what the first layer's attention is added to.
+            rotary: the angles of their positions.
+        """
+        later, places = bool(self.entries[0]), self.places
+        for layer, entries in zip(self.layers, self.entries, strict=True):
+            q, k, v = layer.split(layer.enter(hidden) if layer is not self.layers[0] else projected, rotary)
+            entries.append((repeat_kv(k, self.groups), repeat_kv(v, self.groups)))
+            whole = not later and layer is not self.layers[-1]
+            if not later and not whole:
+                q, hidden = places.cut(q.transpose(1, 2)).transpose(1, 2), places.cut(hidden)
+            hidden = layer.finish(places.attend(q, entries[0], entries[1:], whole), hidden)
+        return hidden
+
+
+class CachedLayers:
+    """Layers as decoding runs them, over a cache.
+
+    Weights that are used together are copied, and rotary angles looked up. A draft step is a few small products; on a
+    CPU, and at batch size 1 on a GPU, the number of operations is what it costs.
+
+    Args:
+        layers: a head's, or a model's of the library: modules of the same names.
+        config: their number of heads, and of heads that keys are made for, as the library calls them.
+        rotary: gives the angles, as the library's does; they must depend on nothing but the position.
+        windows: how far each layer sees; 0 for all of it.
+        before: what stands before the first layer.
+    """
+
+    @torch.no_grad()
+    def __init__(
+        self,
+        layers: Sequence[Any],
+        config: Any,
+        rotary: nn.Module,
+        max_length: int,
+        windows: Sequence[int] = (),
+        before: InputProjection | None = None,
+    ):
+        first, *others = layers
+        self.layers = [FusedLayer(first, config, before=before), *(FusedLayer(layer, config) for layer in others)]
+        self.windows, self.max_length, self.before = windows or [0] * len(layers), max_length, before
+        self.versions = weight_versions(_read(layers, before))
+        like = self.layers[0].qkv.weights[0]
+        cos, sin = angles(rotary, like, torch.arange(max_length, device=like.device)[None])
+        self.cos, self.sin = cos[0, 0], sin[0, 0]  # [max_length, D]
+
+    def fits(self, layers: Iterable[Any], max_length: int) -> bool:
+        """Whether it is long enough, and was made of these layers, whose copied weights have not changed since."""
+        return self.max_length >= max_length and self.versions == weight_versions(_read(layers, self.before))
+
+    def tensors(self) -> list[Tensor]:
+        """Return what it holds; `copied_bytes` announces their size."""
+        products = [product for layer in self.layers for product in (layer.before, layer.qkv, layer.gate_up)]
+        joints = [product for product in products if isinstance(product, FusedLinear)]
+        return [self.cos, self.sin, *(tensor for joint in joints for tensor in joint.tensors())]
+
+    def through(
+        self, projected: Tensor, hidden: Tensor, cache: RaggedCache, positions: Tensor, in_tree: bool
+    ) -> Tensor:
+        """Return the last layer's output `[B, Q, H]` for entries placed at `positions` `[B, Q]` of the cache.
+
+        Args:
+            projected: what the first layer's `split` takes.
+            hidden: what the first layer's attention is added to, `[B, Q, H]`.
+            in_tree: whether the entries are nodes of a tree: one token of a chain sees all of the cache.
+        """
+        alone = hidden.shape[0] == hidden.shape[1] == 1 and not in_tree and cache.window is None
+        masks = self._masks(cache, alone)
+        rotary = self.cos[positions][:, None], self.sin[positions][:, None]
+        for index, layer in enumerate(self.layers):
+            q, k, v = layer.split(layer.enter(hidden) if index else projected, rotary)
+            k, v = cache.update(k, v, index)
+            hidden = layer.finish(_grouped_sdpa(q, k, v, masks[self.windows[index]]), hidden)
+        return hidden
+
+    def _masks(self, cache: RaggedCache, alone: bool) -> dict[int, Tensor | None]:
+        """Return by window which entries each token may see, `[B, 1, Q, used]`; None for all of them."""
+        if alone and not any(self.windows):
+            return {0: None}
+        visible, within = cache.visible(), cache.placed.within
+        return {window: (visible & within(window) if window else visible)[:, None] for window in set(self.windows)}
+
+
+def _grouped_sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    """Return what queries `[B, heads, Q, D]` gather of keys and values `[B, kv_heads, used, D]`, in their shape.
+
+    Heads that share keys are as good as queries: nothing is repeated for them, and a GPU need not fall back to a slow
+    kernel, as it does for shared keys with a mask.
+
+    Args:
+        mask: which entries each query sees, `[B, 1, Q, used]`, or those of one query for all heads, `[B, 1, 1, used]`.
+    """
+    rows, heads, count, size = q.shape
+    group = heads // k.shape[1]
+    if group == 1:
+        return nn.functional.scaled_dot_product_attention(q, k, v, mask)
+    if mask is not None and count > 1:
+        mask = mask.repeat(1, 1, group, 1)
+    folded = nn.functional.scaled_dot_product_attention(q.reshape(rows, -1, group * count, size), k, v, mask)
+    return folded.reshape(rows, heads, count, size)
+
+
+def copied(layers: Iterable[Any], before: InputProjection | None = None) -> list[Tensor]:
+    """Return the parameters of which `CachedLayers` of these layers hold copies."""
+    parts = [part for layer in layers for part in _attention_parts(layer) + _mlp_parts(layer)]
+    parts += [before.linear] if before and before.norms else []
+    return [parameter for part in parts for parameter in part.parameters()]
+
+
+def _read(layers: Iterable[Any], before: InputProjection | None) -> list[Tensor]:
+    """Return the parameters that make those copies what they are."""
+    return copied(layers, before) + [norm.weight for norm in (before.norms if before else ())]
+
+
+def copied_bytes(layers: Iterable[Any], size: int, max_length: int, before: InputProjection | None = None) -> int:
+    """Return what `CachedLayers` of these layers allocate, for heads of `size`."""
+    weights = copied(layers, before)
+    return (sum(weight.numel() for weight in weights) + 2 * max_length * size) * weights[0].dtype.itemsize

@@ -1,0 +1,222 @@
+"""What a drafter's distribution q loses against the target's p, or against the token that really followed.
+
+Each is one value per position. Divergences take log-probabilities: both sides need theirs for other things too, and a
+softmax over a vocabulary is what this costs.
+
+Shapes: P positions, V symbols of the target, V' of the drafter.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..common import BadInputError
+
+Divergence = Callable[[Tensor, Tensor], Tensor]
+LossName = str | dict[str, float]  # as a recipe says it: see `divergence`
+
+
+def forward_kl(log_p: Tensor, log_q: Tensor) -> Tensor:
+    """KL(p || q) per position, `[P]`. Its gradient is soft cross-entropy's; this one is zero at q = p."""
+    return (log_p.exp() * (log_p - log_q).nan_to_num(0.0)).sum(-1)
+
+
+def soft_cross_entropy(log_p: Tensor, log_q: Tensor) -> Tensor:
+    """−Σ p log q per position, `[P]` (EAGLE-3's loss, arXiv 2503.01840)."""
+    return -(log_p.exp() * log_q).sum(-1)
+
+
+def reverse_kl(log_p: Tensor, log_q: Tensor) -> Tensor:
+    """KL(q || p) per position, `[P]`."""
+    return forward_kl(log_q, log_p)
+
+
+def jensen_shannon(log_p: Tensor, log_q: Tensor, beta: float = 0.5) -> Tensor:
+    """β KL(p || m) + (1−β) KL(q || m) with m = βp + (1−β)q, per position, `[P]` (DistillSpec, arXiv 2310.08461)."""
+    p, q = log_p.exp(), log_q.exp()
+    log_m = (beta * p + (1 - beta) * q).clamp(min=1e-30).log()
+    return beta * (p * (log_p - log_m)).sum(-1) + (1 - beta) * (q * (log_q - log_m)).sum(-1)
+
+
+def total_variation(log_p: Tensor, log_q: Tensor) -> Tensor:
+    """½ Σ |p − q| = 1 − Σ min(p, q) per position, `[P]`: one minus the acceptance rate of rejection sampling."""
+    return 0.5 * (log_p.exp() - log_q.exp()).abs().sum(-1)
+
+
+def negative_log_acceptance(log_p: Tensor, log_q: Tensor) -> Tensor:
+    """−log Σ min(p, q) per position, `[P]` (LK losses, arXiv 2602.23881).
+
+    Its gradient is TV's divided by the acceptance rate, so none vanishes far from p.
+    """
+    return -torch.minimum(log_p, log_q).logsumexp(-1)
+
+
+def hybrid_acceptance(log_p: Tensor, log_q: Tensor, eta: float = 3.0) -> Tensor:
+    """λ KL(p || q) + (1−λ) TV(p, q) per position, `[P]` (LK losses, arXiv 2602.23881): KL far from p, TV near it.
+
+    λ = exp(−η α) with that position's acceptance rate α, and is not differentiated. The paper takes η = 3, and 10 for
+    Medusa's heads.
+    """
+    variation = total_variation(log_p, log_q)
+    share = torch.exp(-eta * (1 - variation.detach()))
+    return share * forward_kl(log_p, log_q) + (1 - share) * variation
+
+
+def hard_cross_entropy(following: Tensor, log_q: Tensor) -> Tensor:
+    """−log q at the token that followed per position, `[P]` (Medusa's loss, arXiv 2401.10774).
+
+    It is 0 where `following` `[P]` is −1: a token that q cannot say.
+    """
+    return -log_q.gather(-1, following.clamp(min=0)[:, None])[:, 0] * (following >= 0)
+
+
+def smooth_l1(features: Tensor, drafted: Tensor) -> Tensor:
+    """Mean over H of ½ d² where |d| < 1 and of |d| − ½ elsewhere, `[...]` (EAGLE, arXiv 2401.15077).
+
+    d is the drafted minus the true feature, `[..., H]`. Its gradient stays bounded where a few dimensions of a hidden
+    state are far larger than the others.
+    """
+    return torch.nn.functional.smooth_l1_loss(
+        drafted.float(), features.float().expand_as(drafted), reduction="none"
+    ).mean(-1)
+
+
+DIVERGENCES: dict[str, Divergence] = {
+    "forward_kl": forward_kl,
+    "soft_ce": soft_cross_entropy,
+    "reverse_kl": reverse_kl,
+    "jsd": jensen_shannon,
+    "tv": total_variation,
+    "lk_nla": negative_log_acceptance,
+    "lk_hybrid": hybrid_acceptance,
+}
+HARD = "hard_ce"
+
+# Of the divergences with a parameter: its name, and what it may be.
+_PARAMETERS: dict[str, tuple[str, str, Callable[[float], bool]]] = {
+    "jsd": ("beta", "between 0 and 1", lambda beta: 0 < beta < 1),
+    "lk_hybrid": ("eta", "0 or more", lambda eta: 0 <= eta < math.inf),
+}
+
+
+@dataclass(frozen=True)
+class Loss:
+    """A weighted sum of divergences, and of `hard` times the cross-entropy with the token that followed."""
+
+    parts: tuple[tuple[float, Divergence], ...]
+    hard: float = 0.0
+
+    @property
+    def soft(self) -> float | None:
+        """The weight of soft cross-entropy where there is nothing else: `losses.compare` has a shorter way for it."""
+        return self.parts[0][0] if not self.hard and [rule for _, rule in self.parts] == [soft_cross_entropy] else None
+
+    def __call__(self, reference: TargetDistribution, log_q: Tensor) -> Tensor:
+        """Return the loss of each position, `[P]`, from log q `[P, V']`."""
+        values = [weight * rule(reference.log_probs, log_q) for weight, rule in self.parts]
+        if self.hard:
+            assert reference.following is not None, "a hard loss needs the tokens that followed"
+            values.append(self.hard * hard_cross_entropy(reference.following, log_q))
+        return torch.stack(values).sum(0)
+
+
+def divergence(name: str | Mapping[str, float]) -> Loss:
+    """Return the loss that a recipe names.
+
+    Args:
+        name: such as `soft_ce`, `jsd(0.1)` or `lk_hybrid(10)`, or weights of several: `{soft_ce: 1.0, tv: 0.1}`.
+
+    Raises:
+        BadInputError: an unknown name, or a parameter or a weight that makes no sense.
+    """
+    weights = {name: 1.0} if isinstance(name, str) else name
+    if not isinstance(weights, Mapping) or not weights:
+        raise BadInputError(
+            "loss: expected a name or a mapping from names to weights such as {soft_ce: 1.0, tv: 0.1}, "
+            f"found {name!r}."
+        )
+    parts, hard = [], 0.0
+    for part, weight in weights.items():
+        if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight < math.inf:
+            raise BadInputError(f"loss: the weight of {part!r} must be a number above 0, found {weight!r}.")
+        if part == HARD:
+            hard = float(weight)
+        else:
+            parts.append((float(weight), _named(part)))
+    return Loss(tuple(parts), hard)
+
+
+def _named(name: Any) -> Divergence:
+    """Return one divergence, with its parameter if the name brings one: `jsd(0.1)`."""
+    found = re.fullmatch(r"(\w+)(?:\(([^()]*)\))?", str(name))
+    kind, given = found.groups() if found else (name, None)
+    if kind not in DIVERGENCES or (given is not None and kind not in _PARAMETERS):
+        takes = " and ".join(f"{k}({p})" for k, (p, _, _) in _PARAMETERS.items())
+        raise BadInputError(
+            f"unknown loss {name!r}; known: {', '.join((*DIVERGENCES, HARD))}; {takes} take a parameter."
+        )
+    if given is None:
+        return DIVERGENCES[kind]
+    parameter, expected, fits = _PARAMETERS[kind]
+    try:
+        value = float(given)
+    except ValueError:
+        value = math.nan
+    if not fits(value):
+        raise BadInputError(f"loss {name!r}: {parameter} must be a number, {expected}; found {given!r}.")
+    return partial(DIVERGENCES[kind], **{parameter: value})
+
+
+@dataclass
+class TargetDistribution:
+    """The target's side of a comparison, made once for all steps that are compared with it.
+
+    Attributes:
+        probs: p on the drafter's vocabulary, `[P, V']`; sums to less than 1 where that one is pruned.
+        log_probs: log p renormalised on the drafter's vocabulary (EAGLE-3's target), `[P, V']`.
+        best: index of the target's most probable token in the drafter's vocabulary, -1 where it is not there, `[P]`.
+        following: index there of the token that really followed, `[P]`; None where nobody asks for it.
+    """
+
+    probs: Tensor
+    log_probs: Tensor
+    best: Tensor
+    following: Tensor | None = None
+
+    @cached_property
+    def renormalised(self) -> Tensor:
+        """p on the drafter's vocabulary alone, `[P, V']`; sums to 1."""
+        return self.log_probs.softmax(-1)
+
+    @classmethod
+    def of(cls, logits: Tensor, kept: Tensor | None = None, following: Tensor | None = None) -> TargetDistribution:
+        """Make a reference from the target's logits `[P, V]`.
+
+        Args:
+            kept: the token ids of a pruned draft vocabulary, `[V']`.
+            following: the target's own tokens, `[P]`.
+        """
+        best, log_probs = logits.argmax(-1), logits.float().log_softmax(-1)
+        if kept is None:
+            return cls(log_probs.exp(), log_probs, best, following)
+        place = torch.full((logits.shape[-1],), -1, device=kept.device).scatter(
+            0, kept, torch.arange(len(kept), device=kept.device)
+        )
+        log_probs = log_probs.index_select(-1, kept)
+        return cls(
+            log_probs.exp(), log_probs.log_softmax(-1), place[best], None if following is None else place[following]
+        )
+
+
+def own_precision(device: torch.device) -> AbstractContextManager[Any]:
+    """Return a context without autocast: mixed precision is for the drafter. (Tensors without contents know none.)"""
+    return nullcontext() if device.type == "meta" else torch.autocast(device.type, enabled=False)

@@ -1,0 +1,1 @@
+"""A separate small language model as the drafter."""

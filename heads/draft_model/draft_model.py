@@ -1,0 +1,386 @@
+"""A separate small language model as the drafter, distilled from the target (DistillSpec, arXiv 2310.08461).
+
+Models of one tokenizer may pad their vocabularies differently (Qwen2.5: 151,936 entries up to 3B, 152,064 above). A
+narrower draft model drafts its own ids only, a wider one those of the target. Ids that it lacks are padding, which no
+text holds; should the target write one all the same, it reads its last id there: the draft is poor, and the text stays
+the target's.
+
+Shapes: B rows, T positions, Q tokens of one pass, W nodes read at once, V vocabulary, V' the draft model's own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from ...common import BadInputError, IncompatibleError, refuse_unknown_keys
+from ...targets import Nodes, RaggedCache, RowLengths, Target, load_causal_lm, load_tokenizer, require_same_vocabulary
+from ...targets.documents import Documents
+from ...targets.fingerprint import plain_config
+from ...targets.hub import model_folder
+from ..base import Drafter, DrafterLoss, TargetBatch
+from ..losses import LossName, LossSettings, acceptance_metrics, ahead, chunked_compare, divergence
+from ..saved import DrafterConfig
+from ..session import Abilities, ChainSession, NodeSession
+from ..tree_state import TreeMask, required
+from .llama_runner import ModelRunner, runs
+from .pruning import check_names, pruned
+
+
+@dataclass
+class DraftModelConfig(DrafterConfig):
+    """Settings of a draft model: how it is made and trained.
+
+    The saved form is a plain Hugging Face checkpoint.
+
+    Attributes:
+        init: `random` makes a new model; `pretrained` starts from the one in `path`; `prune` from what is worth most of
+            the target (see parts/pruning.py). None: `pretrained` if there is a path, else `random`. (A recipe may also
+            give the folder of a saved drafter here; see `train`.)
+        path: the model of `init: pretrained`.
+        model: fields of the target's config to change, e.g. `{num_hidden_layers: 2}`; with `prune` the sizes to keep.
+        loss: see `losses.divergence`.
+        depths: depths up to which the simulated tau multiplies alphas (metrics only).
+    """
+
+    init_words: ClassVar[tuple[str, ...]] = ("random", "pretrained", "prune")
+
+    init: str | None = None
+    path: str | None = None
+    model: dict[str, Any] = field(default_factory=dict)
+    loss: LossName = "forward_kl"
+    depths: int = 4
+
+    def __post_init__(self) -> None:
+        divergence(self.loss)
+        self.init = self.init or ("random" if self.path is None else "pretrained")
+        if self.init not in self.init_words:
+            raise BadInputError(f"draft_model: init must be one of {', '.join(self.init_words)}, found {self.init!r}.")
+        if self.init == "pretrained" and (self.path is None or self.model):
+            raise BadInputError(
+                "draft_model: init pretrained takes a model as it is: give its folder or Hub id as path, "
+                "and leave out model."
+            )
+        if self.init != "pretrained" and self.path is not None:
+            raise BadInputError(
+                f"draft_model: init {self.init} does not start from a path; leave out path, or take init pretrained."
+            )
+        if self.init == "prune":
+            check_names(self.model)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any], where: str = "drafter") -> Self:
+        """Build a config from plain values; `prune: true` of older recipes is `init: prune`."""
+        if values.get("prune") in (True, False):
+            values = ({"init": "prune"} if values["prune"] else {}) | {k: v for k, v in values.items() if k != "prune"}
+        return super().from_dict(values, where)
+
+
+class DraftModel(Drafter[DraftModelConfig]):
+    """A drafter that is any Hugging Face causal LM with the target's tokenizer: `DraftModel(model)`."""
+
+    name = "draft_model"
+    writes_text = True
+    by_layers = True
+    packs = True
+    config_class = DraftModelConfig
+
+    def __init__(self, model: PreTrainedModel, config: DraftModelConfig | None = None):
+        super().__init__(config or DraftModelConfig())
+        self.model = model
+        self._narrower = False  # than a target it was checked against, or opened for
+        self._kept: ModelRunner | None = None
+
+    @classmethod
+    def build(cls, config: DraftModelConfig, target: Target, token_counts: Tensor | None = None) -> Self:
+        if config.path is not None:
+            _check_tokenizer(config.path, target)
+            model: Any = load_causal_lm(config.path, dtype=torch.float32, strict=True)
+            return cls(_cut(model, target).requires_grad_(True), config)
+        if config.init == "prune":
+            return cls(pruned(target, config.model, token_counts), config)
+        return cls(_new(_smaller(target.config, config.model)), config)
+
+    @classmethod
+    def from_folder(cls, folder: Path, values: dict[str, Any], target: Target | None) -> Self:
+        if target is not None:
+            _check_tokenizer(str(folder), target)
+        model = load_causal_lm(str(folder), dtype="auto", strict=True).eval()
+        return cls(model if target is None else _cut(model, target))
+
+    def save(self, path: str | Path) -> None:
+        """Write a plain Hugging Face checkpoint: `transformers`, vLLM, SGLang and TGI load it as it is."""
+        Path(path).mkdir(parents=True, exist_ok=True)
+        self.model.save_pretrained(path)
+
+    def identity_settings(self) -> dict[str, Any]:
+        return plain_config(self.model)  # how it was once made is not what it is
+
+    def check(self, target: Target) -> None:
+        own, theirs = self.runner.vocab_size, target.vocab_size
+        if own != theirs:
+            differ = f"the draft model's vocabulary has {own} entries, the target's {theirs}"
+            if target.tokenizer is None:
+                raise IncompatibleError(
+                    f"{differ}; they must share one tokenizer. Only padding may differ: to show that it does, "
+                    "give the target's tokenizer."
+                )
+            highest = max(target.tokenizer.get_vocab().values())
+            if highest >= min(own, theirs):
+                raise IncompatibleError(
+                    f"{differ}, and their tokenizer has ids up to {highest}; "
+                    "take a draft model that was made with this tokenizer."
+                )
+        self._narrower = own < theirs
+
+    # ------------------------------------------------------------ training
+
+    def writer(self) -> Target:
+        return self.runner
+
+    def loss(self, batch: TargetBatch) -> DrafterLoss:
+        """Return the divergence at every position that predicts a supervised token, whoever wrote it."""
+        wanted = batch.supervised[:, 1:]
+        own, vocab = Target(self.model), batch.target.vocab_size
+        self._narrower = own.vocab_size < vocab
+        tokens = _known(batch.tokens, own) if self._narrower else batch.tokens
+        hidden = _hidden(own, tokens, batch.documents)[:, :-1]
+        result = chunked_compare(
+            batch.last[:, :-1][wanted],
+            hidden[wanted],
+            LossSettings(
+                batch.target.lm_head,
+                lambda last: own.lm_head(last)[..., :vocab],
+                divergence(self.config.loss),
+                self.output_ids,
+                parameters=list(self.model.get_output_embeddings().parameters()),
+            ),
+            following=batch.tokens[:, 1:][wanted],
+        )
+        count = wanted.sum()
+        alpha = torch.zeros(wanted.shape, device=wanted.device)
+        alpha[wanted] = result.alpha
+        depths = range(self.config.depths)
+        metrics = {"loss_d1": (result.loss.sum(), count), "top1_d1": (result.top1.sum(), count)}
+        metrics |= acceptance_metrics([ahead(alpha, d) for d in depths], [ahead(wanted, d) for d in depths])
+        return DrafterLoss(result.total, count, metrics)
+
+    # ------------------------------------------------------------ decoding
+
+    @property
+    def abilities(self) -> Abilities:
+        return Abilities(
+            reads_nodes=self.runner.rewinds, fixed_shapes=self.runner.rewinds, reads_chains=self.runner.rewinds
+        )
+
+    def open(
+        self, target: Target, batch_size: int, max_length: int, spare: int = 0, cache: RaggedCache | None = None
+    ) -> NodeSession:
+        runner = self.runner
+        needed = min(max_length, target.max_context or max_length)
+        if runner.max_context is not None and runner.max_context < needed:
+            raise BadInputError(
+                f"the draft model was built for {runner.max_context} positions, this generation needs {needed}; "
+                "shorten it or take another drafter."
+            )
+        self._narrower = runner.vocab_size < target.vocab_size
+        length = max_length + spare
+        return DraftModelSession(
+            runner,
+            runner.new_cache(batch_size, length),
+            self._fused(length) if runs(self.model) else None,
+            self.output_ids,
+            target.vocab_size,
+        )
+
+    def state_bytes(self, target: Target, batch_size: int, max_length: int, spare: int = 0) -> int:
+        length = max_length + spare
+        fused = 0 if not runs(self.model) or self._fitting(length) else ModelRunner.num_bytes(self.model, length)
+        return self.runner.cache_bytes(batch_size, length) + fused
+
+    def _fused(self, length: int) -> ModelRunner:
+        """Return the runner that is kept from request to request, until it is too short or the weights have changed."""
+        self._kept = self._fitting(length) or ModelRunner(self.model, length)
+        return self._kept
+
+    def _fitting(self, length: int) -> ModelRunner | None:
+        return self._kept if self._kept is not None and self._kept.serves(self.model, length) else None
+
+    @cached_property
+    def runner(self) -> Target:
+        """The model in the form that runs; kept for what it knows of its layers."""
+        return Target(self.model)
+
+    @property
+    def output_ids(self) -> Tensor | None:
+        """The target's first V' ids where the model is narrower than the target; None elsewhere."""
+        return torch.arange(self.runner.vocab_size, device=self.runner.device) if self._narrower else None
+
+
+class DraftModelSession(ChainSession):
+    """A session that holds a draft model's cache, and what of the text it has not read yet.
+
+    Args:
+        runner: the model, as the library runs it.
+        cache: its own.
+        fused: reads in place of `runner` what follows a text, if the model is of a kind that it can run.
+        output_ids: see `DraftModel.output_ids`.
+        vocab: V.
+    """
+
+    def __init__(
+        self, runner: Target, cache: RaggedCache, fused: ModelRunner | None, output_ids: Tensor | None, vocab: int
+    ):
+        super().__init__(output_ids)
+        self.runner, self.cache, self.fused, self.vocab = runner, cache, fused, vocab
+        self._start()
+
+    def _start(self) -> None:
+        # [B, P], the last tokens absorbed, which the cache may lack
+        self.unread = torch.zeros(self.cache.batch_size, 0, dtype=torch.long, device=self.runner.device)
+        # Entries after the committed ones: the root and the drafts that were read; 0 since the last `update`.
+        self.written = 0
+        self.branches: TreeMask | None = None
+
+    def reset(self) -> None:
+        super().reset()
+        self._start()
+
+    def update(self, tokens: Tensor, hidden: Tensor | None, counts: RowLengths, path: Tensor | None = None) -> None:
+        # The cache already holds the root and all drafts that were read: of an accepted path all but, at most, the
+        # last. That one is left for `prefill`, so that it costs no pass of its own; where the host may ask, only if it
+        # is missing.
+        last = tokens.gather(1, counts.tensor[:, None] - 1)
+        if not self.written and tokens.shape[1] == 1:  # nothing was drafted: the root, which `prefill` will read
+            last = torch.cat([self.unread, last], 1)
+        elif not self.written:  # the prompts, or another's drafts
+            self._last(torch.cat([self.unread, tokens], 1), offset=-self.unread.shape[1])
+            last = last[:, :0]
+        elif path is not None:
+            self.cache.keep(torch.cat([torch.zeros_like(path[:, :1]), torch.where(path < 0, path, path + 1)], 1))
+        elif tokens.shape[1] - self.written > 1:
+            self._last(tokens)
+            last = last[:, :0]
+        elif self.cache.window is None and max(counts.values) <= self.written:
+            last = last[:, :0]
+        self.cache.advance(counts)
+        self.unread, self.written = last, 0
+
+    def prefill(self, root: Tensor) -> Tensor:
+        return self._begin(root[:, None])[:, 0]
+
+    def _begin(self, tokens: Tensor) -> Tensor:
+        """Read the root, and what follows it in `tokens` `[B, W]`; return logits `[B, W, V]`."""
+        count, width = self.unread.shape[1], tokens.shape[1]
+        logits = self._read(torch.cat([self.unread, tokens], 1) if count else tokens, count, offset=-count)
+        self.written, self.branches = width, None
+        return logits
+
+    def decode(self, tokens: Tensor, parents: Tensor | None = None) -> Tensor:
+        nodes = None
+        if parents is not None:
+            self.branches = self.branches or TreeMask(len(tokens), 1, tokens.device)
+            nodes = self.branches.grow(parents)
+        logits = self._read(tokens, offset=self.written, nodes=nodes)
+        self.written += tokens.shape[1]
+        return logits
+
+    def read_chain(self, tokens: Tensor, after: Tensor | None = None) -> Tensor:
+        width = tokens.shape[1]
+        if after is None:
+            logits = self._begin(tokens)
+            self.branches = TreeMask(len(tokens), 1, tokens.device)
+            self.branches.grow_chain(torch.full_like(tokens[:, 0], -1), width - 1)
+            return logits
+        branches = required(self.branches, "read_chain: the first chain of a round begins with the root (after=None).")
+        logits = self._read(tokens, offset=self.written, nodes=branches.grow_chain(after, width))
+        self.written += width
+        return logits
+
+    def forget(self) -> None:
+        self.written = 0
+
+    def _read(self, tokens: Tensor, skip: int = 0, offset: int = 0, nodes: Nodes | None = None) -> Tensor:
+        """Read the tokens `[B, Q]`; return logits after all but the first `skip`, `[B, Q − skip, V or V']`."""
+        last = self._last(tokens, offset, nodes)
+        return (self.fused or self.runner).lm_head(last[:, skip:] if skip else last)[..., : self.vocab]
+
+    def _last(self, tokens: Tensor, offset: int = 0, nodes: Nodes | None = None) -> Tensor:
+        """Read the tokens `[B, Q]` at places as `Target.forward` has them; return last hidden states `[B, Q, H]`."""
+        if self.output_ids is not None:  # the model is narrower than the target
+            tokens = _known(tokens, self.runner)
+        if self.fused is None or (self.cache.window is None and not self.cache.longest):  # the library reads prompts
+            return self.runner.forward(tokens, self.cache, logits=False, offset=offset, nodes=nodes).last
+        return self.fused.read(tokens, self.cache, offset, nodes)
+
+    def caches(self) -> list[RaggedCache]:
+        return [self.cache]
+
+    def carried(self) -> list[Tensor]:
+        return [self.unread]
+
+    def carry(self, tensors: list[Tensor]) -> None:
+        (self.unread,) = tensors
+
+    def select(self, rows: list[int]) -> None:
+        self.cache.select(rows)
+        self.unread = self.unread[rows]
+
+
+def _hidden(model: Target, tokens: Tensor, documents: Documents | None) -> Tensor:
+    """Return a model's last hidden states of rows `[B, T]`, `[B, T, H]`; of several texts in a row, of each alone."""
+
+    def last(rows: Tensor) -> Tensor:
+        return model.forward(rows, logits=False).last
+
+    return last(tokens) if documents is None else documents.read(tokens, last)
+
+
+def _new(config: Any) -> Any:
+    """Return a new model of a config, in fp32."""
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
+
+
+def _known(tokens: Tensor, model: Target) -> Tensor:
+    """Return the tokens with ids that the narrower `model` has (see the module's docstring)."""
+    return tokens.clamp(max=model.vocab_size - 1)
+
+
+def _check_tokenizer(path: str, target: Target) -> None:
+    """Refuse a draft model that comes with a tokenizer other than the target's."""
+    if target.tokenizer is None:
+        return
+    own = load_tokenizer(model_folder(path, weights=False))
+    if own is not None:
+        require_same_vocabulary(own, target.tokenizer, f"the draft model in {path!r}")
+
+
+def _cut(model: Any, target: Target) -> Any:
+    """Return the model without ids that the target lacks: nothing writes or reads them.
+
+    Engines want vocabularies of one size. Without a tokenizer nobody knows that they are padding: `check` refuses the
+    model as it is.
+    """
+    if target.tokenizer is not None and model.get_output_embeddings().weight.shape[0] > target.vocab_size:
+        model.resize_token_embeddings(target.vocab_size)
+    return model
+
+
+def _smaller(config: Any, changes: dict[str, Any]) -> Any:
+    """Return the target's config with `changes`; head sizes follow the hidden size unless they are given."""
+    values = config.to_dict()
+    refuse_unknown_keys(changes, values, "drafter.model")
+    values = {
+        k: v for k, v in values.items() if k not in ("architectures", "layer_types", "dtype", "torch_dtype")
+    } | changes
+    if "num_attention_heads" in changes:
+        values["num_key_value_heads"] = changes.get("num_key_value_heads", changes["num_attention_heads"])
+    if "head_dim" not in changes and values.get("head_dim") and {"hidden_size", "num_attention_heads"} & set(changes):
+        values["head_dim"] = values["hidden_size"] // values["num_attention_heads"]
+    return type(config)(**values)

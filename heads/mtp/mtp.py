@@ -1,0 +1,430 @@
+"""Multi-token prediction: modules that carry the target's last hidden state one token further each.
+
+(DeepSeek-V3, arXiv 2412.19437, §2.2.) Module k reads h_i^{k−1} and the token x_{i+k} that followed, and its output
+h_i^k predicts x_{i+k+1} through the target's own output embedding:
+
+    h_i^k = Block_k(W_k [RMSNorm(Emb(x_{i+k})); RMSNorm(h_i^{k−1})]),    h_i^0 the target's, after its final norm.
+
+The block is a layer of the target's own architecture (parts/target_layer.py), so that modules that come with a target's
+checkpoint fit (parts/mtp_checkpoint.py). Either D modules draft D tokens, or one module reads its own outputs again
+(`recursive`; FastMTP, arXiv 2509.18362) and drafts as many as asked for.
+
+Written by the place p = i + k of the token: reading x_p, module k takes what module k−1 made of x_{p−1}, and all
+predict x_{p+1}. So all modules read every committed token; of a draft those that can: the target has no hidden state
+after it, so module 1 cannot, and after the next draft module 2 cannot. In the recursive form, step 1 reads committed
+tokens, later steps drafts; the one cache keeps of step 1 everything and of later steps what this path drafted.
+Training unrolls exactly that, as for EAGLE-3.
+
+Shapes: B rows, T positions, Q tokens of one pass, P supervised positions, W nodes, H hidden size, V' draft vocabulary,
+D modules, S steps.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, ClassVar, Self, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache
+
+from ...common import BadInputError
+from ...targets import Backbone, Nodes, RaggedCache, RowLengths, Target
+from ...targets.meta_model import sketching
+from ..base import DrafterLoss, TargetBatch
+from ..deferred_prefill import DeferredPrefillSession
+from ..head_drafter import HeadConfig, HeadDrafter
+from ..losses import LossName, LossSettings, chunked_compare, divergence, metrics_by_depth
+from ..session import Abilities
+from ..tree_state import PendingInputs, TreeMask, required, take_positions
+from .mtp_checkpoint import load_native
+from .target_layer import layer_values, plain_body
+
+
+@dataclass
+class MtpConfig(HeadConfig):
+    """Settings of MTP modules; zeros mean "as the target".
+
+    Attributes:
+        depth: D, the number of modules.
+        recursive: the one module reads its own outputs again, and drafts to any depth. Else D is the deepest proposal.
+        steps: S, how often a recursive module is applied in training.
+        decay: depth k weighs decay^(k−1) / Σ. 0.6 is FastMTP's, 1.0 DeepSeek-V3's.
+        loss: see `losses.divergence`. Both papers' is hard_ce, against the token that followed.
+        draft_vocab_size: the most frequent training tokens kept as outputs; 0 for all.
+        norm_output: the next module, or step, reads the normed output, as in `transformers` and Megatron; False: the
+            layer's own (vLLM's DeepSeek).
+        hidden_first: the projection reads [hidden; embedding] instead of [embedding; hidden] (MiMo).
+        init: `random` makes new modules; `native` starts from those of a checkpoint (see parts/mtp_checkpoint.py). (A
+            recipe may also give the folder of a saved drafter here; see `train`.)
+        path: the checkpoint of `init: native`; None for the target's own.
+        layer: fields of the target's config to change for the modules' layer, e.g. `{intermediate_size: 512}`. Its
+            attention is full, its experts are those of the target's last layer.
+    """
+
+    init_words: ClassVar[tuple[str, ...]] = ("random", "native")
+
+    depth: int = 1
+    recursive: bool = True
+    steps: int = 3
+    decay: float = 0.6
+    loss: LossName = "hard_ce"
+    draft_vocab_size: int = 0
+    norm_output: bool = True
+    hidden_first: bool = False
+    init: str = "random"
+    path: str | None = None
+    layer: dict[str, Any] = field(default_factory=dict)
+    hidden_size: int = 0
+    vocab_size: int = 0
+    target_layers: int = 0
+
+    def __post_init__(self) -> None:
+        divergence(self.loss)
+        for name in ("depth", "steps"):
+            if getattr(self, name) < 1:
+                raise BadInputError(f"mtp: {name} must be at least 1, got {getattr(self, name)}.")
+        if self.decay <= 0:
+            raise BadInputError(f"mtp: decay must be above 0, got {self.decay}.")
+        if self.recursive and self.depth > 1:
+            raise BadInputError(
+                f"mtp: one module is applied recursively, found depth {self.depth}; "
+                "set recursive to false, or leave out depth."
+            )
+        if self.init not in self.init_words:
+            raise BadInputError(f"mtp: init must be one of {', '.join(self.init_words)}, found {self.init!r}.")
+        if self.path is not None and self.init != "native":
+            raise BadInputError("mtp: only init native starts from a path; leave out path, or set init to native.")
+
+    def sizes(self, target: Target) -> dict[str, Any]:
+        whole = "model_type" in self.layer
+        return super().sizes(target) | {"layer": self.layer if whole else layer_values(target, self.layer)}
+
+    @property
+    def num_outputs(self) -> int:
+        """The number of depths that are trained."""
+        return self.steps if self.recursive else self.depth
+
+
+class Module(nn.Module):
+    """An MTP module: two norms, a projection, a layer of the target's architecture and the norm of its output."""
+
+    def __init__(self, config: MtpConfig):
+        super().__init__()
+        body = plain_body(config.layer)
+        if body.config.hidden_size != config.hidden_size:
+            raise BadInputError(
+                f"mtp: a layer of hidden_size {body.config.hidden_size} does not fit the target's "
+                f"{config.hidden_size}; leave it out of layer."
+            )
+        self.embedding_norm, self.hidden_norm, self.norm = copy.deepcopy(body.norm), copy.deepcopy(body.norm), body.norm
+        self.projection = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
+        body.norm = nn.Identity()
+        body.set_input_embeddings(None)
+        self.body = body
+        self.hidden_first, self.norm_output = config.hidden_first, config.norm_output
+
+    def mixed(self, embedded: Tensor, hidden: Tensor) -> Tensor:
+        """Return what the layer reads, from embeddings and hidden states `[B, Q, H]`."""
+        dtype = self.projection.weight.dtype
+        parts = [self.embedding_norm(embedded.to(dtype)), self.hidden_norm(hidden.to(dtype))]
+        return self.projection(torch.cat(parts[::-1] if self.hidden_first else parts, -1))
+
+    def answer(self, output: Tensor) -> tuple[Tensor, Tensor]:
+        """Return what is handed on, and what the output embedding reads, from the layer's output."""
+        normed = self.norm(output)
+        return normed if self.norm_output else output, normed
+
+
+class Mtp(HeadDrafter[MtpConfig]):
+    """A drafter of MTP modules, with the target's embeddings and output embedding."""
+
+    name = "mtp"
+    packs = True
+    follows_rounds = True
+    config_class = MtpConfig
+
+    def __init__(self, config: MtpConfig):
+        super().__init__(config)
+        self.parts = nn.ModuleList(Module(config) for _ in range(config.depth))
+
+    @property
+    def max_depth(self) -> int | None:
+        return None if self.config.recursive else self.config.depth
+
+    @classmethod
+    def build(cls, config: MtpConfig, target: Target, token_counts: Tensor | None = None) -> Self:
+        drafter = super().build(config, target, token_counts)
+        if config.init == "native":
+            if not sketching():  # what has no contents is planned with, and asks for no checkpoint
+                drafter._load_native(target)
+            drafter.config.path = None  # where its weights once came from is no part of what it is
+        return drafter
+
+    def _load_native(self, target: Target) -> None:
+        if self.config.hidden_first:
+            raise BadInputError("mtp: native modules project [embedding; hidden]; leave out hidden_first.")
+        load_native(list(self.parts), self.config.layer, target, self.config.path)
+
+    def module(self, index: int) -> Module:
+        """Return the module at `index`, counted from 0."""
+        return cast(Module, self.parts[index])
+
+    def lm_head(self, target: Target) -> Callable[[Tensor], Tensor]:
+        """Return the target's output embedding, which makes logits `[..., V']` of normed outputs `[..., H]`."""
+        return lambda normed: target.lm_head(normed, self.output_ids)
+
+    # ------------------------------------------------------------ training
+
+    def loss(self, batch: TargetBatch) -> DrafterLoss:
+        """Return Σ_k decay^(k−1) / Σ_j decay^(j−1) · Σ_positions loss_k.
+
+        `batch.verified` moves a share of these weights to what rounds of decoding reached.
+        """
+        return DrafterLoss.sum(self._loss_of_texts(texts) for texts in batch.texts())
+
+    def _loss_of_texts(self, batch: TargetBatch) -> DrafterLoss:
+        """Return the loss of rows that hold one text each."""
+        wanted = batch.supervised.clone()
+        wanted[:, :2] = False  # the first module's first prediction is x_2
+        rows, places = wanted.nonzero(as_tuple=True)
+        count = self.config.num_outputs
+        begin = (wanted.int().argmax(1) - 1 - count).clamp(min=0)
+        outputs = self.unroll(batch.target, batch.tokens, batch.last, begin)
+        # [S, P], of the outputs that predict these tokens
+        steps = torch.arange(count, device=places.device)[:, None]
+        index = places - 2 - begin[rows] - steps
+        here = index >= 0
+        decay = self.config.decay**steps
+        weights = decay / decay.sum() * here
+        if batch.verified is not None:
+            weights = batch.verified.weighed(weights, rows, places, steps + 1)
+        result = chunked_compare(
+            batch.last[rows, places - 1],
+            torch.stack([o[rows, i.clamp(min=0)] for o, i in zip(outputs, index, strict=True)]),
+            LossSettings(
+                batch.target.lm_head, self.lm_head(batch.target), divergence(self.config.loss), self.output_ids
+            ),
+            weights=weights,
+            following=batch.tokens[rows, places],
+        )
+        return DrafterLoss(result.total, wanted.sum(), metrics_by_depth(result, wanted, here))
+
+    def unroll(self, target: Target, tokens: Tensor, last: Tensor, begin: Tensor | None = None) -> list[Tensor]:
+        """Return the normed outputs of each depth, `[B, T', H]`.
+
+        Index j of row b and depth k (from 1) stands for i = begin[b] + j: it has read the tokens up to x_{i+k} and
+        predicts x_{i+k+1}. Where a row has no such token, it means nothing.
+
+        Args:
+            last: the target's last hidden states, `[B, T, H]`.
+            begin: `[B]`; None for zeros.
+        """
+        every = torch.arange(tokens.shape[1], device=tokens.device)
+        at = every[None] if begin is None else begin[:, None] + every[: len(every) - int(begin.min())]
+        embedded = target.embed(tokens)
+        if self.config.recursive:
+            return self._unroll_one(embedded, last, at)
+        outputs = []
+        for k in range(self.config.depth):
+            module = self.module(k)
+            x = module.mixed(take_positions(embedded, every[None] + 1 + k), last)
+            last, normed = module.answer(module.body(inputs_embeds=x, use_cache=False).last_hidden_state)
+            outputs.append(take_positions(normed, at))
+        return outputs
+
+    def _unroll_one(self, embedded: Tensor, last: Tensor, at: Tensor) -> list[Tensor]:
+        """Unroll the recursive form at `at` `[B or 1, T']`.
+
+        Later steps see step 1's entries up to their own, and one entry per step since.
+        """
+        module, every = self.module(0), torch.arange(embedded.shape[1], device=embedded.device)
+        cache = DynamicCache()
+        arguments: dict[str, Any] = {"position_ids": every[None].expand(len(embedded), -1)}
+        x = module.mixed(take_positions(embedded, every[None] + 1), last)
+        rows, width = len(embedded), at.shape[1]
+        visible = (every <= at[:, :, None])[:, None].expand(rows, -1, -1, -1)  # [B, 1, T', T]
+        own = torch.eye(width, dtype=torch.bool, device=at.device).expand(rows, 1, -1, -1)
+        outputs = []
+        for step in range(self.config.steps):
+            output, normed = module.answer(
+                module.body(inputs_embeds=x, past_key_values=cache, use_cache=True, **arguments).last_hidden_state
+            )
+            if step == 0:
+                output, normed = take_positions(output, at), take_positions(normed, at)
+            outputs.append(normed)
+            if step + 1 < self.config.steps:
+                x = module.mixed(take_positions(embedded, at + 2 + step), output)
+                visible = torch.cat([visible, own], -1)
+                arguments = {
+                    "position_ids": (at + 1 + step).expand(rows, -1),
+                    "attention_mask": self._mask(visible, x.dtype),
+                }
+        return outputs
+
+    def _mask(self, visible: Tensor, dtype: torch.dtype) -> Tensor | dict[str, Tensor]:
+        """Return a float mask, by kind where there are several.
+
+        Bool masks are silently wrong under eager attention.
+        """
+        mask = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
+        mask.masked_fill_(~visible, torch.finfo(dtype).min)
+        return {"full_attention": mask} if getattr(self.module(0).body.config, "layer_types", None) else mask
+
+    # ------------------------------------------------------------ decoding
+
+    @cached_property
+    def runners(self) -> list[Backbone]:
+        """The modules' layers as models that run; kept for what they know of themselves."""
+        return [Backbone(self.module(k).body, reads_embeddings=True) for k in range(self.config.depth)]
+
+    @property
+    def abilities(self) -> Abilities:
+        return Abilities(reads_nodes=True, fixed_shapes=True)
+
+    def open(
+        self, target: Target, batch_size: int, max_length: int, spare: int = 0, cache: RaggedCache | None = None
+    ) -> MtpSession:
+        return MtpSession(self, target, batch_size, max_length + spare)
+
+    def state_bytes(self, target: Target, batch_size: int, max_length: int, spare: int = 0) -> int:
+        item = self.module(0).projection.weight.dtype.itemsize
+        handed_on = (self.config.depth - 1) * batch_size * self.config.hidden_size * item
+        return handed_on + sum(runner.cache_bytes(batch_size, max_length + spare) for runner in self.runners)
+
+    def step(
+        self, index: int, x: tuple[Tensor, Tensor], cache: RaggedCache, offset: int, nodes: Nodes | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Let the module at `index` read embeddings and hidden states `[B, Q, H]`, written after the committed entries.
+
+        Args:
+            offset: how many entries after the committed ones they are written.
+            nodes: their places in a tree; None for a chain.
+
+        Returns:
+            what is handed on, and that normed, `[B, Q, H]`.
+        """
+        module = self.module(index)
+        last, _ = self.runners[index].run(module.mixed(*x), cache, offset=offset, nodes=nodes)
+        return module.answer(last)
+
+
+class MtpSession(DeferredPrefillSession):
+    """A session that holds the modules' caches, and what waits for the next token to be read with.
+
+    Lists are by module.
+
+    Attributes:
+        previous: what each but the last handed on after its last committed entry, `[B, 1, H]`: the next module's next
+            entry reads it.
+        outputs: handed on after the root and each drafted node of this round, `[B, 1 + n, H]`.
+        passes: of `decode` in this round: no node is deeper.
+        branches: of this round's tree.
+    """
+
+    def __init__(self, drafter: Mtp, target: Target, batch_size: int, length: int):
+        super().__init__(drafter.output_ids, drafter.max_depth)
+        self.drafter, self.target = drafter, target
+        self._caches = [runner.new_cache(batch_size, length) for runner in drafter.runners]
+        for k, cache in enumerate(self._caches):
+            cache.first = k  # x_p is entry p − 1; module k, counted from 0, has none before x_{k+1}
+        weight = drafter.module(0).projection.weight
+        empty = torch.zeros(batch_size, 1, drafter.config.hidden_size, dtype=weight.dtype, device=weight.device)
+        self.previous = [empty.clone() for _ in self._caches[1:]]
+        self._begin_round([])
+
+    def _begin_round(self, outputs: list[Tensor]) -> None:
+        self.outputs, self.passes = outputs, 0
+        self.branches: TreeMask | None = None
+
+    def update(self, tokens: Tensor, hidden: Tensor | None, counts: RowLengths, path: Tensor | None = None) -> None:
+        # The entry of the last hidden state needs the token after it: `prefill` knows that one. It also reads accepted
+        # drafts anew: now there are true hidden states for the first module.
+        hidden = required(hidden, "mtp: absorb needs the target's hidden states.")
+        self.note(PendingInputs(tokens, hidden[:, :, 0], counts))
+
+    def prefill(self, root: Tensor) -> Tensor:
+        read = self.waiting()
+        last = (read.counts.tensor - 1)[:, None]
+        embedded = self.target.embed(read.tokens.roll(-1, 1).scatter(1, last, root[:, None]))
+        hidden, answers, outputs = read.hidden, [], []
+        for k, cache in enumerate(self._caches):
+            output, normed = self.drafter.step(k, (embedded, hidden), cache, 0)
+            cache.advance(read.counts)
+            answers.append(take_positions(normed, last))
+            outputs.append(take_positions(output, last))
+            if k + 1 < len(self._caches):
+                hidden = torch.cat([self.previous[k], output[:, :-1]], 1)
+        self.previous, self.unread = outputs[:-1], None
+        self._begin_round(outputs)
+        return self._logits(answers[0])[:, 0]
+
+    def decode(self, tokens: Tensor, parents: Tensor | None = None) -> Tensor:
+        self.passes += 1
+        readers = self._readers(parents is not None)
+        nodes = None
+        if parents is not None:
+            self.branches = self.branches or TreeMask(len(tokens), 0, tokens.device)
+            nodes = self.branches.grow(parents)
+        embedded, offset = self.target.embed(tokens), self.outputs[-1].shape[1] - 1
+        before = [self._before(source, parents) for _, source in readers]
+        found = []
+        for (index, _), hidden in zip(readers, before, strict=True):
+            output, normed = self.drafter.step(index, (embedded, hidden), self._caches[index], offset, nodes)
+            self.outputs[index] = torch.cat([self.outputs[index], output], 1)
+            found.append(normed)
+        return self._logits(found[0] if nodes is None or len(found) == 1 else _by_depth(found, nodes.depths))
+
+    def _readers(self, in_tree: bool) -> list[tuple[int, int]]:
+        """Return the modules that read in this pass, each with the one whose outputs it reads.
+
+        The first cannot read drafts; in a chain, nor can as many more as there were passes before.
+        """
+        config = self.drafter.config
+        if config.recursive:
+            return [(0, 0)]
+        first = 1 if in_tree else self.passes
+        if first >= config.depth:
+            raise BadInputError(
+                f"this mtp drafter has {config.depth} modules, so it drafts no deeper than that; lower the depth."
+            )
+        return [(k, k - 1) for k in range(first, config.depth)]
+
+    def _before(self, source: int, parents: Tensor | None) -> Tensor:
+        """Return what the module at `source` handed on before this pass's nodes, `[B, W, H]`."""
+        outputs = self.outputs[source]
+        return outputs[:, -1:] if parents is None else take_positions(outputs, parents + 1)
+
+    def _logits(self, normed: Tensor) -> Tensor:
+        return self.drafter.lm_head(self.target)(normed)
+
+    def caches(self) -> list[RaggedCache]:
+        return self._caches
+
+    def carried(self) -> list[Tensor]:
+        return [*super().carried(), *self.previous]
+
+    def carry(self, tensors: list[Tensor]) -> None:
+        super().carry(tensors[:3])
+        self.previous = tensors[3:]
+
+    def reset(self) -> None:
+        super().reset()
+        self.previous = [torch.zeros_like(before) for before in self.previous]
+        self._begin_round([])
+
+    def select(self, rows: list[int]) -> None:
+        super().select(rows)
+        self.previous = [before[rows] for before in self.previous]
+
+
+def _by_depth(found: list[Tensor], depths: Tensor) -> Tensor:
+    """Return for each node at `depths` `[B, W]` (0 below the root) the entry `[B, W, H]` that its depth picks.
+
+    The host does not know which is whose.
+    """
+    index = depths.clamp(max=len(found) - 1)
+    return torch.stack(found).gather(0, index[None, :, :, None].expand(1, *found[0].shape))[0]

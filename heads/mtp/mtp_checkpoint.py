@@ -1,0 +1,272 @@
+"""MTP modules as checkpoints hold them beside their target: where they stand, and how they are read to start from.
+
+Two layouts, N the target's layers (`{layer}` stands for the tensors of a decoder layer of that architecture):
+
+    DeepSeek-V3, GLM-4-MoE     model.layers.{N+k}.{layer}, .enorm, .hnorm, .eh_proj, .shared_head.norm, and copies of
+    the
+                               target's embeddings, .embed_tokens and .shared_head.head
+    Qwen3-Next, Qwen3.5        mtp.layers.0.{layer}, mtp.pre_fc_norm_embedding, mtp.pre_fc_norm_hidden, mtp.fc, mtp.norm
+
+Both project [embedding; hidden], and read the target's hidden state after its final norm (vLLM's and transformers' code
+agree). `transformers` does not load these tensors with the target, and does not save them: the checkpoint must be the
+published one. (formats/mtp.py writes them back.)
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+from transformers.utils import cached_file
+
+from ...common import BadInputError, IncompatibleError
+from ...targets import Target, embedded_path
+from ...targets.loading import EMBEDDED
+from ...targets.stored import plain_weight_map, stored_tensors
+from .target_layer import plain_body
+
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+KEPT = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+LAYER = "body.layers.0."  # of a module of ours
+_ANGLES = "rotary_emb.inv_freq"  # old checkpoints hold them; nobody reads them
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a checkpoint keeps one module.
+
+    Attributes:
+        own: native names of the module's tensors outside its layer, by ours.
+        layer: what native names of the layer's tensors begin with.
+        shared: names that copies of the target's input and output embedding may have.
+    """
+
+    own: dict[str, str]
+    layer: str
+    shared: tuple[str, str]
+
+
+def places_in(names: Collection[str], num_layers: int) -> list[Place]:
+    """Find the modules among a checkpoint's tensors, given its target's number of layers; [] if there are none."""
+    if any(name.startswith("mtp.") for name in names):
+        layers = {match[1] for name in names if (match := re.match(r"mtp\.layers\.(\d+)\.", name))}
+        own = {
+            "embedding_norm": "pre_fc_norm_embedding",
+            "hidden_norm": "pre_fc_norm_hidden",
+            "projection": "fc",
+            "norm": "norm",
+        }
+        theirs = {f"{ours}.weight": f"mtp.{name}.weight" for ours, name in own.items()}
+        return [
+            Place(theirs, f"mtp.layers.{k}.", ("mtp.embed_tokens.weight", "mtp.lm_head.weight"))
+            for k in range(max(1, len(layers)))
+        ]
+    own = {"embedding_norm": "enorm", "hidden_norm": "hnorm", "projection": "eh_proj", "norm": "shared_head.norm"}
+    for stem in ("model.layers.", "model.language_model.layers."):
+        found = [
+            f"{stem}{num_layers + k}." for k in range(len(names)) if f"{stem}{num_layers + k}.eh_proj.weight" in names
+        ]
+        if found:
+            return [
+                Place(
+                    {f"{ours}.weight": f"{at}{name}.weight" for ours, name in own.items()},
+                    at,
+                    (f"{at}embed_tokens.weight", f"{at}shared_head.head.weight"),
+                )
+                for at in found
+            ]
+    return []
+
+
+class Checkpoint:
+    """The safetensors files of a model: a folder, or an id of the Hub.
+
+    Raises:
+        BadInputError: there are none.
+    """
+
+    def __init__(self, path: str, revision: str | None = None):
+        self.path, self.revision = path, revision
+        index = self._find(INDEX)
+        self.files: dict[str, str] = {}  # by tensor
+        if index is not None:
+            self.files = plain_weight_map(index)
+        elif (single := self._find(SINGLE)) is not None:
+            self.files = dict.fromkeys(stored_tensors(single), SINGLE)
+        else:
+            raise BadInputError(
+                f"mtp: no {SINGLE} and no {INDEX} at {path!r}; "
+                "give the folder or the Hub id of the published checkpoint."
+            )
+
+    def _find(self, name: str) -> Path | None:
+        try:
+            found = cached_file(self.path, name, revision=self.revision, _raise_exceptions_for_missing_entries=False)
+        except (OSError, ValueError) as error:
+            raise BadInputError(
+                f"mtp: the checkpoint {self.path!r} cannot be read ({str(error).splitlines()[0]})."
+            ) from error
+        return None if found is None else Path(found)
+
+    def file(self, name: str) -> Path:
+        """Return one of its files, on this machine."""
+        found = self._find(name)
+        if found is None:
+            raise BadInputError(
+                f"mtp: {name} is missing from the checkpoint {self.path!r}, though its index names it; copy it again."
+            )
+        return found
+
+    def read(self, names: Collection[str]) -> dict[str, Tensor]:
+        """Read these tensors.
+
+        Raises:
+            IncompatibleError: one of them is quantised.
+        """
+        read: dict[str, Tensor] = {}
+        for file in sorted({self.files[name] for name in names}):
+            with safe_open(self.file(file), framework="pt") as source:
+                read |= {name: source.get_tensor(name) for name in names if self.files[name] == file}
+        for name, tensor in read.items():
+            if tensor.dtype not in KEPT:
+                raise IncompatibleError(
+                    f"mtp: {name} in {self.path!r} is quantised ({tensor.dtype}); modules are trained in bf16 or more. "
+                    "Take the checkpoint before its quantisation."
+                )
+        return read
+
+    def places(self, num_layers: int, depth: int) -> list[tuple[Place, list[str]]]:
+        """Return its `depth` modules, each with the names of its layer's tensors.
+
+        Raises:
+            BadInputError: it holds none, or another number of them.
+        """
+        found = places_in(self.files.keys(), num_layers)
+        if not found:
+            raise BadInputError(
+                f"mtp: the checkpoint {self.path!r} holds no MTP module: no tensor is named mtp.* or "
+                f"model.layers.{num_layers}.eh_proj.weight. (Checkpoints that transformers saved have lost theirs.) "
+                "Give the published one as path, or leave out init for new modules."
+            )
+        if len(found) != depth:
+            raise BadInputError(
+                f"mtp: the checkpoint {self.path!r} holds {len(found)} MTP modules, the drafter has {depth}; "
+                f"set drafter.depth to {len(found)}."
+            )
+        result = [(place, self._layer(place)) for place in found]
+        known = {name for place, layer in result for name in (*place.own.values(), *place.shared, *layer)}
+        odd = [
+            n
+            for n in self.files
+            if n.startswith(("mtp.", *(p.layer for p in found))) and n not in known and not n.endswith(_ANGLES)
+        ]
+        missing = [n for place in found for n in place.own.values() if n not in self.files]
+        if odd or missing:
+            problems = [f"missing {n}" for n in missing] + [f"unexpected {n}" for n in odd]
+            raise IncompatibleError(
+                f"mtp: the modules in {self.path!r} are not of a known layout: {'; '.join(problems[:4])}."
+            )
+        return result
+
+    def _layer(self, place: Place) -> list[str]:
+        """Return the names of a module's tensors that are its layer's."""
+        taken = {*place.own.values(), *place.shared}
+        return [n for n in self.files if n.startswith(place.layer) and n not in taken and not n.endswith(_ANGLES)]
+
+
+def folder_of(source: str) -> str:
+    """Return the folder or the id of the Hub that a recipe's `source` means."""
+    return str(embedded_path() if source == EMBEDDED else Path(source).expanduser())
+
+
+# ------------------------------------------------------------ reading
+
+
+def load_native(modules: Sequence[nn.Module], layer: dict[str, Any], target: Target, path: str | None = None) -> None:
+    """Fill MTP modules from a checkpoint, strictly, in fp32: nothing missing, nothing left over.
+
+    Args:
+        layer: the config of a module's layer, see `layer_values`.
+        path: the checkpoint; None for the target's own.
+
+    Raises:
+        BadInputError: there is no checkpoint, or other modules than asked for.
+        IncompatibleError: it does not fit the target's architecture, is quantised, or the modules have embeddings of
+            their own.
+    """
+    source = path or target.source.get("path")
+    if source is None:
+        raise BadInputError(
+            "mtp: this target was not loaded from a checkpoint; "
+            "name the one with its MTP modules: drafter.path=<folder>."
+        )
+    checkpoint = Checkpoint(folder_of(source), None if path else target.source.get("revision"))
+    places = checkpoint.places(target.num_layers, len(modules))
+    for module, (place, names) in zip(modules, places, strict=True):
+        if path is None:
+            _check_shared(checkpoint, place, target)
+        read = checkpoint.read([*place.own.values(), *names])
+        found = _layer_from(layer, {n.removeprefix(place.layer): read[n] for n in names}, checkpoint.path)
+        own = {ours: read[name] for ours, name in place.own.items()}
+        _fill(module, own | {LAYER + n: t for n, t in found.items()}, checkpoint.path)
+
+
+def _fill(module: nn.Module, tensors: dict[str, Tensor], path: str) -> None:
+    own = module.state_dict()
+    problems = [f"missing {n}" for n in own.keys() - tensors.keys()] + [
+        f"unexpected {n}" for n in tensors.keys() - own.keys()
+    ]
+    problems += [
+        f"{n} is {tuple(t.shape)}, expected {tuple(own[n].shape)}"
+        for n, t in tensors.items()
+        if n in own and t.shape != own[n].shape
+    ]
+    if problems:
+        raise IncompatibleError(
+            f"mtp: the modules in {path!r} do not fit the target's config: {'; '.join(sorted(problems)[:4])}."
+        )
+    module.load_state_dict(tensors)
+
+
+def _layer_from(values: dict[str, Any], tensors: dict[str, Tensor], path: str) -> dict[str, Tensor]:
+    """Return a layer's tensors as `transformers` names and stacks them, from those of a checkpoint."""
+    plain = plain_body(values)
+    rest = {name: tensor for name, tensor in plain.state_dict().items() if not name.startswith("layers.")}
+    try:
+        body, info = type(plain).from_pretrained(
+            None,
+            config=plain.config,
+            state_dict=rest | {f"layers.0.{n}": t for n, t in tensors.items()},
+            dtype=torch.float32,
+            trust_remote_code=False,
+            output_loading_info=True,
+        )
+    except (RuntimeError, ValueError) as error:
+        raise IncompatibleError(
+            f"mtp: the layer in {path!r} is not one of {type(plain).__name__} ({str(error).splitlines()[0]})."
+        ) from error
+    problems = [f"missing {n}" for n in info["missing_keys"]] + [f"unexpected {n}" for n in info["unexpected_keys"]]
+    if problems:
+        raise IncompatibleError(
+            f"mtp: the layer in {path!r} is not one of {type(plain).__name__}: {'; '.join(sorted(problems)[:4])}."
+        )
+    return {n.removeprefix("layers.0."): t for n, t in body.state_dict().items() if n.startswith("layers.0.")}
+
+
+def _check_shared(checkpoint: Checkpoint, place: Place, target: Target) -> None:
+    """Refuse modules with other embeddings than the target's."""
+    embeddings = (target.model.get_input_embeddings(), target.model.get_output_embeddings())
+    for name, embedding in zip(place.shared, embeddings, strict=True):
+        if name in checkpoint.files:
+            weight, copied = embedding.weight, checkpoint.read([name])[name]
+            if copied.shape != weight.shape or not torch.equal(copied.to(weight.dtype), weight.cpu()):
+                raise IncompatibleError(
+                    f"mtp: {name} in {checkpoint.path!r} differs from the target's own; "
+                    "modules with their own embeddings are not supported."
+                )

@@ -1,0 +1,1 @@
+"""P-EAGLE and PARD: all drafts of a round in one pass, by mask tokens."""

@@ -1,0 +1,394 @@
+"""Rollouts: what a causal drafter says several tokens ahead in one pass, with mask tokens in place of the drafts.
+
+P-EAGLE (arXiv 2602.01469) and PARD (arXiv 2504.18583) differ in what they read; what they see is the same. The text is
+read as it is: its entries see each other causally. After a place a rollout begins: mask tokens at the places that
+follow, each of which sees the text up to the rollout's anchor, and the masks of its own rollout up to itself. What the
+mask at depth d says is the draft d + 1.
+
+Training all depths at all places would cost as many times the text as there are depths. So of the anchors that reach
+depth d − 1 only a part goes on to depth d (conditional drop): those that go on are among those that came so far, so
+that every mask finds the ones before it. Where a share of the loss lies on what rounds of decoding reached
+(verified.py), that share of them are rollouts that follow a round as deep as it reached.
+
+Shapes: R rows, T tokens, E masks of a row, N heads, D head size, H hidden size, S masks after a text, P drafts.
+"""
+
+from __future__ import annotations
+
+import itertools
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from operator import itemgetter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.models.llama.modeling_llama import repeat_kv
+
+from ...targets import Nodes, RaggedCache, RowLengths
+from ..accepted_positions import Verified
+from ..decoder_layer import FusedLayer, angles
+from ..losses import PositionLosses, acceptance_metrics
+
+_PART = 256  # masks in one product with the keys: more of them would see more that is masked
+
+
+def kept_counts(first: int, depths: int, ratio: float, least: float) -> list[int]:
+    """Return how many of `first` anchors each of `depths` depths keeps at most: (n − d)·max(ratio^d, least)."""
+    return [max(0, int((first - d) * max(ratio**d, least))) for d in range(depths)]
+
+
+@dataclass(frozen=True)
+class Rollouts:
+    """The masks of a batch's rollouts, by anchor, and of an anchor by depth.
+
+    Attributes:
+        anchors: the place after which each mask's rollout begins, `[R, E]`.
+        depths: how many places after it the mask stands, from 1 on, `[R, E]`.
+        real: which are masks at all: rows differ in how many they have, and no rollout begins in one part of the masks
+            and ends in another, `[R, E]` bool.
+        size: masks of a part; the last one may have fewer.
+        contexts: of how many places of the text, from the first on, each part sees some.
+        usual: which were drawn evenly, and not because a round reached there, `[R, E]` bool; None for all of them.
+    """
+
+    anchors: Tensor
+    depths: Tensor
+    real: Tensor
+    size: int
+    contexts: tuple[int, ...]
+    usual: Tensor | None = None
+
+    @classmethod
+    def drawn(
+        cls,
+        learned: Tensor,
+        tokens: Tensor,
+        depths: int,
+        ratio: float,
+        least: float,
+        step: int = 0,
+        served: Served | None = None,
+    ) -> Rollouts:
+        """Draw rollouts of up to `depths` − 1 masks: see `kept_counts`.
+
+        Args:
+            learned: at which places the text says a token that is to be learned, `[R, T]`; a mask that stands d places
+                after an anchor is drawn only if it would say such a token, too.
+            tokens: the rows' texts, which seed the draws with `step`, `[R, T]`.
+            served: what rounds reached; None where no loss lies on it.
+        """
+        if learned.device.type == "meta":
+            return cls._without_contents(learned, depths, ratio, least)
+        drops, share = _Drops(depths, ratio, least, step), 0.0 if served is None else served.verified.share
+        none = torch.zeros(depths, *learned.shape, dtype=torch.bool)
+        reached = none if served is None else served.reached(depths).cpu()
+        rows = zip(learned.cpu(), reached.unbind(1), tokens.cpu(), strict=True)
+        found = [drops.of(*row, share) for row in rows]
+        masks = [sorted(evenly | others) for evenly, others in found]
+        return cls.of(masks, max(_PART, depths - 1), learned.device, [others - evenly for evenly, others in found])
+
+    @classmethod
+    def of(
+        cls,
+        rows: Sequence[list[tuple[int, int]]],
+        size: int,
+        device: torch.device | str,
+        others: Sequence[set[tuple[int, int]]] = (),
+    ) -> Rollouts:
+        """Return the masks (anchor, depth) of each row, by anchor and depth, in parts of `size`, on `device`.
+
+        `others`: those of each row that were not drawn evenly.
+        """
+        found = [_in_parts(row, size) for row in rows]
+        width = max(1, *map(len, found))
+        filled = [_filled(row, width) for row in found]
+        masks = torch.tensor(filled)
+        contexts = tuple(1 + int(part[:, :, 0].max()) for part in masks.split(size, 1))
+        anchors, depths, real = masks.to(device).unbind(2)
+        usual = None
+        if any(others):
+            known = zip(filled, others, strict=True)
+            usual = torch.tensor([[mask[:2] not in other for mask in row] for row, other in known], device=device)
+        return cls(anchors, depths, real.bool(), size, contexts, usual)
+
+    @classmethod
+    def _without_contents(cls, learned: Tensor, depths: int, ratio: float, least: float) -> Rollouts:
+        """Return as many masks as there can be, spread evenly: a training is planned on tensors without contents."""
+        rows, length = learned.shape
+        size, first = max(_PART, depths - 1), len(learned.nonzero()) // rows
+        width = max(1, sum(kept_counts(first, depths, ratio, least)[1:]))
+        contexts = tuple(1 + min(begin + size, width) * (length - 1) // width for begin in range(0, width, size))
+        places = torch.ones(rows, width, dtype=torch.long, device="meta")
+        return cls(places, places, places.bool(), size, contexts)
+
+    @property
+    def places(self) -> Tensor:
+        """Where the masks stand in their texts, `[R, E]`."""
+        return self.anchors + self.depths
+
+    @property
+    def parts(self) -> list[tuple[int, int, int]]:
+        """Where each part of the masks begins and ends, and how much of the text it sees."""
+        width = self.anchors.shape[1]
+        return [(i * self.size, min((i + 1) * self.size, width), seen) for i, seen in enumerate(self.contexts)]
+
+    def sees(self, begin: int, end: int, context: int) -> Tensor:
+        """Return what the masks from `begin` to `end` see of the first `context` places of the text and of each other.
+
+        `[R, 1, end − begin, context + end − begin]` bool.
+        """
+        anchors, depths = self.anchors[:, begin:end], self.depths[:, begin:end]
+        text = torch.arange(context, device=anchors.device) <= anchors[:, :, None]
+        own = (anchors[:, :, None] == anchors[:, None]) & (depths[:, :, None] >= depths[:, None])
+        # What fills up a row repeats a mask, and is seen by nobody but itself.
+        own = own & (self.real[:, None, begin:end] | torch.eye(end - begin, dtype=torch.bool, device=own.device))
+        return torch.cat([text, own], 2)[:, None]
+
+    def bias(self, dtype: torch.dtype) -> list[Tensor]:
+        """Return for each part what is added to its scores: 0, or −∞ for what is not seen; of the shape of `sees`.
+
+        Attention makes this of a mask of truths, once for each layer, and keeps it until the gradients are there.
+        """
+        seen = (self.sees(*part) for part in self.parts)
+        return [torch.zeros_like(s, dtype=dtype).masked_fill_(s.logical_not(), float("-inf")) for s in seen]
+
+
+@dataclass(frozen=True)
+class Served:
+    """What rounds reached, for drafters whose entry at a place says the token `says` places later."""
+
+    verified: Verified
+    says: int
+
+    def reached(self, depths: int) -> Tensor:
+        """Return the anchors after which a round reached what the mask at depth 0, 1, … says, `[depths, R, T]` bool.
+
+        The text's own entry stands for the mask at depth 0.
+        """
+        found = [self.verified.depths.roll(-self.says - d, 1) == d + 1 for d in range(depths)]
+        for depth, reached in enumerate(found):
+            reached[:, max(0, reached.shape[1] - self.says - depth) :] = False
+        return torch.stack(found)
+
+
+_Masks = set[tuple[int, int]]  # (anchor, depth) each
+
+
+@dataclass(frozen=True)
+class _Drops:
+    """How deep the rollouts of a row go; see `Rollouts.drawn`."""
+
+    depths: int
+    ratio: float
+    least: float
+    step: int
+
+    def of(self, learned: Tensor, reached: Tensor, text: Tensor, share: float) -> tuple[_Masks, _Masks]:
+        """Return the masks of a row that were drawn evenly, and those that rounds reached.
+
+        Args:
+            learned: `[T]`. reached: as of `Served.reached`, `[depths, T]`.
+            share: of the masks of a depth, as far as rounds reached so many.
+        """
+        evenly: _Masks = set()
+        others: _Masks = set()
+        pool = learned.nonzero()[:, 0]
+        if not len(pool):
+            return evenly, others
+        content = text[: int(pool[-1]) + 1].contiguous().numpy().tobytes()  # without padding
+        generator = torch.Generator().manual_seed(zlib.crc32(content + str(self.step).encode()))
+        served, is_whole = (learned & reached[0]).nonzero()[:, 0], True
+        for depth, count in enumerate(kept_counts(len(pool), self.depths, self.ratio, self.least)):
+            if depth:
+                pool, served = (_going_on(places, learned, depth) for places in (pool, served))
+                served = served[reached[depth, served]]
+                is_whole = is_whole and len(pool) <= count  # all that can be is there already
+                wanted = 0 if is_whole else min(int(share * count), len(served))
+                pool = _some(pool, count - wanted, generator)
+                if not is_whole:
+                    served = _some(served, wanted, generator) if wanted else served[:0]
+                evenly |= {(place, depth) for place in pool.tolist()}
+                others |= {(place, depth) for place in served.tolist()}
+        return evenly, others
+
+
+def _going_on(places: Tensor, learned: Tensor, depth: int) -> Tensor:
+    """Return the anchors after which a mask at `depth` would say a token that is to be learned."""
+    places = places[places + depth < len(learned)]
+    return places[learned[places + depth]]
+
+
+def _some(places: Tensor, count: int, generator: torch.Generator) -> Tensor:
+    """Return up to `count` of some places, ascending."""
+    return places[torch.randperm(len(places), generator=generator)[:count]].sort().values
+
+
+def _in_parts(masks: list[tuple[int, int]], size: int) -> list[tuple[int, int, bool]]:
+    """Return a row's masks, and which are real: the others fill parts that the next rollout does not fit into."""
+    found: list[tuple[int, int, bool]] = []
+    for _, rollout in itertools.groupby(masks, itemgetter(0)):
+        whole = list(rollout)
+        if len(found) % size + len(whole) > size:
+            found = _filled(found, len(found) + -len(found) % size)
+        found += [(anchor, depth, True) for anchor, depth in whole]
+    return found
+
+
+def _filled(row: list[tuple[int, int, bool]], width: int) -> list[tuple[int, int, bool]]:
+    """Return a row of `width` masks, of which the last is repeated: what fills it needs something that it may see."""
+    anchor, depth, _ = row[-1] if row else (0, 1, False)
+    return row + [(anchor, depth, False)] * (width - len(row))
+
+
+class RolledLayers:
+    """Layers in one training step, over whole texts and rollouts after them.
+
+    Args:
+        config: their number of heads, and of heads that keys are made for, as the library calls them.
+        rotary: gives the angles of places.
+    """
+
+    def __init__(self, layers: Sequence[nn.Module], config: Any, rotary: nn.Module, rollouts: Rollouts):
+        self.layers = [FusedLayer(layer, config) for layer in layers]
+        self.groups = config.num_attention_heads // config.num_key_value_heads
+        self.rotary, self.rollouts = rotary, rollouts
+        self.bias: list[Tensor] = []
+
+    def through(self, projected: Tensor, hidden: Tensor) -> Tensor:
+        """Return the last layer's output for texts and the masks after them, `[R, T + E, H]`.
+
+        Args:
+            projected: what the first layer's `split` takes.
+            hidden: what the first layer's attention is added to.
+        """
+        length = hidden.shape[1] - self.rollouts.anchors.shape[1]
+        places = torch.arange(length, device=hidden.device).expand(len(hidden), -1)
+        rotary = angles(self.rotary, hidden, torch.cat([places, self.rollouts.places], 1))
+        for index, layer in enumerate(self.layers):
+            q, k, v = layer.split(layer.enter(hidden) if index else projected, rotary)
+            mixed = self._attend(q, repeat_kv(k, self.groups), repeat_kv(v, self.groups), length)
+            hidden = layer.finish(mixed, hidden)
+        return hidden
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, length: int) -> Tensor:
+        """Return what queries `[R, N, T + E, D]` gather, in their shape, a part of the masks at a time."""
+        attend = nn.functional.scaled_dot_product_attention
+        self.bias = self.bias or self.rollouts.bias(q.dtype)  # all layers see the same
+        found = [attend(q[:, :, :length], k[:, :, :length], v[:, :, :length], is_causal=True)]
+        for (begin, end, context), bias in zip(self.rollouts.parts, self.bias, strict=True):
+            own = slice(length + begin, length + end)
+            keys, values = (torch.cat([x[:, :, :context], x[:, :, own]], 2) for x in (k, v))
+            found.append(attend(q[:, :, own], keys, values, bias))
+        return torch.cat(found, 2)
+
+
+@dataclass(frozen=True)
+class RolledDrafts:
+    """The drafts of a batch that are to be learned.
+
+    Attributes:
+        rows, places: where the entry of the text stands that says the same token, `[P]`.
+        entries: which entry of the pass says it, `[P]`.
+        depths: 0 for what the text's own entry says, else the depth of the mask, `[P]`.
+        usual: which were drawn evenly, `[P]` bool; None for all of them.
+    """
+
+    rows: Tensor
+    places: Tensor
+    entries: Tensor
+    depths: Tensor
+    usual: Tensor | None = None
+
+    @classmethod
+    def of(cls, learned: Tensor, rollouts: Rollouts) -> RolledDrafts:
+        """Return the drafts at places `learned` `[B, T]`, and those of the rollouts' real masks."""
+        rows, places = learned.nonzero(as_tuple=True)
+        real = rollouts.real.flatten()
+        every = torch.arange(len(real), device=real.device)[real]
+        width = rollouts.real.shape[1]
+        parts = [
+            (rows, every // width),
+            (places, rollouts.places.flatten()[real]),
+            (places, learned.shape[1] + every % width),
+            (torch.zeros_like(places), rollouts.depths.flatten()[real]),
+        ]
+        usual = None
+        if rollouts.usual is not None:
+            usual = torch.cat([torch.ones_like(places, dtype=torch.bool), rollouts.usual.flatten()[real]])
+        rows, places, entries, depths = (torch.cat(pair) for pair in parts)
+        return cls(rows, places, entries, depths, usual)
+
+    def weights(self, wanted: Tensor, decay: float, served: Served | None = None) -> Tensor:
+        """Return decay^depth, divided by its sum in each row and times the row's tokens to learn, `[P]`.
+
+        A share of that is moved to what rounds reached, if a loss lies on it.
+        """
+        weights = decay ** self.depths.float()
+        whole = self._per_row(weights, wanted)
+        if served is None:
+            return whole
+        # Without the masks that were drawn for rounds, the rest is spread as always.
+        rest = whole if self.usual is None else self._per_row(weights * self.usual, wanted)
+        places = self.places + served.says
+        return served.verified.weighed(whole, self.rows, places, self.depths + 1, rest=rest)
+
+    def _per_row(self, weights: Tensor, wanted: Tensor) -> Tensor:
+        sums = weights.new_zeros(len(wanted)).index_add(0, self.rows, weights)
+        return weights * (wanted.sum(1) / sums.clamp(min=torch.finfo(sums.dtype).tiny))[self.rows]
+
+    def metrics(self, found: PositionLosses, shape: torch.Size, drafts: int) -> dict[str, tuple[Tensor, Tensor]]:
+        """Return `loss_d1`, `top1_d1`, … and the acceptance of chains, as (sum, count) pairs."""
+        metrics: dict[str, tuple[Tensor, Tensor]] = {}
+        alphas, measured = [], []
+        begins = self.places - self.depths
+        for depth in range(drafts):
+            here = (self.depths == depth).float()
+            for name, values in (("loss", found.loss), ("top1", found.top1)):
+                metrics[f"{name}_d{depth + 1}"] = ((values * here).sum(), here.sum())
+            index = self.rows * shape[1] + begins
+            grid = found.alpha.new_zeros(shape.numel())
+            alphas.append(grid.index_add(0, index, found.alpha * here).view(shape))
+            measured.append(grid.index_add(0, index, here).view(shape) > 0)
+        return metrics | acceptance_metrics(alphas, measured)
+
+
+# ------------------------------------------------------------ decoding
+
+
+def after_texts(counts: RowLengths, width: int, masks: int) -> Nodes:
+    """Return the places of new texts `[B, width]`, of which row b has `counts`, and of `masks` masks after each.
+
+    The texts are a chain. A mask sees its row's whole text and the masks before it: what stands between them means
+    nothing.
+    """
+    device, rows = counts.tensor.device, len(counts.tensor)
+    count = counts.tensor[:, None]
+    texts, tail = torch.arange(width, device=device), torch.arange(masks, device=device)
+    depths = torch.cat([texts.expand(rows, -1), count + tail], 1)
+    sees = torch.zeros(rows, width + masks, width + masks, dtype=torch.bool, device=device)
+    sees[:, :width, :width] = texts <= texts[:, None]
+    sees[:, width:, :width] = (texts < count)[:, None]
+    sees[:, width:, width:] = tail <= tail[:, None]
+    return Nodes(depths, sees)
+
+
+def said(output: Tensor, counts: RowLengths, masks: int) -> Tensor:
+    """Return what says the drafts, `[B, 1 + masks, H]`: each text's last entry, and the masks after it.
+
+    Args:
+        output: of texts and masks as `after_texts` places them, `[B, width + masks, H]`.
+    """
+    last = (counts.tensor - 1)[:, None, None].expand(-1, 1, output.shape[2])
+    return torch.cat([output.gather(1, last), output[:, output.shape[1] - masks :]], 1)
+
+
+def place_texts(cache: RaggedCache, counts: RowLengths, width: int, masks: int) -> Tensor:
+    """Say where texts and masks of the next pass stand, as `after_texts` has them; return positions, `[B, Q]`."""
+    window = cache.window
+    if window is not None:  # a round's margin is for what the decoder reads, not for masks
+        cache.window = window + masks + 1
+    positions = cache.place(width + masks, 0, after_texts(counts, width, masks))
+    cache.window = window
+    return positions

@@ -1,0 +1,194 @@
+"""P-EAGLE: an EAGLE-3 head that drafts all tokens in one pass (arXiv 2602.01469).
+
+EAGLE-3 reads its own outputs, draft after draft. This head reads, after the last true pair of hidden states and token,
+pairs of a mask: a vector in place of the hidden states and a mask token in place of the token, one for each draft after
+the first. It is trained on such rollouts, of which deeper ones are drawn less often (parallel_drafts.py).
+
+Its network is EAGLE-3's, without the feedback of outputs.
+
+Shapes: B rows, T positions, E masks of a row, P drafts, K taps, H hidden size, V' draft vocabulary, S drafts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Self
+
+import torch
+from torch import Tensor, nn
+
+from ...common import BadInputError
+from ...targets import RaggedCache, RowLengths, Target
+from ..base import DrafterLoss, TargetBatch
+from ..decoder_layer import CachedLayers, FusedLayer
+from ..deferred_prefill import DeferredPrefillSession
+from ..eagle.eagle3 import Eagle3, Eagle3Config
+from ..losses import LossSettings, chunked_compare, divergence
+from ..mask_token import check_mask, mean_embedding, unused_token
+from ..one_pass import OnePassSession
+from ..saved import DrafterConfig
+from ..session import Abilities
+from ..tree_state import PendingInputs, required
+from .parallel_drafts import RolledDrafts, RolledLayers, Rollouts, Served, place_texts, said
+
+
+@dataclass
+class PEagleConfig(Eagle3Config):
+    """Settings of a P-EAGLE head: EAGLE-3's, and those of its masks.
+
+    Attributes:
+        num_layers: the paper's 4; one layer drafts much worse without feedback.
+        steps: S, the drafts of a pass. The paper trains 8, also where fewer are drafted.
+        decay: weight of draft d is `decay ** (d − 1)`; the paper has none.
+        keep_ratio: of the rollouts that reach a depth this part goes one deeper; at least `keep_least` of all.
+        mask_token_id: the token whose embedding stands in place of drafts. None: the first row of the embedding that
+            the tokenizer does not use; without such a one a vector that is learned.
+    """
+
+    num_layers: int = 4
+    steps: int = 8
+    decay: float = 1.0
+    keep_ratio: float = 0.8
+    keep_least: float = 0.2
+    mask_token_id: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("keep_ratio", "keep_least"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise BadInputError(f"drafter: {name} is a share between 0 and 1, got {getattr(self, name)}.")
+
+    def completed(self, target: Target) -> Self:
+        found = super().completed(target)
+        found.mask_token_id = unused_token(target) if self.mask_token_id is None else self.mask_token_id
+        return found
+
+
+class PEagle(Eagle3):
+    """An EAGLE-3 head that drafts in one pass."""
+
+    name = "peagle"
+    config_class = PEagleConfig
+    config: PEagleConfig
+
+    def __init__(self, config: PEagleConfig):
+        super().__init__(config)
+        self.mask_hidden = nn.Parameter(torch.randn(1, 1, len(config.taps) * config.hidden_size))
+        self.mask = nn.Parameter(torch.zeros(config.hidden_size)) if config.mask_token_id is None else None
+
+    @property
+    def max_depth(self) -> int:
+        return self.config.steps
+
+    @classmethod
+    def build(cls, config: DrafterConfig, target: Target, token_counts: Tensor | None = None) -> Self:
+        head = super().build(config, target, token_counts)
+        check_mask(head.config.mask_token_id, target)
+        if head.mask is not None:
+            head.mask.data.copy_(mean_embedding(target))
+        return head
+
+    def masks(self, target: Target, first: FusedLayer | None = None) -> tuple[Tensor, Tensor]:
+        """Return what a mask's pair is read as: an embedding `[1, 1, H]`, and the fused hidden input, `[1, 1, H]`."""
+        hidden = self.fuse(self.mask_hidden.view(1, 1, len(self.taps), -1), first)
+        if self.mask is not None:
+            return self.mask.expand(1, 1, -1), hidden
+        token = torch.full((1, 1), self.config.mask_token_id or 0, device=hidden.device)
+        return target.embed(token).to(hidden.dtype), hidden
+
+    # ------------------------------------------------------------ training
+
+    def loss(self, batch: TargetBatch) -> DrafterLoss:
+        """Return the mean loss of each text's drafts at all depths, times the text's tokens to learn."""
+        return DrafterLoss.sum(self._loss_of_texts(texts) for texts in batch.texts())
+
+    def _loss_of_texts(self, batch: TargetBatch) -> DrafterLoss:
+        """Return the loss of rows that hold one text each."""
+        wanted = batch.supervised.clone()
+        wanted[:, :2] = False
+        # The pair at t says x_{t + 2}, a mask d places after it x_{t + 2 + d}.
+        learned = nn.functional.pad(wanted, (0, 2))[:, 2:]
+        config = self.config
+        served = None if batch.verified is None else Served(batch.verified, says=2)
+        rollouts = Rollouts.drawn(
+            learned, batch.tokens, config.steps, config.keep_ratio, config.keep_least, batch.step, served
+        )
+        output = self.roll(batch, rollouts)
+        drafts = RolledDrafts.of(learned, rollouts)
+        weights = drafts.weights(wanted, config.decay, served)
+        found = chunked_compare(
+            batch.last[drafts.rows, drafts.places + 1],
+            output[drafts.rows, drafts.entries],
+            LossSettings(
+                batch.target.lm_head,
+                partial(self.logits, target=batch.target),
+                divergence(config.loss),
+                self.output_ids,
+                parameters=self.output_weights(),
+            ),
+            weights=weights,
+            following=batch.tokens[drafts.rows, drafts.places + 2],
+        )
+        return DrafterLoss(found.total, wanted.sum(), drafts.metrics(found, wanted.shape, config.steps))
+
+    def roll(self, batch: TargetBatch, rollouts: Rollouts) -> Tensor:
+        """Return the last layer's output at each pair (f_t, x_{t + 1}) and at each mask, `[B, T + E, H]`."""
+        assert batch.hidden is not None
+        layers = RolledLayers(self.layers, self.config, self.rotary, rollouts)
+        first, (mask, masked) = layers.layers[0], self.masks(batch.target)
+        shape = (len(batch.tokens), rollouts.anchors.shape[1], -1)
+        embedded = batch.target.embed(batch.tokens.roll(-1, 1)).to(masked.dtype)
+        embedded = torch.cat([embedded, mask.expand(shape)], 1)
+        hidden = torch.cat([self.disturb(self.fuse(batch.hidden)), masked.expand(shape)], 1)
+        return layers.through(*self.enter(self.read(embedded, first), hidden, first))
+
+    # ------------------------------------------------------------ decoding
+
+    @property
+    def abilities(self) -> Abilities:
+        return replace(super().abilities, one_pass=True)
+
+    def open(
+        self, target: Target, batch_size: int, max_length: int, spare: int = 0, cache: RaggedCache | None = None
+    ) -> PEagleSession:
+        length = max_length + spare + self.config.steps
+        shapes = [layer.self_attn.kept(target.device) for layer in self.layers]
+        own = RaggedCache(len(shapes), batch_size, length, target.device, shapes)
+        return PEagleSession(self, target, own, self._cached(length))
+
+    def state_bytes(self, target: Target, batch_size: int, max_length: int, spare: int = 0) -> int:
+        return super().state_bytes(target, batch_size, max_length + spare + self.config.steps)
+
+
+class PEagleSession(DeferredPrefillSession, OnePassSession):
+    """A session that reads, in one pass, what the target has processed since the last round and the masks after it."""
+
+    def __init__(self, head: PEagle, target: Target, cache: RaggedCache, layers: CachedLayers):
+        super().__init__(cache, partial(head.logits, target=target), head.output_ids, head.max_depth, head.name)
+        self.drafter, self.target, self.layers = head, target, layers
+
+    def update(self, tokens: Tensor, hidden: Tensor | None, counts: RowLengths, path: Tensor | None = None) -> None:
+        hidden = required(hidden, f"{self.name}: absorb needs the target's hidden states.")
+        self.note(PendingInputs(tokens, hidden, counts))
+
+    def draft(self, root: Tensor) -> Tensor:
+        unread = self.waiting()
+        last, masks = (unread.counts.tensor - 1)[:, None], self.drafts - 1
+        following = unread.tokens.roll(-1, 1).scatter(1, last, root[:, None])
+        first = self.layers.layers[0]
+        mask, masked = self.drafter.masks(self.target, first)
+        embedded = self.target.embed(following).to(masked.dtype)
+        embedded = torch.cat([embedded, mask.expand(len(root), masks, -1)], 1)
+        hidden = torch.cat([self.drafter.fuse(unread.hidden, first), masked.expand(len(root), masks, -1)], 1)
+        output = self._pass(embedded, hidden, unread.counts, following.shape[1])
+        self.cache.advance(unread.counts)
+        self.unread = None
+        return said(output, unread.counts, masks)
+
+    def _pass(self, embedded: Tensor, hidden: Tensor, counts: RowLengths, width: int) -> Tensor:
+        """Return the last layer's output for pairs and masks `[B, width + masks, H]`."""
+        first = self.layers.layers[0]
+        positions = place_texts(self.cache, counts, width, self.drafts - 1)
+        entered = self.drafter.enter(self.drafter.read(embedded, first), hidden, first)
+        return self.layers.through(*entered, self.cache, positions, True)

@@ -1,1 +1,0 @@
-"""Pieces that drafter architectures share: decoder layers, attention in training, passes in decoding, kernels."""

@@ -1,0 +1,83 @@
+"""Drafters by name: their classes and configs, and drafters as they were saved.
+
+`HEADS` is filled by heads/__init__.py, which imports every architecture. This file imports none of them, so that a
+drafter which is made of others (heads/lookup/fusion.py) can ask it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..common import BadInputError, digests
+from ..targets import Target
+from .base import Drafter
+from .saved import DrafterConfig, read_config
+
+HEADS: dict[str, type[Drafter]] = {}
+
+# Forms in which drafters of any type may be saved, which no recipe names; filled by heads/__init__.py, too.
+FORMS: dict[str, type[Drafter]] = {}
+
+
+def head_class(name: str) -> type[Drafter]:
+    """Return the drafter class of that name; an unknown one is refused with the known names."""
+    if name not in list(HEADS):  # a recipe may say anything, a list too
+        raise BadInputError(f"unknown drafter type {name!r}; known: {', '.join(sorted(HEADS))}.")
+    return HEADS[name]
+
+
+def drafter_config(values: dict[str, Any], where: str = "drafter") -> tuple[type[Drafter], DrafterConfig]:
+    """Return class and config from a mapping like `{type: eagle3, steps: 4}`."""
+    if "type" not in values:
+        raise BadInputError(f"{where}: 'type' is missing; known types: {', '.join(sorted(HEADS))}.")
+    head = head_class(values["type"])
+    return head, head.config_class.from_dict({k: v for k, v in values.items() if k != "type"}, where)
+
+
+def restore_drafter(path: str | Path, target: Target | None = None) -> Drafter:
+    """Restore a saved drafter of any kind, as it was saved.
+
+    Raises:
+        Refusal: a training wrote it, and its files were altered since.
+    """
+    if digests.has_seal(Path(path)):
+        digests.require_whole(Path(path), "Copy it again, or let its training write it anew.")
+    values = read_config(path)
+    kind = values.pop("drafter_type", None) or _kind_of_model(values)
+    if kind is None:
+        raise BadInputError(f"{path}: config.json names no 'drafter_type' and no 'model_type'; this is not a drafter.")
+    form = FORMS.get(kind) if isinstance(kind, str) else None
+    return (form or head_class(kind)).from_folder(Path(path), values, target)
+
+
+def saved_type(values: dict[str, Any]) -> str:
+    """Return the type of the drafter whose config.json holds `values`; "" where it says none."""
+    kind = values.get("drafter_type") or _kind_of_model(values) or ""
+    return str(values.get("base_type", "") if kind in FORMS else kind)
+
+
+def load_drafter(path: str | Path, target: Target | None = None, dtype: torch.dtype | None = None) -> Drafter:
+    """Load a saved drafter of any kind. A Hugging Face checkpoint is a draft model.
+
+    Args:
+        target: whom it will draft for: it is checked against, and its device is taken.
+        dtype: of the parameters; None for the target's (as saved without one, or if that is no floating-point type).
+    """
+    drafter: Drafter = restore_drafter(path, target).plain()
+    if target is not None:
+        drafter.to(target.device)
+        drafter.check(target)
+        dtype = dtype or (target.dtype if target.dtype.is_floating_point else None)
+    if dtype is not None:
+        drafter.cast(dtype)
+    return drafter.eval()
+
+
+def _kind_of_model(values: dict[str, Any]) -> str | None:
+    """Return what a Hugging Face checkpoint is as a drafter; None if its config is not that of one."""
+    if "model_type" not in values:
+        return None
+    return "pard" if values.get("spd_type") == "pard" else "draft_model"

@@ -1,0 +1,54 @@
+"""Draft vocabularies: the part of the target's vocabulary that a head can say.
+
+Shapes: V vocabulary, V' draft vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from ..common import BadInputError
+from ..targets import Target
+
+
+def draft_vocabulary(size: int, vocab_size: int, token_counts: Tensor | None, name: str) -> Tensor:
+    """Return the target ids of a draft vocabulary, ascending, `[size]`: all tokens, or the most frequent ones.
+
+    Args:
+        token_counts: `[V]`; asked for if the vocabulary is pruned.
+        name: of the drafter, for the errors.
+    """
+    if size > vocab_size:
+        raise BadInputError(f"{name}: draft_vocab_size {size} exceeds the target's vocabulary of {vocab_size}.")
+    return torch.arange(size) if size == vocab_size else most_frequent(token_counts, size, name)
+
+
+def most_frequent(token_counts: Tensor | None, size: int, name: str) -> Tensor:
+    """Return the `size` tokens with the highest counts `[V]`, ascending, `[size]`: a pruned draft vocabulary.
+
+    Args:
+        name: of the drafter, for the error.
+    """
+    if token_counts is None:
+        raise BadInputError(f"{name}: a pruned draft vocabulary needs token counts of the training data.")
+    return by_frequency(token_counts)[:size].sort().values
+
+
+def by_frequency(token_counts: Tensor) -> Tensor:
+    """Return all tokens by their counts `[V]`, the most frequent first; of equal ones the lower id first, `[V]`."""
+    return token_counts.cpu().argsort(descending=True, stable=True)
+
+
+def kept_head(target: Target, token_ids: Tensor | None) -> Callable[[Tensor], Tensor]:
+    """Return the target's output embedding, restricted to a draft vocabulary `[V']` whose rows are copied once.
+
+    None is the whole one, as it is.
+    """
+    if token_ids is None:
+        return target.lm_head
+    head = target.model.get_output_embeddings()
+    weight, bias = head.weight[token_ids], None if head.bias is None else head.bias[token_ids]
+    return lambda hidden: target.scale(nn.functional.linear(hidden.to(weight.dtype), weight, bias))

@@ -1,0 +1,221 @@
+"""What `outrider eval`, `outrider tune` and `outrider pair new` work on: a drafter on its target.
+
+It comes from a recipe's run or from a pair. The target is loaded in the dtype that is measured (`eval.dtype`, else
+`target.dtype`): a pair names exactly what was measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from ..common import BadInputError
+from ..decode import Plan
+from ..eval import Report
+from ..eval.measure import Contestant, contestants, measure, plan_of
+from ..eval.suites import Suite, load_suites
+from ..eval.tuner import tune
+from ..eval.tuning import BatchTuning, Tuning
+from ..heads import Drafter, load_drafter
+from ..pair import Pair
+from ..pair.pair import tuned_drafter
+from ..recipes import EvalSpec, Recipe, load_recipe
+from ..targets import Target
+from ..targets.fingerprint import digest_json
+from ..train.provenance import require_result
+
+
+@dataclass
+class Subject:
+    """A drafter on its target, under a plan, and how to measure it.
+
+    Attributes:
+        report_folder: where a report goes if nobody says otherwise. Never inside a pair, whose files are sealed.
+        tuned: what the tuner found, to be measured beside the first: another plan, perhaps of a fusion.
+    """
+
+    target: Target
+    drafter: Drafter
+    plan: Plan
+    settings: EvalSpec
+    report_folder: Path
+    tuned: BatchTuning | None = None
+    template: Mapping[str, Any] = field(default_factory=dict)
+
+    def measure(self, console: Console | None = None) -> Report:
+        """Measure the drafter beside its baselines and the plain target."""
+        first, *others = contestants(self.target, self.drafter, self.settings, self.plan)
+        tuned = [] if self.tuned is None else [tuned_contestant(self.tuned, self.drafter)]
+        return measure(self.target, [first, *tuned, *others], self._suites(), self.settings, console=console)
+
+    def tune(self, batch_sizes: Sequence[int], console: Console | None = None) -> Tuning:
+        """The fastest plan for each batch size."""
+        return tune(self.target, self.drafter, self._suites(), self.settings, batch_sizes, console)
+
+    def _suites(self) -> list[Suite]:
+        tokenizer = self.target.require_tokenizer()
+        return load_suites(self.settings.suites, tokenizer, self.settings.limit, self.template)
+
+
+@dataclass(frozen=True)
+class EvalOptions:
+    """What a command asks for beside a recipe or a pair.
+
+    Attributes:
+        changes: `key=value` overrides. A pair can follow those of `eval`.
+        settings: fields of EvalSpec that replace the recipe's.
+        drafter: a saved drafter to take instead.
+        target, adapter, quantize: a changed target to measure a pair on.
+        tuned: whether a pair's tuned plan is measured too.
+    """
+
+    changes: Sequence[str] = ()
+    settings: dict[str, Any] = field(default_factory=dict)
+    drafter: Path | None = None
+    target: str | None = None
+    adapter: str | None = None
+    quantize: str | None = None
+    tuned: bool = False
+
+    def other_shape(self) -> bool:
+        """Tell whether another shape of drafts than the recipe's is asked for."""
+        return bool(_SHAPE & set(self.settings)) or bool(
+            {f"eval.{name}" for name in (*_SHAPE, "tree")} & set(map(_key, self.changes))
+        )
+
+    def settings_of(self, recipe: Recipe) -> EvalSpec:
+        """Return the recipe's settings with what is asked for."""
+        shape = {"tree": None} if _SHAPE & set(self.settings) else {}
+        return recipe.eval.model_copy(update=self.settings | shape)
+
+
+_SHAPE = {"depth", "width", "nodes"}
+
+
+def load_subject(name: str, asked: EvalOptions | None = None) -> Subject:
+    """Load a recipe's run or a pair, by whether `name` is a folder that holds a pair.json.
+
+    Raises:
+        BadInputError: there is no such recipe or pair, no tuned plan, or something is asked for that it cannot follow.
+    """
+    asked = asked or EvalOptions()
+    folder = Path(name).expanduser()
+    return _of_pair(folder, asked) if (folder / "pair.json").is_file() else _of_recipe(name, asked)
+
+
+def _of_recipe(name: str, asked: EvalOptions) -> Subject:
+    if asked.tuned:
+        raise BadInputError(
+            f"--tuned: {name!r} is a recipe; tuned plans are kept in pairs. "
+            "Make one with `outrider pair new`, then run `outrider tune`."
+        )
+    if asked.target or asked.adapter or asked.quantize:
+        raise BadInputError(
+            f"--target and --adapter measure a pair on a changed target; {name!r} is a recipe. Say target.path=… and "
+            "target.adapter=… instead."
+        )
+    recipe = load_recipe(name, asked.changes)
+    settings = asked.settings_of(recipe)
+    target = load_target(recipe)
+    drafter = trained_drafter(recipe, target, asked.drafter)
+    folder = report_folder(name, asked.changes, settings, None if asked.drafter is None else drafter)
+    return Subject(target, drafter, plan_of(settings), settings, folder, template=recipe.template)
+
+
+def report_folder(
+    name: str, changes: Sequence[str] = (), settings: EvalSpec | None = None, other: Drafter | None = None
+) -> Path:
+    """Return where a measurement of a recipe's run goes: `report`, if it is the one that the recipe describes.
+
+    Any other measurement, by other settings or of an`other` drafter, has a folder of its own under `reports`.
+    `outrider pair new` looks in the same place, so that a quick look never takes the place of the real figures.
+
+    Args:
+        settings: what is measured (default: what the recipe says with `changes`).
+    """
+    recipe = load_recipe(name, changes)
+    settings = settings or recipe.eval
+    described = load_recipe(name, [c for c in changes if _key(c).partition(".")[0] != "eval"]).eval
+    if settings == described and other is None:
+        return recipe.output_folder / "report"
+    subject = [settings.model_dump(), None if other is None else other.digest()]
+    return recipe.output_folder / "reports" / digest_json(subject)[:12]
+
+
+def _of_pair(folder: Path, asked: EvalOptions) -> Subject:
+    _refuse_unfollowed(asked)
+    pair = Pair.load(folder)
+    changed = asked.target is not None
+    options = {"adapter": asked.adapter, "quantize": asked.quantize}
+    target = pair.load_target(asked.target, **options) if changed else pair.load_target()
+    target, own, plan = pair.open(target, check=not changed)
+    # The pair's target has the pair's dtype, whatever the recipe once asked for.
+    recipe = pair.recipe(asked.changes)
+    settings = asked.settings_of(recipe).model_copy(update={"dtype": "auto"})
+    plan = replace(plan_of(settings), verify=plan.verify) if asked.other_shape() else plan
+    found = pair.tuned(target, temperature=settings.temperatures[0]) if asked.tuned else None
+    if asked.tuned and found is None:
+        raise BadInputError(
+            f"--tuned: this pair was not tuned for this machine and dtype; run `outrider tune {folder}` first."
+        )
+    report = f"{pair.name}-v{pair.version}" + (f"-on-{target.fingerprint().digest[:12]}" if changed else "")
+    drafter = load_drafter(asked.drafter, target) if asked.drafter else own
+    return Subject(target, drafter, plan, settings, Path("runs") / "reports" / report, found, recipe.template)
+
+
+def _refuse_unfollowed(asked: EvalOptions) -> None:
+    """Refuse what a pair cannot follow: it is what it is, and only how it is measured can be changed."""
+    for change in asked.changes:
+        key = _key(change)
+        if not key.startswith("eval.") or key == "eval.dtype":
+            raise BadInputError(
+                f"a pair cannot follow the override {change!r}: its target, drafter and data are what they are, only "
+                "settings of eval can be changed. --target (with --adapter) measures it on a changed target, --drafter "
+                "another drafter."
+            )
+    if (asked.adapter or asked.quantize) and asked.target is None:
+        raise BadInputError("--adapter and --quantize change a target; name that with --target.")
+
+
+def _key(change: str) -> str:
+    """Return the key of a `key=value` override."""
+    return change.partition("=")[0].strip()
+
+
+def tuned_contestant(found: BatchTuning, drafter: Drafter) -> Contestant:
+    """Return the tuned plan of `drafter`, or of its fusion with the drafter without weights that the tuner found."""
+    kind = "" if found.statistical is None else f" + {found.statistical['type']}"
+    return Contestant(f"{drafter.name}{kind} tuned", tuned_drafter(found, drafter), found.plan)
+
+
+def load_target(recipe: Recipe) -> Target:
+    """The recipe's target in the dtype that is measured, and with the adapter that joint training gave it.
+
+    Raises:
+        BadInputError: it has not been trained yet.
+    """
+    spec = recipe.target.model_dump()
+    if recipe.joint is not None:
+        adapter = recipe.output_folder / "adapter"
+        if not adapter.is_dir():
+            raise BadInputError(
+                f"the recipe trains its target, too, and there is no adapter in {recipe.output_folder}: "
+                "run `outrider train` with it first."
+            )
+        spec["adapter"] = str(require_result(recipe.output_folder, "adapter"))
+    return Target.load(**spec | ({} if recipe.eval.dtype == "auto" else {"dtype": recipe.eval.dtype}))
+
+
+def trained_drafter(recipe: Recipe, target: Target, folder: Path | None = None) -> Drafter:
+    """The drafter in `folder`, else the one that the recipe's training left."""
+    own = recipe.output_folder / "drafter"
+    if folder is None and not own.is_dir():
+        raise BadInputError(
+            f"there is no trained drafter in {recipe.output_folder}: "
+            "run `outrider train` with this recipe first, or name the folder of a saved one with --drafter."
+        )
+    return load_drafter(folder or require_result(recipe.output_folder, "drafter"), target)

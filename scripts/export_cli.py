@@ -1,0 +1,124 @@
+"""The verbs at the doors: pairs out to other engines, published drafters in, and a look at either."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+if TYPE_CHECKING:
+    from ..formats.checkpoint_view import LintFinding
+    from ..recipes import Recipe
+
+PairFolder = Annotated[Path, typer.Argument(metavar="PAIR", help="A pair's folder.")]
+
+Engine = Annotated[
+    str | None,
+    typer.Option(
+        "--for",
+        metavar="ENGINE",
+        help="Check first that vllm, sglang, hf, … can serve such a drafter, or say what can.",
+    ),
+]
+
+
+def add_verbs(app: typer.Typer) -> None:
+    """Add these verbs to the command."""
+    app.command(name="export")(export)
+    app.command(name="import")(import_)
+    app.command(name="lint")(lint)
+
+
+def check_servable(recipe: Recipe, engine: str | None) -> None:
+    """Refuse a recipe whose drafter `engine` cannot serve; None asks nothing."""
+    if engine is None:
+        return
+    from ..train.servable import check_servable as check
+
+    check(recipe, engine)
+
+
+def export(
+    pair: PairFolder,
+    to: Annotated[
+        str, typer.Option("--to", help="vllm, speculators, sglang, hf, medusa, eagle, z-lab, deepspec or gguf.")
+    ],
+    out: Annotated[Path | None, typer.Option(help="A new folder (default: runs/exports/NAME-vVERSION-TO).")] = None,
+    depth: Annotated[
+        int | None, typer.Option(min=1, help="Draft tokens of a round (default: the tuned plan's, else the pair's).")
+    ] = None,
+    target: Annotated[str | None, typer.Option(help="Where the target is now (default: where the pair says).")] = None,
+) -> None:
+    """Write a pair's drafter as another engine reads it; read it back, compare its logits, and say how to start it."""
+    from ..pair import Pair, export_pair
+
+    loaded = Pair.load(pair)
+    made = export_pair(loaded, to, out, depth, None if target is None else loaded.load_target(target))
+    console = Console(highlight=False, soft_wrap=True)
+    console.print(
+        f"[green]✓[/green] {escape(str(made.folder))}: layout {made.exported.layout}, read back with the drafter's own "
+        f"logits (largest difference {made.exported.difference:.1e} of their spread)"
+    )
+    if made.launch.command is not None:
+        console.print(escape(made.launch.command))
+
+
+def import_(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="A drafter in another program's layout.")],
+    target: Annotated[str, typer.Option(help="The target it drafts for: a folder, a Hub id, or 'embedded'.")],
+    out: Annotated[Path, typer.Option(help="Where the drafter (or the pair) goes.")],
+    adapter: Annotated[str | None, typer.Option(help="A PEFT adapter of the target.")] = None,
+    as_pair: Annotated[
+        bool, typer.Option("--pair", help="Make a pair of it, which can be measured, probed and refreshed.")
+    ] = False,
+) -> None:
+    """Read a drafter that another program wrote, as one of ours: nothing is guessed, and nothing is dropped."""
+    from ..common.digests import save_whole
+    from ..formats import import_drafter, recognised
+    from ..pair.arrival import paired
+    from ..targets import Target
+
+    loaded = Target.load(target, adapter=adapter)
+    layout, drafter = recognised(folder), import_drafter(folder, loaded)
+    console = Console(highlight=False, soft_wrap=True)
+    if as_pair:
+        paired(out, loaded, drafter, console=console)
+    else:
+        save_whole(drafter, out)
+    kind = "pair" if as_pair else "drafter"
+    console.print(f"{kind} of type {drafter.name}, from the layout {layout.name}: [bold]{escape(str(out))}[/bold]")
+
+
+def lint(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="A drafter as another program reads it.")],
+    target: Annotated[
+        str | None, typer.Option(help="The target's folder, or 'embedded' (default: the one that the files name).")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+) -> None:
+    """What is wrong or unusual in a drafter's files, and what an engine would do with it. Exit code 1 for a fault."""
+    from ..formats.lint import lint as run
+
+    findings = run(folder, target)
+    code = int(any(found.is_fault for found in findings))
+    if as_json:
+        from .json_output import LintBody, say
+
+        say("lint", LintBody(folder=str(folder), findings=findings), code)
+    else:
+        _print_findings(findings, folder)
+    if code:
+        raise typer.Exit(code)
+
+
+def _print_findings(findings: Sequence[LintFinding], folder: Path) -> None:
+    console = Console(highlight=False, soft_wrap=True)
+    for found in findings:
+        mark = "[red]✗[/red]" if found.is_fault else "[yellow]?[/yellow]"
+        console.print(f"{mark} [bold]{found.check}[/bold] {escape(found.found)} [dim]{escape(found.engine)}[/dim]")
+    if not findings:
+        console.print(f"[green]✓[/green] {escape(str(folder))}: nothing found")

@@ -1,0 +1,447 @@
+"""What verbs say with `--json`: one envelope around the body of each, and JSON Schemas of all of them.
+
+    {"schema": "outrider.gate/1", "exit_code": 1, …the body's own fields…}
+
+The schemas ship in `scripts/schemas`, with those of pair.json and report.json. To write them anew after a change:
+
+    python -m outrider.scripts.json_output
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Final
+
+import typer
+from pydantic import BaseModel, ConfigDict, TypeAdapter
+
+from ..common.checksums import CHECKSUM
+from ..common.files import write_atomically
+from ..distill.data_set import provenance
+from ..distill.prompts import Collection
+from ..eval.reports.gate import GateResult
+from ..eval.reports.intervals import Interval
+from ..eval.reports.report import Baselines, Conditions, ContestantInfo, Figures, Report
+from ..eval.reports.vocabulary import VocabularyReport
+from ..eval.tuning import Tuning
+from ..formats.checkpoint_view import LintFinding
+from ..pair import Pair, ProbeResult
+from ..pair.manifest import Figure, Lineage, Manifest
+from ..pair.registry import Entry, Registry, Version
+from ..serving.events import WatchEvent
+from ..serving.result import ServedResult
+from ..train import TrainResult
+from ..train.planning import Needs
+from .output import tell
+
+VERSION: Final = 1
+SCHEMAS = Path(__file__).parent / "schemas"
+
+
+class Body(BaseModel):
+    """What one verb answers, beside the envelope."""
+
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+
+
+class ErrorBody(Body):
+    """Why a verb that was asked for JSON has no answer; the exit code says of which kind it is."""
+
+    error: str
+
+
+class FindingBody(Body):
+    """The gate's conclusion at one temperature; `ratio` is τ after ÷ τ before, with one-sided bounds."""
+
+    temperature: float
+    conclusion: str
+    tau_before: float | None
+    tau_after: float | None
+    ratio: Figure
+    smallest_drop: float | None
+    line: str
+
+
+class GateBody(Body):
+    """The gate's verdict. `same_target`: whether both reports are about one target."""
+
+    passed: bool
+    label: str
+    tolerance: float
+    confidence: float
+    target: str
+    baseline_target: str
+    same_target: bool
+    findings: list[FindingBody]
+    remarks: list[str]
+
+    @classmethod
+    def of(cls, result: GateResult) -> GateBody:
+        """Return the body of the gate's result."""
+        findings = [
+            FindingBody(
+                temperature=found.temperature,
+                conclusion=found.conclusion,
+                tau_before=_number(found.before),
+                tau_after=_number(found.after),
+                ratio=Figure.of(found.ratio),
+                smallest_drop=_number(found.smallest_drop),
+                line=found.line,
+            )
+            for found in result.findings
+        ]
+        return cls(
+            passed=result.passed,
+            label=result.label,
+            tolerance=result.tolerance,
+            confidence=result.confidence,
+            target=result.targets[0],
+            baseline_target=result.targets[1],
+            same_target=result.targets[0] == result.targets[1],
+            findings=findings,
+            remarks=result.remarks,
+        )
+
+
+class ProbeBody(Body):
+    """A probe's verdict: fresh, stale or incompatible; figures are null where nothing was measured."""
+
+    pair: str
+    target: str
+    verdict: str
+    certain: bool
+    ratio: Figure
+    tau: Figure
+    tau_baseline: Figure
+    tau_predicted: Figure
+    alpha: Figure
+    alpha_baseline: Figure
+    lines: list[str]
+
+    @classmethod
+    def of(cls, pair: Pair, target: str, found: ProbeResult) -> ProbeBody:
+        """Return the body of what a probe of `pair` found on the target with this digest."""
+        measured: dict[str, Interval] = {
+            "ratio": found.ratio,
+            "tau": found.tau,
+            "tau_baseline": found.tau_baseline,
+            "tau_predicted": found.tau_predicted,
+            "alpha": found.alpha,
+            "alpha_baseline": found.baseline,
+        }
+        figures = {name: Figure.of(interval) for name, interval in measured.items()}
+        said = {"verdict": found.verdict, "certain": found.certain, "lines": found.lines}
+        return cls.model_validate({"pair": pair.digest, "target": target, **said, **figures})
+
+
+class ReportBody(Body):
+    """A report without its prompts, and the folder that holds all of it."""
+
+    folder: str
+    created: str
+    conditions: Conditions
+    contestants: list[ContestantInfo]
+    baselines: Baselines
+    figures: list[Figures]
+
+    @classmethod
+    def of(cls, report: Report, folder: Path) -> ReportBody:
+        """Return the body of the report that was written to `folder`."""
+        names = ("created", "conditions", "contestants", "baselines", "figures")
+        return cls(folder=str(folder), **{name: getattr(report, name) for name in names})
+
+
+class TuneBody(Body):
+    """What the tuner found, and whether the pair keeps it."""
+
+    folder: str
+    stored: bool
+    tuning: Tuning
+
+
+class DistillBody(Body):
+    """Where the responses are, and how many there are."""
+
+    folder: str
+    counts: dict[str, int | float]
+
+    @classmethod
+    def of(cls, folder: Path) -> DistillBody:
+        """Return the body of finished responses."""
+        return cls(folder=str(folder), counts=provenance(folder)["counts"])
+
+
+class SourceBody(Body):
+    """What became of the rows of one source, by reason, with one example of each."""
+
+    source: str
+    rows: int
+    kept: int
+    truncated: int
+    leaked: int
+    layouts: dict[str, int]
+    dropped: dict[str, int]
+    examples: dict[str, str]
+
+
+class DataCheckBody(Body):
+    """What a recipe's data amounts to; `prompt_tokens` are quantiles of the lengths of the prompts that are kept."""
+
+    prompts: int
+    sources: list[SourceBody]
+    prompt_tokens: dict[str, int]
+
+    @classmethod
+    def of(cls, found: Collection, lengths: dict[str, int]) -> DataCheckBody:
+        """Return the body for prompts that were collected."""
+        sources = [SourceBody(**counts) for counts in found.by_source()]
+        return cls(prompts=len(found.prompts), sources=sources, prompt_tokens=lengths)
+
+
+class TrainBody(Body):
+    """Where the trained drafter is; `adapter` is what its target was trained to, null without joint training."""
+
+    drafter: str
+    adapter: str | None
+    steps: int
+    metrics: dict[str, Any]
+
+    @classmethod
+    def of(cls, result: TrainResult) -> TrainBody:
+        """Return the body of a training's result."""
+        adapter = None if result.adapter_folder is None else str(result.adapter_folder)
+        metrics = {name: _number(value) for name, value in result.metrics.items()}
+        return cls(drafter=str(result.drafter_folder), adapter=adapter, steps=result.steps, metrics=metrics)
+
+
+class TauBody(Body):
+    """A pair's figures at one temperature."""
+
+    temperature: float
+    tau: Figure
+    speedup: Figure
+
+
+class PairBody(Body):
+    """A pair in short: what it is, where it comes from, and what it achieved. `pair show --json` gives all of it."""
+
+    folder: str
+    name: str
+    version: int
+    digest: str
+    target: str
+    drafter: str
+    lineage: Lineage
+    headline: list[TauBody]
+
+    @classmethod
+    def of(cls, pair: Pair) -> PairBody:
+        """Return the body of a pair."""
+        manifest = pair.manifest
+        return cls(
+            folder=str(pair.folder),
+            name=pair.name,
+            version=pair.version,
+            digest=pair.digest,
+            target=manifest.target.fingerprint.digest,
+            drafter=manifest.drafter.type,
+            lineage=manifest.lineage,
+            headline=_headline(manifest),
+        )
+
+
+class VerifyBody(Body):
+    """Whether a pair is intact, what differs if it is not, and who signed it, if that was asked."""
+
+    folder: str
+    intact: bool
+    differences: list[str]
+    signer: str | None = None
+
+
+class PushBody(Body):
+    """Where a pair is in a registry."""
+
+    registry: str
+    name: str
+    version: int
+    revision: int
+    digest: str
+
+    @classmethod
+    def of(cls, registry: Registry, entry: Entry, pair: Pair) -> PushBody:
+        """Return the body of a push."""
+        return cls(
+            registry=registry.store.where,
+            name=entry.name,
+            version=entry.version,
+            revision=entry.revision,
+            digest=pair.digest,
+        )
+
+
+class VersionBody(Body):
+    """A version in a registry."""
+
+    name: str
+    version: int
+    revision: int
+    digest: str
+    target: str
+    drafter: str
+    created: str
+    lineage: Lineage
+    headline: list[TauBody]
+
+
+class LogBody(Body):
+    """All versions of a registry, or of one pair in it."""
+
+    registry: str
+    versions: list[VersionBody]
+
+    @classmethod
+    def of(cls, registry: Registry, versions: Sequence[Version]) -> LogBody:
+        """Return the body of these versions."""
+        return cls(registry=registry.store.where, versions=[_version(version) for version in versions])
+
+
+def _version(version: Version) -> VersionBody:
+    manifest = version.manifest
+    return VersionBody(
+        name=version.entry.name,
+        version=version.entry.version,
+        revision=version.entry.revision,
+        digest=manifest.digest,
+        target=manifest.target.fingerprint.digest,
+        drafter=manifest.drafter.type,
+        created=manifest.created,
+        lineage=manifest.lineage,
+        headline=_headline(manifest),
+    )
+
+
+def _headline(manifest: Manifest) -> list[TauBody]:
+    return [TauBody(temperature=h.temperature, tau=h.tau, speedup=h.speedup) for h in manifest.measurements.headline]
+
+
+class DiffBody(Body):
+    """What differs between two pairs, in lines for people, by what it is about; "tau" has lines in any case."""
+
+    one: str
+    other: str
+    differences: dict[str, list[str]]
+
+
+@dataclass(frozen=True)
+class PlanBody(Needs):
+    """What a training will need, and the most memory that one process uses at one time."""
+
+    peak_memory: int = 0
+
+    @classmethod
+    def of(cls, needs: Needs) -> PlanBody:
+        """Return the body of a plan."""
+        return cls(**{f.name: getattr(needs, f.name) for f in fields(needs)}, peak_memory=needs.memory.peak)
+
+
+# The body of every answer, by the verb that gives it.
+class LintBody(Body):
+    """What lint found in a drafter's files; a fault is surely wrong, anything else unusual."""
+
+    folder: str
+    findings: list[LintFinding]
+
+
+BODIES: dict[str, Any] = {
+    "error": ErrorBody,
+    "distill": DistillBody,
+    "data-check": DataCheckBody,
+    "train": TrainBody,
+    "vocab": VocabularyReport,
+    "plan": PlanBody,
+    "eval": ReportBody,
+    "compare": ReportBody,
+    "tune": TuneBody,
+    "pair-new": PairBody,
+    "pair-verify": VerifyBody,
+    "pair-push": PushBody,
+    "pair-pull": PairBody,
+    "pair-log": LogBody,
+    "pair-diff": DiffBody,
+    "probe": ProbeBody,
+    "refresh": PairBody,
+    "gate": GateBody,
+    "lint": LintBody,
+    "served": ServedResult,
+    "watch": WatchEvent,
+    "doctor": dict[str, Any],
+}
+
+
+def say(kind: str, body: Any, exit_code: int = 0) -> None:
+    """Print the answer of a verb: the envelope, and the fields of `body` beside it."""
+    tell(json.dumps(answer(kind, body, exit_code), indent=1, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def answer(kind: str, body: Any, exit_code: int = 0) -> dict[str, Any]:
+    """Return the answer of a verb as plain values. Numbers that do not exist are null."""
+    form: TypeAdapter[Any] = TypeAdapter(BODIES[kind])
+    whole = form.validate_python(body) if isinstance(body, dict) else body
+    said = form.dump_python(whole, mode="json", warnings="error")
+    return {"schema": f"outrider.{kind}/{VERSION}", "exit_code": exit_code, **_finite(said)}
+
+
+# ------------------------------------------------------------ schemas
+
+
+def schema(kind: str) -> dict[str, Any]:
+    """Return the JSON Schema of a verb's answer."""
+    body = TypeAdapter(BODIES[kind]).json_schema(mode="serialization")
+    envelope = {
+        "schema": {"const": f"outrider.{kind}/{VERSION}"},
+        "exit_code": {"type": "integer", "minimum": 0},
+    }
+    fields = {"properties": envelope | body.get("properties", {})}
+    fields["required"] = [*envelope, *body.get("required", [])]
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema"} | body | fields
+
+
+def schemas() -> dict[str, dict[str, Any]]:
+    """Return all schemas by their files' names: one for each answer, those of pair.json and of report.json."""
+    found = {f"{kind}.json": schema(kind) for kind in BODIES}
+    report = Report.model_json_schema()
+    report["properties"][CHECKSUM] = {"type": "string", "pattern": "^[0-9a-f]{64}$"}  # of everything else in the file
+    return found | {"pair.json": Manifest.model_json_schema(), "report.json": report}
+
+
+def schema_text(value: dict[str, Any]) -> str:
+    """Return a schema as its file holds it."""
+    return json.dumps(value, indent=1, ensure_ascii=False) + "\n"
+
+
+def write_schemas(folder: Path = SCHEMAS) -> Sequence[Path]:
+    """Write all schemas into `folder`, and return the files."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, value in schemas().items():
+        write_atomically(folder / name, schema_text(value))
+    return sorted(folder / name for name in schemas())
+
+
+def _number(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(inner) for key, inner in value.items()}
+    return [_finite(inner) for inner in value] if isinstance(value, list) else _number(value)
+
+
+if __name__ == "__main__":
+    for file in write_schemas():
+        typer.echo(file)

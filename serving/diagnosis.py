@@ -1,0 +1,162 @@
+"""From where an engine's figures part from ours to what is probably wrong.
+
+A suspicion is no proof. It says what kind of mistake shows in this way, so that whoever looks knows where to begin.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from pydantic import BaseModel, ConfigDict
+
+from .comparison import ServedComparison
+from .fault_models import Explanation
+
+SAME = 0.75  # of the prompts whose drafts must be ours, in float32 at temperature 0
+NONE_ACCEPTED = 0.25  # of our acceptance at the first position: below it, drafts are as good as random
+
+
+class Suspicion(BaseModel):
+    """What is probably wrong.
+
+    Attributes:
+        kind: target, tie, depth, drafts, lookup, vocabulary, first, later, one-hot or sampling.
+        temperature: at which it shows.
+        because: what was seen. suspect: what such a difference usually comes from.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    kind: str
+    temperature: float
+    because: str
+    suspect: str
+
+    def __str__(self) -> str:
+        return f"temperature {self.temperature:g}: {self.because}. Suspect {self.suspect}."
+
+
+SUSPECTS = {
+    "target": "another target: its weights, dtype, adapter, chat template or special tokens",
+    "tie": "a near-tie that another order of sums decides otherwise (float32 on both sides would show)",
+    "depth": "num_speculative_tokens, which each engine counts in its own way",
+    "drafts": (
+        "what the drafter reads or its weights; this engine does not count acceptance by position, which would tell "
+        "more (`outrider lint` looks at the files)"
+    ),
+    "vocabulary": (
+        "the draft vocabulary (d2t must hold offsets, not ids), weights that were never loaded, or a transposed or "
+        "permuted tensor"
+    ),
+    "first": (
+        "what the first draft reads: taps (their numbering), the norms of the taps or of the input, embeddings, the "
+        "weights' order in fc or attention, rotary embeddings"
+    ),
+    "later": (
+        "what only later drafts read: norm_output and norm_before_residual, the positions and the rotary embeddings of "
+        "drafted tokens, the drafter's cache after a rejection"
+    ),
+    "one-hot": (
+        "drafts that are picked, not drawn: ask the engine for drawn ones (vLLM: draft_sample_method 'probabilistic')"
+    ),
+    "sampling": (
+        "the engine's sampling when it speculates: temperatures, top-k or top-p of a request that do not reach its "
+        "verification"
+    ),
+}
+
+
+def suspicions(
+    comparisons: Sequence[ServedComparison],
+    tolerance: float,
+    exact: bool = True,
+    explanation: Explanation | None = None,
+) -> list[Suspicion]:
+    """Return what is probably wrong; [] if the engine does what our decoder does.
+
+    Args:
+        exact: whether both sides compute in float32, in which they should accept the same drafts one by one.
+        explanation: the mistake that explains what the engine does at temperature 0, if one was found.
+    """
+    wrong = [c for c in comparisons if c.temperature == 0 and drafts_differ(c, tolerance, exact)]
+    return [s for c in comparisons for s in _of(c, tolerance, exact, not wrong, explanation)]
+
+
+def drafts_differ(found: ServedComparison, tolerance: float, exact: bool) -> bool:
+    """Tell whether the engine's drafts are not ours: as many are not accepted, or not the same ones."""
+    others = exact and found.same_drafts is not None and found.same_drafts < SAME * found.num_prompts
+    return not found.agrees(tolerance) or (others and not found.divergences)
+
+
+def _of(
+    found: ServedComparison, tolerance: float, exact: bool, greedy_is_right: bool, explanation: Explanation | None
+) -> Iterator[Suspicion]:
+    yield from _text(found)
+    if _depth_differs(found):
+        seen = f"{found.drafted_served or 0:.2f} draft tokens per round, {found.drafted_own:.2f} expected"
+        yield _suspicion("depth", found, seen)
+    elif found.temperature == 0 and explanation is not None and not greedy_is_right:
+        yield Suspicion(kind=explanation.kind, temperature=0.0, because=_seen(found), suspect=str(explanation))
+    elif found.temperature == 0 and drafts_differ(found, tolerance, exact):
+        yield _suspicion(_drafts(found), found, _seen(found))
+    elif not found.agrees(tolerance):
+        kind = _sampled(found, tolerance) if greedy_is_right else _drafts(found)
+        yield _suspicion(kind, found, _seen(found))
+    elif found.temperature > 0 and found.length.excludes(0.0) and abs(found.length.value) > 1:
+        seen = f"texts are {found.length.value:+.1f} tokens longer than ours {found.length.bounds(1)}"
+        yield _suspicion("sampling", found, seen)
+
+
+def _text(found: ServedComparison) -> Iterator[Suspicion]:
+    if not found.divergences:
+        return
+    early = [d for d in found.divergences if d.index < d.length / 4]
+    kind = "target" if 2 * len(found.divergences) > found.num_prompts or len(early) > 2 else "tie"
+    first = min(found.divergences, key=lambda d: d.index)
+    seen = (
+        f"{len(found.divergences)} of {found.num_prompts} texts are not ours, "
+        f"the first from token {first.index} on ({first.suite}/{first.prompt})"
+    )
+    yield _suspicion(kind, found, seen)
+
+
+def _depth_differs(found: ServedComparison) -> bool:
+    if found.drafted_served is None:
+        return False  # nobody knows
+    return not abs(found.drafted_served - found.drafted_own) <= 0.3  # nor where nothing was drafted
+
+
+def _drafts(found: ServedComparison) -> str:
+    """Return what is wrong with the drafts themselves, by the first position that differs."""
+    if "by_position" in found.uncounted:
+        return "drafts"
+    first = found.positions[0] if found.positions else None
+    if found.parts_at not in (None, 1):
+        return "later"
+    return "vocabulary" if first is not None and first.served < NONE_ACCEPTED * first.own else "first"
+
+
+def _sampled(found: ServedComparison, tolerance: float) -> str:
+    """Return what is wrong above temperature 0 where all is right at temperature 0."""
+    near = found.one_hot_difference
+    if near is not None and found.one_hot is not None:
+        is_near = not near.excludes(0.0) or abs(near.value) <= tolerance * found.one_hot.value
+        if is_near and not found.length.excludes(0.0):
+            return "one-hot"
+    return "sampling"
+
+
+def _seen(found: ServedComparison) -> str:
+    where = f", from position {found.parts_at} on" if found.parts_at else ""
+    if "rounds" in found.uncounted:
+        where += "; the engine shows its own average of its latest rounds"
+    if found.same_drafts is not None:
+        where += f"; the same drafts are accepted in {found.same_drafts} of {found.num_prompts} prompts"
+    return (
+        f"τ is {found.served.text(3)} there and {found.own.text(3)} here, "
+        f"a difference of {found.difference.value:+.3f} {found.difference.bounds(3)}{where}"
+    )
+
+
+def _suspicion(kind: str, found: ServedComparison, because: str) -> Suspicion:
+    return Suspicion(kind=kind, temperature=found.temperature, because=because, suspect=SUSPECTS[kind])

@@ -1,0 +1,224 @@
+"""What a stranger wrote is read within limits: plain values or one clear refusal, no hang and no traceback."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from outrider.common import BadInputError
+from outrider.common.safe_load import (
+    FileLimits,
+    Unreadable,
+    decoded,
+    parse_json,
+    parse_yaml,
+    read_bytes,
+    read_json,
+    read_json_lines,
+    read_lines,
+    read_text,
+    yaml_text,
+)
+
+plain = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(10**30), 10**30)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(st.characters(codec="utf-8"), max_size=20),
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.dictionaries(st.text(st.characters(codec="utf-8"), max_size=8), inner, max_size=4)
+    ),
+    max_leaves=20,
+)
+
+
+# ------------------------------------------------------------ properties
+
+
+@given(plain)
+def test_json_that_was_written_is_read_back(value: Any) -> None:
+    assert parse_json(json.dumps(value), "here") == value
+    assert parse_json(json.dumps(value, ensure_ascii=False), "here") == value
+
+
+@given(st.text() | st.text(alphabet='[]{}",:0123456789.eE+-truefalsn\\ud8'))
+@settings(max_examples=300)
+def test_any_text_is_json_as_the_library_reads_it_or_refused(text: str) -> None:
+    try:
+        found = parse_json(text, "here")
+    except Unreadable:
+        return
+    assert found == json.loads(text)
+
+
+@given(st.binary() | st.text(alphabet="[]{}&*<:?|>!-\n ab1.'\"\\#%").map(str.encode))
+@settings(max_examples=300, deadline=None)
+def test_any_bytes_are_plain_yaml_or_refused(read: bytes) -> None:
+    try:
+        found = parse_yaml(decoded(read, "here"), "here")
+    except Unreadable:
+        return
+    json.dumps(found)
+
+
+@given(plain.filter(lambda value: isinstance(value, dict | list)))
+@settings(deadline=None)
+def test_yaml_that_was_written_is_read_back(value: Any) -> None:
+    read = yaml.safe_load(yaml.safe_dump(value, allow_unicode=True))
+    assert parse_yaml(yaml_text(value), "here") == read
+
+
+@given(st.binary(max_size=300))
+@settings(deadline=None)
+def test_any_bytes_are_text_or_refused(read: bytes) -> None:
+    try:
+        found = decoded(read, "here")
+    except Unreadable:
+        return
+    assert found.encode() in (read, read[3:])
+
+
+# ------------------------------------------------------------ JSON
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("[" * 100_000, "more than 100 lists and objects inside each other"),
+        ("[" * 102 + "]" * 102, "more than 100 lists and objects inside each other"),
+        ('{"a":' * 5000 + "1" + "}" * 5000, "more than 100 lists and objects inside each other"),
+        ("9" * 5000, "an integer of 5000 digits"),
+        ("-" + "9" * 41, "an integer of 42 digits"),
+        ("NaN", "NaN is no number of JSON"),
+        ('{"a": -Infinity}', "-Infinity is no number of JSON"),
+        (r'["\ud800"]', "a lone surrogate"),
+        (r'{"\udfff": 1}', "a lone surrogate"),
+        ("[[],[],[]]", "more than 3 lists and objects"),
+        ("{", "not valid JSON"),
+        ("", "not valid JSON"),
+        ("\ufeff{}", "not valid JSON"),
+    ],
+)
+def test_json_beyond_the_limits_is_refused_in_a_sentence(text: str, reason: str) -> None:
+    limits = FileLimits(containers=3) if text == "[[],[],[]]" else FileLimits()
+    with pytest.raises(Unreadable) as refused:
+        parse_json(text, "there", limits)
+    assert str(refused.value).startswith("there: ")
+    assert reason in refused.value.reason
+    assert isinstance(refused.value, BadInputError)
+
+
+def test_what_is_just_within_the_limits_is_read() -> None:
+    assert parse_json("[" * 101 + "]" * 101, "here") is not None
+    assert parse_json("9" * 40, "here") == int("9" * 40)
+    assert parse_json(r'"\ud83d\ude00"', "here") == "😀"
+
+
+# ------------------------------------------------------------ YAML
+
+
+def bomb(line: str, levels: int) -> str:
+    return "a0: &a0 [x, x]\n" + "".join(f"a{i}: &a{i} {line.replace('?', f'*a{i - 1}')}\n" for i in range(1, levels))
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        (bomb("[?, ?, ?, ?, ?, ?, ?, ?, ?]", 9), "more than 20000 values"),
+        (bomb("[?, ?]", 5000), "more than 20000 values"),
+        ("a0: &a0 {x: 1}\n" + bomb("{<<: [?, ?, ?]}", 40).partition("\n")[2], "more than 20000 values"),
+        ("a: &a [*a]", "a value that holds itself"),
+        ("a: &a {b: *a}", "a value that holds itself"),
+        ("[" * 60 + "]" * 60, "more than 40 lists and mappings inside each other"),
+        ("- " * 3000 + "x", "more than 40 lists and mappings inside each other"),
+        ("a: " + "9" * 5000, "an integer of 5000 digits"),
+        ("a: 0x" + "f" * 5000, "an integer of 5002 digits"),
+        ("a: " + ":".join(["59"] * 2000), "an integer of 5999 digits"),
+        ("a: " + ":".join(["59"] * 20) + ".5", "not valid YAML"),
+        ('a: "\\ud800"', "a lone surrogate"),
+        ("? [a]\n: b", "a key must be plain text"),
+        ("? {a: 1}\n: b", "a key must be plain text"),
+        ("a: !!binary aGVsbG8=", "could not determine a constructor"),
+        ("a: !!set {x, y}", "could not determine a constructor"),
+        ("a: !!python/object/apply:os.system [true]", "could not determine a constructor"),
+        ("a: 1\n---\nb: 2", "not valid YAML"),
+        ("a: \x00", "not valid YAML"),
+        ("x" * 300_000, "longer than the 262 kB"),
+    ],
+)
+def test_yaml_beyond_the_limits_is_refused_in_a_sentence_and_at_once(text: str, reason: str) -> None:
+    if "59" in text and ".5" in text:
+        text = text.replace(":".join(["59"] * 20), ":".join(["59"] * 200))
+    began = time.process_time()
+    with pytest.raises(Unreadable) as refused:
+        parse_yaml(text, "there")
+    assert reason in refused.value.reason
+    assert time.process_time() - began < 3
+
+
+def test_anchors_that_people_write_are_read() -> None:
+    text = "base: &base {x: 1, y: 2}\nmore: {<<: *base, y: 3}\nagain: [*base, *base]\n"
+    assert parse_yaml(text, "here")["more"] == {"x": 1, "y": 3}
+
+
+def test_a_date_is_text_and_a_number_with_an_exponent_a_number() -> None:
+    assert parse_yaml("a: 2026-11-22\nb: 3e-3\nc: 2001-99-99", "here") == {
+        "a": "2026-11-22",
+        "b": 0.003,
+        "c": "2001-99-99",
+    }
+
+
+# ------------------------------------------------------------ files
+
+
+def test_a_pipe_and_a_device_are_refused_and_never_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "link").symlink_to("/dev/zero")
+    for name, kind in {"pipe": "a pipe", "link": "a device"}.items():
+        for read in (read_bytes, read_text, read_json, lambda file: list(read_lines(file))):
+            with pytest.raises(Unreadable, match=f"expected a regular file, found {kind}"):
+                read(tmp_path / name)
+
+
+def test_a_file_that_is_too_large_is_refused_without_reading_it(tmp_path: Path) -> None:
+    with (tmp_path / "large").open("wb") as opened:
+        opened.truncate(2**40)
+    with pytest.raises(Unreadable, match="larger than the 32 MB"):
+        read_json(tmp_path / "large")
+    with pytest.raises(Unreadable, match="line 1: longer than 32 MB"):
+        list(read_json_lines(tmp_path / "large"))
+
+
+def test_another_encoding_is_named(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes("{}".encode("utf-16"))
+    with pytest.raises(Unreadable, match="UTF-16; save it as UTF-8"):
+        read_json(tmp_path / "a")
+    (tmp_path / "a").write_bytes(b'\xef\xbb\xbf{"a": 1}')
+    assert read_json(tmp_path / "a") == {"a": 1}
+
+
+def test_lines_are_numbered_and_only_line_feeds_end_them(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"a": "x\u2028y"}\n\n[1]\n{', encoding="utf-8")
+    found = read_json_lines(tmp_path / "a.jsonl")
+    assert next(found) == (1, {"a": "x\u2028y"})
+    assert next(found) == (3, [1])
+    with pytest.raises(Unreadable, match="line 4: not valid JSON"):
+        next(found)
+
+
+def test_a_missing_file_and_an_impossible_name_are_told_apart(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        read_json(tmp_path / "none")
+    with pytest.raises(Unreadable):
+        read_json(tmp_path / "a\0b")

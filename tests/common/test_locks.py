@@ -1,0 +1,238 @@
+"""One writer per folder: the others are refused by name, no lock survives its process, and leftovers are cleared."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from outrider.common import BadInputError
+from outrider.common.leftovers import Leftover, working_name
+from outrider.common.locks import lock_file, locked
+
+HOLD = """
+import sys, time
+from outrider.common.locks import locked
+with locked(sys.argv[1]):
+    print("held", flush=True)
+    time.sleep(60)
+"""
+
+
+@pytest.fixture
+def holder(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    """Another process, which holds the lock of `tmp_path / "out"`."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(tmp_path / "out")], stdout=subprocess.PIPE, text=True, cwd=tmp_path
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "held\n"
+    yield process
+    process.kill()
+    process.wait()
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(f.name for f in folder.iterdir())
+
+
+def refusal(folder: Path, wait: float = 0.0) -> str:
+    with pytest.raises(BadInputError) as caught, locked(folder, wait):
+        pass
+    return str(caught.value)
+
+
+def test_a_second_process_is_refused_with_the_name_of_the_first(holder: subprocess.Popen[str], tmp_path: Path) -> None:
+    said = refusal(tmp_path / "out")
+    assert f"is being written by process {holder.pid} (-c " in said
+    assert f"on {os.uname().nodename}, since 20" in said
+
+
+def test_who_has_just_taken_the_lock_and_not_signed_yet_is_waited_for_and_named(
+    holder: subprocess.Popen[str], tmp_path: Path
+) -> None:
+    """Of many that begin at once, the refused ones read the name in the moment in which it is being written."""
+    file = lock_file(tmp_path / "out")
+    signed = file.read_text()
+    os.truncate(file, 0)
+    signing = threading.Timer(0.3, file.write_text, [signed])
+    signing.start()
+    assert f"is being written by process {holder.pid} (-c " in refusal(tmp_path / "out")
+    signing.join()
+
+
+def test_a_killed_process_holds_nothing(holder: subprocess.Popen[str], tmp_path: Path) -> None:
+    holder.send_signal(signal.SIGKILL)
+    holder.wait()
+    assert names(tmp_path) == [".out.lock"]
+    with locked(tmp_path / "out"):
+        pass
+    assert names(tmp_path) == []
+
+
+def test_a_second_thread_is_refused_and_the_same_one_may_ask_again(tmp_path: Path) -> None:
+    found: list[str] = []
+    with locked(tmp_path / "out"):
+        with locked(tmp_path / "other" / ".." / "out"):
+            pass
+        thread = threading.Thread(target=lambda: found.append(refusal(tmp_path / "out")))
+        thread.start()
+        thread.join()
+    assert f"process {os.getpid()}" in found[0]
+
+
+def test_whoever_waits_gets_the_lock_when_the_other_is_done(tmp_path: Path) -> None:
+    order: list[str] = []
+
+    def second() -> None:
+        with locked(tmp_path / "out", wait=20.0):
+            order.append("second")
+
+    with locked(tmp_path / "out"):
+        thread = threading.Thread(target=second)
+        thread.start()
+        time.sleep(0.2)
+        order.append("first")
+    thread.join()
+    assert order == ["first", "second"]
+    assert "0.1 seconds were not enough" in "".join(_refused_while_held(tmp_path))
+
+
+def _refused_while_held(folder: Path) -> list[str]:
+    found: list[str] = []
+    with locked(folder / "out"):
+        thread = threading.Thread(target=lambda: found.append(refusal(folder / "out", wait=0.1)))
+        thread.start()
+        thread.join()
+    return found
+
+
+def test_a_forked_child_does_not_keep_the_lock(tmp_path: Path) -> None:
+    """A data loader's worker may live longer than the training that started it."""
+    with locked(tmp_path / "out"):
+        child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(30,))
+        child.start()
+    with locked(tmp_path / "out"):
+        pass
+    child.kill()
+    child.join()
+
+
+def test_many_processes_take_turns(tmp_path: Path) -> None:
+    """No turn is lost, although each reads, waits, and writes what it read plus one."""
+    script = """
+import sys, time
+from pathlib import Path
+from outrider.common.locks import locked
+file = Path(sys.argv[1]) / "count"
+for _ in range(10):
+    with locked(sys.argv[1], wait=60.0):
+        number = int(file.read_text()) if file.exists() else 0
+        time.sleep(0.002)
+        file.write_text(str(number + 1))
+"""
+    folder = tmp_path / "out"
+    folder.mkdir()
+    started = [subprocess.Popen([sys.executable, "-c", script, str(folder)], cwd=tmp_path) for _ in range(4)]
+    assert [process.wait() for process in started] == [0] * 4
+    assert (folder / "count").read_text() == "40"
+    assert names(tmp_path) == ["out"]
+
+
+def test_a_place_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    assert "Choose a folder that you may write to" in refusal(tmp_path / "file" / "out")
+
+
+def test_the_lock_of_a_mount_point_lies_inside(tmp_path: Path) -> None:
+    """Two containers share what is mounted, not what stands beside it."""
+    assert lock_file(Path("/proc")) == Path("/proc/.lock")
+    assert lock_file(tmp_path) == tmp_path.with_name(f".{tmp_path.name}.lock")
+
+
+def test_locks_that_dead_processes_left_inside_go_and_held_ones_stay(
+    holder: subprocess.Popen[str], tmp_path: Path
+) -> None:
+    (tmp_path / ".other.lock").write_text("another program's")
+    left = tmp_path / ".dead.lock"
+    left.write_text((tmp_path / ".out.lock").read_text())
+    with locked(tmp_path):
+        assert names(tmp_path) == [".other.lock", ".out.lock"]
+    assert "is being written" in refusal(tmp_path / "out")
+
+
+# ------------------------------------------------------------ leftovers
+
+
+def dead_process() -> int:
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    return process.pid
+
+
+def left(place: Path, kind: str, process: int) -> Path:
+    name = working_name(place, kind).name.replace(f"-{os.getpid()}-", f"-{process}-", 1)
+    return place.with_name(name)
+
+
+def test_what_dead_processes_left_is_removed(tmp_path: Path) -> None:
+    out, dead = tmp_path / "out", dead_process()
+    (out / "features" / "key").mkdir(parents=True)
+    (out / "kept").touch()
+    for file in (out / "recipe.yaml", out / "features" / "key" / "states", out):
+        left(file, "tmp", dead).touch()
+    left(out, "new", dead).mkdir()
+    with locked(out):
+        pass
+    assert sorted(str(f.relative_to(tmp_path)) for f in tmp_path.rglob("*")) == [
+        "out",
+        "out/features",
+        "out/features/key",
+        "out/kept",
+    ]
+
+
+def test_what_living_processes_write_stays(tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    mine, parents = working_name(tmp_path / "out" / "file", "tmp"), left(tmp_path / "out" / "file", "tmp", os.getppid())
+    foreign = mine.with_name(".file.outrider-1-00000000-0.tmp")
+    for file in (mine, parents, foreign):
+        file.touch()
+    with locked(tmp_path / "out"):
+        pass
+    assert all(file.exists() for file in (mine, parents, foreign))
+    os.utime(foreign, (1e9, 1e9))
+    os.utime(parents, (1e9, 1e9))  # older than the process that has this number now
+    with locked(tmp_path / "out"):
+        pass
+    assert [file.exists() for file in (mine, parents, foreign)] == [True, False, False]
+
+
+def test_other_hidden_files_are_nobodys_leftovers() -> None:
+    for name in (".out.lock", ".git", ".x.tmp", "x.12.tmp", ".x.12.part", ".x.123.old", ".x.123-1a2b3c4d-0.tmp"):
+        assert Leftover.at(Path(name)) is None, name
+
+
+def test_what_may_be_somebody_elses_stays_and_is_named_where_it_is_missed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A backup that a person made of one file, and a folder that an older version was killed with."""
+    out, dead = tmp_path / "out", dead_process()
+    (out / "data").mkdir(parents=True)
+    kept = [out / f".data.{dead}.old", out / f".features.{dead}.old", out / f".recipe.yaml.{dead}.tmp"]
+    for file in kept:
+        file.touch()
+    with locked(out):
+        pass
+    assert all(file.exists() for file in kept)
+    [said] = [record.getMessage() for record in caplog.records]
+    assert f"{out / 'features'} is missing, and {kept[1]} may be" in said
+    assert "give it its name back" in said

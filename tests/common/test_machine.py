@@ -1,0 +1,65 @@
+"""What the machine says of itself: how much memory is free, whoever limits it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import psutil
+import torch
+
+from outrider.common import machine
+from outrider.common.machine import cgroup_rooms, free_bytes
+
+
+def group(folder: Any, limit: str, used: int, cached: int, old: bool = False) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    names = (
+        ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+        if old
+        else ("memory.max", "memory.current", "inactive_file")
+    )
+    (folder / names[0]).write_text(f"{limit}\n")
+    (folder / names[1]).write_text(f"{used}\n")
+    (folder / "memory.stat").write_text(f"anon 5\n{names[2]} {cached}\n")
+
+
+def test_the_limits_of_control_groups_count_those_above_too(tmp_path):
+    """Version 2: files that the kernel would give up are free."""
+    (tmp_path / "own").write_text("0::/outer/inner\n")
+    group(tmp_path / "outer", "1000", 600, 100)
+    group(tmp_path / "outer" / "inner", "max", 300, 50)
+    assert cgroup_rooms(tmp_path, tmp_path / "own") == [500]
+    group(tmp_path / "outer" / "inner", "400", 300, 50)
+    assert sorted(cgroup_rooms(tmp_path, tmp_path / "own")) == [150, 500]
+
+
+def test_the_limits_of_the_first_version_are_read_too(tmp_path):
+    (tmp_path / "own").write_text("9:cpuset:/\n4:memory:/box\n0::/\n")
+    group(tmp_path / "memory" / "box", "2000", 700, 200, old=True)
+    assert cgroup_rooms(tmp_path, tmp_path / "own") == [1500]
+
+
+def test_a_container_that_sees_its_own_group_as_the_root_is_limited_by_it(tmp_path):
+    """The path then names a folder that is not there."""
+    (tmp_path / "own").write_text("0::/somewhere/else\n")
+    group(tmp_path, "900", 200, 0)
+    assert cgroup_rooms(tmp_path, tmp_path / "own") == [700]
+
+
+def test_without_control_groups_nothing_limits(tmp_path):
+    assert cgroup_rooms(tmp_path, tmp_path / "missing") == []
+
+
+def test_the_free_memory_of_this_machine_is_less_than_it_has():
+    found = free_bytes(torch.device("cpu"))
+    assert found is not None
+    assert 0 < found <= psutil.virtual_memory().total
+
+
+def test_the_smallest_limit_decides(monkeypatch):
+    monkeypatch.setattr(machine, "cgroup_rooms", lambda: [10**30, 12345])
+    assert free_bytes(torch.device("cpu")) == 12345
+
+
+def test_of_a_device_that_says_nothing_nothing_is_known():
+    assert free_bytes(torch.device("meta")) is None

@@ -1,0 +1,246 @@
+"""The optimizer's state of a drafter in parts, as one: by the names of its weights, each whole.
+
+A file of it is what `torch.optim` saves, with names in the place of numbers; it is read with `weights_only`. Every
+launch reads every such file, that of a drafter which was whole in each process, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.optim.lr_scheduler import LRScheduler
+
+from .sharded_drafter import deepspeed, is_zero3, own_part
+
+OPTIMIZER, SCHEDULE = "optimizer.pt", "scheduler.pt"  # as transformers calls them
+INSIDE = "lesson.drafter."  # where `Parts` has the drafter's weights
+
+_PER_GROUP = {"base_lrs", "_last_lr", "lr_lambdas", "min_lrs"}  # of a schedule: one value for each group
+
+_WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
+
+
+class FsdpStates:
+    """The state of an optimizer under FSDP2.
+
+    Args:
+        model: what `fully_shard` was called for, with the drafter's names.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer):
+        self.model, self.optimizer = model, optimizer
+
+    @property
+    def groups(self) -> list[list[str]]:
+        """The names of the weights in each group."""
+        return names_in_groups(self.model, self.optimizer)
+
+    def gathered(self) -> dict[str, Any]:
+        """Return it, whole, in the first process. All must call this together."""
+        return dict(get_optimizer_state_dict(self.model, self.optimizer, options=_WHOLE))
+
+    def spread(self, saved: dict[str, Any]) -> None:
+        """Give each process its parts of what `gathered` returned."""
+        saved = {**saved, "param_groups": regrouped(saved["param_groups"], self.groups, self.optimizer)}
+        set_optimizer_state_dict(self.model, self.optimizer, saved, options=_WHOLE)
+
+
+class WholeStates:
+    """The state of an optimizer whose weights each process has whole."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer):
+        self.model, self.optimizer = model, optimizer
+
+    @property
+    def groups(self) -> list[list[str]]:
+        """The names of the weights in each group."""
+        return names_in_groups(self.model, self.optimizer)
+
+    def spread(self, saved: dict[str, Any]) -> None:
+        """Take over a state by names."""
+        numbers = {name: number for number, name in enumerate(name for group in self.groups for name in group)}
+        found = regrouped(saved["param_groups"], self.groups, self.optimizer)
+        groups = [{**group, "params": [numbers[n] for n in group["params"]]} for group in found]
+        state = {numbers[name]: values for name, values in saved["state"].items()}
+        self.optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+
+class ZeroStates:
+    """The state of an optimizer under ZeRO, whose own is one long vector for many weights.
+
+    Args:
+        optimizer: DeepSpeed's, around that of the recipe.
+        model: with the drafter's names.
+        groups: the names of the weights in each group, as the optimizer was made with them.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: Any, groups: list[list[str]]):
+        self.optimizer, self.base, self.groups = optimizer, optimizer.optimizer, groups
+        self.trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+
+    def gathered(self) -> dict[str, Any]:
+        """Return it, whole, in the first process. All must call this together."""
+        flat = next(iter(self.base.state), None)
+        if flat is None:
+            return {"state": {}, "param_groups": []}
+        self._link()
+        own: dict[str, Any] = self.base.state[flat]
+        long = [key for key, value in own.items() if isinstance(value, Tensor) and value.shape == flat.shape]
+        shared = {key: value for key, value in own.items() if key not in long}
+        is_first, state = torch.distributed.get_rank() == 0, {}
+        for name, parameter in self.trained.items():
+            found = {key: deepspeed().utils.safe_get_full_optimizer_state(parameter, key) for key in long}
+            if is_first:
+                whole = {key: value.detach().float().cpu().clone() for key, value in found.items()}
+                state[name] = {**whole, **shared}
+        groups = [{**group, "params": names} for group, names in zip(self.base.param_groups, self.groups, strict=True)]
+        return {"state": state, "param_groups": groups}
+
+    def spread(self, saved: dict[str, Any]) -> None:
+        """Give each process its parts of what `gathered` returned, in either engine."""
+        if not saved["state"]:
+            return
+        one = next(iter(saved["state"].values()))
+        shared = {k: v for k, v in one.items() if not isinstance(v, Tensor) or v.ndim == 0}
+        self._begin([key for key in one if key not in shared], shared)
+        for name, parameter in self.trained.items():
+            for key, value in saved["state"].get(name, {}).items():
+                if key not in shared:
+                    self._put(parameter, key, value)
+
+    def _begin(self, long: list[str], shared: dict[str, Any]) -> None:
+        """Make what DeepSpeed makes with its first step."""
+        for flat in self._vectors():
+            copies = {k: v.clone() if isinstance(v, Tensor) else v for k, v in shared.items()}
+            self.base.state[flat] = {**{key: torch.zeros_like(flat) for key in long}, **copies}
+        self._link()
+
+    def _link(self) -> None:
+        """Let stages 1 and 2 find the part of each weight in their vectors.
+
+        DeepSpeed does so once, when it has taken the first step of the first group, and so misses all other groups.
+        """
+        if hasattr(self.optimizer, "_lazy_init_hp_params_optimizer_state"):
+            self.optimizer._hp_optimizer_states_linked = False
+            self.optimizer._lazy_init_hp_params_optimizer_state()
+
+    def _vectors(self) -> list[Tensor]:
+        name = "fp32_partitioned_groups_flat"  # of stage 3
+        found: list[Tensor] = getattr(self.optimizer, name, None) or self.optimizer.single_partition_of_fp32_groups
+        return found
+
+    def _put(self, parameter: nn.Parameter, key: str, value: Tensor) -> None:
+        utils = deepspeed().utils
+        if is_zero3(parameter):
+            utils.safe_set_local_optimizer_state(parameter, own_part(parameter, value), key)
+        else:
+            utils.safe_set_full_optimizer_state(parameter, value.to(parameter.device), key)
+
+
+States = FsdpStates | ZeroStates | WholeStates
+
+
+def names_in_groups(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[str]]:
+    """Return the names of the weights in each of an optimizer's groups."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    return [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
+
+
+def without_empty_groups(optimizer: torch.optim.Optimizer) -> None:
+    """Take the groups without weights out of an optimizer that has not taken a step.
+
+    Medusa has nothing but matrices, and so none without weight decay. DeepSpeed would drop such a group by itself,
+    after the schedule was made with a rate for it.
+    """
+    optimizer.param_groups[:] = [group for group in optimizer.param_groups if group["params"]]
+
+
+def places_of(saved: list[dict[str, Any]], own: list[list[str]]) -> list[int | None]:
+    """Return, for each of our groups of names, which of the saved groups has its weights; None if none has."""
+    places = {name: place for place, group in enumerate(saved) for name in group["params"]}
+    return [next((places[name] for name in names if name in places), None) for names in own]
+
+
+def regrouped(
+    saved: list[dict[str, Any]], own: list[list[str]], optimizer: torch.optim.Optimizer
+) -> list[dict[str, Any]]:
+    """Return our groups with the settings (rate, decay, …) of the saved ones that had their weights.
+
+    Launches differ in whether they keep a group without weights; such a group leaves its own settings.
+    """
+    found = []
+    for place, names, group in zip(places_of(saved, own), own, optimizer.param_groups, strict=True):
+        found.append({**(group if place is None else saved[place]), "params": names})
+    return found
+
+
+def write_state(states: FsdpStates | ZeroStates, folder: Path) -> None:
+    """Write the optimizer's state into `folder`, by the first process. All must call this together."""
+    found = states.gathered()
+    if torch.distributed.get_rank() == 0:  # the others may have nothing of it
+        torch.save(_renamed(found, lambda name: name.removeprefix(INSIDE)), folder / OPTIMIZER)
+
+
+def write_schedule(schedule: LRScheduler, folder: Path) -> None:
+    """Write where a schedule has come to into `folder`, by the first process."""
+    if torch.distributed.get_rank() == 0:
+        torch.save(schedule.state_dict(), folder / SCHEDULE)
+
+
+def read_schedule(
+    schedule: LRScheduler, optimizer: torch.optim.Optimizer, folder: Path, places: list[int | None]
+) -> None:
+    """Read what `write_schedule` wrote, and set the rates that it had come to.
+
+    Args:
+        places: of the saved group for each of ours, as `read_state` returns them.
+    """
+    saved = torch.load(folder / SCHEDULE, weights_only=True)
+    for key in _PER_GROUP & saved.keys():
+        if isinstance(values := saved[key], list) and values:
+            saved[key] = [values[place or 0] for place in places]
+    schedule.load_state_dict(saved)
+    for group, rate in zip(optimizer.param_groups, schedule.get_last_lr(), strict=True):
+        group["lr"] = rate
+
+
+def is_named(folder: Path) -> bool:
+    """Tell whether the optimizer's state in a checkpoint is one by names: of a drafter in parts."""
+    file = folder / OPTIMIZER
+    return file.is_file() and _has_names(torch.load(file, weights_only=True, mmap=True, map_location="cpu"))
+
+
+def read_state(states: States, folder: Path) -> list[int | None]:
+    """Read what `write_state`, or the launch of a whole drafter, wrote. All processes must call this together.
+
+    Returns:
+        For each group of weights, which of the saved groups it was; None for one without weights.
+    """
+    saved = torch.load(folder / OPTIMIZER, weights_only=True, map_location="cpu")
+    inside = "" if isinstance(states, WholeStates) else INSIDE
+    if _has_names(saved):
+        saved = _renamed(saved, lambda name: inside + name)
+    else:
+        names = dict(enumerate(name for group in states.groups for name in group))
+        saved = _renamed(saved, lambda number: names[number])
+    states.spread(saved)
+    return places_of(saved["param_groups"], states.groups)
+
+
+def _has_names(saved: dict[str, Any]) -> bool:
+    return any(isinstance(name, str) for name in saved["state"])
+
+
+def _renamed(saved: dict[str, Any], name: Callable[[Any], Any]) -> dict[str, Any]:
+    """Return a state in which every weight is called differently."""
+    groups = [{**group, "params": [name(p) for p in group["params"]]} for group in saved["param_groups"]]
+    return {"state": {name(key): values for key, values in saved["state"].items()}, "param_groups": groups}

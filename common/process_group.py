@@ -24,8 +24,8 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from .atomic import write_atomically
 from .errors import BadInputError, OutriderError
-from .files import write_atomically
 from .locks import claiming
 from .signals import STOPPING, StoppedError, how, number_of
 

@@ -25,8 +25,8 @@ from typing import Any
 import numpy as np
 
 from ..common import BadInputError, Refusal, digests
+from ..common.atomic import read_json, write_atomically
 from ..common.checksums import read_sealed, write_json
-from ..common.files import read_json, write_atomically
 from ..common.locks import claiming
 from ..targets import Fingerprint
 

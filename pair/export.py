@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ..common import BadInputError
-from ..common.atomic import replacing_folder
-from ..common.files import write_atomically
+from ..common.atomic import replacing_folder, write_atomically
 from ..decode import Plan
 from ..eval.reports.figures import ALL, PromptRecord
 from ..eval.reports.report import ContestantInfo, Report

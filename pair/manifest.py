@@ -15,7 +15,7 @@ from typing import Any, Final, Literal, NoReturn
 from pydantic import BaseModel, ConfigDict, SerializerFunctionWrapHandler, ValidationError, model_serializer
 
 from ..common import BadInputError
-from ..common.files import write_atomically
+from ..common.atomic import write_atomically
 from ..common.safe_load import Unreadable, parse_json, read_bytes
 from ..decode import Plan, Sampling
 from ..eval.reports.intervals import Interval

@@ -14,9 +14,8 @@ from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
 from ..common import BadInputError, Refusal
-from ..common.atomic import replacing_folder
+from ..common.atomic import replacing_folder, write_atomically
 from ..common.digests import listed_problems
-from ..common.files import write_atomically
 from ..common.locks import locked
 from ..common.safe_load import read_json
 from ..distill.prompts import Prompt

@@ -26,7 +26,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey,
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat, load_ssh_private_key
 
 from ..common import BadInputError
-from ..common.files import write_atomically
+from ..common.atomic import write_atomically
 from ..common.locks import locked
 from .manifest import MANIFEST, SIGNATURE
 

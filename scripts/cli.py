@@ -27,9 +27,8 @@ from typer.core import TyperGroup
 
 from ..common import OutriderError
 from ..common.allocation import keep_large_blocks, remember_few_shapes
-from ..common.disk import is_disk_full, require_folder
-from ..common.files import write_atomically
-from ..common.hub import say_retries_once
+from ..common.atomic import is_disk_full, require_folder, write_atomically
+from ..common.progress import say_retries_once
 from ..common.signals import how, number_of, stoppable
 from . import data, export_cli, registry, served, watch
 from .examples import EXAMPLES

@@ -19,8 +19,8 @@ from typing import Any, Final
 import typer
 from pydantic import BaseModel, ConfigDict, TypeAdapter
 
+from ..common.atomic import write_atomically
 from ..common.checksums import CHECKSUM
-from ..common.files import write_atomically
 from ..distill.data_set import provenance
 from ..distill.prompts import Collection
 from ..eval.reports.gate import GateResult

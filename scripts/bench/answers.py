@@ -22,7 +22,7 @@ from statistics import median
 from typing import Any
 from urllib.parse import urlsplit
 
-from outrider.common.files import write_atomically
+from outrider.common.atomic import write_atomically
 from outrider.distill import distill, load_responses, provenance
 from outrider.distill.prompts import read_prompts
 from outrider.recipes import Recipe

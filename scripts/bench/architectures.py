@@ -28,7 +28,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Pre
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from outrider.common import IncompatibleError, OutriderError
-from outrider.common.files import write_atomically
+from outrider.common.atomic import write_atomically
 from outrider.decode import Decoder, Plan
 from outrider.heads import Drafter, Eagle3, Eagle3Config, Ngram, Suffix, SuffixConfig
 from outrider.targets import Target

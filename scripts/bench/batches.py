@@ -18,7 +18,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from outrider.common.files import write_atomically
+from outrider.common.atomic import write_atomically
 from outrider.common.progress import progress
 from outrider.decode import Plan
 from outrider.eval.batches import BatchPoint, make_groups, measure_batches, speedup_lines

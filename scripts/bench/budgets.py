@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from outrider.common.files import write_atomically
+from outrider.common.atomic import write_atomically
 from outrider.decode import Plan, Sampling, best_tree
 from outrider.eval import Report
 from outrider.eval.acceptance import measure_acceptance

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from outrider.common import OutriderError
-from outrider.common.files import write_atomically
+from outrider.common.atomic import write_atomically
 from outrider.common.machine import device_name
 from outrider.common.signals import how, number_of, stoppable
 from outrider.common.versions import versions

@@ -27,7 +27,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from outrider.common.files import write_atomically
+from outrider.common.atomic import write_atomically
 from outrider.common.machine import cpu_name
 from outrider.common.versions import versions
 from outrider.distill.collect import gather

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from outrider.common.files import write_atomically
+from outrider.common.atomic import write_atomically
 from outrider.decode import Decoder, Plan
 from outrider.eval.suites import load_suites
 from outrider.heads import Drafter, Ngram, load_drafter

@@ -30,7 +30,7 @@ from typing import Any
 import torch
 
 from outrider.common import BadInputError, digests
-from outrider.common.files import write_atomically
+from outrider.common.atomic import write_atomically
 from outrider.recipes import Recipe
 from outrider.targets import Target
 from outrider.train import checkpoints, train

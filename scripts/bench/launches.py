@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from outrider.common import BadInputError
-from outrider.common.files import write_atomically
+from outrider.common.atomic import write_atomically
 from outrider.distill.responses import distill
 from outrider.recipes import Recipe, load_recipe
 from outrider.targets import Target

@@ -17,7 +17,7 @@ from typing import Any
 
 import yaml
 
-from ...common.files import write_atomically
+from ...common.atomic import write_atomically
 from .page_cells import Result, table
 from .page_tables import tables_of
 

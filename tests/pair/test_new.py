@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from outrider.common import BadInputError
-from outrider.common.leftovers import machine_tag
+from outrider.common.atomic import machine_tag
 from outrider.decode import Plan
 from outrider.distill.prompts import Prompt
 from outrider.eval.measure import Contestant, measure

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from outrider.common import BadInputError
-from outrider.common.leftovers import working_name
+from outrider.common.atomic import working_name
 from outrider.pair import Pair, verify
 from outrider.pair.manifest import SIGNATURE
 from outrider.pair.registry import FolderStore, PairReference, Registry, open_registry

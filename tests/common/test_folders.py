@@ -75,7 +75,7 @@ import os, shutil, signal, sys
 from pathlib import Path
 from outrider.common import atomic
 if not {exchange}:
-    replacing._renameat2 = lambda: None
+    atomic._renameat2 = lambda: None
 calls = 0
 def watch(event, arguments):
     global calls

@@ -28,7 +28,7 @@ from ..formats.export import require_new
 from ..heads.registry import restore_drafter
 from ..targets import Target, embedded_path
 from ..targets.loading import EMBEDDED
-from .gate import newest_report
+from .comparison import newest_report
 from .manifest import Figure
 from .pair import Pair
 

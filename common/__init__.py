@@ -1,8 +1,8 @@
-"""The ground floor: what every room needs and none owns. It imports no other room.
+"""What every room needs and none owns. It imports no other room.
 
-`errors` and `values` (what a user may get wrong), `files` and `replacing` (whole files and folders or none), `disk`
-(whether they can be written), `locks` (one writer), `crew` (the processes of one launch), `leftovers` (of dead
-processes), `digests` and `seen` (what was written is what is read), `progress` (bars on a terminal), `signals`
+`errors` and `values` (what a user may get wrong), `files` and `atomic` (whole files and folders or none), `disk`
+(whether they can be written), `locks` (one writer), `process_group` (the processes of one launch), `leftovers` (of dead
+processes), `digests` and `digest_cache` (what was written is what is read), `progress` (bars on a terminal), `signals`
 (requests to stop), `versions` (of the software), `allocation` (how a process holds memory), and `machine` (device,
 clock, free memory; the only one that imports torch).
 """

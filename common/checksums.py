@@ -8,8 +8,8 @@ import re
 from pathlib import Path
 from typing import Any
 
+from .atomic import read_json, write_atomically
 from .errors import Refusal
-from .files import read_json, write_atomically
 
 CHECKSUM = "checksum"
 _BEGIN = "# sha256 of the lines above: "

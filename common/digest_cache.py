@@ -16,8 +16,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from .atomic import replacing
-from .leftovers import machine_tag, working_name
+from .atomic import machine_tag, replacing, working_name
 
 Entries = dict[str, tuple[str, float]]  # digest and time of reading, by key
 

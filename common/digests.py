@@ -20,10 +20,8 @@ from pathlib import Path
 from typing import Protocol
 
 from . import digest_cache
-from .atomic import replacing_folder, sync, sync_tree
+from .atomic import is_harmless, replacing_folder, sync, sync_tree, write_atomically
 from .errors import Refusal
-from .files import write_atomically
-from .harmless import is_harmless
 
 LIST = "SHA256SUMS"
 _SEAL_BEGIN = "# complete: "

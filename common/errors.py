@@ -10,6 +10,8 @@ import difflib
 from collections.abc import Iterable
 from os import PathLike, fspath
 
+from huggingface_hub.errors import StrictDataclassError
+
 
 class OutriderError(Exception):
     """What the user can fix. The message says what was found, what was expected, and what to do."""
@@ -46,3 +48,13 @@ def refuse_unknown_keys(found: Iterable[str], known: Iterable[str], where: str) 
         keys = f"known keys: {', '.join(known)}." if known else "there are no settings."
         hint = f"did you mean {near[0]!r}?" if near else keys
         raise BadInputError(f"{where}: unknown key {str(key)!r}; {hint}")
+
+
+# What torch, transformers and peft raise. (Outrider's own errors are among them.)
+LIBRARY_ERRORS = (ValueError, TypeError, RuntimeError, KeyError, StrictDataclassError)
+
+
+def reason(error: Exception) -> str:
+    """Return what an error of a library says, in one line that is not too long: some list all that is known."""
+    said = f"{type(error).__name__}: {' '.join(str(error).split())}"
+    return said if len(said) <= 200 else said[:199] + "…"

@@ -24,8 +24,8 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from .atomic import write_atomically
 from .errors import BadInputError, OutriderError
-from .files import write_atomically
 from .locks import claiming
 from .signals import STOPPING, StoppedError, how, number_of
 
@@ -111,7 +111,7 @@ class Crew:
 
         Args:
             is_finished: tells whether somebody has finished a piece.
-            claim: tries for the claim to a piece, as `ground.locks.claiming` does for a file. On a disk without locks
+            claim: tries for the claim to a piece, as `common.locks.claiming` does for a file. On a disk without locks
                 every process has its share instead.
         """
         left = list(pieces)

@@ -7,14 +7,20 @@ limited depth, without integers of thousands of digits and without text that no 
 
 from __future__ import annotations
 
+import codecs
 import json
 import os
 import re
 import stat
+import sys
+import threading
+import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from types import FrameType
+from typing import IO, Any, NoReturn
 
 import yaml
 
@@ -375,3 +381,150 @@ for _kind in (_Loader, _Dumper):
 def yaml_text(values: Any) -> str:
     """Return plain values as YAML, from which `parse_yaml` gives the same again."""
     return yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+
+
+_PLAIN = json.JSONDecoder()
+_AFTER = tuple(",] \t\r\n")
+_SOMETHING = re.compile(r"[^ \t\r\n\ufeff]")
+
+
+def read_json_items(file: Path, limits: FileLimits = JSON) -> Iterator[Any]:
+    """Yield the entries of a JSON list, each within the limits.
+
+    Raises:
+        Unreadable: it is no regular file, no list, no JSON, or an entry is more than the limits allow.
+    """
+    require_regular(file)
+    with file.open("rb") as opened:
+        yield from _Items(opened, file, limits).entries()
+
+
+class _Items:
+    """A reader that holds one entry of the list, and one piece of the file."""
+
+    def __init__(self, opened: IO[bytes], file: Path, limits: FileLimits):
+        self.opened, self.file, self.limits = opened, file, limits
+        self.decoder = codecs.getincrementaldecoder("utf-8")()
+        self.text, self.place = "", 0
+
+    def entries(self) -> Iterator[Any]:
+        if self._next() != "[":
+            raise Unreadable(str(self.file), "expected a list of objects")
+        number, mark = 0, self._next()
+        while mark != "]":
+            if number == 0:
+                self.place -= 1  # no comma stands before the first entry
+            number += 1
+            yield self._entry(f"{self.file}: entry {number}")
+            mark = self._next()
+            if mark not in (",", "]"):
+                raise Unreadable(f"{self.file}: entry {number}", "not valid JSON: expected , or ] after it")
+        if self._next():
+            raise Unreadable(str(self.file), "not valid JSON: there is more text after the list")
+
+    def _next(self) -> str:
+        """Return the next character that is no white space, and go past it; \"\" at the end of the file."""
+        while not (found := _SOMETHING.search(self.text, self.place)):
+            if not self._read():
+                return ""
+        self.place = found.end()
+        return found.group()
+
+    def _entry(self, where: str) -> Any:
+        """Return the entry that begins here, and go past it; more is read until it is whole."""
+        if not self._next():
+            raise Unreadable(where, "not valid JSON: the list ends without ]")
+        self.place -= 1
+        while True:
+            end, problem = self._end(where)
+            is_whole = end >= 0 and self.text[end : end + 1] in _AFTER  # a number may go on in the next piece
+            if (end if is_whole else len(self.text)) - self.place > self.limits.num_bytes:
+                raise Unreadable(where, f"longer than {self.limits.num_bytes / MEGABYTE:g} MB")
+            if is_whole:
+                text, self.place = self.text[self.place : end], end
+                return parse_json(text, where, self.limits)
+            if not self._read():
+                raise Unreadable(where, f"not valid JSON: {problem}")
+
+    def _end(self, where: str) -> tuple[int, str]:
+        """Return where the entry ends, or -1 and why no end is found."""
+        try:
+            return _PLAIN.raw_decode(self.text, self.place)[1], "expected , or ] after it"
+        except RecursionError as error:
+            reason = f"holds more than {self.limits.depth} lists and objects inside each other"
+            raise Unreadable(where, reason) from error
+        except ValueError as error:
+            return -1, str(error)
+
+    def _read(self) -> bool:
+        """Read another piece; tell whether there was one."""
+        piece = self.opened.read(MEGABYTE)
+        try:
+            text = self.decoder.decode(piece, final=not piece)
+        except UnicodeDecodeError as error:
+            raise Unreadable(str(self.file), f"cannot be read: not UTF-8 text ({error.reason})") from error
+        self.text, self.place = self.text[self.place :] + text, 0
+        return bool(piece)
+
+
+try:
+    import resource
+except ImportError:  # Windows, whose limits are set from outside
+    resource = None  # type: ignore[assignment]
+
+_one_at_a_time = threading.RLock()
+_OWN_SIZES = Path("/proc/self/statm")
+
+
+class OverBudgetError(Exception):
+    """Work that took longer than it may."""
+
+
+@contextmanager
+def limited(seconds: float, num_bytes: int, code: str) -> Iterator[None]:
+    """Run the block with at most so much of the processor's time and so much more memory than the process has now.
+
+    Args:
+        code: the file name of code whose lines look at the clock, too; of other code only calls do.
+
+    Raises:
+        OverBudgetError: it took longer.
+        MemoryError: it asked for more.
+    """
+    tracing = sys.gettrace()
+    with _limited_memory(num_bytes):
+        sys.settrace(_watch(time.thread_time() + seconds, seconds, code))
+        try:
+            yield
+        finally:
+            sys.settrace(tracing)
+
+
+def _watch(until: float, seconds: float, code: str) -> Any:
+    def look(frame: FrameType, *_: object) -> Any:
+        if time.thread_time() > until:
+            raise OverBudgetError(f"it takes longer than {seconds:g} seconds")
+        return look if frame.f_code.co_filename == code else None
+
+    return look
+
+
+@contextmanager
+def _limited_memory(num_bytes: int) -> Iterator[None]:
+    """Let the process allocate at most `num_bytes` more inside; no limit where the system knows none."""
+    if resource is None or not _OWN_SIZES.exists():
+        yield
+        return
+    with _one_at_a_time:  # the limit is the process's: of two that overlap the later would leave the other's behind
+        yield from _with_limit(num_bytes)
+
+
+def _with_limit(num_bytes: int) -> Iterator[None]:
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    now = int(_OWN_SIZES.read_text(encoding="ascii").split()[0]) * os.sysconf("SC_PAGE_SIZE")
+    most = [limit for limit in before if limit != resource.RLIM_INFINITY]
+    resource.setrlimit(resource.RLIMIT_AS, (min([now + num_bytes, *most]), before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)

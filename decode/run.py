@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from ..common import BadInputError
-from ..common.libraries import LIBRARY_ERRORS
+from ..common.errors import LIBRARY_ERRORS
 from ..common.machine import clock
 from ..heads import Abilities, Drafter, NoDraftSession, Session
 from ..targets import RowLengths, Target

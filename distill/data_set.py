@@ -16,9 +16,7 @@ from datasets.table import MemoryMappedTable
 from datasets.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
 from ..common import BadInputError, digests
-from ..common.atomic import replacing_folder
-from ..common.files import read_json, write_atomically
-from ..common.leftovers import working_name
+from ..common.atomic import read_json, replacing_folder, working_name, write_atomically
 
 PROVENANCE = "provenance.json"
 SCHEMA_VERSION = 2

@@ -31,9 +31,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ..common import BadInputError, digests
-from ..common.atomic import replacing
-from ..common.disk import readable_bytes, require_space
-from ..common.files import write_atomically
+from ..common.atomic import readable_bytes, replacing, require_space, write_atomically
 from ..common.locks import claiming
 from ..common.process_group import Crew
 from ..common.progress import progress

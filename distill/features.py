@@ -21,8 +21,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ..common import BadInputError, digests
-from ..common.disk import keeping, readable_bytes, writing
-from ..common.files import read_json
+from ..common.atomic import keeping, read_json, readable_bytes, writing
 from ..common.locks import locked
 from ..common.process_group import Crew
 from ..targets import Target

@@ -20,8 +20,8 @@ from accelerate import PartialState
 from rich.console import Console
 
 from ..common import BadInputError, IncompatibleError
+from ..common.atomic import keeping, writing
 from ..common.checksums import digest_json
-from ..common.disk import keeping, writing
 from ..common.locks import locked
 from ..common.process_group import Crew
 from ..common.progress import progress

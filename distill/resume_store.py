@@ -25,8 +25,8 @@ from typing import Any
 import numpy as np
 
 from ..common import BadInputError, Refusal, digests
+from ..common.atomic import read_json, write_atomically
 from ..common.checksums import read_sealed, write_json
-from ..common.files import read_json, write_atomically
 from ..common.locks import claiming
 from ..targets import Fingerprint
 
@@ -274,7 +274,7 @@ class Unfinished:
 
     @contextmanager
     def claiming(self, number: int) -> Iterator[bool | None]:
-        """Try for the claim to a batch, which nobody else has meanwhile; see `ground.locks.claiming`."""
+        """Try for the claim to a batch, which nobody else has meanwhile; see `common.locks.claiming`."""
         with claiming(self.folder / f".{number:05d}.claim") as mine:
             yield mine
 

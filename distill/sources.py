@@ -16,8 +16,15 @@ import pyarrow.parquet
 from datasets import load_dataset
 
 from ..common import BadInputError
-from ..common.json_stream import read_json_items
-from ..common.safe_load import Unreadable, decoded, parse_json, read_byte_lines, read_lines, require_regular
+from ..common.safe_load import (
+    Unreadable,
+    decoded,
+    parse_json,
+    read_byte_lines,
+    read_json_items,
+    read_lines,
+    require_regular,
+)
 from ..recipes import SourceSpec, embedded_file
 from .layouts import Row, RowError
 

@@ -19,8 +19,8 @@ from typing import Any, overload
 import numpy as np
 import pyarrow
 
+from ..common.atomic import working_name
 from ..common.checksums import digest_json
-from ..common.leftovers import working_name
 from .layouts import Message, Turn
 
 _AT_ONCE = 1024  # prompts of one batch of the file

@@ -14,8 +14,7 @@ from jinja2 import Environment
 from transformers import PreTrainedTokenizerBase
 
 from ..common import BadInputError
-from ..common.limits import limited
-from ..common.safe_load import MEGABYTE
+from ..common.safe_load import MEGABYTE, limited
 
 SECONDS, MEMORY, _LONGEST = 3.0, 512 * MEGABYTE, MEGABYTE
 _COMPILED = "<template>"  # what jinja calls the code that it makes of one

@@ -9,4 +9,4 @@ from .reports.figures import ALL, Figures, PromptRecord
 from .reports.intervals import Interval, Ratio
 from .reports.report import Report
 
-__all__ = ["ALL", "Figures", "Interval", "Ratio", "Record", "Report"]
+__all__ = ["ALL", "Figures", "Interval", "PromptRecord", "Ratio", "Report"]

@@ -12,10 +12,10 @@ from .speculators import load_speculators
 __all__ = [
     "LAYOUTS",
     "DrafterFiles",
+    "EngineLaunch",
+    "ExportLayout",
     "Exported",
-    "Lack",
-    "Launch",
-    "Layout",
+    "Unsupported",
     "export_drafter",
     "import_drafter",
     "launch",

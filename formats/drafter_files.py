@@ -13,8 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from ..common import BadInputError
-from ..common.atomic import replacing
-from ..common.files import write_atomically
+from ..common.atomic import replacing, write_atomically
 from ..heads.saved import CONFIG, read_config
 from ..targets.loading import refuse_pickles
 from ..targets.weights import WEIGHTS

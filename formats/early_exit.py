@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import GenerationConfig
 
 from ..common import BadInputError
-from ..common.files import read_json, write_atomically
+from ..common.atomic import read_json, write_atomically
 from ..heads import Drafter, DrafterConfig, SelfSpeculative, SelfSpeculativeConfig
 from ..heads.saved import read_config
 from ..targets import Target, load_causal_lm

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..common.files import read_json, write_atomically
+from ..common.atomic import read_json, write_atomically
 from .drafter_files import DrafterFiles
 
 RECORD = "written.json"

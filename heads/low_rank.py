@@ -27,9 +27,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from ..common import BadInputError, IncompatibleError
-from ..common.atomic import replacing
+from ..common.atomic import replacing, write_atomically
 from ..common.digests import LIST
-from ..common.files import write_atomically
 from ..targets import Target
 from ..targets.adapters import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from .base import Drafter, DrafterLoss, TargetBatch

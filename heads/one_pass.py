@@ -46,7 +46,7 @@ class OnePassSession(NodeSession):
         return self.logits[:, 0]
 
     def decode(self, tokens: Tensor, parents: Tensor | None = None) -> Tensor:
-        logits = required(self.logits, "extend: a round begins with the root; call begin.")
+        logits = required(self.logits, "decode: a round begins with the root; call prefill.")
         if parents is None:
             self.level = self._checked(self.level + 1)
             return logits[:, self.level, None]

@@ -16,8 +16,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from ..common import BadInputError, refuse_unknown_keys
-from ..common.atomic import replacing
-from ..common.files import write_atomically
+from ..common.atomic import replacing, write_atomically
 from ..common.safe_load import read_json
 from ..common.values import checked_value
 from ..targets import Target

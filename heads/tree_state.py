@@ -54,7 +54,7 @@ def required(value: T | None, missing: str) -> T:
 
 @dataclass
 class PendingInputs:
-    """What the target has processed and a head has not: a token is read with the one after it, which `prefill` may bring.
+    """What the target has processed and a head has not: a token is read with its successor, which `prefill` may bring.
 
     Attributes:
         tokens: `[B, Q]`.

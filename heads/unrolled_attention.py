@@ -100,7 +100,7 @@ def _seen_in(spans: Sequence[Span], q: Tensor) -> tuple[Tensor, Tensor]:
     earliest = torch.zeros_like(last)
     for span in spans:
         earliest[span.row, span.queries] = span.entries.start
-        begin, count = span.entries.start + span.prefill, span.queries.stop - span.queries.start
+        begin, count = span.entries.start + span.begin, span.queries.stop - span.queries.start
         last[span.row, span.queries] = torch.arange(begin, begin + count)
     return earliest.to(q.device), last.to(q.device)
 
@@ -223,19 +223,19 @@ class _Group:
     queries: slice
 
     def inputs(self, q: Tensor, keys: Tensor, values: Tensor) -> tuple[Inputs, Inputs]:
-        """Return the inputs of both products: with the entries from `prefill` on, and with those before."""
+        """Return the inputs of both products: with the entries from `begin` on, and with those before."""
         q, keys, values = q[self.rows, :, self.queries], *(x[self.rows, :, self.entries] for x in (keys, values))
-        return (q, keys[:, :, self.prefill :], values[:, :, self.prefill :]), (
+        return (q, keys[:, :, self.begin :], values[:, :, self.begin :]), (
             q,
-            keys[:, :, : self.prefill],
-            values[:, :, : self.prefill],
+            keys[:, :, : self.begin],
+            values[:, :, : self.begin],
         )
 
     def forward(self, q: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Return the result and its log-sum-exp."""
         within, before = self.inputs(q, keys, values)
         mixed, total = self.kernel.forward(*within, True)
-        if not self.prefill:
+        if not self.begin:
             return mixed, total
         other, level = self.kernel.forward(*before, False)
         return mixed.lerp(other, (level - total).sigmoid()[..., None].to(mixed.dtype)), torch.logaddexp(total, level)
@@ -245,7 +245,7 @@ class _Group:
         gradient, mixed, total = (x[self.rows, :, self.queries].contiguous() for x in (gradient, mixed, total))
         within, before = self.inputs(*inputs)
         slopes = list(self.kernel.backward(gradient, *within, mixed, total, True))
-        if self.prefill:
+        if self.begin:
             others = self.kernel.backward(gradient, *before, mixed, total, False)
             slopes = [slopes[0] + others[0], *(torch.cat(pair, 2) for pair in zip(others[1:], slopes[1:], strict=True))]
         return slopes
@@ -265,7 +265,7 @@ def _groups(kernel: Kernel, begins: Sequence[int], queries: int, length: int) ->
 
 def _texts(kernel: Kernel, spans: Sequence[Span]) -> Iterator[_Group]:
     for span in spans:
-        yield _Group(kernel, slice(span.row, span.row + 1), span.entries, span.prefill, span.queries)
+        yield _Group(kernel, slice(span.row, span.row + 1), span.entries, span.begin, span.queries)
 
 
 def _of_step_0(groups: Sequence[_Group], q: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:

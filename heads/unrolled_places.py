@@ -111,8 +111,8 @@ class PackedRows(Places):
         for span in self.spans:
             count = torch.arange(span.queries.stop - span.queries.start)
             within[span.row, span.queries] = count
-            position[span.row, span.queries] = span.prefill + count
-            at[span.row, span.queries] = span.entries.start + span.prefill + count
+            position[span.row, span.queries] = span.begin + count
+            at[span.row, span.queries] = span.entries.start + span.begin + count
         self.at, self.within, self._position = at.to(device), within.to(device), position.to(device)
         self.positions = documents.positions(device)
 

@@ -1,8 +1,8 @@
 """What ships: drafter, target and figures as one versioned pair, and what keeps it right when the target changes."""
 
+from .comparison import gate_pairs, newest_report
 from .contents import verify
 from .export import PairExport, export_pair
-from .gate import gate_pairs, newest_report
 from .manifest import Manifest
 from .new import new_pair
 from .pair import Compatibility, Pair, StaleError, compatibility

@@ -1,14 +1,19 @@
-"""What differs between two pairs: target, tokenizer, drafter, recipe, data, and what they achieved."""
+"""Versions of a pair beside each other: what differs, the gate between two, and which was refreshed from which."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
+from ..common import BadInputError
 from ..common.safe_load import parse_yaml
-from .manifest import RECIPE, TOKENIZER, Figure, Headline, Manifest
+from ..eval.reports.gate import Counted, GateComparison, GateResult, gate
+from ..eval.reports.report import Report
+from .manifest import RECIPE, REPORTS, TOKENIZER, Figure, Headline, Manifest, ProbeBaseline
+from .pair import Pair
 
 _TOKENS = f"{TOKENIZER}/tokenizer.json"
 _DATA = ("data.", "eval.suites")
@@ -123,3 +128,94 @@ def _figures(one: Manifest, other: Manifest) -> Iterator[str]:
 def _tau(headline: Headline | None) -> str:
     figure = Figure.of(None) if headline is None else headline.tau
     return "not measured" if figure.value is None else f"{figure.value:.2f} [{figure.low:.2f}, {figure.high:.2f}]"
+
+
+@dataclass
+class VersionNode:
+    """A version, and the versions that were made from it.
+
+    Attributes:
+        missing: the parent's name and version where that is not among the versions; None where it is, or where there
+            is no parent.
+    """
+
+    manifest: Manifest
+    missing: str | None = None
+    children: list[VersionNode] = field(default_factory=list)
+
+
+def lineage(manifests: Sequence[Manifest]) -> list[VersionNode]:
+    """Return the versions as trees: those without a parent here, each with its descendants, in the order given."""
+    known = {manifest.digest for manifest in manifests}
+    children: dict[str, list[Manifest]] = defaultdict(list)
+    roots: list[Manifest] = []
+    for manifest in manifests:
+        parent = manifest.lineage.parent
+        # A pair cannot be its own ancestor: its digest would have to be known before it was made. A forged one can.
+        if parent is None or parent.digest not in known or parent.version >= manifest.version:
+            roots.append(manifest)
+        else:
+            children[parent.digest].append(manifest)
+    return [_node(root, children, known) for root in roots]
+
+
+def _node(manifest: Manifest, children: dict[str, list[Manifest]], known: set[str]) -> VersionNode:
+    parent = manifest.lineage.parent
+    missing = None if parent is None or parent.digest in known else f"{parent.name} version {parent.version}"
+    root = VersionNode(manifest, missing)
+    open_nodes = [root]
+    while open_nodes:  # not recursive: a lineage may have hundreds of versions
+        node = open_nodes.pop()
+        node.children = [VersionNode(child) for child in children.pop(node.manifest.digest, [])]
+        open_nodes += node.children
+    return root
+
+
+def headline_text(headline: Headline) -> str:
+    """Return τ and speedup at one temperature in words."""
+    tau, speedup = headline.tau, headline.speedup
+    shown = "τ –" if tau.value is None else f"τ {tau.value:.2f} [{tau.low:.2f}, {tau.high:.2f}]"
+    faster = "" if speedup.value is None else f", {speedup.value:.2f}×"
+    return f"{shown}{faster} at temperature {headline.temperature:g}"
+
+
+def gate_pairs(new: Pair, old: Pair, tolerance: float = 0.03, confidence: float = 0.95) -> GateResult:
+    """Tell whether τ of `new` fell beyond the tolerance below that of `old`, with confidence; see `eval.reports.gate`.
+
+    A refresh hands its parent's calibration prompts on, so both versions hold what their drafter did on the same ones.
+    They count beside the prompts of the reports wherever both ran them under the same plan and settings.
+
+    Raises:
+        BadInputError: a pair without a report, or reports that were made under different conditions.
+    """
+    report, kind = newest_report(new), new.manifest.drafter.type
+    name = kind if any(c.name == kind for c in report.contestants) else None
+    return gate(report, newest_report(old), tolerance, confidence, name, _calibration(new, old))
+
+
+def newest_report(pair: Pair) -> Report:
+    """Return the report that came with the pair last; BadInputError if none did."""
+    dated = sorted(p for p in (pair.folder / REPORTS).glob("*") if p.is_dir())
+    if not dated:
+        raise BadInputError(
+            f"{pair.folder}: this pair holds no report; measure it (`outrider eval`), and bind it again with one."
+        )
+    return Report.load(dated[-1])
+
+
+def _calibration(new: Pair, old: Pair) -> GateComparison | None:
+    """Return what both drafters did on the calibration prompts; None if these, plan or settings differ."""
+    baselines = [pair.manifest.measurements.baseline for pair in (new, old)]
+    same = (new.manifest.calibration, new.plan) == (old.manifest.calibration, old.plan)
+    after, before = baselines
+    if after is None or before is None or not same or _settings(after) != _settings(before):
+        return None
+    return GateComparison(after.temperature, _counted(after), _counted(before))
+
+
+def _settings(baseline: ProbeBaseline) -> tuple[int, float, int]:
+    return baseline.max_new_tokens, baseline.temperature, baseline.seed
+
+
+def _counted(baseline: ProbeBaseline) -> list[Counted]:
+    return [Counted(m.suite, m.id, m.accepted, m.rounds) for m in baseline.prompts]

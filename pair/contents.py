@@ -15,6 +15,8 @@ The target's own weights are not here: the pair names them by content.
 
 from __future__ import annotations
 
+import os
+import stat
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -22,17 +24,16 @@ from pathlib import Path
 from typing import Any, Self
 
 from ..common import BadInputError, Refusal
+from ..common.atomic import Leftover, is_harmless
 from ..common.digests import problem_of
-from ..common.harmless import is_harmless
-from ..common.leftovers import Leftover
 from ..common.locks import lock_file, locked
+from ..common.safe_load import kind_of
 from ..decode import Plan
 from ..distill.prompts import Prompt
 from ..eval.tuning import Tuning
 from ..recipes import Recipe, load_recipe
 from ..targets import Fingerprint, Target, load_tokenizer
 from .calibration import read_calibration
-from .listing import irregular
 from .manifest import (
     CALIBRATION,
     DRAFTER,
@@ -47,6 +48,7 @@ from .manifest import (
     read_manifest,
 )
 
+_MAX_FILES, _MAX_DEPTH = 10_000, 20  # of a pair, folders inside each other
 _PATIENCE = 600.0  # seconds that a stored tuning waits for another writer: it took minutes to find
 
 
@@ -224,3 +226,28 @@ def _is_in_the_way(folder: Path, path: Path) -> bool:
     unfinished = Leftover.at(path)
     places = (folder / MANIFEST, folder / SIGNATURE)
     return path == lock_file(folder) or (unfinished is not None and unfinished.place in places)
+
+
+def irregular(folder: Path) -> Iterator[str]:
+    """Yield what in a pair is neither a regular file nor a folder, one line each. Nothing is opened.
+
+    A link shows whoever opens it a file that is not in the pair, a pipe is waited for, and a device does something.
+    """
+    count, waiting = 0, [(folder, 0)]
+    while waiting:
+        here, depth = waiting.pop()
+        with os.scandir(here) as entries:
+            for entry in entries:
+                count += 1
+                if count > _MAX_FILES or depth > _MAX_DEPTH:
+                    yield f"more than {_MAX_FILES} files, or {_MAX_DEPTH} folders inside each other"
+                    return
+                try:
+                    mode = entry.stat(follow_symlinks=False).st_mode
+                except FileNotFoundError:  # a temporary file of whoever writes pair.json now
+                    continue
+                if stat.S_ISDIR(mode):
+                    waiting.append((Path(entry.path), depth + 1))
+                elif not stat.S_ISREG(mode):
+                    name = Path(entry.path).relative_to(folder).as_posix()
+                    yield f"{name}: {kind_of(mode)}; a pair holds regular files only"

@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ..common import BadInputError
-from ..common.atomic import replacing_folder
-from ..common.files import write_atomically
+from ..common.atomic import replacing_folder, write_atomically
 from ..decode import Plan
 from ..eval.reports.figures import ALL, PromptRecord
 from ..eval.reports.report import ContestantInfo, Report
@@ -29,7 +28,7 @@ from ..formats.export import require_new
 from ..heads.registry import restore_drafter
 from ..targets import Target, embedded_path
 from ..targets.loading import EMBEDDED
-from .gate import newest_report
+from .comparison import newest_report
 from .manifest import Figure
 from .pair import Pair
 

@@ -9,26 +9,43 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Any, Final, Literal, NoReturn
+from pathlib import Path, PurePosixPath
+from typing import Annotated, Any, Final, Literal, NoReturn
 
-from pydantic import BaseModel, ConfigDict, SerializerFunctionWrapHandler, ValidationError, model_serializer
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    SerializerFunctionWrapHandler,
+    ValidationError,
+    model_serializer,
+)
 
 from ..common import BadInputError
-from ..common.files import write_atomically
+from ..common.atomic import write_atomically
 from ..common.safe_load import Unreadable, parse_json, read_bytes
 from ..decode import Plan, Sampling
 from ..eval.reports.intervals import Interval
 from ..eval.tuning import Tuning, merged
 from ..targets import Fingerprint
 from ..targets.fingerprint import digest_json
-from .listing import InsideName
 
 MANIFEST, RECIPE, CALIBRATION = "pair.json", "recipe.yaml", "calibration.jsonl"
 SIGNATURE = "pair.json.sig"  # whose seal it is; see `signature`
 DRAFTER, TOKENIZER, REPORTS, ADAPTER, SUITES = "drafter", "tokenizer", "reports", "adapter", "suites"
-SCHEMA_VERSION: Final = 2
-_SMALLER_IDENTITY = 1  # the schema whose identity did not cover tokenizer and adapter
+SCHEMA_VERSION: Final = 1
+
+
+def _inside(name: str) -> str:
+    path = PurePosixPath(name)
+    plain = path.as_posix() == name and not path.is_absolute() and ".." not in path.parts and path.parts
+    if not plain or "\\" in name or ":" in path.parts[0] or not name.isprintable():
+        raise ValueError(f"{name[:80]!r} is no plain path inside the pair")
+    return name
+
+
+# The path of a file inside a pair's folder: relative, without "..", as it is written on every system.
+InsideName = Annotated[str, AfterValidator(_inside)]
 
 
 class ManifestModel(BaseModel):
@@ -246,7 +263,7 @@ class Manifest(ManifestModel):
     as it always did.
     """
 
-    schema_version: Literal[1, 2]
+    schema_version: Literal[1]
     name: str
     version: int
     digest: str
@@ -270,15 +287,10 @@ class Manifest(ManifestModel):
         values: dict[str, Any] = write(self)
         return {k: v for k, v in values.items() if k not in ("tuning", "served", "suites") or v}
 
-    def identity(self, schema_version: int | None = None) -> str:
-        """Return the identity digest, computed from what it covers.
-
-        Args:
-            schema_version: whose identity; None for this manifest's own.
-        """
-        smaller = (schema_version or self.schema_version) == _SMALLER_IDENTITY
-        kept = None if smaller else self.target.kept_files()
-        return identity_digest(self.target.fingerprint.restored(), self.drafter.files, self.plan, kept)
+    def identity(self) -> str:
+        """Return the identity digest, computed from what it covers."""
+        fingerprint, kept = self.target.fingerprint.restored(), self.target.kept_files()
+        return identity_digest(fingerprint, self.drafter.files, self.plan, kept)
 
     def identified(self) -> Manifest:
         """Return this manifest with the identity digest of what it says."""
@@ -329,16 +341,15 @@ class Manifest(ManifestModel):
 
 
 def identity_digest(
-    fingerprint: Fingerprint, drafter_files: dict[str, str], plan: PlanRecord, kept: dict[str, str] | None = None
+    fingerprint: Fingerprint, drafter_files: dict[str, str], plan: PlanRecord, kept: dict[str, str]
 ) -> str:
     """Return a pair's identity by content: equal for the same target, drafter and plan, wherever and whenever made.
 
     Args:
-        kept: the target's files that the pair keeps, and that are loaded with it; None for the identity of pairs of
-            schema version 1, which did not cover them.
+        kept: the target's files that the pair keeps, and that are loaded with it.
     """
-    parts = {"target": fingerprint.digest, "drafter": drafter_files, "plan": plan.model_dump()}
-    return digest_json(parts if kept is None else parts | {"kept": kept})
+    parts = {"target": fingerprint.digest, "drafter": drafter_files, "plan": plan.model_dump(), "kept": kept}
+    return digest_json(parts)
 
 
 def read_manifest(folder: Path) -> Manifest:

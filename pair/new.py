@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import shutil
 from collections.abc import Sequence
 from datetime import UTC, datetime
@@ -14,9 +15,8 @@ from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
 from ..common import BadInputError, Refusal
-from ..common.atomic import replacing_folder
+from ..common.atomic import replacing_folder, write_atomically
 from ..common.digests import listed_problems
-from ..common.files import write_atomically
 from ..common.locks import locked
 from ..common.safe_load import read_json
 from ..distill.prompts import Prompt
@@ -129,7 +129,7 @@ def _existing(final: Path) -> Pair | None:
 
 
 def _require_same(existing: Pair, manifest: Manifest) -> None:
-    if existing.digest != manifest.identity(existing.manifest.schema_version):
+    if existing.digest != manifest.identity():
         raise BadInputError(
             f"{str(existing.folder)!r} already holds another pair: {existing.name} version {existing.version} "
             f"({existing.digest[:12]}…), "
@@ -434,3 +434,35 @@ def _about(report: Report, drafter: Drafter) -> ContestantInfo:
             "in the list."
         )
     return next((c for c in of_its_type if c.name == drafter.name), of_its_type[0])
+
+
+# What a refresh learns from, if nobody names other prompts: `outrider refresh … data.prompts=[…]`.
+PROMPTS = ["embedded:code", "embedded:docs", "embedded:prose"]
+
+
+def arrival_recipe(name: str, target: Target, drafter: Drafter) -> Recipe:
+    """Return a recipe for a drafter that was trained elsewhere: its type, its target, and the shipped prompts."""
+    path = target.source.get("path")
+    if path is None:
+        raise BadInputError("this target was given in memory; load it from a folder or the Hub to make a pair.")
+    spec = {k: v for k, v in target.source.items() if v is not None}
+    dtype = str(target.dtype).removeprefix("torch.")
+    values = {
+        "name": re.sub(r"[^A-Za-z0-9_.-]+", "-", name).strip("-._") or drafter.name,
+        "target": spec | {"dtype": dtype},
+        "drafter": {"type": drafter.name},
+        "data": {"prompts": PROMPTS},
+        "eval": {"depth": min(4, drafter.max_depth or 4)},
+    }
+    return Recipe.from_dict(values)
+
+
+def paired(folder: str | Path, target: Target, drafter: Drafter, console: Console | None = None) -> Pair:
+    """Make a pair of a drafter that was trained elsewhere, and measure its probe baseline.
+
+    Raises:
+        BadInputError: something else is in `folder`, or the target cannot be named.
+        IncompatibleError: the drafter cannot draft for this target.
+    """
+    recipe = arrival_recipe(Path(folder).name, target, drafter)
+    return new_pair(folder, target, drafter, recipe, console=console)

@@ -17,7 +17,7 @@ from typing import Any
 from rich.console import Console
 
 from ..common import BadInputError
-from ..common.files import write_atomically
+from ..common.atomic import write_atomically
 from ..common.locks import locked
 from ..distill.prompts import Prompt
 from ..eval.measure import contestants, measure

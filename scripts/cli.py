@@ -25,11 +25,10 @@ from rich.markup import escape
 from rich.table import Table
 from typer.core import TyperGroup
 
-from ..common import OutriderError
+from ..common import BadInputError, OutriderError
 from ..common.allocation import keep_large_blocks, remember_few_shapes
-from ..common.disk import is_disk_full, require_folder
-from ..common.files import write_atomically
-from ..common.hub import say_retries_once
+from ..common.atomic import is_disk_full, require_folder, write_atomically
+from ..common.progress import say_retries_once
 from ..common.signals import how, number_of, stoppable
 from . import data, export_cli, registry, served, watch
 from .examples import EXAMPLES
@@ -577,10 +576,11 @@ def pair_verify(
         differences = verify(folder, Pair.load(folder).load_target(target, adapter=adapter))
     found: str | None = None
     if signer is not None and not differences:
-        from .signing import signer_of
+        from ..pair.signature import check_signature
 
-        found, problem = signer_of(folder, signer, identity)
-        differences = [problem] if found is None else []
+        signed_by, problem = check_signature(folder, signer, identity)
+        found = None if signed_by is None else f"{signed_by.name}, {signed_by.fingerprint}"
+        differences = [problem] if signed_by is None else []
     code = FINDING if differences else 0
     if as_json:
         body = {"folder": str(folder), "intact": not differences, "differences": differences, "signer": found}
@@ -596,12 +596,18 @@ def pair_verify(
 @pair_app.command(name="sign")
 def pair_sign(
     folder: PairFolder,
-    key: Annotated[Path, typer.Option(help="An Ed25519 private key of OpenSSH.")],
+    key: Annotated[Path, typer.Option(help="A private key of OpenSSH, or the public half of one in ssh-agent.")],
 ) -> None:
-    """Sign a pair, so that others can tell who made it: pair.json.sig, which `ssh-keygen -Y verify` reads, too."""
-    from .signing import sign_pair
+    """Sign a pair with ssh-keygen, so that others can tell who made it: pair.json.sig."""
+    from ..pair import verify
+    from ..pair.manifest import SIGNATURE
+    from ..pair.signature import sign
 
-    Console(highlight=False, soft_wrap=True).print(escape(sign_pair(folder, key)))
+    altered = verify(folder)
+    if altered:
+        raise BadInputError(f"{folder} was altered after it was made, and is not signed: {'; '.join(altered)}.")
+    fingerprint = sign(folder, key)
+    Console(highlight=False, soft_wrap=True).print(escape(f"signed with {fingerprint}: {folder / SIGNATURE}"))
 
 
 def _print_pair(pair: Pair, console: Console) -> None:

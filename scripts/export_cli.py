@@ -79,7 +79,7 @@ def import_(
     """Read a drafter that another program wrote, as one of ours: nothing is guessed, and nothing is dropped."""
     from ..common.digests import save_whole
     from ..formats import import_drafter, recognised
-    from ..pair.arrival import paired
+    from ..pair.new import paired
     from ..targets import Target
 
     loaded = Target.load(target, adapter=adapter)

@@ -1,26 +1,26 @@
-"""What verbs say with `--json`: one envelope around the body of each, and JSON Schemas of all of them.
+"""The answers of verbs with `--json`: one envelope around the body of each, and JSON Schemas of all of them.
 
     {"schema": "outrider.gate/1", "exit_code": 1, …the body's own fields…}
 
-The schemas ship in `scripts/schemas`, with those of pair.json and report.json. To write them anew after a change:
+The schemas, with those of pair.json and report.json, are generated:
 
-    python -m outrider.scripts.json_output
+    python -m outrider.scripts.json_output FOLDER
 """
 
 from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Final
 
-import typer
 from pydantic import BaseModel, ConfigDict, TypeAdapter
 
+from ..common.atomic import write_atomically
 from ..common.checksums import CHECKSUM
-from ..common.files import write_atomically
 from ..distill.data_set import provenance
 from ..distill.prompts import Collection
 from ..eval.reports.gate import GateResult
@@ -39,7 +39,6 @@ from ..train.planning import Needs
 from .output import tell
 
 VERSION: Final = 1
-SCHEMAS = Path(__file__).parent / "schemas"
 
 
 class Body(BaseModel):
@@ -349,7 +348,6 @@ class PlanBody(Needs):
         return cls(**{f.name: getattr(needs, f.name) for f in fields(needs)}, peak_memory=needs.memory.peak)
 
 
-# The body of every answer, by the verb that gives it.
 class LintBody(Body):
     """What lint found in a drafter's files; a fault is surely wrong, anything else unusual."""
 
@@ -357,6 +355,7 @@ class LintBody(Body):
     findings: list[LintFinding]
 
 
+# The body of every answer, by the verb that gives it.
 BODIES: dict[str, Any] = {
     "error": ErrorBody,
     "distill": DistillBody,
@@ -419,17 +418,11 @@ def schemas() -> dict[str, dict[str, Any]]:
     return found | {"pair.json": Manifest.model_json_schema(), "report.json": report}
 
 
-def schema_text(value: dict[str, Any]) -> str:
-    """Return a schema as its file holds it."""
-    return json.dumps(value, indent=1, ensure_ascii=False) + "\n"
-
-
-def write_schemas(folder: Path = SCHEMAS) -> Sequence[Path]:
-    """Write all schemas into `folder`, and return the files."""
+def write_schemas(folder: Path) -> None:
+    """Write all schemas into `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, value in schemas().items():
-        write_atomically(folder / name, schema_text(value))
-    return sorted(folder / name for name in schemas())
+        write_atomically(folder / name, json.dumps(value, indent=1, ensure_ascii=False) + "\n")
 
 
 def _number(value: Any) -> Any:
@@ -443,5 +436,4 @@ def _finite(value: Any) -> Any:
 
 
 if __name__ == "__main__":
-    for file in write_schemas():
-        typer.echo(file)
+    write_schemas(Path(sys.argv[1]))

@@ -12,7 +12,7 @@ from rich.table import Table as Grid
 from rich.text import Text
 
 from ..common import BadInputError
-from ..common.disk import readable_bytes
+from ..common.atomic import readable_bytes
 from ..common.safe_load import YAML, parse_yaml, read_text
 from ..eval.reports.render import print_table
 from ..eval.reports.tables import Cell, Table, counted

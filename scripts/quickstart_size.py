@@ -20,7 +20,7 @@ _MEASURED = 7.0  # times that the suites are completed, in those of the plain ta
 
 @dataclass(frozen=True)
 class QuickstartBudget:
-    """Everything that decides how long the quickstart takes. How many prompts fit `seconds` is measured, see `QuickstartSizes`.
+    """Everything that decides how long the quickstart takes; how many prompts fit is measured (`QuickstartSizes`).
 
     Attributes:
         seconds: that the whole story may take.

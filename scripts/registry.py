@@ -14,8 +14,7 @@ from ..common import BadInputError
 from .output import console_for
 
 if TYPE_CHECKING:
-    from ..pair.comparison import Side
-    from ..pair.lineage import VersionNode
+    from ..pair.comparison import Side, VersionNode
     from ..pair.registry import Registry
 
 RegistryPlace = Annotated[
@@ -72,7 +71,7 @@ def log(
     as_json: AsJson = False,
 ) -> None:
     """The versions in a registry, each after the one that it was made from, with their τ."""
-    from ..pair.lineage import lineage
+    from ..pair.comparison import lineage
     from .json_output import LogBody, say
 
     opened = _opened(registry)
@@ -139,7 +138,7 @@ def _text(file: Path) -> str:
 
 
 def _draw(node: VersionNode, tree: Tree) -> None:
-    from ..pair.lineage import headline_text
+    from ..pair.comparison import headline_text
 
     waiting = [(node, tree)]
     while waiting:

@@ -11,8 +11,8 @@ from rich.console import Console
 from rich.text import Text
 from torch import Tensor
 
+from ..common.atomic import write_atomically
 from ..common.checksums import write_json
-from ..common.files import write_atomically
 from ..common.locks import locked
 from ..common.progress import progress
 from ..distill import distill, load_responses

@@ -16,7 +16,7 @@ from rich.console import Console
 from torch import Tensor, nn
 
 from ..common import BadInputError
-from ..common.files import write_atomically
+from ..common.atomic import write_atomically
 from ..common.progress import Advance, progress
 from ..decode import Decoder, Plan, Round, Sampling
 from ..eval.suites import Suite

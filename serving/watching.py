@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from ..common import BadInputError
-from ..common.files import write_atomically
+from ..common.atomic import write_atomically
 from ..common.locks import locked
 from ..pair import Pair
 from .changepoint import DEEP, Chart, CusumState, NormalDrafting, WatchLimits

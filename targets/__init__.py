@@ -13,16 +13,16 @@ from .tokenizers import TokenDifference, first_difference, load_tokenizer, requi
 
 __all__ = [
     "Backbone",
-    "Counts",
     "Fingerprint",
     "Footprint",
     "LayerShape",
     "Nodes",
     "PeakBytes",
     "RaggedCache",
-    "Store",
+    "RowLengths",
     "Target",
     "TargetOutput",
+    "TensorShape",
     "TokenDifference",
     "absent_target",
     "decoder_layers",

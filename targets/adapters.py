@@ -21,8 +21,7 @@ from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..common.errors import BadInputError, IncompatibleError, OutriderError, Refusal
-from ..common.libraries import reason
+from ..common.errors import BadInputError, IncompatibleError, OutriderError, Refusal, reason
 from ..common.safe_load import read_json
 from .stored import misfits, no_more_than, stored_tensors
 from .vetting import is_local

@@ -25,7 +25,7 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from ..common import BadInputError
 from ..common.allocation import give_back_unused
-from ..common.libraries import reason
+from ..common.errors import reason
 from ..common.safe_load import read_json
 from .fingerprint import Digested, Fingerprint, digest_tensor
 from .loading import expanded, folder_of, load_causal_lm, load_tokenizer_of, target_path

@@ -10,8 +10,7 @@ from pathlib import Path
 from huggingface_hub import snapshot_download, try_to_load_from_cache
 from huggingface_hub.errors import IncompleteSnapshotError
 
-from ..common.errors import BadInputError
-from ..common.libraries import reason
+from ..common.errors import BadInputError, reason
 from .stored import plain_weight_map
 from .vetting import INDEX, MODEL_CONFIG, SINGLE, is_local
 

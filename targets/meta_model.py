@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from ..common.errors import BadInputError, OutriderError, Refusal
-from ..common.libraries import reason
+from ..common.errors import BadInputError, OutriderError, Refusal, reason
 from .hub import model_folder
 from .vetting import check_files, without_questions
 

@@ -1,4 +1,4 @@
-"""The rooms write files in one way: through the ground floor, which never leaves half of one."""
+"""The rooms write files in one way: through `common`, which never leaves half of one."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MODULES = {"torch", "numpy", "np", "json", "yaml", "pickle"}
 ALLOWED = {
     "benchmarks/peers.py",  # writes to the kernel
     "scripts/make_embedded.py",  # no part of the package's work
-    "pair/registry/folder.py",  # publishes by links, with the ground floor's names, which its sweep knows
+    "pair/registry/folder.py",  # publishes by links, with names of `common`, which its sweep knows
     "pair/registry/hub.py",  # fetches into a folder that is being built
     "train/optimizer_state.py",  # into a checkpoint, which counts only when its list is sealed
     "serving/launching.py",  # the log of an engine that it starts
@@ -36,7 +36,7 @@ def files() -> list[Path]:
 
 
 def writes(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """Yield line and name of every call in `tree` that writes without the ground floor."""
+    """Yield line and name of every call in `tree` that writes without `common`."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and (name := forbidden(node)):
             yield node.lineno, name
@@ -69,7 +69,7 @@ def test_the_rooms_write_no_file_any_other_way() -> None:
         if file.relative_to(HOUSE).as_posix() not in ALLOWED
         for line, name in writes(ast.parse(file.read_text(encoding="utf-8")))
     ]
-    assert found == [], "use ground.files, ground.replacing or ground.sealed"
+    assert found == [], "use common.files, common.atomic or common.checksums"
 
 
 def test_tensors_are_written_where_a_file_is_being_replaced() -> None:

@@ -15,7 +15,7 @@ from transformers.utils import logging as transformers_logging
 
 from ..common import OutriderError
 from ..common.allocation import keep_large_blocks, remember_few_shapes
-from ..common.hub import say_retries_once
+from ..common.progress import say_retries_once
 from ..common.signals import how, number_of, stop_with_launcher, stoppable
 from ..recipes import load_recipe
 from .trainer import TrainingInterruptedError, train

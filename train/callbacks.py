@@ -115,7 +115,7 @@ class FiniteGuard(TrainerCallback):
 class GracefulStop(TrainerCallback):
     """A callback by which a request to stop ends the step in progress with a checkpoint.
 
-    The requests are those of `ground.signals`. A second Ctrl-C ends at once; schedulers have SIGKILL for that.
+    The requests are those of `common.signals`. A second Ctrl-C ends at once; schedulers have SIGKILL for that.
 
     Attributes:
         number: the signal that asked this process; 0 if none did.

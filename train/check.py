@@ -14,7 +14,7 @@ from pathlib import Path
 from transformers import PreTrainedModel, TrainingArguments
 
 from ..common import BadInputError
-from ..common.disk import free_bytes, readable_bytes, require_folder
+from ..common.atomic import free_bytes, readable_bytes, require_folder
 from ..distill.data_set import rounds_of
 from ..distill.responses import data_folder
 from ..heads import HEADS, Drafter, LowRank

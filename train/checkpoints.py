@@ -18,9 +18,7 @@ from safetensors import SafetensorError
 from transformers import TrainerState, TrainingArguments
 
 from ..common import BadInputError, Refusal, digests
-from ..common.atomic import move
-from ..common.disk import CannotWriteError, failure, readable_bytes
-from ..common.files import read_json, write_atomically
+from ..common.atomic import CannotWriteError, failure, move, read_json, readable_bytes, write_atomically
 from .launch import is_lost_peer
 
 PREFIX = "checkpoint-"

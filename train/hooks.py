@@ -20,8 +20,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from transformers import PreTrainedModel, Trainer, TrainingArguments
 from transformers.trainer_utils import TrainOutput
 
-from ..common.errors import Refusal
-from ..common.libraries import reason
+from ..common.errors import Refusal, reason
 from .checkpoints import PREFIX
 from .launch import is_lost_peer
 

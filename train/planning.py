@@ -20,7 +20,7 @@ from torch import nn
 from transformers import TrainingArguments
 
 from ..common import BadInputError, OutriderError
-from ..common.libraries import LIBRARY_ERRORS, reason
+from ..common.errors import LIBRARY_ERRORS, reason
 from ..distill.data_set import load_responses
 from ..distill.responses import data_folder
 from ..distill.shards import precision_of, stored_taps

@@ -17,7 +17,7 @@ from transformers.integrations import get_reporting_integration_callbacks
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
 from ..common import BadInputError, refuse_unknown_keys
-from ..common.libraries import reason
+from ..common.errors import reason
 from ..recipes import Recipe
 from .decode_eval import Sample
 from .provenance import PROVENANCE, RECIPE

@@ -18,7 +18,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from transformers.trainer_utils import IntervalStrategy
 
 from ..common import BadInputError
-from ..common.files import read_json
+from ..common.atomic import read_json
 from ..common.progress import progress
 from .hooks import states_explained
 

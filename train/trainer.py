@@ -26,8 +26,8 @@ from rich.console import Console
 from torch import nn
 from transformers import PreTrainedModel, TrainingArguments, set_seed
 
+from ..common.atomic import keeping
 from ..common.digests import save_whole
-from ..common.disk import keeping
 from ..common.signals import StoppedError, how, number_of
 from ..distill.data_set import DEPTHS, load_responses, rounds_of
 from ..distill.features import FeatureStore

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..common import BadInputError, OutriderError
-from ..common.libraries import LIBRARY_ERRORS, reason
+from ..common.errors import LIBRARY_ERRORS, reason
 from ..heads import Drafter, DrafterConfig, drafter_config, head_class, load_drafter
 from ..heads.registry import saved_type
 from ..heads.saved import CONFIG, read_config

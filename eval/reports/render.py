@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table as Grid
 from rich.text import Text
 
-from ...common.files import write_atomically
+from ...common.atomic import write_atomically
 from ...common.locks import locked
 from . import plots, tables
 from .report import REPORT_FILE, Report

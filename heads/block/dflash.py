@@ -9,7 +9,7 @@ Two layouts are in use. In the one the slots fill in (`from_anchor` false: DFlas
 its own place, so the root's slot says nothing and a block of B drafts B − 1. In the other (`from_anchor`: DSpark,
 Domino) slot i says the token after its place, and B slots draft B.
 
-What its layers see stands in parts/block_layers.py, from which anchors it learns in parts/anchors.py, what its drafts
+What its layers see stands in block_layers.py, from which anchors it learns in block_sampling.py, what its drafts
 weigh in parts/block_losses.py.
 
 Shapes: B rows, T positions, n anchors of a row, A anchors of a batch, S slots, k drafts, K taps, H hidden size,

@@ -187,8 +187,8 @@ class MarkovSession(BlockSession):
         Args:
             memory: after the tokens' parents, `[B, W, r]`; None before the root.
         """
-        logits = required(self.logits, "extend: a round begins with the root; call begin.")
-        states = required(self.states, "extend: a round begins with the root; call begin.")
+        logits = required(self.logits, "decode: a round begins with the root; call prefill.")
+        states = required(self.states, "decode: a round begins with the root; call prefill.")
         head, hidden = self.drafter.markov_head, take_positions(states, depths)
         code = self.drafter.code(tokens)
         self.last = hidden[:, -1], code[:, -1]
@@ -201,6 +201,6 @@ class MarkovSession(BlockSession):
 
     def confidence(self) -> Tensor:
         head = required(self.drafter.confidence_head, "this drafter has no confidence head.")
-        odds = head(*required(self.last, "confidence: a round begins with the root; call begin.")).float()
+        odds = head(*required(self.last, "confidence: a round begins with the root; call prefill.")).float()
         temperatures = self.drafter.config.temperatures
         return torch.sigmoid(odds / temperatures[self.level] if temperatures else odds)

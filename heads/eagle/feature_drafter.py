@@ -225,7 +225,7 @@ class FeatureDrafter(Drafter):
         """Return the last layer's output at each of the S steps of a training-time test, `[B, T', H]` each.
 
         Index j of row b and step i stands for t = places.at[b, j] and the pair whose token is x_{t+1+i}; where a text
-        has no such token, it means nothing. Without `places` rows are one text each, of which t = begin[b] + j; `prefill`
+        has no such token, it means nothing. Without `places` rows are one text each, of which t = begin[b] + j; `begin`
         `[B]` is 0 if None; before it, rows are only attended to.
         """
         if places is None:

@@ -14,7 +14,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModel
 
 from ...common import BadInputError, IncompatibleError, refuse_unknown_keys
-from ...common.libraries import LIBRARY_ERRORS, reason
+from ...common.errors import LIBRARY_ERRORS, reason
 from ...targets import Target
 
 # What it takes to leave one layer of a config; what says where experts begin is counted from the first.

@@ -135,7 +135,7 @@ class Rollouts:
         return [(i * self.size, min((i + 1) * self.size, width), seen) for i, seen in enumerate(self.contexts)]
 
     def sees(self, begin: int, end: int, context: int) -> Tensor:
-        """Return what the masks from `prefill` to `end` see of the first `context` places of the text and of each other.
+        """Return what the masks from `begin` to `end` see of the first `context` places of the text and of each other.
 
         `[R, 1, end − begin, context + end − begin]` bool.
         """

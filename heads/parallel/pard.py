@@ -1,7 +1,7 @@
 """PARD: a draft model that drafts all tokens in one pass (arXiv 2504.18583).
 
 An ordinary small language model, trained to say, at mask tokens that it reads after a text, the tokens that follow one
-after the other: rollouts, of which deeper ones are drawn less often (parts/rollouts.py). It is saved as a plain Hugging
+after the other: rollouts, deeper ones drawn less often (see parallel_drafts). It is saved as a plain Hugging
 Face checkpoint, whose config names the mask (`pard_token`), as AMD's are.
 
 Shapes: B rows, T positions, E masks of a row, Q new tokens, P drafts, H hidden size, V vocabulary.

@@ -2,7 +2,7 @@
 
 EAGLE-3 reads its own outputs, draft after draft. This head reads, after the last true pair of hidden states and token,
 pairs of a mask: a vector in place of the hidden states and a mask token in place of the token, one for each draft after
-the first. It is trained on such rollouts, of which deeper ones are drawn less often (parts/rollouts.py).
+the first. It is trained on such rollouts, of which deeper ones are drawn less often (parallel_drafts.py).
 
 Its network is EAGLE-3's, without the feedback of outputs.
 

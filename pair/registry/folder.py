@@ -15,10 +15,9 @@ from pathlib import Path
 from typing import BinaryIO
 
 from ...common import BadInputError
-from ...common.atomic import replacing, sync
+from ...common.atomic import leftovers_within, replacing, sync, working_name
 from ...common.digests import problem_of
 from ...common.errors import Refusal
-from ...common.leftovers import leftovers_within, working_name
 from ...common.locks import locked
 from .layout import MAX_ENTRY, PAIRS, blob_path
 

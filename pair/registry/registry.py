@@ -11,8 +11,7 @@ from tempfile import TemporaryDirectory
 from rich.console import Console
 
 from ...common import BadInputError
-from ...common.atomic import replacing_folder
-from ...common.files import write_atomically
+from ...common.atomic import replacing_folder, write_atomically
 from ...common.locks import locked
 from ...common.progress import progress
 from ..contents import verify

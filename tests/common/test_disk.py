@@ -13,9 +13,14 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from outrider.common.atomic import replacing, replacing_folder
-from outrider.common.disk import CannotWriteError, keeping, require_folder
-from outrider.common.files import write_atomically
+from outrider.common.atomic import (
+    CannotWriteError,
+    keeping,
+    replacing,
+    replacing_folder,
+    require_folder,
+    write_atomically,
+)
 
 
 def command_works(*command: object) -> bool:

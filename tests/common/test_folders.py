@@ -73,9 +73,9 @@ def killed_before(name: str, number: int, folder: Path, exchange: bool) -> bool:
     script = f"""
 import os, shutil, signal, sys
 from pathlib import Path
-from outrider.common import replacing
+from outrider.common import atomic
 if not {exchange}:
-    replacing._renameat2 = lambda: None
+    atomic._renameat2 = lambda: None
 calls = 0
 def watch(event, arguments):
     global calls
@@ -83,7 +83,7 @@ def watch(event, arguments):
         calls += 1
         if calls == {number}:
             os.kill(os.getpid(), signal.SIGKILL)
-with replacing.replacing_folder(Path(sys.argv[1])) as building:
+with atomic.replacing_folder(Path(sys.argv[1])) as building:
     (building / "new").touch()
     sys.addaudithook(watch)
 """

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from outrider.common.hub import say_retries_once
+from outrider.common.progress import say_retries_once
 
 
 @pytest.fixture

@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from outrider.common import json_stream
-from outrider.common.json_stream import read_json_items
-from outrider.common.safe_load import FileLimits, Unreadable
+from outrider.common import safe_load
+from outrider.common.safe_load import FileLimits, Unreadable, read_json_items
 
 ENTRIES = [{"a": 'é\\"]}', "b": [1, {"c": None}]}, {"a": "x" * 50}, [], "text", -1.5, True, {}]
 
@@ -27,7 +26,7 @@ def write(tmp_path: Path, text: str | bytes) -> Path:
 def test_entries_are_those_of_the_whole_list(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, piece: int, indent: int | None
 ) -> None:
-    monkeypatch.setattr(json_stream, "MEGABYTE", piece)
+    monkeypatch.setattr(safe_load, "MEGABYTE", piece)
     text = "\ufeff " + json.dumps(ENTRIES, indent=indent, ensure_ascii=False) + "\n"
     assert list(read_json_items(write(tmp_path, text))) == ENTRIES
     assert list(read_json_items(write(tmp_path, " [ ] "))) == []

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from outrider.common import BadInputError
-from outrider.common.leftovers import Leftover, working_name
+from outrider.common.atomic import Leftover, working_name
 from outrider.common.locks import lock_file, locked
 
 HOLD = """

@@ -323,9 +323,9 @@ def confident_session(target: Target, odds: dict[tuple[int, ...], float]):
     torch.manual_seed(5)
     torch.nn.init.normal_(session.drafter.markov_head.markov_w2.weight)
     said: list[int] = []
-    begin, extend = session.prefill, session.extend
+    begin, extend = session.prefill, session.decode
     session.prefill = lambda root: said.clear() or begin(root)
-    session.extend = lambda tokens, parents=None: said.append(int(tokens[0, 0])) or extend(tokens, parents)
+    session.decode = lambda tokens, parents=None: said.append(int(tokens[0, 0])) or extend(tokens, parents)
     session.confidence = lambda: torch.tensor([odds.get(tuple(said), 1.0)], dtype=torch.float64)
     return session
 

@@ -259,7 +259,7 @@ def test_a_drafter_that_nobody_wants_any_more_is_told_nothing(target, monkeypatc
         original(self, tokens, *rest)
         widths.append(self.unread.tokens.shape[1])
 
-    monkeypatch.setattr(FeatureSession, "absorb", watched)
+    monkeypatch.setattr(FeatureSession, "update", watched)
     first = Decoder(target).generate(PROMPTS[:1], 1).tokens[0][0]
     decoder = Decoder(target, drafter)
     decoder.generate(

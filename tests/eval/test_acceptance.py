@@ -44,9 +44,9 @@ class SecondBest(DraftModel):
 
     def open(self, *sizes: Any, **more: Any) -> Any:
         session: Any = super().open(*sizes, **more)
-        begin, extend = session.prefill, session.extend
+        begin, extend = session.prefill, session.decode
         session.prefill = lambda root: swapped(begin(root))
-        session.extend = lambda tokens, parents=None: swapped(extend(tokens, parents))
+        session.decode = lambda tokens, parents=None: swapped(extend(tokens, parents))
         return session
 
 

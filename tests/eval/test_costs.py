@@ -85,7 +85,7 @@ def test_what_is_timed_follows_a_round_of_the_same_depth(target: Target, monkeyp
             timed.append((depth, absorbed[-1]))
             return propose(root, depth, *more)
 
-        monkeypatch.setattr(session, "absorb", spy_absorb)
+        monkeypatch.setattr(session, "update", spy_absorb)
         monkeypatch.setattr(session, "propose", spy_propose)
         return session
 

@@ -102,7 +102,7 @@ def test_a_row_proposes_what_was_found_and_else_what_the_model_says(target, mode
 def test_a_row_alone_needs_no_model_where_something_was_found(target, model, monkeypatch):
     fusion = Fusion(Ngram(NgramConfig(4, 4)), model)
     state = opened(fusion, target, [REPEATED])
-    monkeypatch.setattr(state.model, "begin", lambda *_: pytest.fail("the model was asked"))
+    monkeypatch.setattr(state.model, "prefill", lambda *_: pytest.fail("the model was asked"))
     assert drafted(fusion, state, [1]) == [[2, 3, 4, 1]]
 
 

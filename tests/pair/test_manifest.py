@@ -31,6 +31,8 @@ from outrider.pair.manifest import (
 from outrider.targets import Fingerprint
 from outrider.targets.fingerprint import digest_json
 
+KEPT = {"tokenizer/t.json": "4"}
+
 
 def fingerprint(**changes: Any) -> Fingerprint:
     return Fingerprint(
@@ -48,7 +50,7 @@ def manifest(**changes: Any) -> Manifest:
         "schema_version": 1,
         "name": "tiny",
         "version": 1,
-        "digest": identity_digest(fingerprint(), drafter.files, plan),
+        "digest": identity_digest(fingerprint(), drafter.files, plan, KEPT),
         "target": target,
         "drafter": drafter,
         "recipe": "6",
@@ -143,18 +145,29 @@ def test_every_file_of_a_pair_is_listed_by_its_place() -> None:
 
 def test_the_identity_is_of_target_drafter_and_plan() -> None:
     def digest(
-        print_: Fingerprint | None = None, files: dict[str, str] | None = None, plan: PlanRecord | None = None
+        print_: Fingerprint | None = None,
+        files: dict[str, str] | None = None,
+        plan: PlanRecord | None = None,
+        kept: dict[str, str] | None = None,
     ) -> str:
-        return identity_digest(print_ or fingerprint(), files or {"config.json": "5"}, plan or PlanRecord(depth=3))
+        return identity_digest(
+            print_ or fingerprint(), files or {"config.json": "5"}, plan or PlanRecord(depth=3), kept or KEPT
+        )
 
     others = [
         digest(fingerprint(dtype="bfloat16")),
         digest(files={"config.json": "0"}),
         digest(plan=PlanRecord(depth=4)),
+        digest(kept={"tokenizer/t.json": "5"}),
     ]
-    assert len({digest(), *others}) == 4
+    assert len({digest(), *others}) == 5
     assert digest() == digest_json(
-        {"target": fingerprint().digest, "drafter": {"config.json": "5"}, "plan": {"depth": 3, "verify": "auto"}}
+        {
+            "target": fingerprint().digest,
+            "drafter": {"config.json": "5"},
+            "plan": {"depth": 3, "verify": "auto"},
+            "kept": KEPT,
+        }
     )
     assert digest() == manifest().digest == manifest(name="other", version=2, created="2031-01-01").identity()
 
@@ -228,7 +241,7 @@ def test_all_alterations_are_named_at_once(tmp_path: Path) -> None:
             "damaged or not a pair ('utf-8' codec can't decode byte 0xff in position 0: invalid start byte). "
             "Take a good copy of the pair.",
         ),
-        (b'{"schema_version": 3}', "schema version 3 is newer than the 2 that this Outrider reads; upgrade Outrider."),
+        (b'{"schema_version": 2}', "schema version 2 is newer than the 1 that this Outrider reads; upgrade Outrider."),
     ],
 )
 def test_a_damaged_file_is_named_with_what_is_wrong(tmp_path: Path, content: bytes, message: str) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from outrider.common import BadInputError
-from outrider.common.leftovers import machine_tag
+from outrider.common.atomic import machine_tag
 from outrider.decode import Plan
 from outrider.distill.prompts import Prompt
 from outrider.eval.measure import Contestant, measure
@@ -60,7 +60,7 @@ def test_pair_json_says_what_the_pair_is(
     today("2031-01-01")
     pair = make_pair("ngram")
     made = pair.manifest
-    assert (made.schema_version, made.name, made.version, made.created) == (2, "tiny", 1, "2031-01-01")
+    assert (made.schema_version, made.name, made.version, made.created) == (1, "tiny", 1, "2031-01-01")
     assert made.outrider_version == version("outrider")
     assert (made.drafter.type, list(made.drafter.files)) == ("ngram", ["config.json", "model.safetensors"])
     assert made.recipe == digest_file(pair.folder / "recipe.yaml")

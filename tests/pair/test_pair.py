@@ -13,7 +13,7 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 from outrider.common import BadInputError, IncompatibleError, Refusal
-from outrider.common.leftovers import working_name
+from outrider.common.atomic import working_name
 from outrider.decode import Decoder, Plan
 from outrider.distill.prompts import Prompt
 from outrider.eval.measure import Contestant, measure

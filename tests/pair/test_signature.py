@@ -1,4 +1,4 @@
-"""A signed pair: only the owner of the key can seal it again, and ssh-keygen verifies it without Outrider."""
+"""A signed pair: only the owner of the key can sign it again, and ssh-keygen verifies it without Outrider."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from outrider.common import BadInputError
 from outrider.pair import Pair, verify
 from outrider.pair.manifest import MANIFEST, SIGNATURE
-from outrider.pair.signature import NAMESPACE, check_signature, is_encrypted, read_signers, sign
+from outrider.pair.signature import NAMESPACE, PASSPHRASE, check_signature, sign
 from outrider.scripts.cli import app
 
 pytestmark = pytest.mark.skipif(shutil.which("ssh-keygen") is None, reason="needs OpenSSH's ssh-keygen")
@@ -65,27 +65,32 @@ def ssh_keygen_verifies(folder: Path, signers: Path, name: str = "ci@example.com
 
 
 @pytest.mark.parametrize("passphrase", ["", "correct horse"])
-def test_ssh_keygen_verifies_what_we_sign(folder: Path, tmp_path: Path, passphrase: str) -> None:
+def test_ssh_keygen_verifies_a_signed_pair(
+    folder: Path, tmp_path: Path, passphrase: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     key = made(tmp_path / "key", passphrase=passphrase)
-    assert is_encrypted(key) == bool(passphrase)
-    sign(folder, key, passphrase.encode() or None)
+    if passphrase:
+        monkeypatch.setenv(PASSPHRASE, passphrase)
+    fingerprint = sign(folder, key)
+    listed = subprocess.run(["ssh-keygen", "-l", "-f", str(key)], capture_output=True, text=True, check=True).stdout
+    assert fingerprint in listed.split()
     assert ssh_keygen_verifies(folder, allowed(tmp_path / "signers", key))
     (folder / MANIFEST).write_text('{"any": "other"}\n')
     assert not ssh_keygen_verifies(folder, tmp_path / "signers")
 
 
-def test_we_verify_what_ssh_keygen_signs(folder: Path, key: Path) -> None:
+def test_what_ssh_keygen_signed_is_verified(folder: Path, key: Path) -> None:
     subprocess.run(
         ["ssh-keygen", "-q", "-Y", "sign", "-f", str(key), "-n", NAMESPACE, str(folder / MANIFEST)], check=True
     )
-    signer, problem = check_signature(folder, read_signers(public(key)))
+    signer, problem = check_signature(folder, public(key))
     assert (signer and signer.name, problem) == ("ci@example.com", "")
     listed = subprocess.run(["ssh-keygen", "-l", "-f", str(key)], capture_output=True, text=True, check=True).stdout
     assert signer is not None
     assert signer.fingerprint in listed
-    ours = (folder / SIGNATURE).read_text()
-    sign(folder, key)
-    assert (folder / SIGNATURE).read_text() == ours, "the same bytes: Ed25519 leaves nothing to chance"
+    theirs = (folder / SIGNATURE).read_text()
+    assert sign(folder, key) == signer.fingerprint
+    assert (folder / SIGNATURE).read_text() == theirs, "the same bytes: Ed25519 leaves nothing to chance"
 
 
 # ------------------------------------------------------------ what does not count
@@ -94,31 +99,30 @@ def test_we_verify_what_ssh_keygen_signs(folder: Path, key: Path) -> None:
 def test_every_flipped_bit_is_found(folder: Path, key: Path) -> None:
     """Of the signature file's letters, and of what it signs."""
     sign(folder, key)
-    signers = read_signers(public(key))
     for file in (folder / SIGNATURE, folder / MANIFEST):
         whole = file.read_bytes()
         for place in range(len(whole)):
             file.write_bytes(whole[:place] + bytes([whole[place] ^ 2]) + whole[place + 1 :])
-            signer, problem = check_signature(folder, signers)
+            signer, problem = check_signature(folder, public(key))
             assert signer is None or whole[place : place + 1] == b"\n", (file.name, place)
             assert signer is not None or problem.startswith(SIGNATURE)
         file.write_bytes(whole)
-    assert check_signature(folder, signers)[0] is not None
+    assert check_signature(folder, public(key))[0] is not None
 
 
-def test_a_stranger_cannot_renew_the_seal(folder: Path, key: Path, other: Path) -> None:
-    sign(folder, other)
-    signer, problem = check_signature(folder, read_signers(public(key)))
+def test_a_stranger_cannot_renew_the_signature(folder: Path, key: Path, other: Path) -> None:
+    fingerprint = sign(folder, other)
+    signer, problem = check_signature(folder, public(key))
     assert signer is None
-    assert read_signers(public(other))[0].fingerprint in problem
+    assert fingerprint in problem
     (folder / SIGNATURE).unlink()
-    assert "the pair is not signed" in check_signature(folder, read_signers(public(key)))[1]
+    assert "the pair is not signed" in check_signature(folder, public(key))[1]
 
 
 def test_a_signature_for_another_purpose_is_none(folder: Path, key: Path) -> None:
     """The same key signs commits: such a signature over the same bytes says nothing about pairs."""
     subprocess.run(["ssh-keygen", "-q", "-Y", "sign", "-f", str(key), "-n", "git", str(folder / MANIFEST)], check=True)
-    assert "made for 'git'" in check_signature(folder, read_signers(public(key)))[1]
+    assert "namespace does not match" in check_signature(folder, public(key))[1]
 
 
 @pytest.mark.parametrize(
@@ -134,7 +138,9 @@ def test_a_signature_for_another_purpose_is_none(folder: Path, key: Path) -> Non
 )
 def test_anything_else_in_its_place_is_a_finding(folder: Path, key: Path, text: str) -> None:
     (folder / SIGNATURE).write_text(text)
-    assert "no signature of a pair" in check_signature(folder, read_signers(public(key)))[1]
+    signer, problem = check_signature(folder, public(key))
+    assert signer is None
+    assert "no signature of" in problem
 
 
 # ------------------------------------------------------------ signers
@@ -153,23 +159,39 @@ def test_anything_else_in_its_place_is_a_finding(folder: Path, key: Path, text: 
         ('namespaces="git"', None, False),
         ("cert-authority", None, False),
         ('valid-before="20200101"', None, False),
+        ('valid-before="20990101"', None, True),
     ],
 )
-def test_options_of_allowed_signers(tmp_path: Path, key: Path, options: str, name: str | None, counts: bool) -> None:
-    file = allowed(tmp_path / "signers", key, options)
-    if counts:
-        assert len(read_signers(file, name)) == 1
-    else:
-        with pytest.raises(BadInputError, match="holds no Ed25519 key"):
-            read_signers(file, name)
+def test_options_of_allowed_signers(
+    folder: Path, tmp_path: Path, key: Path, options: str, name: str | None, counts: bool
+) -> None:
+    sign(folder, key)
+    signer, problem = check_signature(folder, allowed(tmp_path / "signers", key, options), name)
+    assert (signer is not None) == counts
+    assert counts or "signers does not allow" in problem
 
 
-def test_keys_that_cannot_sign_are_refused_with_what_can(folder: Path, tmp_path: Path, key: Path) -> None:
-    for bad in (made(tmp_path / "ecdsa", "ecdsa"), public(key), tmp_path / "missing", tmp_path):
-        with pytest.raises(BadInputError, match=r"ssh-keygen -t ed25519|no such file"):
+@pytest.mark.parametrize("text", [None, "", "# nobody yet\n"])
+def test_a_list_without_signers_is_bad_input(folder: Path, tmp_path: Path, key: Path, text: str | None) -> None:
+    sign(folder, key)
+    if text is not None:
+        (tmp_path / "signers").write_text(text)
+    with pytest.raises(BadInputError, match=r"holds no key|no such file"):
+        check_signature(folder, tmp_path / "signers")
+
+
+def test_keys_that_cannot_sign_are_refused_with_what_can(
+    folder: Path, tmp_path: Path, key: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("SSH_AUTH_SOCK", raising=False)  # an agent may hold the private half of a public key
+    lonely = tmp_path / "lonely.pub"
+    shutil.copy(public(key), lonely)
+    for bad in (lonely, tmp_path / "missing", tmp_path, folder / MANIFEST):
+        with pytest.raises(BadInputError, match="ssh-keygen -t ed25519"):
             sign(folder, bad)
-    with pytest.raises(BadInputError, match="cannot be read as a private key"):
-        sign(folder, made(tmp_path / "locked", passphrase="right one"), b"wrong one")
+    monkeypatch.setenv(PASSPHRASE, "wrong one")
+    with pytest.raises(BadInputError, match="incorrect passphrase"):
+        sign(folder, made(tmp_path / "locked", passphrase="right one"))
     assert not (folder / SIGNATURE).exists()
 
 

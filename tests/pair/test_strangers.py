@@ -11,7 +11,7 @@ import pytest
 
 from outrider.common import BadInputError, OutriderError
 from outrider.pair import Pair, verify
-from outrider.pair.manifest import identity_digest, read_manifest
+from outrider.pair.manifest import read_manifest
 
 
 @pytest.mark.parametrize("kind", ["a link", "a pipe", "a device", "a link to a folder", "a link to nothing"])
@@ -51,21 +51,6 @@ def test_another_tokenizer_in_the_folder_is_another_pair(make_pair: Callable[...
     files = dict.fromkeys(made.target.tokenizer_files, "0" * 64)
     other = made.model_copy(update={"target": made.target.model_copy(update={"tokenizer_files": files})})
     assert other.identity() != made.digest == made.identity()
-
-
-def test_pairs_of_the_first_schema_are_read_as_they_were_written(make_pair: Callable[..., Pair]) -> None:
-    pair = make_pair("ngram")
-    made = pair.manifest
-    print_ = made.target.fingerprint.restored()
-    older = made.model_copy(
-        update={"schema_version": 1, "digest": identity_digest(print_, made.drafter.files, made.plan)}
-    ).sealed()
-    older.write(pair.folder)
-    assert verify(pair.folder) == []
-    assert read_manifest(pair.folder) == older
-    assert older.digest != made.digest
-    again = make_pair("ngram", pair.folder)
-    assert again.manifest == older, "the same pair in the same place is left as it is"
 
 
 def test_two_pairs_of_the_same_parts_are_one_wherever_they_were_made(

@@ -14,7 +14,7 @@ from typer.testing import Result
 from outrider.heads import Ngram, NgramConfig
 from outrider.pair import Pair, new_pair, verify
 from outrider.recipes import load_recipe
-from outrider.scripts.json_output import SCHEMAS
+from outrider.scripts.json_output import schema
 from outrider.targets import Target
 
 Command = Callable[..., Result]
@@ -23,7 +23,7 @@ Command = Callable[..., Result]
 def answer(kind: str, result: Result) -> dict[str, Any]:
     assert result.exit_code == 0, (result.output, result.exception)
     found: dict[str, Any] = json.loads(result.stdout)
-    Draft202012Validator(json.loads((SCHEMAS / f"{kind}.json").read_text())).validate(found)
+    Draft202012Validator(schema(kind)).validate(found)
     assert found["schema"] == f"outrider.{kind}/1"
     return found
 

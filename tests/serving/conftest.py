@@ -13,15 +13,15 @@ from jsonschema import Draft202012Validator
 
 from outrider.decode import Decoder, Plan, Sampling
 from outrider.heads import Drafter
-from outrider.scripts.json_output import SCHEMAS
+from outrider.scripts.json_output import schema
 from outrider.serving.reference_run import DraftCounts
 from outrider.targets import Target
 
 
 def answer(kind: str, text: str) -> dict[str, Any]:
-    """Return the body of a verb's answer, which its shipped schema must allow."""
+    """Return the body of a verb's answer, which its schema must allow."""
     found: dict[str, Any] = json.loads(text)
-    Draft202012Validator(json.loads((SCHEMAS / f"{kind}.json").read_text(encoding="utf-8"))).validate(found)
+    Draft202012Validator(schema(kind)).validate(found)
     return {name: value for name, value in found.items() if name not in ("schema", "exit_code")}
 
 

@@ -13,7 +13,7 @@ import pytest
 from transformers import TrainerState, TrainingArguments
 
 from outrider.common import BadInputError, Refusal, digest_cache
-from outrider.common.disk import CannotWriteError
+from outrider.common.atomic import CannotWriteError
 from outrider.train import checkpoints as folders
 
 MakeCheckpoint = Callable[..., Path]

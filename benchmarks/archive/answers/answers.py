@@ -22,11 +22,11 @@ from statistics import median
 from typing import Any
 from urllib.parse import urlsplit
 
+from outrider.common.atomic import write_atomically
 from outrider.distill import distill, load_responses, provenance
 from outrider.distill.prompts import read_prompts
-from outrider.ground.files import write_atomically
 from outrider.recipes import Recipe
-from outrider.serving.launching import Launch, python_of, running
+from outrider.serving.launching import VllmLaunch, python_of, running
 from outrider.targets import Target, embedded_path
 
 from . import faults
@@ -101,7 +101,7 @@ def measure(asked: argparse.Namespace) -> int:
         make_prompts(few, target, asked.fleet_prompts)
         more = ("--max-num-seqs", str(asked.concurrency))
         one_thread = {"OMP_NUM_THREADS": "1"}
-        launch = Launch(python_of(asked.python), str(embedded_path()), "float32", None, 256, more, one_thread)
+        launch = VllmLaunch(python_of(asked.python), str(embedded_path()), "float32", None, 256, more, one_thread)
         urls = [opened.enter_context(running(launch, folder / f"log-{n}")).url for n in range(2)]
         for url in urls:  # the first requests compile
             run(recipe(folder / f"warm-{url[-5:]}", few, [url], asked, limit=64), target)

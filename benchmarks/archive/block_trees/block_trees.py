@@ -17,8 +17,8 @@ import torch
 
 from outrider.decode import Decoder, Plan, Sampling, best_tree
 from outrider.eval.acceptance import measure_acceptance
-from outrider.eval.race import Job, make_jobs
 from outrider.eval.suites import load_suites
+from outrider.eval.turns import PromptJob, make_jobs
 from outrider.heads import Drafter, load_drafter
 from outrider.targets import Target
 
@@ -27,7 +27,9 @@ from .conditions import command, conditions, write
 ROWS = 20  # prompts of one batch: what is counted does not depend on it
 
 
-def counted(target: Target, drafter: Drafter, jobs: list[Job], tokens: int, plan: Plan, heat: float) -> np.ndarray:
+def counted(
+    target: Target, drafter: Drafter, jobs: list[PromptJob], tokens: int, plan: Plan, heat: float
+) -> np.ndarray:
     """Return the emitted tokens and the rounds of each prompt, `[prompts, 2]`."""
     found = []
     for begin in range(0, len(jobs), ROWS):
@@ -55,7 +57,9 @@ def interval(one: np.ndarray, other: np.ndarray, draws: int = 2000) -> list[floa
     return [round(float(q), 3) for q in np.quantile(ratios, (0.025, 0.975))]
 
 
-def measure(target: Target, drafter: Drafter, jobs: list[Job], tokens: int, nodes: int, heat: float) -> dict[str, Any]:
+def measure(
+    target: Target, drafter: Drafter, jobs: list[PromptJob], tokens: int, nodes: int, heat: float
+) -> dict[str, Any]:
     """Return taus of chains and of a tree at one temperature, and the tree's gain over the best chain."""
     most = drafter.max_depth or 8
     chains = {d: counted(target, drafter, jobs, tokens, Plan(d), heat) for d in range(1, most + 1)}

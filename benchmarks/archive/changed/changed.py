@@ -29,15 +29,15 @@ from rich.console import Console
 
 from outrider.decode import Decoder, Sampling
 from outrider.distill.responses import distill
-from outrider.eval.race import threads
 from outrider.eval.reports.intervals import Ratio
 from outrider.eval.reports.statistics import Bootstrap
 from outrider.eval.suites import Suite, load_suites, make_suite
+from outrider.eval.turns import threads
 from outrider.heads import Drafter, LowRank, load_drafter
 from outrider.pair import Pair, probe
 from outrider.pair.refresh import BUDGET, refresh_recipe
 from outrider.scripts.quickstart import fine_tune, prose_windows
-from outrider.scripts.sizing import Budget
+from outrider.scripts.quickstart_size import QuickstartBudget
 from outrider.targets import Target
 from outrider.train import train
 from outrider.train.stopping import Until
@@ -49,7 +49,9 @@ from .conditions import command, conditions, write
 TOKENS = 64  # new ones of each prompt
 
 
-def changed_targets(pair: Pair, work: Path, budget: Budget, done: Container[str] = ()) -> Iterator[tuple[str, Target]]:
+def changed_targets(
+    pair: Pair, work: Path, budget: QuickstartBudget, done: Container[str] = ()
+) -> Iterator[tuple[str, Target]]:
     """Yield each changed target that is not `done`; what was trained for it in `work` is used again."""
     own = pair.manifest.target.source.path
     made: dict[str, Callable[[], Target]] = {
@@ -61,19 +63,19 @@ def changed_targets(pair: Pair, work: Path, budget: Budget, done: Container[str]
     yield from ((name, make()) for name, make in made.items() if name not in done)
 
 
-def _with_lora(pair: Pair, work: Path, budget: Budget) -> Target:
+def _with_lora(pair: Pair, work: Path, budget: QuickstartBudget) -> Target:
     if not (work / "lora").is_dir():
         fine_tune(pair.recipe(), budget, work / "lora", Console())
     return pair.load_target(pair.manifest.target.source.path, adapter=str(work / "lora"))
 
 
-def _tuned_whole(pair: Pair, folder: Path, budget: Budget) -> Target:
+def _tuned_whole(pair: Pair, folder: Path, budget: QuickstartBudget) -> Target:
     if not (folder / "config.json").is_file():
         _fine_tune_whole(pair.load_target(), folder, budget)
     return pair.load_target(str(folder))
 
 
-def _fine_tune_whole(target: Target, folder: Path, budget: Budget) -> None:
+def _fine_tune_whole(target: Target, folder: Path, budget: QuickstartBudget) -> None:
     """Train all weights on prose, gently: a tenth of the LoRA's rate."""
     torch.manual_seed(0)
     weights = [p.requires_grad_(True) for p in target.model.parameters()]
@@ -127,7 +129,7 @@ def compare(
     pair: Pair, work: Path, unseen: Unseen, done: dict[str, Any], engine: Elsewhere | None
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield by changed target what the probe says, what the decoder shows, and the engine if there is one."""
-    for name, target in changed_targets(pair, work, Budget(), done):
+    for name, target in changed_targets(pair, work, QuickstartBudget(), done):
         found = probed(pair, target, unseen)
         if engine is not None and name not in ONLY_HERE:
             found["served"] = engine.served(pair, target, unseen.suites, TOKENS)
@@ -157,7 +159,7 @@ def curves(
     pair: Pair, work: Path, unseen: Unseen, done: dict[str, Any], given: argparse.Namespace
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the curve τ(tokens) of each way to learn from the target with the LoRA, and τ of the decoder at its end."""
-    target = _with_lora(pair, work, Budget())
+    target = _with_lora(pair, work, QuickstartBudget())
     shared = [f"data.limit={given.learn}", "data.holdout=0.05", "training.num_train_epochs=1"]
     data = distill(refresh_recipe(pair, target, work / "responses", shared), target)
     shared.append(f"data.responses={data}")

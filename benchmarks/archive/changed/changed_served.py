@@ -18,8 +18,8 @@ from outrider.eval.suites import Suite
 from outrider.formats import export_drafter, launch
 from outrider.formats.early_exit import save_target
 from outrider.pair import Pair
-from outrider.serving.expectation import Trial, expect
-from outrider.serving.launching import Launch, python_of, running
+from outrider.serving.launching import VllmLaunch, python_of, running
+from outrider.serving.reference_run import Trial, expect
 from outrider.serving.result import TOLERANCE, ServedResult
 from outrider.serving.served import Survey, engine_facts
 from outrider.targets import Target
@@ -57,9 +57,9 @@ class Elsewhere:
                 found = survey.result(engine_facts(e), str, TOLERANCE)
         return _shown(found)
 
-    def _launch(self, target: Path, export: Path, drafter: str, depth: int) -> Launch:
+    def _launch(self, target: Path, export: Path, drafter: str, depth: int) -> VllmLaunch:
         settings = launch("vllm", drafter, str(target), str(export), depth, "float32").settings
-        return Launch(python_of(self.environment), str(target), "float32", settings, environment=self.variables)
+        return VllmLaunch(python_of(self.environment), str(target), "float32", settings, environment=self.variables)
 
 
 def _shown(found: ServedResult) -> dict[str, Any]:

@@ -22,11 +22,11 @@ import torch
 from outrider.decode import Control, Plan
 from outrider.eval.measure import Contestant, DecoderRacer, make_records
 from outrider.eval.prediction import CONTROL_WEIGHT
-from outrider.eval.race import make_jobs, race, threads
-from outrider.eval.reports.figures import Record, speed_ratio
+from outrider.eval.reports.figures import PromptRecord, speed_ratio
 from outrider.eval.reports.statistics import Bootstrap, strata_of
 from outrider.eval.suites import Suite, load_suites
 from outrider.eval.tuner import tune
+from outrider.eval.turns import make_jobs, race, threads
 from outrider.heads import Drafter, load_drafter
 from outrider.recipes import EvalSpec
 from outrider.targets import Target
@@ -59,9 +59,9 @@ def contestants(drafter: Drafter, untrained: Drafter, control: Control, own: Con
     ]
 
 
-def compare(records: Sequence[Record], suite: str | None) -> dict[str, Any]:
+def compare(records: Sequence[PromptRecord], suite: str | None) -> dict[str, Any]:
     """Return tokens/s over the plain target's, and over the best fixed depth's, on a suite (None: all)."""
-    rows: dict[str, list[Record]] = {}
+    rows: dict[str, list[PromptRecord]] = {}
     for record in sorted(records, key=lambda r: r.suite):
         if suite in (None, record.suite):
             rows.setdefault(record.contestant, []).append(record)

@@ -27,12 +27,12 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from outrider.distill.data_set import Row, save_data_set
-from outrider.distill.gathering import gather
+from outrider.common.atomic import write_atomically
+from outrider.common.machine import cpu_name
+from outrider.common.versions import versions
+from outrider.distill.collect import gather
+from outrider.distill.data_set import TrainingRow, save_data_set
 from outrider.distill.prompts import Collection
-from outrider.ground.files import write_atomically
-from outrider.ground.machine import cpu_name
-from outrider.ground.versions import versions
 from outrider.recipes import Recipe, embedded_file
 from outrider.targets.loading import load_tokenizer_of
 
@@ -122,7 +122,7 @@ def save(found: Collection, place: Path, tokenizer: PreTrainedTokenizerBase) -> 
     from outrider.distill.conversation import sequences
 
     rows = (
-        Row(prompt.id, prompt.suite, *sequence, prompt.content)
+        TrainingRow(prompt.id, prompt.suite, *sequence, prompt.content)
         for prompt in found.prompts
         for sequence in sequences(prompt, [ANSWER], tokenizer)
     )

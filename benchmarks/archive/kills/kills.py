@@ -29,8 +29,8 @@ from typing import Any
 
 import torch
 
-from outrider.ground import BadInputError, digests
-from outrider.ground.files import write_atomically
+from outrider.common import BadInputError, digests
+from outrider.common.atomic import write_atomically
 from outrider.recipes import Recipe
 from outrider.targets import Target
 from outrider.train import checkpoints, train

@@ -23,8 +23,8 @@ from typing import Any
 
 import torch
 
+from outrider.common.machine import best_device
 from outrider.eval.timing import timed
-from outrider.ground.machine import best_device
 from outrider.targets import Target
 
 from .conditions import command, conditions, write

@@ -28,8 +28,8 @@ from speculators.models.peagle import PEagleSpeculatorConfig
 from speculators.models.peagle.core import PEagleDraftModel
 from torch import Tensor, nn
 
+from outrider.common import BadInputError
 from outrider.formats import export_drafter
-from outrider.ground import BadInputError
 from outrider.heads import DFlash, DFlashConfig, Drafter, PEagle, PEagleConfig, TargetBatch
 from outrider.targets import Target, embedded_path
 

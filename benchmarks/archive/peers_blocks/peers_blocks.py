@@ -25,9 +25,9 @@ from speculators.proposals.greedy import GreedyTokenProposalConfig
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config
 
-from outrider.ground.files import write_atomically
+from outrider.common.atomic import write_atomically
 from outrider.heads import DFlash, DFlashConfig, DSpark, DSparkConfig
-from outrider.heads.parts.anchors import Anchors
+from outrider.heads.block.block_sampling import Anchors
 from outrider.targets import Target
 
 CASES: dict[str, tuple[type[DFlash], dict[str, Any]]] = {

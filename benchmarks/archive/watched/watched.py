@@ -20,13 +20,13 @@ from typing import Any
 
 from outrider.eval.suites import load_suites
 from outrider.pair import Pair
-from outrider.serving.changepoint import Limits
+from outrider.serving.changepoint import WatchLimits
 from outrider.serving.engine import Ask, Engine
-from outrider.serving.events import Event
-from outrider.serving.expectation import Counts, Expectation, Trial
-from outrider.serving.launching import Launch, running
-from outrider.serving.session import Session, Start, depth_of
-from outrider.serving.watching import State, Watch
+from outrider.serving.events import WatchEvent
+from outrider.serving.launching import VllmLaunch, running
+from outrider.serving.reference_run import DraftCounts, Expectation, Trial
+from outrider.serving.session import ServedSession, Start, depth_of
+from outrider.serving.watching import EngineWatch, WatchState
 
 from .conditions import command, conditions, write
 
@@ -36,11 +36,11 @@ QUIET_RUNS, MOST = 10, 150  # quiet runs, and requests after which a shift is mi
 class Traffic:
     """Requests to one engine after the other, and what a watch says of them."""
 
-    def __init__(self, suites: dict[str, list[tuple[int, ...]]], limits: Limits, tokens: int):
+    def __init__(self, suites: dict[str, list[tuple[int, ...]]], limits: WatchLimits, tokens: int):
         self.prompts = {name: cycle(prompts) for name, prompts in suites.items()}
-        self.watch, self.ask = Watch(State(url="the engine"), limits), Ask(tokens)
+        self.watch, self.ask = EngineWatch(WatchState(url="the engine"), limits), Ask(tokens)
 
-    def send(self, engine: Engine, suite: str) -> list[Event]:
+    def send(self, engine: Engine, suite: str) -> list[WatchEvent]:
         """Send one prompt and return what the watch says after its answer."""
         engine.complete(next(self.prompts[suite]), self.ask)
         return list(self.watch.look(engine.counters()))
@@ -53,7 +53,7 @@ class Traffic:
         return None
 
 
-def shifted(traffic: Traffic, launch: Launch, log: Path, shift: tuple[str, str], quiet: int) -> dict[str, Any]:
+def shifted(traffic: Traffic, launch: VllmLaunch, log: Path, shift: tuple[str, str], quiet: int) -> dict[str, Any]:
     """Return what the watch found on the traffic of one shift, with a restart of the engine before it.
 
     Args:
@@ -76,7 +76,7 @@ def shifted(traffic: Traffic, launch: Launch, log: Path, shift: tuple[str, str],
     }
 
 
-def _stated(watch: Watch) -> dict[str, Any]:
+def _stated(watch: EngineWatch) -> dict[str, Any]:
     baseline, chart = watch.state.baseline, watch.chart
     if baseline is None or chart is None:
         return {}
@@ -86,7 +86,7 @@ def _stated(watch: Watch) -> dict[str, Any]:
 
 def taus(expected: Expectation) -> dict[str, float]:
     """Return τ of our decoder by suite: what shifts between two of them, if anything does."""
-    counts: dict[str, list[Counts]] = {}
+    counts: dict[str, list[DraftCounts]] = {}
     for prompt, answer in zip(expected.prompts, expected.at(0.0), strict=True):
         counts.setdefault(prompt.suite, []).append(answer.counts[0])
     return {name: 1 + sum(c.accepted for c in found) / sum(c.rounds for c in found) for name, found in counts.items()}
@@ -110,8 +110,8 @@ def main() -> int:
     parser.add_argument("--quiet", type=int, default=10, help="requests of each of the ten quiet runs")
     asked = parser.parse_args()
     done: dict[str, Any] = json.loads(asked.out.read_text()) if asked.out.is_file() else {"watched": {}}
-    pair, limits = Pair.load(asked.pair), Limits(window=asked.window)
-    session = Session(pair, Trial((0.0,), depth_of(pair), asked.tokens, None, 1), ("code", "docs", "prose"))
+    pair, limits = Pair.load(asked.pair), WatchLimits(window=asked.window)
+    session = ServedSession(pair, Trial((0.0,), depth_of(pair), asked.tokens, None, 1), ("code", "docs", "prose"))
     suites = load_suites(["code", "docs", "prose"], session.target.require_tokenizer())
     prompts = {suite.name: [prompt.tokens for prompt in suite.prompts] for suite in suites}
     settings: dict[str, Any] = {

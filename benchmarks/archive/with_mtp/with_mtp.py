@@ -18,8 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import Glm4MoeConfig, Glm4MoeForCausalLM, LlamaForCausalLM
 
-from outrider.ground.files import write_atomically
-from outrider.ground.replacing import replacing, replacing_folder
+from outrider.common.atomic import replacing, replacing_folder, write_atomically
 from outrider.targets import Target, embedded_path
 
 from .conditions import command

@@ -19,7 +19,7 @@ from typing import TypeVar
 from checkout import Checkout, Reading, circles, length
 
 RULES = {"greedy", "rejection", "candidates", "without_replacement", "block", "traversal", "coupled", "typical"}
-DRAFT_STEP = {"open", "absorb", "begin", "extend", "select", "propose"}
+DRAFT_STEP = {"open", "update", "prefill", "decode", "select", "propose"}
 TRAINING_STEP = {"loss"}
 Node = TypeVar("Node", bound=ast.AST)
 
@@ -94,7 +94,7 @@ def lazy_imports(checkout: Checkout) -> dict[str, int]:
 
 def reading(checkout: Checkout, methods: set[str]) -> dict[str, int]:
     others = (DRAFT_STEP | TRAINING_STEP) - methods
-    return Reading(checkout, "heads.eagle3", "Eagle3", methods, others).files()
+    return Reading(checkout, "heads.eagle.eagle3", "Eagle3", methods, others).files()
 
 
 def rule_names(checkout: Checkout) -> dict[str, int]:

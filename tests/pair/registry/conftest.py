@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 
 from outrider.distill.prompts import Prompt
 from outrider.heads import Drafter
 from outrider.pair import Pair, new_pair
 from outrider.pair.manifest import Lineage, Manifest, Parent
-from outrider.pair.signature import Signer, sign
+from outrider.pair.signature import sign
 from outrider.recipes import Recipe
 from outrider.targets import Target
 from outrider.targets.fingerprint import digest_files
@@ -66,13 +65,15 @@ def make_version(first: Pair, tmp_path: Path) -> MakeVersion:
 
 
 @pytest.fixture
-def signed(tmp_path: Path) -> Callable[[Pair], Signer]:
-    """`signed(pair)`: sign a pair's folder with a new key, and return by whom it is signed."""
+def signed(tmp_path: Path) -> Callable[[Pair], Path]:
+    """`signed(pair)`: sign a pair's folder with a new key, and return the file of its public half."""
+    if shutil.which("ssh-keygen") is None:
+        pytest.skip("needs OpenSSH's ssh-keygen")
 
-    def make(pair: Pair) -> Signer:
+    def make(pair: Pair) -> Path:
         key = tmp_path / f"key-{os.urandom(4).hex()}"
-        private = Ed25519PrivateKey.generate()
-        key.write_bytes(private.private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption()))
-        return sign(pair.folder, key)
+        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", "ci", "-f", str(key)], check=True)
+        sign(pair.folder, key)
+        return key.with_name(f"{key.name}.pub")
 
     return make

@@ -21,10 +21,10 @@ from outrider.common import BadInputError
 from outrider.pair import Pair, verify
 from outrider.pair.registry import HubStore, PairReference, Registry
 from outrider.pair.registry.layout import Entry
-from outrider.pair.signature import Signer, check_signature
+from outrider.pair.signature import check_signature
 
 MakeVersion = Callable[..., Pair]
-Signed = Callable[[Pair], Signer]
+Signed = Callable[[Pair], Path]
 
 
 class Info:
@@ -119,7 +119,7 @@ def test_signatures_go_in_and_out(
         registry(repository).push(pair)
     assert len(repository.commits) == 2, "the signature, and then what it is over"
     pulled = registry(repository).pull(PairReference.parse("tiny@1"), tmp_path / "pulled")
-    assert check_signature(pulled.folder, [signer]) == (signer, "")
+    assert check_signature(pulled.folder, signer)[1] == ""
 
 
 def test_of_two_writers_one_follows_the_other(repository: Repository, make_version: MakeVersion) -> None:

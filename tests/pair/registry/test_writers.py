@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 from outrider.common import BadInputError
-from outrider.common.leftovers import leftovers_within
+from outrider.common.atomic import leftovers_within
 from outrider.pair import Pair, verify
 from outrider.pair.registry import PairReference, open_registry
 from outrider.pair.registry.layout import BLOBS

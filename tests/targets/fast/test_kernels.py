@@ -9,13 +9,7 @@ import pytest
 import torch
 from triton.runtime import interpreter
 
-from benchmarks.kernels import (
-    ATTENTION,
-    WAYS,
-    attention_error,
-    heads_error,
-    product_error,
-)
+from benchmarks.kernels import ATTENTION, WAYS, attention_error, heads_error, product_error
 from outrider.targets.cache_slots import Placement
 from outrider.targets.fast import operations
 from outrider.targets.fast.operations import Split

@@ -14,7 +14,7 @@ import torch
 
 from outrider.eval.suites import Suite, load_suites
 from outrider.formats import export_drafter, launch
-from outrider.formats.gguf import FILE, write_gguf
+from outrider.formats.draft_models import FILE, write_gguf
 from outrider.heads import Drafter, DraftModel, Ngram, NgramConfig
 from outrider.scripts.bench.served_llama import LlamaServer
 from outrider.serving.fault_models import mistaken

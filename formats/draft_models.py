@@ -1,7 +1,7 @@
 """Draft models: plain Hugging Face checkpoints with the target's tokenizer, which most engines read, and GGUF files.
 
-GGUF is llama.cpp's: one file with weights, sizes and the tokenizer. It is read back by `transformers`, whose reader knows nothing of ours. Engines want target and draft model with the same
-tokenizer metadata: `write_gguf` writes either.
+GGUF is llama.cpp's: one file with weights, sizes and the tokenizer. It is read back by `transformers`, whose reader
+knows nothing of ours. Engines want target and draft model with the same tokenizer metadata: `write_gguf` writes either.
 
 Shapes: V vocabulary, k draft tokens.
 """

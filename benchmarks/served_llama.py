@@ -20,7 +20,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from outrider.eval.suites import Suite, load_suites
-from outrider.formats.gguf import write_gguf
+from outrider.formats.draft_models import write_gguf
 from outrider.heads import Drafter, Ngram, NgramConfig
 from outrider.pair import Pair, export_pair
 from outrider.serving.engine_ngram import WholeCopy

@@ -1,24 +1,27 @@
 """A checkpoint as lint looks at it: its files, what stands beside them, and what the target's files say.
 
-Nothing is run. Shapes: H hidden size, V target vocabulary.
+Beside an export lies its record, `written.json`: the config, and a digest of every tensor, so that any later change is
+seen. Nothing is run. Shapes: H hidden size, V target vocabulary.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import safe_open
 from torch import Tensor
 
 from ..common import BadInputError
-from ..common.atomic import read_json
+from ..common.atomic import read_json, write_atomically
 from ..targets import embedded_path
 from ..targets.loading import EMBEDDED
 from .drafter_files import DrafterFiles
 from .layout import ExportLayout
-from .record import read_record
 
 
 @dataclass(frozen=True)
@@ -79,7 +82,7 @@ class TargetFacts:
 
 
 @dataclass(frozen=True)
-class Look:
+class CheckpointView:
     """A checkpoint, and what is known around it.
 
     Attributes:
@@ -106,7 +109,7 @@ class Look:
         return self.found.tensors
 
     @classmethod
-    def at(cls, folder: Path, layout: ExportLayout, target: str | None) -> Look:
+    def at(cls, folder: Path, layout: ExportLayout, target: str | None) -> CheckpointView:
         """Look at the checkpoint in `folder`; `target` is the target's folder, None for the one it names.
 
         Raises:
@@ -125,3 +128,29 @@ def _beside(file: Path) -> dict[str, Any]:
         return read_json(file)
     except BadInputError:
         return {}
+
+
+RECORD = "written.json"
+
+
+def digest(tensor: Tensor) -> str:
+    """Return a SHA-256 of a tensor's shape, precision and bytes."""
+    head = f"{tuple(tensor.shape)} {tensor.dtype} ".encode()
+    held = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
+    return hashlib.sha256(head + held.numpy().tobytes()).hexdigest()
+
+
+def write_record(folder: Path, written: DrafterFiles, layout: str) -> None:
+    """Write the record of a checkpoint into `folder`."""
+    values = {
+        "schema_version": 1,
+        "layout": layout,
+        "config": written.config,
+        "tensors": {name: digest(tensor) for name, tensor in sorted(written.tensors.items())},
+    }
+    write_atomically(folder / RECORD, json.dumps(values, indent=1) + "\n")
+
+
+def read_record(folder: Path) -> dict[str, Any] | None:
+    """Return the record in `folder`; None if there is none, as with what other programs wrote."""
+    return read_json(folder / RECORD) if (folder / RECORD).is_file() else None

@@ -1,18 +1,19 @@
-"""What an engine reads of a drafter: config.json, and tensors by name."""
+"""A drafter in an engine's layout: config.json, and tensors by name; read, written, and put into a head of ours."""
 
 from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 
-from ..common import BadInputError
+from ..common import BadInputError, IncompatibleError
 from ..common.atomic import replacing, write_atomically
 from ..heads.saved import CONFIG, read_config
 from ..targets.loading import refuse_pickles
@@ -79,3 +80,30 @@ def header_names(folder: Path) -> set[str]:
         except (SafetensorError, OSError) as error:
             raise BadInputError(f"{file}: damaged or not a safetensors file ({error}).") from error
     return names
+
+
+def fill(module: nn.Module, weights: Mapping[str, Tensor], unexpected: Iterable[str], where: str) -> None:
+    """Fill `module`, strictly.
+
+    Args:
+        weights: by our names.
+        unexpected: tensors of the layout that stand for nothing of ours.
+        where: names the checkpoint.
+
+    Raises:
+        IncompatibleError: something is missing, left over, or of another shape.
+    """
+    own = module.state_dict()
+    problems = [f"missing {name}" for name in own.keys() - weights.keys()]
+    problems += [f"unexpected {name}" for name in [*unexpected, *(weights.keys() - own.keys())]]
+    problems += [
+        f"{name} is {tuple(weights[name].shape)}, expected {tuple(own[name].shape)}"
+        for name in own.keys() & weights.keys()
+        if own[name].shape != weights[name].shape
+    ]
+    if problems:
+        raise IncompatibleError(
+            f"{where}: the tensors do not fit its config.json: {'; '.join(sorted(problems)[:4])} "
+            "(names as in our head)."
+        )
+    module.load_state_dict(dict(weights))

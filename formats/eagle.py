@@ -1,7 +1,12 @@
-"""EAGLE heads (the first EAGLE) as engines read them: a Llama config, `fc`, and layers of which the first has no norm.
+"""EAGLE heads as engines read them under a flat Llama config: EAGLE-1 for vLLM and SGLang, EAGLE-3 for SGLang.
 
+EAGLE-1 (`Eagle…`) has `fc`, and layers of which the first has no norm.
 Engines differ in one tensor. The method's own repository has `fc.bias` if its config says `bias`; SGLang always adds a
 bias, and invents one that is missing; vLLM has none and refuses the tensor.
+
+EAGLE-3 as SGLang, SpecForge and the authors' repository name it: the tensors of the `speculators` layout, with
+`midlayer.` for `layers.0.`. The taps are counted as outputs: layer i's output is HF `hidden_states[i + 1]`. SGLang
+drops tensors whose names it does not know, and leaves what they should have filled random.
 
 Shapes: H hidden size.
 """
@@ -13,13 +18,13 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from ..heads import Drafter, DrafterConfig, Eagle1, Eagle1Config
+from ..heads import Drafter, DrafterConfig, Eagle1, Eagle1Config, Eagle3, Eagle3Config
 from ..targets import Target
-from .drafter_files import DrafterFiles
+from .drafter_files import DrafterFiles, fill
 from .layout import ExportLayout, Unsupported
 from .llama import EMBEDDINGS, check_embeddings, layer_sizes, llama_config, shapes_of
-from .load_weights import fill
-from .reading import ProbeSequence, eagle1_logits, embedding_table
+from .reading import Flags, ProbeSequence, eagle1_logits, eagle3_logits, embedding_table
+from .speculators import BESIDE, Speculators, read_eagle3, taps_lacking, write_eagle3
 
 _FIRST, _FIRST_OURS = "layers.0.", "layer."
 
@@ -115,3 +120,112 @@ def _ours(name: str) -> str:
         return _FIRST_OURS + name.removeprefix(_FIRST)
     start, number, rest = [*name.split(".", 2), "", ""][:3]
     return f"others.{int(number) - 1}.{rest}" if start == "layers" and number.isdigit() else name
+
+
+_FIRST, _FIRST_THERE = "layers.0.", "midlayer."
+_ARCHITECTURE = "LlamaForCausalLMEagle3"
+
+
+class Sglang(ExportLayout):
+    """EAGLE-3 heads as SGLang reads them."""
+
+    name = "sglang"
+    drafter = "eagle3"
+    optional = BESIDE
+
+    def lacks(self, config: DrafterConfig, num_layers: int) -> list[Unsupported]:
+        assert isinstance(config, Eagle3Config)
+        lacks = taps_lacking(config.taps, num_layers)
+        if 0 in config.taps:
+            taps = sorted({max(tap, 1) for tap in config.taps})
+            lacks.append(
+                Unsupported(f"taps: {list(config.taps)}", "it taps outputs of layers, not embeddings", f"taps: {taps}")
+            )
+        if len(config.taps) == 1:
+            why = "it leaves out fc where the taps are as wide as the head"
+            lacks.append(Unsupported(f"taps: {list(config.taps)}", why, "two taps or more"))
+        for name, why, nearest in (
+            ("norm_before_fc", "it norms taps one by one or not at all", "norm_taps: true instead"),
+            ("norm_before_residual", "it adds to the hidden state as it is", "norm_before_residual: false"),
+        ):
+            if getattr(config, name):
+                lacks.append(Unsupported(f"{name}: true", why, nearest))
+        if config.num_layers > 1:
+            lacks.append(Unsupported(f"num_layers: {config.num_layers}", "its EAGLE-3 has one layer", "num_layers: 1"))
+        return lacks
+
+    def write(self, drafter: Drafter, target: Target, depth: int) -> DrafterFiles:
+        assert isinstance(drafter, Eagle3)
+        tensors = {
+            _there(name): t for name, t in write_eagle3(drafter, target, depth, embeddings=False).tensors.items()
+        }
+        config = drafter.config
+        taps = {"eagle_aux_hidden_state_layer_ids": [tap - 1 for tap in config.taps], "use_aux_hidden_state": True}
+        values = llama_config(config) | {
+            "architectures": [_ARCHITECTURE],
+            "draft_vocab_size": config.draft_vocab_size,
+            "target_hidden_size": config.hidden_size,
+            "num_aux_hidden_states": len(config.taps),
+            "fc_norm": config.norm_taps,
+            "norm_output": config.norm_output,
+            "norm_before_residual": False,
+            "eagle_config": taps,
+            "dtype": str(drafter.fc.weight.dtype).removeprefix("torch."),
+        }
+        return DrafterFiles(values, tensors)
+
+    def logits(self, found: DrafterFiles, target: Target, passage: ProbeSequence) -> Tensor:
+        tensors = {_here(name): tensor for name, tensor in found.tensors.items()}
+        return eagle3_logits(tensors, found.config, sglang_flags(found.config, target.num_layers), passage)
+
+    def recognises(self, config: dict[str, Any], names: Set[str]) -> bool:
+        return any(
+            "Eagle3" in name for name in config.get("architectures") or []
+        ) and "transformer_layer_config" not in (config)
+
+    def shapes(self, config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+        same = as_speculators(DrafterFiles(config, {}), 12)
+        return {_there(name): shape for name, shape in Speculators().shapes(same.config).items()}
+
+    def plain_name(self, name: str) -> str:
+        """Return SGLang's name: ModelOpt writes `layers.0.` for `midlayer.`, others `model.` before everything."""
+        return _there(_here(name))
+
+    def read(self, found: DrafterFiles, target: Target) -> Eagle3:
+        return read_eagle3(as_speculators(found, target.num_layers), target)
+
+
+def sglang_flags(config: dict[str, Any], num_layers: int) -> Flags:
+    """Return the flags that SGLang takes from a flat config.json; it knows no other."""
+    taps = (config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
+    found = (1, num_layers // 2 - 1, num_layers - 4) if taps is None else taps
+    return Flags(
+        taps=tuple(tap + 1 for tap in found),
+        fc_norm=bool(config.get("fc_norm", False)),
+        norm_output=bool(config.get("norm_output", False)),
+    )
+
+
+def as_speculators(found: DrafterFiles, num_layers: int) -> DrafterFiles:
+    """Return a flat checkpoint in the words of the `speculators` layout."""
+    flags = sglang_flags(found.config, num_layers)
+    values = {
+        "speculators_model_type": "eagle3",
+        "transformer_layer_config": {k: v for k, v in found.config.items() if k != "architectures"},
+        "draft_vocab_size": found.config.get("draft_vocab_size"),
+        "eagle_aux_hidden_state_layer_ids": list(flags.taps),
+        "fc_norm": flags.fc_norm,
+        "norm_output": flags.norm_output,
+        "norm_before_fc": found.config.get("norm_before_fc", False),
+        "norm_before_residual": found.config.get("norm_before_residual", False),
+    }
+    return DrafterFiles(values, {_here(name): tensor for name, tensor in found.tensors.items()}, found.folder)
+
+
+def _there(name: str) -> str:
+    return _FIRST_THERE + name.removeprefix(_FIRST) if name.startswith(_FIRST) else name
+
+
+def _here(name: str) -> str:
+    name = name.removeprefix("model.")
+    return _FIRST + name.removeprefix(_FIRST_THERE) if name.startswith(_FIRST_THERE) else name

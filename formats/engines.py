@@ -14,18 +14,15 @@ from typing import Any
 from ..common import BadInputError, IncompatibleError
 from ..heads import DrafterConfig, head_class
 from .blocks import SpeculatorsDFlash, SpeculatorsDSpark
-from .eagle import EagleLayout
+from .draft_models import FILE as GGUF_FILE
+from .draft_models import Gguf, Plain
+from .eagle import EagleLayout, Sglang
 from .early_exit import EarlyExit
-from .gguf import FILE as GGUF_FILE
-from .gguf import Gguf
 from .layout import ExportLayout, Unsupported, refuse_lacks
 from .medusa import MedusaRepository, MedusaVllm
 from .mtp import NativeMtp
-from .peagle import SpeculatorsPEagle
-from .plain import Plain
 from .raw_blocks import DeepSpec, ZLab
-from .sglang import Sglang
-from .speculators import Speculators
+from .speculators import Speculators, SpeculatorsPEagle
 
 # What can be written for whom: `--to`, our drafter, and the layout.
 LAYOUTS: dict[str, dict[str, ExportLayout]] = {

@@ -9,9 +9,9 @@ from ..common import BadInputError
 from ..common.atomic import replacing_folder
 from ..heads import Drafter
 from ..targets import Target
-from .comparing import passage_of, require_same, session_logits
+from .checkpoint_view import write_record
 from .engines import require_served
-from .record import write_record
+from .reading import passage_of, require_same, session_logits
 
 
 @dataclass(frozen=True)

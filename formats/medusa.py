@@ -21,9 +21,8 @@ from ..common import BadInputError, IncompatibleError
 from ..heads import Drafter, DrafterConfig, Medusa, MedusaConfig
 from ..heads.medusa import Head, MedusaBlock
 from ..targets import Target
-from .drafter_files import DrafterFiles
+from .drafter_files import DrafterFiles, fill
 from .layout import ExportLayout, Unsupported
-from .load_weights import fill
 from .reading import ProbeSequence, medusa_logits, output_table
 
 FILE = "medusa_lm_head.safetensors"

@@ -30,10 +30,9 @@ from ..heads.mtp.target_layer import plain_body
 from ..heads.registry import load_drafter
 from ..heads.saved import read_config
 from ..targets import Target
-from .comparing import session_logits
 from .drafter_files import DrafterFiles
 from .layout import ExportLayout, Unsupported
-from .reading import ProbeSequence
+from .reading import ProbeSequence, session_logits
 
 # What of the target's folder an export brings along.
 _COPIED = {".json", ".safetensors", ".jinja", ".model", ".txt"}

@@ -20,8 +20,7 @@ from torch import Tensor
 from ..common import BadInputError, IncompatibleError
 from ..heads import DFlash, DFlashConfig, Drafter, DrafterConfig, DSparkConfig
 from ..targets import Target
-from .block_reading import BlockFlags
-from .blocks import BlockLayout, head_fields, layer_config, require_fields, require_servable
+from .blocks import BlockFlags, BlockLayout, head_fields, layer_config, require_fields, require_servable
 from .drafter_files import DrafterFiles
 from .layout import Unsupported
 from .llama import EMBEDDINGS, check_embeddings

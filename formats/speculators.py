@@ -1,9 +1,11 @@
-"""EAGLE-3 heads in the layout of the `speculators` package, which vLLM reads without further flags: written and read.
+"""EAGLE-3 and P-EAGLE heads in the layout of the `speculators` package, which vLLM reads without further flags.
 
 Its numbering of taps is ours: `eagle_aux_hidden_state_layer_ids` are HF `hidden_states` indices (SGLang and SpecForge
 name the same tensors one lower: the output of layer i). Only the last one differs: it means the state before the
 target's final norm, which `Target` does not give. `d2t` holds offsets: draft token i is target token i + d2t[i].
 Positions start one later there, which rotary embeddings do not see.
+
+A P-EAGLE head has an EAGLE-3 head's tensors, and a vector and a token for its masks.
 
 Its own loader, and vLLM's, fill what is missing with defaults and random weights. So every flag is written, whatever
 its default, and reading refuses whatever it would have to guess or drop.
@@ -14,21 +16,21 @@ Shapes: V target vocabulary, V' draft vocabulary, H hidden size.
 from __future__ import annotations
 
 from collections.abc import Sequence, Set
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..common import BadInputError
+from ..common import BadInputError, IncompatibleError
 from ..common.versions import versions
-from ..heads import Drafter, DrafterConfig, Eagle3, Eagle3Config
+from ..heads import Drafter, DrafterConfig, Eagle3, Eagle3Config, PEagle, PEagleConfig
 from ..targets import Target
-from .drafter_files import DrafterFiles
+from .drafter_files import DrafterFiles, fill
 from .layout import ExportLayout, Unsupported
 from .llama import EMBEDDINGS, check_embeddings, layer_sizes, llama_config, shapes_of
-from .load_weights import fill
-from .reading import Flags, ProbeSequence, eagle3_logits, embedding_table
+from .reading import Flags, ProbeSequence, eagle3_logits, embedding_table, peagle_logits
 
 TAPS = "eagle_aux_hidden_state_layer_ids"
 # Names in the format and ours: of single tensors, and of beginnings.
@@ -300,3 +302,56 @@ def draft_ids(theirs: dict[str, Tensor], draft_vocab_size: int, vocab_size: int,
     if "t2d" in theirs and not torch.equal(kept, theirs["t2d"].bool()):
         raise BadInputError(f"{folder}: d2t and t2d name different tokens.")
     return ids
+
+
+_MASK = "mask_token_id"
+
+
+class SpeculatorsPEagle(Speculators):
+    """P-EAGLE heads as the `speculators` package keeps them.
+
+    Its loader fills embeddings that are missing with uninitialised memory, so they are written. There they may be
+    trained; ours are the target's, and others are refused.
+    """
+
+    name = "speculators-peagle"
+    drafter = "peagle"
+
+    def write(self, drafter: Drafter, target: Target, depth: int) -> DrafterFiles:
+        assert isinstance(drafter, PEagle)
+        if drafter.mask is not None:
+            raise IncompatibleError(
+                "this peagle drafter has learned the embedding of its mask, and others embed a token in its place; "
+                "train it with a drafter.mask_token_id that no text has."
+            )
+        written = write_eagle3(drafter, target, depth)
+        config = written.config | {
+            "architectures": ["PEagleDraftModel"],
+            "speculators_model_type": self.drafter,
+            "speculators_config": written.config["speculators_config"] | {"algorithm": self.drafter},
+            _MASK: drafter.config.mask_token_id,
+        }
+        return replace(written, config=config)
+
+    def logits(self, found: DrafterFiles, target: Target, passage: ProbeSequence) -> Tensor:
+        layer, flags = vllm_flags(found.config, target.num_layers)
+        return peagle_logits(found.tensors, layer, flags, int(found.config[_MASK]), passage)
+
+    def recognises(self, config: dict[str, Any], names: Set[str]) -> bool:
+        return config.get("speculators_model_type") == self.drafter
+
+    def read(self, found: DrafterFiles, target: Target) -> PEagle:
+        head = PEagle(_settings(found.config, str(found.config_file)))
+        fill_eagle3(head, found.tensors, target, found.folder)
+        return head.eval()
+
+    def shapes(self, config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+        settings = _settings(config, "config.json")
+        return shapes_of(PEagle, settings, lambda name: their_name(name, settings))
+
+
+def _settings(values: dict[str, Any], where: str) -> PEagleConfig:
+    for name in (_MASK, "eagle_aux_hidden_state_layer_ids"):
+        if values.get(name) is None:
+            raise BadInputError(f"{where}: {name} is missing; without it nobody knows what the drafter reads.")
+    return PEagleConfig(**read_settings(values, where, []), mask_token_id=int(values[_MASK]))

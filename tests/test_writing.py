@@ -106,7 +106,7 @@ def test_whole_folders_are_written_by_few() -> None:
         "distill/data_set.py",
         "formats/early_exit.py",
         "formats/mtp.py",
-        "formats/plain.py",
+        "formats/draft_models.py",
         "heads/draft_model/draft_model.py",
         "pair/new.py",
         "scripts/quickstart.py",

@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 
 from outrider.common import BadInputError, IncompatibleError
 from outrider.formats import LAYOUTS, export_drafter, import_drafter, launch
-from outrider.formats.comparing import passage_of, session_logits
 from outrider.formats.lint import lint
+from outrider.formats.reading import passage_of, session_logits
 from outrider.heads import Drafter
 from outrider.targets import Target
 

@@ -15,7 +15,7 @@ import torch
 from benchmarks.served_llama import LlamaServer
 from outrider.eval.suites import Suite, load_suites
 from outrider.formats import export_drafter, launch
-from outrider.formats.gguf import FILE, write_gguf
+from outrider.formats.draft_models import FILE, write_gguf
 from outrider.heads import Drafter, DraftModel, Ngram, NgramConfig
 from outrider.serving.fault_models import mistaken
 from outrider.serving.launching import running

@@ -18,8 +18,8 @@ from ..common import BadInputError
 
 if TYPE_CHECKING:
     from ..pair import Pair
+    from ..serving.diagnosis import ServedResult
     from ..serving.reference_run import Trial
-    from ..serving.result import ServedResult
     from ..serving.session import ServedSession, Start
 
 PairFolder = Annotated[Path, typer.Argument(metavar="PAIR", help="A pair's folder.")]
@@ -159,7 +159,7 @@ def served(
 
 
 def _print(found: ServedResult, console: Console) -> None:
-    from ..serving.result import lines
+    from ..serving.diagnosis import lines
 
     verdict, *figures = lines(found)
     console.print(escape(verdict), style="green" if found.agrees else "red")

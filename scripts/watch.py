@@ -18,8 +18,7 @@ from .output import console_for, tell
 
 if TYPE_CHECKING:
     from ..serving.changepoint import Chart, NormalDrafting, WatchLimits
-    from ..serving.events import WatchEvent
-    from ..serving.watching import EngineWatch, WatchState
+    from ..serving.watching import EngineWatch, WatchEvent, WatchState
 
 STATE = Path("runs") / "watch.json"
 Urls = Annotated[list[str], typer.Argument(metavar="URL...", help="Of running engines: vLLM, SGLang, TGI, llama.cpp.")]
@@ -112,8 +111,7 @@ class _EventSink:
 
 def _events(watches: list[EngineWatch], key: str | None, every: float, seconds: float | None) -> Iterator[WatchEvent]:
     """Yield what is to be said, look after look, until the time is over."""
-    from ..serving.counters import read_counters
-    from ..serving.engine import read_metrics
+    from ..serving.engine import read_counters, read_metrics
 
     began = time.monotonic()
     while True:

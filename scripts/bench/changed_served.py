@@ -18,10 +18,10 @@ from outrider.eval.suites import Suite
 from outrider.formats import export_drafter, launch
 from outrider.formats.early_exit import save_target
 from outrider.pair import Pair
+from outrider.serving.diagnosis import TOLERANCE, ServedResult
 from outrider.serving.launching import VllmLaunch, python_of, running
 from outrider.serving.reference_run import Trial, expect
-from outrider.serving.result import TOLERANCE, ServedResult
-from outrider.serving.served import Survey, engine_facts
+from outrider.serving.session import Survey, engine_facts
 from outrider.targets import Target
 
 from .acceptance import shown

@@ -23,10 +23,10 @@ from outrider.pair import Pair, export_pair, new_pair
 from outrider.recipes import load_recipe
 from outrider.scripts.cli import app
 from outrider.serving.changepoint import WatchLimits
+from outrider.serving.diagnosis import TOLERANCE, ServedResult
 from outrider.serving.engine import Ask, Engine
 from outrider.serving.launching import running
 from outrider.serving.reference_run import Trial, expect
-from outrider.serving.result import TOLERANCE, ServedResult
 from outrider.serving.session import ServedSession, Start
 from outrider.serving.watching import EngineWatch, WatchEvent, WatchState
 from outrider.targets import Target

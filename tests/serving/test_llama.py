@@ -17,11 +17,11 @@ from outrider.formats import export_drafter, launch
 from outrider.formats.gguf import FILE, write_gguf
 from outrider.heads import Drafter, DraftModel, Ngram, NgramConfig
 from outrider.scripts.bench.served_llama import LlamaServer
+from outrider.serving.diagnosis import ServedResult
 from outrider.serving.fault_models import mistaken
 from outrider.serving.launching import running
 from outrider.serving.reference_run import Expectation, Trial, expect, expect_mistakes
-from outrider.serving.result import ServedResult
-from outrider.serving.served import Survey, engine_facts
+from outrider.serving.session import Survey, engine_facts
 from outrider.targets import Target
 
 from ..conftest import place_of

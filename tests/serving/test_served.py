@@ -23,9 +23,9 @@ from outrider.heads.base import TargetBatch
 from outrider.pair import Pair, export_pair, new_pair, verify
 from outrider.recipes import Recipe
 from outrider.scripts.cli import app
+from outrider.serving.diagnosis import ServedResult, lines
 from outrider.serving.engine import Engine, root_url
-from outrider.serving.engine_ngram import FirstPlace, WholeCopy
-from outrider.serving.fault_models import BLOCK_HYPOTHESES, HYPOTHESES, mistaken
+from outrider.serving.fault_models import BLOCK_HYPOTHESES, HYPOTHESES, FirstPlace, WholeCopy, mistaken
 from outrider.serving.launching import VllmLaunch, python_of, running
 from outrider.serving.reference_run import (
     DraftCounts,
@@ -36,9 +36,7 @@ from outrider.serving.reference_run import (
     expect,
     expect_mistakes,
 )
-from outrider.serving.result import ServedResult, lines
-from outrider.serving.served import Survey
-from outrider.serving.session import ServedSession, Start, depth_of, survey_in_turns, survey_one_by_one
+from outrider.serving.session import ServedSession, Start, Survey, depth_of, survey_in_turns, survey_one_by_one
 from outrider.targets import RowLengths as Counted
 from outrider.targets import Target
 
@@ -331,7 +329,7 @@ WAITS = """
 import sys, time
 from pathlib import Path
 from outrider.common.signals import stoppable
-from outrider.serving.engine_ngram import FirstPlace
+from outrider.serving.fault_models import FirstPlace
 from outrider.serving.launching import Launch, python_of, running
 with stoppable(), running(Launch(python_of(Path(sys.argv[1])), "target", "float32"), Path(sys.argv[1]) / "log"):
     print("answers", flush=True)

@@ -18,11 +18,18 @@ from outrider.decode import Round
 from outrider.scripts.cli import app
 from outrider.scripts.watch import promises
 from outrider.serving.changepoint import CusumState, NormalDrafting, WatchLimits
-from outrider.serving.counters import read_counters
-from outrider.serving.engine import read_metrics
-from outrider.serving.events import WatchEvent
+from outrider.serving.engine import read_counters, read_metrics
 from outrider.serving.reference_run import DraftCounts
-from outrider.serving.watching import LEARNED, EngineWatch, WatchState, kept_states, post, require_sight, save_states
+from outrider.serving.watching import (
+    LEARNED,
+    EngineWatch,
+    WatchEvent,
+    WatchState,
+    kept_states,
+    post,
+    require_sight,
+    save_states,
+)
 
 from .conftest import Server, answer
 

@@ -30,7 +30,7 @@ from .comparison import Replies, Reply, Write, compare
 from .diagnosis import TOLERANCE, ServedResult, drafts_differ, suspicions
 from .engine import Ask, Counters, Engine, EngineCompletion
 from .fault_models import Explanation, explain, mistaken
-from .launching import VllmLaunch, python_of, running
+from .launching import VllmLaunch, python_of, running, split_speculation
 from .reference_run import DraftCounts, Expectation, Trial, expect, expect_mistakes
 
 # Drafters whose proposals engines never draw, whatever they are asked for: above temperature 0 our own decoder must
@@ -45,7 +45,8 @@ class Start:
     Attributes:
         environment: of the engine, the user's: its folder, or its Python.
         export: the drafter as the engine reads it; None makes it, in a temporary folder.
-        settings: changes to the drafting configuration. arguments, variables: more of the server's own.
+        arguments: more of the server's own. `--speculative-config.KEY VALUE` changes one setting of the drafting.
+        variables: of its environment, beside those of this process.
         plain: whether the engine also runs without drafts, for the speedup there.
         in_turns: whether both run at once and answer in turns, so that whatever else the machine does slows both alike;
             else one after the other. None: in turns, but on a GPU, where an engine takes nearly all of the memory.
@@ -53,7 +54,6 @@ class Start:
 
     environment: Path
     export: Path | None = None
-    settings: Mapping[str, Any] = field(default_factory=dict)
     arguments: tuple[str, ...] = ()
     variables: Mapping[str, str] = field(default_factory=dict)
     plain: bool = True
@@ -140,13 +140,14 @@ class ServedSession:
     def launch(self, start: Start, place: Path) -> VllmLaunch:
         """Return how the engine is started with the pair's drafter; the export is made in `place` if none is given."""
         longest = max(len(p.tokens) for p in self.expected.prompts) + self.expected.max_new_tokens
+        settings, arguments = split_speculation(start.arguments)
         return VllmLaunch(
             python=python_of(start.environment),
             target=self._served_target(place),
             dtype=self.pair.dtype,
-            speculation=self._speculation(start, place) | dict(start.settings),
+            speculation=self._speculation(start, place) | settings,
             max_length=longest + self.expected.depth + 16,
-            arguments=start.arguments,
+            arguments=arguments,
             environment=start.variables,
         )
 

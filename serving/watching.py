@@ -26,7 +26,7 @@ from .changepoint import DEEP, Chart, CusumState, NormalDrafting, WatchLimits
 from .engine import Counters
 
 LEARNED = 30  # windows that a baseline is learned from, where no pair gives one
-WINDOWS = (200, 100, 50, 25, 400)  # rounds, that are tried before a baseline is refused
+WINDOWS = (200, 100, 50, 25, 400)  # rounds of a window, tried in this order
 SURE = 3.0  # spreads by which a position must differ to be named
 PATIENCE = 120.0  # seconds that a look waits for another one with the same state file
 
@@ -182,33 +182,34 @@ def learned(windows: Sequence[Counters], url: str) -> NormalDrafting:
     return found.model_copy(update={"by_position": tuple(k / everything.rounds for k in everything.by_position)})
 
 
-def baseline_of(pair: Pair, limits: WatchLimits) -> NormalDrafting:
-    """Return how the pair drafted on its own target: what its probes compare with.
+def baseline_of(pair: Pair) -> tuple[NormalDrafting, WatchLimits]:
+    """Return how the pair drafted on its own target, which its probes compare with, and the limits that it can watch.
 
     Raises:
-        BadInputError: the pair has no such prompts, or too few for windows of this size.
+        BadInputError: the pair has no such prompts, or too few of them.
     """
     measured = pair.manifest.measurements.baseline
     if measured is None or not measured.prompts:
         raise BadInputError(f"{pair.folder}: this pair has no baseline; let the watch learn one (leave out --pair).")
     drafting = [p for p in measured.prompts if p.rounds]
     source = f"{pair.name} version {pair.version}, temperature {measured.temperature:g}"
-    found = NormalDrafting.of([p.rounds for p in drafting], [p.accepted for p in drafting], source)
-    require_sight(found, limits)
-    return found
+    baseline = NormalDrafting.of([p.rounds for p in drafting], [p.accepted for p in drafting], source)
+    return baseline, limits_for(baseline)
 
 
-def require_sight(baseline: NormalDrafting, limits: WatchLimits) -> None:
-    """Refuse a baseline from so few rounds that, with windows of this size, not even a deep fall would be found."""
-    if _sees(baseline, limits):
-        return
-    usable = (size for size in WINDOWS if _sees(baseline, replace(limits, window=size)))
-    size = next(usable, None)
-    advice = "Let the watch learn a baseline (leave out --pair)"
-    advice += f", or take --window {size}." if size else "."
+def limits_for(baseline: NormalDrafting) -> WatchLimits:
+    """Return the limits with the first of `WINDOWS` in which a deep fall would be found.
+
+    Raises:
+        BadInputError: the baseline is from so few rounds that it would be found in none.
+    """
+    for size in WINDOWS:
+        limits = WatchLimits(window=size)
+        if _sees(baseline, limits):
+            return limits
     raise BadInputError(
-        f"{baseline.source}: a baseline from {baseline.rounds:.0f} rounds is too uncertain for windows of "
-        f"{limits.window}: not even a fall of the accepted drafts by {DEEP:.0%} would be found. {advice}"
+        f"{baseline.source}: a baseline from {baseline.rounds:.0f} rounds is too uncertain: not even a fall of the "
+        f"accepted drafts by {DEEP:.0%} would be found. Let the watch learn a baseline (leave out --pair)."
     )
 
 

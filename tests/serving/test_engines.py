@@ -105,8 +105,8 @@ def _no_text_differs(found: dict[str, ServedResult]) -> None:
 
 def test_drafts_that_are_picked_are_told_apart(session: ServedSession, environment: Path) -> None:
     """An engine that is not asked for drawn drafts proposes the most probable ones."""
-    settings = {"draft_sample_method": "greedy"}
-    found = session.start(start(environment, settings=settings), TOLERANCE)
+    arguments = ("--speculative-config.draft_sample_method", "greedy")
+    found = session.start(start(environment, arguments=arguments), TOLERANCE)
     assert [(s.temperature, s.kind) for s in found.suspicions] == [(1.0, "one-hot")]
 
 
